@@ -24,20 +24,20 @@ from .parse import parse
 
 
 @contextmanager
-def emulated(capability: int, tensors: Sequence[Tensor] = (), warps_apart: bool = False) -> Iterator[list[str]]:
+def emulated(capability: int, tensors: Sequence[Tensor] = (), mode: str | int = "earliest") -> Iterator[list[str]]:
     """Inside, what the Triton backend would launch runs here, on CPU tensors; the list collects the kernels' names.
 
     Args:
         capability: 80 or 90, ...: whose code is compiled and run.
         tensors: memory besides the arguments that kernels may touch.
-        warps_apart: run the warps of a block one after another, as far as barriers let them.
+        mode: when what a warp starts and does not wait for happens; see ``Cluster``.
     """
     names: list[str] = []
 
     def run(compiled: Any, programs: int, args: tuple[Any, ...]) -> None:
         names.append(compiled.metadata.name)
         given = [a for a, kind in zip(args, compiled.src.signature.values(), strict=False) if kind != "constexpr"]
-        execute(parse(compiled.asm["ptx"]), range(programs), given, tensors, warps_apart)
+        execute(parse(compiled.asm["ptx"]), programs, given, tensors, mode)
 
     with compiling(capability, run):
         yield names

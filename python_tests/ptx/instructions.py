@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from .operands import SIGNED, UNSIGNED, Threads, kind, read
 from .parse import SIZES, Instruction
@@ -52,8 +53,14 @@ def _mad(t: Threads, ins: Instruction) -> Any:
 
 def _fma(t: Threads, ins: Instruction) -> Any:
     type_ = ins.types[-1]
+    assert type_ in ("f16", "f32", "f64"), f"no rule for {ins.text}"
     a, b, c = (read(t, x, type_).astype(np.longdouble) for x in ins.operands[1:4])
-    return (a * b + c).astype(kind(type_))
+    exact = a * b + c
+    found = np.asarray(exact).astype(kind(type_))
+    if "rm" in ins.mods:
+        found = np.where(found > exact, np.nextafter(found, kind(type_)(-np.inf)), found)
+    assert not {"rp", "rz"} & set(ins.mods), f"no rule for {ins.text}"
+    return np.clip(np.nan_to_num(found), 0, 1).astype(kind(type_)) if "sat" in ins.mods else found
 
 
 def _divided(a: Any, b: Any) -> Any:
@@ -127,10 +134,16 @@ def _extreme(t: Threads, ins: Instruction) -> Any:
     type_ = ins.types[-1]
     assert "NaN" not in ins.mods, f"no rule for {ins.text}"
     a, b = (np.broadcast_to(read(t, x, type_), (t.count,)) for x in ins.operands[1:3])
-    if type_ == "u16x2":
+    fold = np.fmin if ins.name == "min" else np.fmax
+    if type_ in ("u16x2", "s16x2", "f16x2"):
+        each = {"u": np.uint16, "s": np.int16, "f": np.float16}[type_[0]]
+        a, b = (np.ascontiguousarray(x).view(each) for x in (a, b))
+        return fold(a, b).view(np.uint32)
+    if type_ in ("bf16", "bf16x2"):
         a, b = (np.ascontiguousarray(x).view(np.uint16) for x in (a, b))
-    found = (np.fmin if ins.name == "min" else np.fmax)(a, b)
-    return found.view(np.uint32) if type_ == "u16x2" else found
+        wide = [(x.astype(np.uint32) << np.uint32(16)).view(np.float32) for x in (a, b)]
+        return to_bf16(fold(*wide)).view(np.uint32 if type_ == "bf16x2" else np.uint16)
+    return fold(a, b)
 
 
 def _sign(t: Threads, ins: Instruction) -> Any:
@@ -152,22 +165,103 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
     return np.where((b & 0x7FFFFFFF) > 0x7F800000, 0x7FFF, rounded).astype(np.uint16)
 
 
+def _to_float8(a: np.ndarray, to: str) -> np.ndarray:
+    """float32 to the bits of e4m3 or e5m2, to nearest even, numbers beyond the largest to it."""
+    kinds = {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}
+    most = torch.finfo(kinds[to]).max
+    x = torch.from_numpy(np.array(a, np.float32, ndmin=1))
+    return torch.where(x.isnan(), x, x.clamp(-most, most)).to(kinds[to]).view(torch.uint8).numpy()
+
+
+def _pair(t: Threads, ins: Instruction) -> Any:
+    """cvt of two float32 into one register."""
+    to = ins.types[0]
+    high, low = (read(t, x, "f32") for x in ins.operands[1:3])
+    if "relu" in ins.mods:
+        high, low = (np.where(x > 0, x, np.where(np.isnan(x), x, 0)).astype(np.float32) for x in (high, low))
+    if to in ("e4m3x2", "e5m2x2"):
+        assert "satfinite" in ins.mods, f"no rule for {ins.text}"
+        return (_to_float8(high, to).astype(np.uint16) << np.uint16(8)) | _to_float8(low, to)
+    assert "satfinite" not in ins.mods and "rn" in ins.mods, f"no rule for {ins.text}"
+    halves = [to_bf16(x) if to == "bf16x2" else np.atleast_1d(x).astype(np.float16).view(np.uint16) for x in (high, low)]
+    return (halves[0].astype(np.uint32) << np.uint32(16)) | halves[1]
+
+
+ROUND: dict[str, Callable[[Any], Any]] = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
+
+
 def _cvt(t: Threads, ins: Instruction) -> Any:
     to, of = ins.types[0], ins.types[1]
-    if to in ("bf16x2", "f16x2"):
-        high, low = (read(t, x, "f32") for x in ins.operands[1:3])
-        halves = [to_bf16(x) if to == "bf16x2" else np.atleast_1d(x).astype(np.float16).view(np.uint16) for x in (high, low)]
-        return (halves[0].astype(np.uint32) << np.uint32(16)) | halves[1]
+    if len(ins.operands) == 3:
+        return _pair(t, ins)
+    assert not {"rz", "rm", "rp"} & set(ins.mods), f"no rule for {ins.text}"
     a = read(t, ins.operands[1], of)
     if of == "bf16":
         a = (a.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    way = next((m for m in ins.mods if m in ROUND), "")
+    if way:
+        a = ROUND[way](a)
+    if "sat" in ins.mods:
+        assert to == "f32", f"no rule for {ins.text}"
+        a = np.clip(np.nan_to_num(a), 0, 1)
     if to == "bf16":
         return to_bf16(a)
     if a.dtype.kind == "f" and kind(to)().dtype.kind != "f":
-        assert "rzi" in ins.mods, f"no rule for {ins.text}"
+        assert way, f"no rule for {ins.text}"
         limits = np.iinfo(kind(to))
-        return np.clip(np.nan_to_num(np.trunc(a).astype(np.longdouble)), limits.min, limits.max).astype(kind(to))
+        return np.clip(np.nan_to_num(a.astype(np.longdouble)), limits.min, limits.max).astype(kind(to))
     return a.astype(kind(to))
+
+
+def _brev(t: Threads, ins: Instruction) -> Any:
+    a = np.atleast_1d(read(t, ins.operands[1], ins.types[-1]))
+    bits = SIZES[ins.types[-1]]
+    found = np.zeros_like(a)
+    for i in range(bits):
+        found |= ((a >> a.dtype.type(i)) & a.dtype.type(1)) << a.dtype.type(bits - 1 - i)
+    return found
+
+
+def _highest(a: np.ndarray, bits: int) -> np.ndarray:
+    """The place of the highest one, or -1."""
+    exponents: np.ndarray = np.frexp(np.asarray(a).astype(np.longdouble))[1] - 1
+    return np.where(np.asarray(a) == 0, -1, exponents).astype(np.int64)
+
+
+def _bfind(t: Threads, ins: Instruction) -> Any:
+    type_ = ins.types[-1]
+    a, bits = read(t, ins.operands[1], type_), SIZES[type_]
+    if type_[0] == "s":
+        a = np.where(a < 0, ~a, a)
+    at = _highest(a, bits)
+    found = np.where(at < 0, 0xFFFFFFFF, bits - 1 - at if "shiftamt" in ins.mods else at)
+    return found.astype(np.uint32)
+
+
+def _clz(t: Threads, ins: Instruction) -> Any:
+    bits = SIZES[ins.types[-1]]
+    return (bits - 1 - _highest(read(t, ins.operands[1], f"u{bits}"), bits)).astype(np.uint32)
+
+
+def _copysign(t: Threads, ins: Instruction) -> Any:
+    a, b = (read(t, x, ins.types[-1]) for x in ins.operands[1:3])
+    return np.copysign(b, a)
+
+
+def _lop3(t: Threads, ins: Instruction) -> Any:
+    a, b, c = (read(t, x, "b32") for x in ins.operands[1:4])
+    table, found = int(str(ins.operands[4]), 0), np.zeros((), np.uint32)
+    for i in range(8):
+        if table >> i & 1:
+            found = found | ((a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c))
+    return found
+
+
+def _shf(t: Threads, ins: Instruction) -> Any:
+    a, b, n = (read(t, x, "b32").astype(np.uint64) for x in ins.operands[1:4])
+    n = np.minimum(n, 32) if "clamp" in ins.mods else n & np.uint64(31)
+    both = a | (b << np.uint64(32))
+    return ((both << n) >> np.uint64(32) if "l" in ins.mods else both >> n).astype(np.uint32)
 
 
 def _mov(t: Threads, ins: Instruction) -> Any:
@@ -190,5 +284,6 @@ PLAIN: dict[str, Rule] = {
     "and": _two(np.bitwise_and), "or": _two(np.bitwise_or), "xor": _two(np.bitwise_xor), "not": _one(np.invert),
     "shl": _shift, "shr": _shift, "bfe": _bfe, "bfi": _bfi, "prmt": _prmt, "setp": _setp, "selp": _selp, "popc": _one(np.bitwise_count),
     "min": _extreme, "max": _extreme, "abs": _sign, "neg": _sign, "cvt": _cvt, "mov": _mov,
-    "sqrt": _one(np.sqrt), "rcp": _one(lambda a: 1 / a), "ex2": _one(np.exp2),
+    "sqrt": _one(np.sqrt), "rcp": _one(lambda a: 1 / a), "ex2": _one(np.exp2), "lg2": _one(np.log2), "tanh": _one(np.tanh),
+    "rsqrt": _one(lambda a: 1 / np.sqrt(a)), "brev": _brev, "bfind": _bfind, "clz": _clz, "copysign": _copysign, "lop3": _lop3, "shf": _shf,
 }  # fmt: skip

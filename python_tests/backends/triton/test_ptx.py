@@ -35,6 +35,10 @@ CODE = [(90, F32), (80, BF16), (90, F16)]
 """Compute capabilities and dtypes; sm_80 shares all but a few instructions with sm_90."""
 
 
+MODES: list[str | int] = ["earliest", "latest", 1]
+"""When asynchronous operations happen; see ``python_tests.ptx``."""
+
+
 def backend(op: str, name: str) -> Callable[..., Any]:
     return next(i.fn for i in dispatch.implementations(op) if i.backend == name)
 
@@ -47,7 +51,7 @@ def test_groups(op: str, pattern: str) -> None:
     for capability, dtype in CODE:
         inputs = [*(c.x for c in testing.cases(p, dtype)), torch.randn(1, (ELEMENTS // p.m + 3) * p.m).to(dtype)]
         for i, x in enumerate(inputs):
-            with testing.poison(), emulated(capability, warps_apart=i % 2 == 0) as ran:
+            with testing.poison(), emulated(capability, mode=MODES[i % 3]) as ran:
                 got = backend(op, "triton")(x, p.n, p.m)
             assert len(ran) == (x.numel() > 0)
             testing.assert_equal_bits(got, backend(op, "reference")(x, p.n, p.m), f"{op} {pattern} {dtype} sm_{capability}")
@@ -105,15 +109,17 @@ def test_mvue(op: str, pattern: str, method: str, capability: int, dtype: torch.
     down = groups.reshape(-1, 8, p.m).movedim(1, -1).flatten(0, 1)
     for dim, g in ((1, groups.reshape(8, -1)), (0, down[:-1])):
         args = (p.n, p.m, dim, seed(-5, 2**40), method)
-        with testing.poison(), emulated(capability, warps_apart=dim == 0):
+        with testing.poison(), emulated(capability, mode=MODES[dim]):
             got = backend(op, "triton")(g, *args)
         testing.assert_equal_bits(got, backend(op, "reference")(g, *args), f"{op} {pattern} {method} sm_{capability} dim {dim}")
 
 
-def step(capability: int, call: dict[str, Any], h: Tensor, n: int, m: int, ours: Any = None, apart: bool = True, **options: Any) -> Tensor:
+def step(
+    capability: int, call: dict[str, Any], h: Tensor, n: int, m: int, ours: Any = None, mode: str | int = "latest", **options: Any
+) -> Tensor:
     """Run the compiled kernels of MaskedAdamW and the reference on copies; returns the statistics."""
     ours = ours or copied(call)
-    with emulated(capability, [x for xs in ours.values() for x in xs], apart):
+    with emulated(capability, [x for xs in ours.values() for x in xs], mode):
         return same_as_reference(adamw.masked_adamw_, ours, call, h, n, m, **options)
 
 
@@ -133,7 +139,7 @@ def test_adamw(n, m, dtype, grad, out, capability) -> None:
     cols = (m or 1) * 8
     call = make(torch.Generator().manual_seed(1), (3, cols), (cols * 3,), (1, cols * 17), dtype=dtype, grad=grad, out=out)
     first = step(capability, call, hyper(lr=0.3), n, m)
-    testing.assert_equal_bits(step(capability, call, hyper(lr=0.3), n, m, apart=False), first)
+    testing.assert_equal_bits(step(capability, call, hyper(lr=0.3), n, m, mode=1), first)
 
 
 @pytest.mark.parametrize(
@@ -157,14 +163,14 @@ def test_adamw_numbers_on_the_host(monkeypatch) -> None:
         step(90, call, hyper(lr=-0.1, v_step=3.0), 2, 4, ours)
 
 
-def check(op, capability, pattern, dtype, rows, cols, width, warps_apart=True, epilogue=()):
+def check(op, capability, pattern, dtype, rows, cols, width, mode="latest", epilogue=()):
     """A GEMM's result against the reference, and the names of the kernels that ran."""
     p = Pattern(pattern)
     w = torch.nn.functional.pad(torch.randn(rows, cols), (0, -cols % p.m)).to(dtype)
     e = (*reference.compress(w, p.n, p.m), p.n, p.m, cols)
     x = torch.randn(width, rows if op == "linear_dgrad" else cols).to(dtype)
     args = (*e, x.t().contiguous()) if op == "linear_wgrad" else (x, *e, *epilogue)
-    with testing.poison(), emulated(capability, warps_apart=warps_apart) as ran:
+    with testing.poison(), emulated(capability, mode=mode) as ran:
         result = getattr(family, op)(*args)
     wide = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
     testing.assert_no_worse(result, getattr(reference, op)(*args), getattr(reference, op)(*wide), f"{op} {pattern} sm_{capability}")
@@ -179,11 +185,11 @@ def test_narrow_gemms(op, pattern, dtype, capability) -> None:
     check(op, capability, pattern, dtype, 66, 136, 6)
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("capability", "mode"), [(80, "latest"), *((90, mode) for mode in MODES)])
 @pytest.mark.parametrize("op", ["linear", "linear_dgrad", "linear_wgrad"])
-def test_wide_tiles_of_whole_blocks(op, capability, monkeypatch) -> None:
+def test_wide_tiles_of_whole_blocks(op, capability, mode, monkeypatch) -> None:
     monkeypatch.setattr(family, "choose", lambda *_args: Plan("gemm", 128, 128, 64, 8, 3))
-    check(op, capability, "2:4", BF16, 128, 256, 130, warps_apart=False)
+    check(op, capability, "2:4", BF16, 128, 256, 130, mode=mode)
 
 
 @pytest.mark.parametrize("kind", ["fprop", "wgrad"])

@@ -1,0 +1,337 @@
+"""Where warps meet: mbarriers, named barriers, the barrier of a cluster, and the rendezvous of a warpgroup (PTX ISA 9.7.13)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .operands import WARP, Threads, address, lanes, one, read, write
+from .order import Hazard, check, joined
+from .parse import Instruction
+
+if TYPE_CHECKING:
+    from .block import Block
+
+STAY, STOP, AGAIN = "stay", "stop", "again"
+"""What an instruction's rule may return: wait here; go to the next and let others run; the threads were parted, choose anew."""
+
+Given = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass
+class Meeting:
+    """A named barrier, or a cluster's: how many have come, and what they have seen."""
+
+    name: str
+    expected: int = 0
+    came: int = 0
+    turn: int = 0
+    given: Given | None = None
+    before: Given | None = None
+    who: list[str] = field(default_factory=list)
+
+    def arrive(self, t: Threads, threads: int, expected: int, given: Given, text: str) -> None:
+        check(
+            self.came == 0 or self.expected == expected,
+            "wrong count",
+            f"{self.name}: {text} names {expected} threads, others {self.expected}",
+        )
+        self.expected = expected
+        self.came += threads
+        check(self.came <= expected, "wrong count", f"{self.name}: {self.came} threads came, {expected} are expected ({t.name}, {text})")
+        self.given = joined(self.given, given)
+        self.who.append(t.name)
+        if self.came == expected:
+            self.turn, self.came, self.before, self.given, self.who = self.turn + 1, 0, self.given, None, []
+
+
+@dataclass
+class AtMeeting:
+    """Waits till a barrier's turn is over."""
+
+    meeting: Meeting
+    turn: int
+
+    def over(self) -> bool:
+        return self.meeting.turn > self.turn
+
+    def finish(self, t: Threads) -> None:
+        assert self.meeting.before
+        t.block.order.acquire(t.block.rows(t), self.meeting.before)
+
+    def __str__(self) -> str:
+        m = self.meeting
+        return f"{m.name}: {m.came} of {m.expected} threads came: {', '.join(m.who)}"
+
+
+@dataclass(eq=False)
+class Mbarrier:
+    """An mbarrier object; ``phase`` counts the phases that are over."""
+
+    block: Block
+    offset: int
+    count: int
+    made: tuple[int, int]
+    """Who initialised it and when: an agent and its time."""
+    fenced: bool = False
+    """Whether the one who initialised it has fenced that for the async proxy and other blocks."""
+    pending: int = 0
+    tx: int = 0
+    phase: int = 0
+    agent: int = 0
+    given: Given | None = None
+    before: Given | None = None
+
+    @property
+    def name(self) -> str:
+        return f"mbarrier {self.block.named(self.offset)} of block {self.block.index}"
+
+    def end_phase(self, text: str) -> None:
+        """If everything has come."""
+        check(abs(self.tx) < 1 << 20, "tx overflow", f"{self.name}: tx-count {self.tx} ({text})")
+        if self.pending:
+            return
+        check(
+            self.tx >= 0, "bytes differ from expect_tx", f"{self.name}: {-self.tx} bytes more came than phase {self.phase} expects ({text})"
+        )
+        if self.tx == 0:
+            self.phase += 1
+            self.pending = self.count
+            self.before = joined(self.before, self.given)
+            size = max(len(self.before[0]), self.agent + 1)
+            self.before = joined(self.before, (np.zeros(size, np.int64), np.zeros(size, np.int64)))
+            self.before[0][self.agent] = self.phase
+            self.given = None
+            self.block.cluster.ended += 1
+
+    def arrive(self, count: int, given: Given, text: str) -> None:
+        check(
+            self.pending >= count,
+            "more arrivals than count",
+            f"{self.name} of count {self.count}: phase {self.phase} has them all ({text})",
+        )
+        self.pending -= count
+        self.given = joined(self.given, given)
+        self.end_phase(text)
+
+    def complete(self, size: int, text: str) -> None:
+        """Bytes have come."""
+        self.tx -= size
+        self.end_phase(text)
+
+    def use(self, rows: slice, text: str, remote: bool) -> None:
+        """Whether its initialisation is visible to these warps, or to the async proxy and other blocks."""
+        agent, time = self.made
+        seen = (self.block.order.seen[rows, agent] >= time).all()
+        check(seen, "mbarrier used before its init is visible", f"{self.name}: no barrier after mbarrier.init ({text})")
+        check(self.fenced or not remote, "mbarrier init not fenced", f"{self.name}: no fence.mbarrier_init or fence.proxy.async ({text})")
+
+
+@dataclass
+class AtPhase:
+    """Waits for the end of an mbarrier's phase."""
+
+    barrier: Mbarrier
+    phase: int
+
+    def over(self) -> bool:
+        return self.barrier.phase > self.phase
+
+    def finish(self, t: Threads) -> None:
+        """The try_wait runs again and acquires."""
+
+    def __str__(self) -> str:
+        b = self.barrier
+        missing = f"{b.pending} of {b.count} arrivals and {b.tx} bytes are missing"
+        return f"{b.name}: phase {self.phase} (parity {self.phase & 1}); {missing} in phase {b.phase}"
+
+
+def _barrier(t: Threads, shared_address: int, text: str, remote: bool = False) -> Mbarrier:
+    block, offset = t.block.at(shared_address, text)
+    barrier = block.mbarriers.get(offset)
+    check(barrier, "no mbarrier", f"{t.name}: {text} at {block.named(offset)} of block {block.index}, where none was initialised")
+    assert barrier
+    barrier.use(t.block.rows(t), text, remote or block is not t.block)
+    return barrier
+
+
+def barrier_of(t: Threads, shared_address: int, text: str) -> Mbarrier:
+    """The mbarrier that a bulk copy counts its bytes on."""
+    return _barrier(t, shared_address, text, True)
+
+
+def mbarrier(t: Threads, ins: Instruction) -> Any:
+    what = ins.mods[0]
+    if what in ("try_wait", "test_wait"):
+        return _wait(t, ins)
+    if what == "init":
+        return _init(t, ins)
+    if what == "inval":
+        place = int(address(t, str(ins.operands[0]), "shared")[t.active][0])
+        barrier = _barrier(t, place, ins.text)
+        del barrier.block.mbarriers[barrier.offset]
+        return None
+    assert what in ("arrive", "expect_tx", "complete_tx"), f"no rule for {ins.text}"
+    places = ins.operands[1:] if what == "arrive" and not str(ins.operands[0]).startswith("[") else ins.operands
+    where = address(t, str(places[0]), "shared")
+    amount = np.broadcast_to(read(t, places[1], "u32") if len(places) > 1 else np.asarray(1), (t.count,))
+    ended = t.block.cluster.ended
+    if what == "arrive" and ins.operands[0] != "_" and len(ins.operands) > len(places):
+        phases = np.zeros(t.count, np.uint64)
+        for lane in np.flatnonzero(t.active):
+            phases[lane] = _barrier(t, int(where[lane]), ins.text).phase
+        write(t, ins.operands[0], phases)
+    for warp in range(t.count // WARP):
+        active = np.flatnonzero(t.active[WARP * warp : WARP * (warp + 1)]) + WARP * warp
+        if not active.size:
+            continue
+        row = t.block.rows(t).start + warp
+        given = t.block.order.release(slice(row, row + 1))
+        for lane in active:
+            barrier = _barrier(t, int(where[lane]), ins.text)
+            t.block.cluster.remote_use(row, barrier.block, t.block, ins.text)
+            if "expect_tx" in ins.mods:
+                barrier.tx += int(amount[lane])
+                check(abs(barrier.tx) < 1 << 20, "tx overflow", f"{barrier.name}: tx-count {barrier.tx} ({ins.text})")
+            if what == "arrive":
+                barrier.arrive(1 if "expect_tx" in ins.mods else int(amount[lane]), given, ins.text)
+            elif what == "complete_tx":
+                barrier.complete(int(amount[lane]), ins.text)
+    return STOP if t.block.cluster.ended > ended and t.block.cluster.eager else None
+
+
+def _init(t: Threads, ins: Instruction) -> None:
+    order = t.block.order
+    count = np.broadcast_to(read(t, ins.operands[1], "u32"), (t.count,))
+    for lane in np.flatnonzero(t.active):
+        block, offset = t.block.at(int(address(t, str(ins.operands[0]), "shared")[lane]), ins.text)
+        check(offset % 8 == 0, "alignment", f"{ins.text} at {offset}, no multiple of 8")
+        check(offset not in block.mbarriers, "mbarrier initialised twice", f"{t.name}: {ins.text} at {block.named(offset)}")
+        row = t.block.rows(t).start + int(lane) // WARP
+        barrier = Mbarrier(block, offset, int(count[lane]), (row + 1, int(order.seen[row, row + 1])), pending=int(count[lane]))
+        block.mbarriers[offset] = barrier
+        barrier.agent = order.agent("bulk load", f"a bulk copy that {barrier.name} counts")
+        units = block.shared.units(offset, 8)
+        block.shared.bytes[offset : offset + 8] = 0xBA
+        block.shared.write_by_warps(np.array([row]), np.arange(units.start, units.stop)[None], ins.text)
+
+
+def _wait(t: Threads, ins: Instruction) -> Any:
+    target, place, token = ins.operands[:3]
+    where = address(t, str(place), "shared")[t.active]
+    parity = np.broadcast_to(read(t, token, "b32" if "parity" in ins.mods else "b64"), (t.count,))[t.active]
+    if t.first + 1 < t.last and ((where != where[0]).any() or (parity != parity[0]).any()):
+        t.block.cluster.part_warps(t)
+        return AGAIN
+    check((where == where[0]).all() and (parity == parity[0]).all(), "divergent wait", f"{t.name}: {ins.text}")
+    barrier = _barrier(t, int(where[0]), ins.text)
+    check(barrier.block is t.block, "wait on a remote mbarrier", f"{t.name}: {ins.text}")
+    phase = int(parity[0])
+    if "parity" in ins.mods:
+        check(phase in (0, 1), "parity", f"{t.name}: {ins.text} with parity {phase}")
+        phase = barrier.phase if barrier.phase & 1 == phase else barrier.phase - 1
+    key = (barrier, phase, ins)
+    if barrier.phase > phase:
+        if key != t.asked and t.block.cluster.refuses():
+            t.asked = key
+            write(t, target, np.zeros((), bool))
+            return None
+        t.asked = ()
+        write(t, target, np.ones((), bool))
+        if barrier.before is not None:
+            t.block.order.acquire(t.block.rows(t), barrier.before)
+        return None
+    if t.asked == key or t.at is not None:
+        if t.first + 1 < t.last and t.at is not None:
+            t.block.cluster.part_warps(t)
+            return AGAIN
+        t.wait = AtPhase(barrier, phase)
+        return STAY
+    t.asked = key
+    write(t, target, np.zeros((), bool))
+    return None
+
+
+def bar(t: Threads, ins: Instruction) -> Any:
+    """bar.sync, bar.arrive, barrier.cluster and bar.warp.sync."""
+    if "warp" in ins.mods:
+        return None
+    if "cluster" in ins.mods:
+        return _cluster(t, ins)
+    if t.at is not None and t.first + 1 < t.last:
+        t.block.cluster.part_warps(t)
+        return AGAIN
+    present = t.active if t.at is None else t.active | (t.at >= len(t.block.kernel.code))
+    check(present.all(), "divergent barrier", f"{t.name}: some threads do not reach {ins.text}")
+    numbers = lanes(t, ins.operands[0], "u32")
+    if (numbers != numbers[0, 0]).any():
+        check((numbers == numbers[:, :1]).all(), "divergent barrier", f"{t.name}: {ins.text}")
+        t.block.cluster.part_warps(t)
+        return AGAIN
+    expected = one(t, ins.operands[1], "u32", ins.text) if len(ins.operands) > 1 else t.block.threads
+    check(expected % WARP == 0, "wrong count", f"{t.name}: {ins.text} names {expected} threads")
+    number = int(numbers[0, 0])
+    check(number < 16, "wrong count", f"{t.name}: {ins.text} names barrier {number}")
+    meeting = t.block.meetings.setdefault(number, Meeting(f"barrier {number} of block {t.block.index}"))
+    waits = "arrive" not in ins.mods
+    if waits and t.count > expected:  # groups of warps that use one barrier in turn
+        t.block.cluster.part_warps(t)
+        return AGAIN
+    turn = meeting.turn
+    meeting.arrive(t, t.count, expected, t.block.order.release(t.block.rows(t)), ins.text)
+    if waits:
+        t.wait = AtMeeting(meeting, turn)
+        return STOP
+    return None
+
+
+def _cluster(t: Threads, ins: Instruction) -> Any:
+    meeting = t.block.cluster.meeting
+    if t.at is not None and t.first + 1 < t.last:
+        t.block.cluster.part_warps(t)
+        return AGAIN
+    if "arrive" in ins.mods:
+        given = t.block.order.release(t.block.rows(t))
+        for row in range(t.block.rows(t).start, t.block.rows(t).stop):
+            check(row not in t.block.cluster.arrived, "barrier.cluster", f"{t.name} arrives twice without a wait ({ins.text})")
+            t.block.cluster.arrived[row] = meeting.turn
+        if "relaxed" in ins.mods:
+            given = (np.zeros_like(given[0]), np.zeros_like(given[1]))
+        meeting.arrive(t, t.count, t.block.cluster.threads, given, ins.text)
+        return None
+    rows = range(t.block.rows(t).start, t.block.rows(t).stop)
+    turns = {t.block.cluster.arrived.pop(row, None) for row in rows}
+    if None in turns:
+        raise Hazard("barrier.cluster", f"{t.name} waits without having arrived ({ins.text})")
+    assert len(turns) == 1
+    t.wait = AtMeeting(meeting, turns.pop())  # type: ignore[arg-type]
+    return STOP
+
+
+class AtWarpgroup:
+    """Waits till the other warps of the warpgroup are at the same instruction; the machine joins them."""
+
+    def __init__(self, t: Threads, ins: Instruction) -> None:
+        self.text = f"the other warps of the warpgroup at {ins.text}"
+
+    def over(self) -> bool:
+        return False
+
+    def finish(self, t: Threads) -> None:
+        """Never called: the threads that wait are replaced by the whole warpgroup's."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def warpgroup(t: Threads, ins: Instruction) -> Any:
+    """None when whole warpgroups are here together, else what the rule must return."""
+    if t.at is not None and t.first + 1 < t.last:
+        t.block.cluster.part_warps(t)
+        return AGAIN
+    check(t.active.all(), "divergent warpgroup", f"{t.name}: some threads do not reach {ins.text}")
+    if t.first % 4 == 0 and t.last % 4 == 0:
+        return None
+    return t.block.cluster.gather(t, ins)

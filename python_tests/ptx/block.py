@@ -1,0 +1,230 @@
+"""A block of threads and the cluster it is in: registers, shared memory, barriers, and the operations under way."""
+
+from __future__ import annotations
+
+import itertools
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from .barriers import AGAIN, STAY, AtWarpgroup, Mbarrier, Meeting
+from .bulk import Copies, Stores
+from .operands import UNSIGNED, WARP, Memory, Threads
+from .order import Order, Shared, check
+from .parse import Instruction, Kernel
+from .wgmma import Group
+
+RANK = 24
+"""Shared memory of block ``r`` of a cluster has the addresses from ``r << RANK`` on, as ``mapa`` gives them."""
+
+
+class Block:
+    """One block (CTA)."""
+
+    def __init__(self, cluster: Cluster, rank: int, index: int, coordinates: tuple[int, int, int]) -> None:
+        self.cluster, self.rank, self.index, self.coordinates = cluster, rank, index, coordinates
+        self.kernel, self.order, self.threads = cluster.kernel, cluster.order, cluster.block_threads
+        self.warps = self.threads // WARP
+        self.first_row = rank * self.warps
+        self.tid = np.arange(self.threads, dtype=np.uint32)
+        self.registers: dict[str, np.ndarray] = {}
+        self.shared = Shared(self.order, cluster.shared_bytes, cluster.unit, f"the shared memory of block {index}")
+        self.view = Memory({0: self.shared.bytes})
+        self.mbarriers: dict[int, Mbarrier] = {}
+        self.meetings: dict[int, Meeting] = {}
+        self.stores: dict[int, Stores] = {}
+        self.copies: dict[int, Copies] = {}
+        self.groups = [Group(self, i) for i in range(-(-self.warps // 4))]
+        self.registers_of = [min(255, 65536 // self.threads) // 8 * 8] * len(self.groups)
+        """What a thread of each warpgroup may have: at first as many as the launch bounds leave (setmaxnreg)."""
+        self.files: dict[tuple[str, ...], np.ndarray] = {}
+        self.left = False
+
+    def special(self, name: str, t: Threads) -> Any:
+        """The value of a register that the machine gives, or of a variable's name; else None."""
+        if (offset := self.kernel.shared.get(name)) is not None:
+            return offset + (self.rank << RANK)
+        if name in ("global_smem",):
+            return self.kernel.static_shared + (self.rank << RANK)
+        if (param := self.kernel.params.get(name)) is not None:
+            return param[0]
+        if name[0] != "%":
+            return None
+        return self._register(name, t)
+
+    def _register(self, name: str, t: Threads) -> Any:
+        base, _, axis = name.partition(".")
+        axis_number = "xyz".find(axis) if axis else -1
+        grid, size = self.cluster.grid, len(self.cluster.blocks) or self.cluster.size
+        if base in ("%tid", "%ntid"):
+            return (self.threads if base == "%ntid" else 0) if axis == "x" else 1 if base == "%ntid" else 0
+        if base == "%ctaid":
+            return self.coordinates[axis_number]
+        if base == "%nctaid":
+            return grid[axis_number]
+        if base in ("%cluster_ctaid", "%cluster_nctaid", "%clusterid", "%nclusterid"):
+            along = {"%cluster_ctaid": self.rank, "%cluster_nctaid": size}
+            along |= {"%clusterid": self.coordinates[0] // size, "%nclusterid": grid[0] // size}
+            rest = {"%clusterid": self.coordinates, "%nclusterid": grid}.get(base, (0, 0, 0) if base == "%cluster_ctaid" else (1, 1, 1))
+            return along[base] if axis == "x" else rest[axis_number]
+        lane = self.tid[t.part] % WARP
+        simple = {
+            "%laneid": lane,
+            "%warpid": self.tid[t.part] // WARP,
+            "%cluster_ctarank": self.rank,
+            "%cluster_nctarank": size,
+            "%smid": 0,
+        }
+        simple |= {"%dynamic_smem_size": self.cluster.shared_bytes - self.kernel.static_shared}
+        if base == "%lanemask_lt":
+            return (np.uint32(1) << lane) - np.uint32(1)
+        return simple.get(base)
+
+    def new_register(self, name: str) -> np.ndarray:
+        bits = self.kernel.size(name)
+        made = np.zeros(self.threads, np.bool_ if bits == 1 else UNSIGNED[bits])
+        self.registers[name] = made
+        return made
+
+    def file(self, names: tuple[str, ...]) -> np.ndarray:
+        """Registers of 32 bits as one array ``[registers, threads]``, which they are parts of from now on."""
+        if names not in self.files:
+            whole = np.zeros((len(names), self.threads), np.uint32)
+            for other in [o for o in self.files if not set(o).isdisjoint(names)]:
+                del self.files[other]
+            for i, name in enumerate(names):
+                if name in self.registers:
+                    whole[i] = self.registers[name]
+                self.registers[name] = whole[i]
+            self.files[names] = whole
+        return self.files[names]
+
+    def rows(self, t: Threads) -> slice:
+        """The rows of these warps in the cluster's clocks."""
+        return slice(self.first_row + t.first, self.first_row + t.last)
+
+    def at(self, address: int, text: str) -> tuple[Block, int]:
+        """The block that an address of shared memory is in, and the offset there."""
+        rank = address >> RANK
+        check(rank < len(self.cluster.blocks), "outside shared memory", f"{text}: address {address:#x}")
+        block = self.cluster.blocks[rank]
+        check(not block.left, "a block has left", f"{text}: block {block.index} of the cluster has ended")
+        return block, address & ((1 << RANK) - 1)
+
+    def named(self, offset: int) -> str:
+        """An offset in shared memory as a variable and what is beyond it."""
+        below = [(at, name) for name, at in self.kernel.shared.items() if at <= offset]
+        at, name = max(below, default=(0, "0"))
+        short = name if len(name) < 40 else name.rstrip("0123456789E")[-24:]
+        return f"{short}+{offset - at}"
+
+    def copies_of(self, row: int) -> Copies:
+        if row not in self.copies:
+            self.copies[row] = Copies(self.order.agent("cp.async", f"a cp.async of warp {row}", generic=True))
+        return self.copies[row]
+
+
+class Cluster:
+    """Blocks that run together, and what they have under way.
+
+    ``mode``: "earliest": what a thread starts happens at once, and whoever a barrier releases runs first. "latest": it happens when it is
+    waited for, or nothing else can run, and its destination holds NaN till then. A number: at random, by that seed.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        threads: int,
+        shared_bytes: int,
+        unit: int,
+        memory: Memory,
+        params: np.ndarray,
+        grid: tuple[int, int, int],
+        size: int,
+        mode: str | int,
+        first: int,
+    ) -> None:
+        self.kernel, self.block_threads, self.shared_bytes, self.unit = kernel, threads, shared_bytes, unit
+        self.memory, self.params, self.grid, self.size = memory, params, grid, size
+        self.param_memory = Memory({0: params})
+        self.eager, self.random = mode == "earliest", Random(mode) if isinstance(mode, int) else None
+        self.order = Order(size * threads // WARP)
+        self.threads = size * threads
+        self.meeting = Meeting("the cluster's barrier")
+        self.arrived: dict[int, int] = {}
+        self.ended = 0
+        """Phases of mbarriers that are over, so far."""
+        self.pending: list[Any] = []
+        self.uses: list[tuple[int, int, Block, str]] = []
+        """Of other blocks' shared memory: row, time, block."""
+        self.blocks: list[Block] = []
+        x = grid[0]
+        for rank in range(size):
+            index = first + rank
+            self.blocks.append(Block(self, rank, index, (index % x, index // x % grid[1], index // x // grid[1])))
+        self.running = [Threads(b, 0, b.warps, 0) for b in self.blocks]
+
+    def refuses(self) -> bool:
+        """Whether a try_wait that could succeed fails once."""
+        return self.random.random() < 0.25 if self.random else not self.eager
+
+    def begin(self, operation: Any) -> Any:
+        """An operation is under way: it happens now, or is kept."""
+        if self.eager:
+            operation.finish()
+        else:
+            self.pending.append(operation)
+        return operation
+
+    def complete(self, operation: Any) -> None:
+        """It is waited for: it happens now, if it has not."""
+        if operation in self.pending:
+            self.pending.remove(operation)
+            operation.finish()
+
+    def remote_use(self, row: int, of: Block, by: Block, text: str) -> None:
+        """A warp uses another block's shared memory, which must not end before that block knows."""
+        if of is not by:
+            self.uses.append((row, int(self.order.seen[row, row + 1]), of, text))
+
+    def replace(self, old: list[Threads], new: list[Threads]) -> None:
+        at = self.running.index(old[0])
+        for t in old:
+            self.running.remove(t)
+        self.running[at:at] = new
+
+    def part_warps(self, t: Threads) -> None:
+        """Let the warps of a group go their own ways."""
+        pieces = [self.piece(t, w, w + 1) for w in t.warps]
+        for piece in pieces:
+            piece.alone = piece.pc
+        self.replace([t], pieces)
+
+    @staticmethod
+    def piece(t: Threads, first: int, last: int, pc: int | None = None) -> Threads:
+        """Some warps of a group."""
+        made = Threads(t.block, first, last, t.pc if pc is None else pc)
+        made.asked = t.asked
+        if t.at is not None:
+            at = t.at[WARP * (first - t.first) : WARP * (last - t.first)]
+            if (at == at[0]).all():
+                made.pc = int(at[0])
+            else:
+                made.at = at.copy()
+        return made
+
+    def gather(self, t: Threads, ins: Instruction) -> str:
+        """Threads are at an instruction of whole warpgroups: join those of a warpgroup that are there, wait for the others."""
+        borders = sorted({t.first, t.last} | {w for w in range(t.first, t.last + 1) if w % 4 == 0})
+        if len(borders) > 2:
+            self.replace([t], [self.piece(t, a, b) for a, b in itertools.pairwise(borders)])
+            return AGAIN
+        low = t.first // 4 * 4
+        there = [o for o in self.running if o.block is t.block and low <= o.first < low + 4 and o.pc == t.pc and o.at is None]
+        there = [o for o in there if o is t or isinstance(o.wait, AtWarpgroup)]
+        if sum(o.last - o.first for o in there) == 4:
+            self.replace(there, [Threads(t.block, low, low + 4, t.pc)])
+            return AGAIN
+        t.wait = AtWarpgroup(t, ins)
+        return STAY
