@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from random import Random
 from typing import Any
 
@@ -116,8 +117,8 @@ class Block:
         """An offset in shared memory as a variable and what is beyond it."""
         below = [(at, name) for name, at in self.kernel.shared.items() if at <= offset]
         at, name = max(below, default=(0, "0"))
-        short = name if len(name) < 40 else name.rstrip("0123456789E")[-24:]
-        return f"{short}+{offset - at}"
+        inner = re.search(r"E\d+([A-Za-z_]\w*)$", name)  # of a variable inside a function
+        return f"{inner[1] if inner else name}+{offset - at}"
 
     def copies_of(self, row: int) -> Copies:
         if row not in self.copies:

@@ -44,7 +44,7 @@ class Kernel:
     shared: dict[str, int] = field(default_factory=dict)
     """Offsets of the block's variables in shared memory; the dynamic part comes last."""
     static_shared: int = RESERVED
-    """Where the dynamic part may begin."""
+    """Where the dynamic part begins."""
     code: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     registers: dict[str, int] = field(default_factory=dict)
@@ -138,8 +138,7 @@ def _shared(kernel: Kernel, variables: list[str]) -> None:
                 at = -(-at // int(found[1])) * int(found[1])
                 kernel.shared[found[3]] = at
                 at += 0 if dynamic else SIZES[found[2]] // 8 * int(found[4] or 1)
-        if not dynamic:
-            kernel.static_shared = at
+    kernel.static_shared = at
 
 
 def _flat(body: str) -> tuple[list[tuple[tuple[int, ...], str]], dict[int, set[str]]]:

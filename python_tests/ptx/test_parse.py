@@ -50,7 +50,7 @@ def test_scopes_parameters_and_shared_memory() -> None:
     kernel = parse(NVCC, "first")
     assert kernel.params == {"first_param_0": (0, 8), "first_param_1": (64, 128), "first_param_2": (192, 1)}
     assert (kernel.threads, kernel.most_threads) == (0, 128)
-    assert kernel.shared == {"fixed": RESERVED, "dynamic": RESERVED + 128} and kernel.static_shared == RESERVED + 24
+    assert kernel.shared == {"fixed": RESERVED, "dynamic": RESERVED + 128} and kernel.static_shared == RESERVED + 128
     assert [i.name for i in kernel.code] == ["mov", "mbarrier", "bra", "bra", "bra", "st", "ret"]
     # what two pieces of inline assembly call p and AGAIN are different registers and labels
     guards = [kernel.code[i].guard.lstrip("!") for i in (2, 4)]

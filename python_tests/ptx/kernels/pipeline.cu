@@ -94,6 +94,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
             int stage = 0;
             uint32_t parity = 1;
             for (int tile = 0; tile < tiles; ++tile) {
+#pragma unroll 1
                 for (int slab = 0; slab < slabs; ++slab) {
                     const uint32_t at = stages + stage * kStage, barrier = shared_address(&full[stage]);
                     wait(shared_address(&empty[stage]), parity);
@@ -118,25 +119,31 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
         const uint32_t tile_at = staged + half * (kTokens * 128);
         int stage = 0, before = 0;
         uint32_t parity = 0;
+        const auto multiply_slab = [&](float (&d)[32], uint32_t& meta, int add) {
+            const uint32_t at = stages + stage * kStage;
+            wait(shared_address(&full[stage]), parity);
+            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(meta) : "r"(at + kValues + kDense + half * 512 + thread * 4) : "memory");
+            const uint64_t a = descriptor(at + half * (kValues / 2), 64), b = descriptor(at + kValues, 128);
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+            multiply<0>(d, a, b, meta, add);
+            multiply<1>(d, a + 2, b + 4, meta, 1);
+            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+            if (add && lane < 2) arrive_at(shared_address(&empty[before]), uint32_t(lane));
+            before = stage;
+            stage = stage + 1 == kStages ? 0 : stage + 1;
+            parity ^= uint32_t(stage == 0);
+        };
         for (int tile = 0; tile < tiles; ++tile) {
             float d[32];
 #pragma unroll
             for (int i = 0; i < 32; ++i) d[i] = 0.0f;
-            for (int slab = 0; slab < slabs; ++slab) {
-                const uint32_t at = stages + stage * kStage;
-                wait(shared_address(&full[stage]), parity);
-                uint32_t meta;
-                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(meta) : "r"(at + kValues + kDense + half * 512 + thread * 4) : "memory");
-                const uint64_t a = descriptor(at + half * (kValues / 2), 64), b = descriptor(at + kValues, 128);
-                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-                multiply<0>(d, a, b, meta, slab > 0);
-                multiply<1>(d, a + 2, b + 4, meta, 1);
-                asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-                asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-                if (slab > 0 && lane < 2) arrive_at(shared_address(&empty[before]), uint32_t(lane));
-                before = stage;
-                stage = stage + 1 == kStages ? 0 : stage + 1;
-                parity ^= uint32_t(stage == 0);
+            // while two slabs are under way, the words of neither may be written
+            uint32_t even, odd;
+#pragma unroll 1
+            for (int slab = 0; slab < slabs; slab += 2) {
+                multiply_slab(d, even, slab > 0);
+                if (slab + 1 < slabs) multiply_slab(d, odd, true);
             }
             asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
             if (lane < 2) arrive_at(shared_address(&empty[before]), uint32_t(lane));
