@@ -68,12 +68,14 @@ def cp(t: Threads, ins: Instruction) -> Any:
         return None
     if "prefetch" in ins.mods:
         return None
-    rows = t.block.rows(t)
-    lanes = np.flatnonzero(t.active)
-    check(lanes.size == 1, "one thread", f"{t.name}: {lanes.size} threads issue {ins.text}")
-    row = rows.start + int(lanes[0]) // WARP
     to_shared = next(m for m in ins.mods if m.startswith(("shared", "global"))).startswith("shared")
-    return (_load if to_shared else _store)(t, ins, row, int(lanes[0]))
+    first, all_active = t.block.rows(t).start, t.active
+    for lane in np.flatnonzero(all_active):  # each thread starts a copy of its own
+        t.active = np.zeros(t.count, dtype=bool)
+        t.active[lane] = True
+        (_load if to_shared else _store)(t, ins, first + int(lane) // WARP, int(lane))
+    t.active = all_active
+    return None
 
 
 def _threads(t: Threads) -> list[int]:
