@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .operands import WARP, Threads, address, lanes, one, read, write
+from .operands import WARP, Threads, address, lanes, read, write
 from .order import Hazard, check, joined
 from .parse import Instruction
 
@@ -260,17 +260,16 @@ def bar(t: Threads, ins: Instruction) -> Any:
         return None
     if "cluster" in ins.mods:
         return _cluster(t, ins)
-    if t.at is not None and t.first + 1 < t.last:
+    numbers = lanes(t, ins.operands[0], "u32")
+    counts = lanes(t, ins.operands[1] if len(ins.operands) > 1 else str(t.block.threads), "u32")
+    alike = t.at is None and t.active.all() and (numbers == numbers[0, 0]).all() and (counts == counts[0, 0]).all()
+    if not alike and t.first + 1 < t.last:
         t.block.cluster.part_warps(t)
         return AGAIN
     present = t.active if t.at is None else t.active | (t.at >= len(t.block.kernel.code))
-    check(present.all(), "divergent barrier", f"{t.name}: some threads do not reach {ins.text}")
-    numbers = lanes(t, ins.operands[0], "u32")
-    if (numbers != numbers[0, 0]).any():
-        check((numbers == numbers[:, :1]).all(), "divergent barrier", f"{t.name}: {ins.text}")
-        t.block.cluster.part_warps(t)
-        return AGAIN
-    expected = one(t, ins.operands[1], "u32", ins.text) if len(ins.operands) > 1 else t.block.threads
+    same = (numbers == numbers[0, 0]).all() and (counts == counts[0, 0]).all()
+    check(present.all() and same, "divergent barrier", f"{t.name}: some threads do not reach {ins.text}")
+    expected = int(counts[0, 0])
     check(expected % WARP == 0, "wrong count", f"{t.name}: {ins.text} names {expected} threads")
     number = int(numbers[0, 0])
     check(number < 16, "wrong count", f"{t.name}: {ins.text} names barrier {number}")
@@ -328,7 +327,7 @@ class AtWarpgroup:
 
 def warpgroup(t: Threads, ins: Instruction) -> Any:
     """None when whole warpgroups are here together, else what the rule must return."""
-    if t.at is not None and t.first + 1 < t.last:
+    if not (t.at is None and t.active.all()) and t.first + 1 < t.last:
         t.block.cluster.part_warps(t)
         return AGAIN
     check(t.active.all(), "divergent warpgroup", f"{t.name}: some threads do not reach {ins.text}")
