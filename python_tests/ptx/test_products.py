@@ -1,0 +1,191 @@
+"""wgmma by itself: every layout of operands in shared memory and registers, metadata, selectors, types, against a plain product.
+
+Images of shared memory are written here as the PTX ISA manual draws them (9.7.15.5.1, 9.7.15.6.2), not by the machine's own formula.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nmkernels import reference
+
+from .machine import execute
+from .order import Hazard
+from .parse import Kernel, parse
+
+N, B_AT = 16, 8192
+KINDS = {"bf16": torch.bfloat16, "f16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "s8": torch.int8}
+CODES = {128: 1, 64: 2, 32: 3, 0: 0}
+"""Of a swizzle in a descriptor, by the bytes of a row."""
+
+
+@lru_cache(16)
+def kernel(name: str) -> Kernel:
+    return parse((Path(__file__).parent / "kernels" / "products.ptx").read_text(), name)
+
+
+def bytes_of(x: torch.Tensor, type_: str) -> np.ndarray:
+    """Whole numbers ``[rows, columns]`` as the bytes of rows."""
+    made: np.ndarray = x.to(KINDS[type_]).contiguous().view(torch.uint8).numpy().reshape(len(x), -1)
+    return made
+
+
+def k_major(rows: np.ndarray, span: int, first: int) -> tuple[np.ndarray, int]:
+    """K side by side, in rows of ``span`` bytes where the operand begins at the byte ``first``; and the descriptor but for the address."""
+    image = np.zeros(8192, np.uint8)
+    for r, row in enumerate(rows):
+        for c in range(len(row) // 16):
+            if span:
+                turn = r % 8 * span // 128  # eight, four or two rows have another order of 16 bytes
+                at = r // 8 * 8 * span + r % 8 * span + ((c + first // 16) ^ turn) * 16
+            else:
+                at = r // 8 * 128 + c * 1024 + r % 8 * 16
+            image[at : at + 16] = row[16 * c : 16 * c + 16]
+    lead, stride = (1024, 128) if not span else (16, 8 * span)
+    return image, first // 16 * (span > 0) | lead >> 4 << 16 | stride >> 4 << 32 | CODES[span] << 62
+
+
+def mn_major(rows: np.ndarray) -> tuple[np.ndarray, int]:
+    """M or N side by side, 64 in a row of 128 bytes, eight of K in 1024 bytes; 16-bit numbers."""
+    image = np.zeros(8192, np.uint8)
+    turned = np.ascontiguousarray(rows.view(np.uint16).T).view(np.uint8)
+    for k, row in enumerate(turned):
+        for c in range(len(row) // 16):
+            at = k // 8 * 1024 + k % 8 * 128 + (c ^ k % 8) * 16
+            image[at : at + 16] = row[16 * c : 16 * c + 16]
+    return image, 4096 >> 4 << 16 | 1024 >> 4 << 32 | CODES[128] << 62
+
+
+def fragments(rows: np.ndarray) -> np.ndarray:
+    """A ``[64, 32 bytes]`` in registers of 128 threads."""
+    words = rows.view(np.uint32)  # [64, 8]
+    found = np.zeros((128, 4), np.uint32)
+    for lane in range(128):
+        w, g, t = lane // 32, lane % 32 // 4, lane % 4
+        for r in range(4):
+            found[lane, r] = words[16 * w + g + 8 * (r % 2), t + 4 * (r // 2)]
+    return found
+
+
+def words_of(codes: np.ndarray, selector: int) -> np.ndarray:
+    """Metadata of 128 threads from numbers of 4 bits ``[64, groups]``."""
+    found = np.zeros(128, np.uint32)
+    for lane in range(128):
+        w, t = lane // 32, lane % 4
+        if codes.shape[1] == 8:  # 32 of k: two of four lanes, two rows in a word
+            if t // 2 == selector:
+                for i in range(4):
+                    low, high = (int(codes[16 * w + lane % 32 // 4 + half, 4 * (t % 2) + i]) for half in (0, 8))
+                    found[lane] |= low << 4 * i | high << (16 + 4 * i)
+        else:  # 64 of k: one row in a word
+            for i in range(8):
+                found[lane] |= int(codes[16 * w + lane % 32 // 4 + 8 * (t % 2), 8 * (t // 2) + i]) << 4 * i
+    return found
+
+
+def multiply(
+    name: str,
+    types: tuple[str, str],
+    layout: str,
+    span_a: int = 128,
+    span_b: int = 128,
+    first: int = 0,
+    mode: str = "latest",
+    selector: int = 0,
+    bad: str = "",
+) -> bool:
+    """Whether the kernel's product is the product; ``bad``: what is changed before."""
+    g = torch.Generator().manual_seed(1)
+    depth = 64 * 8 // torch.empty(0, dtype=KINDS[types[0]]).element_size() // 8
+    depth = depth if name.startswith("sparse") else depth // 2
+    a, b = (torch.randint(-7, 8, (size, depth), generator=g) for size in (64, N))
+    old = torch.randint(-9, 10, (64, N), generator=g).double()
+    metadata = np.zeros(128, np.uint32)
+    packed = a
+    if name.startswith("sparse"):
+        values, indices = reference.compress(a.float(), 2, 4)
+        packed, a = values.long(), reference.decompress(values, indices, 2, 4, depth).long()
+        codes = np.stack([indices.numpy() & 15, indices.numpy() >> 4], -1).reshape(64, -1)
+        if bad == "nibble":
+            codes[37, 5] = 0b1010
+        metadata = words_of(codes, selector)
+    of_a, of_b = bytes_of(packed, types[0]), bytes_of(b, types[1])
+    image_a, descriptor_a = np.zeros(8192, np.uint8), 0
+    if layout[0] != "r":
+        image_a, descriptor_a = mn_major(of_a) if layout[0] == "m" else k_major(of_a, span_a, first)
+    image_b, descriptor_b = mn_major(of_b) if layout[1] == "m" else k_major(of_b, span_b, first if len(of_b[0]) + first <= span_b else 0)
+    registers = fragments(of_a) if layout[0] == "r" else np.zeros((128, 4), np.uint32)
+    descriptor_a += {"base offset": 1 << 49, "row": 7, "pattern": 128 >> 4, "reserved": 1 << 15}.get(bad, 0)
+    lanes = np.arange(128)
+    row = (16 * (lanes // 32) + lanes % 32 // 4)[:, None] + 8 * (np.arange(8) // 2 % 2)
+    col = (lanes % 4 * 2)[:, None] + 8 * (np.arange(8) // 4) + np.arange(8) % 2
+    out = old[row, col].to(torch.int32 if types[0] == "s8" else torch.float32)
+    given = [torch.from_numpy(x.view(np.int32)) for x in (np.concatenate([image_a, image_b]), metadata, registers)]
+    execute(kernel(name), 1, [given[0], descriptor_a, descriptor_b + (B_AT >> 4), given[1], given[2], out], mode=mode, threads=128)
+    return torch.equal(out.double(), (old + a.double() @ b.double().T)[row, col])
+
+
+CASES = {
+    "dense_kk": (("bf16", "bf16"), "kk", 0),
+    "dense_mn": (("bf16", "bf16"), "mm", 0),
+    "dense_rk": (("f16", "f16"), "rk", 0),
+    "dense_r8": (("e4m3", "e5m2"), "rk", 0),
+    "sparse_kk_0": (("bf16", "bf16"), "kk", 0),
+    "sparse_kk_1": (("bf16", "bf16"), "kk", 1),
+    "sparse_mn_0": (("f16", "f16"), "mm", 0),
+    "sparse_rk_1": (("bf16", "bf16"), "rk", 1),
+    "sparse_8": (("e4m3", "e5m2"), "kk", 0),
+    "sparse_r8": (("e5m2", "e4m3"), "rk", 0),
+    "sparse_s8": (("s8", "s8"), "kk", 0),
+}
+
+
+@pytest.mark.parametrize("mode", ["earliest", pytest.param("latest", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", CASES)
+def test_operands(name: str, mode: str) -> None:
+    types, layout, selector = CASES[name]
+    assert multiply(name, types, layout, mode=mode, selector=selector)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("span_a", "span_b", "first"), [(64, 64, 0), (128, 64, 32), (32, 128, 0), (64, 128, 32), (128, 128, 64), (0, 0, 0), (0, 128, 0)]
+)
+@pytest.mark.parametrize("name", ["dense_kk", "sparse_kk_1", "sparse_8", "sparse_s8"])
+def test_swizzles(name: str, span_a: int, span_b: int, first: int) -> None:
+    types, layout, selector = CASES[name]
+    assert multiply(name, types, layout, span_a, span_b, first, selector=selector)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("nibble", "invalid nibble"),
+        ("base offset", "base offset"),
+        ("pattern", "base offset"),
+        ("row", "descriptor"),
+        ("reserved", "descriptor"),
+    ],
+)
+def test_what_is_not_allowed(bad: str, message: str) -> None:
+    with pytest.raises(Hazard, match=f"^{message}"):
+        multiply("sparse_kk_0", ("bf16", "bf16"), "kk", bad=bad)
+
+
+def test_a_row_of_32_bytes_holds_no_sparse_operand() -> None:
+    """B has 64 bytes of k for an instruction."""
+    with pytest.raises(Hazard, match="descriptor"):
+        multiply("sparse_kk_0", ("bf16", "bf16"), "kk", span_b=32)
+
+
+def test_metadata_as_the_package_packs_it() -> None:
+    """Of 64 columns the word of a thread serves both selectors."""
+    indices = reference.compress(torch.randn(64, 64), 2, 4)[1]
+    codes = np.stack([indices.numpy() & 15, indices.numpy() >> 4], -1).reshape(64, -1)
+    mine = words_of(codes[:, :8], 0) | words_of(codes[:, 8:], 1)
+    assert np.array_equal(reference.to_layout(indices, 64, "wgmma.sp").numpy().reshape(-1).view(np.uint32), mine)
