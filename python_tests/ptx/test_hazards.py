@@ -99,7 +99,7 @@ HAZARDS = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [3, *(pytest.param(m, marks=pytest.mark.slow) for m in MODES[:2])])
 @pytest.mark.parametrize("name", HAZARDS)
 def test_a_hazard(name: str, mode: str | int) -> None:
     body, message = HAZARDS[name]

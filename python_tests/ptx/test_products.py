@@ -5,6 +5,7 @@ Images of shared memory are written here as the PTX ISA manual draws them (9.7.1
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from pathlib import Path
 
@@ -24,9 +25,15 @@ CODES = {128: 1, 64: 2, 32: 3, 0: 0}
 """Of a swizzle in a descriptor, by the bytes of a row."""
 
 
+@lru_cache(1)
+def texts() -> list[str]:
+    """The head of the file, and each kernel of it."""
+    return (Path(__file__).parent / "kernels" / "products.ptx").read_text().split(".visible .entry")
+
+
 @lru_cache(16)
 def kernel(name: str) -> Kernel:
-    return parse((Path(__file__).parent / "kernels" / "products.ptx").read_text(), name)
+    return parse(".visible .entry".join(texts()), name)
 
 
 def bytes_of(x: torch.Tensor, type_: str) -> np.ndarray:
@@ -189,3 +196,50 @@ def test_metadata_as_the_package_packs_it() -> None:
     codes = np.stack([indices.numpy() & 15, indices.numpy() >> 4], -1).reshape(64, -1)
     mine = words_of(codes[:, :8], 0) | words_of(codes[:, 8:], 1)
     assert np.array_equal(reference.to_layout(indices, 64, "wgmma.sp").numpy().reshape(-1).view(np.uint32), mine)
+
+
+EDITS = {
+    "": ("", "", None),
+    "no fence.proxy.async": (r"fence\.proxy\.async\S*;", "", "not fenced for the async proxy"),
+    "no barrier": (r"bar\.sync\s+0;", "", "race"),
+    "no wgmma.fence": (r"wgmma\.fence\S*;", "", "no wgmma.fence"),
+    "fence before the last use": (r"(wgmma\.fence\S*;)", r"\1 add.f32 %f17, %f17, %f17;", "no wgmma.fence"),
+    "no commit": (r"wgmma\.commit_group\S*;", "", "register in flight"),
+    "no wait": (r"wgmma\.wait_group\S* 0;", "", "register in flight"),
+    "A is written too early": (r"(wgmma\.commit_group\S*;)", r"\1 mov.u32 %r24, 0;", "register in flight"),
+    "A is read too early": (r"(wgmma\.commit_group\S*;)", r"\1 mov.u32 %r1, %r24;", "register in flight"),
+    "metadata is written too early": (r"(wgmma\.commit_group\S*;)", r"\1 mov.u32 %r17, 0;", "register in flight"),
+    "metadata is read": (r"(wgmma\.commit_group\S*;)", r"\1 mov.u32 %r1, %r17;", None),
+    "shared memory is written too early": (r"(wgmma\.commit_group\S*;)", r"\1 st.shared.u32 [1024], 0;", "overwritten under wgmma|race"),
+    "descriptors that differ": (r"(wgmma\.mma_async)", r"cvt.u64.u32 %rd13, %r24; \1", "descriptors differ"),
+    "another shape": (
+        r"(wgmma\.mma_async\.sp\S*m64n16k32)(\S*)( \{[^}]*\}, \{[^}]*\}, %rd13)([^;]*);",
+        r"\1\2\3\4; wgmma.mma_async.sync.aligned.m64n16k16\2\3, 1, 1, 1, 0;",
+        "no wgmma.fence",
+    ),
+    "no commit and no use": (r"wgmma\.commit_group[\s\S]*?(?=\sret;)", "", "left before wait_group"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [3, *(pytest.param(m, marks=pytest.mark.slow) for m in ("earliest", "latest"))])
+@pytest.mark.parametrize("name", EDITS)
+def test_order_around_wgmma(name: str, mode: str | int) -> None:
+    """Of one product with A in registers, one edit."""
+    pattern, replacement, message = EDITS[name]
+    head, *rest = texts()
+    (text,) = [part for part in rest if part.lstrip().startswith("sparse_rk_1")]
+    made, times = re.subn(pattern, replacement, text, count=1)
+    assert times
+    image, out = torch.zeros(4096, dtype=torch.int32), torch.zeros(1024)
+    metadata = torch.full((128,), 0x44444444, dtype=torch.int32)
+    stride = 1024 >> 4 << 32 | 1 << 62
+    args = [image, stride, stride, metadata, torch.arange(512, dtype=torch.int32), out]
+
+    def run() -> None:
+        execute(parse(f"{head}.visible .entry {made}"), 1, args, mode=mode, threads=128)
+
+    if message:
+        with pytest.raises(Hazard, match=f"^({message})"):
+            run()
+    else:
+        run()
