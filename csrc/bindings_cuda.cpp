@@ -139,12 +139,31 @@ void bind_gemm(py::module_& module) {
                                int memory_clock, int memory_bits) {
         return nm::cuda::gemm_plan(m, n, k, by_column, {capability, processors, shared, clock, memory_clock, memory_bits});
     });
-    module.def("gemm_mma_sp", [](Address values, Address metadata, Address dense, Address bias, Address residual, Address out, Address parts,
-                                 int dtype, int activation, int64_t m, int64_t n, int64_t k, bool by_column, int warps, int tile, int splits,
-                                 int device, Address stream) {
-        nm::cuda::gemm_mma_sp({at(values), at<uint32_t>(metadata), at(dense), at(bias), at(residual), at(out), at<float>(parts), dtype, activation,
-                               m, n, k, by_column, warps, tile, splits}, queue(device, stream));
-    }, Unlocked());
+    module.def("gemm_wgmma_plan", [](int64_t m, int64_t n, int64_t k, bool by_column, int capability, int processors, int shared, int clock,
+                                     int memory_clock, int memory_bits) {
+        return nm::cuda::gemm_wgmma_plan(m, n, k, by_column, {capability, processors, shared, clock, memory_clock, memory_bits});
+    });
+    module.def("wgmma_obstacle", nm::cuda::wgmma_obstacle, Unlocked());
+    // (three maps as one list, the fourth parameter, tiles, blocks, threads, bytes of shared memory)
+    module.def("gemm_wgmma_launch", [](Address values, Address metadata, Address dense, Address bias, Address residual, Address out, Address parts,
+                                       int activation, int64_t m, int64_t n, int64_t k, bool by_column, int tile, int splits, int processors) {
+        std::vector<int64_t> maps;
+        std::string parameter;
+        const nm::cuda::WgmmaLaunch found = nm::cuda::gemm_wgmma_launch({at(values), at<uint32_t>(metadata), at(dense), at(bias), at(residual), at(out),
+                                                                         at<float>(parts), 1, activation, m, n, k, by_column, 4, tile, splits},
+                                                                        processors, &maps, &parameter);
+        return py::make_tuple(maps, py::bytes(parameter), found.tiles, found.blocks, found.threads, found.shared);
+    });
+    const auto gemm = [&](const char* name, void (*kernel)(const nm::cuda::GemmCall&, Queue)) {
+        module.def(name, [kernel](Address values, Address metadata, Address dense, Address bias, Address residual, Address out, Address parts,
+                                  int dtype, int activation, int64_t m, int64_t n, int64_t k, bool by_column, int warps, int tile, int splits,
+                                  int device, Address stream) {
+            kernel({at(values), at<uint32_t>(metadata), at(dense), at(bias), at(residual), at(out), at<float>(parts), dtype, activation, m, n, k,
+                    by_column, warps, tile, splits}, queue(device, stream));
+        }, Unlocked());
+    };
+    gemm("gemm_mma_sp", nm::cuda::gemm_mma_sp);
+    gemm("gemm_wgmma_sp", nm::cuda::gemm_wgmma_sp);
     module.def("metadata", [](Address indices, int64_t rows, int64_t cols, int layout, Address out, int device, Address stream) {
         nm::cuda::metadata(at<uint8_t>(indices), rows, cols, layout, at<uint32_t>(out), queue(device, stream));
     }, Unlocked());

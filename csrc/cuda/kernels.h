@@ -206,6 +206,22 @@ void gemm_mma_sp(const GemmCall& call, Queue queue);
 // (tile, splits) for a GPU.
 std::pair<int, int> gemm_plan(int64_t m, int64_t n, int64_t k, bool by_column, const Gpu& gpu);
 
+// The same by wgmma.sp, on compute capability 9.0 alone: metadata "wgmma.sp", k not 0, tile and splits of gemm_wgmma_plan.
+void gemm_wgmma_sp(const GemmCall& call, Queue queue);
+
+// What keeps it from running on a device; empty where nothing does.
+std::string wgmma_obstacle(int device);
+
+std::pair<int, int> gemm_wgmma_plan(int64_t m, int64_t n, int64_t k, bool by_column, const Gpu& gpu);
+
+struct WgmmaLaunch {
+    int tiles, blocks, threads, shared;
+};
+
+// What a call would launch, for tests: the maps of values, dense and D, each (address, inner and outer size, inner and outer size of a
+// box, swizzle code of a descriptor), and the bytes of the fourth parameter; the fifth are the tiles.
+WgmmaLaunch gemm_wgmma_launch(const GemmCall& call, int processors, std::vector<int64_t>* maps, std::string* parameter);
+
 // metadata.cu: canonical 2:4 indices (rows, cols/8 bytes) in a tensor core's order; layout: a code of packing.h. rows are a
 // multiple of 16, or of 64 for wgmma.sp, cols of 64.
 void metadata(const uint8_t* indices, int64_t rows, int64_t cols, int layout, uint32_t* out, Queue queue);

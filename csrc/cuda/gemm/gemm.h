@@ -43,10 +43,10 @@ struct Gemm {
     int warps;  // whose metadata lies together: 1 as mma.sp reads it, 4 as wgmma.sp does
 
     // Blocks that run at the same time should share operands in L2: they go down the rows of kBand tiles of columns.
-    NM_DEVICE Origin origin(int rows, int cols, int depth) const {
+    NM_DEVICE Origin origin(unsigned index, int rows, int cols, int depth) const {
         constexpr int kBand = 8;
-        const unsigned down = unsigned(row_tiles), blocks = down * unsigned(col_tiles), block = blockIdx.x % blocks;
-        const int part_of = int(blockIdx.x / blocks), band = int(block / (kBand * down)), left = col_tiles - band * kBand;
+        const unsigned down = unsigned(row_tiles), blocks = down * unsigned(col_tiles), block = index % blocks;
+        const int part_of = int(index / blocks), band = int(block / (kBand * down)), left = col_tiles - band * kBand;
         const unsigned in_band = block % (kBand * down), wide = unsigned(left < kBand ? left : kBand);
         const int slabs = int(k / depth), first = part_of * part, last = slabs - first < part ? slabs : first + part;
         return {int64_t(in_band / wide) * rows, (int64_t(band) * kBand + in_band % wide) * cols, first, last, part_of};

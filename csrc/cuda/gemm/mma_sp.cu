@@ -20,7 +20,7 @@ namespace {
 template <class T, class Tile, bool kByColumn>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks) mma_sp_kernel(Gemm<T> f) {
     NM_DYNAMIC_SHARED(uint8_t, shared);
-    const Origin origin = f.origin(Tile::kRows, Tile::kCols, kDepth);
+    const Origin origin = f.origin(blockIdx.x, Tile::kRows, Tile::kCols, kDepth);
     float sums[Tile::kDown][Tile::kAcross][4] = {};
     if (origin.first < origin.last) {
         Stages<T, Tile, kByColumn> stages(f, origin, shared);
@@ -57,13 +57,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks) mma_sp_kernel(G
 
 template <class T, class Tile, bool kByColumn>
 void run(const GemmCall& call, Queue queue) {
-    const int64_t slabs = call.k / kDepth, rows = cdiv(call.m, Tile::kRows), cols = cdiv(call.n, Tile::kCols);
-    const int part = part_of(slabs, call.splits);
-    const Sums<T> sums{static_cast<T*>(call.out), static_cast<const T*>(call.bias), static_cast<const T*>(call.residual),
-                       call.splits > 1 ? call.parts : nullptr, kByColumn ? call.n : call.m, kByColumn ? call.m : call.n, call.activation};
+    const int64_t rows = cdiv(call.m, Tile::kRows), cols = cdiv(call.n, Tile::kCols);
     if (rows * cols * call.splits > 0x7fffffff) throw std::invalid_argument("gemm: more blocks than a grid has");
-    const Gemm<T> f{static_cast<const T*>(call.values), call.metadata, static_cast<const T*>(call.dense), sums, call.m, call.n, call.k,
-                       int(rows), int(cols), part, call.warps};
+    const Gemm<T> f = gemm_of<T>(call, rows, cols);
     launch("mma_sp_kernel", mma_sp_kernel<T, Tile, kByColumn>, {rows * cols * call.splits, Tile::kThreads, Tile::kShared}, queue, f);
 }
 
@@ -95,19 +91,7 @@ void gemm_mma_sp(const GemmCall& call, Queue queue) {
     } else {
         gemm::by_way<fp16>(call, queue);
     }
-    if (call.splits > 1) {
-        LinearCall finish{};
-        finish.bias = call.bias;
-        finish.residual = call.residual;
-        finish.y = call.out;
-        finish.parts = call.parts;
-        finish.dtype = call.dtype;
-        finish.activation = call.activation;
-        finish.tokens = call.by_column ? call.m : call.n;
-        finish.rows = call.by_column ? call.n : call.m;
-        finish.splits = call.splits;
-        finish_parts(finish, queue);
-    }
+    gemm::finish_parts(call, queue);
 }
 
 }  // namespace nm::cuda

@@ -61,6 +61,31 @@ inline Rates rates_of(const Gpu& gpu) {
 // Parts of so many slabs, none of them empty.
 inline int part_of(int64_t slabs, int splits) { return int(std::max<int64_t>(1, cdiv(slabs, splits))); }
 
+// What a kernel is told of a call that is cut into so many tiles.
+template <class T>
+Gemm<T> gemm_of(const GemmCall& call, int64_t row_tiles, int64_t col_tiles) {
+    const Sums<T> sums{static_cast<T*>(call.out), static_cast<const T*>(call.bias), static_cast<const T*>(call.residual),
+                       call.splits > 1 ? call.parts : nullptr, call.by_column ? call.n : call.m, call.by_column ? call.m : call.n, call.activation};
+    return {static_cast<const T*>(call.values), call.metadata, static_cast<const T*>(call.dense), sums, call.m, call.n, call.k,
+            int(row_tiles), int(col_tiles), part_of(call.k / kDepth, call.splits), call.warps};
+}
+
+// D from the sums of several parts of k.
+inline void finish_parts(const GemmCall& call, Queue queue) {
+    if (call.splits == 1) return;
+    LinearCall finish{};
+    finish.bias = call.bias;
+    finish.residual = call.residual;
+    finish.y = call.out;
+    finish.parts = call.parts;
+    finish.dtype = call.dtype;
+    finish.activation = call.activation;
+    finish.tokens = call.by_column ? call.m : call.n;
+    finish.rows = call.by_column ? call.n : call.m;
+    finish.splits = call.splits;
+    cuda::finish_parts(finish, queue);
+}
+
 // Cycles that a multiprocessor takes for a slab of one block: of tensor cores, or of shared memory, both for copies into it
 // and for reads of each warp.
 template <class Tile>
@@ -72,37 +97,48 @@ double slab_cycles(const Rates& rates) {
 
 // Cycles of a GEMM: those of its busiest multiprocessor, or those in which memory delivers the operands, which the others
 // hide for the most part.
-template <class Tile>
-double estimated(int64_t m, int64_t n, int64_t k, int64_t part, int splits, int processors, const Rates& rates) {
-    // blocks of a multiprocessor share it; a block begins by waiting for memory and ends by storing
-    const double rounds = double(cdiv(cdiv(m, Tile::kRows) * cdiv(n, Tile::kCols) * splits, processors));
-    const double busy = rounds * (double(part) * slab_cycles<Tile>(rates) + 1200.0 / Tile::kBlocks + Tile::kRows * Tile::kCols / 16.0);
+inline double with_memory(int64_t m, int64_t n, int64_t k, int splits, int processors, const Rates& rates, double busy) {
     const double memory = (double(m) * double(k) * 1.125 + double(n) * double(k) * 2 + double(m) * double(n) * 2) / (rates.bytes * processors);
     // fp32 parts are written and read by a second launch
     const double parts = splits > 1 ? double(m) * double(n) * 8 * splits / (rates.bytes * processors) + rates.launch : 0;
     return std::max(busy, memory) + std::min(busy, memory) / 8 + parts;
 }
 
-// The best of each tile that fits into a block's shared memory, with every number of parts that is of use.
+template <class Tile>
+double estimated(int64_t m, int64_t n, int64_t k, int64_t part, int splits, int processors, const Rates& rates) {
+    // blocks of a multiprocessor share it; a block begins by waiting for memory and ends by storing
+    const double rounds = double(cdiv(cdiv(m, Tile::kRows) * cdiv(n, Tile::kCols) * splits, processors));
+    const double busy = rounds * (double(part) * slab_cycles<Tile>(rates) + 1200.0 / Tile::kBlocks + Tile::kRows * Tile::kCols / 16.0);
+    return with_memory(m, n, k, splits, processors, rates, busy);
+}
+
+// f(splits, slabs of a part) for every number of parts that is of use.
+template <class F>
+void each_split(int64_t k, const F& f) {
+    const int64_t slabs = std::max<int64_t>(1, k / kDepth);
+    for (int splits = 1; splits <= kMostSplits && (splits == 1 || part_of(slabs, splits) >= kFewestSlabs); ++splits) {
+        const int part = part_of(slabs, splits);
+        if (cdiv(slabs, part) >= splits) f(splits, part);
+    }
+}
+
+// The best of each tile that fits into a block's shared memory.
 inline Plan choose(int64_t m, int64_t n, int64_t k, bool by_column, const Gpu& gpu) {
     const Rates rates = rates_of(gpu);
     Plan best{kSmall, 1};
     double least = -1;
-    const int64_t slabs = std::max<int64_t>(1, k / kDepth);
     for (int tile : {kLarge, kMiddle, kSmall}) {
         if (by_column && tile == kSmall) continue;
         by_tile(tile, [&](auto shape) {
             using Shape = decltype(shape);
             if (Shape::kShared > gpu.shared && tile != kSmall) return;
-            for (int splits = 1; splits <= kMostSplits && (splits == 1 || part_of(slabs, splits) >= kFewestSlabs); ++splits) {
-                const int part = part_of(slabs, splits);
-                if (cdiv(slabs, part) < splits) continue;
+            each_split(k, [&](int splits, int part) {
                 const double cycles = estimated<Shape>(m, n, k, part, splits, gpu.processors, rates);
                 if (least < 0 || cycles < least) {
                     least = cycles;
                     best = {tile, splits};
                 }
-            }
+            });
         });
     }
     return best;

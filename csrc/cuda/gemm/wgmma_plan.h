@@ -1,0 +1,74 @@
+// Which tile of the wgmma.sp kernel a GEMM takes and how many parts its depth is cut into, by the estimate of plan.h with what binds
+// on Hopper: shared memory, and what L2 delivers.
+#pragma once
+
+#include "plan.h"
+#include "wgmma_tile.h"
+
+namespace nm::cuda::gemm {
+
+enum WideCode : int { kWide = 0, kBroad = 1, kSquare = 2, kNarrow = 3, kThin = 4, kWideTiles = 5 };
+
+// f(tile) for a code.
+template <class F>
+void by_wide_tile(int tile, const F& f) {
+    switch (tile) {
+        case kWide: return f(Wide{});
+        case kBroad: return f(Broad{});
+        case kSquare: return f(Square{});
+        case kNarrow: return f(Narrow{});
+        case kThin: return f(Thin{});
+        default: throw std::invalid_argument("tile " + std::to_string(tile) + " of wgmma.sp is not known");
+    }
+}
+
+// Boxes of B by column have 64 columns.
+template <class Tile>
+constexpr bool takes_columns() {
+    return Tile::kCols % 64 == 0;
+}
+
+// What a multiprocessor does in a cycle: products of 2:4, the zeros counted (NVIDIA's H100 whitepaper: twice the 989 dense teraflops of
+// 132 multiprocessors at 1.83 GHz); bytes that reach it from L2 (4 KB to 5 KB a cycle for all, as others have measured).
+constexpr double kSparseMultiplies = 4096, kFromL2 = 32;
+
+// Cycles for a slab. Operands are read, and copies written, through the same 128 bytes a cycle; that writes count there is an
+// assumption. B is read once for every 64 rows.
+template <class Tile>
+double wide_slab_cycles() {
+    constexpr double multiply = double(Tile::kRows) * Tile::kCols * kDepth / kSparseMultiplies;
+    constexpr double reads = Tile::kRows / 64.0 * Tile::kDense + Tile::kValues + Tile::kMetadata;
+    constexpr double copied = Tile::kValues + Tile::kMetadata + double(Tile::kDense) / Tile::kCluster;
+    return std::max({multiply, (reads + Tile::kStage) / kShared, copied / kFromL2});
+}
+
+template <class Tile>
+double wide_estimated(int64_t m, int64_t n, int64_t k, int64_t part, int splits, int processors, const Rates& rates) {
+    const int64_t clusters = std::max(1, processors / Tile::kCluster);
+    const double rounds = double(cdiv(cdiv(m, Tile::kRows * Tile::kCluster) * cdiv(n, Tile::kCols) * splits, clusters));
+    // only the first tile of a block waits for memory; results leave while the next tile's operands arrive, but nothing is multiplied
+    const double busy = rounds * (double(part) * wide_slab_cycles<Tile>() + Tile::kRows * Tile::kCols / 16.0) + 1500;
+    return with_memory(m, n, k, splits, processors, rates, busy);
+}
+
+inline Plan choose_wide(int64_t m, int64_t n, int64_t k, bool by_column, const Gpu& gpu) {
+    const Rates rates = rates_of(gpu);
+    Plan best{kSquare, 1};
+    double least = -1;
+    for (int tile = 0; tile < kWideTiles; ++tile) {
+        by_wide_tile(tile, [&](auto shape) {
+            using Shape = decltype(shape);
+            if (by_column && !takes_columns<Shape>()) return;
+            each_split(k, [&](int splits, int part) {
+                const double cycles = wide_estimated<Shape>(m, n, k, part, splits, gpu.processors, rates);
+                if (least < 0 || cycles < least) {
+                    least = cycles;
+                    best = {tile, splits};
+                }
+            });
+        });
+    }
+    return best;
+}
+
+}  // namespace nm::cuda::gemm
