@@ -29,7 +29,8 @@ WIDTHS: dict[str, tuple[int, int]] = {
     # adds up what the parts of a split GEMM left, and rounds it to the dtype of the result
     r"linear_parts\.cu finish_kernel": (32, 16),
     # writes results as wide as it reads operands
-    r"mma_sp\.cu mma_sp_kernel": (128, 128),
+    r"wgmma_sp\.cu .*true>": (0, 128),  # copies of boxes read the operands, and there is no residual
+    r"mma_sp\.cu (wg)?mma_sp_kernel": (128, 128),
 }
 """Bits of the widest read and the widest write of global memory, where they are not (128, 32)."""
 RULE = 128, 32
@@ -50,7 +51,7 @@ LOCAL: dict[str, int] = {
 }
 """Bytes of local memory that a thread may have; the others have none."""
 
-GEMMS: dict[str, str] = {r"mma_sp\.cu ": "HMMA.SP", r"linear_mma\.cu |linear_expand\.cu ": "HMMA"}
+GEMMS: dict[str, str] = {r"wgmma_sp\.cu ": "HGMMA.SP", r"mma_sp\.cu ": "HMMA.SP", r"linear_mma\.cu |linear_expand\.cu ": "HMMA"}
 """The one instruction of tensor cores by which a kernel multiplies."""
 
 LOOSE: dict[str, tuple[str, ...]] = {

@@ -1,8 +1,9 @@
 """What nvcc makes of the CUDA kernels, read without a GPU: registers, spills, widths of memory accesses, tensor cores, contraction.
 
-``python -m bench.cuda_resources`` compiles every ``.cu`` under ``csrc/cuda`` for sm_80 and sm_90a with the flags of the build, reads what
-cuobjdump tells of each kernel and writes ``bench/results/cuda_resources.csv``; with words, the kernels whose names contain one of them are
-only printed. What was compiled is kept under ``build/cuda_resources``, by a hash of sources, flags and compiler, which the rows depend on.
+``python -m bench.cuda_resources`` compiles every ``.cu`` under ``csrc/cuda`` for sm_80 and sm_90a with the flags of the build (that of
+``wgmma.sp`` for sm_90a alone), reads what cuobjdump tells of each kernel and writes ``bench/results/cuda_resources.csv``; with words, the
+kernels whose names contain one of them are only printed. What was compiled is kept under ``build/cuda_resources``, by a hash of sources,
+flags and compiler, which the rows depend on.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ CACHE = ROOT / "build" / "cuda_resources"
 ARCHITECTURES = ("sm_80", "sm_90a")
 """Those of ``cmake/architectures.cmake`` that are compiled to machine code."""
 REWRITE = "python -m bench.cuda_resources"
-MATRIX = ("HMMA", "IMMA", "LDSM", "LDGSTS", "HGMMA")
-"""Instructions of the tensor cores and those that feed them."""
+MATRIX = ("HMMA", "IMMA", "LDSM", "LDGSTS", "HGMMA", "STSM", "UBLKCP", "UTMALDG", "UTMASTG")
+"""Instructions of the tensor cores and those that feed them and take their results."""
+SERIALISED = re.compile(r"^.*\(C75\d\d\).*$", re.M)
+"""What ptxas says of wgmma that wait for each other: several times slower, and no error."""
 
 LOADS, STORES = ("LDG", "LD", "LDGSTS"), ("STG", "ST")
 """Instructions that read and write global memory."""
@@ -71,7 +74,8 @@ class Kernel:
     """Of the stores those that lie beside another of as many bits, from one address and under one condition, by bits: a wider one would do
     for both."""
     matrix: str
-    """Instructions of the tensor cores, of ldmatrix (LDSM) and of cp.async (LDGSTS)."""
+    """Instructions of the tensor cores, of ldmatrix and stmatrix (LDSM, STSM), of cp.async (LDGSTS) and of copies in bulk (UBLKCP, UTMALDG,
+    UTMASTG)."""
     inexact: str
     """Floating-point instructions of the PTX that are not one operation rounded once; not listed for GEMMs."""
     instructions: int
@@ -91,6 +95,11 @@ def sources() -> list[Path]:
 def is_gemm(source: Path) -> bool:
     """Whether a file's sums have no written order, so that they may be contracted."""
     return source.name.startswith("linear") or source.parent.name == "gemm"
+
+
+def architectures(source: Path) -> tuple[str, ...]:
+    """Those that a file is compiled for."""
+    return ARCHITECTURES[1:] if source.name.startswith("wgmma") else ARCHITECTURES
 
 
 def tools() -> Probe:
@@ -147,7 +156,8 @@ def missed(kernels: Iterable[Kernel]) -> list[str]:
 
 def _flags(source: Path) -> list[str]:
     """As ``cmake/cuda.cmake`` has them: only GEMMs may contract."""
-    return ["-std=c++17", "-O3", *([] if is_gemm(source) else ["-fmad=false"])]
+    hopper = ["-DNM_SM90A"] if source.name.startswith("wgmma") else []
+    return ["-std=c++17", "-O3", *hopper, *([] if is_gemm(source) else ["-fmad=false"])]
 
 
 def _fingerprint(source: Path, arch: str) -> str:
@@ -321,8 +331,9 @@ def _version() -> str:
 
 def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command[:6])} failed:\n{done.stderr[-3000:]}")
+    serialised = SERIALISED.findall(done.stdout + done.stderr)
+    if done.returncode or serialised:
+        raise RuntimeError(f"{' '.join(command[:6])} failed:\n" + ("\n".join(serialised) or done.stderr[-3000:]))
     return done.stdout
 
 
@@ -340,7 +351,7 @@ def main(argv: list[str] | None = None, path: Path = PATH) -> int:
     if not here.ok:
         parser.error(here.reason)
     with ThreadPoolExecutor(2) as pool:
-        made = pool.map(lambda job: compiled(*job), [(source, arch) for source in sources() for arch in ARCHITECTURES])
+        made = pool.map(lambda job: compiled(*job), [(source, arch) for source in sources() for arch in architectures(source)])
         rows = [k for kernels in made for k in kernels]
     if words:
         rows = [k for k in rows if any(w in f"{k.source} {k.kernel}" for w in words)]

@@ -18,13 +18,31 @@ pytestmark = pytest.mark.slow
 GOOD = resources.Kernel(
     "a.cu", "groups_kernel<Mask, bf16, 2:4>", "sm_90a", 32, 0, 0, 1024, "128:4 16:8", "64:4 8:8", "", "", "", 429, "13.0.88"
 )
+SERIALISED = f"""
+#include "{resources.SOURCES}/ptx_hopper.h"
+using namespace nm;
+using namespace nm::cuda;
+__global__ void __launch_bounds__(128) wgmma_kernel(float* x) {{
+    float d[8] = {{}};
+    wgmma_fence();
+    wgmma_sp<bf16, 0, false>(d, 0, 64, 0x44444444u, true);
+    wgmma_commit();
+    d[0] += 1.0f;
+    wgmma_sp<bf16, 1, false>(d, 0, 64, 0x44444444u, true);
+    wgmma_commit();
+    wgmma_wait<0>();
+    for (int i = 0; i < 8; ++i) x[threadIdx.x * 8 + i] = d[i];
+}}
+"""
 HERE = resources.tools()
 compiles = pytest.mark.skipif(not HERE.ok, reason=HERE.reason)
 
 
 @compiles
-@pytest.mark.parametrize("arch", resources.ARCHITECTURES)
-@pytest.mark.parametrize("source", resources.sources(), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    ("source", "arch"),
+    [pytest.param(p, a, id=f"{p.name}-{a}") for p in resources.sources() for a in resources.architectures(p)],
+)
 def test_compiled(source: Path, arch: str) -> None:
     kernels = resources.compiled(source, arch)
     assert resources.missed(kernels) == []
@@ -45,11 +63,20 @@ def test_contraction_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert (exact.kernel, exact.inexact, fused.inexact) == ("sum_kernel", "", "fma.rn.f32 1")
 
 
+@compiles
+def test_serialised_wgmma_are_an_error(tmp_path: Path) -> None:
+    """A sum that is touched while products are under way makes ptxas wait for each of them; it says so and goes on."""
+    source = tmp_path / "wgmma.cu"
+    source.write_text(SERIALISED)
+    with pytest.raises(RuntimeError, match=r"\(C75\d\d\).*serialized"):
+        resources._compile(source, "sm_90a")
+
+
 def test_the_table_has_every_file_and_nothing_falls_short() -> None:
     """Also where nothing can be compiled; and every exception is of use."""
     listed = resources.read()
-    files = [path.name for path in resources.sources() if "__global__" in path.read_text()]
-    wanted = {(name, arch) for name in files for arch in resources.ARCHITECTURES}
+    files = [path for path in resources.sources() if "__global__" in path.read_text()]
+    wanted = {(path.name, arch) for path in files for arch in resources.architectures(path)}
     assert {(k.source, k.arch) for k in listed} == wanted, f"rewrite {resources.PATH.name}: {resources.REWRITE}"
     assert resources.missed(listed) == []
     for pattern in [*cuda_expected.WIDTHS, *cuda_expected.NARROW, *cuda_expected.LOCAL, *cuda_expected.LOOSE]:
@@ -60,8 +87,10 @@ def test_the_build_has_the_same_architectures_and_flags() -> None:
     cmake = resources.ROOT / "cmake"
     assert '"80-real;90a-real;' in (cmake / "architectures.cmake").read_text()
     assert resources.ARCHITECTURES == ("sm_80", "sm_90a")
+    assert [path.name for path in resources.sources() if resources.architectures(path) == ("sm_90a",)] == ["wgmma_sp.cu"]
     build = (cmake / "cuda.cmake").read_text()
     assert "PRIVATE -O3 $<$<STREQUAL:${part},kernels>:-fmad=false>" in build and "cuda/linear*.cu" in build and "cuda/gemm/*.cu" in build
+    assert "cuda/gemm/wgmma*.cu" in build and "CUDA_ARCHITECTURES 90a-real)" in build and "PRIVATE NM_SM90A" in build
 
 
 @each(

@@ -4,8 +4,9 @@ Up to 16 tokens, canonical indices: kernels for a batch so small that reading th
 which would make the host wait; one outside its group reads nothing outside of x. On CUDA cores an inf or NaN of x reaches a result only
 through a stored value; dense tensor cores multiply an expanded tile, where it reaches every result of its token, as in the dense GEMM.
 
-More tokens, operands in the order of tensor cores, and wgrad: 2:4 on sparse tensor cores. Metadata is not checked; an inf or NaN of the
-dense operand reaches a result only through a stored value.
+More tokens, operands in the order of tensor cores, and wgrad: 2:4 on sparse tensor cores, by ``wgmma.sp`` on GPUs of compute capability
+9.0 where rows come in 64s and metadata is not in the order of ``mma.sp``, by ``mma.sp`` elsewhere. Metadata is not checked; an inf or NaN
+of the dense operand reaches a result only through a stored value.
 
 Sums are fp32; bias, activation and residual are applied before the only rounding.
 """
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...dispatch import Verdict
-from ...reference.layouts import COLUMNS
+from ...reference.layouts import COLUMNS, WARPS
 from ..shared import address, aligned, contiguous
 from .compress import metadata
 from .core import DTYPES, core, queue, register
@@ -39,6 +40,31 @@ def choose(module: Any, m: int, n: int, k: int, by_column: bool, device: int) ->
     return tile, splits
 
 
+@lru_cache(maxsize=4096)
+def choose_wgmma(module: Any, m: int, n: int, k: int, by_column: bool, device: int) -> tuple[int, int]:
+    """The same for the kernel of ``wgmma.sp``."""
+    tile, splits = module.gemm_wgmma_plan(m, n, k, by_column, *module.gpu(device))
+    return tile, splits
+
+
+@cache
+def wgmma_obstacle(module: Any, device: int) -> str:
+    """What keeps ``wgmma.sp`` from running on a GPU, or in the emulator; empty where nothing does."""
+    return str(module.wgmma_obstacle(device))
+
+
+def not_by_wgmma(values: Tensor, indices: Tensor) -> str:
+    """Why ``mma.sp`` multiplies this operand and ``wgmma.sp`` does not; empty where it does."""
+    obstacle = wgmma_obstacle(core(values), values.get_device())
+    if obstacle:
+        return obstacle
+    if indices.dtype == torch.int32 and _warps(indices) != WARPS["wgmma.sp"]:
+        return "its metadata is in the order of mma.sp"
+    if values.shape[0] % 64 or not values.shape[1]:
+        return f"wgmma.sp takes 64 rows at once and some columns, and this operand is {values.shape[0]} by {2 * values.shape[1]}"
+    return ""
+
+
 def takes(values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Verdict:
     """Whether there is a kernel for a compressed operand of ``cols`` columns."""
     if (n, m) != (2, 4):
@@ -48,7 +74,8 @@ def takes(values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Verdict
     rows, tile = values.shape[0], 16 * _warps(indices)
     if rows % tile or cols % COLUMNS:
         return False, f"it takes operands of whole tiles, {tile} rows and {COLUMNS} columns, and this one is ({rows}, {cols})"
-    return True, "sparse tensor cores"
+    why = not_by_wgmma(values, indices)
+    return True, f"sparse tensor cores, by mma.sp: {why}" if why else "sparse tensor cores, by wgmma.sp"
 
 
 def _warps(indices: Tensor) -> int:
@@ -77,12 +104,14 @@ def multiply(
         multiply(aligned(values), aligned(indices), aligned(dense), y, n, k, by_column, bias, activation, residual)
         return out if y is out else out.copy_(y)
     m, module, warps = values.shape[0], core(values), _warps(indices)
+    by_wgmma = not not_by_wgmma(values, indices)
     if indices.dtype != torch.int32:
-        indices = metadata(indices, k, "mma.sp")  # held until the call
-        i = indices.data_ptr()
-    tile, splits = choose(module, m, n, k, by_column, values.get_device())
+        indices = metadata(indices, k, "wgmma.sp" if by_wgmma else "mma.sp")  # held until the call
+        i, warps = indices.data_ptr(), _warps(indices)
+    kernel, plan = (module.gemm_wgmma_sp, choose_wgmma) if by_wgmma else (module.gemm_mma_sp, choose)
+    tile, splits = plan(module, m, n, k, by_column, values.get_device())
     parts = values.new_empty(splits, m, n, dtype=torch.float32) if splits > 1 else None
-    module.gemm_mma_sp(
+    kernel(
         v, i, d, b, r, o, address(parts), DTYPES[values.dtype], ACTIVATIONS[activation], m, n, k, by_column,
         warps, tile, splits, *queue(values),
     )  # fmt: skip
