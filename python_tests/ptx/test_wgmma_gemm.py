@@ -25,7 +25,7 @@ from .tensor_map import encode
 
 SOURCE = CSRC / "cuda" / "gemm" / "wgmma_sp.cu"
 MODES: list[str | int] = ["earliest", "latest", 1]
-TILES = [(256, 192, 2), (256, 128, 2), (128, 128, 1), (128, 64, 1), (128, 16, 1)]
+TILES = [(256, 192, 2), (256, 128, 2), (128, 128, 2), (128, 64, 1), (128, 16, 1)]
 """Rows, columns and blocks of a cluster, by the code of the tile."""
 DTYPES = {"bf16": (torch.bfloat16, 9), "fp16": (torch.float16, 6)}
 

@@ -41,7 +41,7 @@ struct WideTile {
 // A and the copies come on top. So tiles are as near to a square as registers allow, and copies of B are shared by two blocks.
 using Wide = WideTile<256, 192, 4, 2>;
 using Broad = WideTile<256, 128, 5, 2>;
-using Square = WideTile<128, 128, 7, 1>;
+using Square = WideTile<128, 128, 7, 2>;
 using Narrow = WideTile<128, 64, 10, 1>;
 using Thin = WideTile<128, 16, 12, 1>;
 

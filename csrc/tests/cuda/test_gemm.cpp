@@ -4,7 +4,7 @@
 #include <stdexcept>
 
 #include "../../core/bitpack.h"
-#include "../../cuda/gemm/plan.h"
+#include "../../cuda/gemm/wgmma_plan.h"
 #include "emulated.h"
 
 using namespace nm_test;
@@ -129,6 +129,31 @@ TEST(plans_know_what_a_gpu_does_in_a_cycle) {
     };
     CHECK(about(small(h100, 172, 1), 52256 + 42965 / 8.0) && about(small(h100, 58, 3), 42965 + 36112 / 8.0 + 5161 + 5544));
     CHECK(about(small(h200, 172, 1), 52256 + 29294 / 8.0) && about(small(h200, 58, 3), 36112 + 29294 / 8.0 + 3519 + 5544));
+}
+
+// Of 64 deep: products at 4096 a cycle; bytes at 128, B read once for every 64 rows, everything copied once; and from L2 at 32, of B
+// a cluster of two copies half each.
+TEST(wgmma_plans_know_what_binds) {
+    using namespace nm::cuda::gemm;
+    CHECK(wide_slab_cycles<Wide>() == 912 + 336 && wide_slab_cycles<Broad>() == 656 + 272 && wide_slab_cycles<Square>() == (9216 + 8192) / 32.0);
+    CHECK(wide_slab_cycles<Narrow>() == 17408 / 32.0 && wide_slab_cycles<Thin>() == 11264 / 32.0);
+    CHECK(Wide::kShared == 4 * 43008 + 32768 + 64 && Wide::kShared <= 227 * 1024 && Wide::kSums * Wide::kDown == 192);
+
+    // 8192 cubed: 688 clusters for 66 pairs are 11 rounds of 128 slabs, and memory delivers operands meanwhile
+    const nm::cuda::Gpu h100{90, 132, 227 << 10, 1980000, 2619000, 5120};
+    const double busy = 11 * (128 * 1248 + 256 * 192 / 16) + 1500, memory = 8192.0 * 8192 * (1.125 + 2 + 2) / (rates_of(h100).bytes * 132);
+    CHECK(about(wide_estimated<Wide>(8192, 8192, 8192, 128, 1, 132, rates_of(h100)), busy + memory / 8));
+}
+
+// PTX ISA 9.7.15.5.1.2: address, leading and stride offset in 16 bytes from bits 0, 16 and 32 on, the swizzle's code from bit 62 on.
+TEST(wgmma_descriptors) {
+    using namespace nm::cuda::gemm;
+    static_assert(descriptor(0x12340, 8192, 1024, kSwizzle128) == (0x1234ull | 512ull << 16 | 64ull << 32 | 1ull << 62));
+    static_assert(values_descriptor(0x8000, 1) == (0x802ull | 32ull << 32 | 2ull << 62), "32 of k are 32 bytes of packed values");
+    static_assert(dense_descriptor(0x400, 1, false) == (0x44ull | 64ull << 32 | 1ull << 62), "64 bytes of B by k");
+    static_assert(dense_descriptor(0x400, 1, true) == (0x140ull | 512ull << 16 | 64ull << 32 | 1ull << 62), "32 rows of 128 bytes by column");
+    static_assert(values_descriptor(0x38000, 0) == values_descriptor(0x38000 & 0x3ffff, 0), "addresses of 18 bits");
+    CHECK(Wide::kDense % 1024 == 0 && Wide::kStage % 1024 == 0 && Thin::kStage % 1024 == 0);
 }
 
 }  // namespace

@@ -1,0 +1,152 @@
+"""The cycles of the wgmma.sp kernel, tile by tile, and the speed that follows: a PREDICTION, nothing here was measured.
+
+``python -m bench.wgmma_account`` compiles the kernel, counts the instructions of its main loop and writes
+``bench/results/wgmma_account.csv``.
+
+Assumptions, each of which only hardware can settle:
+
+* a tensor core multiplies 4096 pairs of 2:4 a cycle and 2048 dense ones, zeros counted (NVIDIA's H100 whitepaper);
+* shared memory moves 128 bytes a cycle, for the reads of operands and for what is copied in **together**. B is read once for every 64
+  rows of D. Were copies free, 256 x 192 would take 912 cycles and not 1248;
+* 32 bytes a cycle and multiprocessor come from L2; what a cluster of two shares comes once;
+* a tile ends with rows * cols / 16 cycles in which nothing is multiplied; four schedulers issue one instruction a cycle;
+* the clock under load is 1.75 GHz on both cards, 132 multiprocessors, and power does not bind. Memory delivers nine tenths of 3.35 and
+  4.8 TB/s.
+
+``dense`` is a kernel of 128 x 256 tiles that never waits, at the same clock: more than cuBLAS reaches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from nmkernels.capability import nvcc
+
+from . import cuda_resources as resources
+from . import rows as tidy
+from .rows import RESULTS
+
+PATH = RESULTS / "wgmma_account.csv"
+REWRITE = "python -m bench.wgmma_account"
+SPARSE, DENSE, SHARED, FROM_L2 = 4096, 2048, 128, 32
+CLOCK, PROCESSORS = 1.75e9, 132
+MEMORY = {"H100": 0.9 * 3.35e12, "H200": 0.9 * 4.8e12}
+DEPTH = 64
+SHAPES = ((8192, 8192, 8192), (14336, 8192, 4096), (4096, 8192, 14336), (4096, 1024, 4096), (14336, 64, 4096))
+"""(out, tokens, in): a square, Llama-3-8B's FFN both ways, fewer tokens, few."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One tile of the kernel; cycles are of 64 of k, one slab."""
+
+    tile: str
+    by_column: str
+    rows: int
+    cols: int
+    cluster: int
+    stages: int
+    multiply: int
+    """Cycles of the tensor cores."""
+    reads: int
+    """Cycles of shared memory for operands."""
+    writes: int
+    """And for what is copied in."""
+    l2: int
+    """Cycles in which L2 delivers it."""
+    issue: int
+    """Instructions of a scheduler, from the machine code of the main loop: two warps that multiply."""
+    cycles: int
+    """The most of these, shared memory's together."""
+    share: float
+    """Of the speed of sparse tensor cores."""
+    over_dense: float
+    h100: str
+    """Predicted TFLOP/s of the shapes, zeros counted."""
+    h200: str
+
+
+def account(rows: int, cols: int, stages: int, cluster: int, by_column: bool, loop: int) -> Tile:
+    """Of a tile whose main loop has so many instructions for a slab."""
+    dense, values, words = cols * DEPTH * 2, rows * DEPTH, rows * DEPTH // 8
+    multiply, reads = rows * cols * DEPTH / SPARSE, (rows / 64 * dense + values + words) / SHARED
+    writes, l2, issue = (dense + values + words) / SHARED, (dense / cluster + values + words) / FROM_L2, 2 * loop
+    cycles = max(multiply, reads + writes, l2, issue)
+    ratio = rows * cols * DEPTH / DENSE / cycles
+    told = [
+        " ".join(f"{'x'.join(map(str, shape))}:{predicted(rows, cols, cluster, cycles, *shape, memory):.0f}" for shape in SHAPES)
+        for memory in MEMORY.values()
+    ]
+    return Tile(
+        tile=f"{rows}x{cols}", by_column=str(by_column), rows=rows, cols=cols, cluster=cluster, stages=stages, multiply=round(multiply),
+        reads=round(reads), writes=round(writes), l2=round(l2), issue=issue, cycles=round(cycles), share=round(multiply / cycles, 3),
+        over_dense=round(ratio, 2), h100=told[0], h200=told[1],
+    )  # fmt: skip
+
+
+def predicted(rows: int, cols: int, cluster: int, cycles: float, out: int, tokens: int, k: int, memory: float) -> float:
+    """TFLOP/s of a GEMM in one part of k: by its busiest multiprocessor, or by memory, whichever takes longer."""
+    rounds = -(-(-(-out // (rows * cluster)) * -(-tokens // cols)) // (PROCESSORS // cluster))
+    busy = (rounds * (k / DEPTH * cycles + rows * cols / 16) + 1500) / CLOCK
+    delivered = (out * k * 1.125 + tokens * k * 2 + out * tokens * 2) / memory
+    return 2 * out * tokens * k / max(busy, delivered) / 1e12
+
+
+def loops(sass: str) -> dict[str, int]:
+    """Instructions for a slab in the main loop of each kernel, by its mangled name: the loop holds two slabs."""
+    found = {}
+    for part in sass.split("Function : ")[1:]:
+        lines = [(int(at, 16), op, args) for at, _, op, args in resources.INSTRUCTION.findall(part)]
+        multiplies = [at for at, op, _ in lines if op.startswith("HGMMA")]
+        back = [(int(to[1], 16), at) for at, op, args in lines if op == "BRA" and (to := re.search(r"0x([0-9a-f]+)", args))]
+        around = [(to, at) for to, at in back if to < multiplies[0] and at > multiplies[-1]]
+        first, last = min(around, key=lambda jump: jump[1] - jump[0])  # tiles are a loop around it
+        found[part.split()[0]] = sum(first <= at <= last for at, _, _ in lines) // 2
+    return found
+
+
+def compiled() -> list[Tile]:
+    """The account of every tile, from the kernel as it is."""
+    source = resources.SOURCES / "gemm" / "wgmma_sp.cu"
+    compiler = nvcc().reason.split(":")[0]
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "made.cubin"
+        resources._run(compiler, *resources._flags(source), "-arch=sm_90a", "-cubin", "-o", str(cubin), str(source))
+        counted = loops(resources._run(str(resources._tool("cuobjdump")), "-sass", str(cubin)))
+    names = resources.short_names(sorted(counted))
+    made = []
+    for mangled, name in names.items():
+        shape = re.fullmatch(r"wgmma_sp_kernel<bf16, WideTile<(\d+), (\d+), (\d+), (\d+)>, (true|false)>", name)
+        if shape:
+            rows, cols, stages, cluster = (int(shape[i]) for i in range(1, 5))
+            made.append(account(rows, cols, stages, cluster, shape[5] == "true", counted[mangled]))
+    return sorted(made, key=lambda t: (t.by_column, -t.rows * t.cols))
+
+
+def save(tiles: Iterable[Tile], path: Path = PATH) -> None:
+    """Write the table."""
+    tidy.save([asdict(t) for t in tiles], list(Tile.__dataclass_fields__), path)
+
+
+def main(argv: list[str] | None = None, path: Path = PATH) -> int:
+    """Compile, count, write and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.parse_args(argv)
+    here = resources.tools()
+    if not here.ok:
+        parser.error(here.reason)
+    tiles = compiled()
+    save(tiles, path)
+    for t in tiles:
+        print(*(f"{name}={value}" for name, value in asdict(t).items()), sep="  ")
+    print(f"predictions, nothing was measured: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

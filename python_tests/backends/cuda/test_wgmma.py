@@ -1,0 +1,217 @@
+"""D = A B by wgmma.sp: what the host decides and tells, and the kernel's results, as nvcc's PTX gives them in ``python_tests.ptx``.
+
+What is asynchronous in it, and how each way to break it is found, is in ``python_tests/ptx/test_wgmma_gemm.py``.
+"""
+
+from __future__ import annotations
+
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nmkernels import reference
+from nmkernels.backends.cuda import core
+from nmkernels.backends.cuda import linear as gemm
+from nmkernels.testing import assert_equal_bits, assert_no_worse
+from python_tests.backends.gemm_calls import ACTIVATIONS, inputs, packed
+
+from . import wgmma_calls as calls
+from .wgmma_calls import BY_COLUMN, TILES
+
+BF16, F16 = torch.bfloat16, torch.float16
+MODES: list[str | int] = ["earliest", "latest", 1]
+host = pytest.mark.skipif(not core.emulator_built(), reason="the emulator, which has the host's part, is not built")
+
+
+def runs(test):
+    """Slow, and only where there is an nvcc."""
+    return pytest.mark.slow(pytest.mark.skipif(bool(calls.missing()), reason=calls.missing())(test))
+
+
+# ---- the host
+
+
+H100 = (90, 132, 227 << 10, 1980000, 2619000, 5120)
+H200 = (90, 132, 227 << 10, 1980000, 3201000, 6144)
+
+
+@host
+@pytest.mark.parametrize(
+    ("sizes", "by_column", "gpu", "tile", "parts"),
+    [
+        ((8192, 8192, 8192), False, H100, "wide", 1),
+        ((8192, 8192, 8192), True, H200, "wide", 1),
+        # 48 clusters of the wide tile, 64 of the broad one, for 66 pairs of multiprocessors
+        ((4096, 1024, 4096), False, H100, "broad", 1),
+        # few tokens: no columns for nothing; by column there are no fewer than 64
+        ((4096, 17, 4096), False, H100, "thin", 2),
+        ((4096, 64, 14336), False, H100, "narrow", 3),
+        ((4096, 16, 14336), True, H100, "narrow", 4),
+        ((64, 1, 64), False, H200, "thin", 1),
+    ],
+)
+def test_plan(sizes, by_column, gpu, tile, parts):
+    assert calls.host().gemm_wgmma_plan(*sizes, by_column, *gpu) == (list(TILES).index(tile), parts)
+
+
+@host
+@pytest.mark.parametrize("by_column", [False, True])
+def test_maps_are_within_the_limits_of_the_driver(by_column):
+    """The encoder of the machine raises beyond one; sizes at their smallest, and beyond 32 bits of bytes."""
+    for tile in BY_COLUMN if by_column else TILES:
+        for m, n, k in ((64, 8, 64), (8192, 4104, 11008), (1 << 20, 1 << 20, 1 << 20)):
+            x = torch.empty(k, n, dtype=BF16, device="meta") if by_column else torch.empty(n, k, dtype=BF16, device="meta")
+            told = calls.host().gemm_wgmma_launch(16, 32, 48, 0, 0, 64, 0, 0, m, n, k, by_column, list(TILES).index(tile), 1, 132)
+            for i in (0, 6, 12):
+                to, inner, outer, *box, code = told[0][i : i + 6]
+                calls.encode(9, to, (inner, outer), (2 * inner,), box, swizzle=calls.SPANS[code])
+            assert x.shape == (k, n) if by_column else (n, k)
+            assert told[5] <= H100[2] and told[4] == 384
+
+
+@host
+def test_what_is_launched():
+    """As many clusters as run at once, or as there are tiles; whole ones."""
+    for m, n, splits, processors, tiles, blocks in (
+        (8192, 8192, 1, 132, 16 * 43, 132),
+        (512, 192, 1, 132, 1, 2),
+        (576, 193, 3, 132, 2 * 2 * 3, 24),
+        (8192, 8192, 1, 7, 16 * 43, 6),
+        (8192, 8192, 1, 1, 16 * 43, 2),
+    ):
+        told = calls.host().gemm_wgmma_launch(16, 32, 48, 0, 0, 64, 0, 0, m, n, 1024, False, 0, splits, processors)
+        assert told[2:4] == (tiles, blocks), (m, n, splits, processors)
+
+
+@host
+@pytest.mark.parametrize(
+    ("m", "n", "k", "by_column", "tile", "word"),
+    [
+        (96, 64, 64, False, 0, "whole tiles"),
+        (64, 64, 96, False, 0, "whole tiles"),
+        (64, 64, 0, False, 0, "whole tiles"),
+        (64, 12, 64, True, 0, "whole tiles"),
+        (64, 64, 64, True, 4, "thin"),
+        (64, 64, 64, False, 5, "not known"),
+        (1 << 31, 64, 64, False, 0, "31 bits"),
+    ],
+)
+def test_what_it_refuses(m, n, k, by_column, tile, word):
+    with pytest.raises(ValueError, match=word):
+        calls.host().gemm_wgmma_launch(16, 32, 48, 0, 0, 64, 0, 0, m, n, k, by_column, tile, 1, 132)
+
+
+@host
+def test_the_emulator_never_gets_it():
+    values, indices, _ = packed("2:4", 64, 128, BF16)
+    assert "emulator" in gemm.not_by_wgmma(values, indices)
+    with pytest.raises(RuntimeError, match="emulator"):
+        calls.host().gemm_wgmma_sp(16, 32, 48, 0, 0, 64, 0, 1, 0, 64, 8, 64, False, 4, 0, 1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "order", "rows", "by_wgmma", "word"),
+    [
+        ("", "wgmma.sp", 64, True, "by wgmma.sp"),
+        ("", "canonical", 128, True, "by wgmma.sp"),
+        ("", "mma.sp", 64, False, "order of mma.sp"),
+        ("", "canonical", 80, False, "64 rows"),
+        ("this GPU has 8.0", "wgmma.sp", 64, False, "this GPU has 8.0"),
+    ],
+)
+def test_which_kernel_multiplies_and_why(monkeypatch, obstacle, order, rows, by_wgmma, word):
+    """Where the GPU, its driver and the build have it, and order and rows fit; else mma.sp, and the reason is told."""
+    module = Mock()
+    module.wgmma_obstacle.return_value = obstacle
+    module.gpu.return_value = H100
+    module.gemm_plan.return_value, module.gemm_wgmma_plan.return_value = (1, 1), (2, 1)
+    monkeypatch.setattr(gemm, "core", lambda _: module)
+    monkeypatch.setattr(gemm, "metadata", lambda i, cols, layout: reference.to_layout(i, cols, layout))
+    values, indices, _ = packed("2:4", rows, 128, BF16)
+    given = reference.to_layout(indices, 128, order)
+    can, reason = gemm.takes(values, given, 2, 4, 128)
+    assert can and word in reason
+    gemm.multiply(values, given, inputs(20, 128, BF16), torch.empty(20, rows, dtype=BF16), 20, 128, False)
+    called = module.gemm_wgmma_sp if by_wgmma else module.gemm_mma_sp
+    assert [c.called for c in (module.gemm_wgmma_sp, module.gemm_mma_sp)] == [by_wgmma, not by_wgmma]
+    warps, tile, splits = called.call_args.args[13:16]
+    assert (warps, tile, splits) == ((4, 2, 1) if by_wgmma else (4 if order == "wgmma.sp" else 1, 1, 1))
+
+
+# ---- the kernel
+
+
+def operand(rows, cols, dtype):
+    values, indices, w = packed("2:4", rows, cols, dtype)
+    return values, reference.to_layout(indices, cols, "wgmma.sp"), w
+
+
+def check(tile, m, n, k, dtype=BF16, by_column=False, bias=False, activation="", residual=False, splits=1, mode="earliest", processors=4):
+    values, meta, w = operand(m, k, dtype)
+    x = inputs(k, n, dtype) if by_column else inputs(n, k, dtype)
+    b, r = inputs(1, m, dtype, seed=3)[0] if bias else None, inputs(n, m, dtype, seed=4) if residual else None
+    y = calls.multiply(tile, values, meta, x, by_column, b, activation, r, splits, mode, processors)
+
+    def dense(w, x, b, r):
+        made = w @ x if by_column else ACTIVATIONS[activation](F.linear(x, w, b))
+        return made if r is None else made + r
+
+    exact = dense(*(None if t is None else t.double() for t in (w, x, b, r)))
+    assert_no_worse(y, dense(w, x, b, r), exact, f"{tile} {m} {n} {k} {dtype} {mode}")
+
+
+@runs
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize(("tile", "by_column"), [*((t, False) for t in TILES), *((t, True) for t in BY_COLUMN)])
+def test_every_value_is_found(tile, by_column, dtype):
+    """One-hot rows, or columns, return the weight to the bit: descriptors, swizzles, selectors, words, and where results go."""
+    values, meta, w = operand(320, 192, dtype)
+    y = calls.multiply(tile, values, meta, torch.eye(192, dtype=dtype), by_column)
+    assert_equal_bits(y, w if by_column else w.t().contiguous())
+
+
+@runs
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tile", TILES)
+def test_random_operands_of_ragged_sizes(tile, mode):
+    """Rows of a part of a tile and of a cluster, tokens that fill none, stages come round; more tiles than blocks, more than a band."""
+    cols, stages = TILES[tile][1:3]
+    for m, n, k in ((64, 1, 64), (320, cols + 9, 64 * (stages + 1)), (192, 7, 64 * (2 * stages + 1)), (64, 9 * cols + 8, 64)):
+        check(tile, m, n, k, bias=m == 320, mode=mode)
+    if tile in BY_COLUMN:
+        for m, n, k in ((64, 8, 64), (320, cols + 72, 64 * (stages + 1)), (64, 9 * cols + 8, 64)):
+            check(tile, m, n, k, F16, by_column=True, mode=mode)
+
+
+@runs
+@pytest.mark.parametrize("mode", MODES)
+def test_epilogues(mode):
+    """Bias, activation, residual; parts of k, straight and transposed."""
+    for i, activation in enumerate(ACTIVATIONS):
+        tile = list(TILES)[i]
+        check(tile, 192, 70, 128, bias=True, activation=activation, residual=True, mode=mode)
+        check(tile, 128, 21, 64, F16, activation=activation, residual=not activation, mode=mode)
+    check("thin", 64, 17, 64, residual=True, mode=mode)
+    for tile in BY_COLUMN:
+        check(tile, 192, 72, 64 * 9, by_column=True, splits=3, mode=mode)
+        check(tile, 192, 70, 64 * 9, splits=3, mode=mode)
+
+
+@runs
+@pytest.mark.parametrize("processors", [1, 2, 8, 132])
+def test_any_number_of_blocks(processors):
+    check("wide", 320, 400, 128, processors=processors, mode="latest")
+
+
+@runs
+@pytest.mark.parametrize("tile", ["wide", "thin"])
+def test_inf_and_nan_reach_only_what_they_meet(tile):
+    """Also where rows of a tile are not there: their values are zeros."""
+    values, meta, w = operand(64, 128, BF16)
+    x, met = inputs(18, 128, BF16), torch.zeros(18, 64, dtype=torch.bool)
+    for token, bad, column in ((0, "inf", 0), (9, "nan", 77), (17, "-inf", 127)):
+        x[token, column] = float(bad)
+        met[token] = w[:, column] != 0
+    assert_equal_bits(~calls.multiply(tile, values, meta, x).isfinite(), met)
