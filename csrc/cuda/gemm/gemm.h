@@ -8,6 +8,13 @@
 //   epilogue.h   sums to results: bias, activation, residual, the rounding, 16-byte stores
 //   mma_sp.cu    the kernel for mma.sp, from sm_80 on, and the host's functions
 //
+// and for wgmma.sp, on sm_90a alone:
+//
+//   wgmma_tile.h      how a block cuts its part, descriptors and tensor maps
+//   wgmma_plan.h      host: which tile there, by what binds on Hopper
+//   wgmma_epilogue.h  sums to results: by stmatrix and copies of boxes, or through epilogue.h
+//   wgmma_sp.cu       the kernel, and the host's functions
+//
 // A is the compressed operand: values (m, k/2), row-major, and metadata in one of the orders of reference/layouts.py. B is
 // dense, and lies in memory in one of two ways:
 //
@@ -15,9 +22,6 @@
 //   by column    x [k, n]: wgrad, where k counts tokens; m and n are the weight's sizes
 //
 // D is stored [n, m] in the first case, as y [tokens, out] is, and [m, n] in the second.
-//
-// A kernel for wgmma.sp takes the same Gemm, stages and epilogue: what it has of its own is the order of metadata, A and
-// B read by descriptors from shared memory in place of fragments.h, and a plan for tiles of 64 rows a warpgroup.
 #pragma once
 
 #include "../linear.h"
