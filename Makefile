@@ -21,14 +21,14 @@ PINS := $(VENV)/constraints.txt
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test test-all test-oldest build lint triton sanitize wheel format gpu gpu-dry clean distclean
+.PHONY: help demo test test-all test-oldest build lint docs triton sanitize wheel format gpu gpu-dry clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
 	@echo 'make test TEST_ARGS="-k mask"  some of them; test-all takes it too      make triton  only the Triton kernels, interpreted'
 	@echo 'make test-oldest  the quick tests with the oldest torch that is supported, in an environment of its own'
-	@echo 'make lint   ruff and mypy only      make format  let ruff rewrite the sources'
+	@echo 'make lint   ruff and mypy only      make format  let ruff rewrite the sources      make docs  the site, into build/site'
 	@echo 'make sanitize   the C++ tests under the address, undefined-behaviour and thread sanitizers, CUDA kernels emulated'
 	@echo 'make wheel  a manylinux wheel into dist/, with CUDA kernels where nvcc is, tried in a clean environment; WHEEL_TESTS=load|smoke|all'
 	@echo 'make wheel WHEEL_PYTHONS="python3.10 python3.11 python3.12 python3.13"  one for each; the kernels are compiled once'
@@ -100,6 +100,11 @@ lint: $(VENV)/.ready
 	@$(BIN)/ruff format --check --quiet . || { echo 'not formatted; run: make format'; exit 1; }
 	@$(BIN)/mypy
 
+# a warning is an error; nothing is fetched, neither here nor by who reads it
+docs: $(VENV)/.ready
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo 'build/site/index.html; with its search: $(BIN)/python -m http.server --directory build/site'
+
 format: $(VENV)/.ready
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format --quiet .
 
@@ -120,7 +125,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	  && cp constraints.txt $(PINS) || true
 	@echo '== installing nmkernels and its tools'
 	@$(PIP) setuptools wheel cmake ninja pybind11
-	@$(PIP) --no-build-isolation -e '.[demo,tensorboard,bench,dev]'
+	@$(PIP) --no-build-isolation -e '.[demo,tensorboard,bench,dev,docs]'
 	@touch $@
 
 # neither network nor venv: the torch that $(PYTHON) has, and pytest. GPU_ARGS: steps and options of bench/gpu.py

@@ -1,4 +1,4 @@
-"""The audit of a GPT-2 in ``docs/audit.md``: measured on this CPU, and predicted for an H200.
+"""The audit of a GPT-2 in ``docs/pays.md``: measured on this CPU, and predicted for an H200.
 
 ``python -m bench.audit_page`` measures for most of a minute and writes both tables between their markers; ``--predicted`` writes the
 second alone, which no clock has a part in, and ``--check`` only tells whether that one is up to date.
@@ -19,7 +19,7 @@ from nmkernels.tuning import Seconds
 
 from .rows import commit, machine, versions
 
-PAGE = Path(__file__).parents[1] / "docs" / "audit.md"
+PAGE = Path(__file__).parents[1] / "docs" / "pays.md"
 MODEL = "gpt2"
 MEASURED, PREDICTED, END = (f"<!-- audit {what} -->" for what in ("measured: written by python -m bench.audit_page", "predicted", "end"))
 

@@ -1,4 +1,4 @@
-"""The tables in ``README.md`` and ``docs/recipes.md``, from committed rows: ``python -m bench.front_page``; ``--check`` compares only.
+"""The tables in ``README.md`` and ``docs/methods/index.md``, from committed rows: ``python -m bench.front_page``; ``--check`` compares only.
 
 The measurements have a column for every CPU whose rows are timed as a model runs: those have the ratio to the fastest dense GEMM. The
 choice of a recipe is the table of answers of ``bench/accuracy``.
@@ -22,7 +22,7 @@ from .rows import RESULTS, device_of
 from .tables import Rows
 
 ROOT = Path(__file__).parents[1]
-README, RECIPES = ROOT / "README.md", ROOT / "docs" / "recipes.md"
+README, RECIPES = ROOT / "README.md", ROOT / "docs" / "methods" / "index.md"
 BEGIN, END = "<!-- measured: written by python -m bench.front_page -->", "<!-- measured: end -->"
 ANSWERS, ANSWERS_END = "<!-- answers: written by python -m bench.front_page -->", "<!-- answers: end -->"
 

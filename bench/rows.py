@@ -135,7 +135,7 @@ def commit() -> str:
     try:
         head = _git("rev-parse", "--short=7", "HEAD")
         changed = _git(
-            "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)bench/results", ":(top,exclude)docs/audit.md"
+            "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)bench/results", ":(top,exclude)docs/pays.md"
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

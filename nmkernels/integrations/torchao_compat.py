@@ -138,8 +138,8 @@ def swap_linear_with_semi_sparse_linear(model: nn.Module, config: Mapping[str, t
     ``nm.sparsify_(model, recipe)`` takes them over, with a recipe that does more than the straight-through gradient.
 
     Raises:
-        RecipeError: a class other than ``SemiSparseLinear``, or a name that is no ``nn.Linear`` of the model. ShapeError: 4 does not divide
-        ``in_features``. Nothing has changed then.
+        RecipeError: a class other than ``SemiSparseLinear``, or a name that is no ``nn.Linear`` of the model. Nothing has changed then.
+        ShapeError: 4 does not divide ``in_features``. Nothing has changed then.
     """
     chosen = {}
     for full, kind in config.items():
@@ -176,8 +176,8 @@ def to_semi_structured_(model: nn.Module) -> nn.Module:
     fp16 or bf16, ``out`` a multiple of 32 and ``in`` of 64. Made in torch's CUTLASS form, on any device.
 
     Raises:
-        RecipeError: a layer is in training, of another pattern, or has an adapter or reordered inputs. ShapeError, DtypeError: torch has no
-        such tensor of that size or dtype. Nothing has changed then.
+        RecipeError: a layer is in training, of another pattern, or has an adapter or reordered inputs. Nothing has changed then.
+        ShapeError, DtypeError: torch has no such tensor of that size or dtype. Nothing has changed then.
     """
     weights: dict[nn.Module, Tensor] = {}
     for name, module in model.named_modules():

@@ -54,8 +54,8 @@ def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
         keep_dense: see ``CompressedLinear``: dense weights are kept beside the compressed ones, for where they are faster.
 
     Raises:
-        RecipeError: a layer is not finished, its weight is not N:M or sharded by ``fully_shard``, or there is none. ShapeError: a rank's
-        part does not have whole bytes of indices.
+        RecipeError: a layer is not finished, its weight is not N:M or sharded by ``fully_shard``, or there is none.
+        ShapeError: a rank's part does not have whole bytes of indices.
 
     Example:
         >>> import nmkernels as nm

@@ -1,4 +1,4 @@
-"""``docs/audit.md`` shows what nm.audit says: the prediction as it is now, the measurement with its machine."""
+"""``docs/pays.md`` shows what nm.audit says: the prediction as it is now, the measurement with its machine."""
 
 from __future__ import annotations
 

@@ -33,4 +33,4 @@ def test_commit_says_whether_sources_differ(changes: str, want: str, monkeypatch
     monkeypatch.setattr(rows, "_git", lambda *words: asked.append(words) or ("abc1234" if words[0] == "rev-parse" else changes))
     assert rows.commit.__wrapped__() == want
     # what a run writes itself does not count
-    assert {":(top,exclude)bench/results", ":(top,exclude)docs/audit.md"} <= set(asked[1])
+    assert {":(top,exclude)bench/results", ":(top,exclude)docs/pays.md"} <= set(asked[1])

@@ -1,18 +1,44 @@
-"""What the documents say is so: their code runs, and the make targets, verbs, files and links that they name exist."""
+"""What the documents say is so: their code runs, their commands are understood, what they name exists, and the site is whole.
+
+A ```python block runs among the quick tests; a ```py block (it needs a library that is slow to import, or a process group) in a slow test, after
+all other blocks of its page, in a process like one of torchrun's. Tabs indent their blocks.
+"""
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import os
 import re
+import shlex
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
+from python_tests.house.test_public_api import MODULES
 from python_tests.house.tree import PACKAGE, ROOT
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 TARGETS = set(re.findall(r"^([a-z-]+):(?!=)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 PLACEHOLDER = re.compile(r"family|mine")
 """Names that stand for a file somebody adds."""
+
+FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix().removeprefix("docs/")
+
+
+def blocks(path: Path, *languages: str) -> list[str]:
+    """The code blocks of a document in these languages."""
+    found = FENCE.findall(path.read_text(encoding="utf-8"))
+    return [textwrap.dedent(code) for _, language, code in found if language in languages]
 
 
 def exists(test: str) -> bool:
@@ -26,23 +52,87 @@ def unknown(text: str, folder: Path) -> set[str]:
     """Targets, verbs, files and links that a text names and that there are not."""
     made = set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)) - TARGETS
     verbs = {v for v in re.findall(r"python -m nmkernels ([a-z]+[0-9]*)", text) if not (PACKAGE / "cli" / f"{v}.py").exists()}
-    files = re.findall(r"`((?:nmkernels|python_tests|bench|cmake|csrc|docs)/[\w/.-]+)`", text)
+    files = re.findall(r"`((?:nmkernels|python_tests|bench|cmake|csrc|docs|examples)/[\w/.-]+)`", text)
     tests = [t for t in re.findall(r"`([\w/]+\.py::\w+)`", text) if not exists(t)]
-    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
+    prose = FENCE.sub("", text)
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", prose) if "://" not in link]
     missing = {f for f in files if not (ROOT / f).exists() and not PLACEHOLDER.search(f)}
     missing |= {link for link in links if not (folder / link).exists()}
     return made | verbs | missing | set(tests)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_what_is_named_exists(path: Path) -> None:
     assert unknown(path.read_text(encoding="utf-8"), path.parent) == set()
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path, "python")], ids=name_of)
 def test_code_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": path.stem}
-    blocks = re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    for number, block in enumerate(blocks, 1):
-        exec(compile(block, f"{path.name}, python block {number}", "exec"), names)
+    for number, block in enumerate(blocks(path, "python"), 1):
+        exec(compile(block, f"{name_of(path)}, python block {number}", "exec"), names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path, "py")], ids=name_of)
+def test_slow_code_runs(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "page.py").write_text("\n".join(blocks(path, "python") + blocks(path, "py")), encoding="utf-8")
+    environment = {**os.environ, **ONE_RANK, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path, "sh")], ids=name_of)
+def test_commands_are_understood(path: Path) -> None:
+    """``python -m nmkernels VERB ...`` has the options that it is given; programs in examples/ are there."""
+    lines = [line.partition(" #")[0].strip() for block in blocks(path, "sh") for line in block.splitlines()]
+    for line in lines:
+        words = shlex.split(line)
+        if "nmkernels" in words and words[words.index("nmkernels") - 1] == "-m":
+            verb, *rest = words[words.index("nmkernels") + 1 :]
+            parser = argparse.ArgumentParser(prog=line, exit_on_error=False)
+            importlib.import_module(f"nmkernels.cli.{verb}").add_arguments(parser)
+            parser.parse_args(rest)
+        assert all((ROOT / word).exists() for word in words if word.startswith("examples/")), line
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    pytest.importorskip("mkdocs", reason="the site is built by the extra docs")
+    yaml = pytest.importorskip("yaml")
+    hook = importlib.import_module("docs.hooks.pages")
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+
+    def flat(nav: object) -> list[str]:
+        if isinstance(nav, dict):
+            return [page for value in nav.values() for page in flat(value)]
+        return [page for entry in nav for page in flat(entry)] if isinstance(nav, list) else [str(nav)]
+
+    listed = flat(hook.expand(settings["nav"]))
+    assert sorted(listed) == sorted({path.relative_to(ROOT / "docs").as_posix() for path in PAGES} | set(hook.pages().values()))
+
+
+def test_every_public_name_has_its_place_in_the_api() -> None:
+    """By the module that defines it, since some names are found under several."""
+    written = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs/api").glob("*.md"))
+    shown = set(re.findall(r"^::: [\w.]*?(\w+)$", written, re.MULTILINE))
+    listed = {
+        name: value
+        for module in MODULES
+        for name, value in vars(importlib.import_module(module)).items()
+        if name in importlib.import_module(module).__all__ and callable(value)
+    }
+    assert set(listed) - shown == set()
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="the site is built by the extra docs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr[-3000:]
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > len(PAGES)
+    for page in pages:  # nothing is fetched: what a page loads lies beside it
+        loaded = re.findall(r'<(?:script|img|link)\b[^>]*\b(?:src|href)="([^"]+)"', page.read_text(encoding="utf-8"))
+        assert not [address for address in loaded if "://" in address], page

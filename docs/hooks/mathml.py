@@ -1,0 +1,37 @@
+r"""A mkdocs hook: equations become MathML when the site is built, so that they need no JavaScript and no network.
+
+The pages write them as GitHub shows them, ``$...$`` in a line and ``$$...$$`` alone; ``pymdownx.arithmatex`` with ``generic: true`` finds
+them. A command that latex2mathml does not know stops the build.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from typing import Any
+
+FOUND = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+
+
+def mathml(latex: str, block: bool) -> str:
+    """One equation as a ``<math>`` element.
+
+    Raises:
+        ValueError: it holds a command that is not known.
+    """
+    from latex2mathml.converter import convert
+
+    made = convert(latex.strip(), display="block" if block else "inline")
+    if unknown := re.search(r"<m[ion]>(\\[A-Za-z]+)</m[ion]>", made):
+        raise ValueError(f"{unknown[1]} in ${latex.strip()}$ is not known to latex2mathml")
+    return made
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """What mkdocs calls with the HTML of each page."""
+
+    def replaced(match: re.Match[str]) -> str:
+        made = mathml(html.unescape(match[3]), match[2] == "[")
+        return f'<div class="equation">{made}</div>' if match[1] == "div" else made
+
+    return FOUND.sub(replaced, content)

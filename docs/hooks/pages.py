@@ -1,0 +1,123 @@
+"""A mkdocs hook: pages from elsewhere in the repository, and the order of a folder's pages.
+
+Documents link to each other by paths that are right in the repository. Here they are made right on the site too.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing/index.md",
+    "CHANGELOG.md": "changelog.md",
+    "bench/accuracy/README.md": "bench/accuracy.md",
+    "bench/results/README.md": "bench/results.md",
+}
+"""Documents elsewhere in the repository, and the pages that they are here. Every program in examples/ has a page too."""
+
+LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s#]*)(#[^)\s]*)?((?:\s+\"[^\"]*\")?\))")
+FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
+
+
+def pages() -> dict[str, str]:
+    """Where in the repository → which page."""
+    examples = sorted((ROOT / "examples").glob("*.py"))
+    return PAGES | {f"examples/{path.name}": f"examples/{path.stem}.md" for path in examples}
+
+
+def read(source: str) -> str:
+    """The Markdown of a document that lies elsewhere; a program is shown as a whole, under the first sentence of what it says of itself."""
+    text = (ROOT / source).read_text(encoding="utf-8")
+    if source.endswith(".py"):
+        name = posixpath.basename(source)
+        return f"# {name}\n\n`{source}`, which the tests run as it stands.\n\n```python\n{text}```\n"
+    return text
+
+
+def order(folder: Path) -> list[str]:
+    """The pages of a folder of docs/, but for index.md, in the order in which index.md links to them."""
+    names = sorted(path.name for path in folder.glob("*.md") if path.name != "index.md")
+    index = folder / "index.md"
+    text = index.read_text(encoding="utf-8") if index.exists() else ""
+    linked = [target for _, target, _, _ in LINK.findall(text)]
+    return sorted(names, key=lambda name: linked.index(name) if name in linked else len(linked))
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the pages of each folder where the navigation says ``folder/*``."""
+    config.nav = expand(config.nav or [])
+    return config
+
+
+def expand(nav: list[Any]) -> list[Any]:
+    """``nav`` with every ``folder/*`` replaced by its pages."""
+    found: list[Any] = []
+    for entry in nav:
+        if isinstance(entry, str) and entry.endswith("/*"):
+            folder = entry[:-2]
+            found += [f"{folder}/{name}" for name in order(ROOT / "docs" / folder)]
+        elif isinstance(entry, dict):
+            ((title, value),) = entry.items()
+            if value == "examples/*":
+                value = [page for page in pages().values() if page.startswith("examples/")]
+            found.append({title: expand(value) if isinstance(value, list) else value})
+        else:
+            found.append(entry)
+    return found
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages from elsewhere, and the figures that they show."""
+    for source, page in pages().items():
+        text = read(source)
+        files.append(File.generated(config, page, content=text))
+        for _, target, _, _ in LINK.findall(text):
+            add_figure(files, config, posixpath.normpath(posixpath.join(posixpath.dirname(source), target)))
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        for _, target, _, _ in LINK.findall(path.read_text(encoding="utf-8")):
+            add_figure(files, config, posixpath.normpath(posixpath.join(path.parent.relative_to(ROOT).as_posix(), target)))
+    return files
+
+
+def add_figure(files: Files, config: MkDocsConfig, source: str) -> None:
+    """Bring a figure (or a table that can be downloaded) from outside docs/ onto the site, at its path in the repository."""
+    if source.endswith((".svg", ".csv")) and not source.startswith(("docs/", "..")) and files.get_file_from_path(source) is None:
+        files.append(File.generated(config, source, abs_src_path=str(ROOT / source)))
+
+
+def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
+    """Links as they are in the repository become links of the site; one that leads to no page of it becomes plain text."""
+    here = page.file.src_uri
+    back = {target: source for source, target in pages().items()}
+    base = posixpath.dirname(back.get(here, f"docs/{here}"))
+
+    def moved(match: re.Match[str]) -> str:
+        before, target, anchor, after = match.groups()
+        if not target or "://" in target or target.startswith("mailto:"):
+            return match[0]
+        source = posixpath.normpath(posixpath.join(base, target))
+        new = pages().get(source) or (source.removeprefix("docs/") if source.startswith("docs/") else source)
+        if files.get_file_from_path(new) is None:
+            if not (ROOT / source).exists():
+                raise PluginError(f"{here}: there is no {target}")
+            if before.startswith("!"):
+                raise PluginError(f"{here}: the figure {target} is not on the site")
+            return before[1:-2]  # a file of the repository that is no page
+        return f"{before}{posixpath.relpath(new, posixpath.dirname(here) or '.')}{anchor or ''}{after}"
+
+    # code is left alone
+    parts, end = [], 0
+    for fence in FENCE.finditer(markdown):
+        parts += [LINK.sub(moved, markdown[end : fence.start()]), fence[0]]
+        end = fence.end()
+    return "".join([*parts, LINK.sub(moved, markdown[end:])])
