@@ -1,0 +1,141 @@
+"""A drawing as SVG text: a few shapes, colours by name, legible on a light and on a dark page; the same drawing gives the same bytes."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+
+LIGHT = {
+    "paper": "#ffffff", "ink": "#1f2328", "soft": "#59636e", "line": "#c4cad1", "fill": "#eef1f4",
+    "blue": "#0b62c4", "orange": "#b75000", "green": "#1a7f37", "purple": "#8250df", "red": "#c9252d", "sky": "#b6d7ff", "sand": "#ffd8b5",
+}  # fmt: skip
+DARK = {
+    "paper": "#16191f", "ink": "#e6edf3", "soft": "#9aa4af", "line": "#464d57", "fill": "#262c35",
+    "blue": "#58a6ff", "orange": "#ff9d4d", "green": "#4cc764", "purple": "#bc8cff", "red": "#ff7b72", "sky": "#1f4a80", "sand": "#6e3d12",
+}  # fmt: skip
+"""The same names on both. An image follows its page, as browsers tell it by prefers-color-scheme; it has a background of its own, so
+that it is legible even where they do not."""
+
+COLOURS = ("blue", "orange", "green", "purple", "red", "soft")
+
+
+def number(value: float) -> str:
+    """As short as it can be written to a tenth of a pixel."""
+    return "0" if abs(value) < 0.05 else f"{value:.1f}".removesuffix(".0")
+
+
+class Drawing:
+    """Shapes in pixels from the upper left corner.
+
+    Args:
+        title: what the figure shows, for readers who cannot see it.
+    """
+
+    def __init__(self, width: int, height: int, title: str) -> None:
+        self.width, self.height, self.title = width, height, title
+        self.parts: list[str] = []
+
+    def rect(self, x: float, y: float, w: float, h: float, fill: str = "none", stroke: str = "", r: float = 0, opacity: float = 1) -> None:
+        more = f' rx="{number(r)}"' if r else ""
+        more += f' fill-opacity="{opacity:g}"' if opacity != 1 else ""
+        self._add("rect", f'x="{number(x)}" y="{number(y)}" width="{number(w)}" height="{number(h)}"{more}', fill, stroke)
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        fill: str = "ink",
+        size: int = 12,
+        anchor: str = "start",
+        bold: bool = False,
+        mono: bool = False,
+    ) -> None:
+        """One line whose base line is at ``y``; ``anchor`` start, middle or end."""
+        more = ("" if anchor == "start" else f' text-anchor="{anchor}"') + (' font-weight="600"' if bold else "")
+        named = fill + (" m" if mono else "")
+        size_ = "" if size == 12 else f' font-size="{size}"'
+        self.parts.append(f'<text class="{named}" x="{number(x)}" y="{number(y)}"{size_}{more}>{html.escape(text, quote=False)}</text>')
+
+    def lines(self, x: float, y: float, texts: Iterable[str], step: float = 16, **options: object) -> None:
+        for i, text in enumerate(texts):
+            self.text(x, y + i * step, text, **options)  # type: ignore[arg-type]
+
+    def path(
+        self,
+        points: Sequence[tuple[float, float]],
+        stroke: str = "ink",
+        width: float = 1.2,
+        dash: str = "",
+        arrow: bool = False,
+        opacity: float = 1,
+    ) -> None:
+        """A line through points."""
+        if not points:
+            return
+        d = "M" + " ".join(f"{number(x)},{number(y)}" for x, y in points)
+        more = f' stroke-width="{width:g}"' + (f' stroke-dasharray="{dash}"' if dash else "")
+        more += f' stroke-opacity="{opacity:g}"' if opacity != 1 else ""
+        self.parts.append(f'<path class="s-{stroke}" d="{d}" fill="none"{more} stroke-linejoin="round"/>')
+        if arrow:
+            self._head(points[-2], points[-1], stroke)
+
+    def _head(self, a: tuple[float, float], b: tuple[float, float], fill: str) -> None:
+        dx, dy = b[0] - a[0], b[1] - a[1]
+        length = max((dx * dx + dy * dy) ** 0.5, 1e-9)
+        ux, uy = dx / length, dy / length
+        back, wide = 7.0, 3.2
+        corners = [
+            b,
+            (b[0] - back * ux + wide * uy, b[1] - back * uy - wide * ux),
+            (b[0] - back * ux - wide * uy, b[1] - back * uy + wide * ux),
+        ]
+        d = "M" + " ".join(f"{number(x)},{number(y)}" for x, y in corners) + "z"
+        self.parts.append(f'<path class="{fill}" d="{d}"/>')
+
+    def box(
+        self, x: float, y: float, w: float, h: float, texts: Sequence[str], fill: str = "fill", stroke: str = "line", size: int = 12
+    ) -> None:
+        """A box with lines of text in its middle, the first one bold."""
+        self.rect(x, y, w, h, fill, stroke, r=5)
+        top = y + h / 2 - (len(texts) - 1) * 8 + 4
+        for i, text in enumerate(texts):
+            self.text(
+                x + w / 2,
+                top + 16 * i,
+                text,
+                size=size if i == 0 else size - 1,
+                anchor="middle",
+                bold=i == 0,
+                fill="ink" if i == 0 else "soft",
+            )
+
+    def runs(self, cells: Sequence[int], x: float, y: float, w: float, h: float, fill: dict[int, tuple[str, float]]) -> None:
+        """A row of equal cells, neighbours of one kind as one rectangle; kinds that ``fill`` does not name are left out."""
+        begin = 0
+        for i in range(1, len(cells) + 1):
+            if i == len(cells) or cells[i] != cells[begin]:
+                if cells[begin] in fill:
+                    colour, opacity = fill[cells[begin]]
+                    self.rect(x + begin * w, y, (i - begin) * w, h, colour, opacity=opacity)
+                begin = i
+
+    def _add(self, tag: str, what: str, fill: str, stroke: str) -> None:
+        named = " ".join([*([fill] if fill != "none" else []), *([f"s-{stroke}"] if stroke else [])])
+        self.parts.append(f'<{tag} class="{named}" {what}{"" if fill != "none" else " fill=" + chr(34) + "none" + chr(34)}/>')
+
+    def __str__(self) -> str:
+        def rules(colours: dict[str, str]) -> str:
+            return "".join(f".{name}{{fill:{colour}}}.s-{name}{{stroke:{colour}}}" for name, colour in colours.items())
+
+        style = (
+            f"{rules(LIGHT)}@media(prefers-color-scheme:dark){{{rules(DARK)}}}"
+            "text{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif}"
+            ".m{font-family:ui-monospace,'SF Mono',Menlo,'DejaVu Sans Mono',monospace}"
+        )
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" width="{self.width}" height="{self.height}" '
+            f'font-size="12" role="img">\n<title>{html.escape(self.title)}</title>\n<style>{style}</style>'
+        )
+        paper = f'<rect class="paper" width="{self.width}" height="{self.height}" rx="6"/>'
+        return "\n".join([head, paper, *self.parts, "</svg>"]) + "\n"
