@@ -1,7 +1,7 @@
-"""The audit of a GPT-2 in ``docs/pays.md``: measured on this CPU, and predicted for an H200.
+"""The audits in ``docs/pays.md``: a GPT-2 measured on this CPU, and it and a Llama predicted for an H200.
 
-``python -m bench.audit_page`` measures for most of a minute and writes both tables between their markers; ``--predicted`` writes the
-second alone, which no clock has a part in, and ``--check`` only tells whether that one is up to date.
+``python -m bench.audit_page`` measures for most of a minute and writes the tables between their markers; ``--predicted`` writes the
+predictions alone, which no clock has a part in, and ``--check`` only tells whether those are up to date.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nmkernels.tuning import Seconds
 from .rows import commit, machine, versions
 
 PAGE = Path(__file__).parents[1] / "docs" / "pays.md"
-MODEL = "gpt2"
+MODEL, LARGER = "gpt2", "llama-3-8b"
 MEASURED, PREDICTED, END = (f"<!-- audit {what} -->" for what in ("measured: written by python -m bench.audit_page", "predicted", "end"))
 
 CPU_TOKENS, GPU_TOKENS = 1024, 65536
@@ -38,10 +38,13 @@ def measured(timer: Seconds | None = None, budget: float = BUDGET) -> str:
 
 
 def predicted() -> str:
-    """The table of an H200, from its roofline."""
-    found = nm.audit(model_shapes(MODEL).shapes(), GPU_TOKENS, device="H200", dtype="bfloat16")
-    command = f"python -m nmkernels audit --model {MODEL} --tokens {GPU_TOKENS} --device H200"
-    return f"`{command}`, a prediction that no GPU has confirmed yet:\n\n```text\n{found}\n```"
+    """The tables of an H200, from its roofline."""
+    tables = []
+    for model in (MODEL, LARGER):
+        found = nm.audit(model_shapes(model).shapes(), GPU_TOKENS, device="H200", dtype="bfloat16")
+        command = f"python -m nmkernels audit --model {model} --tokens {GPU_TOKENS} --device H200"
+        tables.append(f"`{command}`, a prediction that no GPU has confirmed yet:\n\n```text\n{found}\n```")
+    return "\n\n".join(tables)
 
 
 def between(text: str, begin: str, end: str, new: str) -> str:

@@ -1,0 +1,172 @@
+"""What N:M gains: ``docs/story.svg`` for the README, from committed rows; ``docs/pays.svg``, measured rows beside the audit's prediction.
+
+python docs/figures/speed.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from svg import Drawing  # noqa: E402
+
+import nmkernels as nm  # noqa: E402
+from bench import tables  # noqa: E402
+from bench.front_page import BYTES, LOSS  # noqa: E402
+from bench.registry import FASTEST  # noqa: E402
+from bench.report import load  # noqa: E402
+from bench.rows import RESULTS, device_of  # noqa: E402
+from bench.tables import Rows  # noqa: E402
+
+DOCS = ROOT / "docs"
+PATTERNS = {"2:4": "blue", "1:4": "orange", "1:8": "green"}
+TOKENS = (1, 16, 64, 256, 2048)
+GPU_TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
+GPU = "H200"
+
+Points = dict[str, list[tuple[int, float]]]
+
+
+def newest(rows: Rows) -> tuple[str, list[dict[str, str]]]:
+    """The CPU whose rows against torch's fastest dense GEMM are the latest, and its rows; equally late ones by name."""
+    found = [
+        (max(r["date"] for r in mine), machine, list(mine))
+        for machine, mine in tables.by_machine([r for r in rows if r["op"] == "nm_linear"]).items()
+        if device_of(machine) == "cpu" and any(r["metric"] == FASTEST for r in mine)
+    ]
+    _, machine, mine = max(found)
+    return machine, mine
+
+
+def measured(rows: Rows) -> Points:
+    """Times as fast as torch's fastest dense GEMM, 4096×4096 in float32, by the number of tokens."""
+    value = {
+        (r["pattern"], r["shape"]): float(r["p50"])
+        for r in rows
+        if r["provider"] == "nmkernels cpu" and r["dtype"] == "float32" and r["metric"] == FASTEST
+    }
+    keys = {pattern: [(t, (pattern, f"{t}x4096x4096")) for t in TOKENS] for pattern in PATTERNS}
+    return {pattern: [(t, value[key]) for t, key in found if key in value] for pattern, found in keys.items()}
+
+
+def predicted() -> Points:
+    """The same for an 8192×8192 layer in bfloat16 on a GPU that nothing was measured on: the audit's roofline."""
+
+    def gain(pattern: str, tokens: int) -> float:
+        found = nm.audit({"layer": (8192, 8192)}, tokens=tokens, recipe=f"ste:{pattern}", device=GPU, dtype="bfloat16", measure=False)
+        return float(found.layers[0].speedup("inference") or 1.0)
+
+    return {pattern: [(t, gain(pattern, t)) for t in GPU_TOKENS] for pattern in PATTERNS}
+
+
+def curves(d: Drawing, box: tuple[float, float, float, float], points: Points, tokens: Sequence[int], top: float) -> None:
+    """Speed-ups against tokens, both on logarithmic axes, with 1 as a dashed line."""
+    x0, y0, w, h = box
+    low = 0.7
+
+    def at(t: float, s: float) -> tuple[float, float]:
+        right = (math.log(t) - math.log(tokens[0])) / (math.log(tokens[-1]) - math.log(tokens[0]))
+        return x0 + w * right, y0 + h * (1 - (math.log(s) - math.log(low)) / (math.log(top) - math.log(low)))
+
+    for s in (1, 2, 4, 8):
+        if low < s <= top:
+            d.path([at(tokens[0], s), at(tokens[-1], s)], "soft" if s == 1 else "line", 1, dash="4 3" if s == 1 else "")
+            d.text(x0 - 6, at(tokens[0], s)[1] + 4, f"{s}×", "soft", 11, "end")
+    for t in tokens:
+        d.text(at(t, low)[0], y0 + h + 15, f"{t:,}" if t < 4096 else f"{t // 1024}k", "soft", 11, "middle")
+    d.text(x0 + w / 2, y0 + h + 32, "tokens per call", "soft", 11, "middle")
+    ends = sorted((at(*line[-1])[1], pattern) for pattern, line in points.items())
+    label = {pattern: y + 15 * (i - 1) if ends[-1][0] - ends[0][0] < 20 else y for i, (y, pattern) in enumerate(ends)}
+    for pattern, line in points.items():
+        colour = PATTERNS[pattern]
+        d.path([at(t, s) for t, s in line], colour, 2)
+        for t, s in line:
+            x, y = at(t, s)
+            d.rect(x - 2.5, y - 2.5, 5, 5, colour, r=2.5)
+        d.text(at(*line[-1])[0] + 8, label[pattern] + 4, pattern, colour, 12, bold=True)
+
+
+def bars(d: Drawing, x: float, y: float, w: float, h: float, values: dict[str, tuple[float, str]], most: float) -> None:
+    """Two bars with their numbers above and their names below; the second in colour."""
+    for i, (name, (value, said)) in enumerate(values.items()):
+        left, tall = x + i * w / 2 + 8, h * value / most
+        d.rect(left, y + h - tall, w / 2 - 16, tall, "blue" if i else "line", r=2)
+        d.text(left + w / 4 - 8, y + h - tall - 6, said, "ink", 12, "middle", bold=True)
+        d.text(left + w / 4 - 8, y + h + 15, name, "soft", 11, "middle")
+
+
+def story(rows: Rows) -> str:
+    """Three panels: the loss that is kept, the bytes that are saved, the time that is saved."""
+    demo = {(r["provider"], r["metric"]): r for r in rows if r["op"] == "train"}
+    loss = {who: float(demo[who, "validation loss, nats per byte"]["p50"]) for who in ("dense baseline", "step")}
+    share = float(demo["step", BYTES]["p50"])
+    machine, mine = newest(rows)
+    points = measured(mine)
+    top = max(s for line in points.values() for _, s in line)
+    ratio = float(demo["step", LOSS]["p50"])
+    d = Drawing(
+        880,
+        290,
+        f"STEP at 2:4 ends at {ratio:.3f} times the dense loss with {share:.2f} times the bytes, and a compressed linear layer is up to "
+        f"{top:.1f} times as fast as the fastest dense one on a CPU",
+    )
+    d.text(24, 28, "Train it 2:4 ...", bold=True, size=14)
+    d.text(24, 46, "validation loss, nats per byte", "soft", 11)
+    bars(d, 24, 84, 190, 150, {n: (v, f"{v:.3f}") for n, v in zip(("dense", "STEP 2:4"), loss.values(), strict=True)}, max(loss.values()))
+    d.text(250, 28, "... store it compressed ...", bold=True, size=14)
+    d.text(250, 46, "bytes of the sparse layers", "soft", 11)
+    bars(d, 250, 84, 190, 150, {"dense": (1, "1"), "compressed": (share, f"{share:.2f}")}, 1)
+    d.text(476, 28, "... and run it", bold=True, size=14)
+    d.text(476, 46, f"times as fast as the fastest dense GEMM; {machine}", "soft", 11)
+    curves(d, (510, 68, 310, 166), points, TOKENS, max(6.0, top * 1.1))
+    where = demo["step", LOSS]
+    d.text(
+        24,
+        280,
+        f"{where['shape']}: {where['machine']}, {where['date']}. GEMM: 4096×4096, float32, {max(r['date'] for r in mine)}.",
+        "soft",
+        10,
+    )
+    return str(d)
+
+
+def pays(rows: Rows) -> str:
+    """The same curve where it was measured, and where it is only predicted."""
+    machine, mine = newest(rows)
+    d = Drawing(880, 300, "Speed-up of one linear layer by the number of tokens: measured on a CPU, predicted for a GPU")
+    d.text(24, 28, "Measured", bold=True, size=14)
+    d.text(24, 46, f"4096×4096, float32; {machine}", "soft", 11)
+    curves(d, (60, 70, 320, 180), measured(mine), TOKENS, 8.5)
+    d.text(464, 28, "Predicted, not measured", bold=True, size=14)
+    d.text(464, 46, f"8192×8192, bfloat16; {GPU}, by nm.audit's roofline", "soft", 11)
+    curves(d, (500, 70, 320, 180), predicted(), GPU_TOKENS, 8.5)
+    return str(d)
+
+
+FIGURES = {DOCS / "story.svg": story, DOCS / "pays.svg": pays}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write both; with ``--check`` write nothing and return 1 when one is not what the rows give."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when a figure is not up to date")
+    args = parser.parse_args(argv)
+    stale, rows = 0, load(RESULTS)
+    for path, draw in FIGURES.items():
+        new = draw(rows)
+        if not args.check:
+            path.write_text(new, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != new:
+            sys.stdout.write(f"{path.name} does not show the committed rows; run: python docs/figures/speed.py\n")
+            stale = 1
+    return stale
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
