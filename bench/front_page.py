@@ -15,6 +15,7 @@ from . import tables
 from .accuracy import rows as accuracy_rows
 from .accuracy.answers import answers_table
 from .accuracy.cells import Cells
+from .accuracy.tables import primary
 from .audit_page import between
 from .registry import FASTEST
 from .report import load
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 README, RECIPES = ROOT / "README.md", ROOT / "docs" / "methods" / "index.md"
 BEGIN, END = "<!-- measured: written by python -m bench.front_page -->", "<!-- measured: end -->"
 ANSWERS, ANSWERS_END = "<!-- answers: written by python -m bench.front_page -->", "<!-- answers: end -->"
+QUESTIONS, QUESTIONS_END = "<!-- questions: written by python -m bench.front_page -->", "<!-- questions: end -->"
 
 Key = tuple[str, str, str, str, str, str]
 
@@ -113,7 +115,16 @@ def _demo(rows: Rows) -> list[str]:
 
 def answers(folder: Path) -> str:
     """Which recipe at which sparsity, from the rows of ``bench/accuracy``."""
-    return answers_table(Cells(accuracy_rows.load(folder), accuracy_rows.load(folder, accuracy_rows.REPEATS)), brief=True)
+    return answers_table(_cells(folder), brief=True)
+
+
+def questions(folder: Path) -> str:
+    """The questions that were fixed before the runs, and what they came to."""
+    return primary(_cells(folder))
+
+
+def _cells(folder: Path) -> Cells:
+    return Cells(accuracy_rows.load(folder), accuracy_rows.load(folder, accuracy_rows.REPEATS))
 
 
 def main(argv: list[str] | None = None, results: Path = RESULTS, pages: Sequence[Path] = (README, RECIPES)) -> int:
@@ -122,6 +133,7 @@ def main(argv: list[str] | None = None, results: Path = RESULTS, pages: Sequence
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when a table is not up to date")
     args = parser.parse_args(argv)
     pieces = {(BEGIN, END): page(load(results)), (ANSWERS, ANSWERS_END): answers(results / "accuracy")}
+    pieces[QUESTIONS, QUESTIONS_END] = questions(results / "accuracy")
     stale = 0
     for path in pages:
         old = new = path.read_text(encoding="utf-8")

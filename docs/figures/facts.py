@@ -1,4 +1,9 @@
-"""Write what a recipe says of itself, paper, state, cost, into its page: ``python docs/figures/facts.py``; ``--check`` compares only."""
+"""Write what a recipe says of itself, paper, state, cost, into its page, and all of them into a table on the first one.
+
+    python docs/figures/facts.py [--check]
+
+``--check`` compares only.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +15,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
+import nmkernels as nm  # noqa: E402
 from bench.audit_page import between  # noqa: E402
 from nmkernels.cli.recipes import FINAL, describe  # noqa: E402
 from nmkernels.recipes.registry import find, names  # noqa: E402
 
 FOLDER = ROOT / "docs" / "methods"
+GROUPS = {
+    "A mask by magnitude": ("ste", "srste", "step", "ast", "asp"),
+    "A mask that fades in or tightens": ("mdgf", "sdgf", "maxq"),
+    "A continuous projection": ("sste",),
+    "Sparse backward passes too": ("fst", "slope", "bimask"),
+    "Masks that are learned": ("maskllm", "lbc", "proxsparse"),
+    "Other groups, other layers": ("vnm", "complementary", "layerwise", "act24"),
+    "To compare with": ("dense",),
+}
+TABLE, TABLE_END = "<!-- recipes: written by python docs/figures/facts.py -->", "<!-- recipes: end -->"
+LAYERS, STEPS, TOKENS = {"up": (4096, 1024), "down": (1024, 4096)}, 10_000, 4096
 BEGIN, END = "<!-- facts: written by python docs/figures/facts.py -->", "<!-- facts: end -->"
 
 
@@ -36,15 +53,30 @@ def facts(name: str) -> str:
     return "\n".join([f"| | `{told['name']}` |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in lines.items())])
 
 
+def table() -> str:
+    """All recipes with what they are, the training FLOPs of sparse layers as a share of the dense ones, and what is left in the end."""
+    lines = ["| recipe | what it is | FLOPs | leaves |", "| --- | --- | --- | --- |"]
+    for group, members in GROUPS.items():
+        lines.append(f"| **{group}** | | | |")
+        for name in members:
+            told = describe(find(name))
+            recipe = nm.recipes.get(f"{name}:{'2:8' if name == 'vnm' else '2:4'}", total_steps=STEPS)
+            ratio = nm.flops(LAYERS, recipe, STEPS, tokens=TOKENS).training_ratio
+            summary = told["summary"].partition(": ")[2] or told["summary"]
+            what = FINAL.get(told["final"], told["final"]).partition(",")[0]
+            lines.append(f"| [`{name}`]({name}.md) | {summary[:1].upper() + summary[1:]} | {ratio:.2f} | {what} |")
+    return "\n".join(lines)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when a page is not up to date")
     args = parser.parse_args(argv)
     stale = 0
-    for name in names():
-        path = FOLDER / f"{name}.md"
+    pages = [(FOLDER / f"{name}.md", BEGIN, END, facts(name)) for name in names()]
+    for path, begin, end, text in [*pages, (FOLDER / "index.md", TABLE, TABLE_END, table())]:
         old = path.read_text(encoding="utf-8")
-        new = between(old, BEGIN, END, facts(name))
+        new = between(old, begin, end, text)
         if args.check and new != old:
             sys.stdout.write(f"{path.name} does not show what the recipe says of itself; run: python docs/figures/facts.py\n")
             stale = 1
