@@ -1,4 +1,4 @@
-"""The tables in ``README.md`` and ``docs/methods/index.md``, from committed rows: ``python -m bench.front_page``; ``--check`` only compares.
+"""The tables in ``README.md`` and ``docs/methods/index.md``, from committed rows: ``python -m bench.front_page``; ``--check`` compares.
 
 The measurements have a column for every CPU whose rows are timed as a model runs: those have the ratio to the fastest dense GEMM. The
 choice of a recipe is the table of answers of ``bench/accuracy``.
