@@ -1,4 +1,4 @@
-"""The tables in ``README.md`` and ``docs/methods/index.md``, from committed rows: ``python -m bench.front_page``; ``--check`` compares.
+"""The tables in ``README.md`` and the documents, from committed rows: ``python -m bench.front_page``; ``--check`` only compares.
 
 The measurements have a column for every CPU whose rows are timed as a model runs: those have the ratio to the fastest dense GEMM. The
 choice of a recipe is the table of answers of ``bench/accuracy``.
@@ -23,7 +23,7 @@ from .rows import RESULTS, device_of
 from .tables import Rows
 
 ROOT = Path(__file__).parents[1]
-README, RECIPES = ROOT / "README.md", ROOT / "docs" / "methods" / "index.md"
+README, RECIPES, PERFORMANCE = ROOT / "README.md", ROOT / "docs/methods/index.md", ROOT / "docs/performance.md"
 BEGIN, END = "<!-- measured: written by python -m bench.front_page -->", "<!-- measured: end -->"
 ANSWERS, ANSWERS_END = "<!-- answers: written by python -m bench.front_page -->", "<!-- answers: end -->"
 QUESTIONS, QUESTIONS_END = "<!-- questions: written by python -m bench.front_page -->", "<!-- questions: end -->"
@@ -127,7 +127,7 @@ def _cells(folder: Path) -> Cells:
     return Cells(accuracy_rows.load(folder), accuracy_rows.load(folder, accuracy_rows.REPEATS))
 
 
-def main(argv: list[str] | None = None, results: Path = RESULTS, pages: Sequence[Path] = (README, RECIPES)) -> int:
+def main(argv: list[str] | None = None, results: Path = RESULTS, pages: Sequence[Path] = (README, RECIPES, PERFORMANCE)) -> int:
     """Write the tables where a page has their markers; with ``--check`` write nothing and return 1 when one is not up to date."""
     parser = argparse.ArgumentParser(prog="python -m bench.front_page", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when a table is not up to date")

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from nmkernels import dispatch
+from nmkernels.recipes import registry
 from python_tests.house.test_public_api import MODULES
 from python_tests.house.tree import PACKAGE, ROOT
 
@@ -29,6 +31,7 @@ PLACEHOLDER = re.compile(r"family|mine")
 
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""What torchrun sets, for the blocks that begin a process group; others would begin one by themselves."""
 
 
 def name_of(path: Path) -> str:
@@ -69,6 +72,9 @@ def test_what_is_named_exists(path: Path) -> None:
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path, "python")], ids=name_of)
 def test_code_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    # what a page adds to the package, it adds for itself
+    monkeypatch.setattr(registry, "_recipes", dict(registry._recipes))
+    monkeypatch.setattr(dispatch, "_impls", dict(dispatch._impls))
     names: dict[str, object] = {"__name__": path.stem}
     for number, block in enumerate(blocks(path, "python"), 1):
         exec(compile(block, f"{name_of(path)}, python block {number}", "exec"), names)
@@ -77,8 +83,10 @@ def test_code_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path, "py")], ids=name_of)
 def test_slow_code_runs(path: Path, tmp_path: Path) -> None:
-    (tmp_path / "page.py").write_text("\n".join(blocks(path, "python") + blocks(path, "py")), encoding="utf-8")
-    environment = {**os.environ, **ONE_RANK, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    code = blocks(path, "python") + blocks(path, "py")
+    ranked = [f"import os; os.environ.update({ONE_RANK})\n{block}" if "init_process_group" in block else block for block in code]
+    (tmp_path / "page.py").write_text("\n".join(ranked), encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
 
