@@ -267,10 +267,14 @@ def stepwise(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def figure(name: str) -> str:
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return draw(name, FIGURES[name], train(name, FIGURES[name]))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return draw(name, FIGURES[name], train(name, FIGURES[name]))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def same(old: str, new: str) -> bool:

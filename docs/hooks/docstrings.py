@@ -1,11 +1,13 @@
 """A griffe extension: docstrings as they are written here, read as what griffe knows.
 
 ``Example:`` is a section of examples, ``text::`` before indented lines is Markdown's code, and every error of ``Raises:`` has a line of its
-own.
+own. The default of a recipe's keyword is its value, not the call that makes the field.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import re
 from typing import Any
 
@@ -35,6 +37,14 @@ def one_a_line(block: str) -> str:
 
 class Docstrings(griffe.Extension):
     """Rewrites every docstring before it is parsed."""
+
+    def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
+        """Called for each attribute, before the parameters of a dataclass are made of them."""
+        if isinstance(attr.value, griffe.ExprCall) and attr.parent is not None and attr.module.path.startswith("nmkernels.recipes"):
+            owner = getattr(importlib.import_module(attr.module.path), attr.parent.name, None)
+            for field in dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ():
+                if field.name == attr.name and field.default is not dataclasses.MISSING:
+                    attr.value = repr(field.default)
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Called for each module, class, function and attribute."""

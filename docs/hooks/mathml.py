@@ -10,6 +10,7 @@ import html
 import re
 from typing import Any
 
+BAR = re.compile(r"<mo[^>]*>(?:\||&#x0007C;|&#x02223;)</mo>")
 FOUND = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -24,7 +25,8 @@ def mathml(latex: str, block: bool) -> str:
     made = convert(latex.strip(), display="block" if block else "inline")
     if unknown := re.search(r"<m[ion]>(\\[A-Za-z]+)</m[ion]>", made):
         raise ValueError(f"{unknown[1]} in ${latex.strip()}$ is not known to latex2mathml")
-    return made
+    # a bar on either side of a term is no relation and has no space beside it
+    return BAR.sub('<mo stretchy="false" lspace="0" rspace="0">|</mo>', made)
 
 
 def on_page_content(content: str, **_: Any) -> str:

@@ -107,9 +107,9 @@ class STEP(Composite):
         t_min, t_max: bounds on T₀: whole steps, or shares of ``total_steps`` as floats; None for no bound.
         start: T₀ for ``switch="fixed"``, in steps or as a share.
         threshold: of the policy's test; by default the optimizer's own ε, or the number above.
-        bias_corrected: freeze v̂* = v*/(1−β₂^T₀) (no jump of the step size at the switch); False keeps v* raw.
+        bias_corrected: freeze ``v̂* = v*/(1−β₂^T₀)`` (no jump of the step size at the switch); False keeps it raw.
         eps_mode: ``"outside"`` √v̂* + ε, or ``"inside"`` √(v̂* + ε).
-        clamp: bound on |m̂/D| in phase 1, None for none: v* may be tiny where phase 0 has driven gradients to zero.
+        clamp: bound on |m̂/D| in phase 1, None for none: the frozen v may be tiny where phase 0 has driven gradients to zero.
         freeze: False goes on with Adam's own second moment in phase 1, which is not STEP any more.
         decay, packed: λ of SR-STE in phase 1, 0 for plain STE; how it multiplies, as for ``STE``.
         inner: the recipe of phase 1 in its place, ``MdGf("1:8", ...)`` or its text ``"mdgf(end=0.8)"``. Its own schedule counts from the
