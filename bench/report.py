@@ -13,8 +13,8 @@ from .rows import RESULTS, append, device_of, from_text, slug
 from .rows import load as load_csv
 from .tables import Rows
 
-LEFT_OUT = {"step_clamp.csv", "loss_curves.csv", "triton_resources.csv", "cuda_resources.csv"}
-"""Evidence for a default, loss curves, and what a compiler made of kernels: nothing that a user chooses by."""
+LEFT_OUT = {"step_clamp.csv", "loss_curves.csv"}
+"""Evidence for a default, and loss curves: nothing that a user chooses by."""
 
 NOTHING = "No measurements are committed yet."
 HEAD = """# Measurements
@@ -43,8 +43,8 @@ which everybody took one turn. Shapes are out × in, tokens first.
 
 
 def load(folder: Path) -> Rows:
-    """The rows of the CSVs in ``folder`` that are shown, in the order of file names and lines."""
-    return [r for path in sorted(folder.glob("*.csv")) if path.name not in LEFT_OUT for r in load_csv(path)]
+    """The rows of the CSVs in ``folder`` that are shown, in the order of files and lines; none of what a compiler made of kernels."""
+    return [r for path in sorted(folder.glob("*.csv")) if path.name not in LEFT_OUT for r in load_csv(path) if "op" in r]
 
 
 def page(rows: Rows, drawn: list[str], reasons: Path) -> str:
