@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 import torch
 
@@ -56,3 +58,44 @@ def test_metadata_for_the_tensor_cores() -> None:
         got = torch.empty_like(want)
         execute(parse(text), 1, [indices, 128, 4, code, 1, got], threads=256)
         testing.assert_equal_bits(got, want, layout)
+
+
+SMALL, MIDDLE = (64, 64, 32, 32, 4, 3), (128, 128, 64, 64, 3, 2)
+"""Tiles of gemm/tile.h: rows and columns of a block and of a warp, stages, blocks of a multiprocessor."""
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("tile", "by_column"), [(SMALL, False), (MIDDLE, False), (MIDDLE, True)])
+def test_the_gemm_by_mma_sp(tile: tuple[int, ...], by_column: bool, mode: str | int) -> None:
+    """Copies under way by cp.async over more slabs than there are stages; whole numbers, whose sums are exact; columns left over."""
+    rows, cols, *warp, stages, _ = tile
+    m, n, k = rows, cols - 24, 64 * (stages + 3)
+    g = torch.Generator().manual_seed(0)
+    w, x = (torch.randint(-r, r + 1, (size, k), generator=g).to(BF16) for r, size in ((8, m), (4, n)))
+    values, indices = reference.compress(w, 2, 4)
+    metadata = reference.to_layout(indices, k, "mma.sp")
+    want = (reference.decompress(values, indices, 2, 4, k).double() @ x.double().T).to(BF16)
+    dense = x.t().contiguous() if by_column else x
+    out = torch.full_like(want if by_column else want.T.contiguous(), torch.nan)
+    at = [t.data_ptr() for t in (values, metadata, dense, out)]
+    # struct Gemm: values, metadata, dense; y, bias, residual, parts, rows, tokens, activation; m, n, k; tiles, slabs of a part, warps
+    parameter = struct.pack("<7Q2qi4x3q4i", *at, 0, 0, 0, out.shape[1], out.shape[0], 0, m, n, k, 1, 1, k // 64, 1)
+    text = ptx(CSRC / "cuda" / "gemm" / "mma_sp.cu", "sm_90a")
+    name = f"INS_4bf16ENS1_4TileI{''.join(f'Li{i}E' for i in tile)}EELb{int(by_column)}E"
+    threads = 32 * (rows // warp[0]) * (cols // warp[1])
+    shared = stages * (cols * 128 + rows * 64 + rows * 8)
+    execute(parse(text, name), 1, [parameter], [values, metadata, dense, out], mode=mode, threads=threads, shared=shared)
+    testing.assert_equal_bits(out, want if by_column else want.T.contiguous(), f"{tile} {mode}")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_packing_both_ways_through_shared_memory(mode: str | int) -> None:
+    text = ptx(CSRC / "cuda" / "pack_tiles.cu", "sm_90a", "-fmad=false")
+    kernel = parse(text, "INS_4bf16ES3_NS_5FixedILi2ELi4EEELi1ELb1ELb1E")
+    w = torch.randn(64, 64).to(BF16)
+    for code, layout in ((0, "canonical"), (2, "wgmma.sp")):
+        want = reference.pack(w, 2, 4, select="transposable", columns=True, layout=layout)
+        got = [torch.empty_like(t) for t in want]
+        pairs = [struct.pack("<2Q", got[i].data_ptr(), got[i + 1].data_ptr()) for i in (0, 2)]
+        execute(kernel, 1, [w, 0, 0, *pairs, 64, 64, 1, code, 0], got, mode=mode, threads=kernel.most_threads)
+        testing.assert_equal_bits(got, list(want), f"{layout} {mode}")
