@@ -17,7 +17,7 @@ WIDTHS: dict[str, tuple[int, int]] = {
     # any N:M: a thread takes one element at a time
     r" any_|_any_kernel": (0, 0),
     # these write as much as they read, or results in dense layout
-    r"mvue\.cu mvue_(rows|columns)_kernel<": (128, 128),
+    r"mvue\.cu mvue_(rows|strips|columns)_kernel<": (128, 128),
     r"groups\.cu groups_kernel<(Prune|SoftThreshold)": (128, 128),
     r"adamw\.cu adamw_kernel<": (128, 128),
     # what becomes 16 bytes is 2 to 8 of them packed
@@ -38,6 +38,7 @@ RULE = 128, 32
 NARROW: dict[str, int] = {
     # a row that ends early or begins at any address: the two of a group go together, element by element
     r"mvue\.cu mvue_rows_kernel<": 8,
+    r"mvue\.cu mvue_columns_kernel<.*false": 16,
     # one thread of a block writes the two sums of the block
     r"threshold\.cu .*scale_sums_kernel": 2,
     # a thread for each param writes what the step needs of it
@@ -57,9 +58,8 @@ GEMMS: dict[str, str] = {r"wgmma_sp\.cu ": "HGMMA.SP", r"mma_sp\.cu ": "HMMA.SP"
 LOOSE: dict[str, tuple[str, ...]] = {
     # GEMMs of fp32 numbers are exact in fp64: one rounding either way
     r"threshold\.cu .*scale_sums_kernel": ("fma.rn.f64",),
-    # quotients are guessed, and a strip whose guess is near a whole number is done again by the definition; fma on small
-    # integers is exact
-    r"mvue\.cu ": ("rcp.approx.ftz.f32", "fma.rn.f32"),
+    # fma on whole numbers below 2^24 is exact
+    r"mvue\.cu ": ("fma.rn.f32",),
     # the logarithm of a statistic, in fp64, for which no bits are promised
     r"adamw(_squares)?\.cu ": (".f64",),
 }

@@ -1,11 +1,26 @@
 // Unbiased n:m estimate of one group g (Chmiel et al., ICLR 2023): at most n non-zeros, E[x] = g.
 //
-// exact, of minimal variance: p_i = min(1, c |g_i|) with sum p = n. The k saturated elements are kept bit for bit; the
-// others are sampled systematically with one 24-bit uniform u, in integers, because fp32 cumulative sums select too
-// many elements for some u:
+// exact, of minimal variance: p_i = min(1, c |g_i|) with sum p = n. Selection is systematic sampling: p_0, p_1, ... laid end
+// to end, every whole number plus u in [0, 1) selects what it meets.
 //
-//   q_i = floor(|g_i| r / S * 2^24),  C_i = min(q_0 + .. + q_i, r 2^24),  r = n - k,  S = sum of the unsaturated |g|
-//   kept iff (C_i + 2^24 - u) >> 24 > (C_{i-1} + 2^24 - u) >> 24;  value copysign(S / r, g_i)
+//   by level, for n <= 2 and m = 2, 4, 8, 16, in floating point: with + - * min max and operations on bits alone, each
+//   rounded once. Sampled elements rise to the level h = S, or for n = 2 min(S / 2, R), R the sum without the largest (the
+//   least of all sums without one). With e the exponent of h and M = 8 2^e every sum below lies in [M, 2 M), where a float
+//   is fixed point with quantum 2^(e - 20); H is h without its last three bits, a multiple of it.
+//
+//     x = 1 + (k + 1/2) / 2^16, k the upper 16 bits of the random word (m = 16: 15 bits)
+//     T2 = M + x H, T1 = T2 - H;  C_i = M + min(a_0, H) + .. + min(a_i, H), a = |g|
+//     i1 = #{i <= m - 2: C_i <= T1}, i2 = 1 + #{1 <= i <= m - 2: C_i <= T2};  kept: i1 and for n = 2 also i2
+//
+//   A kept element becomes sign(g) max(a, H), H rounded at random to the type of g by the lower bits of the word. T1 and T2
+//   are H apart and no interval between two C is longer: no element is met twice, and every a >= H is met. T2 stays below
+//   the last C by more than what sums are rounded: no zero is met. |E x - g| <= (2^-16 + (m / 2 + 3) 2^-20) h, for m = 16
+//   2^-15. Where h is below the normal range or 2 M would not be finite, all is scaled by a power of two first.
+//
+//   in integers, for all other patterns, by one 24-bit uniform u. The k saturated elements are kept bit for bit:
+//
+//     q_i = floor(|g_i| r / S * 2^24),  C_i = min(q_0 + .. + q_i, r 2^24),  r = n - k,  S = sum of the unsaturated |g|
+//     kept iff (C_i + 2^24 - u) >> 24 > (C_{i-1} + 2^24 - u) >> 24;  value copysign(S / r, g_i)
 //
 // approx (n == 2): two draws without replacement, value copysign(|g_i| / p_i, g_i).
 //
@@ -19,6 +34,42 @@ namespace nm {
 
 constexpr float kTwo24 = 16777216.0f;
 constexpr int64_t kOne24 = int64_t(1) << 24;
+
+NM_HD constexpr bool has_level_rule(int n, int m) { return n <= 2 && n < m && (m == 2 || m == 4 || m == 8 || m == 16); }
+
+// Levels that need no scaling: the normal range, and 2 M is finite.
+constexpr float kLeastLevel = 1.17549435e-38f, kMostLevel = 0x1p124f, kLevelScale = 0x1p64f;
+
+// H of the level h, and M.
+NM_HD float level_grid(float h) { return bits_float(float_bits(h) & ~7u); }
+NM_HD float level_base(float level) { return bits_float((float_bits(level) & 0x7f800000u) + (3u << 23)); }
+
+// x of a random word
+NM_HD float level_mark(uint32_t word, int m) {
+    return bits_float(m < 16 ? ((word >> 9) & 0x7fff80u) | 0x3f800040u : ((word >> 9) & 0x7fff00u) | 0x3f800080u);
+}
+
+// H in type T, up or down so that its mean is H: the lower 16 (fp16: 13) bits of the word decide.
+template <class T>
+NM_HD float rounded_level(float level, uint32_t word);
+
+template <>
+NM_HD float rounded_level<float>(float level, uint32_t) {
+    return level;
+}
+
+template <>
+NM_HD float rounded_level<bf16>(float level, uint32_t word) {
+    return bits_float((float_bits(level) + (word & 0xffffu)) & 0xffff0000u);
+}
+
+template <>
+NM_HD float rounded_level<fp16>(float level, uint32_t word) {
+    // below its normal range fp16 is fixed point with quantum 2^-24, as floats from 2^-14 on are when cut to 10 bits; H is then a
+    // multiple of 2^-25, so that nothing is lost
+    const float shift = level < 0x1p-14f ? 0x1p-14f : 0.0f;
+    return bits_float((float_bits(level + shift) + (word & 0x1fffu)) & 0xffffe000u) - shift;
+}
 
 // ((a0 + a1) + (a2 + a3)) + ...; an odd one out moves up alone, which is the same as padding with zeros. Destroys `a`.
 NM_HD float tree_sum(float* a, int count) {
@@ -34,7 +85,7 @@ NM_HD float tree_sum(float* a, int count) {
 // What becomes of each element of the group.
 enum Fate : uint8_t { kDropped = 0, kKept = 1, kSampled = 2, kPoisoned = 3 };
 
-// Fills `fate`; kSampled elements get magnitude `sampled` (exact) or `share[i]` (approx).
+// Fills `fate`; kSampled elements get magnitude value[i].
 template <int Capacity>
 struct Group {
     float a[Capacity];      // magnitudes
@@ -73,7 +124,41 @@ struct Group {
         return true;
     }
 
-    NM_HD void exact(int n, int m, uint32_t u) {
+    // T: the type of g
+    template <class T>
+    NM_HD void exact(int n, int m, uint32_t word) {
+        has_level_rule(n, m) ? by_level<T>(n, m, word) : in_integers(n, m, word >> 8);
+    }
+
+    template <class T>
+    NM_HD void by_level(int n, int m, uint32_t word) {
+        float sum;
+        if (settle(n, m, sum)) return;
+        float h = n == 1 ? sum : 0.5f * sum;
+        for (int i = 0; n == 2 && i < m; ++i) {
+            const float rest = sum_without(m, i);
+            h = rest < h ? rest : h;
+        }
+        const float up = h < kLeastLevel ? kLevelScale : h >= kMostLevel ? 1.0f / kLevelScale : 1.0f;
+        const float level = level_grid(h * up), base = level_base(level);
+        const float second = base + level_mark(word, m) * level, first = second - level;
+        int kept[2] = {0, 1};
+        float c = base;
+        for (int i = 0; i < m - 1; ++i) {
+            const float x = a[i] * up;
+            c = c + (x < level ? x : level);
+            kept[0] += c <= first;
+            kept[1] += i > 0 && c <= second;
+        }
+        const float rounded = rounded_level<T>(level * (1.0f / up), word);
+        for (int k = 0; k < n; ++k) {
+            const int i = kept[k];
+            fate[i] = kSampled;
+            value[i] = a[i] > rounded ? a[i] : rounded;
+        }
+    }
+
+    NM_HD void in_integers(int n, int m, uint32_t u) {
         float sum;
         if (settle(n, m, sum)) return;
         int kept = 0;

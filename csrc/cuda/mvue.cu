@@ -16,6 +16,14 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int64_t kManyTiles = 1024;  // of 16 KB: some for each block that an H200 runs at once
 
+// The words of a strip of which its memory has sizeof(T) * 16 bytes, estimated: element(i) is its element i.
+template <class T, class F>
+NM_DEVICE Strip<T> strip_of(const uint32_t (&raw)[Strip<T>::words], const uint32_t (&words)[4], const F& element) {
+    Strip<T> strip;
+    if (!estimate(raw, words, strip)) estimate_exactly(words, strip, element);
+    return strip;
+}
+
 // Groups along memory. A thread takes a strip; a strip ends where its row does.
 template <class T>
 __global__ void __launch_bounds__(kThreads) mvue_rows_kernel(Mvue call, bool wide) {
@@ -28,12 +36,9 @@ __global__ void __launch_bounds__(kThreads) mvue_rows_kernel(Mvue call, bool wid
     T x[S::elements];
     load_some<S::elements>(g, x, left, wide);
     uint32_t words[S::groups], raw[S::words];
-    strip_words(uint64_t(call.seed[0]), uint64_t(call.seed[1]), j, words);
+    strip_words<false>(uint64_t(call.seed[0]), uint64_t(call.seed[1]), j, words);
     memcpy(raw, x, sizeof x);
-    S strip;
-    if (!estimate(raw, words, strip)) {
-        estimate_exactly(words, strip, [&](int i) { return i < left ? g[i] : T{}; });
-    }
+    const S strip = strip_of<T>(raw, words, [&](int i) { return i < left ? g[i] : T{}; });
     if (call.dense) {
         NM_UNROLL
         for (int i = 0; i < S::elements; ++i) {
@@ -53,25 +58,63 @@ __global__ void __launch_bounds__(kThreads) mvue_rows_kernel(Mvue call, bool wid
     }
 }
 
-// Groups down the columns of a matrix [length, inner], packed as rows. A block takes 8 strips of 128 bytes of columns: it
-// reads rows of 128 bytes into shared memory, each thread a strip of every column of one 4-byte word out of it, and the
-// packed rows leave through shared memory again, 8 strips at once. Neighbouring blocks take neighbouring columns.
+// The same, packed, of one row of whole strips on addresses that are multiples of 16: what training asks for.
+template <class T>
+__global__ void __launch_bounds__(kThreads) mvue_strips_kernel(const T* g, uint32_t strips, const int64_t* seed, T* values, uint8_t* indices) {
+    using S = Strip<T>;
+    const uint32_t number = blockIdx.x * kThreads + threadIdx.x;
+    if (number >= strips) return;
+    const T* from = g + uint64_t(number) * S::elements;
+    uint32_t raw[S::words];
+    load_wide<S::words>(reinterpret_cast<const uint32_t*>(from), raw);
+    const Words words = philox_block(uint64_t(seed[0]), uint64_t(seed[1]), number);
+    const S strip = strip_of<T>(raw, words.w, [&](int i) { return from[i]; });
+    store_global<S::value_words>(reinterpret_cast<uint32_t*>(values + uint64_t(number) * (S::groups * S::n)), strip.values);
+    const auto code = uint16_t(strip.code);
+    static_assert(sizeof code == S::code_bytes);
+    store_global<1>(reinterpret_cast<uint16_t*>(indices) + number, &code);
+}
+
+// Groups down the columns of a matrix [length, inner], packed as rows. A block reads tiles of 128 tokens, rows of 128 bytes, into
+// shared memory. A warp takes strips of 8 columns, four down each: lane l strip l % 4 of column l / 4, so that what it writes of a
+// packed row are 64 bytes.
+//
+// 16 bytes at u of token k lie at u ^ (k % 2 + 2 (k / 16 % 4)): the lanes of a warp that read at once, at tokens 16 apart, meet other
+// banks, and so do the 8 rows of a matrix of ldmatrix, which are tokens 0, 1, 16, 17, 32, 33, 48, 49.
 template <class T>
 struct Columns {
     using S = Strip<T>;
-    static constexpr int tokens = 128, strips = tokens / S::elements, lanes = 32, per_word = 4 / int(sizeof(T)), columns = lanes * per_word;
-    static constexpr int threads = strips * lanes;
+    static constexpr int tokens = 128, columns = 128 / int(sizeof(T)), threads = 256;
     static constexpr int unit = 16 / int(sizeof(T)), units = columns / unit, lines = threads / units;  // of 16 bytes
+    static constexpr int warps = threads / 32, across = columns / 8, down = tokens / (4 * S::elements), tasks = across * down / warps;
+    static_assert(warps % across == 0 || across % warps == 0);
 
-    using Words = uint32_t[tokens][lanes];
     struct alignas(16) Tile {
-        Words words[2];
-        uint32_t values[columns][strips][S::value_words];
-        uint8_t codes[columns][strips][S::code_bytes];
+        T x[tokens][columns];
     };
 
-    // Where a strip of a column lies in Tile::values: lanes that store at once meet other banks.
-    static NM_DEVICE int slot(int column, int strip) { return strip ^ (column / per_word & (strips - 1)); }
+    static NM_DEVICE int swizzle(int token) { return (token & 1) | (token >> 4 & 3) << 1; }
+    static NM_DEVICE T* at(Tile& tile, int token, int column) { return tile.x[token] + ((column / unit ^ swizzle(token)) * unit + column % unit); }
+
+    // The strip that begins at `token` of the tile and is this lane's, as it lies in memory.
+    static NM_DEVICE void read(Tile& tile, int token, int column, uint32_t (&raw)[S::words]) {
+        const int lane = int(threadIdx.x) % 32;
+        if constexpr (sizeof(T) == 2) {
+            const int row = lane % 8;
+            const T* from = at(tile, token - lane % 4 * S::elements + row / 2 * S::elements + lane / 8 * 2 + row % 2, column - lane / 4);
+            NM_UNROLL
+            for (int i = 0; i < 2; ++i) {
+                uint32_t part[4];
+                ldmatrix_trans<4>(part, from + i * 8 * columns);
+                NM_UNROLL
+                for (int k = 0; k < 4; ++k) raw[i * 4 + k] = part[k];
+            }
+        } else {
+            const T* pair[2] = {at(tile, token, column), at(tile, token + 1, column)};
+            NM_UNROLL
+            for (int i = 0; i < S::elements; ++i) memcpy(&raw[i], pair[i % 2] + i / 2 * 2 * columns, sizeof(T));
+        }
+    }
 };
 
 // A thread's part of a tile in memory, [tokens][columns] with `pitch` elements a row: 16 bytes in every `lines`-th row.
@@ -80,154 +123,124 @@ struct Corner {
     using C = Columns<T>;
     static NM_DEVICE int unit() { return int(threadIdx.x % C::units) * C::unit; }
     static NM_DEVICE int line() { return int(threadIdx.x / C::units); }
-    static NM_DEVICE T* inside(typename C::Words& words, int t) { return reinterpret_cast<T*>(words[line() + t]) + unit(); }
+    static NM_DEVICE T* inside(typename C::Tile& tile, int t) { return C::at(tile, line() + t, unit()); }
 
-    // Starts to bring a tile, zeros where it ends; `wide`: addresses are multiples of 16.
-    static NM_DEVICE void start(const T* g, int64_t pitch, int64_t tokens, int columns, bool wide, typename C::Words& words) {
-        if (wide && tokens >= C::tokens && columns == C::columns) {
+    // Starts to bring a tile, zeros where it ends; `wide`: addresses are multiples of 16; Whole: that, and it is full.
+    template <bool Whole>
+    static NM_DEVICE void start(const T* g, int64_t pitch, int tokens, int columns, bool wide, typename C::Tile& tile) {
+        if (Whole || (wide && tokens >= C::tokens && columns == C::columns)) {
+            const int64_t step = C::lines * pitch;
             NM_UNROLL
-            for (int t = 0; t < C::tokens; t += C::lines) cp_async<16>(inside(words, t), g + t * pitch);
+            for (int t = 0; t < C::tokens; t += C::lines, g += step) cp_async<16>(inside(tile, t), g);
         } else if (wide) {
             const int there = (columns - unit() < C::unit ? columns - unit() : C::unit) * int(sizeof(T));
 #pragma unroll 1
             for (int t = 0; t < C::tokens; t += C::lines) {
                 const bool in = line() + t < tokens && there > 0;
-                cp_async<16>(inside(words, t), in ? g + t * pitch : g, in ? there : 0);
+                cp_async<16>(inside(tile, t), in ? g + t * pitch : g, in ? there : 0);
             }
         } else {
 #pragma unroll 1
             for (int t = 0; t < C::tokens; t += C::lines) {
 #pragma unroll 1
-                for (int i = 0; i < C::unit; ++i) inside(words, t)[i] = line() + t < tokens && unit() + i < columns ? g[t * pitch + i] : T{};
+                for (int i = 0; i < C::unit; ++i) inside(tile, t)[i] = line() + t < tokens && unit() + i < columns ? g[t * pitch + i] : T{};
             }
         }
         cp_async_commit();
     }
 
-    static NM_DEVICE void write(T* dense, int64_t pitch, int64_t tokens, int columns, bool wide, typename C::Words& words) {
+    static NM_DEVICE void write(T* dense, int64_t pitch, int tokens, int columns, bool wide, typename C::Tile& tile) {
         NM_UNROLL
         for (int t = 0; t < C::tokens; t += C::lines) {
             T x[C::unit];
-            load_wide<C::unit>(inside(words, t), x);
+            load_wide<C::unit>(inside(tile, t), x);
             store_some<C::unit>(dense + t * pitch, x, line() + t < tokens ? columns - unit() : 0, wide);
         }
     }
 };
 
-// Packed rows leave: 16 bytes a thread, or what a strip has of a row. A thread stays at its place of the row and goes down
-// the columns.
-template <class T>
-struct Packed {
-    using C = Columns<T>;
-    using S = Strip<T>;
-    static constexpr int bytes = S::value_words * 4, piece = bytes < 16 ? bytes : 16, parts = bytes / piece, pieces = C::strips * parts;
-    static constexpr int count = piece / int(sizeof(T)), slots = pieces * count, code = C::strips * S::code_bytes, step = C::threads / pieces;
-    static_assert(C::threads % pieces == 0 && C::threads >= C::columns && step % (C::strips * C::per_word) == 0);
-
-    static NM_DEVICE int first() { return int(threadIdx.x / pieces); }
-    static NM_DEVICE int slot() { return int(threadIdx.x % pieces) * count; }
-
-    // to: where this thread's first piece goes; rows have `pitch` slots, `left` of them from this tile on
-    static NM_DEVICE void write_values(T* to, int64_t pitch, int64_t left, int columns, bool wide, const typename C::Tile& tile) {
-        const int strip = int(threadIdx.x) % pieces / parts, part = int(threadIdx.x) % parts;
-        const T* from = reinterpret_cast<const T*>(tile.values[first()][C::slot(first(), strip)]) + part * count;
-        if (wide && left >= slots && columns == C::columns) {
-            NM_UNROLL
-            for (int column = 0; column < C::columns; column += step) {
-                T v[count];
-                load_wide<count>(from + column * C::strips * bytes / int(sizeof(T)), v);
-                store_global<count>(to + column * pitch, v);
-            }
-        } else {
-#pragma unroll 1
-            for (int column = 0; column + first() < columns; column += step) {
-                T v[count];
-                load_wide<count>(from + column * C::strips * bytes / int(sizeof(T)), v);
-                store_some<count>(to + column * pitch, v, left - slot(), false);
-            }
-        }
-    }
-
-    // to: this thread's row; `left` bytes of it from this tile on
-    static NM_DEVICE void write_code(uint8_t* to, int64_t left, int columns, bool wide, const typename C::Tile& tile) {
-        const int column = int(threadIdx.x);
-        if (column >= columns) return;
-        uint8_t c[code];
-        load_wide<code>(tile.codes[column][0], c);
-        store_some<code>(to, c, left, wide);
-    }
-};
-
-// A block takes `rounds` tiles, one after the other along the tokens.
-template <class T>
+// A block takes `rounds` tiles, one after the other along the tokens. Whole: the result is packed, tiles are full, addresses and rows
+// of the result multiples of 16: what training asks for.
+template <class T, bool Whole>
 __global__ void __launch_bounds__(Columns<T>::threads, 2) mvue_columns_kernel(Mvue call, Divider across, Divider down, int rounds, bool wide, bool wide_out) {
     using C = Columns<T>;
     using S = Strip<T>;
     using K = Corner<T>;
-    using P = Packed<T>;
-    NM_SHARED(typename C::Tile, tile);
+    using Tiles = typename C::Tile[2];
+    NM_SHARED(Tiles, tiles);
     const uint32_t turn = across.quotient(blockIdx.x), plane = down.quotient(turn);
     const int64_t column = int64_t(blockIdx.x - turn * across.divisor) * C::columns, pitch = call.inner, columns_left = pitch - column;
-    const int64_t row = plane * pitch + column;
-    const int columns = columns_left < C::columns ? int(columns_left) : C::columns;
-    const int lane = int(threadIdx.x % C::lanes), strip = int(threadIdx.x / C::lanes);
+    const int columns = Whole || columns_left >= C::columns ? C::columns : int(columns_left);
     const uint64_t seed = uint64_t(call.seed[0]), offset = uint64_t(call.seed[1]);
     const int64_t first = int64_t(turn - plane * down.divisor) * rounds * C::tokens;
     const int64_t corner = (plane * call.length + first + K::line()) * pitch + column + K::unit();
-    K::start(static_cast<const T*>(call.g) + corner, pitch, call.length - first, columns, wide, tile.words[0]);
+    // this thread's first strip in a tile; the next is `step` columns on
+    const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
+    constexpr int step = C::across / C::tasks * 8;
+    const int here = warp % (C::across / C::tasks) * 8 + lane / 4, token = (warp / (C::across / C::tasks) * 4 + lane % 4) * S::elements;
+    const int64_t row = plane * pitch + column + here, strip = first / S::m + token / S::m;
+    uint64_t j[C::tasks];
+    NM_UNROLL
+    for (int k = 0; k < C::tasks; ++k) j[k] = uint64_t((row + k * step) * call.per_row + strip);
+    const T* g = static_cast<const T*>(call.g) + corner;
+    T* values = static_cast<T*>(call.values) + (row * call.per_row + strip) * S::n;
+    uint8_t* indices = call.indices + row * call.row_bytes + strip * S::n * 2 / 8;
+    const int64_t value_step = step * call.per_row * S::n, index_step = step * call.row_bytes, most = int64_t(rounds) * C::tokens;
+    // tokens of this block, groups of this thread's strips and of what follows them
+    int left = call.length - first < most ? int(call.length - first) : int(most);
+    int groups_left = call.per_row - strip < most ? int(call.per_row - strip) : int(most);
+    const bool dense = !Whole && call.dense, whole_columns = wide_out && columns == C::columns;
+    K::template start<Whole>(g, pitch, left, columns, wide, tiles[0]);
 #pragma unroll 1
-    for (int round = 0; round < rounds; ++round) {
-        const int64_t past = int64_t(round) * C::tokens, left = call.length - first - past, group = (first + past) / S::m, groups_left = call.per_row - group;
-        if (left <= 0) break;
+    for (int round = 0; left > 0; ++round, left -= C::tokens, groups_left -= C::tokens / S::m) {
         cp_async_wait<0>();
-        // after this barrier the tile is there, and what the last round left in the other and in the outputs has been read
+        // after this barrier the tile is there, and the other has been read
         __syncthreads();
-        typename C::Words& now = tile.words[round & 1];
-        if (round + 1 < rounds && left > C::tokens) {
-            K::start(static_cast<const T*>(call.g) + corner + (past + C::tokens) * pitch, pitch, left - C::tokens, columns, wide, tile.words[~round & 1]);
+        typename C::Tile& now = tiles[round & 1];
+        const T* next = g + C::tokens * pitch;
+        if (left > C::tokens) K::template start<Whole>(next, pitch, left - C::tokens, columns, wide, tiles[~round & 1]);
+        const bool whole = Whole || (whole_columns && left >= C::tokens);
+        uint32_t words[C::tasks][S::groups];
+        NM_UNROLL
+        for (int k = 0; k < C::tasks; ++k) {
+            strip_words<Whole>(seed, offset, int64_t(j[k]), words[k]);
+            j[k] += C::tokens / S::m;
         }
-        {
-            uint32_t both[S::elements], all[C::per_word][S::groups];
-            NM_UNROLL
-            for (int i = 0; i < S::elements; ++i) both[i] = now[strip * S::elements + i][lane];
-            NM_UNROLL
-            for (int c = 0; c < C::per_word; ++c) {
-                strip_words(seed, offset, (row + lane * C::per_word + c) * call.per_row + group + strip * S::groups, all[c]);
-            }
-#pragma unroll 1
-            for (int c = 0; c < C::per_word; ++c) {
-                const int here = lane * C::per_word + c;
-                uint32_t words[S::groups], raw[S::words];
+        NM_UNROLL
+        for (int k = 0; k < C::tasks; ++k) {
+            uint32_t raw[S::words];
+            C::read(now, token, here + k * step, raw);
+            const S found = strip_of<T>(raw, words[k], [&](int i) { return *C::at(now, token + i, here + k * step); });
+            if (dense) {
                 NM_UNROLL
-                for (int i = 0; i < S::groups; ++i) words[i] = c ? all[C::per_word - 1][i] : all[0][i];
-                NM_UNROLL
-                for (int i = 0; i < S::words; ++i) {
-                    raw[i] = sizeof(T) == 4 ? both[i] : permute_bytes(both[i * C::per_word], both[i * C::per_word + C::per_word - 1], c ? 0x7632 : 0x5410);
+                for (int i = 0; i < S::elements; ++i) {
+                    const uint32_t bits = found.dense(i);
+                    memcpy(C::at(now, token + i, here + k * step), &bits, sizeof(T));
                 }
-                S found;
-                const auto element = [&](int i) { return reinterpret_cast<const T*>(now[strip * S::elements + i])[here]; };
-                if (!estimate(raw, words, found)) estimate_exactly(words, found, element);
-                if (call.dense) {
-                    NM_UNROLL
-                    for (int i = 0; i < S::elements; ++i) {
-                        const uint32_t bits = found.dense(i);
-                        memcpy(reinterpret_cast<T*>(now[strip * S::elements + i]) + here, &bits, sizeof(T));
-                    }
-                } else {
-                    store_wide<S::value_words>(tile.values[here][C::slot(lane * C::per_word, strip)], found.values);
-                    if (groups_left < C::strips * S::groups) found.code &= S::code_mask(groups_left - strip * S::groups);
-                    memcpy(tile.codes[here][strip], &found.code, S::code_bytes);
+            } else {
+                T v[S::groups * S::n];
+                memcpy(v, found.values, sizeof v);
+                const auto code = uint16_t(found.code);
+                static_assert(sizeof code == S::code_bytes);
+                if (whole) {
+                    store_global<S::groups * S::n>(values + k * value_step, v);
+                    store_global<1>(reinterpret_cast<uint16_t*>(indices + k * index_step), &code);
+                } else if (here + k * step < columns && groups_left > 0) {
+                    const uint32_t there = found.code & S::code_mask(groups_left);
+                    uint8_t bytes[S::code_bytes];
+                    memcpy(bytes, &there, sizeof bytes);
+                    store_some<S::groups * S::n>(values + k * value_step, v, groups_left * S::n, false);
+                    store_some<S::code_bytes>(indices + k * index_step, bytes, (groups_left + 1) / 2, false);
                 }
             }
         }
-        __syncthreads();
-        if (call.dense) {
-            K::write(static_cast<T*>(call.dense) + corner + past * pitch, pitch, left, columns, wide, now);
-        } else {
-            const int64_t value = ((row + P::first()) * call.per_row + group) * S::n + P::slot(), byte = group * S::n * 2 / 8;
-            P::write_values(static_cast<T*>(call.values) + value, call.per_row * S::n, groups_left * S::n, columns, wide_out, tile);
-            P::write_code(call.indices + (row + threadIdx.x) * call.row_bytes + byte, call.row_bytes - byte, columns, wide_out, tile);
+        if (dense) {
+            __syncthreads();
+            K::write(static_cast<T*>(call.dense) + (g - static_cast<const T*>(call.g)), pitch, left, columns, wide, now);
         }
+        g = next;
+        values += C::tokens / S::m * S::n;
+        indices += C::tokens / S::m * S::n * 2 / 8;
     }
 }
 
@@ -245,15 +258,21 @@ void run(const Mvue& call, Queue queue) {
         }
         const bool wide = aligned && (one || (wide_rows && call.length * int64_t(sizeof(T)) % 16 == 0));
         const int64_t strips = flat.outer * cdiv(flat.per_row, S::groups);
+        if (one && wide && !call.dense && strips < (int64_t(1) << 31)) {
+            return launch("mvue_strips_kernel", mvue_strips_kernel<T>, {cdiv(strips, kThreads), kThreads}, queue, static_cast<const T*>(call.g),
+                          uint32_t(strips), call.seed, static_cast<T*>(call.values), call.indices);
+        }
         return launch("mvue_rows_kernel", mvue_rows_kernel<T>, {cdiv(strips, kThreads), kThreads}, queue, flat, wide);
     }
     using C = Columns<T>;
     // some rounds for each block save it some arithmetic, where enough blocks remain
     const int64_t across = cdiv(call.inner, C::columns), tiles = cdiv(call.length, C::tokens), all = call.outer * across * tiles;
-    const int64_t rounds = all >= 4 * kManyTiles ? 4 : all >= kManyTiles ? 2 : 1;
+    const int64_t rounds = all >= 8 * kManyTiles ? 8 : all >= 4 * kManyTiles ? 4 : all >= kManyTiles ? 2 : 1;
     const int64_t down = cdiv(tiles, rounds);
     const bool wide = multiples_of_16(call.g, call.dense, call.inner * int64_t(sizeof(T)));
-    launch("mvue_columns_kernel", mvue_columns_kernel<T>, {call.outer * across * down, C::threads}, queue, call, Divider(across), Divider(down),
+    const bool whole = !call.dense && wide && aligned && wide_rows && call.length % C::tokens == 0 && call.inner % C::columns == 0;
+    const auto kernel = whole ? mvue_columns_kernel<T, true> : mvue_columns_kernel<T, false>;
+    launch("mvue_columns_kernel", kernel, {call.outer * across * down, C::threads}, queue, call, Divider(across), Divider(down),
            int(rounds), wide, aligned && wide_rows);
 }
 

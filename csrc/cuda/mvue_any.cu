@@ -1,5 +1,5 @@
-// mvue and mvue_compress of any other pattern and of the approximate method: a team of lanes works on a group, 8 elements in
-// each, out of shared memory. A block takes a tile of some lines and some groups of each; a line is a row of memory, or a
+// mvue and mvue_compress of any other pattern and of the approximate method, out of shared memory: a lane works on a group where
+// it is sampled by level (up to 16 elements), elsewhere a team of lanes, 8 elements in each. A block takes a tile of some lines and some groups of each; a line is a row of memory, or a
 // column of a matrix. Written to be right for M up to 256, not to be as fast as memory.
 #include "../core/bitpack.h"
 #include "../core/dispatch.h"
@@ -12,19 +12,20 @@ namespace nm::cuda {
 
 namespace {
 
-constexpr int kThreads = 256, kEach = 8;
+constexpr int kThreads = 256, kEach = 8, kWhole = 16;
 
 struct Shape {
     int n, m, bits;
     int lines, groups;  // of a tile
     int width;          // lanes of a team
     bool approx;
+    bool by_level;
 };
 
 Shape shape_of(int n, int m, bool approx) {
-    Shape s{n, m, index_bits(m), m > 64 ? 16 : 32, m > 64 ? 1 : 64 / m, 1, approx};
+    Shape s{n, m, index_bits(m), m > 64 ? 16 : 32, m > 64 ? 1 : 64 / m, 1, approx, !approx && has_level_rule(n, m)};
     if (m <= 16) s.groups = s.groups / 4 * 4;  // tiles begin on a byte of the packed indices
-    while (s.width * kEach < m) s.width *= 2;
+    while (!s.by_level && s.width * kEach < m) s.width *= 2;
     return s;
 }
 
@@ -42,21 +43,21 @@ struct Tile {
 };
 
 // The stored elements of a group, in order of index: what differs from zero and, up to n, zeros at the lowest indices.
-template <class T>
-NM_DEVICE void pack(const Team& team, uint32_t inside, const T (&result)[kEach], int n, T* values, uint8_t* indices) {
+template <int K, class T>
+NM_DEVICE void pack(const Team& team, uint32_t inside, const T (&result)[K], int n, T* values, uint8_t* indices) {
     uint32_t kept = 0;
     NM_UNROLL
-    for (int i = 0; i < kEach; ++i) kept |= uint32_t(!is_zero(result[i])) << i;
+    for (int i = 0; i < K; ++i) kept |= uint32_t(!is_zero(result[i])) << i;
     const uint32_t free = inside & ~kept;
     const uint32_t missing = uint32_t(n) - team.sum(uint32_t(__popc(kept)));
     uint32_t earlier_free = team.before(uint32_t(__popc(free))), slot = team.before(uint32_t(__popc(kept)));
     slot += earlier_free < missing ? earlier_free : missing;
     NM_UNROLL
-    for (int i = 0; i < kEach; ++i) {
+    for (int i = 0; i < K; ++i) {
         const bool keep = kept >> i & 1u, padding = (free >> i & 1u) && earlier_free < missing;
         if (keep || padding) {
             values[slot] = keep ? result[i] : T{};
-            indices[slot] = uint8_t(team.lane() * kEach + i);
+            indices[slot] = uint8_t(team.lane() * K + i);
             ++slot;
         }
         earlier_free += free >> i & 1u;
@@ -64,18 +65,19 @@ NM_DEVICE void pack(const Team& team, uint32_t inside, const T (&result)[kEach],
 }
 
 // Estimates group `group` of line `line` of a tile in place, or packed. All lanes of the warp come here; j < 0: for nothing.
-template <class T>
+template <bool ByLevel, class T>
 NM_DEVICE void estimate_group(const Mvue& call, const Shape& s, const Tile<T>& tile, int64_t j, int line, int group) {
+    constexpr int K = ByLevel ? kWhole : kEach;
     const Parts parts(s);
     const Team team{s.width};
-    const int first = team.lane() * kEach;
+    const int first = team.lane() * K;
     T* x = tile.x + line * parts.stride + group * s.m;
-    T g[kEach], result[kEach];
-    Shared<kEach, Team> shared;
+    T g[K], result[K];
+    Shared<K, Team> shared;
     shared.lanes = team;
     uint32_t inside = 0;
     NM_UNROLL
-    for (int i = 0; i < kEach; ++i) {
+    for (int i = 0; i < K; ++i) {
         const bool in = j >= 0 && first + i < s.m;
         inside |= uint32_t(in) << i;
         g[i] = in ? x[first + i] : T{};
@@ -83,19 +85,24 @@ NM_DEVICE void estimate_group(const Mvue& call, const Shape& s, const Tile<T>& t
     }
     const uint64_t seed = uint64_t(call.seed[0]), offset = uint64_t(call.seed[1]);
     Fates fates;
-    if (s.approx) {
+    if (!ByLevel && s.approx) {
         const Words words = philox_block(seed, offset, uint64_t(j));
         fates = shared.approx(s.m, words.w[0] >> 8, words.w[1] >> 8);
     } else {
         const Words words = philox_block(seed, offset, uint64_t(j) >> 2);
         const uint32_t low = j & 1 ? words.w[1] : words.w[0], high = j & 1 ? words.w[3] : words.w[2];
-        fates = shared.exact(s.n, (j & 2 ? high : low) >> 8);
+        const uint32_t word = j & 2 ? high : low;
+        if constexpr (ByLevel) {
+            fates = shared.template by_level<T>(s.n, s.m, word);
+        } else {
+            fates = shared.in_integers(s.n, word >> 8);
+        }
     }
     NM_UNROLL
-    for (int i = 0; i < kEach; ++i) result[i] = shared.template result<T>(fates, i, g[i]);
+    for (int i = 0; i < K; ++i) result[i] = shared.template result<T>(fates, i, g[i]);
     if (call.dense) {
         NM_UNROLL
-        for (int i = 0; i < kEach; ++i) {
+        for (int i = 0; i < K; ++i) {
             if (inside >> i & 1u) x[first + i] = result[i];
         }
     } else {
@@ -113,7 +120,7 @@ NM_DEVICE void sweep(int lines, int count, bool along, const F& f) {
     }
 }
 
-template <class T>
+template <bool ByLevel, class T>
 __global__ void __launch_bounds__(kThreads) mvue_any_kernel(Mvue call, Shape s, int64_t line_blocks, int64_t group_blocks) {
     NM_DYNAMIC_SHARED(T, memory);
     const Parts parts(s);
@@ -137,7 +144,7 @@ __global__ void __launch_bounds__(kThreads) mvue_any_kernel(Mvue call, Shape s, 
     for (int base = 0; base < lines * groups; base += teams) {
         const bool one = base + team < lines * groups;
         const int l = one ? (base + team) / groups : 0, g = one ? (base + team) % groups : 0;
-        estimate_group(call, s, tile, one ? (row + l) * call.per_row + group + g : -1, l, g);
+        estimate_group<ByLevel>(call, s, tile, one ? (row + l) * call.per_row + group + g : -1, l, g);
     }
     __syncthreads();
     if (call.dense) {
@@ -167,7 +174,8 @@ void mvue_any(const Mvue& call, int dtype, int n, int m, bool approx, Queue queu
     by_dtype(dtype, [&](auto element) {
         using T = decltype(element);
         const size_t shared = Parts(s).bytes(s, sizeof(T));
-        launch("mvue_any_kernel", mvue_any_kernel<T>, {blocks, kThreads, shared}, queue, call, s, line_blocks, group_blocks);
+        const auto kernel = s.by_level ? mvue_any_kernel<true, T> : mvue_any_kernel<false, T>;
+        launch("mvue_any_kernel", kernel, {blocks, kThreads, shared}, queue, call, s, line_blocks, group_blocks);
     });
 }
 

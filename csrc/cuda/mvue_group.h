@@ -129,7 +129,49 @@ struct Shared {
         return fates;
     }
 
-    NM_DEVICE Fates exact(int n, uint32_t u) {
+    // By level, where a lane has the whole group (K >= m); T is the type of g.
+    template <class T>
+    NM_DEVICE Fates by_level(int n, int m, uint32_t word) {
+        const uint32_t present = non_zeros();
+        const float sum = sum_of(present);
+        bool open;
+        Fates fates = settled(n, sum, present, open);
+        if (!open) return fates;
+        // the sum of ever more elements, and the least without one of them; zeros past m change neither
+        float all[K], rest[K];
+        NM_UNROLL
+        for (int i = 0; i < K; ++i) all[i] = a[i], rest[i] = 0.0f;
+        NM_UNROLL
+        for (int step = 1; step < K; step *= 2) {
+            NM_UNROLL
+            for (int i = 0; i + step < K; i += 2 * step) {
+                const float left = rest[i] + all[i + step], right = all[i] + rest[i + step];
+                rest[i] = left < right ? left : right;
+                all[i] = all[i] + all[i + step];
+            }
+        }
+        const float half = 0.5f * sum, h = n == 1 ? sum : rest[0] < half ? rest[0] : half;
+        const float up = h < kLeastLevel ? kLevelScale : h >= kMostLevel ? 1.0f / kLevelScale : 1.0f;
+        const float level = level_grid(h * up), base = level_base(level);
+        const float second = base + level_mark(word, m) * level, first = second - level;
+        int one = 0, two = 1;
+        float c = base;
+        NM_UNROLL
+        for (int i = 0; i < K; ++i) {
+            const float x = a[i] * up;
+            c = c + (x < level ? x : level);
+            one += i < m - 1 && c <= first;
+            two += i > 0 && i < m - 1 && c <= second;
+        }
+        fates.sampled = 1u << one | (n == 2 ? 1u << two : 0u);
+        const float rounded = rounded_level<T>(level * (1.0f / up), word);
+        NM_UNROLL
+        for (int i = 0; i < K; ++i) value[i] = a[i] > rounded ? a[i] : rounded;
+        return fates;
+    }
+
+    // In integers, by a 24-bit uniform.
+    NM_DEVICE Fates in_integers(int n, uint32_t u) {
         const uint32_t present = non_zeros();
         float sum = sum_of(present);
         bool open;

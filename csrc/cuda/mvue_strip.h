@@ -1,18 +1,11 @@
-// MVUE of 2:4 within a thread: a strip of 16 consecutive elements, almost never a division.
+// MVUE of 2:4 within a thread: a strip of 16 consecutive elements, by level as core/mvue.h has it, without a branch or a comparison.
 //
-// With the level h = S / (2 - k) to which sampled elements rise, the estimate of core/mvue.h is systematic sampling of all
-// elements with weights p_i = min(|g_i| / h, 1), which sum up to 2: a saturated element has weight 1 and is always met. So
-// element i is kept iff floor(P_i - v) > floor(P_{i-1} - v), P_i = p_0 + .. + p_i, v = u 2^-24, and becomes max(|g_i|, h).
+// Sums C and marks T are multiples of a quantum q in [M, 2 M), M = 2^23 q. So C / q, T / q and their difference are whole numbers
+// below 2^24, which fma gives exactly, and saturated to [0, 1] T / q + 1 - C / q is 1 where C <= T, else 0. Indices are sums of
+// these. Integers and comparisons have half the rate of float arithmetic (CUDA programming guide, throughput of arithmetic
+// instructions).
 //
-// h is S / 2, or where an element is saturated the sum R without the largest: h = min(S / 2, R), to a rounding. Are two
-// saturated, the others weigh next to nothing.
-//
-// The definition rounds q_i = |g_i| / h 2^24 down to an integer. Here P_i - v is computed with errors of some 2^-21, by a
-// rough reciprocal of h, and whatever is so near to an integer that the definition might see it on the other side is
-// left to mvue_group.h: `doubt`, some 2^-16 of all groups. What has been decided has the bits of the definition.
-//
-// Errors in units of 2^-21: p 2 (h and its reciprocal), additions 1.5, the definition's own rounding down and sums 1.1,
-// elements that the definition drops .5, u's last bits 1: 6.1. kMargin is 8.
+// What is left to mvue_group.h: levels so small that 1 / q is no float, sums so large that M is none.
 #pragma once
 
 #include "../core/philox.h"
@@ -53,10 +46,11 @@ struct Strip {
     }
 };
 
-// The random words of groups j to j + 3: word j & 3 of block j >> 2.
+// The random words of groups j to j + 3: word j & 3 of block j >> 2. Aligned: j is a multiple of 4.
+template <bool Aligned>
 NM_DEVICE void strip_words(uint64_t seed, uint64_t offset, int64_t j, uint32_t (&words)[4]) {
     const uint64_t counter = uint64_t(j) >> 2;
-    const int skip = int(j & 3);
+    const int skip = Aligned ? 0 : int(j & 3);
     uint32_t w[8];
     const Words first = philox_block(seed, offset, counter);
     NM_UNROLL
@@ -74,75 +68,63 @@ NM_DEVICE void strip_words(uint64_t seed, uint64_t offset, int64_t j, uint32_t (
     for (int i = 0; i < 4; ++i) words[i] = w[i];
 }
 
-// P - v + 5 in [4, 8), where a float's last bit is worth 2^-21 and bits 21 and 22 count the integers passed.
-constexpr uint32_t kFive = 0x40a00000u;
-constexpr float kFine = 2097152.0f, kLeast = 1.17549435e-38f;
-constexpr uint32_t kGreatest = 0x7e800000u;  // 2^126, whose reciprocal is normal
+constexpr float kLeast = 0x1p-100f;
 
-constexpr uint32_t kMargin = 8;  // of either side of an integer, in 2^-21
+// The marks of a group in units of its quantum, plus 1, and what turns sums into such units.
+struct Marks {
+    float level, base, inverse, first, second;
 
-struct Place {
-    float at;
-    uint32_t doubt = 0;
+    NM_DEVICE Marks(float h, uint32_t word)
+        : level(level_grid(h)), base(bits_float(float_bits(level) & 0x7f800000u) * 8.0f), inverse(bits_float((277u << 23) - float_bits(base))) {
+        const float mark = base + level_mark(word, 4) * level;
+        first = __fmaf_rn(mark - level, inverse, 1.0f);
+        second = __fmaf_rn(mark, inverse, 1.0f);
+    }
+    // 1.0 where the sum c is at most the mark, else 0.0
+    NM_DEVICE float passed(float mark, float c) const { return __saturatef(__fmaf_rn(c, -inverse, mark)); }
+};
 
-    // the definition passes an integer at P >= v, but for u = 0 at P >= 1: for every u at P > v', u' = u - 1 modulo 2^24
-    NM_DEVICE explicit Place(uint32_t word) : at(bits_float(kFive + kMargin - 0x1fffffu + ((255u - word) >> 11))) {}
-    NM_DEVICE float pass(float magnitude, float reciprocal) {
-        at = at + __saturatef(magnitude * reciprocal);
-        doubt |= float_bits(at) ^ float_bits(at - float(2 * kMargin) / kFine);
-        return at;
+struct Level {
+    float sum, h;
+
+    NM_DEVICE explicit Level(const float* x) {
+        const float l = fabsf(x[0]) + fabsf(x[1]), r = fabsf(x[2]) + fabsf(x[3]);
+        const float rest = fminf(fminf(fabsf(x[0]), fabsf(x[1])) + r, l + fminf(fabsf(x[2]), fabsf(x[3])));
+        sum = l + r;
+        h = fminf(0.5f * sum, rest);
     }
 };
 
-// 1.0 where z < integer, else 0.0: z is a multiple of 2^-21, and these are exact.
-NM_DEVICE float below(float z, float integer) { return __saturatef(__fmaf_rn(z, -kFine, integer * kFine)); }
-
-struct Level {
-    float sum, most, rest;  // rest: the sum without the largest
-};
-
-// Of 16-bit numbers any two that differ do so by more than sums are rounded: the least rest is that without the largest.
-template <bool Narrow>
-NM_DEVICE Level level_of(const float* x) {
-    const auto pair = [](float a, float b) { return Level{fabsf(a) + fabsf(b), fmaxf(fabsf(a), fabsf(b)), fminf(fabsf(a), fabsf(b))}; };
-    const Level l = pair(x[0], x[1]), r = pair(x[2], x[3]);
-    const float left = l.rest + r.sum, right = l.sum + r.rest;
-    return {l.sum + r.sum, fmaxf(l.most, r.most), Narrow ? fminf(left, right) : l.most >= r.most ? left : right};
-}
-
-// The strip of a thread; false where a group of it is in doubt. raw: its elements as they lie in memory.
+// The strip of a thread; false where a group of it is for mvue_group.h. raw: its elements as they lie in memory.
 NM_DEVICE bool estimate(const uint32_t (&raw)[16], const uint32_t (&words)[4], Strip<float>& out) {
-    float values[8];
     bool sure = true;
     out.code = 0;
     NM_UNROLL
     for (int g = 0; g < 4; ++g) {
-        float x[4], z[3], *value = values + g * 2;
+        float x[4], c[3];
         NM_UNROLL
         for (int i = 0; i < 4; ++i) x[i] = bits_float(raw[g * 4 + i]);
-        const Level l = level_of<false>(x);
-        const float half = 0.5f * l.sum, h = l.most >= half ? l.rest : half, reciprocal = rough_reciprocal(h);
-        Place place(words[g]);
+        const Level l(x);
+        const Marks marks(l.h, words[g]);
         NM_UNROLL
-        for (int i = 0; i < 3; ++i) z[i] = place.pass(fabsf(x[i]), reciprocal);
-        // the first that passes 5, and the first that passes 6; if none has, the last
-        float found[2] = {x[3], x[3]};
-        uint32_t index[2] = {3, 3};
+        for (int i = 0; i < 3; ++i) c[i] = (i ? c[i > 0 ? i - 1 : 0] : marks.base) + fminf(fabsf(x[i]), marks.level);
+        const float mark = marks.base + level_mark(words[g], 4) * marks.level;
+        float value[2] = {x[0], x[1]};
+        uint32_t index[2] = {0, 1};
         NM_UNROLL
         for (int k = 0; k < 2; ++k) {
             NM_UNROLL
-            for (int i = 2; i >= 0; --i) {
-                const bool passed = z[i] >= float(5 + k);
-                found[k] = passed ? x[i] : found[k];
-                index[k] = passed ? uint32_t(i) : index[k];
+            for (int i = k; i < 3; ++i) {
+                const bool passed = c[i] <= (k ? mark : mark - marks.level);
+                value[k] = passed ? x[i + 1] : value[k];
+                index[k] = passed ? uint32_t(i + 1) : index[k];
             }
+            value[k] = with_sign(fmaxf(fabsf(value[k]), marks.level), value[k]);
         }
-        sure = sure && place.doubt < 1u << 21 && float_bits(l.sum) < kGreatest;
-        NM_UNROLL
-        for (int k = 0; k < 2; ++k) value[k] = with_sign(fabsf(found[k]) >= half ? fabsf(found[k]) : h, found[k]);
-        if (!(h >= kLeast)) {
+        sure = sure && l.sum < kMostLevel;
+        if (!(l.h >= kLeast)) {
             // at most one element differs from zero, or it is for mvue_group.h
-            sure = sure && h == 0.0f;
+            sure = sure && l.h == 0.0f;
             value[0] = value[1] = 0.0f;
             index[0] = 0;
             index[1] = 1;
@@ -153,10 +135,11 @@ NM_DEVICE bool estimate(const uint32_t (&raw)[16], const uint32_t (&words)[4], S
             }
         }
         NM_UNROLL
-        for (int k = 0; k < 2; ++k) out.code |= index[k] << ((g * 2 + k) * 2);
+        for (int k = 0; k < 2; ++k) {
+            out.values[g * 2 + k] = float_bits(value[k]);
+            out.code |= index[k] << ((g * 2 + k) * 2);
+        }
     }
-    NM_UNROLL
-    for (int i = 0; i < 8; ++i) out.values[i] = float_bits(values[i]);
     return sure;
 }
 
@@ -171,30 +154,40 @@ NM_DEVICE void lone(uint32_t (&pairs)[2], float& first, float& second) {
     second = pairs[1] >> 16 ? 2.0f : pairs[1] ? 1.0f : 0.0f;
 }
 
-// Of 16-bit numbers, with little work for the integer units: indices are sums of zeros and ones in float, which build the
-// selector of the bytes to take and, in the lower bits of another float, the packed indices.
+// A level rounded at random, twice.
+template <class T>
+NM_DEVICE uint32_t level_pair(float level, uint32_t word) {
+    if constexpr (std::is_same_v<T, bf16>) {
+        const uint32_t bits = float_bits(level) + (word & 0xffffu);
+        return permute_bytes(bits, bits, 0x3232);
+    } else {
+        const float rounded = rounded_level<T>(level, word);
+        return rounded_pair<T>(rounded, rounded);
+    }
+}
+
+// Of 16-bit numbers: indices build the selector of the bytes to take and, in the lower bits of another float, the packed indices.
 template <class T>
 NM_DEVICE bool estimate(const uint32_t (&raw)[8], const uint32_t (&words)[4], Strip<T>& out) {
-    float first[4], second[4], h[4];  // first index, second index - 1
-    uint32_t pairs[4][2], doubt = 0, greatest = 0;
-    float least = 1.0f;
+    float first[4], second[4], h[4], level[4];  // first index, second index - 1
+    uint32_t pairs[4][2];
+    float least = 0.0f, sum = 0.0f;
     NM_UNROLL
     for (int g = 0; g < 4; ++g) {
         pairs[g][0] = raw[2 * g];
         pairs[g][1] = raw[2 * g + 1];
         const float x[4] = {low_half<T>(raw[2 * g]), high_half<T>(raw[2 * g]), low_half<T>(raw[2 * g + 1]), high_half<T>(raw[2 * g + 1])};
-        const Level l = level_of<true>(x);
-        h[g] = fminf(0.5f * l.sum, l.rest);
-        const float reciprocal = rough_reciprocal(h[g]);
-        Place place(words[g]);
-        const float z0 = place.pass(fabsf(x[0]), reciprocal), z1 = place.pass(fabsf(x[1]), reciprocal), z2 = place.pass(fabsf(x[2]), reciprocal);
-        first[g] = below(z0, 5.0f) + below(z1, 5.0f);
-        second[g] = below(z1, 6.0f) + below(z2, 6.0f);
-        doubt |= place.doubt;
-        greatest = max(greatest, float_bits(l.sum));
-        least = fminf(least, h[g]);
+        const Level l(x);
+        const Marks marks(l.h, words[g]);
+        const float c0 = marks.base + fminf(fabsf(x[0]), marks.level), c1 = c0 + fminf(fabsf(x[1]), marks.level), c2 = c1 + fminf(fabsf(x[2]), marks.level);
+        first[g] = marks.passed(marks.first, c0) + marks.passed(marks.first, c1) + marks.passed(marks.first, c2);
+        second[g] = marks.passed(marks.second, c1) + marks.passed(marks.second, c2);
+        h[g] = l.h;
+        level[g] = marks.level;
+        least = g ? fminf(least, l.h) : l.h;
+        sum = g ? sum + l.sum : l.sum;
     }
-    bool sure = doubt < 1u << 21 && greatest < kGreatest;
+    bool sure = sum < kMostLevel;
     if (least < kLeast) {
         NM_UNROLL
         for (int g = 0; g < 4; ++g) {
@@ -210,7 +203,7 @@ NM_DEVICE bool estimate(const uint32_t (&raw)[8], const uint32_t (&words)[4], St
     for (int g = 0; g < 4; ++g) {
         const float selector = __fmaf_rn(first[g], float(0x22), __fmaf_rn(second[g], float(0x2200), 8388608.0f + float(0x3210)));
         const uint32_t chosen = permute_bytes(pairs[g][0], pairs[g][1], float_bits(selector));
-        out.values[g] = (chosen & 0x80008000u) | larger_pair<T>(chosen & 0x7fff7fffu, rounded_pair<T>(h[g], h[g]));
+        out.values[g] = larger_magnitudes<T>(chosen, level_pair<T>(level[g], words[g]));
         code = __fmaf_rn(first[g], scale, __fmaf_rn(second[g], 4.0f * scale, code));
         scale *= 16.0f;
     }
@@ -234,7 +227,7 @@ NM_DEVICE void estimate_exactly(const uint32_t (&words)[4], Strip<T>& out, const
             x[i] = element(g * M + i);
             group.a[i] = magnitude(to_float(x[i]));
         }
-        const Fates fates = group.exact(N, word >> 8);
+        const Fates fates = group.template by_level<T>(N, M, word);
         const uint32_t kept = fates.kept | fates.sampled | fates.poisoned;
         int missing = N - __popc(kept), stored = 0;
         uint32_t value[N] = {}, index[N] = {};

@@ -1,4 +1,4 @@
-// More arithmetic on pairs of 16-bit numbers, the low one first, as ptx.h has it, and a quick reciprocal. All are there from
+// More arithmetic on pairs of 16-bit numbers, the low one first, as ptx.h has it. All are there from
 // sm_80 on.
 #pragma once
 
@@ -9,21 +9,6 @@
 #include "ptx.h"
 
 namespace nm::cuda {
-
-// 1 / x, wrong by a unit in the last place or so, for x and 1 / x both normal; 0 and denormals give inf, and become 0. The emulator's is
-// wrong by up to two units, another number of them for each x, so that nobody comes to rely on more.
-NM_DEVICE float rough_reciprocal(float x) {
-#if defined(NM_EMULATED)
-    const uint32_t bits = float_bits(x);
-    if ((bits & 0x7f800000u) == 0) return bits_float(0x7f800000u);
-    const uint32_t y = float_bits(1.0f / x) + ((bits * 0x9e3779b9u) >> 29) % 5u - 2u;
-    return y << 1 < 0x01000000u ? 0.0f : bits_float(y);
-#else
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-#endif
-}
 
 // The larger of each half; all are positive or +0.0.
 template <class T>
@@ -39,6 +24,23 @@ NM_DEVICE uint32_t larger_pair(uint32_t a, uint32_t b) {
         asm("max.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
     }
     return pair;
+#endif
+}
+
+// The larger magnitude of each half with the sign of `a`; b is positive or +0.0.
+template <class T>
+NM_DEVICE uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
+#if !defined(NM_EMULATED) && __CUDA_ARCH__ >= 860
+    // PTX ISA 9.7.4.10 (max): xorsign.abs needs sm_86
+    uint32_t pair;
+    if constexpr (std::is_same_v<T, bf16>) {
+        asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    } else {
+        asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    }
+    return pair;
+#else
+    return (a & 0x80008000u) | larger_pair<T>(a & 0x7fff7fffu, b);
 #endif
 }
 

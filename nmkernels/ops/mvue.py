@@ -66,8 +66,10 @@ def mvue(
     """A random N:M sparse tensor whose mean is ``g``, of the least variance possible, in dense layout.
 
     Element i of a group is kept with probability ``p_i = min(1, c·|g_i|)``, ``Σ p_i = N``, and becomes ``g_i / p_i``
-    (Chmiel et al. 2023, arXiv 2203.10991, for 1:2 and 2:4). A group with at most N non-zeros is copied; one that is not
-    finite becomes NaN at ``mask(g)``. It has no gradient: backward through it raises.
+    (Chmiel et al. 2023, arXiv 2203.10991, for 1:2 and 2:4). With N <= 2 and M = 2, 4, 8 or 16 elements are sampled in steps of
+    ``2^-16`` (M = 16: ``2^-15``) and the value of sampled ones is rounded to the dtype up or down at random, so that the mean of an
+    element is off by little more than a step of that value. A group with at most N non-zeros is copied; one that is not finite
+    becomes NaN at ``mask(g)``. It has no gradient: backward through it raises.
 
     Args:
         g: ``(rows, cols)``, or any shape; usually the gradient of a layer's output ``(tokens, out)``.

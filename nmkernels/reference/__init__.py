@@ -6,7 +6,7 @@ from .compress import compress, decompress, pack_indices, unpack_indices
 from .layouts import LAYOUTS, from_layout, to_layout
 from .linear import linear, linear_dgrad, linear_wgrad
 from .mask import is_nm, mask, prune, soft_threshold, soft_threshold_scale
-from .mvue import group_mvue, mvue, mvue_compress, pairs24, philox4x32, uniforms24
+from .mvue import group_mvue, has_level_rule, mvue, mvue_compress, philox4x32, uniforms24, word_pairs, words
 from .pack import pack
 from .transposable import transposable_mask
 
@@ -18,6 +18,7 @@ __all__ = [
     "distance",
     "from_layout",
     "group_mvue",
+    "has_level_rule",
     "is_nm",
     "linear",
     "linear_dgrad",
@@ -28,7 +29,6 @@ __all__ = [
     "mvue_compress",
     "pack",
     "pack_indices",
-    "pairs24",
     "philox4x32",
     "prune",
     "soft_threshold",
@@ -36,5 +36,7 @@ __all__ = [
     "to_layout",
     "transposable_mask",
     "uniforms24",
+    "word_pairs",
+    "words",
     "unpack_indices",
 ]

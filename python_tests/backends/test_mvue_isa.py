@@ -52,8 +52,8 @@ def same_in_parts(cpu, g: Tensor, p: Pattern, dim: int, compressed: bool) -> Non
     ours = dense if compressed or dim else dense.T
     for row in (0, rows // 2, rows - 1):
         groups = (g[row] if dim else g[:, row]).reshape(-1, p.m)
-        u = reference.uniforms24(SEED, len(groups), row * len(groups))
-        assert_equal_bits(ours[row].reshape(-1, p.m), reference.group_mvue(groups, u, p.n), f"row {row}")
+        words = reference.words(SEED, len(groups), row * len(groups))
+        assert_equal_bits(ours[row].reshape(-1, p.m), reference.group_mvue(groups, words, p.n), f"row {row}")
 
 
 @pytest.mark.quick(1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nmkernels import Pattern, dispatch, reference, testing
 from nmkernels.backends.cuda.core import EMULATED, emulator_built
-from nmkernels.reference.mvue import group_mvue, uniforms24
+from nmkernels.reference.mvue import group_mvue, words
 from python_tests.conformance import built, moved, tensors
 from python_tests.ops.samples import adamw, seed
 
@@ -213,7 +213,7 @@ def test_gradients_beyond_32_bits(ours: Ours, dim: int) -> None:
     for part in parts_of(across):
         lines = (g[part] if dim == 1 else g[:, part].T).cpu()
         groups = lines.reshape(-1, 4)
-        expected = group_mvue(groups, uniforms24(key, len(groups), part.start * along // 4), 2).view_as(lines)
+        expected = group_mvue(groups, words(key, len(groups), part.start * along // 4), 2).view_as(lines)
         testing.assert_equal_bits(dense[part] if dim == 1 else dense[:, part].T, expected, f"{part}")
         # the packed form may store a zero anywhere, so that it is read back
         packed = OPS.nm_decompress(values[part].cpu(), indices[part].cpu(), 2, 4, along)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nmkernels.reference import compress, decompress, group_mvue, mvue, mvue_compress, pairs24, uniforms24
+from nmkernels.reference import compress, decompress, group_mvue, mvue, mvue_compress, word_pairs, words
 from nmkernels.testing import equal_bits
 from python_tests.each import each
 from python_tests.reference.conftest import DTYPES, edge
@@ -67,7 +67,7 @@ def test_approx_equals_a_scalar_loop(real):
     u[:4] = [[0, 0], [0, ONE - 1], [ONE - 1, 0], [ONE - 1, ONE - 1]]
     u[80:82] = [[ONE - 1, 0], [0, ONE - 1]]
     want = np.array([approx_scalar(list(g), x) for g, x in zip(groups, u.tolist(), strict=True)], dtype=real)
-    assert equal_bits(group_mvue(torch.from_numpy(groups), torch.from_numpy(u), 2, "approx"), torch.from_numpy(want))
+    assert equal_bits(group_mvue(torch.from_numpy(groups), torch.from_numpy(u) << 8, 2, "approx"), torch.from_numpy(want))
 
 
 @each("a", [(1, 2, 3, 4), (0, 1, 1, 1), (0.1, 0.2, 0.3, 2)])
@@ -80,7 +80,7 @@ def test_approx_is_unbiased_over_all_pairs_of_uniforms(a):
             if high > low and end > start:
                 us.append((low, start))
                 chance.append((high - low) / ONE * (end - start) / ONE)
-    outcome, chance = group_mvue(g.expand(len(us), 4), torch.tensor(us), 2, "approx"), torch.tensor(chance, dtype=torch.float64)
+    outcome, chance = group_mvue(g.expand(len(us), 4), torch.tensor(us) << 8, 2, "approx"), torch.tensor(chance, dtype=torch.float64)
     assert chance.sum().item() == pytest.approx(1, abs=1e-12)
     assert ((outcome != 0).sum(1) == 2).all()
     assert torch.allclose(chance @ outcome, g, atol=1e-6)
@@ -89,11 +89,11 @@ def test_approx_is_unbiased_over_all_pairs_of_uniforms(a):
 @each("n, m, method", [(2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact"), (3, 8, "exact"), (2, 3, "approx")])
 @each("shape, dim", [((6, 48), -1), ((6, 48), 1), ((48,), 0), ((2, 3, 48), 2), ((48, 5), 0), ((2, 48, 3), 1)])
 @each("dtype", DTYPES)
-def test_each_group_draws_its_own_uniform_in_row_major_order(n, m, method, shape, dim, dtype):
+def test_each_group_draws_its_own_word_in_row_major_order(n, m, method, shape, dim, dtype):
     g = torch.randn(shape, generator=torch.Generator().manual_seed(m)).to(dtype)
     groups = g.movedim(dim, -1).reshape(-1, m)
-    u = (uniforms24 if method == "exact" else pairs24)(SEED, len(groups))
-    want = group_mvue(groups, u, n, method).view(g.movedim(dim, -1).shape).movedim(-1, dim)
+    random = (words if method == "exact" else word_pairs)(SEED, len(groups))
+    want = group_mvue(groups, random, n, method).view(g.movedim(dim, -1).shape).movedim(-1, dim)
     got = mvue(g, n, m, dim, SEED, method)
     assert equal_bits(got, want) and got.is_contiguous()
 

@@ -1,14 +1,14 @@
-"""Philox4x32-10: known answers, an implementation in Python integers, and which word each group takes."""
+"""Philox4x32-7: known answers, an implementation in Python integers, and which word each group takes."""
 
 import torch
 
-from nmkernels.reference import pairs24, philox4x32, uniforms24
+from nmkernels.reference import philox4x32, uniforms24, word_pairs
 from python_tests.each import each
 
 KNOWN = [
-    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "5f6fb709 0d893f64 4f121f81 4f730a48"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "5207ddc2 45165e59 4d8ee751 8c52f662"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "4dfccaba 190a87f0 c47362ba b6b5242a"),
 ]
 
 
@@ -18,7 +18,7 @@ def words(text):
 
 def in_python(counter, key):
     c, k = list(counter), list(key)
-    for _ in range(10):
+    for _ in range(7):
         a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
         c = [(b >> 32) ^ c[1] ^ k[0], b % 2**32, (a >> 32) ^ c[3] ^ k[1], a % 2**32]
         k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
@@ -39,6 +39,6 @@ def test_layout_of_key_counter_and_word(seed, offset, first):
 
     tensor = torch.tensor([seed, offset])
     one = [in_python(split(j >> 2) + split(offset), split(seed))[j & 3] >> 8 for j in range(first, first + 11)]
-    two = [[w >> 8 for w in in_python(split(j) + split(offset), split(seed))[:2]] for j in range(first, first + 11)]
+    two = [in_python(split(j) + split(offset), split(seed))[:2] for j in range(first, first + 11)]
     assert uniforms24(tensor, 11, first).tolist() == one
-    assert pairs24(tensor, 11, first).tolist() == two
+    assert word_pairs(tensor, 11, first).tolist() == two

@@ -12,6 +12,7 @@
 #include "../kernels.h"
 #include "../stream.h"
 #include "simd/mvue_estimate.h"
+#include "simd/mvue_level.h"
 #include "simd/mvue_pack.h"
 #include "simd/mvue_philox.h"
 #include "simd/mvue_tile.h"
@@ -93,40 +94,54 @@ void estimate(P p, Uniforms& uniforms, int64_t groups, float* x, Slots& to) {
 
 using Estimate = void (*)(int n, int m, bool approx, bool packed, Uniforms& uniforms, int64_t groups, float* x, Slots& slots);
 
-// approx draws two elements
-constexpr bool has_approx(Any) { return true; }
-template <int N, int M>
-constexpr bool has_approx(Fixed<N, M>) {
-    return N == 2;
-}
-
-template <class P>
-void estimate_as(P p, bool approx, bool packed, Uniforms& uniforms, int64_t groups, float* x, Slots& slots) {
-    if constexpr (has_approx(P{})) {
-        if (approx) return packed ? estimate<true, true>(p, uniforms, groups, x, slots) : estimate<true, false>(p, uniforms, groups, x, slots);
+// The same by level, to type T.
+template <class T, int N, int M>
+void estimate_by_level(int, int, bool, bool packed, Uniforms& uniforms, int64_t groups, float* x, Slots& to) {
+    constexpr Fixed<N, M> p;
+    Slots slots = to;
+    for (int64_t group = 0; group < groups; ++group, x += M * kLanes) {
+        const Sampled<N> kept = sample<T>(p, x, uniforms.one());
+        if (packed) {
+            put(p, kept.value, kept.index, slots);
+        } else {
+            NM_UNROLL_16 for (int i = 0; i < M; ++i) store(x + i * kLanes, element(kept, i));
+        }
     }
-    packed ? estimate<false, true>(p, uniforms, groups, x, slots) : estimate<false, false>(p, uniforms, groups, x, slots);
-}
-
-template <int N, int M>
-void estimate_fixed(int, int, bool approx, bool packed, Uniforms& uniforms, int64_t groups, float* x, Slots& slots) {
-    estimate_as(Fixed<N, M>{}, approx, packed, uniforms, groups, x, slots);
+    to = slots;
 }
 
 void estimate_any(int n, int m, bool approx, bool packed, Uniforms& uniforms, int64_t groups, float* x, Slots& slots) {
-    estimate_as(Any{n, m}, approx, packed, uniforms, groups, x, slots);
+    const Any p{n, m};
+    if (approx) return packed ? estimate<true, true>(p, uniforms, groups, x, slots) : estimate<true, false>(p, uniforms, groups, x, slots);
+    packed ? estimate<false, true>(p, uniforms, groups, x, slots) : estimate<false, false>(p, uniforms, groups, x, slots);
 }
 
-Estimate estimate_of(int n, int m) {
+template <bool Approx, int N, int M>
+void estimate_fixed(int, int, bool, bool packed, Uniforms& uniforms, int64_t groups, float* x, Slots& slots) {
+    constexpr Fixed<N, M> p;
+    packed ? estimate<Approx, true>(p, uniforms, groups, x, slots) : estimate<Approx, false>(p, uniforms, groups, x, slots);
+}
+
+template <class T>
+Estimate estimate_of(int n, int m, bool approx) {
+    if (approx) {
+        switch (m) {
+            case 4: return estimate_fixed<true, 2, 4>;
+            case 8: return estimate_fixed<true, 2, 8>;
+            case 16: return estimate_fixed<true, 2, 16>;
+            default: return estimate_any;
+        }
+    }
     switch (n << 16 | m) {
-        case 1 << 16 | 4: return estimate_fixed<1, 4>;
-        case 2 << 16 | 4: return estimate_fixed<2, 4>;
-        case 1 << 16 | 8: return estimate_fixed<1, 8>;
-        case 2 << 16 | 8: return estimate_fixed<2, 8>;
-        case 4 << 16 | 8: return estimate_fixed<4, 8>;
-        case 1 << 16 | 16: return estimate_fixed<1, 16>;
-        case 2 << 16 | 16: return estimate_fixed<2, 16>;
-        case 1 << 16 | 32: return estimate_fixed<1, 32>;
+        case 1 << 16 | 2: return estimate_by_level<T, 1, 2>;
+        case 1 << 16 | 4: return estimate_by_level<T, 1, 4>;
+        case 2 << 16 | 4: return estimate_by_level<T, 2, 4>;
+        case 1 << 16 | 8: return estimate_by_level<T, 1, 8>;
+        case 2 << 16 | 8: return estimate_by_level<T, 2, 8>;
+        case 1 << 16 | 16: return estimate_by_level<T, 1, 16>;
+        case 2 << 16 | 16: return estimate_by_level<T, 2, 16>;
+        case 4 << 16 | 8: return estimate_fixed<false, 4, 8>;
+        case 1 << 16 | 32: return estimate_fixed<false, 1, 32>;
         default: return estimate_any;
     }
 }
@@ -141,7 +156,7 @@ template <class T>
 class Walk {
   public:
     Walk(const MvueCall& call, int n, int m, const Output& out)
-        : call_(call), n_(n), m_(m), out_(out), estimate_(estimate_of(n, m)), chunk_(chunk_groups(m)), strip_(strip_groups(n, m)),
+        : call_(call), n_(n), m_(m), out_(out), estimate_(estimate_of<T>(n, m, call.approx)), chunk_(chunk_groups(m)), strip_(strip_groups(n, m)),
           bits_(index_bits(m)), philox_(call.seed, call.offset), groups_((call.length + m - 1) / m), kept_(groups_ * n), bytes_(index_bytes(kept_, bits_)) {
         const int64_t elements = call.outer * call.inner * (out.dense ? call.length : kept_);
         stream_ = elements * int64_t(sizeof(T)) >= kStreamBytes;

@@ -189,7 +189,7 @@ TEST(large_mvue) {
         }
         for (bool approx : {false, true}) {
             const nm::Words words = nm::philox_block(uint64_t(seed[0]), uint64_t(seed[1]), uint64_t(approx ? last : last >> 2));
-            approx ? group.approx(4, words.w[0] >> 8, words.w[1] >> 8) : group.exact(2, 4, words.w[last & 3] >> 8);
+            approx ? group.approx(4, words.w[0] >> 8, words.w[1] >> 8) : group.exact<nm::bf16>(2, 4, words.w[last & 3]);
             for (int i = 0; i < 4; ++i) {
                 result[i] = group.result<nm::bf16>(i, x[i]);
                 keep[i] = !nm::is_zero(result[i]);

@@ -30,7 +30,7 @@ void by_loops(const Buffer& g, int dtype, Around a, NM p, bool approx, const int
                 group.a[i] = nm::magnitude(nm::to_float(x[i]));
             }
             const nm::Words words = nm::philox_block(uint64_t(seed[0]), uint64_t(seed[1]), uint64_t(approx ? j : j >> 2));
-            approx ? group.approx(p.m, words.w[0] >> 8, words.w[1] >> 8) : group.exact(p.n, p.m, words.w[j & 3] >> 8);
+            approx ? group.approx(p.m, words.w[0] >> 8, words.w[1] >> 8) : group.exact<T>(p.n, p.m, words.w[j & 3]);
             for (int i = 0; i < p.m; ++i) {
                 result[i] = group.result<T>(i, x[i]);
                 keep[i] = !nm::is_zero(result[i]);

@@ -2,7 +2,7 @@
 
 Memory is seen as ``(outer, length, inner)`` around the grouped dimension. Along the last one (inner = 1) groups lie side by side; across
 it they lie down the columns. The random number of group g of line l has the index l * groups of a line + g. Arithmetic and its order are
-those of ``reference/mvue.py`` and ``csrc/core/mvue.h``, where the method is explained; random words are Philox4x32-10 (Salmon et al., SC
+those of ``reference/mvue.py`` and ``csrc/core/mvue.h``, where the method is explained; random words are Philox4x32-7 (Salmon et al., SC
 2011). The seed tensor, int64 (seed, offset), is read where it lies, so that a captured graph replays with whatever it then holds.
 """
 
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...reference import has_level_rule
 from ..shared import Around, around, packed
 from .compress import as_integers, compress
 from .groups import bits_of, kept, load_groups, narrow, store_groups, widen
@@ -49,36 +50,35 @@ def philox_block(seed, counter):
     c2, c3 = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
     # the key words grow by a constant a round; in 64 bits, which the cast cuts, so that nothing overflows
     high = key >> 32
-    for r in tl.static_range(10):
+    for r in tl.static_range(7):
         k0, k1 = (key + r * 0x9E3779B9).to(tl.uint32), (high + r * 0xBB67AE85).to(tl.uint32)
         c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
     return c0, c1, c2, c3
 
 
 @triton.jit
-def uniforms24(seed, j):
-    """One 24-bit number for each group ``j`` (int64): word j & 3 of counter j >> 2, int32."""
+def words_of(seed, j):
+    """One word for each group ``j`` (int64): word j & 3 of counter j >> 2, uint32."""
     w0, w1, w2, w3 = philox_block(seed, j >> 2)
     word = (j & 3).to(tl.int32)
     low = tl.where(word == 0, w0, w1)
     high = tl.where(word == 2, w2, w3)
-    return (tl.where(word < 2, low, high) >> 8).to(tl.int32)
+    return tl.where(word < 2, low, high)
 
 
 @triton.jit
-def uniforms24_of_four(seed, block):
-    """The numbers of groups 4 block to 4 block + 3, four for each of a vector of blocks: a quarter of the work."""
+def words_of_four(seed, block):
+    """The words of groups 4 block to 4 block + 3, four for each of a vector of blocks: a quarter of the work."""
     w0, w1, w2, w3 = philox_block(seed, block)
     # joined as (w0, w2), (w1, w3), so that the new dimensions count 0, 1, 2, 3
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    return (tl.reshape(words, [4 * block.shape[0]]) >> 8).to(tl.int32)
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [4 * block.shape[0]])
 
 
 @triton.jit
-def pairs24(seed, j):
-    """Two 24-bit numbers for each group ``j`` (the approximate method): words 0 and 1 of counter j."""
+def word_pairs(seed, j):
+    """Two words for each group ``j`` (the approximate method): words 0 and 1 of counter j."""
     w0, w1, _w2, _w3 = philox_block(seed, j)
-    return (w0 >> 8).to(tl.int32), (w1 >> 8).to(tl.int32)
+    return w0, w1
 
 
 @triton.jit
@@ -176,8 +176,59 @@ def approximate(a, s, u0, u1, M: tl.constexpr):
 
 
 @triton.jit
-def estimate(x, u0, u1, N: tl.constexpr, M: tl.constexpr, APPROX: tl.constexpr):
-    """The estimate of a tile ``[groups, padded M]`` in the bits of its dtype, for uniforms ``[groups]`` (u1: approx only).
+def rounded_level(level, word, dtype: tl.constexpr):
+    """The level in ``dtype``, up or down at random so that its mean is the level; still a float32."""
+    bits = level.to(tl.int32, bitcast=True)
+    if dtype == tl.bfloat16:
+        return ((bits + (word & 0xFFFF).to(tl.int32)) & -0x10000).to(tl.float32, bitcast=True)
+    elif dtype == tl.float16:
+        # below its normal range float16 is fixed point with quantum 2^-24, as floats from 2^-14 on are when cut to 10 bits
+        shift = tl.where(level < 2.0**-14, 2.0**-14, 0.0)
+        bits = (level + shift).to(tl.int32, bitcast=True)
+        return ((bits + (word & 0x1FFF).to(tl.int32)) & -0x2000).to(tl.float32, bitcast=True) - shift
+    else:
+        return level
+
+
+@triton.jit
+def by_level(a, word, N: tl.constexpr, M: tl.constexpr, dtype: tl.constexpr):
+    """Systematic sampling in floats, as ``reference/mvue.py`` has it: which elements, and their magnitudes, both ``[groups, M]``."""
+    index = tl.arange(0, M)[None, :]
+    h = tree(a)
+    if N == 2:
+        h = h * 0.5
+        for i in tl.static_range(M):
+            h = tl.minimum(h, tree(tl.where(index == i, 0.0, a)))
+    # scaled where it is below the normal range, or sums above it were not finite
+    up = tl.where(h < 2.0**-126, 2.0**64, tl.where(h >= 2.0**124, 2.0**-64, 1.0))
+    level = ((h * up).to(tl.int32, bitcast=True) & -8).to(tl.float32, bitcast=True)
+    base = ((level.to(tl.int32, bitcast=True) & 0x7F800000) + (3 << 23)).to(tl.float32, bitcast=True)
+    if M < 16:
+        mark = ((word >> 9) & 0x7FFF80) | 0x3F800040
+    else:
+        mark = ((word >> 9) & 0x7FFF00) | 0x3F800080
+    second = base + mark.to(tl.float32, bitcast=True) * level
+    first = second - level
+    scaled = a * up
+    c = base
+    one = tl.zeros_like(word).to(tl.int32)
+    two = one + 1
+    for i in tl.static_range(M - 1):
+        # one element differs from zero: a copy
+        c = c + tl.minimum(tl.sum(tl.where(index == i, scaled, 0.0), 1, keep_dims=True), level)
+        one += (c <= first).to(tl.int32)
+        if i > 0:
+            two += (c <= second).to(tl.int32)
+    sampled = index == one
+    if N == 2:
+        sampled = sampled | (index == two)
+    inverse = tl.where(up == 1.0, 1.0, tl.where(up > 1.0, 2.0**-64, 2.0**64))
+    return sampled, tl.maximum(a, rounded_level(level * inverse, word, dtype))
+
+
+@triton.jit
+def estimate(x, w0, w1, N: tl.constexpr, M: tl.constexpr, APPROX: tl.constexpr, BY_LEVEL: tl.constexpr):
+    """The estimate of a tile ``[groups, padded M]`` in the bits of its dtype, for words ``[groups]`` (w1: approx only).
 
     A group with at most N non-zeros is copied; one whose sum is not finite becomes NaN where its mask keeps.
     """
@@ -185,11 +236,13 @@ def estimate(x, u0, u1, N: tl.constexpr, M: tl.constexpr, APPROX: tl.constexpr):
     a = tl.abs(wide)
     s = tree(a)
     few = tl.sum((a != 0.0).to(tl.int32), 1, keep_dims=True) <= N
+    saturated = few & few
     if APPROX:
-        sampled, value = approximate(a, s, u0[:, None], u1[:, None], M)
-        saturated = few & few
+        sampled, value = approximate(a, s, (w0 >> 8).to(tl.int32)[:, None], (w1 >> 8).to(tl.int32)[:, None], M)
+    elif BY_LEVEL:
+        sampled, value = by_level(a, w0[:, None], N, M, x.dtype)
     else:
-        saturated, sampled, value = exact(a, u0[:, None], N)
+        saturated, sampled, value = exact(a, (w0 >> 8).to(tl.int32)[:, None], N)
     bits = bits_of(x)
     magnitude = bits_of(narrow(value, x.dtype))
     sign: tl.constexpr = -0x80000000 if x.dtype == tl.float32 else -0x8000
@@ -205,8 +258,8 @@ def estimate(x, u0, u1, N: tl.constexpr, M: tl.constexpr, APPROX: tl.constexpr):
 @triton.jit
 def mvue_kernel(
     g, seed, out, length, inner, per_line, column_blocks, group_blocks,
-    N: tl.constexpr, M: tl.constexpr, APPROX: tl.constexpr, PADDED: tl.constexpr, TRANSPOSED: tl.constexpr, GROUPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, APPROX: tl.constexpr, BY_LEVEL: tl.constexpr, PADDED: tl.constexpr, TRANSPOSED: tl.constexpr,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """out = mvue(g) along the middle of ``(outer, length, inner)``, TRANSPOSED ``(outer, inner, per_line * M)``.
 
@@ -228,14 +281,14 @@ def mvue_kernel(
         x = tl.load(g + at, mask=there, other=0.0)
         j = (outer * inner + column) * per_line + group
     if APPROX:
-        u0, u1 = pairs24(seed, j)
+        w0, w1 = word_pairs(seed, j)
     elif COLUMNS == 1:
-        u0 = uniforms24_of_four(seed, first // 4 + tl.arange(0, GROUPS // 4))
-        u1 = u0
+        w0 = words_of_four(seed, first // 4 + tl.arange(0, GROUPS // 4))
+        w1 = w0
     else:
-        u0 = uniforms24(seed, j)
-        u1 = u0
-    tile = estimate(x, u0, u1, N, M, APPROX)
+        w0 = words_of(seed, j)
+        w1 = w0
+    tile = estimate(x, w0, w1, N, M, APPROX, BY_LEVEL)
     if COLUMNS == 1:
         store_groups(out, tile, first, per_line, M)
     elif TRANSPOSED:
@@ -257,7 +310,8 @@ def _estimate(given: Around, n: int, m: int, seed: Tensor, method: str, out: Ten
         groups = max(1, COLUMN_BYTES // (padded * columns * g.element_size()))
     per_line = cdiv(length, m)
     blocks = cdiv(inner, columns), cdiv(per_line, groups)
-    consts = {"N": n, "M": m, "APPROX": method == "approx", "PADDED": padded, "TRANSPOSED": transposed}
+    approx = method == "approx"
+    consts = {"N": n, "M": m, "APPROX": approx, "BY_LEVEL": not approx and has_level_rule(n, m), "PADDED": padded, "TRANSPOSED": transposed}
     args = (g, seed, as_integers(out), length, inner, per_line, *blocks)
     launch(mvue_kernel, outer * blocks[0] * blocks[1], args, **consts, GROUPS=groups, COLUMNS=columns)
 

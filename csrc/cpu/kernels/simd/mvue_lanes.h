@@ -76,6 +76,7 @@ NM_INLINE F smaller_magnitude(F a, F b) { return float_of(smaller(bits_of(a), bi
 NM_INLINE F larger_magnitude(F a, F b) { return float_of(U(_mm512_max_epu32(__m512i(bits_of(a)), __m512i(bits_of(b))))); }
 NM_INLINE U truncated(F x) { return U(_mm512_cvttps_epi32(x)); }
 NM_INLINE U one_less(B b, U x) { return U(_mm512_mask_sub_epi32(__m512i(x), b, __m512i(x), _mm512_set1_epi32(1))); }
+NM_INLINE U one_more(B b, U x) { return U(_mm512_mask_add_epi32(__m512i(x), b, __m512i(x), _mm512_set1_epi32(1))); }
 
 #else
 
@@ -123,6 +124,7 @@ NM_INLINE F larger_magnitude(F a, F b) { return choose(reinterpret_cast<B>(a) < 
 #endif
 NM_INLINE U truncated(F x) { return reinterpret_cast<U>(__builtin_convertvector(x, B)); }
 NM_INLINE U one_less(B b, U x) { return x + reinterpret_cast<U>(b); }
+NM_INLINE U one_more(B b, U x) { return x - reinterpret_cast<U>(b); }
 
 #endif
 

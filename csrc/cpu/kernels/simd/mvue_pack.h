@@ -63,17 +63,9 @@ NM_INLINE bool shift_in(const B* stored, const F* x, F* value, U* position) {
 }
 
 template <int N, int M>
-NM_INLINE void pack(Fixed<N, M>, const F* x, Slots& to) {
+NM_INLINE void put(Fixed<N, M>, const F* value, const U* position, Slots& to) {
     constexpr uint32_t bits = M <= 4 ? 2 : M <= 16 ? 4 : 8;
     static_assert(32 % (N * bits) == 0, "the positions of a group must not straddle two words");
-    B stored[M];
-    NM_UNROLL_8 for (int i = 0; i < M; ++i) stored[i] = nonzero(x[i]);
-    F value[N];
-    U position[N];
-    if (!shift_in<N, M>(stored, x, value, position)) {
-        pad<N, M>(stored);
-        shift_in<N, M>(stored, x, value, position);
-    }
     U code = U{};
     for (int s = 0; s < N; ++s) {
         store(to.values + (to.k + uint32_t(s)) * kLanes, value[s]);
@@ -82,6 +74,19 @@ NM_INLINE void pack(Fixed<N, M>, const F* x, Slots& to) {
     float* word = reinterpret_cast<float*>(to.words) + to.k * bits / 32 * kLanes;
     store(word, float_of(bits_of(load(word)) | code << (to.k * bits % 32)));
     to.k += N;
+}
+
+template <int N, int M>
+NM_INLINE void pack(Fixed<N, M> p, const F* x, Slots& to) {
+    B stored[M];
+    NM_UNROLL_8 for (int i = 0; i < M; ++i) stored[i] = nonzero(x[i]);
+    F value[N];
+    U position[N];
+    if (!shift_in<N, M>(stored, x, value, position)) {
+        pad<N, M>(stored);
+        shift_in<N, M>(stored, x, value, position);
+    }
+    put(p, value, position, to);
 }
 
 // Any N:M, slot by slot.

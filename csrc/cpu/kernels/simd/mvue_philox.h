@@ -1,4 +1,4 @@
-// Philox4x32-10 (core/philox.h) for kLanes counters at once, and the uniforms of groups that advance side by side.
+// Philox4x32-7 (core/philox.h) for kLanes counters at once, and the uniforms of groups that advance side by side.
 #pragma once
 
 #include "../../../core/philox.h"
@@ -54,7 +54,7 @@ NM_INLINE U interleaved(D even, D odd) { return U((even & 0xffffffffu) | (odd <<
 class PhiloxLanes {
   public:
     PhiloxLanes(uint64_t seed, uint64_t offset) : c2_(D(splat(uint32_t(offset)))), c3_(D(splat(uint32_t(offset >> 32)))) {
-        for (uint32_t i = 0; i < 10; ++i) {
+        for (uint32_t i = 0; i < kPhiloxRounds; ++i) {
             key0_[i] = D(splat(uint32_t(seed) + i * kKeyStep0));
             key1_[i] = D(splat(uint32_t(seed >> 32) + i * kKeyStep1));
         }
@@ -63,7 +63,7 @@ class PhiloxLanes {
     // The blocks at the counters whose words are lo and hi.
     NM_INLINE LaneWords operator()(U lo, U hi) const {
         PhiloxState even{D(lo), D(hi), c2_, c3_}, odd{D(lo) >> 32, D(hi) >> 32, c2_, c3_};
-        _Pragma("GCC unroll 10") for (int i = 0; i < 10; ++i) {
+        NM_UNROLL_8 for (int i = 0; i < kPhiloxRounds; ++i) {
             even.round(key0_[i], key1_[i]);
             odd.round(key0_[i], key1_[i]);
         }
@@ -71,7 +71,7 @@ class PhiloxLanes {
     }
 
   private:
-    D c2_, c3_, key0_[10], key1_[10];
+    D c2_, c3_, key0_[kPhiloxRounds], key1_[kPhiloxRounds];
 };
 
 #else
