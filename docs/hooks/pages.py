@@ -98,6 +98,8 @@ def add_figure(files: Files, config: MkDocsConfig, source: str) -> None:
 def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
     """Links as they are in the repository become links of the site; one that leads to no page of it becomes plain text."""
     here = page.file.src_uri
+    if page.parent is None:  # a page of its own has the room of the list that would hold nothing but itself
+        page.meta.setdefault("hide", ["navigation"])
     back = {target: source for source, target in pages().items()}
     base = posixpath.dirname(back.get(here, f"docs/{here}"))
 

@@ -77,7 +77,7 @@ def test_code_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(dispatch, "_impls", dict(dispatch._impls))
     names: dict[str, object] = {"__name__": path.stem}
     for number, block in enumerate(blocks(path, "python"), 1):
-        exec(compile(block, f"{name_of(path)}, python block {number}", "exec"), names)
+        exec(compile(block, f"{name_of(path)}, python block {number}", "exec", dont_inherit=True), names)
 
 
 @pytest.mark.slow
