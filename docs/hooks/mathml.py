@@ -25,6 +25,7 @@ def mathml(latex: str, block: bool) -> str:
     made = convert(latex.strip(), display="block" if block else "inline")
     if unknown := re.search(r"<m[ion]>(\\[A-Za-z]+)</m[ion]>", made):
         raise ValueError(f"{unknown[1]} in ${latex.strip()}$ is not known to latex2mathml")
+    made = made.replace("<mi>:</mi><mo>&#x0003D;</mo>", "<mo>&#x02254;</mo>")  # :=
     # a bar on either side of a term is no relation and has no space beside it
     return BAR.sub('<mo stretchy="false" lspace="0" rspace="0">|</mo>', made)
 

@@ -94,7 +94,8 @@ class LBC(ScheduledRecipe):
     largest remaining score. α is the Parameter ``nm_scores`` ``(groups, C)`` of each layer.
 
     Args:
-        start, end: t_i and t_f, in steps or as shares of ``total_steps``. exponent: of the schedule.
+        start, end: t_i and t_f, in steps or as shares of ``total_steps``.
+        exponent: of the schedule.
         forward: ``"union"`` as above; ``"top_n"``, not the authors': B is 1 at the N largest S of each group, N:M from the first step on.
         gradient: ``"chain"`` ∂L/∂W = g ⊙ B; ``"ste"`` g itself.
 
