@@ -144,3 +144,9 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
     for page in pages:  # nothing is fetched: what a page loads lies beside it
         loaded = re.findall(r'<(?:script|img|link)\b[^>]*\b(?:src|href)="([^"]+)"', page.read_text(encoding="utf-8"))
         assert not [address for address in loaded if "://" in address], page
+
+
+@pytest.mark.slow
+def test_the_figures_show_the_committed_rows() -> None:
+    done = subprocess.run([sys.executable, "docs/figures/speed.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
