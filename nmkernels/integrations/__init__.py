@@ -35,9 +35,7 @@ def _torchao() -> None:
 
 
 def _peft() -> None:
-    from .peft import install
-
-    install()
+    from . import peft  # noqa: F401  # which wraps peft's functions, at its own end where it is being imported now
 
 
 def _hf() -> None:

@@ -757,7 +757,7 @@ def _is_target(tuner: BaseTuner, model: nn.Module, config: Any, name: str) -> bo
 
 
 def install() -> None:
-    """Have peft's own functions know layers with N:M weights; it has no place to register them. Called once peft is imported."""
+    """Have peft's own functions know layers with N:M weights; it has no place to register them. Called at the end of this file."""
     _wrap(tuners_utils, "_maybe_include_all_linear_layers", _all_linear)
     transformers_weight_conversion._maybe_include_all_linear_layers = tuners_utils._maybe_include_all_linear_layers
     _wrap(BaseTuner, "__init__", _starting)
@@ -863,3 +863,6 @@ def _reading(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(cls, **kwargs)
 
     return from_peft_type
+
+
+install()

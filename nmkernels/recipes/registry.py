@@ -16,7 +16,13 @@ R = TypeVar("R", bound=type[Recipe])
 
 
 def recipe(name: str) -> Callable[[R], R]:
-    """Register the decorated class under ``name``."""
+    """Register the decorated class under ``name``: letters and digits, so that ``text`` can be read again.
+
+    Raises:
+        RecipeError: the name has anything else in it.
+    """
+    if not name.isalnum():
+        raise RecipeError(f"a recipe's name has letters and digits only, got {name!r}; call it {''.join(filter(str.isalnum, name))!r}.")
 
     def register(cls: R) -> R:
         cls.name = name

@@ -297,6 +297,17 @@ print("equal")
     assert done.stdout.endswith("equal\n"), done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["nmkernels.integrations.peft", "peft, nmkernels", "nmkernels, peft"])
+def test_peft_is_told_whatever_is_imported_first(first: str) -> None:
+    code = f"import {first}; from peft.tuners.tuners_utils import BaseTuner; assert BaseTuner.merge_adapter._nm_wraps"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_peft_is_told_once() -> None:
     create = peft.tuners.lora.LoraModel._create_new_module
     P.install()

@@ -109,6 +109,13 @@ def test_get():
         resolve(3)
 
 
+def test_a_name_that_text_could_not_read_again_is_refused():
+    before = nm.recipes.names()
+    with pytest.raises(nm.RecipeError, match="got 'my_recipe'; call it 'myrecipe'"):
+        nm.recipes.recipe("my_recipe")(nm.recipes.STE)
+    assert nm.recipes.names() == before and nm.recipes.STE.name == "ste"
+
+
 def test_unknown_names_patterns_and_keywords():
     with pytest.raises(nm.RecipeError, match=r"'stepp'; did you mean 'step'.*asp, .*dense, .*step:2:4"):
         get("stepp:2:4")
