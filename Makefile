@@ -1,5 +1,5 @@
 # make demo   train a small sparse GPT, compress it, check it      make test      lint, type check, the quick tests: five minutes
-# make build  compile the C++ core in place                        make test-all  every test, also the slow ones
+# make build  compile the C++ core in place                        make test-all  these and the others, make test-slow
 # make gpu    build, test, measure on an NVIDIA GPU
 # Everything lives in $(VENV); a second run reuses it. Another Python: make PYTHON=python3.12 VENV=.venv312 test
 
@@ -21,7 +21,7 @@ PINS := $(VENV)/constraints.txt
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test test-all test-oldest build lint docs triton sanitize wheel format gpu gpu-dry clean distclean
+.PHONY: help demo test test-all test-slow test-oldest build lint docs triton sanitize wheel format gpu gpu-dry clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -40,8 +40,8 @@ demo: build
 
 # without the compiled core its tests would be skipped, and the suite would pass without having tested it;
 # the CUDA kernels are tested on the CPU, which nobody else needs
-test test-all triton: export NMKERNELS_REQUIRE_CORE := 1
-test test-all triton: export NMKERNELS_EMULATOR := 1
+test test-slow triton: export NMKERNELS_REQUIRE_CORE := 1
+test test-slow triton: export NMKERNELS_EMULATOR := 1
 PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(JOBS) --durations=10
 
 # a test that takes longer than some seconds is marked slow, and what it is about is tested here on a smaller case
@@ -50,10 +50,12 @@ test: build lint
 	@TRITON_INTERPRET=0 $(PYTEST) -m 'not slow' $(TEST_ARGS)
 	$(if $(strip $(TEST_ARGS)),,$(call interpreted,-m 'not slow'))
 
-test-all: build lint
-	@echo '== all tests'
-	@TRITON_INTERPRET=0 $(PYTEST) $(TEST_ARGS)
-	$(if $(strip $(TEST_ARGS)),,$(call interpreted,))
+test-all: test test-slow
+
+test-slow: build
+	@echo '== the slow tests'
+	@TRITON_INTERPRET=0 $(PYTEST) -m slow $(TEST_ARGS) || test "$$?" = 5 -a -n '$(strip $(TEST_ARGS))'  # 5: none of these is slow
+	$(if $(strip $(TEST_ARGS)),,$(call interpreted,-m slow))
 
 # the oldest torch that pyproject.toml allows; an install of some gigabytes, hence no part of test-all
 test-oldest: build
