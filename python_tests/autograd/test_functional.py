@@ -299,6 +299,7 @@ def test_compiled_is_eager_or_an_error(kind, call):
         torch.compile(fn, backend="aot_eager", fullgraph=True)(p, x)
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_meets_forward_mode():
     layer, x = nm.SparseLinear(IN, OUT), torch.randn(4, IN)
     compiled = torch.compile(layer, backend="aot_eager")

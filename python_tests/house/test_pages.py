@@ -47,6 +47,7 @@ def test_facts_are_those_of_the_recipes(capsys: pytest.CaptureFixture[str]) -> N
     assert script("facts").main(["--check"]) == 0, capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_figures_of_how_it_works(capsys: pytest.CaptureFixture[str]) -> None:
     assert script("how").main(["--check"]) == 0, capsys.readouterr().out
     assert {path.stem for path in HOW.glob("*.svg")} == set(script("how").FIGURES) == {path.stem for path in HOW.glob("*.md")} - {"index"}

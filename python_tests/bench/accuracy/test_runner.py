@@ -82,6 +82,7 @@ def test_failed_runs_do_not_keep_a_stage_going(tiny, inline, tmp_path):
     assert runner.run_stage(lambda done: [bad, SPECS[0]], tmp_path, inline, 1, tell=lambda text: None) == (2, 1)
 
 
+@pytest.mark.slow
 def test_command_line_runs_resumes_and_reports(tiny, tmp_path, capsys):
     words = f"--stages shared --tasks tiny --methods ste dense --patterns 2:4 --optimizers adamw --seeds 2 --out {tmp_path}".split()
     assert main(["run", *words, "--workers", "1", "--limit", "3"]) == 0
