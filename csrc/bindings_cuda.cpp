@@ -71,6 +71,19 @@ void bind_packed(py::module_& module) {
     }, Unlocked());
 }
 
+// quantize, quantize_pack
+void bind_quantize(py::module_& module) {
+    module.def("quantize", [](Address x, Address scale, Address values, int64_t rows, int64_t cols, int dtype, int out_dtype, bool by_row,
+                              bool transposed, int device, Address stream) {
+        nm::cuda::quantize({at(x), at<float>(scale), at(values), rows, cols, dtype, out_dtype, by_row, transposed}, queue(device, stream));
+    }, Unlocked());
+    module.def("quantize_pack", [](Address w, Address scale, Address values, Address metadata, int64_t rows, int64_t cols, int dtype, int out_dtype,
+                                   bool by_row, int device, Address stream) {
+        nm::cuda::quantize_pack({at(w), at<float>(scale), at(values), rows, cols, dtype, out_dtype, by_row, false}, at<uint32_t>(metadata),
+                                queue(device, stream));
+    }, Unlocked());
+}
+
 // mvue, mvue_compress
 void bind_mvue(py::module_& module) {
     module.def("mvue", [](Address g, int dtype, int64_t outer, int64_t length, int64_t inner, int n, int m, Address seed, bool approx, Address out,
@@ -164,6 +177,33 @@ void bind_gemm(py::module_& module) {
     };
     gemm("gemm_mma_sp", nm::cuda::gemm_mma_sp);
     gemm("gemm_wgmma_sp", nm::cuda::gemm_wgmma_sp);
+    // as gemm_wgmma_sp, with: the steps of rows and columns of D and whether they are one for each, the operands' dtypes, promoted sums
+    const auto scaled = [](Address values, Address metadata, Address dense, Address row_steps, Address col_steps, Address bias, Address out,
+                           Address parts, int dtype, int a, int b, bool by_row, bool by_col, bool promotes, int64_t m, int64_t n, int64_t k,
+                           bool by_column, int tile, int splits) {
+        return nm::cuda::ScaledCall{{at(values), at<uint32_t>(metadata), at(dense), at(bias), nullptr, at(out), at<float>(parts), dtype, 0, m, n, k,
+                                     by_column, 4, tile, splits}, at<float>(row_steps), at<float>(col_steps), by_row, by_col, a, b, promotes};
+    };
+    module.def("gemm_wgmma_8bit_has", nm::cuda::gemm_wgmma_8bit_has);
+    module.def("gemm_wgmma_8bit_plan", [](int64_t m, int64_t n, int64_t k, bool promotes, int capability, int processors, int shared, int clock,
+                                          int memory_clock, int memory_bits) {
+        return nm::cuda::gemm_wgmma_8bit_plan(m, n, k, promotes, {capability, processors, shared, clock, memory_clock, memory_bits});
+    });
+    module.def("gemm_wgmma_8bit_launch", [scaled](Address values, Address metadata, Address dense, Address row_steps, Address col_steps, Address bias,
+                                                  Address out, Address parts, int dtype, int a, int b, bool by_row, bool by_col, bool promotes,
+                                                  int64_t m, int64_t n, int64_t k, bool by_column, int tile, int splits, int processors) {
+        std::vector<int64_t> maps;
+        std::string parameter;
+        const nm::cuda::WgmmaLaunch found = nm::cuda::gemm_wgmma_8bit_launch(scaled(values, metadata, dense, row_steps, col_steps, bias, out, parts,
+            dtype, a, b, by_row, by_col, promotes, m, n, k, by_column, tile, splits), processors, &maps, &parameter);
+        return py::make_tuple(maps, py::bytes(parameter), found.tiles, found.blocks, found.threads, found.shared);
+    });
+    module.def("gemm_wgmma_sp_8bit", [scaled](Address values, Address metadata, Address dense, Address row_steps, Address col_steps, Address bias,
+                                              Address out, Address parts, int dtype, int a, int b, bool by_row, bool by_col, bool promotes,
+                                              int64_t m, int64_t n, int64_t k, bool by_column, int tile, int splits, int device, Address stream) {
+        nm::cuda::gemm_wgmma_sp_8bit(scaled(values, metadata, dense, row_steps, col_steps, bias, out, parts, dtype, a, b, by_row, by_col, promotes,
+                                            m, n, k, by_column, tile, splits), queue(device, stream));
+    }, Unlocked());
     module.def("metadata", [](Address indices, int64_t rows, int64_t cols, int layout, Address out, int device, Address stream) {
         nm::cuda::metadata(at<uint8_t>(indices), rows, cols, layout, at<uint32_t>(out), queue(device, stream));
     }, Unlocked());
@@ -178,6 +218,7 @@ void bind_cuda(py::module_& module) {
     bind_groups(module);
     bind_tensors(module);
     bind_packed(module);
+    bind_quantize(module);
     bind_mvue(module);
     bind_adamw(module);
     bind_products(module);

@@ -129,6 +129,7 @@ def test_the_remedy_of_an_installed_package_is_pip_s(origin: object, what: str, 
     assert capability._remedy() == f"install a C++ compiler, then run `{PIP} {what}`"
 
 
+@pytest.mark.slow
 def test_an_install_without_the_core_says_so_at_the_first_slow_op(tmp_path: Path) -> None:
     """Not at import, once, with what to do; and ``doctor`` has it among its findings."""
     shutil.copytree(Path(capability.__file__).parent, tmp_path / "nmkernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))

@@ -6,6 +6,7 @@
 #include "kernels.h"
 #include "launch.h"
 #include "memory.h"
+#include "threshold_pairs.h"
 
 namespace nm::cuda {
 
@@ -69,8 +70,18 @@ constexpr int kSteps = 64 / (kPiece<T, P> * int(sizeof(T)));
 
 template <class Op, class T, class P>
 NM_DEVICE void piece_result(const T* x, typename Op::template Out<T>* out) {
-    NM_UNROLL
-    for (int g = 0; g < kPiece<T, P>; g += P::m) group_result<Op, P::n, P::m>(x + g, out + g);
+    if constexpr (Op::kThreshold && sizeof(T) == 2 && P::m == 4 && P::n <= 2) {
+        uint32_t words[kPiece<T, P> / 2];
+        memcpy(words, x, sizeof words);
+        const LargestThree<T> largest(words);
+        const uint32_t both = P::n == 1 ? largest.second : largest.third;
+        NM_UNROLL
+        for (int i = 0; i < 4; ++i) words[i] = shrunk_pair<T>(words[i], __byte_perm(both, both, i < 2 ? 0x1010 : 0x3232));
+        memcpy(out, words, sizeof words);
+    } else {
+        NM_UNROLL
+        for (int g = 0; g < kPiece<T, P>; g += P::m) group_result<Op, P::n, P::m>(x + g, out + g);
+    }
 }
 
 // Thread t of a block takes pieces t, t + kThreads, ... . The ragged and the unaligned go one by one, to be short.

@@ -83,6 +83,25 @@ bool pack(const Pack& call, Queue queue);
 // A row's last group may go on beyond its end. An index that is not below m writes nothing.
 void decompress(const void* values, const void* indices, int dtype, int64_t rows, int64_t cols, int n, int m, void* out, Queue queue);
 
+// quantize.cu ----------------------------------------------------------------------------------------------------------
+
+// x (rows, cols) in 8 bits: each element times its scale, to nearest even; dtype codes kE4m3, kE5m2, kInt8.
+struct Quantize {
+    const void* x;
+    const float* scale;  // one number, or with by_row one for each row of the result
+    void* values;
+    int64_t rows, cols;
+    int dtype, out_dtype;
+    bool by_row, transposed;
+};
+
+// values (rows, cols), or (cols, rows) where transposed.
+void quantize(const Quantize& call, Queue queue);
+
+// The largest two of each four of a row: values (rows, cols/2) and metadata in the order of 8-bit operands. rows are a multiple of 64,
+// cols of 128, x and values at multiples of 16 bytes.
+void quantize_pack(const Quantize& call, uint32_t* metadata, Queue queue);
+
 // mvue.cu --------------------------------------------------------------------------------------------------------------
 
 // The unbiased estimate along the middle of g [outer, length, inner], dense. seed: (seed, offset), in device memory. approx: n = 2.
@@ -222,8 +241,29 @@ struct WgmmaLaunch {
 // box, swizzle code of a descriptor), and the bytes of the fourth parameter; the fifth are the tiles.
 WgmmaLaunch gemm_wgmma_launch(const GemmCall& call, int processors, std::vector<int64_t>* maps, std::string* parameter);
 
+// D = A B with 8-bit operands, scaled: D[i, j] = sum * row_steps[i] * col_steps[j] + bias[i], a sum of fp32, or int32 of int8, times the
+// steps in this order. As gemm_wgmma_sp but: metadata "wgmma.sp.8bit", k a multiple of 128, B [n, k] in any case; `by_column`: D is
+// stored [m, n], plain; dtype is that of D, kBFloat16 or kFloat32, and with the latter there are no bias, activation and residual.
+struct ScaledCall {
+    GemmCall gemm;  // tile and splits of gemm_wgmma_8bit_plan
+    const float *row_steps, *col_steps;
+    bool by_row, by_col;  // one for each, or one for all
+    int a, b;             // dtype codes of eight_bit.h
+    bool promotes;        // fp8 sums into fp32 every 128 products
+};
+
+void gemm_wgmma_sp_8bit(const ScaledCall& call, Queue queue);
+
+// Whether there is a kernel for a pair of types and a way to store D.
+bool gemm_wgmma_8bit_has(int a, int b, bool by_column);
+
+std::pair<int, int> gemm_wgmma_8bit_plan(int64_t m, int64_t n, int64_t k, bool promotes, const Gpu& gpu);
+
+// As gemm_wgmma_launch.
+WgmmaLaunch gemm_wgmma_8bit_launch(const ScaledCall& call, int processors, std::vector<int64_t>* maps, std::string* parameter);
+
 // metadata.cu: canonical 2:4 indices (rows, cols/8 bytes) in a tensor core's order; layout: a code of packing.h. rows are a
-// multiple of 16, or of 64 for wgmma.sp, cols of 64.
+// multiple of 16, or of 64 for wgmma.sp, cols of 64, or of 128 for 8 bits.
 void metadata(const uint8_t* indices, int64_t rows, int64_t cols, int layout, uint32_t* out, Queue queue);
 
 }  // namespace nm::cuda

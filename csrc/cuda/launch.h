@@ -25,6 +25,17 @@ struct Same {
 
 inline int64_t cdiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Division of numbers below 2^31 by one that the host knows: n / d = (n ceil(2^(31 + l) / d)) >> (31 + l), 2^l >= d.
+struct Divider {
+    explicit Divider(int64_t d) : divisor(uint32_t(d)) {
+        while ((uint64_t(1) << shift) < (uint64_t(d) << 31)) ++shift;
+        multiplier = uint32_t(((uint64_t(1) << shift) + divisor - 1) / divisor);
+    }
+    NM_HD uint32_t quotient(uint32_t n) const { return uint32_t((uint64_t(n) * multiplier) >> shift); }
+
+    uint32_t divisor, multiplier, shift = 31;
+};
+
 #if !defined(NM_EMULATED)
 
 inline void check(const char* name, cudaError_t status) {

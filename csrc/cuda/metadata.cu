@@ -1,5 +1,5 @@
-// Canonical 2:4 indices into the order in which tensor cores read them, a permutation of 16 bits that reference/layouts.py
-// describes. Nothing is checked: what is no ordered pair of places stays so.
+// Canonical 2:4 indices into the order in which tensor cores read them, a permutation of 16 bits, or for
+// 8-bit operands of words, that reference/layouts.py describes. Nothing is checked: what is no ordered pair of places stays so.
 #include <stdexcept>
 
 #include "kernels.h"
@@ -32,9 +32,34 @@ __global__ void __launch_bounds__(kThreads) metadata_kernel(const uint8_t* indic
     store_global<4>(out + tile * 32 + g * 4, words);
 }
 
+// The order of 8-bit operands, whole words: a thread takes the four words that rows g and g + 8 of a tile have for 128 columns.
+__global__ void __launch_bounds__(kThreads) metadata_8bit_kernel(const uint8_t* indices, int64_t rows, int64_t across, bool wide, uint32_t* out) {
+    const int64_t at = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / 8, tile = at / across, j = at % across;
+    const int g = int(threadIdx.x) % 8;
+    if (tile >= rows / 16) return;
+    uint8_t upper[16], lower[16];
+    load_some<16>(indices + ((tile * 16 + g) * across + j) * 16, upper, 16, wide);
+    load_some<16>(indices + ((tile * 16 + g + 8) * across + j) * 16, lower, 16, wide);
+    uint32_t from[2][4];
+    memcpy(from[0], upper, 16);
+    memcpy(from[1], lower, 16);
+    // of the lanes 4 g to 4 g + 3 odd ones have the lower row, the upper two the second half of an instruction's columns
+    NM_UNROLL
+    for (int step = 0; step < 2; ++step) {
+        const uint32_t words[4] = {from[0][2 * step], from[1][2 * step], from[0][2 * step + 1], from[1][2 * step + 1]};
+        store_global<4>(out + (tile / 4 * across + j) * 256 + step * 128 + tile % 4 * 32 + g * 4, words);
+    }
+}
+
 }  // namespace
 
 void metadata(const uint8_t* indices, int64_t rows, int64_t cols, int layout, uint32_t* out, Queue queue) {
+    if (layout == kWgmmaSp8) {
+        if (rows % 64 || cols % 128) throw std::invalid_argument("metadata: sizes are not whole tiles");
+        const int64_t across = cols / 128;
+        return launch("metadata_8bit_kernel", metadata_8bit_kernel, {cdiv(rows / 2 * across, kThreads), kThreads}, queue, indices, rows, across,
+                      uintptr_t(indices) % 16 == 0, out);
+    }
     if (layout != kMmaSp && layout != kWgmmaSp) throw std::invalid_argument("metadata: layout " + std::to_string(layout) + " is not known");
     if (rows % (layout == kMmaSp ? 16 : 64) || cols % 64) throw std::invalid_argument("metadata: sizes are not whole tiles");
     const int64_t across = cols / 64, warps = rows / 16 * cdiv(across, 4);

@@ -17,17 +17,6 @@ struct Mvue {
     int64_t per_row, row_bytes;  // groups and bytes of indices of a packed row
 };
 
-// Division of numbers below 2^31 by one that the host knows: n / d = (n ceil(2^(31 + l) / d)) >> (31 + l), 2^l >= d.
-struct Divider {
-    explicit Divider(int64_t d) : divisor(uint32_t(d)) {
-        while ((uint64_t(1) << shift) < (uint64_t(d) << 31)) ++shift;
-        multiplier = uint32_t(((uint64_t(1) << shift) + divisor - 1) / divisor);
-    }
-    NM_HD uint32_t quotient(uint32_t n) const { return uint32_t((uint64_t(n) * multiplier) >> shift); }
-
-    uint32_t divisor, multiplier, shift = 31;
-};
-
 // mvue_any.cu
 void mvue_any(const Mvue& call, int dtype, int n, int m, bool approx, Queue queue);
 

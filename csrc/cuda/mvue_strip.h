@@ -95,51 +95,97 @@ struct Level {
     }
 };
 
+// Which elements are met: 1.0 or 0.0 for each sum, but for C_2, which T1 never reaches: T2 is below C_3, T1 a level below that.
+struct Picks {
+    float first[2], second[2];
+
+    NM_DEVICE Picks(const float* x, const Marks& marks) {
+        const float c0 = marks.base + fminf(fabsf(x[0]), marks.level), c1 = c0 + fminf(fabsf(x[1]), marks.level), c2 = c1 + fminf(fabsf(x[2]), marks.level);
+        first[0] = marks.passed(marks.first, c0);
+        first[1] = marks.passed(marks.first, c1);
+        second[0] = marks.passed(marks.second, c1);
+        second[1] = marks.passed(marks.second, c2);
+    }
+
+    // x[0], or x[1] or x[2] where one or both sums are passed: of finite numbers two have the weight 0.
+    static NM_DEVICE float chosen(const float* x, const float (&passed)[2]) {
+        return __fmaf_rn(x[2], passed[1], __fmaf_rn(x[1], passed[0] - passed[1], x[0] * (1.0f - passed[0])));
+    }
+};
+
+// What is known of a strip's groups: the first index and the second less one, as floats; h and what all of them have.
+struct Found {
+    float first[4], second[4], h[4], level[4];
+    float least = 0.0f, sum = 0.0f;
+
+    NM_DEVICE void put(int g, const Level& l, const Marks& marks, const Picks& picks) {
+        first[g] = picks.first[0] + picks.first[1];
+        second[g] = picks.second[0] + picks.second[1];
+        h[g] = l.h;
+        level[g] = marks.level;
+        least = g ? fminf(least, l.h) : l.h;
+        sum = g ? sum + l.sum : l.sum;
+    }
+
+    // The indices, packed, as the lower bits of a float.
+    NM_DEVICE uint32_t code() const {
+        float code = 8388608.0f + float(0x4444), scale = 1.0f;
+        NM_UNROLL
+        for (int g = 0; g < 4; ++g) {
+            code = __fmaf_rn(first[g], scale, __fmaf_rn(second[g], 4.0f * scale, code));
+            scale *= 16.0f;
+        }
+        return float_bits(code) & 0xffffu;
+    }
+
+    // False where a group is for mvue_group.h. lone(g): what to do with a group that has at most one element that differs from zero.
+    template <class F>
+    NM_DEVICE bool sure(const F& lone) {
+        bool all = sum < kMostLevel;
+        if (least < kLeast) {
+            NM_UNROLL
+            for (int g = 0; g < 4; ++g) {
+                if (h[g] == 0.0f) {
+                    lone(g);
+                } else {
+                    all = all && h[g] >= kLeast;
+                }
+            }
+        }
+        return all;
+    }
+};
+
 // The strip of a thread; false where a group of it is for mvue_group.h. raw: its elements as they lie in memory.
 NM_DEVICE bool estimate(const uint32_t (&raw)[16], const uint32_t (&words)[4], Strip<float>& out) {
-    bool sure = true;
-    out.code = 0;
+    Found found;
     NM_UNROLL
     for (int g = 0; g < 4; ++g) {
-        float x[4], c[3];
+        float x[4];
         NM_UNROLL
         for (int i = 0; i < 4; ++i) x[i] = bits_float(raw[g * 4 + i]);
         const Level l(x);
         const Marks marks(l.h, words[g]);
+        const Picks picks(x, marks);
+        const float value[2] = {Picks::chosen(x, picks.first), Picks::chosen(x + 1, picks.second)};
         NM_UNROLL
-        for (int i = 0; i < 3; ++i) c[i] = (i ? c[i > 0 ? i - 1 : 0] : marks.base) + fminf(fabsf(x[i]), marks.level);
-        const float mark = marks.base + level_mark(words[g], 4) * marks.level;
-        float value[2] = {x[0], x[1]};
-        uint32_t index[2] = {0, 1};
-        NM_UNROLL
-        for (int k = 0; k < 2; ++k) {
-            NM_UNROLL
-            for (int i = k; i < 3; ++i) {
-                const bool passed = c[i] <= (k ? mark : mark - marks.level);
-                value[k] = passed ? x[i + 1] : value[k];
-                index[k] = passed ? uint32_t(i + 1) : index[k];
-            }
-            value[k] = with_sign(fmaxf(fabsf(value[k]), marks.level), value[k]);
-        }
-        sure = sure && l.sum < kMostLevel;
-        if (!(l.h >= kLeast)) {
-            // at most one element differs from zero, or it is for mvue_group.h
-            sure = sure && l.h == 0.0f;
-            value[0] = value[1] = 0.0f;
-            index[0] = 0;
-            index[1] = 1;
-            NM_UNROLL
-            for (int i = 0; i < 4; ++i) {
-                value[i > 0] = x[i] != 0.0f ? x[i] : value[i > 0];
-                if (i > 0) index[1] = x[i] != 0.0f ? uint32_t(i) : index[1];
-            }
-        }
-        NM_UNROLL
-        for (int k = 0; k < 2; ++k) {
-            out.values[g * 2 + k] = float_bits(value[k]);
-            out.code |= index[k] << ((g * 2 + k) * 2);
-        }
+        for (int k = 0; k < 2; ++k) out.values[g * 2 + k] = float_bits(with_sign(fmaxf(fabsf(value[k]), marks.level), value[k]));
+        found.put(g, l, marks, picks);
     }
+    const bool sure = found.sure([&](int g) {
+        // kept is what differs from zero, and where that is not the first element, the first too
+        float value[2] = {0.0f, 0.0f};
+        found.first[g] = found.second[g] = 0.0f;
+        NM_UNROLL
+        for (int i = 0; i < 4; ++i) {
+            const float x = bits_float(raw[g * 4 + i]);
+            value[i > 0] = x != 0.0f ? x : value[i > 0];
+            if (i > 1) found.second[g] = x != 0.0f ? float(i - 1) : found.second[g];
+        }
+        NM_UNROLL
+        for (int k = 0; k < 2; ++k) out.values[g * 2 + k] = float_bits(value[k]);
+    });
+    out.code = found.code();
     return sure;
 }
 
@@ -166,12 +212,11 @@ NM_DEVICE uint32_t level_pair(float level, uint32_t word) {
     }
 }
 
-// Of 16-bit numbers: indices build the selector of the bytes to take and, in the lower bits of another float, the packed indices.
+// Of 16-bit numbers: indices build the selector of the bytes to take.
 template <class T>
 NM_DEVICE bool estimate(const uint32_t (&raw)[8], const uint32_t (&words)[4], Strip<T>& out) {
-    float first[4], second[4], h[4], level[4];  // first index, second index - 1
     uint32_t pairs[4][2];
-    float least = 0.0f, sum = 0.0f;
+    Found found;
     NM_UNROLL
     for (int g = 0; g < 4; ++g) {
         pairs[g][0] = raw[2 * g];
@@ -179,35 +224,16 @@ NM_DEVICE bool estimate(const uint32_t (&raw)[8], const uint32_t (&words)[4], St
         const float x[4] = {low_half<T>(raw[2 * g]), high_half<T>(raw[2 * g]), low_half<T>(raw[2 * g + 1]), high_half<T>(raw[2 * g + 1])};
         const Level l(x);
         const Marks marks(l.h, words[g]);
-        const float c0 = marks.base + fminf(fabsf(x[0]), marks.level), c1 = c0 + fminf(fabsf(x[1]), marks.level), c2 = c1 + fminf(fabsf(x[2]), marks.level);
-        first[g] = marks.passed(marks.first, c0) + marks.passed(marks.first, c1) + marks.passed(marks.first, c2);
-        second[g] = marks.passed(marks.second, c1) + marks.passed(marks.second, c2);
-        h[g] = l.h;
-        level[g] = marks.level;
-        least = g ? fminf(least, l.h) : l.h;
-        sum = g ? sum + l.sum : l.sum;
+        found.put(g, l, marks, Picks(x, marks));
     }
-    bool sure = sum < kMostLevel;
-    if (least < kLeast) {
-        NM_UNROLL
-        for (int g = 0; g < 4; ++g) {
-            if (h[g] == 0.0f) {
-                lone(pairs[g], first[g], second[g]);
-            } else {
-                sure = sure && h[g] >= kLeast;
-            }
-        }
-    }
-    float code = 8388608.0f + float(0x4444), scale = 1.0f;
+    const bool sure = found.sure([&](int g) { lone(pairs[g], found.first[g], found.second[g]); });
     NM_UNROLL
     for (int g = 0; g < 4; ++g) {
-        const float selector = __fmaf_rn(first[g], float(0x22), __fmaf_rn(second[g], float(0x2200), 8388608.0f + float(0x3210)));
+        const float selector = __fmaf_rn(found.first[g], float(0x22), __fmaf_rn(found.second[g], float(0x2200), 8388608.0f + float(0x3210)));
         const uint32_t chosen = permute_bytes(pairs[g][0], pairs[g][1], float_bits(selector));
-        out.values[g] = larger_magnitudes<T>(chosen, level_pair<T>(level[g], words[g]));
-        code = __fmaf_rn(first[g], scale, __fmaf_rn(second[g], 4.0f * scale, code));
-        scale *= 16.0f;
+        out.values[g] = larger_magnitudes<T>(chosen, level_pair<T>(found.level[g], words[g]));
     }
-    out.code = float_bits(code) & 0xffffu;
+    out.code = found.code();
     return sure;
 }
 

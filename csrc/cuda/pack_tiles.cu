@@ -1,5 +1,10 @@
 // Packing along columns, both ways, or for the tensor cores: tiles of W, read once. A thread packs a few groups in registers
 // and leaves them in shared memory, from which lines of the packed operands are written in wide pieces.
+//
+// Both ways by a transposable mask takes 29.8 issue slots for a bf16 element on sm_90a (nvcc 13.0, 2026-11-23, counted by
+// bench/memory_account.py): reading 1.3, the search with its conversions 18.7, packing twice 4.6, writing out 5.2. What is left to
+// save: constants of byte permutations that the compiler makes anew (0.7) and looks at edges in tiles that have none (0.8); 27
+// needs a shorter search.
 #include "../core/transposable.h"
 #include "launch.h"
 #include "panel.h"
@@ -9,7 +14,7 @@ namespace nm::cuda {
 namespace {
 
 constexpr int kColumns = 64;                  // of a tile
-constexpr int64_t kLongest = 0x7fffffff / 2;  // rows and columns are ints, which save registers
+constexpr int64_t kLongest = 0x7fffffff / 2;  // rows and columns are 32-bit numbers, which save registers
 
 // A thread takes one group of the rows, 16 bytes of each. A warp is 8 threads wide, so that it reads 128 bytes of 4 groups' rows.
 template <class In, class P, int kSelect>
@@ -154,23 +159,23 @@ NM_DEVICE void pack_columns(const uint32_t* words, const uint32_t* flags, S& sha
 
 template <class In, class Out, class P, int kSelect, bool kByRow, bool kByColumn>
 __global__ void __launch_bounds__(Tile<In, P, kSelect>::kThreads, Tile<In, P, kSelect>::kBlocks)
-    pack_tiles_kernel(const In* w, const uint8_t* mask, const float* scale, Packed by_row, Packed by_column, int rows, int cols,
-                      unsigned tiles, int layout, int* overfull) {
+    pack_tiles_kernel(const In* w, const uint8_t* mask, const float* scale, Packed by_row, Packed by_column, unsigned rows, unsigned cols,
+                      Divider tiles, int layout, int* overfull) {
     using T = Tile<In, P, kSelect>;
     using S = Shared<In, Out, P, kSelect, kByRow, kByColumn>;
     NM_SHARED(S, shared);
-    const int row = int(blockIdx.x / tiles) * T::kRows, column = int(blockIdx.x % tiles) * kColumns;
-    const int height = rows - row, width = cols - column;  // or more than a tile's
+    const unsigned band = tiles.quotient(blockIdx.x), row = band * T::kRows, column = (blockIdx.x - band * tiles.divisor) * kColumns;
+    const unsigned height = rows - row, width = cols - column;  // or more than a tile's
     const Lane<In> lane;
-    if (int(lane.down * P::m) < height && int(lane.across * T::kWide) < width) {
+    if (lane.down * P::m < height && lane.across * T::kWide < width) {
         uint32_t words[P::m * 4], flags[P::m * T::kWide / 4] = {};  // of a given mask
-        const int64_t first = int64_t(row + int(lane.down) * P::m) * cols + column + int(lane.across) * T::kWide;
+        const uint64_t first = uint64_t(row + lane.down * P::m) * cols + (column + lane.across * T::kWide);
         NM_UNROLL
-        for (int r = 0; r < P::m; ++r) load_wide<4>(reinterpret_cast<const uint32_t*>(w + first + int64_t(r) * cols), words + 4 * r);
+        for (int r = 0; r < P::m; ++r) load_wide<4>(reinterpret_cast<const uint32_t*>(w + first + uint64_t(r) * cols), words + 4 * r);
         if constexpr (kSelect == kGiven) {
             NM_UNROLL
             for (int r = 0; r < P::m; ++r) {
-                load_wide<T::kWide / 4>(reinterpret_cast<const uint32_t*>(mask + first + int64_t(r) * cols), flags + r * T::kWide / 4);
+                load_wide<T::kWide / 4>(reinterpret_cast<const uint32_t*>(mask + first + uint64_t(r) * cols), flags + r * T::kWide / 4);
             }
         }
         bool many = false;
@@ -196,7 +201,7 @@ void run(const char* name, const Pack& call, Queue queue) {
     using T = Tile<In, P, kSelect>;
     const int64_t across = cdiv(call.cols, kColumns), blocks = cdiv(call.rows, T::kRows) * across;
     launch(name, pack_tiles_kernel<In, Out, P, kSelect, kByRow, kByColumn>, {blocks, T::kThreads}, queue, static_cast<const In*>(call.w),
-           call.mask, call.scale, call.by_row, call.by_column, int(call.rows), int(call.cols), unsigned(across), call.layout,
+           call.mask, call.scale, call.by_row, call.by_column, unsigned(call.rows), unsigned(call.cols), Divider(across), call.layout,
            call.overfull);
 }
 

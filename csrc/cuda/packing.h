@@ -11,7 +11,7 @@ namespace nm::cuda {
 enum Select : int { kMagnitude = 0, kTransposable = 1, kGiven = 2, kThreshold = 3 };
 
 // Where indices go; the codes that Python passes. See reference/layouts.py.
-enum Layout : int { kCanonical = 0, kMmaSp = 1, kWgmmaSp = 2 };
+enum Layout : int { kCanonical = 0, kMmaSp = 1, kWgmmaSp = 2, kWgmmaSp8 = 3 };
 
 template <class T>
 NM_DEVICE T of_bits(uint32_t bits) {
@@ -41,33 +41,12 @@ NM_DEVICE Out converted(In x) {
     }
 }
 
-// S-STE's value: soft threshold in the type of the weight, times the scale in fp32. A scale of 1 leaves it as it is.
-template <class In, class Out>
-NM_DEVICE Out shrunk(In x, float t, float scale) {
-    return from_float<Out>(to_float(shrink(x, t)) * scale);
-}
-
 NM_DEVICE float scale_at(const float* scale) { return scale ? *scale : 1.0f; }
 
 // Element i of `words`, for an i that the compiler knows.
 template <class T>
 NM_DEVICE uint32_t element(const uint32_t* words, int i) {
     return sizeof(T) == 4 ? words[i] : i % 2 ? words[i / 2] >> 16 : words[i / 2] & 0xffffu;
-}
-
-// f(x) for `Count` elements, from words to words. The two may be the same.
-template <class In, class Out, int Count, class F>
-NM_DEVICE void map_words(const uint32_t* from, uint32_t* to, const F& f) {
-    uint32_t results[Count];
-    NM_UNROLL
-    for (int i = 0; i < Count; ++i) results[i] = bits_of<Out>(f(of_bits<In>(element<In>(from, i)), i));
-    if constexpr (sizeof(Out) == 4) {
-        NM_UNROLL
-        for (int i = 0; i < Count; ++i) to[i] = results[i];
-    } else {
-        NM_UNROLL
-        for (int i = 0; i < Count / 2; ++i) to[i] = __byte_perm(results[2 * i], results[2 * i + 1], 0x5410);
-    }
 }
 
 // Bits from bytes that are 0 or 1, a word of four of them.
@@ -177,13 +156,36 @@ NM_DEVICE void round_quad(const uint32_t* words, uint32_t* rounded) {
     for (int i = 0; i < 8; ++i) rounded[i] = rounded_pair<Out>(bits_float(words[2 * i]), bits_float(words[2 * i + 1]));
 }
 
+// S-STE's values of a quad: soft threshold in the type of the weight, times the scale in fp32. A scale of 1 leaves them as they are.
+template <class In, class Out>
+NM_DEVICE void shrink_quad(const uint32_t* kept, const uint32_t* third, float scale, uint32_t* values) {
+    NM_UNROLL
+    for (int g = 0; g < 4; ++g) {
+        float x[2];
+        if constexpr (sizeof(In) == 2) {
+            const uint32_t pair = shrunk_pair<In>(kept[g], third[g]);
+            x[0] = low_half<In>(pair) * scale;
+            x[1] = high_half<In>(pair) * scale;
+        } else {
+            NM_UNROLL
+            for (int k = 0; k < 2; ++k) x[k] = shrink(bits_float(kept[2 * g + k]), bits_float(third[g])) * scale;
+        }
+        if constexpr (sizeof(Out) == 2) {
+            values[g] = rounded_pair<Out>(x[0], x[1]);
+        } else {
+            NM_UNROLL
+            for (int k = 0; k < 2; ++k) values[2 * g + k] = float_bits(x[k]);
+        }
+    }
+}
+
 // The eight values of a quad from the words of its elements, given its mask; `third` is for the threshold alone.
 template <class In, class Out, int kSelect>
 NM_DEVICE void quad_values(const uint32_t* words, uint32_t mask, const uint32_t* third, float scale, uint32_t* values) {
     if constexpr (kSelect == kThreshold) {
         uint32_t kept[8 * sizeof(In) / 4];
         pick_two<In>(words, mask, kept);
-        map_words<In, Out, 8>(kept, values, [&](In x, int i) { return shrunk<In, Out>(x, Key<In>::value(third[i / 2]), scale); });
+        shrink_quad<In, Out>(kept, third, scale, values);
     } else if constexpr (std::is_same_v<In, Out>) {
         pick_two<In>(words, mask, values);
     } else {

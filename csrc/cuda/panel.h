@@ -11,18 +11,19 @@ namespace nm::cuda {
 struct Place {
     void* values;
     void* indices;
-    int line, group;    // the first of the tile
-    int lines, groups;  // left from there on: fewer than a panel's at the operand's end
-    int line_groups;    // of a whole line of the operand
+    unsigned line, group;    // the first of the tile
+    unsigned lines, groups;  // left from there on: fewer than a panel's at the operand's end
+    unsigned line_groups;    // of a whole line of the operand
     int layout;
 };
 
 // `kStep`: lines that neighbouring threads write are so far apart; kThreads of a block write out.
 template <class Out, class P, int kLines, int kGroups, int kStep, int kThreads>
 struct Panel {
-    static constexpr int kWidth = P::n * (P::m <= 4 ? 2 : 4);                          // bits of a group's indices
-    static constexpr int kPieces = kGroups * P::n * int(sizeof(Out)) / 16;             // of 16 bytes, in a line
-    static constexpr int kIndexBytes = kGroups + 4;                                    // of a line: other banks for the next one
+    static constexpr unsigned kWidth = P::n * (P::m <= 4 ? 2 : 4);           // bits of a group's indices
+    static constexpr unsigned kGroupBytes = P::n * unsigned(sizeof(Out));   // of its values
+    static constexpr unsigned kPieces = kGroups * kGroupBytes / 16;         // of 16 bytes, in a line
+    static constexpr unsigned kIndexBytes = kGroups + 4;                    // of a line: other banks for the next one
     static_assert((kPieces & (kPieces - 1)) == 0);
 
     alignas(16) unsigned char values[kLines * kPieces * 16];
@@ -37,7 +38,7 @@ struct Panel {
     // Values of the groups from `group` on, so many bytes of them, in line step * kStep + within.
     template <int kBytes>
     NM_DEVICE void put(unsigned step, unsigned within, unsigned group, const uint32_t* words) {
-        const unsigned at = group * P::n * unsigned(sizeof(Out));
+        const unsigned at = group * kGroupBytes;
         Word<kBytes> word;
         memcpy(&word, words, kBytes);
         store_word<kBytes>(values + piece_at(step, within, at / 16) * 16 + at % 16, word);
@@ -49,7 +50,7 @@ struct Panel {
     }
 
     // The indices of four groups, in the low bits.
-    NM_DEVICE uint32_t joined(int line, int group) const {
+    NM_DEVICE uint32_t joined(unsigned line, unsigned group) const {
         const uint32_t bytes = load_word<4>(indices + line * kIndexBytes + group);
         if constexpr (kWidth == 8) return bytes;
         if constexpr (kWidth == 4) return joined_nibbles(bytes);
@@ -58,57 +59,77 @@ struct Panel {
 
     // After a barrier, by all threads.
     NM_DEVICE void write_out(const Place& to) const {
-        const int pieces = (to.groups < kGroups ? to.groups : kGroups) * P::n * int(sizeof(Out)) / 16;
-        const int64_t line_bytes = int64_t(to.line_groups) * P::n * int(sizeof(Out));
-        char* const out = static_cast<char*>(to.values) + to.line * line_bytes + int64_t(to.group) * P::n * int(sizeof(Out));
-        each<kLines * kPieces>([&](int i) {
-            const int line = i / kPieces, piece = i % kPieces;
-            if (line < to.lines && piece < pieces) {
-                const unsigned at = piece_at(unsigned(line) / kStep, unsigned(line) % kStep, unsigned(piece));
-                st_global(out + line * line_bytes + piece * 16, load_word<16>(values + at * 16));
-            }
-        });
+        write_values(to);
         if constexpr (P::n == 2 && P::m == 4) {
             if (to.layout != kCanonical) return write_metadata(to);
         }
-        constexpr int kPerWord = 32 / kWidth, kWords = kGroups / kPerWord;
-        const int words = to.groups / kPerWord;
-        const int line_words = to.line_groups / kPerWord;
-        uint32_t* const index = static_cast<uint32_t*>(to.indices) + int64_t(to.line) * line_words + to.group / kPerWord;
-        each<kLines * kWords>([&](int i) {
-            const int line = i / kWords, word = i % kWords;
-            if (line >= to.lines || word >= words) return;
-            uint32_t packed = 0;
-            NM_UNROLL
-            for (int j = 0; j < kPerWord / 4; ++j) packed |= joined(line, word * kPerWord + 4 * j) << (4 * j * kWidth);
-            index[int64_t(line) * line_words + word] = packed;
-        });
+        write_indices(to);
     }
 
   private:
-    // f(i) for i < kCount, shared out to the threads.
-    template <int kCount, class F>
-    static NM_DEVICE void each(const F& f) {
+    // What this thread takes of `kEach` items of a line, all threads together `kAtOnce` lines. Items are read in any case, so that no
+    // branch comes before the one instruction that writes.
+    template <unsigned kEach>
+    struct Share {
+        static constexpr unsigned kAtOnce = kThreads / kEach < kLines ? kThreads / kEach : kLines, kTurns = kLines / kAtOnce;
+        static_assert(kLines % kAtOnce == 0 && kThreads % kEach == 0);
+        static constexpr bool kSome = kAtOnce * kEach < kThreads;  // threads have nothing to do
+
+        unsigned line = threadIdx.x / kEach % kAtOnce, item = threadIdx.x % kEach;
+        NM_DEVICE bool has(unsigned turn, unsigned lines, unsigned items) const {
+            return line + turn * kAtOnce < lines && item < items && (!kSome || threadIdx.x < kAtOnce * kEach);
+        }
+    };
+
+    NM_DEVICE void write_values(const Place& to) const {
+        using S = Share<kPieces>;
+        static_assert(S::kAtOnce % kStep == 0);
+        const S mine;
+        Word<16> words[S::kTurns];
         NM_UNROLL
-        for (int turn = 0; turn < (kCount + kThreads - 1) / kThreads; ++turn) {
-            const int i = turn * kThreads + int(threadIdx.x);
-            if (kCount % kThreads == 0 || i < kCount) f(i);
+        for (unsigned turn = 0; turn < S::kTurns; ++turn) {
+            const unsigned step = mine.line / kStep + turn * (S::kAtOnce / kStep);
+            words[turn] = load_word<16>(values + piece_at(step, mine.line % kStep, mine.item) * 16);
+        }
+        const unsigned bytes = to.line_groups * kGroupBytes, pieces = to.groups * kGroupBytes / 16;
+        char* out = static_cast<char*>(to.values) + uint64_t(to.line + mine.line) * bytes + (to.group * kGroupBytes + mine.item * 16);
+        NM_UNROLL
+        for (unsigned turn = 0; turn < S::kTurns; ++turn, out += uint64_t(S::kAtOnce) * bytes) {
+            if (mine.has(turn, to.lines, pieces)) st_global(out, words[turn]);
+        }
+    }
+
+    NM_DEVICE void write_indices(const Place& to) const {
+        constexpr unsigned kPerWord = 32 / kWidth;
+        using S = Share<kGroups / kPerWord>;
+        const S mine;
+        const unsigned line_words = to.line_groups / kPerWord, left = to.groups / kPerWord;
+        uint32_t* out = static_cast<uint32_t*>(to.indices) + uint64_t(to.line + mine.line) * line_words + (to.group / kPerWord + mine.item);
+        NM_UNROLL
+        for (unsigned turn = 0; turn < S::kTurns; ++turn, out += uint64_t(S::kAtOnce) * line_words) {
+            uint32_t packed = 0;
+            NM_UNROLL
+            for (unsigned j = 0; j < kPerWord / 4; ++j) {
+                packed |= joined(mine.line + turn * S::kAtOnce, mine.item * kPerWord + 4 * j) << (4 * j * kWidth);
+            }
+            if (mine.has(turn, to.lines, left)) st_global(out, packed);
         }
     }
 
     // The order of reference/layouts.py: tiles of 16 lines and 16 groups, a word for each lane of a warp.
     NM_DEVICE void write_metadata(const Place& to) const {
-        constexpr int kAcross = kGroups / 16;
-        const int64_t across = to.line_groups / 16;
+        constexpr unsigned kAcross = kGroups / 16, kWords = kLines / 16 * kAcross * 32;
+        const unsigned across = to.line_groups / 16;
         uint32_t* const out = static_cast<uint32_t*>(to.indices);
-        each<kLines / 16 * kAcross * 32>([&](int i) {
-            const int lane = i % 32, row = i / 32 / kAcross, column = i / 32 % kAcross;
-            if (16 * row >= to.lines || 16 * column >= to.groups) return;
-            const int line = 16 * row + lane / 4, group = 16 * column + 4 * (lane % 4);
-            const int64_t r = to.line / 16 + row, c = to.group / 16 + column;
-            const int64_t tile = to.layout == kMmaSp ? r * across + c : (r / 4 * across + c) * 4 + r % 4;
+        NM_UNROLL
+        for (unsigned first = 0; first < kWords; first += kThreads) {
+            const unsigned i = first + threadIdx.x, lane = i % 32, row = i / 32 / kAcross, column = i / 32 % kAcross;
+            if ((kWords % kThreads != 0 && i >= kWords) || 16 * row >= to.lines || 16 * column >= to.groups) continue;
+            const unsigned line = 16 * row + lane / 4, group = 16 * column + 4 * (lane % 4);
+            const unsigned r = to.line / 16 + row, c = to.group / 16 + column;
+            const uint64_t tile = to.layout == kMmaSp ? uint64_t(r) * across + c : (uint64_t(r / 4) * across + c) * 4 + r % 4;
             out[tile * 32 + lane] = joined(line, group) | joined(line + 8, group) << 16;
-        });
+        }
     }
 };
 

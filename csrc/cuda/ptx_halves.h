@@ -44,6 +44,79 @@ NM_DEVICE uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
 #endif
 }
 
+#if defined(NM_EMULATED)
+namespace emulated {
+
+// Whether a 16-bit number comes before another in the order of max and min: -0.0 below +0.0, NaN above all.
+template <class T>
+NM_DEVICE bool before(uint16_t a, uint16_t b) {
+    const auto key = [](uint16_t x) {
+        const uint32_t bits = is_nan(to_float(T{x})) ? 0x7fffu : x;
+        return bits & 0x8000u ? 0xffffu ^ bits : bits | 0x8000u;
+    };
+    return key(a) < key(b);
+}
+
+template <class T, class F>
+NM_DEVICE uint32_t each_half(uint32_t a, uint32_t b, const F& f) {
+    const auto one = [&](uint32_t x, uint32_t y) {
+        const uint16_t found = f(uint16_t(x), uint16_t(y));
+        return is_nan(to_float(T{found})) ? 0x7fffu : uint32_t(found);
+    };
+    return one(a & 0xffffu, b & 0xffffu) | one(a >> 16, b >> 16) << 16;
+}
+
+}  // namespace emulated
+#endif
+
+// PTX ISA 9.7.4.10, 9.7.4.11 (max, min of halves): +0.0 is above -0.0. NaN is above all: max.NaN gives it, min only where both are.
+template <class T>
+NM_DEVICE uint32_t largest_pair(uint32_t a, uint32_t b) {
+#if defined(NM_EMULATED)
+    return emulated::each_half<T>(a, b, [](uint16_t x, uint16_t y) { return emulated::before<T>(x, y) ? y : x; });
+#else
+    uint32_t pair;
+    if constexpr (std::is_same_v<T, bf16>) {
+        asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    } else {
+        asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    }
+    return pair;
+#endif
+}
+
+template <class T>
+NM_DEVICE uint32_t smallest_pair(uint32_t a, uint32_t b) {
+#if defined(NM_EMULATED)
+    return emulated::each_half<T>(a, b, [](uint16_t x, uint16_t y) { return emulated::before<T>(x, y) ? x : y; });
+#else
+    uint32_t pair;
+    if constexpr (std::is_same_v<T, bf16>) {
+        asm("min.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    } else {
+        asm("min.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    }
+    return pair;
+#endif
+}
+
+// a - b in each half, rounded once.
+template <class T>
+NM_DEVICE uint32_t difference_pair(uint32_t a, uint32_t b) {
+#if defined(NM_EMULATED)
+    // rounded twice, which is the same: threshold_pairs.h
+    return emulated::each_half<T>(a, b, [](uint16_t x, uint16_t y) { return from_float<T>(to_float(T{x}) - to_float(T{y})).bits; });
+#else
+    uint32_t pair;
+    if constexpr (std::is_same_v<T, bf16>) {
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(b), "r"(0xbf80bf80u), "r"(a));  // sub.bf16x2 needs sm_90
+    } else {
+        asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    }
+    return pair;
+#endif
+}
+
 template <class T>
 NM_DEVICE float low_half(uint32_t pair) {
 #if !defined(NM_EMULATED)

@@ -1,13 +1,14 @@
 // The instructions that only sm_90a has: tensor cores that read shared memory by descriptors (wgmma), copies of whole boxes (TMA),
 // barriers in memory that count bytes (mbarrier), and what goes with them. Sections are those of the PTX ISA manual, 9.0.
 //
-// Nothing here has a twin in the emulator: kernels of sm_90a are tested by python_tests/ptx, which runs their PTX.
+// The emulator has nothing of this: kernels of sm_90a are tested by python_tests/ptx, which runs their PTX.
 // Shared memory is addressed by the 32 bits of its own window (`shared_address`). wgmma and copies of boxes work in the async proxy:
 // what a thread stored to shared memory they see after that thread's fence_proxy_async and a barrier (9.7.15.4).
 #pragma once
 
 #include <cuda.h>
 
+#include "../core/eight_bit.h"
 #include "ptx.h"
 
 namespace nm::cuda {
@@ -166,18 +167,22 @@ NM_DEVICE void pin(float (&registers)[Count]) {
     for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
+template <int Count>
+NM_DEVICE void pin(int32_t (&registers)[Count]) {
+    NM_UNROLL
+    for (int i = 0; i < Count; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
+
 // What is computed from x is computed after this line, each time: kept in registers over a loop it would cost more.
 NM_DEVICE void pin(uint32_t& x) { asm volatile("" : "+r"(x)); }
 
-// d (+)= A B for A 64 x 32 with two of every four elements of a row, packed to 64 x 16, and B 32 x N, both in shared memory. A lies by k, B
-// by k or, with kByColumn, by column. d[4 j + 2 r + e] of lane 4 g + c of warp w is D[16 w + g + 8 r][8 j + 2 c + e]. Metadata is
-// the word of the thread in the order "wgmma.sp" of reference/layouts.py: the pair of lanes named by Selector gives it (9.7.15.6.2).
-template <class T, int Selector, bool kByColumn, int Sums>
-NM_DEVICE void wgmma_sp(float (&d)[Sums], uint64_t a, uint64_t b, uint32_t metadata, bool add) {
-    static_assert((std::is_same_v<T, bf16> || std::is_same_v<T, fp16>)&&(Selector == 0 || Selector == 1));
-#define NM_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define NM_8(i) NM_4(i), NM_4(i + 4)
-#define NM_32(i) NM_8(i), NM_8(i + 8), NM_8(i + 16), NM_8(i + 24)
+// d (+)= A B for A 64 x 32 with two of every four elements of a row, packed to 64 x 16, and B 32 x N, both in shared memory; in 8 bits
+// A is 64 x 64 and B 64 x N. d[4 j + 2 r + e] of lane 4 g + c of warp w is D[16 w + g + 8 r][8 j + 2 c + e].
+//
+// The lists of operands: registers of sums, as constraints and as operands.
+#define NM_4(letter, i) letter(d[i]), letter(d[i + 1]), letter(d[i + 2]), letter(d[i + 3])
+#define NM_8(letter, i) NM_4(letter, i), NM_4(letter, i + 4)
+#define NM_32(letter, i) NM_8(letter, i), NM_8(letter, i + 8), NM_8(letter, i + 16), NM_8(letter, i + 24)
 #define NM_D0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NM_D32                                                                                                                       \
     NM_D0 ", %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -187,6 +192,12 @@ NM_DEVICE void wgmma_sp(float (&d)[Sums], uint64_t a, uint64_t b, uint32_t metad
 #define NM_D96                                                                                                                       \
     NM_D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, "    \
            "%87, %88, %89, %90, %91, %92, %93, %94, %95"
+
+// In 16 bits. A lies by k, B by k or, with kByColumn, by column. Metadata is the word of the thread in the order "wgmma.sp" of
+// reference/layouts.py: the pair of lanes named by Selector gives it (9.7.15.6.2).
+template <class T, int Selector, bool kByColumn, int Sums>
+NM_DEVICE void wgmma_sp(float (&d)[Sums], uint64_t a, uint64_t b, uint32_t metadata, bool add) {
+    static_assert((std::is_same_v<T, bf16> || std::is_same_v<T, fp16>)&&(Selector == 0 || Selector == 1));
 #define NM_WGMMA(type, n, sums, a_, b_, metadata_, selector_, by_column_, add_, ...)                                                 \
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #add_ ", 0;\n"                                                             \
                  "wgmma.mma_async.sp.sync.aligned.m64n" #n "k32.f32." type "." type " {" sums "}, %" #a_ ", %" #b_ ", %" #metadata_   \
@@ -200,15 +211,52 @@ NM_DEVICE void wgmma_sp(float (&d)[Sums], uint64_t a, uint64_t b, uint32_t metad
         NM_WGMMA("f16", __VA_ARGS__);                \
     }
     if constexpr (Sums == 8) {
-        NM_WGMMA_OF(16, NM_D0, 8, 9, 10, 11, 12, 13, NM_8(0))
+        NM_WGMMA_OF(16, NM_D0, 8, 9, 10, 11, 12, 13, NM_8("+f", 0))
     } else if constexpr (Sums == 32) {
-        NM_WGMMA_OF(64, NM_D32, 32, 33, 34, 35, 36, 37, NM_32(0))
+        NM_WGMMA_OF(64, NM_D32, 32, 33, 34, 35, 36, 37, NM_32("+f", 0))
     } else if constexpr (Sums == 64) {
-        NM_WGMMA_OF(128, NM_D64, 64, 65, 66, 67, 68, 69, NM_32(0), NM_32(32))
+        NM_WGMMA_OF(128, NM_D64, 64, 65, 66, 67, 68, 69, NM_32("+f", 0), NM_32("+f", 32))
     } else {
         static_assert(Sums == 96);
-        NM_WGMMA_OF(192, NM_D96, 96, 97, 98, 99, 100, 101, NM_32(0), NM_32(32), NM_32(64))
+        NM_WGMMA_OF(192, NM_D96, 96, 97, 98, 99, 100, 101, NM_32("+f", 0), NM_32("+f", 32), NM_32("+f", 64))
     }
+#undef NM_WGMMA
+#undef NM_WGMMA_OF
+}
+
+// In 8 bits, where both operands lie by k. Metadata is a word of the thread in the order "wgmma.sp.8bit"; every lane gives it. Sums of
+// int8 are int32.
+template <class A, class B, class Sum, int Sums>
+NM_DEVICE void wgmma_sp_8bit(Sum (&d)[Sums], uint64_t a, uint64_t b, uint32_t metadata, bool add) {
+#define NM_WGMMA(types, scales, n, sums, a_, b_, metadata_, add_, ...)                                                               \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #add_ ", 0;\n"                                                             \
+                 "wgmma.mma_async.sp.sync.aligned.m64n" #n "k64." types " {" sums "}, %" #a_ ", %" #b_ ", %" #metadata_              \
+                 ", 0, add" scales ";\n}"                                                                                            \
+                 : __VA_ARGS__                                                                                                       \
+                 : "l"(a), "l"(b), "r"(metadata), "r"(int(add)))
+#define NM_WGMMA_OF(letter, types, scales)                                                                                           \
+    if constexpr (Sums == 64) {                                                                                                      \
+        NM_WGMMA(types, scales, 128, NM_D64, 64, 65, 66, 67, NM_32(letter, 0), NM_32(letter, 32));                                   \
+    } else {                                                                                                                         \
+        static_assert(Sums == 96);                                                                                                   \
+        NM_WGMMA(types, scales, 192, NM_D96, 96, 97, 98, 99, NM_32(letter, 0), NM_32(letter, 32), NM_32(letter, 64));                \
+    }
+    if constexpr (std::is_same_v<A, int8_t>) {
+        static_assert(std::is_same_v<B, int8_t> && std::is_same_v<Sum, int32_t>);
+        NM_WGMMA_OF("+r", "s32.s8.s8", "")
+    } else if constexpr (std::is_same_v<A, e4m3> && std::is_same_v<B, e4m3>) {
+        NM_WGMMA_OF("+f", "f32.e4m3.e4m3", ", 1, 1")
+    } else if constexpr (std::is_same_v<A, e4m3>) {
+        NM_WGMMA_OF("+f", "f32.e4m3.e5m2", ", 1, 1")
+    } else if constexpr (std::is_same_v<B, e4m3>) {
+        NM_WGMMA_OF("+f", "f32.e5m2.e4m3", ", 1, 1")
+    } else {
+        NM_WGMMA_OF("+f", "f32.e5m2.e5m2", ", 1, 1")
+    }
+#undef NM_WGMMA
+#undef NM_WGMMA_OF
+}
+
 #undef NM_4
 #undef NM_8
 #undef NM_32
@@ -216,8 +264,5 @@ NM_DEVICE void wgmma_sp(float (&d)[Sums], uint64_t a, uint64_t b, uint32_t metad
 #undef NM_D32
 #undef NM_D64
 #undef NM_D96
-#undef NM_WGMMA
-#undef NM_WGMMA_OF
-}
 
 }  // namespace nm::cuda

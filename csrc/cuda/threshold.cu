@@ -9,6 +9,7 @@
 #include "kernels.h"
 #include "launch.h"
 #include "memory.h"
+#include "threshold_pairs.h"
 
 namespace nm::cuda {
 
@@ -58,14 +59,31 @@ __global__ void __launch_bounds__(kThreads) scale_sums_kernel(const T* w, Produc
         load_some<kPiece>(w + at, x + i, numel - at, wide);
     }
     Products own{};
-    NM_UNROLL
-    for (int i = 0; i < kEach; i += P::m) {
-        uint32_t keys[P::m];
+    if constexpr (sizeof(T) == 2 && P::m == 4 && P::n <= 2) {
+        // what is not above the threshold adds nothing, and the sign of w is that of s
+        uint32_t words[kEach / 2];
+        memcpy(words, x, sizeof words);
         NM_UNROLL
-        for (int j = 0; j < P::m; ++j) keys[j] = Key<T>::of(x[i + j]);
-        const float t = Key<T>::value(threshold_key<P::n, P::m>(keys));
+        for (int i = 0; i < kEach / 2; i += 4) {
+            const LargestThree<T> largest(words + i);
+            const uint32_t w[2] = {largest.first, largest.second}, t = P::n == 1 ? largest.second : largest.third;
+            NM_UNROLL
+            for (int k = 0; k < P::n; ++k) {
+                const uint32_t s = difference_pair<T>(w[k], t);
+                own.add(low_half<T>(w[k]), low_half<T>(s));
+                own.add(high_half<T>(w[k]), high_half<T>(s));
+            }
+        }
+    } else {
         NM_UNROLL
-        for (int j = 0; j < P::m; ++j) own.add(to_float(x[i + j]), to_float(shrink(x[i + j], t)));
+        for (int i = 0; i < kEach; i += P::m) {
+            uint32_t keys[P::m];
+            NM_UNROLL
+            for (int j = 0; j < P::m; ++j) keys[j] = Key<T>::of(x[i + j]);
+            const float t = Key<T>::value(threshold_key<P::n, P::m>(keys));
+            NM_UNROLL
+            for (int j = 0; j < P::m; ++j) own.add(to_float(x[i + j]), to_float(shrink(x[i + j], t)));
+        }
     }
     const Products sum = block_sum(own);
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;

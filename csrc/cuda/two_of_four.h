@@ -8,17 +8,19 @@
 
 #include "../core/threshold.h"
 #include "ptx.h"
+#include "threshold_pairs.h"
 
 namespace nm::cuda {
 
 template <class T>
 constexpr int kGroupWords = int(sizeof(T));  // of four elements
 
-// The largest two of each group are kept, ties keep the lower index; third[g] is the largest magnitude of the others.
+// The largest two of each group are kept, ties keep the lower index; third[g] is the largest magnitude of the others: as bits of an
+// fp32, or of 16 bits in both halves.
 template <class T>
 struct LargestTwo {
     uint32_t mask;
-    uint32_t third[4];  // keys
+    uint32_t third[4];
 
     NM_DEVICE explicit LargestTwo(const uint32_t* words) : mask(0) {
         NM_UNROLL
@@ -35,19 +37,22 @@ struct LargestTwo {
     static NM_DEVICE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
     static NM_DEVICE uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
-    // The key of a 16-bit element above all bits but its own: numbers that all differ, a lower index the larger at a tie.
-    static NM_DEVICE uint32_t marked(uint32_t high_half, int i) {
-        const uint32_t mark = 15u ^ (1u << i), most = (Key<T>::nan << 16) | mark;
-        return smaller((high_half & 0x7fff0000u) | mark, most);
-    }
+    // The magnitude of a 16-bit element above all bits but its own: numbers that all differ, a lower index the larger at a tie.
+    static NM_DEVICE uint32_t marked_low(uint32_t pair, int i) { return pair * 65536u + (15u ^ (1u << i)); }
+    static NM_DEVICE uint32_t marked_high(uint32_t pair, int i) { return (pair & 0xffff0000u) | (15u ^ (1u << i)); }
+    // All NaN become one.
+    static NM_DEVICE uint32_t magnitudes(uint32_t pair) { return largest_pair<T>(pair & 0x7fff7fffu, pair & 0x7fff7fffu); }
 
     NM_DEVICE void group16(uint32_t low, uint32_t high, int g) {
-        const uint32_t a = marked(low << 16, 0), b = marked(low, 1), c = marked(high << 16, 2), d = marked(high, 3);
+        low = magnitudes(low);
+        high = magnitudes(high);
+        const uint32_t a = marked_low(low, 0), b = marked_high(low, 1), c = marked_low(high, 2), d = marked_high(high, 3);
         const uint32_t x = larger(a, b), y = larger(c, d);
         const uint32_t rest = smaller(x, y), losers = larger(smaller(a, b), smaller(c, d));
         // a mark is missing from one of the two where its element is kept
         mask |= (~(larger(x, y) & larger(rest, losers)) & 15u) << (4 * g);
-        third[g] = smaller(rest, losers) >> 16;
+        const uint32_t next = smaller(rest, losers);
+        third[g] = __byte_perm(next, next, 0x3232);
     }
 
     static NM_DEVICE bool two(bool a, bool b, bool c) { return (a && b) || (c && (a || b)); }

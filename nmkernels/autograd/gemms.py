@@ -2,14 +2,15 @@
 
 A layer names its GEMM (``Gemm``), asks ``choose`` for a candidate and hands that to ``call``. Candidates are ``"dense"``, torch's
 GEMM of the dense layout; ``"expand"``, the same after decompressing, for a weight that has no dense layout; ``"auto"``, the op, whose
-dispatcher takes the willing backend of highest priority; and ``"cpu rows"``, ``"cuda rows:mma.sp"`` and so on, one backend's kernel on one
-form of the operand. All multiply the same W̃, or in wgrad the same estimate ĝ to the bit, whose making is part of every candidate.
+dispatcher takes the willing backend of highest priority; and ``"cpu rows"``, ``"cuda rows:wgmma.sp"`` and so on, one backend's kernel on
+one form of the operand. All multiply the same W̃, or in wgrad the same estimate ĝ to the bit, whose making is part of every candidate.
 
 The answer comes from, in this order:
 
 1. ``NMKERNELS_CHOICE=dense`` or ``packed``, or a backend that ``NMKERNELS_BACKEND`` forces, which means ``"auto"``;
 2. the table of what ``nm.tune`` or an earlier process measured on this device, with these versions, for this GEMM, and for as many
-   tokens up to the next power of two. While torch compiles: the line with the most tokens, so that no token count is compiled anew;
+   tokens up to the next power of two. While torch compiles: the line with the most tokens, so that no token count is compiled anew, and
+   of the kernels those that the dispatcher takes, since a graph calls the op;
 3. measuring now, if the caller allows it (``measure=True``, or ``NMKERNELS_CHOICE=measured`` for all callers; ``table`` forbids it),
    nothing watches, and it is done in well under a second: of very many tokens some are timed, and what is still too much is not.
    Kernels that would compile are left to ``nm.tune``;
@@ -33,13 +34,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops, tuning
+from ..backends.cuda.linear import why_not_wgmma
 from ..dispatch import REFERENCE, Impl, forced_backend, implementations
 from ..dispatch import choose as dispatched
 from ..ops.compress import nm_compress
 from ..ops.define import plainly
 from ..ops.mvue import METHODS, nm_mvue_compress
 from ..pattern import NMError, Pattern
+from ..reference.layouts import tile_of
 from ..tuning import BUDGET, TABLE, Candidate, Found, Seconds, Timer, Validator, cold
+from ..tuning.measure import LEAST_GAIN
 from ..tuning.setting import reproducible, setting, undisturbed
 
 ENOUGH, FIRST_USE_WORK = {"cpu": 1 << 32, "cuda": 1 << 43}, {"cpu": 1 << 34, "cuda": 1 << 43}
@@ -76,15 +80,32 @@ log.addHandler(logging.NullHandler())
 
 @lru_cache(maxsize=1024)
 def forms(
-    rows: int, cols: int, n: int, m: int, dtype: torch.dtype, kind: str, dense: bool = True, columns: bool = False
+    rows: int, cols: int, n: int, m: int, dtype: torch.dtype, device: torch.device, dense: bool = True, columns: bool = False
 ) -> tuple[str, ...]:
-    """The forms that a weight ``(rows, cols)`` can have on a device of that ``kind``, for ``Gemm.forms``.
+    """The forms that a weight ``(rows, cols)`` can have on a device, for ``Gemm.forms``.
 
     ``dense``: with a dense layout at hand. ``columns``: Wᵀ packed, for a mask that is transposable; W otherwise.
     """
     name, height, width = ("columns", cols, rows) if columns else ("rows", rows, cols)
     tiles = height % 16 == 0 and width % 64 == 0 and dtype.itemsize == 2 and ops.tensor_core_pattern(Pattern(n, m))
-    return (*(("dense",) if dense else ()), name, *((f"{name}:mma.sp",) if kind == "cuda" and tiles else ()))
+    cores = (f"{name}:{layout_on(device, height)}",) if device.type == "cuda" and tiles else ()
+    return (*(("dense",) if dense else ()), name, *cores)
+
+
+def layout_on(device: torch.device, *rows: int) -> str:
+    """The order of metadata in which operands of so many rows are packed for tensor cores: that of ``wgmma.sp`` where its kernel runs.
+
+    Every kernel that reads the order of ``mma.sp`` reads that one as well.
+    """
+    return "wgmma.sp" if not _hinders(device) and not any(count % tile_of("wgmma.sp")[0] for count in rows) else "mma.sp"
+
+
+def _hinders(device: torch.device) -> bool:
+    return bool(why_not_wgmma(device))
+
+
+# tracing calls it and keeps the answer
+_hinders._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Gemm(NamedTuple):
@@ -93,7 +114,7 @@ class Gemm(NamedTuple):
     role: ``"fprop"`` y = x W̃ᵀ, ``"dgrad"`` dx = g W̃, or ``"wgrad"`` dW = ĝᵀ x, with ĝ an N:M estimate of g along tokens.
     tokens: rows of x and g. rows, cols: (out, in) of the layer. n, m: the pattern of W̃, or of ĝᵀ.
     forms: ``"dense"``: W̃ in dense layout; ``"rows"``: W̃ compressed; ``"columns"``: W̃ᵀ compressed, for dgrad from a transposable mask;
-    ``"rows:mma.sp"`` and so on: the same in the order of tensor cores (``ops.relayout``). Of the compressed ones the preferred first. In
+    ``"rows:wgmma.sp"`` and so on: the same in the order of tensor cores (``layout_on``). Of the compressed ones the preferred first. In
     wgrad they say how ĝᵀ may be written.
     rule: of wgrad: ``"exact"`` or ``"approx"``, as ``ops.mvue`` has them, or ``"magnitude"``.
     changing: W̃ is another one at every call, as in training; masking or packing it, and what a backend makes of it beside that, is then
@@ -412,7 +433,24 @@ def _static(role: str, *rest: Any) -> str:
     """The choice for a graph that serves any number of tokens: that of the most tokens in the table, else the rule for many."""
     gemm = Gemm(role, TOKEN_CLASSES[0], *rest)
     gemm.check()
-    return _given(gemm) or next(filter(None, (_from_table(gemm._replace(tokens=t)) for t in TOKEN_CLASSES)), None) or rule(gemm)
+    found = _given(gemm)
+    if found is not None:
+        return found
+    known = ((g, _from_table(g)) for g in (gemm._replace(tokens=t) for t in TOKEN_CLASSES))
+    return next((_in_a_graph(g, name) for g, name in known if name is not None), None) or rule(gemm)
+
+
+def _in_a_graph(gemm: Gemm, found: str) -> str:
+    """``found``, or what comes nearest: a graph calls the op, and of each form the dispatcher takes the kernel of highest priority."""
+    took: dict[str, float] = (TABLE.get(key(gemm)) or {}).get("us") or {}
+    can = [name for name in (DENSE, EXPAND, AUTO) if name in took]
+    for form in filter(partial(op_of, gemm), gemm.forms):
+        by_priority = (f"{entry.backend} {form}" for entry in implementations(op_of(gemm, form)))
+        can += [name for name in by_priority if name in took][:1]
+    if found in can or not can:
+        return found
+    best = min(can, key=took.__getitem__)
+    return DENSE if DENSE in can and took[DENSE] < LEAST_GAIN * took[best] else best
 
 
 # what torch.compiler.assume_constant_result does, whose import of torch._dynamo takes a second: tracing calls it, and keeps the answer

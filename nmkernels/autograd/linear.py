@@ -169,7 +169,8 @@ def _remember(
 
 def _fprop(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, used: Tensor, indices: Tensor | None, back: Any, back_indices: Any,
-    transposed: bool, pattern: Pattern | None, by: str, back_by: str, seed: Any, plan: GemmPlan, *rest: Any,
+    transposed: bool, pattern: Pattern | None, by: str, back_by: str, seed: Any, plan: GemmPlan, transform: WeightTransform | None,
+    *extras: Any,
 ) -> Tensor:  # fmt: skip
     b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
     if indices is not None:
@@ -177,6 +178,9 @@ def _fprop(
         return _by(by, "nm_linear", x, used, indices, pattern.n, pattern.m, x.shape[-1], b)
     if plan.fp8 is None:
         return F.linear(x, used, b)
+    sparse = transform is not None and ops.tensor_core_pattern(transform.pattern)
+    if sparse and fp8.multiplies(plan.fp8, "fprop", used.shape[0], used.shape[1], x.numel(), x):
+        return fp8.linear(plan.fp8, x, used, b)
     p, q, step = fp8.operands(plan.fp8, "fprop", x, used)
     y = (F.linear(p, q) * step).to(x.dtype)
     return y if b is None else y + b
@@ -260,6 +264,8 @@ def _wgrad(plan: GemmPlan, g: Tensor, x: Tensor, seed: Tensor | None) -> Tensor:
         values, indices = pack_estimate(gemm, g, words)
         if plan.fp8 is None:
             dw = nm_linear_wgrad(values, indices, plan.n, plan.m, tokens, x)
+        elif (plan.n, plan.m) == (2, 4) and fp8.multiplies(plan.fp8, "wgrad", g.shape[1], tokens, x.shape[1], x):
+            dw = fp8.wgrad(plan.fp8, values, indices, x)
         else:  # the zeros that the estimate left out have no part in its largest magnitude
             p, q, step = fp8.operands(plan.fp8, "wgrad", values, x)
             dw = (nm_linear_wgrad(p, indices, plan.n, plan.m, tokens, q) * step).to(x.dtype)

@@ -12,9 +12,9 @@ from torch import Tensor
 from .. import dispatch
 from ..ops import METHODS, Compressed, DeviceCompressed, tensor_core_pattern
 from ..pattern import MAX_M, BackendError, NMError, Pattern
-from ..reference.layouts import COLUMNS, meta_shape
+from ..reference.layouts import COLUMNS, meta_shape, tile_of
 from .fp8 import SCHEMES
-from .gemms import DENSE, Gemm, choose, forms
+from .gemms import DENSE, Gemm, choose, forms, layout_on
 from .transforms import WeightTransform
 
 FPROP = ("dense", "packed", "auto")
@@ -40,7 +40,7 @@ class GemmPlan:
     Args:
         n, m: the pattern of the estimate, and of a packed weight that no transform has made; 0 where nothing is packed.
         method: how the estimate is drawn, ``"exact"`` (least variance) or ``"approx"`` (two draws, n = 2).
-        fp8: round the operands of all three to emulated FP8: ``"paper"`` or ``"hybrid"`` (see ``fp8.SCHEMES``); None not to.
+        fp8: round the operands of all three to FP8: ``"paper"`` or ``"hybrid"`` (see ``fp8.SCHEMES``); None not to.
 
     Raises:
         NMError: a role is given a rule that it does not have, or a packed role has no pattern.
@@ -107,11 +107,11 @@ STRAIGHT_THROUGH = GemmPlan()
 Form = Tensor | Compressed | DeviceCompressed
 """A weight in dense layout, or packed."""
 
-CANONICAL, TENSOR_CORES = "canonical", "mma.sp"
-"""The orders in which packed weights lie: on disk and on a CPU, and where tensor cores multiply them."""
+CANONICAL = "canonical"
+"""The order in which packed weights lie on disk and on a CPU; where tensor cores multiply them it is that of ``layout_on``."""
 
 TALL = 16
-"""Rows of a tile of that order; ``COLUMNS`` is its width."""
+"""Rows of a warp's tile in those orders; ``COLUMNS`` is its width."""
 
 
 class Operands(NamedTuple):
@@ -205,7 +205,7 @@ def wgrad_gemm(plan: GemmPlan, tokens: int, rows: int, cols: int, dtype: torch.d
     made: tuple[str, ...] = (DENSE, "rows")
     if device.type != "cpu" and (plan.n, plan.m) == (2, 4):
         known = forms.__wrapped__ if torch.compiler.is_compiling() else forms  # a graph would warn of the cache
-        made = known(rows, tokens, plan.n, plan.m, dtype, device.type)
+        made = known(rows, tokens, plan.n, plan.m, dtype, device)
     return Gemm("wgrad", tokens, rows, cols, plan.n, plan.m, dtype, device, made, rule)
 
 
@@ -230,19 +230,25 @@ def layout_for(weight: Tensor, pattern: Pattern, dtype: torch.dtype, columns: bo
     rows, cols = weight.shape
     if rows % TALL or cols % COLUMNS or (columns and (cols % TALL or rows % COLUMNS)):
         return CANONICAL
-    return TENSOR_CORES if _multiplies(weight.device, dtype, dispatch.forced_backend() or "") else CANONICAL
+    layout = layout_on(weight.device, rows, *((cols,) if columns else ()))
+    return layout if _multiplies(weight.device, dtype, layout, dispatch.forced_backend() or "") else CANONICAL
+
+
+def _multiplies(device: torch.device, dtype: torch.dtype, layout: str, forced: str) -> bool:
+    """Whether a kernel there, other than the reference, multiplies what lies in that order."""
+    return _asked(device, dtype, layout, forced)
+
+
+# tracing calls it and keeps the answer; of a function with a cache it would trace what is inside, and the dispatcher cannot be traced
+_multiplies._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
-def _multiplies(device: torch.device, dtype: torch.dtype, forced: str) -> bool:
-    """Whether a kernel there, other than the reference, multiplies what lies in that order."""
-    values = torch.empty(TALL, COLUMNS // 2, dtype=dtype, device=device)
-    meta = torch.empty(meta_shape(TALL, COLUMNS, TENSOR_CORES), dtype=torch.int32, device=device)
+def _asked(device: torch.device, dtype: torch.dtype, layout: str, forced: str) -> bool:
+    rows, _ = tile_of(layout)
+    values = torch.empty(rows, COLUMNS // 2, dtype=dtype, device=device)
+    meta = torch.empty(meta_shape(rows, COLUMNS, layout), dtype=torch.int32, device=device)
     try:
         return dispatch.choose("nm_linear", values.new_empty(TALL, COLUMNS), values, meta, 2, 4, COLUMNS).backend != "reference"
     except BackendError:  # the one that is asked for by name does not
         return False
-
-
-# tracing calls it and keeps the answer
-_multiplies._dynamo_marked_constant = True  # type: ignore[attr-defined]

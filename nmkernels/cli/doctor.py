@@ -72,6 +72,7 @@ def samples() -> dict[str, tuple[Any, ...]]:
     p, g, m, w = (random(ROWS, COLS) for _ in range(4))
     x, y, square = random(TOKENS, COLS), random(TOKENS, ROWS), random(COLS, COLS)
     packed, seed = reference.compress(w, N, M), torch.tensor([7, 3])
+    eight, scale, step, wide = torch.int8, torch.tensor(30.0), torch.tensor(1 / 30), random(64, 128)
     hyper = torch.tensor([1e-3, 0.9, 0.999, 1e-8, 0.1, 2e-4, 0.0, 0.0, 0.0], dtype=torch.float64)
     packs = [packed[0].bfloat16().zero_(), packed[1].clone(), torch.zeros(0), torch.zeros(0)]
     state: tuple[list[Tensor], ...] = [p], [g], [m], [w.abs()], [], [torch.tensor(4.0)], []
@@ -90,6 +91,18 @@ def samples() -> dict[str, tuple[Any, ...]]:
         "nm_soft_threshold_scale": (w, N, M),
         "nm_mvue": (w, N, M, -1, seed, "exact"),
         "nm_mvue_compress": (w, N, M, 0, seed, "exact"),
+        "nm_quantize": (wide, scale, eight, True),
+        "nm_quantize_pack": (wide, scale, eight),
+        "nm_linear_quantized": (
+            reference.quantize(wide, scale, eight, False),
+            step,
+            *reference.quantize_pack(wide, scale, eight),
+            step,
+            None,
+            torch.float32,
+            False,
+            True,
+        ),
         "nm_masked_adamw_": (*state, hyper, N, M, False, False, False, False, None, None, False, packs, "canonical"),
     }
 

@@ -37,8 +37,10 @@ class World:
     """The ranks of a run; as a context manager it has them meet, and part at the end.
 
     Attributes:
-        parallel: how the model is shared, of ``PARALLEL``. rank, ranks: which process this is, of how many.
-        ways: over how many ranks the model is sharded. readers: how many share the text of a step; ``reader`` is this one's number.
+        parallel: how the model is shared, of ``PARALLEL``.
+        rank, ranks: which process this is, of how many.
+        ways: over how many ranks the model is sharded.
+        readers: how many share the text of a step; ``reader`` is this one's number.
         device: this rank's.
     """
 

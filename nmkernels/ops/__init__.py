@@ -7,6 +7,7 @@ from .linear import linear, linear_dgrad, linear_wgrad
 from .mask import is_nm, mask, prune, soft_threshold, soft_threshold_scale, transposable_mask
 from .mvue import METHODS, mvue, mvue_compress
 from .pack import DeviceCompressed, Packed, empty_packed, pack, relayout, tensor_core_pattern
+from .quantize import Quantized, QuantizedPacked, linear_quantized, quantize, quantize_pack
 
 __all__ = [
     "HYPER",
@@ -16,12 +17,15 @@ __all__ = [
     "DeviceCompressed",
     "OptionError",
     "Packed",
+    "Quantized",
+    "QuantizedPacked",
     "compress",
     "decompress",
     "empty_packed",
     "is_nm",
     "linear",
     "linear_dgrad",
+    "linear_quantized",
     "linear_wgrad",
     "mask",
     "masked_adamw_",
@@ -29,6 +33,8 @@ __all__ = [
     "mvue_compress",
     "pack",
     "prune",
+    "quantize",
+    "quantize_pack",
     "relayout",
     "soft_threshold",
     "soft_threshold_scale",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..pattern import DtypeError, OptionError, Pattern, PatternError, PatternLike, ShapeError
-from ..reference.layouts import COLUMNS, LAYOUTS, WARPS, meta_shape
+from ..reference.layouts import EIGHT_BIT, LAYOUTS, meta_shape, tile_of
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -108,12 +108,14 @@ def check_layout(op: str, layout: str, rows: int, cols: int, pattern: Pattern, d
         raise PatternError(
             f"{op}: layout {layout!r} holds the metadata of 2:4, which the tensor cores read, not {pattern}. Use 'canonical'."
         )
-    if dtype.itemsize != 2:
+    if layout == EIGHT_BIT and dtype.itemsize != 1:
+        raise DtypeError(f"{op}: layout {layout!r} belongs to 8-bit values, not {dtype}. Make them with nm.ops.quantize_pack.")
+    if layout != EIGHT_BIT and dtype.itemsize != 2:
         raise DtypeError(f"{op}: layout {layout!r} belongs to 16-bit values, not {dtype}. Pass dtype=torch.bfloat16, or use 'canonical'.")
-    height = 16 * WARPS[layout]
-    if rows % height or cols % COLUMNS:
+    height, width = tile_of(layout)
+    if rows % height or cols % width:
         raise ShapeError(
-            f"{op}: layout {layout!r} has tiles of {height} rows and {COLUMNS} columns, and the packed operand is ({rows}, {cols}). "
+            f"{op}: layout {layout!r} has tiles of {height} rows and {width} columns, and the packed operand is ({rows}, {cols}). "
             "Pad it to whole tiles, or use 'canonical'."
         )
 

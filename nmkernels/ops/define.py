@@ -59,7 +59,8 @@ def define(
     Its derivatives are refused (``derivatives.with_autograd``), and ``torch.vmap`` knows it (``_vmap_rule``).
 
     Args:
-        schema: ``"(Tensor w, int n, int m) -> Tensor"``. contract: see the module's docstring.
+        schema: ``"(Tensor w, int n, int m) -> Tensor"``.
+        contract: see the module's docstring.
         outs: one name per result, if there is to be ``<name>_out``, which writes into tensors of the caller, its keyword-only arguments.
             ``call`` takes them as ``out``: a tensor, or a tuple of several, which it returns.
         leading: the tensors that may have any number of leading dimensions, the same for all of them.

@@ -92,7 +92,8 @@ def linear(x: Tensor, c: Operand, bias: Tensor | None = None, activation: str | 
         residual: r ``(..., out)``, in x's dtype; added in the same way.
 
     Raises:
-        ShapeError, DtypeError: the operands do not fit. OptionError: the activation is unknown.
+        ShapeError, DtypeError: the operands do not fit.
+        OptionError: the activation is unknown.
         NMError: an operand requires grad: the derivative lives in ``nm.nn.CompressedLinear`` and ``nm.nn.SparseLinear``.
 
     Example:
@@ -110,10 +111,12 @@ def linear_dgrad(g: Tensor, c: Compressed) -> Tensor:
     """The gradient ``dx = g W`` ``(..., in)`` of a linear layer's input from its compressed weight (dgrad, layout nn).
 
     Args:
-        g: gradient of the output ``(..., out)``. c: the weight, of shape ``(out, in)``, in g's dtype.
+        g: gradient of the output ``(..., out)``.
+        c: the weight, of shape ``(out, in)``, in g's dtype.
 
     Raises:
-        ShapeError, DtypeError, NMError: as ``linear``. OptionError: the weight is in a device layout.
+        ShapeError, DtypeError, NMError: as ``linear``.
+        OptionError: the weight is in a device layout.
 
     Example:
         >>> from nmkernels import ops

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from .. import reference
 from ..pattern import DtypeError, OptionError, Pattern, PatternError, PatternLike, ShapeError
 from ..reference.common import compute_dtype
-from ..reference.layouts import meta_shape
+from ..reference.layouts import EIGHT_BIT, meta_shape
 from ..reference.pack import SELECTS
 from .check import FLOATS, as_pattern, check_device, check_float, check_layout, check_mask, check_matrix, check_ordered
 from .compress import Compressed
@@ -115,7 +115,8 @@ def pack(
             Or a bool tensor of w's shape; a group with fewer than N is filled up with zeros at its lowest unkept positions.
         scale: of ``"threshold"``: one fp32 element (fp64 for fp64 weights) on w's device.
         dtype: of the values, rounded once to nearest even; w's own if not given, whose bits stay.
-        rows: pack W. columns: pack Wᵀ. Both at once need ``"transposable"`` or a mask.
+        rows: pack W.
+        columns: pack Wᵀ. Both at once need ``"transposable"`` or a mask.
         check: False: a bool mask is N:M for certain, so that the host need not wait for a GPU to say so. One that is not gives anything.
         layout: ``"canonical"``; or ``"mma.sp"`` or ``"wgmma.sp"``: 2:4 and 16-bit values, in tiles of 16, or 64, rows and 64 columns.
 
@@ -281,8 +282,8 @@ def _metadata(indices: Tensor, cols: int, layout: str) -> tuple[Spec, ...]:
     if indices.dim() != 2 or indices.shape[1] * 8 != cols:
         raise ShapeError(f"{op}: indices of shape {tuple(indices.shape)} are not those of {cols} columns at 2:4, (rows, {cols // 8}).")
     if layout == "canonical":
-        raise ShapeError(f"{op}: canonical indices are in that order already; ask for 'mma.sp' or 'wgmma.sp'.")
-    check_layout(op, layout, indices.shape[0], cols, _HARDWARE, torch.float16)
+        raise ShapeError(f"{op}: canonical indices are in that order already; ask for 'mma.sp', 'wgmma.sp' or 'wgmma.sp.8bit'.")
+    check_layout(op, layout, indices.shape[0], cols, _HARDWARE, torch.int8 if layout == EIGHT_BIT else torch.float16)
     return ((meta_shape(indices.shape[0], cols, layout), torch.int32),)
 
 
@@ -306,10 +307,12 @@ def relayout(c: Compressed, layout: str) -> DeviceCompressed:
     is packed as one: half of all columns are stored then, whatever the pattern was.
 
     Args:
-        c: ``(rows, cols)`` in 16 bits, rows a multiple of 16 (wgmma.sp: 64), cols of 64. layout: see ``DeviceCompressed``.
+        c: ``(rows, cols)`` in 16 bits, rows a multiple of 16 (wgmma.sp: 64), cols of 64.
+        layout: see ``DeviceCompressed``.
 
     Raises:
-        OptionError: there is no such layout. PatternError, ShapeError, DtypeError: tensor cores cannot read it so.
+        OptionError: there is no such layout.
+        PatternError, ShapeError, DtypeError: tensor cores cannot read it so.
 
     Example:
         >>> from nmkernels import ops

@@ -8,6 +8,7 @@ from .linear import linear, linear_dgrad, linear_wgrad
 from .mask import is_nm, mask, prune, soft_threshold, soft_threshold_scale
 from .mvue import group_mvue, has_level_rule, mvue, mvue_compress, philox4x32, uniforms24, word_pairs, words
 from .pack import pack
+from .quantize import linear_quantized, quantize, quantize_pack
 from .transposable import transposable_mask
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "is_nm",
     "linear",
     "linear_dgrad",
+    "linear_quantized",
     "linear_wgrad",
     "mask",
     "masked_adamw_",
@@ -31,6 +33,8 @@ __all__ = [
     "pack_indices",
     "philox4x32",
     "prune",
+    "quantize",
+    "quantize_pack",
     "soft_threshold",
     "soft_threshold_scale",
     "to_layout",

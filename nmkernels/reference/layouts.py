@@ -10,6 +10,13 @@ Of 16-bit operands a *metadata word* is 16 bits: the nibbles of four groups of f
 * ``"wgmma.sp"``, for ``wgmma.mma_async.sp`` m64nNk32: int32 ``(rows/64, cols/64, 128)``. Word ``[i, j, 32·warp + lane]`` is the ``mma.sp``
   word of the rows ``16(4i + warp)``, the same lane and columns.
 
+Of 8-bit operands a word is 32 bits, eight groups of one row, as canonical indices have them:
+
+* ``"wgmma.sp.8bit"``, for ``wgmma.mma_async.sp`` m64nNk64: int32 ``(rows/64, cols/128, 256)``. Word
+  ``[i, j, 128s + 32·warp + lane]`` is that of row ``64i + 16·warp + lane // 4 + 8(lane % 2)`` for the columns
+  ``128j + 64s + 32(lane // 2 % 2) ... + 31``: what each thread gives to instruction s = 0 or 1 of 128 columns, with sparsity selector 0
+  (PTX ISA 9.7.15.6.2).
+
 Only 0x4, 0x8, 0xC, 0x9, 0xD and 0xE occur as nibbles, what the PTX manual calls ordered metadata: canonical indices are in order, those
 that pad a short group too.
 """
@@ -19,27 +26,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-WARPS = {"mma.sp": 1, "wgmma.sp": 4}
+EIGHT_BIT = "wgmma.sp.8bit"
+"""The layout of 8-bit values; the other device layouts are of 16-bit ones."""
+
+WARPS = {"mma.sp": 1, "wgmma.sp": 4, EIGHT_BIT: 4}
 """Device layouts, and the warps whose words lie together."""
 
 LAYOUTS = ("canonical", *WARPS)
 """Every layout that an operand can be packed in."""
 
 COLUMNS = 64
-"""Dense columns that the words of one warp cover."""
+"""Dense columns that the words of one warp cover, of 16-bit values; of 8-bit ones twice as many, see ``tile_of``."""
+
+
+def tile_of(layout: str) -> tuple[int, int]:
+    """Rows and columns of a tile of a device layout."""
+    return 16 * WARPS[layout], COLUMNS * (2 if layout == EIGHT_BIT else 1)
 
 
 def meta_shape(rows: int, cols: int, layout: str) -> tuple[int, int, int]:
     """The shape of the metadata of a ``(rows, cols)`` operand in a device layout."""
-    warps = WARPS[layout]
-    return rows // (16 * warps), cols // COLUMNS, 32 * warps
+    height, width = tile_of(layout)
+    return rows // height, cols // width, height * width // 32
 
 
 def layout_of(indices: Tensor) -> str:
     """The layout of the positions of a packed matrix: metadata is int32, and its last size tells whose it is."""
     if indices.dtype != torch.int32:
         return "canonical"
-    return "wgmma.sp" if indices.shape[-1] == 32 * WARPS["wgmma.sp"] else "mma.sp"
+    words = indices.shape[-1]  # in a graph a symbol, which has no hash
+    return "wgmma.sp" if words == 128 else EIGHT_BIT if words == 256 else "mma.sp"
 
 
 def to_layout(indices: Tensor, cols: int, layout: str) -> Tensor:
@@ -47,6 +63,10 @@ def to_layout(indices: Tensor, cols: int, layout: str) -> Tensor:
     if layout == "canonical":
         return indices
     i, j, words = meta_shape(indices.shape[0], cols, layout)
+    if layout == EIGHT_BIT:
+        # tile, warp, half of its rows, row of eight, 128 columns, instruction, half of its columns, byte
+        split = indices.reshape(i, 4, 2, 8, j, 2, 2, 4)
+        return split.permute(0, 4, 5, 1, 3, 6, 2, 7).reshape(i, j, words * 4).clone().view(torch.int32)
     # tile, warp, half, row of eight, 64 columns, lane of four, byte
     split = indices.reshape(i, words // 32, 2, 8, j, 4, 2)
     transposed = split.permute(0, 4, 1, 3, 5, 2, 6).reshape(i, j, words * 4)
@@ -59,5 +79,8 @@ def from_layout(meta: Tensor, layout: str) -> Tensor:
         return meta
     warps = WARPS[layout]
     i, j, _ = meta.shape
+    if layout == EIGHT_BIT:
+        split = meta.contiguous().view(torch.uint8).reshape(i, j, 2, 4, 8, 2, 2, 4)
+        return split.permute(0, 3, 6, 4, 1, 2, 5, 7).reshape(i * 64, j * 16)
     split = meta.contiguous().view(torch.uint8).reshape(i, j, warps, 8, 4, 2, 2)
     return split.permute(0, 2, 5, 3, 1, 4, 6).reshape(i * 16 * warps, j * 8)

@@ -119,7 +119,7 @@ def _by_level(g: Tensor, a: Tensor, word: Tensor, n: int, dtype: torch.dtype) ->
 
         x = 1 + (k + 1/2) / 2^16, k the upper 16 bits of the word (m = 16: 15 bits)
         T2 = M + x · H, T1 = T2 - H;  C_i = M + min(a_0, H) + ... + min(a_i, H)
-        i1 = #{i <= m - 2: C_i <= T1}, i2 = 1 + #{1 <= i <= m - 2: C_i <= T2};  kept: i2, for n = 2 i1 and i2, for n = 1 i1
+        i1 = #{i <= m - 2: C_i <= T1}, i2 = 1 + #{1 <= i <= m - 2: C_i <= T2};  kept: i1, for n = 2 i2 as well
 
     A kept element becomes sign(g) · max(a, H), H rounded at random to ``dtype``. T1 and T2 are H apart and no interval between two C is
     longer, so that no element is met twice and every a >= H is met; T2 stays below the last C, so that no zero is met.

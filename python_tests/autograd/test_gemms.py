@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,16 @@ from torch import Tensor
 
 import nmkernels as nm
 from nmkernels import dispatch
-from nmkernels.autograd import gemms
+from nmkernels.autograd import GemmPlan, gemms
 from nmkernels.autograd.gemms import Gemm, choose, measure, operands
+from nmkernels.autograd.plan import wgrad_gemm
 from nmkernels.capability import compiled_core
 from nmkernels.testing import assert_no_worse
 from nmkernels.tuning import TABLE, Task, table
 
 pytestmark = pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().reason)
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FPROP = Gemm("fprop", 20, 16, 32, 2, 4, torch.float32, CPU)
 ODD = FPROP._replace(n=7, m=8)
 """By rule dense."""
@@ -38,6 +39,15 @@ def free(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NMKERNELS_CHOICE", "NMKERNELS_BACKEND"):
         monkeypatch.delenv(name, raising=False)
     gemms.forget()
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """A GPU that is not there, on which nothing keeps wgmma.sp from running."""
+    gemms.forms.cache_clear()
+    monkeypatch.setattr(gemms, "why_not_wgmma", lambda device: "" if device.type == "cuda" else "it is no GPU")
+    yield GPU
+    gemms.forms.cache_clear()
 
 
 @pytest.fixture
@@ -128,11 +138,103 @@ def test_every_way_is_the_same_gemm(role: str, n: int, m: int, forms: tuple[str,
 
 def test_which_forms_there_are() -> None:
     for n, m in ((2, 4), (1, 4), (2, 8), (1, 16)):
-        assert gemms.forms(64, 128, n, m, torch.bfloat16, "cuda") == ("dense", "rows", "rows:mma.sp"), "sparser ones are 2:4 too"
-        assert gemms.forms(64, 128, n, m, torch.bfloat16, "cpu", columns=True) == ("dense", "columns")
-    assert (
-        gemms.forms(64, 128, 2, 4, torch.float32, "cuda", dense=False) == ("rows",) == gemms.forms(64, 96, 3, 4, torch.half, "cuda", False)
-    )
+        assert gemms.forms(64, 128, n, m, torch.bfloat16, GPU) == ("dense", "rows", "rows:mma.sp"), "sparser ones are 2:4 too"
+        assert gemms.forms(64, 128, n, m, torch.bfloat16, CPU, columns=True) == ("dense", "columns")
+    assert gemms.forms(64, 128, 2, 4, torch.float32, GPU, dense=False) == ("rows",) == gemms.forms(64, 96, 3, 4, torch.half, GPU, False)
+
+
+def test_on_hopper_forms_are_in_the_order_of_wgmma(hopper: torch.device) -> None:
+    for rows, cols, columns, cores in (
+        (64, 128, False, "rows:wgmma.sp"),
+        (80, 128, False, "rows:mma.sp"),  # its tiles are of 64 rows
+        (128, 192, True, "columns:wgmma.sp"),
+        (64, 80, True, "columns:mma.sp"),
+    ):
+        assert gemms.forms(rows, cols, 2, 4, torch.bfloat16, hopper, columns=columns)[2] == cores
+    assert gemms.layout_on(hopper, 64, 128) == "wgmma.sp" and gemms.layout_on(hopper, 64, 80) == gemms.layout_on(CPU, 64) == "mma.sp"
+
+
+def test_tracing_keeps_the_answer_which_order_it_is(hopper: torch.device) -> None:
+    """What asks the driver cannot be traced."""
+    torch.compiler.reset()
+    asked = Mock(side_effect=gemms.why_not_wgmma)
+    plan = GemmPlan(wgrad="mvue", n=2, m=4)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def step(g: Tensor) -> Tensor:
+        found = wgrad_gemm(plan, g.shape[0], g.shape[1], 128, g.dtype, hopper).forms
+        return g + (10 * len(found) + (found[2] == "rows:wgmma.sp") if len(found) > 2 else 0)
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(gemms, "why_not_wgmma", asked)
+        assert step(torch.zeros(64, 64, dtype=torch.bfloat16))[0, 0] == 31 and asked.call_args.args == (hopper,)
+    torch.compiler.reset()
+
+
+KERNELS = {"cuda": 10, "cuda-mma.sp": 9, "cusparselt": 3}
+"""Backends that multiply an operand in the order of wgmma.sp on Hopper, with their priorities."""
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Those backends on the CPU, by the reference; the op and backend of each call."""
+    called: list[tuple[str, str]] = []
+
+    def stand_in(op: str, backend: str, priority: int) -> dispatch.Impl:
+        right = next(i.fn for i in dispatch._impls[op] if i.backend == "reference")
+
+        def fn(*args: Any, out: Tensor | None = None) -> Tensor:
+            called.append((op, backend))
+            y = right(*args)
+            return y if out is None else out.copy_(y)
+
+        return dispatch.Impl(op, backend, fn, dispatch.always, priority)
+
+    for op in ("nm_linear", "nm_linear_wgrad"):
+        others = [i for i in dispatch._impls[op] if i.backend not in KERNELS]
+        monkeypatch.setitem(dispatch._impls, op, [*(stand_in(op, *kernel) for kernel in KERNELS.items()), *others])
+    return called
+
+
+@pytest.mark.parametrize(
+    ("role", "form", "op"),
+    [("fprop", "rows", "nm_linear"), ("dgrad", "columns", "nm_linear"), ("wgrad", "rows", "nm_linear_wgrad")],
+)
+@pytest.mark.parametrize("fastest", [*KERNELS, "dense"])
+def test_the_fastest_kernel_of_that_order_is_taken(role: str, form: str, op: str, fastest: str, kernels: list[Any]) -> None:
+    rule = "exact" if role == "wgrad" else ""
+    p = Gemm(role, 64, 64, 128, 2, 4, torch.bfloat16, CPU, ("dense", f"{form}:wgmma.sp"), rule, changing=role != "wgrad")
+    best = fastest if fastest == "dense" else f"{fastest} {form}:wgmma.sp"
+    found = measure(p, timer=clock(**{best.replace(" ", "_"): 0.5}))
+    assert found.best == best and set(found.seconds) == {"dense", *(f"{backend} {form}:wgmma.sp" for backend in KERNELS)}
+    gemms.record(found)
+    assert choose(p) == best
+    other, operand, seed = operands(p)
+    kernels.clear()
+    gemms.call(best, p, other, operand, seed=seed)
+    assert kernels == ([] if fastest == "dense" else [(op, fastest)])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "eager", "compiled"),
+    [
+        ({"cusparselt": 0.5, "cuda": 2.0}, "cusparselt", "dense"),
+        ({"cusparselt": 0.5, "cuda": 0.99}, "cusparselt", "dense"),  # 1 % is noise
+        ({"cusparselt": 0.5, "cuda": 0.8}, "cusparselt", "cuda"),
+        ({"cuda-mma.sp": 0.6, "cuda": 0.8}, "cuda-mma.sp", "cuda"),
+        ({"cuda": 0.8}, "cuda", "cuda"),
+        ({}, "dense", "dense"),
+    ],
+)
+@pytest.mark.usefixtures("kernels")
+def test_a_graph_takes_the_dispatchers_kernel_or_dense(seconds: dict[str, float], eager: str, compiled: str) -> None:
+    """It calls the op: a kernel of lower priority that was the fastest says nothing of the one that runs there."""
+    p = Gemm("fprop", 64, 64, 128, 2, 4, torch.bfloat16, CPU, ("dense", "rows:wgmma.sp"), changing=True)
+    gemms.record(measure(p, timer=clock(**{f"{backend}_rows:wgmma.sp": took for backend, took in seconds.items()})))
+    want = [name if name == "dense" else f"{name} rows:wgmma.sp" for name in (eager, compiled)]
+    assert [choose(p), gemms._static(p.role, *tuple(p)[2:])] == want
+    # where nothing is known of the others it stays
+    assert gemms._in_a_graph(p._replace(cols=64), "cusparselt rows:wgmma.sp") == "cusparselt rows:wgmma.sp"
 
 
 @pytest.mark.parametrize("tokens", [20, 21, 64])

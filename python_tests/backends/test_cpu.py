@@ -64,6 +64,7 @@ def test_elementwise_ops(cpu, text, dtype):
 @pytest.mark.quick(1)
 @every_dtype
 @every_pattern
+@pytest.mark.slow
 def test_compressed_form(cpu, text, dtype):
     p, gen = Pattern(text), torch.Generator().manual_seed(2)
     for w in inputs(text, dtype):

@@ -79,6 +79,7 @@ def test_as_good_as_dense(cpu, text):
 
 
 @each("text", PATTERNS)
+@pytest.mark.slow
 def test_odd_sizes(cpu, text):
     m = Pattern(text).m
     for rows in [1, 3, 65]:
@@ -88,6 +89,7 @@ def test_odd_sizes(cpu, text):
 
 
 @each("text", ["2:4", "1:8", "3:5"])
+@pytest.mark.slow
 def test_several_blocks_of_everything(cpu, text):
     for rows, cols, tokens in [(700, 1100, 70), (300, 64, 1100), (40, 9000, 40), (33, 6000, 3)]:
         check(cpu, text, rows, cols, tokens)

@@ -55,6 +55,7 @@ def test_is_as_good_as_dense(cpu, text, dtype):
 @pytest.mark.quick(1)
 @every_dtype
 @each("text", ["2:4", "1:8", "1:32", "3:5"])
+@pytest.mark.slow
 def test_same_bits_on_any_number_of_threads(cpu, text, dtype):
     p = Pattern(text)
     cols = 20 * 16 * p.m // p.n + p.m

@@ -51,6 +51,21 @@ def test_without_a_compiler_the_package_installs_and_says_so_unless_the_core_is_
     assert not stale(checkout).exists()
 
 
+@pytest.mark.parametrize(
+    ("said", "status", "expected"),
+    [
+        ("", 0, 0),
+        ("ptxas info : 24 registers", 0, 0),
+        ("error: no such file", 3, 3),
+        ("ptxas info : (C7511) Potential Performance Loss: wgmma.mma_async instructions are serialized", 0, 1),
+    ],
+)
+def test_a_build_whose_wgmma_wait_for_each_other_fails(said: str, status: int, expected: int) -> None:
+    compiler = "sh", "-c", 'echo "$0" >&2; exit "$1"', said, str(status)
+    done = subprocess.run(["sh", str(ROOT / "cmake" / "wgmma_waits.sh"), *compiler], capture_output=True, text=True, timeout=60)
+    assert done.returncode == expected and said in done.stderr and ("serialises" in done.stderr) == (expected == 1)
+
+
 @pytest.mark.slow
 def test_a_compile_error_is_an_error_and_leaves_no_older_module(checkout):
     for source in (checkout / "csrc" / "cpu").glob("*.cpp"):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .barriers import AGAIN, STAY, AtWarpgroup, Mbarrier, Meeting
-from .bulk import Copies, Stores
+from .bulk import Groups
 from .operands import UNSIGNED, WARP, Memory, Threads
 from .order import Order, Shared, check
 from .parse import Instruction, Kernel
@@ -34,8 +34,8 @@ class Block:
         self.view = Memory({0: self.shared.bytes})
         self.mbarriers: dict[int, Mbarrier] = {}
         self.meetings: dict[int, Meeting] = {}
-        self.stores: dict[int, Stores] = {}
-        self.copies: dict[int, Copies] = {}
+        self.stores: dict[int, Groups] = {}
+        self.copies: dict[int, Groups] = {}
         self.groups = [Group(self, i) for i in range(-(-self.warps // 4))]
         self.registers_of = [min(255, 65536 // self.threads) // 8 * 8] * len(self.groups)
         """What a thread of each warpgroup may have: at first as many as the launch bounds leave (setmaxnreg)."""
@@ -120,9 +120,9 @@ class Block:
         inner = re.search(r"E\d+([A-Za-z_]\w*)$", name)  # of a variable inside a function
         return f"{inner[1] if inner else name}+{offset - at}"
 
-    def copies_of(self, row: int) -> Copies:
+    def copies_of(self, row: int) -> Groups:
         if row not in self.copies:
-            self.copies[row] = Copies(self.order.agent("cp.async", f"a cp.async of warp {row}", generic=True))
+            self.copies[row] = Groups(self.order.agent("cp.async", f"a cp.async of warp {row}", generic=True))
         return self.copies[row]
 
 
@@ -145,8 +145,10 @@ class Cluster:
         size: int,
         mode: str | int,
         first: int,
+        accumulator: int = 0,
     ) -> None:
         self.kernel, self.block_threads, self.shared_bytes, self.unit = kernel, threads, shared_bytes, unit
+        self.accumulator = accumulator
         self.memory, self.params, self.grid, self.size = memory, params, grid, size
         self.param_memory = Memory({0: params})
         self.eager, self.random = mode == "earliest", Random(mode) if isinstance(mode, int) else None

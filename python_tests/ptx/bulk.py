@@ -42,8 +42,8 @@ class Copy:
 
 
 @dataclass(eq=False)
-class Stores:
-    """A thread's bulk stores: those of the group that is open, and the groups under way."""
+class Groups:
+    """What a thread's bulk stores or a warp's cp.async copies are grouped into: the group that is open, and those under way."""
 
     agent: int
     time: int = 0
@@ -204,7 +204,7 @@ def _store(t: Threads, ins: Instruction, row: int, lane: int) -> Any:
     check(offset + size <= block.shared.bytes.size, "outside shared memory", f"{text}: {size} bytes at {offset}")
     thread = int(t.tid[lane])
     if thread not in block.stores:
-        block.stores[thread] = Stores(block.order.agent("bulk store", f"a bulk store of thread {thread} of block {block.index}"))
+        block.stores[thread] = Groups(block.order.agent("bulk store", f"a bulk store of thread {thread} of block {block.index}"))
     stores = block.stores[thread]
     stores.time += 1
     given = block.order.seen[row], block.order.fenced[row]
@@ -238,16 +238,6 @@ def check_left(block: Block, threads: np.ndarray) -> None:
     for thread in threads:
         if (stores := block.stores.get(int(thread))) and (stores.open or stores.groups):
             raise Hazard("left before wait_group", f"thread {thread} of block {block.index} ends while a bulk store of it is under way")
-
-
-@dataclass(eq=False)
-class Copies:
-    """A warp's cp.async copies: those of the group that is open, and the groups under way."""
-
-    agent: int
-    time: int = 0
-    open: list[Any] = field(default_factory=list)
-    groups: list[tuple[int, list[Any]]] = field(default_factory=list)
 
 
 class _Part:

@@ -14,9 +14,27 @@ from .parse import SIZES, Instruction
 Rule = Callable[[Threads, Instruction], Any]
 
 
+def _halves(t: Threads, operand: Any, type_: str) -> np.ndarray:
+    """An operand of 16-bit floating-point numbers or pairs as float32, the low one first."""
+    bits = np.ascontiguousarray(np.broadcast_to(read(t, operand, type_), (t.count,))).view(np.uint16)
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32) if type_[0] == "b" else bits.view(np.float16).astype(np.float32)
+
+
+def _joined(x: np.ndarray, type_: str) -> np.ndarray:
+    """Numbers rounded to such a type, as the bits of a register; NaN becomes that of the GPU."""
+    with np.errstate(over="ignore"):
+        bits = to_bf16(x) if type_[0] == "b" else np.where(np.isnan(x), np.uint16(0x7FFF), x.astype(np.float16).view(np.uint16))
+    return bits.astype(np.uint16).view(np.uint32 if type_.endswith("x2") else np.uint16)
+
+
+HALVES = ("bf16", "bf16x2", "f16x2")
+
+
 def _two(fn: Callable[[Any, Any], Any]) -> Rule:
     def rule(t: Threads, ins: Instruction) -> Any:
         type_ = ins.types[-1]
+        if type_ in HALVES:
+            return _joined(fn(*(_halves(t, x, type_) for x in ins.operands[1:3])), type_)
         a, b = (read(t, x, type_) for x in ins.operands[1:3])
         return np.asarray(fn(a, b)).astype(kind(type_))
 
@@ -53,6 +71,9 @@ def _mad(t: Threads, ins: Instruction) -> Any:
 
 def _fma(t: Threads, ins: Instruction) -> Any:
     type_ = ins.types[-1]
+    if type_ in HALVES and not {"sat", "relu", "ftz"} & set(ins.mods):
+        a, b, c = (_halves(t, x, type_).astype(np.float64) for x in ins.operands[1:4])
+        return _joined(a * b + c, type_)
     assert type_ in ("f16", "f32", "f64"), f"no rule for {ins.text}"
     a, b, c = (read(t, x, type_).astype(np.longdouble) for x in ins.operands[1:4])
     exact = a * b + c
@@ -130,20 +151,26 @@ def _selp(t: Threads, ins: Instruction) -> Any:
 
 
 def _extreme(t: Threads, ins: Instruction) -> Any:
-    """min and max: a number wins over NaN."""
-    type_ = ins.types[-1]
-    assert "NaN" not in ins.mods, f"no rule for {ins.text}"
-    a, b = (np.broadcast_to(read(t, x, type_), (t.count,)) for x in ins.operands[1:3])
-    fold = np.fmin if ins.name == "min" else np.fmax
-    if type_ in ("u16x2", "s16x2", "f16x2"):
-        each = {"u": np.uint16, "s": np.int16, "f": np.float16}[type_[0]]
-        a, b = (np.ascontiguousarray(x).view(each) for x in (a, b))
-        return fold(a, b).view(np.uint32)
-    if type_ in ("bf16", "bf16x2"):
-        a, b = (np.ascontiguousarray(x).view(np.uint16) for x in (a, b))
-        wide = [(x.astype(np.uint32) << np.uint32(16)).view(np.float32) for x in (a, b)]
-        return to_bf16(fold(*wide)).view(np.uint32 if type_ == "bf16x2" else np.uint16)
-    return fold(a, b)
+    """min and max: a number wins over NaN, unless that is asked for; -0.0 is below 0.0."""
+    type_, low = ins.types[-1], ins.name == "min"
+    if type_ in HALVES:
+        a, b = (_halves(t, x, type_) for x in ins.operands[1:3])
+    else:
+        a, b = (np.ascontiguousarray(np.broadcast_to(read(t, x, type_), (t.count,))) for x in ins.operands[1:3])
+        if type_ in ("u16x2", "s16x2"):
+            a, b = (x.view(UNSIGNED[16] if type_[0] == "u" else SIGNED[16]) for x in (a, b))
+    if a.dtype.kind != "f":
+        return (np.minimum(a, b) if low else np.maximum(a, b)).view(kind(type_))
+    sign = np.signbit(a) ^ np.signbit(b)
+    if "abs" in ins.mods:
+        a, b = np.abs(a), np.abs(b)
+    found = np.where(a == b, np.where(np.signbit(a) == low, a, b), np.fmin(a, b) if low else np.fmax(a, b))
+    if "NaN" in ins.mods:
+        found = np.where(np.isnan(a) | np.isnan(b), np.nan, found)
+    if "xorsign" in ins.mods:
+        found = np.copysign(found, np.where(sign, -1, 1))
+    found = found.astype(a.dtype)
+    return _joined(found, type_) if type_ in HALVES else found
 
 
 def _sign(t: Threads, ins: Instruction) -> Any:

@@ -263,6 +263,7 @@ def execute(
     grid: tuple[int, int, int] | None = None,
     cluster: int = 1,
     shared: int | None = None,
+    accumulator: int = 0,
 ) -> None:
     """Run blocks of a kernel on CPU tensors, given in the order of its parameters (what it takes as constants left out).
 
@@ -275,6 +276,8 @@ def execute(
         grid: its size; default as many blocks as run, along x.
         cluster: blocks of a cluster, along x.
         shared: bytes of dynamic shared memory; default all that there is.
+        accumulator: bits in which a wgmma of fp8 adds, cut off and not rounded; 0: float64, rounded once. Hopper's are said to be about 14
+            (DeepSeek-V3 report, section 3.3.2), of dense operands; of sparse ones nobody has said.
 
     Raises:
         Hazard: what the kernel does is undefined.
@@ -296,7 +299,7 @@ def execute(
     grid = grid or (len(which), 1, 1)
     with np.errstate(all="ignore"):
         for first in which[::cluster]:
-            made = Cluster(kernel, threads, size, unit, memory, params, grid, cluster, mode, first)
+            made = Cluster(kernel, threads, size, unit, memory, params, grid, cluster, mode, first, accumulator)
             Machine(made, program).run()
 
 

@@ -56,8 +56,12 @@ def test_metadata_for_the_tensor_cores() -> None:
     for code, layout in ((1, "mma.sp"), (2, "wgmma.sp")):
         want = reference.to_layout(indices, 256, layout)
         got = torch.empty_like(want)
-        execute(parse(text), 1, [indices, 128, 4, code, 1, got], threads=256)
+        execute(parse(text, "15metadata_kernel"), 1, [indices, 128, 4, code, 1, got], threads=256)
         testing.assert_equal_bits(got, want, layout)
+    want = reference.to_layout(indices, 256, "wgmma.sp.8bit")
+    got = torch.empty_like(want)
+    execute(parse(text, "metadata_8bit_kernel"), 1, [indices, 128, 2, 1, got], threads=256)
+    testing.assert_equal_bits(got, want, "wgmma.sp.8bit")
 
 
 SMALL, MIDDLE = (64, 64, 32, 32, 4, 3), (128, 128, 64, 64, 3, 2)
@@ -90,12 +94,76 @@ def test_the_gemm_by_mma_sp(tile: tuple[int, ...], by_column: bool, mode: str | 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_packing_both_ways_through_shared_memory(mode: str | int) -> None:
+    """Whole tiles, and a last one that is short in both directions."""
     text = ptx(CSRC / "cuda" / "pack_tiles.cu", "sm_90a", "-fmad=false")
     kernel = parse(text, "INS_4bf16ES3_NS_5FixedILi2ELi4EEELi1ELb1ELb1E")
-    w = torch.randn(64, 64).to(BF16)
-    for code, layout in ((0, "canonical"), (2, "wgmma.sp")):
+    for code, layout, rows, cols in ((0, "canonical", 160, 96), (2, "wgmma.sp", 64, 64)):
+        w = torch.randn(rows, cols).to(BF16)
         want = reference.pack(w, 2, 4, select="transposable", columns=True, layout=layout)
         got = [torch.empty_like(t) for t in want]
         pairs = [struct.pack("<2Q", got[i].data_ptr(), got[i + 1].data_ptr()) for i in (0, 2)]
-        execute(kernel, 1, [w, 0, 0, *pairs, 64, 64, 1, code, 0], got, mode=mode, threads=kernel.most_threads)
+        across = -(-cols // 64)
+        args = [w, 0, 0, *pairs, rows, cols, divider(across), code, 0]
+        execute(kernel, across * -(-rows // 128), args, got, mode=mode, threads=kernel.most_threads)
         testing.assert_equal_bits(got, list(want), f"{layout} {mode}")
+
+
+def edges(dtype: torch.dtype, numel: int) -> torch.Tensor:
+    """Whatever ``testing.cases`` has of 2:4, repeated."""
+    all_of_them = torch.cat([case.x.flatten() for case in testing.cases("2:4", dtype)])
+    return all_of_them.repeat(-(-numel // all_of_them.numel()))[:numel].clone()
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_the_soft_threshold_of_pairs(dtype: torch.dtype) -> None:
+    """S, S packed times a scale, and the scale, of ordinary numbers and of all edge cases."""
+    name = "NS_4bf16E" if dtype == BF16 else "NS_4fp16E"
+    groups, rows, sums = (ptx(CSRC / "cuda" / f"{file}.cu", "sm_90a", "-fmad=false") for file in ("groups", "compress", "threshold"))
+    for w in (torch.randn(16384).to(dtype), edges(dtype, 16384)):
+        for n in (1, 2):
+            out = torch.empty_like(w)
+            pattern = f"NS_5FixedILi{n}ELi4E"
+            execute(parse(groups, f"13groups_kernelINS1_13SoftThresholdE{name}{pattern}"), 2, [w, out, w.numel(), 1], threads=256)
+            testing.assert_equal_bits(out, reference.soft_threshold(w, n, 4), f"{dtype} {n}:4")
+        scale = torch.tensor(1.75)
+        want = reference.pack(w.view(1, -1), 2, 4, select="threshold", scale=scale)
+        got = torch.empty_like(want[0]), torch.empty_like(want[1])
+        kernel = parse(rows, f"16pack_rows_kernelI{name}S3_NS_5FixedILi2ELi4EEELi3E")
+        execute(kernel, 2, [w, 0, scale, *got, 0, w.numel() // 16], threads=256)
+        testing.assert_equal_bits(got, tuple(want[:2]), f"{dtype} packed")
+    w = torch.randn(8192).to(dtype)
+    for n in (1, 2):
+        found = torch.empty(2, 2, dtype=torch.float64)
+        execute(parse(sums, f"17scale_sums_kernelI{name}NS_5FixedILi{n}ELi4E"), 2, [w, found, w.numel(), 1], threads=256)
+        s = reference.soft_threshold(w, n, 4).double()
+        torch.testing.assert_close(found.sum(0), torch.stack([(w.double() * s).sum(), (s * s).sum()]), rtol=1e-12, atol=0)
+
+
+def divider(d: int) -> bytes:
+    """``struct Divider`` of launch.h."""
+    shift = next(s for s in range(31, 64) if 1 << s >= d << 31)
+    return struct.pack("<3I", d, -(-(1 << shift) // d), shift)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(BF16, "NS_4bf16E"), (torch.float16, "NS_4fp16E"), (torch.float32, "f")])
+def test_mvue_along_rows_and_along_tokens(dtype: torch.dtype, name: str) -> None:
+    """A whole strip for each thread; two tiles after each other for one block, the second copied while the first is worked on."""
+    text = ptx(CSRC / "cuda" / "mvue.cu", "sm_90a", "-fmad=false")
+    seed = torch.tensor([1234567890123, 77])
+    tokens, columns = 256, 128 // dtype.itemsize
+    for g in (torch.randn(tokens, columns).to(dtype), edges(dtype, tokens * columns).view(tokens, columns)):
+        flat = g.flatten()
+        want = reference.mvue_compress(flat, 2, 4, 0, seed)
+        got = torch.empty_like(want[0]), torch.empty_like(want[1])
+        strips = flat.numel() // 16
+        execute(parse(text, f"18mvue_strips_kernelI{name}E"), -(-strips // 256), [flat, strips, seed, *got], threads=256)
+        testing.assert_equal_bits(got, tuple(want), f"{dtype} rows")
+        want = reference.mvue_compress(g, 2, 4, 0, seed)
+        for mode in MODES:
+            got = torch.empty_like(want[0]), torch.empty_like(want[1])
+            # struct Mvue: g; outer, length, inner; seed; dense, values, indices; groups and bytes of indices of a packed row
+            at = [t.data_ptr() for t in (g, seed, *got)]
+            call = struct.pack("<Q3q4Q2q", at[0], 1, tokens, columns, at[1], 0, at[2], at[3], tokens // 4, tokens // 8)
+            kernel = parse(text, f"19mvue_columns_kernelI{name}Lb1E")
+            execute(kernel, 1, [call, divider(1), divider(1), 2, 1, 1], [g, seed, *got], mode=mode, threads=256)
+            testing.assert_equal_bits(got, tuple(want), f"{dtype} tokens {mode}")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nmkernels import reference
 
+from .breaks import COMMON, PARITY, distances_swapped, edited
 from .machine import execute
 from .nvcc import NVCC, ptx
 from .order import Hazard
@@ -74,24 +75,14 @@ def test_what_nvcc_makes_of_it_today() -> None:
     assert run(ptx(HERE / "pipeline.cu"), "latest")
 
 
-def swapped(found: re.Match[str]) -> str:
-    """A descriptor's constant with its two distances swapped."""
-    bits = int(found[1]) % (1 << 64)
-    lead, stride = bits >> 16 & 0x3FFF, bits >> 32 & 0x3FFF
-    return str((bits & ~(0x3FFF << 16) & ~(0x3FFF << 32)) | stride << 16 | lead << 32)
-
-
-PARITY = r"xor\.b32(\s+%r\d+, )(%r\d+), %r\d+;(?=\s+add)"
 CLUSTER = r"barrier\.cluster\.arrive\.\S*;\s*barrier\.cluster\.wait\.\S*;"
 BREAKS = {
-    "no commit": (r"wgmma\.commit_group\S*;", "", 0, "overwritten under wgmma|register in flight"),
-    "wait_group 2 for 1": (r"(wgmma\.wait_group\S*) 1;", r"\1 2;", 0, "overwritten under wgmma"),
+    **COMMON,
     "results before wait_group 0": (r"(wgmma\.wait_group\S*) 0;", r"\1 1;", 0, "register in flight"),
-    "no wgmma.fence": (r"wgmma\.fence\S*;", "", 0, "no wgmma.fence"),
     "no wgmma.fence in one place": (r"wgmma\.fence\S*;", "", 1, "no wgmma.fence"),
     "selectors swapped": (r", ([01]), p, 1, 1, 0, 0;", lambda m: f", {1 - int(m[1])}, p, 1, 1, 0, 0;", 0, "wrong result"),
     "B's step of 32": (r"4611686293305360388", "4611686293305360386", 0, "wrong result"),
-    "distances swapped": (r"(?<=, )(4611686293305360384)(?=;)", swapped, 0, "wrong result|outside shared memory"),
+    "distances swapped": (r"(?<=, )(4611686293305360384)(?=;)", distances_swapped, 0, "wrong result|outside shared memory"),
     "consumer's parity not flipped": (PARITY, r"mov.u32\1\2;", -1, "read before the wait|overwritten|deadlock"),
     "producer's parity not inverted": (r"mov\.u32(\s+%r\d+), 1;", r"mov.u32\1, 0;", 1, "deadlock"),
     "expect_tx a box short": (r"17408;(?=\s+mov\.u32\s+%r\d+, memory)", "16896;", 1, "bytes differ from expect_tx|read before the wait"),
@@ -103,30 +94,17 @@ BREAKS = {
         "overwritten before it was read|read before the wait",
     ),
     "one stage more than there are": (r"(setp\.eq\.s32\s+%p\d+, %r\d+), 2;", r"\1, 3;", 1, "overwritten|deadlock|no mbarrier|outside|race"),
-    "no fence.proxy.async": (r"fence\.proxy\.async\S*;", "", 0, "not fenced for the async proxy"),
     "no wait_group.read": (r"cp\.async\.bulk\.wait_group\.read 0;", "", 0, "overwritten under a bulk store"),
     "no wait_group at the end": (r"cp\.async\.bulk\.wait_group 0;", "", 0, "left before wait_group"),
     "no barrier before the store": (r"(fence\.proxy\.async\S*;[\s\S]*?)bar\.sync[^;]*;", r"\1", 1, "race|not fenced"),
-    "multicast to one block": (r"mov\.u16(\s+%rs\d+), 3;", r"mov.u16\1, 1;", 0, "deadlock|bytes differ"),
     "no remote arrive": (r"(setp\.gt\.s32\s+%p\d+, %r\d+), 1;", r"\1, 0;", 0, "deadlock"),
     "setmaxnreg by some threads": (r"(setmaxnreg\.dec)", r"@%p1 \1", 0, "divergent warpgroup"),
     "setmaxnreg of too many": (r"(setmaxnreg\.inc\S*) 232;", r"\1 240;", 0, "deadlock"),
-    "init not fenced": (r"fence\.mbarrier_init\S*;", "", 0, "mbarrier init not fenced"),
     "no barrier after init": (CLUSTER, "", 1, "mbarrier used before|no mbarrier"),
     "no barrier at the end": (CLUSTER, "", -1, "a block (has left|may leave too early)"),
     "wrong count of a named barrier": (r"(bar\.sync\s+%r\d+), 128;", r"\1, 160;", 0, "deadlock|wrong count"),
     "count of empty too small": (r"(mbarrier\.init\S* \[%r\d+\]), 16;", r"\1, 15;", 0, "overwritten|read before|race"),
 }  # fmt: skip
-
-
-def broken(name: str) -> str:
-    pattern, replacement, count, _ = BREAKS[name]
-    if count < 0:  # the last one
-        *_, last = re.finditer(pattern, text())
-        return text()[: last.start()] + last.expand(replacement) + text()[last.end() :]
-    made, times = re.subn(pattern, replacement, text(), count=count)
-    assert times, name
-    return made
 
 
 QUICK = {"wait_group 2 for 1", "no fence.proxy.async", "multicast to one block", "metadata read after the arrive"}
@@ -135,9 +113,9 @@ QUICK = {"wait_group 2 for 1", "no fence.proxy.async", "multicast to one block",
 @pytest.mark.parametrize("mode", [pytest.param(m, marks=[pytest.mark.slow] if m != 1 else []) for m in MODES])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in BREAKS])
 def test_a_break_is_reported(name: str, mode: str | int) -> None:
-    expected = BREAKS[name][-1]
+    *edit, expected = BREAKS[name]
     try:
-        right = run(broken(name), mode)
+        right = run(edited(text(), *edit), mode)
     except Hazard as hazard:
         assert re.match(expected, str(hazard)), str(hazard)
     else:

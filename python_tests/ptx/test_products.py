@@ -105,13 +105,15 @@ def multiply(
     mode: str = "latest",
     selector: int = 0,
     bad: str = "",
+    accumulator: int = 0,
+    before: int = 0,
 ) -> bool:
-    """Whether the kernel's product is the product; ``bad``: what is changed before."""
+    """Whether the kernel's product is the product; ``bad``: what is changed before; ``before``: D is that, and not some small numbers."""
     g = torch.Generator().manual_seed(1)
     depth = 64 * 8 // torch.empty(0, dtype=KINDS[types[0]]).element_size() // 8
     depth = depth if name.startswith("sparse") else depth // 2
     a, b = (torch.randint(-7, 8, (size, depth), generator=g) for size in (64, N))
-    old = torch.randint(-9, 10, (64, N), generator=g).double()
+    old = torch.full((64, N), float(before)).double() if before else torch.randint(-9, 10, (64, N), generator=g).double()
     metadata = np.zeros(128, np.uint32)
     packed = a
     if name.startswith("sparse"):
@@ -133,8 +135,16 @@ def multiply(
     col = (lanes % 4 * 2)[:, None] + 8 * (np.arange(8) // 4) + np.arange(8) % 2
     out = old[row, col].to(torch.int32 if types[0] == "s8" else torch.float32)
     given = [torch.from_numpy(x.view(np.int32)) for x in (np.concatenate([image_a, image_b]), metadata, registers)]
-    execute(kernel(name), 1, [given[0], descriptor_a, descriptor_b + (B_AT >> 4), given[1], given[2], out], mode=mode, threads=128)
-    return torch.equal(out.double(), (old + a.double() @ b.double().T)[row, col])
+    execute(
+        kernel(name),
+        1,
+        [given[0], descriptor_a, descriptor_b + (B_AT >> 4), given[1], given[2], out],
+        mode=mode,
+        threads=128,
+        accumulator=accumulator,
+    )
+    terms, unit = a.double()[:, None] * b.double(), 2.0 ** (before.bit_length() - accumulator) if accumulator and before else 1.0
+    return torch.equal(out.double(), (old + ((terms / unit).trunc() * unit).sum(2))[row, col])
 
 
 CASES = {
@@ -157,6 +167,16 @@ CASES = {
 def test_operands(name: str, mode: str) -> None:
     types, layout, selector = CASES[name]
     assert multiply(name, types, layout, mode=mode, selector=selector)
+
+
+@pytest.mark.parametrize("name", ["dense_r8", "sparse_8", "sparse_kk_0"])
+def test_a_narrow_accumulator_cuts_off_what_is_small_beside_it(name: str) -> None:
+    """Of fp8 alone: in 14 bits 65536 leaves eighths of the products' numbers, 64 all of them."""
+    types, layout, selector = CASES[name]
+    eight = types[0] == "e4m3"
+    assert multiply(name, types, layout, selector=selector, accumulator=14, before=64)
+    assert multiply(name, types, layout, selector=selector, accumulator=14, before=65536) == eight
+    assert multiply(name, types, layout, selector=selector, before=65536)
 
 
 @pytest.mark.slow

@@ -123,6 +123,20 @@ def expanded(packed: np.ndarray, codes: np.ndarray, text: str) -> tuple[np.ndarr
     return dense, columns
 
 
+def in_registers(d: np.ndarray) -> np.ndarray:
+    """D ``[64, n]`` as registers ``[n / 2, 128]``: d[4j + 2r + e] of lane 4g + c of warp w is row 16w + g + 8r, column 8j + 2c + e."""
+    return d.reshape(4, 2, 8, -1, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(-1, 128)
+
+
+def cut_sum(d: np.ndarray, left: np.ndarray, right: np.ndarray, bits: int) -> np.ndarray:
+    """D + A B, its terms lined up with the largest of them and cut off towards zero below ``bits`` bits of that, then added exactly."""
+    terms = np.concatenate([d[:, :, None].astype(np.float64), left[:, None, :] * right[None, :, :]], axis=2)
+    top = np.abs(terms).max(axis=2, keepdims=True)
+    unit = np.exp2(np.floor(np.log2(np.where(top > 0, top, 1.0))) - (bits - 1))
+    found: np.ndarray = (np.trunc(terms / unit) * unit).sum(axis=2)
+    return found
+
+
 class Product:
     """One wgmma under way."""
 
@@ -133,18 +147,21 @@ class Product:
         self.dtype: Any = np.float32
         self.done = False
 
-    def value(self) -> np.ndarray:
-        """A B as registers ``[registers, 128]``."""
+    def value(self, old: np.ndarray) -> np.ndarray:
+        """D + A B as registers ``[registers, 128]``, ``old`` being D."""
         left, right = (x.numbers() if isinstance(x, Tile) else x for x in (self.left, self.right))
         columns = None
         if self.codes is not None:
             left, columns = expanded(left, self.codes, self.text)
+        bits = self.group.block.cluster.accumulator
+        if bits and self.right.type in ("e4m3", "e5m2"):
+            before = old.reshape(-1, 2, 2, 4, 8, 4).transpose(3, 1, 4, 0, 5, 2).reshape(64, -1)
+            return in_registers(cut_sum(before, left, right, bits))
         gemm = left @ right.T
         if columns is not None and not np.isfinite(gemm).all():  # what is not selected is not multiplied, be it Inf or NaN
             packed = np.take_along_axis(left, columns, 1)
             gemm = np.stack([(packed[i] * right[:, columns[i]]).sum(1) for i in range(64)])
-        # d[4 j + 2 r + e] of lane 4 g + c of warp w: row 16 w + g + 8 r, column 8 j + 2 c + e
-        return gemm.reshape(4, 2, 8, -1, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(-1, 128)
+        return old + in_registers(gemm)
 
     def finish(self) -> None:
         """Reads the operands and writes D; those issued before go first."""
@@ -159,8 +176,8 @@ class Product:
         whole = group.block.file(self.names).view(self.dtype)
         part = slice(4 * WARP * group.number, 4 * WARP * (group.number + 1))
         old = np.where(self.keep, group.hidden.get(self.names, whole[:, part]), self.dtype(0))
-        value = self.value()
-        new = (old + value).astype(np.float32) if self.dtype is np.float32 else (old + value.astype(np.int64)).astype(np.int32)
+        value = self.value(old)
+        new = value.astype(np.float32) if self.dtype is np.float32 else value.astype(np.int64).astype(np.int32)
         if any(p.names == self.names for p in group.waiting):
             group.hidden[self.names] = new
         else:

@@ -40,3 +40,14 @@ def test_words_lane_by_lane(layout, warps):
     for i, j, warp, lane in itertools.product(range(128 // height), range(2), range(warps), range(32)):
         expected = signed(word(nibbles, height * i + 16 * warp, 64 * j, lane))
         assert meta[i, j, 32 * warp + lane] == expected, (i, j, warp, lane)
+
+
+def test_words_of_8_bits_lane_by_lane():
+    """A word of each lane for either of two instructions: eight groups of row T/4 + 8(T%2) for 32 columns from 32(T/2%2) on."""
+    indices, nibbles = indices_of(128, 256)
+    meta = to_layout(indices, 256, "wgmma.sp.8bit")
+    assert meta.shape == (2, 2, 256) and meta.dtype == torch.int32 and meta.is_contiguous()
+    for i, j, warp, lane, step in itertools.product(range(2), range(2), range(4), range(32), range(2)):
+        row, col = 64 * i + 16 * warp + lane // 4 + 8 * (lane % 2), 128 * j + 64 * step + 32 * (lane // 2 % 2)
+        expected = signed(sum(int(nibbles[row, col // 4 + k]) << (4 * k) for k in range(8)))
+        assert meta[i, j, 128 * step + 32 * warp + lane] == expected, (i, j, warp, lane, step)

@@ -43,3 +43,21 @@ def test_scale_is_the_least_squares_one_and_zero_for_nothing():
     assert soft_threshold_scale(torch.zeros(4), 2, 4).item() == soft_threshold_scale(torch.empty(0, 8), 2, 4).item() == 0.0
     assert soft_threshold_scale(torch.ones(4), 2, 4).item() == 0.0
     assert soft_threshold_scale(torch.tensor([math.nan, 1.0, 2.0, 3.0]), 2, 4).isnan()
+
+
+@each("digits", [8, 11])
+def test_a_difference_rounded_to_float32_first_is_the_same(digits):
+    """What the CUDA kernels rely on, which subtract two 16-bit numbers at once (threshold_pairs.h): all exponents, many significands."""
+    least = 1 << (digits - 1)
+    rng = np.random.default_rng(0)
+    some = np.unique(np.concatenate([least + np.arange(16), 2 * least - 1 - np.arange(16), rng.integers(least, 2 * least, 96)]))
+    apart = 2.0 ** np.arange(40)
+    exact = np.subtract.outer(np.multiply.outer(some.astype(np.float64), apart).ravel(), some.astype(np.float64))
+
+    def rounded(x):
+        mantissa, exponent = np.frexp(x.astype(np.float64))
+        return np.ldexp(np.rint(np.ldexp(mantissa, digits)), exponent - digits)
+
+    assert (rounded(exact) == rounded(exact.astype(np.float32))).all()
+    short = np.ldexp(np.rint(np.ldexp(np.frexp(exact)[0], digits + 3)), np.frexp(exact)[1] - digits - 3)
+    assert (rounded(exact) != rounded(short)).any(), "three more digits would not do"

@@ -13,7 +13,9 @@
 //   wgmma_tile.h      how a block cuts its part, descriptors and tensor maps
 //   wgmma_plan.h      host: which tile there, by what binds on Hopper
 //   wgmma_epilogue.h  sums to results: by stmatrix and copies of boxes, or through epilogue.h
-//   wgmma_sp.cu       the kernel, and the host's functions
+//   wgmma_kernel.h    the kernel, and how it is launched
+//   wgmma_sp.cu       its 16-bit kinds, and the host's functions
+//   wgmma_sp_8bit.cu  its 8-bit kinds: e4m3, e5m2, int8
 //
 // A is the compressed operand: values (m, k/2), row-major, and metadata in one of the orders of reference/layouts.py. B is
 // dense, and lies in memory in one of two ways:
@@ -23,6 +25,8 @@
 //
 // D is stored [n, m] in the first case, as y [tokens, out] is, and [m, n] in the second.
 #pragma once
+
+#include <type_traits>
 
 #include "../linear.h"
 
@@ -55,6 +59,38 @@ struct Gemm {
         const int slabs = int(k / depth), first = part_of * part, last = slabs - first < part ? slabs : first + part;
         return {int64_t(in_band / wide) * rows, (int64_t(band) * kBand + in_band % wide) * cols, first, last, part_of};
     }
+};
+
+// One of 8-bit operands: a sum is multiplied by the step of its row of D and by that of its column. Where steps are of a tensor the
+// strides are 0. Results are bf16.
+struct ScaledGemm : Gemm<bf16> {
+    const float *row_steps, *col_steps;
+    int row_stride, col_stride;
+};
+
+// What the kernel of wgmma.sp is told apart by: T is bf16 or fp16, the type of operands and results, or EightBits. With kPromotes sums go
+// into others every 128 products: Hopper's tensor cores add fp8 with about 14 bits (DeepSeek-V3, arXiv 2412.19437, 3.3.2).
+template <class A, class B, bool kPromotes>
+struct EightBits {};
+
+template <class T>
+struct Kind {
+    using Out = T;
+    using Sum = float;
+    using Told = Gemm<T>;
+    static constexpr int kBytes = 2;
+    static constexpr bool kPromotes = false;
+};
+
+template <class OfA, class OfB, bool kPromoted>
+struct Kind<EightBits<OfA, OfB, kPromoted>> {
+    using A = OfA;
+    using B = OfB;
+    using Out = bf16;
+    using Sum = std::conditional_t<std::is_same_v<A, int8_t>, int32_t, float>;
+    using Told = ScaledGemm;
+    static constexpr int kBytes = 1;
+    static constexpr bool kPromotes = kPromoted;
 };
 
 }  // namespace nm::cuda::gemm

@@ -22,6 +22,16 @@ void by_wide_tile(int tile, const F& f) {
     }
 }
 
+// f(tile) for a code in 8 bits; there are two of them.
+template <bool kPromotes, class F>
+void by_eight_tile(int tile, const F& f) {
+    switch (tile) {
+        case 0: return f(std::conditional_t<kPromotes, EightTall, EightWide>{});
+        case 1: return f(EightSquare{});
+        default: throw std::invalid_argument("tile " + std::to_string(tile) + " of 8-bit wgmma.sp is not known");
+    }
+}
+
 // Boxes of B by column have 64 columns.
 template <class Tile>
 constexpr bool takes_columns() {
@@ -51,14 +61,15 @@ double wide_estimated(int64_t m, int64_t n, int64_t k, int64_t part, int splits,
     return with_memory(m, n, k, splits, processors, rates, busy);
 }
 
-inline Plan choose_wide(int64_t m, int64_t n, int64_t k, bool by_column, const Gpu& gpu) {
+// The best of the tiles that `visit(tile, f)` gives to f, `tiles` of them.
+template <class Visit>
+Plan choose_among(int tiles, int64_t m, int64_t n, int64_t k, const Gpu& gpu, const Visit& visit) {
     const Rates rates = rates_of(gpu);
-    Plan best{kSquare, 1};
+    Plan best{0, 1};
     double least = -1;
-    for (int tile = 0; tile < kWideTiles; ++tile) {
-        by_wide_tile(tile, [&](auto shape) {
+    for (int tile = 0; tile < tiles; ++tile) {
+        visit(tile, [&](auto shape) {
             using Shape = decltype(shape);
-            if (by_column && !takes_columns<Shape>()) return;
             each_split(k, [&](int splits, int part) {
                 const double cycles = wide_estimated<Shape>(m, n, k, part, splits, gpu.processors, rates);
                 if (least < 0 || cycles < least) {
@@ -69,6 +80,25 @@ inline Plan choose_wide(int64_t m, int64_t n, int64_t k, bool by_column, const G
         });
     }
     return best;
+}
+
+inline Plan choose_wide(int64_t m, int64_t n, int64_t k, bool by_column, const Gpu& gpu) {
+    return choose_among(kWideTiles, m, n, k, gpu, [&](int tile, const auto& f) {
+        by_wide_tile(tile, [&](auto shape) {
+            if (!by_column || takes_columns<decltype(shape)>()) f(shape);
+        });
+    });
+}
+
+// In 8 bits a GEMM moves the bytes, and takes the instructions, of one in 16 bits of half the depth.
+inline Plan choose_eight(int64_t m, int64_t n, int64_t k, bool promotes, const Gpu& gpu) {
+    return choose_among(2, m, n, k / 2, gpu, [&](int tile, const auto& f) {
+        if (promotes) {
+            by_eight_tile<true>(tile, f);
+        } else {
+            by_eight_tile<false>(tile, f);
+        }
+    });
 }
 
 }  // namespace nm::cuda::gemm

@@ -4,6 +4,6 @@ The core takes pointers, so inputs that are not contiguous are copied first (Ada
 kernel runs on ``torch.get_num_threads()`` threads and gives the same bits for any number of them.
 """
 
-from . import adamw, groups, linear, mvue
+from . import adamw, groups, linear, mvue, quantize
 
-__all__ = ["adamw", "groups", "linear", "mvue"]
+__all__ = ["adamw", "groups", "linear", "mvue", "quantize"]

@@ -4,6 +4,6 @@ The same functions are a second backend, ``cuda-emulated``, where the package wa
 runs on CPU tensors. It is a test instrument, is never chosen by itself and is in no wheel.
 """
 
-from . import adamw, compress, groups, linear, mvue
+from . import adamw, compress, groups, linear, mvue, quantize
 
-__all__ = ["adamw", "compress", "groups", "linear", "mvue"]
+__all__ = ["adamw", "compress", "groups", "linear", "mvue", "quantize"]

@@ -32,6 +32,11 @@ def core(x: Tensor) -> Any:
     return _module(x.is_cpu)
 
 
+def compiled() -> Any:
+    """The module of kernels for GPUs; ``capability.cuda_core`` says whether there is one."""
+    return _module(False)
+
+
 def queue(x: Tensor) -> tuple[int, int]:
     """The last two arguments of every kernel: the device of ``x`` and its current stream."""
     if x.is_cpu:
@@ -72,11 +77,12 @@ Fits = Callable[[tuple[Any, ...], str], Verdict]
 
 
 def register(
-    op: str, supports: Callable[..., Verdict] | None = None, fits: Fits = plain
+    op: str, supports: Callable[..., Verdict] | None = None, fits: Fits = plain, backend: str = NAME, priority: int = PRIORITY
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as this backend's ``op``, on GPUs and, if that is built, in the emulator.
 
     ``fits(args, device_type)`` looks at the tensors; ``supports(*args)``, asked after it, answers for what is particular to the op.
+    ``backend``: another way to do what this one does, on GPUs only, under a name of its own.
     """
 
     def verdict(args: tuple[Any, ...], device: str, here: Verdict) -> Verdict:
@@ -92,8 +98,8 @@ def register(
         return verdict(args, "cpu", (True, "emulated, for tests"))
 
     def take(fn: Callable[..., Any]) -> Callable[..., Any]:
-        impl(op, backend=NAME, priority=PRIORITY, supports=on_gpu)(fn)
-        if emulator_built():
+        impl(op, backend=backend, priority=priority, supports=on_gpu)(fn)
+        if backend == NAME and emulator_built():
             impl(op, backend=EMULATED, priority=NEVER_CHOSEN, supports=on_cpu)(fn)
         return fn
 

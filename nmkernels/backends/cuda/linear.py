@@ -5,8 +5,9 @@ which would make the host wait; one outside its group reads nothing outside of x
 through a stored value; dense tensor cores multiply an expanded tile, where it reaches every result of its token, as in the dense GEMM.
 
 More tokens, operands in the order of tensor cores, and wgrad: 2:4 on sparse tensor cores, by ``wgmma.sp`` on GPUs of compute capability
-9.0 where rows come in 64s and metadata is not in the order of ``mma.sp``, by ``mma.sp`` elsewhere. Metadata is not checked; an inf or NaN
-of the dense operand reaches a result only through a stored value.
+9.0 where rows come in 64s and metadata is not in the order of ``mma.sp``, by ``mma.sp`` elsewhere. What ``wgmma.sp`` multiplies the backend
+``cuda-mma.sp`` multiplies by ``mma.sp``, from the same operand: for who has measured that it is faster. Metadata is not checked; an inf or
+NaN of the dense operand reaches a result only through a stored value.
 
 Sums are fp32; bias, activation and residual are applied before the only rounding.
 """
@@ -19,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...capability import cuda_kernels
 from ...dispatch import Verdict
 from ...reference.layouts import COLUMNS, WARPS
 from ..shared import address, aligned, contiguous
 from .compress import metadata
-from .core import DTYPES, core, queue, register
+from .core import DTYPES, PRIORITY, compiled, core, queue, register
 
 ACTIVATIONS = {"": 0, "gelu": 1, "silu": 2, "relu2": 3}
 """The kernels' code of each activation."""
@@ -51,6 +53,16 @@ def choose_wgmma(module: Any, m: int, n: int, k: int, by_column: bool, device: i
 def wgmma_obstacle(module: Any, device: int) -> str:
     """What keeps ``wgmma.sp`` from running on a GPU, or in the emulator; empty where nothing does."""
     return str(module.wgmma_obstacle(device))
+
+
+def why_not_wgmma(device: torch.device) -> str:
+    """The same for any device, also where none of these kernels runs."""
+    if device.type != "cuda":
+        return f"wgmma.sp is of NVIDIA GPUs, and this is {device}"
+    can, reason = cuda_kernels(device.index)
+    if not can:
+        return reason
+    return wgmma_obstacle(compiled(), torch.cuda.current_device() if device.index is None else device.index)
 
 
 def not_by_wgmma(values: Tensor, indices: Tensor) -> str:
@@ -89,11 +101,12 @@ def _straight(x: Tensor | None) -> bool:
 
 def multiply(
     values: Tensor, indices: Tensor, dense: Tensor, out: Tensor, n: int, k: int, by_column: bool,
-    bias: Tensor | None = None, activation: str = "", residual: Tensor | None = None,
+    bias: Tensor | None = None, activation: str = "", residual: Tensor | None = None, mma: bool = False,
 ) -> Tensor:  # fmt: skip
     """D = A B for A ``(m, k)`` compressed, into ``out``, which must be contiguous.
 
     B is ``[n, k]``, and D ``[n, m]``, activation(D + bias) + residual; with ``by_column`` B is ``[k, n]`` and D ``[m, n]``, as it is.
+    ``mma``: by ``mma.sp`` also where ``wgmma.sp`` runs.
     """
     v, i, d, o = values.data_ptr(), indices.data_ptr(), dense.data_ptr(), out.data_ptr()
     b, r = address(bias), address(residual)
@@ -101,10 +114,10 @@ def multiply(
     if not straight or (v | i | d | o | b | r) & 15:
         bias, residual = bias if bias is None else aligned(bias), residual if residual is None else aligned(residual)
         y = torch.empty_like(out) if o & 15 else out
-        multiply(aligned(values), aligned(indices), aligned(dense), y, n, k, by_column, bias, activation, residual)
+        multiply(aligned(values), aligned(indices), aligned(dense), y, n, k, by_column, bias, activation, residual, mma)
         return out if y is out else out.copy_(y)
     m, module, warps = values.shape[0], core(values), _warps(indices)
-    by_wgmma = not not_by_wgmma(values, indices)
+    by_wgmma = not mma and not not_by_wgmma(values, indices)
     if indices.dtype != torch.int32:
         indices = metadata(indices, k, "wgmma.sp" if by_wgmma else "mma.sp")  # held until the call
         i, warps = indices.data_ptr(), _warps(indices)
@@ -208,3 +221,36 @@ def linear(
         *addresses, DTYPES[x.dtype], ACTIVATIONS[activation], tokens, rows, cols, n, m, splits, processors, *queue(x)
     )  # fmt: skip
     return y
+
+
+# ---- mma.sp in the place of wgmma.sp
+
+MMA = "cuda-mma.sp"
+
+
+def _takes_instead(values: Tensor, indices: Tensor, n: int, m: int, cols: int, *_: Any) -> Verdict:
+    if indices.dtype != torch.int32:
+        return False, "it reads metadata, in the order of wgmma.sp, and this operand has canonical indices"
+    found = takes(values, indices, n, m, cols)
+    why = not_by_wgmma(values, indices) if found[0] else ""
+    return (False, f"cuda multiplies by mma.sp itself: {why}") if why else found
+
+
+@register("nm_linear", lambda x, *packed: _takes_instead(*packed), backend=MMA, priority=PRIORITY - 1)
+def linear_by_mma(
+    x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
+    residual: Tensor | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    y = x.new_empty(*x.shape[:-1], values.shape[0]) if out is None else out
+    return multiply(values, indices, x, y, _tokens(x, cols), cols, False, bias, activation, residual, mma=True) if y.numel() else y
+
+
+def _takes_wgrad_instead(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> Verdict:
+    found = _takes_wgrad(values, indices, n, m, cols, x)
+    return _takes_instead(values, indices, n, m, cols) if found[0] else found
+
+
+@register("nm_linear_wgrad", _takes_wgrad_instead, backend=MMA, priority=PRIORITY - 1)
+def linear_wgrad_by_mma(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out: Tensor | None = None) -> Tensor:
+    y = x.new_empty(values.shape[0], x.shape[1]) if out is None else out
+    return multiply(values, indices, x, y, x.shape[1], cols, True, mma=True) if y.numel() else y

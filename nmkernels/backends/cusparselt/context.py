@@ -194,7 +194,9 @@ class Problem(NamedTuple):
             ``"tn.packed"`` the same with S stored as gᵀ.
         dtype, out: of the operands and of the result.
         rows, cols, width: the sizes.
-        bias: whether one is added, one number per row of D. activation: f, a key of ``ACTIVATIONS``. residual: whether one is added.
+        bias: whether one is added, one number per row of D.
+        activation: f, a key of ``ACTIVATIONS``.
+        residual: whether one is added.
     """
 
     layout: str

@@ -28,8 +28,10 @@ def compress(dense: Tensor, layout: str = "nt", mask: Tensor | None = None) -> B
             waits, except while a CUDA graph is captured.
 
     Raises:
-        ShapeError: the sizes do not fit, or more than 2 of 4 are kept. DtypeError: the library does not multiply this dtype.
-        OptionError: the layout is unknown. BackendError: there is no library.
+        ShapeError: the sizes do not fit, or more than 2 of 4 are kept.
+        DtypeError: the library does not multiply this dtype.
+        OptionError: the layout is unknown.
+        BackendError: there is no library.
 
     Example:
         >>> import torch

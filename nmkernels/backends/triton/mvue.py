@@ -214,7 +214,7 @@ def by_level(a, word, N: tl.constexpr, M: tl.constexpr, dtype: tl.constexpr):
     one = tl.zeros_like(word).to(tl.int32)
     two = one + 1
     for i in tl.static_range(M - 1):
-        # one element differs from zero: a copy
+        # a sum of zeros and one element is that element
         c = c + tl.minimum(tl.sum(tl.where(index == i, scaled, 0.0), 1, keep_dims=True), level)
         one += (c <= first).to(tl.int32)
         if i > 0:
@@ -236,7 +236,7 @@ def estimate(x, w0, w1, N: tl.constexpr, M: tl.constexpr, APPROX: tl.constexpr, 
     a = tl.abs(wide)
     s = tree(a)
     few = tl.sum((a != 0.0).to(tl.int32), 1, keep_dims=True) <= N
-    saturated = few & few
+    saturated = few
     if APPROX:
         sampled, value = approximate(a, s, (w0 >> 8).to(tl.int32)[:, None], (w1 >> 8).to(tl.int32)[:, None], M)
     elif BY_LEVEL:

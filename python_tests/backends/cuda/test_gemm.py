@@ -1,4 +1,4 @@
-"""D = A B with A 2:4 on sparse tensor cores: every tile and both ways of B, ragged sizes, parts of k, epilogues, addresses."""
+"""D = A B by mma.sp on whatever GPU, A 2:4: every tile and both ways of B, ragged sizes, parts of k, epilogues, addresses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def multiply(values, indices, dense, by_column=False, bias=None, activation="", 
     m, k = values.shape[0], 2 * values.shape[1]
     n = dense.shape[1] if by_column else dense.shape[0]
     y = fill_poison(dense.new_empty((m, n) if by_column else (n, m)))
-    return gemm.multiply(values, indices, dense, y, n, k, by_column, bias, activation, residual)
+    return gemm.multiply(values, indices, dense, y, n, k, by_column, bias, activation, residual, mma=True)
 
 
 def check(values, indices, w, x, bias=None, activation="", residual=None, by_column=False, message=""):
@@ -97,6 +97,7 @@ def test_by_column(device, dtype, tile, use):
 
 @pytest.mark.quick(1)
 @dtypes
+@pytest.mark.slow
 def test_epilogues(device, dtype, use):
     """Bias, activation and residual, each with and without the others; in parts too, which are finished elsewhere."""
     for activation in ACTIVATIONS:

@@ -46,6 +46,7 @@ def test_any_pattern_on_tensor_cores(device, ours, text, monkeypatch):
                 check(ours, inputs(tokens, cols, dtype, device), values, indices, w, text, bias if short else None)
 
 
+@pytest.mark.slow
 def test_tensor_cores_in_parts(device, ours, monkeypatch):
     """With processors enough, warps share rows, and blocks columns."""
     for tokens in [5, 16]:

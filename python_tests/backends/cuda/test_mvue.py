@@ -38,6 +38,7 @@ def test_few_large_tiny(pattern: str, device: str, ours: Ours) -> None:
             check(ours, g.to(dtype).t().contiguous(), p, 0, seed(4, 4), "exact", device, f"{name}, columns")
 
 
+@pytest.mark.slow
 def test_blocks_of_two_tiles(device: str, ours: Ours) -> None:
     """From 1024 tiles on a block takes two, one after the other; here the last has one."""
     g = torch.randn(342, 374, 8, dtype=BF16)

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nmkernels import reference
+from nmkernels import dispatch, reference
 from nmkernels.backends.cuda import core
 from nmkernels.backends.cuda import linear as gemm
-from nmkernels.testing import assert_equal_bits, assert_no_worse
+from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
 from python_tests.backends.gemm_calls import ACTIVATIONS, inputs, packed
 
 from . import wgmma_calls as calls
@@ -139,6 +139,61 @@ def test_which_kernel_multiplies_and_why(monkeypatch, obstacle, order, rows, by_
     assert (warps, tile, splits) == ((4, 2, 1) if by_wgmma else (4 if order == "wgmma.sp" else 1, 1, 1))
 
 
+@pytest.fixture
+def hopper(monkeypatch):
+    """The calls that reach the core of an H100 that is not there."""
+    module = Mock()
+    module.wgmma_obstacle.return_value = ""
+    module.gpu.return_value = H100
+    module.gemm_plan.return_value, module.gemm_wgmma_plan.return_value = (1, 1), (2, 1)
+    monkeypatch.setattr(gemm, "core", lambda _: module)
+    monkeypatch.setattr(gemm, "compiled", lambda: module)
+    monkeypatch.setattr(gemm, "cuda_kernels", lambda index: (True, "it runs"))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "order", "rows", "takes", "word"),
+    [
+        ("", "wgmma.sp", 64, True, "by wgmma.sp"),
+        ("", "canonical", 64, False, "canonical"),
+        ("", "mma.sp", 64, False, "cuda multiplies by mma.sp itself: its metadata is in the order of mma.sp"),
+        ("this GPU has 8.0", "wgmma.sp", 64, False, "cuda multiplies by mma.sp itself: this GPU has 8.0"),
+    ],
+)
+def test_mma_in_the_place_of_wgmma(hopper, obstacle, order, rows, takes, word):
+    """A backend of its own, by priority after wgmma.sp: it takes what that multiplies, and by mma.sp; explain says why not."""
+    hopper.wgmma_obstacle.return_value = obstacle
+    values, indices, _ = packed("2:4", rows, 128, BF16)
+    given, x, g = reference.to_layout(indices, 128, order), inputs(20, 128, BF16), inputs(128, 24, BF16)
+    for can, reason in (gemm._takes_instead(values, given, 2, 4, 128), gemm._takes_wgrad_instead(values, given, 2, 4, 128, g)):
+        assert can == takes and word in reason
+    gemm.linear_by_mma(x, values, given.int(), 2, 4, 128)
+    gemm.linear_wgrad_by_mma(values, given.int(), 2, 4, 128, g)
+    assert hopper.gemm_mma_sp.call_count == 2 and not hopper.gemm_wgmma_sp.called
+    for op in ("nm_linear", "nm_linear_wgrad"):
+        entries = {i.backend: i.priority for i in dispatch.implementations(op)}
+        assert entries["cuda"] > entries[gemm.MMA] > entries["cusparselt"]
+
+
+def test_where_it_runs(hopper):
+    assert gemm.why_not_wgmma(torch.device("cpu")) and not gemm.why_not_wgmma(torch.device("cuda", 0))
+
+
+def test_a_call_depends_on_nothing_that_a_capture_would_freeze(hopper):
+    """Each call hands over the addresses of its own tensors, in host memory; the plan is made once, from sizes alone."""
+    values, indices, _ = packed("2:4", 64, 192, BF16)
+    meta = reference.to_layout(indices, 192, "wgmma.sp")
+    for _ in range(2):
+        x, y = inputs(20, 192, BF16), torch.empty(20, 64, dtype=BF16)
+        gemm.multiply(values, meta, x, y, 20, 192, False)
+        to = hopper.gemm_wgmma_sp.call_args.args
+        assert to[:3] == (values.data_ptr(), meta.data_ptr(), x.data_ptr()) and to[5] == y.data_ptr()
+    assert hopper.gemm_wgmma_plan.call_count == 1
+    # nothing else of the core's is called: it neither allocates nor waits
+    assert {name for name, *_ in hopper.mock_calls} <= {"gemm_wgmma_sp", "gemm_wgmma_plan", "gpu", "wgmma_obstacle"}
+
+
 # ---- the kernel
 
 
@@ -147,11 +202,14 @@ def operand(rows, cols, dtype):
     return values, reference.to_layout(indices, cols, "wgmma.sp"), w
 
 
-def check(tile, m, n, k, dtype=BF16, by_column=False, bias=False, activation="", residual=False, splits=1, mode="earliest", processors=4):
+def check(
+    tile, m, n, k, dtype=BF16, by_column=False, bias=False, activation="", residual=False, splits=1, mode="earliest", processors=4,
+    by=calls.multiply,
+):  # fmt: skip
     values, meta, w = operand(m, k, dtype)
     x = inputs(k, n, dtype) if by_column else inputs(n, k, dtype)
     b, r = inputs(1, m, dtype, seed=3)[0] if bias else None, inputs(n, m, dtype, seed=4) if residual else None
-    y = calls.multiply(tile, values, meta, x, by_column, b, activation, r, splits, mode, processors)
+    y = by(tile, values, meta, x, by_column, b, activation, r, splits, mode, processors)
 
     def dense(w, x, b, r):
         made = w @ x if by_column else ACTIVATIONS[activation](F.linear(x, w, b))
@@ -212,3 +270,54 @@ def test_inf_and_nan_reach_only_what_they_meet(tile):
         x[token, column] = float(bad)
         met[token] = w[:, column] != 0
     assert_equal_bits(~calls.multiply(tile, values, meta, x).isfinite(), met)
+
+
+# ---- the kernel on a GPU
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """``calls.multiply`` on a GPU; written without one at hand."""
+    why = gemm.why_not_wgmma(torch.device("cuda"))
+    if why:
+        pytest.skip(why)
+
+    def multiply(tile, values, meta, x, by_column=False, bias=None, activation="", residual=None, splits=1, mode="", processors=0):
+        monkeypatch.setattr(gemm, "choose_wgmma", lambda *_: (list(TILES).index(tile), splits))
+        operands = (None if t is None else t.cuda() for t in (values, meta, x, bias, residual))
+        values, meta, x, bias, residual = operands
+        m, n = values.shape[0], x.shape[1 if by_column else 0]
+        y = fill_poison(x.new_empty((m, n) if by_column else (n, m)))
+        return gemm.multiply(values, meta, x, y, n, 2 * values.shape[1], by_column, bias, activation, residual).cpu()
+
+    return multiply
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("tile", TILES)
+def test_every_tile_on_a_gpu(on_gpu, tile, dtype):
+    values, meta, w = operand(320, 192, dtype)
+    assert_equal_bits(on_gpu(tile, values, meta, torch.eye(192, dtype=dtype)), w.t().contiguous())
+    cols, stages = TILES[tile][1:3]
+    for m, n, k in ((64, 1, 64), (320, cols + 9, 64 * (stages + 1)), (1024, 1000, 2048), (64, 9 * cols + 8, 64)):
+        check(tile, m, n, k, dtype, bias=m == 320, activation="silu", residual=n == 1, by=on_gpu)
+        check(tile, m, n, k, dtype, splits=2 if k > 64 else 1, by=on_gpu)
+    if tile in BY_COLUMN:
+        assert_equal_bits(on_gpu(tile, values, meta, torch.eye(192, dtype=dtype), True), w)
+        for m, n, k in ((64, 8, 64), (320, cols + 72, 64 * (stages + 1)), (1024, 1008, 2048)):
+            check(tile, m, n, k, dtype, by_column=True, by=on_gpu)
+
+
+@pytest.mark.gpu
+def test_a_captured_call_reads_what_is_there_when_it_is_replayed(on_gpu):
+    values, meta, w = (t.cuda() for t in operand(256, 192, BF16))
+    x = inputs(40, 192, BF16, "cuda")
+    torch.ops.nmkernels.nm_linear(x, values, meta, 2, 4, 192)  # what is loaded at a first call is loaded before
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = torch.ops.nmkernels.nm_linear(x, values, meta, 2, 4, 192)
+    for seed in (5, 6):
+        x.copy_(inputs(40, 192, BF16, "cuda", seed))
+        graph.replay()
+        assert_no_worse(y, F.linear(x, w), F.linear(x.double(), w.double()))

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from nmkernels.backends.cuda import core
+from nmkernels.backends.cuda.core import DTYPES
 from nmkernels.backends.cuda.linear import ACTIVATIONS
+from nmkernels.backends.cuda.quantize import EIGHT_BITS
 from nmkernels.testing import fill_poison
 from python_tests.ptx.machine import execute
 from python_tests.ptx.nvcc import CSRC, NVCC, ptx
@@ -31,6 +33,12 @@ SPANS = {1: 3, 2: 2}
 """CUtensorMapSwizzle by a descriptor's code."""
 TYPES = {torch.bfloat16: 9, torch.float16: 6}
 """CUtensorMapDataType."""
+
+
+EIGHT_TILES = {True: {"tall": (128, 192, 5, 2), "square": (128, 128, 7, 2)}, False: {"wide": (256, 192, 4, 2), "square": (128, 128, 7, 2)}}
+"""The same in 8 bits: where sums are promoted, and where not."""
+EIGHT_KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "a"}
+"""The types in the kernels' names; a is int8_t's."""
 
 
 def missing() -> str:
@@ -108,3 +116,57 @@ def multiply(
     for part in parts[1:]:
         total = total + part
     return total.to(x.dtype)
+
+
+# ---- 8 bits
+
+
+@cache
+def eight_texts() -> tuple[str, list[str]]:
+    """The head of the module, and each kernel."""
+    whole = ptx(CSRC / "cuda" / "gemm" / "wgmma_sp_8bit.cu", "sm_90a", "-DNM_SM90A")
+    head, *kernels = re.split(r"^(?=\.entry|\.visible \.entry)", whole, flags=re.M)
+    return head, kernels
+
+
+@lru_cache(32)
+def eight_text(a: torch.dtype, b: torch.dtype, tile: str, promotes: bool, by_column: bool) -> str:
+    """The PTX of one kernel."""
+    head, kernels = eight_texts()
+    types = [k if k == "a" else rf"NS_\d{k}E" for k in (EIGHT_KINDS[a], EIGHT_KINDS[b])]
+    second = r"S\d_" if a == b and a != torch.int8 else types[1]
+    shape = "".join(f"Li{n}E" for n in EIGHT_TILES[promotes][tile])
+    name = rf"EightBitsI{types[0]}{second}Lb{int(promotes)}EEENS\d_9EightTileI{shape}EELb{int(by_column)}E"
+    (one,) = (k for k in kernels if re.search(name, k.partition("(")[0]))
+    return head + one
+
+
+def multiply_eight(
+    tile: str, values: Tensor, meta: Tensor, step: Tensor, x: Tensor, x_step: Tensor, promotes: bool = False, by_column: bool = False,
+    bias: Tensor | None = None, dtype: torch.dtype = torch.bfloat16, splits: int = 1, mode: str | int = "earliest", processors: int = 4,
+    code: str = "", accumulator: int = 0,
+) -> Tensor:  # fmt: skip
+    """D of 8-bit operands; of several parts of k their sum. ``accumulator``: see ``execute``."""
+    m, n, k = values.shape[0], x.shape[0], x.shape[1]
+    y = fill_poison(torch.empty((m, n) if by_column else (n, m), dtype=dtype))
+    parts = fill_poison(torch.empty(splits, *y.shape)) if splits > 1 else None
+    memory = [t for t in (values, meta, step, x, x_step, bias, y, parts) if t is not None]
+    at = [0 if t is None else t.data_ptr() for t in (values, meta, x, step, x_step, bias, y, parts)]
+    kinds = DTYPES[dtype], EIGHT_BITS[values.dtype], EIGHT_BITS[x.dtype], step.numel() > 1, x_step.numel() > 1, promotes
+    maps, parameter, tiles, blocks, threads, shared = host().gemm_wgmma_8bit_launch(
+        *at, *kinds, m, n, k, by_column, list(EIGHT_TILES[promotes]).index(tile), splits, processors
+    )
+    encoded = []
+    for i, kind, size in ((0, 0, 1), (6, 0, 1), (12, 9, 2)):  # bytes, and bf16
+        to, inner, outer, *box, swizzle = maps[i : i + 6]
+        encoded.append(encode(kind, to, (inner, outer), (size * inner,), box, swizzle=SPANS[swizzle]))
+    one = parsed(code or eight_text(values.dtype, x.dtype, tile, promotes, by_column))
+    cluster = EIGHT_TILES[promotes][tile][3]
+    how = {"mode": mode, "threads": threads, "cluster": cluster, "shared": shared, "accumulator": accumulator}
+    execute(one, blocks, [*encoded, parameter, tiles], memory, **how)
+    if parts is None:
+        return y
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total.to(dtype)

@@ -12,7 +12,7 @@ from nmkernels.tuning import Timer
 from python_tests.backends.cusparselt.conftest import forget, routes
 
 DEFAULT, SEARCHED = "nmkernels cusparselt, canonical", "nmkernels cusparselt, canonical, searched"
-SPECS = [Spec("nm_linear(mma.sp)", "2:4", "bfloat16", 32, 64, 16), Spec("nm_linear_wgrad(mma.sp)", "2:4", "bfloat16", 32, 48, 64)]
+SPECS = [Spec("nm_linear(cores)", "2:4", "bfloat16", 32, 64, 16), Spec("nm_linear_wgrad(cores)", "2:4", "bfloat16", 32, 48, 64)]
 
 
 @pytest.fixture(autouse=True)

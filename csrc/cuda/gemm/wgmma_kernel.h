@@ -1,0 +1,302 @@
+// The kernel: D = A B by wgmma.mma_async.sp on sm_90a alone; m64nNk32 with metadata in the order "wgmma.sp" in 16 bits, m64nNk64 with
+// "wgmma.sp.8bit" in 8 bits. m is a multiple of 64.
+//
+// One warpgroup copies, two multiply. Each stage of shared memory has two barriers: a full one, whose phase ends when all bytes of a slab
+// have arrived, and an empty one, whose phase ends when every warp of the cluster that reads the stage has done so. The copying thread
+// runs ahead of the others, also over the end of a tile; the multiplying ones have one group of products under way while they ask for
+// the next slab, and give a stage back when the group that reads it is done. Two blocks of a cluster copy one half of B each, into both.
+//
+// Where sums are promoted, those of two slabs, 128 products of a row, are finished and added to others in fp32 while the other
+// warpgroup multiplies.
+#pragma once
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "epilogue.h"
+#include "wgmma_plan.h"
+
+#if defined(NM_SM90A)
+#include "wgmma_epilogue.h"
+#endif
+
+namespace nm::cuda::gemm {
+
+namespace {  // the kernels of each file are its own
+
+#if defined(NM_SM90A)
+
+// Where a slab of the pipeline is: its stage, and the parity of the phase that is waited for there.
+template <class Tile>
+struct Place {
+    uint32_t stage = 0, parity = 0;
+
+    NM_DEVICE void next() {
+        stage = stage + 1 == Tile::kStages ? 0 : stage + 1;
+        parity ^= stage == 0;
+    }
+};
+
+// Barriers and bytes of a block.
+template <class Tile>
+struct Pipeline {
+    uint32_t shared;
+
+    NM_DEVICE uint32_t stage(uint32_t i) const { return shared + i * Tile::kStage; }
+    NM_DEVICE uint32_t full(uint32_t i) const { return shared + Tile::kBarriers + 8 * i; }
+    NM_DEVICE uint32_t empty(uint32_t i) const { return full(i + Tile::kStages); }
+
+    NM_DEVICE void init() const {
+        for (uint32_t i = 0; i < Tile::kStages; ++i) {
+            mbarrier_init(full(i), 1);
+            mbarrier_init(empty(i), 4 * Tile::kMultiply * Tile::kCluster);
+        }
+        fence_mbarrier_init();
+    }
+
+    // A warp has read a stage: every block that copies into it hears of it.
+    NM_DEVICE void release(uint32_t i) const {
+        const uint32_t lane = threadIdx.x % 32;
+        if constexpr (Tile::kCluster == 1) {
+            if (lane == 0) mbarrier_arrive(empty(i));
+        } else {
+            if (lane < Tile::kCluster) mbarrier_arrive(empty(i), lane);
+        }
+    }
+};
+
+// Block `rank` of a cluster, at tile `tile` of all.
+template <class Tile, class T>
+NM_DEVICE Origin origin_of(const Gemm<T>& f, int tile, uint32_t rank) {
+    Origin at = f.origin(unsigned(tile), Tile::kRows * Tile::kCluster, Tile::kCols, Tile::kDeep);
+    at.row += rank * Tile::kRows;
+    return at;
+}
+
+// One thread copies slab after slab of tile after tile.
+template <class Told, class Tile, bool kOfColumns>
+NM_DEVICE void copy(const CUtensorMap& values, const CUtensorMap& dense, const Told& f, int tiles, const Pipeline<Tile>& pipeline, uint32_t rank) {
+    constexpr uint16_t kAll = (1 << Tile::kCluster) - 1;
+    const int slabs = int(f.k / Tile::kDeep), last_block = int(f.m / 64) - 1;
+    Place<Tile> place;
+    const auto load_dense = [&](uint32_t to, int inner, int outer, uint32_t full) {
+        if constexpr (Tile::kCluster == 1) {
+            tma_load(to, dense, inner, outer, full);
+        } else {
+            tma_load(to, dense, inner, outer, full, kAll);
+        }
+    };
+    NM_ONE_BY_ONE
+    for (int tile = int(blockIdx.x) / Tile::kCluster; tile < tiles; tile += int(gridDim.x) / Tile::kCluster) {
+        const Origin at = origin_of<Tile>(f, tile, rank);
+        const int row = int(at.row), col = int(at.col);
+        NM_ONE_BY_ONE
+        for (int slab = at.first; slab < at.last; ++slab, place.next()) {
+            const uint32_t to = pipeline.stage(place.stage), full = pipeline.full(place.stage);
+            mbarrier_wait(pipeline.empty(place.stage), place.parity ^ 1);  // what nobody has used yet is empty
+            mbarrier_expect(full, Tile::kStage);
+            tma_load(to + Tile::kDense, values, slab * (Tile::kDeep / 2), row, full);
+            if constexpr (kOfColumns) {
+                constexpr int deep = kDepth / Tile::kCluster;
+                NM_UNROLL
+                for (int i = 0; i < Tile::kCols / 64; ++i) {
+                    load_dense(to + i * 8192 + rank * (deep * 128), col + i * 64, slab * kDepth + int(rank) * deep, full);
+                }
+            } else {
+                constexpr int cols = Tile::kCols / Tile::kCluster;
+                load_dense(to + rank * (cols * 128), slab * Tile::kDeep, col + int(rank) * cols, full);
+            }
+            NM_UNROLL
+            for (int i = 0; i < Tile::kRows / 64; ++i) {
+                // zeros are no metadata that the instruction takes: rows below the last have that of the last
+                const int own = row / 64 + i, block = own < last_block ? own : last_block;
+                constexpr int bytes = Tile::kWordBytes;
+                bulk_load(to + Tile::kDense + Tile::kValues + i * bytes, f.metadata + (int64_t(block) * slabs + slab) * (bytes / 4), bytes, full);
+            }
+        }
+    }
+}
+
+// One slab in 16 bits: the words of metadata, four instructions or two, and the stage before it given back.
+template <class T, class Tile, bool kOfColumns>
+NM_DEVICE void multiply(float (&sums)[Tile::kDown][Tile::kSums], uint32_t (&words)[Tile::kDown], const uint8_t* shared, const Pipeline<Tile>& pipeline,
+                        Place<Tile>& place, bool first) {
+    const uint32_t thread = threadIdx.x % 128, group = threadIdx.x / 128, block = group * Tile::kDown, stage = place.stage;
+    mbarrier_wait(pipeline.full(stage), place.parity);
+    NM_UNROLL
+    for (int i = 0; i < Tile::kDown; ++i) {
+        words[i] = load_word<4>(shared + stage * Tile::kStage + Tile::kDense + Tile::kValues + (block + i) * 512 + thread * 4);
+    }
+    const uint32_t at = pipeline.stage(stage), values = at + Tile::kDense + block * 4096;
+    wgmma_fence();
+    NM_UNROLL
+    for (int i = 0; i < Tile::kDown; ++i) {
+        wgmma_sp<T, 0, kOfColumns>(sums[i], values_descriptor(values + i * 4096, 0), dense_descriptor(at, 0, kOfColumns), words[i], !first);
+    }
+    NM_UNROLL
+    for (int i = 0; i < Tile::kDown; ++i) {
+        wgmma_sp<T, 1, kOfColumns>(sums[i], values_descriptor(values + i * 4096, 1), dense_descriptor(at, 1, kOfColumns), words[i], true);
+    }
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (!first) pipeline.release(stage == 0 ? Tile::kStages - 1 : stage - 1);
+    place.next();
+}
+
+// Half a slab in 8 bits; the group before it is done then.
+template <class A, class B, class Tile, int Step, class Sum>
+NM_DEVICE void multiply_half(Sum (&sums)[Tile::kDown][Tile::kSums], uint32_t (&words)[Tile::kDown], const uint8_t* shared, uint32_t stage, uint32_t at,
+                             bool add) {
+    const uint32_t thread = threadIdx.x % 128, block = threadIdx.x / 128 * Tile::kDown, values = at + Tile::kDense + block * 4096;
+    NM_UNROLL
+    for (int i = 0; i < Tile::kDown; ++i) {
+        words[i] = load_word<4>(shared + stage * Tile::kStage + Tile::kDense + Tile::kValues + (block + i) * 1024 + Step * 512 + thread * 4);
+    }
+    wgmma_fence();
+    NM_UNROLL
+    for (int i = 0; i < Tile::kDown; ++i) {
+        wgmma_sp_8bit<A, B>(sums[i], values_descriptor(values + i * 4096, Step), dense_descriptor(at, Step, false), words[i], add);
+    }
+    wgmma_commit();
+    wgmma_wait<1>();
+}
+
+// One slab in 8 bits, as two groups. Each instruction has a word of its own, and words of one group are loaded while those of the other
+// are in use: `even` for first halves, `odd` for second ones. With a slab for a group ptxas (13.0) has all products wait (C7513).
+template <class A, class B, class Tile, class Sum>
+NM_DEVICE void multiply_eight(Sum (&sums)[Tile::kDown][Tile::kSums], uint32_t (&even)[Tile::kDown], uint32_t (&odd)[Tile::kDown], const uint8_t* shared,
+                              const Pipeline<Tile>& pipeline, Place<Tile>& place, bool first) {
+    const uint32_t stage = place.stage, at = pipeline.stage(stage);
+    mbarrier_wait(pipeline.full(stage), place.parity);
+    multiply_half<A, B, Tile, 0>(sums, even, shared, stage, at, !first);
+    if (!first) pipeline.release(stage == 0 ? Tile::kStages - 1 : stage - 1);
+    multiply_half<A, B, Tile, 1>(sums, odd, shared, stage, at, true);
+    place.next();
+}
+
+// All products are done: sums may be used, and the last stage is given back.
+template <class Tile, class Sum>
+NM_DEVICE void finish(Sum (&sums)[Tile::kDown][Tile::kSums], const Pipeline<Tile>& pipeline, const Place<Tile>& place) {
+    wgmma_wait<0>();
+    NM_UNROLL
+    for (int i = 0; i < Tile::kDown; ++i) pin(sums[i]);
+    pipeline.release(place.stage == 0 ? Tile::kStages - 1 : place.stage - 1);
+}
+
+// With kByColumn D is stored [m, n], and in 16 bits B lies by column.
+template <class T, class Tile, bool kByColumn>
+__global__ void __cluster_dims__(Tile::kCluster, 1, 1) __launch_bounds__(Tile::kThreads, 1)
+    wgmma_sp_kernel(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUtensorMap dense, const __grid_constant__ CUtensorMap out,
+                    const __grid_constant__ typename Kind<T>::Told f, int tiles) {
+    using Sum = typename Kind<T>::Sum;
+    constexpr bool kOfColumns = kByColumn && Tile::kBytes == 2, kPromotes = Kind<T>::kPromotes;
+    static_assert(Tile::kBytes == Kind<T>::kBytes && Tile::kDown * Tile::kSums * (kPromotes ? 2 : 1) <= 192);
+    extern __shared__ __align__(1024) uint8_t nm_stages[];
+    const Pipeline<Tile> pipeline{shared_address(nm_stages)};
+    const uint32_t rank = Tile::kCluster == 1 ? 0 : cluster_rank();
+    if (threadIdx.x == 0) pipeline.init();
+    cluster_barrier();
+    if (threadIdx.x / 128 == Tile::kMultiply) {
+        give_registers<40>();
+        if (threadIdx.x % 128 == 0) copy<typename Kind<T>::Told, Tile, kOfColumns>(values, dense, f, tiles, pipeline, rank);
+    } else {
+        take_registers<232>();
+        Place<Tile> place;
+        Results<T, Tile, kByColumn> results(nm_stages + Tile::kStages * Tile::kStage);
+        NM_ONE_BY_ONE
+        for (int tile = int(blockIdx.x) / Tile::kCluster; tile < tiles; tile += int(gridDim.x) / Tile::kCluster) {
+            const Origin along = origin_of<Tile>(f, tile, rank);
+            const int first = along.first, last = along.last;
+            Sum sums[Tile::kDown][Tile::kSums];
+            [[maybe_unused]] Sum promoted[kPromotes ? Tile::kDown : 1][kPromotes ? Tile::kSums : 1] = {};
+            // words stay as they are while the next ones are loaded: their products are under way
+            uint32_t even[Tile::kDown], odd[Tile::kDown];
+            NM_ONE_BY_ONE
+            for (int slab = first; slab < last; slab += 2) {
+                if constexpr (Tile::kBytes == 2) {
+                    multiply<T, Tile, kOfColumns>(sums, even, nm_stages, pipeline, place, slab == first);
+                    if (slab + 1 < last) multiply<T, Tile, kOfColumns>(sums, odd, nm_stages, pipeline, place, false);
+                } else {
+                    using A = typename Kind<T>::A;
+                    using B = typename Kind<T>::B;
+                    multiply_eight<A, B>(sums, even, odd, nm_stages, pipeline, place, kPromotes || slab == first);
+                    if (slab + 1 < last) multiply_eight<A, B>(sums, even, odd, nm_stages, pipeline, place, false);
+                }
+                if constexpr (kPromotes) {
+                    finish(sums, pipeline, place);
+                    NM_UNROLL
+                    for (int i = 0; i < Tile::kDown * Tile::kSums; ++i) promoted[i / Tile::kSums][i % Tile::kSums] += sums[i / Tile::kSums][i % Tile::kSums];
+                }
+            }
+            if constexpr (!kPromotes) finish(sums, pipeline, place);
+            uint32_t same = uint32_t(tile);
+            pin(same);  // numbers that only the results need are not kept over the loop
+            const Origin at = origin_of<Tile>(f, int(same), rank);
+            if constexpr (kPromotes) {
+                results.store(f, out, at, promoted);
+            } else {
+                results.store(f, out, at, sums);
+            }
+        }
+        results.finish();
+    }
+    cluster_barrier();  // nobody leaves whom another block copies to, or tells of a stage
+}
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's function that makes tensor maps, found by the runtime: the driver's library is not linked. Null, and why not.
+struct Encoder {
+    Encode encode = nullptr;
+    std::string reason;
+};
+
+const Encoder& encoder() {
+    static const Encoder found = [] {
+        Encoder result;
+        void* entry = nullptr;
+        cudaDriverEntryPointQueryResult there = cudaDriverEntryPointSymbolNotFound;
+        const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &there);
+        if (status == cudaSuccess && there == cudaDriverEntryPointSuccess) {
+            result.encode = reinterpret_cast<Encode>(entry);
+        } else {
+            result.reason = "the driver has no cuTensorMapEncodeTiled, which it has from CUDA 12.0 on";
+            cudaGetLastError();
+        }
+        return result;
+    }();
+    return found;
+}
+
+// Elements of 16 bits are of this dtype.
+CUtensorMap encoded(const Map& map, int dtype) {
+    CUtensorMap result;
+    const cuuint64_t sizes[2] = {cuuint64_t(map.inner), cuuint64_t(map.outer)}, strides[1] = {cuuint64_t(map.inner) * cuuint64_t(map.bytes)};
+    const cuuint32_t box[2] = {cuuint32_t(map.box_inner), cuuint32_t(map.box_outer)}, steps[2] = {1, 1};
+    const CUtensorMapDataType halves = dtype == kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    const CUresult status = encoder().encode(
+        &result, map.bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : halves, 2,
+        reinterpret_cast<void*>(uintptr_t(map.address)), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        map.swizzle == kSwizzle128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (status != CUDA_SUCCESS) throw std::runtime_error("wgmma_sp_kernel: cuTensorMapEncodeTiled gives error " + std::to_string(int(status)));
+    return result;
+}
+
+#endif
+
+// Clusters are as many as run at once, or as there are tiles; each goes on to the tile so many further.
+template <class Tile, bool kByColumn, class T>
+WgmmaLaunch launch_of(const GemmCall& call, int processors, Gemm<T>& f, Maps& maps) {
+    const int64_t rows = cdiv(call.m, Tile::kRows * Tile::kCluster), cols = cdiv(call.n, Tile::kCols), tiles = rows * cols * call.splits;
+    if (std::max({call.m, call.n, call.k, tiles * Tile::kCluster}) > 0x7fffffff) throw std::invalid_argument("gemm: sizes beyond 31 bits");
+    f = gemm_of<T>(call, rows, cols);
+    f.part = part_of(call.k / Tile::kDeep, call.splits);
+    maps = maps_of<Tile>(call.values, call.dense, call.out, call.m, call.n, call.k, kByColumn);
+    const int64_t clusters = std::min<int64_t>(tiles, std::max(1, processors / Tile::kCluster));
+    return {int(tiles), int(clusters) * Tile::kCluster, Tile::kThreads, Tile::kShared};
+}
+
+}  // namespace
+
+}  // namespace nm::cuda::gemm
