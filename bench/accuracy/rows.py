@@ -35,7 +35,8 @@ class RunRow:
     ``switch_step`` is STEP's T₀, 0 where there is none, and ``switch_reason`` says what ended the dense phase: AutoSwitch's ``test``, its
     bounds ``t_min`` or ``t_max``, or ``fixed``. ``status`` is ``ok``, or ``diverged`` where a loss or weight was not finite (losses are
     then ``nan`` and ``done`` says after how many steps). ``training_flops`` are those of the run, ``inference_flops`` those of one token;
-    0 where they have not been counted yet. ``data`` is a digest; ``machine`` ends with the CPU's instruction set.
+    0 where they have not been counted yet. ``seconds`` are the process's CPU time; rows of before commit c1d34ab have elapsed
+    time, which is more where the machine was loaded. ``data`` is a digest; ``machine`` ends with the CPU's instruction set.
     """
 
     task: str

@@ -55,12 +55,11 @@ class Trace:
         weights = sum(m.numel() for m in masks)
         flips = sum(int((new ^ old).sum()) for new, old in zip(masks, self._masks, strict=True))
         figures = {name: float(value) for name, value in handle.metrics().items()}
-        state = getattr(handle, "_state", None) or {}
         values: dict[str, float | None] = {
             "loss": sum(self._losses) / len(self._losses),
             "flip_rate_stride": flips / weights if weights else None,
             **{name: figures.get(name) for name in ("flip_rate", "density", "decay_ratio", "max_update", "z_bar")},
-            "threshold": state.get("threshold"),
+            "threshold": handle.state.get("threshold"),
             **_second_moments(self.layers, optimizer),
         }
         self.lines.append({"run": self.run, "step": str(step), **{k: _short(values.get(k)) for k in COLUMNS[2:]}})

@@ -81,7 +81,7 @@ def run(spec: RunSpec) -> Outcome:
     """
     task, method = tasks.get(spec.task), methods.get(spec.method)
     settings = task.settings
-    begin = time.perf_counter()
+    begin = time.process_time()
     torch.manual_seed(spec.seed)
     model = task.model()
     recipe = method.build(spec.pattern, spec.steps)
@@ -120,7 +120,7 @@ def run(spec: RunSpec) -> Outcome:
         switch_reason=REASONS[handle.state.get("switch_reason", 0)],
         status="ok" if ok else "diverged",
         done=len(losses),
-        seconds=round(time.perf_counter() - begin, 2),
+        seconds=round(time.process_time() - begin, 2),
         training_flops=0.0,
         inference_flops=0.0,
         data=task.data(),

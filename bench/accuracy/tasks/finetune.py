@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 
 from nmkernels.models import GPT, GPTConfig, make_corpus, stdlib_texts
 
-from .base import Settings, task
-from .gpt import BATCH, CONTEXT, MAIN, VARIANTS, ByteGPT
+from .base import task
+from .gpt import BATCH, CONTEXT, ByteGPT
 
 CACHE = Path("build") / "accuracy"
 """Where the pretrained model is kept."""
@@ -32,16 +33,12 @@ class FineTuneGPT(ByteGPT):
     pretraining, once, a minute.
     """
 
-    settings = Settings(
+    settings = replace(
+        ByteGPT.settings,
         steps=500,
         lr=2e-3,
         start=(1e-3, 2e-3, 4e-3),
-        factor=2,
-        tuning_seeds=2,
         stages=("tune", "tuned", "shared", "controls", "variants"),
-        methods=MAIN,
-        patterns=("1:8",),
-        variants=VARIANTS,
         seconds=13,
     )
 

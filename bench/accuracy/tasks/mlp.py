@@ -29,7 +29,7 @@ class DigitsMLP(Digits):
         lengths=(5,),
         length_methods=("dense", "srste", "step-10", "step-25", "step-10-thawed"),
         length_search=True,
-        seconds=2.0,
+        seconds=3.0,
     )
     tokens = BATCH
 

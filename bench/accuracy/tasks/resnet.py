@@ -71,11 +71,12 @@ class DigitsResNet(Digits):
         clip=None,
         tuning_seeds=2,
         seeds=6,
-        stages=("tune", "tuned", "shared", "controls"),
+        stages=("tune", "tuned", "shared", "controls", "variants"),
         methods=("dense", "ste", "srste", "step", "step-10", "step-25"),
         sgd_methods=("dense", "srste"),
         patterns=("1:8", "1:16"),
-        seconds=6.0,
+        variants=("step-50", "step-10-thawed", "step-25-thawed", "step-geometric", "step-norm", "step-stale", "step-relative"),
+        seconds=8.0,
     )
     tokens = BATCH
     shares: ClassVar[dict[str, float]] = {"blocks.0": SIDE**2, "blocks.1": SIDE**2 / 4}

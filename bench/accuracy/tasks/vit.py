@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor, nn
 
 from nmkernels.models.gpt import MLP, GPTConfig
 
-from .base import Settings, task
+from .base import task
 from .digits import BATCH, CLASSES, SIDE, Digits
-from .gpt import MAIN, VARIANTS
+from .gpt import ByteGPT
 
 HIGH, WIDE = 4, 2
 """Pixels of a patch: two rows of four patches."""
@@ -87,18 +88,7 @@ class DigitsViT(Digits):
     A run takes 9 to 12 CPU-seconds.
     """
 
-    settings = Settings(
-        steps=600,
-        lr=4e-3,
-        start=(2e-3, 4e-3, 8e-3),
-        factor=2,
-        tuning_seeds=2,
-        stages=("tune", "tuned", "shared", "controls", "variants"),
-        methods=MAIN,
-        patterns=("1:8",),
-        variants=VARIANTS,
-        seconds=11,
-    )
+    settings = replace(ByteGPT.settings, steps=600, stages=("tune", "tuned", "shared", "controls", "variants"), seconds=11)
     tokens = BATCH * PATCHES
     shares: ClassVar[dict[str, float]] = {"head": 1 / PATCHES}
 

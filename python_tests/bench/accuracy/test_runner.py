@@ -101,6 +101,7 @@ def test_command_line_refuses_unknown_names(option, wrong, near, tmp_path, capsy
     assert f"did you mean '{near}'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_repeats_go_to_their_own_file_once_per_machine(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(planning, "REPEATED", (("tiny", "ste", "2:4"),))
     words = f"run --stages repeat --tasks tiny --workers 1 --out {tmp_path}".split()

@@ -54,6 +54,8 @@ def test_traces_tell_switch_and_flips(tiny):
     assert float(outcome.trace[0]["density"]) == 0.5 and float(outcome.trace[0]["v_mean"]) > 0
     assert float(outcome.trace[1]["v_change"]) == 0  # frozen
     assert worker.run(spec("step-25", purpose="repeat")).trace is None
+    compared = worker.run(spec("step", seed=0, purpose="tuned")).trace
+    assert compared is not None and float(compared[0]["z_bar"]) > 0 and float(compared[0]["threshold"]) > 0
 
 
 def test_the_optimizer_and_its_second_decay_are_those_of_the_run(tiny):
