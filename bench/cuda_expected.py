@@ -29,8 +29,8 @@ WIDTHS: dict[str, tuple[int, int]] = {
     # adds up what the parts of a split GEMM left, and rounds it to the dtype of the result
     r"linear_parts\.cu finish_kernel": (32, 16),
     # writes results as wide as it reads operands
-    r"wgmma_sp\.cu .*true>": (0, 128),  # copies of boxes read the operands, and there is no residual
-    r"mma_sp\.cu (wg)?mma_sp_kernel": (128, 128),
+    r"wgmma_sp(_8bit)?\.cu .*true>$": (0, 128),  # copies of boxes read the operands, and there is no residual
+    r"mma_sp(_8bit)?\.cu (wg)?mma_sp_kernel": (128, 128),
 }
 """Bits of the widest read and the widest write of global memory, where they are not (128, 32)."""
 RULE = 128, 32
@@ -46,18 +46,20 @@ NARROW: dict[str, int] = {
 }
 """How many stores may lie beside another of their width where a wider one would do; of the others none."""
 
-LOCAL: dict[str, int] = {
-    # on sm_80, and the one of its kind: fp32 packed as fp32, both ways, by a given mask
-    r"pack_tiles\.cu pack_tiles_kernel<float, float, 2:4, 2, true, true>": 8,
+GEMMS: dict[str, str] = {
+    r"wgmma_sp_8bit\.cu .*<signed char": "IGMMA.SP",
+    r"wgmma_sp_8bit\.cu ": "QGMMA.SP",
+    r"wgmma_sp\.cu ": "HGMMA.SP",
+    r"mma_sp\.cu ": "HMMA.SP",
+    r"linear_mma\.cu |linear_expand\.cu ": "HMMA",
 }
-"""Bytes of local memory that a thread may have; the others have none."""
-
-GEMMS: dict[str, str] = {r"wgmma_sp\.cu ": "HGMMA.SP", r"mma_sp\.cu ": "HMMA.SP", r"linear_mma\.cu |linear_expand\.cu ": "HMMA"}
 """The one instruction of tensor cores by which a kernel multiplies."""
 
 LOOSE: dict[str, tuple[str, ...]] = {
     # GEMMs of fp32 numbers are exact in fp64: one rounding either way
-    r"threshold\.cu .*scale_sums_kernel": ("fma.rn.f64",),
+    r"threshold\.cu .*scale_sums_kernel": ("fma.rn.f64", "fma.rn.bf16x2"),
+    # by -1: a difference of pairs of bf16, for which sm_80 has no other instruction
+    r"groups\.cu groups_kernel<SoftThreshold|(compress|pack_tiles)\.cu .*2:4, 3\b": ("fma.rn.bf16x2",),
     # fma on whole numbers below 2^24 is exact
     r"mvue\.cu ": ("fma.rn.f32",),
     # the logarithm of a statistic, in fp64, for which no bits are promised

@@ -9,6 +9,7 @@ flags and compiler, which the rows depend on.
 from __future__ import annotations
 
 import argparse
+import gzip
 import hashlib
 import json
 import os
@@ -27,7 +28,7 @@ from pathlib import Path
 from nmkernels.capability import Probe, nvcc
 
 from . import kernel_rows
-from .cuda_expected import GEMMS, LOCAL, LOOSE, NARROW, RULE, WIDTHS, expected
+from .cuda_expected import GEMMS, LOOSE, NARROW, RULE, WIDTHS, expected
 from .rows import RESULTS
 from .triton_resources import inexact, opcodes_of
 
@@ -38,7 +39,7 @@ CACHE = ROOT / "build" / "cuda_resources"
 ARCHITECTURES = ("sm_80", "sm_90a")
 """Those of ``cmake/architectures.cmake`` that are compiled to machine code."""
 REWRITE = "python -m bench.cuda_resources"
-MATRIX = ("HMMA", "IMMA", "LDSM", "LDGSTS", "HGMMA", "STSM", "UBLKCP", "UTMALDG", "UTMASTG")
+MATRIX = ("HMMA", "IMMA", "LDSM", "LDGSTS", "HGMMA", "QGMMA", "IGMMA", "STSM", "UBLKCP", "UTMALDG", "UTMASTG")
 """Instructions of the tensor cores and those that feed them and take their results."""
 SERIALISED = re.compile(r"^.*\(C75\d\d\).*$", re.M)
 """What ptxas says of wgmma that wait for each other: several times slower, and no error."""
@@ -115,17 +116,30 @@ def tools() -> Probe:
 
 def compiled(source: Path, arch: str) -> list[Kernel]:
     """The kernels of a file as nvcc compiles them now, from the cache where nothing changed."""
-    kept = CACHE / f"{source.stem}-{arch}-{_fingerprint(source, arch)}.json"
+    return [Kernel(**row) for row in json.loads(_kept(source, arch)["rows"])]
+
+
+def machine_code(source: Path, arch: str) -> dict[str, str]:
+    """What cuobjdump shows of each kernel of a file, by its name in short; from the same cache."""
+    code = {part.split()[0]: part for part in _kept(source, arch)["sass"].split("Function : ")[1:]}
+    return {name: code[mangled] for mangled, name in short_names(sorted(code)).items()}
+
+
+def _kept(source: Path, arch: str) -> dict[str, str]:
+    """``rows`` of a file, as JSON, and its ``sass``."""
+    kept = CACHE / f"{source.stem}-{arch}-{_fingerprint(source, arch)}.json.gz"
     if kept.exists():
-        return [Kernel(**row) for row in json.loads(kept.read_text())]
-    rows = _compile(source, arch)
+        found: dict[str, str] = json.loads(gzip.decompress(kept.read_bytes()))
+        return found
+    rows, sass = _compile(source, arch)
+    found = {"rows": json.dumps([asdict(k) for k in rows]), "sass": sass}
     CACHE.mkdir(parents=True, exist_ok=True)
-    for old in CACHE.glob(f"{source.stem}-{arch}-*.json"):
+    for old in CACHE.glob(f"{source.stem}-{arch}-*.json*"):
         old.unlink(missing_ok=True)
     made = kept.with_suffix(f".{os.getpid()}")
-    made.write_text(json.dumps([asdict(k) for k in rows]))
+    made.write_bytes(gzip.compress(json.dumps(found).encode(), 6))
     made.replace(kept)
-    return rows
+    return found
 
 
 def missed(kernels: Iterable[Kernel]) -> list[str]:
@@ -133,8 +147,7 @@ def missed(kernels: Iterable[Kernel]) -> list[str]:
     found = []
     for k in kernels:
         name = f"{k.source} {k.kernel}, {k.arch}"
-        local = expected(LOCAL, k.source, k.kernel, 0)
-        if k.stack_bytes > local or (k.spills and not local):
+        if k.stack_bytes or k.spills:
             found.append(f"{name} uses local memory: {k.stack_bytes} bytes, {k.spills} instructions")
         read, written = expected(WIDTHS, k.source, k.kernel, RULE)
         if widest(k.loads) < read:
@@ -162,12 +175,12 @@ def _flags(source: Path) -> list[str]:
 
 def _fingerprint(source: Path, arch: str) -> str:
     found = hashlib.sha256(json.dumps([_flags(source), arch, nvcc().reason, str(_tool("cuobjdump"))]).encode())
-    for path in [Path(__file__), *sorted(_with_includes(source))]:
+    for path in [Path(__file__), *sorted(with_includes(source))]:
         found.update(path.name.encode() + path.read_bytes())
     return found.hexdigest()[:16]
 
 
-def _with_includes(source: Path) -> set[Path]:
+def with_includes(source: Path) -> set[Path]:
     """A file and all of ours that it includes, but for the declarations of host functions."""
     seen, todo = set(), [source.resolve()]
     while todo:
@@ -178,14 +191,15 @@ def _with_includes(source: Path) -> set[Path]:
     return seen
 
 
-def _compile(source: Path, arch: str) -> list[Kernel]:
+def _compile(source: Path, arch: str) -> tuple[list[Kernel], str]:
+    """The kernels of a file and what cuobjdump shows of their machine code."""
     compiler = nvcc().reason.split(":")[0]
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder) / f"{source.stem}.ptx", Path(folder) / f"{source.stem}.cubin"
         _run(compiler, *_flags(source), f"-arch={arch}", "-ptx", "-o", str(ptx), str(source))
         _run(compiler, "-O3", f"-arch={arch}", "-cubin", "-o", str(cubin), str(ptx))
         usage, sass = (_run(str(_tool("cuobjdump")), way, str(cubin)) for way in ("-res-usage", "-sass"))
-        return read_back(source.name, arch, not is_gemm(source), ptx.read_text(), usage, sass)
+        return read_back(source.name, arch, not is_gemm(source), ptx.read_text(), usage, sass), sass
 
 
 def read_back(source: str, arch: str, exact: bool, ptx: str, usage: str, sass: str) -> list[Kernel]:

@@ -1,17 +1,19 @@
 """The tables in ``README.md`` and the documents, from committed rows: ``python -m bench.front_page``; ``--check`` only compares.
 
-The measurements have a column for every CPU whose rows are timed as a model runs: those have the ratio to the fastest dense GEMM. The
-choice of a recipe is the table of answers of ``bench/accuracy``.
+The README's measurements have a column for every CPU whose rows are timed as a model runs: those have the ratio to the fastest dense
+GEMM. The page on performance has a tab for each machine. The choice of a recipe is the table of answers of ``bench/accuracy``.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import tables
+from . import figures, tables, targets
 from .accuracy import rows as accuracy_rows
 from .accuracy.answers import answers_table
 from .accuracy.cells import Cells
@@ -19,12 +21,13 @@ from .accuracy.tables import primary
 from .audit_page import between
 from .registry import FASTEST
 from .report import load
-from .rows import RESULTS, device_of
+from .rows import RESULTS, device_of, slug
 from .tables import Rows
 
 ROOT = Path(__file__).parents[1]
 README, RECIPES, PERFORMANCE = ROOT / "README.md", ROOT / "docs/methods/index.md", ROOT / "docs/performance.md"
 BEGIN, END = "<!-- measured: written by python -m bench.front_page -->", "<!-- measured: end -->"
+MACHINES, MACHINES_END = "<!-- machines: written by python -m bench.front_page -->", "<!-- machines: end -->"
 ANSWERS, ANSWERS_END = "<!-- answers: written by python -m bench.front_page -->", "<!-- answers: end -->"
 QUESTIONS, QUESTIONS_END = "<!-- questions: written by python -m bench.front_page -->", "<!-- questions: end -->"
 
@@ -87,7 +90,7 @@ def page(rows: Rows) -> str:
     columns: dict[str, dict[Key, str]] = {}
     dates: dict[str, str] = {}
     for machine, mine in tables.by_machine(r for r in rows if r["op"] != "train").items():
-        if device_of(machine) == "cpu" and any(r["metric"] == FASTEST for r in mine):
+        if device_of(machine) == "cpu" and _as_in_a_model(mine):
             columns[machine] = _medians(mine)
             dates[machine] = max(r["date"] for r in mine)
     heads = [f"{machine} ({dates[machine]})" for machine in columns]
@@ -98,6 +101,37 @@ def page(rows: Rows) -> str:
             lines.append(f"| {line.what} | {line.against} | {' | '.join(cells)} |")
     parts = ["\n".join(lines)] if len(lines) > 2 else []
     return "\n\n".join([*parts, *_demo([r for r in rows if r["op"] == "train" and r["provider"] == "step"])])
+
+
+def machines(rows: Rows, results: Path) -> str:
+    """A tab for each machine: what it measured, how many targets it met, its figures, the link to all of its rows."""
+    found = tables.by_machine(r for r in rows if r["op"] != "train")
+    order = sorted(found, key=lambda machine: not _as_in_a_model(found[machine]))
+    return "\n\n".join(f'=== "{machine}"\n\n{textwrap.indent(_machine(found[machine], results), "    ")}' for machine in order)
+
+
+def _machine(rows: Rows, results: Path) -> str:
+    machine, values = rows[0]["machine"], _medians(rows)
+    parts = [f"{tables.stamp(rows)}."]
+    lines = [f"| {at.what} | {at.against} | {at.form.format(float(values[at.row]))} |" for at in LINES if at.row in values]
+    if lines and _as_in_a_model(rows):
+        parts.append("\n".join(["| what, 2:4 and float32 unless said | against | median |", "| --- | --- | --- |", *lines]))
+    measured = [v for v in targets.verdicts(rows, device_of(machine), {}) if v.measured]
+    met = sum(v.state in ("met", "stretch") for v in measured)
+    score = f"{met} of the {len(measured)} targets that were measured are met" if measured else "A few rows, and none of a target"
+    link = "every row, and why targets are missed" if measured else "all of them"
+    # as Markdown makes a heading's anchor
+    anchor = re.sub(r"[^\w -]", "", machine.lower()).replace(" ", "-")
+    parts.append(f"{score}: [{link}](../bench/results/README.md#{anchor}).")
+    for name, title in reversed(figures.TITLES.items()):
+        if (results / "figures" / f"{slug(machine)}-{name}.svg").exists():
+            parts.append(f"![{title}](../bench/results/figures/{slug(machine)}-{name}.svg)")
+    return "\n\n".join(parts)
+
+
+def _as_in_a_model(rows: Rows) -> bool:
+    """Whether calls were timed as a model makes them; older rows of a CPU were not, and are not comparable."""
+    return any(r["metric"] == FASTEST for r in rows)
 
 
 def _medians(rows: Rows) -> dict[Key, str]:
@@ -132,7 +166,12 @@ def main(argv: list[str] | None = None, results: Path = RESULTS, pages: Sequence
     parser = argparse.ArgumentParser(prog="python -m bench.front_page", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when a table is not up to date")
     args = parser.parse_args(argv)
-    pieces = {(BEGIN, END): page(load(results)), (ANSWERS, ANSWERS_END): answers(results / "accuracy")}
+    rows = load(results)
+    pieces = {
+        (BEGIN, END): page(rows),
+        (MACHINES, MACHINES_END): machines(rows, results),
+        (ANSWERS, ANSWERS_END): answers(results / "accuracy"),
+    }
     pieces[QUESTIONS, QUESTIONS_END] = questions(results / "accuracy")
     stale = 0
     for path in pages:

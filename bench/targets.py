@@ -133,10 +133,11 @@ def specs(device: str = "cpu") -> list[Spec]:
 
 
 def quick(device: str) -> list[Spec]:
-    """A handful: on a CPU mask, prune, compress and linear on one weight of 16 MB, and a copy; on a GPU the targets and more streams."""
+    """A handful: on a CPU mask, prune, compress and linear on one weight of 16 MB, and a copy; on a GPU the targets and more."""
     if device.startswith("cuda"):
         more = ("nm_mask", "nm_prune", "nm_soft_threshold", "nm_transposable_mask")
-        return [*specs(device), *(Spec(op, "2:4", "bfloat16", *targets_cuda.STREAM) for op in more)]
+        moving = [Spec(op, "2:4", "bfloat16", *targets_cuda.STREAM) for op in more]
+        return list(dict.fromkeys((*specs(device), *moving, *targets_cuda.MORE)))
     streams = [Spec(op, "2:4", "float32", 1024, 4096) for op in ("nm_mask", "nm_prune", "nm_compress")]
     gemms = [Spec("nm_linear", "2:4", "float32", 1024, 4096, tokens) for tokens in (1, 16, 256)]
     return [*streams, *gemms, Spec("copy", "", "float32", 1024, 4096)]

@@ -2,8 +2,7 @@
 
 Triton's are the portable ones: asked of them is that expanding an operand for a vendor's GEMM costs little, and a short call.
 
-2:4 GEMMs of many tokens on the sparse tensor cores are held to the fastest of what there is for them; ``wgmma.sp``, which Hopper wants,
-is still to come.
+2:4 GEMMs of many tokens on the sparse tensor cores are asked of ``wgmma.sp`` and of cuSPARSELt, of which the choice takes the faster.
 """
 
 from __future__ import annotations
@@ -84,19 +83,19 @@ def _gemms() -> list[Target]:
 
 
 def _tensor_cores() -> list[Target]:
-    """2:4 GEMMs of 1024 tokens and more; on Hopper ``mma.sp`` is a fallback, so that there cuSPARSELt has to reach the bound."""
-    cube = Spec("nm_linear(mma.sp)", "2:4", BF16, 8192, 8192, 8192)
-    llama = tuple(Spec("nm_linear(mma.sp)", "2:4", BF16, *size, t) for t in (1024, 4096, 16384) for size in (LARGE, (4096, 14336), SQUARE))
-    wgrad = tuple(Spec("nm_linear_wgrad(mma.sp)", "2:4", BF16, *size, t) for t in (4096, 16384) for size in (LARGE, SQUARE))
+    """2:4 GEMMs of 1024 tokens and more; what bounds them on Hopper is shared memory or power, which ``power_or_port`` tells apart."""
+    cube = Spec("nm_linear(cores)", "2:4", BF16, 8192, 8192, 8192)
+    llama = tuple(Spec("nm_linear(cores)", "2:4", BF16, *size, t) for t in (1024, 4096, 16384) for size in (LARGE, (4096, 14336), SQUARE))
+    wgrad = tuple(Spec("nm_linear_wgrad(cores)", "2:4", BF16, *size, t) for t in (4096, 16384) for size in (LARGE, SQUARE))
     words = (
         "2:4 GEMM, bf16, 8192³ and Llama-3-8B, 1024 to 16384 tokens",
         "weight gradient from a packed estimate, 4096 and 16384 tokens",
     )
     found = []
     searched = "nmkernels cusparselt, canonical, searched"
-    for key, name, by in (("cuda-gemm-cusparselt", "cuSPARSELt, searched", searched), ("cuda-gemm-mma", "mma.sp", CUDA)):
+    for key, name, by in (("cuda-gemm-cusparselt", "cuSPARSELt, searched", searched), ("cuda-gemm-wgmma", "wgmma.sp", CUDA)):
         for end, what, specs in (("", words[0], (cube, *llama)), ("-wgrad", words[1], wgrad)):
-            found.append(Target(key + end, f"{what} ({name})", "cuBLAS", "x dense", 1.25, specs, 1.4, provider=by))
+            found.append(Target(key + end, f"{what} ({name})", "cuBLAS", "x dense", 1.2, specs, 1.3, provider=by))
     return found
 
 
@@ -153,3 +152,13 @@ def _host() -> list[Target]:
 
 TARGETS: tuple[Target, ...] = (*_streams(), *_gemms(), *_tensor_cores(), *_blocks(), *_host())
 LIMITS = (Spec("copy", "", BF16, *STREAM), Spec("matmul", "", BF16, 8192, 8192, 8192))
+
+FFN_TOKENS = (1, 16, 512, 4096, 8192)
+MORE = (
+    *(Spec("nm_linear(cores)", "2:4", BF16, *size, t) for t in FFN_TOKENS for size in (LARGE, (4096, 14336))),
+    *(Spec("llama_ffn", "2:4", BF16, *LARGE, t) for t in FFN_TOKENS),
+    Spec("host(nm_linear(cores))", "2:4", BF16, 64, 64, 16),
+    Spec("power_or_port", "2:4", BF16, 8192, 8192, 8192),
+)
+"""What a visit to a GPU measures beside the targets: Llama-3-8B's FFN, its GEMMs and its step; what a call costs the host,
+and what bounds 2:4 GEMMs."""

@@ -5,7 +5,8 @@
 
 Assumptions, each of which only hardware can settle:
 
-* a tensor core multiplies 4096 pairs of 2:4 a cycle and 2048 dense ones, zeros counted (NVIDIA's H100 whitepaper);
+* a tensor core multiplies 4096 pairs of 2:4 a cycle in 16 bits and 2048 dense ones, zeros counted (NVIDIA's H100 whitepaper), in 8 bits
+  twice as many of either;
 * shared memory moves 128 bytes a cycle, for the reads of operands and for what is copied in **together**. B is read once for every 64
   rows of D. Were copies free, 256 x 192 would take 912 cycles and not 1248;
 * 32 bytes a cycle and multiprocessor come from L2; what a cluster of two shares comes once;
@@ -13,7 +14,8 @@ Assumptions, each of which only hardware can settle:
 * the clock under load is 1.75 GHz on both cards, 132 multiprocessors, and power does not bind. Memory delivers nine tenths of 3.35 and
   4.8 TB/s.
 
-``dense`` is a kernel of 128 x 256 tiles that never waits, at the same clock: more than cuBLAS reaches.
+``dense`` is a kernel of 128 x 256 tiles that never waits, at the same clock and of the same type, fp8 with fast accumulation: more than
+cuBLAS reaches. Where fp8 sums are promoted, one warpgroup adds while the other multiplies, which costs no cycles here.
 """
 
 from __future__ import annotations
@@ -37,14 +39,26 @@ SPARSE, DENSE, SHARED, FROM_L2 = 4096, 2048, 128, 32
 CLOCK, PROCESSORS = 1.75e9, 132
 MEMORY = {"H100": 0.9 * 3.35e12, "H200": 0.9 * 4.8e12}
 DEPTH = 64
+"""Of a slab in 16 bits; in 8 bits twice as much, of as many bytes."""
+KINDS = {
+    "bf16": "bf16",
+    "EightBits<e4m3, e4m3, false>": "e4m3",
+    "EightBits<e4m3, e4m3, true>": "e4m3 promoted",
+    "EightBits<e5m2, e5m2, false>": "e5m2",
+    "EightBits<e5m2, e5m2, true>": "e5m2 promoted",
+    "EightBits<signed char, signed char, false>": "int8",
+}
+"""The kernels that are told of, by their type; others cost the same as one of these. e5m2 is listed for wgrad alone."""
 SHAPES = ((8192, 8192, 8192), (14336, 8192, 4096), (4096, 8192, 14336), (4096, 1024, 4096), (14336, 64, 4096))
 """(out, tokens, in): a square, Llama-3-8B's FFN both ways, fewer tokens, few."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One tile of the kernel; cycles are of 64 of k, one slab."""
+    """One tile of the kernel; cycles are of one slab, 64 of k in 16 bits, 128 in 8 bits."""
 
+    kind: str
+    """The type of the operands, and whether sums are promoted."""
     tile: str
     by_column: str
     rows: int
@@ -71,29 +85,30 @@ class Tile:
     h200: str
 
 
-def account(rows: int, cols: int, stages: int, cluster: int, by_column: bool, loop: int) -> Tile:
+def account(rows: int, cols: int, stages: int, cluster: int, by_column: bool, loop: int, kind: str = "bf16") -> Tile:
     """Of a tile whose main loop has so many instructions for a slab."""
-    dense, values, words = cols * DEPTH * 2, rows * DEPTH, rows * DEPTH // 8
+    size = 2 if kind == "bf16" else 1
+    dense, values, words = cols * DEPTH * 2, rows * DEPTH, rows * DEPTH // 4 // size
     multiply, reads = rows * cols * DEPTH / SPARSE, (rows / 64 * dense + values + words) / SHARED
     writes, l2, issue = (dense + values + words) / SHARED, (dense / cluster + values + words) / FROM_L2, 2 * loop
     cycles = max(multiply, reads + writes, l2, issue)
     ratio = rows * cols * DEPTH / DENSE / cycles
     told = [
-        " ".join(f"{'x'.join(map(str, shape))}:{predicted(rows, cols, cluster, cycles, *shape, memory):.0f}" for shape in SHAPES)
+        " ".join(f"{'x'.join(map(str, shape))}:{predicted(rows, cols, cluster, cycles, *shape, memory, size):.0f}" for shape in SHAPES)
         for memory in MEMORY.values()
     ]
     return Tile(
-        tile=f"{rows}x{cols}", by_column=str(by_column), rows=rows, cols=cols, cluster=cluster, stages=stages, multiply=round(multiply),
-        reads=round(reads), writes=round(writes), l2=round(l2), issue=issue, cycles=round(cycles), share=round(multiply / cycles, 3),
-        over_dense=round(ratio, 2), h100=told[0], h200=told[1],
+        kind=kind, tile=f"{rows}x{cols}", by_column=str(by_column), rows=rows, cols=cols, cluster=cluster, stages=stages,
+        multiply=round(multiply), reads=round(reads), writes=round(writes), l2=round(l2), issue=issue, cycles=round(cycles),
+        share=round(multiply / cycles, 3), over_dense=round(ratio, 2), h100=told[0], h200=told[1],
     )  # fmt: skip
 
 
-def predicted(rows: int, cols: int, cluster: int, cycles: float, out: int, tokens: int, k: int, memory: float) -> float:
-    """TFLOP/s of a GEMM in one part of k: by its busiest multiprocessor, or by memory, whichever takes longer."""
+def predicted(rows: int, cols: int, cluster: int, cycles: float, out: int, tokens: int, k: int, memory: float, size: int = 2) -> float:
+    """TFLOP/s of a GEMM in one part of k, of elements of ``size`` bytes: by its busiest multiprocessor, or by memory."""
     rounds = -(-(-(-out // (rows * cluster)) * -(-tokens // cols)) // (PROCESSORS // cluster))
-    busy = (rounds * (k / DEPTH * cycles + rows * cols / 16) + 1500) / CLOCK
-    delivered = (out * k * 1.125 + tokens * k * 2 + out * tokens * 2) / memory
+    busy = (rounds * (k * size / 2 / DEPTH * cycles + rows * cols / 16) + 1500) / CLOCK
+    delivered = (out * k * (size / 2 + 0.125) + tokens * k * size + out * tokens * 2) / memory
     return 2 * out * tokens * k / max(busy, delivered) / 1e12
 
 
@@ -102,7 +117,7 @@ def loops(sass: str) -> dict[str, int]:
     found = {}
     for part in sass.split("Function : ")[1:]:
         lines = [(int(at, 16), op, args) for at, _, op, args in resources.INSTRUCTION.findall(part)]
-        multiplies = [at for at, op, _ in lines if op.startswith("HGMMA")]
+        multiplies = [at for at, op, _ in lines if op.startswith(("HGMMA", "QGMMA", "IGMMA"))]
         back = [(int(to[1], 16), at) for at, op, args in lines if op == "BRA" and (to := re.search(r"0x([0-9a-f]+)", args))]
         around = [(to, at) for to, at in back if to < multiplies[0] and at > multiplies[-1]]
         first, last = min(around, key=lambda jump: jump[1] - jump[0])  # tiles are a loop around it
@@ -112,20 +127,29 @@ def loops(sass: str) -> dict[str, int]:
 
 def compiled() -> list[Tile]:
     """The account of every tile, from the kernel as it is."""
-    source = resources.SOURCES / "gemm" / "wgmma_sp.cu"
-    compiler = nvcc().reason.split(":")[0]
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "made.cubin"
-        resources._run(compiler, *resources._flags(source), "-arch=sm_90a", "-cubin", "-o", str(cubin), str(source))
-        counted = loops(resources._run(str(resources._tool("cuobjdump")), "-sass", str(cubin)))
-    names = resources.short_names(sorted(counted))
     made = []
-    for mangled, name in names.items():
-        shape = re.fullmatch(r"wgmma_sp_kernel<bf16, WideTile<(\d+), (\d+), (\d+), (\d+)>, (true|false)>", name)
-        if shape:
-            rows, cols, stages, cluster = (int(shape[i]) for i in range(1, 5))
-            made.append(account(rows, cols, stages, cluster, shape[5] == "true", counted[mangled]))
-    return sorted(made, key=lambda t: (t.by_column, -t.rows * t.cols))
+    for name in ("wgmma_sp.cu", "wgmma_sp_8bit.cu"):
+        source = resources.SOURCES / "gemm" / name
+        compiler = nvcc().reason.split(":")[0]
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = Path(folder) / "made.cubin"
+            resources._run(compiler, *resources._flags(source), "-arch=sm_90a", "-cubin", "-o", str(cubin), str(source))
+            made += told(loops(resources._run(str(resources._tool("cuobjdump")), "-sass", str(cubin))))
+    kinds = list(KINDS.values())
+    return sorted(made, key=lambda t: (kinds.index(t.kind), t.by_column, -t.rows * t.cols))
+
+
+def told(counted: dict[str, int]) -> list[Tile]:
+    """The tiles of kernels by their mangled names, with the instructions of their main loops."""
+    made = []
+    for mangled, name in resources.short_names(sorted(counted)).items():
+        shape = re.fullmatch(r"wgmma_sp_kernel<(.*), (?:Wide|Eight)Tile<(\d+), (\d+), (\d+), (\d+)>, (true|false)>", name)
+        assert shape, name
+        kind, by_column = KINDS.get(shape[1], ""), shape[6] == "true"
+        if kind and (by_column or not kind.startswith("e5m2")):
+            rows, cols, stages, cluster = (int(shape[i]) for i in range(2, 6))
+            made.append(account(rows, cols, stages, cluster, by_column, counted[mangled], kind))
+    return made
 
 
 def save(tiles: Iterable[Tile], path: Path = PATH) -> None:

@@ -66,18 +66,23 @@ def other_isas() -> list[str]:
     return [name for name in core().isas() if (name in asked or "all" in asked) and name != core().isa()]
 
 
-@contextmanager
-def forced(backend: str) -> Iterator[None]:
+def forced(backend: str) -> AbstractContextManager[None]:
     """Every op inside runs on ``backend``."""
-    before = os.environ.get(dispatch.ENV)
-    os.environ[dispatch.ENV] = backend
+    return environment(dispatch.ENV, backend)
+
+
+@contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """The environment variable has that value inside."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
         if before is None:
-            del os.environ[dispatch.ENV]
+            del os.environ[name]
         else:
-            os.environ[dispatch.ENV] = before
+            os.environ[name] = before
 
 
 @contextmanager

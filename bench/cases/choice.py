@@ -55,7 +55,7 @@ def fprop(spec: Spec, device: str) -> Work:
 @family("choice(dgrad)", grids=_grids(TOKENS[2:]))
 def dgrad(spec: Spec, device: str) -> Work:
     """``dx = g W`` with W at hand in dense layout and packed both ways, beside the dense GEMM."""
-    forms = gemms.forms(spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, torch.device(device).type, columns=True)
+    forms = gemms.forms(spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, torch.device(device), columns=True)
     return _plain(Gemm("dgrad", spec.tokens, spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, torch.device(device), forms), spec)
 
 
@@ -63,7 +63,7 @@ def dgrad(spec: Spec, device: str) -> Work:
 def wgrad(spec: Spec, device: str) -> Work:
     """``dW = ĝᵀ x`` from g, the estimate included, beside the GEMM of the same estimate in dense layout."""
     where = torch.device(device)
-    forms = gemms.forms(spec.rows, spec.tokens, spec.n, spec.m, spec.torch_dtype, where.type)
+    forms = gemms.forms(spec.rows, spec.tokens, spec.n, spec.m, spec.torch_dtype, where)
     return _plain(Gemm("wgrad", spec.tokens, spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, where, forms, "exact"), spec)
 
 

@@ -1,20 +1,32 @@
-"""A feed-forward block in training, whole and by its pieces: dense, S-STE (two GEMMs sparse) and FST (all three)."""
+"""A feed-forward block in training, whole and by its pieces: dense, S-STE (two GEMMs sparse) and FST (all three).
+
+That of Llama-3-8B also by each kernel: as measured, and with all GEMMs that a kernel takes done by it.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nmkernels as nm
+from nmkernels import dispatch
+from nmkernels.autograd import gemms
+from nmkernels.autograd.gemms import DENSE as DENSE_GEMM
+from nmkernels.autograd.gemms import Gemm
+from nmkernels.ops.pack import index_dtype, operand_shapes
+from nmkernels.tuning.setting import ENV
 
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
 from ..timing import Timed
 from . import _ours
+from .gemm import FFN, FFN_TOKENS
 from .step import GEMM, one_gemm, settle
 
 PIECES = ("forward", "forward+backward", "step")
@@ -78,9 +90,9 @@ def _shares(timed: Timed) -> dict[tuple[str, str], list[float]]:
 
 
 class _Block:
-    """One block in training."""
+    """One block in training; ``tuned``: on a GPU its choices are measured before."""
 
-    def __init__(self, block: nn.Module, x: Tensor, spec: Spec, recipe: str | None) -> None:
+    def __init__(self, block: nn.Module, x: Tensor, spec: Spec, recipe: str | None, tuned: bool = True) -> None:
         self.block, self.x, self.spec, self.settled = block, x, spec, False
         if recipe is None:
             self.handle = None
@@ -89,8 +101,14 @@ class _Block:
         chosen = nm.recipes.get(f"{recipe}:{spec.pattern}", total_steps=1000, **RECIPES[recipe])
         self.handle = nm.sparsify_(block, chosen, filter_fn=lambda module, name: isinstance(module, nn.Linear))
         self.optimizer = self.handle.attach(chosen.optimizer(block.parameters(), lr=1e-4))
-        if x.is_cuda:
-            nm.tune(block, tokens=spec.tokens)
+        if x.is_cuda and tuned:
+            with self._cast():
+                nm.tune(block, tokens=spec.tokens)
+
+    def gemms(self) -> tuple[Gemm, ...]:
+        """Those whose way is open, of all its layers."""
+        assert self.handle is not None
+        return tuple(g for layer in self.handle.layers.values() for g in layer.gemms(self.spec.tokens, self.spec.torch_dtype))
 
     def _cast(self) -> AbstractContextManager[object]:
         mixed = self.spec.dtype != "float32"
@@ -107,6 +125,7 @@ class _Block:
             if pieces == 2:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
+            self.x.grad = None
             return y
 
         return call
@@ -127,3 +146,99 @@ class _Block:
         eps = torch.finfo(self.spec.torch_dtype).eps
         error, bound = (mine - theirs).abs().max(), 64 * eps * theirs.abs().max()
         assert error <= bound, f"outputs differ by {float(error):.3g}, more than rounding ({float(bound):.3g})"
+
+
+# ---- Llama's, by each kernel
+
+TRITON = "triton"
+
+
+class Gated(nn.Module):
+    """``down(silu(gate(x)) * up(x))``, as Llama has it, without biases."""
+
+    def __init__(self, hidden: int, width: int, device: str) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False, device=device) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x and the result ``(tokens, width)``."""
+        found: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return found
+
+
+@family("llama_ffn", grids=(Grid(FFN[:1], ("2:4",), ("bfloat16",), tokens=FFN_TOKENS, on="cuda"),))
+def llama_ffn(spec: Spec, device: str) -> Work:
+    """A training step of Llama-3-8B's FFN: dense; S-STE and FST as measured; FST, all of whose GEMMs are sparse, by each kernel.
+
+    A GEMM that a kernel does not take is dense there; "GEMMs by it" counts the others, of nine: the gradient of the input is wanted too.
+    Triton does everything, the optimizer's step too. Written without a GPU at hand, not run on one yet.
+    """
+    torch.manual_seed(0)
+    block = Gated(spec.rows, spec.cols, device)
+    x = _ours.normal(spec.tokens, spec.cols, device=device, dtype=torch.float32, seed=1).requires_grad_()
+    theirs = Provider(f"{DENSE}, step", _Block(block, x, spec, None).piece(2))
+    providers, facts = [theirs], dict[tuple[str, str], float]()
+    for name in ("sste", "fst"):
+        mine = _Block(copy.deepcopy(block), x, spec, name)
+        providers.append(Provider(f"nmkernels {name}, as measured", mine.piece(2), check=mine.check))
+    by_kernel = partial(_Block, x=x, spec=spec, recipe="fst", tuned=False)
+    for backend in kernels():
+        mine = by_kernel(copy.deepcopy(block))
+        asked = mine.gemms()
+        done = [gemm for gemm in asked if (name := candidate(backend, gemm)) and not declines(name, gemm)]
+        if done:
+            p = Provider(f"nmkernels fst, {backend}", mine.piece(2), check=mine.check)
+            p.under = partial(chosen, {gemm: candidate(backend, gemm) if gemm in done else DENSE_GEMM for gemm in asked})
+            providers.append(p)
+            facts[p.name, "GEMMs by it"] = len(done)
+    if triton_runs(x):
+        mine = by_kernel(copy.deepcopy(block))
+        providers.append(Provider(f"nmkernels fst, {TRITON}", mine.piece(2), check=mine.check, under=partial(_ours.forced, TRITON)))
+    return Work(providers, [Ratio("x dense", p.name, (theirs.name,)) for p in providers[1:]], facts)
+
+
+def kernels() -> list[str]:
+    """The backends whose kernels read packed weights; Triton's reads another form, and cannot be one of several."""
+    return [i.backend for i in dispatch.implementations("nm_linear") if i.priority >= 0 and i.backend not in (dispatch.REFERENCE, TRITON)]
+
+
+def candidate(backend: str, gemm: Gemm) -> str:
+    """How ``gemm`` is done by a backend, from the form that lies in the order of tensor cores where there is one; empty if it has none."""
+    forms = [form for form in gemm.forms if gemms.op_of(gemm, form)]
+    return f"{backend} {forms[-1]}" if forms else ""
+
+
+def declines(name: str, gemm: Gemm) -> str:
+    """Why that candidate does not do ``gemm``; empty where it does."""
+    backend, _, form = name.partition(" ")
+    entry = next((i for i in dispatch.implementations(gemms.op_of(gemm, form)) if i.backend == backend), None)
+    if entry is None:
+        return "it has no such kernel"
+    layout = form.partition(":")[2]
+    pattern = nm.Pattern("2:4") if layout else nm.Pattern(gemm.n, gemm.m)
+    rows, cols = (gemm.rows, gemm.tokens) if gemm.role == "wgrad" else (gemm.rows, gemm.cols)
+    rows, cols = (cols, rows) if form.startswith("columns") else (rows, cols)
+    values, indices = operand_shapes(pattern, rows, cols, layout or "canonical")
+    new = partial(torch.empty, device=gemm.device)
+    packed = new(values, dtype=gemm.dtype), new(indices, dtype=index_dtype(layout or "canonical"))
+    other = new((gemm.tokens, gemm.rows if gemm.role == "dgrad" else gemm.cols), dtype=gemm.dtype)
+    can, reason = entry.supports(*gemms.arguments(gemm, form, packed, other))
+    return "" if can else reason
+
+
+def triton_runs(x: Tensor) -> bool:
+    """Whether Triton's GEMM can run here."""
+    values, indices = (t.to(x.device) for t in nm.reference.compress(torch.ones(16, 64, dtype=torch.bfloat16), 2, 4))
+    sample = torch.ones(1, 64, dtype=torch.bfloat16, device=x.device), values, indices, 2, 4, 64
+    return any(i.backend == TRITON and i.supports(*sample)[0] for i in dispatch.implementations("nm_linear"))
+
+
+@contextmanager
+def chosen(names: dict[Gemm, str]) -> Iterator[None]:
+    """Inside, each GEMM is done by the candidate named for it, and nothing is measured."""
+    with ExitStack() as stack:
+        stack.enter_context(_ours.environment(ENV, "table"))
+        for gemm, name in names.items():
+            stack.enter_context(gemms.using(gemm, name))
+        yield

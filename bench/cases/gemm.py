@@ -1,6 +1,8 @@
 """2:4 GEMM on the sparse tensor cores: the packed operand in their order, many tokens, beside cuBLAS and torch's own 2:4 path.
 
-cuSPARSELt has two rows: by its default algorithm, and by the fastest that a search finds, which is kept on disk as ``nm.tune`` keeps it.
+``nmkernels cuda`` is ``wgmma.sp`` where that runs, which has ``nmkernels cuda-mma.sp`` beside it, and ``mma.sp`` elsewhere. Triton
+multiplies the canonical form. cuSPARSELt has two rows: by its default algorithm, and by the fastest that a search finds, which is kept on
+disk as ``nm.tune`` keeps it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nmkernels import BackendError, ops
+from nmkernels.autograd.gemms import layout_on
 from nmkernels.ops.pack import positions
 
 from ..device import rotated
@@ -23,16 +26,22 @@ from . import _ours
 from .linear import no_worse, part, semi_structured
 from .machine import last_level_cache
 
-LAYOUT = "mma.sp"
 BF16 = ("bfloat16",)
 TOKENS = (16, 64, 256, 1024, 4096, 16384)
 CUBE, CUBE_TOKENS = "8192x8192", 8192
+FFN, FFN_TOKENS = tuple(MODELS["llama3-8b"][name] for name in ("up", "down")), (1, 16, 512, 4096, 8192)
+"""Llama-3-8B's up (and gate) and down projections."""
+
 LAYERS = tuple(dict.fromkeys(matrix for model in ("llama3-8b", "vit-l") for matrix in MODELS[model].values()))
 
 
 @family(
-    "nm_linear(mma.sp)",
-    grids=(Grid((CUBE,), dtypes=BF16, tokens=(CUBE_TOKENS,), on="cuda"), Grid(LAYERS, dtypes=BF16, tokens=TOKENS, on="cuda")),
+    "nm_linear(cores)",
+    grids=(
+        Grid((CUBE,), dtypes=BF16, tokens=(CUBE_TOKENS,), on="cuda"),
+        Grid(LAYERS, dtypes=BF16, tokens=TOKENS, on="cuda"),
+        Grid(FFN, dtypes=BF16, tokens=FFN_TOKENS, on="cuda"),
+    ),
 )
 def fprop(spec: Spec, device: str) -> Work:
     """``y = x Wᵀ`` with W as MaskedAdamW packs it, and from the canonical form; both beside the dense GEMM."""
@@ -55,8 +64,11 @@ def fprop(spec: Spec, device: str) -> Work:
 
 
 @family(
-    "nm_linear_wgrad(mma.sp)",
-    grids=(Grid(("4096x4096", "14336x4096"), dtypes=BF16, tokens=(1024, 4096, 16384), on="cuda"),),
+    "nm_linear_wgrad(cores)",
+    grids=(
+        Grid(("4096x4096", "14336x4096"), dtypes=BF16, tokens=(1024, 4096, 16384), on="cuda"),
+        Grid(FFN, dtypes=BF16, tokens=FFN_TOKENS[2:], on="cuda"),
+    ),
 )
 def wgrad(spec: Spec, device: str) -> Work:
     """``dW = gᵀ x`` with gᵀ estimated along the tokens: the GEMM alone, and with the estimate that every backward pass draws."""
@@ -91,7 +103,7 @@ def _work(
     theirs: Callable[[Tensor], Tensor],
 ) -> Work:
     """Ours from metadata and from canonical indices, and ``theirs`` of the dense operand, each on copies in turn."""
-    ordered = ops.relayout(c, LAYOUT)
+    ordered = ops.relayout(c, layout_on(c.values.device, c.shape[0]))
     cache = last_level_cache(device) if device.startswith("cuda") else 0
     full = 2.0 * spec.tokens * spec.rows * spec.cols
     packed = c.values.nbytes + ordered.meta.nbytes

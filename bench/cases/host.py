@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nmkernels import reference
+from nmkernels.autograd.gemms import layout_on
 from nmkernels.ops.define import CALLS
 
 from ..device import captured
@@ -49,21 +50,26 @@ def nothing(op: str) -> Callable[[Any], Callable[..., Any]]:
     return returning
 
 
-def _arguments(op: str, spec: Spec, device: str) -> tuple[Any, ...]:
+def _arguments(op: str, spec: Spec, device: str, ordered: bool) -> tuple[Any, ...]:
     w = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
     if op == "nm_mask":
         return w, spec.n, spec.m
     if op == "nm_compress":
         return w, spec.n, spec.m, None
     values, indices = reference.compress(w, spec.n, spec.m)
+    if ordered:
+        indices = reference.to_layout(indices, spec.cols, layout_on(w.device, spec.rows))
     return _ours.normal(spec.tokens, spec.cols, device=device, dtype=spec.torch_dtype), values, indices, spec.n, spec.m, spec.cols, None
 
 
-def _family(op: str) -> None:
-    @family(f"host({op})", grids=(Grid(("64x64",), tokens=(1, WHOLE) if op == "nm_linear" else (0,), **GRID),))  # type: ignore[arg-type]
+def _family(op: str, ordered: bool = False) -> None:
+    """``ordered``: the weight lies in the order of tensor cores; for ``wgmma.sp`` the host makes three tensor maps at every call."""
+    name = f"host({op}(cores))" if ordered else f"host({op})"
+
+    @family(name, grids=(Grid(("64x64",), tokens=(1, WHOLE) if op == "nm_linear" else (0,), **GRID),))  # type: ignore[arg-type]
     def host(spec: Spec, device: str) -> Work:
         """``<op>`` as the public functions and the layers call it, on a weight too small to matter."""
-        call, args = CALLS[op], _arguments(op, spec, device)
+        call, args = CALLS[op], _arguments(op, spec, device, ordered)
         idle = nothing(op)(_ours.reference(op)(*args))  # a backend that fails costs its own rows alone
 
         def check() -> None:
@@ -110,3 +116,4 @@ def _one_kernel(x: Tensor) -> Tensor:
 
 for _op in OPS:
     _family(_op)
+_family("nm_linear", ordered=True)

@@ -212,7 +212,7 @@ def triton_ways(spec: Spec, x: Tensor, make: Callable[[], Provider]) -> list[Pro
 
 def semi_structured(spec: Spec, device: str, dense: Tensor, x: Tensor) -> Call | None:
     """torch's own 2:4 path where it has one: CUDA, 16 bit, ``nm_linear``. Written without a GPU at hand, not run yet."""
-    fprop = spec.op in ("nm_linear", "nm_linear(mma.sp)")
+    fprop = spec.op in ("nm_linear", "nm_linear(cores)")
     if not device.startswith("cuda") or not fprop or spec.pattern != "2:4" or spec.dtype == "float32":
         return None
     try:

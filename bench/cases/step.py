@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nmkernels as nm
 from nmkernels.autograd import STRAIGHT_THROUGH, HardMask
+from nmkernels.autograd.gemms import layout_on
 from nmkernels.models import GPT, GPTConfig, generate
 
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
@@ -68,7 +69,7 @@ def one_gemm(rows: int, cols: int, tokens: int, spec: Spec, device: str) -> tupl
     """The forward GEMM of the largest layer, compressed and dense: what a step gains depends on it."""
     weight = _ours.normal(rows, cols, device=device, dtype=spec.torch_dtype)
     x = _ours.normal(tokens, cols, device=device, dtype=spec.torch_dtype, seed=1)
-    layout = "mma.sp" if weight.is_cuda and spec.dtype != "float32" else "canonical"
+    layout = layout_on(weight.device, rows) if weight.is_cuda and spec.dtype != "float32" else "canonical"
     packed = nm.ops.pack(weight, spec.pattern, layout=layout).rows
     assert packed is not None
     ours = Provider(f"nmkernels, {GEMM}", lambda: nm.ops.linear(x, packed))

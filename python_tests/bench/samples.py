@@ -23,7 +23,7 @@ def small(spec: Spec) -> Spec:
     """The case in sizes for tests."""
     if spec.model:
         return replace(spec, tokens=min(spec.tokens, 32), model="GPT 64x1")
-    return replace(spec, rows=16, cols=64, tokens=min(spec.tokens, 128 if spec.op.endswith("(mma.sp)") else 16))
+    return replace(spec, rows=16, cols=64, tokens=min(spec.tokens, 128 if "(cores)" in spec.op else 16))
 
 
 SMALL = tuple(small(spec) for spec in {(s.op, s.dtype): s for s in cases.select(Ask(), "cuda")}.values())

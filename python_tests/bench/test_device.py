@@ -32,7 +32,7 @@ def test_copies_take_turns() -> None:
 # ---- the cases of a GPU, on one that is not there
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("spec", dict.fromkeys(small(s) for s in targets.quick("cuda")), ids=str)
 def test_cases_of_a_gpu_are_built_and_timed(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     with gpu(monkeypatch):
@@ -43,7 +43,7 @@ def test_cases_of_a_gpu_are_built_and_timed(spec: Spec, monkeypatch: pytest.Monk
         # of Triton and of cuSPARSELt, which are not here
         if spec in map(small, target.specs) and not target.provider.endswith(("scratch", "searched")):
             # the CPU's backend in the place of a GPU's; transposable steps and the order of tensor cores are the reference's there
-            ordered = "mma.sp" in target.key or target.key.startswith("cuda-gemm-mma")
+            ordered = "mma.sp" in target.key or target.key.startswith("cuda-gemm-wgmma")
             ours = "reference" if target.provider.endswith("packs both") or ordered else "cpu"
             assert (re.sub("triton|cusparselt|cuda", ours, target.provider), target.metric) in found
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench import cases, front_page
-from bench.front_page import ANSWERS, ANSWERS_END, BEGIN, END, LINES
+from bench.front_page import ANSWERS, ANSWERS_END, BEGIN, END, LINES, MACHINES, MACHINES_END
 from bench.registry import Ask
 from python_tests.bench.samples import HEAD, STAMP
 
@@ -39,3 +39,19 @@ def test_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "4096×4096, 1 token | torch's fastest dense GEMM | 1.88 × | 2.50 × |" in text
     assert "| dense | 3.30 × |  |" in text and "16 tokens" not in text
     assert "1.016 × its dense baseline's loss with 0.53 × the bytes (AMD, 2 threads, 2026-11-21)" in text
+
+
+def test_every_machine_has_a_tab(tmp_path: Path) -> None:
+    results, page = tmp_path / "results", tmp_path / "performance.md"
+    (results / "figures").mkdir(parents=True)
+    (results / "figures" / "amd-2-threads-roofline.svg").touch()
+    (results / "a.csv").write_text(HEAD + GENERATE.replace("AMD", "Old (R)") + LINEAR)
+    page.write_text(f"{MACHINES}\n{MACHINES_END}\n")
+    assert front_page.main([], results, [page]) == 0
+    first, second = page.read_text().split('=== "')[1:]
+    assert first.startswith('AMD, 2 threads"\n\n    **AMD, 2 threads** (') and "1 token | torch's fastest dense GEMM | 1.88 × |" in first
+    assert "1 of the 1 targets that were measured are met" in first and "figures/amd-2-threads-roofline.svg)" in first
+    # timed otherwise: no ratio is shown beside the others
+    assert (
+        second.startswith("Old (R), 2 threads") and "3.30" not in second and "README.md#old-r-2-threads)" in second and ".svg" not in second
+    )

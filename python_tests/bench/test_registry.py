@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bench import cases, registry, runner, shapes, targets
-from bench.cases import eager
+from bench.cases import eager, ffn
 from bench.cases.step import MOST_TRIED, settle
 from bench.registry import Ask, Spec
 from bench.timing import on_cpu
 from nmkernels import NMError, reference
+from nmkernels.autograd import gemms
 from python_tests.bench.samples import SMALL
 
 RATIOS = {"x fastest dense", "x dense", "share of copy", "time over dense", "time over nn.Linear", "time over fused AdamW"}
 RATIOS |= {"us beyond a no-op", "us beyond torch"}
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("spec", SMALL, ids=str)
 def test_case_is_proved_and_timed(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.runner.matmul_rate", lambda dtype, device: 1e9)
@@ -46,7 +48,7 @@ def test_every_case_of_a_full_run_is_one() -> None:
 def test_words_name_ops() -> None:
     assert cases.matching(["linear", "nm_mask"]) == ("nm_linear", "nm_mask")
     gemms = {"nm_linear", "nm_linear_dgrad", "nm_linear_wgrad"}
-    assert set(cases.matching(["linear*"])) == gemms | {"nm_linear(mma.sp)", "nm_linear_wgrad(mma.sp)"}
+    assert set(cases.matching(["linear*"])) == gemms | {"nm_linear(cores)", "nm_linear_wgrad(cores)"}
     with pytest.raises(NMError, match="no op to time is called 'linaer'"):
         cases.matching(["linaer"])
 
@@ -99,3 +101,18 @@ def test_steps_are_timed_when_a_run_has_settled_how_it_multiplies() -> None:
     endless = SimpleNamespace(run=SimpleNamespace(trial=SimpleNamespace(done=False)))
     settle(endless, lambda: taken.append(1))
     assert len(taken) == 5 + MOST_TRIED
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_a_kernel_does_the_gemms_that_it_is_asked_for(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, done = Spec("llama_ffn", "2:4", "float32", 16, 64, tokens), []
+    work = cases.build(spec, "cpu")
+    mine = next(p for p in work.providers if p.name == "nmkernels fst, cpu")
+    right = gemms.function
+    for module in (gemms, sys.modules["nmkernels.autograd.linear"]):
+        monkeypatch.setattr(module, "function", lambda op, backend, args: done.append((op, backend)) or right(op, backend, args))
+    with mine.under():
+        mine.call()
+    # fprop, and dgrad of the transposed weight, then wgrad
+    assert sorted(done) == [("nm_linear", "cpu")] * 6 + [("nm_linear_wgrad", "cpu")] * 3 and work.facts[mine.name, "GEMMs by it"] == 9
+    assert not gemms._known and ffn.declines("cpu rows", gemms.Gemm("dgrad", 8, 16, 64, 2, 4, torch.float64, torch.device("meta")))

@@ -43,6 +43,7 @@ def test_what_is_wrong_is_not_timed_and_costs_no_other(spec: Spec, does: Any, wh
     assert said[0].startswith(f"{spec}: not timed") and {r["op"] for r in read(tmp_path / "a.csv")} == {"nm_prune"}
 
 
+@pytest.mark.slow
 def test_provider_that_is_wrong_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with broken("nm_mask", WRONG_MASK, priority=1):
         outcome = runner.run([MASK], "cpu", tmp_path / "a.csv", 0.001)

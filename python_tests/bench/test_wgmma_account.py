@@ -21,6 +21,17 @@ def test_one_tile_by_hand() -> None:
     assert accounts.account(128, 128, 7, 2, False, 400).cycles == 800
 
 
+def test_one_tile_of_8_bits_by_hand() -> None:
+    """128 of k in a slab: as many bytes, twice as much metadata; half the bytes of an element, and k goes twice as fast."""
+    found = accounts.account(256, 192, 4, 2, False, 80, "e4m3")
+    assert (found.multiply, found.reads, found.writes, found.l2, found.issue, found.cycles) == (768, 928, 352, 1024, 160, 1280)
+    assert (found.share, found.over_dense) == (0.6, 1.2)
+    cycles = 11 * (64 * 1280 + 3072) + 1500
+    assert accounts.predicted(256, 192, 2, 1280, 8192, 8192, 8192, 3e12, 1) == pytest.approx(2 * 8192**3 / (cycles / 1.75e9) / 1e12)
+    few = accounts.predicted(128, 128, 2, 576, 14336, 16, 128, 1e9, 1)
+    assert few == pytest.approx(2 * 14336 * 16 * 128 * 1e9 / (14336 * 128 * 0.625 + 16 * 128 + 14336 * 16 * 2) / 1e12)
+
+
 def test_one_gemm_by_hand() -> None:
     """8192 cubed: 16 x 43 clusters on 66 pairs are 11 rounds; few tokens: memory delivers the weight."""
     cycles = 11 * (128 * 1248 + 3072) + 1500
