@@ -40,7 +40,9 @@ class Links:
     """What collectives between GPUs reach, bytes per second of each GPU.
 
     Args:
-        node: rings in one node. across: rings over several nodes, at worst, as taken, and at best. nic: a GPU's own network card.
+        node: rings in one node.
+        across: rings over several nodes, at worst, as taken, and at best.
+        nic: a GPU's own network card.
         start, hop, far: seconds of a ring beside that: once, for each step in a node, and for each step between two.
     """
 
@@ -61,16 +63,18 @@ class Device:
     """What a prediction takes a device to do.
 
     Args:
-        name: in words. power: watts that it may draw, None where that is not told.
-        bandwidth: of the memory, bytes per second. share, passes, estimate: the part of it that is reached by GEMMs,
-            by passes over a weight, and by MVUE.
+        name: in words.
+        power: watts that it may draw, None where that is not told.
+        bandwidth: of the memory, bytes per second.
+        share, passes, estimate: the part of it that is reached by GEMMs, by passes over a weight, and by MVUE.
         dense: floating-point operations per second of dense GEMMs, by dtype.
         ratio: how many times as fast as dense a GEMM with a sparse operand is where arithmetic bounds it, by role.
         low, high: what ``ratio`` may really be.
         launch, call: seconds beside that, of a dense GEMM and of one of this package's kernels.
         rows, cols: the sparse operand must be a multiple of these; 1 for any.
         few: up to so many tokens, by dtype, kernels read any N:M as it is stored; None: for any number of tokens, with ``ratio``.
-        links: to other GPUs, None where they are not known. capacity: bytes of the memory.
+        links: to other GPUs, None where they are not known.
+        capacity: bytes of the memory.
         transposed: dgrad can multiply the weight packed along its rows; else it needs another mask along its columns, packed too.
     """
 

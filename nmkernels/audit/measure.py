@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
-from ..autograd.gemms import Gemm, measure
+from ..autograd.gemms import Gemm, forms, measure
 from ..pattern import NMError, Pattern, RecipeError
 from ..recipes.registry import suggestion
 from ..tuning import Seconds, Task, Timer, device_name
@@ -32,7 +32,6 @@ FEWEST = 256  # tokens below which a GEMM is not shortened to save time: fewer w
 CHUNK = 1 << 24  # numbers that are compared in float64 at once
 MEMORY = 0.5  # share of the free memory that a measurement may take
 COPY = 1 << 26  # bytes of the copied tensor; above any cache that it would have to itself
-ORDERS = ("mma.sp", "wgmma.sp")  # of metadata that tensor cores read, see ops.relayout
 
 PROBE = Layer((1024, 1024), 256, torch.float32, torch.float32)
 """The layer whose GEMMs stand for all: large enough for the kernels' rate, measured in a second."""
@@ -89,12 +88,10 @@ def gemm_of(case: Case, role: str, device: torch.device) -> Gemm:
     """What ``autograd.gemms`` measures for a role: the dense layout against every kernel for the forms of the operand that can be had."""
     layer, rules = case.layer, case.rules
     pattern = rules.estimate if role == "wgrad" and rules.estimate is not None else rules.pattern
-    plain = "columns" if role == "dgrad" and not case.device.transposed else "rows"
-    forms = ["dense", plain]
-    if device.type == "cuda" and ops.tensor_core_pattern(pattern) and layer.dtype.itemsize == 2:
-        forms += [f"{plain}:{order}" for order in ORDERS]
+    (out, cols), columns = layer.shape, role == "dgrad" and not case.device.transposed
+    at_hand = forms(out, layer.tokens if role == "wgrad" else cols, pattern.n, pattern.m, layer.dtype, device, columns=columns)
     rule = "exact" if role == "wgrad" else ""
-    return Gemm(role, layer.tokens, *layer.shape, pattern.n, pattern.m, layer.dtype, device, tuple(forms), rule)
+    return Gemm(role, layer.tokens, out, cols, pattern.n, pattern.m, layer.dtype, device, at_hand, rule)
 
 
 def tasks_of(layer: Layer, rules: Rules, device: torch.device, names: Sequence[str]) -> list[Task]:

@@ -83,7 +83,8 @@ class Advice:
     """Something to change for a layer.
 
     Args:
-        text: what, the same for every layer. detail: a number for this one, in words.
+        text: what, the same for every layer.
+        detail: a number for this one, in words.
         part, speedup: the ``"step"`` or the ``"inference"`` would then be so many times as fast as dense; None where that is open.
     """
 
@@ -98,13 +99,20 @@ class LayerAudit:
     """Equal layers of a model, as one.
 
     Args:
-        name: theirs, with ``*`` for what differs. names: all of them. kind: their class.
-        shape: of the weight, ``(out, in)``. dtype: of the GEMMs. pattern: N:M, empty where they stay dense.
-        sparse: the recipe makes them sparse, or they are. why: as in ``handle.report``.
-        tokens: that pass through one of them in a step, ``rows`` of the model's. times: how often these GEMMs are done.
+        name: theirs, with ``*`` for what differs.
+        names: all of them.
+        kind: their class.
+        shape: of the weight, ``(out, in)``.
+        dtype: of the GEMMs.
+        pattern: N:M, empty where they stay dense.
+        sparse: the recipe makes them sparse, or they are.
+        why: as in ``handle.report``.
+        tokens: that pass through one of them in a step, ``rows`` of the model's.
+        times: how often these GEMMs are done.
         inference, step: pieces of one forward pass in inference, and of a training step for each forward pass, predicted; empty where
             there is none, as for a step of a compressed layer.
-        measured_inference, measured_step: the same, measured; empty where nothing was. note: on what, or why not.
+        measured_inference, measured_step: the same, measured; empty where nothing was.
+        note: on what, or why not.
         advice: what would make them faster.
     """
 
@@ -143,7 +151,9 @@ class Audit:
 
     Args:
         layers: all linear layers, equal ones as one; seconds are of one of them.
-        device: that the prediction is for. recipe: in text, empty for compressed models. tokens: of one forward pass.
+        device: that the prediction is for.
+        recipe: in text, empty for compressed models.
+        tokens: of one forward pass.
         accumulate: forward passes per optimizer step.
         steps: the share of the recipe's steps that are sparse, which those of the table are.
         inference_range, step_range: the predicted totals where sparse GEMMs are as slow, and as fast, as they may be; empty on a

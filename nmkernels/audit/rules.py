@@ -53,6 +53,7 @@ class Rules:
         packed: GEMMs of training may multiply the compressed weight.
         straight: the gradient is passed straight through the mask, so that no GEMM reads the master weight.
         rank: of the low-rank adapter that is deployed beside the weight.
+        fp8: GEMMs of training round their operands to FP8.
     """
 
     pattern: Pattern
@@ -66,6 +67,7 @@ class Rules:
     packed: bool = True
     straight: bool = True
     rank: int = 0
+    fp8: bool = False
 
     def ways(self, transposed: bool) -> Iterator[tuple[str, bool, bool]]:
         """The ways to prepare the weight, and whether fprop and dgrad then read it packed; a dense dgrad needs the dense layout too."""
@@ -85,6 +87,7 @@ def of_recipe(recipe: Recipe, pattern: Pattern) -> Rules:
     own = recipe if pattern == recipe.pattern else with_pattern(recipe, pattern)
     # the recipe that says what a sparse step does: the inner one of STEP and LayerWise
     inner = innermost(recipe)
+    fp8 = getattr(inner, "fp8", None) is not None
     spans = [span for span in own.profile(steps) if span.steps]
     best, leaves = min(spans, key=_work), deployed(own).fprop < 1
     stages = getattr(inner, "stages", ((0, inner.stage({})),))
@@ -100,8 +103,9 @@ def of_recipe(recipe: Recipe, pattern: Pattern) -> Rules:
         best.wgrad > 0,
         sum(span.steps for span in spans if _work(span) < 3) / steps,
         leaves,
-        bool(getattr(inner, "packed", False)) and getattr(inner, "fp8", None) is None,
+        bool(getattr(inner, "packed", False)) and not fp8,
         straight,
+        fp8=fp8,
     )
 
 
@@ -111,7 +115,8 @@ def of_layer(layer: NMWeight) -> Rules:
     columns = transform.traits.transposable or transform.traits.own_dgrad
     estimate = Pattern(plan.n, plan.m) if plan.wgrad in ("mvue", "magnitude") else None
     prepare, straight = _prepare_rule(transform, columns), not transform.traits.own_gradient
-    return Rules(layer.pattern, True, columns, estimate, prepare, plan.wgrad != "none", packed=plan.packs, straight=straight)
+    trains, fp8 = plan.wgrad != "none", plan.fp8 is not None
+    return Rules(layer.pattern, True, columns, estimate, prepare, trains, packed=plan.packs, straight=straight, fp8=fp8)
 
 
 def _work(span: Span) -> float:
@@ -162,8 +167,10 @@ class Layer:
     """A linear layer as a roofline sees it.
 
     Args:
-        shape: of the weight, ``(out, in)``. tokens: rows of its input.
-        dtype: of the GEMMs. master: of the weight.
+        shape: of the weight, ``(out, in)``.
+        tokens: rows of its input.
+        dtype: of the GEMMs.
+        master: of the weight.
     """
 
     shape: tuple[int, int]

@@ -95,7 +95,8 @@ class Sharded:
     Args:
         gathered, reduced: bytes that it receives in all-gathers of weights, and in reduce-scatters (and all-reduces) of gradients.
         memory: bytes of its shards of weights, gradients and Adam's moments, and of what is gathered at once; activations come on top.
-        seconds: of all linear layers (and ``other``), gathers and reductions. waiting: of these, while nothing is computed.
+        seconds: of all linear layers (and ``other``), gathers and reductions.
+        waiting: of these, while nothing is computed.
         seconds_range: the same where the network is as fast, and as slow, as it may be.
     """
 

@@ -17,7 +17,8 @@ def save_onnx(model: nn.Module, path: str | os.PathLike[str], args: tuple[Any, .
 
     Args:
         model: after ``handle.finish()`` and before ``compress_``; call ``eval()`` first.
-        path: file to write. args: inputs as the model is called with, a tuple.
+        path: file to write.
+        args: inputs as the model is called with, a tuple.
         options: of ``torch.onnx.export``, such as ``dynamic_shapes`` or ``opset_version``. It needs the packages onnx and onnxscript.
 
     Raises:
@@ -47,7 +48,8 @@ def save_aoti(
     compressed layers are ops of this package. It needs a C++ compiler here.
 
     Args:
-        path: file to write, its name ending in ``.pt2``. args, kwargs: inputs as the model is called with.
+        path: file to write, its name ending in ``.pt2``.
+        args, kwargs: inputs as the model is called with.
         dynamic_shapes: as for ``torch.export.export``, such as ``({0: torch.export.Dim("batch")},)``; None: shapes as given.
         options: of inductor, such as ``max_autotune=True``.
 

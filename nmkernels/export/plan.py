@@ -193,7 +193,8 @@ def check_filled(name: str, layer: CompressedLinear | CompressedStack, elsewhere
     """Check what another library has read into an ``announced`` layer, as ``load`` checks it.
 
     Args:
-        elsewhere: indices and columns that the layer is given only while it runs. lacking: names of its tensors that were not read.
+        elsewhere: indices and columns that the layer is given only while it runs.
+        lacking: names of its tensors that were not read.
 
     Raises:
         CheckpointError: a part was not read, or is damaged.

@@ -50,7 +50,8 @@ def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
         path: file to write; its folder must exist.
 
     Raises:
-        RecipeError: the model is not compressed yet. CheckpointError: the file cannot be written. Of a sharded model on every rank.
+        RecipeError: the model is not compressed yet.
+        CheckpointError: the file cannot be written. Of a sharded model on every rank.
 
     Example:
         >>> import tempfile, os, torch, nmkernels as nm
@@ -153,7 +154,8 @@ def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:
         path: file to write; its folder must exist.
 
     Raises:
-        RecipeError: a layer is still in training, or its weight is not N:M. CheckpointError: the file cannot be written.
+        RecipeError: a layer is still in training, or its weight is not N:M.
+        CheckpointError: the file cannot be written.
     """
     reshard(model)
     sparse, ranks = sparse_layers(model), Ranks(model)

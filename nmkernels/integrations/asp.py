@@ -64,7 +64,9 @@ class ASP:
 
         Args:
             mask_calculator: ``"m4n2_1d"`` is 2:4 by magnitude, ``"mMnN_1d"`` is N:M.
-            whitelist: classes of layers. allowed_layer_names: only these, which must be possible. disallowed_layer_names: not these.
+            whitelist: classes of layers.
+            allowed_layer_names: only these, which must be possible.
+            disallowed_layer_names: not these.
             allow_permutation: reorder channels before pruning so that the masks keep more, as ``nm.recipes.ASP(permute=True)``.
             verbosity: has no meaning.
 

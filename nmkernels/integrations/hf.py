@@ -84,10 +84,12 @@ class NMConfig(QuantizationConfigMixin):
         skip: layers that stay dense: full names, parts of names between dots, or either with the wildcards of a shell.
         keep_dense: see ``CompressedLinear``.
         layers: of a compressed checkpoint: name of the layer -> its entry in the table of ``save_compressed``.
-        version: of that table. quant_method: always ``"nmkernels"``.
+        version: of that table.
+        quant_method: always ``"nmkernels"``.
 
     Raises:
-        PatternError: the pattern is no ``"N:M"``, or not the checkpoint's. CheckpointError: the checkpoint is newer than this version.
+        PatternError: the pattern is no ``"N:M"``, or not the checkpoint's.
+        CheckpointError: the checkpoint is newer than this version.
 
     Example:
         >>> NMConfig("2:4", skip=["o_proj", "layers.0.*"]).pattern

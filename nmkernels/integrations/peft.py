@@ -677,7 +677,8 @@ def check_injection(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
     """Raise before any layer is changed if ``config`` asks for what cannot be done to an N:M weight of ``model``.
 
     Raises:
-        OptionError: a method, variant or option that these layers do not have. RecipeError: a layer is still in training.
+        OptionError: a method, variant or option that these layers do not have.
+        RecipeError: a layer is still in training.
         ShapeError: a layer is split by tensor parallelism.
     """
     layers = {name: base_of(m) for name, m in model.named_modules() if is_sparse(base_of(m)) and not name.endswith(".base_layer")}

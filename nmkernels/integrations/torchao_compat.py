@@ -68,8 +68,8 @@ def sparsify_(model: nn.Module, config: Any, filter_fn: FilterFn | None = None) 
     """Compress every linear layer whose weight is 2:4, in place, and return the model, as torchao's function of this name does.
 
     Args:
-        config: ``SemiSparseWeightConfig()``, this one or torchao's. filter_fn: ``filter_fn(module, name) -> bool``; None: all whose zeros
-            are 2:4.
+        config: ``SemiSparseWeightConfig()``, this one or torchao's.
+        filter_fn: ``filter_fn(module, name) -> bool``; None: all whose zeros are 2:4.
 
     Raises:
         RecipeError: another config; a layer that the filter chose is not 2:4, or none is.
@@ -211,7 +211,8 @@ def semi_structured(c: ops.Compressed) -> Tensor:
     """A compressed 2:4 matrix as torch's ``SparseSemiStructuredTensorCUTLASS``: the same values, the indices in its order.
 
     Raises:
-        ShapeError: ``out`` is no multiple of 32, or ``in`` of 64. DtypeError: neither fp16 nor bf16.
+        ShapeError: ``out`` is no multiple of 32, or ``in`` of 64.
+        DtypeError: neither fp16 nor bf16.
     """
     from torch.sparse import SparseSemiStructuredTensorCUTLASS as Cutlass
 

@@ -28,7 +28,8 @@ def sparsify24(x: Tensor, algo: str = "", gradient: str = "24sparse", backend: s
         gradient: ∂L/∂x where x was kept and 0 elsewhere (``"24sparse"``, ``"24dense"``), or everywhere (``"ste"``).
 
     Raises:
-        OptionError: another algorithm or gradient. ShapeError: no matrix, or its sizes are not multiples of 4.
+        OptionError: another algorithm or gradient.
+        ShapeError: no matrix, or its sizes are not multiples of 4.
 
     Example:
         >>> x = torch.tensor([[4.0, 3, 2, 1], [3, 4, 1, 2], [1, 2, 4, 3], [2, 1, 3, 4]])
@@ -51,7 +52,8 @@ def sparsify24_like(x: Tensor, pattern: Tensor, gradient: str = "24sparse", back
     """``x`` with the zeros of ``pattern``, the result of one of these functions or any tensor of x's shape with zeros.
 
     Raises:
-        OptionError: another gradient. ShapeError: ``pattern`` has another shape, or is not 2:4.
+        OptionError: another gradient.
+        ShapeError: ``pattern`` has another shape, or is not 2:4.
     """
     mask: Tensor | None = getattr(pattern, MASK, None)
     if mask is None:

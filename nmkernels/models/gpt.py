@@ -22,13 +22,17 @@ class GPTConfig:
     """Sizes of a ``GPT``.
 
     Args:
-        vocab: number of token ids; 256 for bytes. width: features of the residual stream, a multiple of ``heads``.
-        layers: transformer blocks. heads: of attention, per block. context: longest sequence, in tokens.
+        vocab: number of token ids; 256 for bytes.
+        width: features of the residual stream, a multiple of ``heads``.
+        layers: transformer blocks.
+        heads: of attention, per block.
+        context: longest sequence, in tokens.
         activation: of the feed-forward blocks: ``"gelu"``; ``"relu2"``, squared ReLU; or ``"relu2:N:M"``, with at most N of every M
             activations non-zero (see ``nm.nn.SquaredReLU``).
 
     Raises:
-        ShapeError: a size is below 1, or ``width`` is not a multiple of ``heads``. NMError: the activation is unknown.
+        ShapeError: a size is below 1, or ``width`` is not a multiple of ``heads``.
+        NMError: the activation is unknown.
         PatternError: its N:M is not usable.
     """
 

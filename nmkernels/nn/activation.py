@@ -75,7 +75,8 @@ class SquaredReLUMLP(nn.Module):
     (``nmkernels.autograd.split``). The GEMMs run in dense layout.
 
     Args:
-        features, hidden: sizes of the input and of the activations. out_features: of the output; None for ``features``.
+        features, hidden: sizes of the input and of the activations.
+        out_features: of the output; None for ``features``.
         bias, device, dtype: as for ``nn.Linear``.
         pattern, grad: as for ``SquaredReLU``.
 

@@ -53,7 +53,8 @@ class CompressedLinear(nn.Module):
     """y = x Wᵀ + b with W held in the compressed N:M form: N/M of the values and 2, 4 or 8 bits of index for each.
 
     Args:
-        weight: the compressed weight of shape ``(out, in)``, a constant. bias: ``(out,)`` or None; a Parameter stays the same Parameter.
+        weight: the compressed weight of shape ``(out, in)``, a constant.
+        bias: ``(out,)`` or None; a Parameter stays the same Parameter.
         layout: how the dense module stores its weight: ``"linear"`` ``(out, in)`` or ``"conv1d"`` ``(in, out)``. The GEMM is the same.
         keep_dense: keep the dense weight too, made at the first call that wants it, and multiply it where that is faster, as measured by
             ``nm.tune(model, tokens=...)`` or at the first call, else by rule. The layer then needs ``1 + M/N`` times the memory of its
@@ -256,7 +257,7 @@ class CompressedLinear(nn.Module):
             return last
         rows, cols, n, m = self.out_features, self.in_features, self.pattern.n, self.pattern.m
         dense = self.keep_dense or (device.type == "cpu" and rows * cols * dtype.itemsize <= SMALL_BYTES)
-        at_hand = forms(rows, cols, n, m, dtype, device.type, dense)
+        at_hand = forms(rows, cols, n, m, dtype, device, dense)
         gemm = self._asked = Gemm("fprop", tokens, rows, cols, n, m, dtype, device, at_hand)
         return gemm
 
@@ -276,7 +277,8 @@ class CompressedPart(CompressedLinear):
     ``out_features`` are those of the part.
 
     Args:
-        weight: the part. dense: the dense layer's weight, a DTensor on a mesh of one dimension. The others: of ``CompressedLinear``.
+        weight: the part.
+        dense: the dense layer's weight, a DTensor on a mesh of one dimension. The others: of ``CompressedLinear``.
     """
 
     def __init__(

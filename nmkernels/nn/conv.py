@@ -44,7 +44,8 @@ class SparseConv2d(NMWeight, nn.Conv2d):
         pattern: ``"N:M"`` or a ``Pattern``; M must divide ``in_channels``.
 
     Raises:
-        PatternError: the pattern is not usable. ShapeError: M does not divide ``in_channels``, or ``groups`` is not 1.
+        PatternError: the pattern is not usable.
+        ShapeError: M does not divide ``in_channels``, or ``groups`` is not 1.
 
     Example:
         >>> layer = SparseConv2d(8, 4, 3, padding=1, pattern="2:4")

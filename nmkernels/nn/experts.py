@@ -238,7 +238,8 @@ class CompressedStack(nn.Module):
 
     Args:
         weight: the compressed matrices one below the other, ``(E·out, in)``, a constant.
-        experts: E. layout: how the dense model stores them, ``"experts"`` ``(E, out, in)`` or ``"experts_t"`` ``(E, in, out)``.
+        experts: E.
+        layout: how the dense model stores them, ``"experts"`` ``(E, out, in)`` or ``"experts_t"`` ``(E, in, out)``.
         keep_dense: as for ``CompressedLinear``.
 
     The buffers are ``values`` ``(E, out, kept)`` and ``indices`` ``(E, out, bytes)``.
@@ -418,7 +419,8 @@ def make_stack_sparse_(module: nn.Module, key: str, pattern: PatternLike) -> Sta
     """Turn the stack ``key`` of a dense experts module into its sparse form, in place, and return it.
 
     Raises:
-        RecipeError: the module has no such stack. ShapeError: M does not divide ``in``.
+        RecipeError: the module has no such stack.
+        ShapeError: M does not divide ``in``.
     """
     p, layout = Pattern(pattern), stacks_of(module).get(key)
     if layout is None:

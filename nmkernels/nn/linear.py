@@ -417,7 +417,8 @@ class SparseLinear(NMWeight, nn.Linear):  # type: ignore[misc]  # torch types bi
         pattern: ``"N:M"`` or a ``Pattern``; M must divide ``in_features``.
 
     Raises:
-        PatternError: the pattern is not usable. ShapeError: M does not divide ``in_features``.
+        PatternError: the pattern is not usable.
+        ShapeError: M does not divide ``in_features``.
 
     Example:
         >>> layer = SparseLinear(8, 4, pattern="2:4")

@@ -63,7 +63,8 @@ def make_sparse_(layer: nn.Module, pattern: PatternLike) -> NMWeight:
     """Turn ``layer``, an ``nn.Linear``, ``nn.Conv2d`` or Hugging Face's ``Conv1D``, into its sparse form in place, and return it.
 
     Raises:
-        ShapeError: M does not divide ``in_features`` or ``in_channels``. RecipeError: it is of another class.
+        ShapeError: M does not divide ``in_features`` or ``in_channels``.
+        RecipeError: it is of another class.
     """
     p = Pattern(pattern)
     kind = class_of(layer)

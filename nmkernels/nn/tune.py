@@ -36,9 +36,11 @@ class Tuned:
 
     Args:
         kind: the layers' class. GEMM: ``fprop``, ``dgrad``, ``wgrad``, or empty where the layer has none to tune.
-        shape: (out, in). pattern, dtype: of the compressed operand.
+        shape: (out, in).
+        pattern, dtype: of the compressed operand.
         default, best: seconds of what is done where nothing was measured, and of the fastest right one; None where nothing was timed.
-        choice: that fastest one, or why nothing was tuned. refused: what was wrong or failed, with the reason; it is never chosen.
+        choice: that fastest one, or why nothing was tuned.
+        refused: what was wrong or failed, with the reason; it is never chosen.
     """
 
     layers: list[str]

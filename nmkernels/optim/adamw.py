@@ -37,7 +37,8 @@ class MaskedAdamW(torch.optim.AdamW):
     nothing at all. Its state dict loads into ``torch.optim.AdamW`` and the other way round.
 
     Raises:
-        DtypeError: a parameter is complex or its gradient sparse. ValueError: a hyper-parameter is out of range, or
+        DtypeError: a parameter is complex or its gradient sparse.
+        ValueError: a hyper-parameter is out of range, or
         ``differentiable=True``. CheckpointError: ``load_state_dict`` is given the state of another kind of optimizer or of another model.
 
     Example:

@@ -107,8 +107,8 @@ class Handle:
 
         Raises:
             RecipeError: one is no optimizer, none of them updates a swapped weight, one has a recipe already, the recipe cannot run with
-                it, or it cannot choose its masks. CheckpointError: the optimizer has loaded the state of another recipe. Nothing has
-                changed then.
+                it, or it cannot choose its masks.
+            CheckpointError: the optimizer has loaded the state of another recipe. Nothing has changed then.
         """
         if self.finished:
             raise RecipeError("attach: the recipe is finished; sparsify_ the model again to train on.")

@@ -75,7 +75,9 @@ def get(spec: str, **config: Any) -> Recipe:
         config: the recipe's own keywords.
 
     Raises:
-        RecipeError: no recipe has that name, or something is given twice. PatternError: N:M is not usable. TypeError: an unknown keyword.
+        RecipeError: no recipe has that name, or something is given twice.
+        PatternError: N:M is not usable.
+        TypeError: an unknown keyword.
 
     Example:
         >>> get("srste:2:8", decay=1e-4)

@@ -40,8 +40,11 @@ class Found:
     """What was measured of one problem: seconds of each candidate that came out right, and why the others did not take part.
 
     Args:
-        problem: its line in the table. baseline: what is done where nothing is measured, which a faster one replaces.
-        refused: wrong, or failed. declined: cannot do it here. path: the file written to, else ``note`` says why there is none.
+        problem: its line in the table.
+        baseline: what is done where nothing is measured, which a faster one replaces.
+        refused: wrong, or failed.
+        declined: cannot do it here.
+        path: the file written to, else ``note`` says why there is none.
     """
 
     problem: str

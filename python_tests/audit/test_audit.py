@@ -56,6 +56,16 @@ def test_the_filter_and_the_recipe_have_their_say():
         nm.audit(Zoo(), filter_fn=lambda module, name: name == "odd", **H200)
 
 
+def test_fp8_is_said_not_to_be_in_the_prediction():
+    said = [any("FP8" in note for note in nm.audit(gpt(), 64, recipe, **H200).notes) for recipe in ("sste:2:4(fp8='paper')", "sste:2:4")]
+    assert said == [True, False]
+    assert not any("FP8" in note for note in nm.audit(gpt(), 64, **H200).notes)  # inference
+    model = gpt()
+    handle = nm.sparsify_(model, "sste:2:4(fp8='hybrid')")
+    handle.attach(torch.optim.AdamW(model.parameters()))
+    assert any("FP8" in note for note in nm.audit(model, 64, **H200).notes)
+
+
 def test_equal_layers_are_one():
     found = nm.audit(gpt(layers=3), 64, **H200)
     first = found.layers[0]

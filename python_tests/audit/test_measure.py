@@ -122,7 +122,8 @@ def test_what_the_choice_is_among():
     here, there = case(layer, rules=both), case(layer, transposed=False, rules=both)
     assert gemm_of(here, "fprop", CPU)[1:6] == (32, 64, 128, 2, 4)
     assert gemm_of(here, "fprop", CPU).forms == ("dense", "rows") == gemm_of(here, "dgrad", CPU).forms
-    assert gemm_of(there, "dgrad", gpu).forms == ("dense", "columns", "columns:mma.sp", "columns:wgmma.sp")
+    assert gemm_of(there, "dgrad", gpu).forms == ("dense", "columns", "columns:mma.sp")
+    assert gemm_of(there, "wgrad", gpu).forms == ("dense", "rows") != gemm_of(there.but(layer={"tokens": 64}), "wgrad", gpu).forms
     assert gemm_of(there, "wgrad", gpu).rule == "exact" and gemm_of(there, "fprop", gpu).rule == ""
     assert gemm_of(there.but(layer={"dtype": torch.float32}), "fprop", gpu).forms == ("dense", "rows")
     assert gemm_of(there.but({"pattern": nm.Pattern("4:8")}), "fprop", gpu).forms == ("dense", "rows")

@@ -515,6 +515,7 @@ CHECKS = (
 )
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     """One start of two ranks, which takes longest, for all of these."""
     save_all(QUICK, tmp_path / "from 1")

@@ -177,6 +177,7 @@ def check(results: list[dict[str, Any]]) -> None:
             assert_equal(what, result[what], want)
 
 
+@pytest.mark.slow
 def test_recipes_equal_one_process(tmp_path: Path) -> None:
     check(on_ranks(RANKS, trained, tmp_path, ("srste", "step", "sste", "mdgf", "fst", "asp"), ("sequence parallel",)))
 

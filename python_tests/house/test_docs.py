@@ -29,6 +29,7 @@ TARGETS = set(re.findall(r"^([a-z-]+):(?!=)", (ROOT / "Makefile").read_text(enco
 PLACEHOLDER = re.compile(r"family|mine")
 """Names that stand for a file somebody adds."""
 
+ADDRESS = re.compile(r"https://([a-z0-9-]+\.)+[a-z]+(/[\w.~%+/#?=&-]*[\w/])?")
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 """What torchrun sets, for the blocks that begin a process group; others would begin one by themselves."""
@@ -67,6 +68,23 @@ def unknown(text: str, folder: Path) -> set[str]:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_what_is_named_exists(path: Path) -> None:
     assert unknown(path.read_text(encoding="utf-8"), path.parent) == set()
+
+
+def anchors(path: Path) -> set[str]:
+    """What ``#...`` may follow the path of a document: its headings as GitHub writes them, and the names that its API shows."""
+    text = path.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
+    names = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings} | set(names)
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "bench/accuracy/README.md", ROOT / "bench/results/README.md"], ids=name_of)
+def test_links_have_their_anchors_and_addresses_their_form(path: Path) -> None:
+    """That the site's own anchors are there too is for the strict build; no network is asked whether an address is."""
+    prose = FENCE.sub("", path.read_text(encoding="utf-8"))
+    links = re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", prose)
+    assert [f"{to}#{anchor}" for to, anchor in links if "://" not in to and anchor not in anchors(path.parent / to if to else path)] == []
+    assert [address for address in re.findall(r"\w+://[^\s)>\]`|]+", prose) if not ADDRESS.fullmatch(address)] == []
 
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path, "python")], ids=name_of)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
+from collections.abc import Iterator
 from types import ModuleType
 
 from python_tests.house.test_public_api import MODULES
@@ -35,3 +37,33 @@ def test_modules_are_documented() -> None:
 
 def test_public_names_are_documented() -> None:
     assert [f"{name}.{found}" for name in MODULES for found in undocumented(importlib.import_module(name))] == []
+
+
+SECTION = re.compile(r"^(?:Args|Raises|Attributes):\n((?: {4,}\S.*\n?|\n(?= {4,}))+)", re.M)
+ANOTHER = re.compile(r"[.`)] (\w+)(?:, \w+)*: ")
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def names_of(node: Definition) -> set[str]:
+    """The arguments of a function, or the fields of a class and the arguments of its constructor."""
+    if not isinstance(node, ast.ClassDef):
+        return {a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+    fields = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)}
+    return fields.union(*(names_of(f) for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"))
+
+
+def crowded(tree: ast.Module) -> Iterator[str]:
+    """What stands behind something else's description under Args or Raises, where the site does not see that it is another item."""
+    for node in ast.walk(tree):
+        if isinstance(node, Definition):
+            names = names_of(node)
+            for section in SECTION.findall(ast.get_docstring(node) or ""):
+                for item in re.split(r"^ {4}(?=\S)", section, flags=re.M):
+                    found = ANOTHER.findall(" ".join(item.split()))
+                    yield from (f"{node.name}: {name}" for name in found if name in names or name.endswith("Error"))
+
+
+def test_every_argument_and_error_has_a_line_of_its_own() -> None:
+    assert list(crowded(ast.parse('def f(x, y):\n    """F.\n\n    Args:\n        x: it. y: that.\n    """\n'))) == ["f: y"]
+    found = {path.name: list(crowded(ast.parse(path.read_text(encoding="utf-8")))) for path in PACKAGE.rglob("*.py")}
+    assert {name: some for name, some in found.items() if some} == {}

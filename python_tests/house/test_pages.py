@@ -80,8 +80,18 @@ def test_equations_become_mathml(latex: str) -> None:
     made = importlib.import_module("docs.hooks.mathml")
     page = made.on_page_content(f'<p><span class="arithmatex">\\({latex}\\)</span></p>')
     assert page.startswith("<p><math") and "arithmatex" not in page
-    with pytest.raises(ValueError, match="not known"):
-        made.mathml(r"\nosuchcommand x", False)
+    for unknown in (r"\nosuchcommand x", "a & b", r"\operatorname*{a\,b} x"):
+        with pytest.raises(ValueError, match="not known"):
+            made.mathml(unknown, False)
+    assert "<munder>" in made.mathml(r"\operatorname*{arg\,min}_w w^2", True)
+    rows = made.mathml(r"\begin{aligned} a &= b \\ c &= d \end{aligned}", True)
+    assert rows.count("<mtr>") == 2 and "&</" not in rows
+
+
+def test_code_in_a_table_is_broken_where_a_reader_would() -> None:
+    pytest.importorskip("mkdocs", reason="the site is built by the extra docs")
+    made = importlib.import_module("docs.hooks.pages").on_page_content("<td><code>a/b_c.py::d()</code> e/f</td><p><code>a/b</code></p>")
+    assert made == "<td><code>a/<wbr>b_<wbr>c.<wbr>py::<wbr>d()</code> e/f</td><p><code>a/b</code></p>"
 
 
 def test_how_pages_have_their_figures() -> None:

@@ -34,15 +34,22 @@ def device(request, monkeypatch):
     gemms.forget()
 
 
+@pytest.fixture
+def hopper(monkeypatch):
+    """Nothing keeps wgmma.sp from running, it is told; the emulator multiplies its order by mma.sp."""
+    monkeypatch.setattr(gemms, "why_not_wgmma", lambda device: "")
+
+
 def what(plan, transform=None, rows=64, cols=64, dtype=BF16, tokens=5, device="cpu"):
     return reads(plan, transform or HardMask(P), torch.empty(rows, cols, device=device), dtype, torch.empty(tokens, cols, device=device))
 
 
 def test_which_weights_lie_in_that_order(device):
     held, others = TransposableMask(P), [HardMask(Pattern(p)) for p in ("1:4", "2:8")]
+    order = gemms.layout_on(torch.device(device, 0), 64)
     for given in ({}, {"rows": 16}, {"dtype": torch.float16}, *({"transform": t} for t in others), {"transform": held}):
         dgrad = "columns" if given.get("transform") is held else "dense"
-        assert what(PACKED, **given, device=device)[:3] == ("packed", dgrad, "mma.sp"), given
+        assert what(PACKED, **given, device=device)[:3] == ("packed", dgrad, "mma.sp" if "rows" in given else order), given
     other = {"transform": HardMask(Pattern("1:2"))}
     for given in ({"rows": 24}, {"cols": 96}, {"dtype": torch.float32}, other, {"transform": held, "rows": 16}):
         assert what(PACKED, **given, device=device)[:3] == ("packed", "packed", "canonical"), given
@@ -50,6 +57,18 @@ def test_which_weights_lie_in_that_order(device):
 
 def test_nowhere_else(monkeypatch):
     assert what(PACKED).layout == "canonical"
+    monkeypatch.setenv("NMKERNELS_BACKEND", "reference")
+    assert what(PACKED).layout == "canonical"
+
+
+@EMULATED
+@pytest.mark.usefixtures("hopper")
+def test_where_wgmma_runs_they_lie_in_its_order(monkeypatch):
+    monkeypatch.setenv("NMKERNELS_BACKEND", "cuda-emulated")
+    held = TransposableMask(P)
+    assert what(PACKED, held)[:3] == ("packed", "columns", "wgmma.sp") and what(PACKED, rows=128).layout == "wgmma.sp"
+    assert what(GemmPlan("packed", "dense", n=2, m=4), rows=80).layout == "mma.sp", "its tiles are of 64 rows"
+    assert what(PACKED, rows=24).layout == what(PACKED, dtype=torch.float32).layout == "canonical"
     monkeypatch.setenv("NMKERNELS_BACKEND", "reference")
     assert what(PACKED).layout == "canonical"
 
@@ -72,14 +91,15 @@ def test_rules_by_name_and_by_choice(monkeypatch):
     gemms.forget()
 
 
+@pytest.mark.parametrize("order", ["mma.sp", "wgmma.sp"])
 @pytest.mark.parametrize("pattern", ["2:4", "1:4", "2:8"])
-def test_the_order_holds_what_the_dense_layout_does(pattern):
+def test_the_order_holds_what_the_dense_layout_does(pattern, order):
     w, p = torch.randn(64, 128), Pattern(pattern)
     mask = nm.ops.transposable_mask(w, pattern)
     for transform, extras in [(HardMask(p), ()), (SoftThreshold(p), (torch.tensor(1.3),)), (TransposableMask(p), (mask,))]:
-        packed = transform.packed(w, *extras, dtype=BF16, columns=transform.traits.transposable, layout="mma.sp")
+        packed = transform.packed(w, *extras, dtype=BF16, columns=transform.traits.transposable, layout=order)
         want = transform(w, *extras).to(BF16)
-        assert packed.layout == "mma.sp" and packed.rows.pattern == P
+        assert packed.layout == order and packed.rows.pattern == P
         assert torch.equal(packed.rows.dense(), want)
         assert packed.columns is None or torch.equal(packed.columns.dense(), want.t())
 
@@ -112,15 +132,31 @@ def trained(recipe, device):
     return model, losses, seen
 
 
+RECIPES = pytest.mark.parametrize("recipe", ["srste:2:4", "srste:1:4", "sste:2:4", "fst:2:4"])
+
+
 @pytest.mark.quick(1, per="packed")
-@pytest.mark.parametrize("recipe", ["srste:2:4", "srste:1:4", "sste:2:4", "fst:2:4"])
+@RECIPES
 @pytest.mark.parametrize("packed", ["True", "auto"])
 def test_training_steps(device, recipe, packed):
+    check_training(device, recipe, packed, gemms.layout_on(torch.device(device, 0), 64))
+
+
+@EMULATED
+@pytest.mark.quick(0)
+@RECIPES
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+@pytest.mark.usefixtures("hopper")
+def test_training_steps_in_the_order_of_wgmma(device, recipe):
+    check_training(device, recipe, "auto", "wgmma.sp")
+
+
+def check_training(device, recipe, packed, order):
     options = "end=None, every=2, seed=1, " if recipe.startswith("fst") else "seed=1, " if recipe.startswith("sste") else ""
     model, got, seen = trained(f"{recipe}({options}packed={packed})", device)
     layer = model[0]
     kept = [form for form in layer.effective.kept if isinstance(form, nm.ops.Packed)]
-    assert len(kept) == 1 and kept[0].layout == "mma.sp" and kept[0].rows.values.dtype == BF16
+    assert len(kept) == 1 and kept[0].layout == order and kept[0].rows.values.dtype == BF16
     assert (kept[0].columns is not None) == recipe.startswith("fst")
     # both layers are packed once per step; the first one has no dgrad
     assert seen == [(2, 4 + 2 * recipe.startswith("fst"), 0)] * 4
@@ -128,9 +164,42 @@ def test_training_steps(device, recipe, packed):
     assert got == pytest.approx(want, rel=2e-2)
 
 
+@EMULATED
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["sste:2:4(packed=auto, seed=1)", "fst:2:4(end=None, seed=1, packed=auto)"])
+@pytest.mark.usefixtures("hopper")
+def test_a_step_compiles_to_one_graph_in_the_order_of_wgmma(device, recipe):
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph.print_readable(print_output=False))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    x, got = torch.randn(64, 64), []
+    for compiled in (False, True):
+        model, optimizer = begun(recipe, device)
+        loss = torch.compile(loss_of, fullgraph=True, backend=backend) if compiled else loss_of
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss(model, x).backward()
+            optimizer.step()
+        got.append([p.detach() for p in model.parameters()])
+    assert len(graphs) == 1 and "wgmma.sp" in graphs[0] and "nm_linear." in graphs[0] and "nm_linear_dgrad" not in graphs[0]
+    for a, b in zip(*got, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+    torch.compiler.reset()
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["srste:2:4(packed=True)", "sste:2:4(packed=True, seed=1)"])
-def test_a_captured_step_trains_as_an_eager_one(recipe):
+@pytest.mark.parametrize(
+    "recipe",
+    ["srste:2:4(packed=True)", "sste:2:4(packed=True, seed=1)", "sste:2:4(packed=auto, seed=1)", "fst:2:4(end=None, seed=1, packed=auto)"],
+)
+def test_a_captured_step_trains_as_an_eager_one(recipe, monkeypatch):
+    monkeypatch.setenv("NMKERNELS_CHOICE", "measured")  # by the eager steps before, and never while a graph is captured
+    gemms.forget()
     x, replays = torch.randn(64, 64).cuda(), 5
 
     def step(model, optimizer):

@@ -87,7 +87,7 @@ def test_a_scaler_changes_nothing_and_a_step_that_it_skips_neither(entry):
         assert distance(snapshot(model), want) < 1e-5 and figures(handle) == pytest.approx(said, rel=1e-3, abs=1e-6)
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(4)
 @KINDS
 def test_a_closure_in_which_backward_runs_changes_nothing(entry):
     """As Lightning steps: zero_grad and backward come after the hooks that precede a step."""
@@ -108,7 +108,7 @@ def test_a_closure_in_which_backward_runs_changes_nothing(entry):
 # ---- checkpoints
 
 
-@pytest.mark.quick(1, per="entry.recipe.name")
+@pytest.mark.quick(8)
 @ENTRIES
 def test_resume_is_bit_for_bit(entry):
     """In whatever order a trainer attaches, loads the model and loads the optimizer."""
@@ -212,6 +212,7 @@ def test_remove_gives_the_dense_model_back(entry):
 # ---- the surroundings
 
 
+@pytest.mark.quick(8)
 @KINDS
 def test_frozen_layer_stays_and_the_rest_learns(entry):
     model = net(entry.recipe, F32)
@@ -224,6 +225,7 @@ def test_frozen_layer_stays_and_the_rest_learns(entry):
     assert all(torch.isfinite(v).all() for v in handle.metrics().values())
 
 
+@pytest.mark.quick(8)
 @KINDS
 @ENDING
 def test_bf16_autocast(entry):
@@ -293,7 +295,7 @@ def test_compiled_equals_eager(entry):
     torch.compiler.reset()
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(4)
 @KINDS
 def test_several_optimizers(entry):
     model, other = net(entry.recipe), torch.optim.AdamW if entry.any_optimizer else entry.recipe.optimizer
@@ -322,7 +324,7 @@ def test_every_recipe_is_on_the_roster():
 # ---- its FLOPs
 
 
-@pytest.mark.quick(1, per="entry.recipe.name")
+@pytest.mark.quick(8)
 @ENDING
 @ENTRIES
 def test_no_weight_is_denser_than_its_flops_are_counted(entry):

@@ -46,7 +46,8 @@ def distill_loss(student_logits: Tensor, teacher_logits: Tensor, labels: Tensor,
         temperature, weight: T > 0; that of the second term, 0 to 1.
 
     Raises:
-        RecipeError: temperature or weight out of range. ShapeError: the shapes do not fit.
+        RecipeError: temperature or weight out of range.
+        ShapeError: the shapes do not fit.
 
     Example:
         >>> logits, labels = torch.tensor([[2.0, 0.0]]), torch.tensor([0])

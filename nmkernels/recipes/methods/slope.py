@@ -83,7 +83,7 @@ class SLoPe(ScheduledRecipe):
 
     about = About(
         paper="Mozaffari et al., ICLR 2025, arXiv 2405.16325",
-        extra_state="two masks per layer; L and R' of the adapters",
+        extra_state="two masks per layer; A and B of the adapters",
         cost="fprop and dgrad at N/M, a mask every 100 steps; adapters in the last 1 %",
     )
     final = "nm+adapter"

@@ -90,8 +90,9 @@ class SSTE(Recipe):
             ``"exact"``, of least variance; ``"approx"``, the two-draw sampler of the authors' code; None, the dense GEMM.
             ``"magnitude"`` takes the N largest, which is biased: for comparison only.
         mvue_pattern: N:M of the estimate, whatever the weights' pattern is.
-        fp8: also round the operands of all three GEMMs to emulated FP8 with the current largest magnitude as scale, on any device:
-            ``"paper"`` e4m3 forward, e5m2 for both operands in backward; ``"hybrid"`` e5m2 for gradients only.
+        fp8: also round the operands of all three GEMMs to FP8 with the current largest magnitude as scale, on any device: ``"paper"``
+            e4m3 forward, e5m2 for both operands in backward; ``"hybrid"`` e5m2 for gradients only. It is emulated, and saves no time,
+            but for fprop and an estimated wgrad of 2:4 on GPUs of compute capability 9.0, whose 8-bit tensor cores multiply them.
         packed: as for ``STE``.
         seed: of the estimates; None takes torch's initial seed. Every layer and data-parallel rank has a stream of its own, advanced
             on the device by each backward pass and saved with the optimizer.
@@ -115,7 +116,7 @@ class SSTE(Recipe):
         paper="Hu, Zhu, Chen, NeurIPS 2024, arXiv 2409.09099",
         patterns="any N:M; 2:4 in the paper",
         extra_state="one fixed scale per layer, and a random stream for the estimates",
-        cost="fprop at N/M, wgrad at that of mvue_pattern; a threshold at every step, an estimate of g in every backward",
+        cost="fprop at N/M, wgrad at the N/M of mvue_pattern; a threshold at every step, an estimate of g in every backward",
     )
 
     def __post_init__(self) -> None:

@@ -64,7 +64,8 @@ def search_permutation(
         progress: called with a line of text about once every ten seconds.
 
     Raises:
-        ShapeError: no matrix, or M does not divide its columns. RecipeError: ``escapes`` is negative, or the weight not finite.
+        ShapeError: no matrix, or M does not divide its columns.
+        RecipeError: ``escapes`` is negative, or the weight not finite.
 
     Example:
         >>> w = torch.tensor([[4.0, 3.0, 2.0, 0.0, 1.0, 0.0, 0.0, 0.0]])
