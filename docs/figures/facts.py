@@ -57,7 +57,7 @@ def table() -> str:
     """All recipes with what they are, the training FLOPs of sparse layers as a share of the dense ones, and what is left in the end."""
     lines = ["| recipe | what it is | FLOPs | leaves |", "| --- | --- | --- | --- |"]
     for group, members in GROUPS.items():
-        lines.append(f"| **{group}** | | | |")
+        lines.append(f"| | **{group}** | | |")
         for name in members:
             told = describe(find(name))
             recipe = nm.recipes.get(f"{name}:{'2:8' if name == 'vnm' else '2:4'}", total_steps=STEPS)

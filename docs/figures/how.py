@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from svg import Drawing  # noqa: E402
+from svg import Drawing, command  # noqa: E402
 
 import nmkernels as nm  # noqa: E402
 from nmkernels.reference.layouts import to_layout  # noqa: E402
@@ -299,19 +298,7 @@ FIGURES = {f.__name__: f for f in (compressed, metadata, transposable, mvue, opt
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="figures; default: all")
-    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when a figure is not up to date")
-    args = parser.parse_args(argv)
-    stale = 0
-    for name in args.names or FIGURES:
-        path, new = FOLDER / f"{name}.svg", str(FIGURES[name]())
-        if args.check and not (path.exists() and path.read_text(encoding="utf-8") == new):
-            sys.stdout.write(f"{path.name} is not up to date; run: python docs/figures/how.py {name}\n")
-            stale = 1
-        elif not args.check:
-            path.write_text(new, encoding="utf-8")
-    return stale
+    return command("how.py", {FOLDER / f"{name}.svg": lambda draw=draw: str(draw()) for name, draw in FIGURES.items()}, argv)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ is sparse. All recipes have the same initial weights, batches, and learning rate
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import sys
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from svg import COLOURS, Drawing  # noqa: E402
+from svg import COLOURS, Drawing, command  # noqa: E402
 
 import nmkernels as nm  # noqa: E402
 
@@ -287,21 +287,7 @@ def same(old: str, new: str) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="recipes; default: all")
-    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when a figure is not what its run gives")
-    args = parser.parse_args(argv)
-    stale = 0
-    for name in args.names or FIGURES:
-        path, new = FOLDER / f"{name}.svg", figure(name)
-        if args.check:
-            old = path.read_text(encoding="utf-8") if path.exists() else ""
-            if not same(old, new):
-                sys.stdout.write(f"{path.name} is not what its run gives; run: python docs/figures/methods.py {name}\n")
-                stale = 1
-        else:
-            path.write_text(new, encoding="utf-8")
-    return stale
+    return command("methods.py", {FOLDER / f"{name}.svg": partial(figure, name) for name in FIGURES}, argv, same)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,16 @@ python docs/figures/speed.py [--check]
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from svg import Drawing  # noqa: E402
+from svg import Drawing, command  # noqa: E402
 
 import nmkernels as nm  # noqa: E402
 from bench import tables  # noqa: E402
@@ -153,19 +153,8 @@ FIGURES = {DOCS / "story.svg": story, DOCS / "pays.svg": pays}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write both; with ``--check`` write nothing and return 1 when one is not what the rows give."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when a figure is not up to date")
-    args = parser.parse_args(argv)
-    stale, rows = 0, load(RESULTS)
-    for path, draw in FIGURES.items():
-        new = draw(rows)
-        if not args.check:
-            path.write_text(new, encoding="utf-8")
-        elif not path.exists() or path.read_text(encoding="utf-8") != new:
-            sys.stdout.write(f"{path.name} does not show the committed rows; run: python docs/figures/speed.py\n")
-            stale = 1
-    return stale
+    rows = load(RESULTS)
+    return command("speed.py", {path: partial(draw, rows) for path, draw in FIGURES.items()}, argv)
 
 
 if __name__ == "__main__":

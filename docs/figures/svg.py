@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import html
-from collections.abc import Iterable, Sequence
+import operator
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 LIGHT = {
     "paper": "#ffffff", "ink": "#1f2328", "soft": "#59636e", "line": "#c4cad1", "fill": "#eef1f4",
@@ -139,3 +143,31 @@ class Drawing:
         )
         paper = f'<rect class="paper" width="{self.width}" height="{self.height}" rx="6"/>'
         return "\n".join([head, paper, *self.parts, "</svg>"]) + "\n"
+
+
+def command(
+    script: str, figures: Mapping[Path, Callable[[], str]], argv: list[str] | None, same: Callable[[str, str], bool] = operator.eq
+) -> int:
+    """A script's command line: write its figures, or those that are named; with ``--check`` write none, and return 1 where a file is not
+    what would be drawn.
+
+    Args:
+        script: its file in this folder.
+        figures: path -> what draws it.
+        same: whether an old file and a new one agree.
+    """
+    parser = argparse.ArgumentParser(prog=script)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="figures; default: all")
+    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when a figure is not up to date")
+    args = parser.parse_args(argv)
+    known, stale = {path.stem: path for path in figures}, 0
+    if unknown := sorted({*args.names} - {*known}):
+        parser.error(f"no figure is called {unknown[0]!r}; there are {', '.join(known)}")
+    for name in args.names or known:
+        path, new = known[name], figures[known[name]]()
+        if not args.check:
+            path.write_text(new, encoding="utf-8")
+        elif not path.exists() or not same(path.read_text(encoding="utf-8"), new):
+            sys.stdout.write(f"{path.name} is not up to date; run: python docs/figures/{script} {name}\n")
+            stale = 1
+    return stale

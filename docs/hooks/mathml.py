@@ -10,6 +10,7 @@ import html
 import re
 from typing import Any
 
+STARRED = re.compile(r"\\operatorname\*\{([^}]*)\}_(\{[^}]*\}|\w)")
 BAR = re.compile(r"<mo[^>]*>(?:\||&#x0007C;|&#x02223;)</mo>")
 FOUND = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
@@ -22,8 +23,11 @@ def mathml(latex: str, block: bool) -> str:
     """
     from latex2mathml.converter import convert
 
-    made = convert(latex.strip(), display="block" if block else "inline")
-    if unknown := re.search(r"<m[ion]>(\\[A-Za-z]+)</m[ion]>", made):
+    # what it does not know, in words that it knows
+    known = STARRED.sub(lambda of: rf"\underset{{{of[2]}}}{{\text{{{of[1]}}}}}", latex.strip().replace(r"arg\,", "arg "))
+    known = known.replace("{aligned}", "{align*}")
+    made = convert(known, display="block" if block else "inline")
+    if unknown := re.search(r"<m[ion]>(\\[A-Za-z]+|&|\*|&#x0002A;)</m[ion]>", made):
         raise ValueError(f"{unknown[1]} in ${latex.strip()}$ is not known to latex2mathml")
     made = made.replace("<mi>:</mi><mo>&#x0003D;</mo>", "<mo>&#x02254;</mo>")  # :=
     # a bar on either side of a term is no relation and has no space beside it

@@ -26,6 +26,9 @@ PAGES = {
 """Documents elsewhere in the repository, and the pages that they are here. Every program in examples/ has a page too."""
 
 LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s#]*)(#[^)\s]*)?((?:\s+\"[^\"]*\")?\))")
+CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
+CODE = re.compile(r"(?<=<code>).*?(?=</code>)")
+BREAK = re.compile(r"(?<=[/_.:=(])(?=\w)")
 FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 
 
@@ -123,3 +126,12 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
         parts += [LINK.sub(moved, markdown[end : fence.start()]), fence[0]]
         end = fence.end()
     return "".join([*parts, LINK.sub(moved, markdown[end:])])
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Code in a table may be broken after a slash, a dot, an underscore ..., and nowhere else: no column is too wide, no letter alone."""
+
+    def breakable(cell: re.Match[str]) -> str:
+        return CODE.sub(lambda code: BREAK.sub("<wbr>", code[0]), cell[0])
+
+    return CELL.sub(breakable, html)
