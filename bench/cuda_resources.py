@@ -20,7 +20,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import util
 from pathlib import Path
@@ -80,6 +80,8 @@ class Kernel:
     inexact: str
     """Floating-point instructions of the PTX that are not one operation rounded once; not listed for GEMMs."""
     instructions: int
+    digest: str
+    """Of the sources; see ``digest``."""
     nvcc: str
 
     @property
@@ -180,6 +182,14 @@ def _fingerprint(source: Path, arch: str) -> str:
     return found.hexdigest()[:16]
 
 
+def digest(source: Path) -> str:
+    """Of a file of kernels, all that it includes and its flags; comments and spaces apart. A row whose digest is another is out of date."""
+    found = hashlib.sha256(" ".join(_flags(source)).encode())
+    for path in sorted(with_includes(source)):
+        found.update(" ".join([path.name, *re.sub(r"//.*|/\*[\s\S]*?\*/", " ", path.read_text()).split()]).encode())
+    return found.hexdigest()[:10]
+
+
 def with_includes(source: Path) -> set[Path]:
     """A file and all of ours that it includes, but for the declarations of host functions."""
     seen, todo = set(), [source.resolve()]
@@ -199,7 +209,8 @@ def _compile(source: Path, arch: str) -> tuple[list[Kernel], str]:
         _run(compiler, *_flags(source), f"-arch={arch}", "-ptx", "-o", str(ptx), str(source))
         _run(compiler, "-O3", f"-arch={arch}", "-cubin", "-o", str(cubin), str(ptx))
         usage, sass = (_run(str(_tool("cuobjdump")), way, str(cubin)) for way in ("-res-usage", "-sass"))
-        return read_back(source.name, arch, not is_gemm(source), ptx.read_text(), usage, sass), sass
+        kernels = read_back(source.name, arch, not is_gemm(source), ptx.read_text(), usage, sass)
+        return [replace(k, digest=digest(source)) for k in kernels], sass
 
 
 def read_back(source: str, arch: str, exact: bool, ptx: str, usage: str, sass: str) -> list[Kernel]:
@@ -230,6 +241,7 @@ def read_back(source: str, arch: str, exact: bool, ptx: str, usage: str, sass: s
                 matrix=" ".join(f"{name} {number}" for name, number in sorted(feeding.items())),
                 inexact=wrong.get(mangled, ""),
                 instructions=len(opcodes),
+                digest="",
                 nvcc=_version(),
             )
         )

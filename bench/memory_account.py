@@ -26,7 +26,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from . import cuda_resources as resources
@@ -161,6 +161,8 @@ class Share:
     binds: str
     share: float
     """Of what a copy reaches."""
+    digest: str = ""
+    """Of the kernel's sources; see ``cuda_resources.digest``."""
 
 
 class NoWayError(ValueError):
@@ -306,7 +308,7 @@ def compiled(words: list[str] | None = None) -> list[Share]:
         }
         for gpu in GPUS:
             (used,) = (k for k in resources.compiled(sources[case.source], gpu.arch) if k.kernel == case.kernel)
-            found.append(share(case, gpu, of[gpu.arch], used.registers, used.shared_bytes))
+            found.append(replace(share(case, gpu, of[gpu.arch], used.registers, used.shared_bytes), digest=used.digest))
     return found
 
 

@@ -23,8 +23,8 @@ from __future__ import annotations
 import argparse
 import re
 import tempfile
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from nmkernels.capability import nvcc
@@ -34,6 +34,7 @@ from . import rows as tidy
 from .rows import RESULTS
 
 PATH = RESULTS / "wgmma_account.csv"
+SOURCES = tuple(resources.SOURCES / "gemm" / name for name in ("wgmma_sp.cu", "wgmma_sp_8bit.cu"))
 REWRITE = "python -m bench.wgmma_account"
 SPARSE, DENSE, SHARED, FROM_L2 = 4096, 2048, 128, 32
 CLOCK, PROCESSORS = 1.75e9, 132
@@ -83,6 +84,8 @@ class Tile:
     h100: str
     """Predicted TFLOP/s of the shapes, zeros counted."""
     h200: str
+    digest: str = ""
+    """Of the kernel's sources; see ``cuda_resources.digest``."""
 
 
 def account(rows: int, cols: int, stages: int, cluster: int, by_column: bool, loop: int, kind: str = "bf16") -> Tile:
@@ -125,16 +128,16 @@ def loops(sass: str) -> dict[str, int]:
     return found
 
 
-def compiled() -> list[Tile]:
-    """The account of every tile, from the kernel as it is."""
+def compiled(sources: Sequence[Path] = SOURCES) -> list[Tile]:
+    """The account of every tile, from the kernels of these files as they are."""
     made = []
-    for name in ("wgmma_sp.cu", "wgmma_sp_8bit.cu"):
-        source = resources.SOURCES / "gemm" / name
+    for source in sources:
         compiler = nvcc().reason.split(":")[0]
         with tempfile.TemporaryDirectory() as folder:
             cubin = Path(folder) / "made.cubin"
             resources._run(compiler, *resources._flags(source), "-arch=sm_90a", "-cubin", "-o", str(cubin), str(source))
-            made += told(loops(resources._run(str(resources._tool("cuobjdump")), "-sass", str(cubin))))
+            tiles = told(loops(resources._run(str(resources._tool("cuobjdump")), "-sass", str(cubin))))
+            made += [replace(t, digest=resources.digest(source)) for t in tiles]
     kinds = list(KINDS.values())
     return sorted(made, key=lambda t: (kinds.index(t.kind), t.by_column, -t.rows * t.cols))
 
