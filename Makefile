@@ -69,12 +69,13 @@ test-oldest: build
 triton: build
 	$(call interpreted,$(TEST_ARGS))
 
-# Triton interprets its kernels only where that is said before it is imported: hence a process of its own
+# Triton interprets its kernels only where that is said before it is imported: hence a process of its own; other backends'
+# cases were run before
 TRITON_TESTS := python_tests/backends/triton python_tests/ops/test_conformance.py python_tests/ops/test_exact.py
 define interpreted
 @if test "$$(uname -s)" != Linux; then echo '== no Triton for this system, its kernels are not tested'; \
 else echo '== tests of the Triton kernels, interpreted' && $(BIN)/python -c 'import triton' \
-  && TRITON_INTERPRET=1 $(PYTEST) $(TRITON_TESTS) $(1); fi
+  && TRITON_INTERPRET=1 $(PYTEST) -k triton $(TRITON_TESTS) $(1); fi
 endef
 
 # $(call core_tests,SANITIZERS,OPTIONS,PROGRAMS)
@@ -83,13 +84,13 @@ define core_tests
 @$(BIN)/cmake -S csrc -B build/sanitize-$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN_PATH)/ninja -DNMKERNELS_SANITIZE=$(1) \
   -DNMKERNELS_CUDA=off $(2) >$(VENV)/sanitize.log || { cat $(VENV)/sanitize.log; exit 1; }
 @$(BIN)/cmake --build build/sanitize-$(1) >$(VENV)/sanitize.log || { cat $(VENV)/sanitize.log; exit 1; }
-@for program in $(3); do build/sanitize-$(1)/$$program || exit 1; done
+@printf '%s\n' $(3) | xargs -P $(JOBS) -I PROGRAM sh -c build/sanitize-$(1)/PROGRAM
 endef
 
-# what threads share is the same under every instruction set, so races are looked for under one; emulated CUDA threads
-# take turns and share nothing that way
+# kernels that this machine cannot run need not be compiled; what threads share is the same under every instruction set, so
+# races are looked for under one; emulated CUDA threads take turns and share nothing that way
 sanitize: $(VENV)/.ready
-	$(call core_tests,address$(comma)undefined,-DNMKERNELS_EMULATOR=ON,core_tests emulator_tests)
+	$(call core_tests,address$(comma)undefined,-DNMKERNELS_EMULATOR=ON -DNMKERNELS_ISAS=native,core_tests emulator_tests)
 	$(call core_tests,thread,-DNMKERNELS_ISAS=portable,core_tests)
 
 wheel: $(VENV)/.ready

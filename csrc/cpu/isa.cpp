@@ -14,7 +14,6 @@ namespace nm {
 namespace portable {
 extern const Kernels kernels;
 }
-#if defined(NM_X86)
 namespace avx2 {
 extern const Kernels kernels;
 }
@@ -27,7 +26,6 @@ extern const Kernels kernels;
 namespace amx {
 extern const Kernels kernels;
 }
-#endif
 
 namespace {
 
@@ -39,23 +37,29 @@ struct Isa {
 
 bool always() { return true; }
 
-#if defined(NM_X86)
+#if defined(NM_HAS_avx2)
 bool has_v3() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
            __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("lzcnt") &&
            __builtin_cpu_supports("popcnt");
 }
+#endif
 
+#if defined(NM_HAS_avx512)
 bool has_v4() {
     return has_v3() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
+#endif
 
+#if defined(NM_HAS_avx512_bf16)
 bool has_bf16() {
     return has_v4() && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vnni") &&
            __builtin_cpu_supports("avx512bf16");
 }
+#endif
 
+#if defined(NM_HAS_amx)
 // The tiles are 8 KB of state that a process has to ask for, once for all of its threads.
 bool may_use_tiles() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
@@ -75,10 +79,16 @@ bool has_amx() {
 // the best last
 const Isa kIsas[] = {
     {"portable", &portable::kernels, always},
-#if defined(NM_X86)
+#if defined(NM_HAS_avx2)
     {"avx2", &avx2::kernels, has_v3},
+#endif
+#if defined(NM_HAS_avx512)
     {"avx512", &avx512::kernels, has_v4},
+#endif
+#if defined(NM_HAS_avx512_bf16)
     {"avx512_bf16", &avx512_bf16::kernels, has_bf16},
+#endif
+#if defined(NM_HAS_amx)
     {"amx", &amx::kernels, has_amx},
 #endif
 };
