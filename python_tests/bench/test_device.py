@@ -32,7 +32,7 @@ def test_copies_take_turns() -> None:
 # ---- the cases of a GPU, on one that is not there
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("spec", dict.fromkeys(small(s) for s in targets.quick("cuda")), ids=str)
 def test_cases_of_a_gpu_are_built_and_timed(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     with gpu(monkeypatch):
@@ -63,6 +63,7 @@ def test_a_lost_device_ends_the_run_and_names_the_next_case(monkeypatch, tmp_pat
     assert (outcome.next, len(outcome.wrong)) == (after, wrong) and ("cannot use cpu any more" in said[-1]) == bool(why)
 
 
+@pytest.mark.quick
 def test_a_capture_or_a_backend_that_fails_costs_no_other_provider(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     @contextmanager
     def captured(device: str) -> Iterator[Any]:

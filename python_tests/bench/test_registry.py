@@ -21,7 +21,7 @@ RATIOS = {"x fastest dense", "x dense", "share of copy", "time over dense", "tim
 RATIOS |= {"us beyond a no-op", "us beyond torch"}
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("spec", SMALL, ids=str)
 def test_case_is_proved_and_timed(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.runner.matmul_rate", lambda dtype, device: 1e9)

@@ -27,6 +27,7 @@ INEXACT = instead(reference.linear, lambda y: y + 1e-3)
 BREAKS = Mock(side_effect=RuntimeError("out of luck"))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("spec", "does", "why"),
     [
@@ -61,6 +62,7 @@ def test_provider_that_is_wrong_costs_only_itself(tmp_path: Path, monkeypatch: p
     assert "share of copy" in (metrics := {r.metric for r in outcome.rows}) and "x eager" not in metrics
 
 
+@pytest.mark.quick
 def test_interrupt_keeps_what_was_done_and_resume_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Spec] = []
     measure = runner.measure

@@ -156,6 +156,7 @@ def made(inference, **kwargs):
         return nm.CompressedLinear(fresh(), torch.randn(OUT), **kwargs)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("event", EVENTS, ids=lambda f: getattr(f, "__name__", "copied"))
 def test_an_event_between_any_two_calls(event, monkeypatch):
     for how, inference in itertools.product(["plain", "keep_dense", "columns"], [False, True]):

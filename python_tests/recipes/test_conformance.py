@@ -108,7 +108,7 @@ def test_a_closure_in_which_backward_runs_changes_nothing(entry):
 # ---- checkpoints
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(4)
 @ENTRIES
 def test_resume_is_bit_for_bit(entry):
     """In whatever order a trainer attaches, loads the model and loads the optimizer."""
@@ -148,6 +148,7 @@ def test_dense_checkpoint_loads_strictly_and_a_copied_model_computes_the_same(en
 # ---- the end
 
 
+@pytest.mark.quick(2, per="entry.recipe.name")
 @ENTRIES
 @ENDING
 def test_finish_leaves_what_was_previewed(entry, tmp_path):
@@ -280,7 +281,7 @@ def test_two_models_at_once(entry):
     assert distance(snapshot(pairs[1][0]), snapshot(alone)) == 0.0 or (entry.draws and entry.recipe.setup.seed is None)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @KINDS
 def test_compiled_equals_eager(entry):
     """Also what is deployed; with it in between, a graph for each step would meet torch's limit of them."""

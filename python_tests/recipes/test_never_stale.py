@@ -190,7 +190,7 @@ def writes(write, model, optimizer):
     return lambda: write(model, [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in model.parameters()], optimizer)
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("key", RECIPES)
 def test_the_next_forward_pass_multiplies_the_present_weight(key):
     for name, write in WRITERS.items():
@@ -199,7 +199,7 @@ def test_the_next_forward_pass_multiplies_the_present_weight(key):
         check(model, handle, before=writes(write, model, optimizer), name=name)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("key", ["srste", "fst_packed", "maskllm", "layerwise", "srste_packed", "sste", "sste_packed", "fst"])
 def test_without_fingerprints_too_as_on_a_gpu(key, monkeypatch):
     as_on_a_gpu(monkeypatch)

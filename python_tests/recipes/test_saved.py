@@ -37,6 +37,7 @@ def test_texts_of_others(text):
         restored(text, layers, {"0": torch.zeros(4, 8, dtype=torch.uint8)})
 
 
+@pytest.mark.quick(1, per="entry.recipe.name")
 @pytest.mark.parametrize("entry", ROSTER.values(), ids=ROSTER.keys())
 def test_keys_of_a_state_dict_are_those_of_a_fresh_one(entry):
     """torch.distributed.checkpoint loads no others."""

@@ -53,6 +53,7 @@ def check(values, indices, w, x, bias=None, activation="", residual=None, by_col
     return y
 
 
+@pytest.mark.quick(3)
 @dtypes
 @tiles
 def test_every_value_is_found(device, tile, dtype, use):
@@ -66,7 +67,7 @@ def test_every_value_is_found(device, tile, dtype, use):
             assert_equal_bits(multiply(values, order, eye, True) + 0.0, w + 0.0)
 
 
-@pytest.mark.quick(1, per="tile")
+@pytest.mark.quick(2)
 @dtypes
 @tiles
 def test_sizes(device, tile, dtype, use):
@@ -82,7 +83,7 @@ def test_sizes(device, tile, dtype, use):
         check(values, indices, w, inputs(tokens, cols, dtype, device), bias, activation)
 
 
-@pytest.mark.quick(1, per="tile")
+@pytest.mark.quick
 @dtypes
 @wide_tiles
 def test_by_column(device, dtype, tile, use):

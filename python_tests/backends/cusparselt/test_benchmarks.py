@@ -49,6 +49,7 @@ def test_what_was_stored_before_is_no_default(fake) -> None:
     assert used(providers(spec)[DEFAULT]) == Algorithm()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("lost", [DEFAULT, SEARCHED])
 def test_one_that_fails_costs_itself_alone(fake, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: object) -> None:

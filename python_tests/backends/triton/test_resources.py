@@ -11,7 +11,6 @@ from nmkernels.dispatch import _impls
 
 TOOLS = resources.tools()
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(interpreted(), reason="TRITON_INTERPRET=1 compiles nothing; run it without"),
     pytest.mark.skipif(not TOOLS.ok, reason=TOOLS.reason),
 ]
@@ -20,17 +19,11 @@ CASES = cases()
 SAMPLED = [c for c in CASES if c.sampled]
 
 
-@pytest.mark.parametrize("op", sorted({c.op for c in SAMPLED}))
-@pytest.mark.parametrize("arch", resources.ARCHITECTURES)
 @pytest.mark.slow
-def test_compiled(op: str, arch: int) -> None:
-    for case in (c for c in SAMPLED if c.op == op):
-        _check(case, arch)
-
-
-def test_one_is_compiled() -> None:
-    """The quick one of this file."""
-    _check(next(c for c in SAMPLED if c.op == "nm_mask"), 90)
+@pytest.mark.parametrize("case", SAMPLED, ids=lambda case: f"{case.op} {case.name}")
+def test_compiled(case: Case) -> None:
+    """Each for one architecture, in turn; what the others become is in the table."""
+    _check(case, resources.ARCHITECTURES[SAMPLED.index(case) % len(resources.ARCHITECTURES)])
 
 
 def _check(case: Case, arch: int) -> None:
