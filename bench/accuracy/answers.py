@@ -116,6 +116,26 @@ def same_rate(cells: Cells, task: str, pattern: str, method: str) -> str:
     )
 
 
+def at_chance(cells: Cells, task: str, chance: float, within: float = 3.0) -> str:
+    """The methods of which runs at their own rate ended as good as guessing: how many did, and how many of the search's at that rate.
+
+    Args:
+        chance: accuracy of a guess, in percent.
+        within: points from it that count as none.
+    """
+
+    def lost(runs: Runs) -> str:
+        return f"{sum(abs(row.accuracy - chance) <= within for row in runs.values())} of {len(runs)}"
+
+    found = []
+    for case in (Case(task, *pair) for pair in cells.cases(task)):
+        runs, search = cells.tuned(case), cells.search(case)
+        if search and not lost(runs).startswith("0 "):
+            tuning = cells.at(case, search.rate, settings(task).tune_steps, TUNING_SEEDS)
+            found.append(f"{lost(runs)} of `{case.method}` at {case.pattern} ({lost(tuning)} in the search)")
+    return ", ".join(found) or "none"
+
+
 def finding(cells: Cells, name: str) -> str:
     """The answer to a primary contrast with its numbers."""
     found = findings(cells)[name]

@@ -84,6 +84,7 @@ def _functions(cells: Cells, folder: Path) -> dict[str, Any]:
         "same_rate": answers.same_rate,
         "compare": answers.compare,
         "finding": answers.finding,
+        "at_chance": answers.at_chance,
         "spent": costs.spent,
         "rates_figure": figures.rates,
         "flops_figure": figures.flops,

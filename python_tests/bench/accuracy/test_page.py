@@ -116,6 +116,19 @@ def test_phrases_follow_from_the_interval():
     assert answers.in_words(Estimate(math.nan, math.nan, 0, math.nan), "x") == "not compared with x yet"
 
 
+def test_runs_that_end_at_chance_are_counted(cells):
+    def says(which):
+        """With 50.5 % instead where ``which`` says."""
+        known = [dataclasses.replace(r, accuracy=50.5 if which(r) else 80.0) for r in cells.rows]
+        return answers.at_chance(Cells(known), "mlp", 50)
+
+    assert says(lambda r: False) == "none"
+    assert (
+        says(lambda r: r.method == "step" and r.pattern == "1:8" and r.seed in (0, 3)) == "2 of 6 of `step` at 1:8 (0 of 3 in the search)"
+    )
+    assert says(lambda r: r.method == "step" and r.pattern == "1:8") == "6 of 6 of `step` at 1:8 (3 of 3 in the search)"
+
+
 def test_flops_are_compared_only_between_runs(cells):
     ours, dense = tables.curve(cells, Case("mlp", "srste", "1:8")), tables.curve(cells, Case("mlp", "dense", "dense"))
     assert set(ours) == set(range(6)) and sorted(ours[0]) == [0.75e9, 1.5e9, 3e9] and sorted(dense[0]) == [1e9, 2e9, 4e9]
