@@ -261,8 +261,7 @@ IMPORTS = {"first": "import nmkernels as nm\nimport peft, transformers", "last":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", IMPORTS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "order"), list(zip(MODELS, IMPORTS, strict=True)))
 def test_an_adapter_is_loaded_in_another_process(name: str, order: str, tmp_path: Path) -> None:
     base(name).save_pretrained(tmp_path / "base")
     lora = tuned(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
