@@ -70,8 +70,8 @@ test-oldest: build
 triton: build
 	$(call interpreted,$(TEST_ARGS))
 
-# Triton interprets its kernels only where that is said before it is imported: hence a process of its own; other backends'
-# cases were run before
+# Triton interprets its kernels only where that is said before it is imported: hence a process of its own,
+# which has no cases of other backends
 TRITON_TESTS := python_tests/backends/triton python_tests/ops/test_conformance.py python_tests/ops/test_exact.py
 define interpreted
 @if test "$$(uname -s)" != Linux; then echo '== no Triton for this system, its kernels are not tested'; \
@@ -88,8 +88,8 @@ define core_tests
 @printf '%s\n' $(3) | xargs -P $(JOBS) -I PROGRAM sh -c build/sanitize-$(1)/PROGRAM
 endef
 
-# kernels that this machine cannot run need not be compiled (SANITIZE_ISAS='portable;avx2' for fewer); what threads share is the same under every instruction set, so
-# races are looked for under one; emulated CUDA threads take turns and share nothing that way
+# kernels that this machine cannot run are left out; SANITIZE_ISAS='portable;avx2' leaves out more. What threads share is the
+# same under every instruction set, so races are looked for under one; emulated CUDA threads take turns and share nothing that way
 sanitize: $(VENV)/.ready
 	$(call core_tests,address$(comma)undefined,-DNMKERNELS_EMULATOR=ON '-DNMKERNELS_ISAS=$(SANITIZE_ISAS)',core_tests emulator_tests)
 	$(call core_tests,thread,-DNMKERNELS_ISAS=portable,core_tests)

@@ -124,15 +124,16 @@ def at_chance(cells: Cells, task: str, chance: float, within: float = 3.0) -> st
         within: points from it that count as none.
     """
 
-    def lost(runs: Runs) -> str:
-        return f"{sum(abs(row.accuracy - chance) <= within for row in runs.values())} of {len(runs)}"
+    def lost(runs: Runs) -> int:
+        return sum(abs(row.accuracy - chance) <= within for row in runs.values())
 
     found = []
     for case in (Case(task, *pair) for pair in cells.cases(task)):
         runs, search = cells.tuned(case), cells.search(case)
-        if search and not lost(runs).startswith("0 "):
+        if search and lost(runs):
             tuning = cells.at(case, search.rate, settings(task).tune_steps, TUNING_SEEDS)
-            found.append(f"{lost(runs)} of `{case.method}` at {case.pattern} ({lost(tuning)} in the search)")
+            share = f"{lost(runs)} of {len(runs)} of `{case.method}` at {case.pattern}"
+            found.append(f"{share} ({lost(tuning)} of {len(tuning)} in the search)")
     return ", ".join(found) or "none"
 
 

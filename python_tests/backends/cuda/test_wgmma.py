@@ -110,35 +110,6 @@ def test_the_emulator_never_gets_it():
         calls.host().gemm_wgmma_sp(16, 32, 48, 0, 0, 64, 0, 1, 0, 64, 8, 64, False, 4, 0, 1, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("obstacle", "order", "rows", "by_wgmma", "word"),
-    [
-        ("", "wgmma.sp", 64, True, "by wgmma.sp"),
-        ("", "canonical", 128, True, "by wgmma.sp"),
-        ("", "mma.sp", 64, False, "order of mma.sp"),
-        ("", "canonical", 80, False, "64 rows"),
-        ("this GPU has 8.0", "wgmma.sp", 64, False, "this GPU has 8.0"),
-    ],
-)
-def test_which_kernel_multiplies_and_why(monkeypatch, obstacle, order, rows, by_wgmma, word):
-    """Where the GPU, its driver and the build have it, and order and rows fit; else mma.sp, and the reason is told."""
-    module = Mock()
-    module.wgmma_obstacle.return_value = obstacle
-    module.gpu.return_value = H100
-    module.gemm_plan.return_value, module.gemm_wgmma_plan.return_value = (1, 1), (2, 1)
-    monkeypatch.setattr(gemm, "core", lambda _: module)
-    monkeypatch.setattr(gemm, "metadata", lambda i, cols, layout: reference.to_layout(i, cols, layout))
-    values, indices, _ = packed("2:4", rows, 128, BF16)
-    given = reference.to_layout(indices, 128, order)
-    can, reason = gemm.takes(values, given, 2, 4, 128)
-    assert can and word in reason
-    gemm.multiply(values, given, inputs(20, 128, BF16), torch.empty(20, rows, dtype=BF16), 20, 128, False)
-    called = module.gemm_wgmma_sp if by_wgmma else module.gemm_mma_sp
-    assert [c.called for c in (module.gemm_wgmma_sp, module.gemm_mma_sp)] == [by_wgmma, not by_wgmma]
-    warps, tile, splits = called.call_args.args[13:16]
-    assert (warps, tile, splits) == ((4, 2, 1) if by_wgmma else (4 if order == "wgmma.sp" else 1, 1, 1))
-
-
 @pytest.fixture
 def hopper(monkeypatch):
     """The calls that reach the core of an H100 that is not there."""
@@ -150,6 +121,31 @@ def hopper(monkeypatch):
     monkeypatch.setattr(gemm, "compiled", lambda: module)
     monkeypatch.setattr(gemm, "cuda_kernels", lambda index: (True, "it runs"))
     return module
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "order", "rows", "by_wgmma", "word"),
+    [
+        ("", "wgmma.sp", 64, True, "by wgmma.sp"),
+        ("", "canonical", 128, True, "by wgmma.sp"),
+        ("", "mma.sp", 64, False, "order of mma.sp"),
+        ("", "canonical", 80, False, "64 rows"),
+        ("this GPU has 8.0", "wgmma.sp", 64, False, "this GPU has 8.0"),
+    ],
+)
+def test_which_kernel_multiplies_and_why(hopper, monkeypatch, obstacle, order, rows, by_wgmma, word):
+    """Where the GPU, its driver and the build have it, and order and rows fit; else mma.sp, and the reason is told."""
+    hopper.wgmma_obstacle.return_value = obstacle
+    monkeypatch.setattr(gemm, "metadata", lambda i, cols, layout: reference.to_layout(i, cols, layout))
+    values, indices, _ = packed("2:4", rows, 128, BF16)
+    given = reference.to_layout(indices, 128, order)
+    can, reason = gemm.takes(values, given, 2, 4, 128)
+    assert can and word in reason
+    gemm.multiply(values, given, inputs(20, 128, BF16), torch.empty(20, rows, dtype=BF16), 20, 128, False)
+    called = hopper.gemm_wgmma_sp if by_wgmma else hopper.gemm_mma_sp
+    assert [c.called for c in (hopper.gemm_wgmma_sp, hopper.gemm_mma_sp)] == [by_wgmma, not by_wgmma]
+    warps, tile, splits = called.call_args.args[13:16]
+    assert (warps, tile, splits) == ((4, 2, 1) if by_wgmma else (4 if order == "wgmma.sp" else 1, 1, 1))
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,9 @@ SAMPLED = [c for c in CASES if c.sampled]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", resources.ARCHITECTURES)
 @pytest.mark.parametrize("case", SAMPLED, ids=lambda case: f"{case.op} {case.name}")
-def test_compiled(case: Case) -> None:
-    """Each for one architecture, in turn; what the others become is in the table."""
-    _check(case, resources.ARCHITECTURES[SAMPLED.index(case) % len(resources.ARCHITECTURES)])
-
-
-def _check(case: Case, arch: int) -> None:
+def test_compiled(case: Case, arch: int) -> None:
     kernels = resources.compiled(case, arch)
     assert resources.missed(case, arch, kernels) == []
     known = {k.key: k for k in resources.read()}
