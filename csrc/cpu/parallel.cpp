@@ -50,7 +50,8 @@ class Job {
     std::exception_ptr error_;  // written once, by whoever sets `failed_`; read after every thread has left
 };
 
-// Set in every forked child: what OpenMP knows of its threads there is not true, and starting them would hang.
+// Set in every forked child: OpenMP would wait for threads that are not there, and a new one may be given the stack of a
+// thread that another was starting at the fork, half set up (glibc then frees its thread-local memory twice).
 std::atomic<bool> forked{false};
 [[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 
@@ -62,17 +63,20 @@ const Team& torch_team() {
 }  // namespace
 
 void parallel_for(int64_t chunks, int threads, const std::function<void(int64_t)>& fn) {
-    if (chunks > 1 && threads > 1) {
+    if (chunks > 1 && threads > 1 && !forked) {
         Job job(fn, chunks);
         const auto work = [](void* its) { static_cast<Job*>(its)->work(); };
         // all threads of torch's team, as torch itself asks for them: a smaller team would end those that it has no use for
-        if (!forked && torch_team()) torch_team()(work, &job, threads);
+        if (torch_team()) torch_team()(work, &job, threads);
         else pool_run(work, &job, int(threads < chunks ? threads : chunks));
         return job.rethrow();
     }
     for (int64_t i = 0; i < chunks; ++i) fn(i);
 }
 
-std::string threads_in_use() { return !forked && torch_team() ? torch_team().name() : "its own threads"; }
+std::string threads_in_use() {
+    if (forked) return "the calling thread alone, in a forked process";
+    return torch_team() ? torch_team().name() : "its own threads";
+}
 
 }  // namespace nm

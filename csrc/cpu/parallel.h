@@ -1,8 +1,8 @@
 // parallel_for(chunks, threads, fn) calls fn(0) .. fn(chunks - 1), each once, on up to `threads` threads.
 //
 // They are the OpenMP threads that torch has (openmp.h), so that kernels and torch's ops, called in turns, do not wake
-// one team while another still spins. Where torch is not loaded, and in a forked child, whose OpenMP threads are lost,
-// they are those of a small pool of our own (pool.h).
+// one team while another still spins. Where torch is not loaded they are those of a small pool of our own (pool.h). In a
+// forked child the caller works alone: its parent's threads are lost, and POSIX lets it start none.
 //
 // A nested call runs its chunks inline. The first exception is rethrown in the caller after all threads have left the
 // job. They run in the caller's floating-point environment, so that results do not depend on who computed a chunk.

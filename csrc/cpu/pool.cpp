@@ -1,6 +1,5 @@
 #include "pool.h"
 
-#include <pthread.h>
 #include <signal.h>
 
 #include <atomic>
@@ -94,20 +93,9 @@ class Pool {
     std::atomic<int> workers_{0};
 };
 
-std::atomic<Pool*> current{nullptr};
-
-// The parent's workers do not exist in the child and its locks may be held: the child forgets the whole pool.
-void forget_in_child() { current.store(nullptr); }
-
-[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, forget_in_child);
-
 Pool& pool() {
-    Pool* found = current.load(std::memory_order_acquire);
-    if (found) return *found;
-    Pool* fresh = new Pool;
-    if (current.compare_exchange_strong(found, fresh)) return *fresh;
-    delete fresh;
-    return *found;
+    static Pool* const only = new Pool;
+    return *only;
 }
 
 }  // namespace
@@ -117,9 +105,6 @@ void pool_run(void (*work)(void*), void* data, int threads) {
     if (threads < 2 || !pool().run(job, threads - 1)) work(data);
 }
 
-int pool_workers() {
-    const Pool* found = current.load();
-    return found ? found->workers() : 0;
-}
+int pool_workers() { return pool().workers(); }
 
 }  // namespace nm

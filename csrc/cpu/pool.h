@@ -1,7 +1,7 @@
 // A small thread pool, for processes that have no OpenMP threads to share.
 //
-// One job runs at a time; a second caller (another Python thread, or a nested call) works alone. A forked child starts
-// with a fresh, empty pool. Workers are detached and the pool is never destroyed: process exit needs no hand-shake.
+// One job runs at a time; a second caller (another Python thread, or a nested call) works alone. Workers are detached and
+// the pool is never destroyed: process exit needs no hand-shake.
 #pragma once
 
 namespace nm {
