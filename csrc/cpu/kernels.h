@@ -66,9 +66,9 @@ using SpmmFn = bool(const SpmmCall& call, int dtype, int n, int m, int threads);
 // C [cols, tokens] = Aᵀ B, B [rows, tokens], without bias: dgrad.
 using SpmmTransposedFn = SpmmFn;
 
-// The same two products in bf16, from dense tiles that are expanded block by block inside the cache, made for AMX and
-// AVX512-BF16; other sets compute the same without them. Zeros are multiplied too, so an inf or NaN of B may reach all results
-// of its token. Numbers below 2^-126 may count as zero. The second product is without bias.
+// The same two products in bf16, made for AMX and AVX512-BF16; other sets compute the same without them. Most are done from
+// dense tiles that are expanded block by block inside the cache: zeros are multiplied too, so an inf or NaN of B may reach all
+// results of its token. Numbers below 2^-126 may count as zero. The second product is without bias.
 using Bf16SpmmFn = bool(const SpmmCall& call, int n, int m, int threads);
 
 // g [outer, length, inner] with groups along `length`, zero-padded to whole groups.
@@ -161,6 +161,7 @@ DecompressFn decompress;
 LinearFn linear;
 SpmmFn spmm;
 SpmmTransposedFn spmm_transposed;
+Bf16SpmmFn bf16_pairs;  // of AVX512-BF16 alone; false also where indices do not ascend, and for other patterns: C is not right then
 MvueFn mvue;
 MvueCompressFn mvue_compress;
 MaskedAdamWFn masked_adamw;

@@ -16,9 +16,6 @@
 namespace nm {
 namespace {
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t round_up(int64_t a, int64_t to) { return ceil_div(a, to) * to; }
-
 // C [outputs, tokens] = W B: W is the compressed matrix, or its transpose. Element (k, t) of B is b[k * b_row + t * b_col], C
 // likewise.
 struct Bf16Gemm {

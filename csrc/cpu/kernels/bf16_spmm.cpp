@@ -220,6 +220,14 @@ bool bf16_spmm(const SpmmCall& call, int n, int m, int threads) {
                 return;
             }
         }
+#if !defined(__AMX_BF16__)
+        // without tile registers zeros cost as much as weights: what is stored is multiplied, in pairs or in fp32
+        if constexpr (!kExpands<decltype(p)>) {
+            valid = spmm(call, kBFloat16, n, m, threads);
+            return;
+        }
+        if (bf16_pairs(call, n, m, threads)) return;
+#endif
 #endif
         valid = every_token<ByRows>(gemm, p, threads);
     });
@@ -229,7 +237,15 @@ bool bf16_spmm(const SpmmCall& call, int n, int m, int threads) {
 bool bf16_spmm_transposed(const SpmmCall& call, int n, int m, int threads) {
     const Bf16Gemm gemm(call, n, m, ByColumns::kTransposed);
     bool valid = true;
-    by_expansion(n, m, [&](auto p) { valid = every_token<ByColumns>(gemm, p, threads); });
+    by_expansion(n, m, [&](auto p) {
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+        if (!kExpands<decltype(p)> || (8 * n <= m && call.tokens > kFewTokens)) {
+            valid = spmm_transposed(call, kBFloat16, n, m, threads);
+            return;
+        }
+#endif
+        valid = every_token<ByColumns>(gemm, p, threads);
+    });
     return valid;
 }
 

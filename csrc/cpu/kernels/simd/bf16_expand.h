@@ -15,6 +15,9 @@
 namespace nm {
 namespace {
 
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t round_up(int64_t a, int64_t to) { return ceil_div(a, to) * to; }
+
 constexpr int64_t kLine = 32;     // columns of a line
 constexpr int64_t kPiece = 512;   // columns of a row that are expanded at a time
 
