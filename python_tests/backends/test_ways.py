@@ -182,7 +182,21 @@ def test_packed_wins_where_the_gain_is_clear(machine: str) -> None:
     )
 
 
+def test_in_bf16_expansion_saves_no_arithmetic_and_pairs_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
+    many = LARGE._replace(width=2048, dtype=torch.bfloat16, n=1, m=4)
+    gains = {}
+    for isa in ("avx512_bf16", "amx"):
+        monkeypatch.setattr(capability, "instruction_set", lambda isa=isa: isa)
+        for role in ("fprop", "dgrad"):
+            gains[isa, role] = seconds(DENSE, many._replace(role=role)) / seconds(SPARSE, many._replace(role=role))
+    paired = gains.pop(("avx512_bf16", "fprop"))
+    assert paired == pytest.approx(4 * ways.PAIRED_SHARE, rel=0.01)
+    assert all(gain == pytest.approx(1, rel=0.01) for gain in gains.values()), gains
+
+
 def test_16_bits_without_instructions_for_them_are_multiplied_in_float32(machine: str) -> None:
     many = LARGE._replace(width=2048, dtype=torch.bfloat16, n=7, m=8)
-    assert ways.rule(many) == (SPARSE if machine == "avx512_bf16" else FLOAT32), "or expanded inside the cache"
+    assert ways.rule(many) == (EXPAND if machine == "avx512_bf16" else FLOAT32)
     assert many.ways() == (SPARSE, EXPAND, FLOAT32) and LARGE.ways() == (SPARSE, EXPAND)

@@ -70,8 +70,10 @@ CALL = 5e-6
 NATIVE_16_BIT, EMULATED_16_BIT = {"amx_tile": 6.0, "avx512_bf16": 1.0}, 0.2
 """torch's GEMM in 16 bits relative to float32: with instructions for it, and without (0.12 in bfloat16, 0.3 in float16 on a Zen 3)."""
 
-NATIVE_KERNELS = ("avx512_bf16", "amx")
-"""Instruction sets whose bfloat16 kernels expand the operand inside the cache: they save bytes, and no arithmetic."""
+EXPANDED = {"avx512_bf16": {(2, 4), (1, 4), (2, 8), (1, 8), (4, 8)}, "amx": None}
+"""What bfloat16 kernels expand inside the cache, by instruction set; None: every pattern. It saves bytes, and no arithmetic."""
+PAIRED, PAIRED_SHARE = {(2, 4), (1, 4), (2, 8), (1, 8)}, 0.5
+"""What AVX512-BF16 multiplies as stored, in pairs, in fprop and wgrad; and its share of a dense GEMM's rate."""
 
 
 def _instructions() -> dict[str, bool]:
@@ -94,8 +96,12 @@ def seconds(way: str, p: Problem) -> float:
     if way == SPARSE:
         isa = capability.instruction_set()
         work, rate = flops * p.n / p.m, SPARSE_SHARE * FLOPS.get(isa.partition("_")[0], theirs)
-        if p.dtype == torch.bfloat16 and isa in NATIVE_KERNELS:
-            work, rate = flops, theirs * in_16_bits
+        if p.dtype == torch.bfloat16 and isa in EXPANDED:
+            pattern, expanded = (p.n, p.m), EXPANDED[isa]
+            if isa == "avx512_bf16" and p.role != "dgrad" and pattern in PAIRED:
+                rate = PAIRED_SHARE * theirs * in_16_bits
+            elif expanded is None or pattern in expanded:
+                work, rate = flops, theirs * in_16_bits
         return CALL + max(work / rate, (packed + others) / BANDWIDTH)
     prepared = 0.0 if way == DENSE else CALL + (packed + dense) / BANDWIDTH
     if way == FLOAT32:
