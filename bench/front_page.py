@@ -19,7 +19,7 @@ from .accuracy.answers import answers_table
 from .accuracy.cells import Cells
 from .accuracy.tables import primary
 from .audit_page import between
-from .registry import FASTEST
+from .registry import ALLOWED, FASTEST, NOISE
 from .report import load
 from .rows import RESULTS, device_of, slug
 from .tables import Rows
@@ -43,6 +43,12 @@ class Line:
     row: Key
     form: str = "{:.2f} ×"
 
+    def cell(self, medians: Mapping[Key, str]) -> str:
+        """Its median, with what bytes and FMAs allow where that is less: the opponent was slow then."""
+        value, allowed = float(medians[self.row]), medians.get((*self.row[:5], ALLOWED))
+        more = allowed is not None and self.row[5] == FASTEST and value > NOISE * float(allowed)
+        return self.form.format(value) + (f" ({tables.SLOW}: bytes allow {float(allowed or 0):.2f})" if more else "")
+
 
 def _linear(what: str, pattern: str, dtype: str, tokens: int) -> Line:
     key = ("nm_linear", "nmkernels cpu", pattern, dtype, f"{tokens}x4096x4096", FASTEST)
@@ -57,6 +63,8 @@ LINES = (
     _linear("256 tokens", "2:4", "float32", 256),
     _linear("16 tokens, 1:8", "1:8", "float32", 16),
     _linear("1 token, bf16", "2:4", "bfloat16", 1),
+    _linear("256 tokens, bf16", "2:4", "bfloat16", 256),
+    _linear("256 tokens, 1:8, bf16", "1:8", "bfloat16", 256),
     Line(
         "training step of an FFN 1024-4096-1024 under S-STE, 2048 tokens",
         DENSE,
@@ -96,7 +104,7 @@ def page(rows: Rows) -> str:
     heads = [f"{machine} ({dates[machine]})" for machine in columns]
     lines = [f"| what, 2:4 and float32 unless said | against | {' | '.join(heads)} |", f"|{' --- |' * (2 + len(heads))}"]
     for line in LINES:
-        cells = [line.form.format(float(mine[line.row])) if line.row in mine else "" for mine in columns.values()]
+        cells = [line.cell(mine) if line.row in mine else "" for mine in columns.values()]
         if any(cells):
             lines.append(f"| {line.what} | {line.against} | {' | '.join(cells)} |")
     parts = ["\n".join(lines)] if len(lines) > 2 else []
@@ -113,7 +121,7 @@ def machines(rows: Rows, results: Path) -> str:
 def _machine(rows: Rows, results: Path) -> str:
     machine, values = rows[0]["machine"], _medians(rows)
     parts = [f"{tables.stamp(rows)}."]
-    lines = [f"| {at.what} | {at.against} | {at.form.format(float(values[at.row]))} |" for at in LINES if at.row in values]
+    lines = [f"| {at.what} | {at.against} | {at.cell(values)} |" for at in LINES if at.row in values]
     if lines and _as_in_a_model(rows):
         parts.append("\n".join(["| what, 2:4 and float32 unless said | against | median |", "| --- | --- | --- |", *lines]))
     measured = [v for v in targets.verdicts(rows, device_of(machine), {}) if v.measured]
