@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from . import tasks
 from .cells import Case, Cells, Runs, difference, mean
 from .contrasts import findings
@@ -96,6 +98,26 @@ def in_words(e: Estimate, other: str, spread: float = 0.0) -> str:
         return f"not distinguishable from {other} ({e.shown(sign=True)}, n = {e.n})"
     size = Estimate(abs(e.mean), e.half, e.n, e.p).shown()
     return f"{'ahead of' if e.mean < 0 else 'behind'} {other} by {size} (n = {e.n})"
+
+
+class Tally(NamedTuple):
+    """Where a method is ahead of another, behind it, or not distinguishable from it; each a list of tasks, ready for a sentence."""
+
+    ahead: str
+    behind: str
+    level: str
+
+
+def everywhere(cells: Cells, ours: str, theirs: str = BASELINE) -> Tally:
+    """``compare`` over every task and pattern where both have five seeds at a rate of their own."""
+    found: dict[str, list[str]] = {"ahead": [], "behind": [], "level": []}
+    for task in tasks.names():
+        for pattern in grid(cells, task, "adamw", None, ())[1]:
+            e = difference(cells.tuned(Case(task, ours, pattern)), cells.tuned(Case(task, theirs, pattern)))
+            if e.n >= ENOUGH:
+                clear = e.clear and abs(e.mean) > cells.spread(task)
+                found[("ahead" if e.mean < 0 else "behind") if clear else "level"].append(f"`{task}` {pattern} ({e.shown(sign=True)})")
+    return Tally(*(", ".join(names) for names in found.values()))
 
 
 def same_rate(cells: Cells, task: str, pattern: str, method: str) -> str:

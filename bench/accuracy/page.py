@@ -83,6 +83,7 @@ def _functions(cells: Cells, folder: Path) -> dict[str, Any]:
         "rate_ratio": tables.rate_ratio,
         "same_rate": answers.same_rate,
         "compare": answers.compare,
+        "everywhere": answers.everywhere,
         "finding": answers.finding,
         "at_chance": answers.at_chance,
         "spent": costs.spent,

@@ -116,6 +116,18 @@ def test_phrases_follow_from_the_interval():
     assert answers.in_words(Estimate(math.nan, math.nan, 0, math.nan), "x") == "not compared with x yet"
 
 
+def test_a_tally_counts_only_what_is_sure(cells):
+    found = answers.everywhere(cells, "step-25")
+    delta = "`mlp` 1:8 (+0.049"
+    assert delta in found.behind and not found.ahead and "`sentiment` 1:4" in found.level
+    assert delta.replace("+", "−") in answers.everywhere(cells, "srste", "step-25").ahead
+    first = next(r for r in cells.rows if r.task == "mlp")
+    moved = Cells(cells.rows, [dataclasses.replace(first, val_loss=first.val_loss + 0.07, machine="another")])
+    assert delta in answers.everywhere(moved, "step-25").level
+    few = Cells([row for row in cells.rows if row.seed not in (4, 5)])
+    assert "mlp" not in "".join(answers.everywhere(few, "step-25"))
+
+
 def test_runs_that_end_at_chance_are_counted(cells):
     def says(which):
         """With 50.5 % instead where ``which`` says."""
