@@ -12,6 +12,7 @@ import os
 import shutil
 import struct
 import subprocess
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -77,6 +78,12 @@ def _cuda_code(core: Any) -> str:
 def instruction_set() -> str:
     """The instruction set that the core uses; ValueError where NMKERNELS_ISA names an impossible one."""
     return str(import_module("._C", __package__).isa()) if compiled_core().ok else "no core"
+
+
+@cache
+def core_build() -> str:
+    """A checksum of the core's file, which tells one build of a version from another; empty without a core."""
+    return f"{zlib.crc32(Path(str(import_module('._C', __package__).__file__)).read_bytes()):08x}" if compiled_core().ok else ""
 
 
 @cache

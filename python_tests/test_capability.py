@@ -216,3 +216,13 @@ def test_the_core_tells_its_instruction_set() -> None:
         [sys.executable, "-c", code], env={**os.environ, "NMKERNELS_ISA": "sse9"}, capture_output=True, text=True, check=True
     )
     assert "'sse9' is unknown" in done.stdout
+
+
+def test_builds_of_the_core_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file, build = tmp_path / "_C.so", capability.core_build.__wrapped__
+    monkeypatch.setattr(capability, "compiled_core", lambda: Probe(True, "built"))
+    monkeypatch.setattr(capability, "import_module", lambda *_: SimpleNamespace(__file__=file))
+    names = [build() for content in (b"one", b"two", b"one") if file.write_bytes(content)]
+    assert names[0] == names[2] != names[1] and all(re.fullmatch("[0-9a-f]{8}", name) for name in names)
+    monkeypatch.setattr(capability, "compiled_core", lambda: Probe(False, "not built"))
+    assert build() == ""

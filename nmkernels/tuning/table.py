@@ -176,10 +176,11 @@ def _cpu_model() -> str:
 
 @cache
 def versions(kind: str) -> str:
-    """What a speed depends on besides the device: this package, torch, and on a GPU Triton and cuSPARSELt."""
+    """What a speed depends on besides the device: this package and the build of its core, torch, and on a GPU Triton and cuSPARSELt."""
     probes = [] if kind == "cpu" else [capability.triton(), capability.cusparselt()]
     others = [probe.reason.split(",")[0] for probe in probes if probe.ok]
-    return ", ".join([f"nmkernels {__version__}", f"torch {torch.__version__}", *others])
+    ours = " ".join(filter(None, (f"nmkernels {__version__}", capability.core_build())))
+    return ", ".join([ours, f"torch {torch.__version__}", *others])
 
 
 def _shallow(value: Any, levels: int = DEEPEST) -> bool:

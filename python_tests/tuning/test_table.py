@@ -179,6 +179,7 @@ def test_a_line_is_of_a_machine_and_its_versions(monkeypatch: pytest.MonkeyPatch
     for size, next_power in zip((0, 1, 2, 3, 4, 5, 20, 8193), (1, 1, 2, 4, 4, 8, 32, 16384), strict=True):
         assert key("gemm", CPU, "fprop", size) == f"gemm|{name}|{versions('cpu')}|fprop|{next_power}"
     assert f"nmkernels {nm.__version__}" in versions("cpu") and f"torch {torch.__version__}" in versions("cpu")
+    assert table.capability.core_build() in versions("cpu")  # who builds a kernel anew measures anew
     assert "triton" not in versions("cpu") and f", {torch.get_num_threads()} threads, " in name
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     monkeypatch.setattr(table, "_cpu_model", lambda: "a CPU")
