@@ -9,7 +9,6 @@
 namespace nm {
 namespace {
 
-
 // The compressed operand, and how its columns are cut into blocks.
 template <class T>
 struct Stored {
@@ -24,9 +23,11 @@ struct Stored {
         kept = groups * n;
         bytes = index_bytes(kept, bits);
         end = indices + call.rows * bytes;
-        groups_each = std::max<int64_t>(std::min<int64_t>(panel_bytes() / row_bytes / m, kMaxEntries / n), 1);
-        // a block begins at a whole byte of indices, and where there is room for that at a whole line of fp32 values
-        const int64_t line = 16 / std::gcd(n, 16), byte = 8 / std::gcd(n * bits, 8);
+        const int64_t fit = std::max<int64_t>(panel_bytes() / row_bytes / m, 1), most = std::max(kMaxEntries / n, 1);
+        // a block begins at a whole line of fp32 values where it can, even if its rows of B fill the cache then: half a line of
+        // each row costs as much to fetch as a whole one. It always begins at a whole byte of indices
+        const int64_t line = 16 / std::gcd(n, 16), byte = 8 / std::gcd(n * bits, 8), lines = (fit + line - 1) / line * line;
+        groups_each = lines <= most && lines * m * row_bytes <= caches().first ? lines : std::min(fit, most);
         groups_each = groups_each >= line ? groups_each / line * line : (groups_each + byte - 1) / byte * byte;
     }
 };

@@ -48,7 +48,7 @@ struct Source {
     // Sorts columns [column, column + columns) of rows [begin, end). False: an index is not below m, or a group names a
     // column twice so often that there is no room for it.
     bool sort(int64_t column, int64_t begin, int64_t end, uint32_t row_bytes, Sorted& to) const {
-                uint32_t at[kMaxEntries + kLanes];
+        uint32_t at[kMaxEntries + kLanes];
         alignas(64) float floats[kMaxEntries];
         const int64_t k = column / m * n, there = std::min(columns, cols - column);
         const int count = int(std::min<int64_t>(columns / m * n, kept - k));
