@@ -9,6 +9,18 @@
 namespace nm {
 namespace {
 
+// Rows of a block of columns are far apart in memory, and half a line of fp32 values costs as much to fetch as a whole one: so
+// many groups have whole lines.
+inline int64_t groups_in_lines(int n) { return 16 / std::gcd(n, 16); }
+
+// Vectors of a tile: the fewer, the more rows of B stay in the first-level cache. As many as leave room for a block of whole
+// lines, unless they were so few that loading the weights took longer than that saves.
+inline int widest_tile(int n, int m) {
+    constexpr int kFewest = 4;
+    const int64_t fit = caches().first / (groups_in_lines(n) * m * kLanes * int64_t(sizeof(float)));
+    return fit < kFewest ? kMaxVectors : int(std::min<int64_t>(fit, kMaxVectors));
+}
+
 // The compressed operand, and how its columns are cut into blocks.
 template <class T>
 struct Stored {
@@ -24,9 +36,8 @@ struct Stored {
         bytes = index_bytes(kept, bits);
         end = indices + call.rows * bytes;
         const int64_t fit = std::max<int64_t>(panel_bytes() / row_bytes / m, 1), most = std::max(kMaxEntries / n, 1);
-        // a block begins at a whole line of fp32 values where it can, even if its rows of B fill the cache then: half a line of
-        // each row costs as much to fetch as a whole one. It always begins at a whole byte of indices
-        const int64_t line = 16 / std::gcd(n, 16), byte = 8 / std::gcd(n * bits, 8), lines = (fit + line - 1) / line * line;
+        // a block begins at a whole line where it can, even if its rows of B fill the cache then, and always at a whole byte of indices
+        const int64_t line = groups_in_lines(n), byte = 8 / std::gcd(n * bits, 8), lines = (fit + line - 1) / line * line;
         groups_each = lines <= most && lines * m * row_bytes <= caches().first ? lines : std::min(fit, most);
         groups_each = groups_each >= line ? groups_each / line * line : (groups_each + byte - 1) / byte * byte;
     }
@@ -135,7 +146,7 @@ bool spmm(const SpmmCall& call, int dtype, int n, int m, int threads) {
     bool valid = true;
     by_dtype(dtype, [&](auto element) {
         using T = decltype(element);
-        by_chunks(operands<T>(call, call.rows, call.cols), [&](const Operands<T>& op, const Tiles& tiles) {
+        by_chunks(operands<T>(call, call.rows, call.cols), widest_tile(n, m), [&](const Operands<T>& op, const Tiles& tiles) {
             const Stored<T> a(call, n, m, tiles.width * int64_t(sizeof(float)));
             valid = some_tokens(a, op, tiles, threads) && valid;
         });

@@ -52,14 +52,14 @@ Operands<T> operands(const SpmmCall& call, int64_t rows, int64_t cols) {
             static_cast<const T*>(call.bias), rows, cols, call.tokens};
 }
 
-// How `tokens` are cut: tiles of equal width, as few as possible.
+// How `tokens` are cut: tiles of equal width, as few as possible, of at most `widest` vectors.
 struct Tiles {
     int vectors;
     int64_t width, count;
 
-    explicit Tiles(int64_t tokens) {
+    Tiles(int64_t tokens, int widest) {
         const int64_t all = (tokens + kLanes - 1) / kLanes;
-        count = (all + kMaxVectors - 1) / kMaxVectors;
+        count = (all + widest - 1) / widest;
         vectors = int((all + count - 1) / count);
         width = vectors * kLanes;
     }
@@ -67,7 +67,7 @@ struct Tiles {
 
 // f(operands, tiles) for as many tokens at a time as fit into kPackedBytes.
 template <class T, class F>
-void by_chunks(const Operands<T>& all, const F& f) {
+void by_chunks(const Operands<T>& all, int widest, const F& f) {
     constexpr int64_t kWidest = kMaxVectors * kLanes;
     const int64_t fit = kPackedBytes / int64_t(sizeof(float)) / kWidest / std::max<int64_t>(all.cols, 1);
     const int64_t chunk = std::max<int64_t>(fit, 1) * kWidest;
@@ -76,7 +76,7 @@ void by_chunks(const Operands<T>& all, const F& f) {
         op.tokens = std::min(chunk, all.tokens - done);
         op.b += done * op.b_col;
         op.c += done * op.c_col;
-        f(op, Tiles(op.tokens));
+        f(op, Tiles(op.tokens, widest));
     }
 }
 

@@ -127,7 +127,7 @@ bool spmm_transposed(const SpmmCall& call, int dtype, int n, int m, int threads)
     by_dtype(dtype, [&](auto element) {
         using T = decltype(element);
         const Source<T> a(call, n, m);
-        by_chunks(operands<T>(call, call.cols, call.rows), [&](const Operands<T>& op, const Tiles& tiles) {
+        by_chunks(operands<T>(call, call.cols, call.rows), kMaxVectors, [&](const Operands<T>& op, const Tiles& tiles) {
             valid = some_tokens(a, op, tiles, threads) && valid;
         });
     });
