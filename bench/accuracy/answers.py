@@ -74,7 +74,7 @@ def _equal(cells: Cells, task: str, pattern: str, name: str) -> str:
         return NONE
     budget = min(flops for points in dense.values() for flops in points)
     e = estimate(combined([(1, at_flops(ours, budget)), (-1, at_flops(dense, budget))]).values())
-    return e.shown(sign=True) if e.n else NONE
+    return e.shown(sign=True) + (f", n = {e.n}" if e.n < planned(task) else "") if e.n else NONE
 
 
 def compare(cells: Cells, task: str, pattern: str, ours: str, theirs: str = BASELINE, optimizer: str = "adamw") -> str:

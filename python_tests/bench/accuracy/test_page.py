@@ -148,6 +148,9 @@ def test_flops_are_compared_only_between_runs(cells):
     assert tables.at_flops(ours, 4e9) == {} and tables.at_flops(ours, 0.7e9) == {}
     head, _, *body = tables.equal_flops(cells, "mlp", "1:8").splitlines()
     assert "4 × dense's FLOPs" in head and body[0].startswith("| `srste` | +0.09") and body[0].endswith("| – |")
+    few = Cells([row for row in cells.rows if row.steps == 1000 or row.seed < 3 or row.seed >= 100])
+    all_lengths, some = (text.count("n = 3 |") for text in (answers.answers_table(cells), answers.answers_table(few)))
+    assert all_lengths == 0 and some >= 1, "a comparison on fewer seeds than the plan has says so"
 
 
 def test_controls_and_rates(cells):
