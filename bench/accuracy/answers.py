@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from . import tasks
@@ -118,6 +119,49 @@ def everywhere(cells: Cells, ours: str, theirs: str = BASELINE) -> Tally:
                 clear = e.clear and abs(e.mean) > cells.spread(task)
                 found[("ahead" if e.mean < 0 else "behind") if clear else "level"].append(f"`{task}` {pattern} ({e.shown(sign=True)})")
     return Tally(*(", ".join(names) for names in found.values()))
+
+
+class Longer(NamedTuple):
+    """A method's loss less dense's as runs get longer, ready for a sentence.
+
+    Args:
+        method: that of least loss at the task's own length.
+        steps: after the same number of steps.
+        flops: at the same training FLOPs, where both have runs on both sides.
+        overtaken: it is ahead after the shortest runs and behind after the longest, both beyond their intervals.
+    """
+
+    method: str
+    steps: str
+    flops: str
+    overtaken: bool
+
+
+def longer(cells: Cells, task: str, pattern: str) -> Longer | None:
+    """What longer runs say of the method of least loss; None where there are none."""
+    dense, found = Case(task, DENSE, DENSE), candidates(cells, task, pattern)
+    if not found:
+        return None
+    ours = Case(task, min(found, key=lambda name: mean(found[name]).mean), pattern)
+    lengths = [steps for steps in cells.lengths(dense) if cells.tuned(ours, steps)]
+    if len(lengths) < 2:
+        return None
+    after = [difference(cells.tuned(ours, steps), cells.tuned(dense, steps)) for steps in lengths]
+    points, theirs = curve(cells, ours), curve(cells, dense)
+    budgets = sorted({flops for point in theirs.values() for flops in point})
+    equal = [estimate(combined([(1, at_flops(points, b)), (-1, at_flops(theirs, b))]).values()) for b in budgets]
+
+    def listed(estimates: Sequence[Estimate], where: Sequence[str]) -> str:
+        return ", ".join(f"{e.shown(sign=True)} {w} (n = {e.n})" for e, w in zip(estimates, where, strict=True) if e.n)
+
+    return Longer(
+        ours.method,
+        listed(after, [f"after {steps} steps" for steps in lengths]),
+        listed(equal, [f"at dense's of {steps} steps" for steps in cells.lengths(dense)])
+        if len(budgets) == len(cells.lengths(dense))
+        else "",
+        all(e.clear for e in (after[0], after[-1])) and after[0].mean < 0 < after[-1].mean,
+    )
 
 
 def same_rate(cells: Cells, task: str, pattern: str, method: str) -> str:

@@ -287,6 +287,20 @@ def equal_flops(cells: Cells, task: str, pattern: str, only: Collection[str] = (
     return table(lines) if len(lines) > 1 else MISSING
 
 
+def by_length(cells: Cells, task: str, pattern: str) -> str:
+    """Loss less dense's after the same number of steps, of runs of several lengths, below dense's own."""
+    baseline = Case(task, DENSE, DENSE)
+    lengths = cells.lengths(baseline)
+    dense = [cells.tuned(baseline, steps) for steps in lengths]
+    lines = [["method", *(f"{steps} steps" for steps in lengths)], [f"`{DENSE}`", *((e := mean(runs)).shown() + _n(e) for runs in dense)]]
+    for name in grid(cells, task, "adamw", None, ())[0]:
+        case = Case(task, name, pattern)
+        if name != DENSE and len(cells.lengths(case)) > 1:
+            sums = [difference(cells.tuned(case, steps), runs) for steps, runs in zip(lengths, dense, strict=True)]
+            lines.append([f"`{name}`", *(e.shown(sign=True) + _n(e) for e in sums)])
+    return table(lines) if len(lines) > 2 else MISSING
+
+
 def ablation(cells: Cells, task: str, beta2: float, only: Collection[str] = ()) -> str:
     """Runs with another β₂, all at the one rate at which most methods have runs."""
     cases = [Case(task, name, pattern, beta2=beta2) for name, pattern in cells.cases(task, beta2=beta2)]

@@ -153,6 +153,23 @@ def test_flops_are_compared_only_between_runs(cells):
     assert all_lengths == 0 and some >= 1, "a comparison on fewer seeds than the plan has says so"
 
 
+def test_longer_runs_are_told(cells):
+    found = answers.longer(cells, "mlp", "1:8")
+    assert found.method == "srste" and found.steps.startswith("+0.1") and found.steps.count("(n = 6)") == 3 and not found.overtaken
+    assert found.flops.count("dense's of") == 2 and "4000" not in found.flops, "no sparse run reaches dense's longest"
+    lines = tables.by_length(cells, "mlp", "1:8").splitlines()
+    assert lines[0] == "| method | 1000 steps | 2000 steps | 4000 steps |" and lines[2].startswith("| `dense` | 0.3") and len(lines) == 7
+    ahead = Cells(
+        [
+            dataclasses.replace(row, val_loss=row.val_loss - 0.2) if row.method == "srste" and row.steps == 1000 else row
+            for row in cells.rows
+        ]
+    )
+    found = answers.longer(ahead, "mlp", "1:8")
+    assert found.steps.startswith("−0.1") and found.overtaken
+    assert answers.longer(cells, "sentiment", "1:4") is None and tables.by_length(cells, "sentiment", "1:4") == tables.MISSING
+
+
 def test_controls_and_rates(cells):
     text = tables.controls(cells, "mlp", "1:8")
     assert "| SR-STE at three times STEP's rate | 0.03 |" in text and "v not frozen" in text
