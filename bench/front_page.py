@@ -15,7 +15,7 @@ from pathlib import Path
 
 from . import figures, tables, targets
 from .accuracy import rows as accuracy_rows
-from .accuracy.answers import answers_table
+from .accuracy.answers import answers_table, longer
 from .accuracy.cells import Cells
 from .accuracy.tables import primary
 from .audit_page import between
@@ -157,7 +157,10 @@ def _demo(rows: Rows) -> list[str]:
 
 def answers(folder: Path) -> str:
     """Which recipe at which sparsity, from the rows of ``bench/accuracy``."""
-    return answers_table(_cells(folder), brief=True)
+    cells = _cells(folder)
+    more = longer(cells, "gpt", "1:8")
+    text = f"\n\nThe length of a run matters: on `gpt` at 1:8 `{more.method}`'s loss less dense's is {more.steps}." if more else ""
+    return answers_table(cells, brief=True) + text
 
 
 def questions(folder: Path) -> str:
