@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from . import tasks
 from .cells import Case, Cells, Runs, difference, mean
 from .contrasts import findings
 from .spec import DENSE, TUNING_SEEDS
-from .stats import ENOUGH, Estimate, combined, estimate
-from .tables import BASELINE, NONE, at_flops, below, curve, grid, in_short, planned, smallest_and_best, table
+from .stats import ENOUGH, Estimate
+from .tables import BASELINE, NONE, below, curve, grid, in_short, less_at, planned, smallest_and_best, table
 from .tasks.base import settings
 
 CONTROL = "-thawed"
@@ -74,7 +73,7 @@ def _equal(cells: Cells, task: str, pattern: str, name: str) -> str:
     if not dense or not ours:
         return NONE
     budget = min(flops for points in dense.values() for flops in points)
-    e = estimate(combined([(1, at_flops(ours, budget)), (-1, at_flops(dense, budget))]).values())
+    e = less_at(ours, dense, budget)
     return e.shown(sign=True) + (f", n = {e.n}" if e.n < planned(task) else "") if e.n else NONE
 
 
@@ -148,19 +147,16 @@ def longer(cells: Cells, task: str, pattern: str) -> Longer | None:
         return None
     after = [difference(cells.tuned(ours, steps), cells.tuned(dense, steps)) for steps in lengths]
     points, theirs = curve(cells, ours), curve(cells, dense)
-    budgets = sorted({flops for point in theirs.values() for flops in point})
-    equal = [estimate(combined([(1, at_flops(points, b)), (-1, at_flops(theirs, b))]).values()) for b in budgets]
+    budgets = {steps: row.training_flops for steps in cells.lengths(dense) for row in cells.tuned(dense, steps).values()}
 
-    def listed(estimates: Sequence[Estimate], where: Sequence[str]) -> str:
-        return ", ".join(f"{e.shown(sign=True)} {w} (n = {e.n})" for e, w in zip(estimates, where, strict=True) if e.n)
+    def listed(found: dict[str, Estimate]) -> str:
+        return ", ".join(f"{e.shown(sign=True)} {where} (n = {e.n})" for where, e in found.items() if e.n)
 
     return Longer(
         ours.method,
-        listed(after, [f"after {steps} steps" for steps in lengths]),
-        listed(equal, [f"at dense's of {steps} steps" for steps in cells.lengths(dense)])
-        if len(budgets) == len(cells.lengths(dense))
-        else "",
-        all(e.clear for e in (after[0], after[-1])) and after[0].mean < 0 < after[-1].mean,
+        listed({f"after {steps} steps": e for steps, e in zip(lengths, after, strict=True)}),
+        listed({f"at dense's of {steps} steps": less_at(points, theirs, budget) for steps, budget in budgets.items()}),
+        after[0].clear and after[-1].clear and after[0].mean < 0 < after[-1].mean,
     )
 
 

@@ -272,6 +272,11 @@ def at_flops(points: dict[int, dict[float, float]], budget: float) -> dict[int, 
     return found
 
 
+def less_at(ours: dict[int, dict[float, float]], theirs: dict[int, dict[float, float]], budget: float) -> Estimate:
+    """The loss of one curve less another's at a budget of training FLOPs, paired by seed."""
+    return estimate(combined([(1, at_flops(ours, budget)), (-1, at_flops(theirs, budget))]).values())
+
+
 def equal_flops(cells: Cells, task: str, pattern: str, only: Collection[str] = ()) -> str:
     """Loss less dense's at the same training FLOPs, at budgets where both have runs on both sides."""
     dense = curve(cells, Case(task, DENSE, DENSE))
@@ -282,7 +287,7 @@ def equal_flops(cells: Cells, task: str, pattern: str, only: Collection[str] = (
     for name in grid(cells, task, "adamw", None, only)[0]:
         points = curve(cells, Case(task, name, pattern))
         if points and name != DENSE:
-            sums = [estimate(combined([(1, at_flops(points, b)), (-1, at_flops(dense, b))]).values()) for b in budgets]
+            sums = [less_at(points, dense, budget) for budget in budgets]
             lines.append([f"`{name}`", *(e.shown(sign=True) + _n(e) for e in sums)])
     return table(lines) if len(lines) > 1 else MISSING
 
