@@ -27,9 +27,7 @@ constexpr int kGrain = 8;        // rows: what a range has whole numbers of
 constexpr int kRanges = 8;       // per thread; long ones, so that each thread reads memory in one long stream
 constexpr int64_t kWork = 1 << 17;  // elements that are worth waking a thread for: 5 us
 
-struct NoBlock {
-    static constexpr bool kShare = false;
-};
+struct NoBlock {};
 
 // f(Block<N, M>, EightRows<N, M>) where this instruction set has them, else f with NoBlock in their place.
 template <class F>
@@ -70,7 +68,7 @@ struct Gemm {
 // Adds `blocks` blocks from the start of each of `Rows` rows. False: an index is not below m.
 template <class Block, int Rows, int Tokens, class T>
 bool add_blocks(const Gemm<T>& p, int64_t row, int64_t token, int64_t blocks, float (&total)[Rows][Tokens]) {
-    constexpr bool kLone = Tokens == 1 && !Block::kShare;
+    constexpr bool kLone = Rows == 1 && Tokens == 1;
     constexpr int kSums = kLone ? 2 : 1;  // by turns: a single one would wait for the adder
     const T* values = p.values + row * p.kept;
     const uint8_t* indices = p.indices + row * p.bytes;
@@ -93,10 +91,10 @@ bool add_blocks(const Gemm<T>& p, int64_t row, int64_t token, int64_t blocks, fl
     int64_t b = 0;
     for (; b + kSums <= blocks; b += kSums) {
         for (int i = 0; i < kSums; ++i) {
-            if (kLone && Rows == 1) __builtin_prefetch(reinterpret_cast<const char*>(values + (b + i) * 16) + kAhead);
+            if (kLone) __builtin_prefetch(reinterpret_cast<const char*>(values + (b + i) * 16) + kAhead);
             add(b + i, sum[i]);
         }
-        if (kLone && Rows == 1) __builtin_prefetch(indices + b * Block::kIndexBytes + kAhead * Block::kIndexBytes / int(16 * sizeof(T)));
+        if (kLone) __builtin_prefetch(indices + b * Block::kIndexBytes + kAhead * Block::kIndexBytes / int(16 * sizeof(T)));
     }
     if (b < blocks) add(b, sum[0]);
     for (int r = 0; r < Rows; ++r) {

@@ -21,7 +21,6 @@ struct Packed {
     static_assert(16 % N == 0 && 32 % M == 0 && M > N, "a block is whole groups, and no group straddles two pairs of registers");
     static constexpr int kBits = M <= 4 ? 2 : M <= 16 ? 4 : 8;
     static constexpr int kInputs = 16 / N * M, kIndexBytes = 2 * kBits;
-    static constexpr bool kShare = M / N > 4;  // so many registers of inputs that even one token's rows should share them
 
     // Not zero where one of the 16 indices is M or above: M is a power of two, so such an index has a bit that none may have.
     static uint64_t damage(const uint8_t* indices) {
