@@ -160,7 +160,18 @@ class EnglishToGerman(Task):
         sgd_methods=(),
         patterns=("1:8",),
         lengths=(),
-        variants=("step", "step-10", "step-50", "step-25-thawed", "step-geometric", "step-norm", "step-stale", "step-relative", "mdgf-kao"),
+        variants=(
+            "step",
+            "step-10",
+            "step-50",
+            "step-25-thawed",
+            "step-geometric",
+            "step-norm",
+            "step-stale",
+            "step-relative",
+            "mdgf-kao",
+            "sdgf",
+        ),
         seconds=250,
     )
     tokens = round(BATCH * SOURCE_TOKENS)
