@@ -41,6 +41,23 @@ struct Strip {
     int lanes;
     int64_t items, there;  // elements of the strip; elements until the row ends
     int64_t j, j_step;
+    const T* next;  // row 0 of the strip that follows
+};
+
+// Fetches what is loaded next, a little with each group: all at once, the fetches wait for each other.
+class Ahead {
+  public:
+    // Of a group, `bytes` bytes in steps of `step`.
+    Ahead(const void* from, int64_t bytes, int64_t step) : from_(reinterpret_cast<uintptr_t>(from)), bytes_(bytes), step_(step) {}
+
+    NM_INLINE void fetch() {
+        for (int64_t at = 0; at < bytes_; at += step_) __builtin_prefetch(reinterpret_cast<const void*>(from_ + uintptr_t(at)));
+        from_ += uintptr_t(bytes_);
+    }
+
+  private:
+    uintptr_t from_;
+    int64_t bytes_, step_;
 };
 
 // The uniforms of a strip, group by group.
@@ -73,9 +90,10 @@ class Uniforms {
 
 // The estimates of `groups` groups of every lane, into x itself or, packed, to `slots`.
 template <bool Approx, bool Pack, class P>
-void estimate(P p, Uniforms& uniforms, int64_t groups, float* x, Slots& to) {
+void estimate(P p, Uniforms& uniforms, Ahead& ahead, int64_t groups, float* x, Slots& to) {
     Slots slots = to;  // whatever is stored might be a part of `to`, as far as the compiler knows
     for (int64_t group = 0; group < groups; ++group, x += p.m * kLanes) {
+        ahead.fetch();
         F result[P::capacity];
         if constexpr (Approx) {
             const LaneWords words = uniforms.two();
@@ -92,14 +110,15 @@ void estimate(P p, Uniforms& uniforms, int64_t groups, float* x, Slots& to) {
     to = slots;
 }
 
-using Estimate = void (*)(int n, int m, bool approx, bool packed, Uniforms& uniforms, int64_t groups, float* x, Slots& slots);
+using Estimate = void (*)(int n, int m, bool approx, bool packed, Uniforms& uniforms, Ahead& ahead, int64_t groups, float* x, Slots& slots);
 
 // The same by level, to type T.
 template <class T, int N, int M>
-void estimate_by_level(int, int, bool, bool packed, Uniforms& uniforms, int64_t groups, float* x, Slots& to) {
+void estimate_by_level(int, int, bool, bool packed, Uniforms& uniforms, Ahead& ahead, int64_t groups, float* x, Slots& to) {
     constexpr Fixed<N, M> p;
     Slots slots = to;
     for (int64_t group = 0; group < groups; ++group, x += M * kLanes) {
+        ahead.fetch();
         const Sampled<N> kept = sample<T>(p, x, uniforms.one());
         if (packed) {
             put(p, kept.value, kept.index, slots);
@@ -110,16 +129,19 @@ void estimate_by_level(int, int, bool, bool packed, Uniforms& uniforms, int64_t 
     to = slots;
 }
 
-void estimate_any(int n, int m, bool approx, bool packed, Uniforms& uniforms, int64_t groups, float* x, Slots& slots) {
+template <bool Approx, class P>
+void estimate(P p, bool packed, Uniforms& uniforms, Ahead& ahead, int64_t groups, float* x, Slots& slots) {
+    packed ? estimate<Approx, true>(p, uniforms, ahead, groups, x, slots) : estimate<Approx, false>(p, uniforms, ahead, groups, x, slots);
+}
+
+void estimate_any(int n, int m, bool approx, bool packed, Uniforms& uniforms, Ahead& ahead, int64_t groups, float* x, Slots& slots) {
     const Any p{n, m};
-    if (approx) return packed ? estimate<true, true>(p, uniforms, groups, x, slots) : estimate<true, false>(p, uniforms, groups, x, slots);
-    packed ? estimate<false, true>(p, uniforms, groups, x, slots) : estimate<false, false>(p, uniforms, groups, x, slots);
+    approx ? estimate<true>(p, packed, uniforms, ahead, groups, x, slots) : estimate<false>(p, packed, uniforms, ahead, groups, x, slots);
 }
 
 template <bool Approx, int N, int M>
-void estimate_fixed(int, int, bool, bool packed, Uniforms& uniforms, int64_t groups, float* x, Slots& slots) {
-    constexpr Fixed<N, M> p;
-    packed ? estimate<Approx, true>(p, uniforms, groups, x, slots) : estimate<Approx, false>(p, uniforms, groups, x, slots);
+void estimate_fixed(int, int, bool, bool packed, Uniforms& uniforms, Ahead& ahead, int64_t groups, float* x, Slots& slots) {
+    estimate<Approx>(Fixed<N, M>{}, packed, uniforms, ahead, groups, x, slots);
 }
 
 template <class T>
@@ -205,7 +227,7 @@ class Walk {
         const int64_t at = (outer * call_.length + item) * call_.inner + column;
         const bool along = call_.inner == 1;
         Strip<T> s{static_cast<const T*>(call_.g) + at, along ? call_.length : 1, call_.inner, lanes, std::min(count * m_, there),
-                   there, row * groups_ + group, groups_};
+                   there, row * groups_ + group, groups_, static_cast<const T*>(call_.g) + at + (along ? strip_ * m_ : kLanes)};
         strip(s, count, at, row * kept_ + group * n_, kept_, row * bytes_ + group * n_ * bits_ / 8, bytes_);
     }
 
@@ -219,7 +241,8 @@ class Walk {
                 if (each < strip_) each = each / 8 * 8;
                 const int lanes = each > 0 ? kLanes : 1;
                 if (each == 0) each = std::min<int64_t>(strip_, last - group);
-                Strip<T> s{static_cast<const T*>(call_.g) + group * m_, each * m_, 1, lanes, each * m_, each * m_, group, each};
+                const T* from = static_cast<const T*>(call_.g) + group * m_;
+                Strip<T> s{from, each * m_, 1, lanes, each * m_, each * m_, group, each, from + lanes * each * m_};
                 strip(s, each, group * m_, group * n_, each * n_, group * n_ * bits_ / 8, each * n_ * bits_ / 8);
                 group += lanes * each;
             }
@@ -238,13 +261,22 @@ class Walk {
         for (int64_t done = 0; done < groups; done += chunk_) {
             const int64_t count = std::min<int64_t>(chunk_, groups - done);
             load_chunk(s, done * m_, count * m_, x);
-            estimate_(n_, m_, call_.approx, !out_.dense, uniforms, count, x, slots);
+            Ahead ahead = after(s, done, done + count < groups);
+            estimate_(n_, m_, call_.approx, !out_.dense, uniforms, ahead, count, x, slots);
             if (out_.dense) store_chunk(s, done * m_, std::min(count * m_, s.items - done * m_), at, x);
         }
         if (out_.dense) return;
         store_elements(values, slots.k, static_cast<T*>(out_.values) + slot, slot_step, s.lanes, stream_);
         const RowWords<float> codes{reinterpret_cast<const float*>(words), used};
         store_rows<false>(codes, index_bytes(slots.k, bits_), reinterpret_cast<char*>(out_.indices) + byte, byte_step, s.lanes);
+    }
+
+    // What is loaded after the chunk at group `done`: in columns the chunk below, in rows without gaps the same part of the strip
+    // that follows, from row 0 on. Nothing in rows with gaps, which are rare.
+    Ahead after(const Strip<T>& s, int64_t done, bool more) const {
+        constexpr int64_t size = sizeof(T);
+        if (s.item_step == 1) return Ahead(s.next + done * m_ * kLanes, s.row_step == s.items ? kLanes * m_ * size : 0, 64);
+        return Ahead(more ? s.g + (done + chunk_) * m_ * s.item_step : s.next, m_ * s.item_step * size, s.item_step * size);
     }
 
     // Elements [first, first + count) of every lane, zeros past the end of the row.
