@@ -13,7 +13,7 @@ from .base import Settings, Task, task
 
 CONTEXT, BATCH = 64, 8
 MAIN = ("dense", "asp", "srste", "step", "step-25", "sste", "mdgf", "mdgf-kao")
-VARIANTS = ("ste", "step-10", "step-50", "step-25-thawed", "step-geometric", "step-norm", "step-stale", "step-relative", "sdgf", "sdgf-kao")
+VARIANTS = ("ste", *Settings.variants, "sdgf", "sdgf-kao")
 """Methods with a rate of their own, and those at the shared rate, of the tasks that take half a minute."""
 
 VAL_WINDOWS = 512

@@ -67,18 +67,7 @@ class Sentiment(Task):
         stages=("tune", "tuned", "shared", "controls", "variants"),
         methods=("dense", "asp", "srste", "step", "step-25", "sste", "mdgf"),
         patterns=("1:4", "2:4"),
-        variants=(
-            "ste",
-            "step-10",
-            "step-50",
-            "step-25-thawed",
-            "step-geometric",
-            "step-norm",
-            "step-stale",
-            "step-relative",
-            "mdgf-kao",
-            "sdgf",
-        ),
+        variants=("ste", *Settings.variants, "mdgf-kao", "sdgf"),
         seconds=280,
     )
     tokens = BATCH * 26

@@ -160,18 +160,7 @@ class EnglishToGerman(Task):
         sgd_methods=(),
         patterns=("1:8",),
         lengths=(),
-        variants=(
-            "step",
-            "step-10",
-            "step-50",
-            "step-25-thawed",
-            "step-geometric",
-            "step-norm",
-            "step-stale",
-            "step-relative",
-            "mdgf-kao",
-            "sdgf",
-        ),
+        variants=("step", *Settings.variants, "mdgf-kao", "sdgf"),
         seconds=250,
     )
     tokens = round(BATCH * SOURCE_TOKENS)
