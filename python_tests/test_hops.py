@@ -22,8 +22,8 @@ def hops(call, warm=3):
 
     def seen(frame, event, _):
         path = Path(frame.f_code.co_filename)
-        # every attached model is told of a step; those of other tests are not this call's
-        if event == "call" and PACKAGE in path.parents and frame.f_code.co_name != "doubt":
+        # every attached model sees a step; those of other tests are not part of this call
+        if event == "call" and PACKAGE in path.parents and not doubts(frame):
             files.append(str(path.relative_to(PACKAGE)))
 
     sys.setprofile(seen)
@@ -32,6 +32,12 @@ def hops(call, warm=3):
     finally:
         sys.setprofile(None)
     return len(files), sorted(set(files))
+
+
+def doubts(frame):
+    while frame is not None and frame.f_code.co_name != "doubt":
+        frame = frame.f_back
+    return frame is not None
 
 
 def model_of(recipe):

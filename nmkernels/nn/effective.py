@@ -123,7 +123,7 @@ class EffectiveWeight:
         same = copy.form is not None and copy.transform is transform and copy.how == how
         # no hook of ours runs when a captured graph does: the graph has to make it, and what it made is of no use outside
         right = same and not captured and stamp == copy.stamp and copy.owner is not None and copy.owner() is owner
-        if right and (mark is not None or (not _readable(weight) and torch.is_grad_enabled() and not copy.doubted)):
+        if right and (mark is not None or (not readable(weight) and torch.is_grad_enabled() and not copy.doubted)):
             return copy.form
         # only a form that an optimizer's step put out of date may be overwritten: a backward pass may still need any other
         free = same and copy.stamp is None and not captured
@@ -183,5 +183,6 @@ def _capturing(weight: Tensor) -> bool:
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _readable(weight: Tensor) -> bool:
-    return weight.is_cpu  # by the host, without waiting for a device
+def readable(weight: Tensor) -> bool:
+    """Whether the host can read ``weight`` without waiting for a device."""
+    return weight.is_cpu

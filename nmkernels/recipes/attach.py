@@ -7,6 +7,7 @@ A top-level key of the state dict would be dropped by trainers that rebuild it; 
 from __future__ import annotations
 
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -21,13 +22,13 @@ from .. import ops
 from ..autograd.transforms import WEIGHT, masked
 from ..layouts import MATRICES, ordered
 from ..nn import NMWeight
-from ..nn.effective import EffectiveWeight
 from ..optim import PLAIN, MaskedAdamW, Target, merge_stats
 from ..pattern import RecipeError
 from ..shards import Groups, add, align_gradient, is_sharded, local, reduced, total
 from .base import Observed, Recipe, State
 from .run import Run
 from .saved import HELD, restored, written
+from .writes import listed
 
 STATE_KEY = "nm_recipe"
 APPLIED, FLIPS, NONZEROS = (ops.STATS.index(name) for name in ("applied", "flips", "nonzeros"))
@@ -38,23 +39,22 @@ COUNTED = ("pruned_abs", "pruned_grad_abs", "flips", "nonzeros")
 
 
 class Attachment:
-    """One optimizer of a run, with the swapped layers whose weights it updates; the last one to step, given the ``earlier`` ones, keeps the
-    schedule.
+    """One optimizer of a run, with the swapped layers whose weights it updates.
 
-    ``stats`` are the sums of its last step, or of the last applied one where it was skipped, over ``numel`` weights; ``observed`` those
-    that the schedule has not seen yet.
+    ``attachments`` is the handle's list, in the order in which the optimizers step; the last one keeps the schedule, and has them in
+    ``all``, which is empty for the others. ``stats`` are the sums of its last step, or of the last applied one where it was skipped, over
+    ``numel`` weights; ``observed`` those that the schedule has not seen yet.
     """
 
-    def __init__(
-        self, run: Run, optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight], earlier: Sequence[Attachment] | None = None
-    ) -> None:
-        self.run, self.optimizer, self.layers = run, optimizer, layers
-        self.all = () if earlier is None else (*earlier, self)
+    def __init__(self, run: Run, optimizer: torch.optim.Optimizer, attachments: list[Attachment]) -> None:
+        self.run, self.optimizer, self.attachments = run, optimizer, attachments
+        self.all: Sequence[Attachment] = ()
+        self.layers: dict[str, NMWeight] = {}
         self.masked = masked_adamw(optimizer)
         self.stats: Tensor | None = None
         self.observed: Tensor | None = None
         self.numel = 0
-        self._revision = 0
+        self._revision = self._size = 0
         self._masks: dict[str, Tensor] = {}
         self._pruned: dict[str, tuple[Tensor, Tensor]] = {}
         self.updating = inner(optimizer)
@@ -69,13 +69,21 @@ class Attachment:
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
         _watch_every_optimizer()
-        for layer in layers.values():
+        _attached.add(self)
+        self.take()
+
+    def take(self) -> dict[str, NMWeight]:
+        """Drive every layer whose weight the optimizer has, in whichever group and however late; returns those that are new."""
+        groups = self.optimizer.param_groups
+        self._size, found = sum(len(group["params"]) for group in groups), owned(self.optimizer, self.run.layers)
+        new = {name: layer for name, layer in found.items() if name not in self.layers}
+        self.layers |= new
+        for layer in new.values():
             layer.effective.attached = True
-            _watched.add(layer.effective)
-        if self.masked is not None:
-            self.masked.targets = {
-                layer.parameter: Target(layer.pattern, layer.layout, partial(_penalty, layer)) for layer in layers.values()
-            }
+            if self.masked is not None:
+                self.masked.targets[layer.parameter] = Target(layer.pattern, layer.layout, partial(_penalty, layer))
+        self._revision = 0  # the targets' patterns are those of the present stage from the next step on
+        return new
 
     @property
     def group(self) -> dict[str, Any]:
@@ -97,11 +105,26 @@ class Attachment:
         own = {id(p) for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad}
         return {name: layer for name, layer in self.layers.items() if id(layer.parameter) in own}
 
-    def load(self, state: State) -> None:
-        self.optimizer.param_groups[0][STATE_KEY] = state
-        self.run.adopt(state)
+    def load(self, state: State | None) -> None:
+        """Continue from ``state``; None: from the recipe's beginning, with the present weights."""
+        found = self.run.first_state(self.group) if state is None else state
+        self.optimizer.param_groups[0][STATE_KEY] = found
+        self.run.adopt(found)
+        if state is None:
+            self.run.watch()
         for part in self.all:
             part.announce()
+
+    def continues(self) -> None:
+        """Keep the schedule that another attachment has kept until now."""
+        self.optimizer.param_groups[0][STATE_KEY] = self.run.state
+        self.announce()
+
+    def hand_over(self, later: Sequence[Attachment]) -> None:
+        """Leave the schedule to ``later`` attachments, and the count of those layers that they drive too."""
+        self.optimizer.param_groups[0].pop(STATE_KEY, None)
+        if any(name in other.layers for name in self.layers for other in later):
+            self.stats = self.observed = None
 
     def announce(self) -> None:
         """Say in the optimizer's state of each weight that its state dict has masks too: some loaders take only what they find there.
@@ -118,6 +141,8 @@ class Attachment:
                 state.pop(layer.parameter, None)
 
     def detach(self) -> None:
+        """Take every trace of the recipe out of the optimizer, and drive no layer any more."""
+        _attached.discard(self)
         for remover in self._removers:
             remover.remove()
         for optimizer in (self.optimizer, self.updating):  # ZeRO copies what stands in the groups of the one to the other
@@ -125,17 +150,28 @@ class Attachment:
                 group.pop(STATE_KEY, None)
             for layer in self.layers.values():
                 optimizer.state.get(layer.parameter, {}).pop(HELD, None)
-        for layer in self.layers.values():
+        for name, layer in self.layers.items():
+            if any(name in other.layers for other in self.attachments if other is not self):
+                continue
             layer.effective.attached = False
             layer.effective.release()
             if layer.gather is not None:
                 layer.gather.remove()
                 layer.gather = None
-            _watched.discard(layer.effective)
         if self.masked is not None:
             self.masked.forget()
 
     # ---- around a step
+
+    def doubt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer of the process has stepped: no copy of W̃ is used again unchecked, and one that is not attached is counted."""
+        for layer in self.layers.values():
+            layer.effective.doubt()
+        for own in self.all:
+            if optimizer is own.optimizer or optimizer is own.updating:
+                return
+        if self.all:
+            self.run.writes.stepped_by(optimizer, self.run.recipe.name)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._starts = not self.updating.state
@@ -144,12 +180,16 @@ class Attachment:
             if self.masked is not None:
                 self._revision, self.masked.rule = 0, PLAIN
             return None
+        if self._size != sum(len(group["params"]) for group in optimizer.param_groups):
+            self._join()
         own = self.own_pass
         if self.stats is None and any(layer.gather is None and is_sharded(layer.weight) for layer in self.layers.values()):
             raise RecipeError(
                 "step: the model was sharded after handle.attach. Call fully_shard or parallelize_module (accelerator.prepare) first, then "
                 "build the optimizer and attach it."
             )
+        if self.run.writes.hashes or self.run.masks.masks:
+            self.run.before_step(self.layers)
         if self.masked is not None and self._revision != self.run.revision:
             self._revision, rule = self.run.revision, self.run.stage.rule
             self.masked.rule = rule if own is not None else replace(rule, masked=False, decay=0.0)
@@ -170,6 +210,19 @@ class Attachment:
             return loss
 
         return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
+
+    def _join(self) -> None:
+        """Take over the layers whose weights have come with a group that was added since the last step."""
+        check_class(self.run.recipe, self.optimizer)
+        new = self.take()
+        self._starts = self._starts or bool(new)
+        young = [name for name, layer in new.items() if "exp_avg_sq" not in self.updating.state.get(layer.parameter, {})]
+        if young and self.run.stage.rule.frozen:
+            warnings.warn(
+                f"step: {listed(young)} joined the optimizer after {self.run.recipe.name} froze the second moment; theirs is zero: their "
+                "updates are as large as the clamp allows. Add every group before the switch.",
+                stacklevel=2,
+            )
 
     def _rehearses(self) -> bool:
         """Whether the step to come is none: ``torch.distributed.checkpoint`` finds out what state a fresh optimizer will have by one with
@@ -244,6 +297,7 @@ class Attachment:
             new = self._own_stats() if self.numel else None
         for layer in self.layers.values():
             layer.drop()
+        self.run.writes.stepped(self.layers)
         self.observed = new
         if new is not None:
             self.stats = self._since_applied(new)
@@ -377,7 +431,7 @@ class Attachment:
             self.announce()
             return
         # from a state of plain AdamW the recipe starts from its beginning with the loaded moments
-        self.load(self.run.first_state(self.group) if self._loaded is None else self._loaded)
+        self.load(self._loaded)
         self._loaded = None
         for part in self.all:
             part._beside = {}
@@ -389,18 +443,24 @@ def _keys(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[
     return {p: key for own, theirs in groups for p, key in zip(own["params"], theirs["params"], strict=False)}
 
 
-_watched: weakref.WeakSet[EffectiveWeight] = weakref.WeakSet()
+_attached: weakref.WeakSet[Attachment] = weakref.WeakSet()
 
 
 @cache
 def _watch_every_optimizer() -> None:
-    """Doubt the copies of all attached layers after each step of any optimizer, by one hook for the process that is never removed."""
+    """Have every attachment see each step of any optimizer, by one hook for the process that is never removed."""
 
-    def stepped(*_: Any) -> None:
-        for effective in _watched:
-            effective.doubt()
+    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for part in list(_attached):
+            part.doubt(optimizer)
 
     register_optimizer_step_post_hook(eager(stepped))
+
+
+def owned(optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight]) -> dict[str, NMWeight]:
+    """Those of ``layers`` whose weights ``optimizer`` has, frozen ones too: they may be unfrozen later."""
+    params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return {name: layer for name, layer in layers.items() if id(layer.parameter) in params}
 
 
 def eager(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -453,22 +513,38 @@ def loaded_beside(optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight])
 
 def group_of(optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight]) -> dict[str, Any]:
     """The parameter group that updates the first of ``layers``; the first one where a load has replaced that layer's Parameter."""
-    first = next(iter(layers.values())).parameter
+    first = next((layer.parameter for layer in layers.values()), None)
     owners = [group for group in optimizer.param_groups if any(p is first for p in group["params"])]
     return (owners or optimizer.param_groups)[0]
 
 
 def check_optimizer(recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``RecipeError`` if ``recipe`` cannot run with ``optimizer``, or that has a recipe already."""
+    """Raise ``RecipeError`` if ``recipe`` cannot run with ``optimizer``, or that has another model's recipe already."""
+    check_class(recipe, optimizer)
+    hooks = (getattr(inspect.unwrap(hook), "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
+    if any(isinstance(other, Attachment) and other.layers for other in hooks):
+        raise RecipeError("attach: the optimizer drives the recipe of another model already; give each model its own optimizer.")
+
+
+def check_class(recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``RecipeError`` if ``recipe`` cannot run with optimizers of this class."""
     wanted, given = recipe.setup.optimizer, masked_adamw(optimizer) or optimizer
     if wanted is not None and not isinstance(given, wanted):
         raise RecipeError(
             f"{type(recipe).__name__} {recipe.setup.needs}, which {type(given).__name__} cannot. Replace it in one line: optimizer = "
             f"handle.attach(nm.optim.{wanted.__name__}(model.parameters(), lr=...)). It takes AdamW's keywords and state."
         )
-    hooks = map(inspect.unwrap, optimizer._optimizer_step_pre_hooks.values())
-    if any(isinstance(getattr(hook, "__self__", None), Attachment) for hook in hooks):
-        raise RecipeError("attach: the optimizer drives the recipe of another model already; give each model its own optimizer.")
+
+
+def check_moments(run: Run, optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight]) -> None:
+    """Raise ``RecipeError`` where the run has frozen the second moment and ``optimizer`` has none for some of ``layers``."""
+    state = inner(optimizer).state
+    missing = [name for name, layer in layers.items() if "exp_avg_sq" not in state.get(layer.parameter, {})]
+    if missing and run.stage.rule.frozen:
+        raise RecipeError(
+            f"attach: {run.recipe.name} has frozen the second moment, and this {type(optimizer).__name__} has none for {listed(missing)}. "
+            "Give it the state of the one before: optimizer.load_state_dict(earlier.state_dict())."
+        )
 
 
 def nonzeros(layers: Iterable[NMWeight]) -> Tensor:

@@ -19,7 +19,7 @@ from ..nn.gather import connect, reshard
 from ..optim import merge_stats
 from ..pattern import CheckpointError, RecipeError
 from ..shards import anywhere
-from .attach import STATE_KEY, Attachment, check_optimizer, group_of, inner, loaded_beside, unwrapped
+from .attach import STATE_KEY, Attachment, check_moments, check_optimizer, group_of, loaded_beside, owned, unwrapped
 from .base import Recipe, State
 from .checks import check_flat, check_learned, check_shards, check_stages, check_whole
 from .report import Report
@@ -103,50 +103,131 @@ class Handle:
         """Hook the recipe into one or several optimizers and return them as they came.
 
         The hooks run inside ``optimizer.step()``, after unscaling, accumulation and clipping, also with a closure or a ``GradScaler``.
-        Give several optimizers in the order in which they step: the last one that owns a swapped weight keeps the schedule.
+        Give several optimizers in the order in which they step: the last one that owns a swapped weight keeps the schedule. Parameter
+        groups that are added to them later take part.
+
+        Called again, for instance for a second phase of training, it continues: schedule and masks stay as they are, and the last of the
+        new optimizers keeps them. Earlier optimizers stay attached until ``detach``.
 
         Raises:
-            RecipeError: one is no optimizer, none of them updates a swapped weight, one has a recipe already, the recipe cannot run with
-                it, or it cannot choose its masks.
+            RecipeError: one is no optimizer, none of them updates a swapped weight, one has another model's recipe, the recipe cannot run
+                with it, or it cannot choose its masks.
             CheckpointError: the optimizer has loaded the state of another recipe. Nothing has changed then.
+
+        Example:
+            >>> from nmkernels import sparsify_
+            >>> model = nn.Linear(64, 64)
+            >>> handle = sparsify_(model, "asp:2:4")
+            >>> warm_up = handle.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> main = handle.attach(torch.optim.AdamW(model.parameters(), lr=1e-3))
+            >>> handle.detach(warm_up)
         """
         if self.finished:
             raise RecipeError("attach: the recipe is finished; sparsify_ the model again to train on.")
-        if self._attachments:
-            raise RecipeError("attach: this handle has its optimizers already; give all of them in one call, attach(opt1, opt2).")
         self._take_shards()
+        run, before = self.run, list(self._attachments)
         stepped = tuple(map(unwrapped, optimizers))
-        owners = [(optimizer, owned) for optimizer in stepped if (owned := self._owned(optimizer))]
+        known = {id(a.optimizer): a for a in before}
+        owners = [(o, layers) for o in stepped if (layers := owned(o, self.layers))]
         if not owners:
             raise RecipeError(
                 "attach: none of the optimizers updates a weight of the swapped layers. Build it from model.parameters() of the very model "
-                "given to sparsify_ (before a wrapper copies the parameters)."
+                "given to sparsify_ (before a wrapper copies the parameters). If those layers are left out because they are frozen, attach "
+                "the optimizer once they have been added to it."
             )
         for optimizer, _ in owners:
-            check_optimizer(self.recipe, optimizer)
-        check_learned(self.layers, stepped)
-        last, owned = owners[-1]
-        found, loaded = last.param_groups[0].get(STATE_KEY), None
+            if id(optimizer) not in known:
+                check_optimizer(self.recipe, optimizer)
+        check_learned(self.layers, (*stepped, *(a.optimizer for a in before)))
+        last, layers = owners[-1]
+        found, loaded = None if id(last) in known else last.param_groups[0].get(STATE_KEY), None
         if found is not None:
-            beside = {name: bits for optimizer, layers in owners for name, bits in loaded_beside(optimizer, layers).items()}
+            beside = {name: bits for optimizer, own in owners for name, bits in loaded_beside(optimizer, own).items()}
             loaded = restored(found, self.layers, beside)
-            self.run.check(loaded, group_of(last, owned))
-        run = self.run
-        run.optimizers = tuple(map(inner, stepped))
-        self._attachments = [Attachment(run, o, layers) for o, layers in owners[:-1]]
-        self._attachments.append(Attachment(run, last, owned, self._attachments))
+            run.check(loaded, group_of(last, layers))
+        elif run.state:
+            check_moments(run, last, layers)
+        going = bool(run.state)
         try:
-            if loaded is None:
-                run.begin("attach")  # weights may have been initialised since sparsify_
-            self._attachments[-1].load(loaded or run.first_state(group_of(last, owned)))
+            self._attachments[:] = [a for a in before if a.optimizer not in stepped]
+            # one without a swapped weight may get some with a later group, but keeps no schedule
+            for optimizer in sorted(stepped, key=lambda o: bool(owned(o, self.layers))):
+                self._attachments.append(known.get(id(optimizer)) or Attachment(run, optimizer, self._attachments))
+                self._attachments[-1].take()
+            keeper = self._appoint()
+            assert keeper is not None
+            if going and loaded is None:
+                keeper.continues()
+            else:
+                if loaded is None:
+                    run.begin("attach")  # weights may have been initialised since sparsify_
+                keeper.load(loaded)
         except Exception:
-            self._detach()
+            for attachment in self._attachments:
+                if attachment not in before:
+                    attachment.detach()
+            self._attachments[:] = before
+            self._appoint()
             if found is not None:
                 last.param_groups[0][STATE_KEY] = found
-            run.state = {}
-            run.apply(self.recipe.stage({}))
+            if not going:
+                run.state = {}
+                run.apply(self.recipe.stage({}))
             raise
+        for earlier in before:
+            if earlier is not keeper:
+                earlier.hand_over(self._attachments[self._attachments.index(earlier) + 1 :])
         return optimizers[0] if len(optimizers) == 1 else optimizers
+
+    def detach(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Take the recipe out of some of the attached optimizers, or of all; the schedule and the masks stay.
+
+        Of those that remain the last one keeps the schedule. With none left nothing is held or counted until ``attach`` is called again,
+        which continues.
+
+        Raises:
+            RecipeError: one of them is not attached.
+        """
+        parts = [a for o in map(unwrapped, optimizers) for a in self._attachments if a.optimizer is o]
+        if len(parts) < len(optimizers):
+            raise RecipeError("detach: one of the optimizers is not attached to this handle.")
+        for part in parts or list(self._attachments):
+            part.detach()
+            self._attachments.remove(part)
+        if keeper := self._appoint():
+            keeper.continues()
+
+    def renew_masks(self) -> None:
+        """Take from the present weights what the recipe took from earlier ones: masks, S-STE's scale, learned logits, channel order.
+
+        For weights that were loaded in the middle of a run, where what was chosen stays (so that weights can be rewound under the same
+        mask). The schedule goes on. Before ``attach`` there is nothing to renew: it takes all from the weights that it finds.
+
+        Raises:
+            RecipeError: the recipe is finished, or the present weights are of no use to it.
+
+        Example:
+            >>> from nmkernels import sparsify_
+            >>> model = nn.Linear(64, 64)
+            >>> handle = sparsify_(model, "asp:2:4")
+            >>> optimizer = handle.attach(torch.optim.AdamW(model.parameters()))
+            >>> _ = model.load_state_dict(nn.Linear(64, 64).state_dict())
+            >>> handle.renew_masks()
+            >>> round(handle.metrics()["density"].item(), 2)
+            0.5
+        """
+        if self.finished:
+            raise RecipeError("renew_masks: the recipe is finished; sparsify_ the model again to prune other weights.")
+        reshard(self.model)
+        self.run.renew("renew_masks", anew=True)
+
+    def _appoint(self) -> Attachment | None:
+        """Have the last attachment keep the schedule, and return it; None where there is none."""
+        self.run.optimizers = tuple(a.updating for a in self._attachments)
+        keeper = self._attachments[-1] if self._attachments else None
+        for attachment in self._attachments:
+            attachment.all = self._attachments if attachment is keeper else ()
+        return keeper
 
     def _take_shards(self) -> None:
         """Have sharded layers make W̃ from this rank's shard, and every rank hold no more than that."""
@@ -155,11 +236,6 @@ class Handle:
         check_whole(self.recipe, self.layers)
         check_stages(self.recipe, self.layers)
         check_shards(self.layers)
-
-    def _owned(self, optimizer: torch.optim.Optimizer) -> dict[str, NMWeight]:
-        # frozen layers too: they may be unfrozen later
-        params = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return {name: layer for name, layer in self.layers.items() if id(layer.parameter) in params}
 
     # ---- watching
 
@@ -174,6 +250,8 @@ class Handle:
         """
         if not self.run.state and not self.finished:
             self.run.gradients.warn("metrics", self.recipe, attached=False)
+        if not self.finished:
+            self.run.check_weights("metrics", waits=False)
         return metrics_of(self.run, self._attachments)
 
     @torch.no_grad()
@@ -210,8 +288,9 @@ class Handle:
         if self.finished:
             yield self.model
             return
+        lost = self.run.check_weights("deployable")
         # with no optimizer attached, finish() is what prunes
-        with self.run.masks.permuted(not self._attachments), self._previewed():
+        with self.run.masks.permuted(not self.run.state), self._previewed(lost):
             yield self.model
 
     def refresh(self) -> None:
@@ -227,7 +306,7 @@ class Handle:
             layer.adopt_shard()
 
     @contextmanager
-    def _previewed(self) -> Iterator[None]:
+    def _previewed(self, lost: Iterable[str]) -> Iterator[None]:
         reshard(self.model)
         kept = {name: (layer.transform, layer.plan, layer.adapts) for name, layer in self.layers.items()}
         try:
@@ -242,6 +321,8 @@ class Handle:
                     # emulated roundings and packed GEMMs belong to training; any other plan computes the same forward pass
                     plan = kept[name][1]
                     self.layers[name].use(transform, plan if plan.fp8 is None and plan.fprop == "dense" else STRAIGHT_THROUGH)
+            for name in lost:
+                self.layers[name].use(self.run.masks.preview(name), STRAIGHT_THROUGH)
             yield
         finally:
             reshard(self.model)
@@ -272,15 +353,16 @@ class Handle:
                 f"finish: these swapped layers never ran: {', '.join(idle)}. Their parent probably reads the weight itself, so it was "
                 "never masked. Leave them out with filter_fn, or call finish(allow_unused=True) if the model was not meant to run."
             )
-        if all(attachment.stats is None for attachment in self._attachments):
+        self.run.check_weights("finish")
+        if not self.run.calls:
             self.run.gradients.warn("finish", self.recipe, attached=bool(self._attachments))
-        early = self.recipe.not_ready_reason(self.state) if self._attachments else ""
+        early = self.recipe.not_ready_reason(self.state) if self.run.state else ""
         if early:
             self._warn_early(early)
         if self.recipe.final == "dense":
             self.remove()
         else:
-            if not self._attachments:
+            if not self.run.state:
                 self.run.masks.permute_({})
             make_nm(self.layers, self.run.final_transforms())
             self._end()
@@ -317,7 +399,7 @@ class Handle:
     def _detach(self) -> None:
         for attachment in self._attachments:
             attachment.detach()
-        self._attachments, self.run.optimizers = [], ()
+        self._attachments[:], self.run.optimizers = [], ()
         self.run.streams.forget()
 
 
@@ -349,8 +431,10 @@ def metrics_of(run: Run, attachments: list[Attachment]) -> dict[str, Tensor]:
     stage, state = run.stage, run.state
     phase = torch.tensor(stage.phase)
     parts = [a for a in attachments if a.stats is not None]
+    # what the last step counted is not what is multiplied once something else has written the weights; held masks do not prevent that
+    written = run.stage.held_mask or bool(run.writes.since_step(run.layers))
     # users ask on one rank only, where a collective would wait for ever: what sharded layers tell is from the last step
-    told = run.told if run.sharded else run.tell(density=not parts)
+    told = run.told if run.sharded else run.tell(density=written or not parts)
     if not parts:
         # without a state no optimizer was ever attached, and nobody counts
         nothing = torch.full((), 0.0 if state else torch.nan, dtype=torch.float64)

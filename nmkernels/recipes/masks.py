@@ -116,6 +116,11 @@ class HeldMasks:
         """Set the weights outside the mask of layer ``name`` to +0, whatever they are (NaN times 0 would stay NaN)."""
         self.layers[name].master.masked_fill_(~self.masks[name], 0.0)
 
+    @torch.no_grad()
+    def lost(self, name: str) -> Tensor:
+        """How many weights of layer ``name`` are not zero outside its mask, 0-d."""
+        return self.layers[name].master.masked_fill(self.masks[name], 0.0).count_nonzero()
+
     def preview(self, name: str) -> HeldMask | None:
         """The transform of the mask that is held, or would be chosen now; None where it is the plain mask by magnitude."""
         if name in self.masks:

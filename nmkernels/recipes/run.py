@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ..autograd import HardMask, WeightTransform
 from ..autograd.transforms import read_as
 from ..nn import ActivationRule, NMWeight, SquaredReLU, SquaredReLUMLP
+from ..nn.effective import readable
 from ..pattern import NMError, RecipeError
-from ..shards import Groups, add, groups_of, is_sharded, reduced
+from ..shards import Groups, add, anywhere, groups_of, is_sharded, reduced
 from .base import Observed, Recipe, Stage, State
 from .compose import check_state
 from .masks import HeldMasks
@@ -22,6 +23,7 @@ from .report import Report
 from .search.channels import Channels
 from .state import MASK, HeldTensors, LayerPatterns, Streams, generator_of, own_rank
 from .trial import Trial
+from .writes import Writes, listed
 
 
 class Run:
@@ -47,6 +49,7 @@ class Run:
         self.masks = HeldMasks(layers, setup.mask_score, channels)
         self.tensors = HeldTensors(layers)
         self.streams = Streams(layers)
+        self.writes = Writes(layers)
         self.activations = Activations(model, setup.activation)
         self.stage = recipe.stage({})
         self.begin("sparsify_")
@@ -94,6 +97,7 @@ class Run:
     def adopt(self, state: State) -> None:
         """Continue from ``state``, which lies in the optimizer already."""
         held = state.pop("held", {})
+        self.writes.forget()
         self.state, self.calls = state, int(state.get("t", 0))
         if self.patterns.adopt(state):
             self.begin("resume", patterns=False)
@@ -101,6 +105,65 @@ class Run:
         self.tensors.load(held)
         self._restage()
         self.report.remark = self.recipe.remark(state)
+
+    # ---- weights that something else than the attached optimizers writes
+
+    def watch(self) -> None:
+        """The recipe begins: where it has taken something from the present weights, notice if others are loaded before the first step."""
+        own = any(layer.learned() or layer._buffers.keys() - layer._non_persistent_buffers_set for layer in self.layers.values())
+        if own or self.masks.masks or self.tensors.names or self.patterns.own:
+            self.writes.start()
+
+    def renew(self, verb: str, anew: bool = False) -> None:
+        """Take from the present weights what was taken from earlier ones: patterns, masks and what transforms start from; ``anew``: even
+        what a checkpoint had."""
+        self.begin(verb, anew=anew)
+        self.patterns.save(self.state)
+        self.masks.forget()
+        self.tensors.load({})
+        self._restage()
+        if self.writes.hashes:
+            self.writes.start()
+
+    def before_step(self, names: Iterable[str]) -> None:
+        """An optimizer is about to step the weights of the layers ``names``."""
+        if self.writes.hashes:
+            self._renew_if_replaced("step")
+            self.writes.forget()
+        elif self.masks.masks and (written := self.writes.since_step(names)):
+            self.report_lost("step", written)
+
+    def check_weights(self, verb: str, waits: bool = True) -> list[str]:
+        """The layers that have lost the zeros of their held masks, which is reported; of weights that were replaced before the first step
+        everything is taken again. ``waits``: for the device, and for the other ranks."""
+        if not waits and self.sharded:
+            return []
+        if self.writes.hashes:
+            if waits or all(readable(layer.master) for layer in self.layers.values()):
+                self._renew_if_replaced(verb)
+            return []
+        written = self.writes.since_step(self.layers)
+        return self.report_lost(verb, (name for name, layer in self.layers.items() if waits or readable(layer.master) or name in written))
+
+    def report_lost(self, verb: str, names: Iterable[str]) -> list[str]:
+        """Which of the layers ``names`` have lost the zeros of their held masks; a warning says so."""
+        lost = {name: count for name in names if name in self.masks.masks and (count := int(self.masks.lost(name)))}
+        self.writes.report_lost(verb, lost)
+        return list(lost)
+
+    def _renew_if_replaced(self, verb: str) -> None:
+        replaced = self.writes.replaced()
+        # what a rank takes from its shard it may have to gather, so all ranks decide alike
+        if not any([anywhere(layer.parameter, name in replaced) for name, layer in self.layers.items()]):
+            return
+        self.renew(verb)
+        inputs = " Their inputs are those that handle.calibrate() saw before." if self.masks.score == "wanda" else ""
+        warnings.warn(
+            f"{verb}: the weights of {listed(replaced or self.layers)} were loaded or changed after handle.attach. No step was made, so "
+            f"what the recipe {self.recipe.name} takes from the weights at its beginning (masks, scales, the order of channels) was taken "
+            f"again, from the present ones.{inputs} Load weights before attach to avoid this.",
+            stacklevel=4,
+        )
 
     def held(self) -> State:
         """What a checkpoint has beside ``state``: the masks and other tensors that layers hold; of sharded ones what this rank holds."""

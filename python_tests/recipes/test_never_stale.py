@@ -114,7 +114,7 @@ X = DATA32[0][0][:3]
 def as_on_a_gpu(monkeypatch):
     """The host cannot read weights without waiting."""
     monkeypatch.setattr("nmkernels.nn.effective.fingerprint", lambda *tensors: None)
-    monkeypatch.setattr("nmkernels.nn.effective._readable", lambda state: False)
+    monkeypatch.setattr("nmkernels.nn.effective.readable", lambda state: False)
 
 
 @pytest.fixture(autouse=True)
@@ -265,12 +265,12 @@ def test_a_swap_that_is_taken_back_before_backward_changes_no_gradient():
 
 
 def test_steps_of_other_optimizers_are_watched_only_while_attached():
-    watched = attach._watched
+    watched = attach._attached
     gc.collect()
     before, hooks = len(watched), len(optimizer._global_optimizer_post_hooks)
     for ending in ("finish", "remove", None):
         model, handle, _ = begun("srste")
-        assert len(watched) == before + 2 and len(optimizer._global_optimizer_post_hooks) <= max(hooks, 1)
+        assert len(watched) == before + 1 and len(optimizer._global_optimizer_post_hooks) <= max(hooks, 1)
         if ending is not None:
             getattr(handle, ending)()
             assert len(watched) == before
