@@ -46,7 +46,7 @@ class NMWeight(nn.Module):
     or learned (a dense checkpoint, which has none, renews them), outside it where they are held or a schedule writes them.
     ``columns`` is the order in which a finished weight is N:M where that is not its own, else None. ``seed`` is int64 (seed, offset) of the
     estimates that ``plan`` draws. ``adapts``: a low-rank adapter (``nm_left``, ``nm_right``), where there is one, takes part.
-    ``governed``: a handle drives the layer, or did.
+    ``governed``: a handle drives the layer, or did; ``stepped``: an attached optimizer has made a step.
     """
 
     weight: Tensor
@@ -71,7 +71,7 @@ class NMWeight(nn.Module):
         self.restored = False
         self.governed = False
         self.finished = False
-        self.ran = False
+        self.ran = self.stepped = False
         self.effective = EffectiveWeight()
         self.gather: Gather | None = None
         self.put_in_order()
@@ -348,6 +348,13 @@ class NMWeight(nn.Module):
         if absent and given:
             # a dense checkpoint: they belonged to other weights
             missing_keys[:] = [key for key in missing_keys if key not in absent]
+            if self.stepped:
+                warnings.warn(
+                    f"load_state_dict: dense weights were loaded in the middle of a run, and what the layers keep besides them "
+                    f"({', '.join(key.rpartition('.')[2] for key in absent)}) stays. handle.renew_masks() takes it from the new weights.",
+                    stacklevel=2,
+                )
+                return
             try:
                 self.begin()
             except NMError as error:
@@ -455,6 +462,7 @@ OWN_ATTRIBUTES = frozenset(
         "governed",
         "finished",
         "ran",
+        "stepped",
         "effective",
         "gather",
     }

@@ -296,6 +296,7 @@ class Attachment:
         else:
             new = self._own_stats() if self.numel else None
         for layer in self.layers.values():
+            layer.stepped = True
             layer.drop()
         self.run.writes.stepped(self.layers)
         self.observed = new
@@ -328,7 +329,7 @@ class Attachment:
             self.stats = self.stats.clone()
             self.stats[FLIPS] += flips
         if self.run.sharded:
-            self.run.told = self.run.tell()
+            self.run.told = self.run.tell(density=self.run.stage.held_mask)
 
     def _of_state(self, key: str) -> list[Any]:
         """What the optimizer keeps under ``key`` for the swapped weights, where it does."""

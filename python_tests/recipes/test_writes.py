@@ -375,6 +375,19 @@ def test_renew_masks():
         handle.renew_masks()
 
 
+@pytest.mark.parametrize("name", ["sste", "maskllm"])
+def test_what_was_learned_stays_when_dense_weights_are_loaded_in_the_middle(name):
+    model, handle, optimizer = start(BEGINS[name]())
+    train(model, optimizer, batches(2))
+    before = {key: value.clone() for key, value in model.state_dict().items() if ".nm_" in key}
+    dense = net(BEGINS[name](), seed=4).state_dict()
+    said = said_by(lambda: model.load_state_dict(dense), "middle of a run")
+    assert said and all("handle.renew_masks()" in text for text in said)
+    assert before and all(torch.equal(value, model.state_dict()[key]) for key, value in before.items())
+    handle.renew_masks()
+    assert not all(torch.equal(value, model.state_dict()[key]) for key, value in before.items())
+
+
 def test_renew_masks_takes_a_scale_again():
     model, handle, optimizer = start(nm.recipes.get("sste:2:4"))
     train(model, optimizer, batches(2))
