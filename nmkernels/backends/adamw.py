@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..dispatch import Verdict
 from ..pattern import BackendError
+from . import streams
 
 STATS = 9
 """Statistics that a step returns."""
@@ -35,11 +36,6 @@ def of_one_kind(params: Sequence[Tensor], grads: Sequence[Tensor], outs: Sequenc
 def on_host(x: Tensor, device: torch.device) -> bool:
     """Whether ``x`` is held by the host while the params are on a GPU."""
     return x.device != device and x.is_cpu
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph records what is launched now."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Opened(NamedTuple):
@@ -66,7 +62,7 @@ def opened(
     scale, found = (None if x is None else x.to(device, non_blocking=True) for x in (grad_scale, found_inf))
     stats = torch.empty(STATS, dtype=torch.float64, device=device) if out is None else out
     held = [i for i, step in enumerate(steps) if on_host(step, device)]
-    if held and capturing(device):
+    if held and streams.capturing(device):
         raise BackendError(
             "nm_masked_adamw_: a CUDA graph is captured and the step counts are on the CPU, so that replays would not count; "
             "make the optimizer with capturable=True."

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..dispatch import Verdict
 from ..pattern import Pattern, ShapeError
 from ..reference.layouts import to_layout
+from . import streams
 
 ORDERED = False, "it reads canonical indices, and these are metadata in the order of a tensor core"
 """What a backend answers that knows no device layout."""
@@ -67,7 +68,7 @@ def flag_for(mask: Tensor | None) -> Tensor | None:
 
 def check_flag(op: str, flag: Tensor | None, n: int, m: int) -> None:
     """Raise where it is set, for which the host waits; not looked at while a graph is captured, nor where nothing runs."""
-    if flag is None or flag.is_meta or (flag.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if flag is None or flag.is_meta or streams.capturing(flag.device):
         return
     if flag.item():
         raise overfull(op, n, m)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..backends.streams import MadeOf
 from ..pattern import Pattern, PatternLike, ShapeError
 from .check import as_pattern, check_dense, check_mask, check_packed
 from .define import Spec, define
@@ -45,7 +46,7 @@ class Compressed:
     indices: Tensor
     pattern: Pattern
     shape: tuple[int, ...]
-    _layouts: dict[str, tuple[tuple[int, ...], Any, tuple[Tensor, Tensor]]] = field(default_factory=dict, init=False)
+    _layouts: dict[str, MadeOf[Any]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", as_pattern(self.pattern))
@@ -99,19 +100,19 @@ class Compressed:
         """``build(self)``, remembered under ``name``, for backends that want the data in another order.
 
         It is built again after values or indices were written or given other memory, and at every call where they were made in inference
-        mode, which counts no writes. It is never copied or saved.
+        mode, which counts no writes. It is never copied or saved. On a GPU a call on another stream waits for it. A CUDA graph reads it
+        where values and indices were never written in place, and else builds it in every replay; what a capture builds is not remembered.
         """
-        known = self._layouts.get(name)
-        if known is not None and known[0] == _state(self.values, self.indices):
-            return known[1]
-        state = _state(self.values, self.indices)  # as it was before
-        # a later call may need gradients, which tensors of inference mode cannot take part in
-        with torch.inference_mode(False):
-            made = build(self)
-        if state is not None:
-            # their memory is held, so that no other tensor can come to lie at its address
-            self._layouts[name] = (state, made, (self.values.detach(), self.indices.detach()))
-        return made
+
+        def made() -> tuple[Any, list[Tensor]]:
+            # a later call may need gradients, which tensors of inference mode cannot take part in
+            with torch.inference_mode(False):
+                value = build(self)
+            return value, [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and x.device == self.device]
+
+        if not _can_be_remembered(self.values, self.indices):
+            return made()[0]
+        return self._layouts.setdefault(name, MadeOf()).get(self.values, self.indices, None, made)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Compressed, (self.values, self.indices, self.pattern, tuple(self.shape))
@@ -136,14 +137,12 @@ def counts_writes(x: Tensor) -> bool:
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _state(values: Tensor, indices: Tensor) -> tuple[int, ...] | None:
-    """What tells that both are as they were; None where nothing does, or the copy would belong to one derivative or transform only."""
-    if values.requires_grad or not (counts_writes(values) and counts_writes(indices)):
-        return None
+def _can_be_remembered(values: Tensor, indices: Tensor) -> bool:
+    """False where nothing tells that both are as they were, or what is made of them would belong to one derivative or transform only."""
+    if values.requires_grad or torch.compiler.is_compiling() or not (counts_writes(values) and counts_writes(indices)):
+        return False
     plain = type(values) in PLAIN and type(indices) in PLAIN
-    if not plain or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
-        return None
-    return values._version, values.data_ptr(), indices._version, indices.data_ptr()
+    return plain and not (torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack())
 
 
 def _unflatten(leaves: Any, context: tuple[Pattern, tuple[int, ...]]) -> Compressed:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nmkernels.backends import adamw as shared
+from nmkernels.backends import streams
 from nmkernels.pattern import BackendError
 from nmkernels.testing import assert_equal_bits
 from python_tests.backends.adamw_calls import LAYOUTS, copied, edge, hyper, make, same_as_reference, seeded, shifted
@@ -171,7 +172,7 @@ class GpuAdamWSuite(AdamWSuite):
                 ours = {**copied(call, device), "steps": copied(call)["steps"]}
                 same_as_reference(self.step, ours, call, hyper(lr=-0.1, v_step=3.0, clamp=0.5), 2, 4, found=found, frozen=frozen)
         ours = {**copied(call, device), "steps": copied(call)["steps"]}
-        monkeypatch.setattr(shared, "capturing", lambda device: True)
+        monkeypatch.setattr(streams, "capturing", lambda device: True)
         with pytest.raises(BackendError, match="capturable=True"):
             self.run(ours, hyper().to(device))
         assert_equal_bits(ours, call)

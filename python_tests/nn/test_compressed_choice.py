@@ -166,9 +166,9 @@ def test_a_layout_of_tensor_cores_is_made_once(monkeypatch: pytest.MonkeyPatch) 
     _chosen(layer, "mine rows:mma.sp")
     with torch.no_grad():
         torch.testing.assert_close(layer(x), _expected(layer, x))
-        made = layer.weight._layouts["rows:mma.sp"][1]
+        made = layer.weight._layouts["rows:mma.sp"].last.value
         layer(x)
-    assert asked == [torch.int32] * 2 and layer.weight._layouts["rows:mma.sp"][1] is made
+    assert asked == [torch.int32] * 2 and layer.weight._layouts["rows:mma.sp"].last.value is made
 
 
 def test_compiled_it_asks_nobody_and_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from ...dispatch import Verdict
 from ...reference.layouts import LAYOUTS
-from ..adamw import STATS, capturing, count, of_one_kind, opened
+from .. import streams
+from ..adamw import STATS, count, of_one_kind, opened
 from ..shared import address, dense, row_stride, write_rows
+from ..streams import Made
 from .compress import pack
 from .core import DTYPES, core, queue, register, runnable
 
@@ -102,33 +104,29 @@ def written(lists: Lists, layout: Layout) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class Cache:
-    """Things on a device by the words that they were made of; the ones used longest ago are dropped.
-
-    While a graph is captured nothing is added, because what is made then exists only in replays; and what is taken is never
-    dropped, because the graph reads its memory ever after.
-    """
+    """Things on a device by the words that they were made of; the ones used longest ago are dropped, but for what a graph reads."""
 
     def __init__(self) -> None:
-        self.entries: OrderedDict[Hashable, Any] = OrderedDict()
-        self.pinned: dict[Hashable, Any] = {}
+        self.entries: OrderedDict[Hashable, Made[Any]] = OrderedDict()
+        self.pinned: dict[Hashable, Made[Any]] = {}
 
-    def get(self, key: Hashable, device: torch.device) -> Any:
-        """What was made for ``key``, or None."""
+    def get(self, key: Hashable) -> Any:
+        """What was made for ``key``, for the current stream, or None."""
         found = self.entries.get(key)
-        if found is None:
-            return self.pinned.get(key)
-        self.entries.move_to_end(key)
-        if capturing(device):
-            self.pinned[key] = found
-        return found
+        if found is not None:
+            self.entries.move_to_end(key)
+        else:
+            found = self.pinned.get(key)
+        return None if found is None else found.get()
 
-    def put(self, key: Hashable, value: Any, device: torch.device) -> Any:
-        """Keep ``value`` for the next call, unless this one is captured."""
-        if not capturing(device):
-            self.entries[key] = value
+    def put(self, key: Hashable, value: Any, tensors: Sequence[Tensor], device: torch.device) -> None:
+        """Keep ``value``, whose memory is ``tensors``, for the next call, unless this one is captured."""
+        if not streams.capturing(device):
+            self.entries[key] = Made(value, tensors, device)
             if len(self.entries) > KEPT:
-                self.entries.popitem(last=False)
-        return value
+                oldest, dropped = self.entries.popitem(last=False)
+                if dropped.captured:
+                    self.pinned[oldest] = dropped
 
 
 @dataclass
@@ -169,12 +167,14 @@ def plan_of(lists: Lists, steps: list[int], layout: Layout, packs: list[Pack], h
     # all at multiples of 16: the gradients' addresses matter to nothing but their own table
     kinds = None if low & 15 == 0 else tuple([address & 15 == 0 for address in addresses[GRAD]])
     key = (device, layout.key, tuple(steps), tuple(packs), how, kinds, *addresses[:GRAD])
-    plan = _plans.get(key, device)
+    plan = _plans.get(key)
     if plan is None:
-        plan = _plans.put(key, _make(lists, addresses, steps, layout, packs, how, like), device)
-    grads = _grads.get((device, addresses[GRAD]), device)
+        plan = _make(lists, addresses, steps, layout, packs, how, like)
+        _plans.put(key, plan, [x for x in (plan.table, plan.owners, plan.packs) if x is not None], device)
+    grads = _grads.get((device, addresses[GRAD]))
     if grads is None:
-        grads = _grads.put((device, addresses[GRAD]), upload(addresses[GRAD], like), device)
+        grads = upload(addresses[GRAD], like)
+        _grads.put((device, addresses[GRAD]), grads, [grads], device)
     return plan, grads
 
 

@@ -1,9 +1,8 @@
 """Compression by the library's own entry point, and what comes of it: a blob whose order only the library knows.
 
-The blob of a packed weight, 9/16 of the dense weight's bytes beside it, is made when it is first multiplied, and again after a change: it
-is remembered by the identity, version counters and addresses of ``values`` and ``indices``. While a CUDA graph is captured, it is used only
-if neither tensor was ever written in place. Otherwise compressing is recorded into the graph, so that a replay sees what an optimizer's
-step, replayed before it, has written.
+The blob of a packed weight, 9/16 of the dense weight's bytes in addition to it, is made when it is first multiplied, and again after a
+change: it is remembered by the identity, version counters and addresses of ``values`` and ``indices``, between streams and in CUDA graphs
+as ``streams`` has it.
 """
 
 from __future__ import annotations
@@ -18,8 +17,10 @@ from torch import Tensor
 
 from ...dispatch import implementations
 from ...reference.layouts import from_layout, layout_of
+from .. import streams
 from ..shared import aligned
-from .context import CODES, LAYOUTS, Here, capturing, failures
+from ..streams import MadeOf
+from .context import CODES, LAYOUTS, Here, failures
 
 Sizes = tuple[int, int, int]
 """N, M and the dense columns."""
@@ -29,16 +30,7 @@ Sizes = tuple[int, int, int]
 class _Entry:
     values: weakref.ref[Tensor]
     indices: weakref.ref[Tensor]
-    state: tuple[Any, ...]
-    blob: Blob
-    made: Any
-    """The event after which the blob is there, for other streams; None on the CPU."""
-    streams: set[int]
-    """The stream that made it, and those that have waited for it."""
-    captured: bool = False
-    """Whether a graph reads the blob."""
-    kept: Blob | None = None
-    """An earlier blob that a graph reads, as long as the values live. There is one at most: later ones are of written tensors."""
+    blob: MadeOf[Blob]
 
 
 _entries: dict[int, _Entry] = {}
@@ -52,39 +44,24 @@ def expanded(values: Tensor, indices: Tensor, sizes: Sizes) -> Tensor:
 
 def blob_of(values: Tensor, indices: Tensor, sizes: Sizes, here: Here, stream: int) -> Blob:
     """The blob of a packed weight for layout nt, remembered or made."""
+
+    def make() -> tuple[Blob, list[Tensor]]:
+        blob = compress_as("nt", expanded(values, indices, sizes), here, stream)
+        return blob, [blob.data]
+
+    if values.is_inference() or indices.is_inference():  # which do not tell when they are written
+        return make()[0]
     entry = _entries.get(id(values))
-    if entry is not None and entry.values() is not values:
-        entry = None
-    if entry is not None and entry.indices() is indices and entry.state == _state(values, indices, sizes):
-        if not capturing(values):
-            if stream not in entry.streams:
-                if values.is_cuda:
-                    current = torch.cuda.current_stream(values.device)
-                    current.wait_event(entry.made)
-                    entry.blob.data.record_stream(current)
-                entry.streams.add(stream)
-            return entry.blob
-        if entry.state[:2] == (0, 0):
-            # no waiting for another stream: whoever captures has waited for all earlier work
-            entry.captured = True
-            return entry.blob
-    blob = compress_as("nt", expanded(values, indices, sizes), here, stream)
-    # what a graph records exists in its replays only; and tensors of inference mode do not tell when they are written
-    if capturing(values) or values.is_inference() or indices.is_inference():
-        return blob
-    event = None
-    if values.is_cuda:
-        event = torch.cuda.Event()
-        event.record()
-    kept = None if entry is None else entry.blob if entry.captured else entry.kept
-    key = id(values)
-    reference = weakref.ref(values, lambda dead: _forget(key, dead))
-    _entries[key] = _Entry(reference, weakref.ref(indices), _state(values, indices, sizes), blob, event, {stream}, kept=kept)
-    return blob
-
-
-def _state(values: Tensor, indices: Tensor, sizes: Sizes) -> tuple[Any, ...]:
-    return values._version, indices._version, values.data_ptr(), indices.data_ptr(), values.dtype, sizes
+    known = entry is not None and entry.values() is values
+    if entry is None or not known or entry.indices() is not indices:
+        if streams.capturing(values.device):
+            return make()[0]
+        blob = entry.blob if entry is not None and known else MadeOf()
+        blob.forget()
+        key = id(values)
+        reference = weakref.ref(values, lambda dead: _forget(key, dead))
+        entry = _entries[key] = _Entry(reference, weakref.ref(indices), blob)
+    return entry.blob.get(values, indices, (values.dtype, sizes), make)
 
 
 def _forget(key: int, dead: weakref.ref[Tensor]) -> None:

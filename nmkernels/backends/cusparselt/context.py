@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ... import capability
 from ...pattern import BackendError
+from .. import streams
 
 KEPT = 1024
 """Plans that a thread keeps on a device; then it drops all of them and starts anew."""
@@ -142,7 +143,7 @@ def elsewhere(x: Tensor, device: int) -> bool:
 
 
 def capturing(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return streams.capturing(x.device)
 
 
 def refuse_capture(x: Tensor) -> None:

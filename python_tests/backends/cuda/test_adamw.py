@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nmkernels.backends import adamw as shared
+from nmkernels.backends import streams
 from nmkernels.backends.cuda import adamw
 from nmkernels.testing import assert_equal_bits
 from python_tests.backends.adamw_calls import LAYOUTS, copied, hyper, make, same_as_reference, seeded
@@ -94,18 +95,37 @@ def test_only_counts_that_differ_are_sent(device, monkeypatch, called):
 
 def test_what_a_graph_reads_stays_and_what_it_makes_is_its_own(monkeypatch):
     cache, where = adamw.Cache(), torch.device("cpu")
-    cache.put("eager", 1, where)
-    cache.put("other", 2, where)
-    monkeypatch.setattr(adamw, "capturing", lambda device: True)
-    assert cache.put("captured", 3, where) == 3
-    assert cache.get("captured", where) is None
-    assert cache.get("eager", where) == 1
-    monkeypatch.setattr(adamw, "capturing", lambda device: False)
-    for i in range(adamw.KEPT):
-        cache.put(i, i, where)
-    assert cache.get("eager", where) == 1
-    assert cache.get("other", where) is None
-    assert cache.get(0, where) == 0
+    cache.put("eager", 1, [], where)
+    cache.put("other", 2, [], where)
+    monkeypatch.setattr(streams, "capturing", lambda device: True)
+    cache.put("captured", 3, [], where)
+    assert cache.get("captured") is None
+    assert cache.get("eager") == 1
+    monkeypatch.setattr(streams, "capturing", lambda device: False)
+    for i in range(adamw.KEPT + 2):
+        cache.put(i, i, [], where)
+    assert cache.get("eager") == 1
+    assert cache.get("other") is None and cache.get(0) is None
+    assert cache.get(2) == 2
+
+
+def test_a_step_reads_its_tables_through_what_orders_streams(device, monkeypatch):
+    """The table and the owners of a plan, and the gradients' addresses; ``backends/test_streams.py`` has what reading does."""
+    read = []
+
+    class Made(streams.Made):
+        def get(self):
+            read.append([x.dtype for x in self.tensors])
+            return super().get()
+
+    monkeypatch.setattr(adamw, "Made", Made)
+    for cache in ("_plans", "_grads"):
+        monkeypatch.setattr(adamw, cache, adamw.Cache())
+    ours, h = copied(make(seeded(15), (8, 16), (3, 8)), device), hyper().to(device)
+    run(ours, h)
+    assert not read
+    run(ours, h)
+    assert read == [[torch.int64, torch.int32], [torch.int64]]
 
 
 def test_tables_longer_than_a_launch(device):

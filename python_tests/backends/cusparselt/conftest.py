@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from nmkernels import Pattern, capability, dispatch, reference, testing
-from nmkernels.backends.cusparselt import algorithms, blobs, context, gemm, linear
+from nmkernels.backends import streams
+from nmkernels.backends.cusparselt import algorithms, blobs, context, linear
 
 SOURCE = Path(__file__).resolve().parents[3] / "csrc" / "tests" / "cusparselt" / "fake.cpp"
 
@@ -105,8 +106,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """``capture(True)``: from now on a CUDA graph is being captured."""
 
     def set(on: bool) -> None:
-        for module in (context, blobs, linear, gemm):
-            monkeypatch.setattr(module, "capturing", lambda _: on)
+        monkeypatch.setattr(streams, "capturing", lambda _: on)
 
     return set
 

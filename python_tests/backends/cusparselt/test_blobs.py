@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from nmkernels.backends.cusparselt import blobs, context
+from nmkernels.backends.cusparselt import blobs
 from python_tests.backends.cusparselt.conftest import check, normal, packed
 
 
@@ -36,7 +37,7 @@ def weight():
 def remembered():
     """The only blob."""
     (entry,) = blobs._entries.values()
-    return weakref.ref(entry.blob)
+    return weakref.ref(entry.blob.last.value)
 
 
 def test_once_and_again_after_every_change(run, weight) -> None:
@@ -117,9 +118,10 @@ def test_a_graph_compresses_a_weight_that_is_written(run, weight, capture) -> No
     assert run(values, indices) == 0, "what was remembered before is still right"
 
 
-def test_another_stream_waits_for_it(run, weight, monkeypatch) -> None:
+def test_each_call_reads_it_through_what_orders_streams(run, weight, monkeypatch) -> None:
     run(*weight)
-    monkeypatch.setattr(context, "on_host", lambda: (0, 5))
-    assert run(*weight) == 0
     (entry,) = blobs._entries.values()
-    assert entry.streams == {0, 5}
+    read = Mock(wraps=entry.blob.last.get)
+    monkeypatch.setattr(entry.blob.last, "get", read)
+    assert run(*weight) == 0
+    read.assert_called_once_with()  # which waits: backends/test_streams.py
