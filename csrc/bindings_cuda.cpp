@@ -13,7 +13,7 @@ namespace {
 
 using nm::cuda::Queue;
 
-Queue queue(int device, Address stream) { return {device, at(stream)}; }
+const Queue& queue(int device, Address stream) { return {device, at(stream)}; }
 
 #if !defined(NM_EMULATED)
 void bind_probe(py::module_& module) {
@@ -27,7 +27,7 @@ void bind_probe(py::module_& module) {
     });
     // (compute capability, multiprocessors, shared memory of a block, clock, memory's clock and bits)
     module.def("gpu", [](int device) {
-        const nm::cuda::Gpu found = nm::cuda::gpu(device);
+        const nm::cuda::Gpu& found = nm::cuda::gpu(device);
         return py::make_tuple(found.capability, found.processors, found.shared, found.clock, found.memory_clock, found.memory_bits);
     });
 }
@@ -133,7 +133,7 @@ void bind_products(py::module_& module) {
     module.def("linear_few_splits", &nm::cuda::linear_few_splits);
     module.def("linear_mma_splits", &nm::cuda::linear_mma_splits);
     module.def("linear_expand_splits", &nm::cuda::linear_expand_splits);
-    const auto product = [&](const char* name, void (*kernel)(const nm::cuda::LinearCall&, Queue)) {
+    const auto product = [&](const char* name, void (*kernel)(const nm::cuda::LinearCall&, const Queue&)) {
         module.def(name, [kernel](Address x, Address values, Address indices, Address bias, Address residual, Address y, Address parts, int dtype,
                                   int activation, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int splits, int processors, int device, Address stream) {
             kernel({at(x), at(values), at<uint8_t>(indices), at(bias), at(y), at<float>(parts), dtype, activation, tokens, rows, cols, n, m, splits,
@@ -167,7 +167,7 @@ void bind_gemm(py::module_& module) {
                                                                         processors, &maps, &parameter);
         return py::make_tuple(maps, py::bytes(parameter), found.tiles, found.blocks, found.threads, found.shared);
     });
-    const auto gemm = [&](const char* name, void (*kernel)(const nm::cuda::GemmCall&, Queue)) {
+    const auto gemm = [&](const char* name, void (*kernel)(const nm::cuda::GemmCall&, const Queue&)) {
         module.def(name, [kernel](Address values, Address metadata, Address dense, Address bias, Address residual, Address out, Address parts,
                                   int dtype, int activation, int64_t m, int64_t n, int64_t k, bool by_column, int warps, int tile, int splits,
                                   int device, Address stream) {

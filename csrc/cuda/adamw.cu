@@ -170,7 +170,7 @@ AdamWCut adamw_cut(int n, int m, bool squares) {
     return cut;
 }
 
-void adamw_step(const AdamWTables& tables, const AdamWPart& part, bool flat, const AdamWOptions& options, int n, int m, Queue queue) {
+void adamw_step(const AdamWTables& tables, const AdamWPart& part, bool flat, const AdamWOptions& options, int n, int m, const Queue& queue) {
     const char* const name = "adamw_kernel";
     const Grid grid{part.blocks, kThreads};
     by_masks(n, m, [&](auto pattern) {

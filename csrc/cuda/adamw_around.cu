@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(256) adamw_stats_kernel(const double* partials
 
 }  // namespace
 
-void upload_words(const std::vector<int64_t>& words, int64_t* to, Queue queue) {
+void upload_words(const std::vector<int64_t>& words, int64_t* to, const Queue& queue) {
     Words part{};
     for (size_t first = 0; first < words.size(); first += kWords) {
         const size_t count = words.size() - first < size_t(kWords) ? words.size() - first : size_t(kWords);
@@ -94,13 +94,13 @@ void upload_words(const std::vector<int64_t>& words, int64_t* to, Queue queue) {
     }
 }
 
-void adamw_owners(const int64_t* table, int64_t params, const AdamWPart& flat, const AdamWPart& other, int32_t* owners, Queue queue) {
+void adamw_owners(const int64_t* table, int64_t params, const AdamWPart& flat, const AdamWPart& other, int32_t* owners, const Queue& queue) {
     for (const AdamWPart* part : {&flat, &other}) {
         launch("owners_kernel", owners_kernel, {cdiv(part->blocks, 256), 256}, queue, reinterpret_cast<const AdamWParam*>(table), params, *part, owners);
     }
 }
 
-void masked_adamw(const AdamWArguments& a, const AdamWPart& flat, const AdamWPart& other, const AdamWOptions& options, Queue queue) {
+void masked_adamw(const AdamWArguments& a, const AdamWPart& flat, const AdamWPart& other, const AdamWOptions& options, const Queue& queue) {
     const auto* params = reinterpret_cast<const AdamWParam*>(a.table);
     const int64_t blocks = flat.blocks + other.blocks;
     const AdamWTables tables{params, a.gradients, a.owners, a.scalars, a.partials, blocks, reinterpret_cast<const AdamWPack*>(a.packs)};

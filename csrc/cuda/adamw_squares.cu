@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, 2) adamw_square_kernel(AdamWTables t
 }  // namespace
 
 void adamw_squares(const AdamWTables& tables, const AdamWPart& part, bool flat, bool transposable, const AdamWOptions& options, int layout,
-                   Queue queue) {
+                   const Queue& queue) {
     const char* const name = "adamw_square_kernel";
     const Grid grid{part.blocks, kThreads};
     if (flat) {

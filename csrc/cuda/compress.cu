@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class In, class Out, class P, int kSelect>
-int64_t run(const char* name, const Pack& call, Queue queue) {
+int64_t run(const char* name, const Pack& call, const Queue& queue) {
     using C = Chunk<In, Out, P>;
     const int64_t chunks = call.rows * call.cols / C::kElements;
     const Grid grid{cdiv(chunks, C::kSteps * kThreads), kThreads};
@@ -111,7 +111,7 @@ int64_t run(const char* name, const Pack& call, Queue queue) {
 
 }  // namespace
 
-int64_t pack_rows(const Pack& call, Queue queue) {
+int64_t pack_rows(const Pack& call, const Queue& queue) {
     int64_t done = 0;
     if (!multiples_of_16(call.w, call.mask, call.by_row.values, call.by_row.indices)) return done;
     by_usual_dtypes(call.dtype, call.out_dtype, [&](auto in, auto out) {

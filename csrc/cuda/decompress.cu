@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(AnyTile::kThreads)
 }
 
 template <class T>
-void run(const T* values, const uint8_t* indices, int64_t rows, int64_t cols, int n, int m, T* out, Queue queue) {
+void run(const T* values, const uint8_t* indices, int64_t rows, int64_t cols, int n, int m, T* out, const Queue& queue) {
     const int bits = index_bits(m);
     int64_t done = 0;
     if (cols % m == 0 && cols / m * n * bits % 8 == 0) {  // one long row
@@ -133,7 +133,7 @@ void run(const T* values, const uint8_t* indices, int64_t rows, int64_t cols, in
 
 }  // namespace
 
-void decompress(const void* values, const void* indices, int dtype, int64_t rows, int64_t cols, int n, int m, void* out, Queue queue) {
+void decompress(const void* values, const void* indices, int dtype, int64_t rows, int64_t cols, int n, int m, void* out, const Queue& queue) {
     check_pattern(n, m);
     if (rows == 0 || cols == 0) return;
     const auto packed = static_cast<const uint8_t*>(indices);

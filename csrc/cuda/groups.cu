@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(AnyTile::kThreads) any_groups_kernel(const T* 
 }
 
 template <class Op>
-void run(const char* name, const void* w, int dtype, int64_t numel, int n, int m, void* out, Queue queue) {
+void run(const char* name, const void* w, int dtype, int64_t numel, int n, int m, void* out, const Queue& queue) {
     by_dtype_and_pattern(dtype, n, m, [&](auto element, auto pattern) {
         using T = decltype(element);
         using P = decltype(pattern);
@@ -152,15 +152,15 @@ void run(const char* name, const void* w, int dtype, int64_t numel, int n, int m
 
 }  // namespace
 
-void mask(const void* w, int dtype, int64_t numel, int n, int m, uint8_t* out, Queue queue) {
+void mask(const void* w, int dtype, int64_t numel, int n, int m, uint8_t* out, const Queue& queue) {
     run<Mask>("mask_kernel", w, dtype, numel, n, m, out, queue);
 }
 
-void prune(const void* w, int dtype, int64_t numel, int n, int m, void* out, Queue queue) {
+void prune(const void* w, int dtype, int64_t numel, int n, int m, void* out, const Queue& queue) {
     run<Prune>("prune_kernel", w, dtype, numel, n, m, out, queue);
 }
 
-void soft_threshold(const void* w, int dtype, int64_t numel, int n, int m, void* out, Queue queue) {
+void soft_threshold(const void* w, int dtype, int64_t numel, int n, int m, void* out, const Queue& queue) {
     run<SoftThreshold>("soft_threshold_kernel", w, dtype, numel, n, m, out, queue);
 }
 

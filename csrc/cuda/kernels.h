@@ -23,7 +23,7 @@ struct Probe {
 
 Probe probe(int device);
 
-// What plans ask of a GPU.
+// What plans ask of a GPU; the driver is asked once.
 struct Gpu {
     int capability;    // 90 is 9.0
     int processors;    // multiprocessors
@@ -33,18 +33,18 @@ struct Gpu {
     int memory_bits;   // of a transfer
 };
 
-Gpu gpu(int device);
+const Gpu& gpu(int device);
 
 // groups.cu ------------------------------------------------------------------------------------------------------------
 
 // out[i] = 1 where w[i] is among the n largest magnitudes of its group.
-void mask(const void* w, int dtype, int64_t numel, int n, int m, uint8_t* out, Queue queue);
+void mask(const void* w, int dtype, int64_t numel, int n, int m, uint8_t* out, const Queue& queue);
 
 // out = w where kept, +0.0 elsewhere; out may be w.
-void prune(const void* w, int dtype, int64_t numel, int n, int m, void* out, Queue queue);
+void prune(const void* w, int dtype, int64_t numel, int n, int m, void* out, const Queue& queue);
 
 // out = sign(w) max(|w| - t, 0), t the (n+1)-th largest magnitude of the group; out may be w.
-void soft_threshold(const void* w, int dtype, int64_t numel, int n, int m, void* out, Queue queue);
+void soft_threshold(const void* w, int dtype, int64_t numel, int n, int m, void* out, const Queue& queue);
 
 // threshold.cu, transposable.cu ----------------------------------------------------------------------------------------
 
@@ -52,10 +52,10 @@ void soft_threshold(const void* w, int dtype, int64_t numel, int n, int m, void*
 int64_t soft_threshold_chunks(int64_t numel, int n, int m);
 
 // *scale = <w, S> / <S, S> of S = soft_threshold(w), 0 where S is zero; `sums`: 16 bytes for each of soft_threshold_chunks.
-void soft_threshold_scale(const void* w, int dtype, int64_t numel, int n, int m, void* sums, float* scale, Queue queue);
+void soft_threshold_scale(const void* w, int dtype, int64_t numel, int n, int m, void* sums, float* scale, const Queue& queue);
 
 // out[i] = 1 where w[i] is kept by the best 2:4 mask of its 4x4 tile; rows and cols are multiples of 4.
-void transposable_mask(const void* w, int dtype, int64_t rows, int64_t cols, uint8_t* out, Queue queue);
+void transposable_mask(const void* w, int dtype, int64_t rows, int64_t cols, uint8_t* out, const Queue& queue);
 
 // pack.cu (compress.cu, pack_tiles.cu, pack_any.cu), decompress.cu -----------------------------------------------------
 
@@ -78,10 +78,10 @@ struct Pack {
 
 // False, with nothing written: the transposable mask must be made first, or the layout be made of canonical indices, because
 // no kernel does it at once for this pattern, shape, alignment or pair of dtypes.
-bool pack(const Pack& call, Queue queue);
+bool pack(const Pack& call, const Queue& queue);
 
 // A row's last group may go on beyond its end. An index that is not below m writes nothing.
-void decompress(const void* values, const void* indices, int dtype, int64_t rows, int64_t cols, int n, int m, void* out, Queue queue);
+void decompress(const void* values, const void* indices, int dtype, int64_t rows, int64_t cols, int n, int m, void* out, const Queue& queue);
 
 // quantize.cu ----------------------------------------------------------------------------------------------------------
 
@@ -96,21 +96,21 @@ struct Quantize {
 };
 
 // values (rows, cols), or (cols, rows) where transposed.
-void quantize(const Quantize& call, Queue queue);
+void quantize(const Quantize& call, const Queue& queue);
 
 // The largest two of each four of a row: values (rows, cols/2) and metadata in the order of 8-bit operands. rows are a multiple of 64,
 // cols of 128, x and values at multiples of 16 bytes.
-void quantize_pack(const Quantize& call, uint32_t* metadata, Queue queue);
+void quantize_pack(const Quantize& call, uint32_t* metadata, const Queue& queue);
 
 // mvue.cu --------------------------------------------------------------------------------------------------------------
 
 // The unbiased estimate along the middle of g [outer, length, inner], dense. seed: (seed, offset), in device memory. approx: n = 2.
 void mvue(const void* g, int dtype, int64_t outer, int64_t length, int64_t inner, int n, int m, const int64_t* seed, bool approx, void* out,
-          Queue queue);
+          const Queue& queue);
 
 // The same packed, as rows [outer, inner] of `length` padded to whole groups.
 void mvue_compress(const void* g, int dtype, int64_t outer, int64_t length, int64_t inner, int n, int m, const int64_t* seed, bool approx,
-                   void* values, uint8_t* indices, Queue queue);
+                   void* values, uint8_t* indices, const Queue& queue);
 
 // adamw.cu -------------------------------------------------------------------------------------------------------------
 
@@ -147,19 +147,19 @@ struct AdamWArguments {
 };
 
 // Three launches whatever the number of params, if all are flat or none is.
-void masked_adamw(const AdamWArguments& arguments, const AdamWPart& flat, const AdamWPart& other, const AdamWOptions& options, Queue queue);
+void masked_adamw(const AdamWArguments& arguments, const AdamWPart& flat, const AdamWPart& other, const AdamWOptions& options, const Queue& queue);
 
 // Its main launches.
-void adamw_step(const AdamWTables& tables, const AdamWPart& part, bool flat, const AdamWOptions& options, int n, int m, Queue queue);
+void adamw_step(const AdamWTables& tables, const AdamWPart& part, bool flat, const AdamWOptions& options, int n, int m, const Queue& queue);
 
 void adamw_squares(const AdamWTables& tables, const AdamWPart& part, bool flat, bool transposable, const AdamWOptions& options, int layout,
-                   Queue queue);
+                   const Queue& queue);
 
 // owners[b] = the row of the table that block b begins with.
-void adamw_owners(const int64_t* table, int64_t params, const AdamWPart& flat, const AdamWPart& other, int32_t* owners, Queue queue);
+void adamw_owners(const int64_t* table, int64_t params, const AdamWPart& flat, const AdamWPart& other, int32_t* owners, const Queue& queue);
 
 // to[i] = words[i], captured by value in a CUDA graph.
-void upload_words(const std::vector<int64_t>& words, int64_t* to, Queue queue);
+void upload_words(const std::vector<int64_t>& words, int64_t* to, const Queue& queue);
 
 // linear_few.cu, linear_mma.cu, linear_expand.cu ------------------------------------------------------------------------
 
@@ -181,20 +181,20 @@ struct LinearCall {
 };
 
 // 1 to 4 tokens on CUDA cores, any pattern.
-void linear_few(const LinearCall& call, Queue queue);
+void linear_few(const LinearCall& call, const Queue& queue);
 
 // Into how many parts linear_few cuts the columns of a call.
 int linear_few_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int processors);
 
 // 1 to 16 tokens in 16 bits on tensor cores; x and values at multiples of 16 bytes, indices of 4. The dense product of the
 // expanded weight: inf and NaN of a token reach all of its results.
-void linear_mma(const LinearCall& call, Queue queue);
+void linear_mma(const LinearCall& call, const Queue& queue);
 
 // The same for linear_mma; 0 where it has no kernel for a dtype, pattern and size.
 int linear_mma_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int processors);
 
 // 1 to 16 tokens in 16 bits on tensor cores, for every pattern and any addresses.
-void linear_expand(const LinearCall& call, Queue queue);
+void linear_expand(const LinearCall& call, const Queue& queue);
 
 // The same for linear_expand; 0 for other dtypes and more tokens.
 int linear_expand_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int processors);
@@ -220,13 +220,13 @@ struct GemmCall {
     int tile, splits;  // of gemm_plan
 };
 
-void gemm_mma_sp(const GemmCall& call, Queue queue);
+void gemm_mma_sp(const GemmCall& call, const Queue& queue);
 
 // (tile, splits) for a GPU.
 std::pair<int, int> gemm_plan(int64_t m, int64_t n, int64_t k, bool by_column, const Gpu& gpu);
 
 // The same by wgmma.sp, on compute capability 9.0 alone: metadata "wgmma.sp", k not 0, tile and splits of gemm_wgmma_plan.
-void gemm_wgmma_sp(const GemmCall& call, Queue queue);
+void gemm_wgmma_sp(const GemmCall& call, const Queue& queue);
 
 // What keeps it from running on a device; empty where nothing does.
 std::string wgmma_obstacle(int device);
@@ -252,7 +252,7 @@ struct ScaledCall {
     bool promotes;        // fp8 sums into fp32 every 128 products
 };
 
-void gemm_wgmma_sp_8bit(const ScaledCall& call, Queue queue);
+void gemm_wgmma_sp_8bit(const ScaledCall& call, const Queue& queue);
 
 // Whether there is a kernel for a pair of types and a way to store D.
 bool gemm_wgmma_8bit_has(int a, int b, bool by_column);
@@ -264,6 +264,6 @@ WgmmaLaunch gemm_wgmma_8bit_launch(const ScaledCall& call, int processors, std::
 
 // metadata.cu: canonical 2:4 indices (rows, cols/8 bytes) in a tensor core's order; layout: a code of packing.h. rows are a
 // multiple of 16, or of 64 for wgmma.sp, cols of 64, or of 128 for 8 bits.
-void metadata(const uint8_t* indices, int64_t rows, int64_t cols, int layout, uint32_t* out, Queue queue);
+void metadata(const uint8_t* indices, int64_t rows, int64_t cols, int layout, uint32_t* out, const Queue& queue);
 
 }  // namespace nm::cuda

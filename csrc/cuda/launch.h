@@ -1,6 +1,6 @@
 // How a kernel starts, and what becomes of an error: an exception that names the kernel.
 //
-//   Queue queue{device, stream};
+//   const Queue queue(device, stream);
 //   launch("mask_kernel", mask_kernel<float>, {blocks, threads}, queue, w, out, count);
 #pragma once
 
@@ -43,29 +43,17 @@ inline void check(const char* name, cudaError_t status) {
     throw std::runtime_error(std::string(name) + ": " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) + ")");
 }
 
-class OnDevice {
-  public:
-    OnDevice(const char* name, int device) {
-        check(name, cudaGetDevice(&before_));
-        if (before_ != device) check(name, cudaSetDevice(device));
-        changed_ = before_ != device;
-    }
-    ~OnDevice() {
-        if (changed_) cudaSetDevice(before_);
-    }
-    OnDevice(const OnDevice&) = delete;
-    OnDevice& operator=(const OnDevice&) = delete;
+// A function of the driver, whose library is not linked; cudaErrorCallRequiresNewerDriver where the driver does not have it.
+cudaError_t driver_function(const char* name, void** entry);
 
-  private:
-    int before_ = 0;
-    bool changed_ = false;
-};
+// Lets a kernel have so much dynamic shared memory on a GPU; CUDA is asked once, and again for more.
+void allow_shared(const char* name, const void* kernel, size_t bytes, int device);
 
 #endif
 
 // Starts kernel(args...) on every thread of the grid; nothing happens where the grid has no blocks.
 template <class... P>
-void launch(const char* name, void (*kernel)(P...), Grid grid, Queue queue, typename Same<P>::type... args) {
+void launch(const char* name, void (*kernel)(P...), Grid grid, const Queue& queue, typename Same<P>::type... args) {
     if (grid.blocks == 0) return;
     if (grid.blocks < 0 || grid.blocks > 0x7fffffff) {
         throw std::runtime_error(std::string(name) + ": " + std::to_string(grid.blocks) + " blocks are more than a grid has");
@@ -74,13 +62,11 @@ void launch(const char* name, void (*kernel)(P...), Grid grid, Queue queue, type
     (void)queue;
     emulator::run_grid(name, unsigned(grid.blocks), unsigned(grid.threads), grid.shared, [&] { kernel(args...); });
 #else
-    const OnDevice here(name, queue.device);
     // 48 KB, of which the kernel's own shared memory takes some, are allowed unasked
-    if (grid.shared > 16 * 1024) {
-        check(name, cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, int(grid.shared)));
-    }
-    kernel<<<unsigned(grid.blocks), unsigned(grid.threads), grid.shared, static_cast<cudaStream_t>(queue.stream)>>>(args...);
-    check(name, cudaGetLastError());
+    if (grid.shared > 16 * 1024) allow_shared(name, reinterpret_cast<const void*>(kernel), grid.shared, queue.device);
+    void* addresses[] = {static_cast<void*>(&args)..., nullptr};
+    check(name, cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(unsigned(grid.blocks)), dim3(unsigned(grid.threads)), addresses,
+                                 grid.shared, static_cast<cudaStream_t>(queue.stream)));
 #endif
 }
 

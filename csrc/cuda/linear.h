@@ -68,6 +68,6 @@ Sums<T> sums_of(const LinearCall& call) {
 }
 
 // y from call.parts, where the columns were cut into several.
-void finish_parts(const LinearCall& call, Queue queue);
+void finish_parts(const LinearCall& call, const Queue& queue);
 
 }  // namespace nm::cuda

@@ -199,7 +199,7 @@ int linear_expand_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, 
     return plan(call).splits;
 }
 
-void linear_expand(const LinearCall& call, Queue queue) {
+void linear_expand(const LinearCall& call, const Queue& queue) {
     if (call.rows == 0 || call.tokens == 0) return;
     by_half(call.dtype, [&](auto element) {
         using T = decltype(element);

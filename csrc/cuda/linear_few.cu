@@ -341,7 +341,7 @@ void by_call(const LinearCall& call, const F& f) {
 }
 
 template <class T, class P, int Tokens>
-void run(const LinearCall& call, const Plan& p, Queue queue) {
+void run(const LinearCall& call, const Plan& p, const Queue& queue) {
     const int64_t groups = cdiv(call.cols, call.m);
     const Few<T> f{static_cast<const T*>(call.x), static_cast<const T*>(call.values), call.indices, sums_of<T>(call), call.cols, groups,
                    groups * call.n, index_bytes(groups * call.n, index_bits(call.m)), call.n, call.m, multiples_of_16(call.x), p};
@@ -371,7 +371,7 @@ int linear_few_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int
     return splits;
 }
 
-void linear_few(const LinearCall& call, Queue queue) {
+void linear_few(const LinearCall& call, const Queue& queue) {
     if (call.rows == 0 || call.tokens == 0) return;
     by_call(call, [&](auto element, auto way, auto count) {
         using T = decltype(element);

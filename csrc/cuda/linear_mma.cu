@@ -327,7 +327,7 @@ int linear_mma_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int
     return splits;
 }
 
-void linear_mma(const LinearCall& call, Queue queue) {
+void linear_mma(const LinearCall& call, const Queue& queue) {
     if (call.rows == 0 || call.tokens == 0) return;
     by_call(call, [&](auto element, auto pattern, auto count) {
         using T = decltype(element);

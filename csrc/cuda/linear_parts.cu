@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(Sums<T> sums, int spli
 
 }  // namespace
 
-void finish_parts(const LinearCall& call, Queue queue) {
+void finish_parts(const LinearCall& call, const Queue& queue) {
     by_dtype(call.dtype, [&](auto element) {
         using T = decltype(element);
         launch("linear_finish_kernel", finish_kernel<T>, {cdiv(call.tokens * call.rows, kThreads), kThreads}, queue, sums_of<T>(call), call.splits);

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads) metadata_8bit_kernel(const uint8_t* 
 
 }  // namespace
 
-void metadata(const uint8_t* indices, int64_t rows, int64_t cols, int layout, uint32_t* out, Queue queue) {
+void metadata(const uint8_t* indices, int64_t rows, int64_t cols, int layout, uint32_t* out, const Queue& queue) {
     if (layout == kWgmmaSp8) {
         if (rows % 64 || cols % 128) throw std::invalid_argument("metadata: sizes are not whole tiles");
         const int64_t across = cols / 128;

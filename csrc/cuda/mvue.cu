@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(Columns<T>::threads, 2) mvue_columns_kernel(Mv
 }
 
 template <class T>
-void run(const Mvue& call, Queue queue) {
+void run(const Mvue& call, const Queue& queue) {
     using S = Strip<T>;
     const bool aligned = multiples_of_16(call.g, call.dense, call.values, call.indices);
     const bool wide_rows = multiples_of_16(call.per_row * S::n * int64_t(sizeof(T)), call.row_bytes);
@@ -276,7 +276,7 @@ void run(const Mvue& call, Queue queue) {
            int(rounds), wide, aligned && wide_rows);
 }
 
-void any_length(Mvue call, int dtype, int n, int m, bool approx, Queue queue) {
+void any_length(Mvue call, int dtype, int n, int m, bool approx, const Queue& queue) {
     check_pattern(n, m);
     call.per_row = (call.length + m - 1) / m;
     call.row_bytes = index_bytes(call.per_row * n, index_bits(m));
@@ -287,12 +287,12 @@ void any_length(Mvue call, int dtype, int n, int m, bool approx, Queue queue) {
 
 }  // namespace
 
-void mvue(const void* g, int dtype, int64_t outer, int64_t length, int64_t inner, int n, int m, const int64_t* seed, bool approx, void* out, Queue queue) {
+void mvue(const void* g, int dtype, int64_t outer, int64_t length, int64_t inner, int n, int m, const int64_t* seed, bool approx, void* out, const Queue& queue) {
     any_length({g, outer, length, inner, seed, out, nullptr, nullptr, 0, 0}, dtype, n, m, approx, queue);
 }
 
 void mvue_compress(const void* g, int dtype, int64_t outer, int64_t length, int64_t inner, int n, int m, const int64_t* seed, bool approx, void* values,
-                   uint8_t* indices, Queue queue) {
+                   uint8_t* indices, const Queue& queue) {
     any_length({g, outer, length, inner, seed, nullptr, values, indices, 0, 0}, dtype, n, m, approx, queue);
 }
 

@@ -18,6 +18,6 @@ struct Mvue {
 };
 
 // mvue_any.cu
-void mvue_any(const Mvue& call, int dtype, int n, int m, bool approx, Queue queue);
+void mvue_any(const Mvue& call, int dtype, int n, int m, bool approx, const Queue& queue);
 
 }  // namespace nm::cuda

@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kThreads) mvue_any_kernel(Mvue call, Shape s, 
 
 }  // namespace
 
-void mvue_any(const Mvue& call, int dtype, int n, int m, bool approx, Queue queue) {
+void mvue_any(const Mvue& call, int dtype, int n, int m, bool approx, const Queue& queue) {
     const Shape s = shape_of(n, m, approx);
     const bool along = call.inner == 1;
     const int64_t line_blocks = cdiv(along ? call.outer : call.inner, s.lines), group_blocks = cdiv(call.per_row, s.groups);

@@ -6,7 +6,7 @@ namespace nm::cuda {
 
 namespace {
 
-void pack_along_rows(Pack call, Queue queue) {
+void pack_along_rows(Pack call, const Queue& queue) {
     if (call.cols / call.m * call.n * index_bits(call.m) % 8 == 0) {  // no row ends inside a byte: one long row
         call.cols *= call.rows;
         call.rows = 1;
@@ -17,7 +17,7 @@ void pack_along_rows(Pack call, Queue queue) {
 
 }  // namespace
 
-bool pack(const Pack& call, Queue queue) {
+bool pack(const Pack& call, const Queue& queue) {
     check_pattern(call.n, call.m);
     if (call.rows == 0 || call.cols == 0) return true;
     const bool streamed = !call.by_column.values && call.layout == kCanonical && call.select != kTransposable;

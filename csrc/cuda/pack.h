@@ -8,13 +8,13 @@
 namespace nm::cuda {
 
 // Rows, canonical: whole chunks of a thread in registers. How many of the rows * cols elements it has done, from the first on.
-int64_t pack_rows(const Pack& call, Queue queue);
+int64_t pack_rows(const Pack& call, const Queue& queue);
 
 // Columns, both ways, or a device layout: tiles of 2:4 and other small patterns. False: it cannot.
-bool pack_tiles(const Pack& call, Queue queue);
+bool pack_tiles(const Pack& call, const Queue& queue);
 
 // Any pattern, one way, canonical; from the element `first` on, which begins a row or, where rows end on whole bytes, a byte.
-void pack_any(const Pack& call, int64_t first, Queue queue);
+void pack_any(const Pack& call, int64_t first, const Queue& queue);
 
 // f(In{}, Out{}) for the pairs that have kernels of their own; else false.
 template <class F>

@@ -149,7 +149,7 @@ void choose_tile(Walk& walk) {
 
 }  // namespace
 
-void pack_any(const Pack& call, int64_t first, Queue queue) {
+void pack_any(const Pack& call, int64_t first, const Queue& queue) {
     const bool columns = call.by_column.values != nullptr;
     const Packed& to = columns ? call.by_column : call.by_row;
     Walk walk{};

@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(Tile<In, P, kSelect>::kThreads, Tile<In, P, kS
 }
 
 template <class In, class Out, class P, int kSelect, bool kByRow, bool kByColumn>
-void run(const char* name, const Pack& call, Queue queue) {
+void run(const char* name, const Pack& call, const Queue& queue) {
     using T = Tile<In, P, kSelect>;
     const int64_t across = cdiv(call.cols, kColumns), blocks = cdiv(call.rows, T::kRows) * across;
     launch(name, pack_tiles_kernel<In, Out, P, kSelect, kByRow, kByColumn>, {blocks, T::kThreads}, queue, static_cast<const In*>(call.w),
@@ -213,7 +213,7 @@ bool whole_lines(const Packed& to, int64_t groups, const Pack& call) {
 }
 
 template <class In, class Out, int kSelect>
-bool run_2_4(const Pack& call, Queue queue) {
+bool run_2_4(const Pack& call, const Queue& queue) {
     using P = Fixed<2, 4>;
     const bool by_row = call.by_row.values, by_column = call.by_column.values;
     if (by_row && by_column) {
@@ -226,7 +226,7 @@ bool run_2_4(const Pack& call, Queue queue) {
 
 }  // namespace
 
-bool pack_tiles(const Pack& call, Queue queue) {
+bool pack_tiles(const Pack& call, const Queue& queue) {
     const int wide = call.dtype == kFloat32 ? 4 : 8;
     if (call.rows % call.m || call.cols % wide || !multiples_of_16(call.w, call.mask)) return false;
     if (call.rows > kLongest || call.cols > kLongest) return false;

@@ -4,6 +4,9 @@
 
 #if !defined(NM_EMULATED)
 
+#include <map>
+#include <mutex>
+
 namespace nm::cuda {
 
 namespace {
@@ -19,10 +22,10 @@ Probe probe(int device) {
     cudaDriverGetVersion(&found.driver);
     cudaRuntimeGetVersion(&found.runtime);
     try {
-        const OnDevice here("probe", device);
+        const Queue here(device, nullptr);
         // loads the code for this GPU; unlike a launch it may happen while a stream is captured
         cudaFuncAttributes attributes;
-        check("probe", cudaFuncGetAttributes(&attributes, probe_kernel));
+        check("probe", cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(probe_kernel)));
     } catch (const std::runtime_error& error) {
         found.error = error.what();
     }
@@ -30,20 +33,25 @@ Probe probe(int device) {
     return found;
 }
 
-Gpu gpu(int device) {
-    Gpu found{};
+const Gpu& gpu(int device) {
+    static std::mutex mutex;
+    static std::map<int, Gpu> known;  // whose elements stay where they are
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto there = known.find(device);
+    if (there != known.end()) return there->second;
     const auto ask = [&](cudaDeviceAttr what) {
         int value = 0;
         check("gpu", cudaDeviceGetAttribute(&value, what, device));
         return value;
     };
+    Gpu found{};
     found.capability = 10 * ask(cudaDevAttrComputeCapabilityMajor) + ask(cudaDevAttrComputeCapabilityMinor);
     found.processors = ask(cudaDevAttrMultiProcessorCount);
     found.shared = ask(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     found.clock = ask(cudaDevAttrClockRate);
     found.memory_clock = ask(cudaDevAttrMemoryClockRate);
     found.memory_bits = ask(cudaDevAttrGlobalMemoryBusWidth);
-    return found;
+    return known[device] = found;
 }
 
 }  // namespace nm::cuda

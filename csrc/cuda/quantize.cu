@@ -157,7 +157,7 @@ void by_dtypes(int in, int out, const F& f) {
 
 }  // namespace
 
-void quantize(const Quantize& call, Queue queue) {
+void quantize(const Quantize& call, const Queue& queue) {
     by_dtypes(call.dtype, call.out_dtype, [&](auto in, auto out) {
         using In = decltype(in);
         using Out = decltype(out);
@@ -175,7 +175,7 @@ void quantize(const Quantize& call, Queue queue) {
     });
 }
 
-void quantize_pack(const Quantize& call, uint32_t* metadata, Queue queue) {
+void quantize_pack(const Quantize& call, uint32_t* metadata, const Queue& queue) {
     if (call.rows % 64 || call.cols % 128) throw std::invalid_argument("quantize_pack: sizes are not whole tiles");
     by_dtypes(call.dtype, call.out_dtype, [&](auto in, auto out) {
         using In = decltype(in);

@@ -125,7 +125,7 @@ int64_t soft_threshold_chunks(int64_t numel, int n, int m) {
     return chunks;
 }
 
-void soft_threshold_scale(const void* w, int dtype, int64_t numel, int n, int m, void* sums, float* scale, Queue queue) {
+void soft_threshold_scale(const void* w, int dtype, int64_t numel, int n, int m, void* sums, float* scale, const Queue& queue) {
     const int64_t chunks = soft_threshold_chunks(numel, n, m);
     const auto partial = static_cast<Products*>(sums);
     by_dtype_and_pattern(dtype, n, m, [&](auto element, auto pattern) {

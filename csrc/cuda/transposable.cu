@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads) transposable_kernel(const T* w, uint
 
 }  // namespace
 
-void transposable_mask(const void* w, int dtype, int64_t rows, int64_t cols, uint8_t* out, Queue queue) {
+void transposable_mask(const void* w, int dtype, int64_t rows, int64_t cols, uint8_t* out, const Queue& queue) {
     by_dtype(dtype, [&](auto element) {
         using T = decltype(element);
         const int64_t bands = rows / 4, pieces = cdiv(cols * int64_t(sizeof(T)), 16);

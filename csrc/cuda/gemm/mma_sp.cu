@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks) mma_sp_kernel(G
 }
 
 template <class T, class Tile, bool kByColumn>
-void run(const GemmCall& call, Queue queue) {
+void run(const GemmCall& call, const Queue& queue) {
     const int64_t rows = cdiv(call.m, Tile::kRows), cols = cdiv(call.n, Tile::kCols);
     if (rows * cols * call.splits > 0x7fffffff) throw std::invalid_argument("gemm: more blocks than a grid has");
     const Gemm<T> f = gemm_of<T>(call, rows, cols);
@@ -64,7 +64,7 @@ void run(const GemmCall& call, Queue queue) {
 }
 
 template <class T>
-void by_way(const GemmCall& call, Queue queue) {
+void by_way(const GemmCall& call, const Queue& queue) {
     by_tile(call.tile, [&](auto tile) {
         using Tile = decltype(tile);
         if (!call.by_column) return run<T, Tile, false>(call, queue);
@@ -82,7 +82,7 @@ std::pair<int, int> gemm_plan(int64_t m, int64_t n, int64_t k, bool by_column, c
     return {plan.tile, plan.splits};
 }
 
-void gemm_mma_sp(const GemmCall& call, Queue queue) {
+void gemm_mma_sp(const GemmCall& call, const Queue& queue) {
     if (call.m == 0 || call.n == 0) return;
     if (call.m % 16 || call.k % gemm::kDepth || (call.by_column && call.n % 8)) throw std::invalid_argument("gemm: sizes are not whole tiles");
     if (call.m % (16 * call.warps)) throw std::invalid_argument("gemm: metadata for whole warpgroups, and rows for a part of one");

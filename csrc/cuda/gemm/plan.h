@@ -71,7 +71,7 @@ Gemm<T> gemm_of(const GemmCall& call, int64_t row_tiles, int64_t col_tiles) {
 }
 
 // D from the sums of several parts of k.
-inline void finish_parts(const GemmCall& call, Queue queue) {
+inline void finish_parts(const GemmCall& call, const Queue& queue) {
     if (call.splits == 1) return;
     LinearCall finish{};
     finish.bias = call.bias;

@@ -17,6 +17,7 @@
 #include "wgmma_plan.h"
 
 #if defined(NM_SM90A)
+#include "tensor_map.h"
 #include "wgmma_epilogue.h"
 #endif
 
@@ -241,46 +242,6 @@ __global__ void __cluster_dims__(Tile::kCluster, 1, 1) __launch_bounds__(Tile::k
         results.finish();
     }
     cluster_barrier();  // nobody leaves whom another block copies to, or tells of a stage
-}
-
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's function that makes tensor maps, found by the runtime: the driver's library is not linked. Null, and why not.
-struct Encoder {
-    Encode encode = nullptr;
-    std::string reason;
-};
-
-const Encoder& encoder() {
-    static const Encoder found = [] {
-        Encoder result;
-        void* entry = nullptr;
-        cudaDriverEntryPointQueryResult there = cudaDriverEntryPointSymbolNotFound;
-        const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &there);
-        if (status == cudaSuccess && there == cudaDriverEntryPointSuccess) {
-            result.encode = reinterpret_cast<Encode>(entry);
-        } else {
-            result.reason = "the driver has no cuTensorMapEncodeTiled, which it has from CUDA 12.0 on";
-            cudaGetLastError();
-        }
-        return result;
-    }();
-    return found;
-}
-
-// Elements of 16 bits are of this dtype.
-CUtensorMap encoded(const Map& map, int dtype) {
-    CUtensorMap result;
-    const cuuint64_t sizes[2] = {cuuint64_t(map.inner), cuuint64_t(map.outer)}, strides[1] = {cuuint64_t(map.inner) * cuuint64_t(map.bytes)};
-    const cuuint32_t box[2] = {cuuint32_t(map.box_inner), cuuint32_t(map.box_outer)}, steps[2] = {1, 1};
-    const CUtensorMapDataType halves = dtype == kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    const CUresult status = encoder().encode(
-        &result, map.bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : halves, 2,
-        reinterpret_cast<void*>(uintptr_t(map.address)), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        map.swizzle == kSwizzle128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (status != CUDA_SUCCESS) throw std::runtime_error("wgmma_sp_kernel: cuTensorMapEncodeTiled gives error " + std::to_string(int(status)));
-    return result;
 }
 
 #endif

@@ -32,14 +32,12 @@ void check(const GemmCall& call) {
 }
 
 template <class T>
-void run(const GemmCall& call, Queue queue) {
+void run(const GemmCall& call, const Queue& queue) {
 #if defined(NM_SM90A)
-    int processors = 0;
-    cuda::check("wgmma_sp_kernel", cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, queue.device));
-    by_kernel<T>(call, processors, [&](auto tile, auto by_column, const WgmmaLaunch& grid, const Gemm<T>& f, const Maps& maps) {
+    by_kernel<T>(call, gpu(queue.device).processors, [&](auto tile, auto by_column, const WgmmaLaunch& grid, const Gemm<T>& f, const Maps& maps) {
         using Tile = decltype(tile);
         launch("wgmma_sp_kernel", wgmma_sp_kernel<T, Tile, by_column>, {grid.blocks, grid.threads, size_t(grid.shared)}, queue,
-               encoded(maps.values, call.dtype), encoded(maps.dense, call.dtype), encoded(maps.out, call.dtype), f, grid.tiles);
+               encoded(maps.values, call.dtype, queue), encoded(maps.dense, call.dtype, queue), encoded(maps.out, call.dtype, queue), f, grid.tiles);
     });
 #else
     (void)call, (void)queue;
@@ -55,11 +53,9 @@ std::string wgmma_obstacle([[maybe_unused]] int device) {
 #if defined(NM_EMULATED)
     return "the emulator has no wgmma";
 #elif defined(NM_SM90A)
-    int major = 0, minor = 0;
-    check("wgmma_obstacle", cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    check("wgmma_obstacle", cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-    if (major != 9 || minor != 0) return "wgmma.sp is of compute capability 9.0, and this GPU has " + std::to_string(major) + "." + std::to_string(minor);
-    return gemm::encoder().reason;
+    const int found = gpu(device).capability;
+    if (found != 90) return "wgmma.sp is of compute capability 9.0, and this GPU has " + std::to_string(found / 10) + "." + std::to_string(found % 10);
+    return gemm::can_encode() ? "" : "the driver has no cuTensorMapEncodeTiled, which it has from CUDA 12.0 on";
 #else
     return "this build has no code for sm_90a";
 #endif
@@ -83,7 +79,7 @@ WgmmaLaunch gemm_wgmma_launch(const GemmCall& call, int processors, std::vector<
     return result;
 }
 
-void gemm_wgmma_sp(const GemmCall& call, Queue queue) {
+void gemm_wgmma_sp(const GemmCall& call, const Queue& queue) {
     if (call.m == 0 || call.n == 0) return;
     gemm::check(call);
     if (call.dtype == kBFloat16) {

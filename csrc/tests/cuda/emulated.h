@@ -28,7 +28,7 @@
 
 namespace nm_test {
 
-constexpr nm::cuda::Queue kQueue{0, nullptr};
+const nm::cuda::Queue kQueue(0, nullptr);
 
 // Memory for a tensor: at a multiple of 16 bytes, as torch allocates, or where only an element's alignment holds, as a
 // view may begin. Both end with the tensor. Filled with 0x5a, which no kernel should leave.

@@ -223,7 +223,7 @@ TEST(large_products_of_few_tokens) {
     values.filled(17);
     indices.set(0xe4);
     struct Way {
-        void (*kernel)(const LinearCall&, Queue);
+        void (*kernel)(const LinearCall&, const Queue&);
         int (*splits)(int, int64_t, int64_t, int64_t, int, int, int);
         const char* name;
         int64_t tokens;

@@ -63,7 +63,7 @@ void compare(const Operands& o, const Buffer& y, NM p, int dtype, int64_t tokens
     }
 }
 
-using Kernel = void (*)(const nm::cuda::LinearCall&, nm::cuda::Queue);
+using Kernel = void (*)(const nm::cuda::LinearCall&, const nm::cuda::Queue&);
 using Splits = int (*)(int, int64_t, int64_t, int64_t, int, int, int);
 
 void one(Kernel kernel, Splits splits, NM p, int dtype, int64_t tokens, int64_t rows, int64_t cols, int processors, bool always_wide = false) {
