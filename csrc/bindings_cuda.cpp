@@ -13,7 +13,8 @@ namespace {
 
 using nm::cuda::Queue;
 
-const Queue& queue(int device, Address stream) { return {device, at(stream)}; }
+// Lives until the call is over, for which its GPU is current.
+Queue queue(int device, Address stream) { return Queue(device, at(stream)); }
 
 #if !defined(NM_EMULATED)
 void bind_probe(py::module_& module) {

@@ -287,7 +287,8 @@ void any_length(Mvue call, int dtype, int n, int m, bool approx, const Queue& qu
 
 }  // namespace
 
-void mvue(const void* g, int dtype, int64_t outer, int64_t length, int64_t inner, int n, int m, const int64_t* seed, bool approx, void* out, const Queue& queue) {
+void mvue(const void* g, int dtype, int64_t outer, int64_t length, int64_t inner, int n, int m, const int64_t* seed, bool approx, void* out,
+          const Queue& queue) {
     any_length({g, outer, length, inner, seed, out, nullptr, nullptr, 0, 0}, dtype, n, m, approx, queue);
 }
 

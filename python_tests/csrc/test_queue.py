@@ -1,4 +1,4 @@
-"""The host's side of ``csrc/cuda`` on a runtime and driver without GPUs, ``csrc/tests/cudart/fake.cpp``: contexts, and what is asked once."""
+"""The host's side of ``csrc/cuda`` on a runtime and driver without GPUs, ``csrc/tests/cudart/fake.cpp``: contexts and attributes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def headers() -> Path | None:
 
 
 pytestmark = pytest.mark.skipif(
-    headers() is None or not CSRC.is_dir() or shutil.which("c++") is None, reason="CUDA's headers, the sources or a C++ compiler are missing"
+    headers() is None or not CSRC.is_dir() or shutil.which("c++") is None,
+    reason="no CUDA headers, sources or C++ compiler",
 )
 
 
@@ -65,7 +66,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def gpus(built: Path, tmp_path: Path) -> Gpus:
-    """A copy of the library: what it remembers begins anew."""
+    """A copy of the library, which remembers nothing yet."""
     return Gpus(Path(shutil.copy(built, tmp_path / "gpus.so")))
 
 

@@ -82,7 +82,8 @@ void gemm_wgmma_sp_8bit(const ScaledCall& call, const Queue& queue) {
     if (call.gemm.m == 0 || call.gemm.n == 0) return;
     gemm::check(call);
 #if defined(NM_SM90A)
-    gemm::by_kernel(call, gpu(queue.device).processors, [&](auto kind, auto tile, auto by_column, const WgmmaLaunch& grid, const gemm::ScaledGemm& f, const gemm::Maps& maps) {
+    gemm::by_kernel(call, gpu(queue.device).processors, [&](auto kind, auto tile, auto by_column, const WgmmaLaunch& grid, const gemm::ScaledGemm& f,
+                                                            const gemm::Maps& maps) {
         launch("wgmma_sp_kernel", gemm::wgmma_sp_kernel<decltype(kind), decltype(tile), by_column>, {grid.blocks, grid.threads, size_t(grid.shared)},
                queue, gemm::encoded(maps.values, kBFloat16, queue), gemm::encoded(maps.dense, kBFloat16, queue),
                gemm::encoded(maps.out, kBFloat16, queue), f, grid.tiles);
