@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 T = TypeVar("T")
 
@@ -57,6 +58,10 @@ class Made(Generic[T]):
         return self.value
 
 
+_read_by_graphs = WeakIdKeyDictionary()
+"""The memory of values that graphs read, by the storage of the weight that they were made of: it stays as long as the weight does."""
+
+
 class MadeOf(Generic[T]):
     """The last value made of a packed weight, until the weight is written or has other memory.
 
@@ -67,24 +72,20 @@ class MadeOf(Generic[T]):
     def __init__(self) -> None:
         self.last: Made[T] | None = None
         self._state: Hashable = None
-        self._graphs: Made[T] | None = None
-        """An earlier one that a graph reads. There is one at most: later ones are of written tensors."""
 
     def get(self, values: Tensor, indices: Tensor, key: Hashable, make: Callable[[], tuple[T, Sequence[Tensor]]]) -> T:
         """The value for ``key``, remembered or made: ``make()`` returns it and its tensors. The weight must count its writes."""
         written = values._version, indices._version
         state = written, values.data_ptr(), indices.data_ptr(), key  # as it is before anything is made
-        last, device = self.last, values.device
-        if last is not None and self._state == state and not (any(written) and capturing(device)):
+        last, captured = self.last, capturing(values.device)
+        if last is not None and self._state == state and not (captured and any(written)):
+            if captured:
+                own = values.untyped_storage()
+                parts = [x.untyped_storage() for x in last.tensors]
+                _read_by_graphs.setdefault(own, {}).update({id(part): part for part in parts if part is not own})
             return last.get()
         value, tensors = make()
-        if not capturing(device):
-            if last is not None and last.captured:
-                self._graphs = last
+        if not captured:
             # the weight's memory is held, so that no other tensor can lie at its address
-            self.last, self._state = Made(value, [*tensors, values.detach(), indices.detach()], device), state
+            self.last, self._state = Made(value, [*tensors, values.detach(), indices.detach()], values.device), state
         return value
-
-    def forget(self) -> None:
-        """Make it again at the next call; what a graph reads stays."""
-        self._state = None

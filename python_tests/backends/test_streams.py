@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,8 +98,6 @@ def test_made_once_and_again_after_every_change() -> None:
     assert [one.get("other"), one.get("other")] == [4, 4]
     one.values.data = torch.ones(2, 4)
     assert [one.get("other"), one.get("other")] == [5, 5]
-    one.made_of.forget()
-    assert one.get("other") == 6
 
 
 def test_what_a_capture_makes_is_not_kept(capture: Any) -> None:
@@ -117,17 +117,32 @@ def test_what_a_capture_makes_is_not_kept(capture: Any) -> None:
     assert one.get() == 5
 
 
-def test_what_a_graph_reads_stays(capture: Any) -> None:
-    one = Counted()
-    one.get()
-    read = one.made_of.last
+def test_what_a_graph_reads_stays_as_long_as_the_weight(capture: Any) -> None:
+    """Whatever comes of the object that remembers it: a layer makes its ``weight`` again after ``train()``."""
+    stack = nm.ops.compress(torch.randn(2, 4, 8), "2:4")
+
+    def weight(stack: nm.Compressed) -> nm.Compressed:
+        return nm.Compressed(stack.values.flatten(0, 1), stack.indices.flatten(0, 1), "2:4", (8, 8))  # views, as experts have
+
+    def memory(of: nm.Compressed, name: str) -> Any:
+        return weakref.ref(of.layout(name, BUILD[name]).untyped_storage())
+
+    seen, unseen = weight(stack), weight(stack)
+    read = [memory(seen, name) for name in BUILD]
+    other = memory(unseen, "dense")
     capture(True)
-    assert one.get() == 1
+    for name, build in BUILD.items():
+        seen.layout(name, build)
     capture(False)
-    for _ in range(3):
-        one.values.mul_(2)
-        one.get()
-    assert one.made_of.last is not read and one.made_of._graphs is read
+    del seen, unseen
+    assert [part() is not None for part in read] == [True, True] and other() is None
+    own = weakref.ref(stack.values.untyped_storage())
+    del stack
+    gc.collect()
+    assert own() is None and read[0]() is None, "the graph's weight is gone, and so may be what was made of it"
+
+
+BUILD = {"dense": nm.Compressed.dense, "the same memory": lambda c: c.values.view(-1)}
 
 
 def test_layouts_of_a_compressed_weight(capture: Any) -> None:
@@ -149,7 +164,7 @@ def test_layouts_of_a_compressed_weight(capture: Any) -> None:
 
 def test_a_layer_is_right_after_its_first_call_was_captured(capture: Any) -> None:
     """Its dense weight exists in replays only, so no plan keeps it either."""
-    layer = nn_layer()
+    layer = nm.nn.CompressedLinear(nm.ops.compress(torch.randn(4, 8), "2:4"), None, keep_dense=True)
     x = torch.randn(3, 8)
     capture(True)
     layer(x)
@@ -157,7 +172,3 @@ def test_a_layer_is_right_after_its_first_call_was_captured(capture: Any) -> Non
     held.zero_()  # as the memory of a graph that has not run
     capture(False)
     torch.testing.assert_close(layer(x), x @ layer.weight.dense().t())
-
-
-def nn_layer() -> nm.nn.CompressedLinear:
-    return nm.nn.CompressedLinear(nm.ops.compress(torch.randn(4, 8), "2:4"), None, keep_dense=True)

@@ -52,15 +52,12 @@ def blob_of(values: Tensor, indices: Tensor, sizes: Sizes, here: Here, stream: i
     if values.is_inference() or indices.is_inference():  # which do not tell when they are written
         return make()[0]
     entry = _entries.get(id(values))
-    known = entry is not None and entry.values() is values
-    if entry is None or not known or entry.indices() is not indices:
+    if entry is None or entry.values() is not values or entry.indices() is not indices:
         if streams.capturing(values.device):
             return make()[0]
-        blob = entry.blob if entry is not None and known else MadeOf()
-        blob.forget()
         key = id(values)
         reference = weakref.ref(values, lambda dead: _forget(key, dead))
-        entry = _entries[key] = _Entry(reference, weakref.ref(indices), blob)
+        entry = _entries[key] = _Entry(reference, weakref.ref(indices), MadeOf())
     return entry.blob.get(values, indices, (values.dtype, sizes), make)
 
 

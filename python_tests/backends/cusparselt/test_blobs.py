@@ -35,9 +35,9 @@ def weight():
 
 
 def remembered():
-    """The only blob."""
+    """The memory of the only blob."""
     (entry,) = blobs._entries.values()
-    return weakref.ref(entry.blob.last.value)
+    return weakref.ref(entry.blob.last.value.data.untyped_storage())
 
 
 def test_once_and_again_after_every_change(run, weight) -> None:
