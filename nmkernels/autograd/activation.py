@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..pattern import NMError, Pattern
-from .linear import functional, once
+from .linear import as_multiplied, functional, once
 
 GRADS = ("chain", "ste")
 SIDES = ("input", "output")
@@ -133,7 +133,7 @@ def sparse_relu2(y: Tensor, pattern: Pattern, grad: str = "chain") -> Tensor:
 class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, rule: SplitRule, side: str) -> Tensor:
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight, bias).detach()  # no view, into which writes in place would be refused
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -177,4 +177,4 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rule: SplitRule
         raise NMError(f"split_linear: side={side!r} is unknown; choose one of {', '.join(SIDES)}.")
     if side == "output":
         rule.pattern.check_divides("split_linear", weight.shape[0], "out_features")
-    return (_FunctionalSplitLinear if functional() else _SplitLinear).apply(x, weight, bias, rule, side)
+    return (_FunctionalSplitLinear if functional() else _SplitLinear).apply(as_multiplied(x), weight, bias, rule, side)

@@ -39,7 +39,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def forward(gradient: Tensor, *sources: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
+        return gradient.clone()  # which may be written into in place; a view that a Function returns may not
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -78,6 +78,14 @@ def once(gradient: Tensor | None, *sources: Tensor | None) -> Tensor | None:
     return _Once.apply(gradient, *given) if given else gradient
 
 
+def as_multiplied(x: Tensor) -> Tensor:
+    """``x`` ``(..., in)`` as ``nn.Linear`` multiplies and saves it: a copy where its leading dimensions are not one in memory, else itself.
+
+    So ``x`` may be written in place after the layer wherever it may be after ``nn.Linear``, and backward need not copy it again.
+    """
+    return x if x.is_contiguous() else x.reshape(-1, x.shape[-1]).view(x.shape)
+
+
 class _Linear(torch.autograd.Function):
     """y = x W̃ᵀ + b forward; dx = g W̃, dW = rule(gᵀ x), db = Σ g backward, each by its plan and transform. Arguments as of ``_remember``."""
 
@@ -85,7 +93,10 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         ctx.save_for_backward(*_remember(ctx, *args))
         ctx.weight = args[1]  # not saved: an optimizer may step between forward and backward
-        return _fprop(*args)
+        y = _fprop(*args)
+        # F.linear gives a view of its 2-D result for inputs of other dimensions, and into a view that a Function returned autograd refuses
+        # writes in place: nn.ReLU(inplace=True), y /= 8, y[mask] = 0
+        return y.detach() if torch.compiler.is_compiling() or y._is_view() else y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -102,7 +113,7 @@ class _FunctionalLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> Tensor:
-        return _fprop(*args)
+        return _fprop(*args).detach()  # as _Linear does; what torch.vmap wraps may be a view and not say so
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -139,7 +150,7 @@ class _FunctionalLinear(torch.autograd.Function):
             if w_t is not None:
                 terms.append(F.linear(x, w_t.to(x.dtype)))
             if b_t is not None:
-                terms.append(b_t.to(x.dtype).expand(*x.shape[:-1], -1))
+                terms.append(b_t.to(x.dtype).expand(*x.shape[:-1], -1).clone())  # its own: who writes into y writes into this too
             return sum(terms[1:], terms[0])
 
 
@@ -301,7 +312,7 @@ def linear(
     """
     packed = (used, None, None, None, False, None, "", "") if isinstance(used, Tensor) else used
     kind = _FunctionalLinear if functional() else _Linear
-    return kind.apply(x, weight, bias, *packed, seed, plan, transform, *extras)
+    return kind.apply(x if x.dim() <= 2 else as_multiplied(x), weight, bias, *packed, seed, plan, transform, *extras)
 
 
 def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = None) -> Tensor:

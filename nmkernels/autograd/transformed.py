@@ -21,7 +21,7 @@ class _Transformed(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, used: Tensor, *rest: Any) -> Tensor:
         ctx.save_for_backward(*_remember(ctx, weight, used, *rest))
         ctx.weight = weight  # not saved: an optimizer may step between forward and backward
-        return used.view_as(used)
+        return used.view_as(used)  # a view on purpose: autograd refuses writes into it, as into the Parameter that it stands for
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:

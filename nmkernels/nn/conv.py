@@ -80,7 +80,7 @@ class SparseConv2d(NMWeight, nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         """y = x ∗ W̃ + b; x ``(batch, in, height, width)`` or without batch. Under autocast the mask comes from the master weight."""
         self.ran = True
-        return self._conv_forward(x, self.differentiable_weight(x), self.bias)
+        return self._conv_forward(x, as_ordered(x, self.differentiable_weight(x)), self.bias)
 
     def extra_repr(self) -> str:
         return f"{nn.Conv2d.extra_repr(self)}, {self._uses()}"
@@ -162,7 +162,7 @@ class CompressedConv2d(CompressedLinear):
             return self.forward(x[None])[0]
         if self.pointwise:
             y: Tensor = super().forward(x.movedim(1, -1).contiguous())
-            return y.movedim(-1, 1)
+            return as_ordered(x, y.movedim(-1, 1))
         weight, dtype = self.weight, autocast_dtype(x)
         if dtype is not None and castable(weight.dtype):
             x = x.to(dtype) if castable(x.dtype) else x
@@ -175,9 +175,10 @@ class CompressedConv2d(CompressedLinear):
         bias = self.bias if self.bias is None or self.bias.dtype == x.dtype else self.bias.to(x.dtype)
         if way == PATCHES:
             y: Tensor = self._chosen(self._patches(x), weight, bias)
-            return y.movedim(-1, 1)
+            return as_ordered(x, y.movedim(-1, 1))
         matrix = weight.dense() if way == EXPAND else weight.layout("dense", ops.Compressed.dense)
-        result: Tensor = nn.Conv2d._conv_forward(self, x, as_stored(matrix, CONV2D, self.stored_shape), bias)  # type: ignore[arg-type]
+        stored = as_ordered(x, as_stored(matrix, CONV2D, self.stored_shape))
+        result: Tensor = nn.Conv2d._conv_forward(self, x, stored, bias)  # type: ignore[arg-type]
         return result
 
     @property
@@ -259,8 +260,8 @@ class CompressedConv2d(CompressedLinear):
         weight = ops.Compressed(self.values.detach().to(x.dtype), self.indices, self.pattern, (self.out_features, self.in_features))
         dense = weight.dense()
         bias = None if self.bias is None else self.bias.detach().to(x.dtype)
-        stored = as_stored(dense, CONV2D, self.stored_shape)
         part = x[:checked]
+        stored = as_ordered(part, as_stored(dense, CONV2D, self.stored_shape))
         theirs = nn.Conv2d._conv_forward(self, part, stored, bias)  # type: ignore[arg-type]
         exact = nn.Conv2d._conv_forward(self, part.double(), stored.double(), None if bias is None else bias.double())  # type: ignore[arg-type]
         rows, cols = len(theirs), theirs[0].numel()
@@ -293,6 +294,16 @@ SETTINGS = (
 
 MOST_WAYS = 256
 """Kinds of inputs whose way a layer remembers; then it forgets all."""
+
+
+def as_ordered(x: Tensor, result: Tensor) -> Tensor:
+    """``result`` of a convolution of x, or its weight, both channels-last: as they are where x is that too, else as a contiguous copy.
+
+    torch's convolution gives a channels-last result where either x or the weight is, and ``result.view(batch, -1)`` is then an error.
+    """
+    last = x.stride(-3) == 1 and not x.is_contiguous()  # torch.vmap cannot ask for a memory format
+    # not contiguous(): of a 1x1 kernel both orders are the same memory, and torch goes by the strides
+    return result if last else result.clone(memory_format=torch.contiguous_format)
 
 
 def check_groups(op: str, pattern: Pattern, in_channels: int, groups: int) -> None:
