@@ -16,10 +16,10 @@ In a training script:
 from . import autograd, integrations, nn, ops, optim, recipes
 from ._version import __version__
 from .audit import audit, flops
-from .dispatch import explain
 from .export import load_compressed, save_compressed, save_dense
 from .nn import CompressedLinear, SparseLinear, compress_, tune
 from .ops import Compressed
+from .ops.explain import explain
 from .pattern import (
     BackendError,
     CheckpointError,

@@ -1,7 +1,7 @@
 """Which backend runs an op, why the others declined, and how to force one.
 
 A backend registers a function for an op with ``@impl``. ``choose`` takes the willing one of highest
-priority; ``explain`` tells the same story in words. ``NMKERNELS_BACKEND=name`` forces a backend:
+priority; ``verdicts`` tells the same story in words, and ``nm.explain`` for what a user calls. ``NMKERNELS_BACKEND=name`` forces a backend:
 a forced backend that cannot run raises, an automatic one falls back; to the reference for want of the compiled core with a warning.
 
 ``plans`` remembers which function each kind of call came to; see ``ops/define.py``. A registration and ``forget`` clear it.
@@ -155,7 +155,7 @@ def decide(op: str, args: Sequence[Any]) -> tuple[Impl, bool]:
         if (op, entry.backend, reason) not in _said:
             _said.add((op, entry.backend, reason))
             log.debug("%s: %s declined: %s", op, entry.backend, reason)
-    raise BackendError(explain(op, *args))
+    raise BackendError(verdicts(op, *args))
 
 
 def _miss_the_core(op: str, args: Sequence[Any]) -> None:
@@ -183,16 +183,8 @@ def _forced(op: str, backend: str, args: Sequence[Any]) -> Impl:
     return known[backend]
 
 
-def explain(op: str, *args: Any) -> str:
-    """Which backend would run ``op(*args)``, and why each other one would not, one line each.
-
-    ``args`` are those of the raw op, e.g. ``explain("nm_mask", w, 2, 4)``.
-
-    Example:
-        >>> import torch, nmkernels as nm
-        >>> print(nm.explain("nm_mask", torch.randn(4, 8), 2, 4).splitlines()[0])
-        nm_mask:
-    """
+def verdicts(op: str, *args: Any) -> str:
+    """Which backend would run the raw ``op(*args)``, and why each other one would not, one line each."""
     lines, taken = [f"{op}:"], False
     forced = forced_backend()
     for entry in implementations(op):

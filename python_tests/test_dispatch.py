@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from nmkernels import BackendError, dispatch, explain, ops
+from nmkernels import BackendError, dispatch, ops
 from nmkernels.backends import triton
 from nmkernels.backends.cpu import core
 from nmkernels.capability import Probe
-from nmkernels.dispatch import ENV, choose, impl, implementations
+from nmkernels.dispatch import ENV, choose, impl, implementations, verdicts
 from python_tests.each import each
 
 W = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
@@ -73,19 +73,19 @@ def test_nobody_can(toy: str) -> None:
         choose(toy, 1)
 
 
-def test_explain(toy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert explain(toy, 2).split("\n") == ["toy:", "  fast       chosen", "  slow       can run, lower priority"]
-    assert explain(toy, 3).split("\n") == ["toy:", "  fast       declined: 3 is odd", "  slow       chosen"]
+def test_verdicts(toy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert verdicts(toy, 2).split("\n") == ["toy:", "  fast       chosen", "  slow       can run, lower priority"]
+    assert verdicts(toy, 3).split("\n") == ["toy:", "  fast       declined: 3 is odd", "  slow       chosen"]
     monkeypatch.setenv(ENV, "slow")
-    assert explain(toy, 2).split("\n") == ["toy:", f"  fast       not asked, {ENV}=slow", "  slow       chosen"]
+    assert verdicts(toy, 2).split("\n") == ["toy:", f"  fast       not asked, {ENV}=slow", "  slow       chosen"]
     monkeypatch.setenv(ENV, "fast")
-    assert explain(toy, 3).split("\n")[-1] == "  no backend can run this call"
+    assert verdicts(toy, 3).split("\n")[-1] == "  no backend can run this call"
     with pytest.raises(BackendError, match=r"no op is called 'nm_maks'; ops are: .*nm_mask"):
-        explain("nm_maks", W, 2, 4)
+        verdicts("nm_maks", W, 2, 4)
 
 
-def test_explain_real_ops() -> None:
-    lines = explain("nm_mask", W.double(), 2, 4).splitlines()
+def test_verdicts_on_real_ops() -> None:
+    lines = verdicts("nm_mask", W.double(), 2, 4).splitlines()
     # what is asked after it, an emulator that tests have built, is never chosen by itself
     assert lines[0] == "nm_mask:" and "  reference  chosen" in lines
     assert any(line.startswith("  cpu        declined: ") and "float64" in line for line in lines)
@@ -93,7 +93,7 @@ def test_explain_real_ops() -> None:
 
 def test_triton_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def said(x: torch.Tensor) -> str:
-        (line,) = (line for line in explain("nm_mask", x, 2, 4).splitlines() if line.startswith("  triton"))
+        (line,) = (line for line in verdicts("nm_mask", x, 2, 4).splitlines() if line.startswith("  triton"))
         return line.removeprefix("  triton     ")
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -153,7 +153,7 @@ def test_what_the_core_would_not_run_is_no_reason_to_warn(coreless: None, case: 
     if case == "forced":
         monkeypatch.setenv(ENV, "reference")
     x = {"float64": W.double(), "meta": W.to("meta"), "sparse": W.to_sparse()}.get(case, W)
-    assert _said_by(lambda: explain("nm_mask", x, 2, 4) if case == "explain" else choose("nm_mask", x, 2, 4)) == []
+    assert _said_by(lambda: verdicts("nm_mask", x, 2, 4) if case == "explain" else choose("nm_mask", x, 2, 4)) == []
 
 
 def test_with_a_core_nothing_is_said() -> None:

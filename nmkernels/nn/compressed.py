@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import ops
 from ..autograd import linear_compressed
-from ..autograd.gemms import AUTO, DENSE, Gemm, call, choose, form_of, forms
+from ..autograd.gemms import AUTO, DENSE, EXPAND, Gemm, call, choose, form_of, forms
 from ..backends.cpu.linear import fprop_way, frozen_linear
 from ..backends.cpu.ways import SPARSE
 from ..dispatch import forced_backend
@@ -32,6 +32,12 @@ LAYOUTS = (LINEAR, CONV1D, CONV2D)
 """Those of which there is a deployed form."""
 ORDINARY = (AUTO, "cpu rows")
 """Candidates that ``linear_compressed`` takes by itself, and by a shorter way."""
+
+INSTEAD = {
+    DENSE: "not called by this layer: it multiplies a dense copy of its weight by torch's GEMM, which is faster for so many tokens",
+    EXPAND: "not called by this layer: it expands its weight at every call for torch's GEMM, which is faster for so many tokens",
+}
+"""Candidates that do without the op."""
 
 SMALL_BYTES = 1 << 20
 """The largest dense weight on a CPU of which a layer keeps a copy unasked: where a call takes microseconds, nothing beats ``F.linear``."""
@@ -173,8 +179,26 @@ class CompressedLinear(nn.Module):
         adapter = self.adapter
         return y if adapter is None else add_adapter(y, x.to(y.dtype), *adapter)
 
+    def as_op(self, x: Tensor) -> tuple[tuple[Any, ...], str]:
+        """The arguments of ``nm_linear`` for the input x, and in words what the layer does instead of leaving it to the dispatcher; for
+        ``nm.explain``."""
+        x, weight = self._operands(x)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        args = x, weight.values, weight.indices, self.pattern.n, self.pattern.m, self.in_features, bias
+        if x.shape[-1:] != (self.in_features,):
+            return args, ""
+        gemm = self._gemm_of(x.numel() // (self.in_features or 1), x.dtype, x.device)
+        name = choose(gemm, measure=DENSE in gemm.forms)
+        return args, INSTEAD.get(name, "" if name in ORDINARY else f"this layer names its kernel, {name!r}, which was measured fastest")
+
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """y = x Wᵀ + ``bias``."""
+        x, weight = self._operands(x)
+        # a graph may not ask for the number of tokens
+        return linear_compressed(x, weight, bias) if torch.compiler.is_compiling() else self._chosen(x, weight, bias)
+
+    def _operands(self, x: Tensor) -> tuple[Tensor, ops.Compressed]:
+        """x in the order of the columns, and the weight, both in the dtype of the GEMM."""
         weight, dtype = self.weight, autocast_dtype(x)
         if dtype is not None and castable(weight.dtype):
             x = x.to(dtype) if castable(x.dtype) else x
@@ -184,8 +208,7 @@ class CompressedLinear(nn.Module):
         order = self.order
         if order is not None:
             x = x.index_select(-1, order if counts_writes(order) else order.clone())
-        # a graph may not ask for the number of tokens
-        return linear_compressed(x, weight, bias) if torch.compiler.is_compiling() else self._chosen(x, weight, bias)
+        return x, weight
 
     def _at_once(self, x: Tensor, dtype: torch.dtype) -> bool:
         """Whether the kernel may have this input as it is."""

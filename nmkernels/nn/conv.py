@@ -171,6 +171,13 @@ class CompressedConv2d(CompressedLinear):
             raise DtypeError(f"CompressedConv2d: x is {x.dtype}, the weight {weight.dtype}; cast one of them, or use torch.autocast.")
         return self._by(self._way(x), x, weight)
 
+    def as_op(self, x: Tensor) -> tuple[tuple[Any, ...], str]:
+        batch = x[None] if x.dim() == 3 else x
+        if self.pointwise:
+            return super().as_op(batch.movedim(1, -1).contiguous())
+        args, instead = super().as_op(self._patches(batch))
+        return args, instead if self._way(batch) == PATCHES else "not called by this layer: torch convolves with the dense weight"
+
     def _by(self, way: str, x: Tensor, weight: ops.Compressed) -> Tensor:
         bias = self.bias if self.bias is None or self.bias.dtype == x.dtype else self.bias.to(x.dtype)
         if way == PATCHES:

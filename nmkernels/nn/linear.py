@@ -16,6 +16,7 @@ from ..autograd import GemmPlan, HardMask, Operands, WeightTransform, gemms_of, 
 from ..autograd.gemms import Gemm
 from ..layouts import CONV1D, LINEAR, MATRICES, ORDERS, REDUCED, as_matrix, as_stored, matrix_shape, ordered
 from ..ops import is_nm
+from ..ops.pack import positions
 from ..pattern import NMError, Pattern, PatternLike
 from ..shards import is_sharded, local, whole
 from .adapter import ADAPTER, adapter_of, add_adapter, set_adapter
@@ -294,6 +295,35 @@ class NMWeight(nn.Module):
         if self.transform is None or not self.own_gemms:
             return ()
         return gemms_of(self.plan, self.transform, self.multiplied, dtype or self.weight.dtype, tokens)
+
+    def as_op(self, x: Tensor) -> tuple[tuple[Any, ...], str]:
+        """The arguments of ``nm_linear`` for the input x, and in words what the layer does instead of leaving it to the dispatcher; for
+        ``nm.explain``."""
+        transform, kind = self.transform, type(self).__name__
+        sharded = self.gather is not None or is_sharded(self.weight)
+        if transform is None or not self.own_gemms or not transform.traits.is_nm or sharded:
+            why = "its weight is sharded" if sharded else "torch multiplies its weight"
+            raise NMError(
+                f"explain: {kind} in its present state calls no op for its GEMM: {why}. What makes its mask: "
+                "nm.explain('mask', layer.master, layer.pattern). What a compressed layer calls: nm.compress_(model)."
+            )
+        cast = autocast_dtype(x)
+        dtype = cast if cast is not None and castable(self.weight.dtype) else self.weight.dtype
+        x = x.to(cast) if cast is not None and castable(x.dtype) else x
+        weight, extras = self.master.detach(), self._extras(transform)
+        how = self.effective.reads((weight, transform, extras, dtype), self.plan, x) if self.plan.packs else None
+        packed = how is not None and how.fprop == "packed"
+        rows = transform.packed(weight, *extras, dtype=dtype, layout=how.layout if how is not None and packed else "canonical").rows
+        assert rows is not None
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        args = x, rows.values, positions(rows), rows.pattern.n, rows.pattern.m, self.shape[1], bias
+        if not packed:
+            return (
+                args,
+                "not called by this layer: W̃ in dense layout, for torch's GEMM, is what its plan says or was faster for so many tokens",
+            )
+        by = "" if how is None else how.by[0]
+        return args, f"this layer names its kernel, of backend {by!r}, which was measured fastest" if by not in ("", "cpu") else ""
 
     def forward(self, x: Tensor) -> Tensor:
         """y = x W̃ᵀ + b, and the adapter's part; x ``(..., in)``. Under autocast the mask comes from the master weight."""

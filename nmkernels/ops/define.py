@@ -41,6 +41,8 @@ NO_ONNX = (
 
 CALLS: dict[str, Callable[..., Any]] = {}
 """What ``define`` returned for each op."""
+CONTRACTS: dict[str, Contract] = {}
+"""The contract of each op."""
 
 _SCALARS = frozenset((int, bool, str, NoneType, torch.dtype))
 _lib = torch.library.Library(NAMESPACE, "DEF")
@@ -147,7 +149,7 @@ def define(
         result = run(fn, args, given)
         return result if out is None else out
 
-    CALLS[name] = call
+    CALLS[name], CONTRACTS[name] = call, contract
     return call
 
 
