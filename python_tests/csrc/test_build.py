@@ -82,6 +82,29 @@ def test_a_misspelt_option_is_an_error(checkout):
     assert "use auto, on or off" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("files", "visible"),
+    [
+        ("nvidia0", True),
+        ("nvidia3 nvidiactl nvidia-uvm", True),  # a container with the fourth GPU
+        ("nvidia12", True),
+        ("dxg", True),  # WSL
+        ("nvidiactl nvidia-uvm nvidia-modeset", False),  # a driver, and none of its GPUs
+        ("", False),
+    ],
+)
+def test_gpus_are_found_by_their_device_files(tmp_path: Path, files: str, visible: bool) -> None:
+    cmake = shutil.which("cmake", path=sysconfig.get_path("scripts")) or shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("no cmake")
+    for name in files.split():
+        (tmp_path / name).touch()
+    script = tmp_path / "script.cmake"
+    script.write_text(f'include({ROOT}/cmake/devices.cmake)\nnmkernels_gpu_visible(found {tmp_path})\nmessage("found ${{found}}")\n')
+    done = subprocess.run([cmake, "-P", str(script)], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr.strip() == f"found {str(visible).upper()}"
+
+
 @pytest.mark.parametrize("asked", ["90a-real", ""])
 def test_one_architecture_can_be_asked_for(monkeypatch, asked):
     """With no wish of the caller's CMake's default holds, and no older build's."""
