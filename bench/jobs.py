@@ -31,6 +31,9 @@ LIVES = 6
 START = 60.0
 """Seconds that a process has at least before its first item, between items and after its last."""
 
+LINES, WIDTH = 6, 200
+"""So many failures of a job are shown, and so many characters of each."""
+
 OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
 
 
@@ -70,6 +73,10 @@ class Ended:
         """Items that passed, failed or were skipped."""
         return sum(outcome.what == what for outcome in self.outcomes.values())
 
+    def reasons(self) -> list[str]:
+        """What failed, a line each, with the first line of its error."""
+        return [f"{o.item.partition('::')[2] or o.item}: {o.why}" for o in self.outcomes.values() if o.what == "failed"]
+
     def __str__(self) -> str:
         counts = ", ".join(f"{n} {what}" for what in ("passed", "failed", "skipped") if (n := self.count(what)))
         verdict = "FAILED" if self.count("failed") else "left" if self.left else "ok"
@@ -97,24 +104,27 @@ class Pool:
             self.say(f"{len(found)} of {len(jobs)} were finished by an earlier call")
         waiting = sorted((job for job in jobs if job.name not in found), key=lambda job: job.alone)
         running: list[_Process] = []
-        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no process is left behind
         try:
             while (waiting or running) and time.monotonic() < self.deadline:
                 while waiting and len(running) < workers and not (running and (waiting[0].alone or running[0].job.alone)):
                     running.append(_Process(waiting.pop(0), self.folder))
                 for process in [p for p in running if p.over()]:
                     running.remove(process)
-                    found[process.job.name] = self._result(process.job, process.seconds)
-                    self.say(str(found[process.job.name]))
+                    found[process.job.name] = ended = self._result(process.job, process.seconds)
+                    self.say("\n".join([str(ended), *shown(ended.reasons())]))
                 time.sleep(TICK)
-        finally:
+        finally:  # also where this process is to end: none is left behind
             for process in running:
                 process.kill()
                 found[process.job.name] = self._result(process.job, process.seconds)
             results = [found[job.name] if job.name in found else self._result(job) for job in jobs]
             self.ended += results
-            signal.signal(signal.SIGTERM, before)
         return results
+
+    def output(self, name: str) -> str:
+        """What the processes of the job of this name have printed."""
+        path = _files(self.folder, Job(name, ()))[1]
+        return path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""
 
     def _result(self, job: Job, seconds: float = 0.0) -> Ended:
         path = _files(self.folder, job)[0]
@@ -201,6 +211,13 @@ class _Process:
     def _close(self) -> bool:
         outcomes.tell(self.path, finished=True)
         return True
+
+
+def shown(reasons: Sequence[str], lines: float = LINES) -> list[str]:
+    """Some of the reasons, cut to ``WIDTH`` characters, and how many more there are."""
+    some = reasons[: int(min(lines, len(reasons)))]
+    more = len(reasons) - len(some)
+    return [*(f"    {reason}"[:WIDTH] for reason in some), *([f"    and {more} more"] if more else [])]
 
 
 def first_error(text: str) -> str:

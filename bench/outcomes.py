@@ -103,7 +103,7 @@ def pytest_collection_finish(session: Any) -> None:
         for item in items:
             files.setdefault(os.path.relpath(item.path, session.config.rootpath), []).append(item)
         for name, inside in files.items():
-            tell(path, file=name, tests=len(inside), alone=any(item.get_closest_marker("alone") is not None for item in inside))
+            tell(path, name=name, tests=len(inside), alone=any(item.get_closest_marker("alone") is not None for item in inside))
         return
     part, parts = (int(number) for number in os.environ.get(SHARE, "1/1").split("/"))
     ended = read(path)[0] if path is not None else {}

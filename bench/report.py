@@ -1,12 +1,14 @@
 """Turns the rows of ``bench/results`` into ``bench/results/README.md`` and figures: ``python -m bench.report``; ``--check`` compares only.
 
-``--add DIR`` first adds the rows that ``python -m bench.gpu --out DIR`` left there, perhaps on another machine.
+``--add`` first adds the rows of CSV files in a folder, or in the archive of ``python -m bench.gpu --out DIR``, perhaps of another machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import tarfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from . import figures, tables, targets
 from .rows import RESULTS, append, device_of, from_text, slug
@@ -66,14 +68,24 @@ def page(rows: Rows, drawn: list[str], reasons: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def add(source: Path, results: Path) -> None:
+    """Add the rows of the CSV files in a folder, or in an archive that has them in ``rows``."""
+    if source.is_file():
+        with tarfile.open(source) as archive, TemporaryDirectory() as folder:
+            archive.extractall(folder, [m for m in archive if m.isfile() and Path(m.name).match("rows/*.csv")], filter="data")
+            return add(Path(folder, "rows"), results)
+    for path in sorted(source.glob("*.csv")) if source.resolve() != results.resolve() else ():
+        append([from_text(r) for r in load_csv(path)], results / path.name)
+
+
 def main(argv: list[str] | None = None, results: Path = RESULTS) -> int:
     """Write the page and the figures; with ``--check`` write nothing and return 1 when the page is not up to date."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when the page is not up to date")
-    parser.add_argument("--add", type=Path, metavar="DIR", help="first add the rows of the CSV files in DIR")
+    parser.add_argument("--add", type=Path, metavar="PATH", help="first add the rows of a folder's CSV files, or an archive's")
     args = parser.parse_args(argv)
-    for path in sorted(args.add.glob("*.csv")) if args.add and args.add.resolve() != results.resolve() else ():
-        append([from_text(r) for r in load_csv(path)], results / path.name)
+    if args.add:
+        add(args.add, results)
     rows = load(results)
     if not args.check:
         for machine, mine in tables.by_machine(rows).items():

@@ -159,6 +159,8 @@ MORE = (
     *(Spec("llama_ffn", "2:4", BF16, *LARGE, t) for t in FFN_TOKENS),
     Spec("host(nm_linear(cores))", "2:4", BF16, 64, 64, 16),
     Spec("power_or_port", "2:4", BF16, 8192, 8192, 8192),
+    Spec("nm_linear_quantized", "2:4", BF16, 8192, 8192, 8192),
+    *(Spec("nm_linear_quantized", "2:4", BF16, *size, 4096) for size in (LARGE, (4096, 14336))),
 )
-"""What a visit to a GPU measures beside the targets: Llama-3-8B's FFN, its GEMMs and its step; what a call costs the host,
-and what bounds 2:4 GEMMs."""
+"""What a visit to a GPU measures in addition to the targets: Llama-3-8B's FFN, its GEMMs and its step; what a call costs the host, what
+bounds 2:4 GEMMs, and the same GEMMs in 8 bits."""

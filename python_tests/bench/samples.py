@@ -23,6 +23,8 @@ def small(spec: Spec) -> Spec:
     """The case in sizes for tests."""
     if spec.model:
         return replace(spec, tokens=min(spec.tokens, 32), model="GPT 64x1")
+    if "quantized" in spec.op:
+        return replace(spec, rows=64, cols=128, tokens=16)
     return replace(spec, rows=16, cols=64, tokens=min(spec.tokens, 128 if "(cores)" in spec.op else 16))
 
 

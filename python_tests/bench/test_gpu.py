@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import tarfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -11,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from bench import gpu, targets
-from bench.gpu import Visit
+from bench import gpu, gpu_steps, outcomes, targets
+from bench.gpu_steps import File, Visit
 from bench.jobs import Ended, Job, Pool
 from bench.outcomes import Outcome
 from python_tests.each import each
@@ -26,13 +29,21 @@ def ended(name: str, left: bool = False, **whats: str) -> Ended:
 
 
 FINE, LEFT, FAILED = ended("fine", a="passed"), ended("left", left=True), ended("file.py", a="passed", b="failed")
-ALL = ["build", "tests", "benchmarks", "curves", "report", "sanitizer"]
-"""Rows come before what takes longest."""
+ALL = ["build", "smoke", "kernels", "memcheck", "benchmarks", "tests", "racecheck", "curves", "report"]
+"""What no GPU has run before comes first, then rows, then what takes longest."""
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """``main`` with steps that come to what ``run(tests=...)`` says, or raise it; its status, its summary, and the steps that ran."""
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of logs, rows and state."""
+    monkeypatch.setattr(gpu, "WORK", tmp_path / "build")
+    monkeypatch.setattr(gpu, "fingerprint", lambda device: "the same")
+    return tmp_path / "build" / "gpu"
+
+
+@pytest.fixture
+def run(work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """``main`` with steps that have the results ``run(tests=...)`` gives, or do that; its status, its summary, and the steps that ran."""
 
     def call(*words: str, **does: Any) -> tuple[int, list[str], list[str]]:
         ran: list[str] = []
@@ -44,12 +55,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
                 raise given
             if isinstance(given, str):
                 pool.note = given
+            elif callable(given):
+                given(visit, pool)
             else:
                 pool.ended += given if isinstance(given, list) else [given]
 
         monkeypatch.setattr(gpu, "STEPS", {name: partial(step, name) for name in gpu.STEPS})
-        monkeypatch.setattr(gpu, "fingerprint", lambda device: "the same")
-        status = gpu.main(["--out", str(tmp_path), *words], lambda: "")
+        status = gpu.main(words, lambda: "")
         lines = capsys.readouterr().out.splitlines()
         return status, lines[lines.index("== summary") :], ran
 
@@ -69,8 +81,9 @@ CASES: dict[str, tuple[dict[str, Any], int, list[str], str]] = {
     "left": ({"tests": LEFT}, 3, ALL, f"left: left\n.*nothing failed so far; {AGAIN}"),
     "left and failed": ({"tests": LEFT, "curves": FAILED}, 1, ALL, f"  FAILED; {AGAIN}"),
     "half a build": ({"build": LEFT}, 3, ["build"], AGAIN),
-    "interrupted": ({"tests": KeyboardInterrupt()}, 130, ["build", "tests"], f"  interrupted; {AGAIN}"),
-    "a note": ({"sanitizer": gpu.NO_SANITIZER}, 0, ALL, "  sanitizer +0 s  skipped +compute-sanitizer is not installed"),
+    "a failed build": ({"build": FAILED}, 1, ["build"], "    b: why b\n.*  FAILED$"),
+    "interrupted": ({"smoke": KeyboardInterrupt()}, 130, ["build", "smoke"], f"  interrupted; {AGAIN}"),
+    "a note": ({"memcheck": gpu_steps.NO_SANITIZER}, 0, ALL, "  memcheck +0 s  skipped +compute-sanitizer is not installed"),
 }
 
 
@@ -83,19 +96,84 @@ def test_what_steps_come_to(run, case: str) -> None:
 
 def test_steps_are_chosen_by_name(run, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("report", "tests")[2] == ["tests", "report"]
+    assert run("--tests", "a.py")[2] == ["build", "tests"]
     with pytest.raises(SystemExit) as stopped:
         gpu.main(["test"])
     assert stopped.value.code == 2
     assert f"no step is called test; there are {', '.join(ALL)}" in capsys.readouterr().err
 
 
-def test_the_summary_fits_a_terminal(run, tmp_path: Path) -> None:
+def test_the_summary_fits_a_terminal(run, work: Path) -> None:
     many = [ended(f"test_{i}.py", **{f"t{j}_{'x' * 300}": "failed" for j in range(60)}) for i in range(40)]
     text = "\n".join(run(tests=many)[1])
     assert len(text) < 12_000 and max(map(len, text.splitlines())) <= 400
     # each file is named, whatever else is left out
     assert all(f"tests: test_{i}.py, 60 failed" in text for i in range(40)) and "    and 54 more" in text
-    assert (tmp_path / "failed.txt").read_text().count("why t") == 40 * 60
+    assert (work / "failed.txt").read_text().count("why t") == 40 * 60
+
+
+def test_pieces_of_a_file_are_one_in_the_summary(run) -> None:
+    pieces = [ended("a.py [1 of 2]", b="failed"), ended("a.py [2 of 2]", c="failed")]
+    assert "  tests: a.py, 2 failed\n    b: why b\n    c: why c\n" in "\n".join(run(tests=pieces)[1])
+
+
+def test_each_step_gets_a_turn_before_the_deadline(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build and smoke take what they need, the last step what is left, every other half of it."""
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    until: dict[str, float] = {}
+
+    def note(visit: Visit, pool: Pool) -> None:
+        until[pool.folder.name] = pool.deadline
+
+    for name in ALL:
+        run("--deadline", str(gpu.CLOSING + 80), name, "report", **{name: note})
+    assert until == {name: 1080.0 if name in ("build", "smoke", "report") else 1040.0 for name in ALL}
+    run("tests", tests=note)
+    assert until["tests"] == float("inf")
+
+
+def test_a_signal_to_terminate_ends_with_the_summary_and_the_archive(run, tmp_path: Path) -> None:
+    """With what failed before it, also in the step that it cuts short."""
+
+    def cut_short(visit: Visit, pool: Pool) -> None:
+        pool.ended.append(ended("cut.py", c="failed"))
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("it goes on")
+
+    before = signal.getsignal(signal.SIGTERM)
+    status, lines, ran = run("--out", str(tmp_path / "out"), kernels=[FAILED], memcheck=cut_short)
+    assert status == 143 and ran == ALL[:4] and signal.getsignal(signal.SIGTERM) is before
+    text = "\n".join(lines)
+    assert "kernels: file.py, 1 failed\n    b: why b" in text and "memcheck: cut.py, 1 failed\n    c: why c" in text
+    assert text.endswith("terminated; the same command goes on with what is left")
+    assert (tmp_path / "out" / "summary.txt").read_text().splitlines() == lines
+    with tarfile.open(tmp_path / "out" / "gpu.tar.gz") as archive:
+        assert {"./summary.txt", "./failed.txt"} <= set(archive.getnames())
+
+
+def test_an_archive_goes_on_elsewhere(run, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Logs, rows and state are two files of ``--out``; another checkout with the same sources knows from them what was done."""
+
+    def once(visit: Visit, pool: Pool) -> None:
+        pool.run([Job("one", ("sh", "-c", "echo it ran"))])
+        (visit.rows / "h100.csv").write_text("rows")
+
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert run("tests", "--out", str(first), tests=once)[0] == 0
+    assert sorted(path.name for path in first.iterdir()) == ["gpu.tar.gz", "summary.txt"]
+    monkeypatch.setattr(gpu, "WORK", tmp_path / "elsewhere")
+    assert run("tests", "--out", str(second), "--resume", str(first / "gpu.tar.gz"), tests=once)[0] == 0
+    there = tmp_path / "elsewhere" / "gpu"
+    assert (there / "tests" / "one.log").read_text() == "it ran\n", "not once more"
+    assert (there / "rows" / "h100.csv").read_text() == "rows"
+    # with other sources rows stay, and what was done is forgotten
+    monkeypatch.setattr(gpu, "fingerprint", lambda device: "another")
+    (there / "rows" / "a100.csv").write_text("rows that the archive does not have")
+    run("tests", "--resume", str(second / "gpu.tar.gz"), tests=lambda visit, pool: None)
+    assert not (there / "tests" / "one.log").exists() and [path.name for path in (there / "rows").iterdir()] == ["h100.csv"]
+    with pytest.raises(SystemExit):
+        gpu.main(["--resume", str(tmp_path / "no.tar.gz")])
+    assert "no archive of an earlier call" in capsys.readouterr().err
 
 
 def test_without_gpu_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,18 +181,28 @@ def test_without_gpu_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torch sees no NVIDIA GPU" in capsys.readouterr().out
 
 
-@each("sources, again, left", [("one", False, ALL), ("one", True, [name for name in ALL if name != "tests"]), ("two", False, [])])
-def test_other_sources_are_done_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: str, again: bool, left: list[str]) -> None:
+@each(
+    "sources, again, left",
+    [
+        ("one", [], [*ALL, "core"]),
+        ("one", ["tests"], [name for name in [*ALL, "core"] if name != "tests"]),
+        ("one", ["build"], ALL[1:]),
+        ("two", [], ["core"]),  # it is known by its own sources
+    ],
+)
+def test_other_sources_are_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: str, again: list[str], left: list[str]
+) -> None:
     (tmp_path / "sources.txt").write_text("one")
-    for name in ALL:
+    for name in (*ALL, "core"):
         (tmp_path / name).mkdir(exist_ok=True)
     monkeypatch.setattr(gpu, "fingerprint", lambda device: sources)
-    gpu.prepare(Visit(tmp_path, tmp_path, (), 1, dry=True), ["tests"], again)
-    assert [name for name in ALL if (tmp_path / name).exists()] == left
+    gpu.prepare(Visit(tmp_path, (), 1, dry=True), again or ["tests"], bool(again))
+    assert [name for name in (*ALL, "core") if (tmp_path / name).exists()] == left
 
 
 def test_the_fingerprint_knows_sources_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_steps, "ROOT", tmp_path)
     seen = [gpu.fingerprint("cpu")]
     counted = ("nmkernels/a.py", "csrc/cuda/a.cu", "cmake/a.cmake", "python_tests/a.py", "bench/a.py", "setup.py")
     for name in (*counted, "bench/results/a.txt", "nmkernels/_C.so", "README.md"):
@@ -124,17 +212,6 @@ def test_the_fingerprint_knows_sources_and_machine(tmp_path: Path, monkeypatch: 
     assert len(set(seen)) == 1 + len(counted) and len(set(seen[len(counted) :])) == 1
     monkeypatch.setattr("bench.rows.machine", lambda device: "another")
     assert gpu.fingerprint("cpu") not in seen
-
-
-def test_rows_are_where_they_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found: list[Visit] = []
-    monkeypatch.setattr(gpu, "STEPS", {"tests": lambda visit, pool: found.append(visit)})
-    monkeypatch.setattr(gpu, "prepare", lambda visit, *rest: visit.logs.mkdir(parents=True, exist_ok=True))
-    monkeypatch.setattr(gpu, "ROOT", tmp_path)
-    # a dry run leaves the measurements alone
-    for words, rows in ([], "bench/results"), (["--out", str(tmp_path / "here")], "here"), (["--dry-run"], "build/gpu-dry"):
-        assert gpu.main(words, lambda: "") == 0
-        assert found[-1].rows == tmp_path / rows
 
 
 # ---- the steps
@@ -148,35 +225,115 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Job], int]]:
     def run(self: Pool, jobs: list[Job], workers: int = 1, fresh: bool = False) -> list[Ended]:
         found.append((list(jobs), workers))
         for job in jobs:
-            (self.folder / f"{job.name}.log").write_text("its output\n")
-        return [ended(job.name, x="passed") for job in jobs]
+            (self.folder / f"{Path(job.name).name}.log").write_text("its output\n")
+        results = [ended(job.name, x="passed") for job in jobs]
+        self.ended += results
+        return results
 
     monkeypatch.setattr(Pool, "run", run)
     return found
 
 
-def step(name: str, tmp_path: Path, dry: bool = False) -> Pool:
+def step(name: str, tmp_path: Path, dry: bool = False, tests: tuple[str, ...] = ()) -> Pool:
     pool = Pool(tmp_path / name, time.monotonic() + 60, lambda text: None)
-    gpu.STEPS[name](Visit(tmp_path, tmp_path, ("python_tests",), 4, dry), pool)
+    gpu.STEPS[name](Visit(tmp_path, tests, 4, dry), pool)
     return pool
 
 
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout whose build leaves a core."""
+    monkeypatch.setattr(gpu_steps, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_steps.sysconfig, "get_config_var", lambda name: ".so")
+    for folder in ("nmkernels", "csrc"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "nmkernels" / "_C.so").write_text("built")
+    (tmp_path / "csrc" / "a.cu").write_text("one")
+    return tmp_path
+
+
 @pytest.mark.parametrize(("capability", "built"), [((8, 0), "80-real"), ((8, 9), "80-real"), ((9, 0), "90a-real"), ((10, 0), "90-virtual")])
-def test_the_gpus_architecture_alone_is_built(asked, capability, built: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_gpus_architecture_alone_is_built(asked, checkout: Path, capability, built: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nmkernels.capability.compute_capability", lambda: capability)
-    assert step("build", tmp_path).note == "its output"
+    assert step("build", checkout).note == "its output"
     (compile,), (core,) = (jobs for jobs, _ in asked)
-    assert compile.words[1:] == ("setup.py", "build_ext", "--inplace") and core.words[1:] == ("-c", gpu.CORE)
-    assert compile.env["NMKERNELS_CUDA_ARCHITECTURES"] == built
+    assert compile.words[1:] == ("setup.py", "build_ext", "--inplace")
+    assert compile.env == {"NMKERNELS_CUDA": "on", "NMKERNELS_CUDA_ARCHITECTURES": built}
     assert re.search(rf'[";]{built}[";]', (ROOT / "cmake" / "architectures.cmake").read_text())
+    # a core without CUDA kernels, or whose kernels do not run here, is none
+    assert "cuda_kernels" in core.words[-1]
+
+
+@pytest.mark.slow
+def test_a_build_without_cuda_kernels_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the GPU or nvcc was not found, and the core was built for the CPU alone."""
+    import nmkernels.capability as capability
+
+    if capability.cuda_core().ok:
+        pytest.skip("this core has CUDA kernels")
+    job = Job("core", (gpu_steps.sys.executable, "-c", gpu_steps.CORE.format("cuda_kernels")), 60.0)
+    pool = Pool(tmp_path, time.monotonic() + 60, lambda text: None)
+    (found,) = pool.run([job])
+    assert found.reasons() and "CUDA" in found.reasons()[0]
+
+
+def test_a_core_of_the_same_sources_is_not_built_again(asked, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where an archive has brought it; kernels for another GPU, or of other sources, are built."""
+
+    def compiles(capability: tuple[int, int] = (9, 0)) -> bool:
+        asked.clear()
+        monkeypatch.setattr("nmkernels.capability.compute_capability", lambda: capability)
+        step("build", checkout)
+        return any(job.name == "compile" for jobs, _ in asked for job in jobs)
+
+    assert compiles() and not compiles()
+    (checkout / "nmkernels" / "_C.so").write_text("of something else")
+    assert not compiles() and (checkout / "nmkernels" / "_C.so").read_text() == "built"
+    assert compiles((8, 0)) and compiles() and not compiles()
+    (checkout / "csrc" / "a.cu").write_text("two")
+    assert compiles()
 
 
 def test_many_tests_of_a_file_are_shared_out() -> None:
-    files = [("few.py", 3, False), ("many.py", 2 * gpu.SHARE + 1, False), ("large.py", 500, True)]
-    found = gpu.test_jobs(files, "gpu", 9.0)
+    files = [File("few.py", 3, False), File("many.py", 2 * gpu_steps.SHARE + 1, False), File("large.py", 500, True)]
+    found = gpu_steps.test_jobs(files, "gpu", 9.0)
     shares = [(job.words[-1], job.env["NMKERNELS_SHARE"]) for job in found]
-    assert shares == [("large.py", "1/1"), *(("many.py", f"{i}/3") for i in (1, 2, 3)), ("few.py", "1/1")]
-    assert [job.alone for job in found] == [True] + 4 * [False] and {job.limit for job in found} == {9.0}
+    assert shares == [("few.py", "1/1"), *(("many.py", f"{i}/3") for i in (1, 2, 3)), ("large.py", "1/1")]
+    assert [job.alone for job in found] == 4 * [False] + [True] and {job.limit for job in found} == {9.0}
+
+
+def test_files_are_in_the_order_of_the_paths(asked, tmp_path: Path) -> None:
+    pool = Pool(tmp_path, time.monotonic() + 60)
+    for name in ("a", "gemm", "wgmma", "wgmma_8bit", "z"):
+        outcomes.tell(tmp_path / "collect.jsonl", name=f"{gpu_steps.CUDA}/test_{name}.py", tests=1, alone=False)
+    files = gpu_steps.collected(Visit(tmp_path, (), 1), pool, gpu_steps.KERNELS)
+    assert [file.name[len(gpu_steps.CUDA) + 6 : -3] for file in files] == ["wgmma", "wgmma_8bit", "gemm", "a", "z"]
+
+
+@pytest.mark.slow
+def test_kernels_that_no_gpu_has_run_come_first(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    pool = Pool(tmp_path / "kernels", time.monotonic() + 60, lambda text: None)
+    files = gpu_steps.collected(Visit(tmp_path, (), 1, dry=True), pool, gpu_steps.KERNELS)
+    names = [file.name.removeprefix("python_tests/backends/") for file in files]
+    assert len(names) == len(set(names))
+    present = [f"cuda/test_{name}.py" for name in ("threads", "wgmma", "wgmma_8bit", "gemm")]
+    assert [name for name in present if (ROOT / "python_tests/backends" / name).exists()] == [name for name in names if name in present]
+    assert names[: len(present) - 1] == [name for name in present if name in names][: len(present) - 1]
+    folders = [name.partition("/")[0] for name in names]
+    assert list(dict.fromkeys(folders)) == ["cuda", "cusparselt", "triton"] and folders == sorted(folders)
+    count = {file.name: file.tests for file in files}
+    assert count == {file.name: file.tests for file in gpu_steps.collected(Visit(tmp_path, (), 1, dry=True), pool, list(count))}
+
+
+def test_tests_are_those_that_kernels_leave(asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    files = [File("python_tests/ops/a.py", 1, False), File(f"{gpu_steps.CUDA}/b.py", 1, False)]
+    monkeypatch.setattr(gpu_steps, "collected", lambda *args: files)
+    step("tests", tmp_path)
+    assert [job.name for jobs, _ in asked for job in jobs] == ["python_tests/ops/a.py"]
+    asked.clear()
+    step("tests", tmp_path, tests=(f"{gpu_steps.CUDA}/b.py",))
+    assert len(asked[0][0]) == 2
 
 
 def test_families_of_benchmarks_are_apart(asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -186,28 +343,34 @@ def test_families_of_benchmarks_are_apart(asked, monkeypatch: pytest.MonkeyPatch
     assert workers == 1, "clocks are not shared"
     ops = [word for job in found for word in job.words[job.words.index("--op") + 1 :]]
     assert sorted(ops) == sorted({spec.op for spec in targets.quick("cuda")}) and len(found) > 8
-    assert all(job.words[job.words.index("--out") + 1] == str(tmp_path / "nvidia-h200.csv") for job in found)
+    assert all(job.words[job.words.index("--out") + 1] == str(tmp_path / "rows" / "nvidia-h200.csv") for job in found)
+    assert [job.name for job in found][: len(gpu_steps.FIRST)] == list(gpu_steps.FIRST)
     assert "targets met" in pool.note
 
 
 def test_tables_are_made_of_the_visits_rows(asked, tmp_path: Path) -> None:
     assert "writes no tables" in step("report", tmp_path, dry=True).note and not asked
     step("report", tmp_path)
-    assert asked[0][0][0].words[1:] == ("-m", "bench.report", "--add", str(tmp_path))
+    assert asked[0][0][0].words[1:] == ("-m", "bench.report", "--add", str(tmp_path / "rows"))
 
 
-def test_the_sanitizer_of_the_toolkit_runs_the_tests_under_each_tool(asked, monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpu, "collected", lambda *args: [("a.py", 3, False), ("large.py", 2, True)])
+@pytest.mark.parametrize("name", ["memcheck", "racecheck"])
+def test_the_sanitizer_of_the_toolkit_runs_the_tests(asked, monkeypatch, tmp_path: Path, name: str) -> None:
+    """Racecheck without the kernel that copies by TMA, which other tests run too where it is chosen."""
+    files = [File("a.py", 3, False), File("large.py", 2, True), File("test_wgmma.py", 1, False)]
+    monkeypatch.setattr(gpu_steps, "collected", lambda *args: files)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     tool = tmp_path / "bin" / "compute-sanitizer"
     tool.parent.mkdir()
     tool.touch(0o755)
-    step("sanitizer", tmp_path)
-    assert [[job.name for job in found] for found, _ in asked] == [["memcheck a.py"], ["racecheck a.py"]]
-    for (job,), _ in asked:
-        assert job.words[0] == str(tool) and job.words[-1] == "a.py" and job.refused == gpu.FINDING
-        assert job.env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
+    step(name, tmp_path)
+    ((found, _),) = asked
+    assert [job.name for job in found] == ["a.py", "test_wgmma.py"][: 1 if name == "racecheck" else 2]
+    job = found[0]
+    assert job.words[:3] == (str(tool), "--tool", name) and job.words[-1] == "a.py" and job.refused == gpu_steps.FINDING
+    assert job.env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
+    assert (" ".join(gpu_steps.NO_TMA) in " ".join(job.words)) == (name == "racecheck")
 
 
 QUIET = """========= COMPUTE-SANITIZER
@@ -225,4 +388,4 @@ def test_findings_are_told_from_the_rest() -> None:
         "========= ERROR SUMMARY: 3 errors",
         "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)",
     ]
-    assert re.findall(gpu.FINDING, QUIET + "\n".join(found), re.M) == found
+    assert re.findall(gpu_steps.FINDING, QUIET + "\n".join(found), re.M) == found

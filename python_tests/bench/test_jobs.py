@@ -123,6 +123,15 @@ def test_when_time_is_up_another_call_goes_on(tmp_path: Path) -> None:
     assert whats(again) == {"1": "passed", "2": "passed"}
 
 
+def test_what_failed_is_told_as_a_job_ends(tmp_path: Path) -> None:
+    said: list[str] = []
+    many = [f"{i}=fail" for i in range(jobs.LINES + 2)]
+    Pool(tmp_path, time.monotonic() + 60, said.append).run([job("bad", "a", *many), job("good", "b")])
+    lines = said[0].splitlines()
+    assert lines[0].endswith(f"bad: 1 passed, {len(many)} failed")
+    assert lines[1:] == [*(f"    {i}: fail" for i in range(jobs.LINES)), "    and 2 more"] and len(said[1].splitlines()) == 1
+
+
 @pytest.mark.skipif(not shutil.which("flock"), reason="flock is not installed")
 def test_no_process_is_left_behind(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
@@ -138,9 +147,10 @@ subprocess.Popen(["sleep", "600"], close_fds=False)
     pool(tmp_path).run([python("left", child), Job("hangs", hangs, 1.0)])
     subprocess.run(free, check=True)
     text = f"""
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from bench.jobs import Job, Pool
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 Pool(Path({str(tmp_path)!r}), time.monotonic() + 600).run([Job("ended", {hangs!r})])
 """
     driver = subprocess.Popen([sys.executable, "-c", text], cwd=jobs.ROOT)

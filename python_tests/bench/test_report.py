@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,19 @@ def test_check_notices_a_stale_page_and_writes_nothing(results: Path, capsys: py
     assert report.main(["--check"], results) == report.main([], results) == 0 and page.read_bytes() == once
     page.write_text(page.read_text().replace("0.75", "0.95"))
     assert report.main(["--check"], results) == 1
+
+
+def test_rows_of_an_archive_are_added(results: Path, tmp_path: Path) -> None:
+    """``make gpu`` leaves one; of it the measurements alone are taken."""
+    (tmp_path / "gpu" / "rows").mkdir(parents=True)
+    row = MASK.format("nmkernels cuda", "us", "9,10,11,").replace("AMD, 2 threads", "NVIDIA H200")
+    (tmp_path / "gpu" / "rows" / "nvidia-h200.csv").write_text(HEAD + row)
+    (tmp_path / "gpu" / "other.csv").write_text("no rows")
+    with tarfile.open(tmp_path / "gpu.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "gpu", ".")
+    assert report.main(["--add", str(tmp_path / "gpu.tar.gz")], results) == 0
+    assert "NVIDIA H200" in (results / "nvidia-h200.csv").read_text() and not (results / "other.csv").exists()
+    assert "## NVIDIA H200" in (results / "README.md").read_text()
 
 
 def test_rows_of_another_folder_are_added(results: Path, tmp_path: Path) -> None:

@@ -1,0 +1,285 @@
+"""The steps of ``make gpu`` in their order, and the processes that each runs."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import math
+import os
+import shutil
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from . import outcomes
+from .jobs import ROOT, Job, Pool
+
+TEST_SECONDS, LONG_TEST_SECONDS, SANITIZED_SECONDS, CASE_SECONDS, CURVE_SECONDS = 60.0, 120.0, 240.0, 180.0, 240.0
+"""What a test of kernels, any other test, a test under compute-sanitizer, a case of a benchmark and the curves of a recipe may take."""
+
+SHARE = 40
+"""Tests that a process gets at most; the conformance tests are 1300 in one file."""
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What a call is for: the folder of logs, rows and state, the tests that were named, and how many run at a time."""
+
+    work: Path
+    tests: tuple[str, ...]
+    workers: int
+    dry: bool = False
+
+    @property
+    def device(self) -> str:
+        """Where benchmarks run."""
+        return "cpu" if self.dry else "cuda"
+
+    @property
+    def marked(self) -> str:
+        """Which tests run; in a dry run those without a GPU, where the emulator has the CUDA kernels."""
+        return "not gpu" if self.dry else "gpu"
+
+    @property
+    def rows(self) -> Path:
+        """The folder of the CSV files that benchmarks write."""
+        return self.work / "rows"
+
+
+def python(*words: str) -> tuple[str, ...]:
+    """This Python with ``words``."""
+    return sys.executable, *words
+
+
+SUFFIXES = {".py", ".c", ".cpp", ".h", ".cu", ".cuh", ".cmake", ".sh", ".txt", ".toml"}
+
+
+def digest(folders: Iterable[str], *facts: str) -> str:
+    """A checksum of the sources in these folders, of what builds them, and of ``facts``."""
+    found = hashlib.sha256(repr(facts).encode())
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*")) if path.suffix in SUFFIXES]
+    for path in [*files, ROOT / "setup.py", ROOT / "pyproject.toml"]:
+        if path.is_file() and not path.is_relative_to(ROOT / "bench" / "results"):
+            found.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()
+
+
+# ---- the core, and the first contact
+
+CORE = "from nmkernels import capability as c; print(c.{0}().reason); raise SystemExit(not c.{0}().ok)"
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """The one of ``cmake/architectures.cmake`` that a GPU of this compute capability runs."""
+    return {8: "80-real", 9: "90a-real"}.get(capability[0], "90-virtual")
+
+
+def build(visit: Visit, pool: Pool) -> None:
+    """The compiled core, with CUDA for the GPU that is here, in a dry run with the emulator; once for the same sources."""
+    probe, suffix = "compiled_core" if visit.dry else "cuda_kernels", str(sysconfig.get_config_var("EXT_SUFFIX"))
+    modules = [f"_C{suffix}", *([f"_emulated{suffix}"] if visit.dry else [])]
+    env = {"NMKERNELS_EMULATOR": "1"}
+    if not visit.dry:
+        from nmkernels.capability import compute_capability
+
+        env = {"NMKERNELS_CUDA": "on", "NMKERNELS_CUDA_ARCHITECTURES": architecture(compute_capability() or (0, 0))}
+    built, sources = visit.work / "core", digest(("csrc", "cmake"), suffix, *map(str, env.items()))
+    if (built / "sources.txt").exists() and (built / "sources.txt").read_text() == sources:
+        for name in modules:
+            shutil.copy2(built / name, ROOT / "nmkernels" / name)
+    else:
+        (compiled,) = pool.run([Job("compile", python("setup.py", "build_ext", "--inplace"), env=env)], fresh=True)
+        if compiled.left or compiled.count("failed"):
+            return
+    # the build may have come to nothing that runs here: without CUDA kernels, or for another driver
+    (core,) = pool.run([Job("core", python("-c", CORE.format(probe)), LONG_TEST_SECONDS)], fresh=True)
+    pool.note = pool.output("core").rpartition("\n")[2]
+    if core.count("passed"):
+        built.mkdir(exist_ok=True)
+        for name in modules:
+            shutil.copy2(ROOT / "nmkernels" / name, built / name)
+        (built / "sources.txt").write_text(sources)
+
+
+def smoke(visit: Visit, pool: Pool) -> None:
+    """Each family of kernels once, with a line for each, and one large GEMM."""
+    pool.run([Job("smoke", python("-m", "bench.smoke", "--device", visit.device), TEST_SECONDS)])
+    pool.say(pool.output("smoke"))
+
+
+# ---- tests
+
+CUDA = "python_tests/backends/cuda"
+KERNELS = (
+    *(f"{CUDA}/test_{name}.py" for name in ("threads", "wgmma", "wgmma_8bit", "gemm")),
+    CUDA, "python_tests/backends/cusparselt", "python_tests/backends/triton",
+)  # fmt: skip
+"""In their order: a GEMM as a thread's first work, wgmma in 16 and in 8 bits, mma.sp; the kernels bound by memory; libraries; Triton."""
+
+OTHERS, OTHERS_DRY = ("python_tests/ops", "python_tests"), ("python_tests/backends",)
+
+PYTEST = (sys.executable, "-m", "pytest", "-p", "bench.outcomes", "-p", "no:cacheprovider", "-c", "pyproject.toml", "--rootdir", ".")
+PLAIN = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+"""No plugins of this machine's: none is needed."""
+
+NO_TESTS_LEFT = 5
+NO_PYTEST = "pytest is not installed; it is all that the tests need beside torch"
+
+
+@dataclass(frozen=True)
+class File:
+    """A file's name, how many tests it has, and whether one of them must run alone."""
+
+    name: str
+    tests: int
+    alone: bool
+
+
+def collected(visit: Visit, pool: Pool, paths: Sequence[str]) -> list[File]:
+    """The test files under ``paths``, in their order; those that cannot be imported have failed."""
+    there = [path for path in paths if (ROOT / path.partition("::")[0]).exists()]
+    (result,) = pool.run([Job("collect", (*PYTEST, "--collect-only", "-qq", "-m", visit.marked, *there), env=PLAIN)], fresh=True)
+    found = [File(**line) for line in outcomes.lines(pool.folder / "collect.jsonl") if "tests" in line]
+    if found and not result.count("failed"):
+        pool.ended.remove(result)
+    return sorted(found, key=lambda file: [not file.name.startswith(path) for path in there])
+
+
+def test_jobs(files: Sequence[File], marked: str, limit: float) -> list[Job]:
+    """A job for each file, several for one of many tests."""
+    found = []
+    for file in files:
+        parts = 1 if file.alone else math.ceil(file.tests / SHARE)
+        for part in range(1, parts + 1):
+            threads = {"NMKERNELS_TEST_THREADS": str(os.cpu_count() or 1)} if file.alone else {"OMP_NUM_THREADS": "1"}
+            title = f"{file.name} [{part} of {parts}]" if parts > 1 else file.name
+            words, env = (*PYTEST, "-q", "-m", marked, file.name), {**PLAIN, outcomes.SHARE: f"{part}/{parts}", **threads}
+            found.append(Job(title, words, limit, file.alone, env, (0, NO_TESTS_LEFT)))
+    return found
+
+
+def _has_pytest(pool: Pool) -> bool:
+    if importlib.util.find_spec("pytest") is None:
+        pool.run([Job("pytest", python("-c", f"raise SystemExit({NO_PYTEST!r})"))], fresh=True)
+        return False
+    return True
+
+
+def _test(visit: Visit, pool: Pool, files: Sequence[File], limit: float) -> None:
+    pool.run(test_jobs(files, visit.marked, limit), visit.workers)
+    skipped = Counter(o.why.removeprefix("Skipped: ") for e in pool.ended for o in e.outcomes.values() if o.what == "skipped")
+    if skipped:
+        pool.note = f"skipped: {'; '.join(f'{count} {why[:100]}' for why, count in skipped.most_common(4))}"
+
+
+def kernels(visit: Visit, pool: Pool) -> None:
+    """The kernels' own tests, what no GPU has run before first."""
+    if _has_pytest(pool):
+        _test(visit, pool, collected(visit, pool, KERNELS), TEST_SECONDS)
+
+
+def tests(visit: Visit, pool: Pool) -> None:
+    """The tests that were named, else all that ``kernels`` has not, conformance first."""
+    if _has_pytest(pool):
+        files = collected(visit, pool, visit.tests or (OTHERS_DRY if visit.dry else OTHERS))
+        _test(visit, pool, [f for f in files if visit.tests or not f.name.startswith(KERNELS)], LONG_TEST_SECONDS)
+
+
+# ---- compute-sanitizer
+
+FOUND = 9
+NO_SANITIZER = "compute-sanitizer is not installed: not on PATH and not in the CUDA toolkit (CUDA_HOME, /usr/local/cuda)"
+OURS = "--kernel-name", "kns=_kernel"
+"""Only kernels whose name contains this: all of this package, few of the vendor's GEMMs, whose hazards are not ours."""
+NO_TMA = "--kernel-name-exclude", "kns=wgmma"
+"""Racecheck does not follow copies of the tensor memory accelerator, and would report every stage of the pipeline."""
+
+CHOSEN = "not graph and not captur and not replay"
+ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+"""Each tensor is an allocation of its own, which ends where the tensor ends. Graphs cannot be captured without the cache."""
+
+FINDING = r"^========= (?!COMPUTE-SANITIZER|(?:ERROR|RACECHECK) SUMMARY: 0 |Target application returned|.*=$).*"
+"""A line of its output that tells of a finding: it is there also where the process was ended before its exit status could tell."""
+
+
+def sanitizer_path() -> str | None:
+    """Where compute-sanitizer is: on PATH, or in the CUDA toolkit."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    inside = [Path(home) / part for home in homes if home for part in ("bin", "compute-sanitizer")]
+    return shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, inside)]))
+
+
+def sanitized(job: Job, path: str, tool: str, *options: str) -> Job:
+    """The same tests under a tool of compute-sanitizer."""
+    words = path, "--tool", tool, "--error-exitcode", str(FOUND), *OURS, *options, *job.words[:-1], "-k", CHOSEN, job.words[-1]
+    return replace(job, words=words, env={**job.env, **ENVIRONMENT}, refused=FINDING)
+
+
+def memcheck(visit: Visit, pool: Pool) -> None:
+    """The CUDA kernels' tests, with each access to memory checked."""
+    _sanitize(visit, pool, "memcheck")
+
+
+def racecheck(visit: Visit, pool: Pool) -> None:
+    """The same, with accesses to shared memory checked for races; without the kernels that the tool cannot follow."""
+    _sanitize(visit, pool, "racecheck", *NO_TMA)
+
+
+def _sanitize(visit: Visit, pool: Pool, tool: str, *options: str) -> None:
+    path = sanitizer_path()
+    if path is None or visit.dry:
+        pool.note = "nothing runs on a GPU" if visit.dry else NO_SANITIZER
+        return
+    files = collected(visit, pool, visit.tests or [path for path in KERNELS if path.startswith(CUDA)])
+    files = [f for f in files if not f.alone and not (tool == "racecheck" and "wgmma" in f.name)]
+    pool.run([sanitized(job, path, tool, *options) for job in test_jobs(files, visit.marked, SANITIZED_SECONDS)], visit.workers)
+
+
+# ---- measurements
+
+FIRST = ("gemm", "linear", "quantized", "power_or_port", "groups", "pack", "adamw")
+"""Files of ``bench/cases`` that are measured before the others: GEMMs, compression, MVUE, AdamW."""
+
+
+def benchmarks(visit: Visit, pool: Pool) -> None:
+    """The quick cases, a process for each file of ``bench/cases``, one after the other."""
+    from . import cases, tables, targets  # noqa: F401 - the cases register themselves
+    from .registry import FAMILIES
+    from .rows import load, machine, slug
+
+    ops: dict[str, dict[str, None]] = {name: {} for name in FIRST}
+    for spec in targets.quick(visit.device):
+        ops.setdefault(FAMILIES[spec.op].build.__module__.rpartition(".")[2], {})[spec.op] = None
+    csv = visit.rows / f"{slug(machine(visit.device))}.csv"
+    words = python("-m", "bench.run", "--quick", "--device", visit.device, "--out", str(csv))
+    env = {"NMKERNELS_CACHE": str(visit.work / "cache")}  # what this machine measured before is no part of it
+    pool.run([Job(name, (*words, "--op", *those), CASE_SECONDS, env=env) for name, those in ops.items() if those])
+    rows = [r for r in load(csv) if r["machine"] == machine(visit.device)]
+    pool.note = tables.targets_text(targets.verdicts(rows, visit.device)).splitlines()[-1]
+
+
+def curves(visit: Visit, pool: Pool) -> None:
+    """Loss curves of each recipe."""
+    from .studies import RECIPES
+
+    words = python("-m", "bench.studies", "loss_curves", "--device", visit.device, "--out", str(visit.rows / "loss_curves.csv"))
+    words += ("--steps", "2", "--width", "32") if visit.dry else ()
+    pool.run([Job(name, (*words, "--recipes", name), CURVE_SECONDS) for name in RECIPES])
+
+
+def report(visit: Visit, pool: Pool) -> None:
+    """The tables, from the rows of ``bench/results`` and those of this visit."""
+    if visit.dry:
+        pool.note = "a dry run writes no tables"
+        return
+    pool.run([Job("tables", python("-m", "bench.report", "--add", str(visit.rows)), CASE_SECONDS)], fresh=True)
+
+
+STEPS: dict[str, Callable[[Visit, Pool], Any]] = {
+    step.__name__: step for step in (build, smoke, kernels, memcheck, benchmarks, tests, racecheck, curves, report)
+}
+"""What is most likely to fail comes first, then what is most worth having."""

@@ -1,0 +1,64 @@
+"""The first contact with a GPU: a line for each family of kernels, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import outcomes, smoke
+from nmkernels import ops, reference
+from python_tests.bench.samples import broken, instead
+
+W = torch.randn(8, 16)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """The exit status and the lines of a run with few families; what it tells ``make gpu`` is in ``tmp_path / "told"``."""
+    made = {
+        "nm_mask": (lambda: ops.mask(W, "2:4"), None),
+        "nm_prune": (lambda: ops.prune(W, "2:4"), None),
+        "nm_linear": (lambda: ops.linear(W, ops.compress(W, "2:4")), lambda: W.double() @ ops.prune(W, "2:4").double().t()),
+    }
+    monkeypatch.setattr(smoke, "calls", lambda device: made)
+    monkeypatch.setattr(smoke, "BACKENDS", {"cpu": ("broken", "reference")})
+    monkeypatch.setattr(sys, "argv", ["smoke", "--device", "cpu"])
+    monkeypatch.setenv(outcomes.ENV, str(tmp_path / "told"))
+
+    def call() -> tuple[int, list[str]]:
+        return smoke.main(), capsys.readouterr().out.splitlines()
+
+    return call
+
+
+def test_a_family_that_fails_costs_no_other(run, tmp_path: Path) -> None:
+    with broken("nm_mask", instead(reference.mask, torch.logical_not)), broken("nm_prune", lambda *_: 1 / 0):
+        status, lines = run()
+    assert status == 1 and [line.split()[:2] for line in lines[:2]] == [["nm_mask,", "broken"], ["nm_mask,", "reference"]]
+    assert "FAILED: AssertionError: " in lines[0] and "FAILED: ZeroDivisionError" in lines[2]
+    assert all(line.endswith(" ok") for line in (lines[1], *lines[3:])) and len(lines) == 6
+    told, _ = outcomes.read(tmp_path / "told")
+    assert [o.what for o in told.values()] == ["failed", "passed", "failed", "passed", "passed", "passed"]
+    # the process that follows one that lost the device goes on with the rest
+    assert run() == (0, [])
+
+
+def test_a_process_that_lost_the_device_ends(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smoke, "lost", lambda device: "an illegal memory access")
+    status, lines = run()
+    assert status == 1 and len(lines) == 1 and outcomes.lost(tmp_path / "told")
+
+
+def test_a_backend_that_declines_says_why() -> None:
+    call = lambda: ops.mask(W, "2:4")  # noqa: E731
+    assert smoke.check(call, None, "triton").startswith("declined: ")
+    assert smoke.check(call, None, "reference") == "ok"
+
+
+def test_the_definition_passes_every_check() -> None:
+    made = smoke.calls("cpu")
+    assert {name: smoke.check(*made[name], "reference") for name in made} == dict.fromkeys(made, "ok")
+    assert smoke.large("cpu", 128) == "ok"
