@@ -33,7 +33,7 @@ help:
 	@echo 'make sanitize   the C++ tests under the address, undefined-behaviour and thread sanitizers, CUDA kernels emulated'
 	@echo 'make wheel  a manylinux wheel into dist/, with CUDA kernels where nvcc is, tried in a clean environment; WHEEL_TESTS=load|smoke|all'
 	@echo 'make wheel WHEEL_PYTHONS="python3.10 python3.11 python3.12 python3.13"  one for each; the kernels are compiled once'
-	@echo 'make gpu GPU_ARGS="tests --out DIR"  some steps of it, results elsewhere   make gpu-dry  the same without a GPU'
+	@echo 'make gpu GPU_ARGS="--deadline 570 --out DIR"  in so many seconds, an archive to DIR   make gpu-dry  the same without a GPU'
 	@echo 'make clean  remove what was built   make distclean  remove $(VENV) too'
 
 demo: build
@@ -132,7 +132,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PIP) --no-build-isolation -e '.[demo,tensorboard,bench,dev,docs]'
 	@touch $@
 
-# neither network nor venv: the torch that $(PYTHON) has, and pytest. GPU_ARGS: steps and options of bench/gpu.py
+# neither network nor venv: the torch that $(PYTHON) has, pytest, cmake and nvcc. GPU_ARGS: steps and options of bench/gpu.py
 gpu:
 	@$(PYTHON) -m bench.gpu $(GPU_ARGS)
 
