@@ -238,6 +238,15 @@ def test_random_operands_of_ragged_sizes(tile, mode=1):
 
 
 @runs
+@pytest.mark.parametrize(("tile", "by_column"), [*((t, False) for t in TILES), *((t, True) for t in BY_COLUMN)])
+def test_a_block_has_several_tiles(tile, by_column):
+    """One cluster has all: results of a tile leave while the next is multiplied, from the stage on where the last one ended."""
+    sizes, processors = calls.several(TILES[tile]), TILES[tile][3]
+    check(tile, *sizes, by_column=by_column, bias=not by_column, residual=not by_column, mode="earliest", processors=processors)
+    check(tile, *sizes, F16, by_column=by_column, splits=2, mode="latest", processors=processors)
+
+
+@runs
 def test_epilogues(mode="latest"):
     """Bias, activation, residual; parts of k, straight and transposed."""
     for i, activation in enumerate(ACTIVATIONS):
@@ -303,6 +312,15 @@ def test_every_tile_on_a_gpu(on_gpu, tile, dtype):
         assert_equal_bits(on_gpu(tile, values, meta, torch.eye(192, dtype=dtype), True), w)
         for m, n, k in ((64, 8, 64), (320, cols + 72, 64 * (stages + 1)), (1024, 1008, 2048)):
             check(tile, m, n, k, dtype, by_column=True, by=on_gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tile", "by_column"), [*((t, False) for t in TILES), *((t, True) for t in BY_COLUMN)])
+def test_blocks_of_several_tiles_on_a_gpu(on_gpu, tile, by_column):
+    clusters = torch.cuda.get_device_properties("cuda").multi_processor_count // TILES[tile][3]
+    sizes = calls.several(TILES[tile], clusters=clusters)
+    for splits in (1, 2):
+        check(tile, *sizes, by_column=by_column, bias=not by_column, splits=splits, by=on_gpu)
 
 
 @pytest.mark.gpu

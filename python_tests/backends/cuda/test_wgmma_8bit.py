@@ -9,15 +9,17 @@ import pytest
 import torch
 
 from nmkernels import ops, reference
+from nmkernels.backends.cuda import linear as gemm
 from nmkernels.backends.cuda import quantize as eight
+from nmkernels.backends.cuda.core import DTYPES
 from nmkernels.reference.layouts import EIGHT_BIT
-from nmkernels.testing import assert_equal_bits, assert_no_worse
+from nmkernels.testing import assert_equal_bits, assert_no_worse, poison
 from python_tests.ptx.order import Hazard
 
 from . import wgmma_calls as calls
 from .test_wgmma import H100, H200, host, runs
 
-BF16, F32 = torch.bfloat16, torch.float32
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 KINDS = [
     (E4M3, E4M3, False), (E4M3, E5M2, False), (E5M2, E5M2, False), (INT8, INT8, False), (E5M2, E5M2, True), (E5M2, E4M3, True),
@@ -29,6 +31,13 @@ KERNELS = [
     for promotes in (False, True)[: 1 if a == INT8 else 2]
     for tile in calls.EIGHT_TILES[promotes]
 ]
+
+
+def name_of(value):
+    return "-".join(calls.EIGHT_KINDS[t] for t in value[:2]) + "-straight" * value[2] if isinstance(value, tuple) else str(value)
+
+
+every_kernel = pytest.mark.parametrize(("kind", "promotes", "tile"), [((a, b, by), p, tile) for a, b, by, p, tile in KERNELS], ids=name_of)
 
 
 # ---- the host
@@ -83,6 +92,16 @@ def test_maps_are_within_the_limits_of_the_driver(promotes):
                 assert shared <= H100[2] and threads == 384 and blocks <= min(132, 2 * tiles)
 
 
+@pytest.fixture
+def hopper(monkeypatch):
+    """The calls that reach the core of an H100 that is not there."""
+    module = Mock()
+    module.wgmma_obstacle.return_value, module.gemm_wgmma_8bit_has.return_value = "", True
+    module.gpu.return_value, module.gemm_wgmma_8bit_plan.return_value = H100, (1, 1)
+    monkeypatch.setattr(eight, "core", lambda _: module)
+    return module
+
+
 @pytest.mark.parametrize(
     ("obstacle", "there", "transposed", "word"),
     [
@@ -92,16 +111,50 @@ def test_maps_are_within_the_limits_of_the_driver(promotes):
         ("", True, True, "8 columns"),
     ],
 )
-def test_when_it_is_chosen_and_why(monkeypatch, obstacle, there, transposed, word):
-    module = Mock()
-    module.wgmma_obstacle.return_value, module.gemm_wgmma_8bit_has.return_value = obstacle, there
-    module.gpu.return_value, module.gemm_wgmma_8bit_plan.return_value = H100, (1, 1)
-    monkeypatch.setattr(eight, "core", lambda _: module)
+def test_when_it_is_chosen_and_why(hopper, obstacle, there, transposed, word):
+    hopper.wgmma_obstacle.return_value, hopper.gemm_wgmma_8bit_has.return_value = obstacle, there
     x, w = ops.quantize(torch.randn(20, 128), E4M3, rows=True), ops.quantize_pack(torch.randn(64, 128), E4M3)
     can, reason = eight.takes(*x, *w, None, BF16, transposed, False)
     assert word in reason and can == (word == "by 8-bit wgmma.sp")
     eight.linear_quantized(*x, *w, None, BF16, transposed, False)
-    assert module.gemm_wgmma_sp_8bit.call_args.args[8:-2] == (1, 4, 4, False, True, True, 64, 20, 128, transposed, 1, 1)
+    assert hopper.gemm_wgmma_sp_8bit.call_args.args[8:-2] == (1, 4, 4, False, True, True, 64, 20, 128, transposed, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fast", "promotes"), [(E4M3, False, True), (E5M2, True, False), (INT8, False, False), (INT8, True, False)]
+)
+def test_sums_are_promoted_unless_fast_or_exact(hopper, dtype, fast, promotes):
+    """The plan is that of the same kernel: its tiles are others."""
+    x, w = ops.quantize(torch.randn(20, 128), dtype), ops.quantize_pack(torch.randn(64, 128), dtype)
+    eight.linear_quantized(*x, *w, None, BF16, False, fast)
+    assert hopper.gemm_wgmma_sp_8bit.call_args.args[13] is promotes and hopper.gemm_wgmma_8bit_plan.call_args.args[3] is promotes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "transposed", "rounded"), [(BF16, False, True), (BF16, True, False), (F32, False, False), (F16, False, False)]
+)
+def test_bias_is_the_kernels_where_it_rounds(hopper, dtype, transposed, rounded):
+    """Elsewhere its sums are fp32, which torch finishes."""
+    x, w = ops.quantize(torch.randn(24, 128), E4M3), ops.quantize_pack(torch.randn(64, 128), E4M3)
+    bias = torch.randn(64, dtype=dtype)
+    y = eight.linear_quantized(*x, *w, bias, dtype, transposed, False)
+    args = hopper.gemm_wgmma_sp_8bit.call_args.args
+    assert bool(args[5]) == rounded and args[8] == DTYPES[BF16 if rounded else F32]
+    assert y.dtype == dtype and y.shape == ((64, 24) if transposed else (24, 64))
+
+
+def test_a_call_depends_on_nothing_that_a_capture_would_freeze(hopper):
+    """Each call hands over the addresses of its own tensors; the plan is made once, from sizes alone."""
+    w = ops.quantize_pack(torch.randn(64, 256), E4M3)
+    for _ in range(2):
+        x = ops.quantize(torch.randn(20, 256), E4M3)
+        eight.linear_quantized(*x, *w, None, BF16, False, False)
+        values, meta, dense, step, x_step, bias, _, parts = hopper.gemm_wgmma_sp_8bit.call_args.args[:8]
+        assert (values, meta, step) == tuple(t.data_ptr() for t in w) and (dense, x_step) == tuple(t.data_ptr() for t in x)
+        assert not bias and not parts
+    assert hopper.gemm_wgmma_8bit_plan.call_count == 1
+    # nothing else of the core's is called: it neither allocates nor waits
+    assert {name for name, *_ in hopper.mock_calls} <= {"gemm_wgmma_sp_8bit", "gemm_wgmma_8bit_plan", "gpu", "wgmma_obstacle"}
 
 
 # ---- the kernel
@@ -117,7 +170,9 @@ def operands(m, k, a, seed=1):
     return values, meta, step, dense
 
 
-def check(kind, promotes, tile, m, n, k, mode="earliest", bias=False, dtype=BF16, splits=1, processors=4):
+def check(
+    kind, promotes, tile, m, n, k, mode="earliest", bias=False, dtype=BF16, splits=1, processors=4, by=calls.multiply_eight,
+):  # fmt: skip
     a, b, by_column = kind
     g = torch.Generator().manual_seed(n)
     values, meta, step, dense = operands(m, k, a)
@@ -125,36 +180,58 @@ def check(kind, promotes, tile, m, n, k, mode="earliest", bias=False, dtype=BF16
     x_step, biases = torch.rand(n, generator=g), torch.randn(m, generator=g).to(dtype) if bias else None
     if splits > 1 or n % 2:
         x_step = x_step[:1]
-    y = calls.multiply_eight(tile, values, meta, step, x, x_step, promotes, by_column, biases, dtype, splits, mode, processors)
+    y = by(tile, values, meta, step, x, x_step, promotes, by_column, biases, dtype, splits, mode, processors)
     args = x, x_step, values, meta, step, biases, dtype, by_column, False
     exact = (x.double() * x_step.double().reshape(-1, 1)) @ dense.T
     exact = exact if biases is None else exact + biases.double()
     assert_no_worse(y, reference.linear_quantized(*args), exact.T if by_column else exact, f"{kind} {tile} {m} {n} {k} {mode}")
 
 
-@runs
-@pytest.mark.parametrize(("a", "b", "by_column", "promotes", "tile"), KERNELS)
-def test_every_value_is_found(a, b, by_column, promotes, tile):
+def found(kind, promotes, tile, by=calls.multiply_eight):
     """One-hot rows return the weight to the bit: descriptors, swizzles, words, and where results and steps go."""
+    a, b, by_column = kind
     values, meta, step, dense = operands(320, 256, a)
     x, x_step = torch.eye(256).to(b), torch.exp2(torch.arange(256) % 5 - 2.0)
-    y = calls.multiply_eight(tile, values, meta, step, x, x_step, promotes, by_column)
+    y = by(tile, values, meta, step, x, x_step, promotes, by_column)
     want = (dense * x_step.double()).to(BF16)
     assert_equal_bits(y, want if by_column else want.t().contiguous())
 
 
-@runs
-@pytest.mark.parametrize(("kind", "promotes", "tile"), [
-    ((E4M3, E4M3, False), False, "wide"), ((E4M3, E5M2, False), True, "tall"), ((E5M2, E4M3, True), True, "square"),
-    ((INT8, INT8, False), False, "square"),
-])  # fmt: skip
-def test_random_operands_of_ragged_sizes(kind, promotes, tile, mode=1):
-    """Rows of a part of a tile and of a cluster, tokens that fill none, stages come round, an odd number of slabs."""
+def ragged(kind, promotes, tile, **how):
+    """Rows of a part of a tile and of a cluster, tokens that fill none, stages come round, an odd number of slabs, parts of k."""
     _, cols, stages, _ = calls.EIGHT_TILES[promotes][tile]
     for m, n, k in ((64, 8, 128), (320, cols + 8, 128 * (stages + 1)), (192, 24, 128 * (2 * stages + 1))):
-        check(kind, promotes, tile, m, n, k, mode=mode)
+        check(kind, promotes, tile, m, n, k, **how)
+    check(kind, promotes, tile, 192, cols + 16, 128 * 9, splits=3, **how)
     if not kind[2]:
-        check(kind, promotes, tile, 64, 2 * cols + 7, 128, mode=mode, bias=True)
+        check(kind, promotes, tile, 64, 2 * cols + 7, 128, bias=True, **how)
+        check(kind, promotes, tile, 64, 1, 128 * 2, dtype=F32, **how)
+
+
+@runs
+@every_kernel
+def test_every_value_is_found(kind, promotes, tile):
+    found(kind, promotes, tile)
+
+
+@runs
+@every_kernel
+def test_random_operands_of_ragged_sizes(kind, promotes, tile):
+    ragged(kind, promotes, tile, mode=1)
+
+
+@runs
+@every_kernel
+def test_a_block_has_several_tiles(kind, promotes, tile):
+    """One cluster has all: results of a tile leave while the next is multiplied, from the stage on where the last one ended."""
+    shape = calls.EIGHT_TILES[promotes][tile]
+    check(kind, promotes, tile, *calls.several(shape, 128), mode="latest", processors=shape[3])
+
+
+@runs
+@pytest.mark.parametrize("processors", [1, 132])
+def test_any_number_of_blocks(processors):
+    check(KINDS[0], True, "tall", 320, 400, 256, processors=processors, mode="latest")
 
 
 @runs
@@ -163,7 +240,21 @@ def test_other_results(promotes, mode="latest"):
     """fp32, and parts of k, straight and transposed."""
     for kind in (KINDS[0], KINDS[5]):
         check(kind, promotes, "square", 192, 72, 128, dtype=F32, mode=mode)
-        check(kind, promotes, "square", 192, 72, 128 * 9, splits=3, mode=mode)
+        check(kind, promotes, "square", 192, 72, 128 * 9, splits=3, mode=mode, dtype=F32)
+
+
+@runs
+@pytest.mark.parametrize("promotes", [False, True])
+def test_inf_and_nan_reach_only_what_they_meet(promotes):
+    """Also where rows of a tile are not there: their values are zeros."""
+    values, meta, step, dense = operands(64, 128, E5M2)
+    x, met = torch.randn(18, 128, generator=torch.Generator().manual_seed(2)), torch.zeros(18, 64, dtype=torch.bool)
+    for token, bad, column in ((0, "inf", 0), (9, "nan", 77), (17, "-inf", 127)):
+        x[token, column] = float(bad)
+        met[token] = dense[:, column] != 0
+    for tile in calls.EIGHT_TILES[promotes]:
+        y = calls.multiply_eight(tile, values, meta, step, x.to(E5M2), torch.ones(1), promotes)
+        assert_equal_bits(~y.isfinite(), met)
 
 
 @runs
@@ -209,3 +300,67 @@ def test_a_break_is_reported(name, mode):
     else:
         right = torch.allclose(y.double(), x.double() @ dense.T, rtol=0.02, atol=0.5)
         assert not right and "wrong result" in expected
+
+
+# ---- the kernel on a GPU
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """``calls.multiply_eight`` on a GPU."""
+    why = gemm.why_not_wgmma(torch.device("cuda"))
+    if why:
+        pytest.skip(why)
+
+    def multiply(
+        tile, values, meta, step, x, x_step, promotes=False, by_column=False, bias=None, dtype=BF16, splits=1, mode="", processors=0,
+    ):  # fmt: skip
+        monkeypatch.setattr(eight, "choose", lambda *_: (list(calls.EIGHT_TILES[promotes]).index(tile), splits))
+        given = (None if t is None else t.cuda() for t in (x, x_step, values, meta, step, bias))
+        with poison():
+            return eight.linear_quantized(*given, dtype, by_column, not promotes).cpu()
+
+    return multiply
+
+
+@pytest.mark.gpu
+@every_kernel
+def test_every_kernel_on_a_gpu(on_gpu, kind, promotes, tile):
+    found(kind, promotes, tile, on_gpu)
+    ragged(kind, promotes, tile, by=on_gpu)
+    check(kind, promotes, tile, 1024, 1000, 2048, by=on_gpu)
+
+
+@pytest.mark.gpu
+@every_kernel
+def test_blocks_of_several_tiles_on_a_gpu(on_gpu, kind, promotes, tile):
+    shape = calls.EIGHT_TILES[promotes][tile]
+    clusters = torch.cuda.get_device_properties("cuda").multi_processor_count // shape[3]
+    check(kind, promotes, tile, *calls.several(shape, 128, clusters), by=on_gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fast", [False, True])
+def test_an_op_on_a_gpu_is_that_of_the_reference(fast):
+    """By what the host plans itself, captured in a graph and not."""
+    if why := gemm.why_not_wgmma(torch.device("cuda")):
+        pytest.skip(why)
+    w = ops.quantize_pack(torch.randn(320, 512), E4M3, rows=True)
+    bias, weight = torch.randn(320, dtype=BF16, device="cuda"), ops.QuantizedPacked(*(t.cuda() for t in w))
+    given = torch.randn(200, 512, device="cuda")
+
+    def call():
+        return ops.linear_quantized(ops.quantize(given, E4M3, rows=True), weight, bias, fast_accumulate=fast)
+
+    call()  # what is loaded at a first call is loaded before
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call()
+    for seed in (5, 6):
+        given.copy_(torch.randn(200, 512, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        x = ops.Quantized(*(t.cpu() for t in ops.quantize(given, E4M3, rows=True)))
+        args = *x, *w, None, F32, False, False
+        exact = reference.linear_quantized(*args).double() + bias.double().cpu()
+        for result in (y, call()):
+            assert_no_worse(result.cpu(), exact.to(BF16), exact)

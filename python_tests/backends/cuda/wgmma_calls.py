@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from functools import cache, lru_cache
 from importlib import import_module
@@ -39,6 +40,16 @@ EIGHT_TILES = {True: {"tall": (128, 192, 5, 2), "square": (128, 128, 7, 2)}, Fal
 """The same in 8 bits: where sums are promoted, and where not."""
 EIGHT_KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "a"}
 """The types in the kernels' names; a is int8_t's."""
+
+
+def several(shape: tuple[int, int, int, int], depth: int = 64, clusters: int = 1) -> tuple[int, int, int]:
+    """m, n, k of which so many clusters have several tiles each, with rows and columns left over.
+
+    Slabs are odd in number, and more than the stages: a tile begins at another stage than the one before it.
+    """
+    rows, cols, stages, cluster = shape
+    down = across = math.isqrt(2 * clusters) + 1
+    return rows * cluster * (down - 1) + 64, cols * across + 8, depth * (stages + 1 + stages % 2)
 
 
 def missing() -> str:
