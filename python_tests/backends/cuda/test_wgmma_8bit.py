@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nmkernels import ops, reference
+from nmkernels.backends import shared
 from nmkernels.backends.cuda import linear as gemm
 from nmkernels.backends.cuda import quantize as eight
 from nmkernels.backends.cuda.core import DTYPES
@@ -258,6 +259,37 @@ def test_inf_and_nan_reach_only_what_they_meet(promotes):
 
 
 @runs
+@pytest.mark.parametrize("fast", [False, True])
+def test_the_op_multiplies_by_it(hopper, monkeypatch, fast):
+    """By the host's own plan: parts of k, biases, results of every dtype, straight and transposed."""
+    memory = {}
+
+    def address(x):
+        at = shared.address(x)
+        memory[at] = x
+        return at
+
+    def multiply(*args):
+        calls.launch_eight([memory[at] for at in args[:8]], args[8:14], *args[14:20], mode="latest")
+
+    monkeypatch.setattr(eight, "address", address)
+    hopper.gemm_wgmma_8bit_plan, hopper.gemm_wgmma_sp_8bit = calls.host().gemm_wgmma_8bit_plan, multiply
+    g = torch.Generator().manual_seed(1)
+    w, x = torch.randn(192, 2048, generator=g), torch.randn(40, 2048, generator=g)
+    for (a, b, transposed), dtype, biased in (
+        (KINDS[0], BF16, True), (KINDS[0], F32, True), (KINDS[1], F16, False), (KINDS[3], BF16, True), (KINDS[5], BF16, True),
+        (KINDS[5], F32, False),
+    ):  # fmt: skip
+        bias = torch.randn(192, generator=g).to(dtype) if biased else None
+        args = (*ops.quantize(x, b, rows=True), *ops.quantize_pack(w, a, rows=True), bias)
+        y = eight.linear_quantized(*args, dtype, transposed, fast)
+        exact = reference.linear_quantized(*args[:-1], None, F32, transposed, False).double()
+        exact = exact if bias is None else exact + (bias[:, None] if transposed else bias).double()
+        assert_no_worse(y, reference.linear_quantized(*args, dtype, transposed, fast), exact, f"{a} {b} {dtype}")
+    assert eight.choose(hopper, 192, 40, 2048, True, -1)[1] > 1, "k is cut into parts"
+
+
+@runs
 def test_promoted_sums_keep_what_few_bits_lose():
     """Of 14 bits a long sum of positive terms loses at each step; of what fp32 takes over every 128 products only the last bits."""
     values, meta, step, dense = operands(64, 4096, E4M3)
@@ -279,6 +311,8 @@ BREAKS = {
     "sums promoted too early": (r"wgmma\.wait_group\S* 0;", "", "register in flight"),
     "words of the other half": (r"(ld\.shared\.u32\s+%r\d+, \[%r\d+\+)(\d+)\]", lambda m: f"{m[1]}{int(m[2]) ^ 512}]", "wrong result"),
     "no remote arrive": (r"(setp\.gt\.u32\s+%p\d+, %r\d+), 1;", r"\1, 0;", "deadlock"),
+    "no wait_group.read": (r"cp\.async\.bulk\.wait_group\.read 1;", "", "overwritten under a bulk store"),
+    "no wait_group.read at the end": (r"cp\.async\.bulk\.wait_group\.read 0;", "", "left before wait_group"),
     "no fence.proxy.async": (r"fence\.proxy\.async\S*;", "", "not fenced for the async proxy"),
 }
 """Of the kernel with promoted sums: pattern, replacement, and what is to be reported."""
@@ -291,8 +325,8 @@ def test_a_break_is_reported(name, mode):
     pattern, replacement, expected = BREAKS[name]
     made, times = re.subn(pattern, replacement, calls.eight_text(E4M3, E4M3, "tall", True, False))
     assert times, name
-    values, meta, step, dense = operands(256, 896, E4M3)
-    x = reference.quantize(torch.randn(192, 896), torch.tensor(1.0), E4M3)
+    values, meta, step, dense = operands(320, 896, E4M3)  # a block has two tiles
+    x = reference.quantize(torch.randn(200, 896), torch.tensor(1.0), E4M3)
     try:
         y = calls.multiply_eight("tall", values, meta, step, x, torch.ones(1), True, mode=mode, code=made)
     except Hazard as hazard:

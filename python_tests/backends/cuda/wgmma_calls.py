@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
@@ -152,32 +153,47 @@ def eight_text(a: torch.dtype, b: torch.dtype, tile: str, promotes: bool, by_col
     return head + one
 
 
-def multiply_eight(
-    tile: str, values: Tensor, meta: Tensor, step: Tensor, x: Tensor, x_step: Tensor, promotes: bool = False, by_column: bool = False,
-    bias: Tensor | None = None, dtype: torch.dtype = torch.bfloat16, splits: int = 1, mode: str | int = "earliest", processors: int = 4,
-    code: str = "", accumulator: int = 0,
-) -> Tensor:  # fmt: skip
-    """D of 8-bit operands; of several parts of k their sum. ``accumulator``: see ``execute``."""
-    m, n, k = values.shape[0], x.shape[0], x.shape[1]
-    y = fill_poison(torch.empty((m, n) if by_column else (n, m), dtype=dtype))
-    parts = fill_poison(torch.empty(splits, *y.shape)) if splits > 1 else None
-    memory = [t for t in (values, meta, step, x, x_step, bias, y, parts) if t is not None]
-    at = [0 if t is None else t.data_ptr() for t in (values, meta, x, step, x_step, bias, y, parts)]
-    kinds = DTYPES[dtype], EIGHT_BITS[values.dtype], EIGHT_BITS[x.dtype], step.numel() > 1, x_step.numel() > 1, promotes
+def launch_eight(
+    tensors: Sequence[Tensor | None], kinds: Sequence[Any], m: int, n: int, k: int, by_column: bool, tile: int, splits: int,
+    processors: int = 4, mode: str | int = "earliest", code: str = "", accumulator: int = 0,
+) -> None:  # fmt: skip
+    """What the core does for the arguments of its ``gemm_wgmma_sp_8bit``, with tensors for addresses; parts of k are summed up too.
+
+    ``accumulator``: see ``execute``.
+    """
+    values, _, x, _, _, _, y, parts = tensors
+    assert values is not None and x is not None and y is not None
+    at = [0 if t is None else t.data_ptr() for t in tensors]
     maps, parameter, tiles, blocks, threads, shared = host().gemm_wgmma_8bit_launch(
-        *at, *kinds, m, n, k, by_column, list(EIGHT_TILES[promotes]).index(tile), splits, processors
+        *at, *kinds, m, n, k, by_column, tile, splits, processors
     )
     encoded = []
     for i, kind, size in ((0, 0, 1), (6, 0, 1), (12, 9, 2)):  # bytes, and bf16
         to, inner, outer, *box, swizzle = maps[i : i + 6]
         encoded.append(encode(kind, to, (inner, outer), (size * inner,), box, swizzle=SPANS[swizzle]))
-    one = parsed(code or eight_text(values.dtype, x.dtype, tile, promotes, by_column))
-    cluster = EIGHT_TILES[promotes][tile][3]
+    promotes = kinds[-1]
+    name, (*_, cluster) = list(EIGHT_TILES[promotes].items())[tile]
+    one, memory = parsed(code or eight_text(values.dtype, x.dtype, name, promotes, by_column)), [t for t in tensors if t is not None]
     how = {"mode": mode, "threads": threads, "cluster": cluster, "shared": shared, "accumulator": accumulator}
     execute(one, blocks, [*encoded, parameter, tiles], memory, **how)
-    if parts is None:
-        return y
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total.to(dtype)
+    if parts is not None:
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        y.copy_(total.reshape(y.shape))
+
+
+def multiply_eight(
+    tile: str, values: Tensor, meta: Tensor, step: Tensor, x: Tensor, x_step: Tensor, promotes: bool = False, by_column: bool = False,
+    bias: Tensor | None = None, dtype: torch.dtype = torch.bfloat16, splits: int = 1, mode: str | int = "earliest", processors: int = 4,
+    code: str = "", accumulator: int = 0,
+) -> Tensor:  # fmt: skip
+    """D of 8-bit operands; of several parts of k their sum."""
+    m, n, k = values.shape[0], x.shape[0], x.shape[1]
+    y = fill_poison(torch.empty((m, n) if by_column else (n, m), dtype=dtype))
+    parts = fill_poison(torch.empty(splits, *y.shape)) if splits > 1 else None
+    kinds = DTYPES[dtype], EIGHT_BITS[values.dtype], EIGHT_BITS[x.dtype], step.numel() > 1, x_step.numel() > 1, promotes
+    number = list(EIGHT_TILES[promotes]).index(tile)
+    tensors = values, meta, x, step, x_step, bias, y, parts
+    launch_eight(tensors, kinds, m, n, k, by_column, number, splits, processors, mode, code, accumulator)
+    return y
