@@ -185,7 +185,13 @@ def check(
     args = x, x_step, values, meta, step, biases, dtype, by_column, False
     exact = (x.double() * x_step.double().reshape(-1, 1)) @ dense.T
     exact = exact if biases is None else exact + biases.double()
-    assert_no_worse(y, reference.linear_quantized(*args), exact.T if by_column else exact, f"{kind} {tile} {m} {n} {k} {mode}")
+    exact, what = exact.T if by_column else exact, f"{kind} {tile} {m} {n} {k} {mode}"
+    if dtype == F32 and a != INT8 and by is not calls.multiply_eight:
+        # of the 24 bits of fp32 a GPU's tensor cores keep about 14 in float8 sums, by the largest product
+        largest = (x.double().abs() * x_step.double().reshape(-1, 1)) @ dense.abs().T
+        assert ((y - exact).abs() <= 2.0**-8 * (largest.T if by_column else largest)).all(), what
+    else:
+        assert_no_worse(y, reference.linear_quantized(*args), exact, what)
 
 
 def found(kind, promotes, tile, by=calls.multiply_eight):
