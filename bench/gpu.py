@@ -102,14 +102,14 @@ def failures(done: Sequence[Done]) -> dict[str, list[str]]:
 
 def summary(done: Sequence[Done], visit: Visit, status: int) -> str:
     """The last words; what failed is told in full in ``failed.txt``."""
-    lines, room = ["== summary", *map(str, done)], LENGTH
+    lines, room, path = ["== summary", *map(str, done)], LENGTH, visit.work / FAILED
+    path.unlink(missing_ok=True)
     if failed := failures(done):
         lines.append("-- what failed")
         for title, reasons in failed.items():
             some = shown(reasons)
             room -= len(title) + sum(map(len, some))
             lines += [f"{title}, {len(reasons)} failed", *(some if room > 0 else ())]
-        path = visit.work / FAILED
         path.write_text("".join(f"{title}\n    " + "\n    ".join(reasons) + "\n" for title, reasons in failed.items()), encoding="utf-8")
         lines.append(f"  in full: {path}")
     lines.append(f"  rows in {visit.rows}, logs in {visit.work}")

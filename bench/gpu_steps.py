@@ -127,7 +127,7 @@ PLAIN = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 """No plugins of this machine's: none is needed."""
 
 NO_TESTS_LEFT = 5
-NO_PYTEST = "pytest is not installed; it is all that the tests need beside torch"
+NO_PYTEST = "pytest is not installed; the tests need it and torch"
 
 
 @dataclass(frozen=True)

@@ -260,7 +260,7 @@ def test_the_gpus_architecture_alone_is_built(asked, checkout: Path, capability,
     assert compile.words[1:] == ("setup.py", "build_ext", "--inplace")
     assert compile.env == {"NMKERNELS_CUDA": "on", "NMKERNELS_CUDA_ARCHITECTURES": built}
     assert re.search(rf'[";]{built}[";]', (ROOT / "cmake" / "architectures.cmake").read_text())
-    # a core without CUDA kernels, or whose kernels do not run here, is none
+    # a core without CUDA kernels, or whose kernels do not run here, fails
     assert "cuda_kernels" in core.words[-1]
 
 

@@ -85,7 +85,9 @@ def test_a_dry_run_gets_over_every_kind_of_failure(
         "test_loses_the_device: test_lost.py:10: RuntimeError: CUDA error",
         "test_fixture: ",
     ):
-        assert failed in text and any(failed in line for line in lines[: lines.index("== summary")]), "told as its job ends, and at the end"
+        assert failed in text and any(failed in line for line in lines[: lines.index("== summary")]), (
+            "printed as its job ends, and in the summary"
+        )
     # alone comes last, after the two that run side by side
     done = [Path(line.split()[3].rstrip(":")).name for line in lines[lines.index("== tests") : lines.index("== summary")] if " s  " in line]
     assert done[0] == "collect" and done[-1] == "test_alone.py" and len(done) == 5
@@ -131,7 +133,7 @@ def test_what_is_cut_short_goes_on_in_another_checkout(tmp_path: Path, how: str)
     free, out = tmp_path / "free", tmp_path / "out"
     folder = write(tmp_path / "tests", {name: text.replace("FREE", str(free)) for name, text in SLOW.items()})
     words = "--tests", str(folder), "--jobs", "1", "--out", str(out)
-    first = drive(*words, *(("--deadline", str(gpu.CLOSING + 20)) if how == "deadline" else ()), work=tmp_path / "one")
+    first = drive(*words, *(("--deadline", str(gpu.CLOSING + 30)) if how == "deadline" else ()), work=tmp_path / "one")
     if how == "signal":
         begun = tmp_path / "one" / "gpu-dry" / "tests"
         while not any("test_long" in path.read_text() for path in begun.glob("*b-py*.jsonl")):

@@ -17,7 +17,7 @@ W = torch.randn(8, 16)
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """The exit status and the lines of a run with few families; what it tells ``make gpu`` is in ``tmp_path / "told"``."""
+    """The exit status and the lines of a run with few families; outcomes go to ``tmp_path / "outcomes"``."""
     made = {
         "nm_mask": (lambda: ops.mask(W, "2:4"), None),
         "nm_prune": (lambda: ops.prune(W, "2:4"), None),
@@ -26,7 +26,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setattr(smoke, "calls", lambda device: made)
     monkeypatch.setattr(smoke, "BACKENDS", {"cpu": ("broken", "reference")})
     monkeypatch.setattr(sys, "argv", ["smoke", "--device", "cpu"])
-    monkeypatch.setenv(outcomes.ENV, str(tmp_path / "told"))
+    monkeypatch.setenv(outcomes.ENV, str(tmp_path / "outcomes"))
 
     def call() -> tuple[int, list[str]]:
         return smoke.main(), capsys.readouterr().out.splitlines()
@@ -40,8 +40,8 @@ def test_a_family_that_fails_costs_no_other(run, tmp_path: Path) -> None:
     assert status == 1 and [line.split()[:2] for line in lines[:2]] == [["nm_mask,", "broken"], ["nm_mask,", "reference"]]
     assert "FAILED: AssertionError: " in lines[0] and "FAILED: ZeroDivisionError" in lines[2]
     assert all(line.endswith(" ok") for line in (lines[1], *lines[3:])) and len(lines) == 6
-    told, _ = outcomes.read(tmp_path / "told")
-    assert [o.what for o in told.values()] == ["failed", "passed", "failed", "passed", "passed", "passed"]
+    ended, _ = outcomes.read(tmp_path / "outcomes")
+    assert [o.what for o in ended.values()] == ["failed", "passed", "failed", "passed", "passed", "passed"]
     # the process that follows one that lost the device goes on with the rest
     assert run() == (0, [])
 
@@ -49,7 +49,7 @@ def test_a_family_that_fails_costs_no_other(run, tmp_path: Path) -> None:
 def test_a_process_that_lost_the_device_ends(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smoke, "lost", lambda device: "an illegal memory access")
     status, lines = run()
-    assert status == 1 and len(lines) == 1 and outcomes.lost(tmp_path / "told")
+    assert status == 1 and len(lines) == 1 and outcomes.lost(tmp_path / "outcomes")
 
 
 def test_a_backend_that_declines_says_why() -> None:
