@@ -110,6 +110,8 @@ def test_the_summary_fits_a_terminal(run, work: Path) -> None:
     # each file is named, whatever else is left out
     assert all(f"tests: test_{i}.py, 60 failed" in text for i in range(40)) and "    and 54 more" in text
     assert (work / "failed.txt").read_text().count("why t") == 40 * 60
+    run()
+    assert not (work / "failed.txt").exists()
 
 
 def test_pieces_of_a_file_are_one_in_the_summary(run) -> None:
@@ -136,6 +138,7 @@ def test_a_signal_to_terminate_ends_with_the_summary_and_the_archive(run, tmp_pa
     """With what failed before it, also in the step that it cuts short."""
 
     def cut_short(visit: Visit, pool: Pool) -> None:
+        assert (tmp_path / "out" / "gpu.tar.gz").exists(), "each step leaves it, for visits that are cut off without a signal"
         pool.ended.append(ended("cut.py", c="failed"))
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("it goes on")
