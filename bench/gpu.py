@@ -4,16 +4,17 @@ For a machine with an NVIDIA GPU, a torch already installed and no network, and 
 
     python -m bench.gpu                                       # every step
     python -m bench.gpu --deadline 570 --out DIR              # in 9.5 minutes, and what came of it as two files in DIR
-    python -m bench.gpu --deadline 570 --out DIR --resume gpu.tar.gz    # on with that on another such machine
+    python -m bench.gpu --deadline 570 --out DIR --resume gpu.tar.gz    # on with that on another machine
     python -m bench.gpu build benchmarks                      # some steps, in their order
     python -m bench.gpu --tests python_tests/backends/cuda/test_gemm.py
     python -m bench.gpu --dry-run                             # the same steps without a GPU: the emulator in its place
 
 When time is up, or at a SIGTERM, the summary says what was left, and the same command goes on with that. What was done is forgotten when
-the sources or the kind of machine change, and with ``--again``; a core is built again only when its own sources change. With a deadline
-no step but build and smoke takes more than half of the time that is left, so that each gets a turn. Each test file, family of benchmarks
-and training recipe has a process of its own, and each test and case a limit: what crashes, hangs or loses the device costs one of them.
-Test files run side by side, those with a test marked ``alone`` after the others, one at a time.
+the sources, the versions or the architecture of the GPU change, and with ``--again``: an H200 goes on with what an H100 has left. A core is
+built again only when its own sources change. With a deadline no step but build and smoke takes more than half of the time that is left, so
+that each gets a turn. Each test file, family of benchmarks and training recipe has a process of its own, and each test and case a limit:
+what crashes, hangs or loses the device costs one of them. Test files run side by side, those with a test marked ``alone`` after the others,
+one at a time.
 
 Logs, rows and state are in ``build/gpu``; ``gpu.tar.gz`` in ``--out DIR`` has all of it, ``summary.txt`` what was printed last.
 ``python -m bench.report --add`` adds the rows of an archive to ``bench/results``, on any machine; the step report adds those of this one.
@@ -122,10 +123,13 @@ def summary(done: Sequence[Done], visit: Visit, status: int) -> str:
 
 
 def fingerprint(device: str) -> str:
-    """Of the sources, the machine and its versions: what was done with others does not count."""
+    """Of the sources, the versions, and the architecture of the GPU or the CPU: what was done with others does not count."""
+    from nmkernels.capability import compute_capability
+
     from .rows import machine, versions
 
-    return digest(SOURCES, machine(device), versions())
+    runs_on = machine(device) if device == "cpu" else f"compute capability {compute_capability()}"
+    return digest(SOURCES, runs_on, versions())
 
 
 def prepare(visit: Visit, names: Sequence[str], again: bool) -> None:
@@ -136,7 +140,7 @@ def prepare(visit: Visit, names: Sequence[str], again: bool) -> None:
     for name in STEPS if changed else names if again else ():
         shutil.rmtree(visit.work / name, ignore_errors=True)
     if changed:
-        print("the sources or the machine changed: what was done before is forgotten")
+        print("the sources, versions or architecture changed: what was done before is forgotten")
     elif again and "build" in names:
         shutil.rmtree(visit.work / "core", ignore_errors=True)
     path.write_text(present)

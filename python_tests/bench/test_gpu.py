@@ -213,8 +213,13 @@ def test_the_fingerprint_knows_sources_and_machine(tmp_path: Path, monkeypatch: 
         (tmp_path / name).write_text("1")
         seen.append(gpu.fingerprint("cpu"))
     assert len(set(seen)) == 1 + len(counted) and len(set(seen[len(counted) :])) == 1
+    capability = (9, 0)
+    monkeypatch.setattr("nmkernels.capability.compute_capability", lambda: capability)
+    hopper = gpu.fingerprint("cuda")
     monkeypatch.setattr("bench.rows.machine", lambda device: "another")
-    assert gpu.fingerprint("cpu") not in seen
+    assert gpu.fingerprint("cpu") not in seen and gpu.fingerprint("cuda") == hopper, "of GPUs the architecture counts, not the name"
+    capability = (8, 0)
+    assert gpu.fingerprint("cuda") != hopper
 
 
 # ---- the steps
