@@ -97,7 +97,7 @@ def total(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> Tensor:
 
 def anywhere(tensor: Tensor, flag: bool) -> bool:
     """Whether ``flag`` is true on any rank over which ``tensor`` is sharded: an error on one alone would leave the others waiting."""
-    return bool(reduced({groups_of(tensor): torch.tensor([float(flag)], device=local(tensor).device)}).item())
+    return bool(reduced({groups_of(tensor): torch.tensor([float(flag)], dtype=torch.float32, device=local(tensor).device)}).item())
 
 
 def align_gradient(parameter: Tensor, layout: str = LINEAR) -> Tensor | None:

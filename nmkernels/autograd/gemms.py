@@ -403,7 +403,7 @@ def _weight(gemm: Gemm, w: Tensor) -> dict[str, Any]:
 def _random(dtype: torch.dtype, device: torch.device, rows: int, cols: int) -> Tensor:
     generator = torch.Generator(device=device).manual_seed(rows * 31 + cols)
     count = rows * cols
-    block = torch.randn(min(count, BLOCK - 1), generator=generator, device=device).to(dtype)
+    block = torch.randn(min(count, BLOCK - 1), dtype=torch.float32, generator=generator, device=device).to(dtype)
     return block.repeat(-(-count // max(block.numel(), 1)))[:count].view(rows, cols)
 
 

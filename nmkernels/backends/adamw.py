@@ -76,7 +76,7 @@ def count(steps: Sequence[Tensor], held: list[int]) -> tuple[int, list[int] | No
     """Counts the steps that the host holds; returns the one count of all of them, and where there are several one for every param."""
     if not held:
         return 0, None
-    torch._foreach_add_([steps[i] for i in held], torch.ones(()))  # wrapped once: a number would be, per step
+    torch._foreach_add_([steps[i] for i in held], torch.ones((), dtype=torch.float32))  # wrapped once: a number would be, per step
     values = {i: int(steps[i].item()) for i in held}  # tensors on the CPU: nothing is waited for
     one = values[held[0]]
     return one, [values.get(i, 0) for i in range(len(steps))] if len(set(values.values())) > 1 else None

@@ -16,6 +16,7 @@ from ..recipes import Handle, Recipe, sparsify_
 from ..recipes.attach import unwrapped
 from ..recipes.registry import parse, resolve
 from ..recipes.sparsify import FilterFn
+from .ending import keeping_the_run
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 """The values of ``TrainingArguments.optim`` in whose place the recipe's optimizer comes."""
@@ -38,7 +39,8 @@ def prepare(trainer: Any, recipe: Recipe | str, filter_fn: FilterFn | None = Non
         recipe: an instance, or a name such as ``"step:2:4"``; one that needs ``total_steps`` and does not say them has those of the
             trainer.
         filter_fn: ``filter_fn(module, name) -> bool``, which layers, as for ``sparsify_``.
-        finish: call ``handle.finish()`` at the end of ``train()``, once the best model is loaded.
+        finish: call ``handle.finish()`` at the end of ``train()``, once the best model is loaded. If that fails, say because training
+            diverged, a warning says so, and the model stays as it was trained.
 
     Returns:
         The handle: ``str(handle.report)`` tells of every layer.
@@ -65,6 +67,7 @@ def prepare(trainer: Any, recipe: Recipe | str, filter_fn: FilterFn | None = Non
     drive = _callback_class()(handle, None if said else recipe.total_steps, finish)
     # before those that write the log, and before those that upload the model at the end
     trainer.callback_handler.callbacks.insert(0, drive)
+    trainer.train = _unfinished(handle, trainer.train)
     trainer.create_scheduler = _attaching(trainer, drive, trainer.create_scheduler)
     trainer.evaluation_loop = _deployed(handle, trainer.evaluation_loop)
     return handle
@@ -79,13 +82,10 @@ class Drive:
         self.best: tuple[int, dict[str, Any]] | None = None
 
     def attach(self, optimizer: Any) -> None:
-        if self.handle.finished:
-            raise RecipeError(
-                "train: the recipe has been finished by an earlier train(). To train in parts, prepare(trainer, recipe, finish=False) and "
-                "call handle.finish() after the last one; to start anew, make a new Trainer and prepare it."
-            )
         found = unwrapped(optimizer)
         if found is not self.attached:
+            if self.attached is not None:
+                self.handle.detach(self.attached)
             self.handle.attach(found)
             self.attached = found
 
@@ -110,12 +110,13 @@ class Drive:
             self.best = state.global_step, self.handle.state_dict()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.best is not None and self.best[0] != state.global_step:
-            self.handle.load_state_dict(self.best[1])  # the trainer has loaded the weights; held masks are of those
-        self.best = None
+        best, self.best = self.best, None
         _save_by_hub_names(self.handle.model, True)
-        if self.finish:
-            self.handle.finish()
+        with keeping_the_run("train"):
+            if best is not None and best[0] != state.global_step:
+                self.handle.load_state_dict(best[1])  # the trainer has loaded the weights; held masks are of those
+            if self.finish:
+                self.handle.finish()
 
 
 def _save_by_hub_names(model: Any, on: bool) -> None:
@@ -136,6 +137,22 @@ def _callback_class() -> type[Any]:
     from transformers import TrainerCallback
 
     return type("NMCallback", (Drive, TrainerCallback), {})
+
+
+def _unfinished(handle: Handle, train: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse to train a finished model at once, and not when ``train`` has loaded a checkpoint into it."""
+
+    @wraps(train)
+    def unfinished(*args: Any, **kwargs: Any) -> Any:
+        if handle.finished:
+            raise RecipeError(
+                "train: the recipe has been finished by an earlier train(). To train in parts, prepare(trainer, recipe, finish=False) and "
+                "call handle.finish() after the last one; to train again, from a checkpoint or from the start, make a new model and a new "
+                "Trainer and prepare it."
+            )
+        return train(*args, **kwargs)
+
+    return unfinished
 
 
 def _attaching(trainer: Any, drive: Drive, create_scheduler: Callable[..., Any]) -> Callable[..., Any]:
@@ -169,7 +186,8 @@ def _check(trainer: Any) -> None:
         raise RecipeError("prepare: this trainer has a recipe already; make a new Trainer for another one.")
     if trainer.model_init is not None:
         raise RecipeError(
-            "prepare: with model_init the trainer makes a new, dense model in train(). Build the model yourself and give it as model=."
+            "prepare: with model_init the trainer makes a new, dense model in each train(). Build the model yourself and give it as model=; "
+            "to search hyperparameters, make and prepare a Trainer for each trial."
         )
     if trainer.state.global_step or trainer.is_in_train:
         raise RecipeError("prepare: the trainer has trained already, its optimizer knows no recipe; prepare a new one before train().")

@@ -58,5 +58,5 @@ def is_nm(w: Any, n: int, m: int) -> bool:
     kept = [p if p.is_replicate() or getattr(p, "dim", w.ndim) < w.ndim - 1 else Replicate() for p in w.placements]
     w = w.redistribute(placements=kept)
     part: Tensor = local(w)
-    wrong = torch.tensor([float(not reference.is_nm(part, n, m))], device=part.device)
+    wrong = torch.tensor([float(not reference.is_nm(part, n, m))], dtype=torch.float32, device=part.device)
     return float(reduced({groups_of(w): wrong})) == 0

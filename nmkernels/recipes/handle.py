@@ -338,21 +338,20 @@ class Handle:
         Hooks are removed. Layers stay SparseLinear with pruned weights, ready for ``compress_``, until ``remove()``; adapters stay their
         Parameters ``nm_left`` and ``nm_right``.
 
+        Layers that never ran are treated like the others, and a warning lists them.
+
         Args:
-            allow_unused: accept layers that never ran, for instance when a model pruned elsewhere is adopted without running it.
+            allow_unused: no warning of layers that never ran, for instance when a model pruned elsewhere is adopted without running it.
 
         Raises:
-            RecipeError: a swapped layer never ran (its parent bypasses it, so nothing was trained sparse), or a weight is not finite.
+            RecipeError: a weight is not finite, or cannot be pruned as the recipe has it. Nothing has changed then.
         """
         if self.finished:
             return self.model
         reshard(self.model)  # what FSDP2 left unsharded is a copy
         idle = [name for name, layer in self.layers.items() if not layer.ran and not allow_unused]
         if idle:
-            raise RecipeError(
-                f"finish: these swapped layers never ran: {', '.join(idle)}. Their parent probably reads the weight itself, so it was "
-                "never masked. Leave them out with filter_fn, or call finish(allow_unused=True) if the model was not meant to run."
-            )
+            self._warn_idle(idle)
         self.run.check_weights("finish")
         if not self.run.calls:
             self.run.gradients.warn("finish", self.recipe, attached=bool(self._attachments))
@@ -368,6 +367,15 @@ class Handle:
             self._end()
         self.run.activations.use(self.run.activations.final)
         return self.model
+
+    def _warn_idle(self, names: list[str]) -> None:
+        fate = "made dense again" if self.recipe.final == "dense" else "pruned"
+        warnings.warn(
+            f"finish: these layers never ran and are {fate} like the others: {', '.join(names)}. Either the model did not call them, or "
+            "their parent reads the weight itself, so that it was trained dense; leave out such layers with filter_fn. "
+            "finish(allow_unused=True) does not warn.",
+            stacklevel=3,
+        )
 
     def _warn_early(self, reason: str) -> None:
         recipe = self.recipe

@@ -32,7 +32,7 @@ def cases(pattern: PatternLike, dtype: torch.dtype = torch.float32, seed: int = 
     values = _values(m, dtype, gen)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=gen).to(dtype)
+        return torch.randn(shape, generator=gen, dtype=torch.float32).to(dtype)
 
     shapes = {
         "one_group": normal(m),
@@ -56,13 +56,13 @@ def cases(pattern: PatternLike, dtype: torch.dtype = torch.float32, seed: int = 
 def _values(m: int, dtype: torch.dtype, gen: torch.Generator) -> dict[str, Tensor]:
     """Matrices of 8 rows and 4 groups whose values are the edge-case thing."""
     shape, info = (8, 4 * m), torch.finfo(dtype)
-    normal = torch.randn(shape, generator=gen).to(dtype)
+    normal = torch.randn(shape, generator=gen, dtype=torch.float32).to(dtype)
 
     def pick(options: list[float]) -> Tensor:
         return torch.tensor(options, dtype=dtype)[torch.randint(len(options), shape, generator=gen)]
 
     def sprinkled(options: list[float], share: float) -> Tensor:
-        return torch.where(torch.rand(shape, generator=gen) < share, pick(options), normal)
+        return torch.where(torch.rand(shape, generator=gen, dtype=torch.float32) < share, pick(options), normal)
 
     inf, nan = float("inf"), float("nan")
     denormal = info.smallest_normal / 4
@@ -71,7 +71,7 @@ def _values(m: int, dtype: torch.dtype, gen: torch.Generator) -> dict[str, Tenso
         "ties": pick([1.0, -1.0, 2.0, -2.0]),
         "zeros": torch.zeros(shape, dtype=dtype),
         "signed_zeros": pick([0.0, -0.0]),
-        "few_nonzero": torch.where(torch.rand(shape, generator=gen) < 0.2, normal, pick([0.0, -0.0])),
+        "few_nonzero": torch.where(torch.rand(shape, generator=gen, dtype=torch.float32) < 0.2, normal, pick([0.0, -0.0])),
         "infinite": sprinkled([inf, -inf], 0.3),
         "nan": sprinkled([nan], 0.3),
         "all_nan": torch.full(shape, nan, dtype=dtype),

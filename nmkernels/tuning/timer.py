@@ -243,7 +243,7 @@ class Timer:
             return Turns([{name: self.given(Task(name, some[0])) for name, some in calls.items()}])
         cuda = self.device.type == "cuda"
         with torch.cuda.device(self.device) if cuda else nullcontext():  # the events of a GPU are those of the current one
-            other = torch.zeros(0 if cuda else BETWEEN)
+            other = torch.zeros(0 if cuda else BETWEEN, dtype=torch.float32)
             between = partial(other.mul_, 1.0)
             meters = {name: DeviceMeter(some, self.device) if cuda else HostMeter(some, between=between) for name, some in calls.items()}
             return take_turns(meters, seconds, least, hopeless=hopeless)

@@ -147,23 +147,32 @@ def test_deployable_is_left_after_an_error():
     assert torch.equal(model(x), before)
 
 
-def test_finish_names_layers_that_never_ran():
+@pytest.mark.parametrize("recipe", ["ste:2:4", "asp:2:4", "fst:2:4(end=None, mvue=None)", "act24:2:4(total_steps=4)"])
+def test_layers_that_never_ran_are_finished_like_the_others(recipe):
     class Skips(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.used, self.idle = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+            self.used, self.read, self.spare = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+            self.act = nm.nn.SquaredReLU()
 
         def forward(self, x):
-            return self.used(x) @ self.idle.weight
+            return self.act(self.used(x)) @ self.read.weight
 
-    model = Skips()
-    handle = nm.sparsify_(model, STE())
-    model(torch.randn(2, 16))
-    with pytest.raises(nm.RecipeError, match=r"never ran: idle\. .*allow_unused"):
-        handle.finish()
-    assert not nm.ops.is_nm(model.used.weight, "2:4") and not handle.finished
-    handle.finish(allow_unused=True)
-    assert nm.ops.is_nm(model.idle.weight, "2:4")
+    for allowed in (False, True):
+        model = Skips()
+        handle = nm.sparsify_(model, recipe)
+        optimizer = handle.attach(handle.recipe.optimizer(model.parameters(), lr=1e-2))
+        model(torch.randn(2, 16)).sum().backward()
+        optimizer.step()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            handle.finish(allow_unused=allowed)
+        said = [str(w.message) for w in caught if "never ran" in str(w.message)]
+        fate = "pruned" if handle.recipe.final == "nm" else "made dense again"
+        assert len(said) == (0 if allowed else 1) and handle.finished
+        for words in (f"are {fate} like the others: read, spare.", "did not call them", "reads the weight itself", "filter_fn"):
+            assert all(words in message for message in said)
+        assert all(nm.ops.is_nm(getattr(model, name).weight, "2:4") == (fate == "pruned") for name in ("used", "read", "spare"))
 
 
 def test_finish_refuses_weights_that_are_not_finite():

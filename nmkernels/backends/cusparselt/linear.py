@@ -39,7 +39,7 @@ def by_erf(dtype: torch.dtype, at: Here, like: Tensor, stream: int) -> bool:
         return _GELU.get(key, False)
     problem = Problem("nt", dtype, dtype, size, size, size, activation="gelu")
     with torch.no_grad():
-        y = torch.linspace(-3, 3, size * size, device=like.device).to(dtype).reshape(size, size)
+        y = torch.linspace(-3, 3, size * size, dtype=torch.float32, device=like.device).to(dtype).reshape(size, size)
         out, right = torch.full_like(y, torch.nan), F.gelu(y.double())
         try:
             ready = at.plan(problem, DEFAULT, like)

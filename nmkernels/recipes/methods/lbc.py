@@ -48,7 +48,8 @@ class CandidateMask(CombinationMask):
     def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
         scores, alive, _ = extras
         if self.forward == "union":
-            return (alive.to(torch.float32) @ self.table(torch.ones((), device=alive.device)) > 0).reshape(weight.shape)
+            choices = alive.to(torch.float32)
+            return (choices @ self.table(choices) > 0).reshape(weight.shape)
         left = wide(scores) * alive
         soft = left @ self.table(left)
         # the op ranks magnitudes; scores are ranked with their sign
@@ -150,7 +151,7 @@ class LBC(ScheduledRecipe):
         return tuple(zip(begins, [*stages, fixed if last else Stage(phase=1, transform=transform, rule=rule)], strict=True))
 
     def values(self, state: State) -> dict[str, Tensor]:
-        return {"combinations": torch.tensor(float(len(self.stages) - state.get("stage", 0)))}
+        return {"combinations": torch.tensor(float(len(self.stages) - state.get("stage", 0)), dtype=torch.float32)}
 
     def final_transform(self) -> WeightTransform:
         return BestCandidate(Pattern(self.pattern), chain=self.gradient == "chain")

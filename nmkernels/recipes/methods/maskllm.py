@@ -53,7 +53,7 @@ class GumbelMask(LikeliestMask):
         dtype = torch.promote_types(weight.dtype, torch.float32)
         shape = weight.numel() // self.pattern.m, combination_count(self.pattern)
         # in fp32 whatever the dtype is: the same seed gives the same logits
-        logits = (torch.randn(shape, device=weight.device) * self.spread).to(dtype)
+        logits = (torch.randn(shape, dtype=torch.float32, device=weight.device) * self.spread).to(dtype)
         overlap = self.grouped(mask).to(dtype) @ self.table(logits).t()
         return logits + logits.std(correction=0) * (overlap - self.pattern.n / 2) * self.prior
 

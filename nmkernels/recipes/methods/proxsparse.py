@@ -99,7 +99,7 @@ def _prox(groups: Tensor, decay: float | Tensor) -> Tensor:
     best = best.cummin(1).values
     w = torch.empty_like(best).scatter_(1, order, best).to(groups.dtype)
     # without a regulariser u / λ is 0 / 0
-    w = torch.where(torch.as_tensor(decay, device=w.device) > 0, w, groups.abs())
+    w = torch.where(torch.as_tensor(decay > 0, device=w.device), w, groups.abs())
     return torch.where(w == 0, 0.0, w.copysign(groups))
 
 
