@@ -71,7 +71,8 @@ class Sparsity(Callback):
         self.recipe, self.filter_fn, self.finish = recipe, filter_fn, finish
         self.handle: Handle | None = None
         self._steps: int | None = None  # of the trainer, where the recipe was given them
-        self._optimizers: tuple[Any, ...] = ()
+        self._begun = False
+        self._checkpoint: dict[str, Any] | None = None
         self._preview, self._swap = ExitStack(), ExitStack()
 
     # ---- training
@@ -83,9 +84,10 @@ class Sparsity(Callback):
         why = next((why for kind in type(trainer.strategy).__mro__ for name, why in OTHERS.items() if kind.__name__ == name), None)
         if why is not None:
             raise RecipeError(f"fit: {type(trainer.strategy).__name__} {why}.")
+        self._checkpoint = None
         if self._of(pl_module) and self._goes_on():
             return
-        self.handle, self._steps, self._optimizers = None, None, ()
+        self.handle, self._steps, self._begun = None, None, False
         configure = pl_module.configure_model
 
         def configure_model() -> None:
@@ -108,11 +110,11 @@ class Sparsity(Callback):
         if handle.finished:
             raise RecipeError(
                 "fit: an earlier fit has finished the recipe of this module. To train in parts, take Sparsity(..., finish=False) and call "
-                "sparsity.handle.finish() after the last fit. To train a finished module on, give the trainer a new Sparsity: with "
-                "nm.recipes.ASP(score='existing') it holds the zeros that are there."
+                "sparsity.handle.finish() after the last fit. To train the finished module on, call sparsity.handle.remove() and give the "
+                "trainer a new Sparsity: with nm.recipes.ASP(score='existing') it holds the zeros that are there."
             )
-        if self._optimizers:
-            handle.detach(*self._optimizers)
+        if self._begun:
+            handle.detach()
             return True
         handle.remove()  # the number of steps may be another one now
         return False
@@ -121,6 +123,10 @@ class Sparsity(Callback):
         self._steps = _steps(trainer)
         return self._steps
 
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Keep the checkpoint that ``fit`` resumes from until the optimizers have its state."""
+        self._checkpoint = checkpoint
+
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach the recipe to the optimizers, before they load their state; Lightning's tuners have finished by then."""
         if self._steps not in (None, _steps(trainer)):
@@ -128,8 +134,16 @@ class Sparsity(Callback):
                 f"fit: the recipe's schedule was made for {self._steps} steps, and now the trainer counts {_steps(trainer)}: its limits or "
                 "its batch size were changed in between. Give the recipe its total_steps."
             )
-        self._own().attach(*trainer.optimizers)
-        self._optimizers = tuple(trainer.optimizers)
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if self._begun and checkpoint is not None:
+            trainer.strategy.load_optimizer_state_dict(checkpoint)  # it replaces the run that would go on
+        try:
+            self._own().attach(*trainer.optimizers)
+        except RecipeError as error:
+            if not self._begun:
+                raise
+            raise RecipeError(f"{error} Or resume from a checkpoint of the earlier fit: fit(..., ckpt_path=...).") from error
+        self._begun = True
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the metrics."""

@@ -84,8 +84,7 @@ class Drive:
     def attach(self, optimizer: Any) -> None:
         found = unwrapped(optimizer)
         if found is not self.attached:
-            if self.attached is not None:
-                self.handle.detach(self.attached)
+            self.handle.detach()  # an earlier one
             self.handle.attach(found)
             self.attached = found
 
@@ -186,7 +185,7 @@ def _check(trainer: Any) -> None:
         raise RecipeError("prepare: this trainer has a recipe already; make a new Trainer for another one.")
     if trainer.model_init is not None:
         raise RecipeError(
-            "prepare: with model_init the trainer makes a new, dense model in each train(). Build the model yourself and give it as model=; "
+            "prepare: with model_init the trainer makes a new, dense model in each train(). Build the model yourself, give it as model=; "
             "to search hyperparameters, make and prepare a Trainer for each trial."
         )
     if trainer.state.global_step or trainer.is_in_train:

@@ -151,8 +151,9 @@ class CompressedLinear(nn.Module):
                 self._view = view
         return view
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """y = x Wᵀ + b, and the adapter's part; x ``(..., in)`` in the weight's dtype, or any floating dtype under autocast."""
+        x = input
         if not is_dynamo_compiling():
             try:
                 plan = self._plans.get(x.numel())
@@ -324,8 +325,9 @@ class CompressedPart(CompressedLinear):
         if adapter is not None:
             set_adapter(self, *adapter, self.out, cols)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """y = x Wᵀ + b, and the adapter's part; x ``(..., in)``, a DTensor as y is."""
+        x = input
         check_input(self, x)
         y = split_linear(x, self.mesh, self.split, self.out, self.bias, self._multiply)
         adapter = self.adapter

@@ -77,8 +77,9 @@ class SparseConv2d(NMWeight, nn.Conv2d):
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype)  # type: ignore[arg-type]
         self._start(p)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """y = x ∗ W̃ + b; x ``(batch, in, height, width)`` or without batch. Under autocast the mask comes from the master weight."""
+        x = input
         self.ran = True
         return self._conv_forward(x, as_ordered(x, self.differentiable_weight(x)), self.bias)
 
@@ -154,8 +155,9 @@ class CompressedConv2d(CompressedLinear):
         """Whether each output sees one position of the input, so that it is a linear layer of the channels."""
         return self.kernel_size == (1, 1) and self.stride == (1, 1) and self.padding in ((0, 0), "valid", "same")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """y = x ∗ W + b; x ``(batch, in, height, width)`` or without batch, in the weight's dtype, or any floating dtype under autocast."""
+        x = input
         if x.dim() not in (3, 4) or x.shape[-3] != self.in_channels:
             raise ShapeError(f"CompressedConv2d: x has shape {tuple(x.shape)}; it must be (batch, {self.in_channels}, height, width).")
         if x.dim() == 3:

@@ -325,8 +325,9 @@ class NMWeight(nn.Module):
         by = "" if how is None else how.by[0]
         return args, f"this layer names its kernel, of backend {by!r}, which was measured fastest" if by not in ("", "cpu") else ""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """y = x W̃ᵀ + b, and the adapter's part; x ``(..., in)``. Under autocast the mask comes from the master weight."""
+        x = input
         self.ran = True
         gather = self.gather
         if (gather is not None or type(x) is not Tensor) and is_sharded(self.weight):

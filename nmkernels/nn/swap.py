@@ -7,7 +7,7 @@ refers to it.
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..layouts import CONV1D
 from ..pattern import Pattern, PatternLike, RecipeError
@@ -48,6 +48,10 @@ class SparseConv1D(NMWeight):
     def out_features(self) -> int:
         """Length of the output, ``nf``."""
         return int(self.weight.shape[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y = x W̃ + b; x by the name that Conv1D has for it."""
+        return super().forward(x)
 
 
 FAST_PATHS: tuple[tuple[type[nn.Module], str, object], ...] = (

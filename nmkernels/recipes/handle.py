@@ -277,8 +277,12 @@ class Handle:
         return told
 
     def calibrate(self) -> AbstractContextManager[None]:
-        """Run the model inside to collect the input norms that ``ASP(score="wanda")`` ranks weights by."""
-        return self.run.masks.collecting()
+        """Run the model inside to collect the input norms that ``ASP(score="wanda")`` ranks weights by.
+
+        Tokens with NaN or infinite values are left out, and a warning names the layer and the forward pass; another one lists the layers
+        that got fewer than M tokens.
+        """
+        return self.run.masks.inputs.collecting()
 
     # ---- the end
 

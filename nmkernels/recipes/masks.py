@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import ops
 from ..autograd import WeightTransform, masked
 from ..nn import NMWeight
 from ..pattern import CheckpointError, RecipeError
 from .base import State
+from .inputs import InputNorms
 from .search.channels import Channels
 from .search.permutation import Found
 from .state import MASK, check_layers
@@ -41,22 +41,7 @@ class HeldMasks:
     def __init__(self, layers: dict[str, NMWeight], score: str | None, channels: Channels | None = None) -> None:
         self.layers, self.score, self.channels = layers, score, channels
         self.masks: dict[str, Tensor] = {}
-        self._squares: dict[str, Tensor] = {}
-
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Sum the squares of every layer's inputs over the forward passes run inside."""
-        linear = {name: layer for name, layer in self.layers.items() if layer.own_gemms}
-        removers = [layer.register_forward_pre_hook(partial(self._collect, name)) for name, layer in linear.items()]
-        try:
-            yield
-        finally:
-            for remover in removers:
-                remover.remove()
-
-    def _collect(self, name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        x = args[0].detach()
-        self._squares[name] = self._squares.get(name, 0) + x.reshape(-1, x.shape[-1]).double().square().sum(0)
+        self.inputs = InputNorms(layers)
 
     def load(self, held: dict[str, dict[str, Tensor]], state: State) -> None:
         """Hold the masks that a checkpoint has, and no others."""
@@ -86,17 +71,18 @@ class HeldMasks:
         if self.channels is None or not wanted:
             yield
             return
-        squares = dict(self._squares)
+        squares = dict(self.inputs.squares)
         try:
             with self.channels.permuted(self._scores()) as found:
                 self._moved(found)
                 yield
         finally:
-            self._squares = squares
+            self.inputs.squares = squares
 
     def _moved(self, found: dict[str, Found]) -> None:
         # the norms of a layer's inputs move with them
-        self._squares.update({name: self._squares[name][f.order] for name, f in found.items() if name in self._squares})
+        squares = self.inputs.squares
+        squares.update({name: squares[name][f.order] for name, f in found.items() if name in squares})
 
     def check(self, state: State) -> None:
         masks = {name: values[MASK] for name, values in state.get("held", {}).items() if MASK in values}
@@ -141,10 +127,11 @@ class HeldMasks:
         """What the mask ranks the elements of each layer by."""
         if self.score != "wanda":
             return lambda name: self.layers[name].master.detach()
-        missing = [name for name in self.layers if name not in self._squares]
+        missing = self.inputs.missing()
         if missing:
             raise RecipeError(
                 f'ASP(score="wanda") ranks weights by their inputs and has seen none for {", ".join(missing)}. Run a few batches first: '
-                "with handle.calibrate(): model(batch). When resuming, load the optimizer's state dict before attach: it has the masks."
+                "with handle.calibrate(): model(batch), or leave out layers that the model does not call with filter_fn. When resuming, "
+                "load the optimizer's state dict before attach: it has the masks."
             )
-        return lambda name: (self.layers[name].master.detach().abs().double() * self._squares[name].sqrt()).float()
+        return self.inputs.score
