@@ -57,7 +57,7 @@ def proxsparse(params, data, strength, anchor=0.0, epsilon=0.1):
     def rule(k, w, g, t):
         if k not in SPARSE or not anchor or t == 0:  # the norm has no gradient at 0, its square's is 0
             return g
-        at, sign = w.clone().requires_grad_(), torch.where(first[k] >= 0, 1.0, -1.0)
+        at, sign = w.clone().requires_grad_(), torch.where(first[k] >= 0, 1.0, -1.0).to(w)
         term = anchor * ((at / (first[k] + epsilon * sign)) * (at - first[k])).norm() ** 2
         return g + torch.autograd.grad(term, at)[0]
 

@@ -100,7 +100,7 @@ def test_dtypes_and_shapes():
 def test_penalty_is_the_gradient_of_its_term():
     w, first = torch.randn(4, 8, dtype=F64, requires_grad=True), torch.randn(4, 8, dtype=F64)
     first[0, 0] = 0.0
-    sign = torch.where(first < 0, -1.0, 1.0)
+    sign = torch.where(first < 0, -1.0, 1.0).to(first)
     term = 0.7 * ((w / (first + 0.1 * sign)) * (w - first)).square().sum()
     got = Anchored(Pattern("2:4"), 0.7, 0.1).penalty(w.detach(), first)["weight"]
     torch.testing.assert_close(got, torch.autograd.grad(term, w)[0], rtol=1e-12, atol=1e-12)

@@ -38,7 +38,8 @@ class Anchored(WeightTransform):
     def penalty(self, weight: Tensor, *extras: Tensor) -> dict[str, Tensor]:
         """2 λ W (W − W₀) (2W − W₀) / (W₀ + ε sgn W₀)², with sgn 0 = 1."""
         (initial,) = extras
-        scale = initial + torch.where(initial < 0, -self.epsilon, self.epsilon).to(initial.dtype)
+        epsilon = torch.full_like(initial, self.epsilon)
+        scale = initial + torch.where(initial < 0, -epsilon, epsilon)
         return {WEIGHT: 2 * self.strength * weight * (weight - initial) * (2 * weight - initial) / scale.square()}
 
 
