@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from pathlib import Path
@@ -22,7 +23,9 @@ from python_tests.recipes.running import train
 
 pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 import lightning.pytorch as L
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.tuner import Tuner
 
 from nmkernels.integrations.lightning import Sparsity
 
@@ -38,6 +41,14 @@ RECIPES = {
 KEYWORDS = Adam(lr=1e-2).keywords
 DATA = batches(STEPS // 2, torch.float32)
 """An epoch: a plain loader does not go on in the middle of one."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick():
+    """The search for a batch size collects garbage at each size, which looks at every object of every library."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Net(L.LightningModule):
@@ -281,11 +292,167 @@ def test_layers_are_swapped_once_they_are_there(tmp_path):
     assert nm.ops.is_nm(net.inner[2].weight, "2:4") and not nm.ops.is_nm(net.inner[0].weight, "2:4")
 
 
-def test_what_cannot_work_is_refused(tmp_path):
+# ---- searches before training, several fits, and the end
+
+
+class Tunable(Net):
+    """With what Lightning's tuners change."""
+
+    def __init__(self, recipe: R.Recipe = RECIPES["srste"]) -> None:
+        super().__init__(recipe.optimizer)
+        self.lr, self.batch_size = 1e-2, 2
+
+    def train_dataloader(self) -> Any:
+        x, y = (torch.cat(part) for part in zip(*DATA, strict=True))
+        return DataLoader(list(zip(x, y, strict=True)), batch_size=self.batch_size)
+
+
+class Midway(LearningRateFinder):
+    """Searches before the second epoch."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Not yet."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            rates = [[group["lr"] for group in o.param_groups] for o in trainer.optimizers]
+            self.lr_find(trainer, pl_module)
+            for optimizer, lrs in zip(trainer.optimizers, rates, strict=True):
+                for group, lr in zip(optimizer.param_groups, lrs, strict=True):
+                    group["lr"] = lr
+
+
+SEARCHED = {"srste": RECIPES["srste"], "asp": R.ASP("2:4"), "sste": R.SSTE("2:4", mvue=None, seed=1), "step": RECIPES["step"]}
+
+
+@pytest.mark.quick(1, per=["how"])
+@pytest.mark.parametrize("how", ["Tuner.lr_find", "Tuner.scale_batch_size", "LearningRateFinder", "BatchSizeFinder", "midway"])
+@pytest.mark.parametrize("name", SEARCHED)
+def test_a_search_before_training_changes_nothing(tmp_path, name, how):
+    recipe, given = SEARCHED[name], {"max_steps": -1, "max_epochs": 2, "limit_train_batches": 4}
+    want = fit(trainer_of(tmp_path, Sparsity(recipe), **given), Tunable(recipe))
+    sparsity, net = Sparsity(recipe), Tunable(recipe)
+    lr, size = {"num_training_steps": 3, "update_attr": False}, {"max_trials": 2, "init_val": 1}
+    finders = {"LearningRateFinder": LearningRateFinder(**lr), "BatchSizeFinder": BatchSizeFinder(**size), "midway": Midway(**lr)}
+    trainer = trainer_of(tmp_path, sparsity, *([finders[how]] if how in finders else []), **given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if how == "Tuner.lr_find":
+            Tuner(trainer).lr_find(net, num_training=3, update_attr=False)
+        elif how == "Tuner.scale_batch_size":
+            Tuner(trainer).scale_batch_size(net, **size)
+    assert sparsity.handle is None or not sparsity.handle.finished
+    fit(trainer, net)
+    assert net.batch_size == 2 and sparsity.handle.finished
+    assert distance(snapshot(net), snapshot(want)) == 0.0
+
+
+def test_steps_are_those_after_the_search(tmp_path):
+    given = {"max_steps": -1, "max_epochs": 2}
+    sparsity, net = Sparsity("mdgf:2:4"), Tunable()
+    trainer = trainer_of(tmp_path, sparsity, **given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Tuner(trainer).scale_batch_size(net, max_trials=2, init_val=2)
+    assert net.batch_size == 4 and sparsity.handle.recipe.total_steps == trainer.estimated_stepping_batches * 2
+    fit(trainer, net)
+    assert sparsity.handle.recipe.total_steps == trainer.global_step and sparsity.handle.finished
+    with pytest.raises(nm.RecipeError, match="made for .* steps, and now the trainer counts .*total_steps"):
+        fit(trainer_of(tmp_path, Sparsity("mdgf:2:4"), BatchSizeFinder(max_trials=2, init_val=2), **given), Tunable())
+
+
+@pytest.mark.parametrize("name", ["srste", "asp", "slope"])
+def test_a_further_fit_goes_on(tmp_path, name):
+    """With new optimizers, as Lightning has it."""
+    want = Net()
+    handle = nm.sparsify_(want, RECIPES[name])
+    for _ in range(2):
+        optimizer = handle.attach(MaskedAdamW(want.parameters(), **KEYWORDS))
+        train(want.inner, optimizer, DATA)
+        handle.detach(optimizer)
+    sparsity, net = Sparsity(RECIPES[name], finish=False), Net()
+    for _ in range(2):
+        trainer = trainer_of(tmp_path, sparsity, max_steps=STEPS // 2)
+        fit(trainer, net)
+    for done in (handle, sparsity.handle):
+        done.finish()
+    assert distance(snapshot(net), snapshot(want)) == 0.0 and is_pruned(net)
+
+
+def test_a_further_fit_resumes_from_a_checkpoint(tmp_path):
+    """Of the same callback and module too, with second moments that STEP has frozen; without a checkpoint the new optimizer has none."""
+    saver = L.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
+    sparsity, net = Sparsity(RECIPES["step"], finish=False), Net()
+    fit(trainer_of(tmp_path, saver, sparsity, enable_checkpointing=True), net)
+    want = snapshot(net)
+    with pytest.raises(nm.RecipeError, match="frozen the second moment.*ckpt_path"):
+        fit(trainer_of(tmp_path, sparsity), net)
+    fit(trainer_of(tmp_path, sparsity), net, ckpt_path=str(tmp_path / "step=4.ckpt"))
+    assert distance(snapshot(net), want) == 0.0
+
+
+def test_a_finished_module_is_refused_before_anything_is_loaded(tmp_path):
+    saver = L.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
     sparsity, net = Sparsity("srste:2:4"), Net()
+    trainer = trainer_of(tmp_path, saver, sparsity, enable_checkpointing=True)
+    fit(trainer, net)
+    for given in ({}, {"ckpt_path": str(tmp_path / "step=4.ckpt")}):
+        with pytest.raises(nm.RecipeError, match="has finished.*finish=False.*score='existing'"):
+            fit(trainer, net, **given)
+    assert is_pruned(net)
+    other = fit(trainer_of(tmp_path, sparsity), Net())  # a module of its own
+    assert is_pruned(other) and sparsity.handle.model is other
+    zeros = net.inner[0].weight == 0
+    nm.densify_(net)
+    fit(trainer_of(tmp_path, Sparsity(R.ASP("2:4", score="existing"))), net)
+    assert torch.equal(net.inner[0].weight == 0, zeros)
+
+
+def test_a_fit_that_failed_at_its_beginning_can_be_repeated(tmp_path):
+    class Late(L.Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            raise KeyError("of another callback")
+
+    sparsity, net = Sparsity("step:2:4"), Net(torch.optim.AdamW)
+    with pytest.raises(KeyError, match="of another callback"):
+        fit(trainer_of(tmp_path, sparsity, Late()), net)
+    assert "configure_model" not in vars(net)
+    with pytest.raises(nm.RecipeError, match="freezes the second moment, which AdamW cannot"):
+        fit(trainer_of(tmp_path, sparsity), net)
+    net.kind = MaskedAdamW
     fit(trainer_of(tmp_path, sparsity), net)
-    with pytest.raises(nm.RecipeError, match="been through a fit.*ckpt_path"):
-        fit(trainer_of(tmp_path, sparsity), Net())
+    assert is_pruned(net)
+
+
+def test_the_end_of_a_fit_keeps_the_run(tmp_path):
+    class Spare(Net):
+        def __init__(self, diverges: bool) -> None:
+            super().__init__()
+            self.spare, self.diverges = nn.Linear(16, 16), diverges
+
+        def on_train_end(self) -> None:
+            if self.diverges:
+                self.inner[2].weight.data[0, 0] = torch.nan
+
+    for diverges in (False, True):
+        sparsity, net = Sparsity("srste:2:4"), Spare(diverges)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer_of(tmp_path, sparsity).fit(net)
+        said = "\n".join(str(w.message) for w in caught)
+        assert "never ran and are pruned like the others: spare" in said
+        assert sparsity.handle.finished != diverges and ("could not be finished" in said) == diverges
+        assert diverges or is_pruned(net)
+        if diverges:
+            assert "'inner.2' has NaN or infinite values" in said and torch.isnan(net.inner[2].weight).sum() == 1
+            assert not nm.ops.is_nm(net.inner[0].weight, "2:4"), "as it was trained"
+            with torch.no_grad():
+                net.inner[2].weight[0, 0] = 0.0
+            sparsity.handle.finish()
+            assert is_pruned(net)
+
+
+def test_what_cannot_work_is_refused(tmp_path):
     for name, way in (("FSDPStrategy", "ModelParallelStrategy"), ("DeepSpeedStrategy", "flat copies")):
         trainer = SimpleNamespace(strategy=type(name, (), {})())
         with pytest.raises(nm.RecipeError, match=f"fit: {name} .*{way}"):

@@ -240,6 +240,71 @@ def test_a_saved_model_is_pruned(tmp_path):
     assert not nm.ops.is_nm(dense.model.layers[0].mlp.up_proj.weight, "2:4")
 
 
+class Spare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.body, self.spare, self.top = nn.Embedding(64, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 64)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.top(self.body(self.embed(input_ids)).relu())
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+@pytest.mark.parametrize("diverges", [False, True])
+def test_the_end_of_train_keeps_the_run(tmp_path, diverges):
+    """With a layer that never ran, and where training has diverged."""
+
+    class Last(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if diverges and state.global_step == STEPS:
+                model.body.weight.data[0, 0] = torch.nan
+
+    trainer = trainer_of(tmp_path, Spare(), {"callbacks": [Last()]})
+    handle = prepare(trainer, "srste:2:4")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert trainer.train().global_step == STEPS
+    said = "\n".join(str(w.message) for w in caught)
+    assert "never ran and are pruned like the others: spare" in said and ("could not be finished" in said) == diverges
+    trainer.save_model(str(tmp_path / "out"))
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dict
+    if diverges:
+        assert "'body' has NaN or infinite values" in said and saved["body.weight"].isnan().sum() == 1
+        assert not handle.finished and not nm.ops.is_nm(saved["spare.weight"], "2:4")
+        with torch.no_grad():
+            trainer.model.body.weight[0, 0] = 0.0
+        handle.finish(allow_unused=True)
+        saved = dict(trainer.model.state_dict())
+    assert handle.finished and all(nm.ops.is_nm(saved[f"{name}.weight"], "2:4") for name in handle.layers)
+
+
+def test_a_finished_model_is_refused_before_a_checkpoint_is_loaded_into_it(tmp_path):
+    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=4)
+    prepare(trainer, "srste:2:4")
+    trainer.train()
+    before = snapshot(trainer.model)
+    for given in ({}, {"resume_from_checkpoint": True}):
+        with pytest.raises(nm.RecipeError, match="has been finished by an earlier train.*finish=False"):
+            trainer.train(**given)
+    assert distance(snapshot(trainer.model), before) == 0.0 and is_pruned(trainer.model)
+
+
+def test_a_second_train_goes_on_with_another_optimizer_too(tmp_path):
+    trainer = trainer_of(tmp_path, max_steps=2)
+    handle = prepare(trainer, "asp:2:4", finish=False)
+    trainer.train()
+    masks = {name: layer.weight != 0 for name, layer in handle.layers.items()}
+    trainer.train()
+    trainer.optimizer = None  # the trainer makes another one
+    trainer.train()
+    assert all(torch.equal(handle.layers[name].weight != 0, mask) for name, mask in masks.items())
+    assert handle.state["t"] == 6
+    handle.finish()
+    assert is_pruned(trainer.model)
+
+
 # ---- metrics
 
 
