@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -107,6 +108,21 @@ def compute_capability() -> tuple[int, int] | None:
     import torch
 
     return torch.cuda.get_device_capability()
+
+
+@cache
+def driver() -> Probe:
+    """The NVIDIA driver's version, as its kernel module says it; where that is out of sight, the CUDA version that it takes."""
+    found = cuda_device()
+    if not found.ok:
+        return found
+    with suppress(OSError):
+        module = re.search(r"Kernel Module.*?(\d+(\.\d+)+)", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
+        if module:
+            return Probe(True, f"driver {module[1]}")
+    core: Any = import_module("torch._C")
+    version = core._cuda_getDriverVersion()
+    return Probe(True, f"driver of CUDA {version // 1000}.{version % 1000 // 10}")
 
 
 @cache

@@ -44,6 +44,7 @@ class Tuning:
         compiles: its first call compiles for seconds; on first use it is not measured.
         keeps: it keeps something of its own beside the sparse operand, by its version.
         kernel: ``kernel(*args, out=None)``: multiplies the compressed form itself, where the op may do otherwise.
+        ways: the functions of which the op takes the fastest, each of which has to be right.
     """
 
     heuristic: Callable[..., bool] | None = None
@@ -51,6 +52,7 @@ class Tuning:
     compiles: bool = False
     keeps: bool = False
     kernel: Callable[..., Any] | None = None
+    ways: tuple[Callable[..., Any], ...] = ()
 
 
 UNTUNED = Tuning()
@@ -71,10 +73,24 @@ class Impl:
     ready: Callable[..., Verdict] | None = None
     tuning: Tuning = UNTUNED
 
-    def supports(self, *args: Any) -> Verdict:
+    def can(self, *args: Any) -> Verdict:
         """Whether it can run ``op(*args)`` now, and why not."""
         found = self.fits(*args)
         return self.ready(*args) if found[0] and self.ready is not None else found
+
+    def supports(self, *args: Any) -> Verdict:
+        """Whether it can, and is not known to be wrong on this machine."""
+        found = self.can(*args)
+        wrong = doubt(self, args) if found[0] else ""
+        return (False, wrong) if wrong else found
+
+
+def _no_doubt(entry: Impl, args: Sequence[Any]) -> str:
+    return ""
+
+
+doubt: Callable[[Impl, Sequence[Any]], str] = _no_doubt
+"""Why an implementation is not trusted with such calls on this machine, empty where it is; ``ops/verify.py`` puts its own here."""
 
 
 # os.environ.get encodes the name at every call, 1 us of the 9 that a small op takes
@@ -149,6 +165,9 @@ def decide(op: str, args: Sequence[Any]) -> tuple[Impl, bool]:
             lasting = False
             can, reason = entry.ready(*args)
         if can:
+            reason = doubt(entry, args)
+            can = not reason
+        if can:
             if entry.backend == REFERENCE:
                 _miss_the_core(op, args)
             return entry, lasting
@@ -175,7 +194,7 @@ def _forced(op: str, backend: str, args: Sequence[Any]) -> Impl:
     known = {entry.backend: entry for entry in implementations(op)}
     if backend not in known:
         raise BackendError(f"{op}: {ENV}={backend!r} names no backend of this op; it has {', '.join(sorted(known))}.")
-    can, reason = known[backend].supports(*args)
+    can, reason = known[backend].can(*args)
     if not can:
         raise BackendError(
             f"{op}: backend {backend!r} was asked for by {ENV} and cannot run this call: {reason}. Unset {ENV} to fall back."
@@ -188,7 +207,7 @@ def verdicts(op: str, *args: Any) -> str:
     lines, taken = [f"{op}:"], False
     forced = forced_backend()
     for entry in implementations(op):
-        can, reason = entry.supports(*args)
+        can, reason = entry.can(*args) if forced else entry.supports(*args)
         if forced and entry.backend != forced:
             state = f"not asked, {ENV}={forced}"
         elif not can:

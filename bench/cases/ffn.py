@@ -20,7 +20,7 @@ from nmkernels import dispatch
 from nmkernels.autograd import gemms
 from nmkernels.autograd.gemms import DENSE as DENSE_GEMM
 from nmkernels.autograd.gemms import Gemm
-from nmkernels.ops.pack import index_dtype, operand_shapes
+from nmkernels.reference.layouts import index_dtype, operand_shapes
 from nmkernels.tuning.setting import ENV
 
 from ..registry import Grid, Provider, Ratio, Spec, Work, family

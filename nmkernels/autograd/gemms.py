@@ -40,6 +40,7 @@ from ..dispatch import choose as dispatched
 from ..ops.compress import nm_compress
 from ..ops.define import plainly
 from ..ops.mvue import METHODS, nm_mvue_compress
+from ..ops.verify import doubtful
 from ..pattern import NMError, Pattern
 from ..reference.layouts import tile_of
 from ..tuning import BUDGET, TABLE, Candidate, Found, Seconds, Timer, Validator, cold
@@ -169,9 +170,13 @@ def names(gemm: Gemm) -> list[str]:
         found.append(EXPAND)
     for form in gemm.forms:
         op = op_of(gemm, form)
-        # the reference is the definition of right and not fast, and of negative priority are test instruments
-        found += [f"{i.backend} {form}" for i in (implementations(op) if op else ()) if i.backend != REFERENCE and i.priority >= 0]
+        found += [f"{i.backend} {form}" for i in (implementations(op) if op else ()) if _promising(i)]
     return found
+
+
+def _promising(entry: Impl) -> bool:
+    """Not the reference, which is the definition of right and not fast, nor a test instrument, nor one that is switched off here."""
+    return entry.backend != REFERENCE and entry.priority >= 0 and not doubtful(entry.op, entry.backend)
 
 
 def op_of(gemm: Gemm, form: str) -> str:
@@ -532,7 +537,7 @@ def rule(gemm: Gemm) -> str:
     for op in (op_of(p, form) for form in p.forms):
         for entry in implementations(op) if op else ():
             heuristic = entry.tuning.heuristic
-            if heuristic is not None and heuristic(p.role, p.dtype, p.tokens, p.rows, p.cols, p.n, p.m, p.device):
+            if heuristic is not None and _promising(entry) and heuristic(p.role, p.dtype, p.tokens, p.rows, p.cols, p.n, p.m, p.device):
                 return AUTO
     return DENSE
 

@@ -16,7 +16,7 @@ from ..autograd import linear_compressed
 from ..autograd.gemms import AUTO, DENSE, EXPAND, Gemm, call, choose, form_of, forms
 from ..backends.cpu.linear import fprop_way, frozen_linear
 from ..backends.cpu.ways import SPARSE
-from ..dispatch import forced_backend
+from ..dispatch import forced_backend, implementations
 from ..layouts import CONV1D, CONV2D, LINEAR, REDUCED, matrix_shape
 from ..ops.compress import counts_writes
 from ..ops.define import kind_of, unwatched
@@ -226,7 +226,8 @@ class CompressedLinear(nn.Module):
         if name in ORDINARY:
             if b is bias and x.is_cpu and x.dtype != torch.float64 and unwatched(x) and not forced_backend():
                 args = x, weight.values, weight.indices, self.pattern.n, self.pattern.m, self.in_features, bias
-                if name != AUTO or fprop_way(*args) == SPARSE:
+                by_cpu = next(i for i in implementations("nm_linear") if i.backend == "cpu").supports(*args)[0]
+                if by_cpu and (name != AUTO or fprop_way(*args) == SPARSE):
                     self._plan(x, weight, frozen_linear(*args[1:-1]))
             return linear_compressed(x, weight, bias)
         if name == DENSE:

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from ..pattern import DtypeError, OptionError, Pattern, PatternError, PatternLike, ShapeError
 from ..reference.common import compute_dtype
+from ..reference.layouts import index_dtype, operand_shapes
 from .check import as_pattern, check_device, check_float, check_layout
 from .define import Spec, define
-from .pack import DeviceCompressed, Packed, index_dtype, operand_shapes
+from .pack import DeviceCompressed, Packed
 
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "decay", "v_step", "clamp", "reserved")
 """The names of the elements of ``hyper``."""

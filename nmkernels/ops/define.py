@@ -23,6 +23,7 @@ from .. import dispatch
 from ..backends.shared import tensors
 from ..pattern import DtypeError, NMError, ShapeError
 from ..shards import is_sharded
+from . import verify
 from .derivatives import no_gradient, with_autograd
 
 NAMESPACE = "nmkernels"
@@ -98,13 +99,7 @@ def define(
 
     def kernel(*args: Any, **named: Tensor) -> Any:
         args, given, _ = checked(args, named)
-        entry, lasting = dispatch.decide(name, args)
-        kind = kind_of(name, args, given) if lasting else None
-        if kind is not None:
-            if len(dispatch.plans) >= MOST_PLANS:
-                dispatch.forget()
-            dispatch.plans[kind] = entry.fn
-        return run(entry.fn, args, given)
+        return run(_chosen(name, args, given).fn, args, given)
 
     def fake(*args: Any, **named: Tensor) -> Any:
         if torch.onnx.is_in_onnx_export():
@@ -151,6 +146,23 @@ def define(
 
     CALLS[name], CONTRACTS[name] = call, contract
     return call
+
+
+def _chosen(name: str, args: tuple[Any, ...], given: tuple[Tensor, ...]) -> dispatch.Impl:
+    """The implementation that runs a call; of a new kind of call it is remembered once it is known to be right on this machine."""
+    kind = plainly(kind_of, name, args, given)
+    while True:
+        entry, lasting = dispatch.decide(name, args)
+        plan = kind if lasting or kind is None else (entry.backend, *kind)  # the next call of the kind may be another's
+        if plan is None or plan in dispatch.plans:
+            return entry
+        trusted = verify.trusted(entry, args)
+        if trusted:
+            if len(dispatch.plans) >= MOST_PLANS:
+                dispatch.forget()
+            dispatch.plans[plan] = entry.fn
+        if trusted is not False:
+            return entry
 
 
 def kind_of(name: str, args: Sequence[Any], given: Sequence[Tensor] = ()) -> tuple[Any, ...] | None:

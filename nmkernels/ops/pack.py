@@ -13,21 +13,11 @@ from torch.utils import _pytree as pytree
 from .. import reference
 from ..pattern import DtypeError, OptionError, Pattern, PatternError, PatternLike, ShapeError
 from ..reference.common import compute_dtype
-from ..reference.layouts import EIGHT_BIT, meta_shape
+from ..reference.layouts import EIGHT_BIT, index_dtype, meta_shape, operand_shapes
 from ..reference.pack import SELECTS
 from .check import FLOATS, as_pattern, check_device, check_float, check_layout, check_mask, check_matrix, check_ordered
 from .compress import Compressed
 from .define import Spec, define
-
-
-def operand_shapes(pattern: Pattern, rows: int, cols: int, layout: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of the values and of the indices, or metadata, of a dense ``(rows, cols)``."""
-    indices = (rows, pattern.index_bytes(cols)) if layout == "canonical" else meta_shape(rows, cols, layout)
-    return (rows, cols // pattern.m * pattern.n), indices
-
-
-def index_dtype(layout: str) -> torch.dtype:
-    return torch.uint8 if layout == "canonical" else torch.int32
 
 
 def _specs(

@@ -26,6 +26,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..pattern import Pattern
+
 EIGHT_BIT = "wgmma.sp.8bit"
 """The layout of 8-bit values; the other device layouts are of 16-bit ones."""
 
@@ -48,6 +50,16 @@ def meta_shape(rows: int, cols: int, layout: str) -> tuple[int, int, int]:
     """The shape of the metadata of a ``(rows, cols)`` operand in a device layout."""
     height, width = tile_of(layout)
     return rows // height, cols // width, height * width // 32
+
+
+def operand_shapes(pattern: Pattern, rows: int, cols: int, layout: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of the values and of the indices, or metadata, of a dense ``(rows, cols)``."""
+    indices = (rows, pattern.index_bytes(cols)) if layout == "canonical" else meta_shape(rows, cols, layout)
+    return (rows, cols // pattern.m * pattern.n), indices
+
+
+def index_dtype(layout: str) -> torch.dtype:
+    return torch.uint8 if layout == "canonical" else torch.int32
 
 
 def layout_of(indices: Tensor) -> str:

@@ -159,10 +159,17 @@ def device_name(device: torch.device) -> str:
     """What measurements on this device hold for: the GPU's model, or the CPU's with its threads and the core's instruction set."""
     if device.type in ("cuda", "xpu"):
         return getattr(torch, device.type).get_device_name(device)
-    if device.type != "cpu":
-        return device.type
+    return _cpu(f", {torch.get_num_threads()} threads") if device.type == "cpu" else device.type
+
+
+def machine(device: torch.device) -> str:
+    """What being right on this device holds for: the same without the threads."""
+    return _cpu() if device.type == "cpu" else device_name(device)
+
+
+def _cpu(threads: str = "") -> str:
     try:
-        return f"{_cpu_model()}, {torch.get_num_threads()} threads, {capability.instruction_set()}"
+        return f"{_cpu_model()}{threads}, {capability.instruction_set()}"
     except ValueError as error:
         raise BackendError(f"The CPU kernels cannot run as asked: {error}.") from None
 
@@ -176,8 +183,8 @@ def _cpu_model() -> str:
 
 @cache
 def versions(kind: str) -> str:
-    """What a speed depends on besides the device: this package and the build of its core, torch, and on a GPU Triton and cuSPARSELt."""
-    probes = [] if kind == "cpu" else [capability.triton(), capability.cusparselt()]
+    """What a result depends on besides the device: this package and the build of its core, torch, on a GPU Triton, cuSPARSELt, driver."""
+    probes = [] if kind == "cpu" else [capability.triton(), capability.cusparselt(), capability.driver()]
     others = [probe.reason.split(",")[0] for probe in probes if probe.ok]
     ours = " ".join(filter(None, (f"nmkernels {__version__}", capability.core_build())))
     return ", ".join([ours, f"torch {torch.__version__}", *others])

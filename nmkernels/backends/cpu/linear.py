@@ -166,26 +166,25 @@ def fprop_way(*args: Any) -> str:
     return way(FPROP.problem(*args), FPROP, args)
 
 
-def _tuning(gemm: Gemm) -> Tuning:
-    return Tuning(packed_wins, prepare=partial(prepare, gemm), kernel=gemm.sparse)
+def _register(op: str, gemm: Gemm, then: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = lambda multiply: multiply) -> None:
+    """``then``: what the op does after the GEMM, as a function of it."""
+    tuning = Tuning(packed_wins, prepare=partial(prepare, gemm), kernel=gemm.sparse, ways=tuple(map(then, gemm.each())))
+    register(op, tuning=tuning)(then(gemm.__call__))
 
 
-@register("nm_linear", tuning=_tuning(FPROP))
-def _linear(
-    x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
-    residual: Tensor | None = None, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    y = FPROP(x, values, indices, n, m, cols, bias, out=out)
-    if activation:  # in float32, but of a result that is rounded already
-        y.copy_(ACTIVATIONS[activation](y.to(compute_dtype(y.dtype))))
-    return y if residual is None else y.add_(residual)
+def _with_epilogue(multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def linear(
+        x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
+        residual: Tensor | None = None, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        y = multiply(x, values, indices, n, m, cols, bias, out=out)
+        if activation:  # in float32, but of a result that is rounded already
+            y.copy_(ACTIVATIONS[activation](y.to(compute_dtype(y.dtype))))
+        return y if residual is None else y.add_(residual)
+
+    return linear
 
 
-@register("nm_linear_dgrad", tuning=_tuning(DGRAD))
-def _linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: Tensor | None = None) -> Tensor:
-    return DGRAD(g, values, indices, n, m, cols, out=out)
-
-
-@register("nm_linear_wgrad", tuning=_tuning(WGRAD))
-def _linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out: Tensor | None = None) -> Tensor:
-    return WGRAD(values, indices, n, m, cols, x, out=out)
+_register("nm_linear", FPROP, _with_epilogue)
+_register("nm_linear_dgrad", DGRAD)
+_register("nm_linear_wgrad", WGRAD)

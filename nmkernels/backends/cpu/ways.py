@@ -138,6 +138,14 @@ class Gemm(NamedTuple):
         p = self.problem(*args)
         return self.by(way(p, self, args), p.dtype, *args, out=out)
 
+    def each(self) -> tuple[Callable[..., Tensor], ...]:
+        """Every way as a function of its own."""
+
+        def one(way: str, *args: Any, out: Tensor | None = None) -> Tensor:
+            return self.by(way, self.problem(*args).dtype, *args, out=out)
+
+        return tuple(partial(one, way) for way in (SPARSE, EXPAND, FLOAT32))
+
     def by(self, way: str, dtype: torch.dtype, *args: Any, out: Tensor | None = None) -> Tensor:
         """The call by that way."""
         if way == SPARSE:

@@ -1,0 +1,252 @@
+"""A small call like a given one: the same dtypes, pattern, layout and options, and sizes divisible by the same powers of two.
+
+One function for each op makes the arguments of the small call, on the CPU and the same each time, from those of the given one. They are
+valid wherever the given ones are, and a backend does both by the same kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..pattern import Pattern
+from ..reference.compress import compress
+from ..reference.layouts import index_dtype, layout_of, operand_shapes, to_layout
+from ..reference.mask import mask as largest
+from ..reference.mask import soft_threshold_scale
+from ..reference.quantize import quantize, quantize_pack, scale_for
+from ..reference.transposable import transposable_mask
+
+ABOUT = 128
+"""The size of a dimension, about: small enough for a millisecond, large enough for a tile of every kernel and what is left over."""
+
+MOST_PARAMS = 8
+"""Kinds of params of one optimizer step that are taken."""
+
+Args = tuple[Any, ...]
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, tensors are ordinary ones, and no mode, default device or autocast changes what is computed."""
+    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
+        yield
+
+
+def small(op: str, args: Sequence[Any]) -> Args:
+    """Arguments of a small call like ``op(*args)``; torch's generators are left alone."""
+    with alone():
+        return SMALL[op](_Draw(), *args)
+
+
+def transposed(x: Tensor) -> bool:
+    """Whether a matrix lies transposed in memory."""
+    return x.dim() == 2 and not x.is_contiguous() and x.t().is_contiguous()
+
+
+class _Draw:
+    """Random numbers, some of them zero, some equal."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Of a tensor's dtype, and transposed in memory if it is."""
+        x = torch.randn(math.prod(shape), generator=self.generator, dtype=torch.float32, device="cpu")
+        x[::7] = 0.0
+        x[1::5] = (4 * x[1::5]).round() / 4
+        x = x.to(dtype or like.dtype)
+        return x.view(shape[::-1]).t() if len(shape) == 2 and transposed(like) else x.view(shape)
+
+
+def _size(size: int, m: int = 1) -> int:
+    """About ``ABOUT``, divisible by the same powers of two up to that, and by M if ``size`` is."""
+    unit = math.gcd(size, ABOUT)
+    unit = unit if size % m else math.lcm(unit, m)
+    return unit * (-(-ABOUT // unit) | 1)
+
+
+def _tokens(count: int) -> int:
+    """As few tokens as the same kernel takes: some take up to 4, some up to 16, some 8 at once."""
+    if count <= 4:
+        return max(1, count)
+    whole = count % 8 == 0
+    return (8 if whole else 13) if count <= 16 else 64 if whole else 45
+
+
+def _matrix(w: Tensor, m: int, both: bool = False, n: int = 2) -> tuple[int, int]:
+    """A weight's shape; ``both``: its columns are in groups too. Where that is a matching problem, a few tiles do."""
+    if both and (n, m) != (2, 4):
+        return m, 2 * m
+    cols = w.shape[-1] if w.dim() else 1
+    return _size(w.numel() // cols if cols else 0, m if both else 1), _size(cols, m)
+
+
+def _packed(draw: _Draw, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> tuple[Tensor, Tensor, int]:
+    """A compressed operand in the layout of the given one, and its dense columns, whose last group may be partial."""
+    rows, width = _size(values.shape[:-1].numel()), _size(cols, m)
+    whole = -(-width // m) * m
+    kept, positions = compress(draw(values.new_empty(0), rows, whole), n, m)
+    return kept, to_layout(positions, whole, layout_of(indices)), width
+
+
+def _of_groups(draw: _Draw, w: Tensor, n: int, m: int) -> Args:
+    return draw(w, *_matrix(w, m)), n, m
+
+
+def _of_tiles(draw: _Draw, w: Tensor, n: int, m: int) -> Args:
+    return draw(w, *_matrix(w, m, True, n)), n, m
+
+
+def _compress(draw: _Draw, w: Tensor, n: int, m: int, mask: Tensor | None = None) -> Args:
+    x = draw(w, *_matrix(w, m))
+    return x, n, m, None if mask is None else largest(x, n, m)
+
+
+def _decompress(draw: _Draw, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Args:
+    kept, positions, width = _packed(draw, values, indices, n, m, cols)
+    return kept, positions, n, m, width
+
+
+def _pack(
+    draw: _Draw, w: Tensor, n: int, m: int, select: str, mask: Tensor | None, scale: Tensor | None,
+    dtype: torch.dtype | None, rows: bool, columns: bool, layout: str,
+) -> Args:  # fmt: skip
+    x = draw(w, *_matrix(w, m, select == "transposable" or columns, n))
+    if mask is not None:
+        mask = largest(x.t(), n, m).t() if not rows else transposable_mask(x, n, m) if columns else largest(x, n, m)
+    if scale is not None:
+        scale = soft_threshold_scale(x, n, m).reshape(scale.shape)
+    return x, n, m, select, mask, scale, dtype, rows, columns, layout
+
+
+def _metadata(draw: _Draw, indices: Tensor, cols: int, layout: str) -> Args:
+    width = _size(cols)
+    return compress(draw(indices, _size(indices.shape[0]), width, dtype=torch.float32), 2, 4)[1], width, layout
+
+
+def _linear(
+    draw: _Draw, x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
+    residual: Tensor | None = None,
+) -> Args:  # fmt: skip
+    kept, positions, width = _packed(draw, values, indices, n, m, cols)
+    tokens, rows = _tokens(x.numel() // cols if cols else 0), kept.shape[0]
+    more = None if bias is None else draw(bias, rows), activation, None if residual is None else draw(residual, tokens, rows)
+    return draw(x, tokens, width), kept, positions, n, m, width, *more
+
+
+def _linear_dgrad(draw: _Draw, g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Args:
+    kept, positions, width = _packed(draw, values, indices, n, m, cols)
+    rows = values.shape[0]
+    return draw(g, _tokens(g.numel() // rows if rows else 0), kept.shape[0]), kept, positions, n, m, width
+
+
+def _linear_wgrad(draw: _Draw, values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> Args:
+    kept, positions, width = _packed(draw, values, indices, n, m, cols)
+    return kept, positions, n, m, width, draw(x, width, _size(x.shape[1]))
+
+
+def _mvue(draw: _Draw, g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str) -> Args:
+    dim %= g.dim()
+    before, after = g.shape[:dim].numel(), g.shape[dim + 1 :].numel()
+    shape = [_size(g.shape[dim], m)]
+    if dim < g.dim() - 1:
+        shape.append(_size(after))
+    if before > 1 or len(shape) == 1:
+        shape.insert(0, _size(before) if len(shape) == 1 else 3)
+    seed = torch.tensor([7, 3], dtype=torch.int64, device="cpu")
+    return draw(g, *shape), n, m, len(shape) - (1 if dim == g.dim() - 1 else 2), seed, method
+
+
+def _quantize(draw: _Draw, x: Tensor, scale: Tensor, dtype: torch.dtype, transposed: bool) -> Args:
+    y = draw(x, _size(x.shape[0]), _size(x.shape[1]))
+    return y, _scale(y.t() if transposed else y, dtype, scale), dtype, transposed
+
+
+def _quantize_pack(draw: _Draw, w: Tensor, scale: Tensor, dtype: torch.dtype) -> Args:
+    y = draw(w, _size(w.shape[0]), _size(w.shape[1]))
+    return y, _scale(y, dtype, scale), dtype
+
+
+def _scale(x: Tensor, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """One for each row where ``like`` has several."""
+    rows = like.numel() > 1
+    return scale_for(x, dtype, rows) if rows else scale_for(x, dtype).reshape(like.shape)
+
+
+def _linear_quantized(
+    draw: _Draw, x: Tensor, x_step: Tensor, values: Tensor, meta: Tensor, step: Tensor, bias: Tensor | None, dtype: torch.dtype,
+    transposed: bool, fast: bool,
+) -> Args:  # fmt: skip
+    cols = _size(x.shape[1])
+    y, w = (draw(x, _size(high), cols, dtype=torch.float32) for high in (x.shape[0], values.shape[0]))
+    scale, scale_w = _scale(y, x.dtype, x_step), _scale(w, values.dtype, step)
+    packed = *quantize_pack(w, scale_w, values.dtype), 1.0 / scale_w
+    b = None if bias is None else draw(bias, w.shape[0])
+    return quantize(y, scale, x.dtype), 1.0 / scale, *packed, b, dtype, transposed, fast
+
+
+def _masked_adamw(
+    draw: _Draw, params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor], steps: Sequence[Tensor], outs: Sequence[Tensor], hyper: Tensor, n: int, m: int,
+    frozen: bool, eps_inside: bool, maximize: bool, geometric: bool, grad_scale: Tensor | None, found_inf: Tensor | None,
+    transposable: bool = False, packs: Sequence[Tensor] | None = None, layout: str = "canonical",
+) -> Args:  # fmt: skip
+    lists, kinds = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, outs), dict[Any, tuple[int, tuple[int, ...]]]()
+    for i, p in enumerate(params):
+        shape: tuple[int, ...] = _matrix(p, m or 1, transposable, n)
+        shape = shape if p.dim() > 1 else shape[1:] if p.dim() else (1,)
+        wanted = tuple((x.dtype, x.numel() > 0) for x in packs[4 * i : 4 * i + 4]) if packs else ()
+        kinds.setdefault((shape, wanted, *((xs[i].dtype, transposed(xs[i])) for xs in lists if xs)), (i, shape))
+    chosen = list(kinds.values())[:MOST_PARAMS]  # a step of hundreds of params has a few kinds
+
+    def each(xs: Sequence[Tensor]) -> list[Tensor]:
+        return [draw(xs[i], *shape) for i, shape in chosen] if xs else []
+
+    def scalar(like: Tensor | None, number: float) -> Tensor | None:
+        return None if like is None else torch.full(like.shape, number, dtype=torch.float32, device="cpu")
+
+    states = each(exp_avgs), *([x.abs() for x in each(xs)] for xs in (exp_avg_sqs, max_exp_avg_sqs))
+    counts = [scalar(steps[i], 4.0) for i, _ in chosen]
+    numbers = torch.tensor([1e-3, 0.9, 0.999, 1e-8, 0.1, 2e-4, 5.0, 0.0, 0.0], dtype=torch.float64, device="cpu")
+    flags = n, m, frozen, eps_inside, maximize, geometric, scalar(grad_scale, 8.0), scalar(found_inf, 0.0), transposable
+    room = [x for i, shape in chosen for x in _room(packs[4 * i : 4 * i + 4], shape, n, m, layout)] if packs else None
+    return each(params), each(grads), *states, counts, each(outs), numbers, *flags, room, layout
+
+
+def _room(like: Sequence[Tensor], shape: tuple[int, ...], n: int, m: int, layout: str) -> Iterator[Tensor]:
+    """The buffers of a param's packed weight, empty ones where those of ``like`` are."""
+    for k, (rows, cols) in ((0, shape), (2, shape[::-1])) if len(shape) == 2 else ():
+        sizes = operand_shapes(Pattern(n, m), rows, cols, layout) if like[k].numel() else ((0,), (0,))
+        dtypes = like[k].dtype, index_dtype(layout) if like[k].numel() else like[k + 1].dtype
+        yield from (torch.zeros(size, dtype=dtype, device="cpu") for size, dtype in zip(sizes, dtypes, strict=True))
+    if len(shape) != 2:
+        yield from (torch.zeros(0, dtype=x.dtype, device="cpu") for x in like)
+
+
+SMALL: dict[str, Callable[..., Args]] = {
+    "nm_mask": _of_groups,
+    "nm_prune": _of_groups,
+    "nm_transposable_mask": _of_tiles,
+    "nm_compress": _compress,
+    "nm_decompress": _decompress,
+    "nm_pack": _pack,
+    "nm_metadata": _metadata,
+    "nm_linear": _linear,
+    "nm_linear_dgrad": _linear_dgrad,
+    "nm_linear_wgrad": _linear_wgrad,
+    "nm_soft_threshold": _of_groups,
+    "nm_soft_threshold_scale": _of_groups,
+    "nm_mvue": _mvue,
+    "nm_mvue_compress": _mvue,
+    "nm_quantize": _quantize,
+    "nm_quantize_pack": _quantize_pack,
+    "nm_linear_quantized": _linear_quantized,
+    "nm_masked_adamw_": _masked_adamw,
+}
+"""The small call of each op."""

@@ -1,0 +1,300 @@
+"""Kernels are checked on a machine before they are trusted there: once, by a small call, against the reference.
+
+A *family* is what one check stands for: the calls of an op, by one backend, that the same small call is like (``small``); its name says
+that call. ``trusted`` is asked where the backend of a new kind of call is chosen (``define``), so a call whose kind is known costs nothing.
+The verdict is a line of the table on disk, under the machine (a GPU's name, a CPU's with its instruction set) and the versions (package and
+build of its core, torch, on a GPU driver and Triton): later processes read it, and after a change it is checked again. A family that is
+wrong is switched off: ``doubt`` lets its backend decline.
+
+Nothing is checked while somebody watches (tracing, profiling, a CUDA graph's capture): that call runs, and the next one is checked. The
+reference, the emulator and Triton's interpreter are not checked. ``NMKERNELS_VERIFY=0`` trusts everything, also what was found wrong.
+Each rank of a distributed run checks its own device and falls back by itself: there exact ops give the same bits, GEMMs agree to rounding.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from .. import dispatch
+from ..backends.shared import tensors
+from ..dispatch import REFERENCE, Impl, implementations
+from ..tuning import TABLE
+from ..tuning.setting import undisturbed
+from ..tuning.table import machine, versions
+from .small import SMALL, alone, small, transposed
+
+ENV = "NMKERNELS_VERIFY"
+"""``0``: nothing is checked, and nothing is switched off."""
+
+SPACE = "check"
+"""How the lines of verdicts begin."""
+
+REMEMBERED = 4096
+"""Kinds of calls whose family is remembered; then all are forgotten."""
+
+ROUNDED = {"nm_linear", "nm_linear_dgrad", "nm_linear_wgrad", "nm_linear_quantized"}
+"""Ops that are compared with float64, as backends may round differently."""
+
+SUMS = {"nm_soft_threshold_scale", "nm_masked_adamw_"}
+"""Ops that return sums, which agree to 1e-6; what they update agrees to the bit."""
+
+EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+HOST = {"nm_masked_adamw_": {5: "steps", 7: "hyper"}}
+"""Arguments, by position, that may be on the CPU while the others are on a GPU."""
+
+log = logging.getLogger("nmkernels.verify")
+log.addHandler(logging.NullHandler())
+
+_lock = threading.RLock()
+_families: dict[Any, str] = {}
+_warned: set[str] = set()
+_unjudged: set[str] = set()
+_suspects: frozenset[tuple[str, str]] = frozenset()
+_revision = -1
+
+
+# ---- what the dispatcher asks
+
+
+def trusted(entry: Impl, args: Sequence[Any]) -> bool | None:
+    """Whether ``entry`` may run such calls here, checked if no verdict is known; None: it cannot be checked now.
+
+    False: it was found wrong and is switched off, so that the dispatcher finds another. One that ``NMKERNELS_BACKEND`` forces is kept.
+    """
+    device = _device(args)
+    if not _concerned(entry, device):
+        return True
+    if not undisturbed(device):
+        return None
+    name = family(entry, args)
+    wrong = _verdict(name)
+    if wrong is None:
+        with _lock:  # another thread may have come first
+            wrong = _verdict(name)
+            wrong = _check(entry, args, name) if wrong is None else wrong
+    if not wrong:
+        return True
+    _warn(entry, device, name, wrong)
+    return dispatch.forced_backend() == entry.backend
+
+
+def doubt(entry: Impl, args: Sequence[Any]) -> str:
+    """Why ``entry`` declines such calls on this machine; empty unless they were found wrong."""
+    if not doubtful(entry.op, entry.backend):
+        return ""
+    device = _device(args)
+    if not _concerned(entry, device):
+        return ""
+    name = family(entry, args)
+    wrong = _verdict(name)
+    if not wrong:
+        return ""
+    _warn(entry, device, name, wrong)
+    what, _, detail = wrong.partition(": ")
+    return f"{what} on {machine(device)}; switched off ({detail}; {ENV}=0 runs it)"
+
+
+def doubtful(op: str, backend: str) -> bool:
+    """Whether any family of an op is switched off for a backend."""
+    global _suspects, _revision
+    if not _enabled():
+        return False
+    if _revision != TABLE.revision:
+        lines = [line for name, line in TABLE.lines().items() if name.startswith(f"{SPACE}|") and line.get("wrong")]
+        _suspects, _revision = frozenset((str(line.get("op")), str(line.get("backend"))) for line in lines), TABLE.revision
+    return (op, backend) in _suspects
+
+
+dispatch.doubt = doubt
+
+
+def _enabled() -> bool:
+    return os.environ.get(ENV) != "0"
+
+
+def _concerned(entry: Impl, device: torch.device) -> bool:
+    """Whether it is checked at all: of negative priority are test instruments, and what compiles for a CPU is an interpreter."""
+    if entry.backend == REFERENCE or entry.priority < 0 or entry.op not in SMALL or not _enabled():
+        return False
+    return device.type in ("cuda", "xpu") or (device.type == "cpu" and not entry.tuning.compiles)
+
+
+# ---- verdicts
+
+
+def verdicts(devices: Sequence[torch.device]) -> dict[str, str]:
+    """What is known of families on these devices, with these versions: by name what is wrong, empty if nothing is."""
+    prefixes = tuple({_prefix(device) for device in devices})
+    lines = TABLE.lines().items()
+    return {name: line["wrong"] for name, line in lines if name.startswith(prefixes) and isinstance(line.get("wrong"), str)}
+
+
+def record(entry: Impl, name: str, wrong: str) -> None:
+    """Follow a verdict about a family from now on, in this process and, where the table can be written, in later ones."""
+    with suppress(OSError):
+        TABLE.store({name: {"wrong": wrong, "op": entry.op, "backend": entry.backend}})
+
+
+def _verdict(name: str) -> str | None:
+    """What is wrong with a family, empty if nothing is; None if that is not known."""
+    found = (TABLE.get(name) or {}).get("wrong")
+    return found if isinstance(found, str) else "" if name in _unjudged else None
+
+
+def _check(entry: Impl, args: Sequence[Any], name: str) -> str:
+    try:
+        wrong = examine(entry, truth(entry.op, small(entry.op, args)), _device(args), _on_host(entry.op, args))
+    except Exception as error:  # no memory, mostly, which says nothing about the kernel
+        log.warning("%s: not checked: %s: %s", name, type(error).__name__, error)
+        _unjudged.add(name)
+        return ""
+    record(entry, name, wrong)
+    return wrong
+
+
+def _warn(entry: Impl, device: torch.device, name: str, wrong: str) -> None:
+    """Once in a process for each family."""
+    if name in _warned:
+        return
+    _warned.add(name)
+    what, _, detail = wrong.partition(": ")
+    forced = dispatch.forced_backend() == entry.backend
+    then = f"It runs all the same, since {dispatch.ENV} names it" if forced else "It is switched off here, and the next backend takes over"
+    warnings.warn(
+        f"nmkernels: {entry.op} by {entry.backend} {what} on {machine(device)}: {detail}, in the call {call_of(name)}. {then}. Please "
+        f"report it with the output of `python -m nmkernels doctor --verify`. {ENV}=0 runs kernels unchecked.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+# ---- families
+
+
+def family(entry: Impl, args: Sequence[Any]) -> str:
+    """The family of a call by a backend: the name of its line in the table."""
+    kind = entry.op, entry.backend, *_kind(args)
+    found = _families.get(kind)
+    if found is None:
+        if len(_families) >= REMEMBERED:
+            _families.clear()
+        where = "".join(f", {HOST[entry.op][i]} on the CPU" for i in _on_host(entry.op, args))
+        call = f"{entry.op}({', '.join(map(_words, small(entry.op, args)))}{where})"
+        found = _families[kind] = f"{_prefix(_device(args))}{entry.backend}|{call}"
+    return found
+
+
+def call_of(name: str) -> str:
+    """The small call that a family's name says."""
+    return name.rpartition("|")[2]
+
+
+def _prefix(device: torch.device) -> str:
+    return f"{SPACE}|{machine(device)}|{versions(device.type)}|"
+
+
+def _kind(args: Sequence[Any]) -> Iterator[Any]:
+    for x in args:
+        if isinstance(x, Tensor):
+            yield x.shape, x.dtype, x.device, transposed(x)
+        else:
+            yield tuple(_kind(x)) if isinstance(x, (list, tuple)) else x
+
+
+def _words(x: Any) -> str:
+    if isinstance(x, Tensor):
+        return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}{'.t()' if transposed(x) else ''}"
+    if isinstance(x, list):
+        return f"[{', '.join(map(_words, x))}]"
+    return str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else repr(x)
+
+
+def _device(args: Sequence[Any]) -> torch.device:
+    first = next(tensors(args), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def _on_host(op: str, args: Sequence[Any]) -> list[int]:
+    """The positions of arguments that are on the CPU while the first is not."""
+    device = _device(args)
+    return [i for i in HOST.get(op, ()) if any(x.device != device for x in tensors([args[i]]))]
+
+
+# ---- the comparison
+
+
+class Truth(NamedTuple):
+    """A call on the CPU, what the reference returns, what it writes into its arguments, and the result in float64 of a rounded op."""
+
+    op: str
+    args: tuple[Any, ...]
+    result: Any
+    written: tuple[Any, ...]
+    exact: Any
+
+
+def truth(op: str, args: tuple[Any, ...]) -> Truth:
+    """What the reference makes of a call on the CPU."""
+    plain = next(i.fn for i in implementations(op) if i.backend == REFERENCE)
+    with alone():
+        written = tree_map_only(Tensor, Tensor.clone, args)
+        result = plain(*written)
+        exact = plain(*map(_wide, args)) if op in ROUNDED else None
+    return Truth(op, args, result, written, exact)
+
+
+def _wide(x: Any) -> Any:
+    return x.double() if isinstance(x, Tensor) and (x.is_floating_point() or x.dtype == torch.int8) else x
+
+
+def examine(entry: Impl, true: Truth, device: torch.device, on_host: Sequence[int] = ()) -> str:
+    """What is wrong with what ``entry`` makes of the call on a device; empty if nothing is. ``on_host``: arguments that stay on the CPU."""
+    for fn in entry.tuning.ways or (entry.fn,):
+        with alone():
+            wrong = _compare(fn, true, device, on_host)
+        if wrong:
+            return wrong
+    return ""
+
+
+def _compare(fn: Callable[..., Any], true: Truth, device: torch.device, on_host: Sequence[int]) -> str:
+    from ..testing.compare import assert_equal_bits, assert_no_worse  # only a process that checks needs it
+
+    places = [torch.device("cpu") if i in on_host else device for i in range(len(true.args))]
+    given = tuple(tree_map_only(Tensor, partial(torch.Tensor.to, device=d, copy=True), x) for x, d in zip(true.args, places, strict=True))
+    try:
+        got = fn(*given)
+        if true.op in ROUNDED:
+            # of 8-bit floats tensor cores keep about 14 bits of a sum, whatever the dtype of the result
+            dtype = torch.bfloat16 if true.args[0].dtype in EIGHT_BIT_FLOATS else true.result.dtype
+            assert_no_worse(got.to(dtype), true.result.to(dtype), true.exact)
+        elif true.op in SUMS:
+            near = torch.isclose(got.cpu(), true.result, rtol=1e-6, atol=1e-12, equal_nan=True)  # torch.testing takes 0.5 s to import
+            if got.shape != true.result.shape or not near.all():
+                return f"differed from the reference: {got.tolist()} is not {true.result.tolist()}"
+            assert_equal_bits(given, true.written)
+        else:
+            assert_equal_bits(got, true.result)
+    except (MemoryError, torch.cuda.OutOfMemoryError):
+        raise
+    except AssertionError as error:
+        return f"differed from the reference: {_line(error)}"
+    except Exception as error:
+        return f"failed: {type(error).__name__}: {_line(error)}"
+    return ""
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
