@@ -1,6 +1,7 @@
 """``python -m nmkernels doctor``: the versions, what this machine can do and why not the rest, which backend runs each op, a self test.
 
-The self test is one small call of every op, by the backend that would run it, against the reference.
+The self test is one small call of every op, by the backend that would run it, against the reference. ``--verify`` is every kernel, with
+real sizes, in all dtypes, layouts and options.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import platform
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -21,34 +22,64 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from .. import capability, reference
-from .. import ops as _ops  # noqa: F401 - registers the backends
 from .._version import __version__
 from ..dispatch import choose, implementations
-from ..testing.compare import assert_equal_bits, assert_no_worse
+from ..ops import verify
+from ..tuning.table import machine, versions
+from .verify import run as verify_all
 
 ROWS, COLS, TOKENS, N, M = 32, 64, 8, 2, 4
-ROUNDED = {"nm_linear", "nm_linear_dgrad", "nm_linear_wgrad"}  # compared with float64, as backends may round differently
-SUMS = {"nm_soft_threshold_scale", "nm_masked_adamw_"}  # return sums that agree to 1e-6; what they update agrees to the bit
 PACKAGES = ("numpy", "safetensors", "triton", "transformers", "accelerate", "lightning", "tqdm", "matplotlib", "tensorboard")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument(
+        "--verify", action="store_true", help="check every kernel against the reference, with real sizes; a report for an issue"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine this machine and print the findings; 0 when the self test agrees with the reference, 1 when not."""
+    """Examine this machine and print the findings; 0 when what was tested agrees with the reference, 1 when not."""
+    if args.verify:
+        return _verify(args.json)
     found = examine()
     print(json.dumps(found, indent=2) if args.json else _text(found))
     return 0 if found["healthy"] else 1
 
 
+def _device() -> str:
+    return "cuda" if capability.cuda_device().ok else "cpu"
+
+
+def _verify(as_json: bool) -> int:
+    """Check every kernel, print what was found, and follow it from now on."""
+    device = torch.device(_device())
+    python = f"{platform.platform()}, python {platform.python_version()}"
+    head = {"nmkernels": __version__, "machine": machine(device), "versions": versions(device.type), "python": python}
+    say: Any = (lambda line: None) if as_json else partial(print, flush=True)  # a kernel may end the process
+    say("\n  ".join([f"nmkernels {__version__} on {machine(device)}", versions(device.type), f"{python}\n"]))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "nmkernels")
+        found = verify_all(device, say)
+    wrong = [row for row in found if row["wrong"]]
+    if as_json:
+        print(json.dumps({**head, "checks": found}, indent=2))
+    elif not found:
+        say("No kernel runs here but the reference: there is nothing to check. `python -m nmkernels doctor` says why.")
+    elif wrong:
+        say(f"\n{len(wrong)} of {len(found)} calls are WRONG; those kernels are switched off here. Please report the lines above.")
+    else:
+        say(f"\nAll {len(found)} calls are right.")
+    return 1 if wrong else 0
+
+
 def examine() -> dict[str, Any]:
-    """Everything that ``doctor`` shows, as plain values: versions, capabilities, ops, self test, healthy."""
-    device = "cuda" if capability.cuda_device().ok else "cpu"
+    """Everything that ``doctor`` shows, as plain values: versions, capabilities, ops, self test, kernels checked at first use, healthy."""
+    device = _device()
     start = time.perf_counter()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "nmkernels runs without its compiled core")  # it is among the findings
+        warnings.filterwarnings("ignore", "nmkernels(:| runs without its compiled core)")  # it is among the findings
         ops = {op: check(op, args, device) for op, args in samples().items()}
     return {
         "nmkernels": __version__,
@@ -57,9 +88,17 @@ def examine() -> dict[str, Any]:
         "device": device,
         "forced_backend": os.environ.get("NMKERNELS_BACKEND") or None,
         "ops": ops,
+        "checked": _checked(torch.device(device)),
         "selftest_seconds": round(time.perf_counter() - start, 3),
         "healthy": all(op["ok"] for op in ops.values()),
     }
+
+
+def _checked(device: torch.device) -> dict[str, Any]:
+    """What checks at first use found on this machine."""
+    found = verify.verdicts(device)
+    switched_off = {name: wrong for name, wrong in found.items() if wrong}
+    return {"enabled": verify.enabled(), "right": len(found) - len(switched_off), "switched_off": switched_off}
 
 
 def samples() -> dict[str, tuple[Any, ...]]:
@@ -109,34 +148,19 @@ def samples() -> dict[str, tuple[Any, ...]]:
 
 def check(op: str, args: tuple[Any, ...], device: str = "cpu") -> dict[str, Any]:
     """One op: ``backend``, ``ok``, ``problem`` (empty when ok), ``declined`` (backend: reason)."""
-    args = tree_map_only(Tensor, lambda x: x.to(device), args)
+    there = tree_map_only(Tensor, lambda x: x.to(device), args)
     found: dict[str, Any] = {"backend": None, "ok": False, "problem": ""}
-    answers = {entry.backend: entry.supports(*args) for entry in implementations(op)}
+    answers = {entry.backend: entry.supports(*there) for entry in implementations(op)}
     found["declined"] = {backend: reason for backend, (can, reason) in answers.items() if not can}
     # whatever a backend does wrong is a finding here, never a crash of the doctor
     try:
-        chosen = choose(op, *args)
+        chosen = choose(op, *there)
         found["backend"] = chosen.backend
-        _compare(op, chosen.fn, args)
-        found["ok"] = True
+        found["problem"] = verify.examine(chosen, verify.truth(op, args), torch.device(device))
+        found["ok"] = not found["problem"]
     except Exception as error:
         found["problem"] = f"{type(error).__name__}: {error}"
     return found
-
-
-@torch.no_grad()
-def _compare(op: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    plain = next(i.fn for i in implementations(op) if i.backend == "reference")
-    ours, theirs = (tree_map_only(Tensor, Tensor.clone, args) for _ in range(2))
-    got, expected = fn(*ours), plain(*theirs)
-    if op in ROUNDED:
-        exact = plain(*(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args))
-        assert_no_worse(got, expected, exact)
-    elif op in SUMS:
-        torch.testing.assert_close(got, expected, rtol=1e-6, atol=0.0)
-        assert_equal_bits(ours, theirs)
-    else:
-        assert_equal_bits(got, expected)
 
 
 def _versions() -> dict[str, str | None]:
@@ -162,6 +186,19 @@ def _text(found: dict[str, Any]) -> str:
         lines.append(f"  {name:<24}{op['backend'] or 'none':<11}{'ok' if op['ok'] else 'WRONG: ' + op['problem']}")
         lines += [f"{'':<26}{declined}"] if declined else []
     lines += [f"  {other} declined {times} of them: {why}" for (other, why), times in said.items() if times > 1]
+    lines += ["", *_checks(found["checked"])]
     good, count = sum(op["ok"] for op in found["ops"].values()), len(found["ops"])
     lines += ["", f"Self test: {good} of {count} ops agree with the reference ({found['selftest_seconds']:.1f} s)"]
     return "\n".join(lines if good == count else [*lines, f"{count - good} DO NOT: do not trust results; please report the lines above"])
+
+
+def _checks(checked: dict[str, Any]) -> list[str]:
+    """What is known of kernels from their first use on this machine."""
+    if not checked["enabled"]:
+        return [f"Kernels are not checked at first use: {verify.ENV}=0"]
+    off = checked["switched_off"]
+    lines = [f"Checked at first use on this machine: {checked['right']} kinds of calls right, {len(off)} switched off"]
+    lines += [f"  {name}: {wrong}" for name, wrong in off.items()]
+    return (
+        lines if not off else [*lines, "  Please report the output of `python -m nmkernels doctor --verify`, which also checks them again"]
+    )

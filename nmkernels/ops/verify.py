@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from ..tuning.table import machine, versions
 from .small import SMALL, alone, small, transposed
 
 ENV = "NMKERNELS_VERIFY"
-"""``0``: nothing is checked, and nothing is switched off."""
+"""The environment variable: with 0 nothing is checked, and nothing is switched off."""
 
 SPACE = "check"
 """How the lines of verdicts begin."""
@@ -74,7 +74,7 @@ def trusted(entry: Impl, args: Sequence[Any]) -> bool | None:
     False: it was found wrong and is switched off, so that the dispatcher finds another. One that ``NMKERNELS_BACKEND`` forces is kept.
     """
     device = _device(args)
-    if not _concerned(entry, device):
+    if not (enabled() and concerned(entry, device)):
         return True
     if not undisturbed(device):
         return None
@@ -95,7 +95,7 @@ def doubt(entry: Impl, args: Sequence[Any]) -> str:
     if not doubtful(entry.op, entry.backend):
         return ""
     device = _device(args)
-    if not _concerned(entry, device):
+    if not concerned(entry, device):
         return ""
     name = family(entry, args)
     wrong = _verdict(name)
@@ -109,7 +109,7 @@ def doubt(entry: Impl, args: Sequence[Any]) -> str:
 def doubtful(op: str, backend: str) -> bool:
     """Whether any family of an op is switched off for a backend."""
     global _suspects, _revision
-    if not _enabled():
+    if not enabled():
         return False
     if _revision != TABLE.revision:
         lines = [line for name, line in TABLE.lines().items() if name.startswith(f"{SPACE}|") and line.get("wrong")]
@@ -120,31 +120,31 @@ def doubtful(op: str, backend: str) -> bool:
 dispatch.doubt = doubt
 
 
-def _enabled() -> bool:
-    return os.environ.get(ENV) != "0"
-
-
-def _concerned(entry: Impl, device: torch.device) -> bool:
+def concerned(entry: Impl, device: torch.device) -> bool:
     """Whether it is checked at all: of negative priority are test instruments, and what compiles for a CPU is an interpreter."""
-    if entry.backend == REFERENCE or entry.priority < 0 or entry.op not in SMALL or not _enabled():
+    if entry.backend == REFERENCE or entry.priority < 0 or entry.op not in SMALL:
         return False
     return device.type in ("cuda", "xpu") or (device.type == "cpu" and not entry.tuning.compiles)
+
+
+def enabled() -> bool:
+    return os.environ.get(ENV) != "0"
 
 
 # ---- verdicts
 
 
-def verdicts(devices: Sequence[torch.device]) -> dict[str, str]:
-    """What is known of families on these devices, with these versions: by name what is wrong, empty if nothing is."""
-    prefixes = tuple({_prefix(device) for device in devices})
-    lines = TABLE.lines().items()
-    return {name: line["wrong"] for name, line in lines if name.startswith(prefixes) and isinstance(line.get("wrong"), str)}
+def verdicts(device: torch.device) -> dict[str, str]:
+    """What is known of families on a device, with these versions: by backend and call what is wrong, empty if nothing is."""
+    prefix, lines = _prefix(device), TABLE.lines().items()
+    known = {name: line["wrong"] for name, line in lines if name.startswith(prefix) and isinstance(line.get("wrong"), str)}
+    return {name.removeprefix(prefix).replace("|", " "): wrong for name, wrong in known.items()}
 
 
-def record(entry: Impl, name: str, wrong: str) -> None:
-    """Follow a verdict about a family from now on, in this process and, where the table can be written, in later ones."""
+def record(found: Mapping[str, tuple[Impl, str]]) -> None:
+    """Follow verdicts about families from now on, in this process and, where the table can be written, in later ones."""
     with suppress(OSError):
-        TABLE.store({name: {"wrong": wrong, "op": entry.op, "backend": entry.backend}})
+        TABLE.store({name: {"wrong": wrong, "op": entry.op, "backend": entry.backend} for name, (entry, wrong) in found.items()})
 
 
 def _verdict(name: str) -> str | None:
@@ -160,7 +160,7 @@ def _check(entry: Impl, args: Sequence[Any], name: str) -> str:
         log.warning("%s: not checked: %s: %s", name, type(error).__name__, error)
         _unjudged.add(name)
         return ""
-    record(entry, name, wrong)
+    record({name: (entry, wrong)})
     return wrong
 
 
@@ -191,8 +191,7 @@ def family(entry: Impl, args: Sequence[Any]) -> str:
         if len(_families) >= REMEMBERED:
             _families.clear()
         where = "".join(f", {HOST[entry.op][i]} on the CPU" for i in _on_host(entry.op, args))
-        call = f"{entry.op}({', '.join(map(_words, small(entry.op, args)))}{where})"
-        found = _families[kind] = f"{_prefix(_device(args))}{entry.backend}|{call}"
+        found = _families[kind] = f"{_prefix(_device(args))}{entry.backend}|{words(entry.op, small(entry.op, args))}{where}"
     return found
 
 
@@ -213,6 +212,11 @@ def _kind(args: Sequence[Any]) -> Iterator[Any]:
             yield tuple(_kind(x)) if isinstance(x, (list, tuple)) else x
 
 
+def words(op: str, args: Sequence[Any]) -> str:
+    """A call in words: dtypes and shapes of its tensors, and its other arguments."""
+    return f"{op}({', '.join(map(_words, args))})"
+
+
 def _words(x: Any) -> str:
     if isinstance(x, Tensor):
         return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}{'.t()' if transposed(x) else ''}"
@@ -230,6 +234,12 @@ def _on_host(op: str, args: Sequence[Any]) -> list[int]:
     """The positions of arguments that are on the CPU while the first is not."""
     device = _device(args)
     return [i for i in HOST.get(op, ()) if any(x.device != device for x in tensors([args[i]]))]
+
+
+def placed(args: Sequence[Any], device: torch.device, on_host: Sequence[int] = ()) -> tuple[Any, ...]:
+    """Copies of arguments on a device; those at some positions stay on the CPU."""
+    places = [torch.device("cpu") if i in on_host else device for i in range(len(args))]
+    return tuple(tree_map_only(Tensor, partial(Tensor.to, device=d, copy=True), x) for x, d in zip(args, places, strict=True))
 
 
 # ---- the comparison
@@ -272,8 +282,7 @@ def examine(entry: Impl, true: Truth, device: torch.device, on_host: Sequence[in
 def _compare(fn: Callable[..., Any], true: Truth, device: torch.device, on_host: Sequence[int]) -> str:
     from ..testing.compare import assert_equal_bits, assert_no_worse  # only a process that checks needs it
 
-    places = [torch.device("cpu") if i in on_host else device for i in range(len(true.args))]
-    given = tuple(tree_map_only(Tensor, partial(torch.Tensor.to, device=d, copy=True), x) for x, d in zip(true.args, places, strict=True))
+    given = placed(true.args, device, on_host)
     try:
         got = fn(*given)
         if true.op in ROUNDED:
