@@ -59,7 +59,7 @@ log.addHandler(logging.NullHandler())
 
 _lock = threading.RLock()
 _families: dict[Any, str] = {}
-_warned: set[str] = set()
+_warned: set[Any] = set()
 _unjudged: set[str] = set()
 _suspects: frozenset[tuple[str, str]] = frozenset()
 _revision = -1
@@ -165,19 +165,19 @@ def _check(entry: Impl, args: Sequence[Any], name: str) -> str:
 
 
 def _warn(entry: Impl, device: torch.device, name: str, wrong: str) -> None:
-    """Once in a process for each family."""
-    if name in _warned:
-        return
-    _warned.add(name)
+    """Once in a process for each op by a backend: of a kernel that is wrong throughout there are many families."""
     what, _, detail = wrong.partition(": ")
     forced = dispatch.forced_backend() == entry.backend
     then = f"It runs all the same, since {dispatch.ENV} names it" if forced else "It is switched off here, and the next backend takes over"
-    warnings.warn(
-        f"nmkernels: {entry.op} by {entry.backend} {what} on {machine(device)}: {detail}, in the call {call_of(name)}. {then}. Please "
-        f"report it with the output of `python -m nmkernels doctor --verify`. {ENV}=0 runs kernels unchecked.",
-        RuntimeWarning,
-        stacklevel=3,
+    text = (
+        f"{entry.op} by {entry.backend} {what} on {machine(device)}: {detail}, in the call {call_of(name)}. {then}. Please report it with "
+        f"the output of `python -m nmkernels doctor --verify`. {ENV}=0 runs kernels unchecked."
     )
+    if name not in _warned:
+        log.info(text)
+    if (entry.op, entry.backend) not in _warned:
+        warnings.warn(f"nmkernels: {text}", RuntimeWarning, stacklevel=3)
+    _warned.update((name, (entry.op, entry.backend)))
 
 
 # ---- families

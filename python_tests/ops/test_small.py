@@ -1,0 +1,106 @@
+"""The small call of a family is a valid one, of the same kind as the given one, and its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from nmkernels import dispatch, ops
+from nmkernels.cli import verify as every
+from nmkernels.cli.doctor import samples
+from nmkernels.ops import verify
+from nmkernels.ops.define import CALLS
+from nmkernels.ops.small import SMALL, _size, _tokens, small
+from nmkernels.testing import assert_equal_bits
+from python_tests.each import each
+from python_tests.ops.samples import adamw, seed
+
+
+def test_every_op_has_one() -> None:
+    assert set(SMALL) == set(samples()) == {op for op in dispatch._impls if op.startswith("nm_")}
+
+
+def test_sizes_keep_their_powers_of_two() -> None:
+    for size in range(300):
+        for m in (1, 2, 3, 4, 5, 32, 256):
+            found = _size(size, m)
+            powers = [2**k for k in range(1, 8)] if m == 1 else []
+            assert [found % k == 0 for k in powers] == [size % k == 0 for k in powers]
+            assert 128 <= found <= 640 and (size % m or found % m == 0) and _size(found, m) == found, (size, m, found)
+    assert [_tokens(n) for n in (0, 1, 4, 5, 8, 16, 17, 2048)] == [1, 1, 4, 13, 8, 8, 45, 64]
+    assert all(_tokens(_tokens(n)) == _tokens(n) for n in range(100))
+
+
+def is_its_own(op: str, args: tuple[Any, ...]) -> None:
+    found = small(op, args)
+    assert_equal_bits(small(op, found), found, op)
+    assert verify.words(op, found) == verify.words(op, small(op, found))
+
+
+def test_a_small_call_is_its_own_and_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of calls with every layout and option: contracts take what they make."""
+    monkeypatch.setenv(dispatch.ENV, "reference")
+    for name, some in {"DTYPES": (torch.bfloat16,), "PATTERNS": ((2, 4), (3, 5)), "TOKENS": (1, 64)}.items():
+        monkeypatch.setattr(every, name, some)
+    seen = set()
+    for op, args in every.calls(128, 256):
+        found = small(op, args)
+        if verify.words(op, found) not in seen:
+            seen.add(verify.words(op, found))
+            is_its_own(op, args)
+            CALLS[op](*found)
+
+
+@each("shape, dim", [((24, 64), 0), ((24, 64), 1), ((2, 3, 64), -1), ((2, 24, 64), 1), ((16,), 0), ((7, 24, 3), 0)])
+def test_gradients_of_any_rank(shape: tuple[int, ...], dim: int) -> None:
+    args = torch.randn(shape), 2, 4, dim, seed(), "exact"
+    found = small("nm_mvue", args)
+    inner = shape[dim:][1:] != () and dim % len(shape) != len(shape) - 1
+    assert (found[3] == found[0].dim() - 1) == (not inner)
+    CALLS["nm_mvue"](*found)
+    is_its_own("nm_mvue", args)
+
+
+def test_what_lies_transposed_does_there_too() -> None:
+    assert small("nm_prune", (torch.randn(64, 32).t(), 2, 4))[0].stride() == (1, 160)
+    assert small("nm_prune", (torch.randn(32, 64), 2, 4))[0].is_contiguous()
+    p = torch.randn(64, 32).t()
+    step = adamw(shapes=((4, 4),))
+    step[0][0], step[1][0] = p, p.clone()
+    step[2][0], step[3][0] = p.clone(), p.abs()
+    assert [x[0].is_contiguous() for x in small("nm_masked_adamw_", step)[:4]] == [False] * 4
+
+
+def test_of_many_params_each_kind_once() -> None:
+    step = adamw(shapes=((128, 128), (256, 384), (64,), (64,), ()), n=0, m=0)
+    found = small("nm_masked_adamw_", step)
+    assert [tuple(p.shape) for p in found[0]] == [(128, 128), (192,), (1,)] and len(found[5]) == 3
+    assert len(small("nm_masked_adamw_", adamw(shapes=tuple((8 * k, 4 * k) for k in range(1, 40))))[0]) <= 8
+    assert small("nm_masked_adamw_", adamw(shapes=()))[0] == []
+    for packs, layout in (("both", "canonical"), ("rows", "mma.sp"), ("both", "wgmma.sp")):
+        step = adamw(shapes=((64, 128), (128, 64)), packs=packs, transposable=True, to=torch.bfloat16, layout=layout)
+        found = small("nm_masked_adamw_", step)
+        CALLS["nm_masked_adamw_"](*found)
+        assert [x.numel() > 0 for x in found[17][:4]] == [True, True, packs == "both", packs == "both"]
+
+
+def test_names_tell_families_apart() -> None:
+    entry = dataclasses.replace(dispatch.implementations("nm_linear")[0], backend="mine")
+    x, c = torch.randn(8, 64), ops.compress(torch.randn(64, 64), "2:4")
+    calls = [
+        (x, c.values, c.indices, 2, 4, 64),
+        (x[:1], c.values, c.indices, 2, 4, 64),
+        (x, c.values, c.indices, 2, 4, 64, torch.zeros(64)),
+        (x, c.values, c.indices, 2, 4, 64, None, "gelu"),
+        (x.bfloat16(), c.values.bfloat16(), c.indices, 2, 4, 64),
+        (x.bfloat16(), c.values.bfloat16(), torch.ops.nmkernels.nm_metadata(c.indices, 64, "wgmma.sp"), 2, 4, 64),
+        (x.bfloat16(), c.values.bfloat16(), torch.ops.nmkernels.nm_metadata(c.indices, 64, "mma.sp"), 2, 4, 64),
+    ]
+    assert len({verify.family(entry, call) for call in calls}) == len(calls)
+    # with the defaults of the schema, or written out; and of other sizes with the same powers of two
+    assert verify.family(entry, calls[0]) == verify.family(entry, (*calls[0], None, "", None))
+    wide = ops.compress(torch.randn(320, 192), "2:4")
+    assert verify.family(entry, calls[0]) == verify.family(entry, (torch.randn(16, 192), wide.values, wide.indices, 2, 4, 192))
