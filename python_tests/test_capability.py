@@ -68,6 +68,22 @@ def test_whether_cuda_kernels_run_and_why_not(gpu: Callable[..., Probe], monkeyp
         assert gpu(13000, 13000, "") == Probe(False, why)
 
 
+def test_the_driver_s_version(gpu: Callable[..., Probe], monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\nGCC version: gcc 12.2.0": "driver 535.104.05",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build": "driver 550.54.15",
+        "": "driver of CUDA 12.4",
+    }
+    monkeypatch.setattr(capability, "import_module", lambda name: SimpleNamespace(_cuda_getDriverVersion=lambda: 12040))
+    for text, expected in texts.items():
+        monkeypatch.setattr(Path, "read_text", lambda path, encoding, text=text: text)
+        assert capability.driver.__wrapped__() == Probe(True, expected)
+    monkeypatch.setattr(Path, "read_text", Mock(side_effect=FileNotFoundError))
+    assert capability.driver.__wrapped__().reason == "driver of CUDA 12.4"
+    monkeypatch.setattr(capability, "cuda_device", lambda: Probe(False, "none"))
+    assert not capability.driver.__wrapped__().ok
+
+
 def test_import_is_light() -> None:
     path = Path(capability.__file__)
     code = f"import runpy, sys; runpy.run_path({str(path)!r}); print([m for m in ('torch', 'numpy', 'subprocess') if m in sys.modules])"

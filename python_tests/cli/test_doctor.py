@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from nmkernels import capability, dispatch
+from nmkernels import capability, dispatch, ops, reference
 from nmkernels.cli import doctor, main
+from nmkernels.cli import verify as every
+from nmkernels.ops import verify
+
+WITHOUT_CPU = {"nm_metadata", "nm_quantize", "nm_linear_quantized"}
+"""Ops for which a CPU has no kernel: only a GPU's tensor cores read what they make."""
 
 
 @pytest.fixture
@@ -27,7 +32,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def _report(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, Any]:
     status, text = main(["doctor", *options]), capsys.readouterr().out
-    return status, json.loads(text) if options else text
+    return status, json.loads(text) if "--json" in options else text
 
 
 def test_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,15 +46,13 @@ def test_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0 and found["healthy"] is True and set(found["capabilities"]) == set(capability.probes())
     expected = "cpu" if capability.compiled_core().ok else "reference"
     if found["device"] == "cpu":
-        # a CPU has no kernel for what only a GPU's tensor cores read
-        others = {"nm_metadata", "nm_quantize", "nm_linear_quantized"}
-        assert {op["backend"] for name, op in found["ops"].items() if name not in others} == {expected}
+        assert {op["backend"] for name, op in found["ops"].items() if name not in WITHOUT_CPU} == {expected}
 
 
 def test_wrong_backend_is_found(capsys: pytest.CaptureFixture[str], broken: Any) -> None:
     broken("nm_mask", lambda w, n, m, out=None: torch.zeros_like(w, dtype=torch.bool))
     status, text = _report(capsys)
-    assert status == 1 and "nm_mask" in text and "WRONG: AssertionError" in text and "1 DO NOT" in text
+    assert status == 1 and "nm_mask" in text and "WRONG: differed from the reference" in text and "1 DO NOT" in text
 
 
 @pytest.mark.parametrize("op", ["nm_linear", "nm_linear_dgrad", "nm_linear_wgrad", "nm_soft_threshold_scale", "nm_compress"])
@@ -74,7 +77,7 @@ def test_wrong_update_in_place_and_what_raises_are_found(broken: Any) -> None:
 
     assert not broken("nm_masked_adamw_", forgets_the_step)["ok"]
     found = broken("nm_prune", lambda *args, out=None: 1 // 0)
-    assert found["problem"].startswith("ZeroDivisionError: ") and not found["ok"]
+    assert found["problem"].startswith("failed: ZeroDivisionError: ") and not found["ok"]
 
 
 def test_declining_backend_is_told_with_its_reason(capsys: pytest.CaptureFixture[str], broken: Any) -> None:
@@ -92,3 +95,69 @@ def test_forced_backend_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setenv("NMKERNELS_BACKEND", "nonsense")
     status, text = _report(capsys)
     assert status == 1 and "BackendError" in text and "names no backend" in text
+
+
+# ---- what first use has found, and --verify
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer and smaller calls."""
+    changed = {"SIZES": {"cpu": (64, 128)}, "DTYPES": (torch.float32,), "PATTERNS": ((2, 4), (1, 8)), "TOKENS": (1, 8)}
+    for name, value in changed.items():
+        monkeypatch.setattr(every, name, value)
+
+
+def test_it_tells_what_first_use_has_found(capsys: pytest.CaptureFixture[str], broken: Any, cache: Any, monkeypatch: Any) -> None:
+    assert f"Kernels are not checked at first use: {verify.ENV}=0" in _report(capsys)[1]
+    monkeypatch.setenv(verify.ENV, "1")
+    assert "0 kinds of calls right, 0 switched off" in _report(capsys)[1]
+    broken("nm_prune", lambda w, n, m, out=None: w)
+    with pytest.warns(RuntimeWarning, match="nm_prune by broken"):
+        ops.prune(torch.randn(32, 64), "2:4")
+    status, text = _report(capsys)
+    assert status == 0 and "1 switched off\n  broken nm_prune(float32[160, 192], 2, 4): differed from the reference: " in text
+    assert "doctor --verify" in text and "of 18 ops agree" in text
+    found = _report(capsys, "--json")[1]["checked"]
+    assert found["enabled"] and list(found["switched_off"]) == ["broken nm_prune(float32[160, 192], 2, 4)"]
+
+
+def test_verify_checks_every_kernel_and_is_followed(
+    capsys: pytest.CaptureFixture[str], broken: Any, cache: Any, few: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(verify.ENV, "1")
+    right = False
+
+    def fn(w: torch.Tensor, n: int, m: int, out: Any = None) -> torch.Tensor:
+        assert m == 4, "only with M = 4"
+        return reference.prune(w, n, m) + (w.shape[0] == 64 and not right)
+
+    broken("nm_prune", fn)
+    status, text = _report(capsys, "--verify")
+    assert status == 1 and "2 of " in text and "calls are WRONG; those kernels are switched off here. Please report" in text
+    assert "nm_prune                broken         0 of   2 calls right" in text
+    assert "    WRONG: nm_prune(float32[64, 128], 1, 8): differed from the reference: only with M = 4" in text
+    if capability.compiled_core().ok:
+        assert all(f"  {op} " in text for op in dispatch._impls if op not in WITHOUT_CPU)
+    explained = dispatch.explain("nm_prune", torch.randn(192, 128), 2, 4)
+    assert "  broken     declined: differed from the reference" in explained, "of the same family, though its small call is right"
+    # when it is right it is back
+    right = True
+    status, found = _report(capsys, "--verify", "--json")
+    assert status == 1 and [row["call"] for row in found["checks"] if row["wrong"]] == ["nm_prune(float32[64, 128], 1, 8)"]
+    assert found["machine"] == verify.machine(torch.device("cpu")) and f"torch {torch.__version__}" in found["versions"]
+    assert "  broken     chosen" in dispatch.explain("nm_prune", torch.randn(192, 128), 2, 4)
+    assert "  broken     declined" in dispatch.explain("nm_prune", torch.randn(192, 128), 1, 8)
+
+
+def test_verify_where_only_the_reference_runs(capsys: pytest.CaptureFixture[str], few: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    only = {op: [i for i in entries if i.backend == "reference"] for op, entries in dispatch._impls.items()}
+    monkeypatch.setattr(dispatch, "_impls", only)
+    status, text = _report(capsys, "--verify")
+    assert status == 0 and "there is nothing to check" in text
+
+
+@pytest.mark.slow
+def test_verify_in_full(capsys: pytest.CaptureFixture[str], cache: Any) -> None:
+    status, text = _report(capsys, "--verify")
+    assert status == 0 and "calls are right." in text

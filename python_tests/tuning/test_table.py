@@ -19,7 +19,7 @@ import torch
 
 import nmkernels as nm
 from nmkernels.tuning import table
-from nmkernels.tuning.table import Table, device_name, key, versions
+from nmkernels.tuning.table import Table, device_name, key, machine, versions
 from python_tests.each import each
 
 CPU = torch.device("cpu")
@@ -181,11 +181,12 @@ def test_a_line_is_of_a_machine_and_its_versions(monkeypatch: pytest.MonkeyPatch
     assert f"nmkernels {nm.__version__}" in versions("cpu") and f"torch {torch.__version__}" in versions("cpu")
     assert table.capability.core_build() in versions("cpu")  # who builds a kernel anew measures anew
     assert "triton" not in versions("cpu") and f", {torch.get_num_threads()} threads, " in name
+    assert machine(CPU) == name.replace(f", {torch.get_num_threads()} threads", ""), "right with one thread is right with two"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     monkeypatch.setattr(table, "_cpu_model", lambda: "a CPU")
     assert device_name(CPU).startswith("a CPU, 77 threads, ")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    assert device_name(torch.device("cuda")) == "a GPU" and device_name(torch.device("meta")) == "meta"
+    assert device_name(torch.device("cuda")) == machine(torch.device("cuda")) == "a GPU" and device_name(torch.device("meta")) == "meta"
     monkeypatch.setattr(table.capability, "instruction_set", Mock(side_effect=ValueError("NMKERNELS_ISA=sve is unknown")))
     with pytest.raises(nm.BackendError, match="The CPU kernels cannot run as asked: NMKERNELS_ISA=sve is unknown"):
         device_name(CPU)
