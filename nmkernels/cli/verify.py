@@ -52,7 +52,8 @@ def run(device: torch.device, say: Callable[[str], None]) -> list[dict[str, Any]
             truths = [verify.truth(op, small(op, args)), verify.truth(op, args)] if entries else []
             for entry in entries:
                 name = verify.family(entry, there)
-                wrong = next(filter(None, (verify.examine(entry, true, device, on_host) for true in truths)), "")
+                suited = [true for true in truths if entry.can(*verify.placed(true.args, device, on_host))[0]]
+                wrong = next(filter(None, (verify.examine(entry, true, device, on_host) for true in suited)), "")
                 if not worst.get(name, (entry, ""))[1]:
                     worst[name] = entry, wrong
                 found.append({"op": op, "backend": entry.backend, "call": verify.words(op, args), "wrong": wrong})

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map_only
 from .. import dispatch
 from ..backends.shared import tensors
 from ..dispatch import REFERENCE, Impl, implementations
+from ..pattern import BackendError
 from ..tuning import TABLE
 from ..tuning.setting import undisturbed
 from ..tuning.table import machine, versions
@@ -76,7 +77,7 @@ def trusted(entry: Impl, args: Sequence[Any]) -> bool | None:
     device = _device(args)
     if not (enabled() and concerned(entry, device)):
         return True
-    if not undisturbed(device):
+    if not undisturbed(device) or (device.type == "cuda" and torch.cuda.get_sync_debug_mode()):
         return None
     name = family(entry, args)
     wrong = _verdict(name)
@@ -109,12 +110,10 @@ def doubt(entry: Impl, args: Sequence[Any]) -> str:
 def doubtful(op: str, backend: str) -> bool:
     """Whether any family of an op is switched off for a backend."""
     global _suspects, _revision
-    if not enabled():
-        return False
-    if _revision != TABLE.revision:
+    if _revision != TABLE.revision and enabled():
         lines = [line for name, line in TABLE.lines().items() if name.startswith(f"{SPACE}|") and line.get("wrong")]
         _suspects, _revision = frozenset((str(line.get("op")), str(line.get("backend"))) for line in lines), TABLE.revision
-    return (op, backend) in _suspects
+    return (op, backend) in _suspects and enabled()
 
 
 dispatch.doubt = doubt
@@ -156,7 +155,7 @@ def _verdict(name: str) -> str | None:
 def _check(entry: Impl, args: Sequence[Any], name: str) -> str:
     try:
         wrong = examine(entry, truth(entry.op, small(entry.op, args)), _device(args), _on_host(entry.op, args))
-    except Exception as error:  # no memory, mostly, which says nothing about the kernel
+    except Exception as error:  # no memory, mostly: that says nothing about the kernel
         log.warning("%s: not checked: %s: %s", name, type(error).__name__, error)
         _unjudged.add(name)
         return ""
@@ -270,7 +269,13 @@ def _wide(x: Any) -> Any:
 
 
 def examine(entry: Impl, true: Truth, device: torch.device, on_host: Sequence[int] = ()) -> str:
-    """What is wrong with what ``entry`` makes of the call on a device; empty if nothing is. ``on_host``: arguments that stay on the CPU."""
+    """What is wrong with what ``entry`` makes of the call on a device; empty if nothing is, BackendError if it cannot run the call.
+
+    ``on_host``: the positions of arguments that stay on the CPU.
+    """
+    can, reason = entry.can(*placed(true.args, device, on_host))
+    if not can:
+        raise BackendError(f"{true.op}: {entry.backend} cannot run the call that checks it: {reason}")
     for fn in entry.tuning.ways or (entry.fn,):
         with alone():
             wrong = _compare(fn, true, device, on_host)

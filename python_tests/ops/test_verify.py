@@ -498,6 +498,11 @@ def test_what_is_not_the_kernels_fault_is_no_verdict(monkeypatch: pytest.MonkeyP
     assert said(lambda: ops.prune(W, "2:4"))[1] == [] and lines() == {}
 
 
+def test_a_backend_that_cannot_run_the_small_call_is_not_judged() -> None:
+    calls = install("nm_prune", supports=lambda w, n, m: (w.shape == W.shape, "of one shape"))
+    assert said(lambda: [ops.prune(W, "2:4") for _ in range(2)])[1] == [] and len(calls) == 2 and lines() == {}
+
+
 def test_wrong_in_8_bits_is_noticed_and_14_bits_of_a_sum_are_not() -> None:
     """Tensor cores add 8-bit floats with fewer bits than float32 has."""
     op = "nm_linear_quantized"
