@@ -39,7 +39,7 @@ Call = tuple[str, tuple[Any, ...]]
 def run(device: torch.device, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """Check every call by every backend that can run it; ``say`` takes a line for each op and backend. One dict for each check."""
     found: list[dict[str, Any]] = []
-    worst: dict[str, tuple[Impl, str]] = {}
+    worst: dict[str, str] = {}
     grouped: dict[str, list[tuple[Any, ...]]] = {}
     for op, args in calls(*SIZES[device.type]):
         grouped.setdefault(op, []).append(args)
@@ -49,14 +49,12 @@ def run(device: torch.device, say: Callable[[str], None]) -> list[dict[str, Any]
         for args, on_host in product(some, hosts):
             there = verify.placed(args, device, on_host)
             entries = [i for i in implementations(op) if verify.concerned(i, device) and i.can(*there)[0]]
-            truths = [verify.truth(op, small(op, args)), verify.truth(op, args)] if entries else []
+            truths = [verify.truth(op, args), verify.truth(op, small(op, args))] if entries else []
             for entry in entries:
                 name = verify.family(entry, there)
-                suited = [true for true in truths if entry.can(*verify.placed(true.args, device, on_host))[0]]
-                wrong = next(filter(None, (verify.examine(entry, true, device, on_host) for true in suited)), "")
-                if not worst.get(name, (entry, ""))[1]:
-                    worst[name] = entry, wrong
-                found.append({"op": op, "backend": entry.backend, "call": verify.words(op, args), "wrong": wrong})
+                call, wrong = _first_wrong(entry, truths, device, on_host)
+                worst[name] = worst.get(name) or wrong
+                found.append({"op": op, "backend": entry.backend, "call": call, "wrong": wrong})
         verify.record(worst)
         for backend in dict.fromkeys(row["backend"] for row in found[rows:]):
             ours = [row for row in found[rows:] if row["backend"] == backend]
@@ -66,6 +64,16 @@ def run(device: torch.device, say: Callable[[str], None]) -> list[dict[str, Any]
             for row in bad:
                 say(f"    WRONG: {row['call']}: {row['wrong']}")
     return found
+
+
+def _first_wrong(entry: Impl, truths: list[verify.Truth], device: torch.device, on_host: tuple[int, ...]) -> tuple[str, str]:
+    """The first of the calls that comes out wrong, and what is wrong with it; the first of all and nothing if none does."""
+    for true in truths:
+        if entry.can(*verify.placed(true.args, device, on_host))[0]:
+            wrong = verify.examine(entry, true, device, on_host)
+            if wrong:
+                return verify.words(true.op, true.args), wrong
+    return verify.words(truths[0].op, truths[0].args), ""
 
 
 def calls(rows: int, cols: int) -> Iterator[Call]:
