@@ -259,6 +259,8 @@ def test_a_forced_backend_is_kept_with_a_warning(monkeypatch: pytest.MonkeyPatch
         assert not torch.equal(result, nm.reference.prune(W, 2, 4))
         assert len(warned) == (len(calls) == 2) and all("runs all the same, since NMKERNELS_BACKEND" in w for w in warned)
     assert "  mine       chosen" in nm.explain("nm_prune", W, 2, 4)
+    dispatch.forget()  # chosen again, the verdict being known
+    assert not torch.equal(ops.prune(W, "2:4"), nm.reference.prune(W, 2, 4))
     monkeypatch.delenv(dispatch.ENV)
     assert torch.equal(ops.prune(W, "2:4"), nm.reference.prune(W, 2, 4))
 
@@ -528,6 +530,6 @@ def test_wrong_in_8_bits_is_noticed_and_14_bits_of_a_sum_are_not() -> None:
     for dtype in (torch.float8_e4m3fn, torch.int8):
         q, p = ops.quantize(x, dtype), ops.quantize_pack(w, dtype)
         true = verify.truth(op, small(op, (*q, *p, None, torch.float32, False, False)))
-        for error, right in ((2.0**-13, dtype != torch.int8), (0.1, False)):
+        for error, right in ((0.0, True), (2.0**-13, dtype != torch.int8), (0.1, False)):
             entry = dispatch.Impl(op, "mine", lambda *args, e=error: reference(op)(*args) * (1 + e), dispatch.always, 9)
             assert (verify.examine(entry, true, CPU) == "") == right, (dtype, error)
