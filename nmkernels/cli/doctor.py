@@ -100,7 +100,7 @@ def _checked(device: torch.device) -> dict[str, Any]:
     """What checks at first use found on this machine."""
     found: dict[str, str] = {}
     with suppress(BackendError):  # NMKERNELS_ISA cannot be followed, which is among the findings
-        found = verify.verdicts(device)
+        found = verify.known(device)
     switched_off = {name: wrong for name, wrong in found.items() if wrong}
     return {"enabled": verify.enabled(), "right": len(found) - len(switched_off), "switched_off": switched_off}
 

@@ -133,11 +133,11 @@ def enabled() -> bool:
 # ---- verdicts
 
 
-def verdicts(device: torch.device) -> dict[str, str]:
+def known(device: torch.device) -> dict[str, str]:
     """What is known of families on a device, with these versions: by backend and call what is wrong, empty if nothing is."""
     prefix, lines = _prefix(device), TABLE.lines().items()
-    known = {name: line["wrong"] for name, line in lines if name.startswith(prefix) and isinstance(line.get("wrong"), str)}
-    return {name.removeprefix(prefix).replace("|", " "): wrong for name, wrong in known.items()}
+    found = {name: line["wrong"] for name, line in lines if name.startswith(prefix) and isinstance(line.get("wrong"), str)}
+    return {name.removeprefix(prefix).replace("|", " "): wrong for name, wrong in found.items()}
 
 
 def record(found: Mapping[str, str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import nmkernels as nm
 from nmkernels import capability, dispatch, ops, reference
 from nmkernels.cli import doctor, main
 from nmkernels.cli import verify as every
@@ -139,15 +140,15 @@ def test_verify_checks_every_kernel_and_is_followed(
     assert "    WRONG: nm_prune(float32[64, 128], 1, 8): differed from the reference: only with M = 4" in text
     if capability.compiled_core().ok:
         assert all(f"  {op} " in text for op in dispatch._impls if op not in WITHOUT_CPU)
-    explained = dispatch.explain("nm_prune", torch.randn(192, 128), 2, 4)
+    explained = nm.explain("nm_prune", torch.randn(192, 128), 2, 4)
     assert "  broken     declined: differed from the reference" in explained, "of the same family, though its small call is right"
     # when it is right it is back
     right = True
     status, found = _report(capsys, "--verify", "--json")
     assert status == 1 and [row["call"] for row in found["checks"] if row["wrong"]] == ["nm_prune(float32[64, 128], 1, 8)"]
     assert found["machine"] == verify.machine(torch.device("cpu")) and f"torch {torch.__version__}" in found["versions"]
-    assert "  broken     chosen" in dispatch.explain("nm_prune", torch.randn(192, 128), 2, 4)
-    assert "  broken     declined" in dispatch.explain("nm_prune", torch.randn(192, 128), 1, 8)
+    assert "  broken     chosen" in nm.explain("nm_prune", torch.randn(192, 128), 2, 4)
+    assert "  broken     declined" in nm.explain("nm_prune", torch.randn(192, 128), 1, 8)
 
 
 def test_verify_where_only_the_reference_runs(capsys: pytest.CaptureFixture[str], few: None, monkeypatch: pytest.MonkeyPatch) -> None:
