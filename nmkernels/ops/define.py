@@ -99,7 +99,7 @@ def define(
 
     def kernel(*args: Any, **named: Tensor) -> Any:
         args, given, _ = checked(args, named)
-        return run(_chosen(name, args, given).fn, args, given)
+        return run(_chosen(name, args, given), args, given)
 
     def fake(*args: Any, **named: Tensor) -> Any:
         if torch.onnx.is_in_onnx_export():
@@ -148,21 +148,21 @@ def define(
     return call
 
 
-def _chosen(name: str, args: tuple[Any, ...], given: tuple[Tensor, ...]) -> dispatch.Impl:
-    """The implementation that runs a call; of a new kind of call it is remembered once it is known to be right on this machine."""
+def _chosen(name: str, args: tuple[Any, ...], given: tuple[Tensor, ...]) -> Callable[..., Any]:
+    """The function that runs a call; of a new kind of call it is remembered once it is known to be right on this machine."""
     kind = plainly(kind_of, name, args, given)
-    while True:
+    fn = None if kind is None else dispatch.plans.get(kind)
+    while fn is None:
         entry, lasting = dispatch.decide(name, args)
         plan = kind if lasting or kind is None else (entry.backend, *kind)  # the next call of the kind may be another's
-        if plan is None or plan in dispatch.plans:
-            return entry
-        trusted = verify.trusted(entry, args)
-        if trusted:
+        trusted = plan is None or plan in dispatch.plans or verify.trusted(entry, args)
+        if trusted and plan is not None:
             if len(dispatch.plans) >= MOST_PLANS:
                 dispatch.forget()
             dispatch.plans[plan] = entry.fn
         if trusted is not False:
-            return entry
+            fn = entry.fn
+    return fn
 
 
 def kind_of(name: str, args: Sequence[Any], given: Sequence[Tensor] = ()) -> tuple[Any, ...] | None:
