@@ -1,5 +1,6 @@
 """SparseLinear: an nn.Linear in everything but the weight that it multiplies."""
 
+import math
 import warnings
 from itertools import pairwise
 
@@ -172,6 +173,18 @@ def test_only_a_finished_layer_is_looked_at():
     assert finds(layer.to("meta"), nn.Module.eval) == []
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_of_many_rows_some_are_looked_at_from_the_first_to_the_last(monkeypatch):
+    seen = []
+    monkeypatch.setattr("nmkernels.nn.linear.is_nm", lambda rows, pattern: not seen.append(rows))
+    for out in (0, 1, 64, 65, 200, 1000):
+        layer = nm.SparseLinear(32, out)
+        layer.finished = True
+        layer.eval()
+        rows, step = seen.pop(), max(1, math.ceil(out / 64))
+        assert torch.equal(rows, layer.weight.detach()[::step]) and len(rows) <= 64 and not seen
+
+
 def test_the_advice_for_a_lora_keeps_pattern_and_result():
     layer, x = finished(), torch.randn(3, 32)
     a, b, r, scaling = torch.randn(4, 32), torch.randn(256, 4), 4, 1.5
@@ -181,3 +194,31 @@ def test_the_advice_for_a_lora_keeps_pattern_and_result():
     assert finds(model, nn.Module.eval) == [] and nm.ops.is_nm(layer.weight.detach(), "2:4")
     for one in (model, nm.compress_(model)):
         torch.testing.assert_close(one(x), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without distributed")
+def test_replicated_buffers_become_plain_ones_and_a_mask_is_split_as_the_weight_is():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        layer, mask, plain = nm.SparseLinear(16, 8), torch.arange(128.0).reshape(8, 16), torch.ones(3)
+
+        def replicated(tensor):
+            return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+
+        def taken(**buffers):
+            layer._buffers.update(buffers)
+            layer.take_buffers()
+            return [layer._buffers[name] for name in buffers]
+
+        whole, number, same = taken(nm_mask=replicated(mask), nm_beta=replicated(torch.tensor(2.0)), nm_other=plain)
+        assert type(whole) is type(number) is torch.Tensor and torch.equal(whole, mask) and number == 2 and same is plain
+        layer.weight = nn.Parameter(DTensor.from_local(layer.weight.detach()[4:], mesh, [Shard(0)], run_check=False))
+        part, number = taken(nm_mask=replicated(mask), nm_beta=replicated(torch.tensor(2.0)))
+        assert type(part) is torch.Tensor and torch.equal(part, mask[4:]) and number == 2
+    finally:
+        torch.distributed.destroy_process_group()

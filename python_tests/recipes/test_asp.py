@@ -8,6 +8,7 @@ import torch
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import ASP
+from nmkernels.recipes.sparsify import select
 from python_tests.each import each
 from python_tests.recipes.loop import SPARSE, Adam, batches, distance, gradients, loss_of, mlp, snapshot, top_n
 from python_tests.recipes.running import train
@@ -104,3 +105,24 @@ def test_existing_adopts_the_zeros():
     want = untrained(x)
     nm.sparsify_(untrained, ASP("2:4", score="existing")).finish(allow_unused=True)
     assert torch.allclose(nm.compress_(untrained)(x), want, rtol=1e-12)
+
+
+SEEN, MOVED = "ranks weights by what linear layers have seen", "reorders the channels of linear layers"
+
+
+@each(
+    "options, linear_only, whole",
+    [
+        ({}, "", ""),
+        ({"score": "existing"}, "", ""),
+        ({"score": "wanda"}, SEEN, "ranks weights by all inputs"),
+        ({"permute": True}, MOVED, "reorders the channels of whole weights"),
+        ({"score": "wanda", "permute": True}, SEEN, "ranks weights by all inputs"),
+    ],
+)
+def test_which_layers_cannot_be_taken_and_why(options, linear_only, whole):
+    recipe = ASP("2:4", **options)
+    assert recipe.setup.needs_whole.startswith(whole) and bool(recipe.setup.needs_whole) == bool(whole)
+    assert (recipe.setup.channels is not None) == ("permute" in options)
+    conv, report = select(torch.nn.Sequential(torch.nn.Conv2d(16, 16, 3)), recipe.pattern, recipe=recipe)
+    assert len(conv) == (not linear_only) and report.entries[0].reason == (f"ASP {linear_only}" if linear_only else "2:4")

@@ -282,6 +282,11 @@ OTHERS = {
             for key, shape in (("weight", (4, 32)), ("kernel", (2, 3, 3, 3)), ("token_weights", (8, 8)))
         },
     ),
+    "sizes of 1 and 2": (
+        lambda: Tensors(column=random(32, 1), row=random(1, 32), one=random(1, 1), scale=random(32), two=random(2, 32), pair=random(2, 2)),
+        {".two": ((2, 32), "a tensor of Tensors"), ".pair": ((2, 2), "a tensor of Tensors")},
+    ),
+    "a lazy Parameter": (lambda: Tensors(table=nn.UninitializedParameter()), {".table": ((), "a tensor of Tensors")}),
     "ParameterList": (lambda: nn.ParameterList([torch.randn(16, 32), torch.randn(5)]), {".0": ((16, 32), "a tensor of ParameterList")}),
     "dynamic LSTM": (lambda: by_torch("dynamic.LSTM", 64, 32), {"": ((), QUANTISED)}),
     "dynamic GRUCell": (lambda: by_torch("dynamic.GRUCell", 64, 32), {"": ((), QUANTISED)}),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nmkernels.tuning import Timer, cold, timer
-from nmkernels.tuning.timer import DeviceMeter, HostMeter, take_turns
+from nmkernels.tuning.timer import DeviceMeter, HostMeter, Task, take_turns
 from python_tests.each import each
 
 CPU = torch.device("cpu")
@@ -179,6 +179,22 @@ def test_what_is_entered_around_calls_is(clock: Simulated) -> None:
 
     meter = HostMeter([clock.call("a", 0.2)], under=under)
     assert [meter.warm(), meter.turn()] == pytest.approx([0.2, 0.2]) and clock.log == ["under", "a"] * 2
+
+
+def test_seconds_that_are_given_are_those_of_each_call_which_is_not_timed(clock: Simulated) -> None:
+    tasks: list[Task] = []
+
+    def seconds(task: Task) -> float:
+        tasks.append(task)
+        return float(len(tasks))
+
+    calls = {"a": [clock.call("a0", 0.1), clock.call("a1", 0.1)], "b": [clock.call("b0", 0.1)]}
+    found = Timer(CPU, seconds).turns(calls, 1.0)
+    assert found.rounds == [{"a": 1.0, "b": 2.0}] and not found.failed and not clock.log
+    for task in tasks:
+        task()
+    assert [task.name for task in tasks] == ["a", "b"] and clock.log == ["a0", "b0"], "the first set of buffers"
+    assert Timer(CPU, seconds).compare(calls, 1.0) == ({"a": 3.0, "b": 4.0}, {})
 
 
 def test_operands_exceed_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:

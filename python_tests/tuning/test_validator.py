@@ -51,6 +51,25 @@ def test_what_is_wrong_in_one_place_is_refused(what: str, operands: tuple[Tensor
         assert "is above" in valid(run), where
 
 
+def test_outside_the_sample_four_times_the_bound_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validator, "WHOLE", 1000)
+    a, b = torch.randn(ROWS, INNER), torch.randn(INNER, COLS)
+    valid = Validator.of_gemm(a, b)
+    assert valid.rows is not None and valid.cols is not None
+    row, col = (next(i for i in range(size) if i not in which) for size, which in ((ROWS, valid.rows), (COLS, valid.cols)))
+
+    def away(times: float) -> str:
+        def run(out: Tensor) -> None:
+            torch.mm(a, b, out=out)
+            out[row, col] += times * valid.bound
+
+        return valid(run)
+
+    assert away(3.5) == away(-3.5) == ""
+    for times in (4.5, -4.5):
+        assert "from torch's own result is above" in away(times)
+
+
 def test_nothing_written_is_refused_where_zeros_would_be_right() -> None:
     valid = Validator.of_gemm(torch.zeros(ROWS, INNER), torch.randn(INNER, COLS))
     assert "max error nan" in valid(lambda out: None)
@@ -73,6 +92,11 @@ def test_integers_are_right_or_wrong() -> None:
     valid = Validator(exact, exact.to(torch.int8))
     assert valid(lambda out: out.copy_(exact)) == ""
     assert valid(lambda out: out[:2].copy_(exact[:2])) == "max error 12 against float64 is above 0"
+    whole = torch.arange(200 * 3.0, dtype=torch.float64).reshape(200, 3)
+    rows = validator._some(200, whole.device)
+    some = Validator(whole[rows], whole.to(torch.int32), rows)
+    assert some(lambda out: out.copy_(whole)) == ""
+    assert "a distance of 1 from torch's own result is above 0" in some(lambda out: out.copy_(whole)[17].add_(1))
     minus = Validator(torch.full((1, 4), -1.0, dtype=torch.float64), torch.full((1, 4), -1, dtype=torch.int8))
     assert minus(lambda out: None) == "two runs differ", "what lay in memory may be right once"
 
