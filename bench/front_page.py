@@ -152,7 +152,7 @@ def _demo(rows: Rows) -> list[str]:
         return []
     loss, size = (float(found[metric]["p50"]) for metric in (LOSS, BYTES))
     where = f"{found[LOSS]['machine']}, {found[LOSS]['date']}"
-    return [f"The demo, STEP on a byte-level GPT, ends at {loss:.3f} × its dense baseline's loss with {size:.2f} × the bytes ({where})."]
+    return [f"STEP on a {found[LOSS]['shape']}, ends at {loss:.3f} × its dense baseline's loss with {size:.2f} × the bytes ({where})."]
 
 
 def answers(folder: Path) -> str:

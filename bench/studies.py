@@ -3,7 +3,7 @@
 * ``step_clamp``: does STEP need its clamp? Test accuracy of a 64-128-128-10 MLP whose training set it can fit, so that gradients vanish
   in phase 0: the case in which a frozen second moment is known to break.
 * ``step_vs_dense``: how far is a sparse model from its dense baseline? Validation loss of both over seeds, by
-  ``python -m nmkernels train --demo --baseline``: same first weights, same batches, the baseline on plain PyTorch.
+  ``python -m nmkernels train --steps 800 --baseline``: same first weights, same batches, the baseline on plain PyTorch.
 * ``loss_curves``: do the sparse kernels train as reference arithmetic does? The same first weights on the same batches three times per
   recipe: with the packed kernels of this machine (``packed=True``), with every operation by its definition in plain torch
   (``NMKERNELS_BACKEND=reference``, ``packed=False``), and by definition once more with learning rates 1e-6 larger, which tells how far
@@ -102,7 +102,7 @@ def step_vs_dense(args: argparse.Namespace) -> Iterator[list[Row]]:
     for recipe in args.recipes or ["step:2:4"]:
         results = []
         for seed in range(args.seeds):
-            words = ["train", "--demo", "--baseline", "--json", "--recipe", recipe, "--seed", str(seed), *args.more]
+            words = ["train", "--steps", "800", "--baseline", "--json", "--recipe", recipe, "--seed", str(seed), *args.more]
             with tempfile.TemporaryDirectory() as folder:
                 command = [sys.executable, "-m", "nmkernels", *words, "--out", str(Path(folder, "out"))]
                 results.append(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout))

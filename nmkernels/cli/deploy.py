@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..audit import audit
 from ..export import atomic_write, load_compressed, save_compressed, save_dense
-from ..models import GPT, MODELS, generate
+from ..models import GPT, generate
 from ..nn import CompressedLinear, compress_
 from ..pattern import CheckpointError
 from ..recipes import densify_
@@ -25,7 +24,6 @@ FILE, DENSE_FILE, SAMPLE_FILE = "model.safetensors", "model-dense.safetensors", 
 PROMPT = b"def "
 SPEED_TOKENS, SPEED_ROUNDS = 64, 5
 SAMPLE_TOKENS = 320
-BLOCK, BLOCK_TOKENS, BLOCK_BUDGET = "gpt2", (1, 256), 2.0
 
 
 def deploy(trainer: Trainer, out: Path) -> dict[str, Any]:
@@ -69,15 +67,6 @@ def speeds(models: dict[str, GPT], clock: Callable[[], float] = time.perf_counte
             if round_:  # the first one warms up
                 times[name].append(clock() - begin)
     return {name: SPEED_TOKENS / statistics.median(t) for name, t in times.items()}
-
-
-def block_gains(device: str) -> list[dict[str, float | None]]:
-    """How many times as fast as dense the linear layers of a GPT-2 block are on this device with 2:4 in float32, measured in seconds."""
-    found = []
-    for tokens in BLOCK_TOKENS:
-        about = audit(dict(MODELS[BLOCK].layers), tokens, "srste:2:4", device=device, dtype="float32", budget=BLOCK_BUDGET)
-        found.append({"tokens": tokens, "inference": about.measured_inference, "step": about.measured_step})
-    return found
 
 
 def _sample(model: GPT, out: Path) -> str:

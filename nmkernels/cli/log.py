@@ -7,6 +7,7 @@ import io
 import math
 import textwrap
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import pairwise
@@ -15,6 +16,7 @@ from typing import Any, TextIO
 
 from ..export.files import atomic_write, writing
 from ..pattern import NMError
+from ..recipes.registry import find
 
 ABOUT = {
     "model.safetensors": "the sparse model, compressed; nm.load_compressed(model, file) reads it",
@@ -26,9 +28,16 @@ ABOUT = {
 }
 SAMPLE_LINES, SAMPLE_COLUMNS = 8, 100
 LOG = "log.csv"
+PHASES = ("dense", "sparse", "sparse, mask held")
 COLUMNS = ("step", "loss", "val_loss", "lr", "tokens_per_s", "phase", "flip_rate", "density", "decay_ratio")
 
 Rows = list[dict[str, float]]
+
+
+def title(recipe: str) -> str:
+    """A recipe as a text names it: ``STEP 2:4``."""
+    name, _, pattern = recipe.partition(":")
+    return f"{find(name).__name__} {pattern}"
 
 
 def summary(result: dict[str, Any]) -> str:
@@ -36,7 +45,7 @@ def summary(result: dict[str, Any]) -> str:
     config, sparse, baseline = result["config"], result["sparse"], result["baseline"]
     tokens = config["steps"] * config["batch"] * config["context"]
     head = (
-        f"{config['recipe']} on {result['corpus']['source']}: {result['parameters']:,} parameters, {config['steps']:,} steps, "
+        f"{title(config['recipe'])} on {result['corpus']['source']}: {result['parameters']:,} parameters, {config['steps']:,} steps, "
         f"{tokens:,} bytes of text, {sparse['seconds']:.0f} s of training."
     )
     if sparse.get("switch_step"):
@@ -44,20 +53,8 @@ def summary(result: dict[str, Any]) -> str:
     if sparse.get("remark"):
         head += f"\n\n{sparse['remark']}"
     files = "\n".join([f"Files in {result['out']}/", *(f"  {name:<23}  {ABOUT[name]}" for name in ABOUT if name in result["files"])])
-    parts = [head, _table(sparse, baseline), _remarks(sparse, baseline), _sample(sparse["sample"]), files]
-    return "\n\n".join([*parts, _block(result["gpt2_block"])] if "gpt2_block" in result else parts)
-
-
-def _block(gains: list[dict[str, float | None]]) -> str:
-    """Where 2:4 pays, beyond the demo's small model; what could not be measured is left out."""
-    lines = ["The linear layers of a GPT-2 block on this machine, 2:4 in float32, in times dense:"]
-    for row in gains:
-        tokens = f"{row['tokens']:.0f} token{'s' if row['tokens'] != 1 else ''}"
-        if row["inference"] is not None:
-            lines.append(f"  compressed, {tokens:<10}  {row['inference']:.2f}")
-        if row["step"] is not None and row["tokens"] != 1:
-            lines.append(f"  a step of training, {tokens}  {row['step']:.2f}")
-    return "\n".join([*lines, "`python -m nmkernels audit` tells the same of your model."])
+    parts = [head, _table(sparse, baseline), _gains(sparse, baseline), _remarks(sparse, baseline), _sample(sparse["sample"]), files]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _table(sparse: dict[str, Any], baseline: dict[str, Any] | None) -> str:
@@ -66,34 +63,45 @@ def _table(sparse: dict[str, Any], baseline: dict[str, Any] | None) -> str:
     def add(what: str, dense: float, own: float, digits: int = 0) -> None:
         rows.append((what, f"{dense:,.{digits}f}", f"{own:,.{digits}f}", f"{own / dense:.3f}"))
 
-    loss = "validation loss, nats per byte"
     if baseline is not None:
-        add(loss, baseline["val_loss"], sparse["val_loss"], 4)
+        add("validation loss, nats per byte", baseline["val_loss"], sparse["val_loss"], 4)
         add("training, bytes of text per second", baseline["train_tokens_per_s"], sparse["train_tokens_per_s"])
-    else:
-        rows.append((loss, "-", f"{sparse['val_loss']:.4f}", ""))
     if f := sparse.get("flops"):
-        add("training, counted GFLOPs", f["dense_training"] / 1e9, f["training"] / 1e9)
-        add("inference, counted kFLOPs per byte", f["dense_inference"] / 1e3, f["inference"] / 1e3)
+        add("training, GFLOPs in all", f["dense_training"] / 1e9, f["training"] / 1e9)
+        add("inference, kFLOPs per byte of text", f["dense_inference"] / 1e3, f["inference"] / 1e3)
     if b := sparse.get("bytes"):
-        add("bytes of the sparse layers' weights", b["layers_dense"], b["layers_compressed"])
-        add("bytes of the file", b["file_dense"], b["file_compressed"])
+        add("weights of the sparse layers, bytes", b["layers_dense"], b["layers_compressed"])
+        add("file, bytes", b["file_dense"], b["file_compressed"])
         speed = sparse["tokens_per_s"]
-        add("generation at batch 1, tokens per second", speed["dense"], speed["compressed"])
+        add("generating text, bytes per second", speed["dense"], speed["compressed"])
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return "\n".join("  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3))]).rstrip() for row in rows)
 
 
+def _gains(sparse: dict[str, Any], baseline: dict[str, Any] | None) -> str:
+    """What the table says, in words: size, speed and loss against dense, as far as they are known."""
+    lines = []
+    if b := sparse.get("bytes"):
+        small, large = b["file_compressed"], b["file_dense"]
+        lines.append(f"  size   the file has {small / 1e6:.2f} MB instead of {large / 1e6:.2f}, {1 - small / large:.0%} less")
+        gain = sparse["tokens_per_s"]["compressed"] / sparse["tokens_per_s"]["dense"]
+        slower = ": at this size, on this machine, the compressed form saves memory and not time" if gain < 1 else ""
+        lines.append(f"  speed  text is generated {gain:.2f} times as fast{slower}")
+    if baseline is not None:
+        more = sparse["val_loss"] / baseline["val_loss"] - 1
+        lines.append(f"  loss   {abs(more):.1%} {'higher' if more > 0 else 'lower'} on validation text")
+    return "\n".join(["Against the dense model:", *lines]) if lines else ""
+
+
 def _remarks(sparse: dict[str, Any], baseline: dict[str, Any] | None) -> str:
-    lines = [f"Guessing every byte alike would be a loss of {math.log(256):.2f}."]
+    lines = [f"A model that knows nothing has a loss of {math.log(256):.2f}: it takes each of the 256 bytes for equally likely."]
     if baseline is None:
+        lines.insert(0, f"The validation loss is {sparse['val_loss']:.4f} nats per byte.")
         lines.append("Add --baseline to train a dense model on the same text and compare.")
     if "reload" in sparse:
         difference = sparse["reload"]["max_difference_to_dense"]
-        away = f"within {difference:.1e} of" if difference else "also those of"
-        lines.append(f"The file was read back: logits are identical to the last bit, and {away} the same weights multiplied densely.")
-        if sparse["tokens_per_s"]["compressed"] < sparse["tokens_per_s"]["dense"]:
-            lines.append("At this size, on this machine, the compressed form saves memory and not time: generation is slower than dense.")
+        away = f"within {difference:.1e} of" if difference else "also"
+        lines.append(f"The file was read back: the same logits to the last bit, and {away} those of the same weights stored dense.")
     return "\n".join(lines)
 
 
@@ -218,14 +226,23 @@ class Log:
                         self._board.add_scalar(name, value, row["step"])
         parts = [f"loss {row['loss']:.3f}"]
         if "val_loss" in row:
-            parts.append(f"val {row['val_loss']:.3f}")
+            parts.append(f"validation {row['val_loss']:.3f}")
         if "phase" in row:
-            parts.append(f"phase {row['phase']:.0f}  flips {100 * row['flip_rate']:.2f}%")
-        text = "  ".join([*parts, f"{row['tokens_per_s'] / 1000:.1f}k tok/s"])
+            parts.append(PHASES[int(row["phase"])])
+            parts += [f"mask changes {100 * row['flip_rate']:.2f}%"] if row["phase"] == 1 and row["flip_rate"] >= 0 else []  # or NaN
+        text = "  ".join([*parts, f"{row['tokens_per_s'] / 1000:.1f}k bytes/s"])
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
         else:
             print(f"{self.label}  step {row['step']:>{len(str(self.steps))}}/{self.steps}  {text}", file=self.stream, flush=True)
+
+
+@contextmanager
+def notes(stream: TextIO) -> Iterator[None]:
+    """Print warnings as lines of the log: of a command, the line of code that warns says nothing to its user."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: print(f"note: {message}", file=stream, flush=True)
+        yield
 
 
 @contextmanager

@@ -32,9 +32,9 @@ from ..pattern import CheckpointError, NMError
 from ..recipes import Recipe, sparsify_
 from ..recipes.methods.step import REASONS
 from .config import TrainConfig, add_arguments, fresh, resumed, settings
-from .deploy import block_gains, deploy
+from .deploy import deploy
 from .folder import BASELINE, CHECKPOINTS, CURVES, RESULT, Folder, Store
-from .log import ABOUT, LOG, Log, board_writer, plot, quiet_threads, read_log, summary
+from .log import ABOUT, LOG, Log, board_writer, notes, plot, quiet_threads, read_log, summary, title
 from .sharded import load_shards, shards_of
 from .world import World
 
@@ -229,6 +229,15 @@ def train(trainer: Trainer, store: Store, log: Log | None, start: int, args: arg
                 raise Interrupted(f"Stopped after step {step}; saved in {path}.")
 
 
+def opening(trainer: Trainer, baseline: bool) -> str:
+    """What is about to be trained, and on what."""
+    config = trainer.config
+    return (
+        f"Training a GPT of {trainer.parameters:,} parameters to continue {trainer.corpus.source} byte by byte: {config.steps:,} steps of "
+        f"{config.batch * config.context:,} bytes with {title(config.recipe)}{', then the same dense, to compare' if baseline else ''}."
+    )
+
+
 class Run:
     """One run of ``train``; building it checks everything that can be checked before training, and locks the folder."""
 
@@ -265,12 +274,13 @@ class Run:
 
     def execute(self) -> None:
         """Train what is left to train, deploy, write ``result.json`` and show it."""
-        world = self.world
+        world, name = self.world, title(self.config.recipe)
         if not self.resumes:
             world.lead(self.folder.clear)
         elif self.args.resume:
             world.lead(lambda: self.store.set_aside(self.start))
-        speed = self._train(self.trainer, self.out, self.config.recipe, self.start)
+        self._say(opening(self.trainer, self.args.baseline))
+        speed = self._train(self.trainer, self.out, name, self.start)
         baseline: dict[str, Any] | None = None
         if self.args.baseline:
             dense = Trainer(self.config, self.corpus, None, world)
@@ -285,7 +295,7 @@ class Run:
             recipe = self.config.build_recipe()
             self.trainer = Trainer(self.config, self.corpus, recipe, world.alone())
             self.trainer.load(self.store.load(), self.store.folder)
-        print("checking, compressing and measuring the result", file=self.stream, flush=True)
+        self._say("Compressing the model, writing it, reading it back and timing it ...")
         out, corpus, handle = self.out, self.corpus, self.trainer.handle
         assert handle is not None
         switch_step = handle.state.get("switch_step", 0)
@@ -294,7 +304,7 @@ class Run:
         sparse = {**speed, **switch, "layers": len(handle.layers), "flops": self.trainer.flops()}
         sparse.update(deploy(self.trainer, out))
         files = [name for name in ABOUT if (out / name).exists() and name != CURVES] + [RESULT]
-        if plot(out / CURVES, read_log(out / LOG), read_log(out / BASELINE / LOG), f"{self.config.recipe} on {corpus.source}", switch_step):
+        if plot(out / CURVES, read_log(out / LOG), read_log(out / BASELINE / LOG), f"{name} on {corpus.source}", switch_step):
             files.append(CURVES)
         result = {
             "config": asdict(self.config),
@@ -309,12 +319,13 @@ class Run:
             "out": str(out),
             "files": files,
         }
-        if self.args.demo:
-            print("measuring where 2:4 pays on this machine", file=self.stream, flush=True)
-            result["gpt2_block"] = block_gains(world.device)
         text = json.dumps(result, indent=2)
         atomic_write(out / RESULT, lambda temporary: temporary.write_text(f"{text}\n"))
         print(text if self.args.json else f"\n{summary(result)}")
+
+    def _say(self, text: str) -> None:
+        if self.world.leads:
+            print(text, file=self.stream, flush=True)
 
     def _train(self, trainer: Trainer, folder: Path, label: str, start: int) -> dict[str, float | None]:
         """Train to the end; the last loss, and how fast it went."""
@@ -353,12 +364,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, folder: Folder, world: World) -> int:
+    args.baseline = args.baseline or args.demo
     try:
         job = Run(args, folder, world)
     except (NMError, OSError) as error:
         return world.fail(f"{PROG}: error: {error}", 2)
     try:
-        job.execute()
+        with notes(job.stream):
+            job.execute()
     except (Interrupted, KeyboardInterrupt) as stop:
         words = [*world.command, "--out", str(job.out), "--resume"]
         words += ["--data", str(args.data)] if args.data else []

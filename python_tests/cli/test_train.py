@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,29 @@ def test_the_result_is_true(finished, text):
         losses = [(model.loss(x, y).item(), len(x)) for x, y in corpus.val_batches(16, 2, 256)]
     assert sum(v * n for v, n in losses) / sum(n for _, n in losses) == pytest.approx(sparse["val_loss"], rel=1e-5)
     assert result["corpus"]["train_bytes"] == len(corpus.train)
+
+
+def test_the_demo_warns_of_nothing_and_says_what_was_gained(text, tmp_path, capsys):
+    assert train(text, tmp_path / "out", "--demo") == 0
+    out, err = capsys.readouterr()
+    assert "note:" not in out and not err
+    lines, result = out.splitlines(), json.loads((tmp_path / "out" / "result.json").read_text())
+    assert lines[0].startswith("Training a GPT of ") and lines[0].endswith(
+        f"to continue {text} byte by byte: 12 steps of 32 bytes with STEP 2:4, then the same dense, to compare."
+    )
+    assert (result["sparse"]["switch_step"], result["sparse"]["switch_reason"], result["sparse"]["remark"]) == (3, "fixed", "")
+    # every row of the table is full, and what was gained follows it
+    table = lines[lines.index("", lines.index("") + 1) + 2 :]
+    assert all(len(re.split("  +", line)) == 4 for line in table[: table.index("")]) and table.index("") == 7
+    assert table[8] == "Against the dense model:" and [line.split()[0] for line in table[9:12]] == ["size", "speed", "loss"]
+
+
+def test_the_demo_of_another_recipe_has_that_ones_options():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    demo, other = (fresh(settings(parser.parse_args(["--demo", *more]))) for more in ([], ["--recipe", "srste:1:4"]))
+    assert (demo.recipe, demo.options) == ("step:2:4", {"switch": "fixed"}) and demo.build_recipe().bounds() == (125, 125)
+    assert (other.recipe, other.options) == ("srste:1:4", {}) and other.model == demo.model and other.steps == demo.steps
 
 
 def test_the_log_follows_the_phases(finished):

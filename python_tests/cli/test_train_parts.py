@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import re
+import warnings
 from itertools import pairwise
 
 import pytest
@@ -11,10 +13,11 @@ import torch
 
 from nmkernels.cli import deploy
 from nmkernels.cli.config import TrainConfig, resumed
-from nmkernels.cli.log import Log, plot, read_log, summary, switches
+from nmkernels.cli.log import Log, notes, plot, read_log, summary, switches
 from nmkernels.cli.train import Trainer, learning_rate
 from nmkernels.models import Corpus
 from nmkernels.pattern import CheckpointError
+from python_tests.each import each
 
 
 def test_learning_rate_rises_then_falls_along_a_cosine():
@@ -39,7 +42,28 @@ def test_a_log_prints_a_bar_on_a_terminal_and_else_lines(tmp_path, terminal):
     assert read_log(tmp_path / "log.csv")[0] == {"step": 2, **{k: v for k, v in row.items() if k != "extra"}}
     said = stream.getvalue()
     assert ("\r" in said) == terminal
-    assert ("loss 2.000  val 3.000" if terminal else "a  step  2/10  loss 1.500  phase 1  flips 1.00%  2.0k tok/s\n") in said
+    line = "a  step  2/10  loss 1.500  sparse  mask changes 1.00%  2.0k bytes/s\n"
+    assert ("loss 2.000  validation 3.000" if terminal else line) in said
+
+
+@each(
+    "phase, flips, said",
+    [(0, 0.0, "dense"), (2, 0.5, "sparse, mask held"), (1, float("nan"), "sparse"), (1, 0.0, "sparse  mask changes 0.00%")],
+)
+def test_a_line_says_in_words_what_the_mask_does(tmp_path, phase, flips, said):
+    stream = io.StringIO()
+    with Log(tmp_path, "a", 0, 10, stream) as log:
+        log.row({"step": 2, "loss": 1.5, "lr": 0.1, "tokens_per_s": 2000.0, "phase": phase, "flip_rate": flips})
+    assert stream.getvalue() == f"a  step  2/10  loss 1.500  {said}  2.0k bytes/s\n"
+
+
+def test_a_warning_is_a_line_of_the_log():
+    stream = io.StringIO()
+    with notes(stream):
+        warnings.warn("the mask is odd", UserWarning, stacklevel=1)
+    assert stream.getvalue() == "note: the mask is odd\n"
+    with pytest.warns(UserWarning, match="as always"):
+        warnings.warn("as always", UserWarning, stacklevel=1)
 
 
 def rows(*steps):
@@ -102,7 +126,7 @@ def test_speeds_take_turns_and_leave_the_warm_up_out(monkeypatch):
     assert order == ["slow", "fast"] * (deploy.SPEED_ROUNDS + 1)
 
 
-def test_the_summary_explains_a_slower_model_and_hides_control_characters():
+def test_the_summary_says_what_was_gained_and_hides_control_characters():
     sparse = {"seconds": 3.0, "switch_step": 4, "val_loss": 1.01, "train_tokens_per_s": 90.0, "sample": "def a(\x1b[31m)\n\tpass"}
     sparse["reload"] = {"identical": True, "max_difference_to_dense": 1e-6}
     sparse["bytes"] = {"layers_dense": 1000, "layers_compressed": 531, "file_dense": 2000, "file_compressed": 1531}
@@ -111,23 +135,31 @@ def test_the_summary_explains_a_slower_model_and_hides_control_characters():
     result = {"config": config, "corpus": {"source": "a test"}, "parameters": 1234, "sparse": sparse, "baseline": baseline}
     result.update(out="out", files=["log.csv"])
     text = summary(result)
-    assert all(words in text for words in ("Dense until step 4", "1.010", "0.531", "saves memory and not time", "def a(?[31m)"))
+    assert text.startswith("STEP 2:4 on a test: 1,234 parameters") and all(words in text for words in ("until step 4", "1.010", "0.531"))
+    gained = text.partition("Against the dense model:\n")[2].partition("\n\n")[0].splitlines()
+    assert gained == [
+        "  size   the file has 0.00 MB instead of 0.00, 23% less",
+        "  speed  text is generated 0.50 times as fast: at this size, on this machine, the compressed form saves memory and not time",
+        "  loss   1.0% higher on validation text",
+    ]
+    assert "def a(?[31m)" in text and "validation loss is" not in text
     assert "\x1b" not in text
     sparse["remark"] = "STEP: the switch came at T_max"
     assert "sparse from there.\n\nSTEP: the switch came at T_max\n" in summary(result)
     sparse["tokens_per_s"]["compressed"] = 150.0
-    assert "saves memory" not in summary(result)
-    assert "GPT-2" not in text
-    result["gpt2_block"] = [{"tokens": 1, "inference": 1.5, "step": 0.5}, {"tokens": 256, "inference": None, "step": 0.97}]
-    *_, one, step, more = summary(result).splitlines()
-    assert one.split() == ["compressed,", "1", "token", "1.50"] and step.endswith("256 tokens  0.97") and "audit" in more
-
-
-@pytest.mark.slow
-def test_a_block_of_gpt2_is_measured():
-    one, many = deploy.block_gains("cpu")
-    assert (one["tokens"], many["tokens"]) == deploy.BLOCK_TOKENS
-    assert one["inference"] and many["inference"] and many["step"]
+    baseline["val_loss"] = 1.02
+    text = summary(result)
+    assert "1.50 times as fast\n" in text and "saves memory" not in text and "  loss   1.0% lower on" in text
+    # alone there is no row that is half empty
+    result["baseline"] = None
+    text = summary(result)
+    assert "The validation loss is 1.0100 nats per byte." in text and "--baseline" in text and "  loss " not in text
+    table = text.partition("ratio\n")[2].partition("\n\n")[0].splitlines()
+    assert table and all(len(re.split("  +", line)) == 4 for line in table)
+    # nor is anything said of a dense file
+    del sparse["bytes"], sparse["reload"], sparse["tokens_per_s"]
+    sparse["flops"] = dict.fromkeys(("training", "dense_training", "inference", "dense_inference"), 1e9)
+    assert "Against" not in summary(result) and "GFLOPs" in summary(result)
 
 
 def test_settings_of_another_version_are_refused():
