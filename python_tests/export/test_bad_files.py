@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import nmkernels as nm
+from nmkernels.export.plan import check_filled
 from nmkernels.pattern import CheckpointError
 from nmkernels.testing import equal_bits
 from python_tests.export.editing import Edit, Net, edited, saved
@@ -132,6 +133,10 @@ def layers(old: str, new: str) -> Edit:
         (layers("2:3", "3:2"), "layer '0': its entry in the metadata is damaged"),
         (layers("2:3", "2:4"), "are not those of a 2:4 weight"),
         (layers("float32", "float16"), "torch.float16 and torch.uint8 were announced"),
+        (
+            lambda t, m: t.update({"0.weight.indices": t["0.weight.indices"].int()}),
+            "torch.int32; torch.float32 and torch.uint8 were announced",
+        ),
         (layers('"linear"', '"conv1d"'), "the file holds a conv1d layer, the model a linear"),
         (layers(', "rank": 2', ""), "layer '1': its entry in the metadata does not announce its adapter"),
         (layers('"rank": 2', '"rank": 3'), r"an adapter of rank 3 in torch.float32 was announced, L is \(12, 2\)"),
@@ -159,6 +164,24 @@ def layers(old: str, new: str) -> Edit:
 )
 def test_damaged_contents(file, edit, message):
     refused(edited(file, edit), message)
+
+
+def test_a_layer_that_another_library_filled_is_checked():
+    layer, order = nm.CompressedLinear(nm.ops.compress(torch.randn(8, 16), "2:4")), torch.arange(16, dtype=torch.int32)
+    good = {"indices": layer.indices, "columns": order.flip(0)}
+    check_filled("a", layer, {}, set())
+    check_filled("a", layer, good, set())
+    values, integers = layer.values, torch.zeros(8, 8, dtype=torch.int8)
+    for held, elsewhere, lacking, message in (
+        (values, good, {"values", "columns"}, "the file lacks its columns, values"),
+        (integers, good, set(), "values are torch.int8 and indices torch.uint8; they are to be"),
+        (values, {"indices": layer.indices.int()}, set(), "values are torch.float32 and indices torch.int32; they are to be"),
+        (values, {"indices": torch.full_like(layer.indices, 0)}, set(), "do not rise"),
+        (values, {"columns": order.clamp(max=14)}, set(), "not a permutation of 16"),
+    ):
+        layer.values = held
+        with pytest.raises(CheckpointError, match=f"layer 'a': .*{message}"):
+            check_filled("a", layer, elsewhere, lacking)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from nmkernels.export import atomic_write
-from nmkernels.export.files import write_error
+from nmkernels.export.files import _amount, write_error
 from nmkernels.pattern import CheckpointError
 
 SMALL = 20_000
@@ -84,3 +84,11 @@ def test_free_space_is_said_as_people_read_it(tmp_path, monkeypatch, free, words
         == f"{tmp_path / 'a'} could not be written: {os.strerror(28)} ({words} free in {tmp_path})."
     )
     assert " free in " not in str(write_error(tmp_path / "a", "Permission denied"))
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [(0, "0 bytes"), (999, "999 bytes"), (1000, "1 kB"), (1.5e6, "1.5 MB"), (999e6, "999 MB"), (1e9, "1.0 GB"), (1.25e12, "1,250.0 GB")],
+)
+def test_an_amount_has_the_unit_that_a_reader_expects(size, said):
+    assert _amount(size) == said

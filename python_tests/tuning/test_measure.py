@@ -1,0 +1,81 @@
+"""What ``measure`` does with its candidates: which are timed, which are named with a reason, and which one is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from nmkernels.pattern import ShapeError
+from nmkernels.tuning import TABLE, Candidate, Timer, Validator
+from nmkernels.tuning.measure import LEAST_GAIN, Found, measure
+from python_tests.each import each
+
+EXACT = torch.arange(6.0, dtype=torch.float64).reshape(2, 3)
+
+
+def raises(error: Exception) -> Callable[..., str]:
+    def run(*_: object) -> str:
+        raise error
+
+    return run
+
+
+def candidate(name: str, run: Callable[[Tensor], object] = lambda out: out.copy_(EXACT), declines: Callable[[], str] = str) -> Candidate:
+    return Candidate(name, run, lambda: [lambda: name], declines)
+
+
+def test_the_right_ones_are_timed_and_the_others_named_with_the_reason() -> None:
+    timed: list[str] = []
+
+    def seconds(task: Callable[[], object]) -> float:
+        timed.append(str(task()))
+        return {"torch": 4e-6, "fast": 1e-6}[timed[-1]]
+
+    found = measure(
+        "a problem",
+        [
+            candidate("torch"),
+            candidate("fast"),
+            candidate("wrong", lambda out: out.zero_()),
+            candidate("cannot", raises(AssertionError("never run")), lambda: "no tensor cores"),
+            candidate("ours", raises(ShapeError("too few rows\nand more"))),
+            candidate("theirs", raises(RuntimeError("out of resources\nand more"))),
+            candidate("unready", declines=raises(ValueError("no compiler"))),
+        ],
+        Validator(EXACT, EXACT.float()),
+        Timer(torch.device("cpu"), seconds),
+    )
+    assert timed == ["torch", "fast"] and found.seconds == {"torch": 4e-6, "fast": 1e-6}
+    assert found.declined == {"cannot": "no tensor cores"}
+    assert found.refused.pop("wrong").startswith("max error 5 against float64")
+    assert found.refused == {"ours": "too few rows", "theirs": "RuntimeError: out of resources", "unready": "ValueError: no compiler"}
+    assert (found.best, found.gain) == ("fast", 4.0)
+    assert str(found) == "a problem: fast, 1.0 us, by default 4.0 us, 3 refused"
+    assert found.line("x")["us"] == {"torch": 4.0, "fast": 1.0}
+
+
+@each("seconds, best", [((1.0, 1.0 / LEAST_GAIN), "new"), ((1.0, 0.99), "torch"), ((1.0, 2.0), "torch"), ((1.0, 0.5), "new")])
+def test_the_baseline_stays_unless_another_gains_more_than_noise(seconds: tuple[float, float], best: str) -> None:
+    found = Found("a problem", "torch", dict(zip(("torch", "new"), seconds, strict=True)))
+    assert found.best == best and found.gain == seconds[0] / found.seconds[best]
+
+
+def test_a_baseline_that_is_wrong_is_replaced_and_without_a_right_one_nothing_is() -> None:
+    found = Found("a problem", "torch", {"new": 2e-6}, {"torch": "wrong"}, note="not stored")
+    assert (found.best, found.gain) == ("new", None) and str(found) == "a problem: new, 2.0 us, 1 refused (not stored)"
+    found = Found("a problem", "torch")
+    assert (found.best, found.gain) == ("torch", None) and str(found) == "a problem: none of its candidates is right, 0 refused"
+
+
+def test_what_cannot_be_stored_holds_for_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TABLE, "store", lambda lines: f"a file of {len(lines)}")
+    found = Found("a problem", "torch")
+    found.store({"a": None})
+    assert (found.path, found.note) == ("a file of 1", "")
+    monkeypatch.setattr(TABLE, "store", raises(OSError("disk full")))
+    found = Found("a problem", "torch")
+    found.store({"a": None})
+    assert found.path is None and found.note == "could not be stored, holds for this process only: disk full"
