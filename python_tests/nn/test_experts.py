@@ -19,6 +19,7 @@ from nmkernels.nn.experts import (
     child_name,
     compressed_stack,
     deploy_stacks_,
+    expand_stacks_,
     experts_per_token,
     in_front,
     layer_name,
@@ -145,6 +146,18 @@ def test_sparse_module_keeps_its_class_names_and_parameters(kind):
     for stack in stacks:
         make_stack_dense_(stack)
     assert type(module) is dense and list(model.state_dict()) == keys and not any("nm_" in key for key in module._modules)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", TRANSPOSED])
+def test_expanded_stacks_are_the_dense_module_again(kind):
+    model = pruned(kind)
+    _, module = experts_of(model)
+    dense, want, (x, *more) = type(module), copy.deepcopy(model.state_dict()), inputs()
+    y = module(x, *more)
+    assert expand_stacks_(experts_of(deployed(model))[1]) is module
+    assert type(module) is dense and not any("nm_" in key for key in module._modules)
+    assert set(model.state_dict()) == set(want) and all(torch.equal(value, want[key]) for key, value in model.state_dict().items())
+    assert all(isinstance(module.get_parameter(key), nn.Parameter) for key in NAMES) and torch.equal(module(x, *more), y)
 
 
 def test_refused_where_groups_do_not_fit():
