@@ -94,7 +94,7 @@ LOSS, BYTES = "validation loss over the dense baseline's", "compressed bytes ove
 
 
 def page(rows: Rows) -> str:
-    """The table, and a sentence on the demo where it has rows."""
+    """The table, and a sentence on trainings against dense where there are rows."""
     columns: dict[str, dict[Key, str]] = {}
     dates: dict[str, str] = {}
     for machine, mine in tables.by_machine(r for r in rows if r["op"] != "train").items():
@@ -108,7 +108,7 @@ def page(rows: Rows) -> str:
         if any(cells):
             lines.append(f"| {line.what} | {line.against} | {' | '.join(cells)} |")
     parts = ["\n".join(lines)] if len(lines) > 2 else []
-    return "\n\n".join([*parts, *_demo([r for r in rows if r["op"] == "train" and r["provider"] == "step"])])
+    return "\n\n".join([*parts, *_against_dense([r for r in rows if r["op"] == "train" and r["provider"] == "step"])])
 
 
 def machines(rows: Rows, results: Path) -> str:
@@ -146,13 +146,13 @@ def _medians(rows: Rows) -> dict[Key, str]:
     return {(r["op"], r["provider"], r["pattern"], r["dtype"], r["shape"], r["metric"]): r["p50"] for r in rows}
 
 
-def _demo(rows: Rows) -> list[str]:
+def _against_dense(rows: Rows) -> list[str]:
     found: Mapping[str, dict[str, str]] = {r["metric"]: r for r in rows}
     if not {LOSS, BYTES} <= found.keys():
         return []
     loss, size = (float(found[metric]["p50"]) for metric in (LOSS, BYTES))
     where = f"{found[LOSS]['machine']}, {found[LOSS]['date']}"
-    return [f"STEP on a {found[LOSS]['shape']}, ends at {loss:.3f} × its dense baseline's loss with {size:.2f} × the bytes ({where})."]
+    return [f"STEP on a {found[LOSS]['shape']}: {loss:.3f} × its dense baseline's loss with {size:.2f} × the bytes ({where})."]
 
 
 def answers(folder: Path) -> str:
