@@ -1,11 +1,13 @@
 """Stacks of experts: which modules have them, how they are put in front of, and what is multiplied when they are compressed."""
 
 import copy
+import gc
 import importlib
 import inspect
 import pickle
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -269,6 +271,18 @@ def test_stack_sees_new_buffers():
     first.load_state_dict(second.state_dict())
     assert torch.equal(first(x, counts), second(x, counts))
     assert torch.allclose(first.double()(x.double(), counts).float(), second(x, counts), atol=1e-6)
+
+
+def test_a_stack_makes_its_layers_again_after_what_torch_does_not_count():
+    stack, x, counts = CompressedStack(ops.compress(torch.randn(3 * 16, 8), "2:4"), experts=3), torch.randn(5, 8), [2, 0, 3]
+    for act in (nn.Module.eval, CompressedStack.train, nn.Module.cpu, lambda stack: stack.load_state_dict(stack.state_dict())):
+        with torch.no_grad():
+            before, layers = stack(x, counts), weakref.ref(stack.layers[0])
+            stack.values.data.mul_(2)
+            act(stack)
+            gc.collect()
+            assert layers() is None, "what it held is free"
+            assert torch.allclose(stack(x, counts), 2 * before)
 
 
 @pytest.mark.parametrize("kind", KINDS)
