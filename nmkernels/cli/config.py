@@ -59,7 +59,7 @@ class TrainConfig:
         return recipes.get(self.recipe, total_steps=self.steps, **self.options)
 
 
-DEMO: dict[str, Any] = {"recipe": "step:2:4(switch=fixed)", "steps": 500, "batch": 8, "width": 256, "layers": 2}
+DEMO: dict[str, Any] = {"recipe": "step:2:4(switch=fixed)", "steps": 800, "batch": 4, "width": 256, "layers": 2, "lr": 1e-3}
 """Wide enough that generating text gains by 2:4, and short: under two minutes on two cores, dense baseline included. The switch is fixed
 because AutoSwitch's test, which depends on the scale of the gradients, would not decide in a run of this length."""
 

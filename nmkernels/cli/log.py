@@ -28,7 +28,7 @@ ABOUT = {
 }
 SAMPLE_LINES, SAMPLE_COLUMNS = 8, 100
 LOG = "log.csv"
-PHASES = ("dense", "sparse", "sparse, mask held")
+PHASES = ("dense phase", "sparse phase", "fixed mask")
 COLUMNS = ("step", "loss", "val_loss", "lr", "tokens_per_s", "phase", "flip_rate", "density", "decay_ratio")
 
 Rows = list[dict[str, float]]

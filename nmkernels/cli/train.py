@@ -233,7 +233,7 @@ def opening(trainer: Trainer, baseline: bool) -> str:
     """What is about to be trained, and on what."""
     config = trainer.config
     return (
-        f"Training a GPT of {trainer.parameters:,} parameters to continue {trainer.corpus.source} byte by byte: {config.steps:,} steps of "
+        f"Training a GPT of {trainer.parameters:,} parameters on {trainer.corpus.source}, byte by byte: {config.steps:,} steps of "
         f"{config.batch * config.context:,} bytes with {title(config.recipe)}{', then the same dense, to compare' if baseline else ''}."
     )
 

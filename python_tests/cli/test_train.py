@@ -69,7 +69,7 @@ def test_the_demo_warns_of_nothing_and_says_what_was_gained(text, tmp_path, caps
     assert "note:" not in out and not err
     lines, result = out.splitlines(), json.loads((tmp_path / "out" / "result.json").read_text())
     assert lines[0].startswith("Training a GPT of ") and lines[0].endswith(
-        f"to continue {text} byte by byte: 12 steps of 32 bytes with STEP 2:4, then the same dense, to compare."
+        f" parameters on {text}, byte by byte: 12 steps of 32 bytes with STEP 2:4, then the same dense, to compare."
     )
     assert (result["sparse"]["switch_step"], result["sparse"]["switch_reason"], result["sparse"]["remark"]) == (3, "fixed", "")
     # every row of the table is full, and what was gained follows it
@@ -82,7 +82,7 @@ def test_the_demo_of_another_recipe_has_that_ones_options():
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     demo, other = (fresh(settings(parser.parse_args(["--demo", *more]))) for more in ([], ["--recipe", "srste:1:4"]))
-    assert (demo.recipe, demo.options) == ("step:2:4", {"switch": "fixed"}) and demo.build_recipe().bounds() == (125, 125)
+    assert (demo.recipe, demo.options) == ("step:2:4", {"switch": "fixed"}) and demo.build_recipe().bounds() == (200, 200)
     assert (other.recipe, other.options) == ("srste:1:4", {}) and other.model == demo.model and other.steps == demo.steps
 
 

@@ -42,13 +42,13 @@ def test_a_log_prints_a_bar_on_a_terminal_and_else_lines(tmp_path, terminal):
     assert read_log(tmp_path / "log.csv")[0] == {"step": 2, **{k: v for k, v in row.items() if k != "extra"}}
     said = stream.getvalue()
     assert ("\r" in said) == terminal
-    line = "a  step  2/10  loss 1.500  sparse  mask changes 1.00%  2.0k bytes/s\n"
+    line = "a  step  2/10  loss 1.500  sparse phase  mask changes 1.00%  2.0k bytes/s\n"
     assert ("loss 2.000  validation 3.000" if terminal else line) in said
 
 
 @each(
     "phase, flips, said",
-    [(0, 0.0, "dense"), (2, 0.5, "sparse, mask held"), (1, float("nan"), "sparse"), (1, 0.0, "sparse  mask changes 0.00%")],
+    [(0, 0.0, "dense phase"), (2, 0.5, "fixed mask"), (1, float("nan"), "sparse phase"), (1, 0.0, "sparse phase  mask changes 0.00%")],
 )
 def test_a_line_says_in_words_what_the_mask_does(tmp_path, phase, flips, said):
     stream = io.StringIO()

@@ -121,7 +121,7 @@ def test_another_run_s_checkpoint_is_refused(stopped, text, capsys):
         (["--recipe", "srste:2:4"], "recipe is step:2:4 there and srste:2:4 here"),
         (["--width", "64", "--seed", "1"], "width is 32 there and 64 here; seed is 0 there and 1 here"),
         (["--set", "clamp=None"], "options is {} there and {'clamp': None} here"),
-        (["--demo"], "steps is 12 there and 500 here; batch is 2 there and 8 here; width is 32 there and 256 here"),
+        (["--demo"], "steps is 12 there and 800 here; batch is 2 there and 4 here; width is 32 there and 256 here"),
     ):
         assert train(text, stopped, "--resume", *options, sizes=[]) == 2
         error = capsys.readouterr().err
