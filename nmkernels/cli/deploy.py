@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FILE, DENSE_FILE, SAMPLE_FILE = "model.safetensors", "model-dense.safetensors", "sample.txt"
 PROMPT = b"def "
-SPEED_TOKENS, SPEED_ROUNDS = 64, 5
+SPEED_TOKENS, SPEED_ROUNDS = 64, 15
 SAMPLE_TOKENS = 320
 
 
