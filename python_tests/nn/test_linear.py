@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import nmkernels as nm
+from nmkernels.nn.gather import HOOKS
 from nmkernels.testing import equal_bits
 from python_tests import plain
 
@@ -196,29 +197,47 @@ def test_the_advice_for_a_lora_keeps_pattern_and_result():
         torch.testing.assert_close(one(x), want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without distributed")
-def test_replicated_buffers_become_plain_ones_and_a_mask_is_split_as_the_weight_is():
+@pytest.fixture
+def mesh():
+    """The second of two ranks, of which the other is not there."""
+    if not torch.distributed.is_available():
+        pytest.skip("torch is built without distributed")
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        layer, mask, plain = nm.SparseLinear(16, 8), torch.arange(128.0).reshape(8, 16), torch.ones(3)
+    yield init_device_mesh("cpu", (2,))
+    torch.distributed.destroy_process_group()
 
-        def replicated(tensor):
-            return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
 
-        def taken(**buffers):
-            layer._buffers.update(buffers)
-            layer.take_buffers()
-            return [layer._buffers[name] for name in buffers]
+def shared(tensor, mesh, shard=None):
+    """``tensor`` as a DTensor, replicated, or this rank's half of its rows."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        whole, number, same = taken(nm_mask=replicated(mask), nm_beta=replicated(torch.tensor(2.0)), nm_other=plain)
-        assert type(whole) is type(number) is torch.Tensor and torch.equal(whole, mask) and number == 2 and same is plain
-        layer.weight = nn.Parameter(DTensor.from_local(layer.weight.detach()[4:], mesh, [Shard(0)], run_check=False))
-        part, number = taken(nm_mask=replicated(mask), nm_beta=replicated(torch.tensor(2.0)))
-        assert type(part) is torch.Tensor and torch.equal(part, mask[4:]) and number == 2
-    finally:
-        torch.distributed.destroy_process_group()
+    return DTensor.from_local(tensor, mesh, [Replicate() if shard is None else Shard(shard)], run_check=False)
+
+
+def test_replicated_buffers_become_plain_ones_and_a_mask_is_split_as_the_weight_is(mesh):
+    layer, mask, plain = nm.SparseLinear(16, 8), torch.arange(128.0).reshape(8, 16), torch.ones(3)
+
+    def taken(**buffers):
+        layer._buffers.update(buffers)
+        layer.take_buffers()
+        return [layer._buffers[name] for name in buffers]
+
+    whole, number, same = taken(nm_mask=shared(mask, mesh), nm_beta=shared(torch.tensor(2.0), mesh), nm_other=plain)
+    assert type(whole) is type(number) is torch.Tensor and torch.equal(whole, mask) and number == 2 and same is plain
+    layer.weight = nn.Parameter(shared(layer.weight.detach()[4:], mesh, 0))
+    part, number = taken(nm_mask=shared(mask, mesh), nm_beta=shared(torch.tensor(2.0), mesh))
+    assert type(part) is torch.Tensor and torch.equal(part, mask[4:]) and number == 2
+
+
+def test_what_gathers_a_shard_is_where_fsdp_looks_for_it_also_after_loading_by_assignment(mesh):
+    layer = nm.SparseLinear(16, 8)
+    layer.adopt_shard()
+    assert layer.gather is None, "a whole weight is not gathered"
+    for rows in (layer.weight.detach()[4:], torch.randn(4, 16)):
+        layer.weight = nn.Parameter(shared(rows, mesh, 0))
+        layer.adopt_shard()
+        assert layer.gather.parameter is layer.weight
+        assert [getattr(layer.weight._local_tensor, name) for name in HOOKS] == [getattr(layer.gather, name) for name in HOOKS]

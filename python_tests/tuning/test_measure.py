@@ -57,6 +57,12 @@ def test_the_right_ones_are_timed_and_the_others_named_with_the_reason() -> None
     assert found.line("x")["us"] == {"torch": 4.0, "fast": 1.0}
 
 
+def test_one_that_fails_while_it_is_timed_is_refused() -> None:
+    late = Candidate("late", lambda out: out.copy_(EXACT), lambda: [lambda: raises(RuntimeError("late"))()])
+    found = measure("a problem", [candidate("torch"), late], Validator(EXACT, EXACT.float()), Timer(torch.device("cpu")), budget=0.0)
+    assert list(found.seconds) == ["torch"] and found.refused == {"late": "RuntimeError: late"}
+
+
 @each("seconds, best", [((1.0, 1.0 / LEAST_GAIN), "new"), ((1.0, 0.99), "torch"), ((1.0, 2.0), "torch"), ((1.0, 0.5), "new")])
 def test_the_baseline_stays_unless_another_gains_more_than_noise(seconds: tuple[float, float], best: str) -> None:
     found = Found("a problem", "torch", dict(zip(("torch", "new"), seconds, strict=True)))
