@@ -106,7 +106,7 @@ def _remarks(sparse: dict[str, Any], baseline: dict[str, Any] | None) -> str:
 
 
 def _sample(text: str) -> str:
-    lines = [line.expandtabs(4).rstrip()[:SAMPLE_COLUMNS] for line in text.splitlines()]
+    lines = [line.expandtabs(4)[:SAMPLE_COLUMNS].rstrip() for line in text.splitlines()]
     lines = [line for line in lines if line][:SAMPLE_LINES]
     printable = "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines)
     return 'The model continues "def ":\n' + textwrap.indent(printable, "  | ", lambda _: True)

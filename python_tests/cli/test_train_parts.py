@@ -127,7 +127,13 @@ def test_speeds_take_turns_and_leave_the_warm_up_out(monkeypatch):
 
 
 def test_the_summary_says_what_was_gained_and_hides_control_characters():
-    sparse = {"seconds": 3.0, "switch_step": 4, "val_loss": 1.01, "train_tokens_per_s": 90.0, "sample": "def a(\x1b[31m)\n\tpass"}
+    sparse = {
+        "seconds": 3.0,
+        "switch_step": 4,
+        "val_loss": 1.01,
+        "train_tokens_per_s": 90.0,
+        "sample": "def a(\x1b[31m)\n\tpass" + 200 * " " + ".",
+    }
     sparse["reload"] = {"identical": True, "max_difference_to_dense": 1e-6}
     sparse["bytes"] = {"layers_dense": 1000, "layers_compressed": 531, "file_dense": 2000, "file_compressed": 1531}
     sparse["tokens_per_s"] = {"dense": 100.0, "compressed": 50.0}
@@ -142,7 +148,7 @@ def test_the_summary_says_what_was_gained_and_hides_control_characters():
         "  speed  text is generated 0.50 times as fast: at this size, on this machine, the compressed form saves memory and not time",
         "  loss   1.0% higher on validation text",
     ]
-    assert "def a(?[31m)" in text and "validation loss is" not in text
+    assert "  | def a(?[31m)\n  |     pass\n" in text and "validation loss is" not in text
     assert "\x1b" not in text
     sparse["remark"] = "STEP: the switch came at T_max"
     assert "sparse from there.\n\nSTEP: the switch came at T_max\n" in summary(result)
