@@ -1,4 +1,5 @@
-"""Chains of linear layers whose hidden channels may change places without changing what the model computes, as torch.fx can prove it."""
+"""Chains of linear layers, or of convolutions, whose hidden channels may change places without changing what the model computes, as
+torch.fx can prove it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ..layouts import CONV1D, MATRICES
+from ..layouts import CONV1D, CONV2D, MATRICES
 from .linear import NMWeight
 from .swap import is_conv1d
 
@@ -42,6 +43,16 @@ METHODS = frozenset(
         *("to", "float", "half", "bfloat16", "double", "type_as", "contiguous", "clone"),
     }
 )
+BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
+IMAGE_MODULES = frozenset(
+    {
+        *(*BATCH_NORMS, nn.MaxPool2d, nn.AvgPool2d, nn.LPPool2d, nn.AdaptiveMaxPool2d, nn.AdaptiveAvgPool2d, nn.Dropout2d),
+        *(nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d, nn.ZeroPad2d, nn.ReflectionPad2d, nn.ReplicationPad2d),
+    }
+)
+"""Modules that treat each channel of an image by itself; of what lies along its last dimension, as a linear layer's channels do, they
+do not."""
+IMAGE_FUNCTIONS = frozenset({F.max_pool2d, F.avg_pool2d, F.adaptive_max_pool2d, F.adaptive_avg_pool2d, F.interpolate, F.dropout2d})
 HARMLESS = frozenset({"shape", "dtype", "device", "ndim"})
 """Attributes that do not depend on the order of channels."""
 
@@ -53,6 +64,17 @@ BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 def is_plain_linear(module: nn.Module) -> bool:
     """True for layers whose GEMM is y = x Wᵀ + b and nothing else: ``nn.Linear`` itself, ``Conv1D`` itself, our sparse ones."""
     return type(module) is nn.Linear or is_conv1d(module) or (isinstance(module, NMWeight) and module.layout in MATRICES)
+
+
+def is_plain_conv(module: nn.Module) -> bool:
+    """True for ``nn.Conv2d`` itself and our sparse one, where each output sums over all channels."""
+    sparse = isinstance(module, NMWeight) and module.layout == CONV2D
+    return sparse or (type(module) is nn.Conv2d and module.groups == 1)
+
+
+def is_depthwise(module: nn.Module) -> bool:
+    """True for an ``nn.Conv2d`` that treats each channel by itself."""
+    return type(module) is nn.Conv2d and module.groups == module.in_channels == module.out_channels > 1
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -70,15 +92,20 @@ class Trace:
     modules: dict[str, nn.Module]
 
     def kind(self, node: fx.Node) -> str:
-        """``"linear"``, ``"elementwise"``, ``"harmless"`` (reads no values), or ``"other"``."""
+        """``"layer"`` (linear or a convolution), ``"elementwise"``, ``"image"`` (each channel of an image by itself), ``"harmless"``
+        (reads no values), or ``"other"``."""
         target = node.target
         if node.op == "call_module":
             module = self.modules[str(target)]
-            if is_plain_linear(module):
-                return "linear" if len(node.args) == 1 and not node.kwargs and isinstance(node.args[0], fx.Node) else "other"
-            single = isinstance(module, nn.PReLU) and module.num_parameters == 1
-            touched = has_hooks(module) or "forward" in module.__dict__
-            return "elementwise" if (type(module) in MODULES or single) and not touched else "other"
+            if is_plain_linear(module) or is_plain_conv(module):
+                return "layer" if len(node.args) == 1 and not node.kwargs and isinstance(node.args[0], fx.Node) else "other"
+            if has_hooks(module) or "forward" in module.__dict__:
+                return "other"
+            if type(module) in MODULES or (isinstance(module, nn.PReLU) and module.num_parameters == 1):
+                return "elementwise"
+            return "image" if type(module) in IMAGE_MODULES or is_depthwise(module) else "other"
+        if node.op == "call_function" and target in IMAGE_FUNCTIONS:
+            return "image"
         if (target is getattr and node.args[1] in HARMLESS) or (node.op == "call_method" and target in ("size", "dim")):
             return "harmless"
         known = {"call_method": METHODS, "call_function": FUNCTIONS}.get(node.op, ())
@@ -101,7 +128,7 @@ class _Tracer(fx.Tracer):
         self.opaque, self.entered = opaque, set[int]()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if id(m) in self.opaque or has_hooks(m) or isinstance(m, (nn.Linear, NMWeight)) or is_conv1d(m):
+        if id(m) in self.opaque or has_hooks(m) or isinstance(m, (nn.Linear, nn.Conv2d, NMWeight)) or is_conv1d(m):
             return True
         return bool(super().is_leaf_module(m, module_qualified_name))
 
@@ -126,7 +153,7 @@ def trace(model: nn.Module) -> tuple[list[Trace], str]:
     opaque: set[int] = set()
     found: dict[int, list[Trace]] = {}
     for module in reversed(list(skeleton.modules())):  # children first
-        if is_plain_linear(module) or isinstance(module, NO_CALL):
+        if is_plain_linear(module) or isinstance(module, (nn.Conv2d, *NO_CALL)):
             continue
         if type(module) in BLOCKS and "forward" not in module.__dict__:
             found[id(module)] = [_block(module, names)]
@@ -187,37 +214,45 @@ def _block(module: nn.Module, names: dict[int, str]) -> Trace:
 
 @dataclass(frozen=True)
 class Chain:
-    """Names of linear layers that write, and of those that read, one set of ``channels`` and nothing else does; one layer may do both.
+    """Names of layers, linear ones or convolutions, that write, and of those that read, one set of ``channels`` and nothing else does; one
+    layer may do both.
 
     With any permutation P of the channels, ``rows`` of the producers' weights and biases and ``columns`` of the consumers' weights
-    taken in the order P leave the model's function as it is.
+    taken in the order P leave the model's function as it is; so do the tensors of what lies ``between`` convolutions and has some for
+    each channel (batch norms, depthwise convolutions).
     """
 
     producers: tuple[str, ...]
     consumers: tuple[str, ...]
     channels: int
+    between: tuple[str, ...] = ()
 
 
 def find_chains(model: nn.Module) -> tuple[list[Chain], dict[str, str]]:
-    """Every chain that can be proved, and for each linear layer in none of them as a consumer the reason.
+    """Every chain that can be proved, and for each linear layer and convolution in none of them as a consumer the reason.
 
     Proved is what ``torch.fx`` shows of the largest modules that it can trace, in training and in eval mode, with optional arguments
     given and not: channels written only by plain linear layers, passed only through elementwise operations, read only by plain linear
-    layers. All else is an obstacle. A module that cannot be traced is taken to call its children, and not to reach into them for
+    layers; or the same of convolutions, where what treats each channel by itself may lie between too, such as pooling and batch norms.
+    All else is an obstacle. A module that cannot be traced is taken to call its children, and not to reach into them for
     grandchildren or weights.
 
     Example:
         >>> find_chains(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
-        ([Chain(producers=('0',), consumers=('2',), channels=8)], {'0': 'its input comes from the input of the model'})
+        ([Chain(producers=('0',), consumers=('2',), channels=8, between=())], {'0': 'its input comes from the input of the model'})
     """
-    linears = {name: m for name, m in model.named_modules() if is_plain_linear(m)}
+    layers = {name: m for name, m in model.named_modules() if is_plain_linear(m) or is_plain_conv(m)}
     traces, why = trace(model)
     unfit = _Fitness(model)
     chains: list[Chain] = []
     reasons: dict[str, str] = {}
-    for producers, consumers, obstacles in _Channels(traces).spaces():
-        obstacles += [f"{name} {said}" for name in sorted({*producers, *consumers}) if (said := unfit(linears[name]))]
-        chain = Chain(tuple(producers), tuple(consumers), 0)
+    for producers, consumers, between, obstacles in _Channels(traces).spaces():
+        here = sorted({*producers, *consumers, *between})
+        obstacles += [f"{name} {said}" for name in here if (said := unfit(model.get_submodule(name)))]
+        images = sorted({is_plain_conv(layers[name]) for name in (*producers, *consumers)})
+        if len(images) > 1:
+            obstacles.append("linear layers and convolutions have their channels along different dimensions")
+        chain = Chain(tuple(producers), tuple(consumers), 0, tuple(between))
         widths = set() if obstacles else {p.shape[dim] for p, dim in channel_parameters(model, chain)}
         if len(widths) > 1:
             obstacles.append(f"its layers differ in width: {sorted(widths)}")
@@ -226,12 +261,12 @@ def find_chains(model: nn.Module) -> tuple[list[Chain], dict[str, str]]:
         else:
             chains.append(replace(chain, channels=widths.pop()))
     found = {name for chain in chains for name in chain.consumers}
-    hidden = {name: why or "the module around it cannot be traced" for name in linears if name not in found | reasons.keys()}
-    return sorted(chains, key=lambda c: c.consumers), {name: {**hidden, **reasons}[name] for name in linears if name not in found}
+    hidden = {name: why or "the module around it cannot be traced" for name in layers if name not in found | reasons.keys()}
+    return sorted(chains, key=lambda c: c.consumers), {name: {**hidden, **reasons}[name] for name in layers if name not in found}
 
 
-def channel_parameters(model: nn.Module, chain: Chain) -> Iterator[tuple[nn.Parameter, int]]:
-    """Every parameter that carries the channels of ``chain``, with the dimension they lie along."""
+def channel_parameters(model: nn.Module, chain: Chain) -> Iterator[tuple[Tensor, int]]:
+    """Every Parameter, and buffer of a batch norm, that has the channels of ``chain``, with the dimension they lie along."""
     for names, writes in ((chain.producers, True), (chain.consumers, False)):
         for name in names:
             linear: Any = model.get_submodule(name)
@@ -239,12 +274,19 @@ def channel_parameters(model: nn.Module, chain: Chain) -> Iterator[tuple[nn.Para
             yield linear.weight, int(transposed == writes)
             if writes and linear.bias is not None:
                 yield linear.bias, 0
+    for name in chain.between:
+        module: Any = model.get_submodule(name)
+        yield from ((t, 0) for key in TENSORS if (t := getattr(module, key, None)) is not None)
 
 
 @torch.no_grad()
 def reorder_(tensor: Tensor, dim: int, order: Tensor) -> None:
     """Take ``tensor`` along ``dim`` in ``order``, in place."""
     tensor.copy_(tensor.index_select(dim, order.to(tensor.device)))
+
+
+TENSORS = ("weight", "bias", "running_mean", "running_var")
+"""What a layer, or a batch norm, has for each channel."""
 
 
 class _Fitness:
@@ -255,10 +297,12 @@ class _Fitness:
         tensors = [t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         self.storages = Counter(_storage(t) for t in tensors if not isinstance(t, nn.parameter.UninitializedParameter))
 
-    def __call__(self, linear: nn.Module) -> str:
+    def __call__(self, layer: nn.Module) -> str:
+        norm = isinstance(layer, BATCH_NORMS)
+        dims = 1 if norm else 4 if is_plain_conv(layer) or is_depthwise(layer) else 2
         for key in ("weight", "bias"):
-            p = linear._parameters.get(key)
-            if p is None and (key == "weight" or getattr(linear, key, None) is not None):
+            p = layer._parameters.get(key)
+            if p is None and ((key == "weight" and not norm) or getattr(layer, key, None) is not None):
                 return f"computes its {key} from other tensors"
             if p is None:
                 continue
@@ -268,15 +312,15 @@ class _Fitness:
                 return f"shares its {key} with another module"
             if not p.requires_grad:
                 return f"is frozen: its {key} wants no gradient"
-            if key == "weight" and p.dim() != 2:
-                return "has a weight that is not a matrix"
-        if (set(linear._parameters) | set(linear._buffers)) - {"weight", "bias"}:
-            return "keeps further tensors beside its weight and bias"
-        if self.places[id(linear)] > 1:
+            if key == "weight" and p.dim() != dims:
+                return f"has a weight that is not of {dims} dimensions"
+        if (set(layer._parameters) | set(layer._buffers)) - {*TENSORS, "num_batches_tracked"}:
+            return "keeps further tensors with its weight and bias"
+        if self.places[id(layer)] > 1:
             return "is registered under several names"
-        if "forward" in linear.__dict__:
+        if "forward" in layer.__dict__:
             return "has its forward replaced"
-        return "has hooks" if has_hooks(linear) else ""
+        return "has hooks" if has_hooks(layer) else ""
 
 
 def _storage(tensor: Tensor) -> tuple[object, ...]:
@@ -291,7 +335,10 @@ class _Channels:
     def __init__(self, traces: list[Trace]) -> None:
         self.parent: dict[object, object] = {}
         self.obstacles: list[tuple[object, str]] = []
-        self.linears: set[str] = set()
+        self.images: list[tuple[object, str]] = []
+        """Obstacles where the channels are those of linear layers."""
+        self.layers: dict[str, nn.Module] = {}
+        self.between: set[str] = set()
         for t in traces:
             for node in t.nodes:
                 self._visit(t, node)
@@ -301,22 +348,36 @@ class _Channels:
         if kind == "harmless":
             return
         inputs = [i for i in node.all_input_nodes if t.kind(i) != "harmless"]
-        if kind == "linear":
+        if node.op == "get_attr" and any(t.kind(user) != "harmless" for user in node.users):
+            owner, _, key = str(node.target).rpartition(".")
+            said = f"the {key} of {t.names.get(owner)} is read outside that layer too"
+            self.obstacles += [((end, t.names.get(owner)), said) for end in ("in", "out", "between")]
+        if kind == "layer":
             name = t.names[str(node.target)]
-            self.linears.add(name)
+            self.layers[name] = t.modules[str(node.target)]
             for i in inputs:
                 self._join(("in", name), self._key(t, i))
-        elif kind == "elementwise":
+        elif kind in ("elementwise", "image"):
             for i in inputs:
                 self._join(self._key(t, node), self._key(t, i))
+            if kind == "image":
+                self._visit_image(t, node)
         else:
             said = t.describe(node)
             self.obstacles.append((self._key(t, node), f"its input comes from {said}"))
             self.obstacles += [(self._key(t, i), f"its input also goes to {said}") for i in inputs]
 
+    def _visit_image(self, t: Trace, node: fx.Node) -> None:
+        key = self._key(t, node)
+        self.images.append((key, f"its input comes from {t.describe(node)}"))
+        if node.op == "call_module" and {*t.modules[str(node.target)]._parameters, *t.modules[str(node.target)]._buffers}:
+            name = t.names[str(node.target)]
+            self.between.add(name)
+            self._join(("between", name), key)
+
     @staticmethod
     def _key(t: Trace, node: fx.Node) -> object:
-        return ("out", t.names[str(node.target)]) if t.kind(node) == "linear" else node
+        return ("out", t.names[str(node.target)]) if t.kind(node) == "layer" else node
 
     def _find(self, key: object) -> object:
         while self.parent.setdefault(key, key) != key:
@@ -326,13 +387,21 @@ class _Channels:
     def _join(self, a: object, b: object) -> None:
         self.parent[self._find(a)] = self._find(b)
 
-    def spaces(self) -> list[tuple[list[str], list[str], list[str]]]:
-        """The sets of channels that linear layers touch: who writes each, who reads it, both in order, and what else touches it."""
-        spaces: dict[object, tuple[list[str], list[str], list[str]]] = defaultdict(lambda: ([], [], []))
-        for name in sorted(self.linears):
-            spaces[self._find(("out", name))][0].append(name)
-            spaces[self._find(("in", name))][1].append(name)
-        for key, said in self.obstacles:
+    def spaces(self) -> list[tuple[list[str], list[str], list[str], list[str]]]:
+        """The sets of channels that layers touch: who writes each, who reads it, what lies between with tensors for each channel, all in
+        order, and what else touches it."""
+        spaces: dict[object, tuple[list[str], list[str], list[str], list[str]]] = defaultdict(lambda: ([], [], [], []))
+        linear: set[object] = set()
+        for name in sorted(self.layers):
+            for end, names in (("out", 0), ("in", 1)):
+                root = self._find((end, name))
+                spaces[root][names].append(name)
+                if not is_plain_conv(self.layers[name]):
+                    linear.add(root)
+        for name in sorted(self.between):
+            if (root := self._find(("between", name))) in spaces:
+                spaces[root][2].append(name)
+        for key, said in [*self.obstacles, *((k, said) for k, said in self.images if self._find(k) in linear)]:
             if (root := self._find(key)) in spaces:
-                spaces[root][2].append(said)
+                spaces[root][3].append(said)
         return list(spaces.values())

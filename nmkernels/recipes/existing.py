@@ -11,7 +11,7 @@ from .. import ops
 from ..pattern import Pattern, PatternLike, RecipeError
 from .handle import Handle
 from .methods.asp import ASP
-from .sparsify import FilterFn, _candidates, sparsify_
+from .sparsify import FilterFn, candidates, sparsify_
 
 GROUPS = (4, 8, 16, 32)
 """The M that are looked for."""
@@ -63,7 +63,7 @@ def adopt(model: nn.Module, pattern: PatternLike | None = None, filter_fn: Filte
     """
     wanted = None if pattern is None else Pattern(pattern)
     weights, dense = {}, []
-    for c in _candidates(model, wanted or Pattern("1:1"), None):
+    for c in candidates(model, wanted or Pattern("1:1"), None):
         if c.linear and not c.impossible and (filter_fn is None or filter_fn(c.module, c.name)):
             weights[c.name] = c.matrix
             dense.append(f"{c.name}: {100 * float(c.matrix.eq(0).double().mean()):.0f} % zeros")

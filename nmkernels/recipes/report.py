@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 
@@ -58,6 +59,10 @@ class Report:
     def skipped(self) -> list[Entry]:
         """The layers that were left dense."""
         return [e for e in self.entries if not e.sparse]
+
+    def explain(self, reasons: Mapping[str, str]) -> None:
+        """Say of layers that a filter left dense why it did, by name."""
+        self.entries = [replace(e, reason=reasons[e.name]) if not e.sparse and e.name in reasons else e for e in self.entries]
 
     def __str__(self) -> str:
         rows = [("layer", "kind", "shape", "sparse", "why")]

@@ -90,7 +90,7 @@ def select(
 ) -> tuple[list[Candidate], Report]:
     """The layers to make ``pattern`` sparse and the report on all of them, as ``recipe`` takes them; nothing is changed."""
     chosen, report = [], Report()
-    for c in _candidates(model, pattern, recipe):
+    for c in candidates(model, pattern, recipe):
         kind = type(c.module).__name__
         if not c.linear:
             report.entries.append(Entry(c.name, kind, c.shape, False, c.impossible, linear=False))
@@ -106,7 +106,8 @@ def select(
     return chosen, report
 
 
-def _candidates(model: nn.Module, pattern: Pattern, recipe: Recipe | None) -> Iterator[Candidate]:
+def candidates(model: nn.Module, pattern: Pattern, recipe: Recipe | None) -> Iterator[Candidate]:
+    """Everything in ``model`` that has a weight, norms apart."""
     # a module may stand under several names; only a parameter of several modules is tied
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     bypassed = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}

@@ -12,6 +12,8 @@ import nmkernels as nm
 from nmkernels.integrations.asp import ASP
 from nmkernels.pattern import RecipeError
 
+pytestmark = pytest.mark.filterwarnings("ignore:ASP. layers that stay dense. 4 .tiny")
+
 
 @pytest.fixture(autouse=True)
 def fresh():
@@ -107,3 +109,78 @@ def test_refused_in_words():
         ASP.compute_sparse_masks()
     with pytest.raises(RecipeError, match="dense checkpoint"):
         ASP.restore_pruned_weights()
+
+
+def cnn(*head):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), *head)
+
+
+def test_a_model_of_convolutions_alone():
+    model = cnn()
+    handle = ASP.init_model_for_pruning(model, allow_permutation=False)
+    ASP.compute_sparse_masks()
+    assert list(handle.layers) == ["0", "2"] and all((layer.weight == 0).double().mean() == 0.5 for layer in handle.layers.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", [(), (nn.Flatten(), nn.Linear(256, 64))], ids=["alone", "with a linear layer"])
+def test_convolutions_are_pruned_and_reordered(head):
+    model = cnn(*head)
+    handle = ASP.prune_trained_model(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for layer in handle.layers.values():
+        assert (layer.weight == 0).double().mean() == 0.5
+    assert list(handle.layers) == ["0", "2", *(["4"] if head else [])]
+    assert handle.report.channels["2"].startswith("reordered with the outputs of 0")
+    assert all(handle.report.channels[name].startswith("left alone: its input comes from") for name in handle.layers if name != "2")
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.line, self.fc = nn.Conv2d(3, 16, 3), nn.Conv1d(16, 16, 3), nn.Linear(16, 16)
+        self.frozen, self.out = nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 4)
+
+
+def test_what_stays_dense_is_said():
+    with pytest.warns(UserWarning, match="ASP: layers that stay dense") as caught:
+        handle = ASP.init_model_for_pruning(Mixed(), disallowed_layer_names=[])
+    (said,) = [str(w.message) for w in caught]
+    for part in [
+        "stem (a convolution whose in_channels=3",
+        "line (a convolution of another kind",
+        "frozen (its weight is frozen)",
+        "out (tiny",
+    ]:
+        assert part in said
+    assert list(handle.layers) == ["fc"]
+    with pytest.warns(UserWarning, match=r"stay dense: frozen \(its weight is frozen\)\. print"):
+        handle = ASP.init_model_for_pruning(Mixed(), whitelist=[nn.Linear], disallowed_layer_names=["out"])
+    reasons = {e.name: e.reason for e in handle.report.entries}
+    assert reasons["out"] == "it is in disallowed_layer_names" and reasons["frozen"] == "its weight is frozen"
+
+
+@pytest.mark.filterwarnings("ignore:ASP. layers that stay dense")
+def test_names_and_classes_narrow_the_choice_as_in_apex():
+    handle = ASP.init_model_for_pruning(cnn(nn.Flatten(), nn.Linear(256, 64)), whitelist=[nn.Conv2d], allowed_layer_names=["0"])
+    assert list(handle.layers) == ["0"]
+    for given, said in [
+        ({"allowed_layer_names": ["4"], "whitelist": [nn.Conv2d]}, "'4': its class is not in whitelist"),
+        ({"allowed_layer_names": ["1"]}, "'1': it is no layer with a weight"),
+        ({"allowed_layer_names": ["0", "nowhere"]}, "'nowhere', which is no layer"),
+        ({"disallowed_layer_names": ["module.0"]}, "disallowed_layer_names names 'module.0'"),
+        ({"whitelist": [nn.Embedding]}, "whitelist names Embedding"),
+        ({"disallowed_layer_names": ["0", "2", "4"]}, "no layer of the model can be pruned .* 0: it is in disallowed"),
+    ]:
+        model = cnn(nn.Flatten(), nn.Linear(256, 64))
+        with pytest.raises(RecipeError, match=said):
+            ASP.init_model_for_pruning(model, **given)
+        assert type(model[0]) is nn.Conv2d
+
+
+def test_an_optimizer_that_comes_after_the_masks_is_not_ignored():
+    model = mlp()
+    ASP.init_model_for_pruning(model, allowed_layer_names=["0", "2"])
+    ASP.compute_sparse_masks()
+    with pytest.raises(RecipeError, match="would fill the zeros"):
+        ASP.init_optimizer_for_pruning(torch.optim.SGD(model.parameters(), lr=0.1))

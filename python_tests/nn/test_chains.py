@@ -54,6 +54,7 @@ LEFT = {
     "dropped channels": (lambda m, x: m.b(m.act(m.a(x))), "act (Dropout1d)", {"act": nn.Dropout1d()}),
     "in place": (lambda m, x: m.b(m.a(x).mul_(2)), "mul_", {}),
     "weight read": (lambda m, x: m.b(F.linear(x, m.a.weight)), "linear", {}),
+    "weight read too": (lambda m, x: m.b(m.a(x).relu()) + F.linear(x, m.a.weight.t()), "the weight of a is read outside", {}),
     "broadcast": (lambda m, x: m.b(m.a(x) * m.gate(x)), "differ in width", {"gate": nn.Linear(8, 1)}),
     "constant": (lambda m, x: m.b(m.a(x) * torch.arange(8.0)), "_tensor_constant", {}),
     "buffer": (lambda m, x: m.b(m.a(x) + m.norm.running_mean), "running_mean", {"norm": nn.BatchNorm1d(8)}),

@@ -151,6 +151,35 @@ def test_parameters_of_an_unknown_optimizer():
     assert torch.equal(model[0].bias, mlp()[0].bias)
 
 
+def test_convolutions_are_pruned_and_reordered_too():
+    """The new order goes through a batch norm, its statistics and the moments; the mask keeps more, and without a mask nothing changes."""
+    torch.manual_seed(0)
+    body = nn.Conv2d(16, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 16, 3)
+    model = nn.Sequential(*body, nn.Flatten(), nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 16))
+    x = torch.randn(4, 16, 10, 10)
+    handle = nm.sparsify_(model, ASP("2:4", permute=True, escapes=FEW, start=2))
+    optimizer = handle.attach(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    assert list(handle.layers) == ["0", "4", "6", "8"] and "input of the model" in handle.report.channels["0"]
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        dense, grads = copy.deepcopy(model), {name: p.grad.clone() for name, p in model.named_parameters()}
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.step()
+    assert handle.report.channels["4"].startswith("reordered with the outputs of 0: ")
+    assert handle.report.channels["8"].startswith("reordered with the outputs of 6: ")
+    assert "Flatten" in handle.report.channels["6"]
+    order = torch.tensor([int((dense[1].running_var == v).nonzero()) for v in model[1].running_var])
+    assert sorted(order.tolist()) == list(range(32)) != order.tolist()
+    assert torch.equal(model[1].running_mean, dense[1].running_mean[order])
+    assert torch.equal(model[0].bias.grad, grads["0.bias"][order])
+    assert torch.equal(model[4].weight.grad, grads["4.weight"][:, order])
+    rows = dense[4].weight.detach().permute(0, 2, 3, 1).reshape(16, -1)
+    assert model[4].weight.detach().abs().sum() > nm.ops.prune(rows, "2:4").abs().sum() * 1.005
+    handle.finish()
+    nm.compress_(model)(x)
+
+
 def test_long_searches_log(caplog, monkeypatch):
     clock = iter(range(0, 10**6, 11))
     monkeypatch.setattr(permutation.time, "monotonic", lambda: next(clock))

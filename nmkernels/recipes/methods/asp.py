@@ -26,7 +26,8 @@ class ASP(ScheduledRecipe):
             before it prunes without ``permute``.
         permute: just before pruning, reorder hidden channels so that the mask keeps more of the score (``search_permutation``), with
             gradients and moments; the model's function is the same up to rounding. Only chains of linear layers with nothing but
-            elementwise operations between are touched (``nn.find_chains``); ``handle.report`` says what each gained.
+            elementwise operations between are touched, and chains of convolutions with pooling and batch norms too
+            (``nn.find_chains``); ``handle.report`` says what each gained, or why it is pruned in the order that it has.
         escapes, seed: of that search.
 
     Raises:
@@ -63,9 +64,7 @@ class ASP(ScheduledRecipe):
         whole = "reorders the channels of whole weights" if self.permute else ""
         if self.score == "wanda":
             whole = "ranks weights by all inputs that their layers have seen"
-        only = "reorders the channels of linear layers" if self.permute else ""
-        if self.score == "wanda":
-            only = "ranks weights by what linear layers have seen"
+        only = "ranks weights by what linear layers have seen" if self.score == "wanda" else ""
         return Setup(mask_score=self.score, channels=search, needs_whole=whole, linear_only=only)
 
     @cached_property

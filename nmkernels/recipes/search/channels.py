@@ -20,6 +20,9 @@ log.addHandler(logging.NullHandler())
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
+OTHERS = "experts that are stacked in one tensor"
+"""What ``find_chains`` does not speak of."""
+
 
 class Channels:
     """The channel permutations of one handle: ``report`` has every layer's gain, or why its channels stay where they are.
@@ -37,7 +40,7 @@ class Channels:
             for c in chains
             for name in c.consumers
         }
-        report.channels = {name: possible.get(name) or f"left alone: {reasons[name]}" for name in layers}
+        report.channels = {name: possible.get(name) or f"left alone: {reasons.get(name, OTHERS)}" for name in layers}
 
     def permute_(self, score: Callable[[str], Tensor], optimizers: Optimizers = ()) -> dict[str, Found]:
         """Reorder every chain that gains by it, in place: weights, biases, their gradients and what optimizers keep for them.
@@ -82,9 +85,9 @@ class Channels:
                 module.effective.drop()
 
     def _search(self, score: Callable[[str], Tensor], optimizers: Optimizers) -> list[tuple[Chain, Found]]:
-        """Chains with orders that gain; hooks and ties may have come since ``sparsify_``, so they are looked for anew."""
+        """Chains with orders that gain; hooks and ties may have come since ``sparsify_``, so they are looked for again."""
         chains, reasons = find_chains(self.model)
-        self.report.channels = {name: f"left alone: {reasons.get(name, '')}" for name in self.layers}
+        self.report.channels = {name: f"left alone: {reasons.get(name, OTHERS)}" for name in self.layers}
         self.kept = {}
         if not all(bool(torch.isfinite(layer.weight).all()) for layer in self.layers.values()):
             self.report.channels = dict.fromkeys(self.layers, "left alone: a weight of the model is not finite")
@@ -96,7 +99,8 @@ class Channels:
             if said:
                 self.report.channels.update(dict.fromkeys(sparse, f"left alone: {said}"))
             elif sparse:
-                scores = torch.cat([score(name) for name in sparse])
+                # of a convolution one row for each output and offset in the kernel
+                scores = torch.cat([score(name).reshape(-1, chain.channels) for name in sparse])
                 tell = functools.partial(log.info, "%s: %s", ", ".join(sparse))
                 found = search_permutation(scores, self.layers[sparse[0]].pattern, **self.search, progress=tell)
                 self.kept.update({name: [found.before, found.after] for name in sparse})
@@ -114,7 +118,7 @@ class Channels:
             return f"{', '.join(sparse)} have different patterns"
         known = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
         for p, _ in channel_parameters(self.model, chain):
-            if optimizers and id(p) not in known:
+            if optimizers and isinstance(p, nn.Parameter) and id(p) not in known:
                 return f"a parameter of {', '.join(chain.producers + chain.consumers)} belongs to no optimizer that attach was given"
             for key, value in _state_of(p, optimizers):
                 if value.numel() > 1 and value.shape != p.shape:
@@ -122,7 +126,7 @@ class Channels:
         return ""
 
 
-def _state_of(p: nn.Parameter, optimizers: Optimizers) -> Iterator[tuple[str, Tensor]]:
+def _state_of(p: Tensor, optimizers: Optimizers) -> Iterator[tuple[str, Tensor]]:
     for optimizer in optimizers:
         if p in optimizer.state:
             yield from ((str(key), value) for key, value in optimizer.state[p].items() if isinstance(value, Tensor))
