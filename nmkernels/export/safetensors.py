@@ -136,6 +136,9 @@ def _version(about: dict[str, Any]) -> int:
 def _not_nm(verb: str, layers: Mapping[str, Layer]) -> str:
     """What to say of the first layer whose weight, or this rank's part of it, is not N:M; empty where all are."""
     for name, layer in layers.items():
+        said = layer.computed("weight", "bias") if isinstance(layer, NMWeight) else ""
+        if said:
+            return f"{verb}: layer {name!r} cannot be saved: {said}."
         if isinstance(layer, NMWeight) and not (layer.finished and ops.is_nm(layer.grouped.detach(), layer.pattern)):
             return f"{verb}: the weight of layer {name!r} is not {layer.pattern}; call handle.finish() first."
     return ""

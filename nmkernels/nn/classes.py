@@ -1,8 +1,10 @@
-"""Changing the class of a module: the object stays, and with it its Parameters, hooks, mode and everything that refers to it."""
+"""Changing the class of a module: the object stays, and with it its Parameters, hooks, mode and everything that refers to it. And what
+other libraries have made of a module's tensors."""
 
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
@@ -17,3 +19,19 @@ def change_class_(module: nn.Module, kind: type[nn.Module]) -> None:
     if class_of(module) is not old:
         kind = type(f"FSDP{kind.__name__}", (old.__mro__[1], kind), {k: v for k, v in vars(old).items() if k == "__deepcopy__"})
     module.__class__ = kind
+
+
+def computed_by(module: nn.Module, key: str = "weight") -> str:
+    """What makes the tensor ``key`` of ``module`` from others, and how to undo that; empty where it is a Parameter, or nothing known."""
+    if is_parametrized(module, key):
+        kinds = ", ".join(type(part).__name__ for part in module.parametrizations[key])  # type: ignore[index]
+        undo = f"remove_parametrizations(layer, {key!r})"
+        return f"its {key} is computed by torch.nn.utils.parametrize ({kinds}); undo it first, by torch.nn.utils.parametrize.{undo}"
+    for hook in module._forward_pre_hooks.values():
+        library = type(hook).__module__
+        if not library.startswith("torch.nn.utils.") or getattr(hook, "_tensor_name", getattr(hook, "name", None)) != key:
+            continue
+        last = library.rpartition(".")[2]
+        undo = f"torch.nn.utils.prune.remove(layer, {key!r})" if last == "prune" else f"torch.nn.utils.remove_{last}(layer)"
+        return f"its {key} is computed by {library} before every forward pass; undo it first, by {undo}"
+    return ""

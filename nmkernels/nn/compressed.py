@@ -21,7 +21,7 @@ from ..layouts import CONV1D, CONV2D, LINEAR, REDUCED, matrix_shape
 from ..ops.compress import counts_writes
 from ..ops.define import kind_of, unwatched
 from ..ops.pack import positions
-from ..pattern import DtypeError, Pattern, ShapeError
+from ..pattern import DtypeError, Pattern, RecipeError, ShapeError
 from ..shards import local
 from ..tuning import TABLE
 from .adapter import adapter_of, add_adapter, set_adapter
@@ -168,6 +168,7 @@ class CompressedLinear(nn.Module):
                     and values.data_ptr() == address
                     and TABLE.revision == revision
                     and not values.requires_grad  # which has no gradient, and says so
+                    and "bias" in self._parameters  # which torch.nn.utils may compute
                 )
                 if same and isinstance(way, Tensor):
                     try:
@@ -253,6 +254,11 @@ class CompressedLinear(nn.Module):
         self._plans[x.numel()] = values, way, values._version, values.data_ptr(), TABLE.revision
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if isinstance(param, ops.Compressed):
+            raise RecipeError(
+                f"CompressedLinear: {name!r} would be its compressed weight, which is a constant and no Parameter. What prunes or computes "
+                "weights, such as torch.nn.utils.prune, goes before compress_; or turn the model dense by nm.densify_(model) first."
+            )
         super().register_parameter(name, param)
         self._forget()  # it may be an adapter's
 

@@ -81,6 +81,8 @@ class SparseConv2d(NMWeight, nn.Conv2d):
         """y = x ∗ W̃ + b; x ``(batch, in, height, width)`` or without batch. Under autocast the mask comes from the master weight."""
         x = input
         self.ran = True
+        if "weight" not in self._parameters:
+            self.check_computed()
         return self._conv_forward(x, as_ordered(x, self.differentiable_weight(x)), self.bias)
 
     def extra_repr(self) -> str:

@@ -15,6 +15,7 @@ from ..pattern import RecipeError, ShapeError
 from ..shards import is_sharded
 from .adapter import adapter_of, folded
 from .chains import channel_parameters, find_chains, reorder_
+from .classes import computed_by
 from .compressed import CompressedLinear, CompressedPart
 from .conv import CompressedConv2d
 from .experts import (
@@ -110,6 +111,9 @@ def _check(name: str, layer: NMWeight) -> None:
             f"compress_: layer {name!r} is still in training; call handle.finish() first, which leaves its weight N:M. "
             "For a copy of the model (an EMA), load its state dict into the model that was given to sparsify_, and finish that."
         )
+    said = layer.computed("weight", "bias")
+    if said:
+        raise RecipeError(f"compress_: layer {name!r} cannot be compressed: {said}.")
     kind = type(layer.weight)
     if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not is_sharded(layer.weight) and kind is not FakeTensor:
         raise RecipeError(
@@ -207,6 +211,9 @@ def decompress_(model: nn.Module) -> nn.Module:
             raise RecipeError(f"decompress_: tensor parallelism has split layer {name!r}; save it compressed and load a plain model.")
         if layer.values.is_meta:
             raise RecipeError(f"decompress_: layer {name!r} has its weight elsewhere (offloaded); load the model whole.")
+        said = computed_by(layer, "bias")
+        if said:
+            raise RecipeError(f"decompress_: layer {name!r} cannot be made dense: {said}.")
         if not name:
             raise RecipeError("decompress_: the model itself is one compressed layer and cannot be replaced in place; use its dense().")
     for module in [module for module in model.modules() if isinstance(module, CompressedExperts)]:

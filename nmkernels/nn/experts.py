@@ -21,7 +21,7 @@ from .. import ops
 from ..autograd import WeightTransform, transformed
 from ..layouts import EXPERTS, EXPERTS_T, REDUCED, as_matrix, as_stored, ordered
 from ..pattern import NMError, Pattern, PatternLike, RecipeError, ShapeError
-from .classes import change_class_, class_of
+from .classes import change_class_, class_of, computed_by
 from .compressed import CompressedLinear
 from .linear import NMWeight
 
@@ -124,6 +124,10 @@ class StackedWeight(NMWeight):
         assert found is not None
         return found
 
+    def computed(self, *keys: str) -> str:
+        """What computes the stack from other tensors, and how to undo that; empty where it is a Parameter."""
+        return computed_by(self.owner, self.key)
+
     @property
     def flattened(self) -> bool:
         """Whether the stack is a part of a flat tensor, as FullyShardedDataParallel (FSDP1) makes it one."""
@@ -142,6 +146,8 @@ class StackedWeight(NMWeight):
     def forward(self, weight: Tensor) -> Tensor:
         """W̃ of ``weight``, both as the Parameter is stored; the gradient reaches ``weight`` by the transform's rule."""
         self.ran = True
+        if self.key not in self.owner._parameters:
+            self.check_computed()
         transform, layout = self.transform, self.layout
         if transform is None:
             return weight

@@ -17,9 +17,10 @@ from ..autograd.gemms import Gemm
 from ..layouts import CONV1D, LINEAR, MATRICES, ORDERS, REDUCED, as_matrix, as_stored, matrix_shape, ordered
 from ..ops import is_nm
 from ..ops.pack import positions
-from ..pattern import NMError, Pattern, PatternLike
+from ..pattern import NMError, Pattern, PatternLike, RecipeError
 from ..shards import is_sharded, local, whole
 from .adapter import ADAPTER, adapter_of, add_adapter, set_adapter
+from .classes import computed_by
 from .effective import EffectiveWeight
 from .gather import Gather, gathered
 from .parallel import tensor_parallel
@@ -115,6 +116,16 @@ class NMWeight(nn.Module):
     def mask_pattern(self) -> Pattern:
         """The pattern of the mask that is in use; a schedule may go through others before the layer's own."""
         return self.pattern if self.transform is None else self.transform.pattern
+
+    def computed(self, *keys: str) -> str:
+        """What computes the weight, or another tensor of ``keys``, from others, and how to undo that; empty where it is a Parameter."""
+        return next((said for key in keys or ("weight",) if (said := computed_by(self, key))), "")
+
+    def check_computed(self) -> None:
+        """Raise ``RecipeError`` where a recipe drives the layer and its weight is no Parameter any more."""
+        said = self.computed() if self.governed and not self.finished else ""
+        if said:
+            raise RecipeError(f"{type(self).__name__}: the layer is in sparse training, and {said}.")
 
     @property
     def flattened(self) -> bool:
@@ -329,6 +340,8 @@ class NMWeight(nn.Module):
         """y = x W̃ᵀ + b, and the adapter's part; x ``(..., in)``. Under autocast the mask comes from the master weight."""
         x = input
         self.ran = True
+        if "weight" not in self._parameters:
+            self.check_computed()
         gather = self.gather
         if (gather is not None or type(x) is not Tensor) and is_sharded(self.weight):
             y = tensor_parallel(self, x)

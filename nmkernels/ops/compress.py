@@ -117,6 +117,13 @@ class Compressed:
     def __reduce__(self) -> tuple[Any, ...]:
         return Compressed, (self.values, self.indices, self.pattern, tuple(self.shape))
 
+    def __getattr__(self, name: str) -> Any:
+        # only for what is not found
+        lacks = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if hasattr(Tensor, name) and not name.startswith("_"):
+            lacks += ": it is a compressed weight and no tensor. .dense() gives it as one, nm.densify_(model) the dense layers."
+        raise AttributeError(lacks)
+
     def __repr__(self) -> str:
         device = "" if self.device.type == "cpu" else f', device="{self.device}"'
         return f'Compressed({tuple(self.shape)}, "{self.pattern}", {self.dtype}{device}, {self.nbytes} bytes)'

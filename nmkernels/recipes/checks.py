@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,17 @@ from ..shards import is_sharded
 from .base import Recipe
 
 
+def check_own(verb: str, layers: Mapping[str, NMWeight], *keys: str) -> None:
+    """Raise ``RecipeError`` where the weight of a layer, or another tensor of ``keys``, is computed from others."""
+    for name, layer in layers.items():
+        said = layer.computed(*keys)
+        if said:
+            raise RecipeError(f"{verb}: layer {name!r} is not as sparsify_ left it: {said}.")
+
+
 def check_flat(layers: dict[str, NMWeight]) -> None:
     """Raise ``RecipeError`` where weights were made one flat tensor."""
+    check_own("attach", layers)
     for name, layer in layers.items():
         if layer.flattened:
             raise RecipeError(

@@ -21,7 +21,7 @@ from ..pattern import CheckpointError, RecipeError
 from ..shards import anywhere
 from .attach import STATE_KEY, Attachment, check_moments, check_optimizer, group_of, loaded_beside, owned, unwrapped
 from .base import Recipe, State
-from .checks import check_flat, check_learned, check_shards, check_stages, check_whole
+from .checks import check_flat, check_learned, check_own, check_shards, check_stages, check_whole
 from .report import Report
 from .run import Run
 from .saved import restored
@@ -45,6 +45,7 @@ def densify_(model: nn.Module) -> nn.Module:
     layers = [m for m in model.modules() if isinstance(m, NMWeight)]
     if any(layer.effective.attached for layer in layers):
         raise RecipeError("densify_: an optimizer is attached to this model's recipe; call handle.remove(), which detaches it first.")
+    check_own("densify_", {name: m for name, m in model.named_modules() if isinstance(m, NMWeight)}, "weight", "bias")
     decompress_(model)
     return _make_dense_(model, layers)
 
@@ -352,6 +353,7 @@ class Handle:
         """
         if self.finished:
             return self.model
+        check_own("finish", self.layers)
         reshard(self.model)  # what FSDP2 left unsharded is a copy
         idle = [name for name, layer in self.layers.items() if not layer.ran and not allow_unused]
         if idle:
@@ -398,6 +400,7 @@ class Handle:
         A low-rank adapter that has learned something is folded into the weight, W + (L R)ᵀ / r, which is then no longer N:M. To have the
         N:M weight alone, zero ``nm_right`` first. The handle has no further use: ``sparsify_`` the model again to go on.
         """
+        check_own("remove", self.layers, "weight", "bias")
         reshard(self.model)
         self._end()
         self.run.activations.restore()

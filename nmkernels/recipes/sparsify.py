@@ -30,7 +30,7 @@ from ..nn import (
     make_sparse_,
     switch_fast_paths,
 )
-from ..nn.classes import class_of
+from ..nn.classes import class_of, computed_by
 from ..nn.experts import child_name, experts_per_token, layer_name, make_stack_sparse_, stacks_of
 from ..pattern import Pattern, RecipeError, ShapeError
 from ..shards import is_sharded
@@ -278,14 +278,14 @@ def _obstacle(module: nn.Module, weight: Tensor | None, layout: str, uses: Count
     if isinstance(module, NMWeight):
         if module.governed:
             return "it is sparse already; give the dense model back with handle.remove() or densify_ first"
-        return "" if module.pattern == pattern else f"it is {module.pattern} already; take a recipe of that pattern"
+        return computed_by(module) if module.pattern == pattern else f"it is {module.pattern} already; take a recipe of that pattern"
     if id(module) in bypassed:
         return "nn.MultiheadAttention reads out_proj's weight and never calls the layer"
     form = "" if weight is None else _form(weight)
     if form:
         return form
-    computed = "its weight is computed from other tensors (weight_norm, spectral_norm or torch's pruning); make it a plain Parameter first"
-    if is_parametrized(module, "weight"):
+    computed = computed_by(module) or (computed_by(module, "bias") if is_parametrized(module, "bias") else "")
+    if computed:
         return computed
     if class_of(module) not in (nn.Linear, nn.Conv2d) and not is_conv1d(module):
         base = {LINEAR: "nn.Linear", CONV2D: "nn.Conv2d"}.get(layout, "Conv1D")
@@ -293,7 +293,7 @@ def _obstacle(module: nn.Module, weight: Tensor | None, layout: str, uses: Count
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance (a hook of accelerate, for instance), which bypasses the layer's own"
     if weight is None:
-        return computed
+        return "its weight is no Parameter: something else computes it"
     if uses[id(weight)] > 1:
         return "its weight is tied to another module"
     if layout not in MATRICES and is_sharded(weight):

@@ -215,7 +215,7 @@ def by_torch(kind, *args):
     return operator.attrgetter(kind)(quantized)(*args)
 
 
-SQUARE, COMPUTED, QUANTISED = (32, 32), "computed from other tensors", "quantised"
+SQUARE, COMPUTED, QUANTISED = (32, 32), "its weight is computed by torch.nn.utils", "quantised"
 LINEAR = {
     "subclass": (lambda: linear(kind=nn.modules.linear.NonDynamicallyQuantizableLinear), {"": (SQUARE, "subclass of nn.Linear")}),
     "lazy": (lambda: nn.LazyLinear(32), {"": ((), "run the model once")}),
