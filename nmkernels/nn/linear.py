@@ -48,7 +48,8 @@ class NMWeight(nn.Module):
     or learned (a dense checkpoint, which has none, renews them), outside it where they are held or a schedule writes them.
     ``columns`` is the order in which a finished weight is N:M where that is not its own, else None. ``seed`` is int64 (seed, offset) of the
     estimates that ``plan`` draws. ``adapts``: a low-rank adapter (``nm_left``, ``nm_right``), where there is one, takes part.
-    ``governed``: a handle drives the layer, or did; ``stepped``: an attached optimizer has made a step.
+    ``governed``: a handle drives the layer, or did; ``stepped``: an attached optimizer has made a step. ``watch``: sees the result of each
+    call until the first backward pass.
     """
 
     weight: Tensor
@@ -76,6 +77,7 @@ class NMWeight(nn.Module):
         self.ran = self.stepped = False
         self.effective = EffectiveWeight()
         self.gather: Gather | None = None
+        self.watch: Any = None
         self.put_in_order()
 
     @property
@@ -299,7 +301,10 @@ class NMWeight(nn.Module):
             extras.append(getattr(self, name))
         # what functional_call puts in the place of the Parameter may be in any order, and only has to be read
         used = self.effective.dense((as_matrix(ordered(weight, layout), layout), transform, extras, dtype))
-        return transformed(weight, as_stored(used, layout, weight.shape), transform, extras, layout)
+        made = transformed(weight, as_stored(used, layout, weight.shape), transform, extras, layout)
+        if self.watch is not None and not torch.compiler.is_compiling():
+            self.watch.see(made, weight, 0)
+        return made
 
     def gemms(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Gemm, ...]:
         """The GEMMs that its plan leaves open, for so many rows of the input; ``dtype``: of the GEMMs, None for the weight's."""
@@ -373,7 +378,10 @@ class NMWeight(nn.Module):
             used = self.effective.read((weight, transform, extras, dtype), plan, x)
         elif isinstance(used, Tensor):
             used = used.to(dtype)
-        return linear(x, weight, used, bias, plan, self.seed, transform, extras)
+        y = linear(x, weight, used, bias, plan, self.seed, transform, extras)
+        if self.watch is not None and not torch.compiler.is_compiling():
+            self.watch.see(y, weight, 1)
+        return y
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         _, _, missing_keys, _, error_msgs = rest
@@ -509,6 +517,7 @@ OWN_ATTRIBUTES = frozenset(
         "stepped",
         "effective",
         "gather",
+        "watch",
     }
 )
 """What ``NMWeight._start`` adds to a module, and what ``make_dense_`` takes away again."""

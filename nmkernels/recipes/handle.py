@@ -400,7 +400,8 @@ class Handle:
         A low-rank adapter that has learned something is folded into the weight, W + (L R)ᵀ / r, which is then no longer N:M. To have the
         N:M weight alone, zero ``nm_right`` first. The handle has no further use: ``sparsify_`` the model again to go on.
         """
-        check_own("remove", self.layers, "weight", "bias")
+        layers = {name: layer for name, layer in self.layers.items() if isinstance(layer, NMWeight)}  # densify_ may have been here
+        check_own("remove", layers, "weight", "bias")
         reshard(self.model)
         self._end()
         self.run.activations.restore()

@@ -18,6 +18,7 @@ from ..shards import Groups, add, anywhere, groups_of, is_sharded, reduced
 from .base import Observed, Recipe, Stage, State
 from .compose import check_state
 from .masks import HeldMasks
+from .readers import Readers
 from .registry import spec
 from .report import Report
 from .search.channels import Channels
@@ -61,6 +62,7 @@ class Run:
         self.tensors.adopt({})
         self.frozen = freeze(model, layers, setup.freezes)
         self.gradients = Gradients(layers)
+        self.readers = Readers(layers)
 
     def begin(self, verb: str, anew: bool = False, patterns: bool = True) -> None:
         """Take from the present weights the layers' patterns, if wanted, and what transforms start from; ``anew``: even if a checkpoint
@@ -178,6 +180,7 @@ class Run:
         ``applied()``, whether the step was not skipped, is asked only where something depends on it, as it may wait for the device.
         """
         self.gradients.end()
+        self.readers.warn()
         self.calls += 1
         state = self.state
         before = None
@@ -297,6 +300,8 @@ class Run:
             p.requires_grad_(True)
         self.frozen = []
         self.gradients.end()
+        self.readers.warn()
+        self.readers.end()
 
 
 # ---- what a run switches, adds and watches beside the weights
