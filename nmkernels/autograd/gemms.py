@@ -424,7 +424,7 @@ def choose(gemm: Gemm, measure: bool = False) -> str:
 
     Called again with an equal GEMM, it is a lookup in a dict. ``measure``: whether an unknown GEMM may be measured now.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or type(gemm.tokens) is not int:
         return _static(gemm.role, *tuple(gemm)[2:])  # torch 2.8 cannot trace a slice of a NamedTuple
     if torch._C._get_deterministic_algorithms():
         return DENSE if DENSE in gemm.forms else AUTO

@@ -11,6 +11,7 @@ from ..autograd import SplitRule, sparse_relu2, split_linear
 from ..autograd.activation import GRADS
 from ..pattern import NMError, Pattern, PatternLike, RecipeError
 from .linear import NMWeight, autocast_dtype, castable
+from .traces import PROXY, is_tracing, leaf, refuse_script
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,17 @@ class SquaredReLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Activations of x ``(..., features)``."""
-        return x.relu().square() if self.rule is None else sparse_relu2(x, self.rule.pattern, self.rule.grad)
+        return x.relu().square() if self.rule is None else self._sparse(x, self.rule)
+
+    def _sparse(self, x: Tensor, rule: ActivationRule) -> Tensor:
+        if isinstance(x, PROXY):
+            return leaf(self, x)
+        if is_tracing():  # a trace has no autograd Function
+            return torch.ops.nmkernels.nm_prune(x.relu(), rule.pattern.n, rule.pattern.m).square()
+        return sparse_relu2(x, rule.pattern, rule.grad)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        return self if self.rule is None else refuse_script(self)
 
     def extra_repr(self) -> str:
         return "" if self.rule is None else f"pattern={self.rule.pattern}, grad={self.rule.grad}"
@@ -110,6 +121,8 @@ class SquaredReLUMLP(nn.Module):
         rule = self.act.rule
         if rule is None or rule.split is None or not torch.is_grad_enabled():
             return self.proj(self.act(self.fc(x)))
+        if isinstance(x, PROXY):
+            return leaf(self, x)
         y = _split(self.fc, x, rule.split, "output")
         return _split(self.proj, self.act(y), rule.split, "input")
 

@@ -27,6 +27,7 @@ from ..tuning import TABLE
 from .adapter import adapter_of, add_adapter, set_adapter
 from .linear import autocast_dtype, castable
 from .parallel import IN, NOTHING, OUT, check_input, check_mesh, split_along, split_linear
+from .traces import PROXY, constant, is_tracing, leaf, refuse_script
 
 LAYOUTS = (LINEAR, CONV1D, CONV2D)
 """Those of which there is a deployed form."""
@@ -177,9 +178,13 @@ class CompressedLinear(nn.Module):
                         pass
                 elif same and not isinstance(way, Tensor) and self._at_once(x, values.dtype):
                     return way(x, self._parameters["bias"])
+        if isinstance(x, PROXY):
+            return leaf(self, x)
         y = self._multiply(x, self.bias)
         adapter = self.adapter
         return y if adapter is None else add_adapter(y, x.to(y.dtype), *adapter)
+
+    __prepare_scriptable__ = refuse_script
 
     def as_op(self, x: Tensor) -> tuple[tuple[Any, ...], str]:
         """The arguments of ``nm_linear`` for the input x, and in words what the layer does instead of leaving it to the dispatcher; for
@@ -195,9 +200,12 @@ class CompressedLinear(nn.Module):
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """y = x Wᵀ + ``bias``."""
+        if is_tracing():
+            return F.linear(x, constant(self.dense), bias)
         x, weight = self._operands(x)
         # a graph may not ask for the number of tokens
-        return linear_compressed(x, weight, bias) if torch.compiler.is_compiling() else self._chosen(x, weight, bias)
+        graph = torch.compiler.is_compiling() or type(x.numel()) is not int
+        return linear_compressed(x, weight, bias) if graph else self._chosen(x, weight, bias)
 
     def _operands(self, x: Tensor) -> tuple[Tensor, ops.Compressed]:
         """x in the order of the columns, and the weight, both in the dtype of the GEMM."""

@@ -25,6 +25,7 @@ from ..tuning import TABLE, Candidate, Timer, Validator, cold
 from ..tuning.setting import setting, undisturbed
 from .compressed import SMALL_BYTES, CompressedLinear, cast
 from .linear import NMWeight, autocast_dtype, castable
+from .traces import PROXY, constant, is_tracing, leaf
 
 PATCHES = "patches"
 """The way that multiplies the compressed weight."""
@@ -80,6 +81,8 @@ class SparseConv2d(NMWeight, nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         """y = x ∗ W̃ + b; x ``(batch, in, height, width)`` or without batch. Under autocast the mask comes from the master weight."""
         x = input
+        if isinstance(x, PROXY):
+            return leaf(self, x)
         self.ran = True
         if "weight" not in self._parameters:
             self.check_computed()
@@ -160,6 +163,11 @@ class CompressedConv2d(CompressedLinear):
     def forward(self, input: Tensor) -> Tensor:
         """y = x ∗ W + b; x ``(batch, in, height, width)`` or without batch, in the weight's dtype, or any floating dtype under autocast."""
         x = input
+        if isinstance(x, PROXY):
+            return leaf(self, x)
+        if is_tracing():
+            stored = constant(lambda: as_stored(self.dense(), CONV2D, self.stored_shape))
+            return nn.Conv2d._conv_forward(self, x, stored, self.bias)  # type: ignore[arg-type]
         if x.dim() not in (3, 4) or x.shape[-3] != self.in_channels:
             raise ShapeError(f"CompressedConv2d: x has shape {tuple(x.shape)}; it must be (batch, {self.in_channels}, height, width).")
         if x.dim() == 3:
@@ -212,7 +220,7 @@ class CompressedConv2d(CompressedLinear):
 
     def _way(self, x: Tensor) -> str:
         """How a call with the input x is done."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or type(x.numel()) is not int:
             return EXPAND
         dense = self.keep_dense or (x.is_cpu and math.prod(self.stored_shape) * x.dtype.itemsize <= SMALL_BYTES)
         first = DENSE if dense else EXPAND

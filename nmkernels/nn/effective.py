@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from .. import dispatch
 from ..autograd import Form, GemmPlan, Operands, Reads, WeightTransform, operands, reads
@@ -80,12 +81,13 @@ class EffectiveWeight:
     def reads(self, source: Source, plan: GemmPlan, x: Tensor) -> Reads:
         """What a call reads, remembered for those like it in ``asked``: by size and dtype of the GEMM, grad mode, and forced backend."""
         weight, transform, _, dtype = source
-        if torch.compiler.is_compiling():
+        tokens = x.numel()
+        if torch.compiler.is_compiling() or type(tokens) is not int:  # of a graph for any number of them
             return reads(plan, transform, weight, dtype, x)
         basis = plan, transform, weight.shape, weight.device, TABLE.revision
         if basis != self._basis or len(self.asked) >= MOST_ASKED:
             self._basis, self.asked = basis, {}
-        asked = x.numel(), dtype, torch.is_grad_enabled(), dispatch.environment.get(dispatch.ENV_KEY)
+        asked = tokens, dtype, torch.is_grad_enabled(), dispatch.environment.get(dispatch.ENV_KEY)
         found = self.asked.get(asked)
         if found is None:
             found = reads(plan, transform, weight, dtype, x)
@@ -114,8 +116,9 @@ class EffectiveWeight:
     def _current(self, copy: _Copy, source: Source, how: tuple[Any, ...]) -> Any:
         weight, transform, extras, dtype = source
         owner = weight if isinstance(weight, nn.Parameter) else weight._base
-        # what functional_call or a replica puts in the place of the Parameter is none; inference tensors have no version counter
-        if not self.attached or not isinstance(owner, nn.Parameter) or owner.is_inference():
+        # what functional_call or a replica puts in the place of the Parameter is none; inference tensors have no version counter, fake
+        # ones no address
+        if not self.attached or isinstance(weight, FakeTensor) or not isinstance(owner, nn.Parameter) or owner.is_inference():
             self.release()
             return _made(None, source, how)
         mark, captured = fingerprint(weight, *extras), _capturing(weight)

@@ -24,6 +24,7 @@ from ..pattern import NMError, Pattern, PatternLike, RecipeError, ShapeError
 from .classes import change_class_, class_of, computed_by
 from .compressed import CompressedLinear
 from .linear import NMWeight
+from .traces import constant, is_tracing
 
 PREFIX = "nm_"
 """Before the name of a stack in its experts module: the name of the child that makes it sparse, or holds it compressed."""
@@ -152,10 +153,15 @@ class StackedWeight(NMWeight):
         if transform is None:
             return weight
         extras = self._extras(transform)
-        # what functional_call puts in the place of the Parameter may be in any order, and only has to be read
-        matrix = as_matrix(ordered(weight, layout), layout)
-        used = self.effective.dense((matrix, transform, extras, weight.dtype))
-        return transformed(weight, as_stored(used, layout, weight.shape), transform, extras, layout)
+
+        def made() -> Tensor:
+            # functional_call may pass a weight in any memory order, and it only has to be read
+            used = self.effective.dense((as_matrix(ordered(weight, layout), layout), transform, extras, weight.dtype))
+            return as_stored(used, layout, weight.shape)
+
+        if is_tracing():
+            return constant(made)
+        return transformed(weight, made(), transform, extras, layout)
 
     def _started(self, transform: WeightTransform) -> dict[str, Tensor]:
         if type(transform).start is WeightTransform.start:

@@ -24,6 +24,7 @@ from .classes import computed_by
 from .effective import EffectiveWeight
 from .gather import Gather, gathered
 from .parallel import tensor_parallel
+from .traces import PROXY, constant, is_tracing, leaf, refuse_script
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -299,12 +300,18 @@ class NMWeight(nn.Module):
             dtype = cast
         for name in transform.reads:
             extras.append(getattr(self, name))
-        # what functional_call puts in the place of the Parameter may be in any order, and only has to be read
-        used = self.effective.dense((as_matrix(ordered(weight, layout), layout), transform, extras, dtype))
-        made = transformed(weight, as_stored(used, layout, weight.shape), transform, extras, layout)
+
+        def made() -> Tensor:
+            # functional_call may pass a weight in any memory order, and it only has to be read
+            used = self.effective.dense((as_matrix(ordered(weight, layout), layout), transform, extras, dtype))
+            return as_stored(used, layout, weight.shape)
+
+        if is_tracing():
+            return constant(made)
+        y = transformed(weight, made(), transform, extras, layout)
         if self.watch is not None and not torch.compiler.is_compiling():
-            self.watch.see(made, weight, 0)
-        return made
+            self.watch.see(y, weight, 0)
+        return y
 
     def gemms(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Gemm, ...]:
         """The GEMMs that its plan leaves open, for so many rows of the input; ``dtype``: of the GEMMs, None for the weight's."""
@@ -344,6 +351,8 @@ class NMWeight(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """y = x W̃ᵀ + b, and the adapter's part; x ``(..., in)``. Under autocast the mask comes from the master weight."""
         x = input
+        if isinstance(x, PROXY):
+            return leaf(self, x)
         self.ran = True
         if "weight" not in self._parameters:
             self.check_computed()
@@ -374,6 +383,9 @@ class NMWeight(nn.Module):
             extras.append(getattr(self, name))
         if plan.fprop == "auto" and (self.effective.dense_layout or torch.are_deterministic_algorithms_enabled()):
             plan = plan.dense_layout
+        if is_tracing():
+            source = weight, transform, extras, dtype
+            return F.linear(x, constant(lambda: self.effective.dense(source)), bias if bias is None else bias.to(dtype))
         if used is None:
             used = self.effective.read((weight, transform, extras, dtype), plan, x)
         elif isinstance(used, Tensor):
@@ -382,6 +394,8 @@ class NMWeight(nn.Module):
         if self.watch is not None and not torch.compiler.is_compiling():
             self.watch.see(y, weight, 1)
         return y
+
+    __prepare_scriptable__ = refuse_script
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         _, _, missing_keys, _, error_msgs = rest
