@@ -3,6 +3,9 @@ other libraries have made of a module's tensors."""
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -35,3 +38,27 @@ def computed_by(module: nn.Module, key: str = "weight") -> str:
         undo = f"torch.nn.utils.prune.remove(layer, {key!r})" if last == "prune" else f"torch.nn.utils.remove_{last}(layer)"
         return f"its {key} is computed by {library} before every forward pass; undo it first, by {undo}"
     return ""
+
+
+class QuantisedByClass:
+    """The attribute ``qconfig``, which torch.ao.quantization sets on every module of a model that it quantises: of layers that it then
+    passes over, as it goes by exact class, this says so."""
+
+    def __get__(self, layer: nn.Module | None, kind: type[nn.Module]) -> Any:
+        if layer is None:
+            return self
+        if "qconfig" not in layer.__dict__:
+            raise AttributeError(f"{kind.__name__!r} object has no attribute 'qconfig'")
+        return layer.__dict__["qconfig"]
+
+    def __set__(self, layer: nn.Module, value: object) -> None:
+        layer.__dict__["qconfig"] = value
+        warnings.warn(
+            f"torch.ao.quantization goes by exact class: it passes over {type(layer).__name__}, which stays as it is. To quantise such "
+            "layers, give the dense ones back first, with the zeros in their weights: handle.remove() after finish(), or "
+            "nm.densify_(model).",
+            stacklevel=2,
+        )
+
+    def __delete__(self, layer: nn.Module) -> None:
+        del layer.__dict__["qconfig"]

@@ -25,6 +25,7 @@ from ..pattern import DtypeError, Pattern, RecipeError, ShapeError
 from ..shards import local
 from ..tuning import TABLE
 from .adapter import adapter_of, add_adapter, set_adapter
+from .classes import QuantisedByClass
 from .linear import autocast_dtype, castable
 from .parallel import IN, NOTHING, OUT, check_input, check_mesh, split_along, split_linear
 from .traces import PROXY, constant, is_tracing, leaf, refuse_script
@@ -185,6 +186,7 @@ class CompressedLinear(nn.Module):
         return y if adapter is None else add_adapter(y, x.to(y.dtype), *adapter)
 
     __prepare_scriptable__ = refuse_script
+    qconfig = QuantisedByClass()
 
     def as_op(self, x: Tensor) -> tuple[tuple[Any, ...], str]:
         """The arguments of ``nm_linear`` for the input x, and in words what the layer does instead of leaving it to the dispatcher; for

@@ -20,7 +20,7 @@ from ..ops.pack import positions
 from ..pattern import NMError, Pattern, PatternLike, RecipeError
 from ..shards import is_sharded, local, whole
 from .adapter import ADAPTER, adapter_of, add_adapter, set_adapter
-from .classes import computed_by
+from .classes import QuantisedByClass, computed_by
 from .effective import EffectiveWeight
 from .gather import Gather, gathered
 from .parallel import tensor_parallel
@@ -396,6 +396,7 @@ class NMWeight(nn.Module):
         return y
 
     __prepare_scriptable__ = refuse_script
+    qconfig = QuantisedByClass()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         _, _, missing_keys, _, error_msgs = rest

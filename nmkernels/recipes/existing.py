@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..nn import NMWeight
 from ..pattern import Pattern, PatternLike, RecipeError
 from .handle import Handle
 from .methods.asp import ASP
+from .report import FILTERED
 from .sparsify import FilterFn, candidates, sparsify_
 
 GROUPS = (4, 8, 16, 32)
@@ -44,15 +46,15 @@ def adopt(model: nn.Module, pattern: PatternLike | None = None, filter_fn: Filte
     torchao.
 
     It is ``sparsify_(model, ASP(pattern, score="existing"))`` on the pruned layers alone. Attach an optimizer to train on with these masks,
-    or call ``handle.finish(allow_unused=True)`` at once; then ``compress_``. In a group with fewer than N non-zeros the zeros of lowest
-    index are kept too, and train.
+    or call ``handle.finish(allow_unused=True)`` at once; then ``compress_``. ``handle.report`` says why each other layer was left out. In a
+    group with fewer than N non-zeros the zeros of lowest index are kept too, and train.
 
     Args:
         pattern: of the zeros; None: found in the weights, the same for all layers.
         filter_fn: ``filter_fn(module, name) -> bool``, to leave some of them out.
 
     Raises:
-        RecipeError: no weight has such zeros, or those of several layers are of different patterns.
+        RecipeError: no weight has such zeros, those of several layers are of different patterns, or layers are sparse already.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
@@ -62,11 +64,21 @@ def adopt(model: nn.Module, pattern: PatternLike | None = None, filter_fn: Filte
         (Pattern("2:4"), ['0'])
     """
     wanted = None if pattern is None else Pattern(pattern)
-    weights, dense = {}, []
+    weights, left = {}, {}
     for c in candidates(model, wanted or Pattern("1:1"), None):
-        if c.linear and not c.impossible and (filter_fn is None or filter_fn(c.module, c.name)):
+        if not c.linear:
+            continue
+        if c.impossible:
+            left[c.name] = c.impossible
+        elif filter_fn is not None and not filter_fn(c.module, c.name):
+            left[c.name] = FILTERED
+        else:
             weights[c.name] = c.matrix
-            dense.append(f"{c.name}: {100 * float(c.matrix.eq(0).double().mean()):.0f} % zeros")
+    if any(isinstance(module, NMWeight) and module.governed for module in model.modules()):
+        raise RecipeError(
+            "adopt: the model has sparse layers already. After handle.finish(), handle.remove() gives dense layers with the same zeros, "
+            "which adopt takes over."
+        )
     if wanted is None:
         found = {name: p for name, w in weights.items() if (p := existing_pattern(w)) is not None}
         if found:
@@ -78,9 +90,15 @@ def adopt(model: nn.Module, pattern: PatternLike | None = None, filter_fn: Filte
                 f"adopt: most pruned layers are {wanted}, but {told}. Give the pattern, and adopt the others apart by filter_fn."
             )
     pruned = {name for name, w in weights.items() if wanted is not None and _is(w, wanted)}
+    for name, w in weights.items():
+        if name not in pruned:
+            left[name] = f"its weight is not {wanted or 'N:M'}, with {100 * float(w.eq(0).double().mean()):.0f} % zeros"
     if wanted is None or not pruned:
+        said = "; ".join(f"{name}: {why}" for name, why in sorted(left.items(), key=lambda item: item[0] not in weights)[:3])
         raise RecipeError(
-            f"adopt: no weight has {wanted or 'N:M'} zeros along its inputs ({'; '.join(dense[:3]) or 'no layer'}). Other zeros are no "
-            'masks: prune by ASP("2:4"), or with the scores of its inputs by ASP("2:4", score="wanda").'
+            f"adopt: no weight has {wanted or 'N:M'} zeros along its inputs ({said or 'no layer'}). Other zeros are no masks: prune by "
+            'ASP("2:4"), or with the scores of its inputs by ASP("2:4", score="wanda").'
         )
-    return sparsify_(model, ASP(wanted, score="existing"), lambda module, name: name in pruned)
+    handle = sparsify_(model, ASP(wanted, score="existing"), lambda module, name: name in pruned)
+    handle.report.explain(left)
+    return handle

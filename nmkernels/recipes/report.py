@@ -8,6 +8,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+FILTERED = "not chosen by the filter"
+"""The reason of a layer that could have been made sparse."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -62,7 +65,7 @@ class Report:
 
     def explain(self, reasons: Mapping[str, str]) -> None:
         """Say of layers that a filter left dense why it did, by name."""
-        self.entries = [replace(e, reason=reasons[e.name]) if not e.sparse and e.name in reasons else e for e in self.entries]
+        self.entries = [replace(e, reason=reasons[e.name]) if e.reason == FILTERED and e.name in reasons else e for e in self.entries]
 
     def __str__(self) -> str:
         rows = [("layer", "kind", "shape", "sparse", "why")]

@@ -37,7 +37,7 @@ from ..shards import is_sharded
 from .base import LayerPlan, Recipe
 from .handle import Handle
 from .registry import resolve
-from .report import Entry, Report
+from .report import FILTERED, Entry, Report
 
 FilterFn = Callable[[nn.Module, str], bool]
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -50,6 +50,8 @@ NOT_LINEAR: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ((nn.Bilinear,), "a bilinear form of two inputs, not a matrix for one"),
 )
 """Torch's layers whose weight is none of a linear layer's."""
+
+COMPRESSED = "it is compressed already; nm.densify_ gives the dense layer back"
 
 TINY = 16
 """Fewer features than this on either side: the mask costs more than the GEMM."""
@@ -99,7 +101,7 @@ def select(
         if filter_fn is not None and wanted and c.impossible:
             said = f"sparsify_: the filter chose layer {c.name!r}, which cannot be made {pattern} sparse: {c.impossible}."
             raise (ShapeError if c.misshapen else RecipeError)(f"{said} Leave it out of the filter.")
-        reason = c.impossible or (c.keep_dense if filter_fn is None else "") or ("" if wanted else "not chosen by the filter")
+        reason = c.impossible or (c.keep_dense if filter_fn is None else "") or ("" if wanted else FILTERED)
         if not reason:
             chosen.append(c)
         report.entries.append(Entry(c.name, kind, c.shape, not reason, reason or str(pattern), rows=c.rows))
@@ -157,7 +159,14 @@ def _stacks(name: str, module: nn.Module, pattern: Pattern, recipe: Recipe | Non
         if isinstance(stack, CompressedStack):
             share = None if chosen is None else chosen / stack.experts
             own = layer_name(_join(name, child), stack)
-            yield Candidate(own, module, stack.stored_shape, "it is compressed already", layout=stack.layout, rows=share)
+            yield Candidate(
+                own,
+                module,
+                stack.stored_shape,
+                COMPRESSED,
+                layout=stack.layout,
+                rows=share,
+            )
     for key, layout in stacks_of(module).items():
         weight = module._parameters[key]
         assert weight is not None
@@ -241,7 +250,7 @@ def _candidate(
 ) -> Candidate:
     if isinstance(module, CompressedLinear):
         shape = module.stored_shape if isinstance(module, CompressedConv2d) else module.weight.shape
-        return Candidate(name, module, shape, "it is compressed already")
+        return Candidate(name, module, shape, COMPRESSED)
     weight: Tensor | None = module._parameters.get("weight")  # asking for the attribute may compute it, and spectral_norm changes by that
     if isinstance(weight, nn.parameter.UninitializedParameter):
         return Candidate(name, module, (), "its parameters are not initialised yet; run the model once first")

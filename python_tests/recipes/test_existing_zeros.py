@@ -94,10 +94,10 @@ def test_the_pattern_of_a_weight():
 
 
 def test_refused():
-    with pytest.raises(RecipeError, match=r"no weight has N:M zeros.*0: 0 % zeros.*ASP"):
+    with pytest.raises(RecipeError, match=r"no weight has N:M zeros.*0: its weight is not N:M, with 0 % zeros.*ASP"):
         nm.recipes.adopt(mlp())
     model, _ = pruned("wanda")
-    with pytest.raises(RecipeError, match=r"no weight has 1:4 zeros.*0: 50 % zeros"):
+    with pytest.raises(RecipeError, match=r"no weight has 1:4 zeros.*0: its weight is not 1:4, with 50 % zeros"):
         nm.recipes.adopt(model, "1:4")
     with torch.no_grad():
         model[4].weight.copy_(nm.ops.prune(model[4].weight, "3:8"))
@@ -106,3 +106,41 @@ def test_refused():
     with pytest.raises(RecipeError, match=r"most pruned layers are 2:4, but 4 is 3:8"):
         nm.recipes.adopt(model)
     assert all(type(layer) is nn.Linear for layer in model[::2])
+
+
+def test_every_layer_that_is_left_out_has_its_true_reason():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({
+        "pruned": nn.Linear(32, 32), "dense": nn.Linear(32, 32), "quarter": nn.Linear(32, 32), "odd": nn.Linear(30, 32),
+        "not": nn.Linear(32, 32), "normed": nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), "words": nn.Embedding(32, 32),
+    })  # fmt: skip
+    for name in ("pruned", "not"):
+        model[name].weight.data = nm.ops.prune(model[name].weight.data, "2:4")
+    model["quarter"].weight.data[:, ::2][:, :8] = 0
+    handle = nm.recipes.adopt(model, filter_fn=lambda module, name: name != "not")
+    assert list(handle.layers) == ["pruned"]
+    want = {
+        "dense": "its weight is not 2:4, with 0 % zeros", "quarter": "its weight is not 2:4, with 25 % zeros",
+        "not": "not chosen by the filter", "odd": "in_features=30 is not a multiple of M=4",
+        "normed": "torch.nn.utils.parametrize (_WeightNorm)",
+        "words": "an embedding",
+    }  # fmt: skip
+    for _ in range(2):
+        reasons = {e.name: e.reason for e in handle.report.skipped}
+        assert reasons.keys() == want.keys() and all(want[name] in reasons[name] for name in want)
+        handle.finish(allow_unused=True)
+
+
+def test_of_a_model_that_is_sparse_already_the_way_back_is_said():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    handle = nm.sparsify_(model, "ste:2:4")
+    handle.finish(allow_unused=True)
+    with pytest.raises(nm.RecipeError, match=r"adopt: the model has sparse layers already.*handle\.remove\(\)"):
+        nm.recipes.adopt(model)
+    handle.remove()
+    assert list(nm.recipes.adopt(model).finish(allow_unused=True)) == list(model)
+    nm.compress_(model)
+    with pytest.raises(nm.RecipeError, match=r"0: it is compressed already.*densify_"):
+        nm.recipes.adopt(model)
+    assert list(nm.recipes.adopt(nm.densify_(model)).layers) == ["0", "2"]
