@@ -116,8 +116,7 @@ class EffectiveWeight:
     def _current(self, copy: _Copy, source: Source, how: tuple[Any, ...]) -> Any:
         weight, transform, extras, dtype = source
         owner = weight if isinstance(weight, nn.Parameter) else weight._base
-        # what functional_call or a replica puts in the place of the Parameter is none; inference tensors have no version counter, fake
-        # ones no address
+        # functional_call and replicas pass a plain tensor, no Parameter; inference tensors have no version counter, fake ones no address
         if not self.attached or isinstance(weight, FakeTensor) or not isinstance(owner, nn.Parameter) or owner.is_inference():
             self.release()
             return _made(None, source, how)

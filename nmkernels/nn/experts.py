@@ -121,9 +121,8 @@ class StackedWeight(NMWeight):
     @property
     def weight(self) -> nn.Parameter:  # type: ignore[override]
         """The Parameter of the experts module, as that stores it."""
-        found = self.owner._parameters[self.key]
-        assert found is not None
-        return found
+        found: Any = self.owner._parameters.get(self.key)
+        return getattr(self.owner, self.key) if found is None else found  # torch.nn.utils may compute it, which check_computed refuses
 
     def computed(self, *keys: str) -> str:
         """What computes the stack from other tensors, and how to undo that; empty where it is a Parameter."""
@@ -147,8 +146,6 @@ class StackedWeight(NMWeight):
     def forward(self, weight: Tensor) -> Tensor:
         """W̃ of ``weight``, both as the Parameter is stored; the gradient reaches ``weight`` by the transform's rule."""
         self.ran = True
-        if self.key not in self.owner._parameters:
-            self.check_computed()
         transform, layout = self.transform, self.layout
         if transform is None:
             return weight
@@ -213,6 +210,9 @@ class SparseExperts(_InFront):
             for stack in stacks.values():
                 stack.ran = True
             return super().forward(*args, **kwargs)
+        for key, stack in stacks.items():
+            if key not in self._parameters:
+                stack.check_computed()
         self._enter(1)
         try:
             for key, stack in stacks.items():

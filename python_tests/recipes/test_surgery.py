@@ -8,6 +8,7 @@ from torch.nn.utils import parametrizations, parametrize, prune, remove_spectral
 
 import nmkernels as nm
 from nmkernels.pattern import RecipeError
+from python_tests.moe import mixture
 
 
 class Twice(nn.Module):
@@ -131,3 +132,21 @@ def test_a_bare_sparse_layer_may_be_normalised():
     layer = parametrizations.weight_norm(nm.nn.SparseLinear(16, 8))
     layer(torch.randn(4, 16)).sum().backward()
     assert layer.parametrizations.weight.original0.grad.abs().sum() > 0
+
+
+def test_stacked_experts():
+    model = mixture(dtype=torch.float32)
+    handle = nm.sparsify_(model, "srste:2:4")
+    owner = next(iter(handle.layers.values())).owner
+    key = next(key for key, _ in owner.named_parameters(recurse=False))
+    x = torch.randn(4, 16)
+    optimizer = handle.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    prune.l1_unstructured(owner, key, amount=0.3)
+    for call in (lambda: model(x), handle.finish, handle.remove):
+        with pytest.raises(RecipeError, match=rf"its {key} is computed by torch\.nn\.utils\.prune"):
+            call()
+    prune.remove(owner, key)
+    model(x).square().mean().backward()
+    optimizer.step()
+    handle.finish()
+    nm.compress_(model)(x)
