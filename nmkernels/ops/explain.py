@@ -99,7 +99,7 @@ def _raw_call(name: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 
 def _reached(function: Any, targets: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Reached | None:
-    devices = {x.device for x in tensors(args) if x.is_cuda}
+    devices = {x.device for x in tensors(args) if x.is_cuda} if torch.cuda.is_available() else ()  # fake tensors are on any machine
     try:
         # a seed may be drawn on the way
         with torch.no_grad(), torch.random.fork_rng(list(devices)), _Until(targets):
