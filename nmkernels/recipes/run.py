@@ -160,10 +160,13 @@ class Run:
             return
         self.renew(verb)
         inputs = " Their inputs are those that handle.calibrate() saw before." if self.masks.score == "wanda" else ""
+        trained = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+        left = [name for name in replaced if id(self.layers[name].parameter) not in trained]
+        again = f" No attached optimizer has the new Parameters of {listed(left)}: make one and attach it." if left else ""
         warnings.warn(
             f"{verb}: the weights of {listed(replaced or self.layers)} were loaded or changed after handle.attach. No step was made, so "
             f"what the recipe {self.recipe.name} takes from the weights at its beginning (masks, scales, the order of channels) was taken "
-            f"again, from the present ones.{inputs} Load weights before attach to avoid this.",
+            f"again, from the present ones.{inputs}{again} Load weights before attach to avoid this.",
             stacklevel=4,
         )
 

@@ -351,6 +351,16 @@ def test_the_first_step_takes_masks_from_weights_that_were_loaded_after_attach()
     assert torch.equal(model[2].weight != 0, nm.ops.mask(weights["2.weight"], "2:4"))
 
 
+def test_parameters_that_were_replaced_by_loading_are_missed_in_the_optimizer():
+    model, handle, optimizer = start(ASP())
+    model.load_state_dict({name: torch.randn_like(value) for name, value in model.state_dict().items()}, assign=True)
+    (message,) = said_by(handle.metrics)
+    assert "No attached optimizer has the new Parameters of layers '0', '2'" in message
+    handle.detach(optimizer)
+    train(model, handle.attach(torch.optim.SGD(model.parameters(), lr=0.1)), batches(2))
+    assert zeros(model[0]) == 0.5 and not said_by(handle.metrics)
+
+
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 def test_resuming_after_attach_is_not_taken_for_other_weights(order):
     model, _, optimizer = start(ASP())
