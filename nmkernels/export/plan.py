@@ -26,7 +26,7 @@ from ..nn.classes import class_of
 from ..nn.compressed import LAYOUTS
 from ..nn.deploy import tell
 from ..nn.experts import deploy_stacks_, stacks_of
-from ..nn.swap import put_
+from ..nn.swap import replace_each_
 from ..ops import Compressed
 from ..pattern import CheckpointError, NMError, Pattern
 from ..reference import unpack_indices
@@ -135,14 +135,11 @@ def load(model: nn.Module, contents: Contents, table: dict[str, Any], keep_dense
         if meta and isinstance(old, nn.Parameter):  # which would be assigned to each of those that share it
             others[name] = tied.setdefault(id(old), nn.Parameter(others[name], old.requires_grad))
     model.load_state_dict(others, strict=False, assign=meta)
-    made = {id(dense[name]): plan.layer(dense[name], keep_dense) for name, plan in moved.items() if plan.layout not in STACKS}
+    made = {dense[name]: plan.layer(dense[name], keep_dense) for name, plan in moved.items() if plan.layout not in STACKS}
     for name, plan in moved.items():
         if plan.layout in STACKS:
             deploy_stacks_(dense[name], {homes[name][1]: plan.stack(keep_dense)})
-    for name, old in dense.items():
-        if id(old) in made:
-            parent, _, child = name.rpartition(".")
-            put_(model.get_submodule(parent), child, made[id(old)])
+    replace_each_(model, made)
     switch_fast_paths(model)
     tell(model)
 

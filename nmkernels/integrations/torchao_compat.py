@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layouts import MATRICES
-from ..nn import CompressedLinear, NMWeight, SparseLinear, compress_, make_dense_, make_sparse_, replace_, switch_fast_paths
+from ..nn import CompressedLinear, NMWeight, SparseLinear, compress_, make_dense_, make_sparse_, switch_fast_paths
+from ..nn.swap import replace_each_
 from ..pattern import DtypeError, Pattern, RecipeError, ShapeError
 from ..recipes.existing import adopt
 
@@ -185,12 +186,14 @@ def to_semi_structured_(model: nn.Module) -> nn.Module:
             weights[module] = semi_structured(_packed(name, module))
     if not weights:
         raise RecipeError("to_semi_structured_: the model has no sparse linear layer.")
+    made: dict[nn.Module, nn.Module] = {}
     for module, weight in weights.items():
         rows, cols = weight.shape
         plain = nn.Linear(cols, rows, bias=False, device="meta")
         plain.register_parameter("bias", module._parameters["bias"])
         plain.weight = nn.Parameter(weight, requires_grad=False)
-        replace_(model, module, plain.train(module.training))
+        made[module] = plain.train(module.training)
+    replace_each_(model, made)
     return model
 
 

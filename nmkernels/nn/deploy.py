@@ -31,7 +31,7 @@ from .experts import (
 from .gather import fsdp_modules, reshard
 from .linear import NMWeight
 from .parallel import IN, check_mesh, split_along
-from .swap import replace_, switch_fast_paths
+from .swap import replace_each_, switch_fast_paths
 
 HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_", "_is_full_backward_")))
 """What a deployed layer takes over. Hooks on state dicts are not: they speak of the dense layer's keys."""
@@ -84,12 +84,14 @@ def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
     for module in [module for module in model.modules() if isinstance(module, SparseExperts)]:
         stacks = module.stacks
         deploy_stacks_(module, {key: compressed_stack(s.weight, s.layout, s.pattern, keep_dense) for key, s in stacks.items()})
+    made: dict[nn.Module, nn.Module] = {}
     for layer in layers.values():
         if isinstance(layer, StackedWeight):
             continue
         with torch.no_grad():
             packed = ops.compress(layer.grouped.detach(), layer.pattern)
-        replace_(model, layer, deployed(layer, packed, layer.layout, keep_dense, adapter_of(layer), layer.columns))
+        made[layer] = deployed(layer, packed, layer.layout, keep_dense, adapter_of(layer), layer.columns)
+    replace_each_(model, made)
     switch_fast_paths(model)
     tell(model)
     return model
@@ -218,9 +220,7 @@ def decompress_(model: nn.Module) -> nn.Module:
             raise RecipeError("decompress_: the model itself is one compressed layer and cannot be replaced in place; use its dense().")
     for module in [module for module in model.modules() if isinstance(module, CompressedExperts)]:
         expand_stacks_(module)
-    for _, layer in layers.values():
-        if isinstance(layer, CompressedLinear):
-            replace_(model, layer, _decompressed(layer))
+    replace_each_(model, {layer: _decompressed(layer) for _, layer in layers.values() if isinstance(layer, CompressedLinear)})
     if layers:
         switch_fast_paths(model)
         tell(model)

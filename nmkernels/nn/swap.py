@@ -6,6 +6,9 @@ refers to it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -112,11 +115,39 @@ def make_dense_(layer: NMWeight) -> nn.Module:
 
 
 def replace_(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put ``new`` in every place of ``model`` where ``old`` stands: a module may be registered under several names."""
+    """Put ``new`` in every place of ``model`` where ``old`` stands: a module may be registered under several names, and some modules call
+    their layers from a plain list of their own (MaskFormer's)."""
+    replace_each_(model, {old: new})
+
+
+def replace_each_(model: nn.Module, pairs: Mapping[nn.Module, nn.Module]) -> None:
+    """``replace_`` for many modules, in one pass."""
     for parent in list(model.modules()):
         for key, child in list(parent._modules.items()):
-            if child is old:
-                put_(parent, key, new)
+            if child in pairs:
+                put_(parent, key, pairs[child])
+        for key, value in list(vars(parent).items()):
+            if key not in REGISTRIES and (held := _exchanged(value, pairs)) is not value:
+                vars(parent)[key] = held
+
+
+REGISTRIES = frozenset(vars(nn.Module()))
+"""Where torch itself keeps a module's Parameters, children and hooks."""
+
+
+def _exchanged(value: Any, pairs: Mapping[nn.Module, nn.Module]) -> Any:
+    """``value`` with the modules in it exchanged: lists and dicts in place, a tuple as a new one."""
+    if isinstance(value, nn.Module):
+        return pairs.get(value, value)
+    if type(value) is list or type(value) is dict:
+        for key, held in list(enumerate(value) if type(value) is list else value.items()):
+            if (other := _exchanged(held, pairs)) is not held:
+                value[key] = other
+    elif type(value) is tuple:
+        others = tuple(_exchanged(held, pairs) for held in value)
+        if any(one is not other for one, other in zip(value, others, strict=True)):
+            return others
+    return value
 
 
 def put_(parent: nn.Module, key: str, new: nn.Module) -> None:

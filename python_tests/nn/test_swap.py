@@ -205,3 +205,34 @@ def test_replace_reaches_every_name():
     model = nn.ModuleDict({"a": old, "deep": nn.Sequential(nn.ReLU(), old)})
     nm.nn.replace_(model, old, new)
     assert model["a"] is new and model["deep"][1] is new
+
+
+class FromAList(nn.Module):
+    """Calls its layers from a plain list, a tuple and a dict of its own, as MaskFormer does."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(32, 32) for _ in range(3))
+        self.layers, self.pair, self.named = [self.first, nn.ReLU()], (self.second, nn.ReLU()), {"last": [self.third]}
+
+    def forward(self, x):
+        for layer in (*self.layers, *self.pair, *self.named["last"]):
+            x = layer(x)
+        return x
+
+
+def test_layers_that_a_module_keeps_in_plain_containers_are_replaced_there_too(tmp_path):
+    model, x = FromAList(), torch.randn(3, 32)
+    handle = nm.sparsify_(model, "ste:2:4")
+    handle.finish(allow_unused=True)
+    y = model(x)
+    nm.compress_(model)
+    assert [type(m) for m in (model.layers[0], model.pair[0], model.named["last"][0])] == 3 * [nm.CompressedLinear]
+    assert model.layers[0] is model.first and model.pair[0] is model.second
+    torch.testing.assert_close(model(x), y)
+    nm.save_compressed(model, tmp_path / "m.safetensors")
+    restored = nm.load_compressed(FromAList(), tmp_path / "m.safetensors")
+    assert torch.equal(restored(x), model(x))
+    nm.densify_(model)
+    assert [type(m) for m in (model.layers[0], model.pair[0], model.named["last"][0])] == 3 * [nn.Linear]
+    torch.testing.assert_close(model(x), y)
