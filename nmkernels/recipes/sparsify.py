@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +55,11 @@ NOT_LINEAR: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
 """Torch's layers whose weight is none of a linear layer's."""
 
 COMPRESSED = "it is compressed already; nm.densify_ gives the dense layer back"
+
+LOOKED_UP = re.compile("position|pos_|_pos|embed", re.IGNORECASE)
+"""What 3-D tensors are called that no input is multiplied by."""
+ATTENTION = re.compile("attention|attn", re.IGNORECASE)
+"""What modules are called whose 3-D weights have a dimension for the heads, as XLNet's, and none for experts."""
 
 TINY = 16
 """Fewer features than this on either side: the mask costs more than the GEMM."""
@@ -112,7 +120,7 @@ def candidates(model: nn.Module, pattern: Pattern, recipe: Recipe | None) -> Ite
     """Everything in ``model`` that has a weight, norms apart."""
     # a module may stand under several names; only a parameter of several modules is tied
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    bypassed = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    bypassed = {id(child): type(m).__name__ for m in model.modules() if _hands_weights_over(type(m)) for child in m.children()}
     heads = _output_heads(model)
     adapters = {id(part) for m in model.modules() for part in _adapters(m)}
     for name, module in model.named_modules():
@@ -132,6 +140,13 @@ def candidates(model: nn.Module, pattern: Pattern, recipe: Recipe | None) -> Ite
         # what a parametrization is of stands under the name of its module
         elif not isinstance(module, (*NORMS, ParametrizationList)):
             yield from _others(name, module, pattern)
+
+
+@cache
+def _hands_weights_over(kind: type[nn.Module]) -> bool:
+    """Whether a method of the class lets torch's function for attention multiply the weights of its layers: torch's own class, WavLM's."""
+    methods = (inspect.getattr_static(kind, name) for name in dir(kind))
+    return any("multi_head_attention_forward" in code.co_names for method in methods if (code := getattr(method, "__code__", None)))
 
 
 def _adapters(module: nn.Module) -> Iterator[nn.Module]:
@@ -218,7 +233,7 @@ def _others(name: str, module: nn.Module, pattern: Pattern) -> Iterator[Candidat
         shape = () if is_lazy(w) else tuple(w.shape)
         if known:
             yield Candidate(name if key == "weight" else _join(name, key), module, shape, known, linear=False)
-        elif len(shape) == 3:
+        elif len(shape) == 3 and not (looked_up := LOOKED_UP.search(f"{kind}.{key}")) and not ATTENTION.search(kind):
             why = f"3-D expert weights of {kind}, which does not say along which dimension it sums, as transformers' experts modules do"
             why += " (use_experts_implementation)"
             if not w.is_floating_point():
@@ -227,7 +242,8 @@ def _others(name: str, module: nn.Module, pattern: Pattern) -> Iterator[Candidat
                 )
             yield Candidate(_join(name, key), module, shape, why)
         else:
-            yield Candidate(_join(name, key), module, shape, f"a tensor of {kind}, which is no layer that sparsify_ knows", linear=False)
+            linear = len(shape) == 3 and not looked_up
+            yield Candidate(_join(name, key), module, shape, f"a tensor of {kind}, which is no layer that sparsify_ knows", linear=linear)
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
@@ -246,7 +262,7 @@ def _join(name: str, key: str) -> str:
 
 
 def _candidate(
-    name: str, module: nn.Module, pattern: Pattern, recipe: Recipe | None, uses: Counter[int], bypassed: set[int], heads: set[int]
+    name: str, module: nn.Module, pattern: Pattern, recipe: Recipe | None, uses: Counter[int], bypassed: dict[int, str], heads: set[int]
 ) -> Candidate:
     if isinstance(module, CompressedLinear):
         shape = module.stored_shape if isinstance(module, CompressedConv2d) else module.weight.shape
@@ -281,7 +297,7 @@ def _candidate(
     return Candidate(name, module, shape, impossible or misshapen, keep_dense, bool(misshapen), layout=layout)
 
 
-def _obstacle(module: nn.Module, weight: Tensor | None, layout: str, uses: Counter[int], bypassed: set[int], pattern: Pattern) -> str:
+def _obstacle(module: nn.Module, weight: Tensor | None, layout: str, uses: Counter[int], bypassed: dict[int, str], pattern: Pattern) -> str:
     """Why a layer cannot be made sparse whatever the pattern is; empty if it can."""
     kind = type(module).__name__
     if isinstance(module, NMWeight):
@@ -289,7 +305,7 @@ def _obstacle(module: nn.Module, weight: Tensor | None, layout: str, uses: Count
             return "it is sparse already; give the dense model back with handle.remove() or densify_ first"
         return computed_by(module) if module.pattern == pattern else f"it is {module.pattern} already; take a recipe of that pattern"
     if id(module) in bypassed:
-        return "nn.MultiheadAttention reads out_proj's weight and never calls the layer"
+        return f"{bypassed[id(module)]} hands its weight to torch's multi_head_attention_forward, and never calls the layer"
     form = "" if weight is None else _form(weight)
     if form:
         return form

@@ -174,6 +174,28 @@ class Tensors(nn.Module):
                 setattr(self, key, value)
 
 
+class OddAttention(Tensors):
+    """Attention whose weight has a dimension for the heads."""
+
+    def __init__(self):
+        super().__init__(r=nn.Parameter(torch.randn(32, 4, 8)))
+
+
+class ByTorchsFunction(nn.Module):
+    """Attention that owns linear layers and lets torch's function multiply their weights, as fairseq's, open_clip's and WavLM's."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x):
+        return self.attend(x)
+
+    def attend(self, x):
+        weights = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
+        return nn.functional.multi_head_attention_forward(x, x, x, 32, 2, *weights)
+
+
 class Linear4bit(nn.Linear):
     """As bitsandbytes keeps a weight: its bytes in one column, in a subclass of nn.Linear."""
 
@@ -240,6 +262,8 @@ LINEAR = {
             ".out_proj": ((32, 32), "never calls"),
         },
     ),
+    "WavLM's attention": (lambda: ByTorchsFunction(), {f".{x}_proj": (SQUARE, "never calls the layer") for x in "qkv"}),
+    "XLNet's attention": (lambda: OddAttention(), {".r": ((32, 4, 8), "a tensor of OddAttention")}),
     "gpt-oss's experts": (
         lambda: Tensors(up=random(4, 32, 64), up_bias=random(4, 64), down=random(4, 32, 32)),
         {".up": ((4, 32, 64), "3-D expert"), ".down": ((4, 32, 32), "3-D expert")},
@@ -308,7 +332,7 @@ def test_every_module_with_a_weight_is_listed_with_its_true_reason(kind):
     assert {e.name: e.shape for e in got} == {f"odd{name}": shape for name, (shape, _) in want.items()}
     for e in got:
         reason = want[e.name.removeprefix("odd")][1]
-        assert not e.sparse and reason in e.reason and e.kind in (type(odd).__name__, "NonDynamicallyQuantizableLinear")
+        assert not e.sparse and reason in e.reason and e.kind in (type(odd).__name__, "Linear", "NonDynamicallyQuantizableLinear")
         assert e.linear == (kind in LINEAR)
     if kind in LINEAR:
         with pytest.raises(
