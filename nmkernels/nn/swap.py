@@ -124,7 +124,7 @@ def replace_each_(model: nn.Module, pairs: Mapping[nn.Module, nn.Module]) -> Non
     """``replace_`` for many modules, in one pass."""
     for parent in list(model.modules()):
         for key, child in list(parent._modules.items()):
-            if child in pairs:
+            if child is not None and child in pairs:
                 put_(parent, key, pairs[child])
         for key, value in list(vars(parent).items()):
             if key not in REGISTRIES and (held := _exchanged(value, pairs)) is not value:
@@ -135,16 +135,17 @@ REGISTRIES = frozenset(vars(nn.Module()))
 """Where torch itself keeps a module's Parameters, children and hooks."""
 
 
-def _exchanged(value: Any, pairs: Mapping[nn.Module, nn.Module]) -> Any:
-    """``value`` with the modules in it exchanged: lists and dicts in place, a tuple as a new one."""
+def _exchanged(value: Any, pairs: Mapping[nn.Module, nn.Module], deep: int = 3) -> Any:
+    """``value`` with the modules in it exchanged: in lists and dicts, which may hold further ones, in place; a tuple becomes a new one."""
     if isinstance(value, nn.Module):
         return pairs.get(value, value)
-    if type(value) is list or type(value) is dict:
-        for key, held in list(enumerate(value) if type(value) is list else value.items()):
-            if (other := _exchanged(held, pairs)) is not held:
+    if deep and isinstance(value, (list, dict)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, held in list(items):
+            if (other := _exchanged(held, pairs, deep - 1)) is not held:
                 value[key] = other
-    elif type(value) is tuple:
-        others = tuple(_exchanged(held, pairs) for held in value)
+    elif deep and type(value) is tuple:
+        others = tuple(_exchanged(held, pairs, deep - 1) for held in value)
         if any(one is not other for one, other in zip(value, others, strict=True)):
             return others
     return value

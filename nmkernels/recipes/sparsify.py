@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +119,8 @@ def candidates(model: nn.Module, pattern: Pattern, recipe: Recipe | None) -> Ite
     """Everything in ``model`` that has a weight, norms apart."""
     # a module may stand under several names; only a parameter of several modules is tied
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    bypassed = {id(child): type(m).__name__ for m in model.modules() if _hands_weights_over(type(m)) for child in m.children()}
+    kinds = {kind for kind in {type(m) for m in model.modules()} if _hands_weights_over(kind)}
+    bypassed = {id(child): type(m).__name__ for m in model.modules() if type(m) in kinds for child in m.children()}
     heads = _output_heads(model)
     adapters = {id(part) for m in model.modules() for part in _adapters(m)}
     for name, module in model.named_modules():
@@ -142,7 +142,6 @@ def candidates(model: nn.Module, pattern: Pattern, recipe: Recipe | None) -> Ite
             yield from _others(name, module, pattern)
 
 
-@cache
 def _hands_weights_over(kind: type[nn.Module]) -> bool:
     """Whether a method of the class lets torch's function for attention multiply the weights of its layers: torch's own class, WavLM's."""
     methods = (inspect.getattr_static(kind, name) for name in dir(kind))
