@@ -175,6 +175,7 @@ WAYS_OUT = (
         "MultiheadAttention",
         "write attention with nn.Linear and F.scaled_dot_product_attention in place of nn.MultiheadAttention",
     ),
+    ("multi_head_attention_forward", "write attention with F.scaled_dot_product_attention, after layers that are called"),
     ("3-D expert weights", "one nn.Linear per expert can be made sparse"),
     ("not chosen by the filter", "filter_fn leaves it dense"),
     ("left dense", "it was left dense when the model was made sparse; a wider filter_fn takes it"),
