@@ -222,7 +222,11 @@ class NMQuantizer(HfQuantizer):
 
     def _put(self, model: Any, name: str, dense: nn.Module, layer: Any) -> None:
         if isinstance(layer, CompressedStack):
-            deploy_stacks_(dense, {name.rpartition(".")[2]: layer})
+            home, _, key = name.rpartition(".")
+            deploy_stacks_(dense, {key: layer})
+            around = model.get_submodule(home.rpartition(".")[0])
+            if not (around._parameters or around._buffers):  # Qwen3-Omni's would initialise the dense stacks
+                around._is_hf_initialized = True
         else:
             replace_(model, dense, layer)
 

@@ -627,6 +627,22 @@ torch.save(model(input_ids=torch.arange(3, 15).reshape(2, 6)).logits.detach(), s
 """
 
 
+def test_a_block_that_initialises_its_experts_leaves_compressed_ones_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = compressed("mixtral")
+    model.save_pretrained(tmp_path)
+    block = type(next(m for m in model.modules() if hasattr(m, "experts")))
+    kind = transformers.MixtralPreTrainedModel
+    own = kind._init_weights
+
+    def initialise(self: Any, module: nn.Module) -> None:  # as Qwen3-Omni's does
+        own(self, module)
+        if isinstance(module, block):
+            transformers.initialization.normal_(module.experts.gate_up_proj)
+
+    monkeypatch.setattr(kind, "_init_weights", initialise)
+    assert equal_bits(logits(loaded(tmp_path), "mixtral"), logits(model, "mixtral"))
+
+
 def ran(*arguments: Any, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, env=env, capture_output=True, text=True, check=False)
