@@ -235,7 +235,7 @@ UNTRAINED: dict[str, str] = {
         video_llama_3_vision xcodec zoedepth
     """,
 }
-"""Architectures of which no tiny model is trained here, and why; that they are none is tested too."""
+"""Architectures of which no tiny model is trained here, and why. One that trains must leave this table."""
 
 
 class Untrained(Exception):

@@ -86,7 +86,7 @@ def there_and_back(architecture: str, folder: Path, load: Callable[[Path, str], 
     assert model.state_dict().keys() == keys
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "mixtral", "vit"])
+@pytest.mark.parametrize("architecture", ["bert", "mixtral", "vit"])
 def test_a_few(architecture: str, tmp_path: Path) -> None:
     there_and_back(architecture, tmp_path, read)
 
