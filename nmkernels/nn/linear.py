@@ -214,11 +214,14 @@ class NMWeight(nn.Module):
                     parameter = nn.Parameter(value)
                     parameter.nm_learned = True  # type: ignore[attr-defined]  # so that an optimizer can tell it
                     self.register_parameter(name, parameter)
+        self._clear_adapter()
+        self.drop()
+
+    @torch.no_grad()
+    def _clear_adapter(self) -> None:
         adapter = adapter_of(self)
         if adapter is not None:
-            with torch.no_grad():
-                adapter[1].zero_()
-        self.drop()
+            adapter[1].zero_()
 
     def _started(self, transform: WeightTransform) -> dict[str, Tensor]:
         """What ``transform`` takes once from the present weight, by name."""
@@ -415,12 +418,15 @@ class NMWeight(nn.Module):
         if absent and given:
             # a dense checkpoint: they belonged to other weights
             missing_keys[:] = [key for key in missing_keys if key not in absent]
+            taken = [name for key in absent if (name := key.rpartition(".")[2]) not in ADAPTER]
             if self.stepped:
-                warnings.warn(
-                    f"load_state_dict: dense weights were loaded in the middle of a run, and what the layers keep besides them "
-                    f"({', '.join(key.rpartition('.')[2] for key in absent)}) stays. handle.renew_masks() takes it from the new weights.",
-                    stacklevel=2,
-                )
+                self._clear_adapter()  # it was learned with other weights, and the dense model has none
+                if taken:
+                    warnings.warn(
+                        f"load_state_dict: dense weights were loaded in the middle of a run, and what the layers took from earlier ones "
+                        f"({', '.join(taken)}) stays. handle.renew_masks() takes it from the new weights.",
+                        stacklevel=2,
+                    )
                 return
             try:
                 self.begin()
