@@ -127,7 +127,7 @@ class Handle:
             raise RecipeError("attach: the recipe is finished; sparsify_ the model again to train on.")
         self._take_shards()
         run, before = self.run, list(self._attachments)
-        stepped = tuple(map(unwrapped, optimizers))
+        stepped = tuple(dict.fromkeys(map(unwrapped, optimizers)))
         known = {id(a.optimizer): a for a in before}
         owners = [(o, layers) for o in stepped if (layers := owned(o, self.layers))]
         if not owners:
@@ -220,7 +220,8 @@ class Handle:
         if self.finished:
             raise RecipeError("renew_masks: the recipe is finished; sparsify_ the model again to prune other weights.")
         reshard(self.model)
-        self.run.renew("renew_masks", anew=True)
+        if self.run.state:
+            self.run.renew("renew_masks", anew=True)
 
     def _appoint(self) -> Attachment | None:
         """Have the last attachment keep the schedule, and return it; None where there is none."""

@@ -158,6 +158,15 @@ def test_the_state_goes_with_the_optimizer_that_keeps_the_schedule():
     assert resumed.state["t"] == 7 and torch.equal(resumed.run.masks.masks["0"], handle.run.masks.masks["0"])
 
 
+def test_an_optimizer_that_is_given_twice_is_attached_once():
+    model, handle, first = start(ASP())
+    handle.attach(first, first)
+    assert len(first._optimizer_step_pre_hooks) == 1
+    train(model, first, batches(2))
+    handle.detach(first)
+    assert not first._optimizer_step_pre_hooks
+
+
 def test_detach_of_all_and_attach_again():
     model, handle, first = start(ASP())
     train(model, first, batches(2))
@@ -396,6 +405,17 @@ def test_what_was_learned_stays_when_dense_weights_are_loaded_in_the_middle(name
     assert before and all(torch.equal(value, model.state_dict()[key]) for key, value in before.items())
     handle.renew_masks()
     assert not all(torch.equal(value, model.state_dict()[key]) for key, value in before.items())
+
+
+@pytest.mark.parametrize("name", BEGINS)
+def test_before_attach_there_is_nothing_to_renew(name):
+    model = net(BEGINS[name]())
+    handle = nm.sparsify_(model, BEGINS[name]())
+    handle.renew_masks()
+    assert not handle.run.state
+    optimizer = handle.attach(optimizer_of(handle.recipe, model.parameters()))
+    step(model, optimizer, DATA[0])
+    assert handle.run.state
 
 
 def test_renew_masks_takes_a_scale_again():
