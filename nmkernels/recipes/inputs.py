@@ -1,4 +1,7 @@
-"""Norms of layers' inputs, collected over a few forward passes: what ``ASP(score="wanda")`` ranks weights by."""
+"""Norms of layers' inputs, collected over a few forward passes: what ``ASP(score="wanda")`` ranks weights by.
+
+Under ``torch.distributed`` they are summed over all ranks, each of which may run other batches: replicas have to choose the same masks.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +41,14 @@ class InputNorms:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Collect the inputs of the forward passes run inside.
+        """Collect the inputs of the forward passes run inside, on every rank.
 
         Tokens with a value that is not finite are left out, with a warning: of padding that attention masks altogether they mean nothing,
         and one of them would make every score of the layer NaN.
         """
         linear = {name: layer for name, layer in self.layers.items() if layer.own_gemms}
         seen = {name: LeftOut() for name in linear}
+        before = dict(self.squares), dict(self.tokens)
         hooks = [
             layer.register_forward_pre_hook(partial(self._collect, name, seen[name]), with_kwargs=True) for name, layer in linear.items()
         ]
@@ -53,6 +57,9 @@ class InputNorms:
         finally:
             for hook in hooks:
                 hook.remove()
+        if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            for name, layer in linear.items():
+                self._share(name, layer, before[0].get(name, 0), before[1].get(name, 0))
         self._report(seen)
 
     @torch.no_grad()
@@ -69,6 +76,14 @@ class InputNorms:
         seen.left_out = seen.left_out + (~kept).sum()
         seen.values = seen.values + (~finite).sum()
         seen.first = torch.where((seen.left_out > 0) & (torch.as_tensor(seen.first, device=x.device) == 0), seen.calls, seen.first)
+
+    def _share(self, name: str, layer: NMWeight, squares: Tensor | int, tokens: Tensor | int) -> None:
+        """Add to ``squares`` and ``tokens``, which every rank has, what each of them has collected since."""
+        size = layer.shape[1]
+        new = torch.zeros(size + 1, dtype=widest(layer.weight.device), device=layer.weight.device)
+        new[:size], new[size] = self.squares.get(name, 0) - squares, self.tokens.get(name, 0) - tokens
+        torch.distributed.all_reduce(new)
+        self.squares[name], self.tokens[name] = squares + new[:size], tokens + new[size].long()
 
     def _report(self, seen: dict[str, LeftOut]) -> None:
         left_out = [(int(found.first), name) for name, found in seen.items() if int(found.first)]

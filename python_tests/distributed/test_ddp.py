@@ -82,3 +82,33 @@ def test_ranks_agree_with_each_other_and_with_one_process(tmp_path: Path) -> Non
                 assert torch.equal(ours, theirs)
         assert "switch_step" not in metrics or metrics["switch_step"] == results[0]["metrics"]["switch_step"] > 0
         assert nm.ops.is_nm(results[0]["model"]["0.weight"], "2:4")
+
+
+def by_wanda() -> dict[str, Any]:
+    rank, found = dist.get_rank(), {}
+    for calls in (1, 2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        handle = nm.sparsify_(model, nm.recipes.ASP("2:4", score="wanda"))
+        for call in range(calls):
+            with handle.calibrate(), torch.no_grad():
+                model(shard(call, rank))
+        optimizer = handle.attach(torch.optim.SGD(DistributedDataParallel(model).parameters(), lr=0.0))
+        found[str(calls)] = {name: mask.clone() for name, mask in handle.run.masks.masks.items()}
+        handle.detach(optimizer)
+    return found
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_ranks_calibrate_together(tmp_path: Path) -> None:
+    first, second = on_ranks(RANKS, by_wanda, tmp_path)
+    for calls in (1, 2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        handle = nm.sparsify_(model, nm.recipes.ASP("2:4", score="wanda"))
+        with handle.calibrate(), torch.no_grad():
+            model(torch.cat([shard(call, rank) for call in range(calls) for rank in range(RANKS)]))
+        handle.attach(torch.optim.SGD(model.parameters(), lr=0.0))
+        for name, mask in handle.run.masks.masks.items():
+            assert torch.equal(first[str(calls)][name], second[str(calls)][name]) and torch.equal(first[str(calls)][name], mask)
