@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None o
 @pytest.mark.parametrize("flags", [(), ("-U__ELF__",)], ids=["own way to switch stacks", "portable way"])
 def test_the_emulator_does_what_cuda_says(tmp_path: Path, flags: tuple[str, ...]) -> None:
     tests = (CSRC / "tests" / "cuda" / f"test_{name}.cpp" for name in ("emulator", "warps", "ptx", "faults"))
-    sources = [CSRC / "tests" / "main.cpp", *tests, *(CSRC / "emulator").glob("*.cpp")]
-    for command in (["g++", *FLAGS, *flags, *map(str, sources), "-o", str(tmp_path / "tests")], [str(tmp_path / "tests")]):
+    sources = [CSRC / "tests" / "main.cpp", *tests, *(CSRC / "emulator").glob("*.cpp"), "-x", "c++", CSRC / "cuda" / "queue.cu"]
+    for command in (["g++", *FLAGS, *flags, "-o", str(tmp_path / "tests"), *map(str, sources)], [str(tmp_path / "tests")]):
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     assert "0 failures" in done.stdout
