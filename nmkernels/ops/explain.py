@@ -68,7 +68,7 @@ def explain(what: str | Module, *args: Any, **kwargs: Any) -> str:
 
 
 def _raw_call(name: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
-    """The raw op that a call comes to, and the arguments with which it does."""
+    """The raw op that a call ends in, and the arguments that it passes."""
     from .. import ops
 
     public = getattr(ops, name, None) if isinstance(name, str) and name in ops.__all__ else None
