@@ -221,7 +221,7 @@ class Handle:
             raise RecipeError("renew_masks: the recipe is finished; sparsify_ the model again to prune other weights.")
         reshard(self.model)
         if self.run.state:
-            self.run.renew("renew_masks", anew=True)
+            self.run.renew("renew_masks", overwrite=True)
 
     def _appoint(self) -> Attachment | None:
         """Have the last attachment keep the schedule, and return it; None where there is none."""

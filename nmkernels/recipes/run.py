@@ -64,15 +64,15 @@ class Run:
         self.gradients = Gradients(layers)
         self.readers = Readers(layers)
 
-    def begin(self, verb: str, anew: bool = False, patterns: bool = True) -> None:
-        """Take from the present weights the layers' patterns, if wanted, and what transforms start from; ``anew``: even if a checkpoint
-        had it."""
+    def begin(self, verb: str, overwrite: bool = False, patterns: bool = True) -> None:
+        """Take from the present weights the layers' patterns, if wanted, and what transforms start from; ``overwrite``: even what a
+        checkpoint had."""
         if patterns:
             self.patterns.choose()
         transform = self.stage.transform or self.stage.later
         for name, layer in self.layers.items():
             layer.final = self._fitted(self.recipe.final_transform(), layer)
-            layer.restored &= not anew
+            layer.restored &= not overwrite
             try:
                 layer.begin(*() if transform is None else (self._fitted(transform, layer),))
             except NMError as error:
@@ -116,10 +116,10 @@ class Run:
         if own or self.masks.masks or self.tensors.names or self.patterns.own:
             self.writes.start()
 
-    def renew(self, verb: str, anew: bool = False) -> None:
-        """Take from the present weights what was taken from earlier ones: patterns, masks and what transforms start from; ``anew``: even
-        what a checkpoint had."""
-        self.begin(verb, anew=anew)
+    def renew(self, verb: str, overwrite: bool = False) -> None:
+        """Take from the present weights what was taken from earlier ones: patterns, masks and what transforms start from;
+        ``overwrite``: even what a checkpoint had."""
+        self.begin(verb, overwrite=overwrite)
         self.patterns.save(self.state)
         self.masks.forget()
         self.tensors.load({})
@@ -162,9 +162,10 @@ class Run:
         inputs = " Their inputs are those that handle.calibrate() saw before." if self.masks.score == "wanda" else ""
         trained = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
         left = [name for name in replaced if id(self.layers[name].parameter) not in trained]
+        by = f" by {self.writes.foreign}, which is not attached" if self.writes.steps else ""
         again = f" No attached optimizer has the new Parameters of {listed(left)}: make one and attach it." if left else ""
         warnings.warn(
-            f"{verb}: the weights of {listed(replaced or self.layers)} were loaded or changed after handle.attach. No step was made, so "
+            f"{verb}: the weights of {listed(replaced or self.layers)} were loaded or changed after handle.attach{by}. No step was made, so "
             f"what the recipe {self.recipe.name} takes from the weights at its beginning (masks, scales, the order of channels) was taken "
             f"again, from the present ones.{inputs}{again} Load weights before attach to avoid this.",
             stacklevel=4,
@@ -193,7 +194,7 @@ class Run:
             self._remark()
             if self.stage.later is not None and stage.later is None:
                 # the dense phase is over: what later stages take from the weights is taken from the present ones
-                self.begin("the sparse phase", anew=True)
+                self.begin("the sparse phase", overwrite=True)
                 self.patterns.save(state)
             if "held_steps" in state and stage.part != self.stage.part:
                 before = self._kept()
@@ -294,7 +295,7 @@ class Run:
     def final_transforms(self) -> dict[str, WeightTransform]:
         """What turns each weight into the N:M one that ``finish`` leaves."""
         if self.stage.later is not None:
-            self.begin("a dense phase", anew=True)
+            self.begin("a dense phase", overwrite=True)
             self.tensors.preview()
         return {name: self.masks.preview(name) or layer.final for name, layer in self.layers.items()}
 

@@ -360,6 +360,13 @@ def test_the_first_step_takes_masks_from_weights_that_were_loaded_after_attach()
     assert torch.equal(model[2].weight != 0, nm.ops.mask(weights["2.weight"], "2:4"))
 
 
+def test_an_optimizer_that_steps_before_the_attached_one_is_named():
+    model, handle, _ = start(ASP())
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(1))
+    (message,) = said_by(handle.metrics)
+    assert "changed after handle.attach by SGD, which is not attached" in message
+
+
 def test_parameters_that_were_replaced_by_loading_are_missed_in_the_optimizer():
     model, handle, optimizer = start(ASP())
     model.load_state_dict({name: torch.randn_like(value) for name, value in model.state_dict().items()}, assign=True)
