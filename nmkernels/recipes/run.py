@@ -165,7 +165,7 @@ class Run:
         by = f" by {self.writes.foreign}, which is not attached" if self.writes.steps else ""
         again = f" No attached optimizer has the new Parameters of {listed(left)}: make one and attach it." if left else ""
         warnings.warn(
-            f"{verb}: the weights of {listed(replaced or self.layers)} were loaded or changed after handle.attach{by}. No step was made, so "
+            f"{verb}: the weights of {listed(replaced or self.layers)} were loaded or changed after handle.attach{by}. No step was made; "
             f"what the recipe {self.recipe.name} takes from the weights at its beginning (masks, scales, the order of channels) was taken "
             f"again, from the present ones.{inputs}{again} Load weights before attach to avoid this.",
             stacklevel=4,
