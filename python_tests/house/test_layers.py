@@ -9,7 +9,7 @@ from pathlib import Path
 
 from python_tests.house.tree import CSRC, PACKAGE
 
-TOP = 11
+TOP = 12
 LAYERS = {
     "pattern": 0,
     "dispatch": 0,
@@ -23,16 +23,16 @@ LAYERS = {
     "backends": 3,
     "testing": 3,
     "ops": 4,
-    "autograd": 5,
-    "nn": 6,
-    "optim": 6,
-    "recipes": 7,
-    "audit": 8,
-    "export": 8,
-    "distributed": 8,
-    "integrations": 9,
-    "models": 9,
-    "cli": 10,
+    "gemm": 5,
+    "autograd": 6,
+    "nn": 7,
+    "optim": 7,
+    "recipes": 8,
+    "audit": 9,
+    "export": 9,
+    "integrations": 10,
+    "models": 10,
+    "cli": 11,
     "__init__": TOP,
     "__main__": TOP,
 }

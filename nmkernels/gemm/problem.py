@@ -1,0 +1,68 @@
+"""Problem: the one description of a GEMM, by which its method is chosen, measured and remembered."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .. import tuning
+from ..ops.mvue import METHODS
+from ..pattern import NMError
+
+ROLES = ("fprop", "dgrad", "wgrad")
+FORMS = ("dense", "rows", "columns", "rows:mma.sp", "columns:mma.sp", "rows:wgmma.sp", "columns:wgmma.sp")
+RULES = ("", "magnitude", *METHODS)
+
+
+class Problem(NamedTuple):
+    """One GEMM of a layer y = x W̃ᵀ, and the forms in which its sparse operand is available.
+
+    Args:
+        role: ``"fprop"`` y = x W̃ᵀ, ``"dgrad"`` dx = g W̃, or ``"wgrad"`` dW = ĝᵀ x, with ĝ an N:M estimate of g along tokens.
+        tokens: rows of x and g.
+        rows, cols: (out, in) of the layer.
+        n, m: the pattern of W̃, or of ĝᵀ.
+        forms: ``"dense"``: W̃ in dense layout; ``"rows"``: W̃ compressed; ``"columns"``: W̃ᵀ compressed, for dgrad from a transposable
+            mask; ``"rows:wgmma.sp"`` and so on: the same in the order of tensor cores. Of the compressed ones the preferred first. In
+            wgrad they say how ĝᵀ may be written.
+        rule: of wgrad: ``"exact"`` or ``"approx"``, as in ``ops.mvue``, or ``"magnitude"``.
+        changing: W̃ changes between calls, as in training, so the time includes making it.
+    """
+
+    role: str
+    tokens: int
+    rows: int
+    cols: int
+    n: int
+    m: int
+    dtype: torch.dtype
+    device: torch.device
+    forms: tuple[str, ...] = ("dense", "rows")
+    rule: str = ""
+    changing: bool = False
+
+    def check(self) -> None:
+        """Raise NMError unless the fields describe a GEMM."""
+        if self.role not in ROLES:
+            raise NMError(f"choice: role {self.role!r} is unknown; choose one of {', '.join(ROLES)}.")
+        if not self.forms or any(form not in FORMS for form in self.forms):
+            raise NMError(f"choice: forms {self.forms!r}; give at least one of {', '.join(FORMS)}.")
+        if (self.role == "wgrad") != bool(self.rule) or self.rule not in RULES:
+            raise NMError(f"choice: rule {self.rule!r} of {self.role}; wgrad, and only it, has one of {', '.join(RULES[1:])}.")
+
+    def words(self) -> str:
+        """Short, for a reader: ``fprop 4096x1024 2:4 bfloat16, 8192 tokens``."""
+        return f"{self.role} {self.rows}x{self.cols} {self.n}:{self.m} {plain(self.dtype)}, {self.tokens} tokens"
+
+    def key(self) -> str:
+        """Its line in the table of measurements."""
+        what = " ".join(part for part in (self.role, self.rule) if part)
+        how = f"{'+'.join(self.forms)}{' changing' if self.changing else ''}"
+        text = f"{what}|{plain(self.dtype)}|{self.n}:{self.m}|{self.rows}x{self.cols}|{how}"
+        return tuning.key("gemm", self.device, text, self.tokens)
+
+
+def plain(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
