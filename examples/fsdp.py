@@ -1,6 +1,6 @@
-"""Train a 2:4 sparse GPT with FSDP2, with sharded checkpoints, and write it compressed.
+"""Train a 2:4 sparse GPT with FSDP2 and sharded checkpoints, and save it compressed.
 
-torchrun --nproc-per-node 2 examples/fsdp.py --out runs/fsdp     # the same again, on any number of processes: goes on where it was
+torchrun --nproc-per-node 2 examples/fsdp.py --out runs/fsdp     # run again, on any number of processes, to continue
 """
 
 import argparse
@@ -40,7 +40,7 @@ fully_shard(model)
 optimizer = handle.attach(recipe.optimizer(model.parameters(), lr=2e-3))  # after fully_shard
 
 start = 0
-if saved := sorted(args.out.glob("step-*/.metadata")):  # what makes a checkpoint whole is written last
+if saved := sorted(args.out.glob("step-*/.metadata")):  # .metadata is written last
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments, "step": 0}
     dcp.load(state, checkpoint_id=saved[-1].parent)
@@ -55,12 +55,12 @@ for step in range(start + 1, args.steps + 1):
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    if rank == 0 and step % 10 == 0:  # metrics() waits for no other rank
+    if rank == 0 and step % 10 == 0:  # metrics() does not communicate
         print(f"step {step}  loss {loss.item():.3f}  phase {handle.metrics()['phase'].item():.0f}", flush=True)
     if step % args.save_every == 0 or step == args.steps:
         weights, moments = get_state_dict(model, optimizer)
         dcp.save({"model": weights, "optimizer": moments, "step": step}, checkpoint_id=args.out / f"step-{step:06}")
 
-handle.finish()  # every rank: its shard of each weight is 2:4 now
-nm.save_compressed(model, args.out / "model.safetensors")  # every rank compresses its shards, the first one writes
+handle.finish()  # checks that this rank's shards are 2:4
+nm.save_compressed(model, args.out / "model.safetensors")  # every rank compresses its shards, rank 0 writes
 dist.destroy_process_group()

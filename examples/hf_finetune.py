@@ -52,7 +52,7 @@ training = TrainingArguments(
 trainer = Trainer(model, training, train_dataset=pieces, processing_class=tokenizer)
 handle = nm.integrations.hf.prepare(trainer, args.recipe)
 print(handle.report)
-trainer.train()  # follows the recipe; at the end every weight in the report is 2:4
+trainer.train()  # at the end all layers that the report calls sparse are 2:4
 
 nm.compress_(model).save_pretrained(args.out)
 if tokenizer is not None:

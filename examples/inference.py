@@ -1,4 +1,4 @@
-"""Generate text from the compressed file of examples/own_loop.py, and compare it with the same weights held dense.
+"""Generate text from the compressed file of examples/own_loop.py, and compare with the same weights stored dense.
 
 python examples/inference.py runs/loop/model.safetensors --prompt "def "
 """
@@ -16,16 +16,16 @@ parser = argparse.ArgumentParser()
 parser.add_argument("file", type=Path)
 parser.add_argument("--prompt", default="def ")
 parser.add_argument("--count", type=int, default=60, help="bytes to generate")
-parser.add_argument("--tune", action="store_true", help="measure each shape first, and keep what is fastest here")
+parser.add_argument("--tune", action="store_true", help="time each layer first and use the fastest kernels")
 args = parser.parse_args()
 
 
 def fresh() -> GPT:
-    """The dense model whose sparse layers the file replaces."""
+    """A dense model to load the file into."""
     return GPT(GPTConfig(width=64, layers=2, heads=2, context=64))
 
 
-model = nm.load_compressed(fresh(), args.file).eval()  # indices and shapes are checked
+model = nm.load_compressed(fresh(), args.file).eval()  # checks indices and shapes
 dense = nm.densify_(nm.load_compressed(fresh(), args.file)).eval()  # the same weights with their zeros
 
 if args.tune:

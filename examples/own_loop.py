@@ -1,6 +1,6 @@
-"""Train a small GPT to 2:4 in a loop of one's own: evaluation of what will be deployed, checkpoints, the compressed file.
+"""Train a small GPT to 2:4 in your own loop, with checkpoints, evaluation of the deployed weights, and a compressed file.
 
-python examples/own_loop.py --out runs/loop --steps 400     # the same again goes on from the last checkpoint
+python examples/own_loop.py --out runs/loop --steps 400     # run again to continue from the last checkpoint
 """
 
 import argparse
@@ -61,6 +61,6 @@ for step in range(start + 1, args.steps + 1):
         parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
         torch.save({"step": step, **{name: part.state_dict() for name, part in parts.items()}}, checkpoint)
 
-handle.finish()  # every weight in the report is 2:4 now, or this raises
+handle.finish()  # raises unless all sparse layers are 2:4
 nm.save_compressed(nm.compress_(model), args.out / "model.safetensors")
 print(f"compressed: {validate():.3f}, {(args.out / 'model.safetensors').stat().st_size:,} bytes")

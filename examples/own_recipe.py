@@ -1,8 +1,8 @@
-"""Write a recipe of one's own, train with it, and let torch's own AdamW do the updates.
+"""Write your own recipe and train with it and torch's AdamW.
 
 python examples/own_recipe.py --steps 300 --out leaky.safetensors
 
-The method: weights that are not among the N largest of their group are first scaled down, not cut off, and cut off after half of the run.
+The method: weights outside the N largest of their group are scaled down at first, and set to zero after half of the run.
 """
 
 import argparse
@@ -40,12 +40,12 @@ class Leaky(WeightTransform):
 class LeakyMask(ScheduledRecipe):
     """``Leaky`` until ``switch``, then SR-STE's hard mask."""
 
-    leak: float = number(0.1)  # the fields check themselves: a number of at least 0
+    leak: float = number(0.1)  # validated: a number of at least 0
     switch: float | int = 0.5  # a share of the run, or a step
 
     @cached_property
     def stages(self):
-        """(the step after which it begins, what happens then)."""
+        """(the step after which the stage begins, the stage)."""
         switch = resolve_step("LeakyMask", "switch", self.switch, self.total_steps)
         return (
             (0, Stage(phase=0, transform=Leaky(self.pattern, leak=self.leak))),
@@ -59,7 +59,7 @@ parser.add_argument("--out", type=Path, required=True)
 args = parser.parse_args()
 
 torch.manual_seed(0)
-teacher = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))  # what is to be learned
+teacher = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))  # its outputs are the targets
 model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
 handle = nm.sparsify_(model, nm.recipes.get("leaky:2:4", total_steps=args.steps))
 optimizer = handle.attach(torch.optim.AdamW(model.parameters(), lr=2e-3))

@@ -1,4 +1,4 @@
-"""Write what a recipe says of itself, paper, state, cost, into its page, and all of them into a table on the first one.
+"""Write each recipe's facts (paper, state, cost) into its page, and a table of all recipes into the index.
 
     python docs/figures/facts.py [--check]
 
@@ -36,41 +36,41 @@ BEGIN, END = "<!-- facts: written by python docs/figures/facts.py -->", "<!-- fa
 
 
 def linked(text: str) -> str:
-    """With the arXiv numbers as links."""
+    """Turn arXiv numbers into links."""
     return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
 
 
 def facts(name: str) -> str:
     """The table of one recipe."""
-    told = describe(find(name))
+    about = describe(find(name))
     lines = {
-        "paper": linked(told["paper"]),
-        "patterns": told["patterns"],
-        "kept beside weights and moments": told["extra_state"],
-        "cost of training": told["cost"],
-        "`finish()` leaves": FINAL.get(told["final"], told["final"]),
+        "paper": linked(about["paper"]),
+        "patterns": about["patterns"],
+        "extra state": about["extra_state"],
+        "cost of training": about["cost"],
+        "`finish()` leaves": FINAL.get(about["final"], about["final"]),
     }
-    return "\n".join([f"| | `{told['name']}` |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in lines.items())])
+    return "\n".join([f"| | `{about['name']}` |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in lines.items())])
 
 
 def table() -> str:
-    """All recipes with what they are, the training FLOPs of sparse layers as a share of the dense ones, and what is left in the end."""
+    """The table of all recipes: summary, training FLOPs of sparse layers as a share of dense ones, and the final weights."""
     lines = ["| recipe | what it is | FLOPs | leaves |", "| --- | --- | --- | --- |"]
     for group, members in GROUPS.items():
         lines.append(f"| | **{group}** | | |")
         for name in members:
-            told = describe(find(name))
+            about = describe(find(name))
             recipe = nm.recipes.get(f"{name}:{'2:8' if name == 'vnm' else '2:4'}", total_steps=STEPS)
             ratio = nm.flops(LAYERS, recipe, STEPS, tokens=TOKENS).training_ratio
-            summary = told["summary"].partition(": ")[2] or told["summary"]
-            what = FINAL.get(told["final"], told["final"]).partition(",")[0]
+            summary = about["summary"].partition(": ")[2] or about["summary"]
+            what = FINAL.get(about["final"], about["final"]).partition(",")[0]
             lines.append(f"| [`{name}`]({name}.md) | {summary[:1].upper() + summary[1:]} | {ratio:.2f} | {what} |")
     return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when a page is not up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if a page is not up to date")
     args = parser.parse_args(argv)
     stale = 0
     pages = [(FOLDER / f"{name}.md", BEGIN, END, facts(name)) for name in names()]
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         old = path.read_text(encoding="utf-8")
         new = between(old, begin, end, text)
         if args.check and new != old:
-            sys.stdout.write(f"{path.name} does not show what the recipe says of itself; run: python docs/figures/facts.py\n")
+            sys.stdout.write(f"{path.name} is not up to date; run: python docs/figures/facts.py\n")
             stale = 1
         elif new != old:
             path.write_text(new, encoding="utf-8")

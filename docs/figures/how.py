@@ -1,4 +1,4 @@
-"""The figures of How it works, drawn from what the package computes: ``python docs/figures/how.py [NAME ...] [--check]``."""
+"""Draw the figures of How it works from what the package computes: ``python docs/figures/how.py [NAME ...] [--check]``."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def compressed() -> Drawing:
         d.rect(x, 250, 150, 44, "fill", "line", 4)
         d.text(x + 75, 268, f"{byte >> 4:04b} {byte & 15:04b}", "ink", 13, "middle", mono=True)
         d.text(x + 75, 286, f"byte {b}: 0x{byte:02X}", "soft", 11, "middle")
-    d.text(left + 160, 316, "one nibble for each group; the second group of a byte stands in its upper half", "soft", 11)
+    d.text(left + 160, 316, "one nibble for each group; the second group of a byte is its upper half", "soft", 11)
     return d
 
 
@@ -70,7 +70,7 @@ SHADES = ("sky", "sand", "fill", "line")
 
 
 def metadata() -> Drawing:
-    """Which lane holds the metadata of which rows and columns, found by sending marked bytes through ``to_layout``."""
+    """Which lane holds the metadata of which rows and columns, computed by passing marked bytes through ``to_layout``."""
     rows, cols = 64, 64
     marks = torch.arange(rows)[:, None].repeat(1, cols // 8).to(torch.uint8)  # each byte names its row
     columns = torch.arange(cols // 8)[None].repeat(rows, 1).to(torch.uint8)
@@ -183,7 +183,7 @@ def mvue() -> Drawing:
     for i in range(4):
         d.text(396 + i * 72, 174, signed(float(mean[i]), 2), "ink", 12)
     top, wide, u = 268, 600, 0.62
-    d.text(left, top - 14, "Two are drawn by one random number u: whatever holds u or 1 + u", bold=True)
+    d.text(left, top - 14, "One random number u draws two elements: those that contain u or 1 + u", bold=True)
     begin = 0.0
     for i in range(4):
         x, w = left + begin * wide / 2, p[i] * wide / 2
@@ -235,7 +235,7 @@ def optimizer() -> Drawing:
 
 def effective() -> Drawing:
     """The life of the effective weight over two training steps and an evaluation."""
-    d = Drawing(WIDE, 330, "When the effective weight is made, used again and dropped")
+    d = Drawing(WIDE, 330, "When the effective weight is made, reused and dropped")
     left, step, y = 40, 80, 70
     events = ("forward", "backward", "forward", "backward", "optimizer", "forward", "eval()", "forward")
     d.text(left, 28, "Two microbatches, a step, an evaluation", bold=True)
@@ -248,19 +248,19 @@ def effective() -> Drawing:
     for begin, end, word, text in spans:
         d.rect(left + begin * step + 3, y + 84, (end - begin) * step - 6, 30, "sky", "line", 4)
         d.text(left + begin * step + 12, y + 103, word + (", then " + text if text else ""), "ink", 11)
-    for at, word in ((4, "dropped"), (6, "doubted")):
+    for at, word in ((4, "dropped"), (6, "check")):
         d.path([(left + at * step + step / 2, y + 34), (left + at * step + step / 2, y + 80)], "orange", 1.4, arrow=True)
         d.text(left + at * step + step / 2, y + 103, word, "orange", 11, "middle")
-    d.text(left, 218, "Dropped or doubted by", bold=True)
+    d.text(left, 218, "Dropped or checked again after", bold=True)
     d.lines(
         left,
         238,
         (
             "any optimizer's step · train() and eval() · deployable() · load_state_dict · refresh() ·",
             "another version, storage or Parameter",
-            "On a CPU a fingerprint of the weight has to agree at every use. On a GPU a copy is used again only",
+            "On a CPU a fingerprint of the weight is compared at every use. On a GPU the copy is reused only",
             "within one training step.",
-            "Within torch.compile there is no copy: the graph computes W̃ itself.",
+            "Under torch.compile there is no copy: the graph computes W̃ itself.",
         ),
         18,
         size=11,
@@ -271,26 +271,21 @@ def effective() -> Drawing:
 
 def choice() -> Drawing:
     """How a GEMM is chosen."""
-    d = Drawing(WIDE, 330, "How the way to multiply is chosen by measurement")
-    d.box(20, 40, 190, 50, ("a GEMM is asked for", 'packed = "auto"'))
-    d.box(250, 40, 190, 50, ("is it in the table?", "machine, shape, dtype, tokens"), "sky")
-    d.box(520, 40, 160, 50, ("do it that way", "no more questions"), "sand")
-    d.box(250, 140, 190, 66, ("measure candidates", "dense, packed, …: in turns,", "wrong results are not timed"), "sky")
-    d.box(250, 256, 190, 50, ("store the verdict", "~/.cache/nmkernels"), "fill")
-    d.box(520, 140, 160, 66, ("try whole steps", "packed and dense in turns;", "the first steps of a run"), "sky")
-    d.path([(212, 65), (246, 65)], "ink", 1.4, arrow=True)
-    d.path([(442, 65), (516, 65)], "ink", 1.4, arrow=True)
-    d.text(478, 58, "yes", "soft", 11, "middle")
-    d.path([(345, 92), (345, 136)], "ink", 1.4, arrow=True)
-    d.text(352, 118, "no", "soft", 11)
-    d.path([(345, 208), (345, 252)], "ink", 1.4, arrow=True)
-    d.path([(442, 281), (600, 281), (600, 210)], "ink", 1.4, arrow=True)
-    d.path([(600, 138), (600, 94)], "ink", 1.4, arrow=True)
-    d.text(606, 122, "faster so?", "soft", 11)
-    d.box(20, 140, 190, 66, ("may not measure?", "NMKERNELS_CHOICE=table:", "a roofline answers"), "fill")
-    d.path([(246, 173), (214, 173)], "ink", 1.2, "4 3", arrow=True)
-    d.text(20, 240, "deterministic algorithms:", "soft", 11)
-    d.text(20, 256, "dense layout, always", "soft", 11)
+    d = Drawing(WIDE, 230, "How the method of a GEMM is chosen")
+    d.box(20, 40, 180, 50, ("a GEMM", 'packed = "auto"'))
+    d.box(260, 40, 200, 50, ("tuned here?", "nm.tune has measured it"), "sky")
+    d.box(520, 40, 180, 50, ("fastest measured", "dense in doubt"), "sand")
+    d.box(260, 140, 200, 66, ("estimate each method", "dense included; constants of", "this kind of machine"), "sky")
+    d.box(520, 140, 180, 66, ("fastest estimated", "without rows: dense unless", "1.25 times as fast"), "sand")
+    d.path([(202, 65), (256, 65)], "ink", 1.4, arrow=True)
+    d.path([(462, 65), (516, 65)], "ink", 1.4, arrow=True)
+    d.text(488, 58, "yes", "soft", 11, "middle")
+    d.path([(360, 92), (360, 136)], "ink", 1.4, arrow=True)
+    d.text(367, 118, "no", "soft", 11)
+    d.path([(462, 173), (516, 173)], "ink", 1.4, arrow=True)
+    d.text(20, 156, "deterministic algorithms,", "soft", 11)
+    d.text(20, 172, "packed = False:", "soft", 11)
+    d.text(20, 188, "always dense", "soft", 11)
     return d
 
 

@@ -1,9 +1,9 @@
-"""One figure per recipe: what happens to weights and masks while it trains a small network, ``docs/methods/<name>.svg``.
+"""Draw one figure per recipe, ``docs/methods/<name>.svg``: weights and masks while it trains a small network.
 
     python docs/figures/methods.py [NAME ...] [--check]
 
-The network is 16 → 24 → 4 with a tanh between, trained in float64 on what another one with random weights says, plus noise; its first layer
-is sparse. All recipes have the same initial weights, batches, and learning rates, which fall to zero by a cosine. A run takes seconds.
+The network is 16 → 24 → 4 with a tanh between, trained in float64 on the outputs of another one with random weights, plus noise; its first
+layer is sparse. All recipes share initial weights, batches and a cosine learning-rate schedule. A run takes seconds.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ FOLDER = ROOT / "docs" / "methods"
 STEPS, WARM, BATCH, SEED = 240, 200, 32, 1
 IN, HIDDEN, OUT = 16, 24, 4
 GROUPS = 8
-"""Groups in the picture of the masks."""
+"""Number of groups in the picture of the masks."""
 LEAST = 1.0
-"""Pixels by which a number of an up-to-date figure may be off: another processor rounds otherwise."""
+"""Pixels by which a number of an up-to-date figure may be off, because processors round differently."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ FIGURES = {
 
 @dataclass
 class Trace:
-    """What was seen after each step: groups of weights ``(steps, groups, M)``, as they are, as they are used, and as
-    they are used for the gradient of the input; and the metric."""
+    """The groups of weights after each step, ``(steps, groups, M)``: as stored, as used in the forward pass, and as used for the gradient
+    of the input; and the metric."""
 
     weights: Tensor
     used: Tensor
@@ -124,7 +124,7 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor
 
 
 def train(name: str, shown: Shown) -> Trace:
-    """The run behind one figure."""
+    """Train the network of one figure."""
     acts = name == "act24"
     model, data = network(acts), batches()
     if shown.trained:
@@ -160,7 +160,7 @@ def train(name: str, shown: Shown) -> Trace:
 
 
 def kinds(used: Tensor, n: int) -> Tensor:
-    """0 not used, 2 among the ``n`` largest of its group, 1 used beside these; ``(steps, groups, M)``."""
+    """0 for an unused weight, 2 for one among the ``n`` largest of its group, 1 for another used one; ``(steps, groups, M)``."""
     rank = used.abs().argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     return torch.where(used == 0, 0, torch.where(rank < n, 2, 1))
 

@@ -1,4 +1,5 @@
-"""What N:M gains: ``docs/story.svg`` for the README, from committed rows; ``docs/pays.svg``, measured rows beside the audit's prediction.
+"""Draw the gains of N:M: ``docs/story.svg`` for the README, from committed rows; ``docs/pays.svg``, measured rows and the audit's
+prediction.
 
 python docs/figures/speed.py [--check]
 """
@@ -34,7 +35,7 @@ Points = dict[str, list[tuple[int, float]]]
 
 
 def newest(rows: Rows) -> tuple[str, list[dict[str, str]]]:
-    """The CPU whose rows against torch's fastest dense GEMM are the latest, and its rows; equally late ones by name."""
+    """The CPU with the newest rows against torch's fastest dense GEMM, and these rows; ties by name."""
     found = [
         (max(r["date"] for r in mine), machine, list(mine))
         for machine, mine in tables.by_machine([r for r in rows if r["op"] == "nm_linear"]).items()
@@ -45,7 +46,7 @@ def newest(rows: Rows) -> tuple[str, list[dict[str, str]]]:
 
 
 def measured(rows: Rows) -> Points:
-    """Times as fast as torch's fastest dense GEMM, 4096×4096 in float32, by the number of tokens."""
+    """Speed-up over torch's fastest dense GEMM, 4096×4096 in float32, by the number of tokens."""
     value = {
         (r["pattern"], r["shape"]): float(r["p50"])
         for r in rows
@@ -56,7 +57,7 @@ def measured(rows: Rows) -> Points:
 
 
 def predicted() -> Points:
-    """The same for an 8192×8192 layer in bfloat16 on a GPU that nothing was measured on: the audit's roofline."""
+    """The audit's prediction for an 8192×8192 layer in bfloat16 on a GPU."""
 
     def gain(pattern: str, tokens: int) -> float:
         found = nm.audit({"layer": (8192, 8192)}, tokens=tokens, recipe=f"ste:{pattern}", device=GPU, dtype="bfloat16", measure=False)
@@ -66,7 +67,7 @@ def predicted() -> Points:
 
 
 def curves(d: Drawing, box: tuple[float, float, float, float], points: Points, tokens: Sequence[int], top: float) -> None:
-    """Speed-ups against tokens, both on logarithmic axes, with 1 as a dashed line."""
+    """Plot speed-ups against tokens on logarithmic axes, with 1 as a dashed line."""
     x0, y0, w, h = box
     low = 0.7
 
@@ -93,7 +94,7 @@ def curves(d: Drawing, box: tuple[float, float, float, float], points: Points, t
 
 
 def bars(d: Drawing, x: float, y: float, w: float, h: float, values: dict[str, tuple[float, str]], most: float) -> None:
-    """Two bars with their numbers above and their names below; the second in colour."""
+    """Draw two bars with their values above and names below; the second in colour."""
     for i, (name, (value, said)) in enumerate(values.items()):
         left, tall = x + i * w / 2 + 8, h * value / most
         d.rect(left, y + h - tall, w / 2 - 16, tall, "blue" if i else "line", r=2)
@@ -102,7 +103,7 @@ def bars(d: Drawing, x: float, y: float, w: float, h: float, values: dict[str, t
 
 
 def story(rows: Rows) -> str:
-    """Three panels: the loss that is kept, the bytes that are saved, the time that is saved."""
+    """Draw three panels: loss, bytes, speed."""
     demo = {(r["provider"], r["metric"]): r for r in rows if r["op"] == "train"}
     loss = {who: float(demo[who, "validation loss, nats per byte"]["p50"]) for who in ("dense baseline", "step")}
     share = float(demo["step", BYTES]["p50"])
@@ -137,7 +138,7 @@ def story(rows: Rows) -> str:
 
 
 def pays(rows: Rows) -> str:
-    """The same curve where it was measured, and where it is only predicted."""
+    """Draw the measured curve of a CPU and the predicted one of a GPU."""
     machine, mine = newest(rows)
     d = Drawing(880, 300, "Speed-up of one linear layer by the number of tokens: measured on a CPU, predicted for a GPU")
     d.text(24, 28, "Measured", bold=True, size=14)

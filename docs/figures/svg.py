@@ -1,4 +1,4 @@
-"""A drawing as SVG text: a few shapes, colours by name, legible on a light and on a dark page; the same drawing gives the same bytes."""
+"""Draw SVG figures from a few shapes and named colours, legible on light and dark pages; the output is deterministic."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ DARK = {
     "paper": "#16191f", "ink": "#e6edf3", "soft": "#9aa4af", "line": "#464d57", "fill": "#262c35",
     "blue": "#58a6ff", "orange": "#ff9d4d", "green": "#4cc764", "purple": "#bc8cff", "red": "#ff7b72", "sky": "#1f4a80", "sand": "#6e3d12",
 }  # fmt: skip
-"""The same names on both. An image follows its page, as browsers tell it by prefers-color-scheme; it has a background of its own, so
-that it is legible even where they do not."""
+"""The dark colours. Browsers choose by prefers-color-scheme; the figure also has its own background, so that it is legible without that."""
 
 COLOURS = ("blue", "orange", "green", "purple", "red", "soft")
 
 
 def number(value: float) -> str:
-    """As short as it can be written to a tenth of a pixel."""
+    """Format to a tenth of a pixel, as short as possible."""
     return "0" if abs(value) < 0.05 else f"{value:.1f}".removesuffix(".0")
 
 
@@ -55,7 +54,7 @@ class Drawing:
         bold: bool = False,
         mono: bool = False,
     ) -> None:
-        """One line whose base line is at ``y``; ``anchor`` start, middle or end."""
+        """Draw one line of text with its baseline at ``y``; ``anchor`` is start, middle or end."""
         more = ("" if anchor == "start" else f' text-anchor="{anchor}"') + (' font-weight="600"' if bold else "")
         named = fill + (" m" if mono else "")
         size_ = "" if size == 12 else f' font-size="{size}"'
@@ -74,7 +73,7 @@ class Drawing:
         arrow: bool = False,
         opacity: float = 1,
     ) -> None:
-        """A line through points."""
+        """Draw a line through points."""
         if not points:
             return
         d = "M" + " ".join(f"{number(x)},{number(y)}" for x, y in points)
@@ -100,7 +99,7 @@ class Drawing:
     def box(
         self, x: float, y: float, w: float, h: float, texts: Sequence[str], fill: str = "fill", stroke: str = "line", size: int = 12
     ) -> None:
-        """A box with lines of text in its middle, the first one bold."""
+        """Draw a box with centred lines of text, the first one bold."""
         self.rect(x, y, w, h, fill, stroke, r=5)
         top = y + h / 2 - (len(texts) - 1) * 8 + 4
         for i, text in enumerate(texts):
@@ -115,7 +114,7 @@ class Drawing:
             )
 
     def runs(self, cells: Sequence[int], x: float, y: float, w: float, h: float, fill: dict[int, tuple[str, float]]) -> None:
-        """A row of equal cells, neighbours of one kind as one rectangle; kinds that ``fill`` does not name are left out."""
+        """Draw a row of equal cells, merging neighbours of one kind; kinds missing from ``fill`` are left out."""
         begin = 0
         for i in range(1, len(cells) + 1):
             if i == len(cells) or cells[i] != cells[begin]:
@@ -148,12 +147,11 @@ class Drawing:
 def command(
     script: str, figures: Mapping[Path, Callable[[], str]], argv: list[str] | None, same: Callable[[str, str], bool] = operator.eq
 ) -> int:
-    """A script's command line: write its figures, or those that are named; with ``--check`` write none, and return 1 where a file is not
-    what would be drawn.
+    """Run a script's command line: write all or the named figures; with ``--check`` write none, and return 1 if a file is not up to date.
 
     Args:
-        script: its file in this folder.
-        figures: path -> what draws it.
+        script: its file name in this folder.
+        figures: path -> the function that draws it.
         same: whether an old file and a new one agree.
     """
     parser = argparse.ArgumentParser(prog=script)

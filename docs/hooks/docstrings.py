@@ -1,7 +1,7 @@
-"""A griffe extension: docstrings as they are written here, read as what griffe knows.
+"""A griffe extension that rewrites this package's docstrings to griffe's Google style.
 
-``Example:`` is a section of examples, ``text::`` before indented lines is Markdown's code, and every error of ``Raises:`` has a line of its
-own. The default of a recipe's keyword is its value, not the call that makes the field.
+``Example:`` becomes a section of examples, ``text::`` before indented lines a code block, and every error of ``Raises:`` gets its own line.
+A recipe's keyword shows its default value, not the call that makes the field.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ NEXT = re.compile(r"(?<=\.) (?=(?:[A-Z]\w*(?:Error|Interrupt|Warning)(?:, )?)+: 
 
 
 def read(docstring: str) -> str:
-    """The docstring with the sections that griffe's Google parser knows."""
+    """Return the docstring with the sections of griffe's Google parser."""
     text = re.sub(r"^( *)Example:$", r"\1Examples:", docstring, flags=re.MULTILINE)
     text = re.sub(r"::$", ":", text, flags=re.MULTILINE)
     return RAISES.sub(lambda found: f"{found[1]}Raises:\n{one_a_line(found[2])}", text)
 
 
 def one_a_line(block: str) -> str:
-    """The entries of ``Raises:``, each on its line."""
+    """Put each entry of ``Raises:`` on its own line."""
     margin = block[: len(block) - len(block.lstrip(" "))]
     ends = "\n" * (len(block) - len(block.rstrip("\n")))
     entries: list[str] = []
@@ -39,7 +39,7 @@ class Docstrings(griffe.Extension):
     """Rewrites every docstring before it is parsed."""
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
-        """Called for each attribute, before the parameters of a dataclass are made of them."""
+        """Show the default of a recipe's field as its value."""
         if isinstance(attr.value, griffe.ExprCall) and attr.parent is not None and attr.module.path.startswith("nmkernels.recipes"):
             owner = getattr(importlib.import_module(attr.module.path), attr.parent.name, None)
             for field in dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ():
@@ -47,6 +47,6 @@ class Docstrings(griffe.Extension):
                     attr.value = repr(field.default)
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Called for each module, class, function and attribute."""
+        """Rewrite the docstring of each module, class, function and attribute."""
         if obj.docstring is not None:
             obj.docstring.value = read(obj.docstring.value)

@@ -1,6 +1,6 @@
-"""A mkdocs hook: pages from elsewhere in the repository, and the order of a folder's pages.
+"""A mkdocs hook that adds pages from outside docs/, orders a folder's pages, and rewrites links.
 
-Documents link to each other by paths that are right in the repository. Here they are made right on the site too.
+Links in the sources are paths in the repository; they become links of the site.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAGES = {
     "bench/accuracy/README.md": "bench/accuracy.md",
     "bench/results/README.md": "bench/results.md",
 }
-"""Documents elsewhere in the repository, and the pages that they are here. Every program in examples/ has a page too."""
+"""Documents outside docs/ → their pages. Every program in examples/ has a page too."""
 
 LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s#]*)(#[^)\s]*)?((?:\s+\"[^\"]*\")?\))")
 CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
@@ -33,22 +33,22 @@ FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 
 
 def pages() -> dict[str, str]:
-    """Where in the repository → which page."""
+    """Path in the repository → page of the site."""
     examples = sorted((ROOT / "examples").glob("*.py"))
     return PAGES | {f"examples/{path.name}": f"examples/{path.stem}.md" for path in examples}
 
 
 def read(source: str) -> str:
-    """The Markdown of a document that lies elsewhere; a program is shown as a whole, under the first sentence of what it says of itself."""
+    """The Markdown of a document outside docs/; a program becomes a code block."""
     text = (ROOT / source).read_text(encoding="utf-8")
     if source.endswith(".py"):
         name = posixpath.basename(source)
-        return f"# {name}\n\n`{source}`, which the tests run as it stands.\n\n```python\n{text}```\n"
+        return f"# {name}\n\n`{source}`, run by the tests.\n\n```python\n{text}```\n"
     return text
 
 
 def order(folder: Path) -> list[str]:
-    """The pages of a folder of docs/, but for index.md, in the order in which index.md links to them."""
+    """The pages of a folder of docs/ except index.md, in the order of the links in index.md."""
     names = sorted(path.name for path in folder.glob("*.md") if path.name != "index.md")
     index = folder / "index.md"
     text = index.read_text(encoding="utf-8") if index.exists() else ""
@@ -57,7 +57,7 @@ def order(folder: Path) -> list[str]:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the pages of each folder where the navigation says ``folder/*``."""
+    """Expand ``folder/*`` in the navigation."""
     config.nav = expand(config.nav or [])
     return config
 
@@ -80,7 +80,7 @@ def expand(nav: list[Any]) -> list[Any]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages from elsewhere, and the figures that they show."""
+    """Add the pages from outside docs/ and their figures."""
     for source, page in pages().items():
         text = read(source)
         files.append(File.generated(config, page, content=text))
@@ -93,15 +93,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def add_figure(files: Files, config: MkDocsConfig, source: str) -> None:
-    """Bring a figure (or a table that can be downloaded) from outside docs/ onto the site, at its path in the repository."""
+    """Add a figure or CSV file from outside docs/ to the site, at its path in the repository."""
     if source.endswith((".svg", ".csv")) and not source.startswith(("docs/", "..")) and files.get_file_from_path(source) is None:
         files.append(File.generated(config, source, abs_src_path=str(ROOT / source)))
 
 
 def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
-    """Links as they are in the repository become links of the site; one that leads to no page of it becomes plain text."""
+    """Rewrite the links of a page for the site; a link to a file that has no page becomes plain text."""
     here = page.file.src_uri
-    if page.parent is None:  # a page of its own has the room of the list that would hold nothing but itself
+    if page.parent is None:  # a single page needs no navigation column
         page.meta.setdefault("hide", ["navigation"])
     back = {target: source for source, target in pages().items()}
     base = posixpath.dirname(back.get(here, f"docs/{here}"))
@@ -117,10 +117,10 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
                 raise PluginError(f"{here}: there is no {target}")
             if before.startswith("!"):
                 raise PluginError(f"{here}: the figure {target} is not on the site")
-            return before[1:-2]  # a file of the repository that is no page
+            return before[1:-2]  # a file without a page
         return f"{before}{posixpath.relpath(new, posixpath.dirname(here) or '.')}{anchor or ''}{after}"
 
-    # code is left alone
+    # leave code as it is
     parts, end = [], 0
     for fence in FENCE.finditer(markdown):
         parts += [LINK.sub(moved, markdown[end : fence.start()]), fence[0]]
@@ -129,7 +129,7 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Code in a table may be broken after a slash, a dot, an underscore ..., and nowhere else: no column is too wide, no letter alone."""
+    """Let code in tables break after slashes, dots, underscores and so on, so that no column is too wide."""
 
     def breakable(cell: re.Match[str]) -> str:
         return CODE.sub(lambda code: BREAK.sub("<wbr>", code[0]), cell[0])
