@@ -1,8 +1,8 @@
-"""How a Parameter stores a weight, and the matrix ``(rows, in)`` that masks, updates and files see of it.
+"""How a Parameter stores a weight, and the matrix ``(rows, in)`` that masks, updates and files use.
 
 Groups run along the last dimension of the matrix, the one that the layer sums over. The matrix is a view of the stored tensor, never a
-copy: what is written to it is written to the Parameter. So the memory of a weight with more than two dimensions has to be in the order of
-its matrix, as ``ordered`` gives it, whatever its strides say of the dimensions.
+copy: writing to it writes to the Parameter. So the memory of a weight with more than two dimensions must be in the order of its matrix;
+``ordered`` ensures that.
 
 =============  =========================  =====================================================
 layout         stored                     matrix
@@ -25,17 +25,17 @@ from .pattern import ShapeError
 
 LAYOUTS = LINEAR, CONV1D, CONV2D, EXPERTS, EXPERTS_T = "linear", "conv1d", "conv2d", "experts", "experts_t"
 MATRICES = frozenset({LINEAR, CONV1D})
-"""The layouts whose stored tensor is a matrix, in whatever memory."""
+"""The layouts whose stored tensor is a matrix, with any strides."""
 REDUCED = {LINEAR: 1, CONV1D: 0, CONV2D: 1, EXPERTS: 2, EXPERTS_T: 1}
 """The dimension of the stored tensor along which groups run."""
 ORDERS = {LINEAR: (0, 1), CONV1D: (1, 0), CONV2D: (0, 2, 3, 1), EXPERTS: (0, 1, 2), EXPERTS_T: (0, 2, 1)}
-"""The dimensions of the stored tensor in the order of the matrix; of ``MATRICES`` the memory may have another one."""
+"""The dimensions of the stored tensor in the order of the matrix; in memory, ``MATRICES`` may have another order."""
 ROWS = {LINEAR: 1, CONV1D: 1, CONV2D: 1, EXPERTS: 2, EXPERTS_T: 2}
-"""How many of these, the first ones, are rows."""
+"""How many of the leading ones are rows."""
 
 
 def matrix_shape(shape: Sequence[int], layout: str) -> tuple[int, int]:
-    """``(rows, in)`` of a tensor that is stored in ``shape``."""
+    """``(rows, in)`` of a tensor stored with ``shape``."""
     sizes, rows, cols = [int(shape[dim]) for dim in ORDERS[layout]], 1, 1
     for size in sizes[: ROWS[layout]]:
         rows *= size
@@ -45,7 +45,7 @@ def matrix_shape(shape: Sequence[int], layout: str) -> tuple[int, int]:
 
 
 def as_matrix(tensor: Tensor, layout: str) -> Tensor:
-    """The matrix ``(rows, in)`` of a stored ``tensor``: the same memory.
+    """The matrix ``(rows, in)`` of a stored ``tensor``, sharing its memory.
 
     Raises:
         ShapeError: the memory is not in the order of ``layout``, so that the matrix would be a copy.
@@ -57,16 +57,15 @@ def as_matrix(tensor: Tensor, layout: str) -> Tensor:
     sorted_ = tensor.permute(ORDERS[layout])
     if not sorted_.is_contiguous():
         raise ShapeError(
-            f"a weight {tuple(tensor.shape)} of layout {layout!r} has lost its order in memory (strides {tensor.stride()}), so that an "
-            "update of its masked matrix would go to a copy. Something has replaced its data, as vector_to_parameters or "
-            "weight.data = ... do. handle.refresh() puts the weights in order again."
+            f"a weight {tuple(tensor.shape)} of layout {layout!r} has another order in memory (strides {tensor.stride()}), so an "
+            "update of its masked matrix would go to a copy. Its data was replaced, as vector_to_parameters or "
+            "weight.data = ... do. handle.refresh() restores the order."
         )
     return sorted_.view(matrix_shape(tensor.shape, layout))
 
 
 def as_stored(matrix: Tensor, layout: str, shape: Sequence[int]) -> Tensor:
-    """The inverse of ``as_matrix``: ``matrix`` ``(rows, in)`` as a tensor of the stored ``shape``, in the same memory where it is
-    contiguous."""
+    """The inverse of ``as_matrix``: ``matrix`` ``(rows, in)`` as a tensor of the stored ``shape``, sharing memory if it is contiguous."""
     if layout == LINEAR:
         return matrix
     if layout == CONV1D:
@@ -76,7 +75,7 @@ def as_stored(matrix: Tensor, layout: str, shape: Sequence[int]) -> Tensor:
 
 
 def ordered(tensor: Tensor, layout: str) -> Tensor:
-    """``tensor`` with its memory in the order of ``layout``: itself where it has it, else a copy."""
+    """``tensor`` with its memory in the order of ``layout``: itself if it already is, else a copy."""
     if layout in MATRICES:
         return tensor
     sorted_ = tensor.permute(ORDERS[layout])

@@ -12,11 +12,11 @@ MAX_M = 256
 
 
 class NMError(Exception):
-    """Base of every error that nmkernels raises on purpose."""
+    """Base class of all errors that nmkernels raises."""
 
 
 class PatternError(NMError, ValueError):
-    """The N:M pattern itself is not usable."""
+    """The N:M pattern is invalid."""
 
 
 class ShapeError(NMError, ValueError):
@@ -28,19 +28,19 @@ class DtypeError(NMError, TypeError):
 
 
 class OptionError(NMError, ValueError):
-    """An option has a value that the operation does not know."""
+    """An option has an unknown value."""
 
 
 class BackendError(NMError, RuntimeError):
-    """A backend that was asked for by name cannot run this call."""
+    """A backend requested by name cannot run this call."""
 
 
 class RecipeError(NMError, RuntimeError):
-    """A recipe, its handle or its optimizer is used in a way that cannot work."""
+    """A recipe, its handle or its optimizer is used incorrectly."""
 
 
 class CheckpointError(NMError, RuntimeError):
-    """A file or state dict cannot be loaded: truncated, foreign, or of another recipe."""
+    """A file or state dict cannot be loaded: truncated, of another format, or of another recipe."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Pattern:
         spec: ``"N:M"``, for instance ``"2:4"``, with ``1 <= N <= M <= 256``; or another ``Pattern``.
 
     Raises:
-        PatternError: the text is not of that form, or N and M are out of range.
+        PatternError: the text does not have this form, or N and M are out of range.
 
     Example:
         >>> Pattern("2:4").n, Pattern("2:4").m, Pattern("1:16").density
@@ -83,19 +83,19 @@ class Pattern:
 
     @property
     def index_bits(self) -> int:
-        """Bits that store the position of one kept element: 2 for M <= 4, 4 for M <= 16, else 8."""
+        """Bits per stored position: 2 for M <= 4, 4 for M <= 16, else 8."""
         return 2 if self.m <= 4 else 4 if self.m <= 16 else 8
 
     def index_bytes(self, cols: int) -> int:
-        """Bytes of packed indices in one row of ``cols`` elements (the last group may be partial)."""
+        """Bytes of packed indices per row of ``cols`` elements (the last group may be partial)."""
         return -(-self.kept(cols) * self.index_bits // 8)
 
     def groups(self, cols: int) -> int:
-        """Groups in one row of ``cols`` elements; a partial last group counts."""
+        """Groups per row of ``cols`` elements, including a partial last group."""
         return -(-cols // self.m)
 
     def kept(self, cols: int) -> int:
-        """Values stored for one row of ``cols`` elements."""
+        """Stored values per row of ``cols`` elements."""
         return self.groups(cols) * self.n
 
     def check_divides(self, op: str, size: int, what: str = "the last dimension") -> None:
@@ -117,7 +117,7 @@ PatternLike = str | Pattern | int
 
 
 def _parse(spec: object) -> tuple[int, int]:
-    # without a regular expression, so that torch.compile can trace it
+    # no regular expression, so that torch.compile can trace it
     if isinstance(spec, str):
         n, colon, m = (part.strip() for part in spec.partition(":"))
         if colon and n.isdecimal() and m.isdecimal():

@@ -1,7 +1,7 @@
-"""What this rank holds of a tensor that ranks share (a DTensor), and sums over all that they hold.
+"""This rank's part of a sharded tensor (DTensor), and sums over the parts of all ranks.
 
-A rank holds one shard of a dimension that is sharded, and the whole of one that is replicated. So sums run over the mesh dimensions that
-shard, and over no others: replicas hold the same numbers, which must not be counted twice.
+A rank holds one shard along a sharded mesh dimension, and everything along a replicated one. So sums run over the sharded mesh dimensions
+only: replicas hold the same numbers, which must not be counted twice.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from torch import Tensor
 from .layouts import LINEAR, ordered
 
 Groups = tuple[Any, ...]
-"""The process groups over which a tensor is sharded, outermost first; empty for one that this rank holds whole."""
+"""The process groups that shard a tensor, outermost first; empty if this rank holds all of it."""
 
 
 def is_sharded(tensor: Tensor | None) -> bool:
-    """Whether ``tensor`` is a DTensor, told by name so that a process of its own never imports ``torch.distributed.tensor``."""
+    """Whether ``tensor`` is a DTensor; tested by name, so that single-process runs never import ``torch.distributed.tensor``."""
     return type(tensor).__name__ == "DTensor"
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of ``tensor``: the same memory, without autograd."""
+    """This rank's part of ``tensor``, sharing its memory, without autograd."""
     found: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return found
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of ``tensor``, gathered from every rank, which therefore all have to call it; a plain tensor as it is."""
+    """All of ``tensor``, gathered from every rank (all must call it); a plain tensor is returned as it is."""
     found: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return found
 
 
 def like(tensor: Tensor, part: Tensor) -> Tensor:
-    """``part``, of the shape of this rank's part of ``tensor``, as a tensor that is sharded as ``tensor`` is."""
+    """``part``, with the shape of this rank's part of ``tensor``, as a tensor sharded like ``tensor``."""
     if not is_sharded(tensor):
         return part
     from torch.distributed.tensor import DTensor
@@ -48,7 +48,7 @@ def like(tensor: Tensor, part: Tensor) -> Tensor:
 
 
 def spread(tensor: Tensor, full: Tensor) -> Tensor:
-    """``full``, which every rank has, sharded as ``tensor`` is."""
+    """``full``, which every rank has, sharded like ``tensor``."""
     if not is_sharded(tensor):
         return full
     from torch.distributed.tensor import distribute_tensor
@@ -57,7 +57,7 @@ def spread(tensor: Tensor, full: Tensor) -> Tensor:
 
 
 def groups_of(tensor: Tensor) -> Groups:
-    """The groups over which ``tensor`` is sharded."""
+    """The process groups that shard ``tensor``."""
     if not is_sharded(tensor):
         return ()
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
@@ -65,7 +65,7 @@ def groups_of(tensor: Tensor) -> Groups:
 
 
 def gathered(row: Tensor, groups: Groups) -> Tensor:
-    """``row`` ``(k,)`` of every rank of ``groups``, ``(ranks, k)``, in the same order everywhere: one collective for each group."""
+    """Gather ``row`` ``(k,)`` of every rank of ``groups`` into ``(ranks, k)``, in the same order everywhere; one collective per group."""
     rows = row.detach().reshape(1, -1)
     for group in groups:
         gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
@@ -76,19 +76,19 @@ def gathered(row: Tensor, groups: Groups) -> Tensor:
 
 
 def reduced(parts: dict[Groups, Tensor], merge: Callable[[Tensor, Tensor], Tensor] = torch.add) -> Tensor:
-    """``parts``, a row for each set of groups, merged over their ranks and with each other; bit-equal on every rank."""
+    """Reduce ``parts``, one row per set of groups, over their ranks and with each other; bit-equal on every rank."""
     rows = [row for groups, part in parts.items() for row in gathered(part, groups)]
     return functools.reduce(merge, rows)
 
 
 def add(parts: dict[Groups, Tensor], tensor: Tensor, value: Tensor) -> None:
-    """Add ``value``, which is of this rank's part of ``tensor``, to those of tensors that the same ranks share; for ``reduced``."""
+    """Add ``value``, computed from this rank's part of ``tensor``, to the row of tensors with the same groups; for ``reduced``."""
     groups = groups_of(tensor)
     parts[groups] = parts[groups] + value if groups in parts else value
 
 
 def total(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> Tensor:
-    """Σ of ``fn``, a 0-d sum over the elements that it is given, over all of ``tensors``, whichever rank holds them."""
+    """Σ of ``fn``, a 0-d sum over a tensor's elements, over all of ``tensors`` on all ranks."""
     parts: dict[Groups, Tensor] = {}
     for tensor in tensors:
         add(parts, tensor, fn(local(tensor)).reshape(1))
@@ -96,13 +96,17 @@ def total(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> Tensor:
 
 
 def anywhere(tensor: Tensor, flag: bool) -> bool:
-    """Whether ``flag`` is true on any rank over which ``tensor`` is sharded: an error on one alone would leave the others waiting."""
+    """Whether ``flag`` is true on any rank that shares ``tensor``, so that all raise: an error on one alone would leave the others
+    waiting."""
     return bool(reduced({groups_of(tensor): torch.tensor([float(flag)], dtype=torch.float32, device=local(tensor).device)}).item())
 
 
 def align_gradient(parameter: Tensor, layout: str = LINEAR) -> Tensor | None:
-    """The gradient of ``parameter``, laid out as that is: under sequence parallel a replicated weight's is a part of a sum on each rank,
-    and somebody may have set one whose memory is not in the order of ``layout``."""
+    """The gradient of ``parameter``, with its placements and its order in memory.
+
+    Under sequence parallelism each rank has a partial sum of a replicated weight's gradient; and a gradient set by hand may not be in the
+    order of ``layout``.
+    """
     grad = parameter.grad
     if grad is None:
         return None

@@ -1,4 +1,4 @@
-"""The definition of right: every operation in plain torch, one family per file, float64 supported."""
+"""Reference implementations that define the correct results: every op in plain torch, one family per file, also in float64."""
 
 from .adamw import masked_adamw_
 from .common import chunked_sum, distance

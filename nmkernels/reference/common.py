@@ -1,4 +1,4 @@
-"""What several families share: the compute dtype, groups as a last axis, the order of magnitudes, sums in a fixed order, distances."""
+"""Shared helpers: the compute dtype, groups as a last axis, the order of magnitudes, sums in a fixed order, distances."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def grouped(x: Tensor, m: int) -> Tensor:
-    """``[..., cols]`` seen as ``[..., cols / m, m]``."""
+    """View ``[..., cols]`` as ``[..., cols / m, m]``."""
     return x.unflatten(-1, (x.shape[-1] // m, m))
 
 
 def magnitude_keys(w: Tensor) -> Tensor:
-    """Integers that order as the magnitudes of ``w`` do, with every NaN equal and above infinity.
+    """Integers in the order of the magnitudes of ``w``, with all NaNs equal and above infinity.
 
-    The bits of a non-negative IEEE number, read as an integer, order as the number does; so the sign bit is
-    cleared (-0.0 equals 0.0) and everything past infinity becomes one value.
+    The bits of non-negative IEEE numbers, read as integers, have the order of the numbers; so the sign bit is cleared (-0.0 equals 0.0) and
+    everything above infinity becomes one value.
     """
     ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[w.element_size()]
     infinity = int(torch.tensor(float("inf"), dtype=w.dtype).view(ints))
@@ -37,7 +37,7 @@ def chunked_sum(x: Tensor) -> Tensor:
     sum = ((c_0 + c_1) + c_2) + ..., c_k = ((x_{4096k} + x_{4096k+1}) + ...), each addition rounded once in float64.
     """
     flat = x.reshape(-1).to(torch.float64)
-    # cumsum adds from left to right; a zero in front changes no sum and gives the empty tensor a last element.
+    # cumsum adds from left to right; a leading zero changes no sum and gives an empty tensor a last element
     whole, rest = flat[: flat.numel() // CHUNK * CHUNK], flat[flat.numel() // CHUNK * CHUNK :]
     partials = whole.view(-1, CHUNK).cumsum(-1)[:, -1] if whole.numel() else whole
     last = rest.cumsum(0)[-1:]
@@ -45,11 +45,11 @@ def chunked_sum(x: Tensor) -> Tensor:
 
 
 WINDOW = 1 << 24
-"""Elements that are compared at once."""
+"""Elements compared at a time."""
 
 
 def distance(y: Tensor, z: Tensor) -> float:
-    """The largest |y − z| of two matrices of one shape, in float64, in pieces; NaN where either has one, 0 for empty ones."""
+    """The largest |y − z| of two matrices of one shape, in float64 and in pieces; NaN if either has one, 0 if they are empty."""
     if not y.numel():
         return 0.0
     step = max(1, WINDOW // y.shape[1])

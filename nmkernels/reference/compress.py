@@ -1,6 +1,6 @@
-"""The compressed form: the kept values of each row and, packed, where in its group each of them sits.
+"""The compressed form: the kept values of each row and their packed positions inside their groups.
 
-Packing small integers into bytes, little end first, each row starting on a byte.
+Positions are packed into bytes, lowest bits first, each row starting on a byte.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def unpack_indices(packed: Tensor, bits: int, count: int) -> Tensor:
 def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Gather the ``n`` kept elements of every group of ``m``, in order of index, with their packed positions: see ``nm.ops.compress``.
 
-    A given mask may keep fewer than n in a group: the lowest unkept positions are then stored with value +0.0.
+    If ``mask`` keeps fewer than n in a group, the lowest unkept positions are stored with value +0.0.
     """
     kept = grouped(nm_mask(w, n, m) if mask is None else mask, m)
     short = n - kept.sum(-1, keepdim=True)
@@ -51,13 +51,13 @@ def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None) -> tuple[Ten
 def decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Tensor:
     """Scatter the stored values back into a dense tensor ``(..., cols)``: out[group*m + index] = value, +0.0 elsewhere.
 
-    Where ``cols`` is not a multiple of ``m``, positions of the last group past it are dropped.
+    If ``cols`` is not a multiple of ``m``, positions of the last group beyond it are dropped.
     """
     pattern = Pattern(n, m)
     position = unpack_indices(indices, pattern.index_bits, pattern.kept(cols)).long()
     if position.numel() and int(position.max()) >= m:
         raise ShapeError(
-            f"decompress: index {int(position.max())} does not exist in a group of {m}; the indices are damaged or of another pattern."
+            f"decompress: index {int(position.max())} does not exist in a group of {m}; the indices are corrupt or of another pattern."
         )
     dense = values.new_zeros(*values.shape[:-1], pattern.groups(cols), m)
     dense.scatter_(-1, grouped(position, n), grouped(values, n))

@@ -1,24 +1,24 @@
-"""The orders in which tensor cores read the positions of a 2:4 operand; a layout is a permutation of the bytes of the indices.
+"""Device layouts: the orders in which tensor cores read the positions of a 2:4 operand, as permutations of the bytes of the indices.
 
-Of 16-bit operands a *metadata word* is 16 bits: the nibbles of four groups of four, little end first, each
+For 16-bit operands a *metadata word* is 16 bits: the nibbles of four groups of four, lowest first, each
 ``first kept | second kept << 2``. That is two bytes of canonical 2:4 indices, which cover 16 dense columns of one row.
 
 * ``"mma.sp"``, for ``mma.sp.m16n8k32``: int32 ``(rows/16, cols/64, 32)``. Word ``[i, j, lane]`` holds, for the columns
-  ``64j + 16(lane % 4) ... + 15``, the metadata word of row ``16i + lane // 4`` in its low half, that of the row 8 further in its high half.
+  ``64j + 16(lane % 4) ... + 15``, the metadata word of row ``16i + lane // 4`` in its low half, that of the row 8 below in its high half.
   So one 32-lane load feeds two instructions: lanes with ``lane % 4`` 0 and 1 hold columns 64j ... + 31, read with sparsity selector 0;
   those with 2 and 3 the next 32 columns, read with selector 1.
 * ``"wgmma.sp"``, for ``wgmma.mma_async.sp`` m64nNk32: int32 ``(rows/64, cols/64, 128)``. Word ``[i, j, 32·warp + lane]`` is the ``mma.sp``
   word of the rows ``16(4i + warp)``, the same lane and columns.
 
-Of 8-bit operands a word is 32 bits, eight groups of one row, as canonical indices have them:
+For 8-bit operands a word is 32 bits, eight groups of one row, as in the canonical indices:
 
 * ``"wgmma.sp.8bit"``, for ``wgmma.mma_async.sp`` m64nNk64: int32 ``(rows/64, cols/128, 256)``. Word
   ``[i, j, 128s + 32·warp + lane]`` is that of row ``64i + 16·warp + lane // 4 + 8(lane % 2)`` for the columns
-  ``128j + 64s + 32(lane // 2 % 2) ... + 31``: what each thread gives to instruction s = 0 or 1 of 128 columns, with sparsity selector 0
-  (PTX ISA 9.7.15.6.2).
+  ``128j + 64s + 32(lane // 2 % 2) ... + 31``: the operand of each thread for instruction s = 0 or 1 of 128 columns, with sparsity selector
+  0 (PTX ISA 9.7.15.6.2).
 
-Only 0x4, 0x8, 0xC, 0x9, 0xD and 0xE occur as nibbles, what the PTX manual calls ordered metadata: canonical indices are in order, those
-that pad a short group too.
+The only nibbles are 0x4, 0x8, 0xC, 0x9, 0xD and 0xE, which the PTX manual calls ordered metadata: canonical indices are sorted, also where
+they pad a short group.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from torch import Tensor
 from ..pattern import Pattern
 
 EIGHT_BIT = "wgmma.sp.8bit"
-"""The layout of 8-bit values; the other device layouts are of 16-bit ones."""
+"""The layout for 8-bit values; the other device layouts are for 16-bit ones."""
 
 WARPS = {"mma.sp": 1, "wgmma.sp": 4, EIGHT_BIT: 4}
-"""Device layouts, and the warps whose words lie together."""
+"""Device layouts → number of warps whose words are contiguous."""
 
 LAYOUTS = ("canonical", *WARPS)
-"""Every layout that an operand can be packed in."""
+"""All layouts of a packed operand."""
 
 COLUMNS = 64
-"""Dense columns that the words of one warp cover, of 16-bit values; of 8-bit ones twice as many, see ``tile_of``."""
+"""Dense columns covered by the words of one warp for 16-bit values; twice as many for 8-bit ones, see ``tile_of``."""
 
 
 def tile_of(layout: str) -> tuple[int, int]:
@@ -63,15 +63,15 @@ def index_dtype(layout: str) -> torch.dtype:
 
 
 def layout_of(indices: Tensor) -> str:
-    """The layout of the positions of a packed matrix: metadata is int32, and its last size tells whose it is."""
+    """The layout of a packed matrix's positions, from their dtype and last size."""
     if indices.dtype != torch.int32:
         return "canonical"
-    words = indices.shape[-1]  # in a graph a symbol, which has no hash
+    words = indices.shape[-1]  # a symbol in a graph, so not usable as a dict key
     return "wgmma.sp" if words == 128 else EIGHT_BIT if words == 256 else "mma.sp"
 
 
 def to_layout(indices: Tensor, cols: int, layout: str) -> Tensor:
-    """Canonical 2:4 indices, uint8 ``(rows, cols/8)``, in another layout; the module's page says where each word lies."""
+    """Canonical 2:4 indices, uint8 ``(rows, cols/8)``, in another layout; the module docstring defines the order of the words."""
     if layout == "canonical":
         return indices
     i, j, words = meta_shape(indices.shape[0], cols, layout)
@@ -82,7 +82,7 @@ def to_layout(indices: Tensor, cols: int, layout: str) -> Tensor:
     # tile, warp, half, row of eight, 64 columns, lane of four, byte
     split = indices.reshape(i, words // 32, 2, 8, j, 4, 2)
     transposed = split.permute(0, 4, 1, 3, 5, 2, 6).reshape(i, j, words * 4)
-    return transposed.clone().view(torch.int32)  # nothing needs no copy, and may lie at an odd address
+    return transposed.clone().view(torch.int32)  # clone: an empty view may start at an odd address
 
 
 def from_layout(meta: Tensor, layout: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""The three GEMMs of a linear layer with one operand in compressed form: decompress, then multiply.
+"""The three GEMMs of a linear layer with one compressed operand: decompress, then multiply.
 
 float16 and bfloat16 are multiplied in float32 and rounded once; float64 in float64. Indices in int32 are metadata (``layouts``).
 """
@@ -20,11 +20,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "relu2": lambda y: F.relu(y).square(),
 }
-"""What may follow fprop before it is rounded: nothing, GELU y·Φ(y), SiLU y/(1 + exp(-y)), squared ReLU max(y, 0)²."""
+"""Activations that fprop can apply before rounding: none, GELU y·Φ(y), SiLU y/(1 + exp(-y)), squared ReLU max(y, 0)²."""
 
 
 def _operands(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> tuple[Tensor, Tensor]:
-    """Both in the dtype that they are multiplied in, the compressed one dense."""
+    """Both operands dense and in the compute dtype."""
     wide = compute_dtype(x.dtype)
     indices = from_layout(indices, layout_of(indices))
     return x.to(wide), decompress(values, indices, n, m, cols).to(wide)
@@ -52,6 +52,6 @@ def linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, col
 
 
 def linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> Tensor:
-    """wgrad, layout tn: dW = gᵀ x ``(out, in)``, where gᵀ ``(out, tokens)`` comes compressed along tokens."""
+    """wgrad, layout tn: dW = gᵀ x ``(out, in)``, with gᵀ ``(out, tokens)`` compressed along tokens."""
     a, g = _operands(x, values, indices, n, m, cols)
     return (g @ a).to(x.dtype)

@@ -1,4 +1,4 @@
-"""The N:M mask, the N largest magnitudes of every group of M, and S-STE's continuous projection onto N:M: a soft threshold per group."""
+"""The N:M mask (the N largest magnitudes of every group of M), and S-STE's soft threshold, a continuous projection onto N:M."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def mask(w: Tensor, n: int, m: int) -> Tensor:
 
 
 def prune(w: Tensor, n: int, m: int) -> Tensor:
-    """Keep the bits of every element that ``mask`` marks and put +0.0 elsewhere: out = w where M else +0.0.
+    """Keep every element that ``mask`` marks, bit for bit, and set the others to +0.0: out = w where M else +0.0.
 
-    It selects, never multiplies, so a pruned NaN or infinity becomes 0.
+    It selects instead of multiplying, so a pruned NaN or infinity becomes 0.
     """
     return w.contiguous().masked_fill(~mask(w, n, m), 0.0)
 
 
 def is_nm(w: Tensor, n: int, m: int) -> bool:
-    """Whether every group of ``m`` has at most ``n`` non-zeros; a NaN is not zero, -0.0 is."""
+    """Whether every group of ``m`` has at most ``n`` non-zeros; NaN counts as non-zero, -0.0 as zero."""
     return bool((grouped(w != 0, m).sum(-1) <= n).all())
 
 
@@ -51,9 +51,9 @@ def soft_threshold(w: Tensor, n: int, m: int) -> Tensor:
 
 
 def soft_threshold_scale(w: Tensor, n: int, m: int) -> Tensor:
-    """The scale beta that brings S = ``soft_threshold(w)`` closest to w: beta = <w, S> / ||S||², 0 where S is zero.
+    """The scale that makes beta · S closest to w, S = ``soft_threshold(w)``: beta = <w, S> / ||S||², 0 if S is zero.
 
-    GEMMs, both sums (``chunked_sum``) and the quotient are in float64; S is first rounded to w's dtype.
+    S is rounded to w's dtype; products, both sums (``chunked_sum``) and the quotient are in float64.
     """
     s, wide = soft_threshold(w, n, m).double(), w.double()
     square = chunked_sum(s * s)

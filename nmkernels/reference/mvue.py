@@ -2,11 +2,11 @@
 
 The best X keeps element i with probability p_i = min(1, c |g_i|), Σ p_i = N, and value g_i / p_i (Chmiel, Hubara, Banner, Soudry, "Minimum
 Variance Unbiased N:M Sparsity for the Neural Gradients", ICLR 2023: 1:2, 2:4; general N:M is ours). Selection is systematic sampling, which
-needs running sums without rounding errors, lest some uniforms select too many elements. For N <= 2 and M = 2, 4, 8, 16 they are floats on a
-grid (``_by_level``), for every other pattern integers (``_exact``).
+needs running sums without rounding errors, or some uniforms would select too many elements. For N <= 2 and M = 2, 4, 8, 16 they are floats
+on a grid (``_by_level``), for every other pattern integers (``_exact``).
 
-Philox4x32-7 makes random words from a key and a counter alone, so that any element can be drawn on any device (Salmon, Moraes, Dror, Shaw,
-"Parallel random numbers: as easy as 1, 2, 3", SC 2011: seven rounds pass every test there). Words are held in int64.
+Philox4x32-7 computes random words from a key and a counter, so any element can be drawn on any device (Salmon, Moraes, Dror, Shaw,
+"Parallel random numbers: as easy as 1, 2, 3", SC 2011: seven rounds pass all their tests). Words are stored as int64.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def philox4x32(counter: Tensor, key: tuple[Tensor | int, Tensor | int]) -> Tenso
     c0, c1, c2, c3 = counter.unbind(-1)
     k0, k1 = key
     for _ in range(ROUNDS):
-        # the 64-bit product may wrap into the sign bit; masking after the shift takes the same 32 bits.
+        # the 64-bit product may wrap into the sign bit; masking after the shift gives the same 32 bits
         a, b = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1, c2, c3 = ((b >> 32) & WORD) ^ c1 ^ k0, b & WORD, ((a >> 32) & WORD) ^ c3 ^ k1, a & WORD
         k0, k1 = (k0 + KEY_STEPS[0]) & WORD, (k1 + KEY_STEPS[1]) & WORD
@@ -71,7 +71,7 @@ def word_pairs(seed: Tensor, count: int, first: int = 0) -> Tensor:
 ONE = 1 << 24
 """1 as a 24-bit fixed-point probability."""
 CHUNK = 1 << 20
-"""Elements worked on at a time, to bound memory."""
+"""Elements processed at a time, to bound memory."""
 
 
 def _tree(x: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def _tree(x: Tensor) -> Tensor:
 
 
 def _cumulative(q: Tensor, live: Tensor, total: Tensor | int) -> Tensor:
-    """C_i = min(q_0 + ... + q_i, total), and total from the last live element on."""
+    """C_i = min(q_0 + ... + q_i, total), and C_i = total from the last live element on."""
     still_to_come = live.long().flip(-1).cumsum(-1).flip(-1) - live.long()
     return torch.where(still_to_come == 0, total, torch.minimum(q.cumsum(-1), torch.as_tensor(total, device=q.device)))
 
@@ -98,7 +98,7 @@ def has_level_rule(n: int, m: int) -> bool:
 
 
 def _rounded_level(h: Tensor, word: Tensor, dtype: torch.dtype) -> Tensor:
-    """h > 0 in ``dtype``, up or down at random so that its mean is h: the lower 16 (float16: 13) bits of the word decide."""
+    """Round h > 0 to ``dtype`` at random with mean h, using the lower 16 (float16: 13) bits of the word."""
     if dtype not in (torch.bfloat16, torch.float16):
         return h
     bits = 16 if dtype == torch.bfloat16 else 13
@@ -106,25 +106,25 @@ def _rounded_level(h: Tensor, word: Tensor, dtype: torch.dtype) -> Tensor:
     rounded = ((h.view(torch.int32) + random.int()) & -(1 << bits)).view(torch.float32)
     if dtype == torch.bfloat16:
         return rounded
-    # below its normal range float16 is fixed point with quantum 2^-24; h is a multiple of 2^-25, so that nothing is lost here
+    # below its normal range float16 is fixed point with quantum 2^-24; h is a multiple of 2^-25, so this is exact
     return torch.where(h < 2.0**-14, ((h + random * 2.0**-37) * 2.0**24).floor() * 2.0**-24, rounded)
 
 
 def _by_level(g: Tensor, a: Tensor, word: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     """Systematic sampling in floating point, for n <= 2. g, a = |g|: ``(G, m)``; word: int64 ``(G,)``; values fit ``dtype``.
 
-    Only + - × min max and operations on bits, each rounded once. Sampled elements rise to the level h = S, or for n = 2
-    min(S / 2, R), R the sum without the largest (least sum without one). With e the exponent of h and M = 8 · 2^e, every sum below is in
-    [M, 2 M), where a float32 is fixed point with quantum 2^(e - 20); H is h without its last three bits, a multiple of it.
+    Uses only + - × min max and bit operations, each rounded once. Sampled elements are raised to the level h = S, or for n = 2 min(S / 2,
+    R), R the sum without the largest element (the least sum without one element). With e the exponent of h and M = 8 · 2^e, every sum below
+    is in [M, 2 M), where a float32 is fixed point with quantum 2^(e - 20); H is h without its last three bits, a multiple of it.
 
         x = 1 + (k + 1/2) / 2^16, k the upper 16 bits of the word (m = 16: 15 bits)
         T2 = M + x · H, T1 = T2 - H;  C_i = M + min(a_0, H) + ... + min(a_i, H)
         i1 = #{i <= m - 2: C_i <= T1}, i2 = 1 + #{1 <= i <= m - 2: C_i <= T2};  kept: i1, for n = 2 i2 as well
 
     A kept element becomes sign(g) · max(a, H), H rounded at random to ``dtype``. T1 and T2 are H apart and no interval between two C is
-    longer, so that no element is met twice and every a >= H is met; T2 stays below the last C, so that no zero is met.
-    |E x - g| <= (2^-16 + (m / 2 + 3) · 2^-20) · h, for m = 16 with 2^-15. Where h is below the normal range, or M would not be finite,
-    all is scaled by a power of two first. In float64 the same, with its widths.
+    longer, so no element is selected twice and every a >= H is selected; T2 stays below the last C, so no zero is selected.
+    |E x - g| <= (2^-16 + (m / 2 + 3) · 2^-20) · h, for m = 16 with 2^-15. If h is below the normal range, or M would not be finite,
+    everything is first scaled by a power of two. float64 works the same with its own widths.
     """
     m, real = a.shape[-1], a.dtype
     info, as_bits = torch.finfo(real), torch.int64 if real == torch.float64 else torch.int32
@@ -192,10 +192,10 @@ def _approximate(g: Tensor, a: Tensor, s: Tensor, u: Tensor) -> Tensor:
 
 
 def group_mvue(groups: Tensor, word: Tensor, n: int, method: str = "exact") -> Tensor:
-    """The estimate of whole groups ``(G, m)`` for given 32-bit words, int64 ``(G,)``, or ``(G, 2)`` for "approx".
+    """Estimate whole groups ``(G, m)`` with the given 32-bit words, int64 ``(G,)``, or ``(G, 2)`` for "approx".
 
     A group whose sum of magnitudes is not finite gives NaN at ``mask(group)``; one with at most n non-zeros is copied. Computed in float32
-    (float64), rounded once. "approx" (n = 2 only) is two draws without replacement.
+    (float64 for float64), rounded once. "approx" (n = 2 only) is two draws without replacement.
     """
     m = groups.shape[-1]
     g = groups.to(compute_dtype(groups.dtype))
@@ -203,7 +203,7 @@ def group_mvue(groups: Tensor, word: Tensor, n: int, method: str = "exact") -> T
     s = _tree(a)
     finite = s.isfinite()
     few = (a != 0).sum(-1, keepdim=True) <= n
-    # groups that follow a special rule are replaced by ones, so that the arithmetic below never meets them.
+    # special groups are replaced by ones, so that the arithmetic below never sees them
     easy = torch.where(few | ~finite, 1.0, a)
     if method == "approx":
         drawn = _approximate(g, easy, _tree(easy), word >> 8)
@@ -233,7 +233,7 @@ def _estimate(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str) ->
 def mvue(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str = "exact") -> Tensor:
     """Replace g by an unbiased estimate with at most n non-zeros in every m elements along ``dim``; only the last has no partial group.
 
-    Group j, counted row-major after moving ``dim`` last, draws its own Philox words, so ``mvue(g, dim=0) == mvue(g.T, dim=1).T`` where both
+    Group j, counted row-major after moving ``dim`` last, draws its own Philox words, so ``mvue(g, dim=0) == mvue(g.T, dim=1).T`` if both
     exist.
     """
     out = _estimate(g, n, m, dim, seed, method)
@@ -241,6 +241,6 @@ def mvue(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str = "exact
 
 
 def mvue_compress(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str = "exact") -> tuple[Tensor, Tensor]:
-    """``mvue`` as ``compress`` writes it, with ``dim`` moved last and the last group padded: gᵀ packed, for a matrix and dim=0."""
+    """``mvue`` in compressed form, with ``dim`` moved last and the last group padded: gᵀ packed, for a matrix and dim=0."""
     out = _estimate(g, n, m, dim, seed, method)
     return compress(out, n, m, out != 0)

@@ -1,4 +1,4 @@
-"""A weight packed for the forward pass, its transpose for the backward one."""
+"""Pack a weight for the forward pass and its transpose for the backward pass."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from .mask import soft_threshold
 from .transposable import transposable_mask
 
 SELECTS = ("magnitude", "transposable", "given", "held", "threshold")
-"""What decides which weights are kept."""
+"""The rules that choose the kept weights."""
 
 
 def pack(
     w: Tensor, n: int, m: int, select: str = "magnitude", mask: Tensor | None = None, scale: Tensor | None = None,
     dtype: torch.dtype | None = None, rows: bool = True, columns: bool = False, layout: str = "canonical",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compress W along its rows, or Wᵀ along its rows (the columns of W), or both, and cast what is kept: see ``nm.ops.pack``.
+    """Compress W along its rows, or Wᵀ along its rows (the columns of W), or both, and cast the values: see ``nm.ops.pack``.
 
-    What is kept, by ``select``; the comparison is always in w's own dtype, that of the master weight:
+    ``select`` says what is kept; magnitudes are always compared in w's own dtype, that of the master weight:
 
     * ``"magnitude"``: ``mask`` of the operand that is packed, W or Wᵀ.
     * ``"transposable"``: M = ``transposable_mask(w)`` for W, Mᵀ for Wᵀ.
-    * ``"given"``: the ``mask`` argument for W, its transpose for Wᵀ, filled up as ``compress`` does, in each orientation on its own.
-    * ``"held"``: the same, of a mask that is N:M for certain: nothing is checked where the host would wait for that.
-    * ``"threshold"``: as magnitude, but the value is ``soft_threshold`` of the operand, rounded to w's dtype as that op writes it,
-      times ``scale``, rounded once to the compute dtype (float32; float64 for float64). ``scale=None`` multiplies nothing.
+    * ``"given"``: the ``mask`` argument for W, its transpose for Wᵀ, each padded as ``compress`` does.
+    * ``"held"``: the same for a mask that is known to be N:M: no check where the host would have to wait for it.
+    * ``"threshold"``: as magnitude, with values ``soft_threshold`` of the operand, rounded to w's dtype as that op does, times ``scale``,
+      rounded once to the compute dtype (float32; float64 for float64). ``scale=None`` skips the multiplication.
 
-    The multiplication is IEEE's: a kept S of +0.0 (a tie at the threshold) gives +0.0, -0.0 for a negative scale, NaN for an infinite one;
-    what underflows keeps its sign. A value is rounded once to ``dtype``, to nearest even, overflow to infinity, denormals kept; where the
-    dtype is w's own its bits stay. (float64 to 16 bits goes through float32, as in torch.)
+    The multiplication follows IEEE: a kept S of +0.0 (a tie at the threshold) gives +0.0, -0.0 for a negative scale, NaN for an infinite
+    one; underflow keeps the sign. A value is rounded once to ``dtype``, to nearest even, overflow to infinity, denormals kept; with w's own
+    dtype its bits are unchanged. (float64 to 16 bits goes through float32, as in torch.)
 
-    Returns values, indices, and those of Wᵀ; what is not wanted has shape ``(0,)``.
+    Returns values, indices, and those of Wᵀ; outputs that are not requested have shape ``(0,)``.
     """
     dtype = dtype or w.dtype
 
@@ -57,7 +57,7 @@ def pack(
 
 
 def write_packs(p: Tensor, kept: Tensor, n: int, m: int, packs: Sequence[Tensor], layout: str) -> None:
-    """Write a param's four buffers with what ``pack(p, n, m, "given", kept)`` returns, in their dtypes; empty ones are not wanted."""
+    """Write a param's four buffers with what ``pack(p, n, m, "given", kept)`` returns, in their dtypes; empty buffers are skipped."""
     for k in (0, 2):
         values, indices = packs[k : k + 2]
         if values.numel():

@@ -1,4 +1,4 @@
-"""Tensors in 8 bits with a scale: rounding, packing at 2:4 for the tensor cores, and the GEMM of two such tensors."""
+"""8-bit tensors with a scale: rounding, packing at 2:4 for tensor cores, and the GEMM of two such tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 1
 
 
 def scale_for(x: Tensor, dtype: torch.dtype, rows: bool = False) -> Tensor:
-    """largest / max|x|, 0-d or with ``rows`` one for each row; fp32 (fp64 for fp64).
+    """The scale largest / max|x|, 0-d, or one per row if ``rows``; fp32 (fp64 for fp64).
 
-    1 where x is zero, or of denormals whose scale would overflow; NaN where something is NaN, 0 where something is infinite.
+    1 if x is zero, or if the scale would overflow (denormals); NaN if x has a NaN, 0 if it has an infinity.
     """
     wide = compute_dtype(x.dtype)
     if x.numel():
@@ -29,7 +29,7 @@ def scale_for(x: Tensor, dtype: torch.dtype, rows: bool = False) -> Tensor:
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """To nearest, ties to even; what is beyond the largest number becomes it; NaN stays NaN, and is 0 in int8."""
+    """Round to nearest, ties to even, saturating at the largest number; NaN stays NaN, or becomes 0 in int8."""
     x = x.clamp(-LARGEST[dtype], LARGEST[dtype])
     return x.round().nan_to_num(0.0).to(dtype) if dtype == torch.int8 else x.to(dtype)
 
@@ -39,15 +39,15 @@ def _scaled(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype, transposed: bool = False) -> Tensor:
-    """x ``(rows, cols)``, or its transpose, times ``scale``, in 8 bits; ``scale`` is one number or one for each row of the result.
+    """Round x ``(rows, cols)``, or its transpose, times ``scale`` to 8 bits; ``scale`` is one number or one per row of the result.
 
-    The product is rounded once to fp32 (fp64 for fp64), and then to ``dtype``.
+    The product is rounded to fp32 (fp64 for fp64), then to ``dtype``.
     """
     return rounded(_scaled(x.t() if transposed else x, scale), dtype)
 
 
 def quantize_pack(w: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``compress`` by magnitude at 2:4, times ``scale``, in 8 bits; positions in the order ``"wgmma.sp.8bit"``."""
+    """Compress by magnitude at 2:4, times ``scale``, to 8 bits; positions in the layout ``"wgmma.sp.8bit"``."""
     values, indices = compress(w, 2, 4)
     return rounded(_scaled(values, scale), dtype), to_layout(indices, w.shape[1], EIGHT_BIT)
 
@@ -56,9 +56,9 @@ def linear_quantized(
     x: Tensor, x_step: Tensor, values: Tensor, meta: Tensor, step: Tensor, bias: Tensor | None, dtype: torch.dtype, transposed: bool,
     fast: bool,
 ) -> Tensor:  # fmt: skip
-    """y = (x Wᵀ) · x_step · step + b for x ``(tokens, in)`` and W ``(out, in)`` packed at 2:4, both of 8 bits.
+    """y = (x Wᵀ) · x_step · step + b for x ``(tokens, in)`` and W ``(out, in)`` packed at 2:4, both in 8 bits.
 
-    Multiplied in fp32 whatever ``fast`` says; int8 in fp64, whose sums are exact. The result is rounded once. (In fp64 for fp64.)
+    Computed in fp32 regardless of ``fast``, int8 in fp64, where sums are exact; rounded once at the end.
     """
     wide = torch.float64 if x.dtype in (torch.float64, torch.int8) else torch.float32
     w = decompress(values.to(wide), from_layout(meta, EIGHT_BIT), 2, 4, x.shape[1])

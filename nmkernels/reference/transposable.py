@@ -1,4 +1,4 @@
-"""Transposable masks: n of every m kept along rows and along columns, of the largest total magnitude.
+"""Transposable masks: n of every m kept along rows and columns, with the largest total magnitude.
 
 Hubara, Chmiel, Island, Banner, Naor, Soudry, "Accelerated Sparse Neural Training", NeurIPS 2021.
 """
@@ -17,21 +17,21 @@ PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
 PATTERNS = tuple(
     ids for ids in itertools.product(range(6), repeat=4) if sorted(c for i in ids for c in PAIRS[i]) == [0, 0, 1, 1, 2, 2, 3, 3]
 )
-"""The 90 ways to keep 2 of 4 in every row and column: four pair ids each, in lexicographic order."""
+"""The 90 masks with 2 of 4 in every row and column, as four pair ids each, in lexicographic order."""
 
 UNIT = 1 << 50
-"""The largest finite magnitude of a tile as an integer: exact sums, and paths of 2 * 256 edges stay below REACHED."""
+"""The integer that the largest finite magnitude of a tile maps to: sums are exact, and paths of 2 * 256 edges stay below REACHED."""
 REACHED, FAR = 1 << 60, 1 << 61
 CHUNK = 1 << 19
-"""Elements worked on at a time, to bound memory."""
+"""Elements processed at a time, to bound memory."""
 
 
 def transposable_mask(w: Tensor, n: int, m: int) -> Tensor:
-    """Mark exactly n elements in every row and column of every m x m tile of ``(..., rows, cols)``, of the largest total: max Σ M|w|.
+    """Mark exactly n elements in every row and column of every m x m tile of ``(..., rows, cols)``, with the largest total: max Σ M|w|.
 
     2:4: the score of each of the 90 ``PATTERNS`` is ((r0 + r1) + (r2 + r3)), r a row's two magnitudes added in the compute
-    dtype; the first of the best wins. Other n:m: a maximum b-matching, exact up to rounding the magnitudes to 2^-50 of
-    the tile's largest. A NaN counts as infinity; where there are infinities, as many as possible are kept.
+    dtype; ties take the first. Other n:m: a maximum b-matching, exact up to rounding the magnitudes to 2^-50 of the tile's largest. A NaN
+    counts as infinity; as many infinities as possible are kept.
     """
     rows, cols = w.shape[-2] // m, w.shape[-1] // m
     a = w.to(compute_dtype(w.dtype)).abs()
@@ -62,7 +62,7 @@ def _best_of_90(a: Tensor, _n: int) -> Tensor:
 
 
 def _integers(a: Tensor, n: int) -> Tensor:
-    """Magnitudes as int64, the largest of a tile at UNIT; an infinity outweighs all finite ones of its tile together."""
+    """Magnitudes as int64, the largest of a tile at UNIT; an infinity outweighs the sum of all finite ones in its tile."""
     a = a.double()
     top = a.masked_fill(a.isinf(), 0.0).amax((1, 2), keepdim=True)
     a = torch.where(a.isinf(), float(n * a.shape[-1] + 1), a / torch.where(top == 0, 1.0, top))
@@ -70,10 +70,10 @@ def _integers(a: Tensor, n: int) -> Tensor:
 
 
 def _b_matching(a: Tensor, n: int) -> Tensor:
-    """Successive shortest paths: every row starts with its n best, then full columns pass elements on to short ones.
+    """Successive shortest paths: every row starts with its n best elements, then full columns pass elements to short ones.
 
-    The start is optimal for its own column sums, and moving one element along a cheapest path keeps it so; when no
-    column holds more than n, it is optimal for what was asked. Integers make "cheapest" exact. a: ``(tiles, m, m)``.
+    The start is optimal for its column sums, and moving one element along a cheapest path keeps it optimal; once no column has more than n,
+    the result is optimal. Integers make "cheapest" exact. a: ``(tiles, m, m)``.
     """
     value = _integers(a, n)
     kept = torch.zeros(a.shape, dtype=torch.bool, device=a.device).scatter_(-1, value.topk(n, dim=-1).indices, True)
@@ -85,7 +85,7 @@ def _b_matching(a: Tensor, n: int) -> Tensor:
 
 
 def _augment(value: Tensor, kept: Tensor, n: int) -> Tensor:
-    """Move one element of each tile from columns above n to one below, along the path that loses least (Bellman-Ford)."""
+    """Move one element of each tile from columns above n to one below, along the cheapest path (Bellman-Ford)."""
     load = kept.sum(1)
     give = torch.where(kept, value, FAR)  # leaving column j in row i costs its value
     take = torch.where(kept, FAR, -value)  # entering column k in row i gains its value
@@ -106,7 +106,7 @@ def _augment(value: Tensor, kept: Tensor, n: int) -> Tensor:
 
 
 def _trace(kept: Tensor, row_from: Tensor, col_from: Tensor, end: Tensor) -> Tensor:
-    """Walk each tile's path back from column ``end`` to a column that nothing precedes, flipping what it crosses."""
+    """Walk each tile's path back from column ``end`` to its start, flipping the elements on it."""
     tile = torch.arange(kept.shape[0], device=kept.device)
     while tile.numel():
         row = col_from[tile, end]

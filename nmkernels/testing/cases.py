@@ -1,4 +1,4 @@
-"""Inputs on which kernels that work on random numbers go wrong."""
+"""Edge-case inputs that break kernels which pass on random numbers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Case(NamedTuple):
 
 
 def cases(pattern: PatternLike, dtype: torch.dtype = torch.float32, seed: int = 0, device: torch.device | str = "cpu") -> list[Case]:
-    """Edge cases for an op that groups the last dimension by ``pattern``; every last dimension divides.
+    """Edge cases for an op that groups the last dimension by ``pattern``; all last dimensions are divisible by M.
 
     Ties, zeros, -0.0, infinities, NaN, denormals, one group, odd numbers of rows and groups, strided, expanded and empty
-    tensors, one to three dimensions. ``cases(...)`` twice gives the same numbers.
+    tensors, one to three dimensions. Deterministic for a given seed.
 
     Example:
         >>> [c.id for c in cases("2:4")][:4]
@@ -54,7 +54,7 @@ def cases(pattern: PatternLike, dtype: torch.dtype = torch.float32, seed: int = 
 
 
 def _values(m: int, dtype: torch.dtype, gen: torch.Generator) -> dict[str, Tensor]:
-    """Matrices of 8 rows and 4 groups whose values are the edge-case thing."""
+    """Matrices of 8 rows and 4 groups with edge-case values."""
     shape, info = (8, 4 * m), torch.finfo(dtype)
     normal = torch.randn(shape, generator=gen, dtype=torch.float32).to(dtype)
 

@@ -1,4 +1,4 @@
-"""The two ways in which results are compared: bit for bit, and no worse than torch against float64."""
+"""Compare results: bit for bit, or no less accurate than torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def equal_bits(a: Any, b: Any) -> bool:
-    """Whether two tensors, or two trees of them, are the same to the bit; NaN equals NaN, -0.0 differs from 0.0.
+    """Whether two tensors, or two trees of them, have the same bits; NaN equals NaN, -0.0 differs from 0.0.
 
-    Shapes and dtypes count, devices and strides do not.
+    Shapes and dtypes must match, devices and strides need not.
 
     Example:
         >>> nan = float("nan")
@@ -25,14 +25,14 @@ def equal_bits(a: Any, b: Any) -> bool:
 
 
 def assert_equal_bits(actual: Any, expected: Any, message: str = "") -> None:
-    """Raise ``AssertionError`` that names the first differing element unless ``equal_bits``."""
+    """Raise an ``AssertionError`` that names the first differing element unless ``equal_bits``."""
     found = difference(actual, expected)
     if found is not None:
         raise AssertionError(f"{message}: {found}" if message else found)
 
 
 def difference(actual: Any, expected: Any) -> str | None:
-    """What distinguishes two trees, in words; None if nothing does."""
+    """Describe the first difference of two trees; None if there is none."""
     one, tree = pytree.tree_flatten(actual)
     two, other = pytree.tree_flatten(expected)
     if tree != other:
@@ -50,7 +50,7 @@ def _difference(a: Any, b: Any) -> str | None:
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{a.dtype} {tuple(a.shape)} is not {b.dtype} {tuple(b.shape)}"
     a, b = a.detach().cpu(), b.detach().cpu()
-    # fresh contiguous copies first: views of another dtype need strides that fit
+    # contiguous copies first: views of another dtype need matching strides
     wrong = torch.ne(*(x.contiguous().clone().view(_INTS[x.element_size()]) for x in (a, b)))
     if a.is_floating_point():
         wrong &= ~(a.isnan() & b.isnan())
@@ -61,7 +61,7 @@ def _difference(a: Any, b: Any) -> str | None:
 
 
 def assert_no_worse(ours: Tensor, theirs: Tensor, exact: Tensor, message: str = "") -> None:
-    """Raise ``AssertionError`` unless a rounded result is about as good as torch's of the same inputs and dtype, judged against float64.
+    """Raise an ``AssertionError`` unless a rounded result is about as accurate as torch's in the same dtype, compared with float64.
 
     ``max|ours - exact| <= 2·max|theirs - exact| + 4·eps·max|exact|``, eps of the dtype of ``theirs``
 
@@ -72,13 +72,13 @@ def assert_no_worse(ours: Tensor, theirs: Tensor, exact: Tensor, message: str = 
     message = f"{message}: " if message else ""
     if ours.shape != exact.shape or ours.dtype != theirs.dtype or exact.dtype != torch.float64:
         raise AssertionError(
-            f"{message}{ours.dtype} {tuple(ours.shape)} cannot be judged by {theirs.dtype} and {exact.dtype} {tuple(exact.shape)}"
+            f"{message}{ours.dtype} {tuple(ours.shape)} cannot be compared with {theirs.dtype} and {exact.dtype} {tuple(exact.shape)}"
         )
     if not exact.numel():
         return
     exact = exact.cpu()
     error, other = ((y.detach().double().cpu() - exact).abs().max().item() for y in (ours, theirs))
     bound = 2 * other + 4 * torch.finfo(theirs.dtype).eps * exact.abs().max().item()
-    # a NaN on either side must not pass, so the comparison is written the way that is false for it
+    # written so that a NaN on either side fails
     if not error <= bound:
         raise AssertionError(f"{message}max error {error:.3e} against float64 is above {bound:.3e} (2x torch's own + 4 eps max|y|)")

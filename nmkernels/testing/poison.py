@@ -1,4 +1,4 @@
-"""poison: fresh memory that shows when a kernel leaves part of its output unwritten."""
+"""Fill new memory with NaN, to detect outputs that a kernel leaves unwritten."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _MAKERS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (T
 
 @contextmanager
 def poison() -> Iterator[None]:
-    """Fill every ``torch.empty``, ``empty_like``, ``empty_strided`` and ``new_empty`` issued inside with 0xFF bytes.
+    """Fill every ``torch.empty``, ``empty_like``, ``empty_strided`` and ``new_empty`` called inside with 0xFF bytes.
 
-    That is NaN in every floating-point dtype, -1 or 255 in integers. Only calls by these names are seen: not those that
-    torch makes internally, nor ones bound to another name before.
+    That is NaN in every floating-point dtype, -1 or 255 in integers. Only calls by these names are affected: not torch's internal ones, nor
+    functions bound to another name before.
     """
     with ExitStack() as stack:
         for owner, name in _MAKERS:
@@ -36,7 +36,7 @@ def _poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def fill_poison(x: Tensor) -> Tensor:
-    """Overwrite the whole storage of ``x`` with 0xFF bytes; tensors without memory of their own stay."""
+    """Overwrite the whole storage of ``x`` with 0xFF bytes; tensors without their own memory are left alone."""
     if type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta":
         x.untyped_storage().fill_(0xFF)  # type: ignore[attr-defined]
     return x
