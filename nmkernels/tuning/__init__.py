@@ -1,4 +1,5 @@
-"""The one tuner: candidates that are checked, timed in turns and remembered on disk. It knows tensors and callables, no ops."""
+"""The tuner: checks candidates, times them in alternating rounds and stores the results on disk. It knows tensors and callables, not
+ops."""
 
 from .measure import BUDGET, Candidate, Found, measure
 from .table import TABLE, device_name, key

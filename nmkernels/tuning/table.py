@@ -1,7 +1,7 @@
-"""The table on disk of what was measured on a machine: lines keyed by text, read once, merged with what other processes wrote.
+"""The table of measurements on disk: lines with text keys, read once, merged with those of other processes.
 
-What cannot be read counts as empty, with a warning: losing the table costs time and never a result. Whoever asks for a line checks it,
-since somebody may have edited it.
+An unreadable table counts as empty, with a warning: losing it costs time, never a result. Readers validate their lines, because a file can
+be edited.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from ..pattern import BackendError
 
 try:
     import fcntl
-except ImportError:  # no such locks on Windows: a line may be lost there when two processes store at once
+except ImportError:  # Windows has no such locks: a line may be lost if two processes store at once
     fcntl = None  # type: ignore[assignment]
 
 CACHE = "NMKERNELS_CACHE"
 FILE, SCHEMA = "tuning.json", 2
 LONGEST_WAIT = 2.0
-"""Seconds to wait for another process that stores; a stopped one must not stop this one, and each file is whole in any case."""
+"""Seconds to wait for another process's lock; without it only lines can be lost, since files are replaced atomically."""
 
 LARGEST = 1 << 24
-"""Bytes of a file that may be a table; the largest of ours have a few hundred thousand."""
+"""Largest file in bytes that is read as a table; real ones have a few hundred thousand."""
 DEEPEST = 8
-"""Levels of a line; ours have three."""
+"""Deepest nesting of a line; ours have three levels."""
 
 Line = dict[str, Any]
 
 
 def regular_size(path: Path) -> int:
-    """The size of a file in bytes; OSError for a folder, a pipe or a device: reading those fails late, waits for ever, or never ends."""
+    """The size of a file in bytes; OSError for a folder, a pipe or a device, which cannot be read safely."""
     about = path.stat()
     if not stat.S_ISREG(about.st_mode):
         code, why = (errno.EISDIR, "Is a directory") if stat.S_ISDIR(about.st_mode) else (errno.EINVAL, "Not a regular file")
@@ -56,7 +56,7 @@ def regular_size(path: Path) -> int:
 
 
 def folder() -> Path:
-    """Where the tables are: ``NMKERNELS_CACHE``, or ``~/.cache/nmkernels``; OSError where there is neither, nor a home."""
+    """The folder of the tables: ``NMKERNELS_CACHE``, or ``~/.cache/nmkernels``; OSError if there is no home folder either."""
     given = os.environ.get(CACHE)
     try:
         return Path(given).expanduser() if given else Path.home() / ".cache" / "nmkernels"
@@ -65,10 +65,10 @@ def folder() -> Path:
 
 
 class Table:
-    """Lines, each a JSON object under a text, in one file: ``{"schema": 2, "lines": {"text": {...}}}``.
+    """Lines in one JSON file: ``{"schema": 2, "lines": {"key": {...}}}``.
 
-    Safe to use from several threads, and from several processes: ``store`` keeps what the others stored. ``revision`` counts what may have
-    changed an answer: who remembers answers compares it.
+    Safe to use from several threads and processes: ``store`` preserves the lines of others. ``revision`` increases with every change, so
+    that callers can invalidate what they cached.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Table:
         return folder() / FILE
 
     def lines(self) -> Mapping[str, Line]:
-        """Every line, read at the first call; later ones see what this process stored, and not what others did until ``forget``."""
+        """All lines, read at the first call; later calls see what this process stored, but not other processes' lines until ``forget``."""
         found = self._lines
         if found is None:
             with self._lock:
@@ -92,37 +92,37 @@ class Table:
         return self.lines().get(key)
 
     def _read(self, quiet: bool = False) -> dict[str, Line]:
-        """The lines of the file as it is now; none, with a warning, where it cannot be read or is damaged."""
+        """Read the lines from the file; none, with a warning, if it is unreadable or corrupt."""
         where = "the table"
         try:
             path = self.path()
             where = str(path)
             size = regular_size(path)
             if size > LARGEST:
-                raise ValueError(f"it has {size:,} bytes, and no table is so large")
+                raise ValueError(f"it has {size:,} bytes, too many for a table")
             found = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(found, dict) or found.get("schema") != SCHEMA or not isinstance(found.get("lines"), dict):
                 raise ValueError(f"it is not a table of schema {SCHEMA}")
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, RecursionError) as error:
-            way_out = "nothing measured is followed. Delete it, or run nm.tune again, which replaces it."
+            way_out = "measurements are ignored. Delete it, or run nm.tune again, which replaces it."
             if not quiet:
                 warnings.warn(f"nmkernels: {where} cannot be read ({error}); {way_out}", RuntimeWarning, stacklevel=3)
             return {}
         return {key: line for key, line in found["lines"].items() if isinstance(line, dict) and _shallow(line)}
 
     def store(self, lines: Mapping[str, Line | None]) -> Path:
-        """Add lines to the file, or take out those that are None, at one stroke; from now on this process follows them.
+        """Add lines to the file, or remove those that are None, atomically; this process uses them from now on.
 
-        Where the file cannot be written (OSError) too; it tries again with the next ones.
+        Also if the file cannot be written (OSError); the next call tries again.
         """
         with self._lock:
             self._unwritten.update(lines)
             with suppress(OSError):
                 folder().mkdir(parents=True, exist_ok=True)
             with _alone():
-                both = {**self._read(quiet=True), **self._unwritten}  # what is damaged is replaced
+                both = {**self._read(quiet=True), **self._unwritten}  # a corrupt file is replaced
                 self._lines = {key: line for key, line in sorted(both.items()) if line is not None}
                 self.revision += 1
                 target = self.path()
@@ -131,7 +131,7 @@ class Table:
                 try:
                     with os.fdopen(handle, "w", encoding="utf-8") as file:
                         json.dump({"schema": SCHEMA, "lines": self._lines}, file, indent=1)
-                    os.replace(part, target)  # readers see the old file or the new one, and never a part
+                    os.replace(part, target)  # atomic: readers see the old or the new file
                 except BaseException:
                     Path(part).unlink(missing_ok=True)
                     raise
@@ -139,7 +139,7 @@ class Table:
         return target
 
     def forget(self) -> None:
-        """Read the file anew at the next call; what could not be written is lost."""
+        """Read the file again at the next call; lines that could not be written are lost."""
         with self._lock:
             self._lines = None
             self.revision += 1
@@ -147,23 +147,23 @@ class Table:
 
 
 TABLE = Table()
-"""Of this process."""
+"""The table of this process."""
 
 
 def key(space: str, device: torch.device, problem: str, size: int) -> str:
-    """The line of a problem: who asks (``space``), what it runs on and with, and its size, tokens mostly, rounded up to a power of two."""
+    """The key of a problem: its kind (``space``), device, versions, and size (usually tokens) rounded up to a power of two."""
     return f"{space}|{device_name(device)}|{versions(device.type)}|{problem}|{1 << max(0, size - 1).bit_length()}"
 
 
 def device_name(device: torch.device) -> str:
-    """What measurements on this device hold for: the GPU's model, or the CPU's with its threads and the core's instruction set."""
+    """The name under which timings are stored: the GPU's model, or the CPU's with threads and instruction set."""
     if device.type in ("cuda", "xpu"):
         return getattr(torch, device.type).get_device_name(device)
     return _cpu(f", {torch.get_num_threads()} threads") if device.type == "cpu" else device.type
 
 
 def machine(device: torch.device) -> str:
-    """What being right on this device holds for: the same without the threads."""
+    """The name under which correctness checks are stored: the same without the threads."""
     return _cpu() if device.type == "cpu" else device_name(device)
 
 
@@ -171,7 +171,7 @@ def _cpu(threads: str = "") -> str:
     try:
         return f"{_cpu_model()}{threads}, {capability.instruction_set()}"
     except ValueError as error:
-        raise BackendError(f"The CPU kernels cannot run as asked: {error}.") from None
+        raise BackendError(f"The CPU kernels cannot run: {error}.") from None
 
 
 @cache
@@ -183,7 +183,7 @@ def _cpu_model() -> str:
 
 @cache
 def versions(kind: str) -> str:
-    """What a result depends on besides the device: this package and the build of its core, torch, on a GPU Triton, cuSPARSELt, driver."""
+    """The versions that a measurement depends on: this package and its core, torch; on a GPU also Triton, cuSPARSELt, driver."""
     probes = [] if kind == "cpu" else [capability.triton(), capability.cusparselt(), capability.driver()]
     others = [probe.reason.split(",")[0] for probe in probes if probe.ok]
     ours = " ".join(filter(None, (f"nmkernels {__version__}", capability.core_build())))
@@ -191,17 +191,18 @@ def versions(kind: str) -> str:
 
 
 def _shallow(value: Any, levels: int = DEEPEST) -> bool:
-    """Whether a value is nested no deeper than that: what can be read cannot always be written again."""
+    """Whether a value has at most that many levels; json can read deeper nesting than it can write."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return levels > 0 and all(_shallow(item, levels - 1) for item in inside)
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Inside, no other process stores into the folder; without a lock where the file system has none, or another keeps it for too long."""
+    """Lock the folder against other processes' stores; goes on without a lock if the file system has none or another process holds it too
+    long."""
     handle, end = None, time.monotonic() + LONGEST_WAIT
     with suppress(OSError):
-        # of the folder itself: nothing is left lying about, and what is no folder is never opened
+        # lock the folder itself: no lock file remains, and only a folder is opened
         handle = os.open(folder(), os.O_RDONLY | os.O_DIRECTORY) if fcntl is not None else None
         while handle is not None:
             try:

@@ -1,9 +1,8 @@
-"""How long calls take: in turns, so that a machine that slows down slows all of them, and each call on other buffers than the one before.
+"""Time calls in alternating rounds, so that a slow moment affects all of them, each call on other buffers than the one before.
 
-On a CPU an operation of torch comes before each call, as in a model: so waking threads counts, and what the operation left in the caches.
-A turn is a few such calls, of which the median counts. On a GPU it is a batch of calls between two events of the device, after as many
-that do not count. The device sleeps while a batch is queued, and a batch whose start was reached before its end was queued is timed again
-after a longer sleep.
+On a CPU a torch operation runs before each call, as in a model, so the cost of waking threads and refilling caches is included; a turn is
+the median of a few such calls. On a GPU a turn is a batch of calls between two events, after an untimed batch. The device sleeps while a
+batch is queued; if it starts before the batch is fully queued, the batch is timed again after a longer sleep.
 """
 
 from __future__ import annotations
@@ -24,41 +23,40 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 Call = Callable[[], object]
 Under = Callable[[], AbstractContextManager[object]]
-"""What is entered around calls, outside the clock."""
+"""A context manager around calls, not timed."""
 
 HOST_BATCH, MOST_IN_BATCH = 2e-3, 5
-"""Seconds and calls of a turn, on a CPU."""
+"""Seconds and largest number of calls per turn, on a CPU."""
 LONG = 6e-2
-"""A call of more seconds is warmed up once."""
+"""A call that takes longer (seconds) is warmed up only once."""
 BETWEEN = 1 << 17
-"""Numbers of the operation between two calls: torch gives each of up to four threads a part."""
+"""Elements of the operation between two calls, enough for torch to use up to four threads."""
 
 DEVICE_BATCH, MOST_ON_DEVICE = 2e-4, 50
-"""Seconds of the device, and of the host that queues it, that a batch takes, about; CUDA's queue holds 1024 kernels."""
+"""Seconds per batch, on the device and for queueing, and largest number of calls; CUDA's queue holds 1024 kernels."""
 TRIES = 4
-"""So often a batch is timed when the device was faster than the host; calls that wait for the device always are."""
+"""Attempts to time a batch if the device was faster than the host; always the case for calls that wait for the device."""
 LONGEST_SLEEP = 0.05
 CYCLES_PER_SECOND = 2e9
-"""Of the fastest clock about; a device with a slower one sleeps longer, which changes nothing."""
+"""Roughly the fastest clock; a slower device sleeps longer, which does no harm."""
 
 LEAST, MOST = 3, 31
-"""Rounds in which every call takes part at least, and at most."""
+"""Fewest and most rounds per call."""
 SLOW, LEAST_SLOW = 0.5, 5
-"""A call of more seconds is content with so many rounds: a training step, mostly."""
+"""Calls that take longer (seconds), such as training steps, need only that many rounds."""
 
 HOPELESS, FAR = 2.0, 4.0
-"""Of calls that are compared, one that is so many times slower than the fastest after the fewest rounds, or while warming up, is timed no
-longer."""
+"""A call that many times slower than the fastest is dropped from a comparison: after the fewest rounds, or during warm-up."""
 STRETCH = 15
-"""So many times the budget the fewest rounds may take; of longer calls there are fewer."""
+"""The fewest rounds may take that many times the budget; longer calls get fewer rounds."""
 
 COLD_BYTES, MOST_SETS = 64 << 20, 16
-"""Sets of buffers together exceed this much cache: a model comes back to a layer when others have been there."""
+"""Total bytes of all buffer sets, more than the caches, because in a model other layers run in between; and most sets."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A call to time, by its name."""
+    """A named call to time."""
 
     name: str
     run: Call
@@ -68,25 +66,25 @@ class Task:
 
 
 Seconds = Callable[[Task], float]
-"""What a caller gives instead of the device's clock: the seconds of one call."""
+"""A replacement for the device's clock: returns the seconds of one call."""
 
 
 class Meter(Protocol):
-    """How one call is timed."""
+    """Times one call."""
 
     cost: float
-    """Seconds that a turn takes, about."""
+    """Approximate seconds per turn."""
 
     def warm(self) -> float:
-        """Calls that do not count, from which the meter learns how to time; the seconds of one."""
+        """Run untimed calls and calibrate; return the seconds of one call."""
 
     def turn(self) -> float:
-        """Seconds of a call, timed once more."""
+        """Time the call once more; return its seconds."""
 
 
 class HostMeter:
-    """Times single calls by the host's clock, each after a ``between`` that does not count: the median of those that fit into ``batch``
-    seconds (0: one)."""
+    """Times single calls with the host's clock, each after an untimed ``between``: the median of the calls that fit into ``batch`` seconds
+    (0: one)."""
 
     def __init__(self, calls: Sequence[Call], batch: float = HOST_BATCH, under: Under = nullcontext, between: Call | None = None) -> None:
         self.calls, self.batch, self.under, self.between = cycle(calls), batch, under, between
@@ -114,14 +112,14 @@ class HostMeter:
 
 
 class DeviceMeter:
-    """Times batches of calls on the current stream of a CUDA device by its events."""
+    """Times batches of calls on the current stream of a CUDA device with events."""
 
     def __init__(self, calls: Sequence[Call], device: Any, batch: float = DEVICE_BATCH, under: Under = nullcontext) -> None:
         self.next, self.device, self.batch, self.under = cycle(calls).__next__, device, batch, under
         self.count, self.ahead, self.tries, self.cost = 1, 0.0, TRIES, 0.0
 
     def warm(self) -> float:
-        # compile and allocate in a first call, learn from a second how long it takes to queue, from a batch how long it runs
+        # the first call compiles and allocates, the second measures the queueing time, a batch the running time
         with self.under():
             self.next()()
             torch.cuda.synchronize(self.device)
@@ -137,7 +135,7 @@ class DeviceMeter:
         return took
 
     def _size(self, took: float, queued: float) -> None:
-        """Choose the batch and the sleep for calls that take so long on the device, and on the host to queue."""
+        """Choose batch size and sleep from a call's seconds on the device and its seconds to queue."""
         self.count = max(1, min(MOST_ON_DEVICE, int(self.batch / max(took, 1e-9)), int(self.batch / max(queued, 1e-9))))
         self.ahead = min(LONGEST_SLEEP, max(self.ahead, 1.5 * (2 * self.count + 1) * queued))
 
@@ -157,7 +155,7 @@ class DeviceMeter:
             if not late:
                 return took
             self.ahead = min(LONGEST_SLEEP, 4 * self.ahead + 1e-5)
-        self.tries = 1  # it waits for the device by itself: its time is the host's, and that is what it costs
+        self.tries = 1  # the call synchronises by itself, so host time is its true cost
         return took
 
     def _batch(self) -> None:
@@ -167,23 +165,23 @@ class DeviceMeter:
 
 @dataclass(frozen=True)
 class Turns:
-    """Seconds of each call in each round, without those that sat it out, and why those failed that did."""
+    """Seconds of each call in the rounds that it took part in, and the errors of failed calls."""
 
     rounds: list[dict[str, float]]
     failed: dict[str, str] = field(default_factory=dict)
 
     def of(self, name: str) -> list[float]:
-        """The samples of one call."""
+        """All samples of one call."""
         return [r[name] for r in self.rounds if name in r]
 
 
 def take_turns(meters: Mapping[str, Meter], seconds: float, least: int = LEAST, most: int = MOST, hopeless: float = 0.0) -> Turns:
-    """Time calls in turn for about ``seconds``, after some of each that do not count.
+    """Time calls in alternating rounds for about ``seconds``, after a warm-up.
 
-    Each has an equal share of the time; one too slow for its share sits rounds out, ``least`` excepted, evenly spread. One that raises is
-    left out from then on, and costs the others nothing. With ``hopeless``, where only the fastest matters, all take part in every round,
-    until one so many times slower than the fastest is left out; and it ends with the time, or when nothing is left to compare. The fewest
-    rounds are fewer then where they would take ``STRETCH`` times as long.
+    Each call gets an equal share of the time; a slow one skips rounds, evenly spread, but takes part in at least ``least``. A call that
+    raises is dropped. With ``hopeless``, where only the fastest matters, all take part in every round until they are that many times slower
+    than the fastest; it ends when the time is up or only one is left, and runs fewer than ``least`` rounds if these would take ``STRETCH``
+    times as long.
     """
     wanted: dict[str, int] = {}
     fastest: dict[str, float] = {}
@@ -232,35 +230,35 @@ def take_turns(meters: Mapping[str, Meter], seconds: float, least: int = LEAST, 
 
 
 class Timer:
-    """Times calls on a device: by events on a GPU, else by the processor's clock; or as ``given`` says."""
+    """Times calls on a device, with events on a GPU and the host's clock otherwise, or with ``clock``."""
 
-    def __init__(self, device: torch.device, given: Seconds | None = None) -> None:
-        self.device, self.given = device, given
+    def __init__(self, device: torch.device, clock: Seconds | None = None) -> None:
+        self.device, self.clock = device, clock
 
     def turns(self, calls: Mapping[str, Sequence[Call]], seconds: float, *, least: int = LEAST, hopeless: float = 0.0) -> Turns:
-        """Time calls in turn, each on several sets of buffers, for about ``seconds``; see ``take_turns``."""
-        if self.given is not None:
-            return Turns([{name: self.given(Task(name, some[0])) for name, some in calls.items()}])
+        """Time calls in alternating rounds, each on several sets of buffers, for about ``seconds``; see ``take_turns``."""
+        if self.clock is not None:
+            return Turns([{name: self.clock(Task(name, some[0])) for name, some in calls.items()}])
         cuda = self.device.type == "cuda"
-        with torch.cuda.device(self.device) if cuda else nullcontext():  # the events of a GPU are those of the current one
+        with torch.cuda.device(self.device) if cuda else nullcontext():  # events belong to the current device
             other = torch.zeros(0 if cuda else BETWEEN, dtype=torch.float32)
             between = partial(other.mul_, 1.0)
             meters = {name: DeviceMeter(some, self.device) if cuda else HostMeter(some, between=between) for name, some in calls.items()}
             return take_turns(meters, seconds, least, hopeless=hopeless)
 
     def compare(self, calls: Mapping[str, Sequence[Call]], seconds: float) -> tuple[dict[str, float], dict[str, str]]:
-        """Seconds of each call, to find the fastest, and why those failed that did.
+        """Compare calls to find the fastest: seconds of each, and the errors of those that failed.
 
-        On a CPU the lower quartile of the turns: what else runs there can only add, up to 40 times where it takes a core from threads that
-        wait for each other. On a GPU the median. One that was given up while warming up has the time of that.
+        On a CPU the lower quartile of the turns, because other processes can only slow a call down (up to 40 times if they take a core from
+        threads that wait for each other); on a GPU the median. A call dropped during warm-up has its warm-up time.
         """
         found = self.turns(calls, seconds, hopeless=HOPELESS)
         samples = {name: sorted(found.of(name)) for name in calls if name not in found.failed}
         return {name: some[len(some) // 4] if self.device.type == "cpu" else median(some) for name, some in samples.items()}, found.failed
 
 
-def cold(given: Any) -> list[Any]:
-    """Operands, tensors in tuples and dicts, and so many copies of them that together they exceed the caches."""
-    held = sum(leaf.nbytes for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+def cold(operands: Any) -> list[Any]:
+    """Return the operands (tensors in tuples and dicts) and enough copies of them to exceed the caches."""
+    held = sum(leaf.nbytes for leaf in tree_leaves(operands) if isinstance(leaf, Tensor))
     sets = min(MOST_SETS, -(-COLD_BYTES // max(held, 1)))
-    return [given, *(tree_map_only(Tensor, Tensor.clone, given) for _ in range(sets - 1))]
+    return [operands, *(tree_map_only(Tensor, Tensor.clone, operands) for _ in range(sets - 1))]

@@ -80,7 +80,7 @@ def test_a_damaged_file_is_told_once_and_replaced(cache: Path, text: str | None)
         os.truncate(file, 1 << 40)  # too large for a table: it is not read
     table = Table()
     with pytest.warns(
-        RuntimeWarning, match=r"tuning\.json .*; nothing measured is followed. Delete it, or run nm\.tune again, which"
+        RuntimeWarning, match=r"tuning\.json .*; measurements are ignored. Delete it, or run nm\.tune again, which"
     ) as said:
         assert table.lines() == {}
     assert text is not None or "it has 1,099,511,627,776 bytes" in str(said[0].message)
@@ -188,5 +188,5 @@ def test_a_line_is_of_a_machine_and_its_versions(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     assert device_name(torch.device("cuda")) == machine(torch.device("cuda")) == "a GPU" and device_name(torch.device("meta")) == "meta"
     monkeypatch.setattr(table.capability, "instruction_set", Mock(side_effect=ValueError("NMKERNELS_ISA=sve is unknown")))
-    with pytest.raises(nm.BackendError, match="The CPU kernels cannot run as asked: NMKERNELS_ISA=sve is unknown"):
+    with pytest.raises(nm.BackendError, match="The CPU kernels cannot run: NMKERNELS_ISA=sve is unknown"):
         device_name(CPU)

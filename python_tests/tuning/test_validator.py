@@ -96,7 +96,7 @@ def test_integers_are_right_or_wrong() -> None:
     rows = validator._some(200, whole.device)
     some = Validator(whole[rows], whole.to(torch.int32), rows)
     assert some(lambda out: out.copy_(whole)) == ""
-    assert "a distance of 1 from torch's own result is above 0" in some(lambda out: out.copy_(whole)[17].add_(1))
+    assert "a difference of 1 from torch's result is above 0" in some(lambda out: out.copy_(whole)[17].add_(1))
     minus = Validator(torch.full((1, 4), -1.0, dtype=torch.float64), torch.full((1, 4), -1, dtype=torch.int8))
     assert minus(lambda out: None) == "two runs differ", "what lay in memory may be right once"
 
