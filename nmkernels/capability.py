@@ -1,7 +1,7 @@
-"""What this machine and this build can do: each probe answers (ok, reason), and the reason reads on its own.
+"""Probe what this machine and this build can do. Each probe returns (ok, reason), where the reason is a self-contained message.
 
-A probe does its work when it is first asked. cuSPARSELt is neither linked nor bundled; it is opened then, from ``NMKERNELS_CUSPARSELT``,
-else from the pip wheel, else from the system.
+A probe runs at its first call. cuSPARSELt is neither linked nor bundled; it is loaded then, from ``NMKERNELS_CUSPARSELT``, the pip wheel
+or the system, in this order.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 CORE_ABI = 8
-"""The value of ``_C.abi`` that this Python code was written against."""
+"""The value of ``_C.abi`` that this Python code requires."""
 
 
 class Probe(NamedTuple):
-    """Whether something is there, and in words what was found or why it is missing."""
+    """Whether something is available, and a description of it or the reason why not."""
 
     ok: bool
     reason: str
@@ -34,7 +34,7 @@ class Probe(NamedTuple):
 
 @cache
 def compiled_core() -> Probe:
-    """The C++ core ``nmkernels._C``: built, loadable, and of this package's version."""
+    """The C++ core ``nmkernels._C``: built, loadable, and matching this package's version."""
     remedy = _remedy()
     try:
         core = import_module("._C", __package__)
@@ -46,44 +46,44 @@ def compiled_core() -> Probe:
         return Probe(False, f"nmkernels._C has ABI {abi}, this package needs {CORE_ABI}; {remedy}")
     try:
         isa = f"instruction set {core.isa()} of {', '.join(core.isas())}"
-    except ValueError as error:  # an impossible NMKERNELS_ISA is told here and raised by the first kernel
+    except ValueError as error:  # an impossible NMKERNELS_ISA is reported here, and raised by the first kernel
         isa = str(error)
     return Probe(True, f"nmkernels._C, ABI {abi}, {isa}, {_cuda_code(core)}")
 
 
 def _remedy() -> str:
-    """What the user runs to have the compiled core: in a source tree its own command, else pip's, for where the package came from."""
+    """The command that builds the core: make in a source tree, otherwise pip with the package's origin."""
     if (Path(__file__).resolve().parents[1] / "csrc").is_dir():
         return "run `make build`, or `pip install -e .` in an environment of your own"
     what = "nmkernels"
     with suppress(metadata.PackageNotFoundError, ValueError, AttributeError):
-        # what pip was given, where that was an address or a folder (PEP 610)
+        # the address or folder that pip installed from (PEP 610)
         origin = json.loads(metadata.distribution("nmkernels").read_text("direct_url.json") or "{}")
         url, vcs = origin.get("url", ""), origin.get("vcs_info")
         if vcs:
             revision = vcs.get("requested_revision")
             what = f"{vcs['vcs']}+{url}{f'@{revision}' if revision else ''}"
-        elif url and not url.endswith(".whl"):  # such a wheel is without the core however often it is installed
+        elif url and not url.endswith(".whl"):  # reinstalling the same wheel would not add the core
             what = url
-    # pip keeps the wheel that it has built without a compiler, and asked for that package again takes it from its cache
+    # without these flags pip would reuse the wheel in its cache, built without a compiler
     flags = "--force-reinstall --no-deps --no-cache-dir --no-binary nmkernels"
     return f"install a C++ compiler, then run `NMKERNELS_REQUIRE_CORE=1 pip install {flags} {what}`"
 
 
 def _cuda_code(core: Any) -> str:
-    """The GPUs that the core's file has code for, read from it: what was built, not what was meant."""
+    """The GPUs that the core has code for, read from its file."""
     found = architectures(core.__file__) if hasattr(core, "cuda") else ()
     return f"with CUDA for {', '.join(found).replace('compute_', 'PTX compute_')}" if found else "without CUDA"
 
 
 def instruction_set() -> str:
-    """The instruction set that the core uses; ValueError where NMKERNELS_ISA names an impossible one."""
+    """The instruction set that the core uses; ValueError if NMKERNELS_ISA names an impossible one."""
     return str(import_module("._C", __package__).isa()) if compiled_core().ok else "no core"
 
 
 @cache
 def core_build() -> str:
-    """A checksum of the core's file, which tells one build of a version from another; empty without a core."""
+    """A checksum of the core's file, to distinguish builds of one version; empty without a core."""
     return f"{zlib.crc32(Path(str(import_module('._C', __package__).__file__)).read_bytes()):08x}" if compiled_core().ok else ""
 
 
@@ -112,7 +112,7 @@ def compute_capability() -> tuple[int, int] | None:
 
 @cache
 def driver() -> Probe:
-    """The NVIDIA driver's version, as its kernel module says it; where that is out of sight, the CUDA version that it takes."""
+    """The NVIDIA driver's version from its kernel module, or else the CUDA version that it supports."""
     found = cuda_device()
     if not found.ok:
         return found
@@ -127,7 +127,7 @@ def driver() -> Probe:
 
 @cache
 def cuda_core() -> Probe:
-    """The core has CUDA kernels; no GPU is asked."""
+    """Whether the core has CUDA kernels; needs no GPU."""
     built = compiled_core()
     if built.ok and not hasattr(import_module("._C", __package__), "cuda"):
         return Probe(False, "nmkernels._C is built without CUDA kernels; build it where nvcc and a GPU are, or with NMKERNELS_CUDA=on")
@@ -136,7 +136,7 @@ def cuda_core() -> Probe:
 
 @cache
 def cuda_kernels(device: int | None = None) -> Probe:
-    """The core's CUDA kernels run on a GPU, by torch's number or the current one: the driver takes them, and there is code for that GPU."""
+    """Whether the core's CUDA kernels run on a GPU (torch's index, default the current one): driver and compiled code must fit."""
     for needed in (cuda_core(), cuda_device()):
         if not needed.ok:
             return needed
@@ -151,7 +151,7 @@ def cuda_kernels(device: int | None = None) -> Probe:
     if not error:
         return Probe(True, f"they run on {gpu}; {versions}")
     if not driver:
-        return Probe(False, f"the CUDA driver does not answer ({error}); check `nvidia-smi`")
+        return Probe(False, f"the CUDA driver does not respond ({error}); check `nvidia-smi`")
     if driver // 1000 < runtime // 1000:
         return Probe(False, f"the driver is too old ({error}): {versions}; update the driver to one of CUDA {runtime // 1000}.0 or newer")
     return Probe(False, f"no kernel runs on {gpu} ({error}): {_cuda_code(core)}, {versions}; build nmkernels where this GPU is")
@@ -159,7 +159,7 @@ def cuda_kernels(device: int | None = None) -> Probe:
 
 @cache
 def triton() -> Probe:
-    """The Triton compiler: installed and, where there is a GPU, imported and able to build the C code that starts its kernels."""
+    """The Triton compiler: installed and, with a GPU, able to build the C code that launches its kernels."""
     if util.find_spec("triton") is None:
         return Probe(False, "triton is not installed; `pip install triton` (CUDA builds of torch for Linux bring it)")
     import torch
@@ -171,7 +171,7 @@ def triton() -> Probe:
     if torch.cuda.is_available() or torch.xpu.is_available():
         try:
             _build_as_triton()
-        except Exception as error:  # of any kind: no compiler, no headers, no driver, no place to write
+        except Exception as error:  # e.g. no compiler, headers, driver or writable folder
             why = " ".join(str(error).split()) or type(error).__name__
             way_out = "install gcc or clang and Python's headers, or name a C compiler in CC"
             return Probe(False, f"triton {version} cannot build the C code that starts its kernels: {why}; {way_out}")
@@ -179,9 +179,9 @@ def triton() -> Probe:
 
 
 def _build_as_triton() -> None:
-    """Build C code as Triton does before a launch. Its cache has it only under the compiler that would be used now: once for each."""
+    """Build C code as Triton does before a launch; Triton caches it per compiler."""
     runtime, build = import_module("triton.runtime"), import_module("triton.runtime.build")
-    _ = runtime.driver.active  # builds, or loads, what reaches the GPU's driver
+    _ = runtime.driver.active  # builds or loads Triton's driver module
     asked = os.environ.get("CC")
     used = shutil.which(asked) if asked else shutil.which("gcc") or shutil.which("clang")
     name = "nmkernels_probe"
@@ -197,7 +197,7 @@ PyMODINIT_FUNC PyInit_{name}(void) {{ return PyModule_Create(&module); }}
 
 @cache
 def cusparselt() -> Probe:
-    """The cuSPARSELt library: found, opened, of a version that is known, with every entry point."""
+    """The cuSPARSELt library: found, loaded, of a supported version, with every entry point."""
     library, reason = opened()
     return Probe(library is not None, reason)
 
@@ -220,17 +220,17 @@ def compiler() -> Probe:
 
 
 def _runs(path: str, line: int) -> Probe:
-    """Whether ``path --version`` runs, and the line of its answer that names the version."""
+    """Whether ``path --version`` runs, and the line of its output with the version."""
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         return Probe(False, f"{path} does not run: {error}")
-    lines = done.stdout.strip().splitlines() or ["no version told"]
+    lines = done.stdout.strip().splitlines() or ["no version given"]
     return Probe(True, f"{path}: {lines[line].strip()}")
 
 
 def probes() -> dict[str, Probe]:
-    """Every probe by name, in the order in which ``doctor`` shows them."""
+    """All probes by name, in the order shown by ``doctor``."""
     every = (compiled_core, cuda_device, cuda_kernels, triton, cusparselt, compiler, nvcc)
     return {probe.__name__: probe() for probe in every}
 
@@ -238,7 +238,7 @@ def probes() -> dict[str, Probe]:
 # ---- cuSPARSELt
 
 ENV = "NMKERNELS_CUSPARSELT"
-"""Names the library's file, instead of the one that would be found."""
+"""Environment variable with the path of the library, instead of searching for it."""
 
 OLDEST = 800
 SONAMES = ("libcusparseLt.so.0", "libcusparseLt.so")
@@ -246,24 +246,24 @@ INSTALL = "`pip install -U nvidia-cusparselt-cu13` (-cu12 for CUDA 12)"
 
 
 def files() -> list[str]:
-    """Files to try, those of NVIDIA's pip packages first; the last are names that the system's loader looks for."""
+    """Files to try: those of NVIDIA's pip packages, then names for the system's loader."""
     spec = util.find_spec("nvidia")
     folders = (spec.submodule_search_locations or ()) if spec is not None else ()
-    # of 0.8 the wheel's folder is cusparselt, of 0.10 cu13
+    # the wheel's folder is cusparselt in 0.8, cu13 in 0.10
     wheels = [str(path) for base in folders for path in sorted(Path(base).glob("*/lib/libcusparseLt.so*"))]
     return [*wheels, *SONAMES]
 
 
 def version_text(version: int) -> str:
-    """A version as people write it: 801 is 0.8.1, 1000 is 0.10.0."""
+    """Format a version number: 801 is 0.8.1, 1000 is 0.10.0."""
     return f"{version // 1_000_000}.{version // 100 % 10_000}.{version % 100}"
 
 
 def opened() -> tuple[Any, str]:
-    """The library, or None, and in words what was found or why there is none."""
+    """The library, or None, and a description of it or the reason why not."""
     core = compiled_core()
     if not core.ok:
-        return None, f"it is reached through the compiled core, and {core.reason}"
+        return None, f"it needs the compiled core, and {core.reason}"
     return _opened(os.environ.get(ENV) or "")
 
 
@@ -274,7 +274,7 @@ def _opened(given: str) -> tuple[Any, str]:
         try:
             library = import_module("._C", __package__).cusparselt.Library(path)
         except RuntimeError as error:
-            # that the loader knows no such name is no news
+            # do not report names that the loader does not find
             if given or path not in SONAMES or "cannot be opened" not in str(error):
                 refused.append(f"{path} is not usable: {error}")
             continue
@@ -290,25 +290,25 @@ def _opened(given: str) -> tuple[Any, str]:
 
 
 # ---- the GPUs that a compiled module has code for
-#
-# Read from what the CUDA driver chooses from: one container for each compiled .cu file, of one entry for each architecture. NVIDIA does
-# not document the headers; the offsets are those that nvcc 13.0 writes, and the tests compare them with what cuobjdump says where there
-# is one. Code may be compressed, headers never are.
+# Read from the containers that the CUDA driver chooses code from: one for each compiled .cu file, with one entry per architecture. NVIDIA
+# does not document the headers; the offsets are those of nvcc 13.0, and the tests compare them with cuobjdump's output if there is one.
+# Code may be compressed, headers never are.
 #
 #   container: uint32 magic, uint16 version, uint16 size of this header, uint64 size of the entries
 #   entry:     uint16 kind, uint16 version, uint32 size of this header, uint64 size of the code, ...
 #              at byte 28: uint32 architecture (80, 90, ...); at byte 40: uint64 flags
 
 CONTAINER = struct.pack("<IHH", 0xBA55ED50, 1, 16)
-"""How a container begins: 8 bytes that nothing else in a module has."""
+"""The first 8 bytes of a container, unique in a module."""
 PREFIXES = {1: "compute_", 2: "sm_"}
-"""Kinds of entries: 1 is PTX, which the driver compiles for its GPU; 2 is machine code. Others (link-time code) run nowhere."""
+"""Kinds of entries: 1 is PTX, which the driver compiles for its GPU; 2 is machine code. Other kinds (link-time code) cannot run."""
 SUFFIXES = {0x100000: "a", 0x200000: "f"}
 """Flags: code for this architecture alone (``sm_90a``), and for its family (``sm_100f``)."""
 
 
 def architectures(path: str | Path) -> tuple[str, ...]:
-    """What the module has code for, machine code first: ``("sm_80", "sm_90a", "compute_90")``; empty without device code."""
+    """The architectures that a module has code for, machine code first: ``("sm_80", "sm_90a", "compute_90")``; empty without device
+    code."""
     if not Path(path).stat().st_size:
         return ()
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as image:
@@ -317,7 +317,7 @@ def architectures(path: str | Path) -> tuple[str, ...]:
 
 
 def _device_code(image: mmap.mmap) -> Iterator[str]:
-    """What each entry of each container is for."""
+    """The architecture of each entry of each container."""
     at = image.find(CONTAINER)
     while 0 <= at <= len(image) - 16:
         entry = at + 16

@@ -58,7 +58,7 @@ def test_whether_cuda_kernels_run_and_why_not(gpu: Callable[..., Probe], monkeyp
     for driver, error, *words in (
         (12080, "cudaErrorInsufficientDriver", "driver of CUDA 12.8, kernels of CUDA 13.0", "update the driver to one of CUDA 13.0"),
         (13000, "cudaErrorNoKernelImageForDevice", "compute capability 7.5 (", "with CUDA for sm_80, sm_90a", "where this GPU is"),
-        (0, "cudaErrorNoDevice", "driver does not answer", "nvidia-smi"),
+        (0, "cudaErrorNoDevice", "driver does not respond", "nvidia-smi"),
     ):
         can, reason = gpu(driver, 13000, f"probe: ({error})")
         assert not can and all(word in reason for word in (error, *words)), reason

@@ -1,4 +1,4 @@
-"""The public operations, thin over ``torch.ops.nmkernels.*``."""
+"""The public operations, thin wrappers over ``torch.ops.nmkernels.*``."""
 
 from ..pattern import OptionError
 from .adamw import HYPER, STATS, masked_adamw_

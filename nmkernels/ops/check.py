@@ -1,4 +1,4 @@
-"""What fits: patterns as public functions take them, and the checks of tensors that several contracts share."""
+"""Parse patterns and check tensors, shared by the ops' contracts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def _parsed(spec: Any) -> Pattern:
 
 
 def as_pattern(spec: PatternLike) -> Pattern:
-    """The ``Pattern`` that a public function was given as text or object, parsed once per text."""
+    """Return the ``Pattern`` of a string or pattern argument; strings are parsed once."""
     if isinstance(spec, Pattern):
         return spec
-    # a graph would record the cache's lock, not its answer
+    # a graph would record the cache's lock
     return _parsed(spec) if isinstance(spec, str) and not torch.compiler.is_compiling() else Pattern(spec)
 
 
@@ -64,7 +64,7 @@ def check_mask(op: str, mask: Tensor, w: Tensor) -> None:
 
 
 def check_dense(op: str, w: Tensor, n: int, m: int) -> Pattern:
-    """The pattern n:m of a dense tensor that is grouped along its last dimension."""
+    """Check a dense tensor that is grouped along its last dimension; return its pattern n:m."""
     p = Pattern(n, m)
     check_float(op, "the input", w)
     if not w.dim():
@@ -76,7 +76,7 @@ def check_dense(op: str, w: Tensor, n: int, m: int) -> Pattern:
 
 
 def check_packed(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Pattern:
-    """The pattern n:m of a compressed operand of ``cols`` dense columns, in the canonical form."""
+    """Check a compressed operand with ``cols`` dense columns in canonical form; return its pattern n:m."""
     p = Pattern(n, m)
     check_float(op, "values", values)
     if indices.dtype != torch.uint8:
@@ -99,7 +99,7 @@ def check_packed(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols:
 
 
 def check_layout(op: str, layout: str, rows: int, cols: int, pattern: Pattern, dtype: torch.dtype) -> None:
-    """Raise unless a ``(rows, cols)`` operand of that pattern and dtype has the layout."""
+    """Raise unless a ``(rows, cols)`` operand of that pattern and dtype can have the layout."""
     if layout not in LAYOUTS:
         raise OptionError(f"{op}: layout {layout!r} is not known; it is one of {', '.join(map(repr, LAYOUTS))}.")
     if layout == "canonical":
@@ -121,7 +121,7 @@ def check_layout(op: str, layout: str, rows: int, cols: int, pattern: Pattern, d
 
 
 def check_ordered(op: str, values: Tensor, meta: Tensor, pattern: Pattern, layout: str, rows: int, cols: int) -> None:
-    """The checks of a compressed ``(rows, cols)`` in the order of tensor cores."""
+    """Check a compressed ``(rows, cols)`` operand in a tensor-core layout."""
     check_float(op, "values", values)
     check_layout(op, layout, rows, cols, pattern, values.dtype)
     expected = (rows, cols // 2), meta_shape(rows, cols, layout)

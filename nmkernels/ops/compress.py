@@ -1,4 +1,4 @@
-"""``Compressed``, the canonical N:M form of a tensor; compress and decompress, dense to it and back."""
+"""``Compressed``, the canonical N:M form of a tensor, and the ops compress and decompress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .define import Spec, define
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Compressed:
-    """An N:M sparse tensor: the N values of every group of M, and where in the group they sit. The same on every device and on disk.
+    """An N:M sparse tensor: the N values of every group of M and their positions. The form is the same on every device and on disk.
 
     ``dense[..., g·M + index[..., g·N + k]] = values[..., g·N + k]``, zero elsewhere.
     It is immutable, compares by identity, is a pytree of (values, indices), and can be pickled and deep-copied.
@@ -26,12 +26,12 @@ class Compressed:
     Args:
         values: ``(..., groups·N)``, in order of index.
         indices: uint8 ``(..., bytes)``: position inside the group of each value, 2 bits for M <= 4, 4 bits for M <= 16, 8 bits above,
-            packed little end first, each row starting on a byte, spare bits 0.
+            packed lowest bits first, each row starting on a byte, spare bits 0.
         pattern: ``"N:M"`` or a ``Pattern``.
         shape: the dense shape ``(..., cols)``; ``cols`` need not be a multiple of M (the last group is then partial).
 
     Raises:
-        ShapeError, DtypeError: values, indices, pattern and shape do not belong together.
+        ShapeError, DtypeError: values, indices, pattern and shape do not match.
 
     Example:
         >>> from nmkernels import ops
@@ -52,7 +52,7 @@ class Compressed:
         object.__setattr__(self, "pattern", as_pattern(self.pattern))
         object.__setattr__(self, "shape", torch.Size(self.shape))
         if torch.compiler.is_compiling():
-            return  # the op that made the parts has checked them
+            return  # checked by the op that made them
         p = self.pattern
         check_packed("Compressed", self.values, self.indices, p.n, p.m, self.shape[-1] if self.shape else 0)
         if self.values.shape[:-1] != self.shape[:-1]:
@@ -63,7 +63,7 @@ class Compressed:
 
     @classmethod
     def trusted(cls, values: Any, indices: Any, pattern: Pattern, shape: torch.Size) -> Compressed:
-        """One of parts that an op has made, or that a ``tree_map`` put together from anything: nothing is checked or converted."""
+        """Create without checks or conversions, from the results of an op or the leaves of a ``tree_map``."""
         c = object.__new__(cls)
         for name, value in (("values", values), ("indices", indices), ("pattern", pattern), ("shape", shape), ("_layouts", {})):
             object.__setattr__(c, name, value)
@@ -81,15 +81,15 @@ class Compressed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values and indices together; cached layouts are not counted."""
+        """Bytes of values and indices, without cached layouts."""
         return self.values.nbytes + self.indices.nbytes
 
     def dense(self) -> Tensor:
-        """The dense tensor, zeros included; the same as ``ops.decompress``."""
+        """The dense tensor; the same as ``ops.decompress``."""
         return nm_decompress(self.values, self.indices, self.pattern.n, self.pattern.m, self.shape[-1])
 
     def to(self, *args: Any, **kwargs: Any) -> Compressed:
-        """Like ``Tensor.to``: another device, or another dtype of the values; itself if nothing changes."""
+        """Move to another device or cast the values, like ``Tensor.to``; returns itself if nothing changes."""
         values = self.values.to(*args, **kwargs)
         indices = self.indices.to(values.device, non_blocking=kwargs.get("non_blocking", False))
         if values is self.values and indices is self.indices:
@@ -97,15 +97,16 @@ class Compressed:
         return Compressed(values, indices, self.pattern, self.shape)
 
     def layout(self, name: str, build: Callable[[Compressed], Any]) -> Any:
-        """``build(self)``, remembered under ``name``, for backends that want the data in another order.
+        """Return ``build(self)``, cached under ``name``, for backends that need the data in another order.
 
-        It is built again after values or indices were written or given other memory, and at every call where they were made in inference
-        mode, which counts no writes. It is never copied or saved. On a GPU a call on another stream waits for it. A CUDA graph reads it
-        where values and indices were never written in place, and else builds it in every replay; what a capture builds is not remembered.
+        It is rebuilt after values or indices are written or get other memory, and at every call if they were created in inference mode,
+        where torch counts no writes. It is never copied or saved. A call on another CUDA stream waits for it. A CUDA graph reads it if
+        values and indices were never written in place, and otherwise rebuilds it in every replay; layouts built during capture are not
+        cached.
         """
 
         def made() -> tuple[Any, list[Tensor]]:
-            # a later call may need gradients, which tensors of inference mode cannot take part in
+            # a later call may need gradients, which inference tensors do not support
             with torch.inference_mode(False):
                 value = build(self)
             return value, [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and x.device == self.device]
@@ -118,10 +119,10 @@ class Compressed:
         return Compressed, (self.values, self.indices, self.pattern, tuple(self.shape))
 
     def __getattr__(self, name: str) -> Any:
-        # only for what is not found
+        # called only for missing attributes
         lacks = f"{type(self).__name__!r} object has no attribute {name!r}"
         if hasattr(Tensor, name) and not name.startswith("_"):
-            lacks += ": it is a compressed weight and no tensor. .dense() gives it as one, nm.densify_(model) the dense layers."
+            lacks += ": it is a compressed weight, not a tensor. .dense() returns the dense tensor; nm.densify_(model) restores layers."
         raise AttributeError(lacks)
 
     def __repr__(self) -> str:
@@ -130,14 +131,14 @@ class Compressed:
 
 
 def counts_writes(x: Tensor) -> bool:
-    """False for what ``torch.inference_mode`` made: it has no version, and cannot be saved for backward."""
+    """Whether torch counts writes to ``x``; not for inference tensors, which have no version."""
     if torch.compiler.is_compiling():
-        return True  # a graph keeps nothing, and may not ask
+        return True  # a graph caches nothing
     if x.is_inference():
         return False
     try:
         return x._version >= 0
-    except RuntimeError:  # made there, and given other .data since
+    except RuntimeError:  # an inference tensor whose .data was replaced
         return False
 
 
@@ -145,7 +146,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _can_be_remembered(values: Tensor, indices: Tensor) -> bool:
-    """False where nothing tells that both are as they were, or what is made of them would belong to one derivative or transform only."""
+    """Whether changes of both tensors can be detected, and results do not belong to a single derivative or transform."""
     if values.requires_grad or torch.compiler.is_compiling() or not (counts_writes(values) and counts_writes(indices)):
         return False
     plain = type(values) in PLAIN and type(indices) in PLAIN
@@ -154,7 +155,7 @@ def _can_be_remembered(values: Tensor, indices: Tensor) -> bool:
 
 def _unflatten(leaves: Any, context: tuple[Pattern, tuple[int, ...]]) -> Compressed:
     shape = torch.Size(context[1])
-    if isinstance(leaves[0], Tensor) and leaves[0].dim() > len(shape):  # torch.vmap has put a dimension in front
+    if isinstance(leaves[0], Tensor) and leaves[0].dim() > len(shape):  # torch.vmap added a leading dimension
         shape = leaves[0].shape[:-1] + shape[-1:]
     return Compressed.trusted(leaves[0], leaves[1], context[0], shape)
 
@@ -203,15 +204,15 @@ nm_decompress = define(
 
 
 def compress(w: Tensor, pattern: PatternLike, mask: Tensor | None = None, out: Compressed | None = None) -> Compressed:
-    """The compressed form of ``w``: the N kept values of every group of M and their positions. It has no gradient: backward raises.
+    """The compressed form of ``w``: the N kept values of every group of M and their positions. Backward raises.
 
-    ``values[..., g·N + k] = w[..., g·M + index[..., g·N + k]]``, in order of index; the bits of kept values stay.
+    ``values[..., g·N + k] = w[..., g·M + index[..., g·N + k]]``, in order of index; kept values keep their bits.
 
     Args:
-        w: weights ``(..., in)``, usually ``(out, in)``; any strides. Of a DTensor values and indices are DTensors, sharded as its leading
-            dimensions are.
-        mask: bool, the shape of ``w``: what to keep instead of the N largest magnitudes. A group with fewer than N is filled up
-            with zeros at its lowest unkept positions.
+        w: weights ``(..., in)``, usually ``(out, in)``; any strides. For a DTensor the results are DTensors sharded along the same leading
+            dimensions.
+        mask: bool, the shape of ``w``: the elements to keep instead of the N largest magnitudes. A group with fewer than N stores zeros at
+            its lowest unkept positions.
         out: a ``Compressed`` of the same pattern, shape and dtype, whose buffers are written.
 
     Raises:
@@ -233,7 +234,7 @@ def compress(w: Tensor, pattern: PatternLike, mask: Tensor | None = None, out: C
 
 
 def decompress(c: Compressed, out: Tensor | None = None) -> Tensor:
-    """The dense tensor of a compressed one: ``y[..., g·M + index] = value``, +0.0 elsewhere; written into ``out``, which must fit.
+    """The dense tensor of a compressed one: ``y[..., g·M + index] = value``, +0.0 elsewhere; written into ``out`` if given.
 
     Example:
         >>> decompress(compress(torch.tensor([1.0, 0.5, -2.0, 3.0]), "1:4"))
@@ -243,6 +244,6 @@ def decompress(c: Compressed, out: Tensor | None = None) -> Tensor:
 
 
 def check_same_form(op: str, out: Compressed, n: int, m: int, shape: torch.Size) -> None:
-    """Raise ``ShapeError`` unless ``out`` holds a tensor of that pattern and dense shape."""
+    """Raise ``ShapeError`` unless ``out`` has that pattern and dense shape."""
     if (out.pattern.n, out.pattern.m) != (n, m) or out.shape != shape:
         raise ShapeError(f"{op}: out is {out!r}, the result is {n}:{m} of shape {tuple(shape)}. Pass one made from a tensor of that shape.")

@@ -1,8 +1,8 @@
-"""What the ops, which have no derivative of their own, do when one is asked for: backward, in forward mode, by torch.func, compiled.
+"""Refuse derivatives of the raw ops: in backward, forward mode, torch.func and compiled graphs.
 
-The refusal is part of the op, at the dispatcher's Autograd key, so that ``torch.ops.nmkernels.*`` and graphs refuse as the public functions
-do. Backward it is raised where a gradient arrives, not before: to look at a result is no error. Forward mode takes the derivative in the
-call itself, and an op that writes into its arguments has no later moment: these raise at once.
+The ops raise at the dispatcher's Autograd key, so that ``torch.ops.nmkernels.*`` and graphs behave like the public functions. In backward
+mode they raise only when a gradient arrives, since merely using a result is fine. Forward mode takes the derivative during the call, and an
+op that writes into its arguments has no later moment, so these raise immediately.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NATIVE = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
 class _Refused(_SingleLevelFunction):
-    """A call of an op, recorded so that backward through it raises. Of one level: torch.func comes to the Autograd key at each."""
+    """Records a call of an op so that backward through it raises. Single-level, because torch.func calls the Autograd key at each level."""
 
     @staticmethod
     def forward(ctx: Any, name: str, call: Kernel, *args: Any) -> Any:
@@ -37,20 +37,20 @@ class _Refused(_SingleLevelFunction):
         ctx.sources = [(tuple(a.shape), a.dtype) if isinstance(a, Tensor) else None for a in args]
         if not torch._C._are_functorch_transforms_active():
             return call(*args)
-        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):  # of the levels below
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):  # for the levels below
             return call(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        # an op, which a graph runs in its backward pass and not when it is traced
+        # an op, so that a graph raises in its backward pass and not while tracing
         refuse, g = torch.ops.nmkernels.refuse, next(g for g in grads if g is not None)
         wanted = zip(ctx.sources, ctx.needs_input_grad[2:], strict=True)
         return None, None, *[refuse(g, *source, ctx.name) if source and wants else None for source, wants in wanted]
 
 
 def with_autograd(name: str, op: torch._ops.OpOverload, kernel: Kernel) -> Kernel:
-    """The kernel of the Autograd key of ``op``: what ``kernel`` does, and no derivative of it."""
-    direct, others = set[int](), set[int]()  # dispatch keys of calls that after autograd only a device's kernel sees, and of the rest
+    """The kernel for ``op``'s Autograd key: runs ``kernel`` and refuses derivatives."""
+    direct, others = set[int](), set[int]()  # key sets where only a device kernel follows autograd, and all others
     only = len([a for a in op._schema.arguments if "Tensor" in str(a.type)]) == 1
 
     def autograd(keyset: Any, *args: Any, **outs: Tensor) -> Any:
@@ -66,7 +66,7 @@ def with_autograd(name: str, op: torch._ops.OpOverload, kernel: Kernel) -> Kerne
     def derived(keyset: Any, wanted: bool, *args: Any, **outs: Tensor) -> Any:
         transformed = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
         if transformed and any(torch._VF._unpack_dual(x, level=0)[1] is not None for x in tensors((*args, *outs.values()))):
-            raise NMError(no_gradient(name, " in forward mode"))  # one of them carries a tangent
+            raise NMError(no_gradient(name, " in forward mode"))  # an argument has a tangent
 
         def call(*args: Any) -> Any:
             if keyset.raw_repr() in direct:
@@ -92,7 +92,7 @@ def with_autograd(name: str, op: torch._ops.OpOverload, kernel: Kernel) -> Kerne
 
 
 def require_no_grad(op: str, **tensors: Tensor | None) -> None:
-    """Raise when a gradient is wanted of an op whose derivative lives in a layer."""
+    """Raise if an argument requires grad of an op that is differentiable only through a layer."""
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():
@@ -101,7 +101,7 @@ def require_no_grad(op: str, **tensors: Tensor | None) -> None:
 
 
 def no_gradient(name: str, where: str = "") -> str:
-    """The words in which op ``name`` refuses."""
+    """The error message for a derivative of op ``name``."""
     if name.startswith("nm_linear"):
         return f"{name} has no gradient{where}: {GEMM}"
     return (

@@ -1,6 +1,6 @@
-"""``nm.explain``: which backend runs a call of a public function, of a raw op or of a layer.
+"""``nm.explain``: which backend runs a call of a public function, a raw op or a layer.
 
-A function is called with the arguments given until it reaches its raw op, which is not run. So the answer is that of the raw op's.
+A public function is called until it reaches its raw op, which is not run; the explanation is that of the raw op.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ..pattern import BackendError, NMError
 from .define import CALLS, CONTRACTS, NAMESPACE
 
 OPS_OF = {"relayout": ("nm_metadata", "nm_pack")}
-"""The raw ops that a public function may come to, where that is not ``nm_`` and its name."""
+"""The raw ops of public functions whose raw op is not ``nm_`` plus their name."""
 
 
 class _Reached(Exception):
-    """A raw op would run now, with these arguments."""
+    """Raised when a raw op would run, with its arguments."""
 
     def __init__(self, op: str, args: tuple[Any, ...]) -> None:
         super().__init__(op)
@@ -30,7 +30,7 @@ class _Reached(Exception):
 
 
 class _Until(TorchDispatchMode):
-    """Raises ``_Reached`` where one of ``ops`` would run."""
+    """Raises ``_Reached`` when one of ``ops`` would run."""
 
     def __init__(self, ops: tuple[str, ...]) -> None:
         super().__init__()
@@ -45,16 +45,16 @@ class _Until(TorchDispatchMode):
 
 
 def explain(what: str | Module, *args: Any, **kwargs: Any) -> str:
-    """Which backend would run a call, and why each other one would not, one line each. The op itself is not run.
+    """Explain which backend would run a call, and why each of the others would not, one line each. The op is not run.
 
     Args:
         what: the name of a function of ``nm.ops``, or of its raw op, or a ``SparseLinear``, ``CompressedLinear`` or ``CompressedConv2d``.
-        args, kwargs: those of the function, e.g. ``explain("linear", x, compressed)``; of the raw op, e.g. ``explain("nm_mask", w, 2, 4)``;
-            of a layer its input. A layer that does without the op, or names the kernel itself, says so in a last line.
+        args, kwargs: the arguments of the function, e.g. ``explain("linear", x, compressed)``, of the raw op, e.g. ``explain("nm_mask", w,
+            2, 4)``, or the layer's input. If a layer does not use the op, or chooses the kernel itself, the last line says so.
 
     Raises:
         BackendError: there is no such function.
-        NMError: the arguments are not what it takes; the layer calls no op.
+        NMError: wrong arguments, or the layer calls no op.
 
     Example:
         >>> import nmkernels as nm
@@ -68,7 +68,7 @@ def explain(what: str | Module, *args: Any, **kwargs: Any) -> str:
 
 
 def _raw_call(name: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
-    """The raw op that a call ends in, and the arguments that it passes."""
+    """The raw op that a call reaches, and its arguments."""
     from .. import ops
 
     public = getattr(ops, name, None) if isinstance(name, str) and name in ops.__all__ else None
@@ -99,9 +99,9 @@ def _raw_call(name: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 
 def _reached(function: Any, targets: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Reached | None:
-    devices = {x.device for x in tensors(args) if x.is_cuda} if torch.cuda.is_available() else ()  # fake tensors are on any machine
+    devices = {x.device for x in tensors(args) if x.is_cuda} if torch.cuda.is_available() else ()  # fake tensors may claim to be on a GPU
     try:
-        # a seed may be drawn on the way
+        # the function may draw a seed
         with torch.no_grad(), torch.random.fork_rng(list(devices)), _Until(targets):
             function(*args, **kwargs)
     except _Reached as reached:
@@ -126,7 +126,7 @@ def _of_layer(layer: Module, *args: Any, **kwargs: Any) -> str:
 
 
 def _parameters(function: Any) -> str:
-    """Its parameters with their defaults."""
+    """The signature without annotations."""
     signature = inspect.signature(function)
     bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     return str(signature.replace(parameters=bare, return_annotation=signature.empty))

@@ -1,4 +1,4 @@
-"""The three GEMMs of a linear layer with one operand compressed: fprop nt, dgrad nn, wgrad tn."""
+"""The three GEMMs of a linear layer with one compressed operand: fprop nt, dgrad nn, wgrad tn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .pack import Operand, positions
 
 def _operands(op: str, what: str, x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> None:
     check_matrix(op, "the compressed operand", values)
-    if indices.dtype == torch.int32 and op != "nm_linear_dgrad":  # metadata, in the order of tensor cores
+    if indices.dtype == torch.int32 and op != "nm_linear_dgrad":  # metadata of a tensor-core layout
         check_ordered(op, values, indices, Pattern(n, m), layout_of(indices), values.shape[0], cols)
     else:
         check_packed(op, values, indices, n, m, cols)
@@ -79,22 +79,22 @@ nm_linear_wgrad = define("nm_linear_wgrad", f"({_PACKED}, Tensor x) -> Tensor", 
 
 
 def linear(x: Tensor, c: Operand, bias: Tensor | None = None, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
-    """A linear layer's output ``y = f(x Wᵀ + b) + r`` from a compressed weight (fprop, layout nt), its activation and a residual.
+    """The output ``y = f(x Wᵀ + b) + r`` of a linear layer with a compressed weight, activation f and residual r (fprop, layout nt).
 
-    It is accumulated in fp32 (fp64 for fp64). ``linear(g, packed.columns)`` is the gradient g W of the input, see ``pack``.
+    Accumulated in fp32 (fp64 for fp64). ``linear(g, packed.columns)`` is the gradient g W of the input, see ``pack``.
 
     Args:
         x: ``(..., in)``.
-        c: the weight, of shape ``(out, in)``, in x's dtype; in the canonical form or in the order of tensor cores (``relayout``).
+        c: the weight, of shape ``(out, in)``, in x's dtype, in canonical form or a tensor-core layout (``relayout``).
         bias: ``(out,)``, in x's dtype.
-        activation: f: None for none, ``"gelu"`` y·Φ(y), ``"silu"`` y/(1 + exp(−y)), ``"relu2"`` max(y, 0)². Kernels that have the sum
-            in fp32 apply it there, before the only rounding; others round the sum first.
-        residual: r ``(..., out)``, in x's dtype; added in the same way.
+        activation: f: None for none, ``"gelu"`` y·Φ(y), ``"silu"`` y/(1 + exp(−y)), ``"relu2"`` max(y, 0)². Kernels that hold the sum in
+            fp32 apply it before the only rounding; others round the sum first.
+        residual: r ``(..., out)``, in x's dtype; added likewise.
 
     Raises:
-        ShapeError, DtypeError: the operands do not fit.
+        ShapeError, DtypeError: the operands do not match.
         OptionError: the activation is unknown.
-        NMError: an operand requires grad: the derivative lives in ``nm.nn.CompressedLinear`` and ``nm.nn.SparseLinear``.
+        NMError: an operand requires grad; use ``nm.nn.CompressedLinear`` or ``nm.nn.SparseLinear``, which are differentiable.
 
     Example:
         >>> from nmkernels import ops
@@ -108,7 +108,7 @@ def linear(x: Tensor, c: Operand, bias: Tensor | None = None, activation: str | 
 
 
 def linear_dgrad(g: Tensor, c: Compressed) -> Tensor:
-    """The gradient ``dx = g W`` ``(..., in)`` of a linear layer's input from its compressed weight (dgrad, layout nn).
+    """The gradient ``dx = g W`` ``(..., in)`` of the input of a linear layer with a compressed weight (dgrad, layout nn).
 
     Args:
         g: gradient of the output ``(..., out)``.
@@ -134,10 +134,10 @@ def linear_dgrad(g: Tensor, c: Compressed) -> Tensor:
 
 
 def linear_wgrad(gc: Operand, x: Tensor) -> Tensor:
-    """The gradient ``dW = gᵀ x`` ``(out, in)``, dense, of a linear layer's weight from a compressed output gradient (wgrad, layout tn).
+    """The dense gradient ``dW = gᵀ x`` ``(out, in)`` of a linear layer's weight from a compressed output gradient (wgrad, layout tn).
 
     Args:
-        gc: gᵀ, of shape ``(out, tokens)``, compressed along tokens: ``nm.ops.mvue_compress(g, pattern, dim=0)``, or ``relayout`` of that.
+        gc: gᵀ, of shape ``(out, tokens)``, compressed along tokens: ``nm.ops.mvue_compress(g, pattern, dim=0)``, or its ``relayout``.
         x: the layer's input ``(tokens, in)``, in gc's dtype; more leading dimensions are flattened into tokens.
 
     Raises:

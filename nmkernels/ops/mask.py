@@ -1,4 +1,4 @@
-"""Masks, and what they leave of a tensor: mask, transposable_mask, prune, soft_threshold and its scale."""
+"""Masks and pruning: mask, transposable_mask, prune, soft_threshold and its scale."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ nm_transposable_mask = define("nm_transposable_mask", _SCHEMA, _transposable_mas
 
 
 def mask(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -> Tensor:
-    """True at the N largest magnitudes of every M consecutive elements of the last dimension.
+    """Mark the N largest magnitudes of every M consecutive elements of the last dimension.
 
     ``M_i = [ |w_i| is among the N largest of its group ]``. Ties keep the lower index, -0.0 equals 0.0, NaN ranks
     above everything; exactly N of every group are True, also in a group of zeros.
 
     Args:
-        w: weights ``(..., in)``, usually ``(out, in)``; any strides. Take the fp32 master weight, not a rounded copy. Of a DTensor the
-            result is one too: shards of leading dimensions stay, others are redistributed. This goes for all ops of this file.
+        w: weights ``(..., in)``, usually ``(out, in)``; any strides. Use the fp32 master weight, not a rounded copy. For a DTensor the
+            result is a DTensor: shards of leading dimensions stay, others are redistributed (in all ops of this file).
         out: bool tensor of w's shape to write into.
 
     Raises:
@@ -65,10 +65,10 @@ def mask(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -> Tensor:
 
 
 def prune(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -> Tensor:
-    """``w`` with everything but the N largest magnitudes of each group set to zero, in one pass.
+    """Set everything but the N largest magnitudes of each group to zero, in one pass.
 
-    ``y = w ⊙ M(w)`` with M of ``mask``; kept elements keep their bits, the others become +0.0 (an infinite or
-    NaN element that is pruned too). It has no gradient: backward through it raises.
+    ``y = w ⊙ M(w)`` with M from ``mask``; kept elements keep their bits, pruned ones become +0.0 (also infinities and NaNs).
+    Backward raises.
 
     Arguments and errors are those of ``mask``, but ``out`` has w's dtype; ``out=w`` prunes in place.
 
@@ -81,9 +81,9 @@ def prune(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -> Tensor:
 
 
 def is_nm(w: Tensor, pattern: PatternLike) -> bool:
-    """Whether every group of M has at most N non-zeros; -0.0 is zero, NaN is not. Waits for the device. Errors as ``mask``.
+    """Whether every group of M has at most N non-zeros; -0.0 is zero, NaN is not. Synchronises the device. Errors as ``mask``.
 
-    Of a DTensor it tells the same on every rank, all of which have to ask.
+    For a DTensor all ranks must call it, and get the same result.
 
     Example:
         >>> is_nm(torch.tensor([3.0, 0.0, 0.0, -4.0]), "2:4"), is_nm(torch.ones(4), "2:4")
@@ -99,7 +99,7 @@ def is_nm(w: Tensor, pattern: PatternLike) -> bool:
 
 
 def transposable_mask(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -> Tensor:
-    """The mask of largest kept magnitude that is N:M along both dimensions of every M×M tile.
+    """The mask with the largest kept magnitude that is N:M along both dimensions of every M×M tile.
 
     ``max Σ_ij M_ij |w_ij|`` with N True in each row and in each column of a tile, so that W and Wᵀ are both N:M
     (Hubara et al. 2021, arXiv 2102.08124; FST, arXiv 2404.01847). 2:4 takes the best of the 90 patterns, the first in
@@ -117,11 +117,11 @@ def transposable_mask(w: Tensor, pattern: PatternLike, out: Tensor | None = None
 
 
 def soft_threshold(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -> Tensor:
-    """S-STE's continuous projection onto N:M: every magnitude of a group shrinks by the (N+1)-th largest.
+    """S-STE's continuous projection onto N:M: shrink every magnitude of a group by the (N+1)-th largest.
 
     ``S(w)_i = sign(w_i) · max(|w_i| - t, 0)``, t the (N+1)-th largest magnitude of the group (0 when N = M);
-    at most N per group are non-zero (S-STE, Hu et al. 2024, arXiv 2409.09099). It is not scaled: see ``soft_threshold_scale``.
-    Arguments, errors and the lack of a gradient are those of ``prune``.
+    at most N per group are non-zero (S-STE, Hu et al. 2024, arXiv 2409.09099). For the scale see ``soft_threshold_scale``. Arguments and
+    errors are those of ``prune``; backward raises.
 
     Example:
         >>> soft_threshold(torch.tensor([4.0, -3.0, 1.0, 0.5]), "2:4")
@@ -132,10 +132,10 @@ def soft_threshold(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -
 
 
 def soft_threshold_scale(w: Tensor, pattern: PatternLike) -> Tensor:
-    """S-STE's β, which makes β·S(w) the closest to w in the least-squares sense; arguments and errors as ``mask``.
+    """S-STE's scale β, for which β·S(w) is closest to w in the least-squares sense; arguments and errors as ``mask``.
 
-    ``β = ⟨w, S(w)⟩ / ‖S(w)‖²``, 0 where S(w) is zero (S-STE, Hu et al. 2024, arXiv 2409.09099); taken once per tensor.
-    It is 0-d, fp32 (fp64 for fp64 weights), on w's device; nothing is synchronised.
+    ``β = ⟨w, S(w)⟩ / ‖S(w)‖²``, 0 if S(w) is zero (S-STE, Hu et al. 2024, arXiv 2409.09099), for the whole tensor.
+    0-d, fp32 (fp64 for fp64 weights), on w's device, without synchronisation.
 
     Example:
         >>> soft_threshold_scale(torch.tensor([4.0, -3.0, 1.0, 0.5]), "2:4").item()  # (4·3 + 3·2) / (9 + 4)

@@ -1,4 +1,4 @@
-"""mvue and mvue_compress: the unbiased N:M estimate of least variance."""
+"""The minimum-variance unbiased N:M estimate: mvue and mvue_compress."""
 
 from __future__ import annotations
 
@@ -63,27 +63,26 @@ def mvue(
     method: str = "exact",
     out: Tensor | None = None,
 ) -> Tensor:
-    """A random N:M sparse tensor whose mean is ``g``, of the least variance possible, in dense layout.
+    """A random N:M sparse tensor with mean ``g`` and minimal variance, in dense layout.
 
     Element i of a group is kept with probability ``p_i = min(1, c·|g_i|)``, ``Σ p_i = N``, and becomes ``g_i / p_i``
-    (Chmiel et al. 2023, arXiv 2203.10991, for 1:2 and 2:4). With N <= 2 and M = 2, 4, 8 or 16 elements are sampled in steps of
-    ``2^-16`` (M = 16: ``2^-15``) and the value of sampled ones is rounded to the dtype up or down at random, so that the mean of an
-    element is off by little more than a step of that value. A group with at most N non-zeros is copied; one that is not finite
-    becomes NaN at ``mask(g)``. It has no gradient: backward through it raises.
+    (Chmiel et al. 2023, arXiv 2203.10991, for 1:2 and 2:4). For N <= 2 and M = 2, 4, 8 or 16 probabilities have steps of ``2^-16`` (M = 16:
+    ``2^-15``), and sampled values are rounded to the dtype up or down at random, so the mean of an element is off by little more than a
+    step of that value. A group with at most N non-zeros is copied; one that is not finite becomes NaN at ``mask(g)``. Backward raises.
 
     Args:
         g: ``(rows, cols)``, or any shape; usually the gradient of a layer's output ``(tokens, out)``.
-        dim: the dimension that is grouped. The last one must be a multiple of M; any other is padded with zeros.
+        dim: the grouped dimension. The last one must be a multiple of M; any other is padded with zeros.
         seed: None draws from torch's generator of g's device; a 64-bit int, or an int64 tensor (seed, offset) on g's device,
-            replays. The tensor form neither recompiles under ``torch.compile`` nor freezes in a CUDA graph.
-        offset: second word of the random stream of an int seed, e.g. the step; 64 bits.
-        method: ``"exact"``, or ``"approx"``: two draws, as FST and S-STE run it (N = 2 only).
+            replays. The tensor form avoids recompilation under ``torch.compile``, and is not frozen in a CUDA graph.
+        offset: second 64-bit word of an int seed's random stream, e.g. the step.
+        method: ``"exact"``, or ``"approx"``: the two draws of FST's and S-STE's code (N = 2 only).
         out: tensor of g's shape and dtype to write into.
 
     Raises:
-        ShapeError: the last dimension does not divide, ``dim`` does not exist, or ``out`` or ``seed`` has another shape.
+        ShapeError: the last dimension is not divisible by M, ``dim`` does not exist, or ``out`` or ``seed`` has a wrong shape.
         DtypeError: ``g`` is not floating-point, or ``seed`` not int64.
-        OptionError, PatternError: the method is not known, or cannot do this pattern.
+        OptionError, PatternError: the method is unknown, or does not support this pattern.
 
     Example:
         >>> mvue(torch.tensor([0.0, 5.0, 0.0, -1.0]), "2:4", seed=0)  # two non-zeros: copied
@@ -102,9 +101,9 @@ def mvue_compress(
     method: str = "exact",
     out: Compressed | None = None,
 ) -> Compressed:
-    """``mvue`` straight into the compressed form, with ``dim`` moved last; errors as ``mvue``.
+    """``mvue`` in compressed form, with ``dim`` moved last; errors as ``mvue``.
 
-    ``dim=0`` of a gradient ``(tokens, out)`` gives gᵀ packed along tokens, ``(out, tokens)``, which ``linear_wgrad`` takes.
+    For a gradient ``(tokens, out)``, ``dim=0`` gives gᵀ ``(out, tokens)`` packed along tokens, as ``linear_wgrad`` needs it.
 
     Args:
         g, pattern, dim, seed, offset, method: as for ``mvue``; the same seed gives the same numbers.

@@ -1,4 +1,4 @@
-"""A layer's weight compressed along its rows, its columns or both, in the dtype and order that its GEMMs read."""
+"""Compress a layer's weight along its rows, its columns or both, in the dtype and layout that its GEMMs read."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .define import Spec, define
 def _specs(
     op: str, shape: torch.Size, p: Pattern, dtype: torch.dtype, rows: bool, columns: bool, layout: str, tiled: bool = False
 ) -> tuple[Spec, ...]:
-    """Values and indices of a packed matrix of that shape, and of its transpose; ``(0,)`` where they are not wanted.
+    """The shapes and dtypes of values and indices of a packed matrix and of its transpose; ``(0,)`` for parts not requested.
 
-    Raises unless it can be packed so; ``tiled``: both dimensions have to divide, whatever is wanted.
+    Raises if it cannot be packed; with ``tiled`` both dimensions must be divisible by M in any case.
     """
     if dtype not in FLOATS:
         raise DtypeError(f"{op}: values cannot be packed in {dtype}; only float16, bfloat16, float32 and float64 are supported.")
@@ -94,26 +94,26 @@ def pack(
     layout: str = "canonical",
     check: bool = True,
 ) -> Packed:
-    """A weight packed for the forward pass, its transpose for the backward one, cast on the way. It has no gradient: backward raises.
+    """Pack and cast a weight for the forward pass, its transpose for the backward pass, or both. Backward raises.
 
-    ``rows = compress(cast(W), M)`` and ``columns = compress(cast(Wᵀ), Mᵀ)``, the mask taken from w as it is, the fp32 master weight.
+    ``rows = compress(cast(W), M)`` and ``columns = compress(cast(Wᵀ), Mᵀ)``, with the mask of the uncast w, the fp32 master weight.
 
     Args:
         w: the weight ``(out, in)``; any strides.
         mask: ``"magnitude"``: the N largest of every group of the operand. ``"transposable"``: ``transposable_mask(w)``, for W and Wᵀ.
             ``"threshold"``: as magnitude, and the values are ``soft_threshold`` times ``scale`` (S-STE, Hu et al. 2024, arXiv 2409.09099).
-            Or a bool tensor of w's shape; a group with fewer than N is filled up with zeros at its lowest unkept positions.
-        scale: of ``"threshold"``: one fp32 element (fp64 for fp64 weights) on w's device.
-        dtype: of the values, rounded once to nearest even; w's own if not given, whose bits stay.
+            Or a bool tensor of w's shape; a group with fewer than N stores zeros at its lowest unkept positions.
+        scale: only for ``"threshold"``: one fp32 element (fp64 for fp64 weights) on w's device.
+        dtype: of the values, rounded once to nearest even; default w's own, unchanged.
         rows: pack W.
         columns: pack Wᵀ. Both at once need ``"transposable"`` or a mask.
-        check: False: a bool mask is N:M for certain, so that the host need not wait for a GPU to say so. One that is not gives anything.
-        layout: ``"canonical"``; or ``"mma.sp"`` or ``"wgmma.sp"``: 2:4 and 16-bit values, in tiles of 16, or 64, rows and 64 columns.
+        check: False skips the check that a bool mask is N:M, for which the host waits for a GPU. The result of a wrong mask is undefined.
+        layout: ``"canonical"``; or ``"mma.sp"`` or ``"wgmma.sp"`` for 2:4 with 16-bit values, in tiles of 16 or 64 rows and 64 columns.
 
     Raises:
-        ShapeError, DtypeError: ``w``, ``mask``, ``scale`` or ``dtype`` does not fit; the mask keeps more than N in a group that is packed.
-        PatternError: rows and columns by magnitudes, which are two different weights; a device layout of another pattern than 2:4.
-        OptionError: ``mask`` or ``layout`` is not known, ``scale`` stands beside another mask, or neither rows nor columns are wanted.
+        ShapeError, DtypeError: ``w``, ``mask``, ``scale`` or ``dtype`` does not fit; the mask keeps more than N in a group.
+        PatternError: rows and columns by magnitude, which would be two different weights; a device layout with a pattern other than 2:4.
+        OptionError: ``mask`` or ``layout`` is unknown, ``scale`` comes with another mask, or neither rows nor columns are requested.
 
     Example:
         >>> p = pack(torch.tensor([[1.0, 0.0, -2.0, 3.0]]), "2:4", dtype=torch.bfloat16)
@@ -159,18 +159,18 @@ def empty_packed(
 
 @dataclass(frozen=True, eq=False)
 class DeviceCompressed:
-    """A 2:4 matrix of 16-bit values whose positions lie in the order in which tensor cores read them.
+    """A 2:4 matrix of 16-bit values with its positions in the order that tensor cores read.
 
-    It is immutable, compares by identity and is a pytree of (values, meta). It is not for files: ``compressed()`` is.
+    It is immutable, compares by identity and is a pytree of (values, meta). To save it, use ``compressed()``.
 
     Args:
-        values: ``(rows, cols/2)``, as ``Compressed`` has them.
+        values: ``(rows, cols/2)``, as in ``Compressed``.
         meta: int32; ``"mma.sp"``: ``(rows/16, cols/64, 32)``, ``"wgmma.sp"``: ``(rows/64, cols/64, 128)``.
         layout: ``"mma.sp"`` (mma.sp m16n8k32) or ``"wgmma.sp"`` (wgmma.mma_async.sp m64nNk32).
         pattern, shape: 2:4, and the dense shape ``(rows, cols)``.
 
     Raises:
-        OptionError, PatternError, DtypeError, ShapeError: layout, pattern, dtype or shapes do not belong together.
+        OptionError, PatternError, DtypeError, ShapeError: layout, pattern, dtype or shapes do not match.
 
     Example:
         >>> from nmkernels import ops
@@ -197,18 +197,18 @@ class DeviceCompressed:
 
     @classmethod
     def trusted(cls, *fields: Any) -> DeviceCompressed:
-        """One of parts that an op has made, or that a ``tree_map`` put together from anything: nothing is checked or converted."""
+        """Create without checks or conversions, from the results of an op or the leaves of a ``tree_map``."""
         d = object.__new__(cls)
         for name, value in zip(("values", "meta", "layout", "pattern", "shape"), fields, strict=True):
             object.__setattr__(d, name, value)
         return d
 
     def compressed(self) -> Compressed:
-        """The canonical form; the values are shared."""
+        """The canonical form, sharing the values."""
         return Compressed(self.values, reference.from_layout(self.meta, self.layout), self.pattern, self.shape)
 
     def dense(self) -> Tensor:
-        """The dense matrix, zeros included."""
+        """The dense matrix."""
         return self.compressed().dense()
 
 
@@ -216,17 +216,17 @@ Operand = Compressed | DeviceCompressed
 
 
 def positions(c: Operand) -> Tensor:
-    """The tensor that says where the values lie: packed indices, or metadata."""
+    """The tensor with the positions of the values: packed indices or metadata."""
     return c.indices if isinstance(c, Compressed) else c.meta
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """What ``pack`` returns: a weight W ``(out, in)`` compressed for the GEMMs of a layer. A pytree of its two parts.
+    """The result of ``pack``: a weight W ``(out, in)`` compressed for the GEMMs of a layer. A pytree of its two parts.
 
     Args:
-        rows: W, of shape ``(out, in)``, groups along ``in``: the operand of the forward pass. None where not asked for.
-        columns: Wᵀ, of shape ``(in, out)``, groups along ``out``: the operand of the gradient of the input. None where not asked for.
+        rows: W, of shape ``(out, in)``, groups along ``in``: the operand of the forward pass, or None.
+        columns: Wᵀ, of shape ``(in, out)``, groups along ``out``: the operand of the input gradient, or None.
 
     Example:
         >>> from nmkernels import ops
@@ -240,11 +240,11 @@ class Packed:
 
     @property
     def layout(self) -> str:
-        """``"canonical"``, or the device layout of its parts, which have the same."""
+        """The layout of its parts: ``"canonical"`` or a device layout."""
         return next((part.layout for part in (self.rows, self.columns) if isinstance(part, DeviceCompressed)), "canonical")
 
     def buffers(self) -> list[Tensor | None]:
-        """values and indices (or metadata) of the rows, then of the columns; None for those of a part that is None."""
+        """Values and indices (or metadata) of the rows, then of the columns; None for a missing part."""
         pairs = [(None, None) if part is None else (part.values, positions(part)) for part in (self.rows, self.columns)]
         return [x for pair in pairs for x in pair]
 
@@ -281,7 +281,7 @@ nm_metadata = define("nm_metadata", "(Tensor indices, SymInt cols, str layout) -
 
 
 def tensor_core_pattern(pattern: Pattern) -> bool:
-    """Whether every weight of the pattern is a 2:4 one too: at most 2 of every M, and M a multiple of 4.
+    """Whether every weight of the pattern is also 2:4, that is N ≤ 2 and M a multiple of 4.
 
     Example:
         >>> [tensor_core_pattern(Pattern(p)) for p in ("2:4", "1:4", "2:8", "1:16", "4:8", "1:2")]
@@ -291,18 +291,18 @@ def tensor_core_pattern(pattern: Pattern) -> bool:
 
 
 def relayout(c: Compressed, layout: str) -> DeviceCompressed:
-    """A compressed matrix for the tensor cores: the same values, their positions as metadata of ``mma.sp`` or ``wgmma.sp``.
+    """Convert a compressed matrix to a tensor-core layout, with positions as metadata of ``mma.sp`` or ``wgmma.sp``.
 
-    2:4 keeps its values. At most 2 of every M, M a multiple of 4 (1:4, 2:8, 1:16, ...), is a 2:4 matrix with zeros among its values, and
-    is packed as one: half of all columns are stored then, whatever the pattern was.
+    2:4 keeps its values. A pattern with N ≤ 2 and M a multiple of 4 (1:4, 2:8, 1:16, ...) is packed as a 2:4 matrix with explicit zeros, so
+    half of all columns are stored, regardless of the pattern.
 
     Args:
         c: ``(rows, cols)`` in 16 bits, rows a multiple of 16 (wgmma.sp: 64), cols of 64.
         layout: see ``DeviceCompressed``.
 
     Raises:
-        OptionError: there is no such layout.
-        PatternError, ShapeError, DtypeError: tensor cores cannot read it so.
+        OptionError: the layout is unknown.
+        PatternError, ShapeError, DtypeError: tensor cores cannot read such a matrix.
 
     Example:
         >>> from nmkernels import ops

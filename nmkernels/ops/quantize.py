@@ -1,4 +1,4 @@
-"""Tensors in 8 bits with the step of their grid, and the GEMM of two of them, one packed at 2:4 for the tensor cores."""
+"""8-bit tensors with a step size, and the GEMM of two of them, one packed at 2:4 for tensor cores."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from .derivatives import require_no_grad
 
 _HARDWARE = Pattern(2, 4)
 RESULTS = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of the GEMM's result."""
+"""Result dtypes of the GEMM."""
 
 
 class Quantized(NamedTuple):
-    """x ``(rows, cols)`` as 8-bit ``values`` of its shape, x ≈ values · step; ``step``: fp32, 0-d or one for each row."""
+    """x ``(rows, cols)`` as 8-bit ``values`` of the same shape, x ≈ values · step; ``step``: fp32, 0-d or one per row."""
 
     values: Tensor
     step: Tensor
 
 
 class QuantizedPacked(NamedTuple):
-    """W ``(rows, cols)`` at 2:4 as 8-bit ``values`` ``(rows, cols/2)``, positions in the order ``"wgmma.sp.8bit"`` and steps, see
-    ``Quantized``."""
+    """W ``(rows, cols)`` at 2:4 as 8-bit ``values`` ``(rows, cols/2)``, positions ``meta`` in layout ``"wgmma.sp.8bit"``, and ``step``."""
 
     values: Tensor
     meta: Tensor
@@ -38,7 +37,7 @@ class QuantizedPacked(NamedTuple):
 
 def _check_eight(op: str, dtype: torch.dtype) -> None:
     if dtype not in LARGEST:
-        raise OptionError(f"{op}: dtype {dtype} has not 8 bits; it is one of {', '.join(map(str, LARGEST))}.")
+        raise OptionError(f"{op}: dtype {dtype} is not an 8-bit dtype; use one of {', '.join(map(str, LARGEST))}.")
 
 
 def _check_scale(op: str, what: str, scale: Tensor, rows: int, wide: torch.dtype) -> None:
@@ -81,10 +80,10 @@ def _linear_quantized(
     for what, operand in (("x", x), ("the weight", values)):
         if operand.dtype not in LARGEST:
             raise DtypeError(
-                f"{op}: {what} is {operand.dtype}, which has not 8 bits. Make it with nm.ops.quantize or nm.ops.quantize_pack."
+                f"{op}: {what} is {operand.dtype}, which is not an 8-bit dtype. Make it with nm.ops.quantize or nm.ops.quantize_pack."
             )
     if (x.dtype == torch.int8) != (values.dtype == torch.int8):
-        raise DtypeError(f"{op}: x is {x.dtype} and the weight is {values.dtype}; int8 goes with int8 alone.")
+        raise DtypeError(f"{op}: x is {x.dtype} and the weight is {values.dtype}; int8 can only be multiplied by int8.")
     rows, cols = values.shape[0], 2 * values.shape[1]
     check_layout(op, EIGHT_BIT, rows, cols, _HARDWARE, values.dtype)
     if x.shape[1] != cols:
@@ -115,19 +114,19 @@ nm_linear_quantized = define(
 
 
 def quantize(x: Tensor, dtype: torch.dtype, *, rows: bool = False, transposed: bool = False) -> Quantized:
-    """x rounded to the 8-bit grid that its largest magnitude spans: x ≈ values · step, step = max|x| / largest number of ``dtype``.
+    """Round x to 8 bits, scaled by its largest magnitude: x ≈ values · step, step = max|x| / largest number of ``dtype``.
 
-    To nearest, ties to even. Where something is infinite or NaN, so is the step, or all values are NaN.
+    Rounds to nearest, ties to even. If x has an infinity or NaN, so has the step, or all values are NaN.
 
     Args:
         x: ``(rows, cols)``, a float tensor.
         dtype: ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` or ``torch.int8``.
-        rows: a step for each row of the result, instead of one for all.
-        transposed: the result is xᵀ ``(cols, rows)``, row-major: 8-bit operands of tensor cores lie along the sum.
+        rows: one step per row of the result, instead of one for all.
+        transposed: return xᵀ ``(cols, rows)``, row-major, as 8-bit tensor cores require.
 
     Raises:
-        OptionError: ``dtype`` has not 8 bits.
-        ShapeError, DtypeError: ``x`` is no matrix of floats.
+        OptionError: ``dtype`` is not one of these.
+        ShapeError, DtypeError: ``x`` is not a floating-point matrix.
 
     Example:
         >>> quantize(torch.tensor([[1.0, -2.0], [0.3, 4.0]]), torch.int8).values
@@ -141,16 +140,16 @@ def quantize(x: Tensor, dtype: torch.dtype, *, rows: bool = False, transposed: b
 
 
 def quantize_pack(w: Tensor, dtype: torch.dtype, *, rows: bool = False) -> QuantizedPacked:
-    """The two largest of every four of each row, rounded as by ``quantize``, and where they are, as ``wgmma.sp`` reads 8-bit operands.
+    """Pack a weight at 2:4 by magnitude with 8-bit values, rounded as by ``quantize``, in the layout of ``wgmma.sp`` for 8-bit operands.
 
-    One read of w packs it, after one that finds its largest magnitude.
+    Reads w twice: once for the largest magnitude, once to pack it.
 
     Args:
         w: ``(out, in)``, a float tensor; ``out`` a multiple of 64, ``in`` of 128.
         dtype, rows: see ``quantize``.
 
     Raises:
-        OptionError, ShapeError, DtypeError: as ``quantize``; the sizes are not whole tiles.
+        OptionError, ShapeError, DtypeError: as ``quantize``; or the sizes are not multiples of a tile.
 
     Example:
         >>> p = quantize_pack(torch.randn(64, 128), torch.float8_e4m3fn, rows=True)
@@ -168,22 +167,22 @@ def linear_quantized(
     x: Quantized, w: QuantizedPacked, bias: Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16, transposed: bool = False,
     fast_accumulate: bool = False,
 ) -> Tensor:  # fmt: skip
-    """A linear layer's output ``y = x Wᵀ + b`` from 8-bit operands, W at 2:4; the steps are multiplied in once, at the sum.
+    """The output ``y = x Wᵀ + b`` of a linear layer from 8-bit operands, W at 2:4; the steps are applied to the sum.
 
-    On GPUs of compute capability 9.0 by ``wgmma.sp``, elsewhere by the definition in fp32, which saves no time. With the packed gradient
-    gᵀ and ``quantize(x, ..., transposed=True)`` it is ``transposed`` the gradient of the weight.
+    Runs ``wgmma.sp`` on GPUs of compute capability 9.0; elsewhere the fp32 reference, which saves no time. With the packed gradient gᵀ and
+    ``quantize(x, ..., transposed=True)`` it computes the weight gradient, transposed.
 
     Args:
         x: ``(tokens, in)``.
         w: ``(out, in)``; both int8, or both float8 of either kind.
-        bias: ``(out,)``, of ``dtype``; added before the only rounding.
+        bias: ``(out,)`` in ``dtype``, added before the only rounding.
         dtype: of the result: bfloat16, float16 or float32.
         transposed: return yᵀ ``(out, tokens)``.
-        fast_accumulate: tensor cores add float8 products with about 14 bits (DeepSeek-V3 report, arXiv 2412.19437, §3.3.2). False: their
-            sums go into fp32 every 128 products.
+        fast_accumulate: True leaves float8 sums to the tensor cores, which accumulate with about 14 bits (DeepSeek-V3 report, arXiv
+            2412.19437, §3.3.2). False adds partial sums in fp32 every 128 products.
 
     Raises:
-        ShapeError, DtypeError, OptionError: the operands do not fit.
+        ShapeError, DtypeError, OptionError: the operands do not match.
 
     Example:
         >>> w, x = torch.eye(128)[:64], torch.ones(1, 128)

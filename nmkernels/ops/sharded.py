@@ -1,7 +1,7 @@
-"""The ops on DTensors: which shards they take as they are. Imported once an op is given a DTensor.
+"""Sharding rules of the ops for DTensors; imported at the first call with a DTensor.
 
-Groups lie along the last dimension, tiles along the last two. Shards of the dimensions before them stay; others are redistributed, by
-whatever torch finds the cheapest. In training nothing passes here: layers and optimizers work on what each rank holds.
+Groups lie along the last dimension, tiles along the last two. Shards of earlier dimensions stay; torch redistributes the others in the
+cheapest way. Training does not use this: layers and optimizers work on local shards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GROUPED = {
     "nm_compress": 1,
     "nm_decompress": 1,
 }
-"""How many of the last dimensions each op has to see whole; -1 for all."""
+"""How many trailing dimensions of each op must not be sharded; -1 for all."""
 
 
 def _register(name: str, whole: int) -> None:
@@ -46,15 +46,15 @@ for _name, _whole in GROUPED.items():
 
 
 def check(name: str, out: Any) -> None:
-    """Raise ``NMError`` where the op ``name`` takes no DTensors."""
+    """Raise ``NMError`` if the op ``name`` does not support DTensors."""
     if name not in GROUPED:
-        raise NMError(f"{name}: it takes no DTensors. Give it x.to_local(), what this rank holds, or x.full_tensor(), all of it.")
+        raise NMError(f"{name}: DTensors are not supported. Pass x.to_local(), this rank's part, or x.full_tensor(), all of it.")
     if out is not None:
-        raise NMError(f"{name}: with DTensors there is no out=. Leave it out, and copy the result.")
+        raise NMError(f"{name}: out= is not supported with DTensors. Omit it, and copy the result.")
 
 
 def is_nm(w: Any, n: int, m: int) -> bool:
-    """Whether every group of the DTensor ``w`` is N:M, alike on every rank; all have to call it."""
+    """Whether every group of the DTensor ``w`` is N:M; all ranks must call it, and get the same result."""
     kept = [p if p.is_replicate() or getattr(p, "dim", w.ndim) < w.ndim - 1 else Replicate() for p in w.placements]
     w = w.redistribute(placements=kept)
     part: Tensor = local(w)

@@ -1,7 +1,7 @@
-"""A small call like a given one: the same dtypes, pattern, layout and options, and sizes divisible by the same powers of two.
+"""Make a small call like a given one: same dtypes, pattern, layout and options, with sizes divisible by the same powers of two.
 
-One function for each op makes the arguments of the small call, on the CPU and the same each time, from those of the given one. They are
-valid wherever the given ones are, and a backend does both by the same kernel.
+One function per op makes the small call's arguments, on the CPU and deterministically, from those of the given call. They are valid
+whenever the given ones are, and a backend runs both with the same kernel.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from ..reference.quantize import quantize, quantize_pack, scale_for
 from ..reference.transposable import transposable_mask
 
 ABOUT = 128
-"""The size of a dimension, about: small enough for a millisecond, large enough for a tile of every kernel and what is left over."""
+"""Approximate size of a dimension: small enough for a millisecond, large enough for a full and a partial tile of every kernel."""
 
 MOST_PARAMS = 8
-"""Kinds of params of one optimizer step that are taken."""
+"""Most kinds of params from one optimizer step."""
 
 Args = tuple[Any, ...]
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Inside, tensors are ordinary ones, and no mode, default device or autocast changes what is computed."""
+    """Create plain tensors, unaffected by inference mode, torch function modes, default device or autocast."""
     with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
         yield
 
 
 def small(op: str, args: Sequence[Any]) -> Args:
-    """Arguments of a small call like ``op(*args)``; torch's generators are left alone."""
+    """Arguments of a small call like ``op(*args)``; does not use torch's global generators."""
     with alone():
         return SMALL[op](_Draw(), *args)
 
 
 def transposed(x: Tensor) -> bool:
-    """Whether a matrix lies transposed in memory."""
+    """Whether a matrix is stored transposed."""
     return x.dim() == 2 and not x.is_contiguous() and x.t().is_contiguous()
 
 
 class _Draw:
-    """Random numbers, some of them zero, some equal."""
+    """Draws random numbers, some of them zero or equal."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
 
     def __call__(self, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Of a tensor's dtype, and transposed in memory if it is."""
+        """Random tensor with ``like``'s dtype, stored transposed if ``like`` is."""
         x = torch.randn(math.prod(shape), generator=self.generator, dtype=torch.float32, device="cpu")
         x[::7] = 0.0
         x[1::5] = (4 * x[1::5]).round() / 4
@@ -65,14 +65,14 @@ class _Draw:
 
 
 def _size(size: int, m: int = 1) -> int:
-    """About ``ABOUT``, divisible by the same powers of two up to that, and by M if ``size`` is."""
+    """A size near ``ABOUT``, divisible by the same powers of two up to that, and by M if ``size`` is."""
     unit = math.gcd(size, ABOUT)
     unit = unit if size % m else math.lcm(unit, m)
     return unit * (-(-ABOUT // unit) | 1)
 
 
 def _tokens(count: int) -> int:
-    """As few tokens as the same kernel takes: some take up to 4, some up to 16, some 8 at once."""
+    """The fewest tokens that run the same kernel: some kernels take up to 4 or 16, some 8 at a time."""
     if count <= 4:
         return max(1, count)
     whole = count % 8 == 0
@@ -80,7 +80,7 @@ def _tokens(count: int) -> int:
 
 
 def _matrix(w: Tensor, m: int, both: bool = False, n: int = 2) -> tuple[int, int]:
-    """A weight's shape; ``both``: its columns are in groups too. Where that is a matching problem, a few tiles do."""
+    """A weight's shape; with ``both`` its columns are grouped too, and two tiles suffice if that is a matching problem."""
     if both and (n, m) != (2, 4):
         return m, 2 * m
     cols = w.shape[-1] if w.dim() else 1
@@ -88,7 +88,7 @@ def _matrix(w: Tensor, m: int, both: bool = False, n: int = 2) -> tuple[int, int
 
 
 def _packed(draw: _Draw, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> tuple[Tensor, Tensor, int]:
-    """A compressed operand in the layout of the given one, and its dense columns, whose last group may be partial."""
+    """A compressed operand in the given one's layout, and its number of dense columns; the last group may be partial."""
     rows, width = _size(values.shape[:-1].numel()), _size(cols, m)
     whole = -(-width // m) * m
     kept, positions = compress(draw(values.new_empty(0), rows, whole), n, m)
@@ -174,7 +174,7 @@ def _quantize_pack(draw: _Draw, w: Tensor, scale: Tensor, dtype: torch.dtype) ->
 
 
 def _scale(x: Tensor, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """One for each row where ``like`` has several."""
+    """One scale per row if ``like`` has several."""
     rows = like.numel() > 1
     return scale_for(x, dtype, rows) if rows else scale_for(x, dtype).reshape(like.shape)
 
@@ -249,4 +249,4 @@ SMALL: dict[str, Callable[..., Args]] = {
     "nm_linear_quantized": _linear_quantized,
     "nm_masked_adamw_": _masked_adamw,
 }
-"""The small call of each op."""
+"""Op → function that makes its small call."""

@@ -57,7 +57,7 @@ def pack(
 
 
 def write_packs(p: Tensor, kept: Tensor, n: int, m: int, packs: Sequence[Tensor], layout: str) -> None:
-    """Write a param's four buffers with what ``pack(p, n, m, "given", kept)`` returns, in their dtypes; empty buffers are skipped."""
+    """Write a param's four buffers with what ``pack(p, n, m, "given", kept)`` returns, in their dtypes; empty ones are not wanted."""
     for k in (0, 2):
         values, indices = packs[k : k + 2]
         if values.numel():

@@ -89,7 +89,7 @@ ONES = ops.quantize_pack(torch.ones(64, 128), E4M3)
 
 
 @each("call, word", [
-    (lambda: ops.quantize(torch.ones(2, 2), torch.float16), "has not 8 bits"),
+    (lambda: ops.quantize(torch.ones(2, 2), torch.float16), "not an 8-bit dtype"),
     (lambda: ops.quantize(torch.ones(2), E4M3), "must be a matrix"),
     (lambda: ops.quantize_pack(torch.ones(64, 64), E4M3), "128 columns"),
     (lambda: ops.quantize_pack(torch.ones(32, 128), E4M3), "64 rows"),

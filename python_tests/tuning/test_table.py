@@ -79,9 +79,7 @@ def test_a_damaged_file_is_told_once_and_replaced(cache: Path, text: str | None)
     if text is None:
         os.truncate(file, 1 << 40)  # too large for a table: it is not read
     table = Table()
-    with pytest.warns(
-        RuntimeWarning, match=r"tuning\.json .*; measurements are ignored. Delete it, or run nm\.tune again, which"
-    ) as said:
+    with pytest.warns(RuntimeWarning, match=r"tuning\.json .*; measurements are ignored. Delete it, or run nm\.tune again, which") as said:
         assert table.lines() == {}
     assert text is not None or "it has 1,099,511,627,776 bytes" in str(said[0].message)
     with warnings.catch_warnings():

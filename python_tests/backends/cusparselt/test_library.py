@@ -95,7 +95,7 @@ def test_the_pip_wheel_is_looked_in_first(fake, wheels, monkeypatch, folder) -> 
 
 def test_the_library_needs_the_core(monkeypatch) -> None:
     monkeypatch.setattr(capability, "compiled_core", lambda: capability.Probe(False, "nmkernels._C is not built"))
-    assert capability.opened() == (None, "it is reached through the compiled core, and nmkernels._C is not built")
+    assert capability.opened() == (None, "it needs the compiled core, and nmkernels._C is not built")
 
 
 @pytest.mark.parametrize(
