@@ -1,4 +1,4 @@
-"""Does it pay? What N:M gains a model on a device: a roofline of the device, measurements where it is at hand, and what to change."""
+"""Estimate what N:M gains for a model on a device: a roofline, measurements if the device is available, and advice."""
 
 from ..tuning import Task
 from .audit import audit

@@ -1,4 +1,4 @@
-"""What would make a layer faster, each with what the roofline says of it; and what the numbers of an audit rest on, in sentences."""
+"""Advice that would make a layer faster, with its predicted gain, and notes on how an audit's numbers were obtained."""
 
 from __future__ import annotations
 
@@ -13,54 +13,54 @@ from .devices import HALVES, kind
 from .report import Advice, Audit
 from .rules import TWO_FOUR, Case, speedup
 
-LEAST = 1.01  # advice that gains less than this is left out
-PREPARING = 0.03  # share of a step from which preparing the weight is worth a word
+LEAST = 1.01  # least gain for advice to be shown
+PREPARING = 0.03  # share of a step above which preparing the weight is mentioned
 MOST_TOKENS = 1 << 24
 
 
 def notes(audit: Audit, case: Case, measured: bool) -> tuple[str, ...]:
-    """Of the prediction, of the measurement, and of what is counted; ``case`` is one of the layers."""
+    """Notes on the prediction, the measurement, and what is counted; ``case`` is one of the layers."""
     device, dtype = case.device, kind(case.layer.dtype)
     rate, memory = device.rate(case.layer.dtype) / 1e12, device.bandwidth / 1e12
     numbers = f"dense {dtype} GEMMs at {rate:.3g} TFLOP/s, memory of {memory:.3g} TB/s"
     if device.power is not None:
         said = (
-            f"Predicted by a roofline, not measured: {device.name}, {numbers}, of which {100 * device.share:.0f} % are reached, and "
-            f"2:4 GEMMs {device.ratio['fprop']:g} times as fast as dense where arithmetic bounds them. That ratio is {device.low:g} to "
-            f"{device.high:g} and not 2, because sparse GEMMs draw more of the {device.power:g} W and the clock falls; it differs from "
-            "card to card."
+            f"Predicted by a roofline, not measured: {device.name}, {numbers}, {100 * device.share:.0f} % of it reached, compute-bound "
+            f"2:4 GEMMs {device.ratio['fprop']:g} times as fast as dense. That ratio is {device.low:g} to "
+            f"{device.high:g} and not 2, because sparse GEMMs draw more of the {device.power:g} W and the clock falls; it differs between "
+            "cards."
         )
     else:
         patterns = ", ".join(dict.fromkeys(layer.pattern for layer in audit.layers if layer.pattern)) or "N:M"
         ratios = ", ".join(f"{role} {value:.2f}" for role, value in device.ratio.items())
         said = (
-            f"Predicted by a roofline of {device.name}, as a short measurement found it: {numbers}; sparse over dense GEMMs of "
-            f"{patterns}: {ratios}."
+            f"Predicted by a roofline of {device.name} from a short measurement: {numbers}; speed-up of sparse GEMMs of "
+            f"{patterns} over dense: {ratios}."
         )
     found = [said]
     if device.transposed and not compiled_core().ok:
-        found.append(f"Without the compiled core, whose place the plain reference took: {compiled_core().reason}.")
+        found.append(f"The compiled core is missing, so the plain reference runs: {compiled_core().reason}.")
     if measured:
         found.append(
-            "Measured: medians, in turns, on random numbers; masking and packing as passes of their own. "
-            "nm.tune makes layers choose by such numbers."
+            "Measured: medians of alternating rounds on random tensors; masking and packing as separate passes. "
+            "nm.tune makes layers use such measurements."
         )
     if case.trains:
         passes = f", {audit.accumulate} passes per optimizer step" if audit.accumulate > 1 else ""
         recipe = f" of {audit.recipe}" if audit.recipe else ""
         found.append(
-            f"A step{recipe}: {audit.tokens} tokens{passes}; its three GEMMs, with masking and packing of the weights and estimates of "
-            "gradients. The optimizer's own update, which a dense step has too, is not in it."
+            f"A step{recipe}: {audit.tokens} tokens{passes}; three GEMMs, masking and packing of weights, estimates of gradients. The "
+            "optimizer's update, which a dense step also has, is not included."
         )
     else:
-        found.append(f"Inference with {audit.tokens} tokens at once.")
+        found.append(f"Inference with {audit.tokens} tokens per call.")
     if case.trains and case.rules.fp8:
         found.append(
-            "FP8 is not in the prediction: GEMMs count as those of the dtype. By cycles counted in machine code, 8-bit GEMMs at 2:4 on "
+            "FP8 is not predicted: GEMMs count as those of the dtype. By cycle counts of machine code, 8-bit GEMMs at 2:4 on "
             "Hopper are 1.0 to 1.1 times as fast as dense FP8 ones; no GPU has run them."
         )
     if case.trains and not audit.steps:
-        found.append("No GEMM of this recipe's training has a sparse weight or an estimated gradient, so no step is predicted to gain.")
+        found.append("In training no GEMM of this recipe has a sparse weight or an estimated gradient, so steps gain nothing.")
     if not audit.other:
         found.append("Only linear layers are counted: no attention scores, norms, embeddings; other=FLOPs per token adds them.")
     return tuple(found)
@@ -69,7 +69,7 @@ def notes(audit: Audit, case: Case, measured: bool) -> tuple[str, ...]:
 def of_sparse(case: Case) -> tuple[Advice, ...]:
     found = [*_operand(case), *(_training(case) if case.trains else ()), *_deployed(case)]
     if case.speedup() < 1 / LEAST and all((advice.speedup or 0.0) < 1 for advice in found):
-        found.append(Advice("it loses, whatever is changed above: leave it dense (filter_fn)", case.part, 1.0))
+        found.append(Advice("it is slower than dense with any of the changes above: leave it dense (filter_fn)", case.part, 1.0))
     return tuple(found)
 
 
@@ -79,13 +79,13 @@ def _offer(case: Case, text: str, changed: Case, detail: str = "") -> list[Advic
 
 
 def _training(case: Case) -> Iterator[Advice]:
-    """What to change of a step: packing, the operands of dgrad and wgrad, the tokens, and who prepares the weight."""
+    """Changes to a step: packing, operands of dgrad and wgrad, tokens, and where the weight is prepared."""
     rules, pieces = case.rules, {piece.name: piece for piece in case.step()}
     if rules.fprop and not rules.packed:
         text = 'training multiplies the weight in dense layout: packed="auto", where the recipe has that option'
         yield from _offer(case, text, case.but({"packed": True}))
     if rules.fprop and not rules.dgrad and not case.device.transposed:
-        text = "dgrad is dense, the mask being N:M along inputs alone: a transposable mask (FST) or a second one (SLoPe) makes it sparse"
+        text = "dgrad is dense, as the mask is N:M only along inputs: a transposable mask (FST) or a second one (SLoPe) makes it sparse"
         yield from _offer(case, text, case.but({"dgrad": True, "prepare": "transposable"}))
     if rules.fprop and rules.trains and rules.estimate is None:
         text = 'wgrad is dense: an estimate of the output gradient (mvue="exact" of S-STE and FST) makes it sparse'
@@ -94,7 +94,7 @@ def _training(case: Case) -> Iterator[Advice]:
     exact = case.but({"estimate": None})
     if dear:
         least = _least(lambda width: _estimate_pays(case, width), 64, 1 << 16)
-        text = "the estimate for wgrad costs more than a sparse wgrad saves, where the layer has so few inputs: mvue=None"
+        text = "with so few inputs the estimate for wgrad costs more than a sparse wgrad saves: mvue=None"
         yield from _offer(case, text, exact, f"(pays from {_round(least)} inputs on)" if least else "")
     small = exact if dear and exact.speedup() >= max(1.0, LEAST * case.speedup()) else case
     if small.speedup() < 1 and (most := break_even(small)) is not None and most > case.layer.tokens * case.accumulate:
@@ -105,7 +105,7 @@ def _training(case: Case) -> Iterator[Advice]:
         yield from _offer(case, text, replace(case, fused=True))
     used = sum(piece.used for piece in pieces.values())
     if "weight" in pieces and pieces["weight"].used > PREPARING * used and case.accumulate < 8:
-        text = f"preparing the weight is {100 * PREPARING:.0f} % of a step or more: accumulate gradients over 8 passes"
+        text = f"preparing the weight takes {100 * PREPARING:.0f} % of a step or more: accumulate gradients over 8 passes"
         yield from _offer(case, text, replace(case, accumulate=8))
 
 
@@ -115,17 +115,17 @@ def _estimate_pays(case: Case, width: int) -> bool:
 
 
 def _operand(case: Case) -> list[Advice]:
-    """The dtype, the pattern and the shape that sparse GEMMs take."""
+    """Changes to dtype, pattern and shape so that sparse GEMMs can run."""
     (out, cols), device, pattern, dtype = case.layer.shape, case.device, case.rules.pattern, kind(case.layer.dtype)
     if device.few is None:
         slow = case.rules.fprop and dtype in HALVES and device.ratio["fprop"] < 1
-        return [Advice(f"{dtype} GEMMs of {pattern} are slower than dense ones here: float32, or another device")] if slow else []
+        return [Advice(f"{dtype} GEMMs of {pattern} are slower than dense ones here: use float32, or another device")] if slow else []
     why = case.refused("fprop", pattern)
     if why == dtype:
-        text = f"{dtype} does not reach the sparse tensor cores: bfloat16 (torch.autocast), where the gain is over dense bfloat16"
+        text = f"{dtype} cannot use the sparse tensor cores: use bfloat16 (torch.autocast); the gain is over dense bfloat16"
         return _offer(case, text, case.but(layer={"dtype": torch.bfloat16}))
     if why == "pattern":
-        text = f"{pattern} is not a 2:4 pattern, which the sparse tensor cores need: take 2:4, or N <= 2 of 8, 16, ..."
+        text = f"{pattern} is not a 2:4 pattern, which the sparse tensor cores need: use 2:4, or N <= 2 of 8, 16, ..."
         return _offer(case, text, case.but({"pattern": TWO_FOUR}))
     if why == "shape":
         padded = (-(-out // device.rows) * device.rows, -(-cols // device.cols) * device.cols)
@@ -137,7 +137,7 @@ def _operand(case: Case) -> list[Advice]:
 
 
 def break_even(case: Case) -> int | None:
-    """The fewest tokens per optimizer step, all in one pass, with which a step is as fast as dense; None where no number is enough."""
+    """The fewest tokens per optimizer step, in one pass, for which a step is as fast as dense; None if no number suffices."""
     once = replace(case, accumulate=1)
     return _least(lambda tokens: once.but(layer={"tokens": tokens}).speedup() >= 1, 1, MOST_TOKENS)
 
@@ -155,37 +155,37 @@ def _deployed(case: Case) -> list[Advice]:
 
 
 def _least(holds: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The least number in [low, high] that holds, as all above it do; None where none does."""
+    """The least number in [low, high] for which the monotonic condition ``holds``; None if there is none."""
     return low + bisect_left(range(low, high), True, key=holds) if holds(high) else None
 
 
 def _round(value: int) -> int:
-    """Two digits are all that such a figure can claim."""
+    """Round up to two significant digits."""
     unit = 10 ** max(0, len(str(value)) - 2)
     return -(-value // unit) * unit
 
 
 WAYS_OUT = (
-    # a layer that stays dense: part of the reason, and what to do
-    ("is not a multiple of M", "pad the features to whole groups, or take a pattern whose M divides them"),
-    ("which a transposable mask needs", "pad the outputs to whole groups"),
-    ("output head", "an output head stays dense by default; filter_fn can choose it, and whether the loss bears that is yours to measure"),
-    ("tied to another module", "a tied weight stays dense: give the two modules a weight each, or leave it"),
+    # for a layer that stays dense: part of the reason, and what to do
+    ("is not a multiple of M", "pad the features to a multiple of M, or use a pattern whose M divides them"),
+    ("which a transposable mask needs", "pad the outputs to a multiple of M"),
+    ("output head", "an output head stays dense by default; filter_fn can include it, if the loss allows it"),
+    ("tied to another module", "a tied weight stays dense: untie it, or leave it"),
     (
         "MultiheadAttention",
-        "write attention with nn.Linear and F.scaled_dot_product_attention in place of nn.MultiheadAttention",
+        "write attention with nn.Linear and F.scaled_dot_product_attention instead of nn.MultiheadAttention",
     ),
-    ("multi_head_attention_forward", "write attention with F.scaled_dot_product_attention, after layers that are called"),
+    ("multi_head_attention_forward", "write attention with F.scaled_dot_product_attention and layers that are called"),
     ("3-D expert weights", "one nn.Linear per expert can be made sparse"),
     ("not chosen by the filter", "filter_fn leaves it dense"),
-    ("left dense", "it was left dense when the model was made sparse; a wider filter_fn takes it"),
-    ("is a subclass of", "only nn.Linear itself is taken: put one in its place"),
+    ("left dense", "it was left dense when the model was made sparse; change filter_fn to include it"),
+    ("is a subclass of", "only nn.Linear itself is supported: replace it with one"),
     ("has kernels", "cast the weight to bfloat16 or float32"),
 )
 
 
 def of_dense(why: str, case: Case) -> tuple[Advice, ...]:
-    """What would let a layer take part that stays dense for that reason; ``case`` has the rules that it would follow."""
+    """Advice for a layer that stays dense for the reason ``why``; ``case`` has the rules it would follow if sparse."""
     text = next((way for word, way in WAYS_OUT if word in why), "")
     (out, cols), pattern = case.layer.shape, case.rules.pattern
     gained = case.but(layer={"shape": (pattern.groups(out) * pattern.m, pattern.groups(cols) * pattern.m)}).speedup()

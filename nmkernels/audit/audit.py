@@ -1,4 +1,4 @@
-"""audit: does N:M pay for this model? What it would gain on a device, layer by layer, predicted and measured."""
+"""``nm.audit``: predict and measure, layer by layer, what N:M would gain for a model on a device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .report import Audit, LayerAudit
 from .rules import TWO_FOUR, Case, Layer, Rules, by_name, of_layer, of_recipe
 from .world import World, predict
 
-RECIPE = "sste:2:4"  # what a dense model is audited for unless told
+RECIPE = "sste:2:4"  # default for a dense model
 
 
 def audit(
@@ -50,44 +50,44 @@ def audit(
     timer: Seconds | None = None,
     progress: Progress | None = None,
 ) -> Audit:
-    """Predict, and measure where the device is at hand, how much faster N:M makes each linear layer; nothing is changed or printed.
+    """Predict, and measure if the device is available, how much faster N:M makes each linear layer; the model is not changed.
 
-    Two numbers per layer, each a dense layer's time over this one's: of **inference**, y = x Wᵀ in the form that ``finish`` and
-    ``compress_`` leave; and of a training **step**::
+    Each layer gets two speed-ups over a dense layer: **inference**, y = x Wᵀ in the form that ``finish`` and ``compress_`` leave, and a
+    training **step**::
 
         (fprop + dgrad + wgrad of a dense layer) / (fprop + dgrad + wgrad + estimate + weight / accumulate)
 
-    with each GEMM in the faster form that the recipe's masks allow; ``estimate`` is MVUE of the output gradient, ``weight`` masking and
-    packing the weight. The optimizer's own update is in neither, a low-rank adapter only in inference.
+    with each GEMM in the faster form that the recipe's masks allow; ``estimate`` is MVUE of the output gradient, ``weight`` is masking and
+    packing the weight. Neither includes the optimizer's update; only inference includes a low-rank adapter.
 
-    It is predicted by a roofline of a GPU of the table in ``audit/devices.py``, or of this machine as a short measurement finds it.
+    The prediction uses a roofline of a GPU listed in ``audit/devices.py``, or of this machine from a short measurement.
 
     Args:
         model: dense (also on the meta device), sparse (``sparsify_``) or compressed; a handle; or shapes ``{name: (out, in)}``.
         tokens: rows of the layers' input in one forward pass, batch times sequence.
-        recipe: of a dense model, ``"sste:2:4"`` if not given; a name gets ``packed="auto"`` and, where it has a schedule, 10,000
-            steps, unless it says otherwise. A sparse model has its own, unless it is given.
-        device: ``"A100"``, ``"H100"``, ``"H200"`` (there or not), ``"cpu"``, ``"cuda"``; by default the model's, this CPU for one on meta.
-        dtype: of the GEMMs, by default the weights'; for models whose fp32 weights are multiplied under autocast.
+        recipe: for a dense model, default ``"sste:2:4"``. A recipe given by name gets ``packed="auto"`` and, if it has a schedule, 10,000
+            steps, unless it says otherwise. A sparse model keeps its own recipe unless one is given.
+        device: ``"A100"``, ``"H100"``, ``"H200"`` (available or not), ``"cpu"``, ``"cuda"``; default the model's device, or this CPU for a
+            meta model.
+        dtype: of the GEMMs, default the weights'; set it for models trained under autocast.
         filter_fn: as for ``sparsify_``.
         accumulate: forward and backward passes per optimizer step.
-        optimizer: ``"fused"``: MaskedAdamW masks and packs in its own pass; ``"separate"``: any other. Only for the prediction.
-        rows: how often a token passes through a layer where that is not once, by name; see ``flops``.
-        other: forward FLOPs per token of everything else, counted at the dense rate, and twice in backward.
-        world: the GPUs of a run with FSDP2, a number of them or a ``World``: predicts what each of them moves, holds and waits for in a
-            step of ``tokens`` tokens of its own, the model dense, and the recipe's with weights gathered packed. Parameters
-            that are no linear layers count where the model has them, shapes do not.
-        measure: whether to measure, where the device is at hand.
-        budget: seconds that measuring may take, about. Large shapes are then measured on fewer tokens and scaled, or left out.
-        timer: seconds of one call of a ``Task``; by default the device's clock.
-        progress: called with (done, total, what) before each distinct shape that is measured.
+        optimizer: ``"fused"``: MaskedAdamW masks and packs in its own pass; ``"separate"``: any other. Affects only the prediction.
+        rows: name → how often a token passes through a layer, if not once; see ``flops``.
+        other: forward FLOPs per token of everything else, counted at the dense rate, twice that in backward.
+        world: the GPUs of a run with FSDP2, as a number or a ``World``: predicts traffic, memory and waiting time per GPU in a step of
+            ``tokens`` tokens each, for the dense model and for the recipe with packed gathers. Other parameters of a model count too.
+        measure: whether to measure if the device is available.
+        budget: approximate seconds for measuring. Large shapes are measured on fewer tokens and scaled, or left out.
+        timer: returns the seconds of one call of a ``Task``; default the device's clock.
+        progress: called as ``progress(done, total, description)`` before measuring each distinct shape.
 
     Returns:
-        an ``Audit``; ``str`` of it is a table, ``as_dict()`` is for JSON.
+        an ``Audit``; ``str(...)`` gives a table, ``as_dict()`` values for JSON.
 
     Raises:
-        RecipeError: the device is unknown, or its network is where a ``world`` is given; a number is out of range; the model has no
-            linear layer; or the recipe needs weights whole that the ``world`` shards.
+        RecipeError: the device is unknown, or with ``world`` its network; a number is out of range; the model has no linear layer; or the
+            recipe needs whole weights, which ``world`` shards.
 
     Example:
         >>> found = audit({"up": (16384, 4096), "down": (4096, 16384)}, 8192, "fst:2:4(end=None)", device="H200", dtype="bfloat16")
@@ -101,13 +101,13 @@ def audit(
     model, recipe, report = _subject(model, recipe)
     world = World(world) if isinstance(world, int) else world
     if world is not None and recipe is not None and recipe.setup.needs_whole:
-        raise RecipeError(f"audit: {type(recipe).__name__} {recipe.setup.needs_whole}, so there is no world=... to shard them over.")
+        raise RecipeError(f"audit: {type(recipe).__name__} {recipe.setup.needs_whole}, so world=... cannot shard them.")
     target, spot = find(device, _home(model))
     if world is not None and (not isinstance(target, Device) or target.links is None):
-        raise RecipeError("audit: world=... needs a GPU between which the network is known; say device='H100' or device='H200'.")
+        raise RecipeError("audit: world=... needs a GPU whose network is known; use device='H100' or device='H200'.")
     given = _dtype(dtype)
     if dtype is not None and given not in DTYPES:
-        raise RecipeError(f"audit: dtype={dtype!r} is none that GEMMs have; choose bfloat16, float16, float32 or float64.")
+        raise RecipeError(f"audit: dtype={dtype!r} is not supported; choose bfloat16, float16, float32 or float64.")
 
     def device_for(dtype: torch.dtype, pattern: Pattern) -> Device:
         if isinstance(target, Device):
@@ -136,7 +136,7 @@ def audit(
 def _subject(
     model: nn.Module | Handle | Mapping[str, tuple[int, int]], recipe: Recipe | str | None
 ) -> tuple[nn.Module, Recipe | None, list[Entry]]:
-    """The model, the recipe where one is known, and what a handle has reported."""
+    """The model, its recipe if known, and a handle's report."""
     report: list[Entry] = []
     if isinstance(model, Handle):
         report, recipe, model = model.report.entries, recipe or model.recipe, model.model
@@ -154,7 +154,7 @@ def _dtype(word: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def _home(model: nn.Module) -> torch.device:
-    """Where the model's weights are; the CPU for those without memory."""
+    """The device of the model's weights; the CPU for a meta model."""
     return next((t.device for t in (*model.parameters(), *model.buffers()) if not t.is_meta), torch.device("cpu"))
 
 
@@ -168,11 +168,11 @@ def _cases(
     dtype: torch.dtype | None,
     device_for: Callable[[torch.dtype, Pattern], Device],
 ) -> list[tuple[list[Entry], Case]]:
-    """Equal layers together, in the model's order."""
+    """Group equal layers, in the model's order."""
     found_sparse = sparse_layers(model)
     modules, done = {**dict(model.named_modules()), **found_sparse}, list(found_sparse.values())
     usual = Counter(m.pattern for m in done).most_common(1)[0][0] if done else TWO_FOUR
-    # of a compressed model the dense layers are not trained either
+    # the dense layers of a compressed model are not trained either
     compressed = bool(done) and not any(isinstance(m, NMWeight) for m in done)
     entries, patterns = inventory("audit", model, recipe or Recipe(usual), filter_fn)
     said = {e.name: e.reason for e in report if not e.sparse}
@@ -190,7 +190,7 @@ def _cases(
             rules = _rules(module, recipe, pattern, layer.shape)
             rules = rules if learns else replace(rules, trains=False, estimate=None)
             if len(entry.shape) > 2:
-                rules = replace(rules, packed=False)  # until compress_ the model multiplies experts itself, and torch convolutions
+                rules = replace(rules, packed=False)  # before compress_ experts and convolutions use dense GEMMs
         trains = not compressed and not isinstance(module, (CompressedLinear, CompressedStack)) and not getattr(module, "finished", False)
         kept = not isinstance(module, (CompressedLinear, CompressedStack)) or module.keep_dense
         case = Case(device_for(layer.dtype, rules.pattern), layer, rules, pattern is not None, trains, kept)
@@ -207,7 +207,7 @@ def _rules(module: nn.Module | None, recipe: Recipe | None, pattern: Pattern, sh
 
 
 def _gemm_shape(modules: Mapping[str, nn.Module], e: Entry) -> tuple[int, int]:
-    """``(out, in)`` of one matrix of a layer; (0, 0) where that is not known."""
+    """``(out, in)`` of one matrix of a layer; (0, 0) if unknown."""
     home, _, key = e.name.rpartition(".")
     module, owner = modules.get(e.name), modules.get(home)
     layout = module.layout if isinstance(module, CompressedStack) else stacks_of(owner).get(key) if owner is not None else None
@@ -218,7 +218,7 @@ def _weight(model: nn.Module, module: nn.Module | None, name: str) -> tuple[torc
     """The dtype of a layer's weight, and whether it has a gradient."""
     if isinstance(module, (CompressedLinear, CompressedStack)):
         return module.values.dtype, False
-    module = None if isinstance(module, StackedWeight) else module  # its Parameter is another module's
+    module = None if isinstance(module, StackedWeight) else module  # its Parameter belongs to another module
     try:
         weight = model.get_parameter(f"{name}.weight" if module is not None and name else "weight" if module is not None else name)
     except AttributeError:  # computed from other tensors
@@ -227,7 +227,7 @@ def _weight(model: nn.Module, module: nn.Module | None, name: str) -> tuple[torc
 
 
 def _layer(entries: list[Entry], case: Case, usual: Rules, own: Measured) -> LayerAudit:
-    """``usual`` are the rules that a dense layer would have, were it not dense."""
+    """``usual``: the rules that a dense layer would have if it were sparse."""
     first, layer = entries[0], case.layer
     common = LayerAudit(
         starred(first.name) if len(entries) > 1 else first.name,
@@ -242,7 +242,7 @@ def _layer(entries: list[Entry], case: Case, usual: Rules, own: Measured) -> Lay
         len(entries) * matrices_of(first.shape),
     )
     if not _counts(layer):
-        return replace(common, note="no token is known to pass through it; rows={...} tells how many do" if first.shape else "")
+        return replace(common, note="its number of tokens is unknown; give it in rows={...}" if first.shape else "")
     would = replace(case, rules=replace(usual, pattern=case.rules.pattern), kept=True)
     return replace(
         common,
@@ -256,12 +256,12 @@ def _layer(entries: list[Entry], case: Case, usual: Rules, own: Measured) -> Lay
 
 
 def _counts(layer: Layer) -> bool:
-    """Whether tokens are known to pass through it."""
+    """Whether its shape and number of tokens are known."""
     return layer.tokens > 0 and all(layer.shape)
 
 
 def _range(result: Audit, cases: list[Case], part: str) -> tuple[float, ...]:
-    """The total where sparse GEMMs are as slow, and as fast, as they may be."""
+    """The totals for the slowest and the fastest plausible sparse GEMMs."""
     totals = []
     for bound in ("low", "high"):
         moved = [replace(case, device=case.device.at(getattr(case.device, bound))) for case in cases]

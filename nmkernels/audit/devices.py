@@ -1,13 +1,12 @@
-"""What the arithmetic and the memory of a device do: a table of GPUs with the source of each number, and this machine, measured.
+"""Speed of arithmetic, memory and network of GPUs, with the source of each number.
 
-Sources of the table: NVIDIA's data sheets for peaks, memory and power (A100 80 GB SXM, H100 SXM, H200 SXM). What is reached:
+NVIDIA's data sheets give peaks, memory and power (A100 80 GB SXM, H100 SXM, H200 SXM). Achieved values:
 
-* dense 16-bit GEMMs on H100 and H200: about 650 to 800 of 989 TFLOP/s, as the clock falls under load; 700 is taken. On an A100 250 of
-  312.
-* 2:4 GEMMs against dense ones. The instruction has twice the rate, but power follows the multiplications that are done, so the
-  clock falls further. H100: 1.20 to 1.22 at 8192³ with cuSPARSELt (NVIDIA/CUDALibrarySamples issue 203), about 1.2 with CUTLASS's example
-  62 (NVIDIA/cutlass issue 2229); this package aims at 1.25, at best 1.4. A100: 1.3 to 1.66 (pytorch pull request 90119, 768×3072
-  and larger); 1.4 is taken. An H20, which power does not limit, reaches 2.0 with the same instruction.
+* dense 16-bit GEMMs on H100 and H200: about 650 to 800 of 989 TFLOP/s, as the clock falls under load; we use 700. On an A100 250 of 312.
+* 2:4 GEMMs against dense ones. The instruction has twice the rate, but draws more power, so the clock falls further. H100: 1.20 to 1.22 at
+  8192³ with cuSPARSELt (NVIDIA/CUDALibrarySamples issue 203), about 1.2 with CUTLASS's example 62 (NVIDIA/cutlass issue 2229); this package
+  aims at 1.25, at best 1.4. A100: 1.3 to 1.66 (pytorch pull request 90119, 768×3072 and larger); we use 1.4. An H20, which is not
+  power-limited, reaches 2.0 with the same instruction.
 * memory: 85 % of the peak bandwidth, the aim of this package's kernels on these devices; the best published packing kernel (xFormers on
   an A100) reaches 38 %.
 * the beginning and end of a kernel: 3 µs, assumed.
@@ -15,9 +14,9 @@ Sources of the table: NVIDIA's data sheets for peaks, memory and power (A100 80 
   a reduce-scatter on S GPUs. In a node 360 GB/s of NVLink's 450 in one direction (900 both ways, NVIDIA's data sheet), what NCCL's
   maintainers expect (NVIDIA/nccl-tests issue 326; all-gather 350, reduce-scatter 360 in NVIDIA/nccl issue 1281). Between nodes with an
   InfiniBand NDR card of 400 Gb/s per GPU, of which 46 to 48 GB/s are reached (NVIDIA/nccl-tests issue 290), the eight cards of a node
-  could feed the rings as fast as NVLink; 200 GB/s were seen with 256 H100 (NVIDIA/nccl issue 1218) and are taken; 50 GB/s, one card's,
-  is what torch's inductor starts from (torch/_inductor/comm_analysis.py).
-* a step of a ring: 3.4 µs in a node, 14 µs between nodes, and 8.4 µs once: NCCL's own constants (tuning.cc, protocol Simple).
+  could feed the rings as fast as NVLink; 200 GB/s were seen with 256 H100 (NVIDIA/nccl issue 1218), which we use; torch's inductor assumes
+  50 GB/s, one card's (torch/_inductor/comm_analysis.py).
+* a step of a ring: 3.4 µs in a node, 14 µs between nodes, plus 8.4 µs once: NCCL's constants (tuning.cc, protocol Simple).
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ def kind(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Links:
-    """What collectives between GPUs reach, bytes per second of each GPU.
+    """Bandwidths of collectives between GPUs, in bytes per second and GPU.
 
     Args:
         node: rings in one node.
-        across: rings over several nodes, at worst, as taken, and at best.
+        across: rings over several nodes: worst, assumed and best.
         nic: a GPU's own network card.
-        start, hop, far: seconds of a ring beside that: once, for each step in a node, and for each step between two.
+        start, hop, far: additional seconds of a ring: once, per step within a node, and per step between nodes.
     """
 
     node: float
@@ -60,22 +59,22 @@ HGX = Links(360e9, (50e9, 200e9, 360e9), 47e9)
 
 @dataclass(frozen=True, eq=False)
 class Device:
-    """What a prediction takes a device to do.
+    """The assumptions about a device that a prediction uses.
 
     Args:
-        name: in words.
-        power: watts that it may draw, None where that is not told.
+        name: full name.
+        power: limit in watts, None if unknown.
         bandwidth: of the memory, bytes per second.
-        share, passes, estimate: the part of it that is reached by GEMMs, by passes over a weight, and by MVUE.
+        share, passes, estimate: the fraction of it that GEMMs, passes over a weight, and MVUE reach.
         dense: floating-point operations per second of dense GEMMs, by dtype.
-        ratio: how many times as fast as dense a GEMM with a sparse operand is where arithmetic bounds it, by role.
-        low, high: what ``ratio`` may really be.
-        launch, call: seconds beside that, of a dense GEMM and of one of this package's kernels.
+        ratio: speed-up of a compute-bound GEMM with a sparse operand over dense, by role.
+        low, high: plausible range of ``ratio``.
+        launch, call: fixed seconds per dense GEMM and per call of this package's kernels.
         rows, cols: the sparse operand must be a multiple of these; 1 for any.
-        few: up to so many tokens, by dtype, kernels read any N:M as it is stored; None: for any number of tokens, with ``ratio``.
-        links: to other GPUs, None where they are not known.
+        few: largest number of tokens, by dtype, for which kernels read any N:M in its stored form; None: any number, with ``ratio``.
+        links: to other GPUs, None if unknown.
         capacity: bytes of the memory.
-        transposed: dgrad can multiply the weight packed along its rows; else it needs another mask along its columns, packed too.
+        transposed: dgrad can use the weight packed along its rows; otherwise it needs a second one packed along its columns.
     """
 
     name: str
@@ -98,11 +97,11 @@ class Device:
     capacity: float = math.inf
 
     def rate(self, dtype: torch.dtype) -> float:
-        """Of dense GEMMs, operations per second; the slowest known for a dtype that is not."""
+        """Operations per second of dense GEMMs; for an unknown dtype that of the slowest known one."""
         return self.dense.get(kind(dtype), min(self.dense.values()))
 
     def at(self, ratio: float) -> Device:
-        """The same with sparse GEMMs so many times as fast as dense ones."""
+        """A copy whose sparse GEMMs are ``ratio`` times as fast as dense ones."""
         return replace(self, ratio=dict.fromkeys(self.ratio, ratio))
 
 
@@ -135,17 +134,17 @@ def _gpu(
 
 
 DEVICES = {
-    # float32 as torch multiplies it by default, without TF32; tiles of the metadata are 16 rows for mma.sp, 64 for wgmma.sp
+    # float32 without TF32, torch's default; metadata tiles have 16 rows for mma.sp, 64 for wgmma.sp
     "A100": _gpu("A100 80 GB SXM", 2.04e12, 250e12, 19.5e12, (1.3, 1.4, 1.66), 400, 16, 80e9),
     "H100": _gpu("H100 SXM", 3.35e12, 700e12, 67e12, (1.2, 1.25, 1.4), 700, 64, 80e9, HGX),
     "H200": _gpu("H200 SXM", 4.8e12, 700e12, 67e12, (1.2, 1.25, 1.4), 700, 64, 141e9, HGX),
 }
-"""The GPUs that can be predicted without having one."""
+"""The GPUs with predictions."""
 
 
 def named(name: str) -> Device | None:
-    """The GPU of the table that ``name`` means, ``"H200"`` or what its driver calls itself; None where none is."""
+    """The GPU of the table for ``name``, ``"H200"`` or a driver's device name; None if unknown."""
     words = name.upper().replace("-", " ").replace("_", " ").split()
-    # the PCIe cards of the same names have other clocks and memories
+    # PCIe cards of the same name have other clocks and memory
     found = [device for key, device in DEVICES.items() if key in words and "PCIE" not in words]
     return found[0] if found else None

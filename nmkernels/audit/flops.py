@@ -1,6 +1,6 @@
-"""flops: what training under a recipe costs, and what the deployed model costs, by one rule for every method.
+"""``nm.flops``: count the FLOPs of training under a recipe and of the deployed model, in the same way for every method.
 
-``inventory``, every linear-like layer of a model with what a recipe would make of it, is shared with ``audit``.
+``audit`` shares ``inventory``, which lists the linear layers of a model and their patterns under a recipe.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ..recipes.sparsify import FilterFn, select
 
 
 def inventory(verb: str, model: nn.Module, recipe: Recipe, filter_fn: FilterFn | None) -> tuple[list[Entry], dict[str, Pattern]]:
-    """Every linear-like layer of the model, sparse where it is, or where ``sparsify_`` would make it so; and the patterns of those."""
+    """All linear-like layers of the model, sparse if they are or ``sparsify_`` would make them so, and the patterns of the sparse ones."""
     done = sparse_layers(model)
     if done and filter_fn is not None:
-        raise RecipeError(f"{verb}: the model is sparse already, so filter_fn has nothing to choose; leave it out.")
+        raise RecipeError(f"{verb}: the model is sparse already, so filter_fn has no effect; omit it.")
     chosen, report = select(model, Pattern(recipe.pattern), filter_fn, recipe)
     linear = [e for e in report.entries if e.linear]
     if not linear:
@@ -49,34 +49,34 @@ def inventory(verb: str, model: nn.Module, recipe: Recipe, filter_fn: FilterFn |
 
 
 def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
-    """``(out, in)`` of one GEMM with a weight that a report shows as ``shape``: of one of the experts, or of a convolution's patches."""
+    """``(out, in)`` of one GEMM with a weight of ``shape``: of one expert, or of a convolution's patches."""
     if len(shape) == 4:
         return matrix_shape(shape, CONV2D)
     return (shape[-2], shape[-1]) if len(shape) > 1 else (0, 0)
 
 
 def matrices_of(shape: tuple[int, ...]) -> int:
-    """How many such matrices there are."""
+    """The number of such matrices."""
     return math.prod(shape[:-2]) if len(shape) == 3 else 1
 
 
 def check_number(verb: str, name: str, value: float, least: int = 0) -> None:
-    """Numbers of at least 1 are whole."""
+    """Raise unless ``value`` is finite and at least ``least``, and a whole number if ``least`` is at least 1."""
     if isinstance(value, bool) or not least <= value < math.inf or (least and value != int(value)):
         raise RecipeError(f"{verb}: {name}={value!r} must be a {'whole' if least else 'finite'} number of at least {least}.")
 
 
 def passes(verb: str, entries: list[Entry], given: Mapping[str, float]) -> list[float]:
-    """How often a token passes through each layer: what ``given`` says of it or of the nearest module around it, else once."""
+    """How often a token passes through each layer: as ``given`` for it or its innermost enclosing module, else once."""
     for key, value in given.items():
         check_number(verb, f"rows[{key!r}]", value)
         if not any(_inside(e.name, key) for e in entries):
             names = [e.name for e in entries]
-            raise RecipeError(f"{verb}: rows names {key!r}, and no linear layer is called that or lies in it{suggestion(key, names)}.")
+            raise RecipeError(f"{verb}: rows names {key!r}, which is not, and does not contain, a linear layer{suggestion(key, names)}.")
     rows = []
     for e in entries:
         keys = [key for key in given if _inside(e.name, key)]
-        # how many positions a convolution has is the image's matter, and of other 3-D weights nobody knows
+        # unknown for convolutions, where it depends on the image, and for other 3-D weights
         usual = e.rows if e.rows is not None else 1.0 if len(e.shape) == 2 else 0.0
         rows.append(float(given[max(keys, key=len)]) if keys else usual)
     return rows
@@ -87,7 +87,7 @@ def _inside(name: str, key: str) -> bool:
 
 
 def skeleton(shapes: Mapping[str, tuple[int, int]]) -> nn.Module:
-    """A model without memory that has linear layers of these names and shapes ``(out, in)``."""
+    """A model with linear layers of these names and shapes ``(out, in)`` on the meta device."""
     root = nn.Module()
     for name, (rows, cols) in shapes.items():
         *path, last = name.split(".")
@@ -105,7 +105,7 @@ def shape_text(shape: tuple[int, ...]) -> str:
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """A table as lines: the first two columns to the left, the last as it is, the others to the right."""
+    """Format a table: the first two columns left-aligned, the last as it is, the others right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     cells = ([cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=False))] for row in rows)
     return ["  ".join([*row, last]).rstrip() for row, (*_, last) in zip(cells, rows, strict=True)]
@@ -113,12 +113,12 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 @dataclass(frozen=True)
 class LayerFlops:
-    """One layer's part of ``Flops``, in the same units.
+    """One layer's share of ``Flops``, in the same units.
 
     Args:
-        shape: of the weight, ``(out, in)``; empty for what is no layer.
-        sparse: the recipe makes it sparse.
-        why: its pattern, or why it is counted as it is.
+        shape: of the weight, ``(out, in)``; empty for entries that are not layers.
+        sparse: whether the recipe makes it sparse.
+        why: its pattern, or the reason why it is dense.
         rows: how often a token passes through it.
     """
 
@@ -135,13 +135,13 @@ class LayerFlops:
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations, a multiplication and an addition each counting 1; ``str`` of it is a table.
+    """Floating-point operations, counting multiplications and additions; ``str(...)`` gives a table.
 
     Args:
-        training: of the whole run: ``steps`` steps of ``tokens`` tokens.
-        inference: of one token's forward pass through what ``finish`` leaves.
-        dense_training, dense_inference: the same of the dense model, trained for as many steps.
-        layers: the parts, which add up to the totals.
+        training: FLOPs of the whole run, ``steps`` steps of ``tokens`` tokens.
+        inference: FLOPs of one token's forward pass through the finished model.
+        dense_training, dense_inference: the same for the dense model.
+        layers: per layer; they add up to the totals.
     """
 
     training: float
@@ -186,36 +186,36 @@ def flops(
     other: float = 0.0,
     switch_step: int | None = None,
 ) -> Flops:
-    """Count the FLOPs of ``steps`` training steps under ``recipe``, and of inference with what it leaves; nothing is run or changed.
+    """Count the FLOPs of ``steps`` training steps under ``recipe``, and of inference with the finished model; nothing is run.
 
-    The rule: a linear layer of shape ``(out, in)`` costs 2·in·out per token in each of fprop, dgrad and wgrad (inference: fprop alone),
-    of which a sparse layer costs a share, by the recipe's ``profile``; so does a convolution, in = kh·kw·channels, per output position:
+    A linear layer of shape ``(out, in)`` costs 2·in·out per token in each of fprop, dgrad and wgrad (inference: only fprop). A convolution
+    costs the same per output position, with in = kh·kw·channels. A sparse layer costs a share of that, by the recipe's ``profile``:
 
-    * fprop: N/M while the effective weight is N:M; 1 in dense phases and while pruned weights only fade. STEP counts as dense until
-      T_max, unless ``switch_step`` says when it switched.
-    * dgrad: sums over ``out``, so it is N/M only where its weight is N:M along ``out`` too (transposable or double-pruned masks, or one
-      of its own); a mask by rows, as in SR-STE and S-STE, leaves it dense, as in the table of the S-STE paper.
+    * fprop: N/M while the effective weight is N:M; 1 in dense phases and while pruned weights fade. STEP counts as dense until T_max unless
+      ``switch_step`` is given.
+    * dgrad sums over ``out``, so it costs N/M only if its weight is also N:M along ``out`` (transposable or double-pruned masks, or its own
+      mask); with row masks, as in SR-STE and S-STE, it is dense, as in the S-STE paper's table.
     * wgrad: N/M of the output gradient's estimate, 1/2 for MVUE at 2:4; else dense.
 
-    Layers left dense are counted, dense. Not counted: what is no such layer (attention's scores, embeddings, norms, other convolutions;
-    see ``other``), masks, estimates, and the optimizer. Of stacked experts those count that a token meets, by the model's config;
-    convolutions and other 3-D expert weights only where ``rows`` has them.
+    Dense layers are counted too. Not counted are other operations (attention scores, embeddings, norms, other convolutions; see ``other``),
+    masks, estimates and the optimizer. Of stacked experts only those count that a token is routed to, by the model's config; convolutions
+    and other 3-D expert weights only if listed in ``rows``.
 
     Args:
-        model: dense (also on the meta device), sparse already, or the shapes ``{name: (out, in)}`` of its layers.
-        recipe: a name gets ``total_steps=steps``; an instance keeps its schedule, of which the first ``steps`` steps are counted.
+        model: dense (also on the meta device) or sparse, or the shapes ``{name: (out, in)}`` of its layers.
+        recipe: a name gets ``total_steps=steps``; an instance keeps its schedule, and its first ``steps`` steps are counted.
         tokens: tokens of one step (batch times sequence).
         filter_fn: as for ``sparsify_``.
-        rows: how often a token passes through a layer where that is not once, by name or by the name of a module around it; for instance
-            ``{"head": 1 / 65}`` for a classifier that sees one of 65 tokens, or ``{"conv1": 28 * 28}`` for a convolution that makes so many
-            positions of an image, which is the token then.
-        other: forward FLOPs per token of everything else, counted dense and twice in backward. For attention's two score GEMMs that is
-            4·context·width a layer, or half of it where a causal kernel skips the upper triangle.
-        switch_step: T₀ of a run whose recipe chooses it by itself, from ``handle.state["switch_step"]``.
+        rows: name of a layer or enclosing module → how often a token passes through it, if not once; for instance ``{"head": 1 / 65}`` for
+            a classifier that sees one of 65 tokens, or ``{"conv1": 28 * 28}`` for a convolution with that many output positions, if a token
+            is an image.
+        other: forward FLOPs per token of everything else, counted dense, twice that in backward. Attention's two score GEMMs cost
+            4·context·width per layer, or half of it if a causal kernel skips the upper triangle.
+        switch_step: T₀ of a run whose recipe chose it, from ``handle.state["switch_step"]``.
 
     Raises:
         RecipeError: a number is out of range, ``rows`` names no layer, or ``switch_step`` is given for a recipe without one.
-        ShapeError: as ``sparsify_`` where the filter chose an impossible layer.
+        ShapeError: the filter chose an unsupported layer, as in ``sparsify_``.
 
     Example:
         >>> cost = flops({"up": (256, 64), "down": (64, 256)}, "sste:2:4", 1000, tokens=4096)
@@ -228,14 +228,14 @@ def flops(
     if switch_step is not None:
         switched_at: Callable[[int], Recipe] | None = getattr(recipe, "switched_at", None)
         if switched_at is None:
-            raise RecipeError(f"{recipe.name} does not choose a switching step by itself, so switch_step has no meaning.")
+            raise RecipeError(f"{recipe.name} does not choose a switching step, so switch_step does not apply.")
         recipe = switched_at(switch_step)
     model = model if isinstance(model, nn.Module) else skeleton(model)
     seen, (entries, patterns) = steps * tokens, inventory("flops", model, recipe, filter_fn)
     kinds = {p: recipe if p == recipe.pattern else with_pattern(recipe, p) for p in patterns.values()}
     costs = {p: (kind.profile(steps), deployed(kind)) for p, kind in kinds.items()}
     dense = [Span(steps)], Span(1)
-    learns = bool(read_as("learned", recipe.stage({}).transform))  # then wgrad is needed whether or not the weight is trained
+    learns = bool(read_as("learned", recipe.stage({}).transform))  # learned parameters need wgrad even if the weight is not trained
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     parts = []
     for entry, often in zip(entries, passes("flops", entries, rows or {}), strict=True):
@@ -254,7 +254,7 @@ def flops(
 
 def _layer(e: Entry, rows: float, spans: list[Span], deployed: Span, tokens: int, trained: bool) -> LayerFlops:
     product = 2.0 * math.prod(e.shape) * rows
-    adapter = 2.0 * sum(matrix_of(e.shape)) * rows  # of one rank; dgrad and the two gradients of an adapter cost as much as fprop each
+    adapter = 2.0 * sum(matrix_of(e.shape)) * rows  # per rank; dgrad and the two weight gradients of an adapter cost as much as fprop each
     run = sum(s.steps * (product * (s.fprop + s.dgrad + s.wgrad * trained) + 3 * rank_for(s.rank, e.shape) * adapter) for s in spans)
     dense = sum(s.steps for s in spans) * product * (2 + trained)
     inference = product * deployed.fprop + rank_for(deployed.rank, e.shape) * adapter

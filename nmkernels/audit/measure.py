@@ -1,6 +1,6 @@
-"""Measures the pieces of a layer's step on the device at hand, on random numbers of its shape and dtype; the model is not touched.
+"""Measure the pieces of a layer's step on this machine, with random tensors of its shape and dtype; the model is not used.
 
-What the device itself does is measured once per process: its GPU is taken from the table of devices where that has it.
+The device's own speed is measured once per process, unless its GPU is in the table of devices.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ..tuning import Seconds, Task, Timer, device_name
 from .devices import DEVICES, Device, kind, named
 from .rules import GEMMS, Case, Layer, Pieces, Rules, packed_bytes
 
-LEAST = 3  # rounds in which every piece takes part at least
+LEAST = 3  # fewest rounds per piece
 CHECKED = 8  # so many times a GEMM is done, about, to check and to time a candidate
-LITTLE = 0.5  # seconds that a layer may take though the budget is spent
-FEWEST = 256  # tokens below which a GEMM is not shortened to save time: fewer would be another regime
-CHUNK = 1 << 24  # numbers that are compared in float64 at once
-MEMORY = 0.5  # share of the free memory that a measurement may take
-COPY = 1 << 26  # bytes of the copied tensor; above any cache that it would have to itself
+LITTLE = 0.5  # seconds per layer even if the budget is spent
+FEWEST = 256  # a GEMM is not shortened to fewer tokens, which would be another regime
+CHUNK = 1 << 24  # elements compared in float64 at a time
+MEMORY = 0.5  # largest share of free memory for a measurement
+COPY = 1 << 26  # bytes of the copied tensor, more than any cache
 
 PROBE = Layer((1024, 1024), 256, torch.float32, torch.float32)
-"""The layer whose GEMMs stand for all: large enough for the kernels' rate, measured in a second."""
+"""The layer used to measure a device: large enough to reach the kernels' full rate, measured in a second."""
 
 Progress = Callable[[int, int, str], None]
 
@@ -51,14 +51,14 @@ class Measured:
     kernels: dict[str, str] = field(default_factory=dict)
 
     def cost(self, piece: str) -> float | None:
-        """Seconds of a piece; the two parts of ``"weight rows+dense"`` are made one after the other."""
+        """Seconds of a piece; ``"weight rows+dense"`` is the sum of its two parts."""
         if piece == "weight rows+dense":
             rows, dense = self.seconds.get("weight rows"), self.seconds.get("weight dense")
             return None if rows is None or dense is None else rows + dense
         return self.seconds.get(piece)
 
     def named(self, pieces: Pieces) -> Pieces:
-        """``pieces`` of these costs, with the kernel that ran where they are sparse."""
+        """``pieces`` with the name of the kernel for sparse ones."""
         return tuple(replace(p, form=self.kernels[p.name]) if p.form == "sparse" and p.name in self.kernels else p for p in pieces)
 
 
@@ -67,20 +67,20 @@ def gemms(case: Case) -> list[str]:
     rules = case.rules
     if not case.sparse:
         return []
-    dgrad = case.trains and any(packed for _, _, packed in rules.ways(case.device.transposed))
+    dgrad = case.trains and any(packed for _, _, packed in rules.preparations(case.device.transposed))
     wgrad = case.trains and rules.trains and rules.estimate is not None
     return ["fprop", *["dgrad"] * dgrad, *["wgrad"] * wgrad]
 
 
 def needed(case: Case) -> list[str]:
-    """The pieces that deciding about a layer takes, beside its GEMMs in sparse form; those of a dense layer where it stays so."""
+    """The pieces to time for a layer, in addition to its sparse GEMMs."""
     dense = [f"{role} dense" for role in GEMMS if role == "fprop" or case.trains]
     if not case.sparse:
         return dense
     names = [name for name in dense if name.partition(" ")[0] not in gemms(case) or name == "wgrad dense"]
     names += ["expand", "adapter"] if case.rules.rank else ["expand"]
-    for weight, _, _ in case.rules.ways(case.device.transposed) if case.trains else ():
-        names += [weight.removesuffix("+dense")] if weight else []  # the dense layout alone is among the ways too
+    for weight, _, _ in case.rules.preparations(case.device.transposed) if case.trains else ():
+        names += [weight.removesuffix("+dense")] if weight else []  # the dense layout alone is measured anyway
     return list(dict.fromkeys(names))
 
 
@@ -95,7 +95,7 @@ def gemm_of(case: Case, role: str, device: torch.device) -> Gemm:
 
 
 def tasks_of(layer: Layer, rules: Rules, device: torch.device, names: Sequence[str]) -> list[Task]:
-    """Calls for the named pieces, on random numbers of the layer's shape."""
+    """Calls for the named pieces, with random tensors of the layer's shape."""
     (out, cols), t, raw = layer.shape, layer.tokens, torch.ops.nmkernels
     wanted = {name.partition(" ")[0] for name in names}
     x, w = (torch.randn(size, dtype=layer.dtype, device=device) for size in ((t, cols), (out, cols)))
@@ -105,7 +105,7 @@ def tasks_of(layer: Layer, rules: Rules, device: torch.device, names: Sequence[s
         "dgrad dense": lambda: g @ w,
         "wgrad dense": lambda: g.t() @ x,
     }
-    if calls.keys() >= set(names):  # of a layer that stays dense, whose shape may not be one of whole groups
+    if calls.keys() >= set(names):  # a layer that stays dense, whose shape may not be divisible by M
         return [Task(name, calls[name]) for name in names]
     left, right = (torch.randn(size, dtype=layer.dtype, device=device) for size in ((cols, rules.rank), (rules.rank, out)))
     calls["adapter"] = lambda: x @ left @ right
@@ -133,7 +133,7 @@ def _preparing(w: Tensor, dtype: torch.dtype, rules: Rules) -> dict[str, Callabl
             "weight rows": lambda: ops.pack(w, p, "threshold", scale=scale, dtype=dtype),
         }
     if rules.prepare == "transposable":
-        mask = ops.transposable_mask(w, p)  # held for many steps, so its search is not part of one
+        mask = ops.transposable_mask(w, p)  # held for many steps, so its search is not part of a step
         return {
             "weight dense": lambda: (w * mask).to(dtype),
             "weight rows": lambda: ops.pack(w, p, mask, dtype=dtype),
@@ -146,7 +146,7 @@ def _preparing(w: Tensor, dtype: torch.dtype, rules: Rules) -> dict[str, Callabl
 
 
 def expected(case: Case) -> float:
-    """Seconds that measuring takes, about, by the predicted ones of the pieces."""
+    """Approximate seconds for measuring, from the predicted times of the pieces."""
     once = sum(case.predict(name) or 0.0 for name in needed(case) if name.partition(" ")[0] in GEMMS)
     return (LEAST + 1) * once + CHECKED * 2 * sum(case.predict(f"{role} dense") or 0.0 for role in gemms(case))
 
@@ -154,7 +154,7 @@ def expected(case: Case) -> float:
 def measure_all(
     cases: Iterable[Case], device: torch.device, timer: Seconds | None, budget: float, progress: Progress | None = None
 ) -> dict[Case, Measured]:
-    """Every distinct case within a budget of seconds, the short ones first: the long ones have what those leave of their shares."""
+    """Measure every distinct case within a budget of seconds, short ones first, so that long ones get the remaining time."""
     order = sorted(dict.fromkeys(cases), key=expected)
     end, found = time.perf_counter() + budget, dict[Case, Measured]()
     for done, case in enumerate(order):
@@ -164,13 +164,13 @@ def measure_all(
         share = max(LITTLE, (end - time.perf_counter()) / (len(order) - done))
         try:
             found[case] = measure_one(case, device, timer, share)
-        except (NMError, RuntimeError) as error:  # a layer that cannot be measured must not take the others' numbers along
+        except (NMError, RuntimeError) as error:  # one failing layer must not lose the others' numbers
             found[case] = Measured(note=f"not measured: {str(error).splitlines()[0]}")
     return found
 
 
 def measure_one(case: Case, device: torch.device, timer: Seconds | None, share: float) -> Measured:
-    """Seconds of the pieces within ``share`` seconds, of fewer tokens where all would take too long."""
+    """Measure the pieces within ``share`` seconds, on fewer tokens if necessary."""
     layer, tokens, long = case.layer, case.layer.tokens, expected(case)
     while long * tokens / layer.tokens > share and tokens >= 2 * FEWEST:
         tokens //= 2
@@ -178,7 +178,7 @@ def measure_one(case: Case, device: torch.device, timer: Seconds | None, share: 
         return Measured(note=f"not measured: it would take about {long * tokens / layer.tokens:.0f} s of the budget")
     small = case.but(layer={"tokens": tokens})
     (out, cols), size = layer.shape, layer.dtype.itemsize
-    # operands and their copies, results of the candidates, and a part of them in float64
+    # operands and copies, results of the candidates, and parts of them in float64
     wanted = size * (4 * tokens * (cols + out) + 6 * out * cols) + layer.master.itemsize * out * cols + 4 * CHUNK * 8
     free = free_bytes(device)
     if wanted > MEMORY * free:
@@ -202,14 +202,14 @@ def measure_one(case: Case, device: torch.device, timer: Seconds | None, share: 
 
 
 def _choose(gemm: Gemm, timer: Seconds | None, budget: float) -> dict[str, float]:
-    """Seconds of the dense GEMM and of the sparse ones, each checked before."""
+    """Seconds of the dense GEMM and of the sparse ones that passed their check."""
     role = f"{gemm.role} estimated" if gemm.rule else gemm.role
     own = None if timer is None else lambda call: timer(Task(f"{role} {call.name}", call.run))
     return measure(gemm, timer=own, budget=budget).seconds
 
 
 def free_bytes(device: torch.device) -> float:
-    """Free memory; infinite where the system does not tell."""
+    """Free memory; infinite if unknown."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     try:
@@ -230,7 +230,7 @@ def timed(tasks: Sequence[Task], device: torch.device, timer: Seconds | None, se
 
 
 def find(spec: str | torch.device | None, default: torch.device) -> tuple[str | Device, torch.device | None]:
-    """A device of the table, or the name of one to measure; and where it is at hand, the device to measure on."""
+    """A device of the table, or the name of one to measure; and the torch device to measure on, if available."""
     target = default if spec is None else spec
     if isinstance(target, str) and (found := DEVICES.get(target.upper()) or named(target)) is not None:
         here = torch.cuda.is_available() and named(torch.cuda.get_device_name()) is found
@@ -241,8 +241,8 @@ def find(spec: str | torch.device | None, default: torch.device) -> tuple[str | 
     if device is None or device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         near = suggestion(str(target), [*DEVICES, "cpu", "cuda"]) or "."
         raise RecipeError(
-            f"audit: no device is called {str(target)!r}{near} Known are {', '.join(DEVICES)}, which need not be there, "
-            'and "cpu" or "cuda" of this machine.'
+            f"audit: no device is called {str(target)!r}{near} Choose one of {', '.join(DEVICES)}, which need not be present, "
+            'or "cpu" or "cuda" for this machine.'
         )
     name = device_name(device)
     return named(name) or name, device
@@ -250,11 +250,11 @@ def find(spec: str | torch.device | None, default: torch.device) -> tuple[str | 
 
 @lru_cache(maxsize=64)
 def measured(name: str, device: torch.device, dtype: torch.dtype, pattern: Pattern, timer: Seconds | None, threads: int) -> Device:
-    """``device`` by a short measurement: bandwidth of ``copy_``, dense GEMMs, those of this pattern, and what a small call costs.
+    """Measure ``device``: bandwidth of ``copy_``, dense GEMMs, GEMMs of this pattern, and the cost of a small call.
 
-    Once per process and number of ``threads``.
+    Cached per number of ``threads``.
     """
-    # groups of any M: the last dimension is cut to whole ones
+    # round the last dimension down to a multiple of M
     cols = PROBE.shape[1] // pattern.m * pattern.m
     probe = Layer((cols, cols), PROBE.tokens // pattern.m * pattern.m or pattern.m, dtype, dtype)
     source = torch.zeros(COPY, dtype=torch.uint8, device=device)
@@ -269,7 +269,7 @@ def measured(name: str, device: torch.device, dtype: torch.dtype, pattern: Patte
         Task("call", lambda: torch.ops.nmkernels.nm_linear(tiny, values, indices, pattern.n, pattern.m, pattern.m)),
         *tasks_of(probe, Rules(pattern, estimate=pattern), device, [*names, "estimate", "weight rows"]),
     ]
-    # what the device can do, whoever else is using it
+    # the minimum excludes interference by other processes
     took = {name: min(samples) for name, samples in timed(tasks, device, timer, 1.5, least=7).items()}
     bandwidth = 2 * COPY / took["copy"]
     operations = 2.0 * cols * cols * probe.tokens

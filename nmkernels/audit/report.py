@@ -1,4 +1,4 @@
-"""What ``audit`` returns: numbers per layer and in total, and the table of them."""
+"""The result of ``audit``: numbers per layer and in total, and their table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARTS = ("inference", "step", "measured_inference", "measured_step")
 
 
 def table(audit: Audit) -> str:
-    """Layers, totals, what the numbers rest on, and what would gain more."""
+    """Format layers, totals, notes and advice."""
     advice = dict.fromkeys(each.text for layer in audit.layers for each in layer.advice)
     marks = dict(zip(advice, _marks(), strict=False))
     parts = PARTS if any(layer.measured_inference for layer in audit.layers) else PARTS[:2]
@@ -43,18 +43,18 @@ def table(audit: Audit) -> str:
 
 def _summary(audit: Audit) -> Iterator[str]:
     share = audit.dense_share
-    most = f": however fast the rest, all together could be {1 / share:.1f}x at most" if 0.005 < share < 1 else ""
-    yield f"{100 * share:.0f} % of the dense time is in what stays dense{most}."
+    most = f", so the total speed-up cannot exceed {1 / share:.1f}x" if 0.005 < share < 1 else ""
+    yield f"{100 * share:.0f} % of the dense time is in layers that stay dense{most}."
     ranges = [(word, found) for word, found in (("inference", audit.inference_range), ("step", audit.step_range)) if found]
     if ranges:
         words = ", ".join(f"{word} {low:.2f}x to {high:.2f}x" for word, (low, high) in ranges)
-        yield f"With sparse GEMMs as slow, and as fast, as below: {words}."
+        yield f"Range for the slowest and fastest sparse GEMMs below: {words}."
     if audit.run is not None and audit.steps < 1:
         yield f"{100 * audit.steps:.0f} % of the recipe's steps are sparse; its whole run is {audit.run:.2f}x."
 
 
 def _gains(audit: Audit, text: str) -> str:
-    """What the layers would gain by one piece of advice, where that is known."""
+    """The gains of the layers by one piece of advice, if known."""
     found: dict[str, list[str]] = {}
     for layer in audit.layers:
         for each in layer.advice:
@@ -80,12 +80,12 @@ def _wrapped(text: str, start: str = "") -> str:
 
 @dataclass(frozen=True)
 class Advice:
-    """Something to change for a layer.
+    """A suggested change for a layer.
 
     Args:
-        text: what, the same for every layer.
-        detail: a number for this one, in words.
-        part, speedup: the ``"step"`` or the ``"inference"`` would then be so many times as fast as dense; None where that is open.
+        text: the change, the same for all layers.
+        detail: specific to this layer.
+        part, speedup: predicted speed-up over dense of the ``"step"`` or ``"inference"``; None if unknown.
     """
 
     text: str
@@ -96,24 +96,24 @@ class Advice:
 
 @dataclass(frozen=True)
 class LayerAudit:
-    """Equal layers of a model, as one.
+    """A group of equal layers of a model.
 
     Args:
-        name: theirs, with ``*`` for what differs.
-        names: all of them.
+        name: their name, with ``*`` for the parts that differ.
+        names: all their names.
         kind: their class.
         shape: of the weight, ``(out, in)``.
         dtype: of the GEMMs.
-        pattern: N:M, empty where they stay dense.
-        sparse: the recipe makes them sparse, or they are.
+        pattern: N:M, empty for dense layers.
+        sparse: whether they are sparse or the recipe makes them so.
         why: as in ``handle.report``.
-        tokens: that pass through one of them in a step, ``rows`` of the model's.
-        times: how often these GEMMs are done.
-        inference, step: pieces of one forward pass in inference, and of a training step for each forward pass, predicted; empty where
-            there is none, as for a step of a compressed layer.
-        measured_inference, measured_step: the same, measured; empty where nothing was.
-        note: on what, or why not.
-        advice: what would make them faster.
+        tokens: tokens that pass through one of them in a step.
+        times: number of such GEMMs.
+        inference, step: predicted pieces of an inference forward pass, and of a training step per forward pass; empty if not applicable, as
+            for a step of a compressed layer.
+        measured_inference, measured_step: the same, measured; empty if not measured.
+        note: on how it was measured, or why not.
+        advice: changes that would make them faster.
     """
 
     name: str
@@ -134,12 +134,12 @@ class LayerAudit:
     advice: tuple[Advice, ...] = ()
 
     def speedup(self, part: str) -> float | None:
-        """Of ``inference``, ``step``, ``measured_inference`` or ``measured_step``; None where it has no pieces."""
+        """Speed-up over dense of ``inference``, ``step``, ``measured_inference`` or ``measured_step``; None if it has no pieces."""
         pieces: Pieces = getattr(self, part)
         return speedup(pieces) if pieces else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values: seconds of each piece in a dense model and here, and the speed-ups."""
+        """Plain values: seconds of each piece in the dense and in this model, and the speed-ups."""
         own = asdict(self)
         parts = {part: {"speedup": self.speedup(part), "pieces": list(own[part])} if own[part] else None for part in PARTS}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in (own | parts).items()}
@@ -147,20 +147,19 @@ class LayerAudit:
 
 @dataclass(frozen=True)
 class Audit:
-    """Whether N:M pays for a model, layer by layer; ``str`` of it is a table.
+    """The gains of N:M for a model, layer by layer; ``str(...)`` gives a table.
 
     Args:
-        layers: all linear layers, equal ones as one; seconds are of one of them.
-        device: that the prediction is for.
-        recipe: in text, empty for compressed models.
-        tokens: of one forward pass.
+        layers: all linear layers, grouped; seconds are those of one layer of a group.
+        device: the device of the prediction.
+        recipe: its text, empty for compressed models.
+        tokens: tokens per forward pass.
         accumulate: forward passes per optimizer step.
-        steps: the share of the recipe's steps that are sparse, which those of the table are.
-        inference_range, step_range: the predicted totals where sparse GEMMs are as slow, and as fast, as they may be; empty on a
-            device that was measured.
-        other: predicted seconds of everything else in one forward pass, where the caller told its FLOPs.
-        notes: what the numbers rest on, in sentences.
-        world: a step on many GPUs, predicted; None where it was not asked for.
+        steps: the share of the recipe's steps that are sparse; the table shows sparse steps.
+        inference_range, step_range: predicted totals for the slowest and fastest plausible sparse GEMMs; empty on a measured device.
+        other: predicted seconds of everything else in one forward pass, from the FLOPs given by the caller.
+        notes: how the numbers were obtained.
+        world: prediction of a step on many GPUs, if requested.
     """
 
     layers: tuple[LayerAudit, ...]
@@ -177,39 +176,39 @@ class Audit:
 
     @property
     def inference(self) -> float | None:
-        """Predicted: how many times as fast inference through all linear layers (and ``other``) is; None where nothing is predicted."""
+        """Predicted speed-up of inference through all linear layers (and ``other``); None if nothing is predicted."""
         return self.total("inference")
 
     @property
     def step(self) -> float | None:
-        """Predicted: how many times as fast a sparse training step is."""
+        """Predicted speed-up of a sparse training step."""
         return self.total("step")
 
     @property
     def measured_inference(self) -> float | None:
-        """Measured: as ``inference``; None unless every layer was measured."""
+        """Measured speed-up of inference; None unless every layer was measured."""
         return self.total("measured_inference")
 
     @property
     def measured_step(self) -> float | None:
-        """Measured: as ``step``."""
+        """Measured speed-up of a sparse training step; None unless every layer was measured."""
         return self.total("measured_step")
 
     @property
     def run(self) -> float | None:
-        """Predicted: how many times as fast the recipe's whole run is, its dense steps included."""
+        """Predicted speed-up of the recipe's whole run, including its dense steps."""
         return None if self.step is None else 1 / (self.steps / self.step + 1 - self.steps)
 
     @property
     def dense_share(self) -> float:
-        """The share of the dense model's predicted step, or of its inference, that is spent in layers that stay dense, and in ``other``."""
+        """The share of the dense model's predicted step (or inference) in layers that stay dense and in ``other``."""
         seconds = [(layer.sparse, self._dense(layer)) for layer in self.layers]
         rest = self.other * (3 if any(layer.step for layer in self.layers) else 1)
         whole = sum(took for _, took in seconds) + rest
         return (sum(took for sparse, took in seconds if not sparse) + rest) / whole if whole else 0.0
 
     def share(self, layer: LayerAudit) -> float:
-        """The share of the dense model's predicted step, or of its inference, in ``layer`` and its equals."""
+        """The share of the dense model's predicted step (or inference) in this group of layers."""
         whole = sum(self._dense(each) for each in self.layers)
         return self._dense(layer) / whole if whole else 0.0
 
@@ -218,7 +217,7 @@ class Audit:
         return layer.times * total(layer.step or layer.inference)[0]
 
     def total(self, part: str) -> float | None:
-        """The speed-up of all layers together in one of ``inference``, ``step``, ``measured_inference``, ``measured_step``."""
+        """The speed-up of all layers together for ``inference``, ``step``, ``measured_inference`` or ``measured_step``."""
         counted = [layer for layer in self.layers if layer.tokens]
         parts = [(layer.times, getattr(layer, part)) for layer in counted]
         if not parts or any(not pieces for _, pieces in parts):
@@ -228,7 +227,7 @@ class Audit:
         return dense / used if used else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON: the totals, and every layer with its pieces."""
+        """Plain values for JSON: the totals, and every layer with its pieces."""
         own = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items() if key != "layers"}
         totals = {part: self.total(part) for part in PARTS}
         more = {"run": self.run, "dense_share": self.dense_share, "world": None if self.world is None else self.world.as_dict()}

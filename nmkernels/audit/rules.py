@@ -1,13 +1,13 @@
-"""What a recipe does to a linear layer in a sparse step, what each piece of that costs by a roofline, and which pieces a good choice runs.
+"""What a recipe does to a linear layer in a sparse step, the cost of each piece by a roofline, and the fastest choice of pieces.
 
-The roofline: each piece of a step takes as long as its bytes or its arithmetic do, whichever is more, and the start of a kernel.
+Each piece takes the time of its bytes or its arithmetic, whichever is longer, plus the launch of a kernel:
 
-    GEMM: max(bytes / (share · bandwidth), 2 · tokens · out · in / (rate · ratio)) + launch        ratio 1 where it is dense
+    GEMM: max(bytes / (share · bandwidth), 2 · tokens · out · in / (rate · ratio)) + launch        ratio 1 for dense
     pass over memory: bytes / (share · bandwidth) + launch
 
 Bytes per element of s bytes, and p = s·N/M + index bits in packed form (1.125 for 2:4 in 16 bits): a weight of w bytes masked and packed
-one way w + p (3.125 for w = s = 2), both ways with the mask w + 2p + 1/8 (4.375), MVUE to packed s + p (3.125). MaskedAdamW, which
-reads the weight anyhow, only adds what is written.
+one way w + p (3.125 for w = s = 2), both ways with the mask w + 2p + 1/8 (4.375), MVUE to packed s + p (3.125). MaskedAdamW, which reads
+the weight anyway, adds only the bytes written.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from .devices import HALVES, Device, kind
 
 TWO_FOUR = Pattern("2:4")
 GEMMS = ("fprop", "dgrad", "wgrad")
-STEPS = 10_000  # of the run whose sparse steps are looked for, for recipes that do not say how long they are
+STEPS = 10_000  # length of the run for recipes without total_steps
 
 Pieces = tuple["Piece", ...]
 Cost = Callable[[str], float | None]
-"""Seconds of a piece by its name, None where there is none: ``"fprop dense"``, ``"wgrad sparse"``, ``"estimate"``, ``"weight rows"``...
+"""Seconds of a piece by name, or None: ``"fprop dense"``, ``"wgrad sparse"``, ``"estimate"``, ``"weight rows"``...
 
-``"wgrad estimated"`` is the GEMM with the estimate in the best form, and the making of that, where the two were measured as one."""
+``"wgrad estimated"`` is the GEMM and the making of its estimate, if they were measured together."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What a recipe makes of a layer in a sparse step.
+    """How a recipe treats a layer in a sparse step.
 
     Args:
         pattern: of the weight.
-        fprop, dgrad: the weight of that GEMM is N:M along what it sums over.
-        estimate: N:M of the output gradient's estimate in wgrad; None for the dense gradient.
-        prepare: how the weight comes about: ``"mask"``, ``"threshold"``, ``"transposable"``, or ``""`` where it is used as it is.
-        trains: the weight has a gradient.
-        steps: the share of a run's steps that are such; the others are dense.
-        leaves: what is deployed is N:M.
-        packed: GEMMs of training may multiply the compressed weight.
-        straight: the gradient is passed straight through the mask, so that no GEMM reads the master weight.
-        rank: of the low-rank adapter that is deployed beside the weight.
-        fp8: GEMMs of training round their operands to FP8.
+        fprop, dgrad: whether the weight of that GEMM is N:M along the dimension that it sums over.
+        estimate: pattern of the output gradient's estimate in wgrad; None for the dense gradient.
+        prepare: how the weight is made: ``"mask"``, ``"threshold"``, ``"transposable"``, or ``""`` if it is used unchanged.
+        trains: whether the weight has a gradient.
+        steps: the share of a run's steps that are sparse; the others are dense.
+        leaves: whether the deployed weight is N:M.
+        packed: whether training may multiply the compressed weight.
+        straight: whether the gradient is straight-through, so that no GEMM reads the master weight.
+        rank: of the deployed low-rank adapter.
+        fp8: whether training rounds the operands of GEMMs to FP8.
     """
 
     pattern: Pattern
@@ -69,8 +69,9 @@ class Rules:
     rank: int = 0
     fp8: bool = False
 
-    def ways(self, transposed: bool) -> Iterator[tuple[str, bool, bool]]:
-        """The ways to prepare the weight, and whether fprop and dgrad then read it packed; a dense dgrad needs the dense layout too."""
+    def preparations(self, transposed: bool) -> Iterator[tuple[str, bool, bool]]:
+        """Options to prepare the weight: (piece, whether fprop reads it packed, whether dgrad does). A dense dgrad also needs the dense
+        layout."""
         yield ("weight dense" if self.prepare else ""), False, False
         if not self.fprop or not self.prepare or not self.packed:
             return
@@ -82,10 +83,10 @@ class Rules:
 
 
 def of_recipe(recipe: Recipe, pattern: Pattern) -> Rules:
-    """The rules of the cheapest steps of ``recipe`` for a layer of ``pattern``, and the share of its run's steps that are sparse."""
+    """The rules of the cheapest steps of ``recipe`` for a layer with ``pattern``."""
     steps = recipe.total_steps or STEPS
     own = recipe if pattern == recipe.pattern else with_pattern(recipe, pattern)
-    # the recipe that says what a sparse step does: the inner one of STEP and LayerWise
+    # sparse steps follow the inner recipe of STEP and LayerWise
     inner = innermost(recipe)
     fp8 = getattr(inner, "fp8", None) is not None
     spans = [span for span in own.profile(steps) if span.steps]
@@ -110,7 +111,7 @@ def of_recipe(recipe: Recipe, pattern: Pattern) -> Rules:
 
 
 def of_layer(layer: NMWeight) -> Rules:
-    """The rules by which a sparse layer is trained now; in a dense phase, those of what ``finish`` will apply."""
+    """The rules of a sparse layer in its present phase; in a dense phase, those of its final transform."""
     transform, plan = layer.transform or layer.final, layer.plan
     columns = transform.traits.transposable or transform.traits.own_dgrad
     estimate = Pattern(plan.n, plan.m) if plan.wgrad in ("mvue", "magnitude") else None
@@ -124,12 +125,12 @@ def _work(span: Span) -> float:
 
 
 def _prepare_rule(transform: WeightTransform, columns: bool) -> str:
-    # a doubly pruned weight costs what a transposable one does: two packed forms
+    # a doubly pruned weight costs the same as a transposable one: two packed forms
     return "threshold" if transform.traits.threshold else "transposable" if columns else "mask"
 
 
 def by_name(spec: str) -> Recipe:
-    """The recipe of a text, as long as a schedule needs to be seen, unless the text says otherwise."""
+    """Parse a recipe; if its profile depends on its length, which the text does not give, use ``STEPS`` steps."""
     name, _, given = parse(spec)
     free = {f.name for f in fields(find(name)) if f.init} - set(given)
     steps = {"total_steps": STEPS} if "total_steps" in free else {}
@@ -143,7 +144,7 @@ def by_name(spec: str) -> Recipe:
 
 @dataclass(frozen=True)
 class Piece:
-    """One part of a step, in seconds for every forward pass: in the dense model and here, and in which form it runs here."""
+    """One part of a step: seconds per forward pass in the dense model and here, and the form in which it runs here."""
 
     name: str
     dense: float
@@ -157,14 +158,14 @@ def total(pieces: Sequence[Piece]) -> tuple[float, float]:
 
 
 def speedup(pieces: Sequence[Piece]) -> float:
-    """Times as fast as dense, all pieces together."""
+    """Speed-up over dense of all pieces together."""
     dense, used = total(pieces)
     return dense / used if used else 1.0
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer as a roofline sees it.
+    """The properties of a linear layer that the roofline uses.
 
     Args:
         shape: of the weight, ``(out, in)``.
@@ -186,14 +187,14 @@ def packed_bytes(pattern: Pattern, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """Equal layers on a device under rules: what their pieces cost, and which of them a good choice runs.
+    """A layer on a device under rules: the cost of its pieces, and the fastest choice of pieces.
 
     Args:
-        sparse: they follow the rules; else they stay dense, and the rules have only the pattern that they might have.
-        trains: there are training steps.
-        kept: a dense weight is at hand in inference, so that a GEMM is never expanded for it.
+        sparse: whether it follows the rules; otherwise it stays dense, and only the rules' pattern is meaningful.
+        trains: whether there are training steps.
+        kept: whether inference has a dense copy of the weight, so that a dense GEMM need not expand it.
         accumulate: forward passes per optimizer step, which share one preparation of the weight.
-        fused: the optimizer masks and packs in its own pass, as MaskedAdamW can.
+        fused: whether the optimizer masks and packs in its own pass, as MaskedAdamW can.
     """
 
     device: Device
@@ -209,13 +210,13 @@ class Case:
         return replace(self, rules=replace(self.rules, **rules or {}), layer=replace(self.layer, **layer or {}), **more)
 
     def step(self, cost: Cost | None = None) -> Pieces:
-        """The pieces of a training step, at predicted costs unless given; empty where there is none, or a GEMM has no cost."""
+        """The pieces of a training step, by default at predicted costs; empty if there is none, or a GEMM has no cost."""
         cost, rules = cost or self.predict, self.rules
         roles = [role for role in GEMMS if role != "wgrad" or rules.trains]
         if not self.trains or any(cost(f"{role} dense") is None for role in roles):
             return ()
         best: list[Piece] = []
-        for weight, *packed in rules.ways(self.device.transposed):
+        for weight, *packed in rules.preparations(self.device.transposed):
             pieces = [_faster(role, cost, bool(sparse)) for role, sparse in zip(GEMMS, packed, strict=False)]
             took = cost(weight) if weight else 0.0
             if took is None or (any(packed) and all(p.form == "dense" for p in pieces)):
@@ -228,14 +229,14 @@ class Case:
             return tuple(best)
         if rules.estimate is None:
             return (*best, _faster("wgrad", cost, False))
-        # with the estimate, whatever that costs: it is what the method trains with
+        # the method trains with the estimate, even if that is slower
         if (whole := cost("wgrad estimated")) is not None:
             return (*best, Piece("wgrad", cost("wgrad dense") or 0.0, whole, f"of mvue {rules.estimate}"))
         estimate = Piece("estimate", 0.0, cost("estimate") or 0.0, f"mvue {rules.estimate}")
         return (*best, _faster("wgrad", cost, True), estimate)
 
     def inference(self, cost: Cost | None = None) -> Pieces:
-        """The GEMM of inference, and an adapter's two; without a dense weight beside the packed one, a dense GEMM expands that."""
+        """The GEMM of inference, and those of an adapter; without a dense copy, a dense GEMM first expands the packed weight."""
         cost = cost or self.predict
         if cost("fprop dense") is None:
             return ()
@@ -248,7 +249,7 @@ class Case:
 
     @property
     def part(self) -> str:
-        """What a change is judged by: the step, or inference for a layer that is not trained."""
+        """The part that advice is about: the step, or inference if the layer is not trained."""
         return "step" if self.trains else "inference"
 
     def pieces(self) -> Pieces:
@@ -261,7 +262,7 @@ class Case:
         """Seconds of a piece by the roofline, see ``Cost``."""
         device, layer, rules = self.device, self.layer, self.rules
         role, _, form = piece.partition(" ")
-        if form == "estimated" or (role == "adapter" and not rules.rank):  # here GEMM and estimate are two pieces
+        if form == "estimated" or (role == "adapter" and not rules.rank):  # the roofline has GEMM and estimate as two pieces
             return None
         if role == "weight":
             return self._prepare(form)
@@ -279,7 +280,7 @@ class Case:
         return self.gemm(role, pattern) if pattern is None or not self.refused(role, pattern) else None
 
     def gemm(self, role: str, pattern: Pattern | None = None) -> float:
-        """Seconds of one GEMM, dense or with its N:M operand in packed form."""
+        """Seconds of one GEMM, dense or with a packed N:M operand."""
         device, dtype = self.device, self.layer.dtype
         rows, cols, width = self._sizes(role)
         each, ratio, launch = float(dtype.itemsize), 1.0, device.launch
@@ -292,7 +293,7 @@ class Case:
         return max(moved / (device.share * device.bandwidth), arithmetic) + launch
 
     def refused(self, role: str, pattern: Pattern) -> str:
-        """Why no kernel profits from the N:M operand of that GEMM; empty where one does."""
+        """Why no kernel benefits from the N:M operand of that GEMM; empty if one does."""
         device, dtype = self.device, kind(self.layer.dtype)
         rows, cols, width = self._sizes(role)
         if device.few is None or width <= device.few.get(dtype, 0):
@@ -301,11 +302,11 @@ class Case:
             return dtype
         if not tensor_core_pattern(pattern):
             return "pattern"
-        # tokens are filled up with zeros
+        # tokens are padded with zeros
         return "shape" if rows % device.rows or (role != "wgrad" and cols % device.cols) else ""
 
     def _sizes(self, role: str) -> tuple[int, int, int]:
-        """``(rows, cols)`` of what is N:M in that GEMM, groups along ``cols``, and how many columns it is multiplied with."""
+        """``(rows, cols)`` of the N:M operand of that GEMM, groups along ``cols``, and the number of columns of the other one."""
         (out, cols), tokens = self.layer.shape, self.layer.tokens
         return {"fprop": (out, cols, tokens), "dgrad": (cols, out, tokens), "wgrad": (out, tokens, cols)}[role]
 

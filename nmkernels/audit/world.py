@@ -1,24 +1,24 @@
-"""What one GPU of many would move, hold and wait for in a training step under FSDP2: a prediction from the model below, no measurement.
+"""Predict traffic, memory and waiting time per GPU in a training step under FSDP2, with the model below.
 
-Every module with a number in its name, ``layers.3``, is a group that FSDP2 gathers at once; what lies outside is the root's group, which is
-gathered once per pass and stays. A group of B bytes on S GPUs takes a ring (NCCL's algorithm for both collectives)::
+Every module with a number in its name, ``layers.3``, is a group that FSDP2 gathers at once; everything else is the root's group, which is
+gathered once per pass and stays. Gathering or reducing a group of B bytes on S GPUs takes a ring (NCCL's algorithm for both)::
 
     all-gather, reduce-scatter:  start + steps · latency + (S-1)/S · B / bandwidth
 
-The next group is gathered while the present one computes, and gradients are reduced meanwhile, on the same wires. With the seconds f and b
-that group i computes forward and backward, g and r that its gather and its reduce-scatter take, n groups and the root 0::
+The next group is gathered while the current one computes, and gradients are reduced at the same time, on the same network. With f and b the
+forward and backward seconds of group i, g and r those of its gather and reduce-scatter, n groups and the root 0::
 
     forward  = g0 + g1 + Σ max(f_i, g_i+1) + f0
     backward = max(b0, g_n) + Σ max(b_i, g_i-1 + r_i+1) + r1 + r0
 
-Both gathers of a step carry W̃, packed where its rows divide among the GPUs: s·N/M + index bits in place of s bytes per element, 0.5625 of
-bfloat16 at 2:4, 0.15625 at 1:8. Gradients stay dense. W̃ is made of the shard at each gather, and decompressed for dense GEMMs, since
-what the sparse tensor cores read is not gathered; of the GEMMs only wgrad of an estimated gradient gains. ``Audit.step`` is about one
+Both gathers of a step carry W̃, packed if its rows divide evenly among the GPUs: s·N/M + index bits instead of s bytes per element, 0.5625
+of bfloat16 at 2:4, 0.15625 at 1:8. Gradients stay dense. W̃ is made from the shard at each gather and decompressed for dense GEMMs, because
+the layouts of sparse tensor cores are not gathered; of the GEMMs only wgrad with an estimated gradient gains. ``Audit.step`` is for one
 GPU.
 
-Only linear layers and collectives are counted. torchtitan's table has 5,762 tokens per second and GPU for Llama 3.1 8B on 8 H100 of
-500 W, or 2.84 s for two sequences of 8192 (its docs/performance.md); this model says 1.08 s, without attention, norms, recomputation and
-the optimizer.
+Only linear layers and collectives are counted. torchtitan reports 5,762 tokens per second and GPU for Llama 3.1 8B on 8 H100 of 500 W, or
+2.84 s for two sequences of 8192 (its docs/performance.md); this model predicts 1.08 s, without attention, norms, recomputation and the
+optimizer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .flops import aligned, check_number, matrices_of
 from .rules import GEMMS, Case, packed_bytes
 
 GROUP = re.compile(r"(?:.*?\.)??\d+(?=\.|$)")
-STATES = 4  # of the master's size: itself, its gradient and Adam's two moments
+STATES = 4  # tensors of the master weight's size: itself, gradient and Adam's two moments
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -49,14 +49,14 @@ class World:
     """The GPUs of a training run with FSDP2.
 
     Args:
-        gpus: how many.
-        shards: ways in which every weight is sharded; None for all GPUs. With fewer it is HSDP: ``gpus / shards`` replicas.
-        per_node: GPUs that NVLink connects.
+        gpus: number of GPUs.
+        shards: number of shards per weight; None for one per GPU. With fewer it is HSDP with ``gpus / shards`` replicas.
+        per_node: GPUs connected by NVLink.
         reduce_dtype: of the gradients' reduction, as in ``MixedPrecisionPolicy``.
-        reshard_after_forward: weights are gathered again for backward, as ``fully_shard`` does unless told.
+        reshard_after_forward: whether weights are gathered again for backward, ``fully_shard``'s default.
 
     Raises:
-        RecipeError: a number is no whole number of at least 1, or ``gpus`` is no multiple of ``shards``; the dtype is unknown.
+        RecipeError: a number is not a positive integer, ``gpus`` is not a multiple of ``shards``, or the dtype is unknown.
 
     Example:
         >>> World(64, shards=8).replicas
@@ -70,34 +70,34 @@ class World:
     reshard_after_forward: bool = True
 
     def __post_init__(self) -> None:
-        for name, value in (("gpus", self.gpus), ("shards", self.ways), ("per_node", self.per_node)):
+        for name, value in (("gpus", self.gpus), ("shards", self.shard_count), ("per_node", self.per_node)):
             check_number("World", name, value, 1)
-        if self.gpus % self.ways:
-            raise RecipeError(f"World: gpus={self.gpus} is no multiple of shards={self.ways}.")
+        if self.gpus % self.shard_count:
+            raise RecipeError(f"World: gpus={self.gpus} is not a multiple of shards={self.shard_count}.")
         if self.reduce_dtype not in DTYPES:
             raise RecipeError(f"World: reduce_dtype={self.reduce_dtype!r} is unknown; choose one of {', '.join(DTYPES)}.")
 
     @property
-    def ways(self) -> int:
-        """``shards``, or the number of GPUs where that is None."""
+    def shard_count(self) -> int:
+        """The number of shards: ``shards``, or ``gpus`` if that is None."""
         return self.gpus if self.shards is None else self.shards
 
     @property
     def replicas(self) -> int:
-        """How many GPUs hold the same shard."""
-        return self.gpus // self.ways
+        """Number of GPUs with the same shard."""
+        return self.gpus // self.shard_count
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """One GPU's part of an optimizer step, predicted.
+    """Predicted traffic, memory and time of one GPU in an optimizer step.
 
     Args:
-        gathered, reduced: bytes that it receives in all-gathers of weights, and in reduce-scatters (and all-reduces) of gradients.
-        memory: bytes of its shards of weights, gradients and Adam's moments, and of what is gathered at once; activations come on top.
+        gathered, reduced: bytes received in all-gathers of weights, and in reduce-scatters (and all-reduces) of gradients.
+        memory: bytes of its shards of weights, gradients and Adam's moments, and of gathered weights, without activations.
         seconds: of all linear layers (and ``other``), gathers and reductions.
-        waiting: of these, while nothing is computed.
-        seconds_range: the same where the network is as fast, and as slow, as it may be.
+        waiting: seconds of these spent waiting for the network.
+        seconds_range: ``seconds`` with the fastest and the slowest plausible network.
     """
 
     gathered: float
@@ -110,7 +110,7 @@ class Sharded:
 
 @dataclass(frozen=True)
 class WorldAudit:
-    """The step on many GPUs: of the dense model, and of the recipe, whose weights are gathered packed. ``str`` of it is a table."""
+    """The predicted step on many GPUs, for the dense model and for the recipe with packed gathers; ``str(...)`` gives a table."""
 
     world: World
     dense: Sharded
@@ -118,7 +118,7 @@ class WorldAudit:
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Plain values for JSON."""
         return {**asdict(self), "notes": list(self.notes), "predicted": True}
 
     def __str__(self) -> str:
@@ -139,7 +139,7 @@ class WorldAudit:
 
 @dataclass
 class _Group:
-    """Of one group: seconds forward and backward, bytes that are gathered, that it takes unsharded, and that are reduced."""
+    """One group: forward and backward seconds; bytes gathered, held unsharded, and reduced."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -147,13 +147,13 @@ class _Group:
     unsharded: float = 0.0
     gradients: float = 0.0
     reduced: float = 0.0
-    extra: float = field(default=0.0)  # of packed weights, beside the unsharded ones
+    extra: float = field(default=0.0)  # packed weights, in addition to unsharded ones
 
 
 def predict(
     model: nn.Module, groups: list[tuple[list[Entry], Case]], world: World, device: Device, accumulate: int, rest: float
 ) -> WorldAudit:
-    """The step of a model whose equal layers are ``groups``; ``rest``: seconds of everything else in one forward pass."""
+    """Predict the step of a model with layers ``groups``; ``rest``: seconds of everything else in one forward pass."""
     links = device.links
     assert links is not None
     if not any(case.trains for _, case in groups):
@@ -162,12 +162,12 @@ def predict(
     steps = (_step(dense, model, world, links, accumulate), _step(packed, model, world, links, accumulate))
     notes = _notes(world, links, device, len(dense) - 1)
     if max(step.memory for step in steps) > device.capacity:
-        notes = (f"It does not fit into the {device.capacity / 1e9:g} GB of {device.name}: more shards are needed.", *notes)
+        notes = (f"It exceeds the {device.capacity / 1e9:g} GB of {device.name}: use more shards.", *notes)
     return WorldAudit(world, *steps, notes)
 
 
 def _groups(model: nn.Module, groups: list[tuple[list[Entry], Case]], world: World, packed: bool, rest: float) -> dict[str, _Group]:
-    """What FSDP2 gathers at once, by name, in the model's order, the root's first; of the dense model, or of the recipe."""
+    """The groups that FSDP2 gathers at once, by name, in the model's order, the root first; for the dense model or the recipe."""
     found: dict[str, _Group] = {"": _Group()}
     layers = {e.name: (e, case) for entries, case in groups for e in entries}
     usual = next(case for _, case in groups).layer.dtype
@@ -177,20 +177,20 @@ def _groups(model: nn.Module, groups: list[tuple[list[Entry], Case]], world: Wor
         entry, case = layers.get(name) or layers.get(owner) or (None, None)
         group = found.setdefault(_group(name), _Group())
         dtype = usual if case is None else case.layer.dtype
-        whole = _padded(p.shape, world.ways)
+        whole = _padded(p.shape, world.shard_count)
         each = float(dtype.itemsize)
         if packed and entry is not None and case is not None and case.sparse:
             if _packs(entry, case, world):
                 each = packed_bytes(case.rules.pattern, dtype)
                 group.extra += whole * each
-            elif not case.rules.straight:  # whose backward needs the master weight
+            elif not case.rules.straight:  # backward needs the master weight
                 each = float(p.element_size())
         group.gathered += whole * each
         group.unsharded += whole * dtype.itemsize
         if p.requires_grad:
             group.reduced += whole * reduce
             group.gradients += whole * dtype.itemsize
-    for name, (entry, case) in layers.items():  # a tied weight is a parameter of another module
+    for name, (entry, case) in layers.items():  # here, because a tied weight is a parameter of another module
         _compute(found[_group(name)], entry, case, world, packed and case.sparse)
     blocks = [group for name, group in found.items() if name] or [found[""]]
     for group in blocks:
@@ -200,25 +200,25 @@ def _groups(model: nn.Module, groups: list[tuple[list[Entry], Case]], world: Wor
 
 
 def _group(name: str) -> str:
-    """The group of the parameter of that name; empty for the root's."""
+    """The name of a parameter's group; empty for the root."""
     match = GROUP.match(name)
     return match.group() if match else ""
 
 
-def _padded(shape: Iterable[int], ways: int) -> int:
-    """Elements with as many rows as FSDP2 pads them to."""
+def _padded(shape: Iterable[int], shards: int) -> int:
+    """Number of elements after FSDP2's padding of rows."""
     rows, *rest = tuple(shape) or (1,)
-    return -(-rows // ways) * ways * math.prod(rest)
+    return -(-rows // shards) * shards * math.prod(rest)
 
 
 def _packs(entry: Entry, case: Case, world: World) -> bool:
-    """Whether the weight is gathered packed: as ``nn.gather`` decides."""
+    """Whether the weight is gathered packed, as ``nn.gather`` decides."""
     matrix = len(entry.shape) == 2 and not entry.kind.endswith("Conv1D")
-    return matrix and world.ways > 1 and case.rules.packed and case.rules.straight and entry.shape[0] % world.ways == 0
+    return matrix and world.shard_count > 1 and case.rules.packed and case.rules.straight and entry.shape[0] % world.shard_count == 0
 
 
 def _compute(group: _Group, entry: Entry, case: Case, world: World, sparse: bool) -> None:
-    """Add the seconds of a layer: its GEMMs, the estimate, and W̃ made of the shard and decompressed, at each gather."""
+    """Add the seconds of a layer: its GEMMs, the estimate, and at each gather making W̃ from the shard and decompressing it."""
     device, layer = case.device, case.layer
     times = matrices_of(entry.shape)
     dtype, pattern = float(layer.dtype.itemsize), case.rules.pattern
@@ -227,10 +227,10 @@ def _compute(group: _Group, entry: Entry, case: Case, world: World, sparse: bool
     if sparse:
         packs = _packs(entry, case, world)
         written = packed_bytes(pattern, layer.dtype) if packs else dtype
-        moved = elements / world.ways * (layer.master.itemsize + written) + packs * elements * (written + dtype)
+        moved = elements / world.shard_count * (layer.master.itemsize + written) + packs * elements * (written + dtype)
         made = moved / (device.passes * device.bandwidth) + (1 + packs) * device.call
     elif layer.master != layer.dtype:
-        made = elements / world.ways * (layer.master.itemsize + dtype) / (device.passes * device.bandwidth) + device.launch
+        made = elements / world.shard_count * (layer.master.itemsize + dtype) / (device.passes * device.bandwidth) + device.launch
     seconds = {role: 0.0 for role in GEMMS}
     if layer.tokens:
         seconds = {role: case.predict(f"{role} dense") or 0.0 for role in GEMMS if role != "wgrad" or case.rules.trains}
@@ -243,17 +243,17 @@ def _compute(group: _Group, entry: Entry, case: Case, world: World, sparse: bool
 def _step(found: dict[str, _Group], model: nn.Module, world: World, links: Links, accumulate: int) -> Sharded:
     root, blocks = found[""], [group for name, group in found.items() if name]
     again = 2 if world.reshard_after_forward else 1
-    part, replicas = (world.ways - 1) / world.ways, world.replicas
+    part, replicas = (world.shard_count - 1) / world.shard_count, world.replicas
     gathered = part * (root.gathered + again * sum(group.gathered for group in blocks))
     reduced = sum(group.reduced for group in found.values())
-    state = sum((STATES if p.requires_grad else 1) * _padded(p.shape, world.ways) * p.element_size() for p in model.parameters())
+    state = sum((STATES if p.requires_grad else 1) * _padded(p.shape, world.shard_count) * p.element_size() for p in model.parameters())
     largest = max(blocks, key=lambda group: group.unsharded, default=_Group())
-    # one group computes while the next one arrives; gradients are there unsharded, the root's until the end, and again as they are reduced
+    # one group computes while the next one arrives; unsharded gradients exist too, the root's until the end, plus a copy while reduced
     at_once = largest.unsharded + largest.gathered + largest.extra + largest.gradients + largest.reduced
-    memory = state / world.ways + root.unsharded + root.extra + root.gradients + max(at_once, root.reduced)
+    memory = state / world.shard_count + root.unsharded + root.extra + root.gradients + max(at_once, root.reduced)
     most, taken, least = (_seconds(root, blocks, world, replace(links, across=(across,) * 3)) for across in links.across)
     computed = sum(group.forward + group.backward for group in found.values())
-    moved = part * reduced + 2 * (replicas - 1) / replicas * reduced / world.ways
+    moved = part * reduced + 2 * (replicas - 1) / replicas * reduced / world.shard_count
     return Sharded(
         accumulate * gathered,
         accumulate * moved,
@@ -265,7 +265,7 @@ def _step(found: dict[str, _Group], model: nn.Module, world: World, links: Links
 
 
 def _seconds(root: _Group, blocks: list[_Group], world: World, links: Links) -> float:
-    """Of one pass forward and backward; the formulas at the top."""
+    """Seconds of one forward and backward pass, by the formulas in the module docstring."""
     gather = [_ring(group.gathered, world, links) for group in (root, *blocks)]
     back = gather if world.reshard_after_forward else [0.0] * len(gather)
     reduce = [_ring(group.reduced, world, links) + _replicas(group.reduced, world, links) for group in (root, *blocks)]
@@ -280,11 +280,11 @@ def _seconds(root: _Group, blocks: list[_Group], world: World, links: Links) -> 
 
 def _ring(size: float, world: World, links: Links) -> float:
     """Seconds of an all-gather or a reduce-scatter of ``size`` bytes."""
-    ways, nodes = world.ways, -(-world.ways // world.per_node)
-    if ways == 1 or not size:
+    count, nodes = world.shard_count, -(-world.shard_count // world.per_node)
+    if count == 1 or not size:
         return 0.0
     bandwidth = links.node if nodes == 1 else links.across[1]
-    return links.start + (ways - nodes) * links.hop + (nodes - 1) * links.far + (ways - 1) / ways * size / bandwidth
+    return links.start + (count - nodes) * links.hop + (nodes - 1) * links.far + (count - 1) / count * size / bandwidth
 
 
 def _replicas(size: float, world: World, links: Links) -> float:
@@ -294,20 +294,20 @@ def _replicas(size: float, world: World, links: Links) -> float:
         return 0.0
     near = world.gpus <= world.per_node
     bandwidth, hop = (links.node, links.hop) if near else (links.nic, links.far)
-    return links.start + 2 * (replicas - 1) * hop + 2 * (replicas - 1) / replicas * size / world.ways / bandwidth
+    return links.start + 2 * (replicas - 1) * hop + 2 * (replicas - 1) / replicas * size / world.shard_count / bandwidth
 
 
 def _notes(world: World, links: Links, device: Device, groups: int) -> tuple[str, ...]:
     low, taken, high = (f"{across / 1e9:g}" for across in links.across)
-    nodes = -(-world.ways // world.per_node)
+    nodes = -(-world.shard_count // world.per_node)
     wires = f"{links.node / 1e9:g} GB/s of bus bandwidth in a node"
     if nodes > 1:
         wires = f"{taken} GB/s of bus bandwidth over {nodes} nodes ({low} to {high})"
-    how = f"{world.ways} ways" + (f", {world.replicas} replicas" if world.replicas > 1 else "")
+    how = f"{world.shard_count} ways" + (f", {world.replicas} replicas" if world.replicas > 1 else "")
     return (
         f"FSDP2, predicted and not measured: {device.name}, sharded {how}, {groups} groups and the root, gradients reduced in "
         f"{world.reduce_dtype}; {wires}, {1e6 * links.hop:g} µs a step of the ring in a node and {1e6 * links.far:g} between nodes.",
-        "Packed weights are decompressed and multiplied dense. Not in it: activations, attention, norms, recomputation, the optimizer.",
+        "Packed weights are decompressed and multiplied dense. Not included: activations, attention, norms, recomputation, the optimizer.",
     )
 
 
@@ -319,5 +319,5 @@ def text(audit: WorldAudit, width: int) -> str:
             f"{name} {1e3 * found.seconds_range[0]:.4g} to {1e3 * found.seconds_range[1]:.4g} ms"
             for name, found in (("dense", audit.dense), ("packed", audit.packed))
         )
-        lines.append(f"With the network as fast, and as slow, as below: {words}.")
+        lines.append(f"With the fastest and the slowest network below: {words}.")
     return "\n".join([*lines, *("\n".join(textwrap.wrap(note, width, break_long_words=False)) for note in audit.notes)])

@@ -1,4 +1,4 @@
-"""A small byte-level language model and real text to train it on, with nothing to download; the layers of well-known models."""
+"""A small byte-level language model, text to train it on without downloads, and the layer shapes of well-known models."""
 
 from .data import Corpus, DataError, load_corpus, make_corpus, stdlib_texts
 from .gpt import GPT, GPTConfig, KVCache, generate

@@ -1,6 +1,6 @@
-"""Text to train on: the standard library's own source by default, or any file or folder.
+"""Training text: the standard library's source by default, or any file or folder.
 
-Batches are a function of (seed, step) alone, so that resuming a run needs no sampler state.
+Batches depend only on (seed, step), so resuming a run needs no sampler state.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ..pattern import NMError
 
 VALIDATION_SHARE = 0.1
 MAX_BYTES = 1 << 28
-"""At most this much text is read, 256 MiB: a laptop's memory is finite and the models here are small."""
+"""The most text that is read, 256 MiB: enough for these small models, and it fits a laptop."""
 MIN_CONTEXTS = 4
 SKIPPED_FOLDERS = frozenset(
     ["test", "tests", "idle_test", "idlelib", "turtledemo", "encodings", "site-packages", "dist-packages", "__pycache__"],
 )
-"""Parts of the standard library's folder that are not its own prose: tests, installed packages, tables of character codes."""
+"""Folders of the standard library that are skipped: tests, installed packages, tables of character codes."""
 FILES_TO_HASH = 20
 
 
@@ -34,7 +34,7 @@ class DataError(NMError, ValueError):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and validation text as uint8 tensors, where it came from, and a digest that tells whether it changed."""
+    """Training and validation text as uint8 tensors, with its source and a digest to detect changes."""
 
     train: Tensor
     val: Tensor
@@ -49,17 +49,17 @@ class Corpus:
             if len(tokens) < least:
                 raise DataError(
                     f"{self.source}: the {name} text is {len(tokens)} bytes, and a context of {context} needs at least {least}. "
-                    "Give more text with --data, or a smaller --context."
+                    "Use more text (--data) or a smaller --context."
                 )
 
     def batch(self, seed: int, step: int, size: int, context: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets ``[size, context]`` (int64) of one training step; the same (seed, step) gives the same batch."""
+        """Inputs and targets ``[size, context]`` (int64) of one training step, a function of (seed, step)."""
         rng = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step) & (2**63 - 1))
         starts = torch.randint(len(self.train) - context, (size, 1), generator=rng)
         return _windows(self.train, starts, context)
 
     def val_batches(self, context: int, size: int, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of up to ``most`` validation windows that do not overlap, spread evenly over the text."""
+        """Batches of up to ``most`` non-overlapping validation windows, spread evenly over the text."""
         count = (len(self.val) - 1) // context
         windows = torch.arange(count) if count <= most else torch.arange(most) * count // most
         for part in windows.split(size):
@@ -72,14 +72,13 @@ def _windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor
 
 
 def load_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
-    """Read the text at ``path`` (a file, or a folder with all below it), or the standard library's source where it is None.
+    """Read the text at ``path`` (a file, or a folder and its subfolders), or the standard library's source if None.
 
-    A file counts as text when it has no NUL byte. Hidden files and folders are passed over. With 20 files or more, whole files
-    go to validation, in the order of a hash of their names, until a tenth of the bytes is reached; with fewer, the last tenth
-    of the text does.
+    A file counts as text if it has no NUL byte. Hidden files and folders are skipped. With 20 files or more, whole files go to validation,
+    in the order of a hash of their names, up to a tenth of the bytes; with fewer, the last tenth of the text does.
 
     Raises:
-        DataError: there is no such path, or nothing in it can be used; the message says which, and what to do.
+        DataError: the path does not exist, or contains no usable text.
     """
     if path is None:
         return make_corpus(stdlib_texts(), "the Python standard library")
@@ -99,7 +98,7 @@ def load_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
 
 
 def stdlib_texts() -> dict[str, bytes]:
-    """The source files of the Python standard library by their names below its folder, without tests and tables of character codes."""
+    """Relative name → source of the Python standard library's files, without tests and tables of character codes."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [f for f in _walk(root, SKIPPED_FOLDERS) if f.suffix == ".py"]
     if not files:
@@ -108,17 +107,17 @@ def stdlib_texts() -> dict[str, bytes]:
 
 
 def make_corpus(texts: dict[str, bytes], source: str) -> Corpus:
-    """Training and validation text from named texts, split as ``load_corpus`` says; ``source`` is what error messages call them."""
+    """Split named texts into training and validation text as in ``load_corpus``; ``source`` names them in error messages."""
     train, val = _split(texts)
     digest = hashlib.blake2b(train, digest_size=16)
     digest.update(val)
-    # torch refuses an empty buffer
+    # torch.frombuffer needs at least one byte
     parts = [torch.frombuffer(bytearray(part or b"\0"), dtype=torch.uint8)[: len(part)] for part in (train, val)]
     return Corpus(parts[0], parts[1], source, len(texts), f"{len(train)}-{digest.hexdigest()}")
 
 
 def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
-    """Regular files below ``root`` in sorted order; pipes and devices are left out, because reading them may never end."""
+    """Regular files below ``root`` in sorted order, without pipes and devices, which might never end."""
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(d for d in folders if d not in skipped and not d.startswith("."))
         for name in sorted(names):
@@ -128,7 +127,7 @@ def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
 
 
 def _read(files: list[Path], root: Path, source: str) -> dict[str, bytes]:
-    """Texts by their name relative to ``root``, in a fixed order."""
+    """Name relative to ``root`` → text, in a fixed order."""
     texts: dict[str, bytes] = {}
     total, problem = 0, "empty"
     for file in files:

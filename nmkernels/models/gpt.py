@@ -1,7 +1,6 @@
-"""A decoder-only transformer over bytes, small enough to train on a laptop, and generation with a cache of keys and values.
+"""A small decoder-only transformer over bytes, and generation with a key-value cache.
 
-Every GEMM is an ``nn.Linear``, so that ``sparsify_`` finds all of them; the output head is called ``lm_head`` and is not tied, so
-that it stays dense.
+Every GEMM is an ``nn.Linear``, so ``sparsify_`` finds all of them; the output head ``lm_head`` is not tied and stays dense.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ class GPTConfig:
         vocab: number of token ids; 256 for bytes.
         width: features of the residual stream, a multiple of ``heads``.
         layers: transformer blocks.
-        heads: of attention, per block.
+        heads: attention heads per block.
         context: longest sequence, in tokens.
-        activation: of the feed-forward blocks: ``"gelu"``; ``"relu2"``, squared ReLU; or ``"relu2:N:M"``, with at most N of every M
+        activation: of the feed-forward blocks: ``"gelu"``, ``"relu2"`` (squared ReLU), or ``"relu2:N:M"`` with at most N of every M
             activations non-zero (see ``nm.nn.SquaredReLU``).
 
     Raises:
         ShapeError: a size is below 1, or ``width`` is not a multiple of ``heads``.
         NMError: the activation is unknown.
-        PatternError: its N:M is not usable.
+        PatternError: its N:M is invalid.
     """
 
     vocab: int = 256
@@ -52,7 +51,7 @@ class GPTConfig:
             raise ShapeError(f"GPTConfig: width {self.width} is not a multiple of heads={self.heads}; change one of the two.")
 
     def feed_forward(self) -> tuple[str, Pattern | None]:
-        """The name of the activation, and the pattern of its sparse form."""
+        """The activation's name and its N:M pattern, if any."""
         name, colon, pattern = self.activation.partition(":")
         if name not in ("gelu", "relu2") or (name == "gelu" and colon):
             raise NMError(f"GPTConfig: activation={self.activation!r} is unknown; choose gelu, relu2, or relu2:N:M.")
@@ -60,7 +59,7 @@ class GPTConfig:
 
 
 class KVCache:
-    """Keys and values of the tokens already seen, ``[layers, batch, heads, context, head_dim]`` each, for step-by-step decoding."""
+    """Cached keys and values, ``[layers, batch, heads, context, head_dim]`` each, for step-by-step decoding."""
 
     def __init__(self, config: GPTConfig, batch: int = 1, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
         shape = (config.layers, batch, config.heads, config.context, config.width // config.heads)
@@ -69,7 +68,7 @@ class KVCache:
         self.length = 0
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``k`` and ``v`` ``[batch, heads, new, head_dim]`` of one layer; all keys and values up to the newest come back."""
+        """Store ``k`` and ``v`` ``[batch, heads, new, head_dim]`` of one layer; return all keys and values so far."""
         end = self.length + k.shape[2]
         self.keys[layer, :, :, self.length : end] = k
         self.values[layer, :, :, self.length : end] = v
@@ -92,7 +91,7 @@ class Attention(nn.Module):
         if cache is not None:
             past = cache.length
             k, v = cache.extend(self.layer, k, v)
-        if past and tokens > 1:  # is_causal aligns to the first key, which is right only without a past
+        if past and tokens > 1:  # is_causal aligns to the first key, so it is wrong with a past
             mask = torch.ones(tokens, past + tokens, dtype=torch.bool, device=x.device).tril(past)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and tokens > 1)
         return self.proj(y.transpose(1, 2).reshape(batch, tokens, width))
@@ -165,7 +164,7 @@ class GPT(nn.Module):
         past = cache.length if cache is not None else 0
         end = past + ids.shape[1]
         if end > self.config.context:
-            raise ShapeError(f"GPT: {end} tokens do not fit a context of {self.config.context}; cut the input or build a model with more.")
+            raise ShapeError(f"GPT: {end} tokens exceed the context of {self.config.context}; shorten the input or use a longer context.")
         x = self.tokens(ids) + self.positions.weight[past:end]
         for block in self.blocks:
             x = block(x, cache)
@@ -185,12 +184,11 @@ class GPT(nn.Module):
 def generate(model: GPT, prompt: bytes, count: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
     """Continue ``prompt`` by ``count`` bytes, one forward pass of one token each.
 
-    ``temperature`` 0 takes the likeliest byte, else bytes are drawn from ``softmax(logits / temperature)`` with a
-    generator seeded by ``seed``. When the context is full, its second half is read again as a fresh start, because
-    learned positions cannot slide.
+    With ``temperature`` 0 it takes the most likely byte, otherwise it samples from ``softmax(logits / temperature)`` with a generator
+    seeded by ``seed``. When the context is full, generation restarts from its second half, because learned positions cannot slide.
 
     Raises:
-        ShapeError: the prompt is empty (there is nothing to continue), or ``temperature`` is negative.
+        ShapeError: the prompt is empty, or ``temperature`` is negative.
 
     Example:
         >>> from nmkernels.models import GPT, GPTConfig, generate

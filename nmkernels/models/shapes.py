@@ -1,4 +1,4 @@
-"""The linear layers of well-known models by name and shape, so that numbers can be had of a model without having it."""
+"""Names and shapes of the linear layers of well-known models, for audits without the model itself."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ Shapes = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """Linear layers ``(out, in)`` of one block and how many blocks, those outside, and how often a token passes through some.
+    """The linear layers of a model.
 
-    ``embeddings``: the tables ``(tokens, width)`` that no output layer shares.
+    Args:
+        block: name of the module list of the blocks.
+        blocks: number of blocks.
+        layers: linear layers ``(out, in)`` of one block.
+        outside: linear layers outside the blocks.
+        rows: how often a token passes through a layer, if not once; see ``nm.flops``.
+        embeddings: tables ``(tokens, width)`` that are not shared with an output layer.
     """
 
     block: str
@@ -29,12 +35,12 @@ class ModelShapes:
     embeddings: Shapes = field(default_factory=dict)
 
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """Every linear layer of the model, by its name there."""
+        """Name → shape of every linear layer of the model."""
         inside = {f"{self.block}.{i}.{name}": shape for i in range(self.blocks) for name, shape in self.layers.items()}
         return {**inside, **self.outside}
 
     def module(self) -> nn.Module:
-        """A model without memory that has these linear layers and embeddings."""
+        """A model with these linear layers and embeddings on the meta device."""
         root = skeleton(self.shapes())
         with torch.device("meta"):
             for name, (tokens, width) in self.embeddings.items():
@@ -79,10 +85,10 @@ MODELS = {
 
 
 def model_shapes(name: str) -> ModelShapes:
-    """The linear layers of the model of that name.
+    """The linear layers of a well-known model.
 
     Raises:
-        NMError: none is called that.
+        NMError: the name is unknown.
 
     Example:
         >>> model_shapes("gpt2").shapes()["h.11.mlp.c_fc"]
@@ -90,5 +96,5 @@ def model_shapes(name: str) -> ModelShapes:
     """
     found = MODELS.get(name.lower().replace("_", "-").replace("llama3", "llama-3"))
     if found is None:
-        raise NMError(f"no model is called {name!r}; there are the shapes of {', '.join(MODELS)}.")
+        raise NMError(f"no model is called {name!r}; choose one of {', '.join(MODELS)}.")
     return found

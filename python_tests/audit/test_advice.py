@@ -38,7 +38,7 @@ def told(words="", **case):
         ("MaskedAdamW masks and packs", LATE, {"tokens": 2048}, {**LATE, "recipe": "sste:2:4"}),
         ("MaskedAdamW masks and packs", LATE, {"tokens": 2048}, {"tokens": 2048}),
         ("accumulate gradients", LATE, {**LATE, "accumulate": 8}, {"tokens": 2048, "accumulate": 8}),
-        ("float32 does not reach the sparse tensor cores", {"dtype": "float32"}, {}, {}),
+        ("float32 cannot use the sparse tensor cores", {"dtype": "float32"}, {}, {}),
     ],
 )
 def test_what_to_change_of_a_step(words, case, changed, elsewhere):
@@ -113,7 +113,7 @@ def test_16_bits_on_a_cpu_that_multiplies_them_fast():
 
 def test_ways_out_of_staying_dense():
     words = {
-        "odd": "pad the features to whole groups",
+        "odd": "pad the features to a multiple of M",
         "attention.in_proj_weight": "in place of nn.MultiheadAttention",
         "attention.out_proj": "in place of nn.MultiheadAttention",
         "tied": "a tied weight stays dense",

@@ -11,8 +11,8 @@ h.*.up ×2          (64,32)     33.3 %      2.00x  1.60x     a  2:4
 h.*.down ×2        (32,64)     33.3 %      1.00x  1.00x     b  left dense
 lm_head            (100,64)    33.3 %      1.00x  1.00x        output head
 all linear layers                          1.20x  1.14x
-67 % of the dense time is in what stays dense: however fast the rest, all together could be 1.5x at most.
-With sparse GEMMs as slow, and as fast, as below: inference 1.10x to 1.30x, step 1.10x to 1.20x.
+67 % of the dense time is in layers that stay dense, so the total speed-up cannot exceed 1.5x.
+Range for the slowest and fastest sparse GEMMs below: inference 1.10x to 1.30x, step 1.10x to 1.20x.
 50 % of the recipe's steps are sparse; its whole run is 1.07x.
 A note.
 what to change to gain more

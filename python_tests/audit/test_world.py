@@ -101,7 +101,7 @@ def test_memory() -> None:
     assert found.dense.memory == state + (2 + 2) * root + (2 + 2 + 2 + 4) * block
     assert found.packed.memory == state + (2 + 2) * root + (2 + 2 * 1.125 + 2 + 4) * block
     fits = world(512, net=MODELS["llama-3-70b"].module())
-    assert world(8, net=MODELS["llama-3-70b"].module()).notes[0].startswith("It does not fit into the 80 GB of H100 SXM")
+    assert world(8, net=MODELS["llama-3-70b"].module()).notes[0].startswith("It exceeds the 80 GB of H100 SXM")
     assert not any("does not fit" in note for note in fits.notes)
 
 

@@ -55,12 +55,12 @@ def test_a_model_of_the_zoo_and_this_cpu(capsys):
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["--model", "quux"], "no model is called 'quux'; there are the shapes of gpt2"),
+        (["--model", "quux"], "no model is called 'quux'; choose one of gpt2"),
         (["--shapes", "40x"], "'40x' is no shape"),
         (["--device", "H20"], "no device is called 'H20'; did you mean 'H200'?"),
         (["--recipe", "fst:2:4", "--pattern", "2:4"], "the pattern is given twice"),
         (["--world", "8x2"], "'8x2' is no number of GPUs"),
-        (["--world", "8/3"], "gpus=8 is no multiple of shards=3"),
+        (["--world", "8/3"], "gpus=8 is not a multiple of shards=3"),
         (["--world", "8", "--device", "A100"], "say device='H100'"),
     ],
 )

@@ -112,5 +112,5 @@ def test_texts(text, tmp_path, capsys):
     refused(capsys, "No such file", "--data", str(tmp_path / "missing"), "--out", out)
     refused(capsys, "--data is empty", "--data", "", "--out", out)
     (tmp_path / "tiny").write_bytes(b"too little")
-    refused(capsys, "Give more text with --data, or a smaller --context", "--data", str(tmp_path / "tiny"), "--out", out)
+    refused(capsys, "Use more text (--data) or a smaller --context", "--data", str(tmp_path / "tiny"), "--out", out)
     assert not Path(out).exists()

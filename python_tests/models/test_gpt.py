@@ -48,7 +48,7 @@ def test_the_cache_changes_nothing(model, parts):
 
 
 def test_too_long_an_input_raises(model):
-    with pytest.raises(ShapeError, match="17 tokens do not fit a context of 16"):
+    with pytest.raises(ShapeError, match="17 tokens exceed the context of 16"):
         model(torch.zeros(1, 17, dtype=torch.long))
     cache = KVCache(SMALL, dtype=torch.float64)
     model(torch.zeros(1, 12, dtype=torch.long), cache)
