@@ -1,7 +1,7 @@
-"""The hand-written CUDA kernels as a backend, for NVIDIA GPUs from compute capability 8.0 on.
+"""The CUDA backend: hand-written kernels for NVIDIA GPUs of compute capability 8.0 or newer.
 
-The same functions are a second backend, ``cuda-emulated``, where the package was built with NMKERNELS_EMULATOR=1: there the device code
-runs on CPU tensors. It is a test instrument, is never chosen by itself and is in no wheel.
+If the package was built with NMKERNELS_EMULATOR=1, a second backend, ``cuda-emulated``, runs the same device code on CPU tensors. It is for
+tests only: it is never chosen automatically and not included in wheels.
 """
 
 from . import adamw, compress, groups, linear, mvue, quantize

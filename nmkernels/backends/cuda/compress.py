@@ -1,4 +1,4 @@
-"""compress, decompress and pack: the canonical N:M form and back, along rows, columns or both; the orders of tensor cores."""
+"""compress, decompress and pack: the canonical N:M form and tensor-core layouts, along rows, columns or both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .core import DTYPES, core, queue, register
 from .groups import transposable_mask
 
 SELECTS = {"magnitude": 0, "transposable": 1, "given": 2, "threshold": 3}
-"""The kernels' codes of what decides which weights are kept."""
+"""The kernels' code for each rule that chooses the kept weights."""
 
 Operand = tuple[Tensor, Tensor]
 """Values and indices."""
@@ -22,7 +22,7 @@ Operand = tuple[Tensor, Tensor]
 
 @register("nm_compress")
 def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: Operand | None = None) -> Operand:
-    """``nm_compress``. A given mask is checked after the fact."""
+    """``nm_compress``. A given mask is checked afterwards."""
     w, shape, dtype = contiguous(w), w.shape, DTYPES[w.dtype]
     cols, numel = shape[-1], w.numel()
     if out is None:
@@ -39,7 +39,7 @@ def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: Operand
 
 @register("nm_decompress")
 def decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: Tensor | None = None) -> Tensor:
-    """``nm_decompress``. Indices are not checked, which would make the host wait: one outside its group writes nothing."""
+    """``nm_decompress``. Indices are not checked, which would synchronise; an out-of-range one writes nothing."""
     values, indices = contiguous(values), indices.contiguous()
     dense = values.new_empty(*values.shape[:-1], cols) if out is None else out
     rows = dense.numel() // cols if cols else 0
@@ -49,7 +49,7 @@ def decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: 
 
 @register("nm_metadata")
 def metadata(indices: Tensor, cols: int, layout: str, out: Tensor | None = None) -> Tensor:
-    """``nm_metadata``. One read of the indices, for which no address is too odd."""
+    """``nm_metadata``. Reads the indices once, at any alignment."""
     rows, indices = indices.shape[0], indices.contiguous()
     meta = indices.new_empty(meta_shape(rows, cols, layout), dtype=torch.int32) if out is None else out
     core(indices).metadata(indices.data_ptr(), rows, cols, LAYOUTS.index(layout), meta.data_ptr(), *queue(indices))
@@ -73,14 +73,14 @@ def pack(
     w: Tensor, n: int, m: int, select: str, mask: Tensor | None, scale: Tensor | None,
     dtype: torch.dtype | None, rows: bool, columns: bool, layout: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """``nm_pack``. One kernel and one read of the weight for the usual patterns; both ways at once is for 2:4.
+    """``nm_pack``: one kernel and one read of the weight for the common patterns; rows and columns at once for 2:4.
 
-    Two launches: both ways by a given mask of another pattern. A transposable mask goes through memory first where rows or columns are
-    no multiples of 32. Any pattern, shape and pair of dtypes is done, if by slower kernels: the usual ones are those of
-    ``core/dispatch.h`` and fp32 to fp32, bf16 or fp16, or 16 bits as they are. A given mask is checked after the fact, for which the host
-    waits; inside a graph's capture it is not checked, and one that is held never.
+    Rows and columns with a given mask of another pattern take two launches. A transposable mask is first written to memory if rows or
+    columns are not multiples of 32. Every pattern, shape and pair of dtypes is supported, some by slower kernels; the common ones are those
+    of ``core/dispatch.h`` with fp32 to fp32, bf16 or fp16, or 16 bits unchanged. A given mask is checked afterwards, which synchronises,
+    but not during graph capture, and a held mask never.
     """
-    if not w.is_contiguous() and w.t().is_contiguous():  # its columns are the rows in memory
+    if not w.is_contiguous() and w.t().is_contiguous():  # a transposed weight: its columns are contiguous
         swapped = pack(w.t(), n, m, select, None if mask is None else mask.t(), scale, dtype, columns, rows, layout)
         return *swapped[2:], *swapped[:2]
     (height, width), kept = w.shape, dtype or w.dtype
@@ -89,7 +89,7 @@ def pack(
     select = select if checked else "given"
 
     def run(select: str, mask: Tensor | None, layout: str) -> tuple[bool, list[Operand | None]]:
-        """Whether there are kernels that do it at once, and what they wrote."""
+        """Whether a single kernel can do it, and the results."""
         along = _operand(w, height, width, n, m, kept, layout) if rows else None
         down = _operand(w, width, height, n, m, kept, layout) if columns else None
         addresses = [address(x) for x in (mask, scale, flag, *(along or (None, None)), *(down or (None, None)))]

@@ -1,4 +1,4 @@
-"""The way to the CUDA kernels: what they can run, the registration of an op, and where a call goes."""
+"""Access to the CUDA kernels: what they support, registration of ops, device and stream of a call."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..shared import tensors
 
 NAME, PRIORITY = "cuda", 10
 EMULATED, NEVER_CHOSEN = "cuda-emulated", -10
-"""The emulator takes a call only where it is asked for by name: the reference, which runs everything, is asked before it."""
+"""The emulator runs only if requested by name: the reference, which supports everything, has a higher priority."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
-"""The core's code of each dtype; float64 only as gradient or output of AdamW."""
+"""The core's code for each dtype; float64 only as gradient or output of AdamW."""
 
 
 @cache
@@ -28,12 +28,12 @@ def _module(emulated: bool) -> Any:
 
 
 def core(x: Tensor) -> Any:
-    """The module of kernels for a tensor: compiled ones on a GPU, emulated ones on the CPU."""
+    """The module of kernels for a tensor: compiled for a GPU, emulated for the CPU."""
     return _module(x.is_cpu)
 
 
 def compiled() -> Any:
-    """The module of kernels for GPUs; ``capability.cuda_core`` says whether there is one."""
+    """The module of compiled kernels; ``capability.cuda_core`` says whether it exists."""
     return _module(False)
 
 
@@ -46,13 +46,13 @@ def queue(x: Tensor) -> tuple[int, int]:
 
 
 def _present(args: tuple[Any, ...]) -> Verdict:
-    """Whether the kernels run on the GPU of the first tensor; where that is on none, whether they are built."""
+    """Whether the kernels run on the first tensor's GPU, or if it is not on a GPU, whether they are built."""
     first = args[0] if args and isinstance(args[0], Tensor) else next(tensors(args), None)
     return cuda_kernels(first.get_device()) if first is not None and first.is_cuda else cuda_core()
 
 
 def runnable(args: Iterable[Any], device: str) -> Verdict:
-    """Whether the tensors among ``args`` are memory that the kernels of a device type reach."""
+    """Whether all tensors in ``args`` are strided and on that device type."""
     for x in tensors(args):
         if x.device.type != device:
             return False, f"it works on {device.upper()} tensors, and one of these is on {x.device}"
@@ -67,7 +67,7 @@ def plain(args: tuple[Any, ...], device: str) -> Verdict:
         if isinstance(x, Tensor):
             if x.dtype == torch.float64:
                 return False, "it computes in float32, and this call is in float64"
-            # asked at every call, and the name of a device's type takes a microsecond
+            # called at every op, and the name of the device type takes a microsecond
             usual = usual and x.is_cuda and x.layout == torch.strided
     return _YES if usual else runnable(args, device)
 
@@ -79,10 +79,10 @@ Fits = Callable[[tuple[Any, ...], str], Verdict]
 def register(
     op: str, supports: Callable[..., Verdict] | None = None, fits: Fits = plain, backend: str = NAME, priority: int = PRIORITY
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as this backend's ``op``, on GPUs and, if that is built, in the emulator.
+    """Register a function as this backend's ``op``, on GPUs and, if it is built, in the emulator.
 
-    ``fits(args, device_type)`` looks at the tensors; ``supports(*args)``, asked after it, answers for what is particular to the op.
-    ``backend``: another way to do what this one does, on GPUs only, under a name of its own.
+    ``fits(args, device_type)`` checks the tensors first, then ``supports(*args)`` the op's own conditions. ``backend``: register an
+    alternative implementation under another name, on GPUs only.
     """
 
     def verdict(args: tuple[Any, ...], device: str, here: Verdict) -> Verdict:

@@ -1,4 +1,4 @@
-"""Ops that map every group of M weights to a group of the same size, the scale of soft_threshold, and transposable_mask at 2:4."""
+"""mask, prune, soft_threshold and its scale, and transposable_mask at 2:4."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """GEMMs of a linear layer with a compressed weight.
 
-Up to 16 tokens, canonical indices: kernels for a batch so small that reading the weight is what takes the time. Indices are not checked,
-which would make the host wait; one outside its group reads nothing outside of x. On CUDA cores an inf or NaN of x reaches a result only
-through a stored value; dense tensor cores multiply an expanded tile, where it reaches every result of its token, as in the dense GEMM.
+Up to 16 tokens with canonical indices: kernels bound by reading the weight. Indices are not checked, which would synchronise; an
+out-of-range one never reads outside of x. On CUDA cores an inf or NaN of x reaches a result only through a stored value; dense tensor cores
+multiply an expanded tile, where it reaches every result of its token, as in a dense GEMM.
 
-More tokens, operands in the order of tensor cores, and wgrad: 2:4 on sparse tensor cores, by ``wgmma.sp`` on GPUs of compute capability
-9.0 where rows come in 64s and metadata is not in the order of ``mma.sp``, by ``mma.sp`` elsewhere. What ``wgmma.sp`` multiplies the backend
-``cuda-mma.sp`` multiplies by ``mma.sp``, from the same operand: for who has measured that it is faster. Metadata is not checked; an inf or
-NaN of the dense operand reaches a result only through a stored value.
+More tokens, tensor-core layouts, and wgrad: 2:4 on sparse tensor cores, with ``wgmma.sp`` on GPUs of compute capability 9.0 if rows are a
+multiple of 64 and metadata is not in the layout of ``mma.sp``, otherwise with ``mma.sp``. The backend ``cuda-mma.sp`` runs ``mma.sp`` on
+the same operands as ``wgmma.sp``, in case it measures faster. Metadata is not checked; an inf or NaN of the dense operand reaches a result
+only through a stored value.
 
 Sums are fp32; bias, activation and residual are applied before the only rounding.
 """
@@ -28,35 +28,35 @@ from .compress import metadata
 from .core import DTYPES, PRIORITY, compiled, core, queue, register
 
 ACTIVATIONS = {"": 0, "gelu": 1, "silu": 2, "relu2": 3}
-"""The kernels' code of each activation."""
+"""The kernels' code for each activation."""
 
 EMULATED = (80, 2, 163 << 10, 1410000, 1593000, 5120)
-"""The GPU that the emulator plans for, an A100 with so few multiprocessors that blocks take several rounds; numbers as ``gpu`` of the
-core gives them."""
+"""The GPU that the emulator plans for, in the form of the core's ``gpu``: an A100 with few multiprocessors, so that blocks run in several
+waves."""
 
 
 @lru_cache(maxsize=4096)
 def choose(module: Any, m: int, n: int, k: int, by_column: bool, device: int) -> tuple[int, int]:
-    """The tile, and the parts that k is cut into; device -1 is the emulator."""
+    """The tile, and the number of parts that k is split into; device -1 is the emulator."""
     tile, splits = module.gemm_plan(m, n, k, by_column, *(EMULATED if device < 0 else module.gpu(device)))
     return tile, splits
 
 
 @lru_cache(maxsize=4096)
 def choose_wgmma(module: Any, m: int, n: int, k: int, by_column: bool, device: int) -> tuple[int, int]:
-    """The same for the kernel of ``wgmma.sp``."""
+    """The same for the ``wgmma.sp`` kernel."""
     tile, splits = module.gemm_wgmma_plan(m, n, k, by_column, *module.gpu(device))
     return tile, splits
 
 
 @cache
 def wgmma_obstacle(module: Any, device: int) -> str:
-    """What keeps ``wgmma.sp`` from running on a GPU, or in the emulator; empty where nothing does."""
+    """Why ``wgmma.sp`` cannot run on a GPU or in the emulator; empty if it can."""
     return str(module.wgmma_obstacle(device))
 
 
 def why_not_wgmma(device: torch.device) -> str:
-    """The same for any device, also where none of these kernels runs."""
+    """The same for any device, even one without these kernels."""
     if device.type != "cuda":
         return f"wgmma.sp is of NVIDIA GPUs, and this is {device}"
     can, reason = cuda_kernels(device.index)
@@ -66,7 +66,7 @@ def why_not_wgmma(device: torch.device) -> str:
 
 
 def not_by_wgmma(values: Tensor, indices: Tensor) -> str:
-    """Why ``mma.sp`` multiplies this operand and ``wgmma.sp`` does not; empty where it does."""
+    """Why ``mma.sp`` and not ``wgmma.sp`` multiplies this operand; empty if ``wgmma.sp`` does."""
     obstacle = wgmma_obstacle(core(values), values.get_device())
     if obstacle:
         return obstacle
@@ -78,7 +78,7 @@ def not_by_wgmma(values: Tensor, indices: Tensor) -> str:
 
 
 def takes(values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Verdict:
-    """Whether there is a kernel for a compressed operand of ``cols`` columns."""
+    """Whether there is a kernel for a compressed operand with ``cols`` columns."""
     if (n, m) != (2, 4):
         return False, f"sparse tensor cores multiply 2:4, and this operand is {n}:{m}; nm.ops.relayout makes 2:4 of some"
     if values.element_size() != 2:
@@ -91,7 +91,7 @@ def takes(values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Verdict
 
 
 def _warps(indices: Tensor) -> int:
-    """Warps whose metadata lies together; those of canonical indices will be one by one."""
+    """Number of warps whose metadata is contiguous; 1 for canonical indices, which will be converted."""
     return indices.shape[-1] // 32 if indices.dtype == torch.int32 else 1
 
 
@@ -103,10 +103,10 @@ def multiply(
     values: Tensor, indices: Tensor, dense: Tensor, out: Tensor, n: int, k: int, by_column: bool,
     bias: Tensor | None = None, activation: str = "", residual: Tensor | None = None, mma: bool = False,
 ) -> Tensor:  # fmt: skip
-    """D = A B for A ``(m, k)`` compressed, into ``out``, which must be contiguous.
+    """Compute D = A B for a compressed A ``(m, k)``, into the contiguous ``out``.
 
     B is ``[n, k]``, and D ``[n, m]``, activation(D + bias) + residual; with ``by_column`` B is ``[k, n]`` and D ``[m, n]``, as it is.
-    ``mma``: by ``mma.sp`` also where ``wgmma.sp`` runs.
+    ``mma``: use ``mma.sp`` even if ``wgmma.sp`` could run.
     """
     v, i, d, o = values.data_ptr(), indices.data_ptr(), dense.data_ptr(), out.data_ptr()
     b, r = address(bias), address(residual)
@@ -119,7 +119,7 @@ def multiply(
     m, module, warps = values.shape[0], core(values), _warps(indices)
     by_wgmma = not mma and not not_by_wgmma(values, indices)
     if indices.dtype != torch.int32:
-        indices = metadata(indices, k, "wgmma.sp" if by_wgmma else "mma.sp")  # held until the call
+        indices = metadata(indices, k, "wgmma.sp" if by_wgmma else "mma.sp")  # kept alive until the call
         i, warps = indices.data_ptr(), _warps(indices)
     kernel, plan = (module.gemm_wgmma_sp, choose_wgmma) if by_wgmma else (module.gemm_mma_sp, choose)
     tile, splits = plan(module, m, n, k, by_column, values.get_device())
@@ -144,17 +144,17 @@ def linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: 
 
 
 FEW_TOKENS = 4
-"""Up to so many tokens CUDA cores keep up with memory, in every dtype and pattern."""
+"""Most tokens for which CUDA cores keep up with memory, in every dtype and pattern."""
 
 MOST_TOKENS = 16
-"""Up to so many tokens they keep up on dense tensor cores, for canonical indices."""
+"""Most tokens for which dense tensor cores keep up, with canonical indices."""
 
 TENSOR_CORES_FROM = {4: 3}
-"""Where tensor cores take fewer tokens too, by M: there a stored value of 2:4 costs 5.9 instructions for up to 8 tokens, and on CUDA cores
-6.2, 8.9 and 13.2 for 1, 2 and 4 (counted for sm_90a)."""
+"""M → fewest tokens for tensor cores, if below FEW_TOKENS + 1: a stored value of 2:4 costs 5.9 instructions for up to 8 tokens there, and
+6.2, 8.9 and 13.2 for 1, 2 and 4 tokens on CUDA cores (counted for sm_90a)."""
 
 EMULATED_PROCESSORS = 2
-"""Multiprocessors that the emulator plans for: so few that blocks take several rounds."""
+"""Multiprocessors that the emulator plans for: few, so that blocks run in several waves."""
 
 
 @cache
@@ -166,7 +166,7 @@ def _processors(device: int) -> int:
 def _plan(
     module: Any, dtype: torch.dtype, tokens: int, rows: int, cols: int, n: int, m: int, wide: bool, processors: int
 ) -> tuple[str, int]:
-    """The kernel, and the parts that it cuts columns into; ``wide``: values and indices can be read 16 and 4 bytes at once."""
+    """The kernel, and the number of parts that it splits columns into; ``wide``: values and indices are aligned to 16 and 4 bytes."""
     sizes = DTYPES[dtype], tokens, rows, cols, n, m, processors
     if wide and tokens >= TENSOR_CORES_FROM.get(m, FEW_TOKENS + 1):
         splits = module.linear_mma_splits(*sizes)
@@ -223,7 +223,7 @@ def linear(
     return y
 
 
-# ---- mma.sp in the place of wgmma.sp
+# ---- mma.sp instead of wgmma.sp
 
 MMA = "cuda-mma.sp"
 

@@ -1,6 +1,6 @@
-"""mvue and mvue_compress: unbiased N:M estimates, along the last dimension or across it.
+"""mvue and mvue_compress: unbiased N:M estimates, along the last dimension or another one.
 
-Memory is seen as ``(outer, length, inner)`` around the grouped dimension. The seed tensor is read by the kernels, where it lies.
+Memory is viewed as ``(outer, length, inner)`` around the grouped dimension. The kernels read the seed tensor from memory.
 """
 
 from __future__ import annotations

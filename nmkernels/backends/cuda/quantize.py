@@ -1,7 +1,7 @@
-"""Tensors in 8 bits: rounding, straight or transposed, packing at 2:4 in one read, and the GEMM of two of them.
+"""8-bit tensors: rounding, optionally transposed, packing at 2:4 in one read, and the GEMM of two of them.
 
-The GEMM is 8-bit ``wgmma.sp``, on GPUs of compute capability 9.0 alone; elsewhere it is declined. No GPU has run it yet: it is tested as
-PTX on the CPU. Metadata is not checked; an inf or NaN of x reaches a result only through a stored value.
+The GEMM is 8-bit ``wgmma.sp``, only for GPUs of compute capability 9.0. It has not run on a GPU yet: its PTX is tested on the CPU. Metadata
+is not checked; an inf or NaN of x reaches a result only through a stored value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .core import DTYPES, core, queue, register
 from .linear import wgmma_obstacle
 
 EIGHT_BITS = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5, torch.int8: 6}
-"""The core's code of each 8-bit dtype."""
+"""The core's code for each 8-bit dtype."""
 
 
 @register("nm_quantize")
@@ -52,7 +52,7 @@ def quantize_pack(w: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor,
 
 @lru_cache(maxsize=4096)
 def choose(module: Any, m: int, n: int, k: int, promotes: bool, device: int) -> tuple[int, int]:
-    """The tile, and the parts that k is cut into."""
+    """The tile, and the number of parts that k is split into."""
     tile, splits = module.gemm_wgmma_8bit_plan(m, n, k, promotes, *module.gpu(device))
     return tile, splits
 
@@ -61,7 +61,7 @@ def takes(
     x: Tensor, x_step: Tensor, values: Tensor, meta: Tensor, step: Tensor, bias: Tensor | None, dtype: torch.dtype, transposed: bool,
     fast: bool,
 ) -> Verdict:  # fmt: skip
-    """Whether ``wgmma.sp`` multiplies these operands."""
+    """Whether ``wgmma.sp`` can multiply these operands."""
     module = core(values)
     obstacle = wgmma_obstacle(module, values.get_device())
     if obstacle:
@@ -70,7 +70,7 @@ def takes(
         way = "transposed" if transposed else "straight"
         return False, f"it has no kernel of {values.dtype} by {x.dtype} whose result is stored {way}"
     if not values.shape[1]:
-        return False, "there is nothing to sum up"
+        return False, "the operands have no columns"
     if transposed and x.shape[0] % 8:
         return False, f"it stores 8 columns of the transposed result at once, and this one has {x.shape[0]}"
     return True, "sparse tensor cores, by 8-bit wgmma.sp"
@@ -83,7 +83,7 @@ def linear_quantized(
 ) -> Tensor:  # fmt: skip
     x, values, meta, x_step, step = aligned(x), aligned(values), aligned(meta), contiguous(x_step), contiguous(step)
     (n, k), m, module = x.shape, values.shape[0], core(values)
-    wide = dtype != torch.bfloat16 or (bias is not None and transposed)  # sums in fp32: bias and rounding are torch's
+    wide = dtype != torch.bfloat16 or (bias is not None and transposed)  # fp32 sums; torch adds the bias and rounds
     out = x.new_empty((m, n) if transposed else (n, m), dtype=torch.float32 if wide else dtype)
     if out.numel():
         b = None if wide or bias is None else aligned(bias)

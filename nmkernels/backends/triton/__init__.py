@@ -1,8 +1,8 @@
-"""Triton kernels as a backend: float32, bfloat16 and float16 on every GPU that Triton compiles for.
+"""The Triton backend: float32, bfloat16 and float16 on every GPU that Triton supports.
 
-Importing this package imports no Triton: each op loads the module of its family at its first call. ``launch`` starts or compiles
-kernels, ``groups`` has the device functions that several families share. There is one plain kernel for each op, for every GPU: where the
-CUDA kernels are built, they come first.
+Importing this package does not import Triton: each op loads the module of its family at its first call. ``launch`` launches or compiles
+kernels; ``groups`` has the shared device functions. There is one portable kernel per op; if the CUDA kernels are built, they take
+precedence.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ..shared import ORDERED, only_2_4, tensors
 
 NAME = "triton"
 PRIORITY = 5
-"""Below the compiled backends: the interpreter must not take CPU tensors from them, and on a GPU there is no compiled CPU kernel."""
+"""Below the compiled backends, so that the interpreter does not take CPU tensors from them."""
 
 DEVICES = ("cuda", "xpu")
-"""Device types of torch on which Triton runs; ROCm calls itself cuda."""
+"""torch's device types on which Triton runs; ROCm's is also cuda."""
 
 
 def interpreted() -> bool:
-    """Whether Triton interprets kernels on the CPU instead of compiling them: slow, for tests."""
+    """Whether Triton interprets kernels on the CPU instead of compiling them; slow, for tests."""
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on")
 
 
 def runnable(given: Iterable[Tensor]) -> Verdict:
-    """Whether Triton is there and reaches memory like this."""
+    """Whether Triton is available and supports these tensors' devices and layouts."""
     probe = triton_probe()
     if not probe.ok:
         return False, probe.reason
@@ -52,7 +52,7 @@ _COMPILED = True, "compiled by Triton"
 
 
 def supports(*args: Any) -> Verdict:
-    """What every op that takes no lists can run."""
+    """Whether an op without list arguments can run a call."""
     plain = True
     for x in args:
         if isinstance(x, Tensor):
@@ -61,7 +61,7 @@ def supports(*args: Any) -> Verdict:
             if x.dtype == torch.int32:
                 return ORDERED
             plain = plain and x.is_cuda and x.layout == torch.strided
-    # asked at every call: the rest takes 5 us, most of it for the name of a device's type
+    # called at every op: the rest takes 5 us, mostly for the name of the device type
     return _COMPILED if plain and triton_probe().ok else runnable(tensors(args))
 
 
@@ -81,7 +81,7 @@ def supports_transposable(w: Tensor, n: int, m: int) -> Verdict:
 
 
 def supports_pack(w: Tensor, n: int, m: int, select: str, *rest: Any) -> Verdict:
-    """What nm_pack can run: what its parts can."""
+    """Whether nm_pack can run a call, which depends on its parts."""
     return supports_transposable(w, n, m) if select == "transposable" else supports(w, *rest)
 
 
@@ -90,7 +90,7 @@ SUPPORTS: dict[str, Callable[..., Verdict]] = {
     "nm_pack": supports_pack,
     "nm_transposable_mask": supports_transposable,
 }
-"""Ops that answer for themselves."""
+"""Ops with their own ``supports``."""
 
 FAMILIES = {
     "groups": ("nm_mask", "nm_prune", "nm_soft_threshold", "nm_soft_threshold_scale"),
@@ -100,7 +100,7 @@ FAMILIES = {
     "mvue": ("nm_mvue", "nm_mvue_compress"),
     "linear": ("nm_linear", "nm_linear_dgrad", "nm_linear_wgrad"),
 }
-"""The ops of each module, which has them under their names without ``nm_``."""
+"""Module → its ops; the functions have the ops' names without ``nm_``."""
 
 
 def _prepare(op: str, *args: Any, timer: Any = None) -> Any:

@@ -1,7 +1,6 @@
-"""compress, decompress and pack: dense to the canonical N:M form and back, each byte read once and written once.
+"""compress, decompress and pack: dense to the canonical N:M form and back, each byte read and written once.
 
-A tile starts at a group that is a multiple of its groups, and these are a multiple of 8 / bits, so that no byte of indices is shared by
-two tiles.
+The groups of a tile are a multiple of 8 / bits, so that no byte of indices is shared by two tiles.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from .launch import cdiv, launch, next_power_of_2
 from .transposable import transposable_mask
 
 ELEMENTS = 2048
-"""Dense elements of a tile: with 4 warps two or four 16-byte reads a thread."""
+"""Dense elements per tile: with 4 warps two or four 16-byte reads per thread."""
 
 ODD_ELEMENTS = 4096
-"""Elements of the largest intermediate tile where indices are sorted into bytes by comparing with every target."""
+"""Largest intermediate tile when indices are sorted into bytes by comparing with every target."""
 
 
 class Rows(NamedTuple):
-    """How a packed matrix is walked: rows of so many groups, and the tile of one program."""
+    """How a packed matrix is divided among programs: rows, groups and index bytes per row, groups per tile, tiles per row."""
 
     rows: int
     per_row: int
@@ -37,7 +36,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(dense: int, cols: int, n: int, m: int) -> Rows:
-    """The walk over a packed tensor of ``dense`` elements in rows of ``cols``; one long row where no row ends inside a byte or a group."""
+    """Divide a packed tensor of ``dense`` elements in rows of ``cols``; a single long row if rows end at byte and group boundaries."""
     p = Pattern(n, m)
     rows, per_row, row_bytes = (dense // cols if cols else 0), p.groups(cols), p.index_bytes(cols)
     if cols % m == 0 and per_row * n * p.index_bits % 8 == 0:
@@ -52,7 +51,7 @@ def rows_of(dense: int, cols: int, n: int, m: int) -> Rows:
 
 @triton.jit
 def filled_up(keep, N: tl.constexpr, M: tl.constexpr):
-    """``keep``, and in groups that keep fewer than N the lowest unkept elements besides."""
+    """``keep``, with the lowest unkept elements added in groups that keep fewer than N."""
     spare = (keep == 0) & (tl.arange(0, keep.shape[1])[None, :] < M)
     missing = N - tl.sum(keep.to(tl.int32), 1, keep_dims=True)
     return keep | (spare & (tl.cumsum(spare.to(tl.int32), 1) <= missing))
@@ -69,7 +68,7 @@ def compacted(bits, stored, N: tl.constexpr, PADDED_N: tl.constexpr):
         at = tl.full([bits.shape[0], 1], -1, tl.int32)
         for j in tl.static_range(N):
             at = tl.min(tl.where(stored & (index > at), index, 256), 1, keep_dims=True)
-            # one element differs from zero at most, so that this sum is a copy
+            # at most one element is non-zero, so this sum is a copy
             value = tl.sum(tl.where(index == at, bits, 0), 1, keep_dims=True).to(bits.dtype)
             values = tl.where(slot == j, value, values)
             indices = tl.where(slot == j, at, indices)
@@ -83,8 +82,8 @@ def compacted(bits, stored, N: tl.constexpr, PADDED_N: tl.constexpr):
 
 @triton.jit
 def bytes_of(indices, BITS: tl.constexpr):
-    """Consecutive indices of BITS bits each as bytes, little end first: ``[8 / BITS * bytes]`` to ``[bytes]``."""
-    # by splitting: Triton 3.6 adds up the wrong lanes where a reshaped tile is reduced that several lanes hold
+    """Pack consecutive indices of BITS bits into bytes, lowest bits first: ``[8 / BITS * bytes]`` to ``[bytes]``."""
+    # by splitting: Triton 3.6 sums the wrong lanes when it reduces a reshaped tile held by several lanes
     if BITS == 8:
         return indices.to(tl.uint8)
     else:
@@ -106,7 +105,7 @@ def indices_of(packed, BITS: tl.constexpr):
 
 @triton.jit
 def _odd_bytes(indices, N: tl.constexpr, BITS: tl.constexpr, PADDED_N: tl.constexpr):
-    """Bytes of indices when N is no power of two: 8 / BITS groups fill N bytes, ``[groups / (8 / BITS), PADDED_N]``."""
+    """Bytes of indices if N is not a power of two: 8 / BITS groups fill N bytes, ``[groups / (8 / BITS), PADDED_N]``."""
     PER: tl.constexpr = 8 // BITS
     units: tl.constexpr = indices.shape[0] // PER
     slot = tl.arange(0, PER * PADDED_N)
@@ -124,7 +123,7 @@ def compress_kernel(
     N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, GIVEN: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
     PADDED_N: tl.constexpr,
 ):  # fmt: skip
-    """values, indices = compress(w), by magnitude or, GIVEN, by a mask, which sets ``overfull`` if it keeps more than N of a group."""
+    """values, indices = compress(w), by magnitude or, if GIVEN, by a mask; sets ``overfull`` if the mask keeps more than N in a group."""
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     first = (program % blocks).to(tl.int64) * TILE
@@ -142,7 +141,7 @@ def compress_kernel(
     left = per_row - first
     group = tl.arange(0, TILE)[:, None]
     if BITS == 8 and (N == 3 or N > 4):
-        # a byte an index: each written where it belongs, without compaction
+        # one byte per index: each is written to its place, without compaction
         exists = stored & (group < left)
         offset = group * N + tl.cumsum(stored.to(tl.int32), 1) - 1
         tl.store(values + offset, bits, mask=exists)
@@ -165,7 +164,7 @@ def compress_kernel(
 
 
 def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """``nm_compress``. A given mask is checked after the fact, for which the host waits; inside a graph's capture it is not checked."""
+    """``nm_compress``. A given mask is checked afterwards, which synchronises; not checked during graph capture."""
     w, cols = shared.contiguous(w), w.shape[-1]
     values, indices = shared.packed(w, w.shape[:-1], cols, n, m) if out is None else out
     walk = rows_of(w.numel(), cols, n, m)
@@ -179,7 +178,7 @@ def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: tuple[T
 
 
 def as_integers(x: Tensor) -> Tensor:
-    """The same memory as integers of the same size: kernels move bits, which no rounding touches."""
+    """View as integers of the same size, so that kernels copy exact bits."""
     return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
 
 
@@ -188,7 +187,7 @@ def decompress_kernel(
     values, indices, out, per_row, row_bytes, cols, blocks,
     N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """out = the dense rows; an index outside its group writes nothing."""
+    """out = the dense rows; an out-of-range index writes nothing."""
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     first = (program % blocks).to(tl.int64) * TILE
@@ -221,7 +220,7 @@ def decompress_kernel(
 
 @triton.jit
 def _spread(v, at, index, N: tl.constexpr, TILE: tl.constexpr):
-    """Values ``[TILE * N]`` and their indices as dense groups ``[TILE, M]``; N is 1, 2 or 4."""
+    """Scatter values ``[TILE * N]`` by their indices into dense groups ``[TILE, M]``; N is 1, 2 or 4."""
     if N == 1:
         return tl.where(index == at[:, None], v[:, None], 0).to(v.dtype)
     else:
@@ -232,7 +231,7 @@ def _spread(v, at, index, N: tl.constexpr, TILE: tl.constexpr):
 
 
 def decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: Tensor | None = None) -> Tensor:
-    """``nm_decompress``. Indices are not checked, which would make the host wait: one outside its group writes nothing."""
+    """``nm_decompress``. Indices are not checked, which would synchronise; an out-of-range one writes nothing."""
     values, indices = shared.contiguous(values), indices.contiguous()
     dense = values.new_empty(*values.shape[:-1], cols) if out is None else out
     walk = rows_of(dense.numel(), cols, n, m)
@@ -244,7 +243,7 @@ def decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: 
 
 
 def pack(*args: Any, out: None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``nm_pack``, made of the other kernels. A mask, also one that it makes itself, is checked, for which the host waits."""
+    """``nm_pack``, composed of the other kernels. The mask, also one that it makes itself, is checked, which synchronises."""
     return shared.pack(PARTS, *args)
 
 

@@ -1,11 +1,10 @@
-"""Groups: loading them as ``[groups, M]`` tiles, ordering their magnitudes, rounding; mask, prune, soft_threshold and its scale.
+"""Load groups as ``[groups, M]`` tiles, rank their magnitudes, round; mask, prune, soft_threshold and its scale.
 
-A tile holds one group per row; M is padded to a power of two, and padding never ranks above an element. One program takes a tile, each
-element is read once and written once.
+A tile has one group per row; M is padded to a power of two, and padding never ranks above an element. One program processes one tile; each
+element is read and written once.
 
-The scale is of two sums over a tensor in float64, in an order that only its size decides: the kernel leaves two partial sums of each 8192
-elements, which torch adds. The reference adds 4096 elements at a time and from left to right, so that the results agree to rounding in
-float64.
+The scale needs two float64 sums over a tensor, in an order that depends only on its size: the kernel writes two partial sums per 8192
+elements, which torch adds. The reference adds 4096 elements at a time from left to right, so the results agree to float64 rounding.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from .launch import cdiv, launch, next_power_of_2
 INTERPRETED = tl.constexpr(_INTERPRETED)
 
 ELEMENTS = 2048
-"""Elements of a tile: with 4 warps two or four 16-byte reads a thread, which keeps enough of them in flight."""
+"""Elements per tile: with 4 warps two or four 16-byte reads per thread, enough to hide latency."""
 
 PADDED_ELEMENTS = 1024
-"""The same where M is padded: each element then has an address of its own, and 16 of them do not fit in registers (3:5, sm_90)."""
+"""The same if M is padded: each element then has its own address, and 16 of them do not fit in registers (3:5, sm_90)."""
 
 TILES = 4
-"""Tiles of one program: few enough that a weight of 4096 x 4096 still fills a GPU, and 1/4 of the partial sums to add."""
+"""Tiles per program: few enough that a weight of 4096 x 4096 still fills a GPU."""
 
 
 @triton.jit
@@ -41,7 +40,7 @@ def bits_of(x):
 
 @triton.jit
 def widen(x):
-    """``x`` in float32, exactly; bfloat16 by its bits, which the interpreter's own conversion does not respect."""
+    """Convert ``x`` to float32 exactly; bfloat16 by its bits, because the interpreter's conversion is not exact."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -50,7 +49,7 @@ def widen(x):
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """float32 ``x`` rounded once to ``dtype``, to nearest even; the interpreter of Triton 3.6 truncates to bfloat16."""
+    """Round float32 ``x`` to ``dtype``, to nearest even; Triton 3.6's interpreter would truncate to bfloat16."""
     if dtype == tl.bfloat16 and INTERPRETED:
         b = x.to(tl.uint32, bitcast=True)
         rounded = (b + 0x7FFF + ((b >> 16) & 1)) >> 16
@@ -63,7 +62,7 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def magnitude_keys(x):
-    """Integers in the order of magnitudes: -0.0 and 0.0 tie, every NaN is one above infinity (int32)."""
+    """Integers in the order of magnitudes: -0.0 and 0.0 tie, every NaN is infinity's key plus one (int32)."""
     if x.dtype == tl.float32:
         return tl.minimum(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7F800001)
     elif x.dtype == tl.bfloat16:
@@ -115,7 +114,7 @@ def nth_largest(keys, N: tl.constexpr):
             found = tl.max(tl.where(keys < found, keys, -1), 1, keep_dims=True)
         return found
     else:
-        # bit by bit from the top: at least N keys reach the prefix found so far
+        # bit by bit from the top: at least N keys are >= the prefix so far
         found = tl.zeros([keys.shape[0], 1], keys.dtype)
         top: tl.constexpr = 22 if keys.dtype == tl.int32 else 38
         bit = tl.full([keys.shape[0], 1], 1 << top, keys.dtype)
@@ -128,7 +127,7 @@ def nth_largest(keys, N: tl.constexpr):
 
 @triton.jit
 def two_of_four(keys):
-    """The 2:4 mask of magnitude keys ``[groups, 4]``: an element is kept that at least two of the other three do not beat."""
+    """The 2:4 mask of magnitude keys ``[groups, 4]``: an element is kept if at least two of the other three rank below it."""
     even, odd = tl.split(tl.reshape(keys, [keys.shape[0], 2, 2]))
     k0, k2 = tl.split(even)
     k1, k3 = tl.split(odd)
@@ -152,9 +151,9 @@ def kept(x, N: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def load_groups(x, first, count, M: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr):
-    """Groups first, first + 1, ... of ``count`` that lie side by side, as a tile ``[TILE, PADDED]``; zeros where there is none.
+    """Load groups first, first + 1, ... of ``count`` contiguous ones as a tile ``[TILE, PADDED]``, with zeros past the end.
 
-    ``first`` is int64. Where M is a power of two the tile is a line of memory reshaped, so that a thread reads 16 bytes at once.
+    ``first`` is int64. If M is a power of two the tile is loaded as a line and reshaped, so that a thread reads 16 bytes at once.
     """
     if PADDED == M:
         line = tl.arange(0, TILE * M)
@@ -179,7 +178,7 @@ def store_groups(out, tile, first, count, M: tl.constexpr):
 
 @triton.jit
 def shrink(x, N: tl.constexpr, M: tl.constexpr):
-    """sign(w)·max(|w| − t, 0) of a tile, rounded to its dtype; t is the magnitude of rank N + 1, 0 for N = M."""
+    """Soft threshold of a tile, sign(w)·max(|w| − t, 0), rounded to its dtype; t is the (N+1)-th largest magnitude, 0 for N = M."""
     wide = widen(x)
     d = tl.abs(wide)
     if N < M:
@@ -192,7 +191,7 @@ def shrink(x, N: tl.constexpr, M: tl.constexpr):
 def groups_kernel(
     w, out, groups, OP: tl.constexpr, N: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """out = mask(w), one byte an element; prune(w), +0.0 outside the mask; or soft_threshold(w)."""
+    """out = mask(w), one byte per element; prune(w), +0.0 outside the mask; or soft_threshold(w)."""
     first = tl.program_id(0).to(tl.int64) * TILE
     x = load_groups(w, first, groups, M, TILE, PADDED)
     if OP == "mask":
@@ -205,13 +204,13 @@ def groups_kernel(
 
 
 def _tiles(w: Tensor, m: int) -> tuple[int, int, int]:
-    """Groups, M padded to a power of two, and groups of a tile."""
+    """Number of groups, M padded to a power of two, and groups per tile."""
     padded = next_power_of_2(m)
     return w.numel() // m, padded, max(1, (ELEMENTS if padded == m else PADDED_ELEMENTS) // padded)
 
 
 def _elementwise(op: str, w: Tensor, n: int, m: int, out: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``(..., cols)`` to the same shape, group by group."""
+    """Apply an op that maps groups to groups of the same size."""
     w = contiguous(w)
     result = torch.empty_like(w, dtype=dtype) if out is None else out
     groups, padded, tile = _tiles(w, m)

@@ -1,4 +1,4 @@
-"""How a kernel is started: it takes its run-time arguments first and its constexprs last, in the order in which ``launch`` has them."""
+"""Launch a kernel. Kernels take their run-time arguments first and constexprs last."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from triton.runtime import driver
 from . import interpreted
 
 INTERPRETED = interpreted()
-"""As it was when the kernels were decorated; changing the variable later changes nothing."""
+"""The setting when the kernels were decorated; changing the variable later has no effect."""
 
 
 def _let_tensors_count() -> None:
-    """Let interpreted kernels use scalars as bounds of loops: Triton 3.6 converts arrays of one element, which numpy 2.4 refuses."""
+    """Let interpreted kernels use scalars as loop bounds: Triton 3.6 converts one-element arrays, which numpy 2.4 rejects."""
     interpreter: Any = import_module("triton.runtime.interpreter")
     patch = interpreter._patch_lang_tensor
 
@@ -30,7 +30,7 @@ def _let_tensors_count() -> None:
 
 
 def _patch_language_once() -> None:
-    """Replace ``triton.language`` once per interpreted kernel: Triton 3.6 does it for every function called, half of all its time."""
+    """Patch ``triton.language`` once per interpreted kernel: Triton 3.6 does it for every function call, which takes half of its time."""
     interpreter: Any = import_module("triton.runtime.interpreter")
     language: Any = import_module("triton.language")
 
@@ -51,13 +51,13 @@ if INTERPRETED:
     _patch_language_once()
 
 instead: Callable[[Any, int, tuple[Any, ...]], None] | None = None
-"""What is done with a compiled kernel, its programs and its arguments instead of launching it; None while kernels run."""
+"""If set, called with a compiled kernel, its number of programs and its arguments instead of launching it."""
 
 
 def launch(kernel: Any, programs: int, args: tuple[Any, ...], warps: int = 4, stages: int = 3, **constexprs: Any) -> None:
-    """Start ``programs`` programs of a kernel on the current stream of the first tensor's device; nothing if there are none.
+    """Launch ``programs`` programs of a kernel on the current stream of the first tensor's device.
 
-    Floating-point operations are never contracted; pass ``enable_fp_fusion=True`` among the constexprs of a GEMM.
+    Floating-point operations are not contracted unless the constexprs have ``enable_fp_fusion=True``, for GEMMs.
     """
     if programs <= 0:
         return
@@ -90,7 +90,7 @@ def _capability_of(device: torch.device) -> int:
 
 
 def capability(x: Tensor) -> int:
-    """The compute capability that a call with ``x`` is planned for: 80, 90, ...; 0 where there is no such thing."""
+    """The compute capability that a call with ``x`` is planned for: 80, 90, ...; 0 if there is none."""
     if instead is not None:
         return int(driver.active.get_current_target().arch)
     return _capability_of(x.device)

@@ -1,9 +1,8 @@
-"""The three GEMMs of a linear layer with one operand compressed: fprop nt, dgrad nn, wgrad tn.
+"""The three GEMMs of a linear layer with one compressed operand: fprop nt, dgrad nn, wgrad tn.
 
-``launches`` chooses between a kernel for a few tokens, expanding in registers tile by tile, and
-expanding to memory. In all of them a dense tile is multiplied, so that an inf or NaN of the other operand reaches every result of its
-column, as in the dense GEMM; but not in the kernel for a few tokens. Indices are not checked, which would make the host wait: a value
-whose index is outside its group is left out.
+``launches`` chooses between a kernel for a few tokens, expansion in registers tile by tile, and expansion to memory. The latter two
+multiply dense tiles, so an inf or NaN of the other operand reaches every result of its column, as in a dense GEMM; the kernel for a few
+tokens does not. Indices are not checked, which would synchronise; a value with an out-of-range index is left out.
 """
 
 from __future__ import annotations
@@ -24,32 +23,32 @@ from .launches import Plan, by_words, choose
 from .spmm import combine_kernel, few_kernel, spmm_kernel, spmm_transposed_kernel
 
 FEW_ROWS, FEW_WIDTH = 8, 128
-"""Rows of a program of few tokens, and stored values of each at a time: 16 bytes a thread of 16-bit numbers."""
+"""Rows per program of ``few_kernel``, and stored values read at a time: 16 bytes per thread for 16-bit numbers."""
 
 COMBINE = 1024
-"""Results of one program that adds up parts."""
+"""Results per program of ``combine_kernel``."""
 
 
 def matrix(x: Tensor) -> Tensor:
-    """``x`` as a matrix, its leading dimensions one; a copy only where they do not lie evenly or the sign bit is pending."""
+    """``x`` as a matrix with its leading dimensions flattened; copies only if strides or a pending negation require it."""
     x = x.resolve_neg() if x.is_neg() else x
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def packed(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """The compressed operand as the kernels read it: its rows next to each other."""
+    """The compressed operand with contiguous rows."""
     return contiguous(values), indices.contiguous()
 
 
 def _expands(p: Plan, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> bool:
-    """Whether the operand is expanded in registers, which takes values of groups and four index bytes that are integers in memory."""
+    """Whether the operand can be expanded in registers, which needs aligned group values and 4-byte aligned indices."""
     if p.method != "gemm" or not by_words(values.dtype, n, m, cols):
         return False
     return not (values.data_ptr() % (n * values.element_size()) or indices.data_ptr() & 3)
 
 
 class Call(NamedTuple):
-    """What a launch takes besides tensors and strides."""
+    """Launch parameters other than tensors and strides."""
 
     programs: int
     groups: int
@@ -59,7 +58,7 @@ class Call(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _call(p: Plan, rows: int, cols: int, width: int, n: int, m: int, activation: str | None) -> Call:
-    """Of ``spmm_kernel``, or without an activation of ``spmm_transposed_kernel``."""
+    """The launch parameters of ``spmm_kernel``, or of ``spmm_transposed_kernel`` if ``activation`` is None."""
     pattern, groups, tile = Pattern(n, m), cdiv(cols, m), max(1, p.cols // m)
     consts: dict[str, Any] = {"N": n, "M": m, "BITS": pattern.index_bits, "ROWS": p.rows, "COLS": p.width, "GROUPS": tile}
     consts |= {"EVEN": min(16, groups & -groups) or 16, "enable_fp_fusion": True}

@@ -1,9 +1,9 @@
-"""mvue: the unbiased N:M estimate of least variance, along the last dimension or across it.
+"""mvue: the minimum-variance unbiased N:M estimate, along the last dimension or another one.
 
-Memory is seen as ``(outer, length, inner)`` around the grouped dimension. Along the last one (inner = 1) groups lie side by side; across
-it they lie down the columns. The random number of group g of line l has the index l * groups of a line + g. Arithmetic and its order are
-those of ``reference/mvue.py`` and ``csrc/core/mvue.h``, where the method is explained; random words are Philox4x32-7 (Salmon et al., SC
-2011). The seed tensor, int64 (seed, offset), is read where it lies, so that a captured graph replays with whatever it then holds.
+Memory is viewed as ``(outer, length, inner)`` around the grouped dimension. Along the last one (inner = 1) groups are contiguous; along
+another they run down the columns. The random number of group g of line l has index l * groups per line + g. ``reference/mvue.py`` and
+``csrc/core/mvue.h`` explain the method; the arithmetic and its order are the same. Random words are Philox4x32-7 (Salmon et al., SC 2011).
+Kernels read the seed tensor, int64 (seed, offset), from memory, so that a captured graph replays with its current value.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .groups import bits_of, kept, load_groups, narrow, store_groups, widen
 from .launch import cdiv, launch, next_power_of_2
 
 ELEMENTS = 2048
-"""Elements of a tile along the last dimension."""
+"""Elements per tile along the last dimension."""
 
 COLUMN_BYTES = 4096
-"""Bytes of a tile across it, which is transposed in shared memory."""
+"""Bytes per tile along another dimension, which is transposed in shared memory."""
 
 ONE = tl.constexpr(1 << 24)
 """1 as a 24-bit fixed-point probability."""
@@ -30,7 +30,7 @@ ONE = tl.constexpr(1 << 24)
 TWO_24 = tl.constexpr(float(1 << 24))
 
 NARROW_SUMS = tl.constexpr(120)
-"""Up to this N, running sums of N·2^24 and one more fit in int32."""
+"""Up to this N, running sums below (N + 1)·2^24 fit in int32."""
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def philox_block(seed, counter):
     offset = tl.load(seed + 1)
     c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
     c2, c3 = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
-    # the key words grow by a constant a round; in 64 bits, which the cast cuts, so that nothing overflows
+    # the key words grow by a constant per round; computed in 64 bits and cut by the cast, so nothing overflows
     high = key >> 32
     for r in tl.static_range(7):
         k0, k1 = (key + r * 0x9E3779B9).to(tl.uint32), (high + r * 0xBB67AE85).to(tl.uint32)
@@ -58,7 +58,7 @@ def philox_block(seed, counter):
 
 @triton.jit
 def words_of(seed, j):
-    """One word for each group ``j`` (int64): word j & 3 of counter j >> 2, uint32."""
+    """One uint32 word for each group ``j`` (int64): word j & 3 of counter j >> 2."""
     w0, w1, w2, w3 = philox_block(seed, j >> 2)
     word = (j & 3).to(tl.int32)
     low = tl.where(word == 0, w0, w1)
@@ -68,15 +68,15 @@ def words_of(seed, j):
 
 @triton.jit
 def words_of_four(seed, block):
-    """The words of groups 4 block to 4 block + 3, four for each of a vector of blocks: a quarter of the work."""
+    """The words of groups 4 block to 4 block + 3 for a vector of blocks: a quarter of the work."""
     w0, w1, w2, w3 = philox_block(seed, block)
-    # joined as (w0, w2), (w1, w3), so that the new dimensions count 0, 1, 2, 3
+    # joined as (w0, w2), (w1, w3), so that the new dimensions are in the order 0, 1, 2, 3
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [4 * block.shape[0]])
 
 
 @triton.jit
 def word_pairs(seed, j):
-    """Two words for each group ``j`` (the approximate method): words 0 and 1 of counter j."""
+    """Two words for each group ``j``: words 0 and 1 of counter j (the approximate method)."""
     w0, w1, _w2, _w3 = philox_block(seed, j)
     return w0, w1
 
@@ -87,7 +87,7 @@ def tree(x):
     if x.shape[1] == 1:
         return x
     else:
-        # of two numbers there is one sum, whichever way a reduction goes
+        # the sum of two numbers does not depend on the order of the reduction
         return tree(tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), 2))
 
 
@@ -98,16 +98,16 @@ def _any(x):
 
 @triton.jit
 def _open(a, least, N: tl.constexpr):
-    """Magnitudes below ``least``, their sum, and the room that the others leave."""
+    """Magnitudes below ``least``, their sum, and N minus the number of the others."""
     open = tl.where(a >= least, 0.0, a)
-    # small whole numbers: exact in any order
+    # small integers: exact in any order
     r = N - tl.sum(tl.where((a >= least) & (a != 0.0), 1.0, 0.0), 1, keep_dims=True)
     return open, tree(open), r
 
 
 @triton.jit
 def water_fill(a, N: tl.constexpr):
-    """Keep what has probability 1, and every larger element, until none is left: magnitudes still open, their sum, the room left."""
+    """Repeatedly keep elements with probability 1, and all larger ones: the remaining magnitudes, their sum, and the remaining N."""
     least = tl.full([a.shape[0]], float("inf"), tl.float32)
     grew = True
     while grew:
@@ -148,7 +148,7 @@ def exact(a, u, N: tl.constexpr):
 
 @triton.jit
 def _drawn(a, s, u):
-    """Index of the element that u draws from magnitudes ``a`` of sum ``s``, each with probability a / s: ``[groups, 1]``."""
+    """Index of the element that u draws from magnitudes ``a`` with sum ``s``, each with probability a / s: ``[groups, 1]``."""
     index = tl.arange(0, a.shape[1])[None, :]
     sums = tl.minimum(tl.cumsum((tl.div_rn(a, s) * TWO_24).to(tl.int32), 1), ONE)
     last = tl.max(tl.where(a != 0.0, index, 0), 1, keep_dims=True)
@@ -158,7 +158,7 @@ def _drawn(a, s, u):
 
 @triton.jit
 def approximate(a, s, u0, u1, M: tl.constexpr):
-    """Two draws without replacement: which elements, and their magnitudes a / p, both ``[groups, M]``."""
+    """Two draws without replacement: the mask of the drawn elements, and magnitudes a / p, both ``[groups, M]``."""
     index = tl.arange(0, a.shape[1])[None, :]
     first = _drawn(a, s, u0)
     others = tl.where(index == first, 0.0, a)
@@ -168,7 +168,7 @@ def approximate(a, s, u0, u1, M: tl.constexpr):
     for j in range(M):
         here = index == j
         rest = tree(tl.where(here, 0.0, a))
-        # one element differs from zero: a copy
+        # only one element is non-zero, so this is a copy
         t_j = tl.sum(tl.where(here, t, 0.0), 1, keep_dims=True)
         p = tl.where(here, p, p + tl.div_rn(a, rest) * t_j)
     p = tl.maximum(p, 1.0 / TWO_24)
@@ -177,12 +177,12 @@ def approximate(a, s, u0, u1, M: tl.constexpr):
 
 @triton.jit
 def rounded_level(level, word, dtype: tl.constexpr):
-    """The level in ``dtype``, up or down at random so that its mean is the level; still a float32."""
+    """Round the level to ``dtype``, up or down at random so that its mean is the level; the result is float32."""
     bits = level.to(tl.int32, bitcast=True)
     if dtype == tl.bfloat16:
         return ((bits + (word & 0xFFFF).to(tl.int32)) & -0x10000).to(tl.float32, bitcast=True)
     elif dtype == tl.float16:
-        # below its normal range float16 is fixed point with quantum 2^-24, as floats from 2^-14 on are when cut to 10 bits
+        # below its normal range float16 is fixed point with quantum 2^-24, like floats from 2^-14 on with 10 bits
         shift = tl.where(level < 2.0**-14, 2.0**-14, 0.0)
         bits = (level + shift).to(tl.int32, bitcast=True)
         return ((bits + (word & 0x1FFF).to(tl.int32)) & -0x2000).to(tl.float32, bitcast=True) - shift
@@ -192,14 +192,14 @@ def rounded_level(level, word, dtype: tl.constexpr):
 
 @triton.jit
 def by_level(a, word, N: tl.constexpr, M: tl.constexpr, dtype: tl.constexpr):
-    """Systematic sampling in floats, as ``reference/mvue.py`` has it: which elements, and their magnitudes, both ``[groups, M]``."""
+    """Systematic sampling in floats as in ``reference/mvue.py``: the mask of the sampled elements, and magnitudes, both ``[groups, M]``."""
     index = tl.arange(0, M)[None, :]
     h = tree(a)
     if N == 2:
         h = h * 0.5
         for i in tl.static_range(M):
             h = tl.minimum(h, tree(tl.where(index == i, 0.0, a)))
-    # scaled where it is below the normal range, or sums above it were not finite
+    # scaled if it is below the normal range, or sums would not be finite
     up = tl.where(h < 2.0**-126, 2.0**64, tl.where(h >= 2.0**124, 2.0**-64, 1.0))
     level = ((h * up).to(tl.int32, bitcast=True) & -8).to(tl.float32, bitcast=True)
     base = ((level.to(tl.int32, bitcast=True) & 0x7F800000) + (3 << 23)).to(tl.float32, bitcast=True)
@@ -214,7 +214,7 @@ def by_level(a, word, N: tl.constexpr, M: tl.constexpr, dtype: tl.constexpr):
     one = tl.zeros_like(word).to(tl.int32)
     two = one + 1
     for i in tl.static_range(M - 1):
-        # a sum of zeros and one element is that element
+        # all but one are zero, so this is a copy
         c = c + tl.minimum(tl.sum(tl.where(index == i, scaled, 0.0), 1, keep_dims=True), level)
         one += (c <= first).to(tl.int32)
         if i > 0:
@@ -228,9 +228,9 @@ def by_level(a, word, N: tl.constexpr, M: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def estimate(x, w0, w1, N: tl.constexpr, M: tl.constexpr, APPROX: tl.constexpr, BY_LEVEL: tl.constexpr):
-    """The estimate of a tile ``[groups, padded M]`` in the bits of its dtype, for words ``[groups]`` (w1: approx only).
+    """Estimate a tile ``[groups, padded M]`` from words ``[groups]`` (w1: approx only); returns bits.
 
-    A group with at most N non-zeros is copied; one whose sum is not finite becomes NaN where its mask keeps.
+    A group with at most N non-zeros is copied; one whose sum is not finite becomes NaN at its mask.
     """
     wide = widen(x)
     a = tl.abs(wide)
@@ -261,9 +261,9 @@ def mvue_kernel(
     N: tl.constexpr, M: tl.constexpr, APPROX: tl.constexpr, BY_LEVEL: tl.constexpr, PADDED: tl.constexpr, TRANSPOSED: tl.constexpr,
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """out = mvue(g) along the middle of ``(outer, length, inner)``, TRANSPOSED ``(outer, inner, per_line * M)``.
+    """out = mvue(g) along the middle of ``(outer, length, inner)``; if TRANSPOSED, out is ``(outer, inner, per_line * M)``.
 
-    A program takes GROUPS groups of each of COLUMNS columns; its neighbour takes the next columns. With COLUMNS = 1 there is one column.
+    A program processes GROUPS groups in each of COLUMNS columns, the next program the next columns. COLUMNS = 1 means inner = 1.
     """
     program = tl.program_id(0)
     first = ((program // column_blocks) % group_blocks).to(tl.int64) * GROUPS
@@ -299,7 +299,7 @@ def mvue_kernel(
 
 
 def _estimate(given: Around, n: int, m: int, seed: Tensor, method: str, out: Tensor, transposed: bool) -> None:
-    """Start the kernel that writes the dense estimate: like g, or transposed: ``(outer, inner, length in whole groups)``."""
+    """Launch the kernel that writes the dense estimate, like g or transposed: ``(outer, inner, length in whole groups)``."""
     g, outer, length, inner = given
     padded = next_power_of_2(m)
     if inner == 1 and length % m == 0:
@@ -325,7 +325,7 @@ def mvue(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, out: Te
 def mvue_compress(
     g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``nm_mvue_compress``: a dense estimate, transposed, whose non-zeros are its N largest of each group."""
+    """``nm_mvue_compress``: a dense transposed estimate, then compressed; its non-zeros are the N largest of each group."""
     given, groups = around(g, dim, transposed=True), cdiv(g.shape[dim], m)
     if out is None:
         out = packed(g, g.movedim(dim, -1).shape[:-1], g.shape[dim], n, m)

@@ -1,11 +1,11 @@
-"""Device functions of GEMMs with a compressed operand E: E B, which is fprop and wgrad, G E, which is dgrad, and fprop of few tokens.
+"""GEMM kernels with a compressed operand E: E B (fprop and wgrad), G E (dgrad), and fprop of few tokens.
 
-Only packed values and index bytes of E cross memory. ``spmm_kernel`` and ``spmm_transposed_kernel`` expand it, in 16 bits, tile by tile in
-registers and multiply on tensor cores; ``few_kernel`` takes the values one by one. All add in float32; bias and activation are applied
-to the sum, and the result is rounded once.
+Only packed values and index bytes of E are read from memory. ``spmm_kernel`` and ``spmm_transposed_kernel`` expand 16-bit values tile by
+tile in registers and multiply on tensor cores; ``few_kernel`` processes single values. Sums are float32; bias and activation are applied to
+the sum, and the result is rounded once.
 
-The expanded tile is the right operand of every GEMM. On Hopper, a wgmma that takes its left operand from registers reads them while
-the thread goes on, and Triton leaves such wgmma in flight into the next step, which writes these registers again: a race.
+The expanded tile is the right operand of every GEMM. On Hopper, a wgmma with its left operand in registers reads them asynchronously, and
+Triton leaves it in flight while the next step overwrites these registers, which is a race.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import triton.language as tl
 from .groups import INTERPRETED, narrow, widen
 
 ACTIVATIONS = ("", "gelu", "silu", "relu2")
-"""Names that ``activate`` takes: none, GELU (erf), SiLU, squared ReLU."""
+"""Activations: none, GELU (erf), SiLU, squared ReLU."""
 
 
 @triton.jit
 def activate(y, ACTIVATION: tl.constexpr):
-    """The activation of float32 ``y``; NaN and inf come out as from torch's own."""
+    """The activation of float32 ``y``; NaN and inf give the same as torch."""
     tl.static_assert(ACTIVATION == "" or ACTIVATION == "gelu" or ACTIVATION == "silu" or ACTIVATION == "relu2")
     if ACTIVATION == "gelu":
         return 0.5 * y * (1.0 + tl.erf(y * 0.70710678118654752))
     elif ACTIVATION == "silu":
         return y / (1.0 + tl.exp(-y))
     elif ACTIVATION == "relu2":
-        positive = tl.where(y <= 0.0, 0.0, y)  # not a maximum, which loses NaN
+        positive = tl.where(y <= 0.0, 0.0, y)  # tl.maximum would lose NaN
         return positive * positive
     else:
         return y
@@ -36,7 +36,7 @@ def activate(y, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def combine_kernel(parts, bias, y, count, width, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, TILE: tl.constexpr):
-    """y = activation(bias + the sum of ``parts`` ``[SPLITS, count]`` in their order); bias is one number a column of ``width``."""
+    """y = activation(bias + the sum of ``parts`` ``[SPLITS, count]`` in order); bias has one number per column of ``width``."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < count
     sums = tl.load(parts + at, mask=inside, other=0.0)
@@ -53,9 +53,9 @@ def few_kernel(
     N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """y ``[tokens, rows]`` = activation(x Eᵀ + bias) for a few tokens, any pattern: bound by reading E.
+    """y ``[tokens, rows]`` = activation(x Eᵀ + bias) for a few tokens and any pattern: bound by reading E.
 
-    WIDTH values at a time of each of ROWS rows. A value whose column does not exist adds nothing.
+    Reads WIDTH values at a time from each of ROWS rows. A value whose column does not exist adds nothing.
     """
     PER: tl.constexpr = 8 // BITS
     PADDED: tl.constexpr = 4 if TOKENS == 3 else TOKENS
@@ -86,10 +86,10 @@ def few_kernel(
 def word_pointers(
     values, indices, row, group, groups, index_row, N: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr
 ):
-    """Pointers to the words of values ``[rows, GROUPS]`` and of indices, from group ``group`` on, a multiple of GROUPS.
+    """Pointers to the words of values ``[rows, GROUPS]`` and of indices, starting at group ``group``, a multiple of GROUPS.
 
-    The N values of a group are one word, the indices of several groups another. EVEN is a power of two that divides ``groups``: from it the
-    compiler knows how wide it may read.
+    The N values of a group are one word, the indices of several groups another. EVEN is a power of two that divides ``groups``, which tells
+    the compiler how wide it may read.
     """
     WORD: tl.constexpr = tl.uint16 if N == 1 else tl.uint32 if N == 2 else tl.uint64
     PER: tl.constexpr = 32 // (BITS * N)
@@ -100,7 +100,7 @@ def word_pointers(
 
 @triton.jit
 def load_words(w, i, group, groups, index_row, inside, N: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WHOLE: tl.constexpr):
-    """Words of values and indices at such pointers; zeros past the last group, and in rows that are not ``inside``."""
+    """Load words of values and indices; zeros past the last group, and in rows that are not ``inside``."""
     PER: tl.constexpr = 32 // (BITS * N)
     if WHOLE:
         return tl.load(w), tl.load(i)
@@ -113,10 +113,9 @@ def load_words(w, i, group, groups, index_row, inside, N: tl.constexpr, BITS: tl
 
 @triton.jit
 def spread_words(words, packed, N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr):
-    """Values ``[rows, groups]``, N in an integer, and indices ``[rows, words]``, 32 bits each, as dense bits ``[rows, groups * M]``.
+    """Expand values ``[rows, groups]``, N per integer, and indices ``[rows, words]``, 32 bits each, to dense bits ``[rows, groups * M]``.
 
-    A value is shifted to its place inside 64 bits, which are four columns. One whose index is not below M, which only damaged indices
-    are, is left out.
+    A value is shifted to its place inside 64 bits, which are four columns. Values with a corrupt index >= M are left out.
     """
     rows: tl.constexpr = words.shape[0]
     groups: tl.constexpr = words.shape[1]
@@ -149,7 +148,7 @@ def spread_words(words, packed, N: tl.constexpr, M: tl.constexpr, BITS: tl.const
 
 @triton.jit
 def _multiply(a, b, sums):
-    """sums + a b; the interpreter multiplies in float32, because its bfloat16 arithmetic is not to be trusted."""
+    """sums + a b; the interpreter multiplies in float32, because its bfloat16 arithmetic is not reliable."""
     if INTERPRETED:
         return tl.dot(widen(a), widen(b), sums, input_precision="ieee")
     else:
@@ -158,7 +157,7 @@ def _multiply(a, b, sums):
 
 @triton.jit
 def _tile_of(program, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Row and column of a program's tile: bands of 8 tiles of rows, so that what neighbours read stays in the cache."""
+    """Row and column of a program's tile: bands of 8 rows of tiles, so that neighbouring programs share cached data."""
     down = tl.cdiv(rows, ROWS)
     across = tl.cdiv(cols, COLS)
     band = program // (8 * across)
@@ -173,7 +172,7 @@ def spmm_kernel(
     N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, GROUPS: tl.constexpr,
     SPLITS: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """c ``[rows, width]`` = activation(E b + bias), E ``[rows, cols]`` compressed, b ``[cols, width]``; bias is one number a row.
+    """c ``[rows, width]`` = activation(E b + bias), E ``[rows, cols]`` compressed, b ``[cols, width]``; bias has one number per row.
 
     With SPLITS > 1, c is float32 ``[SPLITS, rows * width]``: the sums over parts of cols, without bias and activation.
     """
@@ -182,7 +181,7 @@ def spmm_kernel(
     tile_row, tile_col = _tile_of(tl.program_id(0) % tiles, rows, width, ROWS, COLS)
     row = tile_row * ROWS + tl.arange(0, ROWS)
     col = tile_col * COLS + tl.arange(0, COLS)
-    # past the end the first rows and columns are read again, and not stored
+    # past the end the first rows and columns are read again, but not stored
     e_row, b_col = (row % rows).to(tl.int64), (col % width).to(tl.int64)
     inside = row < rows
     blocks = tl.cdiv(groups, GROUPS)

@@ -1,4 +1,4 @@
-"""transposable_mask for 2:4: of the 90 patterns of each 4 x 4 tile the first of those with the best score.
+"""transposable_mask for 2:4: the first best of the 90 patterns of each 4 x 4 tile.
 
 With r0 ... r3 the sums of each row's six pairs, a pattern's score is (r0[i] + r1[j]) + (r2[k] + r3[q]), every sum rounded. NaN counts as
 infinity.
@@ -18,14 +18,14 @@ from .groups import widen
 from .launch import cdiv, launch, next_power_of_2
 
 BYTES = 4 * 32 * 16
-"""Of one row of a program's tiles: 4 warps that read 16 bytes a thread, one tile in float32 and two in 16 bits, for about 100 registers."""
+"""Bytes of one row of a program's tiles: 4 warps reading 16 bytes per thread, one float32 or two 16-bit tiles, about 100 registers."""
 
 _PAIRS = list(combinations(range(4), 2))
 _PATTERNS = [rows for rows in product(range(6), repeat=4) if all(sum(c in _PAIRS[i] for i in rows) == 2 for c in range(4))]
 PATTERNS = tl.constexpr(tuple(i for rows in _PATTERNS for i in rows))
-"""The pairs of the four rows of each pattern, in lexicographic order."""
+"""The pair ids of the four rows of each pattern, in lexicographic order."""
 MASKS = tl.constexpr(tuple(sum(1 << 4 * row + c for row, i in enumerate(rows) for c in _PAIRS[i]) for rows in _PATTERNS))
-"""The same as 16 bits, row after row."""
+"""The same as 16-bit masks, row by row."""
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _row_sums(w, offset, valid, TILES: tl.constexpr):
 def transposable_mask_kernel(w, out, bands, per_band, across, BANDS: tl.constexpr, TILES: tl.constexpr):
     """out = the masks of ``BANDS`` bands of four rows, ``TILES`` tiles of each; a row of a tile is one int32 of ``out``.
 
-    There are ``bands`` bands of ``per_band`` tiles, and ``across`` programs side by side.
+    There are ``bands`` bands of ``per_band`` tiles, and ``across`` programs per band.
     """
     program = tl.program_id(0)
     band = (program // across).to(tl.int64) * BANDS
@@ -87,7 +87,7 @@ def transposable_mask(w: Tensor, n: int, m: int, out: Tensor | None = None) -> T
     result = torch.empty_like(w, dtype=torch.bool) if out is None else out
     if not w.numel():
         return result
-    # a row of a tile is written as one integer, for which only a caller's out may lie wrong
+    # a row of a tile is written as one integer, for which a caller's out may be misaligned
     aligned = out is None or out.data_ptr() % 4 == 0
     memory = result if aligned else torch.empty_like(result)
     per_band = w.shape[-1] // m
