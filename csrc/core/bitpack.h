@@ -1,5 +1,5 @@
-// Packed positions of kept elements: index k of a row sits in bits [k*bits, (k+1)*bits) of the row's bytes, little
-// end first. bits is 2 (m <= 4), 4 (m <= 16) or 8, so an index never straddles two bytes.
+// Packed positions of kept elements: index k of a row occupies bits [k*bits, (k+1)*bits) of the row's bytes, lowest first.
+// bits is 2 (m <= 4), 4 (m <= 16) or 8, so an index never straddles two bytes.
 #pragma once
 
 #include "types.h"
@@ -10,7 +10,7 @@ NM_HD int index_bits(int m) { return m <= 4 ? 2 : m <= 16 ? 4 : 8; }
 
 NM_HD int64_t index_bytes(int64_t count, int bits) { return (count * bits + 7) / 8; }
 
-// The byte must have been zero where this index goes.
+// The target bits must be zero.
 NM_HD void put_index(uint8_t* row, int64_t k, int bits, int index) {
     const int64_t bit = k * bits;
     row[bit >> 3] = uint8_t(row[bit >> 3] | (index << (bit & 7)));
@@ -21,7 +21,7 @@ NM_HD int get_index(const uint8_t* row, int64_t k, int bits) {
     return (row[bit >> 3] >> (bit & 7)) & ((1 << bits) - 1);
 }
 
-// `count` positions to packed bytes; both ends rounded up to whole bytes, positions past the last being 0.
+// Packs `count` positions into bytes, rounded up to whole bytes; positions past the last are 0.
 inline void pack_positions(const uint8_t* positions, int64_t count, int bits, uint8_t* packed) {
     const int64_t bytes = index_bytes(count, bits);
     if (bits == 8) {
@@ -36,7 +36,7 @@ inline void pack_positions(const uint8_t* positions, int64_t count, int bits, ui
     }
 }
 
-// The inverse; whole bytes are unpacked, up to three positions past the last.
+// The inverse; unpacks whole bytes, so up to three positions past the last.
 inline void unpack_positions(const uint8_t* packed, int64_t count, int bits, uint8_t* positions) {
     const int64_t bytes = index_bytes(count, bits);
     if (bits == 8) {
@@ -49,14 +49,14 @@ inline void unpack_positions(const uint8_t* packed, int64_t count, int bits, uin
     } else {
         for (int64_t i = 0; i < bytes; ++i) {
             const uint32_t x = packed[i], four = (x | x << 6 | x << 12 | x << 18) & 0x03030303u;
-            std::memcpy(positions + 4 * i, &four, 4);  // little end first, as everywhere
+            std::memcpy(positions + 4 * i, &four, 4);  // little endian, as everywhere
         }
     }
 }
 
-// The stored values and positions of one group in order of index: the kept elements, and where fewer than n are kept,
-// +0.0 at the lowest unkept positions. `keep` is 0 or 1 and keeps at most n. Both outputs have room for m: without a
-// branch, every element is written to the next place, and the place is taken only if the element is stored.
+// The stored values and positions of one group in order of index: the kept elements and, if fewer than n are kept, +0.0 at
+// the lowest unkept positions. `keep` is 0 or 1 and keeps at most n. Both outputs need room for m: to avoid branches, every
+// element is written to the next place, which advances only if the element is stored.
 template <class T>
 NM_HD void compact_group(const T* w, const uint8_t* keep, int n, int m, T* values, uint8_t* positions) {
     int missing = n;

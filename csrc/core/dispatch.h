@@ -21,7 +21,7 @@ void by_dtype(int dtype, const F& f) {
     }
 }
 
-// N and M known to the compiler: loops unroll, branches on them vanish.
+// N and M as compile-time constants: loops unroll, branches on them disappear.
 template <int N, int M>
 struct Fixed {
     static constexpr int n = N, m = M, capacity = M;
@@ -38,7 +38,7 @@ inline void check_pattern(int n, int m) {
     }
 }
 
-// f(pattern) with the common patterns specialised.
+// Calls f(pattern), with the common patterns specialised.
 template <class F>
 void by_pattern(int n, int m, const F& f) {
     check_pattern(n, m);

@@ -1,7 +1,7 @@
 // Unbiased n:m estimate of one group g (Chmiel et al., ICLR 2023): at most n non-zeros, E[x] = g.
 //
-// exact, of minimal variance: p_i = min(1, c |g_i|) with sum p = n. Selection is systematic sampling: p_0, p_1, ... laid end
-// to end, every whole number plus u in [0, 1) selects what it meets.
+// exact, of minimal variance: p_i = min(1, c |g_i|) with sum p = n. Selection is systematic sampling: with p_0, p_1, ...
+// laid end to end, every integer plus u in [0, 1) selects the element there.
 //
 //   by level, for n <= 2 and m = 2, 4, 8, 16, in floating point: with + - * min max and operations on bits alone, each
 //   rounded once. Sampled elements rise to the level h = S, or for n = 2 min(S / 2, R), R the sum without the largest (the
@@ -24,8 +24,8 @@
 //
 // approx (n == 2): two draws without replacement, value copysign(|g_i| / p_i, g_i).
 //
-// Sums are balanced binary trees over the index. A group with at most n non-zeros is copied; one whose sum of
-// magnitudes is not finite becomes NaN where its mask keeps.
+// Sums are balanced binary trees over the index. A group with at most n non-zeros is copied; one whose sum of magnitudes is
+// not finite becomes NaN at its mask.
 #pragma once
 
 #include "rank.h"
@@ -49,7 +49,7 @@ NM_HD float level_mark(uint32_t word, int m) {
     return bits_float(m < 16 ? ((word >> 9) & 0x7fff80u) | 0x3f800040u : ((word >> 9) & 0x7fff00u) | 0x3f800080u);
 }
 
-// H in type T, up or down so that its mean is H: the lower 16 (fp16: 13) bits of the word decide.
+// Rounds H to type T at random with mean H, using the lower 16 (fp16: 13) bits of the word.
 template <class T>
 NM_HD float rounded_level(float level, uint32_t word);
 
@@ -82,7 +82,7 @@ NM_HD float tree_sum(float* a, int count) {
     return a[0];
 }
 
-// What becomes of each element of the group.
+// The outcome for each element of the group.
 enum Fate : uint8_t { kDropped = 0, kKept = 1, kSampled = 2, kPoisoned = 3 };
 
 // Fills `fate`; kSampled elements get magnitude value[i].
@@ -104,7 +104,7 @@ struct Group {
         return tree_sum(scratch, m);
     }
 
-    // The cases without sampling. True when the group is done. `a` must hold the magnitudes.
+    // Handles the cases without sampling; returns true if the group is done. `a` must hold the magnitudes.
     NM_HD bool settle(int n, int m, float& sum) {
         int non_zeros = 0;
         for (int i = 0; i < m; ++i) {
@@ -195,7 +195,7 @@ struct Group {
         }
     }
 
-    // Index of the element that u draws from magnitudes a (without `skipped`), each with probability a_i / sum.
+    // The index that u draws from magnitudes a (without `skipped`), each with probability a_i / sum.
     NM_HD int draw(int m, float sum, int skipped, uint32_t u) const {
         int last = -1;
         for (int i = 0; i < m; ++i) last = i != skipped && a[i] != 0.0f ? i : last;

@@ -18,7 +18,7 @@ struct Words {
 
 NM_HD uint32_t upper_product(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__)
-    return __umulhi(a, b);  // of 64-bit numbers nvcc makes an addition more
+    return __umulhi(a, b);  // nvcc compiles the 64-bit product to one more addition
 #else
     return uint32_t((uint64_t(a) * b) >> 32);
 #endif
@@ -34,7 +34,7 @@ NM_HD Words philox4x32(Words c, uint32_t k0, uint32_t k1) {
     return c;
 }
 
-// The block of four words that (seed, offset) has at `counter`: key = (seed lo, hi), counter words = (counter lo, hi, offset lo, hi).
+// The four words of (seed, offset) at `counter`: key = (seed lo, hi), counter words = (counter lo, hi, offset lo, hi).
 NM_HD Words philox_block(uint64_t seed, uint64_t offset, uint64_t counter) {
     const Words c{{uint32_t(counter), uint32_t(counter >> 32), uint32_t(offset), uint32_t(offset >> 32)}};
     return philox4x32(c, uint32_t(seed), uint32_t(seed >> 32));

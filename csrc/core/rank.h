@@ -9,7 +9,7 @@
 
 namespace nm {
 
-// The n-th largest key (n = 1 is the largest), found bit by bit from the top: no sort, no scratch.
+// The n-th largest key (n = 1 is the largest), bit by bit from the top, without sorting or scratch memory.
 NM_HD uint32_t nth_key(const uint32_t* keys, int m, int n, int bits) {
     uint32_t found = 0;
     for (int bit = bits - 1; bit >= 0; --bit) {
@@ -53,7 +53,7 @@ NM_HD void mask_by_threshold(const uint32_t* keys, int n, int m, int bits, uint8
     }
 }
 
-// keep[i] = 1 for the n kept of m. Small groups compare all pairs; larger ones search the n-th key.
+// keep[i] = 1 for the n kept of m. Small groups compare all pairs; larger ones find the n-th key.
 NM_HD void mask_group(const uint32_t* keys, int n, int m, int bits, uint8_t* keep) {
     if (n == 1) {
         mask_of_largest(keys, m, keep);

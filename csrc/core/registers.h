@@ -1,12 +1,12 @@
-// rank.h and threshold.h for a group whose N and M the compiler knows: all loops unroll and the group stays in registers,
-// as a GPU wants it. The same results.
+// rank.h and threshold.h for compile-time N and M: all loops unroll and the group stays in registers, as GPUs need. Same
+// results.
 #pragma once
 
 #include "rank.h"
 
 namespace nm {
 
-// The n-th largest key, n = 1 the largest: the n largest are kept in order while the others come.
+// The n-th largest key, n = 1 the largest: keeps the n largest so far in order.
 template <int N, int M>
 NM_HD uint32_t nth_key(const uint32_t* keys) {
     uint32_t largest[N] = {};
@@ -33,8 +33,8 @@ NM_HD uint32_t threshold_key(const uint32_t* keys) {
     }
 }
 
-// keep[i] = 1 for the n kept of m; keys have `Bits` bits. With its place below it no short key ties, so that the last one
-// that is kept tells all: half the instructions of comparing all pairs.
+// keep[i] = 1 for the n kept of m; keys have `Bits` bits. With the position appended no short keys tie, so comparing with
+// the last kept one suffices: half the instructions of comparing all pairs.
 template <int N, int M, int Bits>
 NM_HD void mask_group(const uint32_t* keys, uint8_t* keep) {
     if constexpr (Bits > 16 || N == 1) {

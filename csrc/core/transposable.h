@@ -6,16 +6,16 @@
 // lexicographic order of their four pairs and a later one wins only when strictly better. A NaN magnitude counts as
 // infinity.
 //
-// Not all 90 are tried. Below the pairs i and j of the upper rows few are left for rows 2 and 3: one for i = j; the pair
-// 5-j and then 5-i (5-i are the columns that i leaves), or the reverse, where i and j share a column; and any of the six
-// with its opposite for j = 5-i. Rounded addition is monotone, so the best score over i and j is that of the largest
-// lower sum below, to the bit, and the first best mask begins with the first i and j that reach the best score so. Then
-// their lower sums are tried in order: a smaller one may reach it too.
+// Not all 90 are tried. Pairs i and j of the upper rows leave few choices for rows 2 and 3: one if i = j; the pairs 5-j and
+// 5-i in either order if i and j share a column (5-i are the columns that i leaves); and any of the six with its opposite
+// if j = 5-i. Rounded addition is monotone, so the best score over i and j is, to the bit, that of the largest lower sum,
+// and the first best mask begins with the first i and j that reach the best score. Then their lower sums are tried in
+// order, because a smaller one may reach it too.
 //
-// Scores are compared as integers, which order as floats that are not negative do, NaN above infinity. With the best
-// clamped to infinity a NaN counts as one: a sum over a NaN is NaN where the definition has infinity.
+// Scores are compared as integers, which have the order of non-negative floats, with NaN above infinity. The best is
+// clamped to infinity, so a NaN counts as infinity, as in the definition.
 //
-// Everything stays in registers, with no branch: all loops unroll, and no index depends on data. A tile takes 161
+// Everything stays in registers without branches: all loops unroll, and no index depends on data. A tile takes 161
 // additions and 108 other instructions on sm_90a, 125 on sm_80, in 47 registers (nvcc 13.0, 2026-11-21).
 #pragma once
 
@@ -41,7 +41,7 @@ NM_HD float larger(float a, float b) { return order(a) > order(b) ? a : b; }
 
 NM_HD float largest(const float* x) { return larger(larger(larger(x[0], x[1]), larger(x[2], x[3])), larger(x[4], x[5])); }
 
-// Which of six scores is the first to reach the best; the last is it where no other does.
+// The first of six scores that reaches the best; the last if no other does.
 struct First {
     bool hit[5];
 
@@ -68,7 +68,7 @@ struct TileRows {
     uint32_t row[4];
 };
 
-// `w`: the 16 numbers of the tile, row-major; only their magnitudes count.
+// `w`: the 16 numbers of the tile, row-major; only magnitudes matter.
 NM_HD TileRows transposable_rows(const float* w) {
     using namespace tile;
     constexpr uint32_t pairs[6] = {0x3, 0x5, 0x9, 0x6, 0xa, 0xc}, left[6] = {0xc, 0xa, 0x6, 0x9, 0x5, 0x3};
@@ -125,7 +125,7 @@ NM_HD TileRows transposable_rows(const float* w) {
     return {{m0, m1, m2, m0 ^ m1 ^ m2}};
 }
 
-// The same as one number, bit 4*row + column.
+// The same as one integer, bit 4*row + column.
 NM_HD uint32_t transposable_2_4(const float* w) {
     const TileRows mask = transposable_rows(w);
     return mask.row[0] + mask.row[1] * 16u + mask.row[2] * 256u + mask.row[3] * 4096u;

@@ -1,12 +1,12 @@
-// Element types and their conversions, by integer arithmetic, so that every compiler and device agrees.
+// Element types and their conversions in integer arithmetic, so that every compiler and device agrees.
 //
 //   bf16  = the upper half of an fp32;        fp16 = 1 sign, 5 exponent (bias 15), 10 mantissa bits
 //   both round to nearest, ties to even; overflow gives inf; NaN stays NaN (quiet); denormals are kept.
 //
-// GPUs have instructions for this, which give the same bits but for a NaN: theirs is always 0x7fff. They take one
-// instruction where integer arithmetic takes 6 (to bf16) to 20.
+// GPUs have instructions for this with the same results except that NaN is always 0x7fff. They take one instruction,
+// integer arithmetic 6 (to bf16) to 20.
 //
-// This is the only file of core/ that knows about nvcc.
+// This is the only file of core/ that depends on nvcc.
 #pragma once
 
 #include <cstdint>
@@ -109,7 +109,7 @@ NM_HD fp16 from_float<fp16>(float x) {
 
 NM_HD float magnitude(float x) {
 #if defined(__CUDA_ARCH__)
-    return fabsf(x);  // costs nothing where the result is added
+    return fabsf(x);  // free if the result is added
 #else
     return bits_float(float_bits(x) & 0x7fffffffu);
 #endif
@@ -121,7 +121,7 @@ NM_HD bool is_nan(float x) { return (float_bits(x) & 0x7fffffffu) > 0x7f800000u;
 
 NM_HD bool is_finite(float x) { return (float_bits(x) & 0x7f800000u) != 0x7f800000u; }
 
-// x where keep is 1, +0.0 where it is 0, without a branch: masks cannot be predicted.
+// x if keep is 1, +0.0 if it is 0, without a branch, because masks are unpredictable.
 NM_HD float kept_or_zero(float x, uint32_t keep) { return bits_float(float_bits(x) & (0u - keep)); }
 NM_HD bf16 kept_or_zero(bf16 x, uint32_t keep) { return bf16{uint16_t(x.bits & (0u - keep))}; }
 NM_HD fp16 kept_or_zero(fp16 x, uint32_t keep) { return fp16{uint16_t(x.bits & (0u - keep))}; }

@@ -16,7 +16,7 @@ namespace {
 
 thread_local Thread* running = nullptr;
 
-// Thrown through a thread that waits when another one has failed, so that its destructors run.
+// Thrown in waiting threads after another one has failed, so that their destructors run.
 struct Abandoned {};
 
 constexpr const char* kBarrier = "__syncthreads";
@@ -33,7 +33,7 @@ Thread& current() {
 }
 
 Memory::Memory(size_t bytes, size_t alignment) : bytes(bytes) {
-    // at an odd multiple of the alignment, so that code which relies on more fails
+    // at an odd multiple of the alignment, so that code that relies on more alignment fails
     const auto twice = std::align_val_t(2 * alignment);
     owner.reset(::operator new(alignment + bytes, twice), [=](void* memory) { ::operator delete(memory, twice); });
     data = static_cast<unsigned char*>(owner.get()) + alignment;
@@ -71,16 +71,16 @@ void Block::run(unsigned number, unsigned blocks, unsigned threads, size_t dynam
     at_barrier_ = 0;
     error_ = nullptr;
     for (unsigned i = 0; i < threads; ++i) threads_[i]->prepare(this, i, &Block::enter);
-    // without a factor in common with `threads`: some thread comes before its neighbour and some after
+    // coprime to `threads`, so that some threads run before their neighbours and some after
     unsigned stride = threads / 8 * 5 | 1;
     while (std::gcd(stride, threads) != 1) stride += 2;
     for (unsigned turn = number; alive_ > 0; ++turn) {
         bool moved = false;
         for (unsigned i = 0; i < threads; ++i) {
-            // every second turn goes backwards, the pair begins elsewhere each time
+            // every second turn runs backwards; each pair of turns starts elsewhere
             const unsigned step = (turn % 2 ? threads - 1 - i : i) + 7 * (turn / 2 % threads);
             Thread& one = *threads_[step % threads * stride % threads];
-            // after an error those that wait go on too: to their ends, so that what is on their stacks is destroyed
+            // after an error waiting threads are unwound too, so that their stacks are destroyed
             if (one.done || (one.waits && !error_)) continue;
             moved = true;
             running = &one;
@@ -102,7 +102,7 @@ void Block::enter(void* pointer) {
         if (!block.error_) block.error_ = std::current_exception();
     }
     thread.done = true;
-    // a barrier that waited for this thread only has all that it waits for
+    // a barrier that waited only for this thread is now complete
     if (--block.alive_ == block.at_barrier_) block.release_barrier();
     thread.fiber.finish();
 }
@@ -128,7 +128,7 @@ int Block::lanes(const Thread& thread) const { return std::min(kLanes, int(size.
 
 const unsigned char (*Block::meet(Thread& thread, uint32_t mask, const char* what, const void* data, size_t bytes))[kDeposit] {
     const int lane = thread.lane(), first = thread.number - lane;
-    // lanes that the block does not have are not waited for
+    // do not wait for lanes that the block does not have
     const uint32_t wanted = mask & ~0u >> (kLanes - lanes(thread));
     if (!(mask >> lane & 1)) throw std::logic_error(std::string(what) + ": " + name_of(thread) + " calls it with a mask that leaves it out");
     if (bytes > size_t(kDeposit)) throw std::logic_error(std::string(what) + ": more than a lane can hand over");
@@ -173,7 +173,7 @@ void Block::check_shared(const char* what, const void* address, size_t bytes) co
 }
 
 std::exception_ptr Block::deadlock() const {
-    std::map<std::string, std::pair<int, int>> places;  // the first thread there, and how many
+    std::map<std::string, std::pair<int, int>> places;  // the first thread and the number of threads
     for (const auto& one : threads_) {
         if (!one->done) ++places.try_emplace(one->waits, one->number, 0).first->second.second;
     }

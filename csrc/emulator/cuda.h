@@ -1,7 +1,7 @@
-// The part of CUDA C++ that csrc/cuda uses, for a host compiler: the device code itself is compiled and run, by block.h.
+// The part of CUDA C++ that csrc/cuda uses, for a host compiler; block.h runs the device code.
 //
-// This is a test instrument, not a simulator: it has no caches, no memory model weaker than the host's, no occupancy and
-// no time. It shows wrong values, missing barriers, out-of-bounds and misaligned accesses, and reads of what nobody wrote.
+// This is a test tool, not a simulator: it has no caches, no weak memory model, no occupancy and no timing. It detects wrong
+// values, missing barriers, out-of-bounds and misaligned accesses, and uninitialised reads.
 #pragma once
 
 #include <cmath>
@@ -53,7 +53,7 @@ T taken(const unsigned char (*deposit)[kDeposit], int lane) {
     return data;
 }
 
-// f(result, value) over the lanes of the mask, in order of lane.
+// Reduces over the lanes of the mask with f(result, value), in lane order.
 template <class T, class F>
 T combined(uint32_t mask, const char* what, T data, const F& f) {
     const auto deposit = meet(mask, what, data);
@@ -68,22 +68,22 @@ T combined(uint32_t mask, const char* what, T data, const F& f) {
     return result;
 }
 
-// What lane `source` has, or the caller's own where that is not in [low, high). NaN from lanes that the mask does not name:
-// hardware promises nothing.
+// The value of lane `source`, or the caller's own if that is not in [low, high). NaN from lanes outside the mask, which
+// hardware leaves undefined.
 template <class T>
 T shuffled(uint32_t mask, const char* what, T data, int source, int low, int high) {
     const auto deposit = meet(mask, what, data);
     return source < low || source >= high ? data : taken<T>(deposit, source);
 }
 
-// An access of `bytes` at once, as the hardware wants it.
+// Checks the alignment of an access, as hardware requires.
 template <class T>
 T& aligned(void* address) {
     if (reinterpret_cast<uintptr_t>(address) % sizeof(T)) throw std::runtime_error("misaligned address");
     return *static_cast<T*>(address);
 }
 
-// *address = f(*address) at once; what was there before.
+// Atomically *address = f(*address); returns the old value.
 template <class T, class F>
 T exchanged(T* address, const F& f) {
     T old = aligned<T>(address), next;
@@ -99,8 +99,8 @@ inline void __syncwarp(uint32_t mask = ~0u) { nm::emulator::meet(mask, "__syncwa
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 
-// In parts of the warp, `width` lanes wide and beginning at `first`. As in the instruction shfl: lanes count modulo 32, or
-// modulo the width where a source is named, and xor reaches into earlier parts.
+// Shuffles within sub-warps of `width` lanes that begin at `first`. As in the instruction shfl: lanes count modulo 32, or
+// modulo the width if a source is named, and xor can reach earlier sub-warps.
 #define NM_SHUFFLE(name, source, low)                                                                                             \
     template <class T>                                                                                                            \
     T __shfl##name##_sync(uint32_t mask, T value, int x, int width = 32) {                                                        \
@@ -121,7 +121,7 @@ inline uint32_t __ballot_sync(uint32_t mask, int predicate) {
 inline int __any_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
 
-// For int and unsigned; sm_80 has no other.
+// For int and unsigned, the only types on sm_80.
 #define NM_REDUCE(name, result)                                                                     \
     template <class T>                                                                              \
     T __reduce_##name##_sync(uint32_t mask, T x) {                                                  \

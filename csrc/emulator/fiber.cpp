@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <new>
 
-// The address sanitizer must be told before a switch whose stack comes next, and after it whose it was.
+// The address sanitizer needs the next stack before a switch, and the previous one after it.
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/common_interface_defs.h>
 #else
@@ -13,8 +13,8 @@
 #define __sanitizer_finish_switch_fiber(...)
 #endif
 
-// On x86-64 a switch saves the registers that a function must preserve, nothing else: a few nanoseconds, where
-// swapcontext asks the kernel for the signal mask each time.
+// On x86-64 a switch saves only the callee-saved registers: a few nanoseconds, while swapcontext makes a system call for
+// the signal mask.
 #if defined(NM_OWN_SWITCH)
 extern "C" void nm_emulator_switch(void** save_here, void*& there);
 asm(R"(
@@ -36,7 +36,7 @@ namespace nm::emulator {
 
 namespace {
 
-// Handed over beside the stack, because a fiber's first function takes no arguments.
+// Passed in a variable, because a fiber's first function takes no arguments.
 thread_local Fiber* starting = nullptr;
 
 }  // namespace
@@ -61,7 +61,7 @@ void Fiber::prepare(void (*entry)(void*), void* argument) {
     argument_ = argument;
     fake_inside_ = nullptr;
 #if defined(NM_OWN_SWITCH)
-    // what nm_emulator_switch pops: six registers, then the address that ret goes to; a call leaves rsp = 8 mod 16
+    // what nm_emulator_switch pops: six registers, then the return address; a call leaves rsp = 8 mod 16
     void** frame = reinterpret_cast<void**>(memory_ + kGuardBytes + kStackBytes) - 8;
     for (int i = 0; i < 8; ++i) frame[i] = i == 6 ? reinterpret_cast<void*>(&begin) : nullptr;
     inside_ = frame;
@@ -88,7 +88,7 @@ void Fiber::pause() {
 }
 
 void Fiber::finish() {
-    __sanitizer_start_switch_fiber(nullptr, outside_bottom_, outside_bytes_);  // null: this stack is done with
+    __sanitizer_start_switch_fiber(nullptr, outside_bottom_, outside_bytes_);  // null: this stack is finished
     nm_emulator_switch(&inside_, outside_);
     std::abort();
 }

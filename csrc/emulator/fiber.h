@@ -1,4 +1,4 @@
-// Fibers: functions with stacks of their own that hand the processor to each other. One fiber is one CUDA thread.
+// Fibers: functions with their own stacks that switch cooperatively. One fiber is one CUDA thread.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ namespace nm::emulator {
 
 class Fiber {
   public:
-    // Memory below the stack is there to be missed: a stack that overflows ends the program.
+    // Inaccessible guard memory below the stack: an overflow crashes.
     static constexpr size_t kStackBytes = 128 << 10, kGuardBytes = 64 << 10;
 
     Fiber();
@@ -24,7 +24,7 @@ class Fiber {
     // The next resume() calls entry(argument) from its beginning. entry must call finish() last and not throw.
     void prepare(void (*entry)(void*), void* argument);
 
-    // From outside: runs the fiber until it pauses or finishes. From inside: back to who resumed it.
+    // From outside: runs the fiber until it pauses or finishes. From inside: returns to its resumer.
     void resume();
     void pause();
     [[noreturn]] void finish();
@@ -41,7 +41,7 @@ class Fiber {
     Context inside_{}, outside_{};
     void (*entry_)(void*) = nullptr;
     void* argument_ = nullptr;
-    // what the address sanitizer keeps for a stack that is left, and whose stack that was
+    // the address sanitizer's data for the suspended stack, and that stack's bounds
     void* fake_inside_ = nullptr;
     void* fake_outside_ = nullptr;
     const void* outside_bottom_ = nullptr;

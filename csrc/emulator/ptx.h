@@ -1,7 +1,7 @@
 // The instructions of csrc/cuda/ptx.h as the PTX ISA manual defines them (9.0; sections are named where they matter).
 //
-// Sums of products are exact in float64 (but for the last bits of many terms) and rounded once to float32; hardware keeps
-// fewer bits and truncates in its own way, so that kernels built on them are compared with a bound, not bit by bit.
+// Sums of products are computed in float64 (exact except for the last bits of many terms) and rounded once to float32;
+// hardware keeps fewer bits and truncates differently, so kernels that use them are compared within a bound.
 #pragma once
 
 #include "../core/types.h"
@@ -16,8 +16,7 @@ void st_global(void* to, Word word) {
     aligned<Word>(to) = word;
 }
 
-// cp.async. From here to the wait the destination is undefined: it is NaN, so that neither a missing wait nor a read of
-// what was there before goes unseen.
+// cp.async. The destination is undefined until the wait; it is filled with NaN to detect missing waits and stale reads.
 inline void cp_async(void* to, const void* from, int bytes, int filled) {
     Thread& thread = current();
     thread.block->check_shared("cp.async", to, size_t(bytes));
@@ -29,7 +28,7 @@ inline void cp_async(void* to, const void* from, int bytes, int filled) {
 
 inline void cp_async_commit() { ++current().copy_group; }
 
-// All but the `pending` groups committed last are there.
+// Completes all but the last `pending` committed groups.
 inline void cp_async_wait(int pending) {
     Thread& thread = current();
     for (auto& copies = thread.copies; !copies.empty() && copies.front().group < thread.copy_group - pending; copies.pop_front()) {
@@ -39,7 +38,7 @@ inline void cp_async_wait(int pending) {
     }
 }
 
-// These are for whole warps.
+// Instructions for full warps.
 template <class T>
 const unsigned char (*of_all_lanes(const char* what, const T& data))[kDeposit] {
     if (current().block->lanes(current()) < kLanes) {
