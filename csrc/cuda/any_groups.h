@@ -1,8 +1,8 @@
-// Groups of any N:M in shared memory: a block takes a tile of whole groups.
+// Groups of any N:M in shared memory: a block processes a tile of whole groups.
 //
-// Up to M = 32 a thread takes an element and compares it with all of its group, about 3 M instructions. In larger groups
-// a warp searches the n-th largest key bit by bit: about 110 instructions an element for M = 256, 155 for M = 64, half of
-// that for 16 bits. The usual small patterns do not come here; they keep a group in the registers of one thread.
+// Up to M = 32 a thread compares one element with all of its group, about 3 M instructions. In larger groups a warp finds the n-th
+// largest key bit by bit: about 110 instructions per element for M = 256, 155 for M = 64, half of that for 16 bits. Common small
+// patterns do not use this; they keep a group in the registers of one thread.
 #pragma once
 
 #include "../core/rank.h"
@@ -10,7 +10,7 @@
 
 namespace nm::cuda {
 
-// How many elements of its group come before element e of the tile: it is kept iff fewer than n do.
+// The rank of element e of the tile in its group: it is kept iff the rank is below n.
 NM_DEVICE int rank_in_group(const uint32_t* keys, int e, int m) {
     const int first = e / m * m;
     const uint32_t mine = keys[e];
@@ -20,7 +20,7 @@ NM_DEVICE int rank_in_group(const uint32_t* keys, int e, int m) {
     return rank;
 }
 
-// nth_key of core/rank.h by all lanes of a warp together.
+// nth_key of core/rank.h, computed by all lanes of a warp.
 NM_DEVICE uint32_t nth_key_of_warp(const uint32_t* keys, int m, int n, int bits) {
     const int lane = int(threadIdx.x % 32);
     uint32_t found = 0;
@@ -39,20 +39,20 @@ struct AnyTile {
     static constexpr uint32_t kKept = 1u << 31;
     static_assert(kElements >= kMaxM);
 
-    // Whole groups of m that a tile holds.
+    // Whole groups of m per tile.
     static NM_HD int groups(int m) { return kElements / m; }
 
     // The first group of this block's tile.
     static NM_DEVICE int64_t first_group(int m) { return int64_t(blockIdx.x) * groups(m); }
 
-    // How many of `all` groups this block has.
+    // Number of groups in this block's tile.
     static NM_DEVICE int groups_here(int64_t all, int m) {
         const int64_t left = all - first_group(m);
         return left < groups(m) ? int(left) : groups(m);
     }
 
-    // Fills `keys` from the block's part of w; returns how many elements there are. This and the functions below are for
-    // all threads of a block together, and what they wrote is there for all when they return.
+    // Fills `keys` from the block's part of w; returns the number of elements. All threads of a block must call this and the
+    // functions below, which end with a barrier.
     template <class T>
     NM_DEVICE int load(const T* w, int64_t all, int m) {
         const int here = groups_here(all, m) * m;
@@ -77,12 +77,12 @@ struct AnyTile {
         __syncthreads();
     }
 
-    // Sets kKept, which no key has, in the keys of the n largest of each group.
+    // Sets the bit kKept, unused by keys, in the keys of the n largest of each group.
     NM_DEVICE void mark_kept(int here, int n, int m, int bits) {
         if (m > kRanked) {
             for (int group = int(threadIdx.x / 32); group < here / m; group += kThreads / 32) mark_by_warp(keys + group * m, n, m, bits);
         } else {
-            uint32_t kept = 0;  // a bit for each of this thread's elements: nobody writes a key that others still compare
+            uint32_t kept = 0;  // a bit per element of this thread; keys are written only after all comparisons
             for (int e = int(threadIdx.x), k = 0; e < here; e += kThreads, ++k) kept |= uint32_t(rank_in_group(keys, e, m) < n) << k;
             __syncthreads();
             for (int e = int(threadIdx.x), k = 0; e < here; e += kThreads, ++k) keys[e] |= (kept >> k & 1u) * kKept;
@@ -91,10 +91,10 @@ struct AnyTile {
     }
 
     uint32_t keys[kElements];
-    uint32_t thresholds[kElements];  // of each group, where they were asked for
+    uint32_t thresholds[kElements];  // per group, if needed
 
   private:
-    // A lane reads and writes its own elements only, after all have counted them.
+    // A lane reads and writes only its own elements, after all have been ranked.
     static NM_DEVICE void mark_by_warp(uint32_t* group, int n, int m, int bits) {
         const uint32_t smallest = nth_key_of_warp(group, m, n, bits), lane = threadIdx.x % 32;
         uint32_t above = 0;

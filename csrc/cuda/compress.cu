@@ -8,9 +8,9 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// What a thread takes at once, from consecutive memory: 32 or 64 bytes that become at least a byte of indices. Lanes are
-// that far apart, so that more would take a cache line for every load of a lane. Of values it writes 16 bytes at most,
-// beside those of the next lane: written by halves, a sector of memory would be sent twice.
+// A thread's chunk of consecutive memory: 32 or 64 bytes that give at least a byte of indices. This is also the distance of lanes;
+// with more, every load of a lane would touch its own cache line. It writes at most 16 bytes of values, next to those of the next
+// lane: smaller writes would send a sector twice.
 template <class In, class Out, class P>
 struct Chunk {
     static constexpr bool kQuad = P::n == 2 && P::m == 4;
@@ -19,7 +19,7 @@ struct Chunk {
     static constexpr int kIndexBytes = kValues * (P::m <= 4 ? 2 : 4) / 8;
     static constexpr int kWords = kElements * int(sizeof(In)) / 4;
     static constexpr int kSteps = kWords <= 8 ? 2 : 1;  // chunks that a thread loads before it packs them
-    // two groups are packed as a quad whose others are zeros, for which no code is left
+    // two groups are packed as a quad with two zero groups, which the compiler removes
     static constexpr int kWordRoom = kQuad ? 4 * int(sizeof(In)) : kWords, kFlagRoom = kQuad ? 4 : kElements / 4;
 };
 

@@ -1,5 +1,4 @@
-// From the canonical form back to dense. Elements are bits: nothing is computed with them. An index that a damaged operand
-// may have, of no place in its group, is left out.
+// From the canonical form back to dense, copying bits. Values with a corrupt index outside their group are left out.
 #include "any_groups.h"
 #include "kernels.h"
 #include "launch.h"
@@ -13,8 +12,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// What a thread writes at once: 16 bytes, beside those of the next thread. Written by halves, a sector of memory would be
-// sent twice. They may be a part of a group, or groups whose indices are less than a byte. T is uint16_t or uint32_t.
+// A thread writes 16 bytes, next to those of the next thread; smaller writes would send a sector twice. They may be a part of a
+// group, or several groups whose indices share a byte. T is uint16_t or uint32_t.
 template <class T, class P>
 struct Chunk {
     static constexpr int kElements = 16 / int(sizeof(T)), kSteps = 4, kBits = P::m <= 4 ? 2 : 4;
@@ -66,7 +65,7 @@ __global__ void __launch_bounds__(kThreads) decompress_kernel(const T* values, c
     }
 }
 
-// Any N:M, a last group that the row's end cuts, any alignment. A block scatters a tile in shared memory.
+// Any N:M, partial last groups, any alignment. A block scatters a tile in shared memory.
 struct Tiles {
     int64_t rows, per_row, cols;
     int tile_rows, tile_groups;

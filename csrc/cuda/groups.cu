@@ -1,4 +1,4 @@
-// mask, prune and soft_threshold: each element's result depends on its group of m and nothing else.
+// mask, prune and soft_threshold: each result depends only on its group of m.
 #include "../core/dispatch.h"
 #include "../core/registers.h"
 #include "../core/threshold.h"
@@ -64,7 +64,7 @@ NM_DEVICE void group_result(const T* w, typename Op::template Out<T>* out) {
 template <class T, class P>
 constexpr int kPiece = P::m * int(sizeof(T)) > 16 ? P::m : 16 / int(sizeof(T));
 
-// Pieces of a thread: 64 bytes, four reads that are under way at once.
+// Pieces per thread: 64 bytes, four reads in flight.
 template <class T, class P>
 constexpr int kSteps = 64 / (kPiece<T, P> * int(sizeof(T)));
 
@@ -84,7 +84,8 @@ NM_DEVICE void piece_result(const T* x, typename Op::template Out<T>* out) {
     }
 }
 
-// Thread t of a block takes pieces t, t + kThreads, ... . The ragged and the unaligned go one by one, to be short.
+// Thread t of a block takes pieces t, t + kThreads, ... . Partial and unaligned pieces are processed element by element, to keep
+// the code short.
 template <class Op, class T, class P>
 __global__ void __launch_bounds__(kThreads) groups_kernel(const T* w, typename Op::template Out<T>* out, int64_t numel, bool wide) {
     using Out = typename Op::template Out<T>;

@@ -1,4 +1,4 @@
-// How a kernel starts, and what becomes of an error: an exception that names the kernel.
+// Launches kernels; an error becomes an exception that names the kernel.
 //
 //   const Queue queue(device, stream);
 //   launch("mask_kernel", mask_kernel<float>, {blocks, threads}, queue, w, out, count);
@@ -25,7 +25,7 @@ struct Same {
 
 inline int64_t cdiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Division of numbers below 2^31 by one that the host knows: n / d = (n ceil(2^(31 + l) / d)) >> (31 + l), 2^l >= d.
+// Division of numbers below 2^31 by a divisor known on the host: n / d = (n ceil(2^(31 + l) / d)) >> (31 + l), 2^l >= d.
 struct Divider {
     explicit Divider(int64_t d) : divisor(uint32_t(d)) {
         while ((uint64_t(1) << shift) < (uint64_t(d) << 31)) ++shift;
@@ -43,15 +43,15 @@ inline void check(const char* name, cudaError_t status) {
     throw std::runtime_error(std::string(name) + ": " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) + ")");
 }
 
-// A function of the driver, whose library is not linked; cudaErrorCallRequiresNewerDriver where the driver does not have it.
+// A function of the driver, whose library is not linked; cudaErrorCallRequiresNewerDriver if the driver lacks it.
 cudaError_t driver_function(const char* name, void** entry);
 
-// Lets a kernel have so much dynamic shared memory on a GPU; CUDA is asked once, and again for more.
+// Allows a kernel that much dynamic shared memory on a GPU; calls CUDA only when the amount grows.
 void allow_shared(const char* name, const void* kernel, size_t bytes, int device);
 
 #endif
 
-// Starts kernel(args...) on every thread of the grid; nothing happens where the grid has no blocks.
+// Launches kernel(args...); does nothing for an empty grid.
 template <class... P>
 void launch(const char* name, void (*kernel)(P...), Grid grid, const Queue& queue, typename Same<P>::type... args) {
     if (grid.blocks == 0) return;
@@ -62,7 +62,7 @@ void launch(const char* name, void (*kernel)(P...), Grid grid, const Queue& queu
     (void)queue;
     emulator::run_grid(name, unsigned(grid.blocks), unsigned(grid.threads), grid.shared, [&] { kernel(args...); });
 #else
-    // 48 KB, of which the kernel's own shared memory takes some, are allowed unasked
+    // 48 KB, including static shared memory, are always allowed
     if (grid.shared > 16 * 1024) allow_shared(name, reinterpret_cast<const void*>(kernel), grid.shared, queue.device);
     void* addresses[] = {static_cast<void*>(&args)..., nullptr};
     check(name, cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(unsigned(grid.blocks)), dim3(unsigned(grid.threads)), addresses,

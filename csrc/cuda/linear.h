@@ -1,5 +1,5 @@
-// What the kernels of the linear layer share: how elements come out of words, and what is done to a sum before it is
-// stored: bias, activation and residual in fp32, then the only rounding.
+// Shared by the kernels of the linear layer: extracting elements from words, and the epilogue of a sum: bias, activation and
+// residual in fp32, then the only rounding.
 #pragma once
 
 #include "../core/bitpack.h"
@@ -28,13 +28,13 @@ NM_DEVICE float activated(float y, int activation) {
     switch (activation) {
         case kGelu: return 0.5f * y * (1.0f + erff(y * 0.70710678118654752f));
         case kSilu: return y / (1.0f + expf(-y));
-        case kRelu2: return y <= 0.0f ? 0.0f : y * y;  // written so that NaN stays
+        case kRelu2: return y <= 0.0f ? 0.0f : y * y;  // NaN stays NaN
         default: return y;
     }
 }
 
-// Where sums go: into y [tokens, rows] with bias, activation and residual, or as they are into a part of the columns' fp32 sums,
-// which finish_parts adds up in the order of the parts.
+// Stores sums: to y [tokens, rows] with bias, activation and residual, or unchanged to the fp32 sums of one part of the columns,
+// which finish_parts adds in order.
 template <class T>
 struct Sums {
     T* y;
@@ -67,7 +67,7 @@ Sums<T> sums_of(const LinearCall& call) {
             call.splits > 1 ? call.parts : nullptr, call.rows, call.tokens, call.activation};
 }
 
-// y from call.parts, where the columns were cut into several.
+// Computes y from call.parts if the columns were split.
 void finish_parts(const LinearCall& call, const Queue& queue);
 
 }  // namespace nm::cuda

@@ -1,8 +1,8 @@
 // y = x Wᵀ + b for up to 16 tokens in 16 bits and any N:M: a block expands 32 rows of W in shared memory, up to 256 columns
-// at a time, for the tensor cores. The packed bytes and the x of the next columns are under way meanwhile, in registers.
-// The usual patterns are expanded in registers instead (linear_mma.cu).
+// at a time, for the tensor cores. Meanwhile the packed bytes and the x of the next columns are loaded into registers. Common
+// patterns are expanded in registers instead (linear_mma.cu).
 //
-// A block has 8 warps, 4 for each 16 rows; they take the 16 columns of a product in turn, and their sums are added in order.
+// A block has 8 warps, 4 for each 16 rows; they alternate over steps of 16 columns, and their sums are added in order.
 #include <algorithm>
 #include <numeric>
 
@@ -29,7 +29,7 @@ struct Plan {
 };
 
 Plan plan(const LinearCall& call) {
-    // whole groups, and where it is possible whole chunks of 8 values
+    // whole groups, and if possible whole chunks of 8 values
     const int even = 8 / std::gcd(8, call.n), most = kCols / call.m;
     Plan p{most >= even ? most / even * even : most, 1, 1, cdiv(call.rows, kRows)};
     const int64_t tiles = std::max<int64_t>(1, cdiv(cdiv(call.cols, call.m), p.groups));
@@ -61,8 +61,8 @@ struct Tiles {
     float partial[kThreads / 32][16][17];
 };
 
-// What a thread brings of a tile: chunks of 8 values with their indices, and two pieces of 8 columns of x. The indices of a
-// chunk that is read at once are packed as they were, others one in a byte.
+// A thread's loads for a tile: chunks of 8 values with their indices, and two pieces of 8 columns of x. The indices of a chunk
+// loaded at once stay packed, others take a byte each.
 template <class T>
 struct Brought {
     T values[kChunks][8];
@@ -111,7 +111,7 @@ NM_DEVICE void bring(const Expand<T>& f, int64_t row_0, int64_t tile, Brought<T>
     }
 }
 
-// Values into the tile, which is zero; one whose column does not exist is left out.
+// Scatters values into the zeroed tile; those whose column does not exist are left out.
 template <class T, int Bits>
 NM_DEVICE void scatter(const Expand<T>& f, int64_t tile, const Brought<T>& b, Tiles<T>& tiles) {
     const int64_t left = f.cols - tile * (f.plan.groups * f.m);

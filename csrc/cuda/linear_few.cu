@@ -1,4 +1,4 @@
-// y = x Wᵀ + b for 1 to 4 tokens, W packed, on CUDA cores: bound by reading the packed bytes, so all else is kept lean.
+// y = x Wᵀ + b for 1 to 4 tokens, W packed, on CUDA cores: bound by reading the packed bytes.
 //
 // A block keeps x in shared memory, once for all its rows, and each of its warps reads rows at its own pace: a thread 16
 // bytes of values at once and the index bytes that belong to them, kAhead times before it computes. The x that a value
@@ -22,7 +22,7 @@ constexpr int kAhead = 4;              // 16-byte loads that a thread has in fli
 constexpr int kFewestSteps = 8;        // of a warp along a row, where there are rows enough
 constexpr int kStagedBytes = 88 << 10;  // of x in a block; the smallest GPUs have 99 KB
 
-// How a product with `Tokens` tokens is cut. P is Fixed<N, M>, or Any for the way that reads value by value.
+// The partition of a product with `Tokens` tokens. P is Fixed<N, M>, or Any for the variant that reads value by value.
 template <class T, class P, int Tokens>
 struct Tile {
     using Staged = std::conditional_t<Tokens == 1, float, T>;
@@ -36,24 +36,24 @@ struct Steps : Tile<T, Fixed<N, M>, Tokens> {
     static constexpr int kOwn = kVec / N;             // and its groups
     static constexpr int kBits = M <= 4 ? 2 : 4;
     static constexpr int kIndexBytes = kVec * kBits / 8;
-    // of a row: as many as there are groups in the 128 bytes that the banks deliver in one turn, but whole sectors
+    // per row: as many as there are groups in the 128 bytes that the banks deliver per cycle, but whole sectors
     static constexpr int kLanes = std::clamp(128 / Base::kEntry / M, 2, 8);
     static constexpr int kRows = 32 / kLanes;
     static constexpr int kGroups = kLanes * kOwn;  // of a row in a step
-    static constexpr int kStaged = Base::kEntry < 16 ? 4 : 2;  // columns of x that a thread brings at once
+    static constexpr int kStaged = Base::kEntry < 16 ? 4 : 2;  // columns of x that a thread loads at once
     static constexpr int kStepBytes = kGroups * M * Base::kEntry;
     static_assert(kVec % N == 0 && M % 4 == 0 && M <= 16);
 };
 
 struct Plan {
     int64_t part;    // groups of a part of the columns; a multiple of a step's
-    int splits;      // how many parts
+    int splits;      // number of parts
     int sharing;     // warps that share a row
-    int64_t rounds;  // times that a block's warps take rows together
+    int64_t rounds;  // iterations of a block over rows
     int64_t blocks;  // of a part
 };
 
-// A few words on a warp's tile of rows, for the host.
+// Host-side properties of a warp's tile of rows.
 struct Sizes {
     int rows, groups, entry, own, vec;
 };
@@ -82,7 +82,7 @@ Plan plan(const LinearCall& call, const Sizes& tile) {
         while (p.sharing < kWarps && per_warp() >= 4 && 4 * cdiv(call.rows, rows_of_round()) < 3 * kBlocks * call.processors) p.sharing *= 2;
     }
     rounds = cdiv(call.rows, rows_of_round());
-    // a second kernel costs as much as reading some 8 MB: only where it keeps half the GPU from idling
+    // a second kernel costs as much as reading about 8 MB, so only if otherwise half of the GPU would idle
     const int64_t fewest = 4 * p.sharing;
     if (2 * rounds <= call.processors && part >= 2 * fewest) {
         part = std::max(fewest, cdiv(part, std::min<int64_t>(16, call.processors / rounds)));
@@ -95,7 +95,7 @@ Plan plan(const LinearCall& call, const Sizes& tile) {
     return p;
 }
 
-// What a kernel takes.
+// Arguments of a kernel.
 template <class T>
 struct Few {
     const T* x;
@@ -108,7 +108,7 @@ struct Few {
     Plan plan;
 };
 
-// Some columns of x, all tokens of one column after another; zeros where there is no such column or token.
+// Some columns of x, with all tokens of a column together; zeros outside of x.
 template <int Columns, int Tokens, class S, class T>
 NM_DEVICE void stage(const Few<T>& f, int64_t column, S* to) {
     S entry[Columns * Tokens];
@@ -134,7 +134,7 @@ struct Chunks {
     uint32_t values[kAhead][4];
     Word<Tile::kIndexBytes> indices[kAhead];
 
-    // Of the steps from one on, where the thread has `count` chunks; zeros after the last.
+    // Loads steps of which the thread has `count` chunks; zeros after the last.
     template <bool Whole>
     NM_DEVICE void load(const uint8_t* values_at, const uint8_t* indices_at, int count) {
         NM_UNROLL
@@ -161,7 +161,7 @@ NM_DEVICE void add_products(const uint8_t* x, uint32_t place, const uint32_t* va
     }
 }
 
-// Each warp's sums, twice: those of a round are added while warps are at the next one.
+// Each warp's sums, double-buffered: those of a round are added during the next one.
 template <int Rows, int Tokens>
 using Partial = float[2][kWarps][Rows][Tokens];
 
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) few_kernel(Few<T> f) {
     const int warp = thread / 32, lane = thread % 32 % Tile::kLanes, row_of_warp = thread % 32 / Tile::kLanes;
     const int sharing = f.plan.sharing, share = (steps + sharing - 1) / sharing;
     const int begin = warp % sharing * share, end = begin + share < steps ? begin + share : steps;
-    // of the last step not all threads of a row may have a chunk
+    // in the last step some threads of a row may have no chunk
     const int whole = groups / Tile::kGroups, own_end = groups / Tile::kOwn - whole * Tile::kLanes > lane ? whole + 1 : whole;
     const int limit = own_end < end ? own_end : end;
     const uint8_t *values, *indices;
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) few_kernel(Few<T> f) {
         indices += kAhead * Tile::kLanes * Tile::kIndexBytes;
     };
 
-    // the first bytes of a round are under way while x is brought here, and while the sums of the round before are added
+    // the first bytes of a round are loaded while x is staged, and while the sums of the previous round are added
     int64_t round = blockIdx.x % f.plan.blocks;
     seek(round);
     load(begin);
@@ -259,8 +259,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) few_kernel(Few<T> f) {
     }
 }
 
-// The same for every pattern, size and address: a warp takes a row, a thread every 32nd value. A value whose column does
-// not exist contributes nothing.
+// Generic variant for every pattern, size and alignment: a warp processes a row, a thread every 32nd value. A value whose column
+// does not exist adds nothing.
 template <class T, int Tokens>
 __global__ void __launch_bounds__(kThreads, kBlocks) few_any_kernel(Few<T> f) {
     using Staged = typename Tile<T, Any, Tokens>::Staged;
@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) few_any_kernel(Few<T> f) {
     }
 }
 
-// f(element, pattern, count of tokens) for the way that the sizes of a call allow.
+// Calls f(element, pattern, count of tokens) for the variant that supports a call's sizes.
 template <class F>
 void by_call(const LinearCall& call, const F& f) {
     by_dtype_and_pattern(call.dtype, call.n, call.m, [&](auto element, auto pattern) {
@@ -381,7 +381,7 @@ void linear_few(const LinearCall& call, const Queue& queue) {
         if constexpr (P::capacity != kMaxM) {
             using S = Steps<T, P::n, P::m, tokens>;
             const bool fits = multiples_of_16(call.values) && uintptr_t(call.indices) % S::kIndexBytes == 0;
-            // the other way has the same parts, but a warp for each row
+            // the generic variant has the same parts, but one warp per row
             if (!fits) {
                 Plan careful = p;
                 careful.sharing = 1;

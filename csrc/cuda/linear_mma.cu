@@ -1,11 +1,10 @@
 // y = x Wᵀ + b for up to 16 tokens in 16 bits, W packed, on tensor cores: W is the 16-row operand, tokens are the columns.
 //
-// The order of k is free as long as both operands have the same one. Here it is chosen such that the columns that the
-// instruction wants of a thread are those of the packed bytes that the thread has read: 16 bytes of values of two rows
-// and their indices. So W goes from memory through registers into the tensor core, and never touches shared memory, where
-// expanding it would cost a write and a read of every dense element. A value is put into its place by a byte permutation
-// whose selector is looked up by the index (`Selectors`). x is kept in shared memory, kSlice columns at a time, copied
-// ahead; in its order there the threads of one turn of the banks find 128 bytes next to each other.
+// The order of k is free if both operands have the same one. It is chosen so that the columns that the instruction needs from a
+// thread are those of the packed bytes that the thread has read: 16 bytes of values of two rows and their indices. So W goes from
+// memory through registers into the tensor core, without shared memory, where expanding it would cost a write and a read of every
+// dense element. A byte permutation, looked up by the index (`Selectors`), puts a value into its place. x is kept in shared memory,
+// kSlice columns at a time, prefetched, in an order without bank conflicts.
 //
 // A block has 8 warps, RT of them on different 16 rows and 8 / RT on different columns of the same; sums are added in a
 // fixed order: steps, warps, parts.
@@ -30,8 +29,8 @@ struct Step {
     static constexpr int kIndexBytes = kBits;            // of 8 values
     static constexpr int kSpan = 8 / N * M;              // columns of 8 values
     static constexpr int kCols = 4 * kSpan;              // of a step of a warp: 4 threads share a row
-    static constexpr int kAhead = M > 8 ? 2 : 4;         // steps of a warp in a slice; as many are under way
-    static constexpr int kShortest = kAhead * kCols;     // slice, where no warps share a row
+    static constexpr int kAhead = M > 8 ? 2 : 4;         // steps of a warp in a slice, all in flight
+    static constexpr int kShortest = kAhead * kCols;     // slice, if no warps share a row
     static_assert(kShortest <= kSlice);
     static constexpr int kUnit = std::max(M, 8);         // columns that are expanded at once
     static constexpr int kSelectors = kBits == 2 ? (N == 2 ? 2 : 4) : M / 2;  // for each 4 bits of indices
@@ -71,7 +70,7 @@ struct Selectors {
     }
 };
 
-// Places the value or values that 4 bits of indices belong to into words of two columns.
+// Puts the value or values of 4 bits of indices into words of two columns.
 template <int Count>
 NM_DEVICE void permute(const uint16_t* selectors, uint32_t values, uint32_t* columns) {
     uint32_t pairs[Count / 2];
@@ -123,7 +122,7 @@ template <int N, int M>
 Plan plan(const LinearCall& call) {
     Plan p{1, 0, 1, 1, 0};
     int cols = Step<N, M>::kShortest;
-    // the fewer rows a block has, the more often x is read; but three quarters of the GPU should have work
+    // fewer rows per block mean more reads of x, but three quarters of the GPU should have work
     while (p.sharing < kWarps && 2 * cols <= kSlice && 4 * cdiv(call.rows, p.rows()) < 3 * call.processors) {
         p.sharing *= 2;
         cols *= 2;
@@ -149,8 +148,8 @@ struct Mma {
     Plan plan;
 };
 
-// Of x in shared memory: [buffer][token][step][piece of a thread][thread] of 8 columns, tokens kPadding apart. Each thread
-// copies one piece of every so many tokens.
+// Of x in shared memory: [buffer][token][step][piece of a thread][thread] of 8 columns, tokens kPadding apart. Each thread copies
+// one piece of every few tokens.
 template <class T, int N, int M, int Tiles>
 struct Staged {
     using S = Step<N, M>;
@@ -173,7 +172,7 @@ struct Staged {
         from = f.x + token * cols + column;
     }
 
-    // Starts to copy a slice into a buffer; zeros where x has no such column.
+    // Starts copying a slice into a buffer; zeros past the last column.
     NM_DEVICE void start(int number, int buffer) const {
         const int64_t first = int64_t(number) << slice;
         const bool there = first + column < cols;
@@ -256,7 +255,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(Mma<T> f) {
     const X staged(f, x, thread);
     if (first < last) staged.start(first, 0);
     selectors.fill(thread);
-    // tokens that are not there
+    // tokens past the end
     const int missing = X::kTokens - int(f.sums.tokens);
     for (int e = thread; e < 2 * missing * (X::kToken / 16); e += kThreads) {
         const int buffer = e / (missing * (X::kToken / 16)), at = e % (missing * (X::kToken / 16));
@@ -266,7 +265,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(Mma<T> f) {
     float sums[Tiles][4] = {};
     int buffer = 0;
     for (int slice = first; slice < last; ++slice, buffer ^= 1) {
-        // this slice is here, and nobody reads the one before any more
+        // this slice has arrived, and the previous one is no longer read
         cp_async_wait<0>();
         __syncthreads();
         if (slice + 1 < last) staged.start(slice + 1, buffer ^ 1);
@@ -294,7 +293,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(Mma<T> f) {
     }
 }
 
-// f(element, pattern, count of 8 tokens); the caller has asked linear_mma_splits whether there is a kernel.
+// f(element, pattern, count of 8 tokens); the caller has checked with linear_mma_splits that there is a kernel.
 template <class F>
 bool by_call(const LinearCall& call, const F& f) {
     bool found = false;

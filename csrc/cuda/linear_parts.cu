@@ -1,4 +1,4 @@
-// The sums of a linear layer whose columns were cut into parts.
+// Adds the sums of a linear layer whose columns were split into parts.
 #include "linear.h"
 
 namespace nm::cuda {

@@ -1,4 +1,4 @@
-// Reads and writes of several elements at once: 16 bytes is the widest access of a thread.
+// Reads and writes of several elements at once, at most 16 bytes per thread.
 #pragma once
 
 #include "../core/types.h"
@@ -30,7 +30,7 @@ struct WordOf<16> {
     using type = uint4;
 };
 
-// The unsigned integer or vector of them with so many bytes.
+// The unsigned integer or vector type with that many bytes.
 template <int Bytes>
 using Word = typename WordOf<Bytes>::type;
 
@@ -52,7 +52,7 @@ NM_DEVICE void store_word(void* to, Word<Bytes> word) {
 #endif
 }
 
-// to[i] = from[i] for i < Count; Count elements are a power of two of bytes, and `from` is a multiple of them (16 at most).
+// to[i] = from[i] for i < Count; the size is a power of two, and `from` is aligned to it (at most 16 bytes).
 template <int Count, class T>
 NM_DEVICE void load_wide(const T* from, T* to) {
     constexpr int bytes = Count * int(sizeof(T)), width = bytes < 16 ? bytes : 16;
@@ -74,7 +74,7 @@ NM_DEVICE void store_wide(T* to, const T* from) {
     }
 }
 
-// The same to global memory, with as few stores as there are words, whatever the compiler knows of the address.
+// The same to global memory, one store per word regardless of what the compiler knows about the address.
 template <int Count, class T>
 NM_DEVICE void store_global(T* to, const T* from) {
     constexpr int bytes = Count * int(sizeof(T)), width = bytes < 16 ? bytes : 16;
@@ -86,8 +86,8 @@ NM_DEVICE void store_global(T* to, const T* from) {
     }
 }
 
-// Reads addresses that come out of a table: of a number the compiler does not know that it is global memory, and would make
-// accesses of it that ask each time. Not through the first cache: what is read so is read once.
+// Reads from an address in a table, for which the compiler would not know that it is global memory and would emit generic loads.
+// Bypasses L1, because each is read once.
 template <int Count, class T>
 NM_DEVICE void load_streamed(const T* from, T* to) {
 #if defined(NM_EMULATED)
@@ -102,8 +102,8 @@ NM_DEVICE void load_streamed(const T* from, T* to) {
 #endif
 }
 
-// The first `count` of Count elements, the others zero, from and to global memory; at once where all are there and `wide`
-// says that addresses fit.
+// Loads or stores the first `count` of Count elements, the others as zeros; in one access if all are present and `wide` says that
+// addresses are aligned.
 template <int Count, class T>
 NM_DEVICE void load_some(const T* from, T* to, int64_t count, bool wide) {
     if (wide && count >= Count) return load_wide<Count>(from, to);
@@ -120,7 +120,7 @@ NM_DEVICE void store_some(T* to, const T* from, int64_t count, bool wide) {
     }
 }
 
-// Whether addresses (or strides in bytes) are multiples of 16.
+// Whether all addresses (or strides in bytes) are multiples of 16.
 template <class... A>
 inline bool multiples_of_16(A... addresses) {
     return ((uintptr_t(addresses) | ...) & 15) == 0;

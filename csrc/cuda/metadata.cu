@@ -1,5 +1,5 @@
-// Canonical 2:4 indices into the order in which tensor cores read them, a permutation of 16 bits, or for
-// 8-bit operands of words, that reference/layouts.py describes. Nothing is checked: what is no ordered pair of places stays so.
+// Converts canonical 2:4 indices to a tensor-core layout, a permutation of 16-bit units, or of words for 8-bit operands, defined in
+// reference/layouts.py. Nothing is checked: invalid pairs stay invalid.
 #include <stdexcept>
 
 #include "kernels.h"
@@ -13,8 +13,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// A thread takes the 8 bytes that rows g and g + 8 of a tile have for 64 columns, and writes four words. Of a warp, eight
-// threads beside each other write 128 bytes, and four of the same row read 32.
+// A thread reads the 8 bytes of rows g and g + 8 of a tile for 64 columns and writes four words. In a warp, eight neighbouring
+// threads write 128 bytes, and four of the same row read 32.
 __global__ void __launch_bounds__(kThreads) metadata_kernel(const uint8_t* indices, int64_t rows, int64_t across, int layout, bool wide, uint32_t* out) {
     const int64_t quads = (across + 3) / 4, at = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / 32;
     const int lane = int(threadIdx.x) % 32, g = lane % 8;
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads) metadata_kernel(const uint8_t* indic
     store_global<4>(out + tile * 32 + g * 4, words);
 }
 
-// The order of 8-bit operands, whole words: a thread takes the four words that rows g and g + 8 of a tile have for 128 columns.
+// The layout of 8-bit operands, in whole words: a thread reads the four words of rows g and g + 8 of a tile for 128 columns.
 __global__ void __launch_bounds__(kThreads) metadata_8bit_kernel(const uint8_t* indices, int64_t rows, int64_t across, bool wide, uint32_t* out) {
     const int64_t at = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / 8, tile = at / across, j = at % across;
     const int g = int(threadIdx.x) % 8;
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads) metadata_8bit_kernel(const uint8_t* 
     uint32_t from[2][4];
     memcpy(from[0], upper, 16);
     memcpy(from[1], lower, 16);
-    // of the lanes 4 g to 4 g + 3 odd ones have the lower row, the upper two the second half of an instruction's columns
+    // among lanes 4 g to 4 g + 3, odd ones have the lower row, the upper two the second half of an instruction's columns
     NM_UNROLL
     for (int step = 0; step < 2; ++step) {
         const uint32_t words[4] = {from[0][2 * step], from[1][2 * step], from[0][2 * step + 1], from[1][2 * step + 1]};

@@ -1,5 +1,5 @@
-// mvue and mvue_compress of 2:4, the pattern of every method that samples gradients: a thread works on strips of consecutive
-// elements, see mvue_strip.h. Other patterns are mvue_any.cu's.
+// mvue and mvue_compress of 2:4, the pattern of every method that samples gradients: a thread processes strips of consecutive
+// elements, see mvue_strip.h. mvue_any.cu has the other patterns.
 #include "mvue.h"
 
 #include "../core/bitpack.h"
@@ -14,7 +14,7 @@ namespace nm::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kManyTiles = 1024;  // of 16 KB: some for each block that an H200 runs at once
+constexpr int64_t kManyTiles = 1024;  // of 16 KB: several for each block that runs concurrently on an H200
 
 // The words of a strip of which its memory has sizeof(T) * 16 bytes, estimated: element(i) is its element i.
 template <class T, class F>
@@ -24,7 +24,7 @@ NM_DEVICE Strip<T> strip_of(const uint32_t (&raw)[Strip<T>::words], const uint32
     return strip;
 }
 
-// Groups along memory. A thread takes a strip; a strip ends where its row does.
+// Groups along memory. A thread processes a strip, which may end with its row.
 template <class T>
 __global__ void __launch_bounds__(kThreads) mvue_rows_kernel(Mvue call, bool wide) {
     using S = Strip<T>;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) mvue_rows_kernel(Mvue call, bool wid
     }
 }
 
-// The same, packed, of one row of whole strips on addresses that are multiples of 16: what training asks for.
+// The same, packed, for one row of whole strips at 16-byte aligned addresses, the case of training.
 template <class T>
 __global__ void __launch_bounds__(kThreads) mvue_strips_kernel(const T* g, uint32_t strips, const int64_t* seed, T* values, uint8_t* indices) {
     using S = Strip<T>;
@@ -96,7 +96,7 @@ struct Columns {
     static NM_DEVICE int swizzle(int token) { return (token & 1) | (token >> 4 & 3) << 1; }
     static NM_DEVICE T* at(Tile& tile, int token, int column) { return tile.x[token] + ((column / unit ^ swizzle(token)) * unit + column % unit); }
 
-    // The strip that begins at `token` of the tile and is this lane's, as it lies in memory.
+    // This lane's strip starting at `token` of the tile, as stored.
     static NM_DEVICE void read(Tile& tile, int token, int column, uint32_t (&raw)[S::words]) {
         const int lane = int(threadIdx.x) % 32;
         if constexpr (sizeof(T) == 2) {
@@ -125,7 +125,7 @@ struct Corner {
     static NM_DEVICE int line() { return int(threadIdx.x / C::units); }
     static NM_DEVICE T* inside(typename C::Tile& tile, int t) { return C::at(tile, line() + t, unit()); }
 
-    // Starts to bring a tile, zeros where it ends; `wide`: addresses are multiples of 16; Whole: that, and it is full.
+    // Starts loading a tile, with zeros past the end; `wide`: 16-byte aligned; Whole: aligned and full.
     template <bool Whole>
     static NM_DEVICE void start(const T* g, int64_t pitch, int tokens, int columns, bool wide, typename C::Tile& tile) {
         if (Whole || (wide && tokens >= C::tokens && columns == C::columns)) {
@@ -159,8 +159,8 @@ struct Corner {
     }
 };
 
-// A block takes `rounds` tiles, one after the other along the tokens. Whole: the result is packed, tiles are full, addresses and rows
-// of the result multiples of 16: what training asks for.
+// A block processes `rounds` consecutive tiles along the tokens. Whole: packed result, full tiles, 16-byte aligned addresses and
+// result rows, the case of training.
 template <class T, bool Whole>
 __global__ void __launch_bounds__(Columns<T>::threads, 2) mvue_columns_kernel(Mvue call, Divider across, Divider down, int rounds, bool wide, bool wide_out) {
     using C = Columns<T>;
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(Columns<T>::threads, 2) mvue_columns_kernel(Mv
     T* values = static_cast<T*>(call.values) + (row * call.per_row + strip) * S::n;
     uint8_t* indices = call.indices + row * call.row_bytes + strip * S::n * 2 / 8;
     const int64_t value_step = step * call.per_row * S::n, index_step = step * call.row_bytes, most = int64_t(rounds) * C::tokens;
-    // tokens of this block, groups of this thread's strips and of what follows them
+    // remaining tokens of this block, and groups from this thread's strips on
     int left = call.length - first < most ? int(call.length - first) : int(most);
     int groups_left = call.per_row - strip < most ? int(call.per_row - strip) : int(most);
     const bool dense = !Whole && call.dense, whole_columns = wide_out && columns == C::columns;
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(Columns<T>::threads, 2) mvue_columns_kernel(Mv
 #pragma unroll 1
     for (int round = 0; left > 0; ++round, left -= C::tokens, groups_left -= C::tokens / S::m) {
         cp_async_wait<0>();
-        // after this barrier the tile is there, and the other has been read
+        // after this barrier the tile has arrived and the other has been read
         __syncthreads();
         typename C::Tile& now = tiles[round & 1];
         const T* next = g + C::tokens * pitch;
@@ -265,7 +265,7 @@ void run(const Mvue& call, const Queue& queue) {
         return launch("mvue_rows_kernel", mvue_rows_kernel<T>, {cdiv(strips, kThreads), kThreads}, queue, flat, wide);
     }
     using C = Columns<T>;
-    // some rounds for each block save it some arithmetic, where enough blocks remain
+    // several rounds per block save some arithmetic, if enough blocks remain
     const int64_t across = cdiv(call.inner, C::columns), tiles = cdiv(call.length, C::tokens), all = call.outer * across * tiles;
     const int64_t rounds = all >= 8 * kManyTiles ? 8 : all >= 4 * kManyTiles ? 4 : all >= kManyTiles ? 2 : 1;
     const int64_t down = cdiv(tiles, rounds);

@@ -1,4 +1,4 @@
-// What mvue.cu (2:4) and mvue_any.cu (all other patterns) share.
+// Shared by mvue.cu (2:4) and mvue_any.cu (all other patterns).
 #pragma once
 
 #include "../core/types.h"

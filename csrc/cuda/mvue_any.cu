@@ -1,6 +1,6 @@
-// mvue and mvue_compress of any other pattern and of the approximate method, out of shared memory: a lane works on a group where
-// it is sampled by level (up to 16 elements), elsewhere a team of lanes, 8 elements in each. A block takes a tile of some lines and some groups of each; a line is a row of memory, or a
-// column of a matrix. Written to be right for M up to 256, not to be as fast as memory.
+// mvue and mvue_compress for all other patterns and the approximate method, in shared memory: a single lane processes a group
+// sampled by level (up to 16 elements), otherwise a team of lanes with 8 elements each. A block processes a tile of lines and
+// groups; a line is a row of memory or a column of a matrix. Optimised for generality (M up to 256), not for bandwidth.
 #include "../core/bitpack.h"
 #include "../core/dispatch.h"
 #include "../core/philox.h"
@@ -29,7 +29,7 @@ Shape shape_of(int n, int m, bool approx) {
     return s;
 }
 
-// Where the parts of a tile lie in the block's shared memory: T x[lines][stride], T values[lines][kept], uint8 indices[lines][kept].
+// The shared memory of a tile: T x[lines][stride], T values[lines][kept], uint8 indices[lines][kept].
 struct Parts {
     int stride, kept;
     explicit NM_HD Parts(const Shape& s) : stride(s.groups * s.m + 1), kept(s.groups * s.n) {}
@@ -42,7 +42,7 @@ struct Tile {
     uint8_t* indices;
 };
 
-// The stored elements of a group, in order of index: what differs from zero and, up to n, zeros at the lowest indices.
+// The stored elements of a group, in order of index: the non-zeros and, up to n, zeros at the lowest indices.
 template <int K, class T>
 NM_DEVICE void pack(const Team& team, uint32_t inside, const T (&result)[K], int n, T* values, uint8_t* indices) {
     uint32_t kept = 0;
@@ -64,7 +64,7 @@ NM_DEVICE void pack(const Team& team, uint32_t inside, const T (&result)[K], int
     }
 }
 
-// Estimates group `group` of line `line` of a tile in place, or packed. All lanes of the warp come here; j < 0: for nothing.
+// Estimates group `group` of line `line` of a tile in place, or packed. All lanes of the warp must call it; j < 0: no group.
 template <bool ByLevel, class T>
 NM_DEVICE void estimate_group(const Mvue& call, const Shape& s, const Tile<T>& tile, int64_t j, int line, int group) {
     constexpr int K = ByLevel ? kWhole : kEach;
@@ -111,7 +111,7 @@ NM_DEVICE void estimate_group(const Mvue& call, const Shape& s, const Tile<T>& t
     }
 }
 
-// f(line, i) for i < count in each of `lines` lines, neighbouring threads along memory.
+// Calls f(line, i) for i < count in each of `lines` lines, with neighbouring threads along memory.
 template <class F>
 NM_DEVICE void sweep(int lines, int count, bool along, const F& f) {
     for (int at = int(threadIdx.x); at < lines * count; at += kThreads) {

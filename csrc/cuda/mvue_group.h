@@ -1,7 +1,7 @@
 // MVUE of one group, exactly as core/mvue.h says, for any N:M: K consecutive elements in each of the lanes of a team.
 //
-// A team of one lane needs nobody else, so that it may run where lanes of a warp go different ways; of more lanes, the
-// whole warp must be there. Elements past M are zeros, which change nothing.
+// A team of one lane may run in divergent code; with more lanes, the whole warp must be converged. Elements past M are zeros, which
+// change nothing.
 #pragma once
 
 #include "../core/mvue.h"
@@ -20,12 +20,12 @@ struct Alone {
     NM_DEVICE bool anybody(bool x) const { return x; }
 };
 
-// `width` neighbouring lanes, a power of two; what they sum up each of them gets.
+// `width` neighbouring lanes, a power of two; each gets the result of a reduction.
 struct Team {
     int width;
 
     NM_DEVICE int lane() const { return int(threadIdx.x) & (width - 1); }
-    // neighbours first: the balanced tree over the index, and a sum of two is the same whichever comes first
+    // neighbours first: the balanced tree over the index; addition is commutative
     NM_DEVICE float tree(float x) const {
         for (int w = 1; w < width; w *= 2) x = x + __shfl_xor_sync(~0u, x, w);
         return x;
@@ -51,11 +51,11 @@ struct Team {
         return x;
     }
     NM_DEVICE float from(float x, int lane) const { return __shfl_sync(~0u, x, lane, width); }
-    // Whether it holds in any lane of the warp, of whatever team.
+    // Whether it holds in any lane of the warp.
     NM_DEVICE bool anybody(bool x) const { return __any_sync(~0u, x) != 0; }
 };
 
-// What becomes of this lane's K elements: bit i is element i.
+// The outcome for this lane's K elements: bit i is element i.
 struct Fates {
     uint32_t kept, sampled, poisoned;
 };
@@ -116,7 +116,7 @@ struct Shared {
         return above;
     }
 
-    // The cases without sampling, all lanes together: `open` becomes false where the group is done.
+    // Handles the cases without sampling, all lanes together: `open` becomes false if the group is done.
     NM_DEVICE Fates settled(int n, float sum, uint32_t present, bool& open) const {
         Fates fates{0, 0, 0};
         const bool finite = is_finite(sum), few = lanes.sum(uint32_t(__popc(present))) <= uint32_t(n);
@@ -129,7 +129,7 @@ struct Shared {
         return fates;
     }
 
-    // By level, where a lane has the whole group (K >= m); T is the type of g.
+    // By level, if a lane has the whole group (K >= m); T is the type of g.
     template <class T>
     NM_DEVICE Fates by_level(int n, int m, uint32_t word) {
         const uint32_t present = non_zeros();
@@ -137,7 +137,7 @@ struct Shared {
         bool open;
         Fates fates = settled(n, sum, present, open);
         if (!open) return fates;
-        // the sum of ever more elements, and the least without one of them; zeros past m change neither
+        // running sum, and least sum without one element; zeros past m change neither
         float all[K], rest[K];
         NM_UNROLL
         for (int i = 0; i < K; ++i) all[i] = a[i], rest[i] = 0.0f;
@@ -236,7 +236,7 @@ struct Shared {
         return int(lanes.sum(passed));
     }
 
-    // The bit of an element, by its index in the group, where this lane has it.
+    // The bit of the element at an index of the group, if this lane has it.
     NM_DEVICE uint32_t bit_of(int index) const { return index / K == lanes.lane() ? 1u << (index % K) : 0u; }
 
     // Two draws without replacement; the value of each is divided by its probability.
@@ -269,7 +269,7 @@ struct Shared {
         return fates;
     }
 
-    // Element i of the estimate; g is what it was.
+    // Element i of the estimate of g.
     template <class T>
     NM_DEVICE T result(const Fates& fates, int i, T g) const {
         if (fates.kept >> i & 1u) return g;

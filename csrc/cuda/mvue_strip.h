@@ -2,10 +2,9 @@
 //
 // Sums C and marks T are multiples of a quantum q in [M, 2 M), M = 2^23 q. So C / q, T / q and their difference are whole numbers
 // below 2^24, which fma gives exactly, and saturated to [0, 1] T / q + 1 - C / q is 1 where C <= T, else 0. Indices are sums of
-// these. Integers and comparisons have half the rate of float arithmetic (CUDA programming guide, throughput of arithmetic
-// instructions).
+// these. Integer operations and comparisons have half the rate of float arithmetic (CUDA programming guide, arithmetic throughput).
 //
-// What is left to mvue_group.h: levels so small that 1 / q is no float, sums so large that M is none.
+// mvue_group.h handles levels so small that 1 / q is not finite, and sums so large that M is not.
 #pragma once
 
 #include "../core/philox.h"
@@ -34,7 +33,7 @@ struct Strip {
         }
         return found;
     }
-    // The bits of `code` that belong to groups of which `left` are there; a row's spare bits are zero.
+    // The bits of `code` for the `left` existing groups; a row's spare bits are zero.
     static NM_DEVICE uint32_t code_mask(int64_t left) { return left >= groups ? ~0u : left <= 0 ? 0u : (1u << (int(left) * n * 2)) - 1u; }
     NM_DEVICE uint32_t value(int k) const { return sizeof(T) == 4 ? values[k] : values[k / 2] >> (k % 2 * 16) & 0xffffu; }
     NM_DEVICE void put(int k, uint32_t bits_of_it) {
@@ -70,7 +69,7 @@ NM_DEVICE void strip_words(uint64_t seed, uint64_t offset, int64_t j, uint32_t (
 
 constexpr float kLeast = 0x1p-100f;
 
-// The marks of a group in units of its quantum, plus 1, and what turns sums into such units.
+// The marks of a group in units of its quantum, plus 1, and the factor that converts sums to these units.
 struct Marks {
     float level, base, inverse, first, second;
 
@@ -95,7 +94,7 @@ struct Level {
     }
 };
 
-// Which elements are met: 1.0 or 0.0 for each sum, but for C_2, which T1 never reaches: T2 is below C_3, T1 a level below that.
+// Which elements are selected: 1.0 or 0.0 for each sum except C_2, which T1 never reaches: T2 is below C_3, T1 a level below that.
 struct Picks {
     float first[2], second[2];
 
@@ -107,13 +106,13 @@ struct Picks {
         second[1] = marks.passed(marks.second, c2);
     }
 
-    // x[0], or x[1] or x[2] where one or both sums are passed: of finite numbers two have the weight 0.
+    // x[0], or x[1] or x[2] if one or both sums are passed: two of the finite numbers have weight 0.
     static NM_DEVICE float chosen(const float* x, const float (&passed)[2]) {
         return __fmaf_rn(x[2], passed[1], __fmaf_rn(x[1], passed[0] - passed[1], x[0] * (1.0f - passed[0])));
     }
 };
 
-// What is known of a strip's groups: the first index and the second less one, as floats; h and what all of them have.
+// The results for a strip's groups: the first index and the second minus one, as floats; h and common data.
 struct Found {
     float first[4], second[4], h[4], level[4];
     float least = 0.0f, sum = 0.0f;
@@ -138,7 +137,7 @@ struct Found {
         return float_bits(code) & 0xffffu;
     }
 
-    // False where a group is for mvue_group.h. lone(g): what to do with a group that has at most one element that differs from zero.
+    // False if a group needs mvue_group.h. lone(g) handles a group with at most one non-zero.
     template <class F>
     NM_DEVICE bool sure(const F& lone) {
         bool all = sum < kMostLevel;
@@ -156,7 +155,7 @@ struct Found {
     }
 };
 
-// The strip of a thread; false where a group of it is for mvue_group.h. raw: its elements as they lie in memory.
+// The strip of a thread; false if one of its groups needs mvue_group.h. raw: its elements as stored.
 NM_DEVICE bool estimate(const uint32_t (&raw)[16], const uint32_t (&words)[4], Strip<float>& out) {
     Found found;
     NM_UNROLL
@@ -173,7 +172,7 @@ NM_DEVICE bool estimate(const uint32_t (&raw)[16], const uint32_t (&words)[4], S
         found.put(g, l, marks, picks);
     }
     const bool sure = found.sure([&](int g) {
-        // kept is what differs from zero, and where that is not the first element, the first too
+        // the non-zero is kept, and if it is not the first element, the first too
         float value[2] = {0.0f, 0.0f};
         found.first[g] = found.second[g] = 0.0f;
         NM_UNROLL
@@ -189,7 +188,7 @@ NM_DEVICE bool estimate(const uint32_t (&raw)[16], const uint32_t (&words)[4], S
     return sure;
 }
 
-// Groups with at most one element that differs from zero: it is kept, and where it is not the first, the first too.
+// Groups with at most one non-zero: it is kept, and if it is not the first element, the first too.
 NM_DEVICE void lone(uint32_t (&pairs)[2], float& first, float& second) {
     NM_UNROLL
     for (int i = 0; i < 2; ++i) {
@@ -212,7 +211,7 @@ NM_DEVICE uint32_t level_pair(float level, uint32_t word) {
     }
 }
 
-// Of 16-bit numbers: indices build the selector of the bytes to take.
+// For 16-bit numbers the indices form a byte-permutation selector.
 template <class T>
 NM_DEVICE bool estimate(const uint32_t (&raw)[8], const uint32_t (&words)[4], Strip<T>& out) {
     uint32_t pairs[4][2];
@@ -237,7 +236,7 @@ NM_DEVICE bool estimate(const uint32_t (&raw)[8], const uint32_t (&words)[4], St
     return sure;
 }
 
-// The strip again, by the definition. element(i) is element i of the strip as a T.
+// Recomputes the strip with mvue_group.h. element(i) is element i of the strip as a T.
 template <class T, class F>
 NM_DEVICE void estimate_exactly(const uint32_t (&words)[4], Strip<T>& out, const F& element) {
     constexpr int N = Strip<T>::n, M = Strip<T>::m;

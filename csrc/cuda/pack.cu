@@ -1,4 +1,4 @@
-// Which kernels do a call of pack.
+// Chooses the kernels for a call of pack.
 #include "launch.h"
 #include "pack.h"
 
@@ -7,7 +7,7 @@ namespace nm::cuda {
 namespace {
 
 void pack_along_rows(Pack call, const Queue& queue) {
-    if (call.cols / call.m * call.n * index_bits(call.m) % 8 == 0) {  // no row ends inside a byte: one long row
+    if (call.cols / call.m * call.n * index_bits(call.m) % 8 == 0) {  // rows end on whole bytes: treat as one long row
         call.cols *= call.rows;
         call.rows = 1;
     }
@@ -28,7 +28,7 @@ bool pack(const Pack& call, const Queue& queue) {
     if (call.by_row.values) pack_along_rows(one, queue);
     one.by_column = call.by_column;
     one.by_row = {};
-    // a tile kernel that does not do both may do one of them
+    // a tile kernel that cannot do both may do one of them
     if (call.by_column.values && !(call.by_row.values && pack_tiles(one, queue))) pack_any(one, 0, queue);
     return true;
 }

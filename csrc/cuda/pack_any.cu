@@ -1,6 +1,6 @@
-// Packing any N:M of any dtype, strides and alignment, one way: a block takes a tile of whole groups into shared memory,
-// a thread one element at a time. Slower than registers; what the usual patterns leave over comes here too.
-// The n kept are marked by any_groups.h; their order in the group is counted in bits.
+// Packs any N:M of any dtype, strides and alignment, one way: a block loads a tile of whole groups into shared memory, and a thread
+// processes one element at a time. Slower than registers; also handles the remainders of common patterns. any_groups.h marks the n
+// kept; their order in the group comes from bit counts.
 #include "any_groups.h"
 #include "launch.h"
 #include "pack.h"
@@ -9,12 +9,12 @@ namespace nm::cuda {
 
 namespace {
 
-// Sets of elements of a tile, a bit each.
+// A set of elements of a tile, one bit each.
 struct Bits {
     static constexpr int kWords = AnyTile::kElements / 32;
     uint32_t words[kWords];
 
-    // All 32 lanes call it with neighbouring elements.
+    // All 32 lanes must call it, with neighbouring elements.
     NM_DEVICE void set(int e, bool in) {
         const uint32_t bits = __ballot_sync(~0u, in);
         if (e % 32 == 0) words[e / 32] = bits;
@@ -22,7 +22,7 @@ struct Bits {
 
     NM_DEVICE bool has(int e) const { return words[e / 32] >> (e % 32) & 1u; }
 
-    // How many there are from `first` to before `last`.
+    // Number of elements in [first, last).
     NM_DEVICE int count(int first, int last) const {
         int found = 0;
         for (int word = first / 32; 32 * word < last; ++word) {
@@ -49,7 +49,7 @@ struct Walk {
     int n, m, bits;
 };
 
-// A block's part of it; what lies outside of the matrix is not there.
+// A block's part of it, clipped to the matrix.
 struct Here {
     int64_t row, group;  // the first
     int rows, groups;
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(AnyTile::kThreads)
     __syncthreads();
     if (select == kThreshold && n < m) scratch.groups.find_thresholds(elements, n, m, Key<In>::bits);
     if (select != kGiven) scratch.groups.mark_kept(elements, n, m, Key<In>::bits);
-    // whole warps, because the lanes put their bits together
+    // whole warps, because lanes combine their bits
     for (int e = int(threadIdx.x); e < AnyTile::kElements; e += AnyTile::kThreads) {
         scratch.kept.set(e, e < elements && (scratch.groups.keys[e] & AnyTile::kKept) != 0);
     }
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(AnyTile::kThreads)
     for (int e = int(threadIdx.x); e < elements; e += AnyTile::kThreads) {
         if (!scratch.stored.has(e) || !within(e)) continue;
         const int begin = e / m * m, k = scratch.stored.count(begin, e);
-        if (k >= n) continue;  // of a mask that keeps too many
+        if (k >= n) continue;  // if the mask keeps too many
         scratch.positions[e / m * n + k] = uint8_t(e - begin);
         const int64_t at = ((here.row + e / row_elements) * walk.per_row + here.group + e % row_elements / m) * n + k;
         const float t = select == kThreshold && n < m ? Key<In>::value(scratch.groups.thresholds[e / m]) : 0.0f;
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(AnyTile::kThreads)
     }
 }
 
-// Tiles as deep as they are wide where a warp reads along the columns; whole bytes of indices.
+// Square tiles if a warp reads along the columns; whole bytes of indices.
 void choose_tile(Walk& walk) {
     const int room = AnyTile::groups(walk.m), whole = walk.bits == 8 ? 1 : 8 / walk.bits;
     int groups = walk.step == 1 ? room : room / 32 < whole ? whole : room / 32;

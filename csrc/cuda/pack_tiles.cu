@@ -1,10 +1,10 @@
-// Packing along columns, both ways, or for the tensor cores: tiles of W, read once. A thread packs a few groups in registers
-// and leaves them in shared memory, from which lines of the packed operands are written in wide pieces.
+// Packs along columns, both ways, or for tensor cores: tiles of W are read once. A thread packs a few groups in registers and
+// stores them to shared memory, from which the packed operands are written in wide pieces.
 //
-// Both ways by a transposable mask takes 29.8 issue slots for a bf16 element on sm_90a (nvcc 13.0, 2026-11-23, counted by
-// bench/memory_account.py): reading 1.3, the search with its conversions 18.7, packing twice 4.6, writing out 5.2. What is left to
-// save: constants of byte permutations that the compiler makes anew (0.7) and looks at edges in tiles that have none (0.8); 27
-// needs a shorter search.
+// Both ways with a transposable mask takes 29.8 issue slots per bf16 element on sm_90a (nvcc 13.0, 2026-11-23, counted by
+// bench/memory_account.py): reading 1.3, the search with its conversions 18.7, packing twice 4.6, writing out 5.2. Possible
+// savings: byte-permutation constants that the compiler recomputes (0.7) and edge checks in full tiles (0.8); 27 would need a
+// shorter search.
 #include "../core/transposable.h"
 #include "launch.h"
 #include "panel.h"
@@ -14,15 +14,15 @@ namespace nm::cuda {
 namespace {
 
 constexpr int kColumns = 64;                  // of a tile
-constexpr int64_t kLongest = 0x7fffffff / 2;  // rows and columns are 32-bit numbers, which save registers
+constexpr int64_t kLongest = 0x7fffffff / 2;  // rows and columns are 32-bit to save registers
 
-// A thread takes one group of the rows, 16 bytes of each. A warp is 8 threads wide, so that it reads 128 bytes of 4 groups' rows.
+// A thread processes one group of rows, 16 bytes of each. A warp is 8 threads wide, so it reads 128 bytes of 4 groups' rows.
 template <class In, class P, int kSelect>
 struct Tile {
     static constexpr int kWide = 16 / int(sizeof(In));  // columns of a thread
     static constexpr int kAcross = kColumns / kWide;
-    // The search of a transposable mask takes 80 registers a thread, others 64, and groups of 16 take 128. That leaves room for
-    // some blocks that compute while others wait for memory.
+    // The search of a transposable mask takes 80 registers a thread, others 64, and groups of 16 take 128. So several blocks fit,
+    // and some compute while others wait for memory.
     static constexpr int kResident = kSelect == kTransposable ? 768 : P::m <= 8 ? 1024 : 512;
     static constexpr int kDown = kSelect == kTransposable && kAcross > 8 ? 16 : 32;  // groups of a column
     static constexpr int kRows = kDown * P::m, kThreads = kAcross * kDown, kBlocks = kResident / kThreads;
@@ -205,7 +205,7 @@ void run(const char* name, const Pack& call, const Queue& queue) {
            call.overfull);
 }
 
-// Whether the lines of an operand of so many groups each are whole pieces.
+// Whether an operand's lines with that many groups are whole pieces.
 bool whole_lines(const Packed& to, int64_t groups, const Pack& call) {
     if (!to.values) return true;
     const int64_t values = groups * call.n * (call.out_dtype == kFloat32 ? 4 : 2), bits = groups * call.n * index_bits(call.m);

@@ -1,4 +1,4 @@
-// What packing kernels share: how elements become values, and small groups other than 2:4 in registers.
+// Shared by packing kernels: converting elements to values, and small groups other than 2:4 in registers.
 #pragma once
 
 #include "../core/bitpack.h"
@@ -7,10 +7,10 @@
 
 namespace nm::cuda {
 
-// What decides which elements are kept; the codes that Python passes.
+// The rule that chooses the kept elements; codes passed by Python.
 enum Select : int { kMagnitude = 0, kTransposable = 1, kGiven = 2, kThreshold = 3 };
 
-// Where indices go; the codes that Python passes. See reference/layouts.py.
+// The layout of indices; codes passed by Python. See reference/layouts.py.
 enum Layout : int { kCanonical = 0, kMmaSp = 1, kWgmmaSp = 2, kWgmmaSp8 = 3 };
 
 template <class T>
@@ -31,7 +31,7 @@ NM_DEVICE uint32_t bits_of(T x) {
     }
 }
 
-// The rounding of one kept element to what is stored; its bits where that is the same type.
+// Rounds one kept element to the stored type; unchanged bits for the same type.
 template <class In, class Out>
 NM_DEVICE Out converted(In x) {
     if constexpr (std::is_same_v<In, Out>) {
@@ -43,13 +43,13 @@ NM_DEVICE Out converted(In x) {
 
 NM_DEVICE float scale_at(const float* scale) { return scale ? *scale : 1.0f; }
 
-// Element i of `words`, for an i that the compiler knows.
+// Element i of `words`, for a compile-time i.
 template <class T>
 NM_DEVICE uint32_t element(const uint32_t* words, int i) {
     return sizeof(T) == 4 ? words[i] : i % 2 ? words[i / 2] >> 16 : words[i / 2] & 0xffffu;
 }
 
-// Bits from bytes that are 0 or 1, a word of four of them.
+// Bits from a word of four bytes that are 0 or 1.
 NM_DEVICE uint32_t four_flags(uint32_t bytes) { return (bytes * 0x01020408u) >> 24 & 15u; }
 
 // The N kept elements of a group of M, for N = 1 or 2 and M = 4, 8 or 16, and their indices as they are packed.
@@ -72,7 +72,7 @@ struct SmallGroup {
         gather(words, place);
     }
 
-    // By the bits of a mask: fewer than N are filled up with zeros, which are bits that `stored` has beyond it.
+    // By the bits of a mask: missing elements are zeros, bits that `stored` has in addition.
     NM_DEVICE SmallGroup(const uint32_t* words, uint32_t mask) {
         uint32_t stored = mask;
         NM_UNROLL
@@ -84,7 +84,7 @@ struct SmallGroup {
     }
 
   private:
-    // In the high half of a number the key, in the low one what puts a lower index first at a tie.
+    // The key in the high half, a tie-break for the lower index in the low half.
     static NM_DEVICE void largest16(const uint32_t* words, uint32_t* place) {
         uint32_t most[2] = {0, 0};
         NM_UNROLL
@@ -108,7 +108,7 @@ struct SmallGroup {
         NM_UNROLL
         for (int i = 0; i < M; ++i) {
             uint32_t key = words[i] & 0x7fffffffu;
-            key = (key < Key<float>::nan ? key : Key<float>::nan) + 1u;  // above what stands for nothing yet
+            key = (key < Key<float>::nan ? key : Key<float>::nan) + 1u;  // above the value for "none yet"
             const bool first = key > most[0], second = N == 2 && key > most[1];
             most[1] = first ? most[0] : second ? key : most[1];
             at[1] = first ? at[0] : second ? uint32_t(i) : at[1];
@@ -119,7 +119,7 @@ struct SmallGroup {
         place[1] = at[1] < at[0] ? at[0] : at[1];
     }
 
-    // Registers have no addresses: an element is found by halving.
+    // Registers cannot be indexed: an element is selected by halving.
     static NM_DEVICE uint32_t at(const uint32_t* words, uint32_t place) {
         constexpr int count = M * int(sizeof(T)) / 4, steps = (M == 16 ? 4 : M == 8 ? 3 : 2) - (sizeof(T) == 2 ? 2 : 0);
         uint32_t left[count];
@@ -156,7 +156,7 @@ NM_DEVICE void round_quad(const uint32_t* words, uint32_t* rounded) {
     for (int i = 0; i < 8; ++i) rounded[i] = rounded_pair<Out>(bits_float(words[2 * i]), bits_float(words[2 * i + 1]));
 }
 
-// S-STE's values of a quad: soft threshold in the type of the weight, times the scale in fp32. A scale of 1 leaves them as they are.
+// S-STE's values of a quad: soft threshold in the type of the weight, times the scale in fp32. A scale of 1 does not change them.
 template <class In, class Out>
 NM_DEVICE void shrink_quad(const uint32_t* kept, const uint32_t* third, float scale, uint32_t* values) {
     NM_UNROLL
@@ -179,7 +179,7 @@ NM_DEVICE void shrink_quad(const uint32_t* kept, const uint32_t* third, float sc
     }
 }
 
-// The eight values of a quad from the words of its elements, given its mask; `third` is for the threshold alone.
+// The eight values of a quad from the words of its elements, given its mask; only the threshold uses `third`.
 template <class In, class Out, int kSelect>
 NM_DEVICE void quad_values(const uint32_t* words, uint32_t mask, const uint32_t* third, float scale, uint32_t* values) {
     if constexpr (kSelect == kThreshold) {
@@ -189,14 +189,14 @@ NM_DEVICE void quad_values(const uint32_t* words, uint32_t mask, const uint32_t*
     } else if constexpr (std::is_same_v<In, Out>) {
         pick_two<In>(words, mask, values);
     } else {
-        // all are converted, two by an instruction: pairs of 16 bits are picked at less cost than fp32 is
+        // converts all, two per instruction: selecting pairs of 16 bits costs less than fp32
         uint32_t rounded[16 * sizeof(Out) / 4];
         round_quad<Out>(words, rounded);
         pick_two<Out>(rounded, mask, values);
     }
 }
 
-// A quad whose mask is given in `mask`: fills up groups that are short, for which it changes `words`.
+// A quad with a given `mask`: pads short groups, which changes `words`.
 template <class In, class Out>
 NM_DEVICE uint32_t pack_given_quad(uint32_t* words, uint32_t mask, uint32_t* values, bool& overfull) {
     if (!two_each(mask)) {

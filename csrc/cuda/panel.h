@@ -1,41 +1,41 @@
-// A packed operand of a tile, in shared memory between the threads that pack it and those that write it out: lines of a
-// power of two of values, and a byte for each group's indices. A line leaves in pieces of 16 bytes of values and 4 of
-// indices, or of a whole tile of metadata.
+// A tile's packed operand in shared memory, between the threads that pack it and those that write it out: lines of a power of two
+// of values, and a byte for each group's indices. A line is written in pieces of 16 bytes of values and 4 of indices, or a whole
+// tile of metadata.
 #pragma once
 
 #include "pack.h"
 
 namespace nm::cuda {
 
-// Where a panel goes in an operand.
+// The position of a panel in an operand.
 struct Place {
     void* values;
     void* indices;
     unsigned line, group;    // the first of the tile
-    unsigned lines, groups;  // left from there on: fewer than a panel's at the operand's end
-    unsigned line_groups;    // of a whole line of the operand
+    unsigned lines, groups;  // remaining ones; fewer than a panel's at the operand's end
+    unsigned line_groups;    // per line of the operand
     int layout;
 };
 
-// `kStep`: lines that neighbouring threads write are so far apart; kThreads of a block write out.
+// `kStep`: distance between lines that neighbouring threads write; kThreads threads write out.
 template <class Out, class P, int kLines, int kGroups, int kStep, int kThreads>
 struct Panel {
     static constexpr unsigned kWidth = P::n * (P::m <= 4 ? 2 : 4);           // bits of a group's indices
     static constexpr unsigned kGroupBytes = P::n * unsigned(sizeof(Out));   // of its values
     static constexpr unsigned kPieces = kGroups * kGroupBytes / 16;         // of 16 bytes, in a line
-    static constexpr unsigned kIndexBytes = kGroups + 4;                    // of a line: other banks for the next one
+    static constexpr unsigned kIndexBytes = kGroups + 4;                    // per line, padded so that the next one uses other banks
     static_assert((kPieces & (kPieces - 1)) == 0);
 
     alignas(16) unsigned char values[kLines * kPieces * 16];
     alignas(16) unsigned char indices[kLines * kIndexBytes];
 
-    // Threads beside each other write different lines at once, and others the next groups: pieces are exchanged within a line,
-    // by a number that is not the same for neighbours, so that these are in different banks.
+    // Neighbouring threads write different lines, others the next groups: pieces are swizzled within a line by a number that
+    // differs between neighbours, to avoid bank conflicts.
     static NM_DEVICE unsigned piece_at(unsigned step, unsigned within, unsigned piece) {
         return (within * (kLines / kStep) + step) * kPieces + (piece ^ (step & (kPieces - 1)));
     }
 
-    // Values of the groups from `group` on, so many bytes of them, in line step * kStep + within.
+    // Stores values of the groups from `group` on in line step * kStep + within.
     template <int kBytes>
     NM_DEVICE void put(unsigned step, unsigned within, unsigned group, const uint32_t* words) {
         const unsigned at = group * kGroupBytes;
@@ -67,13 +67,13 @@ struct Panel {
     }
 
   private:
-    // What this thread takes of `kEach` items of a line, all threads together `kAtOnce` lines. Items are read in any case, so that no
-    // branch comes before the one instruction that writes.
+    // Distributes `kEach` items per line over threads, `kAtOnce` lines at a time. Items are always read, so that there is no branch
+    // before the store.
     template <unsigned kEach>
     struct Share {
         static constexpr unsigned kAtOnce = kThreads / kEach < kLines ? kThreads / kEach : kLines, kTurns = kLines / kAtOnce;
         static_assert(kLines % kAtOnce == 0 && kThreads % kEach == 0);
-        static constexpr bool kSome = kAtOnce * kEach < kThreads;  // threads have nothing to do
+        static constexpr bool kSome = kAtOnce * kEach < kThreads;  // some threads are idle
 
         unsigned line = threadIdx.x / kEach % kAtOnce, item = threadIdx.x % kEach;
         NM_DEVICE bool has(unsigned turn, unsigned lines, unsigned items) const {

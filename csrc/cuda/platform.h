@@ -1,5 +1,5 @@
-// Device code is compiled twice from the same sources: by nvcc for GPUs, and by the host compiler for the emulator, which
-// runs it in tests. What the two spell differently is here; memory.h and ptx.h hold what they do differently.
+// Device code is compiled twice from the same sources: by nvcc for GPUs, and by the host compiler for the emulator, for tests. This
+// file has the differences in syntax; memory.h and ptx.h have those in behaviour.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 #include <cuda_runtime.h>
 #endif
 
-// One object of the block's shared memory, without an initial value: using Tile = float[32][33]; NM_SHARED(Tile, tile);
+// Declares an uninitialised object in shared memory: using Tile = float[32][33]; NM_SHARED(Tile, tile);
 #if defined(NM_EMULATED)
 #define NM_SHARED(Type, name)           \
     static const char nm_at_##name = 0; \
@@ -21,7 +21,7 @@
 #define NM_SHARED(Type, name) __shared__ Type name
 #endif
 
-// The shared memory whose size the launch gives, seen as Type*, aligned to 128 bytes.
+// Dynamic shared memory as Type*, aligned to 128 bytes.
 #if defined(NM_EMULATED)
 #define NM_DYNAMIC_SHARED(Type, name) Type* const name = static_cast<Type*>(nm::emulator::current().block->dynamic_shared())
 #else
@@ -30,14 +30,14 @@
     Type* const name = reinterpret_cast<Type*>(nm_dynamic_shared)
 #endif
 
-// The loop after it stays a loop.
+// Prevents unrolling of the next loop.
 #if defined(NM_EMULATED)
 #define NM_ONE_BY_ONE
 #else
 #define NM_ONE_BY_ONE _Pragma("unroll 1")
 #endif
 
-// What was read from memory before this is read again after it, instead of being kept in registers.
+// Forces values read from memory to be read again instead of kept in registers.
 #if defined(NM_EMULATED)
 #define NM_READ_AGAIN()
 #else

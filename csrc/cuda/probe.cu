@@ -1,4 +1,4 @@
-// What the driver, the runtime that is linked here and a GPU say of themselves, before any other kernel is asked for.
+// Queries the driver, the linked runtime and a GPU before any other kernel is used.
 #include "kernels.h"
 #include "launch.h"
 
@@ -11,14 +11,14 @@ namespace nm::cuda {
 
 namespace {
 
-// Compiled for the same GPUs as all others.
+// Compiled for the same GPUs as all other kernels.
 __global__ void probe_kernel() {}
 
 }  // namespace
 
 Probe probe(int device) {
     Probe found{};
-    // these two need no driver
+    // these two calls need no driver
     cudaDriverGetVersion(&found.driver);
     cudaRuntimeGetVersion(&found.runtime);
     try {
@@ -35,7 +35,7 @@ Probe probe(int device) {
 
 const Gpu& gpu(int device) {
     static std::mutex mutex;
-    static std::map<int, Gpu> known;  // whose elements stay where they are
+    static std::map<int, Gpu> known;  // elements have stable addresses
     const std::lock_guard<std::mutex> lock(mutex);
     const auto there = known.find(device);
     if (there != known.end()) return there->second;

@@ -1,5 +1,5 @@
-// Tensors in 8 bits for wgmma.sp: as they are, transposed, or packed at 2:4 in the order of 8-bit operands. Each element is multiplied by
-// a scale in fp32 and rounded once; the scale is of the tensor or of a row of the result.
+// 8-bit tensors for wgmma.sp: straight, transposed, or packed at 2:4 in the layout of 8-bit operands. Each element is multiplied by
+// a scale in fp32 and rounded once; there is one scale per tensor or per row of the result.
 #include <stdexcept>
 
 #include "../core/dispatch.h"
@@ -18,7 +18,7 @@ constexpr int kThreads = 256;
 template <class Out>
 NM_DEVICE uint32_t rounded_four(const float (&x)[4]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    // of two numbers the first operand is the upper one
+    // the first operand becomes the upper number
 #define NM_PAIR(type, pair, i) asm("cvt.rn.satfinite." type ".f32 %0, %1, %2;" : "=h"(pair) : "f"(x[i + 1]), "f"(x[i]))
     if constexpr (!std::is_same_v<Out, int8_t>) {
         uint16_t low, high;
@@ -64,8 +64,8 @@ __global__ void __launch_bounds__(kThreads)
     store_some<16>(out + row * cols + col, reinterpret_cast<const uint8_t*>(words), cols - col, wide);
 }
 
-// A block takes 64 columns, which are rows of the result. A thread reads 16 bytes of each of four rows, and leaves words of four elements
-// of a column in shared memory.
+// A block processes 64 columns, which are rows of the result. A thread reads 16 bytes of each of four rows, and stores words of
+// four elements of a column to shared memory.
 template <class In, class Out>
 __global__ void __launch_bounds__(kThreads) quantize_columns_kernel(const In* x, const float* scale, int by_row, int64_t rows, int64_t cols, bool wide_in,
                                                                     bool wide_out, uint8_t* out) {
@@ -100,8 +100,8 @@ __global__ void __launch_bounds__(kThreads) quantize_columns_kernel(const In* x,
     }
 }
 
-// The largest two of each four, in tiles of 16 rows and 128 columns. A thread has rows g and g + 8 of one, and of them the columns 32 p
-// to 32 p + 31 of each 64: what lanes 4 g + 2 p and the next give to two instructions.
+// The largest two of each four, in tiles of 16 rows and 128 columns. A thread has rows g and g + 8 of a tile, and of each 64
+// columns 32 p to 32 p + 31: the operands of lanes 4 g + 2 p and 4 g + 2 p + 1 for two instructions.
 template <class In, class Out>
 __global__ void __launch_bounds__(kThreads)
     quantize_pack_kernel(const In* w, const float* scale, int by_row, int64_t rows, int64_t cols, uint8_t* values, uint32_t* metadata) {

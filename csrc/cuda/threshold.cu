@@ -1,7 +1,7 @@
-// The scale that brings soft_threshold(w) closest to w: two sums over the tensor in fp64, whose order its size alone decides.
+// The scale that makes soft_threshold(w) closest to w: two fp64 sums over the tensor, in an order that depends only on its size.
 //
-// A block adds up one chunk, 4096 elements of the usual patterns; a last block of all adds the chunks' sums and divides.
-// Nothing waits for the host, and nothing depends on which block comes first.
+// A block sums one chunk, 4096 elements for common patterns; a final block adds the chunks' sums and divides. No synchronisation,
+// and independent of block order.
 #include "../core/dispatch.h"
 #include "../core/registers.h"
 #include "../core/threshold.h"
@@ -22,7 +22,7 @@ static_assert(AnyTile::kThreads == kThreads);
 struct Products {
     double ws, ss;
 
-    // The products of fp32 numbers are exact.
+    // Products of fp32 numbers are exact in fp64.
     NM_DEVICE void add(float w, float s) {
         ws = fma(double(w), double(s), ws);
         ss = fma(double(s), double(s), ss);
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) scale_sums_kernel(const T* w, Produc
     }
     Products own{};
     if constexpr (sizeof(T) == 2 && P::m == 4 && P::n <= 2) {
-        // what is not above the threshold adds nothing, and the sign of w is that of s
+        // elements below the threshold add nothing, and s has the sign of w
         uint32_t words[kEach / 2];
         memcpy(words, x, sizeof words);
         NM_UNROLL
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) scale_sums_kernel(const T* w, Produc
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
-// Groups of any size; the chunk is what a tile holds.
+// Groups of any size; a chunk is a tile.
 template <class T>
 __global__ void __launch_bounds__(kThreads) any_scale_sums_kernel(const T* w, Products* sums, int64_t groups, int n, int m) {
     NM_SHARED(AnyTile, tile);

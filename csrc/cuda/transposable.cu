@@ -1,4 +1,4 @@
-// The best 2:4 masks of 4x4 tiles: a thread reads 16 bytes of each of four rows and searches in its registers.
+// The best 2:4 masks of 4x4 tiles: a thread reads 16 bytes of each of four rows and searches in registers.
 #include "../core/dispatch.h"
 #include "../core/transposable.h"
 #include "kernels.h"
@@ -14,7 +14,7 @@ constexpr int kThreads = 256;
 // Bit j of a row of a mask as byte j.
 NM_DEVICE uint32_t spread(uint32_t row) { return row * 0x204081u & 0x01010101u; }
 
-// A block takes 256 pieces of four rows by 16 bytes: 2^width side by side, the others below. `across` blocks cover a row.
+// A block processes 256 pieces of four rows by 16 bytes, 2^width of them per row. `across` blocks cover a row.
 template <class T>
 __global__ void __launch_bounds__(kThreads) transposable_kernel(const T* w, uint8_t* out, int64_t bands, int64_t cols, int across, int width, bool wide) {
     constexpr int kCols = 16 / int(sizeof(T)), kTiles = kCols / 4;

@@ -41,7 +41,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of the pieces by name, empty where nothing was measured; ``note`` tells why, or on how many tokens.
+    """Seconds of the pieces by name, empty if nothing was measured; ``note`` says why, or on how many tokens.
 
     ``kernels``: the candidate of ``autograd.gemms`` that was the fastest of the sparse ones, by GEMM.
     """

@@ -45,7 +45,7 @@ class _Refused(_SingleLevelFunction):
         # an op, so that a graph raises in its backward pass and not while tracing
         refuse, g = torch.ops.nmkernels.refuse, next(g for g in grads if g is not None)
         wanted = zip(ctx.sources, ctx.needs_input_grad[2:], strict=True)
-        return None, None, *[refuse(g, *source, ctx.name) if source and wants else None for source, wants in wanted]
+        return None, None, *[refuse(g, *source, ctx.name) if source and needed else None for source, needed in wanted]
 
 
 def with_autograd(name: str, op: torch._ops.OpOverload, kernel: Kernel) -> Kernel:

@@ -53,13 +53,13 @@ def _pack(
     if select not in SELECTS:
         raise OptionError(f"{op}: select={select!r} is not known; it is one of {', '.join(map(repr, SELECTS))}.")
     if (mask is not None) != (select in ("given", "held")):
-        missing = "without a mask" if mask is None else "beside a mask"
+        missing = "without a mask" if mask is None else "with a mask"
         raise OptionError(f'{op}: select={select!r} {missing}; a mask belongs to select="given" or "held", and only there.')
     if mask is not None:
         check_mask(op, mask, w)
     if scale is not None:
         if select != "threshold":
-            raise OptionError(f'{op}: select={select!r} beside a scale, which multiplies the soft threshold only (select="threshold").')
+            raise OptionError(f'{op}: select={select!r} with a scale, which only applies to select="threshold".')
         if scale.numel() != 1 or scale.dtype != compute_dtype(w.dtype):
             raise ShapeError(
                 f"{op}: scale is {scale.dtype} of shape {tuple(scale.shape)}; it must be one element of {compute_dtype(w.dtype)}, "

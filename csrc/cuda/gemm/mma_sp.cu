@@ -12,11 +12,11 @@ namespace gemm {
 
 namespace {
 
-// Stages and barriers. Before turn 3 of slab s all threads meet: then slab s + 1 has arrived, for which each has waited
-// (kStages + s groups were begun before, of which all but the last kStages - 2 are awaited), and slab s has been read,
-// because what turn 3 needs of it was loaded before turn 2. So its place is free for slab s + kStages.
-// After the last slab they meet once more, which the emulator would not miss: its warps keep step, those of a GPU need not,
-// and sums go where a slower warp still reads its operands.
+// Stages and barriers. There is a barrier before turn 3 of slab s. By then slab s + 1 has arrived, because each thread has waited
+// for its copies (kStages + s groups were started, and all but the last kStages - 2 awaited), and slab s has been read, because
+// turn 3's operands were loaded before turn 2. So its place is free for slab s + kStages. One more barrier follows the last slab:
+// sums are written where a slower warp may still read operands. The emulator cannot detect a missing one, because its warps keep
+// step.
 template <class T, class Tile, bool kByColumn>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks) mma_sp_kernel(Gemm<T> f) {
     NM_DYNAMIC_SHARED(uint8_t, shared);

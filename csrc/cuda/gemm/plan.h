@@ -1,5 +1,5 @@
-// Which tile a GEMM takes, and how many parts its depth is cut into: the choice whose estimated time is least. The
-// estimate counts cycles of a multiprocessor of the GPU that is asked; it is there to compare, not to predict.
+// Chooses a GEMM's tile and the number of parts of its depth with the least estimated time. The estimate counts cycles of a
+// multiprocessor; it is for comparison, not for prediction.
 #pragma once
 
 #include <algorithm>
@@ -30,18 +30,18 @@ struct Plan {
 
 constexpr int kMostSplits = 32;
 constexpr int kFewestSlabs = 4;  // of a part
-constexpr double kShared = 128;  // bytes of shared memory that a multiprocessor moves in a cycle
+constexpr double kShared = 128;  // bytes of shared memory that a multiprocessor moves per cycle
 
-// What a multiprocessor does in a cycle of the GPU's highest clock.
+// What a multiprocessor does per cycle of the GPU's highest clock.
 struct Rates {
     double multiplies;  // by mma.sp, 16 bits with fp32 sums, those with a zero too
-    double bytes;       // its part of what memory delivers
-    double launch;      // cycles that one more launch costs
+    double bytes;       // its share of memory bandwidth
+    double launch;      // cycles of an additional launch
 };
 
 // Tensor cores by the tables of NVIDIA's whitepapers, but for 9.0: there mma.sync reaches about five eighths of the 4096 of wgmma,
 // and from 2000 on shared memory binds first whatever the tile. GeForce cards of 8.6, 8.9 and 12.0 have half of the others' rate,
-// which nothing here tells. A GPU that is not known counts as one of 8.0.
+// which is not considered. An unknown GPU counts as 8.0.
 inline double multiplies(int capability) {
     switch (capability) {
         case 86: case 89: case 120: case 121: return 1024;
@@ -52,16 +52,16 @@ inline double multiplies(int capability) {
 
 inline Rates rates_of(const Gpu& gpu) {
     const bool told = gpu.clock > 0 && gpu.memory_clock > 0 && gpu.memory_bits > 0;  // a virtual GPU may not say
-    // nine tenths of what memory transfers at best; 12 is the rate of an A100, as are its 1410 MHz
+    // nine tenths of peak memory bandwidth; 12 is the rate of an A100, as are its 1410 MHz
     const double bytes = told ? 0.9 * 2 * gpu.memory_clock * (gpu.memory_bits / 8.0) / (double(gpu.clock) * gpu.processors) : 12;
     const double clock = told ? gpu.clock : 1410000;
     return {multiplies(gpu.capability), bytes, 2.8e-3 * clock};
 }
 
-// Parts of so many slabs, none of them empty.
+// The number of non-empty parts with that many slabs.
 inline int part_of(int64_t slabs, int splits) { return int(std::max<int64_t>(1, cdiv(slabs, splits))); }
 
-// What a kernel is told of a call that is cut into so many tiles.
+// The kernel parameters of a call with that many tiles.
 template <class T>
 Gemm<T> gemm_of(const GemmCall& call, int64_t row_tiles, int64_t col_tiles) {
     const Sums<T> sums{static_cast<T*>(call.out), static_cast<const T*>(call.bias), static_cast<const T*>(call.residual),
@@ -86,8 +86,7 @@ inline void finish_parts(const GemmCall& call, const Queue& queue) {
     cuda::finish_parts(finish, queue);
 }
 
-// Cycles that a multiprocessor takes for a slab of one block: of tensor cores, or of shared memory, both for copies into it
-// and for reads of each warp.
+// Cycles per slab of one block: of tensor cores, or of shared memory for copies and each warp's reads.
 template <class Tile>
 double slab_cycles(const Rates& rates) {
     constexpr double warps = Tile::kThreads / 32;
@@ -95,8 +94,7 @@ double slab_cycles(const Rates& rates) {
     return std::max(double(Tile::kRows) * Tile::kCols * kDepth / rates.multiplies, (reads + Tile::kStage) / kShared);
 }
 
-// Cycles of a GEMM: those of its busiest multiprocessor, or those in which memory delivers the operands, which the others
-// hide for the most part.
+// Cycles of a GEMM: those of its busiest multiprocessor, or those of loading the operands, which mostly overlap.
 inline double with_memory(int64_t m, int64_t n, int64_t k, int splits, int processors, const Rates& rates, double busy) {
     const double memory = (double(m) * double(k) * 1.125 + double(n) * double(k) * 2 + double(m) * double(n) * 2) / (rates.bytes * processors);
     // fp32 parts are written and read by a second launch
@@ -112,7 +110,7 @@ double estimated(int64_t m, int64_t n, int64_t k, int64_t part, int splits, int 
     return with_memory(m, n, k, splits, processors, rates, busy);
 }
 
-// f(splits, slabs of a part) for every number of parts that is of use.
+// Calls f(splits, slabs per part) for every useful number of parts.
 template <class F>
 void each_split(int64_t k, const F& f) {
     const int64_t slabs = std::max<int64_t>(1, k / kDepth);
@@ -122,7 +120,7 @@ void each_split(int64_t k, const F& f) {
     }
 }
 
-// The best of each tile that fits into a block's shared memory.
+// The best among tiles that fit into a block's shared memory.
 inline Plan choose(int64_t m, int64_t n, int64_t k, bool by_column, const Gpu& gpu) {
     const Rates rates = rates_of(gpu);
     Plan best{kSmall, 1};

@@ -1,11 +1,10 @@
-// Slabs of k from global to shared memory, some ahead of the tensor cores. Each thread copies the same pieces of 16 bytes of
-// every slab; what lies outside of an operand becomes zero, and is not read. But zero is no metadata that the instruction
-// takes: rows below the last have that of the last.
+// Copies slabs of k from global to shared memory ahead of the tensor cores. Each thread copies the same 16-byte pieces of every
+// slab; pieces outside an operand become zeros. Since zero is not valid metadata, rows below the last get the metadata of the last.
 //
-// What nobody sees in the emulator, so in words. Each call of start() commits one group, also where there is nothing left to
-// copy, so that the n-th last group is always that of the n-th last slab. A thread's wait makes its own copies visible to
-// itself; the barrier after it makes everybody's visible to everybody. A slab is copied into the place of one that all
-// threads have read: their reads lie before a barrier that the copying thread has passed.
+// Not detected by the emulator: Each call of start() commits one group, even if nothing is left to copy, so that the n-th last
+// group is always that of the n-th last slab. A thread's wait makes its own copies visible to itself; the barrier after it makes
+// all copies visible to all threads. A slab replaces one that all threads have read: their reads precede a barrier that the copying
+// thread has passed.
 #pragma once
 
 #include "../ptx.h"
@@ -50,13 +49,13 @@ class Stages {
         }
     }
 
-    // Starts to copy the next slab, if there is one, into its stage.
+    // Starts copying the next slab, if any, into its stage.
     NM_DEVICE void start() {
         if (slab_ < end_) {
             uint8_t* const stage = shared_ + into_;
             NM_UNROLL
             for (int i = 0; i < Tile::kRows / kValueRows; ++i) {
-                const bool there = i * kValueRows < rows_;  // half a line, and the next slab is the other half
+                const bool there = i * kValueRows < rows_;  // half a line; the next slab is the other half
                 cp_async<16, false, true>(stage + to_values_ + i * (kValueRows * 64), values_ + i * values_step_, there ? 16 : 0);
             }
             NM_UNROLL
@@ -79,7 +78,7 @@ class Stages {
     static constexpr int kValueRows = Tile::kThreads / 4;  // rows of values that all threads copy at once
     static constexpr int kAcross = (kByColumn ? Tile::kCols : kDepth) / 8;  // pieces of a row of the dense tile
     static constexpr int kDenseRows = Tile::kThreads / kAcross;
-    // so that a thread's pieces have the same place in their rows, and are all there
+    // so that a thread's pieces have the same place in their rows, all inside
     static_assert(kValueRows % 8 == 0 && kDenseRows % 8 == 0 && Tile::kRows % kValueRows == 0);
     static_assert(Tile::kDense % (16 * Tile::kThreads) == 0 && Tile::kMetadata / 16 <= Tile::kThreads);
 
@@ -90,7 +89,7 @@ class Stages {
     int64_t values_step_, dense_step_, dense_slab_;
     uint32_t to_values_, to_metadata_, to_dense_;
     uint32_t into_ = 0;
-    int rows_, cols_;  // that are there, from the thread's first on
+    int rows_, cols_;  // remaining, from the thread's first on
     int slab_, end_, metadata_slab_;
 };
 

@@ -11,7 +11,7 @@ namespace {
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
-// Null where the driver is older.
+// Null if the driver is too old.
 Encode encoder() {
     static const Encode found = [] {
         void* entry = nullptr;

@@ -1,4 +1,4 @@
-// Tensor maps: what copies of boxes read of a matrix, made on the host by the driver.
+// Tensor maps, the descriptors of TMA copies of a matrix, made on the host by the driver.
 #pragma once
 
 #include <cuda.h>
@@ -8,10 +8,10 @@
 
 namespace nm::cuda::gemm {
 
-// Whether this driver makes them.
+// Whether this driver supports them.
 bool can_encode();
 
-// Elements of 16 bits are of this dtype. The driver asks for a context, of which the queue is the proof.
+// `dtype` is that of 16-bit elements. The driver needs a context; the queue guarantees one.
 CUtensorMap encoded(const Map& map, int dtype, const Queue& queue);
 
 }  // namespace nm::cuda::gemm

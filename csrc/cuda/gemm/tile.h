@@ -1,15 +1,15 @@
-// How a block is cut, and where bytes lie in shared memory.
+// The partition of a block's tile, and its layout in shared memory.
 //
-// Shared memory delivers 16 bytes to each of 8 threads in a turn, if these are in different sixteenths of 128 bytes. Rows of
-// tiles are 128 bytes or more long, or 64, and ldmatrix reads 16 bytes of eight rows that follow each other: so the piece of
-// 16 bytes that would be at `piece` of a row is at `piece ^ (a number of the row)`.
+// Shared memory delivers 16 bytes to each of 8 threads per cycle if they are in different 16-byte banks of 128 bytes. ldmatrix
+// reads 16 bytes of eight consecutive rows, and rows have at least 128 bytes, or 64. So rows are swizzled: piece `piece` of 16
+// bytes is at `piece ^ (a number of the row)`.
 #pragma once
 
 #include "../platform.h"
 
 namespace nm::cuda::gemm {
 
-constexpr int kDepth = 64;  // of k in a slab: what a word of metadata covers
+constexpr int kDepth = 64;  // of k per slab: the columns of a word of metadata
 
 // Rows x Cols of D in a block, WarpRows x WarpCols in a warp, Stages slabs in shared memory, Blocks of a multiprocessor.
 template <int Rows, int Cols, int WarpRows, int WarpCols, int Stages, int Blocks>

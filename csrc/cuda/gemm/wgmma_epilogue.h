@@ -1,8 +1,8 @@
-// Sums of a wgmma tile to results, in parts of 64 rows and up to 64 columns. What is only rounded, with or without a bias, is written
-// to shared memory by stmatrix, transposed where D is stored so, and copied out as a box, which leaves off what lies outside. With an
-// activation or a residual, and where sums are parts of k, they go through shared memory in fp32, and on as those of mma.sp do.
+// From the sums of a wgmma tile to results, in parts of 64 rows and up to 64 columns. If only rounding and a bias are needed,
+// stmatrix writes to shared memory, transposed if D is stored transposed, and a TMA copy clips what lies outside. With an
+// activation or a residual, and for sums of parts of k, they go through shared memory in fp32 and continue as those of mma.sp.
 //
-// The loop over parts is one that runs: only the few instructions that name registers of sums are there for every part.
+// The loop over parts is not unrolled: only the few instructions that name registers of sums exist for every part.
 #pragma once
 
 #include "../ptx_hopper.h"
@@ -11,7 +11,7 @@
 
 namespace nm::cuda::gemm {
 
-// What the sums of a part are multiplied by: nothing in 16 bits.
+// The factors of a part's sums; none in 16 bits.
 template <class T>
 struct Steps {
     NM_DEVICE Steps(const Gemm<T>&, int64_t, int64_t, uint32_t) {}
@@ -21,7 +21,7 @@ struct Steps {
 // The steps of the two rows of a thread, and of its column for each sum.
 template <class A, class B, bool kPromotes>
 struct Steps<EightBits<A, B, kPromotes>> {
-    const ScaledGemm& f;  // a parameter of the kernel: what is read of it takes no register
+    const ScaledGemm& f;  // a kernel parameter, so reading it takes no register
     float of_row[2] = {};
     int col;  // sizes have 31 bits
 
@@ -53,7 +53,7 @@ class Results {
     NM_DEVICE void store(const Told& f, const CUtensorMap& map, const Origin& at, const Sum (&sums)[Tile::kDown][Tile::kSums]) {
         const bool rounded = !f.sums.parts && (kByColumn || (f.sums.activation == kNone && !f.sums.residual));
         uint32_t thread = threadIdx.x;
-        pin(thread);  // what comes of it is not kept over the main loop
+        pin(thread);  // do not keep derived values during the main loop
         const uint32_t group = thread / 128;
         NM_ONE_BY_ONE
         for (uint32_t part = 0; part < Tile::kParts; ++part) {
@@ -76,7 +76,7 @@ class Results {
 
     static NM_DEVICE void meet(uint32_t thread) { named_barrier<128>(1 + thread / 128); }
 
-    // f(the sums of a part), as registers that the compiler can name.
+    // Calls f(the sums of a part), with compile-time register numbers.
     template <class F>
     static NM_DEVICE void with_part(uint32_t part, const Sum (&sums)[Tile::kDown][Tile::kSums], const F& f) {
         NM_UNROLL
@@ -89,7 +89,7 @@ class Results {
                                  const Sum (&sums)[Tile::kDown][Tile::kSums], uint32_t thread) {
         const uint32_t lane = thread % 32, warp = thread / 32 % 4, matrix = lane / 8, i = lane % 8;
         const bool first = thread % 128 == 0;
-        if (first) bulk_wait_read<1>();  // the part that was stored two parts ago has been read
+        if (first) bulk_wait_read<1>();  // the part before the previous one has been read
         meet(thread);
         float bias[2] = {0.0f, 0.0f};
         if (!kByColumn && f.sums.bias && row < f.m) {
@@ -131,7 +131,7 @@ class Results {
     NM_DEVICE void store_summed(const Told& f, int64_t row_0, int64_t col_0, int of_k, uint32_t part,
                                 const Sum (&sums)[Tile::kDown][Tile::kSums], uint32_t thread) const {
         float* const own = reinterpret_cast<float*>(staging_ + thread / 128 * Tile::kStaging);
-        meet(thread);  // the part before has been read
+        meet(thread);  // the previous part has been read
         const Steps<T> steps(f, row_0, col_0, thread);
         const uint32_t first = staged(thread / 32 % 4 * 16 + thread % 32 / 4, thread % 4 * 2);
         with_part(part, sums, [&](const Sum* d) {

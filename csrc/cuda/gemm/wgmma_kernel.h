@@ -1,10 +1,11 @@
-// The kernel: D = A B by wgmma.mma_async.sp on sm_90a alone; m64nNk32 with metadata in the order "wgmma.sp" in 16 bits, m64nNk64 with
-// "wgmma.sp.8bit" in 8 bits. m is a multiple of 64.
+// The kernel D = A B with wgmma.mma_async.sp, only for sm_90a; m64nNk32 with metadata in the order "wgmma.sp" in 16 bits, m64nNk64
+// with "wgmma.sp.8bit" in 8 bits. m is a multiple of 64.
 //
 // One warpgroup copies, two multiply. Each stage of shared memory has two barriers: a full one, whose phase ends when all bytes of a slab
-// have arrived, and an empty one, whose phase ends when every warp of the cluster that reads the stage has done so. The copying thread
-// runs ahead of the others, also over the end of a tile; the multiplying ones have one group of products under way while they ask for
-// the next slab, and give a stage back when the group that reads it is done. Two blocks of a cluster copy one half of B each, into both.
+// have arrived, and an empty one, whose phase ends when every warp of the cluster that reads the stage has done so. The copying
+// thread runs ahead of the others, also into the next tile; the multiplying ones have one group of products in flight while they
+// wait for the next slab, and release a stage when the group that reads it is done. Two blocks of a cluster copy one half of B
+// each, into both.
 //
 // Where sums are promoted, those of two slabs, 128 products of a row, are finished and added to others in fp32 while the other
 // warpgroup multiplies.
@@ -23,11 +24,11 @@
 
 namespace nm::cuda::gemm {
 
-namespace {  // the kernels of each file are its own
+namespace {  // the kernels of each file are private
 
 #if defined(NM_SM90A)
 
-// Where a slab of the pipeline is: its stage, and the parity of the phase that is waited for there.
+// A slab's position in the pipeline: its stage, and the parity of the awaited phase.
 template <class Tile>
 struct Place {
     uint32_t stage = 0, parity = 0;
@@ -38,7 +39,7 @@ struct Place {
     }
 };
 
-// Barriers and bytes of a block.
+// Barriers and shared memory of a block.
 template <class Tile>
 struct Pipeline {
     uint32_t shared;
@@ -55,7 +56,7 @@ struct Pipeline {
         fence_mbarrier_init();
     }
 
-    // A warp has read a stage: every block that copies into it hears of it.
+    // Signals that a warp has read a stage, to every block that copies into it.
     NM_DEVICE void release(uint32_t i) const {
         const uint32_t lane = threadIdx.x % 32;
         if constexpr (Tile::kCluster == 1) {
@@ -94,7 +95,7 @@ NM_DEVICE void copy(const CUtensorMap& values, const CUtensorMap& dense, const T
         NM_ONE_BY_ONE
         for (int slab = at.first; slab < at.last; ++slab, place.next()) {
             const uint32_t to = pipeline.stage(place.stage), full = pipeline.full(place.stage);
-            mbarrier_wait(pipeline.empty(place.stage), place.parity ^ 1);  // what nobody has used yet is empty
+            mbarrier_wait(pipeline.empty(place.stage), place.parity ^ 1);  // an unused stage counts as empty
             mbarrier_expect(full, Tile::kStage);
             tma_load(to + Tile::kDense, values, slab * (Tile::kDeep / 2), row, full);
             if constexpr (kOfColumns) {
@@ -109,7 +110,7 @@ NM_DEVICE void copy(const CUtensorMap& values, const CUtensorMap& dense, const T
             }
             NM_UNROLL
             for (int i = 0; i < Tile::kRows / 64; ++i) {
-                // zeros are no metadata that the instruction takes: rows below the last have that of the last
+                // zero is not valid metadata, so rows below the last get the metadata of the last
                 const int own = row / 64 + i, block = own < last_block ? own : last_block;
                 constexpr int bytes = Tile::kWordBytes;
                 bulk_load(to + Tile::kDense + Tile::kValues + i * bytes, f.metadata + (int64_t(block) * slabs + slab) * (bytes / 4), bytes, full);
@@ -118,7 +119,7 @@ NM_DEVICE void copy(const CUtensorMap& values, const CUtensorMap& dense, const T
     }
 }
 
-// One slab in 16 bits: the words of metadata, four instructions or two, and the stage before it given back.
+// One slab in 16 bits: the words of metadata, four instructions or two, and the release of the previous stage.
 template <class T, class Tile, bool kOfColumns>
 NM_DEVICE void multiply(float (&sums)[Tile::kDown][Tile::kSums], uint32_t (&words)[Tile::kDown], const uint8_t* shared, const Pipeline<Tile>& pipeline,
                         Place<Tile>& place, bool first) {
@@ -144,7 +145,7 @@ NM_DEVICE void multiply(float (&sums)[Tile::kDown][Tile::kSums], uint32_t (&word
     place.next();
 }
 
-// Half a slab in 8 bits; the group before it is done then.
+// Half a slab in 8 bits; then the previous group is done.
 template <class A, class B, class Tile, int Step, class Sum>
 NM_DEVICE void multiply_half(Sum (&sums)[Tile::kDown][Tile::kSums], uint32_t (&words)[Tile::kDown], const uint8_t* shared, uint32_t stage, uint32_t at,
                              bool add) {
@@ -163,7 +164,8 @@ NM_DEVICE void multiply_half(Sum (&sums)[Tile::kDown][Tile::kSums], uint32_t (&w
 }
 
 // One slab in 8 bits, as two groups. Each instruction has a word of its own, and words of one group are loaded while those of the other
-// are in use: `even` for first halves, `odd` for second ones. With a slab for a group ptxas (13.0) has all products wait (C7513).
+// are in use: `even` for first halves, `odd` for second ones. With a whole slab per group ptxas (13.0) serialises all products
+// (C7513).
 template <class A, class B, class Tile, class Sum>
 NM_DEVICE void multiply_eight(Sum (&sums)[Tile::kDown][Tile::kSums], uint32_t (&even)[Tile::kDown], uint32_t (&odd)[Tile::kDown], const uint8_t* shared,
                               const Pipeline<Tile>& pipeline, Place<Tile>& place, bool first) {
@@ -175,7 +177,7 @@ NM_DEVICE void multiply_eight(Sum (&sums)[Tile::kDown][Tile::kSums], uint32_t (&
     place.next();
 }
 
-// All products are done: sums may be used, and the last stage is given back.
+// Waits for all products, so that sums may be used, and releases the last stage.
 template <class Tile, class Sum>
 NM_DEVICE void finish(Sum (&sums)[Tile::kDown][Tile::kSums], const Pipeline<Tile>& pipeline, const Place<Tile>& place) {
     wgmma_wait<0>();
@@ -210,7 +212,7 @@ __global__ void __cluster_dims__(Tile::kCluster, 1, 1) __launch_bounds__(Tile::k
             const int first = along.first, last = along.last;
             Sum sums[Tile::kDown][Tile::kSums];
             [[maybe_unused]] Sum promoted[kPromotes ? Tile::kDown : 1][kPromotes ? Tile::kSums : 1] = {};
-            // words stay as they are while the next ones are loaded: their products are under way
+            // words must not change while the next ones are loaded: their products are in flight
             uint32_t even[Tile::kDown], odd[Tile::kDown];
             NM_ONE_BY_ONE
             for (int slab = first; slab < last; slab += 2) {
@@ -231,7 +233,7 @@ __global__ void __cluster_dims__(Tile::kCluster, 1, 1) __launch_bounds__(Tile::k
             }
             if constexpr (!kPromotes) finish(sums, pipeline, place);
             uint32_t same = uint32_t(tile);
-            pin(same);  // numbers that only the results need are not kept over the loop
+            pin(same);  // do not keep numbers that only the epilogue needs during the loop
             const Origin at = origin_of<Tile>(f, int(same), rank);
             if constexpr (kPromotes) {
                 results.store(f, out, at, promoted);
@@ -241,12 +243,12 @@ __global__ void __cluster_dims__(Tile::kCluster, 1, 1) __launch_bounds__(Tile::k
         }
         results.finish();
     }
-    cluster_barrier();  // nobody leaves whom another block copies to, or tells of a stage
+    cluster_barrier();  // no block may exit while another copies to it or signals a stage
 }
 
 #endif
 
-// Clusters are as many as run at once, or as there are tiles; each goes on to the tile so many further.
+// There are as many clusters as can run concurrently, or as tiles; each then continues with the tile that many further.
 template <class Tile, bool kByColumn, class T>
 WgmmaLaunch launch_of(const GemmCall& call, int processors, Gemm<T>& f, Maps& maps) {
     const int64_t rows = cdiv(call.m, Tile::kRows * Tile::kCluster), cols = cdiv(call.n, Tile::kCols), tiles = rows * cols * call.splits;

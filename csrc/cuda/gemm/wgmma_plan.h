@@ -1,5 +1,5 @@
-// Which tile of the wgmma.sp kernel a GEMM takes and how many parts its depth is cut into, by the estimate of plan.h with what binds
-// on Hopper: shared memory, and what L2 delivers.
+// Chooses the tile of the wgmma.sp kernel and the number of parts of the depth, with the estimate of plan.h and Hopper's limits:
+// shared memory and L2 bandwidth.
 #pragma once
 
 #include "plan.h"
@@ -22,7 +22,7 @@ void by_wide_tile(int tile, const F& f) {
     }
 }
 
-// f(tile) for a code in 8 bits; there are two of them.
+// f(tile) for an 8-bit code; there are two.
 template <bool kPromotes, class F>
 void by_eight_tile(int tile, const F& f) {
     switch (tile) {
@@ -56,12 +56,13 @@ template <class Tile>
 double wide_estimated(int64_t m, int64_t n, int64_t k, int64_t part, int splits, int processors, const Rates& rates) {
     const int64_t clusters = std::max(1, processors / Tile::kCluster);
     const double rounds = double(cdiv(cdiv(m, Tile::kRows * Tile::kCluster) * cdiv(n, Tile::kCols) * splits, clusters));
-    // only the first tile of a block waits for memory; results leave while the next tile's operands arrive, but nothing is multiplied
+    // only the first tile of a block waits for memory; storing results overlaps with loading the next operands, but not with
+    // multiplying
     const double busy = rounds * (double(part) * wide_slab_cycles<Tile>() + Tile::kRows * Tile::kCols / 16.0) + 1500;
     return with_memory(m, n, k, splits, processors, rates, busy);
 }
 
-// The best of the tiles that `visit(tile, f)` gives to f, `tiles` of them.
+// The best of the `tiles` tiles that `visit(tile, f)` passes to f.
 template <class Visit>
 Plan choose_among(int tiles, int64_t m, int64_t n, int64_t k, const Gpu& gpu, const Visit& visit) {
     const Rates rates = rates_of(gpu);
@@ -90,7 +91,7 @@ inline Plan choose_wide(int64_t m, int64_t n, int64_t k, bool by_column, const G
     });
 }
 
-// In 8 bits a GEMM moves the bytes, and takes the instructions, of one in 16 bits of half the depth.
+// An 8-bit GEMM moves the bytes and issues the instructions of a 16-bit one of half the depth.
 inline Plan choose_eight(int64_t m, int64_t n, int64_t k, bool promotes, const Gpu& gpu) {
     return choose_among(2, m, n, k / 2, gpu, [&](int tile, const auto& f) {
         if (promotes) {

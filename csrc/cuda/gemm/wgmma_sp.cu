@@ -1,4 +1,4 @@
-// GEMMs in 16 bits by wgmma.sp, and what the host asks of the kernel.
+// 16-bit GEMMs with wgmma.sp, and their host interface.
 #include "wgmma_kernel.h"
 
 namespace nm::cuda {
@@ -7,7 +7,7 @@ namespace gemm {
 
 namespace {
 
-// visit(tile, by column, what is launched, its arguments) for the kernel of a call.
+// Calls visit(tile, by column, kernel, arguments) for the kernel of a call.
 template <class T, class F>
 void by_kernel(const GemmCall& call, int processors, const F& visit) {
     by_wide_tile(call.tile, [&](auto tile) {

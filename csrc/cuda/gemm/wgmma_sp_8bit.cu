@@ -1,4 +1,4 @@
-// GEMMs in 8 bits by wgmma.sp: e4m3 and e5m2, mixed as training asks for, with or without promoted sums, and int8.
+// 8-bit GEMMs with wgmma.sp: e4m3 and e5m2, mixed as training needs, with or without promoted sums, and int8.
 #include "../../core/eight_bit.h"
 #include "wgmma_kernel.h"
 
@@ -8,7 +8,8 @@ namespace gemm {
 
 namespace {
 
-// f(a, b, by column) for the pairs that have kernels: of fprop and dgrad, stored transposed, and of wgrad. False: there are none.
+// Calls f(a, b, by column) for the pairs that have kernels: of fprop and dgrad, stored transposed, and of wgrad. Returns false if
+// there is none.
 template <class F>
 bool by_types(int a, int b, bool by_column, const F& f) {
     if (!by_column && a == kE4m3 && b == kE4m3) return f(e4m3{}, e4m3{}, std::false_type{}), true;
@@ -20,7 +21,7 @@ bool by_types(int a, int b, bool by_column, const F& f) {
     return false;
 }
 
-// visit(kind, tile, by column, what is launched, its arguments) for the kernel of a call.
+// Calls visit(kind, tile, by column, kernel, arguments) for the kernel of a call.
 template <class F>
 void by_kernel(const ScaledCall& call, int processors, const F& visit) {
     const bool found = by_types(call.a, call.b, call.gemm.by_column, [&](auto a, auto b, auto by_column) {

@@ -1,5 +1,5 @@
-// How a block of the wgmma.sp kernel is cut, where bytes lie in its shared memory, and how instructions are told: by descriptors the
-// tensor cores, by tensor maps the copies. All of it is arithmetic that the host can do too, and tests do.
+// The partition of a block of the wgmma.sp kernel, its shared memory, and the descriptors of tensor cores and copies. All of it can
+// be computed on the host, where tests check it.
 //
 // A slab is 64 of k in 16 bits, 128 in 8 bits. Of A it has 64 bytes a row, for the tensor cores a dense matrix half as wide. Of B it has
 // 128-byte rows of k, or with kByColumn in 16 bits boxes of 64 columns, whose rows are 128 bytes of one k. Both lie swizzled, as copies
