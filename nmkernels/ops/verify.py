@@ -1,14 +1,14 @@
-"""Kernels are checked on a machine before they are trusted there: once, by a small call, against the reference.
+"""Check each kernel once per machine, with a small call against the reference, before it is used.
 
-A *family* is what one check stands for: the calls of an op, by one backend, that the same small call is like (``small``); its name says
-that call. ``trusted`` is asked where the backend of a new kind of call is chosen (``define``), so a call whose kind is known costs nothing.
-The verdict is a line of the table on disk, under the machine (a GPU's name, a CPU's with its instruction set) and the versions (package and
-build of its core, torch, on a GPU driver and Triton): later processes read it, and after a change it is checked again. A family that is
-wrong is switched off: ``doubt`` lets its backend decline.
+A *family* is the set of calls of an op by one backend that one check covers: those with the same small call (``small``), which is the
+family's name. ``trusted`` runs when the backend of a new kind of call is chosen (``define``), so known kinds cost nothing. The result is a
+line of the table on disk, keyed by machine (GPU name, or CPU name with instruction set) and versions (package, core build, torch; on a GPU
+driver and Triton), so later processes reuse it and a change repeats the check. A wrong family is switched off: ``doubt`` makes its backend
+decline.
 
-Nothing is checked while somebody watches (tracing, profiling, a CUDA graph's capture): that call runs, and the next one is checked. The
-reference, the emulator and Triton's interpreter are not checked. ``NMKERNELS_VERIFY=0`` trusts everything, also what was found wrong.
-Each rank of a distributed run checks its own device and falls back by itself: there exact ops give the same bits, GEMMs agree to rounding.
+Nothing is checked during tracing, profiling or graph capture: the call runs, and the next one is checked. The reference, the emulator and
+Triton's interpreter are not checked. ``NMKERNELS_VERIFY=0`` trusts everything, even kernels that failed. Each rank of a distributed run
+checks its own device; if one falls back, exact ops still give the same bits, and GEMMs agree to rounding.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from ..tuning.table import machine, versions
 from .small import SMALL, alone, small, transposed
 
 ENV = "NMKERNELS_VERIFY"
-"""The environment variable: with 0 nothing is checked, and nothing is switched off."""
+"""Environment variable; with 0 nothing is checked or switched off."""
 
 SPACE = "check"
-"""How the lines of verdicts begin."""
+"""Prefix of the table's lines for checks."""
 
 REMEMBERED = 4096
-"""Kinds of calls whose family is remembered; then all are forgotten."""
+"""Size of the cache of families; when full it is cleared."""
 
 ROUNDED = {"nm_linear", "nm_linear_dgrad", "nm_linear_wgrad", "nm_linear_quantized"}
-"""Ops that are compared with float64, as backends may round differently."""
+"""Ops compared with float64, because backends may round differently."""
 
 SUMS = {"nm_soft_threshold_scale", "nm_masked_adamw_"}
-"""Ops that return sums, which agree to 1e-6; what they update agrees to the bit."""
+"""Ops that return sums, compared to 1e-6; their in-place updates must be bit-equal."""
 
 EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -66,13 +66,13 @@ _suspects: frozenset[tuple[str, str]] = frozenset()
 _revision = -1
 
 
-# ---- what the dispatcher asks
+# ---- called by the dispatcher
 
 
 def trusted(entry: Impl, args: Sequence[Any]) -> bool | None:
-    """Whether ``entry`` may run such calls here, checked if no verdict is known; None: it cannot be checked now.
+    """Whether ``entry`` may run such calls here, checking it if necessary; None if it cannot be checked now.
 
-    False: it was found wrong and is switched off, so that the dispatcher finds another. One that ``NMKERNELS_BACKEND`` forces is kept.
+    False: it is wrong and switched off, so that the dispatcher chooses another, unless ``NMKERNELS_BACKEND`` forces it.
     """
     device = _device(args)
     if not (enabled() and concerned(entry, device)):
@@ -82,7 +82,7 @@ def trusted(entry: Impl, args: Sequence[Any]) -> bool | None:
     name = family(entry, args)
     wrong = _verdict(name)
     if wrong is None:
-        with _lock:  # another thread may have come first
+        with _lock:  # another thread may have been first
             wrong = _verdict(name)
             wrong = _check(entry, args, name) if wrong is None else wrong
     if not wrong:
@@ -92,7 +92,7 @@ def trusted(entry: Impl, args: Sequence[Any]) -> bool | None:
 
 
 def doubt(entry: Impl, args: Sequence[Any]) -> str:
-    """Why ``entry`` declines such calls on this machine; empty unless they were found wrong."""
+    """Why ``entry`` declines such calls on this machine; empty unless it failed their check."""
     if not doubtful(entry.op, entry.backend):
         return ""
     device = _device(args)
@@ -130,24 +130,24 @@ def enabled() -> bool:
     return os.environ.get(ENV) != "0"
 
 
-# ---- verdicts
+# ---- results of checks
 
 
 def known(device: torch.device) -> dict[str, str]:
-    """What is known of families on a device, with these versions: by backend and call what is wrong, empty if nothing is."""
+    """The checks of families on a device with the current versions: backend and call → error, empty if correct."""
     prefix, lines = _prefix(device), TABLE.lines().items()
     found = {name: line["wrong"] for name, line in lines if name.startswith(prefix) and isinstance(line.get("wrong"), str)}
     return {name.removeprefix(prefix).replace("|", " "): wrong for name, wrong in found.items()}
 
 
 def record(found: Mapping[str, str]) -> None:
-    """Follow verdicts about families from now on, in this process and, where the table can be written, in later ones."""
+    """Use these results from now on, in this process and, if the table is writable, in later ones."""
     with suppress(OSError):
         TABLE.store({name: {"wrong": wrong} for name, wrong in found.items()})
 
 
 def _verdict(name: str) -> str | None:
-    """What is wrong with a family, empty if nothing is; None if that is not known."""
+    """The error of a family, empty if it is correct; None if unknown."""
     found = (TABLE.get(name) or {}).get("wrong")
     return found if isinstance(found, str) else "" if name in _unjudged else None
 
@@ -155,7 +155,7 @@ def _verdict(name: str) -> str | None:
 def _check(entry: Impl, args: Sequence[Any], name: str) -> str:
     try:
         wrong = examine(entry, truth(entry.op, small(entry.op, args)), _device(args), _on_host(entry.op, args))
-    except Exception as error:  # no memory, mostly: that says nothing about the kernel
+    except Exception as error:  # usually out of memory, which says nothing about the kernel
         log.warning("%s: not checked: %s: %s", name, type(error).__name__, error)
         _unjudged.add(name)
         return ""
@@ -164,10 +164,10 @@ def _check(entry: Impl, args: Sequence[Any], name: str) -> str:
 
 
 def _warn(entry: Impl, device: torch.device, name: str, wrong: str) -> None:
-    """Once in a process for each op by a backend: of a kernel that is wrong throughout there are many families."""
+    """Warn once per process for each op and backend, because a wrong kernel may fail in many families."""
     what, _, detail = wrong.partition(": ")
     forced = dispatch.forced_backend() == entry.backend
-    then = f"It runs all the same, since {dispatch.ENV} names it" if forced else "It is switched off here, and the next backend takes over"
+    then = f"It runs anyway, because {dispatch.ENV} names it" if forced else "It is switched off here, and the next backend takes over"
     text = (
         f"{entry.op} by {entry.backend} {what} on {machine(device)}: {detail}, in the call {call_of(name)}. {then}. Please report it with "
         f"the output of `python -m nmkernels doctor --verify`. {ENV}=0 runs kernels unchecked."
@@ -183,7 +183,7 @@ def _warn(entry: Impl, device: torch.device, name: str, wrong: str) -> None:
 
 
 def family(entry: Impl, args: Sequence[Any]) -> str:
-    """The family of a call by a backend: the name of its line in the table."""
+    """The family of a call by a backend, which is the key of its line in the table."""
     kind = entry.op, entry.backend, *_kind(args)
     found = _families.get(kind)
     if found is None:
@@ -195,7 +195,7 @@ def family(entry: Impl, args: Sequence[Any]) -> str:
 
 
 def call_of(name: str) -> str:
-    """The small call that a family's name says."""
+    """The small call in a family's name."""
     return name.rpartition("|")[2]
 
 
@@ -217,7 +217,7 @@ def _kind(args: Sequence[Any]) -> Iterator[Any]:
 
 
 def words(op: str, args: Sequence[Any]) -> str:
-    """A call in words: dtypes and shapes of its tensors, and its other arguments."""
+    """Format a call: dtypes and shapes of its tensors, and its other arguments."""
     return f"{op}({', '.join(map(_words, args))})"
 
 
@@ -235,13 +235,13 @@ def _device(args: Sequence[Any]) -> torch.device:
 
 
 def _on_host(op: str, args: Sequence[Any]) -> list[int]:
-    """The positions of arguments that are on the CPU while the first is not."""
+    """The positions of arguments that are on the CPU while the first tensor is not."""
     device = _device(args)
     return [i for i in HOST.get(op, ()) if any(x.device != device for x in tensors([args[i]]))]
 
 
 def placed(args: Sequence[Any], device: torch.device, on_host: Sequence[int] = ()) -> tuple[Any, ...]:
-    """Copies of arguments on a device; those at some positions stay on the CPU."""
+    """Copy arguments to a device, except those at ``on_host``, which stay on the CPU."""
     places = [torch.device("cpu") if i in on_host else device for i in range(len(args))]
     return tuple(tree_map_only(Tensor, partial(Tensor.to, device=d, copy=True), x) for x, d in zip(args, places, strict=True))
 
@@ -250,7 +250,7 @@ def placed(args: Sequence[Any], device: torch.device, on_host: Sequence[int] = (
 
 
 class Truth(NamedTuple):
-    """A call on the CPU, what the reference returns, what it writes into its arguments, and the result in float64 of a rounded op."""
+    """A call on the CPU, the reference's result, its arguments afterwards, and for a rounded op the float64 result."""
 
     op: str
     args: tuple[Any, ...]
@@ -260,7 +260,7 @@ class Truth(NamedTuple):
 
 
 def truth(op: str, args: tuple[Any, ...]) -> Truth:
-    """What the reference makes of a call on the CPU."""
+    """Run the reference on the CPU."""
     plain = next(i.fn for i in implementations(op) if i.backend == REFERENCE)
     with alone():
         written = tree_map_only(Tensor, Tensor.clone, args)
@@ -290,13 +290,13 @@ def examine(entry: Impl, true: Truth, device: torch.device, on_host: Sequence[in
 
 
 def _compare(fn: Callable[..., Any], true: Truth, device: torch.device, on_host: Sequence[int]) -> str:
-    from ..testing.compare import assert_equal_bits, assert_no_worse  # only a process that checks needs it
+    from ..testing.compare import assert_equal_bits, assert_no_worse  # imported only if something is checked
 
     given = placed(true.args, device, on_host)
     try:
         got = fn(*given)
         if true.op in ROUNDED:
-            # of 8-bit floats tensor cores keep about 14 bits of a sum, whatever the dtype of the result
+            # tensor cores keep about 14 bits of a sum of 8-bit floats, regardless of the result's dtype
             dtype = torch.bfloat16 if true.args[0].dtype in EIGHT_BIT_FLOATS else true.result.dtype
             assert_no_worse(got.to(dtype), true.result.to(dtype), true.exact)
         elif true.op in SUMS:
@@ -310,7 +310,7 @@ def _compare(fn: Callable[..., Any], true: Truth, device: torch.device, on_host:
         return f"differed from the reference: {_line(error)}"
     except Exception as error:
         if isinstance(error, MemoryError) or "out of memory" in str(error):
-            raise  # which the next call may not
+            raise  # the next call may succeed
         return f"failed: {type(error).__name__}: {_line(error)}"
     return ""
 
