@@ -160,6 +160,12 @@ class Audit:
         other: predicted seconds of everything else in one forward pass, from the FLOPs given by the caller.
         notes: how the numbers were obtained.
         world: prediction of a step on many GPUs, if requested.
+
+    Example:
+        >>> import nmkernels as nm
+        >>> found = nm.audit({"up": (16384, 4096)}, 8192, "fst:2:4(end=None)", device="H200", dtype="bfloat16")
+        >>> found.layers[0].name, f"{found.layers[0].speedup('inference'):.2f}"
+        ('up', '1.25')
     """
 
     layers: tuple[LayerAudit, ...]

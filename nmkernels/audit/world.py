@@ -110,7 +110,14 @@ class Sharded:
 
 @dataclass(frozen=True)
 class WorldAudit:
-    """The predicted step on many GPUs, for the dense model and for the recipe with packed gathers; ``str(...)`` gives a table."""
+    """The predicted step on many GPUs, for the dense model and for the recipe with packed gathers; ``str(...)`` gives a table.
+
+    Example:
+        >>> import nmkernels as nm
+        >>> found = nm.audit({"layers.0": (4096, 4096)}, 4096, device="H100", dtype="bfloat16", world=8).world
+        >>> found.packed.gathered / found.dense.gathered
+        0.5625
+    """
 
     world: World
     dense: Sharded

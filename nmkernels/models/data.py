@@ -107,7 +107,12 @@ def stdlib_texts() -> dict[str, bytes]:
 
 
 def make_corpus(texts: dict[str, bytes], source: str) -> Corpus:
-    """Split named texts into training and validation text as in ``load_corpus``; ``source`` names them in error messages."""
+    """Split named texts into training and validation text as in ``load_corpus``; ``source`` names them in error messages.
+
+    Example:
+        >>> len(make_corpus({"a.txt": b"x" * 100}, "an example").val)
+        10
+    """
     train, val = _split(texts)
     digest = hashlib.blake2b(train, digest_size=16)
     digest.update(val)

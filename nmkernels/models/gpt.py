@@ -59,7 +59,12 @@ class GPTConfig:
 
 
 class KVCache:
-    """Cached keys and values, ``[layers, batch, heads, context, head_dim]`` each, for step-by-step decoding."""
+    """Cached keys and values, ``[layers, batch, heads, context, head_dim]`` each, for step-by-step decoding.
+
+    Example:
+        >>> KVCache(GPTConfig(width=32, layers=1, heads=2, context=16)).keys.shape
+        torch.Size([1, 1, 2, 16, 16])
+    """
 
     def __init__(self, config: GPTConfig, batch: int = 1, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
         shape = (config.layers, batch, config.heads, config.context, config.width // config.heads)

@@ -21,14 +21,24 @@ RESULTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Quantized(NamedTuple):
-    """x ``(rows, cols)`` as 8-bit ``values`` of the same shape, x ≈ values · step; ``step``: fp32, 0-d or one per row."""
+    """x ``(rows, cols)`` as 8-bit ``values`` of the same shape, x ≈ values · step; ``step``: fp32, 0-d or one per row.
+
+    Example:
+        >>> quantize(torch.eye(2), torch.int8).values[0]
+        tensor([127,   0], dtype=torch.int8)
+    """
 
     values: Tensor
     step: Tensor
 
 
 class QuantizedPacked(NamedTuple):
-    """W ``(rows, cols)`` at 2:4 as 8-bit ``values`` ``(rows, cols/2)``, positions ``meta`` in layout ``"wgmma.sp.8bit"``, and ``step``."""
+    """W ``(rows, cols)`` at 2:4 as 8-bit ``values`` ``(rows, cols/2)``, positions ``meta`` in layout ``"wgmma.sp.8bit"``, and ``step``.
+
+    Example:
+        >>> quantize_pack(torch.randn(64, 128), torch.int8).values.shape
+        torch.Size([64, 64])
+    """
 
     values: Tensor
     meta: Tensor

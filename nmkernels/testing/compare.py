@@ -25,7 +25,11 @@ def equal_bits(a: Any, b: Any) -> bool:
 
 
 def assert_equal_bits(actual: Any, expected: Any, message: str = "") -> None:
-    """Raise an ``AssertionError`` that names the first differing element unless ``equal_bits``."""
+    """Raise an ``AssertionError`` that names the first differing element unless ``equal_bits``.
+
+    Example:
+        >>> assert_equal_bits(torch.ones(2), torch.ones(2))
+    """
     found = difference(actual, expected)
     if found is not None:
         raise AssertionError(f"{message}: {found}" if message else found)

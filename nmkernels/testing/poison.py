@@ -20,6 +20,12 @@ def poison() -> Iterator[None]:
 
     That is NaN in every floating-point dtype, -1 or 255 in integers. Only calls by these names are affected: not torch's internal ones, nor
     functions bound to another name before.
+
+    Example:
+        >>> with poison():
+        ...     x = torch.empty(2)
+        >>> x.isnan().all().item()
+        True
     """
     with ExitStack() as stack:
         for owner, name in _MAKERS:
