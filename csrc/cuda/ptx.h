@@ -1,6 +1,6 @@
-// The PTX instructions that CUDA C++ has no function for, or none that is one instruction: copies into shared memory that
-// nobody waits for yet, tensor cores, a permutation of bytes, a rounding of two numbers, a wide store. nvcc gets inline assembly, the emulator its reading of the
-// manual (emulator/ptx.h). All are there from sm_80 on.
+// PTX instructions without an equivalent single-instruction function in CUDA C++: asynchronous copies to shared memory, tensor
+// cores, byte permutation, rounding of two numbers, wide stores. nvcc gets inline assembly, the emulator an implementation of the
+// manual (emulator/ptx.h). All exist from sm_80 on.
 //
 // Fragments: lane l = 4 g + t; register r of A (16 x 16, row-major) holds A[g + 8 (r % 2)][2 t + 8 (r / 2)] in its low half
 // and the next element of the row in its high half; register r of B (k x 8) holds B[2 t + 8 r][g] and the element below;
@@ -35,7 +35,7 @@ NM_DEVICE uint32_t permute_bytes(uint32_t x, uint32_t y, uint32_t selector) {
 #endif
 }
 
-// Two fp32 rounded to nearest even, the first in the low half. T is bf16 or fp16.
+// Rounds two fp32 to nearest even, the first into the low half. T is bf16 or fp16.
 template <class T>
 NM_DEVICE uint32_t rounded_pair(float low, float high) {
 #if defined(NM_EMULATED)
@@ -51,8 +51,8 @@ NM_DEVICE uint32_t rounded_pair(float low, float high) {
 #endif
 }
 
-// Stores a word of 1, 2, 4, 8 or 16 bytes, at a multiple of them, to global memory by one instruction. A wide store written in
-// C++ becomes several narrow ones where another branch stores the same elements one by one: the compiler merges the two.
+// Stores an aligned word of 1, 2, 4, 8 or 16 bytes to global memory with one instruction. The compiler would split a wide store in
+// C++ if another branch stores the same elements one by one, because it merges the two.
 template <class Word>
 NM_DEVICE void st_global(void* to, Word word) {
 #if defined(NM_EMULATED)
@@ -74,9 +74,9 @@ NM_DEVICE void st_global(void* to, Word word) {
 #endif
 }
 
-// Starts to copy `filled` of Bytes (4, 8 or 16) from global to shared memory, both aligned to Bytes; the rest becomes zero,
-// and with 0 nothing is read. 16 bytes go past L1, which is what a tile that is read once wants, unless it is asked for.
-// Lines: what else is in the line of 128 bytes will be wanted soon, and may come into L2 with it.
+// Starts copying `filled` of Bytes (4, 8 or 16) from global to shared memory, both aligned to Bytes; the rest becomes zero, and
+// with 0 nothing is read. 16 bytes bypass L1 unless caching is requested, best for tiles that are read once. Lines: prefetch the
+// whole 128-byte line into L2.
 template <int Bytes, bool ThroughL1 = Bytes != 16, bool Lines = false>
 NM_DEVICE void cp_async(void* to, const void* from, int filled = Bytes) {
     static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16);
@@ -96,7 +96,7 @@ NM_DEVICE void cp_async(void* to, const void* from, int filled = Bytes) {
 #endif
 }
 
-// The copies that this thread has started since the last call are a group.
+// Makes a group of the copies that this thread has started since the last call.
 NM_DEVICE void cp_async_commit() {
 #if defined(NM_EMULATED)
     emulator::cp_async_commit();
@@ -105,8 +105,8 @@ NM_DEVICE void cp_async_commit() {
 #endif
 }
 
-// Waits until at most Pending groups of this thread are under way. What other threads have copied is there after their
-// wait and a barrier.
+// Waits until at most Pending groups of this thread are in flight. Other threads' copies are visible after their wait and a
+// barrier.
 template <int Pending>
 NM_DEVICE void cp_async_wait() {
 #if defined(NM_EMULATED)
@@ -117,7 +117,7 @@ NM_DEVICE void cp_async_wait() {
 }
 
 // Loads Count (1, 2 or 4) matrices of 8 rows of 16 bytes from shared memory. Lane 8 i + j gives the address of row j of
-// matrix i, a multiple of 16; addresses of further lanes are not looked at.
+// matrix i, a multiple of 16; addresses of further lanes are ignored.
 template <int Count>
 NM_DEVICE void ldmatrix(uint32_t (&to)[Count], const void* row) {
     static_assert(Count == 1 || Count == 2 || Count == 4);
@@ -199,10 +199,10 @@ NM_DEVICE void mma_m16n8k8(float (&d)[4], const uint32_t (&a)[2], const uint32_t
 #endif
 }
 
-// d += A B for A 16 x 32 with two of every four elements of a row, B 32 x 8 in four registers. a holds the 16 x 16 that
-// are there, as above; metadata their places in their fours, 2 bits each, ascending, the lower first. Of the lanes 4 g to
-// 4 g + 3 those at 2 Selector and the next give it: the first for k < 16, the second for the rest, each for row g in its low
-// half and row g + 8 in its high half. Ordered = false is the form without ::ordered_metadata, slow on some newer GPUs.
+// d += A B for A 16 x 32 with two of every four elements of a row, B 32 x 8 in four registers. a holds the 16 x 16 stored values,
+// as above; metadata their positions in their groups of four, 2 bits each, ascending, lowest first. Of lanes 4 g to 4 g + 3, lane 2
+// Selector supplies it for k < 16 and lane 2 Selector + 1 for the rest, each for row g in its low half and row g + 8 in its high
+// half. Ordered = false is the form without ::ordered_metadata, slow on some newer GPUs.
 template <class T, int Selector, bool Ordered = true>
 NM_DEVICE void mma_sp_m16n8k32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[4], uint32_t metadata) {
     static_assert((std::is_same_v<T, bf16> || std::is_same_v<T, fp16>)&&(Selector == 0 || Selector == 1));

@@ -1,5 +1,4 @@
-// More arithmetic on pairs of 16-bit numbers, the low one first, as ptx.h has it. All are there from
-// sm_80 on.
+// More arithmetic on pairs of 16-bit numbers, the low one first, in the style of ptx.h. All exist from sm_80 on.
 #pragma once
 
 #include <type_traits>
@@ -47,7 +46,7 @@ NM_DEVICE uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
 #if defined(NM_EMULATED)
 namespace emulated {
 
-// Whether a 16-bit number comes before another in the order of max and min: -0.0 below +0.0, NaN above all.
+// Whether a 16-bit number precedes another in the order of max and min: -0.0 below +0.0, NaN above all.
 template <class T>
 NM_DEVICE bool before(uint16_t a, uint16_t b) {
     const auto key = [](uint16_t x) {
@@ -69,7 +68,8 @@ NM_DEVICE uint32_t each_half(uint32_t a, uint32_t b, const F& f) {
 }  // namespace emulated
 #endif
 
-// PTX ISA 9.7.4.10, 9.7.4.11 (max, min of halves): +0.0 is above -0.0. NaN is above all: max.NaN gives it, min only where both are.
+// PTX ISA 9.7.4.10, 9.7.4.11 (max, min of halves): +0.0 is above -0.0. NaN is above all: max.NaN returns it, min only if both are
+// NaN.
 template <class T>
 NM_DEVICE uint32_t largest_pair(uint32_t a, uint32_t b) {
 #if defined(NM_EMULATED)
@@ -104,7 +104,7 @@ NM_DEVICE uint32_t smallest_pair(uint32_t a, uint32_t b) {
 template <class T>
 NM_DEVICE uint32_t difference_pair(uint32_t a, uint32_t b) {
 #if defined(NM_EMULATED)
-    // rounded twice, which is the same: threshold_pairs.h
+    // rounded twice, which gives the same: see threshold_pairs.h
     return emulated::each_half<T>(a, b, [](uint16_t x, uint16_t y) { return from_float<T>(to_float(T{x}) - to_float(T{y})).bits; });
 #else
     uint32_t pair;

@@ -1,9 +1,9 @@
-// The instructions that only sm_90a has: tensor cores that read shared memory by descriptors (wgmma), copies of whole boxes (TMA),
-// barriers in memory that count bytes (mbarrier), and what goes with them. Sections are those of the PTX ISA manual, 9.0.
+// Instructions of sm_90a: tensor cores that read shared memory through descriptors (wgmma), copies of boxes (TMA), barriers that
+// count bytes (mbarrier), and related ones. Section numbers refer to the PTX ISA manual, 9.0.
 //
-// The emulator has nothing of this: kernels of sm_90a are tested by python_tests/ptx, which runs their PTX.
-// Shared memory is addressed by the 32 bits of its own window (`shared_address`). wgmma and copies of boxes work in the async proxy:
-// what a thread stored to shared memory they see after that thread's fence_proxy_async and a barrier (9.7.15.4).
+// The emulator does not support these: python_tests/ptx tests kernels of sm_90a by running their PTX. Shared memory is addressed by
+// 32-bit addresses in its own window (`shared_address`). wgmma and TMA copies work in the async proxy: they see a thread's stores
+// to shared memory after its fence_proxy_async and a barrier (9.7.15.4).
 #pragma once
 
 #include <cuda.h>
@@ -15,22 +15,23 @@ namespace nm::cuda {
 
 // Barriers in shared memory (9.7.13.15) ---------------------------------------------------------------------------------
 
-// `count` arrivals end a phase. One thread does it, and then fence_mbarrier_init before a barrier of the block or cluster.
+// Initialises a barrier whose phases end after `count` arrivals. One thread calls it, then fence_mbarrier_init, then a barrier of
+// the block or cluster follows.
 NM_DEVICE void mbarrier_init(uint32_t barrier, uint32_t count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
 NM_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Arrives, and lets the phase end only after so many more bytes have been copied.
+// Arrives, and requires that many more bytes to be copied before the phase ends.
 NM_DEVICE void mbarrier_expect(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 NM_DEVICE void mbarrier_arrive(uint32_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
 
-// At the same barrier of another block of the cluster. It orders nothing that this thread wrote: in the scope of a cluster that would
-// cost a fence of the whole GPU.
+// Arrives at the same barrier of another block of the cluster, without ordering this thread's writes, which would cost a fence of
+// the whole GPU.
 NM_DEVICE void mbarrier_arrive(uint32_t barrier, uint32_t rank) {
     asm volatile(
         "{\n"
@@ -42,8 +43,8 @@ NM_DEVICE void mbarrier_arrive(uint32_t barrier, uint32_t rank) {
         : "memory");
 }
 
-// Waits for the end of the phase of this parity: of the first phase it is 0. A barrier whose first phase has not ended counts as one
-// whose phase of parity 1 has.
+// Waits for the end of the phase with this parity, 0 for the first phase. Before the first phase ends, the phase with parity 1
+// counts as ended.
 NM_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     uint32_t done;
     do {
@@ -61,22 +62,21 @@ NM_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 
 // Bulk copies (9.7.9.25, 9.7.9.27) --------------------------------------------------------------------------------------
 
-// Bytes of global memory, a multiple of 16 at a multiple of 16.
+// Copies bytes of global memory, 16-byte aligned and a multiple of 16.
 NM_DEVICE void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
                  : "memory");
 }
 
-// The box of a map whose first element has these coordinates, the innermost first; what lies outside becomes zero. The map is a
-// parameter of the kernel.
+// Copies the box of a map at these coordinates, innermost first; elements outside become zero. The map must be a kernel parameter.
 NM_DEVICE void tma_load(uint32_t to, const CUtensorMap& map, int inner, int outer, uint32_t barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(&map),
                  "r"(inner), "r"(outer), "r"(barrier)
                  : "memory");
 }
 
-// The same into every block of the cluster whose bit is set, at the same place and announced at the same barrier of each.
+// The same into every block of the cluster whose bit is set, at the same offset and with the same barrier in each.
 NM_DEVICE void tma_load(uint32_t to, const CUtensorMap& map, int inner, int outer, uint32_t barrier, uint16_t blocks) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(
                      to),
@@ -84,12 +84,12 @@ NM_DEVICE void tma_load(uint32_t to, const CUtensorMap& map, int inner, int oute
                  : "memory");
 }
 
-// The way back; what lies outside is not written.
+// Stores a box; elements outside are not written.
 NM_DEVICE void tma_store(const CUtensorMap& map, int inner, int outer, uint32_t from) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(inner), "r"(outer), "r"(from) : "memory");
 }
 
-// The stores that this thread has started since the last call are a group.
+// Makes a group of the stores that this thread has started since the last call.
 NM_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until at most Pending groups of this thread still read shared memory.
@@ -102,7 +102,7 @@ NM_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta
 
 // Threads ---------------------------------------------------------------------------------------------------------------
 
-// A barrier of so many threads of the block. Number 0 is that of __syncthreads.
+// A barrier of that many threads of the block. Number 0 is used by __syncthreads.
 template <int Threads>
 NM_DEVICE void named_barrier(int number) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(Threads) : "memory");
@@ -114,14 +114,14 @@ NM_DEVICE uint32_t cluster_rank() {
     return rank;
 }
 
-// All threads of the cluster meet (9.7.13.4); what they wrote before is seen after.
+// A barrier of all threads of the cluster (9.7.13.4), which makes their earlier writes visible.
 NM_DEVICE void cluster_barrier() {
     asm volatile(
         "barrier.cluster.arrive.release;\n"
         "barrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Registers of each thread of a warpgroup from here on, all of whose threads call it; 24 to 256, a multiple of 8 (9.7.19.5).
+// Sets the number of registers per thread; all threads of a warpgroup must call it; 24 to 256, a multiple of 8 (9.7.19.5).
 template <int Registers>
 NM_DEVICE void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
@@ -147,20 +147,19 @@ NM_DEVICE void stmatrix(uint32_t to, const uint32_t (&from)[4]) {
 
 // Products of a warpgroup (9.7.15) ---------------------------------------------------------------------------------------
 
-// Before the first product, and after other instructions have touched registers of sums.
+// Call before the first product, and after other instructions have used registers of sums.
 NM_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// The products since the last call are a group.
+// Makes a group of the products since the last call.
 NM_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most Pending groups are under way. Until then their sums must not be touched, nor their metadata, nor what they read in
-// shared memory.
+// Waits until at most Pending groups are in flight. Until then their sums, metadata and shared-memory operands must not be changed.
 template <int Pending>
 NM_DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// The compiler leaves uses of these registers on the side of this line where they are written: it does not know who else has them.
+// Stops the compiler from moving uses of these registers across this line, because asynchronous instructions also use them.
 template <int Count>
 NM_DEVICE void pin(float (&registers)[Count]) {
     NM_UNROLL
@@ -173,7 +172,7 @@ NM_DEVICE void pin(int32_t (&registers)[Count]) {
     for (int i = 0; i < Count; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
-// What is computed from x is computed after this line, each time: kept in registers over a loop it would cost more.
+// Forces values derived from x to be recomputed after this line instead of kept in registers during a loop.
 NM_DEVICE void pin(uint32_t& x) { asm volatile("" : "+r"(x)); }
 
 // d (+)= A B for A 64 x 32 with two of every four elements of a row, packed to 64 x 16, and B 32 x N, both in shared memory; in 8 bits
@@ -194,7 +193,7 @@ NM_DEVICE void pin(uint32_t& x) { asm volatile("" : "+r"(x)); }
            "%87, %88, %89, %90, %91, %92, %93, %94, %95"
 
 // In 16 bits. A lies by k, B by k or, with kByColumn, by column. Metadata is the word of the thread in the order "wgmma.sp" of
-// reference/layouts.py: the pair of lanes named by Selector gives it (9.7.15.6.2).
+// reference/layouts.py: the pair of lanes named by Selector supplies it (9.7.15.6.2).
 template <class T, int Selector, bool kByColumn, int Sums>
 NM_DEVICE void wgmma_sp(float (&d)[Sums], uint64_t a, uint64_t b, uint32_t metadata, bool add) {
     static_assert((std::is_same_v<T, bf16> || std::is_same_v<T, fp16>)&&(Selector == 0 || Selector == 1));
@@ -224,8 +223,8 @@ NM_DEVICE void wgmma_sp(float (&d)[Sums], uint64_t a, uint64_t b, uint32_t metad
 #undef NM_WGMMA_OF
 }
 
-// In 8 bits, where both operands lie by k. Metadata is a word of the thread in the order "wgmma.sp.8bit"; every lane gives it. Sums of
-// int8 are int32.
+// In 8 bits, where both operands lie by k. Metadata is a word of the thread in the order "wgmma.sp.8bit"; every lane supplies it.
+// Sums of int8 are int32.
 template <class A, class B, class Sum, int Sums>
 NM_DEVICE void wgmma_sp_8bit(Sum (&d)[Sums], uint64_t a, uint64_t b, uint32_t metadata, bool add) {
 #define NM_WGMMA(types, scales, n, sums, a_, b_, metadata_, add_, ...)                                                               \

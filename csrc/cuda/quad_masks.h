@@ -1,6 +1,7 @@
-// N:M masks of weights of which a thread holds four neighbours: a group of M = 4, or M / 4 neighbouring lanes of a warp.
+// N:M masks of weights with four neighbours per thread: a group is one thread for M = 4, otherwise M / 4 neighbouring lanes of a
+// warp.
 //
-// Four to a thread is what makes 16-byte accesses of fp32 that are consecutive over a warp, whatever M.
+// Four per thread gives 16-byte accesses of fp32 that are consecutive over a warp, for every M.
 #pragma once
 
 #include "../core/rank.h"
@@ -10,7 +11,7 @@ namespace nm::cuda {
 
 NM_DEVICE bool two_or_three(bool a, bool b, bool c) { return (a && b) || (c && (a || b)); }
 
-// a[i][j], i < j: i comes before j.
+// a[i][j], i < j: i ranks before j.
 NM_DEVICE void mask_of_four(int n, const uint32_t* keys, bool* keep) {
     const bool a01 = keys[0] >= keys[1], a02 = keys[0] >= keys[2], a03 = keys[0] >= keys[3];
     const bool a12 = keys[1] >= keys[2], a13 = keys[1] >= keys[3], a23 = keys[2] >= keys[3];
@@ -27,7 +28,7 @@ NM_DEVICE void mask_of_four(int n, const uint32_t* keys, bool* keep) {
     }
 }
 
-// The largest of a group over so many lanes; the first one of equals.
+// The largest of a group over that many lanes; the first on ties.
 template <int Lanes>
 NM_DEVICE void mask_of_largest_over(const uint32_t* keys, bool* keep) {
     uint32_t largest = max(max(keys[0], keys[1]), max(keys[2], keys[3]));
@@ -45,7 +46,7 @@ NM_DEVICE void mask_of_largest_over(const uint32_t* keys, bool* keep) {
     for (int i = 0; i < 4; ++i) keep[i] = keep[i] && (found & before) == 0;
 }
 
-// The n largest of a group over so many lanes.
+// The n largest of a group over that many lanes.
 template <int Lanes>
 NM_DEVICE void mask_by_rank_over(int n, const uint32_t* keys, bool* keep) {
     int rank[4] = {};
@@ -61,7 +62,7 @@ NM_DEVICE void mask_by_rank_over(int n, const uint32_t* keys, bool* keep) {
     const int lane = int(threadIdx.x) % Lanes;
     NM_UNROLL
     for (int far = 1; far < Lanes; ++far) {
-        const uint32_t tie = (lane ^ far) < lane;  // equal ones there come first
+        const uint32_t tie = (lane ^ far) < lane;  // equal ones there rank first
         NM_UNROLL
         for (int j = 0; j < 4; ++j) {
             const uint32_t other = __shfl_xor_sync(~0u, keys[j], far) + tie;
@@ -73,7 +74,7 @@ NM_DEVICE void mask_by_rank_over(int n, const uint32_t* keys, bool* keep) {
     for (int i = 0; i < 4; ++i) keep[i] = rank[i] < n;
 }
 
-// keep[i] of the thread's four weights. All lanes of the warp must come here where M > 4.
+// keep[i] of the thread's four weights. All lanes of the warp must call it if M > 4.
 template <int N, int M>
 NM_DEVICE void mask_quad(const float* w, bool* keep) {
     static_assert(M == 4 || M == 8 || M == 16 || M == 32);

@@ -25,7 +25,7 @@ namespace nm::cuda {
 
 namespace {
 
-// The driver's errors have the runtime's numbers.
+// The driver's error codes equal the runtime's.
 void expect(int device, CUresult status) {
     if (status != CUDA_SUCCESS) check(("GPU " + std::to_string(device)).c_str(), cudaError_t(status));
 }
@@ -56,7 +56,7 @@ const Contexts& contexts() {
     return found;
 }
 
-// The primary context of a GPU, which the runtime and torch use too; it is taken once, and held.
+// The primary context of a GPU, also used by the runtime and torch; retained once and never released.
 CUcontext primary(CUdevice device) {
     static std::mutex mutex;
     static std::map<CUdevice, CUcontext> held;
@@ -73,7 +73,7 @@ CUcontext primary(CUdevice device) {
 Queue::Queue(int device, void* stream) : device(device), stream(stream) {
     CUdevice wanted, current;
     expect(device, contexts().device_of(&wanted, device));
-    // whichever context of it: a stream of another one than the primary context, as of a green one, works in its own alone
+    // any context of it, because a stream of a non-primary context, such as a green one, works only in its own
     if (contexts().device_of_current(&current) == CUDA_SUCCESS && current == wanted) return;
     expect(device, contexts().push(primary(wanted)));
     pushed_ = true;
@@ -86,9 +86,9 @@ Queue::~Queue() {
 
 cudaError_t driver_function(const char* name, void** entry) {
     cudaDriverEntryPointQueryResult there = cudaDriverEntryPointSymbolNotFound;
-    // functions as they are from CUDA 12.0 on
+    // versions of the functions as of CUDA 12.0
     const cudaError_t status = cudaGetDriverEntryPointByVersion(name, entry, 12000, cudaEnableDefault, &there);
-    if (status != cudaSuccess) cudaGetLastError();  // so that no other call reports it
+    if (status != cudaSuccess) cudaGetLastError();  // clear it, so that no later call reports it
     return status == cudaSuccess && there != cudaDriverEntryPointSuccess ? cudaErrorCallRequiresNewerDriver : status;
 }
 

@@ -4,9 +4,10 @@ namespace nm::cuda {
 
 // Where kernels run: a stream of a GPU; kernels of one stream run in order.
 //
-// As long as it lives, a context of that GPU is current on this thread: the one that is, or else the primary context, pushed here and
-// popped at the end. So the driver can be called directly, on a thread too that has done nothing with CUDA yet, all launches of a call
-// switch once, and no other GPU is touched. (cudaSetDevice back to the device before would create a context there.)
+// While it exists, a context of that GPU is current on this thread: the current one if it is of that GPU, otherwise the primary context,
+// pushed by the constructor and popped by the destructor. So the driver can be called directly, even on a thread without a CUDA
+// context, a call switches only once, and other GPUs are not touched. (Restoring the previous device with cudaSetDevice would
+// create a context there.)
 class Queue {
   public:
     Queue(int device, void* stream);

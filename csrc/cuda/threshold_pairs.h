@@ -1,11 +1,11 @@
-// The soft threshold of 16-bit numbers, two at a time. With comparisons and roundings of single numbers it takes three times the
-// instructions, most of them at half the rate.
+// The soft threshold of 16-bit numbers, two at a time. Processing single numbers would take three times the instructions, most of
+// them at half rate.
 //
 //   S = x - c,  c = min(max(x, -t), t),  rounded once to T
 //
-// core/threshold.h rounds |x| - t to fp32 and then to T, which gives the same: twice rounded is once rounded where the first has at
-// least twice the digits and two more (Figueroa, When is double rounding innocuous, 1995), here 24 against 8 or 11; a difference below the
-// normal range is exact. Where |x| <= t the result is x - x = +0.0.
+// core/threshold.h rounds |x| - t to fp32 and then to T, which gives the same: double rounding is innocuous if the first format has
+// at least twice the digits plus two (Figueroa, When is double rounding innocuous, 1995), here 24 against 8 or 11; a difference
+// below the normal range is exact. If |x| <= t the result is x - x = +0.0.
 #pragma once
 
 #include "ptx_halves.h"

@@ -1,9 +1,9 @@
 // 2:4 in registers, four groups at a time: a quad. A quad is four groups of one row, or four neighbouring columns, or the
-// four rows of a 4x4 tile; its elements lie in words in order, group g from word g * kGroupWords<T> on. Its mask has bit
-// 4g + i for element i of group g, as core/transposable.h writes it.
+// four rows of a 4x4 tile; its elements are in words in order, group g from word g * kGroupWords<T> on. Its mask has bit 4g + i for
+// element i of group g, as core/transposable.h writes it.
 //
-// Which two are kept is looked up four groups at once: a byte permutation with the mask for a selector is a table of eight
-// bytes, read at four places. The six masks of two bits differ in their three low bits.
+// The two kept are looked up for four groups at once: a byte permutation with the mask as selector reads a table of eight bytes at
+// four positions. The six masks of two bits differ in their three low bits.
 #pragma once
 
 #include "../core/threshold.h"
@@ -37,10 +37,10 @@ struct LargestTwo {
     static NM_DEVICE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
     static NM_DEVICE uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
-    // The magnitude of a 16-bit element above all bits but its own: numbers that all differ, a lower index the larger at a tie.
+    // The magnitude of a 16-bit element followed by the complement of its bit: all differ, and on a tie the lower index is larger.
     static NM_DEVICE uint32_t marked_low(uint32_t pair, int i) { return pair * 65536u + (15u ^ (1u << i)); }
     static NM_DEVICE uint32_t marked_high(uint32_t pair, int i) { return (pair & 0xffff0000u) | (15u ^ (1u << i)); }
-    // All NaN become one.
+    // All NaNs become the same.
     static NM_DEVICE uint32_t magnitudes(uint32_t pair) { return largest_pair<T>(pair & 0x7fff7fffu, pair & 0x7fff7fffu); }
 
     NM_DEVICE void group16(uint32_t low, uint32_t high, int g) {
@@ -49,7 +49,7 @@ struct LargestTwo {
         const uint32_t a = marked_low(low, 0), b = marked_high(low, 1), c = marked_low(high, 2), d = marked_high(high, 3);
         const uint32_t x = larger(a, b), y = larger(c, d);
         const uint32_t rest = smaller(x, y), losers = larger(smaller(a, b), smaller(c, d));
-        // a mark is missing from one of the two where its element is kept
+        // if an element is kept, one of the two lacks its mark
         mask |= (~(larger(x, y) & larger(rest, losers)) & 15u) << (4 * g);
         const uint32_t next = smaller(rest, losers);
         third[g] = __byte_perm(next, next, 0x3232);
@@ -62,7 +62,7 @@ struct LargestTwo {
         NM_UNROLL
         for (int i = 0; i < 4; ++i) k[i] = smaller(x[i] & 0x7fffffffu, Key<float>::nan);
         const bool ab = k[0] >= k[1], ac = k[0] >= k[2], ad = k[0] >= k[3], bc = k[1] >= k[2], bd = k[1] >= k[3], cd = k[2] >= k[3];
-        // kept: not smaller than two others
+        // kept: at least as large as two others
         const uint32_t kept = (two(ab, ac, ad) ? 1u : 0u) | (two(!ab, bc, bd) ? 2u : 0u) | (two(!ac, !bc, cd) ? 4u : 0u) |
                               (two(!ad, !bd, !cd) ? 8u : 0u);
         mask |= kept << (4 * g);
@@ -70,7 +70,7 @@ struct LargestTwo {
     }
 };
 
-// The mask of the tile's columns from that of its rows, and back.
+// Converts the mask of a tile's rows to that of its columns, and back.
 NM_DEVICE uint32_t transposed(uint32_t mask) {
     uint32_t swap = (mask ^ (mask >> 3)) & 0x0a0au;
     mask ^= swap | (swap << 3);
@@ -88,7 +88,7 @@ NM_DEVICE bool two_each(uint32_t mask) { return counts(mask) == 0x2222u; }
 
 NM_DEVICE bool more_than_two(uint32_t mask) { return ((counts(mask) + 0x5555u) & 0x8888u) != 0; }
 
-// Groups with fewer than two get their lowest unkept elements too.
+// Adds the lowest unkept elements to groups with fewer than two.
 NM_DEVICE uint32_t filled_up(uint32_t mask) {
     NM_UNROLL
     for (int g = 0; g < 4; ++g) {
@@ -101,7 +101,7 @@ NM_DEVICE uint32_t filled_up(uint32_t mask) {
     return mask;
 }
 
-// Zeros where an element is not kept.
+// Zeroes elements that are not kept.
 template <class T>
 NM_DEVICE void clear_unkept(uint32_t* words, uint32_t mask) {
     NM_UNROLL

@@ -1,6 +1,6 @@
-// Sums to results. Each warp leaves its sums in shared memory, row by row of A, and takes up eight at a time that lie beside
-// each other in the result, for which bias, activation and residual are then one short piece of code. A result of 16 bits
-// is stored by 16 bytes; four threads beside each other store 64, and the next eight sums of a thread go on from there.
+// From sums to results. Each warp writes its sums to shared memory, row by row of A, and reads eight at a time that are contiguous
+// in the result, so that bias, activation and residual are one short piece of code. 16-bit results are stored by 16 bytes; four
+// neighbouring threads store 64, and each thread's next eight sums follow.
 #pragma once
 
 #include "../memory.h"
@@ -52,14 +52,14 @@ NM_DEVICE void store_eight(const Gemm<T>& f, float (&sums)[8], const Eight& resi
     store_global<4>(reinterpret_cast<uint32_t*>(f.sums.y + at), result);
 }
 
-// The place of a sum in the warp's memory, by row and column of D, in floats. 8 columns stay together; threads that write 2
-// columns of rows g to g + 3, and threads that read rows 8 q + e of one column, find theirs in different banks.
+// The offset of a sum in the warp's memory, by row and column of D, in floats. 8 columns stay together; threads that write 2
+// columns of rows g to g + 3, and threads that read rows 8 q + e of one column, use different banks.
 template <class Tile>
 NM_DEVICE int staged(int row, int col) {
     return row * Tile::kWarpCols + (col ^ 8 * ((row ^ row >> 3) & 3));
 }
 
-// After a barrier: nobody reads the stages any more.
+// Call after a barrier, when the stages are no longer read.
 template <class T, class Tile, bool kByColumn>
 NM_DEVICE void store_sums(const Gemm<T>& f, const Origin& origin, const float (&sums)[Tile::kDown][Tile::kAcross][4], uint8_t* shared) {
     constexpr int kRows = Tile::kWarpRows, kCols = Tile::kWarpCols, kPieces = kRows * kCols / 8 / 32;
@@ -76,7 +76,7 @@ NM_DEVICE void store_sums(const Gemm<T>& f, const Origin& origin, const float (&
     __syncwarp();
 
     const int64_t row_0 = origin.row + warp / Tile::kWarpsAcross * kRows, col_0 = origin.col + warp % Tile::kWarpsAcross * kCols;
-    constexpr int kTogether = 4;  // residuals under way
+    constexpr int kTogether = 4;  // residuals in flight
     static_assert(kPieces % kTogether == 0);
     NM_ONE_BY_ONE
     for (int first = 0; first < kPieces; first += kTogether) {

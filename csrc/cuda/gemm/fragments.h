@@ -1,6 +1,6 @@
-// Operands of a warp from shared memory to registers. A warp multiplies a slab in four turns: the first and the second 32 of
-// k, and of each the first and the second half of the columns. While it is at one turn, the operands of the next are loaded:
-// of B always, of A where a new 32 of k begins, of metadata, a word of which is for both, where a new slab begins.
+// Loads operands of a warp from shared memory to registers. A warp multiplies a slab in four turns: the first and second 32 of k,
+// and for each the first and second half of the columns. During one turn the operands of the next are loaded: B always, A when a
+// new 32 of k begins, metadata, one word for both, when a new slab begins.
 #pragma once
 
 #include "../memory.h"
@@ -73,10 +73,10 @@ class Fragments {
         }
     }
 
-    // by column, a warp's columns are whole 128 bytes, of which the lowest bits of a place can be changed
+    // by column, a warp's columns are whole 128-byte units, within which the low bits of an offset can be changed
     static_assert(!kByColumn || Tile::kWarpCols == 64);
 
-    uint32_t values_, metadata_, dense_;  // bytes from the beginning of a stage
+    uint32_t values_, metadata_, dense_;  // byte offsets from the beginning of a stage
     uint32_t a_[2][kDown][4], b_[2][kHalf][4];
     uint32_t word_[kDown], next_[kDown];
 };

@@ -18,8 +18,8 @@
 //   wgmma_sp.cu       its 16-bit kinds, and the host's functions
 //   wgmma_sp_8bit.cu  its 8-bit kinds: e4m3, e5m2, int8
 //
-// A is the compressed operand: values (m, k/2), row-major, and metadata in one of the orders of reference/layouts.py. B is
-// dense, and lies in memory in one of two ways:
+// A is the compressed operand: values (m, k/2), row-major, and metadata in one of the layouts of reference/layouts.py. B is dense,
+// and stored in one of two ways:
 //
 //   by depth     x [n, k]: fprop, where n counts tokens; so is the gradient of the input, from the packed transpose
 //   by column    x [k, n]: wgrad, where k counts tokens; m and n are the weight's sizes
@@ -33,7 +33,7 @@
 
 namespace nm::cuda::gemm {
 
-// Where a block's part of a GEMM begins: the tile of D, and the range of slabs of k.
+// A block's part of a GEMM: the tile of D, and the range of slabs of k.
 struct Origin {
     int64_t row, col;
     int first, last;
@@ -49,9 +49,9 @@ struct Gemm {
     int64_t m, n, k;
     int row_tiles, col_tiles;
     int part;   // slabs of a part
-    int warps;  // whose metadata lies together: 1 as mma.sp reads it, 4 as wgmma.sp does
+    int warps;  // with contiguous metadata: 1 for mma.sp, 4 for wgmma.sp
 
-    // Blocks that run at the same time should share operands in L2: they go down the rows of kBand tiles of columns.
+    // Concurrent blocks should share operands in L2: they go down the rows of kBand tiles of columns.
     NM_DEVICE Origin origin(unsigned index, int rows, int cols, int depth) const {
         constexpr int kBand = 8;
         const unsigned down = unsigned(row_tiles), blocks = down * unsigned(col_tiles), block = index % blocks;
@@ -62,15 +62,16 @@ struct Gemm {
     }
 };
 
-// One of 8-bit operands: a sum is multiplied by the step of its row of D and by that of its column. Where steps are of a tensor the
-// strides are 0. Results are bf16.
+// A GEMM with 8-bit operands: a sum is multiplied by the steps of its row and column of D. For per-tensor steps the strides are 0.
+// Results are bf16.
 struct ScaledGemm : Gemm<bf16> {
     const float *row_steps, *col_steps;
     int row_stride, col_stride;
 };
 
-// What the kernel of wgmma.sp is told apart by: T is bf16 or fp16, the type of operands and results, or EightBits. With kPromotes sums go
-// into others every 128 products: Hopper's tensor cores add fp8 with about 14 bits (DeepSeek-V3, arXiv 2412.19437, 3.3.2).
+// The variants of the wgmma.sp kernel: T is bf16 or fp16, the type of operands and results, or EightBits. With kPromotes sums are
+// added to others every 128 products, because Hopper's tensor cores add fp8 with about 14 bits (DeepSeek-V3, arXiv 2412.19437,
+// 3.3.2).
 template <class A, class B, bool kPromotes>
 struct EightBits {};
 
