@@ -114,11 +114,11 @@ def test_16_bits_on_a_cpu_that_multiplies_them_fast():
 def test_ways_out_of_staying_dense():
     words = {
         "odd": "pad the features to a multiple of M",
-        "attention.in_proj_weight": "in place of nn.MultiheadAttention",
-        "attention.out_proj": "in place of nn.MultiheadAttention",
+        "attention.in_proj_weight": "instead of nn.MultiheadAttention",
+        "attention.out_proj": "instead of nn.MultiheadAttention",
         "tied": "a tied weight stays dense",
         "experts.up": "one nn.Linear per expert",
-        "own": "only nn.Linear itself is taken",
+        "own": "only nn.Linear itself is supported",
         "lm_head": "an output head stays dense by default",
     }
     with torch.device("meta"):

@@ -188,5 +188,5 @@ def test_a_missing_core_is_told(monkeypatch):
     missing = capability.Probe(False, "nmkernels._C is not built")
     monkeypatch.setattr(advice, "compiled_core", lambda: missing)
     words = {"device": "cpu", "timer": clock, "measure": False}
-    assert "the plain reference took: nmkernels._C is not built." in " ".join(str(nm.audit({"fc": (64, 64)}, 16, **words)).split())
+    assert "so the plain reference runs: nmkernels._C is not built." in " ".join(str(nm.audit({"fc": (64, 64)}, 16, **words)).split())
     assert "plain reference" not in str(nm.audit({"fc": (64, 64)}, 16, device="H200"))

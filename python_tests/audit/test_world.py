@@ -199,7 +199,7 @@ def test_nothing_reads_like_a_measurement() -> None:
         (lambda: nm.audit({"a": (64, 64)}, 8, device="cpu", world=8), "device='H100'"),
         (lambda: nm.audit({"a": (64, 64)}, 8, device="A100", world=8), "device='H100'"),
         (lambda: World(0), "gpus=0"),
-        (lambda: World(8, shards=3), "no multiple of shards=3"),
+        (lambda: World(8, shards=3), "not a multiple of shards=3"),
         (lambda: World(8, reduce_dtype="int8"), "reduce_dtype='int8'"),
     ],
 )

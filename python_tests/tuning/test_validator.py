@@ -67,7 +67,7 @@ def test_outside_the_sample_four_times_the_bound_is_allowed(monkeypatch: pytest.
 
     assert away(3.5) == away(-3.5) == ""
     for times in (4.5, -4.5):
-        assert "from torch's own result is above" in away(times)
+        assert "from torch's result is above" in away(times)
 
 
 def test_nothing_written_is_refused_where_zeros_would_be_right() -> None:
