@@ -61,7 +61,7 @@ def test_a_model_of_the_zoo_and_this_cpu(capsys):
         (["--recipe", "fst:2:4", "--pattern", "2:4"], "the pattern is given twice"),
         (["--world", "8x2"], "'8x2' is no number of GPUs"),
         (["--world", "8/3"], "gpus=8 is not a multiple of shards=3"),
-        (["--world", "8", "--device", "A100"], "say device='H100'"),
+        (["--world", "8", "--device", "A100"], "use device='H100'"),
     ],
 )
 def test_wrong_words_are_told(words, match, capsys):

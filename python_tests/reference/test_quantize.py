@@ -95,7 +95,7 @@ ONES = ops.quantize_pack(torch.ones(64, 128), E4M3)
     (lambda: ops.quantize_pack(torch.ones(32, 128), E4M3), "64 rows"),
     (lambda: ops.pack(torch.ones(64, 128).half(), "2:4", layout="wgmma.sp.8bit"), "8-bit values"),
     (lambda: ops.linear_quantized(ops.quantize(torch.ones(1, 256), E4M3), ONES), "must be 128"),
-    (lambda: ops.linear_quantized(ops.quantize(torch.ones(1, 128), torch.int8), ONES), "int8 alone"),
+    (lambda: ops.linear_quantized(ops.quantize(torch.ones(1, 128), torch.int8), ONES), "int8 can only be multiplied by int8"),
     (lambda: ops.linear_quantized(ops.quantize(torch.ones(1, 128), E4M3), ONES, torch.ones(64), dtype=torch.float16), "bias"),
 ])  # fmt: skip
 def test_what_is_refused(call, word):
