@@ -1,7 +1,7 @@
 r"""A mkdocs hook that turns equations into MathML when the site is built, so that they need neither JavaScript nor a network.
 
-Pages use GitHub's syntax, ``$...$`` inline and ``$$...$$`` for blocks, which ``pymdownx.arithmatex`` with ``generic: true`` finds. A command
-that latex2mathml does not know stops the build.
+Pages use GitHub's syntax, ``$...$`` inline and ``$$...$$`` for blocks, which ``pymdownx.arithmatex`` with ``generic: true`` finds. A
+command that latex2mathml does not know stops the build.
 """
 
 from __future__ import annotations
