@@ -182,8 +182,8 @@ def _build_as_triton() -> None:
     """Build C code as Triton does before a launch; Triton caches it per compiler."""
     runtime, build = import_module("triton.runtime"), import_module("triton.runtime.build")
     _ = runtime.driver.active  # builds or loads Triton's driver module
-    asked = os.environ.get("CC")
-    used = shutil.which(asked) if asked else shutil.which("gcc") or shutil.which("clang")
+    cc = os.environ.get("CC")
+    used = shutil.which(cc) if cc else shutil.which("gcc") or shutil.which("clang")
     name = "nmkernels_probe"
     build.compile_module_from_src(
         f"""// {used}
@@ -213,9 +213,9 @@ def nvcc() -> Probe:
 @cache
 def compiler() -> Probe:
     """The C++ compiler, from CXX or on PATH."""
-    asked = os.environ.get("CXX")
-    path = next(filter(None, map(shutil.which, [asked] if asked else ["c++", "g++", "clang++"])), None)
-    what = f"CXX={asked} names no program" if asked else "none of c++, g++ and clang++ is on PATH"
+    cxx = os.environ.get("CXX")
+    path = next(filter(None, map(shutil.which, [cxx] if cxx else ["c++", "g++", "clang++"])), None)
+    what = f"CXX={cxx} names no program" if cxx else "none of c++, g++ and clang++ is on PATH"
     return _runs(path, 0) if path else Probe(False, f"{what}; only needed to build the compiled core")
 
 
@@ -268,21 +268,21 @@ def opened() -> tuple[Any, str]:
 
 
 @cache
-def _opened(given: str) -> tuple[Any, str]:
+def _opened(named: str) -> tuple[Any, str]:
     refused = []
-    for path in [given] if given else files():
+    for path in [named] if named else files():
         try:
             library = import_module("._C", __package__).cusparselt.Library(path)
         except RuntimeError as error:
             # do not report names that the loader does not find
-            if given or path not in SONAMES or "cannot be opened" not in str(error):
+            if named or path not in SONAMES or "cannot be opened" not in str(error):
                 refused.append(f"{path} is not usable: {error}")
             continue
         found = f"cuSPARSELt {version_text(library.version)}, {path}"
         if library.version >= OLDEST:
             return library, found
         refused.append(f"{found}, is too old: {version_text(OLDEST)} or newer is needed")
-    if given:
+    if named:
         return None, f"{refused[0]}. {ENV} names this file; unset it, or name another."
     if refused:
         return None, f"{refused[0]}; {INSTALL}, or name another file in {ENV}"

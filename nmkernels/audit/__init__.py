@@ -3,7 +3,7 @@
 from ..tuning import Task
 from .audit import audit
 from .flops import Flops, LayerFlops, flops
+from .fsdp import Sharded, World, WorldAudit
 from .report import Advice, Audit, LayerAudit
-from .world import Sharded, World, WorldAudit
 
 __all__ = ["Advice", "Audit", "Flops", "LayerAudit", "LayerFlops", "Sharded", "Task", "World", "WorldAudit", "audit", "flops"]

@@ -144,11 +144,11 @@ def break_even(case: Case) -> int | None:
 
 def _deployed(case: Case) -> list[Advice]:
     pieces = case.inference()
-    if case.rules.leaves and pieces and pieces[0].form == "expanded":
+    if case.rules.deploys_nm and pieces and pieces[0].form == "expanded":
         text = "the weight is expanded for a dense GEMM at every call: nm.compress_(model, keep_dense=True), or fewer tokens at once"
-        return [Advice(text, "inference", speedup(replace(case, kept=True).inference()))]
-    if not case.rules.leaves:
-        other = case.but({"leaves": True}).inference()
+        return [Advice(text, "inference", speedup(replace(case, has_dense=True).inference()))]
+    if not case.rules.deploys_nm:
+        other = case.but({"deploys_nm": True}).inference()
         text = "the recipe leaves a dense model, which gains nothing in inference: FST(end=None) leaves an N:M one"
         return [Advice(text, "inference", speedup(other))] if speedup(other) >= LEAST else []
     return []

@@ -24,10 +24,10 @@ from ..tuning import Seconds
 from .advice import notes, of_dense, of_sparse
 from .devices import Device, kind
 from .flops import check_number, inventory, matrices_of, matrix_of, passes, skeleton
+from .fsdp import World, predict
 from .measure import Measured, Progress, find, measure_all, measured
 from .report import Audit, LayerAudit
 from .rules import TWO_FOUR, Case, Layer, Rules, by_name, of_layer, of_recipe
-from .world import World, predict
 
 RECIPE = "sste:2:4"  # default for a dense model
 
@@ -185,15 +185,15 @@ def _cases(
         master = weight if weight in DTYPES else torch.bfloat16
         layer = Layer(_gemm_shape(modules, entry), round(tokens * often), dtype or master, master)
         if pattern is None:
-            rules = Rules(standard, fprop=False, prepare="", leaves=False, trains=learns)
+            rules = Rules(standard, fprop=False, prepare="", deploys_nm=False, trains=learns)
         else:
             rules = _rules(module, recipe, pattern, layer.shape)
             rules = rules if learns else replace(rules, trains=False, estimate=None)
             if len(entry.shape) > 2:
                 rules = replace(rules, packed=False)  # before compress_ experts and convolutions use dense GEMMs
         trains = not compressed and not isinstance(module, (CompressedLinear, CompressedStack)) and not getattr(module, "finished", False)
-        kept = not isinstance(module, (CompressedLinear, CompressedStack)) or module.keep_dense
-        case = Case(device_for(layer.dtype, rules.pattern), layer, rules, pattern is not None, trains, kept)
+        has_dense = not isinstance(module, (CompressedLinear, CompressedStack)) or module.keep_dense
+        case = Case(device_for(layer.dtype, rules.pattern), layer, rules, pattern is not None, trains, has_dense)
         found.setdefault((starred(entry.name), entry.kind, entry.shape, entry.reason, case), ([], case))[0].append(entry)
     return list(found.values())
 
@@ -243,7 +243,7 @@ def _layer(entries: list[Entry], case: Case, usual: Rules, own: Measured) -> Lay
     )
     if not _counts(layer):
         return replace(common, note="its number of tokens is unknown; give it in rows={...}" if first.shape else "")
-    would = replace(case, rules=replace(usual, pattern=case.rules.pattern), kept=True)
+    would = replace(case, rules=replace(usual, pattern=case.rules.pattern), has_dense=True)
     return replace(
         common,
         inference=case.inference(),

@@ -10,9 +10,9 @@ from string import ascii_lowercase
 from typing import Any
 
 from .flops import aligned, shape_text
+from .fsdp import WorldAudit
+from .fsdp import text as world_text
 from .rules import Pieces, speedup, total
-from .world import WorldAudit
-from .world import text as world_text
 
 WIDTH = 140
 PARTS = ("inference", "step", "measured_inference", "measured_step")

@@ -49,7 +49,7 @@ class Rules:
         prepare: how the weight is made: ``"mask"``, ``"threshold"``, ``"transposable"``, or ``""`` if it is used unchanged.
         trains: whether the weight has a gradient.
         steps: the share of a run's steps that are sparse; the others are dense.
-        leaves: whether the deployed weight is N:M.
+        deploys_nm: whether the deployed weight is N:M.
         packed: whether training may multiply the compressed weight.
         straight: whether the gradient is straight-through, so that no GEMM reads the master weight.
         rank: of the deployed low-rank adapter.
@@ -63,7 +63,7 @@ class Rules:
     prepare: str = "mask"
     trains: bool = True
     steps: float = 1.0
-    leaves: bool = True
+    deploys_nm: bool = True
     packed: bool = True
     straight: bool = True
     rank: int = 0
@@ -90,11 +90,11 @@ def of_recipe(recipe: Recipe, pattern: Pattern) -> Rules:
     inner = innermost(recipe)
     fp8 = getattr(inner, "fp8", None) is not None
     spans = [span for span in own.profile(steps) if span.steps]
-    best, leaves = min(spans, key=_work), deployed(own).fprop < 1
+    best, deploys_nm = min(spans, key=_work), deployed(own).fprop < 1
     stages = getattr(inner, "stages", ((0, inner.stage({})),))
     straight = not (stages[-1][1].transform or own.final_transform()).traits.own_gradient
     if _work(best) == 3:
-        return Rules(pattern, fprop=False, prepare="", steps=0.0, leaves=leaves, packed=False, straight=straight)
+        return Rules(pattern, fprop=False, prepare="", steps=0.0, deploys_nm=deploys_nm, packed=False, straight=straight)
     return Rules(
         pattern,
         best.fprop < 1,
@@ -103,7 +103,7 @@ def of_recipe(recipe: Recipe, pattern: Pattern) -> Rules:
         _prepare_rule(own.final_transform(), best.dgrad < 1),
         best.wgrad > 0,
         sum(span.steps for span in spans if _work(span) < 3) / steps,
-        leaves,
+        deploys_nm,
         bool(getattr(inner, "packed", False)) and not fp8,
         straight,
         fp8=fp8,
@@ -192,7 +192,7 @@ class Case:
     Args:
         sparse: whether it follows the rules; otherwise it stays dense, and only the rules' pattern is meaningful.
         trains: whether there are training steps.
-        kept: whether inference has a dense copy of the weight, so that a dense GEMM need not expand it.
+        has_dense: whether inference has a dense copy of the weight, so that a dense GEMM need not expand it.
         accumulate: forward passes per optimizer step, which share one preparation of the weight.
         fused: whether the optimizer masks and packs in its own pass, as MaskedAdamW can.
     """
@@ -202,7 +202,7 @@ class Case:
     rules: Rules
     sparse: bool = True
     trains: bool = True
-    kept: bool = True
+    has_dense: bool = True
     accumulate: int = 1
     fused: bool = True
 
@@ -240,8 +240,8 @@ class Case:
         cost = cost or self.predict
         if cost("fprop dense") is None:
             return ()
-        piece = _faster("fprop", cost, self.rules.leaves)
-        expand = None if self.kept else cost("expand")
+        piece = _faster("fprop", cost, self.rules.deploys_nm)
+        expand = None if self.has_dense else cost("expand")
         if piece.form == "dense" and expand is not None:
             piece = Piece("fprop", piece.dense, piece.dense + expand, "expanded")
         adapter = cost("adapter")

@@ -26,7 +26,7 @@ class _Reached(Exception):
 
     def __init__(self, op: str, args: tuple[Any, ...]) -> None:
         super().__init__(op)
-        self.op, self.given = op, args
+        self.op, self.arguments = op, args
 
 
 class _Until(TorchDispatchMode):
@@ -87,7 +87,7 @@ def _raw_call(name: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     try:
         reached = _reached(function, targets, args, kwargs)
         if reached is not None:
-            CONTRACTS[reached.op](*reached.given)
+            CONTRACTS[reached.op](*reached.arguments)
     except NMError:
         raise
     except (TypeError, AttributeError, ValueError, RuntimeError) as error:
@@ -95,7 +95,7 @@ def _raw_call(name: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         raise NMError(f"explain: {name!r} takes {takes} and got ({given}): {str(error).splitlines()[0]}") from error
     if reached is None:
         raise NMError(f"explain: {name} is plain torch on every device; no backend is chosen for it.")
-    return reached.op, reached.given
+    return reached.op, reached.arguments
 
 
 def _reached(function: Any, targets: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Reached | None:

@@ -164,7 +164,7 @@ def test_nothing_is_said_of_what_was_not_measured():
 
 
 def test_inference():
-    kept, packed, slow = priced(Rules(P)), priced(Rules(P), kept=False), {**COSTS, "fprop sparse": 10.5}
+    kept, packed, slow = priced(Rules(P)), priced(Rules(P), has_dense=False), {**COSTS, "fprop sparse": 10.5}
     assert kept.inference(COSTS.get) == packed.inference(COSTS.get) == (Piece("fprop", 10.0, 6.0, "sparse"),)
     assert kept.inference(slow.get) == (Piece("fprop", 10.0, 10.0, "dense"),)
     assert packed.inference(slow.get) == (Piece("fprop", 10.0, 12.0, "expanded"),)
