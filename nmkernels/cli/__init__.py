@@ -22,8 +22,7 @@ VERBS = {
     "train": "train a small byte-level GPT with a sparse recipe, compress it and check the result",
     "recipes": "list the training methods: paper, patterns, state, cost; or one with its keywords",
     "audit": "predict, and measure here, what N:M would gain a model on a device, layer by layer",
-    "bench": "time the operations on this machine beside what one would write in torch",
-    "doctor": "tell what works on this machine, and why the rest does not",
+    "doctor": "show what works on this machine, and why the rest does not",
 }
 
 
@@ -66,7 +65,7 @@ def _top(words: list[str]) -> int:
         prog=PROG,
         usage=f"{PROG} VERB [options]",
         description="N:M sparse training and inference.",
-        epilog=f"verbs:\n{verbs}\n\n{PROG} VERB --help tells the options of one.",
+        epilog=f"verbs:\n{verbs}\n\n{PROG} VERB --help lists the options of one.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"nmkernels {__version__}")
