@@ -9,8 +9,8 @@ from .cli import main
 if __name__ == "__main__":
     if "RANK" not in os.environ:
         raise SystemExit(main())
-    # one of several processes: the threads of a process group may abort an interpreter that takes itself down (gloo, torch 2.13.0,
-    # 2026-11), or keep it alive after an error, while the others wait
+    # one of several ranks: threads of a process group may abort the interpreter while it exits, or keep it alive after an error while
+    # the other ranks wait (gloo, torch 2.13.0, 2026-11)
     status: object = 1
     try:
         status = main()

@@ -1,7 +1,6 @@
-"""The command line, ``python -m nmkernels VERB``: finds the verb, parses its options, runs it, turns errors into one line and a status.
+"""The command line, ``python -m nmkernels VERB``: parses the options of a verb, runs it, and turns errors into one line and a status.
 
-A verb is a module of this folder with ``add_arguments(parser)`` and ``run(args) -> exit status``; whatever is slow to import is
-imported inside ``run``, so that ``--help`` answers at once.
+A verb is a module of this folder with ``add_arguments(parser)`` and ``run(args) -> exit status``, imported only when it is called.
 """
 
 from __future__ import annotations
@@ -54,13 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # the reader (head, less) went away; point stdout at nothing, or the flush at exit complains
+        # the reader (head, less) has closed the pipe; without this the flush at exit would fail too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 def _top(words: list[str]) -> int:
-    verbs = "\n".join(f"  {name:<8} {said}" for name, said in VERBS.items())
+    verbs = "\n".join(f"  {name:<8} {summary}" for name, summary in VERBS.items())
     parser = argparse.ArgumentParser(
         prog=PROG,
         usage=f"{PROG} VERB [options]",

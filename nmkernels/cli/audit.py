@@ -1,4 +1,4 @@
-"""``python -m nmkernels audit``: does N:M pay for a model on a device? The table of ``nm.audit``."""
+"""``python -m nmkernels audit``: the table of ``nm.audit``, how much N:M sparsity speeds up a model on a device."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--model", default="gpt2", metavar="M", help=f"{', '.join(MODELS)}, or WIDTHxBLOCKS of models.GPT; default gpt2")
     what.add_argument("--shapes", nargs="+", metavar="OUTxIN", help="layers of these shapes instead, such as 14336x4096 4096x14336")
-    said = "of one forward pass, batch times sequence; default 8192"
-    parser.add_argument("--tokens", type=positive, default=8192, metavar="T", help=said)
-    parser.add_argument("--device", metavar="D", help="A100, H100, H200 (there or not), cpu, cuda; default: a GPU if torch has one")
+    text = "tokens of one forward pass, batch times sequence; default 8192"
+    parser.add_argument("--tokens", type=positive, default=8192, metavar="T", help=text)
+    parser.add_argument("--device", metavar="D", help="A100, H100, H200 (predicted if absent), cpu, cuda; default: a GPU if torch has one")
     parser.add_argument("--recipe", default="sste", metavar="NAME[:N:M]", help="training recipe, default sste")
-    parser.add_argument("--pattern", metavar="N:M", help="default 2:4, or what the recipe has")
+    parser.add_argument("--pattern", metavar="N:M", help="default 2:4, or the recipe's")
     parser.add_argument("--dtype", metavar="D", help="bfloat16, float16, float32; default bfloat16 on GPUs, float32 on a CPU")
     parser.add_argument("--accumulate", type=positive, default=1, metavar="K", help="forward passes per optimizer step, default 1")
-    parser.add_argument("--separate", action="store_true", help="masks and packing by a pass of their own, not by MaskedAdamW")
-    said = "predict a step of FSDP2 on G GPUs, or with S shards on each replica (HSDP); --tokens: of one GPU; --device: H100 or H200"
-    parser.add_argument("--world", metavar="G[/S]", help=said)
-    parser.add_argument("--no-measure", action="store_true", help="predict only; the CPU itself is measured in any case, for a second")
-    parser.add_argument("--budget", type=float, default=60.0, metavar="S", help="seconds that measuring may take, about; default 60")
+    parser.add_argument("--separate", action="store_true", help="masks and packing in a separate pass, not in MaskedAdamW")
+    text = "predict a step of FSDP2 on G GPUs, or with S shards on each replica (HSDP); --tokens per GPU; --device H100 or H200"
+    parser.add_argument("--world", metavar="G[/S]", help=text)
+    parser.add_argument("--no-measure", action="store_true", help="predict only (a CPU is still measured, for a second)")
+    parser.add_argument("--budget", type=float, default=60.0, metavar="S", help="approximate seconds for measuring; default 60")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Audit the model and print the table; 0, or 1 through ``NMError``."""
+    """Audit the model and print the table; returns 0. Wrong arguments raise ``NMError``."""
 
-    def tell(done: int, total: int, what: str) -> None:
+    def progress(done: int, total: int, what: str) -> None:
         print(f"{done + 1} of {total}: {what}", file=sys.stderr)
 
     model, rows = _model(args)
@@ -47,9 +47,9 @@ def run(args: argparse.Namespace) -> int:
     recipe = args.recipe
     if args.pattern is not None:
         if ":" in recipe:
-            raise NMError(f"audit: the pattern is given twice, in --recipe {recipe} and as --pattern {args.pattern}; give it once.")
+            raise NMError(f"audit: --recipe {recipe} and --pattern {args.pattern} both set the pattern; pass one of them.")
         recipe = f"{recipe}:{args.pattern}"
-    found = audit(
+    report = audit(
         model,
         args.tokens,
         recipe,
@@ -61,14 +61,14 @@ def run(args: argparse.Namespace) -> int:
         world=None if args.world is None else _world(args.world),
         measure=not args.no_measure,
         budget=args.budget,
-        progress=None if args.json or not sys.stderr.isatty() else tell,
+        progress=None if args.json or not sys.stderr.isatty() else progress,
     )
-    print(json.dumps(found.as_dict(), indent=2, ensure_ascii=False) if args.json else found)
+    print(json.dumps(report.as_dict(), indent=2, ensure_ascii=False) if args.json else report)
     return 0
 
 
 def _model(args: argparse.Namespace) -> tuple[Any, Mapping[str, float]]:
-    """The model, or its shapes, and how often a token passes through some of its layers."""
+    """(the model or the shapes of its layers, the rows per token of layers for which that is not 1)."""
     if args.shapes:
         return {word: _sizes(word) for word in args.shapes}, {}
     if args.model[:1].isdigit():
@@ -76,21 +76,21 @@ def _model(args: argparse.Namespace) -> tuple[Any, Mapping[str, float]]:
         with torch.device("meta"):
             return GPT(GPTConfig(width=width, layers=blocks, heads=1)), {}
     try:
-        found = model_shapes(args.model)
+        spec = model_shapes(args.model)
     except NMError as error:
-        raise NMError(f"{error} Or write WIDTHxBLOCKS of models.GPT, or give --shapes.") from None
-    return found.module(), found.rows
+        raise NMError(f"{error} Or pass WIDTHxBLOCKS for models.GPT, or --shapes.") from None
+    return spec.module(), spec.rows
 
 
 def _world(word: str) -> World:
     gpus, _, shards = word.partition("/")
     if not gpus.isdecimal() or not (shards or "1").isdecimal():
-        raise NMError(f"audit: --world {word!r} is no number of GPUs; write 64, or 64/8 for 8 replicas of 8 shards.")
+        raise NMError(f"audit: --world {word!r} is not a number of GPUs; write 64, or 64/8 for 8 replicas of 8 shards.")
     return World(int(gpus), int(shards) if shards else None)
 
 
 def _sizes(word: str) -> tuple[int, int]:
     sizes = word.lower().split("x")
     if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
-        raise NMError(f"audit: {word!r} is no shape; write two sizes such as 4096x11008.")
+        raise NMError(f"audit: {word!r} is not a shape; write two sizes such as 4096x11008.")
     return int(sizes[0]), int(sizes[1])

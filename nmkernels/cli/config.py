@@ -1,4 +1,4 @@
-"""The settings of a training run: the options of ``train``, the defaults, the demo's, and what a checkpoint remembers."""
+"""The settings of a training run: the options of ``train``, their defaults, those of the demo, and those stored in a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from ..models import GPTConfig
 from ..pattern import CheckpointError, Pattern, RecipeError
 from ..recipes import Recipe
 from ..recipes.registry import find, parse, suggestion
-from .world import PARALLEL
+from .ranks import PARALLEL
 
 PLAIN = {"none": None, "true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-NOT_HERE = {"pattern": "it stands behind the recipe's name, --recipe NAME:N:M", "total_steps": "it is the length of the run, --steps"}
+SET_ELSEWHERE = {"pattern": "it follows the recipe's name, --recipe NAME:N:M", "total_steps": "it is the length of the run, --steps"}
+"""Keywords of recipes that --set does not take, and how they are set."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that decides the numbers of a run; a checkpoint resumes only under the same ones.
+    """Everything that determines the numbers of a run; a checkpoint is resumed only with the same settings.
 
     ``recipe`` is ``name:N:M`` with ``options`` for its keywords; ``steps``, ``batch`` (sequences) and ``context`` (bytes) set the
     amount of training; ``lr`` rises over ``warmup`` (a share of the steps), then falls along a cosine to a tenth. β₂ is 0.99 because
-    short runs cannot fill the window of 1/(1−β₂) steps that Adam's usual 0.999 averages over.
+    Adam's usual 0.999 averages over a window of 1/(1−β₂) = 1000 steps, longer than many runs here.
     """
 
     recipe: str = "step:2:4"
@@ -52,7 +53,7 @@ class TrainConfig:
 
     @property
     def tokens(self) -> int:
-        """Bytes that the whole run trains on."""
+        """Number of training bytes over the whole run."""
         return self.steps * self.batch * self.context
 
     def build_recipe(self) -> Recipe:
@@ -60,58 +61,62 @@ class TrainConfig:
 
 
 DEMO: dict[str, Any] = {"recipe": "step:2:4(switch=fixed)", "steps": 800, "batch": 4, "width": 256, "layers": 2, "lr": 1e-3}
-"""Wide enough that generating text gains by 2:4, and short: under two minutes on two cores, dense baseline included. The switch is fixed
-because AutoSwitch's test, which depends on the scale of the gradients, would not decide in a run of this length."""
+"""Wide enough that 2:4 speeds up generation, and short: under two minutes on two cores with the dense baseline. The switch step is fixed
+because AutoSwitch's test, which depends on the scale of the gradients, would not decide in so short a run."""
 
 
 def settings(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The values asked for by option or by ``--demo``, others absent; ``saved`` are those of the checkpoint that is resumed."""
-    asked = dict(DEMO) if args.demo else {}
+    """The settings that options or ``--demo`` name; the rest are absent. ``saved`` are the settings of the checkpoint that is resumed."""
+    chosen = dict(DEMO) if args.demo else {}
     names = {f.name for f in fields(TrainConfig)} - {"options"}
-    asked.update({name: value for name, value in vars(args).items() if name in names and value is not None})
-    name, pattern, options = parse(str(asked.get("recipe", (saved or {}).get("recipe", TrainConfig.recipe))))
+    chosen.update({name: value for name, value in vars(args).items() if name in names and value is not None})
+    name, pattern, options = parse(str(chosen.get("recipe", (saved or {}).get("recipe", TrainConfig.recipe))))
     cls = find(name)
-    if "recipe" in asked:
-        asked["recipe"] = f"{cls.name}:{Pattern(cls.pattern if pattern is None else pattern)}"
+    if "recipe" in chosen:
+        chosen["recipe"] = f"{cls.name}:{Pattern(cls.pattern if pattern is None else pattern)}"
     options.update(option(text) for text in args.set or ())
-    known = {f.name: f.type for f in fields(cls) if f.name not in NOT_HERE}
+    known = {f.name: f.type for f in fields(cls) if f.name not in SET_ELSEWHERE}
     for key, value in options.items():
-        if key in NOT_HERE:
-            raise RecipeError(f"{key} is no keyword here: {NOT_HERE[key]}.")
+        if key in SET_ELSEWHERE:
+            raise RecipeError(f"--set does not take {key}: {SET_ELSEWHERE[key]}.")
         if key not in known:
             near, takes = suggestion(key, known) or ".", ", ".join(known) or "none"
             raise RecipeError(f"{cls.name} has no keyword {key!r}{near} It takes {takes}; see `python -m nmkernels recipes {cls.name}`.")
         if not _fits(value, get_type_hints(cls)[key]):
-            raise RecipeError(f"{key} of {cls.name} is {known[key]}, and {value!r} is not.")
+            raise RecipeError(f"{key} of {cls.name} takes {known[key]}; got {value!r}.")
     if options:
-        asked["options"] = options
-    return asked
+        chosen["options"] = options
+    return chosen
 
 
-def fresh(asked: dict[str, Any]) -> TrainConfig:
-    """The configuration of a new run; its activation is one that the recipe can work on where the user named none."""
-    config = TrainConfig(**asked)
-    needs = "activation" not in asked and config.build_recipe().setup.activation is not None
+def new_config(chosen: dict[str, Any]) -> TrainConfig:
+    """The configuration of a new run; without ``--activation``, the activation that the recipe needs."""
+    config = TrainConfig(**chosen)
+    needs = "activation" not in chosen and config.build_recipe().setup.activation is not None
     return replace(config, activation="relu2") if needs else config
 
 
-def resumed(asked: dict[str, Any], saved: dict[str, Any], path: object) -> TrainConfig:
-    """The configuration of a checkpoint, once it agrees with what the user asked for now."""
+def resumed_config(chosen: dict[str, Any], saved: dict[str, Any], path: object) -> TrainConfig:
+    """The configuration stored in the checkpoint ``path``.
+
+    Raises:
+        CheckpointError: it is not of this version, or an option contradicts it.
+    """
     try:
         config = TrainConfig(**saved)
     except TypeError as error:
-        raise CheckpointError(f"{path}: its settings are not those of this version of nmkernels ({error}).") from error
+        raise CheckpointError(f"{path}: it was saved by another version of nmkernels, with other settings ({error}).") from error
     have = asdict(config)
-    differ = [f"{name} is {have[name]} there and {value} here" for name, value in asked.items() if have[name] != value]
+    differ = [f"{name} is {have[name]} there and {value} here" for name, value in chosen.items() if have[name] != value]
     if differ:
         raise CheckpointError(
-            f"{path} is of another run: {'; '.join(differ)}. Leave those options out to resume, or start anew in another --out."
+            f"{path} is of another run: {'; '.join(differ)}. Leave those options out to resume, or start a new run in another --out."
         )
     return config
 
 
 def option(text: str) -> tuple[str, Any]:
-    """The keyword and the value of a ``--set KEY=VALUE``; a value that is no Python literal is a text."""
+    """The keyword and the value of ``--set KEY=VALUE``; a value that is not a Python literal is a string."""
     key, sign, value = text.partition("=")
     if not sign or not key.isidentifier():
         raise RecipeError(f"--set {text}: write it as KEY=VALUE, for instance --set decay=2e-4.")
@@ -123,18 +128,18 @@ def option(text: str) -> tuple[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of an annotation such as ``float | int | None``, where True is no number."""
+    """Whether ``value`` matches an annotation such as ``float | int | None``; True is not a number."""
     kinds = [get_origin(kind) or kind for kind in get_args(hint) or (hint,)]
     return bool in kinds if isinstance(value, bool) else isinstance(value, (*kinds, *[int] * (float in kinds)))
 
 
-def _number(kind: type[int] | type[float], name: str, holds: Callable[[float], bool], said: str) -> Callable[[str], Any]:
-    """What argparse takes for ``type``: a number of that kind for which ``holds``; else it is told what the number is."""
+def _number(kind: type[int] | type[float], name: str, holds: Callable[[float], bool], problem: str) -> Callable[[str], Any]:
+    """A ``type=`` for argparse: a number for which ``holds``; else argparse reports ``problem``."""
 
     def read(text: str) -> int | float:
         value = kind(text)
         if not holds(value):
-            raise argparse.ArgumentTypeError(f"{value} is {said}")
+            raise argparse.ArgumentTypeError(f"{value} is {problem}")
         return value
 
     read.__name__ = name
@@ -147,19 +152,19 @@ seed = _number(int, "seed", lambda value: 0 <= value < 2**63, "not between 0 and
 
 
 def path(text: str) -> Path:
-    """A path, for argparse; an empty one would be the present folder."""
+    """A ``type=`` for argparse: a path that is not empty, which would mean the current folder."""
     if not text:
-        raise argparse.ArgumentTypeError("it is empty; give a path, . for the present folder")
+        raise argparse.ArgumentTypeError("it is empty; pass a path, . for the current folder")
     return Path(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to train")
     what.add_argument("--recipe", metavar="NAME:N:M", help="training recipe, default step:2:4; `python -m nmkernels recipes` lists them")
-    said = "keyword of the recipe, e.g. --set decay=2e-4; may be repeated; `python -m nmkernels recipes NAME` lists them"
-    what.add_argument("--set", metavar="KEY=VALUE", action="append", help=said)
-    what.add_argument("--data", metavar="FILE_OR_FOLDER", help="text to train on; default: the Python standard library's source")
-    what.add_argument("--demo", action="store_true", help="the sizes of `make demo`, and --baseline: under two minutes on two cores")
+    text = "keyword of the recipe, e.g. --set decay=2e-4; may be repeated; `python -m nmkernels recipes NAME` lists them"
+    what.add_argument("--set", metavar="KEY=VALUE", action="append", help=text)
+    what.add_argument("--data", metavar="FILE_OR_FOLDER", help="text to train on; default: the source of the Python standard library")
+    what.add_argument("--demo", action="store_true", help="the settings of `make demo`, with --baseline: under two minutes on two cores")
     what.add_argument("--baseline", action="store_true", help="also train the dense baseline on the same batches, and compare")
     size = parser.add_argument_group("size")
     size.add_argument("--steps", type=positive, help="optimizer steps, default 2000")
@@ -170,20 +175,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--heads", type=positive, help="attention heads, default 4; divides the width")
     size.add_argument("--activation", metavar="NAME", help="gelu or relu2; default gelu, for the recipe act24 relu2")
     size.add_argument("--lr", type=rate, help="peak learning rate, default 2e-3")
-    size.add_argument("--seed", type=seed, help="of the weights and the order of the text, default 0")
+    size.add_argument("--seed", type=seed, help="random seed of the weights and of the batches, default 0")
     run = parser.add_argument_group("the run")
-    said = "where everything is written, a new or empty folder; default runs/train, demo_out with --demo"
-    run.add_argument("--out", metavar="DIR", type=path, help=said)
-    said = "continue the run in --out, from its newest checkpoint or from the one named"
-    run.add_argument("--resume", metavar="CHECKPOINT", nargs="?", type=path, const=False, help=said)
-    run.add_argument("--overwrite", action="store_true", help="replace the run that --out holds; other files there stay")
+    text = "folder for all results, new or empty; default runs/train, demo_out with --demo"
+    run.add_argument("--out", metavar="DIR", type=path, help=text)
+    text = "continue the run in --out, from its newest checkpoint or from CHECKPOINT"
+    run.add_argument("--resume", metavar="CHECKPOINT", nargs="?", type=path, const=False, help=text)
+    run.add_argument("--overwrite", action="store_true", help="replace the run in --out; other files there are kept")
     run.add_argument("--checkpoint-every", metavar="STEPS", type=positive, default=100, help="default 100")
     run.add_argument("--log-every", metavar="STEPS", type=positive, default=20, help="default 20")
     run.add_argument("--tensorboard", action="store_true", help="also write event files into --out")
-    run.add_argument("--threads", type=positive, help="threads of PyTorch; default: its own choice")
-    run.add_argument("--device", default="cpu", help="default cpu; with --parallel, cuda is a GPU for each process")
-    said = "how the processes that torchrun started share the work: ddp, fsdp, hsdp or tp; default none, one process"
-    run.add_argument("--parallel", choices=PARALLEL, default="none", help=said)
-    said = "with hsdp, over how many processes the model is sharded; default: those of a node"
-    run.add_argument("--shard-ways", metavar="N", type=positive, help=said)
-    run.add_argument("--json", action="store_true", help="print the result as JSON on standard output, everything else on standard error")
+    run.add_argument("--threads", type=positive, help="threads of PyTorch; default: PyTorch's choice")
+    run.add_argument("--device", default="cpu", help="default cpu; with --parallel, cuda means one GPU per process")
+    text = "how the processes that torchrun started share the work: ddp, fsdp, hsdp or tp; default none, one process"
+    run.add_argument("--parallel", choices=PARALLEL, default="none", help=text)
+    text = "with hsdp, the number of processes over which the model is sharded; default: those of one node"
+    run.add_argument("--shard-ways", metavar="N", type=positive, help=text)
+    run.add_argument("--json", action="store_true", help="print the result as JSON on stdout and everything else on stderr")

@@ -1,4 +1,4 @@
-"""From trained sparse weights to a file, and the proof that the file is the model: validate, finish, compress, save, reload, compare."""
+"""Deployment of a trained model: validate, finish, compress, save, load again, and check that the loaded model is the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,9 +16,7 @@ from ..models import GPT, generate
 from ..nn import CompressedLinear, compress_
 from ..pattern import CheckpointError
 from ..recipes import densify_
-
-if TYPE_CHECKING:
-    from .train import Trainer
+from .trainer import Trainer
 
 FILE, DENSE_FILE, SAMPLE_FILE = "model.safetensors", "model-dense.safetensors", "sample.txt"
 PROMPT = b"def "
@@ -27,7 +25,7 @@ SAMPLE_TOKENS = 320
 
 
 def deploy(trainer: Trainer, out: Path) -> dict[str, Any]:
-    """Finish a trained model, write its files into ``out``, and return the metrics of the result."""
+    """Finish a trained model, write its files into ``out``, and return the measurements of the result."""
     result: dict[str, Any] = {"val_loss": trainer.validate()}
     model, handle = trainer.model.eval(), trainer.handle
     if handle is not None:
@@ -42,10 +40,10 @@ def deploy(trainer: Trainer, out: Path) -> dict[str, Any]:
     reloaded = load_compressed(GPT(trainer.config.model).to(trainer.device).eval(), out / FILE)
     x, _ = next(trainer.corpus.val_batches(trainer.config.context, trainer.config.batch, trainer.config.batch))
     with torch.no_grad():
-        logits, again, masked = (each(x.to(trainer.device)) for each in (model, reloaded, dense))
-    result["reload"] = {"identical": torch.equal(logits, again), "max_difference_to_dense": (logits - masked).abs().max().item()}
+        logits, loaded, masked = (each(x.to(trainer.device)) for each in (model, reloaded, dense))
+    result["reload"] = {"identical": torch.equal(logits, loaded), "max_difference_to_dense": (logits - masked).abs().max().item()}
     if not result["reload"]["identical"]:
-        raise CheckpointError(f"{out / FILE}: the reloaded model's logits differ from the ones it was saved with; please report this.")
+        raise CheckpointError(f"{out / FILE}: the loaded model gives other logits than the saved one; please report this.")
     layers = {name: m for name, m in model.named_modules() if isinstance(m, CompressedLinear)}
     result["bytes"] = {
         "layers_dense": sum(dense.get_parameter(f"{name}.weight").nbytes for name in layers),
@@ -58,13 +56,13 @@ def deploy(trainer: Trainer, out: Path) -> dict[str, Any]:
 
 
 def speeds(models: dict[str, GPT], clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
-    """Tokens per second of greedy generation at batch 1: medians of rounds that take turns, so that a busy machine hits all alike."""
+    """Tokens per second of greedy generation at batch 1: medians of alternating rounds, so that load on the machine affects all models."""
     times: dict[str, list[float]] = {name: [] for name in models}
-    for round_ in range(SPEED_ROUNDS + 1):
+    for i in range(SPEED_ROUNDS + 1):
         for name, model in models.items():
             begin = clock()
             generate(model, PROMPT, SPEED_TOKENS, temperature=0)
-            if round_:  # the first one warms up
+            if i:  # the first round warms up
                 times[name].append(clock() - begin)
     return {name: SPEED_TOKENS / statistics.median(t) for name, t in times.items()}
 

@@ -1,7 +1,7 @@
-"""``python -m nmkernels doctor``: the versions, what this machine can do and why not the rest, which backend runs each op, a self test.
+"""``python -m nmkernels doctor``: versions, what works on this machine and why the rest does not, the backend of each op, a self test.
 
-The self test is one small call of every op, by the backend that would run it, against the reference. ``--verify`` is every kernel, with
-real sizes, in all dtypes, layouts and options.
+The self test compares one small call of every op, on the backend that would run it, with the reference. ``--verify`` does that for every
+kernel, with real sizes, in all dtypes, layouts and options.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine this machine and print the findings; 0 when what was tested agrees with the reference, 1 when not."""
+    """Examine this machine and print the result; 0 if every op agrees with the reference, else 1."""
     if args.verify:
         return _verify(args.json)
-    found = examine()
-    print(json.dumps(found, indent=2) if args.json else _text(found))
-    return 0 if found["healthy"] else 1
+    report = examine()
+    print(json.dumps(report, indent=2) if args.json else _text(report))
+    return 0 if report["healthy"] else 1
 
 
 def _device() -> str:
@@ -55,33 +55,33 @@ def _device() -> str:
 
 
 def _verify(as_json: bool) -> int:
-    """Check every kernel, print what was found, and follow it from now on."""
+    """Check every kernel, print the results, and use them from now on."""
     device = torch.device(_device())
     python = f"{platform.platform()}, python {platform.python_version()}"
     head = {"nmkernels": __version__, "machine": machine(device), "versions": versions(device.type), "python": python}
-    say: Any = (lambda line: None) if as_json else partial(print, flush=True)  # a kernel may end the process
+    say: Any = (lambda line: None) if as_json else partial(print, flush=True)  # flush: a kernel may crash the process
     say("\n  ".join([f"nmkernels {__version__} on {machine(device)}", versions(device.type), f"{python}\n"]))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "nmkernels")
-        found = verify_all(device, say)
-    wrong = [row for row in found if row["wrong"]]
+        checks = verify_all(device, say)
+    wrong = [row for row in checks if row["wrong"]]
     if as_json:
-        print(json.dumps({**head, "checks": found}, indent=2))
-    elif not found:
-        say("No kernel runs here but the reference: there is nothing to check. `python -m nmkernels doctor` says why.")
+        print(json.dumps({**head, "checks": checks}, indent=2))
+    elif not checks:
+        say("Only the reference runs on this machine, so there is nothing to check. `python -m nmkernels doctor` says why.")
     elif wrong:
-        say(f"\n{len(wrong)} of {len(found)} calls are WRONG; those kernels are switched off here. Please report the lines above.")
+        say(f"\n{len(wrong)} of {len(checks)} calls are WRONG; their kernels are switched off here. Please report the lines above.")
     else:
-        say(f"\nAll {len(found)} calls are right.")
+        say(f"\nAll {len(checks)} calls are right.")
     return 1 if wrong else 0
 
 
 def examine() -> dict[str, Any]:
-    """Everything that ``doctor`` shows, as plain values: versions, capabilities, ops, self test, kernels checked at first use, healthy."""
+    """Everything that ``doctor`` shows, as plain values."""
     device = _device()
     start = time.perf_counter()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "nmkernels(:| runs without its compiled core)")  # it is among the findings
+        warnings.filterwarnings("ignore", "nmkernels(:| runs without its compiled core)")  # reported below
         ops = {op: check(op, args, device) for op, args in samples().items()}
     return {
         "nmkernels": __version__,
@@ -97,16 +97,16 @@ def examine() -> dict[str, Any]:
 
 
 def _checked(device: torch.device) -> dict[str, Any]:
-    """What checks at first use found on this machine."""
-    found: dict[str, str] = {}
-    with suppress(BackendError):  # NMKERNELS_ISA cannot be followed, which is among the findings
-        found = verify.known(device)
-    switched_off = {name: wrong for name, wrong in found.items() if wrong}
-    return {"enabled": verify.enabled(), "right": len(found) - len(switched_off), "switched_off": switched_off}
+    """The results of the checks at first use on this machine."""
+    verdicts: dict[str, str] = {}
+    with suppress(BackendError):  # NMKERNELS_ISA names an instruction set that this CPU lacks, which capabilities report
+        verdicts = verify.known(device)
+    switched_off = {name: wrong for name, wrong in verdicts.items() if wrong}
+    return {"enabled": verify.enabled(), "right": len(verdicts) - len(switched_off), "switched_off": switched_off}
 
 
 def samples() -> dict[str, tuple[Any, ...]]:
-    """Arguments of every raw op, small enough that all of them together take well under a second."""
+    """Small arguments for every raw op; all calls together take well under a second."""
     gen = torch.Generator().manual_seed(0)
 
     def random(rows: int, cols: int) -> Tensor:
@@ -151,24 +151,24 @@ def samples() -> dict[str, tuple[Any, ...]]:
 
 
 def check(op: str, args: tuple[Any, ...], device: str = "cpu") -> dict[str, Any]:
-    """One op: ``backend``, ``ok``, ``problem`` (empty when ok), ``declined`` (backend: reason)."""
-    there = tree_map_only(Tensor, lambda x: x.to(device), args)
-    found: dict[str, Any] = {"backend": None, "ok": False, "problem": ""}
-    answers = {entry.backend: entry.supports(*there) for entry in implementations(op)}
-    found["declined"] = {backend: reason for backend, (can, reason) in answers.items() if not can}
-    # whatever a backend does wrong is a finding here, never a crash of the doctor
+    """Check one op. ``backend``: which runs it; ``ok``; ``problem``: "" if ok; ``declined``: why each other backend cannot run it."""
+    on_device = tree_map_only(Tensor, lambda x: x.to(device), args)
+    result: dict[str, Any] = {"backend": None, "ok": False, "problem": ""}
+    support = {entry.backend: entry.supports(*on_device) for entry in implementations(op)}
+    result["declined"] = {backend: reason for backend, (can, reason) in support.items() if not can}
+    # an error of a backend is reported; it must not crash the doctor
     try:
-        chosen = choose(op, *there)
-        found["backend"] = chosen.backend
-        found["problem"] = verify.examine(chosen, verify.truth(op, args), torch.device(device))
-        found["ok"] = not found["problem"]
+        chosen = choose(op, *on_device)
+        result["backend"] = chosen.backend
+        result["problem"] = verify.examine(chosen, verify.truth(op, args), torch.device(device))
+        result["ok"] = not result["problem"]
     except Exception as error:
-        found["problem"] = f"{type(error).__name__}: {error}"
-    return found
+        result["problem"] = f"{type(error).__name__}: {error}"
+    return result
 
 
 def _versions() -> dict[str, str | None]:
-    # torch's own word: unlike the package's metadata it names the build
+    # torch.__version__ names the build (+cpu, +cu126), which the package metadata does not
     versions: dict[str, str | None] = {"python": platform.python_version(), "platform": platform.platform(), "torch": torch.__version__}
     for name in PACKAGES:
         try:
@@ -178,26 +178,26 @@ def _versions() -> dict[str, str | None]:
     return versions
 
 
-def _text(found: dict[str, Any]) -> str:
-    versions = [f"{name} {version or 'not installed'}" for name, version in found["versions"].items()]
-    lines = [f"nmkernels {found['nmkernels']}", *(f"  {v}" for v in versions), "", "What works here"]
-    lines += [f"  {'yes' if c['ok'] else 'no ':<4}{name:<15}{c['reason']}" for name, c in found["capabilities"].items()]
-    forced = f", NMKERNELS_BACKEND={found['forced_backend']}" if found["forced_backend"] else ""
-    lines += ["", f"Which backend runs each op, float32 on {found['device']}{forced}"]
-    said = Counter(item for op in found["ops"].values() for item in op["declined"].items())
-    for name, op in found["ops"].items():
-        declined = "; ".join(f"{other}: {why}" for other, why in op["declined"].items() if said[other, why] == 1)
+def _text(report: dict[str, Any]) -> str:
+    versions = [f"{name} {version or 'not installed'}" for name, version in report["versions"].items()]
+    lines = [f"nmkernels {report['nmkernels']}", *(f"  {v}" for v in versions), "", "What works here"]
+    lines += [f"  {'yes' if c['ok'] else 'no ':<4}{name:<15}{c['reason']}" for name, c in report["capabilities"].items()]
+    forced = f", NMKERNELS_BACKEND={report['forced_backend']}" if report["forced_backend"] else ""
+    lines += ["", f"Which backend runs each op, float32 on {report['device']}{forced}"]
+    count, reasons = len(report["ops"]), Counter(item for op in report["ops"].values() for item in op["declined"].items())
+    for name, op in report["ops"].items():
+        declined = "; ".join(f"{other}: {why}" for other, why in op["declined"].items() if reasons[other, why] == 1)
         lines.append(f"  {name:<24}{op['backend'] or 'none':<11}{'ok' if op['ok'] else 'WRONG: ' + op['problem']}")
         lines += [f"{'':<26}{declined}"] if declined else []
-    lines += [f"  {other} declined {times} of them: {why}" for (other, why), times in said.items() if times > 1]
-    lines += ["", *_checks(found["checked"])]
-    good, count = sum(op["ok"] for op in found["ops"].values()), len(found["ops"])
-    lines += ["", f"Self test: {good} of {count} ops agree with the reference ({found['selftest_seconds']:.1f} s)"]
+    lines += [f"  {other} cannot run {times} of these {count} ops: {why}" for (other, why), times in reasons.items() if times > 1]
+    lines += ["", *_checks(report["checked"])]
+    good = sum(op["ok"] for op in report["ops"].values())
+    lines += ["", f"Self test: {good} of {count} ops agree with the reference ({report['selftest_seconds']:.1f} s)"]
     return "\n".join(lines if good == count else [*lines, f"{count - good} DO NOT: do not trust results; please report the lines above"])
 
 
 def _checks(checked: dict[str, Any]) -> list[str]:
-    """What is known of kernels from their first use on this machine."""
+    """Lines on the checks of kernels at first use on this machine."""
     if not checked["enabled"]:
         return [f"Kernels are not checked at first use: {verify.ENV}=0"]
     off = checked["switched_off"]

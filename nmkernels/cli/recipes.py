@@ -1,4 +1,4 @@
-"""``python -m nmkernels recipes``: the training methods in the registry, or one of them with all of its keywords."""
+"""``python -m nmkernels recipes``: list the registered training methods, or show one of them with all of its keywords."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from ..recipes import names
 from ..recipes.registry import find
 
 COLUMNS = 112
-WIDTH = 11  # columns in front of each line for what it tells
+WIDTH = 11  # columns for the label of each line
 FINAL = {"nm": "N:M weights, ready to compress", "dense": "dense weights", "nm+adapter": "N:M weights and a low-rank adapter"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a recipe, to see its equations and keywords; default: a list of all")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="show the equations and keywords of this recipe; default: list all")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the list, or one recipe; 0, or 1 through ``RecipeError`` where no recipe has that name."""
-    # of NAME:N:M too, as it is written elsewhere
-    found = describe(find(args.name.partition(":")[0])) if args.name else [describe(find(name)) for name in names()]
+    # NAME:N:M is accepted too
+    described = describe(find(args.name.partition(":")[0])) if args.name else [describe(find(name)) for name in names()]
     if args.json:
-        print(json.dumps(found, indent=2, ensure_ascii=False))
-    elif isinstance(found, dict):
-        print(details(found))
+        print(json.dumps(described, indent=2, ensure_ascii=False))
+    elif isinstance(described, dict):
+        print(details(described))
     else:
-        print("\n\n".join("\n".join(_head(each)) for each in found))
-        print("\npython -m nmkernels recipes NAME tells more; python -m nmkernels train --recipe NAME:N:M trains with one.")
+        print("\n\n".join("\n".join(_head(each)) for each in described))
+        print("\npython -m nmkernels recipes NAME shows more; python -m nmkernels train --recipe NAME:N:M trains with one.")
     return 0
 
 
 def describe(cls: type[Any]) -> dict[str, Any]:
-    """What is known of a recipe, as plain values; ``keywords`` have name, type and default."""
-    about = {"name": cls.name, **asdict(cls.about), "final": cls(total_steps=1000).final}  # it may follow from the keywords
+    """A recipe as plain values: its facts, its ``keywords`` (name, type, default), and its docstring."""
+    about = {"name": cls.name, **asdict(cls.about), "final": cls(total_steps=1000).final}  # final may depend on keywords
     keywords = [{"name": f.name, "type": _type(f), "default": _default(f)} for f in fields(cls) if f.init]
     # the first line of the module's docstring, or of the class's where the module has several recipes
     alone = sum(find(name).__module__ == cls.__module__ for name in names()) == 1
@@ -51,12 +51,12 @@ def details(r: dict[str, Any]) -> str:
     """One recipe: its facts, its keywords with their defaults, and its docstring."""
     width = max(len(k["name"]) for k in r["keywords"])
     keywords = [f"  {k['name'].ljust(width)} = {k['default']!r:<14} {k['type']}" for k in r["keywords"]]
-    ways = "Keywords. In train, pattern is in --recipe NAME:N:M, total_steps is --steps, the others are --set KEY=VALUE."
-    return "\n".join([*_head(r), "", ways, *keywords, "", r["doc"]])
+    heading = "Keywords. In train, pattern is in --recipe NAME:N:M, total_steps is --steps, the others are --set KEY=VALUE."
+    return "\n".join([*_head(r), "", heading, *keywords, "", r["doc"]])
 
 
 def _head(r: dict[str, Any]) -> list[str]:
-    """The name and what it is, and a few facts."""
+    """The lines with a recipe's name, summary and facts."""
     facts = {
         "paper": r["paper"],
         "patterns": r["patterns"],

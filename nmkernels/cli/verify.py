@@ -1,7 +1,7 @@
-"""``doctor --verify``: every kernel against the reference, with sizes of real layers and those that first use checks.
+"""``doctor --verify``: check every kernel against the reference, with sizes of real layers and with those of the check at first use.
 
-Each verdict is followed from then on: what is wrong is switched off on this machine, what is right is not checked again, and is back where
-it had been switched off.
+The results are recorded: kernels that are wrong are switched off on this machine; those that are right are switched on again if they were
+off, and are not checked again at first use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..reference.layouts import EIGHT_BIT, WARPS, index_dtype, operand_shapes
 from ..reference.quantize import scale_for
 
 SIZES = {"cpu": (512, 1024), "cuda": (1024, 4096)}
-"""Rows and columns of the weights: whole tiles of every layout."""
+"""Rows and columns of the weights, by device: multiples of the tiles of every layout."""
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 PATTERNS = (2, 4), (1, 4), (1, 8), (4, 8), (3, 5)
@@ -37,37 +37,37 @@ Call = tuple[str, tuple[Any, ...]]
 
 
 def run(device: torch.device, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Check every call by every backend that can run it; ``say`` takes a line for each op and backend. One dict for each check."""
-    found: list[dict[str, Any]] = []
+    """Check every call on every backend that can run it; one dict per check. ``say`` is called with a line for each op and backend."""
+    checks: list[dict[str, Any]] = []
     worst: dict[str, str] = {}
     grouped: dict[str, list[tuple[Any, ...]]] = {}
     for op, args in calls(*SIZES[device.type]):
         grouped.setdefault(op, []).append(args)
-    for op, some in grouped.items():
-        begun, rows = time.perf_counter(), len(found)
+    for op, calls_of_op in grouped.items():
+        start, rows = time.perf_counter(), len(checks)
         hosts: list[tuple[int, ...]] = [(), tuple(verify.HOST[op])] if op in verify.HOST and device.type != "cpu" else [()]
-        for args, on_host in product(some, hosts):
-            there = verify.placed(args, device, on_host)
-            entries = [i for i in implementations(op) if verify.concerned(i, device) and i.can(*there)[0]]
+        for args, on_host in product(calls_of_op, hosts):
+            on_device = verify.placed(args, device, on_host)
+            entries = [i for i in implementations(op) if verify.concerned(i, device) and i.can(*on_device)[0]]
             truths = [verify.truth(op, args), verify.truth(op, small(op, args))] if entries else []
             for entry in entries:
-                name = verify.family(entry, there)
+                name = verify.family(entry, on_device)
                 call, wrong = _first_wrong(entry, truths, device, on_host)
                 worst[name] = worst.get(name) or wrong
-                found.append({"op": op, "backend": entry.backend, "call": call, "wrong": wrong})
+                checks.append({"op": op, "backend": entry.backend, "call": call, "wrong": wrong})
         verify.record(worst)
-        for backend in dict.fromkeys(row["backend"] for row in found[rows:]):
-            ours = [row for row in found[rows:] if row["backend"] == backend]
-            bad = [row for row in ours if row["wrong"]]
-            took = time.perf_counter() - begun
-            say(f"  {op:<24}{backend:<12}{len(ours) - len(bad):>4} of {len(ours):>3} calls right  ({took:.1f} s)")
+        for backend in dict.fromkeys(row["backend"] for row in checks[rows:]):
+            own = [row for row in checks[rows:] if row["backend"] == backend]
+            bad = [row for row in own if row["wrong"]]
+            seconds = time.perf_counter() - start
+            say(f"  {op:<24}{backend:<12}{len(own) - len(bad):>4} of {len(own):>3} calls right  ({seconds:.1f} s)")
             for row in bad:
                 say(f"    WRONG: {row['call']}: {row['wrong']}")
-    return found
+    return checks
 
 
 def _first_wrong(entry: Impl, truths: list[verify.Truth], device: torch.device, on_host: tuple[int, ...]) -> tuple[str, str]:
-    """The first of the calls that comes out wrong, and what is wrong with it; the first of all and nothing if none does."""
+    """(call, problem) of the first call with a wrong result; (the first call, "") if all are right."""
     for true in truths:
         if entry.can(*verify.placed(true.args, device, on_host))[0]:
             wrong = verify.examine(entry, true, device, on_host)

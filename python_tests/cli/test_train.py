@@ -13,8 +13,7 @@ import torch
 
 import nmkernels as nm
 from nmkernels.cli import deploy
-from nmkernels.cli import train as loop
-from nmkernels.cli.config import add_arguments, fresh, settings
+from nmkernels.cli.config import add_arguments, new_config, settings
 from nmkernels.models import GPT, GPTConfig, load_corpus
 from nmkernels.recipes.compose import deployed
 
@@ -69,7 +68,7 @@ def test_the_demo_warns_of_nothing_and_says_what_was_gained(text, tmp_path, caps
     assert "note:" not in out and not err
     lines, result = out.splitlines(), json.loads((tmp_path / "out" / "result.json").read_text())
     assert lines[0].startswith("Training a GPT of ") and lines[0].endswith(
-        f" parameters on {text}, byte by byte: 12 steps of 32 bytes with STEP 2:4, then the same dense, to compare."
+        f" parameters on {text}, byte by byte: 12 steps of 32 bytes with STEP 2:4, then a dense one to compare."
     )
     assert (result["sparse"]["switch_step"], result["sparse"]["switch_reason"], result["sparse"]["remark"]) == (3, "fixed", "")
     # every row of the table is full, and what was gained follows it
@@ -81,7 +80,7 @@ def test_the_demo_warns_of_nothing_and_says_what_was_gained(text, tmp_path, caps
 def test_the_demo_of_another_recipe_has_that_ones_options():
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    demo, other = (fresh(settings(parser.parse_args(["--demo", *more]))) for more in ([], ["--recipe", "srste:1:4"]))
+    demo, other = (new_config(settings(parser.parse_args(["--demo", *more]))) for more in ([], ["--recipe", "srste:1:4"]))
     assert (demo.recipe, demo.options) == ("step:2:4", {"switch": "fixed"}) and demo.build_recipe().bounds() == (200, 200)
     assert (other.recipe, other.options) == ("srste:1:4", {}) and other.model == demo.model and other.steps == demo.steps
 
@@ -136,7 +135,7 @@ def test_a_recipe_inside_another():
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     for options in (["step:1:4(inner=mdgf(gradient=ste))"], ["step:1:4", "--set", "inner=mdgf(gradient=ste)"]):
-        config = fresh(settings(parser.parse_args(["--recipe", *options])))
+        config = new_config(settings(parser.parse_args(["--recipe", *options])))
         assert config.recipe == "step:1:4" and config.options == {"inner": "mdgf(gradient=ste)"} and config.build_recipe().inner
 
 
@@ -172,8 +171,8 @@ def test_a_file_that_does_not_reproduce_the_logits_fails(text, tmp_path, monkeyp
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path, monkeypatch, capsys):
-    real = loop.GPT.loss
-    monkeypatch.setattr(loop.GPT, "loss", lambda self, x, y: real(self, x, y) * float("nan"))
+    real = GPT.loss
+    monkeypatch.setattr(GPT, "loss", lambda self, x, y: real(self, x, y) * float("nan"))
     assert train(text, tmp_path / "out") == 1
     assert "loss is nan at step 1: training has diverged. Lower --lr" in capsys.readouterr().err
 

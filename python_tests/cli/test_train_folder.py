@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from nmkernels.cli import log
-from nmkernels.cli.folder import LOCK, SIGNS, Folder
+from nmkernels.cli.folder import LOCK, SIGNATURES, Folder
 from nmkernels.pattern import NMError
 
 from .conftest import train
@@ -60,11 +60,11 @@ def fill(folder: Path, name: str, data: bytes = b"mine") -> None:
 @OPTIONS
 def test_a_folder_that_is_no_run_s_is_refused(text, tmp_path, capsys, option):
     others = ["checkpoints/step-00000001.pt", "tensorboard/events.out.tfevents.1", "baseline/a", ".hidden", "notes"]
-    for i, name in enumerate([*SIGNS, *others]):
+    for i, name in enumerate([*SIGNATURES, *others]):
         out = tmp_path / str(i)
         fill(out, name)
         said = refused(capsys, text, out, *option)
-        assert f"holds what no run of `nmkernels train` wrote ({name.split('/')[0]}); give a new or an empty folder" in said
+        assert f"holds files that `nmkernels train` did not write ({name.split('/')[0]}); pass a new or an empty folder" in said
         assert not (out / LOCK).exists()
 
 
@@ -86,12 +86,12 @@ def test_overwrite_removes_only_what_a_run_writes(text, one_run, run):
 
 
 def test_overwrite_stops_before_what_only_has_the_name_of_a_file(text, run, capsys):
-    for name in SIGNS:
+    for name in SIGNATURES:
         path = run / name
         for make, remove in ((fill, Path.unlink), (Path.mkdir, Path.rmdir), (Path.symlink_to, Path.unlink)):
             path.unlink(missing_ok=True)
             make(*((run, name) if make is fill else (path, text) if make is Path.symlink_to else (path,)))
-            assert f"{path} is not what a run wrote, and would be in its way" in refused(capsys, text, run, "--overwrite")
+            assert f"{path} was not written by a run and would be overwritten" in refused(capsys, text, run, "--overwrite")
             remove(path)
         path.touch()  # a run that was killed may leave an empty one
     save_file({"weight": torch.ones(2)}, run / "model.safetensors", {"format": "pt"})
@@ -111,14 +111,14 @@ def test_nothing_is_written_through_a_link_and_no_pipe_is_read(text, tmp_path, c
     (tmp_path / "out" / "checkpoints").mkdir()
     for name in ("log.csv", "result.json", "checkpoints/step-00000001.pt"):
         os.mkfifo(tmp_path / "out" / name)
-    assert "holds what no run" in refused(capsys, text, tmp_path / "out", *option)
+    assert "holds files that" in refused(capsys, text, tmp_path / "out", *option)
 
 
 def test_overwrite_follows_no_link_to_a_folder(text, run, tmp_path, capsys):
     shutil.move(run / "checkpoints", tmp_path / "elsewhere")
     (run / "checkpoints").symlink_to(tmp_path / "elsewhere")
     before = contents(tmp_path / "elsewhere")
-    assert f"{run / 'checkpoints'} is not what a run wrote" in refused(capsys, text, run, "--overwrite")
+    assert f"{run / 'checkpoints'} was not written by a run" in refused(capsys, text, run, "--overwrite")
     assert contents(tmp_path / "elsewhere") == before
     assert train(text, run, "--resume", sizes=SIZES) == 0  # on another disk, for instance
 
@@ -140,7 +140,7 @@ def test_folders_that_cannot_be_used(text, tmp_path, capsys, monkeypatch):
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     assert "--out" in refused(capsys, text, loop)
-    assert "is a file; give a folder" in refused(capsys, text, text)
+    assert "is a file; pass a folder" in refused(capsys, text, text)
     assert "cannot be created: Not a directory" in refused(capsys, text, text / "below")
     assert "File name too long" in refused(capsys, text, tmp_path / ("a" * 300))
     for option in (["--out", ""], ["--out", "x", "--resume", ""]):
@@ -148,7 +148,7 @@ def test_folders_that_cannot_be_used(text, tmp_path, capsys, monkeypatch):
         with pytest.raises(SystemExit) as stop:
             train(text, tmp_path / "out", *option)
         assert stop.value.code == 2
-        assert f"argument {option[-2]}: it is empty; give a path, . for the present folder" in capsys.readouterr().err
+        assert f"argument {option[-2]}: it is empty; pass a path, . for the current folder" in capsys.readouterr().err
     (tmp_path / "there").mkdir()
     link.unlink()
     link.symlink_to(tmp_path / "there")
@@ -159,13 +159,13 @@ def test_folders_that_cannot_be_used(text, tmp_path, capsys, monkeypatch):
 def test_a_refused_run_moves_no_checkpoint_aside(text, run, tmp_path, capsys):
     fill(tmp_path, "b.txt", b"something else entirely\n" * 200)
     said = refused(capsys, tmp_path / "b.txt", run, "--resume", str(run / "checkpoints" / "step-00000002.pt"))
-    assert "the text to train on has changed" in said
+    assert "has changed since" in said
 
 
 def test_a_named_checkpoint_may_go_on_in_another_folder_but_not_over_its_files(text, run, tmp_path, capsys):
     (run / "checkpoints" / "step-00000003.pt").rename(tmp_path / "a.pt")
     fill(tmp_path / "mine", "model.safetensors")
-    assert "holds what no run" in refused(capsys, text, tmp_path / "mine", "--resume", str(tmp_path / "a.pt"))
+    assert "holds files that" in refused(capsys, text, tmp_path / "mine", "--resume", str(tmp_path / "a.pt"))
     assert train(text, tmp_path / "new", "--resume", str(tmp_path / "a.pt"), sizes=SIZES) == 0
     assert json.loads((tmp_path / "new" / "result.json").read_text())["sparse"]["train_loss"] is None  # there was nothing to train
 
@@ -204,7 +204,7 @@ def test_without_locks_of_the_system_the_file_tells(text, tmp_path, capsys, monk
             if free:
                 folder.take()
                 continue
-            with pytest.raises(NMError, match="process .* on elsewhere has been writing in it since"):
+            with pytest.raises(NMError, match="process .* on elsewhere has been writing to it since"):
                 folder.take()
 
 

@@ -139,7 +139,7 @@ def full(folder: Path) -> None:
         for status, said in every_moment(folder, fill, 4, base)[:-1]:
             found = re.fullmatch(
                 rf"{ERROR}\S*/([^/]+) could not be written: File too large \(\S+ [kMG]B free in \S+\)\."
-                r"( \S*/step-\d+\.pt is whole: --resume goes on from there\.)?\n",
+                r"( \S*/step-\d+\.pt is complete: --resume continues from it\.)?\n",
                 said,
             )
             assert found and status == (2 if found[1] == ".nmkernels-train" else 1), said
@@ -149,7 +149,7 @@ def full(folder: Path) -> None:
 
 def together(folder: Path) -> None:
     """Four into one new folder, of which one runs."""
-    who = r"(process \d+ on \S+ has been writing in it since \d{4}-\S+ \S+|another process writes in it)"
+    who = r"(process \d+ on \S+ has been writing to it since \d{4}-\S+ \S+|another process is writing to it)"
     in_use = rf"\S+ is in use: {who}\. Wait for it to end, or use another --out\."
     through = r"\S+ holds (a finished run|a run that was stopped|the beginning of a run)\b.*"
     ends = [ended() for ended in [started(folder / "out", sizes=LONG) for _ in range(4)]]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nmkernels.cli import deploy
-from nmkernels.cli.config import TrainConfig, resumed
+from nmkernels.cli.config import TrainConfig, resumed_config
 from nmkernels.cli.log import Log, notes, plot, read_log, summary, switches
 from nmkernels.cli.train import Trainer, learning_rate
 from nmkernels.models import Corpus
@@ -169,9 +169,9 @@ def test_the_summary_says_what_was_gained_and_hides_control_characters():
 
 
 def test_settings_of_another_version_are_refused():
-    with pytest.raises(CheckpointError, match="not those of this version"):
-        resumed({}, {"colour": "red"}, "a.pt")
-    assert resumed({}, {"steps": 7}, "a.pt").steps == 7
+    with pytest.raises(CheckpointError, match="saved by another version"):
+        resumed_config({}, {"colour": "red"}, "a.pt")
+    assert resumed_config({}, {"steps": 7}, "a.pt").steps == 7
 
 
 @pytest.fixture

@@ -147,7 +147,7 @@ def test_checkpoints_that_are_not_ours(stopped, text, tmp_path, capsys):
     assert "was not written by this version" in capsys.readouterr().err
     torch.save(GPT, store / "step-00000008.pt")  # arbitrary code is never loaded
     assert train(text, stopped, "--resume", sizes=[]) == 2
-    assert "There is no earlier one; start again with --overwrite" in capsys.readouterr().err
+    assert "There is no earlier one; start a new run with --overwrite" in capsys.readouterr().err
     assert train(text, tmp_path / "none", "--resume") == 2
     assert "there is no checkpoint in" in capsys.readouterr().err
     assert train(text, tmp_path / "none", "--resume", str(tmp_path / "x.pt")) == 2

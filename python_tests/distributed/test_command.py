@@ -148,13 +148,13 @@ def instead(cls: type, name: str, when: Callable[..., bool], rank: int, act: Cal
 
 def reads(rows: int) -> None:
     """Have every call of the model fail that reads more than a rank's share of a batch, while there are ranks."""
-    real = loop.GPT.loss
+    real = GPT.loss
 
-    def loss(self: loop.GPT, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def loss(self: GPT, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         assert len(x) == len(y) <= rows or not torch.distributed.is_initialized()
         return real(self, x, y)
 
-    loop.GPT.loss = loss  # type: ignore[method-assign]
+    GPT.loss = loss  # type: ignore[method-assign]
 
 
 def kill() -> None:
@@ -162,8 +162,8 @@ def kill() -> None:
 
 
 def diverge() -> None:
-    real = loop.GPT.forward
-    loop.GPT.forward = lambda *args: real(*args) * float("nan")  # type: ignore[method-assign, assignment]
+    real = GPT.forward
+    GPT.forward = lambda *args: real(*args) * float("nan")  # type: ignore[method-assign, assignment]
 
 
 def fill() -> None:
@@ -280,7 +280,7 @@ def said(folder: Path) -> None:
 
     ended(
         130,
-        r"\nStopped after step 5; saved in \S+step-00000005.dcp.\nTo go on: torchrun --nproc-per-node 2 -m nmkernels train "
+        r"\nStopped after step 5; saved in \S+step-00000005.dcp.\nTo resume: torchrun --nproc-per-node 2 -m nmkernels train "
         rf"--parallel fsdp --out {out} --resume --data \S+",
         *STEP,
         before=at(5, 1, terminate),
@@ -289,7 +289,7 @@ def said(folder: Path) -> None:
     ended(2, rf"{ERROR}\S+dcp is of another run: width is 32 there and 64 here. .*", "--resume", "--width", "64")
     ended(
         1,
-        rf"{ERROR}\S+step-00000008.dcp could not be written: File too large.* \S+step-00000005.dcp is whole: --resume goes on from there.",
+        rf"{ERROR}\S+step-00000008.dcp could not be written: File too large.* \S+step-00000005.dcp is complete: --resume continues.",
         "--resume",
         before=at(8, 1, fill),
     )
@@ -399,7 +399,7 @@ def test_what_does_not_fit_torchrun_is_told(tmp_path: Path, capsys: pytest.Captu
     refused("--shard-ways belongs to --parallel hsdp", "--shard-ways", "2")
     refused("--shard-ways 3 does not divide the 4 processes", "--parallel", "hsdp", "--shard-ways", "3", RANK=0, WORLD_SIZE=4)
     refused("Give --shard-ways", "--parallel", "hsdp", RANK=0, WORLD_SIZE=4, LOCAL_WORLD_SIZE=4)
-    refused("say --device cuda", "--parallel", "ddp", "--device", "cuda:1", RANK=0, WORLD_SIZE=2)
+    refused("pass --device cuda", "--parallel", "ddp", "--device", "cuda:1", RANK=0, WORLD_SIZE=2)
 
 
 def main(scenario: str, folder: Path) -> None:
