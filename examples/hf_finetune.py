@@ -5,7 +5,7 @@ python examples/hf_finetune.py --text book.txt --out sparse-bytes               
 
 Any other process loads it:
 
-    import nmkernels
+    import nmkernels.integrations.hf
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained("sparse-llama")

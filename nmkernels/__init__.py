@@ -62,5 +62,3 @@ __all__ = [
     "sparsify_",
     "tune",
 ]
-
-integrations.register()

@@ -20,13 +20,11 @@ from ..nn import (
     deployed,
     is_conv1d,
     is_order,
-    switch_fast_paths,
 )
 from ..nn.classes import class_of
 from ..nn.compressed import LAYOUTS
-from ..nn.deploy import tell
 from ..nn.experts import deploy_stacks_, stacks_of
-from ..nn.swap import replace_each_
+from ..nn.swap import after_swap, replace_each_
 from ..ops import Compressed
 from ..pattern import CheckpointError, NMError, Pattern
 from ..reference import unpack_indices
@@ -140,8 +138,7 @@ def load(model: nn.Module, contents: Contents, table: dict[str, Any], keep_dense
         if plan.layout in STACKS:
             deploy_stacks_(dense[name], {homes[name][1]: plan.stack(keep_dense)})
     replace_each_(model, made)
-    switch_fast_paths(model)
-    tell(model)
+    after_swap(model)
 
 
 def home_of(name: str, about: Any) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""NVIDIA apex's ``ASP`` by its names, on this package's recipe of that name: prune a trained model once, then train on with its masks.
+"""NVIDIA apex's ``ASP`` by its names, with this package's recipe ``ASP``: prune a trained model once, then train on with fixed masks.
 
 ::
 
@@ -8,10 +8,10 @@
     ...                                              # the training loop is unchanged
     handle.finish()
 
-Other than in apex: a layer of any size that M divides is pruned; output heads and layers that are tiny stay dense, unless
-``allowed_layer_names`` names them; what stays dense is said in a warning, and ``print(handle.report)`` has every layer, with what
-reordering its channels has gained or why they were left alone; the model's state dict has no masks, they are in the optimizer's;
-``compute_sparse_masks`` chooses masks once, for masks that follow the weights take another recipe (``nm.recipes.SRSTE``, ``STEP``).
+Differences from apex: layers of any size that M divides are pruned; output heads and tiny layers stay dense, unless
+``allowed_layer_names`` names them; a warning lists layers that stay dense, and ``print(handle.report)`` shows every layer, with the gain
+from reordering its channels or why they were not reordered; masks are in the optimizer's state dict, not in the model's;
+``compute_sparse_masks`` chooses masks once (for masks that follow the weights use ``nm.recipes.SRSTE`` or ``STEP``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CALCULATOR = re.compile(r"m(\d+)n(\d+)_1d")
 
 
 class ASP:
-    """apex's ``ASP``: class methods about the model that was passed last, and its handle, which they return."""
+    """apex's ``ASP``: class methods for the model that was passed last; they return its handle."""
 
     _handle: Handle | None = None
     _optimizer: torch.optim.Optimizer | None = None
@@ -44,7 +44,7 @@ class ASP:
 
     @classmethod
     def prune_trained_model(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> Handle:
-        """Prune ``model`` to 2:4 by magnitude now, and have ``optimizer`` keep the zeros; returns the handle.
+        """Prune ``model`` to 2:4 by magnitude now, and make ``optimizer`` keep the zeros; returns the handle.
 
         Raises:
             RecipeError: as ``sparsify_`` and ``handle.attach`` do.
@@ -71,33 +71,33 @@ class ASP:
         Args:
             mask_calculator: ``"m4n2_1d"`` is 2:4 by magnitude, ``"mMnN_1d"`` is N:M.
             whitelist: classes of layers; those without a sparse form (``nn.Conv1d``, ``nn.Conv3d``) stay dense, as frozen layers do.
-            allowed_layer_names: of these classes only these layers, which must be possible.
-            disallowed_layer_names: not these.
+            allowed_layer_names: prune only these layers; each must be prunable.
+            disallowed_layer_names: do not prune these layers.
             allow_permutation: reorder channels before pruning so that the masks keep more, as ``nm.recipes.ASP(permute=True)``.
-            verbosity: has no meaning.
+            verbosity: ignored.
 
         Raises:
-            RecipeError: another mask calculator, ``allow_recompute_mask``, ``custom_layer_dict``, a class or a name that is no layer's, no
+            RecipeError: another mask calculator, ``allow_recompute_mask``, ``custom_layer_dict``, an unsupported class, an unknown name, no
                 layer can be pruned, or as ``sparsify_``.
         """
-        found = CALCULATOR.fullmatch(mask_calculator) if isinstance(mask_calculator, str) else None
-        if found is None:
+        match = CALCULATOR.fullmatch(mask_calculator) if isinstance(mask_calculator, str) else None
+        if match is None:
             raise RecipeError(
-                f"ASP: mask_calculator={mask_calculator!r} is not one of 'm4n2_1d', 'm8n1_1d' and their like. Masks in two dimensions are "
-                "nm.recipes.FST's; masks of your own: set the weights outside them to 0, and nm.recipes.adopt(model) holds the zeros."
+                f"ASP: mask_calculator={mask_calculator!r} is not of the form 'm4n2_1d'. For masks in two dimensions use "
+                "nm.recipes.FST; for your own masks set the weights outside them to 0, and nm.recipes.adopt(model) keeps the zeros."
             )
         if allow_recompute_mask:
             raise RecipeError(
-                "ASP: allow_recompute_mask=True keeps a copy of what was pruned. Here a mask is chosen once; recipes whose masks follow "
-                "the dense weights are nm.recipes.SRSTE and STEP."
+                "ASP: allow_recompute_mask=True is not supported, since pruned weights are not kept. Use a recipe whose masks follow the "
+                "dense weights: nm.recipes.SRSTE or STEP."
             )
         if custom_layer_dict:
             kinds = ", ".join(kind.__name__ for kind in custom_layer_dict)
-            raise RecipeError(f"ASP: custom_layer_dict names {kinds}; only nn.Linear, nn.Conv2d and Hugging Face's Conv1D are taken.")
-        strange = [kind.__name__ for kind in whitelist if not issubclass(kind, KNOWN) and not is_conv1d_type(kind)]
-        if strange:
-            raise RecipeError(f"ASP: whitelist names {', '.join(strange)}; only nn.Linear, nn.Conv2d and Hugging Face's Conv1D are taken.")
-        m, n = map(int, found.groups())
+            raise RecipeError(f"ASP: custom_layer_dict names {kinds}; only nn.Linear, nn.Conv2d and Hugging Face's Conv1D are supported.")
+        unknown = [kind.__name__ for kind in whitelist if not issubclass(kind, KNOWN) and not is_conv1d_type(kind)]
+        if unknown:
+            raise RecipeError(f"ASP: whitelist names {', '.join(unknown)}; it supports nn.Linear, nn.Conv2d and Hugging Face's Conv1D.")
+        m, n = map(int, match.groups())
         recipe = recipes.ASP(Pattern(n, m), permute=allow_permutation)
         chosen, dense = _choose(model, recipe, tuple(whitelist), allowed_layer_names, disallowed_layer_names)
         handle = sparsify_(model, recipe, lambda module, name: name in chosen)
@@ -107,7 +107,7 @@ class ASP:
 
     @classmethod
     def init_optimizer_for_pruning(cls, optimizer: torch.optim.Optimizer) -> None:
-        """Have ``compute_sparse_masks`` attach ``optimizer``, which then keeps the zeros; after it, attach it at once.
+        """Register ``optimizer``, which keeps the zeros after ``compute_sparse_masks``; if that was called, attach it at once.
 
         Raises:
             RecipeError: the masks were computed without an optimizer, or as ``handle.attach``.
@@ -115,8 +115,8 @@ class ASP:
         handle = cls._current("init_optimizer_for_pruning")
         if handle.finished:
             raise RecipeError(
-                "ASP.init_optimizer_for_pruning: compute_sparse_masks has pruned the model for good, as there was no optimizer, and this "
-                "one would fill the zeros. Call init_optimizer_for_pruning first; or handle.remove(), nm.recipes.adopt(model) and attach."
+                "ASP.init_optimizer_for_pruning: compute_sparse_masks was called without an optimizer and finished the recipe, so this one "
+                "would fill the zeros. Call init_optimizer_for_pruning first; or handle.remove(), nm.recipes.adopt(model) and attach."
             )
         if cls._pruned:
             handle.attach(optimizer)
@@ -124,16 +124,16 @@ class ASP:
 
     @classmethod
     def compute_sparse_masks(cls) -> Handle:
-        """Choose the masks from the present weights and set what is outside to 0; without an optimizer the recipe is then finished.
+        """Choose the masks from the current weights and set all other entries to 0; without an optimizer this finishes the recipe.
 
         Raises:
-            RecipeError: a second time, or as ``handle.attach``.
+            RecipeError: on the second call, or as ``handle.attach``.
         """
         handle = cls._current("compute_sparse_masks")
         if cls._pruned:
             raise RecipeError(
-                "ASP.compute_sparse_masks: the masks are chosen once, and what was outside is 0 now. Masks that follow the weights in "
-                "training are nm.recipes.SRSTE's and STEP's."
+                "ASP.compute_sparse_masks: masks are chosen once, and all other weights are 0 now. For masks that follow the weights in "
+                "training use nm.recipes.SRSTE or STEP."
             )
         if cls._optimizer is None:
             handle.finish(allow_unused=True)
@@ -144,22 +144,22 @@ class ASP:
 
     @classmethod
     def restore_pruned_weights(cls) -> None:
-        """Refused: what was pruned is not kept.
+        """Not supported: pruned weights are not kept.
 
         Raises:
             RecipeError: always.
         """
-        raise RecipeError("ASP.restore_pruned_weights: what was pruned is not kept; load the dense checkpoint again.")
+        raise RecipeError("ASP.restore_pruned_weights: pruned weights are not kept; load the dense checkpoint again.")
 
     @classmethod
     def is_sparsity_enabled(cls) -> bool:
-        """Whether every chosen weight is N:M, by ``compute_sparse_masks`` or from a checkpoint that was loaded."""
+        """Whether every chosen weight is N:M, from ``compute_sparse_masks`` or from a loaded checkpoint."""
         handle = cls._current("is_sparsity_enabled")
         return all(ops.is_nm(layer.grouped.detach(), layer.pattern) for layer in handle.layers.values())
 
     @classmethod
     def already_init_asp_model(cls) -> bool:
-        """Whether a model was given."""
+        """Whether a model was passed."""
         return cls._handle is not None
 
     @classmethod
@@ -176,7 +176,7 @@ def _choose(
     allowed: Collection[str] | None,
     disallowed: Collection[str],
 ) -> tuple[set[str], dict[str, str]]:
-    """Names of the layers to prune, and for each other one the reason; warns of those that apex might have pruned."""
+    """(names of the layers to prune, other layer -> reason); warns about layers that apex might have pruned."""
     chosen: set[str] = set()
     dense: dict[str, str] = {}
     unexpected: list[str] = []
@@ -197,21 +197,21 @@ def _choose(
             else:
                 chosen.add(c.name)
     known = {*chosen, *dense, *dict(model.named_modules())}
-    for said, names in (("allowed_layer_names", allowed or ()), ("disallowed_layer_names", disallowed)):
-        strange = [name for name in names if name not in known]
-        if strange:
-            raise RecipeError(f"ASP: {said} names {', '.join(map(repr, strange))}, which is no layer of the model.")
-    impossible = [f"{name!r}: {dense.get(name, 'it is no layer with a weight')}" for name in allowed or () if name not in chosen]
+    for argument, names in (("allowed_layer_names", allowed or ()), ("disallowed_layer_names", disallowed)):
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise RecipeError(f"ASP: {argument} names {', '.join(map(repr, unknown))}, which is not a layer of the model.")
+    impossible = [f"{name!r}: {dense.get(name, 'it has no weight')}" for name in allowed or () if name not in chosen]
     if impossible:
         raise RecipeError(f"ASP: allowed_layer_names names layers that cannot be pruned: {'; '.join(impossible)}.")
     if not chosen:
-        said = "; ".join(f"{name}: {why}" for name, why in dense.items())
-        raise RecipeError(f"ASP: no layer of the model can be pruned to {recipe.pattern}: {said or 'there is none'}.")
+        reasons = "; ".join(f"{name}: {why}" for name, why in dense.items())
+        raise RecipeError(f"ASP: no layer of the model can be pruned to {recipe.pattern}: {reasons or 'it has none'}.")
     if unexpected:
         more = f" and {len(unexpected) - 5} more" if len(unexpected) > 5 else ""
         warnings.warn(
             f"ASP: layers that stay dense: {', '.join(unexpected[:5])}{more}. print(handle.report) shows all of them; a tiny layer or an "
-            "output head is pruned where allowed_layer_names names it.",
+            "output head is pruned if allowed_layer_names names it.",
             stacklevel=3,
         )
     return chosen, dense

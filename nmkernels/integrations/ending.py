@@ -1,4 +1,4 @@
-"""The end of a training loop that is somebody else's."""
+"""Finishing a recipe at the end of another library's training loop."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def keeping_the_run(verb: str) -> Iterator[None]:
-    """Turn an exception of ``handle.finish()`` inside into a warning, with which the model stays as it was trained.
+def finish_or_warn(verb: str) -> Iterator[None]:
+    """Turn an error of ``handle.finish()`` in the ``with`` block into a warning; the model then stays as it was trained.
 
-    After the last step there is nothing to save the weights but what the trainer, and the script behind it, do next.
+    An exception after the last step would keep the trainer, and the script after it, from saving the trained weights.
     """
     try:
         yield
     except Exception as error:  # out of memory too
         warnings.warn(
-            f"{verb}: training is over, but its recipe could not be finished: {error}\n"
-            "The model is as it was trained, not pruned. Once the cause is mended, handle.finish() finishes it.",
+            f"{verb}: training is done, but the recipe could not be finished: {error}\n"
+            "The model is as it was trained, not pruned. Once the cause is fixed, call handle.finish().",
             stacklevel=3,
         )

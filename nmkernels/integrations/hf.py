@@ -1,17 +1,23 @@
-"""Hugging Face models: ``save_pretrained`` writes compressed ones, and ``from_pretrained`` loads them, or prunes dense ones on the way.
+"""Hugging Face models: ``save_pretrained`` writes compressed models, ``from_pretrained`` loads them, or prunes dense ones while loading.
 
-transformers finds both classes by itself once nmkernels and transformers are imported, in either order. A folder holds::
+Importing this module registers the quantization method "nmkernels" with transformers (its registry is a dict in memory; it reads no entry
+points), and LoRA on sparse layers with peft, if that is installed. ``sparsify_``, ``compress_`` and ``load_compressed`` import it where
+transformers' models are in use; a process that only loads a compressed model imports it itself, before or after transformers::
+
+    import nmkernels.integrations.hf
+
+A folder holds::
 
     config.json         quantization_config: quant_method "nmkernels", version, and layers, the table of nm.save_compressed's files
-    model.safetensors   fqn.values, fqn.indices, with an adapter fqn.nm_left and fqn.nm_right, with an order of the inputs fqn.columns;
-                        every other tensor as in the dense model; shards and an index where it is large; the same table as metadata
-    README.md           a model card, which says that loading needs nmkernels
+    model.safetensors   fqn.values, fqn.indices; fqn.nm_left and fqn.nm_right of an adapter; fqn.columns if inputs are reordered; every
+                        other tensor as in the dense model; shards and an index if it is large; the same table as metadata
+    README.md           a model card that says what to import
 
-A process that has not imported nmkernels would fill the compressed layers with random numbers and only log that. So the file also has an
-empty tensor under the name of the first compressed layer's dense weight: there, loading fails because the shapes differ.
+Without that import transformers would initialise the compressed layers randomly and only log a warning. Therefore the file also has an
+empty tensor under the name of the first compressed layer's dense weight, so that loading fails there with a size mismatch.
 
 ``model.dequantize()`` gives the dense model. transformers refuses ``model.half()`` and ``model.float()`` of any model with a quantizer;
-``model.to(dtype)`` works. With parts on disk (``device_map``) packed weights stay in memory unless ``offload_buffers=True``.
+``model.to(dtype)`` works. If ``device_map`` offloads layers to disk, packed weights stay in memory unless ``offload_buffers=True``.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +40,15 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .. import ops
+from .. import integrations, ops
 from ..export.plan import STACKS, announced, check_filled, home_of
 from ..export.safetensors import VERSION, described, table
 from ..export.tensors import Layer, sparse_layers, weight_name
 from ..layouts import as_matrix, ordered
 from ..nn import CompressedLinear, CompressedStack, NMWeight, decompress_, deployed, replace_, switch_fast_paths
 from ..nn.compressed import LAYOUTS, CompressedPart
-from ..nn.deploy import AFTER
 from ..nn.experts import child_name, compressed_stack, deploy_stacks_
+from ..nn.swap import post_swap_hooks
 from ..ops import Compressed
 from ..pattern import CheckpointError, Pattern, PatternError, PatternLike, RecipeError
 from ..recipes import Report
@@ -52,18 +59,18 @@ from .trainer import prepare
 __all__ = ["NMConfig", "NMQuantizer", "mark_", "prepare"]
 
 if int(transformers.__version__.partition(".")[0]) < 5:
-    raise ImportError(f"nmkernels.integrations.hf needs transformers 5, this is {transformers.__version__}.")
+    raise ImportError(f"nmkernels.integrations.hf needs transformers 5; {transformers.__version__} is installed.")
 
 METHOD = "nmkernels"
 CARD = "README.md"
 HEADING = "## N:M sparse weights"
 SECTION = f"""{HEADING}
 
-Weights of this model are {{patterns}} sparse and stored compressed by nmkernels. Import it before you load the model: without it
-transformers does not know the format and refuses the file.
+Weights of this model are {{patterns}} sparse and stored compressed by nmkernels. Import its adapter before you load the model: without
+it transformers does not know the format and refuses the file.
 
 ```python
-import nmkernels
+import nmkernels.integrations.hf
 from transformers import {{kind}}
 
 model = {{kind}}.from_pretrained("{{folder}}")
@@ -72,24 +79,24 @@ model = {{kind}}.from_pretrained("{{folder}}")
 
 
 class NMConfig(QuantizationConfigMixin):
-    """How a model's weights are, or are to be, N:M sparse; ``quantization_config`` of ``from_pretrained`` and in ``config.json``.
+    """The N:M sparsity of a model's weights: ``quantization_config`` of ``from_pretrained`` and in ``config.json``.
 
-    With a dense checkpoint ``from_pretrained(folder, quantization_config=NMConfig("2:4"))`` prunes and compresses one weight after the
-    other as it is read, those that ``sparsify_`` would choose: the largest magnitudes stay, and the dense model is never whole in memory.
-    It equals ``sparsify_(model, "ste:2:4")``, ``finish`` and ``compress_``. A layer that the checkpoint does not hold stays dense.
-    With a compressed checkpoint only ``keep_dense`` is taken, and another pattern than the checkpoint's is refused.
+    With a dense checkpoint, ``from_pretrained(folder, quantization_config=NMConfig("2:4"))`` prunes and compresses the weights that
+    ``sparsify_`` would choose, one by one as they are read, by magnitude; the whole dense model is never in memory. The result equals
+    ``sparsify_(model, "ste:2:4")``, ``finish`` and ``compress_``. Layers that the checkpoint lacks stay dense.
+    With a compressed checkpoint only ``keep_dense`` is used, and a pattern other than the checkpoint's is refused.
 
     Args:
-        pattern: ``"N:M"``; needed for a dense checkpoint.
-        skip: layers that stay dense: full names, parts of names between dots, or either with the wildcards of a shell.
+        pattern: ``"N:M"``; required for a dense checkpoint.
+        skip: layers that stay dense: full names, parts of names between dots, or either with shell wildcards (``*``, ``?``).
         keep_dense: see ``CompressedLinear``.
-        layers: of a compressed checkpoint: name of the layer -> its entry in the table of ``save_compressed``.
-        version: of that table.
+        layers: for a compressed checkpoint: layer name -> its entry in the table of ``save_compressed``.
+        version: format version of that table.
         quant_method: always ``"nmkernels"``.
 
     Raises:
-        PatternError: the pattern is no ``"N:M"``, or not the checkpoint's.
-        CheckpointError: the checkpoint is newer than this version.
+        PatternError: the pattern is not ``"N:M"``, or differs from the checkpoint's.
+        CheckpointError: the checkpoint has a newer format version.
 
     Example:
         >>> NMConfig("2:4", skip=["o_proj", "layers.0.*"]).pattern
@@ -109,13 +116,13 @@ class NMConfig(QuantizationConfigMixin):
         if type(version) is not int or version > VERSION:
             raise CheckpointError(f"the model was saved in format version {version}; this one reads up to {VERSION}: upgrade nmkernels.")
         if others:
-            raise TypeError(f"NMConfig: unknown {', '.join(sorted(others))}; it takes pattern, skip and keep_dense.")
+            raise TypeError(f"NMConfig: unknown argument {', '.join(sorted(others))}; it takes pattern, skip and keep_dense.")
         self.quant_method = quant_method
         self.pattern = None if pattern is None else str(Pattern(pattern))
         self.skip = [skip] if isinstance(skip, str) else list(skip)
         self.keep_dense = keep_dense
         if not isinstance(layers, dict | None):
-            raise CheckpointError("NMConfig: layers is not a table; config.json is damaged.")
+            raise CheckpointError("NMConfig: layers is not a dict; config.json is damaged.")
         self.layers = layers or {}
         self.version = version
 
@@ -125,33 +132,24 @@ class NMConfig(QuantizationConfigMixin):
         return sorted({str(about.get("pattern")) for about in self.layers.values() if isinstance(about, dict)})
 
     def to_dict(self) -> dict[str, Any]:
-        """What ``config.json`` has: of a compressed model its table, else what is to be done."""
+        """The entry of ``config.json``: the table of a compressed model, else the options for pruning."""
         about = {"quant_method": self.quant_method, "version": self.version}
         if self.layers:
             return {**about, "layers": copy.deepcopy(self.layers)}
         return {**about, "pattern": self.pattern, "skip": list(self.skip), "keep_dense": self.keep_dense}
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        """What transformers carries over to the checkpoint's own configuration."""
-        return {"expected": self.pattern, "keep_dense": self.keep_dense}
-
-    def _expect(self, pattern: str | None) -> None:
-        if pattern is not None and self.patterns != [pattern]:
-            raise PatternError(
-                f"NMConfig({pattern!r}): the checkpoint is compressed already, as {', '.join(self.patterns)}. Leave the pattern out, or "
-                "prune the dense model's checkpoint."
-            )
-
-    expected = property(None, _expect, doc="Raises ``PatternError`` where the checkpoint has another pattern.")
+        """The attributes that transformers copies from the user's config to that of a compressed checkpoint."""
+        return {"pattern": self.pattern, "keep_dense": self.keep_dense}
 
 
 class NMQuantizer(HfQuantizer):
-    """What transformers calls while it loads, saves or decompresses a model with ``NMConfig``.
+    """transformers' quantizer for ``NMConfig``: loads, prunes, saves and decompresses a model.
 
-    Attributes: ``report``, which layers of a dense checkpoint were pruned, and why the others were not; None of a compressed one.
+    Attributes: ``report``, which layers of a dense checkpoint were pruned and why the others were not; None for a compressed checkpoint.
     """
 
-    is_trainable = True  # adapters beside the weights
+    is_trainable = True  # by adapters
     is_compileable = True
     quantization_config: NMConfig
 
@@ -167,8 +165,14 @@ class NMQuantizer(HfQuantizer):
         return True
 
     def validate_environment(self, *args: Any, **keywords: Any) -> None:
-        if not self.pre_quantized and self.quantization_config.pattern is None:
-            raise PatternError('NMConfig: the checkpoint is dense; say the pattern to prune it to, NMConfig("2:4").')
+        pattern, patterns = self.quantization_config.pattern, self.quantization_config.patterns
+        if not self.pre_quantized and pattern is None:
+            raise PatternError('NMConfig: the checkpoint is dense; pass the pattern to prune it to, NMConfig("2:4").')
+        if self.pre_quantized and pattern is not None and patterns != [pattern]:
+            raise PatternError(
+                f"NMConfig({pattern!r}): the checkpoint is already compressed, as {', '.join(patterns)}. Leave the pattern out, or prune "
+                "the checkpoint of the dense model."
+            )
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         self._dtype = dtype
@@ -176,7 +180,7 @@ class NMQuantizer(HfQuantizer):
 
     @property
     def quantized_element_size(self) -> float | None:
-        """Bytes per element of the dense weight, by which ``device_map="auto"`` plans."""
+        """Bytes per element of the dense weight, for ``device_map="auto"``."""
         if self.pre_quantized or self._dtype is None:
             return None
         p = Pattern(str(self.quantization_config.pattern))
@@ -187,7 +191,7 @@ class NMQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **keywords: Any) -> None:
         if getattr(model.config, "distributed_config", None) is not None:
             raise RecipeError(
-                "from_pretrained: a model with compressed weights is not split over devices while it loads. Build the dense model, split "
+                "from_pretrained: a model with compressed weights cannot be split over devices while loading. Build the dense model, split "
                 "it by torch's parallelize_module, and call nm.load_compressed(model, folder)."
             )
         if self.pre_quantized:
@@ -196,27 +200,27 @@ class NMQuantizer(HfQuantizer):
             self._choose(model)
 
     def _announce(self, model: Any) -> None:
-        """Put the layers of the table in their places, without data."""
+        """Replace the layers named in the table by compressed ones without data."""
         layers, modules = self.quantization_config.layers, dict(model.named_modules(remove_duplicate=False))
-        prefix, found = model.base_model_prefix, {}
+        prefix, targets = model.base_model_prefix, {}
         for name, about in layers.items():
-            # a head may be here that the saved model had not, or the other way round
+            # this model may have a head that the saved one had not, or the other way round
             tried = name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")
-            given = next((each for each in tried if home_of(each, about)[0] in modules), None)
-            if given is not None:  # else its tensors are reported
-                found[given] = modules[home_of(given, about)[0]], about
-        if not found:
+            own_name = next((each for each in tried if home_of(each, about)[0] in modules), None)
+            if own_name is not None:  # else transformers reports its tensors
+                targets[own_name] = modules[home_of(own_name, about)[0]], about
+        if not targets:
             some = next(iter(layers), "none at all")
             raise CheckpointError(f"{type(model).__name__} has none of the compressed layers that config.json names ({some}, ...).")
         made: dict[tuple[int, str], Layer] = {}
-        for name, (dense, about) in found.items():
+        for name, (dense, about) in targets.items():
             place = id(dense), home_of(name, about)[1]
             if place not in made:
                 made[place] = announced(name, about, dense, self.quantization_config.keep_dense)
             self._layers[name] = made[place]
         for name, layer in self._layers.items():
-            self._put(model, name, found[name][0], layer)
-        # the empty tensor that stands for the first one's dense weight
+            self._put(model, name, targets[name][0], layer)
+        # the empty tensor in place of the first layer's dense weight
         key = re.escape(min(layers).removeprefix(f"{prefix}."))
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), rf"(^|\.){key}(\.weight)?$"}
 
@@ -231,7 +235,7 @@ class NMQuantizer(HfQuantizer):
             replace_(model, dense, layer)
 
     def _choose(self, model: Any) -> None:
-        """Find the layers of the dense checkpoint that are to be pruned."""
+        """Choose the layers of the dense checkpoint to prune."""
         config = self.quantization_config
         pattern = Pattern(str(config.pattern))
         chosen, report = select(model, pattern)
@@ -255,7 +259,7 @@ class NMQuantizer(HfQuantizer):
     def get_weight_conversions(self) -> list[Any]:
         from transformers.core_model_loading import WeightRenaming
 
-        # the names in a file of save_compressed, beside a config.json
+        # tensor names in a file of save_compressed next to a config.json
         stacks = {".".join(name.split(".")[-2:]) for name, layer in self._layers.items() if isinstance(layer, CompressedStack)}
         names = [(r"\.weight", ""), *((re.escape(f".{name}"), f".{child_name(name)}") for name in sorted(stacks))]
         self._conversions = [WeightRenaming(rf"{old}\.(values|indices|columns)$", rf"{new}.\1") for old, new in names]
@@ -272,7 +276,7 @@ class NMQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **keywords: Any) -> Any:
         for name, layer in self._layers.items():
             check_filled(name, layer, *_filled(layer, self.pre_quantized))
-        # what was found in a file of save_compressed is not to be written so
+        # save_pretrained must not write the names of save_compressed
         model._weight_conversions = [c for c in model._weight_conversions if c not in self._conversions]
         model.__dict__.pop("_keys_to_ignore_on_load_unexpected", None)
         self._layers, self._chosen, self._conversions = {}, {}, []
@@ -284,12 +288,12 @@ class NMQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         if getattr(model, "_hf_peft_config_loaded", False):
-            return None, {}  # only adapters are saved, by peft's rules
+            return None, {}  # peft saves the adapters only
         layers = compressed_layers(model)
         if any(isinstance(layer, CompressedPart) for layer in layers.values()):
             raise RecipeError(
                 "save_pretrained: tensor parallelism has split the compressed layers. nm.save_compressed, called on every rank, writes "
-                "them to one file; from_pretrained reads it as model.safetensors beside a config.json."
+                "them to one file, which from_pretrained reads as model.safetensors next to a config.json."
             )
         self.quantization_config.layers = about = table(layers)
         model.config.quantization_config = self.quantization_config
@@ -301,15 +305,15 @@ class NMQuantizer(HfQuantizer):
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
         decompress_(model)
-        if dtype is not None and dtype != model.config.dtype:  # that is what the base class asks for where the user does not
+        if dtype is not None and dtype != model.config.dtype:  # the base class passes config.dtype if the user passes none
             model.to(dtype)
-        # the base class takes these away, and fails where they are gone
+        # the base class deletes these attributes, and fails if they are missing
         model.hf_quantizer, model.quantization_method = self, METHOD
         return model
 
 
 class _Compress:
-    """Prunes and compresses one dense weight as it is read, and puts the layer in its place."""
+    """Prunes and compresses a dense weight as it is read, and replaces its layer."""
 
     def __init__(self, quantizer: NMQuantizer) -> None:
         self.quantizer = quantizer
@@ -318,17 +322,17 @@ class _Compress:
     def convert(self, tensors: dict[str, Any], model: Any = None, missing_keys: Any = None, **keywords: Any) -> dict[str, Any]:
         quantizer, rest = self.quantizer, {}
         config = quantizer.quantization_config
-        for key, found in tensors.items():
+        for key, value in tensors.items():
             if key not in quantizer._chosen:
-                rest[key] = found
+                rest[key] = value
                 continue
-            c, weight = quantizer._chosen[key], found[0] if isinstance(found, list) else found
+            c, weight = quantizer._chosen[key], value[0] if isinstance(value, list) else value
             dense = c.module._parameters[c.key]
             assert dense is not None
             if weight.shape != dense.shape:
                 raise CheckpointError(f"{key!r} has shape {tuple(weight.shape)} in the file, {tuple(dense.shape)} in the model.")
             if not bool(torch.isfinite(weight).all()):
-                raise CheckpointError(f"{key!r} has NaN or infinite values, of which none is largest.")
+                raise CheckpointError(f"{key!r} has NaN or infinite values and cannot be pruned by magnitude.")
             stored, pattern = weight.to(dense.dtype), str(config.pattern)
             layer: Layer
             if c.layout in STACKS:
@@ -343,26 +347,26 @@ class _Compress:
 
 
 def compressed_layers(model: nn.Module) -> dict[str, Layer]:
-    """Every compressed layer of ``model`` by name, a shared one under each of its names, a stack of experts under its Parameter's."""
+    """Every compressed layer of ``model`` by name; a shared layer has several names, a stack of experts that of its Parameter."""
     return {name: layer for name, layer in sparse_layers(model).items() if not isinstance(layer, NMWeight)}
 
 
 def mark_(model: nn.Module) -> None:
-    """Make every Hugging Face model in ``model`` say whether it holds compressed layers, so that ``save_pretrained`` writes them.
+    """Set or remove the quantizer of every Hugging Face model in ``model``, so that ``save_pretrained`` writes compressed layers.
 
-    ``compress_``, ``densify_`` and ``load_compressed`` call it; call it yourself where you have put a ``CompressedLinear`` in by hand.
+    ``compress_``, ``densify_`` and ``load_compressed`` call it; call it yourself after you have inserted a ``CompressedLinear`` by hand.
     """
     from transformers.modeling_utils import PreTrainedModel
 
-    for part in reversed(list(model.modules())):  # the outermost last: what is inside shares its config
+    for part in reversed(list(model.modules())):  # the outermost model last: inner ones share its config
         if not isinstance(part, PreTrainedModel):
             continue
         layers, present = compressed_layers(part), getattr(part, "hf_quantizer", None)
         if present is not None and not isinstance(present, NMQuantizer):
             if layers:
                 warnings.warn(
-                    f"{type(part).__name__} has compressed layers beside those of {type(present).__name__}, which does not know them: "
-                    "save_pretrained will write a folder that cannot be loaded. nm.save_compressed writes them.",
+                    f"{type(part).__name__} has compressed layers and the quantizer {type(present).__name__}, which does not know them: "
+                    "save_pretrained will write a folder that cannot be loaded. Use nm.save_compressed.",
                     stacklevel=3,
                 )
         elif layers:
@@ -383,8 +387,8 @@ def mark_(model: nn.Module) -> None:
 
 
 def _save_pretrained(model: Any, save_directory: Any, *args: Any, **keywords: Any) -> Any:
-    """``save_pretrained`` of transformers, under the model's own names, and the model card."""
-    if len(args) < 8:  # those who want the names of older checkpoints cannot read compressed weights
+    """transformers' ``save_pretrained`` under the model's own tensor names, and the model card."""
+    if len(args) < 8:  # programs that need the names of older checkpoints cannot read compressed weights
         keywords.setdefault("save_original_format", False)
     done = type(model).save_pretrained(model, save_directory, *args, **keywords)
     main = args[0] if args else keywords.get("is_main_process", True)
@@ -394,13 +398,13 @@ def _save_pretrained(model: Any, save_directory: Any, *args: Any, **keywords: An
 
 
 def _upload(model: Any, working_dir: Any, *args: Any, **keywords: Any) -> Any:
-    """What both ways to the hub end in, where transformers has just written a card of its own."""
+    """Called by both upload paths of transformers, just after it has written its own card."""
     write_card(working_dir, model)
     return type(model)._upload_modified_files(model, working_dir, *args, **keywords)
 
 
 def write_card(folder: Any, model: Any) -> None:
-    """Add to the folder's model card what loading needs, or write one; what is there already stays."""
+    """Add the section on loading to the folder's model card, or write a card; existing text is kept."""
     from huggingface_hub import ModelCard, ModelCardData
 
     path = Path(folder) / CARD
@@ -411,7 +415,7 @@ def write_card(folder: Any, model: Any) -> None:
         path.write_text(f"---\n{data.to_yaml()}\n---\n\n# {path.parent.name}\n\n{section}", encoding="utf-8")
         return
     text = path.read_text(encoding="utf-8")
-    with suppress(Exception):  # a card whose header cannot be read keeps it as it is
+    with suppress(Exception):  # a header that cannot be parsed is kept
         card: Any = ModelCard(text)
         card.data.tags = [*(card.data.tags or ()), *({METHOD} - set(card.data.tags or ()))]
         text = str(card)
@@ -421,28 +425,35 @@ def write_card(folder: Any, model: Any) -> None:
 
 
 def _filled(layer: nn.Module, read: bool) -> tuple[dict[str, Tensor], set[str]]:
-    """(indices and columns that accelerate gives to ``layer`` only while it runs, names of the tensors that no file held)."""
+    """(offloaded indices and columns, which accelerate puts into ``layer`` only while it runs; names of tensors that no file held)."""
     hook = getattr(layer, "_hf_hook", None)
-    maps = [found for h in getattr(hook, "hooks", (hook,)) if (found := getattr(h, "weights_map", None)) is not None]
-    given = {key.rpartition(".")[2] for found in maps for key in found}  # they iterate over whole names
-    elsewhere, lacking = {}, set()
+    maps = [weights for h in getattr(hook, "hooks", (hook,)) if (weights := getattr(h, "weights_map", None)) is not None]
+    names = {key.rpartition(".")[2] for weights in maps for key in weights}  # the maps iterate over full names
+    offloaded, missing = {}, set()
     for name, tensor in layer.state_dict(keep_vars=True).items():
         if name == "bias":
             continue  # transformers initialises and reports it
-        if tensor.is_meta and name in given:
+        if tensor.is_meta and name in names:
             if name in ("indices", "columns"):
-                elsewhere[name] = maps[0][name]
+                offloaded[name] = maps[0][name]
         elif tensor.is_meta or (read and not getattr(tensor, "_is_hf_initialized", False)):
-            lacking.add(name)
-    return elsewhere, lacking
+            missing.add(name)
+    return offloaded, missing
 
 
-# initialising a model, transformers looks into compressed layers, and leaves alone what says that it was loaded
-for kind in (CompressedLinear, Compressed):
-    setattr(kind, "_is_hf_initialized", True)  # noqa: B010  # the libraries' word
-if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
-    auto.register_quantization_config(METHOD)(NMConfig)
-    auto.register_quantizer(METHOD)(NMQuantizer)
-    AFTER.append(mark_)
-    # those whose options from_pretrained takes over where the checkpoint has a configuration too
-    auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (NMConfig,)
+def install() -> None:
+    """Register with transformers, and with peft where it is installed. Called at the end of this file; a second call does nothing."""
+    if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
+        # when transformers initialises a model, it skips modules with this attribute
+        for kind in (CompressedLinear, Compressed):
+            setattr(kind, "_is_hf_initialized", True)  # noqa: B010
+        auto.register_quantization_config(METHOD)(NMConfig)
+        auto.register_quantizer(METHOD)(NMQuantizer)
+        # from_pretrained uses get_loading_attributes of these types
+        auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (NMConfig,)
+        post_swap_hooks.append(mark_)
+        if find_spec("peft") is not None:  # transformers imports it when it loads an adapter
+            integrations.install("peft")
+
+
+install()

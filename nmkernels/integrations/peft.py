@@ -1,6 +1,7 @@
-"""PEFT: LoRA beside N:M weights, on finished layers and on compressed ones, and ways to merge it that keep N:M.
+"""PEFT: LoRA on layers with N:M weights, finished or compressed, and ways to merge it that keep N:M.
 
-Once nmkernels and peft are both imported, in either order, peft's own functions take these layers, also where an adapter is loaded::
+Importing this module makes peft's own functions accept these layers, also when an adapter is loaded. ``sparsify_``, ``compress_`` and
+``load_compressed`` import it if peft is imported; a process that imports peft later imports it itself, ``import nmkernels.integrations.peft``::
 
     import nmkernels as nm
     from peft import LoraConfig, get_peft_model
@@ -11,9 +12,10 @@ Once nmkernels and peft are both imported, in either order, peft's own functions
     model.save_pretrained("adapter")                         # elsewhere: PeftModel.from_pretrained(model, "adapter")
     model = nm.integrations.peft.absorb(model)               # the adapter becomes the layers' own: same logits, nothing lost
 
-W + s B A is dense, so a merge would lose either the pattern or, pruned again, most of the update. ``merge_adapter`` and
-``merge_and_unload`` therefore refuse, and say how much. What keeps both: ``absorb``; or training with ``MaskedLoraConfig``, whose update
-has the zeros of the weight. What keeps the pattern only: ``merge_and_prune``; the update only: ``absorb``, then ``nm.densify_``.
+W + s B A is dense, so merging would lose either the pattern or, pruned again, most of the update. ``merge_adapter`` and
+``merge_and_unload`` therefore raise, and the message says how much would be lost. To keep both, use ``absorb``, or train with
+``MaskedLoraConfig``, whose update has the zeros of the weight; to keep the pattern only, ``merge_and_prune``; to keep the update only,
+``absorb``, then ``nm.densify_``.
 
 Written for peft 0.21.
 """
@@ -57,42 +59,41 @@ from ..shards import is_sharded
 __all__ = ["MaskedLoraConfig", "absorb", "export_adapter", "lost_by_merging", "merge_and_prune", "targets"]
 
 WEIGHT_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Values of ``init_lora_weights`` that take a part of the weight into the adapter, and leave a dense rest."""
+"""Values of ``init_lora_weights`` that move a part of the weight into the adapter, and leave a dense remainder."""
 
 VARIANTS = ("use_dora", "alora_invocation_tokens")
-"""The variants of LoRA, by their field of the config, that need nothing of the weight but to multiply by it."""
+"""Supported variants of LoRA, by their field of the config: they only multiply by the weight."""
 
 EXACT, PRUNE, ABSORB = "exact", "prune", "absorb"
-"""What merging does: only what loses nothing; prune the result again; hand the adapter to the layer."""
+"""Modes of merging: raise if anything would be lost; prune the result; make the adapter the layer's own."""
 
-
-ONE_PROCESS = "Save the adapter (model.save_pretrained) and load it beside the base in one process."
+ONE_PROCESS = "Save the adapter (model.save_pretrained) and load it with the base model in one process."
 
 
 @dataclasses.dataclass
 class MaskedLoraConfig(LoraConfig):
     """LoRA whose update has the zeros of the N:M weight, y = x Wᵀ + s x ((B A) ⊙ M)ᵀ with M = [W kept].
 
-    So ``merge_and_unload`` is exact and leaves an N:M weight, compressed or not. It costs a GEMM of a dense ``(out, in)`` weight per layer
-    and pass, and half of the update's freedom at 2:4. On dense layers it is LoRA. Options and files are ``LoraConfig``'s; the file has one
-    key more, ``nm_masked``, and needs nmkernels imported where it is loaded.
+    ``merge_and_unload`` is then exact and leaves an N:M weight, compressed or not. The cost is a GEMM with a dense ``(out, in)`` weight per
+    layer and pass, and half of the update's entries at 2:4. On dense layers it is plain LoRA. Options and files are those of
+    ``LoraConfig``; the file has one more key, ``nm_masked``, and needs this module imported where it is loaded.
 
     Raises:
-        OptionError: together with a variant of LoRA, DoRA for one.
+        OptionError: combined with a variant of LoRA such as DoRA.
     """
 
     nm_masked: bool = True
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether ``module`` is a linear layer with an N:M weight, one that trains or a compressed one."""
+    """Whether ``module`` is a linear layer with an N:M weight, trainable or compressed."""
     if isinstance(module, CompressedLinear):
         return type(module).forward in (CompressedLinear.forward, CompressedPart.forward) and module.layout in MATRICES
     return isinstance(module, (SparseLinear, SparseConv1D))
 
 
 def is_sparse(module: nn.Module) -> bool:
-    """Whether ``module`` is a layer with an N:M weight of any kind; of experts each stack is one."""
+    """Whether ``module`` is any layer with an N:M weight; each stack of experts is one."""
     return isinstance(module, (NMWeight, CompressedLinear, CompressedConv2d, CompressedStack))
 
 
@@ -102,17 +103,17 @@ def stored_transposed(layer: nn.Module) -> bool:
 
 
 def base_of(module: nn.Module) -> nn.Module:
-    """The layer inside of peft's layers."""
+    """The layer inside peft's wrappers."""
     return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
 
 
 def targets(model: nn.Module) -> list[str]:
-    """The linear layers of ``model`` with an N:M weight, for ``LoraConfig(target_modules=...)``; without the output embeddings.
+    """Names of the linear layers of ``model`` with an N:M weight, for ``LoraConfig(target_modules=...)``, without output embeddings.
 
-    Without those too whose names peft takes for the experts' of a mixture, such as ``gate_proj`` of Qwen-MoE's shared expert.
+    Layers that peft would mistake for experts of a mixture by their names are left out, such as ``gate_proj`` of Qwen-MoE's shared expert.
 
     Args:
-        model: with layers that are finished (``handle.finish()``) or compressed (``nm.compress_``), with or without adapters of peft.
+        model: a model with finished (``handle.finish()``) or compressed (``nm.compress_``) layers, with or without peft adapters.
 
     Example::
 
@@ -133,7 +134,7 @@ def targets(model: nn.Module) -> list[str]:
 
 
 def _names_of_experts(model: nn.Module) -> Any:
-    """The names of modules that peft rewrites into ``target_parameters`` of stacked experts, whatever module has them."""
+    """Module names that peft rewrites into ``target_parameters`` of stacked experts, wherever they occur."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     patterns = getattr(transformers_weight_conversion, "_MODEL_TO_CONVERSION_PATTERN", {})
     return getattr(transformers_weight_conversion, "_MOE_TARGET_MODULE_MAPPING", {}).get(patterns.get(kind), {})
@@ -147,11 +148,11 @@ class MaskedVariant(LoraVariant):
 
     @staticmethod
     def init(module: SparseLoraLinear, adapter_name: str, **kwargs: Any) -> None:
-        """Nothing is kept beside A and B."""
+        """There are no parameters besides A and B."""
 
     @staticmethod
     def forward(module: SparseLoraLinear, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
-        """y ``(..., out)`` with the adapter's part."""
+        """``result`` ``(..., out)`` plus the adapter's part."""
         b, dropout = module.lora_B[active_adapter], module.lora_dropout[active_adapter]
         update = module.update(active_adapter)
         bias = None if b.bias is None else b.bias * module.scaling[active_adapter]
@@ -159,7 +160,7 @@ class MaskedVariant(LoraVariant):
 
     @staticmethod
     def merge_safe(module: SparseLoraLinear, active_adapter: str, orig_weight: Tensor) -> Tensor:
-        """The weight with the update, as a new tensor."""
+        """A new tensor: the weight plus the update."""
         return orig_weight + module.get_delta_weight(active_adapter).to(orig_weight.dtype)
 
     @staticmethod
@@ -169,27 +170,27 @@ class MaskedVariant(LoraVariant):
 
     @staticmethod
     def unmerge(module: SparseLoraLinear, active_adapter: str, orig_weight: Tensor) -> Tensor:
-        """The weight without the update."""
+        """A new tensor: the weight minus the update."""
         return orig_weight - module.get_delta_weight(active_adapter).to(orig_weight.dtype)
 
 
 class SparseDoraVariant(DoraLinearVariant):
-    """DoRA, y = m x (W + s B A)ᵀ / ‖W + s B A‖ + b, which reads W in dense layout for the norm of each row."""
+    """DoRA, y = m x (W + s B A)ᵀ / ‖W + s B A‖ + b, which needs W in dense layout for its row norms."""
 
     @staticmethod
     def init(module: SparseLoraLinear, adapter_name: str, **kwargs: Any) -> None:
-        """The magnitudes m start as the norms of W's rows."""
+        """Initialise the magnitudes m with the row norms of W."""
         with module.dense_base():
             DoraLinearVariant.init(module, adapter_name, **kwargs)
 
     @staticmethod
     def forward(module: SparseLoraLinear, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
-        """y ``(..., out)``, given the base layer's."""
+        """y ``(..., out)`` from the base layer's ``result``."""
         return DoraLinearVariant.forward(_WithDenseBase(module), active_adapter=active_adapter, x=x, result=result, **kwargs)
 
 
 class _WithDenseBase:
-    """``module``, but its base layer holds the weight in dense layout."""
+    """A view of ``module`` whose base layer has the weight in dense layout."""
 
     def __init__(self, module: SparseLoraLinear) -> None:
         self._module = module
@@ -204,14 +205,14 @@ class _WithDenseBase:
 class SparseLoraLinear(Linear):
     """peft's LoRA on a linear layer with an N:M weight, finished or compressed: y = x Wᵀ + b + s x Aᵀ Bᵀ.
 
-    peft makes it in place of its own ``lora.Linear``, with the same parameters and state dict. ``merge`` keeps the weight N:M or refuses.
+    It replaces peft's ``lora.Linear``, with the same parameters and state dict. ``merge`` keeps the weight N:M or raises.
     """
 
-    # "Linear" in the name: by that peft knows for "all-linear" what it has wrapped
+    # peft finds layers that it has wrapped, for "all-linear", by "Linear" in the class name
 
     merging = EXACT
-    _mask: Tensor | None = None  # while peft's own merge is at work, on a copy of the base layer
-    _before: tuple[Any, list[Any]] | None = None
+    _mask: Tensor | None = None  # set while peft's own merge runs on a copy of the base layer
+    _unmerged: tuple[Any, list[Any]] | None = None  # (base layer, its tensors before merging)
     merged_adapters: list[str]
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
@@ -224,7 +225,7 @@ class SparseLoraLinear(Linear):
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], type[LoraVariant] | None]:
-        """The variants of LoRA that these layers know, by their fields of the config."""
+        """The variants of LoRA that these layers support, by their fields of the config."""
         return {(): None, ("use_dora",): SparseDoraVariant, ("alora_invocation_tokens",): ALoraLinearVariant}
 
     def resolve_lora_variant(self, *, config: LoraConfig, **kwargs: Any) -> LoraVariant | None:
@@ -234,8 +235,8 @@ class SparseLoraLinear(Linear):
             raise OptionError(reason)
         if config.use_dora and adapter_of(self.get_base_layer()) is not None:
             raise OptionError(
-                "DoRA scales each row of the weight by its norm, and this layer has a low-rank adapter of its own beside the weight, which "
-                "would not be scaled. Use LoRA without use_dora, or take that adapter out: "
+                "DoRA scales each row of the weight by its norm, but this layer has its own low-rank adapter, which would not be scaled. Use "
+                "LoRA without use_dora, or remove that adapter: "
                 "nm.integrations.peft.export_adapter(model, folder, remove=True)."
             )
         return MaskedVariant() if getattr(config, "nm_masked", False) else super().resolve_lora_variant(config=config, **kwargs)
@@ -247,14 +248,14 @@ class SparseLoraLinear(Linear):
     # ---- the weight
 
     def weight_and_order(self) -> tuple[Tensor, Tensor | None]:
-        """(the base layer's weight ``(out, in)`` in dense layout, the order of columns in which it is N:M)."""
+        """(the base layer's weight ``(out, in)`` in dense layout, the column order in which it is N:M)."""
         base = self.get_base_layer()
         if isinstance(base, CompressedLinear):
             return base.dense(), base.order
         return base.master.detach(), base.columns
 
-    def kept(self) -> Tensor:
-        """M: which entries of the weight the pattern keeps, bool ``(out, in)``."""
+    def mask(self) -> Tensor:
+        """M, the entries of the weight that the pattern keeps: bool ``(out, in)``."""
         if self._mask is not None:
             return self._mask
         base = self.get_base_layer()
@@ -266,20 +267,20 @@ class SparseLoraLinear(Linear):
         return grouped if order is None else grouped.index_select(1, order.long().to(grouped.device).argsort())
 
     def update(self, adapter: str) -> Tensor:
-        """s B A ``(out, in)``, with the zeros of the weight where the adapter is a masked one."""
+        """s B A ``(out, in)``, masked if the adapter is a masked one."""
         a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
         full = (b @ a) * self.scaling[adapter]
-        return full * self.kept() if self.is_masked(adapter) else full
+        return full * self.mask() if self.is_masked(adapter) else full
 
     def get_delta_weight(self, adapter: str) -> Tensor:
         """The update as the dense layer stores its weight."""
         full = super().get_delta_weight(adapter)
         if not self.is_masked(adapter):
             return full
-        return full * (self.kept().t() if self.fan_in_fan_out else self.kept())
+        return full * (self.mask().t() if self.fan_in_fan_out else self.mask())
 
     def dense_layer(self, copied: bool = True) -> nn.Module:
-        """A module with the base layer's weight in dense layout, as the dense layer stores it, and its bias; its own unless ``copied``."""
+        """A module with the base layer's weight, as the dense layer stores it, and bias; copies of them if ``copied``."""
         weight, _ = self.weight_and_order()
         bias = self.get_base_layer().bias
         layer: Any = nn.Linear(1, 1, bias=False, device="meta")
@@ -290,7 +291,7 @@ class SparseLoraLinear(Linear):
 
     @contextmanager
     def dense_base(self) -> Iterator[Any]:
-        """Let ``dense_layer()`` stand for the base layer meanwhile, for code of peft that reads or writes its weight."""
+        """Replace the base layer by ``dense_layer()`` within the ``with`` block, for code of peft that reads or writes its weight."""
         base, dense = self._modules["base_layer"], self.dense_layer()
         self._modules["base_layer"] = dense
         try:
@@ -302,11 +303,11 @@ class SparseLoraLinear(Linear):
 
     @torch.no_grad()
     def merged_weight(self, adapters: Sequence[str], safe_merge: bool = False) -> tuple[Tensor, Tensor | None]:
-        """(weight ``(out, in)``, bias) that compute what the layer and ``adapters`` do together, by peft's own merge on a copy."""
+        """(weight ``(out, in)``, bias) of the layer and ``adapters`` combined, by peft's own merge on a copy."""
         if any(is_sharded(p) for p in self.parameters()):
             raise RecipeError(f"merging: the weights are sharded. {ONE_PROCESS}")
         before = self.merged_adapters
-        self.merged_adapters, self._mask = [], self.kept()
+        self.merged_adapters, self._mask = [], self.mask()
         try:
             with self.dense_base() as dense:
                 super().merge(safe_merge, list(adapters))
@@ -317,7 +318,7 @@ class SparseLoraLinear(Linear):
 
     @torch.no_grad()
     def lost(self, adapters: Sequence[str]) -> float:
-        """The share of the update's norm that is lost where the merged weight is pruned, ‖prune(W') − W'‖ / ‖W' − W‖; 0 if it is N:M."""
+        """The share of the update's norm that pruning the merged weight would lose, ‖prune(W') − W'‖ / ‖W' − W‖; 0 if it is N:M."""
         merged, _ = self.merged_weight(adapters)
         weight, order = self.weight_and_order()
         wide = torch.promote_types(merged.dtype, torch.float32)
@@ -333,20 +334,20 @@ class SparseLoraLinear(Linear):
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Add the adapters to the weight, which stays N:M; ``unmerge`` gives the weight back bit for bit.
+        """Add the adapters to the weight, which stays N:M; ``unmerge`` restores the weight bit for bit.
 
         Raises:
-            RecipeError: the result would not be N:M. Nothing is changed.
+            RecipeError: the result would not be N:M; nothing has changed.
         """
         base = self.get_base_layer()
-        if self._mask is not None or not is_linear(base):  # densify_ has made it dense since
+        if self._mask is not None or not is_linear(base):  # made dense by densify_ since
             super().merge(safe_merge, adapter_names)
             return
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
         if not names:
             return
-        before = self._before
-        if before is not None:
+        merged_before = self._unmerged is not None
+        if merged_before:
             self._restore()
         try:
             adapters = [*self.merged_adapters, *names]
@@ -357,39 +358,39 @@ class SparseLoraLinear(Linear):
                     raise RecipeError(refusal({"": self.lost(adapters)}, {"": self}, names))
                 grouped = ops.prune(grouped, base.pattern)
         except BaseException:
-            if before is not None:
+            if merged_before:
                 self.merged_adapters, done = [], self.merged_adapters
                 self.merge(adapter_names=done)
             raise
-        self._keep()
+        self._save_unmerged()
         self._write(grouped, bias)
         self.merged_adapters = adapters
 
-    def _keep(self) -> None:
+    def _save_unmerged(self) -> None:
         base = self.get_base_layer()
         bias = None if base.bias is None else base.bias.detach().clone()
         held = [base.values, base.indices] if isinstance(base, CompressedLinear) else [base.master.detach().clone()]
-        self._before = base, [*held, bias]
+        self._unmerged = base, [*held, bias]
 
     def _restore(self) -> None:
-        assert self._before is not None
-        base, (*held, bias) = self._before
+        assert self._unmerged is not None
+        base, (*held, bias) = self._unmerged
         if base is not self.get_base_layer():
-            raise RecipeError("unmerge: the layer was replaced while the adapter was merged; what it was before is gone.")
+            raise RecipeError("unmerge: the layer was replaced while the adapter was merged, so its weight from before is lost.")
         if isinstance(base, CompressedLinear):
             base.values, base.indices = held
         else:
             base.master.copy_(held[0])
         if bias is not None:
             base.bias.copy_(bias)
-        self._before = None
+        self._unmerged = None
 
     def _write(self, grouped: Tensor, bias: Tensor | None) -> None:
-        """Have the base layer hold the weight ``grouped``, N:M in the order of its columns, and ``bias``."""
+        """Store the weight ``grouped``, N:M in the layer's column order, and ``bias`` in the base layer."""
         base = self.get_base_layer()
         if isinstance(base, CompressedLinear):
             packed = ops.compress(grouped.contiguous(), base.pattern)
-            base.values, base.indices = packed.values, packed.indices  # other buffers: nothing that was made of the old ones is used again
+            base.values, base.indices = packed.values, packed.indices  # new buffers, so that cached layouts of the old ones are dropped
         else:
             order = base.columns
             base.master.copy_(grouped if order is None else grouped.index_select(1, order.long().to(grouped.device).argsort()))
@@ -398,10 +399,10 @@ class SparseLoraLinear(Linear):
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """Give the layer back the weight and the bias that it had before ``merge``."""
+        """Restore the weight and the bias from before ``merge``."""
         if self._mask is not None or not is_linear(self.get_base_layer()):
             super().unmerge()
-        elif self._before is None:
+        elif self._unmerged is None:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
         else:
             self._restore()
@@ -413,16 +414,16 @@ class SparseLoraLinear(Linear):
         """Why the adapters cannot become the layer's own, or ''."""
         for name in self.named(adapter_names):
             if isinstance(self.lora_variant.get(name), ALoraLinearVariant):
-                return f"adapter {name!r} is an activated LoRA, which acts on the tokens behind its invocation only"
+                return f"adapter {name!r} is an activated LoRA, which acts only on tokens after its invocation"
             if self.lora_bias[name] and self.get_base_layer().bias is None:
-                return f"adapter {name!r} has a bias (lora_bias=True), and the layer none"
+                return f"adapter {name!r} has a bias (lora_bias=True), and the layer has none"
         if any(is_sharded(p) for p in self.parameters()):
             return f"it is sharded. {ONE_PROCESS}"
         return "it is merged; call unmerge_adapter() first" if self.merged else ""
 
     @torch.no_grad()
     def absorb(self, adapter_names: Sequence[str] | None = None) -> None:
-        """Hand the adapters to the base layer: W and b as before, nm_left = [Aᵀ ...] and nm_right = [s r Bᵀ ...], r the sum of the ranks.
+        """Make the adapters the base layer's own: nm_left = [Aᵀ ...] and nm_right = [s r Bᵀ ...], r the sum of the ranks; W and b stay.
 
         Masked adapters are merged. DoRA's factors f = m / ‖W + s B A‖ scale the rows of W, which stays N:M, and of B.
         """
@@ -455,7 +456,7 @@ class SparseLoraLinear(Linear):
         set_adapter(base, left.to(weight.dtype), right.to(weight.dtype), self.out_features, self.in_features)
 
     def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: list[str] | None) -> nn.Module:
-        """The base layer, with the adapters in it if they are to be merged; called by ``merge_and_unload`` and ``unload``."""
+        """The base layer, after merging the adapters if ``merge``; called by peft's ``merge_and_unload`` and ``unload``."""
         if merge and self.merging == ABSORB and is_linear(self.get_base_layer()):
             self.absorb(adapter_names)
         elif merge:
@@ -471,19 +472,19 @@ def _ordered(weight: Tensor, order: Tensor | None) -> Tensor:
 
 
 def absorb(model: nn.Module, adapter_names: Sequence[str] | None = None) -> nn.Module:
-    """Make LoRA adapters the layers' own and return the model without peft: nothing is lost, and the weights stay as they are.
+    """Make LoRA adapters the layers' own, without loss, and return the model without peft's wrappers.
 
-    Each N:M layer computes y = x Wᵀ + b + x L R / r with L = Aᵀ and R = s r Bᵀ, its Parameters ``nm_left`` and ``nm_right``, which
-    ``nm.compress_``, ``nm.save_compressed`` and the kernels know; ``nm.densify_`` and ``nm.save_dense`` fold them into a dense weight.
-    Several adapters are put side by side, also to one that a layer has; DoRA's factors scale the rows of W. Adapters of dense layers are
-    merged, ``modules_to_save`` taken over. Computed in the dtype of the weights.
+    Each N:M layer then computes y = x Wᵀ + b + x L R / r with L = Aᵀ and R = s r Bᵀ, its Parameters ``nm_left`` and ``nm_right``, which
+    ``nm.compress_``, ``nm.save_compressed`` and the kernels support; ``nm.densify_`` and ``nm.save_dense`` fold them into a dense weight.
+    Several adapters, and one that a layer already has, are concatenated; DoRA's factors scale the rows of W. Adapters of dense layers are
+    merged, and ``modules_to_save`` replace the originals. Computed in the dtype of the weights.
 
     Args:
-        model: what ``get_peft_model`` or ``PeftModel.from_pretrained`` gave, or a Hugging Face model after ``load_adapter``; with LoRA.
-        adapter_names: those to keep; the active ones if None.
+        model: with LoRA: the result of ``get_peft_model`` or ``PeftModel.from_pretrained``, or a Hugging Face model after ``load_adapter``.
+        adapter_names: the adapters to keep; the active ones if None.
 
     Raises:
-        RecipeError: the model has no adapters of peft, or one cannot be a layer's own: an activated LoRA, a bias where the layer has none.
+        RecipeError: the model has no peft adapters, or one cannot be absorbed: an activated LoRA, or a bias where the layer has none.
 
     Example::
 
@@ -493,12 +494,12 @@ def absorb(model: nn.Module, adapter_names: Sequence[str] | None = None) -> nn.M
     for name, layer in _lora_layers(model, "absorb").items():
         reason = layer.not_absorbed_reason(adapter_names)
         if reason:
-            raise RecipeError(f"absorb: layer {name!r} cannot take the adapter as its own: {reason.rstrip('.')}.")
+            raise RecipeError(f"absorb: layer {name!r} cannot absorb the adapter: {reason.rstrip('.')}.")
     return _merged(model, ABSORB, adapter_names)
 
 
 def merge_and_prune(model: nn.Module, adapter_names: Sequence[str] | None = None) -> nn.Module:
-    """``merge_and_unload``, and prune each result to the N:M matrix nearest to it; ``lost_by_merging`` tells beforehand what that loses.
+    """``merge_and_unload``, then prune each weight to the nearest N:M matrix; ``lost_by_merging`` computes beforehand what that loses.
 
     Args and errors: as for ``absorb``.
     """
@@ -516,15 +517,15 @@ def lost_by_merging(model: nn.Module, adapter_names: Sequence[str] | None = None
 
 
 def _tuner(model: nn.Module, verb: str) -> Any:
-    """What merges and unloads the adapters of ``model``."""
+    """The object whose ``merge_and_unload`` handles the adapters of ``model``."""
     if hasattr(model, "merge_and_unload"):
         return model
     if not getattr(model, "_hf_peft_config_loaded", False):
         raise RecipeError(
-            f"{verb}: the model has no adapters of peft. Pass what get_peft_model or PeftModel.from_pretrained returned, or a Hugging Face "
+            f"{verb}: the model has no peft adapters. Pass the result of get_peft_model or PeftModel.from_pretrained, or a Hugging Face "
             "model after its add_adapter or load_adapter."
         )
-    # transformers puts the layers in and keeps no tuner
+    # transformers inserts the layers without a tuner
     tuner = lora_model.LoraModel.__new__(lora_model.LoraModel)
     nn.Module.__init__(tuner)
     tuner.model, tuner.peft_config = model, model.peft_config
@@ -532,7 +533,7 @@ def _tuner(model: nn.Module, verb: str) -> Any:
 
 
 def _lora_layers(model: nn.Module, verb: str) -> dict[str, SparseLoraLinear]:
-    """The LoRA layers of ``model`` on N:M weights, by the names that they have without peft."""
+    """The LoRA layers of ``model`` on N:M weights, by their names without peft's wrappers."""
     inner = _tuner(model, verb)
     while isinstance(inner, (PeftModel, PeftMixedModel, BaseTuner)):
         inner = inner.model if isinstance(inner, BaseTuner) else inner.base_model
@@ -549,20 +550,20 @@ def _merged(model: nn.Module, how: str, adapter_names: Sequence[str] | None) -> 
         for layer in layers:
             layer.merging = EXACT
     if merged is model:
-        merged.__dict__["_hf_peft_config_loaded"] = False  # else transformers would go on to save the adapter alone
-    found: nn.Module = merged
-    return found
+        merged.__dict__["_hf_peft_config_loaded"] = False  # else transformers would still save only the adapter
+    result: nn.Module = merged
+    return result
 
 
 def refusal(lost: Mapping[str, float], layers: Mapping[str, SparseLoraLinear], names: Sequence[str] | None) -> str:
-    """What is said of a merge that would lose N:M, given the share that each layer would lose."""
+    """The message for a merge that would lose N:M; ``lost`` is the share that each layer would lose."""
     worst = sorted(lost, key=lost.__getitem__, reverse=True)[:3]
-    what = "; ".join(f"{repr(name) + ': ' if name else ''}{lost[name]:.0%} of the update's norm" for name in worst)
+    losses = "; ".join(f"{repr(name) + ': ' if name else ''}{lost[name]:.0%} of the update's norm" for name in worst)
     pattern = layers[worst[0]].get_base_layer().pattern
     weights = f"{len(lost)} {pattern} weights" if len(lost) > 1 else f"a {pattern} weight"
     of = f"adapter {', '.join(map(repr, names))}" if names else "the adapters"
     return (
-        f"merging {of} would make {weights} dense, and pruning again would lose {what}. Nothing was merged. Without loss: "
+        f"merging {of} would make {weights} dense, and pruning again would lose {losses}. Nothing was merged. Without loss: "
         "nm.integrations.peft.absorb(model) makes the adapters the layers' own; one trained with nm.integrations.peft.MaskedLoraConfig "
         "merges exactly. With that loss: nm.integrations.peft.merge_and_prune(model). For a dense model: absorb, then nm.densify_(model)."
     )
@@ -581,7 +582,7 @@ def check_merge(model: nn.Module, adapter_names: Sequence[str] | None) -> None:
             # IA3 scales rows or columns, which keeps the zeros
             raise RecipeError(
                 f"merging {type(module).__module__.split('.')[2]} into the N:M weight of {name!r} would make it dense. Nothing was merged: "
-                "keep the adapter beside the weight, or turn the model dense first: nm.densify_(model)."
+                "keep the adapter separate, or make the model dense first: nm.densify_(model)."
             )
     if lost:
         raise RecipeError(refusal(lost, layers, adapter_names))
@@ -594,16 +595,16 @@ def export_adapter(model: nn.Module, folder: str | Path, task_type: str | None =
     """Write the layers' own adapters (SLoPe's, or absorbed ones) as a LoRA adapter that peft loads: A = Lᵀ, B = Rᵀ, lora_alpha = 1.
 
     Args:
-        model: finished or compressed, with layers that have an adapter.
-        folder: gets ``adapter_config.json`` and ``adapter_model.safetensors``; made if it is missing.
-        task_type: peft's, ``"CAUSAL_LM"`` for one, by which it chooses the class of the loaded model.
-        remove: take the adapters out of ``model``, which is then the base that the file is for.
+        model: a finished or compressed model with layers that have an adapter.
+        folder: for ``adapter_config.json`` and ``adapter_model.safetensors``; created if missing.
+        task_type: peft's task type, such as ``"CAUSAL_LM"``, which determines the class of the loaded model.
+        remove: delete the adapters from ``model``, which is then the base model of the saved adapter.
 
     Returns:
         The folder.
 
     Raises:
-        RecipeError: no layer has an adapter, a layer is not finished, or peft's adapters are in the model.
+        RecipeError: no layer has an adapter, a layer is not finished, or the model has peft adapters.
 
     Example::
 
@@ -613,19 +614,19 @@ def export_adapter(model: nn.Module, folder: str | Path, task_type: str | None =
     from safetensors.torch import save_file
 
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
-        raise RecipeError("export_adapter: the model has adapters of peft; save those by save_pretrained, or absorb(model) first.")
-    found = {name: (m, adapter_of(m)) for name, m in model.named_modules() if is_linear(m) and adapter_of(m) is not None}
-    if not found:
-        raise RecipeError("export_adapter: no layer has an adapter of its own (nm_left, nm_right); SLoPe makes them, and absorb.")
-    training = [name for name, (layer, _) in found.items() if isinstance(layer, NMWeight) and not layer.finished]
+        raise RecipeError("export_adapter: the model has peft adapters; save those with save_pretrained, or absorb(model) first.")
+    layers = {name: (m, adapter_of(m)) for name, m in model.named_modules() if is_linear(m) and adapter_of(m) is not None}
+    if not layers:
+        raise RecipeError("export_adapter: no layer has its own adapter (nm_left, nm_right); SLoPe and absorb create them.")
+    training = [name for name, (layer, _) in layers.items() if isinstance(layer, NMWeight) and not layer.finished]
     if training:
         raise RecipeError(f"export_adapter: layer {training[0]!r} is still in training; call handle.finish() first.")
     tensors, ranks = {}, {}
-    for name, (_, own) in found.items():
+    for name, (_, own) in layers.items():
         assert own is not None
         left, right = (p.detach() for p in own)
         ranks[name] = left.shape[1]
-        # clone: a transposed Parameter shares memory with its own
+        # clone: .t() shares memory with the Parameter
         tensors[f"base_model.model.{name}.lora_A.weight"] = left.t().clone(memory_format=torch.contiguous_format)
         tensors[f"base_model.model.{name}.lora_B.weight"] = right.t().clone(memory_format=torch.contiguous_format)
     rank = Counter(ranks.values()).most_common(1)[0][0]
@@ -633,8 +634,8 @@ def export_adapter(model: nn.Module, folder: str | Path, task_type: str | None =
         r=rank,
         lora_alpha=1,
         rank_pattern={name: r for name, r in ranks.items() if r != rank},
-        target_modules=set(found),
-        fan_in_fan_out=all(stored_transposed(layer) for layer, _ in found.values()),
+        target_modules=set(layers),
+        fan_in_fan_out=all(stored_transposed(layer) for layer, _ in layers.values()),
         task_type=task_type,
         inference_mode=True,
         base_model_name_or_path=getattr(getattr(model, "config", None), "_name_or_path", None) or None,
@@ -643,7 +644,7 @@ def export_adapter(model: nn.Module, folder: str | Path, task_type: str | None =
     config.save_pretrained(str(path))
     save_file(tensors, str(path / SAFETENSORS_WEIGHTS_NAME), metadata={"format": "pt"})
     if remove:
-        for layer, _ in found.values():
+        for layer, _ in layers.values():
             for parameter in ("nm_left", "nm_right"):
                 delattr(layer, parameter)
     return path
@@ -653,31 +654,31 @@ def export_adapter(model: nn.Module, folder: str | Path, task_type: str | None =
 
 
 def unsupported(config: LoraConfig) -> str:
-    """Why LoRA with ``config`` cannot be put on N:M weights, or ''."""
+    """Why LoRA with ``config`` does not work on N:M weights, or ''."""
     init = config.init_lora_weights
     if isinstance(init, str) and init.lower().startswith(WEIGHT_INITS):
         return (
-            f"init_lora_weights={init!r} takes a part of the weight into the adapter and leaves a dense rest, which is not N:M. Use True, "
+            f"init_lora_weights={init!r} moves a part of the weight into the adapter and leaves a dense remainder, which is not N:M. Use True, "
             "'gaussian', 'orthogonal' or 'eva'."
         )
     if config.use_qalora or config.loftq_config:
-        return "QA-LoRA and LoftQ are made for quantized weights; N:M weights are not quantized again. Use LoRA without them."
-    asked = [f.name for f in dataclasses.fields(config) if f.metadata.get("is_lora_variant") and getattr(config, f.name)]
+        return "QA-LoRA and LoftQ are for quantized weights, which N:M weights are not. Use LoRA without them."
+    variants = [f.name for f in dataclasses.fields(config) if f.metadata.get("is_lora_variant") and getattr(config, f.name)]
     if init == "mica":
-        asked.append("init_lora_weights='mica'")
-    other = [name for name in asked if name not in VARIANTS]
+        variants.append("init_lora_weights='mica'")
+    other = [name for name in variants if name not in VARIANTS]
     if other:
         return f"{other[0]} is a variant of LoRA that N:M weights do not support; they support LoRA, rsLoRA, DoRA and aLoRA."
-    if asked and getattr(config, "nm_masked", False):
-        return f"MaskedLoraConfig does not go together with {asked[0]}; choose one of them."
+    if variants and getattr(config, "nm_masked", False):
+        return f"MaskedLoraConfig cannot be combined with {variants[0]}; choose one of them."
     return ""
 
 
 def check_injection(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
-    """Raise before any layer is changed if ``config`` asks for what cannot be done to an N:M weight of ``model``.
+    """Raise, before any layer is changed, if ``config`` requests what an N:M weight of ``model`` does not support.
 
     Raises:
-        OptionError: a method, variant or option that these layers do not have.
+        OptionError: a method, variant or option that these layers do not support.
         RecipeError: a layer is still in training.
         ShapeError: a layer is split by tensor parallelism.
     """
@@ -689,16 +690,16 @@ def check_injection(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
         hit = next((name for stored, name in parameters.items() if f".{stored}".endswith(f".{wanted}")), None)
         if hit is not None:
             raise OptionError(
-                f"peft would parametrize {wanted!r} (target_parameters), which is the N:M weight of a {type(layers[hit]).__name__} and has "
-                "another form already. Name linear layers only: target_modules=nm.integrations.peft.targets(model). Experts with N:M "
-                "weights take no LoRA."
+                f"peft would parametrize {wanted!r} (target_parameters), which is the N:M weight of a {type(layers[hit]).__name__} and "
+                "already transformed. Name linear layers only: target_modules=nm.integrations.peft.targets(model). Experts with N:M "
+                "weights do not support LoRA."
             )
     for wanted in getattr(config, "modules_to_save", None) or ():
         hit = next((name for name in layers if re.match(rf"(^|.*\.){re.escape(wanted)}($|\..*)", name)), None)
         if hit is not None:
             raise OptionError(
-                f"modules_to_save={wanted!r} has {hit!r} in it, a {type(layers[hit]).__name__}: the copy that peft trains would become "
-                "dense, or be constant where it is compressed. Leave it out, and name it in target_modules."
+                f"modules_to_save={wanted!r} includes {hit!r}, a {type(layers[hit]).__name__}: the copy that peft trains would become "
+                "dense, or not train if it is compressed. Name it in target_modules instead."
             )
     chosen = [name for name in layers if _is_target(tuner, model, config, name)]
     if not chosen:
@@ -707,24 +708,24 @@ def check_injection(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
         layer = layers[name]
         if isinstance(layer, NMWeight) and not layer.finished:
             raise RecipeError(
-                f"layer {name!r} is still in training, and what its recipe does to the weight later on would not fit the adapter. Call "
+                f"layer {name!r} is still in training: its recipe will change the weight, and the adapter would no longer fit. Call "
                 "handle.finish() first."
             )
         if isinstance(layer, CompressedPart) or (isinstance(layer, NMWeight) and is_sharded(layer.parameter)):
-            raise ShapeError(f"layer {name!r} is split over ranks; adapters of peft on N:M weights want whole layers.")
+            raise ShapeError(f"layer {name!r} is split over ranks; peft adapters on N:M weights require whole layers.")
     if isinstance(tuner, lora_model.LoraModel) and type(config) in (LoraConfig, MaskedLoraConfig):
         reason = unsupported(config)
         if reason:
             raise OptionError(f"LoRA on {chosen[0]!r} and other N:M weights: {reason}")
-        strange = [name for name in chosen if not is_linear(layers[name])]
+        refused = [name for name in chosen if not is_linear(layers[name])]
     else:
-        strange = [name for name in chosen if not isinstance(layers[name], nn.Linear)]
-    if strange:
-        layer = layers[strange[0]]
+        refused = [name for name in chosen if not isinstance(layers[name], nn.Linear)]
+    if refused:
+        layer = layers[refused[0]]
         method = getattr(config.peft_type, "value", config.peft_type)
         raise OptionError(
-            f"{method} has no form for {strange[0]!r}, a {type(layer).__name__}. LoRA has one for linear layers (peft.LoraConfig), and "
-            "prompt methods need none; a finished nn.Linear takes any method before nm.compress_."
+            f"{method} does not support {refused[0]!r}, a {type(layer).__name__}. LoRA (peft.LoraConfig) supports linear layers, and "
+            "prompt methods any; a finished nn.Linear supports every method before nm.compress_."
         )
 
 
@@ -734,11 +735,11 @@ def _parameter_name(name: str, layer: nn.Module) -> str:
 
 
 def _target_parameters(model: nn.Module, config: Any) -> list[str]:
-    """What ``target_parameters`` will be: of mixtures peft rewrites the names of modules that are stacked now."""
-    asked = copy.deepcopy(config)
-    with suppress(Exception):  # peft itself says what is wrong with it
-        transformers_weight_conversion.convert_peft_config_for_transformers(asked, model=model, conversions=None)
-    return sorted(getattr(asked, "target_parameters", None) or ())
+    """The ``target_parameters`` that peft will use: for mixtures it rewrites the names of modules that are now stacked."""
+    rewritten = copy.deepcopy(config)
+    with suppress(Exception):  # peft reports the error itself
+        transformers_weight_conversion.convert_peft_config_for_transformers(rewritten, model=model, conversions=None)
+    return sorted(getattr(rewritten, "target_parameters", None) or ())
 
 
 def _is_target(tuner: BaseTuner, model: nn.Module, config: Any, name: str) -> bool:
@@ -751,28 +752,28 @@ def _is_target(tuner: BaseTuner, model: nn.Module, config: Any, name: str) -> bo
         resolved = tuners_utils._maybe_include_all_linear_layers(resolved, model)
         return bool(tuner._check_target_module_exists(resolved, name))
     except (ValueError, TypeError, AttributeError):
-        return False  # peft itself says what is wrong with it
+        return False  # peft reports the error itself
 
 
 # ---------------------------------------------------------------------------------------------------------------- into peft
 
 
 def install() -> None:
-    """Have peft's own functions know layers with N:M weights; it has no place to register them. Called at the end of this file."""
+    """Wrap functions of peft, which has no registry for layers. Called at the end of this file; a second call does nothing."""
     _wrap(tuners_utils, "_maybe_include_all_linear_layers", _all_linear)
     transformers_weight_conversion._maybe_include_all_linear_layers = tuners_utils._maybe_include_all_linear_layers
-    _wrap(BaseTuner, "__init__", _starting)
-    _wrap(BaseTuner, "inject_adapter", _injecting)
-    for owner in (BaseTuner, MixedModel):
-        _wrap(owner, "_unload_and_optionally_merge", _unloading)
-    _wrap(BaseTuner, "merge_adapter", _merging)
-    _wrap(lora_model.LoraModel, "add_weighted_adapter", _weighting)
     _wrap(lora_model.LoraModel, "_create_new_module", _creating)
     _wrap(peft_config.PeftConfigMixin, "from_peft_type", _reading)
+    _check_first(BaseTuner, "__init__", _check_start)
+    _check_first(BaseTuner, "inject_adapter", _check_inject)
+    for owner in (BaseTuner, MixedModel):
+        _check_first(owner, "_unload_and_optionally_merge", _check_unload)
+    _check_first(BaseTuner, "merge_adapter", lambda tuner, adapter_names=None, safe_merge=False: check_merge(tuner.model, adapter_names))
+    _check_first(lora_model.LoraModel, "add_weighted_adapter", _check_weighted)
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put ``wrapper`` around the function ``name`` of ``owner``, a static or class method as before, unless it is there."""
+    """Replace the function ``name`` of ``owner``, also a static or class method, by ``wrapper(function)``, unless that has been done."""
     old = vars(owner)[name]
     inner = old.__func__ if isinstance(old, (staticmethod, classmethod)) else old
     if getattr(inner, "_nm_wraps", False):
@@ -782,72 +783,60 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callabl
     setattr(owner, name, type(old)(new) if isinstance(old, (staticmethod, classmethod)) else new)
 
 
+def _check_first(owner: type, name: str, check: Callable[..., None]) -> None:
+    """Make the method ``name`` of ``owner`` call ``check`` with its arguments before it runs."""
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            check(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        return checked
+
+    _wrap(owner, name, wrapper)
+
+
+def _check_start(tuner: BaseTuner, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    # some methods inspect the layers before they inject anything, with less helpful messages
+    check_injection(tuner, model, peft_config.get(adapter_name) if isinstance(peft_config, dict) else peft_config)
+
+
+def _check_inject(tuner: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    check_injection(tuner, model, tuner.peft_config[adapter_name])
+
+
+def _check_unload(tuner: Any, merge: bool = True, progressbar: bool = False, safe_merge: bool = False, adapter_names: Any = None) -> None:
+    if merge:
+        check_merge(tuner.model, adapter_names)
+
+
+def _check_weighted(tuner: Any, adapters: list[str], *args: Any, **kwargs: Any) -> None:
+    masked = {bool(getattr(tuner.peft_config.get(name), "nm_masked", False)) for name in adapters}
+    if len(masked) > 1:
+        raise OptionError(
+            f"add_weighted_adapter: some of {', '.join(map(repr, adapters))} are masked (MaskedLoraConfig) and some are not, and their sum "
+            "would be neither. Combine adapters of one kind."
+        )
+
+
 def _all_linear(original: Callable[..., Any]) -> Callable[..., Any]:
     def include(config: Any, model: nn.Module) -> Any:
-        asked = isinstance(getattr(config, "target_modules", None), str) and config.target_modules.lower() == "all-linear"
+        all_linear = isinstance(getattr(config, "target_modules", None), str) and config.target_modules.lower() == "all-linear"
         config = original(config, model)
-        if asked:
+        if all_linear:
             config.target_modules = set(config.target_modules) | set(targets(model))
         return config
 
     return include
 
 
-def _starting(original: Callable[..., Any]) -> Callable[..., Any]:
-    # some methods look at the layers before they inject anything, and say less
-    def __init__(self: Any, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        config = peft_config.get(adapter_name) if isinstance(peft_config, dict) else peft_config
-        check_injection(self, model, config)
-        original(self, model, peft_config, adapter_name, *args, **kwargs)
-
-    return __init__
-
-
-def _injecting(original: Callable[..., Any]) -> Callable[..., Any]:
-    def inject_adapter(self: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        check_injection(self, model, self.peft_config[adapter_name])
-        return original(self, model, adapter_name, *args, **kwargs)
-
-    return inject_adapter
-
-
-def _unloading(original: Callable[..., Any]) -> Callable[..., Any]:
-    def unload(self: Any, merge: bool = True, progressbar: bool = False, safe_merge: bool = False, adapter_names: Any = None) -> Any:
-        if merge:
-            check_merge(self.model, adapter_names)
-        return original(self, merge=merge, progressbar=progressbar, safe_merge=safe_merge, adapter_names=adapter_names)
-
-    return unload
-
-
-def _merging(original: Callable[..., Any]) -> Callable[..., Any]:
-    def merge_adapter(self: Any, adapter_names: Any = None, safe_merge: bool = False) -> Any:
-        check_merge(self.model, adapter_names)
-        return original(self, adapter_names=adapter_names, safe_merge=safe_merge)
-
-    return merge_adapter
-
-
-def _weighting(original: Callable[..., Any]) -> Callable[..., Any]:
-    def add_weighted_adapter(self: Any, adapters: list[str], *args: Any, **kwargs: Any) -> Any:
-        masked = {bool(getattr(self.peft_config.get(name), "nm_masked", False)) for name in adapters}
-        if len(masked) > 1:
-            raise OptionError(
-                f"add_weighted_adapter: of {', '.join(map(repr, adapters))} some are masked (MaskedLoraConfig) and some are not; their sum "
-                "is neither. Combine those of one kind."
-            )
-        return original(self, adapters, *args, **kwargs)
-
-    return add_weighted_adapter
-
-
 def _creating(original: Callable[..., Any]) -> Callable[..., Any]:
     def create(lora_config: LoraConfig, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
         base = base_of(target)
-        own = any(isinstance(base, kind) for kind in lora_config._custom_modules or ())
-        if own or not is_linear(base) or kwargs.get("parameter_name") is not None:
-            made: nn.Module = original(lora_config, adapter_name, target, **kwargs)
-            return made
+        custom = any(isinstance(base, kind) for kind in lora_config._custom_modules or ())
+        if custom or not is_linear(base) or kwargs.get("parameter_name") is not None:
+            layer: nn.Module = original(lora_config, adapter_name, target, **kwargs)
+            return layer
         return SparseLoraLinear(target, adapter_name, config=lora_config, **kwargs)
 
     return create
@@ -859,7 +848,7 @@ def _reading(original: Callable[..., Any]) -> Callable[..., Any]:
             known = {field.name for field in dataclasses.fields(MaskedLoraConfig)}
             if known.issuperset(kwargs):
                 return MaskedLoraConfig(**kwargs)
-            plain = original(cls, **{k: v for k, v in kwargs.items() if k != "nm_masked"})  # which warns of what it does not know
+            plain = original(cls, **{k: v for k, v in kwargs.items() if k != "nm_masked"})  # warns about unknown keys
             return MaskedLoraConfig(**{f.name: getattr(plain, f.name) for f in dataclasses.fields(plain) if f.init})
         return original(cls, **kwargs)
 

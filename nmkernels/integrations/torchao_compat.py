@@ -1,4 +1,4 @@
-"""torchao's names for 2:4 sparsity, on this package's layers; torchao may be installed beside it, and is not needed.
+"""torchao's names for 2:4 sparsity, with this package's layers; torchao may be installed too, and is not needed.
 
 ====================================================  =================================================================================
 torchao                                               here
@@ -7,11 +7,11 @@ torchao                                               here
 ``sparsity.apply_fake_sparsity``                      weights are pruned to 2:4 by magnitude, and stay dense tensors
 ``sparsity.training.SemiSparseLinear``                ``nm.SparseLinear``: 2:4 along ``in`` at every call, gradient straight through
 ``swap_linear_with_semi_sparse_linear``, and back     the same; module objects and Parameters stay
-``quantization.quantize_``                            torchao's own, which says what it cannot do with layers of this package
+``quantization.quantize_``                            torchao's own, with checks for layers of this package
 ``torch.sparse.to_sparse_semi_structured``            ``to_semi_structured_``: a finished or compressed model with torch's tensors
 ====================================================  =================================================================================
 
-torchao's sparsifiers leave plain layers with zeros: ``nm.recipes.adopt(model)`` takes those over, to train on or to compress.
+torchao's sparsifiers leave plain layers with zeros: ``nm.recipes.adopt(model)`` makes them sparse layers, to train or to compress.
 """
 
 from __future__ import annotations
@@ -37,43 +37,43 @@ FilterFn = Callable[[nn.Module, str], bool]
 TWO_OF_FOUR = Pattern("2:4")
 
 ELSEWHERE = {
-    "WeightNormSparsifier": 'nm.sparsify_(model, nm.recipes.ASP("2:4")) prunes by magnitude and holds the mask',
-    "WandaSparsifier": 'nm.sparsify_(model, nm.recipes.ASP("2:4", score="wanda")) ranks by inputs, after handle.calibrate()',
+    "WeightNormSparsifier": 'nm.sparsify_(model, nm.recipes.ASP("2:4")) prunes by magnitude and keeps the mask',
+    "WandaSparsifier": 'nm.sparsify_(model, nm.recipes.ASP("2:4", score="wanda")) scores by inputs, after handle.calibrate()',
     "PerChannelNormObserver": "handle.calibrate() collects the norms of inputs",
     "SupermaskLinear": "nm.recipes.MaskLLM and BiMask learn masks of frozen weights",
-    "BlockSparseWeightConfig": "blocks of zeros are no N:M pattern",
-    "block_sparse_weight": "blocks of zeros are no N:M pattern",
-    "SemiSparseActivationLinear": "nm.recipes.Act24 makes activations 2:4, those of nm.nn.SquaredReLUMLP, where that costs little",
+    "BlockSparseWeightConfig": "block sparsity is not an N:M pattern",
+    "block_sparse_weight": "block sparsity is not an N:M pattern",
+    "SemiSparseActivationLinear": "nm.recipes.Activation24 makes the activations of nm.nn.SquaredReLUMLP 2:4",
 }
-"""Names that torchao has, and what there is here in their place."""
+"""Names of torchao that do not exist here, and what to use instead."""
 
 
 def __getattr__(name: str) -> NoReturn:
     if name in ELSEWHERE:
-        raise ImportError(f"torchao's {name} is not here: {ELSEWHERE[name]}. torchao's own may be used beside nmkernels.")
+        raise ImportError(f"nmkernels has no {name} of torchao: {ELSEWHERE[name]}. torchao's own may be used together with nmkernels.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @dataclass(frozen=True)
 class SemiSparseWeightConfig:
-    """torchao's, for ``sparsify_``; ``alg_id``, cuSPARSELt's algorithm, has no meaning: ``nm.tune`` measures which is fastest."""
+    """torchao's config for ``sparsify_``; ``alg_id``, cuSPARSELt's algorithm, is ignored: ``nm.tune`` measures which is fastest."""
 
     alg_id: int = 0
 
 
 semi_sparse_weight = SemiSparseWeightConfig
-"""torchao's older name of it."""
+"""torchao's older name of SemiSparseWeightConfig."""
 
 
 def sparsify_(model: nn.Module, config: Any, filter_fn: FilterFn | None = None) -> nn.Module:
-    """Compress every linear layer whose weight is 2:4, in place, and return the model, as torchao's function of this name does.
+    """Compress every linear layer whose weight is 2:4, in place, and return the model, like torchao's function of this name.
 
     Args:
-        config: ``SemiSparseWeightConfig()``, this one or torchao's.
-        filter_fn: ``filter_fn(module, name) -> bool``; None: all whose zeros are 2:4.
+        config: ``SemiSparseWeightConfig()``, this package's or torchao's.
+        filter_fn: ``filter_fn(module, name) -> bool``; None: every layer with 2:4 zeros.
 
     Raises:
-        RecipeError: another config; a layer that the filter chose is not 2:4, or none is.
+        RecipeError: another config; a layer chosen by the filter is not 2:4; or no layer is.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
@@ -82,7 +82,7 @@ def sparsify_(model: nn.Module, config: Any, filter_fn: FilterFn | None = None) 
     """
     if type(config).__name__ != SemiSparseWeightConfig.__name__:
         raise RecipeError(
-            f"sparsify_: {type(config).__name__} is no config of 2:4 weights; give SemiSparseWeightConfig(). "
+            f"sparsify_: {type(config).__name__} is not a config for 2:4 weights; pass SemiSparseWeightConfig(). "
             f"{ELSEWHERE.get(type(config).__name__, 'To quantise, call quantize_ on a finished model')}."
         )
     if not any(isinstance(module, NMWeight) and module.finished for module in model.modules()):
@@ -105,7 +105,7 @@ def apply_fake_sparsity(model: nn.Module, filter_fn: FilterFn | None = None) -> 
         filter_fn: ``filter_fn(module, name) -> bool``; None: every ``nn.Linear`` whose ``in_features`` is a multiple of 4.
 
     Raises:
-        ShapeError: the filter chose a layer that 4 does not divide.
+        ShapeError: the filter chose a layer whose ``in_features`` is not a multiple of 4.
     """
     for name, module in _linears(model, filter_fn):
         if module.in_features % 4 == 0:
@@ -119,28 +119,28 @@ def apply_fake_sparsity(model: nn.Module, filter_fn: FilterFn | None = None) -> 
 
 
 class SemiSparseLinear(SparseLinear):
-    """torchao's name of ``nm.SparseLinear`` at 2:4; where torchao's mask is 2:4 along both dimensions, chosen greedily, this one is along
-    ``in``, and the best."""
+    """torchao's name of ``nm.SparseLinear`` at 2:4. torchao's mask is 2:4 along both dimensions and chosen greedily; this one is 2:4 along
+    ``in`` and optimal."""
 
     @classmethod
     def from_dense(cls, linear: nn.Linear) -> NMWeight:
-        """``linear`` itself, made sparse in place: its Parameters and hooks stay."""
+        """Make ``linear`` sparse in place, with its Parameters and hooks, and return it."""
         return make_sparse_(linear, TWO_OF_FOUR)
 
     @staticmethod
     def to_dense(layer: NMWeight) -> nn.Module:
-        """``layer`` itself, made an ``nn.Linear`` again, its weight as it is."""
+        """Make ``layer`` an ``nn.Linear`` again in place, with its weight unchanged, and return it."""
         return make_dense_(layer)
 
 
 def swap_linear_with_semi_sparse_linear(model: nn.Module, config: Mapping[str, type], current: str = "") -> None:
-    """Make the linear layers that ``config`` names sparse: name -> ``SemiSparseLinear``, this one or torchao's.
+    """Make the linear layers that ``config`` names sparse, in place; it maps names to ``SemiSparseLinear``, this package's or torchao's.
 
-    ``nm.sparsify_(model, recipe)`` takes them over, with a recipe that does more than the straight-through gradient.
+    ``nm.sparsify_(model, recipe)`` may follow, for a recipe other than the straight-through gradient.
 
     Raises:
-        RecipeError: a class other than ``SemiSparseLinear``, or a name that is no ``nn.Linear`` of the model. Nothing has changed then.
-        ShapeError: 4 does not divide ``in_features``. Nothing has changed then.
+        RecipeError: a class other than ``SemiSparseLinear``, or a name that is not an ``nn.Linear`` of the model; nothing has changed.
+        ShapeError: ``in_features`` is not a multiple of 4; nothing has changed.
     """
     chosen = {}
     for full, kind in config.items():
@@ -160,25 +160,25 @@ def swap_linear_with_semi_sparse_linear(model: nn.Module, config: Mapping[str, t
 
 
 def swap_semi_sparse_linear_with_linear(model: nn.Module, current: str = "") -> None:
-    """Make every sparse layer that has no handle an ``nn.Linear`` again, its weight as it is; those that have one, ``handle.remove()``."""
+    """Make every sparse layer without a handle an ``nn.Linear`` again, with its weight unchanged; for others use ``handle.remove()``."""
     for module in list(model.modules()):
         if isinstance(module, SparseLinear) and not module.governed:
             make_dense_(module)
     switch_fast_paths(model)
 
 
-# ---- out
+# ---- torch's sparse tensors
 
 
 def to_semi_structured_(model: nn.Module) -> nn.Module:
     """Give every finished or compressed 2:4 layer a weight of ``torch.sparse.SparseSemiStructuredTensor``, in place; returns the model.
 
-    The layers become plain ``nn.Linear``, which code that knows nothing of this package runs on a GPU with 2:4 tensor cores: weights
-    fp16 or bf16, ``out`` a multiple of 32 and ``in`` of 64. Made in torch's CUTLASS form, on any device.
+    The layers become plain ``nn.Linear``, which run without this package on a GPU with 2:4 tensor cores; weights must be fp16 or bf16,
+    ``out`` a multiple of 32 and ``in`` of 64. The tensors have torch's CUTLASS form, on any device.
 
     Raises:
-        RecipeError: a layer is in training, of another pattern, or has an adapter or reordered inputs. Nothing has changed then.
-        ShapeError, DtypeError: torch has no such tensor of that size or dtype. Nothing has changed then.
+        RecipeError: a layer is in training, has another pattern, an adapter or reordered inputs; nothing has changed.
+        ShapeError, DtypeError: torch does not support that size or dtype; nothing has changed.
     """
     weights: dict[nn.Module, Tensor] = {}
     for name, module in model.named_modules():
@@ -205,83 +205,84 @@ def _packed(name: str, module: NMWeight | CompressedLinear) -> ops.Compressed:
         raise RecipeError(f"to_semi_structured_: layer {name!r} is {kind}; torch has tensors for 2:4 weights of linear layers only.")
     reordered = (module.columns if isinstance(module, NMWeight) else module.order) is not None
     if "nm_left" in module._parameters or reordered:
-        what = "takes its inputs in another order" if reordered else "has a low-rank adapter"
+        what = "reorders its inputs" if reordered else "has a low-rank adapter"
         raise RecipeError(f"to_semi_structured_: layer {name!r} {what}, which an nn.Linear cannot.")
     return ops.compress(module.grouped.detach().contiguous(), TWO_OF_FOUR) if isinstance(module, NMWeight) else module.weight
 
 
 def semi_structured(c: ops.Compressed) -> Tensor:
-    """A compressed 2:4 matrix as torch's ``SparseSemiStructuredTensorCUTLASS``: the same values, the indices in its order.
+    """Convert a compressed 2:4 matrix to torch's ``SparseSemiStructuredTensorCUTLASS``, which orders the indices differently.
 
     Raises:
-        ShapeError: ``out`` is no multiple of 32, or ``in`` of 64.
-        DtypeError: neither fp16 nor bf16.
+        ShapeError: ``out`` is not a multiple of 32, or ``in`` not of 64.
+        DtypeError: values are neither fp16 nor bf16.
     """
     from torch.sparse import SparseSemiStructuredTensorCUTLASS as Cutlass
 
     rows, cols = c.shape
     if c.pattern != TWO_OF_FOUR or len(c.shape) != 2 or rows % 32 or cols % 64:
-        raise ShapeError(f"semi_structured: torch has such tensors of 2:4 (32·a, 64·b), not of {c.pattern} {tuple(c.shape)}.")
+        raise ShapeError(f"semi_structured: torch's tensors are 2:4 of shape (32·a, 64·b), not {c.pattern} {tuple(c.shape)}.")
     if c.values.dtype not in (torch.float16, torch.bfloat16):
         raise DtypeError(f"semi_structured: the weight is {c.values.dtype}; cast the model to fp16 or bf16 first.")
-    # one nibble a group, as the hardware has it; four of them make a 16-bit word, which torch keeps in CUTLASS's order
+    # one nibble per group, as in hardware; four make a 16-bit word, and torch stores words in CUTLASS's order
     words = c.indices.contiguous().view(torch.int16)
-    meta = torch.empty_like(words).view(-1).scatter_(0, _places(words), words.reshape(-1)).view_as(words)
+    meta = torch.empty_like(words).view(-1).scatter_(0, _word_order(words), words.reshape(-1)).view_as(words)
     return Cutlass(torch.Size(c.shape), c.values, meta, None, None, None)
 
 
 def from_semi_structured(tensor: Tensor) -> ops.Compressed:
-    """The inverse: torch's ``SparseSemiStructuredTensorCUTLASS``, fp16 or bf16, as a compressed matrix, for ``CompressedLinear``.
+    """Convert torch's ``SparseSemiStructuredTensorCUTLASS``, fp16 or bf16, to a compressed matrix for ``CompressedLinear``.
 
     Raises:
-        DtypeError: another tensor; cuSPARSELt's keeps its indices in an order of its own. ``tensor.to_dense()`` on its GPU reads that.
+        DtypeError: another kind of tensor; cuSPARSELt's has its own order of indices, for which use ``tensor.to_dense()`` on its GPU.
     """
     packed, meta = getattr(tensor, "packed", None), getattr(tensor, "meta", None)
     if packed is None or meta is None or meta.dtype != torch.int16 or packed.shape[1] * 2 != tensor.shape[1]:
         raise DtypeError(
-            f"from_semi_structured: a {type(tensor).__name__} has no indices that can be read; take ops.compress(tensor.to_dense(), '2:4')."
+            f"from_semi_structured: a {type(tensor).__name__} has no readable indices; use ops.compress(tensor.to_dense(), '2:4')."
         )
-    words = meta.reshape(-1).gather(0, _places(meta)).view_as(meta)
+    words = meta.reshape(-1).gather(0, _word_order(meta)).view_as(meta)
     return ops.Compressed(packed.contiguous(), words.view(torch.uint8), TWO_OF_FOUR, tuple(tensor.shape))
 
 
-def _places(words: Tensor) -> Tensor:
-    """Where CUTLASS has each word of indices ``(out, in / 16)``: in blocks of 32 rows and 2 columns."""
+def _word_order(words: Tensor) -> Tensor:
+    """The position of each word of indices ``(out, in / 16)`` in CUTLASS's order: blocks of 32 rows and 2 columns."""
     from torch.sparse._semi_structured_conversions import _calculate_meta_reordering_scatter_offsets as offsets
 
-    found: Tensor = offsets(words.shape[0], words.shape[1], words.dtype, words.device)
-    return found
+    order: Tensor = offsets(words.shape[0], words.shape[1], words.dtype, words.device)
+    return order
 
 
 # ---- torchao's quantize_
 
 
 def check_quantize(model: nn.Module, filter_fn: Any = None) -> None:
-    """Raise ``RecipeError`` where torchao's ``quantize_`` would spoil a sparse model, or do nothing; warn where it leaves layers out."""
+    """Raise ``RecipeError`` if torchao's ``quantize_`` would break a sparse model or do nothing; warn if it would skip layers."""
     compressed = [name for name, module in model.named_modules() if isinstance(module, CompressedLinear)]
     chosen = filter_fn if callable(filter_fn) else lambda module, name: isinstance(module, nn.Linear)
     for name, module in model.named_modules():
         if isinstance(module, NMWeight) and not module.finished and module.transform is not None and chosen(module, name):
-            raise RecipeError(f"quantize_: layer {name!r} is in training, and its mask is made from the float weight; call finish() first.")
+            raise RecipeError(
+                f"quantize_: layer {name!r} is in training, and its mask is computed from the float weight; call finish() first."
+            )
     if not compressed:
         return
-    way = "Quantise the finished model, before compress_: its zeros stay 2:4 (or N:M) in the quantised weights"
-    asked = callable(filter_fn) and any(filter_fn(model.get_submodule(name), name) for name in compressed)
-    if asked or not any(isinstance(module, nn.Linear) for module in model.modules()):
+    way = "Quantise the finished model, before compress_: the quantised weights keep its zeros"
+    wanted = callable(filter_fn) and any(filter_fn(model.get_submodule(name), name) for name in compressed)
+    if wanted or not any(isinstance(module, nn.Linear) for module in model.modules()):
         raise RecipeError(f"quantize_: layer {compressed[0]!r} is compressed, and torchao has no quantised form of it. {way}.")
     warnings.warn(f"quantize_: {len(compressed)} compressed layers stay as they are. {way}.", stacklevel=3)
 
 
 def install() -> None:
-    """Have torchao's own ``quantize_`` make these checks; called when torchao is imported, before nmkernels or after it.
+    """Add these checks to torchao's own ``quantize_``, if torchao is imported. Called at the end of this file and after layers are swapped.
 
-    A name that was bound to the function before nmkernels was imported still has it without.
+    A name that was bound to the function earlier (``from torchao.quantization import quantize_``) has no checks.
     """
-    module: Any = sys.modules["torchao.quantization.quant_api"]
-    place: Any
-    theirs = module.quantize_
-    if hasattr(theirs, "_nm_checked"):
+    module: Any = sys.modules.get("torchao.quantization.quant_api")
+    if module is None or hasattr(module.quantize_, "_nm_checked"):
         return
+    theirs = module.quantize_
 
     @functools.wraps(theirs)
     def checked(model: nn.Module, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -291,9 +292,12 @@ def install() -> None:
     checked._nm_checked = True  # type: ignore[attr-defined]
     for place in (module, sys.modules.get("torchao.quantization")):
         if getattr(place, "quantize_", None) is theirs:
-            place.quantize_ = checked
+            place.quantize_ = checked  # type: ignore[union-attr]
 
 
 def _linears(model: nn.Module, filter_fn: FilterFn | None) -> list[tuple[str, nn.Linear]]:
     found = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
     return [(name, module) for name, module in found if filter_fn is None or filter_fn(module, name)]
+
+
+install()

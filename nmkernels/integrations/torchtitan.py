@@ -1,7 +1,7 @@
-"""torchtitan: sparse layers by a converter of its model config, MaskedAdamW in its optimizers, and a recipe that drives both.
+"""torchtitan: a converter that makes linear layers of its model config sparse, MaskedAdamW in its optimizers, and the recipe.
 
-torchtitan builds models from configs, on the meta device, and shards them before it makes their optimizers. So the linear layers are made
-sparse in the config, and the recipe comes last, by the hook for what is to be done once the optimizers are there. A config file::
+torchtitan builds models from configs on the meta device, and shards them before it creates their optimizers. Therefore the layers become
+sparse in the config, and the recipe is attached by the hook that runs after the optimizers were built. A config file::
 
     from nmkernels.integrations.torchtitan import NMConverter, NMOptimizersContainer, drive
 
@@ -15,9 +15,9 @@ sparse in the config, and the recipe comes last, by the hook for what is to be d
         )
         return config
 
-``trainer.optimizers.handles`` are the recipe's handles, one for each part of the model: ``handle.metrics()``, ``handle.finish()``.
+``trainer.optimizers.handles`` are the recipe's handles, one per model part: ``handle.metrics()``, ``handle.finish()``.
 Written for torchtitan 0.3.0. To shard a model with torch 2.13, a dense one too, set ``parallelism.spmd_backend="partial_dtensor"``: the
-default, ``"spmd_types"``, wants a later torch.
+default, ``"spmd_types"``, requires a later torch.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from ..recipes.sparsify import FilterFn, select
 class NMLinear(SparseLinear, Module):
     """torchtitan's ``Linear`` with an N:M weight, y = x W̃ᵀ + b, built from its ``Config``.
 
-    State dict and initialisation are the dense layer's, and ``handle.remove()`` gives torchtitan's ``Linear`` back.
+    State dict and initialisation are those of the dense layer, and ``handle.remove()`` restores torchtitan's ``Linear``.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
-        """torchtitan's, and the ``pattern``, as text."""
+        """torchtitan's config and the ``pattern``, a string."""
 
         pattern: str = "2:4"
 
@@ -61,18 +61,18 @@ class NMLinear(SparseLinear, Module):
 
 
 class NMConverter(ModelConfigConverter):
-    """Puts ``NMLinear`` in the place of the linear layers of a model config that ``sparsify_`` would make sparse.
+    """Replaces the linear layers of a model config that ``sparsify_`` would make sparse by ``NMLinear``.
 
-    Output heads and tiny layers stay dense, and so does whatever is not torchtitan's ``Linear`` itself, such as Float8 and LoRA layers.
+    Output heads, tiny layers and subclasses of torchtitan's ``Linear`` (Float8, LoRA) stay dense.
 
-    Attributes: ``report``, every linear layer and why it was taken or not; None before ``convert``.
+    Attributes: ``report``, every linear layer and why it is sparse or not; None before ``convert``.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
         """
         Args:
-            recipe: as for ``sparsify_``, an instance or its name; the one that ``drive`` is given.
+            recipe: as for ``sparsify_``, an instance or its name; pass the same one to ``drive``.
             filter_fn: ``filter_fn(module, name) -> bool`` as for ``sparsify_``; the module is an ``nn.Linear`` of the layer's shape on the
                 meta device.
         """
@@ -85,14 +85,16 @@ class NMConverter(ModelConfigConverter):
         self.report: Report | None = None
 
     def convert(self, model_config: Any) -> Any:
-        """The config with sparse layers, changed in place.
+        """Make layers of the config sparse, in place, and return it.
 
         Raises:
-            RecipeError: no layer can be made sparse, or the recipe chooses patterns by the weights, which are not there yet.
+            RecipeError: no layer can be made sparse, or the recipe chooses patterns by the weights, which do not exist yet.
         """
         recipe = resolve(self.config.recipe)
         if recipe.setup.patterns is not None:
-            raise RecipeError(f"NMConverter: {type(recipe).__name__} chooses the layers' patterns by their weights; give one pattern.")
+            raise RecipeError(
+                f"NMConverter: {type(recipe).__name__} chooses the layers' patterns by their weights, which do not exist yet; use a recipe with one pattern."
+            )
         places = {name: (config, parent, key) for name, config, parent, key in model_config.traverse(Linear.Config)}
         plain = {name: config for name, (config, parent, _) in places.items() if config._owner is Linear and parent is not None}
         shapes = {name: (config.out_features, config.in_features) for name, config in plain.items()}
@@ -101,8 +103,8 @@ class NMConverter(ModelConfigConverter):
             raise RecipeError(f"NMConverter: no layer of the model can be made {recipe.pattern} sparse:\n{self.report}")
         for c in chosen:
             config, parent, key = places[c.name]
-            given = {f.name: getattr(config, f.name) for f in fields(config) if f.init}
-            sparse = NMLinear.Config(**given, pattern=str(recipe.pattern))
+            settings = {f.name: getattr(config, f.name) for f in fields(config) if f.init}
+            sparse = NMLinear.Config(**settings, pattern=str(recipe.pattern))
             if isinstance(parent, list):
                 parent[key] = sparse
             else:
@@ -111,16 +113,16 @@ class NMConverter(ModelConfigConverter):
 
 
 class NMOptimizersContainer(OptimizersContainer):
-    """torchtitan's optimizers, among which a parameter group can name ``"MaskedAdamW"``.
+    """torchtitan's optimizers; a parameter group can name ``"MaskedAdamW"``.
 
-    It also loads the checkpoint of a dense run: the recipe then starts from its beginning with the loaded moments.
+    It also loads the checkpoint of a dense run: the recipe then starts at its first step with the loaded moments.
 
-    Attributes: ``handles``, those of the recipe, once ``drive`` has hooked it in.
+    Attributes: ``handles``, the recipe's handles, set by ``drive``.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        """torchtitan's."""
+        """torchtitan's config, unchanged."""
 
     handles: list[Handle]
 
@@ -129,32 +131,32 @@ class NMOptimizersContainer(OptimizersContainer):
         return MaskedAdamW if name == "MaskedAdamW" else OptimizersContainer._resolve_optimizer_factory(name)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned, or a dense run's."""
+        """Load a ``state_dict()`` of this class, or of a dense run."""
         if not any(key.endswith(f".{STATE_KEY}") for key in state_dict):
             for optimizer in self.optimizers:
-                init_optim_state(optimizer)  # its step would bring the key back
-                # torchtitan looks for every key that the group has
+                init_optim_state(optimizer)  # first, because it makes a step, which adds the key again
+                # torchtitan requires every key of the group in the checkpoint
                 optimizer.param_groups[0].pop(STATE_KEY, None)
         super().load_state_dict(state_dict)
 
 
 def drive(recipe: Recipe | str, filter_fn: FilterFn | None = None) -> Callable[..., None]:
-    """The hook for ``ModelSpec.post_optimizer_build_fn`` that gives the model's sparse layers and its optimizers to ``recipe``.
+    """A hook for ``ModelSpec.post_optimizer_build_fn`` that attaches ``recipe`` to the model's sparse layers and its optimizers.
 
     Args:
-        recipe: of the pattern that the converter gave the layers.
-        filter_fn: as for ``sparsify_``, where some of them shall not take part.
+        recipe: with the same pattern as the converter's.
+        filter_fn: as for ``sparsify_``, to leave out some of the layers.
 
-    The hook raises ``RecipeError`` as ``sparsify_`` and ``handle.attach`` do (a recipe that learns more than the weights has to come before
-    the optimizers, and cannot be driven so), and for tensor parallelism with torchtitan's ``spmd_types``.
+    The hook raises ``RecipeError`` as ``sparsify_`` and ``handle.attach`` do (a recipe that adds parameters has to come before the
+    optimizers, and is not supported), and for tensor parallelism with torchtitan's ``spmd_types``.
     """
     resolved = resolve(recipe)
 
     def attach(optimizers: OptimizersContainer, model_parts: list[nn.Module], parallel_dims: Any) -> None:
         if parallel_dims is not None and parallel_dims.tp_enabled and parallel_dims.spmd_backend == "spmd_types":
             raise RecipeError(
-                "drive: under tensor parallelism with spmd_types a weight is a plain tensor that does not tell of its other parts, so that "
-                'scales and switches would differ from rank to rank; set parallelism.spmd_backend="partial_dtensor".'
+                "drive: under tensor parallelism with spmd_types a weight is a plain tensor without a record of its other parts, so scales "
+                'and switch steps would differ between ranks; set parallelism.spmd_backend="partial_dtensor".'
             )
         handles = []
         for part in model_parts:
@@ -167,7 +169,7 @@ def drive(recipe: Recipe | str, filter_fn: FilterFn | None = None) -> Callable[.
             handles.append(handle)
         if not handles:
             raise RecipeError(
-                "drive: no part of the model has a sparse layer; give model_registry the converter NMConverter.Config(recipe=...)."
+                "drive: no part of the model has a sparse layer; pass model_registry the converter NMConverter.Config(recipe=...)."
             )
         optimizers.handles = handles
 

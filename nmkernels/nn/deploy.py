@@ -1,8 +1,7 @@
-"""compress_: from trained sparse layers to deployed ones."""
+"""compress_ and decompress_: from trained sparse layers to compressed ones, and from those to dense layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,31 +30,28 @@ from .experts import (
 from .gather import fsdp_modules, reshard
 from .linear import NMWeight
 from .parallel import IN, check_mesh, split_along
-from .swap import replace_each_, switch_fast_paths
+from .swap import after_swap, replace_each_
 
 HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_", "_is_full_backward_")))
-"""What a deployed layer takes over. Hooks on state dicts are not: they speak of the dense layer's keys."""
-
-AFTER: list[Callable[[nn.Module], object]] = []
-"""What integrations have done with a model whose layers were compressed, or are dense again: other libraries keep books of that."""
+"""Hooks that are copied to a deployed layer. Hooks on state dicts are not: they use the dense layer's keys."""
 
 
 def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
     """Replace every finished sparse layer of ``model`` by a CompressedLinear or CompressedConv2d, in place, and return the model; experts
     modules become CompressedExperts.
 
-    Layers whose groups are no neighbours (``Complementary``) take their inputs in another order, or where ``find_chains`` proves that to
-    be the same, the layers before them give their outputs in it. Forward and backward hooks, bias, adapter and mode are carried over; the
-    dense weights are freed once nothing else holds them. Everything is checked before anything is replaced.
+    Layers whose groups are not contiguous (``Complementary``) reorder their inputs; where ``find_chains`` proves it equivalent, the layers
+    before them reorder their outputs instead. Forward and backward hooks, bias, adapter and training mode are carried over; the dense
+    weights are freed once nothing else refers to them. Everything is checked before anything is replaced.
 
-    Under tensor parallelism (``parallelize_module``) every rank compresses its part, and the layers take and give DTensors as before.
+    Under tensor parallelism (``parallelize_module``) every rank compresses its part, and the layers take and return DTensors as before.
 
     Args:
         model: a model whose recipe has been finished (``handle.finish()``).
-        keep_dense: see ``CompressedLinear``: dense weights are kept beside the compressed ones, for where they are faster.
+        keep_dense: keep the dense weights too, for GEMMs where they are faster; see ``CompressedLinear``.
 
     Raises:
-        RecipeError: a layer is not finished, its weight is not N:M or sharded by ``fully_shard``, or there is none.
+        RecipeError: a layer is not finished, its weight is not N:M or is sharded by ``fully_shard``, or the model has no sparse layer.
         ShapeError: a rank's part does not have whole bytes of indices.
 
     Example:
@@ -70,13 +66,13 @@ def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
     if not layers:
         raise RecipeError(
             "compress_: the model has no SparseLinear. Train it with sparsify_ and call handle.finish() first; "
-            "a model pruned elsewhere is adopted by nm.recipes.adopt(model).finish(allow_unused=True)."
+            "for a model that was pruned elsewhere: nm.recipes.adopt(model).finish(allow_unused=True)."
         )
     reshard(model)  # after an evaluation FSDP2 leaves copies
     if fsdp_modules(model) and any(is_sharded(layer.parameter) for layer in layers.values()):
         raise RecipeError(
-            "compress_: fully_shard has sharded the weights, and it shards Parameters only, which packed ones are not. Call "
-            "nm.save_compressed(model, path) on every rank, which compresses shard by shard, and nm.load_compressed(plain_model, path)."
+            "compress_: fully_shard has sharded the weights, and it cannot shard compressed ones, which are not Parameters. Call "
+            "nm.save_compressed(model, path) on every rank, which compresses shard by shard, then nm.load_compressed(plain_model, path)."
         )
     for name, layer in layers.items():
         _check(name, layer)
@@ -92,15 +88,8 @@ def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
             packed = ops.compress(layer.grouped.detach(), layer.pattern)
         made[layer] = deployed(layer, packed, layer.layout, keep_dense, adapter_of(layer), layer.columns)
     replace_each_(model, made)
-    switch_fast_paths(model)
-    tell(model)
+    after_swap(model)
     return model
-
-
-def tell(model: nn.Module) -> None:
-    """Call what is registered in ``AFTER``: compressed layers have come into ``model``, or gone from it."""
-    for then in AFTER:
-        then(model)
 
 
 def _check(name: str, layer: NMWeight) -> None:
@@ -110,30 +99,30 @@ def _check(name: str, layer: NMWeight) -> None:
         )
     if not layer.finished:
         raise RecipeError(
-            f"compress_: layer {name!r} is still in training; call handle.finish() first, which leaves its weight N:M. "
-            "For a copy of the model (an EMA), load its state dict into the model that was given to sparsify_, and finish that."
+            f"compress_: layer {name!r} is still in training; call handle.finish() first, which makes its weight N:M. "
+            "For a copy of the model (an EMA), load its state dict into the model passed to sparsify_, and finish that one."
         )
-    said = layer.computed("weight", "bias")
-    if said:
-        raise RecipeError(f"compress_: layer {name!r} cannot be compressed: {said}.")
+    reason = layer.computed("weight", "bias")
+    if reason:
+        raise RecipeError(f"compress_: layer {name!r} cannot be compressed: {reason}.")
     kind = type(layer.weight)
     if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not is_sharded(layer.weight) and kind is not FakeTensor:
         raise RecipeError(
             f"compress_: the weight of layer {name!r} is a {kind.__module__}.{kind.__name__}: it was quantised or wrapped after finish(). "
-            "A compressed layer holds floating-point values, so compress_ without quantising; or run the quantised model as it is, its "
-            "zeros are there."
+            "A compressed layer holds floating-point values: compress_ before quantising, or run the quantised model as it is, with its "
+            "zeros."
         )
     if not ops.is_nm(layer.grouped.detach(), layer.pattern):
         raise RecipeError(
-            f"compress_: the weight of layer {name!r} was changed after finish() and is not {layer.pattern} any more. "
-            "Turn the model dense with densify_, sparsify_ it again and finish that."
+            f"compress_: the weight of layer {name!r} was changed after finish() and is no longer {layer.pattern} (did "
+            "LoRA merge into it without nmkernels.integrations.peft?). Call densify_, sparsify_ and finish again."
         )
     if is_sharded(layer.weight):
         _check_part(name, layer)
 
 
 def _check_part(name: str, layer: NMWeight) -> None:
-    """Raise ``NMError`` unless the layer's part of a weight that ranks share can be compressed by itself."""
+    """Raise ``NMError`` unless this rank's part of a sharded weight can be compressed by itself."""
     weight: Any = layer.weight
     check_mesh(f"compress_: layer {name!r}", weight)
     if split_along(weight, layer.reduced) != IN:
@@ -143,16 +132,16 @@ def _check_part(name: str, layer: NMWeight) -> None:
     while p.kept(step) * p.index_bits % 8:
         step += p.m
     if layer.columns is not None:
-        raise RecipeError(f"compress_: layer {name!r} takes its inputs in another order, and tensor parallelism has split them.")
+        raise RecipeError(f"compress_: layer {name!r} reorders its inputs, which tensor parallelism has split.")
     if cols % (ways * step):
         raise ShapeError(
-            f"compress_: layer {name!r} is split {ways} ways along in={cols}, which cuts the bytes of packed indices at {p}: a multiple of "
-            f"{ways * step} is needed."
+            f"compress_: layer {name!r} is split {ways} ways along in={cols}, which would cut bytes of packed {p} indices: in must be a "
+            f"multiple of {ways * step}."
         )
 
 
 def _fold_columns(model: nn.Module, layers: dict[str, NMWeight]) -> None:
-    """Where layers want their inputs in another order and that can be proved to be the same, let the layers before give it to them."""
+    """Where layers need reordered inputs, reorder the outputs of the layers before them instead, if that is provably equivalent."""
     if all(layer.columns is None for layer in layers.values()):
         return
     for chain in find_chains(model)[0]:
@@ -174,9 +163,9 @@ def deployed(
     adapter: tuple[Tensor, Tensor] | None = None,
     columns: Tensor | None = None,
 ) -> CompressedLinear:
-    """The compressed layer that takes the place of ``dense``: its bias, mode, and forward and backward hooks, with ``weight``.
+    """A compressed layer with ``weight``, and the bias, training mode, and forward and backward hooks of ``dense``, which it replaces.
 
-    Where the weight of ``dense`` is split by tensor parallelism, ``weight`` is this rank's part of it.
+    If tensor parallelism has split the weight of ``dense``, ``weight`` is this rank's part of it.
     """
     bias, old = dense.bias, dense.weight
     assert (bias is None or isinstance(bias, nn.Parameter)) and isinstance(old, Tensor)
@@ -193,14 +182,14 @@ def deployed(
 
 
 def decompress_(model: nn.Module) -> nn.Module:
-    """Replace every compressed layer of ``model`` by the dense one that computes the same, in place, and return the model; experts
-    modules are the model's own again.
+    """Replace every compressed layer of ``model`` by an equivalent dense layer, in place, and return the model; experts modules become the
+    model's original class again.
 
-    The weight has its zeros, and an adapter is folded in, W + (L R)ᵀ / r; bias, mode, and forward and backward hooks are carried over.
-    Everything is checked before anything is replaced.
+    The weight keeps its zeros, and an adapter is folded in, W + (L R)ᵀ / r; bias, training mode, and forward and backward hooks are
+    carried over. Everything is checked before anything is replaced.
 
     Raises:
-        RecipeError: a layer is split by tensor parallelism, its weight lies elsewhere (offloaded), or the model itself is one layer.
+        RecipeError: a layer is split by tensor parallelism, its weight is offloaded, or the model itself is one layer.
 
     Example:
         >>> model = nn.Sequential(CompressedLinear(ops.compress(torch.tensor([[3.0, -4.0, 0.5, 0.0]]), "2:4")))
@@ -210,20 +199,19 @@ def decompress_(model: nn.Module) -> nn.Module:
     layers = {id(m): (name, m) for name, m in model.named_modules() if isinstance(m, (CompressedLinear, CompressedStack))}
     for name, layer in layers.values():
         if isinstance(layer, CompressedPart):
-            raise RecipeError(f"decompress_: tensor parallelism has split layer {name!r}; save it compressed and load a plain model.")
+            raise RecipeError(f"decompress_: tensor parallelism has split layer {name!r}; save_compressed, and load into a plain model.")
         if layer.values.is_meta:
-            raise RecipeError(f"decompress_: layer {name!r} has its weight elsewhere (offloaded); load the model whole.")
-        said = computed_by(layer, "bias")
-        if said:
-            raise RecipeError(f"decompress_: layer {name!r} cannot be made dense: {said}.")
+            raise RecipeError(f"decompress_: layer {name!r} has an offloaded weight; load the whole model into memory.")
+        reason = computed_by(layer, "bias")
+        if reason:
+            raise RecipeError(f"decompress_: layer {name!r} cannot be made dense: {reason}.")
         if not name:
             raise RecipeError("decompress_: the model itself is one compressed layer and cannot be replaced in place; use its dense().")
     for module in [module for module in model.modules() if isinstance(module, CompressedExperts)]:
         expand_stacks_(module)
     replace_each_(model, {layer: _decompressed(layer) for _, layer in layers.values() if isinstance(layer, CompressedLinear)})
     if layers:
-        switch_fast_paths(model)
-        tell(model)
+        after_swap(model)
     return model
 
 
@@ -238,7 +226,7 @@ def _decompressed(layer: CompressedLinear) -> nn.Module:
         mode: Any = layer.padding_mode
         dense = nn.Conv2d(layer.in_channels, layer.out_channels, *geometry, 1, False, mode, device="meta")
     elif layer.layout == CONV1D:
-        from transformers.pytorch_utils import Conv1D  # whose layer it was
+        from transformers.pytorch_utils import Conv1D
 
         with torch.device("meta"):
             dense = Conv1D(*reversed(sizes))

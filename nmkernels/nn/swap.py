@@ -6,7 +6,7 @@ refers to it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -62,6 +62,9 @@ FAST_PATHS: tuple[tuple[type[nn.Module], str, object], ...] = (
     # nested tensors are only understood by the fused path
     (nn.TransformerEncoder, "use_nested_tensor", False),
 )
+post_swap_hooks: list[Callable[[nn.Module], object]] = []
+"""Called by ``after_swap`` with the model; integrations register here."""
+
 KEPT = "_nm_fast_path"
 """The attribute under which a module keeps what it was before its fused path was switched off."""
 
@@ -156,6 +159,13 @@ def put_(parent: nn.Module, key: str, new: nn.Module) -> None:
     setattr(parent, key, new)
     if key == "_orig_mod":
         parent.__setstate__(parent.__getstate__())  # as after unpickling: it takes the call of the new one
+
+
+def after_swap(model: nn.Module) -> None:
+    """Update ``model`` after its layers became sparse, compressed or dense again: its fused paths, then the ``post_swap_hooks``."""
+    switch_fast_paths(model)
+    for hook in post_swap_hooks:
+        hook(model)
 
 
 def switch_fast_paths(model: nn.Module) -> None:

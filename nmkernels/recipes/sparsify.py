@@ -34,6 +34,7 @@ from ..nn import (
 )
 from ..nn.classes import class_of, computed_by
 from ..nn.experts import child_name, experts_per_token, layer_name, make_stack_sparse_, stacks_of
+from ..nn.swap import after_swap
 from ..pattern import Pattern, RecipeError, ShapeError
 from ..shards import is_sharded
 from .base import LayerPlan, Recipe
@@ -399,7 +400,7 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
         raise RecipeError(f"sparsify_: no layer of the model can be made {pattern} sparse:\n{report}")
     built = {c.name: c.module for c in chosen if isinstance(c.module, NMWeight)}
     layers: dict[str, NMWeight] = {c.name: built.get(c.name) or _made_sparse(c, pattern) for c in chosen}
-    switch_fast_paths(model)
+    after_swap(model)
     try:
         handle = Handle(model, recipe, layers, report)
     except Exception:

@@ -98,7 +98,7 @@ def test_refused_in_words():
         ({"mask_calculator": lambda w: w > 0}, r"nm\.recipes\.adopt"),
         ({"allow_recompute_mask": True}, "SRSTE"),
         ({"custom_layer_dict": {nn.Bilinear: ["weight"]}}, "Bilinear"),
-        ({"allowed_layer_names": ["nowhere"]}, "no layer"),
+        ({"allowed_layer_names": ["nowhere"]}, "not a layer"),
     ]:
         with pytest.raises(RecipeError, match=said):
             ASP.init_model_for_pruning(model, **given)
@@ -166,8 +166,8 @@ def test_names_and_classes_narrow_the_choice_as_in_apex():
     assert list(handle.layers) == ["0"]
     for given, said in [
         ({"allowed_layer_names": ["4"], "whitelist": [nn.Conv2d]}, "'4': its class is not in whitelist"),
-        ({"allowed_layer_names": ["1"]}, "'1': it is no layer with a weight"),
-        ({"allowed_layer_names": ["0", "nowhere"]}, "'nowhere', which is no layer"),
+        ({"allowed_layer_names": ["1"]}, "'1': it has no weight"),
+        ({"allowed_layer_names": ["0", "nowhere"]}, "'nowhere', which is not a layer"),
         ({"disallowed_layer_names": ["module.0"]}, "disallowed_layer_names names 'module.0'"),
         ({"whitelist": [nn.Embedding]}, "whitelist names Embedding"),
         ({"disallowed_layer_names": ["0", "2", "4"]}, "no layer of the model can be pruned .* 0: it is in disallowed"),

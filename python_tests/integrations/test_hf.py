@@ -293,11 +293,11 @@ def test_damaged_orders_and_absent_adapters_are_refused(tmp_path: Path) -> None:
         (lambda q: q["layers"][LAYER].update(columns=1), CheckpointError, "rank None and columns 1"),
         (lambda q: q["layers"].update({LAYER: 3}), CheckpointError, "its entry in the metadata is damaged"),
         (lambda q: q["layers"].update({"model.norm": q["layers"][LAYER]}), CheckpointError, "the model a LlamaRMSNorm"),
-        (lambda q: q.update(layers=[]), CheckpointError, "layers is not a table"),
+        (lambda q: q.update(layers=[]), CheckpointError, "layers is not a dict"),
         (lambda q: q.update(layers={}), CheckpointError, "has none of the compressed layers"),
         (lambda q: q.update(version=99), CheckpointError, "version 99; this one reads up to .*: upgrade nmkernels"),
         (lambda q: q.update(version="1"), CheckpointError, "version 1"),
-        (lambda q: q.update(colour="red"), TypeError, "unknown colour"),
+        (lambda q: q.update(colour="red"), TypeError, "unknown argument colour"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(change: Callable[..., object], error: type[Exception], message: str, copied: Path) -> None:
@@ -311,7 +311,7 @@ def test_a_config_that_does_not_fit_is_refused(change: Callable[..., object], er
 def test_another_pattern_than_the_checkpoints_is_refused_and_options_are_taken(llama: tuple[Any, Path]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # transformers: the checkpoint's configuration is the one used
-        with pytest.raises(PatternError, match=r"NMConfig\('1:4'\): the checkpoint is compressed already, as 2:4"):
+        with pytest.raises(PatternError, match=r"NMConfig\('1:4'\): the checkpoint is already compressed, as 2:4"):
             loaded(llama[1], quantization_config=NMConfig("1:4"))
         for given in (NMConfig("2:4", keep_dense=True), NMConfig(keep_dense=True)):
             model = loaded(llama[1], quantization_config=given)
@@ -348,7 +348,7 @@ def test_device_maps(llama: tuple[Any, Path], tmp_path: Path) -> None:
         assert layer.values.is_meta == layer.indices.is_meta == offload_buffers and again.model.layers[1].input_layernorm.weight.is_meta
         assert equal_bits(logits(again), logits(model))
         if offload_buffers:
-            with pytest.raises(RecipeError, match="has its weight elsewhere"):
+            with pytest.raises(RecipeError, match="has an offloaded weight"):
                 again.dequantize()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # transformers: there must be enough memory
@@ -399,7 +399,7 @@ def test_what_is_split_over_ranks_is_refused(llama: tuple[Any, Path], monkeypatc
         model.save_pretrained(tmp_path)
     config = copy.deepcopy(model.config)
     config.distributed_config = object()
-    with pytest.raises(RecipeError, match=r"is not split over devices while it loads.*\n?.*nm.load_compressed"):
+    with pytest.raises(RecipeError, match=r"cannot be split over devices while it loads.*\n?.*nm.load_compressed"):
         NMQuantizer(config.quantization_config)._process_model_before_weight_loading(SimpleNamespace(config=config))
 
 
@@ -457,7 +457,7 @@ def test_marks_come_and_go(llama: tuple[Any, Path]) -> None:
 def test_beside_another_quantizer_it_says_that_saving_will_not_work() -> None:
     model = trained(built("llama"), "llama")
     model.hf_quantizer = object()
-    with pytest.warns(UserWarning, match="compressed layers beside those of object, which does not know them"):
+    with pytest.warns(UserWarning, match="compressed layers and the quantizer object, which does not know them"):
         nm.compress_(model)
 
 
@@ -545,7 +545,7 @@ def test_a_dense_checkpoint_on_disk_and_planned_for(dense_folders: dict[str, Pat
 
 def test_what_cannot_be_pruned_is_refused(dense_folders: dict[str, Path], tmp_path: Path) -> None:
     folder = dense_folders["llama"]
-    with pytest.raises(PatternError, match=r'the checkpoint is dense; say the pattern to prune it to, NMConfig\("2:4"\)'):
+    with pytest.raises(PatternError, match=r'the checkpoint is dense; pass the pattern to prune it to, NMConfig\("2:4"\)'):
         loaded(folder, quantization_config=NMConfig())
     with pytest.raises(PatternError):
         NMConfig("5:4")
@@ -575,7 +575,9 @@ def test_the_card_says_what_loading_needs_and_a_users_card_stays(llama: tuple[An
     model, folder = llama
     text = (folder / CARD).read_text()
     assert text.startswith("---\n") and "- nmkernels" in text and "library_name: transformers" in text
-    assert "import nmkernels\n" in text and 'LlamaForCausalLM.from_pretrained("sparse-llama")' in text and "2:4 sparse" in text
+    assert (
+        "import nmkernels.integrations.hf\n" in text and 'LlamaForCausalLM.from_pretrained("sparse-llama")' in text and "2:4 sparse" in text
+    )
     (tmp_path / CARD).write_text("---\nlicense: mit\ntags:\n- llama\n---\n\n# Mine\n\nWords.\n")
     for _ in range(2):
         model.save_pretrained(tmp_path)
@@ -618,10 +620,10 @@ def test_what_is_pushed_has_the_card_too(llama: tuple[Any, Path], monkeypatch: p
 LOAD = """
 import sys
 if sys.argv[2] == "before":
-    import nmkernels
+    import nmkernels.integrations.hf
 import torch, transformers
 if sys.argv[2] == "after":
-    import nmkernels
+    import nmkernels.integrations.hf
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
 torch.save(model(input_ids=torch.arange(3, 15).reshape(2, 6)).logits.detach(), sys.argv[3])
 """
@@ -663,18 +665,6 @@ def test_a_process_without_nmkernels_refuses_the_file(name: str, tmp_path: Path)
     done = ran("-c", LOAD, tmp_path, "never", tmp_path / "y")
     assert done.returncode == 1 and "Unknown quantization type, got nmkernels" in done.stderr
     assert "MISMATCH" in done.stderr and "ignore_mismatched_sizes" in done.stderr
-
-
-@pytest.mark.slow
-def test_importing_nmkernels_imports_no_transformers_and_waits_for_it() -> None:
-    code = """
-import sys, nmkernels
-assert "transformers" not in sys.modules and "nmkernels.integrations.hf" not in sys.modules
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
-assert AUTO_QUANTIZER_MAPPING["nmkernels"] is nmkernels.integrations.hf.NMQuantizer
-"""
-    done = ran("-c", code)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -458,7 +458,7 @@ def test_what_cannot_work_is_refused(tmp_path):
         with pytest.raises(nm.RecipeError, match=f"fit: {name} .*{way}"):
             Sparsity("srste:2:4").setup(trainer, Net(), "fit")
     endless = trainer_of(tmp_path, Sparsity("mdgf:2:4"), max_steps=-1, max_epochs=-1)
-    with pytest.raises(nm.RecipeError, match="neither max_steps nor a length"):
+    with pytest.raises(nm.RecipeError, match="neither max_steps nor a known length"):
         fit(endless, Net())
     with pytest.raises(nm.RecipeError, match="no recipe is called 'srst'"):
         fit(trainer_of(tmp_path, Sparsity("srst:2:4")), Net())

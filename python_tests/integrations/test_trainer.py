@@ -27,7 +27,7 @@ from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from nmkernels.integrations.trainer import Drive, prepare
+from nmkernels.integrations.trainer import RecipeCallback, prepare
 from nmkernels.recipes.attach import unwrapped
 
 R = nm.recipes
@@ -335,7 +335,7 @@ def test_metrics_are_logged_as_plain_numbers(tmp_path, monkeypatch):
     given = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 6, "max_steps": 6}
     trainer = trainer_of(tmp_path, report_to=["wandb"], **given)
     handle = prepare(trainer, R.STEP("2:4", t_min=2, t_max=3, threshold=1e-30), finish=False)
-    assert isinstance(trainer.callback_handler.callbacks[0], Drive), "before those that write the log"
+    assert isinstance(trainer.callback_handler.callbacks[0], RecipeCallback), "before those that write the log"
     trainer.train()
     want = {f"nm/{name}": value.item() for name, value in handle.metrics().items()}
     history = [log for log in trainer.state.log_history if "loss" in log]
@@ -451,14 +451,14 @@ def test_what_cannot_work_is_refused(tmp_path, monkeypatch):
         assert not any(isinstance(m, nm.SparseLinear) for m in model.modules())
         if isinstance(trainer, Trainer):
             assert trainer.optimizer_cls_and_kwargs is kept
-            assert not any(isinstance(callback, Drive) for callback in trainer.callback_handler.callbacks)
+            assert not any(isinstance(callback, RecipeCallback) for callback in trainer.callback_handler.callbacks)
 
     model = llama()
     given = {"optimizers": (torch.optim.AdamW(model.parameters()), None)}
-    refused("has an optimizer already.*optimizer_cls_and_kwargs", trainer_of(tmp_path, model, given))
+    refused("already has an optimizer.*optimizer_cls_and_kwargs", trainer_of(tmp_path, model, given))
     trained = trainer_of(tmp_path, max_steps=1)
     trained.train()
-    refused("has trained already", trained)
+    refused("has already trained", trained)
     anew = Trainer(model_init=lambda: llama(), args=settings(tmp_path), train_dataset=DATA)
     refused("model_init.*model=", anew)
     refused("DeepSpeed.*FSDP2", edited(trainer_of(tmp_path), is_deepspeed_enabled=True))
@@ -473,10 +473,10 @@ def test_what_cannot_work_is_refused(tmp_path, monkeypatch):
     refused("no train_dataset", edited(trainer_of(tmp_path, max_steps=-1), train_dataset=None), "mdgf:2:4")
     refused("no recipe is called 'srst'", trainer_of(tmp_path), "srst:2:4")
     refused("MaskLLM makes parameter groups of its own.*adamw_torch", trainer_of(tmp_path, optim="sgd"), "maskllm:2:4")
-    refused("a transformers.Trainer is wanted; got SimpleNamespace", types.SimpleNamespace(model=model))
+    refused("expected a transformers.Trainer; got SimpleNamespace", types.SimpleNamespace(model=model))
     twice = trainer_of(tmp_path)
     prepare(twice, "srste:2:4")
-    with pytest.raises(nm.RecipeError, match="has a recipe already"):
+    with pytest.raises(nm.RecipeError, match="already has a recipe"):
         prepare(twice, "srste:2:4")
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.nn import CompressedLinear, decompress_
-from nmkernels.nn.deploy import AFTER
+from nmkernels.nn.swap import post_swap_hooks
 from nmkernels.pattern import RecipeError
 from nmkernels.testing import equal_bits
 
@@ -63,17 +63,17 @@ def test_what_has_no_dense_form_is_refused_and_nothing_is_changed():
     with pytest.raises(RecipeError, match="the model itself is one compressed layer"):
         decompress_(layer)
     model = nn.Sequential(layer, copy.deepcopy(layer).to("meta"))
-    with pytest.raises(RecipeError, match="layer '1' has its weight elsewhere"):
+    with pytest.raises(RecipeError, match="layer '1' has an offloaded weight"):
         decompress_(model)
     assert model[0] is layer
 
 
-def test_who_keeps_books_of_compressed_layers_is_told(monkeypatch):
-    told = []
-    monkeypatch.setattr("nmkernels.nn.deploy.AFTER", [*AFTER, told.append])
+def test_post_swap_hooks_are_called_with_the_model(monkeypatch):
+    calls = []
+    monkeypatch.setattr("nmkernels.nn.swap.post_swap_hooks", [*post_swap_hooks, calls.append])
     model = finished()
-    assert told == []
+    assert calls == [model]
     nm.compress_(model)
     nm.densify_(model)
     nm.densify_(model)
-    assert told == [model, model], "the second time nothing was compressed"
+    assert calls == [model] * 3, "the second densify_ changed nothing"
