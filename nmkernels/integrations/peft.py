@@ -1,7 +1,7 @@
 """PEFT: LoRA on layers with N:M weights, finished or compressed, and ways to merge it that keep N:M.
 
 Importing this module makes peft's own functions accept these layers, also when an adapter is loaded. ``sparsify_``, ``compress_`` and
-``load_compressed`` import it if peft is imported; a process that imports peft later imports it itself, ``import nmkernels.integrations.peft``::
+``load_compressed`` import it if peft is imported by then; else ``import nmkernels.integrations.peft``::
 
     import nmkernels as nm
     from peft import LoraConfig, get_peft_model
@@ -235,7 +235,7 @@ class SparseLoraLinear(Linear):
             raise OptionError(reason)
         if config.use_dora and adapter_of(self.get_base_layer()) is not None:
             raise OptionError(
-                "DoRA scales each row of the weight by its norm, but this layer has its own low-rank adapter, which would not be scaled. Use "
+                "DoRA scales each row of the weight by its norm, but this layer has its own low-rank adapter, which would not scale. Use "
                 "LoRA without use_dora, or remove that adapter: "
                 "nm.integrations.peft.export_adapter(model, folder, remove=True)."
             )
@@ -658,7 +658,7 @@ def unsupported(config: LoraConfig) -> str:
     init = config.init_lora_weights
     if isinstance(init, str) and init.lower().startswith(WEIGHT_INITS):
         return (
-            f"init_lora_weights={init!r} moves a part of the weight into the adapter and leaves a dense remainder, which is not N:M. Use True, "
+            f"init_lora_weights={init!r} moves a part of the weight into the adapter and leaves a dense remainder. Use True, "
             "'gaussian', 'orthogonal' or 'eva'."
         )
     if config.use_qalora or config.loftq_config:

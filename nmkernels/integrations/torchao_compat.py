@@ -262,9 +262,7 @@ def check_quantize(model: nn.Module, filter_fn: Any = None) -> None:
     chosen = filter_fn if callable(filter_fn) else lambda module, name: isinstance(module, nn.Linear)
     for name, module in model.named_modules():
         if isinstance(module, NMWeight) and not module.finished and module.transform is not None and chosen(module, name):
-            raise RecipeError(
-                f"quantize_: layer {name!r} is in training, and its mask is computed from the float weight; call finish() first."
-            )
+            raise RecipeError(f"quantize_: layer {name!r} is in training: its mask depends on the float weight. Call finish() first.")
     if not compressed:
         return
     way = "Quantise the finished model, before compress_: the quantised weights keep its zeros"

@@ -145,8 +145,8 @@ def _refusing_finished(handle: Handle, train: Callable[..., Any]) -> Callable[..
         if handle.finished:
             raise RecipeError(
                 "train: the recipe has been finished by an earlier train(). To train in parts, prepare(trainer, recipe, finish=False) and "
-                "call handle.finish() after the last one. To train again, from a checkpoint or from the start, prepare a new Trainer with a "
-                "new model."
+                "call handle.finish() after the last one. To train again, from a checkpoint or from the start, prepare a new Trainer with "
+                "a new model."
             )
         return train(*args, **kwargs)
 

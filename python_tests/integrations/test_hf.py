@@ -399,7 +399,7 @@ def test_what_is_split_over_ranks_is_refused(llama: tuple[Any, Path], monkeypatc
         model.save_pretrained(tmp_path)
     config = copy.deepcopy(model.config)
     config.distributed_config = object()
-    with pytest.raises(RecipeError, match=r"cannot be split over devices while it loads.*\n?.*nm.load_compressed"):
+    with pytest.raises(RecipeError, match=r"cannot be split over devices while loading.*\n?.*nm.load_compressed"):
         NMQuantizer(config.quantization_config)._process_model_before_weight_loading(SimpleNamespace(config=config))
 
 
