@@ -93,7 +93,7 @@ class NMConverter(ModelConfigConverter):
         recipe = resolve(self.config.recipe)
         if recipe.setup.patterns is not None:
             raise RecipeError(
-                f"NMConverter: {type(recipe).__name__} chooses patterns by the weights, which do not exist yet; use one with a fixed pattern."
+                f"NMConverter: {type(recipe).__name__} chooses patterns by the weights, which do not exist yet; use a fixed pattern."
             )
         places = {name: (config, parent, key) for name, config, parent, key in model_config.traverse(Linear.Config)}
         plain = {name: config for name, (config, parent, _) in places.items() if config._owner is Linear and parent is not None}
