@@ -1,6 +1,6 @@
 """The N:M pattern, the alignment rules that follow from it, and the package's error classes.
 
-Layer 0: pure standard library, so that every other module may import it.
+It needs only the standard library, so that every other module can import it.
 """
 
 from __future__ import annotations

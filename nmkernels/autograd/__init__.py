@@ -1,4 +1,4 @@
-"""Layer 4: autograd. One linear Function driven by a GemmPlan, and the weight transforms in front of it."""
+"""Autograd: one linear Function driven by a GemmPlan, and the weight transforms in front of it."""
 
 from .activation import SplitRule, sparse_relu2, split, split_linear
 from .linear import linear, linear_compressed

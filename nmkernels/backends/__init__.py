@@ -1,4 +1,4 @@
-"""Layer 2: backends. Importing this package registers all of them; each declines in its ``supports`` what it cannot run.
+"""The backends. Importing this package registers all of them; ``supports`` of each says which calls it can run.
 
 A new backend is one module and one name in this list. Importing a module must be cheap and must work where
 the backend itself cannot run, so that ``explain`` can say why.

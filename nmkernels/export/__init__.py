@@ -1,4 +1,4 @@
-"""Files that a finished model leaves as: compressed safetensors, dense safetensors whose zeros are N:M, ONNX, AOTInductor's packages."""
+"""Export of finished models: compressed or dense safetensors, ONNX, AOTInductor packages."""
 
 from .files import atomic_write
 from .graphs import save_aoti, save_onnx

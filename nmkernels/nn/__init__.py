@@ -1,4 +1,4 @@
-"""Layer 5: modules. SparseLinear trains, CompressedLinear deploys."""
+"""Modules: SparseLinear for training, CompressedLinear for inference."""
 
 from .activation import ActivationRule, SquaredReLU, SquaredReLUMLP
 from .adapter import ADAPTER, adapter_of, add_adapter, folded, set_adapter

@@ -1,4 +1,4 @@
-"""Layer 5: optimizers. MaskedAdamW is AdamW until a recipe gives it masks."""
+"""Optimizers: MaskedAdamW, which is AdamW until a recipe gives it masks."""
 
 from .adamw import MaskedAdamW, merge_stats
 from .annealed import AnnealedAdamW

@@ -1,4 +1,4 @@
-"""Layer 6: training recipes. Each method of the field is one file of ``methods`` with a frozen configuration, found by itself."""
+"""Training recipes. Each method is one file with a frozen dataclass, which is registered automatically."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""Layer 2: helpers that the tests, the benches and users' own tests share."""
+"""Helpers for the tests, the benchmarks and users' own tests."""
 
 from .cases import Case, cases
 from .compare import assert_equal_bits, assert_no_worse, equal_bits

@@ -5,42 +5,26 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from python_tests.house.tree import CSRC, PACKAGE
+from python_tests.house.tree import CSRC, PACKAGE, ROOT
 
-TOP = 12
-LAYERS = {
-    "pattern": 0,
-    "dispatch": 0,
-    "capability": 0,
-    "shards": 0,
-    "layouts": 0,
-    "_version": 0,
-    "_C": 0,
-    "reference": 1,
-    "tuning": 2,
-    "backends": 3,
-    "testing": 3,
-    "ops": 4,
-    "gemm": 5,
-    "autograd": 6,
-    "nn": 7,
-    "optim": 7,
-    "recipes": 8,
-    "audit": 9,
-    "export": 9,
-    "integrations": 10,
-    "models": 10,
-    "cli": 11,
-    "__init__": TOP,
-    "__main__": TOP,
-}
-"""The layer of each file and folder at the package's top level; ``_C`` is the compiled core."""
+TOP = 99
+"""The layer of the package's own ``__init__`` and ``__main__``: above all others."""
 
+
+def layers() -> dict[str, int]:
+    """The layer of each file and folder at the package's top level, from the table of CONTRIBUTING.md; ``_C`` is the compiled core."""
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.MULTILINE)
+    table = {name: int(layer) for layer, names in rows for name in re.findall(r"`(\w+)(?:\.py|/)`", names)}
+    return {"_version": 0, "_C": 0, **table, "__init__": TOP, "__main__": TOP}
+
+
+LAYERS = layers()
 CSRC_LAYERS = {"core": 0, "cpu": 1, "cuda": 1, "cusparselt": 1, "emulator": 1, "tests": 2, "bindings": 2}
 CSRC_MAY_SHARE = {("cuda", "emulator"), ("cusparselt", "cuda")}
-"""Who may include whom beside it: device code speaks the emulator's language, cuSPARSELt shares launch helpers."""
+"""Pairs within a layer that may include each other: device code uses the emulator's types, cuSPARSELt shares launch helpers."""
 
 SOURCES = {".h", ".hpp", ".cpp", ".cu", ".cuh"}
 
@@ -60,7 +44,7 @@ def import_violations(package: Path) -> list[str]:
 def _complaint(own: str, target: str) -> str:
     for name in (own, target):
         if name and name not in LAYERS:
-            return f"{name!r} has no layer; give it one in {Path(__file__).name}"
+            return f"{name!r} has no layer; give it one in CONTRIBUTING.md"
     if not target:
         return "imports the package by its absolute name; write a relative import"
     mine, theirs = LAYERS[own], LAYERS[target]
@@ -87,6 +71,28 @@ def _home(name: str, package: Path) -> str:
     return name if name in LAYERS or (package / name).is_dir() or (package / f"{name}.py").exists() else "__init__"
 
 
+def import_circle(package: Path) -> list[str]:
+    """Modules that import each other, inside functions too; empty if there are none."""
+    modules = {_module(path, package): path for path in package.rglob("*.py")}
+    graph: dict[str, set[str]] = {name: set() for name in modules}
+    for name, path in modules.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = ".".join([*path.parents[node.level - 1].relative_to(package).parts, *filter(None, [node.module])])
+                targets = {f"{base}.{a.name}".lstrip(".") if f"{base}.{a.name}".lstrip(".") in modules else base for a in node.names}
+                graph[name] |= targets & modules.keys() - {name}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def _module(path: Path, package: Path) -> str:
+    parts = path.relative_to(package).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
 def include_violations(csrc: Path) -> list[str]:
     """Every ``#include`` under ``csrc`` that goes up or sideways or is of torch, and CUDA headers in core; one line each."""
     found = []
@@ -110,7 +116,7 @@ def _include_complaint(where: Path, header: str, quoted: bool, csrc: Path) -> st
     near = (csrc / where).parent / header
     path = near if near.exists() else csrc / header
     if not path.exists():
-        return "it is neither beside the file nor under csrc"
+        return "it is neither next to the file nor under csrc"
     target = _csrc_folder(path.resolve().relative_to(csrc.resolve()))
     if own == target or (own, target) in CSRC_MAY_SHARE or CSRC_LAYERS.get(target, 99) < CSRC_LAYERS.get(own, -1):
         return ""
@@ -118,9 +124,13 @@ def _include_complaint(where: Path, header: str, quoted: bool, csrc: Path) -> st
 
 
 def _csrc_folder(where: Path) -> str:
-    """The folder of a source; the files beside the folders are all bindings: bindings.cpp, bindings_cuda.cpp, ..."""
+    """The folder of a source; files next to the folders are bindings: bindings.cpp, bindings_cuda.cpp, ..."""
     return re.split(r"[._]", where.name)[0] if len(where.parts) == 1 else where.parts[0]
 
 
 def test_imports_and_includes_go_down() -> None:
     assert import_violations(PACKAGE) == [] and include_violations(CSRC) == []
+
+
+def test_no_module_imports_one_that_imports_it() -> None:
+    assert import_circle(PACKAGE) == []
