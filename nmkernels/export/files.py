@@ -1,4 +1,4 @@
-"""Writing a file so that a crash leaves either the old one or the new one, never half of one."""
+"""Atomic writing: after a crash a file is either the old one or the new one, never half of it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ FULL = {os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 
 
 def atomic_write(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a temporary file beside ``path``, put it on the disk, and rename it to ``path`` in one step.
+    """Call ``write`` with a temporary file, flush that to disk, and rename it to ``path`` in one step.
 
-    The temporary file has the name of ``path``, in a folder ``.NAME.XXXXXXXX.tmp`` of its own, because writers have temporary files
-    too. A process that is killed leaves that folder; nothing else, and never half of ``path``.
+    The temporary file has the name of ``path`` and is in a new folder ``.NAME.XXXXXXXX.tmp`` next to it, because writers may create
+    temporary files too. A process that is killed leaves that folder behind, and never half of ``path``.
 
     Raises:
         CheckpointError: the folder does not exist, ``path`` is not a regular file, or the system refuses (full disk, no permission).
     """
     path = Path(path)
     if path.is_dir():
-        raise CheckpointError(f"{path} is a folder; give the name of a file in it.")
+        raise CheckpointError(f"{path} is a folder; pass the name of a file in it.")
     if path.exists() and not path.is_file():
-        raise CheckpointError(f"{path} is not a regular file, and would be replaced by one; give another name.")
+        raise CheckpointError(f"{path} is not a regular file and would be replaced by one; pass another name.")
     if not path.parent.is_dir():
         raise CheckpointError(f"{path}: the folder {path.parent} does not exist; create it first.")
     temporary = None
@@ -50,7 +50,7 @@ def atomic_write(path: str | os.PathLike[str], write: Callable[[Path], object]) 
 
 
 def write_error(path: Path, reason: str) -> CheckpointError:
-    """What to raise where the system refuses to write ``path``; names the free space if that may be why."""
+    """The error for a failed write of ``path``; if the disk may be full, it names the free space."""
     free = ""
     if reason in FULL:
         with suppress(OSError):
@@ -60,7 +60,7 @@ def write_error(path: Path, reason: str) -> CheckpointError:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn the system's refusal to write ``path`` into words."""
+    """Turn an OSError inside the ``with`` block into the CheckpointError of ``write_error``."""
     try:
         yield
     except OSError as error:
@@ -68,18 +68,18 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _reason(error: Exception, temporary: Path | None) -> str | None:
-    """Why the system refused to write ``temporary``, or None where it is not to blame for ``error``."""
+    """Why the system failed to write ``temporary``, or None if ``error`` has another cause."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if code := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors
         return os.strerror(int(code[1]))
     if temporary is not None and isinstance(error, RuntimeError) and "inline_container" in str(error):
-        try:  # torch does not say why: writing some more does
+        try:  # torch does not give the reason; writing more to the file does
             with temporary.open("ab") as file:
                 file.write(bytes(1 << 16))
         except OSError as again:
             return again.strerror
-        return "the system refused a write"
+        return "a write failed"
     return None
 
 
@@ -92,7 +92,7 @@ def _amount(size: float) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file, or a folder's table of names, to the disk; systems that cannot open a folder do not need it."""
+    """Flush a file or a directory to disk; systems that cannot open a directory do not need it."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except PermissionError:

@@ -1,4 +1,4 @@
-"""Loads what a compressed file holds into a model, all of it checked before anything is changed."""
+"""Loading a compressed file into a model. Everything is checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ from ..reference import unpack_indices
 from ..shards import is_sharded, local, spread
 from .tensors import Contents, place, plain_modules, plain_names, quote, shortened
 
-SHOWN = 5
+MAX_PROBLEMS = 5
+"""How many problems an error message lists."""
 
 PARTS = ("weight.values", "weight.indices", "weight.columns", *ADAPTER)
-"""What a file holds of a layer, the first two of every one; of a stack of experts these two, without "weight"."""
+"""The tensors of a layer in a file. Every layer has the first two; a stack of experts has these two only, without "weight"."""
 
-STACKS = (EXPERTS, EXPERTS_T)  # no set: what a stranger's file says may not be hashable
+STACKS = (EXPERTS, EXPERTS_T)  # a tuple, because values from an untrusted file may not be hashable
 
 
 class LayerPlan(NamedTuple):
-    """What one compressed layer is made of; ``parts`` are those of ``PARTS`` that the file holds, ``shape`` is ``(out, in)`` or
-    ``(E, out, in)``, ``kernel`` is of a convolution."""
+    """One compressed layer of a file. ``parts`` are the tensors of ``PARTS`` that the file has, ``shape`` is ``(out, in)`` or
+    ``(E, out, in)``, ``kernel`` is that of a convolution."""
 
     pattern: Pattern
     shape: tuple[int, ...]
@@ -58,7 +59,7 @@ class LayerPlan(NamedTuple):
         )
 
     def to(self, device: torch.device) -> LayerPlan:
-        """The same on ``device``, on the CPU instead of the meta device, in memory of its own instead of the mapped file."""
+        """A copy on ``device`` (on the CPU instead of the meta device), in new memory instead of the mapped file."""
         on = "cpu" if device.type == "meta" else device
         return self._replace(parts={part: tensor.to(on, copy=True) for part, tensor in self.parts.items()})
 
@@ -80,20 +81,20 @@ class LayerPlan(NamedTuple):
         return CompressedStack(Compressed(values, indices, self.pattern, (experts * rows, cols)), experts, self.layout, keep_dense)
 
     def _stored(self, tensor: Tensor) -> Tensor:
-        """From (out, in) to how the dense layer stores it, or back."""
+        """Convert between (out, in) and the dense layer's storage order."""
         return tensor.t() if self.layout == CONV1D else tensor
 
     def _part(self, tensor: Tensor, weight: Tensor) -> Tensor:
-        """What this rank multiplies of ``tensor``, rows of which belong to rows of ``weight``."""
+        """This rank's part of ``tensor``, which is split like the rows of ``weight``."""
         return self._stored(local(spread(weight, self._stored(tensor)))).clone(memory_format=torch.contiguous_format)
 
 
 class _Unfit(Exception):
-    """Why a layer of the file is damaged or does not fit the model's."""
+    """A layer of the file is damaged or does not fit the model; the message says why."""
 
 
 def load(model: nn.Module, contents: Contents, table: dict[str, Any], keep_dense: bool = False) -> None:
-    """Copy tensors and swap layers, those of ``table``, once all of it fits; a module that the model holds twice stays one module."""
+    """Check everything, then copy tensors and swap the layers of ``table``; a module with several names stays one module."""
     layers: dict[str, LayerPlan] = {}
     problems: list[str] = []
     rest = dict(contents.tensors)
@@ -105,21 +106,21 @@ def load(model: nn.Module, contents: Contents, table: dict[str, Any], keep_dense
         parts = {part: rest.pop(stored) for part, stored in names.items() if stored in rest}
         # a stack is a Parameter of its module
         home, dot, key = name.rpartition(".") if stack else (name, "", "")
-        given, module = modules.get(home, (home, None))
-        given += (dot if given else "") + key
+        own_name, module = modules.get(home, (home, None))
+        own_name += (dot if own_name else "") + key
         try:
-            layers[given] = layer = _layer(name, about, parts, module)
-            first = planned.setdefault((id(module), key), given)
+            layers[own_name] = layer = _layer(name, about, parts, module)
+            first = planned.setdefault((id(module), key), own_name)
             if not layer.equals(layers[first]):
-                raise _Unfit(f"the model has it under the name {first!r} too, where the file holds another weight")
+                raise _Unfit(f"in the model it is also {first!r}, for which the file has another weight")
         except _Unfit as error:
             problems.append(f"layer {quote(name)}: {error}")
     others = _match_others(layers, rest, model, problems)
     if problems:
-        shown = "\n  ".join(problems[:SHOWN])
-        more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        raise CheckpointError(f"{contents.path} does not fit the model, which was left as it was:\n  {shown}{more}")
-    # what may fail, for want of memory, comes first
+        shown = "\n  ".join(problems[:MAX_PROBLEMS])
+        more = f"\n  and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
+        raise CheckpointError(f"{contents.path} does not fit the model, which is unchanged:\n  {shown}{more}")
+    # first what may run out of memory
     homes = {name: home_of(name, layer._asdict()) for name, layer in layers.items()}
     dense: dict[str, Any] = {name: model.get_submodule(home) for name, (home, _) in homes.items()}
     once = {(id(dense[name]), key): name for name, (_, key) in homes.items()}
@@ -130,7 +131,7 @@ def load(model: nn.Module, contents: Contents, table: dict[str, Any], keep_dense
     for name, tensor in others.items():
         old = present[name]
         others[name] = spread(old, tensor)
-        if meta and isinstance(old, nn.Parameter):  # which would be assigned to each of those that share it
+        if meta and isinstance(old, nn.Parameter):  # assign one Parameter to all names of a tied weight
             others[name] = tied.setdefault(id(old), nn.Parameter(others[name], old.requires_grad))
     model.load_state_dict(others, strict=False, assign=meta)
     made = {dense[name]: plan.layer(dense[name], keep_dense) for name, plan in moved.items() if plan.layout not in STACKS}
@@ -142,7 +143,7 @@ def load(model: nn.Module, contents: Contents, table: dict[str, Any], keep_dense
 
 
 def home_of(name: str, about: Any) -> tuple[str, str]:
-    """(name of the module, name of its Parameter) whose weight the entry ``about`` of ``name`` describes."""
+    """(module name, Parameter name) of the weight that the entry ``about`` of ``name`` describes."""
     if not (isinstance(about, dict) and about.get("layout") in STACKS):
         return name, "weight"
     home, _, key = name.rpartition(".")
@@ -150,8 +151,8 @@ def home_of(name: str, about: Any) -> tuple[str, str]:
 
 
 def announced(name: str, about: Any, dense: nn.Module, keep_dense: bool = False) -> CompressedLinear | CompressedStack:
-    """What is to take the place of the module ``dense``, or of its stack of experts, by the entry ``about``: its tensors are on the meta
-    device, in the dtype of the dense weight.
+    """The compressed layer for the entry ``about``, to replace the module ``dense`` or its stack of experts. Its tensors are on the meta
+    device and have the dtype of the dense weight.
 
     Raises:
         CheckpointError: the entry is damaged, or does not fit ``dense``.
@@ -183,24 +184,24 @@ def announced(name: str, about: Any, dense: nn.Module, keep_dense: bool = False)
     return layer
 
 
-def check_filled(name: str, layer: CompressedLinear | CompressedStack, elsewhere: Mapping[str, Tensor], lacking: set[str]) -> None:
-    """Check what another library has read into an ``announced`` layer, as ``load`` checks it.
+def check_filled(name: str, layer: CompressedLinear | CompressedStack, offloaded: Mapping[str, Tensor], missing: set[str]) -> None:
+    """Check an ``announced`` layer whose tensors another library has read, as ``load`` does.
 
     Args:
-        elsewhere: indices and columns that the layer is given only while it runs.
-        lacking: names of its tensors that were not read.
+        offloaded: indices and columns that are put into the layer only while it runs.
+        missing: names of its tensors that were not read.
 
     Raises:
         CheckpointError: a part was not read, or is damaged.
     """
-    tensors = {**layer._buffers, **elsewhere}
+    tensors = {**layer._buffers, **offloaded}
     try:
-        if lacking:
-            raise _Unfit(f"the file lacks its {', '.join(sorted(lacking))}")
+        if missing:
+            raise _Unfit(f"the file lacks its {', '.join(sorted(missing))}")
         values, indices, columns, cols = layer.values, tensors["indices"], tensors.get("columns"), layer.in_features
         assert indices is not None
         if not values.is_floating_point() or indices.dtype != torch.uint8:
-            raise _Unfit(f"values are {values.dtype} and indices {indices.dtype}; they are to be floating-point and torch.uint8")
+            raise _Unfit(f"values are {values.dtype} and indices {indices.dtype}; expected floating-point values and torch.uint8 indices")
         _check_indices(indices, layer.pattern, cols)
         if columns is not None and not is_order(columns, cols):
             raise _Unfit(f"the order of its inputs is not a permutation of {cols}; the file is damaged")
@@ -225,12 +226,12 @@ def _layer(name: str, about: Any, parts: dict[str, Tensor], module: Any) -> Laye
     else:
         _check_module(name, module, layout, shape, kernel, values.dtype)
     if str(values.dtype) != f"torch.{dtype}" or indices.dtype != torch.uint8:
-        raise _Unfit(f"values are {values.dtype} and indices {indices.dtype}; torch.{shortened(dtype)} and torch.uint8 were announced")
+        raise _Unfit(f"values are {values.dtype} and indices {indices.dtype}; its entry says torch.{shortened(dtype)} and torch.uint8")
     want = (*outer, pattern.kept(cols)), (*outer, pattern.index_bytes(cols))
     if (tuple(values.shape), tuple(indices.shape)) != want:
         raise _Unfit(
-            f"values {tuple(values.shape)} and indices {tuple(indices.shape)} are not those "
-            f"of a {pattern} weight {shape}, which are {want[0]} and {want[1]}"
+            f"values have shape {tuple(values.shape)} and indices {tuple(indices.shape)}; "
+            f"a {pattern} weight {shape} has {want[0]} and {want[1]}"
         )
     _check_indices(indices, pattern, cols)
     _check_adapter(about.get("rank"), left, right, values.dtype, shape)
@@ -240,7 +241,7 @@ def _layer(name: str, about: Any, parts: dict[str, Tensor], module: Any) -> Laye
     if columns is not None and not is_order(columns, cols):
         raise _Unfit(f"the order of its inputs is not a permutation of {cols}; the file is damaged")
     if layout == CONV2D and (left is not None or columns is not None or cols // math.prod(kernel) % pattern.m):
-        raise _Unfit(f"a convolution has no adapter and no order of its inputs, and its groups of {pattern.m} lie among its input channels")
+        raise _Unfit(f"a convolution has no adapter and no reordered inputs, and {pattern.m} divides its input channels")
     plan = LayerPlan(pattern, shape, layout, parts, kernel)
     if layout not in STACKS and module is not None and is_sharded(module.weight):
         _check_split(plan, module.weight)
@@ -248,13 +249,13 @@ def _layer(name: str, about: Any, parts: dict[str, Tensor], module: Any) -> Laye
 
 
 def _check_split(plan: LayerPlan, weight: Any) -> None:
-    """What tensor parallelism can have: whole bytes of indices for each rank, and no adapter."""
+    """Check what tensor parallelism requires: whole bytes of indices on each rank, and no adapter."""
     if plan.layout not in MATRICES:
         raise _Unfit("it is sharded, and the file has a convolution; load into a plain model")
     if weight.is_meta:
         raise _Unfit("it is sharded on the meta device; load before parallelize_module, or move the model first")
     if plan.parts.keys() & set(ADAPTER):
-        raise _Unfit("it is sharded, and the file has an adapter beside it; load into a plain model")
+        raise _Unfit("it is sharded, and the file has an adapter for it; load into a plain model")
     p, ways = plan.pattern, 1
     for dim, placement in enumerate(weight.placements):
         if placement.is_shard(REDUCED[plan.layout]):
@@ -262,14 +263,14 @@ def _check_split(plan: LayerPlan, weight: Any) -> None:
     if ways == 1:
         return
     if "weight.columns" in plan.parts:
-        raise _Unfit("it takes its inputs in another order, and tensor parallelism has split them; load into a plain model")
+        raise _Unfit("it reorders its inputs, which tensor parallelism has split; load into a plain model")
     cols = plan.shape[1]
     if cols % (ways * p.m) or p.kept(cols // ways) * p.index_bits % 8:
-        raise _Unfit(f"it is split {ways} ways along in={cols}, which cuts the bytes of packed indices at {p}; load into a plain model")
+        raise _Unfit(f"it is split {ways} ways along in={cols}, which would cut bytes of packed {p} indices; load into a plain model")
 
 
 def _entry(about: Any) -> tuple[Pattern, str, str, tuple[int, ...], tuple[int, int]]:
-    """Pattern, layout, dtype, shape and kernel of a layer as its entry in the metadata says them."""
+    """(pattern, layout, dtype, shape, kernel) of a layer from its entry in the metadata."""
     try:
         spec, layout, dtype, shape = about["pattern"], about["layout"], about["dtype"], about["shape"]
         if not isinstance(spec, str) or not isinstance(dtype, str) or layout not in (*LAYOUTS, *STACKS):
@@ -279,14 +280,14 @@ def _entry(about: Any) -> tuple[Pattern, str, str, tuple[int, ...], tuple[int, i
             raise ValueError(f"shape {quote(shape)}")
         height, width = about["kernel"] if layout == CONV2D else (1, 1)
         if not all(type(size) is int and 0 < size < 1 << 31 for size in (height, width)) or sizes[-1] % (height * width):
-            raise ValueError(f"kernel {quote([height, width])} of a row of {sizes[-1]}")
+            raise ValueError(f"kernel {quote([height, width])} with rows of {sizes[-1]}")
         return Pattern(spec), layout, dtype, sizes, (height, width)
     except (KeyError, TypeError, ValueError, NMError) as error:
         raise _Unfit(f"its entry in the metadata is damaged ({type(error).__name__}: {shortened(error)})") from error
 
 
 def _check_adapter(rank: Any, left: Tensor | None, right: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """L (in, rank) and R (rank, out), where the entry announces a rank; none of it where it does not."""
+    """Check for L (in, rank) and R (rank, out) if the entry has a rank, and for no adapter if it has none."""
     if rank is None and left is None and right is None:
         return
     if rank is None or left is None or right is None:
@@ -295,7 +296,7 @@ def _check_adapter(rank: Any, left: Tensor | None, right: Tensor | None, dtype: 
     matrices = left.dim() == right.dim() == 2 and {left.dtype, right.dtype} == {dtype}
     if not matrices or type(rank) is not int or not left.shape[1] == right.shape[0] == rank >= 1:
         raise _Unfit(
-            f"an adapter of rank {shortened(rank)} in {dtype} was announced, "
+            f"its entry says an adapter of rank {shortened(rank)} in {dtype}; "
             f"L is {tuple(left.shape)} in {left.dtype} and R {tuple(right.shape)} in {right.dtype}"
         )
     if (right.shape[1], left.shape[0]) != shape:
@@ -306,7 +307,7 @@ def _check_module(name: str, module: Any, layout: str, shape: tuple[int, ...], k
     if module is None:
         raise _Unfit("the model has no such module")
     if isinstance(module, (CompressedLinear, NMWeight)):
-        raise _Unfit(f"it is a {type(module).__name__} already; load into a freshly built dense model")
+        raise _Unfit(f"it is already a {type(module).__name__}; load into a freshly built dense model")
     if not name:
         raise _Unfit("the model itself is one layer, which cannot be swapped in place; put it in an nn.Sequential")
     kinds = (
@@ -330,13 +331,13 @@ def _check_stack(name: str, module: Any, layout: str, shape: tuple[int, ...], dt
     if module is None:
         raise _Unfit("the model has no such module")
     if isinstance(module, (SparseExperts, CompressedExperts)):
-        raise _Unfit(f"it is in a {type(module).__name__} already; load into a freshly built dense model")
+        raise _Unfit(f"it is already in a {type(module).__name__}; load into a freshly built dense model")
     key = name.rpartition(".")[2]
     if stacks_of(module).get(key) != layout:
         raise _Unfit(f"the file holds a stack of experts (layout {layout}), the model's {type(module).__name__} has none of that name")
     weight = module._parameters[key]
     if is_sharded(weight):
-        raise _Unfit("it is sharded, and a stack of experts is not split among ranks; load into a plain model")
+        raise _Unfit("it is sharded, and compressed experts cannot be; load into a plain model")
     have = tuple(weight.shape) if layout == EXPERTS else (weight.shape[0], weight.shape[2], weight.shape[1])
     if have != shape:
         raise _Unfit(f"the file's weight is {shape} (experts, out, in), the model's {have}")
@@ -345,34 +346,34 @@ def _check_stack(name: str, module: Any, layout: str, shape: tuple[int, ...], dt
 
 
 def _check_indices(indices: Tensor, pattern: Pattern, cols: int) -> None:
-    """Positions rise within each group, stay below M, and spare bits are 0: what compress writes and the kernels rely on."""
+    """Check that indices increase within each group and are below M, and that spare bits are 0, as the kernels require."""
     count, bits = pattern.kept(cols), pattern.index_bits
     spare = indices.shape[-1] * 8 - count * bits
     if spare and indices.numel() and int(indices[..., -1].max()) >> (8 - spare):
         raise _Unfit("the spare bits of a row's last index byte are not 0; the file is damaged")
-    if not spare and 8 % (pattern.n * bits) == 0:  # a byte is some whole groups: look at each of the 256 once, which takes 1/20 of the time
+    if not spare and 8 % (pattern.n * bits) == 0:  # a byte holds whole groups: check each of the 256 values once, in 1/20 of the time
         indices, count = torch.bincount(indices.flatten(), minlength=256).nonzero().to(torch.uint8), 8 // bits
     positions = unpack_indices(indices, bits, count).unflatten(-1, (-1, pattern.n)).short()
     if positions.numel() and int(positions.max()) >= pattern.m:
         raise _Unfit(f"index {int(positions.max())} is out of range for groups of {pattern.m}; the file is damaged")
     if not bool((positions.diff(dim=-1) > 0).all()):
-        raise _Unfit("the indices of a group do not rise; the file is damaged")
+        raise _Unfit("the indices of a group do not increase; the file is damaged")
 
 
 def _match_others(layers: dict[str, LayerPlan], rest: dict[str, Tensor], model: nn.Module, problems: list[str]) -> dict[str, Tensor]:
-    """Every tensor that is not a compressed weight, by its name in the model: same names on both sides, same shapes, same dtypes."""
+    """Every tensor that is not a compressed weight, by its name in the model; names, shapes and dtypes have to match."""
     plain = plain_names(model)
     swapped = {plain(name) if layer.layout in STACKS else f"{plain(name)}.weight" for name, layer in layers.items()}
     failed = any(problems)
     others: dict[str, Tensor] = {}
     tied: dict[tuple[object, ...], str] = {}
-    for given, value in model.state_dict().items():
-        key = plain(given)
+    for own_name, value in model.state_dict().items():
+        key = plain(own_name)
         if key in swapped:
             continue
         tensor = rest.pop(key, None)
         if tensor is None:
-            if not (failed and key.endswith(".weight")):  # a layer that failed above is named there already
+            if not (failed and key.endswith(".weight")):  # it may be of a layer whose problem is already listed
                 problems.append(f"the file lacks {quote(key)}")
         elif not isinstance(value, Tensor) or tensor.shape != value.shape:
             have = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -380,11 +381,11 @@ def _match_others(layers: dict[str, LayerPlan], rest: dict[str, Tensor], model: 
         elif tensor.dtype != value.dtype:
             problems.append(f"{quote(key)} is {tensor.dtype} in the file, {value.dtype} in the model; use model.to({tensor.dtype})")
         else:
-            # on the meta device the model takes the tensor itself, which must not stay a part of the mapped file
-            others[given] = tensor.clone() if value.is_meta else tensor
+            # on the meta device the model takes this very tensor, which must not stay part of the mapped file
+            others[own_name] = tensor.clone() if value.is_meta else tensor
             known = type(value) is Tensor and value.numel() and not value.is_meta
-            first = tied.setdefault(place(value), given) if known else given
+            first = tied.setdefault(place(value), own_name) if known else own_name
             if not _same(others[first], tensor):
-                problems.append(f"{quote(key)} is tied to {first!r} in the model, and the file holds another tensor for it")
+                problems.append(f"{quote(key)} is tied to {first!r} in the model, but the file has another tensor for it")
     problems += [f"the model has no {quote(key)}" for key in rest]
     return others

@@ -1,13 +1,13 @@
-"""The canonical file of a compressed model: plain safetensors, the same on every device; and an ordinary dense file of it.
+"""The file format of compressed models, plain safetensors that are the same for every device; and ordinary dense files.
 
-A compressed layer ``fqn`` is stored as ``fqn.weight.values`` and ``fqn.weight.indices``, its low-rank adapter, where it has one,
-as ``fqn.nm_left`` and ``fqn.nm_right``, and the order in which it takes its inputs, where that is not their own, as
-``fqn.weight.columns``; every other tensor has the dense model's name. Names are those of the model without wrappers (``torch.compile``,
-DDP). A stack of experts is stored under the name of its Parameter, as ``name.values`` ``(E, out, kept)`` and ``name.indices``.
+A compressed layer ``fqn`` is stored as ``fqn.weight.values`` and ``fqn.weight.indices``; a low-rank adapter as ``fqn.nm_left`` and
+``fqn.nm_right``; reordered inputs as ``fqn.weight.columns``. Every other tensor has its name in the dense model. Names are those of the
+model without wrappers (``torch.compile``, DDP). A stack of experts is stored under the name of its Parameter, as ``name.values``
+``(E, out, kept)`` and ``name.indices``.
 
-The metadata says ``format`` "nmkernels", ``version``, ``layers`` (per layer: pattern, shape ``(out, in)`` or ``(E, out, in)``, dtype,
-layout, the ``rank`` of an adapter, ``columns`` true where there is an order, and the ``kernel`` ``[kh, kw]`` of a convolution, whose ``in``
-is ``kh · kw · in``, the channels innermost) and, where weights are tied, ``aliases`` (name -> name of the stored tensor).
+The metadata has ``format`` "nmkernels", ``version``, ``layers`` (per layer: pattern, shape ``(out, in)`` or ``(E, out, in)``, dtype,
+layout, the ``rank`` of an adapter, ``columns`` true if inputs are reordered, and the ``kernel`` ``[kh, kw]`` of a convolution, whose ``in``
+is ``kh · kw · in`` with channels innermost) and, if weights are tied, ``aliases`` (name -> name of the stored tensor).
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from ..nn.experts import child_name
 from ..nn.gather import fsdp_modules, reshard
 from ..pattern import CheckpointError, RecipeError
 from ..shards import is_sharded, whole
+from .gather import Gatherer
 from .plan import home_of, load
-from .ranks import Ranks
 from .tensors import Contents, Layer, other_tensors, plain_names, quote, read, read_folder, sparse_layers, weight_name
 
 FORMAT = "nmkernels"
 HUGGING_FACE = "pt"
-"""The format of a file that ``save_pretrained`` wrote: transformers puts it into the metadata, with ours beside it."""
+"""The ``format`` in files of ``save_pretrained``, which transformers sets; the other entries are the same."""
 VERSION = 4
-"""The newest version that is read. A file is written as the oldest version that can hold it: 4 where a weight is no matrix, 3 where a layer
-has an order of its inputs, 2 where one has an adapter, else 1."""
+"""The newest version that can be read. A file is written in the oldest sufficient version: 4 if a weight is not a matrix, 3 if inputs are
+reordered, 2 if a layer has an adapter, else 1."""
 
 
 def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a model that ``compress_`` has compressed to one safetensors file, atomically.
 
-    A model whose weights are sharded (FSDP2) need only be finished. Then all ranks call this: each compresses its shards, one layer after
-    the other is gathered packed, and the first rank writes; no rank ever has a dense model, nor any but the first a packed one.
+    A model with sharded weights (FSDP2) only has to be finished. All ranks then call this: each compresses its shards, the layers are
+    gathered one by one in packed form, and the first rank writes; no rank ever holds the whole dense model.
 
     Args:
-        model: holds at least one CompressedLinear, or sharded finished layers, and no layer still in training.
+        model: a model with compressed layers, or sharded finished ones, and no layer still in training.
         path: file to write; its folder must exist.
 
     Raises:
         RecipeError: the model is not compressed yet.
-        CheckpointError: the file cannot be written. Of a sharded model on every rank.
+        CheckpointError: the file cannot be written; raised on every rank.
 
     Example:
         >>> import tempfile, os, torch, nmkernels as nm
@@ -72,10 +72,10 @@ def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
         raise RecipeError("save_compressed: the model has no compressed layer; call nm.compress_(model) first, or use nm.save_dense.")
     if "" in layers:
         raise RecipeError(
-            "save_compressed: the model itself is one CompressedLinear, which loading cannot swap in; put it in an nn.Sequential."
+            "save_compressed: the model itself is one CompressedLinear, which loading could not swap in; put it in an nn.Sequential."
         )
-    ranks = Ranks(model)
-    ranks.agree(_not_nm("save_compressed", layers))
+    gatherer = Gatherer(model)
+    gatherer.raise_together(_not_nm("save_compressed", layers))
     tensors = other_tensors(model, layers)
     about: dict[str, dict[str, Any]] = {}
     packed: dict[int, ops.Compressed] = {}  # a layer may have several names
@@ -85,7 +85,7 @@ def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
             tensors |= {f"{name}.values": layer.values, f"{name}.indices": layer.indices}
             continue
         if id(layer) not in packed:
-            packed[id(layer)] = ranks.packed(layer)
+            packed[id(layer)] = gatherer.packed(layer)
         weight, order = packed[id(layer)], layer.order if isinstance(layer, CompressedLinear) else layer.columns
         about[name] = _about(layer, weight.shape, weight.dtype)
         tensors[f"{name}.weight.values"] = weight.values
@@ -93,11 +93,11 @@ def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
         if order is not None:
             about[name]["columns"] = True
             tensors[f"{name}.weight.columns"] = order.to(torch.int32)
-    ranks.write(path, tensors, {"format": FORMAT, **described(about)}, lambda aliases: {"aliases": json.dumps(aliases)})
+    gatherer.write(path, tensors, {"format": FORMAT, **described(about)}, lambda aliases: {"aliases": json.dumps(aliases)})
 
 
 def table(layers: Mapping[str, Layer]) -> dict[str, dict[str, Any]]:
-    """What a file says of compressed ``layers``, by their names."""
+    """The ``layers`` entry of the metadata for compressed ``layers``, by name."""
     about = {}
     for name, layer in layers.items():
         if isinstance(layer, CompressedStack):
@@ -110,7 +110,7 @@ def table(layers: Mapping[str, Layer]) -> dict[str, dict[str, Any]]:
 
 
 def described(about: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """The metadata of a file with the table ``about``, in the oldest version that can hold it."""
+    """The metadata of a file with the table ``about``, in the oldest sufficient version."""
     version = max(map(_version, about.values()))
     return {"version": str(version), "layers": json.dumps(about)}
 
@@ -129,31 +129,31 @@ def _about(layer: Layer, shape: Sequence[int], dtype: torch.dtype) -> dict[str, 
 
 
 def _version(about: dict[str, Any]) -> int:
-    """The oldest version that knows such a layer."""
+    """The oldest format version with such layers."""
     return 4 if about["layout"] not in MATRICES else 3 if "columns" in about else 2 if "rank" in about else 1
 
 
 def _not_nm(verb: str, layers: Mapping[str, Layer]) -> str:
-    """What to say of the first layer whose weight, or this rank's part of it, is not N:M; empty where all are."""
+    """The error message for the first layer whose weight, or this rank's part of it, is not N:M; empty if all are."""
     for name, layer in layers.items():
-        said = layer.computed("weight", "bias") if isinstance(layer, NMWeight) else ""
-        if said:
-            return f"{verb}: layer {name!r} cannot be saved: {said}."
+        reason = layer.computed("weight", "bias") if isinstance(layer, NMWeight) else ""
+        if reason:
+            return f"{verb}: layer {name!r} cannot be saved: {reason}."
         if isinstance(layer, NMWeight) and not (layer.finished and ops.is_nm(layer.grouped.detach(), layer.pattern)):
             return f"{verb}: the weight of layer {name!r} is not {layer.pattern}; call handle.finish() first."
     return ""
 
 
 def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write a finished model to an ordinary safetensors file, under the dense model's names and shapes, atomically.
+    """Write a finished model to an ordinary safetensors file, with the dense model's names and shapes, atomically.
 
-    It loads with ``safetensors.torch.load_model`` into the dense model. Pruned weights are exact zeros; the metadata entry ``nm`` is a
-    JSON table of the sparse layers' patterns. A layer with a low-rank adapter is written as the one dense weight W + (L R)ᵀ / r, which
-    computes the same but has no zeros, and is not in that table.
+    ``safetensors.torch.load_model`` loads it into the dense model. Pruned weights are exact zeros; the metadata entry ``nm`` is a JSON
+    table of the sparse layers' patterns. A layer with a low-rank adapter is written as one dense weight W + (L R)ᵀ / r, which is
+    equivalent but has no zeros, and is not in that table.
 
     Args:
-        model: finished (``handle.finish()``), compressed (``nm.compress_``), or plain dense; of a sharded one all ranks call this, and
-            the first gathers and writes it.
+        model: finished (``handle.finish()``), compressed (``nm.compress_``), or plain dense; if it is sharded, all ranks call this and
+            the first writes.
         path: file to write; its folder must exist.
 
     Raises:
@@ -161,10 +161,10 @@ def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:
         CheckpointError: the file cannot be written.
     """
     reshard(model)
-    sparse, ranks = sparse_layers(model), Ranks(model)
-    ranks.agree(_not_nm("save_dense", sparse))
-    # one tensor of a layer under two names
-    weights = {id(layer): _dense_weight(layer, ranks) for layer in {id(layer): layer for layer in sparse.values()}.values()}
+    sparse, gatherer = sparse_layers(model), Gatherer(model)
+    gatherer.raise_together(_not_nm("save_dense", sparse))
+    # one tensor for a layer with two names
+    weights = {id(layer): _dense_weight(layer, gatherer) for layer in {id(layer): layer for layer in sparse.values()}.values()}
     tensors = other_tensors(model, {name: layer for name, layer in sparse.items() if not isinstance(layer, NMWeight)})
     patterns: dict[str, str] = {}
     for name, layer in sparse.items():
@@ -174,12 +174,12 @@ def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:
         else:
             for part in ADAPTER:
                 del tensors[f"{name}.{part}" if name else part]
-    # the library's own convention for tied weights: dropped name -> kept name, as metadata entries
-    ranks.write(path, tensors, {"format": "pt", "nm": json.dumps(patterns)}, lambda aliases: aliases)
+    # safetensors' convention for tied weights: metadata entries, dropped name -> stored name
+    gatherer.write(path, tensors, {"format": "pt", "nm": json.dumps(patterns)}, lambda aliases: aliases)
 
 
-def _dense_weight(layer: Layer, ranks: Ranks) -> Tensor:
-    """The weight as the dense model stores it, a finished layer's own tensor where that is enough."""
+def _dense_weight(layer: Layer, gatherer: Gatherer) -> Tensor:
+    """The weight as the dense model stores it; a finished layer's own tensor if possible."""
     if isinstance(layer, CompressedStack):
         return layer.dense()
     adapter = adapter_of(layer)
@@ -188,7 +188,7 @@ def _dense_weight(layer: Layer, ranks: Ranks) -> Tensor:
             return layer.parameter.detach()
         weight = layer.matrix(whole(layer.parameter.detach()))
     else:
-        weight = ranks.dense(layer)
+        weight = gatherer.dense(layer)
     if adapter is not None:
         left, right = (whole(part.detach()) for part in adapter)
         weight = folded(weight, left, right)
@@ -199,23 +199,23 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str], keep_dense: 
     """Load a compressed file into a freshly built dense model, in place, and return the model.
 
     The layers named in the file become CompressedLinear and CompressedConv2d, with the file's adapters; every other tensor is copied.
-    Names, shapes, dtypes and indices are all checked before the model is touched, and a file from a stranger can do no more than be
-    refused. Where tensor parallelism (``parallelize_module``) has split the model, every rank reads the file and keeps its part.
+    Names, shapes, dtypes and indices are checked before the model is changed, so loading an untrusted file is safe. If tensor parallelism
+    (``parallelize_module``) has split the model, every rank reads the file and keeps its part.
 
     Args:
-        model: the dense architecture that was trained, on any device, also the meta device. It and the model that was saved may each be
-            inside ``torch.compile``, ``DistributedDataParallel`` or an activation checkpoint.
-        path: a file that ``save_compressed`` wrote, or a folder that ``save_pretrained`` did, of one file or several.
+        model: the dense architecture that was trained, on any device, the meta device included. Both this model and the saved one may
+            be wrapped by ``torch.compile``, ``DistributedDataParallel`` or activation checkpointing.
+        path: a file of ``save_compressed``, or a folder of ``save_pretrained`` with one file or several.
         keep_dense: see ``CompressedLinear``.
 
     Raises:
-        CheckpointError: the file is missing, no regular file, truncated, damaged, foreign, newer than this version, or does not fit the
-            model, or that is sharded by ``fully_shard``; it is then as it was.
+        CheckpointError: the file is missing, not a regular file, truncated, damaged, of another format or a newer version, or does not fit
+            the model; or the model is sharded by ``fully_shard``. The model is then unchanged.
     """
     if fsdp_modules(model):
         raise CheckpointError(
-            "load_compressed: fully_shard has sharded the model, and it shards Parameters only, which packed weights are not. Load into a "
-            "plain model on each rank; what stays dense can be sharded afterwards."
+            "load_compressed: fully_shard has sharded the model, and it cannot shard compressed weights, which are not Parameters. Load "
+            "into a plain model on each rank; its dense layers can be sharded afterwards."
         )
     contents = read_folder(path) if os.path.isdir(path) else read(path)
     _check_ours(contents)
@@ -229,20 +229,20 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str], keep_dense: 
 
 
 def _rename(contents: Contents, table: dict[str, Any]) -> None:
-    """Give compressed weights the names of this format: of ``save_pretrained`` they are those of the layer's buffers."""
+    """Rename compressed weights of ``save_pretrained``, which have the names of the layer's buffers, to the names of this format."""
     tensors = contents.tensors
     for name, about in table.items():
-        dense, given = (f"{name}.weight", name) if home_of(name, about)[0] == name else (name, child_name(name))
+        dense, buffers = (f"{name}.weight", name) if home_of(name, about)[0] == name else (name, child_name(name))
         for part in ("values", "indices", "columns"):
-            if f"{given}.{part}" in tensors and f"{dense}.{part}" not in tensors:
-                tensors[f"{dense}.{part}"] = tensors.pop(f"{given}.{part}")
+            if f"{buffers}.{part}" in tensors and f"{dense}.{part}" not in tensors:
+                tensors[f"{dense}.{part}"] = tensors.pop(f"{buffers}.{part}")
         empty = tensors.get(dense)
         if empty is not None and not empty.numel():
-            del tensors[dense]  # which keeps those from loading it who do not know compressed weights
+            del tensors[dense]  # it makes loading without nmkernels fail
 
 
 def _add_tied(contents: Contents, model: nn.Module) -> None:
-    """``save_pretrained`` leaves out what the model's class ties: take it from what it is tied to in ``model``."""
+    """Add tensors that ``save_pretrained`` leaves out because the model's class ties them to others."""
     plain = plain_names(model)
     names: dict[int, list[str]] = {}
     for given, value in model.state_dict(keep_vars=True).items():
@@ -260,7 +260,7 @@ def _add_aliases(contents: Contents) -> None:
         lacks = not isinstance(name, str) or name not in stored
         if lacks or alias in stored:
             but = "which the file does not hold" if lacks else "but the file holds it itself"
-            raise CheckpointError(f"{contents.path}: tensor {quote(alias)} is said to be the same as {quote(name)}, {but}.")
+            raise CheckpointError(f"{contents.path}: tensor {quote(alias)} is stored as an alias of {quote(name)}, {but}.")
         contents.tensors[alias] = stored[name]
 
 

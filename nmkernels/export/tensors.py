@@ -1,4 +1,4 @@
-"""A model's tensors under the names of the dense model, written; and a safetensors file read, with words for all that can be wrong."""
+"""Safetensors files: writing a model's tensors under the names of the dense model, and reading with checks for damage."""
 
 from __future__ import annotations
 
@@ -26,47 +26,47 @@ from .files import atomic_write
 Layer = NMWeight | CompressedLinear | CompressedStack
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""Names under which ``torch.compile``, activation checkpointing and FSDP hold the module that they wrap."""
+"""Child names by which ``torch.compile``, activation checkpointing and FSDP hold the wrapped module."""
 PARALLEL = "module"
-"""The same of ``DistributedDataParallel`` and ``DataParallel``; other modules may have a child of that name."""
+"""The same for ``DistributedDataParallel`` and ``DataParallel``; other modules may have a child with that name too."""
 
 
 def unwrapped(name: str) -> str:
-    """``name`` without the wrappers that any name tells."""
+    """``name`` without ``WRAPPERS``."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def plain_names(model: nn.Module) -> Callable[[str], str]:
-    """The function from names in ``model`` to those in the same model without its wrappers, at whatever depth they are."""
+    """A function that maps names in ``model`` to names in the model without wrappers, which may be at any depth."""
     modules = model.named_modules(remove_duplicate=False)
     parallel = {unwrapped(name) for name, m in modules if isinstance(m, (DistributedDataParallel, nn.DataParallel))}
 
     def plain(name: str) -> str:
-        path, kept = "", []
+        path, parts = "", []
         for part in unwrapped(name).split("."):
             if part != PARALLEL or path not in parallel:
-                kept.append(part)
+                parts.append(part)
             path = f"{path}.{part}" if path else part
-        return ".".join(kept)
+        return ".".join(parts)
 
     return plain
 
 
 def plain_modules(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
-    """Every module of ``model`` and its name there, by its name in the model without wrappers; of a wrapped one, what is inside."""
+    """{name without wrappers: (name in ``model``, module)} for every module; for wrapped ones the inner module."""
     plain = plain_names(model)
-    # the wrapper comes first, and what it holds takes its place
+    # a wrapper comes before the module that it holds, which overwrites it
     return {plain(name): (name, module) for name, module in model.named_modules(remove_duplicate=False)}
 
 
 def sparse_layers(model: nn.Module) -> dict[str, Layer]:
-    """Every sparse layer of ``model`` by its name in the model without wrappers; a shared one appears under each of its names, a stack of
-    experts under that of its Parameter."""
+    """Every sparse layer of ``model`` by its name without wrappers; a shared layer has several names, a stack of experts that of its
+    Parameter."""
     return {layer_name(name, m): m for name, (_, m) in plain_modules(model).items() if isinstance(m, Layer)}
 
 
 def weight_name(name: str, layer: Layer) -> str:
-    """What the dense model calls the weight of ``layer``."""
+    """The name of the weight of ``layer`` in the dense model."""
     return name if isinstance(layer, (StackedWeight, CompressedStack)) else f"{name}.weight" if name else "weight"
 
 
@@ -76,25 +76,27 @@ def other_tensors(model: nn.Module, layers: Mapping[str, Layer]) -> dict[str, Te
     own = {f"{home}.{part}" for home in homes for part in ("weight", "values", "indices", "columns")}
     plain = plain_names(model)
     tensors: dict[str, Tensor] = {}
-    for given, value in model.state_dict().items():
-        key = plain(given)
+    for wrapped_name, value in model.state_dict().items():
+        key = plain(wrapped_name)
         if key in own:
             continue
         if not isinstance(value, Tensor):
-            raise CheckpointError(f"the model's state {key!r} is a {type(value).__name__}, and the file holds only tensors; save it apart.")
+            raise CheckpointError(
+                f"the model's state {key!r} is a {type(value).__name__}, and a file holds tensors only; save it separately."
+            )
         tensors[key] = value
     return tensors
 
 
 def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Write ``tensors`` and ``metadata`` as one safetensors file, atomically."""
-    import safetensors.torch  # here and below, because training does not need it
+    import safetensors.torch  # imported here and below only: training does not need it
 
     ready = {}
     for name, tensor in tensors.items():
         if tensor.is_meta:
             raise CheckpointError(f"tensor {name!r} is on the meta device and has no data to save; load weights into the model first.")
-        # a fresh copy per tensor: the format refuses tensors that are windows into one storage
+        # a copy per tensor: the format refuses tensors that share storage
         ready[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
     def fill(temporary: Path) -> None:
@@ -110,7 +112,7 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: di
 
 
 def _sort_metadata(path: Path) -> None:
-    """Put the metadata in order: the library writes it in a random one, and the same model should give the same bytes."""
+    """Sort the metadata, which safetensors writes in random order, so that the same model gives the same bytes."""
     with path.open("r+b") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
@@ -122,46 +124,47 @@ def _sort_metadata(path: Path) -> None:
 
 
 def without_aliases(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(tensors with one name each, other name -> the name that is kept), for weights that are tied."""
+    """(tensors with one name each, dropped name -> stored name), for tied weights."""
     seen: dict[tuple[object, ...], str] = {}
-    kept: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     for name, tensor in tensors.items():
         first = seen.setdefault(place(tensor), name) if tensor.numel() and not tensor.is_meta else name
         if first == name:
-            kept[name] = tensor
+            stored[name] = tensor
         else:
             aliases[name] = first
-    return kept, aliases
+    return stored, aliases
 
 
 def place(tensor: Tensor) -> tuple[object, ...]:
-    """What two tensors share that are one in memory, unless they are empty or on the meta device."""
+    """A key that is equal for two tensors that are the same memory, unless they are empty or on the meta device."""
     return tensor.device, local(tensor).data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 HEADER_LENGTH = 8
 LARGEST_HEADER = 100_000_000
-LONGEST_WORD = 200  # characters of a file's own words that a message repeats
+MAX_QUOTED = 200
+"""How many characters from a file an error message may repeat."""
 
 quoted = Repr()
-quoted.maxstring = quoted.maxlong = quoted.maxother = LONGEST_WORD
+quoted.maxstring = quoted.maxlong = quoted.maxother = MAX_QUOTED
 
 
 def quote(value: object) -> str:
-    """``repr`` of what a file says, cut in the middle where it is long."""
+    """``repr`` of a value from a file, shortened in the middle if it is long."""
     return quoted.repr(value)
 
 
-def shortened(said: object) -> str:
-    """``str`` of what a file or an error says, cut where it is long, and without the characters that cannot be printed."""
-    words = str(said).rstrip(".")
-    words = words if len(words) <= 2 * LONGEST_WORD else words[: 2 * LONGEST_WORD] + "..."
-    return words.encode("utf-8", "backslashreplace").decode()
+def shortened(value: object) -> str:
+    """``str`` of a value from a file or of an error, shortened if it is long, with escapes for characters that cannot be printed."""
+    text = str(value).rstrip(".")
+    text = text if len(text) <= 2 * MAX_QUOTED else text[: 2 * MAX_QUOTED] + "..."
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def parse(text: str | bytes) -> Any:
-    """The value of a JSON text that leaves nothing open: no name twice, no NaN and no infinity."""
+    """Parse JSON strictly: duplicate names, NaN and infinity are errors."""
     try:
         return json.loads(text, object_pairs_hook=_once, parse_constant=_refuse)
     except RecursionError:
@@ -182,14 +185,14 @@ def _refuse(constant: str) -> Any:
 
 @dataclass
 class Contents:
-    """What a safetensors file holds; the tensors are windows into the mapped file, of which nothing has been read yet."""
+    """The contents of a safetensors file; its tensors are views of the mapped file and not read yet."""
 
     path: Path
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
 
     def json(self, key: str) -> dict[str, Any]:
-        """The JSON object stored under ``key`` of the metadata; empty where the key is absent."""
+        """The JSON object under ``key`` in the metadata; empty if there is none."""
         try:
             value = parse(self.metadata.get(key, "{}"))
         except ValueError as error:
@@ -200,7 +203,7 @@ class Contents:
 
 
 def read(path: str | os.PathLike[str]) -> Contents:
-    """Open ``path`` and find out what it holds."""
+    """Open the safetensors file ``path``."""
     import safetensors
 
     path = Path(path)
@@ -208,16 +211,16 @@ def read(path: str | os.PathLike[str]) -> Contents:
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             return Contents(path, {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {}))  # noqa: SIM118
-    except Exception as error:  # of the library and of torch below it, each in words of its own
-        raise CheckpointError(f"{path} is not a sound safetensors file: {shortened(error)}.") from error
+    except Exception as error:  # safetensors and torch raise many types
+        raise CheckpointError(f"{path} is not a valid safetensors file: {shortened(error)}.") from error
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""What ``save_pretrained`` calls the one file, and the table of tensors where they are in several."""
+"""File names of ``save_pretrained``: the single file, or the index of several."""
 
 
 def read_folder(folder: str | os.PathLike[str]) -> Contents:
-    """Find out what the safetensors files hold that ``save_pretrained`` has put into ``folder``, as if they were one."""
+    """Open the safetensors files of ``save_pretrained`` in ``folder`` as one."""
     folder = Path(folder)
     if (folder / SINGLE).exists():
         return read(folder / SINGLE)
@@ -227,7 +230,7 @@ def read_folder(folder: str | os.PathLike[str]) -> Contents:
         if not files or not all(type(name) is str and Path(name).name == name for name in files):
             raise ValueError("weight_map names no files of this folder")
     except OSError as error:
-        raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}; give the folder of save_pretrained, or a file.") from error
+        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; pass a folder of save_pretrained, or a file.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / INDEX} is damaged ({type(error).__name__}: {shortened(error)}).") from error
     whole = Contents(folder, {}, {})
@@ -241,14 +244,14 @@ def read_folder(folder: str | os.PathLike[str]) -> Contents:
 
 
 def _check_frame(path: Path) -> None:
-    """The format's frame: 8 bytes of header length, a JSON header, and data up to the last offset it names."""
+    """Check the structure of the file: 8 bytes of header length, a JSON header, and data up to the last offset in it."""
     try:
         size = regular_size(path)
         with path.open("rb") as file:
             start = file.read(HEADER_LENGTH)
             length = struct.unpack("<Q", start)[0] if len(start) == HEADER_LENGTH else 0
             header = file.read(min(length, LARGEST_HEADER, size))
-    except (OSError, ValueError) as error:  # no path at all, with a NUL in it, is a ValueError
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
         raise CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     if length > LARGEST_HEADER or (header and not header.startswith(b"{")):
         raise CheckpointError(f"{path} is not a safetensors file.")

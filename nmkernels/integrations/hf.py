@@ -45,10 +45,10 @@ from ..export.plan import STACKS, announced, check_filled, home_of
 from ..export.safetensors import VERSION, described, table
 from ..export.tensors import Layer, sparse_layers, weight_name
 from ..layouts import as_matrix, ordered
-from ..nn import CompressedLinear, CompressedStack, NMWeight, decompress_, deployed, replace_, switch_fast_paths
+from ..nn import CompressedLinear, CompressedStack, NMWeight, decompress_, deployed, replace_
 from ..nn.compressed import LAYOUTS, CompressedPart
 from ..nn.experts import child_name, compressed_stack, deploy_stacks_
-from ..nn.swap import post_swap_hooks
+from ..nn.swap import after_swap, post_swap_hooks
 from ..ops import Compressed
 from ..pattern import CheckpointError, Pattern, PatternError, PatternLike, RecipeError
 from ..recipes import Report
@@ -280,8 +280,7 @@ class NMQuantizer(HfQuantizer):
         model._weight_conversions = [c for c in model._weight_conversions if c not in self._conversions]
         model.__dict__.pop("_keys_to_ignore_on_load_unexpected", None)
         self._layers, self._chosen, self._conversions = {}, {}, []
-        switch_fast_paths(model)
-        mark_(model)
+        after_swap(model)
         return model
 
     # ---- saving

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layouts import MATRICES
-from ..nn import CompressedLinear, NMWeight, SparseLinear, compress_, make_dense_, make_sparse_, switch_fast_paths
-from ..nn.swap import replace_each_
+from ..nn import CompressedLinear, NMWeight, SparseLinear, compress_, make_dense_, make_sparse_
+from ..nn.swap import after_swap, replace_each_
 from ..pattern import DtypeError, Pattern, RecipeError, ShapeError
 from ..recipes.existing import adopt
 
@@ -156,7 +156,7 @@ def swap_linear_with_semi_sparse_linear(model: nn.Module, config: Mapping[str, t
         chosen[full] = module
     for module in chosen.values():
         make_sparse_(module, TWO_OF_FOUR)
-    switch_fast_paths(model)
+    after_swap(model)
 
 
 def swap_semi_sparse_linear_with_linear(model: nn.Module, current: str = "") -> None:
@@ -164,7 +164,7 @@ def swap_semi_sparse_linear_with_linear(model: nn.Module, current: str = "") -> 
     for module in list(model.modules()):
         if isinstance(module, SparseLinear) and not module.governed:
             make_dense_(module)
-    switch_fast_paths(model)
+    after_swap(model)
 
 
 # ---- torch's sparse tensors

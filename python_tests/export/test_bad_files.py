@@ -45,7 +45,7 @@ def refused(file: Path, message: str, model: nn.Module | None = None) -> None:
 
 def test_what_cannot_be_read(tmp_path, pipe):
     refused(tmp_path / "none", "cannot be read: No such file")
-    refused(tmp_path, "holds neither model.safetensors nor")
+    refused(tmp_path, "has neither model.safetensors nor")
     refused(tmp_path / "a\0b", "cannot be read: embedded null byte")
     (tmp_path / "link").symlink_to(tmp_path / "link")
     refused(tmp_path / "link", "cannot be read: Too many levels")
@@ -67,7 +67,7 @@ def test_sizes_that_no_machine_has(file):
         file.write_bytes(len(text).to_bytes(8, "little") + text)
         if size < 1 << 40:
             os.truncate(file, 8 + len(text) + start + size)
-            refused(file, "not a sound safetensors file|'0.bias' has shape")
+            refused(file, "not a valid safetensors file|'0.bias' has shape")
         else:
             refused(file, "is truncated")
 
@@ -75,9 +75,9 @@ def test_sizes_that_no_machine_has(file):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("again.weight.values", "layer 'again': the model has it under the name 'a' too, where the file holds another weight"),
-        ("again.bias", "'again.bias' is tied to 'a.bias' in the model, and the file holds another tensor for it"),
-        ("head.weight", "'head.weight' is tied to 'embed.weight' in the model, and the file holds another tensor for it"),
+        ("again.weight.values", "layer 'again': in the model it is also 'a', for which the file has another weight"),
+        ("again.bias", "'again.bias' is tied to 'a.bias' in the model, but the file has another tensor for it"),
+        ("head.weight", "'head.weight' is tied to 'embed.weight' in the model, but the file has another tensor for it"),
     ],
 )
 def test_what_is_one_in_the_model_is_one_in_the_file(tmp_path, name, message):
@@ -101,7 +101,7 @@ def test_truncated(file, keep):
 
 def test_what_is_no_file_of_ours(file):
     file.write_bytes(file.read_bytes() + b"more")
-    refused(file, "not a sound safetensors file")
+    refused(file, "not a valid safetensors file")
     for content in (b"PK\x03\x04 a zip file", b"\x10" + b"\0" * 7 + b"[1, 2, 3, 4, 5] ", b"x" * 300, b"\x02" + b"\0" * 7 + b"{]"):
         file.write_bytes(content)
         refused(file, "not a safetensors file")
@@ -131,25 +131,25 @@ def layers(old: str, new: str) -> Edit:
         (layers("[12, 24]", '["12", 24]'), r"damaged \(ValueError: shape \['12', 24\]\)"),
         (layers("[12, 24]", '"ab"'), "layer '0': its entry"),
         (layers("2:3", "3:2"), "layer '0': its entry in the metadata is damaged"),
-        (layers("2:3", "2:4"), "are not those of a 2:4 weight"),
-        (layers("float32", "float16"), "torch.float16 and torch.uint8 were announced"),
+        (layers("2:3", "2:4"), "a 2:4 weight"),
+        (layers("float32", "float16"), "its entry says torch.float16 and torch.uint8"),
         (
             lambda t, m: t.update({"0.weight.indices": t["0.weight.indices"].int()}),
-            "torch.int32; torch.float32 and torch.uint8 were announced",
+            "torch.int32; its entry says torch.float32 and torch.uint8",
         ),
         (layers('"linear"', '"conv1d"'), "the file holds a conv1d layer, the model a linear"),
         (layers(', "rank": 2', ""), "layer '1': its entry in the metadata does not announce its adapter"),
-        (layers('"rank": 2', '"rank": 3'), r"an adapter of rank 3 in torch.float32 was announced, L is \(12, 2\)"),
+        (layers('"rank": 2', '"rank": 3'), r"its entry says an adapter of rank 3 in torch.float32; L is \(12, 2\)"),
         (layers('"rank": 2', '"rank": "two"'), "an adapter of rank two"),
         (lambda t, m: t.pop("1.nm_left"), "layer '1': the file lacks its adapter"),
         (lambda t, m: (t.pop("1.nm_left"), t.pop("1.nm_right")), "layer '1': the file lacks its adapter"),
         (lambda t, m: t.update({"1.nm_left": t["1.nm_left"].double()}), "L is .* in torch.float64"),
         (lambda t, m: t.update({"1.nm_left": torch.zeros(16, 2)}), r"its adapter does not fit a weight \(8, 12\)"),
         (lambda t, m: t.update({"0.nm_left": torch.zeros(24, 2), "0.nm_right": torch.zeros(2, 12)}), "layer '0': .* does not announce"),
-        (lambda t, m: m.update(aliases='{"1.bias": "0.bias"}'), "'1.bias' is said to be the same as '0.bias', but the file"),
-        (lambda t, m: m.update(aliases='{"a": "b"}'), "'a' is said to be the same as 'b', which the file does not hold"),
-        (lambda t, m: m.update(aliases='{"x": "0.bias", "y": "x"}'), "'y' is said to be the same as 'x', which the file"),
-        (lambda t, m: m.update(aliases='{"x": ["0.bias"]}'), r"'x' is said to be the same as \['0.bias'\], which the file"),
+        (lambda t, m: m.update(aliases='{"1.bias": "0.bias"}'), "'1.bias' is stored as an alias of '0.bias', but the file"),
+        (lambda t, m: m.update(aliases='{"a": "b"}'), "'a' is stored as an alias of 'b', which the file does not hold"),
+        (lambda t, m: m.update(aliases='{"x": "0.bias", "y": "x"}'), "'y' is stored as an alias of 'x', which the file"),
+        (lambda t, m: m.update(aliases='{"x": ["0.bias"]}'), r"'x' is stored as an alias of \['0.bias'\], which the file"),
         (lambda t, m: t.pop("1.weight.values"), "layer '1': the file lacks its values"),
         (lambda t, m: t.pop("1.weight.indices"), "layer '1': the file lacks its indices"),
         (lambda t, m: t.pop("0.bias"), "the file lacks '0.bias'"),
@@ -157,7 +157,7 @@ def layers(old: str, new: str) -> Edit:
         (lambda t, m: t.update({"0.bias": torch.ones(5)}), r"'0.bias' has shape \(5,\) in the file, \(12,\)"),
         (lambda t, m: t.update({"0.bias": torch.ones(12).double()}), r"'0.bias' is torch.float64 .* model.to\(torch.float64\)"),
         (lambda t, m: t["0.weight.indices"].fill_(0xFF), "index 3 is out of range for groups of 3"),
-        (lambda t, m: t["1.weight.indices"].fill_(0x00), "do not rise"),
+        (lambda t, m: t["1.weight.indices"].fill_(0x00), "do not increase"),
         (lambda t, m: t["1.weight.indices"][0, -1].fill_(0xF4), "spare bits"),
         (lambda t, m: t.update({f"x{i}": torch.ones(1) for i in range(9)}), "and 4 more"),
     ],
@@ -176,7 +176,7 @@ def test_a_layer_that_another_library_filled_is_checked():
         (values, good, {"values", "columns"}, "the file lacks its columns, values"),
         (integers, good, set(), "values are torch.int8 and indices torch.uint8; they are to be"),
         (values, {"indices": layer.indices.int()}, set(), "values are torch.float32 and indices torch.int32; they are to be"),
-        (values, {"indices": torch.full_like(layer.indices, 0)}, set(), "do not rise"),
+        (values, {"indices": torch.full_like(layer.indices, 0)}, set(), "do not increase"),
         (values, {"columns": order.clamp(max=14)}, set(), "not a permutation of 16"),
     ):
         layer.values = held
@@ -201,7 +201,7 @@ def test_models_that_do_not_fit(file, model, message):
 
 def test_a_sparse_or_compressed_model_is_not_a_dense_one(file):
     model = nm.load_compressed(dense(), file)
-    refused(file, "a CompressedLinear already; load into a freshly built dense model", model)
+    refused(file, "it is already a CompressedLinear; load into a freshly built dense model", model)
     sparse = dense()
     nm.sparsify_(sparse, "ste:2:4", lambda module, name: name == "1")
     refused(file, "a SparseLinear already", sparse)

@@ -202,7 +202,7 @@ def test_what_is_wrong_with_a_folder_is_said(copied: Path) -> None:
     edited(whole, lambda _, metadata: metadata.pop("layers"))
     refused("not one that nm.save_compressed wrote, or save_pretrained of a compressed model")
     whole.unlink()
-    refused("holds neither model.safetensors nor model.safetensors.index.json")
+    refused("has neither model.safetensors nor model.safetensors.index.json")
     index = copied / "model.safetensors.index.json"
     for text in (
         "",
@@ -252,9 +252,9 @@ LAYER = "model.layers.0.mlp.up_proj"
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda t: t[f"{LAYER}.indices"].fill_(255), "the indices of a group do not rise"),
-        (lambda t: t[f"{LAYER}.indices"].zero_(), "the indices of a group do not rise"),
-        (lambda t: t[f"{LAYER}.indices"][5, 3].fill_(0xE1), "the indices of a group do not rise"),
+        (lambda t: t[f"{LAYER}.indices"].fill_(255), "the indices of a group do not increase"),
+        (lambda t: t[f"{LAYER}.indices"].zero_(), "the indices of a group do not increase"),
+        (lambda t: t[f"{LAYER}.indices"][5, 3].fill_(0xE1), "the indices of a group do not increase"),
         (lambda t: t.pop(f"{LAYER}.indices"), "the file lacks its indices"),
         (lambda t: t.pop(f"{LAYER}.values"), "the file lacks its values"),
         (lambda t: t.update({f"{LAYER}.values": t[f"{LAYER}.values"].int()}), "values are torch.int32"),
@@ -358,7 +358,7 @@ def test_device_maps(llama: tuple[Any, Path], tmp_path: Path) -> None:
 
 def test_damage_is_found_in_what_is_left_on_disk(copied: Path, tmp_path: Path) -> None:
     edited(copied / "model.safetensors", lambda tensors, _: tensors["model.layers.1.mlp.up_proj.indices"].zero_())
-    with pytest.raises(CheckpointError, match="up_proj': the indices of a group do not rise"):
+    with pytest.raises(CheckpointError, match="up_proj': the indices of a group do not increase"):
         loaded(copied, device_map={**ON_CPU, "model.layers.1": "disk"}, offload_folder=tmp_path, offload_buffers=True)
 
 
@@ -488,7 +488,7 @@ def test_experts_on_disk_and_damaged(name: str, tmp_path: Path) -> None:
     assert len(packed(some)) == len(packed(model)) - 4
     edited(tmp_path / "a" / "model.safetensors", lambda t, _: t["model.layers.1.mlp.experts.nm_down_proj.indices"].zero_())
     for keywords in ({}, {**on_disk, "offload_buffers": True}):
-        with pytest.raises(CheckpointError, match="layer 'model.layers.1.mlp.experts.down_proj': the indices of a group do not rise"):
+        with pytest.raises(CheckpointError, match="layer 'model.layers.1.mlp.experts.down_proj': the indices of a group do not increase"):
             loaded(tmp_path / "a", auto, **keywords)
 
 
