@@ -262,7 +262,11 @@ def _with_recipe_optimizer(
     def create(*args: Any, **kwargs: Any) -> Any:
         if trainer.optimizer is None:
             made = create_optimizer(*args, **kwargs)
-            groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in made.param_groups]
+            # with what the trainer has set for single groups, such as a learning rate, besides weight decay
+            groups = [
+                {k: v for k, v in group.items() if k in ("params", "weight_decay") or v != keywords.get(k, v)}
+                for group in made.param_groups
+            ]
             # the trainer leaves out frozen parameters, but attach finds the layers by their weights
             own = {id(p) for group in groups for p in group["params"]}
             frozen = [layer.parameter for layer in handle.layers.values() if id(layer.parameter) not in own]
