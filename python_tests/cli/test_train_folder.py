@@ -95,7 +95,7 @@ def test_overwrite_stops_before_what_only_has_the_name_of_a_file(text, run, caps
             remove(path)
         path.touch()  # a run that was killed may leave an empty one
     save_file({"weight": torch.ones(2)}, run / "model.safetensors", {"format": "pt"})
-    assert "model.safetensors is not what" in refused(capsys, text, run, "--overwrite")
+    assert "model.safetensors was not written" in refused(capsys, text, run, "--overwrite")
     (run / "model.safetensors").unlink()
     assert train(text, run, "--overwrite", sizes=SIZES) == 0
 

@@ -174,8 +174,13 @@ def test_a_layer_that_another_library_filled_is_checked():
     values, integers = layer.values, torch.zeros(8, 8, dtype=torch.int8)
     for held, elsewhere, lacking, message in (
         (values, good, {"values", "columns"}, "the file lacks its columns, values"),
-        (integers, good, set(), "values are torch.int8 and indices torch.uint8; they are to be"),
-        (values, {"indices": layer.indices.int()}, set(), "values are torch.float32 and indices torch.int32; they are to be"),
+        (integers, good, set(), "values are torch.int8 and indices torch.uint8; expected floating-point values"),
+        (
+            values,
+            {"indices": layer.indices.int()},
+            set(),
+            "values are torch.float32 and indices torch.int32; expected floating-point values",
+        ),
         (values, {"indices": torch.full_like(layer.indices, 0)}, set(), "do not increase"),
         (values, {"columns": order.clamp(max=14)}, set(), "not a permutation of 16"),
     ):
@@ -204,4 +209,4 @@ def test_a_sparse_or_compressed_model_is_not_a_dense_one(file):
     refused(file, "it is already a CompressedLinear; load into a freshly built dense model", model)
     sparse = dense()
     nm.sparsify_(sparse, "ste:2:4", lambda module, name: name == "1")
-    refused(file, "a SparseLinear already", sparse)
+    refused(file, "it is already a SparseLinear", sparse)

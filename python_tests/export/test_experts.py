@@ -100,7 +100,7 @@ def test_models_that_do_not_fit(file):
         (mixture(dtype=torch.float64), "the file's weight is torch.float32, the model's torch.float64"),
         (mixture(dtype=torch.float32, count=4), r"the file's weight is \(3, 16, 24\) \(experts, out, in\), the model's \(4, 16, 24\)"),
         (mixture(dtype=torch.float32, apart=True), "layer 'experts.down_proj': the file holds a stack of experts"),
-        (compressed(), "it is in a CompressedExperts already"),
+        (compressed(), "it is already in a CompressedExperts"),
         (nn.Sequential(nn.Linear(4, 4)), "the model has no such module"),
     ):
         with pytest.raises(CheckpointError, match=message):

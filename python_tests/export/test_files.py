@@ -66,7 +66,7 @@ def test_only_a_regular_file_is_replaced(tmp_path):
     with pytest.raises(CheckpointError, match="is a folder; pass the name of a file in it"):
         atomic_write(tmp_path, SAVES[2])
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(CheckpointError, match="pipe is not a regular file, and would be replaced by one"):
+    with pytest.raises(CheckpointError, match="pipe is not a regular file and would be replaced by one"):
         atomic_write(tmp_path / "pipe", SAVES[2])
     with pytest.raises(CheckpointError, match="/dev/null is not a regular file"):
         atomic_write("/dev/null", SAVES[2])

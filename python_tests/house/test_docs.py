@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+import nmkernels as nm
 from nmkernels import dispatch
 from nmkernels.recipes import registry
 from python_tests.house.test_public_api import MODULES
@@ -27,7 +28,7 @@ from python_tests.house.tree import PACKAGE, ROOT
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 TARGETS = set(re.findall(r"^([a-z-]+):(?!=)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-PLACEHOLDER = re.compile(r"family|mine")
+PLACEHOLDER = re.compile(r"family|mine|verb|_x\b|/x\.")
 """Names that stand for a file somebody adds."""
 
 ADDRESS = re.compile(r"https://([a-z0-9-]+\.)+[a-z]+(/[\w.~%+/#?=&-]*[\w/])?")
@@ -69,6 +70,36 @@ def unknown(text: str, folder: Path) -> set[str]:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_what_is_named_exists(path: Path) -> None:
     assert unknown(path.read_text(encoding="utf-8"), path.parent) == set()
+
+
+DOTTED = re.compile(r"(?<![\w.'/-])nm(?:\.[A-Za-z_]\w*)+")
+FILES = re.compile(r"\b(?:nmkernels|python_tests|bench|cmake|csrc|docs|examples)/[\w/.-]+\.(?:py|md|cpp|cu|cuh|h)\b")
+
+
+def resolves(dotted: str) -> bool:
+    """Whether ``nm.a.b`` exists. Adapters to other libraries are not imported: their file has to have the name."""
+    value, names = nm, dotted.split(".")[1:]
+    adapter = PACKAGE.joinpath(*names[:2]).with_suffix(".py")
+    if names[0] == "integrations" and adapter.exists():
+        return all(re.search(rf"\b{name}\b", adapter.read_text(encoding="utf-8")) for name in names[2:3])
+    for name in names:
+        if not hasattr(value, name):
+            return isinstance(value, type) and any(name in vars(kind).get("__annotations__", {}) for kind in value.__mro__)
+        value = getattr(value, name)
+    return True
+
+
+def test_names_and_files_in_texts_exist() -> None:
+    """Those that docstrings, comments, messages and documents write as ``nm.a.b`` or as a path from the root."""
+    folders = [(PACKAGE, "py"), (ROOT / "examples", "py"), (ROOT / "docs", "md"), (ROOT / "bench", "md")]
+    folders += [(ROOT / "csrc", ending) for ending in ("md", "h", "cpp", "cu", "cuh")]
+    paths = [path for folder, ending in folders for path in folder.rglob(f"*.{ending}")]
+    paths += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile", ".pre-commit-config.yaml", "pyproject.toml")]
+    texts = {path: path.read_text(encoding="utf-8") for path in paths}
+    names = {(name_of(path), name) for path, text in texts.items() for name in DOTTED.findall(text)}
+    files = {(name_of(path), name) for path, text in texts.items() for name in FILES.findall(text) if not PLACEHOLDER.search(name)}
+    assert sorted(pair for pair in names if not resolves(pair[1])) == []
+    assert sorted(pair for pair in files if not (ROOT / pair[1]).exists()) == []
 
 
 def anchors(path: Path) -> set[str]:

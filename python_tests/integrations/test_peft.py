@@ -396,7 +396,7 @@ def test_masked_and_other_adapters_together() -> None:
     both = logits(lora)
     with pytest.raises(nm.RecipeError, match="would lose"):
         lora.merge_adapter()
-    with pytest.raises(nm.pattern.OptionError, match="some are masked"):
+    with pytest.raises(nm.pattern.OptionError, match="are masked .* and some are not"):
         lora.add_weighted_adapter(["default", "plain"], [1.0, 1.0], "sum", combination_type="cat")
     lora.merge_adapter(adapter_names=["default"])
     assert close(logits(lora), first)
