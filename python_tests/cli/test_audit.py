@@ -56,10 +56,10 @@ def test_a_model_of_the_zoo_and_this_cpu(capsys):
     ("words", "match"),
     [
         (["--model", "quux"], "no model is called 'quux'; choose one of gpt2"),
-        (["--shapes", "40x"], "'40x' is no shape"),
+        (["--shapes", "40x"], "'40x' is not a shape"),
         (["--device", "H20"], "no device is called 'H20'; did you mean 'H200'?"),
-        (["--recipe", "fst:2:4", "--pattern", "2:4"], "the pattern is given twice"),
-        (["--world", "8x2"], "'8x2' is no number of GPUs"),
+        (["--recipe", "fst:2:4", "--pattern", "2:4"], "both set the pattern"),
+        (["--world", "8x2"], "'8x2' is not a number of GPUs"),
         (["--world", "8/3"], "gpus=8 is not a multiple of shards=3"),
         (["--world", "8", "--device", "A100"], "use device='H100'"),
     ],
