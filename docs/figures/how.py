@@ -148,7 +148,7 @@ def transposable() -> Drawing:
 
 
 def mvue() -> Drawing:
-    """The probabilities of a group, how two are drawn, and the mean of many draws."""
+    """The probabilities of a group, sampling of two elements, and the mean of many samples."""
     g = torch.tensor([[0.9, -0.3, 0.5, 0.15]])
     draws = 200_000  # so many that two digits do not depend on the generator
     many = nm.ops.mvue(g.repeat(draws, 1), "2:4", seed=0)

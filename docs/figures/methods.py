@@ -37,14 +37,14 @@ LEAST = 1.0
 
 @dataclass(frozen=True)
 class Shown:
-    """One figure.
+    """The settings of one figure.
 
     Args:
-        recipe: as text, without its length.
-        metric, label: of ``handle.metrics()``, what the lowest part shows, and what it is.
-        marks: steps, as shares of the run, at which something happens, and what.
-        trained: the network has been trained densely before, as for a method that prunes a finished model.
-        backward: the gradient of the input has a mask of its own.
+        recipe: its text, without total_steps.
+        metric, label: the curve at the bottom, from ``handle.metrics()``, and its label.
+        marks: labels of vertical lines, at shares of the run.
+        trained: whether the network was first trained densely, for methods that prune a finished model.
+        backward: whether the gradient of the input has its own mask.
         betas: of Adam.
     """
 
@@ -141,9 +141,9 @@ def train(name: str, shown: Shown) -> Trace:
     switched = 0
     for step, (x, y) in enumerate(data[WARM:]):
         fit(model, optimizer, x, y, step / STEPS)
-        told = handle.metrics()
-        metric.append(float(told[shown.metric]) if shown.metric in told else math.nan)
-        switched = switched or (step if float(told.get("switch_step", 0)) else 0)
+        metrics = handle.metrics()
+        metric.append(float(metrics[shown.metric]) if shown.metric in metrics else math.nan)
+        switched = switched or (step if float(metrics.get("switch_step", 0)) else 0)
         with torch.no_grad():
             layer = model[0]
             if acts:
@@ -170,7 +170,7 @@ RIGHT, MASKS = 404, 150
 
 
 def draw(name: str, shown: Shown, trace: Trace) -> str:
-    """The figure as SVG."""
+    """Draw the figure as SVG."""
     pattern, drawn = trace.pattern, name == "maskllm"
     n, m = pattern.n, pattern.m
     kind = kinds(trace.used, n)
@@ -196,13 +196,13 @@ def draw(name: str, shown: Shown, trace: Trace) -> str:
         return TOP + TALL * (high - value) / (high - low)
 
     d.text(LEFT, 22, "One group " + ("of activations" if name == "act24" else "of weights") + f" ({pattern})", bold=True)
-    solid, dotted = ("after", "before the activation") if name == "act24" else ("as multiplied, W̃", "as kept, W")
+    solid, dotted = ("after", "before the activation") if name == "act24" else ("effective, W̃", "trained, W")
     d.text(LEFT, 37, f"{solid} (solid) and {dotted} (dotted)", "soft", 11)
     d.text(RIGHT, 22, f"Masks of {GROUPS} groups", bold=True)
     if drawn:
         legend = "share above one half; light: above 2 %"
     else:
-        legend = "forward and backward; light: forward only" if shown.backward else f"one of the {n} largest; light: used beside them"
+        legend = "forward and backward; light: forward only" if shown.backward else f"one of the {n} largest; light: other used weights"
     d.text(RIGHT, 37, f"dark: {legend}", "soft", 11)
     marks = dict(shown.marks)
     if trace.switched:
@@ -258,7 +258,7 @@ def short(value: float) -> str:
 
 
 def stepwise(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same curve without points on a straight line between their neighbours."""
+    """Remove points that lie on a straight line between their neighbours."""
     kept = points[:1]
     for before, here, after in zip(points, points[1:], points[2:], strict=False):
         if abs((before[1] + after[1]) / 2 - here[1]) > 0.04:
@@ -278,7 +278,7 @@ def figure(name: str) -> str:
 
 
 def same(old: str, new: str) -> bool:
-    """Whether two figures differ by rounding at most."""
+    """Whether two figures are equal up to rounding."""
     numbers = re.compile(r"-?\d+(?:\.\d+)?")
     if numbers.sub("#", old) != numbers.sub("#", new):
         return False
