@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from .. import recipes
 from ..models import GPTConfig
 from ..pattern import CheckpointError, Pattern, RecipeError
-from ..recipes import Recipe
+from ..recipes import Activation24, Recipe
 from ..recipes.registry import find, parse, suggestion
 from .ranks import PARALLEL
 
@@ -92,7 +92,7 @@ def settings(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) -
 def new_config(chosen: dict[str, Any]) -> TrainConfig:
     """The configuration of a new run; without ``--activation``, the activation that the recipe needs."""
     config = TrainConfig(**chosen)
-    needs = "activation" not in chosen and config.build_recipe().setup.activation is not None
+    needs = "activation" not in chosen and isinstance(config.build_recipe(), Activation24)
     return replace(config, activation="relu2") if needs else config
 
 

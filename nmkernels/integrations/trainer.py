@@ -14,6 +14,7 @@ import torch
 from ..pattern import RecipeError
 from ..recipes import Handle, Recipe, sparsify_
 from ..recipes.attach import unwrapped
+from ..recipes.compose import innermost
 from ..recipes.registry import parse, resolve
 from ..recipes.sparsify import FilterFn
 from .ending import finish_or_warn
@@ -243,7 +244,7 @@ def _own_optimizer(trainer: Any, recipe: Recipe) -> dict[str, Any] | None:
     if _optim(trainer.args) in ADAMW:
         _, keywords = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
         return {name: value for name, value in keywords.items() if name != "fused"}
-    if needed is not None or recipe.setup.freezes:
+    if needed is not None or type(innermost(recipe)).optimizer is not Recipe.optimizer:
         raise RecipeError(_not_with(recipe, f"optim={_optim(trainer.args)!r}", "set optim='adamw_torch'"))
     return None
 
@@ -269,8 +270,8 @@ def _with_recipe_optimizer(
             ]
             # the trainer leaves out frozen parameters, but attach finds the layers by their weights
             own = {id(p) for group in groups for p in group["params"]}
-            frozen = [layer.parameter for layer in handle.layers.values() if id(layer.parameter) not in own]
-            if handle.recipe.setup.freezes and frozen:
+            frozen = [layer.parameter for layer in handle.layers.values() if layer.learned() and id(layer.parameter) not in own]
+            if frozen:
                 groups.append({"params": frozen, "weight_decay": 0.0})
             trainer.optimizer = handle.recipe.optimizer(groups, **keywords)
         return trainer.optimizer

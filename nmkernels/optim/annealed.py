@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..ops import STATS
+from ..pattern import NMError
 from .adamw import MaskedAdamW, _Bucket
+from .rules import UpdateRule
 
 BLOCK = 1 << 15
 """Weights updated together on a CPU, so that what lies between two operations stays in its cache."""
 
 
-class AnnealedAdamW(MaskedAdamW):
-    """MaskedAdamW that decays pruned weights past the momentum, as the Adaptive Sparse Trainer does (Huang et al., AAAI 2025).
+@dataclass(frozen=True)
+class AnnealedRule(UpdateRule):
+    """The rule of an ``AnnealedAdamW``, which adds the penalty's gradient after the momentum.
 
-    Where a recipe's rule is ``late``, with r the gradient of the transform's penalty, λ_t (1 − M) ⊙ w of the weight before the step::
+    Args:
+        second_moment: of ``"total"``, m̂ + penalty, or of ``"gradient"``, g + penalty.
+    """
+
+    second_moment: str = "total"
+
+    adds_penalty: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.second_moment not in ("total", "gradient"):
+            raise NMError(f"AnnealedRule: second_moment={self.second_moment!r} is unknown; choose 'total' or 'gradient'.")
+
+
+class AnnealedAdamW(MaskedAdamW):
+    """MaskedAdamW that decays pruned weights after the momentum, as the Adaptive Sparse Trainer does (Huang et al., AAAI 2025).
+
+    Where a recipe's rule is an ``AnnealedRule``, with r the gradient of the transform's penalty, λ_t (1 − M) ⊙ w of the weight before the
+    step::
 
         m = β₁m + (1 − β₁)g,   u = m/(1 − β₁ᵗ) + r
-        v = β₂v + (1 − β₂)s²,  s = u (late="total") or g + r (late="gradient")
+        v = β₂v + (1 − β₂)s²,  s = u (second_moment="total") or g + r (second_moment="gradient")
         w ← w (1 − lr·wd) − lr · u / (√v/√(1 − β₂ᵗ) + ε)
 
     All other parameters, and all of them under any other rule, are updated as by MaskedAdamW, which has the same arguments and state. The
-    late update is in plain torch operations, about 20 passes over memory. With a ``GradScaler`` on a GPU the host waits for the device
+    annealed update is in plain torch operations, about 20 passes over memory. With a ``GradScaler`` on a GPU the host waits for the device
     once per parameter, unless ``capturable`` keeps the step counts there.
 
     Example:
@@ -37,9 +59,9 @@ class AnnealedAdamW(MaskedAdamW):
     """
 
     def _run(self, group: dict[str, Any], b: _Bucket) -> Tensor:
-        if not b.maskable or not self.rule.late:
+        if not b.maskable or not isinstance(self.rule, AnnealedRule):
             return super()._run(group, b)
-        largest = torch.stack([self._late(group, b, i) for i in range(len(b.params))]).max()
+        largest = torch.stack([self._annealed(group, b, i, self.rule) for i in range(len(b.params))]).max()
         stats = torch.zeros(len(STATS), dtype=torch.float64, device=largest.device)
         stats[STATS.index("max_update")] = largest
         stats[STATS.index("applied")] = self._applied(largest.device).double()
@@ -49,7 +71,7 @@ class AnnealedAdamW(MaskedAdamW):
         found_inf = getattr(self, "found_inf", None)
         return torch.ones((), dtype=torch.bool, device=device) if found_inf is None else (found_inf == 0).reshape(()).to(device)
 
-    def _late(self, group: dict[str, Any], b: _Bucket, i: int) -> Tensor:
+    def _annealed(self, group: dict[str, Any], b: _Bucket, i: int, rule: AnnealedRule) -> Tensor:
         """Update the i-th parameter of the bucket; the largest |u/D| of it, 0 if the step is skipped."""
         w, step, target = b.params[i], b.steps[i], b.targets[i]
         penalty = target.penalty() if target is not None else None
@@ -61,11 +83,11 @@ class AnnealedAdamW(MaskedAdamW):
         applied = self._applied(w.device)
         rows = max(1, BLOCK // w.shape[-1]) if w.device.type == "cpu" else w.shape[0]
         blocks = zip(*(part.split(rows) for part in parts), strict=True)
-        largest = torch.stack([self._block(group, t, applied, *block) for block in blocks]).max()
+        largest = torch.stack([self._block(group, rule, t, applied, *block) for block in blocks]).max()
         step.add_(applied.to(step.device, step.dtype))
         return torch.where(applied, largest, 0.0).double()
 
-    def _block(self, group: dict[str, Any], t: float | Tensor, applied: Tensor, *tensors: Tensor) -> Tensor:
+    def _block(self, group: dict[str, Any], rule: AnnealedRule, t: float | Tensor, applied: Tensor, *tensors: Tensor) -> Tensor:
         w, g, r, m, v, *peak = tensors
         (beta1, beta2), lr, scale = group["betas"], group["lr"], getattr(self, "grad_scale", None)
         g, r = g.to(m.dtype), r.to(m.dtype)
@@ -73,7 +95,7 @@ class AnnealedAdamW(MaskedAdamW):
         g = -g if group["maximize"] else g
         new_m = m * beta1 + g * (1 - beta1)
         u = new_m / (1 - beta1**t) + r
-        s = u if self.rule.late == "total" else g + r
+        s = u if rule.second_moment == "total" else g + r
         new_v = v * beta2 + s * s * (1 - beta2)
         new_peak = [torch.maximum(p, new_v) for p in peak]
         u = u / ((*new_peak, new_v)[0].sqrt() / (1 - beta2**t) ** 0.5 + group["eps"])

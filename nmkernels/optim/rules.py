@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from ..layouts import LINEAR
 from ..pattern import NMError, Pattern
-
-LATE = ("", "total", "gradient")
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,6 @@ class UpdateRule:
         eps_inside: denominator √(v̂ + ε) instead of √v̂ + ε.
         clamp: bound on |m̂/D|; 0 for none.
         geometric: also return Σ log|v_t − v_{t−1}| (AutoSwitch option II).
-        late: the penalty's gradient is left to an ``AnnealedAdamW``, which adds it after the momentum and takes the second moment of
-            ``"total"`` (m̂ + penalty) or of ``"gradient"`` (g + penalty); empty: it goes with the gradient.
     """
 
     masked: bool = False
@@ -36,14 +33,14 @@ class UpdateRule:
     eps_inside: bool = False
     clamp: float = 0.0
     geometric: bool = False
-    late: str = ""
+
+    adds_penalty: ClassVar[bool] = False
+    """Whether the optimizer itself adds the gradient of a target's penalty; else it is part of the gradient that the optimizer gets."""
 
     def __post_init__(self) -> None:
         for name in ("decay", "clamp", "v_step"):
             if getattr(self, name) < 0:
                 raise NMError(f"UpdateRule: {name}={getattr(self, name)} must not be negative.")
-        if self.late not in LATE:
-            raise NMError(f"UpdateRule: late={self.late!r} is unknown; choose one of {', '.join(map(repr, LATE))}.")
 
 
 PLAIN = UpdateRule()

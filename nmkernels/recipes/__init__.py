@@ -1,17 +1,20 @@
-"""Training recipes. Each method is one file with a frozen dataclass, which is registered automatically."""
+"""Training recipes. Each method is one file of ``methods`` or ``contrib`` with a frozen dataclass, which is registered automatically."""
 
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
-from . import methods  # noqa: F401 every recipe registers itself
-from .base import Observed, Recipe, Span, Stage
+from . import contrib, methods
+from .base import Observed, Recipe, Setup, Span, Stage
+from .contrib.ast import distill_loss
+from .contrib.proxsparse import prox
+from .decay_search import DecaySearch, search_decay
 from .existing import adopt
 from .handle import Handle, densify_
-from .methods.ast import distill_loss
-from .methods.proxsparse import prox
+from .hooks import Hooks
+from .methods.permutation import Permutation, search_permutation
 from .registry import find, get, names, recipe, text
 from .report import Report
-from .search.decay import DecaySearch, search_decay
-from .search.permutation import Found, search_permutation
 from .sparsify import sparsify_
 
 if TYPE_CHECKING:
@@ -19,16 +22,22 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> Any: ...
 
 
+for _folder in (methods, contrib):
+    for _module in iter_modules(_folder.__path__):
+        import_module(f"{_folder.__name__}.{_module.name}")
+
 _recipes = {cls.__name__: cls for cls in map(find, names())}
 globals().update(_recipes)
 __all__ = [
     *_recipes,
     "DecaySearch",
-    "Found",
+    "Permutation",
     "Handle",
+    "Hooks",
     "Observed",
     "Recipe",
     "Report",
+    "Setup",
     "Span",
     "Stage",
     "adopt",

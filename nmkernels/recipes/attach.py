@@ -1,7 +1,6 @@
-"""How a recipe lives inside an optimizer: step hooks, and its state in ``param_groups[0]["nm_recipe"]``.
+"""How a recipe hooks into an optimizer's step, and keeps its state in ``param_groups[0]["nm_recipe"]``.
 
-A top-level key of the state dict would be dropped by trainers that rebuild it; entries of a parameter group survive. State dicts have it as
-``saved.py`` says.
+Trainers that rebuild a state dict drop unknown top-level keys, but not entries of a parameter group. ``saved.py`` has the saved form.
 """
 
 from __future__ import annotations
@@ -9,9 +8,9 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -35,20 +34,19 @@ APPLIED, FLIPS, NONZEROS = (ops.STATS.index(name) for name in ("applied", "flips
 FIRST = {"step": 0, "mu_product": 1}
 """What an optimizer counts in the state of a parameter, and where it begins."""
 COUNTED = ("pruned_abs", "pruned_grad_abs", "flips", "nonzeros")
-"""What is counted here where the optimizer does not."""
+"""What is counted here for optimizers that do not count it."""
 
 
 class Attachment:
     """One optimizer of a run, with the swapped layers whose weights it updates.
 
-    ``attachments`` is the handle's list, in the order in which the optimizers step; the last one keeps the schedule, and has them in
-    ``all``, which is empty for the others. ``stats`` are the sums of its last step, or of the last applied one where it was skipped, over
-    ``numel`` weights; ``observed`` those that the schedule has not seen yet.
+    ``run.attachments`` has them in the order in which the optimizers step; the last one drives the schedule. ``stats`` are the sums of the
+    last step, or of the last applied one where that was skipped, over ``numel`` weights; ``observed`` those that the schedule has not seen
+    yet.
     """
 
-    def __init__(self, run: Run, optimizer: torch.optim.Optimizer, attachments: list[Attachment]) -> None:
-        self.run, self.optimizer, self.attachments = run, optimizer, attachments
-        self.all: Sequence[Attachment] = ()
+    def __init__(self, run: Run, optimizer: torch.optim.Optimizer) -> None:
+        self.run, self.optimizer = run, optimizer
         self.layers: dict[str, NMWeight] = {}
         self.masked = masked_adamw(optimizer)
         self.stats: Tensor | None = None
@@ -59,7 +57,7 @@ class Attachment:
         self._pruned: dict[str, tuple[Tensor, Tensor]] = {}
         self.updating = inner(optimizer)
         self._starts = self._rehearsed = False
-        self._beside: dict[str, Tensor] = {}
+        self._loaded_masks: dict[str, Tensor] = {}
         self._loaded: State | None = None
         self._removers = [
             optimizer.register_step_pre_hook(eager(self._before)),
@@ -68,12 +66,16 @@ class Attachment:
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
-        _watch_every_optimizer()
-        _attached.add(self)
-        self.take()
+        _watch_every_optimizer(self)
+
+    @property
+    def drives(self) -> bool:
+        """Whether this is the optimizer that drives the schedule."""
+        attachments = self.run.attachments
+        return bool(attachments) and attachments[-1] is self
 
     def take(self) -> dict[str, NMWeight]:
-        """Drive every layer whose weight the optimizer has, in whichever group and however late; returns those that are new."""
+        """Take over every layer whose weight the optimizer has, also in groups that were added since; returns the new ones."""
         groups = self.optimizer.param_groups
         self._size, found = sum(len(group["params"]) for group in groups), owned(self.optimizer, self.run.layers)
         new = {name: layer for name, layer in found.items() if name not in self.layers}
@@ -82,7 +84,7 @@ class Attachment:
             layer.effective.attached = True
             if self.masked is not None:
                 self.masked.targets[layer.parameter] = Target(layer.pattern, layer.layout, partial(_penalty, layer))
-        self._revision = 0  # the targets' patterns are those of the present stage from the next step on
+        self._revision = 0  # the next step gives the targets the patterns of the stage
         return new
 
     @property
@@ -97,8 +99,8 @@ class Attachment:
         return None if outside else self.masked
 
     @property
-    def beside(self) -> dict[str, NMWeight]:
-        """The layers whose masks lie in the state of their weights: trained ones, and none where that state is shared out (ZeRO)."""
+    def holding(self) -> dict[str, NMWeight]:
+        """The layers whose held masks are saved in the optimizer's state of their weights: trained ones, without ZeRO, which shards it."""
         if not self.run.holds or self.updating is not self.optimizer:
             return {}
         # load_state_dict(assign=True) gives a layer another Parameter than the one that this optimizer updates
@@ -107,42 +109,47 @@ class Attachment:
 
     def load(self, state: State | None) -> None:
         """Continue from ``state``; None: from the recipe's beginning, with the present weights."""
-        found = self.run.first_state(self.group) if state is None else state
-        self.optimizer.param_groups[0][STATE_KEY] = found
-        self.run.adopt(found)
+        own = self.run.first_state(self.group) if state is None else state
+        self.optimizer.param_groups[0][STATE_KEY] = own
+        self.run.adopt(own)
         if state is None:
             self.run.watch()
-        for part in self.all:
-            part.announce()
+        for part in self.run.attachments:
+            part.mark_held_masks()
 
     def continues(self) -> None:
-        """Keep the schedule that another attachment has kept until now."""
+        """Drive the schedule that another attachment has driven until now."""
         self.optimizer.param_groups[0][STATE_KEY] = self.run.state
-        self.announce()
+        self.mark_held_masks()
 
-    def hand_over(self, later: Sequence[Attachment]) -> None:
-        """Leave the schedule to ``later`` attachments, and the count of those layers that they drive too."""
+    def hand_over(self) -> None:
+        """Leave the schedule to later attachments, and the count of those layers that they update too."""
         self.optimizer.param_groups[0].pop(STATE_KEY, None)
+        attachments = self.run.attachments
+        later = attachments[attachments.index(self) + 1 :]
         if any(name in other.layers for name in self.layers for other in later):
             self.stats = self.observed = None
 
-    def announce(self) -> None:
-        """Say in the optimizer's state of each weight that its state dict has masks too: some loaders take only what they find there.
+    def mark_held_masks(self) -> None:
+        """Put a placeholder for its held masks into the optimizer's state of each weight, as some loaders take only keys that are there.
 
-        Not in an empty one, which the optimizer is yet to fill.
+        Not into an empty state, which the optimizer has yet to fill.
         """
-        state, beside = self.optimizer.state, self.beside
+        state, holding = self.optimizer.state, self.holding
         for name, layer in self.layers.items():
             own = state.get(layer.parameter, {})
             own.pop(HELD, None)  # loaded before the optimizer was attached
-            if own and name in beside:
+            if own and name in holding:
                 own[HELD] = torch.zeros((), dtype=torch.uint8)
             elif not own:
                 state.pop(layer.parameter, None)
 
     def detach(self) -> None:
-        """Take every trace of the recipe out of the optimizer, and drive no layer any more."""
+        """Remove every trace of the recipe from the optimizer and from the layers that no other attachment has."""
+        if self in self.run.attachments:
+            self.run.attachments.remove(self)
         _attached.discard(self)
+        _stop_watching()
         for remover in self._removers:
             remover.remove()
         for optimizer in (self.optimizer, self.updating):  # ZeRO copies what stands in the groups of the one to the other
@@ -151,7 +158,7 @@ class Attachment:
             for layer in self.layers.values():
                 optimizer.state.get(layer.parameter, {}).pop(HELD, None)
         for name, layer in self.layers.items():
-            if any(name in other.layers for other in self.attachments if other is not self):
+            if any(name in other.layers for other in self.run.attachments):
                 continue
             layer.effective.attached = False
             layer.effective.release()
@@ -167,10 +174,7 @@ class Attachment:
         """Any optimizer of the process has stepped: no copy of W̃ is used again unchecked, and one that is not attached is counted."""
         for layer in self.layers.values():
             layer.effective.doubt()
-        for own in self.all:
-            if optimizer is own.optimizer or optimizer is own.updating:
-                return
-        if self.all:
+        if self.drives and not any(optimizer in (own.optimizer, own.updating) for own in self.run.attachments):
             self.run.writes.stepped_by(optimizer, self.run.recipe.name)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -203,7 +207,7 @@ class Attachment:
             self._on_gradients()
             return None
 
-        # trainers that pass a closure run backward inside it, after the pre-hook: the gradients exist only then
+        # with a closure backward runs inside it, after this hook: the gradients exist only then
         def wrapped() -> Any:
             loss = closure()
             self._on_gradients()
@@ -212,7 +216,7 @@ class Attachment:
         return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
 
     def _join(self) -> None:
-        """Take over the layers whose weights have come with a group that was added since the last step."""
+        """Take over the layers of parameter groups that were added since the last step."""
         check_class(self.run.recipe, self.optimizer)
         new = self.take()
         self._starts = self._starts or bool(new)
@@ -225,8 +229,8 @@ class Attachment:
             )
 
     def _rehearses(self) -> bool:
-        """Whether the step to come is none: ``torch.distributed.checkpoint`` finds out what state a fresh optimizer will have by one with
-        zero gradients at learning rate 0."""
+        """Whether the coming step trains nothing: ``torch.distributed.checkpoint`` makes a step with zero gradients at learning rate 0, to
+        have a fresh optimizer fill its state."""
         groups = self.optimizer.param_groups
         if any(float(group.get("lr", 1.0)) != 0.0 for group in groups):
             return False
@@ -238,7 +242,7 @@ class Attachment:
 
     @torch.no_grad()
     def _on_gradients(self) -> None:
-        """Mask or decay the gradients: unscaled ones, or scaled ones times the scale where a fused optimizer unscales later."""
+        """Mask or decay the gradients; where a fused optimizer unscales them later, the decay is scaled too."""
         stage, scale = self.run.stage, getattr(self.optimizer, "grad_scale", None)
         # with maximize the optimizer negates the gradient later; the decay must shrink the weight all the same
         negated = {id(p) for group in self.optimizer.param_groups if group.get("maximize") for p in group["params"]}
@@ -248,7 +252,7 @@ class Attachment:
                 continue
             self.numel += layer.parameter.numel()
             learned = layer.learned()
-            penalties = {} if stage.rule.late and not learned else layer.penalties()
+            penalties = {} if stage.rule.adds_penalty and not learned else layer.penalties()
             extra = penalties.pop(WEIGHT, None)
             for key, value in penalties.items():
                 grad = learned[key].grad
@@ -272,13 +276,13 @@ class Attachment:
                 self._pruned[name] = _magnitude(pruned), size if scale is None else size / scale.double()
                 if stage.rule.decay:
                     put(pruned * stage.rule.decay)
-            if extra is not None and not stage.rule.late:
+            if extra is not None and not stage.rule.adds_penalty:
                 put(extra)
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._starts:
-            self.announce()
+            self.mark_held_masks()
         if self._rehearsed:
             self._rehearsed = False
             for state in self.updating.state.values():
@@ -286,11 +290,11 @@ class Attachment:
                     count = state[key]
                     state[key] = torch.full_like(count, FIRST[key]) if isinstance(count, Tensor) else type(count)(FIRST[key])
             return
-        own = self.own_pass
-        if self.all:
-            # ZeRO puts the loaded groups in their place after the hooks of a load
+        own, drives = self.own_pass, self.drives
+        if drives:
+            # ZeRO replaces the groups by the loaded ones after the hooks of a load
             optimizer.param_groups[0][STATE_KEY] = self.run.state
-        self._settle()
+        self.run.hooks.after_step(self._updated(), self._found_inf)
         if own is not None:
             new, self.numel = own.stats, own.stats_numel
         else:
@@ -302,34 +306,33 @@ class Attachment:
         self.observed = new
         if new is not None:
             self.stats = self._since_applied(new)
-        if self.all:
+        if drives:
             self._advance()
 
     def _advance(self) -> None:
         """Let the schedule see the step that every optimizer of the run has just done."""
-        stats: Tensor | None = None
-        numel, moments = 0, []
-        for part in self.all:
-            if part.observed is not None:
-                stats = part.observed if stats is None else merge_stats(stats, part.observed)
-                numel += part.numel
-                moments += part._of_state("exp_avg_sq")
-                part.observed = None
+        parts = [part for part in self.run.attachments if part.observed is not None]
+        observed = [part.observed for part in parts if part.observed is not None]
+        for part in parts:
+            part.observed = None
         trial = self.run.trial
         if trial is not None and not trial.done:
             trial.stepped()
-        if stats is None:
+        if not observed:
             return
-        steps = self._of_state("step")
-        step = torch.as_tensor(steps[0]) if steps else None
-        seen = Observed(stats=stats, numel=numel, second_moments=moments, step=step, calls=self.run.calls + 1, group=self.group)
-        # the device is asked only where a scaler may have skipped the step
+        stats, numel = reduce(merge_stats, observed), sum(part.numel for part in parts)
+
+        def kept(key: str) -> list[Any]:
+            return [value for part in parts for value in part._of_state(key)]
+
+        seen = Observed(stats, numel, self.run.max_applied_steps + 1, self.group, kept)
+        # waits for the device only where a scaler may have skipped the step
         flips = self.run.advance(seen, lambda: self._found_inf is None or bool(stats[APPLIED].item() > 0))
         if flips is not None and self.stats is not None:
             self.stats = self.stats.clone()
             self.stats[FLIPS] += flips
         if self.run.sharded:
-            self.run.told = self.run.tell(density=self.run.stage.held_mask)
+            self.run.shard_metrics = self.run.metrics(density=self.run.stage.held_mask)
 
     def _of_state(self, key: str) -> list[Any]:
         """What the optimizer keeps under ``key`` for the swapped weights, where it does."""
@@ -352,7 +355,7 @@ class Attachment:
         return torch.where(new[APPLIED] > 0, new, old)
 
     def _own_stats(self) -> Tensor:
-        """The sums that MaskedAdamW gives for free, for any other optimizer and for held masks, which it does not know."""
+        """The sums that MaskedAdamW counts in its own pass, for other optimizers and for held masks, which it does not know."""
         found_inf = self._found_inf
         device = next(iter(self.layers.values())).master.device
         nothing = torch.zeros((), dtype=torch.float64)
@@ -383,29 +386,22 @@ class Attachment:
             values.update(zip(COUNTED, reduced(parts), strict=True))
         return torch.stack([values[key].to(device=device, dtype=torch.float64) for key in ops.STATS])
 
-    def _settle(self) -> None:
-        after, skipped = self.run.stage.after, self._found_inf
-        if after is None:
-            return
+    def _updated(self) -> Iterator[tuple[NMWeight, float | Tensor]]:
+        """The layers whose weights had a gradient, each with the learning rate of its group."""
         rates = {id(p): group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
         for layer in self.layers.values():
             # load_state_dict(assign=True) gives the layer another Parameter than the one that this optimizer updates
-            if layer.parameter.grad is None or id(layer.parameter) not in rates:
-                continue
-            w, lr = layer.master, rates[id(layer.parameter)]
-            new = after(w.detach(), lr)
-            w.copy_(new if skipped is None else torch.where(skipped.reshape(()).to(w.device) == 0, new, w))
-            layer.drop()
+            if layer.parameter.grad is not None and id(layer.parameter) in rates:
+                yield layer, rates[id(layer.parameter)]
 
     # ---- around saving and loading
 
     def _after_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        run, own = self.run, self.beside
-        if self.all:
-            beside = {name: layer for part in self.all for name, layer in part.beside.items()}
-            state_dict["param_groups"][0][STATE_KEY], masks = written({**run.state, **run.held()}, run.layers, beside)
-        else:
-            _, masks = written({**run.state, **run.held()}, run.layers, own)
+        run, own = self.run, self.holding
+        holding = {name: layer for part in run.attachments for name, layer in part.holding.items()} if self.drives else own
+        text, masks = written({**run.state, **run.held()}, run.layers, holding)
+        if self.drives:
+            state_dict["param_groups"][0][STATE_KEY] = text
         keys = _keys(optimizer, state_dict)
         for name, layer in own.items():
             key = keys[layer.parameter]
@@ -413,29 +409,29 @@ class Attachment:
 
     def _before_load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         keys, state = _keys(optimizer, state_dict), dict(state_dict["state"])
-        self._beside, self._loaded = {}, None
+        self._loaded_masks, self._loaded = {}, None
         for name, layer in self.layers.items():
             own = state.get(keys.get(layer.parameter))
             if own and HELD in own:
                 # torch would cast them to the weight's dtype
-                self._beside[name] = own[HELD]
+                self._loaded_masks[name] = own[HELD]
                 state[keys[layer.parameter]] = {key: value for key, value in own.items() if key != HELD}
         state_dict["state"] = {key: own for key, own in state.items() if own != {}}
         saved = state_dict["param_groups"][0].get(STATE_KEY)
-        if self.all and saved is not None:
-            beside = {name: bits for part in self.all for name, bits in part._beside.items()}
-            self._loaded = restored(saved, self.run.layers, beside)
+        if self.drives and saved is not None:
+            masks = {name: bits for part in self.run.attachments for name, bits in part._loaded_masks.items()}
+            self._loaded = restored(saved, self.run.layers, masks)
             self.run.check(self._loaded, self.group)
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self.all:
-            self.announce()
+        if not self.drives:
+            self.mark_held_masks()
             return
         # from a state of plain AdamW the recipe starts from its beginning with the loaded moments
         self.load(self._loaded)
         self._loaded = None
-        for part in self.all:
-            part._beside = {}
+        for part in self.run.attachments:
+            part._loaded_masks = {}
 
 
 def _keys(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[Tensor, Any]:
@@ -445,17 +441,30 @@ def _keys(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[
 
 
 _attached: weakref.WeakSet[Attachment] = weakref.WeakSet()
+_watches: list[Any] = []
+"""The hook by which attachments see the steps of all optimizers of the process; it is there only while there are attachments."""
 
 
-@cache
-def _watch_every_optimizer() -> None:
-    """Have every attachment see each step of any optimizer, by one hook for the process that is never removed."""
+def _watch_every_optimizer(attachment: Attachment) -> None:
+    """Have ``attachment`` see each step of any optimizer of the process, until it is detached or collected."""
 
     def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for part in list(_attached):
             part.doubt(optimizer)
 
-    register_optimizer_step_post_hook(eager(stepped))
+    if not _watches:
+        _watches.append(register_optimizer_step_post_hook(eager(stepped)))
+    _attached.add(attachment)
+    weakref.finalize(attachment, _stop_watching)
+
+
+def _stop_watching() -> None:
+    """Remove the hook if nothing is attached any more."""
+    if _watches and next(iter(_attached), None) is None:
+        hooks = _watches[0].hooks_dict_ref()
+        # an attachment may be collected while torch iterates over the hooks, when only the last one can be removed
+        if hooks and next(reversed(hooks)) == _watches[0].id:
+            _watches.pop().remove()
 
 
 def owned(optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight]) -> dict[str, NMWeight]:
@@ -465,13 +474,13 @@ def owned(optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight]) -> dict
 
 
 def eager(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """``hook`` as ``torch.compile(optimizer.step)`` calls it: untraced. A graph would keep the schedule's numbers as they were when it was
-    made; torch then compiles the optimizer's own step as it does without a recipe."""
+    """``hook``, which ``torch.compile(optimizer.step)`` does not trace: a graph would freeze the schedule's numbers. The optimizer's own
+    step is compiled as without a recipe."""
     return torch.compiler.disable(hook)
 
 
 def unwrapped(given: Any) -> torch.optim.Optimizer:
-    """The optimizer whose step hooks run: ``given``, ZeRO too, or the one inside a wrapper of Accelerate's or Lightning's kind."""
+    """The optimizer whose step hooks run: ``given``, also ZeRO, or the one inside a wrapper such as Accelerate's or Lightning's."""
     found = given
     while "_optimizer_step_pre_hooks" not in getattr(found, "__dict__", {}):
         # a learning rate scheduler has an optimizer as well, but nothing to step it by
@@ -506,8 +515,8 @@ def masked_adamw(optimizer: torch.optim.Optimizer) -> MaskedAdamW | None:
     return found if alone and isinstance(found, MaskedAdamW) else None
 
 
-def loaded_beside(optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight]) -> dict[str, Tensor]:
-    """The masks that ``optimizer``, not attached yet, has loaded beside the moments of the weights."""
+def loaded_masks(optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight]) -> dict[str, Tensor]:
+    """The held masks that ``optimizer``, not attached yet, has loaded with the moments of the weights."""
     states = {name: optimizer.state.get(layer.parameter) or {} for name, layer in layers.items()}
     return {name: state[HELD] for name, state in states.items() if HELD in state}
 
@@ -538,7 +547,7 @@ def check_class(recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_moments(run: Run, optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight]) -> None:
-    """Raise ``RecipeError`` where the run has frozen the second moment and ``optimizer`` has none for some of ``layers``."""
+    """Raise ``RecipeError`` where the run has frozen the second moment and ``optimizer`` lacks it for some of ``layers``."""
     state = inner(optimizer).state
     missing = [name for name, layer in layers.items() if "exp_avg_sq" not in state.get(layer.parameter, {})]
     if missing and run.stage.rule.frozen:
@@ -557,8 +566,8 @@ def nonzeros(layers: Iterable[NMWeight]) -> Tensor:
 
 
 def _align_moments(state: dict[str, Any], layer: NMWeight) -> None:
-    """Have what the optimizer keeps of a weight in the memory order of that: torch's fused kernels go by memory and not by strides, so
-    moments of a time before ``sparsify_``, or of a dense model's checkpoint, would silently go to other weights."""
+    """Bring the optimizer's moments of a weight into its memory order: torch's fused kernels ignore strides, so moments from before
+    ``sparsify_``, or of a dense model's checkpoint, would be applied to other weights."""
     shape = layer.parameter.shape
     for name, value in state.items():
         if isinstance(value, Tensor) and value.shape == shape:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, WeightTransform
-from ..nn import ActivationRule
 from ..optim import PLAIN, MaskedAdamW, UpdateRule
 from ..pattern import Pattern, PatternLike, RecipeError
+
+if TYPE_CHECKING:
+    from .hooks import Hooks
+    from .run import Run
 
 State = dict[str, Any]
 """A recipe's schedule state: plain values and tensors, kept in the optimizer's ``param_groups[0]["nm_recipe"]``."""
@@ -21,8 +24,8 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class About:
-    """What ``python -m nmkernels recipes`` tells of a method: its paper, the N:M that it takes, what it keeps beside the dense weights and
-    the optimizer's moments, and what it adds to, or saves from, a dense training step."""
+    """What ``python -m nmkernels recipes`` prints about a method: its paper, the N:M that it takes, what it stores in addition to the dense
+    weights and the optimizer's moments, and what it adds to, or saves from, a dense training step."""
 
     paper: str = ""
     patterns: str = "any N:M"
@@ -40,8 +43,8 @@ class Span:
         fprop: N/M where the forward weight is N:M along ``in``; 1 while it is dense or only fading.
         dgrad: N/M where the weight of dgrad is N:M along ``out`` (transposable, double-pruned, or with a mask of its own); else 1.
         wgrad: N/M of the output gradient's estimate along tokens (1/2 for MVUE 2:4); 0 where no weight gradient is computed; else 1.
-        rank: of a dense low-rank adapter beside the weight, which adds 2·rank·(in + out) to each GEMM; see ``rank_for``.
-        teacher: dense forward passes of the whole model beside each training step, for distillation.
+        rank: of a dense low-rank adapter next to the weight, which adds 2·rank·(in + out) to each GEMM; see ``rank_for``.
+        teacher: dense forward passes of the whole model in addition to each training step, for distillation.
 
     Example:
         >>> Span(100, fprop=0.5, wgrad=0.5)
@@ -62,7 +65,7 @@ class Span:
 
 
 def rank_for(rank: float | int, shape: tuple[int, ...]) -> int:
-    """The rank of an adapter beside a weight of ``shape``: ``rank`` if whole, else that share of the smaller side, at least 1; 0 for none.
+    """The rank of an adapter of a weight of ``shape``: ``rank`` if whole, else that share of the smaller side, at least 1; 0 for none.
 
     Example:
         >>> rank_for(4, (256, 64)), rank_for(0.1, (256, 64)), rank_for(0.001, (256, 64)), rank_for(0.0, (256, 64))
@@ -87,17 +90,15 @@ def first(steps: int, spans: Iterable[Span]) -> list[Span]:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a handle prepares once for a recipe.
+    """What a recipe needs from a run, fixed for its whole length.
 
     Args:
         optimizer: the only class of optimizer that it runs with; ``needs``: what for, to complete "<Recipe> …, which SGD cannot".
         mask_score: how a mask that is chosen once is scored, for recipes that hold one.
-        channels: the keywords of ``search_permutation``, for recipes that reorder channels before that mask is chosen.
-        freezes: whose gradients are off until the recipe ends: ``""`` nobody's, ``"weights"`` of its layers, ``"all"`` but what it learns.
-        activation: what ``finish`` leaves the squared-ReLU activations at; None: they are none of the recipe's business.
+        hooks: makes the ``Hooks`` of a run, for what the method does besides transforming and updating weights.
         draws: it draws random numbers in training, by a seed that its state holds; ``seed``: that one, None for torch's initial seed.
         needs_whole: why it cannot run with sharded weights, to complete "<Recipe> …"; empty where it can.
-        linear_only: why it cannot take layers that torch multiplies by itself (convolutions, stacked experts), to complete "<Recipe> …";
+        linear_only: why it cannot take layers whose GEMMs are torch's own (convolutions, stacked experts), to complete "<Recipe> …";
             empty where all that it does to a layer is its W̃ and its update.
         follows_weights: its schedule follows sums over all weights, so that all ranks that share them have to add theirs up.
         patterns: N:M of each layer, from the present weights ``(out, in)`` by name; None: all have the recipe's own. A resumed run has
@@ -107,9 +108,7 @@ class Setup:
     optimizer: type[torch.optim.Optimizer] | None = None
     needs: str = ""
     mask_score: str | None = None
-    channels: Mapping[str, int] | None = None
-    freezes: str = ""
-    activation: ActivationRule | None = None
+    hooks: Callable[[Run], Hooks] | None = None
     draws: bool = False
     seed: int | None = None
     needs_whole: str = ""
@@ -124,22 +123,19 @@ class Setup:
 
 @dataclass(frozen=True)
 class Stage:
-    """What happens in one phase of a recipe.
+    """What happens in one phase of a recipe; a method whose ``Hooks`` need to know more subclasses it.
 
     Args:
         phase: 0 dense or preconditioning, 1 mask learning, 2 fixed mask.
-        transform: what the forward pass makes of each weight, and how the gradient gets back to it; None uses the weight as it is.
+        transform: how the forward pass makes W̃ of each weight, and its gradient that of the weight; None uses the weight as it is.
         rule: how the maskable parameters are updated.
-        plan: the rule of each of a layer's three GEMMs.
+        plan: how each of a layer's three GEMMs is computed.
         held_mask: the mask was chosen once for good: gradients and weights are masked around each step.
-        every: what the transform holds is chosen anew after every so many applied steps; 0 for only when the stage begins.
+        every: the transform's held tensors are renewed after every so many applied steps; 0: never.
         later: in a dense stage, the transform of the sparse ones: what that takes once from the weights, and the patterns of the layers,
             come from the weights at the end of this stage and not from those of ``sparsify_``.
-        rank: of the low-rank adapters that take part, as in ``Span``; 0 for none.
-        activation: the rule of the squared-ReLU activations, for a recipe with one in its ``Setup``; None for dense ones.
-        part: what the transforms hold is renewed, and its steps counted anew, where a stage has another part than the one before.
-        after: ``after(weight, lr)``, what becomes of a master weight ``(out, in)`` after an applied step, as a proximal method has it.
-        not_ready: why it is too early to finish; empty where it is not.
+        not_ready: why it is too early to finish, to complete "the recipe <name> …"; empty where it is not.
+        remark: what a user should know of how the schedule came here, for a warning and the report; empty for nothing.
     """
 
     phase: int
@@ -149,11 +145,8 @@ class Stage:
     held_mask: bool = False
     every: int = 0
     later: WeightTransform | None = None
-    rank: float | int = 0
-    activation: ActivationRule | None = None
-    part: int = 0
-    after: Callable[[Tensor, float | Tensor], Tensor] | None = None
     not_ready: str = ""
+    remark: str = ""
 
     def span(self, steps: int, pattern: Pattern) -> Span:
         """The FLOPs of ``steps`` steps: fprop at N/M where W̃ is N:M, dgrad where it has an N:M weight too, wgrad by the plan; ``pattern``
@@ -164,26 +157,24 @@ class Stage:
         share = (pattern if transform is None else transform.pattern).density if sparse else 1.0
         both = traits is not None and (traits.transposable or traits.own_dgrad)
         wgrad = {"mvue": packed, "magnitude": packed, "none": 0.0}.get(self.plan.wgrad, 1.0)
-        return Span(steps, fprop=share, dgrad=share if both else 1.0, wgrad=wgrad, rank=self.rank)
+        return Span(steps, fprop=share, dgrad=share if both else 1.0, wgrad=wgrad)
 
 
 @dataclass(frozen=True)
-class LayerPlan:
+class LayerSetup:
     """What a recipe does with one layer.
 
     Args:
-        transform: the recipe's transform as it suits the layer.
-        unsupported_reason: why the recipe cannot do with a weight of that shape, whose ``in`` M divides; empty where it can.
-        keep_dense_reason: why the layer had better stay dense, unless the user's filter chooses it; empty where nothing speaks against it.
-        note: what the report says of the layer.
-        rank: of the low-rank adapter that ``sparsify_`` adds to it; 0 for none.
+        transform: the recipe's transform, adapted to the layer.
+        unsupported_reason: why the recipe cannot take a weight of that shape, whose ``in`` M divides; empty where it can.
+        keep_dense_reason: why the layer stays dense unless the user's filter chooses it; empty where it need not.
+        note: its line in the report.
     """
 
     transform: WeightTransform | None
     unsupported_reason: str = ""
     keep_dense_reason: str = ""
     note: str = ""
-    rank: int = 0
 
 
 # ---- settings: fields that say what values fit, which Recipe checks, and whether a resumed run may have another
@@ -259,10 +250,10 @@ class Recipe:
     name: ClassVar[str] = ""
     about: ClassVar[About] = About()
     final: ClassVar[str] = "nm"
-    """What ``finish()`` leaves: ``"nm"``, ``"dense"``, or ``"nm+adapter"``, N:M weights with a low-rank adapter beside each; an instance
-    whose settings change that has its own."""
+    """What ``finish()`` leaves: ``"nm"``, ``"dense"``, or ``"nm+adapter"``, N:M weights with a low-rank adapter each; an instance whose
+    settings change that has its own."""
     _resume: ClassVar[str] = "any"
-    """``setting``'s ``resume`` of the settings that do not say it."""
+    """``resume`` of the settings that do not give it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", Pattern(self.pattern))
@@ -273,7 +264,7 @@ class Recipe:
 
     @property
     def setup(self) -> Setup:
-        """What a handle prepares once."""
+        """What the recipe needs from a run."""
         return Setup()
 
     def optimizer(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **kwargs: Any) -> torch.optim.Optimizer:
@@ -285,21 +276,21 @@ class Recipe:
         return {"seed": self.setup.first_seed} if self.setup.draws else {}
 
     def stage(self, state: State) -> Stage:
-        """What training does in ``state``; an empty one stands for the time before an optimizer is attached."""
+        """What training does in ``state``, which is empty before an optimizer is attached."""
         raise RecipeError(f"{type(self).__name__} defines no stage.")
 
     def advance(self, state: State, observed: Observed) -> bool:
-        """Take one finished optimizer step into ``state``, in place; True when the stage may have changed."""
+        """Count one finished optimizer step in ``state``, in place; returns True when the stage may have changed."""
         return False
 
     def values(self, state: State) -> dict[str, Tensor]:
-        """The schedule's numbers of the next step, 0-d tensors: ``handle.metrics()`` has them by name, transforms read ``nm_<name>``."""
+        """The schedule's numbers of the next step, 0-d tensors by name: metrics of the handle, and ``nm_<name>`` of transforms."""
         return {}
 
-    def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerPlan:
-        """What becomes of a layer of that ``pattern`` and ``(out, in)``, given the transform of the present stage or the final one."""
+    def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerSetup:
+        """What the recipe does with a layer of this ``pattern`` and ``(out, in)``; ``transform``: of the present or the final stage."""
         fits = transform is None or pattern == self.pattern
-        return LayerPlan(transform if fits else replace(transform, pattern=pattern), note=str(pattern))  # type: ignore[type-var]
+        return LayerSetup(transform if fits else replace(transform, pattern=pattern), note=str(pattern))  # type: ignore[type-var]
 
     def final_transform(self) -> WeightTransform:
         """What ``finish`` applies to each weight unless ``final`` is ``"dense"``."""
@@ -309,15 +300,6 @@ class Recipe:
         """The FLOPs of the first ``steps`` steps, in consecutive spans, for ``nm.flops``."""
         return [self.stage({}).span(steps, Pattern(self.pattern))]
 
-    def remark(self, state: State) -> str:
-        """What a user should know of how the schedule went, for a warning and the report; empty where there is nothing."""
-        return ""
-
-    def not_ready_reason(self, state: State) -> str:
-        """Why it is too early to finish in ``state``; empty where it is not."""
-        stage = self.stage(state)
-        return stage.not_ready or ("is still in its dense phase" if self.final != "dense" and stage.phase == 0 else "")
-
 
 @dataclass(frozen=True)
 class Observed:
@@ -326,15 +308,24 @@ class Observed:
     Args:
         stats: float64 sums, named by ``nmkernels.ops.STATS``.
         numel: number of maskable weights that took part.
-        second_moments: their raw ``exp_avg_sq`` where the optimizer keeps one, sharded as the weights are.
-        step: the optimizer's own step count of these parameters, None where it has none; reading it may wait for the device.
-        calls: how many steps can have been applied at most; known to the host, which cannot see whether a step was skipped.
+        max_applied_steps: an upper bound of the applied steps, which the host knows without waiting for the device.
         group: the parameter group of the maskable weights, as for ``Recipe.first_state``.
+        optimizer_state: all that the optimizers keep for these weights under a key.
     """
 
     stats: Tensor
     numel: int
-    second_moments: list[Tensor]
-    step: Tensor | None
-    calls: int
+    max_applied_steps: int
     group: dict[str, Any] = field(default_factory=dict)
+    optimizer_state: Callable[[str], list[Any]] = lambda key: []
+
+    @property
+    def second_moments(self) -> list[Tensor]:
+        """The raw ``exp_avg_sq`` of the weights, sharded as these are; empty where the optimizer has none."""
+        return self.optimizer_state("exp_avg_sq")
+
+    @property
+    def step(self) -> Tensor | None:
+        """The optimizer's own step count, None where it has none; reading its value may wait for the device."""
+        steps = self.optimizer_state("step")
+        return torch.as_tensor(steps[-1]) if steps else None

@@ -1,4 +1,4 @@
-"""What weights have to be for a recipe to train them: checked by ``sparsify_`` and ``attach``, before anything is changed."""
+"""Requirements on the weights that a recipe trains: ``sparsify_`` and ``attach`` check them before anything is changed."""
 
 from __future__ import annotations
 
@@ -72,17 +72,17 @@ def check_shards(layers: dict[str, NMWeight]) -> None:
                 "it with DistributedDataParallel, leave it out of fully_shard, or out of sparsify_ with filter_fn."
             )
         check_mesh(f"attach: layer {name!r}", weight, data_dims(layer))
-        ways = {"out": 1, "in": 1}  # in how many parts, over all dimensions of the mesh
+        splits = {"out": 1, "in": 1}  # over all dimensions of the mesh
         for dim, placement in enumerate(weight.placements):
             if not placement.is_replicate():
-                ways["in" if placement.dim == layer.reduced else "out"] *= weight.device_mesh.size(dim)
+                splits["in" if placement.dim == layer.reduced else "out"] *= weight.device_mesh.size(dim)
         traits = layer.final.traits
-        if traits.columns is not None and ways["in"] > 1:
+        if traits.columns is not None and splits["in"] > 1:
             raise ShapeError(
                 f"attach: layer {name!r} is split along in, between weights that are one group: those of the recipe are no neighbours. "
                 "Split out (fully_shard, ColwiseParallel), or leave the layer out with filter_fn."
             )
-        for (which, parts), size in zip(ways.items(), layer.shape, strict=True):
+        for (which, parts), size in zip(splits.items(), layer.shape, strict=True):
             if (which == "in" or traits.transposable) and parts > 1 and size % (parts * layer.pattern.m):
                 raise ShapeError(
                     f"attach: layer {name!r} is sharded {parts} ways along {which}={size}, which cuts groups of M={layer.pattern.m}: a "
@@ -92,12 +92,12 @@ def check_shards(layers: dict[str, NMWeight]) -> None:
 
 
 def check_learned(layers: dict[str, NMWeight], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise ``RecipeError`` unless the optimizers train everything that the recipe learns beside the weights."""
+    """Raise ``RecipeError`` unless the optimizers train everything that the recipe learns in addition to the weights."""
     owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     missing = [f"{name}.{key}" for name, layer in layers.items() for key, p in layer.learned().items() if id(p) not in owned]
     if missing:
         names = ", ".join(missing[:3]) + (" and more" if len(missing) > 3 else "")
         raise RecipeError(
-            f"attach: no optimizer has {names}, which the recipe learns beside the weights. Build it from model.parameters() after "
+            f"attach: no optimizer has {names}, which the recipe learns in addition to the weights. Build it from model.parameters() after "
             "sparsify_, as recipe.optimizer(model.parameters()) does."
         )

@@ -1,4 +1,4 @@
-"""Recipes inside other recipes, STEP's second phase and what layer-wise patterns are given to, and what a run may be resumed with."""
+"""Recipes inside other recipes (the second phase of STEP, LayerWise), and the settings that a resumed run must share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .base import Recipe, Span, Stage, State
 from .registry import get, parse, spec
 
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-"""A parameter group, to ask a recipe for its first stage before there is an optimizer."""
+"""A parameter group for ``Recipe.first_state`` where there is no optimizer yet."""
 
 
 @dataclass(frozen=True)
 class Composite(Recipe):
-    """A recipe that leaves to another one, ``inner``, what it does not do itself; as text it need not repeat pattern and total_steps."""
+    """A recipe that delegates to another one, ``inner``, which as text need not repeat pattern and total_steps."""
 
     inner: Recipe | str | None = field(default=None, kw_only=True)
 
@@ -29,7 +29,7 @@ class Composite(Recipe):
             object.__setattr__(self, "final", inner.final)
 
     def active(self, state: State) -> tuple[Recipe, State]:
-        """The recipe that is asked in ``state`` and its own state; empty ones stand for the time before an optimizer is attached."""
+        """The recipe in charge in ``state``, and its own state; both states are empty before an optimizer is attached."""
         assert isinstance(self.inner, Recipe)
         return self.inner, state
 
@@ -81,21 +81,21 @@ def of_length(recipe: Recipe, total_steps: int) -> Recipe:
 
 
 def with_pattern(recipe: Recipe, pattern: Pattern) -> Recipe:
-    """``recipe``, and what is inside it, with another pattern, to count the FLOPs of layers that have one of their own."""
+    """``recipe`` and its inner recipes with another pattern, to count the FLOPs of layers that have one of their own."""
     inner = getattr(recipe, "inner", None)
     own: dict[str, Any] = {"inner": with_pattern(inner, pattern)} if isinstance(inner, Recipe) else {}
     return replace(recipe, pattern=pattern, **own)
 
 
 def innermost(recipe: Recipe) -> Recipe:
-    """The recipe that says what a sparse step does."""
+    """The recipe of the sparse steps."""
     while isinstance(recipe, Composite):
         recipe = recipe.active({})[0]
     return recipe
 
 
 def deployed(recipe: Recipe) -> Span:
-    """One forward pass of what ``finish`` leaves: fprop at N/M, or dense where ``final`` is; the rank where an adapter stays."""
+    """The FLOPs of one forward pass after ``finish``: N/M, or dense where ``final`` is, plus an adapter where one stays."""
     inner, share = innermost(recipe), 1.0 if recipe.final == "dense" else Pattern(recipe.pattern).density
     rank = inner.profile(inner.total_steps or 1)[-1].rank if recipe.final == "nm+adapter" else 0
     return Span(1, fprop=share, dgrad=0.0, wgrad=0.0, rank=rank)
@@ -109,7 +109,7 @@ def first_stage(recipe: Recipe) -> Stage:
 def check_state(recipe: Recipe, state: Any, group: dict[str, Any]) -> None:
     """Raise ``CheckpointError`` unless a run of ``recipe`` can go on from ``state``, which a checkpoint holds.
 
-    Pattern and recipe must be the same, and the settings that ``settled`` names; likewise those of an inner recipe that has begun.
+    Pattern and recipe must be the same, and the settings of ``must_match``; likewise those of an inner recipe that has begun.
     """
     theirs = state.get("spec") if isinstance(state, dict) else None
     mine = spec(recipe)
@@ -123,7 +123,7 @@ def check_state(recipe: Recipe, state: Any, group: dict[str, Any]) -> None:
     missing = sorted(set(recipe.first_state(group)) - set(state))
     if missing:
         raise CheckpointError(f"the checkpoint's recipe state is incomplete or of another version: it has no {', '.join(missing)}.")
-    odd = [f"{key} is {theirs.get(key)} there and {mine[key]} here" for key in settled(recipe, state) if theirs.get(key) != mine[key]]
+    odd = [f"{key} is {theirs.get(key)} there and {mine[key]} here" for key in must_match(recipe, state) if theirs.get(key) != mine[key]]
     if odd:
         raise CheckpointError(f"the checkpoint was written under another schedule: {'; '.join(odd)}. Resume with the same settings.")
     if isinstance(recipe, Composite):
@@ -134,8 +134,8 @@ def check_state(recipe: Recipe, state: Any, group: dict[str, Any]) -> None:
             check_state(inner, own, group)
 
 
-def settled(recipe: Recipe, state: State) -> list[str]:
-    """The settings that a run resumed from ``state`` must have as its checkpoint does."""
+def must_match(recipe: Recipe, state: State) -> list[str]:
+    """The settings that must be the same in a run resumed from ``state``."""
     kinds = {f.name: f.metadata.get("resume", recipe._resume) for f in fields(recipe)}
     return [name for name, kind in kinds.items() if kind == "same" or (kind == "until inner" and "inner" not in state)]
 

@@ -85,9 +85,9 @@ def adopt(model: nn.Module, pattern: PatternLike | None = None, filter_fn: Filte
             wanted = Counter(found.values()).most_common(1)[0][0]
         others = {name: p for name, p in found.items() if not _is(weights[name], wanted or p)}
         if others:
-            told = ", ".join(f"{name} is {p}" for name, p in list(others.items())[:3])
+            names = ", ".join(f"{name} is {p}" for name, p in list(others.items())[:3])
             raise RecipeError(
-                f"adopt: most pruned layers are {wanted}, but {told}. Give the pattern, and adopt the others apart by filter_fn."
+                f"adopt: most pruned layers are {wanted}, but {names}. Give the pattern, and adopt the others separately by filter_fn."
             )
     pruned = {name for name, w in weights.items() if wanted is not None and _is(w, wanted)}
     for name, w in weights.items():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,17 +17,8 @@ from torch import Tensor, nn
 from ..nn import NMWeight
 from .writes import listed
 
-
-@dataclass
-class LeftOut:
-    """The tokens of one layer that were left out: how many of how many ``tokens``, their ``values`` that are not finite, and the ``first``
-    of its ``calls`` with such a token, 0 for none. Tensors, so that a GPU is not waited for."""
-
-    calls: int = 0
-    tokens: int = 0
-    left_out: Tensor | int = 0
-    values: Tensor | int = 0
-    first: Tensor | int = 0
+Call = tuple[int, Tensor, Tensor]
+"""Of one forward pass of a layer its tokens, those that were left out, and their values that are not finite; not waiting for a GPU."""
 
 
 class InputNorms:
@@ -43,14 +33,14 @@ class InputNorms:
     def collecting(self) -> Iterator[None]:
         """Collect the inputs of the forward passes run inside, on every rank.
 
-        Tokens with a value that is not finite are left out, with a warning: of padding that attention masks altogether they mean nothing,
-        and one of them would make every score of the layer NaN.
+        Tokens with a value that is not finite are left out, with a warning: in padding that attention masks altogether they do no harm, and
+        one of them would make every score of the layer NaN.
         """
         linear = {name: layer for name, layer in self.layers.items() if layer.own_gemms}
-        seen = {name: LeftOut() for name in linear}
+        calls: dict[str, list[Call]] = {name: [] for name in linear}
         before = dict(self.squares), dict(self.tokens)
         hooks = [
-            layer.register_forward_pre_hook(partial(self._collect, name, seen[name]), with_kwargs=True) for name, layer in linear.items()
+            layer.register_forward_pre_hook(partial(self._collect, name, calls[name]), with_kwargs=True) for name, layer in linear.items()
         ]
         try:
             yield
@@ -60,10 +50,10 @@ class InputNorms:
         if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             for name, layer in linear.items():
                 self._share(name, layer, before[0].get(name, 0), before[1].get(name, 0))
-        self._report(seen)
+        self._report(calls)
 
     @torch.no_grad()
-    def _collect(self, name: str, seen: LeftOut, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _collect(self, name: str, calls: list[Call], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x: Tensor = (*args, *kwargs.values())[0]
         # in 16 bits squares overflow and sums stop growing
         squares = x.reshape(-1, x.shape[-1]).to(widest(x.device)).square()
@@ -71,11 +61,7 @@ class InputNorms:
         kept = finite.all(1)
         self.squares[name] = self.squares.get(name, 0) + squares.masked_fill(~kept[:, None], 0.0).sum(0)
         self.tokens[name] = self.tokens.get(name, 0) + kept.sum()
-        seen.calls += 1
-        seen.tokens += len(squares)
-        seen.left_out = seen.left_out + (~kept).sum()
-        seen.values = seen.values + (~finite).sum()
-        seen.first = torch.where((seen.left_out > 0) & (torch.as_tensor(seen.first, device=x.device) == 0), seen.calls, seen.first)
+        calls.append((len(squares), (~kept).sum(), (~finite).sum()))
 
     def _share(self, name: str, layer: NMWeight, squares: Tensor | int, tokens: Tensor | int) -> None:
         """Add to ``squares`` and ``tokens``, which every rank has, what each of them has collected since."""
@@ -85,19 +71,21 @@ class InputNorms:
         torch.distributed.all_reduce(new)
         self.squares[name], self.tokens[name] = squares + new[:size], tokens + new[size].long()
 
-    def _report(self, seen: dict[str, LeftOut]) -> None:
-        left_out = [(int(found.first), name) for name, found in seen.items() if int(found.first)]
-        if left_out:
-            first, name = min(left_out, key=lambda pair: pair[0])
-            found, others = seen[name], [other for _, other in left_out if other != name]
+    def _report(self, calls: dict[str, list[Call]]) -> None:
+        left_out = {name: torch.stack([left for _, left, _ in seen]).tolist() for name, seen in calls.items() if seen}
+        first = {name: next(i for i, left in enumerate(counts, 1) if left) for name, counts in left_out.items() if any(counts)}
+        if first:
+            name = min(first, key=lambda name: first[name])
+            tokens, values = sum(tokens for tokens, _, _ in calls[name]), sum(int(values) for _, _, values in calls[name])
+            others = [other for other in first if other != name]
             also = f" So did {listed(others)}." if others else ""
             warnings.warn(
-                f"calibrate: layer {name!r} got {int(found.values)} NaN or infinite input values, in {int(found.left_out)} of "
-                f"{found.tokens} tokens, first in its forward pass {first} of {found.calls}.{also} Such tokens are left out. If they are "
-                "not padding, calibrate in bfloat16 or float32, or without that batch.",
+                f"calibrate: layer {name!r} got {values} NaN or infinite input values, in {sum(left_out[name])} of {tokens} tokens, first "
+                f"in its forward pass {first[name]} of {len(calls[name])}.{also} Such tokens are left out. If they are not padding, "
+                "calibrate in bfloat16 or float32, or without that batch.",
                 stacklevel=4,
             )
-        few = {name: tokens for name in seen if (tokens := int(self.tokens.get(name, 0))) < self.layers[name].pattern.m}
+        few = {name: tokens for name in calls if (tokens := int(self.tokens.get(name, 0))) < self.layers[name].pattern.m}
         if few:
             counts = ", ".join(f"{name!r} ({tokens})" for name, tokens in few.items())
             warnings.warn(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +13,6 @@ from ..nn import NMWeight
 from ..pattern import CheckpointError, RecipeError
 from .base import State
 from .inputs import InputNorms
-from .search.channels import Channels
-from .search.permutation import Found
 from .state import MASK, check_layers
 
 SCORES = ("magnitude", "wanda", "existing")
@@ -35,54 +31,25 @@ class HeldMask(WeightTransform):
 class HeldMasks:
     """The held masks of one run; ``masks`` (name -> bool ``(out, in)``) is empty until they are chosen.
 
-    ``score`` is one of ``SCORES``, None for recipes that hold no mask; ``channels`` reorders channels just before the masks are chosen.
+    ``score`` is one of ``SCORES``, None for recipes that hold no mask.
     """
 
-    def __init__(self, layers: dict[str, NMWeight], score: str | None, channels: Channels | None = None) -> None:
-        self.layers, self.score, self.channels = layers, score, channels
+    def __init__(self, layers: dict[str, NMWeight], score: str | None) -> None:
+        self.layers, self.score = layers, score
         self.masks: dict[str, Tensor] = {}
         self.inputs = InputNorms(layers)
 
-    def load(self, held: dict[str, dict[str, Tensor]], state: State) -> None:
+    def load(self, held: dict[str, dict[str, Tensor]]) -> None:
         """Hold the masks that a checkpoint has, and no others."""
         found = {name: values[MASK] for name, values in held.items() if MASK in values}
         self.masks = {name: mask.to(self.layers[name].master.device, torch.bool) for name, mask in found.items()}
-        if found and self.channels is not None:
-            self.channels.resume(state.get("kept", {}))
 
-    def adopt(self, state: State, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
-        """Hold the masks that are held already, or choose them; weights outside become +0. ``optimizers``: all that update the model."""
-        if not self.masks:
-            self.permute_(state, optimizers)
+    def adopt(self) -> None:
+        """Hold the masks that are held already, or choose them; weights outside become +0."""
         for name, layer in self.layers.items():
-            if name not in self.masks:  # or a checkpoint has left out the mask of a frozen weight
+            if name not in self.masks:  # none yet, or a checkpoint has left out the mask of a frozen weight
                 self.masks[name] = self._choose(name, layer)
             self.apply(name)
-
-    def permute_(self, state: State, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
-        """Reorder channels for the masks to be chosen, where the recipe wants it; ``state`` keeps what each layer gained."""
-        if self.channels is not None:
-            self._moved(self.channels.permute_(self._scores(), optimizers))
-            state["kept"] = self.channels.kept
-
-    @contextmanager
-    def permuted(self, wanted: bool) -> Iterator[None]:
-        """The same inside if ``wanted``, undone outside."""
-        if self.channels is None or not wanted:
-            yield
-            return
-        squares = dict(self.inputs.squares)
-        try:
-            with self.channels.permuted(self._scores()) as found:
-                self._moved(found)
-                yield
-        finally:
-            self.inputs.squares = squares
-
-    def _moved(self, found: dict[str, Found]) -> None:
-        # the norms of a layer's inputs move with them
-        squares = self.inputs.squares
-        squares.update({name: squares[name][f.order] for name, f in found.items() if name in squares})
 
     def check(self, state: State) -> None:
         masks = {name: values[MASK] for name, values in state.get("held", {}).items() if MASK in values}
@@ -121,17 +88,19 @@ class HeldMasks:
                 f'ASP(score="existing"): the weight of layer {name!r} is not {layer.pattern}, so there is no mask to adopt. '
                 'Use score="magnitude", another pattern, or leave the layer out with filter_fn.'
             )
-        return ops.mask(self._scores()(name), layer.pattern)
+        self.check_inputs()
+        return ops.mask(self.scores(name), layer.pattern)
 
-    def _scores(self) -> Callable[[str], Tensor]:
-        """What the mask ranks the elements of each layer by."""
-        if self.score != "wanda":
-            return lambda name: self.layers[name].master.detach()
-        missing = self.inputs.missing()
+    def scores(self, name: str) -> Tensor:
+        """``(out, in)``: the mask of layer ``name`` keeps the elements of largest magnitude."""
+        return self.inputs.score(name) if self.score == "wanda" else self.layers[name].master.detach()
+
+    def check_inputs(self) -> None:
+        """Raise ``RecipeError`` where the score needs inputs and a layer has seen none."""
+        missing = self.inputs.missing() if self.score == "wanda" else []
         if missing:
             raise RecipeError(
                 f'ASP(score="wanda") ranks weights by their inputs and has seen none for {", ".join(missing)}. Run a few batches first: '
                 "with handle.calibrate(): model(batch), or leave out layers that the model does not call with filter_fn. When resuming, "
                 "load the optimizer's state dict before attach: it has the masks."
             )
-        return self.inputs.score

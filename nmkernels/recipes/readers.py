@@ -1,4 +1,4 @@
-"""Who else reads a weight: something outside its layer that differentiates by it, such as a decoder that multiplies its transpose."""
+"""Finds weights that something outside their layer reads too, such as a decoder that multiplies the transpose."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SMALL = 0.01
 class Readers:
     """Finds the layers of a run whose weights are read elsewhere too, each in its first backward pass, and warns of them once.
 
-    The gradient that reaches the Parameter in one backward pass is compared with what the layer's own calls gave it: it is the same
-    tensor, or their sum. What is more is somebody else's. What is a sum of multiples of w and of sign(w) is a penalty on the weight.
+    The gradient of the Parameter in one backward pass is compared with the gradients from the layer's own calls: it is the same tensor,
+    or their sum. Any rest is from elsewhere, unless it is a combination of w and sign(w), as a penalty on the weight gives.
     """
 
     def __init__(self, layers: dict[str, NMWeight]) -> None:

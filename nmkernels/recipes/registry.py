@@ -52,10 +52,10 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def find(name: str) -> type[Recipe]:
-    """The class registered under ``name``, in whatever case, with or without hyphens.
+    """The class registered under ``name``, in any case, with or without hyphens.
 
     Raises:
-        RecipeError: there is none; the message has the nearest name.
+        RecipeError: no recipe has that name; the message suggests the nearest one.
     """
     plain = name.strip().lower().replace("-", "").replace("_", "")
     if plain not in _recipes:
@@ -68,7 +68,7 @@ def find(name: str) -> type[Recipe]:
 
 
 def get(spec: str, **config: Any) -> Recipe:
-    """The recipe that a text names.
+    """The recipe described by a text.
 
     Args:
         spec: ``"name"``, ``"name:N:M"``, or ``"name:N:M(keyword=value, ...)"`` as ``text`` writes it.
@@ -99,7 +99,7 @@ def get(spec: str, **config: Any) -> Recipe:
 
 
 def resolve(spec: Recipe | str, steps: Callable[[], int] | None = None) -> Recipe:
-    """A recipe given as such or by name; one that needs ``total_steps``, and whose text does not say them, has ``steps()``."""
+    """A recipe, itself or by name; one that needs ``total_steps``, and whose text does not give them, gets ``steps()``."""
     if isinstance(spec, Recipe):
         return spec
     if isinstance(spec, str):
@@ -111,7 +111,7 @@ def resolve(spec: Recipe | str, steps: Callable[[], int] | None = None) -> Recip
             return get(spec)
         except RecipeError:
             return get(spec, total_steps=steps())
-    raise RecipeError(f"a recipe is wanted, or its name such as 'srste:2:4'; got {type(spec).__name__}.")
+    raise RecipeError(f"expected a recipe, or its name such as 'srste:2:4'; got {type(spec).__name__}.")
 
 
 def parse(spec: str) -> tuple[str, str | None, dict[str, Any]]:
@@ -148,7 +148,7 @@ def spec(recipe: Recipe) -> dict[str, Any]:
 
 
 def text(recipe: Recipe) -> str:
-    """A recipe as one line that ``get`` reads, without what is left at its default.
+    """A recipe as one line that ``get`` reads, without the settings at their defaults.
 
     Example:
         >>> text(get("srste:2:4", total_steps=10))

@@ -1,4 +1,4 @@
-"""What sparsify_ did with every layer, and why."""
+"""The report of ``sparsify_``: which layers are sparse, and why the others are not."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ FILTERED = "not chosen by the filter"
 class Entry:
     """One layer: its name, weight shape ``(out, in)`` where it has one, whether it was made sparse, and the reason.
 
-    ``linear``: what its weight takes part in is a GEMM of a linear layer, of experts or of attention, or a convolution among whose input
-    channels groups can lie; and no other convolution, and no lookup.
-    ``rows``: how often a token passes through it, of stacked experts through each of them; None for once, of other 3-D weights and of
-    convolutions unknown.
+    ``linear``: its weight is multiplied by a GEMM (of a linear layer, of experts, of attention), or by a convolution whose input channels
+    can form groups; False for lookups and other convolutions.
+    ``rows``: how often a token passes through it (through each of stacked experts); None for once, and unknown for other 3-D weights and
+    for convolutions.
     """
 
     name: str
@@ -33,11 +33,10 @@ class Entry:
 
 @dataclass
 class Report:
-    """Every layer of a model that has a weight, norms apart, with the decision about it; ``str`` of it is a table.
+    """Every layer of a model that has a weight, except norms, with the decision about it; ``str`` of it is a table.
 
-    The table has one line for layers that differ in nothing but numbers in their names. ``channels`` says of each sparse layer, by name,
-    whether its input channels are reordered before pruning, where the recipe searches; ``remark`` what a user should know of how the
-    recipe's schedule went.
+    Layers whose names differ only in numbers share a line if all else is equal. ``channels``: by layer, whether input channels were
+    reordered before pruning, where the recipe searches; ``remark``: what a user should know of how the schedule went.
 
     Example:
         >>> blocks = [Entry(f"fc.{i}", "Linear", (8, 16), True, "2:4") for i in range(3)]
@@ -64,7 +63,7 @@ class Report:
         return [e for e in self.entries if not e.sparse]
 
     def explain(self, reasons: Mapping[str, str]) -> None:
-        """Say of layers that a filter left dense why it did, by name."""
+        """Replace the reasons of layers that the filter left dense, by name."""
         self.entries = [replace(e, reason=reasons[e.name]) if e.reason == FILTERED and e.name in reasons else e for e in self.entries]
 
     def __str__(self) -> str:
@@ -78,7 +77,7 @@ class Report:
         others = [e for e in self.entries if not e.linear]
         if others:
             kinds = ", ".join(f"{kind} ×{n}" if n > 1 else kind for kind, n in Counter(e.kind for e in others).items())
-            lines.append(f"beside them {sum(map(_numel, others))} weights of other layers: {kinds}")
+            lines.append(f"other layers have {sum(map(_numel, others))} weights: {kinds}")
         if self.channels:
             width = max(map(len, self.channels))
             lines += ["input channels", *(f"{name.ljust(width)}  {said}" for name, said in self.channels.items())]
@@ -96,8 +95,8 @@ class Report:
             if not e.sparse:
                 left.setdefault(e.reason, []).append(e)
         shares = sorted(((sum(map(_numel, es)), reason, len(es)) for reason, es in left.items()), key=lambda share: -share[0])
-        told = [f"{100 * w / total:6.1f} %  {reason} ({count} layer{'s' * (count > 1)})" for w, reason, count in shares]
-        return [f"{first} ({100 * masked / total:.1f} %){'; left dense:' * bool(told)}", *told]
+        lines = [f"{100 * w / total:6.1f} %  {reason} ({count} layer{'s' * (count > 1)})" for w, reason, count in shares]
+        return [f"{first} ({100 * masked / total:.1f} %){'; left dense:' * bool(lines)}", *lines]
 
 
 def starred(name: str) -> str:
@@ -106,7 +105,7 @@ def starred(name: str) -> str:
 
 
 def _together(entries: list[Entry]) -> list[tuple[str, Entry]]:
-    """One name and entry for layers whose names differ in numbers only; where anything else differs, each layer for itself."""
+    """One name and entry for layers whose names differ only in numbers; each layer alone where anything else differs."""
     alike: dict[str, list[Entry]] = {}
     for e in entries:
         alike.setdefault(starred(e.name), []).append(e)

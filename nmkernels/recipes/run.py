@@ -1,72 +1,78 @@
-"""The run: where a recipe's schedule stands on one model, and what its layers do by it. Optimizers and users are not its business."""
+"""The run of a recipe on one model: the state of its schedule, and what that makes of the layers. Optimizers are in ``attach.py``."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..autograd import HardMask, WeightTransform
 from ..autograd.transforms import read_as
-from ..nn import ActivationRule, NMWeight, SquaredReLU, SquaredReLUMLP
+from ..nn import NMWeight
 from ..nn.effective import readable
 from ..pattern import NMError, RecipeError
 from ..shards import Groups, add, anywhere, groups_of, is_sharded, reduced
 from .base import Observed, Recipe, Stage, State
 from .compose import check_state
+from .hooks import Hooks
 from .masks import HeldMasks
 from .readers import Readers
 from .registry import spec
 from .report import Report
-from .search.channels import Channels
-from .state import MASK, HeldTensors, LayerPatterns, Streams, generator_of, own_rank
+from .state import MASK, HeldTensors, LayerPatterns, Streams, own_rank
 from .trial import Trial
 from .writes import Writes, listed
+
+if TYPE_CHECKING:
+    from .attach import Attachment
 
 
 class Run:
     """A recipe on the layers of one model.
 
-    ``state`` is the schedule's, as it lies in the optimizer, empty before one is attached; ``stage`` what training does now;
-    ``revision`` how often that was set; ``told`` what sharded layers told of themselves at the last step; ``calls`` how many steps can have
-    been applied at most; ``optimizers`` all that update the model; ``holds`` whether layers hold masks at some time of the run.
+    Attributes:
+        state: the schedule's, the very one in the optimizer's parameter group; empty before one is attached.
+        stage: what training does now; ``revision`` counts how often it was set.
+        hooks: what the method does besides.
+        attachments: the optimizers, in the order in which they step; the last one drives the schedule.
+        max_applied_steps: an upper bound of the applied steps, known without waiting for the device.
+        shard_metrics: metrics of sharded layers at the last step, which all ranks have added up.
+        holds: whether layers hold masks at some time of the run.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, layers: dict[str, NMWeight], report: Report) -> None:
-        self.recipe, self.layers, self.report = recipe, layers, report
+        self.model, self.recipe, self.layers, self.report = model, recipe, layers, report
         self.state: State = {}
-        self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        self.attachments: list[Attachment] = []
         self.revision = 0
-        self.calls = 0
-        self.told: dict[str, Tensor] = {}
+        self.max_applied_steps = 0
+        self.shard_metrics: dict[str, Tensor] = {}
         self.trial: Trial | None = None
         self._transforms: dict[WeightTransform, WeightTransform] = {}
         setup = recipe.setup
-        channels = None if setup.channels is None else Channels(model, layers, setup.channels, report)
         self.patterns = LayerPatterns(recipe, layers, report)
-        self.masks = HeldMasks(layers, setup.mask_score, channels)
+        self.masks = HeldMasks(layers, setup.mask_score)
         self.tensors = HeldTensors(layers)
         self.streams = Streams(layers)
         self.writes = Writes(layers)
-        self.activations = Activations(model, setup.activation)
         self.stage = recipe.stage({})
         self.begin("sparsify_")
         transforms = {self.stage.transform, self.stage.later, *(layer.final for layer in layers.values())}
         self.holds = setup.mask_score is not None or any(read_as("held", transform) for transform in transforms)
-        add_adapters(recipe, layers)
+        self.hooks = Hooks(recipe, self) if setup.hooks is None else setup.hooks(self)
         self.apply(self.stage)
-        self._feed()
+        self.feed()
         self.tensors.adopt({})
-        self.frozen = freeze(model, layers, setup.freezes)
+        self.hooks.enter(self.stage)
         self.gradients = Gradients(layers)
         self.readers = Readers(layers)
 
     def begin(self, verb: str, overwrite: bool = False, patterns: bool = True) -> None:
-        """Take from the present weights the layers' patterns, if wanted, and what transforms start from; ``overwrite``: even what a
-        checkpoint had."""
+        """Take from the present weights what transforms start from, and with ``patterns`` the layers' patterns; ``overwrite``: also what
+        came from a checkpoint."""
         if patterns:
             self.patterns.choose()
         transform = self.stage.transform or self.stage.later
@@ -100,25 +106,31 @@ class Run:
         """Continue from ``state``, which lies in the optimizer already."""
         held = state.pop("held", {})
         self.writes.forget()
-        self.state, self.calls = state, int(state.get("t", 0))
+        self.state, self.max_applied_steps = state, int(state.get("t", 0))
         if self.patterns.adopt(state):
             self.begin("resume", patterns=False)
-        self.masks.load(held, state)
+        self.masks.load(held)
         self.tensors.load(held)
         self._restage()
-        self.report.remark = self.recipe.remark(state)
+        self.report.remark = self.stage.remark
 
-    # ---- weights that something else than the attached optimizers writes
+    def reset(self) -> None:
+        """Back to the time before an optimizer was attached."""
+        self.state = {}
+        self.apply(self.recipe.stage({}))
+        self.hooks.enter(self.stage)
+
+    # ---- weights written by something else than the attached optimizers
 
     def watch(self) -> None:
-        """The recipe begins: where it has taken something from the present weights, notice if others are loaded before the first step."""
+        """The recipe begins: if it has taken something from the present weights, watch for other weights until the first step."""
         own = any(layer.learned() or layer._buffers.keys() - layer._non_persistent_buffers_set for layer in self.layers.values())
         if own or self.masks.masks or self.tensors.names or self.patterns.own:
             self.writes.start()
 
     def renew(self, verb: str, overwrite: bool = False) -> None:
-        """Take from the present weights what was taken from earlier ones: patterns, masks and what transforms start from;
-        ``overwrite``: even what a checkpoint had."""
+        """Take patterns, masks and what transforms start from again, from the present weights; ``overwrite``: also what came from a
+        checkpoint."""
         self.begin(verb, overwrite=overwrite)
         self.patterns.save(self.state)
         self.masks.forget()
@@ -136,8 +148,8 @@ class Run:
             self.report_lost("step", written)
 
     def check_weights(self, verb: str, waits: bool = True) -> list[str]:
-        """The layers that have lost the zeros of their held masks, which is reported; of weights that were replaced before the first step
-        everything is taken again. ``waits``: for the device, and for the other ranks."""
+        """The layers that have lost the zeros of their held masks, with a warning; where weights were replaced before the first step, what
+        was taken from them is taken again. ``waits``: may wait for the device and for other ranks."""
         if not waits and self.sharded:
             return []
         if self.writes.hashes:
@@ -155,7 +167,7 @@ class Run:
 
     def _renew_if_replaced(self, verb: str) -> None:
         replaced = self.writes.replaced()
-        # what a rank takes from its shard it may have to gather, so all ranks decide alike
+        # renewing may gather shards, so all ranks have to decide the same
         if not any([anywhere(layer.parameter, name in replaced) for name, layer in self.layers.items()]):
             return
         self.renew(verb)
@@ -172,37 +184,39 @@ class Run:
         )
 
     def held(self) -> State:
-        """What a checkpoint has beside ``state``: the masks and other tensors that layers hold; of sharded ones what this rank holds."""
+        """What a checkpoint holds in addition to ``state``: held masks and other tensors; of sharded layers this rank's part."""
         held = self.tensors.values()
         for name, mask in self.masks.masks.items():
             held.setdefault(name, {})[MASK] = mask
         return {"held": held} if held else {}
 
     def advance(self, seen: Observed, applied: Callable[[], bool]) -> Tensor | None:
-        """Take one step of the attached optimizers into the schedule; returns how many mask bits a renewal of held masks has changed.
+        """Advance the schedule by one step of the attached optimizers; returns how many mask bits a renewal of held masks has changed.
 
-        ``applied()``, whether the step was not skipped, is asked only where something depends on it, as it may wait for the device.
+        ``applied()``, whether the step was not skipped, may wait for the device, and is called only where that matters.
         """
         self.gradients.end()
         self.readers.warn()
-        self.calls += 1
-        state = self.state
-        before = None
+        self.max_applied_steps += 1
+        state, before = self.state, None
         due = "held_steps" in state and applied() and self.tensors.due(state, self.stage.every)
         if self.recipe.advance(state, seen):
             stage = self.recipe.stage(state)
-            self._remark()
+            if stage.remark and stage.remark != self.report.remark and own_rank() == 0:
+                warnings.warn(stage.remark, stacklevel=2)
+            self.report.remark = stage.remark
             if self.stage.later is not None and stage.later is None:
-                # the dense phase is over: what later stages take from the weights is taken from the present ones
+                # the dense phase is over: later stages start from the present weights
                 self.begin("the sparse phase", overwrite=True)
                 self.patterns.save(state)
-            if "held_steps" in state and stage.part != self.stage.part:
-                before = self._kept()
-            before = self._restage(before)
+            before = self._kept() if "held_steps" in state else None
+            self._restage()
+            if "held_steps" not in state:
+                before = None  # the new stage holds nothing
         else:
-            self._feed()
-        if due and "held_steps" in state and before is None:
-            before = self._kept()
+            self.feed()
+        if due and "held_steps" in state:
+            before = before or self._kept()
             self.tensors.renew(state)
         if before is None:
             return None
@@ -211,29 +225,21 @@ class Run:
             add(parts, self.layers[name].parameter, (now ^ before[name]).sum())
         return reduced(parts).reshape(())
 
-    def _remark(self) -> None:
-        remark = self.recipe.remark(self.state)
-        if remark and remark != self.report.remark and own_rank() == 0:
-            warnings.warn(remark, stacklevel=2)
-        self.report.remark = remark
-
-    def _restage(self, before: dict[str, Tensor] | None = None) -> dict[str, Tensor] | None:
-        """Bring the layers in line with the state; ``before``, masks of another part of the schedule, comes back if they were renewed."""
+    def _restage(self) -> None:
+        """Bring the layers in line with the state."""
         stage = self.recipe.stage(self.state)
         self.streams.adopt(self.state)
+        self.hooks.enter(stage)
         if stage.held_mask:
-            self.masks.adopt(self.state, self.optimizers)
+            self.masks.adopt()
         else:
             self.masks.forget()
         self.apply(stage)
-        self._feed()
-        if before is not None and self.tensors.begin(self.state):
-            return before
+        self.feed()
         self.tensors.adopt(self.state)
-        return None
 
     def apply(self, stage: Stage) -> None:
-        """Set what every layer does from now on; optimizers see ``revision`` at their next step."""
+        """Set what every layer does from now on; optimizers notice the new ``revision`` at their next step."""
         if self.trial is None or (stage.transform, stage.plan) != (self.stage.transform, self.stage.plan):
             # layers that torch multiplies have nothing to try
             own = any(layer.own_gemms for layer in self.layers.values())
@@ -245,14 +251,13 @@ class Run:
         self.revision += 1
         for layer in self.layers.values():
             layer.use(None if stage.transform is None else self._fitted(stage.transform, layer), stage.plan)
-            layer.adapts = stage.rank != 0
             if stage.transform is None:
                 layer.effective.release()  # a dense phase needs the memory more
             else:
                 layer.drop()
-        self.activations.use(stage.activation)
 
-    def _feed(self) -> None:
+    def feed(self) -> None:
+        """Write the schedule's numbers into the layers whose transform reads them."""
         transform = self.stage.transform
         if transform is None or not transform.reads:
             return
@@ -265,12 +270,17 @@ class Run:
         return {name: layer.kept() for name, layer in self.layers.items()}
 
     @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """All that update the model."""
+        return tuple(attachment.updating for attachment in self.attachments)
+
+    @property
     def sharded(self) -> bool:
         """Whether ranks share the weights."""
         return any(is_sharded(layer.parameter) for layer in self.layers.values())
 
     @torch.no_grad()
-    def tell(self, density: bool = False) -> dict[str, Tensor]:
+    def metrics(self, density: bool = False) -> dict[str, Tensor]:
         """The transforms' own metrics, each the mean over all weights of the layers that have it, whichever rank holds them.
 
         With ``density``, or where the optimizer's count is not that of the transform, that too: non-zeros of W̃ / weights.
@@ -293,78 +303,30 @@ class Run:
         return {name: total / size for name, (total, size) in zip(names, reduced(rows).view(-1, 2), strict=True)}
 
     def final_transforms(self) -> dict[str, WeightTransform]:
-        """What turns each weight into the N:M one that ``finish`` leaves."""
+        """The transforms that ``finish`` applies, by layer."""
         if self.stage.later is not None:
             self.begin("a dense phase", overwrite=True)
             self.tensors.preview()
         return {name: self.masks.preview(name) or layer.final for name, layer in self.layers.items()}
 
+    def not_ready_reason(self) -> str:
+        """Why it is too early to finish, to complete "the recipe <name> …"; empty where it is not."""
+        if not self.state:
+            return ""
+        stage = self.recipe.stage(self.state)
+        return stage.not_ready or ("is still in its dense phase" if self.recipe.final != "dense" and stage.phase == 0 else "")
+
     def end(self) -> None:
-        for p in self.frozen:
-            p.requires_grad_(True)
-        self.frozen = []
+        self.hooks.close()
         self.gradients.end()
         self.readers.warn()
         self.readers.end()
 
 
-# ---- what a run switches, adds and watches beside the weights
-
-
-def freeze(model: nn.Module, layers: dict[str, NMWeight], which: str) -> list[nn.Parameter]:
-    """Switch the gradients off of what ``Setup.freezes`` says while the recipe runs; returns those that had some."""
-    weights = {id(layer.parameter) for layer in layers.values()}
-    learned = {id(p) for layer in layers.values() for p in layer.learned().values()}
-    chosen = [p for p in model.parameters() if (id(p) in weights if which == "weights" else which == "all" and id(p) not in learned)]
-    frozen = [p for p in chosen if p.requires_grad]
-    for p in frozen:
-        p.requires_grad_(False)
-        p.grad = None  # zeros left by zero_grad(set_to_none=False) would still be decayed
-    return frozen
-
-
-def add_adapters(recipe: Recipe, layers: dict[str, NMWeight]) -> None:
-    """Give every layer for which ``recipe`` wants one an adapter: R = 0, L ~ N(0, 1), the same on every device, rank and dtype."""
-    for name, layer in layers.items():
-        rank = recipe.layer(layer.pattern, layer.shape).rank
-        if rank:
-            generator = generator_of(recipe.setup.first_seed, f"adapter/{name}")
-            layer.add_adapter(torch.randn(layer.shape[1], rank, generator=generator, dtype=torch.float64))
-
-
-class Activations:
-    """The ``SquaredReLU`` modules that a recipe governs, and the rule that each had before; none without a ``final`` rule to leave."""
-
-    def __init__(self, model: nn.Module, final: ActivationRule | None) -> None:
-        self.final = final
-        self.before = [] if final is None else [(m, m.rule) for m in model.modules() if isinstance(m, SquaredReLU)]
-        if final is None:
-            return
-        if not self.before:
-            raise RecipeError(
-                "sparsify_: the recipe makes squared-ReLU activations sparse, and the model has no nm.nn.SquaredReLU. Put one, or a "
-                'SquaredReLUMLP, in place of its activation and train it so from the beginning; GPT takes activation="relu2", and the '
-                "command line --activation relu2."
-            )
-        for name, module in model.named_modules():
-            if isinstance(module, SquaredReLUMLP) and module.fc.out_features % final.pattern.m:
-                size = module.fc.out_features
-                raise RecipeError(f"sparsify_: the {size} hidden features of {name!r} are not a multiple of M={final.pattern.m}.")
-
-    def use(self, rule: ActivationRule | None) -> None:
-        """From now on all governed modules follow ``rule``; None for the dense form."""
-        for module, _ in self.before:
-            module.rule = rule
-
-    def restore(self) -> None:
-        for module, rule in self.before:
-            module.rule = rule
-
-
 class Gradients:
-    """Sees whether a swapped layer gets a gradient before any attached optimizer has stepped: then somebody trains without the recipe.
+    """Notices gradients of the sparse layers before any attached optimizer has stepped: then the model is trained without the recipe.
 
-    Hooks of the Parameters see it: a ``.grad`` may be older than the recipe, and is often cleared after a step.
+    By hooks of the Parameters, since a ``.grad`` may be older than the recipe, and is often cleared after a step.
     """
 
     def __init__(self, layers: dict[str, NMWeight]) -> None:

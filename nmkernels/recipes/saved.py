@@ -1,8 +1,8 @@
-"""What an optimizer's state dict holds of a recipe: its schedule as one text, and held masks beside the moments of their weights.
+"""A recipe in an optimizer's state dict: its schedule as one text, and held masks with the moments of their weights.
 
-``torch.distributed.checkpoint`` loads only those keys that a fresh optimizer's state dict has too, and trainers may write the entries of a
-group once for every parameter: so the schedule is one value, ``param_groups[0]["nm_recipe"]``. What lies in the state of a parameter is
-sharded as that is: so the held masks of a weight are there, as one tensor of its shape, ``state[i]["nm_held"]``.
+``torch.distributed.checkpoint`` loads only keys that a fresh optimizer's state dict has too, and trainers may write the entries of a group
+once for every parameter: so the schedule is one value, ``param_groups[0]["nm_recipe"]``. The state of a parameter is sharded as the
+parameter is: so the held masks of a weight are there, as one tensor of its shape, ``state[i]["nm_held"]``.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ BITS = (1, 2, 4, 8, 16, 32, 64, 128)
 FOREIGN = "the optimizer state holds a recipe state that nmkernels did not write."
 
 
-def written(state: State, layers: Mapping[str, NMWeight], beside: Mapping[str, NMWeight]) -> tuple[str, dict[str, Tensor]]:
-    """``state`` as text, and for each layer of ``beside`` a uint8 tensor, shaped and sharded as its weight: bit k is of its k-th mask.
+def written(state: State, layers: Mapping[str, NMWeight], holding: Mapping[str, NMWeight]) -> tuple[str, dict[str, Tensor]]:
+    """``state`` as text, and for each layer of ``holding`` a uint8 tensor, shaped and sharded as its weight, whose bit k is the k-th mask.
 
     ``state["held"]`` (layer -> name -> tensor) is what the layers hold. Masks of other ``layers`` are in the text, but not those of sharded
     weights, of which every rank has others.
     """
-    bits = {name: torch.zeros_like(local(layer.parameter), dtype=torch.uint8) for name, layer in beside.items()}
+    bits = {name: torch.zeros_like(local(layer.parameter), dtype=torch.uint8) for name, layer in holding.items()}
     entries: dict[str, dict[str, Any]] = {}
     for name, values in state.get("held", {}).items():
         layer, used = layers[name], 0
@@ -53,21 +53,21 @@ def written(state: State, layers: Mapping[str, NMWeight], beside: Mapping[str, N
                 own[key] = _plain(value)
     rest = {key: value for key, value in state.items() if key != "held"}
     text = json.dumps(_plain({**rest, "held": entries} if entries else rest))
-    return text, {name: like(layer.parameter.detach(), bits[name]) for name, layer in beside.items()}
+    return text, {name: like(layer.parameter.detach(), bits[name]) for name, layer in holding.items()}
 
 
-def restored(given: Any, layers: Mapping[str, NMWeight], beside: Mapping[str, Tensor]) -> State:
-    """The inverse of ``written``; ``given`` may be a state already.
+def restored(saved: Any, layers: Mapping[str, NMWeight], masks: Mapping[str, Tensor]) -> State:
+    """The inverse of ``written``; ``saved`` may be a state already.
 
     Raises:
-        CheckpointError: it is no such text, or masks are not in ``beside`` or of another shape than their weights.
+        CheckpointError: it is no such text, or masks are missing in ``masks`` or of another shape than their weights.
     """
-    if isinstance(given, dict):
-        return dict(given)
+    if isinstance(saved, dict):
+        return dict(saved)
     try:
-        state = _tensors(json.loads(given))
+        state = _tensors(json.loads(saved))
         entries = dict(state.get("held", {}))
-        held = {name: _held(name, values, layers, beside) for name, values in entries.items()}
+        held = {name: _held(name, values, layers, masks) for name, values in entries.items()}
     except CheckpointError:
         raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -77,10 +77,10 @@ def restored(given: Any, layers: Mapping[str, NMWeight], beside: Mapping[str, Te
     return dict(state)
 
 
-def _held(name: str, values: dict[str, Any], layers: Mapping[str, NMWeight], beside: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _held(name: str, values: dict[str, Any], layers: Mapping[str, NMWeight], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = {key: value for key, value in values.items() if isinstance(value, Tensor)}
     places = {key: value for key, value in values.items() if key not in found}
-    layer, bits = layers.get(name), beside.get(name)
+    layer, bits = layers.get(name), masks.get(name)
     if layer is None:
         return found  # whether the layers are those of this run is checked later
     for key, value in found.items():

@@ -17,14 +17,14 @@ from .base import Observed, Recipe, Span, Stage, State, first
 
 APPLIED = STATS.index("applied")
 EARLY = 0.05
-"""The share of a schedule that may be missing at its end before a run counts as stopped on the way."""
+"""The share of a schedule that may be missing at its end before a run counts as cut short."""
 
 PACKED = ("auto", True, False)
 """Where it was measured to be faster; in fprop, and in dgrad where the packed weight serves it; nowhere."""
 
 
 def packed_only(packed: bool | str) -> str:
-    """``Setup.linear_only`` of a recipe that is told to multiply packed weights; empty where it may do without."""
+    """``Setup.linear_only`` of a recipe with ``packed=True``; empty for other values."""
     return "multiplies packed weights in linear layers (with packed='auto' it takes this one too)" if packed is True else ""
 
 
@@ -58,7 +58,7 @@ class ScheduledRecipe(Recipe):
         applied = observed.stats[APPLIED]
         state["t"] = state["t"].to(applied.device) + applied
         now = state["stage"]
-        if now + 1 == len(self.stages) or observed.calls < self.stages[now + 1][0]:
+        if now + 1 == len(self.stages) or observed.max_applied_steps < self.stages[now + 1][0]:
             return False
         state["stage"] = passed(int(state["t"].item()), self.stages)
         return bool(state["stage"] != now)

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from ..nn.experts import child_name, experts_per_token, layer_name, make_stack_s
 from ..nn.swap import after_swap
 from ..pattern import Pattern, RecipeError, ShapeError
 from ..shards import is_sharded
-from .base import LayerPlan, Recipe
+from .base import LayerSetup, Recipe
 from .handle import Handle
 from .registry import resolve
 from .report import FILTERED, Entry, Report
@@ -52,24 +52,28 @@ NOT_LINEAR: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ((nn.RNNBase, nn.RNNCellBase), "a recurrent layer, whose weights torch multiplies by kernels of its own"),
     ((nn.Bilinear,), "a bilinear form of two inputs, not a matrix for one"),
 )
-"""Torch's layers whose weight is none of a linear layer's."""
+"""Torch's layers that are not linear."""
 
+ALREADY_SPARSE = "it is sparse already; give the dense model back with handle.remove() or densify_ first"
+REPLACED = "its forward was replaced on the instance (a hook of accelerate, for instance), which bypasses the layer's own"
+TIED = "its weight is tied to another module"
+SHARDED = "its weight is sharded (DTensor), and {} is not split among ranks; leave it out of fully_shard, or train it with DDP"
 COMPRESSED = "it is compressed already; nm.densify_ gives the dense layer back"
 
 LOOKED_UP = re.compile("position|pos_|_pos|embed", re.IGNORECASE)
-"""What 3-D tensors are called that no input is multiplied by."""
+"""Names of 3-D tensors that are looked up and not multiplied."""
 ATTENTION = re.compile("attention|attn", re.IGNORECASE)
-"""What modules are called whose 3-D weights have a dimension for the heads, as XLNet's, and none for experts."""
+"""Names of modules whose 3-D weights have a dimension for the heads, as in XLNet, and not for experts."""
 
 TINY = 16
-"""Fewer features than this on either side: the mask costs more than the GEMM."""
+"""With fewer features than this on one side the mask costs more than the GEMM."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A module, or a Parameter of one, that has a weight, with what stands against making it sparse.
+    """A weight of a module, with the reasons against making it sparse.
 
-    ``shape``: of a linear layer ``(out, in)``, else as it is stored; ``layout``: how that is, one of ``nmkernels.layouts``; ``key``: the
+    ``shape``: of a linear layer ``(out, in)``, else as stored; ``layout``: how it is stored, one of ``nmkernels.layouts``; ``key``: the
     Parameter's name in the module; ``linear`` and ``rows`` as in ``Entry``.
     """
 
@@ -98,7 +102,7 @@ class Candidate:
 def select(
     model: nn.Module, pattern: Pattern, filter_fn: FilterFn | None = None, recipe: Recipe | None = None
 ) -> tuple[list[Candidate], Report]:
-    """The layers to make ``pattern`` sparse and the report on all of them, as ``recipe`` takes them; nothing is changed."""
+    """The layers to make ``pattern`` sparse for ``recipe``, and the report on all layers; nothing is changed."""
     chosen, report = [], Report()
     for c in candidates(model, pattern, recipe):
         kind = type(c.module).__name__
@@ -117,7 +121,7 @@ def select(
 
 
 def candidates(model: nn.Module, pattern: Pattern, recipe: Recipe | None) -> Iterator[Candidate]:
-    """Everything in ``model`` that has a weight, norms apart."""
+    """Everything in ``model`` that has a weight, except norms."""
     # a module may stand under several names; only a parameter of several modules is tied
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     kinds = {kind for kind in {type(m) for m in model.modules()} if _hands_weights_over(kind)}
@@ -129,7 +133,7 @@ def candidates(model: nn.Module, pattern: Pattern, recipe: Recipe | None) -> Ite
             continue
         conv = isinstance(module, nn.Conv2d) and not _channels(module, pattern)
         if isinstance(module, (StackedWeight, CompressedStack)):
-            continue  # told of with its experts module
+            continue  # comes with its experts module
         if conv or isinstance(module, (nn.Linear, NMWeight, CompressedLinear)) or any(map(is_conv1d_type, type(module).__mro__)):
             yield _candidate(name, module, pattern, recipe, uses, bypassed, heads)
         elif stacks_of(module) or isinstance(module, (SparseExperts, CompressedExperts)):
@@ -138,19 +142,19 @@ def candidates(model: nn.Module, pattern: Pattern, recipe: Recipe | None) -> Ite
             for key, p in module.named_parameters(recurse=False):
                 if p.dim() == 2:
                     yield Candidate(_join(name, key), module, tuple(p.shape), "nn.MultiheadAttention multiplies it itself")
-        # what a parametrization is of stands under the name of its module
+        # parametrized weights come with their module
         elif not isinstance(module, (*NORMS, ParametrizationList)):
             yield from _others(name, module, pattern)
 
 
 def _hands_weights_over(kind: type[nn.Module]) -> bool:
-    """Whether a method of the class lets torch's function for attention multiply the weights of its layers: torch's own class, WavLM's."""
+    """Whether a method of the class passes its layers' weights to torch's function for attention, as torch's own class and WavLM's do."""
     methods = (inspect.getattr_static(kind, name) for name in dir(kind))
     return any("multi_head_attention_forward" in code.co_names for method in methods if (code := getattr(method, "__code__", None)))
 
 
 def _adapters(module: nn.Module) -> Iterator[nn.Module]:
-    """What a layer of PEFT has beside the layer that it wraps: low-rank matrices, which are small already."""
+    """The modules that a layer of PEFT adds to the layer it wraps: low-rank matrices, which are small already."""
     if hasattr(module, "adapter_layer_names") and isinstance(getattr(module, "base_layer", None), nn.Module):
         for name, child in module.named_children():
             if name != "base_layer":
@@ -168,46 +172,41 @@ def _channels(conv: nn.Conv2d, pattern: Pattern) -> str:
 
 
 def _stacks(name: str, module: nn.Module, pattern: Pattern, recipe: Recipe | None, uses: Counter[int]) -> Iterator[Candidate]:
-    """The stacks of an experts module, dense, sparse or compressed; each is multiplied as many matrices as there are experts."""
+    """The stacks of an experts module, dense, sparse or compressed; each counts as one matrix per expert."""
     chosen = experts_per_token(module)
     for child, stack in module.named_children():
         if isinstance(stack, CompressedStack):
-            share = None if chosen is None else chosen / stack.experts
+            rows = None if chosen is None else chosen / stack.experts
             own = layer_name(_join(name, child), stack)
-            yield Candidate(
-                own,
-                module,
-                stack.stored_shape,
-                COMPRESSED,
-                layout=stack.layout,
-                rows=share,
-            )
+            yield Candidate(own, module, stack.stored_shape, COMPRESSED, layout=stack.layout, rows=rows)
     for key, layout in stacks_of(module).items():
         weight = module._parameters[key]
         assert weight is not None
+        if child_name(key) in module._modules:
+            impossible = ALREADY_SPARSE
+        elif "forward" in module.__dict__:
+            impossible = REPLACED
+        elif is_sharded(weight):
+            impossible = SHARDED.format("a stack of experts")
+        else:
+            impossible = _form(weight) or (TIED if uses[id(weight)] > 1 else "")
         shape = tuple(weight.shape)
-        cols, impossible, misshapen = shape[REDUCED[layout]], _stack_obstacle(module, key, weight, uses), ""
-        if not impossible and recipe is not None and recipe.setup.linear_only:
-            impossible = f"{type(recipe).__name__} {recipe.setup.linear_only}"
-        if not impossible:
-            misshapen = "" if recipe is None else recipe.layer(pattern, matrix_shape(shape, layout)).unsupported_reason
-            if cols % pattern.m:
-                misshapen = f"in_features={cols} is not a multiple of M={pattern.m}"
         keep_dense = f"tiny: fewer than {TINY} features on one side" if min(shape[1:]) < TINY else ""
-        share = None if chosen is None else chosen / shape[0]
-        own = _join(name, key)
-        yield Candidate(own, module, shape, impossible or misshapen, keep_dense, bool(misshapen), layout=layout, key=key, rows=share)
+        c = Candidate(_join(name, key), module, shape, impossible, keep_dense, layout=layout, key=key)
+        yield _fitted(replace(c, rows=None if chosen is None else chosen / shape[0]), pattern, recipe)
 
 
-def _stack_obstacle(module: nn.Module, key: str, weight: Tensor, uses: Counter[int]) -> str:
-    """Why a stack of experts cannot be made sparse whatever the pattern is; empty if it can."""
-    if child_name(key) in module._modules:
-        return "it is sparse already; give the dense model back with handle.remove() or densify_ first"
-    if "forward" in module.__dict__:
-        return "its forward was replaced on the instance (a hook of accelerate, for instance), which bypasses the layer's own"
-    if is_sharded(weight):
-        return "it is sharded (DTensor), and a stack of experts is not split among ranks; leave it out of fully_shard, or train it with DDP"
-    return _form(weight) or ("its weight is tied to another module" if uses[id(weight)] > 1 else "")
+def _fitted(c: Candidate, pattern: Pattern, recipe: Recipe | None) -> Candidate:
+    """``c`` with the reasons of its shape and of ``recipe``."""
+    if c.impossible:
+        return c
+    if recipe is not None and c.layout not in MATRICES and recipe.setup.linear_only:
+        return replace(c, impossible=f"{type(recipe).__name__} {recipe.setup.linear_only}")
+    planned = LayerSetup(None) if recipe is None else recipe.layer(pattern, c.matrix_shape)
+    cols = c.shape[REDUCED[c.layout] if c.layout not in MATRICES else 1]
+    reason = f"in_features={cols} is not a multiple of M={pattern.m}" if cols % pattern.m else planned.unsupported_reason
+    keep_dense = "" if isinstance(c.module, NMWeight) else c.keep_dense or planned.keep_dense_reason
+    return replace(c, impossible=reason, misshapen=bool(reason), keep_dense=keep_dense)
 
 
 def _others(name: str, module: nn.Module, pattern: Pattern) -> Iterator[Candidate]:
@@ -243,11 +242,11 @@ def _others(name: str, module: nn.Module, pattern: Pattern) -> Iterator[Candidat
             yield Candidate(_join(name, key), module, shape, why)
         else:
             linear = len(shape) == 3 and not looked_up
-            yield Candidate(_join(name, key), module, shape, f"a tensor of {kind}, which is no layer that sparsify_ knows", linear=linear)
+            yield Candidate(_join(name, key), module, shape, f"a tensor of {kind}, a layer that sparsify_ does not know", linear=linear)
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
-    """The module's own tensors that may be weights: of two dimensions or more, none of them a bias, a mask, a token or a position."""
+    """The module's own tensors that may be weights: of two dimensions or more, without biases, masks, tokens and positions."""
     tensors: dict[str, Tensor] = {key: p for key, p in module.named_parameters(recurse=False) if "bias" not in key}
     tensors |= {key: b for key, b in module.named_buffers(recurse=False) if "weight" in key and "mask" not in key}
     for key, made in module._modules.get("parametrizations", nn.ModuleDict()).items():  # type: ignore[union-attr, operator]
@@ -267,7 +266,9 @@ def _candidate(
     if isinstance(module, CompressedLinear):
         shape = module.stored_shape if isinstance(module, CompressedConv2d) else module.weight.shape
         return Candidate(name, module, shape, COMPRESSED)
-    weight: Tensor | None = module._parameters.get("weight")  # asking for the attribute may compute it, and spectral_norm changes by that
+    weight: Tensor | None = module._parameters.get(
+        "weight"
+    )  # reading the attribute may compute it, which changes the state of spectral_norm
     if isinstance(weight, nn.parameter.UninitializedParameter):
         return Candidate(name, module, (), "its parameters are not initialised yet; run the model once first")
     layout = LINEAR
@@ -279,22 +280,13 @@ def _candidate(
         shape, layout = (module.out_channels, module.in_channels, *module.kernel_size), CONV2D
     else:
         shape, layout = () if weight is None else tuple(weight.shape[::-1]), CONV1D
-    impossible = _obstacle(module, weight, layout, uses, bypassed, pattern)
-    if not impossible and recipe is not None and layout not in MATRICES and recipe.setup.linear_only:
-        impossible = f"{type(recipe).__name__} {recipe.setup.linear_only}"
-    own = layout if layout not in MATRICES else LINEAR
-    planned = LayerPlan(None) if impossible or recipe is None else recipe.layer(pattern, matrix_shape(shape, own))
-    misshapen = planned.unsupported_reason
-    if not impossible and shape[1] % pattern.m:
-        misshapen = f"in_features={shape[1]} is not a multiple of M={pattern.m}"
-    keep_dense = planned.keep_dense_reason
-    if isinstance(module, NMWeight):
-        keep_dense = ""  # whoever made it sparse has decided
-    elif id(module) in heads or name.removesuffix(".base_layer").rpartition(".")[2] in HEADS:
+    keep_dense = ""
+    if id(module) in heads or name.removesuffix(".base_layer").rpartition(".")[2] in HEADS:
         keep_dense = "output head"
     elif shape and min(shape[:2]) < TINY:
         keep_dense = f"tiny: fewer than {TINY} {'channels' if layout == CONV2D else 'features'} on one side"
-    return Candidate(name, module, shape, impossible or misshapen, keep_dense, bool(misshapen), layout=layout)
+    impossible = _obstacle(module, weight, layout, uses, bypassed, pattern)
+    return _fitted(Candidate(name, module, shape, impossible, keep_dense, layout=layout), pattern, recipe)
 
 
 def _obstacle(module: nn.Module, weight: Tensor | None, layout: str, uses: Counter[int], bypassed: dict[int, str], pattern: Pattern) -> str:
@@ -302,7 +294,7 @@ def _obstacle(module: nn.Module, weight: Tensor | None, layout: str, uses: Count
     kind = type(module).__name__
     if isinstance(module, NMWeight):
         if module.governed:
-            return "it is sparse already; give the dense model back with handle.remove() or densify_ first"
+            return ALREADY_SPARSE
         return computed_by(module) if module.pattern == pattern else f"it is {module.pattern} already; take a recipe of that pattern"
     if id(module) in bypassed:
         return f"{bypassed[id(module)]} hands its weight to torch's multi_head_attention_forward, and never calls the layer"
@@ -316,15 +308,13 @@ def _obstacle(module: nn.Module, weight: Tensor | None, layout: str, uses: Count
         base = {LINEAR: "nn.Linear", CONV2D: "nn.Conv2d"}.get(layout, "Conv1D")
         return f"{kind} is a subclass of {base} with behaviour of its own"
     if "forward" in module.__dict__:
-        return "its forward was replaced on the instance (a hook of accelerate, for instance), which bypasses the layer's own"
+        return REPLACED
     if weight is None:
         return "its weight is no Parameter: something else computes it"
     if uses[id(weight)] > 1:
-        return "its weight is tied to another module"
+        return TIED
     if layout not in MATRICES and is_sharded(weight):
-        return (
-            "its weight is sharded (DTensor), and a convolution is not split among ranks; leave it out of fully_shard, or train it with DDP"
-        )
+        return SHARDED.format("a convolution")
     dims = len(ORDERS[layout])
     if weight.dim() != dims:
         return (
@@ -352,7 +342,7 @@ def _output_heads(model: nn.Module) -> set[int]:
     heads = set()
     for module in model.modules():
         getter = getattr(module, "get_output_embeddings", None)
-        with suppress(NotImplementedError, AttributeError):  # Hugging Face's way to say that there is none
+        with suppress(NotImplementedError, AttributeError):  # in Hugging Face: the model has none
             if callable(getter):
                 heads.add(id(getter()))
     return heads
@@ -361,12 +351,11 @@ def _output_heads(model: nn.Module) -> set[int]:
 def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None = None) -> Handle:
     """Turn the linear layers and convolutions of ``model`` into sparse ones, in place, and return the handle that drives the recipe.
 
-    Module and Parameter objects, hooks, dtype, device and mode are kept, and ``state_dict`` keys stay those of the dense model, so
-    optimizers may be built before or after. Taken are ``nn.Linear``, Hugging Face's ``Conv1D``, ``nn.Conv2d`` where the recipe does no more
-    than transform weights, and layers that were built as ``SparseLinear`` or ``SparseConv2d`` of the recipe's pattern and never had a
-    handle; ``print(handle.report)`` shows which layers were left dense and why.
-    A copy of the model (an EMA) keeps the phase it was copied in: to evaluate it, load its state dict
-    into ``model``.
+    Module and Parameter objects, hooks, dtype, device and mode stay the same, and ``state_dict`` keys stay those of the dense model, so
+    optimizers may be built before or after. It takes ``nn.Linear``, Hugging Face's ``Conv1D`` and stacked experts, ``nn.Conv2d`` where the
+    recipe does no more than transform weights, and layers that were built as ``SparseLinear`` or ``SparseConv2d`` of the recipe's pattern
+    and never had a handle; ``print(handle.report)`` shows which layers were left dense and why. A copy of the model (an EMA) keeps the
+    phase that it was copied in: to evaluate it, load its state dict into ``model``.
 
     Args:
         model: any module; its own class is not changed.
@@ -375,7 +364,7 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
 
     Raises:
         RecipeError: no layer can be made sparse, the model is sparse already, the filter chose an impossible layer, or a layer's
-            weight is of no use to the recipe (S-STE has no scale for zeros).
+            weight cannot start the recipe (S-STE has no scale for zeros).
         ShapeError: the filter chose a layer that M does not divide, or whose shape the recipe cannot do with. The model is then as it was.
 
     Example:
@@ -388,7 +377,7 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
     pattern = Pattern(recipe.pattern)
     if any(isinstance(m, NMWeight) and m.governed for m in model.modules()):
         raise RecipeError(
-            "sparsify_: the model has sparse layers already; handle.remove() or densify_(model) gives the dense model back first."
+            "sparsify_: the model has sparse layers already; get the dense model back first, with handle.remove() or densify_(model)."
         )
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise RecipeError(

@@ -1,8 +1,8 @@
-"""What a run keeps in the recipe's state, so that a resumed one goes on alike: layers' patterns, held tensors, random streams.
+"""What a resumed run needs of an earlier one: the layers' patterns, held tensors and random streams.
 
-Masks that are chosen once are in masks.py. Each component has ``adopt(state)``, which gives the layers what the state carries and puts
-there what it lacks, and ``check(state)``, which raises ``CheckpointError`` where the state is of other layers. What layers hold of the
-size of their weights is no part of the state while a run lasts: checkpoints have it as ``state["held"]`` (layer -> name -> tensor).
+Masks that are chosen once are in masks.py. Each component has ``adopt(state)``, which gives the layers what the state holds and adds what
+is missing there, and ``check(state)``, which raises ``CheckpointError`` where the state is of other layers. Tensors as large as the weights
+are not in the state while a run lasts; checkpoints have them as ``state["held"]`` (layer -> name -> tensor).
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def generator_of(seed: int, what: str) -> torch.Generator:
 
 
 class Streams:
-    """The (seed, offset) words of the layers' gradient estimates; a recipe that draws them has ``seed`` in its state.
+    """The (seed, offset) pairs of the layers' gradient estimates; a recipe that draws random numbers has ``seed`` in its state.
 
-    ``state["streams"]`` (name -> int64 ``(2,)``) holds the very tensors whose offsets the backward passes advance on the device. The keys
-    are those of this process whatever rank wrote the checkpoint, and however many there were.
+    ``state["streams"]`` (name -> int64 ``(2,)``) holds the very tensors whose offsets the backward passes advance on the device. The seeds
+    are those of this process, whichever rank wrote the checkpoint and however many ranks there were.
 
     Ranks that see different data draw different numbers: those of DistributedDataParallel, FSDP2 and HSDP, replicas too. Those that
     tensor parallelism gives the same output gradient (row parallel, or a replicated weight) draw the same, as one process would, or
@@ -82,7 +82,7 @@ class Streams:
 
 
 def stream_rank(layer: NMWeight) -> int:
-    """The rank by which this process draws for ``layer``: the first of those that see the same gradient of the layer's output."""
+    """The rank whose random stream this process uses for ``layer``: the first of those that see the same gradient of its output."""
     weight: Any = layer.parameter
     if not is_sharded(weight):
         return own_rank()
@@ -187,7 +187,7 @@ class HeldTensors:
         return {name: self.names.get(name) == keys for name, keys in wanted.items() if keys}
 
     def adopt(self, state: State) -> None:
-        """Give every layer what its present transform holds: what it holds already, or what is chosen now."""
+        """Have every layer hold what its present transform needs; what it does not hold yet is chosen now."""
         wanting = self._wanting()
         if not wanting:
             self.names = {}
@@ -200,22 +200,13 @@ class HeldTensors:
             for name in (name for name, held in wanting.items() if not held):
                 self._hold(name, self._choose(name, self.layers[name].transform, set(), state))
 
-    def begin(self, state: State) -> bool:
-        """Renew what the last stage held if it goes on in the new one, whose steps count from 0; True if it does."""
-        wanting = self._wanting()
-        if not wanting or not all(wanting.values()):
-            return False
-        state["held_steps"] = 0
-        self.renew(state)
-        return True
-
     def due(self, state: State, every: int) -> bool:
         """Count one applied step; True if it was the ``every``-th since the last renewal, 0 for none."""
         state["held_steps"] += 1
         return every > 0 and state["held_steps"] % every == 0
 
     def renew(self, state: State) -> None:
-        """Choose anew, from the present weights, what every layer holds."""
+        """Choose what every layer holds again, from the present weights."""
         for name, layer in self.layers.items():
             # what a layer still holds of another run was never chosen in this one
             self._hold(name, self._choose(name, layer.transform, self.names.get(name, set()), state))

@@ -1,4 +1,4 @@
-"""Sees weights that something else than the attached optimizers has written: a checkpoint, another optimizer, an average of weights."""
+"""Notices writes to weights other than by the attached optimizers: a checkpoint, another optimizer, an average of weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ..nn import NMWeight
 
 FORGOTTEN = 3
-"""So many steps of an optimizer that is not attached, without one of an attached optimizer, are reported. Wrappers such as Lookahead make
-one around each step of theirs."""
+"""After so many steps of an optimizer that is not attached, without one of an attached optimizer, a warning follows. Wrappers such as
+Lookahead make one around each of their own."""
 
 
 class Writes:
@@ -32,7 +32,7 @@ class Writes:
     # ---- before the first step
 
     def start(self) -> None:
-        """Something was taken from the present weights: until the first step ``replaced`` knows if others have come."""
+        """Something was taken from the present weights: until the first step ``replaced`` finds the layers with other weights."""
         self.hashes = {name: _hash(layer.master.detach()) for name, layer in self.layers.items()}
 
     def replaced(self) -> list[str]:
@@ -40,7 +40,7 @@ class Writes:
         return [name for name, before in self.hashes.items() if _hash(self.layers[name].master.detach()) != before]
 
     def forget(self) -> None:
-        """A step is about to be made, or a checkpoint was loaded: what was taken is of the weights that are there."""
+        """Stop watching: a step is about to be made, or a checkpoint was loaded."""
         self.hashes, self._stamps = {}, {}
 
     # ---- between two steps

@@ -9,7 +9,7 @@ import torch
 import nmkernels as nm
 from nmkernels.autograd import combination_count
 from nmkernels.pattern import Pattern, PatternError
-from nmkernels.recipes.methods.lbc import CandidateMask
+from nmkernels.recipes.contrib.lbc import CandidateMask
 from nmkernels.recipes.methods.maskllm import GumbelMask, gumbel
 
 

@@ -7,7 +7,7 @@ import pytest
 from nmkernels.autograd import STRAIGHT_THROUGH, GemmPlan, HardMask
 from nmkernels.nn import SparseLinear
 from nmkernels.pattern import NMError, Pattern
-from nmkernels.recipes.methods.bimask import BiMasked
+from nmkernels.recipes.contrib.bimask import BiMasked
 from nmkernels.recipes.methods.fst import TransposableMask
 
 P = Pattern("2:4")

@@ -9,10 +9,10 @@ import torch
 from nmkernels import Pattern, PatternError, ShapeError, ops
 from nmkernels.autograd import HardMask, WeightTransform, linear, masked
 from nmkernels.autograd.transforms import pruned_along_out
-from nmkernels.recipes.methods.complementary import StrideMask
+from nmkernels.recipes.contrib.complementary import StrideMask
+from nmkernels.recipes.contrib.maxq import PartlyDense, SoftQuery
 from nmkernels.recipes.methods.fst import TransposableMask
 from nmkernels.recipes.methods.maskllm import GumbelMask
-from nmkernels.recipes.methods.maxq import PartlyDense, SoftQuery
 from nmkernels.recipes.methods.mdgf import DecayedMask
 from nmkernels.recipes.methods.slope import DoublePruned
 from nmkernels.recipes.methods.sste import SoftThreshold

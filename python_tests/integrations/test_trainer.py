@@ -223,7 +223,7 @@ def test_a_best_model_is_finished_by_masks_of_its_own(tmp_path, recipe):
     worst = {**BEST, "metric_for_best_model": "loss", "greater_is_better": True}
     trainer = trainer_of(tmp_path, llama(initializer_range=0.3), **worst, max_steps=5)
     prepare(trainer, recipe)
-    with pytest.warns(UserWarning, match="without having been trained in that form"):
+    with pytest.warns(UserWarning, match="has not been trained in the form"):
         trainer.train()
     assert trainer.state.best_global_step == 1 and is_pruned(trainer.model)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, abs=1e-6)

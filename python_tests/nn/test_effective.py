@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import nmkernels as nm
 from nmkernels.autograd import GemmPlan, HardMask, reads
 from nmkernels.optim import MaskedAdamW
-from nmkernels.recipes.methods.bimask import BiMasked
+from nmkernels.recipes.contrib.bimask import BiMasked
 from python_tests import plain
 from python_tests.copies import WAYS, copied
 

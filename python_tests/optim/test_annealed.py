@@ -1,10 +1,10 @@
-"""AnnealedAdamW: AdamW unless a rule is late, and then the update that its docstring gives. In training: recipes/test_ast.py."""
+"""AnnealedAdamW: AdamW unless its rule is annealed, and then the update that its docstring gives. In training: recipes/test_ast.py."""
 
 import pytest
 import torch
 
 from nmkernels import Pattern
-from nmkernels.optim import AnnealedAdamW, MaskedAdamW, Target, UpdateRule
+from nmkernels.optim import AnnealedAdamW, AnnealedRule, MaskedAdamW, Target
 from nmkernels.testing import equal_bits
 from python_tests.each import each
 
@@ -27,11 +27,11 @@ def pull(w):
     return 0.3 * w.detach() * (w.detach().abs() < 0.7)
 
 
-def annealed(params, late="total", **extra):
+def annealed(params, second_moment="total", **extra):
     """The first two parameters have the penalty, the third is plain."""
     opt = AnnealedAdamW(params, **{**HYPER, **extra})
     opt.targets = {p: Target(Pattern("2:4"), penalty=lambda p=p: pull(p)) for p in params[:2]}
-    opt.rule = UpdateRule(late=late)
+    opt.rule = AnnealedRule(second_moment=second_moment)
     return opt
 
 
@@ -43,7 +43,7 @@ def run(opt, params, grads):
     return [p.detach() for p in params]
 
 
-def by_hand(params, grads, late="total", amsgrad=False, maximize=False):
+def by_hand(params, grads, second_moment="total", amsgrad=False, maximize=False):
     (b1, b2), lr, eps, wd = HYPER["betas"], HYPER["lr"], HYPER["eps"], HYPER["weight_decay"]
     out = []
     for i, w in enumerate(p.detach().double() for p in params):
@@ -52,7 +52,7 @@ def by_hand(params, grads, late="total", amsgrad=False, maximize=False):
             r, g = pull(w) if i < 2 else torch.zeros_like(w), step[i].double() * (-1 if maximize else 1)
             m = b1 * m + (1 - b1) * g
             u = m / (1 - b1**t) + r
-            s = u if late == "total" and i < 2 else g + r
+            s = u if second_moment == "total" and i < 2 else g + r
             v = b2 * v + (1 - b2) * s**2
             peak = torch.maximum(peak, v) if amsgrad else v
             w = w * (1 - lr * wd) - lr * u / ((peak / (1 - b2**t)).sqrt() + eps)
@@ -61,17 +61,17 @@ def by_hand(params, grads, late="total", amsgrad=False, maximize=False):
 
 
 @each("extra", [{}, {"amsgrad": True}, {"maximize": True}])
-@each("late", ["total", "gradient"])
-def test_late_update(late, extra):
+@each("second_moment", ["total", "gradient"])
+def test_annealed_update(second_moment, extra):
     grads, params = gradients(7), weights()
-    want = by_hand(params, grads, late, **extra)
-    optimizer = annealed(params, late, **extra)
+    want = by_hand(params, grads, second_moment, **extra)
+    optimizer = annealed(params, second_moment, **extra)
     for got, expected in zip(run(optimizer, params, grads), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
     assert optimizer.stats_numel == 64
 
 
-def test_without_a_late_rule_it_is_masked_adamw():
+def test_without_an_annealed_rule_it_is_masked_adamw():
     grads, ours, theirs = gradients(5, F32), weights(F32), weights(F32)
     run(AnnealedAdamW(ours, **HYPER), ours, grads)
     run(MaskedAdamW(theirs, **HYPER), theirs, grads)

@@ -7,7 +7,7 @@ import torch
 
 from nmkernels.layouts import as_matrix, ordered
 from nmkernels.ops import STATS, masked_adamw_
-from nmkernels.optim import PLAIN, MaskedAdamW, Target, UpdateRule, adamw
+from nmkernels.optim import PLAIN, AnnealedRule, MaskedAdamW, Target, UpdateRule, adamw
 from nmkernels.pattern import NMError, Pattern, ShapeError
 from python_tests import plain
 from python_tests.each import each
@@ -117,5 +117,5 @@ def test_refusals():
     for field in ("decay", "clamp", "v_step"):
         with pytest.raises(NMError, match=f"{field}=-1"):
             UpdateRule(**{field: -1})
-    with pytest.raises(NMError, match="'total', 'gradient'"):
-        UpdateRule(late="early")
+    with pytest.raises(NMError, match="'total' or 'gradient'"):
+        AnnealedRule(second_moment="early")

@@ -79,7 +79,7 @@ class Entry:
     @property
     def still(self) -> bool:
         """Whether the swapped weights are not trained at all."""
-        return self.recipe.setup.freezes != ""
+        return isinstance(self.recipe, MaskLLM)
 
 
 def hard(decay: float = 0.0, step: Step | None = None, n: int = 2) -> Any:

@@ -20,7 +20,7 @@ def optimizer_of(recipe, params):
 
 def activation_of(recipe):
     """A recipe that makes activations sparse needs those that it can."""
-    return nn.GELU if recipe.setup.activation is None else nm.nn.SquaredReLU
+    return nm.nn.SquaredReLU if isinstance(recipe, nm.recipes.Activation24) else nn.GELU
 
 
 def net(recipe, dtype=F64, seed=0):

@@ -123,6 +123,6 @@ SEEN = "ranks weights by what linear layers have seen"
 def test_which_layers_cannot_be_taken_and_why(options, linear_only, whole):
     recipe = ASP("2:4", **options)
     assert recipe.setup.needs_whole.startswith(whole) and bool(recipe.setup.needs_whole) == bool(whole)
-    assert (recipe.setup.channels is not None) == ("permute" in options)
+    assert (recipe.setup.hooks is not None) == ("permute" in options)
     conv, report = select(torch.nn.Sequential(torch.nn.Conv2d(16, 16, 3)), recipe.pattern, recipe=recipe)
     assert len(conv) == (not linear_only) and report.entries[0].reason == (f"ASP {linear_only}" if linear_only else "2:4")

@@ -14,6 +14,10 @@ GROUP = {"eps": 1e-8, "betas": (0.9, 0.9)}  # a window of ten
 NUMEL = 50
 
 
+def observed(stats, t, step):
+    return Observed(stats, NUMEL, t, optimizer_state=lambda key: [torch.tensor(float(step))] if key == "step" else [])
+
+
 def seen(t, changes=(1.0,) * NUMEL, applied=True):
     """What one step showed: |Δv| of every weight."""
     stats = dict.fromkeys(STATS, 0.0)
@@ -21,7 +25,7 @@ def seen(t, changes=(1.0,) * NUMEL, applied=True):
         stats["applied"], stats["v_change"], stats["v_unchanged"] = 1.0, sum(changes), changes.count(0.0)
         stats["v_log_change"] = sum(math.log(max(c, 2.0**-149)) for c in changes)
     values = torch.tensor([stats[name] for name in STATS], dtype=torch.float64)
-    return Observed(values, NUMEL, [], torch.tensor(float(t)), t)
+    return observed(values, t, t)
 
 
 def switch_step(recipe, steps):
@@ -56,11 +60,11 @@ def test_why_it_switched(change, until, at, want):
     recipe = STEP(t_min=5, t_max=12)
     got, state = switch_step(recipe, (seen(t, [change if t <= until else 0.0] * NUMEL) for t in range(1, 40)))
     assert (got, REASONS[state["switch_reason"]]) == (at, want)
-    assert bool(recipe.remark(state)) == (want != "test") and recipe.values(state)["switch_reason"] == state["switch_reason"]
-    assert recipe.remark(recipe.first_state(GROUP)) == ""
+    assert bool(recipe.stage(state).remark) == (want != "test") and recipe.values(state)["switch_reason"] == state["switch_reason"]
+    assert recipe.stage(recipe.first_state(GROUP)).remark == ""
     fixed = STEP(switch="fixed", start=3)
     _, state = switch_step(fixed, map(seen, range(1, 9)))
-    assert REASONS[state["switch_reason"]] == "fixed" and fixed.remark(state) == ""
+    assert REASONS[state["switch_reason"]] == "fixed" and fixed.stage(state).remark == ""
 
 
 def test_skipped_steps_do_not_bring_t_min_forward():
@@ -74,7 +78,7 @@ def test_a_loaded_second_moment_keeps_its_own_bias_correction():
     recipe = STEP(switch="fixed", start=3)
     state = recipe.first_state(GROUP)
     for t in range(1, 4):
-        recipe.advance(state, Observed(seen(t).stats, NUMEL, [], torch.tensor(1000.0 + t), t))
+        recipe.advance(state, observed(seen(t).stats, t, 1000 + t))
     assert (state["switch_step"], state["v_step"]) == (3, 1003)
     assert recipe.stage(state).rule.v_step == 1003
     assert STEP(switch="fixed", start=3, bias_corrected=False).stage(state).rule.v_step == 0

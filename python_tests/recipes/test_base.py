@@ -57,6 +57,12 @@ def test_what_the_command_line_tells(recipe):
     assert about["final"] in FINAL and "Example:" in about["doc"]
 
 
+def test_the_base_has_few_members():
+    """What only one method needs is in that method's file: in its ``Hooks``, its own ``Stage``, its transform."""
+    members = {name for name in (*vars(Recipe), *Recipe.__annotations__) if not name.startswith("_")}
+    assert len(members) <= 14, sorted(members)
+
+
 def test_a_recipe_without_stages_says_so():
     with pytest.raises(nm.RecipeError, match="Recipe defines no stage"):
         nm.sparsify_(mlp(), Recipe("2:4"))

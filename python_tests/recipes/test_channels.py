@@ -10,7 +10,7 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import ASP, search_permutation
-from nmkernels.recipes.search import permutation
+from nmkernels.recipes.methods import permutation
 from python_tests.recipes.loop import batches, distance, mlp, snapshot
 from python_tests.recipes.running import F32, start, through_a_file, train
 
@@ -38,12 +38,14 @@ def test_before_the_mask_the_function_is_the_same(pattern, width, sparse):
     want = dense(x)
     handle = nm.sparsify_(model, ASP(pattern, permute=True, escapes=FEW))
     assert list(handle.layers) == sparse
-    with handle.run.masks.channels.permuted(lambda name: handle.layers[name].master.detach()) as found:
-        assert list(found) == ["2"] and not torch.equal(model[0].weight, before["0.weight"])
-        dense.load_state_dict(model.state_dict())
-        assert torch.allclose(dense(x), want, atol=1e-13)
-        assert torch.equal(model[2].weight, before["2.weight"][:, found["2"].order])
-        assert torch.equal(model[4].weight, before["4.weight"])
+    handle.run.hooks.deploy()
+    order = orders(before, snapshot(model))
+    assert not torch.equal(model[0].weight, before["0.weight"])
+    dense.load_state_dict(model.state_dict())
+    assert torch.allclose(dense(x), want, atol=1e-13)
+    assert torch.equal(model[2].weight, before["2.weight"][:, order])
+    assert torch.equal(model[4].weight, before["4.weight"])
+    handle.run.hooks.enter(handle.run.stage)
     assert distance(snapshot(model), before) == 0.0
 
 

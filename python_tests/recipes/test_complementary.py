@@ -7,7 +7,7 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.recipes import STEP, Complementary
-from nmkernels.recipes.methods.complementary import StrideMask
+from nmkernels.recipes.contrib.complementary import StrideMask
 from python_tests.each import each
 from python_tests.recipes.loop import mlp, snapshot
 from python_tests.recipes.loop_used import spaced

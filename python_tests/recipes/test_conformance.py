@@ -180,7 +180,7 @@ def test_finish_before_the_end_leaves_what_was_previewed(entry):
         model, handle, _ = run(entry.recipe, F32, DATA32[:count])
         with handle.deployable(), torch.no_grad():
             want = model(DATA32[0][0])
-        early = handle.recipe.not_ready_reason(handle.state)
+        early = handle.run.not_ready_reason()
         if early:
             with pytest.warns(UserWarning, match=early.split("(")[0].strip()):
                 handle.finish()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import nmkernels as nm
 from nmkernels.recipes import Recipe
-from nmkernels.recipes.methods.proxsparse import prox
+from nmkernels.recipes.contrib.proxsparse import prox
 from python_tests.recipes.roster import ROSTER, STEPS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float64)
@@ -38,7 +38,7 @@ def _same_kernels() -> Iterator[None]:
 def trained(recipe: Recipe, dtype: torch.dtype, steps: int = STEPS) -> tuple[nn.Module, list[Tensor]]:
     """The finished model, and the metrics of each step."""
     g = torch.Generator().manual_seed(0)
-    middle = nn.ReLU() if recipe.setup.activation is None else nm.nn.SquaredReLU()
+    middle = nm.nn.SquaredReLU() if isinstance(recipe, nm.recipes.Activation24) else nn.ReLU()
     model = nn.Sequential(nn.Linear(32, 64, dtype=dtype), middle, nn.Linear(64, 32, dtype=dtype))
     with torch.no_grad():
         for p in model.parameters():

@@ -22,7 +22,7 @@ def test_attach_refuses():
     model = mlp()
     handle = nm.sparsify_(model, STE())
     for optimizer in (torch.optim.SGD(model[4].parameters(), lr=1.0), torch.optim.SGD(copy.deepcopy(model).parameters(), lr=1.0)):
-        with pytest.raises(nm.RecipeError, match="none of the optimizers updates a weight of the swapped layers"):
+        with pytest.raises(nm.RecipeError, match="none of the optimizers updates a weight of the sparse layers"):
             handle.attach(optimizer)
     for end in ("finish", "remove"):
         model, handle, optimizer = start(STE())

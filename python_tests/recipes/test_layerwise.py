@@ -10,8 +10,8 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.recipes import LayerWise, SdGf
-from nmkernels.recipes.methods import layerwise as module
-from nmkernels.recipes.methods.layerwise import allocate
+from nmkernels.recipes.contrib import layerwise as module
+from nmkernels.recipes.contrib.layerwise import allocate
 from python_tests.each import each
 from python_tests.recipes import loop_layerwise as layerwise
 from python_tests.recipes.loop import SPARSE, batches, distance, mlp, snapshot, top_n

@@ -13,9 +13,8 @@ import nmkernels as nm
 from nmkernels.autograd import WeightTransform
 from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import Pattern, RecipeError
-from nmkernels.recipes import Recipe, Stage
-from nmkernels.recipes.base import Setup
-from nmkernels.recipes.methods.maskllm import learned_apart
+from nmkernels.recipes import Recipe, Setup, Stage
+from nmkernels.recipes.methods.maskllm import Freeze, learned_apart
 from python_tests.recipes.loop import batches, loss_of, mlp
 
 DATA = batches(4, torch.float64)
@@ -45,13 +44,13 @@ class Gain(WeightTransform):
 
 @dataclass(frozen=True)
 class Toy(Recipe):
-    freezing: str = "weights"
+    others: str = "trained"
     name: ClassVar = "toy"
     final: ClassVar = "dense"
 
     @property
     def setup(self):
-        return Setup(freezes=self.freezing)
+        return Setup(hooks=partial(Freeze, self) if self.others else None)
 
     def stage(self, state):
         return Stage(phase=1, transform=Gain(Pattern(self.pattern)))
@@ -107,14 +106,14 @@ def test_what_does_not_run_gets_none():
 # ---- parameters that stand still
 
 
-@pytest.mark.parametrize(("freezing", "still"), [("", 0), ("weights", 2), ("all", 5)])
+@pytest.mark.parametrize(("others", "still"), [("", 0), ("trained", 2), ("frozen", 5)])
 @pytest.mark.parametrize("end", ["finish", "remove"])
-def test_parameters_stand_still_until_the_end(freezing, still, end):
+def test_parameters_stand_still_until_the_end(others, still, end):
     """Also with zeros left in their gradients, which would decay; what was frozen before stays frozen after."""
     model = mlp()
     loss_of(model, DATA[0]).backward()
     model[4].bias.requires_grad_(False)
-    handle = nm.sparsify_(model, Toy(freezing=freezing))
+    handle = nm.sparsify_(model, Toy(others=others))
     optimizer = handle.attach(torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5))
     dense = {name: p for name, p in model.named_parameters() if ".nm_" not in name}
     assert sum(not p.requires_grad for p in dense.values()) == still + 1
@@ -124,8 +123,8 @@ def test_parameters_stand_still_until_the_end(freezing, still, end):
         loss_of(model, batch).backward()
         optimizer.step()
     moved = {name for name, p in dense.items() if not torch.equal(p, before[name])}
-    swapped = {"0.weight", "2.weight"} if freezing else set()
-    assert moved - {"4.bias"} == (set() if freezing == "all" else set(dense) - swapped - {"4.bias"})
+    swapped = {"0.weight", "2.weight"} if others else set()
+    assert moved - {"4.bias"} == (set() if others == "frozen" else set(dense) - swapped - {"4.bias"})
     getattr(handle, end)()
     assert [name for name, p in dense.items() if not p.requires_grad] == ["4.bias"]
 

@@ -5,7 +5,7 @@ import torch
 import nmkernels as nm
 from nmkernels.pattern import Pattern
 from nmkernels.recipes import MaxQ
-from nmkernels.recipes.methods.maxq import PartlyDense, SoftQuery
+from nmkernels.recipes.contrib.maxq import PartlyDense, SoftQuery
 from python_tests.each import each
 from python_tests.recipes.loop import batches
 from python_tests.recipes.running import F64, figures, start, step

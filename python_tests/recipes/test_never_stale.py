@@ -273,7 +273,7 @@ def test_steps_of_other_optimizers_are_watched_only_while_attached():
         assert len(watched) == before + 1 and len(optimizer._global_optimizer_post_hooks) <= max(hooks, 1)
         if ending is not None:
             getattr(handle, ending)()
-            assert len(watched) == before
+            assert len(watched) == before and len(optimizer._global_optimizer_post_hooks) == hooks
     del model, handle, _  # thrown away as it is, it leaves nothing behind either
     gc.collect()
-    assert len(watched) == before
+    assert len(watched) == before and len(optimizer._global_optimizer_post_hooks) == hooks

@@ -156,7 +156,7 @@ def test_other_values_are_refused(name):
     for value in ("always", None, 2):
         with pytest.raises(RecipeError, match=f"packed={value!r} is unknown; choose one of auto, True, False"):
             made(name, packed=value)
-    with pytest.raises(RecipeError, match="fp8='paper', packed=True do not go: .*the weight in dense layout"):
+    with pytest.raises(RecipeError, match="fp8='paper', packed=True cannot be combined: .*the weight in dense layout"):
         SSTE(fp8="paper", packed=True)
     with pytest.raises(RecipeError, match="there is an inner recipe; give it to that one"):
         STEP("2:4", 20, packed=True, inner="srste")

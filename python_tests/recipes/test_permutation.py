@@ -7,7 +7,7 @@ import torch
 
 import nmkernels as nm
 from nmkernels.recipes import search_permutation
-from nmkernels.recipes.search import permutation
+from nmkernels.recipes.methods import permutation
 from python_tests.each import each
 
 

@@ -7,7 +7,7 @@ import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import Pattern, RecipeError
 from nmkernels.recipes import ProxSparse, prox
-from nmkernels.recipes.methods.proxsparse import Anchored
+from nmkernels.recipes.contrib.proxsparse import Anchored
 from python_tests.each import each
 from python_tests.recipes.loop import batches, mlp, top_n
 from python_tests.recipes.loop_prox import brute, objective

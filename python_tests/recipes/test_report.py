@@ -31,7 +31,7 @@ def test_what_is_no_linear_layer_is_counted_apart():
     lines = str(Report([ENTRIES[0], *others, Entry("lstm", "LSTM", (), False, "recurrent", linear=False)])).splitlines()
     assert lines[-2:] == [
         "1 of 1 linear layers sparse, with 2048 of 2048 weights (100.0 %)",
-        "beside them 80 weights of other layers: Embedding ×2, LSTM",
+        "other layers have 80 weights: Embedding ×2, LSTM",
     ]
     assert sum("looks up" in line for line in lines) == 2
 

@@ -66,9 +66,8 @@ def test_left_is_normal_seeded_by_layer_and_the_same_in_every_dtype():
 
 def test_rank_as_a_number_or_a_share_of_the_smaller_side():
     for rank, want in [(3, 3), (0.25, 8), (0.001, 1), (1, 1)]:
-        model, handle, _ = start(SLoPe("2:4", 20, rank=rank), model=nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8)))
+        model, _, _ = start(SLoPe("2:4", 20, rank=rank), model=nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8)))
         assert [p.shape for p in adapter_of(model[0])] == [(64, want), (want, 32)]
-        assert handle.recipe.layer(nm.Pattern("2:4"), (32, 64)).rank == want
 
 
 def test_a_frozen_layer_has_a_frozen_adapter():

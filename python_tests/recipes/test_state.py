@@ -1,6 +1,7 @@
 """What transforms may hold, on toy recipes."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -10,7 +11,7 @@ import nmkernels as nm
 from nmkernels.autograd import WeightTransform
 from nmkernels.optim import UpdateRule
 from nmkernels.pattern import CheckpointError, Pattern
-from nmkernels.recipes import Recipe, Stage
+from nmkernels.recipes import Hooks, Recipe, Setup, Stage
 from python_tests.recipes.running import DATA32, F32, start, step
 
 DATA = DATA32[:12]
@@ -57,9 +58,22 @@ def test_held_masks_change_only_when_renewed(kind):
     assert "nm_mask" not in "".join(model.state_dict()) and handle.state["held_steps"] == 12
 
 
+class Renewing(Hooks):
+    """Renews what layers hold as a stage begins, and counts steps from there."""
+
+    def enter(self, stage):
+        if "held_steps" in self.run.state:
+            self.run.state["held_steps"] = 0
+            self.run.tensors.renew(self.run.state)
+
+
 @dataclass(frozen=True)
 class Parted(Toy):
     """A second part begins after three steps."""
+
+    @property
+    def setup(self):
+        return Setup(hooks=partial(Renewing, self))
 
     def first_state(self, group):
         return {"t": 0}
@@ -68,11 +82,8 @@ class Parted(Toy):
         state["t"] += 1
         return state["t"] == 3
 
-    def stage(self, state):
-        return replace(super().stage(state), part=int(state.get("t", 0) >= 3))
 
-
-def test_held_tensors_are_renewed_where_a_part_begins_and_counted_from_there():
+def test_hooks_may_renew_held_tensors():
     model, handle, optimizer = start(Parted(renew=2), F32)
     numbers = [model[0].nm_number.item()]
     for batch in DATA[:8]:

@@ -101,7 +101,7 @@ def test_a_bound_that_chooses_is_told_once_and_shown_in_the_report():
         warnings.simplefilter("always")
         model, handle, optimizer = run(recipe_of(BASE), data=batches(20), **FAST.keywords)
     (said,) = (str(w.message) for w in caught)
-    for part in ("came at T_max", "T₀ = 15", "z_bar < 1e-30", 'switch="relative"', 'switch="fixed"'):
+    for part in ("at its upper bound T_max", "T₀ = 15", "z_bar < 1e-30", 'switch="relative"', 'switch="fixed"'):
         assert part in said
     assert handle.metrics()["switch_reason"].item() == REASONS.index("t_max") and str(handle.report).endswith(said)
     with warnings.catch_warnings():

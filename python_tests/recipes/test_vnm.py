@@ -8,7 +8,7 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.recipes import STEP, VNM
-from nmkernels.recipes.methods.vnm import BlockColumns, _exact, _greedy, best_columns
+from nmkernels.recipes.contrib.vnm import BlockColumns, _exact, _greedy, best_columns
 from python_tests.each import each
 from python_tests.recipes.loop import batches, top_n
 from python_tests.recipes.loop_vnm import columns_of

@@ -2,14 +2,152 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+from torch import Tensor, nn
+
+from ...nn import Chain, NMWeight, channel_parameters, find_chains, reorder_
 from ...pattern import RecipeError
 from ..base import About, Setup, Stage, choice, count
+from ..hooks import Hooks
 from ..masks import SCORES
 from ..registry import recipe
 from ..schedule import ScheduledRecipe, resolve_step
+from .permutation import Permutation, search_permutation
+
+log = logging.getLogger("nmkernels.permutation")
+log.addHandler(logging.NullHandler())
+
+OTHERS = "experts that are stacked in one tensor"
+"""The reason of layers that ``find_chains`` does not mention."""
+
+Optimizers = Sequence[torch.optim.Optimizer]
+
+
+class Channels(Hooks):
+    """Reorders hidden channels just before masks are chosen, so that they keep more; ``report.channels`` says of each layer what that
+    gained, or why its channels stay."""
+
+    def begin(self) -> None:
+        self.kept: dict[str, list[float]] = {}
+        """For checkpoints, ``state["kept"]``: of each searched layer, the shares of the score that its mask kept before and keeps now."""
+        self._previewed: list[tuple[Chain, Tensor]] = []
+        chains, reasons = find_chains(self.run.model)
+        possible = {
+            name: f"to be reordered, with the outputs of {', '.join(c.producers)}, when the layer is pruned"
+            for c in chains
+            for name in c.consumers
+        }
+        self.run.report.channels = {n: possible.get(n) or f"left alone: {reasons.get(n, OTHERS)}" for n in self.run.layers}
+
+    def enter(self, stage: Stage) -> None:
+        run = self.run
+        while self._previewed:
+            chain, order = self._previewed.pop()
+            self._reorder(chain, order.argsort(), ())
+        if not stage.held_mask:
+            return
+        if not run.masks.masks:
+            self.permute_(run.optimizers)
+            run.state["kept"] = self.kept
+        elif run.state.get("kept") is not self.kept:
+            self._resume(run.state.get("kept", {}))
+        gains = [after / before - 1 for before, after in self.kept.values() if before]
+        self.metrics = {"kept_gain": torch.tensor(sum(gains) / len(gains), dtype=torch.float64)} if gains else {}
+
+    def deploy(self) -> None:
+        if not self.run.state:  # with no optimizer attached, finish() is what prunes
+            self._previewed = self.permute_()
+
+    def permute_(self, optimizers: Optimizers = ()) -> list[tuple[Chain, Tensor]]:
+        """Reorder every chain that gains by it, in place: weights, biases, their gradients and what optimizers keep for them.
+
+        ``optimizers`` are all that update the model: a chain with a parameter that none of them has is left alone. Returns the chains with
+        their new orders.
+        """
+        self.run.masks.check_inputs()
+        done = self._search(optimizers)
+        for chain, order in done:
+            self._reorder(chain, order, optimizers)
+        return done
+
+    def _resume(self, kept: dict[str, list[float]]) -> None:
+        """Report what an earlier run did; its weights come in their new order."""
+        self.kept, report = kept, self.run.report
+        report.channels = dict.fromkeys(self.run.layers, "left alone")
+        for name, (before, after) in kept.items():
+            report.channels[name] = f"{'reordered' if after > before else 'left alone'} earlier: {_gain(before, after)}"
+
+    def _reorder(self, chain: Chain, order: Tensor, optimizers: Optimizers) -> None:
+        for p, dim in channel_parameters(self.run.model, chain):
+            moments = (value for _, value in _state_of(p, optimizers) if value.shape == p.shape)
+            for tensor in itertools.chain([p.detach()], [] if p.grad is None else [p.grad], moments):
+                reorder_(tensor, dim, order)
+        squares = self.run.masks.inputs.squares
+        squares.update({name: squares[name][order] for name in chain.consumers if name in squares})
+        for module in self.run.model.modules():
+            if isinstance(module, NMWeight):
+                module.effective.drop()
+
+    def _search(self, optimizers: Optimizers) -> list[tuple[Chain, Tensor]]:
+        """Chains with orders that gain; hooks and ties may have come since ``sparsify_``, so they are looked for again."""
+        layers, report = self.run.layers, self.run.report
+        chains, reasons = find_chains(self.run.model)
+        report.channels = {name: f"left alone: {reasons.get(name, OTHERS)}" for name in layers}
+        self.kept = {}
+        if not all(bool(torch.isfinite(layer.weight).all()) for layer in layers.values()):
+            report.channels = dict.fromkeys(layers, "left alone: a weight of the model is not finite")
+            return []
+        todo: list[tuple[Chain, Tensor]] = []
+        for chain in chains:
+            sparse = [name for name in chain.consumers if name in layers]
+            said = self._obstacle(chain, sparse, optimizers) if sparse else ""
+            if sparse and not said:
+                found = self._best(chain, sparse)
+                self.kept.update({name: [found.before, found.after] for name in sparse})
+                if found.after > found.before:
+                    todo.append((chain, found.order))
+                    way = f"{found.efficacy:.0%} of the way to {found.bound:.4f}, the best without groups"
+                    said = f"reordered with the outputs of {', '.join(chain.producers)}: {_gain(found.before, found.after)} ({way})"
+                else:
+                    said = f"left alone: no order was found that keeps more than the present one, {found.before:.4f} of the magnitude"
+            report.channels.update(dict.fromkeys(sparse, said))
+        return todo
+
+    def _best(self, chain: Chain, sparse: list[str]) -> Permutation:
+        # of a convolution one row for each output and offset in the kernel
+        scores = torch.cat([self.run.masks.scores(name).reshape(-1, chain.channels) for name in sparse])
+        pattern, progress = self.run.layers[sparse[0]].pattern, functools.partial(log.info, "%s: %s", ", ".join(sparse))
+        return search_permutation(scores, pattern, self.recipe.escapes, self.recipe.seed, progress)
+
+    def _obstacle(self, chain: Chain, sparse: list[str], optimizers: Optimizers) -> str:
+        if len({str(self.run.layers[name].pattern) for name in sparse}) > 1:
+            return f"left alone: {', '.join(sparse)} have different patterns"
+        known = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        for p, _ in channel_parameters(self.run.model, chain):
+            if optimizers and isinstance(p, nn.Parameter) and id(p) not in known:
+                names = ", ".join(chain.producers + chain.consumers)
+                return f"left alone: a parameter of {names} belongs to no optimizer that attach was given"
+            for key, value in _state_of(p, optimizers):
+                if value.numel() > 1 and value.shape != p.shape:
+                    return f"left alone: the optimizer keeps {key!r} of another shape than its weight, which cannot be reordered with it"
+        return ""
+
+
+def _state_of(p: Tensor, optimizers: Optimizers) -> Iterator[tuple[str, Tensor]]:
+    for optimizer in optimizers:
+        if p in optimizer.state:
+            yield from ((str(key), value) for key, value in optimizer.state[p].items() if isinstance(value, Tensor))
+
+
+def _gain(before: float, after: float) -> str:
+    return f"the mask keeps {after:.4f} of the magnitude instead of {before:.4f}"
 
 
 @recipe("asp")
@@ -60,12 +198,12 @@ class ASP(ScheduledRecipe):
 
     @property
     def setup(self) -> Setup:
-        search = {"escapes": self.escapes, "seed": self.seed} if self.permute else None
+        hooks = functools.partial(Channels, self) if self.permute else None
         whole = "reorders the channels of whole weights" if self.permute else ""
         if self.score == "wanda":
             whole = "ranks weights by all inputs that their layers have seen"
         only = "ranks weights by what linear layers have seen" if self.score == "wanda" else ""
-        return Setup(mask_score=self.score, channels=search, needs_whole=whole, linear_only=only)
+        return Setup(mask_score=self.score, hooks=hooks, needs_whole=whole, linear_only=only)
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:

@@ -14,7 +14,7 @@ from ...autograd.transforms import KeptMask, Traits, laid_out, reading
 from ...ops import Packed, pack
 from ...optim import UpdateRule
 from ...pattern import Pattern, PatternLike
-from ..base import About, LayerPlan, Setup, Stage, choice, count, number, optional_seed
+from ..base import About, LayerSetup, Setup, Stage, choice, count, number, optional_seed
 from ..registry import recipe
 from ..schedule import PACKED, ScheduledRecipe, phases
 from .sste import estimating
@@ -116,7 +116,7 @@ class FST(ScheduledRecipe):
     def final_transform(self) -> WeightTransform:
         return TransposableMask(Pattern(self.pattern))
 
-    def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerPlan:
+    def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerSetup:
         plan, (rows, m) = super().layer(pattern, shape, transform), (shape[0], Pattern(self.pattern).m)
         said = f"out_features={rows} is not a multiple of M={m}, which a transposable mask needs" if rows % m else ""
         return replace(plan, unsupported_reason=said)

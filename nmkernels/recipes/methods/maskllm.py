@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...autograd.transforms import CombinationMask, Traits, WeightTransform, combination_count, reading, wide
 from ...nn import NMWeight
@@ -17,6 +17,7 @@ from ...pattern import Pattern, RecipeError, ShapeError
 from ...reference import uniforms24
 from ...shards import is_sharded
 from ..base import About, Setup, Stage, State, choice, number, optional_seed
+from ..hooks import Hooks
 from ..registry import recipe
 from ..schedule import EARLY, ScheduledRecipe
 
@@ -94,6 +95,29 @@ class GumbelMask(LikeliestMask):
         return {"sharpness": self.choices(*extras).amax(1).mean()}
 
 
+class Freeze(Hooks):
+    """Until the recipe ends no weight of its layers trains, and with ``others="frozen"`` no parameter but the learned ones."""
+
+    def begin(self) -> None:
+        self.frozen: list[nn.Parameter] = []
+
+    def enter(self, stage: Stage) -> None:
+        if self.frozen:
+            return
+        layers = self.run.layers.values()
+        weights = {id(layer.parameter) for layer in layers}
+        learned = {id(p) for layer in layers for p in layer.learned().values()}
+        chosen = (p for p in self.run.model.parameters() if id(p) in weights or (self.recipe.others == "frozen" and id(p) not in learned))
+        self.frozen = [p for p in chosen if p.requires_grad]
+        for p in self.frozen:
+            p.requires_grad_(False)
+            p.grad = None  # zeros left by zero_grad(set_to_none=False) would still be decayed
+
+    def close(self) -> None:
+        for p in self.frozen:
+            p.requires_grad_(True)
+
+
 def gumbel(draw: Tensor, like: Tensor) -> Tensor:
     """Standard Gumbel noise −log(−log u) of the shape and dtype of ``like``, a function of ``draw`` alone (int64 ``(2,)``).
 
@@ -110,13 +134,13 @@ class MaskLLM(ScheduledRecipe):
 
     For a trained dense model: W is frozen, and each group learns logits π over its C(M, N) combinations P_k::
 
-        ỹ = softmax((κ π + G) / τ)      G Gumbel noise, drawn anew for every step
+        ỹ = softmax((κ π + G) / τ)      G Gumbel noise, new for every step
         M̃ = Σ_k ỹ_k P_k,  W̃ = W ⊙ M̃   used in forward and backward
         L(W̃) − λ Σ ‖W ⊙ M̃‖²            is minimised over π alone
         τ: 4 → 0.05,  κ: 100 → 500       linear over ``total_steps``
 
     ``finish`` leaves W ⊙ P_k, k the largest logit. π is the Parameter ``nm_logits`` ``(groups, C)`` of each layer, in the model's state
-    dict until then; a dense checkpoint loads strictly and starts it anew. All microbatches of a step, and all data-parallel ranks, see
+    dict until then; a dense checkpoint loads strictly and starts it again. All microbatches of a step, and all data-parallel ranks, see
     one sample of the noise.
 
     Args:
@@ -168,15 +192,14 @@ class MaskLLM(ScheduledRecipe):
 
     @property
     def setup(self) -> Setup:
-        freezes = "all" if self.others == "frozen" else "weights"
-        whole, only = "learns logits beside each whole weight", "learns logits beside the weights of linear layers"
-        return Setup(freezes=freezes, draws=True, seed=self.seed, needs_whole=whole, linear_only=only)
+        whole, only = "learns logits for each whole weight", "learns logits for the weights of linear layers"
+        return Setup(hooks=partial(Freeze, self), draws=True, seed=self.seed, needs_whole=whole, linear_only=only)
 
     def optimizer(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **kwargs: Any) -> torch.optim.Optimizer:
         return super().optimizer(learned_apart("MaskLLM", params, lr, self.lr_multiplier), lr, **kwargs)
 
     def set_prior_(self, layers: Mapping[str, NMWeight], masks: Mapping[str, Tensor]) -> None:
-        """Start the logits of some layers anew, preferring given masks (of Wanda or SparseGPT, for instance), before training.
+        """Initialise the logits of some layers again, preferring given masks (of Wanda or SparseGPT, for instance), before training.
 
         Args:
             layers: ``handle.layers``.
@@ -194,7 +217,7 @@ class MaskLLM(ScheduledRecipe):
             with torch.no_grad():
                 logits = self._transform().preferring(mask.bool().to(layer.weight.device), layer.master.detach())
                 layer.learned()["nm_logits"].copy_(logits)
-            layer.restored = True  # as from a checkpoint: attach must not start them anew
+            layer.restored = True  # as from a checkpoint: attach must not initialise them again
             layer.effective.drop()
 
     def _transform(self) -> GumbelMask:
@@ -218,14 +241,15 @@ class MaskLLM(ScheduledRecipe):
     def final_transform(self) -> WeightTransform:
         return LikeliestMask(Pattern(self.pattern))
 
-    def not_ready_reason(self, state: State) -> str:
-        total = self.total_steps or 1
-        left = total - int(state["t"])
-        return f"has {left} of {total} steps to go, its masks are still mixtures" if left > EARLY * total else ""
+    def stage(self, state: State) -> Stage:
+        stage, total = super().stage(state), self.total_steps or 1
+        left = total - int(state["t"]) if state else 0
+        said = f"has {left} of {total} steps to go, its masks are still mixtures"
+        return replace(stage, not_ready=said) if left > EARLY * total else stage
 
 
 def learned_apart(recipe: str, params: Iterable[Any], lr: float | Tensor, multiplier: float) -> list[dict[str, Any]]:
-    """Parameter groups in which what the recipe learns stands apart, with ``multiplier`` times its group's learning rate, or ``lr``."""
+    """Parameter groups with the learned parameters in their own groups, at ``multiplier`` times their group's learning rate, or ``lr``."""
     given = list(params)
     groups: list[dict[str, Any]] = given if given and isinstance(given[0], dict) else [{"params": given}]
     result: list[dict[str, Any]] = []
@@ -237,7 +261,7 @@ def learned_apart(recipe: str, params: Iterable[Any], lr: float | Tensor, multip
         result += [{**group, "params": apart, "lr": group.get("lr", lr) * multiplier}] if apart else []
     if not any(_is_learned(entry) for group in result for entry in group["params"]):
         if any(is_sharded(entry[1] if isinstance(entry, tuple) else entry) for group in result for entry in group["params"]):
-            raise RecipeError(f"{recipe} learns numbers beside each whole weight, and the parameters are sharded. Do not shard the model.")
+            raise RecipeError(f"{recipe} learns numbers for each whole weight, and the parameters are sharded. Do not shard the model.")
         raise RecipeError(
             f"{recipe}: the parameters hold nothing that the recipe learns. Call sparsify_ first, then "
             "recipe.optimizer(model.parameters()); for a copied or wrapped model give model.named_parameters()."

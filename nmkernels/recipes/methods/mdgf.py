@@ -89,6 +89,10 @@ class MdGf(ScheduledRecipe):
         fading, last = DecayedMask(p, chain=chain), HardMask(p, chain=chain)
         return (0, Stage(phase=0)), (start, Stage(1, fading, rule)), (end, Stage(1, last, rule))
 
+    def stage(self, state: State) -> Stage:
+        stage, flow = super().stage(state), float(self.flow(state["t"])) if state else 0.0
+        return replace(stage, not_ready=f"still lets {flow:.0%} of each pruned weight through") if stage.phase and flow > EARLY else stage
+
     def rate(self) -> float:
         """c, per step."""
         if self.coefficient is not None:
@@ -114,7 +118,3 @@ class MdGf(ScheduledRecipe):
         # faded weights are multiplied too
         fading = int((self.flow(torch.arange(steps, dtype=torch.float64)) > 0).sum())
         return first(steps, [Span(fading), Span(steps - fading, fprop=Pattern(self.pattern).density)])
-
-    def not_ready_reason(self, state: State) -> str:
-        flow = float(self.flow(state["t"]))
-        return super().not_ready_reason(state) or (f"still lets {flow:.0%} of each pruned weight through" if flow > EARLY else "")

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...autograd import HardMask, WeightTransform
 from ...optim import UpdateRule
 from ...pattern import MAX_M, Pattern, RecipeError
-from ..base import About, LayerPlan, Setup, Stage, State, choice
+from ..base import About, LayerSetup, Setup, Stage, State, choice
 from ..registry import recipe
 from ..schedule import PACKED, ScheduledRecipe, packed_only, packing, phases
 
@@ -99,7 +99,7 @@ class SdGf(ScheduledRecipe):
         """``frame``: 0 in the dense phase, then 1, 2, ..."""
         return {"frame": torch.tensor(state["stage"])} if state else {}
 
-    def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerPlan:
+    def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerSetup:
         if transform is None:
             return super().layer(pattern, shape)
         frames = self.frames()
@@ -112,4 +112,4 @@ class SdGf(ScheduledRecipe):
             else:
                 frames = replace(self, pattern=pattern).frames()
         later = frames[-min(left, len(frames)) :]
-        return LayerPlan(replace(transform, pattern=next(p for p in later if shape[1] % p.m == 0)), note=str(pattern))
+        return LayerSetup(replace(transform, pattern=next(p for p in later if shape[1] % p.m == 0)), note=str(pattern))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from ...autograd.transforms import HardMask, WeightTransform, masked, pruned_along_out, reading
 from ...pattern import Pattern, RecipeError
-from ..base import About, LayerPlan, Setup, Stage, State, count, optional_seed, rank_for, setting, whole
+from ..base import About, LayerSetup, Setup, Span, Stage, State, count, optional_seed, rank_for, setting, whole
+from ..hooks import Hooks
 from ..registry import recipe
 from ..schedule import ScheduledRecipe, resolve_step
+from ..state import generator_of
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,43 @@ class DoublePruned(WeightTransform):
         return masked(g, extras[0]), {}
 
 
+@dataclass(frozen=True)
+class AdapterStage(Stage):
+    """A stage in which adapters of ``rank`` take part."""
+
+    rank: float | int = 0
+
+    def span(self, steps: int, pattern: Pattern) -> Span:
+        return replace(super().span(steps, pattern), rank=self.rank)
+
+
+class Adapters(Hooks):
+    """Gives every layer an adapter, R' = 0 and L ~ N(0, 1), the same on every device, rank and dtype."""
+
+    def begin(self) -> None:
+        for name, layer in self.run.layers.items():
+            generator = generator_of(self.recipe.setup.first_seed, f"adapter/{name}")
+            size = layer.shape[1], rank_for(self.recipe.rank, layer.shape)
+            layer.add_adapter(torch.randn(size, generator=generator, dtype=torch.float64))
+
+    def enter(self, stage: Stage) -> None:
+        self._use(isinstance(stage, AdapterStage))
+
+    def deploy(self) -> None:
+        self._use(True)
+
+    def _use(self, adapts: bool) -> None:
+        for layer in self.run.layers.values():
+            layer.adapts = adapts
+
+
 @recipe("slope")
 @dataclass(frozen=True)
 class SLoPe(ScheduledRecipe):
     """SLoPe (Mozaffari et al., "SLoPe: double-pruned sparse plus lazy low-rank adapter pretraining of LLMs", ICLR 2025, arXiv 2405.16325).
 
     The row mask R, N:M by magnitude along the inputs, is that of the weight as the optimizer is attached, and never changes. C, N:M by
-    magnitude along the outputs of W^R = R ⊙ W, is chosen anew every ``every`` applied steps::
+    magnitude along the outputs of W^R = R ⊙ W, is chosen again after every ``every`` applied steps::
 
         y = x (W^R)ᵀ        ∂L/∂x = g (W^R ⊙ C)        ∂L/∂W = R ⊙ gᵀ x
 
@@ -96,7 +128,8 @@ class SLoPe(ScheduledRecipe):
     def setup(self) -> Setup:
         only = "prunes linear layers once more for the gradient of their inputs, and adds adapters"
         whole = "prunes the columns of each whole weight too"
-        return Setup(mask_score="magnitude", seed=self.seed, needs_whole=whole, linear_only=only)
+        hooks = partial(Adapters, self) if self.rank else None
+        return Setup(mask_score="magnitude", hooks=hooks, seed=self.seed, needs_whole=whole, linear_only=only)
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
@@ -110,13 +143,13 @@ class SLoPe(ScheduledRecipe):
         if isinstance(self.start, int) and start >= self.total_steps:
             raise RecipeError(f"SLoPe: start={start} leaves the adapters none of total_steps={self.total_steps}.")
         before = replace(plain, not_ready="has not trained its adapters")
-        return (0, before), (min(start, self.total_steps - 1), replace(plain, rank=self.rank))
+        return (0, before), (min(start, self.total_steps - 1), AdapterStage(**vars(plain), rank=self.rank))
 
     def stage(self, state: State) -> Stage:
         """Before an optimizer is attached the mask still follows the weight."""
         return super().stage(state) if state else Stage(phase=2, transform=HardMask(Pattern(self.pattern)))
 
-    def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerPlan:
+    def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerSetup:
         aspect = max(shape) / max(1, min(shape))
         said = f"its longer side is {aspect:.1f} times its shorter one" if aspect > (self.max_aspect or aspect) else ""
-        return replace(super().layer(pattern, shape, transform), keep_dense_reason=said, rank=rank_for(self.rank, shape))
+        return replace(super().layer(pattern, shape, transform), keep_dense_reason=said)

@@ -57,7 +57,7 @@ class SoftThreshold(WeightTransform):
 def estimating(
     recipe: str, packed: bool | str, pattern: PatternLike, mvue: str | None, mvue_pattern: PatternLike, fp8: str | None = None
 ) -> GemmPlan:
-    """The GEMMs with the weight by ``packed`` and the output gradient of wgrad by ``mvue``; ``RecipeError`` where that does not go."""
+    """The GEMMs with the weight by ``packed`` and the output gradient of wgrad by ``mvue``; ``RecipeError`` where these do not combine."""
     p = Pattern(mvue_pattern)
     try:
         if mvue is None:
@@ -68,7 +68,7 @@ def estimating(
             plan = GemmPlan(wgrad="mvue", n=p.n, m=p.m, method=mvue, fp8=fp8)
         return packing(packed, pattern, plan)
     except NMError as error:
-        raise RecipeError(f"{recipe}: mvue={mvue!r}, mvue_pattern={p}, {fp8=}, {packed=} do not go: {error}") from error
+        raise RecipeError(f"{recipe}: mvue={mvue!r}, mvue_pattern={p}, {fp8=}, {packed=} cannot be combined: {error}") from error
 
 
 @recipe("sste")

@@ -49,8 +49,9 @@ def figure(switch: str, seen: Observed) -> Tensor:
     if switch == "relative_norm":
         return total(lambda v: v.double().square().sum(), seen.second_moments).sqrt()
     if switch == "relative":
-        assert seen.step is not None
-        return total(lambda v: v.sum(dtype=torch.float64), seen.second_moments) / (1 - seen.group["betas"][1] ** seen.step.double())
+        step = seen.step
+        assert step is not None
+        return total(lambda v: v.sum(dtype=torch.float64), seen.second_moments) / (1 - seen.group["betas"][1] ** step.double())
     return total(lambda v: v.double().abs().sum(), seen.second_moments)
 
 
@@ -93,7 +94,7 @@ class STEP(Composite):
     AutoSwitch chooses T₀: with Z_t the mean of |v_t − v_{t−1}| over all maskable weights and Z̄ its mean over the last
     1/(1−β₂) steps, T₀ is the first t with (Z̄_t < ε and t > T_min) or t > T_max. As |v_t − v_{t−1}| = (1−β₂) |g² − v_{t−1}|
     is as large as (1−β₂) g² whether v has settled or not, this asks whether gradients are small, below about √(ε/(1−β₂)): multiply the
-    loss, and T₀ is another one. ``"relative"``, which is ours and not the paper's, asks whether v̂_t = v_t/(1−β₂^t) has settled, and knows
+    loss, and T₀ changes. ``"relative"``, which is ours and not the paper's, asks whether v̂_t = v_t/(1−β₂^t) has settled, and knows
     no unit: with μ_t its mean,
 
         |μ_t − μ_s| < threshold · μ_t,   s = max(⌊t/2⌋, t − 1/(1−β₂))
@@ -167,8 +168,8 @@ class STEP(Composite):
             raise RecipeError(f"{said}it begins with a dense phase, and STEP has that one itself. Leave out start=, or STEP.")
         if stage.plan.wgrad == "none" or (stage.transform is not None and "learned" in stage.transform.reads.values()):
             raise RecipeError(f"{said}it learns masks, from the first step on, which a dense phase cannot prepare. Use it without STEP.")
-        if stage.rule.late:
-            raise RecipeError(f"{said}its second moment is that of its own decay too, and cannot be frozen before. Use it without STEP.")
+        if (own := inner.setup.optimizer) is not None and own is not MaskedAdamW:
+            raise RecipeError(f"{said}it needs an optimizer of its own, {own.__name__}. Use it without STEP.")
         if inner.setup.mask_score not in (None, "magnitude"):
             raise RecipeError(f'{said}its masks are of a model that is trained already. Use score="magnitude", or it without STEP.')
         earliest, _ = self._possible()
@@ -234,8 +235,9 @@ class STEP(Composite):
 
     def stage(self, state: State) -> Stage:
         if not state.get("switch_step"):
-            return Stage(phase=0, rule=UpdateRule(geometric=self.switch == "geometric"), later=first_stage(self.sparse(0)).transform)
-        stage = super().stage(state)
+            rule, later = UpdateRule(geometric=self.switch == "geometric"), first_stage(self.sparse(0)).transform
+            return Stage(phase=0, rule=rule, later=later, not_ready="is still in its dense phase")
+        stage = replace(super().stage(state), remark=self._remark(state))
         if not self.freeze:
             return stage
         rule = replace(
@@ -250,12 +252,12 @@ class STEP(Composite):
     def advance(self, state: State, observed: Observed) -> bool:
         if state["switch_step"]:
             state["t"] = state["t"] + observed.stats[APPLIED].to(state["t"].device)
-            return super().advance(state, replace(observed, calls=observed.calls - state["switch_step"]))
+            return super().advance(state, replace(observed, max_applied_steps=observed.max_applied_steps - state["switch_step"]))
         observe(state, self.switch, observed)
         if self.switch == "geometric":
             state["v_unchanged"] = observed.stats[UNCHANGED]
         earliest, latest = self._possible()
-        if observed.calls < earliest:  # nothing to decide yet, and the host need not wait for the device
+        if observed.max_applied_steps < earliest:  # nothing to decide yet, and the host need not wait for the device
             return False
         t, z, threshold = state["t"], state["z_bar"], state["threshold"]
         passed = z > threshold if self.switch == "staleness" else z < threshold
@@ -265,26 +267,24 @@ class STEP(Composite):
         state["switch_step"] = int(t.item())
         chosen = T_MAX if not passed.item() else T_MIN if state["switch_step"] == earliest else TEST
         state["switch_reason"] = FIXED if self.switch == "fixed" else chosen
-        state["v_step"] = state["switch_step"] if observed.step is None else int(observed.step.item())
+        step = observed.step
+        state["v_step"] = state["switch_step"] if step is None else int(step.item())
         inner = self.sparse(state["switch_step"])
         state["inner"] = {"spec": spec(inner), **inner.first_state(observed.group)}
         if "seed" in state["inner"]:
             state["seed"] = state["inner"]["seed"]  # the random streams of the layers are the handle's matter
         return True
 
-    def remark(self, state: State) -> str:
+    def _remark(self, state: State) -> str:
         """What to change where T_min or T_max has chosen T₀."""
-        chosen = {
-            T_MIN: "the switch came as early as T_min lets it, so T_min has chosen T₀ and not the policy's test",
-            T_MAX: "the switch came at T_max, as the policy's test was never passed",
-        }.get(state["switch_reason"])
-        if chosen is None:
+        how = {T_MIN: "at its lower bound T_min, before its test could decide", T_MAX: "at its upper bound T_max: its test never passed"}
+        if state.get("switch_reason") not in how:
             return ""
         sign, z, threshold = ">" if self.switch == "staleness" else "<", state["z_bar"].item(), state["threshold"]
         scale = "" if self.switch in THRESHOLDS else 'switch="relative", which does not depend on the scale of the gradients, '
         return (
-            f"STEP: {chosen} (T₀ = {state['switch_step']}; z_bar {sign} {threshold:.3g} is tested, and z_bar is {z:.3g}). Take another "
-            f'threshold=..., {scale}or switch="fixed", start=... to give the step itself.'
+            f"STEP: AutoSwitch switched {how[state['switch_reason']]} (T₀ = {state['switch_step']}; the test is z_bar {sign} "
+            f'{threshold:.3g}, and z_bar is {z:.3g}). Choose another threshold=..., {scale}or switch="fixed" with start=....'
         )
 
     def values(self, state: State) -> dict[str, Tensor]:
@@ -295,6 +295,3 @@ class STEP(Composite):
         own: dict[str, Tensor] = {name: state[name] for name in ("z_bar", "v_unchanged") if name in state}
         own |= {name: torch.tensor(state[name]) for name in ("switch_step", "switch_reason")}
         return {**own, **super().values(state)} if state["switch_step"] else own
-
-    def not_ready_reason(self, state: State) -> str:
-        return super().not_ready_reason(state) if state["switch_step"] else "is still in its dense phase"

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...autograd import STRAIGHT_THROUGH
-from ...pattern import RecipeError
-from ..base import Recipe
-from ..handle import Handle
-from ..sparsify import FilterFn, sparsify_
+from ..autograd import STRAIGHT_THROUGH
+from ..pattern import RecipeError
+from .base import Recipe
+from .handle import Handle
+from .sparsify import FilterFn, sparsify_
 
 GRID = (6e-6, 2e-5, 6e-5, 2e-4, 6e-4, 2e-3, 6e-3)
 
@@ -96,8 +96,8 @@ def search_decay(
         >>> found.recipe.decay == found.decay
         True
     """
-    others = recipe.setup.freezes or recipe.stage({}).after is not None  # their decay is not of the pruned weights
-    if others or "decay" not in {f.name for f in fields(recipe)}:
+    # with hooks of its own a method's decay is not that of pruned weights (MaskLLM, ProxSparse)
+    if recipe.setup.hooks is not None or "decay" not in {f.name for f in fields(recipe)}:
         raise RecipeError(f"search_decay: {type(recipe).__name__} has no decay to search; FST and SRSTE have one.")
     if not grid or not all(0 <= decay < math.inf for decay in grid):
         raise RecipeError(f"search_decay: grid={tuple(grid)} must be one or more finite numbers of at least 0.")

@@ -3,14 +3,54 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from ...autograd import SplitRule
-from ...nn import ActivationRule
+from ...nn import ActivationRule, SquaredReLU, SquaredReLUMLP
 from ...pattern import NMError, Pattern, RecipeError
 from ..base import About, Setup, Stage, State, flag
+from ..hooks import Hooks
 from ..registry import recipe
 from ..schedule import ScheduledRecipe, phases, resolve_step
+
+
+@dataclass(frozen=True)
+class ActivationStage(Stage):
+    """A stage in which squared-ReLU activations follow ``activation``."""
+
+    activation: ActivationRule | None = None
+
+
+class Activations(Hooks):
+    """Sets the rule of the model's ``SquaredReLU`` modules: that of the stage, ``final`` in the end, and the former one by ``remove``."""
+
+    def begin(self) -> None:
+        self.final = self.recipe.rule(split=False)
+        self.before = [(m, m.rule) for m in self.run.model.modules() if isinstance(m, SquaredReLU)]
+        if not self.before:
+            raise RecipeError(
+                "sparsify_: the recipe makes squared-ReLU activations sparse, and the model has no nm.nn.SquaredReLU. Replace its "
+                "activation by one, or by a SquaredReLUMLP, and train it so from the beginning; GPT takes "
+                'activation="relu2", and the command line --activation relu2.'
+            )
+        for name, module in self.run.model.named_modules():
+            if isinstance(module, SquaredReLUMLP) and module.fc.out_features % self.final.pattern.m:
+                size = module.fc.out_features
+                raise RecipeError(f"sparsify_: the {size} hidden features of {name!r} are not a multiple of M={self.final.pattern.m}.")
+
+    def enter(self, stage: Stage) -> None:
+        self._use(stage.activation if isinstance(stage, ActivationStage) else None)
+
+    def deploy(self) -> None:
+        self._use(self.final)
+
+    def _use(self, rule: ActivationRule | None) -> None:
+        for module, _ in self.before:
+            module.rule = rule
+
+    def close(self) -> None:
+        for module, rule in self.before:
+            module.rule = rule
 
 
 @recipe("act24")
@@ -58,9 +98,10 @@ class Activation24(ScheduledRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._rule(split=True)
+        self.rule(split=True)
 
-    def _rule(self, split: bool) -> ActivationRule:
+    def rule(self, split: bool) -> ActivationRule:
+        """What the activations do, with or without split weight gradients."""
         p = Pattern(self.pattern)
         try:
             return ActivationRule(p, self.gradient, SplitRule(p, self.dense_features, self.multiple, self.shuffle) if split else None)
@@ -69,7 +110,7 @@ class Activation24(ScheduledRecipe):
 
     @property
     def setup(self) -> Setup:
-        return Setup(activation=self._rule(split=False), linear_only="makes activations between linear layers sparse")
+        return Setup(hooks=partial(Activations, self), linear_only="makes activations between linear layers sparse")
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
@@ -79,7 +120,7 @@ class Activation24(ScheduledRecipe):
         else:
             start = phases("Activation24", self.total_steps, self.start, 1.0)[0]
         dense = Stage(phase=0, not_ready="is still in its dense warm-up")
-        return (0, dense), (start, Stage(phase=1, activation=self._rule(self.split)))
+        return (0, dense), (start, ActivationStage(phase=1, activation=self.rule(self.split)))
 
     def stage(self, state: State) -> Stage:
         return super().stage(state or self.first_state({}))

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...autograd.transforms import WeightTransform, masked, reading
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
-from ..base import About, LayerPlan, Recipe, Setup, Stage, State, choice, count, number
+from ..base import About, LayerSetup, Recipe, Setup, Stage, State, choice, count, number
 from ..registry import recipe
 
 WIDTH, EXACT_M = 4, 8
@@ -161,7 +161,7 @@ class VNM(Recipe):
     def final_transform(self) -> WeightTransform:
         return BlockColumns(Pattern(self.pattern), self.v, self.objective)
 
-    def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerPlan:
+    def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerSetup:
         plan, v = super().layer(pattern, shape, transform), math.gcd(shape[0], self.v)
         if isinstance(plan.transform, BlockColumns):
             plan = replace(plan, transform=replace(plan.transform, v=v))

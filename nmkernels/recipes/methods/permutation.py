@@ -26,7 +26,7 @@ CHUNK = 1 << 17
 
 
 @dataclass(frozen=True)
-class Found:
+class Permutation:
     """A channel permutation and what it is worth.
 
     Args:
@@ -48,7 +48,7 @@ class Found:
 
 def search_permutation(
     weight: Tensor, pattern: PatternLike = "2:4", escapes: int = 100, seed: int = 0, progress: Callable[[str], None] | None = None
-) -> Found:
+) -> Permutation:
     """Order the columns of ``weight`` so that its N:M mask keeps more: maximise eff(P) = Σ |top-N of M of W[:, P]|.
 
     Pool and Yu, "Channel permutations for N:M sparsity", NeurIPS 2021; the default strategy of apex's ASP. A stripe is M consecutive
@@ -95,11 +95,11 @@ class _Search:
         self.stripes = torch.arange(weight.shape[1]).view(-1, pattern.m)
         self.generator = torch.Generator().manual_seed(seed)
         self.halves = _halves(pattern.m)
-        self.progress, self.told = progress, time.monotonic()
+        self.progress, self.reported = progress, time.monotonic()
         self.total = float(self.columns.sum(dtype=torch.float64))
         self.least = 1e-9 * self.total  # the smallest gain that is more than rounding
 
-    def run(self, escapes: int) -> Found:
+    def run(self, escapes: int) -> Permutation:
         count = len(self.stripes)
         before = self.kept()
         if self.total > 0 and self.pattern.n < self.pattern.m and count > 1:
@@ -114,7 +114,7 @@ class _Search:
             order, after = torch.arange(len(order)), before
         keep = self.pattern.kept(len(order))
         bound = float(self.columns.topk(keep, dim=0).values.sum(dtype=torch.float64))
-        return Found(order.to(self.device), before / share, after / share, bound / share)
+        return Permutation(order.to(self.device), before / share, after / share, bound / share)
 
     def kept(self) -> float:
         """Σ of what the mask keeps with the present stripes."""
@@ -196,8 +196,8 @@ class _Search:
 
     def tell(self, what: str) -> None:
         """Report about once every ten seconds."""
-        if self.progress is not None and time.monotonic() - self.told > 10:
-            self.told = time.monotonic()
+        if self.progress is not None and time.monotonic() - self.reported > 10:
+            self.reported = time.monotonic()
             self.progress(f"{what}, {self.kept() / self.total:.4f} of the magnitude kept")
 
 

@@ -73,7 +73,7 @@ class MaxQ(ScheduledRecipe):
     Forward with W̃ = M ⊙ (1 + Q) ⊙ W. M is the mask of the N largest magnitudes of each group, except that a share D(t) of the layer's
     groups, those of the smallest Σ|w|, stay dense. Q enlarges weights that matter in their row (the filter query): with k = cols N/M
     and a₍ₖ₎ the k-th largest magnitude of the row, Q = σ((|w| − θ)/τ), θ = (a₍ₖ₎ + a₍ₖ₊₁₎)/2, for |w| ≥ a₍ₖ₎, else 0. Both are taken
-    anew at every step. The gradient is g = ∂L/∂W̃ itself, plus SR-STE's λ (1 − M) ⊙ W. ``finish`` leaves M ⊙ (1 + Q) ⊙ W.
+    again at every step. The gradient is g = ∂L/∂W̃ itself, plus SR-STE's λ (1 − M) ⊙ W. ``finish`` leaves M ⊙ (1 + Q) ⊙ W.
     With u from 0 to 1 between ``start`` and ``end``, after which D = 0::
 
         linear 1 − u     cubic (1 − u)³     cos cos(π u/2)     exp 1 − (1 − e^(−c u)) / (1 − e^(−c)), c = 1.5
@@ -132,7 +132,10 @@ class MaxQ(ScheduledRecipe):
 
     def stage(self, state: State) -> Stage:
         """Before an optimizer is attached all is dense, and nothing enlarged."""
-        return super().stage(state) if state else Stage(phase=0)
+        if not state:
+            return Stage(phase=0)
+        stage, share = super().stage(state), float(self.share(state["t"]))
+        return replace(stage, not_ready=f"still has {share:.0%} of its groups dense") if stage.phase and share > EARLY else stage
 
     def share(self, t: Tensor) -> Tensor:
         """D after ``t`` applied steps of the run (float64), computed where t lies."""
@@ -157,7 +160,3 @@ class MaxQ(ScheduledRecipe):
 
     def final_transform(self) -> WeightTransform:
         return self._transform(SoftQuery)
-
-    def not_ready_reason(self, state: State) -> str:
-        share = float(self.share(state["t"]))
-        return super().not_ready_reason(state) or (f"still has {share:.0%} of its groups dense" if share > EARLY else "")

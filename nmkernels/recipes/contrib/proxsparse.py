@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ...autograd.transforms import WEIGHT, HardMask, WeightTransform, masked, reading
+from ...nn import NMWeight
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
-from ..base import About, LayerPlan, Recipe, Setup, Stage, State, choice, flag, number
+from ..base import About, LayerSetup, Recipe, Setup, Stage, State, choice, flag, number
+from ..hooks import Hooks
 from ..registry import recipe
 
 PATH, LAST = 16, 8
@@ -112,7 +116,7 @@ def _objective(u: tuple[Tensor, ...], y: tuple[Tensor, ...]) -> Tensor:
 
 
 def _three(y: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The 3-sparse candidate; some other point that is no better where there is none."""
+    """The 3-sparse candidate; where none exists some other point, which is not better."""
     s, d = y[0] + y[1], y[0] - y[1]
     ratio = (d / s).sqrt()
     # at 1 itself, where y₁ = y₂, the quotients below are 0 / 0
@@ -126,7 +130,7 @@ def _three(y: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _four(y: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The dense candidate; some other point that is no better where there is none."""
+    """The dense candidate; where none exists some other point, which is not better."""
     a, b, c, d = y[0] + y[1], y[2] + y[3], (y[0] - y[1]).square(), (y[2] - y[3]).square()
     p = q = torch.zeros_like(a)
     for i in range(1, PATH + LAST):
@@ -140,6 +144,16 @@ def _four(y: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         p, q = p - (qq * slope_p - pq * slope_q) * scale, q - (pp * slope_q - pq * slope_p) * scale
     d1, d2 = (y[0] - y[1]) / (1 - q), (y[2] - y[3]) / (1 - p)
     return tuple(v.clamp_min(0) for v in ((p + d1) / 2, (p - d1) / 2, (q + d2) / 2, (q - d2) / 2))
+
+
+class ProximalStep(Hooks):
+    """Applies ``prox`` to every weight after each step."""
+
+    def after_step(self, updated: Iterable[tuple[NMWeight, float | Tensor]], found_inf: Tensor | None) -> None:
+        for layer, lr in updated:
+            w, decay = layer.master, self.recipe.decay
+            new = prox(w.detach(), decay * lr if self.recipe.scale_by_lr else decay)
+            w.copy_(new if found_inf is None else torch.where(found_inf.reshape(()).to(w.device) == 0, new, w))
 
 
 @recipe("proxsparse")
@@ -162,9 +176,8 @@ class ProxSparse(Recipe):
         final_values: ``"initial"`` leaves M(W) ⊙ W₀ in the end, as the authors do; ``"trained"`` M(W) ⊙ W.
 
     Example:
-        >>> recipe = ProxSparse(decay=1.0)
-        >>> recipe.stage({}).after(torch.tensor([[3.0, -0.1, 2.0, 0.2]]), lr=1e-3)
-        tensor([[3., 0., 2., 0.]])
+        >>> ProxSparse(anchor=0.5).stage({}).transform
+        Anchored(pattern=Pattern("2:4"), strength=0.5, epsilon=0.1)
     """
 
     decay: float = number(0.25)
@@ -189,21 +202,19 @@ class ProxSparse(Recipe):
 
     @property
     def setup(self) -> Setup:
-        return Setup(needs_whole="keeps the initial weights, whole", linear_only="keeps the initial weights of linear layers")
+        whole, only = "keeps the initial weights, whole", "keeps the initial weights of linear layers"
+        return Setup(hooks=partial(ProximalStep, self), needs_whole=whole, linear_only=only)
 
     def stage(self, state: State) -> Stage:
         p = Pattern(self.pattern)
         transform = Anchored(p, self.anchor, self.epsilon) if self.anchor else WeightTransform(p)
-        return Stage(phase=1, transform=transform, rule=UpdateRule(masked=True), after=self._proximal)
-
-    def _proximal(self, weight: Tensor, lr: float | Tensor) -> Tensor:
-        return prox(weight, self.decay * lr if self.scale_by_lr else self.decay)
+        return Stage(phase=1, transform=transform, rule=UpdateRule(masked=True))
 
     def final_transform(self) -> WeightTransform:
         p = Pattern(self.pattern)
         return AnchoredMask(p) if self.final_values == "initial" else HardMask(p)
 
-    def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerPlan:
+    def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerSetup:
         if pattern != self.pattern:
             raise RecipeError(f"ProxSparse: a layer is to be {pattern}, and its proximal operator is for 2:4; leave the layer out.")
         return super().layer(pattern, shape, transform)

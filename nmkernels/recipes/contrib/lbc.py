@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from ...autograd.transforms import CombinationMask, Traits, WeightTransform, com
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
 from ..base import About, Setup, Stage, State, choice, number
+from ..hooks import Hooks
 from ..registry import recipe
 from ..schedule import ScheduledRecipe, passed, resolve_step
 
@@ -79,6 +80,15 @@ class BestCandidate(CandidateMask):
         return self.best(wide(scores).masked_fill(~alive, -math.inf), weight)
 
 
+class Removal(Hooks):
+    """Removes combinations when a stage begins that has fewer; in a stage that is resumed the same ones remain."""
+
+    def enter(self, stage: Stage) -> None:
+        if "held_steps" in self.run.state:
+            self.run.feed()
+            self.run.tensors.renew(self.run.state)
+
+
 @recipe("lbc")
 @dataclass(frozen=True)
 class LBC(ScheduledRecipe):
@@ -128,7 +138,8 @@ class LBC(ScheduledRecipe):
 
     @property
     def setup(self) -> Setup:
-        return Setup(needs_whole="learns scores beside each whole weight", linear_only="learns scores beside the weights of linear layers")
+        whole, only = "learns scores for each whole weight", "learns scores for the weights of linear layers"
+        return Setup(hooks=partial(Removal, self), needs_whole=whole, linear_only=only)
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
@@ -144,10 +155,10 @@ class LBC(ScheduledRecipe):
         begins = (0, *(start + math.ceil((end - start) * (1.0 - share) - 1e-9) for share in shares))
         transform, last = CandidateMask(p, forward=self.forward, chain=self.gradient == "chain"), len(begins) - 1
         stages = [
-            Stage(phase=1, transform=transform, rule=rule, part=i, not_ready=f"still has {last + 1 - i} combinations in each group")
+            Stage(phase=1, transform=transform, rule=rule, not_ready=f"still has {last + 1 - i} combinations in each group")
             for i in range(last)
         ]
-        fixed = Stage(phase=2, transform=self.final_transform(), rule=rule, part=last)
+        fixed = Stage(phase=2, transform=self.final_transform(), rule=rule)
         return tuple(zip(begins, [*stages, fixed if last else Stage(phase=1, transform=transform, rule=rule)], strict=True))
 
     def values(self, state: State) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...autograd.transforms import WEIGHT, HardMask, KeptMask, masked, reading
-from ...optim import AnnealedAdamW, UpdateRule
+from ...optim import AnnealedAdamW, AnnealedRule
 from ...pattern import Pattern, RecipeError, ShapeError
 from ..base import About, Setup, Stage, State, choice, count, number
 from ..registry import recipe
@@ -125,7 +125,7 @@ class AST(ScheduledRecipe):
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
         """Always phase 1, the mask held between renewals."""
-        rule = UpdateRule(masked=True, late=self.second_moment)
+        rule = AnnealedRule(masked=True, second_moment=self.second_moment)
         return ((0, Stage(phase=1, transform=AnnealedMask(Pattern(self.pattern)), rule=rule, every=self.every)),)
 
     def stage(self, state: State) -> Stage:

@@ -17,11 +17,11 @@ from torch import Tensor
 from ...pattern import NMError, Pattern, PatternLike, RecipeError
 from ..base import About, Recipe, Setup, choice
 from ..compose import Composite, first_stage
+from ..methods.step import STEP
 from ..registry import recipe
-from .step import STEP
 
 SUMS = 1 << 14
-"""So many sums of costs are told apart."""
+"""The resolution of ``allocate``: the number of different sums of costs."""
 
 
 def allocate(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], budget: int, fill: bool = False) -> list[int]:
