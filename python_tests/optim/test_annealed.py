@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nmkernels import Pattern
-from nmkernels.optim import AnnealedAdamW, AnnealedRule, MaskedAdamW, Target
+from nmkernels.optim import PLAIN, AnnealedAdamW, AnnealedRule, MaskedAdamW, Target
 from nmkernels.testing import equal_bits
 from python_tests.each import each
 
@@ -31,7 +31,7 @@ def annealed(params, second_moment="total", **extra):
     """The first two parameters have the penalty, the third is plain."""
     opt = AnnealedAdamW(params, **{**HYPER, **extra})
     opt.targets = {p: Target(Pattern("2:4"), penalty=lambda p=p: pull(p)) for p in params[:2]}
-    opt.rule = AnnealedRule(second_moment=second_moment)
+    opt.rule = AnnealedRule(second_moment=second_moment) if second_moment else PLAIN
     return opt
 
 
