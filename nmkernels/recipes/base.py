@@ -118,6 +118,7 @@ class Setup:
 
     @property
     def first_seed(self) -> int:
+        """``seed``, or torch's initial seed."""
         return torch.initial_seed() if self.seed is None else self.seed
 
 
