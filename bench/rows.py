@@ -96,7 +96,7 @@ def append(rows: Iterable[Row], path: Path) -> None:
 
 
 def machine(device: str = "cpu") -> str:
-    """A readable name of the device, with the core count for a CPU."""
+    """A readable name of the device; of a CPU with its threads, and the instruction set where ``NMKERNELS_ISA`` holds it to one."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     model = platform.processor() or platform.machine()
@@ -106,6 +106,8 @@ def machine(device: str = "cpu") -> str:
         model = told.get("model name", model).strip()
         if not re.search(r"\d", model) and "cpu family" in told:  # virtual machines leave the number out
             model += f" (family {told['cpu family']}, model {told['model']})"
+    if held := os.environ.get("NMKERNELS_ISA"):
+        model += f" held to {held}"
     return f"{model}, {torch.get_num_threads()} threads"
 
 

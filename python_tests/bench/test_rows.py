@@ -19,6 +19,13 @@ def test_row_holds_quantiles_and_origin(tmp_path: Path) -> None:
     assert rows.fingerprints(tmp_path / "a.csv") == {("nm_mask", "2:4", "float32", "8x8", r.machine, r.commit)}
 
 
+def test_a_machine_held_to_fewer_instructions_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NMKERNELS_ISA", raising=False)
+    name = rows.machine()
+    monkeypatch.setenv("NMKERNELS_ISA", "avx2")
+    assert rows.machine() == name.replace(", ", " held to avx2, ")
+
+
 def test_same_case_replaces_and_others_stay(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     rows.append([rows.row("a", "x", "us", [1.0]), rows.row("b", "x", "us", [2.0])], path)
