@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import figures, tables, targets
+from . import figures, fit_rates, tables, targets
 from .accuracy import rows as accuracy_rows
 from .accuracy.answers import answers_table, longer
 from .accuracy.cells import Cells
@@ -30,6 +30,7 @@ BEGIN, END = "<!-- measured: written by python -m bench.front_page -->", "<!-- m
 MACHINES, MACHINES_END = "<!-- machines: written by python -m bench.front_page -->", "<!-- machines: end -->"
 ANSWERS, ANSWERS_END = "<!-- answers: written by python -m bench.front_page -->", "<!-- answers: end -->"
 QUESTIONS, QUESTIONS_END = "<!-- questions: written by python -m bench.front_page -->", "<!-- questions: end -->"
+REGRET, REGRET_END = "<!-- regret: written by python -m bench.front_page -->", "<!-- regret: end -->"
 
 Key = tuple[str, str, str, str, str, str]
 
@@ -184,6 +185,7 @@ def main(argv: list[str] | None = None, results: Path = RESULTS, pages: Sequence
         (ANSWERS, ANSWERS_END): answers(results / "accuracy"),
     }
     pieces[QUESTIONS, QUESTIONS_END] = questions(results / "accuracy")
+    pieces[REGRET, REGRET_END] = fit_rates.table(fit_rates.cases(results))
     stale = 0
     for path in pages:
         old = new = path.read_text(encoding="utf-8")

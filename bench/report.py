@@ -45,8 +45,12 @@ which everybody took one turn. Shapes are out × in, tokens first.
 
 
 def load(folder: Path) -> Rows:
-    """The rows of the CSVs in ``folder`` that are shown, in the order of files and lines; none of what a compiler made of kernels."""
-    return [r for path in sorted(folder.glob("*.csv")) if path.name not in LEFT_OUT for r in load_csv(path) if "op" in r]
+    """The rows of the CSVs in ``folder`` that are shown, in the order of files and lines.
+
+    Left out are what a compiler made of kernels, and the thousands of rows of single methods, of which ``bench.fit_rates`` shows the sum.
+    """
+    rows = [r for path in sorted(folder.glob("*.csv")) if path.name not in LEFT_OUT for r in load_csv(path) if "op" in r]
+    return [r for r in rows if not r["op"].startswith("method(")]
 
 
 def page(rows: Rows, drawn: list[str], reasons: Path) -> str:

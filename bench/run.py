@@ -1,6 +1,6 @@
 """Time the operations on this machine: ``python -m bench.run``.
 
-Without options every case there is (half an hour on two cores); ``--targets`` only those of the device's speed targets (eight minutes,
+Without options every case there is (forty minutes on two cores); ``--targets`` only those of the device's speed targets (eight minutes,
 and two more the first time, when training settles how it multiplies); ``--quick`` a handful (seconds; on a GPU its targets, minutes). Rows
 go to ``bench/results/<machine>.csv`` after each case; ``python -m bench.report`` makes the tables. A case after which its process cannot
 use the GPU any more is named, and another process goes on with the next.

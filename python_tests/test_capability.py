@@ -234,6 +234,16 @@ def test_the_core_tells_its_instruction_set() -> None:
     assert "'sse9' is unknown" in done.stdout
 
 
+def test_the_processor_has_a_vendor_and_a_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "processor\t: 0\nvendor_id\t: {}\ncpu family\t: 26\n\nprocessor\t: 1\nvendor_id\t: GenuineIntel\n"
+    for vendor, named in [("AuthenticAMD", "amd 26"), ("GenuineIntel", "intel 26"), ("another", "")]:
+        monkeypatch.setattr(Path, "read_text", lambda path, vendor=vendor, **how: text.format(vendor))
+        capability.processor.cache_clear()
+        assert capability.processor() == named
+    monkeypatch.undo()
+    capability.processor.cache_clear()
+
+
 def test_builds_of_the_core_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file, build = tmp_path / "_C.so", capability.core_build.__wrapped__
     monkeypatch.setattr(capability, "compiled_core", lambda: Probe(True, "built"))

@@ -40,25 +40,25 @@ def _grids(tokens: tuple[int, ...], some: tuple[int, ...]) -> tuple[Grid, ...]:
         rows, cols = map(int, matrix.split("x"))
         fits = tuple(t for t in tokens if t * rows * cols <= MOST_WORK)
         found.append(Grid((matrix,), ("2:4", "1:4", "1:8"), ("float32", "bfloat16"), tokens=fits))
-    two = ("1024x1024", "4096x4096")
-    found.append(Grid(two, ("2:8", "4:8", "1:16"), ("float32", "bfloat16"), tokens=some))
-    found.append(Grid(two, ("2:4", "1:8"), ("float16",), tokens=some))
+    found.append(Grid(("1024x1024", "4096x4096"), ("2:8", "4:8", "1:16"), ("float32", "bfloat16"), tokens=some))
+    found.append(Grid(("1024x1024", "4096x1024"), ("1:16", "2:16", "8:16", "1:32"), ("float32", "bfloat16"), tokens=some))
+    found.append(Grid(("1024x1024", "4096x1024"), ("2:4", "1:4", "1:8"), ("float16",), tokens=some))
     return tuple(found)
 
 
-@family("method(fprop)", grids=_grids(TOKENS, (1, 16, 256)))
+@family("method(fprop)", grids=_grids(TOKENS, (1, 16, 64, 256)))
 def fprop(spec: Spec, device: str) -> Work:
     """``y = x W̃ᵀ`` dense, sparse and expanded; and making W̃ from the master weight."""
     return _of_weight(spec, device, "nm_linear", lambda x, w: F.linear(x, w))
 
 
-@family("method(dgrad)", grids=_grids(TOKENS, (16, 256)))
+@family("method(dgrad)", grids=_grids(TOKENS, (1, 16, 64, 256)))
 def dgrad(spec: Spec, device: str) -> Work:
     """``dx = g W̃`` dense, sparse and expanded."""
     return _of_weight(spec, device, "nm_linear_dgrad", lambda g, w: g @ w)
 
 
-@family("method(wgrad)", grids=_grids(TOKENS[2:], (64, 256)))
+@family("method(wgrad)", grids=_grids(TOKENS[2:], (16, 64, 256)))
 def wgrad(spec: Spec, device: str) -> Work:
     """``dW = ĝᵀ x``, the estimate ĝ made in the form that is multiplied; and making it alone."""
     problem, pattern = _problem(spec, device), (spec.n, spec.m)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from ..capability import compiled_core
-from .devices import HALVES, kind
+from ..gemm.devices import HALVES, kind
 from .report import Advice, Audit
 from .rules import TWO_FOUR, Case, speedup
 

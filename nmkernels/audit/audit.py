@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..gemm.devices import Device, kind
 from ..layouts import EXPERTS_T
 from ..nn import CompressedLinear, CompressedStack, NMWeight, StackedWeight, adapter_of
 from ..nn.experts import sparse_layers, stacks_of
@@ -22,7 +23,6 @@ from ..recipes.report import Entry, starred
 from ..recipes.sparsify import DTYPES, FilterFn
 from ..tuning import Seconds
 from .advice import notes, of_dense, of_sparse
-from .devices import Device, kind
 from .flops import check_number, inventory, matrices_of, matrix_of, passes, skeleton
 from .fsdp import World, predict
 from .measure import Measured, Progress, find, measure_all, measured
@@ -60,7 +60,7 @@ def audit(
     with each GEMM in the faster form that the recipe's masks allow; ``estimate`` is MVUE of the output gradient, ``weight`` is masking and
     packing the weight. Neither includes the optimizer's update; only inference includes a low-rank adapter.
 
-    The prediction uses a roofline of a GPU listed in ``audit/devices.py``, or of this machine from a short measurement.
+    The prediction uses a roofline of a GPU listed in ``gemm/devices.py``, or of this machine from a short measurement.
 
     Args:
         model: dense (also on the meta device), sparse (``sparsify_``) or compressed; a handle; or shapes ``{name: (out, in)}``.

@@ -33,9 +33,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..gemm.devices import Device, Links
 from ..pattern import RecipeError
 from ..recipes.report import Entry
-from .devices import Device, Links
 from .flops import aligned, check_number, matrices_of
 from .rules import GEMMS, Case, packed_bytes
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from .. import ops
 from ..autograd.gemms import Gemm, forms, measure
+from ..gemm.devices import DEVICES, Device, kind, named
 from ..pattern import NMError, Pattern, RecipeError
 from ..recipes.registry import suggestion
 from ..tuning import Seconds, Task, Timer, device_name
-from .devices import DEVICES, Device, kind, named
 from .rules import GEMMS, Case, Layer, Pieces, Rules, packed_bytes
 
 LEAST = 3  # fewest rounds per piece

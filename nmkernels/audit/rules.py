@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from ..autograd import WeightTransform
+from ..gemm.devices import HALVES, Device, kind
 from ..nn import NMWeight
 from ..ops import tensor_core_pattern
 from ..pattern import Pattern, RecipeError
 from ..recipes.base import Recipe, Span
 from ..recipes.compose import deployed, innermost, with_pattern
 from ..recipes.registry import find, get, parse
-from .devices import HALVES, Device, kind
 
 TWO_FOUR = Pattern("2:4")
 GEMMS = ("fprop", "dgrad", "wgrad")

@@ -5,8 +5,8 @@ import torch
 
 import nmkernels as nm
 from nmkernels.audit.advice import break_even, of_sparse
-from nmkernels.audit.devices import DEVICES, Device
 from nmkernels.audit.rules import Case, Layer, Rules
+from nmkernels.gemm.devices import DEVICES, Device
 from python_tests.audit.given import Zoo
 
 P = nm.Pattern("2:4")

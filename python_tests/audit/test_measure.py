@@ -8,9 +8,9 @@ import torch
 import nmkernels as nm
 from nmkernels import capability
 from nmkernels.audit import advice, measure
-from nmkernels.audit.devices import DEVICES
 from nmkernels.audit.measure import expected, gemm_of, gemms, measure_all, measure_one, needed, tasks_of
 from nmkernels.audit.rules import Case, Layer, Rules, of_recipe, speedup
+from nmkernels.gemm.devices import DEVICES
 from nmkernels.tuning import Task
 from python_tests.audit.given import COSTS
 

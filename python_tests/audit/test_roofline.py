@@ -7,8 +7,8 @@ import torch
 
 import nmkernels as nm
 from nmkernels.audit.advice import break_even
-from nmkernels.audit.devices import DEVICES
 from nmkernels.audit.rules import GEMMS, Case, Layer, Piece, Rules, speedup, total
+from nmkernels.gemm.devices import DEVICES
 from python_tests.audit.given import COSTS
 
 P = nm.Pattern("2:4")

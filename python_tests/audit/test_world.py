@@ -11,7 +11,7 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.audit import World
-from nmkernels.audit.devices import DEVICES, HGX, Links
+from nmkernels.gemm.devices import DEVICES, HGX, Links
 from nmkernels.models import MODELS
 
 BF16 = {"device": "H100", "dtype": "bfloat16"}

@@ -1,0 +1,278 @@
+"""Fits the constants of ``nmkernels/gemm/estimate.py`` to committed rows: ``python -m bench.fit_rates``; ``--check`` only compares.
+
+Rows of ``bench.cases.method`` say how long each method of a GEMM took; where a kind of machine has none, those of ``nm_linear`` say it for
+fprop. Each line of constants is the least-squares fit of relative errors with constants that are not negative, single wrong rows having
+little weight. ``--report`` prints the regret: how much longer the chosen method took than the fastest that was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from scipy.optimize import nnls
+
+from nmkernels import Pattern
+from nmkernels.gemm import estimate
+from nmkernels.gemm.estimate import DENSE, EXPAND, FLOAT32, SPARSE, Line
+from nmkernels.gemm.problem import Problem, plain
+
+from .cases.dense import LINEAR
+from .registry import CPU, DTYPES
+from .rows import RESULTS, load
+
+RATES = Path(estimate.__file__).with_name("rates.json")
+
+KINDS = {
+    "AMD EPYC (family 25, model 1), 2 threads": "avx2 amd 25",
+    "AMD EPYC (family 25, model 17), 2 threads": "avx512_bf16 amd 25",
+    "AMD EPYC (family 26, model 2), 2 threads": "avx512_bf16 amd 26",
+    "Intel(R) Xeon(R) Processor (family 6, model 167), 2 threads": "amx intel 6",
+    # this machine again, and MKL, oneDNN and torch held to the same instruction set
+    **{
+        f"Intel(R) Xeon(R) Processor (family 6, model 167) held to {isa}, 2 threads": f"{isa} intel 6"
+        for isa in ("avx512_bf16", "avx512", "avx2")
+    },
+}
+"""The kind of each machine whose rows are used; rows of others are of older kernels, or do not tell which machine it was."""
+
+HALF_WEIGHT = 0.1
+"""The relative error beyond which a row counts for less."""
+
+Lines = dict[str, Line]
+Rates = Mapping[str, Lines]
+
+
+@dataclass
+class Case:
+    """One problem on one kind of machine, and the seconds of what was measured: ``"dense"``, a kernel, ``"expand"``, ``"make dense"``..."""
+
+    kind: str
+    problem: Problem
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def methods(self, dense: bool) -> dict[str, float]:
+        """The seconds of each method, with a dense layout or without."""
+        names = {DENSE: DENSE} if dense else {EXPAND: EXPAND, FLOAT32: FLOAT32}
+        names[SPARSE] = estimate.kernel(self.problem, self.kind)
+        return {method: self.seconds[name] for method, name in names.items() if name in self.seconds}
+
+
+def cases(results: Path = RESULTS) -> list[Case]:
+    """What the committed rows say, in the order of files and rows."""
+    found: dict[tuple[str, Problem], Case] = {}
+    rows = [r for path in sorted(results.glob("*.csv")) for r in load(path) if r.get("machine") in KINDS and r.get("metric") == "us"]
+    measured = {KINDS[r["machine"]] for r in rows if r["op"].startswith("method(")}
+    for r in rows:
+        kind, what = KINDS[r["machine"]], _what(r)
+        if not what or (kind in measured and not r["op"].startswith("method(")):
+            continue
+        role = r["op"].partition("(")[2].rstrip(")") or "fprop"
+        sizes = [int(size) for size in r["shape"].split("x")]
+        tokens, rows_, cols = sizes if len(sizes) == 3 else (1, *sizes)
+        pattern, rule = Pattern(r["pattern"]), "exact" if role == "wgrad" else ""
+        p = Problem(role, tokens, rows_, cols, pattern.n, pattern.m, DTYPES[r["dtype"]], torch.device("cpu"), rule=rule)
+        name = estimate.kernel(p, kind) if what == SPARSE else what
+        found.setdefault((kind, p), Case(kind, p)).seconds[name] = 1e-6 * float(r["p50"])
+    return list(found.values())
+
+
+def _what(row: Mapping[str, str]) -> str:
+    """What a row measures, as a line of constants names it; empty for what is not used."""
+    if row["op"].startswith("method("):
+        name = row["provider"].removeprefix("nmkernels ")
+        return DENSE if name == LINEAR else name if name.startswith(("make", EXPAND + " ")) or name == EXPAND else SPARSE
+    others = {
+        ("nm_linear", LINEAR): DENSE,
+        ("nm_linear", CPU): SPARSE,
+        ("nm_prune", CPU): "make dense",
+        ("nm_compress", CPU): "make packed",
+    }
+    return others.get((row["op"], row["provider"]), "")
+
+
+# ---- the fit
+
+
+class Sample(NamedTuple):
+    """A problem, the seconds that it took, and those of them that are another line's."""
+
+    problem: Problem
+    seconds: float
+    apart: float = 0.0
+
+
+def fit(some: Sequence[Sample], dense: bool = False) -> Line:
+    """The line of constants of one method."""
+    problems = [s.problem for s in some]
+    knots = tuple(sorted({p.tokens for p in problems}))
+    x = np.array([estimate.features(knots, p) for p in problems])
+    if dense:
+        x = x[:, : -len(knots) - 1]
+    if len({(p.rows, p.cols) for p in problems}) == 1:
+        x[:, 0] = 0.0  # of one size nobody knows what a call costs beside it
+    x *= 1e-9 / np.array([[s.seconds] for s in some])
+    wanted = np.array([(s.seconds - s.apart) / s.seconds for s in some])
+    scale = np.maximum(np.linalg.norm(x, axis=0), 1e-30)
+    weight = np.ones(len(some))
+    for _ in range(8):
+        found, _ = nnls(weight[:, None] * x / scale, weight * wanted, maxiter=1000)
+        errors = x @ (found / scale) - wanted
+        weight = (1 + (errors / HALF_WEIGHT) ** 2) ** -0.25
+    ns = tuple(float(f"{v:.3g}") for v in found / scale)
+    densities = [p.n / p.m for p in problems]
+    return Line(knots, ns, min(densities), max(densities), len(some))
+
+
+def lines(some: Iterable[Case]) -> dict[str, Lines]:
+    """The constants of every kind."""
+    making: dict[tuple[str, str], list[Sample]] = defaultdict(list)
+    gemms: dict[tuple[str, str], list[tuple[Problem, float]]] = defaultdict(list)
+    for c in some:
+        for what, seconds in c.seconds.items():
+            key = c.kind, _name(c.problem, what)
+            if what.startswith("make"):
+                making[key].append(Sample(estimate.of_making(c.problem), seconds))
+            else:
+                gemms[key].append((c.problem, seconds))
+    found: dict[str, Lines] = defaultdict(dict)
+    for (kind, name), samples in making.items():
+        found[kind][name] = fit(samples)
+    for (kind, name), group in gemms.items():
+        dense = name.endswith(f" {DENSE}")
+        samples = []
+        for p, seconds in group:
+            made = found[kind].get(_name(p, f"make {'dense' if dense else 'packed'}")) if p.role == "wgrad" else None
+            samples.append(Sample(p, seconds, min(seconds, made.seconds(estimate.of_making(p))) if made else 0.0))
+        found[kind][name] = fit(samples, dense)
+    return {kind: dict(sorted(found[kind].items())) for kind in sorted(found)}
+
+
+def _name(p: Problem, what: str) -> str:
+    return f"{plain(p.dtype)} {p.role} {what}"
+
+
+def text(rates: Rates) -> str:
+    """The file of constants."""
+    kinds = (
+        f"{json.dumps(kind)}: {{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(line)}" for name, line in some.items()) + "\n}"
+        for kind, some in rates.items()
+    )
+    return "{\n" + ",\n".join(kinds) + "\n}\n"
+
+
+# ---- the regret
+
+
+@contextmanager
+def on(kind: str, rates: Rates | None = None) -> Iterator[None]:
+    """Inside, the estimate is that of a kind of machine, with these constants."""
+    constants = rates or estimate.rates()
+    estimate.nearest.cache_clear()
+    with patch.object(estimate, "machine", lambda device: kind), patch.object(estimate, "rates", lambda: constants):
+        yield
+    estimate.nearest.cache_clear()
+
+
+def choice(p: Problem, methods: Iterable[str]) -> str:
+    """The method that the estimate takes."""
+    return min(methods, key=lambda method: estimate.seconds(method, p) * estimate.margin(method, p))
+
+
+class Regret(NamedTuple):
+    """What the choice cost in one case: the chosen method's time over the fastest one's, and over dense's where there is a dense layout."""
+
+    case: Case
+    chosen: str
+    over_best: float
+    over_dense: float
+
+
+def regrets(some: Sequence[Case], rates: Rates | None = None, dense: bool = True) -> list[Regret]:
+    """The regret of each case in which there was a choice."""
+    found = []
+    for c in some:
+        methods = c.methods(dense)
+        if SPARSE not in methods or len(methods) < 2:
+            continue
+        forms = ("dense", "rows") if dense else ("rows",)
+        with on(c.kind, rates):
+            chosen = choice(c.problem._replace(forms=forms), methods)
+        took = methods[chosen]
+        found.append(Regret(c, chosen, took / min(methods.values()), took / methods.get(DENSE, took)))
+    return found
+
+
+def held_out(some: Sequence[Case], dense: bool = True) -> list[Regret]:
+    """The regret of each half of the cases, drawn at random, with constants of the other."""
+    some = list(some)
+    random.Random(0).shuffle(some)
+    halves, making = (some[::2], some[1::2]), [c for c in some if any(what.startswith("make") for what in c.seconds)]
+    found = []
+    for judged, other in (halves, halves[::-1]):
+        made = [Case(c.kind, c.problem, {k: v for k, v in c.seconds.items() if k.startswith("make")}) for c in making]
+        found += regrets(judged, lines([*made, *other]), dense)
+    return found
+
+
+class Summary(NamedTuple):
+    """The regret of many cases."""
+
+    cases: int
+    median: float
+    p95: float
+    most: float
+    slower: int
+
+
+def summary(some: Sequence[Regret]) -> Summary:
+    """Median, 95th percentile and largest regret, and how many cases were slower than dense by more than 5 %."""
+    each = sorted(r.over_best for r in some)
+    return Summary(len(each), each[len(each) // 2], each[int(0.95 * (len(each) - 1))], each[-1], sum(r.over_dense > 1.05 for r in some))
+
+
+def table(some: Sequence[Case], by: Callable[[Case], str] = lambda case: case.kind, judge: Callable[..., list[Regret]] = regrets) -> str:
+    """The regret as a table, a line for each of ``by``."""
+    groups: dict[str, list[Regret]] = defaultdict(list)
+    for r in judge(some):
+        groups[by(r.case)].append(r)
+    rows = ["| | GEMMs | median | 95th percentile | largest | slower than dense by over 5 % |", "| --- | --- | --- | --- | --- | --- |"]
+    for name, group in sorted(groups.items()):
+        s = summary(group)
+        rows.append(f"| {name} | {s.cases} | {s.median:.2f} | {s.p95:.2f} | {s.most:.2f} | {s.slower} |")
+    return "\n".join(rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the constants; with ``--check`` write nothing and return 1 where they are not those of the rows."""
+    parser = argparse.ArgumentParser(prog="python -m bench.fit_rates", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 where rates.json is not what the rows give")
+    parser.add_argument("--report", action="store_true", help="print the regret by kind, dtype and role, also on held-out halves")
+    args = parser.parse_args(argv)
+    some = cases()
+    new = text(lines(some))
+    if args.check:
+        return int(RATES.read_text(encoding="utf-8") != new)
+    RATES.write_text(new, encoding="utf-8")
+    estimate.rates.cache_clear()
+    if args.report:
+        print(table(some), table(some, _role), "Held-out halves:", table(some, judge=held_out), table(some, _role, held_out), sep="\n\n")
+    return 0
+
+
+def _role(case: Case) -> str:
+    return f"{case.kind}, {plain(case.problem.dtype)} {case.problem.role}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
