@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nmkernels import BackendError, dispatch, ops, testing
-from nmkernels.autograd.gemms import layout_on
+from nmkernels.gemm.forms import layout_on
 
 from . import outcomes
 from .cases._ours import forced, normal

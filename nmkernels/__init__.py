@@ -17,7 +17,8 @@ from . import autograd, integrations, nn, ops, optim, recipes
 from ._version import __version__
 from .audit import audit, flops
 from .export import load_compressed, save_compressed, save_dense
-from .nn import CompressedLinear, SparseLinear, compress_, tune
+from .gemm.tune import tune
+from .nn import CompressedLinear, SparseLinear, compress_
 from .ops import Compressed
 from .ops.explain import explain
 from .pattern import (

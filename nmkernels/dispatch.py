@@ -35,34 +35,17 @@ def always(*_args: Any) -> Verdict:
 
 
 @dataclass(frozen=True)
-class Tuning:
-    """What choosing by speed must know of a backend's GEMM.
-
-    Args:
-        heuristic: ``heuristic(role, dtype, tokens, rows, cols, n, m, device)``: whether it beats dense there, unmeasured.
-        prepare: ``prepare(op, *args, timer=None)``: finds, checks and stores its fastest own way to do such calls; a ``tuning.Found``.
-        compiles: its first call compiles for seconds; on first use it is not measured.
-        keeps: it keeps something of its own beside the sparse operand, by its version.
-        kernel: ``kernel(*args, out=None)``: multiplies the compressed form itself, where the op may do otherwise.
-        ways: the functions of which the op takes the fastest, each of which has to be right.
-    """
-
-    heuristic: Callable[..., bool] | None = None
-    prepare: Callable[..., Any] | None = None
-    compiles: bool = False
-    keeps: bool = False
-    kernel: Callable[..., Any] | None = None
-    ways: tuple[Callable[..., Any], ...] = ()
-
-
-UNTUNED = Tuning()
-
-
-@dataclass(frozen=True)
 class Impl:
     """One backend's function for one op.
 
-    ``fits(*args)`` says by metadata alone whether it can run a call, and why not; ``ready(*args)``, asked after it, whether it can now.
+    Args:
+        fits: ``fits(*args)``: whether it can run a call, by metadata alone, and why not.
+        ready: ``ready(*args)``, called where that says yes: whether it can now.
+        search: ``search(op, *args, timer=None)``: finds, checks and stores the fastest of its launches or algorithms for such calls, for
+            ``nm.tune``.
+        compiles: its first call compiles for seconds.
+        keeps: it keeps something of its own for each operand, by its version.
+        layout: ``layout(device)``: the order of metadata in which its tensor cores read 2:4 operands there.
     """
 
     op: str
@@ -71,7 +54,10 @@ class Impl:
     fits: Callable[..., Verdict]
     priority: int
     ready: Callable[..., Verdict] | None = None
-    tuning: Tuning = UNTUNED
+    search: Callable[..., Any] | None = None
+    compiles: bool = False
+    keeps: bool = False
+    layout: Callable[[Any], str] | None = None
 
     def can(self, *args: Any) -> Verdict:
         """Whether it can run ``op(*args)`` now, and why not."""
@@ -116,16 +102,19 @@ def impl(
     priority: int,
     supports: Callable[..., Verdict] = always,
     ready: Callable[..., Verdict] | None = None,
-    tuning: Tuning = UNTUNED,
+    search: Callable[..., Any] | None = None,
+    compiles: bool = False,
+    keeps: bool = False,
+    layout: Callable[[Any], str] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated ``fn(*args, out=None)``, which takes the raw op's arguments; higher ``priority`` is asked first.
 
     ``supports(*args)`` may look at nothing but metadata (shapes, strides, dtypes, devices, numbers) and what lasts as long as the process:
-    its answer is remembered for all calls of the kind. ``ready`` is asked at every call where that says yes: whether it can run it now.
+    its answer is remembered for all calls of the kind. ``ready`` is asked at every call where that says yes. The others: see ``Impl``.
     """
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-        entry = Impl(op, backend, fn, supports, priority, ready, tuning)
+        entry = Impl(op, backend, fn, supports, priority, ready, search, compiles, keeps, layout)
         others = [i for i in _impls.get(op, []) if i.backend != backend]
         _impls[op] = sorted([*others, entry], key=lambda i: -i.priority)
         forget()
@@ -152,14 +141,24 @@ def choose(op: str, *args: Any) -> Impl:
     return decide(op, args)[0]
 
 
-def decide(op: str, args: Sequence[Any]) -> tuple[Impl, bool]:
-    """``choose``, and whether calls of the same metadata will be answered so as well: no backend was asked if it is ready."""
+def preferred_layout(op: str, device: Any) -> str:
+    """The order of metadata that the first backend with tensor cores prefers on a device; empty where no backend says."""
+    found = (entry.layout(device) for entry in _impls[op] if entry.layout is not None)
+    return next(filter(None, found), "")
+
+
+def decide(op: str, args: Sequence[Any], prefer: str = "") -> tuple[Impl, bool]:
+    """``choose``, and whether the choice may be cached for calls of the same metadata: no backend was asked if it is ready.
+
+    ``prefer``: the backend that is asked first.
+    """
     forced = forced_backend()
     if forced:
         entry = _forced(op, forced, args)
         return entry, entry.ready is None
     lasting = True
-    for entry in _impls[op]:
+    entries = sorted(_impls[op], key=lambda entry: entry.backend != prefer) if prefer else _impls[op]
+    for entry in entries:
         can, reason = entry.fits(*args)
         if can and entry.ready is not None:
             lasting = False
@@ -169,7 +168,7 @@ def decide(op: str, args: Sequence[Any]) -> tuple[Impl, bool]:
             can = not reason
         if can:
             if entry.backend == REFERENCE:
-                _miss_the_core(op, args)
+                _warn_if_core_missing(op, args)
             return entry, lasting
         if (op, entry.backend, reason) not in _said:
             _said.add((op, entry.backend, reason))
@@ -177,16 +176,16 @@ def decide(op: str, args: Sequence[Any]) -> tuple[Impl, bool]:
     raise BackendError(verdicts(op, *args))
 
 
-def _miss_the_core(op: str, args: Sequence[Any]) -> None:
+def _warn_if_core_missing(op: str, args: Sequence[Any]) -> None:
     """Warn, once in a process, where the reference runs what the compiled core would run if it were there."""
     core = compiled_core()
     # what runs on GPUs asks for the core before anything else
     if not core.ok and any(i.backend == "cpu" and i.supports(*args) == (False, core.reason) for i in _impls[op]):
-        _warn_without_core(core.reason)
+        _warn_core_missing(core.reason)
 
 
 @cache
-def _warn_without_core(reason: str) -> None:
+def _warn_core_missing(reason: str) -> None:
     warnings.warn(f"nmkernels runs without its compiled core, on the plain PyTorch reference, which is slow: {reason}.", stacklevel=2)
 
 

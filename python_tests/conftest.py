@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from nmkernels import capability, dispatch, testing
-from nmkernels.autograd import gemms
 from nmkernels.backends.triton import interpreted
+from nmkernels.gemm.choose import forget as forget_choices
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
@@ -62,9 +62,9 @@ def _one_thread() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_measured(tmp_path_factory: pytest.TempPathFactory) -> None:
-    # tests neither follow what this machine measured, nor measure, nor store; those of choosing say otherwise
+    # tests neither follow what this machine measured, nor store where a user would find it
     os.environ["NMKERNELS_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-    os.environ["NMKERNELS_CHOICE"] = "table"
+    os.environ.pop("NMKERNELS_CHOICE", None)
     # they exchange kernels by hand and count their calls, and a check would be one more; NMKERNELS_VERIFY=1 runs them with it
     os.environ.setdefault("NMKERNELS_VERIFY", "0")
 
@@ -79,9 +79,9 @@ def _seed() -> None:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A table of measurements of the test's own, and the choices that follow it."""
     monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path / "cache"))
-    gemms.forget()
+    forget_choices()
     yield tmp_path / "cache"
-    gemms.forget()
+    forget_choices()
 
 
 @pytest.fixture

@@ -135,9 +135,9 @@ def coreless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in an install that found no compiler."""
     for module in (dispatch, core):
         monkeypatch.setattr(module, "compiled_core", lambda: Probe(False, "it is not built; build it"))
-    dispatch._warn_without_core.cache_clear()
+    dispatch._warn_core_missing.cache_clear()
     yield
-    dispatch._warn_without_core.cache_clear()
+    dispatch._warn_core_missing.cache_clear()
 
 
 def _said_by(*calls: Any) -> list[str]:
@@ -157,5 +157,5 @@ def test_what_the_core_would_not_run_is_no_reason_to_warn(coreless: None, case: 
 
 
 def test_with_a_core_nothing_is_said() -> None:
-    dispatch._warn_without_core.cache_clear()
+    dispatch._warn_core_missing.cache_clear()
     assert _said_by(lambda: ops.mask(W.double(), "2:4"), lambda: core.compiled_core().ok and ops.mask(W, "2:4")) == []

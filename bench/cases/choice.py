@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from nmkernels import CompressedLinear, ops, testing
-from nmkernels.autograd import gemms
-from nmkernels.autograd.gemms import DENSE, Gemm, operands
+from nmkernels.gemm.choose import choose, using
+from nmkernels.gemm.forms import forms as forms_of
+from nmkernels.gemm.methods import DENSE, Method, estimate, methods, operands, run
+from nmkernels.gemm.problem import Problem
+from nmkernels.gemm.tune import measure
 
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
 
@@ -37,7 +40,7 @@ def fprop(spec: Spec, device: str) -> Work:
     dense.weight.copy_(c.dense())
     layer = CompressedLinear(c, dense.bias, keep_dense=True)
     x = torch.randn(spec.tokens, spec.cols, device=device, dtype=spec.torch_dtype)
-    (gemm,) = layer.gemms(spec.tokens)
+    ((gemm,),) = layer.problems(spec.tokens)
 
     def through(module: nn.Module) -> Callable[[], Tensor]:
         @torch.no_grad()
@@ -55,27 +58,27 @@ def fprop(spec: Spec, device: str) -> Work:
 @family("choice(dgrad)", grids=_grids(TOKENS[2:]))
 def dgrad(spec: Spec, device: str) -> Work:
     """``dx = g W`` with W at hand in dense layout and packed both ways, beside the dense GEMM."""
-    forms = gemms.forms(spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, torch.device(device), columns=True)
-    return _plain(Gemm("dgrad", spec.tokens, spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, torch.device(device), forms), spec)
+    forms = forms_of(spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, torch.device(device), columns=True)
+    return _plain(Problem("dgrad", spec.tokens, spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, torch.device(device), forms), spec)
 
 
 @family("choice(wgrad)", grids=_grids(TOKENS[3:]))
 def wgrad(spec: Spec, device: str) -> Work:
     """``dW = ĝᵀ x`` from g, the estimate included, beside the GEMM of the same estimate in dense layout."""
     where = torch.device(device)
-    forms = gemms.forms(spec.rows, spec.tokens, spec.n, spec.m, spec.torch_dtype, where)
-    return _plain(Gemm("wgrad", spec.tokens, spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, where, forms, "exact"), spec)
+    forms = forms_of(spec.rows, spec.tokens, spec.n, spec.m, spec.torch_dtype, where)
+    return _plain(Problem("wgrad", spec.tokens, spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, where, forms, "exact"), spec)
 
 
-def _plain(gemm: Gemm, spec: Spec) -> Work:
+def _plain(gemm: Problem, spec: Spec) -> Work:
     other, operand, seed = operands(gemm)
-    dense = gemms.estimate(gemm, operand, seed) if gemm.role == "wgrad" else operand[DENSE]
+    dense = estimate(gemm, operand, seed) if gemm.role == "wgrad" else operand[DENSE.form]
 
     def ours() -> Tensor:
-        return gemms.call(gemms.choose(gemm), gemm, other, operand, seed=seed)
+        return run(choose(gemm)[0], gemm, other, operand, seed=seed)
 
     def theirs() -> Tensor:
-        return gemms.call(DENSE, gemm, other, operand, seed=seed)
+        return run(DENSE, gemm, other, operand, seed=seed)
 
     def exact(part: slice) -> Tensor:
         a, b = (dense, other) if gemm.role == "wgrad" else (other, dense)
@@ -84,15 +87,16 @@ def _plain(gemm: Gemm, spec: Spec) -> Work:
     return _work(spec, gemm, ours, theirs, exact)
 
 
-def _work(spec: Spec, gemm: Gemm, ours: Callable[[], Tensor], theirs: Callable[[], Tensor], exact: Callable[[slice], Tensor]) -> Work:
+def _work(spec: Spec, gemm: Problem, ours: Callable[[], Tensor], theirs: Callable[[], Tensor], exact: Callable[[slice], Tensor]) -> Work:
     """Both ways, and how many times as fast the chosen candidate was when it was measured; 1 where that is dense."""
-    found = gemms.measure(gemm)
+    found = measure(gemm)
+    best: Method = next(m for m in methods(gemm) if m.name == found.best)
     part, full = slice(0, PART), 2.0 * spec.tokens * spec.rows * spec.cols
 
     def check() -> None:
-        with gemms.using(gemm, found.best):
+        with using((gemm, best)):
             testing.assert_no_worse(ours()[part], theirs()[part], exact(part), spec.op)
 
-    mine = Provider(OURS, ours, check=check, under=lambda: gemms.using(gemm, found.best))
+    mine = Provider(OURS, ours, check=check, under=lambda: using((gemm, best)))
     facts = {(OURS, "gain when measured"): found.gain or 1.0}
     return Work([mine, Provider(THEIRS, theirs, flops=full)], [Ratio("x dense", OURS, (THEIRS,))], facts)

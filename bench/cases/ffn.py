@@ -6,7 +6,7 @@ That of Llama-3-8B also by each kernel: as measured, and with all GEMMs that a k
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 import nmkernels as nm
 from nmkernels import dispatch
-from nmkernels.autograd import gemms
-from nmkernels.autograd.gemms import DENSE as DENSE_GEMM
-from nmkernels.autograd.gemms import Gemm
+from nmkernels.gemm.choose import using
+from nmkernels.gemm.methods import DENSE as DENSE_GEMM
+from nmkernels.gemm.methods import Method, arguments, methods, op_of
+from nmkernels.gemm.problem import Problem
 from nmkernels.reference.layouts import index_dtype, operand_shapes
-from nmkernels.tuning.setting import ENV
 
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
 from ..timing import Timed
 from . import _ours
 from .gemm import FFN, FFN_TOKENS
-from .step import GEMM, one_gemm, settle
+from .step import GEMM, one_gemm
 
 PIECES = ("forward", "forward+backward", "step")
 RECIPES: dict[str, dict[str, Any]] = {"srste": {}, "sste": {"seed": 0}, "fst": {"seed": 0, "end": None}}
@@ -105,10 +105,11 @@ class _Block:
             with self._cast():
                 nm.tune(block, tokens=spec.tokens)
 
-    def gemms(self) -> tuple[Gemm, ...]:
-        """Those whose way is open, of all its layers."""
+    def problems(self) -> list[tuple[Problem, ...]]:
+        """The GEMMs that its layers leave to be chosen; those of a tuple together."""
         assert self.handle is not None
-        return tuple(g for layer in self.handle.layers.values() for g in layer.gemms(self.spec.tokens, self.spec.torch_dtype))
+        with self._cast():
+            return [some for layer in self.handle.layers.values() for some in layer.problems(self.spec.tokens)]
 
     def _cast(self) -> AbstractContextManager[object]:
         mixed = self.spec.dtype != "float32"
@@ -134,9 +135,8 @@ class _Block:
         """After some steps, the output is that of a dense block with the effective weights."""
         assert self.handle is not None
         if not self.settled:
-            step, self.settled = self.piece(2), True
-            step()
-            settle(self.handle, step)
+            self.settled = True
+            self.piece(2)()
         baseline = nm.densify_(copy.deepcopy(self.block))
         with torch.no_grad():
             for name, layer in self.handle.layers.items():
@@ -185,13 +185,13 @@ def llama_ffn(spec: Spec, device: str) -> Work:
     by_kernel = partial(_Block, x=x, spec=spec, recipe="fst", tuned=False)
     for backend in kernels():
         mine = by_kernel(copy.deepcopy(block))
-        asked = mine.gemms()
-        done = [gemm for gemm in asked if (name := candidate(backend, gemm)) and not declines(name, gemm)]
+        plan = [tuple(by_backend(backend, p) for p in some) for some in mine.problems()]
+        done = sum(method != DENSE_GEMM for some in plan for method in some)
         if done:
             p = Provider(f"nmkernels fst, {backend}", mine.piece(2), check=mine.check)
-            p.under = partial(chosen, {gemm: candidate(backend, gemm) if gemm in done else DENSE_GEMM for gemm in asked})
+            p.under = partial(chosen, list(zip(mine.problems(), plan, strict=True)))
             providers.append(p)
-            facts[p.name, "GEMMs by it"] = len(done)
+            facts[p.name, "GEMMs by it"] = done
     if triton_runs(x):
         mine = by_kernel(copy.deepcopy(block))
         providers.append(Provider(f"nmkernels fst, {TRITON}", mine.piece(2), check=mine.check, under=partial(_ours.forced, TRITON)))
@@ -203,18 +203,16 @@ def kernels() -> list[str]:
     return [i.backend for i in dispatch.implementations("nm_linear") if i.priority >= 0 and i.backend not in (dispatch.REFERENCE, TRITON)]
 
 
-def candidate(backend: str, gemm: Gemm) -> str:
-    """How ``gemm`` is done by a backend, from the form that lies in the order of tensor cores where there is one; empty if it has none."""
-    forms = [form for form in gemm.forms if gemms.op_of(gemm, form)]
-    return f"{backend} {forms[-1]}" if forms else ""
+def by_backend(backend: str, p: Problem) -> Method:
+    """The method that does ``p`` by a backend, from the form in the order of tensor cores where there is one; dense if it cannot."""
+    own = [m for m in methods(p) if m.backend == backend]
+    return own[-1] if own and not declines(own[-1], p) else DENSE_GEMM
 
 
-def declines(name: str, gemm: Gemm) -> str:
-    """Why that candidate does not do ``gemm``; empty where it does."""
-    backend, _, form = name.partition(" ")
-    entry = next((i for i in dispatch.implementations(gemms.op_of(gemm, form)) if i.backend == backend), None)
-    if entry is None:
-        return "it has no such kernel"
+def declines(method: Method, gemm: Problem) -> str:
+    """Why that method does not do ``gemm``; empty where it does."""
+    form = method.form
+    entry = next(i for i in dispatch.implementations(op_of(gemm, form)) if i.backend == method.backend)
     layout = form.partition(":")[2]
     pattern = nm.Pattern("2:4") if layout else nm.Pattern(gemm.n, gemm.m)
     rows, cols = (gemm.rows, gemm.tokens) if gemm.role == "wgrad" else (gemm.rows, gemm.cols)
@@ -223,7 +221,7 @@ def declines(name: str, gemm: Gemm) -> str:
     new = partial(torch.empty, device=gemm.device)
     packed = new(values, dtype=gemm.dtype), new(indices, dtype=index_dtype(layout or "canonical"))
     other = new((gemm.tokens, gemm.rows if gemm.role == "dgrad" else gemm.cols), dtype=gemm.dtype)
-    can, reason = entry.supports(*gemms.arguments(gemm, form, packed, other))
+    can, reason = entry.supports(*arguments(gemm, form, packed, other))
     return "" if can else reason
 
 
@@ -235,10 +233,9 @@ def triton_runs(x: Tensor) -> bool:
 
 
 @contextmanager
-def chosen(names: dict[Gemm, str]) -> Iterator[None]:
-    """Inside, each GEMM is done by the candidate named for it, and nothing is measured."""
+def chosen(plan: Sequence[tuple[tuple[Problem, ...], tuple[Method, ...]]]) -> Iterator[None]:
+    """Inside, GEMMs are done by the methods named for them."""
     with ExitStack() as stack:
-        stack.enter_context(_ours.environment(ENV, "table"))
-        for gemm, name in names.items():
-            stack.enter_context(gemms.using(gemm, name))
+        for problems, chosen_methods in plan:
+            stack.enter_context(using(*zip(problems, chosen_methods, strict=True)))
         yield

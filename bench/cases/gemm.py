@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nmkernels import BackendError, ops
-from nmkernels.autograd.gemms import layout_on
+from nmkernels.gemm.forms import layout_on
 from nmkernels.ops.pack import positions
 
 from ..device import rotated

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nmkernels import reference
-from nmkernels.autograd.gemms import layout_on
+from nmkernels.gemm.forms import layout_on
 from nmkernels.ops.define import CALLS
 
 from ..device import captured

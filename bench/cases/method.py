@@ -135,9 +135,8 @@ def _problem(spec: Spec, device: str) -> Problem:
 
 
 def _function(op: str, *args: Any) -> Callable[..., Any]:
-    """The function of the backend that runs ``op(*args)``, which takes ``out=``; of a GEMM the kernel on the compressed form."""
-    entry = dispatch.choose(op, *args)
-    return entry.tuning.kernel or entry.fn
+    """The function of the backend that runs ``op(*args)``, which takes ``out=``."""
+    return dispatch.choose(op, *args).fn
 
 
 def _cold(operand: T) -> Callable[[], T]:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nmkernels as nm
 from nmkernels.autograd import STRAIGHT_THROUGH, HardMask
-from nmkernels.autograd.gemms import layout_on
+from nmkernels.gemm.forms import layout_on
 from nmkernels.models import GPT, GPTConfig, generate
 
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
@@ -28,8 +28,6 @@ RECIPES = ("srste", "sste", "fst")
 """With their defaults."""
 
 GEMM = "one GEMM"
-MOST_TRIED = 24
-"""Steps that are waited for at most until a run has settled how it multiplies."""
 
 GEMMS = ("aten::addmm", "aten::mm", "aten::bmm", "nmkernels::nm_linear", "nmkernels::nm_linear_dgrad", "nmkernels::nm_linear_wgrad")
 
@@ -54,15 +52,6 @@ def train_step(spec: Spec, device: str) -> Work:
         ratios,
         finish=lambda: {key: value for run in runs for key, value in run.gemm_time().items()},
     )
-
-
-def settle(handle: nm.recipes.Handle, step: Callable[[], object]) -> None:
-    """Steps until a run knows whether packed layouts make its steps faster: it takes what happens between for parts of its own steps."""
-    for _ in range(MOST_TRIED):
-        trial = getattr(handle.run, "trial", None)
-        if trial is None or trial.done:
-            return
-        step()
 
 
 def one_gemm(rows: int, cols: int, tokens: int, spec: Spec, device: str) -> tuple[Provider, Provider]:
@@ -132,7 +121,6 @@ class _Training:
         """After some steps, loss and weight gradients of one sequence are those of a dense model that holds the masked weights."""
         assert self.handle is not None
         self.step()
-        settle(self.handle, self.step)
         baseline = nm.densify_(copy.deepcopy(self.model))
         layers = self.handle.layers
         for name, layer in layers.items():

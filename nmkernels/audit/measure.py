@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
-from ..autograd.gemms import Gemm, forms, measure
 from ..gemm.devices import DEVICES, Device, kind, named
+from ..gemm.forms import forms
+from ..gemm.problem import Problem
+from ..gemm.tune import measure
 from ..pattern import NMError, Pattern, RecipeError
 from ..recipes.registry import suggestion
 from ..tuning import Seconds, Task, Timer, device_name
@@ -43,7 +45,7 @@ Progress = Callable[[int, int, str], None]
 class Measured:
     """Seconds of the pieces by name, empty if nothing was measured; ``note`` says why, or on how many tokens.
 
-    ``kernels``: the candidate of ``autograd.gemms`` that was the fastest of the sparse ones, by GEMM.
+    ``kernels``: the fastest of the sparse methods (``nmkernels.gemm``), by GEMM.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -84,14 +86,14 @@ def needed(case: Case) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def gemm_of(case: Case, role: str, device: torch.device) -> Gemm:
-    """What ``autograd.gemms`` measures for a role: the dense layout against every kernel for the forms of the operand that can be had."""
+def gemm_of(case: Case, role: str, device: torch.device) -> Problem:
+    """What is measured for a role: the dense layout against every kernel, for the forms that the operand can have."""
     layer, rules = case.layer, case.rules
     pattern = rules.estimate if role == "wgrad" and rules.estimate is not None else rules.pattern
     (out, cols), columns = layer.shape, role == "dgrad" and not case.device.transposed
     at_hand = forms(out, layer.tokens if role == "wgrad" else cols, pattern.n, pattern.m, layer.dtype, device, columns=columns)
     rule = "exact" if role == "wgrad" else ""
-    return Gemm(role, layer.tokens, out, cols, pattern.n, pattern.m, layer.dtype, device, at_hand, rule)
+    return Problem(role, layer.tokens, out, cols, pattern.n, pattern.m, layer.dtype, device, at_hand, rule)
 
 
 def tasks_of(layer: Layer, rules: Rules, device: torch.device, names: Sequence[str]) -> list[Task]:
@@ -201,7 +203,7 @@ def measure_one(case: Case, device: torch.device, timer: Seconds | None, share: 
     return Measured(scaled, "" if tokens == layer.tokens else f"measured on {tokens} tokens, scaled", kernels)
 
 
-def _choose(gemm: Gemm, timer: Seconds | None, budget: float) -> dict[str, float]:
+def _choose(gemm: Problem, timer: Seconds | None, budget: float) -> dict[str, float]:
     """Seconds of the dense GEMM and of the sparse ones that passed their check."""
     role = f"{gemm.role} estimated" if gemm.rule else gemm.role
     own = None if timer is None else lambda call: timer(Task(f"{role} {call.name}", call.run))

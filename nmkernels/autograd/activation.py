@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..pattern import NMError, Pattern
-from .linear import as_multiplied, functional, once
+from .linear import FORWARD_MODE, as_multiplied, functional, once
 
 GRADS = ("chain", "ste")
 SIDES = ("input", "output")
-FORWARD = "{} has no derivative in forward mode: its backward pass follows a rule of its own. Differentiate backward."
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class _FunctionalSparseReLU2(_SparseReLU2):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NMError(FORWARD.format("sparse_relu2"))
+        raise NMError(FORWARD_MODE)
 
 
 def sparse_relu2(y: Tensor, pattern: Pattern, grad: str = "chain") -> Tensor:
@@ -162,7 +161,7 @@ class _FunctionalSplitLinear(_SplitLinear):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NMError(FORWARD.format("split_linear"))
+        raise NMError(FORWARD_MODE)
 
 
 def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rule: SplitRule, side: str) -> Tensor:

@@ -64,7 +64,7 @@ def _multiplies(device: torch.device, dense: torch.dtype, sparse: torch.dtype, t
     return _asked(device, dense, sparse, transposed, forced)
 
 
-# tracing calls it and keeps the answer, as plan.py's
+# tracing calls it and keeps the answer, as in gemm/forms.py
 _multiplies._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -14,13 +14,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import ops
+from ..gemm.choose import choose
+from ..gemm.methods import DENSE, pack_estimate, run
+from ..gemm.plan import STRAIGHT_THROUGH, GemmPlan
+from ..gemm.problem import Problem
+from ..gemm.route import Operands, wgrad_problem
 from ..ops.compress import counts_writes
-from ..ops.define import plainly
 from ..ops.linear import nm_linear, nm_linear_dgrad, nm_linear_wgrad
 from ..pattern import NMError, Pattern
 from . import fp8
-from .gemms import DENSE, call, choose, function, pack_estimate
-from .plan import STRAIGHT_THROUGH, GemmPlan, Operands, wgrad_gemm
 from .transforms import WeightTransform
 
 TWICE = (
@@ -28,8 +30,12 @@ TWICE = (
     "rule of a training method and no derivative of anything. Differentiate once, or use the dense layer."
 )
 CONSTANT = "the compressed weight, which is a constant"
+FORWARD_MODE = (
+    "a sparse layer has no derivative in forward mode (torch.func.jvp, jacfwd, forward_ad): its gradient is the rule of a training method "
+    "and not a derivative. There is no second derivative (torch.func.hessian) either. Differentiate backward once (torch.func.vjp, jacrev, "
+    ".backward()), or use the dense layer."
+)
 
-OPS = {"nm_linear": nm_linear, "nm_linear_dgrad": nm_linear_dgrad}
 USED, TENSORS, SETTINGS = 3, 7, 7
 """Which argument of the Function W̃ is; how many tensors come first; how many settings, which have no gradient, before the extras."""
 
@@ -55,7 +61,7 @@ class _Once(torch.autograd.Function):
 
 
 def functional() -> bool:
-    """Whether ``torch.func`` is at work, or forward mode: who asks takes the Function that knows them."""
+    """Whether a transform of ``torch.func`` or forward mode is active, which need a Function with ``setup_context``."""
     found = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     if found and torch.compiler.is_compiling():
         # traced, its forward pass would be differentiated instead, through masks that have no derivative
@@ -104,10 +110,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _FunctionalLinear(torch.autograd.Function):
-    """The same for ``torch.func`` and forward mode: y' = x' W̃ᵀ + x W'ᵀ + b', for which the gradient of W must go straight through.
-
-    Only there: for ``setup_context`` torch inspects the signature at every call, 16 µs, and a graph takes no ``jvp``.
-    """
+    """The same for ``torch.func``. Only there: for ``setup_context`` torch inspects the signature at every call, 16 µs."""
 
     generate_vmap_rule = True
 
@@ -119,12 +122,9 @@ class _FunctionalLinear(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _remember(ctx, *inputs)
         x, weight, _, used, indices, back, back_indices = inputs[:TENSORS]
-        ctx.rest = inputs[TENSORS : TENSORS + SETTINGS]
         back, back_indices = (used, indices) if back is None else (back, back_indices)
-        saved = x, back, back_indices, weight, *inputs[TENSORS + SETTINGS :], used, indices
-        ctx.save_for_backward(*saved)
-        ctx.save_for_forward(*saved)
-        ctx.set_materialize_grads(False)  # what has no tangent shall cost none
+        ctx.save_for_backward(x, back, back_indices, weight, *inputs[TENSORS + SETTINGS :])
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -132,26 +132,8 @@ class _FunctionalLinear(torch.autograd.Function):
         return (None,) * len(ctx.needs_input_grad) if g is None else _backward(ctx, g, saved, saved[3])
 
     @staticmethod
-    def jvp(ctx: Any, x_t: Tensor | None, w_t: Tensor | None, b_t: Tensor | None, *others: Tensor | None) -> Tensor:
-        exact = ctx.straight and ctx.plan.wgrad == "dense" and ctx.plan.fp8 is None
-        if any(t is not None for t in others) or (w_t is not None and not exact):
-            raise NMError(
-                "linear has a derivative in forward mode by its input and its bias, and by its weight where the gradient of that goes "
-                f"straight through: not by {CONSTANT}, by a weight whose gradient follows another rule, or by what such a rule reads. "
-                "Give that no tangent, or differentiate backward."
-            )
-        # torch has switched forward mode off, also for an outer transform that takes the derivative of this one
-        with forward_ad._set_fwd_grad_enabled(True):
-            primals: list[Any] = [None if t is None else torch._VF._unpack_dual(t, level=0)[0] for t in ctx.saved_tensors]
-            x, back, back_indices, weight, *extras, used, indices = primals
-            terms = []
-            if x_t is not None:
-                terms.append(_FunctionalLinear.apply(x_t, weight, None, used, indices, back, back_indices, *ctx.rest, *extras))
-            if w_t is not None:
-                terms.append(F.linear(x, w_t.to(x.dtype)))
-            if b_t is not None:
-                terms.append(b_t.to(x.dtype).expand(*x.shape[:-1], -1).clone())  # its own: who writes into y writes into this too
-            return sum(terms[1:], terms[0])
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        raise NMError(FORWARD_MODE)
 
 
 def _remember(
@@ -186,7 +168,9 @@ def _fprop(
     b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
     if indices is not None:
         assert pattern is not None
-        return _by(by, "nm_linear", x, used, indices, pattern.n, pattern.m, x.shape[-1], b)
+        if weight is None:
+            return _by_choice("fprop", x, used, indices, pattern, x.shape[-1], b)
+        return nm_linear(x, used, indices, pattern.n, pattern.m, x.shape[-1], b, backend=by)
     if plan.fp8 is None:
         return F.linear(x, used, b)
     sparse = transform is not None and ops.tensor_core_pattern(transform.pattern)
@@ -236,19 +220,25 @@ def _gradients(
 def _dgrad(ctx: Any, g: Tensor, back: Tensor, indices: Tensor | None) -> Tensor:
     if indices is not None:
         n, m = ctx.pattern.n, ctx.pattern.m
+        if ctx.weight_dtype is None:
+            return _by_choice("dgrad", g, back, indices, ctx.pattern, ctx.cols)
         if ctx.transposed:
-            return _by(ctx.by, "nm_linear", g, back, indices, n, m, g.shape[-1], None)
-        return _by(ctx.by, "nm_linear_dgrad", g, back, indices, n, m, ctx.cols)
+            return nm_linear(g, back, indices, n, m, g.shape[-1], None, backend=ctx.by)
+        return nm_linear_dgrad(g, back, indices, n, m, ctx.cols, backend=ctx.by)
     if ctx.plan.fp8 is None:
         return g.matmul(back)
     p, q, step = fp8.operands(ctx.plan.fp8, "dgrad", g, back)
     return (p.matmul(q) * step).to(g.dtype)
 
 
-def _by(backend: str, op: str, *args: Any) -> Tensor:
-    """``op(*args)`` by the kernel of ``backend``; where it declines, or none is named, by whom the dispatcher takes."""
-    fn = function(op, backend, args) if backend else None
-    return OPS[op](*args) if fn is None else plainly(fn, *args)
+def _by_choice(
+    role: str, other: Tensor, values: Tensor, indices: Tensor, pattern: Pattern, cols: int, bias: Tensor | None = None
+) -> Tensor:
+    """fprop or dgrad of a compressed weight ``(out, cols)`` that is a constant, by the method that is chosen for it."""
+    rows, tokens = values.shape[0], other.numel() // max(1, other.shape[-1])
+    problem = Problem(role, tokens, rows, cols, pattern.n, pattern.m, other.dtype, other.device, ("rows",))
+    (method,) = choose(problem)
+    return run(method, problem, other, {"rows": (values, indices)}, bias=bias)
 
 
 def _wgrad(plan: GemmPlan, g: Tensor, x: Tensor, seed: Tensor | None) -> Tensor:
@@ -266,13 +256,16 @@ def _wgrad(plan: GemmPlan, g: Tensor, x: Tensor, seed: Tensor | None) -> Tensor:
                 "backward pass do. Set layer.seed = None for numbers from torch's generator, with randomness='different' under torch.vmap."
             )
         words = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=g.device) if seed is None else seed
-    gemm = wgrad_gemm(plan, tokens, g.shape[1], x.shape[1], x.dtype, x.device)
-    # on a CPU how the op of the packed estimate is done may be measured, and a plan in dense layout is reproducible
-    how = choose(gemm, measure=True) if plan.fprop == "auto" else DENSE if plan.fprop == "dense" and x.is_cpu and plan.fp8 is None else ""
-    if how:
-        dw = call(how, gemm, x, g, seed=words)
+    problem = wgrad_problem(plan, tokens, g.shape[1], x.shape[1], x.dtype, x.device)
+    method = None
+    if plan.fprop == "auto":
+        (method,) = choose(problem)
+    elif plan.fprop == "dense" and x.is_cpu and plan.fp8 is None:
+        method = DENSE
+    if method is not None:
+        dw = run(method, problem, x, g, seed=words)
     else:
-        values, indices = pack_estimate(gemm, g, words)
+        values, indices = pack_estimate(problem, g, words)
         if plan.fp8 is None:
             dw = nm_linear_wgrad(values, indices, plan.n, plan.m, tokens, x)
         elif (plan.n, plan.m) == (2, 4) and fp8.multiplies(plan.fp8, "wgrad", g.shape[1], tokens, x.shape[1], x):
@@ -300,8 +293,8 @@ def linear(
     Forward multiplies ``used`` (W̃); backward gives ``∂L/∂x = g W̃`` and, straight through, ``∂L/∂weight = gᵀ x``, unmasked, in the
     dtype of ``weight`` (SR-STE, Zhou et al. 2021, eq. 5 without its decay, which belongs after clipping).
 
-    ``torch.func`` knows it, and forward mode by the weight where its gradient goes straight through. A second derivative raises
-    ``NMError``. In a function that ``torch.compile`` compiles together with ``torch.func`` it runs eagerly.
+    ``torch.func`` knows it. A second derivative and forward mode raise ``NMError``. In a function that ``torch.compile`` compiles together
+    with ``torch.func`` it runs eagerly.
 
     Args:
         weight: the master weight ``(out, in)``; it receives the gradient and is read only by a rule that is not straight through.
@@ -311,7 +304,8 @@ def linear(
         transform: what made ``used`` from ``weight``, with the ``extras`` that it read; see ``WeightTransform``.
     """
     packed = (used, None, None, None, False, None, "", "") if isinstance(used, Tensor) else used
-    kind = _FunctionalLinear if functional() else _Linear
+    transforming = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    kind = _FunctionalLinear if transforming and functional() else _Linear
     return kind.apply(x if x.dim() <= 2 else as_multiplied(x), weight, bias, *packed, seed, plan, transform, *extras)
 
 

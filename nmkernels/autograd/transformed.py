@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..layouts import LINEAR, as_matrix, as_stored, ordered
 from ..pattern import NMError
-from .linear import functional, once
+from .linear import FORWARD_MODE, functional, once
 from .transforms import WeightTransform
 
 
@@ -29,7 +29,7 @@ class _Transformed(torch.autograd.Function):
 
 
 class _FunctionalTransformed(torch.autograd.Function):
-    """The same for ``torch.func`` and forward mode, where the tangent of W goes straight through; slower, as ``linear``'s is."""
+    """The same for ``torch.func``; slower, as ``linear``'s is."""
 
     generate_vmap_rule = True
 
@@ -40,7 +40,6 @@ class _FunctionalTransformed(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _remember(ctx, *inputs)
-        ctx.used_dtype = output.dtype
         ctx.save_for_backward(inputs[0], *inputs[4:])
         ctx.set_materialize_grads(False)
 
@@ -50,14 +49,8 @@ class _FunctionalTransformed(torch.autograd.Function):
         return (None,) * len(ctx.needs_input_grad) if g is None else _backward(ctx, g, saved, saved[0])
 
     @staticmethod
-    def jvp(ctx: Any, w_t: Tensor | None, *others: Any) -> Tensor | None:
-        if not ctx.straight or any(isinstance(t, Tensor) for t in others):
-            raise NMError(
-                "an effective weight has a derivative in forward mode by its weight, where the gradient of that goes straight through: not "
-                "by a weight whose gradient follows another rule, or by what such a rule reads. Give that no tangent, or differentiate "
-                "backward."
-            )
-        return None if w_t is None else w_t.to(ctx.used_dtype, copy=True)
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NMError(FORWARD_MODE)
 
 
 def _remember(ctx: Any, weight: Tensor, used: Tensor, layout: str, transform: WeightTransform, *extras: Tensor) -> tuple[Tensor, ...]:
@@ -92,8 +85,7 @@ def _gradients(ctx: Any, g: Tensor, weight: Tensor | None = None, *extras: Tenso
 def transformed(weight: Tensor, used: Tensor, transform: WeightTransform, extras: Sequence[Tensor] = (), layout: str = LINEAR) -> Tensor:
     """W̃, whose gradient goes to the master weight by the transform's rule, without one of its own straight through.
 
-    Forward it is ``used``, not a copy. ``torch.func`` knows it, and forward mode where the gradient goes straight through; a second
-    derivative raises ``NMError``.
+    Forward it is ``used``, not a copy. ``torch.func`` knows it; a second derivative and forward mode raise ``NMError``.
 
     Args:
         weight: the master weight, stored as ``layout`` says; it receives the gradient, in its own dtype.

@@ -22,7 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import Packed, pack
+from ..ops import Compressed, Packed, pack
+from ..ops.compress import nm_compress
+from ..ops.mask import nm_prune
 from ..pattern import Pattern, PatternError
 
 Kind = Literal["fixed", "learned", "held", "fed"]
@@ -142,11 +144,13 @@ class WeightTransform:
         return used
 
     def packed(
-        self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical"
-    ) -> Packed:
+        self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical",
+        out: Packed | None = None,
+    ) -> Packed:  # fmt: skip
         """W̃ of a detached master weight compressed in ``dtype``, its transpose too with ``columns``, by one call of ``nm.ops.pack``.
 
-        In the order of tensor cores (``layout``) it is 2:4, whatever sparser pattern it has.
+        In the order of tensor cores (``layout``) it is 2:4, whatever sparser pattern it has. ``out``: what an earlier such call returned,
+        whose memory may be used.
 
         Raises:
             ShapeError: W̃ is not N:M in an orientation that is wanted.
@@ -191,15 +195,19 @@ class HardMask(WeightTransform):
     chain: bool = False
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        raw = torch.ops.nmkernels
-        if out is None:
-            return raw.nm_prune(weight, self.pattern.n, self.pattern.m)
-        raw.nm_prune_out(weight, self.pattern.n, self.pattern.m, out=out)
-        return out
+        return nm_prune(weight, self.pattern.n, self.pattern.m, out=out)
 
     def packed(
-        self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical"
-    ) -> Packed:
+        self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical",
+        out: Packed | None = None,
+    ) -> Packed:  # fmt: skip
+        if not columns and layout == "canonical" and dtype == weight.dtype and not torch.compiler.is_compiling():
+            p = self.pattern
+            if out is not None and isinstance(out.rows, Compressed) and out.rows.values.dtype == dtype:
+                nm_compress(weight, p.n, p.m, None, out=(out.rows.values, out.rows.indices))
+                return out
+            values, indices = nm_compress(weight, p.n, p.m, None)
+            return Packed(Compressed.trusted(values, indices, p, weight.shape), None)
         # its transpose is not N:M: columns raises PatternError
         pattern = laid_out(self.pattern, layout)
         kept = "magnitude" if pattern == self.pattern else _mask(weight, self.pattern)

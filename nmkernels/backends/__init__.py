@@ -6,6 +6,10 @@ the backend itself cannot run, so that ``explain`` can say why.
 
 from importlib import import_module
 
+from .cpu.fingerprint import fingerprint
+
+__all__ = ["NAMES", "fingerprint"]
+
 NAMES = ("reference", "cpu", "triton", "cuda", "cusparselt")
 
 for _name in NAMES:

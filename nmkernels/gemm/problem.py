@@ -55,12 +55,15 @@ class Problem(NamedTuple):
         """Short, for a reader: ``fprop 4096x1024 2:4 bfloat16, 8192 tokens``."""
         return f"{self.role} {self.rows}x{self.cols} {self.n}:{self.m} {plain(self.dtype)}, {self.tokens} tokens"
 
-    def key(self) -> str:
-        """Its line in the table of measurements."""
-        what = " ".join(part for part in (self.role, self.rule) if part)
-        how = f"{'+'.join(self.forms)}{' changing' if self.changing else ''}"
-        text = f"{what}|{plain(self.dtype)}|{self.n}:{self.m}|{self.rows}x{self.cols}|{how}"
-        return tuning.key("gemm", self.device, text, self.tokens)
+
+def key(*problems: Problem) -> str:
+    """The line of the table for a GEMM, or for several of one layer that are chosen together."""
+    parts = []
+    for p in problems:
+        what = f"{p.role} {p.rule}" if p.rule else p.role
+        how = f"{'+'.join(p.forms)}{' changing' if p.changing else ''}"
+        parts.append(f"{what}|{plain(p.dtype)}|{p.n}:{p.m}|{p.rows}x{p.cols}|{how}")
+    return tuning.key("gemm", problems[0].device, " and ".join(parts), problems[0].tokens)
 
 
 def plain(dtype: torch.dtype) -> str:

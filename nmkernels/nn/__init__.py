@@ -9,7 +9,6 @@ from .deploy import compress_, decompress_, deployed
 from .experts import CompressedExperts, CompressedStack, SparseExperts, StackedWeight
 from .linear import NMWeight, SparseLinear
 from .swap import SparseConv1D, is_conv1d, is_conv1d_type, make_dense_, make_sparse_, replace_, switch_fast_paths
-from .tune import Tuned, TuneReport, tune
 
 __all__ = [
     "ActivationRule",
@@ -27,8 +26,6 @@ __all__ = [
     "SparseExperts",
     "SparseLinear",
     "StackedWeight",
-    "TuneReport",
-    "Tuned",
     "adapter_of",
     "add_adapter",
     "channel_parameters",
@@ -46,5 +43,4 @@ __all__ = [
     "replace_",
     "set_adapter",
     "switch_fast_paths",
-    "tune",
 ]

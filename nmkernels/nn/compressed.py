@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,13 +13,12 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import ops
 from ..autograd import linear_compressed
-from ..autograd.gemms import AUTO, DENSE, EXPAND, Gemm, call, choose, form_of, forms
-from ..backends.cpu.linear import fprop_way, frozen_linear
-from ..backends.cpu.ways import SPARSE
-from ..dispatch import forced_backend, implementations
+from ..gemm.choose import choose
+from ..gemm.forms import forms
+from ..gemm.methods import AS_FLOAT32, DENSE, EXPAND, OP, Method, run
+from ..gemm.problem import Problem
 from ..layouts import CONV1D, CONV2D, LINEAR, REDUCED, matrix_shape
 from ..ops.compress import counts_writes
-from ..ops.define import kind_of, unwatched
 from ..ops.pack import positions
 from ..pattern import DtypeError, Pattern, RecipeError, ShapeError
 from ..shards import local
@@ -32,29 +31,28 @@ from .traces import PROXY, constant, is_tracing, leaf, refuse_script
 
 LAYOUTS = (LINEAR, CONV1D, CONV2D)
 """Those of which there is a deployed form."""
-ORDINARY = (AUTO, "cpu rows")
-"""Candidates that ``linear_compressed`` takes by itself, and by a shorter way."""
-
 INSTEAD = {
-    DENSE: "not called by this layer: it multiplies a dense copy of its weight by torch's GEMM, which is faster for so many tokens",
+    DENSE.name: "not called by this layer: it multiplies a dense copy of its weight by torch's GEMM, which is faster for so many tokens",
     EXPAND: "not called by this layer: it expands its weight at every call for torch's GEMM, which is faster for so many tokens",
+    AS_FLOAT32: "not called by this layer: it expands its weight to float32 at every call for torch's GEMM, which is faster here",
+    OP: "",
 }
-"""Candidates that do without the op."""
+"""What a layer does by a method, for ``nm.explain``."""
 
 SMALL_BYTES = 1 << 20
 """The largest dense weight on a CPU of which a layer keeps a copy unasked: where a call takes microseconds, nothing beats ``F.linear``."""
 
 
-MOST_PLANS = 256
-"""Sizes of inputs that a layer remembers; then it forgets all of them."""
+MOST_SIZES = 256
+"""Sizes of inputs whose dense weight a layer remembers; then it forgets all of them."""
 
 
-class _Plans(dict[int, tuple[Tensor, Tensor | Callable[..., Tensor], int, int, int]]):
-    """For each size of the input the values, the dense weight that multiplies it or the kernel that does so without one, and what tells
-    that they are as they were; never copied or saved."""
+class _DenseFor(dict[int, tuple[Tensor, Tensor, int, int, int]]):
+    """For each size of the input that is multiplied densely the values, the dense copy, and what shows that both are still current; never
+    copied or saved."""
 
-    def __reduce__(self) -> tuple[type[_Plans], tuple[()]]:
-        return _Plans, ()
+    def __reduce__(self) -> tuple[type[_DenseFor], tuple[()]]:
+        return _DenseFor, ()
 
 
 class CompressedLinear(nn.Module):
@@ -64,8 +62,8 @@ class CompressedLinear(nn.Module):
         weight: the compressed weight of shape ``(out, in)``, a constant.
         bias: ``(out,)`` or None; a Parameter stays the same Parameter.
         layout: how the dense module stores its weight: ``"linear"`` ``(out, in)`` or ``"conv1d"`` ``(in, out)``. The GEMM is the same.
-        keep_dense: keep the dense weight too, made at the first call that wants it, and multiply it where that is faster, as measured by
-            ``nm.tune(model, tokens=...)`` or at the first call, else by rule. The layer then needs ``1 + M/N`` times the memory of its
+        keep_dense: keep the dense weight too, made at the first call that needs it, and multiply it where that is faster by rule, or as
+            measured by ``nm.tune(model, tokens=...)``. The layer then needs ``1 + M/N`` times the memory of its
             values; the copy is not saved. On a CPU a layer with a dense weight of at most 1 MiB does so in any case. Writes that torch
             does not count (through ``.data``, by a collective) are seen after ``load_state_dict``, ``to``, ``train`` or ``eval``; a weight
             made under ``torch.inference_mode`` is expanded at every call: load it outside.
@@ -119,8 +117,8 @@ class CompressedLinear(nn.Module):
         if adapter is not None:
             set_adapter(self, *adapter, self.out_features, self.in_features)
         self._view: ops.Compressed | None = weight
-        self._asked: Gemm | None = None
-        self._plans = _Plans()
+        self._last: Problem | None = None
+        self._dense_for = _DenseFor()
 
     @property
     def adapter(self) -> tuple[nn.Parameter, nn.Parameter] | None:
@@ -131,6 +129,11 @@ class CompressedLinear(nn.Module):
     def order(self) -> Tensor | None:
         """``columns``, int32 ``(in,)``, or None."""
         return self._buffers.get("columns")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(out, in)``."""
+        return self.out_features, self.in_features
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -158,12 +161,12 @@ class CompressedLinear(nn.Module):
         x = input
         if not is_dynamo_compiling():
             try:
-                plan = self._plans.get(x.numel())
+                found = self._dense_for.get(x.numel())
             except TypeError:  # torch.export for any number of tokens, which cannot be hashed
-                plan = None
-            if plan is not None:
-                # beside a small GEMM each check counts: who writes indices writes values, and F.linear sees what is wrong with x
-                values, way, written, address, revision = plan
+                found = None
+            if found is not None:
+                # each check counts next to a small GEMM: values and indices are written together, and F.linear sees what is wrong with x
+                values, dense, written, address, revision = found
                 same = (
                     values is self._buffers["values"]
                     and values._version == written
@@ -172,13 +175,11 @@ class CompressedLinear(nn.Module):
                     and not values.requires_grad  # which has no gradient, and says so
                     and "bias" in self._parameters  # which torch.nn.utils may compute
                 )
-                if same and isinstance(way, Tensor):
+                if same:
                     try:
-                        return F.linear(x, way, self._parameters["bias"])
+                        return F.linear(x, dense, self._parameters["bias"])
                     except RuntimeError:  # the long way says what is wrong
                         pass
-                elif same and not isinstance(way, Tensor) and self._at_once(x, values.dtype):
-                    return way(x, self._parameters["bias"])
         if isinstance(x, PROXY):
             return leaf(self, x)
         y = self._multiply(x, self.bias)
@@ -196,18 +197,16 @@ class CompressedLinear(nn.Module):
         args = x, weight.values, weight.indices, self.pattern.n, self.pattern.m, self.in_features, bias
         if x.shape[-1:] != (self.in_features,):
             return args, ""
-        gemm = self._gemm_of(x.numel() // (self.in_features or 1), x.dtype, x.device)
-        name = choose(gemm, measure=DENSE in gemm.forms)
-        return args, INSTEAD.get(name, "" if name in ORDINARY else f"this layer names its kernel, {name!r}, which was measured fastest")
+        method = self._method(x)[1]
+        named = f"this layer names its kernel, {method.name!r}, which was measured fastest"
+        return args, INSTEAD.get(method.name, named)
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """y = x Wᵀ + ``bias``."""
         if is_tracing():
             return F.linear(x, constant(self.dense), bias)
         x, weight = self._operands(x)
-        # a graph may not ask for the number of tokens
-        graph = torch.compiler.is_compiling() or type(x.numel()) is not int
-        return linear_compressed(x, weight, bias) if graph else self._chosen(x, weight, bias)
+        return self._chosen(x, weight, bias)
 
     def _operands(self, x: Tensor) -> tuple[Tensor, ops.Compressed]:
         """x in the order of the columns, and the weight, both in the dtype of the GEMM."""
@@ -222,46 +221,33 @@ class CompressedLinear(nn.Module):
             x = x.index_select(-1, order if counts_writes(order) else order.clone())
         return x, weight
 
-    def _at_once(self, x: Tensor, dtype: torch.dtype) -> bool:
-        """Whether the kernel may have this input as it is."""
-        fits = type(x) is Tensor and x.is_cpu and x.dtype == dtype and x.shape[-1] == self.in_features
-        return fits and unwatched(x) and not torch._C._is_any_autocast_enabled()
-
     def _chosen(self, x: Tensor, weight: ops.Compressed, bias: Tensor | None) -> Tensor:
-        """y = x Wᵀ + b by the candidate that is chosen for it."""
+        """y = x Wᵀ + b by the method that is chosen for it."""
         if x.shape[-1:] != (self.in_features,):
             return linear_compressed(x, weight, bias)  # which says what is wrong
-        gemm = self._gemm_of(x.numel() // (self.in_features or 1), x.dtype, x.device)
-        name = choose(gemm, measure=DENSE in gemm.forms)
+        problem, method = self._method(x)
         b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
-        if name in ORDINARY:
-            if b is bias and x.is_cpu and x.dtype != torch.float64 and unwatched(x) and not forced_backend():
-                args = x, weight.values, weight.indices, self.pattern.n, self.pattern.m, self.in_features, bias
-                by_cpu = next(i for i in implementations("nm_linear") if i.backend == "cpu").supports(*args)[0]
-                if by_cpu and (name != AUTO or fprop_way(*args) == SPARSE):
-                    self._plan(x, weight, frozen_linear(*args[1:-1]))
-            return linear_compressed(x, weight, bias)
-        if name == DENSE:
-            dense = weight.layout("dense", ops.Compressed.dense)
-            kept = weight._layouts.get("dense")
+        if method == DENSE:
+            graph = torch.compiler.is_compiling()
+            dense = weight.dense() if graph else weight.layout("dense", ops.Compressed.dense)
+            copies = None if graph else weight._layouts.get("dense")
             # on a GPU each call asks, for the stream that it is on
-            if b is bias and x.is_cpu and kept is not None and kept.last is not None and kept.last.value is dense:
-                self._plan(x, weight, dense)
+            if b is bias and x.is_cpu and copies is not None and copies.last is not None and copies.last.value is dense:
+                self._remember(x, weight, dense)
             return F.linear(x, dense, b)
-        if torch.is_grad_enabled() or kind_of("", (x, weight.values, bias)) is None:
+        if torch.is_grad_enabled() or method.name == OP:
             return linear_compressed(x, weight, bias)
-        form = form_of(name, gemm)
-        return call(name, gemm, x, {form: weight.layout(form, partial(_packed, form))}, bias=b)
+        return run(method, problem, x, {method.form: weight.layout(method.form, partial(_packed, method.form))}, bias=b)
 
-    def _plan(self, x: Tensor, weight: ops.Compressed, way: Tensor | Callable[..., Tensor]) -> None:
-        """From now on multiply inputs of this size at once: by a dense weight, or where no gradient is wanted by the kernel."""
+    def _remember(self, x: Tensor, weight: ops.Compressed, dense: Tensor) -> None:
+        """From now on multiply inputs of this size by the dense weight at once."""
         values = weight.values
         plain = weight is self._view and self.order is None and self.adapter is None
         if not plain or not counts_writes(values):
             return
-        if len(self._plans) >= MOST_PLANS:
-            self._plans.clear()
-        self._plans[x.numel()] = values, way, values._version, values.data_ptr(), TABLE.revision
+        if len(self._dense_for) >= MOST_SIZES:
+            self._dense_for.clear()
+        self._dense_for[x.numel()] = values, dense, values._version, values.data_ptr(), TABLE.revision
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if isinstance(param, ops.Compressed):
@@ -275,7 +261,7 @@ class CompressedLinear(nn.Module):
     def _forget(self) -> None:
         """Make everything anew, also after writes that torch does not count."""
         self._view = None
-        self._plans = _Plans()
+        self._dense_for = _DenseFor()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -289,19 +275,32 @@ class CompressedLinear(nn.Module):
         self._forget()
         return super().train(mode)
 
-    def gemms(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Gemm, ...]:
-        """Its one GEMM, with so many rows of the input, for ``nm.tune``; ``dtype``: of the input under autocast, the weight's if None."""
-        return (self._gemm_of(tokens, dtype or self.values.dtype, self.values.device),)
+    def problems(self, tokens: int) -> list[tuple[Problem, ...]]:
+        """Its one GEMM, with so many rows of the input and under the autocast that is on."""
+        cast, dtype = autocast_dtype(self.values), self.values.dtype
+        return [(self._problem(tokens, cast if cast is not None and castable(dtype) else dtype, self.values.device),)]
 
-    def _gemm_of(self, tokens: int, dtype: torch.dtype, device: torch.device) -> Gemm:
-        last = self._asked
-        if last is not None and last.tokens == tokens and last.dtype == dtype and last.device == device:
+    def tunable(self, counts: Sequence[int]) -> Iterator[tuple[str, CompressedLinear, Sequence[int]]]:
+        """The layers that ``nm.tune`` finds here, with their names in this module and the rows of their inputs: this one."""
+        yield "", self, counts
+
+    def _method(self, x: Tensor) -> tuple[Problem, Method]:
+        """The GEMM of a call with the input x, and the method that is chosen for it."""
+        problem = self._problem(x.numel() // (self.in_features or 1), x.dtype, x.device)
+        return problem, choose(problem)[0]
+
+    def _problem(self, tokens: int, dtype: torch.dtype, device: torch.device) -> Problem:
+        last = self._last
+        if last is not None and type(tokens) is int and last.tokens == tokens and last.dtype == dtype and last.device == device:
             return last
         rows, cols, n, m = self.out_features, self.in_features, self.pattern.n, self.pattern.m
         dense = self.keep_dense or (device.type == "cpu" and rows * cols * dtype.itemsize <= SMALL_BYTES)
-        at_hand = forms(rows, cols, n, m, dtype, device, dense)
-        gemm = self._asked = Gemm("fprop", tokens, rows, cols, n, m, dtype, device, at_hand)
-        return gemm
+        graph = torch.compiler.is_compiling()
+        available = (forms.__wrapped__ if graph else forms)(rows, cols, n, m, dtype, device, dense)  # a graph would warn of the cache
+        problem = Problem("fprop", tokens, rows, cols, n, m, dtype, device, available)
+        if not graph and type(tokens) is int:
+            self._last = problem
+        return problem
 
     def extra_repr(self) -> str:
         more = "" if self.order is None else ", inputs reordered"

@@ -1,36 +1,38 @@
 """Convolutions: SparseConv2d trains a weight that is masked along its input channels, CompressedConv2d deploys it.
 
 A compressed convolution is done in one of two ways: by torch, with the weight in dense layout, which is kept or made at every call; or as
-the GEMM of the input's patches ``(positions, kh · kw · in)`` with the compressed weight. Which one is measured at the first call of its
-shape, and remembered in the table of measurements.
+the GEMM of the input's patches ``(positions, kh · kw · in)`` with the compressed weight, where the estimate says that this is faster.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import ops, tuning
-from ..autograd.gemms import CHECKED, DENSE, ENOUGH, EXPAND, FIRST_USE_BUDGET, FIRST_USE_WORK, Gemm
+from .. import ops
 from ..dispatch import forced_backend
+from ..gemm import estimate
+from ..gemm.choose import estimable
+from ..gemm.methods import DENSE, EXPAND
+from ..gemm.problem import Problem
 from ..layouts import CONV2D, as_stored
 from ..pattern import DtypeError, Pattern, PatternLike, ShapeError
-from ..tuning import TABLE, Candidate, Timer, Validator, cold
-from ..tuning.setting import setting, undisturbed
+from ..tuning.setting import setting
 from .compressed import SMALL_BYTES, CompressedLinear, cast
 from .linear import NMWeight, autocast_dtype, castable
 from .traces import PROXY, constant, is_tracing, leaf
 
 PATCHES = "patches"
-"""The way that multiplies the compressed weight."""
+"""The method that multiplies the compressed weight."""
 
-log = logging.getLogger("nmkernels.choice")
+CLEARLY = 1.25
+"""Patches are multiplied only where their estimate is so many times as fast as the dense one's: no convolution was fitted."""
+BANDWIDTH = 4e9
+"""Bytes per second at which patches are gathered, with strides, on a CPU."""
 
 
 class SparseConv2d(NMWeight, nn.Conv2d):
@@ -97,7 +99,7 @@ class CompressedConv2d(CompressedLinear):
 
     The weight is compressed as the matrix ``(out, kh · kw · in)``, whose columns are the offsets in the kernel row by row, and at each of
     them the input channels. Faster than dense where few positions meet many channels, or the pattern is sparser than 2:4; elsewhere torch
-    convolves with the weight expanded. Which is faster is measured at the first call of a shape, unless ``NMKERNELS_CHOICE`` says.
+    convolves with the weight expanded. Which is faster follows from an estimate, unless ``NMKERNELS_CHOICE`` says.
 
     Args:
         weight: the compressed weight of shape ``(out, kh · kw · in)``, a constant.
@@ -138,7 +140,6 @@ class CompressedConv2d(CompressedLinear):
         shell = nn.Conv2d(channels, weight.shape[0], (height, width), stride, padding, dilation, 1, False, padding_mode, device="meta")  # type: ignore[arg-type]
         for name in SETTINGS:
             setattr(self, name, getattr(shell, name))
-        self._ways: dict[Any, str] = {}
 
     layouts = (CONV2D,)
     in_channels: int
@@ -181,21 +182,21 @@ class CompressedConv2d(CompressedLinear):
             weight = cast(weight, dtype)
         if x.dtype != weight.dtype:
             raise DtypeError(f"CompressedConv2d: x is {x.dtype}, the weight {weight.dtype}; cast one of them, or use torch.autocast.")
-        return self._by(self._way(x), x, weight)
+        return self._by(self._how(x), x, weight)
 
     def as_op(self, x: Tensor) -> tuple[tuple[Any, ...], str]:
         batch = x[None] if x.dim() == 3 else x
         if self.pointwise:
             return super().as_op(batch.movedim(1, -1).contiguous())
         args, instead = super().as_op(self._patches(batch))
-        return args, instead if self._way(batch) == PATCHES else "not called by this layer: torch convolves with the dense weight"
+        return args, instead if self._how(batch) == PATCHES else "not called by this layer: torch convolves with the dense weight"
 
-    def _by(self, way: str, x: Tensor, weight: ops.Compressed) -> Tensor:
+    def _by(self, how: str, x: Tensor, weight: ops.Compressed) -> Tensor:
         bias = self.bias if self.bias is None or self.bias.dtype == x.dtype else self.bias.to(x.dtype)
-        if way == PATCHES:
+        if how == PATCHES:
             y: Tensor = self._chosen(self._patches(x), weight, bias)
             return as_ordered(x, y.movedim(-1, 1))
-        matrix = weight.dense() if way == EXPAND else weight.layout("dense", ops.Compressed.dense)
+        matrix = weight.dense() if how == EXPAND else weight.layout("dense", ops.Compressed.dense)
         stored = as_ordered(x, as_stored(matrix, CONV2D, self.stored_shape))
         result: Tensor = nn.Conv2d._conv_forward(self, x, stored, bias)  # type: ignore[arg-type]
         return result
@@ -216,55 +217,23 @@ class CompressedConv2d(CompressedLinear):
             x = x.unfold(dim, (size - 1) * apart + 1, step)[..., ::apart]
         return x.permute(0, 1, 2, 4, 5, 3).flatten(3)
 
-    # ---- the choice
-
-    def _way(self, x: Tensor) -> str:
-        """How a call with the input x is done."""
+    def _how(self, x: Tensor) -> str:
+        """How a call with the input x is done: ``PATCHES``, or by torch with the dense weight, kept or expanded."""
         if torch.compiler.is_compiling() or type(x.numel()) is not int:
             return EXPAND
         dense = self.keep_dense or (x.is_cpu and math.prod(self.stored_shape) * x.dtype.itemsize <= SMALL_BYTES)
-        first = DENSE if dense else EXPAND
-        if torch._C._get_deterministic_algorithms():
+        first, how = DENSE.name if dense else EXPAND, setting()
+        if torch._C._get_deterministic_algorithms() or how == "dense":
             return first
-        asked = x.shape, x.dtype, x.device, first, TABLE.revision
-        found = self._ways.get(asked)
-        if found is None and not undisturbed(x.device):
+        if how == "packed" or forced_backend():
+            return PATCHES
+        tokens = len(x) * self._positions(x)
+        forms = ("dense", "rows") if dense else ("rows",)
+        p = Problem("fprop", tokens, self.out_features, self.in_features, self.pattern.n, self.pattern.m, x.dtype, x.device, forms)
+        if not x.is_cpu or not tokens or not estimable(p):
             return first
-        if found is None:
-            if len(self._ways) >= MOST_WAYS:
-                self._ways.clear()
-            found = self._find(x, first)
-            self._ways[(*asked[:-1], TABLE.revision)] = found  # which may have been measured just now
-        return found
-
-    def _find(self, x: Tensor, first: str) -> str:
-        how = setting()
-        if how == "dense" or how == "packed" or forced_backend():
-            return first if how == "dense" else PATCHES
-        problem, most = self._problem(x, first), FIRST_USE_WORK.get(x.device.type, 0)
-        line = TABLE.get(problem)
-        if line is not None and line.get("choice") in (first, PATCHES):
-            return str(line["choice"])
-        each = self._positions(x) * self.out_features * self.in_features  # multiplications of one sample
-        if how == "table" or not each * len(x) > 0 or each > most:
-            return first
-        some = x[: max(1, ENOUGH[x.device.type] // each)].detach()
-        try:
-            with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
-                found = self._measure(problem, some.clone(), max(1, CHECKED // each), first)
-        except (RuntimeError, MemoryError) as error:  # out of memory, mostly
-            log.warning("%s: not measured: %s", problem, error)
-            return first
-        found.store({problem: found.line(found.best, "first use")})
-        log.info("%s: %s", problem, found.best)
-        return found.best
-
-    def _problem(self, x: Tensor, first: str) -> str:
-        """The line of the table: all that the time depends on."""
-        last = "last" if x.is_contiguous(memory_format=torch.channels_last) else "first"
-        what = "x".join(map(str, self.stored_shape)), f"{self.pattern}", str(x.dtype).removeprefix("torch."), f"{x.shape[2]}x{x.shape[3]}"
-        how = f"{self.stride} {self.padding} {self.dilation} {self.padding_mode} channels-{last} {first}"
-        return tuning.key("conv", x.device, "|".join((*what, how)), len(x))
+        gather = 2 * tokens * self.in_features * x.dtype.itemsize / BANDWIDTH
+        return PATCHES if CLEARLY * (estimate.seconds("sparse", p) + gather) < estimate.seconds(first, p) else first
 
     def _positions(self, x: Tensor) -> int:
         """How many outputs one sample of x has in each channel."""
@@ -274,31 +243,9 @@ class CompressedConv2d(CompressedLinear):
             count *= max(0, (size + sides[2 * i] + sides[2 * i + 1] - span) // self.stride[1 - i] + 1)
         return count
 
-    def _measure(self, problem: str, x: Tensor, checked: int, first: str) -> tuning.Found:
-        """Time both ways on x; the results of the first ``checked`` samples are compared."""
-        weight = ops.Compressed(self.values.detach().to(x.dtype), self.indices, self.pattern, (self.out_features, self.in_features))
-        dense = weight.dense()
-        bias = None if self.bias is None else self.bias.detach().to(x.dtype)
-        part = x[:checked]
-        stored = as_ordered(part, as_stored(dense, CONV2D, self.stored_shape))
-        theirs = nn.Conv2d._conv_forward(self, part, stored, bias)  # type: ignore[arg-type]
-        exact = nn.Conv2d._conv_forward(self, part.double(), stored.double(), None if bias is None else bias.double())  # type: ignore[arg-type]
-        rows, cols = len(theirs), theirs[0].numel()
-        validator = Validator(exact.reshape(rows, cols), theirs.reshape(rows, cols))
-
-        def written(way: str, out: Tensor) -> None:
-            out.copy_(self._by(way, part, weight).reshape(rows, cols))
-
-        def calls(way: str) -> list[partial[Tensor]]:
-            self._by(way, x, weight)  # the GEMM of this size may be measured itself, which is no part of its time
-            return [partial(self._by, way, each, weight) for each in cold(x)]
-
-        some = [Candidate(way, partial(written, way), partial(calls, way)) for way in (first, PATCHES)]
-        return tuning.measure(problem, some, validator, Timer(x.device), FIRST_USE_BUDGET)
-
-    def gemms(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Gemm, ...]:
-        """Of a 1×1 convolution its one GEMM; how another one is done is measured at its first call."""
-        return super().gemms(tokens, dtype) if self.pointwise else ()
+    def problems(self, tokens: int) -> list[tuple[Problem, ...]]:
+        """Of a 1×1 convolution its one GEMM; how another one is done follows from the estimate."""
+        return super().problems(tokens) if self.pointwise else []
 
     def extra_repr(self) -> str:
         shown = nn.Conv2d.extra_repr(self)  # type: ignore[arg-type]
@@ -310,9 +257,6 @@ SETTINGS = (
     "_reversed_padding_repeated_twice",
 )  # fmt: skip
 """What a convolution knows beside its weight, as torch's own layer has worked it out."""
-
-MOST_WAYS = 256
-"""Kinds of inputs whose way a layer remembers; then it forgets all."""
 
 
 def as_ordered(x: Tensor, result: Tensor) -> Tensor:

@@ -18,17 +18,19 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from .. import dispatch
-from ..autograd import Form, GemmPlan, Operands, Reads, WeightTransform, operands, reads
-from ..backends.cpu.fingerprint import fingerprint
+from ..autograd import WeightTransform
+from ..backends import fingerprint
+from ..gemm.plan import GemmPlan
+from ..gemm.route import Operands, Route, operands, route
 from ..ops import Packed
 from ..tuning import TABLE
 
 Source = tuple[Tensor, WeightTransform, Sequence[Tensor], torch.dtype]
-"""What an effective weight is made of: the weight, the transform, what that reads beside it, and the dtype of the GEMMs."""
+"""What an effective weight is made of: the weight, the transform, what that reads with it, and the dtype of the GEMMs."""
 
 
-MOST_ASKED = 256
-"""Kinds of calls of which a layer remembers what they read; then it forgets all."""
+MOST_ROUTES = 256
+"""Kinds of calls whose route a layer remembers; then it forgets all."""
 
 
 @dataclass(eq=False)
@@ -46,52 +48,54 @@ class _Copy:
 
 
 class EffectiveWeight:
-    """Holds one layer's effective weight, in dense layout and packed as its GEMMs read it, and says when it may be used again."""
+    """Holds one layer's effective weight, in dense layout and packed as its GEMMs read it, and says when it may be used again.
+
+    ``attached``: an optimizer's hook announces every step. ``routes``: what calls read, by size and dtype of the GEMM, grad mode and forced
+    backend.
+    """
 
     def __init__(self) -> None:
-        self.attached = False  # an optimizer's hook tells us of every step
-        self.dense_layout = False  # the plan's "auto" means that for now: see recipes.trial
-        self.asked: dict[tuple[int, torch.dtype, bool, Any], Reads] = {}
+        self.attached = False
+        self.routes: dict[tuple[int, torch.dtype, bool, Any], Route] = {}
         self._basis: tuple[Any, ...] = ()
         self._dense, self._packed = _Copy(), _Copy()
 
     def read(self, source: Source, plan: GemmPlan, x: Tensor) -> Tensor | Operands:
         """The effective weight as a call with the input ``x`` reads it by ``plan``."""
         if plan.fprop == "dense":
-            return self.dense(source)
-        fprop, dgrad, layout, by = self.reads(source, plan, x)
+            return self.dense(source) if torch.compiler.is_compiling() else self._current(self._dense, source, ())
+        fprop, dgrad, layout, by = self.route(source, plan, x)
         if fprop == dgrad == "dense":
-            return self.dense(source)
+            return self.dense(source) if torch.compiler.is_compiling() else self._current(self._dense, source, ())
         if not (self.attached or torch.is_grad_enabled()):
-            dgrad = fprop  # nobody will ask for the rest
-        wanted = (fprop, dgrad)
+            dgrad = fprop  # there is no backward pass, so dgrad is not needed
         dense = packed = None
-        if "dense" in wanted:
+        if fprop == "dense" or dgrad == "dense":
             dense = self.dense(source)
-        elif "auto" not in (plan.fprop, plan.dgrad) and self._dense.form is not None and not torch.compiler.is_compiling():
-            self._dense = _Copy()  # all calls read the same: a dense copy beside them is an evaluation's
-        if "packed" in wanted or "columns" in wanted:
-            packed = self.packed(source, "packed" in wanted, "columns" in wanted, layout)
-        rows, transposed = (None, None) if packed is None else (packed.rows, packed.columns)
-        forms: dict[str, Form | None] = {"dense": dense, "packed": rows, "columns": transposed}
-        first = forms[fprop]
-        assert first is not None
-        return operands(first, None if dgrad == fprop else forms[dgrad], dgrad == "columns", by)
+        elif plan.fprop != "auto" and self._dense.form is not None and not torch.compiler.is_compiling():
+            self._dense = _Copy()  # all calls read the same: this dense copy is left over from an evaluation
+        rows, columns = "packed" in (fprop, dgrad), dgrad == "columns"
+        if rows or columns:
+            packed = self.packed(source, rows, columns, layout)
+            if fprop == dgrad and packed.rows is not None:
+                return operands(packed.rows, by=by)
+        forms: dict[str, Any] = {"dense": dense, "packed": packed and packed.rows, "columns": packed and packed.columns}
+        return operands(forms[fprop], None if dgrad == fprop else forms[dgrad], dgrad == "columns", by)
 
-    def reads(self, source: Source, plan: GemmPlan, x: Tensor) -> Reads:
-        """What a call reads, remembered for those like it in ``asked``: by size and dtype of the GEMM, grad mode, and forced backend."""
+    def route(self, source: Source, plan: GemmPlan, x: Tensor) -> Route:
+        """What a call reads, remembered for those like it."""
         weight, transform, _, dtype = source
         tokens = x.numel()
         if torch.compiler.is_compiling() or type(tokens) is not int:  # of a graph for any number of them
-            return reads(plan, transform, weight, dtype, x)
+            return route(plan, transform, weight, dtype, x)
         basis = plan, transform, weight.shape, weight.device, TABLE.revision
-        if basis != self._basis or len(self.asked) >= MOST_ASKED:
-            self._basis, self.asked = basis, {}
-        asked = tokens, dtype, torch.is_grad_enabled(), dispatch.environment.get(dispatch.ENV_KEY)
-        found = self.asked.get(asked)
+        if basis != self._basis or len(self.routes) >= MOST_ROUTES:
+            self._basis, self.routes = basis, {}
+        kind = tokens, dtype, torch.is_grad_enabled(), dispatch.environment.get(dispatch.ENV_KEY)
+        found = self.routes.get(kind)
         if found is None:
-            found = reads(plan, transform, weight, dtype, x)
-            self._basis, self.asked[asked] = (*basis[:4], TABLE.revision), found  # which may have been measured just now
+            found = route(plan, transform, weight, dtype, x)
+            self._basis, self.routes[kind] = (*basis[:4], TABLE.revision), found  # which may have been measured just now
         return found
 
     def dense(self, source: Source) -> Tensor:
@@ -109,14 +113,14 @@ class EffectiveWeight:
             return transform.packed(weight.detach(), *extras, dtype=dtype, rows=rows, columns=columns, layout=layout)
         copy = self._packed
         if copy.form is not None and copy.transform is source[1]:
-            # calls that read different forms, of few tokens and of many, shall not pack in turns
+            # calls that read different forms, of few tokens and of many, must not pack alternately
             rows, columns = rows or copy.how[0], columns or copy.how[1]
         return self._current(copy, source, (rows, columns, layout))
 
     def _current(self, copy: _Copy, source: Source, how: tuple[Any, ...]) -> Any:
         weight, transform, extras, dtype = source
         owner = weight if isinstance(weight, nn.Parameter) else weight._base
-        # functional_call and replicas pass a plain tensor, no Parameter; inference tensors have no version counter, fake ones no address
+        # functional_call and replicas pass a plain tensor, not a Parameter; inference tensors have no version counter, fake ones no address
         if not self.attached or isinstance(weight, FakeTensor) or not isinstance(owner, nn.Parameter) or owner.is_inference():
             self.release()
             return _made(None, source, how)
@@ -125,7 +129,7 @@ class EffectiveWeight:
         same = copy.form is not None and copy.transform is transform and copy.how == how
         # no hook of ours runs when a captured graph does: the graph has to make it, and what it made is of no use outside
         right = same and not captured and stamp == copy.stamp and copy.owner is not None and copy.owner() is owner
-        if right and (mark is not None or (not readable(weight) and torch.is_grad_enabled() and not copy.doubted)):
+        if right and (mark is not None or (not weight.is_cpu and torch.is_grad_enabled() and not copy.doubted)):
             return copy.form
         # only a form that an optimizer's step put out of date may be overwritten: a backward pass may still need any other
         free = same and copy.stamp is None and not captured
@@ -138,16 +142,16 @@ class EffectiveWeight:
     # ---- the end of a copy
 
     @property
-    def kept(self) -> tuple[Tensor | Packed, ...]:
+    def copies(self) -> tuple[Tensor | Packed, ...]:
         """The copies that there are, right or out of date."""
         return tuple(copy.form for copy in (self._dense, self._packed) if copy.form is not None)
 
     def drop(self) -> None:
-        """What is kept is out of date; its memory is kept for the next copies."""
+        """What is held is out of date; its memory is used again for the next copies."""
         self._dense.stamp = self._packed.stamp = None
 
     def doubt(self) -> None:
-        """The weight may have been written: without a fingerprint that says otherwise, what is kept is not used again."""
+        """The weight may have been written: without a fingerprint that says otherwise, what is held is not used again."""
         self._dense.doubted = self._packed.doubted = True
 
     def release(self) -> None:
@@ -159,30 +163,32 @@ class EffectiveWeight:
         return EffectiveWeight, ()
 
 
-def _made(old: Any, source: Source, how: tuple[Any, ...]) -> Tensor | Packed:
+def _made(old: Any, source: Source, how: tuple[Any, ...]) -> Any:
     """The effective weight as new tensors, or in the memory of ``old`` where it fits."""
     weight, transform, extras, dtype = source
     # an inference tensor could never be saved for a later backward
     with torch.inference_mode(False), torch.no_grad():
         w = weight.detach()
-        if not how:
-            if old is not None and old.dtype == dtype == w.dtype and old.shape == w.shape and old.device == w.device:
-                return transform(w, *extras, out=old)
-            return transform(w, *extras).to(dtype)
-        rows, columns, layout = how
-        new = transform.packed(w, *extras, dtype=dtype, rows=rows, columns=columns, layout=layout)
-        if old is None:
-            return new
-        pairs = [(a, b) for a, b in zip(old.buffers(), new.buffers(), strict=True) if a is not None and b is not None]
-        if any((a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device) for a, b in pairs):
-            return new
-        for there, here in pairs:
-            there.copy_(here)
-        return old
+        if how:
+            new = transform.packed(w, *extras, dtype=dtype, rows=how[0], columns=how[1], layout=how[2], out=old)
+            return new if old is None or new is old else _moved(new, old)
+        if old is not None and old.dtype == dtype == w.dtype and old.shape == w.shape and old.device == w.device:
+            return transform(w, *extras, out=old)
+        return transform(w, *extras).to(dtype)
 
 
 def _capturing(weight: Tensor) -> bool:
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _moved(new: Packed, old: Packed) -> Packed:
+    """``new`` in the memory of ``old`` where it fits, which optimizers' steps leave warm in the cache and mapped."""
+    pairs = [(a, b) for a, b in zip(old.buffers(), new.buffers(), strict=True) if a is not None and b is not None]
+    if any((a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device) for a, b in pairs):
+        return new
+    for there, here in pairs:
+        there.copy_(here)
+    return old
 
 
 def readable(weight: Tensor) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
@@ -143,6 +143,10 @@ class StackedWeight(NMWeight):
         """A matrix like ``master`` ``(E·out, in)`` as ``(E, out, in)``."""
         return matrix.unflatten(0, (self.experts, -1))
 
+    def tunable(self, counts: Sequence[int]) -> Iterator[tuple[str, NMWeight, Sequence[int]]]:
+        """None here: the experts module has them."""
+        return iter(())
+
     def forward(self, weight: Tensor) -> Tensor:
         """W̃ of ``weight``, both as the Parameter is stored; the gradient reaches ``weight`` by the transform's rule."""
         self.ran = True
@@ -202,6 +206,10 @@ class SparseExperts(_InFront):
     def stacks(self) -> dict[str, StackedWeight]:
         """The sparse stacks by the names of their Parameters."""
         return {child.key: child for child in self._modules.values() if isinstance(child, StackedWeight)}
+
+    def tunable(self, counts: Sequence[int]) -> Iterator[tuple[str, nn.Module, Sequence[int]]]:
+        """Its stacks, for ``nm.tune``: torch multiplies them until ``compress_``."""
+        yield from ((key, stack, counts) for key, stack in self.stacks.items())
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the dense module, with W̃ in place of W."""
@@ -371,6 +379,12 @@ class CompressedExperts(_InFront):
     def stacks(self) -> dict[str, CompressedStack]:
         """The compressed stacks by the names that their Parameters had."""
         return {key.removeprefix(PREFIX): child for key, child in self._modules.items() if isinstance(child, CompressedStack)}
+
+    def tunable(self, counts: Sequence[int]) -> Iterator[tuple[str, nn.Module, Sequence[int]]]:
+        """For ``nm.tune``: of each stack the first expert's layer, with the tokens that one expert gets on average."""
+        chosen = experts_per_token(self) or 1
+        for key, stack in self.stacks.items():
+            yield key, stack.layers[0], [-(-tokens * chosen // stack.experts) for tokens in counts]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The weighted sum over each token's experts ``(tokens, hidden)``, of the tokens, their experts and these ones' weights

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..autograd import operands
-from ..autograd.plan import CANONICAL, Operands
+from ..gemm.forms import CANONICAL
+from ..gemm.route import Operands, operands
 from ..layouts import CONV1D, LINEAR
 from ..ops import Compressed, decompress
 from ..pattern import DtypeError, NMError, Pattern
@@ -233,11 +233,11 @@ def gathered(layer: NMWeight, x: Tensor) -> tuple[Tensor, Tensor | Operands | No
         return weight, weight.detach() if not hollow else c.dense()
     # every rank gathers the same; what it then multiplies is its own business, and the next gather follows this call
     gather.hollow = False
-    if x.dtype == c.dtype and not (layer.effective.dense_layout or torch.are_deterministic_algorithms_enabled()):
-        reads = layer.effective.reads((weight, layer.transform, (), c.dtype), layer.plan, x)
-        if reads.fprop == reads.dgrad == "packed" and reads.layout == CANONICAL:
+    if x.dtype == c.dtype and not torch.are_deterministic_algorithms_enabled():
+        how = layer.effective.route((weight, layer.transform, (), c.dtype), layer.plan, x)
+        if how.fprop == how.dgrad == "packed" and how.layout == CANONICAL:
             gather.hollow = True
-            return weight, operands(c, by=reads.by)
+            return weight, operands(c, by=how.by)
     return weight, c.dense() if hollow else weight.detach()
 
 

@@ -6,14 +6,17 @@ What autocast would do with a linear layer's operands; an autograd Function has 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..autograd import GemmPlan, HardMask, Operands, WeightTransform, gemms_of, linear, transformed
-from ..autograd.gemms import Gemm
+from ..autograd import HardMask, WeightTransform, linear, transformed
+from ..gemm.plan import GemmPlan
+from ..gemm.problem import Problem
+from ..gemm.route import Operands, problems_of
 from ..layouts import CONV1D, LINEAR, MATRICES, ORDERS, REDUCED, as_matrix, as_stored, matrix_shape, ordered
 from ..ops import is_nm
 from ..ops.pack import positions
@@ -316,11 +319,16 @@ class NMWeight(nn.Module):
             self.watch.see(y, weight, 0)
         return y
 
-    def gemms(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Gemm, ...]:
-        """The GEMMs that its plan leaves open, for so many rows of the input; ``dtype``: of the GEMMs, None for the weight's."""
+    def problems(self, tokens: int) -> list[tuple[Problem, ...]]:
+        """The GEMMs that its plan leaves open, for so many rows of the input and the autocast that is on; those of a tuple together."""
         if self.transform is None or not self.own_gemms:
-            return ()
-        return gemms_of(self.plan, self.transform, self.multiplied, dtype or self.weight.dtype, tokens)
+            return []
+        cast, dtype = autocast_dtype(self.weight), self.weight.dtype
+        return problems_of(self.plan, self.transform, self.multiplied, cast if cast is not None and castable(dtype) else dtype, tokens)
+
+    def tunable(self, counts: Sequence[int]) -> Iterator[tuple[str, NMWeight, Sequence[int]]]:
+        """The layers that ``nm.tune`` finds here, with their names in this module and the rows of their inputs: this one."""
+        yield "", self, counts
 
     def as_op(self, x: Tensor) -> tuple[tuple[Any, ...], str]:
         """The arguments of ``nm_linear`` for the input x, and in words what the layer does instead of leaving it to the dispatcher; for
@@ -337,7 +345,7 @@ class NMWeight(nn.Module):
         dtype = cast if cast is not None and castable(self.weight.dtype) else self.weight.dtype
         x = x.to(cast) if cast is not None and castable(x.dtype) else x
         weight, extras = self.master.detach(), self._extras(transform)
-        how = self.effective.reads((weight, transform, extras, dtype), self.plan, x) if self.plan.packs else None
+        how = self.effective.route((weight, transform, extras, dtype), self.plan, x) if self.plan.packs else None
         packed = how is not None and how.fprop == "packed"
         rows = transform.packed(weight, *extras, dtype=dtype, layout=how.layout if how is not None and packed else "canonical").rows
         assert rows is not None
@@ -346,10 +354,10 @@ class NMWeight(nn.Module):
         if not packed:
             return (
                 args,
-                "not called by this layer: W̃ in dense layout, for torch's GEMM, is what its plan says or was faster for so many tokens",
+                "not called by this layer: W̃ in dense layout, for torch's GEMM, is what its plan says or is faster for so many tokens",
             )
         by = "" if how is None else how.by[0]
-        return args, f"this layer names its kernel, of backend {by!r}, which was measured fastest" if by not in ("", "cpu") else ""
+        return args, f"this layer names its kernel, of backend {by!r}, which was measured fastest" if by else ""
 
     def forward(self, input: Tensor) -> Tensor:
         """y = x W̃ᵀ + b, and the adapter's part; x ``(..., in)``. Under autocast the mask comes from the master weight."""
@@ -384,7 +392,7 @@ class NMWeight(nn.Module):
             dtype = x.dtype  # of FSDP2's mixed precision
         for name in transform.reads:  # a loop, since a comprehension is a call
             extras.append(getattr(self, name))
-        if plan.fprop == "auto" and (self.effective.dense_layout or torch.are_deterministic_algorithms_enabled()):
+        if plan.fprop == "auto" and torch.are_deterministic_algorithms_enabled():
             plan = plan.dense_layout
         if is_tracing():
             source = weight, transform, extras, dtype
@@ -490,7 +498,8 @@ class SparseLinear(NMWeight, nn.Linear):  # type: ignore[misc]  # torch types bi
 
     The parameter ``weight`` ``(out, in)`` stays dense and receives the straight-through gradient ∂L/∂W̃. Groups run along
     ``in_features``. On its own it is STE; recipes (``sparsify_``) change the transform with the phase of training. Each GEMM multiplies the
-    weight in dense layout or packed, as was measured to be faster; under ``torch.use_deterministic_algorithms(True)`` in dense layout.
+    weight in dense layout or packed, whichever is faster by rule or as measured by ``nm.tune``; under
+    ``torch.use_deterministic_algorithms(True)`` in dense layout.
 
     Args:
         in_features, out_features, bias, device, dtype: as for ``nn.Linear``.

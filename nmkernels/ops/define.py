@@ -57,7 +57,9 @@ def define(
     leading: tuple[str, ...] = (),
     floats: bool = True,
 ) -> Callable[..., Any]:
-    """Register ``torch.ops.nmkernels.<name>`` and return ``call(*args, out=None)``, the short way to it for the package's own use.
+    """Register ``torch.ops.nmkernels.<name>`` and return ``call(*args, out=None, backend="")``, the short way to it for the package's use.
+
+    ``backend`` is asked before the others where the function of a kind of call is chosen; a graph or a watcher sees the plain op.
 
     Its derivatives are refused (``derivatives.with_autograd``), and ``torch.vmap`` knows it (``_vmap_rule``).
 
@@ -124,12 +126,15 @@ def define(
         op_out = _register(f"{name}_out", f"{schema.split(') ->')[0]}, *, {keywords}) -> ()")
         install(f"{name}_out", op_out)
 
-    def call(*args: Any, out: Any = None) -> Any:
+    def call(*args: Any, out: Any = None, backend: str = "") -> Any:
         if len(args) < total:
             args += defaults[len(args) - total :]
         given = () if out is None else (out,) if single else out
-        kind = kind_of(name, args, given)
+        kind = kind_of(name, args, given, backend)
         fn = None if kind is None else dispatch.plans.get(kind)
+        if fn is None and backend and kind is not None:
+            args, given, _ = checked(args, dict(zip(outs, given, strict=True)))
+            fn = _chosen(name, args, given, backend)
         if fn is None:
             if any(map(is_sharded, args)):
                 from . import sharded  # which tells DTensor what it may do with our ops
@@ -148,12 +153,12 @@ def define(
     return call
 
 
-def _chosen(name: str, args: tuple[Any, ...], given: tuple[Tensor, ...]) -> Callable[..., Any]:
+def _chosen(name: str, args: tuple[Any, ...], given: tuple[Tensor, ...], backend: str = "") -> Callable[..., Any]:
     """The function that runs a call; of a new kind of call it is remembered once it is known to be right on this machine."""
-    kind = plainly(kind_of, name, args, given)
+    kind = plainly(kind_of, name, args, given, backend)
     fn = None if kind is None else dispatch.plans.get(kind)
     while fn is None:
-        entry, lasting = dispatch.decide(name, args)
+        entry, lasting = dispatch.decide(name, args, backend)
         plan = kind if lasting or kind is None else (entry.backend, *kind)  # the next call of the kind may be another's
         trusted = plan is None or plan in dispatch.plans or verify.trusted(entry, args)
         if trusted and plan is not None:
@@ -165,8 +170,8 @@ def _chosen(name: str, args: tuple[Any, ...], given: tuple[Tensor, ...]) -> Call
     return fn
 
 
-def kind_of(name: str, args: Sequence[Any], given: Sequence[Tensor] = ()) -> tuple[Any, ...] | None:
-    """All that decides what a call of ``name`` comes to; None where torch has to see the call itself.
+def kind_of(name: str, args: Sequence[Any], given: Sequence[Tensor] = (), backend: str = "") -> tuple[Any, ...] | None:
+    """The cache key of a call of ``name``; None where torch has to see the call itself.
 
     That is while somebody watches (compiling, torch modes, functorch, tracing, the profiler, forward mode) and where an argument is no
     plain tensor: a subclass, a lazy negation, zeros without memory, a tensor that requires grad while grad mode is on.
@@ -182,7 +187,7 @@ def kind_of(name: str, args: Sequence[Any], given: Sequence[Tensor] = ()) -> tup
     ):
         return None
     recording = torch.is_grad_enabled()
-    kind: list[Any] = [name, dispatch.environment.get(dispatch.ENV_KEY)]
+    kind: list[Any] = [name, dispatch.environment.get(dispatch.ENV_KEY) or backend]
     rest = [*args, *given]
     for x in rest:  # which grows by the lists in it
         cls = type(x)
@@ -279,8 +284,14 @@ def _check_out(op: str, name: str, out: Tensor, shape: tuple[Any, ...], dtype: t
 
 def _writable(outs: tuple[Tensor, ...], args: tuple[Any, ...]) -> bool:
     """A backend may write straight into ``outs``: contiguous, and in memory that none of the inputs uses."""
-    inputs = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)} - {0}
-    return all(o.is_contiguous() and o.untyped_storage().data_ptr() not in inputs for o in outs)
+    for o in outs:
+        where = o.untyped_storage().data_ptr()
+        if not o.is_contiguous():
+            return False
+        for a in args:  # loops, since a generator expression is a call for each element
+            if isinstance(a, Tensor) and where and a.untyped_storage().data_ptr() == where:
+                return False
+    return True
 
 
 def _refuse(g: Tensor, shape: Sequence[int], dtype: torch.dtype, op: str) -> Tensor:

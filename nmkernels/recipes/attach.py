@@ -315,9 +315,6 @@ class Attachment:
         observed = [part.observed for part in parts if part.observed is not None]
         for part in parts:
             part.observed = None
-        trial = self.run.trial
-        if trial is not None and not trial.done:
-            trial.stepped()
         if not observed:
             return
         stats, numel = reduce(merge_stats, observed), sum(part.numel for part in parts)

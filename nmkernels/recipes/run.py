@@ -23,7 +23,6 @@ from .readers import Readers
 from .registry import spec
 from .report import Report
 from .state import MASK, HeldTensors, LayerPatterns, Streams, own_rank
-from .trial import Trial
 from .writes import Writes, listed
 
 if TYPE_CHECKING:
@@ -50,7 +49,6 @@ class Run:
         self.revision = 0
         self.max_applied_steps = 0
         self.shard_metrics: dict[str, Tensor] = {}
-        self.trial: Trial | None = None
         self._transforms: dict[WeightTransform, WeightTransform] = {}
         setup = recipe.setup
         self.patterns = LayerPatterns(recipe, layers, report)
@@ -240,13 +238,6 @@ class Run:
 
     def apply(self, stage: Stage) -> None:
         """Set what every layer does from now on; optimizers notice the new ``revision`` at their next step."""
-        if self.trial is None or (stage.transform, stage.plan) != (self.stage.transform, self.stage.plan):
-            # layers that torch multiplies have nothing to try
-            own = any(layer.own_gemms for layer in self.layers.values())
-            auto = own and stage.transform is not None and stage.plan.fprop == "auto"
-            self.trial = Trial(self.layers) if auto else None
-            for layer in self.layers.values():
-                layer.effective.dense_layout = False
         self.stage = stage
         self.revision += 1
         for layer in self.layers.values():

@@ -20,7 +20,7 @@ EARLY = 0.05
 """The share of a schedule that may be missing at its end before a run counts as cut short."""
 
 PACKED = ("auto", True, False)
-"""Where it was measured to be faster; in fprop, and in dgrad where the packed weight serves it; nowhere."""
+"""Where it is faster; in fprop, and in dgrad where the packed weight serves it; nowhere."""
 
 
 def packed_only(packed: bool | str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from torch import Tensor
@@ -42,6 +43,7 @@ class Found:
     Args:
         problem: its line in the table.
         baseline: what is done where nothing is measured, which a faster one replaces.
+        halves: the same by each half of the time.
         refused: wrong, or failed.
         declined: cannot do it here.
         path: the file written to, else ``note`` says why there is none.
@@ -54,13 +56,25 @@ class Found:
     declined: dict[str, str] = field(default_factory=dict)
     path: str | None = None
     note: str = ""
+    halves: list[dict[str, float]] = field(default_factory=list)
+
+    def time(self, timer: Timer, calls: Mapping[str, Sequence[Call]], budget: float) -> None:
+        """Time the calls twice, each time for half of ``budget`` seconds, alternating."""
+        for _ in range(2):
+            took, failed = timer.compare({name: some for name, some in calls.items() if name not in self.refused}, budget / 2)
+            self.halves.append(took)
+            self.refused |= failed
+        names = [name for name in calls if all(name in half for half in self.halves)]
+        self.seconds = {name: median([half[name] for half in self.halves]) for name in names}
 
     @property
     def best(self) -> str:
-        """The fastest; the baseline unless another gains more than noise."""
+        """The fastest; the baseline unless another gains more than noise in both halves."""
         best = min(self.seconds, key=self.seconds.__getitem__, default=self.baseline)
-        base = self.seconds.get(self.baseline)
-        return self.baseline if base is not None and base < LEAST_GAIN * self.seconds[best] else best
+        if self.baseline not in self.seconds:
+            return best
+        halves = self.halves or [self.seconds]
+        return best if all(half[self.baseline] >= LEAST_GAIN * half[best] for half in halves) else self.baseline
 
     @property
     def gain(self) -> float | None:
@@ -107,6 +121,5 @@ def measure(problem: str, candidates: Sequence[Candidate], validator: Check, tim
             found.refused[candidate.name] = wrong
         else:
             right.append(candidate)
-    found.seconds, failed = timer.compare({c.name: c.calls() for c in right}, budget)
-    found.refused |= failed
+    found.time(timer, {c.name: c.calls() for c in right}, budget)
     return found

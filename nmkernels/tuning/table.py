@@ -34,7 +34,7 @@ except ImportError:  # Windows has no such locks: a line may be lost if two proc
     fcntl = None  # type: ignore[assignment]
 
 CACHE = "NMKERNELS_CACHE"
-FILE, SCHEMA = "tuning.json", 2
+FILE, SCHEMA = "tuning.json", 3
 LONGEST_WAIT = 2.0
 """Seconds to wait for another process's lock; without it only lines can be lost, since files are replaced atomically."""
 
@@ -101,6 +101,8 @@ class Table:
             if size > LARGEST:
                 raise ValueError(f"it has {size:,} bytes, too many for a table")
             found = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(found, dict) and isinstance(found.get("schema"), int) and found["schema"] < SCHEMA:
+                return {}  # of an older version, whose choices are not followed
             if not isinstance(found, dict) or found.get("schema") != SCHEMA or not isinstance(found.get("lines"), dict):
                 raise ValueError(f"it is not a table of schema {SCHEMA}")
         except FileNotFoundError:

@@ -1,14 +1,14 @@
 """The linear Function: what each GEMM reads, what it saves, and what it refuses. Its gradients on a layer: nn/test_linear.py."""
 
-import sys
 from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from nmkernels import NMError, ops
-from nmkernels.autograd import GemmPlan, linear, linear_compressed, operands
+from nmkernels import NMError, dispatch, ops
+from nmkernels.autograd import GemmPlan, linear, linear_compressed
+from nmkernels.gemm.route import operands
 from nmkernels.testing import assert_no_worse
 from python_tests import plain
 
@@ -123,12 +123,12 @@ def test_a_named_backend_computes_as_the_op_does(monkeypatch):
     x, w, _, used = tensors(torch.float32)
     c, seen = ops.compress(w.detach(), "2:4"), []
 
-    def kernel(x, *args):
+    def kernel(x, *args, out=None):
         seen.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
         return F.linear(x, used)
 
-    module = sys.modules["nmkernels.autograd.linear"]
-    monkeypatch.setattr(module, "function", lambda op, backend, args: kernel if backend == "mine" else None)
+    entry = dispatch.Impl("nm_linear", "mine", kernel, dispatch.always, -1)
+    monkeypatch.setitem(dispatch._impls, "nm_linear", [*dispatch._impls["nm_linear"], entry])
     with torch.autocast("cpu", torch.bfloat16):
         y = linear(x, w, operands(c, by=("mine", "")))
     torch.testing.assert_close(y, F.linear(x, used))

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from nmkernels import reference
 from nmkernels.backends.cpu import linear as module
-from nmkernels.backends.cpu import ways
 from nmkernels.backends.cpu.core import core
 from nmkernels.pattern import Pattern, ShapeError
 from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
@@ -44,9 +43,8 @@ class Dots:
 
 @pytest.fixture(autouse=True)
 def _in_tiles(monkeypatch):
-    """Under every instruction set, also where the fp32 kernels, or a dense GEMM, would be taken."""
+    """Under every instruction set, also where the fp32 kernels would be taken."""
     monkeypatch.setattr(module, "core", Dots)
-    monkeypatch.setattr(ways, "way", lambda *args: "sparse")
 
 
 def poisoned(*shape: int) -> Tensor:

@@ -5,8 +5,6 @@ import torch
 import torch.nn.functional as F
 
 from nmkernels import Pattern, ShapeError
-from nmkernels.backends.cpu import ways
-from nmkernels.backends.cpu.linear import frozen_linear
 from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
 from python_tests.backends import gemm_calls
 from python_tests.backends.gemm_calls import inputs, unaligned
@@ -16,12 +14,6 @@ from python_tests.each import each
 TUNED = ("2:4", "1:4", "2:8", "1:8", "4:8", "1:16", "1:32")
 OTHERS = ("1:1", "1:2", "3:5", "4:4", "5:16", "2:32", "7:64", "200:256")
 every_dtype = each("dtype", [torch.float32, torch.bfloat16, torch.float16])
-
-
-@pytest.fixture(autouse=True)
-def _always_sparse(monkeypatch):
-    """The kernels themselves are tested here, also where they would not be chosen."""
-    monkeypatch.setattr(ways, "way", lambda *args: "sparse")
 
 
 class TestFewTokens(FewTokensSuite):
@@ -109,20 +101,3 @@ def test_cancelling_sums_are_as_good_as_dense(cpu, text, dtype):
     x = inputs(1, 4096, dtype) * torch.tensor([1.0, 1e3]).repeat(2048)[torch.randperm(4096, generator=gen)].to(dtype)
     y = cpu("nm_linear")(x, values, indices, p.n, p.m, 4096)
     assert_no_worse(y, F.linear(x, w), F.linear(x.double(), w.double()))
-
-
-@each("text", ["2:4", "1:8", "3:5"])
-def test_a_weight_looked_at_once_multiplies_like_the_op(cpu, text):
-    p = Pattern(text)
-    values, indices, _ = packed(text, 17, 4 * p.m)
-    spread = torch.empty(17, 2 * values.shape[1])[:, ::2].copy_(values)  # whose copy nobody else holds
-    x, bias = inputs(6, 4 * p.m, torch.float32).view(2, 3, -1), inputs(2, 17, torch.float32).t().contiguous()[:, 0]
-    for v in (values, spread):
-        linear = frozen_linear(v, indices, p.n, p.m, 4 * p.m)
-        torch.full_like(values, torch.nan)  # would lie where a copy that was freed had been
-        for b in (None, bias, torch._neg_view(bias)):
-            for given in (x, x.transpose(0, 1), torch._neg_view(x)):
-                assert_equal_bits(linear(given, b), cpu("nm_linear")(given, values, indices, p.n, p.m, 4 * p.m, b))
-    linear = frozen_linear(values, indices, p.n, p.m, 4 * p.m)
-    values.mul_(2)
-    assert_equal_bits(linear(x, None), cpu("nm_linear")(x, values, indices, p.n, p.m, 4 * p.m, None))

@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 
 from nmkernels import reference
-from nmkernels.backends.cpu import linear as module
-from nmkernels.backends.cpu import ways
 from nmkernels.backends.cpu.core import core
 from nmkernels.pattern import Pattern, ShapeError
 from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
@@ -18,12 +16,6 @@ from python_tests.each import each
 PATTERNS = ["2:4", "1:4", "4:4", "2:8", "1:8", "4:8", "1:16", "3:5", "7:12", "1:32", "1:256", "7:256", "200:256"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 every_pattern = each("text", PATTERNS)
-
-
-@pytest.fixture(autouse=True)
-def _always_sparse(monkeypatch):
-    """The kernels themselves are tested here, also where they would not be chosen."""
-    monkeypatch.setattr(ways, "way", lambda *args: "sparse")
 
 
 def poisoned(x: Tensor) -> Tensor:
@@ -145,23 +137,3 @@ def test_same_bits_on_any_number_of_threads(cpu, on_threads, text, tokens):
     gemms = (("nm_linear", (x, *call)), ("nm_linear_dgrad", (g, *call)), ("nm_linear_wgrad", (*call, x.t())))
     one, two, three = on_threads(lambda: [cpu(op)(*args) for op, args in gemms])
     assert_equal_bits([two, three], [one, one])
-
-
-@each("dtype", DTYPES)
-def test_expanded_weights_share_memory_and_not_results(cpu, monkeypatch, dtype):
-    monkeypatch.setattr(ways, "way", lambda *args: "expand")
-    gen = torch.Generator().manual_seed(9)
-    first, second = (packed("2:4", rows, 64, dtype, gen=gen) for rows in (24, 16))
-    x = torch.randn(20, 64, generator=gen).to(dtype)
-    y = [cpu("nm_linear")(x, values, indices, 2, 4, 64) for values, indices, _ in (first, second)]
-    assert_equal_bits(y, [torch.nn.functional.linear(x, w) for _, _, w in (first, second)])
-    check(cpu, "2:4", dtype, 17, 64, 20)
-    monkeypatch.setattr(module, "ROOM_BYTES", 0)
-    check(cpu, "2:4", dtype, 17, 64, 20)
-
-
-@each("dtype", DTYPES[1:])
-def test_16_bit_operands_may_be_multiplied_in_float32(cpu, monkeypatch, dtype):
-    monkeypatch.setattr(ways, "way", lambda *args: "expand to float32")
-    for tokens in (1, 20):
-        check(cpu, "2:4", dtype, 17, 64, tokens)

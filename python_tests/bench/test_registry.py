@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from bench import cases, registry, runner, shapes, targets
 from bench.cases import eager, ffn
-from bench.cases.step import MOST_TRIED, settle
 from bench.registry import Ask, Spec
 from bench.timing import on_cpu
 from nmkernels import NMError, reference
-from nmkernels.autograd import gemms
+from nmkernels.gemm import choose as choosing
+from nmkernels.gemm.methods import Method
+from nmkernels.gemm.problem import Problem
 from python_tests.bench.samples import SMALL
+from python_tests.nn.test_effective import Calls
 
 RATIOS = {"x fastest dense", "x dense", "share of copy", "time over dense", "time over nn.Linear", "time over fused AdamW"}
 RATIOS |= {"us beyond a no-op", "us beyond torch"}
@@ -85,34 +84,16 @@ def test_parts_of_a_step_make_up_the_step() -> None:
     assert all(value > 0 for value in work.finish().values()) and len(work.finish()) == len(steps) == 4
 
 
-def test_steps_are_timed_when_a_run_has_settled_how_it_multiplies() -> None:
-    taken: list[int] = []
-    trial = SimpleNamespace(done=False)
-
-    def step() -> None:
-        taken.append(1)
-        trial.done = len(taken) == 5
-
-    settle(SimpleNamespace(run=SimpleNamespace(trial=trial)), step)
-    assert len(taken) == 5 and trial.done
-    settle(SimpleNamespace(run=SimpleNamespace(trial=None)), step)
-    settle(SimpleNamespace(run=SimpleNamespace()), step)
-    assert len(taken) == 5
-    endless = SimpleNamespace(run=SimpleNamespace(trial=SimpleNamespace(done=False)))
-    settle(endless, lambda: taken.append(1))
-    assert len(taken) == 5 + MOST_TRIED
-
-
 @pytest.mark.parametrize("tokens", [1, 16])
-def test_a_kernel_does_the_gemms_that_it_is_asked_for(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, done = Spec("llama_ffn", "2:4", "float32", 16, 64, tokens), []
+def test_a_kernel_does_the_gemms_that_it_is_asked_for(tokens: int) -> None:
+    spec = Spec("llama_ffn", "2:4", "float32", 16, 64, tokens)
     work = cases.build(spec, "cpu")
     mine = next(p for p in work.providers if p.name == "nmkernels fst, cpu")
-    right = gemms.function
-    for module in (gemms, sys.modules["nmkernels.autograd.linear"]):
-        monkeypatch.setattr(module, "function", lambda op, backend, args: done.append((op, backend)) or right(op, backend, args))
-    with mine.under():
+    choosing.forget()
+    with mine.under(), Calls() as calls:
         mine.call()
     # fprop, and dgrad of the transposed weight, then wgrad
-    assert sorted(done) == [("nm_linear", "cpu")] * 6 + [("nm_linear_wgrad", "cpu")] * 3 and work.facts[mine.name, "GEMMs by it"] == 9
-    assert not gemms._known and ffn.declines("cpu rows", gemms.Gemm("dgrad", 8, 16, 64, 2, 4, torch.float64, torch.device("meta")))
+    assert [calls.names.count(name) for name in ("linear", "linear_wgrad", "linear_dgrad")] == [6, 3, 0]
+    assert work.facts[mine.name, "GEMMs by it"] == 9 and not choosing._chosen
+    gemm = Problem("dgrad", 8, 16, 64, 2, 4, torch.float64, torch.device("meta"))
+    assert ffn.declines(Method("cpu rows", "rows", "cpu"), gemm)

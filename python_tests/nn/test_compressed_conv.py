@@ -1,4 +1,4 @@
-"""CompressedConv2d: equal to the dense convolution in both ways, chosen by measuring, deployed from models and loaded from files."""
+"""CompressedConv2d: equal to the dense convolution in both ways, chosen by rule, deployed from models and loaded from files."""
 
 import copy
 import itertools
@@ -13,11 +13,11 @@ from safetensors.torch import load_model
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.autograd.gemms import EXPAND, forget
+from nmkernels.gemm import estimate
+from nmkernels.gemm.methods import EXPAND
 from nmkernels.layouts import as_matrix, as_stored, ordered
 from nmkernels.nn import CompressedConv2d, conv
 from nmkernels.nn.conv import PATCHES
-from nmkernels.tuning import TABLE
 from python_tests.export.editing import edited
 
 KINDS = {
@@ -48,7 +48,7 @@ def pair(kind, pattern="2:4", channels=(16, 12), dtype=torch.float32, keep_dense
 @pytest.mark.parametrize("way", [EXPAND, PATCHES, "dense"])
 def test_both_ways_equal_the_dense_convolution(kind, way, monkeypatch):
     dense, layer = pair(kind)
-    monkeypatch.setattr(CompressedConv2d, "_way", lambda self, x: way)
+    monkeypatch.setattr(CompressedConv2d, "_how", lambda self, x: way)
     for last in (False, True):
         x = torch.randn(2, 16, 9, 10).to(memory_format=torch.channels_last if last else torch.contiguous_format)
         own, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -86,39 +86,32 @@ def test_autocast_and_half():
     assert torch.allclose(layer(x.bfloat16()), dense(x.bfloat16()), atol=0.05) and layer.indices.dtype == torch.uint8
 
 
-def test_the_way_is_measured_once_and_kept_in_the_table(monkeypatch, tmp_path):
-    monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path))
-    monkeypatch.delenv("NMKERNELS_CHOICE", raising=False)
-    forget()
+def test_which_way_follows_the_estimate_or_the_environment(monkeypatch):
     dense, layer = pair("3x3")
     monkeypatch.setattr(conv, "SMALL_BYTES", 0)
-    asked, real = [], CompressedConv2d._measure
-    monkeypatch.setattr(CompressedConv2d, "_measure", lambda self, *args: (asked.append(args[0]), real(self, *args))[1])
+    told = {"sparse": 1.0, EXPAND: 2.0, "dense": 2.0}
+    monkeypatch.setattr(estimate, "seconds", lambda method, p: told[method])
+    done, by = [], CompressedConv2d._by
+    monkeypatch.setattr(CompressedConv2d, "_by", lambda self, how, *args: (done.append(how), by(self, how, *args))[1])
     x = torch.randn(2, 16, 9, 10)
-    for _ in range(3):
+
+    def how():
         assert torch.allclose(layer(x), dense(x), atol=1e-5)
-    assert len(asked) == 1 and "|12x16x3x3|2:4|float32|9x10|" in asked[0]
-    line = TABLE.get(asked[0])
-    assert set(line["us"]) == {EXPAND, PATCHES} and not line["refused"] and line["choice"] in line["us"]
-    assert torch.equal(copy.deepcopy(layer)(x), layer(x)) and len(asked) == 1  # another layer of that shape asks the table
-    TABLE.store({asked[0]: {**line, "choice": PATCHES}})
-    ways = []
-    by = CompressedConv2d._by
-    monkeypatch.setattr(CompressedConv2d, "_by", lambda self, way, *args: (ways.append(way), by(self, way, *args))[1])
-    layer(x)
-    for how, want in (("dense", EXPAND), ("packed", PATCHES), ("table", PATCHES)):
-        monkeypatch.setenv("NMKERNELS_CHOICE", how)
-        layer._ways.clear()
-        layer(x)
-        assert ways[-1] == want
+        return done[-1]
+
+    assert how() == PATCHES
+    told["sparse"] = 1.7
+    assert how() == EXPAND, "a gain of less than 1.25 is not relied on"
+    for setting, want in (("dense", EXPAND), ("packed", PATCHES)):
+        monkeypatch.setenv("NMKERNELS_CHOICE", setting)
+        assert how() == want
+    monkeypatch.delenv("NMKERNELS_CHOICE")
+    told["sparse"] = 1.0
     torch.use_deterministic_algorithms(True)
     try:
-        layer(x)
+        assert how() == EXPAND
     finally:
         torch.use_deterministic_algorithms(False)
-    assert ways[0] == PATCHES and ways[-1] == EXPAND and len(asked) == 1
-    monkeypatch.setenv("NMKERNELS_CHOICE", "dense")
-    monkeypatch.setattr(CompressedConv2d, "_find", lambda self, x, first: pytest.fail("asked while compiling"))
     assert torch.allclose(torch.compile(layer, backend="eager", fullgraph=True)(x), dense(x), atol=1e-5)
 
 
@@ -229,7 +222,7 @@ def test_audit_flops_report_and_tune_count_convolutions():
     assert "3 of 3" in str(handle.report) and "Conv2d" in str(handle.report)
     assert nm.flops(model, "srste:2:4", 10, rows={"2": 12.0, "4": 12.0}).layers == cost.layers
     found = nm.tune(model, tokens=8)
-    assert {entry.shape for entry in found.entries} == {(32, 48), (32, 32)} and {entry.shape for entry in found.choices} == {(16, 480)}
+    assert {(entry.shape, bool(entry.gemm)) for entry in found.choices} == {((32, 48), False), ((32, 32), False), ((16, 480), True)}
     handle.finish(allow_unused=True)
     nm.compress_(model)
     assert nm.flops(model, "srste:2:4", 10, rows={"2": 12.0, "4": 12.0}).inference == cost.inference

@@ -352,9 +352,9 @@ def test_never_stale_and_kept_between_microbatches():
             change()
             assert torch.allclose(layer(x), F.conv2d(x, masked_by_hand(layer.weight), padding=1), atol=1e-5)
     layer(x)
-    first = layer.effective.kept
+    first = layer.effective.copies
     layer(x)
-    assert first and all(a is b for a, b in zip(first, layer.effective.kept, strict=True))
+    assert first and all(a is b for a, b in zip(first, layer.effective.copies, strict=True))
 
 
 def test_functional_call_vmap_and_hooks():

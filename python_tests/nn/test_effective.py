@@ -12,14 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import nmkernels as nm
-from nmkernels.autograd import GemmPlan, HardMask, reads
+from nmkernels.autograd import GemmPlan, HardMask
+from nmkernels.gemm.route import route
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes.contrib.bimask import BiMasked
 from python_tests import plain
 from python_tests.copies import WAYS, copied
 
 P24 = nm.Pattern("2:4")
-DENSE, PACKED, PACKED_SSTE = "srste:2:4", "srste:2:4(packed=True)", "sste:2:4(packed=True)"
+DENSE, PACKED, PACKED_SSTE = "srste:2:4(packed=False)", "srste:2:4(packed=True)", "sste:2:4(packed=True)"
 HELD = "fst:2:4(packed=True, end=None, every=2)"
 MIXED = GemmPlan(fprop="packed", dgrad="dense", n=2, m=4)
 BOTH_WAYS = GemmPlan(fprop="packed", dgrad="columns", n=2, m=4)
@@ -39,7 +40,7 @@ class Calls(TorchDispatchMode):
 
     @property
     def packs(self):
-        return self.names.count("pack") + self.names.count("compress")
+        return sum(name.removesuffix("_out") in ("pack", "compress") for name in self.names)
 
     @property
     def dense(self):
@@ -99,7 +100,7 @@ def test_made_once_per_step_with_accumulation_checkpointing_and_evaluation(recip
                 with Calls() as calls:
                     every_kind_of_forward(model, x, autocast)
                 assert (calls.packs, calls.dense, calls.names.count("linear")) == (packs, dense, 7 * packs)
-                assert len(layer.effective.kept) == packs + dense
+                assert len(layer.effective.copies) == packs + dense
                 optimizer.step()
 
 
@@ -111,7 +112,7 @@ def test_after_a_step_the_next_copy_takes_the_memory_of_the_last(recipe, plan):
         for _ in range(4):
             step(model, optimizer)
             model(torch.randn(1, 32))
-            (form,) = layer.effective.kept
+            (form,) = layer.effective.copies
             addresses.add(tuple(t.data_ptr() for t in ([form] if plan is None and recipe == DENSE else form.buffers()) if t is not None))
         assert len(addresses) == 1
 
@@ -145,7 +146,7 @@ def test_calls_that_read_different_forms_do_not_pack_in_turns():
 
 def test_a_transform_with_a_weight_of_its_own_for_dgrad_keeps_it_dense():
     plan, w, x = GemmPlan("packed", "device", n=2, m=4), torch.randn(16, 32), torch.randn(4, 32, requires_grad=True)
-    assert reads(plan, HardMask(P24), w, w.dtype, x).dgrad == "packed" and reads(plan, BiMasked(P24), w, w.dtype, x).dgrad == "dense"
+    assert route(plan, HardMask(P24), w, w.dtype, x).dgrad == "packed" and route(plan, BiMasked(P24), w, w.dtype, x).dgrad == "dense"
     model, layer, _ = model_of(None, PACKED)
     layer.use(BiMasked(P24, draws=0), plan)
     layer.nm_order = torch.arange(16)
@@ -159,14 +160,14 @@ def test_a_transform_with_a_weight_of_its_own_for_dgrad_keeps_it_dense():
 def test_without_an_optimizer_nothing_is_kept_and_an_evaluation_makes_no_form_for_backward():
     for recipe, plan, forward, evaluation in [
         (DENSE, None, ["prune"], ["prune"]),
-        (PACKED, None, ["linear", "pack"], ["linear", "pack"]),
-        (PACKED, MIXED, ["linear", "pack", "prune"], ["linear", "pack"]),
+        (PACKED, None, ["compress", "linear"], ["compress", "linear"]),
+        (PACKED, MIXED, ["compress", "linear", "prune"], ["compress", "linear"]),
     ]:
         model, layer, _ = model_of(None, recipe, plan)
         for grad, names in ((True, forward), (False, evaluation), (True, forward)):
             with Calls() as calls, torch.set_grad_enabled(grad):
                 y = model(torch.ones(1, 32))
-            assert sorted(calls.names) == names and not layer.effective.kept
+            assert sorted(calls.names) == names and not layer.effective.copies
             torch.testing.assert_close(y, plain.masked(layer.weight, 2, 4).sum(1)[None] + layer.bias)
             layer.weight.data.mul_(torch.rand(16, 32))  # bumps no version
 
@@ -190,7 +191,7 @@ def test_functional_call_uses_the_weights_given(kind):
         w = kind(torch.randn(16, 32))
         assert torch.equal(functional_call(layer, {"weight": w, "bias": bias}, (eye,)), plain.masked(w, 2, 4).t())
         del w
-    assert kind is nn.Parameter or not layer.effective.kept, "only a Parameter's copy is kept"
+    assert kind is nn.Parameter or not layer.effective.copies, "only a Parameter's copy is kept"
     assert right(layer)
 
 
@@ -199,7 +200,7 @@ def test_copies_share_nothing_and_do_not_go_stale(how):
     model, layer, optimizer = model_of()
     buffer = layer.effective_weight()
     other = copied(model, how)
-    assert not other[0].effective.attached and not other[0].effective.kept and right(other[0])
+    assert not other[0].effective.attached and not other[0].effective.copies and right(other[0])
     # an average of the weights, updated as such averages are
     with torch.no_grad():
         other(torch.randn(2, 32))
@@ -238,7 +239,7 @@ def test_evaluation_of_another_form_leaves_the_backward_pass_intact(how, recipe)
         if how == "deployable":
             with handle.deployable():
                 torch.testing.assert_close(model(x), y)
-                assert len(layer.effective.kept) == (1 if recipe == DENSE else 2)
+                assert len(layer.effective.copies) == (1 if recipe == DENSE else 2)
         else:
             transform, layer.transform = layer.transform, HardMask(nm.Pattern("1:4"))
             assert not torch.equal(model(x), y)
@@ -247,7 +248,7 @@ def test_evaluation_of_another_form_leaves_the_backward_pass_intact(how, recipe)
     torch.testing.assert_close(x.grad[0], plain.masked(layer.weight, 2, 4).sum(0))
     optimizer.step()
     model(x)
-    assert len(layer.effective.kept) == 1, "a dense copy is not kept up for evaluations"
+    assert len(layer.effective.copies) == 1, "a dense copy is not kept up for evaluations"
 
 
 def test_the_copy_does_not_keep_the_parameter_alive():
@@ -266,13 +267,13 @@ def test_a_captured_forward_makes_its_own(make, recipe, monkeypatch):
     x = torch.randn(4, 32, requires_grad=True)
     step(model, optimizer)
     model(x)
-    (before,) = layer.effective.kept
+    (before,) = layer.effective.copies
     contents = before.rows.dense()
     with monkeypatch.context() as patch, Calls() as calls:
         patch.setattr("nmkernels.nn.effective._capturing", lambda weight: True)
         losses = [model(x).sum() for _ in range(2)]
     assert calls.packs == 2, "whatever is replayed, the packed weight is that of the weight then"
-    assert layer.effective.kept == (before,) and torch.equal(before.rows.dense(), contents), "and a replay does not write into a kept one"
+    assert layer.effective.copies == (before,) and torch.equal(before.rows.dense(), contents), "and a replay does not write into a kept one"
     for loss in losses:
         loss.backward()  # the second forward pass has not overwritten what the first one saved
 
@@ -281,12 +282,12 @@ def test_casting_and_a_dense_phase_give_the_memory_back():
     _, layer, _ = model_of()
     layer.effective_weight()
     layer.to(torch.float64)
-    assert not layer.effective.kept and layer.effective_weight().dtype == torch.float64
+    assert not layer.effective.copies and layer.effective_weight().dtype == torch.float64
     model = nn.Sequential(nn.Linear(32, 16))
     handle = nm.sparsify_(model, nm.recipes.FST("2:4", 6, end=3, packed=True))
     optimizer = handle.attach(MaskedAdamW(model.parameters()))
     kept = []
     for _ in range(6):
         step(model, optimizer)
-        kept.append(len(model[0].effective.kept))
+        kept.append(len(model[0].effective.copies))
     assert kept == [1, 1, 0, 0, 0, 0] and handle.run.stage.phase == 0

@@ -5,9 +5,13 @@ import torch
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.autograd import GemmPlan, HardMask, gemms, reads
+from nmkernels.autograd import GemmPlan, HardMask
 from nmkernels.backends.cuda import compress
 from nmkernels.backends.cuda.core import emulator_built
+from nmkernels.gemm import forms
+from nmkernels.gemm.choose import forget
+from nmkernels.gemm.forms import layout_on
+from nmkernels.gemm.route import route
 from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import Pattern
 from nmkernels.recipes.methods.fst import TransposableMask
@@ -27,26 +31,26 @@ def device(request, monkeypatch):
     if request.param == "cpu":
         monkeypatch.setenv("NMKERNELS_BACKEND", "cuda-emulated")
     monkeypatch.setenv("NMKERNELS_CHOICE", "packed")
-    gemms.forget()
+    forget()
     # a training step never waits for the device to say that a mask of our own is N:M
     monkeypatch.setattr(compress, "check_flag", lambda op, flag, *_: pytest.fail("the host waits") if flag is not None else None)
     yield request.param
-    gemms.forget()
+    forget()
 
 
 @pytest.fixture
 def hopper(monkeypatch):
     """Nothing keeps wgmma.sp from running, it is told; the emulator multiplies its order by mma.sp."""
-    monkeypatch.setattr(gemms, "why_not_wgmma", lambda device: "")
+    monkeypatch.setattr(forms, "preferred_layout", lambda op, device: "wgmma.sp")
 
 
 def what(plan, transform=None, rows=64, cols=64, dtype=BF16, tokens=5, device="cpu"):
-    return reads(plan, transform or HardMask(P), torch.empty(rows, cols, device=device), dtype, torch.empty(tokens, cols, device=device))
+    return route(plan, transform or HardMask(P), torch.empty(rows, cols, device=device), dtype, torch.empty(tokens, cols, device=device))
 
 
 def test_which_weights_lie_in_that_order(device):
     held, others = TransposableMask(P), [HardMask(Pattern(p)) for p in ("1:4", "2:8")]
-    order = gemms.layout_on(torch.device(device, 0), 64)
+    order = layout_on(torch.device(device, 0), 64)
     for given in ({}, {"rows": 16}, {"dtype": torch.float16}, *({"transform": t} for t in others), {"transform": held}):
         dgrad = "columns" if given.get("transform") is held else "dense"
         assert what(PACKED, **given, device=device)[:3] == ("packed", dgrad, "mma.sp" if "rows" in given else order), given
@@ -86,9 +90,9 @@ def test_rules_by_name_and_by_choice(monkeypatch):
         assert what(AUTO) == ("packed", "packed", "mma.sp", ("", ""))
     monkeypatch.delenv("NMKERNELS_BACKEND")
     monkeypatch.setenv("NMKERNELS_CHOICE", "dense")
-    gemms.forget()
+    forget()
     assert what(AUTO, held) == ("dense", "dense", "canonical", ("", ""))
-    gemms.forget()
+    forget()
 
 
 @pytest.mark.parametrize("order", ["mma.sp", "wgmma.sp"])
@@ -139,7 +143,7 @@ RECIPES = pytest.mark.parametrize("recipe", ["srste:2:4", "srste:1:4", "sste:2:4
 @RECIPES
 @pytest.mark.parametrize("packed", ["True", "auto"])
 def test_training_steps(device, recipe, packed):
-    check_training(device, recipe, packed, gemms.layout_on(torch.device(device, 0), 64))
+    check_training(device, recipe, packed, layout_on(torch.device(device, 0), 64))
 
 
 @EMULATED
@@ -155,7 +159,7 @@ def check_training(device, recipe, packed, order):
     options = "end=None, every=2, seed=1, " if recipe.startswith("fst") else "seed=1, " if recipe.startswith("sste") else ""
     model, got, seen = trained(f"{recipe}({options}packed={packed})", device)
     layer = model[0]
-    kept = [form for form in layer.effective.kept if isinstance(form, nm.ops.Packed)]
+    kept = [form for form in layer.effective.copies if isinstance(form, nm.ops.Packed)]
     assert len(kept) == 1 and kept[0].layout == order and kept[0].rows.values.dtype == BF16
     assert (kept[0].columns is not None) == recipe.startswith("fst")
     # both layers are packed once per step; the first one has no dgrad
@@ -199,7 +203,7 @@ def test_a_step_compiles_to_one_graph_in_the_order_of_wgmma(device, recipe):
 )
 def test_a_captured_step_trains_as_an_eager_one(recipe, monkeypatch):
     monkeypatch.setenv("NMKERNELS_CHOICE", "measured")  # by the eager steps before, and never while a graph is captured
-    gemms.forget()
+    forget()
     x, replays = torch.randn(64, 64).cuda(), 5
 
     def step(model, optimizer):

@@ -109,7 +109,7 @@ def test_fp8(fp8):
 @pytest.mark.parametrize("choice", ["", "dense", "packed"])
 def test_compressed_linear(keep, bias, choice, monkeypatch):
     monkeypatch.setenv("NMKERNELS_CHOICE", choice) if choice else monkeypatch.delenv("NMKERNELS_CHOICE", raising=False)
-    nm.autograd.gemms.forget()
+    nm.gemm.choose.forget()
     c = nm.ops.compress(torch.randn(32, 32), "2:4")
     layer = nm.CompressedLinear(c, torch.randn(32) if bias else None, keep_dense=keep)
     for x in inputs():
@@ -251,13 +251,6 @@ def test_transforms_of_torch_func():
             torch.func.vmap(lambda x: of(x).relu_())(x[None].repeat(3, *[1] * x.dim()))  # noqa: B023
         grads = [torch.func.grad(lambda x: of(x).relu_().square().sum())(x) for of in (layer, dense)]  # noqa: B023
         torch.testing.assert_close(*grads)
-        tangent = torch.ones(32)
-        given = [
-            torch.func.jvp(lambda b: torch.func.functional_call(of, {"bias": b}, (x,)).mul_(2), (layer.bias.detach(),), (tangent,))  # noqa: B023
-            for of in (layer, dense)
-        ]
-        torch.testing.assert_close(*given)
-        assert torch.equal(tangent, torch.ones(32)), "the tangent of y is not the memory of that of b"
 
 
 def test_gradients_with_create_graph():

@@ -74,7 +74,7 @@ def test_the_same_as_the_raw_op():
 @each("choice", ["packed", "dense"])
 def test_layers(choice, monkeypatch):
     monkeypatch.setenv("NMKERNELS_CHOICE", choice)
-    nm.autograd.gemms.forget()
+    nm.gemm.choose.forget()
     said, dense = explain(*RAW), choice == "dense"
     sparse = nm.SparseLinear(128, 64)
     for layer in (nm.CompressedLinear(C), nm.CompressedLinear(C, torch.zeros(64)), sparse):

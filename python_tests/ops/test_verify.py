@@ -21,8 +21,9 @@ from torch.utils import _pytree as pytree
 
 import nmkernels as nm
 from nmkernels import dispatch, ops
-from nmkernels.backends.cpu.ways import EXPAND, Gemm
 from nmkernels.cli.doctor import samples
+from nmkernels.gemm.methods import methods
+from nmkernels.gemm.problem import Problem
 from nmkernels.ops import verify
 from nmkernels.ops.define import CALLS
 from nmkernels.ops.small import small
@@ -165,23 +166,6 @@ def test_the_next_backend_is_checked_too() -> None:
     assert ["by mine" in warned[0], "by other" in warned[1]] == [True, True]
 
 
-def test_one_of_several_ways_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The op takes the fastest, and today's may be tomorrow's other one."""
-    if not nm.capability.compiled_core().ok:
-        pytest.skip("the compiled core is not built")
-    right = Gemm.by
-
-    def by(self: Gemm, way: str, *args: Any, out: Tensor | None = None) -> Tensor:
-        y = right(self, way, *args, out=out)
-        return y.add_(1) if way == EXPAND else y
-
-    monkeypatch.setattr(Gemm, "by", by)
-    c, x = ops.compress(W, "2:4"), torch.randn(3, 16)
-    y, warned = said(lambda: ops.linear(x, c))
-    torch.testing.assert_close(y, x @ c.dense().T)
-    assert len(warned) == 1 and "nm_linear by cpu differed" in warned[0]
-
-
 def test_layers_go_on_with_right_numbers() -> None:
     install("nm_linear")
     install("nm_linear_dgrad")
@@ -214,8 +198,7 @@ def test_layers_go_on_with_right_numbers() -> None:
         torch.testing.assert_close(y, x @ model[0].weight.dense().T @ model[1].weight.dense().T, rtol=1, atol=10)
 
 
-def test_a_frozen_layer_takes_no_wrong_kernel_by_its_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the cpu kernel is the chosen one, a compressed layer calls it without the op."""
+def test_a_compressed_layer_takes_no_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     if not nm.capability.compiled_core().ok:
         pytest.skip("the compiled core is not built")
     model = torch.nn.Sequential(torch.nn.Linear(1024, 512))
@@ -242,13 +225,12 @@ def test_a_frozen_layer_takes_no_wrong_kernel_by_its_short_way(monkeypatch: pyte
 
 
 def test_what_is_switched_off_is_no_candidate() -> None:
-    gemms = nm.autograd.gemms
-    gemm = gemms.Gemm("fprop", 8, 64, 64, 2, 4, torch.float32, CPU)
+    p = Problem("fprop", 8, 64, 64, 2, 4, torch.float32, CPU)
     install("nm_linear")
-    assert "mine rows" in gemms.names(gemm)
+    assert "mine rows" in [m.name for m in methods(p)]
     with pytest.warns(RuntimeWarning):
         ops.linear(torch.randn(8, 64), ops.compress(torch.randn(64, 64), "2:4"))
-    assert "mine rows" not in gemms.names(gemm)
+    assert "mine rows" not in [m.name for m in methods(p)]
 
 
 def test_a_forced_backend_is_kept_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +367,7 @@ def test_explaining_checks_nothing() -> None:
 
 @each("backend, priority, compiles", [("reference", 99, False), ("mine", -1, False), ("mine", 99, True)])
 def test_what_is_not_checked(backend: str, priority: int, compiles: bool) -> None:
-    entry = dispatch.Impl("nm_prune", backend, print, dispatch.always, priority, tuning=dispatch.Tuning(compiles=compiles))
+    entry = dispatch.Impl("nm_prune", backend, print, dispatch.always, priority, compiles=compiles)
     assert verify.trusted(entry, (W, 2, 4)) is True and lines() == {}
     assert verify.trusted(dispatch.Impl("toy", "mine", print, dispatch.always, 9), (3,)) is True
     assert verify.trusted(dispatch.Impl("nm_prune", "mine", print, dispatch.always, 9), (W.to("meta"), 2, 4)) is True

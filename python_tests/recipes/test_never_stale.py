@@ -119,9 +119,9 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def forget_choices():
-    nm.autograd.gemms.forget()
+    nm.gemm.choose.forget()
     yield
-    nm.autograd.gemms.forget()
+    nm.gemm.choose.forget()
 
 
 def begun(key):

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import nmkernels as nm
-from nmkernels.autograd import GemmPlan, gemms
-from nmkernels.autograd.gemms import function
+from nmkernels.autograd import GemmPlan
 from nmkernels.capability import compiled_core
+from nmkernels.gemm.choose import forget
+from nmkernels.gemm.methods import DENSE, Method, methods
 from nmkernels.pattern import RecipeError
 from nmkernels.recipes import FST, SRSTE, SSTE, STE, STEP
 from nmkernels.recipes.schedule import packing
@@ -28,8 +29,8 @@ def made(key, packed):
     return replace(recipe, packed=packed) if inner is None else replace(recipe, inner=replace(inner, packed=packed))
 
 
-# the function stands in the place of its module
-linear_module, plan_module = (sys.modules[f"nmkernels.autograd.{name}"] for name in ("linear", "plan"))
+# the function hides its module
+linear_module, route_module = (sys.modules[f"nmkernels.{name}"] for name in ("autograd.linear", "gemm.route"))
 EACH = pytest.mark.parametrize("key", KEYS)
 
 
@@ -47,7 +48,7 @@ def test_packed_gemms_are_what_runs(key):
     layer = model[2]
     assert layer.plan.packs and handle.run.stage.transform is not None
     model(torch.randn(4, 16))
-    (packed,) = layer.effective.kept
+    (packed,) = layer.effective.copies
     assert packed.rows.pattern == layer.mask_pattern and packed.columns is None, "on a CPU the rows serve both GEMMs"
     assert torch.equal(packed.rows.dense(), layer.effective_weight())
 
@@ -56,9 +57,9 @@ def test_packed_gemms_are_what_runs(key):
 def chosen(request, monkeypatch):
     """What ``NMKERNELS_CHOICE`` says, in whose GEMMs "auto" comes out."""
     monkeypatch.setenv("NMKERNELS_CHOICE", request.param)
-    gemms.forget()
+    forget()
     yield request.param
-    gemms.forget()
+    forget()
 
 
 @pytest.mark.parametrize("chosen", ["dense", "packed"], indirect=True)
@@ -69,7 +70,8 @@ def test_auto_does_what_was_chosen(name, chosen):
         model = run(made(name, packed="auto"), F32, DATA32[:6])[0]
     assert distance(snapshot(model), snapshot(want)) < 1e-5
     estimated = {"dense": "mvue", "packed": "mvue_compress"}[chosen]
-    assert {"linear", "linear_dgrad", "pack"} & set(calls.names) == (set() if chosen == "dense" else {"linear", "linear_dgrad", "pack"})
+    names = {name.removesuffix("_out").replace("compress", "pack") for name in calls.names}
+    assert {"linear", "linear_dgrad", "pack"} & names == (set() if chosen == "dense" else {"linear", "linear_dgrad", "pack"})
     draws = name in ("sste", "sste_approx", "fst")
     assert calls.names.count(estimated) == (12 if draws else 0)
     assert calls.names.count("linear_wgrad") == (12 if draws and chosen == "packed" else 0)
@@ -97,46 +99,50 @@ def test_auto_compiles_without_a_break(chosen):
 @pytest.mark.parametrize(
     ("fprop", "dgrad", "wgrad"),
     [
-        ("cpu rows", "cpu columns", "dense"),
-        ("dense", "cpu columns", "cpu rows"),
-        ("cpu rows", "dense", "auto"),
+        ("op rows", "op columns", "dense"),
+        ("dense", "op columns", "op rows"),
+        ("op rows", "dense", "op rows"),
         ("dense", "cpu rows", "dense"),
     ],
 )
-def test_each_gemm_is_done_by_the_candidate_chosen_for_it(fprop, dgrad, wgrad, monkeypatch):
-    chosen, done = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}, []
-    for module in (plan_module, linear_module):
-        monkeypatch.setattr(module, "choose", lambda gemm, **_: chosen[gemm.role])
+def test_each_gemm_is_done_by_the_method_chosen_for_it(fprop, dgrad, wgrad, monkeypatch):
+    chosen = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}
 
-    def watched(op, backend, args):
-        done.append((op, backend))
-        return function(op, backend, args)
+    def choose(*problems):
+        def named(p):
+            return next(m for m in methods(p) if chosen[p.role] in (m.name, f"{m.name} {m.form}"))
 
-    monkeypatch.setattr(linear_module, "function", watched)
-    got, _, _ = run(made("fst", packed="auto"), F32, DATA32[:4])
+        return tuple(Method("op", "columns") if chosen[p.role] == "op columns" else named(p) for p in problems)
+
+    for module in (route_module, linear_module):
+        monkeypatch.setattr(module, "choose", choose)
+    with Calls() as calls:
+        got, _, _ = run(made("fst", packed="auto"), F32, DATA32[:4])
     assert distance(snapshot(got), snapshot(run(made("fst", packed=False), F32, DATA32[:4])[0])) < 1e-5
-    # two layers and four steps; the first layer's input wants no gradient
-    assert done.count(("nm_linear", "cpu")) == 8 * (fprop == "cpu rows") + 4 * (dgrad == "cpu columns")
-    assert done.count(("nm_linear_dgrad", "cpu")) == 4 * (dgrad == "cpu rows")
-    (packed,) = (form for form in got[2].effective.kept if isinstance(form, nm.ops.Packed))
-    assert (packed.rows is not None) == ("cpu rows" in (fprop, dgrad)) and (packed.columns is not None) == (dgrad == "cpu columns")
+    # two layers and four steps; the first layer's input needs no gradient
+    assert calls.names.count("linear") == 8 * (fprop == "op rows") + 4 * (dgrad == "op columns")
+    assert calls.names.count("linear_dgrad") == 4 * (dgrad == "cpu rows")
+    assert calls.names.count("linear_wgrad") == 8 * (wgrad == "op rows")
+    (packed,) = (form for form in got[2].effective.copies if isinstance(form, nm.ops.Packed))
+    assert (packed.rows is not None) == (fprop == "op rows" or dgrad == "cpu rows")
+    assert (packed.columns is not None) == (dgrad == "op columns")
 
 
 @pytest.mark.parametrize("name", ["srste", "sste", "sste_approx", "fst"])
 @pytest.mark.parametrize("grad", [True, False])
-def test_what_a_layer_is_tuned_for_is_what_it_asks(name, grad, monkeypatch):
+def test_a_layer_is_tuned_for_what_it_chooses(name, grad, monkeypatch):
     asked = []
-    for module in (plan_module, linear_module):
-        monkeypatch.setattr(module, "choose", lambda gemm, **_: asked.append(gemm) or "dense")
+    for module in (route_module, linear_module):
+        monkeypatch.setattr(module, "choose", lambda *problems: asked.append(problems) or (DENSE,) * len(problems))
     model, _, _ = start(made(name, packed="auto"), F32)
     layer, x = model[0], torch.randn(3, 4, 16, requires_grad=True)
     with torch.set_grad_enabled(grad):
         y = layer(x)
     if grad:
         y.sum().backward()
-    known = layer.gemms(12)
-    assert len(asked) == (1 if not grad else 2 if name == "srste" else 3) and set(asked) <= set(known)
-    assert len(known) == (2 if name == "srste" else 3)
+    known = layer.problems(12)
+    assert asked == (known if grad else [known[0][:1]])
+    assert [len(some) for some in known] == ([2] if name == "srste" else [2, 1])
 
 
 def test_plans():

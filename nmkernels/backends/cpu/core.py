@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...capability import compiled_core
-from ...dispatch import UNTUNED, Tuning, Verdict, impl
+from ...dispatch import Verdict, impl
 from ...pattern import BackendError
 from ..shared import ORDERED, tensors
 
@@ -53,11 +53,9 @@ def supports(*args: Any) -> Verdict:
     return runnable(given)
 
 
-def register(
-    op: str, supports: Callable[..., Verdict] = supports, tuning: Tuning = UNTUNED
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def register(op: str, supports: Callable[..., Verdict] = supports) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as this backend's ``op``."""
-    return impl(op, backend=NAME, priority=PRIORITY, supports=supports, tuning=tuning)
+    return impl(op, backend=NAME, priority=PRIORITY, supports=supports)
 
 
 def row_count(x: Tensor, cols: int) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...pattern import ShapeError
-from ..shared import Parts, address, contiguous, overfull, pack, packed
+from ..shared import Parts, contiguous, overfull, pack, packed
 from .core import DTYPES, core, register, row_count
 
 LARGE = 16 << 20
@@ -28,7 +28,7 @@ def _elementwise(op: str, name: str, dtype: torch.dtype | None = None) -> Callab
 
     @register(op)
     def run(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
-        w = contiguous(w)
+        w = w if w.is_contiguous() and not w.is_neg() else contiguous(w)
         result = _fresh(torch.empty_like(w, dtype=dtype or w.dtype)) if out is None else out
         getattr(core(), name)(w.data_ptr(), DTYPES[w.dtype], w.numel(), n, m, result.data_ptr(), torch.get_num_threads())
         return result
@@ -58,14 +58,16 @@ def transposable_mask(w: Tensor, n: int, m: int, out: Tensor | None = None) -> T
 
 @register("nm_compress")
 def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    w, cols = contiguous(w), w.shape[-1]
-    values, indices = packed(w, w.shape[:-1], cols, n, m) if out is None else out
+    w, cols = w if w.is_contiguous() and not w.is_neg() else contiguous(w), w.shape[-1]
     if out is None:
+        values, indices = packed(w, w.shape[:-1], cols, n, m)
         _fresh(values)
-    given = None if mask is None else mask.contiguous()
+    else:
+        values, indices = out
+    held = None if mask is None else mask.contiguous()
     fits = core().compress(
-        w.data_ptr(), DTYPES[w.dtype], row_count(w, cols), cols, n, m, address(given), values.data_ptr(), indices.data_ptr(),
-        torch.get_num_threads(),
+        w.data_ptr(), DTYPES[w.dtype], w.numel() // cols if cols else 0, cols, n, m, 0 if held is None else held.data_ptr(),
+        values.data_ptr(), indices.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     if not fits:
         raise overfull("compress", n, m)

@@ -77,12 +77,13 @@ Fits = Callable[[tuple[Any, ...], str], Verdict]
 
 
 def register(
-    op: str, supports: Callable[..., Verdict] | None = None, fits: Fits = plain, backend: str = NAME, priority: int = PRIORITY
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    op: str, supports: Callable[..., Verdict] | None = None, fits: Fits = plain, backend: str = NAME, priority: int = PRIORITY,
+    layout: Callable[[torch.device], str] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
     """Register a function as this backend's ``op``, on GPUs and, if it is built, in the emulator.
 
     ``fits(args, device_type)`` checks the tensors first, then ``supports(*args)`` the op's own conditions. ``backend``: register an
-    alternative implementation under another name, on GPUs only.
+    alternative implementation under another name, on GPUs only. ``layout``: see ``dispatch.Impl``.
     """
 
     def verdict(args: tuple[Any, ...], device: str, here: Verdict) -> Verdict:
@@ -98,7 +99,7 @@ def register(
         return verdict(args, "cpu", (True, "emulated, for tests"))
 
     def take(fn: Callable[..., Any]) -> Callable[..., Any]:
-        impl(op, backend=backend, priority=priority, supports=on_gpu)(fn)
+        impl(op, backend=backend, priority=priority, supports=on_gpu, layout=layout)(fn)
         if backend == NAME and emulator_built():
             impl(op, backend=EMULATED, priority=NEVER_CHOSEN, supports=on_cpu)(fn)
         return fn

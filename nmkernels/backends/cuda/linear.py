@@ -197,7 +197,7 @@ def _for_gemm(indices: Tensor, tokens: int) -> bool:
     return tokens > MOST_TOKENS or indices.dtype == torch.int32
 
 
-@register("nm_linear", _supports)
+@register("nm_linear", _supports, layout=lambda device: "mma.sp" if why_not_wgmma(device) else "wgmma.sp")
 def linear(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
     residual: Tensor | None = None, out: Tensor | None = None,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ... import capability
 from ...capability import compute_capability
-from ...dispatch import Tuning, Verdict, impl
+from ...dispatch import Verdict, impl
 from ...pattern import BackendError
 from ...reference.linear import ACTIVATIONS
 from ...tuning import Found, Seconds
@@ -242,4 +242,4 @@ def search(op: str, *args: Any, timer: Seconds | None = None) -> Found:
 
 
 for _op, _fn, _can in (("nm_linear", linear, _fits), ("nm_linear_wgrad", linear_wgrad, _fits_wgrad)):
-    impl(_op, backend=NAME, priority=PRIORITY, supports=_can, ready=partial(_ready, _op), tuning=Tuning(prepare=search, keeps=True))(_fn)
+    impl(_op, backend=NAME, priority=PRIORITY, supports=_can, ready=partial(_ready, _op), search=search, keeps=True)(_fn)

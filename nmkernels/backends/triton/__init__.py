@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...capability import triton as triton_probe
-from ...dispatch import Tuning, Verdict, impl
+from ...dispatch import Verdict, impl
 from ..adamw import of_one_kind
 from ..shared import ORDERED, only_2_4, tensors
 
@@ -103,15 +103,15 @@ FAMILIES = {
 """Module → its ops; the functions have the ops' names without ``nm_``."""
 
 
-def _prepare(op: str, *args: Any, timer: Any = None) -> Any:
+def _search(op: str, *args: Any, timer: Any = None) -> Any:
     return import_module(".launches", __name__).search(op, *args, timer=timer)
 
 
 def _register(op: str, family: str) -> None:
     module: Any = None
-    tuning = Tuning(prepare=_prepare if family == "linear" else None, compiles=True)
+    search = _search if family == "linear" else None
 
-    @impl(op, backend=NAME, priority=PRIORITY, supports=SUPPORTS.get(op, supports), tuning=tuning)
+    @impl(op, backend=NAME, priority=PRIORITY, supports=SUPPORTS.get(op, supports), search=search, compiles=True)
     def run(*args: Any, out: Any = None) -> Any:
         nonlocal module
         if module is None:

@@ -45,8 +45,9 @@ class SoftThreshold(WeightTransform):
         return out.mul_(scale)
 
     def packed(
-        self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical"
-    ) -> Packed:
+        self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical",
+        out: Packed | None = None,
+    ) -> Packed:  # fmt: skip
         """β S(W), rounded once, in one read of the weight. Its transpose is not N:M: ``columns`` raises ``PatternError``."""
         if laid_out(self.pattern, layout) != self.pattern:
             return super().packed(weight, *extras, dtype=dtype, rows=rows, columns=columns, layout=layout)

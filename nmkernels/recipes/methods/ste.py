@@ -20,10 +20,8 @@ class STE(Recipe):
     M is the mask of the N largest magnitudes of each group, recomputed at every step.
 
     Args:
-        packed: multiply the compressed weight: "auto" in every GEMM where that was measured to be faster, by ``nm.tune`` or in the first
-            step, and only if some dozen steps of training, in turns with the dense layout, were faster as a whole; True forward, and for
-            ∂L/∂x where a kernel reads it (on CPUs); False never. Results differ by rounding; False, and "auto" under
-            ``torch.use_deterministic_algorithms(True)``, are bit for bit reproducible.
+        packed: multiply the compressed weight: "auto" where that is faster by rule, or as measured by ``nm.tune``; True forward, and for
+            ∂L/∂x where a kernel reads it (on CPUs); False never. Results differ by rounding.
 
     Example:
         >>> STE("1:4").stage({}).transform

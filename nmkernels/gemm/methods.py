@@ -1,0 +1,216 @@
+"""The methods of doing a GEMM: torch's dense one, the sparse op by one of its backends, or decompressing for the dense one.
+
+All multiply the same W̃, or in wgrad the same estimate ĝ to the bit, and making the estimate is part of the method.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import ops
+from ..dispatch import REFERENCE, Impl, implementations
+from ..ops.define import CALLS
+from ..ops.verify import doubtful
+from ..pattern import NMError, Pattern
+from .problem import Problem
+
+Packed = tuple[Tensor, Tensor]
+"""Values, and indices or metadata, of a compressed operand."""
+
+Operand = Mapping[str, "Tensor | Packed"] | Tensor
+"""W̃ by its forms; in wgrad g itself, ``(tokens, out)``, which is estimated as part of the GEMM."""
+
+
+class Method(NamedTuple):
+    """One way to do a GEMM.
+
+    Args:
+        name: as the table has it: ``"dense"``, torch's GEMM of the dense layout; ``"op"``, the sparse op, by the backend that the
+            dispatcher takes; ``"cpu rows"``, ``"cuda rows:wgmma.sp"``: the op by one backend, on one form; ``"expand"``, decompressing for
+            torch's GEMM; ``"expand float32"``, the same in float32.
+        form: of the operand that it reads; one of ``problem.FORMS``.
+        backend: whose kernel it is, where it is one backend's.
+    """
+
+    name: str
+    form: str
+    backend: str = ""
+
+
+DENSE = Method("dense", "dense")
+OP, EXPAND, AS_FLOAT32 = "op", "expand", "expand float32"
+"""Names of the other methods that every compressed form has."""
+
+
+def methods(p: Problem) -> tuple[Method, ...]:
+    """Every method that may do ``p``, the baseline first; whether a backend can run the call shows when it is tried."""
+    packed = [form for form in p.forms if op_of(p, form)]
+    found = [DENSE] if DENSE.form in p.forms else []
+    found += [Method(OP, form) for form in packed[:1]]
+    plain = next((form for form in p.forms if form in ("rows", "columns")), None)
+    if DENSE.form not in p.forms and plain is not None:
+        found.append(Method(EXPAND, plain))
+        if p.dtype.itemsize == 2 and p.device.type == "cpu":
+            found.append(Method(AS_FLOAT32, plain))
+    for form in packed:
+        found += [Method(f"{i.backend} {form}", form, i.backend) for i in implementations(op_of(p, form)) if promising(i)]
+    return tuple(found)
+
+
+def promising(entry: Impl) -> bool:
+    """Whether a backend is worth timing: not the reference, a test instrument, or one that is switched off on this machine."""
+    return entry.backend != REFERENCE and entry.priority >= 0 and not doubtful(entry.op, entry.backend)
+
+
+def op_of(p: Problem, form: str) -> str:
+    """The raw op that multiplies this form of the operand; empty if none does."""
+    kind, _, layout = form.partition(":")
+    if p.role == "fprop":
+        return "nm_linear" if kind == "rows" else ""
+    if p.role == "dgrad":
+        return "nm_linear" if kind == "columns" else "nm_linear_dgrad" if kind == "rows" and not layout else ""
+    return "nm_linear_wgrad" if kind == "rows" else ""
+
+
+def arguments(p: Problem, form: str, packed: Packed, other: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
+    """Those of ``op_of(p, form)``; ``other`` is x in fprop and wgrad, g in dgrad."""
+    values, indices = packed
+    pattern = (2, 4) if ":" in form else (p.n, p.m)  # the layouts of tensor cores are always 2:4
+    if p.role == "wgrad":
+        return values, indices, *pattern, p.tokens, other
+    if p.role == "dgrad":
+        return other, values, indices, *pattern, p.rows if form.startswith("columns") else p.cols
+    return other, values, indices, *pattern, p.cols, bias
+
+
+def run(method: Method, p: Problem, other: Tensor, operand: Operand, *, bias: Tensor | None = None, seed: Tensor | None = None) -> Tensor:
+    """Do ``p`` by ``method``.
+
+    Args:
+        other: x ``(..., in)`` in fprop and wgrad (there a matrix), g ``(..., out)`` in dgrad.
+        operand: W̃ by its forms; in wgrad g, ``(tokens, out)``, which is estimated here, with ``seed``.
+    """
+    if method == DENSE:
+        w: Any = estimate(p, operand, seed) if isinstance(operand, Tensor) else operand[DENSE.form]
+        return _dense(p, other, w, bias)
+    packed: Any = pack_estimate(p, operand, seed, method.form) if isinstance(operand, Tensor) else operand[method.form]
+    if method.name in (EXPAND, AS_FLOAT32):
+        return expand(method, p, other, packed, bias)
+    return CALLS[op_of(p, method.form)](*arguments(p, method.form, packed, other, bias), backend=method.backend)
+
+
+def expand(method: Method, p: Problem, other: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
+    """The GEMM by decompressing the operand and multiplying it densely, in float32 where the method says so."""
+    values, indices = packed
+    dtype = torch.float32 if method.name == AS_FLOAT32 else other.dtype
+    cols = p.tokens if p.role == "wgrad" else p.cols if method.form == "rows" else p.rows
+    values = values.to(dtype)
+    watched = torch.compiler.is_compiling() or torch.is_grad_enabled() or not values.is_cpu
+    w = CALLS["nm_decompress"](values, indices, p.n, p.m, cols, out=None if watched else _scratch.like(values, values.shape[0], cols))
+    b = None if bias is None else bias.to(dtype)
+    return _dense(p, other.to(dtype), w if method.form == "rows" else w.t(), b).to(other.dtype)
+
+
+SCRATCH_BYTES = 256 << 20
+"""The largest dense weight whose memory a thread keeps for the next one; fresh pages cost more than expanding into them."""
+
+
+class _Scratch(threading.local):
+    """Where a thread expands weights on a CPU: one piece of memory, as large as the largest so far."""
+
+    memory = torch.empty(0, dtype=torch.uint8)
+
+    def like(self, values: Tensor, *shape: int) -> Tensor:
+        """An uninitialised tensor, valid until the next call."""
+        count = torch.Size(shape).numel() * values.element_size()
+        if count > SCRATCH_BYTES:
+            return values.new_empty(shape)
+        if count > self.memory.numel():
+            self.memory = torch.empty(count, dtype=torch.uint8)
+        return self.memory[:count].view(values.dtype).view(shape)
+
+
+_scratch = _Scratch()
+
+
+def _dense(p: Problem, other: Tensor, operand: Tensor, bias: Tensor | None) -> Tensor:
+    if p.role == "fprop":
+        return F.linear(other, operand, bias)
+    return other.matmul(operand) if p.role == "dgrad" else operand.matmul(other)
+
+
+# ---- the operand of wgrad
+
+
+def estimate(p: Problem, g: Tensor, seed: Tensor | None) -> Tensor:
+    """ĝᵀ ``(out, tokens)`` of wgrad, in dense layout."""
+    raw = torch.ops.nmkernels
+    if p.rule == "magnitude":
+        return raw.nm_prune(_padded(p, g), p.n, p.m)[:, : p.tokens]
+    return raw.nm_mvue(g, p.n, p.m, 0, seed, p.rule).t()
+
+
+def pack_estimate(p: Problem, g: Tensor, seed: Tensor | None, form: str = "rows") -> Packed:
+    """ĝᵀ ``(out, tokens)`` compressed along tokens, its positions in the order of ``form``."""
+    if p.rule == "magnitude":
+        values, indices = CALLS["nm_compress"](_padded(p, g), p.n, p.m, None)
+    else:
+        values, indices = CALLS["nm_mvue_compress"](g, p.n, p.m, 0, seed, p.rule)
+    layout = form.partition(":")[2]
+    return (values, torch.ops.nmkernels.nm_metadata(indices, p.tokens, layout)) if layout else (values, indices)
+
+
+def _padded(p: Problem, g: Tensor) -> Tensor:
+    """gᵀ, its last group filled up with zeros."""
+    return F.pad(g.t(), (0, -p.tokens % p.m)).contiguous()
+
+
+# ---- random operands, to measure on
+
+BLOCK = 1 << 18
+"""Random numbers are drawn so many at a time and repeated: making them must not take longer than the GEMMs."""
+
+Operands = tuple[Tensor, Any, "Tensor | None"]
+"""x or g, what ``run`` takes as the sparse operand, and the seed."""
+
+
+def operands(p: Problem) -> Operands:
+    """Random numbers, from a generator of their own; the weight is N:M, both ways where its columns are wanted."""
+    draw = partial(_random, p.dtype, p.device)
+    if p.role == "wgrad":
+        return draw(p.tokens, p.cols), draw(p.tokens, p.rows), torch.tensor([1, 2], device=p.device)
+    return draw(p.tokens, p.cols if p.role == "fprop" else p.rows), _weight(p, draw(p.rows, p.cols)), None
+
+
+def _weight(p: Problem, w: Tensor) -> dict[str, Any]:
+    """W̃ in the forms of the GEMM; the reason in place of one that cannot be made."""
+    pattern = Pattern(p.n, p.m)
+    transposable = any(form.startswith("columns") for form in p.forms)
+    mask = ops.transposable_mask(w, pattern) if transposable else ops.mask(w, pattern)
+    w = w * mask
+    made: dict[str, Any] = {DENSE.form: w}
+    for form in p.forms:
+        kind, _, layout = form.partition(":")
+        if kind == DENSE.form:
+            continue
+        c = ops.compress(w, pattern, mask) if kind == "rows" else ops.compress(w.t().contiguous(), pattern, mask.t().contiguous())
+        try:
+            d = ops.relayout(c, layout) if layout else None
+            made[form] = (c.values, c.indices) if d is None else (d.values, d.meta)
+        except NMError as error:
+            made[form] = str(error)
+    return made
+
+
+def _random(dtype: torch.dtype, device: torch.device, rows: int, cols: int) -> Tensor:
+    generator = torch.Generator(device=device).manual_seed(rows * 31 + cols)
+    count = rows * cols
+    block = torch.randn(min(count, BLOCK - 1), dtype=torch.float32, generator=generator, device=device).to(dtype)
+    return block.repeat(-(-count // max(block.numel(), 1)))[:count].view(rows, cols)

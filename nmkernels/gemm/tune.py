@@ -1,0 +1,370 @@
+"""tune: time the methods of a model's GEMMs on its device, and keep the fastest ones on disk.
+
+Every method is checked against float64 before it is timed. GEMMs of one layer in training are timed together, as its forward and backward
+passes do them: making W̃ in the forms that are read, then fprop and dgrad. All take turns, and a verdict counts only if it repeats: in
+doubt the baseline stays, which is dense where there is a dense layout.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import tuning
+from ..dispatch import ENV, Impl, forced_backend, implementations
+from ..dispatch import choose as dispatched
+from ..ops.define import CALLS, plainly
+from ..pattern import NMError
+from ..tuning import BUDGET, Candidate, Found, Seconds, Timer, Validator, cold
+from . import estimate
+from .choose import ESTIMATED, rule
+from .methods import DENSE, OP, Method, Operands, arguments, methods, op_of, operands, pack_estimate, run
+from .methods import estimate as estimated
+from .problem import Problem, key, plain
+
+HEADER = ("layer", "GEMM", "shape", "tokens", "by rule ms", "estimate ms", "best ms", "gain", "choice")
+DEVICES = ("cpu", "cuda")
+
+Progress = Callable[[int, int, str], None]
+
+log = logging.getLogger("nmkernels.tune")
+log.addHandler(logging.NullHandler())
+
+
+# ---- measuring
+
+
+def measure(*problems: Problem, timer: Seconds | None = None, budget: float = BUDGET, prepare: bool = True) -> Found:
+    """Check every method of one GEMM, or of fprop and dgrad of one layer, and time the right ones for ``budget`` seconds.
+
+    Operands are random; torch's generators are left alone. It synchronises with the device: not for graph capture.
+
+    Args:
+        timer: seconds of a call; by the device's clock if None.
+        prepare: let backends that search for their fastest launch or algorithm do so first.
+    """
+    for p in problems:
+        p.check()
+    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
+        if len(problems) == 1:
+            return _measure_one(problems[0], timer, budget, prepare)
+        each = [_measure_one(p._replace(changing=False), timer, budget / 4, prepare) for p in problems]
+        return _measure_layer(problems, each, timer, budget / 2)
+
+
+def _measure_one(p: Problem, timer: Seconds | None, budget: float, prepare: bool) -> Found:
+    drawn = operands(p)
+    sets: list[Operands] = []  # made when all are checked, and for all that are right
+    candidates = [_candidate(p, method, drawn, sets, prepare, timer) for method in methods(p)]
+    return tuning.measure(key(p), candidates, _validator(p, drawn), Timer(p.device, timer), budget)
+
+
+def _validator(p: Problem, drawn: Operands) -> Validator:
+    other, operand, seed = drawn
+    if p.role == "fprop":
+        return Validator.of_gemm(other, operand["dense"].t())
+    return Validator.of_gemm(other, operand["dense"]) if p.role == "dgrad" else Validator.of_gemm(estimated(p, operand, seed), other)
+
+
+def _candidate(p: Problem, method: Method, drawn: Operands, sets: list[Operands], prepare: bool, timer: Seconds | None) -> Candidate:
+    other, operand, seed = drawn
+    entry = _entry(p, method)
+
+    def declines() -> str:
+        if op_of(p, method.form) == "":
+            return ""
+        packed = operand[method.form] if isinstance(operand, dict) else pack_estimate(p, operand, seed, method.form)
+        if isinstance(packed, str):
+            return packed
+        if method.name != OP and entry is None:
+            return ""
+        op, args = op_of(p, method.form), arguments(p, method.form, packed, other)
+        taken = dispatched(op, *args)
+        if entry is not None:
+            can, reason = entry.supports(*args)
+            if not can or entry is taken:
+                return reason if not can else "it is what the op takes"
+        searching = entry or taken
+        if prepare and searching.search is not None:
+            searching.search(op, *args, timer=timer)
+        return ""
+
+    def check(out: Tensor) -> Tensor:
+        packed = operand[method.form] if isinstance(operand, dict) and method != DENSE else None
+        if entry is not None and packed is not None:  # the backend itself, so that an element that it leaves out is seen
+            result: Tensor = plainly(entry.fn, *arguments(p, method.form, packed, other), out=out)
+            return result
+        return out.copy_(run(method, p, other, operand, seed=seed))
+
+    def calls() -> list[Callable[[], Tensor]]:
+        if not sets:
+            sets.extend(cold(drawn))
+        return [partial(_once, p, method, entry, *some) for some in sets]
+
+    return Candidate(method.name, check, calls, declines)
+
+
+def _entry(p: Problem, method: Method) -> Impl | None:
+    """The implementation that a method names."""
+    return next((i for i in implementations(op_of(p, method.form)) if i.backend == method.backend), None) if method.backend else None
+
+
+def _once(p: Problem, method: Method, entry: Impl | None, other: Tensor, operand: Any, seed: Tensor | None) -> Tensor:
+    if entry is not None and entry.keeps and p.changing and isinstance(operand, dict):
+        torch.autograd.graph.increment_version(operand[method.form][0])  # what it keeps of its own has to be made again
+    return run(method, p, other, operand, seed=seed)
+
+
+def _measure_layer(problems: tuple[Problem, ...], each: list[Found], timer: Seconds | None, budget: float) -> Found:
+    """Time making W̃, fprop and dgrad of a layer by the plans that are left: dense, or the fastest compressed method, of each GEMM."""
+    options = [_dense_and_fastest(p, found) for p, found in zip(problems, each, strict=True)]
+    drawn = [operands(p) for p in problems]
+    weight = drawn[-1][1]["dense"]
+    # a transposable mask is held between steps, and not searched for by every one
+    mask = weight != 0 if any(form.startswith("columns") for form in problems[-1].forms) else None
+    plans = {", ".join(m.name for m in plan): plan for plan in product(*options)}
+    baseline = ", ".join(some[0].name for some in options)
+
+    def step(plan: tuple[Method, ...], w: Tensor, others: Sequence[Tensor]) -> None:
+        made = {form: _made(problems[0], form, w, mask) for form in {method.form for method in plan}}
+        for p, method, other in zip(problems, plan, others, strict=True):
+            run(method, p, other, made)
+
+    found = Found(key(*problems), baseline)
+    sets = cold((weight, [other for other, _, _ in drawn]))
+    calls = {name: [partial(step, plan, *some) for some in sets] for name, plan in plans.items()}
+    found.time(Timer(problems[0].device, timer), calls, budget)
+    for p, one in zip(problems, each, strict=True):
+        found.refused |= {f"{p.role} {name}": why for name, why in one.refused.items()}
+    return found
+
+
+def _dense_and_fastest(p: Problem, found: Found) -> list[Method]:
+    some = [m for m in methods(p) if m.name in found.seconds]
+    packed = sorted((m for m in some if m != DENSE), key=lambda m: found.seconds[m.name])
+    return [*(m for m in some if m == DENSE), *packed[:1]] or [methods(p)[0]]
+
+
+def _made(p: Problem, form: str, w: Tensor, mask: Tensor | None) -> Any:
+    """One form of W̃, made from the master weight as the first forward pass of a step makes it."""
+    kind, _, layout = form.partition(":")
+    if kind == "dense":
+        return CALLS["nm_prune"](w, p.n, p.m)
+    pattern, columns = (2, 4) if layout else (p.n, p.m), kind == "columns"
+    select = "magnitude" if mask is None else "held"
+    packed = CALLS["nm_pack"](w, *pattern, select, mask, None, p.dtype, not columns, columns, layout or "canonical")
+    return packed[2:] if columns else packed[:2]
+
+
+def record(found: Found, by: str = "nm.tune") -> None:
+    """Follow these measurements from now on, in this process and, where the table can be written, in later ones."""
+    found.store({found.problem: found.line(found.best, by)})
+
+
+def measure_and_record(*problems: Problem) -> Found:
+    """``measure`` without what takes long, for ``NMKERNELS_CHOICE=measured``."""
+    found = measure(*problems, budget=QUICK, prepare=False)
+    record(found, "NMKERNELS_CHOICE")
+    log.info("%s: %s%s", problems[0].words(), found.best, f" ({found.note})" if found.note else "")
+    return found
+
+
+QUICK = 0.05
+"""Seconds of timing for one layer's GEMMs that are measured when they are met."""
+
+
+# ---- a model
+
+
+@dataclass
+class Tuned:
+    """What was found for the GEMMs of some layers.
+
+    Args:
+        kind: the layers' class.
+        gemm: ``fprop``, ``wgrad``, or ``fprop + dgrad``, which are timed together; empty where the layer has nothing to tune.
+        shape: (out, in).
+        pattern, dtype: of the compressed operand.
+        default, best: seconds of what is done where nothing was measured, and of the fastest right one; None where nothing was timed.
+        estimate: seconds by the rule's estimate of what is done where nothing was measured; None where it has none.
+        choice: that fastest one, or why nothing was tuned.
+        refused: what was wrong or failed, with the reason; it is never chosen.
+    """
+
+    layers: list[str]
+    kind: str
+    gemm: str = ""
+    shape: tuple[int, int] = (0, 0)
+    tokens: int = 0
+    pattern: str = ""
+    dtype: str = ""
+    default: float | None = None
+    best: float | None = None
+    estimate: float | None = None
+    choice: str = ""
+    refused: list[str] = field(default_factory=list)
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast the best is; None where nothing was timed."""
+        return None if self.default is None or self.best is None else self.default / self.best
+
+    def cells(self) -> tuple[str, ...]:
+        """Its row of the table."""
+        kind = f"{self.kind} x{len(self.layers)}" if len(self.layers) > 1 else self.kind
+        gemm = " ".join(part for part in (self.gemm, self.pattern, self.dtype) if part)
+        times = [f"{1e3 * t:.4f}" if t is not None else "" for t in (self.default, self.estimate, self.best)]
+        gain = f"{self.gain:.2f}x" if self.gain is not None else ""
+        return kind, gemm, f"({self.shape[0]},{self.shape[1]})", str(self.tokens or ""), *times, gain, self.choice
+
+
+@dataclass
+class TuneReport:
+    """What ``tune`` found; ``str`` of it is a table.
+
+    ``choices`` has the methods by which the GEMMs of layers of one shape are done, such as ``dense`` or ``op``, and layers with nothing to
+    tune. ``paths`` are the files written to; where there are none, ``note`` says why.
+
+    Example:
+        >>> print(TuneReport([Tuned(["fc"], "SparseLinear", shape=(8, 16), choice="its GEMMs are dense")]))
+        layer         GEMM  shape   tokens  by rule ms  estimate ms  best ms  gain  choice
+        SparseLinear        (8,16)                                                  its GEMMs are dense
+        nothing to store
+    """
+
+    choices: list[Tuned] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    note: str = "nothing to store"
+
+    @property
+    def path(self) -> str | None:
+        """The files, or None."""
+        return ", ".join(self.paths) or None
+
+    @property
+    def changed(self) -> list[Tuned]:
+        """GEMMs that are no longer done as they are where nothing was measured."""
+        return [c for c in self.choices if c.best is not None and c.best != c.default]
+
+    def __str__(self) -> str:
+        rows = [HEADER, *(e.cells() for e in self.choices)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER) - 1)]
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row[:-1], widths, strict=True)), row[-1]]).rstrip() for row in rows]
+        lines += [f"refused, {e.gemm} {e.shape[0]}x{e.shape[1]}: {why}" for e in self.choices for why in e.refused]
+        return "\n".join([*lines, f"stored in {self.path}" if self.paths else self.note])
+
+
+def tune(
+    model: nn.Module, tokens: int | Sequence[int] = 8192, *, timer: Seconds | None = None, progress: Progress | None = None
+) -> TuneReport:
+    """Time the methods by which the GEMMs of ``model`` can be done on its device, dense among them; later calls use the fastest.
+
+    That is y = x Wᵀ of ``CompressedLinear`` (dense too with ``keep_dense=True``), and in training the GEMMs of layers whose recipe has
+    ``packed="auto"``: fprop and dgrad of a layer together with making its effective weight, wgrad where its operand is estimated. Backends
+    that have several launches or algorithms look for their fastest first. Under ``torch.autocast`` the GEMMs are those of its dtype.
+
+    Each shape is timed once, on random numbers, the methods alternating. What is not as good as torch's own result, judged against
+    float64, is reported and never chosen. The choices are stored in ``NMKERNELS_CACHE`` or ``~/.cache/nmkernels``; they hold for this
+    device, these versions, these shapes, and token counts up to the next power of two. Without them, layers follow a rule that was fitted
+    to measurements of other machines of this kind. A layer takes about a second, or some ten calls where those are slower: on a CPU give
+    the tokens that you really use. ``NMKERNELS_CHOICE=dense`` or ``packed`` takes the choice away, and ``measured`` lets layers measure
+    what is unknown when they meet it.
+
+    Args:
+        model: any module, on the device it will run on and in its dtype.
+        tokens: rows of the layers' input, batch times sequence; several for a model that is called with several.
+        timer: seconds of a call; the median of many on the device if None.
+        progress: called with (done, total, what) before each GEMM. The same is logged to ``nmkernels.tune``.
+
+    Returns:
+        a ``TuneReport``. With ``NMKERNELS_BACKEND`` set there is nothing to choose.
+
+    Raises:
+        NMError: a token count below 1.
+
+    Example:
+        >>> import torch
+        >>> from nmkernels import CompressedLinear, ops
+        >>> layer = CompressedLinear(ops.compress(torch.randn(4, 8), "2:4"))
+        >>> [entry.gemm for entry in tune(layer, tokens=4).choices]
+        ['fprop']
+    """
+    counts = (tokens,) if isinstance(tokens, int) else tuple(tokens)
+    if not counts or any(t < 1 for t in counts):
+        raise NMError(f"tune: tokens={tokens!r}; give the rows of the layers' input, at least 1, or several such numbers.")
+    forced = forced_backend()
+    wanted = _collected(model, counts)
+    report = TuneReport([entry for _, entry in wanted])
+    if forced:
+        report.note = f"nothing to choose: {ENV}={forced}"
+        return report
+    work = [(problems, entry) for problems, entry in wanted if problems]
+    for done, (problems, entry) in enumerate(work):
+        what = f"{entry.gemm} {entry.shape[0]}x{entry.shape[1]} {entry.pattern}, {entry.tokens} tokens"
+        log.info("%d of %d: %s", done + 1, len(work), what)
+        if progress is not None:
+            progress(done, len(work), what)
+        # stored one by one, so that a compiler that crashes takes nothing along that was found before
+        _tune(report, problems, entry, timer)
+    return report
+
+
+def _tune(report: TuneReport, problems: tuple[Problem, ...], entry: Tuned, timer: Seconds | None) -> None:
+    """Find the fastest methods; fill in the entry, and where it was stored."""
+    by_rule = rule(*problems)
+    default = ", ".join(m.name for m in by_rule)
+    try:
+        found = measure(*problems, timer=timer)
+        record(found)
+    except RuntimeError as error:  # out of memory, mostly
+        entry.choice = f"not measured: {str(error).splitlines()[0]}"
+        return
+    entry.default, entry.best = found.seconds.get(default, found.seconds.get(found.baseline)), found.seconds.get(found.best)
+    entry.estimate = _estimate(problems, by_rule)
+    entry.choice = found.best if found.seconds else "no method gave a right result"
+    entry.refused = [f"{name}: {why}" for name, why in found.refused.items()]
+    for why in entry.refused:
+        log.warning("%s: refused %s", problems[0].words(), why)
+    if found.path is None:
+        report.note = found.note
+    elif found.path not in report.paths:
+        report.paths.append(found.path)
+
+
+def _estimate(problems: tuple[Problem, ...], chosen: tuple[Method, ...]) -> float | None:
+    """What the rule's estimate says of these methods, the making of W̃ included."""
+    if not all(estimate.known(p) for p in problems) or any(m.name not in ESTIMATED for m in chosen):
+        return None
+    made = {"dense" if m == DENSE else "packed" for m in chosen} if problems[0].changing else set()
+    making = sum(estimate.making(form, problems[0]) for form in sorted(made))
+    return making + sum(estimate.seconds(ESTIMATED[m.name], p) for p, m in zip(problems, chosen, strict=True))
+
+
+def _layers(model: nn.Module, counts: Sequence[int]) -> Iterator[tuple[str, Any, Sequence[int]]]:
+    """Each layer that chooses, with the numbers of rows of its input; of stacked experts the first, with the tokens that one meets."""
+    for name, module in model.named_modules():
+        if hasattr(module, "tunable"):
+            yield from ((f"{name}.{key}".strip("."), layer, share) for key, layer, share in module.tunable(counts))
+
+
+def _collected(model: nn.Module, tokens: Sequence[int]) -> list[tuple[tuple[Problem, ...], Tuned]]:
+    """The GEMMs that the layers of a model leave to ``choose``, each once with the layers that have it, or none and the reason."""
+    found: dict[Any, tuple[tuple[Problem, ...], Tuned]] = {}
+    for name, layer, counts in _layers(model, tokens):
+        kind, shape = type(layer).__name__, layer.shape
+        problems = [some for count in counts for some in layer.problems(count) if some[0].device.type in DEVICES]
+        for some in problems or [()]:
+            entry = Tuned([], kind, shape=shape, choice="" if some else "its GEMMs are dense until nm.compress_")
+            if some:
+                p = some[0]
+                roles = " + ".join(q.role for q in some)
+                entry = Tuned([], kind, roles, (p.rows, p.cols), p.tokens, f"{p.n}:{p.m}", plain(p.dtype))
+            found.setdefault((kind, some or shape), (some, entry))[1].layers.append(name or "(root)")
+    return list(found.values())

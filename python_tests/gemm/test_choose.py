@@ -1,0 +1,215 @@
+"""Where the choice comes from, and that nothing is timed for it unless that is asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import nmkernels as nm
+from nmkernels import tuning
+from nmkernels.capability import compiled_core
+from nmkernels.gemm import choose as module
+from nmkernels.gemm import estimate
+from nmkernels.gemm.choose import choose, forget, rule, using
+from nmkernels.gemm.methods import DENSE, Method, methods
+from nmkernels.gemm.problem import Problem, key
+from nmkernels.tuning import TABLE
+
+pytestmark = pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().reason)
+
+CPU = torch.device("cpu")
+FPROP = Problem("fprop", 20, 16, 32, 2, 4, torch.float32, CPU)
+DGRAD = FPROP._replace(role="dgrad")
+
+
+@pytest.fixture(autouse=True)
+def free(cache, monkeypatch):
+    """Nothing in the environment decides, and nothing is timed."""
+    for name in ("NMKERNELS_CHOICE", "NMKERNELS_BACKEND"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tuning.timer.Timer, "turns", lambda *args, **kwargs: pytest.fail("timed"))
+    forget()
+
+
+@pytest.fixture
+def costs(monkeypatch):
+    """What the estimate says, by method or form; 1 s for what is not in it."""
+    told = {}
+    monkeypatch.setattr(estimate, "seconds", lambda method, p: told.get((p.role, method), told.get(method, 1.0)))
+    monkeypatch.setattr(estimate, "making", lambda form, p: told.get(f"make {form}", 0.0))
+    monkeypatch.setattr(estimate, "margin", lambda method, p: told.get("margin", 1.06))
+    return told
+
+
+def names(*problems):
+    return [m.name for m in choose(*problems)]
+
+
+def store(choice, *problems):
+    TABLE.store({key(*problems): {"choice": choice}})
+
+
+def test_the_least_estimate_wins_by_its_margin(costs):
+    for sparse, want in ((0.5, "op"), (0.94, "op"), (0.95, "dense"), (2.0, "dense")):
+        costs["sparse"] = sparse
+        forget()
+        assert names(FPROP) == [want], sparse
+    costs.update({"sparse": 0.8, "margin": 1.25 + 1e-9})
+    forget()
+    assert names(FPROP) == ["dense"]
+    packed = FPROP._replace(forms=("rows",), dtype=torch.bfloat16)
+    for times, want in (({}, "op"), ({"expand": 0.5}, "expand"), ({"expand": 0.5, "expand float32": 0.4}, "expand float32")):
+        costs.update({"sparse": 1.0, "margin": 1.06, "expand": 1.0, "expand float32": 1.0, **times})
+        forget()
+        assert names(packed) == [want]
+
+
+def test_the_making_of_a_changing_weight_counts(costs):
+    costs.update({"sparse": 0.9, "make packed": 0.5, "make dense": 0.1})
+    assert names(FPROP) == ["op"] and names(FPROP._replace(changing=True)) == ["dense"]
+    costs["make dense"] = 0.6
+    forget()
+    assert names(FPROP._replace(changing=True)) == ["op"]
+
+
+def test_gemms_that_read_one_weight_are_chosen_together(costs):
+    pair = FPROP._replace(changing=True), DGRAD._replace(changing=True)
+    costs.update({("fprop", "sparse"): 0.5, ("dgrad", "sparse"): 0.9, "make packed": 0.2, "make dense": 0.2})
+    assert names(*pair) == ["op", "op"], "a dense dgrad would need the dense layout too"
+    costs.update({("dgrad", "sparse"): 1.5})
+    forget()
+    assert names(*pair) == ["op", "dense"]
+    costs.update({"make packed": 0.7})
+    forget()
+    assert names(*pair) == ["dense", "dense"]
+
+
+def test_where_nothing_is_known_it_is_the_baseline(costs, monkeypatch):
+    costs["sparse"] = 0.1
+    for change, want in [
+        ({"dtype": torch.float64}, "dense"),
+        ({"device": torch.device("meta")}, "dense"),
+        ({"forms": ("rows",), "dtype": torch.float64}, "op"),
+        ({"forms": ("dense",)}, "dense"),
+        ({}, "op"),
+    ]:
+        assert names(FPROP._replace(**change)) == [want], change
+    monkeypatch.setattr(module, "compiled_core", lambda: type("Probe", (), {"ok": False}))
+    assert rule(FPROP) == (DENSE,)
+
+
+def test_what_was_tuned_is_followed(costs):
+    assert names(FPROP) == ["dense"]
+    store("op", FPROP)
+    assert names(FPROP) == ["op"] == names(FPROP._replace(tokens=32)) and names(FPROP._replace(tokens=33)) == ["dense"]
+    store("dense, cpu rows", FPROP, DGRAD)
+    assert choose(FPROP, DGRAD) == (DENSE, Method("cpu rows", "rows", "cpu"))
+    forget()
+    assert names(FPROP) == ["op"], "and found again on disk"
+
+
+def test_a_line_that_names_no_method_is_ignored(costs):
+    for choice in ("magic rows", "reference rows", "op, op", 3, None, "cpu columns", {"id": 1}):
+        store(choice, FPROP)
+        assert names(FPROP) == ["dense"], choice
+
+
+def test_it_is_a_lookup_that_does_not_grow_without_end(costs, monkeypatch):
+    found = choose(FPROP)
+    with monkeypatch.context() as m:
+        m.setattr(module, "_find", lambda *args: pytest.fail("asked again"))
+        assert choose(FPROP) == found
+    op = methods(FPROP)[1]
+    with using((FPROP, op)):
+        assert choose(FPROP) == (op,)
+    assert choose(FPROP) == found
+    monkeypatch.setattr(module, "REMEMBERED", 4)
+    for tokens in range(1, 20):
+        choose(FPROP._replace(tokens=tokens))
+    assert len(module._chosen) <= 4
+
+
+def test_the_environment_decides(costs, monkeypatch):
+    costs["sparse"] = 0.5
+    for setting, want, packed in [("dense", "dense", "op"), ("packed", "op", "op"), ("", "op", "op"), ("table", "op", "op")]:
+        monkeypatch.setenv("NMKERNELS_CHOICE", setting)
+        forget()
+        assert names(FPROP, DGRAD) == [want, want] and names(FPROP._replace(forms=("rows",))) == [packed]
+        assert names(FPROP._replace(forms=("dense",))) == ["dense"]
+    costs["sparse"] = 2.0
+    monkeypatch.setenv("NMKERNELS_BACKEND", "reference")
+    forget()
+    assert names(FPROP) == ["op"]
+    monkeypatch.setenv("NMKERNELS_CHOICE", "fastest")
+    forget()
+    with pytest.raises(nm.NMError, match="NMKERNELS_CHOICE='fastest' is unknown; set one of dense, packed, measured"):
+        choose(FPROP)
+
+
+def test_deterministic_algorithms_take_the_baseline(costs):
+    costs["sparse"] = 0.5
+    assert names(FPROP) == ["op"]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert names(FPROP, DGRAD) == ["dense", "dense"] and names(FPROP._replace(forms=("rows",))) == ["op"]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert names(FPROP) == ["op"]
+
+
+def test_it_measures_where_that_is_asked_for(costs, monkeypatch):
+    measured = []
+
+    def measure(*problems):
+        measured.append(problems)
+        store("op", *problems)
+
+    monkeypatch.setattr("nmkernels.gemm.tune.measure_and_record", measure)
+    assert names(FPROP) == ["dense"] and not measured
+    monkeypatch.setenv("NMKERNELS_CHOICE", "measured")
+    forget()
+    assert names(FPROP) == ["op"] == names(FPROP) and measured == [(FPROP,)]
+    with torch.profiler.profile():
+        assert names(DGRAD) == ["dense"] and len(measured) == 1, "not while somebody watches"
+    monkeypatch.setattr("nmkernels.gemm.tune.measure_and_record", lambda *problems: [][0])
+    with pytest.raises(IndexError):
+        choose(FPROP._replace(cols=64))
+
+
+def test_no_memory_to_measure_is_no_error(costs, monkeypatch):
+    def full(*problems):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("nmkernels.gemm.tune.measure_and_record", full)
+    monkeypatch.setenv("NMKERNELS_CHOICE", "measured")
+    forget()
+    assert names(FPROP) == ["dense"]
+
+
+# ---- in graphs
+
+
+def test_a_graph_has_one_answer_for_all_tokens(costs):
+    store("dense", FPROP._replace(tokens=64))
+    store("op", FPROP._replace(tokens=4096))
+    seen, weight = [], torch.nn.Parameter(torch.zeros(16, 32))
+
+    @torch.compile(backend="eager", fullgraph=True, dynamic=True)
+    def f(x):
+        taken = choose(Problem("fprop", x.shape[0], weight.shape[0], weight.shape[1], 2, 4, torch.float32, CPU))[0]
+        return x + 1 if taken.name == "op" else x
+
+    torch._dynamo.utils.counters.clear()
+    for tokens in (64, 20, 4000, 100):
+        seen.append(float(f(torch.zeros(tokens, 32)).mean()))
+    assert seen == [1.0] * 4  # as measured with the most tokens
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_without_measurements_a_graph_follows_the_rule_for_very_many(costs, monkeypatch):
+    monkeypatch.setattr(estimate, "seconds", lambda method, p: 0.5 if method == "sparse" and p.tokens < 1000 else 1.0)
+    assert names(FPROP) == ["op"]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert names(FPROP) == ["dense"]
+    monkeypatch.setenv("NMKERNELS_CHOICE", "packed")
+    assert names(FPROP) == ["op"]
