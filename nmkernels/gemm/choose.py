@@ -31,7 +31,7 @@ from ..tuning.measure import LEAST_GAIN
 from ..tuning.setting import reproducible, setting, undisturbed
 from . import estimate
 from .methods import AS_FLOAT32, DENSE, EXPAND, OP, Method, methods, op_of
-from .problem import Problem, key
+from .problem import Problem, key, plain
 
 REMEMBERED = 4096
 """GEMMs whose choice is remembered; then all are forgotten and looked up again."""
@@ -142,6 +142,16 @@ def rule(*problems: Problem) -> Choice:
             for m, p, some in zip(choice, problems, options, strict=True)
         )
     return min(costs, key=costs.__getitem__)
+
+
+def unmeasured(*problems: Problem) -> str:
+    """In words that the choice for these problems rests on no measurement of this kind of machine; empty where it does not."""
+    if setting() or forced_backend() or not all(map(estimable, problems)) or all(map(estimate.known, problems)):
+        return ""
+    if TABLE.get(key(*problems)) is not None:
+        return ""
+    kind = estimate.machine(problems[0].device)
+    return f"how GEMMs are done is unmeasured on {kind} in {plain(problems[0].dtype)}: nm.tune(model, tokens=...) measures it"
 
 
 def estimable(p: Problem) -> bool:

@@ -36,7 +36,8 @@ class Report:
     """Every layer of a model that has a weight, except norms, with the decision about it; ``str`` of it is a table.
 
     Layers whose names differ only in numbers share a line if all else is equal. ``channels``: by layer, whether input channels were
-    reordered before pruning, where the recipe searches; ``remark``: what a user should know of how the schedule went.
+    reordered before pruning, where the recipe searches; ``remark``: what a user should know of how the schedule went; ``unmeasured``: that
+    the way in which GEMMs are done rests on no measurement.
 
     Example:
         >>> blocks = [Entry(f"fc.{i}", "Linear", (8, 16), True, "2:4") for i in range(3)]
@@ -51,6 +52,7 @@ class Report:
     entries: list[Entry] = field(default_factory=list)
     channels: dict[str, str] = field(default_factory=dict)
     remark: str = ""
+    unmeasured: str = ""
 
     @property
     def sparse(self) -> list[Entry]:
@@ -81,7 +83,7 @@ class Report:
         if self.channels:
             width = max(map(len, self.channels))
             lines += ["input channels", *(f"{name.ljust(width)}  {said}" for name, said in self.channels.items())]
-        return "\n".join([*lines, self.remark] if self.remark else lines)
+        return "\n".join([*lines, *filter(None, (self.remark, self.unmeasured))])
 
     def _shares(self) -> list[str]:
         linear = [e for e in self.entries if e.linear]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..autograd import HardMask, WeightTransform
 from ..autograd.transforms import read_as
+from ..gemm.choose import unmeasured
 from ..nn import NMWeight
 from ..nn.effective import readable
 from ..pattern import NMError, RecipeError
@@ -27,6 +28,10 @@ from .writes import Writes, listed
 
 if TYPE_CHECKING:
     from .attach import Attachment
+
+
+MANY_TOKENS = 1024
+"""Rows of a layer's input for which the report says whether the choice of methods was measured."""
 
 
 class Run:
@@ -246,6 +251,8 @@ class Run:
                 layer.effective.release()  # a dense phase needs the memory more
             else:
                 layer.drop()
+        problems = (some for layer in self.layers.values() for some in layer.problems(MANY_TOKENS))
+        self.report.unmeasured = unmeasured(*some) if (some := next(problems, None)) else ""
 
     def feed(self) -> None:
         """Write the schedule's numbers into the layers whose transform reads them."""

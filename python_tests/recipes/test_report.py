@@ -1,5 +1,9 @@
 """The report: every layer, and why."""
 
+from torch import nn
+
+import nmkernels as nm
+from nmkernels.capability import compiled_core
 from nmkernels.recipes.report import Entry, Report
 
 ENTRIES = [
@@ -54,3 +58,13 @@ def test_a_long_report_is_short():
         "  66.7 %  a reason (128 layers)",
         "   0.5 %  not chosen by the filter (1 layer)",
     ]
+
+
+def test_the_report_says_where_the_choice_of_gemms_is_unmeasured(monkeypatch):
+    monkeypatch.delenv("NMKERNELS_CHOICE", raising=False)
+    said = "how GEMMs are done is unmeasured on"
+    for known in (True, False):
+        monkeypatch.setattr("nmkernels.gemm.estimate.known", lambda p, known=known: known)
+        for packed in ("auto", False):
+            handle = nm.sparsify_(nn.Sequential(nn.Linear(64, 64)), nm.recipes.SRSTE("2:4", packed=packed))
+            assert (said in str(handle.report)) == (not known and packed == "auto" and compiled_core().ok)
