@@ -1,1 +1,1 @@
-"""Measurements: what is timed, against what, and how the results become the tables of the README."""
+"""Benchmarks: the cases, their timing, and the tables and figures made from the results."""

@@ -1,7 +1,7 @@
-"""The audits in ``docs/pays.md``: a GPT-2 measured on this CPU, and it and a Llama predicted for an H200.
+"""Writes the audits in ``docs/pays.md``: GPT-2 measured on this CPU, and GPT-2 and a Llama predicted for an H200.
 
-``python -m bench.audit_page`` measures for most of a minute and writes the tables between their markers; ``--predicted`` writes the
-predictions alone, which no clock has a part in, and ``--check`` only tells whether those are up to date.
+``python -m bench.audit_page`` measures for most of a minute and writes the tables between their markers. ``--predicted`` writes only the
+predictions, which need no timing; ``--check`` only tells whether those are up to date.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODEL, LARGER = "gpt2", "llama-3-8b"
 MEASURED, PREDICTED, END = (f"<!-- audit {what} -->" for what in ("measured: written by python -m bench.audit_page", "predicted", "end"))
 
 CPU_TOKENS, GPU_TOKENS = 1024, 65536
-"""One sequence of GPT-2, and the 64 of them that fill a GPU for one of the passes of its half a million tokens."""
+"""One sequence of GPT-2 on a CPU, and 64 sequences on a GPU: one pass of an accumulated step of half a million tokens."""
 
 BUDGET = 45.0
 
@@ -48,7 +48,7 @@ def predicted() -> str:
 
 
 def between(text: str, begin: str, end: str, new: str) -> str:
-    """``text`` with what stands between two markers replaced; ``ValueError`` unless it has each once, in order."""
+    """``text`` with the part between two markers replaced; ``ValueError`` unless it has each marker once, in order."""
     if not re.fullmatch(f"(?s).*{re.escape(begin)}.*{re.escape(end)}.*", text) or text.count(begin) != 1 or text.count(end) != 1:
         raise ValueError(f"the text must have the lines {begin!r} and {end!r}, once each and in this order")
     head, tail = text[: text.index(begin)], text[text.index(end) :]
@@ -56,11 +56,11 @@ def between(text: str, begin: str, end: str, new: str) -> str:
 
 
 def main(argv: list[str] | None = None, page: Path = PAGE) -> int:
-    """Write the tables; with ``--check`` write nothing and return 1 where the prediction is another now."""
+    """Write the tables; with ``--check`` write nothing and return 1 if the prediction has changed."""
     parser = argparse.ArgumentParser(prog="python -m bench.audit_page", description=(__doc__ or "").splitlines()[0])
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--predicted", action="store_true", help="leave the measured table as it is")
-    what.add_argument("--check", action="store_true", help="write nothing, exit 1 when the predicted table is not up to date")
+    what.add_argument("--check", action="store_true", help="write nothing, exit 1 if the predicted table is not up to date")
     args = parser.parse_args(argv)
     old = page.read_text(encoding="utf-8")
     new = between(old, PREDICTED, END, predicted())

@@ -1,6 +1,6 @@
-"""A GPU's clock, held for a while by nvidia-smi, and what it is under load. Only the owner of the GPU may set it, and only if asked.
+"""Locks a GPU's clock with nvidia-smi, and reads the clock under load. Setting it usually needs root, and is done only on request.
 
-The clock is given back also if this process is killed: another one, in a session of its own, waits for the end of a pipe from it.
+The clock is reset even if this process is killed: another process, in its own session, waits for the end of a pipe from this one.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from nmkernels import NMError
 
 ASKED = "NMKERNELS_BENCH_CLOCK"
-"""Environment variable that ``--lock-clocks`` sets: the MHz at which cases that want it are measured once more."""
+"""Environment variable that ``--lock-clocks`` sets: the MHz at which ``power_or_port`` is measured again."""
 
 RESTORE = 'cat > /dev/null; exec "$0" -i "$1" -rgc'
 
 
 def ask(mhz: int, gpu: str) -> None:
-    """Have ``asked`` say ``mhz`` from now on; NMError where the clock of this GPU cannot be set, which is tried."""
+    """Let ``requested`` return ``mhz`` from now on; NMError if this GPU's clock cannot be set, which is tried."""
     if mhz <= 0:
         raise NMError(f"--lock-clocks takes a clock in MHz, such as 900; got {mhz}.")
     with locked(mhz, gpu):
@@ -28,25 +28,25 @@ def ask(mhz: int, gpu: str) -> None:
     os.environ[ASKED] = str(mhz)
 
 
-def asked() -> int:
-    """The MHz that ``ask`` was called with; 0 where it was not."""
+def requested() -> int:
+    """The MHz passed to ``ask``; 0 if it was not called."""
     return int(os.environ.get(ASKED, "0"))
 
 
 def nvidia_smi() -> str:
-    """Where it is; NMError if it is nowhere."""
+    """The path of nvidia-smi; NMError if it is not installed."""
     found = shutil.which("nvidia-smi")
     if found is None:
-        raise NMError("--lock-clocks: nvidia-smi is not on PATH, and it is what sets the clock.")
+        raise NMError("--lock-clocks needs nvidia-smi, which is not on PATH.")
     return found
 
 
 @contextmanager
 def locked(mhz: int, gpu: str) -> Iterator[None]:
-    """The clock of the multiprocessors is ``mhz`` inside, and the driver's own choice afterwards, also if it was locked before.
+    """Lock the multiprocessors' clock at ``mhz`` inside; afterwards the driver chooses it, even if it was locked before.
 
     Raises:
-        NMError: it may not be set, or not be given back; the message says what nvidia-smi says.
+        NMError: the clock cannot be set or reset; the message has nvidia-smi's output.
     """
     program = nvidia_smi()
     with subprocess.Popen(
@@ -56,23 +56,23 @@ def locked(mhz: int, gpu: str) -> Iterator[None]:
         try:
             done = subprocess.run([program, "-i", gpu, "-lgc", f"{mhz},{mhz}"], capture_output=True, text=True)
             said = f"{done.stdout} {done.stderr}".strip()
-            # it answers 0 also where it only warns that this is not supported
+            # it returns 0 too when it only warns that this is not supported
             refused = done.returncode or "not supported" in said.lower() or "permission" in said.lower()
             if refused:
-                raise NMError(f"--lock-clocks: the clock of GPU {gpu} cannot be set here (the owner may, as root): {said}")
+                raise NMError(f"--lock-clocks: the clock of GPU {gpu} cannot be set here (root can): {said}")
             yield
         finally:
-            told, _ = keeper.communicate()
+            output, _ = keeper.communicate()
     if keeper.returncode and not refused:
-        raise NMError(f"--lock-clocks: the clock of GPU {gpu} was not given back; run `nvidia-smi -i {gpu} -rgc`: {told.strip()}")
+        raise NMError(f"--lock-clocks: the clock of GPU {gpu} was not reset; run `nvidia-smi -i {gpu} -rgc`: {output.strip()}")
 
 
 def under_load(gpu: str) -> tuple[float, float]:
-    """MHz and watts at this moment; NMError if nvidia-smi does not tell."""
+    """Current MHz and watts; NMError if nvidia-smi does not report them."""
     words = [nvidia_smi(), "-i", gpu, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
     done = subprocess.run(words, capture_output=True, text=True)
     try:
         mhz, watts = map(float, done.stdout.strip().split(","))
     except ValueError:
-        raise NMError(f"nvidia-smi does not tell the clock of GPU {gpu}: {done.stdout} {done.stderr}".strip()) from None
+        raise NMError(f"nvidia-smi does not report the clock of GPU {gpu}: {done.stdout} {done.stderr}".strip()) from None
     return mhz, watts

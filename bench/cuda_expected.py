@@ -1,9 +1,9 @@
-"""What is asked of the CUDA kernels by ``bench.cuda_resources``, and who may do otherwise, each with its reason.
+"""The requirements of ``bench.cuda_resources`` on the CUDA kernels, and the exceptions with their reasons.
 
-The rule: no local memory; 16 bytes at once from global memory and 4 at least to it, for a mask and a packed weight are smaller than what
-was read, and the 32 threads of a warp still fill whole lines with them; no wide store cut into narrow ones; PTX in which every
-floating-point operation is rounded once.
-Keys are regular expressions on the file and the name of a kernel; the first that is found counts.
+Required are: no local memory; reads of global memory of 16 bytes and writes of at least 4 (masks and packed weights are smaller than the
+data read, and the 32 threads of a warp still fill whole lines); no wide store split into narrow ones; and PTX in which every floating-point
+operation is rounded once.
+Keys are regular expressions on the file and the name of a kernel; the first match counts.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ T = TypeVar("T")
 WIDTHS: dict[str, tuple[int, int]] = {
     # any N:M: a thread takes one element at a time
     r" any_|_any_kernel": (0, 0),
-    # these write as much as they read, or results in dense layout
+    # these write as much as they read, or write results in dense layout
     r"mvue\.cu mvue_(rows|strips|columns)_kernel<": (128, 128),
     r"groups\.cu groups_kernel<(Prune|SoftThreshold)": (128, 128),
     r"adamw\.cu adamw_kernel<": (128, 128),
-    # what becomes 16 bytes is 2 to 8 of them packed
+    # 16 bytes of output are 2 to 8 packed bytes
     r"decompress\.cu decompress_kernel": (16, 128),
-    # one block, or a thread for each of some hundred params or blocks; or nothing at all
+    # one block, or a thread for each of some hundred params or blocks; or no memory access
     r"adamw_around\.cu|threshold\.cu scale_kernel|probe\.cu": (0, 0),
-    # a thread has 8 bytes of a row's indices, and four threads beside each other 32
+    # a thread has 8 bytes of a row's indices, and four neighbouring threads 32
     r"metadata\.cu metadata_kernel": (64, 128),
-    # adds up what the parts of a split GEMM left, and rounds it to the dtype of the result
+    # sums the parts of a split GEMM, and rounds to the dtype of the result
     r"linear_parts\.cu finish_kernel": (32, 16),
     # writes results as wide as it reads operands
-    r"wgmma_sp(_8bit)?\.cu .*true>$": (0, 128),  # copies of boxes read the operands, and there is no residual
+    r"wgmma_sp(_8bit)?\.cu .*true>$": (0, 128),  # the operands are read by bulk copies, and there is no residual
     r"mma_sp(_8bit)?\.cu (wg)?mma_sp_kernel": (128, 128),
 }
-"""Bits of the widest read and the widest write of global memory, where they are not (128, 32)."""
+"""Bits of the widest read and the widest write of global memory, if not (128, 32)."""
 RULE = 128, 32
 
 NARROW: dict[str, int] = {
-    # a row that ends early or begins at any address: the two of a group go together, element by element
+    # rows of any length and alignment: the two elements of a group are written one by one
     r"mvue\.cu mvue_rows_kernel<": 8,
     r"mvue\.cu mvue_columns_kernel<.*false": 16,
     # one thread of a block writes the two sums of the block
     r"threshold\.cu .*scale_sums_kernel": 2,
-    # a thread for each param writes what the step needs of it
+    # a thread for each param writes its values for the step
     r"adamw_around\.cu adamw_scalars_kernel": 50,
 }
-"""How many stores may lie beside another of their width where a wider one would do; of the others none."""
+"""How many narrow stores that could be a wider one are allowed; for other kernels none."""
 
 GEMMS: dict[str, str] = {
     r"wgmma_sp_8bit\.cu .*<signed char": "IGMMA.SP",
@@ -53,21 +53,21 @@ GEMMS: dict[str, str] = {
     r"mma_sp\.cu ": "HMMA.SP",
     r"linear_mma\.cu |linear_expand\.cu ": "HMMA",
 }
-"""The one instruction of tensor cores by which a kernel multiplies."""
+"""The tensor-core instruction that a kernel must use."""
 
 LOOSE: dict[str, tuple[str, ...]] = {
-    # GEMMs of fp32 numbers are exact in fp64: one rounding either way
+    # products of fp32 numbers are exact in fp64: one rounding either way
     r"threshold\.cu .*scale_sums_kernel": ("fma.rn.f64", "fma.rn.bf16x2"),
-    # by -1: a difference of pairs of bf16, for which sm_80 has no other instruction
+    # a multiplication by -1: sm_80 has no other instruction for a difference of pairs of bf16
     r"groups\.cu groups_kernel<SoftThreshold|(compress|pack_tiles)\.cu .*2:4, 3\b": ("fma.rn.bf16x2",),
-    # fma on whole numbers below 2^24 is exact
+    # fma on integers below 2^24 is exact
     r"mvue\.cu ": ("fma.rn.f32",),
-    # the logarithm of a statistic, in fp64, for which no bits are promised
+    # the logarithm of a statistic, in fp64, which is not exact
     r"adamw(_squares)?\.cu ": (".f64",),
 }
-"""Ends of instructions that a kernel may have although they are not one operation rounded once."""
+"""Suffixes of instructions that a kernel may use although they are not one operation rounded once."""
 
 
 def expected(table: dict[str, T], source: str, kernel: str, otherwise: T) -> T:
-    """What a table says of a kernel."""
+    """The entry of a table for a kernel."""
     return next((value for pattern, value in table.items() if re.search(pattern, f"{source} {kernel}")), otherwise)

@@ -1,9 +1,9 @@
-"""What nvcc makes of the CUDA kernels, read without a GPU: registers, spills, widths of memory accesses, tensor cores, contraction.
+"""Resources of the compiled CUDA kernels, without a GPU: registers, spills, widths of memory accesses, tensor cores, contraction.
 
 ``python -m bench.cuda_resources`` compiles every ``.cu`` under ``csrc/cuda`` for sm_80 and sm_90a with the flags of the build (that of
-``wgmma.sp`` for sm_90a alone), reads what cuobjdump tells of each kernel and writes ``bench/results/cuda_resources.csv``; with words, the
-kernels whose names contain one of them are only printed. What was compiled is kept under ``build/cuda_resources``, by a hash of sources,
-flags and compiler, which the rows depend on.
+``wgmma.sp`` only for sm_90a), reads cuobjdump's output and writes ``bench/results/cuda_resources.csv``; with words, it only prints the
+kernels whose names contain one of them. Compiled kernels are cached under ``build/cuda_resources``, by a hash of sources, flags and
+compiler, on which the rows depend.
 """
 
 from __future__ import annotations
@@ -37,115 +37,114 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "csrc" / "cuda"
 CACHE = ROOT / "build" / "cuda_resources"
 ARCHITECTURES = ("sm_80", "sm_90a")
-"""Those of ``cmake/architectures.cmake`` that are compiled to machine code."""
+"""The architectures of ``cmake/architectures.cmake`` that are compiled to machine code."""
 REWRITE = "python -m bench.cuda_resources"
 MATRIX = ("HMMA", "IMMA", "LDSM", "LDGSTS", "HGMMA", "QGMMA", "IGMMA", "STSM", "UBLKCP", "UTMALDG", "UTMASTG")
-"""Instructions of the tensor cores and those that feed them and take their results."""
+"""Instructions of the tensor cores, and those that load their operands and store their results."""
 SERIALISED = re.compile(r"^.*\(C75\d\d\).*$", re.M)
-"""What ptxas says of wgmma that wait for each other: several times slower, and no error."""
+"""ptxas's warning about serialised wgmma, which is several times slower."""
 
 LOADS, STORES = ("LDG", "LD", "LDGSTS"), ("STG", "ST")
 """Instructions that read and write global memory."""
 
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P[T\d]+)\s+)?([A-Z][\w.]*)\s*([^;]*);", re.M)
-"""Address, condition, opcode and operands of a line of machine code."""
+"""Matches a line of machine code: address, condition, opcode and operands."""
 JUMPS = ("BRA", "BRX", "JMP", "CALL", "RET", "EXIT", "BREAK", "BSSY", "BSYNC", "WARPSYNC")
-"""Instructions after which, and at whose targets, other code may follow than what is written next."""
+"""Branches: instructions that end a straight run of code, as their targets do."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One compiled kernel, one line of the table."""
+    """One compiled kernel: one line of the table."""
 
     source: str
     kernel: str
     arch: str
     registers: int
-    """Of a thread, of 255."""
+    """Per thread, of 255."""
     stack_bytes: int
-    """Local memory of a thread: for registers that did not suffice, and for arrays indexed by data."""
+    """Local memory of a thread: for spilled registers, and for arrays indexed by data."""
     spills: int
     """Instructions that read or write local memory."""
     shared_bytes: int
-    """Static ones; on sm_90a 1024 of them are the system's."""
+    """Static shared memory; on sm_90a 1024 bytes are the system's."""
     loads: str
-    """How many instructions in the code read global memory, by the bits they take at once."""
+    """The number of instructions that read global memory, by their width in bits."""
     stores: str
     narrow: str
-    """Of the stores those that lie beside another of as many bits, from one address and under one condition, by bits: a wider one would do
-    for both."""
+    """The number of stores, by bits, that could be merged with a neighbouring one of the same width into a wider store."""
     matrix: str
     """Instructions of the tensor cores, of ldmatrix and stmatrix (LDSM, STSM), of cp.async (LDGSTS) and of copies in bulk (UBLKCP, UTMALDG,
     UTMASTG)."""
     inexact: str
-    """Floating-point instructions of the PTX that are not one operation rounded once; not listed for GEMMs."""
+    """Floating-point instructions in the PTX that are not one operation rounded once; not listed for GEMMs."""
     instructions: int
     digest: str
-    """Of the sources; see ``digest``."""
+    """``digest`` of the sources."""
     nvcc: str
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What tells it from the others."""
+        """Its key in the table."""
         return self.source, self.kernel, self.arch
 
 
 def sources() -> list[Path]:
-    """The files of kernels, in order; their names are unique."""
+    """The files of kernels, sorted; their names are unique."""
     return sorted(SOURCES.rglob("*.cu"))
 
 
 def is_gemm(source: Path) -> bool:
-    """Whether a file's sums have no written order, so that they may be contracted."""
+    """Whether a file holds GEMMs, whose operations may be contracted."""
     return source.name.startswith("linear") or source.parent.name == "gemm"
 
 
 def architectures(source: Path) -> tuple[str, ...]:
-    """Those that a file is compiled for."""
+    """The architectures that a file is compiled for."""
     return ARCHITECTURES[1:] if source.name.startswith("wgmma") else ARCHITECTURES
 
 
 def tools() -> Probe:
-    """Whether the compiler and the tools that read its output are here, and where."""
+    """Whether the compiler and the tools that read its output are installed, and where."""
     found = nvcc()
     if not found.ok:
         return found
     for name in ("cuobjdump", "c++filt"):
         if _tool(name) is None:
-            return Probe(False, f"{name} is not here; the CUDA toolkit and Triton's wheel have cuobjdump, binutils c++filt")
+            return Probe(False, f"{name} is not installed; the CUDA toolkit and Triton's wheel have cuobjdump, binutils c++filt")
     return Probe(True, found.reason)
 
 
 def compiled(source: Path, arch: str) -> list[Kernel]:
-    """The kernels of a file as nvcc compiles them now, from the cache where nothing changed."""
-    return [Kernel(**row) for row in json.loads(_kept(source, arch)["rows"])]
+    """The kernels of a file as compiled now, from the cache if nothing changed."""
+    return [Kernel(**row) for row in json.loads(_cached(source, arch)["rows"])]
 
 
 def machine_code(source: Path, arch: str) -> dict[str, str]:
-    """What cuobjdump shows of each kernel of a file, by its name in short; from the same cache."""
-    code = {part.split()[0]: part for part in _kept(source, arch)["sass"].split("Function : ")[1:]}
+    """cuobjdump's output for each kernel of a file, by its short name; from the same cache."""
+    code = {part.split()[0]: part for part in _cached(source, arch)["sass"].split("Function : ")[1:]}
     return {name: code[mangled] for mangled, name in short_names(sorted(code)).items()}
 
 
-def _kept(source: Path, arch: str) -> dict[str, str]:
+def _cached(source: Path, arch: str) -> dict[str, str]:
     """``rows`` of a file, as JSON, and its ``sass``."""
-    kept = CACHE / f"{source.stem}-{arch}-{_fingerprint(source, arch)}.json.gz"
-    if kept.exists():
-        found: dict[str, str] = json.loads(gzip.decompress(kept.read_bytes()))
+    cached = CACHE / f"{source.stem}-{arch}-{_fingerprint(source, arch)}.json.gz"
+    if cached.exists():
+        found: dict[str, str] = json.loads(gzip.decompress(cached.read_bytes()))
         return found
     rows, sass = _compile(source, arch)
     found = {"rows": json.dumps([asdict(k) for k in rows]), "sass": sass}
     CACHE.mkdir(parents=True, exist_ok=True)
     for old in CACHE.glob(f"{source.stem}-{arch}-*.json*"):
         old.unlink(missing_ok=True)
-    made = kept.with_suffix(f".{os.getpid()}")
+    made = cached.with_suffix(f".{os.getpid()}")
     made.write_bytes(gzip.compress(json.dumps(found).encode(), 6))
-    made.replace(kept)
+    made.replace(cached)
     return found
 
 
 def missed(kernels: Iterable[Kernel]) -> list[str]:
-    """What kernels lack, in words; nothing when they are as the design wants them."""
+    """The requirements that kernels miss, as text; empty if they meet all."""
     found = []
     for k in kernels:
         name = f"{k.source} {k.kernel}, {k.arch}"
@@ -156,9 +155,9 @@ def missed(kernels: Iterable[Kernel]) -> list[str]:
             found.append(f"{name} reads {widest(k.loads)} bits at once, should read {read}")
         if widest(k.stores) < written:
             found.append(f"{name} writes {widest(k.stores)} bits at once, should write {written}")
-        beside = sum(int(each.split(":")[1]) for each in k.narrow.split())
-        if beside > expected(NARROW, k.source, k.kernel, 0):
-            found.append(f"{name} writes word by word what lies beside each other: {k.narrow}; st_global of csrc/cuda/ptx.h is one store")
+        adjacent = sum(int(each.split(":")[1]) for each in k.narrow.split())
+        if adjacent > expected(NARROW, k.source, k.kernel, 0):
+            found.append(f"{name} writes adjacent data in narrow stores: {k.narrow}; st_global of csrc/cuda/ptx.h is one store")
         gemm = expected(GEMMS, k.source, k.kernel, "")
         if gemm and {word for word in k.matrix.split()[::2] if "MMA" in word} != {gemm}:
             found.append(f"{name} multiplies by {k.matrix or 'no tensor core'}, should by {gemm}")
@@ -170,7 +169,7 @@ def missed(kernels: Iterable[Kernel]) -> list[str]:
 
 
 def _flags(source: Path) -> list[str]:
-    """As ``cmake/cuda.cmake`` has them: only GEMMs may contract."""
+    """The flags of ``cmake/cuda.cmake``: only GEMMs may contract."""
     hopper = ["-DNM_SM90A"] if source.name.startswith("wgmma") else []
     return ["-std=c++17", "-O3", *hopper, *([] if is_gemm(source) else ["-fmad=false"])]
 
@@ -183,7 +182,7 @@ def _fingerprint(source: Path, arch: str) -> str:
 
 
 def digest(source: Path) -> str:
-    """Of a file of kernels, all that it includes and its flags; comments and spaces apart. A row whose digest is another is out of date."""
+    """A digest of a file of kernels, its includes and its flags, without comments and spaces. A row with another digest is out of date."""
     found = hashlib.sha256(" ".join(_flags(source)).encode())
     for path in sorted(with_includes(source)):
         found.update(" ".join([path.name, *re.sub(r"//.*|/\*[\s\S]*?\*/", " ", path.read_text()).split()]).encode())
@@ -191,7 +190,7 @@ def digest(source: Path) -> str:
 
 
 def with_includes(source: Path) -> set[Path]:
-    """A file and all of ours that it includes, but for the declarations of host functions."""
+    """A file and all of our files that it includes, except the declarations of host functions."""
     seen, todo = set(), [source.resolve()]
     while todo:
         path = todo.pop()
@@ -202,7 +201,7 @@ def with_includes(source: Path) -> set[Path]:
 
 
 def _compile(source: Path, arch: str) -> tuple[list[Kernel], str]:
-    """The kernels of a file and what cuobjdump shows of their machine code."""
+    """The kernels of a file and cuobjdump's output of their machine code."""
     compiler = nvcc().reason.split(":")[0]
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder) / f"{source.stem}.ptx", Path(folder) / f"{source.stem}.cubin"
@@ -214,12 +213,12 @@ def _compile(source: Path, arch: str) -> tuple[list[Kernel], str]:
 
 
 def read_back(source: str, arch: str, exact: bool, ptx: str, usage: str, sass: str) -> list[Kernel]:
-    """The kernels of a file, exact or of GEMMs, from its PTX and from what cuobjdump prints."""
+    """The kernels of a file, exact or of GEMMs, from its PTX and cuobjdump's output."""
     used = dict(re.findall(r"Function (\S+):\s*\n\s*(REG:.*)", usage))
     code = {part.split()[0]: part for part in sass.split("Function : ")[1:]}
-    assert used.keys() == code.keys(), f"cuobjdump tells of other kernels than it shows: {used.keys() ^ code.keys()}"
+    assert used.keys() == code.keys(), f"cuobjdump lists other kernels than it shows: {used.keys() ^ code.keys()}"
     names = short_names(sorted(code))
-    assert len(set(names.values())) == len(names), f"two kernels of {source} have one name in short"
+    assert len(set(names.values())) == len(names), f"two kernels of {source} have the same short name"
     wrong = inexact_of(ptx) if exact else {}
     rows = []
     for mangled in sorted(code, key=names.__getitem__):
@@ -249,17 +248,17 @@ def read_back(source: str, arch: str, exact: bool, ptx: str, usage: str, sass: s
 
 
 def _sparse_apart(op: str) -> str:
-    """``HMMA.SP`` for a GEMM of tensor cores whose first operand is 2:4, else the name without what follows it."""
+    """``HMMA.SP`` for a tensor-core GEMM whose first operand is 2:4, otherwise the name without its suffixes."""
     return ".".join(op.split(".")[: 2 if ".SP." in op else 1])
 
 
 def widths(opcodes: Iterable[str], *names: str) -> str:
-    """How many of these accesses there are by the bits that each takes, widest first."""
+    """The number of these accesses by width in bits, widest first."""
     return _by_width(Counter(_bits(op) for op in opcodes if op.split(".")[0] in names))
 
 
 def _bits(op: str) -> int:
-    """Of an access."""
+    """The width of an access in bits."""
     return next((int(part.lstrip("US")) for part in op.split(".") if re.fullmatch(r"128|64|[US]?(16|8)", part)), 32)
 
 
@@ -270,8 +269,8 @@ def _by_width(bits: Counter[int]) -> str:
 def narrow(code: str) -> str:
     """``narrow`` of one kernel's machine code.
 
-    Two stores can be one where nothing comes between that another path would reach or leave by, or that changes the address or the
-    condition; the address itself is taken for a multiple of what a wide store needs.
+    Two stores can be merged if between them no other path enters or leaves and the address and condition do not change; the address is
+    assumed to be aligned for a wide store.
     """
     lines = [(int(at, 16), when, op, args) for at, when, op, args in INSTRUCTION.findall(code)]
     targets = {int(to, 16) for _, _, op, args in lines if op.split(".")[0] in JUMPS for to in re.findall(r"\b0x([0-9a-f]+)", args)}
@@ -281,8 +280,8 @@ def narrow(code: str) -> str:
     def close(changed: set[str] | None = None) -> None:
         for key in [key for key in open_stores if changed is None or changed & {key[0].lstrip("!"), *_pairs(key[1])}]:
             width, offsets = key[2] // 8, open_stores.pop(key)
-            beside = [o for o in offsets if (o + width if o % (2 * width) == 0 else o - width) in offsets]
-            found.update({key[2]: len(beside)} if beside else {})
+            adjacent = [o for o in offsets if (o + width if o % (2 * width) == 0 else o - width) in offsets]
+            found.update({key[2]: len(adjacent)} if adjacent else {})
 
     for at, when, op, args in lines:
         kind = op.split(".")[0]
@@ -301,7 +300,7 @@ def narrow(code: str) -> str:
 
 
 def _pairs(address: str) -> set[str]:
-    """The registers of an address, which are two each."""
+    """The registers of an address, two for each name."""
     return {f"{kind}{int(number) + i}" for kind, number in re.findall(r"(U?R)(\d+)", address) for i in (0, 1)}
 
 
@@ -314,18 +313,18 @@ def _written(op: str, args: str) -> set[str]:
 
 
 def widest(accesses: str) -> int:
-    """Bits of the widest of a kernel's ``loads`` or ``stores``."""
+    """The widest of a kernel's ``loads`` or ``stores``, in bits."""
     return max((int(each.split(":")[0]) for each in accesses.split()), default=0)
 
 
 def short_names(mangled: list[str]) -> dict[str, str]:
-    """Names that a person reads: no namespaces and arguments, N:M for a pattern."""
+    """Readable names: without namespaces and arguments, and with N:M for a pattern."""
     plain = _run(str(_tool("c++filt")), *mangled).splitlines() if mangled else []
     return {name: shortened(text) for name, text in zip(mangled, plain, strict=True)}
 
 
 def shortened(name: str) -> str:
-    """One demangled name in short."""
+    """One demangled name, shortened."""
     name = re.sub(r"\(anonymous namespace\)::|\bnm::(cuda::)?(gemm::)?|^void |\((int|bool|unsigned int)\)", "", name)
     name = re.sub(r"\(.*$", "", name)
     name = re.sub(r"Fixed<(\d+), (\d+)>", r"\1:\2", name)
@@ -333,7 +332,7 @@ def shortened(name: str) -> str:
 
 
 def inexact_of(ptx: str) -> dict[str, str]:
-    """``inexact`` by kernel, with what the functions hold that a file's kernels call."""
+    """``inexact`` by kernel, including the functions that it calls."""
     parts = re.split(r"\.(entry|func)\s+(?:\([^)]*\)\s*)?(\w+)", ptx)
     bodies = list(zip(parts[1::3], parts[2::3], parts[3::3], strict=True))
     called = "".join(body for kind, _, body in bodies if kind == "func")
@@ -342,11 +341,11 @@ def inexact_of(ptx: str) -> dict[str, str]:
 
 @cache
 def _tool(name: str) -> str | None:
-    """A program of the CUDA toolkit, of PATH or of Triton's wheel."""
-    beside = str(Path(nvcc().reason.split(":")[0]).resolve().parent)
+    """The path of a program: from the CUDA toolkit, PATH or Triton's wheel."""
+    adjacent = str(Path(nvcc().reason.split(":")[0]).resolve().parent)
     triton = util.find_spec("triton")
     wheel = str(Path(triton.origin).parent / "backends" / "nvidia" / "bin") if triton and triton.origin else ""
-    return shutil.which(name, path=os.pathsep.join([beside, os.environ.get("PATH", ""), wheel]))
+    return shutil.which(name, path=os.pathsep.join([adjacent, os.environ.get("PATH", ""), wheel]))
 
 
 @cache
@@ -364,12 +363,12 @@ def _run(*command: str) -> str:
 
 
 def read(path: Path = PATH) -> list[Kernel]:
-    """The rows of a table; none where there is no file."""
+    """The rows of a table; empty if there is no file."""
     return kernel_rows.read(Kernel, path)
 
 
 def main(argv: list[str] | None = None, path: Path = PATH) -> int:
-    """Compile, write or print, and name what is missed; 1 where something is."""
+    """Compile, write or print, and report missed requirements; 1 if there are any."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("words", nargs="*", help="print only the kernels whose file and name contain one of these; write nothing")
     words = parser.parse_args(argv).words

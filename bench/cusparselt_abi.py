@@ -1,10 +1,10 @@
-"""What cuSPARSELt's own headers and libraries say of the part of their interface that we call, beside what we say of it.
+"""Compares our declarations of cuSPARSELt's interface with the library's own headers and symbols.
 
     python -m bench.cusparselt_abi                                      # checks the installed version, if there is one
-    python -m bench.cusparselt_abi --header include --library lib.so    # another one's; its findings go into the table
+    python -m bench.cusparselt_abi --header include --library lib.so    # another version; the result is added to the table
 
-The package is built without the library's header: ``csrc/cusparselt/abi.h`` describes what it needs in its own words. The table,
-``csrc/tests/cusparselt/abi.csv``, has the findings for each version that was looked at, so that a test can compare without one.
+The package is built without the library's header: ``csrc/cusparselt/abi.h`` declares what it needs. The table
+``csrc/tests/cusparselt/abi.csv`` has the results for each version, so that a test can compare without the library.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REPORT = ROOT / "csrc" / "tests" / "cusparselt" / "abi_report.cpp"
 TABLE = REPORT.with_name("abi.csv")
 
 Findings = dict[str, str]
-"""What a header says, by the name of the constant, struct or call."""
+"""The values of a header, by the name of the constant, struct or call."""
 
 
 def report(*options: str) -> Findings:
@@ -50,24 +50,24 @@ def report(*options: str) -> Findings:
 
 @cache
 def ours() -> Findings:
-    """What ``csrc/cusparselt/abi.h`` says."""
+    """The values of ``csrc/cusparselt/abi.h``."""
     return report()
 
 
 def theirs(header: Path, toolkit: Path) -> Findings:
-    """What the header in a folder says, with the CUDA headers of another; its version is under ``version``."""
+    """The values of the header in a folder, with the CUDA headers of another; its version is under ``version``."""
     stand_in = REPORT.parent / "stand_in"
     return report("-DNM_HEADER", f"-I{header}", f"-I{toolkit}", "-idirafter", str(stand_in), "-Wno-deprecated-declarations")
 
 
 def missing_symbols(library: Path) -> list[str]:
-    """The calls that we make and that a library does not have."""
+    """The calls of ours that a library does not have."""
     loaded = ctypes.CDLL(str(library))
     return [name for name in ours() if name.startswith("cusparseLt") and not name.endswith("_t") and not hasattr(loaded, name)]
 
 
 def installed() -> Path | None:
-    """The folder of the header that a pip package brought."""
+    """The folder of the header installed by pip."""
     spec = util.find_spec("nvidia")
     for base in (spec.submodule_search_locations or []) if spec else []:
         for found in sorted(Path(base).glob("*/include/cusparseLt.h")):
@@ -76,7 +76,7 @@ def installed() -> Path | None:
 
 
 def toolkit() -> Path | None:
-    """A folder with the CUDA headers that the library's header includes."""
+    """The folder of the CUDA headers that the library's header includes."""
     candidates = [Path(path) / "include" for path in ("/usr/local/cuda",)]
     for package, tail in (("nvidia", "cu13/include"), ("nvidia", "cuda_runtime/include"), ("triton", "backends/nvidia/include")):
         spec = util.find_spec(package)
@@ -92,7 +92,7 @@ def read() -> dict[str, Findings]:
 
 
 def write(table: dict[str, Findings]) -> None:
-    """Write the table, a column for each version."""
+    """Write the table, with a column for each version."""
     versions = sorted(table, key=lambda v: [int(part) for part in v.split(".")])
     names = list(dict.fromkeys(name for version in versions for name in table[version]))
     text = io.StringIO()
@@ -103,7 +103,7 @@ def write(table: dict[str, Findings]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare a header with ours, print what differs, and note its findings where a library was given too; 1 if something does."""
+    """Compare a header with ours, print the differences, and add it to the table if a library was given too; 1 if something differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--header", type=Path, help="folder that holds cusparseLt.h")
     parser.add_argument("--library", type=Path, help="libcusparseLt.so.0 of the same version")
@@ -117,10 +117,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     version = found.pop("version")
     wrong = [f"{name}: {mine[name]} here, {found[name]} in {version}" for name in mine if mine[name] != found[name]]
     wrong += [f"{name} is not in {args.library}" for name in (missing_symbols(args.library) if args.library else [])]
-    print("\n".join(wrong) or f"cuSPARSELt {version}: {len(mine)} constants, structs and calls are as csrc/cusparselt/abi.h has them")
+    print("\n".join(wrong) or f"cuSPARSELt {version}: {len(mine)} constants, structs and calls agree with csrc/cusparselt/abi.h")
     if args.library and not wrong:
         write({**(read() if TABLE.exists() else {}), version: found})
-        print(f"noted in {TABLE.relative_to(ROOT)}")
+        print(f"added to {TABLE.relative_to(ROOT)}")
     return 1 if wrong else 0
 
 

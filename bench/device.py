@@ -1,6 +1,6 @@
-"""Timing on a GPU, beside ``nmkernels.tuning.timer``: the host's time for queueing, CUDA graphs, and data that the cache does not hold.
+"""Timing on a GPU, in addition to ``nmkernels.tuning.timer``: host time of asynchronous calls, CUDA graphs, and data outside the cache.
 
-Weights of less than the L2 (50 MB on an H100) come from there when they are used again: callers rotate among copies, ``rotated``.
+Weights smaller than the L2 (50 MB on an H100) would be read from there when used again, so callers rotate among copies (``rotated``).
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ import torch
 from .registry import Provider
 
 BATCH = 2e-3
-"""Seconds that a batch takes, about, on the device and on the host that queues it: at 4 us a kernel 500 of the 1024 that a queue holds."""
+"""Approximate seconds of a batch, on the device and on the host: at 4 us a kernel, 500 of the 1024 launches that a queue holds."""
 
 CACHES = 4
-"""Copies of the data make up so many times the L2: then none is left of a copy when its turn comes again."""
+"""The copies of the data together are this many times the L2, so that a copy is evicted before it is used again."""
 
 HOST_CALLS = 100
-"""Kernels whose launches the host is timed for together: a tenth of what the queue holds, or it would wait for the device after all."""
+"""Launches that are timed together on the host: a tenth of what the queue holds, or the host would wait for the device."""
 
 T = TypeVar("T")
 
 
 class QueueMeter:
-    """Times what the host spends on calls that it does not wait for; the device is waited for before and after."""
+    """Times asynchronous calls on the host; it synchronises before and after."""
 
     def __init__(self, p: Provider, device: str | None) -> None:
         self.p, self.cost, self.calls = p, 0.0, max(1, HOST_CALLS // p.count)
         self.wait: Callable[[], None] = partial(torch.cuda.synchronize, device) if device else _nothing
 
     def warm(self) -> float:
-        """Two turns that do not count."""
+        """Two warm-up turns."""
         self.turn()
         took = self.turn()
         self.cost = took * self.calls * self.p.count
         return took
 
     def turn(self) -> float:
-        """Seconds of the host per call and unit of it."""
+        """Host seconds per unit of work."""
         with self.p.under():
             self.wait()
             start = time.perf_counter()
@@ -59,14 +59,14 @@ def _nothing() -> None:
 
 
 def rotated(first: T, nbytes: float, cache: int, copy: Callable[[T], T]) -> Callable[[], T]:
-    """``first`` and copies of it in turn, so many that with ``nbytes`` each they are ``CACHES`` times the cache; for no cache ``first``."""
+    """A function that cycles through ``first`` and copies of it, ``CACHES`` times the cache in all; only ``first`` without a cache."""
     more = -(-CACHES * cache // max(1, int(nbytes))) - 1 if cache else 0
     every = [first, *(copy(first) for _ in range(more))]
     return itertools.cycle(every).__next__ if more > 0 else lambda: first
 
 
 def lost(device: str) -> str:
-    """Why the device can no longer be used by this process (an access outside its memory, mostly); empty while it can."""
+    """Why this process can no longer use the device (mostly an illegal memory access); empty while it can."""
     if device.startswith("cuda"):
         try:
             torch.cuda.synchronize(device)
@@ -77,9 +77,9 @@ def lost(device: str) -> str:
 
 @contextmanager
 def captured(device: str) -> Iterator[torch.cuda.CUDAGraph]:
-    """A CUDA graph of what is called inside, to be replayed.
+    """Capture what is called inside in a CUDA graph.
 
-    Where the capture fails, torch stays on the stream of it; the stream from before is restored, for those who are measured afterwards.
+    If the capture fails, torch stays on the capture's stream; the previous stream is restored for later measurements.
     """
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Two figures of the rows of one machine: the roofline of the sparse GEMM, and its speed-up against sparsity."""
+"""Draws two figures from the rows of one machine: the roofline of the sparse GEMM, and its speed-up against sparsity."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .rows import device_of
 from .tables import Rows
 
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
-"""What is drawn: the numbers that people multiply on such a device."""
+"""The dtype that is drawn for each kind of device."""
 
 AGAINST = {"cpu": FASTEST, "cuda": "x dense"}
-"""Its speed-up over what torch has."""
+"""The metric of the speed-up."""
 
 MARKERS = "os^Dvph"
 LIMITS = (("copy", "GB/s"), ("matmul", "GFLOP/s"))
-"""Op and metric of the two sides of the roof."""
+"""Op and metric of the two parts of the roofline."""
 
 TITLES = {"roofline": "Roofline of the sparse GEMM", "speedup": "Speed-up of the sparse GEMM against sparsity"}
 
 
 def draw(rows: Rows, folder: Path, slug: str) -> list[Path]:
-    """Write the figures that these rows have points for, as SVG; nothing without matplotlib."""
+    """Write the figures for which there are rows, as SVG; nothing without matplotlib."""
     paints: dict[str, Callable[[Any], bool]] = {"roofline": lambda axes: roofline(rows, axes), "speedup": lambda axes: speedup(rows, axes)}
     paths = {name: folder / f"{slug}-{name}.svg" for name in paints}
     return [paths[name] for name, paint in paints.items() if painted(paths[name], paint, TITLES[name], "both")]
@@ -35,10 +35,10 @@ def draw(rows: Rows, folder: Path, slug: str) -> list[Path]:
 def painted(
     path: Path, paint: Callable[[Any], bool], title: str = "", lines: str = "major", legend: bool = True, description: str | None = None
 ) -> bool:
-    """Write the figure that ``paint`` draws on axes, as SVG, where it says that it did; the same points give the same bytes.
+    """Write the figure that ``paint`` draws on axes as SVG, if it returns True; the same points give the same bytes.
 
     Args:
-        description: kept in the file's metadata.
+        description: written to the file's metadata.
     """
     try:
         import matplotlib
@@ -62,7 +62,7 @@ def painted(
 
 
 def roofline(rows: Rows, axes: Any) -> bool:
-    """FLOP/s of every GEMM against FLOP per byte, under the measured copy bandwidth and matmul rate; False without points."""
+    """Draw FLOP/s of every GEMM against FLOP per byte, with the measured copy bandwidth and matmul rate; False without points."""
     value, dtype = _lookup(rows), _dtype(rows)
     ours = [r for r in rows if r["op"] == "nm_linear" and r["dtype"] == dtype and _mine(r) and r["metric"] == "GFLOP/s"]
     points: dict[str, list[tuple[float, float]]] = {}
@@ -87,7 +87,7 @@ def roofline(rows: Rows, axes: Any) -> bool:
 
 
 def speedup(rows: Rows, axes: Any) -> bool:
-    """Times as fast as dense against weights per weight kept, one line per shape and token count; False without points."""
+    """Draw the speed-up over dense against M/N, one line per shape and token count; False without points."""
     lines: dict[str, list[tuple[float, float]]] = {}
     patterns: dict[float, str] = {}
     dtype = _dtype(rows)
@@ -101,12 +101,12 @@ def speedup(rows: Rows, axes: Any) -> bool:
         return False
     for marker, (shape, found) in zip(MARKERS * 9, sorted(lines.items(), key=_by_size), strict=False):
         axes.plot(*zip(*found, strict=True), f"{marker}-", markersize=4, linewidth=0.8, label=shape)
-    kept = sorted({x for found in lines.values() for x, _ in found})
-    axes.plot(kept, kept, "k--", linewidth=0.8, label="as many times as FLOPs are saved")
+    ticks = sorted({x for found in lines.values() for x, _ in found})
+    axes.plot(ticks, ticks, "k--", linewidth=0.8, label="as many times as FLOPs are saved")
     axes.axhline(1, color="k", linewidth=0.8)
     for scale in (axes.set_xscale, axes.set_yscale):
         scale("log", base=2)
-    axes.set_xticks(kept, [f"{patterns[x]}\n{1 - 1 / x:.0%} absent" for x in kept])
+    axes.set_xticks(ticks, [f"{patterns[x]}\n{1 - 1 / x:.0%} absent" for x in ticks])
     axes.yaxis.set_major_formatter("{x:g}×")
     axes.set_ylabel("times as fast as dense (tokens x out x in)")
     return True
@@ -121,7 +121,7 @@ def _by_size(item: tuple[str, object]) -> list[int]:
 
 
 def _mine(row: dict[str, str]) -> bool:
-    # other instruction sets have a third word
+    # providers of other instruction sets have a third word
     return row["provider"].startswith("nmkernels") and len(row["provider"].split()) == 2
 
 

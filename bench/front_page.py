@@ -1,7 +1,7 @@
-"""The tables in ``README.md`` and the documents, from committed rows: ``python -m bench.front_page``; ``--check`` only compares.
+"""Writes the tables in ``README.md`` and the documents from committed rows: ``python -m bench.front_page``; ``--check`` only compares.
 
-The README's measurements have a column for every CPU whose rows are timed as a model runs: those have the ratio to the fastest dense
-GEMM. The page on performance has a tab for each machine. The choice of a recipe is the table of answers of ``bench/accuracy``.
+The README's measurements have a column for every CPU whose calls were timed as in a model: those rows have the ratio to the fastest dense
+GEMM. The page on performance has a tab for each machine, and the page on recipes the table of best methods of ``bench/accuracy``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 
 from . import figures, fit_rates, tables, targets
 from .accuracy import rows as accuracy_rows
-from .accuracy.answers import answers_table, longer
 from .accuracy.cells import Cells
+from .accuracy.rankings import best_methods, longer
 from .accuracy.tables import primary
 from .audit_page import between
 from .registry import ALLOWED, FASTEST, NOISE
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 README, RECIPES, PERFORMANCE = ROOT / "README.md", ROOT / "docs/methods/index.md", ROOT / "docs/performance.md"
 BEGIN, END = "<!-- measured: written by python -m bench.front_page -->", "<!-- measured: end -->"
 MACHINES, MACHINES_END = "<!-- machines: written by python -m bench.front_page -->", "<!-- machines: end -->"
-ANSWERS, ANSWERS_END = "<!-- answers: written by python -m bench.front_page -->", "<!-- answers: end -->"
+METHODS, METHODS_END = "<!-- best methods: written by python -m bench.front_page -->", "<!-- best methods: end -->"
 QUESTIONS, QUESTIONS_END = "<!-- questions: written by python -m bench.front_page -->", "<!-- questions: end -->"
 REGRET, REGRET_END = "<!-- regret: written by python -m bench.front_page -->", "<!-- regret: end -->"
 
@@ -37,7 +37,7 @@ Key = tuple[str, str, str, str, str, str]
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table: what is measured, against what, the row, and how its median is written."""
+    """One line of the table: what is measured, against what, the key of the row, and the format of its median."""
 
     what: str
     against: str
@@ -45,7 +45,7 @@ class Line:
     form: str = "{:.2f} ×"
 
     def cell(self, medians: Mapping[Key, str]) -> str:
-        """Its median, with what bytes and FMAs allow where that is less: the opponent was slow then."""
+        """The median, and the speed-up that the roofline allows if that is less: the opponent was slow then."""
         value, allowed = float(medians[self.row]), medians.get((*self.row[:5], ALLOWED))
         more = allowed is not None and self.row[5] == FASTEST and value > NOISE * float(allowed)
         return self.form.format(value) + (f" ({tables.SLOW}: bytes allow {float(allowed or 0):.2f})" if more else "")
@@ -95,7 +95,7 @@ LOSS, BYTES = "validation loss over the dense baseline's", "compressed bytes ove
 
 
 def page(rows: Rows) -> str:
-    """The table, and a sentence on trainings against dense where there are rows."""
+    """The table, and a sentence on training compared with dense if there are rows."""
     columns: dict[str, dict[Key, str]] = {}
     dates: dict[str, str] = {}
     for machine, mine in tables.by_machine(r for r in rows if r["op"] != "train").items():
@@ -113,7 +113,7 @@ def page(rows: Rows) -> str:
 
 
 def machines(rows: Rows, results: Path) -> str:
-    """A tab for each machine: what it measured, how many targets it met, its figures, the link to all of its rows."""
+    """A tab for each machine: its measurements, how many targets are met, its figures, and a link to all of its rows."""
     found = tables.by_machine(r for r in rows if r["op"] != "train")
     order = sorted(found, key=lambda machine: not _as_in_a_model(found[machine]))
     return "\n\n".join(f'=== "{machine}"\n\n{textwrap.indent(_machine(found[machine], results), "    ")}' for machine in order)
@@ -127,9 +127,9 @@ def _machine(rows: Rows, results: Path) -> str:
         parts.append("\n".join(["| what, 2:4 and float32 unless said | against | median |", "| --- | --- | --- |", *lines]))
     measured = [v for v in targets.verdicts(rows, device_of(machine), {}) if v.measured]
     met = sum(v.state in ("met", "stretch") for v in measured)
-    score = f"{met} of the {len(measured)} targets that were measured are met" if measured else "A few rows, and none of a target"
+    score = f"{met} of the {len(measured)} measured targets are met" if measured else "A few rows, none of a target"
     link = "every row, and why targets are missed" if measured else "all of them"
-    # as Markdown makes a heading's anchor
+    # the anchor that Markdown gives the heading
     anchor = re.sub(r"[^\w -]", "", machine.lower()).replace(" ", "-")
     parts.append(f"{score}: [{link}](../bench/results/README.md#{anchor}).")
     for name, title in reversed(figures.TITLES.items()):
@@ -139,7 +139,7 @@ def _machine(rows: Rows, results: Path) -> str:
 
 
 def _as_in_a_model(rows: Rows) -> bool:
-    """Whether calls were timed as a model makes them; older rows of a CPU were not, and are not comparable."""
+    """Whether calls were timed as in a model; older CPU rows were not, and are not comparable."""
     return any(r["metric"] == FASTEST for r in rows)
 
 
@@ -156,16 +156,16 @@ def _against_dense(rows: Rows) -> list[str]:
     return [f"STEP on a {found[LOSS]['shape']}: {loss:.3f} × its dense baseline's loss with {size:.2f} × the bytes ({where})."]
 
 
-def answers(folder: Path) -> str:
+def methods(folder: Path) -> str:
     """Which recipe at which sparsity, from the rows of ``bench/accuracy``."""
     cells = _cells(folder)
     more = longer(cells, "gpt", "1:8")
-    text = f"\n\nThe length of a run matters: on `gpt` at 1:8 `{more.method}`'s loss less dense's is {more.steps}." if more else ""
-    return answers_table(cells, brief=True) + text
+    text = f"\n\nThe length of a run matters: on `gpt` at 1:8 `{more.method}`'s loss minus dense's is {more.steps}." if more else ""
+    return best_methods(cells, brief=True) + text
 
 
 def questions(folder: Path) -> str:
-    """The questions that were fixed before the runs, and what they came to."""
+    """The questions that were fixed before the runs, and their results."""
     return primary(_cells(folder))
 
 
@@ -174,15 +174,15 @@ def _cells(folder: Path) -> Cells:
 
 
 def main(argv: list[str] | None = None, results: Path = RESULTS, pages: Sequence[Path] = (README, RECIPES, PERFORMANCE)) -> int:
-    """Write the tables where a page has their markers; with ``--check`` write nothing and return 1 when one is not up to date."""
+    """Write each table between its markers; with ``--check`` write nothing and return 1 if one is not up to date."""
     parser = argparse.ArgumentParser(prog="python -m bench.front_page", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when a table is not up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if a table is not up to date")
     args = parser.parse_args(argv)
     rows = load(results)
     pieces = {
         (BEGIN, END): page(rows),
         (MACHINES, MACHINES_END): machines(rows, results),
-        (ANSWERS, ANSWERS_END): answers(results / "accuracy"),
+        (METHODS, METHODS_END): methods(results / "accuracy"),
     }
     pieces[QUESTIONS, QUESTIONS_END] = questions(results / "accuracy")
     pieces[REGRET, REGRET_END] = fit_rates.table(fit_rates.cases(results))

@@ -1,26 +1,26 @@
-"""What ``make gpu`` runs: build, one call of each kernel, tests, memcheck, benchmarks, the rest; a summary of what failed comes last.
+"""``make gpu``: build, one call of each kernel, tests, memcheck and benchmarks on a GPU, with a summary of failures at the end.
 
-For a machine with an NVIDIA GPU, a torch already installed and no network, and for visits to it that are cut short::
+For a machine with an NVIDIA GPU, torch installed and no network, where a run may be cut short::
 
     python -m bench.gpu                                       # every step
-    python -m bench.gpu --deadline 570 --out DIR              # in 9.5 minutes, and what came of it as two files in DIR
-    python -m bench.gpu --deadline 570 --out DIR --resume gpu.tar.gz    # on with that on another machine
+    python -m bench.gpu --deadline 570 --out DIR              # stop after 9.5 minutes, with the results as two files in DIR
+    python -m bench.gpu --deadline 570 --out DIR --resume gpu.tar.gz    # continue from those, on another machine too
     python -m bench.gpu build benchmarks                      # some steps, in their order
     python -m bench.gpu --tests python_tests/backends/cuda/test_gemm.py
-    python -m bench.gpu --dry-run                             # the same steps without a GPU: the emulator in its place
+    python -m bench.gpu --dry-run                             # the same steps without a GPU, on the emulator
 
-When time is up, or at a SIGTERM, the summary says what was left, and the same command goes on with that. What was done is forgotten when
-the sources, the versions or the architecture of the GPU change, and with ``--again``: an H200 goes on with what an H100 has left. A core is
-built again only when its own sources change. With a deadline no step but build and smoke takes more than half of the time that is left, so
-that each gets a turn. Each test file, family of benchmarks and training recipe has a process of its own, and each test and case a limit:
-what crashes, hangs or loses the device costs one of them. Test files run side by side, those with a test marked ``alone`` after the others,
-one at a time.
+At the deadline, or at SIGTERM, the summary lists what is left, and the same command continues with it. Earlier results are discarded when
+the sources, the versions or the architecture of the GPU change, and with ``--again``; an H200 continues what an H100 has left. The core is
+rebuilt only when its sources change. With a deadline, each step except build and smoke takes at most half of the remaining time, so that
+every step is reached. Each test file, family of benchmarks and training recipe runs in its own process, and each test and case has a time
+limit, so that a crash, a hang or a lost device costs only one of them. Test files run in parallel; those with a test marked ``alone`` run
+after the others, one at a time.
 
-Logs, rows and state are in ``build/gpu``; ``gpu.tar.gz`` in ``--out DIR`` has all of it, ``summary.txt`` what was printed last.
+Logs, rows and state are in ``build/gpu``; ``gpu.tar.gz`` in ``--out DIR`` contains all of it, ``summary.txt`` the summary.
 ``python -m bench.report --add`` adds the rows of an archive to ``bench/results``, on any machine; the step report adds those of this one.
 
-Exit status 0: everything passed. 1: something failed, the summary says what. 2: there is no GPU here that torch can use, or no step of that
-name. 3: nothing failed, and some of it is left. 130: interrupted, 143: terminated.
+Exit status 0: everything passed. 1: something failed, see the summary. 2: torch can use no GPU here, or there is no step of that name.
+3: nothing failed, but some of it is left. 130: interrupted, 143: terminated.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from .outcomes import Outcome
 
 WORK = ROOT / "build"
 CLOSING = 10.0
-"""Seconds before the deadline that are for the summary and the archive."""
+"""Seconds reserved before the deadline for the summary and the archive."""
 
 MOST_WORKERS = 8
-"""Each holds half a gigabyte of the GPU beside its tensors."""
+"""Each takes half a gigabyte of the GPU in addition to its tensors."""
 
 LENGTH = 8000
-"""Characters of failures that the summary shows; of each it says that it is there."""
+"""Characters of failures that the summary shows; beyond that only the number of failures is given."""
 
 SOURCES = ("nmkernels", "csrc", "cmake", "python_tests", "bench")
 ARCHIVE, SUMMARY, FAILED = "gpu.tar.gz", "summary.txt", "failed.txt"
 
 
 class Terminated(KeyboardInterrupt):
-    """By SIGTERM: as after ctrl-C, processes are ended and the summary is printed."""
+    """Raised at SIGTERM; as with Ctrl-C, processes are ended and the summary is printed."""
 
 
 # ---- the summary
@@ -66,7 +66,7 @@ class Terminated(KeyboardInterrupt):
 
 @dataclass
 class Done:
-    """A step that was begun: its name, what its pool ran, and how long it took."""
+    """A step that was started: its name, its pool, and its seconds."""
 
     name: str
     pool: Pool
@@ -74,12 +74,12 @@ class Done:
 
     @property
     def left(self) -> list[str]:
-        """The jobs that another call is to go on with."""
+        """The jobs left for another call."""
         return [e.job.name for e in self.pool.ended if e.left]
 
     @property
     def failed(self) -> int:
-        """Items that failed."""
+        """Number of items that failed."""
         return sum(e.count("failed") for e in self.pool.ended)
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class Done:
 
 
 def failures(done: Sequence[Done]) -> dict[str, list[str]]:
-    """What failed, by step and file: each test or case with the first line of its error."""
+    """The failures by step and file: each test or case with the first line of its error."""
     found: dict[str, list[str]] = {}
     for step in done:
         for ended in step.pool.ended:
@@ -102,28 +102,28 @@ def failures(done: Sequence[Done]) -> dict[str, list[str]]:
 
 
 def summary(done: Sequence[Done], visit: Visit, status: int) -> str:
-    """The last words; what failed is told in full in ``failed.txt``."""
+    """The summary; all failures are written to ``failed.txt``."""
     lines, room, path = ["== summary", *map(str, done)], LENGTH, visit.work / FAILED
     path.unlink(missing_ok=True)
     if failed := failures(done):
-        lines.append("-- what failed")
+        lines.append("-- failures")
         for title, reasons in failed.items():
             some = shown(reasons)
             room -= len(title) + sum(map(len, some))
             lines += [f"{title}, {len(reasons)} failed", *(some if room > 0 else ())]
         path.write_text("".join(f"{title}\n    " + "\n    ".join(reasons) + "\n" for title, reasons in failed.items()), encoding="utf-8")
-        lines.append(f"  in full: {path}")
+        lines.append(f"  all failures: {path}")
     lines.append(f"  rows in {visit.rows}, logs in {visit.work}")
     verdicts = {0: "all passed", 1: "FAILED", 3: "nothing failed so far", 130: "interrupted", 143: "terminated"}
-    again = "; the same command goes on with what is left" if any(step.left for step in done) or status > 100 else ""
+    again = "; the same command continues with what is left" if any(step.left for step in done) or status > 100 else ""
     return "\n".join([*lines, f"  {verdicts[status]}{again}"])
 
 
-# ---- what an earlier call did
+# ---- results of earlier calls
 
 
 def fingerprint(device: str) -> str:
-    """Of the sources, the versions, and the architecture of the GPU or the CPU: what was done with others does not count."""
+    """A digest of the sources, the versions and the architecture of the GPU or CPU; results with another digest do not count."""
     from nmkernels.capability import compute_capability
 
     from .rows import machine, versions
@@ -133,21 +133,21 @@ def fingerprint(device: str) -> str:
 
 
 def prepare(visit: Visit, names: Sequence[str], again: bool) -> None:
-    """Make the folders, and forget what was done with other sources or is to be done again."""
+    """Make the folders, and discard results of other sources and of steps to be repeated."""
     visit.rows.mkdir(parents=True, exist_ok=True)
     path, present = visit.work / "sources.txt", fingerprint(visit.device)
     changed = path.exists() and path.read_text() != present
     for name in STEPS if changed else names if again else ():
         shutil.rmtree(visit.work / name, ignore_errors=True)
     if changed:
-        print("the sources, versions or architecture changed: what was done before is forgotten")
+        print("the sources, versions or architecture changed: earlier results are discarded")
     elif again and "build" in names:
         shutil.rmtree(visit.work / "core", ignore_errors=True)
     path.write_text(present)
 
 
 def pack(visit: Visit, folder: Path) -> None:
-    """Write the archive; the one of before is there until this one is whole."""
+    """Write the archive atomically, replacing an earlier one."""
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f"{ARCHIVE}.part"
     with tarfile.open(part, "w:gz", compresslevel=6) as archive:
@@ -158,7 +158,7 @@ def pack(visit: Visit, folder: Path) -> None:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Put what an archive has in place of what is in the folder."""
+    """Replace the folder by the contents of an archive."""
     shutil.rmtree(folder, ignore_errors=True)
     with tarfile.open(archive) as file:
         file.extractall(folder, filter="data")
@@ -168,7 +168,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def missing() -> str:
-    """Why this machine cannot do it, in words; empty when it can."""
+    """Why this machine cannot run the steps; empty if it can."""
     if importlib.util.find_spec("torch") is None:
         return "this Python has no torch; choose another with make gpu PYTHON=..."
     from nmkernels import capability
@@ -178,33 +178,37 @@ def missing() -> str:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"{', '.join(STEPS)}; all if none is named")
     parser.add_argument(
-        "--deadline", type=float, default=math.inf, metavar="SECONDS", help="for all of it; what is left is for another call"
+        "--deadline",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="time limit for all; another call does the rest",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help=f"also put {ARCHIVE}, with logs, rows and state, and {SUMMARY} there")
-    parser.add_argument("--resume", type=Path, metavar="ARCHIVE", help="go on with what this one says was done")
-    parser.add_argument("--tests", nargs="+", metavar="PATH", default=(), help="build, and run these test files or folders")
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"folder for {ARCHIVE} (logs, rows and state) and {SUMMARY}")
+    parser.add_argument("--resume", type=Path, metavar="ARCHIVE", help="continue from this archive")
+    parser.add_argument("--tests", nargs="+", metavar="PATH", default=(), help="build, then run these test files or folders")
     parser.add_argument(
-        "--jobs", type=int, metavar="N", help=f"test processes at a time, by default half the CPU cores, at most {MOST_WORKERS}"
+        "--jobs", type=int, metavar="N", help=f"parallel test processes; default half the CPU cores, at most {MOST_WORKERS}"
     )
-    parser.add_argument("--again", action="store_true", help="do once more what these steps did before")
+    parser.add_argument("--again", action="store_true", help="discard the earlier results of these steps")
     parser.add_argument("--dry-run", action="store_true", help="without a GPU: tests on the emulator, benchmarks on the CPU")
     args = parser.parse_args(argv)
     if unknown := set(args.steps) - set(STEPS):
-        parser.error(f"no step is called {', '.join(sorted(unknown))}; there are {', '.join(STEPS)}")
+        parser.error(f"unknown step {', '.join(sorted(unknown))}; choose from {', '.join(STEPS)}")
     if args.resume and not (args.resume.is_file() and tarfile.is_tarfile(args.resume)):
-        parser.error(f"--resume {args.resume}: no archive of an earlier call is there")
+        parser.error(f"--resume {args.resume}: not an archive of an earlier call")
     return args
 
 
 def main(argv: Sequence[str] | None = None, lacks: Callable[[], str] = missing) -> int:
-    """Run the steps, each also after one that failed, and print the summary; without a finished build nothing else."""
+    """Run the steps, continuing after failures except of the build, and print the summary."""
     start, args = time.monotonic(), parse(argv)
     if not args.dry_run and (reason := lacks()):
-        print(f"make gpu: no NVIDIA GPU to use here: {reason}")
+        print(f"make gpu: no usable NVIDIA GPU: {reason}")
         return 2
     workers = args.jobs or max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // 2))
     visit = Visit(WORK / ("gpu-dry" if args.dry_run else "gpu"), tuple(args.tests), workers, args.dry_run)
@@ -240,12 +244,12 @@ def main(argv: Sequence[str] | None = None, lacks: Callable[[], str] = missing) 
 
 
 def run(step: Done, visit: Visit) -> None:
-    """Run one step; an error of its own is one of its failures."""
+    """Run one step; an error in the step itself is recorded as a failure."""
     _say(f"== {step.name}")
     start = time.monotonic()
     try:
         STEPS[step.name](visit, step.pool)
-    except Exception as error:  # of one step; the others run
+    except Exception as error:  # the other steps still run
         traceback.print_exc()
         why = f"{type(error).__name__}: {error}"
         step.pool.ended.append(Ended(Job(step.name, ()), {step.name: Outcome(step.name, "failed", why)}, False))
@@ -258,7 +262,7 @@ def _say(text: str) -> None:
 
 
 def _terminate(*_: Any) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once; the summary is to come
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the summary must still be written
     raise Terminated
 
 

@@ -1,4 +1,4 @@
-"""The steps of ``make gpu`` in their order, and the processes that each runs."""
+"""The steps of ``make gpu`` in order, and the processes that each runs."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from . import outcomes
 from .jobs import ROOT, Job, Pool
 
 TEST_SECONDS, LONG_TEST_SECONDS, SANITIZED_SECONDS, CASE_SECONDS, CURVE_SECONDS = 60.0, 120.0, 240.0, 180.0, 240.0
-"""What a test of kernels, any other test, a test under compute-sanitizer, a case of a benchmark and the curves of a recipe may take."""
+"""Time limits: of a kernel test, any other test, a test under compute-sanitizer, a benchmark case and the curves of a recipe."""
 
 SHARE = 40
-"""Tests that a process gets at most; the conformance tests are 1300 in one file."""
+"""The most tests of one process; the conformance tests are 1300 in one file."""
 
 
 @dataclass(frozen=True)
 class Visit:
-    """What a call is for: the folder of logs, rows and state, the tests that were named, and how many run at a time."""
+    """One call of ``make gpu``: the folder of logs, rows and state, the tests that were named, and how many run in parallel."""
 
     work: Path
     tests: tuple[str, ...]
@@ -36,22 +36,22 @@ class Visit:
 
     @property
     def device(self) -> str:
-        """Where benchmarks run."""
+        """The device of the benchmarks."""
         return "cpu" if self.dry else "cuda"
 
     @property
     def marked(self) -> str:
-        """Which tests run; in a dry run those without a GPU, where the emulator has the CUDA kernels."""
+        """The marker of the tests that run; in a dry run those that need no GPU, with the CUDA kernels on the emulator."""
         return "not gpu" if self.dry else "gpu"
 
     @property
     def rows(self) -> Path:
-        """The folder of the CSV files that benchmarks write."""
+        """The folder of the benchmarks' CSV files."""
         return self.work / "rows"
 
 
 def python(*words: str) -> tuple[str, ...]:
-    """This Python with ``words``."""
+    """The command line of this Python with ``words``."""
     return sys.executable, *words
 
 
@@ -59,7 +59,7 @@ SUFFIXES = {".py", ".c", ".cpp", ".h", ".cu", ".cuh", ".cmake", ".sh", ".txt", "
 
 
 def digest(folders: Iterable[str], *facts: str) -> str:
-    """A checksum of the sources in these folders, of what builds them, and of ``facts``."""
+    """A checksum of the sources in these folders, the build files, and ``facts``."""
     found = hashlib.sha256(repr(facts).encode())
     files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*")) if path.suffix in SUFFIXES]
     for path in [*files, ROOT / "setup.py", ROOT / "pyproject.toml"]:
@@ -68,18 +68,18 @@ def digest(folders: Iterable[str], *facts: str) -> str:
     return found.hexdigest()
 
 
-# ---- the core, and the first contact
+# ---- build and smoke test
 
 CORE = "from nmkernels import capability as c; print(c.{0}().reason); raise SystemExit(not c.{0}().ok)"
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """The one of ``cmake/architectures.cmake`` that a GPU of this compute capability runs."""
+    """The entry of ``cmake/architectures.cmake`` for a GPU of this compute capability."""
     return {8: "80-real", 9: "90a-real"}.get(capability[0], "90-virtual")
 
 
 def build(visit: Visit, pool: Pool) -> None:
-    """The compiled core, with CUDA for the GPU that is here, in a dry run with the emulator; once for the same sources."""
+    """Compile the core, with CUDA for this GPU, in a dry run with the emulator; once for the same sources."""
     probe, suffix = "compiled_core" if visit.dry else "cuda_kernels", str(sysconfig.get_config_var("EXT_SUFFIX"))
     modules = [f"_C{suffix}", *([f"_emulated{suffix}"] if visit.dry else [])]
     env = {"NMKERNELS_EMULATOR": "1"}
@@ -95,7 +95,7 @@ def build(visit: Visit, pool: Pool) -> None:
         (compiled,) = pool.run([Job("compile", python("setup.py", "build_ext", "--inplace"), env=env)], fresh=True)
         if compiled.left or compiled.count("failed"):
             return
-    # the build may have come to nothing that runs here: without CUDA kernels, or for another driver
+    # the build may succeed and yet not run here: without CUDA kernels, or for another driver
     (core,) = pool.run([Job("core", python("-c", CORE.format(probe)), LONG_TEST_SECONDS)], fresh=True)
     pool.note = pool.output("core").rpartition("\n")[2]
     if core.count("passed"):
@@ -106,7 +106,7 @@ def build(visit: Visit, pool: Pool) -> None:
 
 
 def smoke(visit: Visit, pool: Pool) -> None:
-    """Each family of kernels once, with a line for each, and one large GEMM."""
+    """Run each family of kernels once, with a line for each, and one large GEMM."""
     pool.run([Job("smoke", python("-m", "bench.smoke", "--device", visit.device), TEST_SECONDS)])
     pool.say(pool.output("smoke"))
 
@@ -118,13 +118,13 @@ KERNELS = (
     *(f"{CUDA}/test_{name}.py" for name in ("threads", "wgmma", "wgmma_8bit", "gemm")),
     CUDA, "python_tests/backends/cusparselt", "python_tests/backends/triton",
 )  # fmt: skip
-"""In their order: a GEMM as a thread's first work, wgmma in 16 and in 8 bits, mma.sp; the kernels bound by memory; libraries; Triton."""
+"""In order: a GEMM as a thread's first work, wgmma in 16 and in 8 bits, mma.sp; memory-bound kernels; libraries; Triton."""
 
 OTHERS, OTHERS_DRY = ("python_tests/ops", "python_tests"), ("python_tests/backends",)
 
 PYTEST = (sys.executable, "-m", "pytest", "-p", "bench.outcomes", "-p", "no:cacheprovider", "-c", "pyproject.toml", "--rootdir", ".")
 PLAIN = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-"""No plugins of this machine's: none is needed."""
+"""Plugins installed on this machine are not loaded: none is needed."""
 
 NO_TESTS_LEFT = 5
 NO_PYTEST = "pytest is not installed; the tests need it and torch"
@@ -132,7 +132,7 @@ NO_PYTEST = "pytest is not installed; the tests need it and torch"
 
 @dataclass(frozen=True)
 class File:
-    """A file's name, how many tests it has, and whether one of them must run alone."""
+    """A test file: its name, how many tests it has, and whether one of them must run alone."""
 
     name: str
     tests: int
@@ -140,7 +140,7 @@ class File:
 
 
 def collected(visit: Visit, pool: Pool, paths: Sequence[str]) -> list[File]:
-    """The test files under ``paths``, in their order; those that cannot be imported have failed."""
+    """The test files under ``paths``, in order; those that cannot be imported count as failed."""
     there = [path for path in paths if (ROOT / path.partition("::")[0]).exists()]
     (result,) = pool.run([Job("collect", (*PYTEST, "--collect-only", "-qq", "-m", visit.marked, *there), env=PLAIN)], fresh=True)
     found = [File(**line) for line in outcomes.lines(pool.folder / "collect.jsonl") if "tests" in line]
@@ -150,7 +150,7 @@ def collected(visit: Visit, pool: Pool, paths: Sequence[str]) -> list[File]:
 
 
 def test_jobs(files: Sequence[File], marked: str, limit: float) -> list[Job]:
-    """A job for each file, several for one of many tests."""
+    """A job for each file, or several for a file with many tests."""
     found = []
     for file in files:
         parts = 1 if file.alone else math.ceil(file.tests / SHARE)
@@ -177,13 +177,13 @@ def _test(visit: Visit, pool: Pool, files: Sequence[File], limit: float) -> None
 
 
 def kernels(visit: Visit, pool: Pool) -> None:
-    """The kernels' own tests, what no GPU has run before first."""
+    """Run the kernels' tests, starting with those that no GPU has run before."""
     if _has_pytest(pool):
         _test(visit, pool, collected(visit, pool, KERNELS), TEST_SECONDS)
 
 
 def tests(visit: Visit, pool: Pool) -> None:
-    """The tests that were named, else all that ``kernels`` has not, conformance first."""
+    """Run the tests that were named, otherwise all that are not in ``kernels``, conformance first."""
     if _has_pytest(pool):
         files = collected(visit, pool, visit.tests or (OTHERS_DRY if visit.dry else OTHERS))
         _test(visit, pool, [f for f in files if visit.tests or not f.name.startswith(KERNELS)], LONG_TEST_SECONDS)
@@ -194,38 +194,38 @@ def tests(visit: Visit, pool: Pool) -> None:
 FOUND = 9
 NO_SANITIZER = "compute-sanitizer is not installed: not on PATH and not in the CUDA toolkit (CUDA_HOME, /usr/local/cuda)"
 OURS = "--kernel-name", "kns=_kernel"
-"""Only kernels whose name contains this: all of this package, few of the vendor's GEMMs, whose hazards are not ours."""
+"""Only kernels whose name contains this: all of this package and few of the vendor's GEMMs, whose hazards are not ours."""
 NO_TMA = "--kernel-name-exclude", "kns=wgmma"
-"""Racecheck does not follow copies of the tensor memory accelerator, and would report every stage of the pipeline."""
+"""Racecheck does not track copies by the tensor memory accelerator, and would report every stage of the pipeline."""
 
 CHOSEN = "not graph and not captur and not replay"
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-"""Each tensor is an allocation of its own, which ends where the tensor ends. Graphs cannot be captured without the cache."""
+"""Without torch's cache each tensor is its own allocation, which ends where the tensor ends. Graphs cannot be captured without it."""
 
 FINDING = r"^========= (?!COMPUTE-SANITIZER|(?:ERROR|RACECHECK) SUMMARY: 0 |Target application returned|.*=$).*"
-"""A line of its output that tells of a finding: it is there also where the process was ended before its exit status could tell."""
+"""A line of its output that reports an error, also if the process was ended before its exit status could."""
 
 
 def sanitizer_path() -> str | None:
-    """Where compute-sanitizer is: on PATH, or in the CUDA toolkit."""
+    """The path of compute-sanitizer: on PATH, or in the CUDA toolkit."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     inside = [Path(home) / part for home in homes if home for part in ("bin", "compute-sanitizer")]
     return shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, inside)]))
 
 
 def sanitized(job: Job, path: str, tool: str, *options: str) -> Job:
-    """The same tests under a tool of compute-sanitizer."""
+    """The jobs of the same tests under a tool of compute-sanitizer."""
     words = path, "--tool", tool, "--error-exitcode", str(FOUND), *OURS, *options, *job.words[:-1], "-k", CHOSEN, job.words[-1]
     return replace(job, words=words, env={**job.env, **ENVIRONMENT}, refused=FINDING)
 
 
 def memcheck(visit: Visit, pool: Pool) -> None:
-    """The CUDA kernels' tests, with each access to memory checked."""
+    """Run the CUDA kernels' tests with memcheck."""
     _sanitize(visit, pool, "memcheck")
 
 
 def racecheck(visit: Visit, pool: Pool) -> None:
-    """The same, with accesses to shared memory checked for races; without the kernels that the tool cannot follow."""
+    """Run them with racecheck, which looks for races in shared memory, without the kernels that it cannot track."""
     _sanitize(visit, pool, "racecheck", *NO_TMA)
 
 
@@ -242,11 +242,11 @@ def _sanitize(visit: Visit, pool: Pool, tool: str, *options: str) -> None:
 # ---- measurements
 
 FIRST = ("gemm", "linear", "quantized", "power_or_port", "groups", "pack", "adamw")
-"""Files of ``bench/cases`` that are measured before the others: GEMMs, compression, MVUE, AdamW."""
+"""Files of ``bench/cases`` that are measured first: GEMMs, compression, MVUE, AdamW."""
 
 
 def benchmarks(visit: Visit, pool: Pool) -> None:
-    """The quick cases, a process for each file of ``bench/cases``, one after the other."""
+    """Run the quick cases, a process for each file of ``bench/cases``, one after the other."""
     from . import cases, tables, targets  # noqa: F401 - the cases register themselves
     from .registry import FAMILIES
     from .rows import load, machine, slug
@@ -256,14 +256,14 @@ def benchmarks(visit: Visit, pool: Pool) -> None:
         ops.setdefault(FAMILIES[spec.op].build.__module__.rpartition(".")[2], {})[spec.op] = None
     csv = visit.rows / f"{slug(machine(visit.device))}.csv"
     words = python("-m", "bench.run", "--quick", "--device", visit.device, "--out", str(csv))
-    env = {"NMKERNELS_CACHE": str(visit.work / "cache")}  # what this machine measured before is no part of it
+    env = {"NMKERNELS_CACHE": str(visit.work / "cache")}  # do not use what this machine measured before
     pool.run([Job(name, (*words, "--op", *those), CASE_SECONDS, env=env) for name, those in ops.items() if those])
     rows = [r for r in load(csv) if r["machine"] == machine(visit.device)]
     pool.note = tables.targets_text(targets.verdicts(rows, visit.device)).splitlines()[-1]
 
 
 def curves(visit: Visit, pool: Pool) -> None:
-    """Loss curves of each recipe."""
+    """Train the loss curves of each recipe."""
     from .studies import RECIPES
 
     words = python("-m", "bench.studies", "loss_curves", "--device", visit.device, "--out", str(visit.rows / "loss_curves.csv"))
@@ -272,7 +272,7 @@ def curves(visit: Visit, pool: Pool) -> None:
 
 
 def report(visit: Visit, pool: Pool) -> None:
-    """The tables, from the rows of ``bench/results`` and those of this visit."""
+    """Write the tables, from the rows of ``bench/results`` and those of this call."""
     if visit.dry:
         pool.note = "a dry run writes no tables"
         return
@@ -282,4 +282,4 @@ def report(visit: Visit, pool: Pool) -> None:
 STEPS: dict[str, Callable[[Visit, Pool], Any]] = {
     step.__name__: step for step in (build, smoke, kernels, memcheck, benchmarks, tests, racecheck, curves, report)
 }
-"""What is most likely to fail comes first, then what is most worth having."""
+"""Ordered by what is most likely to fail, then by value."""

@@ -1,8 +1,8 @@
-"""Processes of a step: side by side, each in a process group of its own and under a limit, none run again that an earlier call finished.
+"""Runs the processes of a step in parallel, each in its own process group and with a time limit; finished ones are not repeated.
 
-A job gets through items (tests, or cases to time) and writes what becomes of each (``bench.outcomes``). A process that crashes, hangs, or
-loses its device costs the item at hand; another process goes on with the rest. When the step's time is up, every process is ended, and
-the next call goes on with what was not done. A job without items is one item itself.
+A job runs items (tests, or cases to time) and records the result of each (``bench.outcomes``). If a process crashes, hangs or loses its
+device, the current item fails and another process continues with the rest. When the step's time is up, all processes are ended, and the
+next call continues with what is left. A job without items counts as one item.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .outcomes import Outcome
 ROOT = Path(__file__).resolve().parents[1]
 TICK = 0.05
 LIVES = 6
-"""So often a job's process is started; a kernel that fails everywhere would otherwise cost a new process for each of its tests."""
+"""How often a job's process is started; otherwise a kernel that always crashes would need a new process for each of its tests."""
 
 START = 60.0
-"""Seconds that a process has at least before its first item, between items and after its last."""
+"""The least time limit, in seconds, before a process's first item, between items and after its last."""
 
 LINES, WIDTH = 6, 200
-"""So many failures of a job are shown, and so many characters of each."""
+"""How many failures of a job are shown, and how many characters of each."""
 
 OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
 
@@ -42,13 +42,13 @@ class Job:
     """One process.
 
     Args:
-        name: for the reader, and for its files.
-        words: the command, run at the repository's root.
-        limit: seconds that an item may take, and a job without items; longer, and the process is ended.
-        alone: nothing runs beside it.
+        name: shown, and used for its files.
+        words: the command, run in the repository's root.
+        limit: the most seconds of an item, or of a job without items, after which the process is ended.
+        alone: nothing else runs at the same time.
         env: more environment variables.
-        fine: exit statuses that mean that all went well.
-        refused: a regular expression; a line of the output that matches means that the job failed, whatever its exit status.
+        fine: exit statuses that mean success.
+        refused: a regular expression; if a line of the output matches, the job failed, whatever its exit status.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Job:
 
 @dataclass
 class Ended:
-    """What became of a job's items so far, whether some are left for another call, and the seconds of this one."""
+    """The results of a job's items so far, whether some are left for another call, and the seconds of this one."""
 
     job: Job
     outcomes: dict[str, Outcome]
@@ -70,11 +70,11 @@ class Ended:
     seconds: float = 0.0
 
     def count(self, what: str) -> int:
-        """Items that passed, failed or were skipped."""
+        """Number of items that passed, failed or were skipped."""
         return sum(outcome.what == what for outcome in self.outcomes.values())
 
     def reasons(self) -> list[str]:
-        """What failed, a line each, with the first line of its error."""
+        """A line for each failure, with the first line of its error."""
         return [f"{o.item.partition('::')[2] or o.item}: {o.why}" for o in self.outcomes.values() if o.what == "failed"]
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class Pool:
         folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, jobs: Sequence[Job], workers: int = 1, fresh: bool = False) -> list[Ended]:
-        """Run what no earlier call finished (``fresh``: all of it), ``workers`` at a time, those that must be alone last."""
+        """Run the jobs that no earlier call finished (``fresh``: all), ``workers`` at a time, those that must be alone last."""
         found: dict[str, Ended] = {}
         for job in jobs:
             if fresh:
@@ -113,7 +113,7 @@ class Pool:
                     found[process.job.name] = ended = self._result(process.job, process.seconds)
                     self.say("\n".join([str(ended), *shown(ended.reasons())]))
                 time.sleep(TICK)
-        finally:  # also where this process is to end: none is left behind
+        finally:  # no process is left behind, even if this one is ending
             for process in running:
                 process.kill()
                 found[process.job.name] = self._result(process.job, process.seconds)
@@ -122,7 +122,7 @@ class Pool:
         return results
 
     def output(self, name: str) -> str:
-        """What the processes of the job of this name have printed."""
+        """The output of the job of this name."""
         path = _files(self.folder, Job(name, ()))[1]
         return path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""
 
@@ -132,7 +132,7 @@ class Pool:
 
 
 class _Process:
-    """The process of a job, and those that go on after it."""
+    """The process of a job, and its successors if it dies."""
 
     def __init__(self, job: Job, folder: Path) -> None:
         self.job = job
@@ -155,20 +155,20 @@ class _Process:
         self.started, self.lives = time.time(), self.lives - 1
 
     def over(self) -> bool:
-        """Whether the job has come to its end; a process that died in the middle is followed by another one."""
+        """Whether the job has ended; a process that died is replaced by another one."""
         status = self.process.poll()
         if status is None:
             if not self._hangs():
                 return False
             self.kill()
             return self._died(f"took more than {self.job.limit:g} s and was ended")
-        self.kill()  # what it left behind
-        if outcomes.lost(self.path):  # whatever its exit status, or that of a tool around it
+        self.kill()  # processes that it left behind
+        if outcomes.lost(self.path):  # whatever the exit status, which may be that of a wrapping tool
             return self._died("")
         if status < 0:
             return self._died(f"its process was ended by {signal.Signals(-status).name}")
         if outcomes.read(self.path)[1] is not None:
-            return self._died(f"its process ended in the middle of it, with exit status {status}")
+            return self._died(f"its process ended during it, with exit status {status}")
         return self._finish(status)
 
     def _hangs(self) -> bool:
@@ -178,19 +178,19 @@ class _Process:
         return waited > START or outcomes.read(self.path)[1] is not None
 
     def kill(self) -> None:
-        """End the process and every other one of its group."""
+        """Kill the process and its group."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def _died(self, why: str) -> bool:
-        ended, at_hand = outcomes.read(self.path)
+        ended, current = outcomes.read(self.path)
         if why:
-            outcomes.end(self.path, Outcome(at_hand or self.job.name, "failed", why))
-        if at_hand is None and len(ended) == len(self.before):
+            outcomes.end(self.path, Outcome(current or self.job.name, "failed", why))
+        if current is None and len(ended) == len(self.before):
             return self._close()  # before its first item, or after its last
         if not self.lives:
-            outcomes.end(self.path, Outcome(self.job.name, "failed", f"given up after {LIVES} processes; what was left was not run"))
+            outcomes.end(self.path, Outcome(self.job.name, "failed", f"given up after {LIVES} processes; the rest was not run"))
             return self._close()
         self._start()
         return False
@@ -214,20 +214,20 @@ class _Process:
 
 
 def shown(reasons: Sequence[str], lines: float = LINES) -> list[str]:
-    """Some of the reasons, cut to ``WIDTH`` characters, and how many more there are."""
+    """The first reasons, cut to ``WIDTH`` characters, and how many more there are."""
     some = reasons[: int(min(lines, len(reasons)))]
     more = len(reasons) - len(some)
     return [*(f"    {reason}"[:WIDTH] for reason in some), *([f"    and {more} more"] if more else [])]
 
 
 def first_error(text: str) -> str:
-    """The line of a process's output that says best what went wrong: a compiler's first error, else the last line."""
-    found = [line.strip() for line in text.splitlines() if line.strip()] or ["it said nothing"]
+    """The most useful line of a failed process's output: a compiler's first error, otherwise the last line."""
+    found = [line.strip() for line in text.splitlines() if line.strip()] or ["no output"]
     return next((line for line in found if re.search(r"(^|[\s:])error:|CMake Error|ninja: error", line)), found[-1])
 
 
 def _files(folder: Path, job: Job) -> tuple[Path, Path]:
-    """What became of a job's items, and its output."""
+    """The files of a job's outcomes and of its output."""
     name = re.sub(r"[^A-Za-z0-9_]+", "-", job.name).strip("-")
     return folder / f"{name}.jsonl", folder / f"{name}.log"
 

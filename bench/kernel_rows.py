@@ -1,4 +1,4 @@
-"""Tables of what compilers make of kernels: a row is a frozen dataclass of text and integers, its fields are the columns."""
+"""Tables of compiled kernels: a row is a frozen dataclass of text and integers whose fields are the columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = TypeVar("Row")
 
 
 def read(kind: type[Row], path: Path) -> list[Row]:
-    """The rows of a table; none where there is no file."""
+    """The rows of a table; empty if there is no file."""
     numbers = {f.name for f in fields(kind) if f.type == "int"}  # type: ignore[arg-type]
     made: list[dict[str, Any]] = [{k: int(v) if k in numbers else v for k, v in row.items()} for row in tidy.load(path)]
     return [kind(**row) for row in made]

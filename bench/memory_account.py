@@ -1,21 +1,20 @@
-"""What share of the memory's bandwidth each memory-bound kernel can reach, and what binds it: a PREDICTION, nothing here was measured.
+"""The share of the memory bandwidth that each memory-bound kernel can reach, and its bound: a PREDICTION, nothing here was measured.
 
-``python -m bench.memory_account`` compiles the kernels, counts the instructions of a thread along the way that does its work and writes
-``bench/results/memory_account.csv``; ``--check`` only compares, with words only the kernels whose names contain one are printed.
+``python -m bench.memory_account`` compiles the kernels, counts the instructions of a thread on its main path and writes
+``bench/results/memory_account.csv``; ``--check`` only compares; with words, only the kernels whose names contain one are printed.
 
-Counted are the fewest instructions with which a thread, from its first to its EXIT, reads and writes in global memory what it has to: the
-way of whole tiles and aligned rows, without what only odd groups need. Rates are of a multiprocessor and clock, in instructions of
-a warp, so four are issued:
+The main path is the shortest one from a thread's first instruction to its EXIT that reads and writes its share of global memory: whole
+tiles and aligned rows, without the code for odd groups. Rates are per multiprocessor and clock, in warp instructions; four are issued:
 
 * half-rate pipe 2: integer add, logic, shifts, compare, minimum, maximum, selection (CUDA C++ programming guide, throughput of native
-  arithmetic instructions: 64 results), also of floats; we count ``PRMT``, ``F2FP`` and minima of pairs to it;
-* float add and multiply-add: 4 on sm_90, 2 on sm_80; integer multiply-add (``IMAD``, also as a move) 2, of them, with a 64-bit result 1;
+  arithmetic instructions: 64 results), also of floats; ``PRMT``, ``F2FP`` and minima of pairs are counted here;
+* float add and multiply-add: 4 on sm_90, 2 on sm_80; integer multiply-add (``IMAD``, also as a move) 2, of those with a 64-bit result 1;
 * float64 2 on sm_90, 1 on sm_80; special functions, bit counts and conversions to and from 64 bits 1/2 (guide: 16 results);
-* loads, stores and shuffles 1, and 128 bytes between registers and shared memory or L1; bank conflicts are not looked for.
+* loads, stores and shuffles 1, and 128 bytes between registers and shared memory or L1; bank conflicts are ignored.
 
-Assumptions, each of which only hardware can settle: every pipe can be kept full by the warps that fit; clocks under load are
-1.41 GHz (A100), 1.75 GHz (H100, H200); a copy reaches nine tenths of 2.04, 3.35 and 4.8 TB/s, and ``share`` is of that; a read takes 800 ns
-under load, and each thread has its reads of one round under way.
+Assumptions that only hardware can confirm: the warps that fit can keep every pipe full; clocks under load are 1.41 GHz (A100) and 1.75 GHz
+(H100, H200); a copy reaches nine tenths of 2.04, 3.35 and 4.8 TB/s, and ``share`` is relative to that; a read takes 800 ns under load, and
+each thread has the reads of one iteration in flight.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ LATENCY = 800e-9
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU; ``memory`` is what a copy reaches, ``shared`` what the blocks of a multiprocessor can have together."""
+    """A GPU; ``memory`` is the rate of a copy, ``shared`` the shared memory of a multiprocessor."""
 
     name: str
     arch: str
@@ -59,21 +58,21 @@ GPUS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel and what a thread of it does along the way that is counted."""
+    """A kernel and the work of one of its threads on the main path."""
 
     what: str
     source: str
     kernel: str
     threads: int
-    """Of a block."""
+    """Threads of a block."""
     elements: int
     read: int
-    """Bytes of global memory, but for ``common``."""
+    """Bytes of global memory, without ``common``."""
     written: int
     common: int = 0
-    """Bytes that all threads read alike: a seed, a scale. They come from the caches."""
+    """Bytes that all threads read (a seed, a scale), which come from the caches."""
     rounds: int = 1
-    """Of a loop, in each of which a thread reads ahead for the next."""
+    """Iterations of a loop, in each of which a thread reads ahead for the next."""
 
 
 B, F = "bf16", "float"
@@ -107,7 +106,7 @@ CASES = (
     Case("MVUE along tokens fp16", "mvue.cu", "mvue_columns_kernel<fp16, true>", 256, 256, 512, 288, 16, 8),
     Case("MVUE along tokens float", "mvue.cu", "mvue_columns_kernel<float, true>", 256, 128, 512, 272, 16, 8),
 )
-"""Every kernel that training waits for and whose time is the memory's: 2:4, the usual dtypes."""
+"""The memory-bound kernels of training: 2:4, the usual dtypes."""
 
 PIPES = {
     "half_rate": "BMSK F2FP FMNMX FMNMX3 FSEL FSET FSETP HMNMX2 HSETP2 I2IP IABS IADD IADD3 IMNMX ISETP LEA LOP3 MOV P2R PLOP3 PRMT R2P "
@@ -118,13 +117,13 @@ PIPES = {
     "special": "BREV F2F F2I FLO FRND I2F MUFU POPC",
     "port": "ATOMS LD LDG LDGSTS LDS LDSM ST STG STS STSM SHFL",
 }
-"""What instructions occupy; all others only a slot: branches, barriers, uniform ones."""
+"""The pipe of each instruction; all others (branches, barriers, uniform ones) take only an issue slot."""
 PIPE_OF = {op: pipe for pipe, ops in PIPES.items() for op in ops.split()}
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Instructions of a thread by what they occupy; ``port`` in clocks of a warp."""
+    """Instructions of a thread by pipe; ``port`` in clocks of a warp."""
 
     issue: int
     half_rate: int
@@ -137,14 +136,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class Share:
-    """One kernel on one GPU; counts are for an element."""
+    """One kernel on one GPU; counts are per element."""
 
     what: str
     gpu: str
     elements: int
-    """Of a thread."""
+    """Registers of a thread."""
     bytes: float
-    """Read and written."""
+    """Bytes read and written."""
     issue: float
     half_rate: float
     multiplies: float
@@ -154,24 +153,24 @@ class Share:
     port: float
     registers: int
     blocks: int
-    """That fit on a multiprocessor, of ``threads``."""
+    """Threads that fit on a multiprocessor, of ``threads``."""
     threads: int
     busy: str
-    """What each resource would have to do of what it can, for the memory to be kept busy."""
+    """The utilisation of each resource that would saturate the memory."""
     binds: str
     share: float
-    """Of what a copy reaches."""
+    """The share of the rate of a copy."""
     digest: str = ""
-    """Of the kernel's sources; see ``cuda_resources.digest``."""
+    """``cuda_resources.digest`` of the kernel's sources."""
 
 
 class NoWayError(ValueError):
-    """No way through a kernel reads and writes what is asked for."""
+    """No path through a kernel reads and writes the requested bytes."""
 
 
 @dataclass(order=True, frozen=True)
 class _Place:
-    """Where a way has come to: the instruction, what was read and written, and where threads that went apart meet."""
+    """The state of a path: the instruction, bytes read and written, and where diverged threads reconverge."""
 
     at: int
     read: int = 0
@@ -180,14 +179,14 @@ class _Place:
 
 
 def way(code: str, read: int, written: int) -> list[str]:
-    """The names of the instructions on the shortest way through a kernel that reads and writes so many bytes of global memory."""
+    """The names of the instructions on the shortest path that reads and writes this many bytes of global memory."""
     lines = [(int(at, 16), when, op, args) for at, when, op, args in resources.INSTRUCTION.findall(code)]
     index = {line[0]: i for i, line in enumerate(lines)}
     start = _Place(0)
     least, before, todo = {start: 0}, {start: start}, [(0, start)]
     while todo:
         cost, place = heapq.heappop(todo)
-        if place.at == len(lines):  # behind the last: an EXIT was taken
+        if place.at == len(lines):  # past the last instruction: an EXIT was taken
             if (place.read, place.written) != (read, written):
                 continue
             found = []
@@ -202,11 +201,11 @@ def way(code: str, read: int, written: int) -> list[str]:
             if then.read <= read and then.written <= written and length < least.get(then, length + 1):
                 least[then], before[then] = length, place
                 heapq.heappush(todo, (length, then))
-    raise NoWayError(f"no way through the kernel reads {read} and writes {written} bytes")
+    raise NoWayError(f"no path through the kernel reads {read} and writes {written} bytes")
 
 
 def _next(lines: list[tuple[int, str, str, str]], index: dict[int, int], place: _Place) -> list[_Place]:
-    """Where a thread may be after an instruction."""
+    """The possible next states of a thread."""
     _, when, op, args = lines[place.at]
     kind, meet = op.split(".")[0], dict(place.meet)
     target = re.findall(r"0x([0-9a-f]+)", args)
@@ -222,7 +221,7 @@ def _next(lines: list[tuple[int, str, str, str]], index: dict[int, int], place: 
         taken = to(place.at + 1, written=resources._bits(op) // 8)
     elif kind == "EXIT":
         taken = to(len(lines))
-    elif kind in ("BRA", "CALL"):  # sm_80 leaves loops by a call; one that is meant to return is no way: RET
+    elif kind in ("BRA", "CALL"):  # sm_80 leaves loops by a call; a call that returns (RET) is not a path
         taken = to(index[int(target[-1], 16)])
         if taken.at == place.at:
             return []  # the end of a kernel
@@ -240,7 +239,7 @@ def _next(lines: list[tuple[int, str, str, str]], index: dict[int, int], place: 
 
 
 def counts(ops: list[str]) -> Counts:
-    """By what they occupy."""
+    """Count the instructions by pipe."""
     clocks: Counter[str] = Counter()
     for op in ops:
         pipe = PIPE_OF.get(op.split(".")[0], "")
@@ -249,22 +248,22 @@ def counts(ops: list[str]) -> Counts:
 
 
 def _port(op: str) -> int:
-    """Clocks in which a warp's access passes, 128 bytes in each; the last part of ``LDSM`` is the number of 8 x 8 matrices."""
+    """Clocks of a warp's access, at 128 bytes each; the last part of ``LDSM`` is the number of 8 x 8 matrices."""
     if op.startswith("LDSM"):
         return int(last) if (last := op.split(".")[-1]).isdigit() else 1
     return max(1, resources._bits(op) // 32)
 
 
 def blocks(gpu: Gpu, threads: int, registers: int, shared: int) -> int:
-    """How many fit on a multiprocessor: registers come in pieces of 8 for each thread, and a block has 1 KB for the system."""
+    """How many fit on a multiprocessor: registers are allocated in units of 8 per thread, and a block has 1 KB for the system."""
     shared += 1024 if gpu.arch == "sm_80" else 0  # elsewhere the kernel's number has it
     return min(65536 // (-(-registers // 8) * 8 * threads), 2048 // threads, gpu.shared // shared if shared else 32, 32)
 
 
 def share(case: Case, gpu: Gpu, of: Counts, registers: int, shared: int) -> Share:
-    """What a kernel with such counts can reach."""
+    """The predicted share of a kernel with these counts."""
     moved = (case.read + case.written) / case.elements
-    warps = gpu.memory / moved / case.elements / 32 / gpu.processors / gpu.clock  # that must end in a clock to keep the memory busy
+    warps = gpu.memory / moved / case.elements / 32 / gpu.processors / gpu.clock  # elements per clock that saturate the memory
     resident = blocks(gpu, case.threads, registers, shared)
     hopper = gpu.arch != "sm_80"
     busy = {
@@ -294,7 +293,7 @@ def share(case: Case, gpu: Gpu, of: Counts, registers: int, shared: int) -> Shar
 
 
 def compiled(words: list[str] | None = None) -> list[Share]:
-    """The account of every kernel as it is; with words of those whose names contain one."""
+    """The account of every kernel, or of those whose names contain one of the words."""
     cases = [case for case in CASES if not words or any(word in case.what for word in words)]
     sources = {path.name: path for path in resources.sources()}
     jobs = sorted({(case.source, gpu.arch) for case in cases for gpu in GPUS})
@@ -317,24 +316,24 @@ def save(shares: Iterable[Share], path: Path = PATH) -> None:
     tidy.save([asdict(s) for s in shares], list(Share.__dataclass_fields__), path)
 
 
-def told(shares: Iterable[Share]) -> list[dict[str, str]]:
-    """As the table has them."""
+def table_rows(shares: Iterable[Share]) -> list[dict[str, str]]:
+    """The shares as lines of the table."""
     return [{name: str(value) for name, value in asdict(s).items()} for s in shares]
 
 
 def main(argv: list[str] | None = None, path: Path = PATH) -> int:
-    """Compile, count, write and print; with ``--check`` write nothing and return 1 where the table says something else."""
+    """Compile, count, write and print; with ``--check`` write nothing and return 1 if the table differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("words", nargs="*", help="print only the kernels whose names contain one of these; write nothing")
-    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when the table is not up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if the table is not up to date")
     args = parser.parse_args(argv)
     here = resources.tools()
     if not here.ok:
         parser.error(here.reason)
     shares = compiled(args.words)
     if args.check:
-        same = told(shares) == tidy.load(path)
-        print("up to date" if same else f"{path.name} says something else; rewrite it: {REWRITE}")
+        same = table_rows(shares) == tidy.load(path)
+        print("up to date" if same else f"{path.name} is not up to date; run: {REWRITE}")
         return 0 if same else 1
     for s in shares:
         print(f"{s.what}, {s.gpu}: {s.issue} slots, {s.half_rate} half-rate, {s.share:.0%} of a copy, {s.binds}; {s.busy}")

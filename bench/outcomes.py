@@ -1,8 +1,8 @@
-"""What became of each test or case: a line of JSON as it begins and one as it ends, so that a process that dies loses none of it.
+"""Records the result of each test or case: a line of JSON when it begins and one when it ends, so that nothing is lost if a process dies.
 
-``NMKERNELS_OUTCOMES`` names the file. ``bench.run`` writes it, and pytest with ``-p bench.outcomes``. What the file says the end of is
-not run again: the same command goes on where the last one stopped. ``NMKERNELS_SHARE=2/3`` leaves pytest the second third of the tests.
-With ``--collect-only`` the lines tell what there is in each file instead.
+``NMKERNELS_OUTCOMES`` names the file. ``bench.run`` writes it, and pytest with ``-p bench.outcomes``. Items that the file records as ended
+are not run again: the same command continues where the last one stopped. ``NMKERNELS_SHARE=2/3`` lets pytest run the second third of the
+tests. With ``--collect-only`` the lines list the tests of each file instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ENV, SHARE = "NMKERNELS_OUTCOMES", "NMKERNELS_SHARE"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an item: ``what`` is passed, failed or skipped; ``why`` is the first line of the reason where it did not pass."""
+    """The result of an item: ``what`` is passed, failed or skipped; ``why`` is the first line of the reason if it did not pass."""
 
     item: str
     what: str
@@ -29,12 +29,12 @@ class Outcome:
 
 
 def here() -> Path | None:
-    """The file of this process, if it is to write one."""
+    """The file that this process writes, or None."""
     return Path(os.environ[ENV]) if os.environ.get(ENV) else None
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Every line of the file; one that a full disk cut short says nothing."""
+    """Every line of the file, except truncated ones."""
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
@@ -45,22 +45,22 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read(path: Path) -> tuple[dict[str, Outcome], str | None]:
-    """What has ended, by item, and the item that the last process began and did not end."""
+    """The outcomes of items that have ended, and the item that the last process began but did not end."""
     ended: dict[str, Outcome] = {}
-    at_hand = None
+    current = None
     for line in lines(path):
         if "starts" in line:
-            at_hand = None
+            current = None
         elif "begins" in line:
-            at_hand = line["begins"]
+            current = line["begins"]
         elif "what" in line:
             ended[line["item"]] = Outcome(**line)
-            at_hand = None if at_hand == line["item"] else at_hand
-    return ended, at_hand
+            current = None if current == line["item"] else current
+    return ended, current
 
 
 def lost(path: Path) -> bool:
-    """Whether the last process ended itself before all was run, since it could not use the device any more."""
+    """Whether the last process exited early because it could no longer use the device."""
     last = [line for line in lines(path) if "starts" in line or "lost" in line]
     return bool(last) and "lost" in last[-1]
 
@@ -73,12 +73,12 @@ def tell(path: Path | None, **line: Any) -> None:
 
 
 def begin(path: Path | None, item: str) -> None:
-    """An item begins."""
+    """Record that an item begins."""
     tell(path, begins=item)
 
 
 def end(path: Path | None, outcome: Outcome) -> None:
-    """An item has ended."""
+    """Record that an item has ended."""
     tell(path, **asdict(outcome))
 
 
@@ -90,13 +90,13 @@ _began: dict[str, float] = {}
 
 
 def pytest_collectreport(report: Any) -> None:
-    """A file that cannot be imported is an item that failed."""
+    """Record a file that cannot be imported as a failed item."""
     if report.failed:
         end(here(), Outcome(report.nodeid, "failed", reason(report)))
 
 
 def pytest_collection_finish(session: Any) -> None:
-    """Tell what there is, or leave what this process is to run."""
+    """With ``--collect-only`` list the tests; otherwise keep those that this process should run."""
     items, path = session.items, here()
     if session.config.option.collectonly:
         files: dict[str, list[Any]] = {}
@@ -112,19 +112,19 @@ def pytest_collection_finish(session: Any) -> None:
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """A test begins."""
+    """Record that a test begins."""
     begin(here(), nodeid)
     _now[nodeid], _began[nodeid] = Outcome(nodeid, "passed"), time.monotonic()
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Of set-up, call and tear-down the first that does not pass says what becomes of the test."""
+    """The result of a test is that of the first of set-up, call and tear-down that does not pass."""
     if not report.passed and _now[report.nodeid].what == "passed":
         _now[report.nodeid] = Outcome(report.nodeid, report.outcome, reason(report))
 
 
 def pytest_runtest_logfinish(nodeid: str) -> None:
-    """A test has ended; where no other can run in this process any more, so has that."""
+    """Record that a test has ended, and exit if this process can no longer use the GPU."""
     found = _now.pop(nodeid)
     end(here(), Outcome(found.item, found.what, found.why, round(time.monotonic() - _began.pop(nodeid), 3)))
     torch = sys.modules.get("torch")
@@ -135,16 +135,16 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 
         if why := device.lost("cuda"):
             tell(here(), lost=why)
-            pytest.exit(f"after {nodeid} this process cannot use the GPU any more: {why}", 1)
+            pytest.exit(f"after {nodeid} this process can no longer use the GPU: {why}", 1)
 
 
 def reason(report: Any) -> str:
-    """The first line of why a test or file failed or was skipped, with the place where it failed."""
+    """The first line of the reason why a test or file failed or was skipped, with file and line."""
     crash, text = getattr(report.longrepr, "reprcrash", None), report.longrepr
     if crash is not None:
         text = f"{Path(crash.path).name}:{crash.lineno}: {crash.message}"
     elif isinstance(text, tuple):
         text = text[2]
-    elif report.failed and hasattr(text, "longrepr"):  # a file that cannot be imported: the last line names the error
+    elif report.failed and hasattr(text, "longrepr"):  # of a file that cannot be imported, the last line names the error
         text = str(text.longrepr).strip().splitlines()[-1].removeprefix("E").strip()
     return next((line.strip() for line in str(text).splitlines() if line.strip()), "")

@@ -24,13 +24,13 @@ Call = Callable[[], object]
 CPU = "nmkernels cpu"
 
 SHARE, ALLOWED = "share of roofline", "x roofline allows"
-"""Metrics of a GEMM: the share that it reaches of what bytes and FMAs allow, and how many times as fast as dense they allow it to be."""
+"""Metrics of a GEMM: its share of the roofline, and the speed-up over dense that the roofline allows."""
 
 FASTEST = "x fastest dense"
-"""Times as fast as the fastest of torch's ways on a CPU with the weight as it is."""
+"""Metric: the speed-up over torch's fastest dense GEMM on a CPU, with the weight not packed in advance."""
 
 AMX = "has AMX"
-"""1 or 0, a fact beside rows whose bounds depend on it."""
+"""1 or 0, recorded with rows whose bounds depend on it."""
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -38,7 +38,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Spec:
-    """One case: the op, its pattern and dtype, a weight of ``rows`` x ``cols``, tokens (0 where there are none), or a whole model."""
+    """One case: the op, its pattern and dtype, a weight of ``rows`` x ``cols``, tokens (0 if there are none), or a whole model."""
 
     op: str
     pattern: str = "2:4"
@@ -50,7 +50,7 @@ class Spec:
 
     @property
     def shape(self) -> str:
-        """The shape as rows of the CSV name it: ``4096x11008``, ``16x4096x4096`` (tokens first), ``2048 tokens, GPT 1024x2``."""
+        """The shape as written in the CSV: ``4096x11008``, ``16x4096x4096`` (tokens first), ``2048 tokens, GPT 1024x2``."""
         if self.model:
             return f"{self.tokens} tokens, {self.model}"
         return "x".join(str(size) for size in (self.tokens, self.rows, self.cols) if size)
@@ -67,7 +67,7 @@ class Spec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch's object."""
+        """The torch dtype."""
         return DTYPES[self.dtype]
 
     def __str__(self) -> str:
@@ -76,19 +76,19 @@ class Spec:
 
 @dataclass
 class Provider:
-    """One way to do the work of a case.
+    """One implementation of a case's work.
 
     Args:
-        name: as the CSV shows it; ours start with ``nmkernels``.
+        name: as shown in the CSV; ours start with ``nmkernels``.
         call: one unit of work.
-        bytes: memory that one call has to read and write at least.
-        flops: floating-point operations that one call has to do.
-        tokens: that one call generates.
-        check: raises ``AssertionError`` unless the call's result is right; ours have one.
-        under: entered around every call, outside the clock (it chooses a backend or an instruction set).
-        parts: seconds of the pieces of each call, appended by ``call`` itself, by name.
-        host: time what the host spends on the call without waiting for the device, not what the device spends.
-        count: so many units of work are one call (the nodes of a graph); its time is divided by it.
+        bytes: memory that one call must at least read and write.
+        flops: floating-point operations of one call.
+        tokens: tokens that one call generates.
+        check: raises ``AssertionError`` if the call's result is wrong; ours have one.
+        under: context entered around every call and not timed (it selects a backend or an instruction set).
+        parts: seconds of the pieces of each call by name, appended by ``call`` itself.
+        host: time the host, which does not wait for the device.
+        count: units of work in one call (the nodes of a graph); its time is divided by this.
     """
 
     name: str
@@ -105,10 +105,10 @@ class Provider:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A figure of two providers, taken from pairs of the same round.
+    """A metric of one provider relative to others, computed within each round.
 
-    ``kind`` "speed": how many times as fast ``of`` is as the fastest of ``against``; "time": its time as a multiple of theirs;
-    "rate": its bytes per second as a share of theirs; "more": the microseconds that it takes beyond theirs.
+    ``kind`` "speed": the speed-up of ``of`` over the fastest of ``against``; "time": its time as a multiple of theirs;
+    "rate": its bytes per second as a share of theirs; "more": the microseconds it takes in addition to theirs.
     """
 
     metric: str
@@ -119,9 +119,9 @@ class Ratio:
 
 @dataclass
 class Work:
-    """A case with its memory allocated: who takes turns, what is derived from it, and plain figures by (provider, metric).
+    """A case with its memory allocated: the providers, the ratios between them, and other figures by (provider, metric).
 
-    ``finish`` gives more of those, after the timing; ``derive`` figures of each round, for what no ``Ratio`` says.
+    ``finish`` returns more such figures after the timing; ``derive`` returns figures of each round that no ``Ratio`` covers.
     """
 
     providers: list[Provider]
@@ -133,7 +133,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Grid:
-    """The cases of an op: every combination. Matrices are ``ROWSxCOLS``; tokens (0,) for ops that have none; ``on``: "cuda", "cpu" only."""
+    """The cases of an op: every combination. Matrices are ``ROWSxCOLS``; tokens are (0,) for ops without; ``on``: only "cuda" or "cpu"."""
 
     matrices: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ("2:4",)
@@ -145,7 +145,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Ask:
-    """What the user narrowed down; an empty tuple leaves a family's own choice."""
+    """What the user selected; an empty tuple leaves the family's default."""
 
     ops: tuple[str, ...] = ()
     matrices: tuple[str, ...] = ()
@@ -166,7 +166,7 @@ class Family:
     grids: tuple[Grid, ...]
 
     def specs(self, ask: Ask, device: str = "cpu") -> Iterator[Spec]:
-        """Every case on this device that ``ask`` leaves, each once."""
+        """Every case on this device that ``ask`` selects, each once."""
         seen: dict[Spec, None] = {}
         for grid in (grid for grid in self.grids if device.startswith(grid.on)):
             for pattern in ask.patterns or grid.patterns:
@@ -186,11 +186,11 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {}
-"""Every family by op, in the order of registration; ``bench.cases`` fills it."""
+"""Every family by op, in the order of registration; filled by ``bench.cases``."""
 
 
 def family(*ops: str, grids: Sequence[Grid]) -> Callable[[Build], Build]:
-    """Register the decorated ``build(spec, device) -> Work`` for each of ``ops``, with the combinations that a full run takes."""
+    """Register the decorated ``build(spec, device) -> Work`` for each of ``ops``, with the combinations of a full run."""
 
     def register(build: Build) -> Build:
         for op in ops:
@@ -205,12 +205,12 @@ def sizes(matrix: str) -> tuple[int, int]:
     rows, x, cols = matrix.partition("x")
     if x and rows.isdecimal() and cols.isdecimal() and int(rows) and int(cols):
         return int(rows), int(cols)
-    raise NMError(f"{matrix!r} is no matrix; write ROWSxCOLS, such as 4096x11008.")
+    raise NMError(f"{matrix!r} is not a matrix; write ROWSxCOLS, such as 4096x11008.")
 
 
 @dataclass(frozen=True)
 class Instead:
-    """Another bound where the cases' own rows of ``provider`` have at least so much of ``metric``: more is asked of a better machine."""
+    """Another bound for cases whose rows of ``provider`` have ``metric`` of at least ``least``: a better machine has a higher target."""
 
     bound: float
     provider: str
@@ -223,13 +223,13 @@ class Target:
     """One bound on one metric over some cases.
 
     Args:
-        key: names it in ``missed.txt``.
-        what, against: the words of the table.
+        key: its name in ``missed.txt``.
+        what, against: the text in the table.
         metric, provider: of the rows that are compared with the bound.
-        bound: at least this, or with ``higher=False`` at most.
-        stretch: the same for the goal beyond; None where there is none.
-        specs: the cases; all must meet the bound.
-        instead: the bound in its place, where the rows of every case say so.
+        bound: the least value, or with ``higher=False`` the largest.
+        stretch: the bound of the stretch goal, or None.
+        specs: the cases, all of which must meet the bound.
+        instead: a bound that replaces it if the rows of every case say so.
     """
 
     key: str
@@ -244,21 +244,20 @@ class Target:
     instead: Instead | None = None
 
     def meets(self, value: float, bound: float | None = None) -> bool:
-        """Whether a measured ratio, to two decimals as it is shown, meets the bound (or another one)."""
+        """Whether a measured ratio, rounded to the two decimals shown, meets the bound (or another one)."""
         limit = self.bound if bound is None else bound
         return round(value, 2) >= limit if self.higher else round(value, 2) <= limit
 
 
 NOISE = 1.03
-"""A ratio may exceed what is allowed by so much before it says something: medians of two runs differ by as much."""
+"""Factor by which a ratio may exceed the allowed one: medians of two runs differ by as much."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target with what was measured: the ratio of each case that has a row, and why it is missed where it is.
+    """A target with its measurements: the ratio of each case that has a row, and the reason if it is missed.
 
-    ``roofline`` is the share that ours reaches of what bytes and FMAs allow, ``allowed`` how many times as fast as dense they allow
-    ours to be, of the cases that have such rows.
+    For cases that have such rows, ``roofline`` is our share of the roofline and ``allowed`` the speed-up over dense that it allows.
     """
 
     target: Target
@@ -268,12 +267,12 @@ class Verdict:
     allowed: dict[Spec, float] = field(default_factory=dict)
 
     def slow_opponent(self, spec: Spec) -> bool:
-        """Whether a speed-up is more than bytes and FMAs allow: then the dense opponent is further from the roofline than ours."""
+        """Whether the speed-up is more than the roofline allows: the dense opponent is further from its roofline than ours."""
         return spec in self.allowed and self.measured[spec] > NOISE * self.allowed[spec]
 
     @property
     def state(self) -> str:
-        """``met``, ``stretch`` (met beyond), ``missed`` or ``unmeasured`` (a case has no row)."""
+        """``met``, ``stretch`` (the stretch goal too), ``missed`` or ``unmeasured`` (a case has no row)."""
         values, t = self.measured.values(), self.target
         if any(not t.meets(v) for v in values):
             return "missed"

@@ -1,6 +1,6 @@
-"""Turns the rows of ``bench/results`` into ``bench/results/README.md`` and figures: ``python -m bench.report``; ``--check`` compares only.
+"""Writes ``bench/results/README.md`` and the figures from the rows of ``bench/results``: ``python -m bench.report``; ``--check`` compares.
 
-``--add`` first adds the rows of CSV files in a folder, or in the archive of ``python -m bench.gpu --out DIR``, perhaps of another machine.
+``--add`` first adds the rows of the CSV files in a folder, or in the archive of ``python -m bench.gpu --out DIR``.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ from .rows import load as load_csv
 from .tables import Rows
 
 LEFT_OUT = {"step_clamp.csv", "loss_curves.csv"}
-"""Evidence for a default, and loss curves: nothing that a user chooses by."""
+"""Evidence for a default, and loss curves, which are not shown."""
 
 NOTHING = "No measurements are committed yet."
 HEAD = """# Measurements
 
-Written by `python -m bench.report` from the CSV files of this folder; measured by `python -m bench.run`, which first compares every
-result with the reference. Medians with the 20th and 80th percentile; a ratio is the median of the ratios of single rounds, in each of
-which everybody took one turn. Shapes are out × in, tokens first.
+Written by `python -m bench.report` from the CSV files of this folder. They are measured by `python -m bench.run`, which first compares
+every result with the reference. Values are medians with the 20th and 80th percentile; a ratio is the median of the ratios within each
+round, in which every provider is timed once. Shapes are out × in, tokens first.
 
-* On a CPU a call is timed as a model makes it: straight after an elementwise op of torch's, in turn with the other providers, whose data
-  are in the caches. Older rows, of GEMMs with `x dense` and of layers with `time over dense`, repeated a call for 6 ms before the one
-  that counts, and MKL was their only opponent; no target reads them.
-* On a GPU a turn is a batch of calls after as many that do not count, timed by the device's own events while the host is ahead of it, so
-  that no figure has launching in it; the last-level cache is four times too small for the data, or for the copies of it that take turns.
-  `us beyond a no-op` is the host's time of a call that nobody waits for, `us beyond torch's kernels` its share of replaying a CUDA graph.
-* `x fastest dense`: times as fast as the fastest of torch's dense GEMMs, by MKL or oneDNN, for 16-bit weights in float32 too, `x packed
-  dense` as the fastest with its weight packed once, as in a frozen graph. `x dense`, `x eager`: times as fast as that. `time over ...`:
-  share of its time.
-* `share of roofline`: the time that bytes over bandwidth or FLOPs over the rate of FMAs allow, whichever is longer, over the time taken.
-  The bandwidth is the best of the same rounds, where torch also only reads as many bytes; the rate that of torch's fastest large GEMM in
-  the same run.
-  `x roofline allows`: how many times as fast as dense ours may be; a *slow opponent* is one that ours beat by more.
-* `share of copy`, `share of clone`: bytes that must be moved over time, against torch's `copy_` or `clone` in the same round; for ops that
-  stream it is the share of the roofline.
-* `share of matmul`: GEMMs that are not skipped over time, against torch's rate at 2048×2048×2048 (GPU: 8192) in the same run.
-* `packed bytes over cache`: below 1, the packed weight fits the last-level cache."""
+* On a CPU a call is timed as in a model: directly after an elementwise torch op, alternating with the other providers, whose data are in
+  the caches. In older rows, of GEMMs with `x dense` and of layers with `time over dense`, a call was repeated for 6 ms before the timed
+  one, and MKL was the only opponent; no target uses them.
+* On a GPU a batch of calls is timed by CUDA events, after a warm-up batch of the same size and with the host ahead of the device, so that
+  launching is not included. The data, or the copies of it that are used in rotation, are four times as large as the last-level cache.
+  `us beyond a no-op` is the host time of an asynchronous call, `us beyond torch's kernels` its time in the replay of a CUDA graph.
+* `x fastest dense`: speed-up over torch's fastest dense GEMM, with MKL or oneDNN, for 16-bit weights also in float32. `x packed dense`:
+  the same with the dense weight packed once, as in a frozen graph. `x dense`, `x eager`: speed-up over those. `time over ...`: time as a
+  multiple of theirs.
+* `share of roofline`: the time that the roofline allows (bytes over bandwidth, or FLOPs over the rate of FMAs, whichever is longer) over
+  the measured time. The bandwidth is the best of the same rounds, including a torch op that only reads as many bytes; the rate is that of
+  torch's fastest large GEMM in the same run.
+  `x roofline allows`: the speed-up over dense that the roofline allows; a *slow opponent* is a dense GEMM that ours beats by more.
+* `share of copy`, `share of clone`: bytes that must be moved, over time, relative to torch's `copy_` or `clone` in the same round; for
+  memory-bound ops this is the share of the roofline.
+* `share of matmul`: FLOPs that are not skipped, over time, relative to torch's rate at 2048×2048×2048 (GPU: 8192) in the same run.
+* `packed bytes over cache`: below 1, the packed weight fits in the last-level cache."""
 
 
 def load(folder: Path) -> Rows:
     """The rows of the CSVs in ``folder`` that are shown, in the order of files and lines.
 
-    Left out are what a compiler made of kernels, and the thousands of rows of single methods, of which ``bench.fit_rates`` shows the sum.
+    Compiler reports are left out, and the thousands of rows of single methods, which ``bench.fit_rates`` summarises.
     """
     rows = [r for path in sorted(folder.glob("*.csv")) if path.name not in LEFT_OUT for r in load_csv(path) if "op" in r]
     return [r for r in rows if not r["op"].startswith("method(")]
 
 
 def page(rows: Rows, drawn: list[str], reasons: Path) -> str:
-    """``bench/results/README.md``: the trained models, then per machine its targets, its figures (those in ``drawn``) and every case."""
+    """``bench/results/README.md``: the trained models, then for each machine its targets, figures (those in ``drawn``) and all cases."""
     speeds = tables.by_machine(r for r in rows if r["op"] != "train")
     trained = tables.by_machine(r for r in rows if r["op"] == "train")
     parts = [HEAD] if rows else [HEAD, NOTHING]
@@ -73,7 +73,7 @@ def page(rows: Rows, drawn: list[str], reasons: Path) -> str:
 
 
 def add(source: Path, results: Path) -> None:
-    """Add the rows of the CSV files in a folder, or in an archive that has them in ``rows``."""
+    """Add the rows of the CSV files in a folder, or in the folder ``rows`` of an archive."""
     if source.is_file():
         with tarfile.open(source) as archive, TemporaryDirectory() as folder:
             archive.extractall(folder, [m for m in archive if m.isfile() and Path(m.name).match("rows/*.csv")], filter="data")
@@ -83,10 +83,10 @@ def add(source: Path, results: Path) -> None:
 
 
 def main(argv: list[str] | None = None, results: Path = RESULTS) -> int:
-    """Write the page and the figures; with ``--check`` write nothing and return 1 when the page is not up to date."""
+    """Write the page and the figures; with ``--check`` write nothing and return 1 if the page is not up to date."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when the page is not up to date")
-    parser.add_argument("--add", type=Path, metavar="PATH", help="first add the rows of a folder's CSV files, or an archive's")
+    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if the page is not up to date")
+    parser.add_argument("--add", type=Path, metavar="PATH", help="first add the rows of the CSV files in a folder or archive")
     args = parser.parse_args(argv)
     if args.add:
         add(args.add, results)

@@ -1,4 +1,4 @@
-"""Tidy rows: one measured figure each, with everything needed to know where it came from."""
+"""Tidy rows: one measured value each, with its machine, versions, commit and date."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: the 20th, 50th and 80th percentile of ``metric`` for ``provider`` doing ``op``."""
+    """The 20th, 50th and 80th percentile of ``metric`` for ``provider`` running ``op``."""
 
     op: str
     provider: str
@@ -50,7 +50,7 @@ def row(
     shape: str = "",
     device: str = "cpu",
 ) -> Row:
-    """A row of the given samples, stamped with this machine, the versions, the commit and today's date."""
+    """A row of these samples, with this machine, the versions, the commit and today's date."""
     q = torch.quantile(torch.tensor(values, dtype=torch.float64), torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
     p20, p50, p80 = (float(f"{v:.6g}") for v in q)
     today = datetime.date.today().isoformat()
@@ -58,7 +58,7 @@ def row(
 
 
 def load(path: Path) -> list[dict[str, str]]:
-    """The rows of one CSV as text; none where there is no file."""
+    """The rows of one CSV as text; empty if there is no file."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:
@@ -66,7 +66,7 @@ def load(path: Path) -> list[dict[str, str]]:
 
 
 def save(lines: Iterable[Mapping[str, object]], names: Sequence[str], path: Path) -> None:
-    """Write a CSV with these columns, in place of the one that is there; the file is whole at every moment."""
+    """Write a CSV with these columns, replacing the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     with part.open("w", newline="", encoding="utf-8") as file:
@@ -77,12 +77,12 @@ def save(lines: Iterable[Mapping[str, object]], names: Sequence[str], path: Path
 
 
 def from_text(row: dict[str, str]) -> Row:
-    """A row as ``load`` reads it."""
+    """A ``Row`` from the text that ``load`` reads."""
     return Row(**{**row, **{p: float(row[p]) for p in ("p20", "p50", "p80")}})  # type: ignore[arg-type]
 
 
 def fingerprints(path: Path) -> set[tuple[str, ...]]:
-    """(op, pattern, dtype, shape, machine, commit) of every case that the CSV has rows of."""
+    """(op, pattern, dtype, shape, machine, commit) of every case in the CSV."""
     return {tuple(r[k] for k in ("op", "pattern", "dtype", "shape", "machine", "commit")) for r in load(path)}
 
 
@@ -102,17 +102,17 @@ def machine(device: str = "cpu") -> str:
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        told = dict(re.findall(r"(.+?)\s*: (.+)", cpuinfo.read_text().split("\n\n")[0]))
-        model = told.get("model name", model).strip()
-        if not re.search(r"\d", model) and "cpu family" in told:  # virtual machines leave the number out
-            model += f" (family {told['cpu family']}, model {told['model']})"
+        fields_of = dict(re.findall(r"(.+?)\s*: (.+)", cpuinfo.read_text().split("\n\n")[0]))
+        model = fields_of.get("model name", model).strip()
+        if not re.search(r"\d", model) and "cpu family" in fields_of:  # virtual machines leave the number out
+            model += f" (family {fields_of['cpu family']}, model {fields_of['model']})"
     if held := os.environ.get("NMKERNELS_ISA"):
         model += f" held to {held}"
     return f"{model}, {torch.get_num_threads()} threads"
 
 
 def device_of(machine: str) -> str:
-    """The kind of device, cpu or cuda, of a machine by its name: a CPU's tells its threads."""
+    """The kind of device, cpu or cuda, of a machine by its name: a CPU's name ends with its threads."""
     return "cpu" if re.search(r", \d+ threads$", machine) else "cuda"
 
 
@@ -122,7 +122,7 @@ def slug(name: str) -> str:
 
 
 def versions() -> str:
-    """The versions that matter to a figure; Triton's where torch can use a GPU."""
+    """The versions that affect a measurement; Triton's if torch can use a GPU."""
     cuda = f" cuda {torch.version.cuda}" if torch.version.cuda else ""
     triton = f" {capability.triton().reason}" if torch.cuda.is_available() and capability.triton().ok else ""
     return f"python {platform.python_version()} torch {torch.__version__}{cuda}{triton}"
@@ -130,9 +130,9 @@ def versions() -> str:
 
 @cache
 def commit() -> str:
-    """The short commit the tree stood at when this run asked first, marked where the tree differed from it.
+    """The short commit at the first call of this run, marked ``-dirty`` if the tree differs from it.
 
-    Results and the page of the audit are what a run writes, so changes of those do not count.
+    Changes of the results and of the audit page do not count, since a run writes those.
     """
     try:
         head = _git("rev-parse", "--short=7", "HEAD")

@@ -1,9 +1,8 @@
-"""Time the operations on this machine: ``python -m bench.run``.
+"""Run the benchmarks: ``python -m bench.run``.
 
-Without options every case there is (forty minutes on two cores); ``--targets`` only those of the device's speed targets (eight minutes,
-and two more the first time, when training settles how it multiplies); ``--quick`` a handful (seconds; on a GPU its targets, minutes). Rows
-go to ``bench/results/<machine>.csv`` after each case; ``python -m bench.report`` makes the tables. A case after which its process cannot
-use the GPU any more is named, and another process goes on with the next.
+By default all cases (forty minutes on two cores). ``--targets`` runs only the cases of the device's speed targets (eight minutes), and
+``--quick`` a handful (seconds; on a GPU its targets, minutes). Rows are written to ``bench/results/<machine>.csv`` after each case;
+``python -m bench.report`` makes the tables. If a case leaves the GPU unusable, it is reported and the run continues in a new process.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from .registry import DTYPES, Ask, Spec
 from .rows import RESULTS, Row, commit, load, machine, slug, versions
 
 SECONDS = {"quick": 0.25, "targets": 1.4, "all": 1.2}
-"""Timing per case, by what is measured."""
+"""Seconds of timing per case, by suite."""
 
 SECONDS_CUDA = 0.6
-"""The same on a GPU, whose turns are batches of 4 ms; most of a case's time is compiling its kernels."""
+"""The same on a GPU, where a sample is a batch of 4 ms; most of a case's time is spent compiling its kernels."""
 
 HOME = Path(__file__).resolve().parents[1]
 
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SCHEMA = 1
-"""Of the object that ``--json`` prints; grows when a key changes its meaning."""
+"""Version of the object that ``--json`` prints; incremented when the meaning of a key changes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, run, and turn errors into one line; the exit status is ``execute``'s, 2 for wrong usage."""
+    """Parse the arguments and run; errors are printed on one line. The exit status is ``execute``'s, or 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m bench.run", description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
     args = parser.parse_args(argv)
@@ -53,32 +52,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Add the options to ``parser``."""
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--targets", action="store_true", help="only the cases of the speed targets, and whether they are met (minutes)")
-    what.add_argument("--quick", action="store_true", help="only a handful of cases (seconds; on a GPU those of the targets, minutes)")
+    what.add_argument("--quick", action="store_true", help="only a handful of cases (seconds; on a GPU the targets, minutes)")
     parser.add_argument("--op", nargs="+", metavar="OP", help="only these: linear, nm_mask, 'mvue*', CompressedLinear, train_step, ...")
-    said = "weights: 4096x11008, or of a model: gpt2, llama3-8b, vit-l, bert-large:fc"
-    parser.add_argument("--shapes", nargs="+", metavar="S", help=said)
+    what_shapes = "weights: 4096x11008, or of a model: gpt2, llama3-8b, vit-l, bert-large:fc"
+    parser.add_argument("--shapes", nargs="+", metavar="S", help=what_shapes)
     parser.add_argument("--pattern", nargs="+", metavar="N:M", help="patterns, such as 2:4 1:8")
     parser.add_argument("--dtype", nargs="+", metavar="D", help="fp32, bf16, fp16")
-    parser.add_argument("--tokens", nargs="+", type=int, metavar="T", help="tokens of the GEMMs, such as 1 16 256")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1; by default a GPU if torch has one")
+    parser.add_argument("--tokens", nargs="+", type=int, metavar="T", help="token counts of the GEMMs, such as 1 16 256")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1; default: a GPU if torch has one")
     parser.add_argument("--threads", type=int, metavar="N", help="threads of torch and of the kernels")
-    parser.add_argument("--isas", nargs="+", metavar="ISA", help="CPU: time these instruction sets too, or all (portable, avx2, ...)")
+    parser.add_argument("--isas", nargs="+", metavar="ISA", help="CPU: also time these instruction sets, or all (portable, avx2, ...)")
     parser.add_argument(
-        "--lock-clocks", type=int, metavar="MHZ", help="power_or_port: measure once more with the GPU's clock locked, which needs its owner"
+        "--lock-clocks", type=int, metavar="MHZ", help="power_or_port: measure again with the GPU's clock locked (usually needs root)"
     )
-    parser.add_argument("--seconds", type=float, metavar="S", help="time to spend on each case, about")
-    parser.add_argument("--resume", action="store_true", help="leave out cases that the file has from this commit and machine")
-    parser.add_argument("--from", type=int, default=1, dest="first", metavar="I", help="begin with the I-th case of --list")
-    parser.add_argument("--list", action="store_true", help="name the cases and stop")
+    parser.add_argument("--seconds", type=float, metavar="S", help="approximate time to spend on each case")
+    parser.add_argument("--resume", action="store_true", help="skip cases that the file already has from this commit and machine")
+    parser.add_argument("--from", type=int, default=1, dest="first", metavar="I", help="start with the I-th case of --list")
+    parser.add_argument("--list", action="store_true", help="list the cases and exit")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of lines")
-    parser.add_argument("--out", type=Path, metavar="CSV", help="file to add rows to, by default bench/results/<machine>.csv")
+    parser.add_argument("--out", type=Path, metavar="CSV", help="file to add rows to; default bench/results/<machine>.csv")
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Run what the options ask for: 0 all timed, 1 a case was wrong or failed (it is named), 130 interrupted (the rows so far are kept)."""
+    """Run the cases that the options select: 0 all timed, 1 a case was wrong or failed, 130 interrupted (rows so far are kept)."""
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.isas:
@@ -92,11 +91,11 @@ def execute(args: argparse.Namespace) -> int:
         torch.cuda.set_device(device)
     if args.lock_clocks is not None and not args.list:
         if not device.startswith("cuda"):
-            raise NMError(f"--lock-clocks: {device} is no GPU.")
+            raise NMError(f"--lock-clocks: {device} is not a GPU.")
         clocks.ask(args.lock_clocks, uuid(device))
     specs = chosen(args, device)[max(0, args.first - 1) :]
     if not specs:
-        raise NMError("no case is left by these options; --list without them shows what there is.")
+        raise NMError("no case matches these options; --list alone shows all cases.")
     if args.list:
         print("\n".join(map(str, specs)))
         return 0
@@ -123,7 +122,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _words(args: argparse.Namespace) -> list[str]:
-    """The options of a run that another process is to go on with."""
+    """The command-line options for a process that continues this run."""
     found = [f"--{name}" for name in ("targets", "quick", "resume") if getattr(args, name)]
     for name in ("op", "shapes", "pattern", "dtype", "tokens", "device", "threads", "isas", "lock_clocks", "seconds"):
         value = getattr(args, name)
@@ -133,7 +132,7 @@ def _words(args: argparse.Namespace) -> list[str]:
 
 
 def chosen(args: argparse.Namespace, device: str) -> list[Spec]:
-    """The cases that the options leave."""
+    """The cases that the options select."""
     if args.dtype and any(SHORT.get(d, d) not in DTYPES for d in args.dtype):
         raise DtypeError(f"--dtype takes {', '.join((*SHORT, *DTYPES))}; got {', '.join(args.dtype)}.")
     ask = Ask(
@@ -151,7 +150,7 @@ def chosen(args: argparse.Namespace, device: str) -> list[Spec]:
 
 
 def line(row: Row) -> str:
-    """One row as it is printed while the run goes on."""
+    """One row, as printed during the run."""
     spread = f"({row.p20:.4g} to {row.p80:.4g})" if row.p20 != row.p80 else ""
     what = " ".join(part for part in (row.op, row.pattern, row.dtype, row.shape) if part)
     return f"{what:<52} {row.provider:<42} {row.p50:>10.4g} {row.metric:<22}{spread}".rstrip()
@@ -179,11 +178,11 @@ def _closing(outcome: runner.Outcome, specs: list[Spec], out: Path, device: str,
         mine = [r for r in load(out) if r["machine"] == machine(device)]
         print(tables.targets_text(targets.verdicts(mine, device)))
     if outcome.skipped:
-        print(f"{outcome.skipped} of {len(specs)} cases were done before")
+        print(f"{outcome.skipped} of {len(specs)} cases were already done")
     for spec, why in outcome.wrong:
         print(f"{spec}: {why}")
     if outcome.interrupted:
-        print("stopped; the rows so far are kept, --resume goes on where this stopped")
+        print("stopped; the rows so far are kept, and --resume continues from here")
     print(f"written to {out}")
 
 

@@ -1,4 +1,4 @@
-"""Runs cases: build, gate, time, rows to the file at once, and on with the next. A stop in the middle loses the case at hand only."""
+"""Runs cases one by one: build, check, time, write the rows. An interruption loses only the current case."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .rows import machine as machine_name
 from .timing import Timed, take_turns
 
 LIMITS = ("copy", "matmul")
-"""Ops whose rows say what the machine can do."""
+"""Ops that measure the limits of the machine."""
 
 
 @dataclass
 class Outcome:
-    """What a run found: its rows, what was not timed and why, and how many cases were left out because they were done before.
+    """The result of a run: its rows, the cases that were not timed and why, and how many were skipped because they were already done.
 
-    ``next`` is the index of the case to go on with in a new process, where a case made the device unusable for this one.
+    ``next`` is the index of the case to continue with in a new process, if a case left the device unusable for this one.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -39,12 +39,12 @@ class Outcome:
 
     @property
     def status(self) -> int:
-        """The exit status: 130 stopped by hand, 1 a case was wrong or broke, 0 all is well."""
+        """The exit status: 130 interrupted, 1 a case was wrong or failed, 0 otherwise."""
         return 130 if self.interrupted else int(bool(self.wrong))
 
 
 class Partly(Exception):
-    """Some providers of a case failed or were wrong; ``rows`` are those of the others."""
+    """Some providers of a case failed or were wrong; ``rows`` are the rows of the others."""
 
     def __init__(self, rows: list[Row], why: str) -> None:
         super().__init__(why)
@@ -63,13 +63,13 @@ def run(
 ) -> Outcome:
     """Measure ``specs`` with about ``seconds`` of timing each, and add their rows to the CSV ``out`` case by case.
 
-    Where ``NMKERNELS_OUTCOMES`` names a file, it is told of each case, and the cases that it knows the end of are left out.
+    If ``NMKERNELS_OUTCOMES`` names a file, each case is recorded there, and the cases that it records as ended are skipped.
     """
-    outcome, progress, told = Outcome(), Progress(len(specs)), outcomes.here()
+    outcome, progress, record = Outcome(), Progress(len(specs)), outcomes.here()
     out.parent.mkdir(parents=True, exist_ok=True)
     done = fingerprints(out) if resume else set()
-    ended = outcomes.read(told)[0] if told else {}
-    commit()  # what the tree is now, not what it may have become when the last row is written
+    ended = outcomes.read(record)[0] if record else {}
+    commit()  # cached now, since the tree may change before the last row is written
     try:
         for index, spec in enumerate(specs):
             if str(spec) in ended or (spec.op, spec.pattern, spec.dtype, spec.shape, machine_name(device), commit()) in done:
@@ -77,7 +77,7 @@ def run(
                 progress.skip()
                 continue
             progress.show(str(spec))
-            outcomes.begin(told, str(spec))
+            outcomes.begin(record, str(spec))
             start = time.monotonic()
             found, why = _attempt(spec, device, seconds)
             progress.clear()
@@ -87,12 +87,12 @@ def run(
                 for r in found:
                     show(r)
             verdict = outcomes.Outcome(str(spec), "failed" if why else "passed", why, round(time.monotonic() - start, 3))
-            outcomes.end(told, verdict)
+            outcomes.end(record, verdict)
             if why:
                 outcome.wrong.append((spec, why))
                 complain(f"{spec}: {why}")
                 if reason := lost(device):
-                    complain(f"{spec}: after it this process cannot use {device} any more: {reason}")
+                    complain(f"{spec}: afterwards this process can no longer use {device}: {reason}")
                     outcome.next = index + 1
                     break
             progress.done()
@@ -104,7 +104,7 @@ def run(
 
 
 def _attempt(spec: Spec, device: str, seconds: float) -> tuple[list[Row], str]:
-    """The rows of one case, and what went wrong: whatever breaks in one case must not cost the others."""
+    """The rows of one case, and what went wrong; a failure must not stop the other cases."""
     try:
         return measure(spec, device, seconds), ""
     except Partly as partly:
@@ -119,7 +119,7 @@ def measure(spec: Spec, device: str, seconds: float) -> list[Row]:
     """The rows of one case.
 
     Raises:
-        AssertionError: none of its results that are ours is right.
+        AssertionError: none of our providers gave the right result.
         Partly: it was timed without some providers.
     """
     try:
@@ -142,10 +142,10 @@ def measure(spec: Spec, device: str, seconds: float) -> list[Row]:
 
 
 def gate(work: Work) -> dict[str, str]:
-    """Let every provider of ours prove its result, as it will be called; those that cannot are taken out and named with the reason.
+    """Check the result of each of our providers; those that fail are removed from ``work`` and returned with the reason.
 
     Raises:
-        AssertionError, or what the check raised: none of ours is left.
+        AssertionError, or whatever the check raised: none of ours is left.
     """
     failed: dict[str, str] = {}
     errors: list[Exception] = []
@@ -167,7 +167,7 @@ def gate(work: Work) -> dict[str, str]:
 
 
 def rows_of(spec: Spec, device: str, work: Work, timed: Timed) -> list[Row]:
-    """Times of everybody; rates of ours and of the machine's limits; the ratios; then what no clock gives."""
+    """Times of all providers; rates of ours and of the machine's limits; ratios; then figures that are not timings."""
     label = {"pattern": spec.pattern, "dtype": spec.dtype, "shape": spec.shape, "device": device}
     found = []
     for p in work.providers:
@@ -209,7 +209,7 @@ def _rates(spec: Spec, device: str, p: Provider, seconds: list[float]) -> list[t
 
 
 class Progress:
-    """One line on a terminal: which case of how many, and how long the rest will take; silent elsewhere."""
+    """A progress line on a terminal: which case of how many, and the time left; silent elsewhere."""
 
     def __init__(self, total: int, stream: TextIO | None = None) -> None:
         self.total, self.stream = total, stream or sys.stderr
@@ -225,11 +225,11 @@ class Progress:
         return f"{here}, {left:.0f} s left" if left < 90 else f"{here}, {left / 60:.0f} min left"
 
     def show(self, what: str) -> None:
-        """Show the line of the case that begins."""
+        """Show the line for the case that starts."""
         self._write(f"\r\x1b[K{self.text(what)}")
 
     def clear(self) -> None:
-        """Take the line away, so that other output can be written."""
+        """Erase the line, so that other output can be written."""
         self._write("\r\x1b[K")
 
     def done(self) -> None:
@@ -237,7 +237,7 @@ class Progress:
         self.finished += 1
 
     def skip(self) -> None:
-        """One more case was done by an earlier run."""
+        """One more case was already done."""
         self.skipped += 1
 
     def _write(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Weights of real models, ``(out_features, in_features)``, so that a figure says something about a layer that people run."""
+"""Weight shapes of real models, ``(out_features, in_features)``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ NAMES = {
     "vit-l": ("vit-l", {"qkv": "attn.qkv", "proj": "attn.proj", "fc": "mlp.fc1", "down": "mlp.fc2"}),
     "bert-large": ("bert-large", {"qkv": "attention.self.query", "fc": "intermediate.dense", "down": "output.dense"}),
 }
-"""What rows of results call the layers of ``models.MODELS``, which has their shapes and sources."""
+"""Short names of the layers of ``models.MODELS``, which has their shapes and sources."""
 
 MODELS: dict[str, dict[str, str]] = {
     **{
         ours: {short: "{}x{}".format(*models.MODELS[theirs].layers[name]) for short, name in layers.items()}
         for ours, (theirs, layers) in NAMES.items()
     },
-    # what the speed targets are stated on: a square weight, and Llama-7B's up projection
+    # the shapes of the speed targets: a square weight, and Llama-7B's up projection
     "design": {"square": "4096x4096", "up": "11008x4096"},
 }
 
@@ -38,7 +38,7 @@ def parse(words: Iterable[str]) -> tuple[str, ...]:
             try:
                 sizes(word)
             except NMError:
-                raise NMError(f"no shape is called {word!r}; write ROWSxCOLS or one of {', '.join(MODELS)}, or MODEL:LAYER.") from None
+                raise NMError(f"unknown shape {word!r}; write ROWSxCOLS, one of {', '.join(MODELS)}, or MODEL:LAYER.") from None
             found.append(word)
         elif layer and layer not in MODELS[model]:
             raise NMError(f"{model} has no layer {layer!r}; it has {', '.join(MODELS[model])}.")
@@ -48,5 +48,5 @@ def parse(words: Iterable[str]) -> tuple[str, ...]:
 
 
 def names(matrix: str) -> list[str]:
-    """The layers whose weight has this shape, such as ``llama3-8b q``; those of the targets' own shapes last."""
+    """The layers whose weight has this shape, such as ``llama3-8b q``; the shapes of the targets last."""
     return [f"{model} {layer}" for model, layers in MODELS.items() for layer, its in layers.items() if its == matrix]

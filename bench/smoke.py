@@ -1,6 +1,6 @@
-"""Each family of kernels once, on small tensors, compared with the reference, and 8192³ with cuBLAS: ``python -m bench.smoke``.
+"""Runs each family of kernels once on small tensors, compared with the reference, and 8192³ with cuBLAS: ``python -m bench.smoke``.
 
-A line for each; one that fails costs no other. After one that loses the device ``make gpu`` goes on in another process.
+Prints a line for each and continues after a failure. If one loses the device, ``make gpu`` continues in another process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Call = Callable[[], Any]
 
 
 def calls(device: str) -> dict[str, tuple[Call, Call | None]]:
-    """By op and case what is called, and for a rounded result the exact one; others equal the reference's to the bit."""
+    """By op and case the call, and for a rounded result the exact one; the others must equal the reference bit for bit."""
     w, x, g = (normal(rows, 512, device=device, dtype=BF16, seed=i) for i, rows in enumerate((256, 64, 256)))
     with forced("reference"):
         packed = {pattern: ops.compress(w, pattern) for pattern in ("2:4", "1:8")}
@@ -65,7 +65,7 @@ def calls(device: str) -> dict[str, tuple[Call, Call | None]]:
 
 
 def check(call: Call, exact: Call | None, backend: str) -> str:
-    """How a backend does: ``ok``, or that it declines and why; ``AssertionError`` where its result is wrong."""
+    """``ok``, or why the backend declines the call; ``AssertionError`` if its result is wrong."""
     with forced("reference"):
         theirs, best = call(), exact() if exact else None
     try:
@@ -82,7 +82,7 @@ def check(call: Call, exact: Call | None, backend: str) -> str:
 
 
 def large(device: str, side: int) -> str:
-    """The 2:4 GEMM of the chosen backend with torch's dense one."""
+    """Compare the 2:4 GEMM of the chosen backend with torch's dense one."""
     w, x = (normal(side, side, device=device, dtype=BF16, seed=i) for i in range(2))
     c = ops.compress(w, "2:4")
     dense, operand = c.dense(), ops.relayout(c, layout_on(w.device, side))
@@ -95,7 +95,7 @@ def large(device: str, side: int) -> str:
 
 
 def main() -> int:
-    """Run what no earlier process ended; 1 if something failed."""
+    """Run what no earlier process has finished; 1 if something failed."""
     parser = argparse.ArgumentParser(prog="python -m bench.smoke", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=BACKENDS, default="cuda")
     device, path = parser.parse_args().device, outcomes.here()

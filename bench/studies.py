@@ -1,15 +1,15 @@
-"""Three questions, each answered once by small trainings: ``python -m bench.studies step_clamp | step_vs_dense | loss_curves``.
+"""Three studies with small training runs: ``python -m bench.studies step_clamp | step_vs_dense | loss_curves``.
 
 * ``step_clamp``: does STEP need its clamp? Test accuracy of a 64-128-128-10 MLP whose training set it can fit, so that gradients vanish
-  in phase 0: the case in which a frozen second moment is known to break.
+  in phase 0, which is where a frozen second moment is known to fail.
 * ``step_vs_dense``: how far is a sparse model from its dense baseline? Validation loss of both over seeds, by
   ``python -m nmkernels train --steps 800 --baseline``: same first weights, same batches, the baseline on plain PyTorch.
-* ``loss_curves``: do the sparse kernels train as reference arithmetic does? The same first weights on the same batches three times per
-  recipe: with the packed kernels of this machine (``packed=True``), with every operation by its definition in plain torch
-  (``NMKERNELS_BACKEND=reference``, ``packed=False``), and by definition once more with learning rates 1e-6 larger, which tells how far
-  rounding alone drives a run. On a GPU under bfloat16 autocast, on a CPU in float32.
+* ``loss_curves``: do the sparse kernels train like the reference? Three runs per recipe with the same initial weights and batches: with
+  the packed kernels of this machine (``packed=True``), with the reference (``NMKERNELS_BACKEND=reference``, ``packed=False``), and with the
+  reference and learning rates 1e-6 larger, which shows how far apart rounding alone drives two runs. On a GPU under bfloat16 autocast, on
+  a CPU in float32.
 
-Rows go to ``bench/results``, or to ``--out``.
+Rows are written to ``bench/results``, or to ``--out``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CLAMPS = (None, 2.0)
 
 
 def clusters(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ten classes of four clusters each in 64 features, many of them rarely active, as pixels are: 1200 points to train, 1000 to test."""
+    """Ten classes of four clusters in 64 features, many of them rarely active, like pixels: 1200 training and 1000 test points."""
     gen = torch.Generator().manual_seed(seed)
     centres = torch.randn(40, 64, generator=gen)
     threshold = 3 * torch.rand(64, generator=gen) - 1
@@ -53,7 +53,7 @@ def clusters(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def classify(recipe: nm.recipes.Recipe, seed: int, steps: int) -> float:
-    """Test accuracy, in percent, of the weights that ``finish()`` would leave; 10 (chance) where training broke down to NaN."""
+    """Test accuracy, in percent, of the weights that ``finish()`` would leave; 10 (chance) if training became NaN."""
     x, y, test_x, test_y = clusters(seed)
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -98,7 +98,7 @@ BYTES = "compressed bytes over dense, sparse layers"
 
 
 def step_vs_dense(args: argparse.Namespace) -> Iterator[list[Row]]:
-    """Every recipe over the seeds, each run in a process and a folder of its own; its progress goes to standard error."""
+    """Every recipe over the seeds, each run in its own process and folder; progress goes to standard error."""
     for recipe in args.recipes or ["step:2:4"]:
         results = []
         for seed in range(args.seeds):
@@ -142,7 +142,7 @@ SIZES = {"batch": 8, "context": 64, "width": 128, "layers": 2, "heads": 4}
 
 
 def arithmetic(provider: str) -> AbstractContextManager[None]:
-    """Inside, operations run as ``provider`` says."""
+    """Inside, operations run on the backend of ``provider``."""
     return nullcontext() if provider == PACKED else forced("reference")
 
 
@@ -168,7 +168,7 @@ def curve(recipe: str, provider: str, corpus: Corpus, args: argparse.Namespace) 
 
 
 def loss_curves(args: argparse.Namespace) -> Iterator[list[Row]]:
-    """Every recipe in each arithmetic, and how far the curves are apart."""
+    """Every recipe with each provider, and the distances between the curves."""
     corpus = load_corpus(args.data)
     for name in args.recipes or RECIPES:
         if name not in RECIPES:
@@ -204,11 +204,11 @@ STUDIES: dict[str, tuple[Study, str, dict[str, int]]] = {
     "step_vs_dense": (step_vs_dense, "accuracy.csv", {"seeds": 3}),
     "loss_curves": (loss_curves, "loss_curves.csv", {"steps": 200, **SIZES}),
 }
-"""What runs it, the file of its rows, and its numbers with their defaults."""
+"""A study: its function, the file of its rows, and its numeric options with defaults."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a study, with its rows written as they are made; options that ``step_vs_dense`` does not know go to ``train``."""
+    """Run a study and write its rows as they come; ``step_vs_dense`` passes unknown options to ``train``."""
     parser = argparse.ArgumentParser(prog="python -m bench.studies", description=(__doc__ or "").splitlines()[0])
     verbs = parser.add_subparsers(dest="study", required=True)
     for name, (_, file, numbers) in STUDIES.items():
@@ -221,12 +221,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == "loss_curves":
             p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
             p.add_argument("--lr", type=float, default=1e-3)
-            p.add_argument("--data", help="a text file or a folder of them; the standard library's source if left out")
+            p.add_argument("--data", help="a text file or a folder of them; default: the standard library's source")
     args, more = parser.parse_known_args(argv)
     args.more = more
     if more and args.study != "step_vs_dense":
         parser.error(f"unrecognized arguments: {' '.join(more)}")
-    commit()  # what the tree is now, not what it may have become when the last row is written
+    commit()  # cached now, since the tree may change before the last row is written
     for rows in STUDIES[args.study][0](args):
         append(rows, args.out)
     return 0

@@ -11,10 +11,10 @@ from .registry import ALLOWED, FASTEST, NOISE, SHORT, Spec, Verdict
 Rows = list[dict[str, str]]
 OURS = "nmkernels"
 SLOW = "slow opponent"
-"""What is said of a speed-up that is more than bytes and FMAs allow: the dense GEMM is further from the roofline than ours."""
+"""Marks a speed-up that is more than the roofline allows: the dense GEMM is further from its roofline than ours."""
 
 LISTED = 4
-"""So many cases of a target are listed one by one; more are told by their range and the worst."""
+"""Up to this many cases of a target are listed; more are summarised by their range and the worst."""
 
 
 def stamp(rows: Rows) -> str:
@@ -35,7 +35,7 @@ def by_machine(rows: Iterable[dict[str, str]]) -> dict[str, Rows]:
 
 
 def targets_markdown(verdicts: Iterable[Verdict]) -> str:
-    """The table of the speed targets, those missed in bold with their reason."""
+    """The table of the speed targets; missed ones are bold, with their reason."""
     lines = ["| what | against | target | measured | share of roofline | |", f"|{' --- |' * 6}"]
     for v in verdicts:
         cells = (v.target.what, v.target.against, _goal(v), _measured(v, "**"), _roofline(v), _state(v, "**"))
@@ -44,7 +44,7 @@ def targets_markdown(verdicts: Iterable[Verdict]) -> str:
 
 
 def targets_text(verdicts: Iterable[Verdict]) -> str:
-    """The same for a terminal."""
+    """The same as plain text."""
     lines = [f"{_state(v, ''):<24} {v.target.what}: {_measured(v, '!')}; {_goal(v)}" for v in verdicts if v.measured]
     met = sum(v.state in ("met", "stretch") for v in verdicts)
     return "\n".join([*lines, f"{met} of {len(list(verdicts))} targets met"])
@@ -84,7 +84,7 @@ def _roofline(v: Verdict) -> str:
 
 
 def _labels(specs: tuple[Spec, ...]) -> dict[Spec, str]:
-    """What distinguishes each of some cases from the others, as briefly as can be."""
+    """A short label of each case: the properties in which the cases differ."""
     parts = {
         "op": lambda s: s.op.replace("nm_", ""),
         "dtype": lambda s: SHORT[s.dtype],
@@ -107,7 +107,7 @@ def _state(v: Verdict, mark: str) -> str:
 
 
 def plain(rows: Rows) -> str:
-    """Rows that are no speeds, line by line: the median of every provider."""
+    """Rows that are not speeds, one line each: the median of every provider."""
     lines = ["| what | provider | median (p20 to p80) | |", "| --- | --- | --- | --- |"]
     for r in rows:
         what = " ".join(r[k] for k in ("op", "pattern", "dtype", "shape") if r[k])
@@ -116,7 +116,7 @@ def plain(rows: Rows) -> str:
 
 
 def details(rows: Rows) -> str:
-    """One table per op: a line for each case and provider of ours, times of the others beside it."""
+    """One table per op: a line for each case and provider of ours, with the times of the others in further columns."""
     parts = []
     for op, group in groupby(sorted(rows, key=lambda r: r["op"]), key=lambda r: r["op"]):
         parts.append(f"### {op}\n\n{_table(list(group))}")
@@ -138,7 +138,7 @@ def _table(rows: Rows) -> str:
             cells[3 + metrics.index(FASTEST)] += f" ({SLOW})"
         cells += [_value(found.get((case, name, "us"))) for name in others]
         lines.append(f"| {' | '.join(cells)} |")
-    # the parts of a step are of interest for the dense baseline too
+    # the dense baseline too has rows for the parts of a step
     for case, provider in dict.fromkeys((_case(r), r["provider"]) for r in rows if r["provider"] in others and r["metric"] != "us"):
         cells = [_title(case), provider, _value(found.get((case, provider, "us")))]
         lines.append(f"| {' | '.join(cells + [_value(found.get((case, provider, metric))) for metric in metrics] + [''] * len(others))} |")
@@ -166,11 +166,11 @@ def _value(row: dict[str, str] | None) -> str:
 
 
 def spread(row: dict[str, str]) -> str:
-    """The median, with the 20th and 80th percentile where they differ."""
+    """The median, with the 20th and 80th percentile if they differ."""
     return number(row["p50"]) + (f" ({number(row['p20'])} to {number(row['p80'])})" if row["p20"] != row["p80"] else "")
 
 
 def number(text: str) -> str:
-    """Three or four digits, never in powers of ten."""
+    """Three or four digits, never with an exponent."""
     value = float(text)
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 1 else f"{value:.4g}"

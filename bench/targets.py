@@ -1,7 +1,7 @@
-"""What the kernels must reach, as data: the speed tables of the design, and whether the measured rows meet them.
+"""The speed targets, as data, and whether the measured rows meet them.
 
-Every target is a ratio taken in one run against what a user would otherwise run. ``python -m bench.run --targets`` measures exactly these
-cases. Why a target is missed is written by hand into ``bench/results/missed.txt``, one line ``key: reason`` each.
+Every target is a ratio, within one run, to what a user would otherwise run. ``python -m bench.run --targets`` measures exactly these
+cases. Reasons for missed targets are written by hand in ``bench/results/missed.txt``, one line ``key: reason`` each.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ LINEAR: dict[tuple[str, str], tuple[float, ...]] = {
     ("bfloat16", "1:4"): (2.3, 1.9, 1.7, 1.45, 1.2),
     ("bfloat16", "1:8"): (3.5, 2.0, 1.8, 1.5, 1.25),
 }
-"""Times as fast as the fastest dense GEMM, at each number of ``TOKENS``."""
+"""Speed-up over the fastest dense GEMM, for each number of ``TOKENS``."""
 
 STRETCH = {("float32", "2:4"): (1.85, 2.5, 1.8, 1.45, 1.35)}
 WITH_AMX = {("bfloat16", "2:4"): (2.2, 1.5, 1.5, 1.3, 1.1)}
-"""What is asked where the CPU multiplies bf16 tiles, in place of the bounds above."""
+"""The bounds on CPUs that multiply bf16 tiles (AMX), instead of those above."""
 
 SMALL = (128, 128)
 
@@ -82,7 +82,7 @@ def _gemms() -> list[Target]:
 def _layers() -> list[Target]:
     sizes = ((1024, 1024), SQUARE)
     deployed = tuple(Spec("CompressedLinear", "2:4", dtype, *size, t) for dtype in BOTH for size in sizes for t in (1, 16, 256, 2048))
-    # where the CPU has no instructions for bf16, torch's gradients of larger layers in it take seconds
+    # on a CPU without bf16 instructions, torch's bf16 gradients of larger layers take seconds
     steps = (("float32", sizes, (16, 256, 2048)), ("bfloat16", sizes[:1], (16, 256)))
     trained = tuple(Spec("SparseLinear", "2:4", dtype, *size, t) for dtype, some, tokens in steps for size in some for t in tokens)
     small = tuple(Spec("CompressedLinear", "2:4", "float32", *SMALL, t) for t in (1, 16))
@@ -99,7 +99,7 @@ def _layers() -> list[Target]:
 
 
 def _models() -> list[Target]:
-    """Whole steps with the defaults of each recipe; more is asked of two of them where the 2:4 GEMM itself gains half."""
+    """Whole steps with the defaults of each recipe; two of them have a higher target where the 2:4 GEMM itself is 1.5 times as fast."""
     step = Spec("train_step", "2:4", "float32", tokens=2048, model="GPT 1024x2")
     block = Spec("ffn", "2:4", "float32", 4096, 1024, 2048)
     found = []
@@ -115,10 +115,10 @@ def _models() -> list[Target]:
 
 
 TARGETS: tuple[Target, ...] = (*_streams(), *_optimizer(), *_gemms(), *_layers(), *_models())
-"""Those of a CPU; a GPU's are in ``targets_cuda``."""
+"""The targets of a CPU; those of a GPU are in ``targets_cuda``."""
 
 LIMITS = (Spec("copy", "", "float32", *WEIGHT), Spec("matmul", "", "float32", 2048, 2048, 2048))
-"""What the machine can do at most, for the roofline."""
+"""The limits of the machine, for the roofline."""
 
 
 def of(device: str) -> tuple[Target, ...]:
@@ -144,21 +144,21 @@ def quick(device: str) -> list[Spec]:
 
 
 def verdicts(rows: Iterable[dict[str, str]], device: str = "cpu", reasons: dict[str, str] | None = None) -> list[Verdict]:
-    """Every target of a kind of device beside the rows of one machine."""
+    """Every target of a kind of device with its measurements on one machine."""
     rows = list(rows)
     why = load_reasons(machine=rows[0]["machine"] if rows else "") if reasons is None else reasons
     found = {tuple(r[k] for k in ("op", "provider", "pattern", "dtype", "shape", "metric")): float(r["p50"]) for r in rows}
 
     def values(t: Target, provider: str, *metrics: str) -> dict[Spec, float]:
-        """Of each case the first of these metrics that it has."""
+        """For each case, the first of these metrics that it has."""
         keys = [(spec, (spec.op, provider, spec.pattern, spec.dtype, spec.shape, metric)) for spec in t.specs for metric in metrics[::-1]]
         return {spec: found[key] for spec, key in keys if key in found}
 
     result = []
     for t in of(device):
         if t.instead is not None:
-            told = values(t, t.instead.provider, t.instead.metric)
-            if len(told) == len(t.specs) and all(value >= t.instead.least for value in told.values()):
+            known = values(t, t.instead.provider, t.instead.metric)
+            if len(known) == len(t.specs) and all(value >= t.instead.least for value in known.values()):
                 t = replace(t, bound=t.instead.bound)
         measured = values(t, t.provider, t.metric)
         roofline, allowed = values(t, t.provider, SHARE, "share of copy"), values(t, t.provider, ALLOWED)

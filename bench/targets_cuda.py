@@ -1,8 +1,7 @@
-"""What the kernels must reach on an NVIDIA GPU, stated for an H200: the rows of the design's table that CUDA kernels can serve.
+"""The speed targets on an NVIDIA GPU, stated for an H200.
 
-Triton's are the portable ones: asked of them is that expanding an operand for a vendor's GEMM costs little, and a short call.
-
-2:4 GEMMs of many tokens on the sparse tensor cores are asked of ``wgmma.sp`` and of cuSPARSELt, of which the choice takes the faster.
+Triton's kernels are the portable ones; their targets are cheap expansion of an operand for a vendor's GEMM, and a short call. 2:4 GEMMs of
+many tokens on the sparse tensor cores have targets for ``wgmma.sp`` and for cuSPARSELt, of which the faster is chosen.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from .registry import Spec, Target
 
 TRITON, CUDA = "nmkernels triton", "nmkernels cuda"
 STREAM = (8192, 16384)
-"""268 MB in 16 bits: five times the L2 of an H200, so that reading it again reads memory."""
+"""268 MB in 16 bits: five times the L2 of an H200, so that it is read from memory each time."""
 
 LARGE, SQUARE = (14336, 4096), (4096, 4096)
-"""117 MB in 16 bits, more than any L2 of today, and 34 MB."""
+"""117 MB in 16 bits, more than any current L2, and 34 MB."""
 
 BF16 = "bfloat16"
 COPY = "bandwidth of `copy_`"
@@ -83,7 +82,7 @@ def _gemms() -> list[Target]:
 
 
 def _tensor_cores() -> list[Target]:
-    """2:4 GEMMs of 1024 tokens and more; what bounds them on Hopper is shared memory or power, which ``power_or_port`` tells apart."""
+    """2:4 GEMMs of 1024 tokens and more; on Hopper they are bound by shared memory or power, which ``power_or_port`` distinguishes."""
     cube = Spec("nm_linear(cores)", "2:4", BF16, 8192, 8192, 8192)
     llama = tuple(Spec("nm_linear(cores)", "2:4", BF16, *size, t) for t in (1024, 4096, 16384) for size in (LARGE, (4096, 14336), SQUARE))
     wgrad = tuple(Spec("nm_linear_wgrad(cores)", "2:4", BF16, *size, t) for t in (4096, 16384) for size in (LARGE, SQUARE))
@@ -100,7 +99,7 @@ def _tensor_cores() -> list[Target]:
 
 
 def _blocks() -> list[Target]:
-    """A feed-forward block, forward and backward: as much of the gain of one GEMM as the plan's three GEMMs leave; and no loss."""
+    """A feed-forward block, forward and backward: the gain that one sparse GEMM allows for the plan's three GEMMs, and no slowdown."""
     specs = tuple(Spec("ffn", "2:4", BF16, *size, t) for t in (4096, 16384) for size in (LARGE, (4096, 1024)))
     whole, share = "forward+backward", "share of what one GEMM allows"
     found = []
@@ -162,5 +161,5 @@ MORE = (
     Spec("nm_linear_quantized", "2:4", BF16, 8192, 8192, 8192),
     *(Spec("nm_linear_quantized", "2:4", BF16, *size, 4096) for size in (LARGE, (4096, 14336))),
 )
-"""What a visit to a GPU measures in addition to the targets: Llama-3-8B's FFN, its GEMMs and its step; what a call costs the host, what
-bounds 2:4 GEMMs, and the same GEMMs in 8 bits."""
+"""Cases that ``make gpu`` measures in addition to the targets: Llama-3-8B's FFN, its GEMMs and its step; the host cost of a call; what
+bounds 2:4 GEMMs; and the same GEMMs in 8 bits."""

@@ -1,7 +1,7 @@
-"""Interleaved timing of a case's providers, and the figures of each round.
+"""Times a case's providers in alternating rounds.
 
-On a CPU a call is timed as a model makes it: once, straight after an elementwise torch op, when torch's threads wait for the next call
-and the caches hold what the others left. Turns are taken, and a GPU is timed, by the package's own ``nmkernels.tuning.timer``.
+On a CPU a call is timed as in a model: once, directly after an elementwise torch op, when torch's threads wait for the next call and the
+caches hold what the others left. The alternation, and timing on a GPU, are those of ``nmkernels.tuning.timer``.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from . import device as gpu
 from .registry import Call, Provider, Ratio
 
 LEAST, MOST = 5, 101
-"""Rounds that every provider takes part in at least, and at most."""
+"""The fewest and the most rounds of each provider."""
 
 ACTIVATIONS = 1 << 16
-"""Elements of the op between two calls: as many as all of torch's threads share, few enough to leave the caches to the calls."""
+"""Elements of the op between two calls: enough for all of torch's threads, few enough to leave the caches to the calls."""
 
 QUICK = 0.05
-"""A call that takes longer is warm after one that does not count."""
+"""Seconds; a call that takes longer needs only one warm-up call."""
 
 
 class Timed(Turns):
-    """Seconds of each provider in each round, and why those failed that did."""
+    """Seconds of each provider in each round, and the errors of those that failed."""
 
     def ratio(self, ratio: Ratio, bytes_of: dict[str, float]) -> list[float]:
-        """One figure per round in which everybody concerned took part."""
+        """One value for each round that has all of the providers involved."""
         found = []
         for r in self.rounds:
             if ratio.of not in r or any(name not in r for name in ratio.against):
@@ -50,14 +50,14 @@ class Timed(Turns):
 
 
 def take_turns(providers: Sequence[Provider], device: str, seconds: float, least: int = LEAST) -> Timed:
-    """Time the calls in turn for about ``seconds``, after some of each that do not count; see ``tuning.timer.take_turns``."""
+    """Time the calls in alternation for about ``seconds``, after warm-up calls; see ``tuning.timer.take_turns``."""
     gc.collect()
     found = timer.take_turns({p.name: meter_of(p, device) for p in providers}, seconds, least, MOST)
     return Timed(found.rounds, found.failed)
 
 
 def meter_of(p: Provider, device: str) -> Meter:
-    """How ``p`` is timed on this device."""
+    """The meter that times ``p`` on this device."""
     cuda = device.startswith("cuda")
     if p.host:
         return gpu.QueueMeter(p, device if cuda else None)
@@ -65,13 +65,13 @@ def meter_of(p: Provider, device: str) -> Meter:
 
 
 class Alternating:
-    """Times single calls by the host's clock, each after a torch op; pieces that a call tells the seconds of are kept if it counts."""
+    """Times single calls by the host's clock, each after a torch op; the parts that a call records are dropped for warm-up calls."""
 
     def __init__(self, p: Provider) -> None:
         self.p, self.cost = p, 0.0
 
     def warm(self) -> float:
-        """A call that does not count, two of quick ones; the seconds of the last."""
+        """Make one warm-up call, two of a quick one; returns the seconds of the last."""
         took = self.turn()
         if took < QUICK:
             took = self.turn()
@@ -88,7 +88,7 @@ class Alternating:
 
 
 def between() -> float:
-    """An elementwise op on activations, by all of torch's threads; the seconds that it took."""
+    """Run an elementwise op on all of torch's threads; returns its seconds."""
     x, y = _activations()
     return on_cpu(lambda: torch.add(x, 1.0, out=y))
 
@@ -99,7 +99,7 @@ def _activations() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def on_cpu(call: Call) -> float:
-    """Seconds that the call took."""
+    """Seconds of the call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start

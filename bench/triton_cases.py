@@ -1,6 +1,6 @@
-"""The calls whose Triton kernels are compiled without a GPU, and what the design wants of them: one line per case.
+"""The calls whose Triton kernels are compiled without a GPU, and the requirements on them: one line per case.
 
-Operands are on the meta device, so they cost nothing; their shapes only tell the compiler which sizes are multiples of 16.
+Operands are on the meta device and take no memory; their shapes only tell the compiler which sizes are multiples of 16.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from nmkernels import Pattern
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SHORT = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}
 COMMON = ("2:4", "1:4", "1:8", "2:8")
-"""The patterns for which the memory-bound kernels are built to read 16 bytes at once, in every dtype."""
+"""The patterns for which the memory-bound kernels read 16 bytes at once, in every dtype."""
 ODD = ("1:16", "4:32", "3:5", "8:256")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an op. ``load`` and ``store``: the bits that its main kernel must move at once; 0 where nothing is asked."""
+    """One call of an op. ``load`` and ``store``: the required width in bits of its main kernel's accesses; 0 for none."""
 
     op: str
     name: str
@@ -31,32 +31,32 @@ class Case:
     load: int = 0
     store: int = 0
     matrix: bool = False
-    """It must use the tensor cores."""
+    """Whether it must use the tensor cores."""
     sampled: bool = False
-    """The test compiles it too, not only the table."""
+    """Whether the test compiles it too, not only the table."""
     kernel: str = ""
-    """The main one among several; the first where it is not said."""
+    """The main kernel among several; by default the first."""
     loose: tuple[str, ...] = ()
-    """How instructions may end that are not one operation rounded once: none in exact ops, all of them in GEMMs."""
+    """Allowed suffixes of instructions that are not one operation rounded once: none in exact ops, all in GEMMs."""
 
 
 def meta(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
-    """A tensor without memory, counted by the compiler as one whose address is a multiple of 16."""
+    """A tensor without memory, which the compiler treats as aligned to 16 bytes."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def matrix(pattern: Pattern, dtype: torch.dtype, rows: int = 4096) -> Tensor:
-    """A weight of 4096 rows, or so, and as many groups in a row as make a number divisible by 16."""
+    """A weight of about 4096 rows, whose number of groups in a row is divisible by 16."""
     return meta(rows, pattern.m * 512, dtype=dtype)
 
 
 def values_at_once(p: Pattern, dtype: torch.dtype) -> int:
-    """Bits of the values that a thread packs of its 16 elements, as many as go at once."""
+    """Bits of the values that a thread packs from its 16 elements, at most the widest store."""
     return min(128, 16 * p.n * dtype.itemsize * 8 // p.m)
 
 
 def dense(op: str, *more: Any) -> Iterator[Case]:
-    """Ops of (w, n, m), memory-bound: wide accesses for the common patterns, only no spills for the odd ones."""
+    """Memory-bound ops of (w, n, m): wide accesses for the common patterns, and only no spills for the odd ones."""
     for text in COMMON:
         p = Pattern(text)
         for dtype in (FP32, BF16, FP16):
@@ -76,7 +76,7 @@ def packed(p: Pattern, dtype: torch.dtype, rows: int = 4096, cols: int = 0) -> t
 
 
 def decompress() -> Iterator[Case]:
-    """The way back, whose narrow side is the load."""
+    """Decompression, whose narrow side is the load."""
     for text in (*COMMON, *ODD):
         p, common = Pattern(text), text in COMMON
         for dtype in (FP32, BF16) if common else (BF16,):
@@ -86,14 +86,14 @@ def decompress() -> Iterator[Case]:
 
 
 def mvue(op: str) -> Iterator[Case]:
-    """Along the last dimension and, as tokens are, across it."""
+    """Along the last dimension, and along tokens."""
     for dim, where in ((1, ""), (0, " along tokens")):
         for text in ("2:4", "4:32", "3:5"):
             p, common = Pattern(text), text == "2:4"
             for dtype in (FP32, BF16) if common else (BF16,):
                 g = meta(4096, p.m * 512, dtype=dtype) if dim else meta(p.m * 512, 4096, dtype=dtype)
                 args = (g, p.n, p.m, dim, meta(2, dtype=torch.int64), "exact")
-                # a column of an estimate that is to be packed leaves as a row, a group of it at once
+                # a column of a packed estimate is written as a row, one group at a time
                 transposed = not dim and op == "nm_mvue_compress"
                 store = p.m * dtype.itemsize * 8 if transposed else 128
                 yield Case(op, f"{text} {SHORT[dtype]}{where}", args, 128 * common, store * common, sampled=text != "3:5" and dtype == BF16)
@@ -118,7 +118,7 @@ def adamw(name: str, dtype: torch.dtype, n: int = 2, m: int = 4, shape: tuple[in
 
 
 def scale() -> Iterator[Case]:
-    """A case for each kind of thread; its sums are in float64."""
+    """A case for each dtype; the sums are in float64."""
     for text, dtype in (("2:4", FP32), ("2:4", BF16), ("1:8", BF16), ("3:5", BF16), ("8:256", FP32)):
         args = (matrix(Pattern(text), dtype), *map(int, text.split(":")))
         wide = 0 if text == "3:5" else 128
@@ -126,7 +126,7 @@ def scale() -> Iterator[Case]:
 
 
 def transposable() -> Iterator[Case]:
-    """A thread has the tiles of a 16-byte read, one or two: their rows are 4 or 8 bytes of mask."""
+    """A thread has the one or two tiles of a 16-byte read, whose rows are 4 or 8 bytes of mask."""
     for dtype in (FP32, BF16, FP16):
         args = (meta(4096, 4096, dtype=dtype), 2, 4)
         yield Case("nm_transposable_mask", f"2:4 {SHORT[dtype]}", args, 128, 32 * 4 // dtype.itemsize, sampled=dtype == BF16)
@@ -134,8 +134,8 @@ def transposable() -> Iterator[Case]:
 
 
 def linear() -> Iterator[Case]:
-    """The GEMMs of a linear layer: few tokens, bound by the packed bytes, and more on the tensor cores, up to where the operand is
-    expanded to memory and torch multiplies."""
+    """The GEMMs of a linear layer: of few tokens, bound by the packed bytes, and of more on the tensor cores, up to where the operand is
+    expanded to memory for a torch GEMM."""
     for text in ("2:4", "1:4", "2:8", "1:8", "1:32"):
         p = Pattern(text)
         for dtype in (BF16, FP32) if text == "2:4" else (BF16,):

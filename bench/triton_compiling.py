@@ -1,13 +1,13 @@
-"""Triton's kernels compiled for a GPU that is not there.
+"""Compiles Triton kernels for an architecture without a GPU.
 
-What a call would launch is compiled for a named architecture and collected instead of run:
+The kernels that a call would launch are compiled and collected instead of run:
 
     with recording(90) as kernels:
         mask(torch.empty(4096, 4096, device="meta"), 2, 4)
     kernels[0].asm["ptx"]
 
-The kernels, their constexprs and the divisibility of their arguments are those of the real call: a tensor on the meta device counts as
-one whose address is a multiple of 16.
+The kernels, their constexprs and the divisibility of their arguments are those of the real call; a tensor on the meta device counts as
+aligned to 16 bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nmkernels.backends.triton import launch
 
 
 class _NoDevice:
-    """As much of a driver as compiling asks for."""
+    """The part of a driver that compiling needs."""
 
     def __init__(self, capability: int) -> None:
         self.target = GPUTarget("cuda", capability, 32)
@@ -33,7 +33,7 @@ class _NoDevice:
         return self.target
 
     def get_current_device(self) -> int:
-        return self.target.arch  # kernels are cached per device: each architecture is one of its own
+        return self.target.arch  # kernels are cached per device, so each architecture is a device
 
     def get_current_stream(self, _device: int) -> int:
         return 0
@@ -47,7 +47,7 @@ def compiling(capability: int, use: Callable[[Any, int, tuple[Any, ...]], None])
     """Inside, Triton's ``launch`` compiles for compute capability 80, 90, ... and calls ``use(compiled, programs, arguments)``.
 
     Raises:
-        RuntimeError: the kernels were decorated for the interpreter (TRITON_INTERPRET=1), which compiles nothing.
+        RuntimeError: the kernels were decorated for the interpreter (TRITON_INTERPRET=1) and cannot be compiled.
     """
     if launch.INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET=1 interprets kernels; unset it to compile them.")

@@ -1,8 +1,8 @@
-"""What the compiler makes of the Triton kernels, read without a GPU: registers, spills, widths of memory accesses, tensor cores.
+"""Resources of the compiled Triton kernels, without a GPU: registers, spills, widths of memory accesses, tensor cores.
 
-``python -m bench.triton_resources`` compiles every case of ``triton_cases`` for sm_80 and sm_90, through the functions that calls go
-through, and writes ``bench/results/triton_resources.csv``; with words, the cases whose names contain one of them are only printed.
-The rows depend on the sources and on the versions of Triton and ptxas, not on the machine.
+``python -m bench.triton_resources`` compiles every case of ``triton_cases`` for sm_80 and sm_90, through the same functions as real calls,
+and writes ``bench/results/triton_resources.csv``; with words, it only prints the cases whose names contain one of them. The rows depend on
+the sources and on the versions of Triton and ptxas, not on the machine.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ PATH = RESULTS / "triton_resources.csv"
 ARCHITECTURES = (80, 90)
 REWRITE = "python -m bench.triton_resources"
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
-"""Bytes of shared memory that a block of an A100 and of an H100 can have."""
+"""The most shared memory, in bytes, of a block on an A100 and an H100."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One compiled kernel of one case, one line of the table."""
+    """One compiled kernel of one case: one line of the table."""
 
     kernel: str
     case: str
     arch: str
     registers: int
-    """Of a thread, of 255."""
+    """Per thread, of 255."""
     spills: int
     """Instructions that move registers to and from local memory."""
     stack_bytes: int
     shared_bytes: int
     widest_load: int
-    """Bits that the widest read of global memory takes at once; at most 128 before Blackwell."""
+    """The widest read of global memory, in bits; at most 128 before Blackwell."""
     widest_store: int
     matrix_instructions: str
-    """Those of the tensor cores with their number; empty where there is none."""
+    """Tensor-core instructions with their number; empty if there are none."""
     overwrites: int
     """Machine instructions that may write a register while a wgmma still reads it."""
     inexact: str
@@ -63,7 +63,7 @@ class Kernel:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What tells it from the others."""
+        """Its key in the table."""
         return self.case, self.kernel, self.arch
 
 
@@ -78,12 +78,12 @@ def compiled(case: Case, arch: int) -> list[Kernel]:
     assert kernels, f"{case.op} {case.name} launches nothing"
     rows = list(dict.fromkeys(_read(k, f"{case.op} {case.name}", arch) for k in kernels))
     rows = [replace(k, inexact="") for k in rows] if "" in case.loose else rows
-    assert len({k.kernel for k in rows}) == len(rows), f"{case.op} {case.name} compiles a kernel in two ways, make two cases of it"
+    assert len({k.kernel for k in rows}) == len(rows), f"{case.op} {case.name} compiles a kernel in two ways; split it into two cases"
     return rows
 
 
 def missed(case: Case, arch: int, kernels: list[Kernel]) -> list[str]:
-    """What the kernels of a case lack, in words; nothing when they are as the design wants them."""
+    """The requirements that the kernels of a case miss, as text; empty if they meet all."""
     found = []
     for k in kernels:
         if k.spills or k.stack_bytes:
@@ -114,7 +114,7 @@ def _read(kernel: Any, case: str, arch: int) -> Kernel:
         sass = _tool("nvdisasm", "-c", file.name)
     code = machine_code(sass)
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
-    assert found, f"cuobjdump tells no resources of {kernel.metadata.name}: {usage}"
+    assert found, f"cuobjdump lists no resources of {kernel.metadata.name}: {usage}"
     registers, stack, local = map(int, found.groups())
     return Kernel(
         kernel=kernel.metadata.name,
@@ -136,7 +136,7 @@ def _read(kernel: Any, case: str, arch: int) -> Kernel:
 
 
 class Instruction(NamedTuple):
-    """One machine instruction of a disassembly: ``guarded`` by a predicate or not, and the labels in front of it."""
+    """One machine instruction: whether it is ``guarded`` by a predicate, and the labels before it."""
 
     op: str
     operands: str
@@ -145,7 +145,7 @@ class Instruction(NamedTuple):
 
 
 def machine_code(sass: str) -> list[Instruction]:
-    """The machine instructions of a disassembly without the padding at its end."""
+    """The machine instructions of a disassembly, without the padding at its end."""
     code: list[Instruction] = []
     labels: list[str] = []
     for line in sass.splitlines():
@@ -159,15 +159,15 @@ def machine_code(sass: str) -> list[Instruction]:
 
 
 def opcodes_of(sass: str) -> list[str]:
-    """The names alone."""
+    """The names without operands."""
     return [i.op for i in machine_code(sass)]
 
 
 def overwrites(code: list[Instruction]) -> list[str]:
-    """The instructions that may write a register from which a wgmma in flight takes its left operand; the result would be undefined.
+    """The instructions that may write a register that a wgmma in flight still reads as its left operand; the result would be undefined.
 
-    wgmma (HGMMA in machine code) reads its registers while the thread goes on. ``gsb0`` closes a group of them, and after
-    ``WARPGROUP.DEPBAR.LE gsb0, n`` only the newest n groups can be in flight. Every path through the kernel is followed with the registers
+    wgmma (HGMMA in machine code) reads its registers asynchronously. ``gsb0`` closes a group of them, and after
+    ``WARPGROUP.DEPBAR.LE gsb0, n`` at most the newest n groups are in flight. Every path through the kernel is followed with the registers
     that may still be read, each with the number of groups closed since, until nothing new is found.
     """
     if not any(i.op.startswith("HGMMA") for i in code):
@@ -212,11 +212,11 @@ def overwrites(code: list[Instruction]) -> list[str]:
 
 
 MOST_GROUPS = 64
-"""More groups than WARPGROUP.DEPBAR can leave in flight: from there on they need not be counted."""
+"""More groups than WARPGROUP.DEPBAR can leave in flight, where counting stops."""
 
 
 def written(op: str, operands: str) -> range:
-    """The registers that a machine instruction writes, as many as its name tells."""
+    """The registers that a machine instruction writes; their number follows from its name."""
     first = re.match(r"(?:!?U?P[T\d], )*R(\d+)", operands)
     if not first or "SETP" in op or op.startswith(("HGMMA", "BAR", "WARPSYNC", "NANOSLEEP")):
         return range(0)
@@ -229,7 +229,7 @@ def written(op: str, operands: str) -> range:
 
 
 def widest(way: str, ptx: str) -> int:
-    """Bits that the widest access of global memory moves at once; ``way`` is ld or st. Copies straight to shared memory are reads."""
+    """The widest access of global memory, in bits; ``way`` is ld or st. Copies to shared memory count as reads."""
     bits = [0]
     for qualifiers in re.findall(rf"\b{way}\.(?:\w+\.)*?global((?:[.:]+\w+)+)", ptx):
         width = re.search(r"\.[bsuf](\d+)$", qualifiers)
@@ -242,12 +242,12 @@ def widest(way: str, ptx: str) -> int:
 
 
 def matrix_instructions(ptx: str) -> str:
-    """The kinds of tensor-core instructions and how many of each are in the code."""
+    """The kinds of tensor-core instructions and their number."""
     return _counted(re.findall(r"wgmma\.mma_async|mma\.sync", ptx))
 
 
 def inexact(ptx: str) -> str:
-    """Contracted, approximate and flushing instructions, and those whose rounding is not said, so that ptxas might contract them."""
+    """Contracted, approximate and flushing instructions, and those without a rounding mode, which ptxas might contract."""
     found = re.findall(r"^\s*(?:@!?%p\d+ +)?([a-z]\w*\.[\w.:]*\b(?:f16|f16x2|bf16|bf16x2|f32|f64))\b", ptx, re.M)
     wrong = re.compile(r"^(fma|mad)\.|\.(ftz|approx|full)\b|^(add|sub|mul|div|sqrt|rcp)\.(?!rn\.)")
     return _counted([name for name in found if wrong.search(name)])
@@ -258,21 +258,21 @@ def _counted(names: list[str]) -> str:
 
 
 def tools() -> Probe:
-    """Whether the programs that read compiled kernels are here: they are in Triton's wheels, but not in every build of it."""
+    """Whether the programs that read compiled kernels are installed: Triton's wheels have them, but not every build."""
     missing = [name for name in ("ptxas", "cuobjdump", "nvdisasm") if not _path(name)]
     return Probe(not missing, f"neither Triton's wheel nor PATH has {', '.join(missing)}" if missing else f"{_path('nvdisasm')}")
 
 
 @cache
 def _path(name: str) -> str | None:
-    """A program of Triton's wheel, whose ptxas compiles the kernels; else of PATH."""
+    """The path of a program of Triton's wheel, whose ptxas compiles the kernels, or of PATH."""
     triton = util.find_spec("triton")
     wheel = str(Path(triton.origin).parent / "backends" / "nvidia" / "bin") if triton and triton.origin else ""
     return shutil.which(name, path=os.pathsep.join([wheel, os.environ.get("PATH", "")]))
 
 
 def _tool(name: str, *words: str) -> str:
-    """The output of such a program."""
+    """The output of a program."""
     return subprocess.run([_path(name) or name, *words], capture_output=True, text=True, check=True).stdout
 
 
@@ -290,12 +290,12 @@ def _ptxas_version() -> str:
 
 
 def read(path: Path = PATH) -> list[Kernel]:
-    """The rows of a table; none where there is no file."""
+    """The rows of a table; empty if there is no file."""
     return kernel_rows.read(Kernel, path)
 
 
 def main(argv: list[str] | None = None, path: Path = PATH) -> int:
-    """Compile, write or print, and name what is missed; 1 where something is."""
+    """Compile, write or print, and report missed requirements; 1 if there are any."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("words", nargs="*", help="print only the cases whose op and name contain one of these; write nothing")
     words = parser.parse_args(argv).words
@@ -307,7 +307,7 @@ def main(argv: list[str] | None = None, path: Path = PATH) -> int:
             try:
                 kernels = compiled(case, arch)
                 found = missed(case, arch, kernels)
-            except Exception as error:  # of any kind: the compiler's passes fail in many ways, and the other cases are wanted
+            except Exception as error:  # any exception: compiler passes fail in many ways, and the other cases should still run
                 kernels, found = [], [f"does not compile: {type(error).__name__}: {error}"]
             rows += kernels
             lacking += [f"{case.op} {case.name}, sm_{arch}: {text}" for text in found]
@@ -322,5 +322,5 @@ def main(argv: list[str] | None = None, path: Path = PATH) -> int:
 
 
 if __name__ == "__main__":
-    os.environ.pop("TRITON_INTERPRET", None)  # it decorates kernels for the interpreter, which compiles nothing
+    os.environ.pop("TRITON_INTERPRET", None)  # with it kernels are decorated for the interpreter and cannot be compiled
     raise SystemExit(main())

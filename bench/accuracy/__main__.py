@@ -1,4 +1,4 @@
-"""``python -m bench.accuracy fetch|run|status|merge|report``: data, training, how far the plan is, other folders, tables and figures."""
+"""``python -m bench.accuracy fetch|run|status|merge|report``: download data, train, show progress, add other folders, write the page."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .worker import with_flops
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 done, 1 with failed runs, 2 refused, 130 interrupted with the way to resume."""
+    """Exit status: 0 done, 1 with failed runs, 2 wrong usage, 130 interrupted."""
     args = _parser().parse_args(argv)
-    torch.set_num_threads(1)  # as in the workers: the name of the machine tells it
+    torch.set_num_threads(1)  # as in the workers, since it is part of the machine's name
     try:
         return {"fetch": _fetch, "run": _run, "status": _status, "merge": _merge, "report": _report}[args.verb](args)
     except (ValueError, RuntimeError) as error:
         print(f"python -m bench.accuracy: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nStopped; finished rows are kept. The same command goes on.", file=sys.stderr)
+        print("\nStopped; finished rows are kept. Run the same command again to continue.", file=sys.stderr)
         return 130
 
 
@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True)
     fetch = verbs.add_parser("fetch", help="download the data of these tasks, or of all, into a cache outside the repository")
     fetch.add_argument("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(data.SOURCES)}")
-    for verb, text in (("run", "do the runs that are missing"), ("status", "say how far the plan is, and what is left in CPU-hours")):
+    for verb, text in (("run", "do the runs that are missing"), ("status", "show the progress of the plan, and what is left in CPU-hours")):
         p = verbs.add_parser(verb, help=text)
         p.add_argument("--tasks", nargs="+", default=["gpt", "vit"], metavar="TASK", help=f"of {', '.join(tasks.names())}")
         p.add_argument("--stages", nargs="+", default=[], metavar="STAGE", help=f"of {', '.join(STAGES)}; by default the task's own")
@@ -47,16 +47,16 @@ def _parser() -> argparse.ArgumentParser:
         p.add_argument(
             "--optimizers", nargs="+", default=[], metavar="OPTIMIZER", help=f"of {', '.join(OPTIMIZERS)}; by default the task's own"
         )
-        p.add_argument("--seeds", type=int, help="how many of the evaluation seeds, instead of the task's own number")
+        p.add_argument("--seeds", type=int, help="number of evaluation seeds; default the task's own")
         p.add_argument("--out", type=Path, default=RESULTS, help="folder of runs.csv and the traces")
         if verb == "run":
             p.add_argument("--workers", type=int, default=2, help="processes of one thread each, default 2")
             p.add_argument("--limit", type=int, help="at most so many runs")
-    merge = verbs.add_parser("merge", help="add the runs of other folders, done beside this one or on another machine")
+    merge = verbs.add_parser("merge", help="add the runs of other folders, such as those of another machine")
     merge.add_argument("folders", nargs="+", type=Path)
     merge.add_argument("--out", type=Path, default=RESULTS, help="folder of runs.csv and the traces")
-    report = verbs.add_parser("report", help="count FLOPs, write the page's tables and figures")
-    report.add_argument("--check", action="store_true", help="write nothing, exit 1 when the page says what the rows do not")
+    report = verbs.add_parser("report", help="count FLOPs, and write the page's tables and figures")
+    report.add_argument("--check", action="store_true", help="write nothing, exit 1 if the page does not agree with the rows")
     return parser
 
 
@@ -82,7 +82,7 @@ def _merge(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     if args.check:
         found = page.problems()
-        print("\n".join(found) or "every number and figure of the page follows from the rows")
+        print("\n".join(found) or "every number and figure of the page agrees with the rows")
         return int(bool(found))
     rows.save(row if row.training_flops else with_flops(row) for row in rows.load())
     for path in page.write():
@@ -91,13 +91,13 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _stages(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """(stage, task) in the order of the stages: no task waits for the whole of another one, and rates are found before they are used."""
+    """(stage, task) in the order of the stages, so that tasks advance together and rates are known before they are used."""
     for name in args.stages:
         if name not in STAGES:
             raise ValueError(unknown("stage", name, STAGES))
     pairs = [(stage, task) for stage in STAGES for task in args.tasks if stage in (args.stages or settings(task).stages)]
     for stage, task in pairs:
-        _specs(args, stage, task, [])  # names are checked before hours are spent
+        _specs(args, stage, task, [])  # check the names before spending hours
     return pairs
 
 
@@ -108,7 +108,7 @@ def _specs(args: argparse.Namespace, stage: str, task: str, done: list[RunRow]) 
 def _run(args: argparse.Namespace) -> int:
     pairs = _stages(args)
     for task in set(args.tasks) & set(data.SOURCES):
-        data.files(task)  # a missing download is told once, before anything runs
+        data.files(task)  # report a missing download once, before anything runs
     failed, left = 0, args.limit
     with runner.processes(args.workers) as pool:
         for stage, task in pairs:
@@ -131,7 +131,7 @@ def _run_stage(args: argparse.Namespace, stage: str, task: str, pool: Executor, 
 
 
 def _done(args: argparse.Namespace, stage: str, done: list[RunRow]) -> list[RunRow]:
-    """The rows that count as done for a stage: repeats are done on this machine."""
+    """The rows that count as done for a stage; repeats count only from this machine."""
     if stage != "repeat":
         return done
     return [row for row in rows.load(args.out, REPEATS) if row.machine == rows.stamp()["machine"]]
@@ -145,7 +145,7 @@ def _status(args: argparse.Namespace) -> int:
             ahead[task] = foreseen(done, task, args.methods, args.patterns)
         specs = _specs(args, stage, task, ahead[task])
         left = pending(specs, _done(args, stage, done))
-        every |= {spec.key: spec for spec in left}  # a run that two stages ask for is done once
+        every |= {spec.key: spec for spec in left}  # a run of two stages is done once
         print(f"{task} {stage}: {len(specs) - len(left)} of {len(specs)} runs done, {cost(left):.2f} CPU-hours left")
         _means(specs, by_key)
     print(f"{cost(every.values()):.2f} CPU-hours left, more where a search moves on")

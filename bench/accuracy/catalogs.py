@@ -1,4 +1,4 @@
-"""Pairs of English and German texts from programs' message catalogs, cleaned, split and tokenised, for the task ``translation``."""
+"""English-German text pairs from programs' message catalogs, cleaned, split and tokenised, for the task ``translation``."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from torch import Tensor
 from .data import deb_files
 
 LOCALE = "de/LC_MESSAGES/"
-"""Catalogs lie in this folder of a package, whatever stands before it."""
+"""The folder of the catalogs in a package, after any prefix."""
 
 WORDS = (2, 25)
-"""Fewest and most words of a source."""
+"""The fewest and the most words of a source."""
 
 RATIO, LETTERS = 3, 0.75
-"""The longer text of a pair has at most so many times the characters of the other; at least this share of them are letters."""
+"""The largest ratio of the lengths of a pair's texts, and the least share of letters."""
 
 HELD_OUT = ("coreutils", "mc-data")
-"""Packages that training never sees: a third of their texts are sentences of five words or more, on subjects that others have not."""
+"""Packages held out from training: a third of their texts are sentences of five words or more, on subjects of their own."""
 
 VALIDATION, TEST = 2, 4
-"""Percent of the other packages' sources for choosing rates and for the test, by a hash of the text."""
+"""Percent of the other packages' sources used for choosing rates and for the test, selected by a hash of the text."""
 
 VOCABULARY = 4000
-"""Of one byte-level BPE for both languages, learned from the training pairs."""
+"""Size of the byte-level BPE for both languages, learned from the training pairs."""
 
 PAD, BEGIN, END = 0, 1, 2
 SPECIAL = ("<pad>", "<s>", "</s>")
 
 LONGEST = 48
-"""Tokens of a text, its end included; pairs with a longer one are left out."""
+"""The most tokens of a text, including its end; pairs with a longer one are left out."""
 
 
 class Pair(NamedTuple):
@@ -61,22 +61,22 @@ class Tokens:
         return len(self.source)
 
     def take(self, which: Tensor) -> tuple[Tensor, Tensor]:
-        """Those pairs (int64), cut behind the longest of them."""
+        """These pairs (int64), cut to the longest of them."""
         return trim(self.source[which]), trim(self.target[which])
 
     def order(self, which: Tensor) -> Tensor:
-        """The permutation that sorts those pairs by the longer of the two texts: neighbours make a batch with little padding."""
+        """The permutation that sorts these pairs by the longer text, so that neighbours make a batch with little padding."""
         source, target = ((side[which] != PAD).sum(1) for side in (self.source, self.target))
         return torch.argsort(torch.maximum(source, target) * LONGEST + target, stable=True)
 
 
 @dataclass(frozen=True)
 class Translations:
-    """All that the task needs.
+    """The data of the task.
 
     Args:
         tokens: by split: ``train``, ``val``, ``test``, ``packages``.
-        texts: the pairs of the splits that are evaluated.
+        texts: the pairs of the evaluated splits.
         tokenizer: a ``tokenizers.Tokenizer``.
         digest: of every pair, split and id.
     """
@@ -88,12 +88,12 @@ class Translations:
 
 
 def trim(ids: Tensor) -> Tensor:
-    """``ids`` as int64 without the columns at their end that hold only padding."""
+    """``ids`` as int64, without trailing columns of padding."""
     return ids[:, : int((ids != PAD).sum(1).max())].long()
 
 
 def clean(text: str) -> str:
-    """A text without tags, accelerator marks (``_``, ``&`` or ``~`` before a letter) and line breaks.
+    """Remove tags, accelerator marks (``_``, ``&`` or ``~`` before a letter) and line breaks.
 
     Example:
         >>> clean("<b>Save</b> _As…")
@@ -103,7 +103,7 @@ def clean(text: str) -> str:
 
 
 def usable(source: str, target: str) -> bool:
-    """Whether a clean pair is long enough, made of words, and translated."""
+    """Whether a cleaned pair is long enough, made of words, and translated."""
     lengths = sorted((len(source), len(target)))
     return (
         WORDS[0] <= len(source.split()) <= WORDS[1]
@@ -114,8 +114,8 @@ def usable(source: str, target: str) -> bool:
 
 
 def messages(catalog: bytes) -> Iterator[tuple[str, str]]:
-    """(message, translation) of a compiled catalog (.mo); of plural forms the first, without contexts."""
-    # gettext's only list of messages; keys are messages, or (message, number) where there are plural forms
+    """(message, translation) of a compiled catalog (.mo), with only the first plural form and without contexts."""
+    # gettext has no other list of messages; keys are messages, or (message, number) for plural forms
     found: dict[str | tuple[str, int], str] = gettext.GNUTranslations(io.BytesIO(catalog))._catalog  # type: ignore[attr-defined]
     for key, translation in found.items():
         message, number = (key, 0) if isinstance(key, str) else key
@@ -124,7 +124,7 @@ def messages(catalog: bytes) -> Iterator[tuple[str, str]]:
 
 
 def pairs(packages: Mapping[str, Path]) -> list[Pair]:
-    """The clean pairs of these Debian packages, each source once, in a fixed order."""
+    """The cleaned pairs of these Debian packages, each source once, in a fixed order."""
     found: dict[str, Pair] = {}
     for package in sorted(packages):
         catalogs = dict(deb_files(packages[package], lambda name: LOCALE in name and name.endswith(".mo")))
@@ -137,7 +137,7 @@ def pairs(packages: Mapping[str, Path]) -> list[Pair]:
 
 
 def letters(text: str) -> str:
-    """What two texts share that differ in case, punctuation and numbers alone.
+    """The lower-case letters of a text: equal for texts that differ only in case, punctuation and numbers.
 
     Example:
         >>> letters("Open file (2)…") == letters("open File")
@@ -147,10 +147,10 @@ def letters(text: str) -> str:
 
 
 def split(found: Iterable[Pair], held_out: Sequence[str] = HELD_OUT) -> dict[str, list[Pair]]:
-    """``train``; ``val`` and ``test``, other texts of the same packages; ``packages``, the texts of packages that are held out.
+    """Split into ``train``; ``val`` and ``test``, other texts of the same packages; and ``packages``, texts of held-out packages.
 
-    No text of the last three has the letters of a source or a target of ``train``, and none is a description of an option (``-``). They
-    are in the order of a hash, so that the first so many are a fair sample.
+    No text of the last three has the same letters as a source or a target of ``train``, or describes a command-line option (``-``). They
+    are in the order of a hash, so that a prefix is a fair sample.
     """
     parts: dict[str, list[Pair]] = {"train": [], "val": [], "test": [], "packages": []}
     for pair in found:
@@ -170,7 +170,7 @@ def _number(pair: Pair) -> int:
 
 
 def translations(packages: Mapping[str, Path], cache: Path) -> Translations:
-    """The packages' pairs, split and tokenised; from a file in ``cache`` where that was done before.
+    """The packages' pairs, split and tokenised; read from a file in ``cache`` if there is one.
 
     Raises:
         RuntimeError: the library ``tokenizers`` is missing.
@@ -183,10 +183,10 @@ def translations(packages: Mapping[str, Path], cache: Path) -> Translations:
     path = cache / f"translation-{_digest(made_of)}.pt"
     if not path.exists():
         _save(path, split(pairs(packages)))
-    kept = torch.load(path, weights_only=True)
-    tokens = {name: Tokens(*part) for name, part in kept["tokens"].items()}
-    texts = {name: [Pair(*pair) for pair in part] for name, part in kept["texts"].items()}
-    return Translations(tokens, texts, tokenizers.Tokenizer.from_str(kept["tokenizer"]), kept["digest"])
+    cached = torch.load(path, weights_only=True)
+    tokens = {name: Tokens(*part) for name, part in cached["tokens"].items()}
+    texts = {name: [Pair(*pair) for pair in part] for name, part in cached["texts"].items()}
+    return Translations(tokens, texts, tokenizers.Tokenizer.from_str(cached["tokenizer"]), cached["digest"])
 
 
 def _save(path: Path, parts: dict[str, list[Pair]]) -> None:
@@ -211,11 +211,11 @@ def _save(path: Path, parts: dict[str, list[Pair]]) -> None:
     ids = [str(side.tolist()) for part in tokens.values() for side in part]
     digest = _digest([*ids, *(text for part in texts.values() for pair in part for text in pair)])
     del texts["train"]  # never evaluated
-    kept = {"tokens": tokens, "texts": texts, "tokenizer": tokenizer.to_str(), "digest": digest}
+    content = {"tokens": tokens, "texts": texts, "tokenizer": tokenizer.to_str(), "digest": digest}
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}.part")
-    torch.save(kept, unfinished)
-    os.replace(unfinished, path)  # whole at every moment, whoever else is writing it
+    torch.save(content, unfinished)
+    os.replace(unfinished, path)  # atomic: other processes may be writing it too
 
 
 def _padded(rows: list[list[int]]) -> Tensor:

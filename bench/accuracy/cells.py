@@ -1,4 +1,4 @@
-"""Which rows stand behind a cell of a table: those that differ in the seed alone."""
+"""Finds the rows of a table cell: those that differ only in the seed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def bleu(row: RunRow) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, but for rate, length and seed. Dense training has no pattern and stands beside all."""
+    """A training configuration without rate, length and seed. Dense training has no pattern."""
 
     task: str
     method: str
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def key(self) -> tuple[str, str, str, str, float]:
-        """What rows of the case have in common."""
+        """The fields that all rows of the case share."""
         beta2 = self.settings.betas[1] if self.beta2 is None else self.beta2
         pattern = DENSE if self.method == DENSE else self.pattern
         return self.task, self.method, pattern, self.optimizer, beta2 if self.optimizer == "adamw" else 0.0
@@ -67,7 +67,7 @@ class Cells:
 
     Args:
         rows: of ``runs.csv``.
-        again: of ``repeats.csv``, some of the same runs done again.
+        again: of ``repeats.csv``, some of the same runs repeated.
     """
 
     def __init__(self, rows: Iterable[RunRow], again: Iterable[RunRow] = ()) -> None:
@@ -82,25 +82,25 @@ class Cells:
         self._searches: dict[tuple[str, str, float, float], dict[tuple[str, str], Search]] = {}
 
     def at(self, case: Case, lr: float, steps: int | None = None, seeds: Collection[int] = EVALUATION_SEEDS) -> dict[int, RunRow]:
-        """The runs of a case at one rate, of the task's own length where none is given."""
+        """The runs of a case at one rate; of the task's own length by default."""
         found = self._runs.get(case.key, {}).get((lr, steps or case.settings.steps), {})
         return {seed: row for seed, row in found.items() if seed in seeds}
 
     def rates(self, case: Case, steps: int | None = None, seeds: Collection[int] = EVALUATION_SEEDS) -> list[float]:
-        """The rates of which there are runs, sorted."""
+        """The rates that have runs, sorted."""
         steps = steps or case.settings.steps
         return sorted(lr for (lr, length), runs in self._runs.get(case.key, {}).items() if length == steps and set(runs) & set(seeds))
 
     def like(self, case: Case, runs: Runs) -> dict[int, RunRow]:
-        """The runs of a case at the rate and length of others."""
+        """The runs of a case at the rate and length of another case's runs."""
         return next((self.at(case, row.lr, row.steps) for row in runs.values()), {})
 
     def lengths(self, case: Case) -> list[int]:
-        """The lengths of which there are runs on evaluation seeds, sorted."""
+        """The lengths that have runs on evaluation seeds, sorted."""
         return sorted({length for (_, length), runs in self._runs.get(case.key, {}).items() if set(runs) & set(EVALUATION_SEEDS)})
 
     def cases(self, task: str, optimizer: str = "adamw", beta2: float | None = None) -> list[tuple[str, str]]:
-        """(method, pattern) of a task of which there are runs on evaluation seeds."""
+        """The (method, pattern) of a task that have runs on evaluation seeds."""
         if task not in self.tasks:
             return []
         wanted = Case(task, DENSE, DENSE, optimizer, beta2).key[3:]
@@ -108,15 +108,15 @@ class Cells:
         return sorted(pair for pair in found if self.lengths(Case(task, *pair, optimizer, beta2)))
 
     def left(self, task: str) -> list[RunSpec]:
-        """The runs that the plan has for a task and that are not done, if every search ends where it is now."""
+        """The runs of the plan that a task still lacks, assuming that every search ends where it is now."""
         if task not in self._left:
             ahead = foreseen(self.rows, task)
-            asked = [spec for stage in settings(task).stages for spec in plan(stage, task, ahead)]
-            self._left[task] = pending(asked, self.rows)
+            runs = [spec for stage in settings(task).stages for spec in plan(stage, task, ahead)]
+            self._left[task] = pending(runs, self.rows)
         return self._left[task]
 
     def mixed(self) -> list[str]:
-        """Tasks whose rows of one β₂ are of several data sets, which must not be compared."""
+        """Tasks whose rows of one β₂ come from several data sets, which must not be compared."""
         found: dict[tuple[str, bool], set[str]] = {}
         for row in self.rows:
             found.setdefault((row.task, row.beta2 == ABLATED), set()).add(row.data)
@@ -124,19 +124,19 @@ class Cells:
 
     @cached_property
     def repeated(self) -> list[tuple[RunRow, RunRow]]:
-        """(a row, the same run again), of every run that was repeated."""
+        """(row, repeated row) of every run that was repeated."""
         by_key = {row.spec.key: row for row in self.rows}
         return [(by_key[row.spec.key], row) for row in self.again if row.spec.key in by_key]
 
     def spread(self, task: str) -> float:
-        """How far the validation loss of one run of a task moved at most when it was repeated; 0 where none was."""
+        """The largest change of the validation loss when a run of a task was repeated; 0 if none was."""
         return max((abs(a.val_loss - b.val_loss) for a, b in self.repeated if a.task == task), default=0.0)
 
     def search(self, case: Case, steps: int | None = None) -> Search | None:
-        """The finished search for the rate of a case, None before; a length that was not searched has the rate of the task's own.
+        """The finished search for the rate of a case, otherwise None; a length without a search has the rate of the task's own length.
 
         Args:
-            steps: of the runs, the task's own by default.
+            steps: length of the runs; the task's own by default.
         """
         if case.task not in self.tasks:
             return None
@@ -149,12 +149,12 @@ class Cells:
         return found if found and found.over and math.isfinite(found.rate) else None
 
     def tuned(self, case: Case, steps: int | None = None) -> dict[int, RunRow]:
-        """The runs of a case at the rate that the search found for it; none before."""
+        """The runs of a case at its best rate; empty before the search has ended."""
         found = self.search(case, steps)
         return self.at(case, found.rate, steps) if found else {}
 
     def shared(self, case: Case) -> dict[int, RunRow]:
-        """The runs of a case at the rate that is dense training's best."""
+        """The runs of a case at the best rate of dense training."""
         if case.task not in self.tasks:
             return {}
         key = (case.task, case.optimizer)
@@ -175,6 +175,6 @@ def mean(runs: Runs, value: Value = val_loss) -> Estimate:
 
 
 def difference(ours: Runs, theirs: Runs, value: Value = val_loss) -> Estimate:
-    """``ours`` less ``theirs``, paired by seed, over runs of the same data."""
+    """``ours`` minus ``theirs``, paired by seed, over runs on the same data."""
     ours = {seed: row for seed, row in ours.items() if seed not in theirs or theirs[seed].data == row.data}
     return estimate(combined([(1, values(ours, value)), (-1, values(theirs, value))]).values())

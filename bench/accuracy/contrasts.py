@@ -1,4 +1,4 @@
-"""The four primary contrasts, fixed before their runs. They alone are tested; everything else on the page is description."""
+"""The four primary contrasts, fixed before their runs. Only they are tested; everything else on the page is description."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .stats import ENOUGH, LEVEL, Estimate, combined, estimate, holm
 
 @dataclass(frozen=True)
 class Contrast:
-    """Σ coefficient · validation loss, paired by seed, each case at the rate that the search found for it.
+    """A sum of coefficient · validation loss, paired by seed, each case at its own best rate.
 
     Args:
         name: short, for the page's functions.
-        question: what is asked.
+        question: the question that it answers.
         terms: (coefficient, case).
-        less, more: what it means that the sum is below 0, and above.
+        less, more: the meaning of a sum below and above 0.
     """
 
     name: str
@@ -28,13 +28,13 @@ class Contrast:
 
 
 def _gap(pattern: str) -> tuple[tuple[int, Case], ...]:
-    """(SR-STE − dense) under Adam, less (SR-STE − dense) under SGD."""
+    """(SR-STE − dense) under Adam, minus (SR-STE − dense) under SGD."""
     signs = {("srste", "adamw"): 1, (DENSE, "adamw"): -1, ("srste", "sgd"): -1, (DENSE, "sgd"): 1}
     return tuple((sign, Case("mlp", method, pattern, optimizer)) for (method, optimizer), sign in signs.items())
 
 
 def _step(task: str, pattern: str) -> tuple[tuple[int, Case], ...]:
-    """STEP − SR-STE, with T₀ at 25 %: AutoSwitch's own T₀ depends on the rate, so it would not be one method over a search."""
+    """STEP − SR-STE, with T₀ at 25 %: with AutoSwitch T₀ depends on the rate, so a search would compare different methods."""
     return (1, Case(task, "step-25", pattern)), (-1, Case(task, "srste", pattern))
 
 
@@ -50,18 +50,18 @@ PRIMARY = (
     Contrast("step-mlp", "Is STEP (T₀ at 25 %) better than SR-STE under Adam? MLP, 1:8", _step("mlp", "1:8"), "yes", "no, worse"),
     Contrast("step-sentiment", "The same, fine-tuning BERT for sentiment, 1:4", _step("sentiment", "1:4"), "yes", "no, worse"),
 )
-"""At most four, so that Holm's correction leaves something to find."""
+"""At most four, so that Holm's correction leaves enough power."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a primary contrast came to.
+    """The result of a primary contrast.
 
     Args:
         estimate: over the seeds that every term has.
-        p: after Holm over all of ``PRIMARY``.
-        closed: every rate lies inside its searched grid, with two on each side.
-        spread: how far a single run of the task moves on another machine, 0 where that is not known.
+        p: after Holm's correction over all of ``PRIMARY``.
+        closed: every rate lies inside its searched grid, with two rates on each side.
+        spread: how much a single run of the task changes on another machine, 0 if unknown.
     """
 
     contrast: Contrast
@@ -72,13 +72,13 @@ class Finding:
 
     @property
     def significant(self) -> bool:
-        """At least five seeds, every rate tuned, p below 5 % after Holm, and larger than what another machine changes."""
+        """Whether there are five seeds, every rate is tuned, p is below 5 % after Holm, and the difference exceeds ``spread``."""
         enough = self.estimate.n >= ENOUGH and self.closed
         return enough and self.p < 1 - LEVEL and abs(self.estimate.mean) > self.spread
 
     @property
     def verdict(self) -> str:
-        """The answer in words, which follow from the numbers."""
+        """The answer in words, derived from the numbers."""
         if not self.estimate.n:
             return "not run yet"
         if self.estimate.n < ENOUGH:
@@ -93,7 +93,7 @@ class Finding:
 
 
 def findings(cells: Cells) -> dict[str, Finding]:
-    """Every primary contrast by name, Holm-corrected over all of them, measured or not."""
+    """Every primary contrast by name, Holm-corrected over all of them, including those not measured yet."""
     found = [_estimate(cells, contrast) for contrast in PRIMARY]
     adjusted = holm([e.p for e in found])
     every = {}

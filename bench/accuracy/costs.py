@@ -1,4 +1,4 @@
-"""What the runs cost here, and what those that do not fit would cost on one GPU."""
+"""The cost of the runs, and of experiments too large to run here on one GPU."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from .cells import Cells
 from .tables import table
 
 PEAK = 989e12
-"""Dense bf16 FLOP/s of an H100 SXM, by its data sheet."""
+"""Dense bf16 FLOP/s of an H100 SXM, from its data sheet."""
 
 USED = 0.4
-"""The share of it that well-kept training code reaches. An assumption, as are the runs below."""
+"""The share of it that good training code reaches: an assumption, like the runs below."""
 
 RUNS = 7 * 5 + 7 * 5 * 2
-"""Seven methods at one pattern: five evaluation seeds, and a search of five rates on two tuning seeds."""
+"""Runs of seven methods at one pattern: five evaluation seeds, and a search of five rates on two tuning seeds."""
 
 
 @dataclass(frozen=True)
 class TooLarge:
-    """An experiment of the papers that is not run here: ``flops`` are those of one dense run, forward and backward."""
+    """An experiment of the papers that is not run here; ``flops`` are those of one dense run, forward and backward."""
 
     what: str
     flops: float
@@ -38,7 +38,7 @@ TOO_LARGE = (
 
 
 def estimates() -> str:
-    """GPU hours of the experiments that do not fit, for ``RUNS`` runs of each."""
+    """A table of the GPU hours of the experiments that are too large to run here, for ``RUNS`` runs of each."""
     lines = [["what", "FLOPs of a dense run", "hours of a run", f"hours of {RUNS} runs"]]
     for each in TOO_LARGE:
         hours = each.flops / (PEAK * USED) / 3600
@@ -51,7 +51,7 @@ def _short(hours: float) -> str:
 
 
 def spent(cells: Cells) -> str:
-    """Runs, median seconds of a run and CPU-hours of every task, by machine; one thread each."""
+    """A table of the runs, their median seconds and the CPU-hours of every task, by machine; one thread each."""
     found: dict[tuple[str, str], list[float]] = {}
     for row in [*cells.rows, *cells.again]:
         found.setdefault((row.task, row.machine), []).append(row.seconds)

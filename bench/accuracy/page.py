@@ -1,6 +1,6 @@
-"""``bench/accuracy/README.md`` is ``page.md``, a jinja2 template, filled from rows: ``python -m bench.accuracy report``.
+"""Writes ``bench/accuracy/README.md`` from the jinja2 template ``page.md`` and the rows: ``python -m bench.accuracy report``.
 
-Every number that was measured, and every word that depends on one, is a placeholder, so that no sentence can contradict the rows.
+Every measured number, and every word that depends on one, is a placeholder, so that no sentence can contradict the rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2
 
-from . import answers, costs, figures, methods, tables, traces, variance
+from . import costs, figures, methods, rankings, tables, traces, variance
 from .cells import Cells, accuracy, bleu, other_loss
 from .contrasts import findings
 from .figures import Figure
@@ -25,10 +25,10 @@ TEMPLATE, PAGE = FOLDER / "page.md", FOLDER / "README.md"
 FIGURES = "figures"
 
 NUMBER = re.compile(r"\d+[.]\d+(?:e[-−]?\d+)?|±|\d+ ?%")
-"""What may stand in the template only inside a placeholder or code."""
+"""Text that the template may have only inside a placeholder or code."""
 
 ALLOWED = {"95 %", "10 %", "50 %"}
-"""The level of the intervals, and the bounds of AutoSwitch."""
+"""Allowed literals: the level of the intervals, and the bounds of AutoSwitch."""
 
 NOT_TEXT = re.compile(r"\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\}|```.*?```|`[^`\n]*`|\]\([^)\n]*\)", re.DOTALL)
 """Placeholders, statements, comments, code and the targets of links."""
@@ -37,13 +37,13 @@ INSTEAD = "does not show the rows; run: python -m bench.accuracy report"
 
 
 def render(template: str, cells: Cells, folder: Path = RESULTS) -> tuple[str, dict[str, Figure]]:
-    """The page as the rows have it, and the figures that it shows, by file name.
+    """The page, and its figures by file name, from the rows.
 
     Args:
-        folder: where the traces lie.
+        folder: of the traces.
 
     Raises:
-        jinja2.UndefinedError: the template asks for what there is not.
+        jinja2.UndefinedError: the template uses an unknown name.
     """
     shown: dict[str, Figure] = {}
 
@@ -56,12 +56,12 @@ def render(template: str, cells: Cells, folder: Path = RESULTS) -> tuple[str, di
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True)
     environment.globals.update(_functions(cells, folder), figure=figure)
     text = environment.from_string(template).render()
-    # what is empty for want of rows leaves no hole
+    # remove the blank lines of parts that have no rows
     return re.sub(r"\n{3,}", "\n\n", text), shown
 
 
 def _functions(cells: Cells, folder: Path) -> dict[str, Any]:
-    """What the template may call; everything but ``settings`` and lists of names reads rows."""
+    """The names available in the template; all but ``settings`` and lists of names read rows."""
     of_cells: dict[str, Callable[..., Any]] = {
         "primary": tables.primary,
         "results": tables.results,
@@ -79,15 +79,15 @@ def _functions(cells: Cells, folder: Path) -> dict[str, Any]:
         "flops_table": tables.flops,
         "notes": tables.notes,
         "task_table": tables.task_table,
-        "answers": answers.answers_table,
+        "best_methods": rankings.best_methods,
         "smallest_and_best": tables.smallest_and_best,
         "rate_ratio": tables.rate_ratio,
-        "same_rate": answers.same_rate,
-        "compare": answers.compare,
-        "everywhere": answers.everywhere,
-        "longer": answers.longer,
-        "finding": answers.finding,
-        "at_chance": answers.at_chance,
+        "same_rate": rankings.same_rate,
+        "compare": rankings.compare,
+        "everywhere": rankings.everywhere,
+        "longer": rankings.longer,
+        "finding": rankings.finding,
+        "at_chance": rankings.at_chance,
         "spent": costs.spent,
         "rates_figure": figures.rates,
         "flops_figure": figures.flops,
@@ -112,7 +112,7 @@ def _functions(cells: Cells, folder: Path) -> dict[str, Any]:
 
 
 def literals(template: str) -> list[str]:
-    """Measured-looking numbers that stand in the template as text, with their lines.
+    """Numbers written as text in the template that look measured, with their lines.
 
     Example:
         >>> literals("at 0.99, code `0.99`, {{ 0.99 }}")
@@ -125,9 +125,9 @@ def literals(template: str) -> list[str]:
 
 
 def problems(template: Path = TEMPLATE, page: Path = PAGE, folder: Path = RESULTS) -> list[str]:
-    """Everything on the page that the rows do not prove; empty where all is well."""
+    """Everything on the page that disagrees with the rows; empty if nothing does."""
     text = template.read_text(encoding="utf-8")
-    found = [f"{template.name}, {where}: a number that no row proves; make it a placeholder" for where in literals(text)]
+    found = [f"{template.name}, {where}: a number that does not come from a row; make it a placeholder" for where in literals(text)]
     cells = _cells(folder)
     found += [f"the rows of {task} are of several data sets, which must not be compared" for task in cells.mixed()]
     new, shown = render(text, cells, folder)
@@ -139,7 +139,7 @@ def problems(template: Path = TEMPLATE, page: Path = PAGE, folder: Path = RESULT
 
 
 def write(template: Path = TEMPLATE, page: Path = PAGE, folder: Path = RESULTS) -> list[Path]:
-    """Bring the page and its figures up to date; the paths of what changed come back."""
+    """Update the page and its figures; returns the paths that changed."""
     new, shown = render(template.read_text(encoding="utf-8"), _cells(folder), folder)
     changed = []
     if not page.exists() or page.read_text(encoding="utf-8") != new:

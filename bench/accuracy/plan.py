@@ -1,4 +1,4 @@
-"""Which runs there are, in the order in which they are worth doing."""
+"""The runs, in the order of their value."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .spec import DENSE, EVALUATION_SEEDS, OPTIMIZERS, TUNING_SEEDS, RunSpec, un
 from .tasks.base import Settings, settings
 
 STAGES = ("tune", "tuned", "shared", "controls", "variants", "lengths", "ablation", "repeat")
-"""``tune``: the search for the rate of each method, pattern and optimizer, on the tuning seeds. ``tuned``: each at the rate found, on the
-evaluation seeds, as all that follow. ``shared``: all at dense training's rate. ``controls``: what STEP has to be compared with.
-``variants``: further methods at the shared rate. ``lengths``: longer runs. ``ablation``: β₂ = 0.99 at the shared rate. ``repeat``: a few
-runs again, to see what another machine changes; they go to a file of their own."""
+"""``tune``: the search for the rate of each method, pattern and optimizer, on the tuning seeds. The others are on the evaluation seeds:
+``tuned``: each method at its best rate. ``shared``: all at dense training's rate. ``controls``: comparisons for STEP. ``variants``: further
+methods at the shared rate. ``lengths``: longer runs. ``ablation``: β₂ = 0.99 at the shared rate. ``repeat``: a few runs again, to see what
+another machine changes; they are written to a separate file."""
 
 BEYOND = 2
-"""Rates on each side of the best one that must have been tried before it counts as the optimum."""
+"""Rates that must have been tried on each side of the best one before it counts as the optimum."""
 
 MOST_RATES = 9
-"""Rates after which a search is given up."""
+"""The most rates of a search."""
 
 ABLATED = 0.99
 """β₂ of the ablation."""
@@ -31,17 +31,17 @@ REPEATED = (
     *(("mlp", "dense", DENSE), ("mlp", "srste", "1:8"), ("mlp", "step", "1:8"), ("resnet", "srste", "1:8"), ("resnet", "step-25", "1:8")),
     *(("gpt", "dense", DENSE), ("gpt", "srste", "1:8"), ("vit", "step", "1:8"), ("vit", "sste", "1:8"), ("finetune", "mdgf", "1:8")),
 )
-"""(task, method, pattern) of the runs that are repeated: on the first tuning seed, at the second rate that every search begins with."""
+"""(task, method, pattern) of the repeated runs: on the first tuning seed, at the second of the search's first rates."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """How far the search for one learning rate is.
+    """The state of the search for one learning rate.
 
     Args:
-        rate: the best of the rates tried, by the mean validation loss over the tuning seeds; nan before the first rates are finished.
+        rate: the best rate so far, by the mean validation loss over the tuning seeds; nan before the first rates are finished.
         below, above: how many finished rates are smaller and greater.
-        losses: rate -> mean loss, infinite where a run diverged; finished rates only.
+        losses: rate -> mean loss of finished rates, infinite if a run diverged.
         todo: the rates to run next; empty when the search is over.
     """
 
@@ -53,12 +53,12 @@ class Search:
 
     @property
     def closed(self) -> bool:
-        """True if the optimum lies inside: ``BEYOND`` finished rates on either side, and not all of them diverged."""
+        """Whether the optimum lies inside: ``BEYOND`` finished rates on either side, not all of which diverged."""
         return min(self.below, self.above) >= BEYOND and math.isfinite(self.losses[self.rate])
 
     @property
     def over(self) -> bool:
-        """True if nothing is left to try: the search is closed, or was given up and stays open."""
+        """Whether nothing is left to try: the search is closed, or was given up and stays open."""
         return not self.todo
 
 
@@ -75,10 +75,10 @@ def neighbour(lr: float, factor: float, up: bool) -> float:
 
 
 def search(losses: Mapping[float, float], start: Sequence[float], factor: float) -> Search:
-    """The state of a search, from the mean loss of each finished rate; nan and infinity stand for divergence.
+    """The state of a search, from the mean loss of each finished rate; nan and infinity mean divergence.
 
-    The rates of ``start`` come first. Then the grid is extended until ``BEYOND`` finished rates lie on each side of the best one, or
-    ``MOST_RATES`` have been tried. Of equal losses the smaller rate is the better one.
+    It starts with the rates of ``start``. Then the grid is extended until ``BEYOND`` finished rates lie on each side of the best one, or
+    ``MOST_RATES`` have been tried. Of rates with equal losses the smaller one is better.
     """
     means = {lr: loss if math.isfinite(loss) else math.inf for lr, loss in sorted(losses.items())}
     if not means:
@@ -98,11 +98,11 @@ def search(losses: Mapping[float, float], start: Sequence[float], factor: float)
 def best_rates(
     rows: Iterable[RunRow], task: str, optimizer: str = "adamw", beta2: float | None = None, length: float = 1
 ) -> dict[tuple[str, str], Search]:
-    """(method, pattern) -> the search for its rate, of those that have a run on a tuning seed.
+    """(method, pattern) -> the search for its rate, for those that have a run on a tuning seed.
 
     Args:
-        beta2: AdamW's, the task's own by default.
-        length: of the runs, in the task's steps.
+        beta2: AdamW's β₂; the task's own by default.
+        length: of the runs, as a multiple of the task's steps.
     """
     s = settings(task)
     wanted = RunSpec(task, "", "", 0, 0.0, _steps(s, length, tune=True), optimizer, s.betas[1] if beta2 is None else beta2)
@@ -128,7 +128,7 @@ def _steps(s: Settings, length: float = 1, tune: bool = False) -> int:
 
 
 def shared_rate(rows: Iterable[RunRow], task: str, optimizer: str = "adamw") -> float | None:
-    """The rate that all methods are compared at: dense training's best. Until its search is over, the task's ``lr``, and None for SGD."""
+    """The shared rate: dense training's best. Before its search is over, the task's ``lr``, or None for SGD."""
     dense = best_rates(rows, task, optimizer).get((DENSE, DENSE))
     if dense is not None and dense.over:
         return dense.rate
@@ -149,12 +149,12 @@ def plan(
     seeds: int | None = None,
     optimizers: Sequence[str] = (),
 ) -> list[RunSpec]:
-    """The runs of one stage as far as they are known, seed by seed, so that whatever is done at any moment is balanced.
+    """The runs of one stage as far as they are known, seed by seed, so that the finished ones are balanced at any time.
 
     Args:
-        rows: what is done: the search for rates grows with it, and the stages that use a rate leave out those it has not found yet.
-        only, patterns, optimizers: methods, patterns and optimizers, where not all of the task's own are wanted.
-        seeds: how many of the evaluation seeds, the task's own number by default.
+        rows: finished runs: the search for rates depends on them, and stages that use a rate omit cases whose rate is not known yet.
+        only, patterns, optimizers: methods, patterns and optimizers; by default all of the task's own.
+        seeds: number of evaluation seeds; the task's own by default.
 
     Raises:
         ValueError: a stage, task, method or optimizer is unknown.
@@ -177,7 +177,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Choice:
-    """What ``plan`` was asked for."""
+    """The arguments of ``plan``."""
 
     task: str
     s: Settings
@@ -188,21 +188,21 @@ class _Choice:
     optimizers: tuple[str, ...]
 
     def cases(self, usual: Sequence[str], patterns: Sequence[str], optimizer: str = "adamw") -> list[tuple[str, str]]:
-        """(method, pattern), with dense training once; none where the optimizer is not wanted or the task does not use it."""
+        """(method, pattern), with dense training once; empty if the optimizer is not selected or not used by the task."""
         if optimizer not in self.optimizers or not _start(self.s, optimizer):
             return []
         names = [name for name in self.only or usual if optimizer == "adamw" or name in self.s.sgd_methods]
         return [(name, p) for name in names for p in ([DENSE] if name == DENSE else self.patterns or patterns)]
 
     def best(self, optimizer: str = "adamw", length: float = 1) -> dict[tuple[str, str], float]:
-        """(method, pattern) -> its rate, of the searches that are over."""
+        """(method, pattern) -> its rate, for finished searches."""
         found = best_rates(self.rows, self.task, optimizer, length=length)
         return {case: search.rate for case, search in found.items() if search.over}
 
     def runs(
         self, stage: str, method: str, pattern: str, lr: float | None, steps: int, optimizer: str = "adamw", beta2: float | None = None
     ) -> list[RunSpec]:
-        """The run on each evaluation seed; none where there is no rate yet."""
+        """The run on each evaluation seed; empty if there is no rate yet."""
         if lr is None:
             return []
         b = self.s.betas[1] if beta2 is None else beta2
@@ -248,8 +248,8 @@ def _shared(it: _Choice) -> list[RunSpec]:
 
 
 def _controls(it: _Choice) -> list[RunSpec]:
-    """Beside STEP at its own rate and at the shared one: SR-STE at three times that rate, and STEP with a second moment that goes on; and
-    both controls at SR-STE's and at their own best rates."""
+    """Controls for STEP at its own rate and at the shared one: SR-STE at three times that rate, and STEP with an unfrozen second moment;
+    both controls also at SR-STE's rate and at their own best rates."""
     best, shared = it.best(), shared_rate(it.rows, it.task)
     wanted: list[tuple[str, str, float | None]] = []
     for pattern in it.patterns or it.s.patterns:
@@ -304,9 +304,9 @@ def pending(specs: Iterable[RunSpec], rows: Iterable[RunRow]) -> list[RunSpec]:
 
 
 def foreseen(rows: Iterable[RunRow], task: str, only: Sequence[str] = (), patterns: Sequence[str] = ()) -> list[RunRow]:
-    """The rows, and those that every search would need to end where it is now, or at the second rate where it has not begun.
+    """The rows, plus those that every search needs to end at its current best rate, or at its second rate if it has not begun.
 
-    For an estimate of what is left; a search whose optimum moves on needs more.
+    For an estimate of what is left; a search whose optimum moves needs more.
     """
     rows, start = list(rows), {optimizer: _start(settings(task), optimizer) for optimizer in OPTIMIZERS}
     begun = {(row.method, row.pattern, row.optimizer, row.steps) for row in rows if row.task == task and row.spec.tuning}

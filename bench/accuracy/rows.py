@@ -22,21 +22,21 @@ from .spec import RunSpec
 RESULTS = machine_rows.RESULTS / "accuracy"
 RUNS = "runs.csv"
 REPEATS = "repeats.csv"
-"""Some runs again, on this machine or another; of a run there is one row per machine."""
+"""File of repeated runs, on this machine or another; one row per run and machine."""
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """What one run came to.
+    """The result of one run.
 
-    ``val_loss`` (nats), ``accuracy`` (percent) and ``bleu`` are of the deployable weights, ``nan`` where a task has none; on tuning seeds
-    they are of validation data where the task has some apart from its test set. ``other_loss`` is that of a second test set, further
-    from the training data, where the task has one. ``train_loss`` is the mean of the last 50 steps.
-    ``switch_step`` is STEP's T₀, 0 where there is none, and ``switch_reason`` says what ended the dense phase: AutoSwitch's ``test``, its
-    bounds ``t_min`` or ``t_max``, or ``fixed``. ``status`` is ``ok``, or ``diverged`` where a loss or weight was not finite (losses are
-    then ``nan`` and ``done`` says after how many steps). ``training_flops`` are those of the run, ``inference_flops`` those of one token;
-    0 where they have not been counted yet. ``seconds`` are the process's CPU time; rows of before commit c1d34ab have elapsed
-    time, which is more where the machine was loaded. ``data`` is a digest; ``machine`` ends with the CPU's instruction set.
+    ``val_loss`` (nats), ``accuracy`` (percent) and ``bleu`` are of the deployable weights, ``nan`` if the task has no such value; on tuning
+    seeds they are of validation data if the task has some besides its test set. ``other_loss`` is of a second test set, further from the
+    training data, if the task has one. ``train_loss`` is the mean of the last 50 steps.
+    ``switch_step`` is STEP's T₀, 0 if there is none, and ``switch_reason`` what ended the dense phase: AutoSwitch's ``test``, its bounds
+    ``t_min`` or ``t_max``, or ``fixed``. ``status`` is ``ok``, or ``diverged`` if a loss or weight was not finite (then losses are ``nan``
+    and ``done`` is the number of steps until then). ``training_flops`` are those of the run, ``inference_flops`` those of one token; 0 if
+    not counted yet. ``seconds`` are the process's CPU time; rows from before commit c1d34ab have elapsed time, which is longer if the
+    machine was loaded. ``data`` is a digest; ``machine`` ends with the CPU's instruction set.
     """
 
     task: str
@@ -68,12 +68,12 @@ class RunRow:
 
     @property
     def spec(self) -> RunSpec:
-        """The run that it is of."""
+        """The run of this row."""
         return RunSpec(self.task, self.method, self.pattern, self.seed, self.lr, self.steps, self.optimizer, self.beta2, self.purpose)
 
 
 def bare(spec: RunSpec, val_loss: float) -> RunRow:
-    """A row that holds a loss and nothing else, for what only looks at losses."""
+    """A row with only a loss, for code that only looks at losses."""
     known = {**asdict(spec), "val_loss": val_loss, "status": "ok" if math.isfinite(val_loss) else "diverged"}
     blank = {"int": 0, "float": math.nan, "str": ""}
     return RunRow(**{f.name: known.get(f.name, blank[str(f.type)]) for f in fields(RunRow)})
@@ -84,14 +84,14 @@ COLUMNS = tuple(f.name for f in fields(RunRow))
 
 @cache
 def stamp() -> dict[str, str]:
-    """Where and when: machine, versions, commit, date; asked once per process."""
+    """Machine, versions, commit and date; computed once per process."""
     machine = f"{machine_rows.machine()}, {torch.backends.cpu.get_cpu_capability().lower()}"
     date = datetime.date.today().isoformat()
     return {"machine": machine, "versions": machine_rows.versions(), "commit": machine_rows.commit(), "date": date}
 
 
 def load(folder: Path = RESULTS, name: str = RUNS) -> list[RunRow]:
-    """All rows of a results folder; none where there is no file. Of a run that stands there twice, the last."""
+    """All rows of a results folder, the last one of each run; empty if there is no file."""
     rows = [from_text(line) for line in load_lines(folder / name)]
     return list({_identity(row, name): row for row in rows}.values())
 
@@ -101,30 +101,30 @@ def _identity(row: RunRow, name: str) -> tuple[str, ...]:
 
 
 def from_text(line: Mapping[str, str]) -> RunRow:
-    """The row of a line of the file."""
+    """The row from a line of the file."""
     kinds = {"int": int, "float": float, "str": str}
     return RunRow(**{f.name: kinds[str(f.type)](line[f.name]) for f in fields(RunRow)})
 
 
 def save(rows: Iterable[RunRow], folder: Path = RESULTS, name: str = RUNS) -> None:
-    """Write the rows sorted, so that a commit shows what is new."""
+    """Write the rows sorted, so that a diff shows what is new."""
     machine_rows.save([asdict(row) for row in sorted(rows, key=_order)], COLUMNS, folder / name)
 
 
 def append(rows: Iterable[RunRow], folder: Path = RESULTS, name: str = RUNS) -> None:
-    """Add rows at the end of the file; ``load`` takes them in place of earlier rows of the same runs."""
+    """Append rows to the file; for ``load`` they replace earlier rows of the same runs."""
     append_lines([asdict(row) for row in rows], COLUMNS, folder / name)
 
 
 def tidy(folder: Path = RESULTS, name: str = RUNS) -> None:
-    """Sort what was appended and drop the rows that were replaced."""
+    """Sort the rows and drop those that were replaced."""
     if (folder / name).exists():
         with locked(folder):
             save(load(folder, name), folder, name)
 
 
 def load_lines(path: Path) -> list[dict[str, str]]:
-    """The lines of a CSV as text, without a last one that is not whole (yet); none where there is no file."""
+    """The lines of a CSV as text, without an incomplete last one; empty if there is no file."""
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")
@@ -132,7 +132,7 @@ def load_lines(path: Path) -> list[dict[str, str]]:
 
 
 def append_lines(lines: Iterable[Mapping[str, object]], columns: Sequence[str], path: Path) -> None:
-    """Add lines to a CSV that other processes add to as well; a last line that was cut off by a kill is dropped first."""
+    """Append lines to a CSV that other processes append to as well; first drops a last line that a kill has truncated."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     with locked(path.parent):
@@ -147,7 +147,7 @@ def append_lines(lines: Iterable[Mapping[str, object]], columns: Sequence[str], 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """While this process alone writes to the folder; others that ask wait."""
+    """Lock the folder: other processes that want to write to it wait."""
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""Many runs: a pool of processes of one thread each, progress, and nothing lost when it stops."""
+"""Does many runs in a pool of single-threaded processes, with progress; finished runs survive an interruption."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from .worker import Outcome, attempt, settle_process
 
 Say = Callable[[str], None]
 Plan = Callable[[list[RunRow]], list[RunSpec]]
-"""The rows that are done -> the runs that are wanted."""
+"""A function from finished rows to the runs to do."""
 
 
 def say(text: str) -> None:
-    """A plain line of progress."""
+    """Print a line of progress."""
     print(time.strftime("%H:%M:%S", time.gmtime()), text, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def processes(workers: int) -> Iterator[Executor]:
-    """A pool of ``workers`` processes of one thread each, with low priority; each of them loads a task once. Leaving it does not wait."""
-    machine_rows.commit()  # as the tree is now, not as it may have become when the first row is written
+    """A pool of ``workers`` single-threaded processes with low priority, each of which loads a task once. Exiting it does not wait."""
+    machine_rows.commit()  # cached now, since the tree may change before the first row is written
     pool = ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=settle_process)
     try:
         yield pool
@@ -40,10 +40,10 @@ def processes(workers: int) -> Iterator[Executor]:
 
 
 def run_stage(wanted: Plan, folder: Path, pool: Executor, workers: int, limit: int | None = None, tell: Say = say) -> tuple[int, int]:
-    """Do what is wanted and not done, and ask again until nothing is left: a search wants more once its first rates are known.
+    """Do the missing runs, and repeat until none is left: a search adds runs once its first rates are known.
 
     Returns:
-        how many runs were done, and how many failed. One that failed is not tried twice.
+        how many runs were done, and how many failed. A failed run is not tried again.
     """
     done, failed = 0, set[str]()
     while limit is None or done < limit:
@@ -57,12 +57,12 @@ def run_stage(wanted: Plan, folder: Path, pool: Executor, workers: int, limit: i
 
 
 def run_all(specs: Iterable[RunSpec], folder: Path, pool: Executor, workers: int, tell: Say = say, name: str = RUNS) -> list[Outcome]:
-    """Do every run and keep each row as soon as it is there; the failed ones come back.
+    """Do every run and write each row as soon as it is finished; returns the failed runs.
 
-    Interrupting loses only what is under way. At most two runs per worker are handed out ahead, so an interrupt is quick.
+    An interruption loses only unfinished runs. At most two runs per worker are submitted ahead, so interrupting is quick.
 
     Args:
-        pool: what runs them, ``processes(workers)``.
+        pool: the workers, ``processes(workers)``.
         name: of the file of rows, ``runs.csv`` or ``repeats.csv``; only the first one comes with traces.
     """
     queue, failed, total = list(specs)[::-1], [], 0
@@ -83,7 +83,7 @@ def run_all(specs: Iterable[RunSpec], folder: Path, pool: Executor, workers: int
                 pace = (time.perf_counter() - begin) / total
                 tell(f"[{total}/{todo}, {pace * (todo - total) / 60:.0f} min left] {_line(outcome)}")
     except BrokenProcessPool:
-        tell("a worker process died (out of memory?). Finished rows are kept; run the same command again to go on.")
+        tell("a worker process died (out of memory?). Finished rows are kept; run the same command again to continue.")
         raise
     finally:
         for future in waiting:
@@ -98,7 +98,7 @@ def _keep(outcome: Outcome, folder: Path, name: str) -> None:
     if outcome.trace and name != REPEATS:
         traces.append(outcome.trace, folder, outcome.spec.task)
     if outcome.row is not None:
-        rows.append([outcome.row], folder, name)  # last, because the row is what says that the run is done
+        rows.append([outcome.row], folder, name)  # last, because the row marks the run as done
 
 
 def _line(outcome: Outcome) -> str:

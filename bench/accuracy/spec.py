@@ -1,4 +1,4 @@
-"""One run, described in full; and what every part needs: the mean of several, and the error for an unknown name."""
+"""The description of a run, and helpers: the mean with its error, and the error for an unknown name."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 EVALUATION_SEEDS = tuple(range(10))
-"""Seeds of the weights and of the order of the data, for every number that is reported; a task says how many of them it uses."""
+"""Evaluation seeds, for every reported number, of weights and data order; the task sets how many are used."""
 
 TUNING_SEEDS = (100, 101, 102)
-"""Other seeds, on which learning rates are chosen; a task may use fewer."""
+"""Tuning seeds, on which learning rates are chosen; a task may use fewer."""
 
 DENSE = "dense"
-"""What stands in the place of a pattern where nothing is sparse."""
+"""The pattern of dense training."""
 
 OPTIMIZERS = ("adamw", "sgd")
 """AdamW, or SGD with momentum 0.9."""
@@ -22,17 +22,17 @@ OPTIMIZERS = ("adamw", "sgd")
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What one run trains, and why.
+    """The description of one run.
 
     Args:
-        task, method: names known to ``tasks`` and ``methods``.
+        task, method: names in ``tasks`` and ``methods``.
         pattern: ``"2:4"``, or ``"dense"``.
-        seed: of the first weights, the order of the data and the recipe's draws.
+        seed: of the initial weights, the data order and the recipe's random numbers.
         lr: peak learning rate.
         steps: optimizer steps.
         optimizer: ``"adamw"`` or ``"sgd"``.
-        beta2: AdamW's β₂; always 0 for SGD, which has none.
-        purpose: the stage of the plan that asked for the run. A label only: two runs that differ in nothing else are the same run.
+        beta2: AdamW's β₂; always 0 for SGD.
+        purpose: the stage of the plan. A label only: runs that differ in nothing else are the same run.
 
     Raises:
         ValueError: the optimizer is unknown.
@@ -56,7 +56,7 @@ class RunSpec:
 
     @property
     def key(self) -> str:
-        """What tells this run from others: ``gpt/step/2:4/adamw/0.999/0.004/1000/0``."""
+        """The key of this run: ``gpt/step/2:4/adamw/0.999/0.004/1000/0``."""
         return f"{self.task}/{self.method}/{self.pattern}/{self.optimizer}/{self.beta2:g}/{self.lr:g}/{self.steps}/{self.seed}"
 
     @classmethod
@@ -72,12 +72,12 @@ class RunSpec:
 
     @property
     def tuning(self) -> bool:
-        """True if the run serves to choose a rate: it is judged on validation data, where the task has some apart from the test set."""
+        """Whether the run is for choosing a rate, and is evaluated on validation data if the task has some besides its test set."""
         return self.seed in TUNING_SEEDS
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean and its standard error, s / √n; the error of a single value is nan.
+    """The mean and its standard error s / √n; the error of a single value is nan.
 
     Example:
         >>> mean_and_error([1.0, 3.0])
@@ -93,13 +93,13 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """The text of the error: what is unknown, what may have been meant, and what there is.
+    """The error message for an unknown name, with the nearest name and all names.
 
     Example:
         >>> unknown("task", "gtp", ["gpt", "vit"])
-        "no task is called 'gtp'; did you mean 'gpt'? There are gpt, vit."
+        "unknown task 'gtp'; did you mean 'gpt'? Choose from gpt, vit."
     """
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"no {kind} is called {name!r}; {hint}There are {', '.join(names)}."
+    return f"unknown {kind} {name!r}; {hint}Choose from {', '.join(names)}."

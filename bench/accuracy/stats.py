@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from scipy.special import stdtr, stdtrit
 
 LEVEL = 0.95
-"""Of every interval on the page."""
+"""The confidence level of every interval on the page."""
 
 ENOUGH = 5
-"""Seeds below which nothing is called a result."""
+"""The fewest seeds of a result."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Estimate:
     """A mean over seeds with Student's interval.
 
     Args:
-        mean: x̄; nan where there is no value.
+        mean: x̄; nan without values.
         half: half width of the 95 % interval, t(0.975, n − 1) · s / √n; nan below two values.
-        n: finite values behind it.
+        n: number of finite values.
         p: of the two-sided t-test that the mean is 0; nan below two values.
-        lost: values that were not finite, which are runs that diverged. They are in none of the other fields.
+        lost: number of values that were not finite (diverged runs), which the other fields do not include.
     """
 
     mean: float
@@ -36,11 +36,11 @@ class Estimate:
 
     @property
     def clear(self) -> bool:
-        """The interval excludes 0."""
+        """Whether the interval excludes 0."""
         return abs(self.mean) > self.half
 
     def shown(self, digits: int = 3, sign: bool = False) -> str:
-        """``0.059 ± 0.003``, or the mean alone where there is no interval.
+        """``0.059 ± 0.003``, or the mean alone if there is no interval.
 
         Example:
             >>> estimate([1.0, 2.0, 3.0]).shown(2, sign=True)
@@ -70,10 +70,10 @@ def estimate(values: Iterable[float]) -> Estimate:
 
 
 def combined(terms: Sequence[tuple[float, Mapping[int, float]]]) -> dict[int, float]:
-    """Σ coefficient · value, seed by seed, over the seeds that all terms have: the values behind a paired estimate.
+    """Σ coefficient · value for each seed that all terms have, for a paired estimate.
 
     Args:
-        terms: (coefficient, seed -> value). A value that is not finite stays, as nan, so that ``estimate`` counts it.
+        terms: (coefficient, seed -> value). A value that is not finite is kept as nan, so that ``estimate`` counts it.
 
     Example:
         >>> combined([(1, {0: 5.0, 1: 7.0}), (-1, {1: 4.0, 2: 9.0})])
@@ -85,9 +85,9 @@ def combined(terms: Sequence[tuple[float, Mapping[int, float]]]) -> dict[int, fl
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Adjusted p-values: p̃₍ᵢ₎ = max over j ≤ i of min(1, (m − j + 1) · p₍ⱼ₎), p sorted upwards (Holm, 1979).
+    """Adjusted p-values: p̃₍ᵢ₎ = max over j ≤ i of min(1, (m − j + 1) · p₍ⱼ₎), p in ascending order (Holm, 1979).
 
-    A contrast that is not measured yet (nan) counts in m, so that what is there is not judged more mildly while others are missing.
+    A contrast that is not measured yet (nan) counts in m, so that the others are not tested less strictly meanwhile.
 
     Example:
         >>> [round(p, 6) for p in holm([0.01, 0.04, 0.03, 0.005])]
@@ -101,10 +101,10 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def interpolate(points: Mapping[float, float], x: float) -> float:
-    """The value at ``x`` on the straight lines through ``points`` in log x.
+    """Interpolate linearly in log x between ``points``.
 
     Raises:
-        ValueError: ``x`` lies outside the points; a curve is not continued beyond what was run.
+        ValueError: ``x`` lies outside the points; there is no extrapolation.
 
     Example:
         >>> interpolate({1.0: 3.0, 4.0: 1.0}, 2.0)

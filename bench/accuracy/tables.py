@@ -1,4 +1,4 @@
-"""Tables of the page: what every method came to, at which rate, over how many seeds, and what it cost."""
+"""Tables of the page: the results of every method, with rates, seeds and costs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .stats import Estimate, combined, estimate, interpolate
 from .tasks.base import settings
 
 BASELINE = "srste"
-"""The method that the others are compared with, seed by seed."""
+"""The method that the others are compared with, paired by seed."""
 
 NONE = "–"
-"""Stands where there is no run."""
+"""Cell without runs."""
 
 BELOW = "†"
-"""Marks a difference that is no larger than the one that a repeated run showed."""
+"""Marks a difference that is no larger than that of a repeated run."""
 
 SMALL = 0.001
-"""p-values below it are not told from each other."""
+"""p-values below this are shown as smaller than it."""
 
 FIXED = "fixed"
-"""The reason of a switch at a step that was given."""
+"""``switch_reason`` of a switch at a fixed step."""
 
 LATE = 0.8
 """The share of a run's steps after which it counts as late."""
@@ -36,7 +36,7 @@ Find = Callable[[Case], Runs]
 
 
 def sparsity(pattern: str) -> tuple[float, int]:
-    """A key that sorts patterns from dense to sparse, and among equals by M."""
+    """Sort key of patterns: from dense to sparse, and then by M."""
     n, m = map(int, pattern.split(":"))
     return m / n, m
 
@@ -48,13 +48,13 @@ def ordered(names: Iterable[str]) -> list[str]:
 
 
 def grid(cells: Cells, task: str, optimizer: str, beta2: float | None, only: Collection[str]) -> tuple[list[str], list[str]]:
-    """The methods and the patterns of which a task has runs."""
+    """The methods and the patterns for which a task has runs."""
     found = [(m, p) for m, p in cells.cases(task, optimizer, beta2) if not only or m in only]
     return ordered(m for m, _ in found), sorted({p for _, p in found if p != DENSE}, key=sparsity)
 
 
 def primary(cells: Cells) -> str:
-    """The primary contrasts, with what they came to."""
+    """The table of the primary contrasts with their results."""
     lines = [["question", "answer", "difference in loss, nats", "n", "p after Holm"]]
     for finding in findings(cells).values():
         e, bold = finding.estimate, "**" if finding.significant else ""
@@ -65,7 +65,7 @@ def primary(cells: Cells) -> str:
 
 
 def in_short(p: float) -> str:
-    """A p-value with two digits, or that it is small."""
+    """A p-value with two digits, or ``< 0.001``."""
     return f"{p:.2g}" if p >= SMALL else f"< {SMALL:g}"
 
 
@@ -85,9 +85,9 @@ def results(
     """Mean ± half of the 95 % interval per method and pattern, and below it the paired difference to SR-STE.
 
     Args:
-        rates: ``"tuned"``: each case at the rate that the search found; ``"shared"``: all at dense's.
-        lr: all at this rate, instead.
-        steps: of the runs, the task's own by default.
+        rates: ``"tuned"``: each case at its best rate; ``"shared"``: all at dense's.
+        lr: all at this rate instead.
+        steps: length of the runs; the task's own by default.
     """
 
     def find(case: Case) -> Runs:
@@ -129,12 +129,12 @@ def _cell(cells: Cells, case: Case, find: Find, value: Value, digits: int, searc
 
 
 def below(cells: Cells, task: str, delta: Estimate) -> str:
-    """The mark of a difference that is no larger than what a repeated run of the task moved by."""
+    """The mark of a difference that is no larger than that of a repeated run of the task."""
     return BELOW if 0 < cells.spread(task) >= abs(delta.mean) else ""
 
 
 def _switch(runs: Iterable[RunRow]) -> str:
-    """AutoSwitch's T₀ and what ended the dense phase: ``53 to 251 (t_max 1, test 1)``; nothing for other methods."""
+    """AutoSwitch's T₀ and what ended the dense phase: ``53 to 251 (t_max 1, test 1)``; empty for other methods."""
     rows = [row for row in runs if row.switch_step and row.switch_reason != FIXED]
     if not rows:
         return ""
@@ -149,26 +149,26 @@ def _lost(e: Estimate) -> str:
 
 
 def planned(task: str) -> int:
-    """Evaluation seeds that the plan has for a task."""
+    """Number of evaluation seeds that the plan has for a task."""
     return settings(task).seeds
 
 
 MISSING = "*No runs yet.*"
-"""Stands in the place of a table without runs."""
+"""Replaces a table without runs."""
 
 
 def progress(cells: Cells, task: str) -> str:
-    """What the plan has left for a task and what that costs; nothing where all is done."""
+    """How much of the plan is left for a task, and its cost; empty if all is done."""
     if task not in tasks.names():
         return MISSING
     left = cells.left(task)
-    more = ", more where a search moves on" if any(spec.purpose == "tune" for spec in left) else ""
+    more = ", more if a search is extended" if any(spec.purpose == "tune" for spec in left) else ""
     text = f"{len(left)} runs of the plan are not done, about {cost(left):.2g} CPU-hours of one core{more}"
     return f"*{text}: `python -m bench.accuracy run --tasks {task}`.*" if left else ""
 
 
 def gaps(cells: Cells, task: str) -> str:
-    """Loss of SR-STE over dense under each optimizer, and the difference of the two, at the tuned rates."""
+    """Loss of SR-STE minus dense under each optimizer, and the difference of the two, at the tuned rates."""
     patterns = grid(cells, task, "adamw", None, (BASELINE,))[1]
     lines = [["SR-STE over dense", *patterns]]
 
@@ -176,7 +176,7 @@ def gaps(cells: Cells, task: str) -> str:
         both = ((sign, BASELINE), (-sign, DENSE))
         return [(s, {k: r.val_loss for k, r in cells.tuned(Case(task, m, pattern, optimizer)).items()}) for s, m in both]
 
-    wanted = {"AdamW": (("adamw", 1),), "SGD": (("sgd", 1),), "AdamW less SGD": (("adamw", 1), ("sgd", -1))}
+    wanted = {"AdamW": (("adamw", 1),), "SGD": (("sgd", 1),), "AdamW minus SGD": (("adamw", 1), ("sgd", -1))}
     for name, signs in wanted.items():
         sums = [estimate(combined([t for o, sign in signs for t in terms(p, o, sign)]).values()) for p in patterns]
         lines.append([name, *(e.shown(sign=True) + _n(e) for e in sums)])
@@ -201,7 +201,7 @@ def by_rate(
     """A column for every rate: the loss of each method, or its paired difference to ``against`` at the same rate.
 
     Args:
-        tuning: on the seeds of the search; otherwise on those of the evaluation.
+        tuning: on the tuning seeds, otherwise on the evaluation seeds.
     """
     seeds = TUNING_SEEDS if tuning else EVALUATION_SEEDS
     cases = [Case(task, name, pattern, optimizer) for name in names]
@@ -220,7 +220,7 @@ def by_rate(
 
 
 def controls(cells: Cells, task: str, pattern: str, step: str = "step-25") -> str:
-    """STEP beside what separates its parts: the frozen moment, the dense phase, and the rate."""
+    """STEP and its controls, which separate the effects of the frozen moment, the dense phase, and the rate."""
     own, base, thawed = (Case(task, name, pattern) for name in (step, BASELINE, f"{step}-thawed"))
     ours, theirs = cells.search(own), cells.search(base)
     if ours is None or theirs is None:
@@ -232,7 +232,7 @@ def controls(cells: Cells, task: str, pattern: str, step: str = "step-25") -> st
         ("the same, at SR-STE's rate", thawed, theirs.rate),
         ("SR-STE at three times STEP's rate", base, threefold(ours.rate, settings(task).factor)),
     ]
-    lines = [["run", "lr", "loss", "less SR-STE at its own rate"]]
+    lines = [["run", "lr", "loss", "minus SR-STE at its own rate"]]
     for i, (text, case, lr) in enumerate(wanted):
         runs = cells.at(case, lr)
         delta = difference(runs, cells.at(base, theirs.rate))
@@ -241,7 +241,7 @@ def controls(cells: Cells, task: str, pattern: str, step: str = "step-25") -> st
 
 
 def rate_ratio(cells: Cells, task: str, pattern: str, method: str = BASELINE, optimizer: str = "adamw") -> str:
-    """How far the best rate of a method lies from dense training's: ``10 times dense training's (0.1 against 0.01)``."""
+    """The best rate of a method relative to dense training's: ``10 times dense training's (0.1 against 0.01)``."""
     ours, dense = (cells.search(Case(task, name, pattern, optimizer)) for name in (method, DENSE))
     if ours is None or dense is None:
         return "not searched yet"
@@ -250,13 +250,13 @@ def rate_ratio(cells: Cells, task: str, pattern: str, method: str = BASELINE, op
 
 
 def smallest_and_best(cells: Cells, task: str, pattern: str, method: str = BASELINE) -> list[float]:
-    """The smallest rate that the search of a method tried, and the best one; none before it is over."""
+    """The smallest rate of a method's search, and the best one; empty before it is over."""
     search = cells.search(Case(task, method, pattern))
     return sorted({min(search.losses), search.rate}) if search else []
 
 
 def curve(cells: Cells, case: Case) -> dict[int, dict[float, float]]:
-    """Seed -> training FLOPs -> loss, of runs of several lengths at the rate of each length; seeds that have all lengths."""
+    """Seed -> training FLOPs -> loss, of runs of several lengths at the rate of each length; only seeds that have all lengths."""
     found = [runs for steps in cells.lengths(case) if (runs := cells.tuned(case, steps))]
     seeds = set.intersection(*map(set, found)) if len(found) > 1 else set()
     every = {seed: {runs[seed].training_flops: runs[seed].val_loss for runs in found} for seed in sorted(seeds)}
@@ -264,7 +264,7 @@ def curve(cells: Cells, case: Case) -> dict[int, dict[float, float]]:
 
 
 def at_flops(points: dict[int, dict[float, float]], budget: float) -> dict[int, float]:
-    """Seed -> loss at a budget of training FLOPs, interpolated in log FLOPs; seeds whose runs do not reach round it are left out."""
+    """Seed -> loss at a budget of training FLOPs, interpolated in log FLOPs; seeds without runs on both sides are left out."""
     found = {}
     for seed, mine in points.items():
         if min(mine) <= budget <= max(mine):
@@ -273,12 +273,12 @@ def at_flops(points: dict[int, dict[float, float]], budget: float) -> dict[int, 
 
 
 def less_at(ours: dict[int, dict[float, float]], theirs: dict[int, dict[float, float]], budget: float) -> Estimate:
-    """The loss of one curve less another's at a budget of training FLOPs, paired by seed."""
+    """The loss of one curve minus another's at a budget of training FLOPs, paired by seed."""
     return estimate(combined([(1, at_flops(ours, budget)), (-1, at_flops(theirs, budget))]).values())
 
 
 def equal_flops(cells: Cells, task: str, pattern: str, only: Collection[str] = ()) -> str:
-    """Loss less dense's at the same training FLOPs, at budgets where both have runs on both sides."""
+    """Loss minus dense's at the same training FLOPs, at budgets with runs of both on both sides."""
     dense = curve(cells, Case(task, DENSE, DENSE))
     if not dense:
         return MISSING
@@ -293,7 +293,7 @@ def equal_flops(cells: Cells, task: str, pattern: str, only: Collection[str] = (
 
 
 def by_length(cells: Cells, task: str, pattern: str) -> str:
-    """Loss less dense's after the same number of steps, of runs of several lengths, below dense's own."""
+    """Loss minus dense's after the same number of steps, for runs of several lengths, below dense's own loss."""
     baseline = Case(task, DENSE, DENSE)
     lengths = cells.lengths(baseline)
     dense = [cells.tuned(baseline, steps) for steps in lengths]
@@ -307,7 +307,7 @@ def by_length(cells: Cells, task: str, pattern: str) -> str:
 
 
 def ablation(cells: Cells, task: str, beta2: float, only: Collection[str] = ()) -> str:
-    """Runs with another β₂, all at the one rate at which most methods have runs."""
+    """Runs with another β₂, all at the rate at which most methods have runs."""
     cases = [Case(task, name, pattern, beta2=beta2) for name, pattern in cells.cases(task, beta2=beta2)]
     found = [lr for case in cases for lr in cells.rates(case)]
     if not found:
@@ -317,7 +317,7 @@ def ablation(cells: Cells, task: str, beta2: float, only: Collection[str] = ()) 
 
 
 def betas(cells: Cells, task: str, beta2: float) -> str:
-    """Loss with another β₂ less that with the task's own, at dense training's rate."""
+    """Loss with another β₂ minus that with the task's own, at dense training's rate."""
     names, patterns = grid(cells, task, "adamw", beta2, ())
     rows = []
     for name in names:
@@ -330,7 +330,7 @@ def betas(cells: Cells, task: str, beta2: float) -> str:
 
 
 def autoswitch(cells: Cells, beta2: float) -> str:
-    """How often the paper's AutoSwitch ended the dense phase by its test and how often at its bounds."""
+    """How often the paper's AutoSwitch ended the dense phase by its test, and how often at its bounds."""
     rows = [row for row in cells.rows if row.method == "step" and row.switch_reason and row.beta2 == beta2]
     if not rows:
         return "not run yet"
@@ -368,7 +368,7 @@ def switches(cells: Cells, task: str) -> str:
 
 
 def repeats(cells: Cells) -> str:
-    """Runs that were done again, with how far the validation loss moved."""
+    """Repeated runs, with the change of the validation loss."""
     lines = [["run", "first", "again", "loss", "again", "moved by"]]
     for a, b in cells.repeated:
         moved = NONE if math.isnan(b.val_loss - a.val_loss) else f"{b.val_loss - a.val_loss:+.2g}".replace("-", "−")
@@ -408,13 +408,13 @@ def flops(cells: Cells, task: str, only: Collection[str] = ()) -> str:
 
 
 def notes(cells: Cells, only: Collection[str] = ()) -> str:
-    """What each name in the tables stands for."""
+    """The meaning of each name in the tables."""
     names = ordered(row.method for row in cells.rows if not only or row.method in only)
     return table([["name", "method"], *([f"`{name}`", methods.get(name).note] for name in names)])
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; the first line is its head.
+    """A Markdown table; the first line is the header.
 
     Example:
         >>> print(table([["a", "b"], ["1", "2"]]))

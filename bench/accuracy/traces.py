@@ -1,4 +1,4 @@
-"""What a recipe did on the way, in about 40 lines a run: ``trace-<task>.csv``, compact because there are many runs."""
+"""Traces of the recipe during training, about 40 lines a run: ``trace-<task>.csv``, compact because there are many runs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ COLUMNS = (
     *("run", "step", "loss", "flip_rate", "flip_rate_stride", "density", "decay_ratio", "max_update"),
     *("v_mean", "v_change", "z_bar", "threshold"),
 )
-"""``loss``: mean training loss since the last line. ``flip_rate``: mask bits changed by this one step, of all maskable weights, by the
-recipe's own count (0 where nothing is masked). ``flip_rate_stride``: bits of the magnitude mask of the run's pattern that differ from
-the line before, whatever the recipe does with it. ``density``, ``decay_ratio``, ``max_update``: ``handle.metrics()``.
-``v_mean``: mean of Adam's raw second moment over maskable weights; ``v_change``: mean |v_t − v_{t−1}| of this step, AutoSwitch's Z_t.
-``z_bar`` and ``threshold``: what AutoSwitch compares. Empty: there is none."""
+"""``loss``: mean training loss since the last line. ``flip_rate``: share of mask bits of maskable weights changed by this step, counted by
+the recipe (0 if nothing is masked). ``flip_rate_stride``: share of bits of the magnitude mask that differ from the previous line, whatever
+mask the recipe uses. ``density``, ``decay_ratio``, ``max_update``: ``handle.metrics()``. ``v_mean``: mean of Adam's raw second moment over
+maskable weights; ``v_change``: mean |v_t − v_{t−1}| of this step, AutoSwitch's Z_t. ``z_bar`` and ``threshold``: the two values that
+AutoSwitch compares. Empty if there is no value."""
 
 
 def stride(steps: int) -> int:
@@ -47,7 +47,7 @@ class Trace:
         return [nm.ops.mask(layer.master.detach(), self.pattern) for layer in self.layers.values()] if ":" in self.pattern else []
 
     def after(self, step: int, loss: float, handle: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Take note of a step, counted from 1, and of its training loss; every ``stride`` steps a line is written."""
+        """Record a step, counted from 1, and its training loss; every ``stride`` steps a line is written."""
         self._losses.append(loss)
         if step % self.stride:
             return
@@ -79,23 +79,23 @@ def _short(value: float | None) -> str:
 
 
 def path(folder: Path, task: str) -> Path:
-    """Where the traces of a task lie."""
+    """The file of a task's traces."""
     return folder / f"trace-{task}.csv"
 
 
 def load(folder: Path, task: str) -> list[dict[str, str]]:
-    """All lines of a task; none where there is no file. Of a run that stands there twice, the last."""
+    """All lines of a task, the last ones of each run; empty if there is no file."""
     lines = rows.load_lines(path(folder, task))
     return list({(line["run"], line["step"]): line for line in lines}.values())
 
 
 def append(lines: Iterable[dict[str, str]], folder: Path, task: str) -> None:
-    """Add the lines of finished runs at the end of the file; ``load`` takes them in place of earlier ones of the same runs."""
+    """Append the lines of finished runs; for ``load`` they replace earlier ones of the same runs."""
     rows.append_lines(lines, COLUMNS, path(folder, task))
 
 
 def tidy(folder: Path, task: str) -> None:
-    """Sort what was appended and drop the lines that were replaced."""
+    """Sort the lines and drop those that were replaced."""
     if path(folder, task).exists():
         with rows.locked(folder):
             lines = sorted(load(folder, task), key=lambda line: (line["run"], int(line["step"])))

@@ -1,8 +1,8 @@
-"""Is Adam's second moment under masks another than in dense training? ``python -m bench.accuracy.variance``.
+"""Does Adam's second moment under masks differ from that in dense training? ``python -m bench.accuracy.variance``.
 
-STEP starts from the claim that it is, and a poor one. Two models begin alike and see the same batches, one dense and one sparse; at
-some steps their second moments are compared weight by weight, apart for weights that the mask keeps and prunes at that step. A second dense
-model with other batches shows how much two good estimates differ anyway.
+STEP claims that it does, and that it is worse. A dense and a sparse model start from the same weights and see the same batches; at some
+steps their second moments are compared weight by weight, separately for weights that the mask keeps and prunes at that step. A second dense
+model with other batches shows how much two good estimates differ.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ two logarithms. ``part``: ``kept`` or ``pruned`` by the magnitude mask of the sp
 FIGURES = COLUMNS[-3:]
 
 SHARES = (0.1, 0.25, 0.5, 1.0)
-"""When the moments are compared, as shares of the run."""
+"""Times of comparison, as shares of the run."""
 
 OTHER_BATCHES = 1000
 """Added to the seed of the second dense run's batches."""
@@ -41,10 +41,10 @@ Moments = dict[int, tuple[list[Tensor], list[Tensor]]]
 
 
 def moments(run: RunSpec, like: str, batches: int | None = None) -> Moments:
-    """Train, and take note at ``SHARES``; the masks are the magnitude masks of ``like``.
+    """Train, and record the moments at ``SHARES``; the masks are the magnitude masks of ``like``.
 
     Args:
-        batches: the seed of the batches, where it is not the run's.
+        batches: the seed of the batches; the run's by default.
     """
     it = tasks.get(run.task)
     torch.manual_seed(run.seed)
@@ -64,12 +64,12 @@ def moments(run: RunSpec, like: str, batches: int | None = None) -> Moments:
 
 
 def compare(ours: Moments, dense: Moments, split: bool) -> Iterator[tuple[int, str, float, float, float]]:
-    """(step, part, mean and deviation of log₂ of the ratio, correlation of the logarithms); weights without a gradient yet are left out."""
+    """(step, part, mean and deviation of the log₂ ratio, correlation of the logarithms), without weights that had no gradient yet."""
     for step, (v, masks) in ours.items():
         a, b = (torch.cat([t.flatten() for t in tensors]).double() for tensors in (v, dense[step][0]))
-        kept = torch.cat([m.flatten() for m in masks])
+        mask = torch.cat([m.flatten() for m in masks])
         used = (a > 0) & (b > 0)
-        for part, where in (("kept", kept), ("pruned", ~kept)) if split else (("all", torch.ones_like(kept)),):
+        for part, where in (("kept", mask), ("pruned", ~mask)) if split else (("all", torch.ones_like(mask)),):
             x, y = a[where & used].log2(), b[where & used].log2()
             yield step, part, (x - y).mean().item(), (x - y).std().item(), torch.corrcoef(torch.stack([x, y]))[0, 1].item()
 
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None, tell: Callable[[str], None] = print)
 
 
 def load(folder: Path = RESULTS) -> list[dict[str, str]]:
-    """The rows of ``variance.csv``; none where there is no file."""
+    """The rows of ``variance.csv``; empty if there is no file."""
     return rows.load(folder / FILE)
 
 

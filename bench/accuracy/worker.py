@@ -1,4 +1,4 @@
-"""One run: a spec goes in, a row and a trace come out."""
+"""Does one run: from a spec to a row and a trace."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .tasks import Settings, Task
 from .traces import Trace
 
 DIGITS = {"val_loss": 6, "other_loss": 6, "accuracy": 4, "bleu": 3}
-"""What a task's ``evaluate`` may return, and the digits that are kept."""
+"""Values that a task's ``evaluate`` may return, and the digits that are stored."""
 
 LAST = 50
 """Steps whose training loss is averaged for the row."""
 
 TRACED = {"tune": 1, "tuned": 2, "shared": 2, "controls": 1, "variants": 1, "lengths": 1}
-"""Of how many seeds the traces are kept, by stage; they are the larger files."""
+"""The number of seeds whose traces are stored, by stage; traces are the larger files."""
 
 MOMENTUM = 0.9
 """Of SGD."""
@@ -38,7 +38,7 @@ MOMENTUM = 0.9
 
 @dataclass
 class Outcome:
-    """What a run came to: its row, the lines of its trace, or why it failed."""
+    """The result of a run: its row and the lines of its trace, or why it failed."""
 
     spec: RunSpec
     row: RunRow | None = None
@@ -47,7 +47,7 @@ class Outcome:
 
 
 def learning_rate(settings: Settings, peak: float, step: int, steps: int) -> float:
-    """The rate of ``step``, counted from 1: a linear rise, then a cosine or a line down to ``settings.floor`` of the peak."""
+    """The learning rate of ``step``, counted from 1: a linear warm-up, then cosine or linear decay to ``settings.floor`` of the peak."""
     warmup = max(1, round(settings.warmup * steps))
     if step <= warmup:
         return peak * step / warmup
@@ -57,7 +57,7 @@ def learning_rate(settings: Settings, peak: float, step: int, steps: int) -> flo
 
 
 def param_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices, which decay, and everything else (a recipe's own learned tensors too), which does not."""
+    """Parameter groups: matrices with weight decay, and everything else (including a recipe's learned tensors) without."""
     named = list(model.named_parameters())
     matrices = [p for name, p in named if p.dim() == 2 and not name.rpartition(".")[2].startswith("nm_")]
     ids = set(map(id, matrices))
@@ -65,7 +65,7 @@ def param_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def make_optimizer(spec: RunSpec, settings: Settings, recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
-    """The run's optimizer, not attached yet: AdamW as the recipe wants it, or SGD with momentum."""
+    """The run's optimizer, not attached yet: the recipe's AdamW, or SGD with momentum."""
     groups = param_groups(model)
     if spec.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=spec.lr, momentum=MOMENTUM, weight_decay=settings.weight_decay)
@@ -74,7 +74,7 @@ def make_optimizer(spec: RunSpec, settings: Settings, recipe: Recipe, model: nn.
 
 
 def run(spec: RunSpec) -> Outcome:
-    """Train and evaluate at the deployable weights.
+    """Train, and evaluate the deployable weights.
 
     Raises:
         ValueError: the task or the method is unknown. NMError: the recipe cannot be built, or does not fit the model or the optimizer.
@@ -130,12 +130,12 @@ def run(spec: RunSpec) -> Outcome:
 
 
 def traced(spec: RunSpec) -> bool:
-    """True if the run's trace is kept."""
+    """Whether the run's trace is stored."""
     return spec.seed in (TUNING_SEEDS if spec.tuning else EVALUATION_SEEDS)[: TRACED.get(spec.purpose, 0)]
 
 
 def train_step(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, step: int) -> float:
-    """One optimizer step; where the loss is not finite nothing is updated."""
+    """One optimizer step; if the loss is not finite, nothing is updated."""
     loss = task.loss(model, task.batch(seed, step))
     value = loss.item()
     if math.isfinite(value):
@@ -156,14 +156,14 @@ def _evaluate(task: Task, model: nn.Module, handle: Any, tuning: bool) -> dict[s
 
 
 def settle_process(threads: int = 1) -> None:
-    """What a worker process does first: few threads, the back of the queue, and no warning of what the row tells anyway."""
+    """Set up a worker process: one thread, low priority, and no warning about what the row records."""
     torch.set_num_threads(threads)
     os.nice(19)
     warnings.filterwarnings("ignore", message="STEP: the switch came at")
 
 
 def attempt(spec: RunSpec) -> Outcome:
-    """``run`` with its FLOPs counted, and any error as text, so that one bad run does not end the others."""
+    """``run`` with FLOPs counted, and with errors as text, so that one bad run does not end the others."""
     try:
         outcome = run(spec)
         return replace(outcome, row=outcome.row and with_flops(outcome.row))
@@ -173,10 +173,10 @@ def attempt(spec: RunSpec) -> Outcome:
 
 @cache
 def run_flops(task: str, method: str, pattern: str, steps: int, switch_step: int = 0) -> tuple[float, float]:
-    """(training FLOPs of the whole run, inference FLOPs per token), of the linear layers.
+    """(training FLOPs of the whole run, inference FLOPs per token) of the linear layers.
 
     Args:
-        switch_step: STEP's T₀, 0 where there is none.
+        switch_step: STEP's T₀, 0 if there is none.
     """
     it = tasks.get(task)
     recipe = methods.get(method).build(pattern, steps)
@@ -185,6 +185,6 @@ def run_flops(task: str, method: str, pattern: str, steps: int, switch_step: int
 
 
 def with_flops(row: RunRow) -> RunRow:
-    """The row with its two columns of FLOPs; a run that diverged counts the steps that it did."""
+    """The row with its FLOPs; a diverged run counts the steps that it did."""
     training, inference = run_flops(row.task, row.method, row.pattern, row.steps, row.switch_step)
     return replace(row, training_flops=training * row.done / row.steps, inference_flops=inference)

@@ -1,4 +1,4 @@
-"""Our providers of an op, one per backend and instruction set, and the gates that they have to pass."""
+"""Our providers of an op, one per backend and instruction set, and the checks of their results."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from nmkernels.capability import compiled_core
 from ..registry import Call, Provider
 
 GATE_ELEMENTS = 1 << 20
-"""So many elements of the timed input are compared with the reference: all of 45 million would take longer than the timing."""
+"""Elements of the timed input that are compared with the reference: all 45 million would take longer than the timing."""
 
 STREAM = ("8192x16384",)
-"""On a GPU: 268 MB in 16 bits, several times any L2, so that reading it again reads memory."""
+"""On a GPU: 268 MB in 16 bits, several times any L2, so that it is read from memory each time."""
 
 ISAS = "NMKERNELS_BENCH_ISAS"
-"""Environment variable that ``--isas`` sets: the instruction sets to time beside the chosen one."""
+"""Environment variable that ``--isas`` sets: instruction sets to time in addition to the default."""
 
 
 def ours(op: str, args: Sequence[object], make: Callable[[], Provider]) -> list[Provider]:
-    """Providers ``nmkernels BACKEND`` for ``op(*args)``: the backend that users get, then the others that can; the reference only alone.
+    """Providers ``nmkernels BACKEND`` for ``op(*args)``: the default backend, then the others that can run it; the reference only if alone.
 
-    ``make`` returns a provider whose name is what follows the backend's (mostly nothing); its call goes through the public function.
+    ``make`` returns a provider whose name is the suffix after the backend's (mostly empty) and whose call uses the public function.
     """
     chosen = dispatch.choose(op, *args)
     found = [_named(make(), f"nmkernels {chosen.backend}", nullcontext)]
@@ -36,7 +36,7 @@ def ours(op: str, args: Sequence[object], make: Callable[[], Provider]) -> list[
         return found
     for entry in dispatch.implementations(op):
         if entry.backend == "reference":
-            break  # what comes after it, the emulator, is never chosen by itself
+            break  # the emulator comes after it, and is never chosen automatically
         if entry.backend != chosen.backend and entry.supports(*args)[0]:
             found.append(_named(make(), f"nmkernels {entry.backend}", lambda name=entry.backend: forced(name)))  # type: ignore[misc]
     if chosen.backend == "cpu":
@@ -50,30 +50,30 @@ def _named(p: Provider, name: str, under: Callable[[], AbstractContextManager[ob
 
 
 def also_time(isas: Sequence[str]) -> None:
-    """Time these instruction sets of the CPU kernels beside the one in use, from now on; ``NMError`` for one that is not here."""
+    """From now on, also time these instruction sets of the CPU kernels; ``NMError`` for one that this CPU does not have."""
     if not compiled_core().ok:
         raise NMError(f"--isas: {compiled_core().reason}.")
     if unknown := set(isas) - {"all", *core().isas()}:
-        raise NMError(f"--isas: {', '.join(sorted(unknown))} cannot run here; all, or some of {', '.join(core().isas())}.")
+        raise NMError(f"--isas: {', '.join(sorted(unknown))} cannot run here; choose all, or some of {', '.join(core().isas())}.")
     os.environ[ISAS] = ",".join(isas)
 
 
 def other_isas() -> list[str]:
-    """The instruction sets that ``--isas`` asked for, without the one in use."""
-    asked = os.environ.get(ISAS, "").split(",")
-    if not any(asked) or not compiled_core().ok:
+    """The instruction sets of ``--isas``, without the one in use."""
+    names = os.environ.get(ISAS, "").split(",")
+    if not any(names) or not compiled_core().ok:
         return []
-    return [name for name in core().isas() if (name in asked or "all" in asked) and name != core().isa()]
+    return [name for name in core().isas() if (name in names or "all" in names) and name != core().isa()]
 
 
 def forced(backend: str) -> AbstractContextManager[None]:
-    """Every op inside runs on ``backend``."""
+    """Inside, every op runs on ``backend``."""
     return environment(dispatch.ENV, backend)
 
 
 @contextmanager
 def environment(name: str, value: str) -> Iterator[None]:
-    """The environment variable has that value inside."""
+    """Inside, the environment variable has this value."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -87,7 +87,7 @@ def environment(name: str, value: str) -> Iterator[None]:
 
 @contextmanager
 def using(isa: str) -> Iterator[None]:
-    """The CPU kernels inside are those of ``isa``."""
+    """Inside, the CPU kernels are those of ``isa``."""
     before = core().isa()
     core().use_isa(isa)
     try:
@@ -97,7 +97,7 @@ def using(isa: str) -> Iterator[None]:
 
 
 def works(call: Call, device: str) -> bool:
-    """Whether a call of torch's does its work here; shapes, compute capabilities and builds differ in what they serve."""
+    """Whether a torch call runs here; support differs by shape, compute capability and build."""
     try:
         call()
         if device.startswith("cuda"):
@@ -108,13 +108,13 @@ def works(call: Call, device: str) -> bool:
 
 
 def normal(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Standard normal numbers, the same at every call."""
+    """Standard normal numbers, the same in every call."""
     gen = torch.Generator(device).manual_seed(seed)
     return torch.randn(*shape, generator=gen, device=device, dtype=dtype)
 
 
 def ends(rows: int, cols: int) -> list[slice]:
-    """Slices of rows, the first and the last ones, about ``GATE_ELEMENTS`` in all."""
+    """Slices with the first and the last rows, about ``GATE_ELEMENTS`` in all."""
     few = max(1, GATE_ELEMENTS // 2 // cols)
     return [slice(0, rows)] if rows <= 2 * few else [slice(0, few), slice(rows - few, rows)]
 
@@ -125,11 +125,11 @@ def reference(op: str) -> Callable[..., object]:
 
 
 def same_shapes(actual: object, expected: object, what: str) -> None:
-    """The gate of calls that are timed for what they cost the host: results are proved where the device's time is taken."""
+    """The check of calls whose host time is measured; their values are checked where the device time is."""
     mine, theirs = ([(x.shape, x.dtype) for x in (r if isinstance(r, tuple) else (r,))] for r in (actual, expected))
     assert mine == theirs, f"{what}: shapes and dtypes {mine}, the reference has {theirs}"
 
 
 def same_bits(actual: object, expected: object, what: str) -> None:
-    """The gate of exact ops."""
+    """The check of exact ops."""
     testing.assert_equal_bits(actual, expected, what)

@@ -1,4 +1,4 @@
-"""One optimizer step over a large weight, or many, beside torch's fused AdamW alone and with the mask and decay that users add to it."""
+"""One optimizer step over a large weight, or many, compared with torch's fused AdamW, alone and with eager mask and decay."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from . import _ours, eager
 LR, DECAY = 1e-3, 2e-4
 OP = "nm_masked_adamw_"
 MANY = 48
-"""Weights of a step that takes many at once: with 1024x1024 as many elements as one of 4096x11008, or a transformer of 4 blocks."""
+"""Weights of a step over many: at 1024x1024 as many elements as one of 4096x11008, or a transformer of 4 blocks."""
 
 
 @family(OP, grids=(Grid(matrices=("4096x11008",), dtypes=("float32", "bfloat16")), Grid(("4096x11008",), ("1:8",)), Grid(("1024x1024",))))
 def adamw(spec: Spec, device: str) -> Work:
-    """``MaskedAdamW.step`` with SR-STE's decay, new mask and statistics, without and with the masked weight written."""
+    """``MaskedAdamW.step`` with SR-STE's decay, new mask and statistics, with and without writing the masked weight."""
     return _step(spec, device, 1)
 
 
 @family(f"{OP}(many)", grids=(Grid(matrices=("1024x1024",), on="cuda"),))
 def adamw_many(spec: Spec, device: str) -> Work:
-    """The same for ``MANY`` weights in one step, which one call takes together."""
+    """The same for ``MANY`` weights, which one call updates together."""
     return _step(spec, device, MANY)
 
 
@@ -42,7 +42,7 @@ def _step(spec: Spec, device: str, count: int) -> Work:
         return found
 
     mine, theirs = parameters(), parameters()
-    # the masked weight is for the next forward pass, which a GPU does in 16 bits
+    # the masked weight is for the next forward pass, which on a GPU is in 16 bits
     dtype = torch.bfloat16 if device.startswith("cuda") else start.dtype
     sinks = [torch.empty_like(start, dtype=dtype) for _ in mine]
     plain = _masked(mine, spec)
@@ -60,7 +60,7 @@ def _step(spec: Spec, device: str, count: int) -> Work:
     if count == 1:
         ours += _packing(mine[0], grad, spec, moved, device)
     alone, together = "torch AdamW(fused)", "torch AdamW(fused) + eager mask and decay"
-    # weights move by all optimizers' steps in turn, which changes no time
+    # every optimizer changes the same weights, which does not affect the times
     ratios = [Ratio("time over fused AdamW", p.name, (alone,), "time") for p in ours]
     ratios += [Ratio("x AdamW + eager mask", p.name, (together,)) for p in ours]
     providers = [*ours, Provider(alone, fused.step, moved), Provider(together, by_hand.step)]
@@ -73,13 +73,13 @@ def _step(spec: Spec, device: str, count: int) -> Work:
 
 
 def _packing(p: nn.Parameter, grad: Tensor, spec: Spec, moved: int, device: str) -> list[Provider]:
-    """The step that also packs the new weight in 16 bits: W by the mask of its magnitudes; W and Wᵀ by the transposable one."""
+    """The step that also packs the new weight in 16 bits: W by the magnitude mask; W and Wᵀ by the transposable one."""
     w, moments, count = p.data, [torch.zeros_like(p, dtype=torch.float32) for _ in range(2)], torch.zeros((), device=p.device)
     hyper = torch.tensor([LR, 0.9, 0.999, 1e-8, 0.01, DECAY, 0, 0, 0], dtype=torch.float64, device=p.device)
     found = []
     for name, transposable in ((", packs W", False), (", packs both", True)):
         if transposable and (spec.pattern != "2:4" or not device.startswith("cuda")):
-            continue  # the CPU leaves such steps to the reference
+            continue  # on a CPU the reference runs such steps
         how = "transposable" if transposable else "magnitude"
         packed = ops.pack(w, spec.pattern, how, dtype=torch.bfloat16, columns=transposable)
         args = (*_arguments(w, grad, spec), transposable, [w.new_empty(0) if x is None else x for x in packed.buffers()])
@@ -105,14 +105,14 @@ def _leaves(packed: ops.Packed) -> list[Tensor]:
 
 
 def _arguments(w: Tensor, g: Tensor, spec: Spec) -> tuple[object, ...]:
-    """Arguments of the raw op, as backends are asked whether they can run it."""
+    """Arguments of the raw op, to ask backends whether they can run it."""
     state, counter = torch.empty_like(w, dtype=torch.float32), torch.zeros((), device=w.device)
     hyper = torch.zeros(9, dtype=torch.float64, device=w.device)
     return [w], [g], [state], [state], [], [counter], [], hyper, spec.n, spec.m, False, False, False, False, None, None
 
 
 def _masked(ps: list[nn.Parameter], spec: Spec) -> MaskedAdamW:
-    # fused keeps the step counters on the device, as torch's does
+    # like torch's, the fused one keeps the step counters on the device
     optimizer = MaskedAdamW(ps, lr=LR, fused=ps[0].is_cuda)
     optimizer.targets = {p: Target(Pattern(spec.pattern)) for p in ps}
     optimizer.rule = UpdateRule(masked=True, decay=DECAY)
@@ -120,7 +120,7 @@ def _masked(ps: list[nn.Parameter], spec: Spec) -> MaskedAdamW:
 
 
 def _writing(ps: list[nn.Parameter], spec: Spec, sinks: list[Tensor]) -> Callable[[], object]:
-    """The same pass when it also writes M(W) ⊙ W, by the op itself."""
+    """The same pass, also writing M(W) ⊙ W, through the raw op."""
     device = ps[0].device
     hyper = torch.tensor([LR, 0.9, 0.999, 1e-8, 0.01, DECAY, 0, 0, 0], dtype=torch.float64, device=device)
     first, second = ([torch.zeros_like(p, dtype=torch.float32) for p in ps] for _ in range(2))
@@ -129,7 +129,7 @@ def _writing(ps: list[nn.Parameter], spec: Spec, sinks: list[Tensor]) -> Callabl
 
 
 class _EagerSRSTE:
-    """SR-STE around any optimizer as its authors do it: one mask per step, kept for the next step's decay."""
+    """SR-STE around any optimizer as in the authors' code: one mask per step, kept for the next step's decay."""
 
     def __init__(self, ps: list[nn.Parameter], optimizer: torch.optim.Optimizer, spec: Spec) -> None:
         self.ps, self.optimizer, self.n, self.m = ps, optimizer, spec.n, spec.m
@@ -145,7 +145,7 @@ class _EagerSRSTE:
 
 
 def _gate(w: Tensor, g: Tensor, spec: Spec) -> None:
-    """Three steps of ours and of the reference from the same state leave the same bits; sums agree to 1e-6."""
+    """Check that three steps of ours and of the reference from the same state give the same bits, and sums to 1e-6."""
     hyper = torch.tensor([LR, 0.9, 0.999, 1e-8, 0.01, DECAY, 0, 0, 0], dtype=torch.float64, device=w.device)
     states = []
     for run in (torch.ops.nmkernels.nm_masked_adamw_, _ours.reference(OP)):

@@ -1,4 +1,4 @@
-"""What calls cost where the arithmetic costs nothing: a layer of 64 by 64, forward, the optimizer's step of two, and ``compress``."""
+"""The overhead of calls, on tiny tensors: a layer of 64 by 64, forward, the optimizer's step of two, and ``compress``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DENSE, ADAMW = "torch dense forward", "torch AdamW(fused) step"
 
 @family("calls", grids=(Grid(("64x64",), tokens=(8,)),))
 def calls(spec: Spec, device: str) -> Work:
-    """Microseconds of each call; SR-STE with ``packed`` True and False, beside what torch takes for the dense layer and for AdamW."""
+    """Microseconds of each call; SR-STE with ``packed`` True and False, compared with torch's dense layer and AdamW."""
     x, w = (_ours.normal(n, spec.cols, device=device, dtype=spec.torch_dtype) for n in (spec.tokens, spec.rows))
 
     def dense() -> nn.Sequential:

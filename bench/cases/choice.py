@@ -1,4 +1,4 @@
-"""GEMMs through the dispatcher, which takes the fastest measured way, beside dense ones: never below them."""
+"""GEMMs through the dispatcher, which takes the fastest measured candidate, compared with dense ones: never slower."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _grids(tokens: tuple[int, ...], patterns: tuple[str, ...] = ("2:4",)) -> tup
 
 @family("choice(fprop)", grids=_grids(TOKENS, ("2:4", "1:8")))
 def fprop(spec: Spec, device: str) -> Work:
-    """``CompressedLinear(x)`` with the dense weight kept, after ``nm.tune``, beside ``nn.Linear(x)`` with the same weights."""
+    """``CompressedLinear(x)`` with ``keep_dense``, after ``nm.tune``, compared with ``nn.Linear(x)`` with the same weights."""
     dense = nn.Linear(spec.cols, spec.rows, device=device, dtype=spec.torch_dtype).requires_grad_(False)
     c = ops.compress(dense.weight, spec.pattern)
     dense.weight.copy_(c.dense())
@@ -57,14 +57,14 @@ def fprop(spec: Spec, device: str) -> Work:
 
 @family("choice(dgrad)", grids=_grids(TOKENS[2:]))
 def dgrad(spec: Spec, device: str) -> Work:
-    """``dx = g W`` with W at hand in dense layout and packed both ways, beside the dense GEMM."""
+    """``dx = g W`` with W in dense layout and packed both ways, compared with the dense GEMM."""
     forms = forms_of(spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, torch.device(device), columns=True)
     return _plain(Problem("dgrad", spec.tokens, spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, torch.device(device), forms), spec)
 
 
 @family("choice(wgrad)", grids=_grids(TOKENS[3:]))
 def wgrad(spec: Spec, device: str) -> Work:
-    """``dW = ĝᵀ x`` from g, the estimate included, beside the GEMM of the same estimate in dense layout."""
+    """``dW = ĝᵀ x`` from g, including the estimate, compared with the GEMM of the same estimate in dense layout."""
     where = torch.device(device)
     forms = forms_of(spec.rows, spec.tokens, spec.n, spec.m, spec.torch_dtype, where)
     return _plain(Problem("wgrad", spec.tokens, spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, where, forms, "exact"), spec)
@@ -88,7 +88,7 @@ def _plain(gemm: Problem, spec: Spec) -> Work:
 
 
 def _work(spec: Spec, gemm: Problem, ours: Callable[[], Tensor], theirs: Callable[[], Tensor], exact: Callable[[slice], Tensor]) -> Work:
-    """Both ways, and how many times as fast the chosen candidate was when it was measured; 1 where that is dense."""
+    """The dispatcher and dense, and the chosen method's speed-up when it was measured; 1 if that is dense."""
     found = measure(gemm)
     best: Method = next(m for m in methods(gemm) if m.name == found.best)
     part, full = slice(0, PART), 2.0 * spec.tokens * spec.rows * spec.cols

@@ -1,8 +1,8 @@
-"""What torch offers on a CPU for ``y = x Wᵀ`` with a dense W, each way a provider of its own, so that ours meet the fastest.
+"""Torch's dense GEMMs ``y = x Wᵀ`` on a CPU, each a provider of its own, so that ours are compared with the fastest.
 
-The weight as it is: ``F.linear`` (MKL in float32; in 16 bits oneDNN where the CPU has instructions for it), oneDNN and MKL each by name,
-and for a 16-bit weight float32's GEMM of a wide copy of it, x and y converted. The weight packed once: MKL and oneDNN, as a graph runs
-them that froze its weights.
+With the weight as it is: ``F.linear`` (MKL in float32; in 16 bits oneDNN if the CPU has instructions for it), oneDNN and MKL by name, and
+for a 16-bit weight the float32 GEMM of a float32 copy, with x and y converted. With the weight packed once: MKL and oneDNN, as in a graph
+with frozen weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..timing import QUICK, on_cpu
 
 LINEAR = "torch dense"
 HOPELESS = 3.0
-"""A way so many times slower than the fastest is told by its first calls and not timed: it cannot become the fastest."""
+"""A GEMM whose first calls are this many times slower than the fastest is not timed: it cannot become the fastest."""
 
 Way = Callable[[Tensor], Tensor]
 Under = Callable[[], AbstractContextManager[object]]
@@ -30,7 +30,7 @@ Under = Callable[[], AbstractContextManager[object]]
 
 @dataclass
 class Dense:
-    """Torch's ways, those that are timed; of the others the seconds of a call, as facts of the case."""
+    """Torch's dense GEMMs that are timed; for the others, the seconds of a call, as facts of the case."""
 
     plain: list[Provider] = field(default_factory=list)
     packed: list[Provider] = field(default_factory=list)
@@ -42,8 +42,8 @@ class Dense:
         return [*self.plain, *self.packed]
 
 
-def ways(x: Tensor, weight: Tensor, nbytes: float, flops: float) -> Dense:
-    """Every way that works here, ``nbytes`` moved and ``flops`` done by each; operands may be transposed views."""
+def gemms(x: Tensor, weight: Tensor, nbytes: float, flops: float) -> Dense:
+    """Every GEMM that works here, with ``nbytes`` moved and ``flops`` done by each; operands may be transposed views."""
     plain: dict[str, tuple[Call, Under]] = {
         LINEAR: (lambda: F.linear(x, weight), nullcontext),
         f"{LINEAR} oneDNN": (lambda: onednn(x, weight), nullcontext),
@@ -72,20 +72,20 @@ def ways(x: Tensor, weight: Tensor, nbytes: float, flops: float) -> Dense:
 
 
 def onednn(x: Tensor, weight: Tensor) -> Tensor:
-    """``x Wᵀ`` by oneDNN, which ``F.linear`` takes for 16-bit operands only; W as it is, or reordered."""
+    """``x Wᵀ`` by oneDNN, which ``F.linear`` uses for 16-bit operands only; W as it is, or reordered."""
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
     return y
 
 
 def onednn_takes(dtype: torch.dtype) -> bool:
-    """Whether ``F.linear`` of this 16-bit dtype is oneDNN's here."""
+    """Whether ``F.linear`` of this 16-bit dtype uses oneDNN here."""
     known = torch.ops.mkldnn
     return bool(known._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else known._is_mkldnn_fp16_supported())
 
 
 @contextmanager
 def without_onednn() -> Iterator[None]:
-    """Inside, torch leaves oneDNN alone."""
+    """Inside, torch does not use oneDNN."""
     flags: Any = torch.backends.mkldnn
     before, flags.enabled = flags.enabled, False
     try:
@@ -99,7 +99,7 @@ def _narrow(x: Tensor, gemm: Way) -> Call:
 
 
 def _packed(x: Tensor, weight: Tensor) -> dict[str, Call]:
-    """Calls with the weight in the library's own order; a weight in 32 bits may be wider than ``x``."""
+    """Calls with the weight packed in the library's own order; it may be float32 where ``x`` is in 16 bits."""
     tokens = x.shape[0]
     run: Callable[[Way], Call] = (lambda gemm: lambda: gemm(x)) if x.dtype == weight.dtype else partial(_narrow, x)
     found: dict[str, Call] = {}
@@ -107,7 +107,7 @@ def _packed(x: Tensor, weight: Tensor) -> dict[str, Call]:
         try:
             found[name] = run(order(weight.contiguous(), tokens))
         except (RuntimeError, NotImplementedError, AttributeError):
-            continue  # a build without it, or a dtype that it has nothing for
+            continue  # a build without it, or an unsupported dtype
     return found
 
 
@@ -122,7 +122,7 @@ def _onednn(weight: Tensor, tokens: int) -> Way:
 
 
 def _first(call: Call, under: Under) -> float:
-    """Seconds of a call once it is warm; 0 where it does not work here."""
+    """Seconds of a call after warm-up; 0 if it does not work here."""
     try:
         with under():
             took = on_cpu(call)

@@ -1,4 +1,4 @@
-"""The operations as torch users write them: what the kernels are compared with."""
+"""The operations in eager torch, as users write them, for comparison."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def mask(w: Tensor, n: int, m: int) -> Tensor:
-    """Top-N of each group, scattered."""
+    """The mask of the top N of each group."""
     groups = w.abs().unflatten(-1, (-1, m))
     return torch.zeros_like(groups, dtype=torch.bool).scatter_(-1, groups.topk(n, -1).indices, True).flatten(-2)
 
@@ -18,7 +18,7 @@ def prune(w: Tensor, n: int, m: int) -> Tensor:
 
 
 def compress(w: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
-    """Values and positions in order of position; for M <= 4 two 2-bit positions to a nibble as the packed form has them, else bytes."""
+    """Values and positions in order of position; for M <= 4 positions are packed in 2 bits, otherwise bytes."""
     groups = w.unflatten(-1, (-1, m))
     kept = groups.abs().topk(n, -1).indices.sort(-1).values
     values = groups.gather(-1, kept).flatten(-2)
@@ -29,7 +29,7 @@ def compress(w: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
 
 
 def soft_threshold(w: Tensor, n: int, m: int) -> Tensor:
-    """Every magnitude less the (N+1)-th largest of its group."""
+    """Every magnitude reduced by the (N+1)-th largest of its group."""
     groups = w.unflatten(-1, (-1, m))
     size = groups.abs()
     t = size.topk(n + 1, -1).values[..., -1:] if n < m else torch.zeros_like(size[..., :1])

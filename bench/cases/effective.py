@@ -1,4 +1,4 @@
-"""What it costs that the effective weight is never stale: a layer in training whose copy of W̃ is verified at every use."""
+"""The cost of never using a stale effective weight: a training layer whose copy of W̃ is verified at every use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VERIFIED, BELIEVED, ANEW, DENSE = "nmkernels verified", "nmkernels believed", "n
 
 @family("effective_weight", grids=(Grid(("1024x1024",), ("2:4",), tokens=(16, 256, 2048)),))
 def forward(spec: Spec, device: str) -> Work:
-    """``SparseLinear(x)`` in evaluation: a copy that is verified, one that is believed (wrong after ``.data.copy_``), none, and dense."""
+    """``SparseLinear(x)`` in evaluation: with a verified copy, an unverified one (wrong after ``.data.copy_``), none, and dense."""
     x = _ours.normal(spec.tokens, spec.cols, device=device, dtype=spec.torch_dtype)
 
     def provider(
@@ -46,7 +46,7 @@ def forward(spec: Spec, device: str) -> Work:
 
 @family("effective_weight(step)", grids=(Grid(("1024x1024",), ("2:4",), tokens=(256, 2048)),))
 def step(spec: Spec, device: str) -> Work:
-    """Four microbatches of so many tokens, forward and backward, and the optimizer's step: SR-STE, and dense with fused AdamW."""
+    """Forward and backward of four microbatches, and the optimizer's step: SR-STE, and dense with fused AdamW."""
     x = _ours.normal(spec.tokens, spec.cols, device=device, dtype=spec.torch_dtype).requires_grad_()
 
     def provider(
@@ -87,5 +87,5 @@ def _work(spec: Spec, device: str, provider: Callable[..., Provider]) -> Work:
 
 
 def _believing() -> AbstractContextManager[object]:
-    """Every fingerprint agrees with every other, as it was before there were any."""
+    """Inside, all fingerprints are equal, so that a copy is always reused."""
     return patch.object(effective, "fingerprint", lambda *tensors: ())

@@ -1,6 +1,6 @@
-"""A feed-forward block in training, whole and by its pieces: dense, S-STE (two GEMMs sparse) and FST (all three).
+"""A feed-forward block in training, whole and in pieces: dense, S-STE (two GEMMs sparse) and FST (all three).
 
-That of Llama-3-8B also by each kernel: as measured, and with all GEMMs that a kernel takes done by it.
+That of Llama-3-8B also by kernel: as measured, and with all GEMMs that a kernel supports done by it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ DENSE = "torch dense"
 
 
 def allowed(recipe: str, r: float) -> float:
-    """How many times as fast forward and backward can be where one sparse GEMM is r times as fast as a dense one.
+    """The possible speed-up of forward and backward if one sparse GEMM is r times as fast as a dense one.
 
-    Of three equal GEMMs S-STE has two sparse ones, 3/(1 + 2/r), SR-STE one, 3/(2 + 1/r), and FST all, r. That is how it is on tensor
-    cores; a CPU's kernel takes packed rows for the gradient of the input too, so that shares above 1 are to be expected there.
+    Of three equal GEMMs S-STE has two sparse ones, 3/(1 + 2/r), SR-STE one, 3/(2 + 1/r), and FST all, r. This holds on tensor cores; the
+    CPU kernels use packed rows for dgrad too, so shares above 1 are possible there.
     """
     sparse = {"srste": 1, "sste": 2, "fst": 3}[recipe]
     return 3 / (3 - sparse + sparse / r)
@@ -76,7 +76,7 @@ def ffn(spec: Spec, device: str) -> Work:
 
 
 def _shares(timed: Timed) -> dict[tuple[str, str], list[float]]:
-    """What was gained over what could be, by the ratio of one GEMM in the same round; above 1 where the other GEMMs gain more."""
+    """The measured speed-up over the possible one, by the ratio of one GEMM in the same round; above 1 if the other GEMMs gain more."""
     found = {}
     for name in RECIPES:
         whole = PIECES[1]
@@ -90,7 +90,7 @@ def _shares(timed: Timed) -> dict[tuple[str, str], list[float]]:
 
 
 class _Block:
-    """One block in training; ``tuned``: on a GPU its choices are measured before."""
+    """One block in training; ``tuned``: on a GPU it is tuned first."""
 
     def __init__(self, block: nn.Module, x: Tensor, spec: Spec, recipe: str | None, tuned: bool = True) -> None:
         self.block, self.x, self.spec, self.settled = block, x, spec, False
@@ -132,7 +132,7 @@ class _Block:
         return call
 
     def check(self) -> None:
-        """After some steps, the output is that of a dense block with the effective weights."""
+        """Check that after some steps the output equals that of a dense block with the effective weights."""
         assert self.handle is not None
         if not self.settled:
             self.settled = True
@@ -154,7 +154,7 @@ TRITON = "triton"
 
 
 class Gated(nn.Module):
-    """``down(silu(gate(x)) * up(x))``, as Llama has it, without biases."""
+    """Llama's ``down(silu(gate(x)) * up(x))``, without biases."""
 
     def __init__(self, hidden: int, width: int, device: str) -> None:
         super().__init__()
@@ -171,8 +171,8 @@ class Gated(nn.Module):
 def llama_ffn(spec: Spec, device: str) -> Work:
     """A training step of Llama-3-8B's FFN: dense; S-STE and FST as measured; FST, all of whose GEMMs are sparse, by each kernel.
 
-    A GEMM that a kernel does not take is dense there; "GEMMs by it" counts the others, of nine: the gradient of the input is wanted too.
-    Triton does everything, the optimizer's step too. Written without a GPU at hand, not run on one yet.
+    A GEMM that a kernel does not support is dense; "GEMMs by it" counts the others, of nine: the gradient of the input is computed too.
+    Triton does everything, including the optimizer's step. Not run on a GPU yet.
     """
     torch.manual_seed(0)
     block = Gated(spec.rows, spec.cols, device)
@@ -199,18 +199,18 @@ def llama_ffn(spec: Spec, device: str) -> Work:
 
 
 def kernels() -> list[str]:
-    """The backends whose kernels read packed weights; Triton's reads another form, and cannot be one of several."""
+    """The backends whose kernels read packed weights; Triton's reads another form, so it cannot be mixed with them."""
     return [i.backend for i in dispatch.implementations("nm_linear") if i.priority >= 0 and i.backend not in (dispatch.REFERENCE, TRITON)]
 
 
 def by_backend(backend: str, p: Problem) -> Method:
-    """The method that does ``p`` by a backend, from the form in the order of tensor cores where there is one; dense if it cannot."""
+    """The method of a backend for ``p``, with the tensor-core layout if there is one; dense if it cannot."""
     own = [m for m in methods(p) if m.backend == backend]
     return own[-1] if own and not declines(own[-1], p) else DENSE_GEMM
 
 
 def declines(method: Method, gemm: Problem) -> str:
-    """Why that method does not do ``gemm``; empty where it does."""
+    """Why the method cannot do ``gemm``; empty if it can."""
     form = method.form
     entry = next(i for i in dispatch.implementations(op_of(gemm, form)) if i.backend == method.backend)
     layout = form.partition(":")[2]
@@ -234,7 +234,7 @@ def triton_runs(x: Tensor) -> bool:
 
 @contextmanager
 def chosen(plan: Sequence[tuple[tuple[Problem, ...], tuple[Method, ...]]]) -> Iterator[None]:
-    """Inside, GEMMs are done by the methods named for them."""
+    """Inside, each GEMM uses the method named for it."""
     with ExitStack() as stack:
         for problems, chosen_methods in plan:
             stack.enter_context(using(*zip(problems, chosen_methods, strict=True)))

@@ -1,8 +1,8 @@
-"""2:4 GEMM on the sparse tensor cores: the packed operand in their order, many tokens, beside cuBLAS and torch's own 2:4 path.
+"""2:4 GEMM of many tokens on the sparse tensor cores, compared with cuBLAS and torch's own 2:4 path.
 
-``nmkernels cuda`` is ``wgmma.sp`` where that runs, which has ``nmkernels cuda-mma.sp`` beside it, and ``mma.sp`` elsewhere. Triton
-multiplies the canonical form. cuSPARSELt has two rows: by its default algorithm, and by the fastest that a search finds, which is kept on
-disk as ``nm.tune`` keeps it.
+``nmkernels cuda`` is ``wgmma.sp`` if that runs, with ``mma.sp`` as ``nmkernels cuda-mma.sp``, and otherwise ``mma.sp``. Triton multiplies
+the canonical form. cuSPARSELt has two rows: with its default algorithm, and with the fastest found by a search, which is stored on disk as
+by ``nm.tune``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LAYERS = tuple(dict.fromkeys(matrix for model in ("llama3-8b", "vit-l") for matr
     ),
 )
 def fprop(spec: Spec, device: str) -> Work:
-    """``y = x Wᵀ`` with W as MaskedAdamW packs it, and from the canonical form; both beside the dense GEMM."""
+    """``y = x Wᵀ`` with W as packed by MaskedAdamW, and in the canonical form; both compared with the dense GEMM."""
     c = ops.compress(_ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype), spec.pattern)
     dense, x = c.dense(), _ours.normal(spec.tokens, spec.cols, device=device, dtype=spec.torch_dtype, seed=1)
 
@@ -71,7 +71,7 @@ def fprop(spec: Spec, device: str) -> Work:
     ),
 )
 def wgrad(spec: Spec, device: str) -> Work:
-    """``dW = gᵀ x`` with gᵀ estimated along the tokens: the GEMM alone, and with the estimate that every backward pass draws."""
+    """``dW = gᵀ x`` with gᵀ estimated along the tokens: the GEMM alone, and with the estimate of every backward pass."""
     g = _ours.normal(spec.tokens, spec.rows, device=device, dtype=spec.torch_dtype, seed=1)
     x = _ours.normal(spec.tokens, spec.cols, device=device, dtype=spec.torch_dtype, seed=2)
     gc = ops.mvue_compress(g, "2:4", dim=0, seed=0)
@@ -102,7 +102,7 @@ def _work(
     dense: Tensor,
     theirs: Callable[[Tensor], Tensor],
 ) -> Work:
-    """Ours from metadata and from canonical indices, and ``theirs`` of the dense operand, each on copies in turn."""
+    """Ours with metadata and with canonical indices, and ``theirs`` with the dense operand, each rotating among copies."""
     ordered = ops.relayout(c, layout_on(c.values.device, c.shape[0]))
     cache = last_level_cache(device) if device.startswith("cuda") else 0
     full = 2.0 * spec.tokens * spec.rows * spec.cols
@@ -123,9 +123,9 @@ def _work(
 
 
 def cusparselt(op: str, args: tuple[Any, ...], default: Provider, searched: Provider) -> list[Provider]:
-    """cuSPARSELt's provider by its default algorithm, whatever was stored before, and once more by the fastest of a search.
+    """cuSPARSELt's provider with its default algorithm, whatever was stored before, and another with the fastest found by a search.
 
-    Each algorithm is settled when its provider is first entered: where none is right, or the search fails, that costs this provider alone.
+    Each algorithm is chosen when its provider is first entered, so if the search fails only this provider is lost.
     """
     from nmkernels.backends.cusparselt import algorithms, context, linear, search
 

@@ -25,7 +25,7 @@ FULL = (
 
 @dataclass
 class _Form:
-    """One op on one weight: the output to reuse, the call with it, the call without, torch's formulation, and bytes per call."""
+    """One op on one weight: the reused output, the call with it, the call without, torch's formulation, and bytes per call."""
 
     out: Any
     reuse: Call
@@ -68,7 +68,7 @@ def _leaves(result: Any) -> list[Tensor]:
 
 @family(*FORMS, grids=FULL)
 def streaming(spec: Spec, device: str) -> Work:
-    """``op(w, out=)`` and ``op(w)`` beside torch's formulation, ``copy_`` into memory that is there and ``clone`` into new memory."""
+    """``op(w, out=)`` and ``op(w)`` compared with torch's formulation, ``copy_`` into existing memory and ``clone`` into new memory."""
     w = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
     form = FORMS[spec.op](w, spec)
     target = torch.empty_like(w)
@@ -86,7 +86,7 @@ def streaming(spec: Spec, device: str) -> Work:
     copy = Provider("torch copy_", lambda: target.copy_(w), 2 * w.nbytes)
     ratios = [r for p in mine for r in (Ratio("share of copy", p.name, (copy.name,), "rate"), Ratio("x eager", p.name, ("torch eager",)))]
     others = [Provider("torch eager", form.eager)]
-    if device.startswith("cuda"):  # where new memory comes from torch's cache and costs nothing
+    if device.startswith("cuda"):  # on a GPU new memory comes from torch's cache and costs nothing
         peers = hardware(spec, w, device) if spec.op == "nm_compress" else []
         ratios += [Ratio(f"x {q.name}", p.name, (q.name,)) for p in mine for q in peers]
         return Work([*mine, copy, *others, *peers], ratios)
@@ -97,7 +97,7 @@ def streaming(spec: Spec, device: str) -> Work:
 
 
 def hardware(spec: Spec, w: Tensor, device: str) -> list[Provider]:
-    """torch's own ways to the forms of sparse tensor cores, those that work here: cuSPARSELt's of a pruned matrix, tiles both ways."""
+    """torch's own conversions to the layouts of sparse tensor cores that work here: cuSPARSELt's of a pruned matrix, tiles both ways."""
     if spec.pattern != "2:4" or spec.dtype == "float32":
         return []
     found = []
@@ -114,7 +114,7 @@ def hardware(spec: Spec, w: Tensor, device: str) -> list[Provider]:
 
 @family("nm_decompress", grids=(Grid(matrices=("4096x11008",), dtypes=("float32", "bfloat16")), Grid(("4096x11008",), ("1:8",))))
 def decompress(spec: Spec, device: str) -> Work:
-    """The dense matrix of a compressed one, beside a scatter in torch."""
+    """Decompress a matrix, compared with a scatter in torch."""
     w = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
     c, out, target = ops.compress(w, spec.pattern), torch.empty_like(w), torch.empty_like(w)
     values = c.values.unflatten(-1, (-1, spec.n))
@@ -143,7 +143,7 @@ def decompress(spec: Spec, device: str) -> Work:
     ),
 )
 def transposable(spec: Spec, device: str) -> Work:
-    """The best N:M mask along both dimensions, beside a copy; on a GPU torch has a greedy one, which packs both ways at once."""
+    """The best transposable mask, compared with a copy; on a GPU torch has a greedy one, which packs both ways at once."""
     w = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
     target = torch.empty_like(w)
 
@@ -168,4 +168,4 @@ def transposable(spec: Spec, device: str) -> Work:
 
 
 GATE_TILES = 4096
-"""Tiles whose mask is compared with the reference, which enumerates or solves each."""
+"""Tiles whose mask is compared with the reference, which enumerates or solves each of them."""

@@ -1,4 +1,4 @@
-"""What a call costs on the host: the op's, asynchronous, beyond that of an op of the same schema that does nothing; and in a CUDA graph."""
+"""Host cost of an op: an asynchronous call, minus that of a no-op with the same schema; and its cost in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NODES = 100
 """Calls captured in one graph."""
 
 WHOLE = 16
-"""Tokens that cuSPARSELt takes as they are; it would have one padded to 8."""
+"""Tokens that cuSPARSELt takes without padding; a single one is padded to 8."""
 
 NAMESPACE = "nmkernels_bench"
 OPS = ("nm_mask", "nm_compress", "nm_linear")
@@ -36,7 +36,7 @@ def _library() -> torch.library.Library:
 
 @cache
 def nothing(op: str) -> Callable[[Any], Callable[..., Any]]:
-    """An op of the same schema whose kernel, in Python like ours, returns what the setter is given."""
+    """A no-op of the same schema whose kernel, in Python like ours, returns ``result``."""
     schema = str(getattr(torch.ops.nmkernels, op).default._schema).split("::", 1)[1].replace(".default", "")
     _library().define(schema)
     box: list[Any] = [None]
@@ -63,14 +63,14 @@ def _arguments(op: str, spec: Spec, device: str, ordered: bool) -> tuple[Any, ..
 
 
 def _family(op: str, ordered: bool = False) -> None:
-    """``ordered``: the weight lies in the order of tensor cores; for ``wgmma.sp`` the host makes three tensor maps at every call."""
+    """``ordered``: the weight has the layout of tensor cores; for ``wgmma.sp`` the host makes three tensor maps in every call."""
     name = f"host({op}(cores))" if ordered else f"host({op})"
 
     @family(name, grids=(Grid(("64x64",), tokens=(1, WHOLE) if op == "nm_linear" else (0,), **GRID),))  # type: ignore[arg-type]
     def host(spec: Spec, device: str) -> Work:
-        """``<op>`` as the public functions and the layers call it, on a weight too small to matter."""
+        """``<op>`` as called by the public functions and the layers, on a tiny weight."""
         call, args = CALLS[op], _arguments(op, spec, device, ordered)
-        idle = nothing(op)(_ours.reference(op)(*args))  # a backend that fails costs its own rows alone
+        idle = nothing(op)(_ours.reference(op)(*args))  # if a backend fails, only its own rows are lost
 
         def check() -> None:
             _ours.same_shapes(call(*args), _ours.reference(op)(*args), op)
@@ -85,9 +85,9 @@ def _family(op: str, ordered: bool = False) -> None:
 
 
 def _in_a_graph(work: Work, op: str, args: tuple[Any, ...], device: str) -> None:
-    """Add the replay of a graph of ours beside one of as many kernels of torch's, each per node.
+    """Add the replay of a graph of ours, and of one of as many torch kernels, each per node.
 
-    A graph is captured at its first call, which does not count: a capture that fails costs that provider alone.
+    A graph is captured in the warm-up call; if the capture fails, only that provider is lost.
     """
     run, x = CALLS[op], torch.zeros(64, 64, device=device)
 

@@ -1,4 +1,4 @@
-"""The deployed layer and the one in training against the dense one, over few and many tokens: they may never cost much more."""
+"""The deployed layer and the training layer compared with the dense one, over few and many tokens: never much slower."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KEEPS_DENSE = "keep_dense" in inspect.signature(CompressedLinear.__init__).param
     ),
 )
 def layer(spec: Spec, device: str) -> Work:
-    """``CompressedLinear(x)`` beside ``nn.Linear(x)`` with the same weights and bias, without gradients."""
+    """``CompressedLinear(x)`` compared with ``nn.Linear(x)`` with the same weights and bias, without gradients."""
     dense = nn.Linear(spec.cols, spec.rows, device=device, dtype=spec.torch_dtype).requires_grad_(False)
     c = ops.compress(dense.weight, spec.pattern)
     dense.weight.copy_(c.dense())
@@ -80,7 +80,7 @@ def layer(spec: Spec, device: str) -> Work:
     ),
 )
 def trained(spec: Spec, device: str) -> Work:
-    """Forward and backward of a layer under SR-STE with its defaults, a microbatch of an accumulated step, beside ``nn.Linear``."""
+    """Forward and backward of a layer under SR-STE with its defaults, a microbatch of an accumulated step, compared with ``nn.Linear``."""
     dense = nn.Linear(spec.cols, spec.rows, device=device, dtype=spec.torch_dtype)
     model = nn.Sequential(copy.deepcopy(dense))
     recipe = nm.recipes.SRSTE(spec.pattern)

@@ -1,4 +1,4 @@
-"""The three GEMMs of a linear layer with one operand compressed, beside the dense GEMMs."""
+"""The three GEMMs of a linear layer with one operand compressed, compared with the dense GEMMs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ..registry import AMX, FASTEST, Call, Grid, Provider, Ratio, Spec, Work, fa
 from ..shapes import MODELS
 from . import _ours, roofline
 from .dense import LINEAR
-from .dense import ways as torch_ways
+from .dense import gemms as torch_gemms
 from .machine import has_amx, last_level_cache
 
 DESIGN = tuple(MODELS["design"].values())
 FEW = 16
-"""Up to so many tokens the packed weight is most of what is moved, and on a GPU its rate is set against a copy's."""
+"""Up to this many tokens the packed weight is most of the memory traffic, and on a GPU its rate is compared with a copy's."""
 
 GATE_TOKENS = 16
 MANY = 1024
-"""From so many tokens on Triton's two ways are timed side by side."""
+"""From this many tokens on, Triton's two methods are both timed."""
 
 ON_CUDA = ("14336x4096", "4096x4096")
 """117 MB in 16 bits, more than any L2, and 34 MB."""
@@ -54,7 +54,7 @@ def _layers(*models: str) -> tuple[str, ...]:
     ),
 )
 def fprop(spec: Spec, device: str) -> Work:
-    """``y = x Wᵀ`` from the compressed form and dense."""
+    """``y = x Wᵀ``, compressed and dense."""
     c, dense = _weight(spec, device)
     x = _ours.normal(spec.tokens, spec.cols, device=device, dtype=spec.torch_dtype, seed=1)
 
@@ -74,7 +74,7 @@ def fprop(spec: Spec, device: str) -> Work:
     grids=(Grid(DESIGN[:1], ("2:4", "1:8"), tokens=(16, 256)), Grid(ON_CUDA[1:], ("2:4",), ("bfloat16",), (4096,), on="cuda")),
 )
 def dgrad(spec: Spec, device: str) -> Work:
-    """``dx = g W`` from the compressed form and dense."""
+    """``dx = g W``, compressed and dense."""
     c, dense = _weight(spec, device)
     g = _ours.normal(spec.tokens, spec.rows, device=device, dtype=spec.torch_dtype, seed=1)
 
@@ -94,7 +94,7 @@ def dgrad(spec: Spec, device: str) -> Work:
     grids=(Grid(("1024x4096",), ("2:4", "1:8"), tokens=(2048,)), Grid(ON_CUDA[1:], ("2:4",), ("bfloat16",), (4096,), on="cuda")),
 )
 def wgrad(spec: Spec, device: str) -> Work:
-    """``dW = gᵀ x`` from the compressed gradient and dense."""
+    """``dW = gᵀ x``, with the gradient compressed and dense."""
     g = _ours.normal(spec.tokens, spec.rows, device=device, dtype=spec.torch_dtype, seed=1)
     x = _ours.normal(spec.tokens, spec.cols, device=device, dtype=spec.torch_dtype, seed=2)
     gc = ops.mvue_compress(g, spec.pattern, dim=0, seed=0)
@@ -117,19 +117,19 @@ def _weight(spec: Spec, device: str) -> tuple[Compressed, Tensor]:
 
 
 def _turning(c: Compressed, device: str) -> Callable[[], Compressed]:
-    """On a GPU copies of ``c`` in turn, none of them in its cache when it is next; elsewhere ``c``."""
+    """On a GPU a rotation among copies of ``c``, each evicted from the cache before its next use; elsewhere ``c``."""
     cuda = device.startswith("cuda")
     return rotated(c, c.nbytes, last_level_cache(device) if cuda else 0, copy.deepcopy)
 
 
 def part(count: int) -> list[slice]:
-    """Rows of a result that are compared with float64: a few at both ends."""
+    """Rows of a result that are compared with float64: the first and the last few."""
     half = GATE_TOKENS // 2
     return [slice(0, count)] if count <= GATE_TOKENS else [slice(0, half), slice(count - half, count)]
 
 
 def no_worse(y: Tensor, theirs: Tensor, exact: Tensor, spec: Spec) -> None:
-    """The rule of rounded results; see ``testing.assert_no_worse``."""
+    """The check of rounded results; see ``testing.assert_no_worse``."""
     testing.assert_no_worse(y, theirs, exact, spec.op)
 
 
@@ -144,9 +144,9 @@ def _against_dense(
     x: Tensor,
     as_linear: tuple[Tensor, Tensor],
 ) -> Work:
-    """Our providers of ``mine`` beside ``gemm(dense, x)``, with what they read and compute counted.
+    """Our providers of ``mine`` compared with ``gemm(dense, x)``, with the bytes and FLOPs of each.
 
-    ``as_linear`` are the operands, or views of them, of which ``F.linear`` makes the same.
+    ``as_linear`` are the operands, or views of them, with which ``F.linear`` gives the same result.
     """
     full = 2 * spec.tokens * spec.rows * spec.cols
     others = spec.tokens * (spec.rows + spec.cols) * x.element_size()
@@ -158,7 +158,7 @@ def _against_dense(
     ours = _ours.ours(spec.op, args, make)
     facts = {(p.name, "packed bytes over cache"): c.nbytes / cache for p in ours} if cache else {}
     if not cuda:
-        theirs, read = torch_ways(*as_linear, dense.nbytes + others, full), roofline.reader(c.nbytes + others)
+        theirs, read = torch_gemms(*as_linear, dense.nbytes + others, full), roofline.reader(c.nbytes + others)
         ratios = [Ratio(FASTEST, p.name, tuple(q.name for q in theirs.plain)) for p in ours]
         ratios += [Ratio("x packed dense", p.name, tuple(q.name for q in theirs.packed)) for p in ours if theirs.packed]
         if spec.dtype != "float32":
@@ -166,7 +166,7 @@ def _against_dense(
         derive = roofline.shares(spec, ours, theirs.plain, read)
         return Work([*ours, *theirs.providers, read], ratios, {**facts, **theirs.facts}, derive=derive)
     if spec.op == "nm_linear" and spec.tokens >= MANY and any(p.name == "nmkernels triton" for p in ours):
-        ours += triton_ways(spec, x, make)
+        ours += triton_methods(spec, x, make)
     weight = rotated(dense, dense.nbytes, cache, Tensor.clone)
     cublas = Provider(LINEAR, lambda: gemm(weight(), x), dense.nbytes + others, full)
     providers = [*ours, cublas]
@@ -182,8 +182,8 @@ def _against_dense(
     return Work(providers, ratios, facts)
 
 
-def triton_ways(spec: Spec, x: Tensor, make: Callable[[], Provider]) -> list[Provider]:
-    """The ways in which Triton does GEMMs of many tokens, whichever of them it chooses by itself."""
+def triton_methods(spec: Spec, x: Tensor, make: Callable[[], Provider]) -> list[Provider]:
+    """Triton's methods for GEMMs of many tokens, whichever it chooses by default."""
     from nmkernels.backends.triton import launches
     from nmkernels.backends.triton.launch import capability as capability_of
 
@@ -211,7 +211,7 @@ def triton_ways(spec: Spec, x: Tensor, make: Callable[[], Provider]) -> list[Pro
 
 
 def semi_structured(spec: Spec, device: str, dense: Tensor, x: Tensor) -> Call | None:
-    """torch's own 2:4 path where it has one: CUDA, 16 bit, ``nm_linear``. Written without a GPU at hand, not run yet."""
+    """torch's own 2:4 path if it has one: CUDA, 16 bits, ``nm_linear``. Not run on a GPU yet."""
     fprop = spec.op in ("nm_linear", "nm_linear(cores)")
     if not device.startswith("cuda") or not fprop or spec.pattern != "2:4" or spec.dtype == "float32":
         return None

@@ -1,4 +1,4 @@
-"""What this machine can do at most: its last-level cache, and the rates of a copy and of torch's GEMM, also as cases for the figures."""
+"""The limits of this machine: its last-level cache, and the rates of a copy and of torch's GEMM, also as cases for the figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import _ours
 from .dense import HOPELESS, onednn
 
 SIDE = 2048
-"""Rows and columns of the GEMM whose rate counts as the machine's: large enough to reach it, small enough to measure in a second."""
+"""Size of the square GEMM whose rate counts as the machine's: large enough to reach it, small enough to take a second."""
 
 SIDE_CUDA = 8192
 """The same on a GPU."""
@@ -24,7 +24,7 @@ CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def last_level_cache(device: str, caches: Path = CACHES) -> int:
-    """Bytes of the largest cache; 0 where the system does not tell."""
+    """Bytes of the largest cache; 0 if the system does not report it."""
     if device.startswith("cuda"):
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     return max((_bytes(path.read_text()) for path in caches.glob("index*/size")), default=0)
@@ -37,14 +37,14 @@ def _bytes(text: str) -> int:
 
 
 def has_amx() -> float:
-    """1 where the CPU multiplies bf16 tiles (AMX) and torch may use them, else 0: a fact beside the rows that bounds depend on."""
+    """1 if the CPU multiplies bf16 tiles (AMX) and torch may use them, else 0; recorded since bounds depend on it."""
     known = getattr(torch.cpu, "_is_amx_tile_supported", None)
     return float(bool(known and known()))
 
 
 @cache
 def matmul_rate(dtype: str, device: str) -> float:
-    """Floating-point operations per second of a square GEMM in torch, the median of seven, measured once per run."""
+    """FLOP/s of a square GEMM in torch: the median of seven, measured once per run."""
     cuda = device.startswith("cuda")
     side = SIDE_CUDA if cuda else SIDE
     a = torch.randn(side, side, device=device).to(DTYPES[dtype])
@@ -55,14 +55,14 @@ def matmul_rate(dtype: str, device: str) -> float:
 
 
 FMA_SIDES = (1024, 1536)
-"""Sides of the square GEMMs of which the fastest counts as what the CPU's FMAs can do."""
+"""Sizes of the square GEMMs of which the fastest counts as the rate of the CPU's FMAs."""
 
 
 @cache
 def fma_rate(dtype: str) -> float:
-    """FLOP/s of torch's fastest large GEMM on the CPU, by MKL or oneDNN; in 16 bits float32's where that is faster; once per run.
+    """FLOP/s of torch's fastest large GEMM on the CPU, with MKL or oneDNN; in 16 bits float32's if that is faster; measured once per run.
 
-    A dense GEMM that is well written reaches 75 to 90 % of the FMAs' peak, so that a share of this rate may exceed 1 by as much.
+    A well-written dense GEMM reaches 75 to 90 % of the FMA peak, so a share of this rate may exceed 1 accordingly.
     """
     best = fma_rate("float32") if dtype != "float32" else 0.0
     for side in FMA_SIDES:

@@ -1,4 +1,4 @@
-"""Packing: a weight for forward and backward at once, and the unbiased estimate of a gradient, along rows and along tokens."""
+"""Packing: a weight for forward and backward at once, and the unbiased estimate of a gradient, along rows and tokens."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .groups import hardware
 
 ON_CUDA = Grid(_ours.STREAM, dtypes=("bfloat16",), on="cuda")
 GATE_ROWS = 64
-"""Rows of W, columns of Wᵀ, whose packed forms are compared with the reference."""
+"""Rows of W (columns of Wᵀ) whose packed forms are compared with the reference."""
 
 
 @family("nm_pack(both)", grids=(Grid(("4096x4096",), dtypes=("float32", "bfloat16")), ON_CUDA))
 def both(spec: Spec, device: str) -> Work:
-    """``pack(w, mask="transposable", columns=True)``: W and Wᵀ in 16 bits by one mask, beside torch's greedy search of tiles."""
+    """``pack(w, mask="transposable", columns=True)``: W and Wᵀ in 16 bits by one mask, compared with torch's greedy search of tiles."""
     return _packing(spec, device, "transposable", columns=True)
 
 
@@ -31,7 +31,7 @@ def threshold(spec: Spec, device: str) -> Work:
 
 @family("nm_pack(mma.sp)", grids=(Grid(("4096x4096",)), ON_CUDA))
 def device_layout(spec: Spec, device: str) -> Work:
-    """``pack(w, layout="mma.sp")``: the metadata in the order in which tensor cores read it."""
+    """``pack(w, layout="mma.sp")``: the metadata in the layout of tensor cores."""
     return _packing(spec, device, "magnitude", columns=False, layout="mma.sp")
 
 
@@ -75,7 +75,7 @@ def along_rows(spec: Spec, device: str) -> Work:
 
 @family("nm_mvue_compress(dim=0)", grids=(Grid(matrices=("2048x4096",), dtypes=("float32", "bfloat16")), ON_CUDA))
 def along_tokens(spec: Spec, device: str) -> Work:
-    """``mvue_compress(g, dim=0, out=)``, which packs the transposed gradient as the weight's gradient needs it."""
+    """``mvue_compress(g, dim=0, out=)``, which packs the transposed gradient for wgrad."""
     return _estimate(spec, device, 0)
 
 
@@ -92,7 +92,7 @@ def _estimate(spec: Spec, device: str, dim: int) -> Work:
         for leaf in (out.values, out.indices):
             testing.fill_poison(leaf)
         call()
-        # the first rows of the packed form: the random numbers of a group depend on its place from the start
+        # the first rows of the packed form: the random numbers of a group depend on its index
         few = min(len(out.values), max(1, _ours.GATE_ELEMENTS // (spec.rows if dim == 0 else spec.cols)))
         head = g[:, :few] if dim == 0 else g[:few]
         expected = _ours.reference("nm_mvue_compress")(head, spec.n, spec.m, dim, seed, "exact")

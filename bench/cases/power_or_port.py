@@ -1,11 +1,11 @@
-"""What keeps 2:4 GEMMs from twice the dense rate on Hopper: power, or the port of shared memory. Written without a GPU at hand.
+"""What keeps 2:4 GEMMs from twice the dense rate on Hopper: power, or the port of shared memory. Not run on a GPU yet.
 
-Sparse ``wgmma`` reads 128 bytes of B a cycle, all that a multiprocessor's shared memory delivers; that bound is in cycles, so it is the
-same share of the tensor cores' rate at any clock: by it a tile of 256x192 gains 1.23 over dense. Power binds at high clocks alone. So the
-ratio to cuBLAS at a clock locked low tells: still about 1.2, it is the port; 1.6 and more, it was power. In between, neither alone.
+Sparse ``wgmma`` reads 128 bytes of B per cycle, all that a multiprocessor's shared memory delivers. That bound is in cycles, so it is the
+same share of the tensor cores' rate at any clock: a tile of 256x192 gains 1.23 over dense. Power is a bound only at high clocks. The ratio
+to cuBLAS at a low locked clock therefore decides: if it is still about 1.2, the port is the bound; at 1.6 and more, it was power.
 
-As it is, the case measures at the clocks that the GPU takes by itself. ``python -m bench.run --op power_or_port --lock-clocks 900``
-measures once more with the clock locked, where the owner of the GPU may do that, and says what follows.
+By default the GPU chooses its clocks. ``python -m bench.run --op power_or_port --lock-clocks 900`` measures again with the clock locked,
+if the user may do that, and prints the conclusion.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .gemm import BF16, CUBE, CUBE_TOKENS
 from .gemm import fprop as gemms
 
 PORT, POWER = 1.3, 1.5
-"""The ratio to cuBLAS at a low clock up to which it is the port, and from which it was power."""
+"""Ratios to cuBLAS at a low clock: up to ``PORT`` the port is the bound, from ``POWER`` on it was power."""
 
 DENSE, OURS = "torch dense", ("nmkernels cuda", "nmkernels cusparselt, canonical, searched")
 HEAT, SECONDS = 2.0, 1.0
-"""Seconds of load before anything is timed, so that the clock is that of a busy GPU; and of timing at the locked clock."""
+"""Seconds of load before timing, so that the clock is that of a busy GPU; and of timing at the locked clock."""
 
 QUEUED = 200
 """Calls in the queue while the clock is read: 0.3 s of the 8192³ GEMM."""
@@ -40,26 +40,26 @@ GAIN = "x dense"
 
 @family("power_or_port", grids=(Grid((CUBE,), dtypes=BF16, tokens=(CUBE_TOKENS,), on="cuda"),))
 def power_or_port(spec: Spec, device: str) -> Work:
-    """The 2:4 GEMM beside the dense one, as the clocks are; after that the same at a locked clock, if that was asked for."""
+    """The 2:4 GEMM and the dense one at the GPU's own clocks; then again at a locked clock, if requested."""
     whole = gemms(spec, device)
     some = [p for p in whole.providers if p.name in (DENSE, *OURS)]
     every = some if len(some) > 1 else whole.providers  # on a CPU, in a dry run
     if device.startswith("cuda"):
-        heat([p for p in every if p.name == DENSE], device)  # what was not proved yet must not cost the case
+        heat([p for p in every if p.name == DENSE], device)  # an error here must not lose the case
     work = Work(every, [r for r in whole.ratios if r.metric == GAIN and r.of in {p.name for p in every}])
 
     def finish() -> dict[tuple[str, str], float]:
-        present, mhz = work.providers, clocks.asked()  # without those whose results were wrong
+        present, mhz = work.providers, clocks.requested()  # without those whose results were wrong
         found = loads(present, device, "")
         if not mhz:
-            say(spec, "at the GPU's own clocks alone; --lock-clocks 900 tells power from shared memory")
+            say(spec, "at the GPU's own clocks only; --lock-clocks 900 distinguishes power from shared memory")
             return found
         try:
             with clocks.locked(mhz, uuid(device)):
                 heat(present, device)
                 found |= loads(present, device, f" at {mhz} MHz")
                 timed = take_turns(present, device, SECONDS)
-        except NMError as error:  # it must not cost the rows so far
+        except NMError as error:  # an error must not lose the rows so far
             say(spec, str(error))
             return found
         gains = {}
@@ -77,25 +77,25 @@ def power_or_port(spec: Spec, device: str) -> Work:
 
 
 def say(spec: Spec, text: str) -> None:
-    """For the reader: rows have numbers alone, and standard output may be JSON."""
+    """Print to standard error: rows hold only numbers, and standard output may be JSON."""
     print(f"{spec}: {text}", file=sys.stderr)
 
 
 def verdict(gains: dict[str, float], mhz: int) -> str:
-    """What the ratios at a locked clock say: those of the fastest 2:4 GEMM, since a slow one says nothing of the hardware."""
+    """The conclusion from the ratio of the fastest 2:4 GEMM at a locked clock; a slow one says nothing about the hardware."""
     if not gains:
-        return f"nothing sparse was timed at {mhz} MHz, which says nothing"
+        return f"no sparse GEMM was timed at {mhz} MHz, so nothing can be concluded"
     best = max(gains, key=gains.__getitem__)
     found = f"at {mhz} MHz {best} is {gains[best]:.2f} times as fast as cuBLAS: "
     if gains[best] <= PORT:
-        return found + f"at most {PORT}, as the port of shared memory allows; power is not what binds"
+        return found + f"at most {PORT}, which the port of shared memory allows; power is not the bound"
     if gains[best] >= POWER:
-        return found + f"at least {POWER}, more than the port of shared memory would allow; at higher clocks power binds"
-    return found + f"between {PORT} and {POWER}; neither explanation alone"
+        return found + f"at least {POWER}, more than the port of shared memory allows; at higher clocks power is the bound"
+    return found + f"between {PORT} and {POWER}; neither explains it alone"
 
 
 def heat(providers: list[Provider], device: str) -> None:
-    """Keep the device busy for a while with all of them."""
+    """Keep the device busy for a while with all providers."""
     end = time.monotonic() + HEAT
     while time.monotonic() < end:
         for p in providers:
@@ -107,7 +107,7 @@ def heat(providers: list[Provider], device: str) -> None:
 def loads(
     providers: list[Provider], device: str, suffix: str, read: Callable[[str], tuple[float, float]] = clocks.under_load
 ) -> dict[tuple[str, str], float]:
-    """The clock and the power while each of them runs; nothing where nvidia-smi does not tell."""
+    """The clock and the power while each of them runs; empty if nvidia-smi does not report them."""
     found = {}
     for p in providers if device.startswith("cuda") else ():
         with p.under():
@@ -123,5 +123,5 @@ def loads(
 
 
 def uuid(device: str) -> str:
-    """What nvidia-smi calls the device."""
+    """The device's UUID, as used by nvidia-smi."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"

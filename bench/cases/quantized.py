@@ -1,7 +1,7 @@
 """2:4 GEMMs of 8-bit operands on the sparse tensor cores, with torch's dense GEMMs in bf16 and in float8.
 
-``nmkernels cuda`` takes sums of e4m3 products into fp32 every 128 products; ``fast`` leaves them to the tensor cores; ``int8`` is exact.
-Rounding the activations is not timed: it is part of whatever makes them.
+``nmkernels cuda`` promotes sums of e4m3 products to fp32 every 128 products; ``fast`` leaves them to the tensor cores; ``int8`` is exact.
+Quantizing the activations is not timed: it is part of the op that computes them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .linear import no_worse, part
 from .machine import last_level_cache
 
 OP, E4M3 = "nm_linear_quantized", torch.float8_e4m3fn
-WAYS = {"": (E4M3, False), ", fast": (E4M3, True), ", int8": (torch.int8, False)}
-"""The dtype of both operands, and whether sums are left to the tensor cores."""
+MODES = {"": (E4M3, False), ", fast": (E4M3, True), ", int8": (torch.int8, False)}
+"""The dtype of both operands, and whether sums stay in the tensor cores."""
 
 
 @family(
@@ -30,14 +30,16 @@ WAYS = {"": (E4M3, False), ", fast": (E4M3, True), ", int8": (torch.int8, False)
     grids=(Grid((CUBE,), dtypes=BF16, tokens=(CUBE_TOKENS,), on="cuda"), Grid(FFN, dtypes=BF16, tokens=(16, 1024, 4096), on="cuda")),
 )
 def fprop(spec: Spec, device: str) -> Work:
-    """``y = x Wᵀ`` in bf16 from operands in 8 bits, a step for each row of both."""
+    """``y = x Wᵀ`` in bf16 from 8-bit operands, with a scale for each row of both."""
     w = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
     x = _ours.normal(spec.tokens, spec.cols, device=device, dtype=spec.torch_dtype, seed=1)
     cache = last_level_cache(device) if device.startswith("cuda") else 0
     full, moved = 2.0 * spec.tokens * spec.rows * spec.cols, spec.tokens * (spec.cols + 2 * spec.rows)
     found: list[Provider] = []
-    for how, (dtype, fast) in WAYS.items():
-        found += _ours.ours(OP, *_way(how, ops.quantize(x, dtype, rows=True), ops.quantize_pack(w, dtype, rows=True), fast, spec, cache))
+    for how, (dtype, fast) in MODES.items():
+        found += _ours.ours(
+            OP, *_provider_args(how, ops.quantize(x, dtype, rows=True), ops.quantize_pack(w, dtype, rows=True), fast, spec, cache)
+        )
     dense = rotated(w, w.nbytes, cache, torch.Tensor.clone)
     theirs = [Provider("torch dense", lambda: F.linear(x, dense()), w.nbytes + 2 * moved, full)]
     x8, w8 = (ops.quantize(t, E4M3, rows=True) for t in (x, w))
@@ -56,10 +58,10 @@ def fprop(spec: Spec, device: str) -> Work:
     return Work([*found, *theirs], ratios)
 
 
-def _way(
+def _provider_args(
     how: str, x: ops.Quantized, w: ops.QuantizedPacked, fast: bool, spec: Spec, cache: int
 ) -> tuple[tuple[object, ...], Callable[[], Provider]]:
-    """The op's arguments, and what makes a provider of them."""
+    """The op's arguments, and the function that makes a provider of them."""
 
     def call(x: ops.Quantized, w: ops.QuantizedPacked, dtype: torch.dtype = spec.torch_dtype) -> torch.Tensor:
         return ops.linear_quantized(x, w, dtype=dtype, fast_accumulate=fast)

@@ -1,7 +1,7 @@
-"""What the machine allows a GEMM at most: bytes over the bandwidth, or FMAs over their rate, whichever takes longer.
+"""The roofline of a GEMM: bytes over the bandwidth, or FMAs over their rate, whichever takes longer.
 
-The bandwidth is the best of the same rounds, from wherever the caches left the bytes: torch's that only reads as many as ours, or that of
-a GEMM, which a large weight may give more. The rate of FMAs is that of the fastest large GEMM of torch's in the same run.
+The bandwidth is the best of the same rounds, wherever the caches left the data: of a torch op that only reads as many bytes as ours, or of
+a GEMM, which may reach more on a large weight. The rate of FMAs is that of torch's fastest large GEMM in the same run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ READ = "torch read"
 
 
 def reader(nbytes: float) -> Provider:
-    """Reads so many bytes by all of torch's threads; a sum is the fastest of torch's ops that only read."""
+    """A provider that reads this many bytes on all of torch's threads; a sum is torch's fastest op that only reads."""
     data = torch.ones(max(1, int(nbytes) // 8), dtype=torch.int64)
     return Provider(READ, lambda: data.sum(), data.nbytes)
 
@@ -28,9 +28,9 @@ Figures = dict[tuple[str, str], list[float]]
 
 
 def shares(spec: Spec, ours: list[Provider], dense: list[Provider], read: Provider) -> Callable[[Timed], Figures]:
-    """``Work.derive``: the share of the roofline of ours and of dense, and how many times as fast as dense ours may be.
+    """``Work.derive``: our and dense's share of the roofline, and the speed-up over dense that it allows.
 
-    That is M/N where both are bound by FMAs, and dense bytes over compressed bytes where both are bound by memory.
+    That is M/N if both are compute-bound, and dense bytes over compressed bytes if both are memory-bound.
     """
 
     def derive(timed: Timed) -> Figures:

@@ -1,4 +1,4 @@
-"""Whole models: one training step of a recipe beside its dense baseline's, and generation from a compressed model."""
+"""Whole models: one training step of a recipe compared with its dense baseline, and generation from a compressed model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from . import _ours
 
 SIZES = {"GPT 1024x2": GPTConfig(width=1024, layers=2, heads=16, context=512), "GPT 1024x4": GPTConfig(1024 // 4, 1024, 4, 16, 128)}
 SIZES["GPT 64x1"] = GPTConfig(width=64, layers=1, heads=2, context=32)
-"""Models by name, width x layers; the last one is for tests of this file's own code."""
+"""Models by name, width x layers; the last one is for tests."""
 
 RECIPES = ("srste", "sste", "fst")
 """With their defaults."""
@@ -34,7 +34,7 @@ GEMMS = ("aten::addmm", "aten::mm", "aten::bmm", "nmkernels::nm_linear", "nmkern
 
 @family("train_step", grids=(Grid(models=("GPT 1024x2",), tokens=(2048,)),))
 def train_step(spec: Spec, device: str) -> Work:
-    """Forward, backward and optimizer step: dense with ``torch.optim.AdamW(fused=True)``, then each recipe with its own optimizer."""
+    """Forward, backward and optimizer step: dense with ``torch.optim.AdamW(fused=True)``, and each recipe with its own optimizer."""
     config = SIZES[spec.model]
     torch.manual_seed(0)
     model = GPT(config).to(device=device, dtype=spec.torch_dtype)
@@ -55,7 +55,7 @@ def train_step(spec: Spec, device: str) -> Work:
 
 
 def one_gemm(rows: int, cols: int, tokens: int, spec: Spec, device: str) -> tuple[Provider, Provider]:
-    """The forward GEMM of the largest layer, compressed and dense: what a step gains depends on it."""
+    """The forward GEMM of the largest layer, compressed and dense, on which the gain of a step depends."""
     weight = _ours.normal(rows, cols, device=device, dtype=spec.torch_dtype)
     x = _ours.normal(tokens, cols, device=device, dtype=spec.torch_dtype, seed=1)
     layout = layout_on(weight.device, rows) if weight.is_cuda and spec.dtype != "float32" else "canonical"
@@ -66,7 +66,7 @@ def one_gemm(rows: int, cols: int, tokens: int, spec: Spec, device: str) -> tupl
 
 
 class _Training:
-    """One model in training, whose step says how long its pieces took."""
+    """One model in training, whose step records the time of its parts."""
 
     def __init__(
         self, name: str, model: GPT, ids: Tensor, optimizer: Callable[[Any], torch.optim.Optimizer] | None = None, recipe: Any = None
@@ -86,7 +86,7 @@ class _Training:
         self.provider = Provider(name, self.step, check=self._check if self.handle else None, parts=parts)
 
     def step(self) -> None:
-        """One training step as in any loop; the clock of the pieces adds four readings of the time."""
+        """One ordinary training step; timing the parts adds four clock readings."""
         stamps, self.preparation = [time.perf_counter()], 0.0
         self.optimizer.zero_grad()
         loss = self.model.loss(self.x, self.y)
@@ -96,7 +96,7 @@ class _Training:
         self.optimizer.step()
         stamps.append(time.perf_counter())
         forward, backward, update = (b - a for a, b in itertools.pairwise(stamps))
-        if not self.x.is_cuda:  # where the host's time would be that of launching
+        if not self.x.is_cuda:  # there the host would only time the launches
             for part, took in zip(self.parts, (forward - self.preparation, backward, update, self.preparation), strict=True):
                 self.parts[part].append(took)
 
@@ -110,15 +110,15 @@ class _Training:
         return timed
 
     def gemm_time(self) -> dict[tuple[str, str], float]:
-        """Microseconds of one step that are spent in GEMMs, outside the timed rounds."""
+        """Microseconds of one step spent in GEMMs, measured outside the timed rounds."""
         if self.x.is_cuda:
-            return {}  # the host's time would be that of launching them
+            return {}  # the host would only time the launches
         with _GemmTime() as seen:
             self.step()
         return {(self.provider.name, "us GEMM"): 1e6 * seen.seconds}
 
     def _check(self) -> None:
-        """After some steps, loss and weight gradients of one sequence are those of a dense model that holds the masked weights."""
+        """Check that after some steps the loss and weight gradients of a sequence equal those of a dense model with the masked weights."""
         assert self.handle is not None
         self.step()
         baseline = nm.densify_(copy.deepcopy(self.model))
@@ -137,7 +137,7 @@ class _Training:
         torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-4)
         plans = {name: layer.plan for name, layer in layers.items()}
         for layer in layers.values():
-            layer.plan = STRAIGHT_THROUGH  # an estimated gradient is right in the mean only
+            layer.plan = STRAIGHT_THROUGH  # an estimated gradient is right only on average
         losses[0] = self.model.loss(self.x[:1], self.y[:1])
         for loss in losses:
             loss.backward()
@@ -148,7 +148,7 @@ class _Training:
 
 
 class _GemmTime(TorchDispatchMode):
-    """Adds up the time of GEMMs. torch's profiler would do too, but writes lines of its own to the terminal."""
+    """Sums the time of GEMMs; torch's profiler would print lines of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def _gradient(model: nn.Module, name: str) -> Tensor:
 @family("generate", grids=(Grid(models=("GPT 1024x4",), dtypes=("float32", "bfloat16"), tokens=(16,)),))
 @torch.no_grad()
 def generation(spec: Spec, device: str) -> Work:
-    """Bytes generated one by one from a short prompt; dense and compressed models have the same weights."""
+    """Bytes generated one by one from a short prompt, by dense and compressed models with the same weights."""
     torch.manual_seed(0)
     dense = GPT(SIZES[spec.model]).to(device=device, dtype=spec.torch_dtype).eval()
     for name, module in dense.named_modules():

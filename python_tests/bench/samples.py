@@ -1,4 +1,4 @@
-"""Cases small enough for tests, and a way to break an op."""
+"""Cases small enough for tests, and a context manager that breaks an op."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ SMALL = tuple(small(spec) for spec in {(s.op, s.dtype): s for s in cases.select(
 
 @contextmanager
 def broken(op: str, wrong: Callable[..., Any], priority: int = 99, alone: bool = False) -> Iterator[None]:
-    """``op`` runs ``wrong`` inside, through the dispatcher, as a backend of its own; with a low priority only where asked for.
+    """Inside, ``op`` runs ``wrong`` through the dispatcher, as a backend of its own; with a low priority only if asked for by name.
 
-    ``alone``: beside the reference it is the only backend.
+    ``alone``: it and the reference are the only backends.
     """
     before = {name: list(entries) for name, entries in dispatch._impls.items()}
     if alone:

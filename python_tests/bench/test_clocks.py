@@ -15,7 +15,7 @@ from bench.cases.power_or_port import DENSE, OURS, verdict
 from bench.registry import Provider, Ratio, Spec, Work
 from bench.timing import Timed
 from nmkernels import NMError
-from python_tests.bench.pretend import gpu
+from python_tests.bench.fake_gpu import fake_gpu
 
 PROGRAM = """#!/bin/sh
 echo "$*" >> {log}
@@ -72,11 +72,11 @@ def test_it_is_given_back_by_a_process_that_dies(smi: Any) -> None:
         ("Setting locked GPU clocks is not supported for GPU 00000000:3B:00.0.", 0),
     ],
 )
-def test_where_it_may_not_be_set_that_is_said(said: str, status: int, smi: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_cannot_be_set(said: str, status: int, smi: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     smi("-lgc", said, status)
     with pytest.raises(NMError, match=f"cannot be set here .*{said[:30]}"):
         clocks.ask(900, "GPU-1")
-    assert clocks.asked() == 0
+    assert clocks.requested() == 0
     smi("-rgc", "no", 3)
     with pytest.raises(NMError, match="nvidia-smi -i GPU-1 -rgc`: no"):
         clocks.ask(900, "GPU-1")
@@ -89,10 +89,10 @@ def test_where_it_may_not_be_set_that_is_said(said: str, status: int, smi: Any, 
 
 def test_the_flag_asks_before_anything_is_measured(smi: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--op", "power_or_port", "--lock-clocks", "900", "--device", "cpu"]) == 2
-    assert "cpu is no GPU" in capsys.readouterr().err
+    assert "cpu is not a GPU" in capsys.readouterr().err
     smi("-lgc", "no permission", 4)
     monkeypatch.setattr(runner, "run", lambda *_: pytest.fail("measured"))
-    with gpu(monkeypatch):
+    with fake_gpu(monkeypatch):
         monkeypatch.setattr(run, "uuid", lambda device: "GPU-1")
         assert run.main(["--op", "power_or_port", "--lock-clocks", "900", "--device", "cuda"]) == 2
     assert "no permission" in capsys.readouterr().err
@@ -102,10 +102,10 @@ def test_the_flag_asks_before_anything_is_measured(smi: Any, monkeypatch: pytest
     assert run._words(args) == ["--op", "power_or_port", "--lock-clocks", "900"]
 
 
-def test_what_the_ratio_says() -> None:
+def test_verdict_of_the_ratio() -> None:
     wgmma, theirs = OURS
     assert "the port of shared memory allows" in verdict({wgmma: 1.19, theirs: 1.24}, 900)
-    assert "power binds" in verdict({wgmma: 1.2, theirs: 1.61}, 900) and theirs in verdict({wgmma: 1.2, theirs: 1.61}, 900)
+    assert "power is the bound" in verdict({wgmma: 1.2, theirs: 1.61}, 900) and theirs in verdict({wgmma: 1.2, theirs: 1.61}, 900)
     assert "neither" in verdict({wgmma: 1.4}, 900) and "nothing" in verdict({}, 900)
 
 
@@ -123,7 +123,7 @@ def test_rows_of_both_clocks(asked: int, smi: Any, monkeypatch: pytest.MonkeyPat
     if asked:
         clocks.ask(asked, "GPU-1")
     before = calls()
-    with gpu(monkeypatch):
+    with fake_gpu(monkeypatch):
         rows = runner.measure(Spec("power_or_port", "2:4", "bfloat16", 64, 64, 64), "cuda", 0.0)
     found = {(r.provider, r.metric): r.p50 for r in rows}
     assert {name for name, _ in found} == {*OURS, DENSE} and found[OURS[0], "x dense"] == 2.0 and found[DENSE, "MHz"] == 900

@@ -11,7 +11,7 @@ import pytest
 
 from bench import cuda_expected
 from bench import cuda_resources as resources
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 GOOD = resources.Kernel(
     "a.cu", "groups_kernel<Mask, bf16, 2:4>", "sm_90a", 32, 0, 0, 1024, "128:4 16:8", "64:4 8:8", "", "", "", 429, "", "13.0.88"
@@ -113,7 +113,7 @@ def test_the_build_has_the_same_architectures_and_flags() -> None:
     assert "cuda/gemm/wgmma*.cu" in build and "CUDA_ARCHITECTURES 90a-real)" in build and "PRIVATE NM_SM90A" in build
 
 
-@each(
+@for_each(
     "lines, narrow",
     [
         # one value of 16 bytes in four stores, and in one
@@ -121,7 +121,7 @@ def test_the_build_has_the_same_architectures_and_flags() -> None:
         (["STG.E.64 [R2.64], R8", "STG.E.64 [R2.64+0x8], R10", "STG.E.64 [R2.64+0x20], R4"], "64:2"),
         # a ragged end, each element under its own condition
         (["@P1 STG.E.U16 [R2.64+0x4], R9", "@P2 STG.E.U16 [R2.64+0x6], R4", "STG.E.U16 [R2.64+0x2], R4"], ""),
-        # beside each other in a loop's rounds, and where another path joins
+        # adjacent in different iterations of a loop, and where another path joins
         (["STG.E [R2.64], R9", "IMAD.WIDE R2, R7, 0x4, R4", "STG.E [R2.64+0x4], R4"], ""),
         (["STG.E [R2.64], R9", "@P0 EXIT", "STG.E [R2.64+0x4], R4"], ""),
         # other words, other addresses, shared and local memory
@@ -129,7 +129,7 @@ def test_the_build_has_the_same_architectures_and_flags() -> None:
         (["STS [R2], R9", "STS [R2+0x4], R4", "STL [R1], R9", "STL [R1+0x4], R4", "LDG.E R4, [R2.64]", "LDG.E R5, [R2.64+0x4]"], ""),
     ],
 )
-def test_narrow_stores_beside_each_other(lines: list[str], narrow: str) -> None:
+def test_adjacent_narrow_stores(lines: list[str], narrow: str) -> None:
     # as cuobjdump prints them
     code = "".join(f"        /*{0x7310 + 16 * i:04x}*/ {line:>40} ;   /* 0x0000000000007947 */\n" for i, line in enumerate(lines))
     assert resources.narrow(code) == narrow
@@ -140,14 +140,14 @@ SUMS = {"source": "threshold.cu", "kernel": "scale_sums_kernel<bf16, 2:4>"}
 ANY = {"source": "threshold.cu", "kernel": "any_scale_sums_kernel<bf16>"}
 
 
-@each(
+@for_each(
     "changes, word",
     [
         ({}, ""),
         ({"spills": 1}, "local memory"),
         ({"loads": "64:8"}, "reads 64"),
         ({"stores": "16:8 8:3"}, "writes 16"),
-        ({"narrow": "32:4"}, "word by word what lies beside each other: 32:4"),
+        ({"narrow": "32:4"}, "adjacent data in narrow stores: 32:4"),
         ({"inexact": "fma.rn.f32 2"}, "not exact: fma.rn.f32"),
         ({**SPARSE, "matrix": "HMMA 64 LDSM 32"}, "should by HMMA.SP"),
         # exceptions, and their end

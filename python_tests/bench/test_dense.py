@@ -1,4 +1,4 @@
-"""Torch's ways to a dense GEMM all compute it, the hopeless are told and not timed, and the roofline is the larger of its two sides."""
+"""All of torch's dense GEMMs are right, very slow ones are reported and not timed, and the roofline is the larger of its two sides."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from bench.cases import dense, linear, roofline
 from bench.registry import Provider, Spec
 from bench.timing import Timed
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 
-@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@each("shape", [(1, 64, 128), (16, 32, 64)])
-def test_every_way_computes_the_same(dtype: torch.dtype, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@for_each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@for_each("shape", [(1, 64, 128), (16, 32, 64)])
+def test_every_candidate_computes_the_same(dtype: torch.dtype, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "HOPELESS", float("inf"))
     tokens, rows, cols = shape
     w, x, g = torch.randn(rows, cols), torch.randn(tokens, cols), torch.randn(tokens, rows)
     # fprop, dgrad and wgrad: the last two by views
     for a, b in ((x, w), (g, w.t()), (g.t(), x.t())):
         a, b = a.to(dtype), b.to(dtype)
-        found, exact = dense.ways(a, b, 8.0, 2.0), a.double() @ b.double().t()
+        found, exact = dense.gemms(a, b, 8.0, 2.0), a.double() @ b.double().t()
         names = {p.name for p in found.providers}
         assert {"torch dense"} < names and any("packed" in name for name in names) and found.facts == {}
         assert ("torch dense float32" in names) == (dtype != torch.float32)
@@ -35,13 +35,13 @@ def test_every_way_computes_the_same(dtype: torch.dtype, shape: tuple[int, int, 
     assert torch.backends.mkldnn.enabled
 
 
-def test_a_hopeless_way_is_told_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_very_slow_gemm_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "onednn", lambda x, w: time.sleep(0.06))
     x, w = torch.randn(2, 64), torch.randn(32, 64)
-    found = dense.ways(x, w, 8.0, 2.0)
+    found = dense.gemms(x, w, 8.0, 2.0)
     assert [p.name for p in found.plain] == ["torch dense"] and found.facts["torch dense oneDNN", "us"] >= 6e4
     monkeypatch.setattr(dense, "onednn", partial(getattr, None))  # a build that has no such op
-    assert [p.name for p in dense.ways(x, w, 8.0, 2.0).plain] == ["torch dense"]
+    assert [p.name for p in dense.gemms(x, w, 8.0, 2.0).plain] == ["torch dense"]
 
 
 def test_shares_of_the_roofline(monkeypatch: pytest.MonkeyPatch) -> None:

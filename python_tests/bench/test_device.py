@@ -1,4 +1,4 @@
-"""Timing on a GPU, on a device that is simulated: what is told is the device's time, whatever the host's is."""
+"""Timing on a fake GPU: the result is the device's time, whatever the host's is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench import device, runner, targets, targets_cuda
 from bench.device import rotated
 from bench.registry import Spec
 from nmkernels import reference
-from python_tests.bench.pretend import gpu
+from python_tests.bench.fake_gpu import fake_gpu
 from python_tests.bench.samples import broken, instead, small
 
 
@@ -35,14 +35,14 @@ def test_copies_take_turns() -> None:
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("spec", dict.fromkeys(small(s) for s in targets.quick("cuda")), ids=str)
 def test_cases_of_a_gpu_are_built_and_timed(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    with gpu(monkeypatch):
+    with fake_gpu(monkeypatch):
         rows = runner.measure(spec, "cuda", 0.0)
     assert rows and all(r.machine == "NVIDIA H200" for r in rows)
     found = {(r.provider, r.metric) for r in rows}
     for target in targets_cuda.TARGETS:
         # of Triton and of cuSPARSELt, which are not here
         if spec in map(small, target.specs) and not target.provider.endswith(("scratch", "searched")):
-            # the CPU's backend in the place of a GPU's; transposable steps and the order of tensor cores are the reference's there
+            # the CPU's backend instead of a GPU's; transposable steps and the layouts of tensor cores are the reference's there
             ordered = "mma.sp" in target.key or target.key.startswith("cuda-gemm-wgmma")
             ours = "reference" if target.provider.endswith("packs both") or ordered else "cpu"
             assert (re.sub("triton|cusparselt|cuda", ours, target.provider), target.metric) in found
@@ -60,11 +60,11 @@ def test_a_lost_device_ends_the_run_and_names_the_next_case(monkeypatch, tmp_pat
     monkeypatch.setattr(runner, "lost", lambda device: why)
     specs, said = [Spec("nm_mask", rows=16, cols=32), Spec("nm_prune", rows=16, cols=32)], []
     outcome = runner.run(specs, "cpu", tmp_path / "a.csv", 0.0, complain=said.append)
-    assert (outcome.next, len(outcome.wrong)) == (after, wrong) and ("cannot use cpu any more" in said[-1]) == bool(why)
+    assert (outcome.next, len(outcome.wrong)) == (after, wrong) and ("can no longer use cpu" in said[-1]) == bool(why)
 
 
 @pytest.mark.quick
-def test_a_capture_or_a_backend_that_fails_costs_no_other_provider(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_failures_cost_no_other_provider(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     @contextmanager
     def captured(device: str) -> Iterator[Any]:
         if os.environ.get("NMKERNELS_BACKEND") == "broken":
@@ -72,7 +72,7 @@ def test_a_capture_or_a_backend_that_fails_costs_no_other_provider(monkeypatch: 
         yield SimpleNamespace(replay=lambda: None)
 
     def run(does: Any, priority: int) -> runner.Outcome:
-        with broken("nm_mask", does, priority), gpu(monkeypatch):
+        with broken("nm_mask", does, priority), fake_gpu(monkeypatch):
             monkeypatch.setattr("bench.cases.host.captured", captured)
             return runner.run([Spec("host(nm_mask)", "2:4", "bfloat16", 64, 64)], "cuda", tmp_path / "a.csv", 0.0)
 

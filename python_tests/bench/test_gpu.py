@@ -18,8 +18,8 @@ from bench import gpu, gpu_steps, outcomes, targets
 from bench.gpu_steps import File, Visit
 from bench.jobs import Ended, Job, Pool
 from bench.outcomes import Outcome
-from python_tests.each import each
-from python_tests.house.tree import ROOT
+from python_tests.for_each import for_each
+from python_tests.house.paths import ROOT
 
 
 def ended(name: str, left: bool = False, **whats: str) -> Ended:
@@ -68,14 +68,14 @@ def run(work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     return call
 
 
-AGAIN = "the same command goes on with what is left$"
+AGAIN = "the same command continues with what is left$"
 CASES: dict[str, tuple[dict[str, Any], int, list[str], str]] = {
     "passed": ({}, 0, ALL, "  build +0 s  ok +1 passed\n.*  all passed$"),
     "failed": (
         {"tests": FAILED},
         1,
         ALL,
-        "  tests +0 s  FAILED +1 passed; 1 failed\n.*what failed\n  tests: file.py, 1 failed\n    b: why b\n",
+        "  tests +0 s  FAILED +1 passed; 1 failed\n.*failures\n  tests: file.py, 1 failed\n    b: why b\n",
     ),
     "raised": ({"curves": ValueError("bad luck")}, 1, ALL, "  curves +0 s  FAILED .*    curves: ValueError: bad luck\n.*  FAILED$"),
     "left": ({"tests": LEFT}, 3, ALL, f"left: left\n.*nothing failed so far; {AGAIN}"),
@@ -100,7 +100,7 @@ def test_steps_are_chosen_by_name(run, capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit) as stopped:
         gpu.main(["test"])
     assert stopped.value.code == 2
-    assert f"no step is called test; there are {', '.join(ALL)}" in capsys.readouterr().err
+    assert f"unknown step test; choose from {', '.join(ALL)}" in capsys.readouterr().err
 
 
 def test_the_summary_fits_a_terminal(run, work: Path) -> None:
@@ -134,7 +134,7 @@ def test_each_step_gets_a_turn_before_the_deadline(run, monkeypatch: pytest.Monk
     assert until["tests"] == float("inf")
 
 
-def test_a_signal_to_terminate_ends_with_the_summary_and_the_archive(run, tmp_path: Path) -> None:
+def test_sigterm_writes_summary_and_archive(run, tmp_path: Path) -> None:
     """With what failed before it, also in the step that it cuts short."""
 
     def cut_short(visit: Visit, pool: Pool) -> None:
@@ -148,7 +148,7 @@ def test_a_signal_to_terminate_ends_with_the_summary_and_the_archive(run, tmp_pa
     assert status == 143 and ran == ALL[:4] and signal.getsignal(signal.SIGTERM) is before
     text = "\n".join(lines)
     assert "kernels: file.py, 1 failed\n    b: why b" in text and "memcheck: cut.py, 1 failed\n    c: why c" in text
-    assert text.endswith("terminated; the same command goes on with what is left")
+    assert text.endswith("terminated; the same command continues with what is left")
     assert (tmp_path / "out" / "summary.txt").read_text().splitlines() == lines
     with tarfile.open(tmp_path / "out" / "gpu.tar.gz") as archive:
         assert {"./summary.txt", "./failed.txt"} <= set(archive.getnames())
@@ -176,7 +176,7 @@ def test_an_archive_goes_on_elsewhere(run, work: Path, tmp_path: Path, monkeypat
     assert not (there / "tests" / "one.log").exists() and [path.name for path in (there / "rows").iterdir()] == ["h100.csv"]
     with pytest.raises(SystemExit):
         gpu.main(["--resume", str(tmp_path / "no.tar.gz")])
-    assert "no archive of an earlier call" in capsys.readouterr().err
+    assert "not an archive of an earlier call" in capsys.readouterr().err
 
 
 def test_without_gpu_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +184,7 @@ def test_without_gpu_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torch sees no NVIDIA GPU" in capsys.readouterr().out
 
 
-@each(
+@for_each(
     "sources, again, left",
     [
         ("one", [], [*ALL, "core"]),
@@ -226,8 +226,8 @@ def test_the_fingerprint_knows_sources_and_machine(tmp_path: Path, monkeypatch: 
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Job], int]]:
-    """What the steps have pools run, with how many at a time; every job passes."""
+def all_jobs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Job], int]]:
+    """The jobs that the steps run, with the number of workers; every job passes."""
     found: list[tuple[list[Job], int]] = []
 
     def run(self: Pool, jobs: list[Job], workers: int = 1, fresh: bool = False) -> list[Ended]:
@@ -261,10 +261,10 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("capability", "built"), [((8, 0), "80-real"), ((8, 9), "80-real"), ((9, 0), "90a-real"), ((10, 0), "90-virtual")])
-def test_the_gpus_architecture_alone_is_built(asked, checkout: Path, capability, built: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpus_architecture_alone_is_built(all_jobs, checkout: Path, capability, built: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nmkernels.capability.compute_capability", lambda: capability)
     assert step("build", checkout).note == "its output"
-    (compile,), (core,) = (jobs for jobs, _ in asked)
+    (compile,), (core,) = (jobs for jobs, _ in all_jobs)
     assert compile.words[1:] == ("setup.py", "build_ext", "--inplace")
     assert compile.env == {"NMKERNELS_CUDA": "on", "NMKERNELS_CUDA_ARCHITECTURES": built}
     assert re.search(rf'[";]{built}[";]', (ROOT / "cmake" / "architectures.cmake").read_text())
@@ -285,14 +285,14 @@ def test_a_build_without_cuda_kernels_fails(tmp_path: Path, monkeypatch: pytest.
     assert found.reasons() and "CUDA" in found.reasons()[0]
 
 
-def test_a_core_of_the_same_sources_is_not_built_again(asked, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_core_of_the_same_sources_is_not_built_again(all_jobs, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where an archive has brought it; kernels for another GPU, or of other sources, are built."""
 
     def compiles(capability: tuple[int, int] = (9, 0)) -> bool:
-        asked.clear()
+        all_jobs.clear()
         monkeypatch.setattr("nmkernels.capability.compute_capability", lambda: capability)
         step("build", checkout)
-        return any(job.name == "compile" for jobs, _ in asked for job in jobs)
+        return any(job.name == "compile" for jobs, _ in all_jobs for job in jobs)
 
     assert compiles() and not compiles()
     (checkout / "nmkernels" / "_C.so").write_text("of something else")
@@ -310,7 +310,7 @@ def test_many_tests_of_a_file_are_shared_out() -> None:
     assert [job.alone for job in found] == 4 * [False] + [True] and {job.limit for job in found} == {9.0}
 
 
-def test_files_are_in_the_order_of_the_paths(asked, tmp_path: Path) -> None:
+def test_files_are_in_the_order_of_the_paths(all_jobs, tmp_path: Path) -> None:
     pool = Pool(tmp_path, time.monotonic() + 60)
     for name in ("a", "gemm", "wgmma", "wgmma_8bit", "z"):
         outcomes.tell(tmp_path / "collect.jsonl", name=f"{gpu_steps.CUDA}/test_{name}.py", tests=1, alone=False)
@@ -335,20 +335,20 @@ def test_kernels_that_no_gpu_has_run_come_first(tmp_path: Path) -> None:
     assert count == {file.name: file.tests for file in gpu_steps.collected(Visit(tmp_path, (), 1, dry=True), pool, list(count))}
 
 
-def test_tests_are_those_that_kernels_leave(asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tests_are_those_that_kernels_leave(all_jobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     files = [File("python_tests/ops/a.py", 1, False), File(f"{gpu_steps.CUDA}/b.py", 1, False)]
     monkeypatch.setattr(gpu_steps, "collected", lambda *args: files)
     step("tests", tmp_path)
-    assert [job.name for jobs, _ in asked for job in jobs] == ["python_tests/ops/a.py"]
-    asked.clear()
+    assert [job.name for jobs, _ in all_jobs for job in jobs] == ["python_tests/ops/a.py"]
+    all_jobs.clear()
     step("tests", tmp_path, tests=(f"{gpu_steps.CUDA}/b.py",))
-    assert len(asked[0][0]) == 2
+    assert len(all_jobs[0][0]) == 2
 
 
-def test_families_of_benchmarks_are_apart(asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_families_of_benchmarks_are_apart(all_jobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("bench.rows.machine", lambda device: "NVIDIA H200")
     pool = step("benchmarks", tmp_path)
-    ((found, workers),) = asked
+    ((found, workers),) = all_jobs
     assert workers == 1, "clocks are not shared"
     ops = [word for job in found for word in job.words[job.words.index("--op") + 1 :]]
     assert sorted(ops) == sorted({spec.op for spec in targets.quick("cuda")}) and len(found) > 8
@@ -357,14 +357,14 @@ def test_families_of_benchmarks_are_apart(asked, monkeypatch: pytest.MonkeyPatch
     assert "targets met" in pool.note
 
 
-def test_tables_are_made_of_the_visits_rows(asked, tmp_path: Path) -> None:
-    assert "writes no tables" in step("report", tmp_path, dry=True).note and not asked
+def test_tables_are_made_of_the_visits_rows(all_jobs, tmp_path: Path) -> None:
+    assert "writes no tables" in step("report", tmp_path, dry=True).note and not all_jobs
     step("report", tmp_path)
-    assert asked[0][0][0].words[1:] == ("-m", "bench.report", "--add", str(tmp_path / "rows"))
+    assert all_jobs[0][0][0].words[1:] == ("-m", "bench.report", "--add", str(tmp_path / "rows"))
 
 
 @pytest.mark.parametrize("name", ["memcheck", "racecheck"])
-def test_the_sanitizer_of_the_toolkit_runs_the_tests(asked, monkeypatch, tmp_path: Path, name: str) -> None:
+def test_the_sanitizer_of_the_toolkit_runs_the_tests(all_jobs, monkeypatch, tmp_path: Path, name: str) -> None:
     """Racecheck without the kernel that copies by TMA, which other tests run too where it is chosen."""
     files = [File("a.py", 3, False), File("large.py", 2, True), File("test_wgmma.py", 1, False)]
     monkeypatch.setattr(gpu_steps, "collected", lambda *args: files)
@@ -374,7 +374,7 @@ def test_the_sanitizer_of_the_toolkit_runs_the_tests(asked, monkeypatch, tmp_pat
     tool.parent.mkdir()
     tool.touch(0o755)
     step(name, tmp_path)
-    ((found, _),) = asked
+    ((found, _),) = all_jobs
     assert [job.name for job in found] == ["a.py", "test_wgmma.py"][: 1 if name == "racecheck" else 2]
     job = found[0]
     assert job.words[:3] == (str(tool), "--tool", name) and job.words[-1] == "a.py" and job.refused == gpu_steps.FINDING
@@ -390,7 +390,7 @@ QUIET = """========= COMPUTE-SANITIZER
 """
 
 
-def test_findings_are_told_from_the_rest() -> None:
+def test_findings_of_the_sanitizer() -> None:
     found = [
         "========= Invalid __global__ write of size 4 bytes",
         "========= Error: Race reported between Write access at compress_kernel and Read access",

@@ -13,7 +13,7 @@ from textwrap import dedent
 import pytest
 
 from bench import gpu, gpu_steps
-from python_tests.house.tree import ROOT
+from python_tests.house.paths import ROOT
 
 INJECTED = {
     "test_good.py": """

@@ -84,7 +84,7 @@ def eventually(found: Callable[[], Any]) -> Any:
     [
         ("crash", "its process was ended by SIGSEGV"),
         ("hang", "took more than 0.5 s and was ended"),
-        ("exit", "its process ended in the middle of it, with exit status 0"),
+        ("exit", "its process ended during it, with exit status 0"),
         ("lost", "lost"),
         ("fail", "fail"),
     ],
@@ -100,7 +100,7 @@ def test_what_goes_wrong_costs_one_item(tmp_path: Path, what: str, why: str) -> 
 def test_a_job_whose_items_all_crash_is_given_up(tmp_path: Path) -> None:
     (ended,) = pool(tmp_path).run([job("all", *(f"{i}=crash" for i in range(jobs.LIVES + 3)))])
     assert not ended.left and len(ran(tmp_path, "all")) == jobs.LIVES
-    assert ended.outcomes["all"].why == f"given up after {jobs.LIVES} processes; what was left was not run"
+    assert ended.outcomes["all"].why == f"given up after {jobs.LIVES} processes; the rest was not run"
 
 
 def test_when_time_is_up_another_call_goes_on(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_when_time_is_up_another_call_goes_on(tmp_path: Path) -> None:
     threading.Thread(target=time_is_up, daemon=True).start()
     first = here.run(every)
     assert [(e.job.name, e.left) for e in first] == [("a", False), ("b", True), ("c", True)]
-    assert whats(first[1]) == {"3": "passed"}, "what was at hand is left, and nobody is blamed"
+    assert whats(first[1]) == {"3": "passed"}, "the current item is left, and nothing fails"
     every[1] = job("b", "3", "4", "5")
     second = pool(tmp_path).run(every)
     assert not any(e.left for e in second)
@@ -123,7 +123,7 @@ def test_when_time_is_up_another_call_goes_on(tmp_path: Path) -> None:
     assert whats(again) == {"1": "passed", "2": "passed"}
 
 
-def test_what_failed_is_told_as_a_job_ends(tmp_path: Path) -> None:
+def test_failures_are_printed_as_a_job_ends(tmp_path: Path) -> None:
     said: list[str] = []
     many = [f"{i}=fail" for i in range(jobs.LINES + 2)]
     Pool(tmp_path, time.monotonic() + 60, said.append).run([job("bad", "a", *many), job("good", "b")])
@@ -135,7 +135,7 @@ def test_what_failed_is_told_as_a_job_ends(tmp_path: Path) -> None:
 @pytest.mark.skipif(not shutil.which("flock"), reason="flock is not installed")
 def test_no_process_is_left_behind(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
-    # whoever inherits the open file holds the lock as long as it lives
+    # a process that inherits the open file holds the lock as long as it lives
     child = f"""
 import fcntl, os, subprocess
 file = open({str(lock)!r}, "w")
@@ -162,10 +162,10 @@ Pool(Path({str(tmp_path)!r}), time.monotonic() + 600).run([Job("ended", {hangs!r
 
 @pytest.mark.slow
 def test_jobs_run_side_by_side_and_some_alone(tmp_path: Path) -> None:
-    told = tmp_path / "told"
-    text = f"import time; f = open({str(told)!r}, 'a', 1); print(1, file=f); time.sleep(0.5); print(-1, file=f)"
+    log = tmp_path / "log"
+    text = f"import time; f = open({str(log)!r}, 'a', 1); print(1, file=f); time.sleep(0.5); print(-1, file=f)"
     pool(tmp_path).run([python(name, text, alone=name in "de") for name in "dabce"], workers=2)
-    at_once = list(accumulate(map(int, told.read_text().split())))
+    at_once = list(accumulate(map(int, log.read_text().split())))
     assert max(at_once) == 2 and at_once[-4:] == [1, 0, 1, 0]
 
 
@@ -183,7 +183,7 @@ def test_a_job_without_items_is_one(tmp_path: Path, text: str, why: str) -> None
     assert whats(good) == {"good": "passed"}
 
 
-def test_what_was_begun_by_another_process_is_not_blamed_and_a_line_cut_short_says_nothing(tmp_path: Path) -> None:
+def test_unfinished_items_of_other_processes(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     outcomes.end(path, outcomes.Outcome("1", "passed"))
     outcomes.begin(path, "older")

@@ -16,7 +16,7 @@ def code(*lines: str) -> str:
     return "".join(f"        /*{16 * i:04x}*/ {line:>60} ;   /* 0x0000000000007947 */\n" for i, line in enumerate(lines))
 
 
-def test_the_way_that_does_the_work_is_followed() -> None:
+def test_the_chosen_method_is_followed() -> None:
     """Out of bounds a thread leaves at once; odd groups are worked on elsewhere and come back by BSYNC; narrow stores are another way."""
     kernel = code(
         "S2R R0, SR_TID.X",
@@ -111,6 +111,6 @@ def test_the_table_was_made_from_these_sources() -> None:
 @pytest.mark.skipif(not resources.tools().ok, reason=resources.tools().reason)
 def test_the_table_is_what_the_compiler_makes() -> None:
     """Of a file that another test compiles as well, and of a small one."""
-    made = accounts.told(accounts.compiled(["compress", "pack by soft"]))
+    made = accounts.table_rows(accounts.compiled(["compress", "pack by soft"]))
     table = [row for row in tidy.load(accounts.PATH) if row["what"] in {row["what"] for row in made}]
     assert len({row["what"] for row in made}) == 6 and made == table, f"rewrite it: {accounts.REWRITE}"

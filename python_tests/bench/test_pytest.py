@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from bench import targets, test_cases
-from python_tests.house.tree import ROOT
+from python_tests.house.paths import ROOT
 
 
 @pytest.mark.slow
@@ -21,7 +21,7 @@ def test_cases_are_collected_for_pytest_benchmark() -> None:
 
 def test_unknown_suite_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NMKERNELS_BENCH", "nosuch")
-    with pytest.raises(pytest.UsageError, match="it is quick, targets or all"):
+    with pytest.raises(pytest.UsageError, match="choose quick, targets or all"):
         test_cases.chosen()
     monkeypatch.setenv("NMKERNELS_BENCH", "targets")
     assert len(test_cases.chosen()) > 50

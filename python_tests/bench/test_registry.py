@@ -48,7 +48,7 @@ def test_words_name_ops() -> None:
     assert cases.matching(["linear", "nm_mask"]) == ("nm_linear", "nm_mask")
     gemms = {"nm_linear", "nm_linear_dgrad", "nm_linear_wgrad", "nm_linear_quantized"}
     assert set(cases.matching(["linear*"])) == gemms | {"nm_linear(cores)", "nm_linear_wgrad(cores)"}
-    with pytest.raises(NMError, match="no op to time is called 'linaer'"):
+    with pytest.raises(NMError, match="no op matches 'linaer'"):
         cases.matching(["linaer"])
 
 
@@ -56,11 +56,11 @@ def test_models_name_shapes() -> None:
     assert shapes.parse(["gpt2:fc", "8x16"]) == ("3072x768", "8x16")
     assert set(shapes.parse(["GPT2"])) == set(shapes.MODELS["gpt2"].values())
     assert "llama3-8b q" in shapes.names("4096x4096") and shapes.names("3x4") == []
-    for word, said in [("gtp2", "no shape is called 'gtp2'"), ("gpt2:x", "has no layer 'x'; it has qkv")]:
+    for word, said in [("gtp2", "unknown shape 'gtp2'"), ("gpt2:x", "has no layer 'x'; it has qkv")]:
         with pytest.raises(NMError, match=said):
             shapes.parse([word])
     for text in ("4x", "x4", "4", "0x4", "-4x4"):
-        with pytest.raises(NMError, match="is no matrix"):
+        with pytest.raises(NMError, match="is not a matrix"):
             registry.sizes(text)
 
 

@@ -41,12 +41,12 @@ def test_cases_are_listed_and_narrowed(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--op", "nosuch"], "no op to time is called 'nosuch'"),
-        (["--shapes", "nosuch"], "no shape is called 'nosuch'"),
+        (["--op", "nosuch"], "no op matches 'nosuch'"),
+        (["--shapes", "nosuch"], "unknown shape 'nosuch'"),
         (["--dtype", "fp8"], "--dtype takes fp32"),
         (["--pattern", "5:4"], "pattern 5:4 is not usable"),
         (["--device", "nosuch"], "torch cannot use it here"),
-        (["--targets", "--shapes", "3x3"], "no case is left"),
+        (["--targets", "--shapes", "3x3"], "no case matches"),
         (["--isas", "sse9"], "sse9 cannot run here" if compiled_core().ok else "not built"),
     ],
 )
@@ -61,13 +61,13 @@ def test_rows_are_written_and_printed(tmp_path: Path, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr(runner, "measure", Mock(side_effect=KeyboardInterrupt))
         assert run.main([*TINY, "--out", str(out)]) == 130
-    assert "--resume goes on where this stopped" in capsys.readouterr().out
+    assert "--resume continues from here" in capsys.readouterr().out
     assert run.main([*TINY, "--out", str(out), "--tokens", "2"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1] == f"written to {out}"
     assert len(printed) == len(read(out)) + 1
     assert run.main([*TINY, "--out", str(out), "--tokens", "2", "--resume"]) == 0
-    assert "2 of 2 cases were done before" in capsys.readouterr().out
+    assert "2 of 2 cases were already done" in capsys.readouterr().out
 
 
 def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,23 +85,23 @@ def test_interrupt_keeps_what_was_done_and_resume_goes_on(tmp_path: Path, monkey
     assert runner.run([MASK], "cpu", out, 0.001, resume=True).skipped == 0
 
 
-def test_what_becomes_of_each_case_is_told_and_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told, out, at_hand = tmp_path / "told.jsonl", tmp_path / "folder" / "a.csv", []
-    monkeypatch.setenv(outcomes.ENV, str(told))
+def test_outcomes_are_recorded_and_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, out, current = tmp_path / "record.jsonl", tmp_path / "folder" / "a.csv", []
+    monkeypatch.setenv(outcomes.ENV, str(record))
 
     def measure(spec: Spec, device: str, seconds: float) -> list[Any]:
-        at_hand.append(outcomes.read(told)[1])
+        current.append(outcomes.read(record)[1])
         return BREAKS() if spec is PRUNE else []
 
     monkeypatch.setattr(runner, "measure", measure)
     runner.run([MASK, PRUNE], "cpu", out, 0.0)
-    ended, nothing = outcomes.read(told)
-    assert at_hand == [str(MASK), str(PRUNE)] and nothing is None
+    ended, nothing = outcomes.read(record)
+    assert current == [str(MASK), str(PRUNE)] and nothing is None
     assert {item: (outcome.what, outcome.why) for item, outcome in ended.items()} == {
         str(MASK): ("passed", ""),
         str(PRUNE): ("failed", "not timed, it failed: RuntimeError: out of luck"),
     }
-    assert runner.run([MASK, PRUNE, LINEAR], "cpu", out, 0.0).skipped == 2 and at_hand[2:] == [str(LINEAR)]
+    assert runner.run([MASK, PRUNE, LINEAR], "cpu", out, 0.0).skipped == 2 and current[2:] == [str(LINEAR)]
 
 
 def test_every_backend_that_can_is_a_provider(tmp_path: Path) -> None:

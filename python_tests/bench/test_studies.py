@@ -1,4 +1,4 @@
-"""The studies: rows tell what the runs came to, and the kernels compared are what they are called."""
+"""The studies: rows have the results of the runs, and the compared kernels are those named."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_rows_hold_the_seeds_quantiles_and_the_worst():
 
 
 @pytest.mark.slow
-def test_a_run_beside_its_baseline(text: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_with_its_baseline(text: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = ["step_vs_dense", "--seeds", "1", "--out", str(tmp_path / "rows.csv"), *text, *SIZES, "--threads", "1"]
     assert studies.main(words) == 0
     rows = read(tmp_path / "rows.csv")

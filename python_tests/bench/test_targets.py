@@ -1,4 +1,4 @@
-"""The targets are those of the design, and their verdicts and reasons are told right."""
+"""The targets are those of the design, and their verdicts and reasons are right."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench import tables, targets
 from bench.cases import FAMILIES
 from bench.registry import Spec
 from bench.targets import TARGETS
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 
 def _verdict(key: str, *values: float, reasons: dict[str, str] | None = None) -> targets.Verdict:
@@ -29,7 +29,7 @@ def test_targets_are_sound() -> None:
         assert t.instead is None or (t.instead.bound > t.bound) == t.higher
 
 
-@each(
+@for_each(
     "key, values, state",
     [
         ("mask", (0.8,), "unmeasured"),
@@ -57,7 +57,7 @@ def _row(spec: Spec, provider: str, metric: str, value: float) -> dict[str, str]
     return {**{name: getattr(spec, name) for name in names}, "provider": provider, "metric": metric, "p50": str(value)}
 
 
-@each(
+@for_each(
     "key, provider, metric, value, bound",
     [
         ("linear-bf16-16-2:4", "torch dense", "has AMX", 0.0, 1.0),

@@ -9,7 +9,7 @@ import pytest
 
 from bench import triton_resources as resources
 from bench.triton_cases import Case
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ CASE = Case("nm_mask", "2:4 bf16", (), load=128, store=128, kernel="mask_kernel"
 FED = "HGMMA.64x16x16.F32.BF16 R24, R{0}, gdesc[UR16], R24, gsb0"
 
 
-@each(
+@for_each(
     "code, found",
     [
         ([FED.format(32), "MOV R35, R1"], ["MOV R35, R1"]),
@@ -55,7 +55,7 @@ def test_a_jump_that_cannot_be_followed_is_no_zero() -> None:
         resources.overwrites(machine_code(FED.format(32), "BRX R4 -0x10"))
 
 
-@each(
+@for_each(
     "ptx, found",
     [
         ("\tadd.rn.f32 \t%r1, %r2, %r3;\n\tdiv.rn.f32 %r1, %r2, %r3;\n\tsqrt.rn.f64 %rd1, %rd2;", ""),
@@ -68,7 +68,7 @@ def test_inexact(ptx: str, found: str) -> None:
     assert resources.inexact(ptx) == found
 
 
-@each(
+@for_each(
     "case, changes, word",
     [
         ({}, {}, ""),

@@ -1,4 +1,4 @@
-"""The tasks by name; every file of this folder registers its own."""
+"""The tasks; every file of this folder registers its own."""
 
 from importlib import import_module
 from pkgutil import iter_modules

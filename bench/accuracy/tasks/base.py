@@ -1,4 +1,4 @@
-"""What a task is: a model, its batches as a function of (seed, step), and how it is evaluated."""
+"""The base class of tasks: a model, its batches as a function of (seed, step), and its evaluation."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from ..spec import unknown
 
 @dataclass(frozen=True)
 class Settings:
-    """The hyper-parameters that all methods of a task share, and which of the plan's runs are the task's own.
+    """The hyper-parameters that all methods of a task share, and the task's part of the plan.
 
     The learning rate rises over ``warmup`` (a share of the steps), then falls to ``floor`` of its peak. AdamW, or SGD with momentum 0.9;
     weight decay on matrices only.
 
     Args:
         steps: optimizer steps of a run.
-        lr: AdamW's shared peak for as long as the search has not found the best one of dense training.
-        start: AdamW's first rates of every search, in rising order; ``start_sgd``: SGD's, empty for a task without SGD.
+        lr: AdamW's shared peak rate until the search has found the best one of dense training.
+        start: AdamW's first rates of every search, in ascending order; ``start_sgd``: SGD's, empty for a task without SGD.
         factor: between neighbouring rates: 3 for the series 1, 3, 10, 30; or 2.
         decay: ``"cosine"`` or ``"linear"``.
-        clip: bound on the gradient's norm, None for none.
-        tune_steps: steps of the runs that search for rates, where not ``steps``.
-        tuning_seeds, seeds: how many of the tuning and of the evaluation seeds are used.
-        stages: those of ``plan.STAGES`` that the task takes part in where none is asked for.
-        methods, patterns: the main ones, each of which gets a rate of its own; ``sgd_methods``: those of them that run with SGD too.
+        clip: bound on the gradient's norm, or None.
+        tune_steps: steps of the runs that search for rates; ``steps`` by default.
+        tuning_seeds, seeds: number of tuning and of evaluation seeds.
+        stages: the default stages, of ``plan.STAGES``.
+        methods, patterns: the main ones, each with its own rate; ``sgd_methods``: those of them that also run with SGD.
         variants: further methods, run at the shared rate.
-        lengths: of longer runs, in ``steps``; ``length_methods`` (empty: all) and ``length_patterns``: what is run for longer.
-        length_search: rates are searched at every length anew; otherwise those of ``steps`` are kept.
+        lengths: of longer runs, as multiples of ``steps``; ``length_methods`` (empty: all) and ``length_patterns``: what is run for longer.
+        length_search: whether rates are searched again for every length; otherwise those of ``steps`` are used.
         seconds: CPU-seconds of one core for one run of ``steps``.
     """
 
@@ -66,7 +66,7 @@ class Settings:
 
 
 class Task(ABC):
-    """Base of every task; made once per process."""
+    """Base class of tasks; created once per process."""
 
     name: ClassVar[str] = ""
     settings: ClassVar[Settings]
@@ -74,18 +74,18 @@ class Task(ABC):
     """Tokens of one batch, for the count of FLOPs."""
 
     shares: ClassVar[dict[str, float]] = {}
-    """Layers that not every token passes once, and how often it does; see ``nm.flops``."""
+    """How often a token passes each layer, for layers where that is not once; see ``nm.flops``."""
 
     filter_fn: FilterFn | None = None
-    """Which layers are made sparse, where not those that ``nm.sparsify_`` chooses."""
+    """The filter of layers to make sparse; by default ``nm.sparsify_`` chooses."""
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """A fresh model from torch's generator, which the caller has seeded."""
+        """A new model, initialised from torch's generator, which the caller has seeded."""
 
     @abstractmethod
     def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
-        """The training batch of one step; a function of (seed, step) alone, so that every method sees the same ones."""
+        """The training batch of one step; a function of (seed, step) only, so that every method sees the same ones."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
@@ -93,10 +93,10 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, model: nn.Module, tuning: bool = False) -> dict[str, float]:
-        """``val_loss`` in nats on data that training never saw; ``accuracy`` in percent, ``bleu`` and ``other_loss`` where there are such.
+        """``val_loss`` in nats on held-out data; also ``accuracy`` in percent, ``bleu`` and ``other_loss`` if the task has them.
 
         Args:
-            tuning: judge on data that is neither trained on nor the test set, where the task has some; for choosing rates.
+            tuning: evaluate on validation data instead of the test set, if the task has some; for choosing rates.
         """
 
     def data(self) -> str:
@@ -129,7 +129,7 @@ def get(name: str) -> Task:
     """The task of that name, with its data loaded.
 
     Raises:
-        ValueError: there is none; the nearest name is suggested.
+        ValueError: the name is unknown; the nearest one is suggested.
     """
     if name not in _tasks:
         raise ValueError(unknown("task", name, _tasks))
@@ -140,7 +140,7 @@ def settings(name: str) -> Settings:
     """The settings of the task of that name, without loading its data.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the name is unknown.
     """
     if name not in _tasks:
         raise ValueError(unknown("task", name, _tasks))

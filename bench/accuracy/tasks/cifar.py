@@ -1,4 +1,4 @@
-"""CIFAR-10 with a vision transformer, for those who have the pictures: ``NMKERNELS_CIFAR10=folder of cifar-10-batches-py``."""
+"""CIFAR-10 with a vision transformer; needs the data set: ``NMKERNELS_CIFAR10=folder of cifar-10-batches-py``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .vit import ViT
 VARIABLE = "NMKERNELS_CIFAR10"
 SIDE, PATCH = 32, 4
 MEAN, DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-"""Of the training pictures' red, green and blue."""
+"""Mean and deviation of the training images' red, green and blue."""
 
 BATCH = 128
 
@@ -39,7 +39,7 @@ class PictureViT(ViT):
 
 @task("cifar10")
 class Cifar10(Task):
-    """50 thousand pictures, 51 epochs in 20 thousand steps, mirrored and shifted by up to four pixels; a day on a laptop, an hour on a GPU.
+    """50 thousand images, 51 epochs in 20 thousand steps, mirrored and shifted by up to four pixels; a day on a laptop, an hour on a GPU.
 
     Raises:
         RuntimeError: ``NMKERNELS_CIFAR10`` does not name the folder, or a file in it is missing.
@@ -100,7 +100,7 @@ def _normal(images: Tensor) -> Tensor:
 
 
 def _read(file: Path) -> tuple[Tensor, Tensor]:
-    """Pictures uint8 ``[n, 3, 32, 32]`` and classes of one of the data set's own files."""
+    """Images uint8 ``[n, 3, 32, 32]`` and classes of one file of the data set."""
     with file.open("rb") as stream:
         content = pickle.load(stream, encoding="bytes")  # the format in which the data set is published
     return torch.from_numpy(np.asarray(content[b"data"]).reshape(-1, 3, SIDE, SIDE).copy()), torch.tensor(content[b"labels"])

@@ -1,4 +1,4 @@
-"""Scikit-learn's handwritten digits, 8 × 8 pixels each: the data of the image tasks, which add a model."""
+"""Scikit-learn's handwritten digits, 8 × 8 pixels: the data of the image tasks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from .base import Task
 SIDE, CLASSES = 8, 10
 BATCH = 64
 TRAIN, TEST, HELD_OUT = 1200, 597, 300
-"""Images for training and for the test, of 1797, drawn once and the same for every seed; of the training images the last 300 judge the
-search for learning rates."""
+"""Training and test images, of 1797, the same for every seed; the last 300 training images are for the search of learning rates."""
 
 
 class Digits(Task):
-    """1200 training and 597 test images. Training images are shifted by up to a pixel and noisy, so that they are not learned by heart.
+    """1200 training and 597 test images. Training images are shifted by up to a pixel and noisy, so that they are not memorised.
 
-    Learning rates are not chosen on the test set: a run on a tuning seed trains on 900 of the training images and is judged on the other
-    300; a run on an evaluation seed trains on all 1200 and is judged on the test set.
+    Learning rates are not chosen on the test set: a run on a tuning seed trains on 900 of the training images and is evaluated on the other
+    300; a run on an evaluation seed trains on all 1200 and is evaluated on the test set.
     """
 
     def __init__(self) -> None:

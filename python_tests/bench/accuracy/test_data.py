@@ -15,8 +15,8 @@ from bench.accuracy import data
 
 
 @dataclass(frozen=True)
-class Given(data.Source):
-    """A source whose download is written here, or fails."""
+class FakeSource(data.Source):
+    """A source whose download has this content, or fails if it is None."""
 
     content: bytes | None = None
 
@@ -27,8 +27,8 @@ class Given(data.Source):
         return scratch / "any name"
 
 
-def given(meant: bytes, content: bytes | None) -> Given:
-    return Given("words", "1.0", "words.txt", len(meant), hashlib.sha256(meant).hexdigest(), content)
+def fake_source(meant: bytes, content: bytes | None) -> FakeSource:
+    return FakeSource("words", "1.0", "words.txt", len(meant), hashlib.sha256(meant).hexdigest(), content)
 
 
 @pytest.fixture(autouse=True)
@@ -38,14 +38,14 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_fetch_downloads_once_and_replaces_a_broken_file(folder, monkeypatch):
-    monkeypatch.setattr(data, "SOURCES", {"task": (given(b"a b c", b"a b c"),)})
+    monkeypatch.setattr(data, "SOURCES", {"task": (fake_source(b"a b c", b"a b c"),)})
     with pytest.raises(RuntimeError, match=r"words.txt.*run: python -m bench.accuracy fetch task"):
         data.files("task")
-    told: list[str] = []
+    messages: list[str] = []
     for _ in range(2):
-        data.fetch(["task"], told.append)
+        data.fetch(["task"], messages.append)
     assert data.files("task")["words"].read_bytes() == b"a b c" and [p.name for p in folder.iterdir()] == ["words.txt"]
-    assert [line.partition(": ")[2][:6] for line in told] == ["0 of 1", "", "1 of 1"]
+    assert [line.partition(": ")[2][:6] for line in messages] == ["0 of 1", "", "1 of 1"]
     (folder / "words.txt").write_bytes(b"a b")
     with pytest.raises(RuntimeError, match="fetch task"):
         data.files("task")
@@ -56,8 +56,8 @@ def test_fetch_downloads_once_and_replaces_a_broken_file(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (given(b"a", None), r"no route to host.*by hand: words.txt, SHA-256 ca978"),
-        (given(b"a", b"b"), "is not the file that is meant"),
+        (fake_source(b"a", None), r"no route to host.*by hand: words.txt, SHA-256 ca978"),
+        (fake_source(b"a", b"b"), "is not the expected file"),
     ],
 )
 def test_what_fails_leaves_nothing_behind(folder, monkeypatch, capsys, source, message):
@@ -68,7 +68,7 @@ def test_what_fails_leaves_nothing_behind(folder, monkeypatch, capsys, source, m
     assert command.main(["fetch", "task"]) == 2 and "error: words" in capsys.readouterr().err
     monkeypatch.setenv(data.VARIABLE, str(folder / "file" / "below"))
     (folder / "file").write_text("in the way")
-    assert command.main(["fetch"]) == 2 and "NMKERNELS_DATA names another one" in capsys.readouterr().err
+    assert command.main(["fetch"]) == 2 and "set NMKERNELS_DATA to use another one" in capsys.readouterr().err
     assert command.main(["fetch", "tusk"]) == 2 and "did you mean 'task'" in capsys.readouterr().err
 
 
@@ -85,7 +85,7 @@ def test_a_debian_package_is_read_without_dpkg(tmp_path):
     path.write_bytes(b"!<arch>\n" + b"".join(parts))
     assert list(data.deb_files(path, lambda name: name.endswith(".mo"))) == [("./usr/share/de.mo", b"abc")]
     path.write_bytes(b"PK")
-    with pytest.raises(ValueError, match="no Debian package"):
+    with pytest.raises(ValueError, match="not a Debian package"):
         list(data.deb_files(path, bool))
 
 

@@ -32,7 +32,7 @@ def trained(task, pattern="2:4", steps=3):
 
 
 @pytest.mark.slow
-def test_fine_tuning_begins_with_the_pretrained_weights_which_are_made_once(tmp_path, monkeypatch):
+def test_fine_tuning_starts_from_cached_pretraining(tmp_path, monkeypatch):
     before = torch.get_rng_state()
     weights = finetune.pretrained(tmp_path, steps=4)
     assert torch.equal(torch.get_rng_state(), before)
@@ -49,7 +49,7 @@ def test_fine_tuning_begins_with_the_pretrained_weights_which_are_made_once(tmp_
 # ---- brought along
 
 
-def test_cifar_reads_the_published_format_and_names_what_is_missing(tmp_path, monkeypatch):
+def test_cifar_format_and_missing_files(tmp_path, monkeypatch):
     monkeypatch.delenv(cifar.VARIABLE, raising=False)
     with pytest.raises(RuntimeError, match=r"NMKERNELS_CIFAR10.*data_batch_1"):
         cifar.Cifar10()

@@ -10,19 +10,19 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from bench.accuracy import answers, contrasts, costs, figures, page, tables, tasks, traces
+from bench.accuracy import contrasts, costs, figures, page, rankings, tables, tasks, traces
 from bench.accuracy.cells import Case, Cells, difference, mean
 from bench.accuracy.rows import REPEATS, save
 from bench.accuracy.spec import RunSpec
 from bench.accuracy.stats import Estimate
 from bench.accuracy.tasks import base
 from bench.accuracy.worker import with_flops
-from python_tests.bench.accuracy import world
+from python_tests.bench.accuracy import fake_rows
 
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, task in world.registered():
+    for name, task in fake_rows.registered():
         monkeypatch.setitem(base._tasks, name, task)
     base.get.cache_clear()
     yield
@@ -31,7 +31,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def cells(known: None) -> Cells:
-    return Cells([*world.rows(), *world.rows("sentiment", ("tune", "tuned"))])
+    return Cells([*fake_rows.rows(), *fake_rows.rows("sentiment", ("tune", "tuned"))])
 
 
 def replaced(cells: Cells, method: str, seed: int, value: float) -> Cells:
@@ -54,17 +54,17 @@ def test_cells_are_tuned_and_paired_by_seed(cells):
     assert tables.results(cells, "mlp", optimizer="sgd").count("lr 0.1") == 4
 
 
-def test_missing_and_diverged_seeds_are_told(cells):
+def test_missing_and_diverged_seeds(cells):
     lost = replaced(cells, "step-25", 3, math.nan)
     delta = difference(lost.tuned(Case("mlp", "step-25", "1:8")), lost.tuned(Case("mlp", "srste", "1:8")))
     assert (delta.n, delta.lost) == (5, 1) and "1 diverged" in tables.results(lost, "mlp")
-    assert "step-25" not in answers.candidates(lost, "mlp", "1:8")
+    assert "step-25" not in rankings.candidates(lost, "mlp", "1:8")
     few = Cells([row for row in cells.rows if row.seed not in (4, 5)])
-    assert "n = 4 of 6" in tables.results(few, "mlp") and "4 of 6" in answers.answers_table(few)
+    assert "n = 4 of 6" in tables.results(few, "mlp") and "4 of 6" in rankings.best_methods(few)
     assert contrasts.findings(few)["step-mlp"].verdict == "too few seeds yet (n = 4)"
 
 
-def test_primary_contrasts_have_words_that_follow_from_their_numbers(cells):
+def test_verdicts_of_primary_contrasts(cells):
     found = contrasts.findings(cells)
     assert len(found) <= 4 and list(found) == [c.name for c in contrasts.PRIMARY]
     assert found["gap-1:8"].estimate.mean == pytest.approx(-0.05, abs=0.006) and found["gap-1:8"].verdict == "no, less"
@@ -87,16 +87,18 @@ def test_an_open_search_is_not_tuned(cells):
     # a search that was given up: the loss fell at each of nine rates
     rates = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
     edge = [
-        world.row(RunSpec("mlp", "srste", "1:8", seed, lr, 1000), 0.3 - 0.01 * i) for i, lr in enumerate(rates) for seed in (100, 101, 102)
+        fake_rows.row(RunSpec("mlp", "srste", "1:8", seed, lr, 1000), 0.3 - 0.01 * i)
+        for i, lr in enumerate(rates)
+        for seed in (100, 101, 102)
     ]
-    runs = [world.row(RunSpec("mlp", "srste", "1:8", seed, rates[-1], 1000), 0.2) for seed in range(6)]
+    runs = [fake_rows.row(RunSpec("mlp", "srste", "1:8", seed, rates[-1], 1000), 0.2) for seed in range(6)]
     kept = [r for r in cells.rows if (r.method, r.pattern, r.optimizer) != ("srste", "1:8", "adamw")]
     opened = Cells([*kept, *edge, *runs])
     assert not opened.search(Case("mlp", "srste", "1:8")).closed
     assert "(8, 0) open" in tables.results(opened, "mlp")
     finding = contrasts.findings(opened)["step-mlp"]
     assert finding.verdict == "undecided: a rate lies at the edge of its search" and not finding.significant
-    assert ", open" in answers.answers_table(opened) and "1:8" not in answers.answers_table(opened, brief=True)
+    assert ", open" in rankings.best_methods(opened) and "1:8" not in rankings.best_methods(opened, brief=True)
 
 
 def test_nothing_is_claimed_below_the_spread_of_repeats(cells):
@@ -109,30 +111,30 @@ def test_nothing_is_claimed_below_the_spread_of_repeats(cells):
 
 
 def test_phrases_follow_from_the_interval():
-    assert answers.in_words(Estimate(-0.5, 0.25, 6, 0.002), "x") == "ahead of x by 0.500 ± 0.250 (n = 6)"
-    assert answers.in_words(Estimate(0.2, 0.25, 6, 0.09), "x").startswith("not distinguishable from x (+0.200")
-    assert answers.in_words(Estimate(0.2, 0.1, 6, 0.01), "x", spread=0.3).startswith("not distinguishable")
-    assert answers.in_words(Estimate(0.2, 0.1, 3, 0.01), "x").startswith("not ranked")
-    assert answers.in_words(Estimate(math.nan, math.nan, 0, math.nan), "x") == "not compared with x yet"
+    assert rankings.in_words(Estimate(-0.5, 0.25, 6, 0.002), "x") == "ahead of x by 0.500 ± 0.250 (n = 6)"
+    assert rankings.in_words(Estimate(0.2, 0.25, 6, 0.09), "x").startswith("not distinguishable from x (+0.200")
+    assert rankings.in_words(Estimate(0.2, 0.1, 6, 0.01), "x", spread=0.3).startswith("not distinguishable")
+    assert rankings.in_words(Estimate(0.2, 0.1, 3, 0.01), "x").startswith("not ranked")
+    assert rankings.in_words(Estimate(math.nan, math.nan, 0, math.nan), "x") == "not compared with x yet"
 
 
 def test_a_tally_counts_only_what_is_sure(cells):
-    found = answers.everywhere(cells, "step-25")
+    found = rankings.everywhere(cells, "step-25")
     delta = "`mlp` 1:8 (+0.049"
     assert delta in found.behind and not found.ahead and "`sentiment` 1:4" in found.level
-    assert delta.replace("+", "−") in answers.everywhere(cells, "srste", "step-25").ahead
+    assert delta.replace("+", "−") in rankings.everywhere(cells, "srste", "step-25").ahead
     first = next(r for r in cells.rows if r.task == "mlp")
     moved = Cells(cells.rows, [dataclasses.replace(first, val_loss=first.val_loss + 0.07, machine="another")])
-    assert delta in answers.everywhere(moved, "step-25").level
+    assert delta in rankings.everywhere(moved, "step-25").level
     few = Cells([row for row in cells.rows if row.seed not in (4, 5)])
-    assert "mlp" not in "".join(answers.everywhere(few, "step-25"))
+    assert "mlp" not in "".join(rankings.everywhere(few, "step-25"))
 
 
 def test_runs_that_end_at_chance_are_counted(cells):
     def says(which):
         """With 50.5 % instead where ``which`` says."""
         known = [dataclasses.replace(r, accuracy=50.5 if which(r) else 80.0) for r in cells.rows]
-        return answers.at_chance(Cells(known), "mlp", 50)
+        return rankings.at_chance(Cells(known), "mlp", 50)
 
     assert says(lambda r: False) == "none"
     assert (
@@ -149,12 +151,12 @@ def test_flops_are_compared_only_between_runs(cells):
     head, _, *body = tables.equal_flops(cells, "mlp", "1:8").splitlines()
     assert "4 × dense's FLOPs" in head and body[0].startswith("| `srste` | +0.09") and body[0].endswith("| – |")
     few = Cells([row for row in cells.rows if row.steps == 1000 or row.seed < 3 or row.seed >= 100])
-    all_lengths, some = (text.count("n = 3 |") for text in (answers.answers_table(cells), answers.answers_table(few)))
+    all_lengths, some = (text.count("n = 3 |") for text in (rankings.best_methods(cells), rankings.best_methods(few)))
     assert all_lengths == 0 and some >= 1, "a comparison on fewer seeds than the plan has says so"
 
 
-def test_longer_runs_are_told(cells):
-    found = answers.longer(cells, "mlp", "1:8")
+def test_longer_runs(cells):
+    found = rankings.longer(cells, "mlp", "1:8")
     assert found.method == "srste" and found.steps.startswith("+0.1") and found.steps.count("(n = 6)") == 3 and not found.overtaken
     assert found.flops.count("dense's of") == 2 and "4000" not in found.flops, "no sparse run reaches dense's longest"
     lines = tables.by_length(cells, "mlp", "1:8").splitlines()
@@ -165,29 +167,29 @@ def test_longer_runs_are_told(cells):
             for row in cells.rows
         ]
     )
-    found = answers.longer(ahead, "mlp", "1:8")
+    found = rankings.longer(ahead, "mlp", "1:8")
     assert found.steps.startswith("−0.1") and found.overtaken
-    assert answers.longer(cells, "sentiment", "1:4") is None and tables.by_length(cells, "sentiment", "1:4") == tables.MISSING
+    assert rankings.longer(cells, "sentiment", "1:4") is None and tables.by_length(cells, "sentiment", "1:4") == tables.MISSING
 
 
 def test_controls_and_rates(cells):
     text = tables.controls(cells, "mlp", "1:8")
     assert "| SR-STE at three times STEP's rate | 0.03 |" in text and "v not frozen" in text
     assert tables.by_rate(cells, "mlp", "1:8", ["step-25"], against="srste").count("n = 3") == 5
-    assert answers.same_rate(cells, "mlp", "1:8", "step-25").startswith("+0.0") and "SR-STE's best" in answers.same_rate(
+    assert rankings.same_rate(cells, "mlp", "1:8", "step-25").startswith("+0.0") and "SR-STE's best" in rankings.same_rate(
         cells, "mlp", "1:8", "step"
     )
-    assert answers.same_rate(cells, "mlp", "1:8", "mdgf") == "not compared yet"
+    assert rankings.same_rate(cells, "mlp", "1:8", "mdgf") == "not compared yet"
     assert tables.smallest_and_best(cells, "mlp", "1:8") == [0.001, 0.01] and tables.in_short(1e-5) == "< 0.001"
     assert tables.rate_ratio(cells, "mlp", "1:8") == "dense training's (0.01 against 0.01)"
-    assert "AdamW less SGD | −0.05" in tables.gaps(cells, "mlp")
+    assert "AdamW minus SGD | −0.05" in tables.gaps(cells, "mlp")
 
 
-def test_what_is_left_is_told_with_its_cost(cells):
+def test_remaining_runs_have_their_cost(cells):
     assert tables.progress(cells, "unknown") == tables.MISSING
     few = Cells([row for row in cells.rows if row.seed < 100])
     text = tables.progress(few, "mlp")
-    assert "CPU-hours of one core" in text and "more where a search" in text and "--tasks mlp" in text
+    assert "CPU-hours of one core" in text and "more if a search" in text and "--tasks mlp" in text
 
 
 def test_rows_of_other_data_are_not_compared(cells):
@@ -212,7 +214,7 @@ def test_the_ablation_is_paired_with_the_same_rate(cells):
 
 def test_flops_are_counted_by_the_rule():
     s = base.settings("gpt")
-    row = lambda method, pattern, **more: world.row(RunSpec("gpt", method, pattern, 0, s.lr, s.steps), 2.0, switch_step=0, **more)  # noqa: E731
+    row = lambda method, pattern, **more: fake_rows.row(RunSpec("gpt", method, pattern, 0, s.lr, s.steps), 2.0, switch_step=0, **more)  # noqa: E731
     dense = with_flops(row("dense", "dense"))
     weights = 2 * 12 * 64 * 64 + 64 * 256
     assert dense.inference_flops == 2 * weights and dense.training_flops == 3 * 2 * weights * tasks.get("gpt").tokens * s.steps
@@ -268,7 +270,7 @@ def test_check_catches_what_the_rows_do_not_prove(written, cells):
     assert page.problems(*written) == [] and not (folder / "figures" / "old.svg").exists()
 
 
-def test_the_template_asks_only_for_what_there_is(cells, tmp_path):
+def test_the_template_uses_only_known_names(cells, tmp_path):
     with pytest.raises(jinja2.UndefinedError):
         page.render("{{ nothing }}", cells, tmp_path)
     assert page.literals("a 0.5\nb ± c, 30 %, {{ 0.5 }} `0.5` [x](1.5.md)\n```\n0.5\n```\n3.5") == [
@@ -284,7 +286,7 @@ def test_the_whole_template_reads_well_with_any_rows(cells, tmp_path):
     for some in (Cells([]), cells, Cells([r for r in cells.rows if r.seed in (100, 0)])):
         text, _ = page.render(template, some, tmp_path)
         assert "nan" not in text and "None" not in text and "inf " not in text and "\n\n\n" not in text
-        assert "](#what-repeats)" in text and text.count("## Answers") == 1
+        assert "](#repeated-runs)" in text and text.count("## Results") == 1
     assert "no, less (−0.0" in page.render(template, cells, tmp_path)[0]
 
 

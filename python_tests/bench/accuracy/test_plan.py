@@ -41,7 +41,7 @@ def test_the_grid_goes_by_half_decades_or_by_two():
 
 
 @pytest.mark.parametrize(("best", "tried", "rounds"), [(3e-3, 5, 2), (1e-3, 5, 2), (1e-2, 5, 2), (0.1, 7, 3), (1e-4, 7, 3)])
-def test_a_search_goes_on_until_two_rates_lie_beyond_on_each_side(best, tried, rounds):
+def test_search_ends_with_two_rates_beyond_on_each_side(best, tried, rounds):
     found, took = until_over(valley(best))
     assert (found.rate, found.closed, len(found.losses), took) == (best, True, tried, rounds)
     assert found.below >= 2 and found.above >= 2
@@ -60,7 +60,7 @@ def test_divergence_is_worst_and_ties_go_to_the_smaller_rate():
     assert search({1e-3: math.inf, 3e-3: math.nan, 1e-2: 5.0}, START, 3).rate == 1e-2
 
 
-def test_first_rates_come_first_and_a_rate_counts_when_all_its_seeds_are_done(tiny):
+def test_order_of_rates_and_complete_seeds(tiny):
     assert search({}, START, 3).todo == START and search({1e-3: 1.0}, START, 3).todo == START[1:]
     specs = plan("tune", "tiny", only=["ste"], patterns=["2:4"], optimizers=["adamw"])
     assert Counter(s.lr for s in specs) == dict.fromkeys(tiny.settings.start, 3)
@@ -77,7 +77,7 @@ def done(tiny, only=(), best=1e-2):
     return rows
 
 
-def test_every_optimizer_method_and_pattern_is_searched_by_itself(tiny):
+def test_searches_are_independent(tiny):
     rows = done(tiny)
     assert {(r.method, r.optimizer) for r in rows if r.optimizer == "sgd"} == {("dense", "sgd"), ("ste", "sgd"), ("srste", "sgd")}
     for optimizer, rate in (("adamw", 1e-2), ("sgd", 0.2)):
@@ -100,7 +100,7 @@ def test_stages_use_the_rates_found(tiny):
     assert {s.steps for s in plan("lengths", "tiny", rows)} == {50, 100, 200}
 
 
-def test_controls_stand_beside_step(tiny):
+def test_controls_of_step(tiny):
     rows = done(tiny, ["dense", "srste"], best=5e-3) + done(tiny, ["step-25"], best=2e-2)
     controls = plan("controls", "tiny", rows, patterns=["1:8"], seeds=1)
     assert {(s.method, s.lr) for s in controls} == {

@@ -30,7 +30,7 @@ def test_rows_of_two_processes_are_all_kept(tmp_path):
     assert [r.seed for r in rows.load(tmp_path)] == list(range(100)) and [p.name for p in tmp_path.iterdir()] == [rows.RUNS]
 
 
-def test_a_line_cut_off_by_a_kill_is_dropped_and_a_later_row_counts(tmp_path):
+def test_truncated_lines_are_dropped(tmp_path):
     rows.append([made(0), made(1)], tmp_path)
     whole = (tmp_path / rows.RUNS).read_text()
     (tmp_path / rows.RUNS).write_text(whole + whole.splitlines()[-1][:-7])

@@ -43,7 +43,7 @@ def test_an_interrupted_run_is_redone(tiny, inline, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_killed_worker_loses_only_what_is_under_way(tiny, tmp_path, monkeypatch):
+def test_a_killed_worker_loses_only_unfinished_runs(tiny, tmp_path, monkeypatch):
     """Also the real pool: processes that find the task in what they were forked from."""
     model = tiny.model
     monkeypatch.setattr(tiny, "model", lambda self: os.kill(os.getpid(), signal.SIGKILL))

@@ -78,13 +78,13 @@ def task(tmp_path, monkeypatch, sdist):
     return sentiment.Sentiment()
 
 
-def test_snippets_are_distinct_clear_and_in_an_order_that_mixes_the_classes(sdist):
+def test_snippets(sdist):
     texts = sentiment.snippets(sdist)
     assert len(texts) == len(dict(texts)) == 60 and sum(good for _, good in texts) == 30
     assert 8 <= sum(good for _, good in texts[:30]) <= 22 and all(("great" in text) is good for text, good in texts)
 
 
-def test_data_that_is_not_there_is_an_error_with_the_command(tmp_path, monkeypatch):
+def test_missing_data_is_an_error_with_the_command(tmp_path, monkeypatch):
     monkeypatch.setenv(data.VARIABLE, str(tmp_path))
     with pytest.raises(RuntimeError, match=r"python -m bench.accuracy fetch sentiment \(86.0 MB"):
         sentiment.Sentiment()
@@ -105,7 +105,7 @@ def test_batches_are_epochs_of_texts_of_like_length(task):
 
 
 @pytest.mark.slow
-def test_unused_embeddings_are_left_out_and_the_model_is_the_checkpoint(task):
+def test_model_equals_the_checkpoint(task):
     from transformers import BertConfig, BertModel
 
     model = task.model().eval()

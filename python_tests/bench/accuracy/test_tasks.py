@@ -22,7 +22,7 @@ def needs(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_batches_depend_on_seed_and_step_and_eight_layers_are_sparse(name):
+def test_batches_and_sparse_layers(name):
     task = tasks.get(name)
     again = task.batch(1, 5)
     assert all(torch.equal(a, b) for a, b in zip(task.batch(1, 5), again, strict=True))
@@ -79,7 +79,7 @@ def test_sparse_layers_of_the_image_tasks(name, layers, weights):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "resnet"])
-def test_image_tasks_learn_and_batch_norm_is_evaluated_by_its_running_statistics(name):
+def test_image_tasks_learn(name):
     rows = [worker.run(RunSpec(name, "srste", "1:8", 0, 1e-2, steps)).row for steps in (120, 2)]
     assert rows[0].val_loss < 0.8 * rows[1].val_loss and rows[0].accuracy > 50
     model = tasks.get(name).model().eval()

@@ -142,7 +142,7 @@ def task(tmp_path, monkeypatch) -> translation.EnglishToGerman:
     return translation.EnglishToGerman()
 
 
-def test_batches_are_of_similar_length_and_kept_tokens_are_read_again(task, monkeypatch):
+def test_batches_and_cached_tokens(task, monkeypatch):
     train = task.splits["train"]
     assert 100 < len(train) < 160 and len(task.splits["packages"]) == 40
     assert "train" not in task.texts and task.tokenizer.get_vocab_size() < catalogs.VOCABULARY
@@ -160,7 +160,7 @@ def test_batches_are_of_similar_length_and_kept_tokens_are_read_again(task, monk
 
 
 @pytest.mark.slow
-def test_all_linear_layers_of_the_blocks_become_sparse_and_a_few_steps_learn(task):
+def test_linear_layers_become_sparse_and_learn(task):
     torch.manual_seed(0)
     model = task.model()
     sparse = nm.sparsify_(model, nm.recipes.SRSTE("1:8"))

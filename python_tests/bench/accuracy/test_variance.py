@@ -1,4 +1,4 @@
-"""Second moments under masks beside those of dense training."""
+"""Second moments under masks, compared with those of dense training."""
 
 import pytest
 import torch

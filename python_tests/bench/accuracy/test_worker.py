@@ -16,7 +16,7 @@ def spec(method: str, pattern: str = "2:4", **more) -> RunSpec:
     return RunSpec(**{"task": "tiny", "method": method, "pattern": pattern, "seed": 3, "lr": 1e-2, "steps": 50} | more)
 
 
-def test_methods_share_data_order_and_first_weights_and_repeat_bit_for_bit(tiny):
+def test_methods_share_data_and_first_weights(tiny):
     worker.run(spec("dense", "dense"))
     first, again = (worker.run(spec("sste")).row for _ in range(2))
     assert torch.equal(torch.stack(tiny.seen[:50]), torch.stack(tiny.seen[50:100]))

@@ -1,4 +1,4 @@
-"""A GPU that is not there: what is asked for on ``cuda`` lies on the CPU, and the device's clock is the host's."""
+"""A fake GPU: tensors on ``cuda`` are made on the CPU, and events read the host's clock."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from bench.cases import _ours
 NAME = "NVIDIA H200"
 
 
-class OnTheCpu(TorchFunctionMode):
-    """Tensors asked for on cuda are made on the CPU."""
+class CpuForCuda(TorchFunctionMode):
+    """Makes tensors on the CPU where a function is asked for ``cuda``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
-        if str(given.get("device", "")).startswith("cuda"):
-            given["device"] = "cpu"
-        return func(*args, **given)
+        keywords = dict(kwargs or {})
+        if str(keywords.get("device", "")).startswith("cuda"):
+            keywords["device"] = "cpu"
+        return func(*args, **keywords)
 
 
 class HostEvent:
-    """Of a device that works while it is called."""
+    """A CUDA event of a device that runs synchronously."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -52,8 +52,8 @@ def _captured(device: str) -> Iterator[Any]:
 
 
 @contextmanager
-def gpu(monkeypatch: pytest.MonkeyPatch, cache: int = 1 << 12) -> Iterator[None]:
-    """Inside, ``cuda`` names a GPU with an L2 of ``cache`` bytes."""
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, cache: int = 1 << 12) -> Iterator[None]:
+    """Inside, ``cuda`` is a fake GPU with an L2 of ``cache`` bytes."""
     normal: Callable[..., torch.Tensor] = _ours.normal
     monkeypatch.setattr(_ours, "normal", lambda *shape, device, **more: normal(*shape, device="cpu", **more))
     monkeypatch.setattr(torch.cuda, "Event", HostEvent)
@@ -68,5 +68,5 @@ def gpu(monkeypatch: pytest.MonkeyPatch, cache: int = 1 << 12) -> Iterator[None]
         monkeypatch.setattr(f"bench.cases.{module}.last_level_cache", lambda device: cache)
     monkeypatch.setattr("bench.cases.power_or_port.uuid", lambda device: "GPU-1")
     monkeypatch.setattr("bench.cases.power_or_port.HEAT", 0.0)
-    with OnTheCpu():
+    with CpuForCuda():
         yield

@@ -1,4 +1,4 @@
-"""Rows of runs that nobody did: what the plan asks for, with losses by a formula whose answers are known."""
+"""Made-up rows of the plan's runs, whose losses follow a known formula."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def row(spec: RunSpec, value: float | None = None, **more: object) -> RunRow:
     flops = spec.steps * (1.0 if spec.method == "dense" else 0.75) * 1e6
     switch = {"switch_step": 51, "switch_reason": "t_min"} if spec.method == "step" else {"switch_reason": ""}
     value = loss(spec) if value is None else value
-    found = {
+    results = {
         "val_loss": value,
         "accuracy": 90 - 10 * value,
         "status": "ok" if math.isfinite(value) else "diverged",
         "training_flops": flops,
     }
-    return RunRow(**{**blank, **known, **switch, **found, "seconds": 36.0, "done": spec.steps, **more})  # type: ignore[arg-type]
+    return RunRow(**{**blank, **known, **switch, **results, "seconds": 36.0, "done": spec.steps, **more})  # type: ignore[arg-type]
 
 
 def rows(task: str = "mlp", stages: tuple[str, ...] = ("tune", "tuned", "shared", "controls", "lengths")) -> list[RunRow]:

@@ -1,4 +1,4 @@
-"""What a reader came for: which method, at which sparsity and budget, and how sure that is."""
+"""The best method for each task and sparsity, and comparisons of methods, as tables and phrases."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from .tables import BASELINE, NONE, below, curve, grid, in_short, less_at, plann
 from .tasks.base import settings
 
 CONTROL = "-thawed"
-"""Ends the names of runs that explain a method and are none themselves."""
+"""Suffix of controls, which explain a method but are not methods themselves."""
 
 
 def candidates(cells: Cells, task: str, pattern: str) -> dict[str, Runs]:
-    """The methods with runs at their own rate, but for dense training, the controls, and whatever diverged on a seed.
+    """The methods with runs at their own rate, without dense training, controls, and those that diverged on a seed.
 
-    Where some have five seeds, those that have fewer are left out.
+    If some have five seeds, those with fewer are left out.
     """
     names = [name for name in grid(cells, task, "adamw", None, ())[0] if name != DENSE and not name.endswith(CONTROL)]
-    found: dict[str, Runs] = {name: cells.tuned(Case(task, name, pattern)) for name in names}
-    sure = {name: runs for name, runs in found.items() if mean(runs).n and not mean(runs).lost}
+    tuned: dict[str, Runs] = {name: cells.tuned(Case(task, name, pattern)) for name in names}
+    sure = {name: runs for name, runs in tuned.items() if mean(runs).n and not mean(runs).lost}
     return {name: runs for name, runs in sure.items() if len(runs) >= ENOUGH} or sure
 
 
-def answers_table(cells: Cells, brief: bool = False) -> str:
-    """Per task and pattern: the method of least loss at its own rate, those not distinguishable from it, and dense training beside them.
+def best_methods(cells: Cells, brief: bool = False) -> str:
+    """Per task and pattern: the method of least loss at its own rate, those not distinguishable from it, and the difference to dense.
 
     Args:
-        brief: only what has five seeds and a closed search, without the comparison at equal FLOPs.
+        brief: only methods with five seeds and a closed search, without the comparison at equal FLOPs.
     """
-    head = ["task", "pattern", "least loss", "not distinguishable from it", "its loss less dense's"]
+    head = ["task", "pattern", "least loss", "not distinguishable from it", "its loss minus dense's"]
     lines = [[*head, *([] if brief else ["the same at equal training FLOPs"]), "n"]]
     for task in tasks.names():
         for pattern in grid(cells, task, "adamw", None, ())[1]:
             if found := candidates(cells, task, pattern):
                 lines += _line(cells, task, pattern, found, brief)
-    return table(lines) if len(lines) > 1 else "*Not run yet: `python -m bench.accuracy status` says what it costs.*"
+    return table(lines) if len(lines) > 1 else "*Not run yet: `python -m bench.accuracy status` shows what it costs.*"
 
 
 def _line(cells: Cells, task: str, pattern: str, found: dict[str, Runs], brief: bool) -> list[list[str]]:
@@ -78,7 +78,7 @@ def _equal(cells: Cells, task: str, pattern: str, name: str) -> str:
 
 
 def compare(cells: Cells, task: str, pattern: str, ours: str, theirs: str = BASELINE, optimizer: str = "adamw") -> str:
-    """``ours`` against ``theirs`` at their own rates, in words that follow from the interval."""
+    """``ours`` compared with ``theirs`` at their own rates, in words derived from the interval."""
     a, b = (cells.tuned(Case(task, name, pattern, optimizer)) for name in (ours, theirs))
     return in_words(difference(a, b), f"`{theirs}`", cells.spread(task))
 
@@ -101,7 +101,7 @@ def in_words(e: Estimate, other: str, spread: float = 0.0) -> str:
 
 
 class Tally(NamedTuple):
-    """Where a method is ahead of another, behind it, or not distinguishable from it; each a list of tasks, ready for a sentence."""
+    """The tasks where a method is ahead of another, behind it, or not distinguishable from it, as text for a sentence."""
 
     ahead: str
     behind: str
@@ -109,7 +109,7 @@ class Tally(NamedTuple):
 
 
 def everywhere(cells: Cells, ours: str, theirs: str = BASELINE) -> Tally:
-    """``compare`` over every task and pattern where both have five seeds at a rate of their own."""
+    """``compare`` over every task and pattern where both have five seeds at their own rates."""
     found: dict[str, list[str]] = {"ahead": [], "behind": [], "level": []}
     for task in tasks.names():
         for pattern in grid(cells, task, "adamw", None, ())[1]:
@@ -121,13 +121,13 @@ def everywhere(cells: Cells, ours: str, theirs: str = BASELINE) -> Tally:
 
 
 class Longer(NamedTuple):
-    """A method's loss less dense's as runs get longer, ready for a sentence.
+    """A method's loss minus dense's as runs get longer, as text for a sentence.
 
     Args:
-        method: that of least loss at the task's own length.
-        steps: after the same number of steps.
-        flops: at the same training FLOPs, where both have runs on both sides.
-        overtaken: it is ahead after the shortest runs and behind after the longest, both beyond their intervals.
+        method: the method of least loss at the task's own length.
+        steps: the difference after the same number of steps.
+        flops: the difference at the same training FLOPs, if both have runs on both sides.
+        overtaken: whether it is ahead after the shortest runs and behind after the longest, both beyond their intervals.
     """
 
     method: str
@@ -137,7 +137,7 @@ class Longer(NamedTuple):
 
 
 def longer(cells: Cells, task: str, pattern: str) -> Longer | None:
-    """What longer runs say of the method of least loss; None where there are none."""
+    """The method of least loss in longer runs; None if there are none."""
     dense, found = Case(task, DENSE, DENSE), candidates(cells, task, pattern)
     if not found:
         return None
@@ -161,7 +161,7 @@ def longer(cells: Cells, task: str, pattern: str) -> Longer | None:
 
 
 def same_rate(cells: Cells, task: str, pattern: str, method: str) -> str:
-    """``method`` less SR-STE at one rate for both, at the smallest rate searched and at SR-STE's best, and what a larger rate does.
+    """``method`` minus SR-STE at the smallest rate searched and at SR-STE's best, and SR-STE's own change between those rates.
 
     On the tuning seeds, which have runs at every rate.
     """
@@ -174,16 +174,16 @@ def same_rate(cells: Cells, task: str, pattern: str, method: str) -> str:
     at_low, at_best, moved = difference(low[1], low[0]), difference(best[1], best[0]), difference(best[0], low[0])
     return (
         f"{at_low.shown(sign=True)} at {shared[0]:g}, {at_best.shown(sign=True)} at {shared[1]:g}, SR-STE's best; "
-        f"SR-STE's own loss at {shared[1]:g} less that at {shared[0]:g} is {moved.shown(sign=True)} (n = {moved.n})"
+        f"SR-STE's own loss at {shared[1]:g} minus that at {shared[0]:g} is {moved.shown(sign=True)} (n = {moved.n})"
     )
 
 
 def at_chance(cells: Cells, task: str, chance: float, within: float = 3.0) -> str:
-    """The methods of which runs at their own rate ended as good as guessing: how many did, and how many of the search's at that rate.
+    """The methods with runs at their own rate that ended at chance: how many did, and how many of the search's at that rate.
 
     Args:
-        chance: accuracy of a guess, in percent.
-        within: points from it that count as none.
+        chance: accuracy of guessing, in percent.
+        within: points from it that still count as chance.
     """
 
     def lost(runs: Runs) -> int:
