@@ -211,7 +211,7 @@ class Conformance:
 
     @for_each_sample
     def test_remembered(self, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The first call of a kind, and one that runs what the first came to."""
+        """The first call of a kind, and one that runs the remembered choice."""
         call, expected = CALLS[self.op], self.run(self.raw(), self.args(sample))
         dispatch.forget()
         ways: list[Callable[[], Any]] = [lambda: self.run(call, self.args(sample))]

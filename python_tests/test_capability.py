@@ -19,7 +19,7 @@ import torch
 
 from nmkernels import capability
 from nmkernels.capability import Probe, probes
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 
 def test_all_answer() -> None:
@@ -62,7 +62,7 @@ def test_whether_cuda_kernels_run_and_why_not(gpu: Callable[..., Probe], monkeyp
     ):
         can, reason = gpu(driver, 13000, f"probe: ({error})")
         assert not can and all(word in reason for word in (error, *words)), reason
-    # what kernels need first is told first
+    # the first requirement of kernels is reported first
     for name, why in (("cuda_device", "torch sees no NVIDIA GPU"), ("cuda_core", "without CUDA kernels")):
         monkeypatch.setattr(capability, name, lambda why=why: Probe(False, why))
         assert gpu(13000, 13000, "") == Probe(False, why)
@@ -127,7 +127,7 @@ VCS = {"url": "https://x.org/n.git", "vcs_info": {"vcs": "git", "commit_id": "1"
 TAG = {**VCS, "vcs_info": {**VCS["vcs_info"], "requested_revision": "v1"}}
 
 
-@each(
+@for_each(
     "origin, what",
     [
         (None, "nmkernels"),
@@ -146,7 +146,7 @@ def test_the_remedy_of_an_installed_package_is_pip_s(origin: object, what: str, 
 
 
 @pytest.mark.slow
-def test_an_install_without_the_core_says_so_at_the_first_slow_op(tmp_path: Path) -> None:
+def test_a_missing_core_warns_at_the_first_slow_op(tmp_path: Path) -> None:
     """Not at import, once, with what to do; and ``doctor`` has it among its findings."""
     shutil.copytree(Path(capability.__file__).parent, tmp_path / "nmkernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     info = tmp_path / "nmkernels-0.1.dist-info"  # as pip leaves it where no compiler is
@@ -244,7 +244,7 @@ def test_the_processor_has_a_vendor_and_a_family(monkeypatch: pytest.MonkeyPatch
     capability.processor.cache_clear()
 
 
-def test_builds_of_the_core_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_builds_of_the_core_are_distinguished(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file, build = tmp_path / "_C.so", capability.core_build.__wrapped__
     monkeypatch.setattr(capability, "compiled_core", lambda: Probe(True, "built"))
     monkeypatch.setattr(capability, "import_module", lambda *_: SimpleNamespace(__file__=file))

@@ -16,7 +16,7 @@ from nmkernels.backends import triton
 from nmkernels.backends.cpu import core
 from nmkernels.capability import Probe
 from nmkernels.dispatch import ENV, choose, impl, implementations, verdicts
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 W = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
@@ -67,7 +67,7 @@ def test_forced(toy: str, monkeypatch: pytest.MonkeyPatch) -> None:
         choose(toy, 2)
 
 
-def test_nobody_can(toy: str) -> None:
+def test_no_backend_can_run_it(toy: str) -> None:
     impl(toy, backend="slow", priority=0, supports=lambda x: (False, "asleep"))(lambda x: x)
     with pytest.raises(BackendError, match=r"(?s)fast +declined: 1 is odd.*slow +declined: asleep.*no backend can run"):
         choose(toy, 1)
@@ -91,7 +91,7 @@ def test_verdicts_on_real_ops() -> None:
     assert any(line.startswith("  cpu        declined: ") and "float64" in line for line in lines)
 
 
-def test_triton_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_gives_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def said(x: torch.Tensor) -> str:
         (line,) = (line for line in verdicts("nm_mask", x, 2, 4).splitlines() if line.startswith("  triton"))
         return line.removeprefix("  triton     ")
@@ -148,7 +148,7 @@ def _said_by(*calls: Any) -> list[str]:
     return [str(w.message) for w in said]
 
 
-@each("case", ["float64", "meta", "sparse", "explain", "forced"])
+@for_each("case", ["float64", "meta", "sparse", "explain", "forced"])
 def test_what_the_core_would_not_run_is_no_reason_to_warn(coreless: None, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if case == "forced":
         monkeypatch.setenv(ENV, "reference")
@@ -156,6 +156,6 @@ def test_what_the_core_would_not_run_is_no_reason_to_warn(coreless: None, case: 
     assert _said_by(lambda: verdicts("nm_mask", x, 2, 4) if case == "explain" else choose("nm_mask", x, 2, 4)) == []
 
 
-def test_with_a_core_nothing_is_said() -> None:
+def test_no_warning_with_a_core() -> None:
     dispatch._warn_core_missing.cache_clear()
     assert _said_by(lambda: ops.mask(W.double(), "2:4"), lambda: core.compiled_core().ok and ops.mask(W, "2:4")) == []

@@ -11,7 +11,7 @@ import pytest
 
 from nmkernels import capability
 from nmkernels.capability import architectures
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 PTX, CUBIN, LTO = 1, 2, 8
 ONLY, FAMILY = 0x100000, 0x200000
@@ -27,7 +27,7 @@ def container(*entries: bytes) -> bytes:
     return capability.CONTAINER + struct.pack("<Q", len(body)) + body
 
 
-@each(
+@for_each(
     "image, found",
     [
         # in order

@@ -8,29 +8,29 @@ import pickle
 import pytest
 
 from nmkernels import NMError, Pattern, PatternError, ShapeError
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 
-@each("spec, n, m", [("2:4", 2, 4), (" 1 : 16 ", 1, 16), ("256:256", 256, 256), ("1:1", 1, 1), (Pattern("3:5"), 3, 5)])
+@for_each("spec, n, m", [("2:4", 2, 4), (" 1 : 16 ", 1, 16), ("256:256", 256, 256), ("1:1", 1, 1), (Pattern("3:5"), 3, 5)])
 def test_accepted(spec: object, n: int, m: int) -> None:
     p = Pattern(spec)  # type: ignore[arg-type]
     assert (p.n, p.m) == (n, m) and p == Pattern(n, m) and hash(p) == hash(Pattern(n, m)) and p != Pattern("7:9")
 
 
-@each("spec", ["4:2", "0:4", "2:512", "0:0", "3:0"])
+@for_each("spec", ["4:2", "0:4", "2:512", "0:0", "3:0"])
 def test_out_of_range(spec: str) -> None:
     with pytest.raises(PatternError, match=rf"pattern {spec} is not usable.*1 <= N <= M <= 256"):
         Pattern(spec)
 
 
-@each("spec", ["x", "", "2", "2:", ":4", "2:4:8", "2/4", "-2:4", "2.0:4", "2:4\nx", 2.4, None, 2, (2, 4), ["2:4"], b"2:4", True])
+@for_each("spec", ["x", "", "2", "2:", ":4", "2:4:8", "2/4", "-2:4", "2.0:4", "2:4\nx", 2.4, None, 2, (2, 4), ["2:4"], b"2:4", True])
 def test_not_a_pattern(spec: object) -> None:
     with pytest.raises(PatternError, match=r"is not an N:M pattern; write it as text") as error:
         Pattern(spec)  # type: ignore[arg-type]
     assert isinstance(error.value, ValueError) and isinstance(error.value, NMError) and repr(spec) in str(error.value)
 
 
-@each(
+@for_each(
     "spec, cols, groups, kept, size",
     [
         ("2:4", 8, 2, 4, 1),

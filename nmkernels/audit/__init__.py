@@ -3,7 +3,7 @@
 from ..tuning import Task
 from .audit import audit
 from .flops import Flops, LayerFlops, flops
-from .fsdp import Sharded, World, WorldAudit
+from .fsdp import Cluster, ClusterAudit, ShardedStep
 from .report import Advice, Audit, LayerAudit
 
-__all__ = ["Advice", "Audit", "Flops", "LayerAudit", "LayerFlops", "Sharded", "Task", "World", "WorldAudit", "audit", "flops"]
+__all__ = ["Advice", "Audit", "Cluster", "ClusterAudit", "Flops", "LayerAudit", "LayerFlops", "ShardedStep", "Task", "audit", "flops"]

@@ -24,7 +24,7 @@ from ..recipes.sparsify import DTYPES, FilterFn
 from ..tuning import Seconds
 from .advice import notes, of_dense, of_sparse
 from .flops import check_number, inventory, matrices_of, matrix_of, passes, skeleton
-from .fsdp import World, predict
+from .fsdp import Cluster, predict
 from .measure import Measured, Progress, find, measure_all, measured
 from .report import Audit, LayerAudit
 from .rules import TWO_FOUR, Case, Layer, Rules, by_name, of_layer, of_recipe
@@ -44,7 +44,7 @@ def audit(
     optimizer: str = "fused",
     rows: Mapping[str, float] | None = None,
     other: float = 0.0,
-    world: World | int | None = None,
+    cluster: Cluster | int | None = None,
     measure: bool = True,
     budget: float = 60.0,
     timer: Seconds | None = None,
@@ -75,7 +75,7 @@ def audit(
         optimizer: ``"fused"``: MaskedAdamW masks and packs in its own pass; ``"separate"``: any other. Affects only the prediction.
         rows: name → how often a token passes through a layer, if not once; see ``flops``.
         other: forward FLOPs per token of everything else, counted at the dense rate, twice that in backward.
-        world: the GPUs of a run with FSDP2, as a number or a ``World``: predicts traffic, memory and waiting time per GPU in a step of
+        cluster: the GPUs of a run with FSDP2, as a number or a ``Cluster``: predicts traffic, memory and waiting time per GPU in a step of
             ``tokens`` tokens each, for the dense model and for the recipe with packed gathers. Other parameters of a model count too.
         measure: whether to measure if the device is available.
         budget: approximate seconds for measuring. Large shapes are measured on fewer tokens and scaled, or left out.
@@ -86,8 +86,8 @@ def audit(
         an ``Audit``; ``str(...)`` gives a table, ``as_dict()`` values for JSON.
 
     Raises:
-        RecipeError: the device is unknown, or with ``world`` its network; a number is out of range; the model has no linear layer; or the
-            recipe needs whole weights, which ``world`` shards.
+        RecipeError: the device is unknown, or with ``cluster`` its network; a number is out of range; the model has no linear layer; or the
+            recipe needs whole weights, which ``cluster`` shards.
 
     Example:
         >>> found = audit({"up": (16384, 4096), "down": (4096, 16384)}, 8192, "fst:2:4(end=None)", device="H200", dtype="bfloat16")
@@ -99,12 +99,12 @@ def audit(
     if optimizer not in ("fused", "separate"):
         raise RecipeError(f'audit: optimizer={optimizer!r} is unknown; choose "fused" for MaskedAdamW, or "separate".')
     model, recipe, report = _subject(model, recipe)
-    world = World(world) if isinstance(world, int) else world
-    if world is not None and recipe is not None and recipe.setup.needs_whole:
-        raise RecipeError(f"audit: {type(recipe).__name__} {recipe.setup.needs_whole}, so world=... cannot shard them.")
+    cluster = Cluster(cluster) if isinstance(cluster, int) else cluster
+    if cluster is not None and recipe is not None and recipe.setup.needs_whole:
+        raise RecipeError(f"audit: {type(recipe).__name__} {recipe.setup.needs_whole}, so cluster=... cannot shard them.")
     target, spot = find(device, _home(model))
-    if world is not None and (not isinstance(target, Device) or target.links is None):
-        raise RecipeError("audit: world=... needs a GPU whose network is known; use device='H100' or device='H200'.")
+    if cluster is not None and (not isinstance(target, Device) or target.links is None):
+        raise RecipeError("audit: cluster=... needs a GPU whose network is known; use device='H100' or device='H200'.")
     given = _dtype(dtype)
     if dtype is not None and given not in DTYPES:
         raise RecipeError(f"audit: dtype={dtype!r} is not supported; choose bfloat16, float16, float32 or float64.")
@@ -128,8 +128,8 @@ def audit(
     result = Audit(tuple(layers), first.device.name, words, tokens, accumulate, steps, other=rest)
     if isinstance(target, Device):
         result = replace(result, inference_range=_range(result, cases, "inference"), step_range=_range(result, cases, "step"))
-    if world is not None:
-        result = replace(result, world=predict(model, groups, world, first.device, accumulate, rest))
+    if cluster is not None:
+        result = replace(result, cluster=predict(model, groups, cluster, first.device, accumulate, rest))
     return replace(result, notes=notes(result, first, timed is not None))
 
 

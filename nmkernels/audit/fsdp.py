@@ -45,7 +45,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
-class World:
+class Cluster:
     """The GPUs of a training run with FSDP2.
 
     Args:
@@ -59,7 +59,7 @@ class World:
         RecipeError: a number is not a positive integer, ``gpus`` is not a multiple of ``shards``, or the dtype is unknown.
 
     Example:
-        >>> World(64, shards=8).replicas
+        >>> Cluster(64, shards=8).replicas
         8
     """
 
@@ -71,11 +71,11 @@ class World:
 
     def __post_init__(self) -> None:
         for name, value in (("gpus", self.gpus), ("shards", self.shard_count), ("per_node", self.per_node)):
-            check_number("World", name, value, 1)
+            check_number("Cluster", name, value, 1)
         if self.gpus % self.shard_count:
-            raise RecipeError(f"World: gpus={self.gpus} is not a multiple of shards={self.shard_count}.")
+            raise RecipeError(f"Cluster: gpus={self.gpus} is not a multiple of shards={self.shard_count}.")
         if self.reduce_dtype not in DTYPES:
-            raise RecipeError(f"World: reduce_dtype={self.reduce_dtype!r} is unknown; choose one of {', '.join(DTYPES)}.")
+            raise RecipeError(f"Cluster: reduce_dtype={self.reduce_dtype!r} is unknown; choose one of {', '.join(DTYPES)}.")
 
     @property
     def shard_count(self) -> int:
@@ -89,7 +89,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Sharded:
+class ShardedStep:
     """Predicted traffic, memory and time of one GPU in an optimizer step.
 
     Args:
@@ -109,19 +109,19 @@ class Sharded:
 
 
 @dataclass(frozen=True)
-class WorldAudit:
+class ClusterAudit:
     """The predicted step on many GPUs, for the dense model and for the recipe with packed gathers; ``str(...)`` gives a table.
 
     Example:
         >>> import nmkernels as nm
-        >>> found = nm.audit({"layers.0": (4096, 4096)}, 4096, device="H100", dtype="bfloat16", world=8).world
+        >>> found = nm.audit({"layers.0": (4096, 4096)}, 4096, device="H100", dtype="bfloat16", cluster=8).cluster
         >>> found.packed.gathered / found.dense.gathered
         0.5625
     """
 
-    world: World
-    dense: Sharded
-    packed: Sharded
+    cluster: Cluster
+    dense: ShardedStep
+    packed: ShardedStep
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -129,8 +129,8 @@ class WorldAudit:
         return {**asdict(self), "notes": list(self.notes), "predicted": True}
 
     def __str__(self) -> str:
-        world = self.world
-        rows = [(f"one of {world.gpus} GPUs, predicted", "", "dense", "packed", "ratio", "")]
+        cluster = self.cluster
+        rows = [(f"one of {cluster.gpus} GPUs, predicted", "", "dense", "packed", "ratio", "")]
         for name, unit, size, each in (
             ("all-gathers of weights, received", "GB", 1e9, "gathered"),
             ("reduce-scatters of gradients, received", "GB", 1e9, "reduced"),
@@ -158,36 +158,36 @@ class _Group:
 
 
 def predict(
-    model: nn.Module, groups: list[tuple[list[Entry], Case]], world: World, device: Device, accumulate: int, rest: float
-) -> WorldAudit:
+    model: nn.Module, groups: list[tuple[list[Entry], Case]], cluster: Cluster, device: Device, accumulate: int, rest: float
+) -> ClusterAudit:
     """Predict the step of a model with layers ``groups``; ``rest``: seconds of everything else in one forward pass."""
     links = device.links
     assert links is not None
     if not any(case.trains for _, case in groups):
-        raise RecipeError("audit: world=... predicts training steps, and a finished or compressed model has none.")
-    dense, packed = (_groups(model, groups, world, packed, rest) for packed in (False, True))
-    steps = (_step(dense, model, world, links, accumulate), _step(packed, model, world, links, accumulate))
-    notes = _notes(world, links, device, len(dense) - 1)
+        raise RecipeError("audit: cluster=... predicts training steps, and a finished or compressed model is not trained.")
+    dense, packed = (_groups(model, groups, cluster, packed, rest) for packed in (False, True))
+    steps = (_step(dense, model, cluster, links, accumulate), _step(packed, model, cluster, links, accumulate))
+    notes = _notes(cluster, links, device, len(dense) - 1)
     if max(step.memory for step in steps) > device.capacity:
         notes = (f"It exceeds the {device.capacity / 1e9:g} GB of {device.name}: use more shards.", *notes)
-    return WorldAudit(world, *steps, notes)
+    return ClusterAudit(cluster, *steps, notes)
 
 
-def _groups(model: nn.Module, groups: list[tuple[list[Entry], Case]], world: World, packed: bool, rest: float) -> dict[str, _Group]:
+def _groups(model: nn.Module, groups: list[tuple[list[Entry], Case]], cluster: Cluster, packed: bool, rest: float) -> dict[str, _Group]:
     """The groups that FSDP2 gathers at once, by name, in the model's order, the root first; for the dense model or the recipe."""
     found: dict[str, _Group] = {"": _Group()}
     layers = {e.name: (e, case) for entries, case in groups for e in entries}
     usual = next(case for _, case in groups).layer.dtype
-    reduce = getattr(torch, world.reduce_dtype).itemsize
+    reduce = getattr(torch, cluster.reduce_dtype).itemsize
     for name, p in model.named_parameters():
         owner = name.removesuffix(".weight")
         entry, case = layers.get(name) or layers.get(owner) or (None, None)
         group = found.setdefault(_group(name), _Group())
         dtype = usual if case is None else case.layer.dtype
-        whole = _padded(p.shape, world.shard_count)
+        whole = _padded(p.shape, cluster.shard_count)
         each = float(dtype.itemsize)
         if packed and entry is not None and case is not None and case.sparse:
-            if _packs(entry, case, world):
+            if _packs(entry, case, cluster):
                 each = packed_bytes(case.rules.pattern, dtype)
                 group.extra += whole * each
             elif not case.rules.straight:  # backward needs the master weight
@@ -198,7 +198,7 @@ def _groups(model: nn.Module, groups: list[tuple[list[Entry], Case]], world: Wor
             group.reduced += whole * reduce
             group.gradients += whole * dtype.itemsize
     for name, (entry, case) in layers.items():  # here, because a tied weight is a parameter of another module
-        _compute(found[_group(name)], entry, case, world, packed and case.sparse)
+        _compute(found[_group(name)], entry, case, cluster, packed and case.sparse)
     blocks = [group for name, group in found.items() if name] or [found[""]]
     for group in blocks:
         group.forward += rest / len(blocks)
@@ -218,13 +218,13 @@ def _padded(shape: Iterable[int], shards: int) -> int:
     return -(-rows // shards) * shards * math.prod(rest)
 
 
-def _packs(entry: Entry, case: Case, world: World) -> bool:
+def _packs(entry: Entry, case: Case, cluster: Cluster) -> bool:
     """Whether the weight is gathered packed, as ``nn.gather`` decides."""
     matrix = len(entry.shape) == 2 and not entry.kind.endswith("Conv1D")
-    return matrix and world.shard_count > 1 and case.rules.packed and case.rules.straight and entry.shape[0] % world.shard_count == 0
+    return matrix and cluster.shard_count > 1 and case.rules.packed and case.rules.straight and entry.shape[0] % cluster.shard_count == 0
 
 
-def _compute(group: _Group, entry: Entry, case: Case, world: World, sparse: bool) -> None:
+def _compute(group: _Group, entry: Entry, case: Case, cluster: Cluster, sparse: bool) -> None:
     """Add the seconds of a layer: its GEMMs, the estimate, and at each gather making W̃ from the shard and decompressing it."""
     device, layer = case.device, case.layer
     times = matrices_of(entry.shape)
@@ -232,36 +232,36 @@ def _compute(group: _Group, entry: Entry, case: Case, world: World, sparse: bool
     elements = math.prod(layer.shape)
     made = 0.0
     if sparse:
-        packs = _packs(entry, case, world)
+        packs = _packs(entry, case, cluster)
         written = packed_bytes(pattern, layer.dtype) if packs else dtype
-        moved = elements / world.shard_count * (layer.master.itemsize + written) + packs * elements * (written + dtype)
+        moved = elements / cluster.shard_count * (layer.master.itemsize + written) + packs * elements * (written + dtype)
         made = moved / (device.passes * device.bandwidth) + (1 + packs) * device.call
     elif layer.master != layer.dtype:
-        made = elements / world.shard_count * (layer.master.itemsize + dtype) / (device.passes * device.bandwidth) + device.launch
+        made = elements / cluster.shard_count * (layer.master.itemsize + dtype) / (device.passes * device.bandwidth) + device.launch
     seconds = {role: 0.0 for role in GEMMS}
     if layer.tokens:
         seconds = {role: case.predict(f"{role} dense") or 0.0 for role in GEMMS if role != "wgrad" or case.rules.trains}
         if sparse and case.rules.estimate is not None:
             seconds["wgrad"] = sum(piece.used for piece in case.step() if piece.name in ("wgrad", "estimate"))
     group.forward += times * (seconds.pop("fprop") + made)
-    group.backward += times * (sum(seconds.values()) + made * world.reshard_after_forward)
+    group.backward += times * (sum(seconds.values()) + made * cluster.reshard_after_forward)
 
 
-def _step(found: dict[str, _Group], model: nn.Module, world: World, links: Links, accumulate: int) -> Sharded:
+def _step(found: dict[str, _Group], model: nn.Module, cluster: Cluster, links: Links, accumulate: int) -> ShardedStep:
     root, blocks = found[""], [group for name, group in found.items() if name]
-    again = 2 if world.reshard_after_forward else 1
-    part, replicas = (world.shard_count - 1) / world.shard_count, world.replicas
+    again = 2 if cluster.reshard_after_forward else 1
+    part, replicas = (cluster.shard_count - 1) / cluster.shard_count, cluster.replicas
     gathered = part * (root.gathered + again * sum(group.gathered for group in blocks))
     reduced = sum(group.reduced for group in found.values())
-    state = sum((STATES if p.requires_grad else 1) * _padded(p.shape, world.shard_count) * p.element_size() for p in model.parameters())
+    state = sum((STATES if p.requires_grad else 1) * _padded(p.shape, cluster.shard_count) * p.element_size() for p in model.parameters())
     largest = max(blocks, key=lambda group: group.unsharded, default=_Group())
     # one group computes while the next one arrives; unsharded gradients exist too, the root's until the end, plus a copy while reduced
     at_once = largest.unsharded + largest.gathered + largest.extra + largest.gradients + largest.reduced
-    memory = state / world.shard_count + root.unsharded + root.extra + root.gradients + max(at_once, root.reduced)
-    most, taken, least = (_seconds(root, blocks, world, replace(links, across=(across,) * 3)) for across in links.across)
+    memory = state / cluster.shard_count + root.unsharded + root.extra + root.gradients + max(at_once, root.reduced)
+    most, taken, least = (_seconds(root, blocks, cluster, replace(links, across=(across,) * 3)) for across in links.across)
     computed = sum(group.forward + group.backward for group in found.values())
-    moved = part * reduced + 2 * (replicas - 1) / replicas * reduced / world.shard_count
-    return Sharded(
+    moved = part * reduced + 2 * (replicas - 1) / replicas * reduced / cluster.shard_count
+    return ShardedStep(
         accumulate * gathered,
         accumulate * moved,
         memory,
@@ -271,11 +271,11 @@ def _step(found: dict[str, _Group], model: nn.Module, world: World, links: Links
     )
 
 
-def _seconds(root: _Group, blocks: list[_Group], world: World, links: Links) -> float:
+def _seconds(root: _Group, blocks: list[_Group], cluster: Cluster, links: Links) -> float:
     """Seconds of one forward and backward pass, by the formulas in the module docstring."""
-    gather = [_ring(group.gathered, world, links) for group in (root, *blocks)]
-    back = gather if world.reshard_after_forward else [0.0] * len(gather)
-    reduce = [_ring(group.reduced, world, links) + _replicas(group.reduced, world, links) for group in (root, *blocks)]
+    gather = [_ring(group.gathered, cluster, links) for group in (root, *blocks)]
+    back = gather if cluster.reshard_after_forward else [0.0] * len(gather)
+    reduce = [_ring(group.reduced, cluster, links) + _replicas(group.reduced, cluster, links) for group in (root, *blocks)]
     n = len(blocks)
     forward = gather[0] + (gather[1] if n else 0.0) + root.forward
     backward = max(root.backward, back[n] if n else 0.0) + reduce[0] + (reduce[1] if n else 0.0)
@@ -285,40 +285,40 @@ def _seconds(root: _Group, blocks: list[_Group], world: World, links: Links) -> 
     return forward + backward
 
 
-def _ring(size: float, world: World, links: Links) -> float:
+def _ring(size: float, cluster: Cluster, links: Links) -> float:
     """Seconds of an all-gather or a reduce-scatter of ``size`` bytes."""
-    count, nodes = world.shard_count, -(-world.shard_count // world.per_node)
+    count, nodes = cluster.shard_count, -(-cluster.shard_count // cluster.per_node)
     if count == 1 or not size:
         return 0.0
     bandwidth = links.node if nodes == 1 else links.across[1]
     return links.start + (count - nodes) * links.hop + (nodes - 1) * links.far + (count - 1) / count * size / bandwidth
 
 
-def _replicas(size: float, world: World, links: Links) -> float:
+def _replicas(size: float, cluster: Cluster, links: Links) -> float:
     """Seconds of the all-reduce between HSDP's replicas, of the shards of ``size`` bytes."""
-    replicas = world.replicas
+    replicas = cluster.replicas
     if replicas == 1 or not size:
         return 0.0
-    near = world.gpus <= world.per_node
+    near = cluster.gpus <= cluster.per_node
     bandwidth, hop = (links.node, links.hop) if near else (links.nic, links.far)
-    return links.start + 2 * (replicas - 1) * hop + 2 * (replicas - 1) / replicas * size / world.shard_count / bandwidth
+    return links.start + 2 * (replicas - 1) * hop + 2 * (replicas - 1) / replicas * size / cluster.shard_count / bandwidth
 
 
-def _notes(world: World, links: Links, device: Device, groups: int) -> tuple[str, ...]:
+def _notes(cluster: Cluster, links: Links, device: Device, groups: int) -> tuple[str, ...]:
     low, taken, high = (f"{across / 1e9:g}" for across in links.across)
-    nodes = -(-world.shard_count // world.per_node)
+    nodes = -(-cluster.shard_count // cluster.per_node)
     wires = f"{links.node / 1e9:g} GB/s of bus bandwidth in a node"
     if nodes > 1:
         wires = f"{taken} GB/s of bus bandwidth over {nodes} nodes ({low} to {high})"
-    how = f"{world.shard_count} ways" + (f", {world.replicas} replicas" if world.replicas > 1 else "")
+    how = f"{cluster.shard_count} ways" + (f", {cluster.replicas} replicas" if cluster.replicas > 1 else "")
     return (
         f"FSDP2, predicted and not measured: {device.name}, sharded {how}, {groups} groups and the root, gradients reduced in "
-        f"{world.reduce_dtype}; {wires}, {1e6 * links.hop:g} µs a step of the ring in a node and {1e6 * links.far:g} between nodes.",
+        f"{cluster.reduce_dtype}; {wires}, {1e6 * links.hop:g} µs a step of the ring in a node and {1e6 * links.far:g} between nodes.",
         "Packed weights are decompressed and multiplied dense. Not included: activations, attention, norms, recomputation, the optimizer.",
     )
 
 
-def text(audit: WorldAudit, width: int) -> str:
+def text(audit: ClusterAudit, width: int) -> str:
     """The table, the range and the notes."""
     lines = [str(audit)]
     if audit.dense.seconds_range[0] != audit.dense.seconds_range[1]:

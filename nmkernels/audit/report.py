@@ -10,8 +10,8 @@ from string import ascii_lowercase
 from typing import Any
 
 from .flops import aligned, shape_text
-from .fsdp import WorldAudit
-from .fsdp import text as world_text
+from .fsdp import ClusterAudit
+from .fsdp import text as cluster_text
 from .rules import Pieces, speedup, total
 
 WIDTH = 140
@@ -34,8 +34,8 @@ def table(audit: Audit) -> str:
     totals = [_times(audit.total(part)) for part in parts]
     rows.append(("all linear layers" + (" and the rest" if audit.other else ""), "", "", *totals, "", ""))
     lines = [*aligned(rows), *(_wrapped(note) for note in (*_summary(audit), *audit.notes))]
-    if audit.world is not None:
-        lines.append(world_text(audit.world, WIDTH))
+    if audit.cluster is not None:
+        lines.append(cluster_text(audit.cluster, WIDTH))
     if advice:
         lines += ["what to change to gain more", *(_wrapped(text + _gains(audit, text), f"  {marks[text]}  ") for text in advice)]
     return "\n".join(lines)
@@ -159,7 +159,7 @@ class Audit:
         inference_range, step_range: predicted totals for the slowest and fastest plausible sparse GEMMs; empty on a measured device.
         other: predicted seconds of everything else in one forward pass, from the FLOPs given by the caller.
         notes: how the numbers were obtained.
-        world: prediction of a step on many GPUs, if requested.
+        cluster: prediction of a step on many GPUs, if requested.
 
     Example:
         >>> import nmkernels as nm
@@ -178,7 +178,7 @@ class Audit:
     step_range: tuple[float, ...] = ()
     other: float = 0.0
     notes: tuple[str, ...] = ()
-    world: WorldAudit | None = None
+    cluster: ClusterAudit | None = None
 
     @property
     def inference(self) -> float | None:
@@ -236,7 +236,7 @@ class Audit:
         """Plain values for JSON: the totals, and every layer with its pieces."""
         own = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items() if key != "layers"}
         totals = {part: self.total(part) for part in PARTS}
-        more = {"run": self.run, "dense_share": self.dense_share, "world": None if self.world is None else self.world.as_dict()}
+        more = {"run": self.run, "dense_share": self.dense_share, "cluster": None if self.cluster is None else self.cluster.as_dict()}
         return {**own, **totals, **more, "layers": [{**layer.as_dict(), "share": self.share(layer)} for layer in self.layers]}
 
     def __str__(self) -> str:

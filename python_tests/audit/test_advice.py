@@ -7,7 +7,7 @@ import nmkernels as nm
 from nmkernels.audit.advice import break_even, of_sparse
 from nmkernels.audit.rules import Case, Layer, Rules
 from nmkernels.gemm.devices import DEVICES, Device
-from python_tests.audit.given import Zoo
+from python_tests.audit.layer_zoo import Zoo
 
 P = nm.Pattern("2:4")
 H200 = {"device": "H200", "dtype": "bfloat16"}
@@ -21,8 +21,8 @@ def audited(**words):
     return nm.audit(**{"model": {"fc": (4096, 4096)}, "recipe": "fst:2:4(end=None)", "tokens": 8192, **H200, **words})
 
 
-def told(words="", **case):
-    """The advice on the first layer that has these words in it."""
+def advice_with(words="", **case):
+    """The advice on the first layer whose text has these words."""
     return [each for each in audited(**case).layers[0].advice if words in each.text]
 
 
@@ -42,24 +42,24 @@ def told(words="", **case):
     ],
 )
 def test_what_to_change_of_a_step(words, case, changed, elsewhere):
-    (advice,) = told(words, **case)
+    (advice,) = advice_with(words, **case)
     assert advice.part == "step" and advice.speedup > audited(**case).step
     # the weight stays float32 where the GEMMs do not
     assert advice.speedup == pytest.approx(audited(**changed).step, rel=0.02 if "float32" in words else 1e-6)
-    assert not told(words, **elsewhere)
+    assert not advice_with(words, **elsewhere)
 
 
 def test_nothing_to_say_of_a_large_layer_with_three_sparse_gemms():
-    assert told(model={"fc": (16384, 16384)}, tokens=65536) == []
+    assert advice_with(model={"fc": (16384, 16384)}, tokens=65536) == []
 
 
 def test_sizes_that_tensor_cores_do_not_take():
     odd = {"fc": (4100, 4100)}
-    (advice,) = told("multiples of 64 outputs and 64 inputs: pad", model=odd)
+    (advice,) = advice_with("multiples of 64 outputs and 64 inputs: pad", model=odd)
     assert advice.detail == "to (4160,4160)" and audited(model=odd).step < 1 < advice.speedup
     assert advice.speedup < audited(model={"fc": (4160, 4160)}).step
-    assert not told("pad", model={"fc": (4112, 4096)}, **A100), "mma.sp takes 16 outputs"
-    assert not told("pad", model={"fc": (100, 100)}, recipe="srste:2:4", tokens=16, device="cpu", timer=lambda task: 1e-3)
+    assert not advice_with("pad", model={"fc": (4112, 4096)}, **A100), "mma.sp takes 16 outputs"
+    assert not advice_with("pad", model={"fc": (100, 100)}, recipe="srste:2:4", tokens=16, device="cpu", timer=lambda task: 1e-3)
 
 
 def test_packing_is_found_where_it_is_set():
@@ -67,41 +67,41 @@ def test_packing_is_found_where_it_is_set():
     assert audited(recipe=inside).step == audited(recipe="srste:2:4").step
     model = torch.nn.Sequential(torch.nn.Linear(1024, 1024))
     nm.sparsify_(model, "ste:2:4(packed=False)")
-    assert told('packed="auto"', model=model, recipe=None, tokens=65536)
+    assert advice_with('packed="auto"', model=model, recipe=None, tokens=65536)
     assert audited(recipe="sste:2:4(fp8=paper)").step < audited(recipe="sste:2:4").step, "emulated FP8 needs the dense layout"
 
 
 def test_how_many_inputs_and_tokens_pay():
-    (advice,) = told("the estimate for wgrad costs more", **NARROW)
+    (advice,) = advice_with("the estimate for wgrad costs more", **NARROW)
     pays = int(advice.detail.split()[2])
-    assert 1340 <= pays <= 1800 and not told("the estimate", model={"fc": (4096, pays)})
+    assert 1340 <= pays <= 1800 and not advice_with("the estimate", model={"fc": (4096, pays)})
     shape = {"model": {"fc": (8192, 8192)}, "optimizer": "separate", **NO_ESTIMATE}
-    (advice,) = told("the step is too small", tokens=256, **shape)
+    (advice,) = advice_with("the step is too small", tokens=256, **shape)
     least = int(advice.detail.split()[-1])
     assert 1300 <= least <= 1600, "a float32 weight is packed: 6.375 bytes an element in place of 4.375"
     assert audited(tokens=least, **shape).step >= 1 > audited(tokens=int(least * 0.85), **shape).step
-    assert not told("too small", tokens=least, **shape)
+    assert not advice_with("too small", tokens=least, **shape)
     case = Case(DEVICES["H200"], Layer((64, 64), 64, torch.bfloat16, torch.bfloat16), Rules(P, fprop=False))
     assert break_even(case) is None, "a mask without a sparse GEMM never pays"
 
 
 def test_what_is_left_dense_and_what_is_expanded():
-    (advice,) = told("leaves a dense model", recipe="fst:2:4(total_steps=100)")
+    (advice,) = advice_with("leaves a dense model", recipe="fst:2:4(total_steps=100)")
     assert advice.part == "inference" and advice.speedup == pytest.approx(audited().inference)
     model = torch.nn.Sequential(torch.nn.Linear(256, 256))
     nm.sparsify_(model, "srste:4:8").finish(allow_unused=True)
     nm.compress_(model)
     case = {"model": model, "recipe": None, "tokens": 4096}
-    (advice,) = told("keep_dense=True", **case)
+    (advice,) = advice_with("keep_dense=True", **case)
     assert audited(**case).inference < 1
     model[0].keep_dense = True
-    assert advice.speedup == audited(**case).inference == 1.0 and not told("keep_dense", **case)
+    assert advice.speedup == audited(**case).inference == 1.0 and not advice_with("keep_dense", **case)
 
 
 def test_a_layer_that_only_loses():
     small = {"model": {"fc": (64, 64)}, "tokens": 64}
-    (advice,) = told("leave it dense (filter_fn)", **small)
-    assert advice.speedup == 1.0 and audited(**small).step < 0.9 and not told("leave it dense")
+    (advice,) = advice_with("leave it dense (filter_fn)", **small)
+    assert advice.speedup == 1.0 and audited(**small).step < 0.9 and not advice_with("leave it dense")
 
 
 def test_16_bits_on_a_cpu_that_multiplies_them_fast():
@@ -111,7 +111,7 @@ def test_16_bits_on_a_cpu_that_multiplies_them_fast():
         assert ("bfloat16 GEMMs of 2:4 are slower than dense ones here" in found[0].text) == (dtype == torch.bfloat16)
 
 
-def test_ways_out_of_staying_dense():
+def test_layers_that_stay_dense_and_remedies():
     words = {
         "odd": "pad the features to a multiple of M",
         "attention.in_proj_weight": "instead of nn.MultiheadAttention",
@@ -128,5 +128,5 @@ def test_ways_out_of_staying_dense():
     for name, said in words.items():
         (advice,) = found[name].advice
         assert said in advice.text and advice.speedup > 1.01
-    assert told("filter_fn leaves it dense", tokens=65536, filter_fn=lambda module, name: False, **A100)
-    assert not told("filter_fn", tokens=65536, filter_fn=lambda module, name: True, **A100)
+    assert advice_with("filter_fn leaves it dense", tokens=65536, filter_fn=lambda module, name: False, **A100)
+    assert not advice_with("filter_fn", tokens=65536, filter_fn=lambda module, name: True, **A100)

@@ -12,7 +12,7 @@ from nmkernels.audit import measure
 from nmkernels.audit.rules import speedup
 from nmkernels.models import GPT, GPTConfig
 from nmkernels.recipes.registry import find
-from python_tests.audit.given import Zoo
+from python_tests.audit.layer_zoo import Zoo
 
 H200 = {"device": "H200", "dtype": "bfloat16"}
 
@@ -39,7 +39,7 @@ def test_the_reasons_are_those_of_the_report():
     assert all(speedup(layer.step) == speedup(layer.inference) == 1.0 and not layer.pattern for layer in dense)
 
 
-def test_experts_count_where_it_is_told_how_often_a_token_passes_through():
+def test_experts_need_experts_per_token():
     one = by_name(nm.audit(Zoo(), 1024, **H200))["experts.up"]
     assert one.tokens == 0 and not one.step and "rows=" in one.note
     some = by_name(nm.audit(Zoo(), 1024, rows={"experts": 0.25}, **H200))["experts.up"]
@@ -56,7 +56,7 @@ def test_the_filter_and_the_recipe_have_their_say():
         nm.audit(Zoo(), filter_fn=lambda module, name: name == "odd", **H200)
 
 
-def test_fp8_is_said_not_to_be_in_the_prediction():
+def test_predictions_do_not_include_fp8():
     said = [any("FP8" in note for note in nm.audit(gpt(), 64, recipe, **H200).notes) for recipe in ("sste:2:4(fp8='paper')", "sste:2:4")]
     assert said == [True, False]
     assert not any("FP8" in note for note in nm.audit(gpt(), 64, **H200).notes)  # inference

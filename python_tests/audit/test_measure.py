@@ -12,7 +12,7 @@ from nmkernels.audit.measure import expected, gemm_of, gemms, measure_all, measu
 from nmkernels.audit.rules import Case, Layer, Rules, of_recipe, speedup
 from nmkernels.gemm.devices import DEVICES
 from nmkernels.tuning import Task
-from python_tests.audit.given import COSTS
+from python_tests.audit.layer_zoo import COSTS
 
 P = nm.Pattern("2:4")
 CPU = torch.device("cpu")
@@ -153,10 +153,10 @@ def test_large_layers_are_shortened_or_left_out(monkeypatch):
 
 
 def test_each_shape_once_and_the_short_ones_first():
-    told = []
+    progress = []
     shapes = {"a.up": (128, 64), "a.gate": (128, 64), "b.up": (128, 64), "a.down": (64, 64), "lm_head": (96, 64)}
-    found = nm.audit(shapes, 16, device="cpu", timer=clock, progress=lambda *args: told.append(args))
-    assert told == [(0, 3, "96x64, 16 tokens"), (1, 3, "64x64, 16 tokens"), (2, 3, "128x64, 16 tokens")], "the head has no candidates"
+    found = nm.audit(shapes, 16, device="cpu", timer=clock, progress=lambda *args: progress.append(args))
+    assert progress == [(0, 3, "96x64, 16 tokens"), (1, 3, "64x64, 16 tokens"), (2, 3, "128x64, 16 tokens")], "the head has no candidates"
     up, gate = found.layers[:2]
     assert up.measured_step == gate.measured_step and up.measured_step and found.measured_step is not None
 
@@ -184,7 +184,7 @@ def test_one_failure_costs_only_its_layer(monkeypatch):
         measure.timed([Task("a", lambda: next(calls))], CPU, None, 0.0)
 
 
-def test_a_missing_core_is_told(monkeypatch):
+def test_a_missing_core_is_reported(monkeypatch):
     missing = capability.Probe(False, "nmkernels._C is not built")
     monkeypatch.setattr(advice, "compiled_core", lambda: missing)
     words = {"device": "cpu", "timer": clock, "measure": False}

@@ -9,7 +9,7 @@ import nmkernels as nm
 from nmkernels.audit.advice import break_even
 from nmkernels.audit.rules import GEMMS, Case, Layer, Piece, Rules, speedup, total
 from nmkernels.gemm.devices import DEVICES
-from python_tests.audit.given import COSTS
+from python_tests.audit.layer_zoo import COSTS
 
 P = nm.Pattern("2:4")
 H200, H100, A100 = (DEVICES[name] for name in ("H200", "H100", "A100"))
@@ -157,7 +157,7 @@ def test_an_estimate_that_does_not_pay_is_still_drawn():
     assert whole["wgrad"] == (14.0, "of mvue 2:4") and "estimate" not in whole
 
 
-def test_nothing_is_said_of_what_was_not_measured():
+def test_unmeasured_pieces_are_left_out():
     assert priced(Rules(P)).step({"fprop dense": 1.0}.get) == () == priced(Rules(P)).inference({}.get)
     some = {name: took for name, took in COSTS.items() if "sparse" not in name}
     assert used(priced(Rules(P)).step(some.get))["fprop"] == (10.0, "dense")

@@ -57,7 +57,7 @@ def test_the_number_of_dense_features():
     assert SplitRule(P24, 0.05, 1).dense_features(100) == 5
 
 
-def test_shuffled_groups_are_those_of_some_order_and_always_the_same():
+def test_shuffled_groups_are_deterministic():
     torch.manual_seed(0)
     z = torch.zeros(64, 4)
     z[:8] = torch.rand(8, 4) + 1  # neighbours that fire together: in plain groups half of them are lost

@@ -9,7 +9,7 @@ from nmkernels.autograd import fp8
 from nmkernels.autograd.fp8 import DTYPES, SCHEMES, operands, quantize
 from nmkernels.recipes import SSTE
 from nmkernels.reference.quantize import LARGEST
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 
 def test_values_are_fp8_numbers_of_the_right_range():
@@ -56,7 +56,7 @@ def step(model, x, g):
     return y.detach(), x.grad, *(p.grad for p in model.parameters())
 
 
-@each("scheme, mvue", [("paper", "exact"), ("hybrid", "exact"), ("paper", None)])
+@for_each("scheme, mvue", [("paper", "exact"), ("hybrid", "exact"), ("paper", None)])
 def test_sparse_tensor_cores_get_the_operands_that_are_emulated(scheme, mvue, monkeypatch):
     """In fp32 the definition of their GEMM gives what the emulation gives, but for the order of a sum."""
     model = nn.Sequential(nn.Linear(256, 64))

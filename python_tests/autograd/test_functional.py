@@ -154,7 +154,7 @@ def test_a_seed_is_not_advanced_by_torch_func():
     assert layer.seed.tolist() == [3, 1]
 
 
-def test_what_is_learned_beside_the_weight():
+def test_learned_parameters():
     layer = layer_of("learned")
     x, p = torch.randn(SAMPLES, TOKENS, IN, dtype=torch.float64), parameters(layer)
     got = vmap(grad(loss_of(layer)), (None, 0))(p, x)

@@ -50,7 +50,7 @@ def test_the_gradient_follows_the_rule(layout, chain):
     assert torch.equal(w.grad, want) and w.grad.dtype == w.dtype and w.grad.stride() == w.stride()
 
 
-def test_what_is_learned_beside_the_weight_gets_its_gradient():
+def test_learned_parameters_get_gradients():
     w, s = torch.randn(4, 8, 3, 3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
     y = transformed(w, used_of(w, Scaled(P), "conv2d", s), Scaled(P), [s], "conv2d")
     (y * torch.arange(288.0).view(w.shape)).sum().backward()
@@ -58,7 +58,7 @@ def test_what_is_learned_beside_the_weight_gets_its_gradient():
     assert torch.allclose(s.grad, (w.detach() * torch.arange(288.0).view(w.shape)).sum())
     frozen = w.detach()
     y = transformed(frozen, used_of(w, Scaled(P), "conv2d", s), Scaled(P), [s], "conv2d")
-    y.sum().backward()  # the weight is not trained, what is beside it is
+    y.sum().backward()  # the weight is not trained, the other parameter is
 
 
 @pytest.mark.parametrize("chain", [False, True])

@@ -17,7 +17,7 @@ from nmkernels.recipes.methods.mdgf import DecayedMask
 from nmkernels.recipes.methods.slope import DoublePruned
 from nmkernels.recipes.methods.sste import SoftThreshold
 from nmkernels.testing import assert_equal_bits, equal_bits
-from python_tests import plain
+from python_tests import naive
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -32,7 +32,7 @@ def test_pruned_along_out():
     for pattern, rows in itertools.product(["1:2", "2:4", "1:4", "2:8", "3:5", "4:4"], [40, 37, 1, 3]):
         p, w = Pattern(pattern), torch.randn(rows, 80)
         # a short last group keeps n of its rows
-        want = torch.cat([plain.masked(block.t().contiguous(), min(p.n, len(block)), len(block)).t() for block in w.split(p.m)])
+        want = torch.cat([naive.masked(block.t().contiguous(), min(p.n, len(block)), len(block)).t() for block in w.split(p.m)])
         assert torch.equal(pruned_along_out(w, p.n, p.m), want)
 
 
@@ -70,7 +70,7 @@ def test_out_and_views_give_the_same_bits_contiguous(name):
 
 
 def packable(name, w):
-    """A transform and what it reads beside the weight."""
+    """A transform and what it reads in addition to the weight."""
     return {
         "hard": (HardMask(P), ()),
         "soft": (SoftThreshold(P), (torch.tensor(1.7, dtype=torch.float64 if w.dtype == torch.float64 else torch.float32),)),
@@ -114,13 +114,13 @@ def test_gradient_that_reaches_the_master_weight(name):
     x, g = torch.randn(5, 16, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
     used = transform(w.detach(), *extras)
     linear(x, w, used, transform=transform, extras=extras).backward(g)
-    kept = plain.mask(w, 2, 4)
+    kept = naive.mask(w, 2, 4)
     factor = {"hard_chain": kept.double(), "decayed": torch.where(kept, 1.0, 0.25).double()}.get(name, torch.ones_like(w))
     torch.testing.assert_close(w.grad, g.T @ x * factor, rtol=1e-12, atol=1e-12)
     assert transform.traits.own_gradient == (name in ("hard_chain", "decayed"))
 
 
-def test_a_weight_changed_between_forward_and_backward_is_noticed_where_it_matters():
+def test_a_weight_changed_before_backward():
     for name in ("decayed", "hard"):
         transform, extras = EVERY[name]
         w = torch.nn.Parameter(torch.randn(8, 16))
@@ -166,7 +166,7 @@ def test_masked_writes_out_and_says_so():
 
 
 @pytest.mark.slow
-def test_masked_of_nothing_compiled_and_in_a_transform_of_torch_func():
+def test_masked_empty_compiled_and_under_torch_func():
     assert masked(torch.ones(0, 4), torch.ones(0, 4, dtype=torch.bool)).shape == (0, 4)
     x, mask = torch.randn(4, 8), torch.rand(4, 8) < 0.5
     for other in (torch.compile(masked, fullgraph=True), torch.func.vmap(masked)):

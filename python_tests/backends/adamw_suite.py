@@ -99,7 +99,7 @@ class AdamWSuite:
         }
         self.compare(device, wide, hyper(), n, m)
 
-    def test_nothing_is_written_beside_a_parameter(self, device):
+    def test_nothing_is_written_outside_a_parameter(self, device):
         for size in (4, 60, 64, 1020, 1024, 1028):
             for layout in (lambda x: x, lambda x: x.view(-1, 4).t()):
                 inner = copied(make(seeded(14), (size,), amsgrad=True, out=F32), device)

@@ -179,7 +179,7 @@ class ScaleSuite:
     chunk: int
     """Elements of one partial sum of the usual patterns."""
     chunks: list[tuple[int, int]]
-    """Numbers of chunks, and of groups beside them."""
+    """Numbers of chunks, and of further groups."""
 
     def check(self, ours: Ours, device: str, w: Tensor, pattern: str) -> None:
         p = Pattern(pattern)
@@ -196,7 +196,7 @@ class ScaleSuite:
                     self.check(ours, device, torch.randn(max(1, chunks * self.chunk // m + more), m).to(dtype), pattern)
 
     def test_float64_sums(self, device: str, ours: Ours) -> None:
-        """Many small GEMMs beside one large: float32 sums would lose them."""
+        """Many small terms and one large: float32 sums would lose them."""
         w = torch.full((2, self.chunk), 1.0)
         w[:, ::4], w[:, 1::4] = 0.999, 0.0
         w[0, 0] = 3e4

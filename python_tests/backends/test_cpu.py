@@ -19,7 +19,7 @@ from nmkernels.reference.compress import pack_indices, unpack_indices
 from nmkernels.testing import assert_equal_bits, cases, fill_poison
 from python_tests.backends.gemm_calls import unaligned
 from python_tests.backends.kernel_suites import TransposableSuite
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 TUNED = ["2:4", "1:4", "2:8", "1:8", "4:8", "1:16", "1:32"]
 ODD = ["1:1", "1:2", "3:4", "4:4", "7:8", "2:16", "8:16", "15:16", "3:32", "20:32", "1:64", "9:64"]
@@ -29,8 +29,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SPECIAL = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.0, float("inf"), -float("inf"), float("nan"), 1e-40, -6e-8, 65504.0])
 GROUPWISE = {"nm_mask": reference.mask, "nm_prune": reference.prune, "nm_soft_threshold": reference.soft_threshold}
 
-every_pattern = each("text", TUNED + ODD)
-every_dtype = each("dtype", DTYPES)
+every_pattern = for_each("text", TUNED + ODD)
+every_dtype = for_each("dtype", DTYPES)
 
 
 def inputs(text: str, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -85,7 +85,7 @@ def test_compressed_form(cpu, text, dtype):
 
 
 @every_pattern
-def test_decompress_of_part_of_a_group_in_any_order_and_of_damaged_indices(cpu, text):
+def test_decompress_partial_unordered_and_damaged(cpu, text):
     p, gen = Pattern(text), torch.Generator().manual_seed(3)
     values, indices = reference.compress(torch.randn(5, 300 // p.m * p.m + p.m, generator=gen), p.n, p.m)
     for cols in (1, p.m // 2 + 1, p.m + 1, 130, 300):
@@ -125,7 +125,7 @@ def test_the_scale_has_the_same_bits_everywhere(cpu, dtype):
 
 
 @pytest.mark.slow
-@each("offset", [0, 1])
+@for_each("offset", [0, 1])
 def test_outputs_larger_than_the_caches(cpu, offset):
     """From 16 MB on they are streamed."""
     w = torch.randn(4_300_032 + offset, generator=torch.Generator().manual_seed(5))[offset:].view(3, -1)
@@ -144,7 +144,7 @@ class TestTransposableMask(TransposableSuite):
     shapes = [(4, 4), (1200, 4), (4, 1028), (2, 3, 8, 12), (0, 4), (2, 3, 8, 0)]
 
 
-@each("text", ["1:4", "3:4", "4:4", "2:8", "5:8", "3:5", "2:16", "12:16", "5:32"])
+@for_each("text", ["1:4", "3:4", "4:4", "2:8", "5:8", "3:5", "2:16", "12:16", "5:32"])
 def test_transposable_general_is_optimal(cpu, text):
     p, gen = Pattern(text), torch.Generator().manual_seed(3)
     normal = torch.randn(2 * p.m, 3 * p.m, generator=gen)
@@ -179,14 +179,14 @@ def _many_chunks(text: str, dtype: torch.dtype) -> list:
 
 @pytest.mark.quick(1, per="cpu")
 @every_dtype
-@each("text", ["2:4", "3:5", "7:256"])
+@for_each("text", ["2:4", "3:5", "7:256"])
 def test_many_chunks_on_any_number_of_threads(cpu, on_threads, text, dtype):
     for op, args, expected in _many_chunks(text, dtype):
         for found in on_threads(lambda op=op, args=args: cpu(op)(*args)):
             assert_equal_bits(found, expected, op)
 
 
-def test_a_lazily_negated_tensor_is_read_as_what_it_says(cpu):
+def test_a_lazily_negated_tensor_is_read_negated(cpu):
     x = torch.complex(torch.zeros(8), torch.tensor([1.0, -2, 3, 4, 0.5, 0, -1, 2])).conj().imag
     assert x.is_neg()
     assert_equal_bits(cpu("nm_prune")(x, 2, 4), reference.prune(x.resolve_neg(), 2, 4))

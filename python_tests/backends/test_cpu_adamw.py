@@ -16,7 +16,7 @@ from nmkernels.dispatch import implementations
 from nmkernels.testing import assert_equal_bits
 from python_tests.backends.adamw_calls import LAYOUTS, copied, hyper, make, same_as_reference, shifted
 from python_tests.backends.adamw_suite import AdamWSuite
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 
 class TestAgainstTheReference(AdamWSuite):
@@ -40,7 +40,7 @@ def test_float64_gradients_and_outputs(cpu):
             compare(cpu, call, hyper(lr=0.3), n, m)
 
 
-@each("n, m", [(0, 0), (2, 4), (1, 8), (3, 5)])
+@for_each("n, m", [(0, 0), (2, 4), (1, 8), (3, 5)])
 def test_sums_that_only_doubles_hold(cpu, n, m):
     """A few of these terms already exceed fp32; the second row is ordinary."""
     call = make(torch.Generator().manual_seed(17), (2, 320))
@@ -50,8 +50,8 @@ def test_sums_that_only_doubles_hold(cpu, n, m):
 
 
 @pytest.mark.quick(2, per="cpu")
-@each("dtype", [torch.float32, torch.bfloat16], ids=str)
-@each("n, m", [(0, 0), (2, 4), (1, 8), (1, 32), (3, 5)])
+@for_each("dtype", [torch.float32, torch.bfloat16], ids=str)
+@for_each("n, m", [(0, 0), (2, 4), (1, 8), (1, 32), (3, 5)])
 def test_sizes_around_a_strip_at_any_address(cpu, n, m, dtype):
     """Strips of 64, blocks of 256, tiles of 4096, one element less or more; memory that is aligned to an element only."""
     group = m or 1
@@ -76,7 +76,7 @@ def test_the_sum_of_logarithms_keeps_to_its_range(cpu):
 
 
 @pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().reason)
-def test_statistics_have_the_same_bits_under_every_instruction_set():
+def test_statistics_have_equal_bits_on_every_isa():
     core = import_module("nmkernels._C")
     run = next(i.fn for i in implementations("nm_masked_adamw_") if i.backend == "cpu")
     call = make(torch.Generator().manual_seed(16), (40, 104), (5, 8), (7, 24), (4, 1028), amsgrad=True, out=torch.bfloat16)
@@ -91,7 +91,7 @@ def test_statistics_have_the_same_bits_under_every_instruction_set():
         assert_equal_bits(other, results[0])
 
 
-@each("n, m", [(2, 4), (1, 4), (1, 2), (2, 8), (1, 16), (3, 5), (7, 12), (5, 100)])
+@for_each("n, m", [(2, 4), (1, 4), (1, 2), (2, 8), (1, 16), (3, 5), (7, 12), (5, 100)])
 def test_packs_are_those_of_the_new_weight(cpu, n, m):
     """Whatever the dtypes of weight and pack, where the weight is transposed, and in rows that end on no byte of positions."""
     for rows, groups in ((1, 1), (3, 5), (17, 8), (40, 33)):

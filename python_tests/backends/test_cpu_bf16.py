@@ -15,7 +15,7 @@ from nmkernels.backends.cpu.core import core
 from nmkernels.pattern import Pattern, ShapeError
 from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
 from python_tests.backends.gemm_calls import packed, unaligned
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 BF16 = torch.bfloat16
 PATTERNS = ["2:4", "1:4", "4:4", "2:8", "1:8", "4:8", "1:16", "3:5", "7:12", "1:32", "1:256", "200:256"]
@@ -70,13 +70,13 @@ def check(cpu, text: str, rows: int, cols: int, tokens: int) -> None:
     assert_no_worse(out, w @ transposed, w.double() @ transposed.double())
 
 
-@each("text", PATTERNS)
+@for_each("text", PATTERNS)
 def test_as_good_as_dense(cpu, text):
     for tokens in [1, 2, 5, 8, 9, 17, 33, 64, 65]:
         check(cpu, text, 49, 768, tokens)
 
 
-@each("text", PATTERNS)
+@for_each("text", PATTERNS)
 @pytest.mark.slow
 def test_odd_sizes(cpu, text):
     m = Pattern(text).m
@@ -86,7 +86,7 @@ def test_odd_sizes(cpu, text):
                 check(cpu, text, rows, cols, tokens)
 
 
-@each("text", ["2:4", "1:8", "3:5"])
+@for_each("text", ["2:4", "1:8", "3:5"])
 @pytest.mark.slow
 def test_several_blocks_of_everything(cpu, text):
     for rows, cols, tokens in [(700, 1100, 70), (300, 64, 1100), (40, 9000, 40), (33, 6000, 3)]:
@@ -122,7 +122,7 @@ def test_damaged_indices_raise(cpu):
                     cpu(op)(*args)
 
 
-@each("text", ["2:4", "2:8", "4:8", "3:5"])
+@for_each("text", ["2:4", "2:8", "4:8", "3:5"])
 def test_any_order_within_a_group(cpu, text):
     p, gen = Pattern(text), torch.Generator().manual_seed(5)
     rows, cols = 9, 1024 // p.m * p.m
@@ -141,8 +141,8 @@ def test_any_order_within_a_group(cpu, text):
         assert_no_worse(cpu("nm_linear_dgrad")(g, *call), g @ w, g.double() @ w.double())
 
 
-@each("tokens", [1, 4, 9, 20])
-@each("junk", [9.0, float("inf"), float("nan")])
+@for_each("tokens", [1, 4, 9, 20])
+@for_each("junk", [9.0, float("inf"), float("nan")])
 def test_what_is_stored_past_the_end_counts_for_nothing(cpu, tokens, junk):
     values, indices = reference.compress(torch.tensor([[1.0, 0.0, 2.0, 7.0, 0.0, 9.0, 0.0, junk]], dtype=BF16), 2, 4)
     w = torch.tensor([[0.0, 0.0, 2.0, 7.0, 0.0, 9.0]], dtype=BF16)
@@ -152,7 +152,7 @@ def test_what_is_stored_past_the_end_counts_for_nothing(cpu, tokens, junk):
     assert_equal_bits(cpu("nm_linear_wgrad")(values, indices, 2, 4, 6, x.t()), w @ x.t())
 
 
-@each("tokens", [1, 5, 40])
+@for_each("tokens", [1, 5, 40])
 def test_what_is_not_finite_stays_with_its_token(cpu, tokens):
     values, indices, _ = packed("2:4", 20, 70, BF16)
     x = torch.ones(tokens, 70, dtype=BF16)
@@ -161,7 +161,7 @@ def test_what_is_not_finite_stays_with_its_token(cpu, tokens):
     assert [bool(f) for f in finite] == [t != tokens // 2 for t in range(tokens)]
 
 
-@each("text, tokens", [("2:4", 700), ("3:5", 700), ("2:4", 5), ("2:4", 1), ("1:8", 40)])
+@for_each("text, tokens", [("2:4", 700), ("3:5", 700), ("2:4", 5), ("2:4", 1), ("1:8", 40)])
 def test_same_bits_on_any_number_of_threads(cpu, on_threads, text, tokens):
     p, gen = Pattern(text), torch.Generator().manual_seed(3)
     values, indices, _ = packed(text, 600, 40 * p.m, BF16, gen=gen)

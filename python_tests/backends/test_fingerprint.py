@@ -10,7 +10,7 @@ from torch import nn
 
 from nmkernels import capability
 from nmkernels.backends.cpu.fingerprint import fingerprint
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 
 @pytest.fixture(autouse=True)
@@ -19,9 +19,9 @@ def built():
         pytest.skip(capability.compiled_core().reason)
 
 
-@each("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool])
-@each("shape", [(), (1,), (3, 5), (64, 129), (300, 1024)])
-def test_the_same_for_equal_bytes_under_every_instruction_set_and_thread_count(isa, dtype, shape):
+@for_each("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool])
+@for_each("shape", [(), (1,), (3, 5), (64, 129), (300, 1024)])
+def test_independent_of_isa_and_threads(isa, dtype, shape):
     w, threads = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype), torch.get_num_threads()
     found = {fingerprint(w), fingerprint(w.clone())}
     try:

@@ -9,11 +9,11 @@ from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
 from python_tests.backends import gemm_calls
 from python_tests.backends.gemm_calls import inputs, unaligned
 from python_tests.backends.kernel_suites import FewTokensSuite
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 TUNED = ("2:4", "1:4", "2:8", "1:8", "4:8", "1:16", "1:32")
 OTHERS = ("1:1", "1:2", "3:5", "4:4", "5:16", "2:32", "7:64", "200:256")
-every_dtype = each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+every_dtype = for_each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
 class TestFewTokens(FewTokensSuite):
@@ -27,7 +27,7 @@ def packed(text, rows, cols, dtype=torch.float32):
 
 
 @every_dtype
-@each("text", TUNED + OTHERS)
+@for_each("text", TUNED + OTHERS)
 def test_is_as_good_as_dense(cpu, text, dtype):
     p = Pattern(text)
     for rows, cols in ((1, p.m), (3, 1280 + 3 * p.m), (17, 2 * p.m), (5, 40 * p.m), (6, 16 * p.m // p.n + p.m - 1), (2, 1)):
@@ -46,7 +46,7 @@ def test_is_as_good_as_dense(cpu, text, dtype):
 
 @pytest.mark.quick(1)
 @every_dtype
-@each("text", ["2:4", "1:8", "1:32", "3:5"])
+@for_each("text", ["2:4", "1:8", "1:32", "3:5"])
 @pytest.mark.slow
 def test_same_bits_on_any_number_of_threads(cpu, text, dtype):
     p = Pattern(text)
@@ -65,8 +65,8 @@ def test_same_bits_on_any_number_of_threads(cpu, text, dtype):
         torch.set_num_threads(before)
 
 
-@each("text", ["1:2", "1:8", "2:8", "4:8", "1:32", "3:5", "1:64"])
-@each("tokens", [1, 4, 5])
+@for_each("text", ["1:2", "1:8", "2:8", "4:8", "1:32", "3:5", "1:64"])
+@for_each("tokens", [1, 4, 5])
 def test_a_damaged_index_anywhere_raises(cpu, text, tokens):
     p = Pattern(text)
     cols = 2 * 16 * p.m + 3 * p.m
@@ -93,7 +93,7 @@ def test_denormals_and_zeros(cpu):
 
 
 @every_dtype
-@each("text", ["2:4", "1:8", "1:16"])
+@for_each("text", ["2:4", "1:8", "1:16"])
 def test_cancelling_sums_are_as_good_as_dense(cpu, text, dtype):
     """Large terms that cancel: the error stays that of torch's sum, although far above eps of the result."""
     p, gen = Pattern(text), torch.Generator().manual_seed(3)

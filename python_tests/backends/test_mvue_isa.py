@@ -11,12 +11,12 @@ from nmkernels import reference
 from nmkernels.pattern import Pattern
 from nmkernels.testing import assert_equal_bits, cases, fill_poison
 from python_tests.backends.kernel_suites import MvueSuite
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 SEED = torch.tensor([2**40 + 11, -5])
 STREAMED = 16 << 20  # kStreamBytes of csrc/cpu/stream.h
 LOW = [torch.bfloat16, torch.float16]
-every_dtype = each("dtype", [torch.float32, *LOW])
+every_dtype = for_each("dtype", [torch.float32, *LOW])
 
 
 def gradients(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -57,9 +57,9 @@ def same_in_parts(cpu, g: Tensor, p: Pattern, dim: int, compressed: bool) -> Non
 
 
 @pytest.mark.quick(1)
-@each("compressed", [False, True])
-@each("dim", [0, 1])
-@each("dtype", [torch.float32, torch.bfloat16])
+@for_each("compressed", [False, True])
+@for_each("dim", [0, 1])
+@for_each("dtype", [torch.float32, torch.bfloat16])
 def test_outputs_larger_than_the_caches(cpu, dtype, dim, compressed):
     rows, cols = 512, STREAMED // dtype.itemsize // 512 * (2 if compressed else 1)
     shape = (rows, cols) if dim else (cols, rows)
@@ -87,7 +87,7 @@ def test_large_outputs_of_lone_rows_and_of_any_alignment(cpu):
 
 @pytest.mark.slow
 @every_dtype
-@each(
+@for_each(
     "text, method",
     [(text, "exact") for text in (["2:4", "1:4", "2:8", "1:8", "4:8", "1:16", "2:16", "1:32", "3:5", "4:4", "1:256", "7:256"])]
     + [(text, "approx") for text in ("2:2", "2:4", "2:5", "2:8", "2:16", "2:19")],
@@ -100,7 +100,7 @@ def test_edge_inputs(cpu, text, dtype, method):
 
 
 @every_dtype
-@each("text", ["1:4", "2:4", "3:4", "4:8", "3:5", "7:12", "12:16", "16:32"])
+@for_each("text", ["1:4", "2:4", "3:4", "4:8", "3:5", "7:12", "12:16", "16:32"])
 def test_groups_that_saturate_step_by_step(cpu, text, dtype):
     """Magnitudes like 1, 2, 4, ...: each element that is kept for sure leaves a sum that makes the next one sure."""
     p = Pattern(text)

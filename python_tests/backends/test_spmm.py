@@ -11,11 +11,11 @@ from nmkernels.backends.cpu.core import core
 from nmkernels.pattern import Pattern, ShapeError
 from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
 from python_tests.backends.gemm_calls import packed, unaligned
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 PATTERNS = ["2:4", "1:4", "4:4", "2:8", "1:8", "4:8", "1:16", "3:5", "7:12", "1:32", "1:256", "7:256", "200:256"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-every_pattern = each("text", PATTERNS)
+every_pattern = for_each("text", PATTERNS)
 
 
 def poisoned(x: Tensor) -> Tensor:
@@ -96,8 +96,8 @@ def test_a_column_named_too_often_raises(cpu):
         cpu("nm_linear_dgrad")(torch.ones(20, 2000), values, indices, 2, 4, 4)
 
 
-@each("tokens", [20, 1, 4, 9])
-@each("junk", [9.0, float("inf"), float("nan")])
+@for_each("tokens", [20, 1, 4, 9])
+@for_each("junk", [9.0, float("inf"), float("nan")])
 def test_what_is_stored_past_the_end_counts_for_nothing(cpu, tokens, junk):
     for dtype in DTYPES:
         values, indices = reference.compress(torch.tensor([[1.0, 0.0, 2.0, 7.0, 0.0, 9.0, 0.0, junk]], dtype=dtype), 2, 4)
@@ -128,7 +128,7 @@ def test_only_stored_weights_meet_what_is_not_finite(cpu):
             assert [bool(f) for f in torch.isfinite(dx[7])] == [False, False, True, True]
 
 
-@each("text, tokens", [("2:4", 700), ("1:8", 700), ("3:5", 700), ("2:4", 5)])
+@for_each("text, tokens", [("2:4", 700), ("1:8", 700), ("3:5", 700), ("2:4", 5)])
 def test_same_bits_on_any_number_of_threads(cpu, on_threads, text, tokens):
     p, gen = Pattern(text), torch.Generator().manual_seed(3)
     values, indices, _ = packed(text, 600, 40 * p.m, gen=gen)

@@ -81,14 +81,14 @@ def test_wrong_update_in_place_and_what_raises_are_found(broken: Any) -> None:
     assert found["problem"].startswith("failed: ZeroDivisionError: ") and not found["ok"]
 
 
-def test_declining_backend_is_told_with_its_reason(capsys: pytest.CaptureFixture[str], broken: Any) -> None:
+def test_a_declining_backend_is_reported(capsys: pytest.CaptureFixture[str], broken: Any) -> None:
     for op in ("nm_mask", "nm_prune"):
         broken(op, print, supports=lambda *a: (False, "not on a Friday"))
     status, text = _report(capsys)
     assert status == 0 and text.count("not on a Friday") == 1 and "broken cannot run 2 of these " in text
 
 
-def test_forced_backend_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_forced_backend_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("NMKERNELS_BACKEND", "reference")
     status, found = _report(capsys, "--json")
     assert status == 0 and found["forced_backend"] == "reference"

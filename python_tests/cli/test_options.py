@@ -17,8 +17,8 @@ from nmkernels.recipes.registry import spec
 from .conftest import train
 
 
-def asked(recipe: str, *texts: str) -> dict[str, Any]:
-    """What the settings of a run keep of its ``--set``."""
+def options_of(recipe: str, *texts: str) -> dict[str, Any]:
+    """The options in the settings of a run with these ``--set``."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return settings(parser.parse_args(["--recipe", recipe, *(word for text in texts for word in ("--set", text))])).get("options", {})
@@ -27,10 +27,10 @@ def asked(recipe: str, *texts: str) -> dict[str, Any]:
 def test_values_are_literals_or_words():
     values = {"packed=true": True, "freeze=No": False, "clamp=3": 3, "clamp=0.3": 0.3, "decay=2e-4": 2e-4, "clamp=None": None}
     for text, value in {**values, "t_min=none": None, "switch=fixed": "fixed", "inner=srste:2:4": "srste:2:4"}.items():
-        (got,) = asked("step", text).values()
+        (got,) = options_of("step", text).values()
         assert got == value and type(got) is type(value), text
-    assert asked("layerwise", "given={'fc': '1:4'}") == {"given": {"fc": "1:4"}}
-    assert asked("step:2:4(clamp=1, decay=2)", "clamp=3") == {"clamp": 3, "decay": 2}
+    assert options_of("layerwise", "given={'fc': '1:4'}") == {"given": {"fc": "1:4"}}
+    assert options_of("step:2:4(clamp=1, decay=2)", "clamp=3") == {"clamp": 3, "decay": 2}
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,9 @@ def test_values_are_literals_or_words():
         ("step", "total_steps=10", "the length of the run, --steps"),
     ],
 )
-def test_what_does_not_fit_is_told(recipe, text, message):
+def test_wrong_values_are_refused(recipe, text, message):
     with pytest.raises(RecipeError) as error:
-        asked(recipe, text)
+        options_of(recipe, text)
     assert message in str(error.value)
 
 
@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_told(recipe, text, message):
 def test_every_keyword_of_every_recipe_can_be_set_to_its_default(name):
     default = get(name, total_steps=1000)
     texts = [f"{key}={value}" for key, value in spec(default).items() if key not in ("recipe", "pattern", "total_steps")]
-    assert get(name, total_steps=1000, **asked(name, *texts)) == default
+    assert get(name, total_steps=1000, **options_of(name, *texts)) == default
 
 
 # ---- the other options of train: refused before anything is trained or written, exit status 2, one line, no traceback

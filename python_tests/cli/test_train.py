@@ -62,7 +62,7 @@ def test_the_result_is_true(finished, text):
     assert result["corpus"]["train_bytes"] == len(corpus.train)
 
 
-def test_the_demo_warns_of_nothing_and_says_what_was_gained(text, tmp_path, capsys):
+def test_the_demo_has_no_warnings(text, tmp_path, capsys):
     assert train(text, tmp_path / "out", "--demo") == 0
     out, err = capsys.readouterr()
     assert "note:" not in out and not err
@@ -139,7 +139,7 @@ def test_a_recipe_inside_another():
         assert config.recipe == "step:1:4" and config.options == {"inner": "mdgf(gradient=ste)"} and config.build_recipe().inner
 
 
-def test_the_dense_recipe_leaves_a_dense_file_and_agrees_with_the_baseline(text, tmp_path, capsys):
+def test_the_dense_recipe_equals_the_baseline(text, tmp_path, capsys):
     """The baseline is plain PyTorch; the dense recipe is this package's optimizer on the same batches."""
     assert train(text, tmp_path / "out", "--recipe", "dense", "--baseline") == 0
     result = json.loads((tmp_path / "out" / "result.json").read_text())

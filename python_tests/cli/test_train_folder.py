@@ -1,4 +1,4 @@
-"""``train`` writes in a new or empty folder, or in a run's; what it did not write there stays, and a second run is told whose it is."""
+"""``train`` writes to a new or empty folder, or to a run's; other files stay, and a second run is refused with the owner's name."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_refused_run_moves_no_checkpoint_aside(text, run, tmp_path, capsys):
     assert "has changed since" in said
 
 
-def test_a_named_checkpoint_may_go_on_in_another_folder_but_not_over_its_files(text, run, tmp_path, capsys):
+def test_resume_into_another_folder(text, run, tmp_path, capsys):
     (run / "checkpoints" / "step-00000003.pt").rename(tmp_path / "a.pt")
     fill(tmp_path / "mine", "model.safetensors")
     assert "holds files that" in refused(capsys, text, tmp_path / "mine", "--resume", str(tmp_path / "a.pt"))
@@ -208,7 +208,7 @@ def test_without_locks_of_the_system_the_file_tells(text, tmp_path, capsys, monk
                 folder.take()
 
 
-def test_events_that_cannot_be_written_are_told_in_words(text, tmp_path, capsys, monkeypatch):
+def test_unwritable_events_are_reported(text, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(log, "board_writer", lambda: mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     assert train(text, tmp_path / "out", "--tensorboard", sizes=SIZES) == 1
     assert f"{tmp_path / 'out' / 'tensorboard'} could not be written: No space left on device (" in capsys.readouterr().err

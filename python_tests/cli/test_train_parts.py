@@ -17,7 +17,7 @@ from nmkernels.cli.log import Log, notes, plot, read_log, summary, switches
 from nmkernels.cli.train import Trainer, learning_rate
 from nmkernels.models import Corpus
 from nmkernels.pattern import CheckpointError
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 
 def test_learning_rate_rises_then_falls_along_a_cosine():
@@ -46,11 +46,11 @@ def test_a_log_prints_a_bar_on_a_terminal_and_else_lines(tmp_path, terminal):
     assert ("loss 2.000  validation 3.000" if terminal else line) in said
 
 
-@each(
+@for_each(
     "phase, flips, said",
     [(0, 0.0, "dense phase"), (2, 0.5, "fixed mask"), (1, float("nan"), "sparse phase"), (1, 0.0, "sparse phase  mask changes 0.00%")],
 )
-def test_a_line_says_in_words_what_the_mask_does(tmp_path, phase, flips, said):
+def test_a_log_line_describes_the_mask(tmp_path, phase, flips, said):
     stream = io.StringIO()
     with Log(tmp_path, "a", 0, 10, stream) as log:
         log.row({"step": 2, "loss": 1.5, "lr": 0.1, "tokens_per_s": 2000.0, "phase": phase, "flip_rate": flips})
@@ -90,7 +90,7 @@ def test_a_log_cut_off_at_any_byte_keeps_its_whole_rows(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["log.csv"]
 
 
-def test_a_log_is_appended_to_where_it_is_whole_and_else_replaced(tmp_path):
+def test_a_damaged_log_is_replaced(tmp_path):
     written(tmp_path, 2, 4)
     before = (tmp_path / "log.csv").stat().st_ino
     with (tmp_path / "log.csv").open() as keep:  # or the number could be given to the next file
@@ -126,7 +126,7 @@ def test_speeds_take_turns_and_leave_the_warm_up_out(monkeypatch):
     assert order == ["slow", "fast"] * (deploy.SPEED_ROUNDS + 1)
 
 
-def test_the_summary_says_what_was_gained_and_hides_control_characters():
+def test_summary():
     sparse = {
         "seconds": 3.0,
         "switch_step": 4,
@@ -180,7 +180,7 @@ def corpus():
     return Corpus(text[:2000], text[2000:], "a test", 1, "")
 
 
-def test_validation_is_that_of_the_weights_to_deploy_also_in_a_dense_phase(corpus):
+def test_validation_uses_the_deployed_weights(corpus):
     config = TrainConfig(recipe="step:1:8", steps=10, batch=4, context=16, width=32, layers=1, heads=2, lr=0.03)
     trainer = Trainer(config, corpus, config.build_recipe())
     trainer.step(1)
@@ -194,7 +194,7 @@ def test_validation_is_that_of_the_weights_to_deploy_also_in_a_dense_phase(corpu
     assert trainer.validate() == pytest.approx(found, rel=1e-5) and trainer.model.loss(x, y).item() != pytest.approx(before, rel=1e-5)
 
 
-def test_what_a_recipe_learns_is_trained_at_its_own_rate_and_not_counted(corpus):
+def test_learned_parameters_have_their_own_rate(corpus):
     size = {"steps": 20, "batch": 2, "context": 16, "width": 32, "layers": 1, "heads": 2, "lr": 1e-2}
     config = TrainConfig(recipe="maskllm:2:4", **size)
     trainer = Trainer(config, corpus, config.build_recipe())

@@ -77,7 +77,7 @@ def test_a_stop_in_the_baseline_resumes_the_baseline(text, tmp_path, monkeypatch
     assert len({(r["baseline"]["val_loss"], r["sparse"]["val_loss"]) for r in results}) == 1
 
 
-def test_handlers_are_given_back_and_a_second_signal_interrupts_at_once(text, tmp_path, monkeypatch):
+def test_signal_handlers(text, tmp_path, monkeypatch):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 
     def step(self, n):

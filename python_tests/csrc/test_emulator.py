@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None o
 
 
 @pytest.mark.parametrize("flags", [(), ("-U__ELF__",)], ids=["own way to switch stacks", "portable way"])
-def test_the_emulator_does_what_cuda_says(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_the_emulator_follows_cuda(tmp_path: Path, flags: tuple[str, ...]) -> None:
     tests = (CSRC / "tests" / "cuda" / f"test_{name}.cpp" for name in ("emulator", "warps", "ptx", "faults"))
     sources = [CSRC / "tests" / "main.cpp", *tests, *(CSRC / "emulator").glob("*.cpp"), "-x", "c++", CSRC / "cuda" / "queue.cu"]
     for command in (["g++", *FLAGS, *flags, "-o", str(tmp_path / "tests"), *map(str, sources)], [str(tmp_path / "tests")]):

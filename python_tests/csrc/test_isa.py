@@ -23,7 +23,7 @@ def chosen(core, wanted: str) -> str:
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
 
 
-def test_a_prefix_of_the_list_runs_and_the_last_is_used_unless_another_is_forced(core):
+def test_isa_selection(core):
     assert core.isas() == ORDER[: len(core.isas())] and core.isas()
     assert chosen(core, "") == core.isas()[-1]
     assert [chosen(core, name) for name in core.isas()] == core.isas()
@@ -41,7 +41,7 @@ def test_what_the_processor_has_is_found(core):
     assert core.isas() == ORDER[: 1 + v3 + v4 + bf16 + amx]
 
 
-def test_products_of_bf16_are_said_to_be_fast_where_instructions_make_them_so(core):
+def test_fast_bf16_needs_instructions(core):
     before = core.isa()
     try:
         for name in core.isas():

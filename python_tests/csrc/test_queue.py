@@ -117,16 +117,16 @@ def test_the_current_gpu_is_so_again_afterwards(gpus: Gpus, thread: Any) -> None
 
 
 def test_shared_memory_is_allowed_once_for_each_kernel_and_gpu(gpus: Gpus) -> None:
-    def asked(*call: Any) -> list[str]:
+    def allowances(*call: Any) -> list[str]:
         assert gpus.call(*call) == ""
         return [line for line in gpus.log() if line.startswith("allow")]
 
-    assert asked(0, 16 << 10, False) == []
-    assert asked(0, 100 << 10, False) == [f"allow {100 << 10} on 0"]
-    assert asked(0, 100 << 10, False) == asked(0, 64 << 10, False) == []
-    assert asked(0, 100 << 10, True) == [f"allow {100 << 10} on 0"]
-    assert asked(0, 200 << 10, True) == [f"allow {200 << 10} on 0"] * 2
-    assert asked(1, 100 << 10, True) == [f"allow {100 << 10} on 1"] * 2
+    assert allowances(0, 16 << 10, False) == []
+    assert allowances(0, 100 << 10, False) == [f"allow {100 << 10} on 0"]
+    assert allowances(0, 100 << 10, False) == allowances(0, 64 << 10, False) == []
+    assert allowances(0, 100 << 10, True) == [f"allow {100 << 10} on 0"]
+    assert allowances(0, 200 << 10, True) == [f"allow {200 << 10} on 0"] * 2
+    assert allowances(1, 100 << 10, True) == [f"allow {100 << 10} on 1"] * 2
 
 
 def test_attributes_are_read_once_for_each_gpu(gpus: Gpus) -> None:

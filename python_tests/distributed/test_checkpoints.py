@@ -117,7 +117,7 @@ class Run:
         make = optimizer or (torch.optim.AdamW if recipe is None else recipe.optimizer)
         self.optimizer = make(self.model.parameters(), lr=1e-2)
         self.full, self.options = full, StateDictOptions(flatten_optimizer_state_dict=flat)
-        self.told: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
 
     def attach(self) -> Run:
         assert self.handle is not None
@@ -158,11 +158,11 @@ class Run:
 
     def end(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         assert self.handle is not None
-        told = {name: float(value) for name, value in self.handle.metrics().items()}
+        metrics = {name: float(value) for name, value in self.handle.metrics().items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.handle.finish()
-        return whole(self.model.state_dict()), told
+        return whole(self.model.state_dict()), metrics
 
 
 def assert_equal(what: str, got: Any, want: Any) -> None:
@@ -206,20 +206,20 @@ def check_all(names: tuple[str, ...], folder: Path, on_both: list[dict[str, Any]
                 assert_equal(f"{name}, {way} on {where}", results[way][name], want[name])
 
 
-# ---- asked before the first step
+# ---- the state dict before the first step
 
 
-ASKED: dict[str, tuple[Make, Any]] = {
+EARLY_STATE: dict[str, tuple[Make, Any]] = {
     "masked": (lambda: R.SRSTE("2:4", decay=1e-2), None),
     "adamw": (lambda: R.FST("2:4", total_steps=STEPS, every=2, mvue=None), torch.optim.AdamW),
     "momentum": (lambda: R.ASP("2:4", start=2), momentum),
 }
 
 
-def asked() -> dict[str, Any]:
-    """Four steps of each, without having asked for the state and after it."""
+def with_early_state() -> dict[str, Any]:
+    """Four steps of each, without and with ``get_state_dict`` before them."""
     results = {}
-    for name, (make, optimizer) in ASKED.items():
+    for name, (make, optimizer) in EARLY_STATE.items():
         runs = [Run(make(), optimizer=optimizer).attach() for _ in range(2)]
         get_state_dict(runs[1].model, runs[1].optimizer)
         results[name] = [run.train(0, 4).end() for run in runs]
@@ -401,7 +401,7 @@ def everything(folder: Path) -> dict[str, Any]:
     save_dense_run(folder / "dense from 2")
     return {
         "resumed": there_and_back(QUICK, folder),
-        "asked": asked(),
+        "early state": with_early_state(),
         "dense": from_dense(folder / "dense from 2"),
         "endings": endings(folder),
         "of parts": of_parts(folder),
@@ -418,7 +418,7 @@ def another_number_of_ranks_goes_on_alike(ranks: Ranks) -> None:
 
 
 def asking_for_the_state_changes_nothing(ranks: Ranks) -> None:
-    for where, results in (*enumerate(results["asked"] for results in ranks[1]), ("one process", asked())):
+    for where, results in (*enumerate(results["early state"] for results in ranks[1]), ("one process", with_early_state())):
         for name, (without, after) in results.items():
             assert_equal(f"{name} on {where}", after, without)
 

@@ -1,4 +1,4 @@
-"""How many collectives a step does under FSDP2, and how many bytes: counted on gloo, and equal to what nm.audit(world=...) predicts."""
+"""How many collectives a step does under FSDP2, and how many bytes: counted on gloo, and equal to what nm.audit(cluster=...) predicts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import nmkernels as nm
-from nmkernels.audit import World
+from nmkernels.audit import Cluster
 from python_tests.distributed.ranks import needs_gloo, on_ranks
 
 if dist.is_available():
@@ -60,8 +60,8 @@ class Counted:
 
     def __enter__(self) -> dict[str, int]:
         self.bytes = {kind: 0 for kind, _ in self.KINDS}
-        self.kept = {name: (kind, getattr(dist, name)) for kind, names in self.KINDS for name in names if hasattr(dist, name)}
-        for name, (kind, fn) in self.kept.items():
+        self.originals = {name: (kind, getattr(dist, name)) for kind, names in self.KINDS for name in names if hasattr(dist, name)}
+        for name, (kind, fn) in self.originals.items():
             setattr(dist, name, self.counted(kind, fn))
         return self.bytes
 
@@ -74,7 +74,7 @@ class Counted:
         return call
 
     def __exit__(self, *_: object) -> None:
-        for name, (_, fn) in self.kept.items():
+        for name, (_, fn) in self.originals.items():
             setattr(dist, name, fn)
 
 
@@ -110,12 +110,12 @@ def every_case() -> dict[str, Any]:
     return {name: one_step(make, **keywords) for name, (make, keywords) in CASES.items()}
 
 
-def predicted(ranks: int, make: Callable[[], nm.recipes.Recipe], keywords: dict[str, Any]) -> nm.audit.Sharded:
-    world = World(ranks, reduce_dtype=keywords.get("reduce_dtype", "float32"), reshard_after_forward=keywords.get("reshard", True))
+def predicted(ranks: int, make: Callable[[], nm.recipes.Recipe], keywords: dict[str, Any]) -> nm.audit.ShardedStep:
+    cluster = Cluster(ranks, reduce_dtype=keywords.get("reduce_dtype", "float32"), reshard_after_forward=keywords.get("reshard", True))
     with torch.device("meta"):
         model = Net(keywords.get("hidden", HIDDEN))
     filter_fn = keywords.get("filter_fn")
-    found = nm.audit(model, 8, make(), device="H100", dtype="bfloat16", world=world, filter_fn=filter_fn, measure=False).world
+    found = nm.audit(model, 8, make(), device="H100", dtype="bfloat16", cluster=cluster, filter_fn=filter_fn, measure=False).cluster
     assert found is not None
     return found.packed
 

@@ -1,4 +1,4 @@
-"""``nmkernels train`` under torchrun: the same run as in one process, however the ranks share the model, whoever goes on with it.
+"""``nmkernels train`` under torchrun: the same run as in one process, however the ranks share the model and whichever resume it.
 
 A scenario is a process of its own, ``python -m python_tests.distributed.test_command SCENARIO FOLDER``, which has imported everything
 before it forks the ranks: so a run costs a second, where torchrun needs ten.
@@ -183,7 +183,7 @@ def contents(folder: Path) -> list[str]:
 
 
 def killed(folder: Path) -> None:
-    """One of two ranks is killed, the other ends by itself, and both go on to what one process comes to."""
+    """One of two ranks is killed, the other ends by itself, and resuming both gives the result of one process."""
     want = one_process(folder, *STEP)
     ends = started(2, folder / "out", "--parallel", "fsdp", *STEP, before=at(7, 1, kill))
     assert ends[1] == (-signal.SIGKILL, "", "") and ends[0][0] == 1, ends
@@ -228,7 +228,7 @@ def one(folder: Path) -> None:
     example(folder)
 
 
-def ways(folder: Path) -> None:
+def parallelisms(folder: Path) -> None:
     """However the ranks share the model, and whatever the recipe."""
     recipes = (
         STEP,
@@ -245,8 +245,8 @@ def ways(folder: Path) -> None:
             shutil.rmtree(out)
 
 
-def worlds(folder: Path) -> None:
-    """Killed between and while writing checkpoints, a run goes on in another world, and leaves nothing lying about."""
+def world_sizes(folder: Path) -> None:
+    """Killed between and while writing checkpoints, a run goes on with another number of ranks, and leaves nothing lying about."""
     want = one_process(folder, *STEP)
     ran(2, folder / "whole", "--parallel", "fsdp", *STEP)
     fsdp, writing = ["--parallel", "fsdp"], ".step-00000008.dcp.shards.tmp"
@@ -269,7 +269,7 @@ def worlds(folder: Path) -> None:
     assert_same(folder / "file", want)
 
 
-def said(folder: Path) -> None:
+def messages(folder: Path) -> None:
     """What ends a run, or keeps it from starting, is said once, and every rank ends."""
     fsdp, out = ["--parallel", "fsdp"], folder / "out"
 
@@ -320,7 +320,7 @@ def said(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["one", "ways", "worlds", "said"])
+@pytest.mark.parametrize("scenario", ["one", "parallelisms", "world_sizes", "messages"])
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
 def test_ranks_run_as_one_process(tmp_path: Path, scenario: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -382,7 +382,7 @@ def test_torchrun_ends_a_run_that_has_lost_a_rank(tmp_path: Path) -> None:
     assert process.wait(60) == 1
 
 
-def test_what_does_not_fit_torchrun_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_use_of_torchrun_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
 
     def refused(message: str, *words: str, **environment: int) -> None:

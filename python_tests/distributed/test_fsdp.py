@@ -141,7 +141,7 @@ def train(
     if late:
         net(batch(0, 0))
     steps = handle.attach((optimizer or recipe.optimizer)(net.parameters(), lr=1e-2))
-    told = []
+    metrics = []
     for step in range(STEPS):
         steps.zero_grad()
         for i in range(passes):
@@ -153,7 +153,7 @@ def train(
         if clip:
             nn.utils.clip_grad_norm_(net.parameters(), 0.1)
         steps.step()
-        told.append({name: float(value) for name, value in handle.metrics().items()})
+        metrics.append({name: float(value) for name, value in handle.metrics().items()})
         if evaluate and step == STEPS // 2:
             model.eval()
             with torch.no_grad():
@@ -167,7 +167,7 @@ def train(
         with torch.no_grad():
             net(x)
     handle.finish()
-    return whole(model.state_dict()), told
+    return whole(model.state_dict()), metrics
 
 
 def trained(recipes: tuple[str, ...], cases: tuple[str, ...]) -> dict[str, Any]:
@@ -233,7 +233,7 @@ def gathered_bytes(recipe: nm.recipes.Recipe) -> int:
     """Bytes that this rank hands to the all-gathers of one step's weights; forward and backward gather once each."""
     sent = [0]
     names = [name for name in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, name)]
-    kept = {name: getattr(dist, name) for name in names}
+    originals = {name: getattr(dist, name) for name in names}
 
     def counted(fn: Any) -> Any:
         def call(output: Tensor, given: Tensor, *args: Any, **keywords: Any) -> Any:
@@ -243,12 +243,12 @@ def gathered_bytes(recipe: nm.recipes.Recipe) -> int:
         return call
 
     for name in names:
-        setattr(dist, name, counted(kept[name]))
+        setattr(dist, name, counted(originals[name]))
     try:
         mixed(recipe, steps=1, hidden=256)
     finally:
         for name in names:
-            setattr(dist, name, kept[name])
+            setattr(dist, name, originals[name])
     biases = 2 * 2 * (256 + DIM) // RANKS * 2  # two blocks, twice, bf16
     statistics = 9 * 8
     return sent[0] - biases - statistics
@@ -344,7 +344,7 @@ def sharded_after_attach() -> str:
 
 
 def staged() -> list[str]:
-    """Two stages of a pipeline on a rank each: STEP that watches, and STEP that was told."""
+    """Two stages of a pipeline on a rank each: STEP that watches, and STEP with a fixed step."""
     mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("pp", "dp"))
     said = []
     for recipe in (R.STEP("2:4", t_min=2, t_max=8), R.STEP("2:4", switch="fixed", start=2)):
@@ -378,7 +378,7 @@ def flattened() -> list[str]:
 
 
 def smaller_mesh() -> str:
-    """With two ranks there is none: FSDP2 is told that there is."""
+    """FSDP2 has no smaller mesh with two ranks, so it is faked."""
     model = Net()
     handle = nm.sparsify_(model, R.SRSTE("2:4"))
     shard(model)
@@ -429,7 +429,7 @@ def test_what_is_gathered_and_what_is_refused(tmp_path: Path) -> None:
             assert said.startswith("RecipeError") and "whole" in said, (name, after, said)
         assert "sharded after handle.attach" in found["sharded after attach"]
         assert all(said.startswith("RecipeError") and "fully_shard" in said for said in found["flattened"]), found["flattened"]
-        watching, told = found["stages of a pipeline"]
-        assert "pipeline" in watching and not told
+        watching, fixed = found["stages of a pipeline"]
+        assert "pipeline" in watching and not fixed
         assert set(found["tuned"]) == {(64, DIM), (DIM, 64)}
         assert "reshard_after_forward" in found["smaller mesh"]

@@ -1,4 +1,4 @@
-"""Meshes of two dimensions on four ranks: HSDP, and FSDP2 beside tensor parallelism."""
+"""Meshes of two dimensions on four ranks: HSDP, and FSDP2 with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_hsdp_equals_one_process(tmp_path: Path) -> None:
     check(on_ranks(RANKS, of_hsdp, tmp_path), HSDP, RANKS)
 
 
-def test_fsdp_beside_tensor_parallelism_equals_one_process(tmp_path: Path) -> None:
+def test_fsdp_with_tensor_parallelism_equals_one_process(tmp_path: Path) -> None:
     check(on_ranks(RANKS, of_fsdp_and_tensor_parallel, tmp_path), FSDP_TP, 2)
 
 
@@ -144,7 +144,7 @@ def keys(wrap: str) -> list[int]:
 
 
 def mixed(recipe: nm.recipes.Recipe, steps: int = 6) -> list[float]:
-    """Losses of FSDP2 beside tensor parallelism in bf16."""
+    """Losses of FSDP2 with tensor parallelism in bf16."""
     mesh = meshes()
     model = tp.build().float()
     handle = nm.sparsify_(model, recipe)

@@ -137,7 +137,7 @@ def train(
     steps = handle.attach((optimizer or recipe.optimizer)(model.parameters(), lr=1e-2))
     net = torch.compile(model, backend="aot_eager") if compiled and wrap else model
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scale)
-    told = []
+    metrics = []
     for step in range(STEPS):
         steps.zero_grad()
         for i in range(passes):
@@ -151,7 +151,7 @@ def train(
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         scaler.step(steps)
         scaler.update()
-        told.append({name: float(value) for name, value in handle.metrics().items()})
+        metrics.append({name: float(value) for name, value in handle.metrics().items()})
         if evaluate and step % 4 == 3:
             model.eval()
             with torch.no_grad():
@@ -160,7 +160,7 @@ def train(
                     model(x)
             model.train()
     handle.finish()
-    return whole(model.state_dict()), told
+    return whole(model.state_dict()), metrics
 
 
 def trained(recipes: tuple[str, ...], cases: tuple[str, ...]) -> dict[str, Any]:
@@ -212,18 +212,18 @@ def resumed(names: tuple[str, ...], folder: str, ways: dict[str, Wrap]) -> dict[
         return model, handle, handle.attach(recipe.optimizer(model.parameters(), lr=1e-2))
 
     def go(model: nn.Module, handle: nm.recipes.Handle, optimizer: Any, first: int, last: int) -> list[dict[str, float]]:
-        told = []
+        metrics = []
         for step in range(first, last):
             x = batch(step)
             optimizer.zero_grad()
             nn.functional.mse_loss(model(x), x.roll(1, -1)).backward()
             optimizer.step()
-            told.append({key: float(value) for key, value in handle.metrics().items()})
-        return told
+            metrics.append({key: float(value) for key, value in handle.metrics().items()})
+        return metrics
 
     def end(run: tuple[nn.Sequential, nm.recipes.Handle, Any]) -> Any:
-        told = go(*run, STEPS // 2, STEPS)
-        return whole(run[1].finish().state_dict()), told
+        metrics = go(*run, STEPS // 2, STEPS)
+        return whole(run[1].finish().state_dict()), metrics
 
     found = {}
     for name in names:
@@ -269,13 +269,13 @@ def on_mesh(layer: nn.Module, mesh: DeviceMesh, weight: Any, bias: Any, x: Any, 
         if module.bias is not None:
             module.register_parameter("bias", nn.Parameter(distribute_tensor(module.bias, mesh, [bias])))
 
-    def given(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+    def prepare_input(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         return DTensor.from_local(inputs[0], mesh, [Replicate()]).redistribute(placements=[x])
 
-    def taken(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+    def prepare_output(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         return output.redistribute(placements=[y]).to_local()
 
-    return distribute_module(layer, mesh, partition, given, taken)
+    return distribute_module(layer, mesh, partition, prepare_input, prepare_output)
 
 
 def layers() -> dict[str, float]:

@@ -99,7 +99,7 @@ def test_truncated(file, keep):
     refused(file, r"truncated.*bytes")
 
 
-def test_what_is_no_file_of_ours(file):
+def test_foreign_files_are_refused(file):
     file.write_bytes(file.read_bytes() + b"more")
     refused(file, "not a valid safetensors file")
     for content in (b"PK\x03\x04 a zip file", b"\x10" + b"\0" * 7 + b"[1, 2, 3, 4, 5] ", b"x" * 300, b"\x02" + b"\0" * 7 + b"{]"):

@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, nothing stays beside them, and a refusal says what, why and how much room there is."""
+"""Files are written completely or not at all, no temporary files stay, and an error names the file, the reason and the free space."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_only_a_regular_file_is_replaced(tmp_path):
 
 
 @pytest.mark.parametrize(("free", "words"), [(0, "0 bytes"), (999, "999 bytes"), (4096, "4.1 kB"), (52e6, "52 MB"), (1.5e12, "1,500.0 GB")])
-def test_free_space_is_said_as_people_read_it(tmp_path, monkeypatch, free, words):
+def test_free_space_is_readable(tmp_path, monkeypatch, free, words):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": free}))
     assert (
         str(write_error(tmp_path / "a", os.strerror(28)))

@@ -11,7 +11,7 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.export import save_aoti, save_onnx
 from nmkernels.pattern import RecipeError
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 BATCH = ({0: torch.export.Dim("batch")},)
 
@@ -25,7 +25,7 @@ def model_of(kind: str) -> nn.Module:
     return nm.compress_(model) if kind == "compressed" else model
 
 
-@each("kind", ["finished", "compressed"])
+@for_each("kind", ["finished", "compressed"])
 def test_torch_export_for_any_number_of_tokens(kind):
     model, x = model_of(kind), torch.randn(5, 16)
     with torch.no_grad():
@@ -66,8 +66,8 @@ def test_onnx_computes_the_same(tmp_path):
 
 
 @pytest.mark.slow
-@each("kind", ["training", "compressed"])
-def test_torch_onnx_itself_is_told_why_not(kind):
+@for_each("kind", ["training", "compressed"])
+def test_torch_onnx_is_refused(kind):
     pytest.importorskip("onnxscript")
     with pytest.raises(Exception, match=r"ONNX has neither masks nor N:M weights.*handle\.finish\(\).*nm\.save_dense"):
         torch.onnx.export(model_of(kind), (torch.randn(5, 16),), dynamo=True, verbose=False)

@@ -99,7 +99,7 @@ def disturbed(data: bytes, rng: random.Random) -> bytes:
 
 
 def odd_tensors(data: bytes, rng: random.Random) -> bytes:
-    """One entry more, or another in the place of one, of any dtype and shape, with no bytes or with those of a neighbour."""
+    """An additional or replaced entry, of any dtype and shape, with no bytes or with those of a neighbour."""
     header, body = split(data)
     names = [name for name in header if name != "__metadata__"]
     start, end = header[rng.choice(names)]["data_offsets"]

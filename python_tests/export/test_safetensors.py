@@ -106,7 +106,7 @@ def test_a_hugging_face_gpt2_round_trips(tmp_path):
     assert nm.ops.is_nm(plain.transformer.h[0].mlp.c_fc.weight.detach().t(), "2:4")
 
 
-def test_what_cannot_be_saved_is_refused_with_the_way_out(tmp_path):
+def test_unsavable_models_are_refused(tmp_path):
     class Odd(nn.Module):
         def get_extra_state(self):
             return {"a": 1}
@@ -129,7 +129,7 @@ def test_what_cannot_be_saved_is_refused_with_the_way_out(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dense_file_has_exact_zeros_before_and_after_compressing(tmp_path):
+def test_dense_file_has_exact_zeros(tmp_path):
     model, fresh = dense(), dense()
     nm.sparsify_(model, "ste:2:4", lambda module, name: name == "0").finish(allow_unused=True)
     save_dense(model, tmp_path / "a")

@@ -22,8 +22,8 @@ import pytest
 import nmkernels as nm
 from nmkernels import dispatch
 from nmkernels.recipes import registry
+from python_tests.house.paths import PACKAGE, ROOT
 from python_tests.house.test_public_api import MODULES
-from python_tests.house.tree import PACKAGE, ROOT
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
@@ -191,7 +191,7 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr[-3000:]
     pages = list((tmp_path / "site").rglob("*.html"))
     assert len(pages) > len(PAGES)
-    for page in pages:  # nothing is fetched: what a page loads lies beside it
+    for page in pages:  # nothing is downloaded: what a page loads is in the same folder
         loaded = re.findall(r'<(?:script|img|link)\b[^>]*\b(?:src|href)="([^"]+)"', page.read_text(encoding="utf-8"))
         assert not [address for address in loaded if "://" in address], page
 

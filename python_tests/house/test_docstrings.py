@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator
 from types import ModuleType
 
+from python_tests.house.paths import PACKAGE, ROOT
 from python_tests.house.test_public_api import MODULES
-from python_tests.house.tree import PACKAGE, ROOT
 
 
 def undocumented(module: ModuleType) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from python_tests.house.tree import PACKAGE, ROOT
+from python_tests.house.paths import PACKAGE, ROOT
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 MODULES = [

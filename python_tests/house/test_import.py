@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from python_tests.house.tree import ROOT
+from python_tests.house.paths import ROOT
 
 HEAVY = {"triton", "transformers", "matplotlib", "tensorboard", "tqdm", "safetensors", "pandas", "scipy", "hypothesis", "pytest"}
 HEAVY |= {"torch._dynamo", "torch._inductor"}
@@ -29,8 +29,8 @@ def test_import_is_light_and_silent(statement: str, said: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     *printed, modules = done.stdout.splitlines()
-    told = "".join(printed) + done.stderr
-    assert said in told and bool(said) == bool(told), told
+    output = "".join(printed) + done.stderr
+    assert said in output and bool(said) == bool(output), output
     others = [m for m in json.loads(modules) if m.split(".")[0] not in {"nmkernels", "torch"}]
     assert [m for m in json.loads(modules) if any(m == h or m.startswith(f"{h}.") for h in HEAVY)] == []
     assert len(others) <= MOST_MODULES, others

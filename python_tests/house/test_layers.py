@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from python_tests.house.tree import CSRC, PACKAGE, ROOT
+from python_tests.house.paths import CSRC, PACKAGE, ROOT
 
 TOP = 99
 """The layer of the package's own ``__init__`` and ``__main__``: above all others."""

@@ -11,7 +11,7 @@ import pytest
 
 from nmkernels.recipes import names
 from nmkernels.recipes.registry import find
-from python_tests.house.tree import ROOT
+from python_tests.house.paths import ROOT
 
 METHODS, HOW = ROOT / "docs" / "methods", ROOT / "docs" / "how"
 LARGEST = 60_000

@@ -3,7 +3,7 @@
 python -m python_tests.house.test_public_api    rewrites public_api.txt
 
 Listed are the names in ``__all__`` of the modules that users import from, the verbs of a handle, and the members of the two base classes
-that a new method implements. A class is one line, with its signature; what its instances have beside that is in its docstring.
+that a new method implements. A class is one line, with its signature; its other attributes are in its docstring.
 """
 
 from __future__ import annotations

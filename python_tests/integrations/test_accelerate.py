@@ -146,7 +146,7 @@ def test_a_grad_scaler_that_skips_a_step(name, kind):
     assert all(nm.ops.is_nm(layer.weight, "2:4") for layer in handle.layers.values())
 
 
-def test_what_is_no_optimizer_is_refused():
+def test_non_optimizers_are_refused():
     run = Run(RECIPES["srste"], MaskedAdamW)
     handle = nm.sparsify_(mlp(F32), RECIPES["srste"])
     with pytest.raises(nm.RecipeError, match="attach: AcceleratedScheduler is no optimizer"):

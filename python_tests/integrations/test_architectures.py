@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import nmkernels as nm
-from python_tests.house.tree import ROOT
+from python_tests.house.paths import ROOT
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 from python_tests.integrations.architectures import ARCHITECTURES, UNTRAINED, Untrained, dense, loss_of, outputs, read, saved_  # noqa: E402

@@ -142,7 +142,7 @@ class Mixed(nn.Module):
         self.frozen, self.out = nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 4)
 
 
-def test_what_stays_dense_is_said():
+def test_layers_that_stay_dense_are_reported():
     with pytest.warns(UserWarning, match="ASP: layers that stay dense") as caught:
         handle = ASP.init_model_for_pruning(Mixed(), disallowed_layer_names=[])
     (said,) = [str(w.message) for w in caught]

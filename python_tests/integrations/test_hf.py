@@ -24,7 +24,7 @@ import nmkernels as nm
 from nmkernels.pattern import CheckpointError, PatternError, RecipeError
 from nmkernels.testing import equal_bits
 from python_tests.export.editing import edited, parts
-from python_tests.house.tree import ROOT
+from python_tests.house.paths import ROOT
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 from transformers import AutoModel, AutoModelForCausalLM  # noqa: E402
@@ -93,8 +93,8 @@ def compressed(name: str, recipe: Any = "ste:2:4", **keywords: Any) -> Any:
 
 def loaded(folder: Path, auto: Any = AutoModelForCausalLM, **keywords: Any) -> Any:
     """The model in ``folder``, of which transformers reports nothing missing, unexpected or of another shape."""
-    model, told = auto.from_pretrained(folder, output_loading_info=True, **keywords)
-    assert not any(told.values()), told
+    model, info = auto.from_pretrained(folder, output_loading_info=True, **keywords)
+    assert not any(info.values()), info
     return model
 
 
@@ -148,7 +148,7 @@ def test_saved_and_loaded_it_is_the_same_model(name: str, size: str, tmp_path: P
         assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
-def test_the_config_and_the_files_metadata_have_the_table_of_save_compressed(llama: tuple[Any, Path], tmp_path: Path) -> None:
+def test_config_and_metadata_match_save_compressed(llama: tuple[Any, Path], tmp_path: Path) -> None:
     model, folder = llama
     nm.save_compressed(model, tmp_path / "m.safetensors")
     table = json.loads(parts(tmp_path / "m.safetensors")[1]["layers"])
@@ -160,7 +160,7 @@ def test_the_config_and_the_files_metadata_have_the_table_of_save_compressed(lla
     assert type(model.config.quantization_config) is NMConfig and model.config.quantization_config.patterns == ["2:4"]
 
 
-def test_a_file_of_save_compressed_beside_a_config_is_loaded_and_saved_again(llama: tuple[Any, Path], tmp_path: Path) -> None:
+def test_a_save_compressed_file_with_a_config(llama: tuple[Any, Path], tmp_path: Path) -> None:
     model, _ = llama
     model.config.save_pretrained(tmp_path)
     nm.save_compressed(model, tmp_path / "model.safetensors")
@@ -189,7 +189,7 @@ def test_load_compressed_reads_the_folder_and_the_file(name: str, size: str, tmp
             nm.load_compressed(built(name), one)
 
 
-def test_what_is_wrong_with_a_folder_is_said(copied: Path) -> None:
+def test_a_wrong_folder_is_refused(copied: Path) -> None:
     def refused(message: str) -> None:
         model = built("llama")
         with pytest.raises(CheckpointError, match=message):
@@ -237,7 +237,7 @@ def test_adapters_and_orders_of_inputs_are_announced(tmp_path: Path) -> None:
         assert same_state(nm.load_compressed(built("llama"), tmp_path / str(i)), model)
 
 
-def test_an_adapter_that_was_added_after_compress_is_announced_too(tmp_path: Path) -> None:
+def test_an_adapter_added_after_compress(tmp_path: Path) -> None:
     model = compressed("llama")
     layer = model.model.layers[0].self_attn.q_proj
     nm.nn.set_adapter(layer, torch.randn(32, 3), torch.randn(3, 32), 32, 32)
@@ -308,7 +308,7 @@ def test_a_config_that_does_not_fit_is_refused(change: Callable[..., object], er
         AutoModelForCausalLM.from_pretrained(copied)
 
 
-def test_another_pattern_than_the_checkpoints_is_refused_and_options_are_taken(llama: tuple[Any, Path]) -> None:
+def test_another_pattern_is_refused(llama: tuple[Any, Path]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # transformers: the checkpoint's configuration is the one used
         with pytest.raises(PatternError, match=r"NMConfig\('1:4'\): the checkpoint is already compressed, as 2:4"):
@@ -384,8 +384,8 @@ def test_a_model_without_its_head_and_with_another_one(llama: tuple[Any, Path], 
     assert len(packed(base)) == len(packed(model)) and equal_bits(model.lm_head(hidden), logits(model))
     base.save_pretrained(tmp_path)
     assert all(name.startswith("layers.") for name in config_of(tmp_path)["layers"])
-    head, told = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert told["missing_keys"] == {"lm_head.weight"} and not told["unexpected_keys"] and len(packed(head)) == len(packed(model))
+    head, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] == {"lm_head.weight"} and not info["unexpected_keys"] and len(packed(head)) == len(packed(model))
     # the inner model of one that was compressed is saved as what it is
     inner = copy.deepcopy(model).model
     inner.save_pretrained(tmp_path / "inner")
@@ -454,7 +454,7 @@ def test_marks_come_and_go(llama: tuple[Any, Path]) -> None:
     assert not wrapped[0].is_quantized and not packed(wrapped) and getattr(wrapped[0], "hf_quantizer", None) is None
 
 
-def test_beside_another_quantizer_it_says_that_saving_will_not_work() -> None:
+def test_saving_with_another_quantizer_is_refused() -> None:
     model = trained(built("llama"), "llama")
     model.hf_quantizer = object()
     with pytest.warns(UserWarning, match="compressed layers and the quantizer object, which does not know them"):
@@ -462,7 +462,7 @@ def test_beside_another_quantizer_it_says_that_saving_will_not_work() -> None:
 
 
 @pytest.mark.slow
-def test_trainer_refuses_it_without_adapters_as_every_quantised_model(llama: tuple[Any, Path], tmp_path: Path) -> None:
+def test_trainer_requires_adapters(llama: tuple[Any, Path], tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     arguments = transformers.TrainingArguments(tmp_path, report_to=[], use_cpu=True)
     with pytest.raises(ValueError, match="fine-tuning on purely quantized models"):
@@ -563,15 +563,15 @@ def test_layers_that_the_checkpoint_lacks_stay_dense(dense_folders: dict[str, Pa
     model = built("llama")
     state = {key: value for key, value in model.state_dict().items() if key != "model.layers.0.mlp.up_proj.weight"}
     model.save_pretrained(tmp_path, state_dict=state)
-    again, told = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=NMConfig("2:4"), output_loading_info=True)
-    assert told["missing_keys"] == {"model.layers.0.mlp.up_proj.weight"} and type(again.model.layers[0].mlp.up_proj) is nn.Linear
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=NMConfig("2:4"), output_loading_info=True)
+    assert info["missing_keys"] == {"model.layers.0.mlp.up_proj.weight"} and type(again.model.layers[0].mlp.up_proj) is nn.Linear
     assert len(packed(again)) == 13 and logits(again).isfinite().all()
 
 
 # ---- model cards
 
 
-def test_the_card_says_what_loading_needs_and_a_users_card_stays(llama: tuple[Any, Path], tmp_path: Path) -> None:
+def test_model_card(llama: tuple[Any, Path], tmp_path: Path) -> None:
     model, folder = llama
     text = (folder / CARD).read_text()
     assert text.startswith("---\n") and "- nmkernels" in text and "library_name: transformers" in text
@@ -629,7 +629,7 @@ torch.save(model(input_ids=torch.arange(3, 15).reshape(2, 6)).logits.detach(), s
 """
 
 
-def test_a_block_that_initialises_its_experts_leaves_compressed_ones_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_initialisation_skips_compressed_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = compressed("mixtral")
     model.save_pretrained(tmp_path)
     block = type(next(m for m in model.modules() if hasattr(m, "experts")))
@@ -652,7 +652,7 @@ def ran(*arguments: Any, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_another_process_that_imports_nmkernels_in_either_order_loads_it(order: str, llama: tuple[Any, Path], tmp_path: Path) -> None:
+def test_loads_with_imports_in_either_order(order: str, llama: tuple[Any, Path], tmp_path: Path) -> None:
     done = ran("-c", LOAD, llama[1], order, tmp_path / "y")
     assert done.returncode == 0, done.stderr
     torch.testing.assert_close(torch.load(tmp_path / "y"), logits(llama[0]))
@@ -668,7 +668,7 @@ def test_a_process_without_nmkernels_refuses_the_file(name: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_example_fine_tunes_on_a_text_and_another_process_loads_it(tmp_path: Path) -> None:
+def test_the_fine_tuning_example(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     text, out = tmp_path / "text.txt", tmp_path / "sparse"
     text.write_text("Sparse weights are read once and multiplied often. " * 40)

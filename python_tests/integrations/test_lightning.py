@@ -19,7 +19,7 @@ import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from python_tests.distributed.ranks import needs_gloo, on_ranks
 from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
-from python_tests.recipes.running import train
+from python_tests.recipes.training import train
 
 pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 import lightning.pytorch as L
@@ -165,7 +165,7 @@ class Manual(Net):
 
 
 @pytest.mark.parametrize("how", ["manual", "accumulated"])
-def test_other_ways_to_step(tmp_path, how):
+def test_other_kinds_of_steps(tmp_path, how):
     """By hand; and with accumulation and clipping, both of Lightning."""
     recipe, want = RECIPES["step"], Net()
     handle = nm.sparsify_(want, recipe)

@@ -22,7 +22,7 @@ import nmkernels as nm
 from nmkernels.nn import SparseConv1D, adapter_of
 from python_tests import moe
 from python_tests.distributed.ranks import needs_gloo, on_ranks, raised
-from python_tests.house.tree import ROOT
+from python_tests.house.paths import ROOT
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
@@ -129,7 +129,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("name", "compressed"), EVERY)
-def test_lora_trains_beside_weights_that_stay_and_absorbed_computes_the_same(name: str, compressed: bool, tmp_path: Path) -> None:
+def test_lora_trains_and_absorbed_equals_it(name: str, compressed: bool, tmp_path: Path) -> None:
     model = base(name, compressed)
     before, weights = logits(model), weights_of(model)
     lora = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM"))
@@ -156,7 +156,7 @@ def test_lora_trains_beside_weights_that_stay_and_absorbed_computes_the_same(nam
 
 
 @pytest.mark.parametrize(("name", "compressed"), EVERY)
-def test_merging_lora_is_refused_with_what_would_be_lost_and_changes_nothing(name: str, compressed: bool) -> None:
+def test_merging_lora_is_refused(name: str, compressed: bool) -> None:
     lora = tuned(base(name, compressed))
     state, after = copy.deepcopy(lora.state_dict()), logits(lora)
     key, layer = next(iter(layers_of(lora).items()))
@@ -180,7 +180,7 @@ def test_merging_lora_is_refused_with_what_would_be_lost_and_changes_nothing(nam
 
 
 @pytest.mark.parametrize(("name", "compressed"), EVERY)
-def test_a_masked_adapter_merges_exactly_and_unmerges_bit_for_bit(name: str, compressed: bool) -> None:
+def test_masked_adapter_merges_and_unmerges_exactly(name: str, compressed: bool) -> None:
     model = base(name, compressed)
     before, weights = logits(model), weights_of(model)
     lora = tuned(model, masked())
@@ -219,7 +219,7 @@ def test_a_masked_adapter_with_a_bias_of_its_own() -> None:
     assert not layer.merged and torch.equal(layer.base_layer.bias, bias)
 
 
-def test_the_gradient_of_a_masked_adapter_is_that_of_its_equation() -> None:
+def test_masked_adapter_gradient_equals_equation() -> None:
     layer = tuned(base(), masked(), steps=1).base_model.model.model.layers[0].mlp.down_proj.double()
     x = torch.randn(3, 64, dtype=torch.float64)
     weight, a, b = layer.base_layer.weight.dense(), layer.lora_A["default"].weight, layer.lora_B["default"].weight
@@ -497,7 +497,7 @@ def test_layers_in_training_and_models_without_peft_are_refused() -> None:
             verb(model)
 
 
-def test_what_an_adapter_cannot_be_absorbed_for_is_said_before_anything_is_changed() -> None:
+def test_absorb_refuses_before_changing_anything() -> None:
     lora = tuned(base(), lora_bias=True)
     with pytest.raises(
         nm.RecipeError, match=r"'model.layers.0.self_attn.q_proj' cannot absorb .* has a bias \(lora_bias=True\), and the layer has none"
@@ -515,7 +515,7 @@ def test_what_an_adapter_cannot_be_absorbed_for_is_said_before_anything_is_chang
         get_peft_model(dora, LoraConfig(r=2, target_modules="all-linear", use_dora=True))
 
 
-def test_other_methods_are_refused_in_words_where_they_have_no_form() -> None:
+def test_unsupported_peft_methods_are_refused() -> None:
     conv = nn.Sequential(nn.Conv2d(16, 16, 3))
     nm.sparsify_(conv, "asp:2:4").finish(allow_unused=True)
     with pytest.raises(nm.pattern.OptionError, match=r"LORA does not support '0', a SparseConv2d"):
@@ -546,7 +546,7 @@ def test_every_method_of_peft_works_or_is_refused_in_words() -> None:
     assert len(words) > 15, (words, others)
 
 
-def test_methods_on_finished_layers_train_and_merge_only_what_keeps_the_zeros() -> None:
+def test_peft_methods_on_finished_layers() -> None:
     model = base(compressed=False)
     ia3 = get_peft_model(model, peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]))
     train(ia3, 3)
@@ -657,7 +657,7 @@ def test_columns_in_another_order_are_merged_and_absorbed() -> None:
         assert close(P.absorb(lora)(x).detach(), want)
 
 
-def test_a_base_that_is_compressed_or_densified_under_its_adapter() -> None:
+def test_compress_or_decompress_under_an_adapter() -> None:
     lora = tuned(base(compressed=False))
     after = logits(lora)
     nm.compress_(lora)
@@ -668,7 +668,7 @@ def test_a_base_that_is_compressed_or_densified_under_its_adapter() -> None:
     assert close(logits(lora.merge_and_unload()), after), "dense layers are merged as ever"
 
 
-def test_a_model_that_has_lora_already_is_made_sparse_but_not_its_adapters() -> None:
+def test_sparsify_skips_existing_lora_adapters() -> None:
     lora = get_peft_model(llama(), LoraConfig(r=16, target_modules="all-linear"))
     handle = nm.sparsify_(lora, "asp:2:4")
     assert len(handle.layers) == 7 and all(name.endswith("_proj.base_layer") for name in handle.layers)
@@ -684,7 +684,7 @@ def test_a_model_that_has_lora_already_is_made_sparse_but_not_its_adapters() -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("compressed", [True, False])
 @pytest.mark.parametrize("kind", moe.KINDS)
-def test_a_mixture_takes_lora_on_its_linear_layers_and_none_on_its_experts(kind: str, compressed: bool) -> None:
+def test_lora_on_a_mixture_skips_experts(kind: str, compressed: bool) -> None:
     model = moe.tiny(kind)
     nm.sparsify_(model, "asp:2:4").finish(allow_unused=True)
     if compressed:
@@ -710,7 +710,7 @@ def test_a_mixture_takes_lora_on_its_linear_layers_and_none_on_its_experts(kind:
 
 
 @pytest.mark.slow
-def test_the_trainer_of_transformers_trains_saves_and_resumes_the_adapter(tmp_path: Path) -> None:
+def test_trainer_saves_and_resumes_the_adapter(tmp_path: Path) -> None:
     def trainer(steps: int) -> Any:
         options = {"save_steps": 3, "report_to": [], "learning_rate": 1e-2, "use_cpu": True, "logging_steps": 1, "disable_tqdm": True}
         arguments = transformers.TrainingArguments(str(tmp_path), max_steps=steps, per_device_train_batch_size=2, **options)
@@ -789,7 +789,7 @@ def split_over_ranks() -> dict[str, Any]:
 
 @pytest.mark.slow
 @needs_gloo
-def test_on_two_ranks_adapters_train_as_in_one_process_and_the_rest_is_refused_in_words(tmp_path: Path) -> None:
+def test_adapters_on_two_ranks(tmp_path: Path) -> None:
     found = on_ranks(2, split_over_ranks, tmp_path)[0]
     for what in ("merge", "absorb"):
         assert "sharded. Save the adapter (model.save_pretrained) and load it beside the base in one process" in found.pop(what)
@@ -818,7 +818,7 @@ def test_weighted_sums_of_adapters_leave_the_weights_alone(how: str) -> None:
 
 
 @pytest.mark.slow
-def test_other_ways_of_peft_with_lora(tmp_path: Path) -> None:
+def test_other_peft_features_with_lora(tmp_path: Path) -> None:
     lora = tuned(base())
     after, before = logits(lora), logits(base())
     lora.save_pretrained(tmp_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from python_tests.house.tree import ROOT
+from python_tests.house.paths import ROOT
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 import nmkernels as nm
 from nmkernels import integrations
-from python_tests.house.tree import ROOT
+from python_tests.house.paths import ROOT
 
 QUANTIZER = "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as known\n"
 SWAP = "import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(64, 64))\nhandle = nm.sparsify_(model, 'ste:2:4')\n"

@@ -12,8 +12,8 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.integrations import torchao_compat as compat
 from nmkernels.pattern import DtypeError, RecipeError, ShapeError
-from python_tests.each import each
-from python_tests.house.tree import ROOT
+from python_tests.for_each import for_each
+from python_tests.house.paths import ROOT
 
 NEEDS = "no torchao"
 
@@ -89,7 +89,7 @@ def test_refused_in_words():
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemi")
-@each("dtype", [torch.float16, torch.bfloat16])
+@for_each("dtype", [torch.float16, torch.bfloat16])
 def test_semi_structured_tensors_hold_the_same(dtype):
     from torch.sparse._semi_structured_conversions import (
         sparse_semi_structured_from_dense_cutlass,
@@ -111,7 +111,7 @@ def test_semi_structured_tensors_hold_the_same(dtype):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemi")
-@each("compressed", [False, True])
+@for_each("compressed", [False, True])
 def test_a_model_leaves_with_them(compressed):
     model = finished().bfloat16()
     dense = {name: model.get_submodule(name).weight.detach().clone() for name in ("0", "2")}
@@ -218,7 +218,7 @@ def test_quantised_after_finish_and_not_after_compress():
 
 
 @pytest.mark.slow
-@each("first", ["nmkernels", "torchao.quantization"])
+@for_each("first", ["nmkernels", "torchao.quantization"])
 def test_both_are_installed_in_either_order(first):
     pytest.importorskip("torchao", reason=NEEDS)
     second = {"nmkernels": "torchao.quantization", "torchao.quantization": "nmkernels"}[first]

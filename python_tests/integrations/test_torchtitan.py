@@ -119,7 +119,7 @@ def test_the_filter_and_the_pattern() -> None:
     assert found and all("feed_forward" in name and c.pattern == "1:8" for name, c in found.items())
 
 
-def test_what_is_no_linear_itself_stays() -> None:
+def test_other_modules_stay() -> None:
     class Own(Linear):
         class Config(Linear.Config):
             __slots__ = ()
@@ -190,7 +190,7 @@ def test_training_equals_that_of_plain_layers(name: str) -> None:
     assert nm.ops.is_nm(model.layers["0"].feed_forward.w1.weight, "2:4")
 
 
-def test_torchs_adamw_too_and_the_way_back() -> None:
+def test_torchs_adamw_and_back() -> None:
     model, steps = start(RECIPES["srste"], "AdamW")
     step_once(model, steps, 0)
     (handle,) = steps.handles

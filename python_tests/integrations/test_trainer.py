@@ -209,9 +209,9 @@ def test_the_best_model_is_the_best_sparse_one(tmp_path):
     trainer.add_callback(Before())
     trainer.train()
     assert handle.finished and is_pruned(trainer.model, "1:16")
-    told = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
-    assert min(told) == trainer.state.best_metric and min(seen) < min(told) - 0.5
-    assert seen[3:] == told[3:] and all(pruned > whole for pruned, whole in zip(told[:3], seen, strict=False))
+    logged = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+    assert min(logged) == trainer.state.best_metric and min(seen) < min(logged) - 0.5
+    assert seen[3:] == logged[3:] and all(pruned > whole for pruned, whole in zip(logged[:3], seen, strict=False))
     assert trainer.state.best_global_step > 4
     # the figure by which it was chosen is that of the model that is left
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, abs=1e-6)
@@ -280,7 +280,7 @@ def test_the_end_of_train_keeps_the_run(tmp_path, diverges):
     assert handle.finished and all(nm.ops.is_nm(saved[f"{name}.weight"], "2:4") for name in handle.layers)
 
 
-def test_a_finished_model_is_refused_before_a_checkpoint_is_loaded_into_it(tmp_path):
+def test_a_finished_model_is_refused_before_loading(tmp_path):
     trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=4)
     prepare(trainer, "srste:2:4")
     trainer.train()
@@ -344,8 +344,8 @@ def test_metrics_are_logged_as_plain_numbers(tmp_path, monkeypatch):
     assert not any(key.startswith("nm/") for log in trainer.state.log_history if "loss" not in log for key in log)
     written = [log for log in wandb.logged if "train/loss" in log]
     assert [log["train/global_step"] for log in written] == [2, 4, 6]
-    for log, told in zip(written, history, strict=True):
-        assert {f"train/{key}": told[key] for key in want}.items() <= log.items()
+    for log, logged in zip(written, history, strict=True):
+        assert {f"train/{key}": logged[key] for key in want}.items() <= log.items()
         assert all(type(log[f"train/{key}"]) is float for key in want)
     saved = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
     assert saved["log_history"][2 + 1]["nm/phase"] == 1.0
@@ -480,7 +480,7 @@ def test_what_cannot_work_is_refused(tmp_path, monkeypatch):
         prepare(twice, "srste:2:4")
 
 
-def test_a_run_that_ends_in_its_dense_phase_says_so(tmp_path):
+def test_a_run_that_ends_in_its_dense_phase_is_reported(tmp_path):
     trainer = trainer_of(tmp_path, max_steps=2)
     prepare(trainer, R.ASP("2:4", start=5))
     with pytest.warns(UserWarning, match="still in its dense phase"), warnings.catch_warnings():

@@ -10,14 +10,14 @@ import torch
 from nmkernels import ops
 from nmkernels.integrations.xformers import sparsify24, sparsify24_like, sparsify24_ste
 from nmkernels.pattern import OptionError, ShapeError
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 ROWS = [row for row in itertools.product((0.0, 1.0), repeat=4) if sum(row) == 2]
 TILES = torch.tensor([t for t in itertools.product(ROWS, repeat=4) if all(sum(c) == 2 for c in zip(*t, strict=True))])
 """The 90 masks of a tile."""
 
 
-@each("algo", ["", "largest_values_greedy", "largest_abs_values_greedy"])
+@for_each("algo", ["", "largest_values_greedy", "largest_abs_values_greedy"])
 def test_the_best_zeros_of_every_tile(algo):
     x = torch.randn(8, 12)
     y = sparsify24(x, algo)
@@ -30,7 +30,7 @@ def test_the_best_zeros_of_every_tile(algo):
     assert ops.is_nm(y, "2:4") and ops.is_nm(y.t().contiguous(), "2:4")
 
 
-@each("gradient", ["24sparse", "24dense", "ste"])
+@for_each("gradient", ["24sparse", "24dense", "ste"])
 def test_gradients(gradient):
     x, w = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
     y = sparsify24(x, gradient=gradient)

@@ -1,4 +1,4 @@
-"""The training text: what is read, how it is split, and what is said when there is none."""
+"""The training text: what is read, how it is split, and the error if there is none."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_many_files_are_split_by_file_wherever_they_lie(folder, tmp_path_factory
     assert len(whole(load_corpus(folder))) <= 1000 + 3  # and a line feed between two files
 
 
-def test_folders_are_read_to_the_bottom_without_hidden_or_binary_files(tmp_path):
+def test_folders_skip_hidden_and_binary_files(tmp_path):
     for name, text in (("deep/er/a.txt", TEXT), (".git/b", b"hidden"), (".c", b"hidden"), ("d.bin", b"bin\0ary"), ("empty", b"")):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(text)
@@ -106,7 +106,7 @@ def test_unreadable_files_are_passed_over_or_named(corpus, tmp_path, monkeypatch
         load_corpus(tmp_path / "locked.txt")
 
 
-def test_too_small_a_text_says_how_much_is_needed(tmp_path):
+def test_too_small_a_text_is_an_error(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"x" * 400)
     corpus = load_corpus(tmp_path / "a.txt")
     corpus.check(32)
@@ -127,7 +127,7 @@ def test_batches_are_a_function_of_seed_and_step(corpus):
         assert not torch.equal(x, corpus.batch(seed, step, size=3, context=16)[0])
 
 
-def test_batches_reach_both_ends_and_validation_covers_the_text_once():
+def test_batches_and_validation_cover_the_text():
     corpus = data.Corpus(torch.arange(20, dtype=torch.uint8), torch.arange(101, dtype=torch.uint8), "a test", 1, "")
     starts = torch.cat([corpus.batch(0, step, 50, 16)[0][:, 0] for step in range(5)])
     assert set(starts.tolist()) == {0, 1, 2, 3}

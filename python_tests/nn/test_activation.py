@@ -48,7 +48,7 @@ def test_autocast_gives_its_dtype_and_fp32_gradients():
     assert y.dtype == torch.bfloat16 and all(p.grad.dtype == torch.float32 for p in mlp.parameters())
 
 
-def test_split_with_sparse_weights_is_refused_and_with_dense_ones_in_a_sparse_layer_not():
+def test_split_needs_dense_weights():
     mlp = SquaredReLUMLP(16, 32)
     mlp.act.rule = SPLIT
     handle = nm.sparsify_(mlp, "ste:2:4")

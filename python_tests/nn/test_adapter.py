@@ -1,4 +1,4 @@
-"""The low-rank adapter beside an N:M weight: what it computes, where it is kept, what its weight folds into."""
+"""The low-rank adapter of an N:M weight: what it computes, where it is stored, and how it is folded into a weight."""
 
 import copy
 
@@ -10,7 +10,7 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.nn import ADAPTER, adapter_of, folded
 from nmkernels.testing import assert_no_worse
-from python_tests.copies import WAYS, copied
+from python_tests.copy_model import COPY_METHODS, copy_model
 
 
 def layer_of(dtype=torch.float32, rank=3, **keywords):
@@ -22,7 +22,7 @@ def layer_of(dtype=torch.float32, rank=3, **keywords):
     return layer, c.dense().double() + (left.double() @ right.double()).t() / rank
 
 
-def test_the_layer_adds_its_adapter_and_folded_is_the_weight_that_computes_the_same():
+def test_folded_weight_equals_layer_with_adapter():
     for keep_dense in [False, True]:
         for dtype in [torch.float32, torch.bfloat16, torch.float64]:
             layer, weight = layer_of(dtype, keep_dense=keep_dense)
@@ -75,7 +75,7 @@ def test_shapes_that_do_not_fit():
 def test_copies_casts_and_compiled_forms_compute_the_same():
     layer, weight = layer_of()
     x = torch.randn(3, 32)
-    want, others = layer(x), [copied(layer, how) for how in WAYS]
+    want, others = layer(x), [copy_model(layer, how) for how in COPY_METHODS]
     moved = copy.deepcopy(layer).to(torch.float64)
     assert moved.nm_left.dtype == torch.float64
     torch.testing.assert_close(moved(torch.eye(32, dtype=torch.float64)) - moved.bias, weight.t(), rtol=1e-6, atol=1e-6)

@@ -53,7 +53,7 @@ def test_life_of_the_layer():
     torch.testing.assert_close(double(x.double()).float(), made(x))
 
 
-def test_what_is_no_order():
+def test_invalid_orders():
     for columns in [torch.arange(15), torch.zeros(16, dtype=torch.int64), torch.arange(1, 17), torch.arange(16).float(), ORDER[None]]:
         assert not is_order(columns, 16)
         with pytest.raises(nm.pattern.ShapeError, match="permutation of the 16 inputs"):

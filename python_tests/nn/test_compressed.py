@@ -11,14 +11,14 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.testing import assert_no_worse, equal_bits
-from python_tests import plain
-from python_tests.copies import WAYS, copied
+from python_tests import naive
+from python_tests.copy_model import COPY_METHODS, copy_model
 
 
 def layer_of(dtype=torch.float32, pattern="2:4", bias=True):
     """A CompressedLinear 32 -> 16 and its dense weight and bias."""
     p = nm.Pattern(pattern)
-    w = plain.masked(torch.randn(16, 32).to(dtype), p.n, p.m)
+    w = naive.masked(torch.randn(16, 32).to(dtype), p.n, p.m)
     b = torch.randn(16).to(dtype) if bias else None
     return nm.CompressedLinear(nm.ops.compress(w, p), b), w, b
 
@@ -95,8 +95,8 @@ def test_dtypes_and_autocast():
 
 def test_casts_and_copies():
     layer, w, _ = layer_of()
-    for how in WAYS:
-        other = copied(layer, how)
+    for how in COPY_METHODS:
+        other = copy_model(layer, how)
         other.values.zero_()
         assert equal_bits(layer.weight.dense(), w) and not other.weight.dense().any() and other.weight.values is other.values
     layer.to(torch.bfloat16)

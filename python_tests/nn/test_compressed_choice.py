@@ -105,7 +105,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> tuple[nm.CompressedLinear, Tenso
     return layer, x
 
 
-def test_a_second_call_asks_nobody(planned: tuple[nm.CompressedLinear, Tensor]) -> None:
+def test_a_second_call_is_remembered(planned: tuple[nm.CompressedLinear, Tensor]) -> None:
     layer, x = planned
     assert torch.equal(layer(x), _expected(layer, x)) and torch.equal(layer(x.view(4, 5, 64)).view(20, 16), layer(x))
     y = layer(x.requires_grad_())
@@ -138,7 +138,7 @@ def test_a_layer_that_has_changed_asks_again(change: Any, planned: tuple[nm.Comp
 
 
 def test_a_layout_of_tensor_cores_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where this form is at hand."""
+    """As on a GPU, where this form is available."""
     asked: list[torch.dtype] = []
 
     def fn(x: Tensor, values: Tensor, indices: Tensor, *args: Any, out: Tensor | None = None) -> Tensor:

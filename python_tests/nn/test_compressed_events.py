@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import nmkernels as nm
-from python_tests.copies import WAYS, copied
+from python_tests.copy_model import COPY_METHODS, copy_model
 
 OUT, IN, TOKENS = 16, 64, 40
 
@@ -113,7 +113,8 @@ def in_inference_mode(event):
 
 EVENTS = [
     nothing, copied_in_place, given_other_memory, given_other_memory_twice, swapped, loaded, assigned, loaded_by_a_hook, there_and_back,
-    by_meta, written_unseen, *map(in_inference_mode, (copied_in_place, loaded, assigned, moved)), *(partial(copied, how=w) for w in WAYS),
+    by_meta, written_unseen, *map(in_inference_mode, (copied_in_place, loaded, assigned, moved)),
+    *(partial(copy_model, how=how) for how in COPY_METHODS),
 ]  # fmt: skip
 
 

@@ -120,7 +120,7 @@ LINEAR_ONLY = {
 
 
 @pytest.mark.parametrize("text", LINEAR_ONLY)
-def test_recipes_that_change_gemms_leave_convolutions_dense_and_say_why(text):
+def test_recipes_that_change_gemms_skip_convolutions(text):
     recipe = nm.recipes.get(text, total_steps=10)
     model = nn.Sequential(nn.Conv2d(16, 32, 3), nn.Flatten(), nn.Linear(32, 32))
     chosen, report = select(model, nm.Pattern(recipe.pattern), None, recipe)

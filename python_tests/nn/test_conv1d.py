@@ -8,7 +8,7 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.testing import equal_bits
-from python_tests import plain
+from python_tests import naive
 
 transformers = pytest.importorskip("transformers")
 from transformers.pytorch_utils import Conv1D  # noqa: E402
@@ -34,7 +34,7 @@ def loss_of(model):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_equals_a_masked_dense_copy_with_gradients_straight_through(name):
+def test_equals_masked_dense_with_straight_through_gradients(name):
     model = model_of(name)
     modules, text, state = list(model.modules()), repr(model), model.state_dict(keep_vars=True)
     dense, handle = copy.deepcopy(model), nm.sparsify_(model, "ste:2:4")
@@ -43,7 +43,7 @@ def test_equals_a_masked_dense_copy_with_gradients_straight_through(name):
     for entry in handle.report.sparse:
         layer = dense.get_submodule(entry.name)
         weight = layer.weight.data.t() if isinstance(layer, Conv1D) else layer.weight.data
-        weight.copy_(plain.masked(weight.contiguous(), 2, 4))
+        weight.copy_(naive.masked(weight.contiguous(), 2, 4))
     loss, expected = loss_of(model), loss_of(dense)
     loss.backward()
     expected.backward()
@@ -60,7 +60,7 @@ def test_equals_a_masked_dense_copy_with_gradients_straight_through(name):
 
 def test_one_layer():
     dense = Conv1D(24, 16)
-    bias, used = nn.init.normal_(dense.bias), plain.masked(dense.weight.t().contiguous(), 2, 4)
+    bias, used = nn.init.normal_(dense.bias), naive.masked(dense.weight.t().contiguous(), 2, 4)
     layer = nm.nn.make_sparse_(dense, "2:4")
     assert layer is dense and (layer.in_features, layer.out_features) == (16, 24) and "in_features=16" in repr(layer)
     for shape in [(16,), (0, 16), (2, 3, 16)]:

@@ -58,7 +58,7 @@ def test_adapters_are_folded_and_orders_undone():
     assert type(dense) is nn.Linear and [name for name, _ in dense.named_parameters()] == ["weight", "bias"]
 
 
-def test_what_has_no_dense_form_is_refused_and_nothing_is_changed():
+def test_decompress_refuses_before_changing_anything():
     layer = CompressedLinear(nm.ops.compress(torch.randn(16, 32), "2:4"))
     with pytest.raises(RecipeError, match="the model itself is one compressed layer"):
         decompress_(layer)

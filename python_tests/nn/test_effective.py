@@ -16,8 +16,8 @@ from nmkernels.autograd import GemmPlan, HardMask
 from nmkernels.gemm.route import route
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes.contrib.bimask import BiMasked
-from python_tests import plain
-from python_tests.copies import WAYS, copied
+from python_tests import naive
+from python_tests.copy_model import COPY_METHODS
 
 P24 = nm.Pattern("2:4")
 DENSE, PACKED, PACKED_SSTE = "srste:2:4(packed=False)", "srste:2:4(packed=True)", "sste:2:4(packed=True)"
@@ -64,7 +64,7 @@ def fused(params, lr):
 
 def right(layer):
     """Whether the layer would multiply the mask of the weight that it has now."""
-    return torch.equal(layer.effective_weight(), plain.masked(layer.weight, 2, 4))
+    return torch.equal(layer.effective_weight(), naive.masked(layer.weight, 2, 4))
 
 
 def step(model, optimizer):
@@ -91,7 +91,7 @@ def every_kind_of_forward(model, x, autocast=False):
     ("recipe", "plan", "packs", "dense"),
     [(DENSE, None, 0, 1), (PACKED, None, 1, 0), (PACKED_SSTE, None, 1, 0), (HELD, None, 1, 0), (PACKED, MIXED, 1, 1)],
 )
-def test_made_once_per_step_with_accumulation_checkpointing_and_evaluation(recipe, plan, packs, dense):
+def test_one_effective_weight_per_step(recipe, plan, packs, dense):
     for autocast in [False, True]:
         for make in [torch.optim.AdamW, fused, torch.optim.SGD, MaskedAdamW]:
             model, layer, optimizer = model_of(make, recipe, plan)
@@ -131,7 +131,7 @@ def test_both_orientations_come_of_one_call():
         optimizer.step()
 
 
-def test_calls_that_read_different_forms_do_not_pack_in_turns():
+def test_calls_with_different_forms_share_packing():
     _, layer, optimizer = model_of(recipe=HELD)
     source = layer.master, layer.transform, layer._extras(layer.transform), torch.float32
     for k in range(3):
@@ -144,20 +144,20 @@ def test_calls_that_read_different_forms_do_not_pack_in_turns():
         optimizer.step()
 
 
-def test_a_transform_with_a_weight_of_its_own_for_dgrad_keeps_it_dense():
+def test_a_separate_dgrad_weight_stays_dense():
     plan, w, x = GemmPlan("packed", "device", n=2, m=4), torch.randn(16, 32), torch.randn(4, 32, requires_grad=True)
     assert route(plan, HardMask(P24), w, w.dtype, x).dgrad == "packed" and route(plan, BiMasked(P24), w, w.dtype, x).dgrad == "dense"
     model, layer, _ = model_of(None, PACKED)
     layer.use(BiMasked(P24, draws=0), plan)
     layer.nm_order = torch.arange(16)
     model(x).sum().backward()
-    used = plain.masked(layer.weight, 2, 4)
+    used = naive.masked(layer.weight, 2, 4)
     back = layer.transform.for_dgrad(used, layer.nm_order)
     torch.testing.assert_close(x.grad, back.sum(0).expand(4, 32))
     assert not torch.equal(back, used)
 
 
-def test_without_an_optimizer_nothing_is_kept_and_an_evaluation_makes_no_form_for_backward():
+def test_without_an_optimizer_nothing_is_cached():
     for recipe, plan, forward, evaluation in [
         (DENSE, None, ["prune"], ["prune"]),
         (PACKED, None, ["compress", "linear"], ["compress", "linear"]),
@@ -168,11 +168,11 @@ def test_without_an_optimizer_nothing_is_kept_and_an_evaluation_makes_no_form_fo
             with Calls() as calls, torch.set_grad_enabled(grad):
                 y = model(torch.ones(1, 32))
             assert sorted(calls.names) == names and not layer.effective.copies
-            torch.testing.assert_close(y, plain.masked(layer.weight, 2, 4).sum(1)[None] + layer.bias)
+            torch.testing.assert_close(y, naive.masked(layer.weight, 2, 4).sum(1)[None] + layer.bias)
             layer.weight.data.mul_(torch.rand(16, 32))  # bumps no version
 
 
-def test_optimizer_of_a_replaced_parameter_does_not_fill_the_copy_of_the_new_one():
+def test_a_replaced_parameters_optimizer_is_ignored():
     _, layer, optimizer = model_of(MaskedAdamW)
     old = layer.weight
     layer.load_state_dict({"weight": torch.randn(16, 32), "bias": torch.zeros(16)}, assign=True)
@@ -189,13 +189,13 @@ def test_functional_call_uses_the_weights_given(kind):
     layer(eye)
     for _ in range(20):  # short-lived weights have one address and one version
         w = kind(torch.randn(16, 32))
-        assert torch.equal(functional_call(layer, {"weight": w, "bias": bias}, (eye,)), plain.masked(w, 2, 4).t())
+        assert torch.equal(functional_call(layer, {"weight": w, "bias": bias}, (eye,)), naive.masked(w, 2, 4).t())
         del w
     assert kind is nn.Parameter or not layer.effective.copies, "only a Parameter's copy is kept"
     assert right(layer)
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("how", COPY_METHODS)
 def test_copies_share_nothing_and_do_not_go_stale(how):
     model, layer, optimizer = model_of()
     buffer = layer.effective_weight()
@@ -212,7 +212,7 @@ def test_copies_share_nothing_and_do_not_go_stale(how):
     assert right(layer) and right(other[0])
 
 
-def test_evaluation_before_training_and_models_built_in_inference_mode():
+def test_evaluation_and_inference_mode_before_training():
     for mode in [torch.inference_mode, torch.no_grad]:
         for make in [None, torch.optim.AdamW]:
             model, layer, _ = model_of(make)
@@ -229,7 +229,7 @@ def test_evaluation_before_training_and_models_built_in_inference_mode():
 
 @pytest.mark.parametrize("recipe", [DENSE, PACKED])
 @pytest.mark.parametrize("how", ["deployable", "transform"])
-def test_evaluation_of_another_form_leaves_the_backward_pass_intact(how, recipe):
+def test_evaluation_between_forward_and_backward(how, recipe):
     model = nn.Sequential(nn.Linear(32, 16))
     handle = nm.sparsify_(model, recipe)
     optimizer = handle.attach(MaskedAdamW(model.parameters()))
@@ -245,7 +245,7 @@ def test_evaluation_of_another_form_leaves_the_backward_pass_intact(how, recipe)
             assert not torch.equal(model(x), y)
             layer.transform = transform
     y.sum().backward()
-    torch.testing.assert_close(x.grad[0], plain.masked(layer.weight, 2, 4).sum(0))
+    torch.testing.assert_close(x.grad[0], naive.masked(layer.weight, 2, 4).sum(0))
     optimizer.step()
     model(x)
     assert len(layer.effective.copies) == 1, "a dense copy is not kept up for evaluations"

@@ -273,7 +273,7 @@ def test_stack_sees_new_buffers():
     assert torch.allclose(first.double()(x.double(), counts).float(), second(x, counts), atol=1e-6)
 
 
-def test_a_stack_makes_its_layers_again_after_what_torch_does_not_count():
+def test_a_stack_notices_uncounted_writes():
     stack, x, counts = CompressedStack(ops.compress(torch.randn(3 * 16, 8), "2:4"), experts=3), torch.randn(5, 8), [2, 0, 3]
     for act in (nn.Module.eval, CompressedStack.train, nn.Module.cpu, lambda stack: stack.load_state_dict(stack.state_dict())):
         with torch.no_grad():

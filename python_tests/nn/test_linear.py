@@ -12,13 +12,13 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.nn.gather import HOOKS
 from nmkernels.testing import equal_bits
-from python_tests import plain
+from python_tests import naive
 
 
 def reference(layer, x, n=2, m=4):
     """The same layer in plain torch, its gradients passed straight through: (y, grads of x, weight, bias for y.square().sum())."""
     x = x.detach().requires_grad_()
-    used = plain.masked(layer.weight, n, m).requires_grad_()
+    used = naive.masked(layer.weight, n, m).requires_grad_()
     bias = None if layer.bias is None else layer.bias.detach().requires_grad_()
     y = F.linear(x, used, bias)
     return y, torch.autograd.grad(y.square().sum(), [t for t in (x, used, bias) if t is not None])
@@ -78,11 +78,11 @@ def test_mask_from_master_weight():
     assert torch.equal(y.flatten() != 0, torch.tensor([False, False, True, True] * 4)) and y.dtype == torch.bfloat16
 
 
-def test_autocast_returns_its_dtype_and_fp32_gradients_and_narrow_layers_need_none():
+def test_autocast_dtypes():
     for dtype in [torch.bfloat16, torch.float16]:
         layer, x = nm.SparseLinear(32, 16), torch.randn(4, 32, requires_grad=True)
         dense = nn.Linear(32, 16)
-        dense.load_state_dict({"weight": plain.masked(layer.weight, 2, 4), "bias": layer.bias.detach()})
+        dense.load_state_dict({"weight": naive.masked(layer.weight, 2, 4), "bias": layer.bias.detach()})
         x2 = x.detach().requires_grad_()
         with torch.autocast("cpu", dtype):
             y, y2 = layer(x), dense(x2)
@@ -93,14 +93,14 @@ def test_autocast_returns_its_dtype_and_fp32_gradients_and_narrow_layers_need_no
             assert a.grad.dtype == torch.float32
             torch.testing.assert_close(a.grad, b.grad, rtol=2e-2, atol=2e-2)
         narrow, x = layer.to(dtype), x.detach().to(dtype)
-        assert torch.equal(narrow(x), F.linear(x, plain.masked(narrow.weight, 2, 4), narrow.bias))
+        assert torch.equal(narrow(x), F.linear(x, naive.masked(narrow.weight, 2, 4), narrow.bias))
 
 
 def test_autocast_leaves_float64_and_disabled_regions_alone():
     layer, x = nm.SparseLinear(32, 16).double(), torch.randn(4, 32, dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
-        assert y.dtype == torch.float64 and torch.equal(y, F.linear(x, plain.masked(layer.weight, 2, 4), layer.bias))
+        assert y.dtype == torch.float64 and torch.equal(y, F.linear(x, naive.masked(layer.weight, 2, 4), layer.bias))
         with torch.autocast("cpu", enabled=False):
             assert layer.float()(x.float()).dtype == torch.float32
         for wrong in (x, torch.ones(4, 32, dtype=torch.int64)):
@@ -160,12 +160,12 @@ def test_a_merged_lora_does_not_lose_the_pattern_in_silence():
             assert finds(finished(columns=columns), act) == []
             layer = finished(columns=columns)
             merge(layer)
-            (told,) = finds(layer, act)
-            assert told.startswith("SparseLinear (256, 32) (out, in): the weight was 2:4 when the recipe finished and is not any more")
-            assert "nm.nn.set_adapter" in told and "densify_" in told
+            (message,) = finds(layer, act)
+            assert message.startswith("SparseLinear (256, 32) (out, in): the weight was 2:4 when the recipe finished and is not any more")
+            assert "nm.nn.set_adapter" in message and "densify_" in message
 
 
-def test_only_a_finished_layer_is_looked_at():
+def test_only_a_finished_layer_is_checked():
     training = nm.SparseLinear(32, 256)
     assert finds(training, nn.Module.eval) == finds(training, nn.Module.state_dict) == []
     layer = finished()
@@ -175,7 +175,7 @@ def test_only_a_finished_layer_is_looked_at():
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
-def test_of_many_rows_some_are_looked_at_from_the_first_to_the_last(monkeypatch):
+def test_many_rows_are_sampled_from_first_to_last(monkeypatch):
     seen = []
     monkeypatch.setattr("nmkernels.nn.linear.is_nm", lambda rows, pattern: not seen.append(rows))
     for out in (0, 1, 64, 65, 200, 1000):
@@ -217,7 +217,7 @@ def shared(tensor, mesh, shard=None):
     return DTensor.from_local(tensor, mesh, [Replicate() if shard is None else Shard(shard)], run_check=False)
 
 
-def test_replicated_buffers_become_plain_ones_and_a_mask_is_split_as_the_weight_is(mesh):
+def test_buffers_loaded_into_a_sharded_layer(mesh):
     layer, mask, plain = nm.SparseLinear(16, 8), torch.arange(128.0).reshape(8, 16), torch.ones(3)
 
     def taken(**buffers):
@@ -232,7 +232,7 @@ def test_replicated_buffers_become_plain_ones_and_a_mask_is_split_as_the_weight_
     assert type(part) is torch.Tensor and torch.equal(part, mask[4:]) and number == 2
 
 
-def test_what_gathers_a_shard_is_where_fsdp_looks_for_it_also_after_loading_by_assignment(mesh):
+def test_fsdp_hooks_survive_loading_by_assignment(mesh):
     layer = nm.SparseLinear(16, 8)
     layer.adopt_shard()
     assert layer.gather is None, "a whole weight is not gathered"

@@ -6,7 +6,7 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.autograd import GemmPlan, SplitRule, split_linear
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.moe import Experts
 
 SHAPES = [(32,), (4, 32), (2, 4, 32), (2, 1, 3, 32), (0, 32), (2, 0, 32)]
@@ -97,7 +97,7 @@ def test_sparse_linear(plan, bias):
         same(dense, layer, x)
 
 
-@each("fp8", ["paper", "hybrid"])
+@for_each("fp8", ["paper", "hybrid"])
 def test_fp8(fp8):
     layer = nm.SparseLinear(32, 32)
     layer.use(layer.transform, GemmPlan(fp8=fp8))
@@ -105,7 +105,7 @@ def test_fp8(fp8):
         assert torch.equal(outcome(lambda x: layer(x).relu_(), x)[1], outcome(lambda x: layer(x).relu(), x)[1])
 
 
-@each("keep, bias", [(True, True), (False, True), (False, False)])
+@for_each("keep, bias", [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("choice", ["", "dense", "packed"])
 def test_compressed_linear(keep, bias, choice, monkeypatch):
     monkeypatch.setenv("NMKERNELS_CHOICE", choice) if choice else monkeypatch.delenv("NMKERNELS_CHOICE", raising=False)
@@ -120,7 +120,7 @@ def test_compressed_linear(keep, bias, choice, monkeypatch):
             assert torch.equal(before, layer(x))
 
 
-@each("kind", [nm.SparseLinear, nm.CompressedLinear])
+@for_each("kind", [nm.SparseLinear, nm.CompressedLinear])
 def test_autocast(kind):
     sparse = nm.SparseLinear(32, 32)
     layer = sparse if kind is nm.SparseLinear else nm.CompressedLinear(nm.ops.compress(sparse.weight.detach(), "2:4"), torch.randn(32))
@@ -131,7 +131,7 @@ def test_autocast(kind):
             y.float().sum().backward()
 
 
-@each("frozen, autocast", [(False, False), (True, False), (False, True)])
+@for_each("frozen, autocast", [(False, False), (True, False), (False, True)])
 def test_the_input_after_the_layer(frozen, autocast):
     """Refused where nn.Linear has saved it, and allowed where that has saved a copy, or nothing."""
     layer = nm.SparseLinear(32, 32).requires_grad_(not frozen)
@@ -210,7 +210,7 @@ def test_experts():
     assert torch.is_tensor(outcome(lambda x: module(x, numbers, weights).relu_(), x)[0])
 
 
-@each("kernel, bias", [(3, True), (3, False), (1, True)])
+@for_each("kernel, bias", [(3, True), (3, False), (1, True)])
 def test_convolutions(kernel, bias):
     """Their results also lie in memory as those of nn.Conv2d do, so that ``view`` takes them."""
     sparse = nm.nn.SparseConv2d(8, 8, kernel, padding=kernel // 2, bias=bias)

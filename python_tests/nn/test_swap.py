@@ -9,7 +9,7 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.testing import equal_bits
-from python_tests import plain
+from python_tests import naive
 
 X = torch.linspace(-1, 1, 2 * 5 * 32).sin().reshape(2, 5, 32)
 PADDING = torch.tensor([[False] * 5, [False, False, False, True, True]])
@@ -38,7 +38,7 @@ def test_encoder_in_eval_uses_the_masked_weights():
         dense = copy.deepcopy(model)
         for layer in dense.layers:
             for linear in (layer.linear1, layer.linear2):
-                linear.weight.data.copy_(plain.masked(linear.weight, 2, 4))
+                linear.weight.data.copy_(naive.masked(linear.weight, 2, 4))
         # off the fused path by training mode: dropout is 0
         expected = dense.train()(X, src_key_padding_mask=padding).detach()
         handle = nm.sparsify_(model, "ste:2:4")
@@ -93,11 +93,11 @@ def test_compressed_encoders_stay_off_the_fast_path(tmp_path):
         assert torch.equal(nm.load_compressed(encoder(), tmp_path / "m.safetensors")(X), model(X))
 
 
-def test_compressing_layers_that_were_built_sparse_switches_the_fast_path_off():
+def test_compress_disables_the_encoder_fast_path():
     model = encoder()
     for layer in model.layers:
         layer.linear1 = nm.SparseLinear(32, 64)
-        layer.linear1.weight.data.copy_(plain.masked(layer.linear1.weight, 2, 4))
+        layer.linear1.weight.data.copy_(naive.masked(layer.linear1.weight, 2, 4))
         layer.linear1.finished = True
     expected = model(X)
     nm.compress_(model)
@@ -164,7 +164,7 @@ def test_hooks_keep_working_both_ways():
 
 def test_finished_weights_stay_finished():
     dense, model = swapped()
-    want = plain.masked(dense.weight.detach().clone(), 2, 4)
+    want = naive.masked(dense.weight.detach().clone(), 2, 4)
     handle = nm.sparsify_(model, "ste:2:4")
     handle.finish(allow_unused=True)
     handle.remove()
@@ -221,7 +221,7 @@ class FromAList(nn.Module):
         return x
 
 
-def test_layers_that_a_module_keeps_in_plain_containers_are_replaced_there_too(tmp_path):
+def test_layers_in_plain_containers_are_replaced(tmp_path):
     model, x = FromAList(), torch.randn(3, 32)
     handle = nm.sparsify_(model, "ste:2:4")
     handle.finish(allow_unused=True)

@@ -13,7 +13,7 @@ from torch.func import grad, jvp, vjp, vmap
 from nmkernels import NMError, dispatch, ops
 from nmkernels.ops import Compressed
 from nmkernels.testing import assert_equal_bits
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.ops.samples import adamw
 
 raw = torch.ops.nmkernels
@@ -92,7 +92,7 @@ class TestRefusal:
     """The gradient of a sum with another way to it: a zero there would be a wrong gradient that nobody sees."""
 
     @pytest.mark.parametrize("backend", ["reference", "cpu"])
-    @each("name", EVERY)
+    @for_each("name", EVERY)
     def test_backward(self, name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """A backend in plain torch must not be differentiable where one in C++ is not."""
         if backend == "cpu" and name in ("nm_quantize", "nm_linear_quantized"):
@@ -109,7 +109,7 @@ class TestRefusal:
             assert not EVERY[name](w).requires_grad
         assert not EVERY[name](w.detach()).requires_grad
 
-    @each("name", EVERY)
+    @for_each("name", EVERY)
     def test_forward_mode(self, name: str) -> None:
         w = weight()
         EVERY[name](w)
@@ -121,7 +121,7 @@ class TestRefusal:
         with forward_ad.dual_level():
             assert_equal_bits(EVERY[name](w), EVERY[name](w))  # no tangent, nothing to refuse
 
-    @each("name", EVERY)
+    @for_each("name", EVERY)
     def test_torch_func(self, name: str) -> None:
         w = weight()
 
@@ -143,7 +143,7 @@ class TestRefusal:
         torch.testing.assert_close(grad(lambda v: loss(v.detach()) + (2 * v).sum())(w), torch.full((16, 16), 2.0))
 
     @pytest.mark.slow
-    @each("name", EVERY)
+    @for_each("name", EVERY)
     def test_compiled(self, name: str) -> None:
         w = weight()
         torch._dynamo.reset()
@@ -170,7 +170,7 @@ GEMMS: dict[str, tuple[Any, str]] = {
 }
 
 
-@each("name", GEMMS)
+@for_each("name", GEMMS)
 def test_public_gemms_and_forms(name: str, w: Tensor) -> None:
     call, text = GEMMS[name]
     for refused in (lambda: call(w.clone().requires_grad_()).sum().backward(), lambda: grad(lambda w: call(w).sum())(w)):
@@ -188,7 +188,7 @@ def test_masks_have_no_derivative_to_refuse(w: Tensor) -> None:
         torch.testing.assert_close(jvp(lambda w, fn=fn: w * fn(w, "2:4"), (w,), (w,))[1], w * expected)
 
 
-@each("op", ["prune", "soft_threshold", "compress", "decompress", "mvue"])
+@for_each("op", ["prune", "soft_threshold", "compress", "decompress", "mvue"])
 def test_a_write_that_autograd_cannot_see_raises(op: str, w: Tensor) -> None:
     def write(w: Tensor) -> None:
         if op == "compress":
@@ -261,7 +261,7 @@ def batched_cases() -> dict[str, tuple[Any, tuple[Tensor, ...], tuple[int | None
     }
 
 
-@each("name", batched_cases())
+@for_each("name", batched_cases())
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_vmap_is_a_loop(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     fn, args, dims = batched_cases()[name]

@@ -9,7 +9,7 @@ import torch
 
 from nmkernels import DtypeError, NMError, PatternError, ShapeError, ops
 from nmkernels.ops import OptionError
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.ops.samples import adamw, seed
 
 raw = torch.ops.nmkernels
@@ -21,15 +21,15 @@ DENSE_OPS = [ops.mask, ops.prune, ops.soft_threshold, ops.soft_threshold_scale, 
 DENSE_OPS += [ops.pack, ops.mvue, ops.mvue_compress]
 
 
-@each("op", DENSE_OPS)
-@each("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn])
+@for_each("op", DENSE_OPS)
+@for_each("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn])
 def test_dtype(op: Callable, dtype: torch.dtype) -> None:
     with pytest.raises(DtypeError, match=rf"nm_{op.__name__}: .*{dtype}.*float32.*\.") as error:
         op(torch.ones(4, 8).to(dtype), "2:4")
     assert isinstance(error.value, TypeError)
 
 
-@each("op", DENSE_OPS)
+@for_each("op", DENSE_OPS)
 def test_indivisible(op: Callable) -> None:
     with pytest.raises(ShapeError, match=rf"nm_{op.__name__}: .*10.*multiple of M=4.*Pad it to 12"):
         op(torch.ones(4, 10), "2:4")
@@ -37,14 +37,14 @@ def test_indivisible(op: Callable) -> None:
         op(torch.tensor(1.0), "2:4")
 
 
-@each("op", DENSE_OPS)
-@each("pattern", ["4:2", "0:4", "x", "2:512", 2.4, None, ["2:4"], (2, 4)])
+@for_each("op", DENSE_OPS)
+@for_each("pattern", ["4:2", "0:4", "x", "2:512", 2.4, None, ["2:4"], (2, 4)])
 def test_pattern(op: Callable, pattern: object) -> None:
     with pytest.raises(PatternError, match="N:M"):
         op(W, pattern)
 
 
-@each("n, m", [(3, 2), (0, 4), (1, 257), (-1, 4)])
+@for_each("n, m", [(3, 2), (0, 4), (1, 257), (-1, 4)])
 def test_raw_pattern(n: int, m: int) -> None:
     with pytest.raises(PatternError, match=f"{n}:{m}"):
         raw.nm_mask(W, n, m)
@@ -136,7 +136,7 @@ WRONG = {
 }
 
 
-@each("name", WRONG)
+@for_each("name", WRONG)
 def test_wrong_call(name: str) -> None:
     call, kind, text = WRONG[name]
     with pytest.raises(kind, match=text):
@@ -193,7 +193,7 @@ ADAMW = {
 }
 
 
-@each("name", ADAMW)
+@for_each("name", ADAMW)
 def test_wrong_adamw_changes_nothing(name: str) -> None:
     changes, kind, text = ADAMW[name]
     given = {"params": [torch.ones(2, 8)], "steps": [torch.tensor(4.0)], **changes}
@@ -202,7 +202,7 @@ def test_wrong_adamw_changes_nothing(name: str) -> None:
     assert (given["params"][0] == 1).all() and (name == "steps" or given["steps"][0] == 4)
 
 
-def test_adamw_takes_what_only_looks_expanded() -> None:
+def test_adamw_accepts_tensors_that_only_look_expanded() -> None:
     """A gradient is only read; a stride of 0 over one element, or none, shares nothing."""
     _adamw_with(grads=[torch.ones(()).expand(2, 8)])
     names = ("params", "grads", "exp_avgs", "exp_avg_sqs", "outs")

@@ -12,7 +12,7 @@ from torch import Tensor
 from nmkernels import Pattern, dispatch, reference, testing
 from nmkernels.capability import compiled_core
 from python_tests.conformance import DEVICES, INTERPRETED, compared, moved, slow_interpreted
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.ops.samples import seed
 
 PATTERNS = ["2:4", "1:4", "1:1", "3:5", "1:16", "4:32", "8:256"]
@@ -74,7 +74,7 @@ OPS: dict[str, tuple[str, Callable[[Tensor, Pattern], tuple[Any, ...] | None]]] 
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", OPS)
-@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@for_each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_backends_agree(name: str, dtype: torch.dtype, device: str, poison: None) -> None:
     op, make = OPS[name]
     definition = next(i for i in dispatch.implementations(op) if i.backend == "reference")
@@ -103,8 +103,8 @@ OVERSHOOT = {
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@each("op", ["nm_mvue", "nm_mvue_compress"])
-@each("pattern", OVERSHOOT)
+@for_each("op", ["nm_mvue", "nm_mvue_compress"])
+@for_each("pattern", OVERSHOOT)
 def test_sums_that_overshoot(pattern: str, op: str, device: str) -> None:
     """With u = 1, which is what the first group draws under this seed, an element too many is kept unless sums are cut at N 2^24."""
     p, words = Pattern(pattern), seed(0, 296355)

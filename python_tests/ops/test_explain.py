@@ -8,7 +8,7 @@ import nmkernels as nm
 from nmkernels import explain, ops
 from nmkernels.ops.define import CALLS
 from nmkernels.ops.explain import OPS_OF
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 W, X = torch.randn(64, 128), torch.randn(8, 128)
 C = ops.compress(W, "2:4")
@@ -71,7 +71,7 @@ def test_the_same_as_the_raw_op():
     assert "activation" not in said and explain("linear", X, C, activation="gelu", bias=torch.zeros(64)).startswith("nm_linear:")
 
 
-@each("choice", ["packed", "dense"])
+@for_each("choice", ["packed", "dense"])
 def test_layers(choice, monkeypatch):
     monkeypatch.setenv("NMKERNELS_CHOICE", choice)
     nm.gemm.choose.forget()
@@ -106,7 +106,7 @@ def test_layers_that_call_no_op():
         explain(nn.Linear(3, 4), X)
 
 
-@each(
+@for_each(
     "args, said",
     [
         (("nm_mask", W, "2:4"), r"'nm_mask' takes \(Tensor w, int n, int m\) and got \(a tensor \(64, 128\), '2:4'\)"),

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from nmkernels import Compressed, Pattern, dispatch, ops, reference, testing
 from nmkernels.ops import DeviceCompressed, Packed
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 BF16 = torch.bfloat16
 W = torch.randn(64, 128, generator=torch.Generator().manual_seed(4))
@@ -21,7 +21,7 @@ def both(layout: str = "canonical", **kwargs: object) -> Packed:
     return ops.pack(W, "2:4", "transposable", columns=True, dtype=BF16, layout=layout, **kwargs)
 
 
-@each("layout", ["canonical", "mma.sp", "wgmma.sp"])
+@for_each("layout", ["canonical", "mma.sp", "wgmma.sp"])
 def test_rows_and_columns_are_one_weight(layout: str) -> None:
     p, expected = both(layout), (W * ops.transposable_mask(W, "2:4")).to(BF16)
     assert p.rows.shape == (64, 128) and p.columns.shape == (128, 64) and isinstance(p.rows.shape, torch.Size)
@@ -57,7 +57,7 @@ def test_device_forms_come_back_canonical() -> None:
         assert baseline != p.rows
 
 
-@each("layout", ["canonical", "mma.sp"])
+@for_each("layout", ["canonical", "mma.sp"])
 def test_pytrees_and_copies(layout: str) -> None:
     p = both(layout)
     leaves, spec = pytree.tree_flatten(p)
@@ -70,8 +70,8 @@ def test_pytrees_and_copies(layout: str) -> None:
         assert baseline.rows.values is not p.rows.values
 
 
-@each("layout", ["canonical", "mma.sp", "wgmma.sp"])
-@each("ways", [(True, True), (True, False), (False, True)])
+@for_each("layout", ["canonical", "mma.sp", "wgmma.sp"])
+@for_each("ways", [(True, True), (True, False), (False, True)])
 def test_empty_packed_has_the_form_of_pack(layout: str, ways: tuple[bool, bool]) -> None:
     kwargs = {"dtype": BF16, "rows": ways[0], "columns": ways[1], "layout": layout}
     empty, full = ops.empty_packed(W, "2:4", **kwargs), ops.pack(W, "2:4", "transposable", **kwargs)
@@ -83,7 +83,7 @@ def test_empty_packed_has_the_form_of_pack(layout: str, ways: tuple[bool, bool])
 
 
 @pytest.mark.filterwarnings("error")
-@each("layout", ["canonical", "wgmma.sp"])
+@for_each("layout", ["canonical", "wgmma.sp"])
 def test_compiles_in_one_graph(layout: str) -> None:
     torch._dynamo.reset()
 
@@ -113,8 +113,8 @@ def test_a_weight_of_transposed_memory_is_not_copied(monkeypatch: pytest.MonkeyP
     assert copies == []
 
 
-@each("pattern", ["2:4", "1:4", "2:8", "1:16", "1:64"])
-@each("layout", ["mma.sp", "wgmma.sp"])
+@for_each("pattern", ["2:4", "1:4", "2:8", "1:16", "1:64"])
+@for_each("layout", ["mma.sp", "wgmma.sp"])
 def test_relayout(pattern: str, layout: str) -> None:
     w = ops.prune(torch.randn(64, 192), pattern).bfloat16()
     c = ops.compress(w, pattern)

@@ -11,20 +11,20 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from nmkernels import Pattern, ShapeError, dispatch, ops, testing
 from python_tests.conformance import built
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.ops.samples import adamw, seed
 
 W = torch.randn(8, 16, generator=torch.Generator().manual_seed(5))
 
 
-@each("fn", [ops.mask, ops.prune, ops.soft_threshold, ops.compress, ops.pack, ops.mvue, ops.mvue_compress])
+@for_each("fn", [ops.mask, ops.prune, ops.soft_threshold, ops.compress, ops.pack, ops.mvue, ops.mvue_compress])
 def test_text_and_pattern_are_the_same(fn) -> None:
     keywords = {"seed": 1} if "seed" in inspect.signature(fn).parameters else {}
     testing.assert_equal_bits(fn(W, "2:4", **keywords), fn(W, Pattern("2:4"), **keywords))
     testing.assert_equal_bits(fn(W, " 2 : 4 ", **keywords), fn(W, Pattern(2, 4), **keywords))
 
 
-@each("fn", [ops.mask, ops.transposable_mask, ops.prune, ops.soft_threshold, ops.mvue])
+@for_each("fn", [ops.mask, ops.transposable_mask, ops.prune, ops.soft_threshold, ops.mvue])
 def test_out_is_returned_and_may_be_strided(fn) -> None:
     keywords = {"seed": 1} if fn is ops.mvue else {}
     expected = fn(W, "2:4", **keywords)
@@ -47,8 +47,8 @@ def test_out_is_written_inside_inference_mode() -> None:
         testing.assert_equal_bits(ops.prune(W, "2:4", out=out), ops.prune(W, "2:4"))
 
 
-@each("backend", ["reference", "cpu"])
-@each("tokens", [4, 20])
+@for_each("backend", ["reference", "cpu"])
+@for_each("tokens", [4, 20])
 def test_autocast_changes_no_gemm(backend: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GEMMs are in their operands' dtype; what autocast wants is the layers' business."""
     monkeypatch.setenv(dispatch.ENV, backend)

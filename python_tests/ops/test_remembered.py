@@ -18,7 +18,7 @@ from nmkernels import BackendError, ShapeError, dispatch, ops
 from nmkernels.ops import define
 from nmkernels.ops.define import CALLS
 from nmkernels.testing import assert_equal_bits
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.ops.samples import adamw
 
 W = torch.randn(8, 16, generator=torch.Generator().manual_seed(5))
@@ -36,7 +36,7 @@ class Sub(Tensor):
     pass
 
 
-def test_whoever_watches_sees_the_op() -> None:
+def test_modes_see_the_op() -> None:
     expected = prune(W, 2, 4)
     with nothing_decided():
         assert_equal_bits(prune(W, 2, 4), expected)
@@ -115,7 +115,7 @@ def outcome(call: Call) -> Any:
         return type(error), str(error)
 
 
-@each("part", PARTS)
+@for_each("part", PARTS)
 def test_each_part_of_a_kind_is_needed(part: str) -> None:
     first, second = PARTS[part]
     expected = outcome(second)

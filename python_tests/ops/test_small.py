@@ -15,7 +15,7 @@ from nmkernels.ops import verify
 from nmkernels.ops.define import CALLS
 from nmkernels.ops.small import SMALL, _size, _tokens, small
 from nmkernels.testing import assert_equal_bits
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.ops.samples import adamw, seed
 
 
@@ -54,7 +54,7 @@ def test_a_small_call_is_its_own_and_valid(monkeypatch: pytest.MonkeyPatch) -> N
             CALLS[op](*found)
 
 
-@each("shape, dim", [((24, 64), 0), ((24, 64), 1), ((2, 3, 64), -1), ((2, 24, 64), 1), ((16,), 0), ((7, 24, 3), 0)])
+@for_each("shape, dim", [((24, 64), 0), ((24, 64), 1), ((2, 3, 64), -1), ((2, 24, 64), 1), ((16,), 0), ((7, 24, 3), 0)])
 def test_gradients_of_any_rank(shape: tuple[int, ...], dim: int) -> None:
     args = torch.randn(shape), 2, 4, dim, seed(), "exact"
     found = small("nm_mvue", args)

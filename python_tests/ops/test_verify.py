@@ -29,7 +29,7 @@ from nmkernels.ops.define import CALLS
 from nmkernels.ops.small import small
 from nmkernels.testing import assert_equal_bits
 from nmkernels.tuning import TABLE, table
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 SAMPLES = samples()
 CPU = torch.device("cpu")
@@ -316,7 +316,7 @@ def test_where_nothing_can_be_stored_this_process_remembers(monkeypatch: pytest.
     assert len(calls) == 1 and len(right) == 3
 
 
-def test_a_line_that_somebody_edited_is_checked_again() -> None:
+def test_an_edited_verdict_is_checked_again() -> None:
     calls = install("nm_mask", nm.reference.mask)
     ops.mask(W, "2:4")
     (name,) = lines()
@@ -365,7 +365,7 @@ def test_explaining_checks_nothing() -> None:
     assert calls == [] and lines() == {}
 
 
-@each("backend, priority, compiles", [("reference", 99, False), ("mine", -1, False), ("mine", 99, True)])
+@for_each("backend, priority, compiles", [("reference", 99, False), ("mine", -1, False), ("mine", 99, True)])
 def test_what_is_not_checked(backend: str, priority: int, compiles: bool) -> None:
     entry = dispatch.Impl("nm_prune", backend, print, dispatch.always, priority, compiles=compiles)
     assert verify.trusted(entry, (W, 2, 4)) is True and lines() == {}
@@ -376,7 +376,7 @@ def test_what_is_not_checked(backend: str, priority: int, compiles: bool) -> Non
 # ---- when, and what it leaves alone
 
 
-def test_while_somebody_watches_nothing_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_checked_under_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the capture of a CUDA graph."""
     calls = install("nm_prune")
     with monkeypatch.context() as m:
@@ -404,7 +404,7 @@ def test_in_a_capture_nothing_is_checked(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [line["wrong"] for line in lines().values()] == [""]
 
 
-@each("how", ["compile", "vmap", "requires grad", "fake", "make_fx"])
+@for_each("how", ["compile", "vmap", "requires grad", "fake", "make_fx"])
 def test_the_first_call_comes_from(how: str) -> None:
     another_process()
     TABLE.store(dict.fromkeys(lines()))
@@ -428,7 +428,7 @@ def test_the_first_call_comes_from(how: str) -> None:
     assert torch.equal(result, nm.reference.prune(W, 2, 4)) and len(warned) == 1 and len(calls) == 1
 
 
-@each("mode", ["inference", "autocast", "deterministic", "bfloat16", "meta"])
+@for_each("mode", ["inference", "autocast", "deterministic", "bfloat16", "meta"])
 def test_modes(mode: str) -> None:
     """The check is the same in all of them."""
     another_process()

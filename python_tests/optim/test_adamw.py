@@ -6,8 +6,8 @@ import torch
 from nmkernels.ops import STATS
 from nmkernels.optim import PLAIN, MaskedAdamW, Target, UpdateRule, merge_stats
 from nmkernels.pattern import DtypeError, Pattern
-from python_tests.copies import WAYS, copied
-from python_tests.each import each
+from python_tests.copy_model import COPY_METHODS, copy_model
+from python_tests.for_each import for_each
 
 SHAPES = [(8, 16), (16,), (3, 4, 5), ()]
 
@@ -51,8 +51,8 @@ KEYWORDS = {
 }
 
 
-@each("dtype", [torch.float32, torch.float64])
-@each("case", KEYWORDS)
+@for_each("dtype", [torch.float32, torch.float64])
+@for_each("case", KEYWORDS)
 def test_equals_torch_adamw(case, dtype):
     keywords = KEYWORDS[case]
     mine, ours = run(lambda ps: MaskedAdamW(ps, **keywords), dtype=dtype)
@@ -99,7 +99,7 @@ def test_groups_and_parameters_without_gradients():
     assert [int(ours.state[p]["step"]) for p in (mine[0], mine[1], mine[3])] == [8, 5, 8]
 
 
-@each("dtype", [torch.bfloat16, torch.float16])
+@for_each("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_parameters_have_fp32_moments(dtype):
     ps, optimizer = run(lambda ps: MaskedAdamW(ps, lr=0.05), dtype=dtype)
     exact = params(dtype)
@@ -118,7 +118,7 @@ def test_16_bit_parameters_have_fp32_moments(dtype):
         assert torch.allclose(optimizer.state[p]["exp_avg_sq"], theirs.state[m]["exp_avg_sq"], rtol=1e-6)
 
 
-@each("unscale, clip", [(False, False), (True, False), (True, True)])
+@for_each("unscale, clip", [(False, False), (True, False), (True, True)])
 def test_a_scaler_changes_nothing_but_skips_what_is_not_finite(unscale, clip):
     def train(optimizer, ps, scaler):
         for t in range(8):
@@ -165,11 +165,11 @@ def test_refusals():
         MaskedAdamW(table.parameters()).step()
 
 
-@each("how", WAYS)
-def test_copies_train_on_alike(how):
+@for_each("how", COPY_METHODS)
+def test_copies_train_identically(how):
     ps, optimizer = run(lambda ps: MaskedAdamW(ps, lr=0.05), steps=3)
     optimizer.targets, optimizer.rule = {ps[0]: Target(Pattern("2:4"))}, UpdateRule(masked=True)
-    baselines, baseline = copied((ps, optimizer), how)
+    baselines, baseline = copy_model((ps, optimizer), how)
     # hooks and masks belong to the handle of the original
     assert baseline.targets == {} and baseline.rule is PLAIN
     for t in range(3):
@@ -207,9 +207,9 @@ def test_stats_count_maskable_parameters_only():
     assert optimizer.stats is None
 
 
-@each("lr", [0.1, torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.1, device="meta")], ids=["a", "b", "c"])
+@for_each("lr", [0.1, torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.1, device="meta")], ids=["a", "b", "c"])
 def test_scalars_are_not_copied_from_the_host(lr, monkeypatch):
-    """They stay where the host can hand them over; only beside a learning rate on another device are they made there."""
+    """They stay on the host; only with a learning rate on another device are they made there."""
     given = []
     monkeypatch.setattr("nmkernels.optim.adamw.masked_adamw_", lambda *args, **kwargs: given.append(args[5]))
     p = torch.nn.Parameter(torch.ones(4, device=getattr(lr, "device", "cpu")))

@@ -6,7 +6,7 @@ import torch
 from nmkernels import Pattern
 from nmkernels.optim import PLAIN, AnnealedAdamW, AnnealedRule, MaskedAdamW, Target
 from nmkernels.testing import equal_bits
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 F32, F64 = torch.float32, torch.float64
 HYPER = {"lr": 0.03, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
@@ -60,8 +60,8 @@ def by_hand(params, grads, second_moment="total", amsgrad=False, maximize=False)
     return out
 
 
-@each("extra", [{}, {"amsgrad": True}, {"maximize": True}])
-@each("second_moment", ["total", "gradient"])
+@for_each("extra", [{}, {"amsgrad": True}, {"maximize": True}])
+@for_each("second_moment", ["total", "gradient"])
 def test_annealed_update(second_moment, extra):
     grads, params = gradients(7), weights()
     want = by_hand(params, grads, second_moment, **extra)
@@ -86,7 +86,7 @@ def test_without_an_annealed_rule_it_is_masked_adamw():
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
-@each("dtype", [torch.bfloat16, torch.float16])
+@for_each("dtype", [torch.bfloat16, torch.float16])
 def test_moments_of_16_bit_parameters_are_fp32(dtype):
     grads, params = gradients(3, dtype), weights(dtype)
     opt = annealed(params)
@@ -96,7 +96,7 @@ def test_moments_of_16_bit_parameters_are_fp32(dtype):
         torch.testing.assert_close(a.double(), b, rtol=0.0, atol=0.05)
 
 
-def test_a_tensor_as_lr_a_scaler_s_numbers_and_the_largest_update():
+def test_tensor_lr_grad_scaler_and_clamped_update():
     grads, params = gradients(1), weights()
     want = by_hand(params, grads)
     opt = annealed(params)

@@ -9,15 +9,15 @@ from nmkernels.layouts import as_matrix, ordered
 from nmkernels.ops import STATS, masked_adamw_
 from nmkernels.optim import PLAIN, AnnealedRule, MaskedAdamW, Target, UpdateRule, adamw
 from nmkernels.pattern import NMError, Pattern, ShapeError
-from python_tests import plain
-from python_tests.each import each
+from python_tests import naive
+from python_tests.for_each import for_each
 
 LR, B1, B2, EPS, WD = 0.05, 0.9, 0.95, 1e-3, 0.1
 
 
 def one_step(rule, w, g, m, v, t):
     """The update of one tensor in float64, from the equations."""
-    kept = plain.mask(w, 2, 4)
+    kept = naive.mask(w, 2, 4)
     g = g + rule.decay * w * ~kept if rule.masked else g
     m = B1 * m + (1 - B1) * g
     v_new = v if rule.frozen else B2 * v + (1 - B2) * g * g
@@ -40,8 +40,8 @@ RULES = {
 }
 
 
-@each("transposed", [False, True])
-@each("case", RULES)
+@for_each("transposed", [False, True])
+@for_each("case", RULES)
 def test_update(case, transposed):
     rule = RULES[case]
     gen = torch.Generator().manual_seed(0)
@@ -55,19 +55,19 @@ def test_update(case, transposed):
         optimizer.rule = now
         g = torch.randn(8, 16, generator=gen, dtype=torch.float64)
         p.grad = g.t().clone() if transposed else g.clone()
-        before = plain.mask(w, 2, 4)
+        before = naive.mask(w, 2, 4)
         w, m, v = one_step(now, w, g, m, v, t)
         optimizer.step()
         got = p.detach().t() if transposed else p.detach()
         assert torch.allclose(got, w, rtol=1e-12, atol=1e-14)
         stats = dict(zip(STATS, optimizer.stats.tolist(), strict=True))
-        assert stats["flips"] == (int((plain.mask(w, 2, 4) ^ before).sum()) if rule.masked else 0)
+        assert stats["flips"] == (int((naive.mask(w, 2, 4) ^ before).sum()) if rule.masked else 0)
 
 
 STORED = {"conv2d": (4, 8, 3, 2), "experts": (3, 4, 8), "experts_t": (3, 8, 4)}
 
 
-@each("layout", list(STORED))
+@for_each("layout", list(STORED))
 def test_update_of_weights_that_are_no_matrices(layout):
     """Equal to the update of the matrix as a Parameter of its own, also where gradients and loaded moments are in another order."""
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ import torch
 
 from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import CheckpointError
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 
 def layer(dtype=torch.float32, features=8):
@@ -28,9 +28,9 @@ def same(a, b):
     return all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in b)
 
 
-@each("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@each("amsgrad", [False, True])
-@each("fused", [None, True])
+@for_each("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@for_each("amsgrad", [False, True])
+@for_each("fused", [None, True])
 def test_load_state_dict_keeps_dtypes(dtype, amsgrad, fused):
     a, b = layer(dtype), layer(dtype)
     first, second = (MaskedAdamW(m.parameters(), lr=0.01, amsgrad=amsgrad, fused=fused) for m in (a, b))
@@ -48,7 +48,7 @@ def test_load_state_dict_keeps_dtypes(dtype, amsgrad, fused):
     assert torch.equal(a.weight, b.weight) and torch.equal(a.bias, b.bias)
 
 
-@each("fused", [False, True])
+@for_each("fused", [False, True])
 def test_from_and_into_plain_adamw(fused):
     """The run goes on in the other optimizer as if nothing had happened."""
     for first, second in ((torch.optim.AdamW, MaskedAdamW), (MaskedAdamW, torch.optim.AdamW)):

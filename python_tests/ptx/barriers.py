@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from .block import Block
 
 STAY, STOP, AGAIN = "stay", "stop", "again"
-"""What an instruction's rule may return: wait here; go to the next and let others run; the threads were parted, choose anew."""
+"""What an instruction's rule may return: wait here; go to the next and let others run; the threads diverged, choose again."""
 
-Given = tuple[np.ndarray, np.ndarray]
+Clocks = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass
@@ -28,11 +28,11 @@ class Meeting:
     expected: int = 0
     came: int = 0
     turn: int = 0
-    given: Given | None = None
-    before: Given | None = None
+    clocks: Clocks | None = None
+    before: Clocks | None = None
     who: list[str] = field(default_factory=list)
 
-    def arrive(self, t: Threads, threads: int, expected: int, given: Given, text: str) -> None:
+    def arrive(self, t: Threads, threads: int, expected: int, clocks: Clocks, text: str) -> None:
         check(
             self.came == 0 or self.expected == expected,
             "wrong count",
@@ -41,10 +41,10 @@ class Meeting:
         self.expected = expected
         self.came += threads
         check(self.came <= expected, "wrong count", f"{self.name}: {self.came} threads came, {expected} are expected ({t.name}, {text})")
-        self.given = joined(self.given, given)
+        self.clocks = joined(self.clocks, clocks)
         self.who.append(t.name)
         if self.came == expected:
-            self.turn, self.came, self.before, self.given, self.who = self.turn + 1, 0, self.given, None, []
+            self.turn, self.came, self.before, self.clocks, self.who = self.turn + 1, 0, self.clocks, None, []
 
 
 @dataclass
@@ -81,8 +81,8 @@ class Mbarrier:
     tx: int = 0
     phase: int = 0
     agent: int = 0
-    given: Given | None = None
-    before: Given | None = None
+    clocks: Clocks | None = None
+    before: Clocks | None = None
 
     @property
     def name(self) -> str:
@@ -99,21 +99,21 @@ class Mbarrier:
         if self.tx == 0:
             self.phase += 1
             self.pending = self.count
-            self.before = joined(self.before, self.given)
+            self.before = joined(self.before, self.clocks)
             size = max(len(self.before[0]), self.agent + 1)
             self.before = joined(self.before, (np.zeros(size, np.int64), np.zeros(size, np.int64)))
             self.before[0][self.agent] = self.phase
-            self.given = None
+            self.clocks = None
             self.block.cluster.ended += 1
 
-    def arrive(self, count: int, given: Given, text: str) -> None:
+    def arrive(self, count: int, clocks: Clocks, text: str) -> None:
         check(
             self.pending >= count,
             "more arrivals than count",
             f"{self.name} of count {self.count}: phase {self.phase} has them all ({text})",
         )
         self.pending -= count
-        self.given = joined(self.given, given)
+        self.clocks = joined(self.clocks, clocks)
         self.end_phase(text)
 
     def complete(self, size: int, text: str) -> None:
@@ -188,7 +188,7 @@ def mbarrier(t: Threads, ins: Instruction) -> Any:
         if not active.size:
             continue
         row = t.block.rows(t).start + warp
-        given = t.block.order.release(slice(row, row + 1))
+        clocks = t.block.order.release(slice(row, row + 1))
         for lane in active:
             barrier = _barrier(t, int(where[lane]), ins.text)
             t.block.cluster.remote_use(row, barrier.block, t.block, ins.text)
@@ -196,7 +196,7 @@ def mbarrier(t: Threads, ins: Instruction) -> Any:
                 barrier.tx += int(amount[lane])
                 check(abs(barrier.tx) < 1 << 20, "tx overflow", f"{barrier.name}: tx-count {barrier.tx} ({ins.text})")
             if what == "arrive":
-                barrier.arrive(1 if "expect_tx" in ins.mods else int(amount[lane]), given, ins.text)
+                barrier.arrive(1 if "expect_tx" in ins.mods else int(amount[lane]), clocks, ins.text)
             elif what == "complete_tx":
                 barrier.complete(int(amount[lane]), ins.text)
     return STOP if t.block.cluster.ended > ended and t.block.cluster.eager else None
@@ -234,22 +234,22 @@ def _wait(t: Threads, ins: Instruction) -> Any:
         phase = barrier.phase if barrier.phase & 1 == phase else barrier.phase - 1
     key = (barrier, phase, ins)
     if barrier.phase > phase:
-        if key != t.asked and t.block.cluster.refuses():
-            t.asked = key
+        if key != t.refused and t.block.cluster.refuses():
+            t.refused = key
             write(t, target, np.zeros((), bool))
             return None
-        t.asked = ()
+        t.refused = ()
         write(t, target, np.ones((), bool))
         if barrier.before is not None:
             t.block.order.acquire(t.block.rows(t), barrier.before)
         return None
-    if t.asked == key or t.at is not None:
+    if t.refused == key or t.at is not None:
         if t.first + 1 < t.last and t.at is not None:
             t.block.cluster.part_warps(t)
             return AGAIN
         t.wait = AtPhase(barrier, phase)
         return STAY
-    t.asked = key
+    t.refused = key
     write(t, target, np.zeros((), bool))
     return None
 
@@ -292,13 +292,13 @@ def _cluster(t: Threads, ins: Instruction) -> Any:
         t.block.cluster.part_warps(t)
         return AGAIN
     if "arrive" in ins.mods:
-        given = t.block.order.release(t.block.rows(t))
+        clocks = t.block.order.release(t.block.rows(t))
         for row in range(t.block.rows(t).start, t.block.rows(t).stop):
             check(row not in t.block.cluster.arrived, "barrier.cluster", f"{t.name} arrives twice without a wait ({ins.text})")
             t.block.cluster.arrived[row] = meeting.turn
         if "relaxed" in ins.mods:
-            given = (np.zeros_like(given[0]), np.zeros_like(given[1]))
-        meeting.arrive(t, t.count, t.block.cluster.threads, given, ins.text)
+            clocks = (np.zeros_like(clocks[0]), np.zeros_like(clocks[1]))
+        meeting.arrive(t, t.count, t.block.cluster.threads, clocks, ins.text)
         return None
     rows = range(t.block.rows(t).start, t.block.rows(t).stop)
     turns = {t.block.cluster.arrived.pop(row, None) for row in rows}

@@ -127,10 +127,10 @@ class Block:
 
 
 class Cluster:
-    """Blocks that run together, and what they have under way.
+    """Blocks that run together, and their asynchronous operations.
 
-    ``mode``: "earliest": what a thread starts happens at once, and whoever a barrier releases runs first. "latest": it happens when it is
-    waited for, or nothing else can run, and its destination holds NaN till then. A number: at random, by that seed.
+    ``mode``: "earliest": an operation happens at once, and the threads that a barrier releases run first. "latest": it happens when it is
+    waited for, or nothing else can run, and its destination holds NaN until then. A number: at random, by that seed.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Cluster:
     def piece(t: Threads, first: int, last: int, pc: int | None = None) -> Threads:
         """Some warps of a group."""
         made = Threads(t.block, first, last, t.pc if pc is None else pc)
-        made.asked = t.asked
+        made.refused = t.refused
         if t.at is not None:
             at = t.at[WARP * (first - t.first) : WARP * (last - t.first)]
             if (at == at[0]).all():

@@ -101,8 +101,8 @@ class Machine:
             same = a.at is None and b.at is None and a.pc == b.pc and a.alone != a.pc != b.alone
             if near and same and a in ready and b in ready:
                 both = Threads(a.block, a.first, b.last, a.pc)
-                if a.asked == b.asked:
-                    both.asked = a.asked
+                if a.refused == b.refused:
+                    both.refused = a.refused
                 running[i : i + 2] = [both]
                 ready.add(both)
                 changed = True

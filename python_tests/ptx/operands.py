@@ -94,7 +94,7 @@ class Threads:
         """Where these warps were parted from others: they are not joined again before they have moved."""
         self.wait: Any = None
         """What the threads wait for: None, or an object that has ``over()``."""
-        self.asked: tuple[Any, ...] = ()
+        self.refused: tuple[Any, ...] = ()
         """The wait that has just been refused once: a second refusal in a row blocks."""
 
     @property

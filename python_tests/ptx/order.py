@@ -81,7 +81,7 @@ class Order:
         np.maximum(self.fenced[rows, :size], given[1], out=self.fenced[rows, :size])
 
     def fence(self, rows: slice) -> None:
-        """The generic writes of these warps, so far, become visible to the async proxy for whoever is ordered after this."""
+        """The generic writes of these warps, so far, become visible to the async proxy for all that is ordered after this."""
         mine = self.rows[rows]
         self.fenced[mine, mine + 1] = self.seen[mine, mine + 1]
         # copies by cp.async that a warp has waited for are generic writes of its own

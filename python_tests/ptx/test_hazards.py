@@ -107,7 +107,7 @@ def test_a_hazard(name: str, mode: str | int) -> None:
         run(body, mode)
 
 
-def test_a_remote_arrive_that_nobody_waits_for() -> None:
+def test_a_remote_arrive_without_a_wait() -> None:
     """The other block may be gone."""
     remote = "mapa.shared::cluster.u32 %r8, %r4, 1; @!%p1 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r8];"
     both = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"

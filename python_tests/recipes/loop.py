@@ -105,7 +105,7 @@ class Adam:
 
 @dataclass
 class Step:
-    """What STEP may be told; None for STE and SR-STE."""
+    """The arguments of STEP; None for STE and SR-STE."""
 
     switch: str = "arithmetic"
     t_min: int = 5

@@ -5,7 +5,7 @@ from itertools import combinations
 from python_tests.recipes.loop import SPARSE, optimize, top_n
 
 
-def kept(w, columns, n=2):
+def magnitude_kept(w, columns, n=2):
     """Σ of the n largest magnitudes of each row among ``columns``."""
     return w[:, columns].abs().sort(dim=1, descending=True).values[:, :n].sum().item()
 
@@ -19,8 +19,8 @@ def climb(w, m=4):
             both = stripes[a] + stripes[b]
             ways = [[0, *rest] for rest in combinations(range(1, 2 * m), m - 1)]
             splits = [([both[i] for i in way], [both[i] for i in range(2 * m) if i not in way]) for way in ways]
-            gain, first, second = max(((kept(w, p) + kept(w, q), p, q) for p, q in splits), key=lambda offer: offer[0])
-            offers.append((gain - kept(w, stripes[a]) - kept(w, stripes[b]), a, b, first, second))
+            gain, first, second = max(((magnitude_kept(w, p) + magnitude_kept(w, q), p, q) for p, q in splits), key=lambda offer: offer[0])
+            offers.append((gain - magnitude_kept(w, stripes[a]) - magnitude_kept(w, stripes[b]), a, b, first, second))
         taken = set()
         for gain, a, b, first, second in sorted(offers, key=lambda offer: -offer[0]):
             if gain > 1e-9 * w.abs().sum() and not taken & {a, b}:

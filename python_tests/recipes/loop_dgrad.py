@@ -61,7 +61,7 @@ def bimask(params, data, recipe):
 
 
 def slope(params, data, recipe, first=None):
-    """Masks of the initial weight; ``columns`` of it anew every so many steps; adapters from step ``first`` on."""
+    """Masks of the initial weight; column masks renewed every ``columns`` steps; adapters from step ``first`` on."""
     n, m, rank, params, rows, cols = recipe.pattern.n, recipe.pattern.m, recipe.rank, dict(params), {}, {}
     for k in SPARSE:
         rows[k], layer = top_n(params[k], n, m), k.removesuffix(".weight")

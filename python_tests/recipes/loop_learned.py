@@ -1,4 +1,4 @@
-"""An independent loop for methods that learn a choice of combinations beside, or instead of, the weights.
+"""An independent loop for methods that learn a choice of combinations in addition to, or instead of, the weights.
 
 Plain torch and its autograd, from the papers' equations; of the package only what replays random draws. MaskLLM: Fang et al., NeurIPS
 2024, arXiv 2409.17481. LBC: Zhang et al., NeurIPS 2022, arXiv 2206.06662.

@@ -37,7 +37,7 @@ def polish(w, v, strength):
 
 
 def brute(v, strength, starts=8, sweeps=60, seed=0):
-    """The proximal step of rows of four: the best of what many descents find, with every pair kept as it is beside them."""
+    """The proximal step of rows of four: the best of many descents, and of keeping every pair unchanged."""
     size, random = v.abs(), torch.Generator().manual_seed(seed)
     points = [size * 0, size / 2, size, *(size * torch.rand(size.shape, generator=random, dtype=size.dtype) for _ in range(starts))]
     orders = list(itertools.permutations(range(4)))

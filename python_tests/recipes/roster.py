@@ -32,9 +32,9 @@ from nmkernels.recipes import (
     SLoPe,
 )
 from python_tests.recipes import loop_dgrad
+from python_tests.recipes import loop_effective as effective
 from python_tests.recipes import loop_layerwise as layerwise
 from python_tests.recipes import loop_learned as learned
-from python_tests.recipes import loop_used as used
 from python_tests.recipes.loop import SPARSE, Adam, Step, train
 from python_tests.recipes.loop_act24 import act24
 from python_tests.recipes.loop_asp import asp
@@ -88,7 +88,7 @@ def hard(decay: float = 0.0, step: Step | None = None, n: int = 2) -> Any:
 
 def thawed(params: dict[str, Any], data: list[Any], streams: Any) -> dict[str, Any]:
     """Seven dense steps, then STE; Adam knows nothing of it."""
-    return used.sdgf(params, data, [(2, 4)], [7])
+    return effective.sdgf(params, data, [(2, 4)], [7])
 
 
 def by(recipe: Recipe, loop: Any, *args: Any, cuts: tuple[int, ...] = (7,), tied: bool = False) -> Entry:
@@ -99,11 +99,11 @@ def by(recipe: Recipe, loop: Any, *args: Any, cuts: tuple[int, ...] = (7,), tied
 def mdgf(recipe: MdGf, dense: int, fine_tune: int) -> Entry:
     n, m, chain = recipe.pattern.n, recipe.pattern.m, recipe.gradient == "chain"
     args = n, m, recipe.schedule, dense, fine_tune, STEPS, recipe.residual, chain, recipe.levels
-    return Entry(recipe, lambda p, d, s: used.mdgf(p, d, *args), (2, 4, 9, 17))
+    return Entry(recipe, lambda p, d, s: effective.mdgf(p, d, *args), (2, 4, 9, 17))
 
 
 def sdgf(recipe: SdGf, frames: list[tuple[int, int]], starts: list[int]) -> Entry:
-    return Entry(recipe, lambda p, d, s: used.sdgf(p, d, frames, starts, recipe.gradient == "chain"), (2, 4, 9, 17))
+    return Entry(recipe, lambda p, d, s: effective.sdgf(p, d, frames, starts, recipe.gradient == "chain"), (2, 4, 9, 17))
 
 
 AT = 6
@@ -132,10 +132,10 @@ ROSTER = {
     "step_thawed": Entry(STEP("2:4", STEPS, switch="fixed", start=7, freeze=False), thawed, (5, 8, 12)),
     "step_srste": Entry(STEP("2:4", t_min=2, t_max=7, threshold=1e-30, inner=SRSTE(decay=0.1)), hard(0.1, SWITCH), (5, 8, 12)),
     "step_mdgf": stepped(
-        "1:8", "mdgf(end=10)", lambda p, d, step: used.mdgf(p, d, 1, 8, "exponential", 0, 4, 14, 2.5e-3, False, step=step)
+        "1:8", "mdgf(end=10)", lambda p, d, step: effective.mdgf(p, d, 1, 8, "exponential", 0, 4, 14, 2.5e-3, False, step=step)
     ),
-    "step_sdgf": stepped("1:4", "sdgf", lambda p, d, step: used.sdgf(p, d, [(3, 4), (2, 4), (1, 4)], [0, 5, 9], step=step)),
-    "step_sste": stepped("2:4", "sste(mvue=None)", lambda p, d, step: used.sste(p, d, 2, 4, step=step)),
+    "step_sdgf": stepped("1:4", "sdgf", lambda p, d, step: effective.sdgf(p, d, [(3, 4), (2, 4), (1, 4)], [0, 5, 9], step=step)),
+    "step_sste": stepped("2:4", "sste(mvue=None)", lambda p, d, step: effective.sste(p, d, 2, 4, step=step)),
     "step_layerwise": stepped(
         "2:8",
         "layerwise(inner=ste, rule=magnitude)",
@@ -154,7 +154,7 @@ ROSTER = {
     ),
     "layerwise_sdgf": Entry(
         LayerWise("2:8", STEPS, inner="sdgf", rule="magnitude", choices="all"),
-        lambda p, d, s: used.sdgf(
+        lambda p, d, s: effective.sdgf(
             p, d, [(7, 8), (4, 8), (2, 8)], [0, 7, 13], last=layerwise.magnitude({k: p[k] for k in SPARSE}, range(1, 8), 8, 0.25)
         ),
         (3, 9, 15),
@@ -163,10 +163,10 @@ ROSTER = {
     "asp": Entry(ASP("2:4"), lambda p, d, s: asp(p, d)),
     "asp_permute": Entry(ASP("2:4", permute=True, escapes=0), lambda p, d, s: asp(p, d, permute=True)),
     "asp_permute_late": Entry(ASP("2:4", permute=True, escapes=0, start=6), lambda p, d, s: asp(p, d, 6, permute=True), (3, 6, 9)),
-    "sste_dense_wgrad": Entry(SSTE("2:4", mvue=None), lambda p, d, s: used.sste(p, d, 2, 4)),
-    "sste": Entry(SSTE("2:4", seed=1), lambda p, d, s: used.sste(p, d, 2, 4, s)),
-    "sste_approx": Entry(SSTE("1:4", mvue="approx", seed=1), lambda p, d, s: used.sste(p, d, 1, 4, s, "approx")),
-    "sste_biased": Entry(SSTE("2:4", mvue="magnitude", seed=1), lambda p, d, s: used.sste(p, d, 2, 4, s, "magnitude")),
+    "sste_dense_wgrad": Entry(SSTE("2:4", mvue=None), lambda p, d, s: effective.sste(p, d, 2, 4)),
+    "sste": Entry(SSTE("2:4", seed=1), lambda p, d, s: effective.sste(p, d, 2, 4, s)),
+    "sste_approx": Entry(SSTE("1:4", mvue="approx", seed=1), lambda p, d, s: effective.sste(p, d, 1, 4, s, "approx")),
+    "sste_biased": Entry(SSTE("2:4", mvue="magnitude", seed=1), lambda p, d, s: effective.sste(p, d, 2, 4, s, "magnitude")),
     "mdgf": mdgf(MdGf("1:8", STEPS), 0, 0),
     "mdgf_tail": mdgf(MdGf("1:4", STEPS, start=4, end=0.8), 4, 4),
     "mdgf_chain": mdgf(MdGf("1:8", STEPS, end=0.75, gradient="chain"), 0, 5),
@@ -191,10 +191,10 @@ ROSTER = {
     "ast_gradient": Entry(
         AST("1:8", decay=0.2, end=0, every=7, second_moment="gradient"), lambda p, d, s: ast(p, d, 1, 8, 0.2, 0, 7, total=False)
     ),
-    "complementary": Entry(Complementary("1:4"), lambda p, d, s: used.complementary(p, d, 1, 4)),
-    "complementary_decay": Entry(Complementary("2:4", decay=0.1), lambda p, d, s: used.complementary(p, d, 2, 4, decay=0.1)),
+    "complementary": Entry(Complementary("1:4"), lambda p, d, s: effective.complementary(p, d, 1, 4)),
+    "complementary_decay": Entry(Complementary("2:4", decay=0.1), lambda p, d, s: effective.complementary(p, d, 2, 4, decay=0.1)),
     "complementary_blocks": Entry(
-        Complementary("2:8", spacing=2, gradient="chain"), lambda p, d, s: used.complementary(p, d, 2, 8, 2, chain=True)
+        Complementary("2:8", spacing=2, gradient="chain"), lambda p, d, s: effective.complementary(p, d, 2, 8, 2, chain=True)
     ),
     "maxq": by(MaxQ("2:4", STEPS, end=15, decay=0.1), maxq, 0, 15, cuts=(7, 15)),
     "maxq_cubic": by(MaxQ("1:4", STEPS, schedule="cubic", start=4, end=0.8, tau=0.1, kernel=True), maxq, 4, 16, cuts=(2, 9)),
@@ -212,7 +212,7 @@ ROSTER = {
     ),
     "tsrste": Entry(FST("2:4", mvue=None, end=None, every=1, decay=0.1), lambda p, d, s: fst(p, d, 2, 4, 1, 0.1)),
     "srste_packed": Entry(SRSTE("2:4", decay=0.1, packed=True), hard(0.1)),
-    "sste_packed": Entry(SSTE("2:4", seed=1, packed=True), lambda p, d, s: used.sste(p, d, 2, 4, s)),
+    "sste_packed": Entry(SSTE("2:4", seed=1, packed=True), lambda p, d, s: effective.sste(p, d, 2, 4, s)),
     "act24": Entry(Activation24("2:4", STEPS, start=0.25), lambda p, d, s: act24(p, d, 2, 4, 5), (3, 5, 9)),
     "act24_ste": Entry(Activation24("1:4", STEPS, start=0, gradient="ste"), lambda p, d, s: act24(p, d, 1, 4, 0, "ste")),
 }

@@ -10,10 +10,10 @@ from nmkernels.autograd import SplitRule, split
 from nmkernels.nn import SquaredReLU, SquaredReLUMLP
 from nmkernels.pattern import Pattern
 from nmkernels.recipes import Activation24
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.recipes.loop import Adam, batches, distance, snapshot
 from python_tests.recipes.loop_act24 import activation
-from python_tests.recipes.running import F32, F64, net, start, train
+from python_tests.recipes.training import F32, F64, net, start, train
 
 
 def rules(model):
@@ -32,8 +32,8 @@ def test_rules_inside_the_preview_and_after_the_end():
     assert rules(model) == {handle.run.hooks.final} and type(model[0]) is nn.Linear
 
 
-@each("recipe, during", [("srste:2:4", "1:4"), (Activation24("2:4", 12, start=0), "2:4")])
-def test_remove_gives_back_the_rule_that_was_there_and_other_recipes_leave_it(recipe, during):
+@for_each("recipe, during", [("srste:2:4", "1:4"), (Activation24("2:4", 12, start=0), "2:4")])
+def test_remove_restores_the_previous_rule(recipe, during):
     model = net(Activation24("2:4", start=0), F32)
     model[1] = SquaredReLU("1:4")
     handle = nm.sparsify_(model, recipe)

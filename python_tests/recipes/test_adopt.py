@@ -21,15 +21,15 @@ def build(sparse: bool, pattern: str = "2:4") -> nn.Sequential:
 
 def train(model: nn.Module, recipe: R.Recipe) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
     handle = nm.sparsify_(model, recipe)
-    optimizer, told = handle.attach(recipe.optimizer(model.parameters(), lr=1e-2)), []
+    optimizer, metrics = handle.attach(recipe.optimizer(model.parameters(), lr=1e-2)), []
     for step in range(8):
         x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), x).backward()
         optimizer.step()
-        told.append({name: float(value) for name, value in handle.metrics().items()})
+        metrics.append({name: float(value) for name, value in handle.metrics().items()})
     handle.finish()
-    return model.state_dict(), told
+    return model.state_dict(), metrics
 
 
 @pytest.mark.parametrize(
@@ -38,12 +38,12 @@ def train(model: nn.Module, recipe: R.Recipe) -> tuple[dict[str, torch.Tensor], 
     ids=lambda recipe: recipe.name,
 )
 def test_it_trains_as_if_it_had_been_dense(recipe: R.Recipe) -> None:
-    (want, figures), (got, told) = train(build(False), recipe), train(build(True), recipe)
+    (want, figures), (got, metrics) = train(build(False), recipe), train(build(True), recipe)
     assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want)
-    assert str(told) == str(figures)
+    assert str(metrics) == str(figures)
 
 
-def test_the_report_says_so_and_remove_gives_dense_layers() -> None:
+def test_report_and_remove() -> None:
     model = build(True)
     handle = nm.sparsify_(model, "srste:2:4")
     assert list(handle.layers) == ["0", "2"] and all(entry.sparse for entry in handle.report.entries if entry.linear)

@@ -9,9 +9,9 @@ import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import ASP
 from nmkernels.recipes.sparsify import select
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.recipes.loop import SPARSE, Adam, batches, distance, gradients, loss_of, mlp, snapshot, top_n
-from python_tests.recipes.running import train
+from python_tests.recipes.training import train
 
 MAKERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1),
@@ -79,7 +79,7 @@ def test_wanda_scores_by_hand():
     assert torch.equal(model[0].weight.detach(), w * mask) and not torch.equal(mask, top_n(w, 1, 4))
 
 
-@each("score, said", [("wanda", r"seen none for 0.*calibrate"), ("existing", r"'0' is not 2:4")])
+@for_each("score, said", [("wanda", r"seen none for 0.*calibrate"), ("existing", r"'0' is not 2:4")])
 def test_without_calibration_or_zeros_it_raises_everywhere(score, said):
     model = mlp()
     handle, optimizer = nm.sparsify_(model, ASP("2:4", score=score)), MAKERS["sgd"](model.parameters())
@@ -110,7 +110,7 @@ def test_existing_adopts_the_zeros():
 SEEN = "ranks weights by what linear layers have seen"
 
 
-@each(
+@for_each(
     "options, linear_only, whole",
     [
         ({}, "", ""),

@@ -8,10 +8,10 @@ import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import RecipeError, ShapeError
 from nmkernels.recipes import AST, STEP, distill_loss
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
 from python_tests.recipes.loop_ast import ast
-from python_tests.recipes.running import F64, start, train
+from python_tests.recipes.training import F64, start, train
 
 
 def test_the_figures_tell_the_decay():
@@ -21,7 +21,7 @@ def test_the_figures_tell_the_decay():
     assert seen == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.5, 0.5]) and handle.metrics()["decay_ratio"] > 0
 
 
-@each("recipe, way", [(AST(total_steps=10), "AnnealedAdamW"), (STEP(total_steps=10), "MaskedAdamW")])
+@for_each("recipe, way", [(AST(total_steps=10), "AnnealedAdamW"), (STEP(total_steps=10), "MaskedAdamW")])
 def test_other_optimizers_are_refused_with_the_way_out(recipe, way):
     for make in (torch.optim.AdamW, torch.optim.SGD, *([MaskedAdamW] if way != "MaskedAdamW" else [])):
         with pytest.raises(RecipeError, match=rf"handle.attach\(nm.optim.{way}\(model.parameters\(\), lr=\.\.\.\)\)"):
@@ -56,7 +56,7 @@ def test_distill_loss_by_hand():
     torch.testing.assert_close(distill_loss(student, teacher, labels, temperature=3.0, weight=0.75), want)
 
 
-def test_default_weights_are_a_third_and_two_thirds_and_the_teacher_learns_nothing():
+def test_default_loss_weights_and_frozen_teacher():
     """To equal logits the divergence is 0, its least, and leaves a third of the cross-entropy."""
     student, teacher = logits(4, 5).requires_grad_(), logits(4, 5).requires_grad_()
     got = distill_loss(student, teacher, torch.arange(4))
@@ -67,7 +67,7 @@ def test_default_weights_are_a_third_and_two_thirds_and_the_teacher_learns_nothi
     assert teacher.grad is None
 
 
-@each(
+@for_each(
     "change, error, complaint",
     [
         ({"temperature": 0.0}, RecipeError, "temperature"),

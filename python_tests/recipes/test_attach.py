@@ -10,9 +10,9 @@ import nmkernels as nm
 from nmkernels import dispatch
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import SRSTE
-from python_tests.recipes import running
+from python_tests.recipes import training
 from python_tests.recipes.loop import Adam, batches, loss_of, mlp, top_n
-from python_tests.recipes.running import step
+from python_tests.recipes.training import step
 
 F32 = torch.float32
 KEYWORDS = Adam().keywords
@@ -20,7 +20,7 @@ MAKERS = {"masked_adamw": MaskedAdamW, "adamw": torch.optim.AdamW, "fused_adamw"
 
 
 def start(recipe, maker):
-    return running.start(recipe, F32, make=MAKERS[maker])
+    return training.start(recipe, F32, make=MAKERS[maker])
 
 
 @pytest.mark.parametrize("maker", MAKERS)
@@ -43,7 +43,7 @@ def test_frozen_layers(maker):
     """A frozen layer stays as it is, is used masked, does not count, and joins in when it is unfrozen."""
     model = mlp()
     model[0].weight.requires_grad_(False)
-    model, handle, optimizer = running.start(SRSTE(decay=0.1), model=model, make=MAKERS[maker])
+    model, handle, optimizer = training.start(SRSTE(decay=0.1), model=model, make=MAKERS[maker])
     frozen = model[0].weight.detach().clone()
     for t, batch in enumerate(batches(6)):
         if t == 3:
@@ -58,7 +58,7 @@ def test_frozen_layers(maker):
     assert not torch.equal(model[0].weight, frozen)
 
 
-def test_one_fused_call_per_group_and_kind_and_one_prune_per_layer_and_step(monkeypatch):
+def test_calls_per_step(monkeypatch):
     """The optimizer's pass masks, decays and counts; nothing else masks but the one copy of each layer."""
     calls, decide = Counter(), dispatch.decide
     # nothing lasts, so every call decides

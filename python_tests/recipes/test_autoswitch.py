@@ -8,7 +8,7 @@ import torch
 from nmkernels.ops import STATS
 from nmkernels.recipes import STEP, Observed
 from nmkernels.recipes.methods.step import REASONS, window
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 GROUP = {"eps": 1e-8, "betas": (0.9, 0.9)}  # a window of ten
 NUMEL = 50
@@ -41,20 +41,20 @@ def test_window_is_rounded():
     assert STEP(total_steps=10).first_state({"eps": 1e-8, "betas": (0.9, 0.999)})["ring"].numel() == 1000
 
 
-@each("changes, want, unchanged", [([0.5] * 30 + [0.0] * 20, 0.5, 20), ([0.0] * NUMEL, 0.0, NUMEL), ([1e-60] * NUMEL, 2.0**-149, 0)])
-def test_option_two_leaves_unchanged_weights_out_and_takes_the_smallest_number_at_least(changes, want, unchanged):
+@for_each("changes, want, unchanged", [([0.5] * 30 + [0.0] * 20, 0.5, 20), ([0.0] * NUMEL, 0.0, NUMEL), ([1e-60] * NUMEL, 2.0**-149, 0)])
+def test_option_two_skips_unchanged_weights(changes, want, unchanged):
     _, state = switch_step(STEP(switch="geometric", t_min=5, t_max=None), [seen(1, changes)])
     assert state["z_bar"].item() == pytest.approx(want, rel=1e-9) and state["v_unchanged"].item() == unchanged
 
 
-@each("low, high, small, want", [(5, 12, True, 6), (5, 12, False, 13), (0, 12, True, 1), (None, 3, False, 4), (None, None, True, 1)])
+@for_each("low, high, small, want", [(5, 12, True, 6), (5, 12, False, 13), (0, 12, True, 1), (None, 3, False, 4), (None, None, True, 1)])
 def test_bounds(low, high, small, want):
     """(Z̄ < ε and t > T_min) or t > T_max."""
     got, _ = switch_step(STEP(t_min=low, t_max=high), (seen(t, [1e-12 if small else 1.0] * NUMEL) for t in range(1, 40)))
     assert got == want
 
 
-@each("change, until, at, want", [(1e-12, 40, 6, "t_min"), (1.0, 40, 13, "t_max"), (1.4e-8, 6, 9, "test"), (1.5e-8, 9, 13, "test")])
+@for_each("change, until, at, want", [(1e-12, 40, 6, "t_min"), (1.0, 40, 13, "t_max"), (1.4e-8, 6, 9, "test"), (1.5e-8, 9, 13, "test")])
 def test_why_it_switched(change, until, at, want):
     """``until`` is the last step with a change; the mean over ten steps then falls below 1e-8."""
     recipe = STEP(t_min=5, t_max=12)

@@ -63,7 +63,7 @@ def test_the_base_has_few_members():
     assert len(members) <= 14, sorted(members)
 
 
-def test_a_recipe_without_stages_says_so():
+def test_a_recipe_without_stages_is_an_error():
     with pytest.raises(nm.RecipeError, match="Recipe defines no stage"):
         nm.sparsify_(mlp(), Recipe("2:4"))
 

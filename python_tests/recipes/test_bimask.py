@@ -6,7 +6,7 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.recipes import BiMask
 from python_tests.recipes.loop import batches
-from python_tests.recipes.running import start
+from python_tests.recipes.training import start
 
 
 def test_layers_and_seeds_have_permutations_of_their_own():

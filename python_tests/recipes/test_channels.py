@@ -12,7 +12,7 @@ from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import ASP, search_permutation
 from nmkernels.recipes.methods import permutation
 from python_tests.recipes.loop import batches, distance, mlp, snapshot
-from python_tests.recipes.running import F32, start, through_a_file, train
+from python_tests.recipes.training import F32, start, through_a_file, train
 
 DATA = batches(20)
 FEW = 3
@@ -99,7 +99,7 @@ def test_one_shot(late):
     assert torch.equal(orders(before, snapshot(model)), search_permutation(before["2.weight"], escapes=FEW).order)
 
 
-def test_in_the_dense_phase_the_order_stays_and_after_a_resume_the_report_tells():
+def test_channel_order_in_the_dense_phase_and_after_resume():
     recipe = ASP("2:4", permute=True, escapes=FEW, start=3)
     model, handle, optimizer = start(recipe)
     train(model, optimizer, DATA[:2])

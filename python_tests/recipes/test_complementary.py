@@ -8,13 +8,13 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.recipes import STEP, Complementary
 from nmkernels.recipes.contrib.complementary import StrideMask
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.recipes.loop import mlp, snapshot
-from python_tests.recipes.loop_used import spaced
-from python_tests.recipes.running import DATA, DATA32, F32, run
+from python_tests.recipes.loop_effective import spaced
+from python_tests.recipes.training import DATA, DATA32, F32, run
 
 
-@each("spacing", [None, 1, 2])
+@for_each("spacing", [None, 1, 2])
 def test_every_group_keeps_its_largest_and_of_ties_the_first(spacing):
     for pattern in ["1:2", "2:4", "1:4", "2:8"]:
         p, w = nm.Pattern(pattern), torch.randn(6, 32, dtype=torch.float64).index_fill(0, torch.tensor(5), 0.0)
@@ -67,7 +67,7 @@ class Two(nn.Module):
         return self.b(h) + self.c(h)
 
 
-@each("disagree", [True, False])
+@for_each("disagree", [True, False])
 def test_two_readers_that_disagree_keep_their_own_order(disagree):
     model, x = Two().double(), torch.randn(3, 16, dtype=torch.float64)
     handle = nm.sparsify_(model, Complementary("2:4"), filter_fn=lambda module, name: name in ("b", "c" if disagree else "b"))

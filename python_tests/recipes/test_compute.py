@@ -34,7 +34,7 @@ def test_step_on_a_gpt_by_hand():
     assert [p.name for p in cost.layers if not p.sparse] == ["lm_head"] and len(cost.layers) == 9
 
 
-def test_a_known_switch_replaces_its_bound_and_an_unfit_layer_is_dense():
+def test_flops_after_the_switch_and_of_dense_layers():
     one = {"fc": (64, 64)}
     known = nm.flops(one, STEP("2:4", total_steps=100), 100, switch_step=20)
     assert known.training == 2 * 64 * 64 * (20 * 3 + 80 * 2.5)
@@ -90,7 +90,7 @@ def test_layers_with_patterns_of_their_own():
     assert inner.pattern == inner.inner.pattern == nm.Pattern("1:8")
 
 
-def test_what_is_no_plain_linear_layer():
+def test_layers_other_than_plain_linear():
     """Attention's own projections are counted dense; how many tokens reach an expert only ``rows`` can say."""
     experts = nn.Module()
     experts.up = nn.Parameter(torch.zeros(4, 32, 64))
@@ -109,7 +109,7 @@ def test_a_frozen_layer_has_no_weight_gradient():
     assert [p.dense_training for p in cost.layers] == [2 * 32 * 32 * 2, 2 * 32 * 32 * 3]
 
 
-def test_every_form_of_a_model_counts_alike_and_is_left_alone():
+def test_every_form_of_a_model_counts_the_same():
     model, recipe = gpt(), SRSTE("1:8")
     chosen = lambda m, name: "mlp" in name  # noqa: E731
     before = copy.deepcopy(model.state_dict())

@@ -11,11 +11,11 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.nn import ADAPTER
 from nmkernels.recipes.compose import deployed
-from python_tests.copies import WAYS, copied
-from python_tests.recipes import running
+from python_tests.copy_model import COPY_METHODS, copy_model
+from python_tests.recipes import training
 from python_tests.recipes.loop import Adam, distance, loss_of, mlp, snapshot
 from python_tests.recipes.roster import ROSTER, STEPS, SWITCH
-from python_tests.recipes.running import DATA, DATA32, F32, figures, net, optimizer_of, run, start, step, through_a_file
+from python_tests.recipes.training import DATA, DATA32, F32, metrics_of, net, optimizer_of, run, start, step, through_a_file
 
 ENTRIES = pytest.mark.parametrize("entry", ROSTER.values(), ids=ROSTER.keys())
 FIRST = {entry.recipe.name: key for key, entry in reversed(ROSTER.items())}
@@ -34,9 +34,9 @@ ENDING = pytest.mark.filterwarnings("ignore:finish. the recipe")
 @ENTRIES
 def test_trajectory(entry):
     model, handle, optimizer = start(entry.recipe)
-    params = {**snapshot(mlp()), **running.learned_part(model)}
+    params = {**snapshot(mlp()), **training.learned_part(model)}
     streams = {f"{name}.weight": int(layer.seed[0]) for name, layer in handle.layers.items()} if entry.draws else None
-    running.train(model, optimizer, DATA)
+    training.train(model, optimizer, DATA)
     assert distance(snapshot(model), entry.loop(params, DATA, streams)) < 1e-10
     assert SWITCH.t_max < STEPS / 2, "the switch lies inside"
 
@@ -62,7 +62,7 @@ def test_accumulation_is_the_whole_batch(entry):
 
 @pytest.mark.quick(3)
 @KINDS
-def test_a_scaler_changes_nothing_and_a_step_that_it_skips_neither(entry):
+def test_grad_scaler_and_skipped_steps(entry):
     makers = [entry.recipe.optimizer, *([torch.optim.AdamW, FUSED] if entry.any_optimizer else ())]
     for make, scale in itertools.product(makers, (1.0, 256.0)):
         model, handle, optimizer = start(entry.recipe, F32, make=make)
@@ -81,10 +81,10 @@ def test_a_scaler_changes_nothing_and_a_step_that_it_skips_neither(entry):
             else:
                 taken.append((x, y))
         if scale == 1.0:
-            want, said = snapshot(model), figures(handle)
+            want, said = snapshot(model), metrics_of(handle)
             other, theirs, _ = run(entry.recipe, F32, taken, make=make)
-            assert entry.draws or (distance(snapshot(other), want) < 1e-5 and figures(theirs) == pytest.approx(said, rel=1e-3, abs=1e-6))
-        assert distance(snapshot(model), want) < 1e-5 and figures(handle) == pytest.approx(said, rel=1e-3, abs=1e-6)
+            assert entry.draws or (distance(snapshot(other), want) < 1e-5 and metrics_of(theirs) == pytest.approx(said, rel=1e-3, abs=1e-6))
+        assert distance(snapshot(model), want) < 1e-5 and metrics_of(handle) == pytest.approx(said, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.quick(4)
@@ -126,21 +126,21 @@ def test_resume_is_bit_for_bit(entry):
         }
         for action in order:
             actions[action]()
-        running.train(model, optimizer, DATA32[cut:])
-        running.train(other, theirs, DATA32[cut:])
+        training.train(model, optimizer, DATA32[cut:])
+        training.train(other, theirs, DATA32[cut:])
         assert distance(snapshot(other), snapshot(model)) == 0.0
-        assert figures(again) == figures(handle) and again.state.keys() == handle.state.keys()
+        assert metrics_of(again) == metrics_of(handle) and again.state.keys() == handle.state.keys()
 
 
 @KINDS
-def test_dense_checkpoint_loads_strictly_and_a_copied_model_computes_the_same(entry):
+def test_dense_checkpoint_and_model_copies(entry):
     model, _, optimizer = start(entry.recipe, F32)
     model.load_state_dict(mlp(seed=3).state_dict())
     assert all(".nm_" in key for key in set(model.state_dict()) - set(mlp().state_dict()))
     for batch in DATA32[:9]:
         step(model, optimizer, batch)
     x = DATA32[0][0]
-    want, baselines = model(x), [copied(model, how) for how in WAYS]
+    want, baselines = model(x), [copy_model(model, how) for how in COPY_METHODS]
     step(model, optimizer, DATA32[9])
     assert all(torch.equal(baseline(x), want) for baseline in baselines) and not torch.equal(model(x), want)
 
@@ -192,7 +192,7 @@ def test_finish_before_the_end_leaves_what_was_previewed(entry):
 @KINDS
 def test_remove_gives_the_dense_model_back(entry):
     model, handle, optimizer = run(entry.recipe, F32, DATA32[:9])
-    before, params = running.dense_part(model), [p for name, p in model.named_parameters() if name in dict(mlp().named_parameters())]
+    before, params = training.dense_part(model), [p for name, p in model.named_parameters() if name in dict(mlp().named_parameters())]
     assert handle.remove() is model and all(type(model[i]) is nn.Linear for i in (0, 2, 4))
     assert all(p is q for p, q in zip(model.parameters(), params, strict=True)) and distance(snapshot(model), before) == 0.0
     assert list(model.state_dict()) == list(mlp().state_dict()) and vars(model[0]).keys() == vars(mlp()[0]).keys()
@@ -314,7 +314,7 @@ def test_several_optimizers(entry):
     assert distance(snapshot(model), snapshot(want)) < 1e-9
     # plain AdamW does not tell its largest update
     unknown = {"max_update": 0.0} if entry.any_optimizer else {}
-    assert {**figures(handle), **unknown} == pytest.approx({**figures(alone), **unknown}, rel=1e-9)
+    assert {**metrics_of(handle), **unknown} == pytest.approx({**metrics_of(alone), **unknown}, rel=1e-9)
     assert "nm_recipe" not in first.param_groups[0] and "nm_recipe" in second.param_groups[0]
 
 

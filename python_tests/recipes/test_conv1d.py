@@ -6,7 +6,7 @@ import torch
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import ASP, AST, FST, SRSTE, SSTE, STEP, MaxQ, ProxSparse, SLoPe
 from python_tests.recipes.loop import batches, mlp
-from python_tests.recipes.running import figures, run
+from python_tests.recipes.training import metrics_of, run
 
 Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
 
@@ -45,7 +45,7 @@ def test_equals_linear(recipe, make):
     results = []
     for model in (mlp(), transposed()):
         _, handle, _ = run(recipe, data=batches(10), model=model, make=make)
-        results.append(figures(handle))
+        results.append(metrics_of(handle))
         handle.finish()
         results.append(model)
     theirs, a, ours, b = results

@@ -10,10 +10,10 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.pattern import RecipeError
 from nmkernels.recipes import FST, SRSTE, STEP, Dense, search_decay
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.recipes.loop import SPARSE, Adam, batches, distance, loss_of, mlp, snapshot
 from python_tests.recipes.loop_fst import transposable
-from python_tests.recipes.running import F32, start, step
+from python_tests.recipes.training import F32, start, step
 
 DATA = batches(12, F32)
 RECIPE = FST("2:4", total_steps=600, mvue=None, every=3, decay=0.7)
@@ -58,7 +58,7 @@ def test_rates_are_those_counted_by_hand(stride):
 
 
 @pytest.mark.slow
-def test_the_middle_of_the_interval_is_chosen_and_only_lambda_changes():
+def test_middle_of_the_interval_is_chosen():
     data, grid = batches(60, F32), (0.0, 1e-3, 3e-2)
     everything = search(data=data, grid=grid)
     high, middle, low = (t.ratio for t in everything.trials)
@@ -116,7 +116,7 @@ def test_nothing_to_compare_with():
         search(make=lambda p: torch.optim.SGD(p, lr=0.0))
 
 
-@each(
+@for_each(
     "recipe, config, match",
     [
         (Dense(), {}, "Dense has no decay"),

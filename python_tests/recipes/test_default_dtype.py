@@ -44,30 +44,30 @@ def trained(recipe: Recipe, dtype: torch.dtype, steps: int = STEPS) -> tuple[nn.
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=g, dtype=torch.float64) * 0.2)
     torch.manual_seed(0)
-    handle, told = nm.sparsify_(model, recipe), []
+    handle, metrics = nm.sparsify_(model, recipe), []
     optimizer = handle.attach(recipe.optimizer(model.parameters(), lr=1e-3))
     for _ in range(steps):
         optimizer.zero_grad()
         y = model(torch.randn(16, 32, generator=g, dtype=torch.float64).to(dtype))
         y.square().mean().backward()
         optimizer.step()
-        told += [value for _, value in sorted(handle.metrics().items())]
+        metrics += [value for _, value in sorted(handle.metrics().items())]
     with handle.deployable():
         assert model(torch.zeros(3, 32, dtype=dtype)).dtype == y.dtype == dtype
     handle.finish()
-    return model, told
+    return model, metrics
 
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ROSTER)
-def test_a_model_of_another_dtype_trains_as_ever(name):
+def test_a_model_of_another_dtype_is_unaffected(name):
     """To the bit, with metrics of the same dtypes."""
     recipe = ROSTER[name].recipe
     want, expected = trained(recipe, torch.float32)
     for dtype in (torch.bfloat16, torch.float64):
         with default(dtype):
-            model, told = trained(recipe, torch.float32)
-        for a, b in zip([*model.parameters(), *told], [*want.parameters(), *expected], strict=True):
+            model, metrics = trained(recipe, torch.float32)
+        for a, b in zip([*model.parameters(), *metrics], [*want.parameters(), *expected], strict=True):
             assert a.dtype == b.dtype and torch.equal(a.nan_to_num(-1.0), b.nan_to_num(-1.0))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import nmkernels as nm
 from nmkernels.pattern import RecipeError
 from nmkernels.recipes.existing import existing_pattern
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 
 def mlp() -> nn.Sequential:
@@ -70,7 +70,7 @@ def check_trained(model: nn.Module, handle: nm.recipes.Handle, masks: dict[str, 
     assert torch.allclose(nm.compress_(model)(x), y, atol=1e-5)
 
 
-@each("method, n, m", [("sparsegpt", 2, 4), ("wanda", 2, 4), ("wanda", 1, 4), ("sparsegpt", 2, 8)])
+@for_each("method, n, m", [("sparsegpt", 2, 4), ("wanda", 2, 4), ("wanda", 1, 4), ("sparsegpt", 2, 8)])
 def test_masks_are_found_and_trained_on(method, n, m):
     model, masks = pruned(method, n, m)
     handle = nm.recipes.adopt(model)
@@ -131,7 +131,7 @@ def test_every_layer_that_is_left_out_has_its_true_reason():
         handle.finish(allow_unused=True)
 
 
-def test_of_a_model_that_is_sparse_already_the_way_back_is_said():
+def test_an_already_sparse_model_is_refused():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
     handle = nm.sparsify_(model, "ste:2:4")

@@ -14,7 +14,7 @@ from nmkernels.pattern import RecipeError, ShapeError
 from nmkernels.recipes import ASP, FST, SRSTE, SSTE, STE, STEP, MaskLLM, MdGf, SdGf, SLoPe
 from python_tests.moe import EXPERTS, KINDS, TRANSPOSED, Experts, experts_of, loss_of, mixture, only_experts, tiny, tokens
 from python_tests.recipes.loop import Adam, batches
-from python_tests.recipes.running import figures, run, same, start, through_a_file, train
+from python_tests.recipes.training import metrics_of, run, same, start, through_a_file, train
 
 RECIPES = [
     STE(packed=False),
@@ -63,9 +63,9 @@ def equals_linear_layers(recipe, transposed, make):
     results = []
     for apart in (True, False):
         _, handle, _ = run(recipe, data=DATA, model=mixture(apart, transposed=transposed), make=make)
-        told = figures(handle)
+        metrics = metrics_of(handle)
         handle.finish()
-        results.append((told, list(masters(handle))))
+        results.append((metrics, list(masters(handle))))
     (theirs, a), (ours, b) = results
     assert ours == pytest.approx(theirs, rel=1e-9)
     assert len(a) == len(b) == 6
@@ -114,17 +114,17 @@ def test_expert_without_tokens_decays_as_under_adamw(make):
     assert not torch.equal(own, twin) and not torch.equal(layer.by_expert(layer.master.detach())[0], others)
 
 
-def test_single_experts_are_told():
+def test_metrics_of_single_experts():
     model, handle, optimizer = start(SRSTE(decay=0.1), model=mixture())
     first = handle.expert_metrics()
     assert set(first) == {"experts.gate_up_proj", "experts.down_proj"}
-    assert all(told["flip_rate"].isnan().all() and told["density"].tolist() == [0.5] * 3 for told in first.values())
+    assert all(metrics["flip_rate"].isnan().all() and metrics["density"].tolist() == [0.5] * 3 for metrics in first.values())
     layer = handle.layers["experts.down_proj"]
     before = layer.by_expert(layer.kept())
     train(model, optimizer, DATA[:3])
-    told = handle.expert_metrics()["experts.down_proj"]
+    metrics = handle.expert_metrics()["experts.down_proj"]
     flips = (before ^ layer.by_expert(layer.kept())).double().mean((1, 2))
-    assert torch.equal(told["flip_rate"], flips) and flips.any()
+    assert torch.equal(metrics["flip_rate"], flips) and flips.any()
     with torch.no_grad():
         model.experts.down_proj[1] = 0
     assert handle.expert_metrics()["experts.down_proj"]["density"].tolist() == [0.5, 0.0, 0.5]
@@ -146,7 +146,7 @@ def test_single_experts_are_told():
     ],
     ids=lambda x: getattr(x, "name", ""),
 )
-def test_recipes_that_do_more_than_transform_weights_leave_experts_dense(recipe, said):
+def test_recipes_beyond_weight_transforms_skip_experts(recipe, said):
     model = mixture()
     model.more = nn.Linear(16, 16).double()
     handle = nm.sparsify_(model, recipe)
@@ -163,7 +163,7 @@ def test_reasons():
             self.gate_up_proj = nn.Parameter(torch.zeros(3, 16, 32))
 
     class Packed(nn.Module):
-        """As gpt-oss is loaded, unless told to dequantise."""
+        """As gpt-oss is loaded by default, without dequantising."""
 
         def __init__(self):
             super().__init__()
@@ -367,13 +367,13 @@ def by_hand(model, data, decay, lr):
     names = [f"{name}.{key}" for key in ("gate_up_proj", "down_proj")]
     parameters, optimizer = dict(model.named_parameters()), torch.optim.AdamW(model.parameters(), lr=lr)
 
-    def kept(w):
+    def mask_of(w):
         groups = (w.transpose(1, 2) if module.is_transposed else w).unflatten(2, (-1, 4))
         mask = torch.zeros_like(groups).scatter_(-1, groups.abs().topk(2, dim=-1).indices, 1.0).flatten(2)
         return mask.transpose(1, 2) if module.is_transposed else mask
 
     for ids in data:
-        masks = {key: kept(parameters[key].detach()) for key in names}
+        masks = {key: mask_of(parameters[key].detach()) for key in names}
         used = {key: (parameters[key].detach() * masks[key]).requires_grad_() for key in names}
         optimizer.zero_grad()
         torch.func.functional_call(model, used, (ids,), {"labels": ids}).loss.backward()
@@ -481,7 +481,7 @@ def test_exported(kind):
 
 @pytest.mark.slow
 def test_checkpoint_in_training_has_the_scales(tmp_path):
-    """``save_pretrained`` takes the stacks apart, and leaves what lies beside them whole."""
+    """``save_pretrained`` takes the stacks apart, and leaves the other weights whole."""
     import safetensors
 
     model = tiny()

@@ -10,11 +10,11 @@ import nmkernels as nm
 from nmkernels.pattern import ShapeError
 from nmkernels.recipes import FST, STEP
 from nmkernels.recipes.methods.fst import TransposableMask
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.nn.test_effective import Calls
 from python_tests.recipes.loop import batches
 from python_tests.recipes.loop_fst import tile_patterns, transposable
-from python_tests.recipes.running import F32, run, start, step, train
+from python_tests.recipes.training import F32, run, start, step, train
 
 # ---- the mask
 
@@ -25,7 +25,7 @@ def test_the_mask_is_the_best_of_all_patterns():
     assert torch.equal(held, transposable(w, 2, 4)) and len(tile_patterns(2, 4)) == 90
 
 
-def test_the_mask_is_searched_every_k_applied_steps_and_held_in_between():
+def test_mask_is_searched_every_k_applied_steps():
     model, handle, optimizer = start(FST(every=4, end=None), F32)
     held, rates, searches = [model[0].nm_mask.clone()], [], []
     for batch in batches(9, F32):
@@ -41,7 +41,7 @@ def test_the_mask_is_searched_every_k_applied_steps_and_held_in_between():
 # ---- the end
 
 
-@each("pattern", ["2:4", "1:4"])
+@for_each("pattern", ["2:4", "1:4"])
 def test_without_a_dense_end_both_orientations_compress(pattern):
     """By the mask that training used last."""
     _, handle, _ = run(FST(pattern, every=7, end=None), F32, batches(10, F32))

@@ -12,7 +12,7 @@ import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import ASP, SRSTE, STE, STEP, MaskLLM
 from python_tests.recipes.loop import batches, loss_of, mlp
-from python_tests.recipes.running import start, train
+from python_tests.recipes.training import start, train
 
 # ---- attach
 
@@ -56,7 +56,7 @@ FORGOTTEN = {
 
 
 @pytest.mark.parametrize("how", FORGOTTEN)
-def test_training_without_the_recipe_is_told(how):
+def test_training_without_the_recipe_is_reported(how):
     """A trainer with an optimizer of its own: neither schedule nor decay ever runs."""
     for recipe in (SRSTE(decay=0.1), STEP(total_steps=9), MaskLLM(total_steps=9)):
         model = mlp(torch.float32)
@@ -74,10 +74,10 @@ def test_training_without_the_recipe_is_told(how):
             warnings.simplefilter("always")
             for verb in (handle.metrics, handle.metrics, handle.finish, handle.finish):
                 verb()
-        told = [str(w.message) for w in said if "got gradients" in str(w.message)]
+        messages = [str(w.message) for w in said if "got gradients" in str(w.message)]
         # between backward and the first step of an attached one nothing is wrong yet
-        assert [message.split(":")[0] for message in told] == ["metrics"] * (not how.startswith("another")) + ["finish"]
-        assert all(FORGOTTEN[how] in message and f"recipe {recipe.name}" in message and "handle.attach" in message for message in told)
+        assert [message.split(":")[0] for message in messages] == ["metrics"] * (not how.startswith("another")) + ["finish"]
+        assert all(FORGOTTEN[how] in message and f"recipe {recipe.name}" in message and "handle.attach" in message for message in messages)
         assert all(w.filename == __file__ for w in said)
 
 

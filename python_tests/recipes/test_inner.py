@@ -6,8 +6,8 @@ import torch
 import nmkernels as nm
 from nmkernels.recipes import SRSTE, STEP, MdGf, SdGf
 from python_tests.recipes.loop import batches
-from python_tests.recipes.loop_used import soft
-from python_tests.recipes.running import run, start, step
+from python_tests.recipes.loop_effective import soft
+from python_tests.recipes.training import run, start, step
 
 DATA = batches(20)
 
@@ -23,14 +23,14 @@ def fixed(inner, pattern="1:8", total=100, at=40, **keywords):
 # ---- text, pattern and length
 
 
-def test_text_is_read_back_and_a_name_takes_pattern_and_length_of_step():
+def test_text_round_trip_and_inherited_arguments():
     for recipe in (fixed(SdGf("1:8", 60), clamp=None), fixed("mdgf(schedule=linear)")):
         assert nm.recipes.get(nm.recipes.text(recipe)) == recipe
     assert fixed("mdgf").inner == MdGf("1:8", 100) and fixed("srste(decay=0.1)").inner == SRSTE("1:8", 100, decay=0.1)
     assert nm.recipes.get("step:1:8", total_steps=100, inner="mdgf") == STEP("1:8", 100, inner=MdGf("1:8", 55))
 
 
-def test_the_schedule_covers_the_steps_that_are_left_and_without_a_length_the_inner_keeps_its_own():
+def test_inner_schedule_covers_the_remaining_steps():
     recipe = STEP("1:8", 1000, inner=MdGf("1:8", 1000, end=0.9))
     assert begins(recipe.sparse(101)) == [0, 0, round(899 * 0.9)] and begins(recipe.sparse(501)) == [0, 0, 449]
     assert recipe.sparse(501) is recipe.sparse(501)
@@ -61,7 +61,7 @@ def test_in_phase_0_the_preview_is_of_the_present_weights():
     assert torch.equal(model[0].effective_weight(), w)
 
 
-def test_estimates_and_metrics_are_of_the_inner_recipe_after_the_switch():
+def test_inner_recipe_after_the_switch():
     for inner, pattern in (("sste(seed=3)", "2:4"), ("mdgf", "1:8")):
         model, handle, optimizer = start(fixed(inner, pattern, 20, 6))
         for t, batch in enumerate(DATA):

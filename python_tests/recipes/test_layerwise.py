@@ -12,10 +12,10 @@ import nmkernels as nm
 from nmkernels.recipes import LayerWise, SdGf
 from nmkernels.recipes.contrib import layerwise as module
 from nmkernels.recipes.contrib.layerwise import allocate
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.recipes import loop_layerwise as layerwise
 from python_tests.recipes.loop import SPARSE, batches, distance, mlp, snapshot, top_n
-from python_tests.recipes.running import start, step, through_a_file, train
+from python_tests.recipes.training import start, step, through_a_file, train
 
 DATA = batches(20)
 
@@ -24,7 +24,7 @@ def counts(patterns):
     return {name: pattern.n for name, pattern in patterns.items()}
 
 
-def kept(handle):
+def kept_counts(handle):
     return counts({name: layer.pattern for name, layer in handle.layers.items()})
 
 
@@ -41,7 +41,7 @@ def net(seed, shapes=((24, 16), (32, 48), (16, 64), (48, 16))):
 # ---- the rules
 
 
-@each("choices, options", [("powers", (1, 2, 4)), ("all", range(1, 8))])
+@for_each("choices, options", [("powers", (1, 2, 4)), ("all", range(1, 8))])
 def test_magnitude_is_the_best_of_all_maps(choices, options):
     for seed, n in enumerate((2, 3, 7)):
         weights = net(seed)
@@ -59,7 +59,7 @@ def test_energy_does_not_see_the_layers_scales():
     assert patterns(scaled) == patterns(weights) != LayerWise("4:16", rule="magnitude").setup.patterns(scaled)
 
 
-@each("choices, options", [("powers", (1, 2, 4, 8)), ("all", range(1, 16))])
+@for_each("choices, options", [("powers", (1, 2, 4, 8)), ("all", range(1, 16))])
 def test_erk_is_the_closest_to_the_shares_within_the_budget(choices, options):
     weights, patterns = net(0), LayerWise("4:16", choices=choices).setup.patterns
     got = patterns(weights)
@@ -93,29 +93,29 @@ def test_given_patterns_and_the_rest_of_the_budget():
 # ---- in training
 
 
-def test_patterns_follow_the_weights_until_attach_and_then_stay_and_come_with_a_checkpoint():
+def test_patterns_are_fixed_at_attach():
     recipe, model = LayerWise("2:8", rule="magnitude", choices="all", inner="asp"), mlp()
     handle = nm.sparsify_(model, recipe)
-    before = kept(handle)
+    before = kept_counts(handle)
     assert [e.reason for e in handle.report.sparse] == [f"{n}:8" for n in before.values()]
     model[2].weight.data.mul_(5)
     optimizer = handle.attach(recipe.optimizer(model.parameters(), lr=1e-2))
-    after = kept(handle)
+    after = kept_counts(handle)
     model[0].weight.data.mul_(50)
     train(model, optimizer, DATA[:3])
-    assert before["2"] < after["2"] and kept(handle) == after
+    assert before["2"] < after["2"] and kept_counts(handle) == after
     assert handle.state["patterns"] == {name: f"{n}:8" for name, n in after.items()}
     weights, state = through_a_file(model.state_dict(), optimizer.state_dict())
     other, again, theirs = start(recipe, model=mlp(seed=3))
-    assert kept(again) != after
+    assert kept_counts(again) != after
     theirs.load_state_dict(state)
     other.load_state_dict(weights)
-    assert kept(again) == after and [e.reason for e in again.report.sparse] == [e.reason for e in handle.report.sparse]
+    assert kept_counts(again) == after and [e.reason for e in again.report.sparse] == [e.reason for e in handle.report.sparse]
     again.finish(allow_unused=True)
     assert all(nm.ops.is_nm(layer.weight.detach(), layer.pattern) for layer in again.layers.values())
 
 
-def test_another_inner_recipe_is_refused_on_resume_another_rule_is_not():
+def test_resume_refuses_another_inner_recipe():
     model, handle, optimizer = start(LayerWise("2:8", 20, inner="mdgf", rule="magnitude"))
     step(model, optimizer, DATA[0])
     start(LayerWise("2:8", 20, inner="mdgf"))[1].load_state_dict(handle.state_dict())
@@ -124,7 +124,7 @@ def test_another_inner_recipe_is_refused_on_resume_another_rule_is_not():
             start(LayerWise("2:8", 20, inner=inner))[1].load_state_dict(handle.state_dict())
 
 
-@each(
+@for_each(
     "patterns, said",
     [({"0": "2:8"}, "only one of them has 2"), ({"0": "2:8", "2": "2:5"}, "layer '2' does not fit"), ({"0": "2:8", "2": "x"}, "layer '2'")],
 )
@@ -162,22 +162,22 @@ def test_sdgf_leads_each_layer_to_its_own(schedule):
 INNER = ["ste", "srste", "asp", "asp(start=3)", "mdgf", "mdgf(start=3)", "sdgf", "sste", "maxq", "bimask", "maskllm", "lbc"]
 
 
-@each("inner", INNER)
+@for_each("inner", INNER)
 def test_inner_recipes_end_with_the_layers_patterns(inner):
     model, handle, optimizer = start(LayerWise("2:4", 10, rule=None, given={"0": "1:4"}, inner=inner))
     before = snapshot(model)
     train(model, optimizer, DATA[:10])
     assert (distance(snapshot(model), {k: before[k] for k in SPARSE}) == 0.0) == (inner == "maskllm"), "it holds the weights still"
     handle.finish()
-    assert kept(handle) == {"0": 1, "2": 2}
+    assert kept_counts(handle) == {"0": 1, "2": 2}
     for layer in handle.layers.values():
         assert nm.ops.is_nm(layer.weight.detach(), layer.pattern)
         assert layer.weight.count_nonzero() == layer.weight.numel() * layer.pattern.density
 
 
-def test_no_choice_is_said():
+def test_no_choice_of_patterns():
     with pytest.warns(UserWarning, match=r'groups of 8 keep at least 1, .* LayerWise\("4:32"\)'):
-        assert kept(start(LayerWise("1:8"))[1]) == {"0": 1, "2": 1}
+        assert kept_counts(start(LayerWise("1:8"))[1]) == {"0": 1, "2": 1}
 
 
 # ---- sharing a budget out

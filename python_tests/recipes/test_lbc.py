@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from nmkernels.recipes import LBC
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.recipes.loop import batches
-from python_tests.recipes.running import F32, run, start, step
+from python_tests.recipes.training import F32, run, start, step
 
 DATA = batches(20, F32)
 
 
-@each("pattern, exponent, begin, end", itertools.product(["2:4", "1:16", "2:8"], [1, 3, 4, 0.5], [0, 7], [50]))
+@for_each("pattern, exponent, begin, end", itertools.product(["2:4", "1:16", "2:8"], [1, 3, 4, 0.5], [0, 7], [50]))
 def test_schedule_is_the_equation(pattern, exponent, begin, end):
     recipe = LBC(pattern, start=begin, end=end, exponent=exponent)
     count = math.comb(recipe.pattern.m, recipe.pattern.n)
@@ -25,7 +25,7 @@ def test_schedule_is_the_equation(pattern, exponent, begin, end):
     assert LBC("2:4", total_steps=2 * end).stages[-1][0] == end
 
 
-def test_combinations_go_and_stay_away_and_the_weight_thins_out():
+def test_combinations_are_removed_for_good():
     model, handle, optimizer = start(LBC("2:4", start=2, end=14), F32)
     layer, alive, density = model[0], [], [1.0]
     assert torch.equal(layer.effective_weight(), layer.weight.detach())
@@ -48,7 +48,7 @@ def test_finishing_early_takes_the_best_that_remains():
     assert torch.equal((model[0].weight != 0).reshape(-1, 4).int().argmax(1), best)
 
 
-@each("pattern", ["4:4", "1:1"])
+@for_each("pattern", ["4:4", "1:1"])
 def test_a_single_combination_is_the_whole_group(pattern):
     _, handle, _ = run(LBC(pattern, start=0, end=4), F32, DATA[:1])
     assert handle.metrics()["combinations"] == 1 and handle.metrics()["density"] == 1.0

@@ -1,4 +1,4 @@
-"""What is learned beside the weights: parameter groups, a loss term of the method's own, and parameters that stand still."""
+"""What is learned in addition to the weights: parameter groups, a loss term of the method, and frozen parameters."""
 
 import copy
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ def change(model, optimizer, scaler=None, clip=None):
 # ---- the loss term
 
 
-def test_the_loss_term_is_added_once_per_step_and_not_clipped_scaled_or_negated():
+def test_loss_term_is_added_once_per_step():
     model, _, optimizer = started(sgd)
     loss_of(model, DATA[0]).backward()
     g = model[0].nm_gain.grad.item()

@@ -6,9 +6,9 @@ import torch
 import nmkernels as nm
 from nmkernels.pattern import RecipeError, ShapeError
 from nmkernels.recipes import MaskLLM
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.recipes.loop import batches, mlp
-from python_tests.recipes.running import F32, start, step, train
+from python_tests.recipes.training import F32, start, step, train
 
 DATA = batches(12, F32)
 RECIPE = MaskLLM("2:4", total_steps=12, seed=0)
@@ -24,7 +24,7 @@ def test_after_its_steps_the_schedule_stays_at_its_end():
         assert got == pytest.approx({"tau": 0.05, "kappa": 500.0, "penalty": 0.0})
 
 
-def test_layers_follow_the_schedule_and_the_model_runs_before_attach():
+def test_schedule_and_forward_before_attach():
     model = mlp(F32)
     handle = nm.sparsify_(model, RECIPE)
     assert model(DATA[0][0]).isfinite().all() and model[0].nm_tau == 4.0
@@ -35,7 +35,7 @@ def test_layers_follow_the_schedule_and_the_model_runs_before_attach():
     assert sharp[-1] > 0.95 > sharp[0] > 1 / 6
 
 
-def test_noise_is_new_in_every_step_and_layer_and_the_same_within_one():
+def test_noise_differs_by_step_and_layer():
     model, handle, optimizer = start(RECIPE, F32)
     draws = lambda handle: [tuple(layer.nm_draw.tolist()) for layer in handle.layers.values()]  # noqa: E731
     seen = []
@@ -58,7 +58,7 @@ def test_the_logits_have_their_own_rate():
     assert rates == pytest.approx({name: 3e-2 if "nm_logits" in name else 3e-3 for name in rates}) and len(rates) == 8
 
 
-def test_flips_are_those_of_the_likeliest_mask_which_finish_leaves_on_the_weights():
+def test_flip_rate_and_finish_use_the_likeliest_mask():
     model, handle, optimizer = start(MaskLLM("2:4", total_steps=12, lr_multiplier=1.0), F32)
     for batch in DATA:
         before = [layer.kept() for layer in handle.layers.values()]
@@ -74,7 +74,7 @@ def test_flips_are_those_of_the_likeliest_mask_which_finish_leaves_on_the_weight
 # ---- the prior
 
 
-@each("strength, least, most", [(50.0, 1.0, 1.0), (0.0, 0.4, 0.6)])
+@for_each("strength, least, most", [(50.0, 1.0, 1.0), (0.0, 0.4, 0.6)])
 def test_the_prior_is_the_mask_by_magnitude(strength, least, most):
     for layer in start(MaskLLM("2:4", total_steps=12, prior_strength=strength), F32)[1].layers.values():
         agree = (layer.kept() == nm.ops.mask(layer.weight.detach(), "2:4")).float().mean().item()

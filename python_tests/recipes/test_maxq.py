@@ -6,9 +6,9 @@ import nmkernels as nm
 from nmkernels.pattern import Pattern
 from nmkernels.recipes import MaxQ
 from nmkernels.recipes.contrib.maxq import PartlyDense, SoftQuery
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.recipes.loop import batches
-from python_tests.recipes.running import F64, figures, start, step
+from python_tests.recipes.training import F64, metrics_of, start, step
 
 # ---- the mask
 
@@ -27,7 +27,7 @@ def test_query_of_the_whole_weight_counts_once_more():
     assert got.tolist() == [[0.0, 4.0], [0.0, 120.0]], "large in its row: ×2; the 2 smallest of all 4 are not large in the whole"
 
 
-def test_equal_magnitudes_at_the_threshold_count_alike_and_without_pruning_nothing_grows():
+def test_ties_at_the_threshold():
     factor = SoftQuery(Pattern("1:2"), tau=1.0).factor(torch.tensor([[1.0, -1.0, 1.0, 0.5]]))
     assert factor.tolist() == [[1.5, 1.5, 1.5, 1.0]]
     w = torch.randn(4, 8)
@@ -59,14 +59,14 @@ def test_16_bit_weights_are_ranked_and_enlarged_in_fp32():
 # ---- the schedules
 
 
-@each("levels, shares", [(None, [1, 1, 0.75, 0.5, 0.25, 0, 0, 0]), (2, [1, 1, 1, 0.5, 0.5, 0, 0, 0])])
+@for_each("levels, shares", [(None, [1, 1, 0.75, 0.5, 0.25, 0, 0, 0]), (2, [1, 1, 1, 0.5, 0.5, 0, 0, 0])])
 def test_phases_and_metrics(levels, shares):
     recipe = MaxQ("2:4", 8, start=2, end=6, levels=levels)
     model, handle, optimizer = start(recipe)
     seen = []
     for batch in batches(8):
         step(model, optimizer, batch)
-        got = figures(handle)
+        got = metrics_of(handle)
         seen.append((got["phase"], got["dense_groups"], got["density"]))
     assert seen == [(int(t >= 2), d, 0.5 + d / 2) for t, d in enumerate(shares, start=1)]
     assert recipe.profile(8) == [nm.recipes.Span(2), nm.recipes.Span(4), nm.recipes.Span(2, fprop=0.5)]

@@ -9,7 +9,7 @@ import torch._dynamo.testing
 
 from nmkernels.recipes import MdGf
 from python_tests.recipes.loop import batches, loss_of, top_n
-from python_tests.recipes.running import F32, F64, start, step
+from python_tests.recipes.training import F32, F64, start, step
 
 SHORT = MdGf("1:8", 20, start=4, end=14)
 

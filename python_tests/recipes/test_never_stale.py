@@ -1,6 +1,6 @@
 """The effective weight is never stale: whatever wrote the weights, the next forward pass multiplies the present ones.
 
-A table of writers × recipes × packed or not × ways of computing, against the transform of the present weight, computed anew.
+A table of writers × recipes × packed or not × ways of computing, against the transform of the current weight, computed again.
 """
 
 import gc
@@ -19,7 +19,7 @@ import nmkernels as nm
 from nmkernels.nn.adapter import adapter_of, add_adapter
 from nmkernels.recipes import attach
 from python_tests.recipes.roster import ROSTER
-from python_tests.recipes.running import DATA32, F32, run
+from python_tests.recipes.training import DATA32, F32, run
 
 RECIPES = [
     *("ste", "srste", "srste_packed", "step", "step_sste", "sste", "sste_packed", "fst", "fst_packed", "mdgf", "bimask", "vnm"),
@@ -128,7 +128,7 @@ def begun(key):
     return run(ROSTER[key].recipe, F32, DATA32[:9])
 
 
-def anew(model, x):
+def recomputed(model, x):
     """What the model computes, from the weights that it has now and nothing kept."""
     for layer in model:
         if not isinstance(layer, nm.nn.NMWeight):
@@ -170,7 +170,7 @@ def check(model, handle, modes=MODES, deployed=DEPLOYED, before=lambda: None, na
 
     def compare(mode):
         before()
-        want = anew(model, x)
+        want = recomputed(model, x)
         torch.testing.assert_close(MODES[mode](model, x).detach(), want, rtol=1e-4, atol=1e-4, msg=lambda text: f"{name}, {mode}: {text}")
 
     for mode in modes:
@@ -249,7 +249,7 @@ def test_without_fingerprints_reuse_stays_where_it_pays(mode, monkeypatch):
     assert len(made) == 2
 
 
-def test_a_swap_that_is_taken_back_before_backward_changes_no_gradient():
+def test_a_swap_undone_before_backward():
     model, _, _ = begun("srste")
     x = X.clone().requires_grad_()
     mine = [p.detach().clone() for p in model.parameters()]
@@ -264,7 +264,7 @@ def test_a_swap_that_is_taken_back_before_backward_changes_no_gradient():
     torch.testing.assert_close(x.grad, want)
 
 
-def test_steps_of_other_optimizers_are_watched_only_while_attached():
+def test_other_optimizers_are_watched_while_attached():
     watched = attach._attached
     gc.collect()
     before, hooks = len(watched), len(optimizer._global_optimizer_post_hooks)

@@ -17,7 +17,7 @@ from nmkernels.recipes.schedule import packing
 from python_tests.nn.test_effective import Calls
 from python_tests.recipes.loop import distance, snapshot
 from python_tests.recipes.roster import ROSTER
-from python_tests.recipes.running import DATA, DATA32, F32, F64, run, start, step
+from python_tests.recipes.training import DATA, DATA32, F32, F64, run, start, step
 
 KEYS = ["ste", "srste", "step", "step_sste", "sste", "sste_approx", "sste_dense_wgrad", "fst", "fst_nm", "sdgf_chain", "layerwise"]
 

@@ -8,7 +8,7 @@ import torch
 import nmkernels as nm
 from nmkernels.recipes import search_permutation
 from nmkernels.recipes.methods import permutation
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 
 def share(w, order, pattern):
@@ -93,7 +93,7 @@ def test_random_pairings_beyond_many_stripes(monkeypatch):
     assert found.after - found.before > 0.8 * (full.after - full.before)
 
 
-@each(
+@for_each(
     "w, options, error, match",
     [
         (torch.randn(4, 8), {"escapes": -1}, nm.RecipeError, "escapes"),

@@ -8,10 +8,10 @@ from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import Pattern, RecipeError
 from nmkernels.recipes import ProxSparse, prox
 from nmkernels.recipes.contrib.proxsparse import Anchored
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.recipes.loop import batches, mlp, top_n
 from python_tests.recipes.loop_prox import brute, objective
-from python_tests.recipes.running import F32, F64, run
+from python_tests.recipes.training import F32, F64, run
 
 
 def groups(kind, count=1500):
@@ -57,7 +57,7 @@ def test_the_mask_stays():
             assert torch.equal(top_n(prox(v, strength), 2, 4), top_n(v, 2, 4))
 
 
-@each("z, strength, want", [((0.75, -0.75, 0.75, 0.0), 1.0, 0.5), ((0.16, -0.16, -0.16, 0.16), 2.0, 0.1)])
+@for_each("z, strength, want", [((0.75, -0.75, 0.75, 0.0), 1.0, 0.5), ((0.16, -0.16, -0.16, 0.16), 2.0, 0.1)])
 def test_equal_weights_by_hand(z, strength, want):
     """Three equal ones and a zero: z = w + λ w²; four: z = w + 3 λ w²."""
     v = torch.tensor([z], dtype=F64)
@@ -110,15 +110,15 @@ def test_penalty_is_the_gradient_of_its_term():
 # ---- the recipe
 
 
-@each("values", ["initial", "trained"])
-def test_finish_leaves_the_values_asked_for_under_the_learned_mask(values):
+@for_each("values", ["initial", "trained"])
+def test_finish_values_under_the_learned_mask(values):
     model, handle, _ = run(ProxSparse(decay=0.4, final_values=values), F32, batches(6, F32))
     w, first = model[0].weight.detach().clone(), mlp(F32)[0].weight.detach()
     handle.finish()
     assert torch.equal(model[0].weight.detach(), top_n(w, 2, 4) * (first if values == "initial" else w))
 
 
-def test_the_anchor_is_the_weight_at_attach_and_travels_with_the_model():
+def test_anchor_is_the_weight_at_attach():
     recipe, model, other = ProxSparse(decay=0.4, anchor=0.5), mlp(F32), mlp(F32, seed=3)
     handle = nm.sparsify_(model, recipe)
     with torch.no_grad():

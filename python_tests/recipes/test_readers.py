@@ -118,7 +118,7 @@ def test_under_autocast():
     assert said(Model(tied), loss)[0] == 1
 
 
-def test_a_tied_convolution_and_a_penalty_that_is_no_multiple_of_the_weight():
+def test_tied_convolution_and_nonlinear_penalty():
     def through(layer, x):
         return F.conv_transpose2d(layer(x[..., None, None]), layer.weight)[..., 0, 0]
 
@@ -151,7 +151,7 @@ def test_compiled_eagerly_copied_and_pickled():
     assert not hasattr(model[0], "watch") and not model[0].weight._backward_hooks
 
 
-def test_said_at_the_end_where_no_optimizer_steps():
+def test_reported_at_the_end_without_optimizer_steps():
     handle = nm.sparsify_(model := Model(tied), "srste:2:4")
     mse(model).backward()
     with pytest.warns(UserWarning) as caught:

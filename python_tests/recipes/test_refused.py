@@ -12,7 +12,7 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.nn import SquaredReLUMLP
 from python_tests.recipes.loop import batches, mlp, snapshot
-from python_tests.recipes.running import start, step
+from python_tests.recipes.training import start, step
 
 REFUSED = {
     **dict.fromkeys(["act24", "ast", "fst", "maskllm", "maxq", "mdgf", "sdgf", "slope", "step"], "total_steps"),
@@ -174,7 +174,7 @@ EARLY = {
 
 
 @pytest.mark.parametrize(("text", "steps"), EARLY)
-def test_finishing_early_says_what_is_not_done(text, steps):
+def test_finishing_early_is_reported(text, steps):
     model, handle, optimizer = start(nm.recipes.get(text))
     for batch in batches(steps):
         step(model, optimizer, batch)

@@ -30,7 +30,7 @@ def test_the_remark_comes_last():
     assert str(Report(ENTRIES, remark="STEP: said")).splitlines() == [*str(Report(ENTRIES)).splitlines(), "STEP: said"]
 
 
-def test_what_is_no_linear_layer_is_counted_apart():
+def test_other_layers_are_counted_apart():
     others = [Entry(f"emb{i}", "Embedding", (10, 4), False, "looks up", linear=False) for i in range(2)]
     lines = str(Report([ENTRIES[0], *others, Entry("lstm", "LSTM", (), False, "recurrent", linear=False)])).splitlines()
     assert lines[-2:] == [

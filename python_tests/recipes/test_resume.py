@@ -12,7 +12,7 @@ from nmkernels.pattern import CheckpointError
 from nmkernels.recipes import ASP, SRSTE, STE, STEP
 from nmkernels.recipes.registry import spec
 from python_tests.recipes.loop import SPARSE, batches, distance, mlp, snapshot
-from python_tests.recipes.running import figures, same, through_a_file, train
+from python_tests.recipes.training import metrics_of, same, through_a_file, train
 
 F32 = torch.float32
 DATA = batches(14, F32)
@@ -68,29 +68,29 @@ def checkpoint(recipe, make, steps):
     train(model, optimizer, DATA[:steps])
     parts = through_a_file(model.state_dict(), optimizer.state_dict(), handle.state_dict())
     train(model, optimizer, DATA[steps:])
-    return parts, snapshot(model), copy.deepcopy(handle.state), figures(handle)
+    return parts, snapshot(model), copy.deepcopy(handle.state), metrics_of(handle)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_resume(case):
-    """From model and optimizer; also where a trainer knows only torch's own keys of a group and saves the handle's state beside them."""
+    """From model and optimizer; also where a trainer knows only torch's own keys of a group and saves the handle's state with them."""
     recipe, make, steps = CASES[case]
-    (weights, state, mine), want, end, told = checkpoint(recipe, make, steps)
-    for beside in [False] if case == "asp_wanda" else [False, True]:
+    (weights, state, mine), want, end, metrics = checkpoint(recipe, make, steps)
+    for separate in [False] if case == "asp_wanda" else [False, True]:
         model, handle, optimizer = start(recipe, make, seed=5)
         model.load_state_dict(weights)
-        if beside:
+        if separate:
             for group in state["param_groups"]:
                 group.pop("nm_recipe", None)
             handle.attach(optimizer)
         optimizer.load_state_dict(copy.deepcopy(state))  # torch keeps the very tensors that it loads
-        if beside:
+        if separate:
             handle.load_state_dict(mine)
         else:
             handle.attach(optimizer)
         train(model, optimizer, DATA[steps:])
         assert distance(snapshot(model), want) == 0.0
-        assert figures(handle) == told
+        assert metrics_of(handle) == metrics
         if recipe.name == "step":
             assert handle.state["switch_step"] == end["switch_step"] > 0
 
@@ -204,7 +204,7 @@ def test_after_the_switch_the_policy_no_longer_matters():
 
 
 def test_masks_of_another_model():
-    """Of other layers, of other shapes, or not there at all; in a handle's state, and beside the moments in an optimizer's."""
+    """Of other layers, of other shapes, or not there at all; in a handle's state, and with the moments in an optimizer's."""
     (_, state, mine), _, _, _ = checkpoint(ASP(), sgd, 2)
     model, handle, optimizer = start(ASP(), sgd)
     handle.attach(optimizer)

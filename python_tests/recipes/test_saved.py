@@ -1,4 +1,4 @@
-"""What a state dict holds of a recipe: one text, and masks beside the moments; and that asking for one changes nothing."""
+"""A recipe's part of a state dict: one text, and masks stored with the moments; and that asking for one changes nothing."""
 
 import copy
 
@@ -10,13 +10,13 @@ from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import CheckpointError
 from nmkernels.recipes import ASP, SRSTE, STEP
 from nmkernels.recipes.saved import restored, written
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.recipes.loop import distance, loss_of, mlp, snapshot
 from python_tests.recipes.roster import ROSTER
-from python_tests.recipes.running import DATA, DATA32, F32, figures, same, start, step, train
+from python_tests.recipes.training import DATA, DATA32, F32, metrics_of, same, start, step, train
 
 
-@each("shape", [(3, 5), (1, 8), (0, 4), (7,)])
+@for_each("shape", [(3, 5), (1, 8), (0, 4), (7,)])
 def test_values_come_back_from_text(shape):
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) > 0.5
     third = torch.tensor([1 / 3, float("inf")])
@@ -30,7 +30,9 @@ def test_values_come_back_from_text(shape):
     assert same(restored(written(state, {}, {})[0], {}, {}), state)
 
 
-@each("text", ["", "[]", "{", "3", '{"held": 3}', '{"t": {"dtype": "nothing", "values": 1}}', '{"held": {"0": {"nm_mask": 4}}}', 5, b"x"])
+@for_each(
+    "text", ["", "[]", "{", "3", '{"held": 3}', '{"t": {"dtype": "nothing", "values": 1}}', '{"held": {"0": {"nm_mask": 4}}}', 5, b"x"]
+)
 def test_texts_of_others(text):
     layers = {"0": nm.nn.SparseLinear(8, 4)}
     with pytest.raises(CheckpointError, match="nmkernels did not write"):
@@ -87,8 +89,8 @@ RECIPES = {
 }
 
 
-@each("recipe", RECIPES)
-@each("kind", OPTIMIZERS)
+@for_each("recipe", RECIPES)
+@for_each("kind", OPTIMIZERS)
 def test_asking_for_the_state_changes_nothing(recipe, kind):
     if recipe == "step" and not kind.startswith("own"):
         return
@@ -101,9 +103,9 @@ def test_asking_for_the_state_changes_nothing(recipe, kind):
             assert same(before, (snapshot(model), handle.state_dict()))
             assert len(optimizer.state) == (0 if kind == "sgd" else len(list(model.parameters())))
         train(model, optimizer, DATA[:6])
-        runs.append((snapshot(model), figures(handle), handle.state_dict()))
-    (weights, told, state), (others, theirs, their) = runs
-    assert distance(weights, others) == 0.0 and str(told) == str(theirs) and same(state, their)
+        runs.append((snapshot(model), metrics_of(handle), handle.state_dict()))
+    (weights, metrics, state), (others, theirs, their) = runs
+    assert distance(weights, others) == 0.0 and str(metrics) == str(theirs) and same(state, their)
 
 
 def test_a_real_first_step_at_learning_rate_zero_counts():

@@ -7,7 +7,7 @@ import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import SdGf
 from python_tests.recipes.loop import batches, top_n
-from python_tests.recipes.running import figures, start, step
+from python_tests.recipes.training import metrics_of, start, step
 
 
 def test_frames():
@@ -46,7 +46,7 @@ def test_flips_density_and_phase_follow_the_frames(make):
     for t, batch in enumerate(batches(20)):
         now = recipe.frames()[(t - 4) // 4] if t >= 4 else nm.Pattern("8:8")
         before, _, after = marked(handle, now), step(model, optimizer, batch), marked(handle, now)
-        got = figures(handle)
+        got = metrics_of(handle)
         assert got["flip_rate"] == (before ^ after).double().mean() and got["density"] == now.density
         assert got["frame"] == min(4, (t + 1) // 4) and got["phase"] == (t >= 3)
 

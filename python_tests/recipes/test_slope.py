@@ -11,7 +11,7 @@ import nmkernels as nm
 from nmkernels.nn import adapter_of, folded
 from nmkernels.recipes import SLoPe
 from python_tests.recipes.loop import batches, loss_of, mlp
-from python_tests.recipes.running import F32, run, start, step
+from python_tests.recipes.training import F32, run, start, step
 
 DATA = batches(20, F32)
 RECIPE = SLoPe("2:4", 20, rank=2, start=15, every=4, seed=1)
@@ -20,7 +20,7 @@ RECIPE = SLoPe("2:4", 20, rank=2, start=15, every=4, seed=1)
 # ---- the masks
 
 
-def test_the_mask_holds_before_attach_and_in_gradients_before_clipping():
+def test_mask_applies_before_attach_and_before_clipping():
     model = mlp(F32)
     handle = nm.sparsify_(model, RECIPE)
     assert torch.equal(model[0].effective_weight(), nm.ops.prune(model[0].weight.detach(), "2:4"))
@@ -29,7 +29,7 @@ def test_the_mask_holds_before_attach_and_in_gradients_before_clipping():
     assert not any(layer.weight.grad[~layer.nm_rows].any() for layer in (model[0], model[2]))
 
 
-def test_a_state_of_plain_adamw_chooses_all_masks_anew():
+def test_plain_adamw_state_chooses_masks_again():
     model, handle, optimizer = run(RECIPE, F32, DATA)
     plain = torch.optim.AdamW(model.parameters())
     with torch.no_grad():
@@ -43,7 +43,7 @@ def test_a_state_of_plain_adamw_chooses_all_masks_anew():
 # ---- the adapters
 
 
-def test_adapters_are_there_from_the_start_and_train_in_the_last_steps():
+def test_adapters_train_in_the_last_steps():
     model, handle, optimizer = start(RECIPE, F32)
     assert {id(p) for layer in handle.layers.values() for p in adapter_of(layer)} <= {id(p) for p in model.parameters()}
     left = model[0].nm_left.detach().clone()
@@ -54,7 +54,7 @@ def test_adapters_are_there_from_the_start_and_train_in_the_last_steps():
     assert optimizer.state[model[0].nm_right]["step"] == 5
 
 
-def test_left_is_normal_seeded_by_layer_and_the_same_in_every_dtype():
+def test_left_factor_is_seeded_by_layer():
     def lefts(dtype, seed):
         model = nn.Sequential(nn.Linear(256, 64), nn.Linear(64, 256)).to(dtype)
         return [layer.nm_left.detach() for layer in nm.sparsify_(model, SLoPe("2:4", 20, rank=32, seed=seed)).layers.values()]
@@ -79,7 +79,7 @@ def test_a_frozen_layer_has_a_frozen_adapter():
     assert not model[0].nm_right.any() and model[2].nm_right.any()
 
 
-def test_a_runs_weights_are_previewed_with_their_adapters_and_a_dense_checkpoint_starts_these_anew():
+def test_loading_a_run_or_a_dense_checkpoint():
     model, handle, _ = run(RECIPE, F32, DATA)
     other = mlp(F32, seed=5)
     fresh = nm.sparsify_(other, RECIPE)
@@ -96,7 +96,7 @@ def test_a_runs_weights_are_previewed_with_their_adapters_and_a_dense_checkpoint
 # ---- the end
 
 
-def test_finish_keeps_the_adapters_compress_takes_them_over_and_save_dense_folds(tmp_path):
+def test_adapters_in_finish_compress_and_save_dense(tmp_path):
     model, handle, _ = run(RECIPE, F32, DATA)
     x, parts = DATA[0][0], {name: adapter_of(layer) for name, layer in handle.layers.items()}
     handle.finish()

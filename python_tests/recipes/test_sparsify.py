@@ -47,7 +47,7 @@ def test_model_that_is_itself_a_linear():
     assert type(handle.remove()) is nn.Linear and nm.ops.is_nm(model.weight.detach(), "2:4")
 
 
-def test_double_sparsify_raises_and_remove_is_the_way_out():
+def test_double_sparsify_raises():
     model = model_of()
     handle = nm.sparsify_(model, "ste:2:4")
     with pytest.raises(nm.RecipeError, match=r"sparse layers already.*densify_"):
@@ -141,7 +141,7 @@ def test_tied_weights_but_not_shared_modules():
     assert all("tied" in got[name] for name in "cd") and "tied" in got["out"]
 
 
-def test_tiny_layers_are_skipped_unless_chosen_and_M_decides_what_divides():
+def test_tiny_and_indivisible_layers():
     model = nn.ModuleDict({"out": nn.Linear(32, 15), "in_": nn.Linear(12, 32), "fit": nn.Linear(16, 16)})
     got = reasons(model)
     assert "tiny" in got["out"] and "tiny" in got["in_"] and got["fit"] == ""
@@ -322,7 +322,7 @@ OTHERS = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", [*LINEAR, *OTHERS])
-def test_every_module_with_a_weight_is_listed_with_its_true_reason(kind):
+def test_every_module_is_reported_with_its_reason(kind):
     make, want = {**LINEAR, **OTHERS}[kind]
     odd = make()
     model, asked = nn.ModuleDict({"good": nn.Linear(32, 32), "odd": odd}), []

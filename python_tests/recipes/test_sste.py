@@ -12,15 +12,15 @@ from nmkernels import reference
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import SSTE
 from nmkernels.recipes.state import stream_key
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.recipes.loop import SPARSE, batches, loss_of, mlp, snapshot
-from python_tests.recipes.loop_used import soft
-from python_tests.recipes.running import F64, run, start, through_a_file, train
+from python_tests.recipes.loop_effective import soft
+from python_tests.recipes.training import F64, run, start, through_a_file, train
 
 # ---- the method
 
 
-def test_flip_rate_is_that_of_the_mask_and_density_that_of_the_weight_used():
+def test_flip_rate_and_density():
     model, handle, optimizer = run(SSTE(mvue=None), data=batches(3))
     masks = lambda: torch.cat([nm.ops.mask(layer.weight.detach(), "2:4").flatten() for layer in handle.layers.values()])  # noqa: E731
     before = masks()
@@ -81,7 +81,7 @@ def test_meta_device_then_weights():
 # ---- the random streams
 
 
-def test_streams_differ_by_layer_run_and_rank_and_count_backward_passes():
+def test_random_streams():
     model, handle, optimizer = start(SSTE(seed=5))
     assert len({stream_key(s, n, r) for s in (0, 1) for n in ("0", "2") for r in (0, 1)}) == 8
     x, y = batches(1)[0]
@@ -161,8 +161,8 @@ def test_fp8_of_16_bit_operands_and_of_zeros(dtype):
     assert not x.grad.any() and not layer[0].weight.grad.any() and torch.isfinite(y).all()
 
 
-@each("fp8", [None, "paper"])
-def test_what_is_deployed_is_what_training_multiplied_but_for_fp8(fp8):
+@for_each("fp8", [None, "paper"])
+def test_deployed_weight_equals_trained_except_fp8(fp8):
     model, handle, _ = run(SSTE(fp8=fp8), data=batches(2))
     x = batches(1)[0][0]
     trained = model(x)

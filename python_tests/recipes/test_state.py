@@ -12,7 +12,7 @@ from nmkernels.autograd import WeightTransform
 from nmkernels.optim import UpdateRule
 from nmkernels.pattern import CheckpointError, Pattern
 from nmkernels.recipes import Hooks, Recipe, Setup, Stage
-from python_tests.recipes.running import DATA32, F32, start, step
+from python_tests.recipes.training import DATA32, F32, start, step
 
 DATA = DATA32[:12]
 
@@ -92,7 +92,7 @@ def test_hooks_may_renew_held_tensors():
     assert [t for t in range(1, 9) if numbers[t] != numbers[t - 1]] == [2, 3, 5, 7] and handle.state["held_steps"] == 5
 
 
-def test_the_state_of_layers_that_are_not_there_is_refused():
+def test_state_of_missing_layers_is_refused():
     _, handle, _ = start(Toy(renew=4), F32)
     bad = handle.state_dict()
     bad["nm_recipe"]["held"]["elsewhere"] = {}

@@ -7,7 +7,7 @@ import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import SRSTE, STE
 from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot, top_n, train, train_with
-from python_tests.recipes.running import figures, start, step
+from python_tests.recipes.training import metrics_of, start, step
 
 DATA = batches(30)
 
@@ -52,7 +52,7 @@ def test_metrics_equal_hand_computation(make):
     _, log, _ = train(snapshot(model), DATA[:12], 2, 4, decay)
     for batch, row in zip(DATA, log, strict=False):
         step(model, optimizer, batch)
-        got = figures(handle)
+        got = metrics_of(handle)
         assert got["flip_rate"] == row["flips"] / 1536
         assert got["density"] == 0.5 and got["phase"] == 1
         assert got["decay_ratio"] == pytest.approx(float(decay * row["pruned_w"] / row["pruned_g"]), rel=1e-9)
@@ -72,7 +72,7 @@ def test_gradients_of_autograd_carry_no_decay():
 
 
 def test_mask_from_master_weight():
-    """Magnitudes that tie in bf16 are told apart in fp32, in the copy of the first forward and in those that the optimizer writes."""
+    """Magnitudes that tie in bf16 are distinguished in fp32, in the copy of the first forward and in those that the optimizer writes."""
     model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False))
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor([1.0, 1.0005, 1.001, 1.0015]).repeat(16, 4))

@@ -9,8 +9,8 @@ import torch
 from nmkernels.recipes import STEP
 from nmkernels.recipes.methods.step import REASONS
 from python_tests.recipes.loop import Adam, Step, batches, distance, loss_of, mlp, snapshot, train
-from python_tests.recipes.running import figures, run, start
-from python_tests.recipes.running import train as steps
+from python_tests.recipes.training import metrics_of, run, start
+from python_tests.recipes.training import train as steps
 
 STEPS = 30
 FAST = Adam(beta2=0.9)  # a window of ten steps
@@ -70,7 +70,7 @@ def test_policy_switches_at_the_step_of_the_independent_loop(name, dtype):
 def test_phase_and_metrics_follow_the_switch():
     rows = []
     model, handle, optimizer = start(recipe_of(BASE), **FAST.keywords)
-    steps(model, optimizer, batches(STEPS), lambda t: rows.append(figures(handle)))
+    steps(model, optimizer, batches(STEPS), lambda t: rows.append(metrics_of(handle)))
     _, log, switched = train(snapshot(mlp()), batches(STEPS), 2, 4, 0.0, FAST, BASE)
     # the phase is that of the next forward pass, the other figures are of the step just done
     assert [r["phase"] for r in rows] == [0] * (switched - 1) + [1] * (STEPS - switched + 1)
@@ -96,7 +96,7 @@ def test_the_relative_rule_knows_no_scale():
     assert switched("arithmetic", 1.0, 1e-3) == 16 and switched("arithmetic", 1000.0, 1e-3) == 29
 
 
-def test_a_bound_that_chooses_is_told_once_and_shown_in_the_report():
+def test_a_switch_at_a_bound_is_reported_once():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model, handle, optimizer = run(recipe_of(BASE), data=batches(20), **FAST.keywords)
@@ -123,7 +123,7 @@ def test_bounds():
     assert STEP(switch="fixed", start=6).bounds() == (6, 6)
 
 
-def test_threshold_defaults_to_the_optimizers_eps_or_the_rivals_own():
+def test_default_threshold():
     group = {"eps": 1e-5, "betas": (0.9, 0.99)}
     assert STEP(total_steps=10).first_state(group)["threshold"] == 1e-5
     assert STEP(total_steps=10, switch="relative_norm").first_state(group)["threshold"] == 0.5

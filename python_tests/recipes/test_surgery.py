@@ -79,7 +79,7 @@ def test_refused_with_the_true_reason_and_the_way_back(name, kind):
     nm.compress_(model)(x)
 
 
-def test_a_computed_bias_trains_and_is_refused_where_it_would_be_lost(tmp_path):
+def test_computed_bias(tmp_path):
     model, x = build("linear")
     handle = nm.sparsify_(model, "srste:2:4")
     parametrized("bias")(model[0])

@@ -9,10 +9,10 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.recipes import STEP, VNM
 from nmkernels.recipes.contrib.vnm import BlockColumns, _exact, _greedy, best_columns
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.recipes.loop import batches, top_n
 from python_tests.recipes.loop_vnm import columns_of
-from python_tests.recipes.running import start, step
+from python_tests.recipes.training import start, step
 
 DATA = batches(20)
 
@@ -24,7 +24,7 @@ def randn(*shape, seed=0):
 # ---- the columns
 
 
-@each("m", [4, 5, 6, 7, 8, 12])
+@for_each("m", [4, 5, 6, 7, 8, 12])
 def test_equal_plain_search(m):
     for n, objective in itertools.product([1, 2, 3, 4], ["retained", "sums"]):
         w = randn(12, 2 * m, seed=10 * n + m)
@@ -42,14 +42,14 @@ def test_greedy_is_near_the_best():
         size = randn(512, 8 * 8, seed=v).abs().reshape(512 // v, v, 8, 8)
         exact, greedy = _exact(size, 2), _greedy(size, 2)
 
-        def kept(chosen, size=size):
+        def magnitude_kept(chosen, size=size):
             return (size * chosen[:, None]).sort(-1, descending=True).values[..., :2].sum().item()
 
-        assert 0.98 * kept(exact) < kept(greedy) <= kept(exact)
+        assert 0.98 * magnitude_kept(exact) < magnitude_kept(greedy) <= magnitude_kept(exact)
 
 
-@each("n, m, v", [(2, 8, 1), (2, 4, 16)])
-def test_one_row_per_block_or_groups_of_four_are_the_ordinary_mask(n, m, v):
+@for_each("n, m, v", [(2, 8, 1), (2, 4, 16)])
+def test_degenerate_blocks_give_the_ordinary_mask(n, m, v):
     w = randn(16, 32)
     assert torch.equal(BlockColumns(nm.Pattern(n, m), v=v)(w, best_columns(w, n, m, v)), w * top_n(w, n, m))
 

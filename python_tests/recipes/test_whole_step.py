@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import nmkernels as nm
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 STEPS = 8
 RUNS = {
@@ -65,10 +65,10 @@ def train(run: tuple[str | None, type], compiled: str) -> tuple[list[Tensor], li
 def check(run, compiled):
     """Compiled it trains as without, with as many graph breaks as this returns."""
     weights, metrics, breaks = train(run, compiled)
-    expected, told, _ = train(run, "")
+    expected, want_metrics, _ = train(run, "")
     for a, b in zip(weights, expected, strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
-    for a, b in zip(metrics, told, strict=True):
+    for a, b in zip(metrics, want_metrics, strict=True):
         assert a.keys() == b.keys()
         for key, value in b.items():
             assert torch.allclose(a[key].double(), value.double(), rtol=1e-4, atol=1e-6, equal_nan=True), key
@@ -83,7 +83,7 @@ def test_no_more_breaks_than_without_a_recipe():
 
 
 @pytest.mark.slow
-@each("name", list(RUNS))
+@for_each("name", list(RUNS))
 def test_every_kind_of_recipe(name):
     for compiled, allowed in (("parts", 2), ("one function", 3)):  # where it is one, there is one more at backward
         assert check(RUNS[name], compiled) <= allowed

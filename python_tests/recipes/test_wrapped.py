@@ -1,4 +1,4 @@
-"""Optimizers inside the wrappers of Accelerate, Lightning and ZeRO: the same training, the same resume, and words for what is none."""
+"""Optimizers inside the wrappers of Accelerate, Lightning and ZeRO: the same training, the same resume, and an error for anything else."""
 
 import copy
 import json
@@ -12,7 +12,7 @@ import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import ASP, SRSTE, STEP
 from python_tests.recipes.loop import Adam, batches, distance, mlp, snapshot
-from python_tests.recipes.running import same, train
+from python_tests.recipes.training import same, train
 
 KEYWORDS = Adam(lr=1e-2).keywords
 RECIPES = {
@@ -147,7 +147,7 @@ class NotEnough(torch.optim.Optimizer):
         """Never calls that of its base class."""
 
 
-def test_what_is_no_optimizer_is_refused_in_words():
+def test_non_optimizers_are_refused():
     model = mlp()
     handle = nm.sparsify_(model, RECIPES["srste"])
     optimizer = torch.optim.AdamW(model.parameters())

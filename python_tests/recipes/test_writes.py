@@ -14,7 +14,7 @@ from nmkernels.recipes.saved import HELD
 from nmkernels.recipes.writes import FORGOTTEN
 from python_tests.recipes.loop import batches, mlp
 from python_tests.recipes.roster import ROSTER
-from python_tests.recipes.running import DATA, net, optimizer_of, start, step, train
+from python_tests.recipes.training import DATA, net, optimizer_of, start, step, train
 
 HOLDING = {"asp": ASP, "slope": lambda: SLoPe(rank=0)}
 OPTIMIZERS = {"AdamW": torch.optim.AdamW, "MaskedAdamW": MaskedAdamW, "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)}
@@ -71,7 +71,7 @@ def test_a_layer_that_is_unfrozen_later_keeps_its_zeros(name, kind, how):
     assert torch.equal(kept, model[0].weight != 0)
 
 
-def test_a_late_group_needs_an_optimizer_that_the_recipe_runs_with():
+def test_a_late_group_needs_a_supported_optimizer():
     model = mlp()
     handle = nm.sparsify_(model, STEP(total_steps=9))
     head = torch.optim.SGD(model[4].parameters(), lr=0.1)
@@ -93,7 +93,7 @@ def test_an_optimizer_without_a_swapped_layer_may_get_one_later():
     assert zeros(model[0]) == zeros(model[2]) == 0.5
 
 
-def test_a_group_that_comes_after_a_frozen_second_moment_is_reported():
+def test_a_group_added_after_freezing_is_reported():
     recipe = STEP(total_steps=9, switch="fixed", start=2)
     model = mlp()
     handle = nm.sparsify_(model, recipe)
@@ -131,7 +131,7 @@ def test_attach_continues_with_a_second_optimizer(kind, detached):
     assert not said_by(handle.finish)
 
 
-def test_a_run_on_two_optimizers_one_after_the_other_equals_one_on_one():
+def test_changing_the_optimizer_changes_no_result():
     """Where the optimizer keeps nothing, only the recipe could tell them apart."""
     runs = []
     for change in (False, True):
@@ -147,7 +147,7 @@ def test_a_run_on_two_optimizers_one_after_the_other_equals_one_on_one():
     assert runs[0][1] == runs[1][1]
 
 
-def test_the_state_goes_with_the_optimizer_that_keeps_the_schedule():
+def test_state_is_in_the_scheduling_optimizer():
     model, handle, first = start(ASP(total_steps=20, start=0.2))
     train(model, first, batches(5))
     second = handle.attach(torch.optim.AdamW(model.parameters()))
@@ -229,7 +229,7 @@ def test_a_forgotten_optimizer_is_reported_after_some_steps(recipe):
     assert nm.ops.is_nm(model[0].weight.detach(), "2:4")
 
 
-def test_wrappers_of_an_attached_optimizer_are_not_taken_for_others():
+def test_optimizer_wrappers_are_recognised():
     class Lookahead(torch.optim.Optimizer):
         def __init__(self, inner):
             self.inner = inner
@@ -271,7 +271,7 @@ WRITES = {
 
 @pytest.mark.parametrize("how", WRITES)
 @pytest.mark.parametrize("name", HOLDING)
-def test_lost_zeros_are_reported_once_and_density_is_that_of_the_weights(name, how):
+def test_lost_zeros_are_reported_once(name, how):
     model, handle, optimizer = start(HOLDING[name]())
     train(model, optimizer, batches(2))
     mask = handle.run.masks.masks["2"].clone()
@@ -287,7 +287,7 @@ def test_lost_zeros_are_reported_once_and_density_is_that_of_the_weights(name, h
     assert torch.equal(mask, model[2].weight != 0) and torch.equal(previewed, model(x))
 
 
-def test_the_next_step_reports_weights_that_were_loaded_in_the_middle():
+def test_weights_loaded_midway_are_reported():
     model, handle, optimizer = start(ASP())
     train(model, optimizer, batches(2))
     mask = handle.run.masks.masks["0"].clone()
@@ -327,7 +327,7 @@ BEGINS = {
 
 @pytest.mark.parametrize("how", ["load_state_dict", ".data"])
 @pytest.mark.parametrize("name", BEGINS)
-def test_weights_loaded_after_attach_are_those_that_the_recipe_begins_with(name, how):
+def test_recipe_starts_from_weights_loaded_after_attach(name, how):
     """As if they had been there before: every number that the recipe keeps is the same."""
     recipe, other = BEGINS[name](), net(BEGINS[name](), seed=5)
     model, handle, _ = start(recipe)
@@ -351,7 +351,7 @@ def test_weights_loaded_after_attach_are_those_that_the_recipe_begins_with(name,
     assert buffers[0].keys() == buffers[1].keys() and all(torch.equal(value, buffers[1][key]) for key, value in buffers[0].items())
 
 
-def test_the_first_step_takes_masks_from_weights_that_were_loaded_after_attach():
+def test_first_masks_come_from_weights_loaded_after_attach():
     model, _, optimizer = start(ASP())
     weights = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
     model.load_state_dict(weights)
@@ -360,14 +360,14 @@ def test_the_first_step_takes_masks_from_weights_that_were_loaded_after_attach()
     assert torch.equal(model[2].weight != 0, nm.ops.mask(weights["2.weight"], "2:4"))
 
 
-def test_an_optimizer_that_steps_before_the_attached_one_is_named():
+def test_a_foreign_first_step_is_named():
     model, handle, _ = start(ASP())
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(1))
     (message,) = said_by(handle.metrics)
     assert "changed after handle.attach by SGD, which is not attached" in message
 
 
-def test_parameters_that_were_replaced_by_loading_are_missed_in_the_optimizer():
+def test_replaced_parameters_missing_in_the_optimizer():
     model, handle, optimizer = start(ASP())
     model.load_state_dict({name: torch.randn_like(value) for name, value in model.state_dict().items()}, assign=True)
     (message,) = said_by(handle.metrics)
@@ -402,7 +402,7 @@ def test_renew_masks():
 
 
 @pytest.mark.parametrize("name", ["sste", "maskllm"])
-def test_what_was_learned_stays_when_dense_weights_are_loaded_in_the_middle(name):
+def test_loading_dense_weights_midway_keeps_learned_state(name):
     model, handle, optimizer = start(BEGINS[name]())
     train(model, optimizer, batches(2))
     before = {key: value.clone() for key, value in model.state_dict().items() if ".nm_" in key}
@@ -415,7 +415,7 @@ def test_what_was_learned_stays_when_dense_weights_are_loaded_in_the_middle(name
 
 
 @pytest.mark.parametrize("name", BEGINS)
-def test_before_attach_there_is_nothing_to_renew(name):
+def test_renew_masks_needs_attach(name):
     model = net(BEGINS[name]())
     handle = nm.sparsify_(model, BEGINS[name]())
     handle.renew_masks()

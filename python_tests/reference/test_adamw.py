@@ -10,7 +10,7 @@ import torch
 
 from nmkernels.reference import compress, mask, masked_adamw_, pack, to_layout, transposable_mask
 from nmkernels.testing import assert_equal_bits, equal_bits
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.reference.conftest import DTYPES, edge
 
 NAMES = ("lr", "beta1", "beta2", "eps", "weight_decay", "decay", "v_step", "clamp", "reserved")
@@ -88,8 +88,8 @@ CASES = [
 ]
 
 
-@each("n, m", [(0, 0), (2, 4), (1, 8)])
-@each("i", range(len(CASES)))
+@for_each("n, m", [(0, 0), (2, 4), (1, 8)])
+@for_each("i", range(len(CASES)))
 def test_bits_equal_a_loop_in_numpy(n, m, i):
     flags, dtype = dict(CASES[i]), DTYPES[(i + i // 4 + n) % 4]
     amsgrad, scaled = flags.pop("amsgrad"), flags.pop("scaled")
@@ -105,7 +105,7 @@ def test_bits_equal_a_loop_in_numpy(n, m, i):
         assert stats.dtype == torch.float64 and stats.tolist() == pytest.approx(numbers.tolist(), rel=1e-12, abs=1e-300)
 
 
-@each("dtype", DTYPES)
+@for_each("dtype", DTYPES)
 def test_bits_on_edge_weights_and_gradients(dtype):
     s, flags = State(edge(40, 16, dtype), True, outs=[torch.float32]), (False, False, False, 0)
     for seed in range(3):
@@ -119,7 +119,7 @@ def test_bits_on_edge_weights_and_gradients(dtype):
         assert stats.tolist() == pytest.approx(numbers.tolist(), rel=1e-12, nan_ok=True) and stats[8].isnan()
 
 
-def test_strided_tensors_are_updated_in_place_and_statistics_add_up():
+def test_strided_tensors_and_statistics():
     plain = [State(torch.randn(8, 12), True, [torch.bfloat16]), State(torch.randn(4, 8), True, [torch.bfloat16], step=3)]
     # (in, out) layouts: the same numbers in buffers of transposed strides, handed over as views
     views = [[x.t().contiguous().t() if x.dim() else x.clone() for x in s.tensors()] for s in plain]
@@ -165,8 +165,8 @@ PACKS = [  # pattern, transposable, dtypes of the rows and of the columns, layou
 ]
 
 
-@each("n, m, transposable, to, layout", PACKS)
-@each("i, dtype", enumerate(DTYPES))
+@for_each("n, m, transposable, to, layout", PACKS)
+@for_each("i, dtype", enumerate(DTYPES))
 def test_packs_are_of_the_new_weight_under_its_new_mask(n, m, transposable, to, layout, i, dtype):
     flags = dict(CASES[(9 * i + 5 * m) % 32])
     amsgrad, scaled = flags.pop("amsgrad"), flags.pop("scaled")
@@ -183,8 +183,8 @@ def test_packs_are_of_the_new_weight_under_its_new_mask(n, m, transposable, to, 
     assert_equal_bits(packs, packed(s.p, n, m, to, find(s.p, n, m), layout))
 
 
-@each("dtype", DTYPES)
-def test_packs_of_edge_weights_into_strided_memory_beside_a_param_that_has_none(dtype):
+@for_each("dtype", DTYPES)
+def test_packs_into_strided_memory(dtype):
     s, other = State(edge(16, 16, dtype)), State(torch.randn(4).to(dtype))
     packs = [torch.zeros(8, 16, dtype=BF16).T, torch.zeros(16, 2, dtype=torch.uint8), *[torch.empty(0)] * 6]
     lists = [[getattr(x, name) for x in (s, other)] for name in ("p", "m", "v", "step")]

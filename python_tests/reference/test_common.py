@@ -5,7 +5,7 @@ import math
 import torch
 
 from nmkernels.reference import chunked_sum, distance
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 
 def looped(x):
@@ -19,8 +19,8 @@ def looped(x):
     return total
 
 
-@each("size", [0, 1, 7, 4095, 4096, 4097, 8192, 20_001])
-@each("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@for_each("size", [0, 1, 7, 4095, 4096, 4097, 8192, 20_001])
+@for_each("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_order_of_additions(size, dtype):
     x = torch.randn(size, generator=torch.Generator().manual_seed(size), dtype=torch.float64) * 10.0 ** torch.linspace(-9, 9, size).double()
     x = x.to(dtype)
@@ -38,8 +38,8 @@ def test_nan_and_infinity_show():
     assert chunked_sum(torch.tensor([1.0, -float("inf")])).item() == -float("inf")
 
 
-@each("chunk", [1, 7, 20, 1 << 24])
-@each("dtype", [torch.float32, torch.bfloat16])
+@for_each("chunk", [1, 7, 20, 1 << 24])
+@for_each("dtype", [torch.float32, torch.bfloat16])
 def test_distance_in_pieces(chunk, dtype, monkeypatch):
     monkeypatch.setattr("nmkernels.reference.common.WINDOW", chunk)
     y, z = torch.randn(11, 5).to(dtype), torch.randn(11, 5, dtype=torch.float64)

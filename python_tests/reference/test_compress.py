@@ -6,7 +6,7 @@ import torch
 from nmkernels.pattern import Pattern, ShapeError
 from nmkernels.reference import compress, decompress, mask
 from nmkernels.testing import equal_bits
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.reference.conftest import DTYPES, edge
 
 PATTERNS = [(1, 1), (1, 2), (2, 2), (2, 3), (1, 4), (2, 4), (4, 4), (2, 8), (5, 12), (3, 16), (3, 17), (5, 32), (1, 256)]
@@ -25,9 +25,9 @@ def looped(w, n, m, keep):
     return values, list(code.to_bytes((count * bits + 7) // 8, "little"))
 
 
-@each("n, m", PATTERNS)
-@each("given", ["none", "full", "short", "empty"])
-@each("dtype", DTYPES)
+@for_each("n, m", PATTERNS)
+@for_each("given", ["none", "full", "short", "empty"])
+@for_each("dtype", DTYPES)
 def test_equals_a_loop(n, m, given, dtype):
     w = edge(5, 3 * m, dtype, seed=m)
     keep = mask(w, n, m)

@@ -9,7 +9,7 @@ import torch
 
 from nmkernels.reference import group_mvue, has_level_rule
 from nmkernels.testing import equal_bits
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.reference.conftest import DTYPES
 
 ONE = 1 << 24
@@ -115,8 +115,10 @@ def random_group(rng, m, kind):
     return g
 
 
-@each("n, m", [(1, 1), (1, 2), (2, 3), (1, 4), (2, 4), (3, 4), (4, 4), (1, 8), (2, 8), (3, 8), (7, 8), (1, 16), (2, 16), (4, 17), (6, 32)])
-@each("real", [np.float32, np.float64])
+@for_each(
+    "n, m", [(1, 1), (1, 2), (2, 3), (1, 4), (2, 4), (3, 4), (4, 4), (1, 8), (2, 8), (3, 8), (7, 8), (1, 16), (2, 16), (4, 17), (6, 32)]
+)
+@for_each("real", [np.float32, np.float64])
 def test_bits_equal_a_scalar_loop(n, m, real):
     rng = np.random.default_rng(n * m)
     groups = [random_group(rng, m, kind).astype(real) for kind in ("normal", "wide", "ties", "huge") for _ in range(20)]
@@ -133,8 +135,8 @@ def test_bits_equal_a_scalar_loop(n, m, real):
     assert torch.equal((got != 0).sum(1), (got.new_tensor(np.array(groups)) != 0).sum(1).clamp_max(n))
 
 
-@each("n, m", [(3, 4), (3, 8), (4, 16), (3, 5)])
-@each("kind", ["normal", "wide", "ties", "huge"])
+@for_each("n, m", [(3, 4), (3, 8), (4, 16), (3, 5)])
+@for_each("kind", ["normal", "wide", "ties", "huge"])
 def test_unbiased_optimal_and_of_fixed_size_over_all_uniforms(n, m, kind):
     rng = np.random.default_rng(m)
     for _ in range(10):
@@ -152,7 +154,7 @@ def test_unbiased_optimal_and_of_fixed_size_over_all_uniforms(n, m, kind):
         assert (sizes <= n).all() and chance[sizes < n].sum() <= m / ONE
 
 
-@each("n, m", [(1, 2), (2, 4), (1, 8), (2, 16)])
+@for_each("n, m", [(1, 2), (2, 4), (1, 8), (2, 16)])
 def test_level_rule_next_to_breakpoints(n, m):
     """The words around the one at which the kept element changes: bit for bit against a scalar loop."""
     rng, bits = np.random.default_rng(m), 15 if m == 16 else 16
@@ -184,14 +186,14 @@ def check_all_words(n, m, g):
     assert (chance @ (outcome - g).square().sum(1) - best).abs() <= m * m * a.max() * (bound + 1e-11 * a.max())
 
 
-@each("n, m, kind", [(1, 2, "normal"), (2, 4, "wide"), (2, 4, "normal"), (1, 8, "ties"), (2, 8, "huge")])
+@for_each("n, m, kind", [(1, 2, "normal"), (2, 4, "wide"), (2, 4, "normal"), (1, 8, "ties"), (2, 8, "huge")])
 def test_level_rule_over_all_words(n, m, kind):
     check_all_words(n, m, torch.from_numpy(random_group(np.random.default_rng(n + m), m, kind).astype(np.float32)))
 
 
 @pytest.mark.slow
-@each("n, m", LEVEL)
-@each("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@for_each("n, m", LEVEL)
+@for_each("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_level_rule_over_all_words_of_many_groups(n, m, dtype):
     rng = np.random.default_rng(m)
     for kind in ("normal", "wide", "ties", "huge", "zeros", "dominant", "powers", "nearly"):
@@ -211,7 +213,7 @@ def test_level_rule_over_all_words_of_many_groups(n, m, dtype):
                 check_all_words(n, m, g)
 
 
-@each("low, bits", [(torch.bfloat16, 16), (torch.float16, 13)])
+@for_each("low, bits", [(torch.bfloat16, 16), (torch.float16, 13)])
 def test_the_level_is_rounded_at_random(low, bits):
     """Every lower half of a word, above and below the normal range: two neighbours of the level, whose mean is the level."""
     info, words = torch.finfo(low), torch.arange(1 << bits) | 0x8000 << 16
@@ -242,7 +244,7 @@ def test_a_level_beyond_float16_is_infinite():
     assert x.isinf().sum() == 2 and (x[x != 0].sign() == g[(x != 0)[0]].sign()).all()
 
 
-@each("dtype", DTYPES)
+@for_each("dtype", DTYPES)
 def test_groups_of_at_most_n_non_zeros_are_copied(dtype):
     info = torch.finfo(dtype)
     g = torch.tensor([[0, -0.0, 3, -info.smallest_normal * info.eps], [0] * 4, [-0.0] * 4, [0, 0, info.tiny, 0]], dtype=torch.float64).to(
@@ -252,7 +254,7 @@ def test_groups_of_at_most_n_non_zeros_are_copied(dtype):
         assert equal_bits(group_mvue(g, torch.full((4,), u << 8), 2), torch.where(g == 0, torch.zeros_like(g), g))
 
 
-@each("method", ["exact", "approx"])
+@for_each("method", ["exact", "approx"])
 def test_what_is_not_finite_gives_nan_at_the_mask(method):
     inf, nan, big = math.inf, math.nan, 3e38
     g = torch.tensor([[1, nan, 3, 2], [inf, 1, 1, 1], [inf, -inf, 0, 0], [0, 0, 0, nan], [big, -big, 1, 2], [1, 2, 3, 4]])
@@ -263,8 +265,8 @@ def test_what_is_not_finite_gives_nan_at_the_mask(method):
     assert (rest == 0).all() and not rest.signbit().any()
 
 
-@each("low", [torch.float16, torch.bfloat16])
-@each("method", ["exact", "approx"])
+@for_each("low", [torch.float16, torch.bfloat16])
+@for_each("method", ["exact", "approx"])
 def test_low_precision_is_float32_rounded_once(low, method):
     m = 4 if method == "approx" else 5
     g = (torch.randn(500, m) * torch.randn(500, m).exp()).to(low)

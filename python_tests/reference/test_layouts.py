@@ -5,7 +5,7 @@ import itertools
 import torch
 
 from nmkernels.reference import to_layout
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 ORDERED = {0x4, 0x8, 0xC, 0x9, 0xD, 0xE}
 
@@ -32,7 +32,7 @@ def signed(x):
     return x - (1 << 32) if x >> 31 else x
 
 
-@each("layout, warps", [("mma.sp", 1), ("wgmma.sp", 4)])
+@for_each("layout, warps", [("mma.sp", 1), ("wgmma.sp", 4)])
 def test_words_lane_by_lane(layout, warps):
     indices, nibbles = indices_of(128, 128)
     meta, height = to_layout(indices, 128, layout), 16 * warps

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from nmkernels.reference import compress, linear, linear_dgrad, linear_wgrad, prune
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.reference.conftest import DTYPES
 
 PATTERNS = [(2, 4), (1, 4), (2, 8), (1, 16), (3, 3), (1, 32)]
@@ -19,9 +19,9 @@ def close(got, want):
     return (got.double() - want).abs().max() <= (eps + accumulate) * want.abs().max()
 
 
-@each("n, m", PATTERNS)
-@each("lead, activation", [((), ""), ((1,), "gelu"), ((5,), "silu"), ((2, 3), "relu2")])
-@each("dtype", DTYPES)
+@for_each("n, m", PATTERNS)
+@for_each("lead, activation", [((), ""), ((1,), "gelu"), ((5,), "silu"), ((2, 3), "relu2")])
+@for_each("dtype", DTYPES)
 def test_fprop_and_dgrad(n, m, lead, activation, dtype):
     f = {"": lambda y: y, "gelu": F.gelu, "silu": F.silu, "relu2": lambda y: torch.relu(y) ** 2}[activation]
     w, b, r = torch.randn(6, 96).to(dtype), torch.randn(6).to(dtype), torch.randn(*lead, 6).to(dtype)
@@ -32,9 +32,9 @@ def test_fprop_and_dgrad(n, m, lead, activation, dtype):
     assert close(linear_dgrad(g, *packed, n, m, 96), g.double() @ dense)
 
 
-@each("n, m", PATTERNS)
-@each("tokens", [1, 95, 96])
-@each("dtype", DTYPES)
+@for_each("n, m", PATTERNS)
+@for_each("tokens", [1, 95, 96])
+@for_each("dtype", DTYPES)
 def test_wgrad_with_a_padded_tail(n, m, tokens, dtype):
     g, x = torch.randn(5, tokens).to(dtype), torch.randn(tokens, 7).to(dtype)
     padded = torch.nn.functional.pad(g, (0, -tokens % m))

@@ -6,7 +6,7 @@ import torch
 
 from nmkernels.reference import is_nm, mask, prune
 from nmkernels.testing import equal_bits
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.reference.conftest import DTYPES, edge
 
 PATTERNS = [(1, 1), (1, 2), (2, 2), (2, 3), (1, 4), (2, 4), (3, 4), (4, 4), (2, 8), (3, 16), (5, 32), (128, 256), (1, 256)]
@@ -23,8 +23,8 @@ def sorted_mask(row, n, m):
     return out
 
 
-@each("n, m", PATTERNS)
-@each("dtype", DTYPES)
+@for_each("n, m", PATTERNS)
+@for_each("dtype", DTYPES)
 def test_equals_a_sort_of_each_group(n, m, dtype):
     w = edge(8, 3 * m, dtype, seed=n + m)
     assert mask(w, n, m).tolist() == [sorted_mask(row, n, m) for row in w.tolist()]
@@ -40,7 +40,7 @@ def test_a_lazily_negated_tensor_has_the_same_mask():
     assert torch.equal(mask(torch._neg_view(w), 2, 4), mask(w, 2, 4))
 
 
-@each("dtype", DTYPES)
+@for_each("dtype", DTYPES)
 def test_prune_keeps_bits_and_never_multiplies(dtype):
     w = edge(64, 32, dtype)
     assert equal_bits(prune(w, 2, 4), torch.where(mask(w, 2, 4), w, torch.zeros_like(w)))

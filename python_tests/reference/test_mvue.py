@@ -10,7 +10,7 @@ import torch
 
 from nmkernels.reference import compress, decompress, group_mvue, mvue, mvue_compress, word_pairs, words
 from nmkernels.testing import equal_bits
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.reference.conftest import DTYPES, edge
 
 ONE = 1 << 24
@@ -56,7 +56,7 @@ def approx_scalar(g, u):
     return [np.copysign(abs(g[k]) / p[k], g[k]) if k in (i, j) else 0.0 for k in range(4)]
 
 
-@each("real", [np.float32, np.float64])
+@for_each("real", [np.float32, np.float64])
 def test_approx_equals_a_scalar_loop(real):
     rng = np.random.default_rng(0)
     groups = (rng.standard_normal((200, 4)) * np.exp(3 * rng.standard_normal((200, 4)))).astype(real)
@@ -70,7 +70,7 @@ def test_approx_equals_a_scalar_loop(real):
     assert equal_bits(group_mvue(torch.from_numpy(groups), torch.from_numpy(u) << 8, 2, "approx"), torch.from_numpy(want))
 
 
-@each("a", [(1, 2, 3, 4), (0, 1, 1, 1), (0.1, 0.2, 0.3, 2)])
+@for_each("a", [(1, 2, 3, 4), (0, 1, 1, 1), (0.1, 0.2, 0.3, 2)])
 def test_approx_is_unbiased_over_all_pairs_of_uniforms(a):
     g = torch.tensor(a, dtype=torch.float64) * torch.tensor([1, -1, 1, -1])
     first, second, _ = approx_design([x.numpy()[()] for x in g])
@@ -86,9 +86,9 @@ def test_approx_is_unbiased_over_all_pairs_of_uniforms(a):
     assert torch.allclose(chance @ outcome, g, atol=1e-6)
 
 
-@each("n, m, method", [(2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact"), (3, 8, "exact"), (2, 3, "approx")])
-@each("shape, dim", [((6, 48), -1), ((6, 48), 1), ((48,), 0), ((2, 3, 48), 2), ((48, 5), 0), ((2, 48, 3), 1)])
-@each("dtype", DTYPES)
+@for_each("n, m, method", [(2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact"), (3, 8, "exact"), (2, 3, "approx")])
+@for_each("shape, dim", [((6, 48), -1), ((6, 48), 1), ((48,), 0), ((2, 3, 48), 2), ((48, 5), 0), ((2, 48, 3), 1)])
+@for_each("dtype", DTYPES)
 def test_each_group_draws_its_own_word_in_row_major_order(n, m, method, shape, dim, dtype):
     g = torch.randn(shape, generator=torch.Generator().manual_seed(m)).to(dtype)
     groups = g.movedim(dim, -1).reshape(-1, m)
@@ -98,8 +98,8 @@ def test_each_group_draws_its_own_word_in_row_major_order(n, m, method, shape, d
     assert equal_bits(got, want) and got.is_contiguous()
 
 
-@each("tokens", [1, 3, 4, 5, 39])
-@each("dtype", DTYPES)
+@for_each("tokens", [1, 3, 4, 5, 39])
+@for_each("dtype", DTYPES)
 def test_the_tail_of_other_dimensions_is_padded_with_zeros(tokens, dtype):
     g = torch.randn(tokens, 6).to(dtype)
     padded = torch.nn.functional.pad(g, (0, 0, 0, -tokens % 4))
@@ -109,9 +109,9 @@ def test_the_tail_of_other_dimensions_is_padded_with_zeros(tokens, dtype):
     assert equal_bits(decompress(values, indices, 2, 4, tokens), mvue(g, 2, 4, 0, SEED).T)
 
 
-@each("method", ["exact", "approx"])
-@each("dim", [0, 1])
-@each("dtype", DTYPES)
+@for_each("method", ["exact", "approx"])
+@for_each("dim", [0, 1])
+@for_each("dtype", DTYPES)
 def test_packed_is_the_compressed_dense_result(method, dim, dtype):
     g = torch.cat([edge(20, 32, dtype), torch.randn(20, 32).to(dtype)])
     dense = mvue(g, 2, 4, dim, SEED, method).movedim(dim, -1)

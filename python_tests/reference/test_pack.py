@@ -6,7 +6,7 @@ import torch
 
 from nmkernels.reference import compress, from_layout, mask, pack, soft_threshold, transposable_mask
 from nmkernels.testing import assert_equal_bits
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.reference.conftest import DTYPES, edge
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -16,9 +16,9 @@ def nothing(dtype, kind=torch.uint8):
     return torch.empty(0, dtype=dtype), torch.empty(0, dtype=kind)
 
 
-@each("n, m", [(2, 4), (1, 4), (3, 5), (2, 8), (5, 32)])
-@each("to", [None, BF16, F16, F32])
-@each("dtype", DTYPES)
+@for_each("n, m", [(2, 4), (1, 4), (3, 5), (2, 8), (5, 32)])
+@for_each("to", [None, BF16, F16, F32])
+@for_each("dtype", DTYPES)
 def test_magnitude_one_way_or_the_other(n, m, to, dtype):
     w, kind = edge(2 * m, 3 * m, dtype, seed=n), to or dtype
     assert_equal_bits(pack(w, n, m, dtype=to), (*compress(w.to(kind), n, m, mask(w, n, m)), *nothing(kind)))
@@ -27,10 +27,10 @@ def test_magnitude_one_way_or_the_other(n, m, to, dtype):
     assert all(x.is_contiguous() for x in columns)
 
 
-@each("n, m", [(2, 4), (1, 3)])
-@each("rows, columns", [(True, True), (True, False), (False, True)])
-@each("density", [None, 0.0, 0.3, 0.7, 1.0])
-@each("dtype", DTYPES)
+@for_each("n, m", [(2, 4), (1, 3)])
+@for_each("rows, columns", [(True, True), (True, False), (False, True)])
+@for_each("density", [None, 0.0, 0.3, 0.7, 1.0])
+@for_each("dtype", DTYPES)
 def test_one_transposable_or_given_mask_for_both(n, m, rows, columns, density, dtype):
     """A given one may keep fewer: it is filled up in each orientation on its own."""
     w = edge(4 * m, 5 * m, dtype)
@@ -42,9 +42,9 @@ def test_one_transposable_or_given_mask_for_both(n, m, rows, columns, density, d
     assert_equal_bits(pack(w, n, m, **how, dtype=BF16, rows=rows, columns=columns), (*expected[0], *expected[1]))
 
 
-@each("scale", [None, 1.37, -0.8, 0.0, -0.0, math.inf, math.nan, 1e-30])
-@each("rows", [True, False])
-@each("dtype", DTYPES)
+@for_each("scale", [None, 1.37, -0.8, 0.0, -0.0, math.inf, math.nan, 1e-30])
+@for_each("rows", [True, False])
+@for_each("dtype", DTYPES)
 def test_threshold_rounds_the_scaled_value_then_to_the_dtype(scale, rows, dtype):
     wide = torch.float64 if dtype == torch.float64 else F32
     w = edge(8, 24, dtype)
@@ -62,8 +62,8 @@ def test_kept_bits_stay_where_the_dtype_does():
         assert torch.equal(pack(bits.view(F32), 4, 4, select, given)[0].view(torch.int32), bits)
 
 
-@each("layout", ["mma.sp", "wgmma.sp"])
-@each("to", [BF16, F16])
+@for_each("layout", ["mma.sp", "wgmma.sp"])
+@for_each("to", [BF16, F16])
 def test_layouts_reorder_the_indices_only(layout, to):
     w = torch.randn(128, 64)
     plain, other = (pack(w, 2, 4, "transposable", dtype=to, columns=True, layout=x) for x in ("canonical", layout))

@@ -3,7 +3,7 @@
 import torch
 
 from nmkernels.reference import philox4x32, uniforms24, word_pairs
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 KNOWN = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000", "5f6fb709 0d893f64 4f121f81 4f730a48"),
@@ -25,14 +25,14 @@ def in_python(counter, key):
     return c
 
 
-@each("counter, key, answer", KNOWN)
+@for_each("counter, key, answer", KNOWN)
 def test_known_answers_of_random123(counter, key, answer):
     assert philox4x32(torch.tensor(words(counter)), tuple(words(key))).tolist() == words(answer)
     assert in_python(words(counter), words(key)) == words(answer)
 
 
-@each("seed, offset", [(0, 0), (7, 3), (-1, -2), (2**62 + 5, 2**40 + 9), (-(2**63), 2**63 - 1)])
-@each("first", [0, 1, 6, 2**34 - 2, 2**34 + 3])
+@for_each("seed, offset", [(0, 0), (7, 3), (-1, -2), (2**62 + 5, 2**40 + 9), (-(2**63), 2**63 - 1)])
+@for_each("first", [0, 1, 6, 2**34 - 2, 2**34 + 3])
 def test_layout_of_key_counter_and_word(seed, offset, first):
     def split(x):
         return [x % 2**32, (x >> 32) % 2**32]

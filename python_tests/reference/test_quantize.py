@@ -7,7 +7,7 @@ import torch
 
 from nmkernels import NMError, ops, reference
 from nmkernels.reference.quantize import LARGEST, rounded, scale_for
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 INF, NAN = float("inf"), float("nan")
@@ -25,7 +25,7 @@ def grid(dtype):
     return sorted(numbers)
 
 
-@each("dtype", [E4M3, E5M2])
+@for_each("dtype", [E4M3, E5M2])
 def test_nearest_and_ties_to_even(dtype):
     numbers = grid(dtype)
     assert rounded(torch.tensor(numbers), dtype).double().tolist() == numbers
@@ -36,7 +36,7 @@ def test_nearest_and_ties_to_even(dtype):
         assert (below, above) == (low, high) and tie == even[0], middle
 
 
-@each("dtype", [E4M3, E5M2, torch.int8])
+@for_each("dtype", [E4M3, E5M2, torch.int8])
 def test_what_is_beyond_the_largest_becomes_it(dtype):
     top = LARGEST[dtype]
     assert rounded(torch.tensor([2 * top, -1.5 * top, INF, -INF]), dtype).float().tolist() == [top, -top, top, -top]
@@ -53,11 +53,11 @@ def test_scales():
     assert scale_for(x[:2], E4M3) == 224.0 and scale_for(torch.empty(0, 3), E4M3) == 1.0
     found = scale_for(x, E4M3, rows=True).tolist()
     assert found[:4] == [224.0, 1.0, 1.0, 0.0] and found[4] != found[4]
-    assert not ops.quantize(x[3:4], E4M3).values.float()[0, 0].isfinite(), "not finite: NaN beside an infinite step"
+    assert not ops.quantize(x[3:4], E4M3).values.float()[0, 0].isfinite(), "not finite: NaN with an infinite step"
 
 
-@each("rows", [False, True])
-@each("dtype", list(LARGEST))
+@for_each("rows", [False, True])
+@for_each("dtype", list(LARGEST))
 def test_quantize_and_pack(dtype, rows):
     """Back on the grid they are near; packed is the same as packing what is rounded, for a weight of few zeros."""
     w = torch.randn(64, 256) * torch.logspace(-2, 2, 64)[:, None]
@@ -88,7 +88,7 @@ def test_the_gemm_by_hand():
 ONES = ops.quantize_pack(torch.ones(64, 128), E4M3)
 
 
-@each("call, word", [
+@for_each("call, word", [
     (lambda: ops.quantize(torch.ones(2, 2), torch.float16), "not an 8-bit dtype"),
     (lambda: ops.quantize(torch.ones(2), E4M3), "must be a matrix"),
     (lambda: ops.quantize_pack(torch.ones(64, 64), E4M3), "128 columns"),

@@ -7,7 +7,7 @@ import torch
 
 from nmkernels.reference import soft_threshold, soft_threshold_scale
 from nmkernels.testing import equal_bits
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.reference.conftest import DTYPES, edge
 
 PATTERNS = [(1, 1), (1, 2), (2, 4), (3, 4), (4, 4), (1, 4), (2, 8), (3, 16), (100, 256)]
@@ -27,8 +27,8 @@ def looped(row, n, m, real):
     return out
 
 
-@each("n, m", PATTERNS)
-@each("dtype", DTYPES)
+@for_each("n, m", PATTERNS)
+@for_each("dtype", DTYPES)
 def test_equals_a_loop(n, m, dtype):
     w = edge(16, 2 * m, dtype, seed=n * m)
     real = np.float64 if dtype == torch.float64 else np.float32
@@ -45,7 +45,7 @@ def test_scale_is_the_least_squares_one_and_zero_for_nothing():
     assert soft_threshold_scale(torch.tensor([math.nan, 1.0, 2.0, 3.0]), 2, 4).isnan()
 
 
-@each("digits", [8, 11])
+@for_each("digits", [8, 11])
 def test_a_difference_rounded_to_float32_first_is_the_same(digits):
     """What the CUDA kernels rely on, which subtract two 16-bit numbers at once (threshold_pairs.h): all exponents, many significands."""
     least = 1 << (digits - 1)

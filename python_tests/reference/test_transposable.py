@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nmkernels.reference import transposable_mask
-from python_tests.each import each
+from python_tests.for_each import for_each
 from python_tests.reference.conftest import DTYPES, edge
 
 
@@ -47,7 +47,7 @@ def can_improve(a, mask):
     return bool((loss.diagonal() < -1e-9 * a.max()).any())
 
 
-@each("dtype", DTYPES)
+@for_each("dtype", DTYPES)
 def test_two_of_four_is_the_first_best_score(dtype):
     real = np.float64 if dtype == torch.float64 else np.float32
     few = torch.randint(-2, 3, (40, 4)).to(dtype)  # ties everywhere
@@ -68,8 +68,8 @@ def test_two_of_four_is_the_first_best_score(dtype):
         assert torch.equal(chosen, winner)
 
 
-@each("n, m", [(1, 1), (1, 2), (2, 2), (1, 3), (2, 3), (1, 4), (2, 4), (3, 4), (4, 4), (1, 5), (2, 5), (4, 5)])
-@each("kind", ["normal", "ties", "huge"])
+@for_each("n, m", [(1, 1), (1, 2), (2, 2), (1, 3), (2, 3), (1, 4), (2, 4), (3, 4), (4, 4), (1, 5), (2, 5), (4, 5)])
+@for_each("kind", ["normal", "ties", "huge"])
 def test_the_total_is_that_of_the_best_of_all(n, m, kind):
     generator = torch.Generator().manual_seed(m)
     w = torch.randn(20 * m, m, generator=generator, dtype=torch.float64)
@@ -86,8 +86,8 @@ def test_the_total_is_that_of_the_best_of_all(n, m, kind):
 
 
 @pytest.mark.slow
-@each("n, m", [(2, 8), (4, 8), (7, 8), (3, 6), (1, 16), (8, 16), (4, 32), (16, 32), (20, 64)])
-@each("kind", ["normal", "ties", "ranked"])
+@for_each("n, m", [(2, 8), (4, 8), (7, 8), (3, 6), (1, 16), (8, 16), (4, 32), (16, 32), (20, 64)])
+@for_each("kind", ["normal", "ties", "ranked"])
 def test_no_cycle_of_exchanges_improves(n, m, kind):
     generator = torch.Generator().manual_seed(n)
     w = torch.randn(3 * m, m, generator=generator, dtype=torch.float64)
@@ -110,7 +110,7 @@ def test_infinities_come_first_then_finite_numbers():
     assert is_regular(transposable_mask(torch.zeros(8, 8), 3, 8), 3, 8)
 
 
-@each("n, m", [(2, 4), (1, 4), (2, 8)])
+@for_each("n, m", [(2, 4), (1, 4), (2, 8)])
 def test_tiles_are_alone_in_batches_and_chunks(n, m, monkeypatch):
     w = torch.randn(2, 3, 24, 32)
     got = transposable_mask(w, n, m)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from nmkernels import testing
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 
-@each("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@each("pattern", ["2:4", "1:1", "3:5", "8:256"])
+@for_each("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@for_each("pattern", ["2:4", "1:1", "3:5", "8:256"])
 def test_cases(pattern: str, dtype: torch.dtype) -> None:
     m = int(pattern.split(":")[1])
     made = {c.id: c.x for c in testing.cases(pattern, dtype)}

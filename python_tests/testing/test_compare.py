@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nmkernels import ops, testing
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 NAN = float("nan")
 
@@ -17,7 +17,7 @@ def t(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype)
 
 
-@each("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@for_each("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_equal_bits(dtype: torch.dtype) -> None:
     x = t(1.0, NAN, -0.0, float("inf"), dtype=dtype)
     assert testing.equal_bits(x, x.clone())

@@ -11,7 +11,7 @@ from torch import Tensor
 from nmkernels.pattern import ShapeError
 from nmkernels.tuning import TABLE, Candidate, Timer, Validator
 from nmkernels.tuning.measure import LEAST_GAIN, Found, measure
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 EXACT = torch.arange(6.0, dtype=torch.float64).reshape(2, 3)
 
@@ -27,7 +27,7 @@ def candidate(name: str, run: Callable[[Tensor], object] = lambda out: out.copy_
     return Candidate(name, run, lambda: [lambda: name], declines)
 
 
-def test_the_right_ones_are_timed_and_the_others_named_with_the_reason() -> None:
+def test_only_correct_candidates_are_timed() -> None:
     timed: list[str] = []
 
     def seconds(task: Callable[[], object]) -> float:
@@ -63,13 +63,13 @@ def test_one_that_fails_while_it_is_timed_is_refused() -> None:
     assert list(found.seconds) == ["torch"] and found.refused == {"late": "RuntimeError: late"}
 
 
-@each("seconds, best", [((1.0, 1.0 / LEAST_GAIN), "new"), ((1.0, 0.99), "torch"), ((1.0, 2.0), "torch"), ((1.0, 0.5), "new")])
+@for_each("seconds, best", [((1.0, 1.0 / LEAST_GAIN), "new"), ((1.0, 0.99), "torch"), ((1.0, 2.0), "torch"), ((1.0, 0.5), "new")])
 def test_the_baseline_stays_unless_another_gains_more_than_noise(seconds: tuple[float, float], best: str) -> None:
     found = Found("a problem", "torch", dict(zip(("torch", "new"), seconds, strict=True)))
     assert found.best == best and found.gain == seconds[0] / found.seconds[best]
 
 
-def test_a_baseline_that_is_wrong_is_replaced_and_without_a_right_one_nothing_is() -> None:
+def test_a_wrong_baseline_is_replaced() -> None:
     found = Found("a problem", "torch", {"new": 2e-6}, {"torch": "wrong"}, note="not stored")
     assert (found.best, found.gain) == ("new", None) and str(found) == "a problem: new, 2.0 us, 1 refused (not stored)"
     found = Found("a problem", "torch")

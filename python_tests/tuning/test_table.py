@@ -20,7 +20,7 @@ import torch
 import nmkernels as nm
 from nmkernels.tuning import table
 from nmkernels.tuning.table import Table, device_name, key, machine, versions
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("cache")
@@ -71,8 +71,8 @@ def test_what_others_wrote_is_kept() -> None:
     assert two.lines() == Table().lines() == {"a": {"x": 1}, "c": {"x": 9}, "d": {}}
 
 
-@each("text", ["", "{", "null", '{"schema": 9, "lines": {}}', '{"schema": 3, "lines": []}', "\x00\xff", "[" * 100000, None])
-def test_a_damaged_file_is_told_once_and_replaced(cache: Path, text: str | None) -> None:
+@for_each("text", ["", "{", "null", '{"schema": 9, "lines": {}}', '{"schema": 3, "lines": []}', "\x00\xff", "[" * 100000, None])
+def test_a_damaged_file_is_reported_once_and_replaced(cache: Path, text: str | None) -> None:
     cache.mkdir(exist_ok=True)
     file = cache / "tuning.json"
     file.write_text(text or "", encoding="latin-1")
@@ -90,7 +90,7 @@ def test_a_damaged_file_is_told_once_and_replaced(cache: Path, text: str | None)
 
 
 @pytest.mark.parametrize("what", ["folder", "pipe", "link to a pipe", "device", "link to nothing"])
-def test_what_is_no_file_is_told_and_not_waited_for(file: Path, pipe: Path, what: str) -> None:
+def test_a_pipe_is_refused_without_waiting(file: Path, pipe: Path, what: str) -> None:
     if what == "folder":
         file.mkdir()
     elif what == "pipe":
@@ -177,7 +177,7 @@ def test_a_line_is_of_a_machine_and_its_versions(monkeypatch: pytest.MonkeyPatch
     for size, next_power in zip((0, 1, 2, 3, 4, 5, 20, 8193), (1, 1, 2, 4, 4, 8, 32, 16384), strict=True):
         assert key("gemm", CPU, "fprop", size) == f"gemm|{name}|{versions('cpu')}|fprop|{next_power}"
     assert f"nmkernels {nm.__version__}" in versions("cpu") and f"torch {torch.__version__}" in versions("cpu")
-    assert table.capability.core_build() in versions("cpu")  # who builds a kernel anew measures anew
+    assert table.capability.core_build() in versions("cpu")  # a rebuilt kernel is measured again
     assert "triton" not in versions("cpu") and f", {torch.get_num_threads()} threads, " in name
     assert machine(CPU) == name.replace(f", {torch.get_num_threads()} threads", ""), "right with one thread is right with two"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)

@@ -1,4 +1,4 @@
-"""The timer: calls in turns, hopeless ones given up, other buffers every time. Time itself is made up here."""
+"""The timer: calls alternate, very slow ones are dropped, buffers rotate. The clock is fake."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from nmkernels.tuning import Timer, cold, timer
 from nmkernels.tuning.timer import DeviceMeter, HostMeter, Task, take_turns
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 CPU = torch.device("cpu")
 
@@ -97,7 +97,7 @@ def compare(budget: float, **calls: Callable[[], object]) -> dict[str, float]:
 # ---- on a CPU
 
 
-def test_calls_take_turns_until_the_budget_ends_but_not_before_the_fewest_rounds(clock: Simulated) -> None:
+def test_calls_alternate_until_the_budget_ends(clock: Simulated) -> None:
     found = compare(2.0, a=clock.call("a", 0.2), b=clock.call("b", 0.3))
     assert found == {"a": pytest.approx(0.2), "b": pytest.approx(0.3)}
     assert clock.log[:8] == ["a", "b"] * 4  # one warms up, then they alternate
@@ -181,7 +181,7 @@ def test_what_is_entered_around_calls_is(clock: Simulated) -> None:
     assert [meter.warm(), meter.turn()] == pytest.approx([0.2, 0.2]) and clock.log == ["under", "a"] * 2
 
 
-def test_seconds_that_are_given_are_those_of_each_call_which_is_not_timed(clock: Simulated) -> None:
+def test_calls_that_report_their_own_seconds(clock: Simulated) -> None:
     tasks: list[Task] = []
 
     def seconds(task: Task) -> float:
@@ -210,8 +210,8 @@ def test_operands_exceed_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- on a GPU
 
 
-@each("host, runs", product([1e-6, 20e-6, 300e-6, 5e-3], [3e-6, 50e-6, 1e-3, 30e-3]))
-def test_the_devices_time_is_told_whatever_the_host_takes(clock: Simulated, host: float, runs: float) -> None:
+@for_each("host, runs", product([1e-6, 20e-6, 300e-6, 5e-3], [3e-6, 50e-6, 1e-3, 30e-3]))
+def test_device_time_is_independent_of_the_host(clock: Simulated, host: float, runs: float) -> None:
     now = [host]
     meter = DeviceMeter([lambda: clock.queued(now[0], runs)()], "cuda")
     meter.warm()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nmkernels.tuning import Validator, validator
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 ROWS, INNER, COLS = 150, 32, 120
 
@@ -101,7 +101,7 @@ def test_integers_are_right_or_wrong() -> None:
     assert minus(lambda out: None) == "two runs differ", "what lay in memory may be right once"
 
 
-@each("rows, inner, cols", [(0, 4, 4), (4, 4, 0), (4, 0, 4), (1, 1, 1)])
+@for_each("rows, inner, cols", [(0, 4, 4), (4, 4, 0), (4, 0, 4), (1, 1, 1)])
 def test_small_and_empty(rows: int, inner: int, cols: int) -> None:
     a, b = torch.randn(rows, inner), torch.randn(inner, cols)
     assert Validator.of_gemm(a, b)(lambda out: torch.mm(a, b, out=out)) == ""

@@ -24,7 +24,7 @@ def test_the_emulator_is_built() -> None:
 
 
 @emulated
-def test_it_runs_where_it_is_asked_for_and_is_never_chosen_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_only_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     w = torch.randn(4, 8)
     assert dispatch.implementations("nm_mask")[-1].backend == core.EMULATED
     assert dispatch.choose("nm_mask", w, 2, 4).backend != core.EMULATED
@@ -45,9 +45,7 @@ OLD = Probe(False, "the driver is too old: driver of CUDA 12.8, kernels of CUDA 
 
 
 @pytest.mark.parametrize("verdict", [OLD, Probe(True, "they run")], ids=["old driver", "new driver"])
-def test_a_driver_that_takes_no_kernels_leaves_the_call_to_others(
-    on_gpu: torch.Tensor, monkeypatch: pytest.MonkeyPatch, verdict: Probe
-) -> None:
+def test_a_driver_without_kernels_falls_back(on_gpu: torch.Tensor, monkeypatch: pytest.MonkeyPatch, verdict: Probe) -> None:
     """Chosen by itself the backend steps aside, asked for by name it raises; the GPU of the tensor is asked, not the current one."""
     monkeypatch.delenv(dispatch.ENV, raising=False)
     monkeypatch.setattr(core, "cuda_kernels", {1: verdict}.__getitem__)

@@ -12,7 +12,7 @@ from nmkernels import Pattern, ShapeError, dispatch, reference, testing
 from nmkernels.backends.cuda import compress
 from python_tests.backends.kernel_suites import some_mask, some_mask_both_ways
 from python_tests.conformance import moved
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 USUAL = [(F32, F32), (F32, BF16), (F32, F16), (BF16, BF16), (F16, F16)]
@@ -66,8 +66,8 @@ def check_all(
 
 
 @pytest.mark.quick(1, per=("way", "select"))
-@each("select", SELECTS)
-@each("way", list(ORIENTATIONS))
+@for_each("select", SELECTS)
+@for_each("way", list(ORIENTATIONS))
 def test_2_4(way: str, select: str, check: Check, poison: None) -> None:
     """One tile of a block and less, several, and ragged ones; sizes that the tile kernels leave to others; unusual pairs of dtypes."""
     shapes = [(32, 32), (128, 64), (160, 224), (4, 64), (64, 8), (20, 12), (36, 40), (256, 32)]
@@ -77,8 +77,8 @@ def test_2_4(way: str, select: str, check: Check, poison: None) -> None:
 
 
 @pytest.mark.slow
-@each("pattern", [*SMALL[1:], "1:1", "3:4", "2:3", "5:16", "3:33", "100:256"])
-@each("select", ["magnitude", "given", "threshold"])
+@for_each("pattern", [*SMALL[1:], "1:1", "3:4", "2:3", "5:16", "3:33", "100:256"])
+@for_each("select", ["magnitude", "given", "threshold"])
 def test_other_patterns(select: str, pattern: str, check: Check, poison: None) -> None:
     m = Pattern(pattern).m
     for way in ORIENTATIONS:
@@ -89,15 +89,15 @@ def test_other_patterns(select: str, pattern: str, check: Check, poison: None) -
             check_all(check, pattern, select, way, shapes, [(dtype, BF16) for dtype in (F32, BF16, F16)])
 
 
-@each("select", SELECTS)
-@each("layout, small", [("mma.sp", 16), ("wgmma.sp", 64)])
+@for_each("select", SELECTS)
+@for_each("layout, small", [("mma.sp", 16), ("wgmma.sp", 64)])
 def test_layouts_of_tensor_cores(layout: str, small: int, select: str, check: Check, poison: None) -> None:
     shapes = {"rows": [(small, 64), (3 * small, 192)], "columns": [(64, small), (192, 3 * small)], "both": [(64, 64), (192, 320)]}
     for way in ORIENTATIONS:
         check_all(check, "2:4", select, way, shapes[way], [d for d in USUAL if d[1] != F32], layout)
 
 
-@each("select", ["magnitude", "given", "transposable"])
+@for_each("select", ["magnitude", "given", "transposable"])
 def test_strides_and_offsets(select: str, check: Check) -> None:
     for way in list(ORIENTATIONS):
         if way == "both" and select == "magnitude":
@@ -122,7 +122,7 @@ def test_several_blocks(check: Check) -> None:
     check(edge(640, 320, F32), "2:4", "transposable", "both", BF16)
 
 
-@each("way", list(ORIENTATIONS))
+@for_each("way", list(ORIENTATIONS))
 def test_a_mask_that_keeps_too_many_is_refused(way: str, device: str, ours: Callable[[str], dispatch.Impl]) -> None:
     """In an orientation that is wanted, and only there."""
     for pattern in [*SMALL, "3:5"]:
@@ -148,7 +148,7 @@ def test_a_mask_that_keeps_too_many_is_refused(way: str, device: str, ours: Call
                 run(full)
 
 
-@each("pattern", ["2:4", "1:8"])
+@for_each("pattern", ["2:4", "1:8"])
 def test_a_held_mask_is_packed_as_a_given_one_and_not_checked(
     pattern: str, device: str, ours: Callable[[str], dispatch.Impl], monkeypatch: pytest.MonkeyPatch
 ) -> None:

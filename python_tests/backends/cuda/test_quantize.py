@@ -9,7 +9,7 @@ from nmkernels import reference, testing
 from nmkernels.reference.layouts import EIGHT_BIT
 from nmkernels.reference.quantize import LARGEST
 from python_tests.conformance import moved
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 from .test_pack import edge
 
@@ -22,8 +22,8 @@ def check(entry, device, *args):
 
 
 @pytest.mark.quick(1, per=("dtype",))
-@each("dtype", list(LARGEST))
-@each("source", DTYPES)
+@for_each("dtype", list(LARGEST))
+@for_each("source", DTYPES)
 def test_rounding_both_ways(source, dtype, device, ours, poison):
     """Ragged shapes, several blocks, every kind of number; a scale of the tensor, and of each row of the result."""
     for rows, cols in ((3, 5), (64, 64), (130, 80), (1, 200), (200, 65)):
@@ -34,7 +34,7 @@ def test_rounding_both_ways(source, dtype, device, ours, poison):
     check(ours("nm_quantize"), device, edge(64, 48, source).t(), torch.tensor(1.0), dtype, True)
 
 
-@each("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@for_each("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_every_number_is_rounded(dtype, device, ours):
     """Every bfloat16, and what a float32 has around the middle of two numbers."""
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).reshape(256, 256)
@@ -45,15 +45,15 @@ def test_every_number_is_rounded(dtype, device, ours):
 
 
 @pytest.mark.quick(1, per=("dtype",))
-@each("dtype", list(LARGEST))
-@each("source", DTYPES)
+@for_each("dtype", list(LARGEST))
+@for_each("source", DTYPES)
 def test_packing(source, dtype, device, ours, poison):
     for rows, cols in ((64, 128), (192, 256), (128, 640)):
         for scale in (torch.tensor(3.7), torch.rand(rows) * 10):
             check(ours("nm_quantize_pack"), device, edge(rows, cols, source), scale, dtype)
 
 
-@each("shape", [(64, 128), (192, 384)])
+@for_each("shape", [(64, 128), (192, 384)])
 def test_metadata(shape, device, ours):
     _, indices = reference.compress(torch.randn(shape), 2, 4)
     want = reference.to_layout(indices, shape[1], EIGHT_BIT)

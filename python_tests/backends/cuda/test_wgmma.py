@@ -62,12 +62,12 @@ def test_maps_are_within_the_limits_of_the_driver(by_column):
     for tile in BY_COLUMN if by_column else TILES:
         for m, n, k in ((64, 8, 64), (8192, 4104, 11008), (1 << 20, 1 << 20, 1 << 20)):
             x = torch.empty(k, n, dtype=BF16, device="meta") if by_column else torch.empty(n, k, dtype=BF16, device="meta")
-            told = calls.host().gemm_wgmma_launch(16, 32, 48, 0, 0, 64, 0, 0, m, n, k, by_column, list(TILES).index(tile), 1, 132)
+            plan = calls.host().gemm_wgmma_launch(16, 32, 48, 0, 0, 64, 0, 0, m, n, k, by_column, list(TILES).index(tile), 1, 132)
             for i in (0, 6, 12):
-                to, inner, outer, *box, code = told[0][i : i + 6]
+                to, inner, outer, *box, code = plan[0][i : i + 6]
                 calls.encode(9, to, (inner, outer), (2 * inner,), box, swizzle=calls.SPANS[code])
             assert x.shape == (k, n) if by_column else (n, k)
-            assert told[5] <= H100[2] and told[4] == 384
+            assert plan[5] <= H100[2] and plan[4] == 384
 
 
 @host
@@ -80,8 +80,8 @@ def test_what_is_launched():
         (8192, 8192, 1, 7, 16 * 43, 6),
         (8192, 8192, 1, 1, 16 * 43, 2),
     ):
-        told = calls.host().gemm_wgmma_launch(16, 32, 48, 0, 0, 64, 0, 0, m, n, 1024, False, 0, splits, processors)
-        assert told[2:4] == (tiles, blocks), (m, n, splits, processors)
+        plan = calls.host().gemm_wgmma_launch(16, 32, 48, 0, 0, 64, 0, 0, m, n, 1024, False, 0, splits, processors)
+        assert plan[2:4] == (tiles, blocks), (m, n, splits, processors)
 
 
 @host
@@ -134,7 +134,7 @@ def hopper(monkeypatch):
     ],
 )
 def test_which_kernel_multiplies_and_why(hopper, monkeypatch, obstacle, order, rows, by_wgmma, word):
-    """Where the GPU, its driver and the build have it, and order and rows fit; else mma.sp, and the reason is told."""
+    """wgmma.sp if the GPU, its driver and the build have it, and layout and rows fit; otherwise mma.sp, with the reason."""
     hopper.wgmma_obstacle.return_value = obstacle
     monkeypatch.setattr(gemm, "metadata", lambda i, cols, layout: reference.to_layout(i, cols, layout))
     values, indices, _ = packed("2:4", rows, 128, BF16)
@@ -157,7 +157,7 @@ def test_which_kernel_multiplies_and_why(hopper, monkeypatch, obstacle, order, r
         ("this GPU has 8.0", "wgmma.sp", 64, False, "cuda multiplies by mma.sp itself: this GPU has 8.0"),
     ],
 )
-def test_mma_in_the_place_of_wgmma(hopper, obstacle, order, rows, takes, word):
+def test_mma_instead_of_wgmma(hopper, obstacle, order, rows, takes, word):
     """A backend of its own, by priority after wgmma.sp: it takes what that multiplies, and by mma.sp; explain says why not."""
     hopper.wgmma_obstacle.return_value = obstacle
     values, indices, _ = packed("2:4", rows, 128, BF16)
@@ -282,7 +282,7 @@ def test_inf_and_nan_reach_only_what_they_meet(tile):
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """``calls.multiply`` on a GPU; written without one at hand."""
+    """``calls.multiply`` on a GPU; not run on one yet."""
     why = gemm.why_not_wgmma(torch.device("cuda"))
     if why:
         pytest.skip(why)

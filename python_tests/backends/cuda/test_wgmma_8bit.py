@@ -194,8 +194,8 @@ def check(
         assert_no_worse(y, reference.linear_quantized(*args), exact, what)
 
 
-def found(kind, promotes, tile, by=calls.multiply_eight):
-    """One-hot rows return the weight to the bit: descriptors, swizzles, words, and where results and steps go."""
+def check_identity(kind, promotes, tile, by=calls.multiply_eight):
+    """Check that one-hot rows return the exact weight: descriptors, swizzles, metadata, and the places of results and scales."""
     a, b, by_column = kind
     values, meta, step, dense = operands(320, 256, a)
     x, x_step = torch.eye(256).to(b), torch.exp2(torch.arange(256) % 5 - 2.0)
@@ -204,8 +204,8 @@ def found(kind, promotes, tile, by=calls.multiply_eight):
     assert_equal_bits(y, want if by_column else want.t().contiguous())
 
 
-def ragged(kind, promotes, tile, **how):
-    """Rows of a part of a tile and of a cluster, tokens that fill none, stages come round, an odd number of slabs, parts of k."""
+def check_ragged(kind, promotes, tile, **how):
+    """Check partial tiles and clusters, few tokens, wrap-around of stages, an odd number of slabs, and split k."""
     _, cols, stages, _ = calls.EIGHT_TILES[promotes][tile]
     for m, n, k in ((64, 8, 128), (320, cols + 8, 128 * (stages + 1)), (192, 24, 128 * (2 * stages + 1))):
         check(kind, promotes, tile, m, n, k, **how)
@@ -218,13 +218,13 @@ def ragged(kind, promotes, tile, **how):
 @runs
 @every_kernel
 def test_every_value_is_found(kind, promotes, tile):
-    found(kind, promotes, tile)
+    check_identity(kind, promotes, tile)
 
 
 @runs
 @every_kernel
 def test_random_operands_of_ragged_sizes(kind, promotes, tile):
-    ragged(kind, promotes, tile, mode=1)
+    check_ragged(kind, promotes, tile, mode=1)
 
 
 @runs
@@ -366,8 +366,8 @@ def on_gpu(monkeypatch):
 @pytest.mark.gpu
 @every_kernel
 def test_every_kernel_on_a_gpu(on_gpu, kind, promotes, tile):
-    found(kind, promotes, tile, on_gpu)
-    ragged(kind, promotes, tile, by=on_gpu)
+    check_identity(kind, promotes, tile, on_gpu)
+    check_ragged(kind, promotes, tile, by=on_gpu)
     check(kind, promotes, tile, 1024, 1000, 2048, by=on_gpu)
 
 

@@ -102,8 +102,8 @@ def launch(
         values.data_ptr(), meta.data_ptr(), x.data_ptr(), at.get("bias", 0), at.get("residual", 0), y.data_ptr(), at.get("parts", 0),
         ACTIVATIONS[given.get("activation", "")], m, n, k, by_column, list(TILES).index(tile), splits, processors,
     )  # fmt: skip
-    told = [maps[i : i + 6] for i in (0, 6, 12)]
-    encoded = [encode(TYPES[x.dtype], to, (inner, outer), (2 * inner,), box, swizzle=SPANS[code]) for to, inner, outer, *box, code in told]
+    raw = [maps[i : i + 6] for i in (0, 6, 12)]
+    encoded = [encode(TYPES[x.dtype], to, (inner, outer), (2 * inner,), box, swizzle=SPANS[code]) for to, inner, outer, *box, code in raw]
     return encoded, parameter, *grid
 
 

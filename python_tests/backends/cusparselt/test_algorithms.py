@@ -203,7 +203,7 @@ def test_another_width_of_the_class_is_checked(fake, right) -> None:
     assert right(*arguments(tokens=64)) == DEFAULT, "another class"
 
 
-def test_a_stored_id_that_is_no_more(fake, right, third) -> None:
+def test_a_stored_id_that_no_longer_exists(fake, right, third) -> None:
     fake.set("limit", 3)
     with pytest.warns(RuntimeWarning, match="is ignored: this library has no algorithm 3. Run nm.tune again"):
         assert right(*arguments()) == DEFAULT
@@ -212,7 +212,7 @@ def test_a_stored_id_that_is_no_more(fake, right, third) -> None:
 @pytest.mark.parametrize(
     "line", [{}, "cpu rows", {"id": "2", "splits": 1, "mode": 0, "width": 16}, {"id": 2, "splits": 1, "mode": 5, "width": 16}]
 )
-def test_a_line_that_somebody_has_edited(fake, right, third, line) -> None:
+def test_an_edited_table_line(fake, right, third, line) -> None:
     (key,) = lines()
     algorithms.TABLE.store({key: {"choice": line}})
     forget()

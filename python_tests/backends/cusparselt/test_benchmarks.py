@@ -65,7 +65,7 @@ def test_one_that_fails_costs_itself_alone(fake, lost: str, monkeypatch: pytest.
     assert {DEFAULT, SEARCHED, "torch dense"} - {lost} <= found and lost not in found
 
 
-def test_no_right_algorithm_is_told(fake) -> None:
+def test_no_correct_algorithm_is_an_error(fake) -> None:
     for i in range(4):
         fake.set(f"wrong:{i}")
     with pytest.raises(Partly, match="none of its candidates is right"):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from nmkernels import DtypeError, ShapeError, ops, testing
 from nmkernels.backends.cusparselt import compress, matmul
 from nmkernels.pattern import OptionError
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 FLOATS = (torch.float16, torch.bfloat16)
 EIGHTS = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -89,7 +89,7 @@ def test_bias_of_the_other_layouts(fake) -> None:
         check(matmul(compress(w, layout), x, bias), layout, w, x, lambda y, b=b: y + b.to(y.dtype))
 
 
-@each("dtype", [*FLOATS, *EIGHTS])
+@for_each("dtype", [*FLOATS, *EIGHTS])
 def test_from_a_mask(fake, dtype) -> None:
     w = normal(32, 64, dtype=dtype, seed=7)
     mask = ops.mask(w.float(), "2:4")
@@ -120,7 +120,7 @@ def test_a_capture_does_not_wait_for_the_check(fake, capture) -> None:
     assert torch.equal(matmul(compress(w), x), first)
 
 
-@each(
+@for_each(
     "change, error, words",
     [
         ({"dense": torch.ones(16, 16)}, DtypeError, "float16, bfloat16, int8, float8_e4m3fn, float8_e5m2, not torch.float32"),
@@ -137,7 +137,7 @@ def test_what_compress_refuses(fake, change, error, words) -> None:
         compress(**{"dense": torch.zeros(16, 16).half(), **change})
 
 
-@each(
+@for_each(
     "change, error, words",
     [
         ({"dense": normal(16, 32)}, ShapeError, r"has shape \(16, 32\); nt with this blob takes \(tokens, 64\)"),

@@ -56,7 +56,7 @@ def test_layouts(layout, dtype) -> None:
     test_gemm.check(y.cpu(), layout, w.cpu(), x.cpu())
 
 
-def test_a_graph_replays_what_was_captured_and_sees_written_weights(ours) -> None:
+def test_cuda_graph_sees_written_weights(ours) -> None:
     never, (values, indices, *sizes), x = weight(), weight(), normal(96, 512, seed=4)
     values.mul_(1)  # written: the compression belongs into the graph
     run = ours("nm_linear").fn

@@ -13,7 +13,7 @@ from nmkernels import BackendError, capability
 from nmkernels.backends import cusparselt
 from nmkernels.backends.cusparselt import context
 from python_tests.backends.cusparselt.conftest import normal, packed
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("c++") is None or not cusparselt_abi.REPORT.exists(), reason="the sources and a C++ compiler are needed"
@@ -25,7 +25,7 @@ def probe() -> capability.Probe:
     return capability.cusparselt.__wrapped__()
 
 
-@each(
+@for_each(
     "version, text", [(800, "0.8.0"), (801, "0.8.1"), (1000, "0.10.0"), (1_000_203, "1.2.3"), (700, "0.7.0"), (1, "0.0.1"), (602, "0.6.2")]
 )
 def test_versions(fake, version, text) -> None:
@@ -79,7 +79,7 @@ def test_none_at_all(wheels) -> None:
 
 
 @pytest.mark.parametrize("folder", ["cusparselt", "cu13"])
-def test_the_pip_wheel_is_looked_in_first(fake, wheels, monkeypatch, folder) -> None:
+def test_the_pip_wheel_comes_first(fake, wheels, monkeypatch, folder) -> None:
     library = wheels / folder / "lib" / "libcusparseLt.so.0"
     library.parent.mkdir(parents=True)
     shutil.copy(fake.path, library)
@@ -125,7 +125,7 @@ def test_a_failing_entry_is_named_and_leaves_nothing_behind(fake, ours, entry) -
 
 
 @needs_compiler
-def test_what_we_say_of_the_interface_is_what_every_version_says() -> None:
+def test_our_declarations_agree_with_every_version() -> None:
     mine, table = cusparselt_abi.ours(), cusparselt_abi.read()
     assert {"0.8.0", "0.10.0"} <= set(table)
     assert len(mine) > 50
@@ -134,7 +134,7 @@ def test_what_we_say_of_the_interface_is_what_every_version_says() -> None:
 
 
 @needs_compiler
-def test_the_installed_header_says_the_same() -> None:
+def test_the_installed_header_agrees() -> None:
     header, toolkit = cusparselt_abi.installed(), cusparselt_abi.toolkit()
     if header is None or toolkit is None:
         pytest.skip("cusparseLt.h is not installed")
@@ -145,7 +145,7 @@ def test_the_installed_header_says_the_same() -> None:
 
 
 @needs_compiler
-def test_a_header_that_differs_is_told(tmp_path, capsys, monkeypatch) -> None:
+def test_a_different_header_is_reported(tmp_path, capsys, monkeypatch) -> None:
     """A made-up header: as ours, but for one value and one parameter."""
     monkeypatch.setattr(cusparselt_abi, "TABLE", tmp_path / "table.csv")
     mine = cusparselt_abi.ours()
@@ -158,6 +158,6 @@ def test_a_header_that_differs_is_told(tmp_path, capsys, monkeypatch) -> None:
 
 
 @needs_compiler
-def test_a_library_that_lacks_a_call_is_told(fake, without) -> None:
+def test_a_missing_library_call_is_reported(fake, without) -> None:
     assert cusparselt_abi.missing_symbols(fake.path) == []
     assert cusparselt_abi.missing_symbols(without) == ["cusparseLtDenseDescriptorInit"]

@@ -10,7 +10,7 @@ import torch
 from nmkernels import Pattern, ops, reference, testing
 from nmkernels.backends.cusparselt import blobs, context
 from python_tests.backends.cusparselt.conftest import check, normal, packed, routes
-from python_tests.each import each
+from python_tests.for_each import for_each
 
 DTYPES = (torch.bfloat16, torch.float16)
 ACTIVATIONS = ("", "gelu", "silu", "relu2")
@@ -55,7 +55,7 @@ def test_a_library_that_keeps_the_address_of_a_bias(fake, ours, when) -> None:
     assert fake.calls("MatmulPlanInit") == plans + 1, "the same address needs no new plan"
 
 
-@each("pattern", ["2:4", "1:4", "2:8", "1:8", "1:16", "2:32"])
+@for_each("pattern", ["2:4", "1:4", "2:8", "1:8", "1:16", "2:32"])
 def test_every_pattern_that_is_also_2_of_4(fake, ours, pattern) -> None:
     check(ours, "nm_linear", normal(8, 64), *packed(pattern=pattern))
 
@@ -69,7 +69,7 @@ def test_metadata_of_tensor_cores(fake, ours, layout) -> None:
     check(ours, "nm_linear_wgrad", values, meta, *sizes, normal(128, 24))
 
 
-@each("tokens", [1, 3, 8, 13])
+@for_each("tokens", [1, 3, 8, 13])
 def test_tokens_are_padded(fake, ours, tokens) -> None:
     y = check(ours, "nm_linear", normal(tokens, 64), *packed(), normal(32, seed=3), "", normal(tokens, 32, seed=4))
     assert y.shape == (tokens, 32)
@@ -113,7 +113,7 @@ def test_the_input_and_the_weight_stay_as_they_are(fake, ours) -> None:
     assert torch.equal(torch.get_rng_state(), state), "checking an algorithm must not draw from the caller's generator"
 
 
-@each(
+@for_each(
     "dtype, rows, cols, pattern, reason",
     [
         (torch.float32, 32, 64, "2:4", "it multiplies float16 and bfloat16, and this call is in torch.float32"),
@@ -136,7 +136,7 @@ def test_odd_widths_and_sparse_tensors_are_declined(fake, ours) -> None:
     assert "call .to_dense()" in ours("nm_linear").supports(normal(8, 64).to_sparse(), *packed())[1]
 
 
-def test_without_a_library_nothing_is_opened_for_tensors_of_the_cpu(ours, monkeypatch) -> None:
+def test_cpu_tensors_do_not_open_the_library(ours, monkeypatch) -> None:
     monkeypatch.delenv("NMKERNELS_CUSPARSELT", raising=False)
     monkeypatch.setattr("nmkernels.capability.opened", lambda: pytest.fail("the library was opened"))
     assert ours("nm_linear").supports(normal(8, 64), *packed()) == (False, "it runs on GPUs, and one of these tensors is on cpu")

@@ -1,4 +1,4 @@
-"""How kernels are started: what Triton is told, on which device, and where nothing can be."""
+"""How kernels are launched: the arguments of Triton, the device, and when nothing can be launched."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from nmkernels.capability import Probe
 from nmkernels.dispatch import choose
 
 
-def test_a_call_on_a_gpu_is_declined_where_nothing_can_be_launched(monkeypatch):
-    """As in an image without a C compiler: the next backend runs it, and the reason is told."""
+def test_gpu_calls_are_declined_without_a_launcher(monkeypatch):
+    """As in an image without a C compiler: the next backend runs it, and the reason is reported."""
     with FakeTensorMode():
         w = torch.empty(4, 8, device="cuda")
     assert backend.supports(w, 2, 4) == (True, "compiled by Triton")
@@ -29,7 +29,7 @@ def test_a_call_on_a_gpu_is_declined_where_nothing_can_be_launched(monkeypatch):
     assert choose("nm_mask", w, 2, 4).backend == "reference"
 
 
-def test_what_triton_is_told(monkeypatch):
+def test_arguments_of_triton(monkeypatch):
     """On the device of the first tensor; contraction is off unless asked for, and no programs are nothing."""
     monkeypatch.setattr(launching, "INTERPRETED", False)
     kernel, started, x, asked = MagicMock(), [], torch.zeros(256), []

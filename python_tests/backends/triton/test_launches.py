@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import nmkernels as nm
-from bench.cases.linear import triton_ways
+from bench.cases.linear import triton_methods
 from bench.registry import Provider, Spec
 from nmkernels import dispatch
 from nmkernels.autograd import GemmPlan
@@ -79,7 +79,7 @@ def test_what_is_stored_is_followed_and_found_again(cache: Path) -> None:
     assert _choose(width=8) == launches.plan(*_gemm(tokens=8)[:-2], 90), "for more tokens it is no way"
 
 
-def test_it_is_looked_up_once_and_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookup_is_cached_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches, "REMEMBERED", 4)
     for width in range(1, 20):
         found = _choose(width=width)
@@ -153,7 +153,7 @@ def test_the_fastest_is_chosen_and_kept(layer: nm.CompressedLinear, candidates: 
         torch.testing.assert_close(layer(x), x @ layer.weight.dense().t())
 
 
-def test_what_no_longer_wins_is_taken_back_and_noise_changes_nothing(layer: nm.CompressedLinear, candidates: list[Plan]) -> None:
+def test_a_choice_that_stops_winning_is_dropped(layer: nm.CompressedLinear, candidates: list[Plan]) -> None:
     nm.tune(layer, TOKENS, timer=_timer({candidates[1]: 0.5}, layer))
     assert _in_use(layer) == candidates[1]
     nm.tune(layer, TOKENS, timer=_timer({candidates[1]: 0.99}, layer))
@@ -200,7 +200,7 @@ def test_both_ways_of_many_tokens_are_providers(layer: nm.CompressedLinear) -> N
         used.append(_in_use(layer))
         return nm.ops.linear(x, layer.weight)
 
-    for p in triton_ways(spec, x, lambda: Provider("", call)):
+    for p in triton_methods(spec, x, lambda: Provider("", call)):
         with p.under():
             torch.testing.assert_close(p.call(), x @ layer.weight.dense().t())
     assert [plan.method for plan in used] == ["scratch", "gemm"] and _in_use(layer) == DEFAULT

@@ -1,4 +1,4 @@
-"""Independent plain torch that tests of several floors compare with; nothing here uses the package."""
+"""Naive masks in plain torch, for tests to compare with; nothing here uses the package."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def mask(w: Tensor, n: int, m: int) -> Tensor:
 
 
 def masked(w: Tensor, n: int, m: int) -> Tensor:
-    """w where the mask keeps it, 0 elsewhere."""
+    """w with the pruned elements set to 0."""
     return torch.where(mask(w, n, m), w.detach(), 0.0)

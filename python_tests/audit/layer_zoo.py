@@ -1,14 +1,14 @@
-"""A model with a layer of each kind, and made-up seconds of the pieces of a step."""
+"""A model with a layer of each kind, and made-up seconds for the pieces of a step."""
 
 from torch import nn
 
 
 class Own(nn.Linear):
-    """A subclass that may do anything."""
+    """A subclass of nn.Linear, which may do anything."""
 
 
 class Conv1D(nn.Module):
-    """Stands for transformers', which is told by its name."""
+    """Stands for transformers' class, which is recognised by its name."""
 
     def __init__(self, nf: int, nx: int) -> None:
         super().__init__()

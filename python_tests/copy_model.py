@@ -1,4 +1,4 @@
-"""The two ways in which a model gets copied whole: ``copy.deepcopy``, and through a pickle file."""
+"""Copies of a whole model, by ``copy.deepcopy`` and through a pickle file."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import io
 import torch
 from torch import nn
 
-WAYS = ("deepcopy", "pickle")
+COPY_METHODS = ("deepcopy", "pickle")
 
 
-def copied(module: nn.Module, how: str) -> nn.Module:
-    """A copy of ``module`` made in the given way."""
+def copy_model(module: nn.Module, how: str) -> nn.Module:
+    """A copy of ``module``, by one of ``COPY_METHODS``."""
     if how == "deepcopy":
         return copy.deepcopy(module)
     file = io.BytesIO()

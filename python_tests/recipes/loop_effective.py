@@ -1,7 +1,7 @@
-"""Independent loops of methods that differ in the effective weight; ``how`` goes to ``optimize``.
+"""Independent training loops of methods that change the effective weight; ``how`` is passed to ``optimize``.
 
 S-STE: Hu et al., NeurIPS 2024. MdGf and SdGf: Bambhaniya et al., arXiv 2402.04744. Complementary sparsity.
-Of the package only the reference's estimator, to replay random draws.
+The only part of the package used is the reference's estimator, to replay random draws.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Starting, stepping and running the small model of ``loop`` under a recipe, for the tests that do so for every recipe."""
+"""Trains the small model of ``loop`` under a recipe: start, step, train, run."""
 
 import io
 
@@ -19,7 +19,7 @@ def optimizer_of(recipe, params):
 
 
 def activation_of(recipe):
-    """A recipe that makes activations sparse needs those that it can."""
+    """The activation that the recipe needs, for those that make activations sparse."""
     return nm.nn.SquaredReLU if isinstance(recipe, nm.recipes.Activation24) else nn.GELU
 
 
@@ -28,7 +28,7 @@ def net(recipe, dtype=F64, seed=0):
 
 
 def start(recipe, dtype=F64, seed=0, model=None, make=None, **keywords):
-    """The small model, or the given one, under the recipe, with its own optimizer or that of ``make``; keywords are the optimizer's."""
+    """Sparsify the small model, or ``model``, and attach the recipe's optimizer, or ``make``'s; keywords are the optimizer's."""
     model = net(recipe, dtype, seed) if model is None else model
     handle = nm.sparsify_(model, recipe)
     return model, handle, handle.attach((make or recipe.optimizer)(model.parameters(), **{**Adam().keywords, **keywords}))
@@ -42,25 +42,25 @@ def step(model, optimizer, batch, parts=1):
 
 
 def train(model, optimizer, data, after=lambda t: None):
-    """Steps, with ``after(t)`` after the t-th, counted from 1."""
+    """Train on each batch of ``data``, calling ``after(t)`` after step t, counted from 1."""
     for t, batch in enumerate(data, 1):
         step(model, optimizer, batch)
         after(t)
 
 
-def run(recipe, dtype=F64, data=DATA, parts=1, **given):
-    model, handle, optimizer = start(recipe, dtype, **given)
+def run(recipe, dtype=F64, data=DATA, parts=1, **keywords):
+    model, handle, optimizer = start(recipe, dtype, **keywords)
     for batch in data:
         step(model, optimizer, batch, parts)
     return model, handle, optimizer
 
 
-def figures(handle):
+def metrics_of(handle):
     return {k: v.item() for k, v in handle.metrics().items()}
 
 
 def dense_part(model):
-    """The dense model's parameters, without those that the recipe has added; what an adapter adds is put into its weight."""
+    """The dense model's parameters, without those the recipe added; adapters are added to their weights."""
     values = snapshot(model)
     for k in [k for k in values if k.endswith(".nm_right")]:
         left, right = values[k.replace("right", "left")], values[k]
@@ -69,12 +69,12 @@ def dense_part(model):
 
 
 def learned_part(model):
-    """The parameters that the recipe has added for itself, adapters apart."""
+    """The parameters that the recipe added, without adapters."""
     return {name: p for name, p in snapshot(model).items() if ".nm_" in name and name.rpartition(".")[2] not in ADAPTER}
 
 
 def same(a, b):
-    """Whether two nested states are equal, tensors and all."""
+    """Whether two nested states are equal, including their tensors."""
     (xs, spec), (ys, other) = (torch.utils._pytree.tree_flatten(tree) for tree in (a, b))
     return spec == other and all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(xs, ys, strict=True))
 

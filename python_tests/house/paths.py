@@ -1,4 +1,4 @@
-"""Where things are in this checkout."""
+"""Paths of this checkout."""
 
 from __future__ import annotations
 
