@@ -17,7 +17,7 @@ from nmkernels.gemm.route import route
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes.contrib.bimask import BiMasked
 from python_tests import naive
-from python_tests.copy_model import COPY_METHODS
+from python_tests.copy_model import COPY_METHODS, copy_model
 
 P24 = nm.Pattern("2:4")
 DENSE, PACKED, PACKED_SSTE = "srste:2:4(packed=False)", "srste:2:4(packed=True)", "sste:2:4(packed=True)"
@@ -199,7 +199,7 @@ def test_functional_call_uses_the_weights_given(kind):
 def test_copies_share_nothing_and_do_not_go_stale(how):
     model, layer, optimizer = model_of()
     buffer = layer.effective_weight()
-    other = copied(model, how)
+    other = copy_model(model, how)
     assert not other[0].effective.attached and not other[0].effective.copies and right(other[0])
     # an average of the weights, updated as such averages are
     with torch.no_grad():
