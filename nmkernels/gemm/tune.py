@@ -22,7 +22,7 @@ from ..dispatch import ENV, Impl, forced_backend, implementations
 from ..dispatch import choose as dispatched
 from ..ops.define import CALLS, plainly
 from ..pattern import NMError
-from ..tuning import BUDGET, Candidate, Found, Seconds, Timer, Validator, cold
+from ..tuning import BUDGET, Candidate, Measurement, Seconds, Timer, Validator, cold
 from . import estimate
 from .choose import ESTIMATED, rule
 from .methods import DENSE, OP, Method, Operands, arguments, methods, op_of, operands, pack_estimate, run
@@ -41,7 +41,7 @@ log.addHandler(logging.NullHandler())
 # ---- measuring
 
 
-def measure(*problems: Problem, timer: Seconds | None = None, budget: float = BUDGET, prepare: bool = True) -> Found:
+def measure(*problems: Problem, timer: Seconds | None = None, budget: float = BUDGET, prepare: bool = True) -> Measurement:
     """Check every method of one GEMM, or of fprop and dgrad of one layer, and time the right ones for ``budget`` seconds.
 
     Operands are random; torch's generators are left alone. It synchronises with the device: not for graph capture.
@@ -59,7 +59,7 @@ def measure(*problems: Problem, timer: Seconds | None = None, budget: float = BU
         return _measure_layer(problems, each, timer, budget / 2)
 
 
-def _measure_one(p: Problem, timer: Seconds | None, budget: float, prepare: bool) -> Found:
+def _measure_one(p: Problem, timer: Seconds | None, budget: float, prepare: bool) -> Measurement:
     drawn = operands(p)
     sets: list[Operands] = []  # made when all are checked, and for all that are right
     candidates = [_candidate(p, method, drawn, sets, prepare, timer) for method in methods(p)]
@@ -122,7 +122,7 @@ def _once(p: Problem, method: Method, entry: Impl | None, other: Tensor, operand
     return run(method, p, other, operand, seed=seed)
 
 
-def _measure_layer(problems: tuple[Problem, ...], each: list[Found], timer: Seconds | None, budget: float) -> Found:
+def _measure_layer(problems: tuple[Problem, ...], each: list[Measurement], timer: Seconds | None, budget: float) -> Measurement:
     """Time making W̃, fprop and dgrad of a layer by the plans that are left: dense, or the fastest compressed method, of each GEMM."""
     options = [_dense_and_fastest(p, found) for p, found in zip(problems, each, strict=True)]
     drawn = [operands(p) for p in problems]
@@ -137,7 +137,7 @@ def _measure_layer(problems: tuple[Problem, ...], each: list[Found], timer: Seco
         for p, method, other in zip(problems, plan, others, strict=True):
             run(method, p, other, made)
 
-    found = Found(key(*problems), baseline)
+    found = Measurement(key(*problems), baseline)
     sets = cold((weight, [other for other, _, _ in drawn]))
     calls = {name: [partial(step, plan, *some) for some in sets] for name, plan in plans.items()}
     found.time(Timer(problems[0].device, timer), calls, budget)
@@ -146,7 +146,7 @@ def _measure_layer(problems: tuple[Problem, ...], each: list[Found], timer: Seco
     return found
 
 
-def _dense_and_fastest(p: Problem, found: Found) -> list[Method]:
+def _dense_and_fastest(p: Problem, found: Measurement) -> list[Method]:
     some = [m for m in methods(p) if m.name in found.seconds]
     packed = sorted((m for m in some if m != DENSE), key=lambda m: found.seconds[m.name])
     return [*(m for m in some if m == DENSE), *packed[:1]] or [methods(p)[0]]
@@ -163,12 +163,12 @@ def _made(p: Problem, form: str, w: Tensor, mask: Tensor | None) -> Any:
     return packed[2:] if columns else packed[:2]
 
 
-def record(found: Found, by: str = "nm.tune") -> None:
+def record(found: Measurement, by: str = "nm.tune") -> None:
     """Follow these measurements from now on, in this process and, where the table can be written, in later ones."""
     found.store({found.problem: found.line(found.best, by)})
 
 
-def measure_and_record(*problems: Problem) -> Found:
+def measure_and_record(*problems: Problem) -> Measurement:
     """``measure`` without what takes long, for ``NMKERNELS_CHOICE=measured``."""
     found = measure(*problems, budget=QUICK, prepare=False)
     record(found, "NMKERNELS_CHOICE")

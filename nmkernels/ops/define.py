@@ -1,9 +1,9 @@
-"""How an op becomes ``torch.ops.nmkernels.*``: one schema, one contract, the dispatcher behind it, and calls that are remembered.
+"""Define an op as ``torch.ops.nmkernels.*``: schema, contract, dispatch to backends, and a cache of kinds of calls.
 
-A *contract* takes the raw op's arguments, raises when they do not fit, and returns the shape and dtype of each result. The eager kernel,
-the fake kernel (tracing, ``torch.compile``) and the check of ``out=`` use the same one. It looks at metadata only, as the backends'
-``supports`` do. So the function that a call came to serves every call of the same metadata, and the second call of a kind runs it at once:
-no contract, no choice, and nothing of torch's dispatcher, unless somebody watches.
+A *contract* takes the raw op's arguments, raises if they are invalid, and returns the shape and dtype of each result. The eager kernel, the
+fake kernel (tracing, ``torch.compile``) and the check of ``out=`` share it. Contracts and the backends' ``supports`` depend only on
+metadata, so the chosen function is cached per kind of call: a repeated call runs it directly, without contract, choice or torch's
+dispatcher, unless it is traced, profiled or transformed.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ Spec = tuple[Any, torch.dtype]
 Contract = Callable[..., tuple[Spec, ...]]
 
 MOST_PLANS = 4096
-"""Kinds of calls that are remembered; then all are forgotten, so that changing shapes do not fill the memory."""
+"""Size of the cache of kinds of calls; when full it is cleared, so that changing shapes do not fill memory."""
 
 NO_ONNX = (
     "{}: torch.onnx.export met a sparse layer that is in training or compressed, and ONNX has neither masks nor N:M weights. Export the "
-    "finished model: call handle.finish() first, and nm.compress_(model) not before; its weights are constants with zeros. Or load what "
-    "nm.save_dense wrote into the dense model. torch.export and AOTInductor take compressed models."
+    "finished model: call handle.finish() but not nm.compress_(model), so that its weights are constants with zeros; or load the file of "
+    "nm.save_dense into the dense model. torch.export and AOTInductor support compressed models."
 )
 
 CALLS: dict[str, Callable[..., Any]] = {}
-"""What ``define`` returned for each op."""
+"""Op → the function returned by ``define``."""
 CONTRACTS: dict[str, Contract] = {}
-"""The contract of each op."""
+"""Op → its contract."""
 
 _SCALARS = frozenset((int, bool, str, NoneType, torch.dtype))
 _lib = torch.library.Library(NAMESPACE, "DEF")
@@ -57,17 +57,17 @@ def define(
     leading: tuple[str, ...] = (),
     floats: bool = True,
 ) -> Callable[..., Any]:
-    """Register ``torch.ops.nmkernels.<name>`` and return ``call(*args, out=None, backend="")``, the short way to it for the package's use.
+    """Register ``torch.ops.nmkernels.<name>`` and return ``call(*args, out=None, backend="")``, which calls it with little overhead.
 
-    ``backend`` is asked before the others where the function of a kind of call is chosen; a graph or a watcher sees the plain op.
+    ``backend`` takes precedence over the others; graphs and traces contain the plain op.
 
-    Its derivatives are refused (``derivatives.with_autograd``), and ``torch.vmap`` knows it (``_vmap_rule``).
+    Derivatives raise (``derivatives.with_autograd``), and ``torch.vmap`` is supported (``_vmap_rule``).
 
     Args:
         schema: ``"(Tensor w, int n, int m) -> Tensor"``.
-        contract: see the module's docstring.
-        outs: one name per result, if there is to be ``<name>_out``, which writes into tensors of the caller, its keyword-only arguments.
-            ``call`` takes them as ``out``: a tensor, or a tuple of several, which it returns.
+        contract: see the module docstring.
+        outs: one name per result, to define ``<name>_out`` with these keyword-only arguments, which it writes to. ``call`` takes them as
+            ``out``, a tensor or tuple, and returns it.
         leading: the tensors that may have any number of leading dimensions, the same for all of them.
         floats: whether a result is floating-point, so that it could have a derivative.
     """
@@ -77,7 +77,7 @@ def define(
     mutates = [i for i, a in enumerate(op._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
 
     def checked(args: tuple[Any, ...], named: dict[str, Tensor]) -> tuple[tuple[Any, ...], tuple[Tensor, ...], tuple[Spec, ...]]:
-        """The arguments with their defaults, the tensors that are written into instead of new ones, and the shapes of the results."""
+        """Check a call; return the arguments with defaults, the ``out`` tensors, and the specs of the results."""
         if len(args) < total:  # torch drops trailing arguments that equal their defaults
             args += defaults[len(args) - total :]
         specs = contract(*args)
@@ -137,7 +137,7 @@ def define(
             fn = _chosen(name, args, given, backend)
         if fn is None:
             if any(map(is_sharded, args)):
-                from . import sharded  # which tells DTensor what it may do with our ops
+                from . import sharded  # registers sharding rules for DTensor
 
                 sharded.check(name, out)
             if op_out is None or out is None:
@@ -145,7 +145,7 @@ def define(
             op_out(*args, **dict(zip(outs, given, strict=True)))
             return out
         if out is None and not mutates and not torch._C._is_any_autocast_enabled():
-            return fn(*args)  # nothing requires grad here, or grad mode is off
+            return fn(*args)  # no argument requires grad, or grad mode is off
         result = run(fn, args, given)
         return result if out is None else out
 
@@ -154,12 +154,12 @@ def define(
 
 
 def _chosen(name: str, args: tuple[Any, ...], given: tuple[Tensor, ...], backend: str = "") -> Callable[..., Any]:
-    """The function that runs a call; of a new kind of call it is remembered once it is known to be right on this machine."""
+    """The function that runs a call; cached per kind of call once it has passed its check on this machine."""
     kind = plainly(kind_of, name, args, given, backend)
     fn = None if kind is None else dispatch.plans.get(kind)
     while fn is None:
         entry, lasting = dispatch.decide(name, args, backend)
-        plan = kind if lasting or kind is None else (entry.backend, *kind)  # the next call of the kind may be another's
+        plan = kind if lasting or kind is None else (entry.backend, *kind)  # the next call of this kind may use another backend
         trusted = plan is None or plan in dispatch.plans or verify.trusted(entry, args)
         if trusted and plan is not None:
             if len(dispatch.plans) >= MOST_PLANS:
@@ -171,10 +171,10 @@ def _chosen(name: str, args: tuple[Any, ...], given: tuple[Tensor, ...], backend
 
 
 def kind_of(name: str, args: Sequence[Any], given: Sequence[Tensor] = (), backend: str = "") -> tuple[Any, ...] | None:
-    """The cache key of a call of ``name``; None where torch has to see the call itself.
+    """The cache key of a call of ``name``; None if torch's dispatcher has to handle the call.
 
-    That is while somebody watches (compiling, torch modes, functorch, tracing, the profiler, forward mode) and where an argument is no
-    plain tensor: a subclass, a lazy negation, zeros without memory, a tensor that requires grad while grad mode is on.
+    That is so while compiling, in torch modes, functorch, tracing, profiling and forward mode, and for arguments that are not plain
+    tensors: subclasses, lazy negations, zero tensors, and tensors that require grad while grad mode is on.
     """
     if (
         torch.compiler.is_compiling()
@@ -189,7 +189,7 @@ def kind_of(name: str, args: Sequence[Any], given: Sequence[Tensor] = (), backen
     recording = torch.is_grad_enabled()
     kind: list[Any] = [name, dispatch.environment.get(dispatch.ENV_KEY) or backend]
     rest = [*args, *given]
-    for x in rest:  # which grows by the lists in it
+    for x in rest:  # grows by the elements of lists
         cls = type(x)
         if cls is Tensor or cls is Parameter:
             if x.layout is not torch.strided or x.is_neg() or x._is_zerotensor() or (recording and x.requires_grad):
@@ -208,7 +208,7 @@ def kind_of(name: str, args: Sequence[Any], given: Sequence[Tensor] = (), backen
 
 
 def unwatched(x: Tensor) -> bool:
-    """Whether a call with this input may go to a kernel at once: a plain tensor, no gradient recorded, and nobody watches."""
+    """Whether a kernel may be called directly with this input: a plain tensor, and no autograd, mode, tracing or profiling."""
     return not (
         torch.is_grad_enabled()
         or type(x) is not Tensor
@@ -224,9 +224,9 @@ def unwatched(x: Tensor) -> bool:
 
 
 def plainly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``fn`` with grad mode and autocast off, so that a backend in plain torch does what one in C++ does.
+    """Call ``fn`` with grad mode and autocast off, so that a backend in plain torch behaves like one in C++.
 
-    Autograd would record the former and nothing of the latter; autocast would multiply in another dtype than the contract's.
+    Otherwise autograd would record the former but not the latter, and autocast would use another dtype than the contract's.
     """
     before = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)  # the context manager costs 1.5 us more
@@ -240,7 +240,7 @@ def plainly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _vmap_rule(name: str, op: torch._ops.OpOverload, leading: tuple[str, ...]) -> Callable[..., Any]:
-    """The rule of ``op`` for ``torch.library.register_vmap``: one call if only ``leading`` tensors are batched, else one per element."""
+    """The vmap rule of ``op``: one call if only ``leading`` tensors are batched, else one per element."""
     free, writes = {i for i, a in enumerate(op._schema.arguments) if a.name in leading}, op._schema.is_mutable
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any, **outs: Any) -> tuple[Any, Any]:
@@ -273,17 +273,15 @@ def _device(args: Iterable[Any]) -> torch.device:
 
 def _check_out(op: str, name: str, out: Tensor, shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> None:
     if tuple(out.shape) != shape:
-        raise ShapeError(
-            f"{op}: {name} has shape {tuple(out.shape)}, the result has {shape}. Pass a tensor of that shape, or leave out= away."
-        )
+        raise ShapeError(f"{op}: {name} has shape {tuple(out.shape)}, the result has {shape}. Pass a tensor of that shape, or omit out=.")
     if out.dtype != dtype:
-        raise DtypeError(f"{op}: {name} has dtype {out.dtype}, the result has {dtype}. Pass a tensor of that dtype, or leave out= away.")
+        raise DtypeError(f"{op}: {name} has dtype {out.dtype}, the result has {dtype}. Pass a tensor of that dtype, or omit out=.")
     if out.device != device:
         raise ShapeError(f"{op}: {name} is on {out.device}, the input is on {device}. Both must be on one device.")
 
 
 def _writable(outs: tuple[Tensor, ...], args: tuple[Any, ...]) -> bool:
-    """A backend may write straight into ``outs``: contiguous, and in memory that none of the inputs uses."""
+    """Whether a backend may write directly to ``outs``: contiguous, and not sharing memory with inputs."""
     for o in outs:
         where = o.untyped_storage().data_ptr()
         if not o.is_contiguous():
@@ -298,7 +296,7 @@ def _refuse(g: Tensor, shape: Sequence[int], dtype: torch.dtype, op: str) -> Ten
     raise NMError(no_gradient(op))
 
 
-# the gradient of a tensor of that shape and dtype, were there one
+# stands for the gradient of a tensor of that shape and dtype; raises when it runs
 _lib.define("refuse(Tensor g, SymInt[] shape, ScalarType dtype, str op) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _lib.impl("refuse", _refuse, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::refuse", lambda g, shape, dtype, op: g.new_empty(shape, dtype=dtype), lib=_lib)

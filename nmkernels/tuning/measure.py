@@ -1,4 +1,4 @@
-"""The ways to do one thing, checked and timed: the fastest right one is chosen, and kept in the table."""
+"""Check and time the candidates for one problem, choose the fastest correct one and store it in the table."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from .table import TABLE
 from .timer import Call, Timer
 
 LEAST_GAIN = 1.02
-"""A candidate replaces the baseline only if it is so many times as fast: less is noise."""
+"""The least speed-up for which a candidate replaces the baseline; less is noise."""
 
 BUDGET = 0.5
-"""Seconds of timed calls for one problem."""
+"""Seconds of timing per problem."""
 
 Check = Callable[[Callable[[Tensor], object]], str]
-"""A ``Validator``, or what asks one."""
+"""A ``Validator``, or a function that calls one."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to do a problem: ``run`` writes the result into its argument, ``calls`` are timed, each on other buffers than the one before.
+    """One candidate: ``run`` writes the result into its argument; ``calls`` are the timed calls, on alternating buffers.
 
-    ``declines`` makes it ready, and says why it takes no part, empty where it does.
+    ``declines`` prepares the candidate and returns the reason why it cannot run, or an empty string.
     """
 
     name: str
@@ -37,16 +37,16 @@ class Candidate:
 
 
 @dataclass
-class Found:
-    """What was measured of one problem: seconds of each candidate that came out right, and why the others did not take part.
+class Measurement:
+    """The measurement of one problem: seconds of each correct candidate, and the reasons against the others.
 
     Args:
-        problem: its line in the table.
-        baseline: what is done where nothing is measured, which a faster one replaces.
-        halves: the same by each half of the time.
-        refused: wrong, or failed.
-        declined: cannot do it here.
-        path: the file written to, else ``note`` says why there is none.
+        problem: its key in the table.
+        baseline: the default, replaced by a faster candidate.
+        halves: the seconds in each half of the time.
+        refused: candidates with a wrong result or an exception.
+        declined: candidates that cannot run here.
+        path: the file written to; if None, ``note`` says why.
     """
 
     problem: str
@@ -59,7 +59,7 @@ class Found:
     halves: list[dict[str, float]] = field(default_factory=list)
 
     def time(self, timer: Timer, calls: Mapping[str, Sequence[Call]], budget: float) -> None:
-        """Time the calls twice, each time for half of ``budget`` seconds, alternating."""
+        """Time the calls in two halves of ``budget`` seconds, in alternating rounds."""
         for _ in range(2):
             took, failed = timer.compare({name: some for name, some in calls.items() if name not in self.refused}, budget / 2)
             self.halves.append(took)
@@ -69,7 +69,7 @@ class Found:
 
     @property
     def best(self) -> str:
-        """The fastest; the baseline unless another gains more than noise in both halves."""
+        """The fastest candidate; the baseline unless another gains more than noise in both halves."""
         best = min(self.seconds, key=self.seconds.__getitem__, default=self.baseline)
         if self.baseline not in self.seconds:
             return best
@@ -78,41 +78,41 @@ class Found:
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast as the baseline the best is; None where nothing was timed."""
+        """Speed-up of the best over the baseline; None if the baseline was not timed."""
         base = self.seconds.get(self.baseline)
         return None if base is None else base / self.seconds[self.best]
 
     def line(self, choice: Any, by: str = "nm.tune") -> dict[str, Any]:
-        """What the table keeps of it; ``choice`` as its owner reads it."""
+        """Its line for the table; the caller defines the form of ``choice``."""
         microseconds = {name: round(1e6 * t, 3) for name, t in self.seconds.items()}
         return {"choice": choice, "us": microseconds, "refused": self.refused, "by": by}
 
     def store(self, lines: Mapping[str, dict[str, Any] | None]) -> None:
-        """Follow these lines from now on, in this process and, where the table can be written, in later ones."""
+        """Use these lines from now on, in this process and, if the table is writable, in later ones."""
         try:
             self.path = str(TABLE.store(lines))
         except OSError as error:
-            self.note = f"could not be stored, holds for this process only: {error}"
+            self.note = f"could not be stored, valid in this process only: {error}"
 
     def __str__(self) -> str:
-        text = "none of its candidates is right"
+        text = "no candidate is correct"
         if self.seconds:
             text = f"{self.best}, {1e6 * self.seconds[self.best]:.1f} us"
             base = self.seconds.get(self.baseline)
-            text += f", by default {1e6 * base:.1f} us" if base is not None else ""
+            text += f", default {1e6 * base:.1f} us" if base is not None else ""
         return f"{self.problem}: {text}, {len(self.refused)} refused{f' ({self.note})' if self.note else ''}"
 
 
-def measure(problem: str, candidates: Sequence[Candidate], validator: Check, timer: Timer, budget: float = BUDGET) -> Found:
-    """Check every candidate, the baseline being the first of them, and time those that are right, in turns."""
-    found = Found(problem, candidates[0].name)
+def measure(problem: str, candidates: Sequence[Candidate], validator: Check, timer: Timer, budget: float = BUDGET) -> Measurement:
+    """Check every candidate, of which the first is the baseline, and time the correct ones in alternating rounds."""
+    found = Measurement(problem, candidates[0].name)
     right = []
     for candidate in candidates:
         why = wrong = ""
         try:
             why = candidate.declines()
             wrong = "" if why else validator(candidate.run)
-        except Exception as error:  # a kernel that does not fit the device, or one that checks its operands
+        except Exception as error:  # a kernel may not fit the device, or may refuse its operands
             text = str(error).partition("\n")[0]
             wrong = text if isinstance(error, NMError) else f"{type(error).__name__}: {text}"
         if why:

@@ -1,4 +1,4 @@
-"""Whether speeds may be measured now: what the environment says, and whether somebody watches."""
+"""Whether timing is allowed now: the setting in the environment, and whether calls are traced, profiled or captured."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SETTINGS = ("", "dense", "packed", "measured")
 
 
 def setting() -> str:
-    """What ``NMKERNELS_CHOICE`` says."""
+    """The value of ``NMKERNELS_CHOICE``; an unknown one raises ``NMError``."""
     value = os.environ.get(ENV, "")
-    if value == "table":  # the default, which earlier versions had to be told
+    if value == "table":  # the default, which earlier versions had to set
         return ""
     if value not in SETTINGS:
         raise NMError(f"{ENV}={value!r} is unknown; set one of {', '.join(SETTINGS[1:])}, or unset it.")
@@ -23,12 +23,12 @@ def setting() -> str:
 
 
 def reproducible() -> bool:
-    """Whether ``torch.use_deterministic_algorithms`` is on: then nothing may depend on what was measured."""
+    """Whether ``torch.use_deterministic_algorithms`` is on, so that nothing may depend on measurements."""
     return torch._C._get_deterministic_algorithms()
 
 
 def undisturbed(device: torch.device) -> bool:
-    """Whether calls made now are run now, and seen by nobody."""
+    """Whether calls run immediately and are not traced, profiled or captured."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()

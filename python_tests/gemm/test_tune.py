@@ -310,7 +310,7 @@ def test_choices_that_cannot_be_written_hold_in_this_process(tmp_path, monkeypat
     monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path / "file" / "below"))
     layer = _packed(dtype=torch.bfloat16)
     report = nm.tune(layer, tokens=20, timer=clock(op=0.5))
-    assert report.path is None and "for this process only" in str(report)
+    assert report.path is None and "in this process only" in str(report)
     assert choose(*layer.problems(20)[0])[0].name == "op"
 
 

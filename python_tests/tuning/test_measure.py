@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nmkernels.pattern import ShapeError
 from nmkernels.tuning import TABLE, Candidate, Timer, Validator
-from nmkernels.tuning.measure import LEAST_GAIN, Found, measure
+from nmkernels.tuning.measure import LEAST_GAIN, Measurement, measure
 from python_tests.for_each import for_each
 
 EXACT = torch.arange(6.0, dtype=torch.float64).reshape(2, 3)
@@ -53,7 +53,7 @@ def test_only_correct_candidates_are_timed() -> None:
     assert found.refused.pop("wrong").startswith("max error 5 against float64")
     assert found.refused == {"ours": "too few rows", "theirs": "RuntimeError: out of resources", "unready": "ValueError: no compiler"}
     assert (found.best, found.gain) == ("fast", 4.0)
-    assert str(found) == "a problem: fast, 1.0 us, by default 4.0 us, 3 refused"
+    assert str(found) == "a problem: fast, 1.0 us, default 4.0 us, 3 refused"
     assert found.line("x")["us"] == {"torch": 4.0, "fast": 1.0}
 
 
@@ -65,23 +65,23 @@ def test_one_that_fails_while_it_is_timed_is_refused() -> None:
 
 @for_each("seconds, best", [((1.0, 1.0 / LEAST_GAIN), "new"), ((1.0, 0.99), "torch"), ((1.0, 2.0), "torch"), ((1.0, 0.5), "new")])
 def test_the_baseline_stays_unless_another_gains_more_than_noise(seconds: tuple[float, float], best: str) -> None:
-    found = Found("a problem", "torch", dict(zip(("torch", "new"), seconds, strict=True)))
+    found = Measurement("a problem", "torch", dict(zip(("torch", "new"), seconds, strict=True)))
     assert found.best == best and found.gain == seconds[0] / found.seconds[best]
 
 
 def test_a_wrong_baseline_is_replaced() -> None:
-    found = Found("a problem", "torch", {"new": 2e-6}, {"torch": "wrong"}, note="not stored")
+    found = Measurement("a problem", "torch", {"new": 2e-6}, {"torch": "wrong"}, note="not stored")
     assert (found.best, found.gain) == ("new", None) and str(found) == "a problem: new, 2.0 us, 1 refused (not stored)"
-    found = Found("a problem", "torch")
-    assert (found.best, found.gain) == ("torch", None) and str(found) == "a problem: none of its candidates is right, 0 refused"
+    found = Measurement("a problem", "torch")
+    assert (found.best, found.gain) == ("torch", None) and str(found) == "a problem: no candidate is correct, 0 refused"
 
 
 def test_what_cannot_be_stored_holds_for_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TABLE, "store", lambda lines: f"a file of {len(lines)}")
-    found = Found("a problem", "torch")
+    found = Measurement("a problem", "torch")
     found.store({"a": None})
     assert (found.path, found.note) == ("a file of 1", "")
     monkeypatch.setattr(TABLE, "store", raises(OSError("disk full")))
-    found = Found("a problem", "torch")
+    found = Measurement("a problem", "torch")
     found.store({"a": None})
-    assert found.path is None and found.note == "could not be stored, holds for this process only: disk full"
+    assert found.path is None and found.note == "could not be stored, valid in this process only: disk full"

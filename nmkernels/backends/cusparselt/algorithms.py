@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...capability import version_text
 from ...pattern import BackendError
-from ...tuning import TABLE, Candidate, Found, Seconds, Timer, Validator, key, measure
+from ...tuning import TABLE, Candidate, Measurement, Seconds, Timer, Validator, key, measure
 from .blobs import by_another, compress_as
 from .context import LAYOUTS, Algorithm, Here, Problem, Ready, elsewhere, failures, here, place, refuse_capture
 
@@ -103,7 +103,7 @@ def _of_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 # ---- the fastest
 
 
-def search_gemm(problem: Problem, like: Tensor, timer: Seconds | None = None) -> Found:
+def search_gemm(problem: Problem, like: Tensor, timer: Seconds | None = None) -> Measurement:
     """Check and time every algorithm of a problem, on random operands on the device of ``like``; see ``search``."""
     device, stream = place(like)
     if elsewhere(like, device):
@@ -118,11 +118,11 @@ def search_gemm(problem: Problem, like: Tensor, timer: Seconds | None = None) ->
         raise BackendError(f"cuSPARSELt: no memory to search {problem.text}x{problem.width} in") from None
 
 
-def _search(problem: Problem, at: Here, like: Tensor, stream: int, timer: Timer) -> Found:
+def _search(problem: Problem, at: Here, like: Tensor, stream: int, timer: Timer) -> Measurement:
     by_name = {str(a): a for a in (DEFAULT, *(Algorithm(i) for i in range(limit(problem, at, like))))}
     trial, text = Trial(problem, at, like, stream), _key(problem, at, like)
 
-    def timed(algorithms: Iterable[Algorithm]) -> Found:
+    def timed(algorithms: Iterable[Algorithm]) -> Measurement:
         return measure(text, [trial.candidate(a) for a in algorithms], trial.wrong, timer)
 
     found = timed(by_name.values())

@@ -20,7 +20,7 @@ from ...capability import compute_capability
 from ...dispatch import Verdict, impl
 from ...pattern import BackendError
 from ...reference.linear import ACTIVATIONS
-from ...tuning import Found, Seconds
+from ...tuning import Measurement, Seconds
 from ..shared import aligned
 from .algorithms import DEFAULT, ready_for, search_gemm, settled
 from .blobs import blob_of, compress_as, expanded
@@ -210,7 +210,7 @@ def _ready(op: str, *args: Any) -> Verdict:
     return True, capability.opened()[1]
 
 
-def search(op: str, *args: Any, timer: Seconds | None = None) -> Found:
+def search(op: str, *args: Any, timer: Seconds | None = None) -> Measurement:
     """Find the fastest right algorithm for the GEMM of a raw op's call, and use it from now on; the arguments' numbers do not matter.
 
     Every algorithm is checked on random operands before it is timed. The choice is kept in the table, by the library's version, the GPU,

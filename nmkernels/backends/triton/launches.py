@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...dispatch import implementations
 from ...pattern import Pattern
-from ...tuning import TABLE, Candidate, Found, Seconds, Timer, Validator, cold, key, measure
+from ...tuning import TABLE, Candidate, Measurement, Seconds, Timer, Validator, cold, key, measure
 from . import NAME
 from .launch import capability as capability_of
 from .launch import cdiv, next_power_of_2
@@ -205,7 +205,7 @@ def words(p: Plan) -> str:
 
 
 @torch.no_grad()
-def search(op: str, *args: Any, timer: Seconds | None = None) -> Found:
+def search(op: str, *args: Any, timer: Seconds | None = None) -> Measurement:
     """Find the fastest right plan for a raw op's call, and follow it from now on; the arguments' numbers do not matter."""
     kind = KINDS[op]
     (values, _, n, m, cols), other = (args[:5], args[5]) if kind == "wgrad" else (args[1:6], args[0])

@@ -76,7 +76,7 @@ def test_a_default_that_is_wrong_is_not_used(fake, ours, right, tmp_path, fault,
     assert fake.calls("Matmul") == runs, "it is remembered"
     found = search("nm_linear", *arguments())
     assert not found.seconds and len(found.refused) == 5 and found.path is None
-    assert "none of its candidates is right, 5 refused (nothing to store)" in str(found) and not list(tmp_path.glob("*.json"))
+    assert "no candidate is correct, 5 refused (nothing to store)" in str(found) and not list(tmp_path.glob("*.json"))
 
 
 def test_a_gemm_is_checked_once_in_a_process(fake, right) -> None:
@@ -130,7 +130,7 @@ def test_search_takes_the_fastest_right_one(fake, right) -> None:
     assert len(found.seconds) == 4 + 18
     assert len(context.here(0).plans) == 0, "those of a search are taken back"
     assert right(*arguments(bias=True)) == Algorithm(5)
-    assert "|nt|bfloat16|bfloat16|bias|32x64|16: algorithm 5, 5000000.0 us, by default 9000000.0 us, 6 refused" in str(found)
+    assert "|nt|bfloat16|bfloat16|bias|32x64|16: algorithm 5, 5000000.0 us, default 9000000.0 us, 6 refused" in str(found)
 
 
 def test_splits_of_the_sum_are_searched_and_checked(fake) -> None:

@@ -68,5 +68,5 @@ def test_one_that_fails_costs_itself_alone(fake, lost: str, monkeypatch: pytest.
 def test_no_correct_algorithm_is_an_error(fake) -> None:
     for i in range(4):
         fake.set(f"wrong:{i}")
-    with pytest.raises(Partly, match="none of its candidates is right"):
+    with pytest.raises(Partly, match="no candidate is correct"):
         runner.measure(SPECS[0], "cpu", 0.0)
