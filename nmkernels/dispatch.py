@@ -1,10 +1,10 @@
-"""Which backend runs an op, why the others declined, and how to force one.
+"""Choose the backend that runs an op, and explain the choice.
 
-A backend registers a function for an op with ``@impl``. ``choose`` takes the willing one of highest
-priority; ``verdicts`` tells the same story in words, and ``nm.explain`` for what a user calls. ``NMKERNELS_BACKEND=name`` forces a backend:
-a forced backend that cannot run raises, an automatic one falls back; to the reference for want of the compiled core with a warning.
+A backend registers a function for an op with ``@impl``. ``choose`` returns the one of highest priority that supports the call;
+``verdicts`` explains why, and ``nm.explain`` does so for public functions. ``NMKERNELS_BACKEND=name`` forces a backend and raises if that
+cannot run the call; without it unsupported backends are skipped, with a warning if only the compiled core is missing.
 
-``plans`` remembers which function each kind of call came to; see ``ops/define.py``. A registration and ``forget`` clear it.
+``plans`` caches the function of each kind of call (see ``ops/define.py``); ``@impl`` and ``forget`` clear it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ log = logging.getLogger("nmkernels.dispatch")
 log.addHandler(logging.NullHandler())
 
 Verdict = tuple[bool, str]
-"""(can it run this call, the reason in words)."""
+"""(whether the backend can run the call, the reason)."""
 
 
 def always(*_args: Any) -> Verdict:
-    """A ``supports`` for backends that run every valid call."""
+    """The ``supports`` of a backend that runs every valid call."""
     return True, "runs everything"
 
 
@@ -39,13 +39,12 @@ class Impl:
     """One backend's function for one op.
 
     Args:
-        fits: ``fits(*args)``: whether it can run a call, by metadata alone, and why not.
-        ready: ``ready(*args)``, called where that says yes: whether it can now.
-        search: ``search(op, *args, timer=None)``: finds, checks and stores the fastest of its launches or algorithms for such calls, for
-            ``nm.tune``.
-        compiles: its first call compiles for seconds.
-        keeps: it keeps something of its own for each operand, by its version.
-        layout: ``layout(device)``: the order of metadata in which its tensor cores read 2:4 operands there.
+        fits: ``fits(*args)`` says whether it supports a call, from metadata alone, and why not.
+        ready: ``ready(*args)`` says whether it can run a call that fits at this moment.
+        search: ``search(op, *args, timer=None)`` finds, checks and stores its fastest launch or algorithm for such calls, for ``nm.tune``.
+        compiles: the first call compiles for seconds.
+        keeps: it caches a form of its own of each operand, by the operand's version.
+        layout: ``layout(device)`` is the metadata layout in which its tensor cores read 2:4 operands.
     """
 
     op: str
@@ -61,14 +60,14 @@ class Impl:
 
     def can(self, *args: Any) -> Verdict:
         """Whether it can run ``op(*args)`` now, and why not."""
-        found = self.fits(*args)
-        return self.ready(*args) if found[0] and self.ready is not None else found
+        verdict = self.fits(*args)
+        return self.ready(*args) if verdict[0] and self.ready is not None else verdict
 
     def supports(self, *args: Any) -> Verdict:
-        """Whether it can, and is not known to be wrong on this machine."""
-        found = self.can(*args)
-        wrong = doubt(self, args) if found[0] else ""
-        return (False, wrong) if wrong else found
+        """Whether it can run ``op(*args)`` now and has not failed its check on this machine, and why not."""
+        verdict = self.can(*args)
+        wrong = doubt(self, args) if verdict[0] else ""
+        return (False, wrong) if wrong else verdict
 
 
 def _no_doubt(entry: Impl, args: Sequence[Any]) -> str:
@@ -76,22 +75,22 @@ def _no_doubt(entry: Impl, args: Sequence[Any]) -> str:
 
 
 doubt: Callable[[Impl, Sequence[Any]], str] = _no_doubt
-"""Why an implementation is not trusted with such calls on this machine, empty where it is; ``ops/verify.py`` puts its own here."""
+"""Why an implementation is not trusted with such calls on this machine, or empty; set by ``ops/verify.py``."""
 
 
-# os.environ.get encodes the name at every call, 1 us of the 9 that a small op takes
+# os.environ.get encodes the name at every call: 1 of the 9 us of a small op
 environment: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
 ENV_KEY = os.environ.encodekey(ENV)
 
 plans: dict[Hashable, Callable[..., Any]] = {}
-"""The function that runs each kind of call, by what ``ops.define.kind_of`` says of it."""
+"""The function that runs each kind of call, by its key ``ops.define.kind_of``."""
 
 _impls: dict[str, list[Impl]] = {}
-_said: set[tuple[str, str, str]] = set()
+_logged: set[tuple[str, str, str]] = set()
 
 
 def forget() -> None:
-    """Ask every backend again at the next call of each kind: what ``supports`` looks at has changed behind the arguments."""
+    """Choose again at the next call of each kind, because something that ``supports`` depends on has changed."""
     plans.clear()
 
 
@@ -107,10 +106,10 @@ def impl(
     keeps: bool = False,
     layout: Callable[[Any], str] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated ``fn(*args, out=None)``, which takes the raw op's arguments; higher ``priority`` is asked first.
+    """Register the decorated ``fn(*args, out=None)``, which takes the raw op's arguments, as a backend's implementation of ``op``.
 
-    ``supports(*args)`` may look at nothing but metadata (shapes, strides, dtypes, devices, numbers) and what lasts as long as the process:
-    its answer is remembered for all calls of the kind. ``ready`` is asked at every call where that says yes. The others: see ``Impl``.
+    ``supports(*args)`` may depend only on metadata (shapes, strides, dtypes, devices, numbers) and on constants of the process, because its
+    result is cached for all calls of the kind. ``ready`` is called at every call that ``supports`` accepts. Other arguments: see ``Impl``.
     """
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,33 +123,33 @@ def impl(
 
 
 def implementations(op: str) -> list[Impl]:
-    """Every registered implementation of ``op``, the one asked first first."""
+    """The registered implementations of ``op``, highest priority first."""
     if op not in _impls:
         raise BackendError(f"no op is called {op!r}; ops are: {', '.join(sorted(_impls))}")
     return list(_impls[op])
 
 
 def forced_backend() -> str | None:
-    """The backend that ``NMKERNELS_BACKEND`` names; None or empty if it names none."""
+    """The value of ``NMKERNELS_BACKEND``; None or empty if no backend is forced."""
     value = environment.get(ENV_KEY)
     return None if value is None else os.environ.decodevalue(value)
 
 
 def choose(op: str, *args: Any) -> Impl:
-    """The implementation that runs ``op(*args)``; ``BackendError`` where the one that ``NMKERNELS_BACKEND`` forces cannot."""
+    """The implementation that runs ``op(*args)``; ``BackendError`` if none can, or not the one that ``NMKERNELS_BACKEND`` forces."""
     return decide(op, args)[0]
 
 
 def preferred_layout(op: str, device: Any) -> str:
-    """The order of metadata that the first backend with tensor cores prefers on a device; empty where no backend says."""
-    found = (entry.layout(device) for entry in _impls[op] if entry.layout is not None)
-    return next(filter(None, found), "")
+    """The metadata layout that the first backend with tensor cores reads on a device; empty if there is no such backend."""
+    layouts = (entry.layout(device) for entry in _impls[op] if entry.layout is not None)
+    return next(filter(None, layouts), "")
 
 
 def decide(op: str, args: Sequence[Any], prefer: str = "") -> tuple[Impl, bool]:
-    """``choose``, and whether the choice may be cached for calls of the same metadata: no backend was asked if it is ready.
+    """``choose``, and whether the choice may be cached for calls of the same metadata (no backend's ``ready`` was called).
 
-    ``prefer``: the backend that is asked first.
+    ``prefer`` names a backend that is tried before the others.
     """
     forced = forced_backend()
     if forced:
@@ -170,16 +169,16 @@ def decide(op: str, args: Sequence[Any], prefer: str = "") -> tuple[Impl, bool]:
             if entry.backend == REFERENCE:
                 _warn_if_core_missing(op, args)
             return entry, lasting
-        if (op, entry.backend, reason) not in _said:
-            _said.add((op, entry.backend, reason))
+        if (op, entry.backend, reason) not in _logged:
+            _logged.add((op, entry.backend, reason))
             log.debug("%s: %s declined: %s", op, entry.backend, reason)
     raise BackendError(verdicts(op, *args))
 
 
 def _warn_if_core_missing(op: str, args: Sequence[Any]) -> None:
-    """Warn, once in a process, where the reference runs what the compiled core would run if it were there."""
+    """Warn, once per process, if the reference runs a call only because the compiled core is missing."""
     core = compiled_core()
-    # what runs on GPUs asks for the core before anything else
+    # only the CPU backend: GPU backends check for the core first, so their reason may hide others
     if not core.ok and any(i.backend == "cpu" and i.supports(*args) == (False, core.reason) for i in _impls[op]):
         _warn_core_missing(core.reason)
 
@@ -192,30 +191,30 @@ def _warn_core_missing(reason: str) -> None:
 def _forced(op: str, backend: str, args: Sequence[Any]) -> Impl:
     known = {entry.backend: entry for entry in implementations(op)}
     if backend not in known:
-        raise BackendError(f"{op}: {ENV}={backend!r} names no backend of this op; it has {', '.join(sorted(known))}.")
+        raise BackendError(f"{op}: {ENV}={backend!r} names no backend of this op; choose one of {', '.join(sorted(known))}.")
     can, reason = known[backend].can(*args)
     if not can:
         raise BackendError(
-            f"{op}: backend {backend!r} was asked for by {ENV} and cannot run this call: {reason}. Unset {ENV} to fall back."
+            f"{op}: backend {backend!r} is forced by {ENV} and cannot run this call: {reason}. Unset {ENV} to fall back."
         )
     return known[backend]
 
 
 def verdicts(op: str, *args: Any) -> str:
-    """Which backend would run the raw ``op(*args)``, and why each other one would not, one line each."""
-    lines, taken = [f"{op}:"], False
+    """Explain which backend would run the raw ``op(*args)`` and why each other one would not, one per line."""
+    lines, chosen = [f"{op}:"], False
     forced = forced_backend()
     for entry in implementations(op):
         can, reason = entry.can(*args) if forced else entry.supports(*args)
         if forced and entry.backend != forced:
-            state = f"not asked, {ENV}={forced}"
+            state = f"skipped, {ENV}={forced}"
         elif not can:
             state = f"declined: {reason}"
-        elif taken:
+        elif chosen:
             state = "can run, lower priority"
         else:
-            state, taken = "chosen", True
+            state, chosen = "chosen", True
         lines.append(f"  {entry.backend:<10} {state}")
-    if not taken:
+    if not chosen:
         lines.append("  no backend can run this call")
     return "\n".join(lines)

@@ -24,7 +24,7 @@ W = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENV, raising=False)
-    monkeypatch.setattr(dispatch, "_said", set())
+    monkeypatch.setattr(dispatch, "_logged", set())
 
 
 @pytest.fixture
@@ -60,10 +60,10 @@ def test_forced(toy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(toy, 2).backend == "slow"
     monkeypatch.setenv(ENV, "fast")
     assert choose(toy, 2).backend == "fast"
-    with pytest.raises(BackendError, match=f"toy: backend 'fast' was asked for by {ENV} .*: 3 is odd. Unset"):
+    with pytest.raises(BackendError, match=f"toy: backend 'fast' is forced by {ENV} .*: 3 is odd. Unset"):
         choose(toy, 3)
     monkeypatch.setenv(ENV, "quick")
-    with pytest.raises(BackendError, match="'quick' names no backend of this op; it has fast, slow"):
+    with pytest.raises(BackendError, match="'quick' names no backend of this op; choose one of fast, slow"):
         choose(toy, 2)
 
 
@@ -77,7 +77,7 @@ def test_verdicts(toy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdicts(toy, 2).split("\n") == ["toy:", "  fast       chosen", "  slow       can run, lower priority"]
     assert verdicts(toy, 3).split("\n") == ["toy:", "  fast       declined: 3 is odd", "  slow       chosen"]
     monkeypatch.setenv(ENV, "slow")
-    assert verdicts(toy, 2).split("\n") == ["toy:", f"  fast       not asked, {ENV}=slow", "  slow       chosen"]
+    assert verdicts(toy, 2).split("\n") == ["toy:", f"  fast       skipped, {ENV}=slow", "  slow       chosen"]
     monkeypatch.setenv(ENV, "fast")
     assert verdicts(toy, 3).split("\n")[-1] == "  no backend can run this call"
     with pytest.raises(BackendError, match=r"no op is called 'nm_maks'; ops are: .*nm_mask"):
