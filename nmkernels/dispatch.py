@@ -194,9 +194,7 @@ def _forced(op: str, backend: str, args: Sequence[Any]) -> Impl:
         raise BackendError(f"{op}: {ENV}={backend!r} names no backend of this op; choose one of {', '.join(sorted(known))}.")
     can, reason = known[backend].can(*args)
     if not can:
-        raise BackendError(
-            f"{op}: backend {backend!r} is forced by {ENV} and cannot run this call: {reason}. Unset {ENV} to fall back."
-        )
+        raise BackendError(f"{op}: backend {backend!r} is forced by {ENV} and cannot run this call: {reason}. Unset {ENV} to fall back.")
     return known[backend]
 
 

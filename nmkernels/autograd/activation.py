@@ -1,4 +1,4 @@
-"""Squared ReLU with N:M sparse activations, and the linear layers around it whose weight gradients are sparse along tokens.
+"""Squared ReLU with N:M sparse activations, and linear layers around it with weight gradients from operands that are sparse along tokens.
 
 Haziza et al., "Accelerating transformer inference and training with 2:4 activation sparsity", arXiv 2503.16672.
 """
@@ -22,14 +22,21 @@ SIDES = ("input", "output")
 
 @dataclass(frozen=True)
 class SplitRule:
-    """How a feature matrix ``(tokens, features)`` becomes cheap to sum over its tokens: few dense features, the others N:M along tokens.
+    """How to sparsify a feature matrix ``(tokens, features)`` along tokens: a few features stay dense, the others become N:M.
 
     Args:
         pattern: N:M of the sparse features.
-        dense: share of the features, those with most non-zeros, that stay as they are.
-        multiple: their number is rounded up to a multiple of this, and is at most all.
-        shuffle: the tokens are first put in a fixed pseudo-random order, the same at every step, so that neighbours, which tend to be
-            non-zero together, fall into different groups.
+        dense: share of the features that stay dense, those with the most non-zeros.
+        multiple: the number of dense features is rounded up to a multiple of this (or to all features).
+        shuffle: permute the tokens first, by a fixed pseudo-random order, so that neighbours, which tend to be non-zero together, fall into
+            different groups.
+
+    Raises:
+        NMError: ``dense`` is not between 0 and 1, or ``multiple`` is not a positive integer.
+
+    Example:
+        >>> SplitRule(Pattern("2:4"), dense=0.05, multiple=128).dense_features(1024)
+        128
     """
 
     pattern: Pattern
@@ -44,15 +51,15 @@ class SplitRule:
             raise NMError(f"SplitRule: multiple={self.multiple!r} must be a whole number of at least 1.")
 
     def dense_features(self, features: int) -> int:
-        """How many of so many features stay dense."""
-        # 0.05 * 2560 is a little more than 128 in binary
+        """The number of dense ones among ``features`` features."""
+        # - 1e-9: 0.05 * 2560 is slightly more than 128 in binary
         return min(features, math.ceil(self.dense * features / self.multiple - 1e-9) * self.multiple)
 
 
 def split(z: Tensor, rule: SplitRule) -> Tensor:
-    """``z`` ``(tokens, features)`` in dense layout, of each sparse feature only the N largest magnitudes of every M tokens.
+    """Keep, in each sparse feature of ``z`` ``(tokens, features)``, only the N largest magnitudes of every M tokens; dense layout.
 
-    A tail of tokens counts as padded with zeros. Features tie towards the lower index.
+    The tokens are padded with zeros to a multiple of M. Of features with equally many non-zeros the lower index stays dense.
     """
     tokens, features = z.shape
     dense, m = rule.dense_features(features), rule.pattern.m
@@ -70,9 +77,9 @@ def split(z: Tensor, rule: SplitRule) -> Tensor:
 
 
 def _shuffled(tokens: int, device: torch.device) -> Tensor:
-    """A pseudo-random order of so many tokens, always the same: by a hash of the index, which a captured or compiled step can compute."""
+    """A fixed pseudo-random permutation of the tokens: a hash of the index, which CUDA graphs and compiled steps can compute."""
     h = torch.arange(tokens, device=device)
-    for factor in (0x9E3779B1, 0x85EBCA6B):  # odd constants of well-known integer hashes
+    for factor in (0x9E3779B1, 0x85EBCA6B):  # odd constants of common integer hashes
         h = h * factor & 0xFFFFFFFF
         h = h ^ (h >> 15)
     return h.argsort(stable=True)
@@ -82,7 +89,7 @@ class _SparseReLU2(torch.autograd.Function):
     @staticmethod
     def forward(y: Tensor, n: int, m: int, grad: str) -> tuple[Tensor, Tensor]:
         positive = y.relu()
-        # of what is positive the largest values are the largest magnitudes, and what is not counts for nothing
+        # among positive values the largest are the largest magnitudes, and the others contribute nothing
         kept = torch.ops.nmkernels.nm_prune(positive, n, m)
         return kept.square(), kept if grad == "chain" else positive
 
@@ -100,7 +107,7 @@ class _SparseReLU2(torch.autograd.Function):
 
 
 class _FunctionalSparseReLU2(_SparseReLU2):
-    """The same for ``torch.func``, where y too is kept: a second derivative is refused by it."""
+    """The same for ``torch.func``; saves y too, so that its second derivative raises."""
 
     generate_vmap_rule = True
 
@@ -115,10 +122,19 @@ class _FunctionalSparseReLU2(_SparseReLU2):
 
 
 def sparse_relu2(y: Tensor, pattern: Pattern, grad: str = "chain") -> Tensor:
-    """Squared ReLU of the N largest values of every M consecutive features: a = relu(sp(y))², at most N of M non-zero.
+    """Squared ReLU of the N largest values of every M consecutive features: a = relu(sp(y))² (Haziza et al. 2025).
 
     Args:
-        grad: ``"chain"`` ∂L/∂y = 2 relu(sp(y)) ⊙ ∂L/∂a, the derivative; ``"ste"`` 2 relu(y) ⊙ ∂L/∂a, as if nothing had been dropped.
+        y: ``(..., features)``.
+        pattern: N:M, with M dividing ``features``.
+        grad: ``"chain"``: ∂L/∂y = 2 relu(sp(y)) ⊙ ∂L/∂a, the derivative; ``"ste"``: 2 relu(y) ⊙ ∂L/∂a, which ignores the pruning.
+
+    Returns:
+        a, shaped like y, with at most N of M non-zero.
+
+    Raises:
+        NMError: ``grad`` is unknown.
+        ShapeError: M does not divide the features.
 
     Example:
         >>> sparse_relu2(torch.tensor([3.0, -1.0, 2.0, 1.0]), Pattern("2:4"))
@@ -132,7 +148,7 @@ def sparse_relu2(y: Tensor, pattern: Pattern, grad: str = "chain") -> Tensor:
 class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, rule: SplitRule, side: str) -> Tensor:
-        return F.linear(x, weight, bias).detach()  # no view, into which writes in place would be refused
+        return F.linear(x, weight, bias).detach()  # not a view: autograd refuses in-place writes to views
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -165,12 +181,32 @@ class _FunctionalSplitLinear(_SplitLinear):
 
 
 def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rule: SplitRule, side: str) -> Tensor:
-    """A linear layer beside a sparse activation, its weight gradient from an operand that is sparse along tokens.
+    """A linear layer next to a sparse activation, whose weight gradient uses an operand that is sparse along tokens (Haziza et al. 2025).
 
-    Forward y = x Wᵀ + b, and ∂L/∂b = Σ g, as always. With S the split of ``rule`` and sp the N largest magnitudes of every M features::
+    y = x Wᵀ + b and ∂L/∂b = Σ g as usual. With S the ``split`` by ``rule`` and sp the N largest magnitudes of every M features::
 
         side="output"   ∂L/∂W = S(g)ᵀ x    ∂L/∂x = sp(g) W     the layer before the activation
         side="input"    ∂L/∂W = gᵀ S(x)    ∂L/∂x = g W         the layer after it
+
+    Args:
+        x: ``(..., in)``.
+        weight: ``(out, in)``.
+        bias: ``(out,)`` or None.
+        rule: which features of the operand become sparse.
+        side: ``"output"`` or ``"input"``.
+
+    Returns:
+        y ``(..., out)``.
+
+    Raises:
+        NMError: ``side`` is unknown.
+        ShapeError: ``side="output"`` and M does not divide ``out``.
+
+    Example:
+        >>> x, w = torch.ones(4, 2), torch.ones(4, 2, requires_grad=True)
+        >>> split_linear(x, w, None, SplitRule(Pattern("1:2"), dense=0.0, shuffle=False), "output").sum().backward()
+        >>> w.grad[0]
+        tensor([2., 2.])
     """
     if side not in SIDES:
         raise NMError(f"split_linear: side={side!r} is unknown; choose one of {', '.join(SIDES)}.")

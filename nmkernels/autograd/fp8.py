@@ -1,9 +1,9 @@
-"""FP8 GEMMs: operands rounded to the 8-bit grid of their present range, multiplied and summed in fp32.
+"""FP8 GEMMs with per-tensor scaling: operands are rounded to FP8 and multiplied with sums in fp32.
 
-Hu et al., "S-STE", NeurIPS 2024, train with it in simulation: per-tensor scale from the current largest magnitude, no margin. Emulated it
-runs on any device and saves no time; it shows what the roundings do to training. Where the sparse tensor cores of the GPU multiply 8 bits
-(``multiplies``), fprop by a 2:4 weight and wgrad by a 2:4 gradient take the same rounded operands there; dgrad, which sums along the
-outputs, is emulated.
+The scale comes from the current largest magnitude, without margin, as in Hu et al., "S-STE", NeurIPS 2024, who simulate it. Emulation runs
+on any device; it saves no time but shows how rounding affects training. On GPUs whose sparse tensor cores multiply FP8 (``multiplies``),
+fprop with a 2:4 weight and wgrad with a 2:4 gradient run there on the same rounded operands; dgrad, which sums over the outputs, is
+emulated.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ SCHEMES = {
     "paper": {"fprop": ("e4m3", "e4m3"), "dgrad": ("e5m2", "e5m2"), "wgrad": ("e5m2", "e5m2")},
     "hybrid": {"fprop": ("e4m3", "e4m3"), "dgrad": ("e5m2", "e4m3"), "wgrad": ("e5m2", "e4m3")},
 }
-"""Formats of the two operands of each GEMM: x and W̃; g and W̃; g and x. ``paper`` is S-STE's public code, ``hybrid`` rounds only
-gradients to e5m2, as hardware recipes for FP8 training do."""
+"""Formats of the operands of each GEMM: (x, W̃), (g, W̃), (g, x). ``paper`` follows S-STE's public code; ``hybrid`` rounds only gradients to
+e5m2, as is usual for FP8 training on hardware."""
 
 
 def quantize(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """x on the FP8 grid that its largest magnitude spans: (values, step) with x ≈ values · step, step = max|x| / largest.
+    """Round x to FP8 with a scale from its largest magnitude: (values, step), x ≈ values · step, step = max|x| / (largest FP8 number).
 
-    Values are exact FP8 numbers in fp32 (fp64 for fp64). A tensor that is not finite gives NaN.
+    The values are exact FP8 numbers, stored as fp32 (fp64 for fp64). A tensor that is not finite gives NaN.
     """
     wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     scale = scale_for(x, DTYPES[kind])
@@ -41,7 +41,7 @@ def quantize(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def operands(scheme: str, role: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Both operands of one GEMM on their grids, and the number that the GEMM of the two must be multiplied by."""
+    """The rounded operands of one GEMM, and the scale of their product."""
     kinds = SCHEMES[scheme][role]
     (p, step_p), (q, step_q) = quantize(a, kinds[0]), quantize(b, kinds[1])
     return p, q, step_p * step_q
@@ -51,8 +51,10 @@ def operands(scheme: str, role: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tens
 
 
 def multiplies(scheme: str, role: str, rows: int, cols: int, width: int, like: Tensor) -> bool:
-    """Whether a GPU's 8-bit kernel does fprop or wgrad: a 2:4 operand ``(rows, cols)``, W̃ or gᵀ, by one of ``width`` rows, tokens or
-    inputs, in the dtype and on the device of ``like``."""
+    """Whether a GPU kernel runs fprop or wgrad in FP8, in the dtype and on the device of ``like``.
+
+    The sparse operand, W̃ or gᵀ, is ``(rows, cols)``; the dense one has ``width`` tokens (fprop) or inputs (wgrad).
+    """
     height, across = tile_of(EIGHT_BIT)
     if rows % height or cols % across or not cols or not width or like.dtype not in RESULTS or (role == "wgrad" and width % 8):
         return False
@@ -61,27 +63,27 @@ def multiplies(scheme: str, role: str, rows: int, cols: int, width: int, like: T
 
 
 def _multiplies(device: torch.device, dense: torch.dtype, sparse: torch.dtype, transposed: bool, forced: str) -> bool:
-    return _asked(device, dense, sparse, transposed, forced)
+    return _has_kernel(device, dense, sparse, transposed, forced)
 
 
-# tracing calls it and keeps the answer, as in gemm/forms.py
+# tracing calls it and keeps the result as a constant, as in gemm/forms.py
 _multiplies._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
-def _asked(device: torch.device, dense: torch.dtype, sparse: torch.dtype, transposed: bool, forced: str) -> bool:
+def _has_kernel(device: torch.device, dense: torch.dtype, sparse: torch.dtype, transposed: bool, forced: str) -> bool:
     rows, cols = tile_of(EIGHT_BIT)
     x, values = (torch.empty(shape, dtype=kind, device=device) for shape, kind in (((8, cols), dense), ((rows, cols // 2), sparse)))
     meta, step = torch.empty(meta_shape(rows, cols, EIGHT_BIT), dtype=torch.int32, device=device), torch.empty((), device=device)
     try:
-        found = dispatch.choose("nm_linear_quantized", x, step, values, meta, step, None, torch.bfloat16, transposed, False)
-    except BackendError:  # the one that is asked for by name does not
+        chosen = dispatch.choose("nm_linear_quantized", x, step, values, meta, step, None, torch.bfloat16, transposed, False)
+    except BackendError:  # the forced backend has no such kernel
         return False
-    return found.backend != "reference"
+    return chosen.backend != "reference"
 
 
 def linear(scheme: str, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """fprop, x Wᵀ + b, of a W ``(out, in)`` with at most two non-zeros in every four; rounded once."""
+    """fprop x Wᵀ + b on sparse tensor cores, with W ``(out, in)`` 2:4; the result is rounded once."""
     kind, kind_w = (DTYPES[k] for k in SCHEMES[scheme]["fprop"])
     tokens = x.reshape(-1, x.shape[-1])
     scale, scale_w = scale_for(tokens, kind), scale_for(w, kind_w)
@@ -92,7 +94,7 @@ def linear(scheme: str, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def wgrad(scheme: str, values: Tensor, indices: Tensor, x: Tensor) -> Tensor:
-    """gᵀ x ``(out, in)`` of a gᵀ ``(out, tokens)`` compressed at 2:4, for which x is rounded transposed."""
+    """wgrad gᵀ x ``(out, in)`` on sparse tensor cores, with gᵀ ``(out, tokens)`` compressed to 2:4."""
     kind_g, kind = (DTYPES[k] for k in SCHEMES[scheme]["wgrad"])
     scale, scale_g = scale_for(x, kind), scale_for(values, kind_g)
     meta = nm_metadata(indices, x.shape[0], EIGHT_BIT)

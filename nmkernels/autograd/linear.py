@@ -1,6 +1,6 @@
-"""One linear autograd Function, driven by a GemmPlan and a weight transform: the three GEMMs of a layer, each by its plan's rule.
+"""The autograd Function of sparse linear layers: three GEMMs, each computed as its GemmPlan says, and a weight transform's gradient.
 
-Also what the autograd Functions share under ``torch.func`` and in forward mode, and the refusal of second derivatives.
+Also helpers that all autograd Functions here share: support of ``torch.func``, and errors for forward mode and second derivatives.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .transforms import WeightTransform
 
 TWICE = (
     "there is no second derivative: the backward pass of a sparse layer is once_differentiable, since the gradient through a mask is the "
-    "rule of a training method and no derivative of anything. Differentiate once, or use the dense layer."
+    "rule of a training method and not a derivative. Differentiate once, or use the dense layer."
 )
 CONSTANT = "the compressed weight, which is a constant"
 FORWARD_MODE = (
@@ -37,7 +37,7 @@ FORWARD_MODE = (
 )
 
 USED, TENSORS, SETTINGS = 3, 7, 7
-"""Which argument of the Function W̃ is; how many tensors come first; how many settings, which have no gradient, before the extras."""
+"""Arguments of the Function: the position of W̃, the number of tensors, which come first, and of settings, which come before the extras."""
 
 
 class _Once(torch.autograd.Function):
@@ -45,7 +45,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def forward(gradient: Tensor, *sources: Tensor) -> Tensor:
-        return gradient.clone()  # which may be written into in place; a view that a Function returns may not
+        return gradient.clone()  # not a view: autograd refuses in-place writes to views that a Function returns
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -61,47 +61,47 @@ class _Once(torch.autograd.Function):
 
 
 def functional() -> bool:
-    """Whether a transform of ``torch.func`` or forward mode is active, which need a Function with ``setup_context``."""
-    found = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    if found and torch.compiler.is_compiling():
-        # traced, its forward pass would be differentiated instead, through masks that have no derivative
+    """Whether a ``torch.func`` transform or forward mode is active; these need a Function with ``setup_context``."""
+    active = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if active and torch.compiler.is_compiling():
+        # tracing would differentiate the forward pass, through masks that have no derivative, instead of using backward
         torch._dynamo.graph_break(
             "a sparse layer under torch.func or in forward mode runs eagerly: its gradient is a rule, not a derivative"
         )
-    return found
+    return active
 
 
 def once(gradient: Tensor | None, *sources: Tensor | None) -> Tensor | None:
-    """``gradient``, made without autograd in a backward pass, whose derivative by any of ``sources`` is refused.
+    """Return ``gradient`` such that differentiating it with respect to any of ``sources`` raises; for use in backward passes.
 
-    ``once_differentiable`` does so only for the gradient that came in, and gives zeros under ``torch.func``.
+    ``once_differentiable`` raises only for the incoming gradient, and gives zeros under ``torch.func``.
     """
-    if gradient is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():  # graphs have no second derivative in any case
+    if gradient is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():  # compiled graphs have no second derivative
         return gradient
-    given = [s for s in sources if s is not None]
-    if not torch._C._are_functorch_transforms_active():  # a tensor of torch.func may need one at another level
-        given = [s for s in given if s.requires_grad]
-    return _Once.apply(gradient, *given) if given else gradient
+    tensors = [s for s in sources if s is not None]
+    if not torch._C._are_functorch_transforms_active():  # under torch.func a tensor may require grad at another level
+        tensors = [s for s in tensors if s.requires_grad]
+    return _Once.apply(gradient, *tensors) if tensors else gradient
 
 
 def as_multiplied(x: Tensor) -> Tensor:
-    """``x`` ``(..., in)`` as ``nn.Linear`` multiplies and saves it: a copy where its leading dimensions are not one in memory, else itself.
+    """``x`` ``(..., in)`` as ``nn.Linear`` saves it: itself if its leading dimensions can be flattened to a view, else a copy.
 
-    So ``x`` may be written in place after the layer wherever it may be after ``nn.Linear``, and backward need not copy it again.
+    Then ``x`` may be modified in place after the layer exactly where ``nn.Linear`` allows it, and backward need not copy it again.
     """
     return x if x.is_contiguous() else x.reshape(-1, x.shape[-1]).view(x.shape)
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W̃ᵀ + b forward; dx = g W̃, dW = rule(gᵀ x), db = Σ g backward, each by its plan and transform. Arguments as of ``_remember``."""
+    """y = x W̃ᵀ + b; backward dx = g W̃, dW = rule(gᵀ x), db = Σ g, as plan and transform say. Arguments: those of ``_remember``."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         ctx.save_for_backward(*_remember(ctx, *args))
         ctx.weight = args[1]  # not saved: an optimizer may step between forward and backward
         y = _fprop(*args)
-        # F.linear gives a view of its 2-D result for inputs of other dimensions, and into a view that a Function returned autograd refuses
-        # writes in place: nn.ReLU(inplace=True), y /= 8, y[mask] = 0
+        # F.linear returns a view of its 2-D result for inputs of other dimensions, and autograd refuses in-place writes to a view that a
+        # Function returns: nn.ReLU(inplace=True), y /= 8, y[mask] = 0
         return y.detach() if torch.compiler.is_compiling() or y._is_view() else y
 
     @staticmethod
@@ -110,13 +110,13 @@ class _Linear(torch.autograd.Function):
 
 
 class _FunctionalLinear(torch.autograd.Function):
-    """The same for ``torch.func``. Only there: for ``setup_context`` torch inspects the signature at every call, 16 µs."""
+    """The same for ``torch.func``, and only used there: with ``setup_context`` torch inspects the signature at every call (16 µs)."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(*args: Any) -> Tensor:
-        return _fprop(*args).detach()  # as _Linear does; what torch.vmap wraps may be a view and not say so
+        return _fprop(*args).detach()  # always: under torch.vmap _is_view() may miss a view
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -141,14 +141,14 @@ def _remember(
     used: Tensor, indices: Tensor | None, back: Tensor | None, back_indices: Tensor | None, transposed: bool, pattern: Pattern | None,
     by: str, back_by: str, seed: Tensor | None, plan: GemmPlan, transform: WeightTransform | None, *extras: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Note what backward has to know; returned are the tensors that it really needs, for a gradient that is wanted."""
-    wanted = ctx.needs_input_grad
-    need_x, need_w = wanted[0], plan.wgrad != "none" and (wanted[1] or any(wanted[len(wanted) - len(extras) :]))
+    """Store in ``ctx`` what backward needs, and return the tensors to save for it."""
+    needs = ctx.needs_input_grad
+    need_x, need_w = needs[0], plan.wgrad != "none" and (needs[1] or any(needs[len(needs) - len(extras) :]))
     traits = None if transform is None else transform.traits
     ctx.straight = traits is None or not traits.own_gradient
     ctx.need_w, ctx.own_gradient = need_w, need_w and not ctx.straight
     ctx.own_dgrad = need_x and traits is not None and traits.own_dgrad
-    # not saved like the others: backward itself advances the offset, also that of a forward pass still to come back
+    # not saved like the others: backward advances the offset in place, also of other forward passes that wait for their backward
     ctx.seed = seed if need_w else None
     ctx.plan, ctx.transform, ctx.reads = plan, transform, () if transform is None else tuple(transform.reads)
     ctx.transposed, ctx.pattern, ctx.by, ctx.cols = transposed, pattern, back_by, x.shape[-1]
@@ -182,9 +182,9 @@ def _fprop(
 
 
 def _backward(ctx: Any, g: Tensor, saved: tuple[Any, ...], source: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of a call; ``source``: the weight, by which their own derivatives are refused too."""
+    """The gradients of a call; their derivatives with respect to ``source``, the weight, raise."""
     if source is None and ctx.needs_input_grad[USED]:
-        raise NMError(f"linear_compressed has no gradient by {CONSTANT}: train a SparseLinear, or detach its values.")
+        raise NMError(f"linear_compressed has no gradient with respect to {CONSTANT}: train a SparseLinear, or detach its values.")
     if not torch.is_grad_enabled():
         dx, dw, db, learned = _gradients(ctx, g, *saved)
     else:
@@ -234,7 +234,7 @@ def _dgrad(ctx: Any, g: Tensor, back: Tensor, indices: Tensor | None) -> Tensor:
 def _by_choice(
     role: str, other: Tensor, values: Tensor, indices: Tensor, pattern: Pattern, cols: int, bias: Tensor | None = None
 ) -> Tensor:
-    """fprop or dgrad of a compressed weight ``(out, cols)`` that is a constant, by the method that is chosen for it."""
+    """fprop or dgrad of a constant compressed weight ``(out, cols)``, by the method that ``choose`` returns."""
     rows, tokens = values.shape[0], other.numel() // max(1, other.shape[-1])
     problem = Problem(role, tokens, rows, cols, pattern.n, pattern.m, other.dtype, other.device, ("rows",))
     (method,) = choose(problem)
@@ -242,7 +242,7 @@ def _by_choice(
 
 
 def _wgrad(plan: GemmPlan, g: Tensor, x: Tensor, seed: Tensor | None) -> Tensor:
-    """∂L/∂W̃ = gᵀ x ``(out, in)`` of g ``(tokens, out)`` and x ``(tokens, in)``; gᵀ may first be replaced by an N:M tensor."""
+    """∂L/∂W̃ = gᵀ x ``(out, in)`` from g ``(tokens, out)`` and x ``(tokens, in)``, with gᵀ replaced by an N:M tensor if the plan says so."""
     if plan.wgrad == "dense":
         if plan.fp8 is None:
             return g.t().matmul(x)
@@ -252,8 +252,8 @@ def _wgrad(plan: GemmPlan, g: Tensor, x: Tensor, seed: Tensor | None) -> Tensor:
     if plan.wgrad == "mvue":
         if seed is not None and torch._C._are_functorch_transforms_active():
             raise NMError(
-                "linear: the gradient of the weight is an estimate that advances the layer's seed, which torch.func does not let a "
-                "backward pass do. Set layer.seed = None for numbers from torch's generator, with randomness='different' under torch.vmap."
+                "linear: the weight gradient is a random estimate that advances the layer's seed in place, which torch.func does not allow "
+                "in a backward pass. Set layer.seed = None to use torch's generator, with randomness='different' under torch.vmap."
             )
         words = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=g.device) if seed is None else seed
     problem = wgrad_problem(plan, tokens, g.shape[1], x.shape[1], x.dtype, x.device)
@@ -270,11 +270,11 @@ def _wgrad(plan: GemmPlan, g: Tensor, x: Tensor, seed: Tensor | None) -> Tensor:
             dw = nm_linear_wgrad(values, indices, plan.n, plan.m, tokens, x)
         elif (plan.n, plan.m) == (2, 4) and fp8.multiplies(plan.fp8, "wgrad", g.shape[1], tokens, x.shape[1], x):
             dw = fp8.wgrad(plan.fp8, values, indices, x)
-        else:  # the zeros that the estimate left out have no part in its largest magnitude
+        else:  # quantising the packed values is enough: the others are zeros, which do not change the largest magnitude
             p, q, step = fp8.operands(plan.fp8, "wgrad", values, x)
             dw = (nm_linear_wgrad(p, indices, plan.n, plan.m, tokens, q) * step).to(x.dtype)
     if words is not None and seed is not None:
-        seed[1:].add_(1)  # on the device, so that a replayed graph draws anew
+        seed[1:].add_(1)  # on the device, so that a replayed graph draws new numbers
     return dw
 
 
@@ -288,20 +288,36 @@ def linear(
     transform: WeightTransform | None = None,
     extras: Sequence[Tensor] = (),
 ) -> Tensor:
-    """y = x W̃ᵀ + b, the gradient of W̃ passed to the master weight by the transform's rule, without one straight through.
+    """Multiply by the effective weight, y = x W̃ᵀ + b, and pass the gradient of W̃ to the master weight.
 
-    Forward multiplies ``used`` (W̃); backward gives ``∂L/∂x = g W̃`` and, straight through, ``∂L/∂weight = gᵀ x``, unmasked, in the
-    dtype of ``weight`` (SR-STE, Zhou et al. 2021, eq. 5 without its decay, which belongs after clipping).
+    Backward computes ∂L/∂x = g W̃, ∂L/∂b = Σ g, and ∂L/∂weight by the transform's rule; without a transform straight through,
+    ∂L/∂weight = gᵀ x, unmasked, in the dtype of ``weight`` (SR-STE, Zhou et al. 2021, eq. 5 without its decay, which the optimizer adds
+    after clipping).
 
-    ``torch.func`` knows it. A second derivative and forward mode raise ``NMError``. In a function that ``torch.compile`` compiles together
-    with ``torch.func`` it runs eagerly.
+    Works with ``torch.func``; under ``torch.compile`` that combination runs eagerly.
 
     Args:
-        weight: the master weight ``(out, in)``; it receives the gradient and is read only by a rule that is not straight through.
+        x: ``(..., in)``.
+        weight: the master weight ``(out, in)``; it receives the gradient. Only a rule that is not straight through reads its values.
         used: W̃ ``(out, in)`` in x's dtype and dense layout, or ``Operands`` where a GEMM reads a packed form.
-        seed: int64 ``(2,)`` (seed, offset) for ``wgrad="mvue"``; backward advances the offset by one, in place, on the device. With None
+        bias: ``(out,)`` or None.
+        plan: how each GEMM is computed.
+        seed: int64 ``(2,)`` (seed, offset) for ``wgrad="mvue"``; backward advances the offset by one, in place, on the device. If None,
             both are drawn from torch's generator.
-        transform: what made ``used`` from ``weight``, with the ``extras`` that it read; see ``WeightTransform``.
+        transform: the ``WeightTransform`` that made ``used`` from ``weight``.
+        extras: the tensors that ``transform`` reads.
+
+    Returns:
+        y ``(..., out)``.
+
+    Raises:
+        NMError: on a second derivative, and in forward mode.
+
+    Example:
+        >>> w = torch.tensor([[1.0, -2.0]], requires_grad=True)
+        >>> linear(torch.tensor([[3.0, 4.0]]), w, ops.prune(w.detach(), "1:2")).backward()
+        >>> w.grad
+        tensor([[3., 4.]])
     """
     packed = (used, None, None, None, False, None, "", "") if isinstance(used, Tensor) else used
     transforming = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
@@ -310,7 +326,23 @@ def linear(
 
 
 def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = None) -> Tensor:
-    """y = x Wᵀ + b from the compressed W ``(out, in)``, a constant; differentiable in x ``(..., in)`` and in the bias."""
+    """Multiply by a constant compressed weight, y = x Wᵀ + b; differentiable in x and the bias.
+
+    Args:
+        x: ``(..., in)``.
+        weight: W ``(out, in)``.
+        bias: ``(out,)`` or None.
+
+    Returns:
+        y ``(..., out)``.
+
+    Raises:
+        NMError: on a gradient with respect to the values of ``weight``, on a second derivative, and in forward mode.
+
+    Example:
+        >>> linear_compressed(torch.ones(3, 8), ops.compress(torch.randn(4, 8), "2:4")).shape
+        torch.Size([3, 4])
+    """
     p: Pattern = weight.pattern
     if not torch.is_grad_enabled() and forward_ad._current_level < 0:
         b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)

@@ -1,4 +1,4 @@
-"""W̃ as a tensor of the autograd graph, for layers whose multiplication is torch's own: convolutions, stacked experts."""
+"""W̃ as a node of the autograd graph, for layers that torch multiplies: convolutions and stacked experts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .transforms import WeightTransform
 
 
 class _Transformed(torch.autograd.Function):
-    """W̃ forward; the rule of its transform backward. Arguments: weight, W̃, layout, transform, and what that reads."""
+    """Forward W̃, backward the rule of its transform. Arguments: weight, W̃, layout, transform, and the tensors that the transform reads."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, used: Tensor, *rest: Any) -> Tensor:
         ctx.save_for_backward(*_remember(ctx, weight, used, *rest))
         ctx.weight = weight  # not saved: an optimizer may step between forward and backward
-        return used.view_as(used)  # a view on purpose: autograd refuses writes into it, as into the Parameter that it stands for
+        return used.view_as(used)  # a view, so that autograd refuses in-place writes to it, as to the Parameter
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -29,7 +29,7 @@ class _Transformed(torch.autograd.Function):
 
 
 class _FunctionalTransformed(torch.autograd.Function):
-    """The same for ``torch.func``; slower, as ``linear``'s is."""
+    """The same for ``torch.func``; slower, like ``linear``'s."""
 
     generate_vmap_rule = True
 
@@ -61,7 +61,7 @@ def _remember(ctx: Any, weight: Tensor, used: Tensor, layout: str, transform: We
 
 
 def _backward(ctx: Any, g: Tensor, saved: tuple[Tensor, ...], source: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of a call; ``source``: the weight, by which their own derivatives are refused too."""
+    """The gradients of a call; their derivatives with respect to ``source``, the weight, raise."""
     with torch.no_grad():
         dw, learned = _gradients(ctx, g, *saved)
     if torch.is_grad_enabled():
@@ -77,21 +77,28 @@ def _gradients(ctx: Any, g: Tensor, weight: Tensor | None = None, *extras: Tenso
         return g, {}
     assert weight is not None
     matrices = [as_matrix(ordered(t, ctx.layout), ctx.layout) for t in (g, weight)]
-    found, learned = ctx.transform.gradient(*matrices, *extras)
-    dw = None if found is None or not ctx.needs_input_grad[0] else as_stored(found, ctx.layout, g.shape)
+    matrix, learned = ctx.transform.gradient(*matrices, *extras)
+    dw = None if matrix is None or not ctx.needs_input_grad[0] else as_stored(matrix, ctx.layout, g.shape)
     return dw, dict(learned)
 
 
 def transformed(weight: Tensor, used: Tensor, transform: WeightTransform, extras: Sequence[Tensor] = (), layout: str = LINEAR) -> Tensor:
-    """W̃, whose gradient goes to the master weight by the transform's rule, without one of its own straight through.
+    """Return W̃ such that its gradient reaches the master weight by the transform's rule, or unchanged if the rule is straight through.
 
-    Forward it is ``used``, not a copy. ``torch.func`` knows it; a second derivative and forward mode raise ``NMError``.
+    The result is a view of ``used``, not a copy. Works with ``torch.func``.
 
     Args:
         weight: the master weight, stored as ``layout`` says; it receives the gradient, in its own dtype.
-        used: W̃, stored likewise, in the dtype that is multiplied.
-        transform: what made ``used`` from ``weight``, with the ``extras`` that it read; see ``WeightTransform``.
+        used: W̃, stored like ``weight``, in the dtype of the multiplication.
+        transform: the ``WeightTransform`` that made ``used`` from ``weight``.
+        extras: the tensors that ``transform`` reads.
         layout: one of ``nmkernels.layouts``.
+
+    Returns:
+        W̃, shaped like ``weight``.
+
+    Raises:
+        NMError: on a second derivative, and in forward mode.
 
     Example:
         >>> from nmkernels import Pattern
