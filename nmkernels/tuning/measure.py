@@ -67,6 +67,12 @@ class Measurement:
         names = [name for name in calls if all(name in half for half in self.halves)]
         self.seconds = {name: median([half[name] for half in self.halves]) for name in names}
 
+    def extend(self, other: Measurement) -> None:
+        """Take in another measurement of the same problem, of other candidates."""
+        self.seconds |= other.seconds
+        self.refused |= other.refused
+        self.halves = [first | second for first, second in zip(self.halves, other.halves, strict=True)]
+
     @property
     def best(self) -> str:
         """The fastest candidate; the baseline unless another gains more than noise in both halves."""

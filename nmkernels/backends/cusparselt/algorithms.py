@@ -129,9 +129,7 @@ def _search(problem: Problem, at: Here, like: Tensor, stream: int, timer: Timer)
     fastest = sorted(found.seconds, key=found.seconds.__getitem__)[:SPLIT_BEST]
     split = {str(a): a for name in fastest for a in (Algorithm(by_name[name].id, *way) for way in SPLITS)}
     if split:
-        second = timed(split.values())
-        found.seconds |= second.seconds
-        found.refused |= second.refused
+        found.extend(timed(split.values()))
     at.forget(problem)
     if not found.seconds:
         found.note = "nothing to store"

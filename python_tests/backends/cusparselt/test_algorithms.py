@@ -42,12 +42,14 @@ def right(ours):
 
 
 def clock(*seconds: float):
-    """A timer whose calls take the seconds it was given, in order; then so many as the last."""
-    left = list(seconds)
+    """A timer by which each candidate takes the seconds that are next when it is met first; then as many as the last."""
+    left, took = list(seconds), {}
 
     def timer(call) -> float:
         call()
-        return left.pop(0) if len(left) > 1 else left[0]
+        if call.name not in took:
+            took[call.name] = left.pop(0) if len(left) > 1 else left[0]
+        return took[call.name]
 
     return timer
 
