@@ -36,6 +36,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -355,8 +356,6 @@ def mark_(model: nn.Module) -> None:
 
     ``compress_``, ``densify_`` and ``load_compressed`` call it; call it yourself after you have inserted a ``CompressedLinear`` by hand.
     """
-    from transformers.modeling_utils import PreTrainedModel
-
     for part in reversed(list(model.modules())):  # the outermost model last: inner ones share its config
         if not isinstance(part, PreTrainedModel):
             continue

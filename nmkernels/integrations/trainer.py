@@ -6,10 +6,12 @@ A callback is not enough: it cannot choose the optimizer, and the layers have to
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
+from transformers.modeling_utils import PreTrainedModel
+from transformers.trainer_callback import TrainerCallback
 
 from ..pattern import RecipeError
 from ..recipes import Handle, Recipe, sparsify_
@@ -64,7 +66,7 @@ def prepare(trainer: Any, recipe: Recipe | str, filter_fn: FilterFn | None = Non
     handle = sparsify_(trainer.model, recipe, filter_fn)
     if keywords is not None:
         trainer.create_optimizer = _with_recipe_optimizer(trainer, handle, keywords, trainer.create_optimizer)
-    callback = _callback_class()(handle, None if has_steps else recipe.total_steps, finish)
+    callback = RecipeCallback(handle, None if has_steps else recipe.total_steps, finish)
     # first, before the callbacks that write the log or upload the model at the end
     trainer.callback_handler.callbacks.insert(0, callback)
     trainer.train = _refusing_finished(handle, trainer.train)
@@ -73,8 +75,8 @@ def prepare(trainer: Any, recipe: Recipe | str, filter_fn: FilterFn | None = Non
     return handle
 
 
-class RecipeCallback:
-    """The callback's methods: attach if that has not been done yet, log, finish."""
+class RecipeCallback(TrainerCallback):
+    """Attaches the recipe if that has not been done yet, logs its metrics, and finishes it."""
 
     def __init__(self, handle: Handle, total: int | None, finish: bool) -> None:
         self.handle, self.total, self.finish = handle, total, finish
@@ -123,19 +125,10 @@ def _save_by_hub_names(model: Any, on: bool) -> None:
 
     The trainer reads its checkpoints by the names in memory, and ignores what it does not find (transformers 5.23).
     """
-    from transformers import PreTrainedModel
-
     if isinstance(model, PreTrainedModel):
         vars(model).pop("save_pretrained", None)
         if not on:
             model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
-
-
-@cache
-def _callback_class() -> type[Any]:
-    from transformers import TrainerCallback
-
-    return type("NMCallback", (RecipeCallback, TrainerCallback), {})
 
 
 def _refusing_finished(handle: Handle, train: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,7 +172,7 @@ def _deployed(handle: Handle, evaluation_loop: Callable[..., Any]) -> Callable[.
 
 
 def _check(trainer: Any) -> None:
-    from transformers import Trainer
+    from transformers import Trainer  # slow to import
 
     if not isinstance(trainer, Trainer):
         raise RecipeError(f"prepare: expected a transformers.Trainer; got {type(trainer).__name__}.")
