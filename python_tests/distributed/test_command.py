@@ -289,7 +289,8 @@ def messages(folder: Path) -> None:
     ended(2, rf"{ERROR}\S+dcp is of another run: width is 32 there and 64 here. .*", "--resume", "--width", "64")
     ended(
         1,
-        rf"{ERROR}\S+step-00000008.dcp could not be written: File too large.* \S+step-00000005.dcp is complete: --resume continues.",
+        rf"{ERROR}\S+step-00000008.dcp could not be written: File too large.* "
+        r"\S+step-00000005.dcp is complete: --resume continues from it.",
         "--resume",
         before=at(8, 1, fill),
     )
