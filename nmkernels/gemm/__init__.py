@@ -1,5 +1,5 @@
-"""How a GEMM of a sparse layer is done: its description, the methods, an estimate of each, and the one place that chooses.
+"""Choose how each GEMM of a sparse layer is computed.
 
-A layer describes its GEMMs by a ``GemmPlan``; ``route`` makes ``Problem``s of it, ``choose`` takes a ``Method`` for each, by the rule of
-``estimate`` or what ``tune`` has measured, and the layer remembers the ``Route``.
+A layer describes its GEMMs by a ``GemmPlan``. ``route`` turns that into ``Problem``s, ``choose`` selects a ``Method`` for each by a rule
+based on ``estimate``, or by what ``tune`` measured, and the layer caches the resulting ``Route``.
 """

@@ -1,16 +1,17 @@
-"""The one place that chooses how the GEMMs of a layer are done: by rule, or by what was measured where somebody asked for it.
+"""Choose the method of each GEMM of a layer, by a rule or by measurements.
 
-The answer comes from, in this order:
+The choice comes from the first of these that applies:
 
-1. ``torch.use_deterministic_algorithms(True)``: the dense layout where there is one;
-2. ``NMKERNELS_CHOICE=dense`` or ``packed``, or a backend that ``NMKERNELS_BACKEND`` forces, which means the op;
-3. the table of what ``nm.tune`` measured on this device, with these versions, for these GEMMs and as many tokens (up to a power of two);
-4. with ``NMKERNELS_CHOICE=measured``, measuring now;
-5. the rule: the method with the least estimate (``estimate``), dense among them, its margin and the making of W̃ counted.
+1. ``torch.use_deterministic_algorithms(True)``: dense, if the weight is available in dense layout;
+2. ``NMKERNELS_CHOICE=dense`` or ``packed``, or a backend forced by ``NMKERNELS_BACKEND``, which implies the sparse op;
+3. the table of ``nm.tune``'s measurements on this device, with these versions, for these GEMMs and number of tokens (rounded up to a power
+   of two);
+4. with ``NMKERNELS_CHOICE=measured``, a measurement now;
+5. the rule: the method with the least estimated time (``estimate``), including a margin and the time to make W̃.
 
-Without such a setting nothing is timed: the same machine, versions and threads give the same choices, and so the same bits. GEMMs of one
-layer that read one weight are chosen together. Each answer is remembered; after a change of the environment or the number of threads, call
-``forget``.
+Nothing is timed unless a setting asks for it, so the same machine, versions and threads give the same choices and the same bits. GEMMs of
+one layer that read the same weight are chosen together. Choices are cached; after a change of the environment or the number of threads,
+call ``forget``.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from .methods import AS_FLOAT32, DENSE, EXPAND, OP, Method, methods, op_of
 from .problem import Problem, key, plain
 
 REMEMBERED = 4096
-"""GEMMs whose choice is remembered; then all are forgotten and looked up again."""
+"""Size of the cache of choices; when full it is cleared."""
 
 TOKEN_CLASSES = tuple(1 << k for k in range(30, -1, -1))
 
 ESTIMATED = {DENSE.name: "dense", OP: "sparse", EXPAND: EXPAND, AS_FLOAT32: AS_FLOAT32}
-"""The methods that the rule knows, by what ``estimate`` calls them."""
+"""Method name → name in ``estimate``, for the methods that the rule considers."""
 
 log = logging.getLogger("nmkernels.choice")
 log.addHandler(logging.NullHandler())
@@ -53,12 +54,12 @@ _measuring = threading.RLock()
 
 
 def choose(*problems: Problem) -> Choice:
-    """The methods of the GEMMs of one layer that read one weight, one for each problem.
+    """Choose the method of each of ``problems``, GEMMs of one layer that read the same weight.
 
-    Called again with equal problems it is a lookup in a dict.
+    Cached: for equal problems a lookup in a dict.
     """
     if torch.compiler.is_compiling() or type(problems[0].tokens) is not int:
-        # torch 2.8 cannot trace a slice of a NamedTuple, and keeps of what it does not trace only plain values
+        # torch 2.8 cannot trace a slice of a NamedTuple, and functions that it does not trace must return plain values: hence text
         text = _for_graphs(*[(p.role, *tuple(p)[2:]) for p in problems])
         return tuple([Method(*part.split("|")) for part in text.split(", ")])
     if torch._C._get_deterministic_algorithms():
@@ -89,12 +90,12 @@ def _find(problems: tuple[Problem, ...]) -> Choice:
 
 
 def _baseline(p: Problem) -> Method:
-    """The dense layout where there is one, else the op."""
+    """Dense if the weight is available in dense layout, else the sparse op."""
     return methods(p)[0]
 
 
 def _required(problems: tuple[Problem, ...]) -> Choice | None:
-    """What the environment requires; None where it leaves the choice open."""
+    """The choice that the environment prescribes, or None."""
     how = setting()
     if how == "dense" or reproducible():
         return tuple(map(_baseline, problems))
@@ -104,7 +105,7 @@ def _required(problems: tuple[Problem, ...]) -> Choice | None:
 
 
 def _tuned(problems: tuple[Problem, ...]) -> Choice | None:
-    """What was measured; None where the table has no such line, or one that names methods that there are not."""
+    """The measured choice; None if the table has no such line or it names unknown methods."""
     line = TABLE.get(key(*problems)) if problems[0].device.type in ("cpu", "cuda") else None
     names = str((line or {}).get("choice", "")).split(", ")
     if len(names) != len(problems):
@@ -114,24 +115,24 @@ def _tuned(problems: tuple[Problem, ...]) -> Choice | None:
 
 
 def _measured(problems: tuple[Problem, ...]) -> Choice | None:
-    from .tune import measure_and_record  # which times, and is needed only where that is asked for
+    from .tune import measure_and_record  # only needed here
 
     try:
         measure_and_record(*problems)
-    except (RuntimeError, MemoryError) as error:  # out of memory, mostly: then it is no time for measuring
+    except (RuntimeError, MemoryError) as error:  # mostly out of memory
         log.warning("%s: not measured: %s", problems[0].words(), error)
     return _tuned(problems)
 
 
 def rule(*problems: Problem) -> Choice:
-    """The methods with the least estimated time in all.
+    """Choose the methods with the least total estimate.
 
-    A method other than the baseline has to be better by its margin, and each form of a changing W̃ that is read is made once. Where
-    nothing is known of a kind of machine or a dtype, it is the baseline.
+    A method other than the baseline must win by its margin. The time to make each form of a changing W̃ that is read counts once. If
+    there are no estimates for the machine or dtype, the baseline is chosen.
     """
-    # on a GPU the op's own kernels decompress where that is faster
-    known = ESTIMATED if problems[0].device.type == "cpu" else (DENSE.name, OP)
-    options = [[m for m in methods(p) if m.name in known] for p in problems]
+    # on a GPU the op's kernels decompress where that is faster, so "expand" is not a separate option
+    names = ESTIMATED if problems[0].device.type == "cpu" else (DENSE.name, OP)
+    options = [[m for m in methods(p) if m.name in names] for p in problems]
     if not all(map(estimable, problems)):
         return tuple(some[0] for some in options)
     costs = {}
@@ -145,66 +146,66 @@ def rule(*problems: Problem) -> Choice:
 
 
 def unmeasured(*problems: Problem) -> str:
-    """In words that the choice for these problems rests on no measurement of this kind of machine; empty where it does not."""
-    if setting() or forced_backend() or not all(map(estimable, problems)) or all(map(estimate.known, problems)):
+    """A warning that the choice for these problems is an extrapolation from other kinds of machines; empty if it is not."""
+    if setting() or forced_backend() or not all(map(estimable, problems)) or all(map(estimate.measured, problems)):
         return ""
     if TABLE.get(key(*problems)) is not None:
         return ""
     kind = estimate.machine(problems[0].device)
-    return f"how GEMMs are done is unmeasured on {kind} in {plain(problems[0].dtype)}: nm.tune(model, tokens=...) measures it"
+    return f"the choice of GEMMs is unmeasured on {kind} in {plain(problems[0].dtype)}: nm.tune(model, tokens=...) measures it"
 
 
 def estimable(p: Problem) -> bool:
-    """Whether estimates hold: they are of the compiled kernels, of which none is for float64."""
+    """Whether estimates apply: only to compiled kernels, which do not support float64."""
     if p.dtype == torch.float64 or p.device.type not in ("cpu", "cuda"):
         return False
     return p.device.type != "cpu" or compiled_core().ok
 
 
-# ---- for graphs
+# ---- for compiled graphs
 
 
 def _for_graphs(*problems: tuple[Any, ...]) -> str:
-    """``for_graphs`` of problems without their tokens, as text."""
+    """``for_graphs``, with problems as tuples without their tokens, and the choice as text."""
     found = for_graphs(*(Problem(role, TOKEN_CLASSES[0], *rest) for role, *rest in problems))
     return ", ".join("|".join(method) for method in found)
 
 
 def for_graphs(*many: Problem) -> Choice:
-    """The choice for a graph that serves any number of tokens: that of the most tokens in the table, else the rule for very many."""
+    """The choice in a compiled graph for any number of tokens: the table's for the most tokens measured, else the rule for very many."""
     for p in many:
         p.check()
     required = _required(many)
     if required is not None:
         return required
     for tokens in TOKEN_CLASSES:
-        asked = tuple(p._replace(tokens=tokens) for p in many)
-        found = _tuned(asked)
+        sized = tuple(p._replace(tokens=tokens) for p in many)
+        found = _tuned(sized)
         if found is not None:
-            return tuple(_by_op(p, m) for p, m in zip(asked, found, strict=True)) if len(found) > 1 else _in_a_graph(asked[0], found[0])
+            return tuple(_by_op(p, m) for p, m in zip(sized, found, strict=True)) if len(found) > 1 else _in_a_graph(sized[0], found[0])
     return rule(*many)
 
 
 def _by_op(p: Problem, method: Method) -> Method:
-    """The method that a graph has in place of one backend's kernel: it calls the op, whose dispatcher decides when it runs."""
+    """The method for a graph: the op, whose backend is chosen when the graph runs, instead of one backend's kernel."""
     return Method(OP, method.form) if method.backend else method
 
 
 def _in_a_graph(p: Problem, found: Method) -> Choice:
-    """``found``, or the nearest to it: of each form the dispatcher takes the kernel of highest priority."""
-    took: dict[str, float] = (TABLE.get(key(p)) or {}).get("us") or {}
-    can = {m.name: m for m in methods(p) if m.name in took and not m.backend}
+    """``found`` if a graph can use it, else the fastest method that it can use: per form the kernel that the dispatcher prefers."""
+    times: dict[str, float] = (TABLE.get(key(p)) or {}).get("us") or {}
+    usable = {m.name: m for m in methods(p) if m.name in times and not m.backend}
     for form in (form for form in p.forms if op_of(p, form)):
         by_priority = [f"{entry.backend} {form}" for entry in implementations(op_of(p, form))]
-        can |= {name: Method(OP, form) for name in [name for name in by_priority if name in took][:1]}
-    if found.name in can or not can:
-        return (can.get(found.name, found),)
-    best = min(can, key=took.__getitem__)
-    dense = DENSE.name in can and took[DENSE.name] < LEAST_GAIN * took[best]
-    return (DENSE if dense else can[best],)
+        usable |= {name: Method(OP, form) for name in [name for name in by_priority if name in times][:1]}
+    if found.name in usable or not usable:
+        return (usable.get(found.name, found),)
+    best = min(usable, key=times.__getitem__)
+    dense = DENSE.name in usable and times[DENSE.name] < LEAST_GAIN * times[best]
+    return (DENSE if dense else usable[best],)
 
 
-# what torch.compiler.assume_constant_result does, whose import of torch._dynamo takes a second: tracing calls it, and keeps the answer
+# like torch.compiler.assume_constant_result, which would import torch._dynamo for a second: tracing keeps the result as a constant
 _for_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -213,9 +214,9 @@ _for_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @contextmanager
 def using(*choice: tuple[Problem, Method]) -> Iterator[None]:
-    """Inside, these problems are done by these methods; afterwards they are chosen again."""
+    """Within this context use these methods for these problems; afterwards they are chosen again."""
     problems, chosen = tuple(p for p, _ in choice), tuple(m for _, m in choice)
-    choose(*problems)  # which starts the memo again where it is out of date
+    choose(*problems)  # clears an outdated cache first
     _chosen[problems] = chosen
     try:
         yield

@@ -1,21 +1,21 @@
-"""Speed of arithmetic, memory and network of GPUs, with the source of each number.
+"""Arithmetic, memory and network speeds of GPUs, with the source of each number.
 
 NVIDIA's data sheets give peaks, memory and power (A100 80 GB SXM, H100 SXM, H200 SXM). Achieved values:
 
 * dense 16-bit GEMMs on H100 and H200: about 650 to 800 of 989 TFLOP/s, as the clock falls under load; we use 700. On an A100 250 of 312.
 * 2:4 GEMMs against dense ones. The instruction has twice the rate, but draws more power, so the clock falls further. H100: 1.20 to 1.22 at
   8192³ with cuSPARSELt (NVIDIA/CUDALibrarySamples issue 203), about 1.2 with CUTLASS's example 62 (NVIDIA/cutlass issue 2229); this package
-  aims at 1.25, at best 1.4. A100: 1.3 to 1.66 (pytorch pull request 90119, 768×3072 and larger); we use 1.4. An H20, which is not
+  aims at 1.25 to 1.4. A100: 1.3 to 1.66 (pytorch pull request 90119, 768×3072 and larger); we use 1.4. An H20, which is not
   power-limited, reaches 2.0 with the same instruction.
 * memory: 85 % of the peak bandwidth, the aim of this package's kernels on these devices; the best published packing kernel (xFormers on
   an A100) reaches 38 %.
-* the beginning and end of a kernel: 3 µs, assumed.
+* launch overhead of a kernel: 3 µs, assumed.
 * collectives between H100 or H200 GPUs of HGX nodes, as NCCL's "bus bandwidth" of a GPU: (S-1)/S · bytes / seconds of an all-gather or
-  a reduce-scatter on S GPUs. In a node 360 GB/s of NVLink's 450 in one direction (900 both ways, NVIDIA's data sheet), what NCCL's
+  a reduce-scatter on S GPUs. In a node 360 GB/s of NVLink's 450 per direction (900 in both, NVIDIA's data sheet), as NCCL's
   maintainers expect (NVIDIA/nccl-tests issue 326; all-gather 350, reduce-scatter 360 in NVIDIA/nccl issue 1281). Between nodes with an
   InfiniBand NDR card of 400 Gb/s per GPU, of which 46 to 48 GB/s are reached (NVIDIA/nccl-tests issue 290), the eight cards of a node
-  could feed the rings as fast as NVLink; 200 GB/s were seen with 256 H100 (NVIDIA/nccl issue 1218), which we use; torch's inductor assumes
-  50 GB/s, one card's (torch/_inductor/comm_analysis.py).
+  could feed the rings as fast as NVLink; we use the 200 GB/s reported for 256 H100 (NVIDIA/nccl issue 1218); torch's inductor assumes
+  50 GB/s, that of one card (torch/_inductor/comm_analysis.py).
 * a step of a ring: 3.4 µs in a node, 14 µs between nodes, plus 8.4 µs once: NCCL's constants (tuning.cc, protocol Simple).
 """
 
@@ -39,10 +39,10 @@ class Links:
     """Bandwidths of collectives between GPUs, in bytes per second and GPU.
 
     Args:
-        node: rings in one node.
-        across: rings over several nodes: worst, assumed and best.
-        nic: a GPU's own network card.
-        start, hop, far: additional seconds of a ring: once, per step within a node, and per step between nodes.
+        node: of rings within a node.
+        across: of rings over several nodes: worst, assumed and best.
+        nic: of a GPU's own network card.
+        start, hop, far: latency of a ring in seconds: once, per step within a node, and per step between nodes.
     """
 
     node: float
@@ -59,22 +59,22 @@ HGX = Links(360e9, (50e9, 200e9, 360e9), 47e9)
 
 @dataclass(frozen=True, eq=False)
 class Device:
-    """The assumptions about a device that a prediction uses.
+    """What predictions assume about a device.
 
     Args:
         name: full name.
-        power: limit in watts, None if unknown.
-        bandwidth: of the memory, bytes per second.
-        share, passes, estimate: the fraction of it that GEMMs, passes over a weight, and MVUE reach.
+        power: power limit in watts, None if unknown.
+        bandwidth: memory bandwidth in bytes per second.
+        share, passes, estimate: the fraction of the bandwidth that GEMMs, passes over a weight, and MVUE reach.
         dense: floating-point operations per second of dense GEMMs, by dtype.
         ratio: speed-up of a compute-bound GEMM with a sparse operand over dense, by role.
         low, high: plausible range of ``ratio``.
         launch, call: fixed seconds per dense GEMM and per call of this package's kernels.
-        rows, cols: the sparse operand must be a multiple of these; 1 for any.
-        few: largest number of tokens, by dtype, for which kernels read any N:M in its stored form; None: any number, with ``ratio``.
-        links: to other GPUs, None if unknown.
-        capacity: bytes of the memory.
-        transposed: dgrad can use the weight packed along its rows; otherwise it needs a second one packed along its columns.
+        rows, cols: the sizes of the sparse operand must be multiples of these.
+        few: by dtype, the largest number of tokens for which kernels read any N:M directly; None if there is no limit and ``ratio`` holds.
+        links: bandwidths to other GPUs, None if unknown.
+        capacity: memory in bytes.
+        transposed: whether dgrad can use the weight packed along its rows; otherwise it needs a copy packed along its columns.
     """
 
     name: str
@@ -97,11 +97,11 @@ class Device:
     capacity: float = math.inf
 
     def rate(self, dtype: torch.dtype) -> float:
-        """Operations per second of dense GEMMs; for an unknown dtype that of the slowest known one."""
+        """Floating-point operations per second of dense GEMMs; for an unlisted dtype those of the slowest one."""
         return self.dense.get(kind(dtype), min(self.dense.values()))
 
     def at(self, ratio: float) -> Device:
-        """A copy whose sparse GEMMs are ``ratio`` times as fast as dense ones."""
+        """A copy with the speed-up ``ratio`` for sparse GEMMs in every role."""
         return replace(self, ratio=dict.fromkeys(self.ratio, ratio))
 
 
@@ -139,11 +139,11 @@ DEVICES = {
     "H100": _gpu("H100 SXM", 3.35e12, 700e12, 67e12, (1.2, 1.25, 1.4), 700, 64, 80e9, HGX),
     "H200": _gpu("H200 SXM", 4.8e12, 700e12, 67e12, (1.2, 1.25, 1.4), 700, 64, 141e9, HGX),
 }
-"""The GPUs with predictions."""
+"""The GPUs that predictions cover."""
 
 
 def named(name: str) -> Device | None:
-    """The GPU of the table for ``name``, ``"H200"`` or a driver's device name; None if unknown."""
+    """The entry of ``DEVICES`` for a name such as ``"H200"`` or a driver's device name; None if unknown."""
     words = name.upper().replace("-", " ").replace("_", " ").split()
     # PCIe cards of the same name have other clocks and memory
     found = [device for key, device in DEVICES.items() if key in words and "PCIE" not in words]

@@ -1,13 +1,13 @@
-"""How long each method of doing a GEMM takes: an estimate from constants, so that the same machine always chooses the same method.
+"""Estimate how long each method of a GEMM takes, from constants, so that the same machine always chooses the same method.
 
-On a CPU the constants are fitted to measured rows (``rates.json``, written by ``python -m bench.fit_rates``), one line for each kind of
+On a CPU the constants are fitted to measurements (``rates.json``, written by ``python -m bench.fit_rates``), one line for each kind of
 machine, dtype, role and kernel. A line is linear in its constants::
 
     seconds = call + elements · (a(tokens) + b(tokens) · N/M) + large · (c + d · N/M) + tokens · (e · cols + f · rows) + g · mapped
 
-``elements`` is rows · cols; ``a`` and ``b`` are straight lines between the token counts that were measured; ``large`` are the elements
-beyond a million, which lie in memory and not in a cache; ``mapped`` those of a result so large that its pages are new each time. A kind
-that lacks a line borrows that of the nearest one. On a GPU nothing has been measured yet: the estimate is a roofline of the table in
+``elements`` is rows · cols; ``a`` and ``b`` are piecewise linear between the measured token counts; ``large`` counts the elements beyond a
+million, which are in memory and not in a cache; ``mapped`` those of a result so large that its pages are newly mapped at every call. A kind
+of machine that lacks a line borrows it from the nearest kind. GPUs have not been measured yet: there the estimate is a roofline from
 ``gemm/devices.py``.
 """
 
@@ -31,22 +31,22 @@ from .problem import Problem, plain
 
 DENSE, SPARSE, EXPAND, FLOAT32 = "dense", "sparse", "expand", "expand float32"
 METHODS = (DENSE, SPARSE, EXPAND, FLOAT32)
-"""torch's GEMM of the dense layout; the kernel on the compressed form; torch's GEMM after decompressing, and the same in float32."""
+"""torch's GEMM in dense layout; the kernel on the compressed form; torch's GEMM after decompressing, and the same in float32."""
 
 MEASURED, BORROWED = 1.06, 1.25
-"""A method is taken instead of dense if its estimate is so many times as fast: near a tie the fit errs by the first."""
+"""A method replaces dense only if it is estimated to be faster by this factor, with constants of this kind of machine or borrowed ones."""
 
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
-"""The instruction sets of the CPU kernels, each of which has all of those before it."""
+"""The instruction sets of the CPU kernels; each includes all before it."""
 
 CACHED = 1 << 20
-"""Elements of a weight that caches hold."""
+"""Elements of a weight that fit in cache."""
 MAPPED = 32 << 20
-"""Bytes from which on malloc takes fresh pages from the system for every result."""
+"""Size in bytes above which malloc maps fresh pages for every result."""
 
 
 class Line(NamedTuple):
-    """The constants of one method. ``ns``: by ``features``, in nanoseconds; ``low``, ``high``: the densities that were measured."""
+    """The constants ``ns`` of one method, in nanoseconds, ordered as ``features``; ``low`` and ``high`` bound the measured densities."""
 
     tokens: tuple[int, ...]
     ns: tuple[float, ...]
@@ -60,7 +60,7 @@ class Line(NamedTuple):
 
 
 def features(knots: Sequence[int], p: Problem) -> list[float]:
-    """What the constants of a line are multiplied with; those that depend on the density come last, and dense has no constants for them."""
+    """The factors of a line's constants; those that depend on density come last, and dense lines have no constants for them."""
     tokens, rows, cols, density, elements = p.tokens, p.rows, p.cols, p.n / p.m, p.rows * p.cols
     result = elements if p.role == "wgrad" else tokens * (rows if p.role == "fprop" else cols)
     hats = [0.0] * len(knots)
@@ -88,7 +88,7 @@ def machine(device: torch.device) -> str:
         try:
             isa = capability.instruction_set()
         except ValueError as error:
-            raise BackendError(f"The CPU kernels cannot run as asked: {error}.") from None
+            raise BackendError(f"The CPU kernels cannot run: {error}.") from None
         return f"{isa} {capability.processor()}".strip() if isa in ISAS[1:] else isa
     if device.type == "cuda":
         return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
@@ -101,11 +101,11 @@ def _gpu(device: torch.device) -> Device | None:
 
 
 def kernel(p: Problem, kind: str = "") -> str:
-    """What the CPU kernels of a kind of machine do with the compressed operand.
+    """How the CPU kernels of a kind of machine (by default this one) multiply the compressed operand.
 
-    ``"stored"``: multiply what is stored, in float32, of patterns without vector instructions for one token ``"stored by element"``;
-    ``"pairs"``: the same in bfloat16, two at a time; ``"expanded in cache"``: expand blocks of it there for the dense bfloat16
-    instructions, of such patterns ``"expanded by element"``.
+    ``"stored"``: stored values in float32, or ``"stored by element"`` for one token and a pattern without vector instructions; ``"pairs"``:
+    stored values in bfloat16, two at a time; ``"expanded in cache"``: blocks are expanded in cache for the dense bfloat16 instructions, or
+    ``"expanded by element"`` for a pattern without vector instructions.
     """
     isa = (kind or machine(p.device)).partition(" ")[0]
     pattern, sparse = (p.n, p.m), 8 * p.n <= p.m
@@ -122,14 +122,14 @@ def kernel(p: Problem, kind: str = "") -> str:
 
 
 VECTORIZED = {(2, 4), (1, 4), (2, 8), (1, 8), (4, 8)}
-"""Patterns that vector instructions expand."""
+"""Patterns that are expanded by vector instructions."""
 FEW = 64
-"""Tokens up to which dgrad in bfloat16 expands even 1:8."""
+"""The most tokens for which dgrad in bfloat16 expands even 1:8."""
 
 
 @cache
 def rates() -> dict[str, dict[str, Line]]:
-    """The lines of each kind of machine, by dtype, role and what was measured: ``"bfloat16 fprop pairs"``."""
+    """The lines of each kind of machine, by dtype, role and kernel: ``"bfloat16 fprop pairs"``."""
     text = json.loads(Path(__file__).with_name("rates.json").read_text(encoding="utf-8"))
     return {kind: {name: Line(*map(_tuple, line)) for name, line in lines.items()} for kind, lines in text.items()}
 
@@ -140,7 +140,7 @@ def _tuple(value: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def nearest(kind: str) -> tuple[str, ...]:
-    """The kinds that have lines, nearest first: itself, the same instruction set and vendor, the same set, the next lower ones, others."""
+    """The kinds of machines with lines, nearest first: itself, same instruction set and vendor, same set, lower sets, others."""
     isa, _, processor = kind.partition(" ")
     if isa not in ISAS[1:]:
         return ()
@@ -154,7 +154,7 @@ def nearest(kind: str) -> tuple[str, ...]:
 
 
 def line(p: Problem, method: str) -> tuple[str, Line] | None:
-    """The line of a method, and the kind of machine that it is of: this one, or the nearest that has one; None where none has."""
+    """The line of a method and the kind of machine that it comes from: this one, or the nearest that has one; None if none has."""
     start = f"{plain(p.dtype)} {p.role} "
     for kind in nearest(machine(p.device)):
         found = rates()[kind].get(start + (kernel(p, kind) if method == SPARSE else method))
@@ -164,7 +164,7 @@ def line(p: Problem, method: str) -> tuple[str, Line] | None:
 
 
 def _as_run(p: Problem, method: str) -> Problem:
-    """``p`` as the sparse kernel sees it: dgrad from Wᵀ compressed along its rows is the fprop of Wᵀ."""
+    """``p`` as the sparse kernel runs it: dgrad from a packed Wᵀ is the fprop of Wᵀ."""
     if method == SPARSE and p.role == "dgrad" and any(form.startswith("columns") for form in p.forms):
         return p._replace(role="fprop", rows=p.cols, cols=p.rows)
     return p
@@ -174,7 +174,7 @@ def _as_run(p: Problem, method: str) -> Problem:
 
 
 def seconds(method: str, p: Problem) -> float:
-    """The estimate for one of ``METHODS``, without making W̃; in wgrad with making ĝ. Infinite where nothing is known of the method."""
+    """The estimate for one of ``METHODS``, without the time to make W̃, but in wgrad with ĝ; infinite if the method has no line."""
     if p.device.type == "cuda":
         return _on_gpu(method, p)
     found = line(_as_run(p, method), method)
@@ -185,7 +185,7 @@ def seconds(method: str, p: Problem) -> float:
 
 
 def _scale(p: Problem, lender: str) -> float:
-    """How many times as long dense takes here as on the kind of machine whose line is borrowed, by their fprop of a large weight."""
+    """The time of dense fprop of a large weight on this machine, relative to the kind of machine whose line is borrowed."""
     if lender == machine(p.device):
         return 1.0
     large = p._replace(role="fprop", rows=4096, cols=4096)
@@ -194,7 +194,7 @@ def _scale(p: Problem, lender: str) -> float:
 
 
 def making(form: str, p: Problem) -> float:
-    """Seconds of making W̃ from W, in dense layout (``form`` "dense") or compressed ("packed"); in wgrad of making ĝ from g."""
+    """Seconds to make W̃ from W, in dense layout (``form`` "dense") or compressed ("packed"); in wgrad, to make ĝ from g."""
     weight = of_making(p)
     if p.device.type == "cuda":
         gpu, size = _gpu(p.device) or DEVICES["A100"], p.dtype.itemsize
@@ -205,27 +205,27 @@ def making(form: str, p: Problem) -> float:
 
 
 def of_making(p: Problem) -> Problem:
-    """What is made for ``p``, as a problem of one token: W̃ ``(rows, cols)``, in wgrad ĝᵀ ``(rows, tokens)``."""
+    """The size of what is made for ``p``, as a problem of one token: W̃ ``(rows, cols)``, in wgrad ĝᵀ ``(rows, tokens)``."""
     return p._replace(role="fprop", tokens=1, cols=p.tokens if p.role == "wgrad" else p.cols)
 
 
-def known(p: Problem) -> bool:
-    """Whether this kind of machine has rows of dense and of the sparse kernel for the dtype and role, and at this density."""
+def measured(p: Problem) -> bool:
+    """Whether dense and the sparse kernel were measured on this kind of machine, in this dtype and role and at such densities."""
     dense, sparse = line(p, DENSE), line(_as_run(p, SPARSE), SPARSE)
     return bool(dense and sparse and dense[0] == sparse[0] == machine(p.device) and sparse[1].low <= p.n / p.m <= sparse[1].high)
 
 
 def margin(method: str, p: Problem) -> float:
-    """What the estimate of a method is multiplied with before it is compared: 1 for dense, more for what is less certain."""
+    """The factor on a method's estimate before it is compared: 1 for dense, more the less certain the estimate is."""
     if method == DENSE:
         return 1.0
     if p.device.type == "cuda":
         return BORROWED if _gpu(p.device) or DENSE not in p.forms else math.inf
-    return MEASURED if known(p) else BORROWED
+    return MEASURED if measured(p) else BORROWED
 
 
 def forget() -> None:
-    """Look at the machine again."""
+    """Detect the machine again."""
     for memo in (machine, _gpu, nearest):
         memo.cache_clear()
 
@@ -234,12 +234,12 @@ def forget() -> None:
 
 
 def _packed_bytes(p: Problem) -> float:
-    """Of the compressed form, per element of the dense one."""
+    """Bytes of the compressed form per element of the dense one."""
     return p.n / p.m * (p.dtype.itemsize + Pattern(p.n, p.m).index_bits / 8)
 
 
 def _on_gpu(method: str, p: Problem) -> float:
-    """The roofline: the longer of the bytes and the arithmetic."""
+    """The roofline: the larger of memory time and arithmetic time."""
     gpu, size = _gpu(p.device) or DEVICES["A100"], p.dtype.itemsize
     elements, others = p.rows * p.cols, p.tokens * (p.rows + p.cols) * size
     speed, arithmetic = gpu.share * gpu.bandwidth, 2.0 * p.tokens * elements / gpu.rate(p.dtype)

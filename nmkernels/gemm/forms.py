@@ -1,4 +1,4 @@
-"""The forms in which a weight, or a gradient's estimate, can be multiplied: in dense layout, or compressed in some order."""
+"""The forms in which a weight, or an estimate of a gradient, can be multiplied: dense, or compressed in one of several layouts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..pattern import BackendError, Pattern
 from ..reference.layouts import COLUMNS, meta_shape, tile_of
 
 CANONICAL = "canonical"
-"""The order of packed weights on disk and on a CPU; where tensor cores multiply them it is that of ``layout_on``."""
+"""The layout of packed weights on disk and on CPUs; for tensor cores see ``layout_on``."""
 
 TALL = 16
-"""Rows of a warp's tile in the orders of tensor cores; ``COLUMNS`` is its width."""
+"""Rows of a warp's tile in tensor-core layouts; ``COLUMNS`` is its width."""
 
 
 @lru_cache(maxsize=1024)
@@ -27,8 +27,8 @@ def forms(
     """The forms that a weight ``(rows, cols)`` can have on a device, for ``Problem.forms``.
 
     Args:
-        dense: the dense layout is available too.
-        columns: Wᵀ is packed, for a mask that is transposable; W otherwise.
+        dense: whether the dense layout is available too.
+        columns: whether Wᵀ is packed (for a transposable mask) instead of W.
     """
     name, height, width = ("columns", cols, rows) if columns else ("rows", rows, cols)
     tiles = height % TALL == 0 and width % COLUMNS == 0 and dtype.itemsize == 2 and tensor_core_pattern(Pattern(n, m))
@@ -37,9 +37,9 @@ def forms(
 
 
 def layout_on(device: torch.device, *rows: int) -> str:
-    """The order of metadata in which operands of so many rows are packed for the tensor cores of a device.
+    """The layout in which operands with ``rows`` rows are packed for the tensor cores of a device.
 
-    It is that of ``wgmma.sp`` where its kernel runs, which kernels of ``mma.sp`` read as well; else that of ``mma.sp``.
+    ``wgmma.sp`` on GPUs that have that instruction (kernels for ``mma.sp`` read it too), else ``mma.sp``.
     """
     layout = _preferred(device)
     return layout if not any(count % tile_of(layout)[0] for count in rows) else "mma.sp"
@@ -50,7 +50,7 @@ def _preferred(device: torch.device) -> str:
 
 
 def layout_for(weight: Tensor, pattern: Pattern, dtype: torch.dtype, columns: bool) -> str:
-    """The order in which a packed weight is kept: that of tensor cores where a kernel multiplies it on this device, else the canonical."""
+    """The layout of a packed weight: a tensor-core layout if a kernel on this device multiplies it, else canonical."""
     if dtype.itemsize != 2 or not tensor_core_pattern(pattern):
         return CANONICAL
     rows, cols = weight.shape
@@ -61,21 +61,21 @@ def layout_for(weight: Tensor, pattern: Pattern, dtype: torch.dtype, columns: bo
 
 
 def _multiplies(device: torch.device, dtype: torch.dtype, layout: str, forced: str) -> bool:
-    """Whether a backend other than the reference multiplies operands in that order."""
-    return _multiplied(device, dtype, layout, forced)
+    """Whether a backend other than the reference multiplies operands in this layout."""
+    return _has_kernel(device, dtype, layout, forced)
 
 
-# tracing calls them and keeps the answer; it would trace into a function with a cache, and the dispatcher cannot be traced
+# tracing calls them and keeps the results as constants; it would trace into a cached function, and the dispatcher cannot be traced
 _preferred._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _multiplies._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
-def _multiplied(device: torch.device, dtype: torch.dtype, layout: str, forced: str) -> bool:
+def _has_kernel(device: torch.device, dtype: torch.dtype, layout: str, forced: str) -> bool:
     rows, _ = tile_of(layout)
     values = torch.empty(rows, COLUMNS // 2, dtype=dtype, device=device)
     meta = torch.empty(meta_shape(rows, COLUMNS, layout), dtype=torch.int32, device=device)
     try:
         return dispatch.choose("nm_linear", values.new_empty(TALL, COLUMNS), values, meta, 2, 4, COLUMNS).backend != "reference"
-    except BackendError:  # the forced one does not
+    except BackendError:  # the forced backend has no such kernel
         return False

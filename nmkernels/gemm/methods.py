@@ -1,6 +1,6 @@
-"""The methods of doing a GEMM: torch's dense one, the sparse op by one of its backends, or decompressing for the dense one.
+"""The methods of computing a GEMM: torch's dense GEMM, a backend's sparse kernel, or decompressing followed by the dense GEMM.
 
-All multiply the same W̃, or in wgrad the same estimate ĝ to the bit, and making the estimate is part of the method.
+All multiply the same W̃, or in wgrad the same estimate ĝ to the bit; drawing the estimate is part of the method.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from ..pattern import NMError, Pattern
 from .problem import Problem
 
 Packed = tuple[Tensor, Tensor]
-"""Values, and indices or metadata, of a compressed operand."""
+"""The values of a compressed operand, and its indices or metadata."""
 
 Operand = Mapping[str, "Tensor | Packed"] | Tensor
-"""W̃ by its forms; in wgrad g itself, ``(tokens, out)``, which is estimated as part of the GEMM."""
+"""W̃ in several forms, by name; in wgrad g ``(tokens, out)``, from which the method draws ĝ."""
 
 
 class Method(NamedTuple):
-    """One way to do a GEMM.
+    """A method of computing a GEMM.
 
     Args:
-        name: as the table has it: ``"dense"``, torch's GEMM of the dense layout; ``"op"``, the sparse op, by the backend that the
-            dispatcher takes; ``"cpu rows"``, ``"cuda rows:wgmma.sp"``: the op by one backend, on one form; ``"expand"``, decompressing for
-            torch's GEMM; ``"expand float32"``, the same in float32.
-        form: of the operand that it reads; one of ``problem.FORMS``.
-        backend: whose kernel it is, where it is one backend's.
+        name: the name in the table of measurements: ``"dense"``, torch's GEMM in dense layout; ``"op"``, the sparse op with the backend
+            that the dispatcher chooses; ``"cpu rows"``, ``"cuda rows:wgmma.sp"``: the sparse op with one backend, on one form;
+            ``"expand"``, decompress and use torch's GEMM; ``"expand float32"``, the same in float32.
+        form: the form of the operand that it reads, one of ``problem.FORMS``.
+        backend: the backend, if the method is one backend's kernel.
     """
 
     name: str
@@ -46,11 +46,11 @@ class Method(NamedTuple):
 
 DENSE = Method("dense", "dense")
 OP, EXPAND, AS_FLOAT32 = "op", "expand", "expand float32"
-"""Names of the other methods that every compressed form has."""
+"""Names of the methods for compressed operands that do not belong to one backend."""
 
 
 def methods(p: Problem) -> tuple[Method, ...]:
-    """Every method that may do ``p``, the baseline first; whether a backend can run the call shows when it is tried."""
+    """The methods for ``p``, the baseline first; whether a backend supports the call is checked when it is measured."""
     packed = [form for form in p.forms if op_of(p, form)]
     found = [DENSE] if DENSE.form in p.forms else []
     found += [Method(OP, form) for form in packed[:1]]
@@ -65,12 +65,12 @@ def methods(p: Problem) -> tuple[Method, ...]:
 
 
 def promising(entry: Impl) -> bool:
-    """Whether a backend is worth timing: not the reference, a test instrument, or one that is switched off on this machine."""
+    """Whether a backend is worth timing: not the reference, only for tests, or switched off on this machine."""
     return entry.backend != REFERENCE and entry.priority >= 0 and not doubtful(entry.op, entry.backend)
 
 
 def op_of(p: Problem, form: str) -> str:
-    """The raw op that multiplies this form of the operand; empty if none does."""
+    """The raw op that multiplies this form of the operand; empty if there is none."""
     kind, _, layout = form.partition(":")
     if p.role == "fprop":
         return "nm_linear" if kind == "rows" else ""
@@ -80,7 +80,7 @@ def op_of(p: Problem, form: str) -> str:
 
 
 def arguments(p: Problem, form: str, packed: Packed, other: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
-    """Those of ``op_of(p, form)``; ``other`` is x in fprop and wgrad, g in dgrad."""
+    """The arguments of ``op_of(p, form)``; ``other`` is x in fprop and wgrad, g in dgrad."""
     values, indices = packed
     pattern = (2, 4) if ":" in form else (p.n, p.m)  # the layouts of tensor cores are always 2:4
     if p.role == "wgrad":
@@ -91,11 +91,16 @@ def arguments(p: Problem, form: str, packed: Packed, other: Tensor, bias: Tensor
 
 
 def run(method: Method, p: Problem, other: Tensor, operand: Operand, *, bias: Tensor | None = None, seed: Tensor | None = None) -> Tensor:
-    """Do ``p`` by ``method``.
+    """Compute ``p`` by ``method``.
 
     Args:
-        other: x ``(..., in)`` in fprop and wgrad (there a matrix), g ``(..., out)`` in dgrad.
-        operand: W̃ by its forms; in wgrad g, ``(tokens, out)``, which is estimated here, with ``seed``.
+        other: x ``(..., in)`` in fprop, x ``(tokens, in)`` in wgrad, g ``(..., out)`` in dgrad.
+        operand: W̃ by form; in wgrad g ``(tokens, out)``.
+        bias: of fprop, ``(out,)`` or None.
+        seed: int64 ``(2,)`` for the estimate of wgrad.
+
+    Returns:
+        y ``(..., out)``, dx ``(..., in)`` or dW ``(out, in)``.
     """
     if method == DENSE:
         w: Any = estimate(p, operand, seed) if isinstance(operand, Tensor) else operand[DENSE.form]
@@ -107,23 +112,23 @@ def run(method: Method, p: Problem, other: Tensor, operand: Operand, *, bias: Te
 
 
 def expand(method: Method, p: Problem, other: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
-    """The GEMM by decompressing the operand and multiplying it densely, in float32 where the method says so."""
+    """Compute the GEMM by decompressing the operand and multiplying in dense layout, in float32 if the method says so."""
     values, indices = packed
     dtype = torch.float32 if method.name == AS_FLOAT32 else other.dtype
     cols = p.tokens if p.role == "wgrad" else p.cols if method.form == "rows" else p.rows
     values = values.to(dtype)
-    watched = torch.compiler.is_compiling() or torch.is_grad_enabled() or not values.is_cpu
-    w = CALLS["nm_decompress"](values, indices, p.n, p.m, cols, out=None if watched else _scratch.like(values, values.shape[0], cols))
+    fresh = torch.compiler.is_compiling() or torch.is_grad_enabled() or not values.is_cpu
+    w = CALLS["nm_decompress"](values, indices, p.n, p.m, cols, out=None if fresh else _scratch.like(values, values.shape[0], cols))
     b = None if bias is None else bias.to(dtype)
     return _dense(p, other.to(dtype), w if method.form == "rows" else w.t(), b).to(other.dtype)
 
 
 SCRATCH_BYTES = 256 << 20
-"""The largest dense weight whose memory a thread keeps for the next one; fresh pages cost more than expanding into them."""
+"""The largest dense weight whose memory a thread keeps for reuse; mapping fresh pages takes longer than expanding into them."""
 
 
 class _Scratch(threading.local):
-    """Where a thread expands weights on a CPU: one piece of memory, as large as the largest so far."""
+    """A thread's memory for expanded weights on a CPU, as large as the largest so far."""
 
     memory = torch.empty(0, dtype=torch.uint8)
 
@@ -158,7 +163,7 @@ def estimate(p: Problem, g: Tensor, seed: Tensor | None) -> Tensor:
 
 
 def pack_estimate(p: Problem, g: Tensor, seed: Tensor | None, form: str = "rows") -> Packed:
-    """ĝᵀ ``(out, tokens)`` compressed along tokens, its positions in the order of ``form``."""
+    """ĝᵀ ``(out, tokens)`` compressed along tokens, its indices in the layout of ``form``."""
     if p.rule == "magnitude":
         values, indices = CALLS["nm_compress"](_padded(p, g), p.n, p.m, None)
     else:
@@ -168,21 +173,21 @@ def pack_estimate(p: Problem, g: Tensor, seed: Tensor | None, form: str = "rows"
 
 
 def _padded(p: Problem, g: Tensor) -> Tensor:
-    """gᵀ, its last group filled up with zeros."""
+    """gᵀ, with the last group padded with zeros."""
     return F.pad(g.t(), (0, -p.tokens % p.m)).contiguous()
 
 
 # ---- random operands, to measure on
 
 BLOCK = 1 << 18
-"""Random numbers are drawn so many at a time and repeated: making them must not take longer than the GEMMs."""
+"""Random numbers are drawn once and repeated: drawing all of them would take longer than the GEMMs."""
 
 Operands = tuple[Tensor, Any, "Tensor | None"]
-"""x or g, what ``run`` takes as the sparse operand, and the seed."""
+"""x or g, the sparse operand for ``run``, and the seed."""
 
 
 def operands(p: Problem) -> Operands:
-    """Random numbers, from a generator of their own; the weight is N:M, both ways where its columns are wanted."""
+    """Random operands from a separate generator; the weight is N:M, along both dimensions if a form needs W̃ᵀ."""
     draw = partial(_random, p.dtype, p.device)
     if p.role == "wgrad":
         return draw(p.tokens, p.cols), draw(p.tokens, p.rows), torch.tensor([1, 2], device=p.device)
@@ -190,7 +195,7 @@ def operands(p: Problem) -> Operands:
 
 
 def _weight(p: Problem, w: Tensor) -> dict[str, Any]:
-    """W̃ in the forms of the GEMM; the reason in place of one that cannot be made."""
+    """W̃ in the forms of the GEMM; for a form that cannot be made, the reason as text."""
     pattern = Pattern(p.n, p.m)
     transposable = any(form.startswith("columns") for form in p.forms)
     mask = ops.transposable_mask(w, pattern) if transposable else ops.mask(w, pattern)

@@ -1,4 +1,4 @@
-"""Problem: the one description of a GEMM, by which its method is chosen, measured and remembered."""
+"""Problem: the description of a GEMM, used to choose its method, to measure it and as key of the results."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class Problem(NamedTuple):
         tokens: rows of x and g.
         rows, cols: (out, in) of the layer.
         n, m: the pattern of W̃, or of ĝᵀ.
-        forms: ``"dense"``: W̃ in dense layout; ``"rows"``: W̃ compressed; ``"columns"``: W̃ᵀ compressed, for dgrad from a transposable
-            mask; ``"rows:wgmma.sp"`` and so on: the same in the order of tensor cores. Of the compressed ones the preferred first. In
-            wgrad they say how ĝᵀ may be written.
-        rule: of wgrad: ``"exact"`` or ``"approx"``, as in ``ops.mvue``, or ``"magnitude"``.
-        changing: W̃ changes between calls, as in training, so the time includes making it.
+        dtype, device: of the operands.
+        forms: ``"dense"``: W̃ in dense layout; ``"rows"``: W̃ compressed; ``"columns"``: W̃ᵀ compressed, for dgrad with a transposable
+            mask; ``"rows:wgmma.sp"`` and so on: the same in a tensor-core layout. The preferred compressed form comes first. In wgrad, the
+            forms in which ĝᵀ may be written.
+        rule: how wgrad estimates ĝ: ``"exact"`` or ``"approx"``, as in ``ops.mvue``, or ``"magnitude"``; empty for other roles.
+        changing: W̃ changes between calls, as in training, so its construction is part of the time.
     """
 
     role: str
@@ -47,17 +48,17 @@ class Problem(NamedTuple):
         if self.role not in ROLES:
             raise NMError(f"choice: role {self.role!r} is unknown; choose one of {', '.join(ROLES)}.")
         if not self.forms or any(form not in FORMS for form in self.forms):
-            raise NMError(f"choice: forms {self.forms!r}; give at least one of {', '.join(FORMS)}.")
+            raise NMError(f"choice: forms={self.forms!r} must be at least one of {', '.join(FORMS)}.")
         if (self.role == "wgrad") != bool(self.rule) or self.rule not in RULES:
-            raise NMError(f"choice: rule {self.rule!r} of {self.role}; wgrad, and only it, has one of {', '.join(RULES[1:])}.")
+            raise NMError(f"choice: rule={self.rule!r} with role {self.role}; wgrad, and only wgrad, needs one of {', '.join(RULES[1:])}.")
 
     def words(self) -> str:
-        """Short, for a reader: ``fprop 4096x1024 2:4 bfloat16, 8192 tokens``."""
+        """A short text such as ``fprop 4096x1024 2:4 bfloat16, 8192 tokens``."""
         return f"{self.role} {self.rows}x{self.cols} {self.n}:{self.m} {plain(self.dtype)}, {self.tokens} tokens"
 
 
 def key(*problems: Problem) -> str:
-    """The line of the table for a GEMM, or for several of one layer that are chosen together."""
+    """The key of the table of measurements, for a GEMM or for several of one layer that are chosen together."""
     parts = []
     for p in problems:
         what = f"{p.role} {p.rule}" if p.rule else p.role
@@ -67,5 +68,5 @@ def key(*problems: Problem) -> str:
 
 
 def plain(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
+    """The name of a dtype without ``torch.``."""
     return str(dtype).removeprefix("torch.")

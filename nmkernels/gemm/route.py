@@ -1,7 +1,7 @@
-"""Route: what one kind of call reads of a layer's weight, and by whose kernels; found once and then remembered by the layer.
+"""Route: the forms of a layer's weight that one kind of call reads, and the backends that multiply them; cached by the layer.
 
-The kernel itself is remembered by the op, under all that its contract and the backends look at (``ops.define``): a call that has to be
-refused is refused on a layer that has a route for the good one.
+The kernel itself is cached by the op, keyed by everything that its contract and the backends check (``ops.define``), so an invalid call
+still raises on a layer that has a route for a valid one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ Form = Tensor | Compressed | DeviceCompressed
 
 
 class Operands(NamedTuple):
-    """The effective weight W̃ ``(out, in)`` as fprop reads it, ``weight``, and as dgrad does, ``back``, None where that is the same.
+    """The effective weight W̃ ``(out, in)`` in the forms that fprop and dgrad read.
 
-    Each in dense layout, or values and indices (or metadata) of ``pattern``. ``transposed``: ``back`` is W̃ᵀ ``(in, out)``. ``by``,
-    ``back_by``: the backends whose kernels multiply; empty: the dispatcher's choice.
+    Args:
+        weight, indices: W̃ for fprop, in dense layout, or its values with indices or metadata.
+        back, back_indices: the same for dgrad; None if it reads what fprop reads.
+        transposed: whether ``back`` is W̃ᵀ ``(in, out)``.
+        pattern: of the packed forms.
+        by, back_by: the backends of fprop and dgrad; empty for the dispatcher's choice.
     """
 
     weight: Tensor
@@ -41,7 +45,7 @@ class Operands(NamedTuple):
 
 
 def operands(fprop: Form, dgrad: Form | None = None, transposed: bool = False, by: tuple[str, str] = ("", "")) -> Operands:
-    """The operands of two forms of the effective weight; ``dgrad``: None where it reads what fprop does."""
+    """Operands from the form that fprop reads and the one that dgrad reads (None if it is the same)."""
     pattern: Pattern | None = None
     parts: list[Any] = []
     for form in (fprop, dgrad):
@@ -55,13 +59,13 @@ def operands(fprop: Form, dgrad: Form | None = None, transposed: bool = False, b
 
 
 class Route(NamedTuple):
-    """What one call reads of the effective weight.
+    """The forms of the effective weight that one call reads.
 
     Args:
         fprop: ``"dense"`` or ``"packed"``.
-        dgrad: the same, or ``"columns"``, W̃ᵀ packed.
-        layout: the order of what is packed.
-        by: the backends of fprop and dgrad; see ``Operands``.
+        dgrad: ``"dense"``, ``"packed"``, or ``"columns"`` for W̃ᵀ packed.
+        layout: the layout of packed forms.
+        by: the backends of fprop and dgrad, as in ``Operands``.
     """
 
     fprop: str
@@ -71,9 +75,11 @@ class Route(NamedTuple):
 
 
 def route(plan: GemmPlan, transform: Any, weight: Tensor, dtype: torch.dtype, x: Tensor) -> Route:
-    """What a call with the input ``x`` reads of the W̃ that ``transform``, a ``WeightTransform``, makes of ``weight``.
+    """Choose the forms of W̃ that a call with the input ``x`` reads.
 
-    ``dtype``: of the GEMMs.
+    Args:
+        transform: the ``WeightTransform`` that makes W̃ from ``weight``.
+        dtype: of the GEMMs.
     """
     columns = plan.dgrad in ("columns", "device", "auto") and transform.traits.transposable
     layout = layout_for(weight, transform.pattern, dtype, columns)
@@ -96,14 +102,14 @@ def route(plan: GemmPlan, transform: Any, weight: Tensor, dtype: torch.dtype, x:
 
 
 def _reads(method: Method) -> tuple[str, str]:
-    """What a method reads, and whose kernel it is; a graph calls the op, whose dispatcher decides when it runs."""
+    """The form that a method reads, and its backend; none in a compiled graph, where the op's dispatcher chooses at run time."""
     if method == DENSE:
         return "dense", ""
     return "columns" if method.form.startswith("columns") else "packed", "" if torch.compiler.is_compiling() else method.backend
 
 
 def _pair(transform: Any, weight: Tensor, dtype: torch.dtype, layout: str, tokens: int) -> tuple[Problem, Problem]:
-    """fprop and dgrad, with the forms of W̃ that each may read."""
+    """The problems of fprop and dgrad, with the forms of W̃ that each may read."""
     (rows, cols), p, traits = weight.shape, transform.pattern, transform.traits
     ending = "" if layout == CANONICAL else f":{layout}"
     first, back = ("dense", f"rows{ending}"), ["dense"]
@@ -116,34 +122,34 @@ def _pair(transform: Any, weight: Tensor, dtype: torch.dtype, layout: str, token
 
 
 def _packed(dgrad: str, transform: Any, weight: Tensor, dtype: torch.dtype, layout: str, tokens: int) -> list[Problem]:
-    """fprop, and dgrad unless it is dense, of a plan that says which form each reads: only the kernel is left open."""
+    """The problems of fprop, and of dgrad unless it is dense, for a plan that fixes the forms, so that only the kernel is chosen."""
     ending = "" if layout == CANONICAL else f":{layout}"
     fprop, back = _pair(transform, weight, dtype, layout, tokens)
-    found = [fprop._replace(forms=(f"rows{ending}",), changing=False)]
+    problems = [fprop._replace(forms=(f"rows{ending}",), changing=False)]
     if dgrad != "dense":
-        found.append(back._replace(forms=(f"{'columns' if dgrad == 'columns' else 'rows'}{ending}",), changing=False))
-    return found
+        problems.append(back._replace(forms=(f"{'columns' if dgrad == 'columns' else 'rows'}{ending}",), changing=False))
+    return problems
 
 
 def wgrad_problem(plan: GemmPlan, tokens: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Problem:
-    """wgrad of a weight ``(rows, cols)``, whose other operand is estimated; on a GPU also as tensor cores read it."""
+    """The problem of wgrad with an estimate of gᵀ, for a weight ``(rows, cols)``; on a GPU in tensor-core layouts too."""
     rule = plan.method if plan.wgrad == "mvue" else plan.wgrad
-    made: tuple[str, ...] = ("dense", "rows")
+    available: tuple[str, ...] = ("dense", "rows")
     if device.type != "cpu" and (plan.n, plan.m) == (2, 4):
-        known = forms.__wrapped__ if torch.compiler.is_compiling() else forms  # a graph would warn of the cache
-        made = known(rows, tokens, plan.n, plan.m, dtype, device)
-    return Problem("wgrad", tokens, rows, cols, plan.n, plan.m, dtype, device, made, rule)
+        forms_of = forms.__wrapped__ if torch.compiler.is_compiling() else forms  # tracing warns about lru_cache
+        available = forms_of(rows, tokens, plan.n, plan.m, dtype, device)
+    return Problem("wgrad", tokens, rows, cols, plan.n, plan.m, dtype, device, available, rule)
 
 
 def problems_of(plan: GemmPlan, transform: Any, weight: Tensor, dtype: torch.dtype, tokens: int) -> list[tuple[Problem, ...]]:
-    """The GEMMs that a layer with this plan leaves to ``choose``: those that are chosen together stand together."""
+    """The GEMMs of a layer with this plan that ``choose`` decides, grouped by joint choice."""
     if plan.fprop == "dense":
         return []
     layout = layout_for(weight, transform.pattern, dtype, plan.dgrad != "packed" and transform.traits.transposable)
     if plan.fprop == "packed":
         dgrad = route(plan, transform, weight, dtype, weight.new_empty(tokens, weight.shape[1], device="meta")).dgrad
         return [(p,) for p in _packed(dgrad, transform, weight, dtype, layout, tokens)]
-    found: list[tuple[Problem, ...]] = [_pair(transform, weight, dtype, layout, tokens)]
+    problems: list[tuple[Problem, ...]] = [_pair(transform, weight, dtype, layout, tokens)]
     if plan.wgrad in ("mvue", "magnitude"):
-        found.append((wgrad_problem(plan, tokens, weight.shape[0], weight.shape[1], dtype, weight.device),))
-    return found
+        problems.append((wgrad_problem(plan, tokens, weight.shape[0], weight.shape[1], dtype, weight.device),))
+    return problems

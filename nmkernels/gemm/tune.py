@@ -1,8 +1,8 @@
-"""tune: time the methods of a model's GEMMs on its device, and keep the fastest ones on disk.
+"""tune: time the methods of a model's GEMMs on its device, and store the fastest ones on disk.
 
-Every method is checked against float64 before it is timed. GEMMs of one layer in training are timed together, as its forward and backward
-passes do them: making W̃ in the forms that are read, then fprop and dgrad. All take turns, and a verdict counts only if it repeats: in
-doubt the baseline stays, which is dense where there is a dense layout.
+Every method is checked against float64 before it is timed. For a layer in training, making W̃, fprop and dgrad are timed together, as in a
+training step. The methods alternate, and one replaces the baseline (dense, if the weight is available in dense layout) only if repeated
+measurements agree that it is faster.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ log.addHandler(logging.NullHandler())
 
 
 def measure(*problems: Problem, timer: Seconds | None = None, budget: float = BUDGET, prepare: bool = True) -> Measurement:
-    """Check every method of one GEMM, or of fprop and dgrad of one layer, and time the right ones for ``budget`` seconds.
+    """Check every method of one GEMM, or of fprop and dgrad of one layer, and time the correct ones for ``budget`` seconds.
 
-    Operands are random; torch's generators are left alone. It synchronises with the device: not for graph capture.
+    Operands are random; torch's generators are not used. Synchronises with the device, so it cannot run during graph capture.
 
     Args:
-        timer: seconds of a call; by the device's clock if None.
-        prepare: let backends that search for their fastest launch or algorithm do so first.
+        timer: returns the seconds of a call; the device's clock if None.
+        prepare: first let backends search for their fastest launch or algorithm.
     """
     for p in problems:
         p.check()
@@ -61,7 +61,7 @@ def measure(*problems: Problem, timer: Seconds | None = None, budget: float = BU
 
 def _measure_one(p: Problem, timer: Seconds | None, budget: float, prepare: bool) -> Measurement:
     drawn = operands(p)
-    sets: list[Operands] = []  # made when all are checked, and for all that are right
+    sets: list[Operands] = []  # made after all checks, and shared by the methods that passed
     candidates = [_candidate(p, method, drawn, sets, prepare, timer) for method in methods(p)]
     return tuning.measure(key(p), candidates, _validator(p, drawn), Timer(p.device, timer), budget)
 
@@ -90,7 +90,7 @@ def _candidate(p: Problem, method: Method, drawn: Operands, sets: list[Operands]
         if entry is not None:
             can, reason = entry.supports(*args)
             if not can or entry is taken:
-                return reason if not can else "it is what the op takes"
+                return reason if not can else "it is the op's own choice"
         searching = entry or taken
         if prepare and searching.search is not None:
             searching.search(op, *args, timer=timer)
@@ -98,7 +98,7 @@ def _candidate(p: Problem, method: Method, drawn: Operands, sets: list[Operands]
 
     def check(out: Tensor) -> Tensor:
         packed = operand[method.form] if isinstance(operand, dict) and method != DENSE else None
-        if entry is not None and packed is not None:  # the backend itself, so that an element that it leaves out is seen
+        if entry is not None and packed is not None:  # write to out directly, so that elements that the backend skips are detected
             result: Tensor = plainly(entry.fn, *arguments(p, method.form, packed, other), out=out)
             return result
         return out.copy_(run(method, p, other, operand, seed=seed))
@@ -112,22 +112,22 @@ def _candidate(p: Problem, method: Method, drawn: Operands, sets: list[Operands]
 
 
 def _entry(p: Problem, method: Method) -> Impl | None:
-    """The implementation that a method names."""
+    """The implementation that a method names, or None."""
     return next((i for i in implementations(op_of(p, method.form)) if i.backend == method.backend), None) if method.backend else None
 
 
 def _once(p: Problem, method: Method, entry: Impl | None, other: Tensor, operand: Any, seed: Tensor | None) -> Tensor:
     if entry is not None and entry.keeps and p.changing and isinstance(operand, dict):
-        torch.autograd.graph.increment_version(operand[method.form][0])  # what it keeps of its own has to be made again
+        torch.autograd.graph.increment_version(operand[method.form][0])  # so that its cached form is made again
     return run(method, p, other, operand, seed=seed)
 
 
 def _measure_layer(problems: tuple[Problem, ...], each: list[Measurement], timer: Seconds | None, budget: float) -> Measurement:
-    """Time making W̃, fprop and dgrad of a layer by the plans that are left: dense, or the fastest compressed method, of each GEMM."""
+    """Time making W̃, fprop and dgrad of a layer together, with each GEMM either dense or by its fastest compressed method."""
     options = [_dense_and_fastest(p, found) for p, found in zip(problems, each, strict=True)]
     drawn = [operands(p) for p in problems]
     weight = drawn[-1][1]["dense"]
-    # a transposable mask is held between steps, and not searched for by every one
+    # a transposable mask is held between steps and not recomputed at every step
     mask = weight != 0 if any(form.startswith("columns") for form in problems[-1].forms) else None
     plans = {", ".join(m.name for m in plan): plan for plan in product(*options)}
     baseline = ", ".join(some[0].name for some in options)
@@ -153,7 +153,7 @@ def _dense_and_fastest(p: Problem, found: Measurement) -> list[Method]:
 
 
 def _made(p: Problem, form: str, w: Tensor, mask: Tensor | None) -> Any:
-    """One form of W̃, made from the master weight as the first forward pass of a step makes it."""
+    """One form of W̃, made from the master weight as in the first forward pass of a step."""
     kind, _, layout = form.partition(":")
     if kind == "dense":
         return CALLS["nm_prune"](w, p.n, p.m)
@@ -164,12 +164,12 @@ def _made(p: Problem, form: str, w: Tensor, mask: Tensor | None) -> Any:
 
 
 def record(found: Measurement, by: str = "nm.tune") -> None:
-    """Follow these measurements from now on, in this process and, where the table can be written, in later ones."""
+    """Use these measurements from now on, in this process and, if the table can be written, in later ones."""
     found.store({found.problem: found.line(found.best, by)})
 
 
 def measure_and_record(*problems: Problem) -> Measurement:
-    """``measure`` without what takes long, for ``NMKERNELS_CHOICE=measured``."""
+    """``measure`` quickly and ``record``, for ``NMKERNELS_CHOICE=measured``."""
     found = measure(*problems, budget=QUICK, prepare=False)
     record(found, "NMKERNELS_CHOICE")
     log.info("%s: %s%s", problems[0].words(), found.best, f" ({found.note})" if found.note else "")
@@ -177,7 +177,7 @@ def measure_and_record(*problems: Problem) -> Measurement:
 
 
 QUICK = 0.05
-"""Seconds of timing for one layer's GEMMs that are measured when they are met."""
+"""Seconds of timing per layer with ``NMKERNELS_CHOICE=measured``."""
 
 
 # ---- a model
@@ -185,17 +185,19 @@ QUICK = 0.05
 
 @dataclass
 class Tuned:
-    """What was found for the GEMMs of some layers.
+    """The result of tuning one GEMM, or fprop and dgrad together, of some equal layers.
 
     Args:
-        kind: the layers' class.
-        gemm: ``fprop``, ``wgrad``, or ``fprop + dgrad``, which are timed together; empty where the layer has nothing to tune.
+        layers: their names.
+        kind: their class.
+        gemm: ``fprop``, ``wgrad`` or ``fprop + dgrad``; empty if there is nothing to tune.
         shape: (out, in).
+        tokens: rows of the input.
         pattern, dtype: of the compressed operand.
-        default, best: seconds of what is done where nothing was measured, and of the fastest right one; None where nothing was timed.
-        estimate: seconds by the rule's estimate of what is done where nothing was measured; None where it has none.
-        choice: that fastest one, or why nothing was tuned.
-        refused: what was wrong or failed, with the reason; it is never chosen.
+        default, best: seconds of the rule's choice and of the fastest correct method; None if nothing was timed.
+        estimate: seconds of the rule's choice as estimated; None without an estimate.
+        choice: the fastest correct method, or why nothing was tuned.
+        refused: methods that were wrong or failed, with the reason; they are never chosen.
     """
 
     layers: list[str]
@@ -213,11 +215,11 @@ class Tuned:
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast the best is; None where nothing was timed."""
+        """The speed-up of the best method over the rule's choice; None if nothing was timed."""
         return None if self.default is None or self.best is None else self.default / self.best
 
     def cells(self) -> tuple[str, ...]:
-        """Its row of the table."""
+        """The entry as a row of the report's table."""
         kind = f"{self.kind} x{len(self.layers)}" if len(self.layers) > 1 else self.kind
         gemm = " ".join(part for part in (self.gemm, self.pattern, self.dtype) if part)
         times = [f"{1e3 * t:.4f}" if t is not None else "" for t in (self.default, self.estimate, self.best)]
@@ -227,10 +229,12 @@ class Tuned:
 
 @dataclass
 class TuneReport:
-    """What ``tune`` found; ``str`` of it is a table.
+    """The result of ``tune``; ``str`` formats it as a table.
 
-    ``choices`` has the methods by which the GEMMs of layers of one shape are done, such as ``dense`` or ``op``, and layers with nothing to
-    tune. ``paths`` are the files written to; where there are none, ``note`` says why.
+    Args:
+        choices: one entry for each distinct GEMM, and for layers without anything to tune.
+        paths: the files that were written.
+        note: why no file was written.
 
     Example:
         >>> print(TuneReport([Tuned(["fc"], "SparseLinear", shape=(8, 16), choice="its GEMMs are dense")]))
@@ -245,12 +249,12 @@ class TuneReport:
 
     @property
     def path(self) -> str | None:
-        """The files, or None."""
+        """The written files as text, or None."""
         return ", ".join(self.paths) or None
 
     @property
     def changed(self) -> list[Tuned]:
-        """GEMMs that are no longer done as they are where nothing was measured."""
+        """The entries whose best method is not the rule's choice."""
         return [c for c in self.choices if c.best is not None and c.best != c.default]
 
     def __str__(self) -> str:
@@ -264,27 +268,26 @@ class TuneReport:
 def tune(
     model: nn.Module, tokens: int | Sequence[int] = 8192, *, timer: Seconds | None = None, progress: Progress | None = None
 ) -> TuneReport:
-    """Time the methods by which the GEMMs of ``model`` can be done on its device, dense among them; later calls use the fastest.
+    """Time the methods of each GEMM in ``model`` on its device, including dense, and store the fastest for later calls.
 
-    That is y = x Wᵀ of ``CompressedLinear`` (dense too with ``keep_dense=True``), and in training the GEMMs of layers whose recipe has
-    ``packed="auto"``: fprop and dgrad of a layer together with making its effective weight, wgrad where its operand is estimated. Backends
-    that have several launches or algorithms look for their fastest first. Under ``torch.autocast`` the GEMMs are those of its dtype.
+    This covers y = x Wᵀ of ``CompressedLinear`` (including dense with ``keep_dense=True``), and in training the GEMMs of layers with
+    ``packed="auto"`` in their recipe: fprop and dgrad together with making the effective weight, and wgrad if it uses an N:M estimate.
+    Backends with several launches or algorithms first search for their fastest. Under ``torch.autocast`` GEMMs use the autocast dtype.
 
-    Each shape is timed once, on random numbers, the methods alternating. What is not as good as torch's own result, judged against
-    float64, is reported and never chosen. The choices are stored in ``NMKERNELS_CACHE`` or ``~/.cache/nmkernels``; they hold for this
-    device, these versions, these shapes, and token counts up to the next power of two. Without them, layers follow a rule that was fitted
-    to measurements of other machines of this kind. A layer takes about a second, or some ten calls where those are slower: on a CPU give
-    the tokens that you really use. ``NMKERNELS_CHOICE=dense`` or ``packed`` takes the choice away, and ``measured`` lets layers measure
-    what is unknown when they meet it.
+    Each shape is timed once, on random numbers, with alternating methods. A method that is less accurate than torch's GEMM, compared with
+    float64, is reported and never chosen. The choices are stored in ``NMKERNELS_CACHE`` or ``~/.cache/nmkernels``; they apply to this
+    device, these versions and shapes, and token counts up to the next power of two. Without them, layers use a rule fitted to measurements
+    of machines of this kind. A layer takes about a second, or ten calls if those take longer, so on a CPU pass the token counts that you
+    use. ``NMKERNELS_CHOICE=dense`` or ``packed`` overrides the choice; with ``measured``, layers measure unknown GEMMs at first use.
 
     Args:
-        model: any module, on the device it will run on and in its dtype.
-        tokens: rows of the layers' input, batch times sequence; several for a model that is called with several.
-        timer: seconds of a call; the median of many on the device if None.
+        model: any module, on the device and in the dtype that it will be used in.
+        tokens: rows of the layers' input, batch times sequence; a sequence of numbers for a model that is called with several.
+        timer: returns the seconds of a call; by default the median of many calls on the device.
         progress: called with (done, total, what) before each GEMM. The same is logged to ``nmkernels.tune``.
 
     Returns:
-        a ``TuneReport``. With ``NMKERNELS_BACKEND`` set there is nothing to choose.
+        a ``TuneReport``. With ``NMKERNELS_BACKEND`` set, nothing is timed.
 
     Raises:
         NMError: a token count below 1.
@@ -298,37 +301,39 @@ def tune(
     """
     counts = (tokens,) if isinstance(tokens, int) else tuple(tokens)
     if not counts or any(t < 1 for t in counts):
-        raise NMError(f"tune: tokens={tokens!r}; give the rows of the layers' input, at least 1, or several such numbers.")
+        raise NMError(
+            f"tune: tokens={tokens!r} must be the number of rows of the layers' input, at least 1, or a sequence of such numbers."
+        )
     forced = forced_backend()
-    wanted = _collected(model, counts)
-    report = TuneReport([entry for _, entry in wanted])
+    collected = _collected(model, counts)
+    report = TuneReport([entry for _, entry in collected])
     if forced:
         report.note = f"nothing to choose: {ENV}={forced}"
         return report
-    work = [(problems, entry) for problems, entry in wanted if problems]
+    work = [(problems, entry) for problems, entry in collected if problems]
     for done, (problems, entry) in enumerate(work):
         what = f"{entry.gemm} {entry.shape[0]}x{entry.shape[1]} {entry.pattern}, {entry.tokens} tokens"
         log.info("%d of %d: %s", done + 1, len(work), what)
         if progress is not None:
             progress(done, len(work), what)
-        # stored one by one, so that a compiler that crashes takes nothing along that was found before
+        # stored one by one, so that earlier results survive a crash
         _tune(report, problems, entry, timer)
     return report
 
 
 def _tune(report: TuneReport, problems: tuple[Problem, ...], entry: Tuned, timer: Seconds | None) -> None:
-    """Find the fastest methods; fill in the entry, and where it was stored."""
+    """Measure, store the fastest methods, and fill in ``entry`` and ``report``."""
     by_rule = rule(*problems)
     default = ", ".join(m.name for m in by_rule)
     try:
         found = measure(*problems, timer=timer)
         record(found)
-    except RuntimeError as error:  # out of memory, mostly
+    except RuntimeError as error:  # mostly out of memory
         entry.choice = f"not measured: {str(error).splitlines()[0]}"
         return
     entry.default, entry.best = found.seconds.get(default, found.seconds.get(found.baseline)), found.seconds.get(found.best)
     entry.estimate = _estimate(problems, by_rule)
-    entry.choice = found.best if found.seconds else "no method gave a right result"
+    entry.choice = found.best if found.seconds else "no method gave a correct result"
     entry.refused = [f"{name}: {why}" for name, why in found.refused.items()]
     for why in entry.refused:
         log.warning("%s: refused %s", problems[0].words(), why)
@@ -339,8 +344,8 @@ def _tune(report: TuneReport, problems: tuple[Problem, ...], entry: Tuned, timer
 
 
 def _estimate(problems: tuple[Problem, ...], chosen: tuple[Method, ...]) -> float | None:
-    """What the rule's estimate says of these methods, the making of W̃ included."""
-    if not all(estimate.known(p) for p in problems) or any(m.name not in ESTIMATED for m in chosen):
+    """The estimate of these methods, including the time to make W̃; None without one."""
+    if not all(estimate.measured(p) for p in problems) or any(m.name not in ESTIMATED for m in chosen):
         return None
     made = {"dense" if m == DENSE else "packed" for m in chosen} if problems[0].changing else set()
     making = sum(estimate.making(form, problems[0]) for form in sorted(made))
@@ -348,14 +353,14 @@ def _estimate(problems: tuple[Problem, ...], chosen: tuple[Method, ...]) -> floa
 
 
 def _layers(model: nn.Module, counts: Sequence[int]) -> Iterator[tuple[str, Any, Sequence[int]]]:
-    """Each layer that chooses, with the numbers of rows of its input; of stacked experts the first, with the tokens that one meets."""
+    """The layers that can be tuned, with the rows of their inputs; of stacked experts only the first, with the tokens of one expert."""
     for name, module in model.named_modules():
         if hasattr(module, "tunable"):
             yield from ((f"{name}.{key}".strip("."), layer, share) for key, layer, share in module.tunable(counts))
 
 
 def _collected(model: nn.Module, tokens: Sequence[int]) -> list[tuple[tuple[Problem, ...], Tuned]]:
-    """The GEMMs that the layers of a model leave to ``choose``, each once with the layers that have it, or none and the reason."""
+    """Each distinct GEMM of a model that ``choose`` decides, with its layers; layers without one have an entry with the reason."""
     found: dict[Any, tuple[tuple[Problem, ...], Tuned]] = {}
     for name, layer, counts in _layers(model, tokens):
         kind, shape = type(layer).__name__, layer.shape

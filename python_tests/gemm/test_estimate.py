@@ -113,12 +113,12 @@ def test_more_work_takes_longer(kind: str, role: str, dtype: torch.dtype) -> Non
 
 def test_what_is_borrowed_needs_a_larger_margin() -> None:
     with on("amx intel 6"):
-        assert estimate.known(P) and estimate.margin(SPARSE, P) == estimate.margin(EXPAND, P) == 1.06 and estimate.margin(DENSE, P) == 1
+        assert estimate.measured(P) and estimate.margin(SPARSE, P) == estimate.margin(EXPAND, P) == 1.06 and estimate.margin(DENSE, P) == 1
         sparser = P._replace(n=1, m=64)  # than any pattern with rows
-        assert not estimate.known(sparser) and estimate.margin(SPARSE, sparser) == 1.25
+        assert not estimate.measured(sparser) and estimate.margin(SPARSE, sparser) == 1.25
     for kind, lender in [("amx amd 27", "amx intel 6"), ("avx512 amd 25", "avx512 intel 6"), ("avx2", "avx2 amd 25")]:
         with on(kind):
-            assert estimate.line(P, SPARSE)[0] == lender and not estimate.known(P) and estimate.margin(SPARSE, P) == 1.25
+            assert estimate.line(P, SPARSE)[0] == lender and not estimate.measured(P) and estimate.margin(SPARSE, P) == 1.25
     with on("avx512 intel 6"):  # a lower instruction set comes before a higher one, which is better than nothing
         assert estimate.line(P._replace(dtype=torch.float16), SPARSE)[0] == "avx2 intel 6"
         assert estimate.line(P._replace(tokens=1, m=16), SPARSE)[0] == "amx intel 6"
@@ -139,7 +139,7 @@ def test_a_borrowed_role_is_scaled_by_the_machines_own_dense() -> None:
 def test_without_constants_dense_is_taken(kind: str) -> None:
     with on(kind):
         assert fit_rates.choice(P, (DENSE, SPARSE)) == DENSE and fit_rates.choice(P, (SPARSE, EXPAND)) == EXPAND
-        assert not estimate.known(P) and estimate.making("packed", P) == 0
+        assert not estimate.measured(P) and estimate.making("packed", P) == 0
 
 
 def test_kernels_of_each_instruction_set() -> None:
@@ -179,7 +179,7 @@ def test_a_gpu_is_predicted_where_the_table_has_it(name: str, monkeypatch: pytes
     forms = ("dense", "rows", "rows:wgmma.sp")
     one = Problem("fprop", 1, 4096, 4096, 2, 4, torch.bfloat16, torch.device("cuda", 0), forms)
     try:
-        assert estimate.machine(one.device) == "sm_90" and not estimate.known(one)
+        assert estimate.machine(one.device) == "sm_90" and not estimate.measured(one)
         assert fit_rates.choice(one, (DENSE, SPARSE)) == (SPARSE if "H100" in name else DENSE)
         many = one._replace(tokens=8192)
         assert fit_rates.choice(many, (DENSE, SPARSE)) == DENSE  # 1.25 times as fast, which is no more than the margin

@@ -26,8 +26,8 @@ def test_dgrad_has_its_own_form_of_a_packed_weight():
 def test_a_form_that_the_transform_does_not_have():
     for dgrad, transform, said in [
         ("columns", HardMask(P), 'HardMask is not N:M along the outputs.*dgrad="dense"'),
-        ("columns", BiMasked(P), "BiMasked has another weight"),
-        ("packed", BiMasked(P), 'BiMasked has another weight.*dgrad="dense"'),
+        ("columns", BiMasked(P), "BiMasked uses another weight"),
+        ("packed", BiMasked(P), 'BiMasked uses another weight.*dgrad="dense"'),
     ]:
         with pytest.raises(NMError, match=said):
             SparseLinear(8, 4).use(transform, GemmPlan(fprop="packed", dgrad=dgrad, n=2, m=4))

@@ -71,7 +71,7 @@ def test_the_fastest_is_best():
     found = measure(FPROP, timer=clock(op=0.25))
     assert (found.best, found.baseline, found.gain) == ("op", "dense", 4.0)
     assert found.seconds == {"dense": 1.0, "op": 0.25} and not found.refused
-    assert found.declined["cpu rows"] == "it is what the op takes" and {"triton rows", "cuda rows"} <= set(found.declined)
+    assert found.declined["cpu rows"] == "it is the op's own choice" and {"triton rows", "cuda rows"} <= set(found.declined)
     for seconds, best in ((4.0, "dense"), (0.99, "dense"), (0.97, "op")):  # 1 % is noise
         assert measure(FPROP, timer=clock(op=seconds)).best == best
 

@@ -62,9 +62,9 @@ def test_a_long_report_is_short():
 
 def test_the_report_says_where_the_choice_of_gemms_is_unmeasured(monkeypatch):
     monkeypatch.delenv("NMKERNELS_CHOICE", raising=False)
-    said = "how GEMMs are done is unmeasured on"
+    said = "the choice of GEMMs is unmeasured on"
     for known in (True, False):
-        monkeypatch.setattr("nmkernels.gemm.estimate.known", lambda p, known=known: known)
+        monkeypatch.setattr("nmkernels.gemm.estimate.measured", lambda p, known=known: known)
         for packed in ("auto", False):
             handle = nm.sparsify_(nn.Sequential(nn.Linear(64, 64)), nm.recipes.SRSTE("2:4", packed=packed))
             assert (said in str(handle.report)) == (not known and packed == "auto" and compiled_core().ok)

@@ -1,4 +1,4 @@
-"""The way into the compiled core: what it can run, and the registration of an op."""
+"""The compiled core: loading it, what it supports, and registering its ops."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from ..shared import ORDERED, tensors
 
 NAME, PRIORITY = "cpu", 10
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
-"""The core's code of each dtype; float64 only as gradient or output of AdamW."""
+"""The core's code for each dtype; float64 only as gradient or output of AdamW."""
 
 
 @cache
 def core() -> Any:
-    """The extension module, imported by the first call that needs it; BackendError where NMKERNELS_ISA cannot be followed."""
+    """The extension module, imported at the first call; ``BackendError`` if ``NMKERNELS_ISA`` names an unsupported instruction set."""
     module = import_module("..._C", __package__)
     try:
         module.isa()
     except ValueError as error:
-        raise BackendError(f"The CPU kernels cannot run as asked: {error}.") from None
+        raise BackendError(f"The CPU kernels cannot run: {error}.") from None
     return module
 
 
-def runnable(given: Iterable[Tensor]) -> Verdict:
-    """Whether the core is there and can take memory like this."""
-    for x in given:
+def runnable(arguments: Iterable[Tensor]) -> Verdict:
+    """Whether the core is built and supports the device and layout of these tensors, and why not."""
+    for x in arguments:
         if not x.is_cpu:
             return False, f"it works on CPU tensors, and one of these is on {x.device}"
         if x.layout != torch.strided:
             return False, f"it works on strided tensors, and one of these is {x.layout}; call .to_dense()"
-    built = compiled_core()  # last: where this is the reason, the core would run the call
+    built = compiled_core()  # last, so that this is the reason only if the core would run the call
     return (True, "compiled for the CPU") if built.ok else (False, built.reason)
 
 
 def supports(*args: Any) -> Verdict:
-    """What every op but AdamW can run."""
-    given = list(tensors(args))
-    for x in given:
+    """The ``supports`` of every op but AdamW."""
+    arguments = list(tensors(args))
+    for x in arguments:
         if x.dtype == torch.float64:
             return False, "it computes in float32, and this call is in float64"
         if x.dtype == torch.int32:
             return ORDERED
-    return runnable(given)
+    return runnable(arguments)
 
 
 def register(op: str, supports: Callable[..., Verdict] = supports) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -59,5 +59,5 @@ def register(op: str, supports: Callable[..., Verdict] = supports) -> Callable[[
 
 
 def row_count(x: Tensor, cols: int) -> int:
-    """Rows of ``x`` seen as a matrix of so many columns."""
+    """The number of rows of ``x`` as a matrix with ``cols`` columns."""
     return x.numel() // cols if cols else 0

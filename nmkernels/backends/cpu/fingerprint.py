@@ -1,4 +1,4 @@
-"""A fingerprint of what tensors hold, at the speed of reading them: how a copy is known to be still right."""
+"""A fingerprint of tensors' contents at memory speed, to detect that a cached copy is out of date."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from torch import Tensor
 from ...capability import compiled_core
 from .core import core
 
-ALONE = 16 << 20
-"""Bytes below which one thread reads as fast as several, which have to be woken first."""
+ONE_THREAD = 16 << 20
+"""Bytes up to which one thread reads as fast as several, which must be woken first."""
 
 
 def fingerprint(*tensors: Tensor) -> tuple[int, ...] | None:
-    """64 bits of each tensor's bytes, equal where those are, and by all likelihood only there; shape, strides and dtype are not in it.
+    """A 64-bit hash of each tensor's bytes, without shape, strides and dtype.
 
-    Version counters do not see writes through ``.data`` or by fused optimizers; this does. None where the compiled core is not built, or
-    cannot read a tensor: not on the CPU, of another class, or with gaps in its memory.
+    Unlike version counters it detects writes through ``.data`` and by fused optimizers. None if the compiled core is not built or cannot
+    read a tensor: not on the CPU, a subclass, or with gaps in its memory.
     """
     if not compiled_core().ok:
         return None
-    found, threads = [], torch.get_num_threads()
+    hashes, threads = [], torch.get_num_threads()
     for x in tensors:
         plain = type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and x.layout == torch.strided
         if not plain or not (x.is_contiguous() or (x.dim() == 2 and x.t().is_contiguous())):
             return None
-        found.append(core().fingerprint(x.data_ptr(), x.nbytes, threads if x.nbytes >= ALONE else 1))
-    return tuple(found)
+        hashes.append(core().fingerprint(x.data_ptr(), x.nbytes, threads if x.nbytes >= ONE_THREAD else 1))
+    return tuple(hashes)

@@ -1,4 +1,4 @@
-"""Ops on groups of M weights: masks, pruning, soft thresholds, the compressed form, and ``nm_pack``, made of these."""
+"""Ops on groups of M weights: masks, pruning, soft thresholds, compression, and ``nm_pack``, which combines them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..shared import Parts, contiguous, overfull, pack, packed
 from .core import DTYPES, core, register, row_count
 
 LARGE = 16 << 20
-"""Bytes of a fresh output from which huge pages are asked for."""
+"""Size in bytes from which new outputs request huge pages."""
 
 
 def _fresh(x: Tensor) -> Tensor:
-    """``x``, just allocated and not yet touched, so that touching it costs few page faults."""
+    """Request huge pages for ``x``, newly allocated and not yet written, to reduce page faults; returns ``x``."""
     if x.nbytes >= LARGE:
         core().want_huge_pages(x.data_ptr(), x.nbytes)
     return x
@@ -75,7 +75,7 @@ def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: tuple[T
 
 
 def check_indices(op: str, valid: bool, m: int) -> None:
-    """Raise where a kernel met an index outside its group."""
+    """Raise ``ShapeError`` if a kernel found an index outside its group (``valid`` is False)."""
     if not valid:
         raise ShapeError(f"{op}: an index does not exist in a group of {m}; the indices are damaged or of another pattern.")
 
@@ -86,7 +86,7 @@ def _decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int, out:
 
 
 def expand(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: Tensor | None = None) -> Tensor:
-    """The dense matrix of a compressed operand of ``op``."""
+    """Decompress an operand of ``op``."""
     values, indices = contiguous(values), indices.contiguous()
     dense = _fresh(values.new_empty(*values.shape[:-1], cols)) if out is None else out
     valid = core().decompress(

@@ -1,7 +1,7 @@
 """The three GEMMs of a linear layer with one operand compressed.
 
-The kernels multiply what is stored and nothing else, so an inf or NaN of the other operand reaches a result only through a stored weight (a
-stored zero counts). Whether torch's dense GEMM is faster is chosen above, in ``nmkernels.gemm``.
+The kernels multiply only stored values, so an inf or NaN in the other operand reaches a result only through a stored weight (which may be
+zero). Whether to use torch's dense GEMM instead is decided in ``nmkernels.gemm``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def linear(
     addresses = x.data_ptr(), values.data_ptr(), indices.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr()
     if not module.linear(*addresses, DTYPES[x.dtype], tokens, rows, cols, n, m, torch.get_num_threads()):
         check_indices("linear", False, m)
-    if activation:  # in float32, but of a result that is rounded already
+    if activation:  # in float32, but applied to the rounded result
         y.copy_(ACTIVATIONS[activation](y.to(compute_dtype(y.dtype))))
     return y if residual is None else y.add_(residual)
 

@@ -1,4 +1,4 @@
-"""``nm_quantize_pack`` from the core's ``compress``: only what is kept is scaled and rounded."""
+"""``nm_quantize_pack`` by the core's ``compress``: only the kept values are scaled and rounded."""
 
 from __future__ import annotations
 
