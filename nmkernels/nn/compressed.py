@@ -1,4 +1,4 @@
-"""CompressedLinear: the deployed layer, which holds only the compressed weight."""
+"""CompressedLinear: the linear layer for inference, which stores only the compressed weight."""
 
 from __future__ import annotations
 
@@ -30,51 +30,50 @@ from .parallel import IN, NOTHING, OUT, check_input, check_mesh, split_along, sp
 from .traces import PROXY, constant, is_tracing, leaf, refuse_script
 
 LAYOUTS = (LINEAR, CONV1D, CONV2D)
-"""Those of which there is a deployed form."""
+"""Weight layouts that can be compressed."""
 INSTEAD = {
     DENSE.name: "not called by this layer: it multiplies a dense copy of its weight by torch's GEMM, which is faster for so many tokens",
     EXPAND: "not called by this layer: it expands its weight at every call for torch's GEMM, which is faster for so many tokens",
     AS_FLOAT32: "not called by this layer: it expands its weight to float32 at every call for torch's GEMM, which is faster here",
     OP: "",
 }
-"""What a layer does by a method, for ``nm.explain``."""
+"""Method name → what the layer does instead of calling the op, for ``nm.explain``."""
 
 SMALL_BYTES = 1 << 20
-"""The largest dense weight on a CPU of which a layer keeps a copy unasked: where a call takes microseconds, nothing beats ``F.linear``."""
+"""The largest dense weight of which a layer on a CPU always keeps a copy: if a call takes microseconds, ``F.linear`` is fastest."""
 
 
 MOST_SIZES = 256
-"""Sizes of inputs whose dense weight a layer remembers; then it forgets all of them."""
+"""Size of a layer's cache by input size; when full it is cleared."""
 
 
 class _DenseFor(dict[int, tuple[Tensor, Tensor, int, int, int]]):
-    """For each size of the input that is multiplied densely the values, the dense copy, and what shows that both are still current; never
-    copied or saved."""
+    """By input size: values, their dense copy, and what shows that both are up to date; not copied or saved."""
 
     def __reduce__(self) -> tuple[type[_DenseFor], tuple[()]]:
         return _DenseFor, ()
 
 
 class CompressedLinear(nn.Module):
-    """y = x Wᵀ + b with W held in the compressed N:M form: N/M of the values and 2, 4 or 8 bits of index for each.
+    """A linear layer y = x Wᵀ + b that stores W compressed: N/M of the values, and an index of 2, 4 or 8 bits for each.
 
     Args:
         weight: the compressed weight of shape ``(out, in)``, a constant.
-        bias: ``(out,)`` or None; a Parameter stays the same Parameter.
+        bias: ``(out,)`` or None; a Parameter is registered as is.
         layout: how the dense module stores its weight: ``"linear"`` ``(out, in)`` or ``"conv1d"`` ``(in, out)``. The GEMM is the same.
-        keep_dense: keep the dense weight too, made at the first call that needs it, and multiply it where that is faster by rule, or as
-            measured by ``nm.tune(model, tokens=...)``. The layer then needs ``1 + M/N`` times the memory of its
-            values; the copy is not saved. On a CPU a layer with a dense weight of at most 1 MiB does so in any case. Writes that torch
-            does not count (through ``.data``, by a collective) are seen after ``load_state_dict``, ``to``, ``train`` or ``eval``; a weight
-            made under ``torch.inference_mode`` is expanded at every call: load it outside.
-        adapter: (L ``(in, r)``, R ``(r, out)``) of a low-rank adapter, y += x L R / r, kept as the Parameters ``nm_left`` and ``nm_right``.
-        columns: a permutation of the inputs, int ``(in,)``: y = x[..., columns] Wᵀ + b, for groups that are no neighbours among the inputs.
+        keep_dense: also keep the dense weight, made at the first call that needs it, and use it where it is faster by rule, or as measured
+            by ``nm.tune(model, tokens=...)``. The layer then needs ``1 + M/N`` times the memory of its values; the copy is not saved. On a
+            CPU a layer with a dense weight of at most 1 MiB always does so. Writes that torch does not count (through ``.data``, by a
+            collective) take effect after ``load_state_dict``, ``to``, ``train`` or ``eval``. A weight made under ``torch.inference_mode``
+            is expanded at every call; load it outside that mode.
+        adapter: (L ``(in, r)``, R ``(r, out)``) of a low-rank adapter, y += x L R / r, stored as Parameters ``nm_left`` and ``nm_right``.
+        columns: a permutation of the inputs, int ``(in,)``: y = x[..., columns] Wᵀ + b, for groups of inputs that are not adjacent.
 
-    An inf or NaN of x reaches those outputs whose stored weights meet it; where the GEMM is a dense one, all of its row. Differentiable
-    in all but the weight.
+    An inf or NaN in x reaches only outputs with a stored weight for it, or with a dense GEMM all outputs of its row. Differentiable in
+    everything but the weight.
 
     Raises:
-        ShapeError: the weight is not a matrix, the bias, the adapter or the columns do not fit, or the layout is unknown.
+        ShapeError: the weight is not a matrix, the bias, adapter or columns have the wrong shape, or the layout is unknown.
 
     Example:
         >>> c = ops.compress(torch.randn(4, 8), "2:4")
@@ -147,9 +146,9 @@ class CompressedLinear(nn.Module):
 
     @property
     def weight(self) -> ops.Compressed:
-        """The compressed weight ``(out, in)``, over the layer's own buffers; its columns in the order ``columns`` where there is one."""
-        view, buffers = self._view, self._buffers  # found at once, unlike self.values
-        # moving or casting the module replaces its buffers; the view and its cached layouts go with them
+        """The compressed weight ``(out, in)``, a view of the layer's buffers, with its columns in the order ``columns`` if there is one."""
+        view, buffers = self._view, self._buffers  # faster than self.values
+        # moving or casting the module replaces its buffers, which invalidates the view and its cached layouts
         if view is None or view.values is not buffers["values"] or view.indices is not buffers["indices"]:
             view = ops.Compressed(self.values, self.indices, self.pattern, (self.out_features, self.in_features))
             if not torch.compiler.is_compiling():
@@ -157,28 +156,28 @@ class CompressedLinear(nn.Module):
         return view
 
     def forward(self, input: Tensor) -> Tensor:
-        """y = x Wᵀ + b, and the adapter's part; x ``(..., in)`` in the weight's dtype, or any floating dtype under autocast."""
+        """y = x Wᵀ + b, plus the adapter; x ``(..., in)`` in the weight's dtype, or any floating dtype under autocast."""
         x = input
         if not is_dynamo_compiling():
             try:
                 found = self._dense_for.get(x.numel())
-            except TypeError:  # torch.export for any number of tokens, which cannot be hashed
+            except TypeError:  # torch.export with a symbolic number of tokens, which cannot be hashed
                 found = None
             if found is not None:
-                # each check counts next to a small GEMM: values and indices are written together, and F.linear sees what is wrong with x
+                # few checks, as a small GEMM takes microseconds: values and indices are always written together, and F.linear checks x
                 values, dense, written, address, revision = found
                 same = (
                     values is self._buffers["values"]
                     and values._version == written
                     and values.data_ptr() == address
                     and TABLE.revision == revision
-                    and not values.requires_grad  # which has no gradient, and says so
-                    and "bias" in self._parameters  # which torch.nn.utils may compute
+                    and not values.requires_grad  # linear_compressed raises for it
+                    and "bias" in self._parameters  # torch.nn.utils may compute it
                 )
                 if same:
                     try:
                         return F.linear(x, dense, self._parameters["bias"])
-                    except RuntimeError:  # the long way says what is wrong
+                    except RuntimeError:  # the code below raises a better message
                         pass
         if isinstance(x, PROXY):
             return leaf(self, x)
@@ -190,15 +189,14 @@ class CompressedLinear(nn.Module):
     qconfig = QuantisedByClass()
 
     def as_op(self, x: Tensor) -> tuple[tuple[Any, ...], str]:
-        """The arguments of ``nm_linear`` for the input x, and in words what the layer does instead of leaving it to the dispatcher; for
-        ``nm.explain``."""
+        """For ``nm.explain``: the arguments of ``nm_linear`` for the input x, and a text on what the layer does instead of calling it."""
         x, weight = self._operands(x)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         args = x, weight.values, weight.indices, self.pattern.n, self.pattern.m, self.in_features, bias
         if x.shape[-1:] != (self.in_features,):
             return args, ""
         method = self._method(x)[1]
-        named = f"this layer names its kernel, {method.name!r}, which was measured fastest"
+        named = f"this layer uses the kernel {method.name!r}, which was measured fastest"
         return args, INSTEAD.get(method.name, named)
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -209,7 +207,7 @@ class CompressedLinear(nn.Module):
         return self._chosen(x, weight, bias)
 
     def _operands(self, x: Tensor) -> tuple[Tensor, ops.Compressed]:
-        """x in the order of the columns, and the weight, both in the dtype of the GEMM."""
+        """x with permuted columns, and the weight, both in the dtype of the GEMM."""
         weight, dtype = self.weight, autocast_dtype(x)
         if dtype is not None and castable(weight.dtype):
             x = x.to(dtype) if castable(x.dtype) else x
@@ -222,16 +220,16 @@ class CompressedLinear(nn.Module):
         return x, weight
 
     def _chosen(self, x: Tensor, weight: ops.Compressed, bias: Tensor | None) -> Tensor:
-        """y = x Wᵀ + b by the method that is chosen for it."""
+        """y = x Wᵀ + b by the method that ``choose`` returns."""
         if x.shape[-1:] != (self.in_features,):
-            return linear_compressed(x, weight, bias)  # which says what is wrong
+            return linear_compressed(x, weight, bias)  # raises
         problem, method = self._method(x)
         b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
         if method == DENSE:
             graph = torch.compiler.is_compiling()
             dense = weight.dense() if graph else weight.layout("dense", ops.Compressed.dense)
             copies = None if graph else weight._layouts.get("dense")
-            # on a GPU each call asks, for the stream that it is on
+            # only on a CPU: on a GPU layout() must see every call, to order streams
             if b is bias and x.is_cpu and copies is not None and copies.last is not None and copies.last.value is dense:
                 self._remember(x, weight, dense)
             return F.linear(x, dense, b)
@@ -240,7 +238,7 @@ class CompressedLinear(nn.Module):
         return run(method, problem, x, {method.form: weight.layout(method.form, partial(_packed, method.form))}, bias=b)
 
     def _remember(self, x: Tensor, weight: ops.Compressed, dense: Tensor) -> None:
-        """From now on multiply inputs of this size by the dense weight at once."""
+        """Cache the dense weight for inputs of this size, so that ``forward`` uses it directly."""
         values = weight.values
         plain = weight is self._view and self.order is None and self.adapter is None
         if not plain or not counts_writes(values):
@@ -252,23 +250,23 @@ class CompressedLinear(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if isinstance(param, ops.Compressed):
             raise RecipeError(
-                f"CompressedLinear: {name!r} would be its compressed weight, which is a constant and no Parameter. What prunes or computes "
-                "weights, such as torch.nn.utils.prune, goes before compress_; or turn the model dense by nm.densify_(model) first."
+                f"CompressedLinear: {name!r} would be its compressed weight, which is a constant and not a Parameter. Apply utilities that "
+                "prune or compute weights, such as torch.nn.utils.prune, before compress_, or make the model dense by nm.densify_(model)."
             )
         super().register_parameter(name, param)
-        self._forget()  # it may be an adapter's
+        self._forget()  # it may belong to an adapter
 
     def _forget(self) -> None:
-        """Make everything anew, also after writes that torch does not count."""
+        """Drop all cached forms, which may be out of date after writes that torch does not count."""
         self._view = None
         self._dense_for = _DenseFor()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self._forget()  # a hook may have written
+        self._forget()  # a hook may have changed the buffers
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._forget()  # nor keep what lies where the module was
+        self._forget()  # free copies on the old device
         return super()._apply(*args, **kwargs)
 
     def train(self, mode: bool = True) -> CompressedLinear:
@@ -276,16 +274,16 @@ class CompressedLinear(nn.Module):
         return super().train(mode)
 
     def problems(self, tokens: int) -> list[tuple[Problem, ...]]:
-        """Its one GEMM, with so many rows of the input and under the autocast that is on."""
+        """The layer's GEMM for ``tokens`` rows of input, under the current autocast."""
         cast, dtype = autocast_dtype(self.values), self.values.dtype
         return [(self._problem(tokens, cast if cast is not None and castable(dtype) else dtype, self.values.device),)]
 
     def tunable(self, counts: Sequence[int]) -> Iterator[tuple[str, CompressedLinear, Sequence[int]]]:
-        """The layers that ``nm.tune`` finds here, with their names in this module and the rows of their inputs: this one."""
+        """The layers for ``nm.tune``, with names relative to this module and the rows of their inputs: only this one."""
         yield "", self, counts
 
     def _method(self, x: Tensor) -> tuple[Problem, Method]:
-        """The GEMM of a call with the input x, and the method that is chosen for it."""
+        """The GEMM of a call with the input x, and the method that ``choose`` returns for it."""
         problem = self._problem(x.numel() // (self.in_features or 1), x.dtype, x.device)
         return problem, choose(problem)[0]
 
@@ -296,7 +294,7 @@ class CompressedLinear(nn.Module):
         rows, cols, n, m = self.out_features, self.in_features, self.pattern.n, self.pattern.m
         dense = self.keep_dense or (device.type == "cpu" and rows * cols * dtype.itemsize <= SMALL_BYTES)
         graph = torch.compiler.is_compiling()
-        available = (forms.__wrapped__ if graph else forms)(rows, cols, n, m, dtype, device, dense)  # a graph would warn of the cache
+        available = (forms.__wrapped__ if graph else forms)(rows, cols, n, m, dtype, device, dense)  # tracing warns about lru_cache
         problem = Problem("fprop", tokens, rows, cols, n, m, dtype, device, available)
         if not graph and type(tokens) is int:
             self._last = problem
@@ -312,14 +310,14 @@ class CompressedLinear(nn.Module):
 
 
 class CompressedPart(CompressedLinear):
-    """This rank's part of a CompressedLinear, where tensor parallelism has split the dense layer; it takes and gives DTensors as that did.
+    """This rank's part of a CompressedLinear made from a layer under tensor parallelism; input and output are DTensors, as before.
 
-    ``bias`` and ``adapter`` stay the DTensors that they were, and values and indices are DTensors in the state dict. ``in_features`` and
-    ``out_features`` are those of the part.
+    ``bias`` and ``adapter`` remain DTensors, and values and indices are DTensors in the state dict. ``in_features`` and ``out_features``
+    are those of the part.
 
     Args:
         weight: the part.
-        dense: the dense layer's weight, a DTensor on a mesh of one dimension. The others: of ``CompressedLinear``.
+        dense: the dense layer's weight, a DTensor on a mesh of one dimension. Other arguments: see ``CompressedLinear``.
     """
 
     def __init__(
@@ -342,7 +340,7 @@ class CompressedPart(CompressedLinear):
             set_adapter(self, *adapter, self.out, cols)
 
     def forward(self, input: Tensor) -> Tensor:
-        """y = x Wᵀ + b, and the adapter's part; x ``(..., in)``, a DTensor as y is."""
+        """y = x Wᵀ + b, plus the adapter; x ``(..., in)`` and y are DTensors."""
         x = input
         check_input(self, x)
         y = split_linear(x, self.mesh, self.split, self.out, self.bias, self._multiply)
@@ -366,16 +364,16 @@ class CompressedPart(CompressedLinear):
 
 
 def is_order(columns: Tensor, count: int) -> bool:
-    """Whether ``columns`` has every number below ``count`` once."""
+    """Whether ``columns`` is a permutation of ``count`` numbers."""
     whole = columns.dtype in (torch.int32, torch.int64) and tuple(columns.shape) == (count,)
     return whole and (columns.is_meta or torch.equal(columns.sort().values.long(), torch.arange(count, device=columns.device)))
 
 
 def cast(weight: ops.Compressed, dtype: torch.dtype) -> ops.Compressed:
-    """``weight`` in ``dtype``, kept with the layouts that are made of it."""
+    """``weight`` cast to ``dtype``; the result and the layouts made from it are cached in ``weight``."""
     if weight.dtype == dtype or torch.compiler.is_compiling():
         return weight.to(dtype)
-    # cast once, with the layouts that a backend then builds for it, and not at every call
+    # cast once, and not at every call
     return weight.layout(str(dtype), lambda c: c.to(dtype))
 
 

@@ -1,7 +1,7 @@
-"""Convolutions: SparseConv2d trains a weight that is masked along its input channels, CompressedConv2d deploys it.
+"""Convolutions: SparseConv2d trains a weight that is N:M along its input channels, CompressedConv2d is its form for inference.
 
-A compressed convolution is done in one of two ways: by torch, with the weight in dense layout, which is kept or made at every call; or as
-the GEMM of the input's patches ``(positions, kh · kw · in)`` with the compressed weight, where the estimate says that this is faster.
+A compressed convolution is computed either by torch, with the weight in dense layout (kept, or expanded at every call), or as a GEMM of the
+input's patches ``(positions, kh · kw · in)`` and the compressed weight, where that is estimated to be faster.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ PATCHES = "patches"
 """The method that multiplies the compressed weight."""
 
 CLEARLY = 1.25
-"""Patches are multiplied only where their estimate is so many times as fast as the dense one's: no convolution was fitted."""
+"""Patches are used only if their estimate is faster than dense by this factor, because estimates are not fitted to convolutions."""
 BANDWIDTH = 4e9
-"""Bytes per second at which patches are gathered, with strides, on a CPU."""
+"""Bytes per second of gathering patches (strided reads) on a CPU."""
 
 
 class SparseConv2d(NMWeight, nn.Conv2d):
-    """An ``nn.Conv2d`` that uses the N:M form of its dense weight: y = x ∗ W̃ + b, W̃ = M(W) ⊙ W, groups along the input channels.
+    """An ``nn.Conv2d`` that uses the N:M form of its weight, y = x ∗ W̃ + b, W̃ = M(W) ⊙ W, with groups along the input channels.
 
-    The parameter ``weight`` ``(out, in, kh, kw)`` stays dense and receives the gradient ∂L/∂W̃, by the recipe's rule. Its memory is
-    channels-last, so that the matrix ``(out, kh · kw · in)`` is a view of it, which masks and optimizers work on; loading and moving the
-    layer keep it so. What a recipe does to the GEMMs of a linear layer does not reach a convolution, which torch does by itself.
+    The parameter ``weight`` ``(out, in, kh, kw)`` stays dense and receives the gradient ∂L/∂W̃ by the recipe's rule. Its memory format is
+    channels-last, also after loading and moving the layer, so that masks and optimizers can use a view of it as the matrix
+    ``(out, kh · kw · in)``. The recipe's plan for GEMMs has no effect, since torch computes the convolution.
 
     Args:
         in_channels, out_channels, ...: as for ``nn.Conv2d``; ``groups`` must be 1.
         pattern: ``"N:M"`` or a ``Pattern``; M must divide ``in_channels``.
 
     Raises:
-        PatternError: the pattern is not usable.
+        PatternError: the pattern is invalid.
         ShapeError: M does not divide ``in_channels``, or ``groups`` is not 1.
 
     Example:
@@ -81,7 +81,7 @@ class SparseConv2d(NMWeight, nn.Conv2d):
         self._start(p)
 
     def forward(self, input: Tensor) -> Tensor:
-        """y = x ∗ W̃ + b; x ``(batch, in, height, width)`` or without batch. Under autocast the mask comes from the master weight."""
+        """y = x ∗ W̃ + b; x ``(batch, in, height, width)`` or without batch. Under autocast the mask is computed from the master weight."""
         x = input
         if isinstance(x, PROXY):
             return leaf(self, x)
@@ -95,11 +95,11 @@ class SparseConv2d(NMWeight, nn.Conv2d):
 
 
 class CompressedConv2d(CompressedLinear):
-    """y = x ∗ W + b with W held in the compressed N:M form, groups along the input channels.
+    """A convolution y = x ∗ W + b that stores W compressed, with groups along the input channels.
 
-    The weight is compressed as the matrix ``(out, kh · kw · in)``, whose columns are the offsets in the kernel row by row, and at each of
-    them the input channels. Faster than dense where few positions meet many channels, or the pattern is sparser than 2:4; elsewhere torch
-    convolves with the weight expanded. Which is faster follows from an estimate, unless ``NMKERNELS_CHOICE`` says.
+    The weight is compressed as the matrix ``(out, kh · kw · in)``: kernel positions row by row, and the input channels of each. Multiplying
+    it is faster than dense for few positions and many channels, or patterns sparser than 2:4; otherwise torch convolves with the expanded
+    weight. An estimate decides, unless ``NMKERNELS_CHOICE`` is set.
 
     Args:
         weight: the compressed weight of shape ``(out, kh · kw · in)``, a constant.
@@ -108,7 +108,7 @@ class CompressedConv2d(CompressedLinear):
         keep_dense: as of ``CompressedLinear``.
 
     Raises:
-        ShapeError: the weight is no matrix of that kernel, or M does not divide the input channels.
+        ShapeError: the weight is not a matrix of that kernel, or M does not divide the input channels.
 
     Example:
         >>> conv = torch.nn.Conv2d(8, 4, 3)
@@ -136,7 +136,7 @@ class CompressedConv2d(CompressedLinear):
         channels = weight.shape[1] // (height * width)
         weight.pattern.check_divides("CompressedConv2d", channels, "in_channels")
         super().__init__(weight, bias, CONV2D, keep_dense)
-        # torch's own layer checks the rest, and knows how each padding is done
+        # nn.Conv2d checks the other arguments and resolves the padding
         shell = nn.Conv2d(channels, weight.shape[0], (height, width), stride, padding, dilation, 1, False, padding_mode, device="meta")  # type: ignore[arg-type]
         for name in SETTINGS:
             setattr(self, name, getattr(shell, name))
@@ -158,7 +158,7 @@ class CompressedConv2d(CompressedLinear):
 
     @property
     def pointwise(self) -> bool:
-        """Whether each output sees one position of the input, so that it is a linear layer of the channels."""
+        """Whether each output depends on one position of the input, so that the layer is linear in the channels."""
         return self.kernel_size == (1, 1) and self.stride == (1, 1) and self.padding in ((0, 0), "valid", "same")
 
     def forward(self, input: Tensor) -> Tensor:
@@ -203,12 +203,12 @@ class CompressedConv2d(CompressedLinear):
 
     @property
     def _sides(self) -> list[int]:
-        """What is padded: left, right, top, bottom."""
+        """The padding: left, right, top, bottom."""
         sides: Any = self._reversed_padding_repeated_twice
         return list(sides)
 
     def _patches(self, x: Tensor) -> Tensor:
-        """What each output position sees, ``(batch, height, width, kh · kw · in)``."""
+        """The input patch of each output position, ``(batch, height, width, kh · kw · in)``."""
         sides = self._sides
         if any(sides):
             x = F.pad(x, sides) if self.padding_mode == "zeros" else F.pad(x, sides, self.padding_mode)
@@ -218,7 +218,7 @@ class CompressedConv2d(CompressedLinear):
         return x.permute(0, 1, 2, 4, 5, 3).flatten(3)
 
     def _how(self, x: Tensor) -> str:
-        """How a call with the input x is done: ``PATCHES``, or by torch with the dense weight, kept or expanded."""
+        """The method for the input x: ``PATCHES``, or by torch with the dense weight, kept or expanded."""
         if torch.compiler.is_compiling() or type(x.numel()) is not int:
             return EXPAND
         dense = self.keep_dense or (x.is_cpu and math.prod(self.stored_shape) * x.dtype.itemsize <= SMALL_BYTES)
@@ -236,7 +236,7 @@ class CompressedConv2d(CompressedLinear):
         return PATCHES if CLEARLY * (estimate.seconds("sparse", p) + gather) < estimate.seconds(first, p) else first
 
     def _positions(self, x: Tensor) -> int:
-        """How many outputs one sample of x has in each channel."""
+        """The number of output positions per sample of x."""
         sides, count = self._sides, 1
         for i, size in enumerate((x.shape[3], x.shape[2])):
             span = (self.kernel_size[1 - i] - 1) * self.dilation[1 - i] + 1
@@ -244,7 +244,7 @@ class CompressedConv2d(CompressedLinear):
         return count
 
     def problems(self, tokens: int) -> list[tuple[Problem, ...]]:
-        """Of a 1×1 convolution its one GEMM; how another one is done follows from the estimate."""
+        """The GEMM of a 1×1 convolution; none for others, whose method follows from the estimate."""
         return super().problems(tokens) if self.pointwise else []
 
     def extra_repr(self) -> str:
@@ -256,21 +256,21 @@ SETTINGS = (
     "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode", "transposed", "output_padding",
     "_reversed_padding_repeated_twice",
 )  # fmt: skip
-"""What a convolution knows beside its weight, as torch's own layer has worked it out."""
+"""The attributes that are copied from ``nn.Conv2d``."""
 
 
 def as_ordered(x: Tensor, result: Tensor) -> Tensor:
-    """``result`` of a convolution of x, or its weight, both channels-last: as they are where x is that too, else as a contiguous copy.
+    """Return ``result``, a channels-last output or weight of a convolution of x, as a contiguous copy unless x is channels-last too.
 
-    torch's convolution gives a channels-last result where either x or the weight is, and ``result.view(batch, -1)`` is then an error.
+    torch's convolution returns a channels-last result if x or the weight is channels-last, and then ``result.view(batch, -1)`` fails.
     """
-    last = x.stride(-3) == 1 and not x.is_contiguous()  # torch.vmap cannot ask for a memory format
-    # not contiguous(): of a 1x1 kernel both orders are the same memory, and torch goes by the strides
+    last = x.stride(-3) == 1 and not x.is_contiguous()  # is_contiguous(memory_format=) does not work under torch.vmap
+    # not contiguous(): for a 1x1 kernel both formats are the same memory, but torch checks the strides
     return result if last else result.clone(memory_format=torch.contiguous_format)
 
 
 def check_groups(op: str, pattern: Pattern, in_channels: int, groups: int) -> None:
-    """Raise ``ShapeError`` unless the groups of ``pattern`` lie among the input channels that one output sums over."""
+    """Raise ``ShapeError`` unless M divides the input channels that each output sums over, all of them (``groups=1``)."""
     if groups != 1:
         raise ShapeError(
             f"{op}: groups={groups}: each output sums over {in_channels // groups} of the {in_channels} input channels, and only "

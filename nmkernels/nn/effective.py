@@ -1,9 +1,9 @@
-"""The effective weight of a layer: of each form that its GEMMs read at most one copy, which is never stale.
+"""The effective weight of a layer: cached, at most one copy of each form that its GEMMs read, and never stale.
 
-A copy is of one Parameter, at one address, of one version. Fused optimizers and ``.data`` bump no version: so on a CPU a fingerprint of
-all that the copy was made of has to agree as well, at every use; without the compiled core, which takes it, no copy is used again. A
-GPU's memory the host cannot read without waiting: there a copy is used again only within one training step, in grad mode, and until
-any optimizer has stepped, ``train()``, ``eval()``, ``deployable()`` or ``refresh()`` was called (``doubt``).
+A copy belongs to one Parameter, address and version. Fused optimizers and writes through ``.data`` do not change the version, so on a CPU a
+fingerprint of the copy's sources must also match at every use; without the compiled core, which computes it, copies are not reused. On a
+GPU the host cannot read the weight without waiting: there a copy is reused only in grad mode and until the next optimizer step,
+``train()``, ``eval()``, ``deployable()`` or ``refresh()`` (``doubt``).
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from ..ops import Packed
 from ..tuning import TABLE
 
 Source = tuple[Tensor, WeightTransform, Sequence[Tensor], torch.dtype]
-"""What an effective weight is made of: the weight, the transform, what that reads with it, and the dtype of the GEMMs."""
+"""What an effective weight is made from: the weight, the transform, the extras that it reads, and the dtype of the GEMMs."""
 
 
 MOST_ROUTES = 256
-"""Kinds of calls whose route a layer remembers; then it forgets all."""
+"""Size of a layer's cache of routes; when full it is cleared."""
 
 
 @dataclass(eq=False)
 class _Copy:
-    """One form of the effective weight, and what it was made of."""
+    """One form of the effective weight, and what it was made from."""
 
     form: Any = None
     stamp: tuple[Any, ...] | None = None
-    """Version, address, device, dtype and fingerprint; None: out of date, and nobody needs the old contents."""
+    """Version, address, device, dtype and fingerprint; None if out of date, and the memory may be overwritten."""
     owner: weakref.ref[nn.Parameter] | None = None
     transform: WeightTransform | None = None
     how: tuple[Any, ...] = ()
-    """Of the packed form: whether rows and columns are packed, and the layout."""
+    """For the packed form: whether rows and columns are packed, and the layout."""
     doubted: bool = False
 
 
 class EffectiveWeight:
-    """Holds one layer's effective weight, in dense layout and packed as its GEMMs read it, and says when it may be used again.
+    """The cache of one layer's effective weight, in dense layout and packed as its GEMMs read it.
 
-    ``attached``: an optimizer's hook announces every step. ``routes``: what calls read, by size and dtype of the GEMM, grad mode and forced
-    backend.
+    ``attached``: whether an optimizer hook reports every step; without it nothing is cached. ``routes``: the forms that calls read, by size
+    and dtype of the GEMM, grad mode and forced backend.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class EffectiveWeight:
         self._dense, self._packed = _Copy(), _Copy()
 
     def read(self, source: Source, plan: GemmPlan, x: Tensor) -> Tensor | Operands:
-        """The effective weight as a call with the input ``x`` reads it by ``plan``."""
+        """The effective weight in the forms that a call with the input ``x`` reads under ``plan``."""
         if plan.fprop == "dense":
             return self.dense(source) if torch.compiler.is_compiling() else self._current(self._dense, source, ())
         fprop, dgrad, layout, by = self.route(source, plan, x)
@@ -73,7 +73,7 @@ class EffectiveWeight:
         if fprop == "dense" or dgrad == "dense":
             dense = self.dense(source)
         elif plan.fprop != "auto" and self._dense.form is not None and not torch.compiler.is_compiling():
-            self._dense = _Copy()  # all calls read the same: this dense copy is left over from an evaluation
+            self._dense = _Copy()  # all calls read the packed form; this copy is left over from an evaluation
         rows, columns = "packed" in (fprop, dgrad), dgrad == "columns"
         if rows or columns:
             packed = self.packed(source, rows, columns, layout)
@@ -83,37 +83,40 @@ class EffectiveWeight:
         return operands(forms[fprop], None if dgrad == fprop else forms[dgrad], dgrad == "columns", by)
 
     def route(self, source: Source, plan: GemmPlan, x: Tensor) -> Route:
-        """What a call reads, remembered for those like it."""
+        """The route of a call, cached by kind of call."""
         weight, transform, _, dtype = source
         tokens = x.numel()
-        if torch.compiler.is_compiling() or type(tokens) is not int:  # of a graph for any number of them
+        if torch.compiler.is_compiling() or type(tokens) is not int:  # traced, for any number of tokens
             return route(plan, transform, weight, dtype, x)
         basis = plan, transform, weight.shape, weight.device, TABLE.revision
         if basis != self._basis or len(self.routes) >= MOST_ROUTES:
             self._basis, self.routes = basis, {}
         kind = tokens, dtype, torch.is_grad_enabled(), dispatch.environment.get(dispatch.ENV_KEY)
-        found = self.routes.get(kind)
-        if found is None:
-            found = route(plan, transform, weight, dtype, x)
-            self._basis, self.routes[kind] = (*basis[:4], TABLE.revision), found  # which may have been measured just now
-        return found
+        result = self.routes.get(kind)
+        if result is None:
+            result = route(plan, transform, weight, dtype, x)
+            self._basis, self.routes[kind] = (
+                (*basis[:4], TABLE.revision),
+                result,
+            )  # the current revision: the route may have been measured just now
+        return result
 
     def dense(self, source: Source) -> Tensor:
-        """W̃ ``(out, in)`` in dense layout, from the copy where that is still right."""
+        """W̃ ``(out, in)`` in dense layout, from the cache if that is up to date."""
         if torch.compiler.is_compiling():
-            # a graph can neither see a version counter nor a hook: it computes W̃ itself, every time
+            # a compiled graph cannot check versions or hooks, so it computes W̃ at every call
             weight, transform, extras, dtype = source
             return transform(weight.detach(), *extras).to(dtype)
         return self._current(self._dense, source, ())
 
     def packed(self, source: Source, rows: bool, columns: bool, layout: str) -> Packed:
-        """W̃ packed, its transpose, or both, from the copies where those are still right and of that layout."""
+        """W̃ packed, its transpose packed, or both, in ``layout``, from the cache if that is up to date."""
         if torch.compiler.is_compiling():
             weight, transform, extras, dtype = source
             return transform.packed(weight.detach(), *extras, dtype=dtype, rows=rows, columns=columns, layout=layout)
         copy = self._packed
         if copy.form is not None and copy.transform is source[1]:
-            # calls that read different forms, of few tokens and of many, must not pack alternately
+            # pack what earlier calls read too, so that calls that alternate between forms do not repack every time
             rows, columns = rows or copy.how[0], columns or copy.how[1]
         return self._current(copy, source, (rows, columns, layout))
 
@@ -127,11 +130,11 @@ class EffectiveWeight:
         mark, captured = fingerprint(weight, *extras), _capturing(weight)
         stamp = (weight._version, weight.data_ptr(), weight.device, dtype, mark)
         same = copy.form is not None and copy.transform is transform and copy.how == how
-        # no hook of ours runs when a captured graph does: the graph has to make it, and what it made is of no use outside
-        right = same and not captured and stamp == copy.stamp and copy.owner is not None and copy.owner() is owner
-        if right and (mark is not None or (not weight.is_cpu and torch.is_grad_enabled() and not copy.doubted)):
+        # replaying a captured graph runs no hooks, so W̃ must be made inside the graph, and is not valid outside
+        valid = same and not captured and stamp == copy.stamp and copy.owner is not None and copy.owner() is owner
+        if valid and (mark is not None or (not weight.is_cpu and torch.is_grad_enabled() and not copy.doubted)):
             return copy.form
-        # only a form that an optimizer's step put out of date may be overwritten: a backward pass may still need any other
+        # overwrite a copy only after an optimizer step; before that a backward pass may still need it
         free = same and copy.stamp is None and not captured
         form = _made(copy.form if free else None, source, how)
         if not captured and (mark is not None or torch.is_grad_enabled()):
@@ -143,30 +146,30 @@ class EffectiveWeight:
 
     @property
     def copies(self) -> tuple[Tensor | Packed, ...]:
-        """The copies that there are, right or out of date."""
+        """All cached copies, including those that are out of date."""
         return tuple(copy.form for copy in (self._dense, self._packed) if copy.form is not None)
 
     def drop(self) -> None:
-        """What is held is out of date; its memory is used again for the next copies."""
+        """Mark the copies as out of date; their memory is reused for the next ones."""
         self._dense.stamp = self._packed.stamp = None
 
     def doubt(self) -> None:
-        """The weight may have been written: without a fingerprint that says otherwise, what is held is not used again."""
+        """The weight may have changed: reuse the copies only if a fingerprint shows that it has not."""
         self._dense.doubted = self._packed.doubted = True
 
     def release(self) -> None:
-        """Forget the copies and their memory."""
+        """Free the copies."""
         self._dense, self._packed = _Copy(), _Copy()
 
     def __reduce__(self) -> tuple[type[EffectiveWeight], tuple[()]]:
-        # a copied or pickled layer belongs to no optimizer, and its copies of W̃ can be made again
+        # a copied or pickled layer has no optimizer attached, and can make W̃ again
         return EffectiveWeight, ()
 
 
 def _made(old: Any, source: Source, how: tuple[Any, ...]) -> Any:
-    """The effective weight as new tensors, or in the memory of ``old`` where it fits."""
+    """Make the effective weight, in the memory of ``old`` if that fits, else as new tensors."""
     weight, transform, extras, dtype = source
-    # an inference tensor could never be saved for a later backward
+    # not in inference mode: inference tensors cannot be saved for backward
     with torch.inference_mode(False), torch.no_grad():
         w = weight.detach()
         if how:
@@ -182,15 +185,15 @@ def _capturing(weight: Tensor) -> bool:
 
 
 def _moved(new: Packed, old: Packed) -> Packed:
-    """``new`` in the memory of ``old`` where it fits, which optimizers' steps leave warm in the cache and mapped."""
+    """Copy ``new`` into the memory of ``old`` if it fits, since that is mapped and often still in cache."""
     pairs = [(a, b) for a, b in zip(old.buffers(), new.buffers(), strict=True) if a is not None and b is not None]
     if any((a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device) for a, b in pairs):
         return new
-    for there, here in pairs:
-        there.copy_(here)
+    for target, source in pairs:
+        target.copy_(source)
     return old
 
 
 def readable(weight: Tensor) -> bool:
-    """Whether the host can read ``weight`` without waiting for a device."""
+    """Whether the host can read ``weight`` without synchronising."""
     return weight.is_cpu

@@ -1,8 +1,8 @@
-"""Experts of mixture-of-experts models, whose matrices are stacked in 3-D Parameters: trained sparse, and deployed compressed.
+"""Experts of mixture-of-experts models, whose matrices are stacked in 3-D Parameters: sparse for training, compressed for inference.
 
-Hugging Face's experts modules (``use_experts_implementation``, transformers 5) keep their class, and with it their way to multiply:
-a class of ours is put in front of it. Each stack is one N:M weight, the matrices of all experts one below the other. Its settings
-live in a child ``nm_<name>`` of the module, so that the Parameter keeps its name, in state dicts too.
+The new class of a Hugging Face experts module (``use_experts_implementation``, transformers 5) derives from its old one, so the module
+keeps its own implementation. Each stack is one N:M weight, with the matrices of all experts one below the other. Its settings are in a
+child ``nm_<name>`` of the module, so that the Parameter keeps its name, also in state dicts.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .linear import NMWeight
 from .traces import constant, is_tracing
 
 PREFIX = "nm_"
-"""Before the name of a stack in its experts module: the name of the child that makes it sparse, or holds it compressed."""
+"""Prefix of a stack's name: the name of the child that makes the stack sparse or holds it compressed."""
 
 LOCK = threading.Lock()
 
 
 def stacks_of(module: nn.Module) -> dict[str, str]:
-    """The names of the stacked Parameters that a Hugging Face experts module multiplies, with their layouts; empty for other modules.
+    """The stacked Parameters that a Hugging Face experts module multiplies, name → layout; empty for other modules.
 
-    What ``use_experts_implementation`` says of the module tells which dimension is summed over, so there is no list of models.
+    The layout follows from attributes that ``use_experts_implementation`` sets, so no list of models is needed.
     """
     own = module.__dict__
     if not (hasattr(type(module), "_apply_gate") and {"is_transposed", "has_bias", "has_gate"} <= own.keys()):
@@ -46,7 +46,7 @@ def stacks_of(module: nn.Module) -> dict[str, str]:
 
 
 def experts_per_token(module: nn.Module) -> int | None:
-    """How many experts of a Hugging Face experts module a token meets, by the model's config; None where that does not say."""
+    """The number of experts per token of a Hugging Face experts module, from the model's config; None if unknown."""
     config = module.__dict__.get("config")
     known = (getattr(config, name, None) for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k"))
     return next((count for count in known if isinstance(count, int) and count > 0), None)
@@ -59,7 +59,7 @@ def _joined(front: Any, dense: Any) -> Any:
 
 
 def in_front(front: type[nn.Module], dense: type[nn.Module]) -> type[nn.Module]:
-    """The class ``front`` before ``dense``; one for each pair, so that all modules of a model share it."""
+    """The class that derives from ``front`` and ``dense``; cached, so that all modules of a model share it."""
     pair: Any = front, dense
     kind: type[nn.Module] = _joined(*pair)
     return kind
@@ -71,7 +71,7 @@ def _empty(front: type[nn.Module], dense: type[nn.Module]) -> nn.Module:
 
 
 class _InFront(nn.Module):
-    """What both classes share: copied and unpickled, also in another process, they find the class that was made for the model's."""
+    """Base of both classes: copies and pickles restore the derived class, also in another process."""
 
     dense_type: ClassVar[type[nn.Module]]
     front: ClassVar[type[nn.Module]]
@@ -81,7 +81,7 @@ class _InFront(nn.Module):
 
 
 def layer_name(name: str, module: nn.Module) -> str:
-    """The name of the layer that ``module`` is, found as ``name`` in its model: of a stack that of its Parameter."""
+    """The name of the layer ``module``, which is called ``name`` in its model; for a stack the name of its Parameter."""
     if not isinstance(module, (StackedWeight, CompressedStack)):
         return name
     parent, dot, child = name.rpartition(".")
@@ -89,13 +89,13 @@ def layer_name(name: str, module: nn.Module) -> str:
 
 
 def sparse_layers(model: nn.Module) -> dict[str, NMWeight | CompressedLinear | CompressedStack]:
-    """Every layer of ``model`` that has an N:M weight, by its name, a stack of experts by that of its Parameter."""
+    """The layers of ``model`` that have an N:M weight, by name; stacks of experts by the name of their Parameter."""
     kinds = (NMWeight, CompressedLinear, CompressedStack)
     return {layer_name(name, module): module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
 def child_name(name: str) -> str:
-    """The inverse of ``layer_name`` for a stack: where its child stands whose Parameter is called ``name``."""
+    """The inverse of ``layer_name`` for a stack: the name of the child for the Parameter ``name``."""
     parent, dot, key = name.rpartition(".")
     return f"{parent}{dot}{PREFIX}{key}"
 
@@ -196,10 +196,10 @@ class StackedWeight(NMWeight):
 
 
 class SparseExperts(_InFront):
-    """An experts module that multiplies the N:M forms of its stacks, by whichever implementation the model's config names.
+    """An experts module that multiplies the N:M forms of its stacks, with the implementation that the model's config names.
 
-    ``sparsify_`` makes it of a model's experts module, in place. During a call the effective weights stand in the way of the Parameters,
-    as attributes of the module; so what reads ``self.gate_up_proj`` reads W̃.
+    ``sparsify_`` converts a model's experts module in place. During a call, attributes of the module shadow the Parameters, so that
+    ``self.gate_up_proj`` is W̃.
     """
 
     @property
@@ -208,11 +208,11 @@ class SparseExperts(_InFront):
         return {child.key: child for child in self._modules.values() if isinstance(child, StackedWeight)}
 
     def tunable(self, counts: Sequence[int]) -> Iterator[tuple[str, nn.Module, Sequence[int]]]:
-        """Its stacks, for ``nm.tune``: torch multiplies them until ``compress_``."""
+        """The stacks, for the report of ``nm.tune``; there is nothing to tune, since torch multiplies them until ``compress_``."""
         yield from ((key, stack, counts) for key, stack in self.stacks.items())
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the dense module, with W̃ in place of W."""
+        """The dense module's forward, with W̃ instead of W."""
         stacks, own = self.stacks, self.__dict__
         if all(stack.transform is None for stack in stacks.values()):  # dense, or finished
             for stack in stacks.values():
@@ -224,7 +224,7 @@ class SparseExperts(_InFront):
         self._enter(1)
         try:
             for key, stack in stacks.items():
-                # of a replica of DataParallel the weights are attributes already, and no Parameters
+                # in a replica of DataParallel the weights are plain attributes, not Parameters
                 own[key] = stack(self._parameters[key] if key in self._parameters else own["_former_parameters"][key])
             return super().forward(*args, **kwargs)
         finally:
@@ -233,7 +233,7 @@ class SparseExperts(_InFront):
                     own.pop(key, None)
 
     def _enter(self, more: int) -> int:
-        """Count the calls that are under way: another thread's shall not find the dense Parameter when this one ends."""
+        """Count the running calls, so that the effective weights are removed only when the last thread's call ends."""
         own = self.__dict__
         if torch.compiler.is_compiling():
             return 1 - more if more > 0 else 0
@@ -244,7 +244,7 @@ class SparseExperts(_InFront):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
         for key, stack in self.stacks.items():
-            stack.given = f"{prefix}{key}" in state_dict  # torch shows a child only what is its own
+            stack.given = f"{prefix}{key}" in state_dict  # torch passes children only their own keys
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         moved = super()._apply(*args, **kwargs)
@@ -254,7 +254,7 @@ class SparseExperts(_InFront):
 
 
 class CompressedStack(nn.Module):
-    """The matrices of all experts in the compressed form, multiplied with the tokens of each.
+    """The compressed matrices of all experts, each multiplied with its expert's tokens.
 
     Args:
         weight: the compressed matrices one below the other, ``(E·out, in)``, a constant.
@@ -265,7 +265,7 @@ class CompressedStack(nn.Module):
     The buffers are ``values`` ``(E, out, kept)`` and ``indices`` ``(E, out, bytes)``.
 
     Raises:
-        ShapeError: the rows are not a multiple of the experts, or the layout is unknown.
+        ShapeError: the number of rows is not a multiple of ``experts``, or the layout is unknown.
 
     Example:
         >>> stack = CompressedStack(ops.compress(torch.randn(3 * 4, 8), "2:4"), experts=3)
@@ -274,7 +274,7 @@ class CompressedStack(nn.Module):
     """
 
     _is_hf_initialized = True
-    """For transformers: there is nothing to initialise."""
+    """Tells transformers that there is nothing to initialise."""
     values: Tensor
     indices: Tensor
 
@@ -282,7 +282,7 @@ class CompressedStack(nn.Module):
         super().__init__()
         rows, cols = (int(size) for size in weight.shape)
         if experts < 1 or rows % experts:
-            raise ShapeError(f"CompressedStack: {rows} rows are not those of {experts} experts.")
+            raise ShapeError(f"CompressedStack: {rows} rows cannot be divided among {experts} experts.")
         if layout not in (EXPERTS, EXPERTS_T):
             raise ShapeError(f"CompressedStack: layout {layout!r} is unknown; choose {EXPERTS} or {EXPERTS_T}.")
         self.pattern: Pattern = weight.pattern
@@ -294,7 +294,7 @@ class CompressedStack(nn.Module):
 
     @property
     def weight(self) -> ops.Compressed:
-        """The compressed matrices one below the other, ``(E·out, in)``, over the module's own buffers."""
+        """The compressed matrices one below the other, ``(E·out, in)``, as a view of the module's buffers."""
         shape = self.experts * self.out_features, self.in_features
         return ops.Compressed(self.values.flatten(0, 1), self.indices.flatten(0, 1), self.pattern, shape)
 
@@ -310,26 +310,26 @@ class CompressedStack(nn.Module):
         return (self.experts, rows, cols) if self.layout == EXPERTS else (self.experts, cols, rows)
 
     def dense(self) -> Tensor:
-        """The stack as the dense model stores it."""
+        """The dense stack, as the dense model stores it."""
         stack = self.weight.dense().view(self.experts, self.out_features, self.in_features)
         return stack if self.layout == EXPERTS else stack.transpose(1, 2)
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """y = x Wₑᵀ ``(tokens, out)`` of the tokens x ``(tokens, in)`` in the order of their experts, ``counts[e]`` of them of expert e."""
+        """y = x Wₑᵀ ``(tokens, out)`` for tokens x ``(tokens, in)`` sorted by expert, with ``counts[e]`` tokens of expert e."""
         parts = [layer(part) for layer, part in zip(self.layers, x.split(list(counts)), strict=True) if part.shape[0]]
         return torch.cat(parts) if parts else x.new_empty(0, self.out_features)
 
     @property
     def layers(self) -> list[CompressedLinear]:
-        """One layer for each expert, over views of the buffers."""
-        kept, own = self._layers, (self.values, self.indices)
+        """One layer for each expert, with views of the buffers."""
+        layers, own = self._layers, (self.values, self.indices)
         # moving or loading the module replaces its buffers
-        if not kept or kept.of[0] is not own[0] or kept.of[1] is not own[1]:
+        if not layers or layers.of[0] is not own[0] or layers.of[1] is not own[1]:
             shape = self.out_features, self.in_features
             forms = (ops.Compressed(v, i, self.pattern, shape) for v, i in zip(*own, strict=True))
-            kept[:] = [CompressedLinear(form, keep_dense=self.keep_dense).train(self.training) for form in forms]
-            kept.of = own
-        return kept
+            layers[:] = [CompressedLinear(form, keep_dense=self.keep_dense).train(self.training) for form in forms]
+            layers.of = own
+        return layers
 
     def _forget(self) -> None:
         self._layers = _Layers()
@@ -352,7 +352,7 @@ class CompressedStack(nn.Module):
 
 
 class _Layers(list[CompressedLinear]):
-    """The layers of a stack, and the buffers ``of`` which they are; never copied or saved."""
+    """The layers of a stack, and the buffers ``of`` which they are views; not copied or saved."""
 
     of: tuple[Tensor, Tensor]
 
@@ -364,31 +364,29 @@ class _Layers(list[CompressedLinear]):
 
 
 class CompressedExperts(_InFront):
-    """An experts module whose stacks are compressed: the tokens of each expert times its own matrices, one expert after the other.
+    """An experts module with compressed stacks, which multiplies each expert's tokens by its matrices, one expert after the other.
 
-    ``compress_`` and ``load_compressed`` make it of a model's experts module, in place; the gate, the biases and what else the module has
-    stay the model's own. A stack that was left dense stays its Parameter. Differentiable in the tokens, in their weights and in the biases.
-    In a graph (``torch.compile``), where the number of an expert's tokens is not known, the stacks are expanded and multiplied as the
-    model does.
+    ``compress_`` and ``load_compressed`` convert a model's experts module in place; everything but the compressed stacks, including stacks
+    that were left dense, remains the model's own. Differentiable in the tokens, their weights and the biases. Under ``torch.compile``,
+    where the number of tokens per expert is unknown, the stacks are expanded and the model's own implementation runs.
     """
 
     _is_hf_initialized = True
-    """For transformers, whose initialisation would look for the dense Parameters."""
+    """Stops transformers from initialising the dense Parameters, which do not exist."""
 
     @property
     def stacks(self) -> dict[str, CompressedStack]:
-        """The compressed stacks by the names that their Parameters had."""
+        """The compressed stacks by the names of the Parameters that they replace."""
         return {key.removeprefix(PREFIX): child for key, child in self._modules.items() if isinstance(child, CompressedStack)}
 
     def tunable(self, counts: Sequence[int]) -> Iterator[tuple[str, nn.Module, Sequence[int]]]:
-        """For ``nm.tune``: of each stack the first expert's layer, with the tokens that one expert gets on average."""
+        """For ``nm.tune``: the first expert's layer of each stack, with the average number of tokens per expert."""
         chosen = experts_per_token(self) or 1
         for key, stack in self.stacks.items():
             yield key, stack.layers[0], [-(-tokens * chosen // stack.experts) for tokens in counts]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The weighted sum over each token's experts ``(tokens, hidden)``, of the tokens, their experts and these ones' weights
-        ``(tokens, k)``."""
+        """The weighted sum over each token's experts ``(tokens, hidden)``; arguments: tokens, experts and weights ``(tokens, k)``."""
         if torch.compiler.is_compiling():
             return self._expanded(*args, **kwargs)
         if kwargs:
@@ -398,7 +396,7 @@ class CompressedExperts(_InFront):
         chosen = numbers.reshape(-1)
         order = chosen.argsort(stable=True)
         experts = next(iter(self.stacks.values())).experts
-        # one wait for the device; under expert parallelism the number after the last is nobody's
+        # synchronises once; under expert parallelism the index after the last expert means another rank's expert
         counts = torch.bincount(chosen, minlength=experts)[:experts].tolist()
         order = order[: sum(counts)]
         own = chosen[order]
@@ -413,7 +411,7 @@ class CompressedExperts(_InFront):
         return whole.view(tokens, choices, -1).sum(1).to(x.dtype)
 
     def _times(self, name: str, x: Tensor, counts: list[int], own: Tensor) -> Tensor:
-        """Each token times its expert's matrix of the stack ``name``, and that one's bias."""
+        """Multiply each token by its expert's matrix of the stack ``name``, and add that expert's bias."""
         stack = self.stacks.get(name)
         if stack is not None:
             y = stack(x if torch.is_autocast_enabled(x.device.type) else x.to(stack.values.dtype), counts)
@@ -442,7 +440,7 @@ SparseExperts.front, CompressedExperts.front = SparseExperts, CompressedExperts
 
 
 def make_stack_sparse_(module: nn.Module, key: str, pattern: PatternLike) -> StackedWeight:
-    """Turn the stack ``key`` of a dense experts module into its sparse form, in place, and return it.
+    """Make the stack ``key`` of an experts module sparse, in place, and return it.
 
     Raises:
         RecipeError: the module has no such stack.
@@ -461,7 +459,7 @@ def make_stack_sparse_(module: nn.Module, key: str, pattern: PatternLike) -> Sta
 
 
 def make_stack_dense_(stack: StackedWeight) -> nn.Module:
-    """Turn ``stack`` back into the plain Parameter that it was, with its weight as it is; returns the experts module."""
+    """Turn ``stack`` back into a plain Parameter with the same values, and return the experts module."""
     stack._warn_if_changed()
     stack.forget()
     module = stack.owner
@@ -473,7 +471,7 @@ def make_stack_dense_(stack: StackedWeight) -> nn.Module:
 
 
 def deploy_stacks_(module: nn.Module, stacks: dict[str, CompressedStack]) -> CompressedExperts:
-    """Put compressed ``stacks`` in the place of those Parameters of an experts module, dense or sparse; other sparse ones become dense."""
+    """Replace Parameters of an experts module by compressed ``stacks``; its other stacks become dense."""
     if isinstance(module, SparseExperts):
         for stack in module.stacks.values():
             make_stack_dense_(stack)
@@ -486,7 +484,7 @@ def deploy_stacks_(module: nn.Module, stacks: dict[str, CompressedStack]) -> Com
 
 
 def expand_stacks_(module: CompressedExperts) -> nn.Module:
-    """Give a compressed experts module its dense Parameters and its own class back; the inverse of ``deploy_stacks_``."""
+    """Restore the dense Parameters and the class of a compressed experts module; the inverse of ``deploy_stacks_``."""
     for key, stack in module.stacks.items():
         del module._modules[PREFIX + key]
         module.register_parameter(key, nn.Parameter(stack.dense().contiguous()))
@@ -495,7 +493,7 @@ def expand_stacks_(module: CompressedExperts) -> nn.Module:
 
 
 def compressed_stack(weight: Tensor, layout: str, pattern: PatternLike, keep_dense: bool = False) -> CompressedStack:
-    """The compressed form of a stack that is N:M, given as the dense model stores it."""
+    """Compress an N:M stack, passed as the dense model stores it."""
     with torch.no_grad():
         packed = ops.compress(as_matrix(ordered(weight.detach(), layout), layout), Pattern(pattern))
     return CompressedStack(packed, int(weight.shape[0]), layout, keep_dense)

@@ -259,7 +259,7 @@ def test_stack_multiplies_each_experts_tokens():
     assert torch.equal(stack.dense(), w) and stack.shape == stack.stored_shape == (3, 8, 16)
     turned = CompressedStack(stack.weight, 3, layouts.EXPERTS_T)
     assert torch.equal(turned.dense(), w.transpose(1, 2)) and turned.stored_shape == (3, 16, 8)
-    for experts, layout, said in ((5, layouts.EXPERTS, "not those of 5"), (3, "linear", "unknown")):
+    for experts, layout, said in ((5, layouts.EXPERTS, "cannot be divided among 5"), (3, "linear", "unknown")):
         with pytest.raises(ShapeError, match=said):
             CompressedStack(stack.weight, experts, layout)
 

@@ -102,9 +102,9 @@ def test_compressed_layers_say_that_their_weight_is_no_parameter(kind):
     nm.sparsify_(model, "ste:2:4").finish(allow_unused=True)
     nm.compress_(model)
     want = model(x)
-    with pytest.raises(RecipeError, match=r"goes before compress_; or turn the model dense by nm\.densify_"):
+    with pytest.raises(RecipeError, match=r"before compress_, or make the model dense by nm\.densify_"):
         prune.l1_unstructured(model[0], "weight", amount=0.3)
-    with pytest.raises(AttributeError, match=r"no tensor.*\.dense\(\).*densify_"):
+    with pytest.raises(AttributeError, match=r"not a tensor.*\.dense\(\).*densify_"):
         prune.global_unstructured([(model[0], "weight")], prune.L1Unstructured, amount=0.3)
     for _ in range(2):
         assert torch.equal(model(x), want)
