@@ -100,9 +100,6 @@ def _training(case: Case) -> Iterator[Advice]:
     if small.speedup() < 1 and (most := break_even(small)) is not None and most > case.layer.tokens * case.accumulate:
         text = "the step is too small to pay for masking and packing: more tokens per optimizer step"
         yield Advice(text, detail=f"needs about {_round(most)}")
-    if not case.fused and rules.prepare in ("mask", "transposable"):
-        text = "MaskedAdamW masks and packs in its own pass over the weight: recipe.optimizer(...)"
-        yield from _offer(case, text, replace(case, fused=True))
     used = sum(piece.used for piece in pieces.values())
     if "weight" in pieces and pieces["weight"].used > PREPARING * used and case.accumulate < 8:
         text = f"preparing the weight takes {100 * PREPARING:.0f} % of a step or more: accumulate gradients over 8 passes"

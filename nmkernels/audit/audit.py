@@ -41,7 +41,6 @@ def audit(
     dtype: torch.dtype | str | None = None,
     filter_fn: FilterFn | None = None,
     accumulate: int = 1,
-    optimizer: str = "fused",
     rows: Mapping[str, float] | None = None,
     other: float = 0.0,
     cluster: Cluster | int | None = None,
@@ -72,7 +71,6 @@ def audit(
         dtype: of the GEMMs, default the weights'; set it for models trained under autocast.
         filter_fn: as for ``sparsify_``.
         accumulate: forward and backward passes per optimizer step.
-        optimizer: ``"fused"``: MaskedAdamW masks and packs in its own pass; ``"separate"``: any other. Affects only the prediction.
         rows: name → how often a token passes through a layer, if not once; see ``flops``.
         other: forward FLOPs per token of everything else, counted at the dense rate, twice that in backward.
         cluster: the GPUs of a run with FSDP2, as a number or a ``Cluster``: predicts traffic, memory and waiting time per GPU in a step of
@@ -92,12 +90,10 @@ def audit(
     Example:
         >>> found = audit({"up": (16384, 4096), "down": (4096, 16384)}, 8192, "fst:2:4(end=None)", device="H200", dtype="bfloat16")
         >>> f"{found.inference:.2f} {found.step:.2f}"
-        '1.25 1.22'
+        '1.25 1.19'
     """
     for name, value, least in (("tokens", tokens, 1), ("accumulate", accumulate, 1), ("other", other, 0), ("budget", budget, 0)):
         check_number("audit", name, value, least)
-    if optimizer not in ("fused", "separate"):
-        raise RecipeError(f'audit: optimizer={optimizer!r} is unknown; choose "fused" for MaskedAdamW, or "separate".')
     model, recipe, report = _subject(model, recipe)
     cluster = Cluster(cluster) if isinstance(cluster, int) else cluster
     if cluster is not None and recipe is not None and recipe.setup.needs_whole:
@@ -116,7 +112,7 @@ def audit(
         return measured(target, spot, dtype, pattern, timer, torch.get_num_threads())
 
     groups = _cases(model, recipe, report, filter_fn, tokens, rows or {}, given, device_for)
-    groups = [(entries, replace(case, accumulate=accumulate, fused=optimizer == "fused")) for entries, case in groups]
+    groups = [(entries, replace(case, accumulate=accumulate)) for entries, case in groups]
     cases = [case for _, case in groups]
     counted = (case for case in cases if _counts(case.layer))
     timed = measure_all(counted, spot, timer, budget, progress) if measure and spot is not None else None

@@ -6,8 +6,7 @@ Each piece takes the time of its bytes or its arithmetic, whichever is longer, p
     pass over memory: bytes / (share · bandwidth) + launch
 
 Bytes per element of s bytes, and p = s·N/M + index bits in packed form (1.125 for 2:4 in 16 bits): a weight of w bytes masked and packed
-one way w + p (3.125 for w = s = 2), both ways with the mask w + 2p + 1/8 (4.375), MVUE to packed s + p (3.125). MaskedAdamW, which reads
-the weight anyway, adds only the bytes written.
+one way w + p (3.125 for w = s = 2), both ways with the mask w + 2p + 1/8 (4.375), MVUE to packed s + p (3.125).
 """
 
 from __future__ import annotations
@@ -194,7 +193,6 @@ class Case:
         trains: whether there are training steps.
         has_dense: whether inference has a dense copy of the weight, so that a dense GEMM need not expand it.
         accumulate: forward passes per optimizer step, which share one preparation of the weight.
-        fused: whether the optimizer masks and packs in its own pass, as MaskedAdamW can.
     """
 
     device: Device
@@ -204,7 +202,6 @@ class Case:
     trains: bool = True
     has_dense: bool = True
     accumulate: int = 1
-    fused: bool = True
 
     def but(self, rules: dict[str, Any] | None = None, layer: dict[str, Any] | None = None, **more: Any) -> Case:
         return replace(self, rules=replace(self.rules, **rules or {}), layer=replace(self.layer, **layer or {}), **more)
@@ -313,11 +310,10 @@ class Case:
     def _prepare(self, form: str) -> float:
         device, layer, rules = self.device, self.layer, self.rules
         packed, dense = packed_bytes(rules.pattern, layer.dtype), float(layer.dtype.itemsize)
-        fused = self.fused and rules.prepare in ("mask", "transposable")
         held = 0.125 if rules.prepare == "transposable" else 0.0
         written = {"dense": dense, "rows": packed, "rows+dense": packed + dense, "both": 2 * packed + held}[form]
-        moved = layer.shape[0] * layer.shape[1] * (written + (0 if fused else layer.master.itemsize))
-        return moved / (device.passes * device.bandwidth) + (0.0 if fused else device.call)
+        moved = layer.shape[0] * layer.shape[1] * (written + layer.master.itemsize)
+        return moved / (device.passes * device.bandwidth) + device.call
 
 
 def _faster(role: str, cost: Cost, sparse: bool) -> Piece:

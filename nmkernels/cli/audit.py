@@ -28,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pattern", metavar="N:M", help="default 2:4, or the recipe's")
     parser.add_argument("--dtype", metavar="D", help="bfloat16, float16, float32; default bfloat16 on GPUs, float32 on a CPU")
     parser.add_argument("--accumulate", type=positive, default=1, metavar="K", help="forward passes per optimizer step, default 1")
-    parser.add_argument("--separate", action="store_true", help="masks and packing in a separate pass, not in MaskedAdamW")
     text = "predict a step of FSDP2 on G GPUs, or with S shards on each replica (HSDP); --tokens per GPU; --device H100 or H200"
     parser.add_argument("--cluster", metavar="G[/S]", help=text)
     parser.add_argument("--no-measure", action="store_true", help="predict only (a CPU is still measured, for a second)")
@@ -56,7 +55,6 @@ def run(args: argparse.Namespace) -> int:
         device=device,
         dtype=args.dtype or ("float32" if device == "cpu" else "bfloat16"),
         accumulate=args.accumulate,
-        optimizer="separate" if args.separate else "fused",
         rows=rows,
         cluster=None if args.cluster is None else _cluster(args.cluster),
         measure=not args.no_measure,
