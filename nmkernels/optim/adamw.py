@@ -1,4 +1,4 @@
-"""MaskedAdamW: AdamW whose one pass over memory also masks, decays and counts."""
+"""MaskedAdamW: AdamW that also decays pruned weights, tracks masks and gathers statistics, in one pass over memory."""
 
 from __future__ import annotations
 
@@ -20,26 +20,38 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 class MaskedAdamW(torch.optim.AdamW):
-    """AdamW (Loshchilov & Hutter 2019) with N:M masks, SR-STE decay and a freezable second moment in the same pass.
+    """AdamW that also decays pruned weights, tracks their N:M masks and can freeze its second moment, in one pass over memory.
 
-    Per step and element: unscale → g += λ(1−M(w))w → m = β₁m + (1−β₁)g, v = β₂v + (1−β₂)g² → p *= 1 − lr·wd →
-    p −= lr · m̂/(√v̂ + ε) → new mask, counted. Without a recipe attached (no ``targets``) it is AdamW, to 1e-6.
+    Per parameter w with gradient g and step t = 1, 2, ..., M(w) the N:M mask of w before the step (Loshchilov & Hutter, ICLR 2019,
+    algorithm 2; the decay λ is that of SR-STE, Zhou et al., ICLR 2021, eq. 8)::
+
+        g = g / grad_scale + λ (1 - M(w)) w
+        m = β₁m + (1 - β₁) g
+        v = β₂v + (1 - β₂) g²
+        w = (1 - lr·weight_decay) w - lr · (m / (1 - β₁ᵗ)) / (√v / √(1 - β₂ᵗ) + ε)
+
+    A recipe sets the masks, λ and what else differs by phase: see ``UpdateRule``. Without a recipe there are no masks and no λ, and it
+    equals ``torch.optim.AdamW`` to 1e-6 relative.
+
+    The moments of bf16 and fp16 parameters are fp32, also after ``load_state_dict``. A step that a ``GradScaler`` skips changes nothing.
+    State dicts load into ``torch.optim.AdamW`` and from it.
 
     Args:
-        params, lr, ...: as for ``torch.optim.AdamW``. ``foreach`` and ``fused`` change nothing: every step is fused.
+        params: parameters of any shape, or parameter groups; real floating point. Groups of N:M run along the input dimension.
+        lr, betas, eps, weight_decay, amsgrad, maximize, capturable, foreach, fused: as for ``torch.optim.AdamW``. ``foreach`` changes
+            nothing, as every step is fused; ``fused`` and ``capturable`` keep the step counts on the device.
 
     Attributes:
-        stats: float64 sums of the last step over the maskable parameters, named by ``nmkernels.ops.STATS``, over all ranks where they are
-            sharded (DTensor); None if none took part.
-        stats_numel: number of maskable weights that took part in it.
-
-    Moments of bf16 and fp16 parameters are kept in fp32, also through ``load_state_dict``; a step that a ``GradScaler`` skips changes
-    nothing at all. Its state dict loads into ``torch.optim.AdamW`` and the other way round.
+        targets: the maskable parameters, each with its ``Target``; set by the recipe.
+        rule: the ``UpdateRule`` of the maskable parameters; set by the recipe.
+        stats: sums over the maskable parameters in the last step, float64 ``(9,)``, named by ``nmkernels.ops.STATS``, over all ranks for
+            sharded parameters (DTensor); None if no maskable parameter took part.
+        stats_numel: the number of weights that they are sums over.
 
     Raises:
-        DtypeError: a parameter is complex or its gradient sparse.
-        ValueError: a hyper-parameter is out of range, or
-        ``differentiable=True``. CheckpointError: ``load_state_dict`` is given the state of another kind of optimizer or of another model.
+        ValueError: a hyper-parameter is out of range, or ``differentiable=True``.
+        DtypeError: in ``step``, a parameter is complex or a gradient sparse.
+        CheckpointError: in ``load_state_dict``, the state is of another kind of optimizer or of another model.
 
     Example:
         >>> w = torch.nn.Parameter(torch.ones(2, 4))
@@ -54,10 +66,10 @@ class MaskedAdamW(torch.optim.AdamW):
         if kwargs.get("differentiable"):
             raise ValueError("MaskedAdamW: differentiable=True is not possible, the update is one fused kernel; use torch.optim.AdamW.")
         super().__init__(params, lr, *args, **kwargs)
-        self._ours()
+        self._init_masks()
 
-    def _ours(self) -> None:
-        # the scaler hands over grad_scale and found_inf instead of unscaling and skipping by itself
+    def _init_masks(self) -> None:
+        # a GradScaler then sets grad_scale and found_inf instead of unscaling and skipping itself
         self._step_supports_amp_scaling = True
         self._need_device_dtype_check_for_fused = False
         self.targets: dict[Tensor, Target] = {}
@@ -66,21 +78,21 @@ class MaskedAdamW(torch.optim.AdamW):
         self.stats_numel = 0
 
     def forget(self) -> None:
-        """Drop every mask: from now on this is AdamW."""
+        """Drop every mask: from now on this is plain AdamW."""
         self.targets, self.rule = {}, PLAIN
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if not hasattr(self, "targets"):
-            self._ours()
+            self._init_masks()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
 
     @torch.no_grad()
-    @_disable_dynamo  # one kernel call: a graph could make it no faster, and would be compiled anew for every learning rate
+    @_disable_dynamo  # one kernel call: a graph is no faster, and would be recompiled for every learning rate
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; returns the closure's loss."""
+        """Update every parameter that has a gradient; returns the closure's loss, or None."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -98,7 +110,7 @@ class MaskedAdamW(torch.optim.AdamW):
         return loss
 
     def _buckets(self, group: dict[str, Any]) -> Iterable[_Bucket]:
-        """Parameters of one group that one kernel call can take together."""
+        """The parameters of one group, in sets that one kernel call can step together."""
         buckets: dict[Any, _Bucket] = {}
         for p in group["params"]:
             sharded, target = is_sharded(p), self.targets.get(p)
@@ -129,7 +141,7 @@ class MaskedAdamW(torch.optim.AdamW):
                     moment = local(moment) if sharded else moment
                     if layout != LINEAR:
                         right = ordered(moment, layout)
-                        if right is not moment:  # from a time before the weight was put in order
+                        if right is not moment:  # created before the weight was reordered
                             state[name] = right
                         moment = as_matrix(right, layout)
                     bucket.moments[name].append(moment)
@@ -168,18 +180,18 @@ class MaskedAdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         pairs = self._checked(state_dict)
         super().load_state_dict(state_dict)
-        # torch has cast the moments to the parameter's dtype, and keeps the very tensors of the state dict
+        # torch has cast the moments to the parameter's dtype, and keeps the tensors of the state dict without copying them
         for saved, p in pairs:
             state = self.state[p]
             dtype = torch.float32 if p.dtype.itemsize == 2 else p.dtype
             for name in MOMENTS:
                 if name in saved:
                     state[name] = torch.empty_like(p, dtype=dtype, memory_format=torch.preserve_format).copy_(saved[name].detach())
-            # torch makes a step that was saved as a number a tensor of the default dtype; the kernel counts in fp32
+            # torch turns a step saved as a number into a tensor of the default dtype; the kernel counts in fp32
             state["step"] = state["step"].detach().to(torch.float32, copy=True)
 
     def _checked(self, state_dict: dict[str, Any]) -> list[tuple[dict[str, Any], Tensor]]:
-        """The saved states with their parameters, matched by position; torch compares numbers of groups and parameters by itself."""
+        """The saved states with their parameters, matched by position; torch itself checks the numbers of groups and parameters."""
         if not all("betas" in group and "eps" in group for group in state_dict["param_groups"]):
             raise CheckpointError(
                 "MaskedAdamW: the state dict is of another kind of optimizer: its parameter groups have no betas and eps."
@@ -187,7 +199,7 @@ class MaskedAdamW(torch.optim.AdamW):
         saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         states = ((state_dict["state"].get(i) or {}, p) for i, p in zip(saved_ids, params, strict=False))
-        # a recipe's own entry says nothing of the optimizer
+        # entries of a recipe do not belong to the optimizer
         pairs = [(state, p) for state, p in states if any(not name.startswith("nm_") for name in state)]
         for saved, p in pairs:
             missing = [name for name in ("step", *MOMENTS[:2]) if name not in saved]
@@ -217,9 +229,9 @@ class _Bucket:
 
 
 def _hyper(group: dict[str, Any], rule: UpdateRule, device: torch.device) -> Tensor:
-    """The scalars of one call as float64: on the CPU, from where a GPU gets them as arguments, or beside those that are tensors already.
+    """The scalars of one call as float64: on the CPU, from which a GPU gets them as arguments, or on the device of those that are tensors.
 
-    Nothing is copied to the device, which would wait for it, or leave a captured graph reading memory that is gone.
+    Nothing is copied from host to device: the copy would wait, and a captured graph would go on reading memory that has been freed.
     """
     lr, (beta1, beta2) = group["lr"], group["betas"]
     values = [lr, beta1, beta2, group["eps"], group["weight_decay"], rule.decay, rule.v_step, rule.clamp, 0.0]
@@ -240,7 +252,19 @@ def _hyper(group: dict[str, Any], rule: UpdateRule, device: torch.device) -> Ten
 
 
 def merge_stats(a: Tensor, b: Tensor) -> Tensor:
-    """Statistics of two calls as one: sums add, ``applied`` if either was, the largest update is the larger."""
+    """The statistics of two calls as one, for ``stats`` of the same optimizer on several ranks or groups.
+
+    Sums are added; ``applied`` and ``max_update`` are the larger of the two.
+
+    Args:
+        a, b: float64 ``(9,)``, named by ``nmkernels.ops.STATS``.
+
+    Example:
+        >>> from nmkernels.ops import STATS
+        >>> both = merge_stats(torch.ones(9, dtype=torch.float64), torch.ones(9, dtype=torch.float64))
+        >>> both[STATS.index("flips")].item(), both[STATS.index("applied")].item()
+        (2.0, 1.0)
+    """
     both = a + b
     for name in ("applied", "max_update"):
         i = STATS.index(name)

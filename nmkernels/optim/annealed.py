@@ -14,7 +14,7 @@ from .adamw import MaskedAdamW, _Bucket
 from .rules import UpdateRule
 
 BLOCK = 1 << 15
-"""Weights updated together on a CPU, so that what lies between two operations stays in its cache."""
+"""Weights of a block that a CPU updates together, so that the tensors between two operations stay in its cache."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class AnnealedAdamW(MaskedAdamW):
         v = β₂v + (1 − β₂)s²,  s = u (second_moment="total") or g + r (second_moment="gradient")
         w ← w (1 − lr·wd) − lr · u / (√v/√(1 − β₂ᵗ) + ε)
 
-    All other parameters, and all of them under any other rule, are updated as by MaskedAdamW, which has the same arguments and state. The
-    annealed update is in plain torch operations, about 20 passes over memory. With a ``GradScaler`` on a GPU the host waits for the device
-    once per parameter, unless ``capturable`` keeps the step counts there.
+    All other parameters, and all parameters under any other rule, are updated as by MaskedAdamW, whose arguments, state and errors it has.
+    The annealed update is written in torch operations, about 20 passes over memory. With a ``GradScaler`` on a GPU the host waits for the
+    device once per parameter, unless ``capturable`` keeps the step counts there.
 
     Example:
         >>> w = torch.nn.Parameter(torch.ones(2, 4))
@@ -78,7 +78,7 @@ class AnnealedAdamW(MaskedAdamW):
         parts = [w, b.grads[i], torch.zeros_like(w) if penalty is None else penalty, b.moments["exp_avg"][i], b.moments["exp_avg_sq"][i]]
         if group["amsgrad"]:
             parts.append(b.moments["max_exp_avg_sq"][i])
-        # a count on the CPU is read there for nothing; one on the device stays there, for a captured step
+        # reading a count on the CPU is free; one on the device stays there, for a captured step
         t = float(step) + 1.0 if step.device.type == "cpu" else step.double() + 1.0
         applied = self._applied(w.device)
         rows = max(1, BLOCK // w.shape[-1]) if w.device.type == "cpu" else w.shape[0]

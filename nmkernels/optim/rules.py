@@ -1,4 +1,4 @@
-"""What a recipe tells MaskedAdamW: which parameters are masked, and how the whole group of them is updated."""
+"""What a recipe sets in MaskedAdamW: which parameters are masked, and how they are updated."""
 
 from __future__ import annotations
 
@@ -14,16 +14,24 @@ from ..pattern import NMError, Pattern
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How the maskable parameters are updated in the present phase; the others follow plain AdamW.
+    """How a ``MaskedAdamW`` updates its maskable parameters in the current phase of a recipe; the others follow plain AdamW.
 
     Args:
-        masked: the parameters' N:M masks take part (decay of pruned weights, flips counted).
+        masked: use the parameters' N:M masks (to decay pruned weights and count flips).
         decay: λ of SR-STE: g += λ (1 − M(w)) ⊙ w, after unscaling and clipping (Zhou et al. 2021, eq. 8).
         frozen: the second moment is not updated (STEP's second phase, Lu et al. 2023).
         v_step: the step whose bias correction the frozen second moment gets, v̂* = v*/(1 − β₂^v_step); 0 uses v* raw.
         eps_inside: denominator √(v̂ + ε) instead of √v̂ + ε.
         clamp: bound on |m̂/D|; 0 for none.
         geometric: also return Σ log|v_t − v_{t−1}| (AutoSwitch option II).
+
+    Raises:
+        NMError: a number is negative.
+
+    Example:
+        >>> rule = UpdateRule(masked=True, decay=2e-4)
+        >>> rule.frozen, rule.clamp
+        (False, 0.0)
     """
 
     masked: bool = False
@@ -44,14 +52,24 @@ class UpdateRule:
 
 
 PLAIN = UpdateRule()
-"""AdamW as everybody knows it."""
+"""Plain AdamW."""
 
 
 @dataclass
 class Target:
-    """One maskable parameter: its pattern, how it stores its matrix ``(rows, in)``, and its penalty.
+    """One maskable parameter of a ``MaskedAdamW``.
 
-    ``layout``: one of ``nmkernels.layouts``. ``penalty`` returns the gradient of a regulariser, ``(rows, in)``, or None.
+    Args:
+        pattern: N:M of its groups, along the input dimension.
+        layout: how it stores its matrix ``(rows, in)``; one of ``nmkernels.layouts``.
+        penalty: returns the gradient of a regulariser, ``(rows, in)``, or None.
+
+    Example:
+        >>> import torch
+        >>> from nmkernels.optim import MaskedAdamW
+        >>> w = torch.nn.Parameter(torch.ones(2, 4))
+        >>> opt = MaskedAdamW([w], lr=0.1)
+        >>> opt.targets, opt.rule = {w: Target(Pattern("2:4"))}, UpdateRule(masked=True, decay=2e-4)
     """
 
     pattern: Pattern
