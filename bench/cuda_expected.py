@@ -63,7 +63,7 @@ LOOSE: dict[str, tuple[str, ...]] = {
     # fma on integers below 2^24 is exact
     r"mvue\.cu ": ("fma.rn.f32",),
     # the logarithm of a statistic, in fp64, which is not exact
-    r"adamw(_squares)?\.cu ": (".f64",),
+    r"adamw\.cu ": (".f64",),
 }
 """Suffixes of instructions that a kernel may use although they are not one operation rounded once."""
 

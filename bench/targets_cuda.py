@@ -36,20 +36,17 @@ def _streams() -> list[Target]:
         _share("mvue", "mvue_compress along rows, 2:4, bf16, 3.125 B", rows),
         _share("mvue-tokens", "mvue_compress along tokens (packs gᵀ), 2:4, bf16, 3.125 B", tokens),
         _share("adamw", "MaskedAdamW, fp32, new mask, statistics, 28 B", one),
-        _share("adamw-writes", "the same, writes W̃ in bf16, 30 B", one, ", writes W̃"),
         _share("adamw-many", "MaskedAdamW, 48 weights of 1024×1024 at once, 28 B", many),
     ]
     both = (Spec(f"nm_pack({how})", "2:4", BF16, *STREAM) for how in ("both", "threshold", "mma.sp"))
     words = ("W and Wᵀ from one read, 4.25 B", "through the soft threshold, 3.125 B", "in mma.sp's order, 3.125 B")
     for spec, key, what in zip(both, ("both", "threshold", "layout"), words, strict=True):
         found.append(_share(f"pack-{key}", f"pack, 2:4, bf16, {what}", spec))
-    found.append(_share("adamw-packs", "MaskedAdamW, fp32, packs W in bf16, 29.1 B", one, ", packs W"))
-    found.append(_share("adamw-packs-both", "MaskedAdamW, fp32, transposable, packs W and Wᵀ, 30.3 B", one, ", packs both"))
     return found
 
 
-def _share(key: str, what: str, spec: Spec, how: str = "") -> Target:
-    return Target(_key(CUDA, key), _what(CUDA, what), COPY, "share of copy", SHARE, (spec,), provider=f"{CUDA}{how}")
+def _share(key: str, what: str, spec: Spec) -> Target:
+    return Target(_key(CUDA, key), _what(CUDA, what), COPY, "share of copy", SHARE, (spec,), provider=CUDA)
 
 
 def _key(by: str, key: str) -> str:

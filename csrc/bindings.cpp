@@ -15,13 +15,12 @@ namespace py = pybind11;
 namespace {
 
 // Raised whenever a signature or the meaning of an argument below changes; nmkernels/backends checks it.
-constexpr int kAbi = 8;
+constexpr int kAbi = 9;
 
-// Parameters of a step as the caller lists them, kWords integers each: rows, columns, the address of the step count;
-// then of p, gradient, m, v, the maximum of v and the output: address (0: absent), dtype, row stride, column stride;
-// then of the compressed weight: address of the values (0: absent), dtype, address of the indices.
+// Parameters of a step as the caller lists them, kWords integers each: rows, columns, the address of the step count; then,
+// for p, gradient, m, v and the maximum of v: address (0: absent), dtype, row stride, column stride.
 std::vector<nm::AdamWParam> adamw_params(const std::vector<int64_t>& words) {
-    constexpr size_t kWords = 3 + 6 * 4 + 3;
+    constexpr size_t kWords = 3 + 5 * 4;
     std::vector<nm::AdamWParam> params(words.size() / kWords);
     const int64_t* next = words.data();
     for (nm::AdamWParam& one : params) {
@@ -29,12 +28,10 @@ std::vector<nm::AdamWParam> adamw_params(const std::vector<int64_t>& words) {
         one.cols = next[1];
         one.step = at<float>(Address(next[2]));
         next += 3;
-        for (nm::View* view : {&one.p, &one.grad, &one.avg, &one.sq, &one.top, &one.out}) {
+        for (nm::View* view : {&one.p, &one.grad, &one.avg, &one.sq, &one.top}) {
             *view = {at(Address(next[0])), int(next[1]), next[2], next[3]};
             next += 4;
         }
-        one.packed = {at(Address(next[0])), int(next[1]), at<uint8_t>(Address(next[2]))};
-        next += 3;
     }
     return params;
 }

@@ -101,10 +101,10 @@ void bind_mvue(py::module_& module) {
 nm::cuda::AdamWPart part(int64_t first, int64_t tiles, int64_t first_block, int64_t blocks) { return {first, tiles, first_block, blocks}; }
 
 void bind_adamw(py::module_& module) {
-    // (rows and columns of a piece, pieces of a tile, whether flat params have a launch of their own)
-    module.def("adamw_cut", [](int n, int m, bool squares) {
-        const nm::cuda::AdamWCut cut = nm::cuda::adamw_cut(n, m, squares);
-        return py::make_tuple(cut.rows, cut.columns, cut.pieces, cut.flat);
+    // (columns of a piece, pieces of a tile, whether flat params have a launch of their own)
+    module.def("adamw_cut", [](int n, int m) {
+        const nm::cuda::AdamWCut cut = nm::cuda::adamw_cut(n, m);
+        return py::make_tuple(cut.columns, cut.pieces, cut.flat);
     });
     module.def("upload_words", [](const std::vector<int64_t>& words, Address to, int device, Address stream) {
         nm::cuda::upload_words(words, at<int64_t>(to), queue(device, stream));
@@ -117,12 +117,12 @@ void bind_adamw(py::module_& module) {
     }, Unlocked());
     module.def("masked_adamw", [](Address table, Address gradients, Address owners, Address scalars, Address partials, Address stats,
                                   int64_t params, int64_t t, int64_t tiles, int64_t b, int64_t blocks, int64_t other_t, int64_t other_tiles,
-                                  int64_t other_b, int64_t other_blocks, Address hyper, const std::array<double, 8>& given, Address counts,
+                                  int64_t other_b, int64_t other_blocks, Address hyper, const std::array<double, 8>& host_hyper, Address counts,
                                   int64_t count, Address scale, Address found, int n, int m, bool frozen, bool eps_inside, bool maximize,
-                                  bool geometric, bool top, bool squares, bool transposable, Address packs, int layout, int device, Address stream) {
+                                  bool geometric, bool top, int device, Address stream) {
         nm::cuda::AdamWArguments a{at<int64_t>(table), at<int64_t>(gradients), at<int32_t>(owners), at<uint32_t>(scalars), at<double>(partials),
-                                   at<double>(stats), params, at<double>(hyper), {}, at<int64_t>(counts), count, n, m, squares, transposable, at<int64_t>(packs), layout};
-        for (int i = 0; i < 8; ++i) a.given[i] = given[size_t(i)];
+                                   at<double>(stats), params, at<double>(hyper), {}, at<int64_t>(counts), count, n, m};
+        for (int i = 0; i < 8; ++i) a.host_hyper[i] = host_hyper[size_t(i)];
         const nm::cuda::AdamWOptions options{at<float>(scale), at<float>(found), frozen, eps_inside, maximize, geometric, top};
         nm::cuda::masked_adamw(a, part(t, tiles, b, blocks), part(other_t, other_tiles, other_b, other_blocks), options, queue(device, stream));
     }, Unlocked());

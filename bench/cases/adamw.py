@@ -1,13 +1,11 @@
-"""One optimizer step over a large weight, or many, compared with torch's fused AdamW, alone and with eager mask and decay."""
+"""One optimizer step of a large weight, or of many, compared with torch's fused AdamW, alone and with an eager mask and decay."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from nmkernels import Pattern, ops, testing
+from nmkernels import Pattern
 from nmkernels.optim import MaskedAdamW, Target, UpdateRule
 
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
@@ -16,18 +14,18 @@ from . import _ours, eager
 LR, DECAY = 1e-3, 2e-4
 OP = "nm_masked_adamw_"
 MANY = 48
-"""Weights of a step over many: at 1024x1024 as many elements as one of 4096x11008, or a transformer of 4 blocks."""
+"""Weights of the step of many: at 1024x1024 as many elements as one weight of 4096x11008, or a transformer of 4 blocks."""
 
 
 @family(OP, grids=(Grid(matrices=("4096x11008",), dtypes=("float32", "bfloat16")), Grid(("4096x11008",), ("1:8",)), Grid(("1024x1024",))))
 def adamw(spec: Spec, device: str) -> Work:
-    """``MaskedAdamW.step`` with SR-STE's decay, new mask and statistics, with and without writing the masked weight."""
+    """``MaskedAdamW.step`` with SR-STE's decay, new mask and statistics."""
     return _step(spec, device, 1)
 
 
 @family(f"{OP}(many)", grids=(Grid(matrices=("1024x1024",), on="cuda"),))
 def adamw_many(spec: Spec, device: str) -> Work:
-    """The same for ``MANY`` weights, which one call updates together."""
+    """The same for ``MANY`` weights, which one call steps together."""
     return _step(spec, device, MANY)
 
 
@@ -36,15 +34,12 @@ def _step(spec: Spec, device: str, count: int) -> Work:
     grad = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype, seed=1)
 
     def parameters() -> list[nn.Parameter]:
-        found = [nn.Parameter(start.clone()) for _ in range(count)]
-        for p in found:
+        params = [nn.Parameter(start.clone()) for _ in range(count)]
+        for p in params:
             p.grad = grad.clone()
-        return found
+        return params
 
     mine, theirs = parameters(), parameters()
-    # the masked weight is for the next forward pass, which on a GPU is in 16 bits
-    dtype = torch.bfloat16 if device.startswith("cuda") else start.dtype
-    sinks = [torch.empty_like(start, dtype=dtype) for _ in mine]
     plain = _masked(mine, spec)
     moved = count * (start.nbytes * 2 + grad.nbytes + 16 * start.numel())
     fused = torch.optim.AdamW(theirs, lr=LR, fused=True)
@@ -54,13 +49,8 @@ def _step(spec: Spec, device: str, count: int) -> Work:
         for part in _ours.ends(spec.rows, spec.cols):
             _gate(start[part], grad[part], spec)
 
-    args = _arguments(start, grad, spec)
-    ours = _ours.ours(OP, args, lambda: Provider("", plain.step, moved, check=check))
-    ours += _ours.ours(OP, args, lambda: Provider(", writes W̃", _writing(mine, spec, sinks), moved + sum(s.nbytes for s in sinks)))
-    if count == 1:
-        ours += _packing(mine[0], grad, spec, moved, device)
+    ours = _ours.ours(OP, _arguments(start, grad, spec), lambda: Provider("", plain.step, moved, check=check))
     alone, together = "torch AdamW(fused)", "torch AdamW(fused) + eager mask and decay"
-    # every optimizer changes the same weights, which does not affect the times
     ratios = [Ratio("time over fused AdamW", p.name, (alone,), "time") for p in ours]
     ratios += [Ratio("x AdamW + eager mask", p.name, (together,)) for p in ours]
     providers = [*ours, Provider(alone, fused.step, moved), Provider(together, by_hand.step)]
@@ -72,43 +62,11 @@ def _step(spec: Spec, device: str, count: int) -> Work:
     return Work(providers, ratios)
 
 
-def _packing(p: nn.Parameter, grad: Tensor, spec: Spec, moved: int, device: str) -> list[Provider]:
-    """The step that also packs the new weight in 16 bits: W by the magnitude mask; W and Wᵀ by the transposable one."""
-    w, moments, count = p.data, [torch.zeros_like(p, dtype=torch.float32) for _ in range(2)], torch.zeros((), device=p.device)
-    hyper = torch.tensor([LR, 0.9, 0.999, 1e-8, 0.01, DECAY, 0, 0, 0], dtype=torch.float64, device=p.device)
-    found = []
-    for name, transposable in ((", packs W", False), (", packs both", True)):
-        if transposable and (spec.pattern != "2:4" or not device.startswith("cuda")):
-            continue  # on a CPU the reference runs such steps
-        how = "transposable" if transposable else "magnitude"
-        packed = ops.pack(w, spec.pattern, how, dtype=torch.bfloat16, columns=transposable)
-        args = (*_arguments(w, grad, spec), transposable, [w.new_empty(0) if x is None else x for x in packed.buffers()])
-
-        def step(packed: ops.Packed = packed, transposable: bool = transposable) -> None:
-            lists = [w], [grad], [moments[0]], [moments[1]], [count]
-            ops.masked_adamw_(*lists, hyper, spec.pattern, transposable=transposable, packs=[packed])
-
-        def check(packed: ops.Packed = packed, how: str = how) -> None:
-            for part in _leaves(packed):
-                testing.fill_poison(part)
-            step(packed, how == "transposable")
-            expected = ops.pack(w, spec.pattern, how, dtype=torch.bfloat16, columns=packed.columns is not None)
-            _ours.same_bits(_leaves(packed), _leaves(expected), OP)
-
-        bytes_moved = moved + sum(x.nbytes for x in _leaves(packed))
-        found += _ours.ours(OP, args, lambda name=name, s=step, c=check, b=bytes_moved: Provider(name, s, b, check=c))  # type: ignore[misc]
-    return found
-
-
-def _leaves(packed: ops.Packed) -> list[Tensor]:
-    return [x for x in packed.buffers() if x is not None and x.numel()]
-
-
 def _arguments(w: Tensor, g: Tensor, spec: Spec) -> tuple[object, ...]:
     """Arguments of the raw op, to ask backends whether they can run it."""
     state, counter = torch.empty_like(w, dtype=torch.float32), torch.zeros((), device=w.device)
     hyper = torch.zeros(9, dtype=torch.float64, device=w.device)
-    return [w], [g], [state], [state], [], [counter], [], hyper, spec.n, spec.m, False, False, False, False, None, None
+    return [w], [g], [state], [state], [], [counter], hyper, spec.n, spec.m, False, False, False, False, None, None
 
 
 def _masked(ps: list[nn.Parameter], spec: Spec) -> MaskedAdamW:
@@ -117,15 +75,6 @@ def _masked(ps: list[nn.Parameter], spec: Spec) -> MaskedAdamW:
     optimizer.targets = {p: Target(Pattern(spec.pattern)) for p in ps}
     optimizer.rule = UpdateRule(masked=True, decay=DECAY)
     return optimizer
-
-
-def _writing(ps: list[nn.Parameter], spec: Spec, sinks: list[Tensor]) -> Callable[[], object]:
-    """The same pass, also writing M(W) ⊙ W, through the raw op."""
-    device = ps[0].device
-    hyper = torch.tensor([LR, 0.9, 0.999, 1e-8, 0.01, DECAY, 0, 0, 0], dtype=torch.float64, device=device)
-    first, second = ([torch.zeros_like(p, dtype=torch.float32) for p in ps] for _ in range(2))
-    weights, grads, steps = [p.data for p in ps], [p.grad for p in ps if p.grad is not None], [torch.zeros((), device=device) for _ in ps]
-    return lambda: ops.masked_adamw_(weights, grads, first, second, steps, hyper, spec.pattern, outs=sinks)
 
 
 class _EagerSRSTE:
@@ -149,13 +98,11 @@ def _gate(w: Tensor, g: Tensor, spec: Spec) -> None:
     hyper = torch.tensor([LR, 0.9, 0.999, 1e-8, 0.01, DECAY, 0, 0, 0], dtype=torch.float64, device=w.device)
     states = []
     for run in (torch.ops.nmkernels.nm_masked_adamw_, _ours.reference(OP)):
-        p, out, step = w.clone(), torch.empty_like(w), torch.zeros((), device=w.device)
+        p, step = w.clone(), torch.zeros((), device=w.device)
         moments = [torch.zeros_like(w, dtype=torch.float32) for _ in range(2)]
         for _ in range(3):
-            stats = run(
-                [p], [g], [moments[0]], [moments[1]], [], [step], [out], hyper, spec.n, spec.m, False, False, False, False, None, None
-            )
-        states.append(((p, out, step, *moments), stats))
+            stats = run([p], [g], [moments[0]], [moments[1]], [], [step], hyper, spec.n, spec.m, False, False, False, False, None, None)
+        states.append(((p, step, *moments), stats))
     (mine, sums), (expected, reference_sums) = states
     _ours.same_bits(mine, expected, OP)
     torch.testing.assert_close(sums, reference_sums, rtol=1e-6, atol=0.0)

@@ -94,20 +94,10 @@ struct View {
     explicit operator bool() const { return data != nullptr; }
 };
 
-// Where the compressed weight goes: canonical, rows one after another.
-struct PackedView {
-    void* values = nullptr;
-    int dtype = kFloat32;
-    uint8_t* indices = nullptr;
-
-    explicit operator bool() const { return values != nullptr; }
-};
-
-// One parameter and what belongs to it, all rows x cols. `top` (amsgrad's maximum), `out` and `packed` may be absent.
+// One parameter and what belongs to it, all rows x cols. `top`, the maximum of v, is absent without amsgrad.
 struct AdamWParam {
     int64_t rows = 0, cols = 0;
-    View p, grad, avg, sq, top, out;
-    PackedView packed;
+    View p, grad, avg, sq, top;
     float* step = nullptr;
 };
 

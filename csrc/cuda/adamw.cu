@@ -1,8 +1,8 @@
 // MaskedAdamW: one pass over the elements of any number of params, whatever their dtypes, layouts and sizes, in one launch.
 //
 // A block takes a few tiles, one after another, usually of one param. With the usual patterns a thread has four neighbouring
-// elements in its registers, and where a group is larger its lanes ask each other; groups of any other size lie in shared
-// memory, an element to a thread.
+// elements in its registers, and the lanes of a larger group exchange their keys by shuffles; groups of any other size lie in
+// shared memory, an element to a thread.
 #include "adamw_blocks.h"
 #include "any_groups.h"
 #include "kernels.h"
@@ -39,7 +39,7 @@ NM_DEVICE void locate(const AdamWParam& param, int64_t i, int64_t across, int64_
     }
 }
 
-// The place of a chunk; count = 0 where it is behind the end.
+// The place of a chunk; count = 0 if it is past the end.
 template <bool kFlat, class P>
 NM_DEVICE Place place_of(const AdamWParam& param, int64_t chunk) {
     Place place{0, chunk * K, 0, false};
@@ -80,7 +80,7 @@ NM_DEVICE void step_tile(const AdamWCurrent& c, const AdamWOptions& o, int64_t t
             store_elements<kFlat>(c, o, place, e);
         }
         if constexpr (kMasked) mask_quad<P::n, P::m>(e.p.at, after);
-        if (inside) settle_elements<kFlat, kMasked>(c, place, before, after, count, e, tally);
+        if (inside) settle_elements<kMasked>(before, after, count, e, tally);
     }
 }
 
@@ -143,11 +143,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks) adamw_any_kernel(AdamWTable
         __syncthreads();
         each_element(c, tile, m, [&](int, int at, const Place&) { groups.keys[at] = Key<float>::of(weights.at[at]); });
         __syncthreads();
-        each_element(c, tile, m, [&](int k, int at, const Place& place) {
+        each_element(c, tile, m, [&](int k, int at, const Place&) {
             Elements<1> e;
             e.p.at[0] = weights.at[at];
             const bool before = kept >> k & 1, after = rank_in_group(groups.keys, at, m) < n;
-            settle_elements<false, true>(c, place, &before, &after, 1, e, tally);
+            settle_elements<true>(&before, &after, 1, e, tally);
         });
         __syncthreads();  // the next tile writes the keys
     });
@@ -156,15 +156,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks) adamw_any_kernel(AdamWTable
 
 }  // namespace
 
-AdamWCut adamw_cut(int n, int m, bool squares) {
-    if (squares) return {64, 64, 1, true};
+AdamWCut adamw_cut(int n, int m) {
     AdamWCut cut{};
     by_masks(n, m, [&](auto pattern) {
         using P = decltype(pattern);
         if constexpr (std::is_same_v<P, Any>) {
-            cut = {1, m, AnyTile::groups(m), false};
+            cut = {m, AnyTile::groups(m), false};
         } else {
-            cut = {1, P::m, kTile / P::m, true};
+            cut = {P::m, kTile / P::m, true};
         }
     });
     return cut;

@@ -41,7 +41,7 @@ struct Hyper {
 };
 
 // A thread per param counts its step and writes the numbers of adamw_scalars.
-__global__ void __launch_bounds__(64) adamw_scalars_kernel(AdamWTables tables, AdamWOptions o, const double* hyper, Hyper given,
+__global__ void __launch_bounds__(64) adamw_scalars_kernel(AdamWTables tables, AdamWOptions o, const double* hyper, Hyper numbers,
                                                            const int64_t* counts, int64_t count, int64_t params, uint32_t* scalars) {
     const int64_t i = int64_t(blockIdx.x) * 64 + threadIdx.x;
     if (i >= params || is_skipped(o.found)) return;
@@ -54,9 +54,9 @@ __global__ void __launch_bounds__(64) adamw_scalars_kernel(AdamWTables tables, A
     }
     if (hyper) {
         NM_UNROLL
-        for (int k = 0; k < 8; ++k) given.at[k] = hyper[k];
+        for (int k = 0; k < 8; ++k) numbers.at[k] = hyper[k];
     }
-    const AdamW s = adamw_scalars(given.at, count, o.frozen, o.eps_inside, o.maximize);
+    const AdamW s = adamw_scalars(numbers.at, count, o.frozen, o.eps_inside, o.maximize);
     memcpy(scalars + i * kScalarWords, &s, sizeof s);
 }
 
@@ -103,18 +103,13 @@ void adamw_owners(const int64_t* table, int64_t params, const AdamWPart& flat, c
 void masked_adamw(const AdamWArguments& a, const AdamWPart& flat, const AdamWPart& other, const AdamWOptions& options, const Queue& queue) {
     const auto* params = reinterpret_cast<const AdamWParam*>(a.table);
     const int64_t blocks = flat.blocks + other.blocks;
-    const AdamWTables tables{params, a.gradients, a.owners, a.scalars, a.partials, blocks, reinterpret_cast<const AdamWPack*>(a.packs)};
-    Hyper given;
-    memcpy(given.at, a.given, sizeof given);
-    launch("adamw_scalars_kernel", adamw_scalars_kernel, {cdiv(a.params, 64), 64}, queue, tables, options, a.hyper, given, a.counts, a.count,
+    const AdamWTables tables{params, a.gradients, a.owners, a.scalars, a.partials, blocks};
+    Hyper host_hyper;
+    memcpy(host_hyper.at, a.host_hyper, sizeof host_hyper);
+    launch("adamw_scalars_kernel", adamw_scalars_kernel, {cdiv(a.params, 64), 64}, queue, tables, options, a.hyper, host_hyper, a.counts, a.count,
            a.params, a.scalars);
     for (const bool is_flat : {true, false}) {
-        const AdamWPart& part = is_flat ? flat : other;
-        if (a.squares) {
-            adamw_squares(tables, part, is_flat, a.transposable, options, a.layout, queue);
-        } else {
-            adamw_step(tables, part, is_flat, options, a.n, a.m, queue);
-        }
+        adamw_step(tables, is_flat ? flat : other, is_flat, options, a.n, a.m, queue);
     }
     launch("adamw_stats_kernel", adamw_stats_kernel, {kStats, 256}, queue, a.partials, blocks, options.found, a.stats);
 }

@@ -6,19 +6,16 @@
 namespace nm::cuda {
 
 // The block's param becomes row i of the table. Every thread must come here.
-NM_DEVICE void open_param(const AdamWTables& tables, int64_t i, AdamWCurrent& current) {
-    __syncthreads();  // some may still read the last one
+NM_DEVICE void open_param(const AdamWTables& tables, int32_t i, AdamWCurrent& current) {
+    __syncthreads();  // some threads may still read the last one
     const int thread = int(threadIdx.x);
     const auto* words = reinterpret_cast<const int64_t*>(tables.params + i);
     if (thread < kParamWords) reinterpret_cast<int64_t*>(&current.param)[thread] = words[thread];
     const int scalar = thread - 32;
     if (scalar >= 0 && scalar < int(sizeof(AdamW)) / 4) {
-        reinterpret_cast<uint32_t*>(&current.scalars)[scalar] = tables.scalars[i * kScalarWords + scalar];
+        reinterpret_cast<uint32_t*>(&current.scalars)[scalar] = tables.scalars[int64_t(i) * kScalarWords + scalar];
     }
-    if (thread == 64) {
-        current.gradient = tables.gradients[tables.params[i].index];
-        current.row = i;
-    }
+    if (thread == 64) current.gradient = tables.gradients[tables.params[i].index];
     __syncthreads();
 }
 
@@ -27,7 +24,7 @@ template <class F>
 NM_DEVICE void each_tile(const AdamWTables& tables, const AdamWPart& part, AdamWCurrent& current, const F& f) {
     int64_t tile = part.tile(blockIdx.x);
     const int64_t end = part.tile(int64_t(blockIdx.x) + 1);
-    for (int64_t i = tables.owners[part.first_block + blockIdx.x]; tile < end; ++i) {
+    for (int32_t i = tables.owners[part.first_block + blockIdx.x]; tile < end; ++i) {
         open_param(tables, i, current);
         const int64_t first = current.param.first, last = first + current.param.tiles;
         for (; tile < end && tile < last; ++tile) f(tile - first);

@@ -15,7 +15,6 @@ struct AdamWCurrent {
     AdamWParam param;
     AdamW scalars;
     int64_t gradient;  // its address
-    int64_t row;       // of the table
 
     NM_DEVICE int64_t address(AdamWTensor which) const { return which == kGradient ? gradient : param.address[which]; }
 };
@@ -139,36 +138,19 @@ struct Elements {
     Floats<K> p, g, m, v, top{};
 };
 
-// The gradient and the states as they lie in memory.
-template <int K>
-struct RawRest {
-    Raw<K> g, m, v, top{};
-};
-
-template <bool kFlat, int K>
-NM_DEVICE RawRest<K> load_rest(const AdamWCurrent& c, const AdamWOptions& o, const Place& place) {
-    RawRest<K> rest;
-    rest.g = Walk<kFlat>::template load<K>(c, kGradient, c.param.dtype(kGradient), place);
-    rest.m = Walk<kFlat>::template load<K>(c, kFirst, kFloat32, place);
-    rest.v = Walk<kFlat>::template load<K>(c, o.frozen && o.top ? kTop : kSecond, kFloat32, place);
-    if (o.top && !o.frozen) rest.top = Walk<kFlat>::template load<K>(c, kTop, kFloat32, place);
-    return rest;
-}
-
-template <int K>
-NM_DEVICE void widen_rest(const AdamWCurrent& c, const AdamWOptions& o, const RawRest<K>& rest, Elements<K>& e) {
-    e.g = widened(rest.g, c.param.dtype(kGradient));
-    e.m = widened_as<float>(rest.m);
-    e.v = widened_as<float>(rest.v);
-    if (o.top && !o.frozen) e.top = widened_as<float>(rest.top);
-}
-
 template <bool kFlat, int K>
 NM_DEVICE void load_elements(const AdamWCurrent& c, const AdamWOptions& o, const Place& place, Elements<K>& e) {
     const Raw<K> p = Walk<kFlat>::template load<K>(c, kWeight, c.param.dtype(kWeight), place);
-    const RawRest<K> rest = load_rest<kFlat, K>(c, o, place);
+    const Raw<K> g = Walk<kFlat>::template load<K>(c, kGradient, c.param.dtype(kGradient), place);
+    const Raw<K> m = Walk<kFlat>::template load<K>(c, kFirst, kFloat32, place);
+    const Raw<K> v = Walk<kFlat>::template load<K>(c, o.frozen && o.top ? kTop : kSecond, kFloat32, place);
+    Raw<K> top{};
+    if (o.top && !o.frozen) top = Walk<kFlat>::template load<K>(c, kTop, kFloat32, place);
     e.p = widened(p, c.param.dtype(kWeight));
-    widen_rest(c, o, rest, e);
+    e.g = widened(g, c.param.dtype(kGradient));
+    e.m = widened_as<float>(m);
+    e.v = widened_as<float>(v);
+    if (o.top && !o.frozen) e.top = widened_as<float>(top);
 }
 
 // Steps K elements (the equations of core/adamw.h) and counts their statistics; `before` is their mask where kMasked.
@@ -245,21 +227,14 @@ NM_DEVICE void store_elements(const AdamWCurrent& c, const AdamWOptions& o, cons
     }
 }
 
-// Counts what depends on the mask after the step, and writes the masked weights where they are wanted.
-template <bool kFlat, bool kMasked, int K>
-NM_DEVICE void settle_elements(const AdamWCurrent& c, const Place& place, const bool* before, const bool* after, int count, Elements<K>& e,
-                               Tally& t) {
+// Counts what depends on the mask after the step.
+template <bool kMasked, int K>
+NM_DEVICE void settle_elements(const bool* before, const bool* after, int count, const Elements<K>& e, Tally& t) {
     NM_UNROLL
     for (int i = 0; i < K; ++i) {
         if constexpr (kMasked) t.flips += before[i] != after[i];
         t.non_zeros += e.p.at[i] != 0.0f && (kMasked ? after[i] : i < count);
     }
-    if (!c.address(kOut)) return;
-    if constexpr (kMasked) {
-        NM_UNROLL
-        for (int i = 0; i < K; ++i) e.p.at[i] = after[i] ? e.p.at[i] : 0.0f;
-    }
-    Walk<kFlat>::store(c, kOut, c.param.dtype(kOut), place, narrowed(e.p, c.param.dtype(kOut)));
 }
 
 }  // namespace nm::cuda

@@ -7,7 +7,7 @@
 
 namespace nm::cuda {
 
-enum AdamWTensor { kWeight, kFirst, kSecond, kTop, kOut, kGradient, kTensors };
+enum AdamWTensor { kWeight, kFirst, kSecond, kTop, kGradient, kTensors };
 enum AdamWStat { kApplied, kChange, kLogChange, kUnchanged, kFlips, kPrunedWeight, kPrunedGrad, kNonZeros, kLargest, kStats };
 
 // One param, int64 words of the table. Its elements are (rows, cols), groups along the columns. `flat` ones lie one after another
@@ -17,37 +17,26 @@ struct AdamWParam {
     int64_t step;                // address of the step count; 0 where the host counts
     int64_t rows, cols;
     int64_t first, tiles;        // number of its first tile among those of the call
-    int64_t dtypes;              // codes of weight, gradient and out, a byte each
+    int64_t dtypes;              // codes of weight and gradient, a byte each
     int64_t walk;                // bit 0: 16-byte accesses fit; bit 1: rows are neighbours in memory
     int64_t index;               // of the param in the call: the table has the flat ones first
     int64_t stride[kTensors][2];  // of rows and columns, in elements
 
-    NM_HD int dtype(AdamWTensor which) const { return int(dtypes >> (which == kWeight ? 0 : which == kGradient ? 8 : 16)) & 255; }
+    NM_HD int dtype(AdamWTensor which) const { return int(dtypes >> (which == kWeight ? 0 : 8)) & 255; }
     NM_HD bool aligned() const { return walk & 1; }
     NM_HD bool across() const { return walk & 2; }
 };
 
 constexpr int kParamWords = int(sizeof(AdamWParam) / sizeof(int64_t));
 
-// Where the packed weight of a param goes, by row of the table: int64 words; 0 where it is not wanted.
-struct AdamWPack {
-    int64_t values, indices;      // of the rows
-    int64_t values_t, indices_t;  // of the columns
-    int64_t dtypes;               // codes of values and values_t, a byte each
-};
-
-constexpr int kPackWords = int(sizeof(AdamWPack) / sizeof(int64_t));
-
-enum AdamWLayout : int { kCanonicalLayout = 0, kMmaSpLayout = 1, kWgmmaSpLayout = 2 };
-
-// The numbers of a param's step in a slot of 64 bytes.
+// A param's step has its numbers in a slot of 64 bytes.
 constexpr int kScalarWords = 16;
 static_assert(sizeof(AdamW) <= 4 * kScalarWords);
 
 // What is the same for all params of a call.
 struct AdamWOptions {
     const float* scale;  // null if not given
-    const float* found;  // likewise; where it is not 0 nothing happens
+    const float* found;  // likewise; if it is not 0, nothing happens
     bool frozen, eps_inside, maximize, geometric, top;
 };
 
@@ -60,7 +49,6 @@ struct AdamWTables {
     const uint32_t* scalars;   // kScalarWords for each row
     double* partials;          // [kStats, blocks]
     int64_t blocks;            // of all launches
-    const AdamWPack* packs;    // null for none
 };
 
 // The tiles and blocks of one launch, the same kernel for all of them.

@@ -118,42 +118,35 @@ struct AdamWTables;   // of adamw_table.h, as the next two
 struct AdamWPart;
 struct AdamWOptions;
 
-// How params are cut, which the table says: into pieces of so many rows and columns, and so many of these make a tile.
+// How params are cut: each row into pieces of so many columns, and `pieces` of these make a tile.
 struct AdamWCut {
-    int rows, columns, pieces;
+    int columns, pieces;
     bool flat;  // whether flat params have a launch of their own
 };
 
-// `squares`: the masks are transposable, or the new weight is packed; for 2:4 only.
-AdamWCut adamw_cut(int n, int m, bool squares);
+AdamWCut adamw_cut(int n, int m);
 
 // One step of the params of a table, rows of AdamWParam. n = m = 0: no masks.
 struct AdamWArguments {
     const int64_t* table;
     const int64_t* gradients;  // addresses, one for each param
     const int32_t* owners;     // as adamw_owners wrote them
-    uint32_t* scalars;         // room for 64 bytes for each param
-    double* partials;          // room for 9 for each block
+    uint32_t* scalars;         // scratch: 64 bytes for each param
+    double* partials;          // scratch: 9 for each block
     double* stats;             // 9, written
     int64_t params;
-    const double* hyper;       // on the device, or null:
-    double given[8];           // what the host holds of it
-    const int64_t* counts;     // of the params whose steps the host counts, or null:
-    int64_t count;             // the one count of them all
+    const double* hyper;       // on the device; null: take host_hyper
+    double host_hyper[8];      // in the arguments
+    const int64_t* counts;     // step counts on the host, one for each param; null: take count
+    int64_t count;             // the step count of all params
     int n, m;
-    bool squares, transposable;
-    const int64_t* packs;      // rows of AdamWPack, or null
-    int layout;                // of indices: 0 canonical, 1 mma.sp, 2 wgmma.sp
 };
 
-// Three launches whatever the number of params, if all are flat or none is.
+// Three launches for any number of params if all are flat or none is, else four.
 void masked_adamw(const AdamWArguments& arguments, const AdamWPart& flat, const AdamWPart& other, const AdamWOptions& options, const Queue& queue);
 
-// Its main launches.
+// Its main launch.
 void adamw_step(const AdamWTables& tables, const AdamWPart& part, bool flat, const AdamWOptions& options, int n, int m, const Queue& queue);
-
-void adamw_squares(const AdamWTables& tables, const AdamWPart& part, bool flat, bool transposable, const AdamWOptions& options, int layout,
-                   const Queue& queue);
 
 // owners[b] = the row of the table that block b begins with.
 void adamw_owners(const int64_t* table, int64_t params, const AdamWPart& flat, const AdamWPart& other, int32_t* owners, const Queue& queue);

@@ -201,11 +201,11 @@ def mvue() -> Drawing:
 
 
 def optimizer() -> Drawing:
-    """What the fused pass reads and writes, in bytes per weight, beside separate passes."""
-    d = Drawing(WIDE, 330, "One pass over memory of MaskedAdamW")
+    """What the fused pass reads and writes, in bytes per weight."""
+    d = Drawing(WIDE, 320, "One pass over memory of MaskedAdamW")
     reads = (("gradient", 4.0), ("W", 4.0), ("m", 4.0), ("v", 4.0))
-    writes = (("W", 4.0), ("m", 4.0), ("v", 4.0), ("packed W̃, bf16 2:4", 1.125))
-    d.text(40, 28, "One pass: bytes per weight, fp32 state, 2:4 packed to bf16", bold=True)
+    writes = (("W", 4.0), ("m", 4.0), ("v", 4.0))
+    d.text(40, 28, "One pass: bytes per weight, fp32", bold=True)
     for i, (name, size) in enumerate(reads):
         y = 52 + 46 * i
         d.box(40, y, 110, 34, (f"{name}  {size:g} B",))
@@ -217,7 +217,7 @@ def optimizer() -> Drawing:
         "m, v ← moments of g",
         "W ← (1 − lr·wd) W",
         "W ← W − lr · m̂ / (√v̂ + ε)",
-        "new mask M, packed form",
+        "new mask M",
         "sums: flips, Σ|Δv|, …",
     )
     for i, text in enumerate(steps):
@@ -225,11 +225,11 @@ def optimizer() -> Drawing:
     for i, (name, size) in enumerate(writes):
         y = 52 + 46 * i
         d.path([(470, y + 17), (532, y + 17)], "blue", 1.4, arrow=True)
-        d.box(536, y, 150, 34, (f"{name}  {size:.4g} B" if size != 1.125 else "packed W̃  1.125 B",))
+        d.box(536, y, 150, 34, (f"{name}  {size:g} B",))
     total = sum(size for _, size in (*reads, *writes))
-    d.text(343, 256, f"{total:.1f} B per weight: every tensor passes once", "blue", 12, "middle", bold=True)
-    d.text(40, 284, "In separate passes decay, mask and packed form would each read the weight again.", "soft", 11)
-    d.text(40, 304, "A group of M weights is masked where it was updated, before it is written.", "soft", 11)
+    d.text(343, 256, f"{total:g} B per weight: every tensor passes once", "blue", 12, "middle", bold=True)
+    d.text(40, 284, "In separate passes, decay and mask would each read the weight again.", "soft", 11)
+    d.text(40, 304, "A group of M weights is masked in registers, before it is written.", "soft", 11)
     return d
 
 

@@ -155,21 +155,3 @@ def pack(
 
     kept = parts.transposable_mask(w, n, m) if select == "transposable" else mask
     return *one(rows, w, kept), *one(columns, w.t(), None if kept is None else kept.t())
-
-
-def write_rows(
-    nm_pack: Callable[..., tuple[Tensor, ...]], params: Sequence[Tensor], n: int, m: int, packs: Sequence[Tensor] | None, layout: str,
-    found_inf: Tensor | None = None,
-) -> None:  # fmt: skip
-    """The packed weights of ``nm_masked_adamw_`` by row magnitudes, made by the backend's ``nm_pack``.
-
-    With ``found_inf`` set the buffers stay, and the host is not asked.
-    """
-    if not packs:
-        return
-    for i, p in enumerate(params):
-        values, indices = packs[4 * i : 4 * i + 2]
-        if values.numel():
-            packed = nm_pack(p, n, m, "magnitude", None, None, values.dtype, True, False, layout)
-            for target, new in zip((values, indices), packed, strict=False):
-                target.copy_(new if found_inf is None else torch.where(found_inf.reshape(()) != 0, target, new))

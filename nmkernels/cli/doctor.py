@@ -117,8 +117,7 @@ def samples() -> dict[str, tuple[Any, ...]]:
     packed, seed = reference.compress(w, N, M), torch.tensor([7, 3])
     eight, scale, step, wide = torch.int8, torch.tensor(30.0), torch.tensor(1 / 30), random(64, 128)
     hyper = torch.tensor([1e-3, 0.9, 0.999, 1e-8, 0.1, 2e-4, 0.0, 0.0, 0.0], dtype=torch.float64)
-    packs = [packed[0].bfloat16().zero_(), packed[1].clone(), torch.zeros(0), torch.zeros(0)]
-    state: tuple[list[Tensor], ...] = [p], [g], [m], [w.abs()], [], [torch.tensor(4.0)], []
+    state: tuple[list[Tensor], ...] = [p], [g], [m], [w.abs()], [], [torch.tensor(4.0)]
     return {
         "nm_mask": (w, N, M),
         "nm_prune": (w, N, M),
@@ -146,7 +145,7 @@ def samples() -> dict[str, tuple[Any, ...]]:
             False,
             True,
         ),
-        "nm_masked_adamw_": (*state, hyper, N, M, False, False, False, False, None, None, False, packs, "canonical"),
+        "nm_masked_adamw_": (*state, hyper, N, M, False, False, False, False, None, None),
     }
 
 

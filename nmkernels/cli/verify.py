@@ -19,8 +19,7 @@ from .. import reference
 from ..dispatch import Impl, implementations
 from ..ops import verify
 from ..ops.small import small
-from ..pattern import Pattern
-from ..reference.layouts import EIGHT_BIT, WARPS, index_dtype, operand_shapes
+from ..reference.layouts import EIGHT_BIT, WARPS
 from ..reference.quantize import scale_for
 
 SIZES = {"cpu": (512, 1024), "cuda": (1024, 4096)}
@@ -134,36 +133,17 @@ def _of_optimizers(dtype: torch.dtype, normal: Callable[..., Tensor], rows: int,
     shape = rows, cols
     hyper = torch.tensor([1e-3, 0.9, 0.999, 1e-8, 0.1, 2e-4, 5.0, 0.0, 0.0], dtype=torch.float64, device="cpu")
 
-    def call(n: int, m: int, *flags: Any, out: bool = False, largest: bool = False) -> Call:
+    def call(n: int, m: int, *flags: Any, largest: bool = False) -> Call:
         p, g, state = normal(*shape, dtype=dtype), normal(*shape, dtype=dtype), normal(*shape)
         lists = [p], [g], [state], [state.square()], [state.square() + 0.1] if largest else [], [torch.full((), 4.0, dtype=torch.float32)]
-        return "nm_masked_adamw_", (*lists, [torch.zeros_like(p)] if out else [], hyper, n, m, *flags)
+        return "nm_masked_adamw_", (*lists, hyper, n, m, *flags)
 
     usual = False, False, False, False, None, None
-    yield call(0, 0, *usual, False, None, "canonical")
-    yield call(0, 0, *usual, False, None, "canonical", largest=True)
-    yield call(
-        0,
-        0,
-        True,
-        True,
-        True,
-        True,
-        torch.full((1,), 8.0, dtype=torch.float32),
-        torch.zeros(1, dtype=torch.float32),
-        False,
-        None,
-        "canonical",
-    )
+    yield call(0, 0, *usual)
+    yield call(0, 0, *usual, largest=True)
+    yield call(0, 0, True, True, True, True, torch.full((1,), 8.0, dtype=torch.float32), torch.zeros(1, dtype=torch.float32))
     for n, m in PATTERNS[:-1]:
-        yield call(n, m, *usual, False, None, "canonical", out=True)
-    for layout, columns in product(("canonical", *LAYOUTS), (False, True)):
-        to = dtype if dtype.itemsize == 2 else torch.bfloat16
-        packs: list[Tensor] = []
-        for wanted, (high, wide) in ((True, shape), (columns, shape[::-1])):
-            sizes = operand_shapes(Pattern(2, 4), high, wide, layout) if wanted else ((0,), (0,))
-            packs += [torch.zeros(size, dtype=kind) for size, kind in zip(sizes, (to, index_dtype(layout)), strict=True)]
-        yield call(2, 4, *usual, columns, packs, layout)
+        yield call(n, m, *usual)
 
 
 def _of_8_bits(normal: Callable[..., Tensor], rows: int, cols: int) -> Iterator[Call]:

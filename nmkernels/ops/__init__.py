@@ -6,7 +6,7 @@ from .compress import Compressed, compress, decompress
 from .linear import linear, linear_dgrad, linear_wgrad
 from .mask import is_nm, mask, prune, soft_threshold, soft_threshold_scale, transposable_mask
 from .mvue import METHODS, mvue, mvue_compress
-from .pack import DeviceCompressed, Packed, empty_packed, pack, relayout, tensor_core_pattern
+from .pack import DeviceCompressed, Packed, pack, relayout, tensor_core_pattern
 from .quantize import Quantized, QuantizedPacked, linear_quantized, quantize, quantize_pack
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "QuantizedPacked",
     "compress",
     "decompress",
-    "empty_packed",
     "is_nm",
     "linear",
     "linear_dgrad",

@@ -136,27 +136,6 @@ def _packed(buffers: Sequence[Tensor], shape: torch.Size, p: Pattern, rows: bool
     return Packed(part(values, indices, shape) if rows else None, part(values_t, indices_t, shape[::-1]) if columns else None)
 
 
-def empty_packed(
-    w: Tensor,
-    pattern: PatternLike,
-    *,
-    dtype: torch.dtype | None = None,
-    rows: bool = True,
-    columns: bool = False,
-    layout: str = "canonical",
-) -> Packed:
-    """Uninitialised buffers of the shape that ``pack`` would return, for ``masked_adamw_(..., packs=)`` to write; errors as ``pack``.
-
-    Example:
-        >>> empty_packed(torch.ones(64, 128), "2:4", dtype=torch.float16, columns=True, layout="mma.sp").columns.meta.shape
-        torch.Size([8, 1, 32])
-    """
-    p = as_pattern(pattern)
-    check_matrix("empty_packed", "the weight", w)
-    specs = _specs("empty_packed", w.shape, p, dtype or w.dtype, rows, columns, layout)
-    return _packed([w.new_empty(shape, dtype=kind) for shape, kind in specs], w.shape, p, rows, columns, layout)
-
-
 @dataclass(frozen=True, eq=False)
 class DeviceCompressed:
     """A 2:4 matrix of 16-bit values with its positions in the order that tensor cores read.

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..pattern import Pattern
+from ..reference.adamw import AdamWArgs
 from ..reference.compress import compress
-from ..reference.layouts import index_dtype, layout_of, operand_shapes, to_layout
+from ..reference.layouts import layout_of, to_layout
 from ..reference.mask import mask as largest
 from ..reference.mask import soft_threshold_scale
 from ..reference.quantize import quantize, quantize_pack, scale_for
@@ -191,42 +191,38 @@ def _linear_quantized(
     return quantize(y, scale, x.dtype), 1.0 / scale, *packed, b, dtype, transposed, fast
 
 
-def _masked_adamw(
-    draw: _Draw, params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor], steps: Sequence[Tensor], outs: Sequence[Tensor], hyper: Tensor, n: int, m: int,
-    frozen: bool, eps_inside: bool, maximize: bool, geometric: bool, grad_scale: Tensor | None, found_inf: Tensor | None,
-    transposable: bool = False, packs: Sequence[Tensor] | None = None, layout: str = "canonical",
-) -> Args:  # fmt: skip
-    lists, kinds = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, outs), dict[Any, tuple[int, tuple[int, ...]]]()
-    for i, p in enumerate(params):
-        shape: tuple[int, ...] = _matrix(p, m or 1, transposable, n)
+def _masked_adamw(draw: _Draw, *args: Any) -> Args:
+    a, kinds = AdamWArgs(*args), dict[Any, tuple[int, tuple[int, ...]]]()
+    lists = [xs for xs in (a.params, a.grads, a.exp_avgs, a.exp_avg_sqs, a.max_exp_avg_sqs) if xs]
+    for i, p in enumerate(a.params):
+        shape: tuple[int, ...] = _matrix(p, a.m or 1, False, a.n)
         shape = shape if p.dim() > 1 else shape[1:] if p.dim() else (1,)
-        wanted = tuple((x.dtype, x.numel() > 0) for x in packs[4 * i : 4 * i + 4]) if packs else ()
-        kinds.setdefault((shape, wanted, *((xs[i].dtype, transposed(xs[i])) for xs in lists if xs)), (i, shape))
+        kinds.setdefault((shape, *((xs[i].dtype, transposed(xs[i])) for xs in lists)), (i, shape))
     chosen = list(kinds.values())[:MOST_PARAMS]  # a step of hundreds of params has a few kinds
 
     def each(xs: Sequence[Tensor]) -> list[Tensor]:
         return [draw(xs[i], *shape) for i, shape in chosen] if xs else []
 
+    def squares(xs: Sequence[Tensor]) -> list[Tensor]:
+        return [x.abs() for x in each(xs)]
+
     def scalar(like: Tensor | None, number: float) -> Tensor | None:
         return None if like is None else torch.full(like.shape, number, dtype=torch.float32, device="cpu")
 
-    states = each(exp_avgs), *([x.abs() for x in each(xs)] for xs in (exp_avg_sqs, max_exp_avg_sqs))
-    counts = [scalar(steps[i], 4.0) for i, _ in chosen]
-    numbers = torch.tensor([1e-3, 0.9, 0.999, 1e-8, 0.1, 2e-4, 5.0, 0.0, 0.0], dtype=torch.float64, device="cpu")
-    flags = n, m, frozen, eps_inside, maximize, geometric, scalar(grad_scale, 8.0), scalar(found_inf, 0.0), transposable
-    room = [x for i, shape in chosen for x in _room(packs[4 * i : 4 * i + 4], shape, n, m, layout)] if packs else None
-    return each(params), each(grads), *states, counts, each(outs), numbers, *flags, room, layout
-
-
-def _room(like: Sequence[Tensor], shape: tuple[int, ...], n: int, m: int, layout: str) -> Iterator[Tensor]:
-    """The buffers of a param's packed weight, empty ones where those of ``like`` are."""
-    for k, (rows, cols) in ((0, shape), (2, shape[::-1])) if len(shape) == 2 else ():
-        sizes = operand_shapes(Pattern(n, m), rows, cols, layout) if like[k].numel() else ((0,), (0,))
-        dtypes = like[k].dtype, index_dtype(layout) if like[k].numel() else like[k + 1].dtype
-        yield from (torch.zeros(size, dtype=dtype, device="cpu") for size, dtype in zip(sizes, dtypes, strict=True))
-    if len(shape) != 2:
-        yield from (torch.zeros(0, dtype=x.dtype, device="cpu") for x in like)
+    hyper = torch.tensor([1e-3, 0.9, 0.999, 1e-8, 0.1, 2e-4, 5.0, 0.0, 0.0], dtype=torch.float64, device="cpu")
+    return tuple(
+        a._replace(
+            params=each(a.params),
+            grads=each(a.grads),
+            exp_avgs=each(a.exp_avgs),
+            exp_avg_sqs=squares(a.exp_avg_sqs),
+            max_exp_avg_sqs=squares(a.max_exp_avg_sqs),
+            steps=[torch.full(a.steps[i].shape, 4.0, dtype=torch.float32, device="cpu") for i, _ in chosen],
+            hyper=hyper,
+            grad_scale=scalar(a.grad_scale, 8.0),
+            found_inf=scalar(a.found_inf, 0.0),
+        )
+    )
 
 
 SMALL: dict[str, Callable[..., Args]] = {

@@ -52,7 +52,7 @@ SUMS = {"nm_soft_threshold_scale", "nm_masked_adamw_"}
 
 EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-HOST = {"nm_masked_adamw_": {5: "steps", 7: "hyper"}}
+HOST = {"nm_masked_adamw_": {5: "steps", 6: "hyper"}}
 """Arguments, by position, that may be on the CPU while the others are on a GPU."""
 
 log = logging.getLogger("nmkernels.verify")

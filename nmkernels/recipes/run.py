@@ -43,8 +43,7 @@ class Run:
         hooks: what the method does besides.
         attachments: the optimizers, in the order in which they step; the last one drives the schedule.
         max_applied_steps: an upper bound of the applied steps, known without waiting for the device.
-        attached_shards: whether an optimizer was attached to sharded weights.
-        shard_metrics: the metrics then, at the last step, as all ranks have added them up.
+        shard_metrics: metrics of sharded layers at the last step, which all ranks have added up.
         holds: whether layers hold masks at some time of the run.
     """
 
@@ -54,7 +53,6 @@ class Run:
         self.attachments: list[Attachment] = []
         self.revision = 0
         self.max_applied_steps = 0
-        self.attached_shards = False
         self.shard_metrics: dict[str, Tensor] = {}
         self._transforms: dict[WeightTransform, WeightTransform] = {}
         setup = recipe.setup
@@ -349,7 +347,8 @@ class Gradients:
         self.warned.add(verb)
         missing = "no attached optimizer has made a step" if attached else "no optimizer was ever attached"
         warnings.warn(
-            f"{verb}: the sparse layers got gradients, but {missing}. So nothing that the recipe {recipe.name} does in optimizer steps has "
-            "happened (its schedule, decay, held masks, metrics). Before training, call handle.attach with the optimizer that steps.",
+            f"{verb}: the swapped layers got gradients, but {missing}. So nothing happened of what the recipe {recipe.name} does in "
+            "optimizer steps (its schedule, decay, held masks, metrics). Before training, call handle.attach with the very optimizer "
+            "that steps.",
             stacklevel=3,
         )

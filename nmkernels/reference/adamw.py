@@ -1,29 +1,47 @@
-"""One AdamW step that also decays pruned weights, renews their masks and writes the weight for the next forward pass.
+"""One AdamW step that also decays pruned weights, updates their masks and gathers statistics.
 
-The equations are those of ``nm.ops.masked_adamw_``, every operation rounded once in the compute dtype (float32; float64 for float64), in
-the order of the code; β^t by squaring in float64.
-
-Of the statistics, over all tensors of a call, a logarithm is that of max(|v_t - v_{t-1}|, 2^-149); those of v are 0 when frozen, the
-logarithms and the unchanged elements unless geometric, the flips and sums over pruned elements without masks.
+The equations are those of ``nm.ops.masked_adamw_``. Each operation is rounded once in the compute dtype (float32; float64 for float64), in
+the order of the code; β^t is computed in float64 by squaring.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .common import chunked_sum, compute_dtype
 from .mask import mask
-from .pack import write_packs
-from .transposable import transposable_mask
 
 SMALLEST = 2.0**-149
-"""The smallest float32 denormal: below it a change of v counts as this much in the sum of logarithms."""
+"""The smallest float32 denormal; the sum of logarithms counts smaller changes of v as this much."""
+
+
+class AdamWArgs(NamedTuple):
+    """The arguments of ``nm_masked_adamw_``, in the order of its schema; every backend begins with ``a = AdamWArgs(*args)``.
+
+    They are those of ``nm.ops.masked_adamw_``, but n = m = 0 means no masks, and an empty ``max_exp_avg_sqs`` means no amsgrad.
+    """
+
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    exp_avgs: Sequence[Tensor]
+    exp_avg_sqs: Sequence[Tensor]
+    max_exp_avg_sqs: Sequence[Tensor]
+    steps: Sequence[Tensor]
+    hyper: Tensor
+    n: int
+    m: int
+    frozen: bool = False
+    eps_inside: bool = False
+    maximize: bool = False
+    geometric: bool = False
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
 
 
 def power(base: float, exponent: int) -> float:
@@ -66,70 +84,53 @@ def _sqrt(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def masked_adamw_(
-    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor], steps: Sequence[Tensor], outs: Sequence[Tensor],
-    hyper: Tensor, n: int, m: int, frozen: bool = False, eps_inside: bool = False, maximize: bool = False, geometric: bool = False,
-    grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
-    transposable: bool = False, packs: Sequence[Tensor] | None = None, layout: str = "canonical",
-) -> Tensor:  # fmt: skip
-    """Apply one AdamW step in place, with N:M masks of the weights before and after it; the module's page has the equations.
+def masked_adamw_(*args: Any, **named: Any) -> Tensor:
+    """Take one AdamW step in place, with N:M masks of the weights before and after it; returns the statistics, float64 [9].
 
-    Arguments as ``nm.ops.masked_adamw_``, but: n = m = 0 means no masks, empty lists stand for what is not given, and ``packs`` are None
-    or four buffers per parameter, values and indices of W and of Wᵀ. Returns the statistics, float64 [9].
+    The arguments are those of ``AdamWArgs``. The statistics are sums over all tensors of the call: those of v are 0 if it is frozen, the
+    logarithms and the unchanged elements unless ``geometric``, the flips and the sums over pruned elements without masks.
     """
-    stats = torch.zeros(9, dtype=torch.float64, device=params[0].device if params else hyper.device)
-    if found_inf is not None and bool(found_inf != 0):
+    a = AdamWArgs(*args, **named)
+    stats = torch.zeros(9, dtype=torch.float64, device=a.params[0].device if a.params else a.hyper.device)
+    if a.found_inf is not None and bool(a.found_inf != 0):
         return stats
     stats[0] = 1.0
-
-    def keep(p: Tensor) -> Tensor:
-        if not n:
-            return torch.ones_like(p, dtype=torch.bool)
-        return (transposable_mask if transposable else mask)(p, n, m)
-
-    absent: list[Any] = [None] * len(params)
-    lists = params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs or absent, steps, outs or absent
-    for i, (p, grad, avg, sq, top, step, out) in enumerate(zip(*lists, strict=True)):
+    tops: Sequence[Tensor | None] = a.max_exp_avg_sqs or [None] * len(a.params)
+    for p, grad, avg, sq, top, step in zip(a.params, a.grads, a.exp_avgs, a.exp_avg_sqs, tops, a.steps, strict=True):
         step.add_(1)
-        s = _scalars(hyper.tolist(), int(step.item()), frozen, p)
+        s = _scalars(a.hyper.tolist(), int(step.item()), a.frozen, p)
         g = grad.to(s.b1.dtype)
-        if grad_scale is not None:
-            g = g / grad_scale.to(s.b1.dtype)
-        g = -g if maximize else g
-        after = _step(p, g, avg, sq, top, s, stats, keep, frozen, eps_inside, geometric)
-        if out is not None:
-            out.copy_(p.masked_fill(~after, 0.0))
-        if packs:
-            write_packs(p, after, n, m, packs[4 * i : 4 * i + 4], layout)
+        if a.grad_scale is not None:
+            g = g / a.grad_scale.to(s.b1.dtype)
+        _step(a, s, p, -g if a.maximize else g, avg, sq, top, stats)
     return stats
 
 
-def _step(
-    p: Tensor, g: Tensor, avg: Tensor, sq: Tensor, top: Tensor | None, s: SimpleNamespace, stats: Tensor,
-    keep: Callable[[Tensor], Tensor], frozen: bool, eps_inside: bool, geometric: bool,
-) -> Tensor:  # fmt: skip
-    """Step one parameter by its gradient in the compute dtype, add to the statistics, and return its new mask."""
-    before, old = keep(p), p.to(g.dtype)
+def _mask(p: Tensor, a: AdamWArgs) -> Tensor:
+    return mask(p, a.n, a.m) if a.n else torch.ones_like(p, dtype=torch.bool)
+
+
+def _step(a: AdamWArgs, s: SimpleNamespace, p: Tensor, g: Tensor, avg: Tensor, sq: Tensor, top: Tensor | None, stats: Tensor) -> None:
+    """Step one parameter by its gradient in the compute dtype, and add to the statistics."""
+    before, old = _mask(p, a), p.to(g.dtype)
     stats[5] += chunked_sum(old.abs().masked_fill(before, 0.0))
     stats[6] += chunked_sum(g.abs().masked_fill(before, 0.0))
     if s.decay != 0:
         g = torch.where(before, g, g + s.decay * old)
     avg.copy_(s.b1 * avg + s.omb1 * g)
-    if not frozen:
-        _second_moment(g, sq, top, s, stats, geometric)
+    if not a.frozen:
+        _second_moment(g, sq, top, s, stats, a.geometric)
     v = sq if top is None else top
-    denominator = _sqrt(v / s.bc2 + s.eps) if eps_inside else _sqrt(v) / s.sbc2 + s.eps
+    denominator = _sqrt(v / s.bc2 + s.eps) if a.eps_inside else _sqrt(v) / s.sbc2 + s.eps
     u = avg * s.ibc1 / denominator
     if u.numel():
         stats[8] = torch.maximum(stats[8], u.abs().max().double())
     if s.clamp != 0:
         u = u.clamp(-s.clamp, s.clamp)
     p.copy_(old * s.wdf - s.lr * u)
-    after = keep(p)
+    after = _mask(p, a)
     stats[4] += (before ^ after).sum()
     stats[7] += ((p != 0) & after).sum()
-    return after
 
 
 def _second_moment(g: Tensor, sq: Tensor, top: Tensor | None, s: SimpleNamespace, stats: Tensor, geometric: bool) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -54,14 +52,3 @@ def pack(
 
     kept = transposable_mask(w, n, m) if select == "transposable" else mask
     return *one(rows, w, kept), *one(columns, w.t(), None if kept is None else kept.t())
-
-
-def write_packs(p: Tensor, kept: Tensor, n: int, m: int, packs: Sequence[Tensor], layout: str) -> None:
-    """Write a param's four buffers with what ``pack(p, n, m, "given", kept)`` returns, in their dtypes; empty ones are not wanted."""
-    for k in (0, 2):
-        values, indices = packs[k : k + 2]
-        if values.numel():
-            x, mask = (p.t(), kept.t()) if k else (p, kept)
-            packed = pack(x, n, m, "given", mask, dtype=values.dtype, layout=layout)
-            values.copy_(packed[0])
-            indices.copy_(packed[1])

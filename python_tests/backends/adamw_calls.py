@@ -28,9 +28,7 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def make(
-    gen: torch.Generator, *shapes: tuple[int, ...], dtype=torch.float32, grad=torch.float32, out=None, amsgrad=False
-) -> dict[str, Any]:
+def make(gen: torch.Generator, *shapes: tuple[int, ...], dtype=torch.float32, grad=torch.float32, amsgrad=False) -> dict[str, Any]:
     """One call's tensors."""
 
     def normal(scale: float, kind: torch.dtype) -> list[Tensor]:
@@ -44,7 +42,6 @@ def make(
         "exp_avg_sqs": squares,
         "max_exp_avg_sqs": [x + 0.01 * torch.rand(x.shape, generator=gen) - 0.005 for x in squares] if amsgrad else [],
         "steps": [torch.tensor(float(i)) for i in range(len(shapes))],
-        "outs": normal(1.0, out) if out else [],
     }
 
 
@@ -54,7 +51,7 @@ def hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, wd=0.1, decay=2e-4, v_step=
 
 def edge(gen: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
     """A call with a third of its elements out of ``EDGE_CASES``."""
-    call = make(gen, (60, 24), amsgrad=True, dtype=dtype, out=dtype)
+    call = make(gen, (60, 24), amsgrad=True, dtype=dtype)
     for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
         x = call[name][0]
         chosen = torch.tensor(EDGE_CASES).to(x.dtype)[torch.randint(len(EDGE_CASES), x.shape, generator=gen)]

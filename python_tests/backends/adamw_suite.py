@@ -1,4 +1,4 @@
-"""What every compiled backend of MaskedAdamW is asked: params and states equal the reference's to the bit, sums to rounding.
+"""Tests of MaskedAdamW for every compiled backend: params and states equal the reference's to the bit, sums to rounding.
 
     class TestAgainstTheReference(GpuAdamWSuite):
         step = staticmethod(masked_adamw_)
@@ -37,14 +37,14 @@ class AdamWSuite:
         return self.step(*call.values(), h, n, m, False, False, False, geometric, None, None)
 
     @pytest.mark.parametrize(
-        ("dtype", "grad", "out"),
-        [(F32, F32, BF16), (F32, BF16, F16), (BF16, F32, BF16), (BF16, BF16, F32), (F16, F16, F16)],
+        ("dtype", "grad"),
+        [(F32, F32), (F32, BF16), (BF16, F32), (BF16, BF16), (F16, F16)],
         ids=str,
     )
-    def test_dtypes_and_patterns(self, device, dtype, grad, out):
+    def test_dtypes_and_patterns(self, device, dtype, grad):
         for n, m in [(0, 0), (2, 4), (1, 1), (1, 16), (3, 5), (7, 256)]:
             cols = m * (5 if m < 256 else 2) or 37
-            call = make(seeded(1), (6, cols), (cols,), (2, 3, cols), dtype=dtype, grad=grad, out=out)
+            call = make(seeded(1), (6, cols), (cols,), (2, 3, cols), dtype=dtype, grad=grad)
             stats = self.compare(device, call, hyper(lr=0.3), n, m)
             assert stats[0] == 1
             assert (stats[4] > 0) == (n < m)
@@ -53,7 +53,7 @@ class AdamWSuite:
                                        {"frozen": True, "eps_inside": True, "maximize": True, "geometric": True}], ids=str)  # fmt: skip
     def test_flags_and_numbers(self, device, flags):
         for amsgrad in [False, True]:
-            call = make(seeded(3), (7, 40), (3, 8), amsgrad=amsgrad, out=F32)
+            call = make(seeded(3), (7, 40), (3, 8), amsgrad=amsgrad)
             call["grads"][0][0] = 0.0
             call["exp_avg_sqs"][0][0] = 0.0  # v does not change here: log of the smallest denormal
             for numbers in ({}, {"v_step": 7.0}, {"clamp": 0.5}, {"decay": 0.0, "wd": 0.0}, {"eps": 0.0, "beta1": 0.0}):
@@ -61,7 +61,7 @@ class AdamWSuite:
                     self.compare(device, call, hyper(**numbers), n, m, **flags)
 
     def test_gradient_scaling_and_skipping(self, device):
-        call = make(seeded(4), (5, 16), out=F32)
+        call = make(seeded(4), (5, 16))
         self.compare(device, call, hyper(), 2, 4, scale=torch.tensor([3.0]), found=torch.zeros(1), maximize=True)
         for bad in (1.0, float("nan")):
             stats = self.compare(device, call, hyper(), 2, 4, scale=torch.tensor([3.0]), found=torch.tensor([bad]), geometric=True)
@@ -82,8 +82,8 @@ class AdamWSuite:
     def test_strided_tensors_are_stepped_in_place(self, device, layout):
         for n, m in [(0, 0), (2, 4), (3, 5), (7, 256)]:
             change = LAYOUTS[layout]
-            call = make(seeded(7), (9, 120 // (m or 4) * (m or 4)) if m < 256 else (3, 512), amsgrad=True, out=BF16)
-            for names in (tuple(call), ("params",), ("grads", "outs")):
+            call = make(seeded(7), (9, 120 // (m or 4) * (m or 4)) if m < 256 else (3, 512), amsgrad=True)
+            for names in (tuple(call), ("params",), ("grads",)):
                 mixed = {k: [change(x) for x in v] if k in names and k != "steps" else v for k, v in call.items()}
                 self.compare(device, mixed, hyper(), n, m, geometric=True)
 
@@ -92,7 +92,7 @@ class AdamWSuite:
         group = m or 1
         sizes = sorted({max(1, around // group + extra) * group for around in (0, 512, 1024) for extra in (-1, 0, 1)})
         for shift, dtype in ((0, F32), (1, BF16), (4, BF16)):
-            call = make(seeded(13), *((size,) for size in sizes), (17, 4 * group), dtype=dtype, amsgrad=True, out=dtype)
+            call = make(seeded(13), *((size,) for size in sizes), (17, 4 * group), dtype=dtype, amsgrad=True)
             same_as_reference(self.step, shifted(copied(call, device), shift), call, hyper(eps=0.0, beta1=0.0), n, m, geometric=shift == 0)
         wide = {
             k: [LAYOUTS["transposed"](x) if x.dim() else x for x in v] for k, v in make(seeded(19), (7, 24 * group), (300, group)).items()
@@ -102,7 +102,7 @@ class AdamWSuite:
     def test_nothing_is_written_outside_a_parameter(self, device):
         for size in (4, 60, 64, 1020, 1024, 1028):
             for layout in (lambda x: x, lambda x: x.view(-1, 4).t()):
-                inner = copied(make(seeded(14), (size,), amsgrad=True, out=F32), device)
+                inner = copied(make(seeded(14), (size,), amsgrad=True), device)
                 around = {k: [x.new_full((size + 128,), 5.0) for x in v] for k, v in inner.items() if k != "steps"}
                 for name, (x,) in around.items():
                     inner[name] = [layout(x[64:-64].copy_(inner[name][0]))]
@@ -112,7 +112,7 @@ class AdamWSuite:
                     assert (x[-64:] == 5.0).all(), name
 
     def test_expanded_gradients_and_tensors_without_one_row_stride(self, device):
-        call = make(seeded(8), (4, 6, 8), out=F32)
+        call = make(seeded(8), (4, 6, 8))
         strange = {k: [x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() else x for x in v] for k, v in call.items()}
         assert strange["params"][0].stride() == (8, 32, 1)
         self.compare(device, strange, hyper(), 2, 4)
@@ -127,7 +127,7 @@ class AdamWSuite:
         same_as_reference(self.step, negative, {**call, "grads": [plus.imag.resolve_neg()]}, hyper(), 2, 4)
 
     def test_scalars_empty_tensors_and_no_tensors(self, device):
-        assert self.compare(device, make(seeded(9), (), (0, 8), (3, 0), (5,), out=F32), hyper(), 0, 0, geometric=True)[0] == 1
+        assert self.compare(device, make(seeded(9), (), (0, 8), (3, 0), (5,)), hyper(), 0, 0, geometric=True)[0] == 1
         self.compare(device, make(torch.Generator(), (0, 8), (3, 0)), hyper(), 2, 4)
         self.compare(device, make(torch.Generator()), hyper(), 2, 4)
         call = make(seeded(9), (5,))
@@ -146,7 +146,7 @@ class AdamWSuite:
 
     def test_every_kind_in_one_call(self, device):
         """Aligned, unaligned, transposed and half-precision params, twice."""
-        parts = [make(seeded(i), (8, 16), out=BF16, dtype=dtype) for i, dtype in enumerate((F32, F32, F32, BF16, F16))]
+        parts = [make(seeded(i), (8, 16), dtype=dtype) for i, dtype in enumerate((F32, F32, F32, BF16, F16))]
         parts[2] = {k: [LAYOUTS["transposed"](x) if x.dim() else x for x in v] for k, v in parts[2].items()}
         for step in (2.0, 5.0):  # counts of their own, though a table may be in another order
             parts[2]["steps"][0].fill_(step)
@@ -159,11 +159,11 @@ class AdamWSuite:
 
 
 class GpuAdamWSuite(AdamWSuite):
-    """And what the host counts, graphs, and what is declined."""
+    """Also step counts on the host, graphs, and declined calls."""
 
     @pytest.mark.parametrize("steps", [(7.0, 7.0, 7.0), (7.0, 8.0, 0.0)])
     def test_counts_and_numbers_on_the_host(self, device, steps, monkeypatch):
-        call = make(seeded(15), (8, 16), (3, 8), (4,), out=F32)
+        call = make(seeded(15), (8, 16), (3, 8), (4,))
         call["params"][0] = LAYOUTS["transposed"](call["params"][0])  # the last row of a table
         call["steps"] = [torch.tensor(t) for t in steps]
         monkeypatch.setattr(shared, "on_host", lambda x, device: x.numel() == 9 or (x.is_cpu and x.dim() == 0))
@@ -179,7 +179,7 @@ class GpuAdamWSuite(AdamWSuite):
 
     @pytest.mark.gpu
     def test_captured_steps_are_replayed(self):
-        call = make(seeded(16), (8, 16), (300, 40), out=BF16)
+        call = make(seeded(16), (8, 16), (300, 40))
         ours, theirs, h = copied(call, "cuda"), copied(call, "cuda"), hyper().to("cuda")
         self.run(ours, h)  # compiles, or knows the addresses
         ours.update({k: [x.copy_(y) for x, y in zip(ours[k], call[k], strict=True)] for k in call})
@@ -196,11 +196,11 @@ class GpuAdamWSuite(AdamWSuite):
 
     def test_declines_float64(self, device, ours):
         def ask(**kinds: torch.dtype) -> tuple[bool, str]:
-            x = {name: [torch.zeros(4, dtype=kinds.get(name, F32), device=device)] for name in ("params", "grads", "outs")}
+            x = {name: [torch.zeros(4, dtype=kinds.get(name, F32), device=device)] for name in ("params", "grads")}
             state, options = [torch.zeros(4, device=device)], (hyper(), 2, 4, False, False, False, False, None, None)
-            return ours("nm_masked_adamw_").supports(x["params"], x["grads"], state, state, [], [torch.tensor(0.0)], x["outs"], *options)
+            return ours("nm_masked_adamw_").supports(x["params"], x["grads"], state, state, [], [torch.tensor(0.0)], *options)
 
         assert ask()[0]
-        for name in ("params", "grads", "outs"):
+        for name in ("params", "grads"):
             can, why = ask(**{name: torch.float64})
             assert not can and "float64" in why

@@ -42,9 +42,9 @@ def test_cases_of_a_gpu_are_built_and_timed(spec: Spec, monkeypatch: pytest.Monk
     for target in targets_cuda.TARGETS:
         # of Triton and of cuSPARSELt, which are not here
         if spec in map(small, target.specs) and not target.provider.endswith(("scratch", "searched")):
-            # the CPU's backend instead of a GPU's; transposable steps and the layouts of tensor cores are the reference's there
+            # the CPU's backend instead of a GPU's; the layouts of tensor cores are the reference's there
             ordered = "mma.sp" in target.key or target.key.startswith("cuda-gemm-wgmma")
-            ours = "reference" if target.provider.endswith("packs both") or ordered else "cpu"
+            ours = "reference" if ordered else "cpu"
             assert (re.sub("triton|cusparselt|cuda", ours, target.provider), target.metric) in found
 
 

@@ -32,31 +32,17 @@ def adamw(
     n: int = 2,
     m: int = 4,
     dtype: torch.dtype = torch.float32,
-    outs: torch.dtype | None = None,
     amsgrad: bool = False,
     scaled: bool = False,
     inf: bool = False,
-    transposable: bool = False,
-    packs: str = "",
-    to: torch.dtype | None = None,
-    layout: str = "canonical",
     **flags: Any,
 ) -> tuple[Any, ...]:
-    """Arguments of the raw op ``nm_masked_adamw_``; ``packs``: "rows", "columns" or "both" of every param, in dtype ``to``."""
+    """Arguments of the raw op ``nm_masked_adamw_``."""
     state = torch.float64 if dtype == torch.float64 else torch.float32
 
     def each(dtype: torch.dtype, positive: bool = False) -> list[Tensor]:
         made = [torch.randn(s).to(dtype) for s in shapes]
         return [x.abs() for x in made] if positive else made
-
-    def buffers() -> list[Tensor]:
-        """Four of each param, of random bytes; empty ones where they are not wanted."""
-        made = []
-        for shape in shapes:
-            ways = {"rows": packs in ("rows", "both"), "columns": packs in ("columns", "both")}
-            parts = ops.empty_packed(torch.empty(shape), f"{n}:{m}", dtype=to or dtype, layout=layout, **ways).buffers()
-            made += [torch.empty(0) if x is None else x.view(torch.uint8).random_(0, 255).view(x.dtype) for x in parts]
-        return made
 
     hyper = torch.tensor([1e-2, 0.9, 0.999, 1e-8, 0.1, 2e-4, 5.0, flags.pop("clamp", 0.0), 0.0], dtype=torch.float64)
     given = {"frozen": False, "eps_inside": False, "maximize": False, "geometric": False, **flags}
@@ -67,14 +53,10 @@ def adamw(
         each(state, positive=True),
         each(state, positive=True) if amsgrad else [],
         [torch.tensor(4.0) for _ in shapes],
-        each(outs) if outs else [],
         hyper,
         n,
         m,
         *given.values(),
         torch.tensor([8.0]) if scaled else None,
         torch.tensor([1.0 if inf else 0.0]) if scaled else None,
-        transposable,
-        buffers() if packs else None,
-        layout,
     )

@@ -215,20 +215,11 @@ class TestMaskedAdamW(Conformance):
     samples = {
         "2:4": lambda: adamw(),
         "unmasked": lambda: adamw(n=0, m=0),
-        "bf16_outs_amsgrad": lambda: adamw(dtype=BF16, outs=torch.float16, amsgrad=True),
-        "frozen_scaled": lambda: adamw(frozen=True, eps_inside=True, maximize=True, scaled=True, outs=BF16, clamp=0.5),
+        "bf16_amsgrad": lambda: adamw(dtype=BF16, amsgrad=True),
+        "1:8_f16": lambda: adamw(((6, 16), (3, 8)), 1, 8, F16, geometric=True),
+        "frozen_scaled": lambda: adamw(frozen=True, eps_inside=True, maximize=True, scaled=True, clamp=0.5),
         "skipped": lambda: adamw(scaled=True, inf=True),
         "f64": lambda: adamw(dtype=F64),
-        "packs_rows": lambda: adamw(packs="rows", to=BF16),
-        "packs_rows_1:8_f16": lambda: adamw(((6, 16), (3, 8)), 1, 8, BF16, packs="rows", to=F16, outs=BF16, scaled=True),
-        "packs_skipped": lambda: adamw(packs="rows", to=BF16, scaled=True, inf=True),
-        "packs_f64": lambda: adamw(packs="rows", to=F64),
-        "transposable": lambda: adamw(((8, 12), (4, 8)), transposable=True, outs=BF16, geometric=True),
-        "transposable_both": lambda: adamw(((8, 12), (4, 8)), transposable=True, packs="both", to=BF16),
-        "transposable_columns_1:3": lambda: adamw(((6, 9),), 1, 3, transposable=True, packs="columns", to=F16),
-        "transposable_both_wgmma": lambda: adamw(((64, 128),), transposable=True, packs="both", to=BF16, layout="wgmma.sp"),
-        "transposable_skipped": lambda: adamw(((8, 12),), transposable=True, packs="both", to=BF16, scaled=True, inf=True),
-        "transposable_f64": lambda: adamw(((8, 12),), dtype=F64, transposable=True, packs="both", to=F64),
     }
 
     def check_backend(self, sample: Sample, result: Any, expected: Any, backend: str) -> None:

@@ -83,11 +83,6 @@ WRONG = {
     "pack_layout": (lambda: ops.pack(W, "2:4", layout="coo"), OptionError, "nm_pack: layout 'coo'"),
     "pack_layout_tile": (lambda: ops.pack(W.half(), "2:4", layout="mma.sp"), ShapeError, r"nm_pack: .*16 rows.*\(3, 8\)"),
     "pack_layout_dtype": (lambda: ops.pack(torch.ones(16, 64), "2:4", layout="mma.sp"), DtypeError, "nm_pack: .*16-bit"),
-    "empty_packed_1d": (lambda: ops.empty_packed(W[0], "2:4"), ShapeError, "empty_packed"),
-    "empty_packed_cols": (lambda: ops.empty_packed(W, "3:5"), ShapeError, "empty_packed"),
-    "empty_packed_dtype": (lambda: ops.empty_packed(W, "2:4", dtype=torch.int8), DtypeError, "empty_packed"),
-    "empty_packed_layout": (lambda: ops.empty_packed(torch.ones(16, 64), "2:4", layout="mma.sp"), DtypeError, "empty_packed"),
-    "empty_packed_neither": (lambda: ops.empty_packed(W, "2:4", rows=False), OptionError, "empty_packed"),
     "device_layout": (lambda: ops.DeviceCompressed(*D, "canonical", "2:4", (16, 64)), ShapeError, "device layout"),
     "device_shape": (lambda: ops.DeviceCompressed(*D, "mma.sp", "2:4", (32, 64)), ShapeError, r"\(16, 32\).*\(32, 32\)"),
     "device_meta": (lambda: ops.DeviceCompressed(D[0], D[1].long(), "mma.sp", "2:4", (16, 64)), DtypeError, "int64.*int32"),
@@ -149,16 +144,9 @@ def _adamw_with(**changes: object) -> None:
     raw.nm_masked_adamw_(*{**dict(zip(names, adamw(((2, 8),)), strict=True)), **changes}.values())
 
 
-def _packs(*changes: tuple[int, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-    """The buffers of a (2, 8) param whose rows are packed in bfloat16, some of them replaced."""
-    good = [torch.zeros(2, 4).bfloat16(), torch.zeros(2, 1, dtype=torch.uint8), torch.zeros(0), torch.zeros(0)]
-    return {"packs": [dict(changes).get(i, x) for i, x in enumerate(good)]}
-
-
-BATCH = {name: [torch.ones(2, 4, 8)] for name in ("params", "grads", "exp_avgs", "exp_avg_sqs")}
 EXPANDED = {
     f"{name}_expanded_{dim}": ({name: [torch.ones(shape).expand(2, 8)]}, ShapeError, r"\[0\] is expanded")
-    for name in ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "outs")
+    for name in ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
     for dim, shape in enumerate(((1, 8), (2, 1)))
 }
 ADAMW = {
@@ -167,28 +155,11 @@ ADAMW = {
     "exp_avg_sqs": ({"exp_avg_sqs": []}, ShapeError, "1 params and 0 exp_avg_sqs"),
     "max": ({"max_exp_avg_sqs": [torch.ones(2, 8)] * 2}, ShapeError, "1 params and 2 max_exp_avg_sqs; .* or none"),
     "steps": ({"steps": [torch.tensor(1)]}, DtypeError, r"steps\[0\].*int64"),
-    "outs": ({"outs": [torch.ones(2, 8, dtype=torch.int8)]}, DtypeError, r"outs\[0\].*int8"),
     "hyper": ({"hyper": torch.ones(9)}, ShapeError, "hyper.*float32.*lr, beta1"),
     "m": ({"m": 3}, ShapeError, r"params\[0\] is 8.*M=3"),
     "n": ({"n": 5}, PatternError, "5:4"),
     "found_inf": ({"found_inf": torch.ones(1).double()}, ShapeError, "found_inf.*float64"),
     "params": ({"params": [torch.ones(2, 8, dtype=torch.int64)]}, DtypeError, r"params\[0\].*int64"),
-    "transposable": ({"transposable": True}, ShapeError, r"first dimension of params\[0\] is 2.*M=4"),
-    "transposable_dense": ({"n": 0, "m": 0, "transposable": True}, PatternError, "without a pattern"),
-    "transposable_batch": ({**BATCH, "transposable": True}, ShapeError, r"\(2, 4, 8\).*needs a matrix"),
-    "layout": ({"layout": "csc"}, OptionError, "'csc'"),
-    "packs": ({"packs": _packs()["packs"][:3]}, ShapeError, "1 params and 3 packs.*values_t"),
-    "packs_dense": ({"n": 0, "m": 0, **_packs()}, PatternError, "without a pattern"),
-    "packs_batch": ({**BATCH, **_packs()}, ShapeError, r"\(2, 4, 8\).*only a matrix"),
-    "packs_layout": ({**_packs((0, torch.zeros(2, 4))), "layout": "mma.sp"}, DtypeError, "16-bit"),
-    "values": (_packs((0, torch.zeros(2, 8))), ShapeError, r"packs of params\[0\].*\(2, 8\).*\(2, 4\) and \(2, 1\).*empty_packed"),
-    "values_dtype": (_packs((0, torch.zeros(2, 4).int())), DtypeError, "int32"),
-    "values_device": (_packs((0, torch.zeros(2, 4, device="meta"))), ShapeError, r"packs\[0\] \(values of params\[0\]\) is on meta"),
-    "values_expanded": (_packs((0, torch.zeros(1, 4).expand(2, 4))), ShapeError, r"packs\[0\].*expanded"),
-    "values_missing": (_packs((0, torch.zeros(0))), ShapeError, r"\(0,\) and \(2, 1\)"),
-    "indices": (_packs((1, torch.zeros(2, 2, dtype=torch.uint8))), ShapeError, r"\(2, 2\)"),
-    "indices_dtype": (_packs((1, torch.zeros(2, 1).int())), DtypeError, "indices in torch.int32.*torch.uint8"),
-    "columns": (_packs((2, torch.zeros(8, 1))), PatternError, r"transpose of params\[0\] need transposable=True"),
     **EXPANDED,
 }
 
@@ -205,7 +176,7 @@ def test_wrong_adamw_changes_nothing(name: str) -> None:
 def test_adamw_accepts_tensors_that_only_look_expanded() -> None:
     """A gradient is only read; a stride of 0 over one element, or none, shares nothing."""
     _adamw_with(grads=[torch.ones(()).expand(2, 8)])
-    names = ("params", "grads", "exp_avgs", "exp_avg_sqs", "outs")
+    names = ("params", "grads", "exp_avgs", "exp_avg_sqs")
     for shape in ((1, 8), (0, 8)):
         _adamw_with(**{name: [torch.ones(8).as_strided(shape, (0, 1))] for name in names})
 

@@ -70,18 +70,6 @@ def test_pytrees_and_copies(layout: str) -> None:
         assert baseline.rows.values is not p.rows.values
 
 
-@for_each("layout", ["canonical", "mma.sp", "wgmma.sp"])
-@for_each("ways", [(True, True), (True, False), (False, True)])
-def test_empty_packed_has_the_form_of_pack(layout: str, ways: tuple[bool, bool]) -> None:
-    kwargs = {"dtype": BF16, "rows": ways[0], "columns": ways[1], "layout": layout}
-    empty, full = ops.empty_packed(W, "2:4", **kwargs), ops.pack(W, "2:4", "transposable", **kwargs)
-    for a, b in zip(empty.buffers(), full.buffers(), strict=True):
-        assert (a is None) == (b is None)
-        assert a is None or (a.shape, a.dtype, a.is_contiguous()) == (b.shape, b.dtype, True)
-    assert empty.buffers()[:2] == [None, None] or empty.rows.shape == W.shape
-    assert ops.empty_packed(W.half(), "1:8").rows.dtype == torch.float16
-
-
 @pytest.mark.filterwarnings("error")
 @for_each("layout", ["canonical", "wgmma.sp"])
 def test_compiles_in_one_graph(layout: str) -> None:

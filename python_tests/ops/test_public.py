@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from nmkernels import Pattern, ShapeError, dispatch, ops, testing
+from nmkernels import Pattern, dispatch, ops, testing
+from nmkernels.reference.adamw import AdamWArgs
 from python_tests.conformance import built
 from python_tests.for_each import for_each
 from python_tests.ops.samples import adamw, seed
@@ -111,45 +112,26 @@ class TestSeeds:
 
 class TestMaskedAdamW:
     def test_the_wrapper_is_the_raw_op(self) -> None:
-        raw, public = (built(lambda: adamw(amsgrad=True, outs=torch.bfloat16, scaled=True, frozen=True), "cpu") for _ in range(2))
-        params, grads, m, v, vmax, steps, outs, hyper = public[:8]
+        raw, public = (built(lambda: adamw(amsgrad=True, scaled=True, frozen=True), "cpu") for _ in range(2))
+        a = AdamWArgs(*public)
         stats = ops.masked_adamw_(
-            params, grads, m, v, steps, hyper, "2:4",
-            max_exp_avg_sqs=vmax, outs=outs, frozen=True, grad_scale=public[14], found_inf=public[15],
+            a.params, a.grads, a.exp_avgs, a.exp_avg_sqs, a.steps, a.hyper, "2:4",
+            max_exp_avg_sqs=a.max_exp_avg_sqs, frozen=True, grad_scale=a.grad_scale, found_inf=a.found_inf,
         )  # fmt: skip
         testing.assert_equal_bits(stats, torch.ops.nmkernels.nm_masked_adamw_(*raw))
         testing.assert_equal_bits([*public], [*raw])
 
-    def test_packs_are_pack_of_the_new_weight(self) -> None:
-        params, grads, m, v, _, steps, _, hyper = adamw(((64, 64), (8, 12), (4, 8)))[:8]
-        for layout, dtype in (("canonical", torch.bfloat16), ("mma.sp", torch.float16)):
-            how = {"dtype": dtype, "columns": True, "layout": layout}
-            packed = ops.empty_packed(params[0], "2:4", **how)
-            ops.masked_adamw_(params, grads, m, v, steps, hyper, "2:4", transposable=True, packs=[packed, None, None])
-            testing.assert_equal_bits(packed, ops.pack(params[0], "2:4", "transposable", **how))
-
-    def test_packs_that_do_not_belong(self) -> None:
-        params, grads, m, v, _, steps, _, hyper = adamw(((64, 64), (64, 64)))[:8]
-
-        def step(packs: list[Any], pattern: str | None = "2:4") -> None:
-            ops.masked_adamw_(params, grads, m, v, steps, hyper, pattern, packs=packs)
-
-        mma, plain = (ops.empty_packed(params[0], "2:4", dtype=torch.float16, layout=x) for x in ("mma.sp", "canonical"))
-        for packs, pattern, kind, text in (
-            ([mma], "2:4", ShapeError, "2 params and 1 packs"),
-            ([mma, plain], "2:4", ops.OptionError, "layouts canonical, mma.sp"),
-            ([plain, plain], "1:2", ops.OptionError, "a pack is 2:4, and the step is 1:2"),
-            ([plain, plain], None, ops.OptionError, "without a pattern"),
-        ):
-            with pytest.raises(kind, match=text):
-                step(packs, pattern)
+    def test_the_schema_is_the_structure_of_arguments(self) -> None:
+        schema = torch.ops.nmkernels.nm_masked_adamw_.default._schema.arguments
+        assert tuple(argument.name for argument in schema) == AdamWArgs._fields
+        assert {argument.name: argument.default_value for argument in schema if argument.has_default_value()} == AdamWArgs._field_defaults
 
     def test_versions_count_the_writes(self) -> None:
-        args = adamw(amsgrad=True, outs=torch.float32, packs="rows")
-        written = [x for i in (0, 2, 3, 4, 5, 6, 17) for x in args[i]]
-        read = [*args[1], args[7]]
+        a = AdamWArgs(*adamw(amsgrad=True))
+        written = [x for xs in (a.params, a.exp_avgs, a.exp_avg_sqs, a.max_exp_avg_sqs, a.steps) for x in xs]
+        read = [*a.grads, a.hyper]
         before, untouched = [x._version for x in written], [x._version for x in read]
-        torch.ops.nmkernels.nm_masked_adamw_(*args)
+        torch.ops.nmkernels.nm_masked_adamw_(*a)
         assert all(x._version > v for x, v in zip(written, before, strict=True))
         assert [x._version for x in read] == untouched
 

@@ -77,12 +77,12 @@ def test_tensors_that_are_not_what_their_memory_holds() -> None:
 
 
 def params(*shapes: tuple[int, ...], expanded: bool = False, lists: bool = False) -> tuple[Any, ...]:
-    """Arguments of an unmasked step; ``lists``: one step count too few, and an output instead."""
+    """Arguments of an unmasked step; ``lists``: one step count too few, and a maximum instead."""
     args = list(adamw(shapes, n=0, m=0))
     if expanded:
         args[0][0] = torch.ones(1, 8).expand(2, 8)
     if lists:
-        args[6] = [args[5].pop()]
+        args[4] = [args[5].pop()]
     return tuple(args)
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from nmkernels.reference import compress, mask, masked_adamw_, pack, to_layout, transposable_mask
-from nmkernels.testing import assert_equal_bits, equal_bits
+from nmkernels.reference import mask, masked_adamw_
+from nmkernels.testing import assert_equal_bits
 from python_tests.for_each import for_each
 from python_tests.reference.conftest import DTYPES, edge
 
@@ -24,17 +24,17 @@ def hyper(**changes):
 class State:
     """One parameter with its moments, as lists that masked_adamw_ takes."""
 
-    def __init__(self, p, amsgrad=False, outs=(), step=0):
+    def __init__(self, p, amsgrad=False, step=0):
         wide = torch.float64 if p.dtype == torch.float64 else torch.float32
         self.p, self.m, self.v = p.clone(), torch.zeros_like(p, dtype=wide), torch.zeros_like(p, dtype=wide)
         self.top = [torch.zeros_like(self.v)] if amsgrad else []
-        self.step, self.outs = torch.tensor(float(step)), [torch.full_like(p, math.nan, dtype=d) for d in outs]
+        self.step = torch.tensor(float(step))
 
     def tensors(self):
-        return [self.p, self.m, self.v, *self.top, self.step, *self.outs]
+        return [self.p, self.m, self.v, *self.top, self.step]
 
     def apply(self, g, h, n=0, m=0, **flags):
-        return masked_adamw_([self.p], [g], [self.m], [self.v], self.top, [self.step], self.outs, h, n, m, **flags)
+        return masked_adamw_([self.p], [g], [self.m], [self.v], self.top, [self.step], h, n, m, **flags)
 
 
 def beta_power(beta, t):
@@ -44,7 +44,7 @@ def beta_power(beta, t):
     return result
 
 
-def in_numpy(s, grad, h, n, m, frozen, eps_inside, maximize, scale, mask=mask):
+def in_numpy(s, grad, h, n, m, frozen, eps_inside, maximize, scale):
     """The step in NumPy: every line is one rounding. Returns what the state must be, and the statistics."""
     lr, beta1, beta2, eps, wd, decay, v_step, clamp, _ = h.tolist()
     real, t = (np.float64 if s.p.dtype == torch.float64 else np.float32), int(s.step) + 1
@@ -78,8 +78,7 @@ def in_numpy(s, grad, h, n, m, frozen, eps_inside, maximize, scale, mask=mask):
     stored = torch.from_numpy((p * real(1 - lr * wd)) - (real(lr) * u)).to(s.p.dtype)
     after = mask(stored, n, m) if n else torch.ones_like(stored, dtype=torch.bool)
     stats[4], stats[7] = (after.numpy() ^ keep).sum(), ((stored != 0) & after).sum()
-    outs = [torch.where(after, stored, torch.zeros_like(stored)).to(o.dtype) for o in s.outs]
-    return [stored, *map(torch.from_numpy, [avg, v, *([top] if s.top else [])]), torch.tensor(float(t)), *outs], stats
+    return [stored, *map(torch.from_numpy, [avg, v, *([top] if s.top else [])]), torch.tensor(float(t))], stats
 
 
 CASES = [
@@ -93,7 +92,7 @@ CASES = [
 def test_bits_equal_a_loop_in_numpy(n, m, i):
     flags, dtype = dict(CASES[i]), DTYPES[(i + i // 4 + n) % 4]
     amsgrad, scaled = flags.pop("amsgrad"), flags.pop("scaled")
-    s = State(torch.randn(12, 16).to(dtype), amsgrad, outs=[torch.bfloat16], step=7)
+    s = State(torch.randn(12, 16).to(dtype), amsgrad, step=7)
     s.v.copy_(torch.rand(12, 16) * 1e-3), s.v[0].zero_()
     for step, clamp in enumerate((0.0, 0.0, 0.7)):
         g = torch.randn(12, 16).to(torch.bfloat16 if step == 1 else dtype)
@@ -107,7 +106,7 @@ def test_bits_equal_a_loop_in_numpy(n, m, i):
 
 @for_each("dtype", DTYPES)
 def test_bits_on_edge_weights_and_gradients(dtype):
-    s, flags = State(edge(40, 16, dtype), True, outs=[torch.float32]), (False, False, False, 0)
+    s, flags = State(edge(40, 16, dtype), True), (False, False, False, 0)
     for seed in range(3):
         g = edge(40, 16, dtype, seed=seed + 5)
         h = hyper(decay=0.1, clamp=2.0)
@@ -120,14 +119,14 @@ def test_bits_on_edge_weights_and_gradients(dtype):
 
 
 def test_strided_tensors_and_statistics():
-    plain = [State(torch.randn(8, 12), True, [torch.bfloat16]), State(torch.randn(4, 8), True, [torch.bfloat16], step=3)]
+    plain = [State(torch.randn(8, 12), True), State(torch.randn(4, 8), True, step=3)]
     # (in, out) layouts: the same numbers in buffers of transposed strides, handed over as views
     views = [[x.t().contiguous().t() if x.dim() else x.clone() for x in s.tensors()] for s in plain]
     grads, h = [torch.randn_like(s.p) for s in plain], hyper(decay=0.1)
     alone = torch.stack([s.apply(g, h, 2, 4, geometric=True) for s, g in zip(plain, grads, strict=True)])
-    p, m, v, top, step, out = (list(x) for x in zip(*views, strict=True))
+    p, m, v, top, step = (list(x) for x in zip(*views, strict=True))
     assert not p[0].is_contiguous()
-    stats = masked_adamw_(p, [g.t().contiguous().t() for g in grads], m, v, top, step, out, h, 2, 4, geometric=True)
+    stats = masked_adamw_(p, [g.t().contiguous().t() for g in grads], m, v, top, step, h, 2, 4, geometric=True)
     assert_equal_bits(views, [s.tensors() for s in plain])
     assert stats[1:8].tolist() == pytest.approx(alone.sum(0)[1:8].tolist(), rel=1e-12)
     assert stats[0] == 1 and stats[8] == alone[:, 8].max() and alone[0, 8] != alone[1, 8]
@@ -140,66 +139,14 @@ def test_the_root_is_correctly_rounded():
 
 
 def test_empty():
-    assert masked_adamw_([], [], [], [], [], [], [], hyper(), 2, 4).tolist() == [1.0] + [0.0] * 8
-    assert State(torch.empty(0, 8), outs=[torch.float32]).apply(torch.empty(0, 8), hyper(), 2, 4).tolist() == [1.0] + [0.0] * 8
-
-
-def packed(p, n, m, dtypes, keep, layout="canonical"):
-    """The four buffers of a weight under a mask, by compress; without a dtype empty ones."""
-    parts = []
-    for to, x, k in zip(dtypes, (p, p.T), (keep, keep.T), strict=True):
-        values, indices = compress(x.to(to), n, m, k) if to else (torch.empty(0), torch.empty(0))
-        parts += [values, to_layout(indices, x.shape[1], layout) if to else indices]
-    return parts
-
-
-BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-PACKS = [  # pattern, transposable, dtypes of the rows and of the columns, layout
-    (2, 4, True, (BF16, BF16), "canonical"),
-    (1, 2, True, (F16, F32), "canonical"),
-    (2, 4, False, (BF16, None), "canonical"),
-    (1, 8, False, (F64, None), "canonical"),
-    (2, 4, True, (None, F32), "canonical"),
-    (2, 4, True, (F16, F16), "mma.sp"),
-    (2, 4, True, (F16, BF16), "wgmma.sp"),
-]
-
-
-@for_each("n, m, transposable, to, layout", PACKS)
-@for_each("i, dtype", enumerate(DTYPES))
-def test_packs_are_of_the_new_weight_under_its_new_mask(n, m, transposable, to, layout, i, dtype):
-    flags = dict(CASES[(9 * i + 5 * m) % 32])
-    amsgrad, scaled = flags.pop("amsgrad"), flags.pop("scaled")
-    shape, find = (16, 24) if layout == "canonical" else (64, 128), transposable_mask if transposable else mask
-    s = State(torch.randn(shape).to(dtype), amsgrad, outs=[BF16], step=7)
-    s.v.copy_(torch.rand(shape) * 1e-3)
-    packs = [torch.full_like(x, 77) for x in packed(s.p, n, m, to, find(s.p, n, m), layout)]
-    g, h = torch.randn(shape).to(dtype), hyper(weight_decay=0.1, decay=0.02, v_step=7.0, lr=0.3)
-    want, numbers = in_numpy(s, g, h, n, m, flags["frozen"], flags["eps_inside"], flags["maximize"], 1.7 * scaled, find)
-    how = {"grad_scale": torch.tensor([1.7]) if scaled else None, "transposable": transposable, "packs": packs, "layout": layout}
-    stats = s.apply(g, h, n, m, geometric=True, **how, **flags)
-    assert_equal_bits(s.tensors(), want)
-    assert stats.tolist() == pytest.approx(numbers.tolist(), rel=1e-12, abs=1e-300)
-    assert_equal_bits(packs, packed(s.p, n, m, to, find(s.p, n, m), layout))
-
-
-@for_each("dtype", DTYPES)
-def test_packs_into_strided_memory(dtype):
-    s, other = State(edge(16, 16, dtype)), State(torch.randn(4).to(dtype))
-    packs = [torch.zeros(8, 16, dtype=BF16).T, torch.zeros(16, 2, dtype=torch.uint8), *[torch.empty(0)] * 6]
-    lists = [[getattr(x, name) for x in (s, other)] for name in ("p", "m", "v", "step")]
-    grads = [edge(16, 16, dtype, seed=4), torch.ones(4, dtype=dtype)]
-    masked_adamw_(lists[0], grads, *lists[1:3], [], lists[3], [], hyper(lr=0.5), 2, 4, packs=packs)
-    assert_equal_bits(packs[:4], packed(s.p, 2, 4, (BF16, None), mask(s.p, 2, 4)))
+    assert masked_adamw_([], [], [], [], [], [], hyper(), 2, 4).tolist() == [1.0] + [0.0] * 8
+    assert State(torch.empty(0, 8)).apply(torch.empty(0, 8), hyper(), 2, 4).tolist() == [1.0] + [0.0] * 8
 
 
 def test_a_skipped_step_changes_nothing():
-    s = State(torch.randn(4, 8), True, outs=[torch.float32], step=5)
-    packs = [*pack(s.p, 2, 4, "transposable", columns=True)]
-    before = [x.clone() for x in (*s.tensors(), *packs)]
-    how = {"transposable": True, "packs": packs}
-    stats = s.apply(torch.full((4, 8), math.inf), hyper(), 2, 4, found_inf=torch.ones(1), grad_scale=torch.ones(1), **how)
+    s = State(torch.randn(4, 8), True, step=5)
+    before = [x.clone() for x in s.tensors()]
+    stats = s.apply(torch.full((4, 8), math.inf), hyper(), 2, 4, found_inf=torch.ones(1), grad_scale=torch.ones(1))
     assert stats.tolist() == [0.0] * 9
-    assert_equal_bits([*s.tensors(), *packs], before)
-    assert s.apply(torch.ones(4, 8), hyper(), 2, 4, found_inf=torch.zeros(1), **how)[0] == 1 and s.step == 6
-    assert not equal_bits(packs[0], before[-4])
+    assert_equal_bits(s.tensors(), before)
+    assert s.apply(torch.ones(4, 8), hyper(), 2, 4, found_inf=torch.zeros(1))[0] == 1 and s.step == 6

@@ -4,11 +4,9 @@
 // is fp32, one after another and whole strips of 64 (then a tile at once, if masks can), else in buffers.
 #include <algorithm>
 #include <cmath>
-#include <optional>
 
 #include "../kernels.h"
 #include "adamw_block.h"
-#include "packer.h"
 #include "simd/spmm_convert.h"
 #include "simd/spmm_transpose.h"
 
@@ -106,7 +104,7 @@ void store(const View& view, const Window& w, const float* from) {
 // The elements of one view in a block: where they lie, or in a buffer.
 class Column {
   public:
-    // The window's elements as whole strips in a row.
+    // The window's elements, one after another, padded with zeros to whole strips.
     float* open(const View& view, const Window& w) {
         float* direct = in_place(view, w);
         if (direct) return direct;
@@ -116,13 +114,7 @@ class Column {
         return buffer_;
     }
 
-    // The same place, to be filled.
-    float* room(const View& view, const Window& w) {
-        float* direct = in_place(view, w);
-        return direct ? direct : buffer_;
-    }
-
-    // Puts back what `open` or `room` gave out.
+    // Writes back what `open` returned.
     void close(const View& view, const Window& w, const float* from) {
         if (from == buffer_) store(view, w, buffer_);
     }
@@ -134,30 +126,6 @@ class Column {
     }
 
     alignas(64) float buffer_[kBlock];
-};
-
-// Packs weights that have just been stepped, from the cache.
-class PackedRows {
-  public:
-    PackedRows(int n, int m) : ring_(m), packer_(n, m, NM_ISA::select_fn<float>(n, m), ring_) {}
-
-    // w: the window's elements, rows one after another.
-    void write(const PackedView& to, int64_t cols, const Window& window, const float* w) {
-        const int n = packer_.n, m = packer_.m, bits = packer_.bits;
-        const int64_t kept = cols / m * n, bytes = index_bytes(kept, bits), before = window.col / m * n;
-        for (int64_t r = 0; r < window.rows; ++r, w += window.cols) {
-            packer_.choose(w, nullptr, window.cols);
-            const int64_t stored = packer_.pack(w, window.cols, false), row = window.row + r;
-            by_dtype(to.dtype, [&](auto tag) {
-                from_floats(packer_.values, stored, static_cast<decltype(tag)*>(to.values) + (row * kept + before));
-            });
-            std::memcpy(to.indices + (row * bytes + before * bits / 8), packer_.packed, size_t(index_bytes(stored, bits)));
-        }
-    }
-
-  private:
-    Ring ring_;
-    Packer<float> packer_;
 };
 
 template <class Masks>
@@ -174,24 +142,17 @@ class Block {
         e.m = m_.open(param.avg, w);
         e.v = v_.open(s.frozen && param.top ? param.top : param.sq, w);
         e.top = !s.frozen && param.top ? top_.open(param.top, w) : nullptr;
-        e.out = param.out ? out_.room(param.out, w) : nullptr;
         step_any(s, call_, e, masks_, tally);
-        if (param.packed) {
-            if (!packed_) packed_.emplace(call_.n, call_.m);
-            packed_->write(param.packed, param.cols, w, e.p);
-        }
         p_.close(param.p, w, e.p);
         m_.close(param.avg, w, e.m);
         if (!s.frozen) v_.close(param.sq, w, e.v);
         if (e.top) top_.close(param.top, w, e.top);
-        if (e.out) out_.close(param.out, w, e.out);
     }
 
   private:
     const AdamWCall& call_;
     const Masks& masks_;
-    Column p_, g_, m_, v_, top_, out_;
-    std::optional<PackedRows> packed_;
+    Column p_, g_, m_, v_, top_;
 };
 
 enum Stat { kApplied, kChange, kLogChange, kUnchanged, kFlips, kPrunedWeight, kPrunedGrad, kNonZeros, kLargest, kStats };
@@ -248,17 +209,9 @@ bool is_flat(const View& view, const AdamWParam& param) {
     return !view || (view.col_stride == 1 && (param.rows <= 1 || view.row_stride == param.cols));
 }
 
-// How many groups end on a byte of packed positions.
-int64_t groups_in_bytes(int n, int m) {
-    int64_t groups = 1;
-    while (groups * n * index_bits(m) % 8) groups *= 2;
-    return groups;
-}
-
-// A parameter that lies flat in memory, as everything that belongs to it, is one long row, if its rows packed are one too.
-AdamWParam flattened(AdamWParam param, int n, int m) {
-    if (m > 0 && param.cols / m % groups_in_bytes(n, m)) return param;
-    for (const View* view : {&param.p, &param.grad, &param.avg, &param.sq, &param.top, &param.out}) {
+// A parameter that lies flat in memory, as everything that belongs to it, is one long row.
+AdamWParam flattened(AdamWParam param) {
+    for (const View* view : {&param.p, &param.grad, &param.avg, &param.sq, &param.top}) {
         if (!is_flat(*view, param)) return param;
     }
     param.cols *= param.rows;
@@ -267,14 +220,14 @@ AdamWParam flattened(AdamWParam param, int n, int m) {
 }
 
 bool is_direct(const AdamWParam& param, int64_t m) {
-    for (const View* view : {&param.p, &param.grad, &param.avg, &param.sq, &param.top, &param.out}) {
+    for (const View* view : {&param.p, &param.grad, &param.avg, &param.sq, &param.top}) {
         if (*view && (view->dtype != kFloat32 || view->col_stride != 1)) return false;
     }
     return param.cols >= kBlock && (m == 0 || kStrip % m == 0);
 }
 
-Cut cut(const AdamWParam& param, int n, int m, int64_t first) {
-    const int64_t group = m > 0 ? m * groups_in_bytes(n, m) : 1;  // windows begin on a byte of packed positions
+Cut cut(const AdamWParam& param, int m, int64_t first) {
+    const int64_t group = std::max(m, 1);
     const bool transposed = param.rows > 1 && param.p.col_stride != 1;
     Cut c{};
     c.first = first;
@@ -337,10 +290,10 @@ void masked_adamw(const std::vector<AdamWParam>& given, const AdamWCall& call, d
     std::vector<Item> items;
     int64_t tiles = 0;
     for (const AdamWParam& one : given) {
-        const AdamWParam param = flattened(one, call.n, call.m);
+        const AdamWParam param = flattened(one);
         *one.step += 1.0f;
         const AdamW scalars = adamw_scalars(call.hyper, int64_t(*one.step), call.frozen, call.eps_inside, call.maximize);
-        items.push_back({param, scalars, cut(param, call.n, call.m, tiles)});
+        items.push_back({param, scalars, cut(param, call.m, tiles)});
         tiles += items.back().cut.tiles;
     }
     std::vector<Partial> partial{size_t(tiles)};

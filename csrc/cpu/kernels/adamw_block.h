@@ -1,7 +1,7 @@
 // MaskedAdamW on a block: up to kBlock elements that lie one after another in memory, in whole strips of 64 (the last
 // filled up with zeros, which take no part). All of it happens to a strip while it is in the first-level cache:
 //
-//   mask before   step: the equations of core/adamw.h and their sums   mask after   settle: flips, non-zeros, masked weight
+//   mask before   step: the equations of core/adamw.h and their sums   mask after   settle: flips, non-zeros
 //
 // Where groups do not end with strips, masks are taken of whole blocks, before all steps and after them.
 #pragma once
@@ -120,10 +120,10 @@ void with_masks(int n, int m, const F& f) {
     f(ByGroup{n, m});
 }
 
-// What a block works on. `dtype` is what new weights are rounded to; `top` is null without amsgrad, `out` if not wanted.
+// What a block works on. `dtype` is what new weights are rounded to; `top` is null without amsgrad.
 struct Elements {
     int count, dtype;
-    float *p, *m, *v, *top, *out;
+    float *p, *m, *v, *top;
     const float* g;
 
     bool whole(int strip) const { return count - strip * kStrip >= kStrip; }
@@ -256,9 +256,9 @@ NM_INLINE void step_weights(const Scalars& s, const Elements& e, int at, const F
     adamw_apply(s, Floats::load(e.p + at), u).store(e.p + at);
 }
 
-// The statistics that depend on the new mask, and the masked weight: w where that keeps it, +0.0 elsewhere.
+// Counts what depends on the new mask: the flips, and the non-zeros that it keeps.
 template <bool kUsual, bool kMasked>
-NM_INLINE void settle(const Elements& e, int at, const Floats& w, const Flags& before, const Flags& now, const Flags& valid, Tally& t) {
+NM_INLINE void settle(const Floats& w, const Flags& before, const Flags& now, const Flags& valid, Tally& t) {
     if constexpr (kMasked) {
         const Flags flips = before ^ now;
         t.flips.add(kUsual ? flips : flips & valid);
@@ -266,7 +266,6 @@ NM_INLINE void settle(const Elements& e, int at, const Floats& w, const Flags& b
     Flags full = unequal(w, Floats(0.0f));
     if (kMasked) full = full & now;
     t.non_zeros.add(kUsual ? full : full & valid);
-    if (e.out) (kMasked ? kept(now, w) : w).store(e.out + at);
 }
 
 NM_INLINE void add(Tally& t, const Sums& sums) {
@@ -284,9 +283,8 @@ struct Known {
 template <bool kUsual, class Masks>
 NM_INLINE void settle_part(const Elements& e, int strip, int i, const Masks& masks, const typename Masks::Kept& now, const Known& known,
                            Tally& t) {
-    const int at = strip + i * Floats::width;
-    const Floats w = Floats::load(e.p + at);
-    settle<kUsual, Masks::masked>(e, at, w, known.before.at[i], masks.at(now, i, w), known.valid.at[i], t);
+    const Floats w = Floats::load(e.p + (strip + i * Floats::width));
+    settle<kUsual, Masks::masked>(w, known.before.at[i], masks.at(now, i, w), known.valid.at[i], t);
 }
 
 // From the first mask of some elements through root and divisions to their last is a long way, and a processor looks ahead
@@ -365,8 +363,7 @@ inline void step_block(const AdamW& scalars, const AdamWCall& call, const Elemen
         const Chosen old = Chosen::of(before[strip / kStrip]), keep = Chosen::of(now[strip / kStrip]);
         const Chosen valid = e.valid(strip / kStrip);
         for (int i = 0; i < kVectors; ++i) {
-            const int at = strip + i * Floats::width;
-            settle<false, true>(e, at, Floats::load(e.p + at), old.at[i], keep.at[i], valid.at[i], t);
+            settle<false, true>(Floats::load(e.p + (strip + i * Floats::width)), old.at[i], keep.at[i], valid.at[i], t);
         }
     }
 }

@@ -17,7 +17,7 @@ from ..shared import ORDERED, tensors
 
 NAME, PRIORITY = "cpu", 10
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
-"""The core's code for each dtype; float64 only as gradient or output of AdamW."""
+"""The core's code for each dtype; float64 only as a gradient of AdamW."""
 
 
 @cache

@@ -1,8 +1,8 @@
-"""MaskedAdamW over any number of params: the scalars of each, one pass over all of them, the sum of the statistics.
+"""MaskedAdamW over any number of params: a kernel for their scalars, one pass over all of them, and the sum of the statistics.
 
-Three launches, four where some params are flat in memory and others are not. The host reads no number of the device; it hands over a
-table of addresses, which is made once and found again at the next call with the same tensors. All of it may be captured in a CUDA graph
-if the step counts are on the device (``capturable=True``).
+These are three launches, or four if only some of the params are flat in memory. The host reads nothing back from the device. It passes a
+table of addresses, which is cached for the next call with the same tensors. All of it can be captured in a CUDA graph if the step counts
+are on the device (``capturable=True``).
 """
 
 from __future__ import annotations
@@ -19,41 +19,39 @@ import torch
 from torch import Tensor
 
 from ...dispatch import Verdict
-from ...reference.layouts import LAYOUTS
+from ...reference.adamw import AdamWArgs
 from .. import streams
-from ..adamw import STATS, count, of_one_kind, opened
-from ..shared import address, dense, row_stride, write_rows
+from ..adamw import STATS, advance, placed, supports_tensors, to_device
+from ..shared import address, dense, row_stride
 from ..streams import Made
-from .compress import pack
 from .core import DTYPES, core, queue, register, runnable
 
 BLOCKS = 8192
-"""Blocks of one launch at most: eight waves of a large GPU, and partial statistics that nine blocks add up in microseconds."""
+"""The most blocks of a launch: eight waves of a large GPU, and nine blocks sum their partial statistics in microseconds."""
 
 SCALARS = 16
-"""Words of 32 bits that the kernels keep of the numbers of a param."""
+"""32-bit words in which the kernels keep the numbers of a param."""
 
 HYPER = 8
 """Elements of ``hyper`` that are used."""
 
-P, _, _, TOP, OUT, GRAD = range(6)
+P, _, _, TOP, GRAD = range(5)
 """The lists of a call, in the order of the kernels' tables."""
 
 FLAT, ALONG, ACROSS = range(3)
-"""How a param lies: flat; strided with neighbours along a group, or across groups."""
+"""How a param lies in memory: flat, or strided with neighbours along a group or across groups."""
 
-KEPT = 128
+MOST_TABLES = 128
 """Tables that a cache holds; a training step uses two per parameter group and per kind of parameter."""
 
 Lists = list[list[Tensor]]
-Cut = tuple[int, int, int, bool]
-Pack = tuple[int, ...]
-"""Where the packed weight of a param goes: the addresses of its four buffers, 0 for none, and the dtypes of the values."""
+Cut = tuple[int, int, bool]
+"""Columns of a piece of a row, pieces of a tile, whether flat params have a launch of their own."""
 
 
 @dataclass
 class Layout:
-    """Per param its walk, and which tensors (list, param) must be copied because no walk fits them."""
+    """The walk of each param, and which tensors (list, param) must be copied because no walk fits them."""
 
     key: Hashable
     walks: list[int]
@@ -75,14 +73,13 @@ _layouts: dict[Hashable, Layout] = {}
 
 
 def layout_of(lists: Lists, n: int, m: int, flat: bool) -> Layout:
-    """The layout of a call's tensors; no address is looked at. ``flat``: whether the kernel walks contiguous ones of this M as one row."""
-    given = [xs for xs in lists if xs]
-    plain = all(map(Tensor.is_contiguous, chain(*given))) and not any(map(Tensor.is_neg, chain(*given)))
-    dtypes = tuple([tuple([x.dtype for x in lists[i]]) for i in (P, GRAD, OUT)])
-    strides = None if plain else tuple([(x.stride(), x.is_neg()) for x in chain(*given)])
+    """The layout of a call's tensors, whatever their addresses. ``flat``: the kernel walks contiguous ones of this M as one row."""
+    plain = all(map(Tensor.is_contiguous, chain(*lists))) and not any(map(Tensor.is_neg, chain(*lists)))
+    dtypes = tuple([tuple([x.dtype for x in lists[i]]) for i in (P, GRAD)])
+    strides = None if plain else tuple([(x.stride(), x.is_neg()) for x in chain(*lists)])
     key = (n, m, flat, bool(lists[TOP]), dtypes, tuple([x.shape for x in lists[P]]), strides)
-    found = _layouts.get(key)
-    if found is None:
+    layout = _layouts.get(key)
+    if layout is None:
         if len(_layouts) >= 64:
             _layouts.clear()
         walks, copies = [], []
@@ -90,12 +87,12 @@ def layout_of(lists: Lists, n: int, m: int, flat: bool) -> Layout:
             one = {which: xs[i] for which, xs in enumerate(lists) if xs}
             walks.append(_walk([x for x in one.values() if not x.is_neg()], m, flat))
             copies += [(which, i) for which, x in one.items() if x.is_neg() or (walks[-1] != FLAT and row_stride(x) is None)]
-        found = _layouts[key] = Layout(key, walks, copies)
-    return found
+        layout = _layouts[key] = Layout(key, walks, copies)
+    return layout
 
 
 def written(lists: Lists, layout: Layout) -> Iterator[tuple[Tensor, Tensor]]:
-    """Replaces the tensors that fit no walk by copies in ``lists``; yields (tensor, copy) of those that the step writes."""
+    """Replace the tensors that fit no walk by copies in ``lists``; yields (tensor, copy) of those that the step writes."""
     for which, i in layout.copies:
         original = lists[which][i]
         lists[which] = [*lists[which][:i], original.resolve_neg().contiguous(), *lists[which][i + 1 :]]
@@ -104,26 +101,26 @@ def written(lists: Lists, layout: Layout) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class Cache:
-    """Things on a device by the words that they were made of; the ones used longest ago are dropped, but for what a graph reads."""
+    """A least-recently-used cache of things in device memory, which keeps whatever a CUDA graph reads."""
 
     def __init__(self) -> None:
         self.entries: OrderedDict[Hashable, Made[Any]] = OrderedDict()
         self.pinned: dict[Hashable, Made[Any]] = {}
 
     def get(self, key: Hashable) -> Any:
-        """What was made for ``key``, for the current stream, or None."""
-        found = self.entries.get(key)
-        if found is not None:
+        """The value of ``key``, ready for the current stream, or None."""
+        entry = self.entries.get(key)
+        if entry is not None:
             self.entries.move_to_end(key)
         else:
-            found = self.pinned.get(key)
-        return None if found is None else found.get()
+            entry = self.pinned.get(key)
+        return None if entry is None else entry.get()
 
     def put(self, key: Hashable, value: Any, tensors: Sequence[Tensor], device: torch.device) -> None:
-        """Keep ``value``, whose memory is ``tensors``, for the next call, unless this one is captured."""
+        """Keep ``value``, whose memory is ``tensors``, for later calls, unless this call is being captured."""
         if not streams.capturing(device):
             self.entries[key] = Made(value, tensors, device)
-            if len(self.entries) > KEPT:
+            if len(self.entries) > MOST_TABLES:
                 oldest, dropped = self.entries.popitem(last=False)
                 if dropped.captured:
                     self.pinned[oldest] = dropped
@@ -131,12 +128,17 @@ class Cache:
 
 @dataclass
 class Plan:
-    """The device's description of a call: its table and the owners of the blocks; (first tile, tiles, first block, blocks) of its two
-    main launches, for flat params and for others."""
+    """A call as the kernels read it.
+
+    Args:
+        table: a row of words per param.
+        owners: the row with which each block begins.
+        blocks: of both main launches.
+        parts: (first tile, tiles, first block, blocks) of the launch for flat params, then of the one for others.
+    """
 
     table: Tensor
     owners: Tensor
-    packs: Tensor | None
     blocks: int
     parts: tuple[int, ...]
 
@@ -146,10 +148,9 @@ _grads = Cache()
 
 
 @cache
-def cut(module: Any, n: int, m: int, squares: bool) -> Cut:
-    """(rows and columns of a piece, pieces of a tile, whether flat params have a launch of their own)."""
-    rows, columns, pieces, flat = module.adamw_cut(n, m, squares)
-    return rows, columns, pieces, flat
+def cut(module: Any, n: int, m: int) -> Cut:
+    columns, pieces, flat = module.adamw_cut(n, m)
+    return columns, pieces, flat
 
 
 def upload(words: Sequence[int], like: Tensor) -> Tensor:
@@ -159,18 +160,18 @@ def upload(words: Sequence[int], like: Tensor) -> Tensor:
     return table
 
 
-def plan_of(lists: Lists, steps: list[int], layout: Layout, packs: list[Pack], how: Cut, like: Tensor) -> tuple[Plan, Tensor]:
-    """The plan of a call and the table of its gradients' addresses; ``steps`` are addresses, 0 for a count that the host keeps."""
+def plan_of(lists: Lists, steps: list[int], layout: Layout, how: Cut, like: Tensor) -> tuple[Plan, Tensor]:
+    """The plan of a call and the table of its gradients' addresses; ``steps`` are addresses, 0 for a count on the host."""
     device = like.device
     addresses = [tuple(map(Tensor.data_ptr, xs)) for xs in lists]
     low = reduce(or_, chain(*addresses), 0)
-    # all at multiples of 16: the gradients' addresses matter to nothing but their own table
+    # if all are multiples of 16, nothing but their own table depends on the gradients' addresses
     kinds = None if low & 15 == 0 else tuple([address & 15 == 0 for address in addresses[GRAD]])
-    key = (device, layout.key, tuple(steps), tuple(packs), how, kinds, *addresses[:GRAD])
+    key = (device, layout.key, tuple(steps), how, kinds, *addresses[:GRAD])
     plan = _plans.get(key)
     if plan is None:
-        plan = _make(lists, addresses, steps, layout, packs, how, like)
-        _plans.put(key, plan, [x for x in (plan.table, plan.owners, plan.packs) if x is not None], device)
+        plan = _make(lists, addresses, steps, layout, how, like)
+        _plans.put(key, plan, [plan.table, plan.owners], device)
     grads = _grads.get((device, addresses[GRAD]))
     if grads is None:
         grads = upload(addresses[GRAD], like)
@@ -178,11 +179,9 @@ def plan_of(lists: Lists, steps: list[int], layout: Layout, packs: list[Pack], h
     return plan, grads
 
 
-def _make(
-    lists: Lists, addresses: Sequence[tuple[int, ...]], steps: list[int], layout: Layout, packs: list[Pack], how: Cut, like: Tensor
-) -> Plan:
+def _make(lists: Lists, addresses: Sequence[tuple[int, ...]], steps: list[int], layout: Layout, how: Cut, like: Tensor) -> Plan:
     fits = [all(a[i] & 15 == 0 for a in addresses if a) for i in range(len(steps))]
-    flat = [i for i, p in enumerate(lists[P]) if how[3] and layout.walks[i] == FLAT and fits[i] and p.numel() % 4 == 0]
+    flat = [i for i, p in enumerate(lists[P]) if how[2] and layout.walks[i] == FLAT and fits[i] and p.numel() % 4 == 0]
     chosen = set(flat)
     order = (flat, [i for i in range(len(steps)) if i not in chosen])
     words: list[int] = []
@@ -199,8 +198,7 @@ def _make(
     table = upload(words, like)
     owners = torch.empty(blocks, dtype=torch.int32, device=like.device)
     core(like).adamw_owners(table.data_ptr(), len(steps), *parts, owners.data_ptr(), *queue(like))
-    packed = upload(list(chain(*[packs[i] for i in chain(*order)])), like) if packs else None
-    return Plan(table, owners, packed, blocks, tuple(parts))
+    return Plan(table, owners, blocks, tuple(parts))
 
 
 def _row(lists: Lists, i: int, walk: int, fits: bool, how: Cut) -> tuple[tuple[int, ...], int]:
@@ -209,81 +207,49 @@ def _row(lists: Lists, i: int, walk: int, fits: bool, how: Cut) -> tuple[tuple[i
     cols = p.shape[-1] if p.dim() else 1
     rows = p.numel() // cols if cols else 0
     if walk == FLAT:
-        rows, cols = (1, p.numel()) if how[0] == 1 else (rows, cols)
+        rows, cols = 1, p.numel()
         strides = [cols, 1] * len(lists)
     else:
         strides = [s for xs in lists for s in ((row_stride(xs[i]) or 0, xs[i].stride(-1) if xs[i].dim() else 1) if xs else (0, 0))]
     wide = fits and all(strides[2 * k] % 4 == 0 and strides[2 * k + 1] == 1 for k, xs in enumerate(lists) if xs)
-    codes = DTYPES[p.dtype] | DTYPES[lists[GRAD][i].dtype] << 8 | (DTYPES[lists[OUT][i].dtype] << 16 if lists[OUT] else 0)
-    pieces = -(-rows // how[0]) * -(-cols // how[1])
-    return (rows, cols, codes, wide | (walk == ACROSS) << 1, i, *strides), -(-pieces // how[2])
+    codes = DTYPES[p.dtype] | DTYPES[lists[GRAD][i].dtype] << 8
+    pieces = rows * -(-cols // how[0])
+    return (rows, cols, codes, wide | (walk == ACROSS) << 1, i, *strides), -(-pieces // how[1])
 
 
 def _fits(args: tuple[Any, ...], device: str) -> Verdict:
-    """What it can run; step counts and ``hyper`` may be on the CPU."""
-    params, grads, outs, hyper = args[0], args[1], args[6], args[7]
-    alike = of_one_kind(params, grads, outs)
-    if not alike[0]:
-        return alike
-    transposable, packs = (*args[16:18], False, None)[:2]
-    if transposable and tuple(args[8:10]) != (2, 4):
-        return False, f"it masks by tiles at 2:4 only, and this call is at {args[8]}:{args[9]}"
-    if any(x.dtype == torch.float64 for x in packs or ()):
-        return False, "it computes in float32, and float64 values are asked for"
-    return runnable((*params[:1], *(x for x in grads if x.layout != torch.strided)) if params else [hyper], device)
-
-
-def _packs(packs: Sequence[Tensor] | None, copies: list[tuple[Tensor, Tensor]]) -> list[Pack]:
-    """Where the packed weights go; a buffer that the kernel cannot write is replaced by a copy, added to ``copies``."""
-    if not packs:
-        return []
-    addresses = [x.data_ptr() if x.numel() else 0 for x in packs]
-    for k, x in enumerate(packs):
-        if addresses[k] & 15 or not x.is_contiguous():
-            copies.append((x, torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)))
-            addresses[k] = copies[-1][1].data_ptr()
-    codes = [DTYPES[x.dtype] for x in packs[::2]]
-    return [(*addresses[4 * i : 4 * i + 4], codes[2 * i] | codes[2 * i + 1] << 8) for i in range(len(packs) // 4)]
+    a = AdamWArgs(*args)
+    verdict = supports_tensors(a)
+    return runnable(placed(a), device) if verdict[0] else verdict
 
 
 @register("nm_masked_adamw_", fits=_fits)
-def masked_adamw_(
-    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor], steps: Sequence[Tensor], outs: Sequence[Tensor], hyper: Tensor, n: int, m: int,
-    frozen: bool = False, eps_inside: bool = False, maximize: bool = False, geometric: bool = False,
-    grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
-    transposable: bool = False, packs: Sequence[Tensor] | None = None, layout: str = "canonical", out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """``nm_masked_adamw_``; packed weights of other patterns than 2:4 take launches of their own."""
-    device, scale, found, stats, numbers, held, skip = opened(params, steps, hyper, grad_scale, found_inf, out)
-    if skip:
-        return stats
-    like = params[0] if params else hyper
+def masked_adamw_(*args: Any, out: Tensor | None = None) -> Tensor:
+    """``nm_masked_adamw_``; a tensor that the kernels cannot walk in place is copied there and back."""
+    a = AdamWArgs(*args)
+    d = to_device(a, out)
+    if d.skip:
+        return d.stats
+    like = a.params[0] if a.params else a.hyper
     kernels = core(like)
-    lists: Lists = [list(xs) for xs in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, outs, grads)]
-    apart = packs if (n, m) != (2, 4) else None
-    packs = None if apart else packs
-    squares = transposable or bool(packs)
-    how = cut(kernels, n, m, squares)
-    strides = layout_of(lists, n, m, how[3])
-    copies = list(written(lists, strides))
-    packed = _packs(packs, copies)
-    addresses = [step.data_ptr() for step in steps]
-    for i in held:
+    lists: Lists = [list(xs) for xs in (a.params, a.exp_avgs, a.exp_avg_sqs, a.max_exp_avg_sqs, a.grads)]
+    how = cut(kernels, a.n, a.m)
+    layout = layout_of(lists, a.n, a.m, how[2])
+    copies = list(written(lists, layout))
+    addresses = [step.data_ptr() for step in a.steps]
+    for i in d.host_steps:
         addresses[i] = 0
-    plan, gradients = plan_of(lists, addresses, strides, packed, how, like)
-    one, several = count(steps, held)
+    plan, gradients = plan_of(lists, addresses, layout, how, like)
+    count, several = advance(a.steps, d.host_steps)
     counts = None if several is None else upload(several, like)
-    scalars = torch.empty(len(steps), SCALARS, dtype=torch.int32, device=device)
-    partials = torch.empty(STATS, plan.blocks, dtype=torch.float64, device=device)
-    given = hyper.tolist()[:HYPER] if numbers is None else [0.0] * HYPER
+    scalars = torch.empty(len(a.steps), SCALARS, dtype=torch.int32, device=d.device)
+    partials = torch.empty(STATS, plan.blocks, dtype=torch.float64, device=d.device)
+    host_hyper = a.hyper.tolist()[:HYPER] if d.hyper is None else [0.0] * HYPER
     kernels.masked_adamw(
-        plan.table.data_ptr(), gradients.data_ptr(), plan.owners.data_ptr(), scalars.data_ptr(), partials.data_ptr(), stats.data_ptr(),
-        len(steps), *plan.parts, address(numbers), given, address(counts), one, address(scale), address(found),
-        n, m, frozen, eps_inside, maximize, geometric, bool(max_exp_avg_sqs),
-        squares, transposable, address(plan.packs), LAYOUTS.index(layout), *queue(like),
+        plan.table.data_ptr(), gradients.data_ptr(), plan.owners.data_ptr(), scalars.data_ptr(), partials.data_ptr(), d.stats.data_ptr(),
+        len(a.steps), *plan.parts, address(d.hyper), host_hyper, address(counts), count, address(d.grad_scale), address(d.found_inf),
+        a.n, a.m, a.frozen, a.eps_inside, a.maximize, a.geometric, bool(a.max_exp_avg_sqs), *queue(like),
     )  # fmt: skip
     for target, copy in copies:
         target.copy_(copy)
-    write_rows(pack, params, n, m, apart, layout, found)
-    return stats
+    return d.stats

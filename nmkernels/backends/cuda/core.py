@@ -19,7 +19,7 @@ EMULATED, NEVER_CHOSEN = "cuda-emulated", -10
 """The emulator runs only if requested by name: the reference, which supports everything, has a higher priority."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
-"""The core's code for each dtype; float64 only as gradient or output of AdamW."""
+"""The core's code for each dtype; float64 only as a gradient of AdamW."""
 
 
 @cache

@@ -8,7 +8,7 @@ precedence.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ...capability import triton as triton_probe
 from ...dispatch import Verdict, impl
-from ..adamw import of_one_kind
+from ...reference.adamw import AdamWArgs
+from ..adamw import placed, supports_tensors
 from ..shared import ORDERED, only_2_4, tensors
 
 NAME = "triton"
@@ -65,14 +66,11 @@ def supports(*args: Any) -> Verdict:
     return _COMPILED if plain and triton_probe().ok else runnable(tensors(args))
 
 
-def supports_adamw(params: Sequence[Tensor], grads: Sequence[Tensor], *rest: Any) -> Verdict:
-    """What MaskedAdamW can run; step counts and ``hyper`` may be on the CPU."""
-    alike = of_one_kind(params, grads, rest[4])
-    if not alike[0]:
-        return alike
-    if any(rest[14:15]):
-        return False, "it masks by the magnitudes of rows, and transposable masks are asked for, which the reference takes"
-    return runnable((*params[:1], *(x for x in grads if x.layout != torch.strided)) if params else [rest[5]])
+def supports_adamw(*args: Any) -> Verdict:
+    """What MaskedAdamW can run."""
+    a = AdamWArgs(*args)
+    verdict = supports_tensors(a)
+    return runnable(placed(a)) if verdict[0] else verdict
 
 
 def supports_transposable(w: Tensor, n: int, m: int) -> Verdict:

@@ -1,21 +1,21 @@
-"""MaskedAdamW: for each param a kernel for its scalars and one pass over its elements; torch adds the statistics of all.
+"""MaskedAdamW: two kernels for each param, for its scalars and for one pass over its elements; torch sums the statistics.
 
-The host reads no number of the device. All of it may be captured in a CUDA graph if the step counts are on the device
+The host reads nothing back from the device. All of it can be captured in a CUDA graph if the step counts are on the device
 (``capturable=True``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..adamw import STATS, count, opened
-from ..shared import dense, write_rows
-from .compress import pack
+from ...reference.adamw import AdamWArgs
+from ..adamw import STATS, advance, to_device
+from ..shared import dense
 from .groups import kept, narrow, widen
 from .launch import cdiv, launch, next_power_of_2
 
@@ -37,7 +37,7 @@ def power(base, exponent):
 
 @triton.jit
 def number(hyper, i: tl.constexpr, word):
-    """Element i of hyper, or where the host holds it the float64 whose bits are ``word``."""
+    """Element i of hyper; if that is on the host, the float64 whose bits are ``word``."""
     if hyper is None:
         return word.to(tl.int64).to(tl.float64, bitcast=True)
     else:
@@ -50,7 +50,7 @@ def adamw_scalars_kernel(
     h0: tl.int64, h1: tl.int64, h2: tl.int64, h3: tl.int64, h4: tl.int64, h5: tl.int64, h6: tl.int64, h7: tl.int64,
     FROZEN: tl.constexpr,
 ):  # fmt: skip
-    """Counts the step of a param and writes its twelve fp32 numbers, each computed in float64 and rounded once."""
+    """Advance the step of a param and write its twelve fp32 numbers, each computed in float64 and rounded once."""
     if found is not None:  # noqa: SIM102 - decided while compiling; the other is a branch
         if tl.load(found) != 0.0:
             return
@@ -116,7 +116,7 @@ def clamped(u, bound):
 
 @triton.jit
 def gradient(g, scale, MAXIMIZE: tl.constexpr):
-    """±g / scale in fp32; the sign of a zero turns as well."""
+    """±g / scale in fp32; a minus flips the sign of zeros too."""
     g = widen(g)
     if scale is not None:
         g = tl.div_rn(g, tl.load(scale))
@@ -125,13 +125,13 @@ def gradient(g, scale, MAXIMIZE: tl.constexpr):
     return g
 
 
-@triton.jit(do_not_specialize=list(range(8, 12)))
+@triton.jit(do_not_specialize=list(range(7, 11)))
 def adamw_kernel(
-    p, m, v, top, out, g, scalars, partials, row: tl.int64, first: tl.int64, programs: tl.int64, size: tl.int64, scale, found,
+    p, m, v, top, g, scalars, partials, row: tl.int64, first: tl.int64, programs: tl.int64, size: tl.int64, scale, found,
     N: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr, FROZEN: tl.constexpr,
     EPS_INSIDE: tl.constexpr, MAXIMIZE: tl.constexpr, GEOMETRIC: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a param: read, update, write, and its share of the statistics into ``partials[statistic, first + program]``.
+    """One tile of a param: reads, updates and writes it, and writes its statistics to ``partials[statistic, first + program]``.
 
     A tile is TILE / PADDED groups of M elements; EVEN: ``size`` is a multiple of 8.
     """
@@ -195,63 +195,56 @@ def adamw_kernel(
         after = mask_of(new, N, M, PADDED)
         used = valid & after
         tl.store(share + 4 * programs, amount(valid & (before ^ after)))
-    if out is not None:
-        tl.store(out + at, narrow(tl.where(used, widen(new), 0.0), out.dtype.element_ty), mask=valid)
     tl.store(share + 7 * programs, amount(used & (widen(new) != 0.0)))
     # the bits of magnitudes are in their order, with NaN above all
     largest = tl.max(tl.where(valid, u.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0), 0)
     tl.store(share + 8 * programs, largest.to(tl.float32, bitcast=True).to(tl.float64))
 
 
-def masked_adamw_(
-    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor], steps: Sequence[Tensor], outs: Sequence[Tensor], hyper: Tensor, n: int, m: int,
-    frozen: bool = False, eps_inside: bool = False, maximize: bool = False, geometric: bool = False,
-    grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
-    transposable: bool = False, packs: Sequence[Tensor] | None = None, layout: str = "canonical", out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """``nm_masked_adamw_``; packed weights take launches of their own, tensors that are not contiguous are copied there and back."""
-    device, scale, found, stats, numbers, held, skip = opened(params, steps, hyper, grad_scale, found_inf, out)
-    if skip:
-        return stats
-    scalars = torch.empty(len(steps), SCALARS, dtype=torch.float32, device=device)
-    one, several = count(steps, held)
-    # what the host holds of hyper, as integers: an argument in floating point would be rounded to float32
-    words = hyper.contiguous().view(torch.int64).tolist()[:8] if numbers is None else [0] * 8
-    on_the_host = set(held)
-    for i, step in enumerate(steps):
-        args = (None if i in on_the_host else step, scalars, found, numbers, i, several[i] if several else one, *words)
-        launch(adamw_scalars_kernel, 1, args, warps=1, FROZEN=frozen)
-    padded = next_power_of_2(m)
+def masked_adamw_(*args: Any, out: Tensor | None = None) -> Tensor:
+    """``nm_masked_adamw_``; tensors that are not contiguous are copied there and back."""
+    a = AdamWArgs(*args)
+    d = to_device(a, out)
+    if d.skip:
+        return d.stats
+    scalars = torch.empty(len(a.steps), SCALARS, dtype=torch.float32, device=d.device)
+    count, several = advance(a.steps, d.host_steps)
+    # hyper on the host is passed as integers: an argument in floating point would be rounded to float32
+    words = a.hyper.contiguous().view(torch.int64).tolist()[:8] if d.hyper is None else [0] * 8
+    on_host = set(d.host_steps)
+    for i, step in enumerate(a.steps):
+        numbers = (None if i in on_host else step, scalars, d.found_inf, d.hyper, i, several[i] if several else count, *words)
+        launch(adamw_scalars_kernel, 1, numbers, warps=1, FROZEN=a.frozen)
+    padded = next_power_of_2(a.m)
     groups = max(1, ELEMENTS // padded)
-    tiles = [cdiv(p.numel(), groups * (m or 1)) for p in params]
-    partials = torch.zeros(STATS, max(1, sum(tiles)), dtype=torch.float64, device=device)  # not all statistics are computed
-    flags = {"FROZEN": frozen, "EPS_INSIDE": eps_inside, "MAXIMIZE": maximize, "GEOMETRIC": geometric}
+    tiles = [cdiv(p.numel(), groups * (a.m or 1)) for p in a.params]
+    partials = torch.zeros(STATS, max(1, sum(tiles)), dtype=torch.float64, device=d.device)  # not all statistics are computed
+    flags = {"FROZEN": a.frozen, "EPS_INSIDE": a.eps_inside, "MAXIMIZE": a.maximize, "GEOMETRIC": a.geometric}
     first = 0
-    for i, p in enumerate(params):
-        given = [xs[i] if xs else None for xs in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, outs, grads)]
-        tensors = _straight(given, m)
-        even = {"EVEN": p.numel() % 8 == 0, "N": n, "M": m or 1, "TILE": groups * padded, "PADDED": padded}
-        launch(adamw_kernel, tiles[i], (*tensors, scalars, partials, i, first, partials.shape[1], p.numel(), scale, found), **even, **flags)
-        for target, copy in zip(given[:5], tensors[:5], strict=True):
+    for i, p in enumerate(a.params):
+        originals = [xs[i] if xs else None for xs in (a.params, a.exp_avgs, a.exp_avg_sqs, a.max_exp_avg_sqs, a.grads)]
+        tensors = _straight(originals, a.m)
+        even = {"EVEN": p.numel() % 8 == 0, "N": a.n, "M": a.m or 1, "TILE": groups * padded, "PADDED": padded}
+        sizes = i, first, partials.shape[1], p.numel()
+        launch(adamw_kernel, tiles[i], (*tensors, scalars, partials, *sizes, d.grad_scale, d.found_inf), **even, **flags)
+        for target, copy in zip(originals[:-1], tensors[:-1], strict=True):
             if target is not None and copy is not None and target is not copy:
                 target.copy_(copy)
         first += tiles[i]
-    stats.copy_(partials.sum(1))
-    stats[8] = partials[8].amax()
-    stats[0] = 1.0
-    if found is not None:
-        stats.copy_(torch.where(found.reshape(()) != 0, 0.0, stats))
-    write_rows(pack, params, n, m, packs, layout, found)
-    return stats
+    d.stats.copy_(partials.sum(1))
+    d.stats[8] = partials[8].amax()
+    d.stats[0] = 1.0
+    if d.found_inf is not None:
+        d.stats.copy_(torch.where(d.found_inf.reshape(()) != 0, 0.0, d.stats))
+    return d.stats
 
 
-def _straight(given: list[Tensor | None], m: int) -> list[Tensor | None]:
-    """The tensors of a param as the kernel walks them, one element after another of each: themselves, or contiguous copies."""
-    there = [x for x in given if x is not None]
-    if not any(x.is_neg() for x in there):
-        if all(x.is_contiguous() for x in there):
-            return given
-        if not m and dense(there[0]) and all(x.stride() == there[0].stride() for x in there):
-            return given
-    return [None if x is None else x.resolve_neg().contiguous() for x in given]
+def _straight(originals: list[Tensor | None], m: int) -> list[Tensor | None]:
+    """The tensors of a param as the kernel walks them, element by element: themselves, or contiguous copies."""
+    present = [x for x in originals if x is not None]
+    if not any(x.is_neg() for x in present):
+        if all(x.is_contiguous() for x in present):
+            return originals
+        if not m and dense(present[0]) and all(x.stride() == present[0].stride() for x in present):
+            return originals
+    return [None if x is None else x.resolve_neg().contiguous() for x in originals]

@@ -44,7 +44,7 @@ class DoublePruned(WeightTransform):
 
 @dataclass(frozen=True)
 class AdapterStage(Stage):
-    """A stage in which the layers add adapters of ``rank``."""
+    """A stage in which adapters of ``rank`` take part."""
 
     rank: float | int = 0
 

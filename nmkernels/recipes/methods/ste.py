@@ -32,7 +32,7 @@ class STE(Recipe):
 
     about = About(
         paper="the baseline of Zhou et al., ICLR 2021, arXiv 2102.04010",
-        cost="a mask at every step, found in the optimizer's own pass; fprop at N/M",
+        cost="a mask at every step; fprop at N/M",
     )
 
     @property
@@ -64,7 +64,7 @@ class SRSTE(Recipe):
     decay: float = number(2e-4)
     packed: bool | str = choice(*PACKED)
 
-    about = About("Zhou et al., ICLR 2021, arXiv 2102.04010", cost="as ste; the decay is part of the same pass")
+    about = About("Zhou et al., ICLR 2021, arXiv 2102.04010", cost="as ste; the decay is part of the optimizer's pass")
 
     @property
     def setup(self) -> Setup:

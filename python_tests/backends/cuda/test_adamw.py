@@ -47,7 +47,7 @@ compare, run = TestAgainstTheReference().compare, TestAgainstTheReference().run
 def test_ties_and_neighbours_of_every_pattern(device):
     """Groups in one thread and over several lanes, whose last warp is not full; many equal magnitudes."""
     for n, m in [(1, 4), (2, 4), (1, 8), (2, 8), (1, 16), (3, 4)]:
-        call = make(seeded(20), (37, 5 * m), (3, m), out=BF16)
+        call = make(seeded(20), (37, 5 * m), (3, m))
         call["params"] = [torch.randint(-2, 3, x.shape, generator=seeded(21)).float() * 0.5 for x in call["params"]]
         compare(device, call, hyper(lr=0.0), n, m)
         compare(device, call, hyper(lr=0.1), n, m, geometric=True)
@@ -58,7 +58,7 @@ def test_ties_and_neighbours_of_every_pattern(device):
 def test_one_pass_whatever_the_number_of_params(device, called):
     """40 params of mixed sizes: one call once their addresses are known, and the same bits in every run."""
     shapes = [(8 * (i % 5 + 1),) if i % 3 else (i % 7 + 1, 16) for i in range(39)]
-    call, h = make(seeded(10), *shapes, (40, 640), out=BF16), hyper().to(device)
+    call, h = make(seeded(10), *shapes, (40, 640)), hyper().to(device)
     ours = copied(call, device)
     first = same_as_reference(adamw.masked_adamw_, ours, call, hyper(), 2, 4, geometric=True)
     called.clear()
@@ -75,7 +75,7 @@ def test_one_pass_whatever_the_number_of_params(device, called):
 
 def test_blocks_of_several_tiles_and_params(device, monkeypatch):
     """Few blocks: each goes through many tiles, of many params, some of them empty."""
-    call = make(seeded(22), *((4 * i, 40) for i in range(12)), (300, 64), (0, 8), (8,), out=F32)
+    call = make(seeded(22), *((4 * i, 40) for i in range(12)), (300, 64), (0, 8), (8,))
     alone = compare(device, call, hyper(), 2, 4, geometric=True)
     for blocks in (1, 3, 7):
         monkeypatch.setattr(adamw, "BLOCKS", blocks)
@@ -84,7 +84,7 @@ def test_blocks_of_several_tiles_and_params(device, monkeypatch):
 
 
 def test_only_counts_that_differ_are_sent(device, monkeypatch, called):
-    call = make(seeded(15), (8, 16), (3, 8), out=F32)
+    call = make(seeded(15), (8, 16), (3, 8))
     call["steps"] = [torch.tensor(7.0), torch.tensor(8.0)]
     monkeypatch.setattr(shared, "on_host", lambda x, device: x.numel() == 9 or (x.is_cpu and x.dim() == 0))
     for found in (None, torch.zeros(1)):
@@ -102,7 +102,7 @@ def test_what_a_graph_reads_stays_and_what_it_makes_is_its_own(monkeypatch):
     assert cache.get("captured") is None
     assert cache.get("eager") == 1
     monkeypatch.setattr(streams, "capturing", lambda device: False)
-    for i in range(adamw.KEPT + 2):
+    for i in range(adamw.MOST_TABLES + 2):
         cache.put(i, i, [], where)
     assert cache.get("eager") == 1
     assert cache.get("other") is None and cache.get(0) is None
