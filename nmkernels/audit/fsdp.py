@@ -219,7 +219,7 @@ def _padded(shape: Iterable[int], shards: int) -> int:
 
 
 def _packs(entry: Entry, case: Case, cluster: Cluster) -> bool:
-    """Whether the weight is gathered packed, as ``nn.gather`` decides."""
+    """Whether the weight is gathered packed, as ``nn.sharding`` decides."""
     matrix = len(entry.shape) == 2 and not entry.kind.endswith("Conv1D")
     return matrix and cluster.shard_count > 1 and case.rules.packed and case.rules.straight and entry.shape[0] % cluster.shard_count == 0
 

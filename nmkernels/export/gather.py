@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..layouts import CONV1D
+from ..layouts import CONV1D, REDUCED
 from ..nn import CompressedLinear, NMWeight
 from ..pattern import CheckpointError, NMError, RecipeError
 from ..reference.compress import pack_indices, unpack_indices
@@ -106,7 +106,7 @@ def _gathered(layer: NMWeight) -> ops.Compressed:
 
     (rows, cols), p = layer.shape, layer.pattern
     # if shards split the columns, their index bytes may not fit together
-    splits = any(placement.is_shard(layer.reduced) for placement in weight.placements)
+    splits = any(placement.is_shard(REDUCED[layer.layout]) for placement in weight.placements)
     own = [part.values, unpack_indices(part.indices, p.index_bits, part.values.shape[1]) if splits else part.indices]
     gathered = []
     for tensor, width in zip(own, (p.kept(cols), p.kept(cols) if splits else p.index_bytes(cols)), strict=True):

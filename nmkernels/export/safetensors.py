@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..layouts import CONV2D, MATRICES, as_stored
+from ..layouts import CONV2D, MATRICES, as_matrix, as_stored
 from ..nn import ADAPTER, CompressedLinear, CompressedStack, NMWeight, adapter_of, folded
 from ..nn.experts import child_name
-from ..nn.gather import fsdp_modules, reshard
+from ..nn.sharding import fsdp_modules, reshard
 from ..pattern import CheckpointError, RecipeError
 from ..shards import is_sharded, whole
 from .gather import Gatherer
@@ -186,7 +186,7 @@ def _dense_weight(layer: Layer, gatherer: Gatherer) -> Tensor:
     if isinstance(layer, NMWeight):
         if adapter is None:
             return layer.parameter.detach()
-        weight = layer.matrix(whole(layer.parameter.detach()))
+        weight = as_matrix(whole(layer.parameter.detach()), layer.layout)
     else:
         weight = gatherer.dense(layer)
     if adapter is not None:

@@ -7,8 +7,9 @@ from .compressed import CompressedLinear, is_order
 from .conv import CompressedConv2d, SparseConv2d
 from .deploy import compress_, decompress_, deployed
 from .experts import CompressedExperts, CompressedStack, SparseExperts, StackedWeight
-from .linear import NMWeight, SparseLinear
+from .linear import SparseLinear
 from .swap import SparseConv1D, is_conv1d, is_conv1d_type, make_dense_, make_sparse_, replace_, switch_fast_paths
+from .weight import NMWeight
 
 __all__ = [
     "ActivationRule",

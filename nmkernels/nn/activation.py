@@ -10,16 +10,17 @@ from torch import Tensor, nn
 from ..autograd import SplitRule, sparse_relu2, split_linear
 from ..autograd.activation import GRADS
 from ..pattern import NMError, Pattern, PatternLike, RecipeError
-from .linear import NMWeight, autocast_dtype, castable
+from .linear import autocast_dtype, castable
 from .traces import PROXY, is_tracing, leaf, refuse_script
+from .weight import NMWeight
 
 
 @dataclass(frozen=True)
 class ActivationRule:
-    """How ``SquaredReLU`` makes its activations sparse, and what that means for the gradients of the layers around it.
+    """How ``SquaredReLU`` makes its activations sparse, and which gradient rule the layers around it follow.
 
     ``pattern`` is N:M along features; ``grad`` is ``"chain"`` or ``"ste"``, see ``nmkernels.autograd.sparse_relu2``. With a ``split``
-    weight gradients are also taken from operands that are sparse along tokens, which only ``SquaredReLUMLP`` can do.
+    weight gradients too have an operand that is sparse along tokens, which only ``SquaredReLUMLP`` supports.
     """
 
     pattern: Pattern
@@ -82,7 +83,7 @@ class SquaredReLUMLP(nn.Module):
         ∂L/∂W₂ = (∂L/∂y₂)ᵀ S(a)      ∂L/∂a = ∂L/∂y₂ W₂
         ∂L/∂W₁ = S(∂L/∂y₁)ᵀ x        ∂L/∂x = sp(∂L/∂y₁) W₁
 
-    where S leaves the few features with most non-zeros as they are and keeps N of every M tokens of each other one
+    where S leaves the few features with the most non-zeros as they are and keeps N of every M tokens of each other feature
     (``nmkernels.autograd.split``). The GEMMs run in dense layout.
 
     Args:
@@ -116,7 +117,7 @@ class SquaredReLUMLP(nn.Module):
         """The block's output for x ``(..., features)``.
 
         Raises:
-            RecipeError: a split is asked for and a layer's weight is N:M sparse itself.
+            RecipeError: the rule has a split, and a layer's weight is N:M sparse itself.
         """
         rule = self.act.rule
         if rule is None or rule.split is None or not torch.is_grad_enabled():

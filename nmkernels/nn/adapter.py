@@ -1,4 +1,4 @@
-"""A low-rank adapter beside an N:M weight: y += x L R / r, the dense part that the pattern leaves out."""
+"""A low-rank adapter next to an N:M weight: y += x L R / r, a dense correction of what the pattern leaves out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def adapter_of(layer: nn.Module) -> tuple[nn.Parameter, nn.Parameter] | None:
 
 
 def set_adapter(layer: nn.Module, left: Tensor, right: Tensor, out_features: int, in_features: int) -> None:
-    """Give ``layer`` the adapter (L, R); what is a Parameter already stays the same Parameter.
+    """Give ``layer`` the adapter (L, R); a Parameter stays the same Parameter.
 
     Raises:
         ShapeError: L and R do not fit each other or a weight ``(out, in)``.

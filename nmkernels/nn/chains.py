@@ -1,5 +1,5 @@
-"""Chains of linear layers, or of convolutions, whose hidden channels may change places without changing what the model computes, as
-torch.fx can prove it."""
+"""Chains of linear layers, or of convolutions, whose hidden channels can be reordered without changing the model's output, as torch.fx
+proves."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ..layouts import CONV1D, CONV2D, MATRICES
-from .linear import NMWeight
 from .swap import is_conv1d
+from .weight import NMWeight
 
 MODULES = frozenset(
     {
@@ -26,7 +26,7 @@ MODULES = frozenset(
         *(nn.Identity, nn.Dropout, nn.AlphaDropout),
     }
 )
-"""Elementwise modules; dropout is one in law: which channels it hits is drawn anew every time."""
+"""Elementwise modules. Dropout is one in distribution: it draws its channels again at every call."""
 
 FUNCTIONS = frozenset(
     {
@@ -50,8 +50,7 @@ IMAGE_MODULES = frozenset(
         *(nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d, nn.ZeroPad2d, nn.ReflectionPad2d, nn.ReplicationPad2d),
     }
 )
-"""Modules that treat each channel of an image by itself; of what lies along its last dimension, as a linear layer's channels do, they
-do not."""
+"""Modules that treat each channel of an image separately, but not along its last dimension, where a linear layer's channels lie."""
 IMAGE_FUNCTIONS = frozenset({F.max_pool2d, F.avg_pool2d, F.adaptive_max_pool2d, F.adaptive_avg_pool2d, F.interpolate, F.dropout2d})
 HARMLESS = frozenset({"shape", "dtype", "device", "ndim"})
 """Attributes that do not depend on the order of channels."""
@@ -73,12 +72,12 @@ def is_plain_conv(module: nn.Module) -> bool:
 
 
 def is_depthwise(module: nn.Module) -> bool:
-    """True for an ``nn.Conv2d`` that treats each channel by itself."""
+    """True for an ``nn.Conv2d`` that treats each channel separately."""
     return type(module) is nn.Conv2d and module.groups == module.in_channels == module.out_channels > 1
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether something beside ``forward`` sees what goes in and out of ``module``."""
+    """Whether hooks see the inputs, outputs or gradients of ``module``."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
@@ -92,8 +91,8 @@ class Trace:
     modules: dict[str, nn.Module]
 
     def kind(self, node: fx.Node) -> str:
-        """``"layer"`` (linear or a convolution), ``"elementwise"``, ``"image"`` (each channel of an image by itself), ``"harmless"``
-        (reads no values), or ``"other"``."""
+        """``"layer"`` (linear or a convolution), ``"elementwise"``, ``"image"`` (each channel of an image separately), ``"harmless"`` (no
+        values are read), or ``"other"``."""
         target = node.target
         if node.op == "call_module":
             module = self.modules[str(target)]
@@ -141,7 +140,7 @@ class _Tracer(fx.Tracer):
 def trace(model: nn.Module) -> tuple[list[Trace], str]:
     """Graphs of the largest modules of ``model`` that can be traced, in every mode, or why there are none.
 
-    A copy of the modules (not of their tensors) is traced, so that whatever a forward pass stores is not stored in the model.
+    It traces a copy of the modules (not of their tensors), so that nothing that a forward pass stores is stored in the model.
     """
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     try:
@@ -161,16 +160,16 @@ def trace(model: nn.Module) -> tuple[list[Trace], str]:
             continue
         try:
             graphs = list(_graphs(module, opaque))
-        except Exception:  # whatever a forward pass may raise when it is given placeholders
+        except Exception:  # a forward pass may raise anything when its inputs are placeholders
             opaque.add(id(module))
             continue
         if any(_keeps_proxy(value) for m in module.modules() for value in vars(m).values()):
-            opaque.add(id(module))  # who reads what a forward pass has stored cannot be seen
+            opaque.add(id(module))  # readers of what a forward pass stores are not in the graph
             continue
         inner = dict(module.named_modules())
         own = {path: names[id(m)] for path, m in inner.items()}
         found[id(module)] = [Trace(nodes, names[id(module)], own, inner) for nodes, _ in graphs]
-        # what was gone through from above needs no graph of its own, unless others call it too
+        # a module that was traced as part of this one needs no graph of its own, unless others call it too
         for child in set.intersection(*(entered for _, entered in graphs)):
             if places[child] == 1:
                 found.pop(child, None)
@@ -185,7 +184,7 @@ def _keeps_proxy(value: object, depth: int = 3) -> bool:
 
 
 def _graphs(module: nn.Module, opaque: set[int]) -> Iterator[tuple[list[fx.Node], set[int]]]:
-    """The nodes of every way through ``module``, and the modules gone through."""
+    """The nodes of every path through ``module``, and the modules that it traced into."""
     parameters = inspect.signature(module.forward).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     was = {m: m.training for m in module.modules()}
@@ -214,12 +213,12 @@ def _block(module: nn.Module, names: dict[int, str]) -> Trace:
 
 @dataclass(frozen=True)
 class Chain:
-    """Names of layers, linear ones or convolutions, that write, and of those that read, one set of ``channels`` and nothing else does; one
-    layer may do both.
+    """Names of the layers, linear ones or convolutions, that write a set of ``channels``, and of those that read it; nothing else does, and
+    one layer may do both.
 
-    With any permutation P of the channels, ``rows`` of the producers' weights and biases and ``columns`` of the consumers' weights
-    taken in the order P leave the model's function as it is; so do the tensors of what lies ``between`` convolutions and has some for
-    each channel (batch norms, depthwise convolutions).
+    For any permutation P of the channels, the model computes the same with the rows of the producers' weights and biases and the columns
+    of the consumers' weights taken in the order P; and so the tensors of modules ``between`` convolutions that have an entry for each
+    channel (batch norms, depthwise convolutions).
     """
 
     producers: tuple[str, ...]
@@ -229,13 +228,13 @@ class Chain:
 
 
 def find_chains(model: nn.Module) -> tuple[list[Chain], dict[str, str]]:
-    """Every chain that can be proved, and for each linear layer and convolution in none of them as a consumer the reason.
+    """Every chain that can be proved, and for each linear layer and convolution that is no chain's consumer the reason.
 
-    Proved is what ``torch.fx`` shows of the largest modules that it can trace, in training and in eval mode, with optional arguments
-    given and not: channels written only by plain linear layers, passed only through elementwise operations, read only by plain linear
-    layers; or the same of convolutions, where what treats each channel by itself may lie between too, such as pooling and batch norms.
-    All else is an obstacle. A module that cannot be traced is taken to call its children, and not to reach into them for
-    grandchildren or weights.
+    The proof is by ``torch.fx``, on the largest modules that it can trace, in training and in eval mode, with and without optional
+    arguments: only plain linear layers write the channels, only elementwise operations pass them on, only plain linear layers read them.
+    The same goes for convolutions, where operations on single channels may lie between too, such as pooling and batch norms. Anything
+    else is an obstacle. A module that cannot be traced is taken to call its children, and not to reach into them for grandchildren or
+    weights.
 
     Example:
         >>> find_chains(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
@@ -266,7 +265,7 @@ def find_chains(model: nn.Module) -> tuple[list[Chain], dict[str, str]]:
 
 
 def channel_parameters(model: nn.Module, chain: Chain) -> Iterator[tuple[Tensor, int]]:
-    """Every Parameter, and buffer of a batch norm, that has the channels of ``chain``, with the dimension they lie along."""
+    """Every Parameter, and buffer of a batch norm, that has the channels of ``chain``, with the dimension along which they lie."""
     for names, writes in ((chain.producers, True), (chain.consumers, False)):
         for name in names:
             linear: Any = model.get_submodule(name)
@@ -286,11 +285,11 @@ def reorder_(tensor: Tensor, dim: int, order: Tensor) -> None:
 
 
 TENSORS = ("weight", "bias", "running_mean", "running_var")
-"""What a layer, or a batch norm, has for each channel."""
+"""The tensors of a layer, or a batch norm, with an entry for each channel."""
 
 
 class _Fitness:
-    """Why one layer's weight may not be reordered, whatever its surroundings; empty where it may."""
+    """Why a layer's weight may not be reordered, whatever the model around it; empty where it may."""
 
     def __init__(self, model: nn.Module) -> None:
         self.places = Counter(id(child) for m in model.modules() for child in m._modules.values())
@@ -311,7 +310,7 @@ class _Fitness:
             if self.storages[_storage(p)] > 1:
                 return f"shares its {key} with another module"
             if not p.requires_grad:
-                return f"is frozen: its {key} wants no gradient"
+                return f"is frozen: its {key} has requires_grad=False"
             if key == "weight" and p.dim() != dims:
                 return f"has a weight that is not of {dims} dimensions"
         if (set(layer._parameters) | set(layer._buffers)) - {*TENSORS, "num_batches_tracked"}:
@@ -330,7 +329,7 @@ def _storage(tensor: Tensor) -> tuple[object, ...]:
 
 
 class _Channels:
-    """Union-find over every tensor of the traces: what an elementwise operation connects has the same channels."""
+    """Union-find over the tensors of the traces: those that an elementwise operation connects have the same channels."""
 
     def __init__(self, traces: list[Trace]) -> None:
         self.parent: dict[object, object] = {}
@@ -388,8 +387,8 @@ class _Channels:
         self.parent[self._find(a)] = self._find(b)
 
     def spaces(self) -> list[tuple[list[str], list[str], list[str], list[str]]]:
-        """The sets of channels that layers touch: who writes each, who reads it, what lies between with tensors for each channel, all in
-        order, and what else touches it."""
+        """The sets of channels that layers touch: for each the sorted names of its writers, of its readers and of the modules between with
+        tensors for each channel, and the obstacles."""
         spaces: dict[object, tuple[list[str], list[str], list[str], list[str]]] = defaultdict(lambda: ([], [], [], []))
         linear: set[object] = set()
         for name in sorted(self.layers):

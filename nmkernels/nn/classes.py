@@ -1,5 +1,5 @@
-"""Changing the class of a module: the object stays, and with it its Parameters, hooks, mode and everything that refers to it. And what
-other libraries have made of a module's tensors."""
+"""Changing the class of a module, which keeps the object, its Parameters, hooks, mode and every reference to it; and what other libraries
+have made of its tensors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.nn.utils.parametrize import is_parametrized
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """The class of ``module``; where FSDP2's ``fully_shard`` has put its own in front of it, the one behind."""
+    """The class of ``module``, without the one that FSDP2's ``fully_shard`` puts in front."""
     kind = type(module)
     return kind.__mro__[2] if kind.__mro__[1].__name__ == "FSDPModule" else kind
 
 
 def change_class_(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Make ``module`` one of ``kind``, and FSDP2's as before where it was that."""
+    """Make ``module`` one of ``kind``, with FSDP2's class in front as before."""
     old = type(module)
     if class_of(module) is not old:
         kind = type(f"FSDP{kind.__name__}", (old.__mro__[1], kind), {k: v for k, v in vars(old).items() if k == "__deepcopy__"})
@@ -25,7 +25,7 @@ def change_class_(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def computed_by(module: nn.Module, key: str = "weight") -> str:
-    """What makes the tensor ``key`` of ``module`` from others, and how to undo that; empty where it is a Parameter, or nothing known."""
+    """What computes the tensor ``key`` of ``module`` from others, and how to undo that; empty where nothing known does."""
     if is_parametrized(module, key):
         kinds = ", ".join(type(part).__name__ for part in module.parametrizations[key])  # type: ignore[index]
         undo = f"remove_parametrizations(layer, {key!r})"
@@ -41,8 +41,8 @@ def computed_by(module: nn.Module, key: str = "weight") -> str:
 
 
 class QuantisedByClass:
-    """The attribute ``qconfig``, which torch.ao.quantization sets on every module of a model that it quantises: of layers that it then
-    passes over, as it goes by exact class, this says so."""
+    """The attribute ``qconfig``: warns that torch.ao.quantization, which sets it on every module, then skips layers of a class that it does
+    not know."""
 
     def __get__(self, layer: nn.Module | None, kind: type[nn.Module]) -> Any:
         if layer is None:
@@ -54,7 +54,7 @@ class QuantisedByClass:
     def __set__(self, layer: nn.Module, value: object) -> None:
         layer.__dict__["qconfig"] = value
         warnings.warn(
-            f"torch.ao.quantization goes by exact class: it passes over {type(layer).__name__}, which stays as it is. To quantise such "
+            f"torch.ao.quantization goes by exact class: it passes over {type(layer).__name__} and leaves it as it is. To quantise such "
             "layers, give the dense ones back first, with the zeros in their weights: handle.remove() after finish(), or "
             "nm.densify_(model).",
             stacklevel=2,

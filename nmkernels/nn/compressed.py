@@ -17,7 +17,7 @@ from ..gemm.choose import choose
 from ..gemm.forms import forms
 from ..gemm.methods import AS_FLOAT32, DENSE, EXPAND, OP, Method, run
 from ..gemm.problem import Problem
-from ..layouts import CONV1D, CONV2D, LINEAR, REDUCED, matrix_shape
+from ..layouts import CONV1D, CONV2D, LINEAR, matrix_shape
 from ..ops.compress import counts_writes
 from ..ops.pack import positions
 from ..pattern import DtypeError, Pattern, RecipeError, ShapeError
@@ -26,7 +26,7 @@ from ..tuning import TABLE
 from .adapter import adapter_of, add_adapter, set_adapter
 from .classes import QuantisedByClass
 from .linear import autocast_dtype, castable
-from .parallel import IN, NOTHING, OUT, check_input, check_mesh, split_along, split_linear
+from .sharding import IN, NOTHING, OUT, check_input, check_mesh, split_along, split_linear
 from .traces import PROXY, constant, is_tracing, leaf, refuse_script
 
 LAYOUTS = (LINEAR, CONV1D, CONV2D)
@@ -333,7 +333,7 @@ class CompressedPart(CompressedLinear):
         check_mesh("CompressedLinear", dense)
         super().__init__(weight, None, layout, keep_dense, columns=columns)
         self.mesh: Any = dense.device_mesh  # type: ignore[attr-defined]
-        self.split = split_along(dense, REDUCED[layout])
+        self.split = split_along(dense, layout)
         self.out, cols = matrix_shape(dense.shape, layout)
         self.register_parameter("bias", bias)
         if adapter is not None:

@@ -22,8 +22,9 @@ from ..gemm.problem import Problem
 from ..layouts import CONV2D, as_stored
 from ..pattern import DtypeError, Pattern, PatternLike, ShapeError
 from ..tuning.setting import setting
+from .checkpointing import Checkpointed
 from .compressed import SMALL_BYTES, CompressedLinear, cast
-from .linear import NMWeight, autocast_dtype, castable
+from .linear import autocast_dtype, castable
 from .traces import PROXY, constant, is_tracing, leaf
 
 PATCHES = "patches"
@@ -35,7 +36,7 @@ BANDWIDTH = 4e9
 """Bytes per second of gathering patches (strided reads) on a CPU."""
 
 
-class SparseConv2d(NMWeight, nn.Conv2d):
+class SparseConv2d(Checkpointed, nn.Conv2d):
     """An ``nn.Conv2d`` that uses the N:M form of its weight, y = x ∗ W̃ + b, W̃ = M(W) ⊙ W, with groups along the input channels.
 
     The parameter ``weight`` ``(out, in, kh, kw)`` stays dense and receives the gradient ∂L/∂W̃ by the recipe's rule. Its memory format is
@@ -57,7 +58,6 @@ class SparseConv2d(NMWeight, nn.Conv2d):
     """
 
     layout = CONV2D
-    own_gemms = False
     dense_type = nn.Conv2d
 
     def __init__(
@@ -88,7 +88,10 @@ class SparseConv2d(NMWeight, nn.Conv2d):
         self.ran = True
         if "weight" not in self._parameters:
             self.check_computed()
-        return self._conv_forward(x, as_ordered(x, self.differentiable_weight(x)), self.bias)
+        dtype, cast_to = self.weight.dtype, autocast_dtype(x)
+        if cast_to is not None and castable(dtype):
+            dtype = cast_to
+        return self._conv_forward(x, as_ordered(x, self.differentiable_weight(self.weight, dtype)), self.bias)
 
     def extra_repr(self) -> str:
         return f"{nn.Conv2d.extra_repr(self)}, {self._uses()}"

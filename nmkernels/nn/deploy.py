@@ -27,10 +27,9 @@ from .experts import (
     expand_stacks_,
     layer_name,
 )
-from .gather import fsdp_modules, reshard
-from .linear import NMWeight
-from .parallel import IN, check_mesh, split_along
+from .sharding import IN, check_mesh, fsdp_modules, reshard, split_along
 from .swap import after_swap, replace_each_
+from .weight import NMWeight
 
 HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_", "_is_full_backward_")))
 """Hooks that are copied to a deployed layer. Hooks on state dicts are not: they use the dense layer's keys."""
@@ -125,7 +124,7 @@ def _check_part(name: str, layer: NMWeight) -> None:
     """Raise ``NMError`` unless this rank's part of a sharded weight can be compressed by itself."""
     weight: Any = layer.weight
     check_mesh(f"compress_: layer {name!r}", weight)
-    if split_along(weight, layer.reduced) != IN:
+    if split_along(weight, layer.layout) != IN:
         return
     p, cols, ways = layer.pattern, layer.shape[1], weight.device_mesh.size()
     step = p.m

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..autograd import WeightTransform, transformed
-from ..layouts import EXPERTS, EXPERTS_T, REDUCED, as_matrix, as_stored, ordered
+from ..autograd import WeightTransform
+from ..layouts import EXPERTS, EXPERTS_T, REDUCED, as_matrix, ordered
 from ..pattern import NMError, Pattern, PatternLike, RecipeError, ShapeError
-from .classes import change_class_, class_of, computed_by
+from .checkpointing import Checkpointed, warn_if_changed
+from .classes import change_class_, class_of
 from .compressed import CompressedLinear
-from .linear import NMWeight
-from .traces import constant, is_tracing
+from .weight import NMWeight
 
 PREFIX = "nm_"
 """Prefix of a stack's name: the name of the child that makes the stack sparse or holds it compressed."""
@@ -100,7 +100,7 @@ def child_name(name: str) -> str:
     return f"{parent}{dot}{PREFIX}{key}"
 
 
-class StackedWeight(NMWeight):
+class StackedWeight(Checkpointed):
     """The N:M weight that a stack of an experts module is: the matrices of all experts one below the other, ``(E·out, in)``.
 
     A child of the module whose Parameter it makes sparse. What a method takes once from each weight, such as S-STE's scale, it takes from
@@ -108,14 +108,13 @@ class StackedWeight(NMWeight):
     """
 
     bias = None
-    own_gemms = False
     owner: nn.Module
 
     def __init__(self, module: nn.Module, key: str, layout: str, pattern: Pattern) -> None:
         super().__init__()
         self.__dict__["owner"] = module  # no child: it is the parent
         self.key, self.layout = key, layout
-        self.given = False
+        self.loads = False
         self._start(pattern)
 
     @property
@@ -124,15 +123,10 @@ class StackedWeight(NMWeight):
         found: Any = self.owner._parameters.get(self.key)
         return getattr(self.owner, self.key) if found is None else found  # torch.nn.utils may compute it, which check_computed refuses
 
-    def computed(self, *keys: str) -> str:
-        """What computes the stack from other tensors, and how to undo that; empty where it is a Parameter."""
-        return computed_by(self.owner, self.key)
-
     @property
-    def flattened(self) -> bool:
-        """Whether the stack is a part of a flat tensor, as FullyShardedDataParallel (FSDP1) makes it one."""
-        found = self.owner._parameters.get(self.key)
-        return found is None or found.dim() != 3
+    def home(self) -> tuple[nn.Module, str]:
+        """The experts module, and the name of the stack there."""
+        return self.owner, self.key
 
     @property
     def experts(self) -> int:
@@ -150,19 +144,7 @@ class StackedWeight(NMWeight):
     def forward(self, weight: Tensor) -> Tensor:
         """W̃ of ``weight``, both as the Parameter is stored; the gradient reaches ``weight`` by the transform's rule."""
         self.ran = True
-        transform, layout = self.transform, self.layout
-        if transform is None:
-            return weight
-        extras = self._extras(transform)
-
-        def made() -> Tensor:
-            # functional_call may pass a weight in any memory order, and it only has to be read
-            used = self.effective.dense((as_matrix(ordered(weight, layout), layout), transform, extras, weight.dtype))
-            return as_stored(used, layout, weight.shape)
-
-        if is_tracing():
-            return constant(made)
-        return transformed(weight, made(), transform, extras, layout)
+        return self.differentiable_weight(weight, weight.dtype)
 
     def _started(self, transform: WeightTransform) -> dict[str, Tensor]:
         if type(transform).start is WeightTransform.start:
@@ -181,18 +163,11 @@ class StackedWeight(NMWeight):
         found = ((getattr(self, name), kind) for name, kind in transform.reads.items())
         return [value.repeat_interleave(rows).unsqueeze(1) if kind == "fixed" else value for value, kind in found]
 
-    def _given(self, state_dict: dict[str, Any], prefix: str) -> bool:
-        return self.given
-
-    def take_buffers(self) -> None:
-        """Nothing: the Parameter is another module's, and sharded ones are refused."""
-
-    def adopt_shard(self) -> None:
-        """Nothing: see ``take_buffers``."""
+    def _loads(self, state_dict: dict[str, Any], prefix: str) -> bool:
+        return self.loads
 
     def extra_repr(self) -> str:
-        use = "finished" if self.finished else "dense" if self.transform is None else type(self.transform).__name__
-        return f"experts={self.experts}, in_features={self.shape[1]}, pattern={self.pattern}, layout={self.layout}, uses={use}"
+        return f"experts={self.experts}, in_features={self.shape[1]}, layout={self.layout}, {self._uses()}"
 
 
 class SparseExperts(_InFront):
@@ -244,7 +219,7 @@ class SparseExperts(_InFront):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
         for key, stack in self.stacks.items():
-            stack.given = f"{prefix}{key}" in state_dict  # torch passes children only their own keys
+            stack.loads = f"{prefix}{key}" in state_dict  # torch passes children only their own keys
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         moved = super()._apply(*args, **kwargs)
@@ -460,7 +435,7 @@ def make_stack_sparse_(module: nn.Module, key: str, pattern: PatternLike) -> Sta
 
 def make_stack_dense_(stack: StackedWeight) -> nn.Module:
     """Turn ``stack`` back into a plain Parameter with the same values, and return the experts module."""
-    stack._warn_if_changed()
+    warn_if_changed(stack)
     stack.forget()
     module = stack.owner
     del module._modules[PREFIX + stack.key]

@@ -1,12 +1,9 @@
-"""Turning a dense layer into a sparse one and back, and the fused paths that would bypass it.
-
-A layer turns sparse by changing its class: the module object stays, and with it its Parameters, hooks, mode and everything that
-refers to it.
-"""
+"""Turns a dense layer into a sparse one and back, by changing its class, and switches off torch's fused paths that would bypass it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -15,15 +12,17 @@ from torch import Tensor, nn
 from ..layouts import CONV1D
 from ..pattern import Pattern, PatternLike, RecipeError
 from .adapter import adapter_of, folded
+from .checkpointing import warn_if_changed
 from .classes import change_class_, class_of
 from .compressed import CompressedLinear
 from .conv import SparseConv2d, check_groups
 from .experts import StackedWeight, make_stack_dense_
-from .linear import OWN_ATTRIBUTES, NMWeight, SparseLinear
+from .linear import NMLinear, SparseLinear
+from .weight import NMWeight, WeightState
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """True for ``transformers.pytorch_utils.Conv1D`` itself, told by name so that transformers is never imported."""
+    """True for ``transformers.pytorch_utils.Conv1D`` itself; goes by its name, so that transformers is never imported."""
     return is_conv1d_type(class_of(module))
 
 
@@ -32,10 +31,10 @@ def is_conv1d_type(kind: type) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
-class SparseConv1D(NMWeight):
+class SparseConv1D(NMLinear):
     """y = x W̃ + b with the parameter ``weight`` stored ``(in, out)``; groups run along ``in``, its dimension 0.
 
-    A model's own Conv1D becomes one by ``sparsify_``, never directly, and turns back on ``remove``.
+    ``sparsify_`` makes it of a model's Conv1D, and ``handle.remove()`` turns it back; it has no constructor of its own.
     """
 
     layout = CONV1D
@@ -53,7 +52,7 @@ class SparseConv1D(NMWeight):
         return int(self.weight.shape[1])
 
     def forward(self, x: Tensor) -> Tensor:
-        """y = x W̃ + b; x by the name that Conv1D has for it."""
+        """y = x W̃ + b; the argument is called x, as in Conv1D."""
         return super().forward(x)
 
 
@@ -66,7 +65,7 @@ post_swap_hooks: list[Callable[[nn.Module], object]] = []
 """Called by ``after_swap`` with the model; integrations register here."""
 
 KEPT = "_nm_fast_path"
-"""The attribute under which a module keeps what it was before its fused path was switched off."""
+"""The attribute in which a module keeps its former setting while its fused path is off."""
 
 
 def make_sparse_(layer: nn.Module, pattern: PatternLike) -> NMWeight:
@@ -103,23 +102,22 @@ def make_dense_(layer: NMWeight) -> nn.Module:
     """
     if isinstance(layer, StackedWeight):
         return make_stack_dense_(layer)
-    layer._warn_if_changed()
+    warn_if_changed(layer)
     adapter = adapter_of(layer)
     if adapter is not None and not adapter[1].is_meta and bool(adapter[1].any()):
         with torch.no_grad():
             layer.master.copy_(folded(layer.master.detach(), *adapter))
     kind = layer.dense_type
-    layer.__dict__.pop("dense_type", None)
     layer.forget()
-    for name in OWN_ATTRIBUTES:
+    for name in ("dense_type", *(own.name for own in fields(WeightState))):
         layer.__dict__.pop(name, None)
     change_class_(layer, kind)
     return layer
 
 
 def replace_(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put ``new`` in every place of ``model`` where ``old`` stands: a module may be registered under several names, and some modules call
-    their layers from a plain list of their own (MaskFormer's)."""
+    """Replace ``old`` by ``new`` everywhere in ``model``: a module may be registered under several names, and some modules call their
+    layers from a plain list (MaskFormer's)."""
     replace_each_(model, {old: new})
 
 
@@ -139,7 +137,7 @@ REGISTRIES = frozenset(vars(nn.Module()))
 
 
 def _exchanged(value: Any, pairs: Mapping[nn.Module, nn.Module], deep: int = 3) -> Any:
-    """``value`` with the modules in it exchanged: in lists and dicts, which may hold further ones, in place; a tuple becomes a new one."""
+    """``value`` with the modules in it exchanged: nested lists and dicts in place, tuples as new ones."""
     if isinstance(value, nn.Module):
         return pairs.get(value, value)
     if deep and isinstance(value, (list, dict)):
@@ -155,10 +153,10 @@ def _exchanged(value: Any, pairs: Mapping[nn.Module, nn.Module], deep: int = 3) 
 
 
 def put_(parent: nn.Module, key: str, new: nn.Module) -> None:
-    """Make ``new`` the child ``key`` of ``parent``, also where that is what ``torch.compile`` returned, which keeps its module's call."""
+    """Make ``new`` the child ``key`` of ``parent``, which may be what ``torch.compile`` returned."""
     setattr(parent, key, new)
     if key == "_orig_mod":
-        parent.__setstate__(parent.__getstate__())  # as after unpickling: it takes the call of the new one
+        parent.__setstate__(parent.__getstate__())  # it caches its module's call, and takes the new one's here as after unpickling
 
 
 def after_swap(model: nn.Module) -> None:
@@ -169,7 +167,7 @@ def after_swap(model: nn.Module) -> None:
 
 
 def switch_fast_paths(model: nn.Module) -> None:
-    """Make encoder layers that hold a sparse or compressed layer call it also in eval; their fused path would read dense weights."""
+    """Switch off the fused path of encoder layers with a sparse or compressed layer: in eval it would read dense weights."""
     for module in model.modules():
         for kind, name, off in FAST_PATHS:
             if not isinstance(module, kind):

@@ -1,5 +1,5 @@
-"""What tracers see of a layer: ``torch.fx`` one call of it, as of torch's own layers, and ``torch.jit.trace`` a dense weight, which is a
-constant of the trace and runs wherever that does."""
+"""What tracers see of a layer: ``torch.fx`` records one call, as for torch's own layers; ``torch.jit.trace`` a dense weight, as a constant
+that needs nothing of this package."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..pattern import NMError
 __all__ = ["PROXY", "constant", "is_tracing", "leaf", "refuse_script"]
 
 PROXY: Any = fx.Proxy
-"""What ``torch.fx`` calls a module with in place of a tensor."""
+"""The placeholder that ``torch.fx`` passes to a module instead of a tensor."""
 
 
 def leaf(module: nn.Module, *args: Any) -> Any:
-    """The call ``module(*args)`` as a node of the graph that ``torch.fx`` traces; the first argument is one of its proxies."""
+    """Record the call ``module(*args)``, whose first argument is a proxy, as a node of the graph that ``torch.fx`` traces."""
     tracer = args[0].tracer
     path = tracer.path_of_module(module)
     if not path:
@@ -28,13 +28,13 @@ def leaf(module: nn.Module, *args: Any) -> Any:
 
 
 def constant(make: Callable[[], Tensor]) -> Tensor:
-    """What ``make`` returns, as a constant of the trace that ``torch.jit.trace`` records; how it is made is not recorded."""
+    """The tensor that ``make`` returns, as a constant of ``torch.jit.trace``, which records nothing of how it is made."""
     c: Any = torch._C
     state = c._get_tracing_state()
     c._set_tracing_state(None)
     try:
         with torch.no_grad():
-            return make().detach().clone()  # training may write into what was made
+            return make().detach().clone()  # training may later write into the original
     finally:
         c._set_tracing_state(state)
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import ops
 from ..autograd.transforms import WEIGHT, masked
-from ..layouts import MATRICES, ordered
+from ..layouts import MATRICES, as_matrix, ordered
 from ..nn import NMWeight
 from ..optim import PLAIN, MaskedAdamW, Target, merge_stats
 from ..pattern import RecipeError
@@ -78,6 +78,7 @@ class Attachment:
         """Take over every layer whose weight the optimizer has, also in groups that were added since; returns the new ones."""
         groups = self.optimizer.param_groups
         self._size, found = sum(len(group["params"]) for group in groups), owned(self.optimizer, self.run.layers)
+        self._whole = [layer for layer in found.values() if not is_sharded(layer.weight)]
         new = {name: layer for name, layer in found.items() if name not in self.layers}
         self.layers |= new
         for layer in new.values():
@@ -160,11 +161,7 @@ class Attachment:
         for name, layer in self.layers.items():
             if any(name in other.layers for other in self.run.attachments):
                 continue
-            layer.effective.attached = False
-            layer.effective.release()
-            if layer.gather is not None:
-                layer.gather.remove()
-                layer.gather = None
+            layer.detach()
         if self.masked is not None:
             self.masked.forget()
 
@@ -184,14 +181,14 @@ class Attachment:
             if self.masked is not None:
                 self._revision, self.masked.rule = 0, PLAIN
             return None
-        if self._size != sum(len(group["params"]) for group in optimizer.param_groups):
-            self._join()
-        own = self.own_pass
-        if self.stats is None and any(layer.gather is None and is_sharded(layer.weight) for layer in self.layers.values()):
+        if self.stats is None and any(is_sharded(layer.weight) for layer in self._whole):
             raise RecipeError(
                 "step: the model was sharded after handle.attach. Call fully_shard or parallelize_module (accelerator.prepare) first, then "
                 "build the optimizer and attach it."
             )
+        if self._size != sum(len(group["params"]) for group in optimizer.param_groups):
+            self._join()
+        own = self.own_pass
         if self.run.writes.hashes or self.run.masks.masks:
             self.run.before_step(self.layers)
         if self.masked is not None and self._revision != self.run.revision:
@@ -265,7 +262,7 @@ class Attachment:
                 _align_moments(self.updating.state.get(layer.parameter, {}), layer)
             if grad is None:
                 continue
-            w, g = layer.master.detach(), layer.matrix(local(grad))
+            w, g = layer.master.detach(), as_matrix(local(grad), layer.layout)
             put = partial(_add, g, id(layer.parameter) in negated, scale)
             if stage.held_mask:
                 g.masked_fill_(~self.run.masks.masks[name], 0.0)
@@ -300,8 +297,7 @@ class Attachment:
         else:
             new = self._own_stats() if self.numel else None
         for layer in self.layers.values():
-            layer.stepped = True
-            layer.drop()
+            layer.drop(stepped=True)
         self.run.writes.stepped(self.layers)
         self.observed = new
         if new is not None:

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from ..layouts import MATRICES
+from ..layouts import MATRICES, ORDERS, REDUCED
 from ..nn import NMWeight
-from ..nn.gather import data_dims
-from ..nn.parallel import check_mesh
+from ..nn.sharding import check_mesh, data_dims
 from ..pattern import RecipeError, ShapeError
 from ..shards import is_sharded
 from .base import Recipe
@@ -28,7 +27,9 @@ def check_flat(layers: dict[str, NMWeight]) -> None:
     """Raise ``RecipeError`` where weights were made one flat tensor."""
     check_own("attach", layers)
     for name, layer in layers.items():
-        if layer.flattened:
+        module, key = layer.home
+        weight = module._parameters.get(key)
+        if weight is None or weight.dim() != len(ORDERS[layer.layout]):
             raise RecipeError(
                 f"attach: the weight of layer {name!r} was flattened, as FullyShardedDataParallel (FSDP1) does. Use "
                 "torch.distributed.fsdp.fully_shard, which keeps Parameters apart."
@@ -75,7 +76,7 @@ def check_shards(layers: dict[str, NMWeight]) -> None:
         splits = {"out": 1, "in": 1}  # over all dimensions of the mesh
         for dim, placement in enumerate(weight.placements):
             if not placement.is_replicate():
-                splits["in" if placement.dim == layer.reduced else "out"] *= weight.device_mesh.size(dim)
+                splits["in" if placement.dim == REDUCED[layer.layout] else "out"] *= weight.device_mesh.size(dim)
         traits = layer.final.traits
         if traits.columns is not None and splits["in"] > 1:
             raise ShapeError(

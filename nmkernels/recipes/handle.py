@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..autograd import STRAIGHT_THROUGH, WeightTransform
 from ..nn import NMWeight, StackedWeight, decompress_, make_dense_, switch_fast_paths
-from ..nn.gather import connect, reshard
+from ..nn.sharding import adopt_parameter, connect, reshard
 from ..optim import merge_stats
 from ..pattern import CheckpointError, RecipeError
 from ..shards import anywhere
@@ -405,8 +405,7 @@ class Handle:
         reshard(self.model)
         for layer in self.layers.values():
             layer.effective.release()
-            layer.put_in_order()
-            layer.adopt_shard()
+            adopt_parameter(layer)
 
     @contextmanager
     def _previewed(self, lost: Iterable[str]) -> Iterator[None]:
@@ -518,18 +517,14 @@ def make_nm(layers: dict[str, NMWeight], transforms: dict[str, WeightTransform])
             raise RecipeError(f"finish: the weight of layer {name!r} has NaN or infinite values; training diverged before this point.")
     pruned, orders = {}, {}
     for name, transform in transforms.items():
-        columns, weight = transform.traits.columns, layers[name].transformed(transform)
+        columns, weight = transform.traits.columns, transform(layers[name].master.detach(), *layers[name]._extras(transform))
         order = None if columns is None else columns(weight.shape[1])
         used = weight if order is None else weight[:, order.to(weight.device)]
         if anywhere(layers[name].parameter, not ops.is_nm(used, layers[name].pattern)):
             raise RecipeError(f"finish: layer {name!r} is not {layers[name].pattern} after pruning; please report this bug.")
         pruned[name], orders[name] = weight, order
     for name, layer in layers.items():
-        layer.master.copy_(pruned.pop(name))
-        layer.use(None, STRAIGHT_THROUGH)
-        layer.finished, layer.columns = True, orders[name]
-        layer.forget(adapter=False)
-        layer.effective.release()
+        layer.finish(pruned.pop(name), orders[name])
 
 
 def metrics_of(run: Run) -> dict[str, Tensor]:

@@ -79,7 +79,7 @@ class Watch:
             node.register_hook(lambda inputs, outputs: self._gave(inputs[index]))
 
     def _gave(self, gradient: Tensor | None) -> None:
-        if gradient is None or self.layer.watch is None:
+        if gradient is None or getattr(self.layer, "watch", None) is None:
             return
         now = torch._C._current_graph_task_id()
         # held, so that autograd adds nothing to it in place
@@ -96,7 +96,9 @@ class Watch:
 
     def end(self) -> None:
         self._remover.remove()
-        self.own, self.layer.watch = None, None
+        self.own = None
+        if isinstance(self.layer, NMWeight):  # densify_ may have been here
+            self.layer.watch = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()

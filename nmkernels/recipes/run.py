@@ -80,10 +80,9 @@ class Run:
             self.patterns.choose()
         transform = self.stage.transform or self.stage.later
         for name, layer in self.layers.items():
-            layer.final = self._fitted(self.recipe.final_transform(), layer)
-            layer.restored &= not overwrite
+            used = () if transform is None else (self._fitted(transform, layer),)
             try:
-                layer.begin(*() if transform is None else (self._fitted(transform, layer),))
+                layer.begin(self._fitted(self.recipe.final_transform(), layer), *used, overwrite=overwrite)
             except NMError as error:
                 raise RecipeError(f"{verb}: layer {name!r}: {error}") from error
 
@@ -262,7 +261,7 @@ class Run:
         values = {f"nm_{name}": value for name, value in self.recipe.values(self.state).items() if f"nm_{name}" in transform.reads}
         if values:
             for layer in self.layers.values():
-                layer.feed(values)
+                layer.hold(values, in_place=True)
 
     def _kept(self) -> dict[str, Tensor]:
         return {name: layer.kept() for name, layer in self.layers.items()}

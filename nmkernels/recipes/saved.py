@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layouts import as_stored, ordered
+from ..layouts import as_matrix, as_stored, ordered
 from ..nn import NMWeight
 from ..pattern import CheckpointError
 from ..shards import is_sharded, like, local, spread
@@ -46,7 +46,7 @@ def written(state: State, layers: Mapping[str, NMWeight], holding: Mapping[str, 
             elif name in bits:
                 every = rows // (value.shape[0] or 1) or 1
                 mask = value.repeat_interleave(every, 0) if every > 1 else value
-                layer.matrix(bits[name]).bitwise_or_(mask.to(torch.uint8) * BITS[used])
+                as_matrix(bits[name], layer.layout).bitwise_or_(mask.to(torch.uint8) * BITS[used])
                 own[key] = {"bit": used, "every": every}
                 used += 1
             elif not is_sharded(layer.parameter):
@@ -85,7 +85,8 @@ def _held(name: str, values: dict[str, Any], layers: Mapping[str, NMWeight], mas
         return found  # whether the layers are those of this run is checked later
     for key, value in found.items():
         if value.dtype == torch.bool and value.shape == layer.shape and is_sharded(layer.parameter):
-            found[key] = layer.matrix(local(spread(layer.parameter, as_stored(value, layer.layout, layer.parameter.shape))))
+            stored = as_stored(value, layer.layout, layer.parameter.shape)
+            found[key] = as_matrix(local(spread(layer.parameter, stored)), layer.layout)
     if not places:
         return found
     if bits is None:
@@ -97,7 +98,7 @@ def _held(name: str, values: dict[str, Any], layers: Mapping[str, NMWeight], mas
         return found  # loaders leave out what belongs to a frozen weight
     if bits.shape != layer.parameter.shape or local(bits).shape != local(layer.parameter).shape:
         raise CheckpointError(f"the checkpoint's mask of layer {name!r} is of another shape than its weight {layer.shape}.")
-    own = layer.matrix(ordered(local(bits).to(torch.uint8), layer.layout))
+    own = as_matrix(ordered(local(bits).to(torch.uint8), layer.layout), layer.layout)
     for key, place in places.items():
         found[key] = (own & BITS[place["bit"]]).ne(0)[:: place["every"]].contiguous()
     return found

@@ -391,7 +391,7 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
     layers: dict[str, NMWeight] = {c.name: built.get(c.name) or _made_sparse(c, pattern) for c in chosen}
     after_swap(model)
     try:
-        handle = Handle(model, recipe, layers, report)
+        return Handle(model, recipe, layers, report)
     except Exception:
         for name, layer in layers.items():
             layer.forget()
@@ -401,9 +401,6 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
                 make_dense_(layer)
         switch_fast_paths(model)
         raise
-    for layer in layers.values():
-        layer.governed = True
-    return handle
 
 
 def _made_sparse(c: Candidate, pattern: Pattern) -> NMWeight:

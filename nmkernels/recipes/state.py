@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ..autograd import WeightTransform
 from ..autograd.transforms import read_as
+from ..layouts import REDUCED
 from ..nn import NMWeight
-from ..nn.gather import data_dims
+from ..nn.sharding import data_dims
 from ..pattern import CheckpointError, NMError, Pattern, ShapeError
 from ..shards import is_sharded
 from .base import Recipe, State
@@ -78,7 +79,8 @@ class Streams:
 
     def forget(self) -> None:
         for layer in self.layers.values():
-            layer.__dict__["seed"] = None
+            if isinstance(layer, NMWeight):  # densify_ may have been here
+                layer.seed = None
 
 
 def stream_rank(layer: NMWeight) -> int:
@@ -89,7 +91,7 @@ def stream_rank(layer: NMWeight) -> int:
     mesh = weight.device_mesh
     place = list(mesh.get_coordinate())
     for dim, placement in enumerate(weight.placements):
-        if dim >= data_dims(layer) and not placement.is_shard(1 - layer.reduced):
+        if dim >= data_dims(layer) and not placement.is_shard(1 - REDUCED[layer.layout]):
             place[dim] = 0
     return int(mesh.mesh[tuple(place)])
 
@@ -117,8 +119,9 @@ class LayerPatterns:
         choose = self.recipe.setup.patterns
         self.own = {} if choose is None else choose({name: layer.master.detach() for name, layer in self.layers.items()})
         for name, pattern in self.own.items():
+            layer = self.layers[name]
             try:
-                pattern.check_divides("sparsify_", self.layers[name].inputs, "in_features")
+                pattern.check_divides("sparsify_", layer.parameter.shape[REDUCED[layer.layout]], "in_features")
             except ShapeError as error:
                 raise ShapeError(f"layer {name!r}: {error}") from error
         self._give()
@@ -146,8 +149,9 @@ class LayerPatterns:
         if patterns:
             check_layers("patterns", patterns, self.layers)
         for name, text in patterns.items():
+            layer = self.layers[name]
             try:
-                Pattern(text).check_divides("resume", self.layers[name].inputs, "in_features")
+                Pattern(text).check_divides("resume", layer.parameter.shape[REDUCED[layer.layout]], "in_features")
             except NMError as error:
                 raise CheckpointError(f"the checkpoint's pattern of layer {name!r} does not fit: {error}") from error
 

@@ -46,7 +46,7 @@ def layer_of(name):
     if transform is not None:
         layer.begin(transform)
         layer.hold(transform.renew(layer.weight.detach(), [None] * len(transform.reads), torch.Generator()))
-    layer.feed({name: torch.tensor(value, dtype=torch.float64) for name, value in FED.get(name, {}).items()})
+    layer.hold({name: torch.tensor(value, dtype=torch.float64) for name, value in FED.get(name, {}).items()}, in_place=True)
     return layer
 
 

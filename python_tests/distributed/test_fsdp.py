@@ -422,7 +422,7 @@ def test_what_is_gathered_and_what_is_refused(tmp_path: Path) -> None:
         # the masters alone: neither W, nor W̃, nor what was gathered
         for packed, alive in found["alive"].items():
             assert alive == [("torch.float32", 512 * 256 // RANKS * 4)] * 3, packed
-        assert "not gathered anew" in found["stale"] and found["stale"].startswith("NMError")
+        assert "not gathered since it last changed" in found["stale"] and found["stale"].startswith("NMError")
         assert found["cast"].startswith("DtypeError")
         assert max(found["loaded"]) < 0.1
         for (name, after), said in found["refused"].items():

@@ -595,7 +595,7 @@ def test_layers_streams_compressed_and_refusals(tmp_path: Path) -> None:
             "plain input": "plain tensor",
             "plain input, compressed": "plain tensor",
             "two dimensions": "a mesh of one",
-            "half bytes": "bytes of packed indices",
+            "half bytes": "bytes of packed 2:4 indices",
         }.items():
             assert said[name].startswith(("ShapeError", "RecipeError")) and words in said[name], (name, said[name])
     row, column = zip(*(found["drawn"]["keys True"] for found in results), strict=True)

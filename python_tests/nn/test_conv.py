@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import nmkernels as nm
+from nmkernels.layouts import as_matrix
 from nmkernels.nn import SparseConv2d
 from nmkernels.recipes.sparsify import select
 from python_tests.distributed.ranks import needs_gloo, on_ranks
@@ -55,7 +56,7 @@ def test_forward_and_gradients(kind, last):
     want.backward(g)
     assert torch.allclose(own.grad, theirs.grad, atol=1e-5)
     assert torch.allclose(layer.weight.grad, dense.weight.grad, atol=1e-4)  # straight through
-    assert layer.matrix(layer.weight.grad).data_ptr() == layer.weight.grad.data_ptr()
+    assert as_matrix(layer.weight.grad, layer.layout).data_ptr() == layer.weight.grad.data_ptr()
     assert torch.equal(layer(x[0]), layer(x[:1])[0])  # without batch
 
 
@@ -441,7 +442,7 @@ def _train_on_half():
         assert in_order(model[3])
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-        assert model[3].matrix(model[3].weight.grad).data_ptr() == model[3].weight.grad.data_ptr()
+        assert as_matrix(model[3].weight.grad, model[3].layout).data_ptr() == model[3].weight.grad.data_ptr()
     return model.state_dict()
 
 

@@ -134,7 +134,7 @@ def recomputed(model, x):
         if not isinstance(layer, nm.nn.NMWeight):
             x = layer(x)
             continue
-        w = layer.weight.detach() if layer.transform is None else layer.transformed(layer.transform)
+        w = layer.weight.detach() if layer.transform is None else layer.transform(layer.master.detach(), *layer._extras(layer.transform))
         y = F.linear(x, w, layer.bias)
         adapter = adapter_of(layer) if layer.adapts else None
         x = y if adapter is None else add_adapter(y, x, *adapter)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...autograd.transforms import CombinationMask, Traits, WeightTransform, combination_count, reading, wide
 from ...nn import NMWeight
+from ...nn.weight import is_learned
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError, ShapeError
 from ...reference import uniforms24
@@ -213,12 +214,8 @@ class MaskLLM(ScheduledRecipe):
             if mask.shape != weight.shape or int(mask.bool().reshape(-1, p.m).sum(1).amax()) > p.n:
                 raise ShapeError(f"MaskLLM: the prior mask of {name!r} must be {p} and of shape {tuple(weight.shape)}.")
         for name, mask in masks.items():
-            layer = layers[name]
-            with torch.no_grad():
-                logits = self._transform().preferring(mask.bool().to(layer.weight.device), layer.master.detach())
-                layer.learned()["nm_logits"].copy_(logits)
-            layer.restored = True  # as from a checkpoint: attach must not initialise them again
-            layer.effective.drop()
+            weight = layers[name].master.detach()
+            layers[name].restore({"nm_logits": self._transform().preferring(mask.bool().to(weight.device), weight)})
 
     def _transform(self) -> GumbelMask:
         return GumbelMask(Pattern(self.pattern), hard=self.hard, prior=self.prior_strength, spread=self.init_std)
@@ -255,11 +252,11 @@ def learned_apart(recipe: str, params: Iterable[Any], lr: float | Tensor, multip
     result: list[dict[str, Any]] = []
     for group in groups:
         entries = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        apart = [entry for entry in entries if _is_learned(entry)]
-        rest = [entry for entry in entries if not _is_learned(entry)]
+        apart = [entry for entry in entries if is_learned(entry)]
+        rest = [entry for entry in entries if not is_learned(entry)]
         result += [{**group, "params": rest}] if rest else []
         result += [{**group, "params": apart, "lr": group.get("lr", lr) * multiplier}] if apart else []
-    if not any(_is_learned(entry) for group in result for entry in group["params"]):
+    if not any(is_learned(entry) for group in result for entry in group["params"]):
         if any(is_sharded(entry[1] if isinstance(entry, tuple) else entry) for group in result for entry in group["params"]):
             raise RecipeError(f"{recipe} learns numbers for each whole weight, and the parameters are sharded. Do not shard the model.")
         raise RecipeError(
@@ -267,8 +264,3 @@ def learned_apart(recipe: str, params: Iterable[Any], lr: float | Tensor, multip
             "recipe.optimizer(model.parameters()); for a copied or wrapped model give model.named_parameters()."
         )
     return result
-
-
-def _is_learned(entry: Any) -> bool:
-    name, p = entry if isinstance(entry, tuple) else ("", entry)
-    return getattr(p, "nm_learned", False) or str(name).rpartition(".")[2].startswith("nm_")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...autograd.transforms import HardMask, WeightTransform, masked, pruned_along_out, reading
+from ...nn import ADAPTER, set_adapter
 from ...pattern import Pattern, RecipeError
 from ..base import About, LayerSetup, Setup, Span, Stage, State, count, optional_seed, rank_for, setting, whole
 from ..hooks import Hooks
@@ -59,7 +60,10 @@ class Adapters(Hooks):
         for name, layer in self.run.layers.items():
             generator = generator_of(self.recipe.setup.first_seed, f"adapter/{name}")
             size = layer.shape[1], rank_for(self.recipe.rank, layer.shape)
-            layer.add_adapter(torch.randn(size, generator=generator, dtype=torch.float64))
+            left = torch.randn(size, generator=generator, dtype=torch.float64).to(layer.weight)
+            set_adapter(layer, left, left.new_zeros(size[1], layer.shape[0]), *layer.shape)
+            for key in ADAPTER:
+                layer.get_parameter(key).requires_grad_(layer.weight.requires_grad)
 
     def enter(self, stage: Stage) -> None:
         self._use(isinstance(stage, AdapterStage))

@@ -1,0 +1,318 @@
+"""NMWeight: an N:M weight and its state, which all layers that train one share, whatever they multiply it by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..autograd import HardMask, WeightTransform, transformed
+from ..gemm.plan import STRAIGHT_THROUGH, GemmPlan
+from ..gemm.problem import Problem
+from ..layouts import LINEAR, MATRICES, as_matrix, as_stored, matrix_shape, ordered
+from ..pattern import Pattern, RecipeError
+from ..shards import is_sharded, local, whole
+from .adapter import ADAPTER, adapter_of
+from .classes import QuantisedByClass, computed_by
+from .effective import EffectiveWeight
+from .traces import constant, is_tracing, refuse_script
+
+
+@dataclass(eq=False, repr=False)
+class WeightState:
+    """The attributes of a layer with an N:M weight, which ``make_dense_`` takes away again.
+
+    ``pattern`` is that of the finished weight, and ``final`` the transform that makes it; ``transform`` makes the present W̃, or is None
+    where the layer uses W itself (a dense phase, or after ``finish``); ``plan`` says how the GEMMs are done, and ``seed`` is int64 (seed,
+    offset) of its random estimates, None for torch's generator. ``adapts``: the low-rank adapter (``nm_left``, ``nm_right``), if there is
+    one, takes part. ``columns`` is the order in which the finished weight is N:M, None for its own. ``starts`` are the transforms that
+    took something from the weight at the beginning, which a checkpoint may have ``restored``. ``governed``: a handle drives the layer, or
+    did; ``stepped``: an attached optimizer has stepped; ``ran``: the layer was called. ``effective`` keeps copies of W̃, ``gather`` is the
+    ``sharding.Gather`` of a weight that FSDP2 shards, and ``watch`` sees the result of each call until the first backward pass.
+    """
+
+    pattern: Pattern
+    final: WeightTransform = field(init=False)
+    transform: WeightTransform | None = field(init=False)
+    plan: GemmPlan = field(init=False)
+    seed: Tensor | None = None
+    adapts: bool = False
+    columns: Tensor | None = None
+    starts: tuple[WeightTransform, ...] = ()
+    restored: bool = False
+    governed: bool = False
+    stepped: bool = False
+    finished: bool = False
+    ran: bool = False
+    effective: EffectiveWeight = field(default_factory=EffectiveWeight)
+    gather: Any = None
+    watch: Any = None
+
+    def __post_init__(self) -> None:
+        self.final = self.transform = HardMask(self.pattern)
+        self.plan = GemmPlan("auto", "auto", n=self.pattern.n, m=self.pattern.m)
+
+
+class NMWeight(nn.Module, WeightState):
+    """A dense weight W that is used in its N:M form W̃ = ``transform(W)``: the base of ``SparseLinear`` and all its like.
+
+    One weight has these names: ``weight`` is torch's, where FSDP2 puts an unsharded one during a call; ``parameter`` is the Parameter that
+    an optimizer updates; ``master`` is that as a matrix ``(out, in)``, of a sharded one this rank's shard; ``effective_weight()`` is W̃.
+
+    Tensors ``nm_*`` are what transforms read in addition to W. They are in the state dict where they are fixed or learned (a dense
+    checkpoint, which has none, renews them), and outside it where they are held or a schedule writes them.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    layout = LINEAR
+    """How the Parameter stores the matrix ``(out, in)``; one of ``nmkernels.layouts``."""
+    dense_type: type[nn.Module] = nn.Linear
+    """What the layer was made from, and becomes again."""
+    own_gemms = False
+    """Whether the layer multiplies W̃ by a plan. Otherwise torch does (a convolution), and no recipe reaches its GEMMs."""
+
+    def _start(self, pattern: Pattern) -> None:
+        WeightState.__init__(self, pattern)
+        self.put_in_order()
+
+    # ---- the weight
+
+    @property
+    def parameter(self) -> Tensor:
+        """The Parameter that an optimizer updates; ``weight`` is another one while FSDP2 has it unsharded."""
+        return self.weight if self.gather is None else self.gather.parameter
+
+    @property
+    def master(self) -> Tensor:
+        """The dense weight as ``(out, in)``, the Parameter itself or a view of it; of a sharded one this rank's shard."""
+        weight = local(self.parameter)
+        return weight if self.layout == LINEAR else as_matrix(weight, self.layout)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(out, in)`` of the weight, whole where it is sharded."""
+        return matrix_shape(self.parameter.shape, self.layout)
+
+    @property
+    def grouped(self) -> Tensor:
+        """``master`` with its columns in the order in which a finished weight is N:M; a copy where that is not their own."""
+        return self.master if self.columns is None else self.master.index_select(1, self.columns.to(self.weight.device))
+
+    @property
+    def multiplied(self) -> Tensor:
+        """A tensor with the shape ``(out, in)`` of what this rank's GEMMs multiply, which FSDP2 gathers whole; not its contents."""
+        gather, master = self.gather, self.master
+        return master if gather is None else master.new_empty(1, 1).expand(*matrix_shape(gather.fsdp_param._orig_size, self.layout))
+
+    @property
+    def home(self) -> tuple[nn.Module, str]:
+        """The module that has the Parameter, and its name there."""
+        return self, "weight"
+
+    def computed(self, *keys: str) -> str:
+        """What computes the weight, or another tensor of ``keys``, from others, and how to undo that; empty where it is a Parameter."""
+        module, name = self.home
+        reasons = (computed_by(module, name if key == "weight" else key) for key in keys or ("weight",))
+        return next(filter(None, reasons), "")
+
+    def check_computed(self) -> None:
+        """Raise ``RecipeError`` where a recipe drives the layer and its weight is no Parameter any more."""
+        reason = self.computed() if self.governed and not self.finished else ""
+        if reason:
+            raise RecipeError(f"{type(self).__name__}: the layer is in sparse training, and {reason}.")
+
+    def put_in_order(self) -> None:
+        """Put the Parameter's memory in the order of its matrix, which loading by assignment or moving may have changed; it stays the
+        same Parameter."""
+        if self.layout in MATRICES or is_sharded(self.parameter):
+            return
+        data, grad = self.parameter.data, self.parameter.grad
+        right = ordered(data, self.layout)
+        if right is not data:
+            self.parameter.data = right
+            if grad is not None:  # torch's fused optimizers go by memory and not by strides
+                self.parameter.grad = ordered(grad, self.layout)
+
+    # ---- what a recipe does with it
+
+    def begin(self, final: WeightTransform, *transforms: WeightTransform, overwrite: bool = False) -> None:
+        """Take from the present weight what ``transforms`` and ``final`` start from; without ``overwrite`` only if no checkpoint had it."""
+        self.governed, self.final = True, final
+        self.starts = tuple(dict.fromkeys((*transforms, *self.starts)))
+        self.restored &= not overwrite
+        if not self.restored:
+            self.renew()
+
+    def renew(self) -> None:
+        """Take from the present weight what the transforms of ``begin`` start from, and zero the adapter.
+
+        A Parameter that exists keeps its identity: an optimizer may have it.
+        """
+        for transform in dict.fromkeys((*self.starts, self.final)):
+            for name, value in self._started(transform).items():
+                if transform.reads.get(name) != "learned":
+                    self.register_buffer(name, value)
+                elif name in self._parameters:
+                    with torch.no_grad():
+                        getattr(self, name).copy_(value)
+                else:
+                    parameter = nn.Parameter(value)
+                    parameter.nm_learned = True  # type: ignore[attr-defined]  # for is_learned: torch.compile takes no class of its own
+                    self.register_parameter(name, parameter)
+        self.clear_adapter()
+        self.drop()
+
+    def _started(self, transform: WeightTransform) -> dict[str, Tensor]:
+        """What ``transform`` takes once from the present weight, by name."""
+        if type(transform).start is WeightTransform.start:
+            return {}
+        return transform.start(as_matrix(whole(self.parameter.detach()), self.layout))
+
+    @torch.no_grad()
+    def restore(self, values: dict[str, Tensor]) -> None:
+        """Write ``values`` over what transforms start from, as loading a checkpoint does: ``begin`` leaves them."""
+        for name, value in values.items():
+            getattr(self, name).copy_(value)
+        self.restored = True
+        self.drop()
+
+    def use(self, transform: WeightTransform | None, plan: GemmPlan) -> None:
+        """From now on multiply W̃ = ``transform(W)``, or W where it is None, by ``plan``."""
+        if transform is not None:
+            plan.check(transform)
+        self.plan = plan if self.own_gemms else plan.dense_layout
+        if transform is not self.transform:
+            self.transform = transform
+            self.drop()
+
+    def hold(self, values: dict[str, Tensor], in_place: bool = False) -> None:
+        """Keep ``values``, which the transform reads, outside the state dict; ``in_place``: in the memory of those kept before."""
+        for name, value in values.items():
+            if in_place and name in self._buffers:
+                getattr(self, name).copy_(value)
+            else:
+                self.register_buffer(name, value.to(self.master.device, copy=in_place), persistent=False)
+        self.drop()
+
+    def drop(self, stepped: bool = False) -> None:
+        """The weight, or what its transform reads, has changed, by a step of an attached optimizer or else: make W̃ again before use."""
+        self.effective.drop()
+        if stepped and not self.stepped:
+            self.stepped = True
+        if self.gather is not None:
+            self.gather.fresh = False
+
+    def detach(self) -> None:
+        """No optimizer is attached any more: make W̃ at every call, and let FSDP2 gather W."""
+        self.effective.attached = False
+        self.effective.release()
+        if self.gather is not None:
+            self.gather.remove()
+            self.gather = None
+
+    @torch.no_grad()
+    def finish(self, weight: Tensor, columns: Tensor | None) -> None:
+        """Replace W by ``weight`` ``(out, in)``, N:M in the order ``columns``, and forget all else of the recipe but the adapter."""
+        self.master.copy_(weight)
+        self.use(None, STRAIGHT_THROUGH)
+        self.finished, self.columns = True, columns
+        self.forget(adapter=False)
+        self.effective.release()
+
+    def forget(self, adapter: bool = True) -> None:
+        """Remove every tensor that a transform reads, and the adapter unless told to leave it."""
+        kept = () if adapter else ADAPTER
+        for name in [name for name in (*self._buffers, *self._parameters) if name.startswith("nm_") and name not in kept]:
+            delattr(self, name)
+        self.seed, self.starts = None, ()
+
+    # ---- what a transform reads next to the weight, and what it says of it
+
+    @torch.no_grad()
+    def clear_adapter(self) -> None:
+        """Have the adapter, if there is one, add nothing: R = 0."""
+        adapter = adapter_of(self)
+        if adapter is not None:
+            adapter[1].zero_()
+
+    def learned(self) -> dict[str, nn.Parameter]:
+        """The Parameters that the recipe has added to the layer, by name."""
+        return {name: p for name, p in self._parameters.items() if name.startswith("nm_") and p is not None}
+
+    def takes_part(self) -> bool:
+        """Whether the last backward passes gave the weight, or what is learned with it, a gradient."""
+        return self.parameter.grad is not None or any(p.grad is not None for p in self.learned().values())
+
+    @property
+    def mask_pattern(self) -> Pattern:
+        """The pattern of the present mask; a schedule may go through others before the layer's own."""
+        return self.pattern if self.transform is None else self.transform.pattern
+
+    def _extras(self, transform: WeightTransform) -> list[Tensor]:
+        """What ``transform`` reads in addition to the weight."""
+        return [getattr(self, name) for name in transform.reads]
+
+    def watched(self) -> dict[str, Tensor]:
+        """Metrics of the present transform, by name."""
+        return {} if self.transform is None else self.transform.watch(self.master.detach(), *self._extras(self.transform))
+
+    def kept(self) -> Tensor:
+        """Which weights the present transform does not prune, bool ``(out, in)``."""
+        transform = self.transform or self.final
+        return transform.kept(self.master.detach(), *self._extras(transform))
+
+    def penalties(self) -> dict[str, Tensor]:
+        """Gradients of the present transform's own loss term at the present weight, by name; see ``WeightTransform.penalty``."""
+        return {} if self.transform is None else self.transform.penalty(self.master.detach(), *self._extras(self.transform))
+
+    # ---- W̃
+
+    def effective_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """W̃ ``(out, in)``, which the next forward pass multiplies, detached; None for the weight's dtype."""
+        if self.transform is None:
+            return self.master.detach().to(dtype or self.master.dtype)
+        return self.effective.dense((self.master, self.transform, self._extras(self.transform), dtype or self.master.dtype))
+
+    def differentiable_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """W̃ of ``weight``, both as the Parameter is stored; the gradient reaches ``weight`` by the transform's rule."""
+        transform, layout = self.transform, self.layout
+        if transform is None:
+            return weight
+        extras = self._extras(transform)
+
+        def made() -> Tensor:
+            # functional_call may pass a weight in any memory order, and it only has to be read
+            matrix = self.effective.dense((as_matrix(ordered(weight, layout), layout), transform, extras, dtype))
+            return as_stored(matrix, layout, weight.shape)
+
+        if is_tracing():
+            return constant(made)
+        used = transformed(weight, made(), transform, extras, layout)
+        if self.watch is not None and not torch.compiler.is_compiling():
+            self.watch.see(used, weight, 0)
+        return used
+
+    def problems(self, tokens: int) -> list[tuple[Problem, ...]]:
+        """The GEMMs that the plan leaves open, for an input of ``tokens`` rows; none where torch multiplies."""
+        return []
+
+    def tunable(self, counts: Sequence[int]) -> Iterator[tuple[str, NMWeight, Sequence[int]]]:
+        """The layers that ``nm.tune`` finds here, with their names in this module and the rows of their inputs: this one."""
+        yield "", self, counts
+
+    __prepare_scriptable__ = refuse_script
+    qconfig = QuantisedByClass()
+
+    def _uses(self) -> str:
+        use = "finished" if self.finished else "dense" if self.transform is None else type(self.transform).__name__
+        return f"pattern={self.pattern}, uses={use}"
+
+
+def is_learned(entry: Any) -> bool:
+    """Whether a Parameter, or a pair (name, Parameter), is one that a recipe learns; of a copy only the name tells."""
+    name, parameter = entry if isinstance(entry, tuple) else ("", entry)
+    return getattr(parameter, "nm_learned", False) or str(name).rpartition(".")[2].startswith("nm_")
