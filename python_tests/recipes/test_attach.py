@@ -62,7 +62,7 @@ def test_calls_per_step(monkeypatch):
     """The optimizer's pass masks, decays and counts; nothing else masks but the one copy of each layer."""
     calls, decide = Counter(), dispatch.decide
     # nothing lasts, so every call decides
-    monkeypatch.setattr(dispatch, "decide", lambda op, args: (calls.update([op]), (decide(op, args)[0], False))[1])
+    monkeypatch.setattr(dispatch, "decide", lambda op, *args: (calls.update([op]), (decide(op, *args)[0], False))[1])
     model = mlp()
     handle = nm.sparsify_(model, SRSTE(decay=0.1))
     optimizer = handle.attach(MaskedAdamW([{"params": model[:2].parameters()}, {"params": model[2:].parameters(), "lr": 1e-3}]))
