@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from ..optim import PLAIN, MaskedAdamW, Target, merge_stats
 from ..pattern import RecipeError
 from ..shards import Groups, add, align_gradient, is_sharded, local, reduced, total
 from .base import Observed, Recipe, State
+from .hooks import Hooks
 from .run import Run
 from .saved import HELD, restored, written
 from .writes import listed
@@ -57,6 +58,7 @@ class Attachment:
         self._pruned: dict[str, tuple[Tensor, Tensor]] = {}
         self.updating = inner(optimizer)
         self._starts = self._rehearsed = False
+        self._own_pass: MaskedAdamW | None = None
         self._loaded_masks: dict[str, Tensor] = {}
         self._loaded: State | None = None
         self._removers = [
@@ -91,13 +93,6 @@ class Attachment:
     @property
     def group(self) -> dict[str, Any]:
         return group_of(self.optimizer, self.layers)
-
-    @property
-    def own_pass(self) -> MaskedAdamW | None:
-        """The optimizer, where it masks, decays and counts in its own pass over memory."""
-        stage = self.run.stage
-        outside = stage.held_mask or (stage.transform is not None and stage.transform.traits.own_mask)
-        return None if outside else self.masked
 
     @property
     def holding(self) -> dict[str, NMWeight]:
@@ -186,9 +181,15 @@ class Attachment:
                 "step: the model was sharded after handle.attach. Call fully_shard or parallelize_module (accelerator.prepare) first, then "
                 "build the optimizer and attach it."
             )
-        if self._size != sum(len(group["params"]) for group in optimizer.param_groups):
+        size = 0
+        for group in optimizer.param_groups:
+            size += len(group["params"])
+        if size != self._size:
             self._join()
-        own = self.own_pass
+        # where MaskedAdamW masks, decays and counts in its own pass over memory
+        stage = self.run.stage
+        own_mask = stage.held_mask or (stage.transform is not None and stage.transform.traits.own_mask)
+        own = self._own_pass = None if own_mask else self.masked
         if self.run.writes.hashes or self.run.masks.masks:
             self.run.before_step(self.layers)
         if self.masked is not None and self._revision != self.run.revision:
@@ -287,69 +288,62 @@ class Attachment:
                     count = state[key]
                     state[key] = torch.full_like(count, FIRST[key]) if isinstance(count, Tensor) else type(count)(FIRST[key])
             return
-        own, drives = self.own_pass, self.drives
+        own, drives, hooks, found_inf = self._own_pass, self.drives, self.run.hooks, getattr(optimizer, "found_inf", None)
         if drives:
             # ZeRO replaces the groups by the loaded ones after the hooks of a load
             optimizer.param_groups[0][STATE_KEY] = self.run.state
-        self.run.hooks.after_step(self._updated(), self._found_inf)
+        if type(hooks) is not Hooks:
+            hooks.after_step(self._updated(), found_inf)
         if own is not None:
             new, self.numel = own.stats, own.stats_numel
         else:
-            new = self._own_stats() if self.numel else None
+            new = self._own_stats(found_inf) if self.numel else None
         for layer in self.layers.values():
             layer.drop(stepped=True)
         self.run.writes.stepped(self.layers)
         self.observed = new
         if new is not None:
-            self.stats = self._since_applied(new)
+            self.stats = new if found_inf is None else self._since_applied(new)
         if drives:
-            self._advance()
+            self._advance(found_inf)
 
-    def _advance(self) -> None:
+    def _advance(self, found_inf: Tensor | None) -> None:
         """Let the schedule see the step that every optimizer of the run has just done."""
-        parts = [part for part in self.run.attachments if part.observed is not None]
-        observed = [part.observed for part in parts if part.observed is not None]
-        for part in parts:
-            part.observed = None
-        if not observed:
+        stats: Tensor | None = None
+        numel, parts = 0, []
+        for part in self.run.attachments:
+            if part.observed is not None:
+                stats = part.observed if stats is None else merge_stats(stats, part.observed)
+                numel += part.numel
+                part.observed = None
+                parts.append(part)
+        if stats is None:
             return
-        stats, numel = reduce(merge_stats, observed), sum(part.numel for part in parts)
 
-        def kept(key: str) -> list[Any]:
-            return [value for part in parts for value in part._of_state(key)]
+        def state_of(key: str) -> list[Any]:
+            """What the optimizers keep under ``key`` for the weights that took part."""
+            found = [part.updating.state.get(layer.parameter, {}).get(key) for part in parts for layer in part.layers.values()]
+            return [value for value in found if value is not None]
 
-        seen = Observed(stats, numel, self.run.max_applied_steps + 1, self.group, kept)
+        seen = Observed(stats, numel, self.run.max_applied_steps + 1, state_of, lambda: self.group)
         # waits for the device only where a scaler may have skipped the step
-        flips = self.run.advance(seen, lambda: self._found_inf is None or bool(stats[APPLIED].item() > 0))
+        flips = self.run.advance(seen, lambda: found_inf is None or bool(stats[APPLIED].item() > 0))
         if flips is not None and self.stats is not None:
             self.stats = self.stats.clone()
             self.stats[FLIPS] += flips
-        if self.run.sharded:
+        if self.run.attached_shards:
             self.run.shard_metrics = self.run.metrics(density=self.run.stage.held_mask)
-
-    def _of_state(self, key: str) -> list[Any]:
-        """What the optimizer keeps under ``key`` for the swapped weights, where it does."""
-        state = self.updating.state
-        found = [state.get(layer.parameter, {}).get(key) for layer in self.layers.values()]
-        return [value for value in found if value is not None]
-
-    @property
-    def _found_inf(self) -> Tensor | None:
-        return getattr(self.optimizer, "found_inf", None)
 
     def _since_applied(self, new: Tensor) -> Tensor:
         """``new``, or where the step was skipped the metrics of the last applied one, with no flips; decided on the device."""
-        if self._found_inf is None:
-            return new
         old = torch.zeros_like(new) if self.stats is None else self.stats.clone()
         if self.stats is None:
             old[NONZEROS] = nonzeros([layer for layer in self.layers.values() if layer.takes_part()])
         old[FLIPS] = 0.0
         return torch.where(new[APPLIED] > 0, new, old)
 
-    def _own_stats(self) -> Tensor:
+    def _own_stats(self, found_inf: Tensor | None) -> Tensor:
         """The sums that MaskedAdamW counts in its own pass, for other optimizers and for held masks, which it does not know."""
-        found_inf = self._found_inf
         device = next(iter(self.layers.values())).master.device
         nothing = torch.zeros((), dtype=torch.float64)
         values = dict.fromkeys(ops.STATS, nothing)

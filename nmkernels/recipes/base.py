@@ -310,15 +310,20 @@ class Observed:
         stats: float64 sums, named by ``nmkernels.ops.STATS``.
         numel: number of maskable weights that took part.
         max_applied_steps: an upper bound of the applied steps, which the host knows without waiting for the device.
-        group: the parameter group of the maskable weights, as for ``Recipe.first_state``.
-        optimizer_state: all that the optimizers keep for these weights under a key.
+        optimizer_state: called with a key, returns what the optimizers keep under it for these weights.
+        find_group: returns ``group``.
     """
 
     stats: Tensor
     numel: int
     max_applied_steps: int
-    group: dict[str, Any] = field(default_factory=dict)
     optimizer_state: Callable[[str], list[Any]] = lambda key: []
+    find_group: Callable[[], dict[str, Any]] = dict
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The parameter group of the maskable weights, as for ``Recipe.first_state``."""
+        return self.find_group()
 
     @property
     def second_moments(self) -> list[Tensor]:

@@ -291,6 +291,7 @@ class Handle:
         check_whole(self.recipe, self.layers)
         check_stages(self.recipe, self.layers)
         check_shards(self.layers)
+        self.run.attached_shards = self.run.sharded
 
     # ---- watching
 

@@ -43,7 +43,8 @@ class Run:
         hooks: what the method does besides.
         attachments: the optimizers, in the order in which they step; the last one drives the schedule.
         max_applied_steps: an upper bound of the applied steps, known without waiting for the device.
-        shard_metrics: metrics of sharded layers at the last step, which all ranks have added up.
+        attached_shards: whether an optimizer was attached to sharded weights.
+        shard_metrics: the metrics then, at the last step, as all ranks have added them up.
         holds: whether layers hold masks at some time of the run.
     """
 
@@ -53,6 +54,7 @@ class Run:
         self.attachments: list[Attachment] = []
         self.revision = 0
         self.max_applied_steps = 0
+        self.attached_shards = False
         self.shard_metrics: dict[str, Tensor] = {}
         self._transforms: dict[WeightTransform, WeightTransform] = {}
         setup = recipe.setup

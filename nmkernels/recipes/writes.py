@@ -74,8 +74,12 @@ class Writes:
     def _stamps_of(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
         """Version and address of weights: they change with every write that torch counts, not with those of fused optimizers and through
         ``.data``. Of sharded weights, and of inference tensors, torch counts none."""
-        weights = [(name, self.layers[name].parameter) for name in names]
-        return {name: (w._version, w.data_ptr()) for name, w in weights if type(w) is nn.Parameter and not w.is_inference()}
+        stamps = {}
+        for name in names:  # a loop, since a comprehension is a call
+            w = self.layers[name].parameter
+            if type(w) is nn.Parameter and not w.is_inference():
+                stamps[name] = w._version, w.data_ptr()
+        return stamps
 
     def report_lost(self, verb: str, lost: dict[str, int]) -> None:
         """Warn of layers whose weights are not zero outside their held masks, ``lost`` of each; of every layer once."""
