@@ -348,8 +348,7 @@ class Gradients:
         self.warned.add(verb)
         missing = "no attached optimizer has made a step" if attached else "no optimizer was ever attached"
         warnings.warn(
-            f"{verb}: the swapped layers got gradients, but {missing}. So nothing happened of what the recipe {recipe.name} does in "
-            "optimizer steps (its schedule, decay, held masks, metrics). Before training, call handle.attach with the very optimizer "
-            "that steps.",
+            f"{verb}: the sparse layers got gradients, but {missing}. So nothing that the recipe {recipe.name} does in optimizer steps has "
+            "happened (its schedule, decay, held masks, metrics). Before training, call handle.attach with the optimizer that steps.",
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""Schedules: recipes made of stages, and steps given as a count or as a share of the run."""
+"""Schedules: recipes that are lists of stages, and steps as a count or as a share of the run."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ScheduledRecipe(Recipe):
 
 
 def passed(t: int, stages: Sequence[tuple[int, Any]]) -> int:
-    """The place of the stage in which step ``t`` + 1 is taken: the last that begins at or before ``t``."""
+    """The index of the stage of step ``t`` + 1: the last one that begins at or before ``t``."""
     return bisect.bisect_right(stages, t, lo=1, key=lambda stage: stage[0]) - 1
 
 

@@ -83,7 +83,7 @@ class LayerWise(Composite):
     """Layer-wise N:M: layer l keeps N_l of every M weights, Σ_l N_l/M · numel_l ≤ N/M · Σ_l numel_l, and trains as the inner recipe does.
 
     The patterns are chosen once: from the weights as they are when the optimizer is attached; inside STEP from those of the switch.
-    ``handle.report`` shows them. Dynamic programming gives the budget to the N_l exactly, so that what the rule minimises is least::
+    ``handle.report`` shows them. Dynamic programming divides the budget among the layers so that the rule's loss is minimal::
 
         erk        Σ_l numel_l (N_l/M − d_l)²,  d_l ∝ (out_l + in_l)/(out_l · in_l), among the choices closest to the budget
         magnitude  Σ_l Σ |w| over what M_l(W) prunes: global magnitude pruning, by layers
@@ -94,7 +94,7 @@ class LayerWise(Composite):
 
     Args:
         inner: the recipe that trains the layers, or its text: ``"srste(decay=1e-4)"``, ``MdGf("2:16", ...)``. Of ``pattern`` and
-            ``total_steps`` it has this one's.
+            ``total_steps`` it gets this one's.
         rule: how N_l is chosen; None: by ``given`` alone.
         given: N:M of some layers, by name or wildcard, ``{"*.attn.*": "4:16"}`` or the same as JSON; the first that fits counts. The
             other layers share out what is left of the budget; with ``rule=None`` they have the recipe's own pattern, whatever the sum.

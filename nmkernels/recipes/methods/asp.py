@@ -160,8 +160,8 @@ class ASP(ScheduledRecipe):
     Args:
         score: ``"magnitude"`` |w|; ``"wanda"`` |w|·‖x‖₂ of its input feature (Sun et al., ICLR 2024, eq. 1), after ``handle.calibrate()``;
             ``"existing"`` adopts the zeros of a model pruned elsewhere, and refuses weights that are not N:M.
-        start: when, in steps or as a share of ``total_steps``; 0 prunes as the optimizer is attached. With an optimizer, ``finish``
-            before it prunes without ``permute``.
+        start: when, in steps or as a share of ``total_steps``; 0 prunes as the optimizer is attached. An attached run that is finished
+            earlier is pruned without ``permute``.
         permute: just before pruning, reorder hidden channels so that the mask keeps more of the score (``search_permutation``), with
             gradients and moments; the model's function is the same up to rounding. Only chains of linear layers with nothing but
             elementwise operations between are touched, and chains of convolutions with pooling and batch norms too

@@ -149,7 +149,7 @@ class MaskLLM(ScheduledRecipe):
         decay: λ, which keeps large weights and gradients alive; its gradient is added once per step, after clipping.
         decay_schedule: ``"constant"``, the paper's equation; ``"linear"`` falls to 0 over the run, as in the authors' code.
         prior_strength: α, by which the logits prefer the mask of the N largest magnitudes at the start, π_k += σ(π) (⟨M₀, P_k⟩ − N/2) α;
-            0 for no prior. Another mask is given with ``set_prior_``.
+            0 for no prior. ``set_prior_`` takes another mask.
         init_std: of the initial logits, drawn from torch's generator.
         hard: multiply the combination of the largest ỹ instead of M̃; the gradient is that of M̃.
         others: ``"frozen"``, the paper's: no other parameter of the model trains either; ``"trained"``: biases, norms, embeddings and

@@ -27,11 +27,11 @@ CHUNK = 1 << 17
 
 @dataclass(frozen=True)
 class Permutation:
-    """A channel permutation and what it is worth.
+    """A channel permutation and what it gains.
 
     Args:
         order: int64 ``(cols,)``: column j of the permuted weight is column ``order[j]`` of the weight.
-        before, after: shares of Σ|W| that the mask keeps, in the given and in the permuted order.
+        before, after: shares of Σ|W| that the mask keeps, in the original and in the permuted order.
         bound: the share that the largest N/M of each row would keep, which no order can exceed.
     """
 
@@ -42,7 +42,7 @@ class Permutation:
 
     @property
     def efficacy(self) -> float:
-        """(after − before) / (bound − before): 0 for the given order, 1 at the bound; 1 too where nothing can be won."""
+        """(after − before) / (bound − before): 0 for the original order, 1 at the bound; 1 too where nothing can be gained."""
         return (self.after - self.before) / (self.bound - self.before) if self.bound > self.before else 1.0
 
 

@@ -45,7 +45,7 @@ class DoublePruned(WeightTransform):
 
 @dataclass(frozen=True)
 class AdapterStage(Stage):
-    """A stage in which adapters of ``rank`` take part."""
+    """A stage in which the layers add adapters of ``rank``."""
 
     rank: float | int = 0
 
