@@ -132,26 +132,26 @@ def cusparselt(op: str, args: tuple[Any, ...], default: Provider, searched: Prov
     like = next(a for a in args if isinstance(a, Tensor))
 
     @contextmanager
-    def using(settled: Callable[[], tuple[Any, Any]]) -> Iterator[None]:
+    def using(choose: Callable[[], tuple[Any, Any]]) -> Iterator[None]:
         with _ours.forced(linear.NAME):
-            problem, algorithm = settled()
-            here = context.here(context.place(like)[0])
-            if algorithms.settled(problem, here) != algorithm:
-                algorithms.remember(problem, here, algorithm)
+            problem, algorithm = choose()
+            session = context.session_on(context.device_and_stream(like)[0])
+            if algorithms.checked_algorithm(problem, session) != algorithm:
+                algorithms.remember(problem, session, algorithm)
             yield
 
     @cache
     def by_default() -> tuple[Any, Any]:
         (problem,) = linear.problem_of(op, *args)
-        device, stream = context.place(like)
-        here = context.here(device)
-        return problem, algorithms.first_right(problem, here, like, stream, algorithms.DEFAULT)
+        device, stream = context.device_and_stream(like)
+        session = context.session_on(device)
+        return problem, algorithms.first_right(problem, session, like, stream, algorithms.DEFAULT)
 
     @cache
     def by_search() -> tuple[Any, Any]:
         found = search(op, *args)
         (problem,) = linear.problem_of(op, *args)
-        best = algorithms.settled(problem, context.here(context.place(like)[0]))
+        best = algorithms.checked_algorithm(problem, context.session_on(context.device_and_stream(like)[0]))
         if not found.seconds or best is None:
             raise BackendError(f"cuSPARSELt: {found}")
         return problem, best

@@ -1,9 +1,10 @@
-"""NVIDIA's cuSPARSELt as a backend: opened at run time where it is installed, plans kept, no algorithm used unchecked.
+"""A backend that uses NVIDIA's cuSPARSELt, loaded at run time if it is installed.
 
-The ops take 16-bit weights in any packed form that is 2:4 at the same time; ``compress`` and ``matmul`` here are the library's GEMMs in
-every layout and dtype that it has; ``search`` finds and stores the fastest right algorithm for a call. Importing opens nothing.
+The ops support 16-bit weights of any pattern that is also 2:4. ``compress`` and ``matmul`` offer the library's GEMMs in all its layouts and
+dtypes, and ``search`` finds and stores the fastest correct algorithm for a call. Every algorithm is checked before it is used. Importing
+this package does not load the library.
 
-``NMKERNELS_CUSPARSELT`` names the library's file, if not the one of the pip wheel or of the system.
+``NMKERNELS_CUSPARSELT`` is the path of the library; by default that of the pip wheel or the system.
 """
 
 from .algorithms import search_gemm

@@ -1,8 +1,8 @@
-"""Which of the library's algorithms does a GEMM: what a search has stored, else the first that was checked and is right.
+"""Choose the library's algorithm for a GEMM: the one that a search stored, else the first correct one.
 
-Some of the library's algorithms are wrong, or not always right, so none is used unchecked (``tuning.Validator``). What a search stored was
-checked by it; anything else is checked at the first call of a GEMM, outside of graph capture: the library's default, and where that is
-wrong the others in order. That costs a float64 GEMM and two runs, once in a process for each GEMM.
+Some of the library's algorithms give wrong results, always or sometimes, so each is checked before use (``tuning.Validator``). A search
+checks what it stores. Without a search, the first call of a GEMM, outside of graph capture, checks the library's default and, if that is
+wrong, the others in order. This costs a float64 GEMM and two runs, once per process and GEMM.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from torch import Tensor
 from ...capability import version_text
 from ...pattern import BackendError
 from ...tuning import TABLE, Candidate, Measurement, Seconds, Timer, Validator, key, measure
-from .blobs import by_another, compress_as
-from .context import LAYOUTS, Algorithm, Here, Problem, Ready, elsewhere, failures, here, place, refuse_capture
+from .blobs import by_other_backend, compress_as
+from .context import LAYOUTS, Algorithm, Plan, Problem, Session, device_and_stream, failures, on_other_device, refuse_capture, session_on
 
 DEFAULT = Algorithm()
 
 SPLITS = (*((splits, mode) for splits in (2, 4, 8) for mode in (1, 2)), (1, 6))
-"""Ways to split the sum: into how many parts, in one kernel or two; and stream-K."""
+"""(parts, mode) of splitting the sum: mode 1 uses one kernel, 2 two kernels, 6 stream-K."""
 
 SPLIT_BEST = 3
-"""Of so many algorithms, the fastest ones, the split is tried."""
+"""Splits are tried for this many algorithms, the fastest without a split."""
 
 
 class Trial:
-    """Random operands of one problem, and what is right for them. The caller's random numbers are not touched."""
+    """Random operands of one problem and the validator of its result. The global random state is not used."""
 
-    def __init__(self, problem: Problem, here: Here, like: Tensor, stream: int) -> None:
-        self.problem, self.here, self.stream = problem, here, stream
+    def __init__(self, problem: Problem, session: Session, like: Tensor, stream: int) -> None:
+        self.problem, self.session, self.stream = problem, session, stream
         generator = torch.Generator(like.device).manual_seed(24)
 
         def normal(*shape: int) -> Tensor:
@@ -46,10 +46,10 @@ class Trial:
 
         p = problem
         full, other = normal(p.rows, p.cols), matrix(p.cols)
-        sparse, self.dense = _of_dtype(by_another("nm_prune", full, 2, 4), p.dtype), _of_dtype(other, p.dtype)
+        sparse, self.dense = _of_dtype(by_other_backend("nm_prune", full, 2, 4), p.dtype), _of_dtype(other, p.dtype)
         self.bias = normal(p.rows).to(p.bias_dtype) if p.bias else None
         self.residual = _of_dtype(matrix(p.rows), p.out) if p.residual else None
-        self.blob = compress_as(p.layout, sparse.t() if LAYOUTS[p.layout][0] else sparse, here, stream)
+        self.blob = compress_as(p.layout, sparse.t() if LAYOUTS[p.layout][0] else sparse, session, stream)
         exact = self._result(sparse, torch.float64)
         if p.out.is_floating_point:
             theirs = self._result(sparse, p.dtype if p.dtype == p.out else torch.float32).to(p.out)
@@ -61,7 +61,7 @@ class Trial:
     def _result(self, sparse: Tensor, dtype: torch.dtype) -> Tensor:
         p = self.problem
         s, b = sparse.to(dtype), self.dense.to(dtype)
-        # a first call may well come under autocast, which would multiply in its own dtype
+        # the first call may be under autocast, which would change the dtype
         with torch.autocast(s.device.type, enabled=False):
             y = b @ s.t() if p.by_token else s @ b
         if self.bias is not None:
@@ -70,25 +70,25 @@ class Trial:
         return y if self.residual is None else y + self.residual.to(dtype)
 
     def wrong(self, run: Callable[[Tensor], object]) -> str:
-        """What is wrong with what ``run`` writes; empty where nothing is."""
-        library = self.here.library
+        """What is wrong with the result of ``run``; empty if it is correct."""
+        library = self.session.library
         wrong = self.validator(run)
         if wrong and self.bias is not None and not library.replan:
-            # perhaps a plan keeps the address of the bias that it was made with: then it must be made anew for each
+            # a plan may keep the address of the bias that it was made with; then a new plan is needed for each bias
             library.replan = True
             wrong = self.validator(run)
             library.replan = not wrong
         return wrong
 
-    def run(self, ready: Ready, out: Tensor, moved: bool = True) -> None:
-        """The GEMM; unless it is timed, its bias lies elsewhere than before, where no number is any more."""
+    def run(self, plan: Plan, out: Tensor, moved: bool = True) -> None:
+        """Run the GEMM; if ``moved``, with the bias at a new address and NaN at the old one, to detect plans that keep the address."""
         if self.bias is not None and moved:
             before, self.bias = self.bias, self.bias.clone()
             before.fill_(torch.nan)
-        self.here.run(ready, self.blob.address, self.dense, out, self.bias, self.residual, self.stream, 1.0)
+        self.session.run(plan, self.blob.address, self.dense, out, self.bias, self.residual, self.stream, 1.0)
 
     def candidate(self, algorithm: Algorithm) -> Candidate:
-        plan = partial(self.here.plan, self.problem, algorithm, self.dense)
+        plan = partial(self.session.plan, self.problem, algorithm, self.dense)
 
         def calls() -> list[Callable[[], None]]:
             return [partial(self.run, plan(), torch.empty_like(self.validator.theirs), moved=False)]
@@ -105,22 +105,22 @@ def _of_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def search_gemm(problem: Problem, like: Tensor, timer: Seconds | None = None) -> Measurement:
     """Check and time every algorithm of a problem, on random operands on the device of ``like``; see ``search``."""
-    device, stream = place(like)
-    if elsewhere(like, device):
+    device, stream = device_and_stream(like)
+    if on_other_device(like, device):
         with torch.cuda.device(device):
             return search_gemm(problem, like, timer)
     refuse_capture(like)
-    at = here(device)
+    session = session_on(device)
     try:
         with torch.no_grad(), _lock:
-            return _search(problem, at, like, stream, Timer(like.device, timer))
+            return _search(problem, session, like, stream, Timer(like.device, timer))
     except torch.OutOfMemoryError:
         raise BackendError(f"cuSPARSELt: no memory to search {problem.text}x{problem.width} in") from None
 
 
-def _search(problem: Problem, at: Here, like: Tensor, stream: int, timer: Timer) -> Measurement:
-    by_name = {str(a): a for a in (DEFAULT, *(Algorithm(i) for i in range(limit(problem, at, like))))}
-    trial, text = Trial(problem, at, like, stream), _key(problem, at, like)
+def _search(problem: Problem, session: Session, like: Tensor, stream: int, timer: Timer) -> Measurement:
+    by_name = {str(a): a for a in (DEFAULT, *(Algorithm(i) for i in range(limit(problem, session, like))))}
+    trial, text = Trial(problem, session, like, stream), _key(problem, session, like)
 
     def timed(algorithms: Iterable[Algorithm]) -> Measurement:
         return measure(text, [trial.candidate(a) for a in algorithms], trial.wrong, timer)
@@ -130,112 +130,112 @@ def _search(problem: Problem, at: Here, like: Tensor, stream: int, timer: Timer)
     split = {str(a): a for name in fastest for a in (Algorithm(by_name[name].id, *way) for way in SPLITS)}
     if split:
         found.extend(timed(split.values()))
-    at.forget(problem)
+    session.forget(problem)
     if not found.seconds:
         found.note = "nothing to store"
         return found
     best = (by_name | split)[found.best]
-    remember(problem, at, best)
-    # ``replan`` is what checking found out about the library's biases
-    found.store({text: found.line({**best._asdict(), "width": problem.width, "replan": at.library.replan})})
+    remember(problem, session, best)
+    # ``replan``: whether plans keep the address of their bias, as the check found
+    found.store({text: found.line({**best._asdict(), "width": problem.width, "replan": session.library.replan})})
     return found
 
 
 # ---- the one that is used
 
-_settled: dict[tuple[int, int, Problem], Algorithm | str] = {}
-"""The algorithm that was checked and is right, or why the problem is refused."""
+_checked: dict[tuple[int, int, Problem], Algorithm | str] = {}
+"""The checked algorithm of each problem, or why the library cannot run it."""
 
 _lock = threading.RLock()
-"""One thread checks; the others wait, and take what it found."""
+"""One thread checks; the others wait for its result."""
 
 
-def ready_for(problem: Problem, here: Here, like: Tensor, stream: int) -> Ready:
-    """The plan of a problem by its algorithm, which is checked now if it was not before, in this thread."""
-    found = here.routes.get(problem)
+def plan_for(problem: Problem, session: Session, like: Tensor, stream: int) -> Plan:
+    """This thread's plan for a problem; its algorithm is checked first if it was not before."""
+    found = session.routes.get(problem)
     if found is None:
         refuse_capture(like)
         with torch.no_grad(), _lock:
-            algorithm = settled(problem, here)
+            algorithm = checked_algorithm(problem, session)
             if algorithm is None:
-                algorithm = _chosen(problem, here, like, stream)
-                _settled[here.library.version, here.device, problem] = algorithm
+                algorithm = _chosen(problem, session, like, stream)
+                _checked[session.library.version, session.device, problem] = algorithm
         if isinstance(algorithm, str):
             raise BackendError(algorithm)
-        found = here.routes[problem] = here.plan(problem, algorithm, like)
+        found = session.routes[problem] = session.plan(problem, algorithm, like)
     return found
 
 
-def settled(problem: Problem, here: Here) -> Algorithm | str | None:
-    """The algorithm of a problem, or why it is refused; None before it is checked."""
-    return _settled.get((here.library.version, here.device, problem))
+def checked_algorithm(problem: Problem, session: Session) -> Algorithm | str | None:
+    """The algorithm of a problem, or why the library cannot run it; None if not checked yet."""
+    return _checked.get((session.library.version, session.device, problem))
 
 
-def remember(problem: Problem, here: Here, algorithm: Algorithm) -> None:
-    """From now on a problem is done by an algorithm that was checked."""
-    _settled[here.library.version, here.device, problem] = algorithm
-    here.routes.clear()
+def remember(problem: Problem, session: Session, algorithm: Algorithm) -> None:
+    """Use a checked algorithm for a problem from now on."""
+    _checked[session.library.version, session.device, problem] = algorithm
+    session.routes.clear()
 
 
-def _chosen(problem: Problem, here: Here, like: Tensor, stream: int) -> Algorithm | str:
-    first, exact = stored(problem, here, like)
+def _chosen(problem: Problem, session: Session, like: Tensor, stream: int) -> Algorithm | str:
+    first, exact = stored(problem, session, like)
     if first is not None and exact:
         return first
     try:
-        return first_right(problem, here, like, stream, first or DEFAULT)
+        return first_right(problem, session, like, stream, first or DEFAULT)
     except torch.OutOfMemoryError:
-        # later there may be room; until then this GEMM is somebody else's
+        # not cached: there may be memory later; until then another backend runs this GEMM
         raise BackendError(f"cuSPARSELt: no memory to check {problem.text}x{problem.width} with") from None
     except BackendError as error:
         return str(error)
 
 
-def first_right(problem: Problem, here: Here, like: Tensor, stream: int, first: Algorithm) -> Algorithm:
-    """The first algorithm that computes what it should, beginning with a given one."""
-    ids = [Algorithm(i) for i in range(limit(problem, here, like))]
-    trial, reasons = Trial(problem, here, like, stream), []
+def first_right(problem: Problem, session: Session, like: Tensor, stream: int, first: Algorithm) -> Algorithm:
+    """The first correct algorithm, starting with ``first``."""
+    ids = [Algorithm(i) for i in range(limit(problem, session, like))]
+    trial, reasons = Trial(problem, session, like, stream), []
     for algorithm in dict.fromkeys([first, DEFAULT, *ids]):
         try:
             wrong = trial.wrong(trial.candidate(algorithm).run)
             if not wrong:
                 return algorithm
-            here.drop(here.plan(problem, algorithm, like))
+            session.drop(session.plan(problem, algorithm, like))
         except BackendError as error:
             wrong = str(error).removeprefix("cuSPARSELt: ")
         reasons.append(f"{algorithm}: {wrong}")
-    raise BackendError(f"cuSPARSELt: none of its algorithms computes {problem.text}x{problem.width} right: {'; '.join(reasons)}")
+    raise BackendError(f"cuSPARSELt: none of its algorithms computes {problem.text}x{problem.width} correctly: {'; '.join(reasons)}")
 
 
-def limit(problem: Problem, here: Here, like: Tensor) -> int:
-    """Algorithms of a problem have ids below this; raises where the library does not do such a GEMM at all."""
-    ready = here.plan(problem, DEFAULT, like)
+def limit(problem: Problem, session: Session, like: Tensor) -> int:
+    """The number of algorithm ids of a problem; raises if the library does not support such a GEMM."""
+    plan = session.plan(problem, DEFAULT, like)
     with failures():
-        return int(here.context.limit(ready.number))
+        return int(session.context.limit(plan.number))
 
 
-def _key(problem: Problem, here: Here, like: Tensor) -> str:
-    return key("cusparselt", like.device, f"cuSPARSELt {version_text(here.library.version)}|{problem.text}", problem.width)
+def _key(problem: Problem, session: Session, like: Tensor) -> str:
+    return key("cusparselt", like.device, f"cuSPARSELt {version_text(session.library.version)}|{problem.text}", problem.width)
 
 
-def stored(problem: Problem, here: Here, like: Tensor) -> tuple[Algorithm | None, bool]:
-    """What a search has stored for problems like this one, and whether it was for this very width; None where there is nothing of use."""
-    line = TABLE.get(_key(problem, here, like))
+def stored(problem: Problem, session: Session, like: Tensor) -> tuple[Algorithm | None, bool]:
+    """The algorithm that a search stored for problems like this one, or None, and whether it was for exactly this width."""
+    line = TABLE.get(_key(problem, session, like))
     if line is None:
         return None, False
-    choice, end = line.get("choice"), limit(problem, here, like)
+    choice, end = line.get("choice"), limit(problem, session, like)
     given = choice if isinstance(choice, dict) else {}
     numbers = [value for name in ("id", "splits", "mode", "width") if type(value := given.get(name)) is int]
     algorithm = Algorithm(*numbers[:3])
     try:
         if len(numbers) != 4:
-            raise BackendError(f"{choice} is no choice")
+            raise BackendError(f"{choice} is not a valid entry")
         if not -1 <= algorithm.id < end:
             raise BackendError(f"this library has no algorithm {algorithm.id}")
-        here.plan(problem, algorithm, like)
+        session.plan(problem, algorithm, like)
     except BackendError as error:
         text = f"nmkernels: a choice in {TABLE.path()} is ignored: {error}. Run nm.tune again."
         warnings.warn(text, RuntimeWarning, stacklevel=2)
         return None, False
     if given.get("replan"):
-        here.library.replan = True
+        session.library.replan = True
     return algorithm, numbers[3] == problem.width

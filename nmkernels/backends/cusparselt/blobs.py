@@ -1,8 +1,8 @@
-"""Compression by the library's own entry point, and what comes of it: a blob whose order only the library knows.
+"""Compression by the library, into blobs whose layout only the library knows.
 
-The blob of a packed weight, 9/16 of the dense weight's bytes in addition to it, is made when it is first multiplied, and again after a
-change: it is remembered by the identity, version counters and addresses of ``values`` and ``indices``, between streams and in CUDA graphs
-as ``streams`` has it.
+The blob of a packed weight takes another 9/16 of the dense weight's bytes. It is made at the first multiplication and again after a change,
+and cached by the identity, version counters and addresses of ``values`` and ``indices``; ``streams`` handles several streams and CUDA
+graphs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...reference.layouts import from_layout, layout_of
 from .. import streams
 from ..shared import aligned
 from ..streams import MadeOf
-from .context import CODES, LAYOUTS, Here, failures
+from .context import CODES, LAYOUTS, Session, failures
 
 Sizes = tuple[int, int, int]
 """N, M and the dense columns."""
@@ -37,19 +37,19 @@ _entries: dict[int, _Entry] = {}
 
 
 def expanded(values: Tensor, indices: Tensor, sizes: Sizes) -> Tensor:
-    """The dense operand of a packed one, whose positions are canonical indices or the metadata of tensor cores."""
+    """Decompress a packed operand with canonical indices or tensor-core metadata."""
     canonical = from_layout(indices, layout_of(indices))
-    return by_another("nm_decompress", values, canonical, *sizes)
+    return by_other_backend("nm_decompress", values, canonical, *sizes)
 
 
-def blob_of(values: Tensor, indices: Tensor, sizes: Sizes, here: Here, stream: int) -> Blob:
-    """The blob of a packed weight for layout nt, remembered or made."""
+def blob_of(values: Tensor, indices: Tensor, sizes: Sizes, session: Session, stream: int) -> Blob:
+    """The blob of a packed weight for layout nt, cached."""
 
     def make() -> tuple[Blob, list[Tensor]]:
-        blob = compress_as("nt", expanded(values, indices, sizes), here, stream)
+        blob = compress_as("nt", expanded(values, indices, sizes), session, stream)
         return blob, [blob.data]
 
-    if values.is_inference() or indices.is_inference():  # which do not tell when they are written
+    if values.is_inference() or indices.is_inference():  # they have no version counter
         return make()[0]
     entry = _entries.get(id(values))
     if entry is None or entry.values() is not values or entry.indices() is not indices:
@@ -69,14 +69,14 @@ def _forget(key: int, dead: weakref.ref[Tensor]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Blob:
-    """A 2:4 matrix as cuSPARSELt keeps it: for this version of the library and this kind of GPU, never for a file.
+    """A 2:4 matrix in cuSPARSELt's format, which depends on the library's version and the kind of GPU, so it must not be saved.
 
     Args:
-        data: uint8, 9/16 of the dense bytes in 16 bits, 5/8 in 8.
-        rows, cols: of the sparse operand S, 2:4 along its columns.
+        data: uint8, 9/16 of the dense bytes for 16-bit dtypes, 5/8 for 8-bit ones.
+        rows, cols: of the sparse operand S, which is 2:4 along its columns.
         dtype: of its values.
-        layout: which GEMM it was made for: ``"nt"``, ``"nn"`` or ``"tn"``, see ``compress``.
-        stored: the layout of its plan; another one where the library reads 8 bits along the sum only.
+        layout: the GEMM that it is for: ``"nt"``, ``"nn"`` or ``"tn"``, see ``compress``.
+        stored: the layout of its plan, which differs for 8-bit dtypes, since the library supports them only in ``"nt"``.
     """
 
     data: Tensor
@@ -88,22 +88,23 @@ class Blob:
 
     @cached_property
     def address(self) -> int:
+        """The address of ``data``."""
         return self.data.data_ptr()
 
 
-def by_another(op: str, *args: Any) -> Tensor:
-    """An op that the library does not have, by the first backend that runs it; whoever forced this one did not mean that op."""
+def by_other_backend(op: str, *args: Any) -> Tensor:
+    """Run an op that this backend lacks on the first backend that supports it, even if this backend is forced."""
     return next(entry for entry in implementations(op) if entry.supports(*args)[0]).fn(*args)
 
 
-def compress_as(stored: str, dense: Tensor, here: Here, stream: int, layout: str = "") -> Blob:
-    """Compress a dense 2:4 operand that lies as a plan's layout has it; it is not checked."""
+def compress_as(stored: str, dense: Tensor, session: Session, stream: int, layout: str = "") -> Blob:
+    """Compress a dense 2:4 operand, stored as the layout ``stored`` requires, without checking that it is 2:4."""
     dense = aligned(dense)
     transposed = LAYOUTS[stored][0]
     rows, cols = dense.shape[::-1] if transposed else dense.shape
     form = rows, cols, CODES[dense.dtype], transposed
     with failures():
-        size, buffer = here.context.compressed_size(*form)
+        size, buffer = session.context.compressed_size(*form)
         data, scratch = (dense.new_empty(max(1, n), dtype=torch.uint8) for n in (size, buffer))
-        here.context.compress(*form, dense.data_ptr(), data.data_ptr(), scratch.data_ptr(), stream)
+        session.context.compress(*form, dense.data_ptr(), data.data_ptr(), scratch.data_ptr(), stream)
     return Blob(data, rows, cols, dense.dtype, layout or stored, stored)

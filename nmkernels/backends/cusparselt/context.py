@@ -1,7 +1,7 @@
-"""What describes a GEMM by cuSPARSELt, and a thread's way to the library: a handle per device, its plans and their workspaces.
+"""Problems and algorithms of cuSPARSELt, and a thread's session with the library: per device a handle, plans and workspaces.
 
-The library's handles and plans are not for several threads at once, and autograd runs backward in threads of its own, so each thread has
-its own; they end with it. Making a plan takes the host 50 to 200 us.
+The library's handles and plans must not be shared by threads, and autograd runs backward in its own threads, so each thread has its own
+session, which ends with it. Making a plan takes the host 50 to 200 us.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ... import capability
 from ...pattern import BackendError
 from .. import streams
 
-KEPT = 1024
-"""Plans that a thread keeps on a device; then it drops all of them and starts anew."""
+MOST_PLANS = 1024
+"""Size of a session's cache of plans; when full it is cleared."""
 
 
-class Ready(NamedTuple):
-    """A plan: its number in the context, the bytes that it needs as workspace, and what it was made for."""
+class Plan(NamedTuple):
+    """A plan: its number in the context, the bytes of workspace that it needs, and the problem and algorithm that it is for."""
 
     number: int
     workspace: int
@@ -32,53 +32,54 @@ class Ready(NamedTuple):
     algorithm: Algorithm
 
 
-class Here:
-    """What a thread has on a device."""
+class Session:
+    """A thread's handle, plans and workspaces on one device."""
 
     def __init__(self, library: Any, device: int) -> None:
         self.library, self.device = library, device
         self.context = _core().Context(library)
         self._run = self.context.run
-        self.plans: dict[tuple[Problem, Algorithm], Ready] = {}
-        self.routes: dict[Any, Ready] = {}
-        """The plan of each problem whose algorithm is right, and of each kind of call."""
+        self.plans: dict[tuple[Problem, Algorithm], Plan] = {}
+        self.routes: dict[Any, Plan] = {}
+        """The plan of each problem whose algorithm was checked, and of each kind of call."""
         self.workspaces: dict[int, Tensor] = {}
         self.zero: Tensor | None = None
 
-    def plan(self, problem: Problem, algorithm: Algorithm, like: Tensor) -> Ready:
-        """The plan of a problem, made at the first call."""
+    def plan(self, problem: Problem, algorithm: Algorithm, like: Tensor) -> Plan:
+        """The plan of a problem and algorithm, cached."""
         found = self.plans.get((problem, algorithm))
         if found is not None:
             return found
         refuse_capture(like)
-        if len(self.plans) >= KEPT:
+        if len(self.plans) >= MOST_PLANS:
             self.forget()
         transposed, by_token = LAYOUTS[problem.layout]
         if problem.bias and (self.zero is None or self.zero.numel() < problem.rows):
             self.zero = torch.zeros(problem.rows, dtype=torch.float32, device=like.device)
-        # an address to make the plan with; each call tells its own
+        # an address for making the plan; each call passes its own
         bias = self.zero.data_ptr() if problem.bias and self.zero is not None else 0
         with failures():
             number = self.context.plan(
                 problem.rows, problem.cols, problem.width, CODES[problem.dtype], CODES[problem.out], transposed, by_token,
                 bias, ACTIVATIONS[problem.activation], *algorithm,
             )  # fmt: skip
-        found = Ready(number, self.context.workspace(number), problem, algorithm)
+        found = Plan(number, self.context.workspace(number), problem, algorithm)
         self.plans[problem, algorithm] = found
         return found
 
-    def drop(self, ready: Ready) -> None:
-        self.plans.pop((ready.problem, ready.algorithm), None)
-        self.context.drop(ready.number)
+    def drop(self, plan: Plan) -> None:
+        """Destroy a plan."""
+        self.plans.pop((plan.problem, plan.algorithm), None)
+        self.context.drop(plan.number)
 
     def forget(self, problem: Problem | None = None) -> None:
-        """Drop the plans of a problem, or all."""
-        for ready in [ready for ready in self.plans.values() if problem in (None, ready.problem)]:
-            self.drop(ready)
+        """Destroy the plans of a problem, or all plans."""
+        for plan in [plan for plan in self.plans.values() if problem in (None, plan.problem)]:
+            self.drop(plan)
         self.routes.clear()
 
     def workspace(self, size: int, stream: int, like: Tensor) -> Tensor:
-        """Bytes that GEMMs on a stream share, one after the other; a captured graph has its own, as it may run beside other work."""
+        """Workspace shared by all GEMMs on a stream; a captured graph gets its own, since it may run concurrently with other work."""
         if capturing(like):
             return like.new_empty(size, dtype=torch.uint8)
         found = self.workspaces.get(stream)
@@ -87,41 +88,42 @@ class Here:
         return found
 
     def run(
-        self, ready: Ready, sparse: int, dense: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, stream: int, alpha: float
+        self, plan: Plan, sparse: int, dense: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, stream: int, alpha: float
     ) -> None:
-        """One GEMM; every operand contiguous, at an address that is a multiple of 16."""
+        """Run one GEMM; operands must be contiguous, at addresses that are multiples of 16."""
         address = out.data_ptr()
-        workspace = self.workspace(ready.workspace, stream, dense) if ready.workspace else None  # alive until the launch
+        workspace = self.workspace(plan.workspace, stream, dense) if plan.workspace else None  # alive until the launch
         memory = 0 if workspace is None else workspace.data_ptr()
         c, beta = (address, 0.0) if residual is None else (residual.data_ptr(), 1.0)
         b = 0 if bias is None else bias.data_ptr()
         try:
-            self._run(ready.number, sparse, dense.data_ptr(), c, address, b, memory, stream, alpha, beta)
+            self._run(plan.number, sparse, dense.data_ptr(), c, address, b, memory, stream, alpha, beta)
         except _core().Failure as error:
             raise BackendError(f"cuSPARSELt: {error}") from None
 
 
 class _Threads(threading.local):
     def __init__(self) -> None:
-        self.here: dict[int, Here] = {}
+        self.sessions: dict[int, Session] = {}
 
 
 _threads = _Threads()
 
 
-def here(device: int) -> Here:
-    """What this thread has on a device; the handle is made at the first call."""
-    found = _threads.here.get(device)
+def session_on(device: int) -> Session:
+    """This thread's session on a device, created at the first call."""
+    found = _threads.sessions.get(device)
     if found is None:
         library, reason = capability.opened()
         if library is None:
             raise BackendError(f"cuSPARSELt: {reason}")
         with failures():
-            found = _threads.here[device] = Here(library, device)
+            found = _threads.sessions[device] = Session(library, device)
     return found
 
 
-def place(x: Tensor) -> tuple[int, int]:
+def device_and_stream(x: Tensor) -> tuple[int, int]:
+    """The index of x's device and its current stream; ``on_host`` for CPU tensors."""
     if x.is_cpu:
         return on_host()
     device = x.get_device()
@@ -129,25 +131,27 @@ def place(x: Tensor) -> tuple[int, int]:
 
 
 def on_host() -> tuple[int, int]:
-    """Where tensors of the CPU are, for a library that works on them as the one of the tests does."""
+    """Device and stream of CPU tensors, for a library that works on the CPU, as the one in the tests does."""
     return 0, 0
 
 
-def existing(device: int) -> Here | None:
-    return _threads.here.get(device)
+def existing(device: int) -> Session | None:
+    """This thread's session on a device if there is one."""
+    return _threads.sessions.get(device)
 
 
-def elsewhere(x: Tensor, device: int) -> bool:
-    """Whether another device is the current one, which is the one that the library works on."""
+def on_other_device(x: Tensor, device: int) -> bool:
+    """Whether ``device`` is not the current device, on which the library works."""
     return x.is_cuda and torch._C._cuda_getDevice() != device
 
 
 def capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured on x's device."""
     return streams.capturing(x.device)
 
 
 def refuse_capture(x: Tensor) -> None:
-    """Raise while a graph is captured: nothing may be made, timed or checked then."""
+    """Raise during graph capture, when plans cannot be made, timed or checked."""
     if capturing(x):
         raise BackendError(
             "cuSPARSELt: a CUDA graph is being captured, and there is no plan for this GEMM yet, which can only be made and checked "
@@ -156,6 +160,8 @@ def refuse_capture(x: Tensor) -> None:
 
 
 class failures(AbstractContextManager[None]):
+    """Raise errors of the library as ``BackendError``."""
+
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, _core().Failure):
             raise BackendError(f"cuSPARSELt: {error}") from None
@@ -178,13 +184,13 @@ RESULTS = {
     torch.float8_e4m3fn: (torch.bfloat16, torch.float16, torch.float32),
     torch.float8_e5m2: (torch.bfloat16, torch.float16, torch.float32),
 }
-"""Dtypes of the operands, and those that their GEMM may have, the usual one first."""
+"""Dtype of the operands → possible dtypes of the result, the default first."""
 
 ACTIVATIONS = {"": -1, "relu": 0, "gelu": 3}
-"""Epilogues that the library knows, by its code of the attribute."""
+"""The activations that the library supports → its code."""
 
 LAYOUTS = {"nt": (False, True), "nn": (True, True), "tn": (True, False), "tn.packed": (False, False)}
-"""Per layout whether the sparse operand is stored transposed, ``(cols, rows)``, and whether the dense one and the result lie by tokens."""
+"""Layout → whether the sparse operand is stored transposed ``(cols, rows)``; whether dense operand and result are ``(tokens, ...)``."""
 
 
 class Problem(NamedTuple):
@@ -195,9 +201,9 @@ class Problem(NamedTuple):
             ``"tn.packed"`` the same with S stored as gᵀ.
         dtype, out: of the operands and of the result.
         rows, cols, width: the sizes.
-        bias: whether one is added, one number per row of D.
+        bias: whether a bias is added, one number per row of D.
         activation: f, a key of ``ACTIVATIONS``.
-        residual: whether one is added.
+        residual: whether a residual is added.
     """
 
     layout: str
@@ -222,7 +228,7 @@ class Problem(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The problem in words, without its width."""
+        """The problem as text, without its width."""
         follows = (("bias", self.bias), (self.activation, self.activation), ("residual", self.residual))
         epilogue = "+".join(name for name, there in follows if there)
         names = (str(self.dtype).removeprefix("torch."), str(self.out).removeprefix("torch."))
@@ -230,7 +236,7 @@ class Problem(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-    """One of the library's ways to do a GEMM: its id, -1 for the library's default; into how many parts the sum is split, and how."""
+    """An algorithm of the library: its id (-1 for the default), the number of parts the sum is split into, and the mode of the split."""
 
     id: int = -1
     splits: int = 1
@@ -243,12 +249,12 @@ class Algorithm(NamedTuple):
 
 
 def misfit(dtype: torch.dtype, rows: int, cols: int) -> str:
-    """Why a sparse operand of this size is not taken; empty if it is."""
+    """Why a sparse operand of this size is unsupported; empty if it is supported."""
     step = 32 if dtype.itemsize == 1 else 16
     fits = rows and cols and not rows % step and not cols % step
     return "" if fits else f"rows and columns must be multiples of {step}, not ({rows}, {cols})"
 
 
 def width_step(dtype: torch.dtype) -> int:
-    """What the width of the dense operand must be a multiple of."""
+    """The number that must divide the width of the dense operand."""
     return 16 // dtype.itemsize

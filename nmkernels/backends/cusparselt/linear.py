@@ -1,8 +1,8 @@
-"""nm_linear and nm_linear_wgrad by cuSPARSELt, from every packed form that is also a valid 2:4 one.
+"""nm_linear and nm_linear_wgrad by cuSPARSELt, for weights of any pattern that is also 2:4.
 
-What follows the GEMM is done by the library where it is right there: a bias, ReLU, a residual where no activation comes between, and
-GELU if the library's is ours, Φ by the error function and not by tanh. NVIDIA does not say, so that is looked at once: the two differ by
-up to 0.0005, as much as fp16 rounds at 1. The rest is done by torch afterwards, on the rounded GEMM.
+The library fuses what it computes as we do: a bias, ReLU, a residual without an activation, and GELU if it uses the error function and not
+tanh. NVIDIA does not document that, so it is tested once: the two differ by up to 0.0005, as much as fp16 rounds at 1. torch does the rest
+afterwards, on the rounded result.
 """
 
 from __future__ import annotations
@@ -22,54 +22,54 @@ from ...pattern import BackendError
 from ...reference.linear import ACTIVATIONS
 from ...tuning import Measurement, Seconds
 from ..shared import aligned
-from .algorithms import DEFAULT, ready_for, search_gemm, settled
+from .algorithms import DEFAULT, checked_algorithm, plan_for, search_gemm
 from .blobs import blob_of, compress_as, expanded
-from .context import Here, Problem, Ready, capturing, elsewhere, existing, here, misfit, place, width_step
+from .context import Plan, Problem, Session, capturing, device_and_stream, existing, misfit, on_other_device, session_on, width_step
 
 _GELU: dict[tuple[int, int, torch.dtype], bool] = {}
 
 
-def by_erf(dtype: torch.dtype, at: Here, like: Tensor, stream: int) -> bool:
-    """Whether the library's GELU is y·Φ(y) to the last bits of a dtype; looked at once, outside of capture.
+def by_erf(dtype: torch.dtype, session: Session, like: Tensor, stream: int) -> bool:
+    """Whether the library's GELU is y·Φ(y) up to rounding in a dtype; tested once, outside of graph capture.
 
-    It multiplies with the unit matrix: at -3 the two differ by a tenth of their value, while rounding errs by 1/256 at most.
+    The test multiplies by the identity: at -3 the two GELUs differ by a tenth of their value, while rounding errs by at most 1/256.
     """
-    key, size = (at.library.version, at.device, dtype), 32
+    key, size = (session.library.version, session.device, dtype), 32
     if key in _GELU or capturing(like):
         return _GELU.get(key, False)
     problem = Problem("nt", dtype, dtype, size, size, size, activation="gelu")
     with torch.no_grad():
         y = torch.linspace(-3, 3, size * size, dtype=torch.float32, device=like.device).to(dtype).reshape(size, size)
-        out, right = torch.full_like(y, torch.nan), F.gelu(y.double())
+        out, exact = torch.full_like(y, torch.nan), F.gelu(y.double())
         try:
-            ready = at.plan(problem, DEFAULT, like)
-            blob = compress_as("nt", torch.eye(size, dtype=dtype, device=like.device), at, stream)
-            at.run(ready, blob.address, y, out, None, None, stream, 1.0)
+            plan = session.plan(problem, DEFAULT, like)
+            blob = compress_as("nt", torch.eye(size, dtype=dtype, device=like.device), session, stream)
+            session.run(plan, blob.address, y, out, None, None, stream, 1.0)
         except BackendError:
-            pass  # NaN is not right
-        near = (out.double() - right).abs() <= 2 * torch.finfo(dtype).eps * right.abs() + 1e-6
+            pass  # out is still NaN, which fails the comparison
+        near = (out.double() - exact).abs() <= 2 * torch.finfo(dtype).eps * exact.abs() + 1e-6
         found = _GELU[key] = bool(near.all())
     return found
 
 
 NAME, PRIORITY = "cusparselt", 3
-"""Below the hand-written kernels: who has measured that it is faster calls it by name."""
+"""Below the package's own kernels; the tuner calls it by name where it was measured to be faster."""
 
 OLDEST_GPU = (8, 0)
 DTYPES = (torch.float16, torch.bfloat16)
 
 
 AFTER = {"relu": "square", "gelu": ""}
-"""What is left to do of an activation, by what the library does of it."""
+"""The library's activation → what remains to be applied."""
 
 
 def problem_of(op: str, *args: Any, erf: bool = True) -> list[Problem]:
-    """The GEMMs by which a raw op's call may be done, the most fused one first; ``erf``: the library's GELU is ours."""
+    """The GEMMs that can run a raw op's call, the most fused one first; ``erf``: whether the library's GELU may be used."""
     if op == "nm_linear_wgrad":
         values, _, _, _, cols, x = args
         return [Problem("tn.packed", x.dtype, x.dtype, values.shape[0], cols, x.shape[1])]
     if op != "nm_linear":
-        raise BackendError(f"{op}: cuSPARSELt does nm_linear and nm_linear_wgrad.")
+        raise BackendError(f"{op}: cuSPARSELt supports only nm_linear and nm_linear_wgrad.")
     options: tuple[Any, ...] = (None, "", None)
     x, values, _, _, _, cols, bias, activation, residual = (*args, *options[len(args) - 6 :])
     width, step = x.numel() // cols, width_step(x.dtype)
@@ -83,18 +83,18 @@ def _kind(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
     residual: Tensor | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Calls of a kind are done by one plan."""
+    """The key of calls of nm_linear that share a plan."""
     return x.dtype, values.shape[0], cols, x.numel() // cols if cols else 0, bias is None, activation, residual is None
 
 
-def _most_fused(at: Here, call: tuple[Any, ...], stream: int) -> Ready:
-    """The plan for a call of nm_linear that leaves the least to torch."""
+def _most_fused(session: Session, call: tuple[Any, ...], stream: int) -> Plan:
+    """The plan for a call of nm_linear that fuses the most."""
     reasons: list[str] = []
     x, activation = call[0], call[7]
-    erf = activation == "gelu" and by_erf(x.dtype, at, x, stream)
+    erf = activation == "gelu" and by_erf(x.dtype, session, x, stream)
     for problem in problem_of("nm_linear", *call, erf=erf):
         try:
-            return ready_for(problem, at, x, stream)
+            return plan_for(problem, session, x, stream)
         except BackendError as error:
             if capturing(x):
                 raise
@@ -103,7 +103,7 @@ def _most_fused(at: Here, call: tuple[Any, ...], stream: int) -> Ready:
 
 
 def _written(out: Tensor | None, like: Tensor, *shape: int) -> Tensor:
-    """Where the library writes: ``out`` if it can."""
+    """The tensor that the library writes to: ``out`` if that is contiguous and aligned, else a new one."""
     return like.new_empty(shape) if out is None or not out.is_contiguous() or out.data_ptr() & 15 else out
 
 
@@ -115,17 +115,17 @@ def linear(
     rows, tokens, leading = values.shape[0], x.numel() // cols, x.shape[:-1]
     if not tokens:
         return x.new_empty(*leading, rows) if out is None else out
-    device, stream = place(x)
-    if elsewhere(x, device):
+    device, stream = device_and_stream(x)
+    if on_other_device(x, device):
         with torch.cuda.device(device):
             return linear(*call, out)
-    at = here(device)
+    session = session_on(device)
     kind = _kind(*call)
-    ready = at.routes.get(kind)
-    if ready is None:
-        ready = at.routes[kind] = _most_fused(at, call, stream)
-    problem, pad = ready.problem, ready.problem.width - tokens
-    blob = blob_of(values, indices, (n, m, cols), at, stream)
+    plan = session.routes.get(kind)
+    if plan is None:
+        plan = session.routes[kind] = _most_fused(session, call, stream)
+    problem, pad = plan.problem, plan.problem.width - tokens
+    blob = blob_of(values, indices, (n, m, cols), session, stream)
     x = aligned(x)
     if pad:
         x = F.pad(x.reshape(tokens, cols), (0, 0, 0, pad))
@@ -136,7 +136,7 @@ def linear(
     r = None
     if residual is not None and problem.residual:
         r = aligned(F.pad(residual.reshape(tokens, rows), (0, 0, 0, pad)) if pad else residual)
-    at.run(ready, blob.address, x, y, b, r, stream, 1.0)
+    session.run(plan, blob.address, x, y, b, r, stream, 1.0)
     if pad:
         y = y[:tokens].view(*leading, rows)
     if bias is not None and not problem.bias:
@@ -150,21 +150,21 @@ def linear(
 
 
 def linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out: Tensor | None = None) -> Tensor:
-    """``nm_linear_wgrad``. A gradient is multiplied once, so its blob is not remembered."""
-    device, stream = place(x)
-    if elsewhere(x, device):
+    """``nm_linear_wgrad``. A gradient is multiplied once, so its blob is not cached."""
+    device, stream = device_and_stream(x)
+    if on_other_device(x, device):
         with torch.cuda.device(device):
             return linear_wgrad(values, indices, n, m, cols, x, out)
-    at = here(device)
+    session = session_on(device)
     (problem,) = problem_of("nm_linear_wgrad", values, indices, n, m, cols, x)
-    ready = ready_for(problem, at, x, stream)
-    blob = compress_as(problem.layout, expanded(values, indices, (n, m, cols)), at, stream)
+    plan = plan_for(problem, session, x, stream)
+    blob = compress_as(problem.layout, expanded(values, indices, (n, m, cols)), session, stream)
     dw = _written(out, x, problem.rows, problem.width)
-    at.run(ready, blob.address, aligned(x), dw, None, None, stream, 1.0)
+    session.run(plan, blob.address, aligned(x), dw, None, None, stream, 1.0)
     return dw if out is None or dw is out else out.copy_(dw)
 
 
-# ---- what it takes
+# ---- what it supports
 
 
 def _fits(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, *others: Any) -> Verdict:
@@ -184,7 +184,7 @@ def _fits(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int,
     if x.dtype not in DTYPES:
         return False, f"it multiplies float16 and bfloat16, and this call is in {x.dtype}"
     if n > 2 or m % 4:
-        return False, f"it multiplies what is 2:4 at the same time: at most 2 of every M, M a multiple of 4; not {n}:{m}"
+        return False, f"it multiplies patterns that are also 2:4: at most 2 of every M, M a multiple of 4; not {n}:{m}"
     wrong = misfit(x.dtype, values.shape[0], cols)
     return (False, wrong) if wrong else (True, reason)
 
@@ -197,13 +197,13 @@ def _fits_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: T
 
 
 def _ready(op: str, *args: Any) -> Verdict:
-    """Whether this thread can do the GEMM now."""
+    """Whether this thread can run the GEMM now, and why not."""
     x = args[0] if op == "nm_linear" else args[5]
-    at = existing(place(x)[0])
-    if at is None or (_kind(*args) if op == "nm_linear" else problem_of(op, *args)[0]) not in at.routes:
+    session = existing(device_and_stream(x)[0])
+    if session is None or (_kind(*args) if op == "nm_linear" else problem_of(op, *args)[0]) not in session.routes:
         if capturing(x):
             return False, "a CUDA graph is being captured, and it has no plan for this GEMM yet: run it once before, in the same thread"
-        known = [settled(problem, at) for problem in problem_of(op, *args, erf=False)] if at is not None else []
+        known = [checked_algorithm(problem, session) for problem in problem_of(op, *args, erf=False)] if session is not None else []
         refused = [reason for reason in known if isinstance(reason, str)]
         if refused and len(refused) == len(known):
             return False, refused[-1]
@@ -211,18 +211,18 @@ def _ready(op: str, *args: Any) -> Verdict:
 
 
 def search(op: str, *args: Any, timer: Seconds | None = None) -> Measurement:
-    """Find the fastest right algorithm for the GEMM of a raw op's call, and use it from now on; the arguments' numbers do not matter.
+    """Find the fastest correct algorithm for the GEMM of a raw op's call, and use it from now on.
 
-    Every algorithm is checked on random operands before it is timed. The choice is kept in the table, by the library's version, the GPU,
-    dtypes, layout, epilogue and sizes, with widths up to the next power of two as one.
+    Every algorithm is checked and timed on random operands; the values of the arguments do not matter. The choice is stored in the table of
+    measurements, keyed by the library's version, the GPU, dtypes, layout, epilogue and sizes, with the width rounded up to a power of two.
 
     Args:
         op: ``"nm_linear"`` or ``"nm_linear_wgrad"``.
-        args: those of the raw op.
-        timer: seconds of a ``tuning.Task``; by the GPU's clock if None.
+        args: the arguments of the raw op.
+        timer: returns the seconds of a call; the GPU's clock if None.
 
     Raises:
-        BackendError: there is no library, or a CUDA graph is captured, or the library does no such GEMM at all.
+        BackendError: the library is not available or does not support the GEMM, or a CUDA graph is being captured.
 
     Example:
         >>> from nmkernels import BackendError
@@ -230,14 +230,14 @@ def search(op: str, *args: Any, timer: Seconds | None = None) -> Measurement:
         ...     search("nm_mask", torch.ones(4, 4), 2, 4)
         ... except BackendError as error:
         ...     print(error)
-        nm_mask: cuSPARSELt does nm_linear and nm_linear_wgrad.
+        nm_mask: cuSPARSELt supports only nm_linear and nm_linear_wgrad.
     """
     reasons = []
     for problem in problem_of(op, *args):
         try:
             return search_gemm(problem, next(a for a in args if isinstance(a, Tensor)), timer)
         except BackendError as error:
-            reasons.append(str(error))  # fused in another way, perhaps
+            reasons.append(str(error))  # a less fused GEMM may work
     raise BackendError(reasons[-1])
 
 

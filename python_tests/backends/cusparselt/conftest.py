@@ -69,8 +69,8 @@ def _built(build: Callable[..., Path]) -> Fake:
 
 def forget() -> None:
     """As if nothing had been multiplied in this process."""
-    context._threads.here.clear()
-    for remembered in (blobs._entries, algorithms._settled, linear._GELU):
+    context._threads.sessions.clear()
+    for remembered in (blobs._entries, algorithms._checked, linear._GELU):
         remembered.clear()
     algorithms.TABLE.forget()
 
@@ -113,7 +113,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 def routes(device: int = 0) -> dict[Any, Any]:
     """What this thread knows how to multiply."""
-    return context.here(device).routes
+    return context.session_on(device).routes
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 2) -> Tensor:

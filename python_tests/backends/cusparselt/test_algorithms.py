@@ -64,11 +64,11 @@ def clock(*seconds: float):
 def test_a_default_that_is_wrong_is_not_used(fake, ours, right, tmp_path, fault, words) -> None:
     fake.set(f"{fault}:0")
     assert right(*arguments()) == Algorithm(1)
-    assert [ready.algorithm for ready in context.here(0).plans.values()] == [Algorithm(1)], "what is wrong is not kept"
+    assert [ready.algorithm for ready in context.session_on(0).plans.values()] == [Algorithm(1)], "what is wrong is not kept"
     for i in range(1, 4):
         fake.set(f"{fault}:{i}")
     forget()
-    with pytest.raises(BackendError, match=f"none of its algorithms computes .* right: the default algorithm: {words}.*algorithm 3"):
+    with pytest.raises(BackendError, match=f"none of its algorithms computes .* correctly: the default algorithm: {words}.*algorithm 3"):
         ours("nm_linear").fn(*arguments())
     runs = fake.calls("Matmul")
     can, reason = ours("nm_linear").supports(*arguments())
@@ -103,7 +103,7 @@ def test_no_memory_to_check_with_is_no_verdict(fake, ours, right, monkeypatch) -
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
 def test_what_surrounds_the_first_call_does_not_change_the_bound(fake, dtype) -> None:
     def validator() -> Validator:
-        return Trial(Problem("nt", dtype, torch.float16, 32, 64, 16), context.here(0), torch.empty(0), 0).validator
+        return Trial(Problem("nt", dtype, torch.float16, 32, 64, 16), context.session_on(0), torch.empty(0), 0).validator
 
     first = validator()
     try:
@@ -130,7 +130,7 @@ def test_search_takes_the_fastest_right_one(fake, right) -> None:
     assert "max error 99" in reasons["algorithm 2"] and reasons["algorithm 3"] == "two runs differ" and "nan" in reasons["algorithm 4"]
     assert sum("cusparseLtMatmulAlgSetAttribute failed" in reason for reason in reasons.values()) == 3, "mode 6 of the 3 fastest"
     assert len(found.seconds) == 4 + 18
-    assert len(context.here(0).plans) == 0, "those of a search are taken back"
+    assert len(context.session_on(0).plans) == 0, "those of a search are taken back"
     assert right(*arguments(bias=True)) == Algorithm(5)
     assert "|nt|bfloat16|bfloat16|bias|32x64|16: algorithm 5, 5000000.0 us, default 9000000.0 us, 6 refused" in str(found)
 
@@ -149,11 +149,11 @@ def test_searches_of_other_gemms(fake) -> None:
     assert found.seconds[found.best] > 0 and "|tn.packed|" in found.problem
     problem = Problem("tn", torch.float16, torch.float16, 32, 64, 16, residual=True)
     assert search_gemm(problem, torch.empty(0), timer=clock(9, 9, 3, 9)).best == "algorithm 1"
-    assert algorithms.ready_for(problem, context.here(0), torch.empty(0), 0).algorithm == Algorithm(1)
+    assert algorithms.plan_for(problem, context.session_on(0), torch.empty(0), 0).algorithm == Algorithm(1)
 
 
 def test_what_search_leaves_alone(fake, capture) -> None:
-    with pytest.raises(BackendError, match="nm_mask: cuSPARSELt does nm_linear and nm_linear_wgrad"):
+    with pytest.raises(BackendError, match="nm_mask: cuSPARSELt supports only nm_linear and nm_linear_wgrad"):
         search("nm_mask", torch.ones(4, 4), 2, 4)
     fake.set("no bias")
     found = search("nm_linear", *arguments(bias=True), timer=clock(1.0))

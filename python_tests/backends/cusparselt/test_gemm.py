@@ -127,7 +127,7 @@ def test_a_capture_does_not_wait_for_the_check(fake, capture) -> None:
         ({"dense": torch.ones(16, 24).half()}, ShapeError, r"multiples of 16, not \(16, 24\)"),
         ({"dense": torch.ones(16, 32).to(torch.int8)}, ShapeError, r"multiples of 32, not \(16, 32\)"),
         ({"dense": torch.ones(16).half()}, ShapeError, r"needs a matrix"),
-        ({"mask": torch.ones(16, 8, dtype=torch.bool)}, ShapeError, "a bool mask of its shape"),
+        ({"mask": torch.ones(16, 8, dtype=torch.bool)}, ShapeError, "a bool mask of the same shape"),
         ({"mask": torch.ones(16, 16)}, ShapeError, "a mask .* of torch.float32"),
         ({"layout": "tt"}, OptionError, "layout 'tt' is unknown"),
     ],
@@ -140,7 +140,7 @@ def test_what_compress_refuses(fake, change, error, words) -> None:
 @for_each(
     "change, error, words",
     [
-        ({"dense": normal(16, 32)}, ShapeError, r"has shape \(16, 32\); nt with this blob takes \(tokens, 64\)"),
+        ({"dense": normal(16, 32)}, ShapeError, r"has shape \(16, 32\); nt with this blob needs \(tokens, 64\)"),
         ({"dense": normal(0, 64)}, ShapeError, "the dense operand has shape"),
         ({"dense": normal(16, 64, dtype=torch.float16)}, DtypeError, "the blob is torch.bfloat16"),
         ({"out_dtype": torch.float32}, DtypeError, "the result of torch.bfloat16 may be torch.bfloat16, not torch.float32"),

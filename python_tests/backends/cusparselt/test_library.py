@@ -116,8 +116,8 @@ def test_a_failing_entry_is_named_and_leaves_nothing_behind(fake, ours, entry) -
         can, reason = ours("nm_linear").supports(*args)
         assert not can and f"cusparseLt{entry} failed" in reason
     fake.set(f"fail:{entry}", 0)
-    context._threads.here.clear()
-    cusparselt.algorithms._settled.clear()
+    context._threads.sessions.clear()
+    cusparselt.algorithms._checked.clear()
     assert torch.isfinite(ours("nm_linear").fn(*args)).all()
 
 

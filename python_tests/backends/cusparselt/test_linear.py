@@ -26,7 +26,7 @@ def the_problem():
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_epilogues(fake, ours, dtype, activation) -> None:
     for with_residual, with_bias in product((False, True), repeat=2):
-        context.here(0).routes.clear()
+        context.session_on(0).routes.clear()
         bias = normal(32, dtype=dtype, seed=3) if with_bias else None
         residual = normal(16, 32, dtype=dtype, seed=4) if with_residual else None
         check(ours, "nm_linear", normal(16, 64, dtype=dtype), *packed(dtype=dtype), bias, activation, residual)
@@ -146,7 +146,7 @@ def test_through_the_dispatcher(fake, monkeypatch) -> None:
     c = ops.compress(normal(32, 64), "2:4")
     x = normal(8, 64)
     by_itself = ops.linear(x, c)
-    assert not context._threads.here, "it is not chosen by itself"
+    assert not context._threads.sessions, "it is not chosen by itself"
     monkeypatch.setenv("NMKERNELS_BACKEND", "cusparselt")
     testing.assert_no_worse(ops.linear(x, c), by_itself, reference.linear(x.double(), c.values.double(), c.indices, 2, 4, 64))
     assert fake.calls("Matmul")

@@ -46,11 +46,11 @@ def test_a_cached_call_makes_and_asks_nothing(fake, ours, capture, captured) -> 
 
 
 def test_many_plans_are_dropped(fake, ours, monkeypatch) -> None:
-    monkeypatch.setattr(context, "KEPT", 3)
+    monkeypatch.setattr(context, "MOST_PLANS", 3)
     start = fake.get("live")
     for tokens in (8, 16, 24, 32, 40, 48, 56, 8):
         call(ours, tokens=tokens)
-        assert len(context.here(0).plans) <= 3
+        assert len(context.session_on(0).plans) <= 3
     # handle, and per plan two matrices, a selection, a plan; the sparse matrix is shared
     assert fake.get("live") - start <= 2 + 3 * 4
 
@@ -77,7 +77,7 @@ def test_devices(fake, ours, monkeypatch) -> None:
         monkeypatch.setattr(context, "on_host", lambda device=device: (device, 0))
         fake.set("device", device)
         call(ours)
-    assert sorted(context._threads.here) == [0, 1, 3]
+    assert sorted(context._threads.sessions) == [0, 1, 3]
     assert fake.calls("Init") == fake.calls("MatmulPlanInit") == 3
     # the library of the tests does notice a call on another device
     fake.set("device", 1)
@@ -87,7 +87,7 @@ def test_devices(fake, ours, monkeypatch) -> None:
 
 
 def test_workspaces(fake, ours, monkeypatch, capture) -> None:
-    at = context.here(0)
+    at = context.session_on(0)
     call(ours)
     assert at.workspaces == {}
     fake.set("workspace", 100)
@@ -113,7 +113,7 @@ def test_a_workspace_lives_until_its_gemm_is_launched(fake, ours, monkeypatch, c
     fake.set("workspace", 4096)
     call(ours)
     made: list[weakref.ref] = []
-    workspace = context.Here.workspace
+    workspace = context.Session.workspace
 
     def watched(self, *args):
         made.append(weakref.ref(found := workspace(self, *args)))
@@ -124,8 +124,8 @@ def test_a_workspace_lives_until_its_gemm_is_launched(fake, ours, monkeypatch, c
 
     capture(in_graph)
     with monkeypatch.context() as m:
-        m.setattr(context.Here, "workspace", watched)
-        m.setattr(context.here(0), "_run", run)
+        m.setattr(context.Session, "workspace", watched)
+        m.setattr(context.session_on(0), "_run", run)
         ours("nm_linear").fn(normal(8, 64), *packed())
     assert len(made) == 1
 
@@ -139,7 +139,7 @@ def test_a_capture_refuses_what_is_new(fake, ours, capture) -> None:
         with pytest.raises(BackendError, match="a CUDA graph is being captured.*Run it once before the capture"):
             ours(op).fn(*given)
     with pytest.raises(BackendError, match="a CUDA graph is being captured"):
-        context.here(0).plan(Problem("nt", torch.float16, torch.float16, 32, 64, 16), Algorithm(), args[0])
+        context.session_on(0).plan(Problem("nt", torch.float16, torch.float16, 32, 64, 16), Algorithm(), args[0])
     capture(False)
     assert fake.calls("MatmulPlanInit") == 0
     ours("nm_linear").fn(*args)

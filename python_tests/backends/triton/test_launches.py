@@ -41,8 +41,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     _forget()
 
 
-def _gemm(device: torch.device | str = "cpu", tokens: int = TOKENS, **other: Any) -> launches.Gemm:
-    return launches.Gemm(*SIZES[:4], tokens, 2, 4, torch.device(device), 90)._replace(**other)
+def _gemm(device: torch.device | str = "cpu", tokens: int = TOKENS, **other: Any) -> launches.LaunchProblem:
+    return launches.LaunchProblem(*SIZES[:4], tokens, 2, 4, torch.device(device), 90)._replace(**other)
 
 
 def _choose(**other: Any) -> Plan:
