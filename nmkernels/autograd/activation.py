@@ -60,6 +60,11 @@ def split(z: Tensor, rule: SplitRule) -> Tensor:
     """Keep, in each sparse feature of ``z`` ``(tokens, features)``, only the N largest magnitudes of every M tokens; dense layout.
 
     The tokens are padded with zeros to a multiple of M. Of features with equally many non-zeros the lower index stays dense.
+
+    Example:
+        >>> split(torch.tensor([[1.0, 1.0], [2.0, 0.0]]), SplitRule(Pattern("1:2"), dense=0.5, multiple=1, shuffle=False))
+        tensor([[1., 1.],
+                [2., 0.]])
     """
     tokens, features = z.shape
     dense, m = rule.dense_features(features), rule.pattern.m

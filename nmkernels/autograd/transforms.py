@@ -229,7 +229,15 @@ class HardMask(WeightTransform):
 
 
 def combination_count(pattern: Pattern) -> int:
-    """The number of combinations C(M, N) of a pattern; ``PatternError`` if it exceeds ``MAX_COMBINATIONS``."""
+    """The number of combinations C(M, N) of a pattern.
+
+    Raises:
+        PatternError: it exceeds ``MAX_COMBINATIONS``.
+
+    Example:
+        >>> combination_count(Pattern("2:4"))
+        6
+    """
     count = math.comb(pattern.m, pattern.n)
     if count > MAX_COMBINATIONS:
         raise PatternError(
