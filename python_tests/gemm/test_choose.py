@@ -206,7 +206,7 @@ def test_a_graph_has_one_answer_for_all_tokens(costs):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_without_measurements_a_graph_follows_the_rule_for_very_many(costs, monkeypatch):
+def test_an_unmeasured_graph_follows_the_rule_for_many_tokens(costs, monkeypatch):
     monkeypatch.setattr(estimate, "seconds", lambda method, p: 0.5 if method == "sparse" and p.tokens < 1000 else 1.0)
     assert names(FPROP) == ["op"]
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
