@@ -361,7 +361,7 @@ def tuned() -> list[tuple[int, int]]:
     handle = nm.sparsify_(model, R.SRSTE("2:4"))
     shard(model)
     handle.attach(torch.optim.SGD(model.parameters()))
-    return [(gemm.rows, gemm.cols) for layer in handle.layers.values() for gemm in layer.gemms(8)]
+    return [(gemm.rows, gemm.cols) for layer in handle.layers.values() for together in layer.problems(8) for gemm in together]
 
 
 def flattened() -> list[str]:
