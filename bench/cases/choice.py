@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from nmkernels import CompressedLinear, ops, testing
 from nmkernels.gemm.choose import choose, using
 from nmkernels.gemm.forms import forms as forms_of
+from nmkernels.gemm.measure import measure
 from nmkernels.gemm.methods import DENSE, Method, estimate, methods, operands, run
 from nmkernels.gemm.problem import Problem
-from nmkernels.gemm.tune import measure
 
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
 

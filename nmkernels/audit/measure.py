@@ -20,8 +20,8 @@ from torch import Tensor
 from .. import ops
 from ..gemm.devices import DEVICES, Device, kind, named
 from ..gemm.forms import forms
+from ..gemm.measure import measure
 from ..gemm.problem import Problem
-from ..gemm.tune import measure
 from ..pattern import NMError, Pattern, RecipeError
 from ..recipes.registry import suggestion
 from ..tuning import Seconds, Task, Timer, device_name

@@ -31,6 +31,7 @@ from ..tuning import TABLE
 from ..tuning.measure import LEAST_GAIN
 from ..tuning.setting import reproducible, setting, undisturbed
 from . import estimate
+from .measure import measure_and_record
 from .methods import AS_FLOAT32, DENSE, EXPAND, OP, Method, methods, op_of
 from .problem import Problem, key, plain
 
@@ -115,8 +116,6 @@ def _tuned(problems: tuple[Problem, ...]) -> Choice | None:
 
 
 def _measured(problems: tuple[Problem, ...]) -> Choice | None:
-    from .tune import measure_and_record  # only needed here
-
     try:
         measure_and_record(*problems)
     except (RuntimeError, MemoryError) as error:  # mostly out of memory
@@ -183,7 +182,8 @@ def for_graphs(*many: Problem) -> Choice:
         found = _tuned(sized)
         if found is not None:
             return tuple(_by_op(p, m) for p, m in zip(sized, found, strict=True)) if len(found) > 1 else _in_a_graph(sized[0], found[0])
-    return rule(*many)
+    # decompressing at every call would be far slower for a few tokens, so a compressed weight is left to the op
+    return rule(*many) if all(DENSE.form in p.forms for p in many) else tuple(map(_baseline, many))
 
 
 def _by_op(p: Problem, method: Method) -> Method:

@@ -221,14 +221,13 @@ class CompressedLinear(nn.Module):
 
     def _chosen(self, x: Tensor, weight: ops.Compressed, bias: Tensor | None) -> Tensor:
         """y = x Wᵀ + b by the method that ``choose`` returns."""
-        if x.shape[-1:] != (self.in_features,):
-            return linear_compressed(x, weight, bias)  # raises
+        if x.shape[-1:] != (self.in_features,) or torch.compiler.is_compiling() or type(x.numel()) is not int:
+            return linear_compressed(x, weight, bias)  # which raises; or a graph, for which a copy would be made at every call
         problem, method = self._method(x)
         b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
         if method == DENSE:
-            graph = torch.compiler.is_compiling()
-            dense = weight.dense() if graph else weight.layout("dense", ops.Compressed.dense)
-            copies = None if graph else weight._layouts.get("dense")
+            dense = weight.layout("dense", ops.Compressed.dense)
+            copies = weight._layouts.get("dense")
             # only on a CPU: on a GPU layout() must see every call, to order streams
             if b is bias and x.is_cpu and copies is not None and copies.last is not None and copies.last.value is dense:
                 self._remember(x, weight, dense)
@@ -289,15 +288,12 @@ class CompressedLinear(nn.Module):
 
     def _problem(self, tokens: int, dtype: torch.dtype, device: torch.device) -> Problem:
         last = self._last
-        if last is not None and type(tokens) is int and last.tokens == tokens and last.dtype == dtype and last.device == device:
+        if last is not None and last.tokens == tokens and last.dtype == dtype and last.device == device:
             return last
         rows, cols, n, m = self.out_features, self.in_features, self.pattern.n, self.pattern.m
         dense = self.keep_dense or (device.type == "cpu" and rows * cols * dtype.itemsize <= SMALL_BYTES)
-        graph = torch.compiler.is_compiling()
-        available = (forms.__wrapped__ if graph else forms)(rows, cols, n, m, dtype, device, dense)  # tracing warns about lru_cache
-        problem = Problem("fprop", tokens, rows, cols, n, m, dtype, device, available)
-        if not graph and type(tokens) is int:
-            self._last = problem
+        problem = Problem("fprop", tokens, rows, cols, n, m, dtype, device, forms(rows, cols, n, m, dtype, device, dense))
+        self._last = problem
         return problem
 
     def extra_repr(self) -> str:

@@ -164,14 +164,14 @@ def test_it_measures_where_that_is_asked_for(costs, monkeypatch):
         measured.append(problems)
         store("op", *problems)
 
-    monkeypatch.setattr("nmkernels.gemm.tune.measure_and_record", measure)
+    monkeypatch.setattr(module, "measure_and_record", measure)
     assert names(FPROP) == ["dense"] and not measured
     monkeypatch.setenv("NMKERNELS_CHOICE", "measured")
     forget()
     assert names(FPROP) == ["op"] == names(FPROP) and measured == [(FPROP,)]
     with torch.profiler.profile():
         assert names(DGRAD) == ["dense"] and len(measured) == 1, "not while somebody watches"
-    monkeypatch.setattr("nmkernels.gemm.tune.measure_and_record", lambda *problems: [][0])
+    monkeypatch.setattr(module, "measure_and_record", lambda *problems: [][0])
     with pytest.raises(IndexError):
         choose(FPROP._replace(cols=64))
 
@@ -180,7 +180,7 @@ def test_no_memory_to_measure_is_no_error(costs, monkeypatch):
     def full(*problems):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("nmkernels.gemm.tune.measure_and_record", full)
+    monkeypatch.setattr(module, "measure_and_record", full)
     monkeypatch.setenv("NMKERNELS_CHOICE", "measured")
     forget()
     assert names(FPROP) == ["dense"]

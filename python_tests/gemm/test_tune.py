@@ -16,9 +16,9 @@ from nmkernels.capability import compiled_core
 from nmkernels.gemm import choose as choosing
 from nmkernels.gemm import tune as tuning
 from nmkernels.gemm.choose import choose
+from nmkernels.gemm.measure import measure, record
 from nmkernels.gemm.methods import operands, run
 from nmkernels.gemm.problem import Problem, key
-from nmkernels.gemm.tune import measure, record
 from nmkernels.nn import compressed
 from nmkernels.recipes.methods.fst import TransposableMask
 

@@ -13,7 +13,6 @@ import nmkernels as nm
 from nmkernels import dispatch
 from nmkernels.capability import compiled_core
 from nmkernels.gemm.choose import forget
-from nmkernels.gemm.methods import methods
 from nmkernels.gemm.problem import key
 from nmkernels.nn import compressed
 from nmkernels.tuning import TABLE
@@ -156,9 +155,8 @@ def test_a_layout_of_tensor_cores_is_made_once(monkeypatch: pytest.MonkeyPatch) 
     assert asked == [torch.int32] * 2 and layer.weight._layouts["rows:mma.sp"].last.value is made
 
 
-@pytest.mark.parametrize("choice", ["dense", "op"])
-def test_compiled_it_is_compiled_once(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "choose", lambda p: tuple(m for m in methods(p) if m.name == choice))
+def test_a_graph_calls_the_op_and_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed, "choose", lambda *problems: pytest.fail("chosen"))
     layer = _layer(True)
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
