@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import ops
 from ..dispatch import REFERENCE, Impl, implementations
-from ..ops.define import CALLS
+from ..ops.define import CALLS, CONTRACTS
 from ..ops.verify import doubtful
 from ..pattern import NMError, Pattern
 from .problem import Problem
@@ -113,6 +113,7 @@ def run(method: Method, p: Problem, other: Tensor, operand: Operand, *, bias: Te
 
 def expand(method: Method, p: Problem, other: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     """Compute the GEMM by decompressing the operand and multiplying in dense layout, in float32 if the method says so."""
+    CONTRACTS[op_of(p, method.form)](*arguments(p, method.form, packed, other, bias))  # what the op refuses
     values, indices = packed
     dtype = torch.float32 if method.name == AS_FLOAT32 else other.dtype
     cols = p.tokens if p.role == "wgrad" else p.cols if method.form == "rows" else p.rows
