@@ -84,4 +84,4 @@ def test_step_of_two_layers():
 
     for _ in range(4):
         count, where = step()
-    assert count <= 110, (count, where)
+    assert count <= 60, (count, where)

@@ -132,7 +132,7 @@ class EffectiveWeight:
         same = copy.form is not None and copy.transform is transform and copy.how == how
         # replaying a captured graph runs no hooks, so W̃ must be made inside the graph, and is not valid outside
         valid = same and not captured and stamp == copy.stamp and copy.owner is not None and copy.owner() is owner
-        if valid and (mark is not None or (not weight.is_cpu and torch.is_grad_enabled() and not copy.doubted)):
+        if valid and (mark is not None or (not readable(weight) and torch.is_grad_enabled() and not copy.doubted)):
             return copy.form
         # overwrite a copy only after an optimizer step; before that a backward pass may still need it
         free = same and copy.stamp is None and not captured

@@ -220,6 +220,7 @@ class NMWeight(nn.Module, WeightState):
         self.master.copy_(weight)
         self.use(None, STRAIGHT_THROUGH)
         self.finished, self.columns = True, columns
+        self.adapts = True  # also one that is set later, such as an absorbed LoRA
         self.forget(adapter=False)
         self.effective.release()
 
