@@ -68,7 +68,7 @@ NM_HD AdamW adamw_scalars(const double* hyper, int64_t t, bool frozen, bool eps_
     return s;
 }
 
-// F is float, or registers of them (cpu/kernels/simd/adamw_*.h) with these operators and functions; S is AdamW, or has the
+// F is float, or a register of them (cpu/kernels/simd/simd.h, included before this file); S is AdamW, or has the
 // same numbers in a form that F is made of.
 template <class F, class S>
 NM_HD F adamw_first(const S& s, F m, F g) {

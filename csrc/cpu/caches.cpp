@@ -17,12 +17,12 @@ Caches reported() {
 #if defined(_SC_LEVEL1_DCACHE_SIZE)
     return {sysconf(_SC_LEVEL1_DCACHE_SIZE), sysconf(_SC_LEVEL2_CACHE_SIZE)};
 #elif defined(__APPLE__)
-    const auto asked = [](const char* name) {
+    const auto size_of = [](const char* name) {
         int64_t bytes = 0;
         size_t size = sizeof bytes;
         return sysctlbyname(name, &bytes, &size, nullptr, 0) == 0 ? bytes : 0;
     };
-    return {asked("hw.perflevel0.l1dcachesize"), asked("hw.perflevel0.l2cachesize")};
+    return {size_of("hw.perflevel0.l1dcachesize"), size_of("hw.perflevel0.l2cachesize")};
 #else
     return {0, 0};
 #endif

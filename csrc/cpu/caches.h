@@ -1,4 +1,4 @@
-// The first two levels of data cache of one core, by which blocks of the GEMMs are cut.
+// The first two levels of data cache of one core; the block sizes of the GEMMs depend on them.
 #pragma once
 
 #include <cstdint>

@@ -60,7 +60,7 @@ bool has_bf16() {
 #endif
 
 #if defined(NM_HAS_amx)
-// The tiles are 8 KB of state that a process has to ask for, once for all of its threads.
+// The tiles are 8 KB of state, which a process has to request once for all of its threads.
 bool may_use_tiles() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
     constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -104,8 +104,8 @@ const Isa& named(const std::string& name) {
 }
 
 const Isa& first_choice() {
-    const char* asked = std::getenv("NMKERNELS_ISA");
-    if (asked && *asked) return named(asked);
+    const char* name = std::getenv("NMKERNELS_ISA");
+    if (name && *name) return named(name);
     const Isa* best = kIsas;
     for (const Isa& one : kIsas) best = one.runs() ? &one : best;
     return *best;

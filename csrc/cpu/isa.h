@@ -20,7 +20,7 @@ namespace nm {
 // Those in this build that this processor can run, the best last.
 std::vector<std::string> isas();
 
-// The one in use: the best, or the one that NMKERNELS_ISA names when the first kernel is asked for.
+// The one in use: the best, or the one that NMKERNELS_ISA names at the first call of a kernel.
 std::string isa();
 
 // Use another from now on. Throws std::invalid_argument, in words, for one that is unknown or cannot run here.

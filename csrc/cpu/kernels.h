@@ -1,7 +1,7 @@
 // Every kernel of the CPU core, as function types: each is compiled once per instruction set (isa.h) from the same
 // sources in kernels/, as nm::portable::mask, nm::avx2::mask and so on, and called through the table of the active set.
 //
-// Tensors are contiguous, row-major, given by pointer, dtype code and sizes; groups are m consecutive elements of a row,
+// Tensors are contiguous, row-major, passed as pointer, dtype code and sizes; groups are m consecutive elements of a row,
 // and m divides the row length unless said otherwise.
 #pragma once
 
@@ -28,8 +28,8 @@ using SoftThresholdScaleFn = float(const void* w, int dtype, int64_t numel, int 
 // n:m along rows and columns of every m x m tile; m divides rows and cols (several matrices: stack them).
 using TransposableMaskFn = void(const void* w, int dtype, int64_t rows, int64_t cols, int n, int m, uint8_t* out, int threads);
 
-// values [rows, cols/m*n] and packed indices; `given` is a bool mask or null. False: the mask keeps more than n in a group.
-using CompressFn = bool(const void* w, int dtype, int64_t rows, int64_t cols, int n, int m, const uint8_t* given, void* values, uint8_t* indices,
+// values [rows, cols/m*n] and packed indices; `mask` is of bools, or null. False: it keeps more than n in a group.
+using CompressFn = bool(const void* w, int dtype, int64_t rows, int64_t cols, int n, int m, const uint8_t* mask, void* values, uint8_t* indices,
               int threads);
 
 // The inverse; cols may end inside the last group. False: an index is not below m.
@@ -44,7 +44,7 @@ struct LinearCall {
     int64_t rows, cols;
 };
 
-// y = x Wᵀ + bias; by whatever way is fast for so many tokens. False: an index is not below m.
+// y = x Wᵀ + bias, by the kernel that is fastest for this number of tokens. False: an index is not below m.
 using LinearFn = bool(LinearCall call, int64_t tokens, int dtype, int n, int m, int threads);
 
 // C [rows, tokens] = A B (+ bias of each row), A compressed [rows, cols], B [cols, tokens]. Element (k, t) of B is

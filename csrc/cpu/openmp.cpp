@@ -20,7 +20,7 @@ struct Place {
     const char* source = ";nmkernels;parallel_for;0;0;;";
 };
 
-// What each thread of LLVM's runtime calls: two numbers of its own, then the addresses that fork_call was given.
+// What each thread of LLVM's runtime calls: two numbers of its own, then the addresses passed to fork_call.
 void work_of(int*, int*, Work* work, void* data) { work(data); }
 
 }  // namespace

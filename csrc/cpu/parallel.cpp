@@ -12,7 +12,7 @@
 namespace nm {
 namespace {
 
-// Calls of one parallel_for, handed out one by one to whoever calls work().
+// Calls of one parallel_for, handed out one by one to the threads that call work().
 class Job {
   public:
     Job(const std::function<void(int64_t)>& fn, int64_t chunks) : fn_(fn), chunks_(chunks), caller_(pthread_self()) {
@@ -47,10 +47,10 @@ class Job {
     std::fenv_t environment_;
     std::atomic<int64_t> next_{0};
     std::atomic<bool> failed_{false};
-    std::exception_ptr error_;  // written once, by whoever sets `failed_`; read after every thread has left
+    std::exception_ptr error_;  // written once, by the thread that sets `failed_`; read after every thread has left
 };
 
-// Set in every forked child: OpenMP would wait for threads that are not there, and a new one may be given the stack of a
+// Set in every forked child: OpenMP would wait for threads that are not there, and a new one may get the stack of a
 // thread that another was starting at the fork, half set up (glibc then frees its thread-local memory twice).
 std::atomic<bool> forked{false};
 [[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });

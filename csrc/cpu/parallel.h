@@ -1,6 +1,6 @@
 // parallel_for(chunks, threads, fn) calls fn(0) .. fn(chunks - 1), each once, on up to `threads` threads.
 //
-// They are the OpenMP threads that torch has (openmp.h), so that kernels and torch's ops, called in turns, do not wake
+// They are the OpenMP threads that torch has (openmp.h), so that kernels and torch's ops, called alternately, do not wake
 // one team while another still spins. Where torch is not loaded they are those of a small pool of our own (pool.h). In a
 // forked child the caller works alone: its parent's threads are lost, and POSIX lets it start none.
 //

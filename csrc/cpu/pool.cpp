@@ -27,7 +27,7 @@ class SignalsBlocked {
     sigset_t before_;
 };
 
-struct Job {
+struct PoolJob {
     void (*work)(void*);
     void* data;
 };
@@ -35,7 +35,7 @@ struct Job {
 class Pool {
   public:
     // False when another job has the pool; the caller then works alone.
-    bool run(const Job& job, int helpers) {
+    bool run(const PoolJob& job, int helpers) {
         if (busy_.exchange(true, std::memory_order_acquire)) return false;
         grow(helpers);
         {
@@ -76,7 +76,7 @@ class Pool {
             wake_.wait(lock, [this] { return open_ > 0; });
             --open_;
             ++inside_;
-            const Job* job = job_;
+            const PoolJob* job = job_;
             lock.unlock();
             job->work(job->data);
             lock.lock();
@@ -87,7 +87,7 @@ class Pool {
     std::atomic<bool> busy_{false};
     std::mutex mutex_;
     std::condition_variable wake_, idle_;
-    const Job* job_ = nullptr;
+    const PoolJob* job_ = nullptr;
     int open_ = 0;    // how many workers may still join the current job
     int inside_ = 0;  // workers in it
     std::atomic<int> workers_{0};
@@ -101,7 +101,7 @@ Pool& pool() {
 }  // namespace
 
 void pool_run(void (*work)(void*), void* data, int threads) {
-    const Job job{work, data};
+    const PoolJob job{work, data};
     if (threads < 2 || !pool().run(job, threads - 1)) work(data);
 }
 

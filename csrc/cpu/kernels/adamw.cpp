@@ -7,14 +7,12 @@
 
 #include "../kernels.h"
 #include "adamw_block.h"
-#include "simd/spmm_convert.h"
-#include "simd/spmm_transpose.h"
 
 namespace nm {
 namespace {
 
 constexpr int64_t kTile = 4096;  // elements in one partial of the statistics
-constexpr int kLine = 16;        // rows of a block whose neighbours in memory are rows: they fill a cache line
+constexpr int kLineRows = 16;        // rows of a block whose neighbours in memory are rows: they fill a cache line
 
 // The part of a parameter that one block works on; element (r, c) sits at r * cols + c of the block's buffers.
 struct Window {
@@ -34,17 +32,17 @@ void with_type(const View& view, const Window& w, const F& f) {
 inline void to_floats(const double* from, int64_t count, float* to) { std::copy(from, from + count, to); }
 inline void from_floats(const float* from, int64_t count, double* to) { std::copy(from, from + count, to); }
 
-// Rows, or columns where these lie along the memory: then a tile of up to kLine of each is transposed in registers.
-struct Tile {
-    alignas(64) float at[kBlock][kLine];  // columns of a window, each a line
+// Rows, or columns where these lie along the memory: then a tile of up to kLineRows of each is transposed in registers.
+struct LineTile {
+    alignas(64) float at[kBlock][kLineRows];  // columns of a window, each a line
 };
 
-// to[r * cols + c] = line c, place r; `rows` of kLine are filled.
-void turn_tile(const Tile& tile, int64_t rows, int64_t cols, float* to) {
+// to[r * cols + c] = line c, place r; `rows` of kLineRows are filled.
+void turn_tile(const LineTile& tile, int64_t rows, int64_t cols, float* to) {
     int64_t c = 0;
-    if (rows == kLine) {
+    if (rows == kLineRows) {
         for (; c + kLanes <= cols; c += kLanes) {
-            for (int r = 0; r < kLine; r += kLanes) transpose(&tile.at[c][r], kLine, to + r * cols + c, cols);
+            for (int r = 0; r < kLineRows; r += kLanes) transpose(&tile.at[c][r], kLineRows, to + r * cols + c, cols);
         }
     }
     for (; c < cols; ++c) {
@@ -52,11 +50,11 @@ void turn_tile(const Tile& tile, int64_t rows, int64_t cols, float* to) {
     }
 }
 
-void turn_back(const float* from, int64_t rows, int64_t cols, Tile& tile) {
+void turn_back(const float* from, int64_t rows, int64_t cols, LineTile& tile) {
     int64_t c = 0;
-    if (rows == kLine) {
+    if (rows == kLineRows) {
         for (; c + kLanes <= cols; c += kLanes) {
-            for (int r = 0; r < kLine; r += kLanes) transpose(from + r * cols + c, cols, &tile.at[c][r], kLine);
+            for (int r = 0; r < kLineRows; r += kLanes) transpose(from + r * cols + c, cols, &tile.at[c][r], kLineRows);
         }
     }
     for (; c < cols; ++c) {
@@ -64,16 +62,16 @@ void turn_back(const float* from, int64_t rows, int64_t cols, Tile& tile) {
     }
 }
 
-bool along_columns(const View& view, const Window& w) { return view.row_stride == 1 && view.col_stride != 1 && w.rows <= kLine && w.cols <= kBlock; }
+bool along_columns(const View& view, const Window& w) { return view.row_stride == 1 && view.col_stride != 1 && w.rows <= kLineRows && w.cols <= kBlock; }
 
 void load(const View& view, const Window& w, float* to) {
     with_type(view, w, [&](auto* from) {
         if (view.col_stride == 1) {
             for (int64_t r = 0; r < w.rows; ++r) to_floats(from + r * view.row_stride, w.cols, to + r * w.cols);
         } else if (along_columns(view, w)) {
-            Tile tile;
+            LineTile tile;
             for (int64_t c = 0; c < w.cols; ++c) {
-                __builtin_prefetch(from + c * view.col_stride + 2 * kLine);  // for the window after the next
+                __builtin_prefetch(from + c * view.col_stride + 2 * kLineRows);  // for the window after the next
                 to_floats(from + c * view.col_stride, w.rows, tile.at[c]);
             }
             turn_tile(tile, w.rows, w.cols, to);
@@ -90,7 +88,7 @@ void store(const View& view, const Window& w, const float* from) {
         if (view.col_stride == 1) {
             for (int64_t r = 0; r < w.rows; ++r) from_floats(from + r * w.cols, w.cols, to + r * view.row_stride);
         } else if (along_columns(view, w)) {
-            Tile tile;
+            LineTile tile;
             turn_back(from, w.rows, w.cols, tile);
             for (int64_t c = 0; c < w.cols; ++c) from_floats(tile.at[c], w.rows, to + c * view.col_stride);
         } else {
@@ -129,9 +127,9 @@ class Column {
 };
 
 template <class Masks>
-class Block {
+class Stepper {
   public:
-    Block(const AdamWCall& call, const Masks& masks) : call_(call), masks_(masks) {}
+    Stepper(const AdamWCall& call, const Masks& masks) : call_(call), masks_(masks) {}
 
     void run(const AdamWParam& param, const AdamW& s, const Window& w, Tally& tally) {
         Elements e{};
@@ -167,7 +165,8 @@ double sum_of_logarithms(const Tally& t) {
     if (!std::isfinite(sum)) return sum;
     double mantissa[8], log[8];
     int64_t exponent[8], exponents = -1023 * t.factors;
-    t.log_change.store(mantissa, exponent);
+    std::memcpy(mantissa, t.log_change.mantissas, sizeof mantissa);
+    std::memcpy(exponent, t.log_change.exponents, sizeof exponent);
     for (int i = 0; i < 8; ++i) {
         log[i] = std::log(mantissa[i]);
         exponents += exponent[i];
@@ -177,18 +176,14 @@ double sum_of_logarithms(const Tally& t) {
 
 Partial partial_of(const Tally& t, bool geometric) {
     Partial part;
-    float highest[Floats::width];
-    t.highest.store(highest);
-    uint32_t largest = 0;
-    for (float x : highest) largest = std::max(largest, float_bits(x));
     part.value[kChange] = total(t.change) / kScale;
     part.value[kLogChange] = geometric ? sum_of_logarithms(t) : 0.0;
-    part.value[kUnchanged] = double(t.unchanged.total());
-    part.value[kFlips] = double(t.flips.total());
+    part.value[kUnchanged] = double(total(t.unchanged));
+    part.value[kFlips] = double(total(t.flips));
     part.value[kPrunedWeight] = total(t.pruned_weight) / kScale;
     part.value[kPrunedGrad] = total(t.pruned_grad) / kScale;
-    part.value[kNonZeros] = double(t.non_zeros.total());
-    part.value[kLargest] = double(bits_float(largest));
+    part.value[kNonZeros] = double(total(t.non_zeros));
+    part.value[kLargest] = double(bits_float(largest_lane(bits_of(t.highest))));
     return part;
 }
 
@@ -233,9 +228,9 @@ Cut cut(const AdamWParam& param, int m, int64_t first) {
     c.first = first;
     c.direct = is_direct(param, m);
     if (param.rows == 0 || param.cols == 0) return c;
-    const int64_t widest = std::max<int64_t>((transposed ? kLine : kBlock) / group * group, group);
+    const int64_t widest = std::max<int64_t>((transposed ? kLineRows : kBlock) / group * group, group);
     c.window_cols = int(std::min(param.cols, widest));
-    c.window_rows = std::clamp(kBlock / c.window_cols, 1, transposed ? kLine : kBlock);
+    c.window_rows = std::clamp(kBlock / c.window_cols, 1, transposed ? kLineRows : kBlock);
     c.tile_cols = transposed ? c.window_cols : std::min(param.cols, std::max(kTile / widest * widest, widest));
     c.tile_rows = std::max<int64_t>(1, kTile / c.tile_cols);
     c.across = (param.cols + c.tile_cols - 1) / c.tile_cols;
@@ -244,7 +239,7 @@ Cut cut(const AdamWParam& param, int m, int64_t first) {
 }
 
 template <class Masks>
-void run_tile(Block<Masks>& block, const AdamWParam& param, const AdamW& s, const Cut& c, int64_t tile, Tally& tally) {
+void run_tile(Stepper<Masks>& stepper, const AdamWParam& param, const AdamW& s, const Cut& c, int64_t tile, Tally& tally) {
     const int64_t row = tile / c.across * c.tile_rows, col = tile % c.across * c.tile_cols;
     const int64_t last_row = std::min(row + c.tile_rows, param.rows), last_col = std::min(col + c.tile_cols, param.cols);
     for (int64_t r = row; r < last_row; r += c.window_rows) {
@@ -252,7 +247,7 @@ void run_tile(Block<Masks>& block, const AdamWParam& param, const AdamW& s, cons
         for (int64_t at = col; at < last_col; at += cols) {
             const int64_t rows = std::min<int64_t>(c.window_rows, last_row - r), left = last_col - at;
             cols = c.direct && left >= kStrip ? left / kStrip * kStrip : std::min<int64_t>(c.window_cols, left);
-            block.run(param, s, {r, at, rows, cols}, tally);
+            stepper.run(param, s, {r, at, rows, cols}, tally);
         }
     }
 }
@@ -266,13 +261,13 @@ struct Item {
 
 template <class Masks>
 void run_tiles(const std::vector<Item>& items, const AdamWCall& call, const Masks& masks, int64_t begin, int64_t end, Partial* partial) {
-    Block<Masks> block(call, masks);
+    Stepper<Masks> stepper(call, masks);
     auto next = std::upper_bound(items.begin(), items.end(), begin, [](int64_t tile, const Item& item) { return tile < item.cut.first; });
     const Item* item = &*(next - 1);
     for (int64_t tile = begin; tile < end; ++tile) {
         while (tile - item->cut.first >= item->cut.tiles) ++item;
         Tally tally;
-        run_tile(block, item->param, item->scalars, item->cut, tile - item->cut.first, tally);
+        run_tile(stepper, item->param, item->scalars, item->cut, tile - item->cut.first, tally);
         partial[tile] = partial_of(tally, call.geometric);
     }
 }

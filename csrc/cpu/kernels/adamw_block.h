@@ -1,5 +1,5 @@
 // MaskedAdamW on a block: up to kBlock elements that lie one after another in memory, in whole strips of 64 (the last
-// filled up with zeros, which take no part). All of it happens to a strip while it is in the first-level cache:
+// padded with zeros, which do not count). All of it happens to a strip while it is in the first-level cache:
 //
 //   mask before   step: the equations of core/adamw.h and their sums   mask after   settle: flips, non-zeros
 //
@@ -9,18 +9,10 @@
 #include <cmath>
 #include <type_traits>
 
-#include "../../core/adamw.h"
 #include "../kernels.h"
 #include "select.h"
-#include "simd/spmm_convert.h"
 
-#if defined(__AVX512F__)
-#include "simd/adamw_avx512.h"
-#elif defined(__AVX2__)
-#include "simd/adamw_avx2.h"
-#else
-#include "simd/adamw_plain.h"
-#endif
+#include "../../core/adamw.h"  // after simd.h, whose root() it takes
 
 namespace nm {
 namespace {
@@ -32,60 +24,77 @@ constexpr int kBlock = 256;  // also the largest group
 // time of the bare memory traffic without, 1.07 with 256 or 512, 1.10 with 1024.
 constexpr int kStepAhead = 512;
 
-// A strip's sums add up in fp32, each term times kScale in the same rounding: so many of the largest do not overflow.
+// A strip's sums add up in fp32, each term times kScale in the same rounding: 64 of the largest do not overflow.
 constexpr float kScale = 0x1p-8f;
 
-// The parts of a strip's work are pieces of one loop: only inlined do their numbers stay in registers.
-#define NM_INLINE inline __attribute__((always_inline))
+constexpr int kVectors = kStrip / kLanes;
+constexpr int kPart = 16;                      // elements of a strip that take a step together, under every instruction set
+constexpr int kPartVectors = kPart / kLanes;
+constexpr int kSumVectors = 8 / kLongs;        // of eight fp64 lanes: element i of a run goes to lane i mod 8
 
-constexpr int kVectors = kStrip / Floats::width;
+// Which elements of a part of a strip, and of a whole one.
+struct PartFlags {
+    Flags at[kPartVectors];
+};
 
-// Which elements of a strip.
-struct Chosen {
+struct StripFlags {
     Flags at[kVectors];
 
-    NM_INLINE static Chosen of(uint64_t bits) {
-        Chosen c;
-        for (int i = 0; i < kVectors; ++i) c.at[i] = Flags::of(bits >> (i * Floats::width));
+    NM_INLINE PartFlags part(int i) const {
+        PartFlags r;
+        each<kPartVectors>([&](auto k) { r.at[k] = at[i * kPartVectors + k]; });
+        return r;
+    }
+    NM_INLINE static StripFlags of(uint64_t bits) {
+        StripFlags c;
+        each<kVectors>([&](auto i) { c.at[i] = flags_of(bits >> (i * kLanes)); });
         return c;
     }
-    NM_INLINE static Chosen of(const Kept64<float>& kept) {
-        Chosen c;
-        for (int i = 0; i < kVectors; ++i) c.at[i] = Flags::of(kept, i);
+    NM_INLINE static StripFlags of(const Kept64<float>& kept) {
+        StripFlags c;
+        each<kVectors>([&](auto i) { c.at[i] = kept.at(i); });
         return c;
     }
 };
 
-// The masks of a call: `of` is called with where a strip lies, `at` with what that gave and the i-th part of the strip.
+// The masks of a call: `of` takes the address of a strip, `at` its result, the number of a part and the part's address.
 struct Unmasked {
     static constexpr bool masked = false;
     struct Kept {};
     NM_INLINE Kept of(const float*) const { return {}; }
-    NM_INLINE Flags at(const Kept&, int, const Floats&) const { return Flags::of(~uint64_t(0)); }
+    NM_INLINE PartFlags at(const Kept&, int, const float*) const { return {}; }
 };
 
 struct TwoOfFour {
     static constexpr bool masked = true;
     struct Kept {};
     NM_INLINE Kept of(const float*) const { return {}; }
-    NM_INLINE Flags at(const Kept&, int, const Floats& w) const { return two_of_four(w); }
+    NM_INLINE PartFlags at(const Kept&, int, const float* w) const {
+        decltype(keys_of(Floats{})) keys[kPartVectors];
+        KeyMarks dropped[kPartVectors];
+        each<kPartVectors>([&](auto i) { keys[i] = keys_of(load(w + i * kLanes)); });
+        not_two_of_four(keys, dropped);
+        PartFlags kept;
+        each<kPartVectors>([&](auto i) { kept.at[i] = opposite(Flags(dropped[i])); });
+        return kept;
+    }
 };
 
 template <int N, int M>
-struct Fixed {
+struct FixedMasks {
     static constexpr bool masked = true;
-    using Kept = Chosen;
-    NM_INLINE Kept of(const float* from) const { return Chosen::of(keep64<float, N, M>(from)); }
-    NM_INLINE Flags at(const Kept& kept, int i, const Floats&) const { return kept.at[i]; }
+    using Kept = StripFlags;
+    NM_INLINE Kept of(const float* from) const { return StripFlags::of(keep64<float, N, M>(from)); }
+    NM_INLINE PartFlags at(const Kept& kept, int part, const float*) const { return kept.part(part); }
 };
 
 struct AnyPattern {
     static constexpr bool masked = true;
-    using Kept = Chosen;
+    using Kept = StripFlags;
     int n, m;
     KeepFn<float>* keep;
-    NM_INLINE Kept of(const float* from) const { return Chosen::of(keep(from, n, m)); }
-    NM_INLINE Flags at(const Kept& kept, int i, const Floats&) const { return kept.at[i]; }
+    NM_INLINE Kept of(const float* from) const { return StripFlags::of(keep(from, n, m)); }
+    NM_INLINE PartFlags at(const Kept& kept, int part, const float*) const { return kept.part(part); }
 };
 
 // Groups that strips cut through: the bits of a block's strips.
@@ -110,12 +119,12 @@ template <class F>
 void with_masks(int n, int m, const F& f) {
     if (m == 0) return f(Unmasked{});
     if (n == 2 && m == 4) return f(TwoOfFour{});
-    if (n == 1 && m == 4) return f(Fixed<1, 4>{});
-    if (n == 2 && m == 8) return f(Fixed<2, 8>{});
-    if (n == 1 && m == 8) return f(Fixed<1, 8>{});
-    if (n == 4 && m == 8) return f(Fixed<4, 8>{});
-    if (n == 1 && m == 16) return f(Fixed<1, 16>{});
-    if (n == 1 && m == 32) return f(Fixed<1, 32>{});
+    if (n == 1 && m == 4) return f(FixedMasks<1, 4>{});
+    if (n == 2 && m == 8) return f(FixedMasks<2, 8>{});
+    if (n == 1 && m == 8) return f(FixedMasks<1, 8>{});
+    if (n == 4 && m == 8) return f(FixedMasks<4, 8>{});
+    if (n == 1 && m == 16) return f(FixedMasks<1, 16>{});
+    if (n == 1 && m == 32) return f(FixedMasks<1, 32>{});
     if (const KeepFn<float>* keep = keep_fn<float>(n, m)) return f(AnyPattern{n, m, keep});
     f(ByGroup{n, m});
 }
@@ -127,40 +136,67 @@ struct Elements {
     const float* g;
 
     bool whole(int strip) const { return count - strip * kStrip >= kStrip; }
-    NM_INLINE Chosen valid(int strip) const {
-        return Chosen::of(whole(strip) ? ~uint64_t(0) : (uint64_t(1) << (count - strip * kStrip)) - 1);
+    NM_INLINE StripFlags valid(int strip) const {
+        return StripFlags::of(whole(strip) ? ~uint64_t(0) : (uint64_t(1) << (count - strip * kStrip)) - 1);
     }
 };
 
-// Running statistics of a tile. Eight fp64 lanes each, which `total` adds up in a fixed order; sums are times kScale.
+// The logarithm of a product: the mantissas' product, and the sum of the exponents.
+struct LogProduct {
+    Doubles mantissas[kSumVectors];
+    Longs exponents[kSumVectors] = {};
+
+    LogProduct() {
+        for (Doubles& one : mantissas) one = 1.0 - Doubles{};
+    }
+
+    // times max(a, smallest), a not negative, of the `half`-th half of a register
+    NM_INLINE void times(int half, Doubles a, double smallest) {
+        constexpr uint64_t kMantissa = (uint64_t(1) << 52) - 1, kOne = uint64_t(1023) << 52;
+        const Longs bits = reinterpret_cast<Longs>(maximum(a, smallest - Doubles{}));
+        exponents[half % kSumVectors] += bits >> 52;
+        mantissas[half % kSumVectors] *= reinterpret_cast<Doubles>((bits & kMantissa) | kOne);
+    }
+};
+
+// Running statistics of a tile. Sums have eight fp64 lanes, which `total` adds up in a fixed order, and are times kScale.
 struct Tally {
-    Doubles change, pruned_weight, pruned_grad;
-    Product log_change;
-    Floats highest{0.0f};
-    Count unchanged, flips, non_zeros;
+    Doubles change[kSumVectors] = {}, pruned_weight[kSumVectors] = {}, pruned_grad[kSumVectors] = {};
+    LogProduct log_change;
+    Floats highest = {};
+    Uints unchanged = {}, flips = {}, non_zeros = {};
     int64_t factors = 0;  // in log_change, all lanes together
 };
 
 // The same of a strip's sums.
-struct Sums {
-    Floats change{0.0f}, pruned_weight{0.0f}, pruned_grad{0.0f};
+struct StripSums {
+    Floats change[kPartVectors] = {}, pruned_weight[kPartVectors] = {}, pruned_grad[kPartVectors] = {};
 };
 
 inline double total(const double* lane) { return ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7])); }
 
-inline double total(const Doubles& sum) {
+inline double total(const Doubles* sum) {
     double lane[8];
-    sum.store(lane);
+    std::memcpy(lane, sum, sizeof lane);
     return total(lane);
 }
 
-inline void times_logarithm(Tally& t, const Floats& change, const Flags& valid) {
-    constexpr double smallest = 0x1p-149;  // the smallest fp32 denormal
-    by_eight(choose(valid, change, Floats(1.0f)), [&](const Doubles& eight) { t.log_change.times(eight, smallest); });
-    t.factors += Floats::width;
+// How many flags were set.
+inline int64_t total(Uints count) {
+    int64_t sum = 0;
+    for (int l = 0; l < kLanes; ++l) sum += count[l];
+    return sum;
 }
 
-// `count` is kStrip: known to the compiler, it would warn of a remainder that there is none of.
+NM_INLINE void times_logarithm(Tally& t, int i, Floats change, Flags valid) {
+    constexpr double smallest = 0x1p-149;  // the smallest fp32 denormal
+    const Floats factors = choose(valid, change, splat(1.0f));
+    t.log_change.times(2 * i, lower_half(factors), smallest);
+    t.log_change.times(2 * i + 1, upper_half(factors), smallest);
+    t.factors += kLanes;
+}
+
+// `count` is kStrip. A compiler that knows this warns of a remainder, which does not exist.
 inline __attribute__((noinline, noclone)) void round_strip(int dtype, int64_t count, float* x) {
     by_dtype(dtype, [&](auto tag) {
         decltype(tag) narrow[kStrip];
@@ -187,140 +223,176 @@ inline bool is_usual(const AdamW& s, const AdamWCall& call, const Elements& e) {
 
 // The numbers of a step as every lane takes them, and its options.
 struct Scalars {
-    Same b1, omb1, b2, omb2, ibc1, bc2, sbc2, eps, wdf, lr, decay, clamp;
+    Floats b1, omb1, b2, omb2, ibc1, bc2, sbc2, eps, wdf, lr, decay, clamp;
     bool frozen, eps_inside, maximize, decays, clamps, geometric;
     const float* grad_scale;
 
     Scalars(const AdamW& s, const AdamWCall& call)
-        : b1(s.b1), omb1(s.omb1), b2(s.b2), omb2(s.omb2), ibc1(s.ibc1), bc2(s.bc2), sbc2(s.sbc2), eps(s.eps), wdf(s.wdf), lr(s.lr),
-          decay(s.decay), clamp(s.clamp), frozen(s.frozen), eps_inside(s.eps_inside), maximize(s.maximize), decays(s.decay != 0.0f),
+        : b1(splat(s.b1)), omb1(splat(s.omb1)), b2(splat(s.b2)), omb2(splat(s.omb2)), ibc1(splat(s.ibc1)), bc2(splat(s.bc2)),
+          sbc2(splat(s.sbc2)), eps(splat(s.eps)), wdf(splat(s.wdf)), lr(splat(s.lr)), decay(splat(s.decay)), clamp(splat(s.clamp)),
+          frozen(s.frozen), eps_inside(s.eps_inside), maximize(s.maximize), decays(s.decay != 0.0f),
           clamps(s.clamp != 0.0f), geometric(call.geometric), grad_scale(call.grad_scale) {}
 };
 
-NM_INLINE void include(Floats& sum, const Floats& terms) { sum = add_scaled(sum, kScale, terms); }
+// Adds kScale times the terms, rounded once.
+NM_INLINE void include(Floats& sum, Floats terms) {
+#if defined(__AVX2__)
+    sum = fused(terms, splat(kScale), sum);
+#else
+    // of a product with a power of two fp64 has more than twice the bits: its own rounding changes nothing
+    for (int l = 0; l < kLanes; ++l) sum[l] = float(double(sum[l]) + double(kScale) * double(terms[l]));
+#endif
+}
 
-// The gradient as the step takes it; `keep` is the mask of the weights before it.
+// A step of one register, the i-th of its part; `at` is where it lies. First the gradient as the step takes it; `keep` is the mask
+// of the weights before it.
 template <bool kUsual, bool kMasked>
-NM_INLINE Floats take_gradient(const Scalars& s, const Elements& e, int at, const Flags& keep, const Flags& valid, Sums& sums) {
-    const Floats p = Floats::load(e.p + at);
-    Floats g = Floats::load(e.g + at);
-    if (!kUsual && s.grad_scale) g = g / Floats(*s.grad_scale);
+NM_INLINE Floats take_gradient(const Scalars& s, const Elements& e, int at, int i, Flags keep, Flags valid, StripSums& sums) {
+    const Floats p = load(e.p + at);
+    Floats g = load(e.g + at);
+    if (!kUsual && s.grad_scale) g = g / splat(*s.grad_scale);
     if (!kUsual && s.maximize) g = -g;
     if constexpr (kMasked) {
         const Floats size = magnitude(g);
-        include(sums.pruned_weight, dropped(keep, magnitude(p)));
-        include(sums.pruned_grad, dropped(keep, kUsual ? size : kept(valid, size)));
-        if (s.decays) g = choose(keep, g, g + (Floats(s.decay) * p));
+        include(sums.pruned_weight[i], only_where_not(keep, magnitude(p)));
+        include(sums.pruned_grad[i], only_where_not(keep, kUsual ? size : only_where(valid, size)));
+        if (s.decays) g = choose(keep, g, g + (s.decay * p));
     }
     return g;
 }
 
 // v, and the largest that it was.
 template <bool kUsual>
-NM_INLINE void second_moment(const Scalars& s, const Elements& e, int at, const Floats& g, const Flags& valid, Sums& sums,
-                             Tally& t) {
+NM_INLINE void second_moment(const Scalars& s, const Elements& e, int at, int i, Floats g, Flags valid, StripSums& sums, Tally& t) {
     if (!kUsual && s.frozen) return;
-    const Floats old = Floats::load(e.v + at), v = adamw_second(s, old, g);
-    v.store(e.v + at);
+    const Floats old = load(e.v + at), v = adamw_second(s, old, g);
+    store(e.v + at, v);
     Floats change = magnitude(v - old);
     if constexpr (!kUsual) {
-        change = kept(valid, change);
+        change = only_where(valid, change);
         if (s.geometric) {
-            t.unchanged.add(equal(v, old) & valid);
-            times_logarithm(t, change, valid);
+            t.unchanged = one_more(both(equal(v, old), valid), t.unchanged);
+            times_logarithm(t, i, change, valid);
         }
-        if (e.top) larger(Floats::load(e.top + at), v).store(e.top + at);
+        if (e.top) {  // the larger, or a NaN of either
+            const Floats top = load(e.top + at);
+            store(e.top + at, choose(either(below(v, top), unequal(top, top)), top, v));
+        }
     }
-    include(sums.change, change);
+    include(sums.change[i], change);
 }
 
 template <bool kUsual, bool kMasked>
-NM_INLINE void step_moments(const Scalars& s, const Elements& e, int at, const Flags& keep, const Flags& valid, Sums& sums,
-                            Tally& t) {
-    const Floats g = take_gradient<kUsual, kMasked>(s, e, at, keep, valid, sums);
-    second_moment<kUsual>(s, e, at, g, valid, sums, t);
-    adamw_first(s, Floats::load(e.m + at), g).store(e.m + at);
+NM_INLINE void step_moments(const Scalars& s, const Elements& e, int at, int i, Flags keep, Flags valid, StripSums& sums, Tally& t) {
+    const Floats g = take_gradient<kUsual, kMasked>(s, e, at, i, keep, valid, sums);
+    second_moment<kUsual>(s, e, at, i, g, valid, sums, t);
+    store(e.m + at, adamw_first(s, load(e.m + at), g));
 }
 
 template <bool kUsual>
 NM_INLINE Floats denominator(const Scalars& s, const Elements& e, int at) {
-    return adamw_denominator(s, Floats::load((kUsual || !e.top ? e.v : e.top) + at));
+    return adamw_denominator(s, load((kUsual || !e.top ? e.v : e.top) + at));
 }
 
 template <bool kUsual>
-NM_INLINE void step_weights(const Scalars& s, const Elements& e, int at, const Floats& denominator, const Flags& valid, Tally& t) {
-    Floats u = adamw_quotient(s, Floats::load(e.m + at), denominator);
-    if (!kUsual) u = kept(valid, u);
-    t.highest = higher(t.highest, magnitude(u));
-    if (!kUsual && s.clamps) u = clamped(u, Floats(s.clamp));
-    adamw_apply(s, Floats::load(e.p + at), u).store(e.p + at);
+NM_INLINE void step_weights(const Scalars& s, const Elements& e, int at, Floats denominator, Flags valid, Tally& t) {
+    Floats u = adamw_quotient(s, load(e.m + at), denominator);
+    if (!kUsual) u = only_where(valid, u);
+    t.highest = larger_magnitude(t.highest, magnitude(u));
+    if (!kUsual && s.clamps) u = minimum(s.clamp, maximum(-s.clamp, u));  // NaN stays
+    store(e.p + at, adamw_apply(s, load(e.p + at), u));
 }
 
 // Counts what depends on the new mask: the flips, and the non-zeros that it keeps.
 template <bool kUsual, bool kMasked>
-NM_INLINE void settle(const Floats& w, const Flags& before, const Flags& now, const Flags& valid, Tally& t) {
+NM_INLINE void settle(Floats w, Flags before, Flags now, Flags valid, Tally& t) {
     if constexpr (kMasked) {
-        const Flags flips = before ^ now;
-        t.flips.add(kUsual ? flips : flips & valid);
+        const Flags flips = differing(before, now);
+        t.flips = one_more(kUsual ? flips : both(flips, valid), t.flips);
     }
-    Flags full = unequal(w, Floats(0.0f));
-    if (kMasked) full = full & now;
-    t.non_zeros.add(kUsual ? full : full & valid);
+    Flags full = unequal(w, Floats{});
+    if (kMasked) full = both(full, now);
+    t.non_zeros = one_more(kUsual ? full : both(full, valid), t.non_zeros);
 }
 
-NM_INLINE void add(Tally& t, const Sums& sums) {
-    add(t.change, folded(sums.change));
-    add(t.pruned_weight, folded(sums.pruned_weight));
-    add(t.pruned_grad, folded(sums.pruned_grad));
+// Elements i and i + 8 of a part are added in fp32, to lane i.
+NM_INLINE void add(Doubles* sum, const Floats* terms) {
+#if defined(__AVX512F__)
+    sum[0] += lower_half(terms[0] + Floats(exchange<32>(Register(terms[0]))));
+#else
+    each<kPartVectors / 2>([&](auto i) {
+        const Floats both = terms[i] + terms[i + kPartVectors / 2];
+        sum[2 * i] += lower_half(both);
+        sum[2 * i + 1] += upper_half(both);
+    });
+#endif
+}
+
+NM_INLINE void add(Tally& t, const StripSums& sums) {
+    add(t.change, sums.change);
+    add(t.pruned_weight, sums.pruned_weight);
+    add(t.pruned_grad, sums.pruned_grad);
 }
 
 // What is known of a strip: its mask before the step, and which of it are elements.
 struct Known {
-    Chosen before, valid;
+    StripFlags before, valid;
 };
 
-// The part of a strip that is settled: the new mask of it is taken here where that needs no other part.
-template <bool kUsual, class Masks>
-NM_INLINE void settle_part(const Elements& e, int strip, int i, const Masks& masks, const typename Masks::Kept& now, const Known& known,
-                           Tally& t) {
-    const Floats w = Floats::load(e.p + (strip + i * Floats::width));
-    settle<kUsual, Masks::masked>(w, known.before.at[i], masks.at(now, i, w), known.valid.at[i], t);
-}
-
-// From the first mask of some elements through root and divisions to their last is a long way, and a processor looks ahead
-// not even that far. So each part of a strip takes its steps in the company of others that wait for nothing: its moments
-// beside the denominator of the part before, the weights of that before it, and the new mask of a part of the last strip.
+// The way of an element from its first mask through root and divisions to its last is longer than a processor looks ahead. So
+// parts at different stages, which do not wait for each other, take turns: the moments of one part, the denominator of the part
+// before, the weights of the one before that, and the new mask of a part of the last strip.
 template <bool kUsual, bool kSteps, bool kSettles, class Masks>
 NM_INLINE void step_strip(const Scalars& s, const Elements& e, int strip, const Masks& masks, Known& mine, const Known& last,
                           float* denominators, Tally& t) {
-    constexpr int kWidth = Floats::width;
+    constexpr int kParts = kStrip / kPart;
     const int settled = strip - kStrip;
     typename Masks::Kept old, now;
-    Sums sums;
+    StripSums sums;
     if constexpr (kSteps) old = masks.of(e.p + strip);
     if constexpr (kSteps && !kUsual) mine.valid = e.valid(strip / kStrip);
-#pragma GCC unroll 8
-    for (int i = 0; i < kVectors; ++i) {
-        const int at = strip + i * kWidth, one = (i + kVectors - 1) % kVectors, two = (i + kVectors - 2) % kVectors;
+    const auto settle_part = [&](int part) __attribute__((always_inline)) {
+        const float* from = e.p + (settled + part * kPart);
+        PartFlags keep = {};
+        if constexpr (Masks::masked) keep = masks.at(now, part, from);
+        each<kPartVectors>([&](auto i) __attribute__((always_inline)) {
+            const int one = part * kPartVectors + i;
+            settle<kUsual, Masks::masked>(load(from + i * kLanes), last.before.at[one], keep.at[i], last.valid.at[one], t);
+        });
+    };
+    each<kParts>([&](auto part) __attribute__((always_inline)) {
+        constexpr int kNow = part, kOne = (part + kParts - 1) % kParts, kTwo = (part + kParts - 2) % kParts;
         if constexpr (kSteps) {
-            Flags& keep = mine.before.at[i];  // in place: g++ 12 copies flags by halves
-            if constexpr (Masks::masked) keep = masks.at(old, i, Floats::load(e.p + at));
-            step_moments<kUsual, Masks::masked>(s, e, at, keep, mine.valid.at[i], sums, t);
+            PartFlags before = {};
+            if constexpr (Masks::masked) before = masks.at(old, kNow, e.p + (strip + kNow * kPart));
+            each<kPartVectors>([&](auto i) __attribute__((always_inline)) {
+                constexpr int one = kNow * kPartVectors + i;
+                const Flags keep = mine.before.at[one] = before.at[i];
+                step_moments<kUsual, Masks::masked>(s, e, strip + one * kLanes, i, keep, mine.valid.at[one], sums, t);
+            });
         }
-        if (i >= 1 ? kSteps : kSettles) denominator<kUsual>(s, e, at - kWidth).store(denominators + one * kWidth);
-        if (i >= 2 ? kSteps : kSettles) {
-            const Floats by = Floats::load(denominators + two * kWidth);
-            step_weights<kUsual>(s, e, at - 2 * kWidth, by, (i >= 2 ? mine : last).valid.at[two], t);
+        if constexpr (kNow >= 1 ? kSteps : kSettles) {
+            each<kPartVectors>([&](auto i) __attribute__((always_inline)) {
+                const int at = kOne * kPart + i * kLanes;
+                store(denominators + at, denominator<kUsual>(s, e, (kNow >= 1 ? strip : settled) + at));
+            });
+        }
+        if constexpr (kNow >= 2 ? kSteps : kSettles) {
+            each<kPartVectors>([&](auto i) __attribute__((always_inline)) {
+                const int at = kTwo * kPart + i * kLanes;
+                const Flags valid = (kNow >= 2 ? mine : last).valid.at[kTwo * kPartVectors + i];
+                step_weights<kUsual>(s, e, (kNow >= 2 ? strip : settled) + at, load(denominators + at), valid, t);
+            });
         }
         if constexpr (kSettles) {
-            if (i == 1) {  // the last strip has all its weights
+            if constexpr (kNow == 1) {  // the last strip has all its weights
                 if (e.dtype != kFloat32) round_strip(e.dtype, kStrip, e.p + settled);
                 now = masks.of(e.p + settled);
             }
-            if (i >= 1) settle_part<kUsual>(e, settled, i - 1, masks, now, last, t);
-            if (i == kVectors - 1) settle_part<kUsual>(e, settled, i, masks, now, last, t);
+            if constexpr (kNow >= 1) settle_part(kNow - 1);
+            if constexpr (kNow == kParts - 1) settle_part(kNow);
         }
-    }
+    });
     if constexpr (kSteps) add(t, sums);
 }
 
@@ -348,11 +420,11 @@ inline void step_block(const AdamW& scalars, const AdamWCall& call, const Elemen
     uint64_t before[kBlock / kStrip], now[kBlock / kStrip];
     masks(e.p, e.count, before);
     for (int strip = 0; strip < e.count; strip += kStrip) {
-        const Chosen keep = Chosen::of(before[strip / kStrip]), valid = e.valid(strip / kStrip);
-        Sums sums;
+        const StripFlags keep = StripFlags::of(before[strip / kStrip]), valid = e.valid(strip / kStrip);
+        StripSums sums;
         for (int i = 0; i < kVectors; ++i) {
-            const int at = strip + i * Floats::width;
-            step_moments<false, true>(s, e, at, keep.at[i], valid.at[i], sums, t);
+            const int at = strip + i * kLanes;
+            step_moments<false, true>(s, e, at, i % kPartVectors, keep.at[i], valid.at[i], sums, t);
             step_weights<false>(s, e, at, denominator<false>(s, e, at), valid.at[i], t);
         }
         add(t, sums);
@@ -360,10 +432,10 @@ inline void step_block(const AdamW& scalars, const AdamWCall& call, const Elemen
     }
     masks(e.p, e.count, now);
     for (int strip = 0; strip < e.count; strip += kStrip) {
-        const Chosen old = Chosen::of(before[strip / kStrip]), keep = Chosen::of(now[strip / kStrip]);
-        const Chosen valid = e.valid(strip / kStrip);
+        const StripFlags old = StripFlags::of(before[strip / kStrip]), keep = StripFlags::of(now[strip / kStrip]);
+        const StripFlags valid = e.valid(strip / kStrip);
         for (int i = 0; i < kVectors; ++i) {
-            settle<false, true>(Floats::load(e.p + (strip + i * Floats::width)), old.at[i], keep.at[i], valid.at[i], t);
+            settle<false, true>(load(e.p + (strip + i * kLanes)), old.at[i], keep.at[i], valid.at[i], t);
         }
     }
 }

@@ -10,8 +10,7 @@
 #include "scratch.h"
 #include "simd/bf16_expand.h"
 #include "simd/bf16_product.h"
-#include "simd/spmm_convert.h"
-#include "simd/spmm_transpose.h"
+#include "simd/simd.h"
 
 namespace nm {
 namespace {
@@ -127,7 +126,7 @@ inline void write_line(const float* low, const float* high, int64_t count, bf16*
 #endif
 }
 
-// A block of sums, `rows` x `columns` of it, to `to` at the given strides, one of which is 1. A bias belongs to the rows, whose
+// A block of sums, `rows` x `columns` of it, to `to`; one of the strides is 1. A bias belongs to the rows, whose
 // stride is 1 then.
 inline void deliver(const float* sums, int64_t rows, int64_t columns, bf16* to, int64_t row_stride, int64_t column_stride, const bf16* bias,
                     bool streamed) {

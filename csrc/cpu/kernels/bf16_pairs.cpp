@@ -28,7 +28,7 @@ struct Unit {
     static constexpr int first_row(int second) { return P::n == 1 ? second * P::m : second * (second - 1) / 2; }
 };
 
-constexpr int64_t kMostRows = 512, kMostTokens = 256;  // of a task: its sums stay in the second-level cache, beside what it decodes
+constexpr int64_t kMostRows = 512, kMostTokens = 256;  // of a task: its sums and what it decodes stay in the second-level cache
 constexpr int64_t kPanels = 4;                         // for which A is decoded at once: its rows are far apart
 
 // The rows of B for up to 16 pairs of stored weights, counted from the first of their unit; `bad` are pairs whose indices are not
@@ -72,10 +72,10 @@ bool decode_pairs(const StoredBf16& a, int64_t row, int64_t rows, int64_t unit, 
         for (int64_t k = begin, i = 0; k < end; k += 32, i += 16) {
             const int left = int(std::min<int64_t>(end - k, 32));
             __mmask16 bad;
-            const Lanes rows_of_b{rows_of_pairs<P>(indices + k * U::kBits / 8, (left + 1) / 2, bad)};
+            const Uints rows_of_b = Uints(rows_of_pairs<P>(indices + k * U::kBits / 8, (left + 1) / 2, bad));
             wrong |= bad;
             _mm512_storeu_si512(weights + i, _mm512_maskz_loadu_epi16(__mmask32(low_bits(left)), values + k));
-            put_offsets(rows_of_b, U::kRows - 1, row_bytes, first + i, offsets + i);
+            store(offsets + i, load(first + i) + smaller(rows_of_b, splat(uint32_t(U::kRows - 1))) * row_bytes);
         }
         // what is stored past the last column is padding and counts for nothing, even NaN
         for (int64_t k = std::max(begin, a.cols / P::m * P::n); a.cols % P::m != 0 && k < end; ++k) {

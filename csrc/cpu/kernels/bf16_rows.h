@@ -23,7 +23,7 @@ constexpr int64_t kPrefetchBytes = 4096;
 // One row, T tokens; x holds them in rows of `stride` numbers, a multiple of kLine. False: an index is not below m.
 template <int T, class P>
 bool row_product(const Bf16Gemm& gemm, P p, const bf16* x, int64_t stride, int64_t row) {
-    constexpr int kChains = T <= 2 ? 4 : 2;  // sums of a token, by turns: one alone would wait for the one before
+    constexpr int kChains = T <= 2 ? 4 : 2;  // alternating sums of a token: a single one would wait for the adder
     constexpr int64_t kValueBytes = kPiece / P::m * P::n * int64_t(sizeof(bf16));
     const StoredBf16& a = gemm.a;
     const char* values = reinterpret_cast<const char*>(a.values + row * a.kept) + kPrefetchBytes;
@@ -89,7 +89,7 @@ bool few_row_products(const Bf16Gemm& gemm, P p, int threads) {
         if (gemm.tokens <= 4) return row_products<4>(gemm, p, threads);
         return row_products<8>(gemm, p, threads);
     }
-    return false;  // not asked for
+    return false;  // not called with so many
 }
 
 #endif

@@ -14,19 +14,18 @@ namespace nm {
 namespace {
 
 // Tiles of expanded weights are a line of 64 bytes apart: at a distance of 1 KB the lines of a row would share few sets of the cache.
-constexpr int64_t kTile = kTileSide * kTileDepth + kLine;
+constexpr int64_t kTileRoom = kTileSide * kTileDepth + kLine;
 constexpr int64_t kPair = 2 * kTileSide;  // outputs of a block of sums
 constexpr int64_t kFewTokens = 64;
-constexpr int64_t kPackedBytes = 16 << 20;  // of B, or as many of its tokens as fit
 
 // What one task works on, and in what blocks.
-struct Cut {
+struct TaskSizes {
     int64_t range, tokens;   // outputs and tokens of a task
     int64_t outputs, depth;  // of a block
     bool ahead, few;         // the next block is expanded during the product of this one; few tokens
 };
 
-Cut cut(const Bf16Gemm& gemm, int64_t tokens, bool transposed, int threads) {
+TaskSizes sizes_of_tasks(const Bf16Gemm& gemm, int64_t tokens, bool transposed, int threads) {
     const int64_t least = std::max<int64_t>(1, gemm.outputs * gemm.depth / kChunk);  // tasks that are worth handing out
     if (tokens <= kFewTokens && !transposed) {
         // two passes over the tokens share a block, so that it is better as deep as the cache allows
@@ -43,9 +42,9 @@ Cut cut(const Bf16Gemm& gemm, int64_t tokens, bool transposed, int threads) {
 }
 
 // A block: where it begins, its size, and the pieces it is expanded in.
-struct Block {
+struct TileBlock {
     int64_t output = 0, outputs = 0, depth = 0, steps = 0, pieces_each = 0, pieces = 0;
-    bf16* tiles = nullptr;  // [pair of tiles][step][2][kTile]
+    bf16* tiles = nullptr;  // [pair of tiles][step][2][kTileRoom]
 };
 
 // The tiles of A for C = A B: a tile's rows are rows of A.
@@ -53,24 +52,24 @@ struct ByRows {
     static constexpr bool kTransposed = false;
     static constexpr Streamed kStreamed = Streamed::kLeft;
 
-    static void count_pieces(Block& block) {
+    static void count_pieces(TileBlock& block) {
         block.pieces_each = ceil_div(block.steps * kTileDepth, kPiece);
         block.pieces = round_up(block.outputs, kPair) * block.pieces_each;
     }
 
     // A row of the block, kPiece columns of it. False: an index is not below m.
     template <class P>
-    static bool expand(const StoredBf16& a, P p, const Block& block, int64_t piece) {
+    static bool expand(const StoredBf16& a, P p, const TileBlock& block, int64_t piece) {
         const int64_t row = piece / block.pieces_each, first = piece % block.pieces_each * kPiece, begin = block.depth + first;
         const int64_t end = std::min({begin + kPiece, block.depth + block.steps * kTileDepth, a.cols});
         const int64_t tile = (row / kPair * block.steps + first / kTileDepth) * 2 + row % kPair / kTileSide;
-        bf16* to = block.tiles + tile * kTile + row % kTileSide * kLine;
+        bf16* to = block.tiles + tile * kTileRoom + row % kTileSide * kLine;
         if (row < block.outputs) {
             return expand_lines(a, p, block.output + row, begin, end, [&](auto, int64_t i, const Line& line) __attribute__((always_inline)) {
-                store_line(to + i * 2 * kTile, line);
+                store_line(to + i * 2 * kTileRoom, line);
             });
         }
-        for (int64_t i = 0; i * kLine < end - begin; ++i) std::memset(static_cast<void*>(to + i * 2 * kTile), 0, kLine * sizeof(bf16));
+        for (int64_t i = 0; i * kLine < end - begin; ++i) std::memset(static_cast<void*>(to + i * 2 * kTileRoom), 0, kLine * sizeof(bf16));
         return true;
     }
 };
@@ -80,14 +79,14 @@ struct ByColumns {
     static constexpr bool kTransposed = true;
     static constexpr Streamed kStreamed = Streamed::kRight;
 
-    static void count_pieces(Block& block) {
+    static void count_pieces(TileBlock& block) {
         block.pieces_each = ceil_div(block.outputs, kPiece);
         block.pieces = block.steps * kTileSide * block.pieces_each;
     }
 
     // Two rows, kPiece columns of them.
     template <class P>
-    static bool expand(const StoredBf16& a, P p, const Block& block, int64_t piece) {
+    static bool expand(const StoredBf16& a, P p, const TileBlock& block, int64_t piece) {
         const int64_t pair = piece / block.pieces_each, first = piece % block.pieces_each * kPiece, begin = block.output + first;
         const int64_t end = std::min(begin + kPiece, block.output + block.outputs), row = block.depth + 2 * pair;
         alignas(64) bf16 lines[2][kPiece];
@@ -102,8 +101,8 @@ struct ByColumns {
             }
         }
         for (int64_t j = 0; j * kLine < end - begin; ++j) {
-            bf16* to = block.tiles + ((first / kPair + j) * block.steps + pair / kTileSide) * 2 * kTile + pair % kTileSide * kLine;
-            store_pairs(to, to + kTile, load_line(lines[0] + j * kLine), load_line(lines[1] + j * kLine));
+            bf16* to = block.tiles + ((first / kPair + j) * block.steps + pair / kTileSide) * 2 * kTileRoom + pair % kTileSide * kLine;
+            store_pairs(to, to + kTileRoom, load_line(lines[0] + j * kLine), load_line(lines[1] + j * kLine));
         }
         return valid;
     }
@@ -111,46 +110,46 @@ struct ByColumns {
 
 // Outputs [begin, end) of the tiles [first, last) of `tokens` tokens, C's first token being that of tile 0.
 template <class By, class P>
-bool multiply(const Bf16Gemm& gemm, const PackedBf16& packed, const Cut& cut, P p, int64_t begin, int64_t end, int64_t first, int64_t last,
+bool multiply(const Bf16Gemm& gemm, const PackedBf16& packed, const TaskSizes& sizes, P p, int64_t begin, int64_t end, int64_t first, int64_t last,
               int64_t tokens, bf16* c, bool streamed) {
     static thread_local Scratch block_room, sums_room;
-    const int64_t pairs = cut.outputs / kPair, room = pairs * cut.depth / kTileDepth * 2 * kTile;
-    bf16* tiles = block_room.at_least<bf16>((cut.ahead ? 2 : 1) * room);
+    const int64_t pairs = sizes.outputs / kPair, room = pairs * sizes.depth / kTileDepth * 2 * kTileRoom;
+    bf16* tiles = block_room.at_least<bf16>((sizes.ahead ? 2 : 1) * room);
     float* sums = sums_room.at_least<float>(pairs * ceil_div(last - first, 2) * kBlockSums);
-    const int64_t depths = std::max<int64_t>(1, ceil_div(gemm.depth, cut.depth)), blocks = ceil_div(end - begin, cut.outputs) * depths;
+    const int64_t depths = std::max<int64_t>(1, ceil_div(gemm.depth, sizes.depth)), blocks = ceil_div(end - begin, sizes.outputs) * depths;
     const auto block_at = [&](int64_t i) {
-        Block block;
+        TileBlock block;
         if (i >= blocks) return block;
-        block.output = begin + i / depths * cut.outputs;
-        block.outputs = std::min(cut.outputs, end - block.output);
-        block.depth = i % depths * cut.depth;
-        block.steps = ceil_div(std::min(cut.depth, gemm.depth - block.depth), kTileDepth);
-        block.tiles = tiles + (cut.ahead ? i % 2 * room : 0);
+        block.output = begin + i / depths * sizes.outputs;
+        block.outputs = std::min(sizes.outputs, end - block.output);
+        block.depth = i % depths * sizes.depth;
+        block.steps = ceil_div(std::min(sizes.depth, gemm.depth - block.depth), kTileDepth);
+        block.tiles = tiles + (sizes.ahead ? i % 2 * room : 0);
         By::count_pieces(block);
         return block;
     };
-    BlockProduct product(packed.width, cut.few ? Streamed::kNeither : By::kStreamed);
+    BlockProduct product(packed.width, sizes.few ? Streamed::kNeither : By::kStreamed);
     bool valid = true;
-    Block next = block_at(0);
+    TileBlock next = block_at(0);
     int64_t expanded = 0;
     for (int64_t i = 0; i < blocks; ++i) {
-        const Block now = next;
+        const TileBlock now = next;
         for (; expanded < now.pieces; ++expanded) valid &= By::expand(gemm.a, p, now, expanded);
         next = block_at(i + 1);
         expanded = 0;
-        const bool fresh = now.depth == 0, done = now.depth + cut.depth >= gemm.depth;
+        const bool fresh = now.depth == 0, done = now.depth + sizes.depth >= gemm.depth;
         // pieces of the next block are spread evenly over the steps
         const int64_t steps = ceil_div(last - first, 2) * ceil_div(now.outputs, kPair) * now.steps;
         int64_t step = 0;
         for (int64_t tile = first; tile < last; tile += 2) {
             for (int64_t output = 0; output < now.outputs; output += kPair) {
                 float* block = sums + ((tile - first) / 2 * pairs + output / kPair) * kBlockSums;
-                const Side weights{now.tiles + output / kPair * now.steps * 2 * kTile, 2 * kTile, kTile};
+                const Side weights{now.tiles + output / kPair * now.steps * 2 * kTileRoom, 2 * kTileRoom, kTileRoom};
                 const Side inputs = packed.side(tile, now.depth / kTileDepth);
                 const char* later = reinterpret_cast<const char*>(block + kBlockSums);
                 const auto between = [&] {
                     ++step;
-                    if (cut.ahead) {
+                    if (sizes.ahead) {
                         for (; expanded * steps < step * next.pieces; ++expanded) valid &= By::expand(gemm.a, p, next, expanded);
                     }
                     if (!fresh) {
@@ -187,11 +186,11 @@ bool every_token(const Bf16Gemm& gemm, P p, int threads) {
     for (int64_t done = 0; gemm.outputs > 0 && done < gemm.tokens; done += chunk) {
         const int64_t tokens = std::min(chunk, gemm.tokens - done);
         const PackedBf16 packed = pack(gemm, done, tokens, !By::kTransposed, threads);
-        const Cut cuts = cut(gemm, tokens, By::kTransposed, threads);
-        const int64_t ranges = ceil_div(gemm.outputs, cuts.range), tiles = ceil_div(cuts.tokens, kTileSide);
+        const TaskSizes sizes = sizes_of_tasks(gemm, tokens, By::kTransposed, threads);
+        const int64_t ranges = ceil_div(gemm.outputs, sizes.range), tiles = ceil_div(sizes.tokens, kTileSide);
         parallel_for(ranges * ceil_div(packed.tiles, tiles), threads, [&](int64_t i) {
-            const int64_t begin = i % ranges * cuts.range, first = i / ranges * tiles;
-            if (!multiply<By>(gemm, packed, cuts, p, begin, std::min(begin + cuts.range, gemm.outputs), first,
+            const int64_t begin = i % ranges * sizes.range, first = i / ranges * tiles;
+            if (!multiply<By>(gemm, packed, sizes, p, begin, std::min(begin + sizes.range, gemm.outputs), first,
                               std::min(first + tiles, packed.tiles), tokens, gemm.c + done * gemm.c_col, streamed)) {
                 valid = false;
             }

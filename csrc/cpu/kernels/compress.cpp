@@ -86,7 +86,7 @@ struct Unpacker {
 
 namespace NM_ISA {
 
-bool compress(const void* w, int dtype, int64_t rows, int64_t cols, int n, int m, const uint8_t* given, void* values, uint8_t* indices,
+bool compress(const void* w, int dtype, int64_t rows, int64_t cols, int n, int m, const uint8_t* mask, void* values, uint8_t* indices,
               int threads) {
     std::atomic<bool> fits{true};
     const Sizes sizes(rows, cols, n, m);
@@ -97,11 +97,11 @@ bool compress(const void* w, int dtype, int64_t rows, int64_t cols, int n, int m
         sizes.each(threads, [&] {
             return [&, packer = Packer<T>(n, m, select_fn<T>(n, m), ring)](int64_t at, int64_t count, int64_t value, int64_t byte) mutable {
                 const T* from = static_cast<const T*>(w) + at;
-                if (!packer.choose(from, given ? given + at : nullptr, count)) {
+                if (!packer.choose(from, mask ? mask + at : nullptr, count)) {
                     fits = false;
                     return;
                 }
-                const int64_t stored = packer.pack(from, count, given != nullptr);
+                const int64_t stored = packer.pack(from, count, mask != nullptr);
                 put(static_cast<T*>(values) + value, packer.values, stored * int64_t(sizeof(T)), streamed);
                 put(indices + byte, packer.packed, index_bytes(stored, sizes.bits), streamed);
             };

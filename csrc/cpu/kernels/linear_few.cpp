@@ -1,6 +1,6 @@
 // y = x Wᵀ + b for few tokens, straight from the compressed form: what is stored is all that is read, once, and the inputs
-// it chooses are permuted in registers: eight rows side by side (simd/rows_avx2.h) or blocks of 16 stored values of a row
-// (simd/gemv_*.h) where the pattern has that; the rest of a row, and every other pattern, one stored value at a time.
+// it chooses are permuted in registers: eight rows side by side (few_rows.h) or blocks of kLanes stored values of a row
+// (few_block.h) where the pattern has that; the rest of a row, and every other pattern, one stored value at a time.
 //
 // Inputs are in fp32, and so are the sums. Nothing that a row computes depends on the number of threads.
 #include <algorithm>
@@ -8,53 +8,49 @@
 #include <memory>
 #include <type_traits>
 
-#include "../../core/bitpack.h"
 #include "../kernels.h"
+#include "few_block.h"
+#include "few_rows.h"
 #include "patterns.h"
-#if defined(__AVX512F__)
-#include "simd/gemv_avx512.h"
-#else
-#include "simd/rows_avx2.h"
-#endif
 
 namespace nm {
 namespace {
 
 constexpr int kRows = 4;         // rows that share the inputs they load
 constexpr int kTokens = 4;       // tokens that share the indices they decode
-constexpr int kAhead = 8192;     // bytes: how far a lone row's values are asked for before they are needed
+constexpr int kLoneAhead = 8192;  // bytes: how far ahead a lone row's values are prefetched
 constexpr int kGrain = 8;        // rows: what a range has whole numbers of
 constexpr int kRanges = 8;       // per thread; long ones, so that each thread reads memory in one long stream
 constexpr int64_t kWork = 1 << 17;  // elements that are worth waking a thread for: 5 us
 
 struct NoBlock {};
 
-// f(Block<N, M>, EightRows<N, M>) where this instruction set has them, else f with NoBlock in their place.
+#if defined(__AVX512F__)
+template <int N, int M>
+using FewRows = NoBlock;
+#elif defined(__AVX2__)
+template <int N, int M>
+using FewRows = std::conditional_t<M <= 16, EightRows<N, M>, NoBlock>;
+#endif
+
+// f(FewBlock<N, M>, EightRows<N, M>) where this instruction set has them, else f with NoBlock in their place.
 template <class F>
 bool by_block([[maybe_unused]] int n, [[maybe_unused]] int m, const F& f) {
-#if defined(__AVX512F__)
-    if (n == 2 && m == 4) return f(Block<2, 4>{}, NoBlock{});
-    if (n == 1 && m == 4) return f(Block<1, 4>{}, NoBlock{});
-    if (n == 2 && m == 8) return f(Block<2, 8>{}, NoBlock{});
-    if (n == 1 && m == 8) return f(Block<1, 8>{}, NoBlock{});
-    if (n == 4 && m == 8) return f(Block<4, 8>{}, NoBlock{});
-    if (n == 1 && m == 16) return f(Block<1, 16>{}, NoBlock{});
-    if (n == 1 && m == 32) return f(Block<1, 32>{}, NoBlock{});
-#elif defined(__AVX2__)
-    if (n == 2 && m == 4) return f(Block<2, 4>{}, EightRows<2, 4>{});
-    if (n == 1 && m == 4) return f(Block<1, 4>{}, EightRows<1, 4>{});
-    if (n == 2 && m == 8) return f(Block<2, 8>{}, EightRows<2, 8>{});
-    if (n == 1 && m == 8) return f(Block<1, 8>{}, EightRows<1, 8>{});
-    if (n == 4 && m == 8) return f(Block<4, 8>{}, EightRows<4, 8>{});
-    if (n == 1 && m == 16) return f(Block<1, 16>{}, EightRows<1, 16>{});
-    if (n == 1 && m == 32) return f(Block<1, 32>{}, NoBlock{});
+#if defined(__AVX2__)
+    if (n == 2 && m == 4) return f(FewBlock<2, 4>{}, FewRows<2, 4>{});
+    if (n == 1 && m == 4) return f(FewBlock<1, 4>{}, FewRows<1, 4>{});
+    if (n == 2 && m == 8) return f(FewBlock<2, 8>{}, FewRows<2, 8>{});
+    if (n == 1 && m == 8) return f(FewBlock<1, 8>{}, FewRows<1, 8>{});
+    if (n == 4 && m == 8) return f(FewBlock<4, 8>{}, FewRows<4, 8>{});
+    if (n == 1 && m == 16) return f(FewBlock<1, 16>{}, FewRows<1, 16>{});
+    if (n == 1 && m == 32) return f(FewBlock<1, 32>{}, FewRows<1, 32>{});
 #endif
     return f(NoBlock{}, NoBlock{});
 }
 
 // One call, its operands typed.
 template <class T>
-struct Gemm {
+struct FewGemm {
     const float* x;  // [tokens, cols]
     const T *values, *bias;
     const uint8_t* indices;
@@ -67,44 +63,53 @@ struct Gemm {
 
 // Adds `blocks` blocks from the start of each of `Rows` rows. False: an index is not below m.
 template <class Block, int Rows, int Tokens, class T>
-bool add_blocks(const Gemm<T>& p, int64_t row, int64_t token, int64_t blocks, float (&total)[Rows][Tokens]) {
+bool add_blocks(const FewGemm<T>& p, int64_t row, int64_t token, int64_t blocks, float (&total)[Rows][Tokens]) {
     constexpr bool kLone = Rows == 1 && Tokens == 1;
-    constexpr int kSums = kLone ? 2 : 1;  // by turns: a single one would wait for the adder
+    constexpr int kSums = (kLone ? 32 : 16) / kLanes, kStored = Block::kStored;  // alternating: a single sum would wait for the adder
     const T* values = p.values + row * p.kept;
     const uint8_t* indices = p.indices + row * p.bytes;
     const float* x = p.x + token * p.cols;
-    typename Block::Sum sum[kSums][Rows][Tokens] = {};
+    Floats sum[kSums][Rows][Tokens] = {};
     uint64_t damage = 0;
-    const auto add = [&](int64_t b, auto& sums) {
+    const auto add = [&](int64_t b, auto& sums) __attribute__((always_inline)) {
         for (int r = 0; r < Rows; ++r) {
             const uint8_t* packed = indices + r * p.bytes + b * Block::kIndexBytes;
             if constexpr (Rows > 1) {  // so many short streams are not fetched ahead by themselves: the same place in the rows that follow
-                __builtin_prefetch(values + (r + Rows) * p.kept + b * 16);
+                __builtin_prefetch(values + (r + Rows) * p.kept + b * kStored);
                 if (b * Block::kIndexBytes % 64 == 0) __builtin_prefetch(packed + Rows * p.bytes);
             }
-            const auto places = Block::places(packed);
-            const auto v = Block::values(values + r * p.kept + b * 16);
+            const Uints places = Block::places(packed);
+            const Floats v = widened(values + r * p.kept + b * kStored);
             damage |= Block::damage(packed);
-            for (int t = 0; t < Tokens; ++t) sums[r][t] = Block::multiply_add(v, places, x + t * p.cols + b * Block::kInputs, sums[r][t]);
+            for (int t = 0; t < Tokens; ++t) sums[r][t] = fused(v, Block::inputs(places, x + t * p.cols + b * Block::kInputs), sums[r][t]);
         }
     };
     int64_t b = 0;
     for (; b + kSums <= blocks; b += kSums) {
-        for (int i = 0; i < kSums; ++i) {
-            if (kLone) __builtin_prefetch(reinterpret_cast<const char*>(values + (b + i) * 16) + kAhead);
+        each<kSums>([&](auto i) __attribute__((always_inline)) {
+            if (kLone && i * kStored % 16 == 0) __builtin_prefetch(reinterpret_cast<const char*>(values + (b + i) * kStored) + kLoneAhead);
             add(b + i, sum[i]);
-        }
-        if (kLone) __builtin_prefetch(indices + b * Block::kIndexBytes + kAhead * Block::kIndexBytes / int(16 * sizeof(T)));
+        });
+        if (kLone) __builtin_prefetch(indices + b * Block::kIndexBytes + kLoneAhead * Block::kIndexBytes / int(kStored * sizeof(T)));
     }
-    if (b < blocks) add(b, sum[0]);
+    each<kSums - 1>([&](auto i) __attribute__((always_inline)) {
+        if (b < blocks) add(b++, sum[i]);
+    });
     for (int r = 0; r < Rows; ++r) {
-        for (int t = 0; t < Tokens; ++t) total[r][t] += kLone ? Block::total(sum[0][r][t] + sum[kSums - 1][r][t]) : Block::total(sum[0][r][t]);
+        for (int t = 0; t < Tokens; ++t) {
+            if constexpr (kSums == 4) {
+                sum[0][r][t] += sum[2][r][t];
+                sum[1][r][t] += sum[3][r][t];
+            }
+            if constexpr (kSums > 1) sum[0][r][t] += sum[1][r][t];
+            total[r][t] += sum_of_lanes(sum[0][r][t]);
+        }
     }
     return damage == 0;
 }
 
 // Stored values of consecutive groups in fp32, and the columns of their inputs, counted from the first of these groups.
-struct Chosen {
+struct StoredInputs {
     static constexpr int kRoom = 256;
     float value[kRoom];
     int32_t column[kRoom];
@@ -114,10 +119,10 @@ struct Chosen {
 // Groups from `group` on, as many as there is room for, to `chosen`; returns the group after them. Left out is what counts for
 // nothing, even NaN: padding, whose column is past the end, and what has a damaged index, which clears `valid`.
 template <int Bits, class T>
-int64_t choose(const Gemm<T>& p, int64_t row, int64_t group, Chosen& chosen, bool& valid) {
+int64_t choose(const FewGemm<T>& p, int64_t row, int64_t group, StoredInputs& chosen, bool& valid) {
     const T* values = p.values + row * p.kept;
     const uint8_t* indices = p.indices + row * p.bytes;
-    const int64_t first = group, end = std::min<int64_t>(group + Chosen::kRoom / p.n, p.kept / p.n);
+    const int64_t first = group, end = std::min<int64_t>(group + StoredInputs::kRoom / p.n, p.kept / p.n);
     int count = 0;
     for (; group < end; ++group) {
         for (int64_t k = group * p.n; k < (group + 1) * p.n; ++k) {
@@ -134,14 +139,14 @@ int64_t choose(const Gemm<T>& p, int64_t row, int64_t group, Chosen& chosen, boo
 
 // Adds the products of what was chosen; four running sums, to hide the adder's latency.
 template <int Tokens>
-void add_products(const Chosen& chosen, const float* x, int64_t cols, float (&total)[Tokens]) {
-    constexpr int kLanes = 4;
-    float sum[kLanes][Tokens] = {};
+void add_products(const StoredInputs& chosen, const float* x, int64_t cols, float (&total)[Tokens]) {
+    constexpr int kSums = 4;
+    float sum[kSums][Tokens] = {};
     int k = 0;
-    for (; k + kLanes <= chosen.count; k += kLanes) {
-        for (int lane = 0; lane < kLanes; ++lane) {
-            const float* inputs = x + chosen.column[k + lane];
-            for (int t = 0; t < Tokens; ++t) sum[lane][t] += chosen.value[k + lane] * inputs[t * cols];
+    for (; k + kSums <= chosen.count; k += kSums) {
+        for (int i = 0; i < kSums; ++i) {
+            const float* inputs = x + chosen.column[k + i];
+            for (int t = 0; t < Tokens; ++t) sum[i][t] += chosen.value[k + i] * inputs[t * cols];
         }
     }
     for (; k < chosen.count; ++k) {
@@ -152,11 +157,11 @@ void add_products(const Chosen& chosen, const float* x, int64_t cols, float (&to
 
 // Adds the groups of one row from `group` on, one stored value at a time. False: an index is not below m.
 template <int Tokens, class T>
-bool add_rest(const Gemm<T>& p, int64_t row, int64_t token, int64_t group, float (&total)[Tokens]) {
+bool add_rest(const FewGemm<T>& p, int64_t row, int64_t token, int64_t group, float (&total)[Tokens]) {
     const int bits = index_bits(p.m);
     const auto some_groups = bits == 2 ? choose<2, T> : bits == 4 ? choose<4, T> : choose<8, T>;
     bool valid = true;
-    Chosen chosen;
+    StoredInputs chosen;
     while (group * p.n < p.kept) {
         const float* x = p.x + token * p.cols + group * p.m;
         group = some_groups(p, row, group, chosen, valid);
@@ -167,7 +172,7 @@ bool add_rest(const Gemm<T>& p, int64_t row, int64_t token, int64_t group, float
 
 // A row's part of the outputs of some tokens.
 template <int Tokens, class T>
-void put(const Gemm<T>& p, int64_t row, int64_t token, const float (&total)[Tokens]) {
+void put(const FewGemm<T>& p, int64_t row, int64_t token, const float (&total)[Tokens]) {
     for (int t = 0; t < Tokens; ++t) {
         const float y = p.bias ? total[t] + to_float(p.bias[row]) : total[t];
         p.y[(token + t) * p.rows + row] = from_float<T>(y);
@@ -175,16 +180,17 @@ void put(const Gemm<T>& p, int64_t row, int64_t token, const float (&total)[Toke
 }
 
 template <class Block, int Rows, int Tokens, class T>
-bool some(const Gemm<T>& p, int64_t row, int64_t token) {
+bool some(const FewGemm<T>& p, int64_t row, int64_t token) {
     float total[Rows][Tokens] = {};
-    int64_t blocks = 0;
+    int64_t stored = 0;
     bool valid = true;
     if constexpr (!std::is_same_v<Block, NoBlock>) {
-        blocks = p.whole * p.m / Block::kInputs;
+        const int64_t blocks = p.whole * p.m / Block::kInputs;
+        stored = blocks * Block::kStored;
         valid = add_blocks<Block>(p, row, token, blocks, total);
     }
     for (int r = 0; r < Rows; ++r) {
-        if (blocks * 16 < p.kept) valid &= add_rest(p, row + r, token, blocks * 16 / p.n, total[r]);
+        if (stored < p.kept) valid &= add_rest(p, row + r, token, stored / p.n, total[r]);
         put(p, row + r, token, total[r]);
     }
     return valid;
@@ -192,7 +198,7 @@ bool some(const Gemm<T>& p, int64_t row, int64_t token) {
 
 // Rows side by side: the blocks of each in its lane, then the rest of each.
 template <class Side, int Tokens, class T>
-bool side_by_side(const Gemm<T>& p, int64_t row, int64_t token) {
+bool side_by_side(const FewGemm<T>& p, int64_t row, int64_t token) {
     const int64_t blocks = p.whole * p.m / Side::kInputs;
     float sums[Tokens][Side::kRows];
     bool valid = Side::sums(p.values + row * p.kept, p.kept, p.indices + row * p.bytes, p.bytes, p.x + token * p.cols, p.cols, blocks, sums);
@@ -220,7 +226,7 @@ bool by_tokens(int64_t tokens, const F& f) {
 }
 
 template <class Block, int Rows, class T>
-bool every_token(const Gemm<T>& p, int64_t row) {
+bool every_token(const FewGemm<T>& p, int64_t row) {
     return by_tokens<kTokens>(p.tokens, [&](auto count, int64_t token) { return some<Block, Rows, count>(p, row, token); });
 }
 
@@ -228,7 +234,7 @@ bool every_token(const Gemm<T>& p, int64_t row) {
 // goes row by row, a single stream from memory. Other tokens and patterns take four rows at a time, which share the inputs they
 // load: 1:4 of 4096 x 4096 in fp32 and one token takes 1.2 ms so on one core of a Zen 4, row by row 1.45.
 template <class Block, class Side, class T>
-bool every_row(const Gemm<T>& p, int threads) {
+bool every_row(const FewGemm<T>& p, int threads) {
     std::atomic<bool> valid{true};
     constexpr bool kBlocks = !std::is_same_v<Block, NoBlock>, kSide = !std::is_same_v<Side, NoBlock>;
     const bool lone = p.tokens == 1 && p.m <= 2 * p.n, fours = kBlocks && !lone;
@@ -268,7 +274,7 @@ inline const float* in_fp32(const float* x, int64_t, std::unique_ptr<float[]>&) 
 template <class T>
 const float* in_fp32(const T* x, int64_t count, std::unique_ptr<float[]>& copy) {
     copy.reset(new float[size_t(count)]);
-    for (int64_t i = 0; i < count; ++i) copy[size_t(i)] = to_float(x[i]);
+    to_floats(x, count, copy.get());
     return copy.get();
 }
 
@@ -287,7 +293,7 @@ bool linear(LinearCall call, int64_t tokens, int dtype, int n, int m, int thread
         using T = decltype(element);
         std::unique_ptr<float[]> copy;
         const float* x = in_fp32(static_cast<const T*>(call.x), tokens * call.cols, copy);
-        const Gemm<T> p{x, static_cast<const T*>(call.values), static_cast<const T*>(call.bias), call.indices, static_cast<T*>(call.y),
+        const FewGemm<T> p{x, static_cast<const T*>(call.values), static_cast<const T*>(call.bias), call.indices, static_cast<T*>(call.y),
                         tokens, call.rows, call.cols, n, m};
         valid = by_block(n, m, [&](auto block, auto side) { return every_row<decltype(block), decltype(side)>(p, threads); });
     });

@@ -11,11 +11,11 @@
 
 #include "../kernels.h"
 #include "../stream.h"
-#include "simd/mvue_estimate.h"
-#include "simd/mvue_level.h"
-#include "simd/mvue_pack.h"
-#include "simd/mvue_philox.h"
-#include "simd/mvue_tile.h"
+#include "mvue_estimate.h"
+#include "mvue_level.h"
+#include "mvue_pack.h"
+#include "mvue_philox.h"
+#include "mvue_tile.h"
 
 namespace nm {
 namespace {
@@ -66,7 +66,7 @@ class Uniforms {
     Uniforms(const PhiloxLanes& philox, int64_t j, int64_t j_step)
         : philox_(philox), one_each_(philox_, j, j_step), counter_(j, j_step, 0) {}
 
-    NM_INLINE U one() {
+    NM_INLINE Uints one() {
         if (used_ == 4) {
             four_ = one_each_.next_four();
             used_ = 0;
@@ -94,7 +94,7 @@ void estimate(P p, Uniforms& uniforms, Ahead& ahead, int64_t groups, float* x, S
     Slots slots = to;  // whatever is stored might be a part of `to`, as far as the compiler knows
     for (int64_t group = 0; group < groups; ++group, x += p.m * kLanes) {
         ahead.fetch();
-        F result[P::capacity];
+        Floats result[P::capacity];
         if constexpr (Approx) {
             const LaneWords words = uniforms.two();
             approx(p, x, words.w[0], words.w[1], result);

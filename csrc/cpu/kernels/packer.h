@@ -2,7 +2,6 @@
 #pragma once
 
 #include "../../core/bitpack.h"
-#include "pack.h"
 #include "patterns.h"
 #include "positions.h"
 #include "spans.h"
@@ -48,9 +47,9 @@ struct Packer {
         : n(n_), m(m_), bits(index_bits(m_)), ring(r), select(s), pack_all(pack_fn<T>(n, m)) {}
 
     // False if the mask keeps too many.
-    bool choose(const T* w, const uint8_t* given, int64_t count) {
-        if (given) {
-            bits_of_mask(given, count, kept);
+    bool choose(const T* w, const uint8_t* mask, int64_t count) {
+        if (mask) {
+            bits_of_mask(mask, count, kept);
             return fill_groups(kept, count, n, m, stored);
         }
         select(w, count, n, m, stored);
@@ -58,8 +57,8 @@ struct Packer {
     }
 
     // To `values` and `packed`; how many are stored.
-    int64_t pack(const T* w, int64_t count, bool given) {
-        if (pack_all && !given && count % 64 == 0) {
+    int64_t pack(const T* w, int64_t count, bool masked) {
+        if (pack_all && !masked && count % 64 == 0) {
             pack_all(w, stored, count / 64, values, packed);
             return count / m * n;
         }
@@ -73,7 +72,7 @@ struct Packer {
                 std::memcpy(static_cast<void*>(rest), from, size_t(count - 64 * i) * sizeof(T));
                 from = rest;
             }
-            if (given && kept[i] != stored[i]) {
+            if (masked && kept[i] != stored[i]) {
                 pick64(from, kept[i], rest);
                 from = rest;
             }

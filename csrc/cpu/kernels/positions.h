@@ -3,8 +3,7 @@
 
 #include <cstring>
 
-#include "../../core/types.h"
-#include "pack.h"
+#include "simd/simd.h"
 
 namespace nm {
 namespace {
@@ -165,14 +164,14 @@ class Positions {
     // False unless the positions ascend in each group and are below m. Reads 65 bytes.
     bool bits(const uint8_t* positions, uint64_t& found) const {
 #if defined(__AVX512VBMI__)
-        const __m512i given = _mm512_loadu_si512(positions), next = _mm512_loadu_si512(positions + 1);
+        const __m512i stored = _mm512_loadu_si512(positions), next = _mm512_loadu_si512(positions + 1);
         __m512i from = first_;
         found = 0;
         for (int k = 0; k < n_; ++k) {
-            found |= _mm512_cmpeq_epi8_mask(_mm512_permutexvar_epi8(from, given), place_);
+            found |= _mm512_cmpeq_epi8_mask(_mm512_permutexvar_epi8(from, stored), place_);
             from = _mm512_add_epi8(from, _mm512_set1_epi8(1));
         }
-        const uint64_t ascending = _mm512_cmplt_epu8_mask(given, next), inside = _mm512_cmplt_epu8_mask(given, _mm512_set1_epi8(char(m_)));
+        const uint64_t ascending = _mm512_cmplt_epu8_mask(stored, next), inside = _mm512_cmplt_epu8_mask(stored, _mm512_set1_epi8(char(m_)));
         return (ascending & followed_) == followed_ && (inside & all_) == all_;
 #else
         found = 0;

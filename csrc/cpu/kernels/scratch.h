@@ -9,6 +9,8 @@
 namespace nm {
 namespace {
 
+constexpr int64_t kPackedBytes = 16 << 20;  // of an operand that is packed, or as many of its tokens as fit
+
 class Scratch {
   public:
     template <class T>

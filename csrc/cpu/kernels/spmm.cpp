@@ -62,12 +62,12 @@ struct Decoded {
     alignas(64) uint32_t offsets[kRows][kMaxEntries + kLanes];
     alignas(64) float floats[kRows][kMaxEntries + kLanes];
     Entries entries[kRows];
-    Lanes most = none();  // of all indices so far
+    Uints most = {};  // of all indices so far
 };
 
 // Which entries of a row one block of columns has, and how many of its columns there are: fewer than entries speak of where
 // the last group is padded.
-struct Block {
+struct ColumnBlock {
     int64_t begin;
     int count;
     int64_t columns;
@@ -76,7 +76,7 @@ struct Block {
 
 // Decodes rows [row, row + rows) of a block.
 template <int Bits, class T>
-void decode_rows(const Stored<T>& a, const Block& block, int64_t row, int rows, const uint32_t* first, uint32_t row_bytes, Decoded& to) {
+void decode_rows(const Stored<T>& a, const ColumnBlock& block, int64_t row, int rows, const uint32_t* first, uint32_t row_bytes, Decoded& to) {
     for (int i = 0; i < rows; ++i) {
         const T* values = a.values + (row + i) * a.kept + block.begin;
         const uint8_t* indices = a.indices + (row + i) * a.bytes + block.begin * Bits / 8;
@@ -96,11 +96,11 @@ bool tile_sums(const Stored<T>& a, const uint32_t* first, const float* b, int64_
     constexpr int kTogether = rows_at_once(V);
     static thread_local Decoded room;
     Decoded& decoded = room;
-    decoded.most = none();
+    decoded.most = Uints{};
     for (int64_t g = 0; g < a.groups; g += a.groups_each) {
         const int count = int(std::min(a.groups_each, a.groups - g)) * a.n;
         const int64_t columns = a.cols - g * a.m;
-        const Block block{g * a.n, count, columns, columns < count / a.n * a.m};
+        const ColumnBlock block{g * a.n, count, columns, columns < count / a.n * a.m};
         const float* panel = b + g * a.m * kWidth;
         for (int64_t r = 0; r < rows; r += Decoded::kRows) {
             const int some = int(std::min<int64_t>(Decoded::kRows, rows - r));
@@ -113,11 +113,11 @@ bool tile_sums(const Stored<T>& a, const uint32_t* first, const float* b, int64_
             for (; i < some; ++i) add_rows<V, 1>(decoded.entries + i, count, panel, sums + i * kWidth, g == 0);
         }
     }
-    return largest(decoded.most) < a.m;
+    return largest_lane(decoded.most) < uint32_t(a.m);
 }
 
 template <class T>
-bool some_tokens(const Stored<T>& a, const Operands<T>& op, const Tiles& tiles, int threads) {
+bool some_tokens(const Stored<T>& a, const Operands<T>& op, const TokenTiles& tiles, int threads) {
     const int64_t depth = a.groups * a.m;
     const float* packed = pack_all(op, depth, tiles, threads);
     std::vector<uint32_t> first(size_t(a.groups_each * a.n + kLanes), 0);
@@ -146,7 +146,7 @@ bool spmm(const SpmmCall& call, int dtype, int n, int m, int threads) {
     bool valid = true;
     by_dtype(dtype, [&](auto element) {
         using T = decltype(element);
-        by_chunks(operands<T>(call, call.rows, call.cols), widest_tile(n, m), [&](const Operands<T>& op, const Tiles& tiles) {
+        by_chunks(operands<T>(call, call.rows, call.cols), widest_tile(n, m), [&](const Operands<T>& op, const TokenTiles& tiles) {
             const Stored<T> a(call, n, m, tiles.width * int64_t(sizeof(float)));
             valid = some_tokens(a, op, tiles, threads) && valid;
         });

@@ -8,16 +8,11 @@
 
 #include <algorithm>
 #include <memory>
-#include <utility>
 
-#include "../../core/bitpack.h"
 #include "../caches.h"
 #include "../kernels.h"
 #include "scratch.h"
-#include "simd/spmm_convert.h"
-#include "simd/spmm_decode.h"
-#include "simd/spmm_transpose.h"
-#include "simd/spmm_vector.h"
+#include "simd/simd.h"
 
 namespace nm {
 namespace {
@@ -25,10 +20,9 @@ namespace {
 // Vectors in a row of a tile: as many sums in registers, as many loads for one broadcast weight. AVX2 has 16 registers and
 // its loads bind, AVX-512 gains nothing beyond 8.
 constexpr int kMaxVectors = kLanes == 8 ? 12 : 8;
-constexpr int64_t kPackedBytes = 16 << 20;  // B packed, or as many of its tokens as fit
 constexpr int kStage = 64;                  // numbers of a row converted or transposed at a time
 
-// Rows of B that stay in the first-level cache, beside what A and C move through it.
+// Rows of B that stay in the first-level cache, with room for what A and C move through it.
 inline int64_t panel_bytes() { return caches().first * 3 / 4; }
 
 // A tile of C, which stays in the second-level cache.
@@ -53,11 +47,11 @@ Operands<T> operands(const SpmmCall& call, int64_t rows, int64_t cols) {
 }
 
 // How `tokens` are cut: tiles of equal width, as few as possible, of at most `widest` vectors.
-struct Tiles {
+struct TokenTiles {
     int vectors;
     int64_t width, count;
 
-    Tiles(int64_t tokens, int widest) {
+    TokenTiles(int64_t tokens, int widest) {
         const int64_t all = (tokens + kLanes - 1) / kLanes;
         count = (all + widest - 1) / widest;
         vectors = int((all + count - 1) / count);
@@ -76,13 +70,13 @@ void by_chunks(const Operands<T>& all, int widest, const F& f) {
         op.tokens = std::min(chunk, all.tokens - done);
         op.b += done * op.b_col;
         op.c += done * op.c_col;
-        f(op, Tiles(op.tokens, widest));
+        f(op, TokenTiles(op.tokens, widest));
     }
 }
 
 // Rows of C in one task: at most a tile's worth, and about four tasks for each thread. Whole eights, so that which rows are
 // summed together, and with it their bits, does not depend on the number of threads.
-inline int64_t row_block(int64_t rows, const Tiles& tiles, int threads) {
+inline int64_t row_block(int64_t rows, const TokenTiles& tiles, int threads) {
     const int64_t most = tile_bytes() / int64_t(sizeof(float)) / tiles.width;
     const int64_t blocks = std::max((rows + most - 1) / most, (4 * threads + tiles.count - 1) / tiles.count);
     return std::max<int64_t>(64, ((rows + blocks - 1) / blocks + 7) / 8 * 8);
@@ -119,7 +113,7 @@ void pack(const Operands<T>& op, int64_t token, int64_t width, int64_t begin, in
 
 // All of B's tiles, one after the other, `depth` rows in each, in memory of the calling thread; zeros after B's last row.
 template <class T>
-const float* pack_all(const Operands<T>& op, int64_t depth, const Tiles& tiles, int threads) {
+const float* pack_all(const Operands<T>& op, int64_t depth, const TokenTiles& tiles, int threads) {
     static thread_local Scratch room;
     float* to = room.at_least<float>(tiles.count * tiles.width * depth);
     constexpr int64_t kRows = 256;
@@ -176,8 +170,8 @@ constexpr int kMaxEntries = 1024;  // that are decoded at a time
 // vectors. Returns the larger of `so_far` and the indices, lane by lane; one that is not below m counts as m - 1. Whole
 // vectors are read where that many bytes are `readable`: what comes after a row are other rows' indices.
 template <int Bits>
-inline Lanes decode(const uint8_t* indices, int64_t readable, int count, int m, const uint32_t* first, uint32_t row_bytes,
-                    uint32_t* offsets, Lanes so_far) {
+inline Uints decode(const uint8_t* indices, int64_t readable, int count, int m, const uint32_t* first, uint32_t row_bytes,
+                    uint32_t* offsets, Uints so_far) {
     constexpr int kBytes = kLanes * Bits / 8;
     const int vectors = (count + kLanes - 1) / kLanes;
     uint8_t copy[kMaxEntries * Bits / 8 + kBytes];
@@ -187,9 +181,9 @@ inline Lanes decode(const uint8_t* indices, int64_t readable, int count, int m, 
         indices = copy;
     }
     for (int i = 0; i < vectors; ++i) {
-        const Lanes p = positions<Bits>(indices + i * kBytes);
+        const Uints p = unpacked_indices<Bits>(indices + i * kBytes);
         so_far = larger(so_far, p);
-        put_offsets(p, uint32_t(m - 1), row_bytes, first + i * kLanes, offsets + i * kLanes);
+        store(offsets + i * kLanes, load(first + i * kLanes) + smaller(p, splat(uint32_t(m - 1))) * row_bytes);
     }
     return so_far;
 }
@@ -211,16 +205,6 @@ const float* as_floats(const T* values, int count, float* room) {
     return room;
 }
 
-// f(0), f(1), .. f(Count - 1), written out: arrays indexed by what it passes stay in registers.
-template <class F, int... I>
-inline __attribute__((always_inline)) void each(const F& f, std::integer_sequence<int, I...>) {
-    (f(std::integral_constant<int, I>{}), ...);
-}
-template <int Count, class F>
-inline __attribute__((always_inline)) void each(const F& f) {
-    each(f, std::make_integer_sequence<int, Count>{});
-}
-
 // Stored weights of one row, and where their rows of B begin, in bytes from the panel's first.
 struct Entries {
     const float* values;
@@ -238,15 +222,15 @@ void add_rows(const Entries* rows, int count, const float* panel, float* c, bool
     const char* first = reinterpret_cast<const char*>(panel);
     for (int begin = 0; begin < count || fresh; begin += kChain, fresh = false) {
         const int end = std::min(begin + kChain, count);
-        Vec sum[kApart * R * V];
-        each<kApart * R * V>([&](auto i) { sum[i] = vec_all(0.0f); });
+        Floats sum[kApart * R * V];
+        each<kApart * R * V>([&](auto i) { sum[i] = Floats{}; });
         const auto multiply = [&](int k, auto apart) {
             each<R>([&](auto r) {
-                const Vec weight = vec_all(rows[r].values[k]);
+                const Floats weight = splat(rows[r].values[k]);
                 const float* row = reinterpret_cast<const float*>(first + rows[r].offsets[k]);
                 each<V>([&](auto v) {
-                    Vec& its = sum[(apart * R + r) * V + v];
-                    its = vec_fma(weight, vec_load(row + v * kLanes), its);
+                    Floats& its = sum[(apart * R + r) * V + v];
+                    its = fused(weight, load(row + v * kLanes), its);
                 });
             });
         };
@@ -255,8 +239,8 @@ void add_rows(const Entries* rows, int count, const float* panel, float* c, bool
         for (; k + kApart <= end; k += kApart) each<kApart>([&](auto i) { multiply(k + i, i); });
         for (; kApart > 1 && k < end; ++k) multiply(k, std::integral_constant<int, 0>{});
         each<R * V>([&](auto i) {
-            each<kApart - 1>([&](auto j) { sum[i] = vec_add(sum[i], sum[(j + 1) * R * V + i]); });
-            vec_store(c + i * kLanes, fresh ? sum[i] : vec_add(vec_load(c + i * kLanes), sum[i]));
+            each<kApart - 1>([&](auto j) { sum[i] += sum[(j + 1) * R * V + i]; });
+            store(c + i * kLanes, fresh ? sum[i] : load(c + i * kLanes) + sum[i]);
         });
     }
 }

@@ -52,7 +52,7 @@ struct Source {
         alignas(64) float floats[kMaxEntries];
         const int64_t k = column / m * n, there = std::min(columns, cols - column);
         const int count = int(std::min<int64_t>(columns / m * n, kept - k));
-        Lanes most = none();
+        Uints most = {};
         bool valid = true;
         std::fill(to.count.begin(), to.count.end(), 0);
         for (int64_t row = begin; row < end; ++row) {
@@ -74,7 +74,7 @@ struct Source {
                 ++used;
             }
         }
-        return valid && largest(most) < m;
+        return valid && largest_lane(most) < uint32_t(m);
     }
 };
 
@@ -100,7 +100,7 @@ bool block_sums(const Source<T>& a, const float* packed, int64_t tile, int64_t c
 }
 
 template <class T>
-bool some_tokens(const Source<T>& a, const Operands<T>& op, const Tiles& tiles, int threads) {
+bool some_tokens(const Source<T>& a, const Operands<T>& op, const TokenTiles& tiles, int threads) {
     const float* packed = pack_all(op, a.rows, tiles, threads);
     const int64_t blocks = (a.cols + a.columns - 1) / a.columns, sets = (tiles.count + kTilesAtOnce - 1) / kTilesAtOnce;
     std::atomic<bool> valid{true};
@@ -127,7 +127,7 @@ bool spmm_transposed(const SpmmCall& call, int dtype, int n, int m, int threads)
     by_dtype(dtype, [&](auto element) {
         using T = decltype(element);
         const Source<T> a(call, n, m);
-        by_chunks(operands<T>(call, call.cols, call.rows), kMaxVectors, [&](const Operands<T>& op, const Tiles& tiles) {
+        by_chunks(operands<T>(call, call.cols, call.rows), kMaxVectors, [&](const Operands<T>& op, const TokenTiles& tiles) {
             valid = some_tokens(a, op, tiles, threads) && valid;
         });
     });

@@ -8,16 +8,8 @@
 #include "../kernels.h"
 #include "../stream.h"
 #include "patterns.h"
-#include "select.h"
+#include "shrink.h"
 #include "spans.h"
-
-#if defined(__AVX512F__)
-#include "simd/shrink_avx512.h"
-#elif defined(__AVX2__)
-#include "simd/shrink_avx2.h"
-#else
-#include "simd/shrink_plain.h"
-#endif
 
 namespace nm {
 namespace {
@@ -36,11 +28,11 @@ Keys64<T> largest_left(const T* w, Keys64<T> keys, int n) {
     return keys.template largest<M>();
 }
 
-// n < M; a pattern with N given is known to the compiler.
+// n < M; N is 0 where the compiler does not know the pattern.
 template <int N, int M, class T>
 void shrink_word(const T* w, int n, T* out) {
     const Keys64<T> keys = Keys64<T>::of(w);
-    if constexpr (N > 0 && M <= Keys64<T>::kLanes) {
+    if constexpr (N > 0 && M <= Keys64<T>::kLargestNth) {
         shrink64(w, keys, keys.template nth<M, N + 1>(), out);
     } else {
         shrink64(w, keys, largest_left<M>(w, keys, n), out);
@@ -93,7 +85,7 @@ double total(double* lanes) {
 
 // Adds the products of `count` elements, a multiple of 64 but for the last call.
 template <class T>
-void add_products(const T* w, const T* s, int64_t count, Dots& dots) {
+void add_products(const T* w, const T* s, int64_t count, DotSums& dots) {
     const int64_t whole = count / 64 * 64;
     for (int64_t at = 0; at < whole; at += 64) dots.add64(w + at, s + at);
     if (whole == count) return;
@@ -109,7 +101,7 @@ template <class T>
 Products products(const T* w, int64_t begin, int64_t end, int n, int m, ShrinkFn<T>* shrink_span) {
     T shrunk[kSumChunk + 2 * kMaxM];
     const int64_t step = 64 % m == 0 ? kSumPiece : kSumChunk;
-    Dots dots;
+    DotSums dots;
     for (int64_t at = begin; at < end; at += step) {
         const int64_t stop = std::min(end, at + step), first = at / m * m, last = (stop + m - 1) / m * m;
         shrink_span(w + first, last - first, n, m, shrunk);

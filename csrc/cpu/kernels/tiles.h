@@ -1,16 +1,9 @@
-// The best 2:4 masks of many 4x4 tiles at once, a lane each, by the rules of core/transposable.h: the same 90 scores in
+// The best 2:4 masks of kLanes 4x4 tiles at once, a lane each, by the rules of core/transposable.h: the same 90 scores in
 // the same order, so that ties are decided in the same way.
 #pragma once
 
 #include "../../core/transposable.h"
-
-#if defined(__AVX512F__)
-#include "simd/tiles_avx512.h"
-#elif defined(__AVX2__)
-#include "simd/tiles_avx2.h"
-#else
-#include "simd/tiles_plain.h"
-#endif
+#include "simd/simd.h"
 
 namespace nm {
 namespace {
@@ -39,44 +32,50 @@ struct TileMasks {
 
 constexpr TileMasks kTileMasks;
 
-// The sums over the pairs of columns (0,1) (0,2) (0,3) (1,2) (1,3) (2,3) in one row.
+// The sums over the pairs of columns (0,1) (0,2) (0,3) (1,2) (1,3) (2,3) in one row; NaN counts as infinity.
 template <class T>
-void pair_sums(const T* w, Tiles::Scores* sums) {
-    Tiles::Scores column[4];
-    Tiles::columns(w, column);
+NM_INLINE void pair_sums(const T* w, Floats* sums) {
+    Floats column[4];
+    for (int i = 0; i < 4; ++i) column[i] = smaller_magnitude(magnitude(widened(w + kLanes * i)), splat(bits_float(0x7f800000u)));
+    transpose_quads(column, column);
     for (int j = 0; j < 4; ++j) {
-        for (int k = j + 1; k < 4; ++k) *sums++ = Tiles::plus(column[j], column[k]);
+        for (int k = j + 1; k < 4; ++k) *sums++ = column[j] + column[k];
     }
 }
 
 // The sums over two rows, `stride` elements apart, for all pairs of pairs.
 template <class T>
-void row_sums(const T* w, int64_t stride, Tiles::Scores* sums) {
-    Tiles::Scores first[6], second[6];
+NM_INLINE void row_sums(const T* w, int64_t stride, Floats* sums) {
+    Floats first[6], second[6];
     pair_sums(w, first);
     pair_sums(w + stride, second);
     for (int i = 0; i < 6; ++i) {
-        for (int j = 0; j < 6; ++j) sums[6 * i + j] = Tiles::plus(first[i], second[j]);
+        for (int j = 0; j < 6; ++j) sums[6 * i + j] = first[i] + second[j];
     }
 }
 
-// Tiles::kCount tiles side by side. Both halves of the masks are tried at a time, to wait less for each other; a mask of
+// kLanes tiles side by side. Both halves of the masks are tried at a time, to wait less for each other; a mask of
 // the later half wins only when strictly better.
 template <class T>
-Tiles::Masks best_masks(const T* w, int64_t stride) {
-    Tiles::Scores upper[36], lower[36], best[2] = {Tiles::none(), Tiles::none()};
-    Tiles::Masks found[2] = {Tiles::all(0), Tiles::all(0)};
+Uints best_masks(const T* w, int64_t stride) {
+    Floats upper[36], lower[36], best[2];
+    Uints found[2];
     row_sums(w, stride, upper);
     row_sums(w + 2 * stride, stride, lower);
     for (int i = 0; i < kMasks / 2; ++i) {
         for (int half = 0; half < 2; ++half) {
             const TileMask& mask = kTileMasks.all[i + half * (kMasks / 2)];
-            Tiles::keep_better(Tiles::plus(upper[mask.upper], lower[mask.lower]), Tiles::all(mask.bits), best[half], found[half]);
+            const Floats score = upper[mask.upper] + lower[mask.lower];
+            const Uints bits = splat(uint32_t(mask.bits));
+            found[half] = i == 0 ? bits : choose(below(best[half], score), bits, found[half]);
+            best[half] = i == 0 ? score : maximum(score, best[half]);
         }
     }
-    Tiles::keep_better(best[1], found[1], best[0], found[0]);
-    return found[0];
+    return in_tile_order(choose(below(best[0], best[1]), found[1], found[0]));
 }
+
+// One row of all tiles as bools: a tile's four bits become the lowest bits of four bytes.
+inline void row_flags(Uints masks, int row, uint8_t* out) { store_as(out, (((masks >> (4 * row)) & 0xfu) * 0x204081u) & 0x01010101u); }
 
 }  // namespace
 }  // namespace nm

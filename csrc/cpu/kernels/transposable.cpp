@@ -10,17 +10,17 @@
 namespace nm {
 namespace {
 
-// 2:4 for up to Tiles::kCount tiles side by side.
+// 2:4 for up to kLanes tiles side by side.
 template <class T>
 void mask_tiles(const T* w, int64_t cols, int64_t count, uint8_t* out, bool streamed) {
-    constexpr int64_t width = 4 * Tiles::kCount;
+    constexpr int64_t width = 4 * kLanes;
     T padded[4 * width] = {};
     uint8_t flags[width];
-    const bool partial = count < Tiles::kCount;
+    const bool partial = count < kLanes;
     for (int row = 0; row < 4 && partial; ++row) std::copy_n(w + row * cols, 4 * count, padded + row * width);
-    const Tiles::Masks found = partial ? best_masks(padded, width) : best_masks(w, cols);
+    const Uints found = partial ? best_masks(padded, width) : best_masks(w, cols);
     for (int row = 0; row < 4; ++row) {
-        Tiles::flags(found, row, flags);
+        row_flags(found, row, flags);
         put(out + row * cols, flags, 4 * count, streamed);
     }
 }
@@ -38,12 +38,12 @@ void tile_general(const T* w, int64_t cols, int n, int m, Assignment& solver, st
 
 template <class T>
 void mask_2_4(const T* w, int64_t rows, int64_t cols, uint8_t* out, int threads) {
-    const int64_t across = cols / 4, blocks = (across + Tiles::kCount - 1) / Tiles::kCount;
+    const int64_t across = cols / 4, blocks = (across + kLanes - 1) / kLanes;
     const bool streamed = rows * cols >= kStreamBytes;
-    parallel_ranges(rows / 4 * blocks, 64 * Tiles::kCount, threads, [=](int64_t begin, int64_t end) {
+    parallel_ranges(rows / 4 * blocks, 64 * kLanes, threads, [=](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
-            const int64_t first = i % blocks * Tiles::kCount, at = i / blocks * 4 * cols + 4 * first;
-            mask_tiles(w + at, cols, std::min<int64_t>(Tiles::kCount, across - first), out + at, streamed);
+            const int64_t first = i % blocks * kLanes, at = i / blocks * 4 * cols + 4 * first;
+            mask_tiles(w + at, cols, std::min<int64_t>(kLanes, across - first), out + at, streamed);
         }
         if (streamed) stream_fence();
     });

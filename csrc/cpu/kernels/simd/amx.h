@@ -13,10 +13,10 @@ namespace {
 // Registers 0 to 3 hold sums, 16 rows of `width` fp32 numbers; 4 and 5 the left operand, 16 rows of 32 bf16 numbers; 6 and 7
 // the right operand, 16 rows of `width` pairs of bf16 numbers: row p holds what pair p of a row on the left is multiplied with.
 // They are the thread's while the object lives. Strides are in bytes.
-class Tiles {
+class TileRegisters {
 #if defined(__AMX_BF16__)
   public:
-    explicit Tiles(int width) {
+    explicit TileRegisters(int width) {
         struct alignas(64) {
             uint8_t palette = 1, start = 0, reserved[14] = {};
             uint16_t row_bytes[16] = {};
@@ -28,8 +28,8 @@ class Tiles {
         }
         asm volatile("ldtilecfg %0" ::"m"(shape));
     }
-    ~Tiles() { asm volatile("tilerelease"); }
-    Tiles(const Tiles&) = delete;
+    ~TileRegisters() { asm volatile("tilerelease"); }
+    TileRegisters(const TileRegisters&) = delete;
 
     template <int I>
     void zero() {
@@ -55,8 +55,8 @@ class Tiles {
     }
 #else
   public:
-    explicit Tiles(int width) : width_(width) {}
-    Tiles(const Tiles&) = delete;
+    explicit TileRegisters(int width) : width_(width) {}
+    TileRegisters(const TileRegisters&) = delete;
 
     template <int I>
     void zero() {

@@ -93,7 +93,7 @@ inline uint64_t low_bits(int64_t count) { return _bzhi_u64(~uint64_t(0), uint32_
 inline __m512i sixteen(__m128i table) { return _mm512_broadcast_i32x4(table); }
 
 // The bits of the columns that are stored, of up to kPiece columns. get() is false where an index is not below m or does not
-// ascend within its group; the bits are of no use then. Of a group that ends past the row all are given.
+// ascend within its group; the bits are of no use then. A group that ends past the row has all its bits.
 template <int N, int M>
 struct ColumnBits;
 

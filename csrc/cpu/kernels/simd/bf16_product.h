@@ -119,7 +119,7 @@ class BlockProduct {
 
     int64_t row_;
     Streamed streamed_;
-    Tiles tiles_;
+    TileRegisters tiles_;
 };
 
 #endif

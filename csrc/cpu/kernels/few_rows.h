@@ -5,11 +5,9 @@
 // multiply-add for eight weights and a token, whatever M/N is, and the transposition is shared by all tokens.
 #pragma once
 
-#if defined(__AVX2__)
-#include <immintrin.h>
+#include "simd/simd.h"
 
-#include "gemv_avx2.h"
-#include "spmm_transpose.h"
+#if defined(__AVX2__) && !defined(__AVX512F__)
 
 namespace nm {
 namespace {
@@ -23,12 +21,12 @@ struct EightRows {
     static constexpr int kInputs = kEntries / N * M;
 
     // The input of each row among the M of a group.
-    static __m256 chosen(const float* x, __m256i position) {
-        if (M == 4) return _mm256_permutevar_ps(_mm256_broadcast_ps(reinterpret_cast<const __m128*>(x)), position);
-        const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(x), position);
+    static Floats chosen(const float* x, Uints position) {
+        if (M == 4) return _mm256_permutevar_ps(_mm256_broadcast_ps(reinterpret_cast<const __m128*>(x)), Register(position));
+        const Floats low = _mm256_permutevar8x32_ps(load(x), Register(position));
         if (M == 8) return low;
-        const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(x + 8), position);
-        return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(position, 28)));  // by the index's bit 3
+        const Floats high = _mm256_permutevar8x32_ps(load(x + 8), Register(position));
+        return _mm256_blendv_ps(low, high, float_of(position << 28));  // by the index's bit 3
     }
 
     // total[t][r] = the first `blocks` * kEntries stored values of row r times their inputs of token t. False: an index is not
@@ -40,49 +38,38 @@ struct EightRows {
         const int64_t row = kept * int64_t(sizeof(T)), ahead = row > 2048 ? 512 : 8 * row;
         // sums of sums, so that rounding errors do not grow with the length of the row
         constexpr int kChain = 128 / kEntries;
-        __m256 all[Tokens], sum[Tokens];
-        for (__m256& s : all) s = _mm256_setzero_ps();
-        for (__m256& s : sum) s = _mm256_setzero_ps();
-        __m256i damage = _mm256_setzero_si256();
+        Floats all[Tokens] = {}, sum[Tokens] = {};
+        Uints damage = {};
         for (int64_t b = 0; b < blocks; ++b) {
             if (b % kChain == kChain - 1) {
                 for (int t = 0; t < Tokens; ++t) {
-                    all[t] = _mm256_add_ps(all[t], sum[t]);
-                    sum[t] = _mm256_setzero_ps();
+                    all[t] += sum[t];
+                    sum[t] = Floats{};
                 }
             }
             const uint8_t* at = indices + b * 4;
-            __m256i words = _mm256_setr_epi32(
-                word<0>(at, bytes), word<1>(at, bytes), word<2>(at, bytes), word<3>(at, bytes), word<4>(at, bytes), word<5>(at, bytes),
-                word<6>(at, bytes), word<7>(at, bytes));
-            if (M == 8) damage = _mm256_or_si256(damage, words);
+            const auto word = [&](int r) { return word_at<uint32_t>(at + r * bytes); };
+            const Uints words = {word(0), word(1), word(2), word(3), word(4), word(5), word(6), word(7)};
+            if (M == 8) damage |= words;
             for (int half = 0; half < kEntries / 8; ++half) {
                 const T* from = values + b * kEntries + half * 8;
                 const float* inputs = x + b * kInputs + half * (8 / N * M);
-                __m256 v[8];
+                Floats v[8];
                 for (int r = 0; r < 8; ++r) {
-                    v[r] = load8(from + r * kept);
+                    v[r] = widened(from + r * kept);
                     __builtin_prefetch(reinterpret_cast<const char*>(from + r * kept) + ahead);
                 }
-                transpose8(v);
-#pragma GCC unroll 8
-                for (int k = 0; k < 8; ++k) {
-                    const __m256i position = _mm256_srli_epi32(words, kBits * (half * 8 + k));
-#pragma GCC unroll 8
-                    for (int t = 0; t < Tokens; ++t) {
-                        sum[t] = _mm256_fmadd_ps(v[k], chosen(inputs + t * cols + k / N * M, position), sum[t]);
+                transpose(v);
+                NM_UNROLL_8 for (int k = 0; k < 8; ++k) {
+                    const Uints position = words >> (kBits * (half * 8 + k));
+                    NM_UNROLL_8 for (int t = 0; t < Tokens; ++t) {
+                        sum[t] = fused(v[k], chosen(inputs + t * cols + k / N * M, position), sum[t]);
                     }
                 }
             }
         }
-        for (int t = 0; t < Tokens; ++t) _mm256_storeu_ps(total[t], _mm256_add_ps(all[t], sum[t]));
-        return M != 8 || _mm256_testz_si256(damage, _mm256_set1_epi32(int(0x88888888u)));
-    }
-
-  private:
-    template <int Row>
-    static int word(const uint8_t* indices, int64_t bytes) {
-        return int(load_word<uint32_t>(indices + Row * bytes));
+        for (int t = 0; t < Tokens; ++t) store(total[t], all[t] + sum[t]);
+        return M != 8 || !any(common(damage, splat(0x88888888u)));
     }
 };
 

@@ -9,10 +9,18 @@
 // terms (i, j) and (j, i) are too: half of them and one more exchange give the others.
 #pragma once
 
-#include <utility>
+#include "simd/simd.h"
+
+#if defined(__AVX2__)
 
 namespace nm {
 namespace {
+
+// Each lane takes the lane Size away in the pair of blocks of Size lanes.
+template <class L, int Size>
+NM_INLINE Register across(Register v) {
+    return exchange<Size * int(sizeof(typename L::Lane))>(v);
+}
 
 template <class L, int Rank, class V, int Have>
 V nth_of_two(const V (&a)[Have], const V (&b)[Have]) {
@@ -51,21 +59,21 @@ V nth_of_neighbours(const V (&a)[Have]) {
     if constexpr (Rank <= Have) {
 #pragma GCC unroll 8
         for (int i = 1; 2 * i <= Rank + 1; ++i) {
-            const V one = L::max(a[i - 1], L::template across<Size>(a[Rank - i]));
+            const V one = L::max(a[i - 1], across<L, Size>(a[Rank - i]));
             found = first ? one : L::min(found, one);
             first = false;
         }
         if (Rank == 1) return found;
-        return L::min(found, L::template across<Size>(found));
+        return L::min(found, across<L, Size>(found));
     } else {
 #pragma GCC unroll 8
         for (int i = Rank - Have; 2 * i <= Rank; ++i) {
-            const V one = L::min(a[i - 1], L::template across<Size>(a[Rank - i - 1]));
+            const V one = L::min(a[i - 1], across<L, Size>(a[Rank - i - 1]));
             found = first ? one : L::max(found, one);
             first = false;
         }
         if (Rank == 2 * Have) return found;
-        return L::max(found, L::template across<Size>(found));
+        return L::max(found, across<L, Size>(found));
     }
 }
 
@@ -74,7 +82,7 @@ template <class L, int M, int Rank, int Size, class V, int Have>
 V nth_of_blocks(const V (&a)[Have]) {
     if constexpr (2 * Size == M && Rank != 2) return nth_of_neighbours<L, Rank, Size>(a);
     V b[Have];
-    for (int i = 0; i < Have; ++i) b[i] = L::template across<Size>(a[i]);
+    for (int i = 0; i < Have; ++i) b[i] = across<L, Size>(a[i]);
     if constexpr (2 * Size == M) {
         return nth_of_two<L, Rank>(a, b);  // for the second, two exchanges side by side beat two in turn
     } else {
@@ -113,3 +121,5 @@ V nth_of_quad(const V* keys) {
 
 }  // namespace
 }  // namespace nm
+
+#endif

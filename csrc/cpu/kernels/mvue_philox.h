@@ -1,47 +1,25 @@
 // Philox4x32-7 (core/philox.h) for kLanes counters at once, and the uniforms of groups that advance side by side.
 #pragma once
 
-#include "../../../core/philox.h"
-#include "mvue_lanes.h"
+#include "../../core/philox.h"
+#include "simd/simd.h"
 
 namespace nm {
 namespace {
 
 struct LaneWords {
-    U w[4];
+    Uints w[4];
 };
 
 constexpr uint32_t kKeyStep0 = 0x9E3779B9u, kKeyStep1 = 0xBB67AE85u;
 
-#if defined(__AVX2__)
-
-typedef uint64_t D __attribute__((vector_size(4 * kLanes)));
-
-// Product of the lower halves of 64-bit lanes.
-NM_INLINE D low_product(D a, D b) {
-#if defined(NM_MASK_REGISTERS)
-    return D(_mm512_mul_epu32(__m512i(a), __m512i(b)));
-#else
-    return D(_mm256_mul_epu32(__m256i(a), __m256i(b)));
-#endif
-}
-
-// a is not needed afterwards: under AVX-512 one instruction writes over it.
-NM_INLINE D xor3(D a, D b, D c) {
-#if defined(NM_MASK_REGISTERS)
-    return D(_mm512_ternarylogic_epi64(__m512i(a), __m512i(b), __m512i(c), 0x96));
-#else
-    return a ^ b ^ c;
-#endif
-}
-
 // Even and odd counters live in the lower halves of the 64-bit lanes of two states. The upper halves hold rubbish, which
 // nothing reads: a product is of lower halves, and its own upper half is shifted down. No word is ever moved about.
 struct PhiloxState {
-    D c0, c1, c2, c3;
+    Longs c0, c1, c2, c3;
 
-    NM_INLINE void round(D k0, D k1) {
-        const D a = low_product(c0, D(splat(0xD2511F53u))), b = low_product(c2, D(splat(0xCD9E8D57u)));
+    NM_INLINE void round(Longs k0, Longs k1) {
+        const Longs a = low_product(c0, Longs(splat(0xD2511F53u))), b = low_product(c2, Longs(splat(0xCD9E8D57u)));
         c0 = xor3(c1, b >> 32, k0);
         c1 = b;
         c2 = xor3(c3, a >> 32, k1);
@@ -49,20 +27,20 @@ struct PhiloxState {
     }
 };
 
-NM_INLINE U interleaved(D even, D odd) { return U((even & 0xffffffffu) | (odd << 32)); }
+NM_INLINE Uints interleaved(Longs even, Longs odd) { return Uints((even & 0xffffffffu) | (odd << 32)); }
 
 class PhiloxLanes {
   public:
-    PhiloxLanes(uint64_t seed, uint64_t offset) : c2_(D(splat(uint32_t(offset)))), c3_(D(splat(uint32_t(offset >> 32)))) {
+    PhiloxLanes(uint64_t seed, uint64_t offset) : c2_(Longs(splat(uint32_t(offset)))), c3_(Longs(splat(uint32_t(offset >> 32)))) {
         for (uint32_t i = 0; i < kPhiloxRounds; ++i) {
-            key0_[i] = D(splat(uint32_t(seed) + i * kKeyStep0));
-            key1_[i] = D(splat(uint32_t(seed >> 32) + i * kKeyStep1));
+            key0_[i] = Longs(splat(uint32_t(seed) + i * kKeyStep0));
+            key1_[i] = Longs(splat(uint32_t(seed >> 32) + i * kKeyStep1));
         }
     }
 
     // The blocks at the counters whose words are lo and hi.
-    NM_INLINE LaneWords operator()(U lo, U hi) const {
-        PhiloxState even{D(lo), D(hi), c2_, c3_}, odd{D(lo) >> 32, D(hi) >> 32, c2_, c3_};
+    NM_INLINE LaneWords operator()(Uints lo, Uints hi) const {
+        PhiloxState even{Longs(lo), Longs(hi), c2_, c3_}, odd{Longs(lo) >> 32, Longs(hi) >> 32, c2_, c3_};
         NM_UNROLL_8 for (int i = 0; i < kPhiloxRounds; ++i) {
             even.round(key0_[i], key1_[i]);
             odd.round(key0_[i], key1_[i]);
@@ -71,33 +49,12 @@ class PhiloxLanes {
     }
 
   private:
-    D c2_, c3_, key0_[kPhiloxRounds], key1_[kPhiloxRounds];
+    Longs c2_, c3_, key0_[kPhiloxRounds], key1_[kPhiloxRounds];
 };
-
-#else
-
-class PhiloxLanes {
-  public:
-    PhiloxLanes(uint64_t seed, uint64_t offset) : seed_(seed), offset_(offset) {}
-
-    LaneWords operator()(U lo, U hi) const {
-        LaneWords words;
-        for (int l = 0; l < kLanes; ++l) {
-            const Words block = philox_block(seed_, offset_, uint64_t(hi[l]) << 32 | lo[l]);
-            for (int i = 0; i < 4; ++i) words.w[i][l] = block.w[i];
-        }
-        return words;
-    }
-
-  private:
-    uint64_t seed_, offset_;
-};
-
-#endif
 
 // A 64-bit number per lane that counts up.
 struct LaneCounter {
-    U lo, hi;
+    Uints lo, hi;
 
     // lane l starts at (first + l * step) >> shift
     LaneCounter(int64_t first, int64_t step, int shift) {
@@ -118,7 +75,7 @@ struct LaneCounter {
 class OneEach {
   public:
     OneEach(const PhiloxLanes& philox, int64_t first, int64_t step) : philox_(philox), block_(first, step, 2) {
-        U phase;
+        Uints phase;
         for (int l = 0; l < kLanes; ++l) phase[l] = uint32_t(first + l * step) & 3u;
         by_one_ = nonzero(phase & 1u);
         by_two_ = nonzero(phase & 2u);
@@ -129,7 +86,7 @@ class OneEach {
     NM_INLINE LaneWords next_four() {
         if (aligned_) return block();
         const LaneWords next = block();
-        U shifted[6];
+        Uints shifted[6];
         for (int i = 0; i < 6; ++i) shifted[i] = choose(by_one_, i < 3 ? ahead_.w[i + 1] : next.w[i - 3], i < 4 ? ahead_.w[i] : next.w[i - 4]);
         LaneWords words;
         for (int i = 0; i < 4; ++i) words.w[i] = choose(by_two_, shifted[i + 2], shifted[i]);
@@ -146,7 +103,7 @@ class OneEach {
 
     const PhiloxLanes& philox_;
     LaneCounter block_;
-    B by_one_, by_two_;
+    Flags by_one_, by_two_;
     bool aligned_;
     LaneWords ahead_;  // the block before block_, where groups do not start at word 0
 };
