@@ -21,7 +21,7 @@ from ..gemm.problem import Problem
 from ..gemm.route import Operands, wgrad_problem
 from ..ops.compress import counts_writes
 from ..ops.linear import nm_linear, nm_linear_dgrad, nm_linear_wgrad
-from ..pattern import NMError, Pattern
+from ..pattern import NMError, Pattern, ShapeError
 from . import fp8
 from .transforms import WeightTransform
 
@@ -29,6 +29,7 @@ TWICE = (
     "there is no second derivative: the backward pass of a sparse layer is once_differentiable, since the gradient through a mask is the "
     "rule of a training method and not a derivative. Differentiate once, or use the dense layer."
 )
+SCALAR = "a linear layer takes an input (..., in), and this one has no dimension."
 CONSTANT = "the compressed weight, which is a constant"
 FORWARD_MODE = (
     "a sparse layer has no derivative in forward mode (torch.func.jvp, jacfwd, forward_ad): its gradient is the rule of a training method "
@@ -319,6 +320,8 @@ def linear(
         >>> w.grad
         tensor([[3., 4.]])
     """
+    if not x.dim():
+        raise ShapeError(SCALAR)
     packed = (used, None, None, None, False, None, "", "") if isinstance(used, Tensor) else used
     transforming = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     kind = _FunctionalLinear if transforming and functional() else _Linear
@@ -343,6 +346,8 @@ def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = N
         >>> linear_compressed(torch.ones(3, 8), ops.compress(torch.randn(4, 8), "2:4")).shape
         torch.Size([3, 4])
     """
+    if not x.dim():
+        raise ShapeError(SCALAR)
     p: Pattern = weight.pattern
     if not torch.is_grad_enabled() and forward_ad._current_level < 0:
         b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
