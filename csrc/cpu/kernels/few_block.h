@@ -1,6 +1,6 @@
-// kLanes stored values of an N:M row against the kLanes M/N inputs that they choose from, which lie in M/N registers.
+// 16 stored values of an N:M row, in one or two registers, against the 16 M/N inputs that they choose from.
 //
-// Lane l holds stored value l of the block. Its group starts at input (l / N) M, so the register that holds its input is known to
+// Lane l of a register holds its stored value l. Its group starts at input (l / N) M, so the register that holds its input is known to
 // the compiler, and one permute per register (AVX-512: per pair of them) brings the inputs of all its lanes. Nothing is gathered: a
 // gather of 16 floats takes 20 cycles on Zen 5, the 8 permutes of 1:16 about 10 (AMD EPYC, 2026-11-21). Only AVX2's groups of more
 // than 8 inputs spread over several registers, and are gathered.
@@ -16,19 +16,26 @@ namespace {
 template <int N, int M>
 struct FewBlock {
     static constexpr int kBits = M <= 4 ? 2 : M <= 16 ? 4 : 8;
-    static constexpr int kStored = kLanes, kInputs = kLanes / N * M, kIndexBytes = kLanes * kBits / 8;
+    static constexpr int kStored = 16, kInputs = kStored / N * M, kIndexBytes = kStored * kBits / 8;
+    static constexpr int kRegisters = kStored / kLanes, kRegisterInputs = kInputs / kRegisters;
     static constexpr int kReach = kLanes == 16 ? 32 : 8;  // inputs that one permute chooses from
-    static constexpr int kPermutes = kInputs / kReach;
-    static_assert(kLanes % N == 0 && M > N, "a block is whole groups");
+    static constexpr int kPermutes = kRegisterInputs / kReach;
+    static_assert(kLanes % N == 0 && M > N, "a register is whole groups");
 
-    // Where the input of each lane is among those that its permute chooses from; what is above these bits does not matter. Of larger
-    // groups: which input of the block it is.
+    // For register I of a block: where the input of each lane is among those that its permute chooses from; what is above these bits
+    // does not matter. Of larger groups: which input of the register's it is.
+    template <int I>
     static Uints places(const uint8_t* indices) {
-        const Uints index = low_indices<kBits>(indices);
+        const Uints index = indices_of<I>(indices);
         if constexpr (M == kReach) return index;
         static constexpr auto start = [](int l) { return l / N * M; };
         static constexpr Table<uint32_t, decltype(start)> group(start);
-        return blended(splat(uint32_t(M - 1)), index, group.template as<Uints>());
+        const Uints below = splat(uint32_t(M - 1)), start_of = group.template as<Uints>();
+#if defined(__AVX512F__)  // one instruction that writes over the indices, not over a constant
+        return Uints(_mm512_ternarylogic_epi32(Register(index), Register(below), Register(start_of), 0xea));
+#else
+        return (index & below) | start_of;
+#endif
     }
 
     // Not zero where an index is M or above: M is a power of two, so such an index has a bit that none may have.
@@ -44,7 +51,7 @@ struct FewBlock {
         return found;
     }
 
-    // The inputs of all lanes.
+    // The inputs of all lanes, x being the first that the register chooses from.
     static Floats inputs(Uints places, const float* x) {
         if constexpr (M > kReach) {
             return gathered(x, places);
@@ -59,6 +66,14 @@ struct FewBlock {
     }
 
   private:
+    template <int I>
+    static Uints indices_of(const uint8_t* indices) {
+#if !defined(__AVX512F__)  // one word for both registers: a load broadcasts it
+        if constexpr (kBits == 2) return splat(word_at<uint32_t>(indices)) >> (Uints{0, 2, 4, 6, 8, 10, 12, 14} + 16u * I);
+#endif
+        return low_indices<kBits>(indices + I * kLanes * kBits / 8);
+    }
+
     // The lanes of permute I from the second, all others from the first.
     template <int I>
     static Floats moved(Floats others, Floats mine) {

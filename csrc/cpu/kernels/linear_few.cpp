@@ -1,5 +1,5 @@
 // y = x Wᵀ + b for few tokens, straight from the compressed form: what is stored is all that is read, once, and the inputs
-// it chooses are permuted in registers: eight rows side by side (few_rows.h) or blocks of kLanes stored values of a row
+// it chooses are permuted in registers: eight rows side by side (few_rows.h) or blocks of 16 stored values of a row
 // (few_block.h) where the pattern has that; the rest of a row, and every other pattern, one stored value at a time.
 //
 // Inputs are in fp32, and so are the sums. Nothing that a row computes depends on the number of threads.
@@ -65,44 +65,45 @@ struct FewGemm {
 template <class Block, int Rows, int Tokens, class T>
 bool add_blocks(const FewGemm<T>& p, int64_t row, int64_t token, int64_t blocks, float (&total)[Rows][Tokens]) {
     constexpr bool kLone = Rows == 1 && Tokens == 1;
-    constexpr int kSums = (kLone ? 32 : 16) / kLanes, kStored = Block::kStored;  // alternating: a single sum would wait for the adder
+    constexpr int kSums = kLone ? 2 : 1, kRegisters = Block::kRegisters;  // alternating: a single sum would wait for the adder
     const T* values = p.values + row * p.kept;
     const uint8_t* indices = p.indices + row * p.bytes;
     const float* x = p.x + token * p.cols;
-    Floats sum[kSums][Rows][Tokens] = {};
+    Floats sum[kSums][Rows][Tokens][kRegisters] = {};
     uint64_t damage = 0;
     const auto add = [&](int64_t b, auto& sums) __attribute__((always_inline)) {
         for (int r = 0; r < Rows; ++r) {
             const uint8_t* packed = indices + r * p.bytes + b * Block::kIndexBytes;
             if constexpr (Rows > 1) {  // so many short streams are not fetched ahead by themselves: the same place in the rows that follow
-                __builtin_prefetch(values + (r + Rows) * p.kept + b * kStored);
+                __builtin_prefetch(values + (r + Rows) * p.kept + b * Block::kStored);
                 if (b * Block::kIndexBytes % 64 == 0) __builtin_prefetch(packed + Rows * p.bytes);
             }
-            const Uints places = Block::places(packed);
-            const Floats v = widened(values + r * p.kept + b * kStored);
             damage |= Block::damage(packed);
-            for (int t = 0; t < Tokens; ++t) sums[r][t] = fused(v, Block::inputs(places, x + t * p.cols + b * Block::kInputs), sums[r][t]);
+            each<kRegisters>([&](auto i) __attribute__((always_inline)) {
+                const Uints places = Block::template places<i>(packed);
+                const Floats v = widened(values + r * p.kept + b * Block::kStored + i * kLanes);
+                const float* inputs = x + b * Block::kInputs + i * Block::kRegisterInputs;
+                for (int t = 0; t < Tokens; ++t) sums[r][t][i] = fused(v, Block::inputs(places, inputs + t * p.cols), sums[r][t][i]);
+            });
         }
     };
     int64_t b = 0;
     for (; b + kSums <= blocks; b += kSums) {
         each<kSums>([&](auto i) __attribute__((always_inline)) {
-            if (kLone && i * kStored % 16 == 0) __builtin_prefetch(reinterpret_cast<const char*>(values + (b + i) * kStored) + kLoneAhead);
+            if (kLone) __builtin_prefetch(reinterpret_cast<const char*>(values + (b + i) * Block::kStored) + kLoneAhead);
             add(b + i, sum[i]);
         });
-        if (kLone) __builtin_prefetch(indices + b * Block::kIndexBytes + kLoneAhead * Block::kIndexBytes / int(kStored * sizeof(T)));
+        if (kLone) __builtin_prefetch(indices + b * Block::kIndexBytes + kLoneAhead * Block::kIndexBytes / int(Block::kStored * sizeof(T)));
     }
-    each<kSums - 1>([&](auto i) __attribute__((always_inline)) {
-        if (b < blocks) add(b++, sum[i]);
-    });
+    if (b < blocks) add(b, sum[0]);
     for (int r = 0; r < Rows; ++r) {
         for (int t = 0; t < Tokens; ++t) {
-            if constexpr (kSums == 4) {
-                sum[0][r][t] += sum[2][r][t];
-                sum[1][r][t] += sum[3][r][t];
-            }
-            if constexpr (kSums > 1) sum[0][r][t] += sum[1][r][t];
-            total[r][t] += sum_of_lanes(sum[0][r][t]);
+            Floats(&all)[kRegisters] = sum[0][r][t];
+            each<kRegisters>([&](auto i) {
+                if (kLone) all[i] += sum[kSums - 1][r][t][i];
+                if (i > 0) all[0] += all[i];
+            });
+            total[r][t] += sum_of_lanes(all[0]);
         }
     }
     return damage == 0;
