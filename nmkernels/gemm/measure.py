@@ -94,7 +94,7 @@ def _candidate(p: Problem, method: Method, drawn: Operands, sets: list[Operands]
 
     def calls() -> list[Callable[[], Tensor]]:
         if not sets:
-            sets.extend(cold(drawn))
+            sets.extend([drawn] if p.cached else cold(drawn))
         return [partial(_once, p, method, entry, *some) for some in sets]
 
     return Candidate(method.name, check, calls, declines)

@@ -29,6 +29,7 @@ class Problem(NamedTuple):
             forms in which ĝᵀ may be written.
         rule: how wgrad estimates ĝ: ``"exact"`` or ``"approx"``, as in ``ops.mvue``, or ``"magnitude"``; empty for other roles.
         changing: W̃ changes between calls, as in training, so its construction is part of the time.
+        cached: the weight stays in the cache between calls, as those of a small model do.
     """
 
     role: str
@@ -42,6 +43,7 @@ class Problem(NamedTuple):
     forms: tuple[str, ...] = ("dense", "rows")
     rule: str = ""
     changing: bool = False
+    cached: bool = False
 
     def check(self) -> None:
         """Raise NMError unless the fields describe a GEMM."""
@@ -62,7 +64,7 @@ def key(*problems: Problem) -> str:
     parts = []
     for p in problems:
         what = f"{p.role} {p.rule}" if p.rule else p.role
-        how = f"{'+'.join(p.forms)}{' changing' if p.changing else ''}"
+        how = f"{'+'.join(p.forms)}{' changing' if p.changing else ''}{' cached' if p.cached else ''}"
         parts.append(f"{what}|{plain(p.dtype)}|{p.n}:{p.m}|{p.rows}x{p.cols}|{how}")
     return tuning.key("gemm", problems[0].device, " and ".join(parts), problems[0].tokens)
 

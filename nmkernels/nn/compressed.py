@@ -19,6 +19,7 @@ from ..gemm.methods import AS_FLOAT32, DENSE, EXPAND, OP, Method, run
 from ..gemm.problem import Problem
 from ..layouts import CONV1D, CONV2D, LINEAR, matrix_shape
 from ..ops.compress import counts_writes
+from ..ops.linear import nm_linear
 from ..ops.pack import positions
 from ..pattern import DtypeError, Pattern, RecipeError, ShapeError
 from ..shards import local
@@ -47,11 +48,11 @@ MOST_SIZES = 256
 """Size of a layer's cache by input size; when full it is cleared."""
 
 
-class _DenseFor(dict[int, tuple[Tensor, Tensor, int, int, int]]):
-    """By input size: values, their dense copy, and what shows that both are up to date; not copied or saved."""
+class _Direct(dict[int, tuple[Tensor, "Tensor | None", int, int, int]]):
+    """By input size: values, their dense copy or None for the op, and what shows that both are up to date; not copied or saved."""
 
-    def __reduce__(self) -> tuple[type[_DenseFor], tuple[()]]:
-        return _DenseFor, ()
+    def __reduce__(self) -> tuple[type[_Direct], tuple[()]]:
+        return _Direct, ()
 
 
 class CompressedLinear(nn.Module):
@@ -117,7 +118,7 @@ class CompressedLinear(nn.Module):
             set_adapter(self, *adapter, self.out_features, self.in_features)
         self._view: ops.Compressed | None = weight
         self._last: Problem | None = None
-        self._dense_for = _DenseFor()
+        self._direct = _Direct()
 
     @property
     def adapter(self) -> tuple[nn.Parameter, nn.Parameter] | None:
@@ -160,7 +161,7 @@ class CompressedLinear(nn.Module):
         x = input
         if not is_dynamo_compiling():
             try:
-                found = self._dense_for.get(x.numel())
+                found = self._direct.get(x.numel())
             except TypeError:  # torch.export with a symbolic number of tokens, which cannot be hashed
                 found = None
             if found is not None:
@@ -174,7 +175,11 @@ class CompressedLinear(nn.Module):
                     and not values.requires_grad  # linear_compressed raises for it
                     and "bias" in self._parameters  # torch.nn.utils may compute it
                 )
-                if same:
+                if same and dense is None:
+                    if x.dtype == values.dtype and not torch.is_grad_enabled() and not torch._C._is_any_autocast_enabled():
+                        p = self.pattern  # the op checks all that is left
+                        return nm_linear(x, values, self._buffers["indices"], p.n, p.m, self.in_features, self._parameters["bias"])
+                elif same:
                     try:
                         return F.linear(x, dense, self._parameters["bias"])
                     except RuntimeError:  # the code below raises a better message
@@ -233,18 +238,20 @@ class CompressedLinear(nn.Module):
                 self._remember(x, weight, dense)
             return F.linear(x, dense, b)
         if torch.is_grad_enabled() or method.name == OP:
+            if b is bias and method.name == OP:
+                self._remember(x, weight, None)
             return linear_compressed(x, weight, bias)
         return run(method, problem, x, {method.form: weight.layout(method.form, partial(_packed, method.form))}, bias=b)
 
-    def _remember(self, x: Tensor, weight: ops.Compressed, dense: Tensor) -> None:
-        """Cache the dense weight for inputs of this size, so that ``forward`` uses it directly."""
+    def _remember(self, x: Tensor, weight: ops.Compressed, dense: Tensor | None) -> None:
+        """Have ``forward`` multiply inputs of this size by the dense weight, or without one by the op, directly from now on."""
         values = weight.values
         plain = weight is self._view and self.order is None and self.adapter is None
         if not plain or not counts_writes(values):
             return
-        if len(self._dense_for) >= MOST_SIZES:
-            self._dense_for.clear()
-        self._dense_for[x.numel()] = values, dense, values._version, values.data_ptr(), TABLE.revision
+        if len(self._direct) >= MOST_SIZES:
+            self._direct.clear()
+        self._direct[x.numel()] = values, dense, values._version, values.data_ptr(), TABLE.revision
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if isinstance(param, ops.Compressed):
@@ -258,7 +265,7 @@ class CompressedLinear(nn.Module):
     def _forget(self) -> None:
         """Drop all cached forms, which may be out of date after writes that torch does not count."""
         self._view = None
-        self._dense_for = _DenseFor()
+        self._direct = _Direct()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -291,8 +298,9 @@ class CompressedLinear(nn.Module):
         if last is not None and last.tokens == tokens and last.dtype == dtype and last.device == device:
             return last
         rows, cols, n, m = self.out_features, self.in_features, self.pattern.n, self.pattern.m
-        dense = self.keep_dense or (device.type == "cpu" and rows * cols * dtype.itemsize <= SMALL_BYTES)
-        problem = Problem("fprop", tokens, rows, cols, n, m, dtype, device, forms(rows, cols, n, m, dtype, device, dense))
+        small = device.type == "cpu" and rows * cols * dtype.itemsize <= SMALL_BYTES
+        available = forms(rows, cols, n, m, dtype, device, self.keep_dense or small)
+        problem = Problem("fprop", tokens, rows, cols, n, m, dtype, device, available, cached=small)
         self._last = problem
         return problem
 

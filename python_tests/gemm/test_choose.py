@@ -213,3 +213,12 @@ def test_an_unmeasured_graph_follows_the_rule_for_many_tokens(costs, monkeypatch
     assert names(FPROP) == ["dense"]
     monkeypatch.setenv("NMKERNELS_CHOICE", "packed")
     assert names(FPROP) == ["op"]
+
+
+def test_a_cached_weight_needs_a_larger_margin():
+    """Rows are of weights in memory; the cache makes dense faster by more than the op."""
+    for tokens, margin in ((1, 1.8), (4, 1.8), (16, 1.5)):
+        p = FPROP._replace(tokens=tokens, cached=True)
+        assert estimate.margin("sparse", p) == margin and estimate.margin("dense", p) == 1
+        assert estimate.margin("sparse", p._replace(forms=("rows",))) in (1.06, 1.25)
+    assert key(FPROP) != key(FPROP._replace(cached=True))
