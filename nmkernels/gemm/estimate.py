@@ -37,8 +37,8 @@ MEASURED, BORROWED = 1.06, 1.25
 """A method replaces dense only if it is estimated to be faster by this factor, with constants of this kind of machine or borrowed ones."""
 
 CACHED_FEW, CACHED_MANY = 1.8, 1.5
-"""The same for a weight that stays in the cache, up to 4 tokens and beyond: rows are of weights in memory, and the cache makes dense faster by
-so much more (1.3 to 2.2 times, Xeon with AMX, 2026-11-26)."""
+"""The same for a weight that stays in the cache, for up to 4 tokens and for more: the rows are of weights in memory, and the cache makes
+dense faster by 1.3 to 2.2 times as much (Xeon with AMX, 2026-11-26)."""
 
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
 """The instruction sets of the CPU kernels; each includes all before it."""

@@ -175,15 +175,14 @@ class CompressedLinear(nn.Module):
                     and not values.requires_grad  # linear_compressed raises for it
                     and "bias" in self._parameters  # torch.nn.utils may compute it
                 )
-                if same and dense is None:
-                    if x.dtype == values.dtype and not torch.is_grad_enabled() and not torch._C._is_any_autocast_enabled():
-                        p = self.pattern  # the op checks all that is left
-                        return nm_linear(x, values, self._buffers["indices"], p.n, p.m, self.in_features, self._parameters["bias"])
-                elif same:
+                if same and dense is not None:
                     try:
                         return F.linear(x, dense, self._parameters["bias"])
                     except RuntimeError:  # the code below raises a better message
                         pass
+                elif same and x.dtype == values.dtype and not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()):
+                    p = self.pattern  # the op checks all that is left
+                    return nm_linear(x, values, self._buffers["indices"], p.n, p.m, self.in_features, self._parameters["bias"])
         if isinstance(x, PROXY):
             return leaf(self, x)
         y = self._multiply(x, self.bias)
