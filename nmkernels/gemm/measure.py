@@ -19,6 +19,7 @@ from .. import tuning
 from ..dispatch import Impl, implementations
 from ..dispatch import choose as dispatched
 from ..ops.define import CALLS, plainly
+from ..pattern import BackendError
 from ..tuning import BUDGET, Candidate, Measurement, Seconds, Timer, Validator, cold
 from .methods import DENSE, OP, Method, Operands, arguments, methods, op_of, operands, pack_estimate, run
 from .methods import estimate as estimated
@@ -150,6 +151,22 @@ def _made(p: Problem, form: str, w: Tensor, mask: Tensor | None) -> Any:
     select = "magnitude" if mask is None else "held"
     packed = CALLS["nm_pack"](w, *pattern, select, mask, None, p.dtype, not columns, columns, layout or "canonical")
     return packed[2:] if columns else packed[:2]
+
+
+def search(p: Problem, timer: Seconds | None = None) -> Measurement | None:
+    """Have the backend that runs the op find its fastest launch or algorithm for ``p``; None if it has no choice or cannot run it."""
+    form = next((form for form in p.forms if op_of(p, form)), None)
+    other, operand, seed = operands(p)
+    packed = pack_estimate(p, operand, seed, form or "rows") if p.role == "wgrad" else operand.get(form)
+    if form is None or isinstance(packed, str):
+        return None
+    op, args = op_of(p, form), arguments(p, form, packed, other)
+    try:
+        found = dispatched(op, *args).search
+    except BackendError:
+        return None
+    result: Measurement | None = None if found is None else found(op, *args, timer=timer)
+    return result
 
 
 def record(found: Measurement, by: str = "nm.tune") -> None:

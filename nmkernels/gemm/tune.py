@@ -16,10 +16,10 @@ from torch import nn
 
 from ..dispatch import ENV, forced_backend
 from ..pattern import NMError
-from ..tuning import Seconds
+from ..tuning import Measurement, Seconds
 from . import estimate
 from .choose import ESTIMATED, rule
-from .measure import measure, record
+from .measure import measure, record, search
 from .methods import DENSE, Method
 from .problem import Problem, plain
 
@@ -136,7 +136,7 @@ def tune(
         progress: called with (done, total, what) before each GEMM. The same is logged to ``nmkernels.tune``.
 
     Returns:
-        a ``TuneReport``. With ``NMKERNELS_BACKEND`` set, nothing is timed.
+        a ``TuneReport``. With ``NMKERNELS_BACKEND`` set, only that backend's launches or algorithms are timed.
 
     Raises:
         NMError: a token count below 1.
@@ -158,7 +158,6 @@ def tune(
     report = TuneReport([entry for _, entry in collected])
     if forced:
         report.note = f"nothing to choose: {ENV}={forced}"
-        return report
     work = [(problems, entry) for problems, entry in collected if problems]
     for done, (problems, entry) in enumerate(work):
         what = f"{entry.gemm} {entry.shape[0]}x{entry.shape[1]} {entry.pattern}, {entry.tokens} tokens"
@@ -166,7 +165,7 @@ def tune(
         if progress is not None:
             progress(done, len(work), what)
         # stored one by one, so that earlier results survive a crash
-        _tune(report, problems, entry, timer)
+        (_search if forced else _tune)(report, problems, entry, timer)
     return report
 
 
@@ -184,10 +183,25 @@ def _tune(report: TuneReport, problems: tuple[Problem, ...], entry: Tuned, timer
     entry.estimate = _estimate(problems, by_rule)
     entry.choice = found.best if found.seconds else "no method gave a correct result"
     entry.refused = [f"{name}: {why}" for name, why in found.refused.items()]
+    _stored(report, found)
     for why in entry.refused:
         log.warning("%s: refused %s", problems[0].words(), why)
+
+
+def _search(report: TuneReport, problems: tuple[Problem, ...], entry: Tuned, timer: Seconds | None) -> None:
+    """With a forced backend: let it find its fastest launch or algorithm for each GEMM, if it has several."""
+    found = [found for p in problems if (found := search(p, timer)) is not None]
+    entry.choice = "; ".join(f.best if f.seconds else "no launch gave a correct result" for f in found) or report.note
+    if all(f.seconds for f in found) and found:
+        entry.default, entry.best = (sum(f.seconds[name(f)] for f in found) for name in (lambda f: f.baseline, lambda f: f.best))
+    for one in found:
+        entry.refused += [f"{name}: {why}" for name, why in one.refused.items()]
+        _stored(report, one)
+
+
+def _stored(report: TuneReport, found: Measurement) -> None:
     if found.path is None:
-        report.note = found.note
+        report.note = found.note or report.note
     elif found.path not in report.paths:
         report.paths.append(found.path)
 

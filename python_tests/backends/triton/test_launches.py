@@ -139,7 +139,8 @@ def test_the_fastest_is_chosen_and_kept(layer: nm.CompressedLinear, candidates: 
     told: list[tuple[int, int, str]] = []
     report = nm.tune(layer, TOKENS, timer=_timer({candidates[2]: 0.25}, layer), progress=lambda *what: told.append(what))
     (entry,) = report.choices
-    assert (entry.best, entry.layers, entry.choice) == (0.25, ["(root)"], "op")
+    assert (entry.default, entry.best, entry.gain, entry.layers) == (1.0, 0.25, 4.0, ["(root)"])
+    assert entry.choice.startswith("gemm ") and "splits=2" in entry.choice and report.changed == [entry]
     assert told == [(0, 1, f"fprop {ROWS}x{COLS} 2:4, {TOKENS} tokens")]
     assert report.path == str(cache / "tuning.json") and str(report).endswith(f"stored in {report.path}")
     _forget()
