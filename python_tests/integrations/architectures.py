@@ -24,6 +24,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 import nmkernels as nm
+import nmkernels.integrations.hf  # from_pretrained of compressed models
 from nmkernels.nn.experts import sparse_layers
 
 LARGEST = 8_000_000
