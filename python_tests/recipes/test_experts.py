@@ -397,7 +397,7 @@ def test_equals_srste_by_hand(kind):
         optimizer.step()
     for (key, a), (_, b) in zip(model.named_parameters(), want.named_parameters(), strict=True):
         # the bias of the keys has no gradient but rounding, which Adam makes as large as any other
-        assert (a - b).abs().max() < 1e-6 or key.endswith("k_proj.bias"), key
+        assert (a - b).abs().max() < 1e-5 or key.endswith("k_proj.bias"), key
     assert float(handle.metrics()["flip_rate"]) > 0
 
 
