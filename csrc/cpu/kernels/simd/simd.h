@@ -2,7 +2,7 @@
 // or Longs, and Flags, what a comparison of lanes gives.
 //
 // The numbers are vectors of the compiler (GCC, Clang), so + - * / & | ^ << >> work on them under every instruction set. What has
-// no operator is in one file for each set: avx512.h, avx2.h, portable.h. Flags are a mask register under AVX-512, a vector of 0
+// no operator is in one file for each set: avx512.inc, avx2.inc, portable.inc. Flags are a mask register under AVX-512, a vector of 0
 // and ~0 elsewhere.
 #pragma once
 
@@ -104,11 +104,11 @@ struct alignas(4 * kLanes) Table {
 }  // namespace nm
 
 #if defined(__AVX512F__)
-#include "avx512.h"
+#include "avx512.inc"
 #elif defined(__AVX2__)
-#include "avx2.h"
+#include "avx2.inc"
 #else
-#include "portable.h"
+#include "portable.inc"
 #endif
 
 namespace nm {
