@@ -43,7 +43,6 @@ class Impl:
         ready: ``ready(*args)`` says whether it can run a call that fits at this moment.
         search: ``search(op, *args, timer=None)`` finds, checks and stores its fastest launch or algorithm for such calls, for ``nm.tune``.
         compiles: the first call compiles for seconds.
-        keeps: it caches a form of its own of each operand, by the operand's version.
         layout: ``layout(device)`` is the metadata layout in which its tensor cores read 2:4 operands.
     """
 
@@ -55,7 +54,6 @@ class Impl:
     ready: Callable[..., Verdict] | None = None
     search: Callable[..., Any] | None = None
     compiles: bool = False
-    keeps: bool = False
     layout: Callable[[Any], str] | None = None
 
     def can(self, *args: Any) -> Verdict:
@@ -103,7 +101,6 @@ def impl(
     ready: Callable[..., Verdict] | None = None,
     search: Callable[..., Any] | None = None,
     compiles: bool = False,
-    keeps: bool = False,
     layout: Callable[[Any], str] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated ``fn(*args, out=None)``, which takes the raw op's arguments, as a backend's implementation of ``op``.
@@ -113,7 +110,7 @@ def impl(
     """
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-        entry = Impl(op, backend, fn, supports, priority, ready, search, compiles, keeps, layout)
+        entry = Impl(op, backend, fn, supports, priority, ready, search, compiles, layout)
         others = [i for i in _impls.get(op, []) if i.backend != backend]
         _impls[op] = sorted([*others, entry], key=lambda i: -i.priority)
         forget()

@@ -11,7 +11,7 @@ from nmkernels import CompressedLinear, ops, testing
 from nmkernels.gemm.choose import choose, using
 from nmkernels.gemm.forms import forms as forms_of
 from nmkernels.gemm.measure import measure
-from nmkernels.gemm.methods import DENSE, Method, estimate, methods, operands, run
+from nmkernels.gemm.methods import DENSE, Method, dense_estimate, methods, random_operands, run
 from nmkernels.gemm.problem import Problem
 
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
@@ -71,8 +71,8 @@ def wgrad(spec: Spec, device: str) -> Work:
 
 
 def _plain(gemm: Problem, spec: Spec) -> Work:
-    other, operand, seed = operands(gemm)
-    dense = estimate(gemm, operand, seed) if gemm.role == "wgrad" else operand[DENSE.form]
+    other, operand, seed = random_operands(gemm)
+    dense = dense_estimate(gemm, operand, seed) if gemm.role == "wgrad" else operand[DENSE.form]
 
     def ours() -> Tensor:
         return run(choose(gemm)[0], gemm, other, operand, seed=seed)

@@ -26,13 +26,13 @@ from typing import Any
 import torch
 
 from ..capability import compiled_core
-from ..dispatch import forced_backend, implementations
+from ..dispatch import forced_backend
 from ..tuning import TABLE
 from ..tuning.measure import LEAST_GAIN
 from ..tuning.setting import reproducible, setting, undisturbed
 from . import estimate
 from .measure import measure_and_record
-from .methods import AS_FLOAT32, DENSE, EXPAND, OP, Method, methods, op_of
+from .methods import AS_FLOAT32, DENSE, EXPAND, OP, Method, methods
 from .problem import Problem, key, plain
 
 REMEMBERED = 4096
@@ -181,28 +181,23 @@ def for_graphs(*many: Problem) -> Choice:
         sized = tuple(p._replace(tokens=tokens) for p in many)
         found = _tuned(sized)
         if found is not None:
-            return tuple(_by_op(p, m) for p, m in zip(sized, found, strict=True)) if len(found) > 1 else _in_a_graph(sized[0], found[0])
+            return _in_a_graph(sized, found)
     # decompressing at every call would be far slower for a few tokens, so a compressed weight is left to the op
     return rule(*many) if all(DENSE.form in p.forms for p in many) else tuple(map(_baseline, many))
 
 
-def _by_op(p: Problem, method: Method) -> Method:
-    """The method for a graph: the op, whose backend is chosen when the graph runs, instead of one backend's kernel."""
-    return Method(OP, method.form) if method.backend else method
-
-
-def _in_a_graph(p: Problem, found: Method) -> Choice:
-    """``found`` if a graph can use it, else the fastest method that it can use: per form the kernel that the dispatcher prefers."""
-    times: dict[str, float] = (TABLE.get(key(p)) or {}).get("us") or {}
-    usable = {m.name: m for m in methods(p) if m.name in times and not m.backend}
-    for form in (form for form in p.forms if op_of(p, form)):
-        by_priority = [f"{entry.backend} {form}" for entry in implementations(op_of(p, form))]
-        usable |= {name: Method(OP, form) for name in [name for name in by_priority if name in times][:1]}
-    if found.name in usable or not usable:
-        return (usable.get(found.name, found),)
+def _in_a_graph(problems: tuple[Problem, ...], found: Choice) -> Choice:
+    """``found`` if it names no backend, else the fastest measured choice that names none, since a graph calls the op."""
+    if not any(m.backend for m in found):
+        return found
+    times: dict[str, float] = (TABLE.get(key(*problems)) or {}).get("us") or {}
+    plans = product(*([m for m in methods(p) if not m.backend] for p in problems))
+    usable = {name: plan for plan in plans if (name := ", ".join(m.name for m in plan)) in times}
+    if not usable:
+        return tuple(Method(OP, m.form) if m.backend else m for m in found)
     best = min(usable, key=times.__getitem__)
-    dense = DENSE.name in usable and times[DENSE.name] < LEAST_GAIN * times[best]
-    return (DENSE if dense else usable[best],)
+    base = ", ".join(_baseline(p).name for p in problems)
+    return usable[base if base in usable and times[base] < LEAST_GAIN * times[best] else best]
 
 
 # like torch.compiler.assume_constant_result, which would import torch._dynamo for a second: tracing keeps the result as a constant

@@ -21,8 +21,7 @@ from ..dispatch import choose as dispatched
 from ..ops.define import CALLS, plainly
 from ..pattern import BackendError
 from ..tuning import BUDGET, Candidate, Measurement, Seconds, Timer, Validator, cold
-from .methods import DENSE, OP, Method, Operands, arguments, methods, op_of, operands, pack_estimate, run
-from .methods import estimate as estimated
+from .methods import DENSE, OP, Drawn, Method, arguments, dense_estimate, methods, op_of, pack_estimate, random_operands, run
 from .problem import Problem, key
 
 log = logging.getLogger("nmkernels.choice")
@@ -32,7 +31,7 @@ QUICK = 0.05
 
 
 def measure(*problems: Problem, timer: Seconds | None = None, budget: float = BUDGET, prepare: bool = True) -> Measurement:
-    """Check every method of one GEMM, or of fprop and dgrad of one layer, and time the correct ones for ``budget`` seconds.
+    """Check every method of one GEMM, or of those of one layer in training, and time the correct ones for ``budget`` seconds.
 
     Operands are random; torch's generators are not used. Synchronises with the device, so it cannot run during graph capture.
 
@@ -43,27 +42,27 @@ def measure(*problems: Problem, timer: Seconds | None = None, budget: float = BU
     for p in problems:
         p.check()
     with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
-        if len(problems) == 1:
+        if not problems[0].changing:
             return _measure_one(problems[0], timer, budget, prepare)
         each = [_measure_one(p._replace(changing=False), timer, budget / 4, prepare) for p in problems]
         return _measure_layer(problems, each, timer, budget / 2)
 
 
 def _measure_one(p: Problem, timer: Seconds | None, budget: float, prepare: bool) -> Measurement:
-    drawn = operands(p)
-    sets: list[Operands] = []  # made after all checks, and shared by the methods that passed
+    drawn = random_operands(p)
+    sets: list[Drawn] = []  # made after all checks, and shared by the methods that passed
     candidates = [_candidate(p, method, drawn, sets, prepare, timer) for method in methods(p)]
     return tuning.measure(key(p), candidates, _validator(p, drawn), Timer(p.device, timer), budget)
 
 
-def _validator(p: Problem, drawn: Operands) -> Validator:
+def _validator(p: Problem, drawn: Drawn) -> Validator:
     other, operand, seed = drawn
     if p.role == "fprop":
         return Validator.of_gemm(other, operand["dense"].t())
-    return Validator.of_gemm(other, operand["dense"]) if p.role == "dgrad" else Validator.of_gemm(estimated(p, operand, seed), other)
+    return Validator.of_gemm(other, operand["dense"]) if p.role == "dgrad" else Validator.of_gemm(dense_estimate(p, operand, seed), other)
 
 
-def _candidate(p: Problem, method: Method, drawn: Operands, sets: list[Operands], prepare: bool, timer: Seconds | None) -> Candidate:
+def _candidate(p: Problem, method: Method, drawn: Drawn, sets: list[Drawn], prepare: bool, timer: Seconds | None) -> Candidate:
     other, operand, seed = drawn
     entry = _entry(p, method)
 
@@ -96,7 +95,7 @@ def _candidate(p: Problem, method: Method, drawn: Operands, sets: list[Operands]
     def calls() -> list[Callable[[], Tensor]]:
         if not sets:
             sets.extend([drawn] if p.cached else cold(drawn))
-        return [partial(_once, p, method, entry, *some) for some in sets]
+        return [partial(run, method, p, other, operand, seed=seed) for other, operand, seed in sets]
 
     return Candidate(method.name, check, calls, declines)
 
@@ -106,16 +105,10 @@ def _entry(p: Problem, method: Method) -> Impl | None:
     return next((i for i in implementations(op_of(p, method.form)) if i.backend == method.backend), None) if method.backend else None
 
 
-def _once(p: Problem, method: Method, entry: Impl | None, other: Tensor, operand: Any, seed: Tensor | None) -> Tensor:
-    if entry is not None and entry.keeps and p.changing and isinstance(operand, dict):
-        torch.autograd.graph.increment_version(operand[method.form][0])  # so that its cached form is made again
-    return run(method, p, other, operand, seed=seed)
-
-
 def _measure_layer(problems: tuple[Problem, ...], each: list[Measurement], timer: Seconds | None, budget: float) -> Measurement:
-    """Time making W̃, fprop and dgrad of a layer together, with each GEMM either dense or by its fastest compressed method."""
+    """Time making W̃ and the GEMMs of a layer together, each GEMM dense, by the op, or by its fastest compressed method."""
     options = [_dense_and_fastest(p, found) for p, found in zip(problems, each, strict=True)]
-    drawn = [operands(p) for p in problems]
+    drawn = [random_operands(p) for p in problems]
     weight = drawn[-1][1]["dense"]
     # a transposable mask is held between steps and not recomputed at every step
     mask = weight != 0 if any(form.startswith("columns") for form in problems[-1].forms) else None
@@ -137,9 +130,9 @@ def _measure_layer(problems: tuple[Problem, ...], each: list[Measurement], timer
 
 
 def _dense_and_fastest(p: Problem, found: Measurement) -> list[Method]:
-    some = [m for m in methods(p) if m.name in found.seconds]
-    packed = sorted((m for m in some if m != DENSE), key=lambda m: found.seconds[m.name])
-    return [*(m for m in some if m == DENSE), *packed[:1]] or [methods(p)[0]]
+    right = [m for m in methods(p) if m.name in found.seconds]
+    fastest = min((m for m in right if m != DENSE), key=lambda m: found.seconds[m.name], default=None)
+    return [m for m in right if m in (DENSE, fastest) or m.name == OP] or [methods(p)[0]]
 
 
 def _made(p: Problem, form: str, w: Tensor, mask: Tensor | None) -> Any:
@@ -156,7 +149,7 @@ def _made(p: Problem, form: str, w: Tensor, mask: Tensor | None) -> Any:
 def search(p: Problem, timer: Seconds | None = None) -> Measurement | None:
     """Have the backend that runs the op find its fastest launch or algorithm for ``p``; None if it has no choice or cannot run it."""
     form = next((form for form in p.forms if op_of(p, form)), None)
-    other, operand, seed = operands(p)
+    other, operand, seed = random_operands(p)
     packed = pack_estimate(p, operand, seed, form or "rows") if p.role == "wgrad" else operand.get(form)
     if form is None or isinstance(packed, str):
         return None

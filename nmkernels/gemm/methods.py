@@ -103,7 +103,7 @@ def run(method: Method, p: Problem, other: Tensor, operand: Operand, *, bias: Te
         y ``(..., out)``, dx ``(..., in)`` or dW ``(out, in)``.
     """
     if method == DENSE:
-        w: Any = estimate(p, operand, seed) if isinstance(operand, Tensor) else operand[DENSE.form]
+        w: Any = dense_estimate(p, operand, seed) if isinstance(operand, Tensor) else operand[DENSE.form]
         return _dense(p, other, w, bias)
     packed: Any = pack_estimate(p, operand, seed, method.form) if isinstance(operand, Tensor) else operand[method.form]
     if method.name in (EXPAND, AS_FLOAT32):
@@ -155,7 +155,7 @@ def _dense(p: Problem, other: Tensor, operand: Tensor, bias: Tensor | None) -> T
 # ---- the operand of wgrad
 
 
-def estimate(p: Problem, g: Tensor, seed: Tensor | None) -> Tensor:
+def dense_estimate(p: Problem, g: Tensor, seed: Tensor | None) -> Tensor:
     """ĝᵀ ``(out, tokens)`` of wgrad, in dense layout."""
     raw = torch.ops.nmkernels
     if p.rule == "magnitude":
@@ -183,11 +183,11 @@ def _padded(p: Problem, g: Tensor) -> Tensor:
 BLOCK = 1 << 18
 """Random numbers are drawn once and repeated: drawing all of them would take longer than the GEMMs."""
 
-Operands = tuple[Tensor, Any, "Tensor | None"]
+Drawn = tuple[Tensor, Any, "Tensor | None"]
 """x or g, the sparse operand for ``run``, and the seed."""
 
 
-def operands(p: Problem) -> Operands:
+def random_operands(p: Problem) -> Drawn:
     """Random operands from a separate generator; the weight is N:M, along both dimensions if a form needs W̃ᵀ."""
     draw = partial(_random, p.dtype, p.device)
     if p.role == "wgrad":

@@ -11,7 +11,7 @@ import nmkernels as nm
 from nmkernels import dispatch
 from nmkernels.capability import compiled_core
 from nmkernels.gemm import forms, methods
-from nmkernels.gemm.methods import DENSE, Method, operands, run
+from nmkernels.gemm.methods import DENSE, Method, random_operands, run
 from nmkernels.gemm.plan import GemmPlan
 from nmkernels.gemm.problem import Problem, key
 from nmkernels.gemm.route import wgrad_problem
@@ -51,7 +51,7 @@ def test_every_part_of_the_key_matters():
 )
 def test_every_method_is_the_same_gemm(role, n, m, forms):
     p = Problem(role, 20, 64, 128, n, m, torch.bfloat16, CPU, forms)
-    other, operand, _ = operands(p)
+    other, operand, _ = random_operands(p)
     w = operand["dense"]
     bias = torch.randn(64).bfloat16() if role == "fprop" else None
     assert nm.ops.is_nm(w, f"{n}:{m}")
@@ -68,7 +68,7 @@ def test_every_method_is_the_same_gemm(role, n, m, forms):
 
 def test_expanding_is_differentiable_and_keeps_nothing():
     p = FPROP._replace(forms=("rows",))
-    other, operand, _ = operands(p)
+    other, operand, _ = random_operands(p)
     expand = next(m for m in methods.methods(p) if m.name == "expand")
     x = other.clone().requires_grad_()
     first = run(expand, p, x, operand)
@@ -126,8 +126,8 @@ def test_every_method_of_wgrad_multiplies_the_same_estimate(rule, tokens):
     cores = tokens == 64
     available = ("dense", "rows:mma.sp") if cores else ("dense", "rows")
     p = Problem("wgrad", tokens, 32, 48, 2, 4, torch.bfloat16 if cores else torch.float32, CPU, available, rule)
-    x, g, seed = operands(p)
-    dense, packed = methods.estimate(p, g, seed), methods.pack_estimate(p, g, seed)
+    x, g, seed = random_operands(p)
+    dense, packed = methods.dense_estimate(p, g, seed), methods.pack_estimate(p, g, seed)
     assert dense.shape == (32, tokens)
     assert torch.equal(dense, torch.ops.nmkernels.nm_decompress(*packed, 2, 4, tokens))
     if rule != "magnitude":
@@ -143,7 +143,7 @@ def test_every_method_of_wgrad_multiplies_the_same_estimate(rule, tokens):
 
 
 def test_a_backend_that_declines_is_replaced(monkeypatch):
-    other, operand, _ = operands(FPROP)
+    other, operand, _ = random_operands(FPROP)
     entry = dispatch.Impl("nm_linear", "mine", lambda *args, out=None: pytest.fail("declined"), lambda *args: (False, "mine"), 1)
     monkeypatch.setitem(dispatch._impls, "nm_linear", [*dispatch._impls["nm_linear"], entry])
     for backend in ("mine", "nobody"):
@@ -152,7 +152,7 @@ def test_a_backend_that_declines_is_replaced(monkeypatch):
 
 
 def test_a_named_backend_runs_before_those_of_higher_priority(monkeypatch):
-    other, operand, _ = operands(FPROP)
+    other, operand, _ = random_operands(FPROP)
     entry = dispatch.Impl("nm_linear", "mine", lambda x, *args, out=None: nm.reference.linear(x, *args) + 1, dispatch.always, -1)
     monkeypatch.setitem(dispatch._impls, "nm_linear", [*dispatch._impls["nm_linear"], entry])
     named, plain = (run(Method("m", "rows", backend), FPROP, other, operand) for backend in ("mine", ""))

@@ -17,10 +17,11 @@ from nmkernels.gemm import choose as choosing
 from nmkernels.gemm import tune as tuning
 from nmkernels.gemm.choose import choose
 from nmkernels.gemm.measure import measure, record
-from nmkernels.gemm.methods import operands, run
+from nmkernels.gemm.methods import random_operands, run
 from nmkernels.gemm.problem import Problem, key
 from nmkernels.nn import compressed
 from nmkernels.recipes.methods.fst import TransposableMask
+from python_tests.nn.test_effective import Calls
 
 pytestmark = [
     pytest.mark.skipif(interpreted() or not compiled_core().ok, reason="the CPU's kernels are what is chosen here"),
@@ -174,7 +175,7 @@ def test_the_fastest_kernel_of_an_order_is_taken(role, form, op, fastest, kernel
     record(found)
     (method,) = choose(p)
     assert method.name == best
-    other, operand, seed = operands(p)
+    other, operand, seed = random_operands(p)
     kernels.clear()
     run(method, p, other, operand, seed=seed)
     assert kernels == ([] if fastest == "dense" else [(op, fastest)])
@@ -211,6 +212,33 @@ def test_a_layer_is_timed_by_plan_with_the_making_of_its_weight():
     record(found)
     assert [m.name for m in choose(*pair)] == ["op", "op"]
     assert measure(*pair, budget=0.01).best in found.seconds
+
+
+def test_the_making_of_a_weight_counts_without_a_backward_pass_too():
+    """In an evaluation only fprop is chosen, of a weight that changes between evaluations."""
+    made = []
+
+    def timer(task):
+        with Calls() as calls:
+            task()
+        made.append({name.removesuffix("_out") for name in calls.names} - {"linear"})
+        return 1.0
+
+    p = FPROP._replace(changing=True)
+    assert set(measure(p, timer=timer).seconds) == {"dense", "op"}
+    assert made[-2:] == [{"prune"}, {"pack"}] and {"prune"} not in made[:-4]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_graph_takes_the_fastest_plan_without_a_named_kernel():
+    sizes = 64, 64, 128, 2, 4, torch.bfloat16, CPU
+    pair = Problem("fprop", *sizes, ("dense", "rows:wgmma.sp"), changing=True), Problem("dgrad", *sizes, ("dense",), changing=True)
+    named = "cusparselt_rows:wgmma.sp"
+    record(measure(*pair, timer=clock(**{named: 0.5, f"{named}__dense": 0.5, "op__dense": 0.8})))
+    assert [m.name for m in choose(*pair)] == ["cusparselt rows:wgmma.sp", "dense"]
+    assert [m.name for m in choosing.for_graphs(*pair)] == ["op", "dense"]
+    record(measure(*pair, timer=clock(**{named: 0.5, f"{named}__dense": 0.5, "op__dense": 2.0})))
+    assert [m.name for m in choosing.for_graphs(*pair)] == ["dense", "dense"]
 
 
 @pytest.mark.parametrize(("mask", "dgrad"), [("magnitude", ("dense", "rows")), ("transposable", ("dense", "rows", "columns"))])

@@ -242,4 +242,4 @@ def search(op: str, *args: Any, timer: Seconds | None = None) -> Measurement:
 
 
 for _op, _fn, _can in (("nm_linear", linear, _fits), ("nm_linear_wgrad", linear_wgrad, _fits_wgrad)):
-    impl(_op, backend=NAME, priority=PRIORITY, supports=_can, ready=partial(_ready, _op), search=search, keeps=True)(_fn)
+    impl(_op, backend=NAME, priority=PRIORITY, supports=_can, ready=partial(_ready, _op), search=search)(_fn)
