@@ -136,7 +136,7 @@ def define(
             args, given, _ = checked(args, dict(zip(outs, given, strict=True)))
             fn = _chosen(name, args, given, backend)
         if fn is None:
-            if any(map(is_sharded, args)):
+            if any(isinstance(arg, Tensor) and is_sharded(arg) for arg in args):  # a traced constant has no type to ask for
                 from . import sharded  # registers sharding rules for DTensor
 
                 sharded.check(name, out)

@@ -792,7 +792,7 @@ def split_over_ranks() -> dict[str, Any]:
 def test_adapters_on_two_ranks(tmp_path: Path) -> None:
     found = on_ranks(2, split_over_ranks, tmp_path)[0]
     for what in ("merge", "absorb"):
-        assert "sharded. Save the adapter (model.save_pretrained) and load it beside the base in one process" in found.pop(what)
+        assert "sharded. Save the adapter (model.save_pretrained) and load it with the base model in one process" in found.pop(what)
     for what in ("finished", "compressed"):
         assert "layer '0' is split over ranks" in found.pop(what)
     assert len(found) == 8 and max(found.values()) < 1e-6, found

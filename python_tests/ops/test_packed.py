@@ -123,3 +123,13 @@ def test_gradient_of_the_input_from_packed_columns() -> None:
     packed = ops.pack(w, "2:4", "transposable", dtype=torch.bfloat16, columns=True, layout="mma.sp")
     assert packed.rows is not None and packed.columns is not None
     testing.assert_equal_bits(ops.linear(g, packed.columns), ops.linear_dgrad(g, packed.rows.compressed()))
+
+
+def test_pack_compiles_with_a_chosen_layout() -> None:
+    """What a choice returned is a constant of the trace (assume_constant_result), whose type torch.compile cannot ask for."""
+    chosen = torch.compiler.assume_constant_result(lambda: "wgmma.sp")
+
+    def packed(w: torch.Tensor) -> list[torch.Tensor]:
+        return pytree.tree_leaves(ops.pack(w, "2:4", dtype=BF16, layout=chosen()).rows)
+
+    assert all(map(torch.equal, torch.compile(packed, fullgraph=True, backend="eager")(W), packed(W)))
