@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 
 import nmkernels as nm
+from nmkernels.recipes import search_permutation
+from nmkernels.recipes.oneshot import prune
 
 
 class Block(nn.Module):
@@ -33,6 +36,11 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+@pytest.fixture(autouse=True)
+def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prune, "search_permutation", functools.partial(search_permutation, escapes=2))
 
 
 @pytest.fixture
