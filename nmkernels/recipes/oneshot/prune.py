@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import resource
 import time
@@ -33,11 +32,8 @@ from ..writes import listed
 from .base import OneShot, resolve, text
 from .hessians import Hessians, Problem, exact_gemms, wide
 from .reconstruct import damped, refit, squared_error
-from .relay import Forward, Relay, Unit, moved, on_device
+from .relay import Forward, Relay, Unit, log, moved, on_device
 from .results import Done, Results, digest
-
-log = logging.getLogger("nmkernels.prune")
-log.addHandler(logging.NullHandler())
 
 Progress = Callable[[int, int, str], None]
 Means = dict[str, tuple[Tensor, int]]
