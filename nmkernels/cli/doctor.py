@@ -115,6 +115,7 @@ def samples() -> dict[str, tuple[Any, ...]]:
     p, g, m, w = (random(ROWS, COLS) for _ in range(4))
     x, y, square = random(TOKENS, COLS), random(TOKENS, ROWS), random(COLS, COLS)
     packed, seed = reference.compress(w, N, M), torch.tensor([7, 3])
+    integers, steps = reference.quantize_values(packed[0], 8, 1)
     eight, scale, step, wide = torch.int8, torch.tensor(30.0), torch.tensor(1 / 30), random(64, 128)
     hyper = torch.tensor([1e-3, 0.9, 0.999, 1e-8, 0.1, 2e-4, 0.0, 0.0, 0.0], dtype=torch.float64)
     state: tuple[list[Tensor], ...] = [p], [g], [m], [w.abs()], [], [torch.tensor(4.0)]
@@ -145,6 +146,9 @@ def samples() -> dict[str, tuple[Any, ...]]:
             False,
             True,
         ),
+        "nm_quantize_values": (w, 4, 1),
+        "nm_dequantize_values": (*reference.quantize_values(w, 4, 1), COLS, torch.bfloat16),
+        "nm_linear_integers": (x, integers, packed[1], steps, N, M, COLS, random(1, ROWS)[0]),
         "nm_masked_adamw_": (*state, hyper, N, M, False, False, False, False, None, None),
     }
 

@@ -2,7 +2,7 @@
 
 from ..pattern import OptionError
 from .adamw import HYPER, STATS, masked_adamw_
-from .compress import Compressed, compress, decompress
+from .compress import Compressed, compress, decompress, dequantize_values, quantize_values
 from .linear import linear, linear_dgrad, linear_wgrad
 from .mask import is_nm, mask, prune, soft_threshold, soft_threshold_scale, transposable_mask
 from .mvue import METHODS, mvue, mvue_compress
@@ -21,6 +21,7 @@ __all__ = [
     "QuantizedPacked",
     "compress",
     "decompress",
+    "dequantize_values",
     "is_nm",
     "linear",
     "linear_dgrad",
@@ -34,6 +35,7 @@ __all__ = [
     "prune",
     "quantize",
     "quantize_pack",
+    "quantize_values",
     "relayout",
     "soft_threshold",
     "soft_threshold_scale",

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..backends.streams import MadeOf
-from ..pattern import Pattern, PatternLike, ShapeError
+from ..pattern import OptionError, Pattern, PatternLike, ShapeError
 from .check import as_pattern, check_dense, check_mask, check_packed
 from .define import Spec, define
+from .integers import BITS, GROUPS, check_integers, nm_dequantize_values, nm_quantize_values
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -21,7 +22,8 @@ class Compressed:
     """An N:M sparse tensor: the N values of every group of M and their positions. The form is the same on every device and on disk.
 
     ``dense[..., g·M + index[..., g·N + k]] = values[..., g·N + k]``, zero elsewhere.
-    It is immutable, compares by identity, is a pytree of (values, indices), and can be pickled and deep-copied.
+    It is immutable, compares by identity, is a pytree of (values, indices) and the step, if it has one, and can be pickled and
+    deep-copied.
 
     Args:
         values: ``(..., groups·N)``, in order of index.
@@ -29,6 +31,9 @@ class Compressed:
             packed lowest bits first, each row starting on a byte, spare bits 0.
         pattern: ``"N:M"`` or a ``Pattern``.
         shape: the dense shape ``(..., cols)``; ``cols`` need not be a multiple of M (the last group is then partial).
+        step: None for floating-point values. For integers (``ops.quantize_values``) bf16 ``(..., steps)``: a weight is integer · step, and
+            each step belongs to ``cols / steps`` columns. 8 bits are int8 values; 4 bits uint8 ``(..., ⌈kept/2⌉)``, the earlier integer in
+            the low half, two's complement, each row starting on a byte, a spare half 0.
 
     Raises:
         ShapeError, DtypeError: values, indices, pattern and shape do not match.
@@ -46,6 +51,7 @@ class Compressed:
     indices: Tensor
     pattern: Pattern
     shape: tuple[int, ...]
+    step: Tensor | None = None
     _layouts: dict[str, MadeOf[Any]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -54,7 +60,11 @@ class Compressed:
         if torch.compiler.is_compiling():
             return  # checked by the op that made them
         p = self.pattern
-        check_packed("Compressed", self.values, self.indices, p.n, p.m, self.shape[-1] if self.shape else 0)
+        cols = self.shape[-1] if self.shape else 0
+        if self.step is None:
+            check_packed("Compressed", self.values, self.indices, p.n, p.m, cols)
+        else:
+            check_integers("Compressed", self.values, self.indices, self.step, p.n, p.m, cols)
         if self.values.shape[:-1] != self.shape[:-1]:
             raise ShapeError(
                 f"Compressed: values have shape {tuple(self.values.shape)}, but the dense shape is {tuple(self.shape)}; "
@@ -62,10 +72,11 @@ class Compressed:
             )
 
     @classmethod
-    def trusted(cls, values: Any, indices: Any, pattern: Pattern, shape: torch.Size) -> Compressed:
+    def trusted(cls, values: Any, indices: Any, pattern: Pattern, shape: torch.Size, step: Any = None) -> Compressed:
         """Create without checks or conversions, from the results of an op or the leaves of a ``tree_map``."""
         c = object.__new__(cls)
-        for name, value in (("values", values), ("indices", indices), ("pattern", pattern), ("shape", shape), ("_layouts", {})):
+        fields = {"values": values, "indices": indices, "pattern": pattern, "shape": shape, "step": step, "_layouts": {}}
+        for name, value in fields.items():
             object.__setattr__(c, name, value)
         return c
 
@@ -80,21 +91,37 @@ class Compressed:
         return self.values.device
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of values and indices, without cached layouts."""
-        return self.values.nbytes + self.indices.nbytes
+    def kind(self) -> str:
+        """What the values are: ``"float"``, ``"int8"`` or ``"int4"``."""
+        return "float" if self.step is None else "int8" if self.values.dtype == torch.int8 else "int4"
 
-    def dense(self) -> Tensor:
-        """The dense tensor; the same as ``ops.decompress``."""
-        return nm_decompress(self.values, self.indices, self.pattern.n, self.pattern.m, self.shape[-1])
+    @property
+    def group(self) -> int:
+        """The dense columns that share a step; 0 if all of a row do, or values are floating-point."""
+        return 0 if self.step is None or self.step.shape[-1] == 1 else self.shape[-1] // self.step.shape[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values, indices and steps, without cached layouts."""
+        return self.values.nbytes + self.indices.nbytes + (0 if self.step is None else self.step.nbytes)
+
+    def dense(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The dense tensor in ``dtype``; by default that of the values, and float32 for integers."""
+        c = self if self.step is None and dtype is None else dequantize_values(self, dtype or torch.float32)
+        return nm_decompress(c.values, c.indices, c.pattern.n, c.pattern.m, c.shape[-1])
 
     def to(self, *args: Any, **kwargs: Any) -> Compressed:
-        """Move to another device or cast the values, like ``Tensor.to``; returns itself if nothing changes."""
-        values = self.values.to(*args, **kwargs)
+        """Move to another device or cast floating-point values, like ``Tensor.to``; returns itself if nothing changes."""
+        if self.step is None:
+            values, step = self.values.to(*args, **kwargs), None
+        else:
+            moved = self.step.to(*args, **kwargs)
+            step = self.step.to(moved.device, non_blocking=kwargs.get("non_blocking", False))  # integers and their steps are not cast
+            values = self.values.to(moved.device, non_blocking=kwargs.get("non_blocking", False))
         indices = self.indices.to(values.device, non_blocking=kwargs.get("non_blocking", False))
-        if values is self.values and indices is self.indices:
+        if values is self.values and indices is self.indices and step is self.step:
             return self
-        return Compressed(values, indices, self.pattern, self.shape)
+        return Compressed(values, indices, self.pattern, self.shape, step)
 
     def layout(self, name: str, build: Callable[[Compressed], Any]) -> Any:
         """Return ``build(self)``, cached under ``name``, for backends that need the data in another order.
@@ -116,7 +143,7 @@ class Compressed:
         return self._layouts.setdefault(name, MadeOf()).get(self.values, self.indices, None, made)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Compressed, (self.values, self.indices, self.pattern, tuple(self.shape))
+        return Compressed, (self.values, self.indices, self.pattern, tuple(self.shape), self.step)
 
     def __getattr__(self, name: str) -> Any:
         # called only for missing attributes
@@ -127,7 +154,8 @@ class Compressed:
 
     def __repr__(self) -> str:
         device = "" if self.device.type == "cpu" else f', device="{self.device}"'
-        return f'Compressed({tuple(self.shape)}, "{self.pattern}", {self.dtype}{device}, {self.nbytes} bytes)'
+        kind = self.dtype if self.step is None else f"{self.kind}, {f'a step per {self.group} columns' if self.group else 'a step per row'}"
+        return f'Compressed({tuple(self.shape)}, "{self.pattern}", {kind}{device}, {self.nbytes} bytes)'
 
 
 def counts_writes(x: Tensor) -> bool:
@@ -157,16 +185,20 @@ def _unflatten(leaves: Any, context: tuple[Pattern, tuple[int, ...]]) -> Compres
     shape = torch.Size(context[1])
     if isinstance(leaves[0], Tensor) and leaves[0].dim() > len(shape):  # torch.vmap added a leading dimension
         shape = leaves[0].shape[:-1] + shape[-1:]
-    return Compressed.trusted(leaves[0], leaves[1], context[0], shape)
+    return Compressed.trusted(leaves[0], leaves[1], context[0], shape, *leaves[2:])
+
+
+def _leaves(c: Compressed) -> dict[str, Tensor]:
+    return {"values": c.values, "indices": c.indices, **({} if c.step is None else {"step": c.step})}
 
 
 pytree.register_pytree_node(
     Compressed,
-    lambda c: ([c.values, c.indices], (c.pattern, tuple(c.shape))),
+    lambda c: (list(_leaves(c).values()), (c.pattern, tuple(c.shape))),
     _unflatten,
     serialized_type_name="nmkernels.Compressed",
     flatten_with_keys_fn=lambda c: (
-        [(pytree.GetAttrKey("values"), c.values), (pytree.GetAttrKey("indices"), c.indices)],
+        [(pytree.GetAttrKey(name), leaf) for name, leaf in _leaves(c).items()],
         (c.pattern, tuple(c.shape)),
     ),
     to_dumpable_context=lambda context: [str(context[0]), list(context[1])],
@@ -240,7 +272,61 @@ def decompress(c: Compressed, out: Tensor | None = None) -> Tensor:
         >>> decompress(compress(torch.tensor([1.0, 0.5, -2.0, 3.0]), "1:4"))
         tensor([0., 0., 0., 3.])
     """
+    c = dequantize_values(c, torch.float32 if out is None else out.dtype) if c.step is not None else c
     return nm_decompress(c.values, c.indices, c.pattern.n, c.pattern.m, c.shape[-1], out=out)
+
+
+def quantize_values(c: Compressed, values: str = "int8", group: int | None = None) -> Compressed:
+    """``c`` with its values rounded to integers of 8 or 4 bits: w ≈ integer · step, one bf16 step per row or per ``group`` columns.
+
+    ``"int8"``: step = max|w|/127, integers from −127 to 127. ``"int4"``: from −8 to 7, with the best of 42 steps by squared error, which
+    may be negative. Rounding half to even; bit-equal on every device. Prune first, then quantise (Harma et al. 2024, arXiv 2405.20935).
+
+    Args:
+        c: compressed, with floating-point values, of any leading dimensions.
+        group: dense columns that share a step, a multiple of M that divides the columns; 0: all of a row. Default 0 for ``"int8"``, and for
+            ``"int4"`` the first of 128, 64, 32 that fits, else 0.
+
+    Raises:
+        OptionError: ``values`` is unknown, or ``group`` does not fit.
+        DtypeError: the values of ``c`` are integers already.
+
+    Example:
+        >>> c = compress(torch.tensor([[1.0, 0.0, -2.0, 0.5]]), "2:4")
+        >>> q = quantize_values(c)
+        >>> q.values, q.step
+        (tensor([[  64, -127]], dtype=torch.int8), tensor([[0.0157]], dtype=torch.bfloat16))
+    """
+    if values not in BITS:
+        raise OptionError(f"nm_quantize_values: values={values!r} is unknown; choose one of {', '.join(map(repr, BITS))}.")
+    p, cols = c.pattern, int(c.shape[-1])
+
+    def fits(size: int) -> bool:
+        return cols % size == 0 and size % p.m == 0
+
+    if group is None:
+        group = next((size for size in GROUPS if fits(size)), 0) if values == "int4" else 0
+    elif group and not (group > 0 and fits(group)):
+        raise OptionError(
+            f"nm_quantize_values: group={group} does not divide {cols} columns into whole groups of M={p.m}; pass a multiple of M that "
+            "divides them, or 0 for one step per row."
+        )
+    integers, step = nm_quantize_values(c.values, BITS[values], cols // group if group else 1)
+    return Compressed(integers, c.indices, p, c.shape, step)
+
+
+def dequantize_values(c: Compressed, dtype: torch.dtype = torch.float32) -> Compressed:
+    """``c`` with floating-point values integer · step, exact in fp32 and rounded once to ``dtype``; unchanged if they are that already.
+
+    Example:
+        >>> q = quantize_values(compress(torch.tensor([[1.0, 0.0, -2.0, 0.0]]), "2:4"))
+        >>> dequantize_values(q).values
+        tensor([[ 1.0000, -1.9844]])
+    """
+    if c.step is None:
+        return c.to(dtype)
+    values = nm_dequantize_values(c.values, c.step, c.pattern.kept(c.shape[-1]), dtype)
+    return Compressed(values, c.indices, c.pattern, c.shape)
 
 
 def check_same_form(op: str, out: Compressed, n: int, m: int, shape: torch.Size) -> None:

@@ -17,7 +17,7 @@ from ..backends.shared import tensors
 from ..pattern import BackendError, NMError
 from .define import CALLS, CONTRACTS, NAMESPACE
 
-OPS_OF = {"relayout": ("nm_metadata", "nm_pack")}
+OPS_OF = {"relayout": ("nm_metadata", "nm_pack"), "linear": ("nm_linear", "nm_linear_integers")}
 """The raw ops of public functions whose raw op is not ``nm_`` plus their name."""
 
 

@@ -9,9 +9,10 @@ from ..pattern import OptionError, Pattern, ShapeError
 from ..reference.layouts import layout_of
 from ..reference.linear import ACTIVATIONS
 from .check import check_device, check_matrix, check_ordered, check_packed, check_same_dtype
-from .compress import Compressed
+from .compress import Compressed, dequantize_values
 from .define import Spec, define
 from .derivatives import require_no_grad
+from .integers import nm_linear_integers
 from .pack import Operand, positions
 
 
@@ -85,7 +86,8 @@ def linear(x: Tensor, c: Operand, bias: Tensor | None = None, activation: str | 
 
     Args:
         x: ``(..., in)``.
-        c: the weight, of shape ``(out, in)``, in x's dtype, in canonical form or a tensor-core layout (``relayout``).
+        c: the weight, of shape ``(out, in)``, in x's dtype, in canonical form or a tensor-core layout (``relayout``); or with integers as
+            values (``quantize_values``), for x in any floating dtype.
         bias: ``(out,)``, in x's dtype.
         activation: f: None for none, ``"gelu"`` y·Φ(y), ``"silu"`` y/(1 + exp(−y)), ``"relu2"`` max(y, 0)². Kernels that hold the sum in
             fp32 apply it before the only rounding; others round the sum first.
@@ -102,8 +104,11 @@ def linear(x: Tensor, c: Operand, bias: Tensor | None = None, activation: str | 
         >>> linear(torch.tensor([[0.0, 0.0, -1.0, 0.0]]), w, activation="relu2")
         tensor([[4.]])
     """
-    require_no_grad("nm_linear", x=x, weight=c.values, bias=bias, residual=residual)
     p = c.pattern
+    if isinstance(c, Compressed) and c.step is not None:
+        require_no_grad("nm_linear_integers", x=x, bias=bias, residual=residual)
+        return nm_linear_integers(x, c.values, c.indices, c.step, p.n, p.m, c.shape[-1], bias, activation or "", residual)
+    require_no_grad("nm_linear", x=x, weight=c.values, bias=bias, residual=residual)
     return nm_linear(x, c.values, positions(c), p.n, p.m, c.shape[-1], bias, activation or "", residual)
 
 
@@ -112,7 +117,7 @@ def linear_dgrad(g: Tensor, c: Compressed) -> Tensor:
 
     Args:
         g: gradient of the output ``(..., out)``.
-        c: the weight, of shape ``(out, in)``, in g's dtype.
+        c: the weight, of shape ``(out, in)``, in g's dtype; integers are decoded to it.
 
     Raises:
         ShapeError, DtypeError, NMError: as ``linear``.
@@ -128,6 +133,7 @@ def linear_dgrad(g: Tensor, c: Compressed) -> Tensor:
             "nm_linear_dgrad: the weight is in the order of tensor cores, which sum along its rows, and g W sums along its columns. "
             "Pack those, nm.ops.pack(w, pattern, 'transposable', columns=True), and use nm.ops.linear(g, packed.columns)."
         )
+    c = c if c.step is None else dequantize_values(c, g.dtype)
     require_no_grad("nm_linear_dgrad", g=g, weight=c.values)
     p = c.pattern
     return nm_linear_dgrad(g, c.values, c.indices, p.n, p.m, c.shape[-1])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..reference.adamw import AdamWArgs
 from ..reference.compress import compress
+from ..reference.integers import quantize_values
 from ..reference.layouts import layout_of, to_layout
 from ..reference.mask import mask as largest
 from ..reference.mask import soft_threshold_scale
@@ -191,6 +192,32 @@ def _linear_quantized(
     return quantize(y, scale, x.dtype), 1.0 / scale, *packed, b, dtype, transposed, fast
 
 
+def _quantize_values(draw: _Draw, values: Tensor, bits: int, steps: int) -> Args:
+    rows, cols = _size(values.shape[:-1].numel()), values.shape[-1]
+    return draw(values, rows, _size(cols)) if steps == 1 else draw(values, rows, 3 * (cols // steps)), bits, min(steps, 3)
+
+
+def _dequantize_values(draw: _Draw, values: Tensor, step: Tensor, kept: int, dtype: torch.dtype) -> Args:
+    steps = step.shape[-1]
+    bits = 8 if values.dtype == torch.int8 else 4
+    w, _, steps = _quantize_values(draw, step.new_empty(*values.shape[:-1], kept, dtype=torch.float32), bits, steps)
+    return *quantize_values(w, bits, steps), w.shape[-1], dtype
+
+
+def _linear_integers(
+    draw: _Draw, x: Tensor, values: Tensor, indices: Tensor, step: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None,
+    activation: str = "", residual: Tensor | None = None,
+) -> Args:  # fmt: skip
+    steps = step.shape[-1]
+    width = _size(cols, m) if steps == 1 else 3 * (cols // steps)
+    whole = -(-width // m) * m
+    kept, positions = compress(draw(x.new_empty(0), _size(values.shape[0]), whole, dtype=torch.float32), n, m)
+    integers, step = quantize_values(kept, 8 if values.dtype == torch.int8 else 4, min(steps, 3))
+    tokens, rows = _tokens(x.numel() // cols if cols else 0), kept.shape[0]
+    more = None if bias is None else draw(bias, rows), activation, None if residual is None else draw(residual, tokens, rows)
+    return draw(x, tokens, width), integers, positions, step, n, m, width, *more
+
+
 def _masked_adamw(draw: _Draw, *args: Any) -> Args:
     a, kinds = AdamWArgs(*args), dict[Any, tuple[int, tuple[int, ...]]]()
     lists = [xs for xs in (a.params, a.grads, a.exp_avgs, a.exp_avg_sqs, a.max_exp_avg_sqs) if xs]
@@ -243,6 +270,9 @@ SMALL: dict[str, Callable[..., Args]] = {
     "nm_quantize": _quantize,
     "nm_quantize_pack": _quantize_pack,
     "nm_linear_quantized": _linear_quantized,
+    "nm_quantize_values": _quantize_values,
+    "nm_dequantize_values": _dequantize_values,
+    "nm_linear_integers": _linear_integers,
     "nm_masked_adamw_": _masked_adamw,
 }
 """Op → function that makes its small call."""

@@ -44,7 +44,7 @@ SPACE = "check"
 REMEMBERED = 4096
 """Size of the cache of families; when full it is cleared."""
 
-ROUNDED = {"nm_linear", "nm_linear_dgrad", "nm_linear_wgrad", "nm_linear_quantized"}
+ROUNDED = {"nm_linear", "nm_linear_dgrad", "nm_linear_wgrad", "nm_linear_quantized", "nm_linear_integers"}
 """Ops compared with float64, because backends may round differently."""
 
 SUMS = {"nm_soft_threshold_scale", "nm_masked_adamw_"}
@@ -265,12 +265,12 @@ def truth(op: str, args: tuple[Any, ...]) -> Truth:
     with alone():
         written = tree_map_only(Tensor, Tensor.clone, args)
         result = plain(*written)
-        exact = plain(*map(_wide, args)) if op in ROUNDED else None
+        exact = plain(*(_wide(x, op == "nm_linear_quantized") for x in args)) if op in ROUNDED else None
     return Truth(op, args, result, written, exact)
 
 
-def _wide(x: Any) -> Any:
-    return x.double() if isinstance(x, Tensor) and (x.is_floating_point() or x.dtype == torch.int8) else x
+def _wide(x: Any, integers: bool) -> Any:
+    return x.double() if isinstance(x, Tensor) and (x.is_floating_point() or (integers and x.dtype == torch.int8)) else x
 
 
 def examine(entry: Impl, true: Truth, device: torch.device, on_host: Sequence[int] = ()) -> str:

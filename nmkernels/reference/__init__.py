@@ -3,6 +3,7 @@
 from .adamw import masked_adamw_
 from .common import chunked_sum, distance
 from .compress import compress, decompress, pack_indices, unpack_indices
+from .integers import dequantize_values, linear_integers, pack_integers, quantize_values, unpack_integers
 from .layouts import LAYOUTS, from_layout, to_layout
 from .linear import linear, linear_dgrad, linear_wgrad
 from .mask import is_nm, mask, prune, soft_threshold, soft_threshold_scale
@@ -16,6 +17,7 @@ __all__ = [
     "chunked_sum",
     "compress",
     "decompress",
+    "dequantize_values",
     "distance",
     "from_layout",
     "group_mvue",
@@ -23,6 +25,7 @@ __all__ = [
     "is_nm",
     "linear",
     "linear_dgrad",
+    "linear_integers",
     "linear_quantized",
     "linear_wgrad",
     "mask",
@@ -31,10 +34,12 @@ __all__ = [
     "mvue_compress",
     "pack",
     "pack_indices",
+    "pack_integers",
     "philox4x32",
     "prune",
     "quantize",
     "quantize_pack",
+    "quantize_values",
     "soft_threshold",
     "soft_threshold_scale",
     "to_layout",
@@ -43,4 +48,5 @@ __all__ = [
     "word_pairs",
     "words",
     "unpack_indices",
+    "unpack_integers",
 ]

@@ -173,6 +173,66 @@ class TestLinearQuantized(Conformance):
         torch.library.opcheck(self.raw(), args, **({} if args[0].dtype == torch.int8 else {"test_utils": "test_faketensor"}))
 
 
+def _integers(rows: int, cols: int, n: int, m: int, bits: int, steps: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Integers, positions and steps of a random weight."""
+    values, indices = packed(rows, cols, n, m)
+    integers, step = reference.quantize_values(values, bits, steps)
+    return integers, indices, step
+
+
+def _edges() -> Tensor:
+    """Rows of kept values that are hard to round."""
+    tiny, half = 2.0**-149, torch.arange(-4, 4).float() + 0.5
+    rows = [
+        torch.zeros(8), -torch.zeros(8), torch.full((8,), tiny), half, half * 127 / 3.5, torch.tensor([-8.0, 7, 1, 0.5, -0.5, 1.5, 2.5, -8]), torch.tensor([8.0, -7, 1, 0.5, -0.5, 1.5, 2.5, 8]),
+        torch.tensor([3e38, -3e38, 1, 0, 0, 0, 0, 0]), torch.tensor([1e-42, -1e-40, 0, 0, 0, 0, 0, 0]),
+    ]  # fmt: skip
+    return torch.stack(rows)
+
+
+class TestQuantizeValues(Conformance):
+    op = "nm_quantize_values"
+    samples = {
+        "8": lambda: (torch.randn(6, 20), 8, 1),
+        "8_groups_bf16": lambda: (torch.randn(2, 3, 24, dtype=BF16), 8, 3),
+        "4": lambda: (torch.randn(6, 15), 4, 1),
+        "4_groups": lambda: (torch.randn(6, 64), 4, 4),
+        "4_groups_f16": lambda: (torch.randn(5, 32, dtype=F16), 4, 2),
+        "8_edges": lambda: (_edges(), 8, 1),
+        "4_edges": lambda: (_edges(), 4, 2),
+        "empty": lambda: (torch.randn(0, 8), 4, 2),
+    }
+
+
+class TestDequantizeValues(Conformance):
+    op, out = "nm_dequantize_values", ("out",)
+    samples = {
+        "8": lambda: (*reference.quantize_values(torch.randn(6, 20), 8, 1), 20, torch.float32),
+        "4_bf16": lambda: (*reference.quantize_values(torch.randn(6, 64), 4, 4), 64, BF16),
+        "4_odd_f16": lambda: (*reference.quantize_values(torch.randn(6, 15), 4, 1), 15, F16),
+        "8_3d_f64": lambda: (*reference.quantize_values(torch.randn(2, 3, 24), 8, 3), 24, F64),
+        "empty": lambda: (*reference.quantize_values(torch.randn(0, 8), 8, 2), 8, BF16),
+    }
+
+
+class TestLinearIntegers(Conformance):
+    op, exact = "nm_linear_integers", False
+    samples = {
+        "int8_batch_1": lambda: (torch.randn(1, 128), *_integers(24, 128, 2, 4, 8), 2, 4, 128),
+        "int8_bf16": lambda: (torch.randn(5, 64, dtype=BF16), *_integers(7, 64, 2, 4, 8), 2, 4, 64),
+        "int4_groups_bf16": lambda: (torch.randn(2, 256, dtype=BF16), *_integers(24, 256, 2, 4, 4, 2), 2, 4, 256),
+        "int4_bias_3d": lambda: (torch.randn(2, 3, 32), *_integers(10, 32, 1, 8, 4), 1, 8, 32, torch.randn(10)),
+        "int8_1:4_silu_bf16": lambda: (torch.randn(16, 64, dtype=BF16), *_integers(7, 64, 1, 4, 8, 2), 1, 4, 64, None, "silu"),
+        "int4_residual_f16": lambda: (
+            torch.randn(3, 64, dtype=F16), *_integers(10, 64, 4, 8, 4, 2), 4, 8, 64, torch.randn(10, dtype=F16), "gelu",
+            torch.randn(3, 10, dtype=F16),
+        ),
+        "int4_partial_group": lambda: (torch.randn(4, 27), *_integers(5, 27, 1, 8, 4), 1, 8, 27),
+        "int8_f64": lambda: (torch.randn(8, dtype=F64), *_integers(7, 8, 2, 4, 8), 2, 4, 8),
+        "empty": lambda: (torch.randn(0, 8), *_integers(7, 8, 2, 4, 8), 2, 4, 8),
+    }  # fmt: skip
+
+
 class TestLinearDgrad(Conformance):
     op, exact = "nm_linear_dgrad", False
     samples = {

@@ -66,6 +66,12 @@ RAW: dict[str, Any] = {
         False,
     ),
 }
+Q = ops.quantize_values(C)
+RAW |= {
+    "nm_quantize_values": lambda w: raw.nm_quantize_values(w, 8, 1)[1].float(),
+    "nm_dequantize_values": lambda w: raw.nm_dequantize_values(Q.values, w[:, :1].bfloat16(), 8, torch.float32),
+    "nm_linear_integers": lambda w: raw.nm_linear_integers(w, Q.values, Q.indices, Q.step, 2, 4, 16),
+}
 EVERY = PUBLIC | RAW
 
 WORDS = r"no gradient.*(SparseLinear.*detach|CompressedLinear.*SparseLinear.*no_grad)"
@@ -95,7 +101,13 @@ class TestRefusal:
     @for_each("name", EVERY)
     def test_backward(self, name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """A backend in plain torch must not be differentiable where one in C++ is not."""
-        if backend == "cpu" and name in ("nm_quantize", "nm_linear_quantized"):
+        if backend == "cpu" and name in (
+            "nm_quantize",
+            "nm_linear_quantized",
+            "nm_quantize_values",
+            "nm_dequantize_values",
+            "nm_linear_integers",
+        ):
             return  # all that a CPU has for them is the reference
         monkeypatch.setenv(dispatch.ENV, backend)
         w = weight()

@@ -42,6 +42,8 @@ CALLED = {
     "quantize_pack": (W, torch.int8),
     "linear_quantized": QUANTIZED,
     "masked_adamw_": adamw(),
+    "quantize_values": (C,),
+    "dequantize_values": (ops.quantize_values(C),),
 }
 
 

@@ -1,0 +1,129 @@
+"""The raw ops of compressed weights whose values are 8- or 4-bit integers with a step: quantise, decode, multiply."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..pattern import DtypeError, OptionError, Pattern, ShapeError
+from ..reference.integers import LARGEST
+from ..reference.linear import ACTIVATIONS
+from .check import FLOATS, check_device, check_float, check_matrix, check_same_dtype
+from .define import Spec, define
+
+BITS = {"int8": 8, "int4": 4}
+"""What ``values=`` may be."""
+GROUPS = (128, 64, 32)
+"""Columns that share a step at 4 bits, the first that fits."""
+STORED = {torch.int8: 8, torch.uint8: 4}
+
+
+def bits_of(values: Tensor) -> int:
+    """8 or 4 for integers as they are stored, 0 for floating-point values."""
+    return STORED.get(values.dtype, 0)
+
+
+def check_integers(op: str, values: Tensor, indices: Tensor, step: Tensor, n: int, m: int, cols: int) -> Pattern:
+    """Check a compressed operand whose values are integers; return its pattern n:m."""
+    p = Pattern(n, m)
+    bits = bits_of(values)
+    if not bits or step.dtype != torch.bfloat16:
+        raise DtypeError(
+            f"{op}: values are {values.dtype} with steps of {step.dtype}; they must be int8, or uint8 with two of 4 bits, with bfloat16 "
+            "steps. Make them with nm.ops.quantize_values."
+        )
+    if indices.dtype != torch.uint8:
+        raise DtypeError(f"{op}: indices have dtype {indices.dtype}; packed indices are uint8. Make them with nm.ops.compress.")
+    kept, lead = p.kept(cols), tuple(values.shape[:-1])
+    stored = kept if bits == 8 else -(-kept // 2)
+    for what, tensor, size in (("values", values, stored), ("indices", indices, p.index_bytes(cols))):
+        if not values.dim() or tuple(tensor.shape) != (*lead, size):
+            raise ShapeError(
+                f"{op}: {what} have shape {tuple(tensor.shape)}; {cols} columns at {p} in {bits} bits need {(*lead, size)}. Pass the "
+                "number of dense columns that was compressed, and the same pattern."
+            )
+    check_steps(op, step, lead, p, cols)
+    check_device(op, values=values, indices=indices, step=step)
+    return p
+
+
+def check_steps(op: str, step: Tensor, lead: tuple[int, ...], p: Pattern, cols: int) -> None:
+    """Check that steps ``(..., steps)`` divide a row of ``cols`` columns into runs of whole groups."""
+    steps = step.shape[-1] if step.dim() else 0
+    if tuple(step.shape[:-1]) != lead or (steps != 1 and (not steps or cols % (steps * p.m))):
+        raise ShapeError(
+            f"{op}: steps have shape {tuple(step.shape)}; they are {(*lead, 1)}, or more per row if each has a whole number of groups of "
+            f"{p.m} of the {cols} columns."
+        )
+
+
+def _quantize_values(values: Tensor, bits: int, steps: int) -> tuple[Spec, ...]:
+    op = "nm_quantize_values"
+    check_float(op, "the values", values)
+    if bits not in LARGEST:
+        raise OptionError(f"{op}: bits={bits} is neither 8 nor 4.")
+    kept = values.shape[-1] if values.dim() else 0
+    if not values.dim() or steps < 1 or kept % steps:
+        raise ShapeError(f"{op}: values of shape {tuple(values.shape)} cannot have {steps} steps per row.")
+    lead = tuple(values.shape[:-1])
+    stored = (kept, torch.int8) if bits == 8 else (-(-kept // 2), torch.uint8)
+    return ((*lead, stored[0]), stored[1]), ((*lead, steps), torch.bfloat16)
+
+
+def _dequantize_values(values: Tensor, step: Tensor, kept: int, dtype: torch.dtype) -> tuple[Spec, ...]:
+    op = "nm_dequantize_values"
+    bits = bits_of(values)
+    if not bits or step.dtype != torch.bfloat16 or dtype not in FLOATS:
+        raise DtypeError(f"{op}: values {values.dtype} with steps of {step.dtype} cannot become {dtype}.")
+    lead = tuple(values.shape[:-1])
+    if not values.dim() or values.shape[-1] != (kept if bits == 8 else -(-kept // 2)):
+        raise ShapeError(f"{op}: values of shape {tuple(values.shape)} do not hold {kept} of {bits} bits per row.")
+    steps = step.shape[-1] if step.dim() else 0
+    if tuple(step.shape[:-1]) != lead or not steps or kept % steps:
+        raise ShapeError(f"{op}: steps of shape {tuple(step.shape)} do not divide rows of {kept} values of shape {tuple(values.shape)}.")
+    check_device(op, values=values, step=step)
+    return (((*lead, kept), dtype),)
+
+
+def _linear_integers(
+    x: Tensor, values: Tensor, indices: Tensor, step: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
+    residual: Tensor | None = None,
+) -> tuple[Spec, ...]:  # fmt: skip
+    op = "nm_linear_integers"
+    check_matrix(op, "the compressed operand", values)
+    check_integers(op, values, indices, step, n, m, cols)
+    check_float(op, "x", x)
+    check_device(op, **{"x": x, "the compressed operand": values})
+    if not x.dim() or x.shape[-1] != cols:
+        raise ShapeError(f"{op}: x has shape {tuple(x.shape)}; its last dimension must be {cols} to match the compressed weight.")
+    if activation not in ACTIVATIONS:
+        names = ", ".join(repr(name) for name in ACTIVATIONS if name)
+        raise OptionError(f"{op}: activation {activation!r} is unknown; choose one of {names}, or None.")
+    rows = values.shape[0]
+    shape = (*x.shape[:-1], rows)
+    for what, extra, wanted in (("bias", bias, (rows,)), ("residual", residual, shape)):
+        if extra is not None:
+            if extra.shape != wanted:
+                raise ShapeError(f"{op}: {what} has shape {tuple(extra.shape)}; it must be {tuple(wanted)} to match the result.")
+            check_same_dtype(op, "x", x, what, extra)
+            check_device(op, **{"x": x, what: extra})
+    return ((shape, x.dtype),)
+
+
+nm_quantize_values = define(
+    "nm_quantize_values", "(Tensor values, int bits, SymInt steps) -> (Tensor, Tensor)", _quantize_values, leading=("values",)
+)
+nm_dequantize_values = define(
+    "nm_dequantize_values",
+    "(Tensor values, Tensor step, SymInt kept, ScalarType dtype) -> Tensor",
+    _dequantize_values,
+    outs=("out",),
+    leading=("values", "step"),
+)
+nm_linear_integers = define(
+    "nm_linear_integers",
+    "(Tensor x, Tensor values, Tensor indices, Tensor step, int n, int m, SymInt cols, Tensor? bias=None, "
+    'str activation="", Tensor? residual=None) -> Tensor',
+    _linear_integers,
+    leading=("x", "residual"),
+)
