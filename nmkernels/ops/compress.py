@@ -321,7 +321,7 @@ def dequantize_values(c: Compressed, dtype: torch.dtype = torch.float32) -> Comp
     Example:
         >>> q = quantize_values(compress(torch.tensor([[1.0, 0.0, -2.0, 0.0]]), "2:4"))
         >>> dequantize_values(q).values
-        tensor([[ 1.0000, -1.9844]])
+        tensor([[ 1.0078, -1.9999]])
     """
     if c.step is None:
         return c.to(dtype)
