@@ -15,7 +15,7 @@ In a training script:
 
 from . import autograd, integrations, nn, ops, optim, recipes
 from ._version import __version__
-from .audit import audit, flops
+from .audit import audit, flops, quantization_report
 from .export import load_compressed, save_compressed, save_dense
 from .gemm.tune import tune
 from .nn import CompressedLinear, SparseLinear, compress_
@@ -58,6 +58,7 @@ __all__ = [
     "ops",
     "optim",
     "prune_",
+    "quantization_report",
     "recipes",
     "save_compressed",
     "save_dense",

@@ -5,5 +5,21 @@ from .audit import audit
 from .flops import Flops, LayerFlops, flops
 from .fsdp import Cluster, ClusterAudit, ShardedStep
 from .report import Advice, Audit, LayerAudit
+from .rounding import LayerRounding, QuantizationReport, quantization_report
 
-__all__ = ["Advice", "Audit", "Cluster", "ClusterAudit", "Flops", "LayerAudit", "LayerFlops", "ShardedStep", "Task", "audit", "flops"]
+__all__ = [
+    "Advice",
+    "Audit",
+    "Cluster",
+    "ClusterAudit",
+    "Flops",
+    "LayerAudit",
+    "LayerFlops",
+    "LayerRounding",
+    "QuantizationReport",
+    "ShardedStep",
+    "Task",
+    "audit",
+    "flops",
+    "quantization_report",
+]

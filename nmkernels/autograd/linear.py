@@ -20,6 +20,7 @@ from ..gemm.plan import STRAIGHT_THROUGH, GemmPlan
 from ..gemm.problem import Problem
 from ..gemm.route import Operands, wgrad_problem
 from ..ops.compress import counts_writes
+from ..ops.integers import kind_of, nm_dequantize_values, nm_linear_integers
 from ..ops.linear import nm_linear, nm_linear_dgrad, nm_linear_wgrad
 from ..pattern import NMError, Pattern, ShapeError
 from . import fp8
@@ -137,8 +138,85 @@ class _FunctionalLinear(torch.autograd.Function):
         raise NMError(FORWARD_MODE)
 
 
+class _Constant(torch.autograd.Function):
+    """y = x Wᵀ + b of a constant compressed weight; backward dx = g W, for which integers are decoded again, and db = Σ g.
+
+    Arguments: those of ``_constant_fprop``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        ctx.save_for_backward(*_constant_saved(ctx, *args))
+        y = _constant_fprop(*args)
+        return y.detach() if torch.compiler.is_compiling() or y._is_view() else y  # as in _Linear
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return _constant_backward(ctx, g)
+
+
+class _FunctionalConstant(torch.autograd.Function):
+    """The same for ``torch.func``."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> Tensor:
+        return _constant_fprop(*args).detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*_constant_saved(ctx, *inputs))
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None,) * len(ctx.needs_input_grad) if g is None else _constant_backward(ctx, g)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        raise NMError(FORWARD_MODE)
+
+
+def _constant_saved(
+    ctx: Any, x: Tensor, bias: Tensor | None, values: Tensor, indices: Tensor, step: Tensor | None, pattern: Pattern,
+    shape: tuple[int, int], group: int,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    ctx.pattern, ctx.shape, ctx.bias_dtype = pattern, shape, None if bias is None else bias.dtype
+    return (values, indices, step) if ctx.needs_input_grad[0] else (None, None, None)
+
+
+def _constant_fprop(
+    x: Tensor,
+    bias: Tensor | None,
+    values: Tensor,
+    indices: Tensor,
+    step: Tensor | None,
+    pattern: Pattern,
+    shape: tuple[int, int],
+    group: int,
+) -> Tensor:
+    b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
+    return _by_choice("fprop", x, values, indices, pattern, shape, b, step, group)
+
+
+def _constant_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    if any(ctx.needs_input_grad[2:5]):
+        raise NMError(f"linear_compressed has no gradient with respect to {CONSTANT}: train a SparseLinear, or detach its values.")
+    dx = db = None
+    with torch.no_grad():
+        if ctx.needs_input_grad[0]:
+            values, indices, step = ctx.saved_tensors
+            if step is not None:
+                values = nm_dequantize_values(values, step, ctx.pattern.kept(ctx.shape[1]), g.dtype)
+            dx = _by_choice("dgrad", g, values, indices, ctx.pattern, ctx.shape)
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[1]:
+            db = g.reshape(-1, g.shape[-1]).sum(0).to(ctx.bias_dtype)
+    return once(dx, g), once(db, g), *[None] * 6
+
+
 def _remember(
-    ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
     used: Tensor, indices: Tensor | None, back: Tensor | None, back_indices: Tensor | None, transposed: bool, pattern: Pattern | None,
     by: str, back_by: str, seed: Tensor | None, plan: GemmPlan, transform: WeightTransform | None, *extras: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
@@ -153,7 +231,7 @@ def _remember(
     ctx.seed = seed if need_w else None
     ctx.plan, ctx.transform, ctx.reads = plan, transform, () if transform is None else tuple(transform.reads)
     ctx.transposed, ctx.pattern, ctx.by, ctx.cols = transposed, pattern, back_by, x.shape[-1]
-    ctx.weight_dtype = None if weight is None else weight.dtype
+    ctx.weight_dtype = weight.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
     if back is None:
         back, back_indices = used, indices
@@ -162,15 +240,13 @@ def _remember(
 
 
 def _fprop(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, used: Tensor, indices: Tensor | None, back: Any, back_indices: Any,
+    x: Tensor, weight: Tensor, bias: Tensor | None, used: Tensor, indices: Tensor | None, back: Any, back_indices: Any,
     transposed: bool, pattern: Pattern | None, by: str, back_by: str, seed: Any, plan: GemmPlan, transform: WeightTransform | None,
     *extras: Any,
 ) -> Tensor:  # fmt: skip
     b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
     if indices is not None:
         assert pattern is not None
-        if weight is None:
-            return _by_choice("fprop", x, used, indices, pattern, x.shape[-1], b)
         return nm_linear(x, used, indices, pattern.n, pattern.m, x.shape[-1], b, backend=by)
     if plan.fp8 is None:
         return F.linear(x, used, b)
@@ -184,8 +260,6 @@ def _fprop(
 
 def _backward(ctx: Any, g: Tensor, saved: tuple[Any, ...], source: Tensor | None) -> tuple[Tensor | None, ...]:
     """The gradients of a call; their derivatives with respect to ``source``, the weight, raise."""
-    if source is None and ctx.needs_input_grad[USED]:
-        raise NMError(f"linear_compressed has no gradient with respect to {CONSTANT}: train a SparseLinear, or detach its values.")
     if not torch.is_grad_enabled():
         dx, dw, db, learned = _gradients(ctx, g, *saved)
     else:
@@ -221,8 +295,6 @@ def _gradients(
 def _dgrad(ctx: Any, g: Tensor, back: Tensor, indices: Tensor | None) -> Tensor:
     if indices is not None:
         n, m = ctx.pattern.n, ctx.pattern.m
-        if ctx.weight_dtype is None:
-            return _by_choice("dgrad", g, back, indices, ctx.pattern, ctx.cols)
         if ctx.transposed:
             return nm_linear(g, back, indices, n, m, g.shape[-1], None, backend=ctx.by)
         return nm_linear_dgrad(g, back, indices, n, m, ctx.cols, backend=ctx.by)
@@ -233,13 +305,19 @@ def _dgrad(ctx: Any, g: Tensor, back: Tensor, indices: Tensor | None) -> Tensor:
 
 
 def _by_choice(
-    role: str, other: Tensor, values: Tensor, indices: Tensor, pattern: Pattern, cols: int, bias: Tensor | None = None
-) -> Tensor:
-    """fprop or dgrad of a constant compressed weight ``(out, cols)``, by the method that ``choose`` returns."""
-    rows, tokens = values.shape[0], other.numel() // max(1, other.shape[-1])
+    role: str, other: Tensor, values: Tensor, indices: Tensor, pattern: Pattern, shape: tuple[int, int], bias: Tensor | None = None,
+    step: Tensor | None = None, group: int = 0,
+) -> Tensor:  # fmt: skip
+    """fprop or dgrad of a constant compressed weight of this shape, by the method that ``choose`` returns."""
+    tokens = other.numel() // max(1, other.shape[-1])
+    rows, cols = shape
     problem = Problem(role, tokens, rows, cols, pattern.n, pattern.m, other.dtype, other.device, ("rows",))
+    packed: tuple[Tensor, ...] = (values, indices)
+    if step is not None:
+        problem = problem._replace(values=kind_of(values), group=group)
+        packed = (values, indices, step)
     (method,) = choose(problem)
-    return run(method, problem, other, {"rows": (values, indices)}, bias=bias)
+    return run(method, problem, other, {"rows": packed}, bias=bias)
 
 
 def _wgrad(plan: GemmPlan, g: Tensor, x: Tensor, seed: Tensor | None) -> Tensor:
@@ -332,7 +410,7 @@ def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = N
     """Multiply by a constant compressed weight, y = x Wᵀ + b; differentiable in x and the bias.
 
     Args:
-        x: ``(..., in)``.
+        x: ``(..., in)``, in any floating dtype if the weight has integers as values, else in the weight's.
         weight: W ``(out, in)``.
         bias: ``(out,)`` or None.
 
@@ -351,7 +429,11 @@ def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = N
     p: Pattern = weight.pattern
     if not torch.is_grad_enabled() and forward_ad._current_level < 0:
         b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
+        if weight.step is not None:
+            return nm_linear_integers(x, weight.values, weight.indices, weight.step, p.n, p.m, x.shape[-1], b)
         return nm_linear(x, weight.values, weight.indices, p.n, p.m, x.shape[-1], b)
-    form = [t if counts_writes(t) else t.clone() for t in (weight.values, weight.indices)]
-    kind = _FunctionalLinear if functional() else _Linear
-    return kind.apply(x, None, bias, *form, None, None, False, p, "", "", None, STRAIGHT_THROUGH, None)
+    form = [t if t is None or counts_writes(t) else t.clone() for t in (weight.values, weight.indices, weight.step)]
+    # with the sizes: a graph that is compiled again for another layer has those of tensors as symbols, and the choice reads numbers
+    shape = weight.shape[0], weight.shape[1]
+    kind = _FunctionalConstant if functional() else _Constant
+    return kind.apply(x, bias, *form, p, shape, weight.group)

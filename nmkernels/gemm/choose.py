@@ -26,17 +26,23 @@ from typing import Any
 import torch
 
 from ..capability import compiled_core
-from ..dispatch import forced_backend
+from ..dispatch import REFERENCE, forced_backend
+from ..dispatch import choose as dispatched
+from ..ops.integers import BITS
+from ..pattern import Pattern
 from ..tuning import TABLE
 from ..tuning.measure import LEAST_GAIN
 from ..tuning.setting import reproducible, setting, undisturbed
 from . import estimate
 from .measure import measure_and_record
-from .methods import AS_FLOAT32, DENSE, EXPAND, OP, Method, methods
+from .methods import AS_FLOAT32, DENSE, EXPAND, OP, Method, arguments, methods
 from .problem import Problem, key, plain
 
 REMEMBERED = 4096
 """Size of the cache of choices; when full it is cleared."""
+
+FEW_TOKENS = 16
+"""The most tokens for which the rule leaves integer values to the op's kernels."""
 
 TOKEN_CLASSES = tuple(1 << k for k in range(30, -1, -1))
 
@@ -129,11 +135,9 @@ def rule(*problems: Problem) -> Choice:
     A method other than the baseline must win by its margin. The time to make each form of a changing W̃ that is read counts once. If
     there are no estimates for the machine or dtype, the baseline is chosen.
     """
-    # on a GPU the op's kernels decompress where that is faster, so "expand" is not a separate option
-    names = ESTIMATED if problems[0].device.type == "cpu" else (DENSE.name, OP)
-    options = [[m for m in methods(p) if m.name in names] for p in problems]
     if not all(map(estimable, problems)):
-        return tuple(some[0] for some in options)
+        return tuple(map(_baseline, problems))
+    options = [[m for m in methods(p) if m.name in _compared(p)] for p in problems]
     costs = {}
     for choice in product(*options):
         made = {"dense" if m == DENSE else "packed" for m in choice} if problems[0].changing else set()
@@ -142,6 +146,26 @@ def rule(*problems: Problem) -> Choice:
             for m, p, some in zip(choice, problems, options, strict=True)
         )
     return min(costs, key=costs.__getitem__)
+
+
+def _compared(p: Problem) -> tuple[str, ...]:
+    """The names of the methods that the rule compares."""
+    if not p.integers:
+        # on a GPU the op's kernels decompress where that is faster, so "expand" is not a separate option
+        return tuple(ESTIMATED) if p.device.type == "cpu" else (DENSE.name, OP)
+    # no rows of kernels for integers exist yet: they take few tokens, and for more the estimates for floating-point values decide
+    return (OP,) if p.tokens <= FEW_TOKENS and not p.cached and _has_kernel(p) else (DENSE.name, EXPAND, AS_FLOAT32)
+
+
+def _has_kernel(p: Problem) -> bool:
+    """Whether a backend other than the reference multiplies a weight with integers in this problem."""
+    pattern, steps = Pattern(p.n, p.m), p.cols // p.group if p.group else 1
+    bits, kept = BITS[p.values], pattern.kept(p.cols)
+    x = torch.empty(p.tokens, p.cols, dtype=p.dtype, device=p.device)
+    values = x.new_empty(p.rows, kept if bits == 8 else -(-kept // 2), dtype=torch.int8 if bits == 8 else torch.uint8)
+    indices = x.new_empty(p.rows, pattern.index_bytes(p.cols), dtype=torch.uint8)
+    step = x.new_empty(p.rows, steps, dtype=torch.bfloat16)
+    return dispatched("nm_linear_integers", *arguments(p, "rows", (values, indices, step), x)).backend != REFERENCE
 
 
 def unmeasured(*problems: Problem) -> str:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import capability
+from ..ops.integers import BITS
 from ..pattern import BackendError, Pattern
 from .devices import DEVICES, Device, named
 from .problem import Problem, plain
@@ -216,7 +217,9 @@ def of_making(p: Problem) -> Problem:
 def measured(p: Problem) -> bool:
     """Whether dense and the sparse kernel were measured on this kind of machine, in this dtype and role and at such densities."""
     dense, sparse = line(p, DENSE), line(_as_run(p, SPARSE), SPARSE)
-    return bool(dense and sparse and dense[0] == sparse[0] == machine(p.device) and sparse[1].low <= p.n / p.m <= sparse[1].high)
+    return not p.integers and bool(
+        dense and sparse and dense[0] == sparse[0] == machine(p.device) and sparse[1].low <= p.n / p.m <= sparse[1].high
+    )
 
 
 def margin(method: str, p: Problem) -> float:
@@ -241,7 +244,8 @@ def forget() -> None:
 
 def _packed_bytes(p: Problem) -> float:
     """Bytes of the compressed form per element of the dense one."""
-    return p.n / p.m * (p.dtype.itemsize + Pattern(p.n, p.m).index_bits / 8)
+    value = BITS[p.values] / 8 if p.integers else p.dtype.itemsize
+    return p.n / p.m * (value + Pattern(p.n, p.m).index_bits / 8) + (2 / p.group if p.group else 0)
 
 
 def _on_gpu(method: str, p: Problem) -> float:

@@ -21,8 +21,8 @@ from ..ops.verify import doubtful
 from ..pattern import NMError, Pattern
 from .problem import Problem
 
-Packed = tuple[Tensor, Tensor]
-"""The values of a compressed operand, and its indices or metadata."""
+Packed = tuple[Tensor, ...]
+"""The values of a compressed operand, its indices or metadata, and the step if values are integers."""
 
 Operand = Mapping[str, "Tensor | Packed"] | Tensor
 """W̃ in several forms, by name; in wgrad g ``(tokens, out)``, from which the method draws ĝ."""
@@ -34,7 +34,7 @@ class Method(NamedTuple):
     Args:
         name: the name in the table of measurements: ``"dense"``, torch's GEMM in dense layout; ``"op"``, the sparse op with the backend
             that the dispatcher chooses; ``"cpu rows"``, ``"cuda rows:wgmma.sp"``: the sparse op with one backend, on one form;
-            ``"expand"``, decompress and use torch's GEMM; ``"expand float32"``, the same in float32.
+            ``"expand"``, decode integers if there are any, decompress and use torch's GEMM; ``"expand float32"``, the same in float32.
         form: the form of the operand that it reads, one of ``problem.FORMS``.
         backend: the backend, if the method is one backend's kernel.
     """
@@ -72,6 +72,8 @@ def promising(entry: Impl) -> bool:
 def op_of(p: Problem, form: str) -> str:
     """The raw op that multiplies this form of the operand; empty if there is none."""
     kind, _, layout = form.partition(":")
+    if p.integers:
+        return "nm_linear_integers" if form == "rows" else ""
     if p.role == "fprop":
         return "nm_linear" if kind == "rows" else ""
     if p.role == "dgrad":
@@ -81,13 +83,13 @@ def op_of(p: Problem, form: str) -> str:
 
 def arguments(p: Problem, form: str, packed: Packed, other: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
     """The arguments of ``op_of(p, form)``; ``other`` is x in fprop and wgrad, g in dgrad."""
-    values, indices = packed
+    values, indices, *step = packed
     pattern = (2, 4) if ":" in form else (p.n, p.m)  # the layouts of tensor cores are always 2:4
     if p.role == "wgrad":
         return values, indices, *pattern, p.tokens, other
     if p.role == "dgrad":
         return other, values, indices, *pattern, p.rows if form.startswith("columns") else p.cols
-    return other, values, indices, *pattern, p.cols, bias
+    return other, values, indices, *step, *pattern, p.cols, bias
 
 
 def run(method: Method, p: Problem, other: Tensor, operand: Operand, *, bias: Tensor | None = None, seed: Tensor | None = None) -> Tensor:
@@ -114,10 +116,10 @@ def run(method: Method, p: Problem, other: Tensor, operand: Operand, *, bias: Te
 def expand(method: Method, p: Problem, other: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     """Compute the GEMM by decompressing the operand and multiplying in dense layout, in float32 if the method says so."""
     CONTRACTS[op_of(p, method.form)](*arguments(p, method.form, packed, other, bias))  # what the op refuses
-    values, indices = packed
+    values, indices, *step = packed
     dtype = torch.float32 if method.name == AS_FLOAT32 else other.dtype
     cols = p.tokens if p.role == "wgrad" else p.cols if method.form == "rows" else p.rows
-    values = values.to(dtype)
+    values = CALLS["nm_dequantize_values"](values, *step, Pattern(p.n, p.m).kept(cols), dtype) if step else values.to(dtype)
     fresh = torch.compiler.is_compiling() or torch.is_grad_enabled() or not values.is_cpu
     w = CALLS["nm_decompress"](values, indices, p.n, p.m, cols, out=None if fresh else _scratch.like(values, values.shape[0], cols))
     b = None if bias is None else bias.to(dtype)
@@ -201,6 +203,9 @@ def _weight(p: Problem, w: Tensor) -> dict[str, Any]:
     transposable = any(form.startswith("columns") for form in p.forms)
     mask = ops.transposable_mask(w, pattern) if transposable else ops.mask(w, pattern)
     w = w * mask
+    if p.integers:
+        c = ops.quantize_values(ops.compress(w, pattern, mask), p.values, p.group)
+        return {DENSE.form: c.dense(p.dtype), "rows": (c.values, c.indices, c.step)}
     made: dict[str, Any] = {DENSE.form: w}
     for form in p.forms:
         kind, _, layout = form.partition(":")

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from .. import tuning
+from ..ops.integers import BITS
 from ..ops.mvue import METHODS
 from ..pattern import NMError
 
@@ -30,6 +31,8 @@ class Problem(NamedTuple):
         rule: how wgrad estimates ĝ: ``"exact"`` or ``"approx"``, as in ``ops.mvue``, or ``"magnitude"``; empty for other roles.
         changing: W̃ changes between calls, as in training, so its construction is part of the time.
         cached: the weight stays in the cache between calls, as those of a small model do.
+        values: what the values of a constant W̃ in fprop are: ``"float"``, in ``dtype``, or ``"int8"`` or ``"int4"`` with a step.
+        group: the columns that share a step; 0 for a row.
     """
 
     role: str
@@ -44,6 +47,13 @@ class Problem(NamedTuple):
     rule: str = ""
     changing: bool = False
     cached: bool = False
+    values: str = "float"
+    group: int = 0
+
+    @property
+    def integers(self) -> bool:
+        """Whether the values are integers with a step."""
+        return self.values != "float"
 
     def check(self) -> None:
         """Raise NMError unless the fields describe a GEMM."""
@@ -53,10 +63,13 @@ class Problem(NamedTuple):
             raise NMError(f"choice: forms={self.forms!r} must be at least one of {', '.join(FORMS)}.")
         if (self.role == "wgrad") != bool(self.rule) or self.rule not in RULES:
             raise NMError(f"choice: rule={self.rule!r} with role {self.role}; wgrad, and only wgrad, needs one of {', '.join(RULES[1:])}.")
+        if self.integers and (self.values not in BITS or self.role != "fprop" or self.changing):
+            raise NMError(f"choice: values={self.values!r} with role {self.role}; fprop of a constant weight may have {', '.join(BITS)}.")
 
     def words(self) -> str:
         """A short text such as ``fprop 4096x1024 2:4 bfloat16, 8192 tokens``."""
-        return f"{self.role} {self.rows}x{self.cols} {self.n}:{self.m} {plain(self.dtype)}, {self.tokens} tokens"
+        kind = f" {stored_as(self)}" if self.integers else ""
+        return f"{self.role} {self.rows}x{self.cols} {self.n}:{self.m}{kind} {plain(self.dtype)}, {self.tokens} tokens"
 
 
 def key(*problems: Problem) -> str:
@@ -65,8 +78,14 @@ def key(*problems: Problem) -> str:
     for p in problems:
         what = f"{p.role} {p.rule}" if p.rule else p.role
         how = f"{'+'.join(p.forms)}{' changing' if p.changing else ''}{' cached' if p.cached else ''}"
+        how += f" {stored_as(p)}" if p.integers else ""
         parts.append(f"{what}|{plain(p.dtype)}|{p.n}:{p.m}|{p.rows}x{p.cols}|{how}")
     return tuning.key("gemm", problems[0].device, " and ".join(parts), problems[0].tokens)
+
+
+def stored_as(p: Problem) -> str:
+    """The kind of integer values, and the columns that share a step, such as ``int4/128``; ``int8`` if a row does."""
+    return f"{p.values}/{p.group}" if p.group else p.values
 
 
 def plain(dtype: torch.dtype) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..gemm.methods import AS_FLOAT32, DENSE, EXPAND, OP, Method, run
 from ..gemm.problem import Problem
 from ..layouts import CONV1D, CONV2D, LINEAR, matrix_shape
 from ..ops.compress import counts_writes
+from ..ops.integers import kind_of, nm_linear_integers
 from ..ops.linear import nm_linear
 from ..ops.pack import positions
 from ..pattern import DtypeError, Pattern, RecipeError, ShapeError
@@ -48,8 +49,9 @@ MOST_SIZES = 256
 """Size of a layer's cache by input size; when full it is cleared."""
 
 
-class _Direct(dict[int, tuple[Tensor, "Tensor | None", int, int, int]]):
-    """By input size: values, their dense copy or None for the op, and what shows that both are up to date; not copied or saved."""
+class _Direct(dict[int, tuple[Tensor, "Tensor | None", int, int, int, "tuple[Tensor, int, int] | None"]]):
+    """By input size: values, their dense copy or None for the op, and what shows that both, and the step of integers, are up to date; not
+    copied or saved."""
 
     def __reduce__(self) -> tuple[type[_Direct], tuple[()]]:
         return _Direct, ()
@@ -69,6 +71,10 @@ class CompressedLinear(nn.Module):
             is expanded at every call; load it outside that mode.
         adapter: (L ``(in, r)``, R ``(r, out)``) of a low-rank adapter, y += x L R / r, stored as Parameters ``nm_left`` and ``nm_right``.
         columns: a permutation of the inputs, int ``(in,)``: y = x[..., columns] Wᵀ + b, for groups of inputs that are not adjacent.
+        dtype: for a weight with integers: the dtype of the dense layer in its place, which ``dense()`` and files name; default torch's.
+
+    A weight with integers as values (``ops.quantize_values``) has their steps in the buffer ``step``, which stays bfloat16 when the module
+    is cast. It multiplies x in any floating dtype and returns y in that dtype.
 
     An inf or NaN in x reaches only outputs with a stored weight for it, or with a dense GEMM all outputs of its row. Differentiable in
     everything but the weight.
@@ -84,6 +90,7 @@ class CompressedLinear(nn.Module):
 
     values: Tensor
     indices: Tensor
+    step: Tensor
     bias: nn.Parameter | None
     layouts: tuple[str, ...] = (LINEAR, CONV1D)
 
@@ -95,6 +102,7 @@ class CompressedLinear(nn.Module):
         keep_dense: bool = False,
         adapter: tuple[Tensor, Tensor] | None = None,
         columns: Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if len(weight.shape) != 2:
@@ -109,6 +117,9 @@ class CompressedLinear(nn.Module):
         self.keep_dense = keep_dense
         self.register_buffer("values", weight.values)
         self.register_buffer("indices", weight.indices)
+        if weight.step is not None:
+            self.register_buffer("step", weight.step)
+            self._dtype = dtype or torch.get_default_dtype()
         self.register_parameter("bias", bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias))
         if columns is not None:
             if not is_order(columns, self.in_features):
@@ -131,9 +142,19 @@ class CompressedLinear(nn.Module):
         return self._buffers.get("columns")
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values, or with integers of the dense layer in its place."""
+        return self.values.dtype if self._buffers.get("step") is None else self._dtype
+
+    @property
     def shape(self) -> tuple[int, int]:
         """``(out, in)``."""
         return self.out_features, self.in_features
+
+    @property
+    def whole_shape(self) -> tuple[int, int]:
+        """``(out, in)`` of the layer on all ranks."""
+        return self.shape
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -141,23 +162,38 @@ class CompressedLinear(nn.Module):
         return (self.in_features, self.out_features) if self.layout == CONV1D else (self.out_features, self.in_features)
 
     def dense(self) -> Tensor:
-        """The weight ``(out, in)`` in dense layout, its columns in the order of the inputs."""
-        packed, order = self.weight.dense(), self.order
+        """The weight ``(out, in)`` in dense layout and the layer's dtype, its columns in the order of the inputs."""
+        return self._dense(self.dtype)
+
+    def _dense(self, dtype: torch.dtype) -> Tensor:
+        packed, order = self.weight.dense(dtype), self.order
         return packed if order is None else packed.index_select(1, order.long().argsort())
 
     @property
     def weight(self) -> ops.Compressed:
         """The compressed weight ``(out, in)``, a view of the layer's buffers, with its columns in the order ``columns`` if there is one."""
         view, buffers = self._view, self._buffers  # faster than self.values
+        step = buffers.get("step")
         # moving or casting the module replaces its buffers, which invalidates the view and its cached layouts
-        if view is None or view.values is not buffers["values"] or view.indices is not buffers["indices"]:
-            view = ops.Compressed(self.values, self.indices, self.pattern, (self.out_features, self.in_features))
+        if view is None or view.values is not buffers["values"] or view.indices is not buffers["indices"] or view.step is not step:
+            view = ops.Compressed(self.values, self.indices, self.pattern, (self.out_features, self.in_features), step)
             if not torch.compiler.is_compiling():
                 self._view = view
         return view
 
+    def set_weight(self, weight: ops.Compressed) -> None:
+        """Replace the weight by another of its pattern and shape, with floating-point values or integers."""
+        dtype = self.dtype
+        self.values, self.indices = weight.values, weight.indices  # new buffers, so that cached layouts of the old ones are dropped
+        if weight.step is None:
+            self._buffers.pop("step", None)
+        else:
+            self.register_buffer("step", weight.step)
+            self._dtype = dtype
+        self._forget()
+
     def forward(self, input: Tensor) -> Tensor:
-        """y = x Wᵀ + b, plus the adapter; x ``(..., in)`` in the weight's dtype, or any floating dtype under autocast."""
+        """y = x Wᵀ + b, plus the adapter; x ``(..., in)`` in the weight's dtype, or any floating dtype under autocast or with integers."""
         x = input
         if not is_dynamo_compiling():
             try:
@@ -166,12 +202,13 @@ class CompressedLinear(nn.Module):
                 found = None
             if found is not None:
                 # few checks, as a small GEMM takes microseconds: values and indices are always written together, and F.linear checks x
-                values, dense, written, address, revision = found
+                values, dense, written, address, revision, of_step = found
                 same = (
                     values is self._buffers["values"]
                     and values._version == written
                     and values.data_ptr() == address
                     and TABLE.revision == revision
+                    and (of_step is None or _same_step(self._buffers.get("step"), *of_step))
                     and not values.requires_grad  # linear_compressed raises for it
                     and "bias" in self._parameters  # torch.nn.utils may compute it
                 )
@@ -180,23 +217,26 @@ class CompressedLinear(nn.Module):
                         return F.linear(x, dense, self._parameters["bias"])
                     except RuntimeError:  # the code below raises a better message
                         pass
-                elif same and x.dtype == values.dtype and not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()):
-                    p = self.pattern  # the op checks all that is left
-                    return nm_linear(x, values, self._buffers["indices"], p.n, p.m, self.in_features, self._parameters["bias"])
+                elif same and not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()):
+                    p, bias = self.pattern, self._parameters["bias"]  # the op checks all that is left
+                    if of_step is None and x.dtype == values.dtype:
+                        return nm_linear(x, values, self._buffers["indices"], p.n, p.m, self.in_features, bias)
+                    if of_step is not None and (bias is None or x.dtype == bias.dtype):
+                        return nm_linear_integers(x, values, self._buffers["indices"], of_step[0], p.n, p.m, self.in_features, bias)
         if isinstance(x, PROXY):
             return leaf(self, x)
         y = self._multiply(x, self.bias)
-        adapter = self.adapter
-        return y if adapter is None else add_adapter(y, x.to(y.dtype), *adapter)
+        return self._adapted(x, y)
 
     __prepare_scriptable__ = refuse_script
     qconfig = QuantisedByClass()
 
     def as_op(self, x: Tensor) -> tuple[tuple[Any, ...], str]:
-        """For ``nm.explain``: the arguments of ``nm_linear`` for the input x, and a text on what the layer does instead of calling it."""
+        """For ``nm.explain``: the arguments of ``nm_linear`` (with integers of ``nm_linear_integers``) for the input x, and a text on what
+        the layer does instead of calling it."""
         x, weight = self._operands(x)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        args = x, weight.values, weight.indices, self.pattern.n, self.pattern.m, self.in_features, bias
+        args = x, *_parts(weight), self.pattern.n, self.pattern.m, self.in_features, bias
         if x.shape[-1:] != (self.in_features,):
             return args, ""
         method = self._method(x)[1]
@@ -206,17 +246,28 @@ class CompressedLinear(nn.Module):
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """y = x Wᵀ + ``bias``."""
         if is_tracing():
-            return F.linear(x, constant(self.dense), bias)
+            return self._traced(x, bias)
         x, weight = self._operands(x)
         return self._chosen(x, weight, bias)
+
+    def _adapted(self, x: Tensor, y: Tensor) -> Tensor:
+        """y plus the adapter, which is multiplied in its own dtype."""
+        adapter = self.adapter
+        return y if adapter is None else add_adapter(y, x.to(adapter[0].dtype), *adapter).to(y.dtype)
+
+    def _traced(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self._buffers.get("step") is None:
+            return F.linear(x, constant(self.dense), bias)
+        return F.linear(x, constant(partial(self._dense, x.dtype)), None if bias is None else bias.to(x.dtype))
 
     def _operands(self, x: Tensor) -> tuple[Tensor, ops.Compressed]:
         """x with permuted columns, and the weight, both in the dtype of the GEMM."""
         weight, dtype = self.weight, autocast_dtype(x)
-        if dtype is not None and castable(weight.dtype):
+        integers = weight.step is not None
+        if dtype is not None and (integers or castable(weight.dtype)):
             x = x.to(dtype) if castable(x.dtype) else x
-            weight = cast(weight, dtype)
-        if x.dtype != weight.values.dtype:
+            weight = weight if integers else cast(weight, dtype)
+        if x.dtype != weight.dtype and not (integers and x.is_floating_point()):
             raise DtypeError(f"CompressedLinear: x is {x.dtype}, the weight {weight.dtype}; cast one of them, or use torch.autocast.")
         order = self.order
         if order is not None:
@@ -230,8 +281,9 @@ class CompressedLinear(nn.Module):
         problem, method = self._method(x)
         b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
         if method == DENSE:
-            dense = weight.layout("dense", ops.Compressed.dense)
-            copies = weight._layouts.get("dense")
+            name = "dense" if weight.step is None else f"dense {x.dtype}"
+            dense = weight.layout(name, partial(ops.Compressed.dense, dtype=x.dtype))
+            copies = weight._layouts.get(name)
             # only on a CPU: on a GPU layout() must see every call, to order streams
             if b is bias and x.is_cpu and copies is not None and copies.last is not None and copies.last.value is dense:
                 self._remember(x, weight, dense)
@@ -244,13 +296,14 @@ class CompressedLinear(nn.Module):
 
     def _remember(self, x: Tensor, weight: ops.Compressed, dense: Tensor | None) -> None:
         """Have ``forward`` multiply inputs of this size by the dense weight, or without one by the op, directly from now on."""
-        values = weight.values
+        values, step = weight.values, weight.step
         plain = weight is self._view and self.order is None and self.adapter is None
-        if not plain or not counts_writes(values):
+        if not plain or not counts_writes(values) or not (step is None or counts_writes(step)):
             return
         if len(self._direct) >= MOST_SIZES:
             self._direct.clear()
-        self._direct[x.numel()] = values, dense, values._version, values.data_ptr(), TABLE.revision
+        of_step = None if step is None else (step, step._version, step.data_ptr())
+        self._direct[x.numel()] = values, dense, values._version, values.data_ptr(), TABLE.revision, of_step
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if isinstance(param, ops.Compressed):
@@ -266,13 +319,33 @@ class CompressedLinear(nn.Module):
         self._view = None
         self._direct = _Direct()
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        stored = state_dict.get(f"{prefix}values")
+        own, theirs = kind_of(self.values), kind_of(stored) if isinstance(stored, Tensor) else ""
+        if theirs in ("", own):
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+        else:
+            how = "" if theirs == "float" else f", values={theirs!r}"
+            rest[-1].append(  # torch's list of errors
+                f"{prefix}values are {theirs} in the state dict and {own} in this layer, and loading converts neither. Build a model with "
+                f"{theirs} values, by nm.compress_(model{how}), or load a file by nm.load_compressed."
+            )
         self._forget()  # a hook may have changed the buffers
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         self._forget()  # free copies on the old device
-        return super()._apply(*args, **kwargs)
+        step = self._buffers.get("step")
+        if step is None:
+            return super()._apply(fn, *args, **kwargs)
+        constants = step, self.values, self.indices
+
+        def moved(tensor: Tensor) -> Tensor:
+            new = fn(tensor)
+            cast = any(tensor is one for one in constants) and new.dtype != tensor.dtype
+            return tensor.to(new.device) if cast else new  # integers and their steps are not cast
+
+        self._dtype = fn(step.new_empty(0, dtype=self._dtype)).dtype
+        return super()._apply(moved, *args, **kwargs)
 
     def train(self, mode: bool = True) -> CompressedLinear:
         self._forget()
@@ -280,7 +353,7 @@ class CompressedLinear(nn.Module):
 
     def problems(self, tokens: int) -> list[tuple[Problem, ...]]:
         """The layer's GEMM for ``tokens`` rows of input, under the current autocast."""
-        cast, dtype = autocast_dtype(self.values), self.values.dtype
+        cast, dtype = autocast_dtype(self.values), self.dtype
         return [(self._problem(tokens, cast if cast is not None and castable(dtype) else dtype, self.values.device),)]
 
     def tunable(self, counts: Sequence[int]) -> Iterator[tuple[str, CompressedLinear, Sequence[int]]]:
@@ -300,6 +373,9 @@ class CompressedLinear(nn.Module):
         small = device.type == "cpu" and rows * cols * dtype.itemsize <= SMALL_BYTES
         available = forms(rows, cols, n, m, dtype, device, self.keep_dense or small)
         problem = Problem("fprop", tokens, rows, cols, n, m, dtype, device, available, cached=small)
+        if self._buffers.get("step") is not None:
+            weight, plain = self.weight, tuple(form for form in available if ":" not in form)
+            problem = problem._replace(forms=plain, values=weight.kind, group=weight.group)
         self._last = problem
         return problem
 
@@ -308,14 +384,22 @@ class CompressedLinear(nn.Module):
         more += "" if self.adapter is None else f", rank={self.adapter[0].shape[1]}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"pattern={self.pattern}, dtype={self.values.dtype}, layout={self.layout}{', keep_dense=True' if self.keep_dense else ''}{more}"
+            f"pattern={self.pattern}, {self._kind()}, layout={self.layout}{', keep_dense=True' if self.keep_dense else ''}{more}"
         )
+
+    def _kind(self) -> str:
+        """What the values are, for ``repr``."""
+        weight = self.weight
+        if weight.step is None:
+            return f"dtype={weight.dtype}"
+        return f"values={weight.kind}, group={weight.group or 'row'}, dtype={self.dtype}"
 
 
 class CompressedPart(CompressedLinear):
     """This rank's part of a CompressedLinear made from a layer under tensor parallelism; input and output are DTensors, as before.
 
-    ``bias`` and ``adapter`` remain DTensors, and values and indices are DTensors in the state dict. ``in_features`` and ``out_features``
+    ``bias`` and ``adapter`` remain DTensors, and values, indices and steps are DTensors in the state dict; a step per row is then one per
+    row and rank if the inputs are split. ``in_features`` and ``out_features``
     are those of the part.
 
     Args:
@@ -334,7 +418,7 @@ class CompressedPart(CompressedLinear):
         columns: Tensor | None = None,
     ) -> None:
         check_mesh("CompressedLinear", dense)
-        super().__init__(weight, None, layout, keep_dense, columns=columns)
+        super().__init__(weight, None, layout, keep_dense, columns=columns, dtype=dense.dtype)
         self.mesh: Any = dense.device_mesh  # type: ignore[attr-defined]
         self.split = split_along(dense, layout)
         self.out, cols = matrix_shape(dense.shape, layout)
@@ -347,22 +431,29 @@ class CompressedPart(CompressedLinear):
         x = input
         check_input(self, x)
         y = split_linear(x, self.mesh, self.split, self.out, self.bias, self._multiply)
-        adapter = self.adapter
-        return y if adapter is None else add_adapter(y, x.to(y.dtype), *adapter)
+        return self._adapted(x, y)
+
+    @property
+    def whole_shape(self) -> tuple[int, int]:
+        return self.out, self.in_features * (self.mesh.size() if self.split == IN else 1)
+
+    def _shared(self) -> tuple[str, ...]:
+        """The buffers of which each rank has a part."""
+        return ("values", "indices") if self._buffers.get("step") is None else ("values", "indices", "step")
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         placement = {OUT: Shard(0), IN: Shard(1), NOTHING: Replicate()}[self.split]
-        for name in ("values", "indices"):
+        for name in self._shared():
             part = destination[prefix + name]
             shape = torch.Size((self.out, part.shape[1] * (self.mesh.size() if self.split == IN else 1)))
             stride = (shape[1], 1)
             destination[prefix + name] = DTensor.from_local(part, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        parts = {prefix + name: local(state_dict[prefix + name]) for name in ("values", "indices") if prefix + name in state_dict}
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        parts = {prefix + name: local(state_dict[prefix + name]) for name in self._shared() if prefix + name in state_dict}
         super()._load_from_state_dict({**state_dict, **parts}, prefix, *rest)
 
 
@@ -380,7 +471,17 @@ def cast(weight: ops.Compressed, dtype: torch.dtype) -> ops.Compressed:
     return weight.layout(str(dtype), lambda c: c.to(dtype))
 
 
-def _packed(form: str, weight: ops.Compressed) -> tuple[Tensor, Tensor]:
+def _same_step(step: Tensor | None, then: Tensor, written: int, address: int) -> bool:
+    return step is then and step._version == written and step.data_ptr() == address
+
+
+def _parts(weight: ops.Compressed) -> tuple[Tensor, ...]:
+    return (weight.values, weight.indices) if weight.step is None else (weight.values, weight.indices, weight.step)
+
+
+def _packed(form: str, weight: ops.Compressed) -> tuple[Tensor, ...]:
+    if weight.step is not None:
+        return _parts(weight)
     layout = form.partition(":")[2]
     operand = ops.relayout(weight, layout) if layout else weight
     return operand.values, positions(operand)

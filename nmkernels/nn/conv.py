@@ -112,6 +112,7 @@ class CompressedConv2d(CompressedLinear):
 
     Raises:
         ShapeError: the weight is not a matrix of that kernel, or M does not divide the input channels.
+        DtypeError: the weight has integers as values.
 
     Example:
         >>> conv = torch.nn.Conv2d(8, 4, 3)
@@ -136,6 +137,8 @@ class CompressedConv2d(CompressedLinear):
             raise ShapeError(
                 f"CompressedConv2d: the weight must be a matrix (out, kh*kw*in) of a kernel ({height}, {width}), got {tuple(weight.shape)}."
             )
+        if weight.step is not None:
+            raise DtypeError(f"CompressedConv2d: the weight has {weight.kind} values; convolutions take floating-point ones.")
         channels = weight.shape[1] // (height * width)
         weight.pattern.check_divides("CompressedConv2d", channels, "in_channels")
         super().__init__(weight, bias, CONV2D, keep_dense)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -9,9 +10,11 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from .. import ops
-from ..layouts import CONV1D, CONV2D, as_stored
-from ..pattern import RecipeError, ShapeError
-from ..shards import is_sharded
+from ..layouts import CONV1D, CONV2D, MATRICES, as_stored
+from ..ops.compress import group_of
+from ..ops.integers import BITS
+from ..pattern import OptionError, RecipeError, ShapeError
+from ..shards import is_sharded, local
 from .adapter import adapter_of, folded
 from .chains import channel_parameters, find_chains, reorder_
 from .classes import computed_by
@@ -35,7 +38,11 @@ HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_"
 """Hooks that are copied to a deployed layer. Hooks on state dicts are not: they use the dense layer's keys."""
 
 
-def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
+MOST_NAMED = 5
+"""How many layers a warning names."""
+
+
+def compress_(model: nn.Module, keep_dense: bool = False, values: str | None = None, group: int | None = None) -> nn.Module:
     """Replace every finished sparse layer of ``model`` by a CompressedLinear or CompressedConv2d, in place, and return the model; experts
     modules become CompressedExperts.
 
@@ -45,13 +52,25 @@ def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
 
     Under tensor parallelism (``parallelize_module``) every rank compresses its part, and the layers take and return DTensors as before.
 
+    With ``values`` the kept values of linear layers become integers with a step (``ops.quantize_values``), also in layers that are
+    compressed already, which stay the same modules. Inputs stay in their dtype. Experts and convolutions keep floating-point values, with a
+    warning that names them. ``nm.quantization_report`` shows beforehand what rounding costs in each layer.
+
+    Bits per dense weight: 2:4 has 9 in 16-bit floats, 5 in int8, and 3.125 in int4 in groups of 128 (1:4: 2.5 and 1.625; 1:8: 1.5 and
+    1.125). Dense int4 has 4.125, so 2:4 in int4 is 25 % smaller than dense int4, and 2:4 in int8 is larger than it.
+
     Args:
-        model: a model whose recipe has been finished (``handle.finish()``).
+        model: a model whose recipe has been finished (``handle.finish()``); with ``values``, or one with compressed layers.
         keep_dense: keep the dense weights too, for GEMMs where they are faster; see ``CompressedLinear``.
+        values: None for floating-point values, ``"int8"`` or ``"int4"``.
+        group: dense columns that share a step; 0: all of a row. Default: 0 for ``"int8"``; for ``"int4"`` the first of 128, 64, 32 that
+            fits, else 0.
 
     Raises:
-        RecipeError: a layer is not finished, its weight is not N:M or is sharded by ``fully_shard``, or the model has no sparse layer.
-        ShapeError: a rank's part does not have whole bytes of indices.
+        RecipeError: a layer is not finished, its weight is not N:M or is sharded by ``fully_shard``, has other integers already, or has NaN
+            or infinite values to round; or the model has no sparse layer.
+        OptionError: ``values`` is unknown, or ``group`` does not fit a layer.
+        ShapeError: a rank's part does not have whole bytes of indices or integers.
 
     Example:
         >>> import nmkernels as nm
@@ -62,7 +81,8 @@ def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
         'CompressedLinear'
     """
     layers = {layer_name(name, module): module for name, module in model.named_modules() if isinstance(module, NMWeight)}
-    if not layers:
+    rounds = rounded_layers("compress_", model, values, group)
+    if not (layers or rounds):
         raise RecipeError(
             "compress_: the model has no SparseLinear. Train it with sparsify_ and call handle.finish() first; "
             "for a model that was pruned elsewhere: nm.recipes.adopt(model).finish(allow_unused=True)."
@@ -71,10 +91,13 @@ def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
     if fsdp_modules(model) and any(is_sharded(layer.parameter) for layer in layers.values()):
         raise RecipeError(
             "compress_: fully_shard has sharded the weights, and it cannot shard compressed ones, which are not Parameters. Call "
-            "nm.save_compressed(model, path) on every rank, which compresses shard by shard, then nm.load_compressed(plain_model, path)."
+            "nm.save_compressed(model, path) on every rank, which compresses shard by shard, then nm.load_compressed(plain_model, path)"
+            f"{'' if values is None else f' and compress_(plain_model, values={values!r})'}."
         )
     for name, layer in layers.items():
         _check(name, layer)
+    for name, one in rounds.items():
+        check_rounding("compress_", name, one, values, group)
     _fold_columns(model, layers)
     for module in [module for module in model.modules() if isinstance(module, SparseExperts)]:
         stacks = module.stacks
@@ -85,10 +108,75 @@ def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
             continue
         with torch.no_grad():
             packed = ops.compress(layer.grouped.detach(), layer.pattern)
+            if values is not None and layer.layout in MATRICES:
+                packed = ops.quantize_values(packed, values, group)
         made[layer] = deployed(layer, packed, layer.layout, keep_dense, adapter_of(layer), layer.columns)
     replace_each_(model, made)
+    for one in rounds.values():
+        if isinstance(one, CompressedLinear):
+            one.keep_dense = one.keep_dense or keep_dense
+            if one.weight.step is None and values is not None:
+                one.set_weight(ops.quantize_values(one.weight, values, group))
     after_swap(model)
     return model
+
+
+def rounded_layers(verb: str, model: nn.Module, values: str | None, group: int | None) -> dict[str, NMWeight | CompressedLinear]:
+    """The sparse linear layers of ``model``, by name, whose values become ``values``, or are that already; a warning names other layers."""
+    if values is None:
+        if group is not None:
+            raise OptionError(f"{verb}: group={group} is for values='int8' or 'int4'.")
+        return {}
+    if values not in BITS:
+        raise OptionError(f"{verb}: values={values!r} is unknown; choose one of {', '.join(map(repr, BITS))}, or None.")
+    found: dict[str, NMWeight | CompressedLinear] = {}
+    others = []
+    for name, module in model.named_modules():
+        if not isinstance(module, (NMWeight, CompressedLinear, CompressedStack)):
+            continue
+        if isinstance(module, CompressedStack) or module.layout not in MATRICES:
+            others.append(layer_name(name, module))
+        else:
+            found[name] = module
+    if others:
+        some = f"{', '.join(others[:MOST_NAMED])}{f' and {len(others) - MOST_NAMED} more' if len(others) > MOST_NAMED else ''}"
+        warnings.warn(f"{verb}: experts and convolutions keep floating-point values, not {values}: {some}.", stacklevel=3)
+    return found
+
+
+def check_rounding(verb: str, name: str, layer: NMWeight | CompressedLinear, values: Any, group: int | None) -> None:
+    """Raise ``NMError`` unless the values of ``layer`` can be rounded, or are such integers already."""
+    what = f"{verb}: layer {name!r}"
+    if isinstance(layer, CompressedLinear) and layer.weight.step is not None:
+        own = layer.weight
+        wanted = own.group if group in (None, own.shape[1]) and not own.group else group
+        if own.kind != values or wanted not in (None, own.group):
+            steps = f"a step per {own.group} columns" if own.group else "a step per row"
+            raise RecipeError(
+                f"{what} has {own.kind} values already, {steps}. Rounding them again would add to their error: compress_ the floating-"
+                "point weights, from a file or dense checkpoint. nm.densify_(model) gives dense layers with the rounded weights."
+            )
+        return
+    if isinstance(layer, CompressedLinear):
+        kept, cols = layer.values, layer.in_features
+    else:
+        if not layer.finished:
+            raise RecipeError(f"{what} is still in training; call handle.finish() first, which makes its weight N:M.")
+        kept, cols = local(layer.parameter.detach()), layer.grouped.shape[1]
+    group_of(what, values, group, layer.pattern, cols)
+    if kept.is_meta:
+        raise RecipeError(f"{what} has no data to round: its weight is on the meta device, or offloaded.")
+    if not isinstance(kept, FakeTensor) and not bool(kept.isfinite().all()):
+        raise RecipeError(f"{what} has NaN or infinite values, which no integers with a step can hold.")
+    if values == "int4" and layer.pattern.kept(cols) % 2 and _splits_inputs(layer):
+        raise ShapeError(f"{what} has {layer.pattern.kept(cols)} values per row on each rank, which would cut a byte of two in half.")
+
+
+def _splits_inputs(layer: NMWeight | CompressedLinear) -> bool:
+    """Whether tensor parallelism splits the inputs of ``layer``."""
+    if isinstance(layer, CompressedLinear):
+        return isinstance(layer, CompressedPart) and layer.split == IN
+    return is_sharded(layer.weight) and split_along(layer.weight, layer.layout) == IN
 
 
 def _check(name: str, layer: NMWeight) -> None:
@@ -175,7 +263,7 @@ def deployed(
     elif is_sharded(old):
         new = CompressedPart(weight, old, bias, layout, keep_dense, adapter, columns)
     else:
-        new = CompressedLinear(weight, bias, layout, keep_dense, adapter, columns)
+        new = CompressedLinear(weight, bias, layout, keep_dense, adapter, columns, old.dtype)
     new.__dict__.update({name: dense.__dict__[name] for name in HOOKS})
     return new.train(dense.training)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..autograd import WeightTransform
 from ..layouts import EXPERTS, EXPERTS_T, REDUCED, as_matrix, ordered
-from ..pattern import NMError, Pattern, PatternLike, RecipeError, ShapeError
+from ..pattern import DtypeError, NMError, Pattern, PatternLike, RecipeError, ShapeError
 from .checkpointing import Checkpointed, warn_if_changed
 from .classes import change_class_, class_of
 from .compressed import CompressedLinear
@@ -241,6 +241,7 @@ class CompressedStack(nn.Module):
 
     Raises:
         ShapeError: the number of rows is not a multiple of ``experts``, or the layout is unknown.
+        DtypeError: the weight has integers as values.
 
     Example:
         >>> stack = CompressedStack(ops.compress(torch.randn(3 * 4, 8), "2:4"), experts=3)
@@ -260,6 +261,8 @@ class CompressedStack(nn.Module):
             raise ShapeError(f"CompressedStack: {rows} rows cannot be divided among {experts} experts.")
         if layout not in (EXPERTS, EXPERTS_T):
             raise ShapeError(f"CompressedStack: layout {layout!r} is unknown; choose {EXPERTS} or {EXPERTS_T}.")
+        if weight.step is not None:
+            raise DtypeError(f"CompressedStack: the weight has {weight.kind} values; experts take floating-point ones.")
         self.pattern: Pattern = weight.pattern
         self.layout, self.keep_dense = layout, keep_dense
         self.experts, self.out_features, self.in_features = experts, rows // experts, cols

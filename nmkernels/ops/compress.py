@@ -126,9 +126,9 @@ class Compressed:
     def layout(self, name: str, build: Callable[[Compressed], Any]) -> Any:
         """Return ``build(self)``, cached under ``name``, for backends that need the data in another order.
 
-        It is rebuilt after values or indices are written or get other memory, and at every call if they were created in inference mode,
-        where torch counts no writes. It is never copied or saved. A call on another CUDA stream waits for it. A CUDA graph reads it if
-        values and indices were never written in place, and otherwise rebuilds it in every replay; layouts built during capture are not
+        It is rebuilt after values, indices or steps are written or get other memory, and at every call if they were created in inference
+        mode, where torch counts no writes. It is never copied or saved. A call on another CUDA stream waits for it. A CUDA graph reads it
+        if values and indices were never written in place, and otherwise rebuilds it in every replay; layouts built during capture are not
         cached.
         """
 
@@ -136,11 +136,14 @@ class Compressed:
             # a later call may need gradients, which inference tensors do not support
             with torch.inference_mode(False):
                 value = build(self)
-            return value, [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and x.device == self.device]
+            held = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and x.device == self.device]
+            return value, held if step is None else [*held, step.detach()]
 
-        if not _can_be_remembered(self.values, self.indices):
+        step = self.step
+        if not _can_be_remembered(self.values, self.indices) or not (step is None or counts_writes(step)):
             return made()[0]
-        return self._layouts.setdefault(name, MadeOf()).get(self.values, self.indices, None, made)
+        key = None if step is None else (step._version, step.data_ptr())
+        return self._layouts.setdefault(name, MadeOf()).get(self.values, self.indices, key, made)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Compressed, (self.values, self.indices, self.pattern, tuple(self.shape), self.step)
@@ -297,22 +300,32 @@ def quantize_values(c: Compressed, values: str = "int8", group: int | None = Non
         >>> q.values, q.step
         (tensor([[  64, -127]], dtype=torch.int8), tensor([[0.0157]], dtype=torch.bfloat16))
     """
-    if values not in BITS:
-        raise OptionError(f"nm_quantize_values: values={values!r} is unknown; choose one of {', '.join(map(repr, BITS))}.")
     p, cols = c.pattern, int(c.shape[-1])
+    group = group_of("nm_quantize_values", values, group, p, cols)
+    integers, step = nm_quantize_values(c.values, BITS[values], cols // group if group else 1)
+    return Compressed(integers, c.indices, p, c.shape, step)
+
+
+def group_of(op: str, values: str, group: int | None, p: Pattern, cols: int) -> int:
+    """The columns that share a step in rows of ``cols``, as ``quantize_values`` takes ``values`` and ``group``; 0 for a row.
+
+    Raises:
+        OptionError: ``values`` is unknown, or ``group`` does not fit.
+    """
+    if values not in BITS:
+        raise OptionError(f"{op}: values={values!r} is unknown; choose one of {', '.join(map(repr, BITS))}.")
 
     def fits(size: int) -> bool:
         return cols % size == 0 and size % p.m == 0
 
     if group is None:
-        group = next((size for size in GROUPS if fits(size)), 0) if values == "int4" else 0
-    elif group and not (group > 0 and fits(group)):
+        return next((size for size in GROUPS if fits(size)), 0) if values == "int4" else 0
+    if group and not (group > 0 and fits(group)):
         raise OptionError(
-            f"nm_quantize_values: group={group} does not divide {cols} columns into whole groups of M={p.m}; pass a multiple of M that "
-            "divides them, or 0 for one step per row."
+            f"{op}: group={group} does not divide {cols} columns into whole groups of M={p.m}; pass a multiple of M that divides them, or "
+            "0 for one step per row."
         )
-    integers, step = nm_quantize_values(c.values, BITS[values], cols // group if group else 1)
-    return Compressed(integers, c.indices, p, c.shape, step)
+    return group
 
 
 def dequantize_values(c: Compressed, dtype: torch.dtype = torch.float32) -> Compressed:

@@ -121,8 +121,9 @@ def _of_layer(layer: Module, *args: Any, **kwargs: Any) -> str:
         raise NMError(f"explain: with a {kind} it takes its input x, a tensor, and got ({given}).")
     with torch.no_grad():
         given, instead = as_op(args[0])
-        CONTRACTS["nm_linear"](*given)
-    return dispatch.verdicts("nm_linear", *given) + (f"\n  {instead}" if instead else "")
+        op = "nm_linear_integers" if getattr(layer, "step", None) is not None else "nm_linear"
+        CONTRACTS[op](*given)
+    return dispatch.verdicts(op, *given) + (f"\n  {instead}" if instead else "")
 
 
 def _parameters(function: Any) -> str:

@@ -23,6 +23,12 @@ def bits_of(values: Tensor) -> int:
     return STORED.get(values.dtype, 0)
 
 
+def kind_of(values: Tensor) -> str:
+    """What stored values are: ``"float"``, ``"int8"`` or ``"int4"``."""
+    bits = bits_of(values)
+    return f"int{bits}" if bits else "float"
+
+
 def check_integers(op: str, values: Tensor, indices: Tensor, step: Tensor, n: int, m: int, cols: int) -> Pattern:
     """Check a compressed operand whose values are integers; return its pattern n:m."""
     p = Pattern(n, m)

@@ -1,0 +1,195 @@
+"""What rounding the values of a model's N:M weights to integers would cost, layer by layer, before ``compress_`` does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..nn import CompressedLinear, NMWeight
+from ..nn.deploy import check_rounding, rounded_layers
+from ..pattern import RecipeError
+from ..recipes.oneshot.prune import call
+from ..shards import is_sharded
+from .flops import aligned, shape_text
+
+HEADER = ("layer", "shape", "pattern", "columns per step", "bytes", "rounded", "error of weight", "of output", "")
+
+
+@dataclass
+class LayerRounding:
+    """What rounding costs in one layer.
+
+    Args:
+        name: its name.
+        shape: of the weight, ``(out, in)``.
+        pattern: N:M.
+        group: dense columns that share a step, 0: all of a row.
+        before, after: bytes of the compressed weight, with floating-point values and with integers.
+        weight: ‖Ŵ − W‖ / ‖W‖, Ŵ the rounded weight.
+        output: ‖X(Ŵ − W)ᵀ‖ / ‖XWᵀ‖ over the inputs X of the layer in the data; None without data, or if the layer did not run.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    pattern: str
+    group: int
+    before: int
+    after: int
+    weight: float
+    output: float | None = None
+
+
+@dataclass
+class QuantizationReport:
+    """The result of ``quantization_report``; ``str`` formats it as a table.
+
+    Args:
+        values: ``"int8"`` or ``"int4"``.
+        layers: one entry for each layer.
+
+    Example:
+        >>> print(QuantizationReport("int8", [LayerRounding("fc", (8, 16), "2:4", 0, 288, 80, 0.0061)]))
+        layer  shape   pattern  columns per step  bytes  rounded  error of weight  of output
+        fc     (8,16)      2:4               row    288       80           0.61 %          -
+        all                                         288       80
+    """
+
+    values: str
+    layers: list[LayerRounding] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [HEADER]
+        for one in self.layers:
+            output = "-" if one.output is None else f"{100 * one.output:.2f} %"
+            sizes = f"{one.before:,}", f"{one.after:,}"
+            rows.append(
+                (
+                    one.name or "(root)",
+                    shape_text(one.shape),
+                    one.pattern,
+                    str(one.group or "row"),
+                    *sizes,
+                    f"{100 * one.weight:.2f} %",
+                    output,
+                    "",
+                )
+            )
+        rows.append(
+            ("all", "", "", "", *(f"{sum(getattr(one, part) for one in self.layers):,}" for part in ("before", "after")), "", "", "")
+        )
+        return "\n".join(aligned(rows))
+
+
+def quantization_report(
+    model: nn.Module, values: str = "int8", group: int | None = None, data: Iterable[Any] | None = None
+) -> QuantizationReport:
+    """How much ``compress_(model, values=values, group=group)`` would change each layer. The model is not changed.
+
+    The error of each weight; with ``data`` also that of each layer's output, without bias and adapter, for the inputs that it gets in the
+    model as it is, in eval mode. To compare ``"int8"``, ``"int4"`` and groups, call it several times.
+
+    Args:
+        model: finished (``handle.finish()``) or compressed with floating-point values.
+        values, group: as for ``compress_``.
+        data: batches of what the model takes: a mapping of keyword arguments, a tuple or list of arguments, or a tensor.
+
+    Raises:
+        RecipeError, OptionError, ShapeError: as ``compress_``; or the model has no linear layer with floating-point N:M weights, or sharded
+            ones.
+
+    Example:
+        >>> import nmkernels as nm
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+        >>> _ = nm.sparsify_(model, "ste:2:4").finish(allow_unused=True)
+        >>> report = quantization_report(model, "int8", data=[torch.randn(8, 64)])
+        >>> report.layers[0].weight < 0.01, report.layers[0].output < 0.01
+        (True, True)
+    """
+    verb = "quantization_report"
+    layers = {
+        name: layer
+        for name, layer in rounded_layers(verb, model, values, group).items()
+        if not (isinstance(layer, CompressedLinear) and layer.weight.step is not None)
+    }
+    if not layers:
+        raise RecipeError(
+            f"{verb}: the model has no linear layer with floating-point N:M weights. Call it after handle.finish() and before "
+            "compress_(model, values=...)."
+        )
+    report, found = QuantizationReport(values), {}
+    for name, layer in layers.items():
+        check_rounding(verb, name, layer, values, group)
+        if any(is_sharded(tensor) for tensor in (*layer.parameters(), *layer.buffers())):
+            raise RecipeError(f"{verb}: layer {name!r} is sharded; call it on a plain model.")
+        with torch.no_grad():
+            found[layer] = _Errors(layer, values, group)
+        report.layers.append(found[layer].entry(name))
+    if data is not None:
+        _run(model, found, data)
+        for entry, errors in zip(report.layers, found.values(), strict=True):
+            entry.output = _ratio(*errors.squares) if errors.ran else None
+    return report
+
+
+class _Errors:
+    """The weight of a layer, its rounded form, and the sums of squares of outputs: of their difference, and of the layer's own."""
+
+    def __init__(self, layer: NMWeight | CompressedLinear, values: str, group: int | None) -> None:
+        if isinstance(layer, NMWeight):
+            self.weight, self.order = ops.compress(layer.grouped.detach(), layer.pattern), layer.columns
+        else:
+            self.weight, self.order = layer.weight, layer.order
+        self.rounded = ops.quantize_values(self.weight, values, group)
+        self.squares, self.ran = [0.0, 0.0], False
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """(Ŵ − W, W) in float32, whose columns have the order of the groups."""
+        dense = self.weight.dense(torch.float32)
+        return self.rounded.dense(torch.float32) - dense, dense
+
+    def entry(self, name: str) -> LayerRounding:
+        sizes = int(self.weight.shape[0]), int(self.weight.shape[1])
+        error = _ratio(*map(_square, self.matrices()))
+        return LayerRounding(name, sizes, str(self.weight.pattern), self.rounded.group, self.weight.nbytes, self.rounded.nbytes, error)
+
+    def add(self, x: Tensor) -> None:
+        self.ran = True
+        rows = x.reshape(-1, x.shape[-1]).float()
+        rows = rows if self.order is None else rows.index_select(-1, self.order.long())
+        for i, matrix in enumerate(self.matrices()):
+            self.squares[i] += _square(rows @ matrix.t())
+
+
+def _run(model: nn.Module, found: dict[Any, _Errors], data: Iterable[Any]) -> None:
+    """Run ``model`` on ``data`` and add what its layers get."""
+    modes = {module: module.training for module in model.modules()}
+
+    def seen(errors: _Errors, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with torch._C._DisableAutocast():
+            errors.add((*args, *kwargs.values())[0])
+
+    hooks = [layer.register_forward_pre_hook(partial(seen, errors), with_kwargs=True) for layer, errors in found.items()]
+    try:
+        model.eval()
+        with torch.no_grad():
+            for batch in data:
+                call(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _square(matrix: Tensor) -> float:
+    return float(matrix.double().square().sum())
+
+
+def _ratio(difference: float, own: float) -> float:
+    return (difference / own) ** 0.5 if own else 0.0

@@ -1,0 +1,80 @@
+"""What the report says of rounding is what compress_ then does, and the model stays as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nmkernels as nm
+from nmkernels.testing import equal_bits
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.idle = nn.Linear(64, 128), nn.Linear(128, 32, bias=False), nn.Linear(64, 64)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        y: Tensor = self.second(input=self.drop(torch.relu(self.first(x)))) * scale
+        return y
+
+
+def finished() -> Model:
+    model = Model()
+    nm.sparsify_(model, "ste:2:4").finish(allow_unused=True)
+    return model
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize(("values", "group"), [("int8", None), ("int4", None), ("int4", 64)])
+def test_the_errors_are_those_of_the_rounded_layers(values: str, group: int | None, compressed: bool) -> None:
+    model, batches = finished(), [torch.randn(5, 64), {"x": torch.randn(2, 3, 64), "scale": 2.0}, (torch.randn(1, 64), 3.0)]
+    if compressed:
+        nm.compress_(model)
+    model.second.eval()
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    report = nm.quantization_report(model, values, group, batches)
+    assert all(equal_bits(t, state[name]) for name, t in model.state_dict().items())
+    assert model.training and not model.second.training and not any(m._forward_pre_hooks for m in model.modules())
+    inputs = torch.cat([(b["x"] if isinstance(b, dict) else b[0] if isinstance(b, tuple) else b).reshape(-1, 64) for b in batches])
+    with torch.no_grad():
+        hidden = torch.relu(model.first(inputs))
+    before = {n: m.dense() if compressed else m.weight.detach() for n, m in model.named_children() if n != "drop"}
+    nm.compress_(model, values=values, group=group)
+    for entry, x in zip(report.layers, (inputs, hidden, None), strict=True):
+        layer = model.get_submodule(entry.name)
+        w, q = before[entry.name].double(), layer.weight.dense(torch.float64)
+        assert entry.weight == pytest.approx(float((q - w).norm() / w.norm()), rel=1e-5)
+        assert (entry.shape, entry.pattern, entry.group, entry.after) == (tuple(w.shape), "2:4", layer.weight.group, layer.weight.nbytes)
+        assert entry.before == w.numel() * 2 + w.numel() // 8  # half the values, of 4 bytes, and 4 bits of indices per group
+        if x is None:
+            assert entry.output is None
+        else:
+            x = x.double()
+            assert entry.output == pytest.approx(float((x @ (q - w).t()).norm() / (x @ w.t()).norm()), rel=1e-4)
+    text = str(report)
+    assert "second" in text and f"{100 * report.layers[0].weight:.2f} %" in text and "error of weight" in text
+
+
+def test_reordered_inputs() -> None:
+    layer = nm.CompressedLinear(nm.ops.compress(torch.randn(16, 64), "2:4"), columns=torch.randperm(64))
+    x, w = torch.randn(7, 64), layer.dense()
+    entry = nm.quantization_report(layer, "int4", data=[x]).layers[0]
+    nm.compress_(layer, values="int4")
+    assert entry.output == pytest.approx(float((x @ (layer.dense() - w).t()).norm() / (x @ w.t()).norm()), rel=1e-3)
+
+
+def test_it_refuses_what_compress_refuses() -> None:
+    training = Model()
+    nm.sparsify_(training, "ste:2:4")
+    for model, arguments, said in [
+        (training, ("int8",), "'first' is still in training"),
+        (Model(), ("int8",), "no linear layer with floating-point N:M weights"),
+        (nm.compress_(finished(), values="int8"), ("int8",), "no linear layer with floating-point N:M weights"),
+        (finished(), ("int5",), "values='int5' is unknown"),
+        (finished(), ("int4", 12), "quantization_report: layer 'first': group=12"),
+    ]:
+        with pytest.raises(nm.NMError, match=said):
+            nm.quantization_report(model, *arguments)
