@@ -50,10 +50,10 @@ class Gatherer:
             return layer.weight
         else:
             state, p = layer.state_dict(), layer.pattern  # in the state dict, parts of a weight are DTensors
-            values, indices = whole(state["values"]), whole(state["indices"])
-            weight = ops.Compressed(values, indices, p, (values.shape[0], values.shape[1] // p.n * p.m))
-        on = "cpu" if self.first else "meta"
-        return ops.Compressed(weight.values.to(on), weight.indices.to(on), weight.pattern, weight.shape)
+            values, indices, step = (whole(state[part]) if part in state else None for part in ("values", "indices", "step"))
+            assert values is not None and indices is not None
+            weight = ops.Compressed(values, indices, p, layer.whole_shape, step)
+        return weight.to("cpu" if self.first else "meta")
 
     def dense(self, layer: CompressedLinear) -> Tensor:
         """The whole weight ``(out, in)`` in dense layout on the first rank; on the meta device on the others."""
@@ -61,8 +61,8 @@ class Gatherer:
             return layer.dense()
         packed = self.packed(layer)
         if not self.first:
-            return torch.empty(packed.shape, dtype=packed.dtype, device="meta")
-        dense, order = packed.dense(), layer.order
+            return torch.empty(packed.shape, dtype=layer.dtype, device="meta")
+        dense, order = packed.dense(layer.dtype), layer.order
         return dense if order is None else dense.index_select(1, order.cpu().long().argsort())
 
     def write(

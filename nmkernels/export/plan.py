@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..gemm.problem import plain
 from ..layouts import CONV1D, CONV2D, EXPERTS, EXPERTS_T, LINEAR, MATRICES, REDUCED, matrix_shape
 from ..nn import (
     ADAPTER,
@@ -24,8 +25,11 @@ from ..nn import (
 from ..nn.classes import class_of
 from ..nn.compressed import LAYOUTS
 from ..nn.experts import deploy_stacks_, stacks_of
+from ..nn.sharding import IN, split_along
 from ..nn.swap import after_swap, replace_each_
 from ..ops import Compressed
+from ..ops.check import FLOATS
+from ..ops.integers import BITS, STORED
 from ..pattern import CheckpointError, NMError, Pattern
 from ..reference import unpack_indices
 from ..shards import is_sharded, local, spread
@@ -34,8 +38,10 @@ from .tensors import Contents, place, plain_modules, plain_names, quote, shorten
 MAX_PROBLEMS = 5
 """How many problems an error message lists."""
 
-PARTS = ("weight.values", "weight.indices", "weight.columns", *ADAPTER)
+PARTS = ("weight.values", "weight.indices", "weight.step", "weight.columns", *ADAPTER)
 """The tensors of a layer in a file. Every layer has the first two; a stack of experts has these two only, without "weight"."""
+
+DTYPES = {plain(dtype): dtype for dtype in FLOATS}
 
 STACKS = (EXPERTS, EXPERTS_T)  # a tuple, because values from an untrusted file may not be hashable
 
@@ -64,16 +70,20 @@ class LayerPlan(NamedTuple):
         return self._replace(parts={part: tensor.to(on, copy=True) for part, tensor in self.parts.items()})
 
     def layer(self, dense: nn.Module, keep_dense: bool) -> CompressedLinear:
-        values, indices, columns, left, right = (self.parts.get(part) for part in PARTS)
+        values, indices, step, columns, left, right = (self.parts.get(part) for part in PARTS)
         assert values is not None and indices is not None
         adapter = None if left is None or right is None else (left, right)
         weight: Any = dense.weight
         shape = self.shape
         if is_sharded(weight):
             values, indices = self._part(values, weight), self._part(indices, weight)
+            if step is not None and not (
+                step.shape[1] == 1 and split_along(weight, self.layout) == IN
+            ):  # else all ranks have that of a row
+                step = self._part(step, weight)
             rows, cols = self._stored(local(weight)).shape
             shape = (rows, cols)
-        return deployed(dense, Compressed(values, indices, self.pattern, shape), self.layout, keep_dense, adapter, columns)
+        return deployed(dense, Compressed(values, indices, self.pattern, shape, step), self.layout, keep_dense, adapter, columns)
 
     def stack(self, keep_dense: bool) -> CompressedStack:
         values, indices = (self.parts[part].flatten(0, 1) for part in PARTS[:2])
@@ -159,6 +169,7 @@ def announced(name: str, about: Any, dense: nn.Module, keep_dense: bool = False)
     """
     try:
         pattern, layout, _, shape, kernel = _entry(about)
+        integers = _integers(about, pattern, layout, shape)
         dtype: Any = getattr(dense._parameters.get(home_of(name, about)[1]), "dtype", None)
         if layout in STACKS:
             _check_stack(name, dense, layout, shape, dtype)
@@ -174,11 +185,16 @@ def announced(name: str, about: Any, dense: nn.Module, keep_dense: bool = False)
         return torch.empty(sizes, dtype=dtype, device="meta")
 
     *outer, cols = shape
-    values, indices = empty(*outer, pattern.kept(cols)), empty(*outer, pattern.index_bytes(cols), dtype=torch.uint8)
+    indices, step = empty(*outer, pattern.index_bytes(cols), dtype=torch.uint8), None
+    if integers is None:
+        values = empty(*outer, pattern.kept(cols))
+    else:
+        width, stored, steps = integers
+        values, step = empty(*outer, width, dtype=stored), empty(*outer, steps, dtype=torch.bfloat16)
     if layout in STACKS:
         return LayerPlan(pattern, shape, layout, dict(zip(PARTS, (values, indices), strict=False))).stack(keep_dense)
     adapter = None if rank is None else (empty(cols, rank), empty(rank, *outer))
-    layer = deployed(dense, Compressed(values, indices, pattern, shape), layout, keep_dense, adapter)
+    layer = deployed(dense, Compressed(values, indices, pattern, shape, step), layout, keep_dense, adapter)
     if columns:
         layer.register_buffer("columns", empty(cols, dtype=torch.int32))
     return layer
@@ -188,7 +204,7 @@ def check_filled(name: str, layer: CompressedLinear | CompressedStack, offloaded
     """Check an ``announced`` layer whose tensors another library has read, as ``load`` does.
 
     Args:
-        offloaded: indices and columns that are put into the layer only while it runs.
+        offloaded: indices, steps and columns that are put into the layer only while it runs.
         missing: names of its tensors that were not read.
 
     Raises:
@@ -199,8 +215,14 @@ def check_filled(name: str, layer: CompressedLinear | CompressedStack, offloaded
         if missing:
             raise _Unfit(f"the file lacks its {', '.join(sorted(missing))}")
         values, indices, columns, cols = layer.values, tensors["indices"], tensors.get("columns"), layer.in_features
+        step = tensors.get("step")
         assert indices is not None
-        if not values.is_floating_point() or indices.dtype != torch.uint8:
+        if step is not None:
+            if values.dtype not in STORED or step.dtype != torch.bfloat16 or indices.dtype != torch.uint8:
+                raise _Unfit(f"values are {values.dtype}, steps {step.dtype} and indices {indices.dtype}, which no layer with integers has")
+            if not values.is_meta:
+                _check_rounded(values, step, layer.pattern.kept(cols))
+        elif not values.is_floating_point() or indices.dtype != torch.uint8:
             raise _Unfit(f"values are {values.dtype} and indices {indices.dtype}; expected floating-point values and torch.uint8 indices")
         _check_indices(indices, layer.pattern, cols)
         if columns is not None and not is_order(columns, cols):
@@ -218,23 +240,34 @@ def _same(one: Tensor, other: Tensor) -> bool:
 def _layer(name: str, about: Any, parts: dict[str, Tensor], module: Any) -> LayerPlan:
     pattern, layout, dtype, shape, kernel = _entry(about)
     *outer, cols = shape
-    values, indices, columns, left, right = (parts.get(part) for part in PARTS)
+    integers = _integers(about, pattern, layout, shape)
+    values, indices, step, columns, left, right = (parts.get(part) for part in PARTS)
     if values is None or indices is None:
         raise _Unfit(f"the file lacks its {'values' if values is None else 'indices'}")
+    if (integers is None) is not (step is None):
+        raise _Unfit("the file lacks its steps" if step is None else "its entry in the metadata does not announce its steps")
+    floats = values.dtype if integers is None else DTYPES.get(dtype)
+    if floats is None:
+        raise _Unfit(f"its entry in the metadata is damaged: dtype {quote(dtype)}")
     if layout in STACKS:
-        _check_stack(name, module, layout, shape, values.dtype)
+        _check_stack(name, module, layout, shape, floats)
     else:
-        _check_module(name, module, layout, shape, kernel, values.dtype)
-    if str(values.dtype) != f"torch.{dtype}" or indices.dtype != torch.uint8:
-        raise _Unfit(f"values are {values.dtype} and indices {indices.dtype}; its entry says torch.{shortened(dtype)} and torch.uint8")
-    want = (*outer, pattern.kept(cols)), (*outer, pattern.index_bytes(cols))
+        _check_module(name, module, layout, shape, kernel, floats)
+    stored = plain(integers.stored) if integers is not None else dtype
+    if str(values.dtype) != f"torch.{stored}" or indices.dtype != torch.uint8:
+        raise _Unfit(f"values are {values.dtype} and indices {indices.dtype}; its entry says torch.{shortened(stored)} and torch.uint8")
+    want = (*outer, pattern.kept(cols) if integers is None else integers.width), (*outer, pattern.index_bytes(cols))
     if (tuple(values.shape), tuple(indices.shape)) != want:
         raise _Unfit(
             f"values have shape {tuple(values.shape)} and indices {tuple(indices.shape)}; "
             f"a {pattern} weight {shape} has {want[0]} and {want[1]}"
         )
     _check_indices(indices, pattern, cols)
-    _check_adapter(about.get("rank"), left, right, values.dtype, shape)
+    if integers is not None and step is not None:
+        if step.dtype != torch.bfloat16 or tuple(step.shape) != (*outer, integers.steps):
+            raise _Unfit(f"steps are {step.dtype} {tuple(step.shape)}; its entry says torch.bfloat16 {(*outer, integers.steps)}")
+        _check_rounded(values, step, pattern.kept(cols))
+    _check_adapter(about.get("rank"), left, right, floats, shape)
     if about.get("columns", False) is not (columns is not None):
         lacks = "its entry in the metadata does not announce" if columns is not None else "the file lacks"
         raise _Unfit(f"{lacks} the order of its inputs")
@@ -265,6 +298,11 @@ def _check_split(plan: LayerPlan, weight: Any) -> None:
     if "weight.columns" in plan.parts:
         raise _Unfit("it reorders its inputs, which tensor parallelism has split; load into a plain model")
     cols = plan.shape[1]
+    steps = plan.parts["weight.step"].shape[1] if "weight.step" in plan.parts else 1
+    if steps % ways and steps > 1:
+        raise _Unfit(f"it is split {ways} ways along in={cols}, which would cut groups of {cols // steps} columns; load into a plain model")
+    if plan.parts["weight.values"].dtype == torch.uint8 and cols % ways == 0 and p.kept(cols // ways) % 2:
+        raise _Unfit(f"it is split {ways} ways along in={cols}, which would cut bytes of two integers; load into a plain model")
     if cols % (ways * p.m) or p.kept(cols // ways) * p.index_bits % 8:
         raise _Unfit(f"it is split {ways} ways along in={cols}, which would cut bytes of packed {p} indices; load into a plain model")
 
@@ -284,6 +322,37 @@ def _entry(about: Any) -> tuple[Pattern, str, str, tuple[int, ...], tuple[int, i
         return Pattern(spec), layout, dtype, sizes, (height, width)
     except (KeyError, TypeError, ValueError, NMError) as error:
         raise _Unfit(f"its entry in the metadata is damaged ({type(error).__name__}: {shortened(error)})") from error
+
+
+class _Integers(NamedTuple):
+    """The values of a layer with integers: how many elements of which dtype a row has, and how many steps."""
+
+    width: int
+    stored: torch.dtype
+    steps: int
+
+
+def _integers(about: Any, pattern: Pattern, layout: str, shape: tuple[int, ...]) -> _Integers | None:
+    """What the entry says of integers; None for floating-point values."""
+    if "values" not in about and "group" not in about:
+        return None
+    values, group, cols = about.get("values"), about.get("group"), shape[-1]
+    whole = type(group) is int and (group == 0 or (0 < group <= cols and cols % group == 0 and group % pattern.m == 0))
+    if type(values) is not str or values not in BITS or not whole or layout not in MATRICES:
+        raise _Unfit(f"its entry in the metadata is damaged: values {quote(values)} and group {quote(group)} for {cols} columns")
+    kept = pattern.kept(cols)
+    size = (kept, torch.int8) if BITS[values] == 8 else (-(-kept // 2), torch.uint8)
+    return _Integers(*size, cols // group if group else 1)
+
+
+def _check_rounded(values: Tensor, step: Tensor, kept: int) -> None:
+    """Check that steps are finite, and that integers are in the range that rounding gives."""
+    if not bool(step.isfinite().all()):
+        raise _Unfit("a step is NaN or infinite; the file is damaged")
+    if values.numel() and values.dtype == torch.int8 and int(values.min()) == -128:
+        raise _Unfit("an integer is -128, and the smallest is -127; the file is damaged")
+    if values.numel() and values.dtype == torch.uint8 and kept % 2 and int(values[:, -1].max()) > 15:
+        raise _Unfit("the spare half of a row's last byte of integers is not 0; the file is damaged")
 
 
 def _check_adapter(rank: Any, left: Tensor | None, right: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -5,9 +5,14 @@ A compressed layer ``fqn`` is stored as ``fqn.weight.values`` and ``fqn.weight.i
 model without wrappers (``torch.compile``, DDP). A stack of experts is stored under the name of its Parameter, as ``name.values``
 ``(E, out, kept)`` and ``name.indices``.
 
+Values that are integers have steps in ``fqn.weight.step``, bfloat16 ``(out, in / group)``, or ``(out, 1)`` for one per row; a weight is
+integer · step. Values are then int8 ``(out, kept)``, from -127 to 127, or for 4 bits uint8 ``(out, ⌈kept / 2⌉)``, two's complement, the
+earlier integer in the low half of a byte, each row starting on a byte, a spare half 0.
+
 The metadata has ``format`` "nmkernels", ``version``, ``layers`` (per layer: pattern, shape ``(out, in)`` or ``(E, out, in)``, dtype,
-layout, the ``rank`` of an adapter, ``columns`` true if inputs are reordered, and the ``kernel`` ``[kh, kw]`` of a convolution, whose ``in``
-is ``kh · kw · in`` with channels innermost) and, if weights are tied, ``aliases`` (name -> name of the stored tensor).
+layout, the ``rank`` of an adapter, ``columns`` true if inputs are reordered, the ``kernel`` ``[kh, kw]`` of a convolution, whose ``in``
+is ``kh · kw · in`` with channels innermost, and for integers ``values`` "int8" or "int4", and ``group``, the columns that share a step, 0
+for a row; ``dtype`` is then that of the dense layer) and, if weights are tied, ``aliases`` (name -> name of the stored tensor).
 """
 
 from __future__ import annotations
@@ -34,9 +39,9 @@ from .tensors import Contents, Layer, other_tensors, plain_names, quote, read, r
 FORMAT = "nmkernels"
 HUGGING_FACE = "pt"
 """The ``format`` in files of ``save_pretrained``, which transformers sets; the other entries are the same."""
-VERSION = 4
-"""The newest version that can be read. A file is written in the oldest sufficient version: 4 if a weight is not a matrix, 3 if inputs are
-reordered, 2 if a layer has an adapter, else 1."""
+VERSION = 5
+"""The newest version that can be read. A file is written in the oldest sufficient version: 5 if values are integers, 4 if a weight is not a
+matrix, 3 if inputs are reordered, 2 if a layer has an adapter, else 1."""
 
 
 def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -87,9 +92,11 @@ def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
         if id(layer) not in packed:
             packed[id(layer)] = gatherer.packed(layer)
         weight, order = packed[id(layer)], layer.order if isinstance(layer, CompressedLinear) else layer.columns
-        about[name] = _about(layer, weight.shape, weight.dtype)
+        about[name] = _about(layer, weight.shape, layer.dtype if isinstance(layer, CompressedLinear) else weight.dtype) | _rounded(weight)
         tensors[f"{name}.weight.values"] = weight.values
         tensors[f"{name}.weight.indices"] = weight.indices
+        if weight.step is not None:
+            tensors[f"{name}.weight.step"] = weight.step
         if order is not None:
             about[name]["columns"] = True
             tensors[f"{name}.weight.columns"] = order.to(torch.int32)
@@ -103,7 +110,7 @@ def table(layers: Mapping[str, Layer]) -> dict[str, dict[str, Any]]:
         if isinstance(layer, CompressedStack):
             about[name] = _about(layer, layer.shape, layer.values.dtype)
         elif isinstance(layer, CompressedLinear):
-            about[name] = _about(layer, (layer.out_features, layer.in_features), layer.values.dtype)
+            about[name] = _about(layer, (layer.out_features, layer.in_features), layer.dtype) | _rounded(layer.weight)
             if layer.order is not None:
                 about[name]["columns"] = True
     return about
@@ -128,9 +135,14 @@ def _about(layer: Layer, shape: Sequence[int], dtype: torch.dtype) -> dict[str, 
     return about if adapter is None else {**about, "rank": int(adapter[0].shape[1])}
 
 
+def _rounded(weight: ops.Compressed) -> dict[str, Any]:
+    """The part of a layer's entry on integers."""
+    return {} if weight.step is None else {"values": weight.kind, "group": weight.group}
+
+
 def _version(about: dict[str, Any]) -> int:
     """The oldest format version with such layers."""
-    return 4 if about["layout"] not in MATRICES else 3 if "columns" in about else 2 if "rank" in about else 1
+    return 5 if "values" in about else 4 if about["layout"] not in MATRICES else 3 if "columns" in about else 2 if "rank" in about else 1
 
 
 def _not_nm(verb: str, layers: Mapping[str, Layer]) -> str:
@@ -233,7 +245,7 @@ def _rename(contents: Contents, table: dict[str, Any]) -> None:
     tensors = contents.tensors
     for name, about in table.items():
         dense, buffers = (f"{name}.weight", name) if home_of(name, about)[0] == name else (name, child_name(name))
-        for part in ("values", "indices", "columns"):
+        for part in ("values", "indices", "step", "columns"):
             if f"{buffers}.{part}" in tensors and f"{dense}.{part}" not in tensors:
                 tensors[f"{dense}.{part}"] = tensors.pop(f"{buffers}.{part}")
         empty = tensors.get(dense)

@@ -73,7 +73,7 @@ def weight_name(name: str, layer: Layer) -> str:
 def other_tensors(model: nn.Module, layers: Mapping[str, Layer]) -> dict[str, Tensor]:
     """The state dict without the weights of ``layers``, under the names of the dense model without wrappers."""
     homes = (child_name(name) if isinstance(layer, CompressedStack) else name for name, layer in layers.items())
-    own = {f"{home}.{part}" for home in homes for part in ("weight", "values", "indices", "columns")}
+    own = {f"{home}.{part}" for home in homes for part in ("weight", "values", "indices", "step", "columns")}
     plain = plain_names(model)
     tensors: dict[str, Tensor] = {}
     for wrapped_name, value in model.state_dict().items():

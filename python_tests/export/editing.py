@@ -29,8 +29,8 @@ def edited(path: Path, edit: Edit) -> Path:
 
 
 class Net(nn.Module):
-    """Every kind of entry that a file has: compressed layers, a convolution, an adapter, an order of columns, a layer and a weight under
-    two names."""
+    """Every kind of entry that a file has: compressed layers, one with integers, a convolution, an adapter, an order of columns, a layer
+    and a weight under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,6 +40,7 @@ class Net(nn.Module):
         self.b = nn.Linear(12, 24, bias=False)
         self.again = self.a
         self.c = nn.Linear(24, 4)
+        self.d = nn.Linear(24, 4)
         self.conv = nn.Conv2d(8, 4, (3, 1))
         self.head = nn.Linear(24, 6, bias=False)
         self.head.weight = self.embed.weight
@@ -55,6 +56,8 @@ def saved(path: Path) -> bytes:
     net.b = nm.CompressedLinear(nm.ops.compress(net.b.weight.detach(), "2:4"))
     columns = torch.randperm(24, generator=generator)
     net.c = nm.CompressedLinear(nm.ops.compress(net.c.weight.detach(), "1:8"), net.c.bias, columns=columns)
+    rounded = nm.ops.quantize_values(nm.ops.compress(net.d.weight.detach(), "1:8"), "int4", 8)
+    net.d = nm.CompressedLinear(rounded, net.d.bias)
     kernel = net.conv.weight.detach().permute(0, 2, 3, 1).reshape(4, 24)
     net.conv = nm.nn.CompressedConv2d(nm.ops.compress(kernel, "2:4"), (3, 1), net.conv.bias)
     nm.save_compressed(net, path)

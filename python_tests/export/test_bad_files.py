@@ -119,7 +119,7 @@ def layers(old: str, new: str) -> Edit:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda t, m: m.update(version="5"), "format version 5; this one reads up to 4: upgrade"),
+        (lambda t, m: m.update(version="6"), "format version 6; this one reads up to 5: upgrade"),
         (lambda t, m: m.update(version="x"), "metadata is damaged"),
         (lambda t, m: m.update(layers="{"), "'layers' is damaged"),
         (lambda t, m: m.update(layers="[1]"), "'layers' is not a table"),
@@ -164,6 +164,67 @@ def layers(old: str, new: str) -> Edit:
 )
 def test_damaged_contents(file, edit, message):
     refused(edited(file, edit), message)
+
+
+@pytest.fixture
+def rounded(tmp_path: Path) -> Path:
+    """Two layers with integers, the second with 3 of 4 bits per row."""
+    model = dense()
+    for i, (pattern, values, group) in enumerate([("2:4", "int8", 8), ("1:4", "int4", None)]):
+        packed = nm.ops.quantize_values(nm.ops.compress(model[i].weight.detach(), pattern), values, group)
+        model[i] = nm.CompressedLinear(packed, model[i].bias)
+    nm.save_compressed(model, tmp_path / "m.safetensors")
+    return tmp_path / "m.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t, m: t.pop("0.weight.step"), "layer '0': the file lacks its steps"),
+        (layers(', "values": "int8", "group": 8', ""), "layer '0': its entry in the metadata does not announce its steps"),
+        (layers('"int8"', '"int2"'), "layer '0': its entry in the metadata is damaged: values 'int2' and group 8 for 24 columns"),
+        (layers('"int8"', "[]"), "layer '0': its entry in the metadata is damaged: values"),
+        (layers('"int8"', '"int4"'), "values are torch.int8 .*; its entry says torch.uint8"),
+        (layers('"int4"', '"int8"'), "layer '1': values are torch.uint8 .*; its entry says torch.int8"),
+        (layers(', "group": 8', ""), "damaged: values 'int8' and group None"),
+        *(
+            (layers('"group": 8', f'"group": {word}'), "layer '0': its entry in the metadata is damaged")
+            for word in ("-8", "6", "16", "8.0", "true")
+        ),
+        (layers('"group": 8', '"group": 24'), r"steps are torch.bfloat16 \(12, 3\); its entry says torch.bfloat16 \(12, 1\)"),
+        (layers('"group": 8', '"group": 4'), r"its entry says torch.bfloat16 \(12, 6\)"),
+        (layers('"float32"', '"int8"'), "damaged: dtype 'int8'"),
+        (layers('"float32"', '"float16"'), "the file's weight is torch.float16, the model's torch.float32"),
+        (lambda t, m: t.update({"0.weight.step": t["0.weight.step"].float()}), r"steps are torch.float32 \(12, 3\)"),
+        (lambda t, m: t.update({"0.weight.values": t["0.weight.values"].float()}), "values are torch.float32"),
+        (lambda t, m: t.update({"1.weight.values": t["1.weight.values"][:, :1].contiguous()}), r"values have shape \(8, 1\)"),
+        (lambda t, m: t["0.weight.step"][3, 1].fill_(torch.nan), "layer '0': a step is NaN or infinite; the file is damaged"),
+        (lambda t, m: t["1.weight.step"][0].fill_(torch.inf), "layer '1': a step is NaN or infinite; the file is damaged"),
+        (lambda t, m: t["0.weight.values"][3, 1].fill_(-128), "an integer is -128"),
+        (lambda t, m: t["1.weight.values"][3, 1].fill_(16), "spare half of a row's last byte of integers"),
+        (lambda t, m: t["0.weight.indices"].fill_(0), "do not increase"),
+    ],
+)
+def test_damaged_integers(rounded: Path, edit: Edit, message: str) -> None:
+    nm.load_compressed(dense(), rounded)
+    refused(edited(rounded, edit), message)
+
+
+def test_a_layer_with_integers_that_another_library_filled_is_checked() -> None:
+    layer = nm.CompressedLinear(nm.ops.quantize_values(nm.ops.compress(torch.randn(8, 16), "2:4")))
+    good = layer.step
+    check_filled("a", layer, {}, set())
+    for held, elsewhere, message in (
+        (good, {"step": good * torch.nan}, "NaN or infinite"),
+        (good.float(), {}, "steps torch.float32"),
+        (good, {"indices": layer.indices * 0}, "do not increase"),
+    ):
+        layer._buffers["step"] = held
+        with pytest.raises(CheckpointError, match=message):
+            check_filled("a", layer, elsewhere, set())
+    layer._buffers["step"], layer.values = good, layer.values.float()
+    with pytest.raises(CheckpointError, match="no layer with integers"):
+        check_filled("a", layer, {}, set())
 
 
 def test_a_layer_that_another_library_filled_is_checked():

@@ -48,7 +48,26 @@ ODD = [
     ],
     *(str(sign * 2**bits + more) for bits in (31, 32, 63, 64, 100) for sign in (1, -1) for more in (0, -1)),
     *('""', '"\\ud800"', '"__class__"', '"\\u0662:\\u0664"', '"\\u0000"', f'"{"9" * 5000}"', f'"{"a" * 50_000}"', "9" * 5000, ""),
-    *(f'"{word}"' for word in ("x", "2:4", "1:2", "2:3", "0:0", "2:999", "F32", "U8", "F8_E4M3", "BOOL", "float32", "linear", "conv1d")),
+    *(
+        f'"{word}"'
+        for word in (
+            "x",
+            "2:4",
+            "1:2",
+            "2:3",
+            "0:0",
+            "2:999",
+            "int8",
+            "int4",
+            "F32",
+            "U8",
+            "F8_E4M3",
+            "BOOL",
+            "float32",
+            "linear",
+            "conv1d",
+        )
+    ),
     *(f'"{word}"' for word in ("0.weight.values", "1", "head", "torch", "int32", "values", "24", "norm", "__metadata__", "3.0")),
     *("[]", "{}", "[1]", "[[]]", '{"a": 1}', "[0, 0]", "[24, 12]", '["24", "12"]', "[12.0, 24.0]", "[0, 4611686018427387904]", "[true, 4]"),
     *(f"{start * n}1{end * n}" for n in (100, 50_000) for start, end in (("[", "]"), ('{"a":', "}"))),
@@ -104,7 +123,20 @@ def odd_tensors(data: bytes, rng: random.Random) -> bytes:
     names = [name for name in header if name != "__metadata__"]
     start, end = header[rng.choice(names)]["data_offsets"]
     at = rng.choice([[start, start], [end, end], [start, end], [0, 0], [len(body)] * 2, [end, start], [start, end + 1]])
-    name = rng.choice([*names, "x", "", "a.nm_left", "norm.weight.values", "c.weight", "again.weight.columns", "\u00e9" * 9999])
+    name = rng.choice(
+        [
+            *names,
+            "x",
+            "",
+            "a.nm_left",
+            "norm.weight.values",
+            "c.weight",
+            "again.weight.columns",
+            "a.weight.step",
+            "d.weight.step",
+            "\u00e9" * 9999,
+        ]
+    )
     header[name] = {"dtype": rng.choice(DTYPES), "shape": rng.choice(SHAPES), "data_offsets": at}
     return joined(json.dumps(header), body)
 
@@ -115,10 +147,7 @@ def contents(data: bytes) -> dict[str, Tensor]:
     aliases = json.loads(split(data)[0]["__metadata__"].get("aliases", "{}"))
     assert not set(aliases) & set(tensors), "an alias may not stand for a tensor that the file holds"
     tensors |= {alias: tensors[name] for alias, name in aliases.items()}
-    return {
-        key.replace(".weight.values", ".values").replace(".weight.indices", ".indices").replace(".weight.columns", ".columns"): t
-        for key, t in tensors.items()
-    }
+    return {re.sub(r"\.weight\.(values|indices|step|columns)$", r".\1", key): t for key, t in tensors.items()}
 
 
 def check(path: Path, data: bytes) -> bool:
@@ -139,7 +168,7 @@ def check(path: Path, data: bytes) -> bool:
     state, want = net.state_dict(), contents(data)
     assert set(state) == set(want)
     assert all(equal_bits(value, want[key]) for key, value in state.items())
-    for layer in (net.a, net.b, net.c, net.again):
+    for layer in (net.a, net.b, net.c, net.d, net.again):
         assert type(layer) is nm.CompressedLinear and nm.ops.is_nm(layer.weight.dense(), layer.pattern)
         layer(torch.ones(2, layer.in_features))
     return True

@@ -77,6 +77,31 @@ def test_names_and_metadata_of_the_file(tmp_path):
     assert json.loads(about["layers"]) == {"0": entry, "2": {**entry, "shape": [8, 16], "rank": 2}}
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("pattern", "values", "group"), [("2:4", "int8", 0), ("2:4", "int4", 16), ("1:8", "int4", 0), ("1:16", "int8", 16)]
+)
+def test_integers_round_trip(tmp_path, pattern, values, group, device):
+    path, model = tmp_path / "m.safetensors", compressed(pattern, torch.bfloat16, rank=2)
+    nm.compress_(model, values=values, group=group)
+    save_compressed(model, path)
+    tensors, about = parts(path)
+    entry, steps = json.loads(about["layers"])["0"], 32 // group if group else 1
+    assert about["version"] == "5" and (entry["values"], entry["group"]) == (values, 0 if steps == 1 else group)
+    assert (
+        entry["dtype"] == "bfloat16" and tensors["0.weight.step"].shape == (16, steps) and tensors["0.weight.step"].dtype == torch.bfloat16
+    )
+    same = load_compressed(dense(torch.bfloat16).to(device), path)
+    for key, value in model.state_dict().items():
+        assert equal_bits(same.state_dict()[key], value), key
+    x = torch.randn(3, 32, dtype=torch.bfloat16)
+    assert equal_bits(model(x), same(x)) and same[0].dtype == torch.bfloat16 and same[2].weight.kind == values
+    save_dense(model, tmp_path / "dense.safetensors")
+    plain = dense(torch.bfloat16)
+    load_model(plain, tmp_path / "dense.safetensors")
+    assert equal_bits(plain[0].weight.detach(), model[0].dense())
+
+
 def test_tied_tensors_are_stored_once_and_stay_tied(tmp_path):
     saved(tmp_path / "m")
     tensors, metadata = parts(tmp_path / "m")
