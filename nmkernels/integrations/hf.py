@@ -9,8 +9,8 @@ transformers' models are in use; a process that only loads a compressed model im
 A folder holds::
 
     config.json         quantization_config: quant_method "nmkernels", version, and layers, the table of nm.save_compressed's files
-    model.safetensors   fqn.values, fqn.indices; fqn.nm_left and fqn.nm_right of an adapter; fqn.columns if inputs are reordered; every
-                        other tensor as in the dense model; shards and an index if it is large; the same table as metadata
+    model.safetensors   fqn.values, fqn.indices; fqn.step of integers; fqn.nm_left and fqn.nm_right of an adapter; fqn.columns if inputs are
+                        reordered; every other tensor as in the dense model; shards and an index if it is large; the same table as metadata
     README.md           a model card that says what to import
 
 Without that import transformers would initialise the compressed layers randomly and only log a warning. Therefore the file also has an
@@ -45,13 +45,16 @@ from .. import integrations, ops
 from ..export.plan import STACKS, announced, check_filled, home_of
 from ..export.safetensors import VERSION, described, table
 from ..export.tensors import Layer, sparse_layers, weight_name
-from ..layouts import as_matrix, ordered
+from ..layouts import MATRICES, as_matrix, ordered
 from ..nn import CompressedLinear, CompressedStack, NMWeight, decompress_, deployed, replace_
 from ..nn.compressed import LAYOUTS, CompressedPart
+from ..nn.deploy import FLOATING, names_of
 from ..nn.experts import child_name, compressed_stack, deploy_stacks_
 from ..nn.swap import after_swap, post_swap_hooks
 from ..ops import Compressed
-from ..pattern import CheckpointError, Pattern, PatternError, PatternLike, RecipeError
+from ..ops.compress import group_of
+from ..ops.integers import BITS, GROUPS
+from ..pattern import CheckpointError, OptionError, Pattern, PatternError, PatternLike, RecipeError
 from ..recipes import Report
 from ..recipes.report import Entry
 from ..recipes.sparsify import Candidate, select
@@ -63,12 +66,14 @@ if int(transformers.__version__.partition(".")[0]) < 5:
     raise ImportError(f"nmkernels.integrations.hf needs transformers 5; {transformers.__version__} is installed.")
 
 METHOD = "nmkernels"
+WITHOUT_INTEGERS = 4
+"""The newest format version of models without integers."""
 CARD = "README.md"
 HEADING = "## N:M sparse weights"
 SECTION = f"""{HEADING}
 
-Weights of this model are {{patterns}} sparse and stored compressed by nmkernels. Import its adapter before you load the model: without
-it transformers does not know the format and refuses the file.
+Weights of this model are {{patterns}} sparse and stored compressed by nmkernels{{rounded}}. Import its adapter before you load the model:
+without it transformers does not know the format and refuses the file.
 
 ```python
 import nmkernels.integrations.hf
@@ -84,19 +89,23 @@ class NMConfig(QuantizationConfigMixin):
 
     With a dense checkpoint, ``from_pretrained(folder, quantization_config=NMConfig("2:4"))`` prunes and compresses the weights that
     ``sparsify_`` would choose, one by one as they are read, by magnitude; the whole dense model is never in memory. The result equals
-    ``sparsify_(model, "ste:2:4")``, ``finish`` and ``compress_``. Layers that the checkpoint lacks stay dense.
-    With a compressed checkpoint only ``keep_dense`` is used, and a pattern other than the checkpoint's is refused.
+    ``sparsify_(model, "ste:2:4")``, ``finish`` and ``compress_``, which then takes ``values`` and ``group``. Layers that the checkpoint
+    lacks stay dense.
+    With a compressed checkpoint only ``keep_dense`` is used, and a pattern, values or a group other than the checkpoint's are refused.
 
     Args:
         pattern: ``"N:M"``; required for a dense checkpoint.
         skip: layers that stay dense: full names, parts of names between dots, or either with shell wildcards (``*``, ``?``).
         keep_dense: see ``CompressedLinear``.
+        values: None for floating-point values; ``"int8"`` or ``"int4"`` for those of linear layers, as ``compress_`` rounds them.
+        group: columns that share a step, as for ``compress_``.
         layers: for a compressed checkpoint: layer name -> its entry in the table of ``save_compressed``.
         version: format version of that table.
         quant_method: always ``"nmkernels"``.
 
     Raises:
         PatternError: the pattern is not ``"N:M"``, or differs from the checkpoint's.
+        OptionError: the values are unknown or differ from the checkpoint's, or the group fits no layer or differs.
         CheckpointError: the checkpoint has a newer format version.
 
     Example:
@@ -112,20 +121,35 @@ class NMConfig(QuantizationConfigMixin):
         layers: dict[str, Any] | None = None,
         version: int = VERSION,
         quant_method: str = METHOD,
+        values: str | None = None,
+        group: int | None = None,
         **others: Any,
     ) -> None:
         if type(version) is not int or version > VERSION:
             raise CheckpointError(f"the model was saved in format version {version}; this one reads up to {VERSION}: upgrade nmkernels.")
         if others:
-            raise TypeError(f"NMConfig: unknown argument {', '.join(sorted(others))}; it takes pattern, skip and keep_dense.")
+            raise TypeError(
+                f"NMConfig: unknown argument {', '.join(sorted(others))}; it takes pattern, skip, keep_dense, values and group."
+            )
         self.quant_method = quant_method
         self.pattern = None if pattern is None else str(Pattern(pattern))
         self.skip = [skip] if isinstance(skip, str) else list(skip)
         self.keep_dense = keep_dense
+        if values not in (None, *BITS):
+            raise OptionError(f"NMConfig: values={values!r} is unknown; choose one of {', '.join(map(repr, BITS))}, or None.")
+        if group is not None and values is None:
+            raise OptionError(f"NMConfig: group={group} is for values='int8' or 'int4'.")
+        self.values, self.group = values, group
         if not isinstance(layers, dict | None):
             raise CheckpointError("NMConfig: layers is not a dict; config.json is damaged.")
         self.layers = layers or {}
         self.version = version
+
+    @property
+    def rounded(self) -> list[str]:
+        """The kinds of integers of the layers, such as ``int4, a step per 128 columns``."""
+        found = {(about["values"], about.get("group")) for about in self.layers.values() if isinstance(about, dict) and "values" in about}
+        return [f"{values}, a step per {f'{group} columns' if group else 'row'}" for values, group in sorted(found, key=str)]
 
     @property
     def patterns(self) -> list[str]:
@@ -134,14 +158,16 @@ class NMConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """The entry of ``config.json``: the table of a compressed model, else the options for pruning."""
-        about = {"quant_method": self.quant_method, "version": self.version}
+        integers = self.rounded if self.layers else self.values
+        about = {"quant_method": self.quant_method, "version": self.version if integers else min(self.version, WITHOUT_INTEGERS)}
         if self.layers:
             return {**about, "layers": copy.deepcopy(self.layers)}
-        return {**about, "pattern": self.pattern, "skip": list(self.skip), "keep_dense": self.keep_dense}
+        about |= {"pattern": self.pattern, "skip": list(self.skip), "keep_dense": self.keep_dense}
+        return {**about, "values": self.values, "group": self.group} if self.values else about
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """The attributes that transformers copies from the user's config to that of a compressed checkpoint."""
-        return {"pattern": self.pattern, "keep_dense": self.keep_dense}
+        return {"pattern": self.pattern, "keep_dense": self.keep_dense, "values": self.values, "group": self.group}
 
 
 class NMQuantizer(HfQuantizer):
@@ -174,6 +200,24 @@ class NMQuantizer(HfQuantizer):
                 f"NMConfig({pattern!r}): the checkpoint is already compressed, as {', '.join(patterns)}. Leave the pattern out, or prune "
                 "the checkpoint of the dense model."
             )
+        config = self.quantization_config
+        if self.pre_quantized and config.values is not None and not all(map(self._agrees, config.layers.values())):
+            way = (
+                "prune the checkpoint of the dense model" if config.rounded else "nm.compress_(model, values=...) rounds them after loading"
+            )
+            raise OptionError(
+                f"NMConfig(values={config.values!r}, group={config.group}): the checkpoint is already compressed, with values in "
+                f"{'; '.join(config.rounded) or 'floating point'}. Leave values out; {way}."
+            )
+
+    def _agrees(self, about: Any) -> bool:
+        """Whether a layer of the checkpoint has the values and group of the config that was passed; only linear layers have integers."""
+        config = self.quantization_config
+        if not isinstance(about, dict) or about.get("layout") not in MATRICES:
+            return True
+        group = about.get("group")
+        whole = [0, *about.get("shape", ())[1:]] if group == 0 else [group]
+        return about.get("values") == config.values and (config.group is None or config.group in whole)
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         self._dtype = dtype
@@ -185,7 +229,10 @@ class NMQuantizer(HfQuantizer):
         if self.pre_quantized or self._dtype is None:
             return None
         p = Pattern(str(self.quantization_config.pattern))
-        return p.n / p.m * (self._dtype.itemsize + p.index_bits / 8)
+        values, group = self.quantization_config.values, self.quantization_config.group
+        size = self._dtype.itemsize if values is None else BITS[values] / 8
+        steps = 2 / (group or GROUPS[0]) if values == "int4" or group else 0  # about: rows are long, and groups may be smaller
+        return p.n / p.m * (size + p.index_bits / 8) + steps
 
     # ---- loading
 
@@ -256,6 +303,13 @@ class NMQuantizer(HfQuantizer):
         self.report = report
         if not self._chosen:
             raise RecipeError(f"NMConfig: no layer of {type(model).__name__} can be made {pattern} sparse:\n{report}")
+        if config.values is not None:
+            floats = [c.name for c in self._chosen.values() if c.layout not in MATRICES]
+            if floats:
+                warnings.warn(f"NMConfig: {FLOATING.format(config.values, names_of(floats))}", stacklevel=3)
+            for c in self._chosen.values():
+                if c.layout in MATRICES:
+                    group_of(f"NMConfig: layer {c.name!r}", config.values, config.group, pattern, c.matrix_shape[1])
 
     def get_weight_conversions(self) -> list[Any]:
         from transformers.core_model_loading import WeightRenaming
@@ -263,7 +317,7 @@ class NMQuantizer(HfQuantizer):
         # tensor names in a file of save_compressed next to a config.json
         stacks = {".".join(name.split(".")[-2:]) for name, layer in self._layers.items() if isinstance(layer, CompressedStack)}
         names = [(r"\.weight", ""), *((re.escape(f".{name}"), f".{child_name(name)}") for name in sorted(stacks))]
-        self._conversions = [WeightRenaming(rf"{old}\.(values|indices|columns)$", rf"{new}.\1") for old, new in names]
+        self._conversions = [WeightRenaming(rf"{old}\.(values|indices|step|columns)$", rf"{new}.\1") for old, new in names]
         if not self.pre_quantized:
             self._conversions = []
         return self._conversions
@@ -339,6 +393,8 @@ class _Compress:
                 layer = compressed_stack(stored, c.layout, pattern, config.keep_dense)
             else:
                 packed = ops.compress(as_matrix(ordered(stored, c.layout), c.layout), pattern)
+                if config.values is not None and c.layout in MATRICES:
+                    packed = ops.quantize_values(packed, config.values, config.group)
                 layer = deployed(c.module, packed, c.layout, config.keep_dense)
             quantizer._put(model, c.name, c.module, layer)
             quantizer._layers[c.name] = layer
@@ -406,8 +462,9 @@ def write_card(folder: Any, model: Any) -> None:
     from huggingface_hub import ModelCard, ModelCardData
 
     path = Path(folder) / CARD
-    patterns = ", ".join(model.config.quantization_config.patterns)
-    section = SECTION.format(patterns=patterns, kind=type(model).__name__, folder=path.parent.name)
+    config = model.config.quantization_config
+    rounded = f", with values in {'; '.join(config.rounded)}" if config.rounded else ""
+    section = SECTION.format(patterns=", ".join(config.patterns), rounded=rounded, kind=type(model).__name__, folder=path.parent.name)
     if not path.exists():
         data = ModelCardData(library_name="transformers", tags=[METHOD])
         path.write_text(f"---\n{data.to_yaml()}\n---\n\n# {path.parent.name}\n\n{section}", encoding="utf-8")
@@ -423,7 +480,7 @@ def write_card(folder: Any, model: Any) -> None:
 
 
 def _filled(layer: nn.Module, read: bool) -> tuple[dict[str, Tensor], set[str]]:
-    """(offloaded indices and columns, which accelerate puts into ``layer`` only while it runs; names of tensors that no file held)."""
+    """(offloaded indices, steps and columns, which accelerate puts into ``layer`` while it runs; names of tensors that no file held)."""
     hook = getattr(layer, "_hf_hook", None)
     maps = [weights for h in getattr(hook, "hooks", (hook,)) if (weights := getattr(h, "weights_map", None)) is not None]
     names = {key.rpartition(".")[2] for weights in maps for key in weights}  # the maps iterate over full names
@@ -432,7 +489,7 @@ def _filled(layer: nn.Module, read: bool) -> tuple[dict[str, Tensor], set[str]]:
         if name == "bias":
             continue  # transformers initialises and reports it
         if tensor.is_meta and name in names:
-            if name in ("indices", "columns"):
+            if name in ("indices", "step", "columns"):
                 offloaded[name] = maps[0][name]
         elif tensor.is_meta or (read and not getattr(tensor, "_is_hf_initialized", False)):
             missing.add(name)

@@ -40,6 +40,7 @@ HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_"
 
 MOST_NAMED = 5
 """How many layers a warning names."""
+FLOATING = "experts and convolutions keep floating-point values, not {}: {}."
 
 
 def compress_(model: nn.Module, keep_dense: bool = False, values: str | None = None, group: int | None = None) -> nn.Module:
@@ -139,9 +140,13 @@ def rounded_layers(verb: str, model: nn.Module, values: str | None, group: int |
         else:
             found[name] = module
     if others:
-        some = f"{', '.join(others[:MOST_NAMED])}{f' and {len(others) - MOST_NAMED} more' if len(others) > MOST_NAMED else ''}"
-        warnings.warn(f"{verb}: experts and convolutions keep floating-point values, not {values}: {some}.", stacklevel=3)
+        warnings.warn(f"{verb}: {FLOATING.format(values, names_of(others))}", stacklevel=3)
     return found
+
+
+def names_of(layers: list[str]) -> str:
+    """The first names of ``layers``, for a warning."""
+    return f"{', '.join(layers[:MOST_NAMED])}{f' and {len(layers) - MOST_NAMED} more' if len(layers) > MOST_NAMED else ''}"
 
 
 def check_rounding(verb: str, name: str, layer: NMWeight | CompressedLinear, values: Any, group: int | None) -> None:

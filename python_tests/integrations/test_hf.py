@@ -319,6 +319,127 @@ def test_another_pattern_is_refused(llama: tuple[Any, Path]) -> None:
             assert equal_bits(logits(model), logits(llama[0]))
 
 
+# ---- integers
+
+
+@pytest.fixture(scope="module", params=[("int8", None), ("int4", 16)], ids=["int8", "int4"])
+def rounded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A Llama with integers as values and the folder that it was saved to; neither is to be changed."""
+    values, group = request.param
+    model, folder = nm.compress_(trained(built("llama"), "llama"), values=values, group=group), tmp_path_factory.mktemp("llama") / "rounded"
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def test_integers_are_the_same_from_a_folder(rounded: tuple[Any, Path], tmp_path: Path) -> None:
+    model, folder = rounded
+    again, kind = loaded(folder), packed(model)["model.layers.0.mlp.up_proj"].weight.kind
+    assert same_state(again, model) and equal_bits(logits(again), logits(model))
+    new = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
+    assert torch.equal(again.generate(IDS, **new), model.generate(IDS, **new))
+    about, metadata = config_of(folder), parts(folder / "model.safetensors")[1]
+    entry = about["layers"]["model.layers.1.mlp.down_proj"]
+    assert about["version"] == 5 and metadata["version"] == "5" and json.loads(metadata["layers"]) == about["layers"]
+    assert (entry["values"], entry["group"], entry["dtype"]) == (kind, 16 if kind == "int4" else 0, "float32")
+    assert f"2:4 sparse and stored compressed by nmkernels, with values in {kind}, a step per" in (folder / CARD).read_text()
+    again.save_pretrained(tmp_path / "b", max_shard_size="10KB")
+    assert same_state(loaded(tmp_path / "b"), model) and same_state(nm.load_compressed(built("llama"), tmp_path / "b"), model)
+    model.config.save_pretrained(tmp_path)
+    nm.save_compressed(model, tmp_path / "model.safetensors")
+    assert same_state(loaded(tmp_path), model)
+
+
+def test_integers_in_other_dtypes_offloaded_and_dequantized(rounded: tuple[Any, Path], tmp_path: Path) -> None:
+    model, folder = rounded
+    half = loaded(folder, dtype=torch.bfloat16)
+    assert same_state(half, copy.deepcopy(model).to(torch.bfloat16)) and {layer.dtype for layer in packed(half).values()} == {
+        torch.bfloat16
+    }
+    assert half.model.layers[0].mlp.up_proj.step.dtype == model.model.layers[0].mlp.up_proj.step.dtype == torch.bfloat16
+    torch.testing.assert_close(logits(half).float(), logits(model), rtol=0, atol=1e-2)
+    for offload_buffers in (False, True):
+        split = {**ON_CPU, "model.layers.1": "disk"}
+        again = loaded(folder, device_map=split, offload_folder=tmp_path, offload_buffers=offload_buffers)
+        assert again.model.layers[1].mlp.up_proj.step.is_meta == offload_buffers
+        assert equal_bits(logits(again), logits(model))
+    dense = {name: layer.dense() for name, layer in packed(model).items()}
+    plain = loaded(folder).dequantize()
+    assert not packed(plain) and all(equal_bits(plain.get_submodule(name).weight.detach(), weight) for name, weight in dense.items())
+
+
+def test_a_float_config_keeps_its_version(llama: tuple[Any, Path]) -> None:
+    assert config_of(llama[1])["version"] == 4, "which earlier releases read"
+    assert NMConfig("2:4").to_dict() == {"quant_method": "nmkernels", "version": 4, "pattern": "2:4", "skip": [], "keep_dense": False}
+    about = NMConfig("2:4", values="int4", group=64).to_dict()
+    assert (about["version"], about["values"], about["group"]) == (5, "int4", 64) and NMConfig(**about).to_dict() == about
+
+
+@pytest.mark.parametrize(("values", "group"), [("int8", None), ("int4", 16)])
+def test_a_dense_checkpoint_is_rounded_as_compress_would(
+    values: str, group: int | None, dense_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    config = NMConfig("2:4", values=values, group=group)
+    for name in ("llama", "gpt2"):
+        model, by_hand = loaded(dense_folders[name], quantization_config=config), loaded(dense_folders[name])
+        nm.sparsify_(by_hand, "ste:2:4").finish(allow_unused=True)
+        assert same_state(model, nm.compress_(by_hand, values=values, group=group)) and equal_bits(logits(model), logits(by_hand))
+        model.save_pretrained(tmp_path / name)
+        assert same_state(loaded(tmp_path / name), model)
+    quantizer = NMQuantizer(config, pre_quantized=False)
+    quantizer.update_dtype(torch.bfloat16)
+    assert quantizer.quantized_element_size == {"int8": 5 / 8, "int4": 3 / 8 + 2 / 16}[values]
+
+
+def test_other_integers_than_the_checkpoint_has_are_refused(
+    llama: tuple[Any, Path], dense_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model = nm.compress_(trained(built("llama"), "llama"), values="int4", group=16)
+    model.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # transformers: the checkpoint's configuration is the one used
+        for folder, given, said in [
+            (tmp_path, NMConfig(values="int8"), "with values in int4, a step per 16 columns. Leave values out; prune the checkpoint"),
+            (tmp_path, NMConfig(values="int4", group=8), "with values in int4, a step per 16 columns"),
+            (tmp_path, NMConfig(values="int4", group=0), "with values in int4, a step per 16 columns"),
+            (llama[1], NMConfig(values="int8"), "with values in floating point. Leave values out; nm.compress_"),
+            (dense_folders["llama"], NMConfig("2:4", values="int4", group=24), "layer 'model.layers.0.*group=24 does not divide"),
+        ]:
+            with pytest.raises(nm.ops.OptionError, match=said):
+                loaded(folder, quantization_config=given)
+        for same in (NMConfig(values="int4"), NMConfig("2:4", values="int4", group=16), NMConfig()):
+            assert same_state(loaded(tmp_path, quantization_config=same), model)
+    for arguments, said in (({"values": "int5"}, "values='int5' is unknown"), ({"group": 32}, "group=32 is for values")):
+        with pytest.raises(nm.ops.OptionError, match=said):
+            NMConfig("2:4", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t["model.layers.1.mlp.up_proj.step"].fill_(torch.nan), "a step is NaN or infinite"),
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.step"), "the file lacks its step"),
+    ],
+)
+def test_damaged_steps_are_refused(rounded: tuple[Any, Path], edit: Callable[..., object], message: str, tmp_path: Path) -> None:
+    for path in rounded[1].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    edited(tmp_path / "model.safetensors", lambda tensors, _: edit(tensors))
+    for read in (AutoModelForCausalLM.from_pretrained, lambda folder: nm.load_compressed(built("llama"), folder)):
+        with pytest.raises(CheckpointError, match=message):
+            read(tmp_path)
+
+
+@pytest.mark.slow
+def test_experts_in_a_rounded_checkpoint_stay_floating_point(tmp_path: Path) -> None:
+    built("mixtral").save_pretrained(tmp_path / "dense")
+    with pytest.warns(UserWarning, match="experts and convolutions keep floating-point values, not int8"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=NMConfig("2:4", values="int8"))
+    kinds = {name: m.weight.kind for name, m in packed(model).items()}
+    assert kinds["model.layers.0.self_attn.q_proj"] == "int8" and "float" in kinds.values()
+    model.save_pretrained(tmp_path / "a")
+    assert same_state(loaded(tmp_path / "a"), model)
+
+
 # ---- devices, dtypes, and what else is done with a loaded model
 
 
