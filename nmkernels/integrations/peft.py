@@ -85,6 +85,13 @@ class MaskedLoraConfig(LoraConfig):
     nm_masked: bool = True
 
 
+NO_MERGE = (
+    "the weight has {0} values, and the sum would have to be rounded again. Nothing was merged. Keep the adapter separate; or "
+    "nm.integrations.peft.absorb(model) makes a LoRA adapter the layer's own; or merge it into the model with floating-point weights, then "
+    "nm.compress_(model, values={0!r})."
+)
+
+
 def is_linear(module: nn.Module) -> bool:
     """Whether ``module`` is a linear layer with an N:M weight, trainable or compressed."""
     if isinstance(module, CompressedLinear):
@@ -95,6 +102,11 @@ def is_linear(module: nn.Module) -> bool:
 def is_sparse(module: nn.Module) -> bool:
     """Whether ``module`` is any layer with an N:M weight; each stack of experts is one."""
     return isinstance(module, (NMWeight, CompressedLinear, CompressedConv2d, CompressedStack))
+
+
+def rounded_to(layer: nn.Module) -> str:
+    """The integers that the values of ``layer`` are, ``"int8"`` or ``"int4"``; empty for floating-point values."""
+    return layer.weight.kind if isinstance(layer, CompressedLinear) and layer.weight.step is not None else ""
 
 
 def stored_transposed(layer: nn.Module) -> bool:
@@ -260,7 +272,10 @@ class SparseLoraLinear(Linear):
             return self._mask
         base = self.get_base_layer()
         if isinstance(base, CompressedLinear):
-            ones = ops.Compressed(torch.ones_like(base.values), base.indices, base.pattern, base.weight.shape)
+            kept = base.pattern.kept(base.in_features)
+            ones = ops.Compressed(
+                torch.ones(base.out_features, kept, device=base.values.device), base.indices, base.pattern, base.weight.shape
+            )
             grouped, order = ones.dense() != 0, base.order
         else:
             grouped, order = ops.mask(base.grouped.detach(), base.pattern), base.columns
@@ -346,6 +361,9 @@ class SparseLoraLinear(Linear):
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
         if not names:
             return
+        kind = rounded_to(base)
+        if kind:
+            raise RecipeError(f"merging adapter {', '.join(map(repr, names))}: {NO_MERGE.format(kind)}")
         merged_before = self._unmerged is not None
         if merged_before:
             self._restore()
@@ -417,6 +435,12 @@ class SparseLoraLinear(Linear):
                 return f"adapter {name!r} is an activated LoRA, which acts only on tokens after its invocation"
             if self.lora_bias[name] and self.get_base_layer().bias is None:
                 return f"adapter {name!r} has a bias (lora_bias=True), and the layer has none"
+            if rounded_to(self.get_base_layer()) and (self.is_masked(name) or isinstance(self.lora_variant.get(name), SparseDoraVariant)):
+                return (
+                    f"adapter {name!r} changes the weight ({'MaskedLoraConfig' if self.is_masked(name) else 'DoRA'}), whose "
+                    f"{rounded_to(self.get_base_layer())} values would have to be rounded again; keep it separate, or absorb it into the "
+                    "model with floating-point weights and compress_ that"
+                )
         if any(is_sharded(p) for p in self.parameters()):
             return f"it is sharded. {ONE_PROCESS}"
         return "it is merged; call unmerge_adapter() first" if self.merged else ""
@@ -575,6 +599,9 @@ def check_merge(model: nn.Module, adapter_names: Sequence[str] | None) -> None:
     for name, module in model.named_modules():
         if isinstance(module, SparseLoraLinear) and is_linear(module.get_base_layer()):
             adapters = [a for a in module.named(adapter_names) if a not in module.merged_adapters]
+            kind = rounded_to(module.get_base_layer())
+            if kind and adapters and module.merging != ABSORB:
+                raise RecipeError(f"merging adapters into {name!r}: {NO_MERGE.format(kind)}")
             share = module.lost([*module.merged_adapters, *adapters]) if adapters and module.merging == EXACT else 0.0
             if share:
                 lost[name], layers[name] = share, module

@@ -446,6 +446,65 @@ def compressed(folder: str) -> dict[str, Any]:
     return found
 
 
+def rounded(folder: str) -> dict[str, Any]:
+    """Compressed layers with integers, split before and after rounding, from files of whole models and to files of parts."""
+
+    def finished(hidden: int = 64, pattern: str = "2:4", parallel: bool = False) -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(DIM, hidden), nn.GELU(), nn.Linear(hidden, DIM))
+        nm.sparsify_(model, R.STE(pattern)).finish(allow_unused=True)
+        return in_parts(model) if parallel else model
+
+    def in_parts(model: nn.Sequential) -> nn.Sequential:
+        parallelize_module(model, mesh_of(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        return model
+
+    def empty(hidden: int = 64) -> nn.Sequential:
+        return in_parts(nn.Sequential(nn.Linear(DIM, hidden), nn.GELU(), nn.Linear(hidden, DIM)))
+
+    def error(one: nn.Module, other: nn.Module) -> float:
+        x = torch.linspace(-1, 1, 3 * DIM).view(3, DIM)
+        with torch.no_grad():
+            return float((one(x) - other(x)).abs().max())
+
+    found: dict[str, Any] = {"errors": {}, "refused": {}}
+    for values, group in (("int8", None), ("int4", 16)):
+        one, path = nm.compress_(finished(), values=values, group=group), f"{folder}/{values} {dist.get_rank()}.safetensors"
+        nm.save_compressed(one, path)
+        loaded = nm.load_compressed(empty(), path)
+        found["errors"][values, "loaded"] = error(loaded, one)
+        parts = nm.compress_(finished(parallel=True), values=values, group=group)
+        nm.save_compressed(parts, f"{folder}/parts.safetensors")
+        dist.barrier()
+        again = nm.load_compressed(nn.Sequential(nn.Linear(DIM, 64), nn.GELU(), nn.Linear(64, DIM)), f"{folder}/parts.safetensors")
+        found["errors"][values, "parts"] = error(parts, again)
+        found[values] = [again[2].weight.group, again[2].step.shape[1], whole(loaded.state_dict())["2.step"].shape[1]]
+        found["errors"][values, "dense"] = error(parts, one) * (values == "int4")  # whole groups are rounded alike
+        parts.load_state_dict(loaded.state_dict())
+        found["errors"][values, "state"] = error(parts, one)
+        dist.barrier()
+    for name, hidden, pattern, group in (("groups", 96, "2:4", 32), ("halves", 64, "1:32", 0)):
+        path = f"{folder}/{name} {dist.get_rank()}.safetensors"
+        nm.save_compressed(nm.compress_(finished(hidden, pattern), values="int4", group=group), path)
+        found["refused"][name] = raised(lambda path=path, hidden=hidden: nm.load_compressed(empty(hidden), path))
+    found["refused"]["halves, compress_"] = raised(lambda: nm.compress_(finished(64, "1:32", parallel=True), values="int4", group=0))
+    return found
+
+
+@pytest.mark.slow
+def test_integers(tmp_path: Path) -> None:
+    for found in on_ranks(RANKS, rounded, tmp_path, str(tmp_path)):
+        assert max(found["errors"].values()) < 1e-5, found["errors"]
+        assert found["int8"] == [32, 2, 2], "a step per row and rank"
+        assert found["int4"] == [16, 4, 4]
+        for name, words in {
+            "groups": "cut groups of 32 columns",
+            "halves": "cut bytes of two integers",
+            "halves, compress_": "cut a byte of two in half",
+        }.items():
+            assert words in found["refused"][name], found["refused"]
+
+
 def split_later() -> dict[str, float]:
     """What splitting and then compressing changes in the output of a finished model."""
     found = {}

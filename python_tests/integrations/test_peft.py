@@ -638,6 +638,34 @@ def test_copies_pickles_and_checkpointed_gradients() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+@pytest.mark.parametrize(("name", "values"), [("llama", "int4"), ("gpt2", "int8")])
+def test_lora_trains_on_integers_and_is_absorbed_but_not_merged(name: str, values: str, tmp_path: Path) -> None:
+    def fresh() -> nn.Module:
+        return nm.compress_(base(name), values=values)
+
+    state = {key: t.clone() for key, t in fresh().state_dict().items()}
+    model = get_peft_model(fresh(), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    losses = train(model, 8)
+    assert losses[-1] < losses[0] - 0.1 and {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    own = {key.removeprefix("base_model.model.").replace(".base_layer", ""): t for key, t in model.state_dict().items()}
+    assert all(torch.equal(own[key], t) for key, t in state.items()), "the base is frozen"
+    before, layer = logits(model), next(iter(layers_of(model).values()))
+    for merge in (model.merge_and_unload, model.merge_adapter, layer.merge, lambda: P.merge_and_prune(model)):
+        with pytest.raises(nm.RecipeError, match=f"the weight has {values} values.*rounded again.*absorb"):
+            merge()
+        assert torch.equal(logits(model), before) and not any(one.merged for one in layers_of(model).values())
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(PeftModel.from_pretrained(fresh(), tmp_path)), before)
+    for odd in (tuned(fresh(), masked(), 2), tuned(fresh(), None, 2, use_dora=True)):
+        changed = logits(odd)
+        with pytest.raises(nm.RecipeError, match=f"changes the weight.*whose {values} values would have to be rounded again"):
+            P.absorb(odd)
+        assert torch.equal(logits(odd), changed)
+    absorbed = P.absorb(model)
+    torch.testing.assert_close(logits(absorbed), before, rtol=1e-4, atol=1e-4)
+    assert all(m.weight.kind == values for m in absorbed.modules() if isinstance(m, nm.CompressedLinear))
+
+
 def test_columns_in_another_order_are_merged_and_absorbed() -> None:
     torch.manual_seed(0)
     c, order = nm.ops.compress(torch.randn(16, 32), "2:4"), torch.randperm(32)
