@@ -14,6 +14,7 @@ from ..gemm.devices import Device, kind
 from ..layouts import EXPERTS_T
 from ..nn import CompressedLinear, CompressedStack, NMWeight, StackedWeight, adapter_of
 from ..nn.experts import sparse_layers, stacks_of
+from ..ops.integers import bits_of
 from ..pattern import Pattern, RecipeError
 from ..recipes.base import Recipe, rank_for
 from ..recipes.compose import deployed
@@ -199,6 +200,8 @@ def _rules(module: nn.Module | None, recipe: Recipe | None, pattern: Pattern, sh
         return replace(of_recipe(recipe, pattern), rank=rank_for(deployed(recipe).rank, shape))
     adapter = adapter_of(module) if isinstance(module, (NMWeight, CompressedLinear)) else None
     rules = of_layer(module) if isinstance(module, NMWeight) else Rules(pattern)
+    if isinstance(module, CompressedLinear) and module.weight.step is not None:
+        rules = replace(rules, bits=bits_of(module.values))
     return rules if adapter is None else replace(rules, rank=int(adapter[0].shape[1]))
 
 
@@ -213,7 +216,7 @@ def _gemm_shape(modules: Mapping[str, nn.Module], e: Entry) -> tuple[int, int]:
 def _weight(model: nn.Module, module: nn.Module | None, name: str) -> tuple[torch.dtype, bool]:
     """The dtype of a layer's weight, and whether it has a gradient."""
     if isinstance(module, (CompressedLinear, CompressedStack)):
-        return module.values.dtype, False
+        return module.dtype if isinstance(module, CompressedLinear) else module.values.dtype, False
     module = None if isinstance(module, StackedWeight) else module  # its Parameter belongs to another module
     try:
         weight = model.get_parameter(f"{name}.weight" if module is not None and name else "weight" if module is not None else name)

@@ -53,6 +53,7 @@ class Rules:
         straight: whether the gradient is straight-through, so that no GEMM reads the master weight.
         rank: of the deployed low-rank adapter.
         fp8: whether training rounds the operands of GEMMs to FP8.
+        bits: of a deployed value that is an integer; 0 for floating-point values.
     """
 
     pattern: Pattern
@@ -67,6 +68,7 @@ class Rules:
     straight: bool = True
     rank: int = 0
     fp8: bool = False
+    bits: int = 0
 
     def preparations(self, transposed: bool) -> Iterator[tuple[str, bool, bool]]:
         """Options to prepare the weight: (piece, whether fprop reads it packed, whether dgrad does). A dense dgrad also needs the dense
@@ -179,9 +181,9 @@ class Layer:
     master: torch.dtype
 
 
-def packed_bytes(pattern: Pattern, dtype: torch.dtype) -> float:
-    """Bytes of the compressed form per element of the dense one."""
-    return pattern.density * (dtype.itemsize + pattern.index_bits / 8)
+def packed_bytes(pattern: Pattern, dtype: torch.dtype, bits: int = 0) -> float:
+    """Bytes of the compressed form per element of the dense one; ``bits`` of an integer value, 0 for values in ``dtype``."""
+    return pattern.density * ((bits or 8 * dtype.itemsize) + pattern.index_bits) / 8
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,8 @@ class Case:
         cost = cost or self.predict
         if cost("fprop dense") is None:
             return ()
-        piece = _faster("fprop", cost, self.rules.deploys_nm)
+        # kernels that multiply integers have neither measurements nor a roofline yet
+        piece = _faster("fprop", cost, self.rules.deploys_nm and not self.rules.bits)
         expand = None if self.has_dense else cost("expand")
         if piece.form == "dense" and expand is not None:
             piece = Piece("fprop", piece.dense, piece.dense + expand, "expanded")
@@ -271,7 +274,7 @@ class Case:
         if role == "adapter":
             return sum(self.but(layer={"shape": shape}).gemm("fprop") for shape in ((rules.rank, cols), (out, rules.rank)))
         if role == "expand":
-            moved = out * cols * (layer.dtype.itemsize + packed_bytes(rules.pattern, layer.dtype))
+            moved = out * cols * (layer.dtype.itemsize + packed_bytes(rules.pattern, layer.dtype, rules.bits))
             return moved / (device.passes * device.bandwidth) + device.call
         pattern = None if form == "dense" else rules.estimate if role == "wgrad" else rules.pattern
         return self.gemm(role, pattern) if pattern is None or not self.refused(role, pattern) else None

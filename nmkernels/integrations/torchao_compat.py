@@ -178,7 +178,7 @@ def to_semi_structured_(model: nn.Module) -> nn.Module:
 
     Raises:
         RecipeError: a layer is in training, has another pattern, an adapter or reordered inputs; nothing has changed.
-        ShapeError, DtypeError: torch does not support that size or dtype; nothing has changed.
+        ShapeError, DtypeError: torch does not support that size or dtype, integers among them; nothing has changed.
     """
     weights: dict[nn.Module, Tensor] = {}
     for name, module in model.named_modules():
@@ -207,6 +207,12 @@ def _packed(name: str, module: NMWeight | CompressedLinear) -> ops.Compressed:
     if "nm_left" in module._parameters or reordered:
         what = "reorders its inputs" if reordered else "has a low-rank adapter"
         raise RecipeError(f"to_semi_structured_: layer {name!r} {what}, which an nn.Linear cannot.")
+    if isinstance(module, CompressedLinear) and module.weight.step is not None:
+        raise DtypeError(
+            f"to_semi_structured_: layer {name!r} has {module.weight.kind} values, and torch's tensors take fp16 and bf16: call it on the "
+            "model with floating-point weights, or first nm.densify_(model), which decodes these, and then "
+            "nm.recipes.adopt(model).finish(allow_unused=True)."
+        )
     return ops.compress(module.grouped.detach().contiguous(), TWO_OF_FOUR) if isinstance(module, NMWeight) else module.weight
 
 
@@ -223,7 +229,7 @@ def semi_structured(c: ops.Compressed) -> Tensor:
     if c.pattern != TWO_OF_FOUR or len(c.shape) != 2 or rows % 32 or cols % 64:
         raise ShapeError(f"semi_structured: torch's tensors are 2:4 of shape (32·a, 64·b), not {c.pattern} {tuple(c.shape)}.")
     if c.values.dtype not in (torch.float16, torch.bfloat16):
-        raise DtypeError(f"semi_structured: the weight is {c.values.dtype}; cast the model to fp16 or bf16 first.")
+        raise DtypeError(f"semi_structured: the weight is {c.kind if c.step is not None else c.dtype}; make it fp16 or bf16 first.")
     # one nibble per group, as in hardware; four make a 16-bit word, and torch stores words in CUTLASS's order
     words = c.indices.contiguous().view(torch.int16)
     meta = torch.empty_like(words).view(-1).scatter_(0, _word_order(words), words.reshape(-1)).view_as(words)

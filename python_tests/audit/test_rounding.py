@@ -66,6 +66,15 @@ def test_reordered_inputs() -> None:
     assert entry.output == pytest.approx(float((x @ (layer.dense() - w).t()).norm() / (x @ w.t()).norm()), rel=1e-3)
 
 
+def test_an_audit_expects_no_kernel_for_integers() -> None:
+    plain, rounded = (nm.compress_(finished().bfloat16(), values=values) for values in (None, "int4"))
+    of_plain, of_rounded = (nm.audit(model, tokens=4, device="H100").layers[0] for model in (plain, rounded))
+    assert of_plain.dtype == of_rounded.dtype == "bfloat16" and of_plain.inference[0].form == "sparse"
+    assert of_rounded.inference[0].form == "expanded" and of_rounded.speedup("inference") < 1
+    nm.compress_(rounded, values="int4", keep_dense=True)
+    assert nm.audit(rounded, tokens=4, device="H100").layers[0].speedup("inference") == 1
+
+
 def test_it_refuses_what_compress_refuses() -> None:
     training = Model()
     nm.sparsify_(training, "ste:2:4")

@@ -138,6 +138,7 @@ def test_no_such_tensors():
         (training, RecipeError, "'0' is still in training"),
         (finished("1:4"), RecipeError, "'0' is 1:4"),
         (finished(), DtypeError, "fp16 or bf16"),
+        (nm.compress_(finished().bfloat16(), values="int8"), DtypeError, "'0' has int8 values.*densify_"),
         (odd, ShapeError, r"\(64, 48\)"),
     ]:
         with pytest.raises(kind, match=said):
