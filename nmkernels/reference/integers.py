@@ -77,8 +77,8 @@ def unpack_integers(stored: Tensor, count: int) -> Tensor:
     """The inverse of ``pack_integers``: int8 ``(..., count)``."""
     if stored.dtype == torch.int8:
         return stored
-    halves = torch.stack([stored & 15, stored >> 4], -1).flatten(-2)[..., :count].to(torch.int8)
-    return torch.where(halves > 7, halves - 16, halves)
+    # shifts of int8 extend the sign
+    return torch.stack([(stored << 4).view(torch.int8) >> 4, stored.view(torch.int8) >> 4], -1).flatten(-2)[..., :count]
 
 
 def dequantize_values(values: Tensor, step: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
