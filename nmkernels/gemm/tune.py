@@ -21,7 +21,7 @@ from . import estimate
 from .choose import ESTIMATED, rule
 from .measure import measure, record, search
 from .methods import DENSE, Method
-from .problem import Problem, plain
+from .problem import Problem, plain, stored_as
 
 HEADER = ("layer", "GEMM", "shape", "tokens", "by rule ms", "estimate ms", "best ms", "gain", "choice")
 DEVICES = ("cpu", "cuda")
@@ -42,7 +42,7 @@ class Tuned:
         gemm: ``fprop``, ``wgrad`` or ``fprop + dgrad``; empty if there is nothing to tune.
         shape: (out, in).
         tokens: rows of the input.
-        pattern, dtype: of the compressed operand.
+        pattern, dtype: of the compressed operand; the pattern with its integers, if values are that: ``"2:4 int4/128"``.
         default, best: seconds of the rule's choice and of the fastest correct method; None if nothing was timed.
         estimate: seconds of the rule's choice as estimated; None without an estimate.
         choice: the fastest correct method, or why nothing was tuned.
@@ -233,6 +233,7 @@ def _collected(model: nn.Module, tokens: Sequence[int]) -> list[tuple[tuple[Prob
             if some:
                 p = some[0]
                 roles = " + ".join(q.role for q in some)
-                entry = Tuned([], kind, roles, (p.rows, p.cols), p.tokens, f"{p.n}:{p.m}", plain(p.dtype))
+                pattern = f"{p.n}:{p.m} {stored_as(p)}" if p.integers else f"{p.n}:{p.m}"
+                entry = Tuned([], kind, roles, (p.rows, p.cols), p.tokens, pattern, plain(p.dtype))
             found.setdefault((kind, some or shape), (some, entry))[1].layers.append(name or "(root)")
     return list(found.values())

@@ -230,7 +230,7 @@ def test_the_choice_is_measured_per_kind_of_values() -> None:
     keys = {nm.gemm.problem.key(p) for p in (*problems, plain)}
     assert len(keys) == 4 and any("int4/32" in key for key in keys)
     entry = nm.tune(layer_of(), tokens=4).choices[0]
-    assert entry.gemm == "fprop" and not entry.refused and entry.choice in ("dense", "op")
+    assert entry.gemm == "fprop" and not entry.refused and entry.choice in ("dense", "op") and entry.pattern == "2:4 int4/32"
     (problem,) = layer_of(keep_dense=True).problems(4)[0]
     layer, x = layer_of(keep_dense=True), torch.randn(4, COLS)
     with using((problem, Method(EXPAND, "rows"))), torch.no_grad():
