@@ -424,7 +424,9 @@ def test_damaged_steps_are_refused(rounded: tuple[Any, Path], edit: Callable[...
     for path in rounded[1].iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     edited(tmp_path / "model.safetensors", lambda tensors, _: edit(tensors))
-    for read in (AutoModelForCausalLM.from_pretrained, lambda folder: nm.load_compressed(built("llama"), folder)):
+    split = {"device_map": {**ON_CPU, "model.layers.1": "disk"}, "offload_folder": tmp_path / "off", "offload_buffers": True}
+    offloaded = lambda folder: AutoModelForCausalLM.from_pretrained(folder, **split)  # noqa: E731
+    for read in (AutoModelForCausalLM.from_pretrained, lambda folder: nm.load_compressed(built("llama"), folder), offloaded):
         with pytest.raises(CheckpointError, match=message):
             read(tmp_path)
 

@@ -211,7 +211,8 @@ def test_a_kernel_takes_few_tokens_and_more_are_expanded(monkeypatch: pytest.Mon
     monkeypatch.setitem(dispatch._impls, "nm_linear_integers", [entry, *(one for one in others if one.backend != "cpu")])
     forget()
     dispatch.forget()
-    assert "cpu        chosen" in nm.explain(layer, torch.randn(3, COLS)) and "expands" in nm.explain(layer, torch.randn(17, COLS))
+    assert "cpu        chosen\n" in nm.explain(layer, torch.randn(3, COLS)) + "\n"
+    assert all("not called by this layer: it expands" in nm.explain(layer, torch.randn(tokens, COLS)) for tokens in (2, 17))
     for grad in (False, True):
         for tokens in (1, 2, 16, 17, 17, 16):
             x = torch.randn(tokens, COLS)
@@ -220,6 +221,8 @@ def test_a_kernel_takes_few_tokens_and_more_are_expanded(monkeypatch: pytest.Mon
             torch.testing.assert_close(y, F.linear(x, layer.weight.dense(), layer.bias), rtol=1e-4, atol=1e-4)
         assert ran == [1, 16, 16]
         ran.clear()
+    monkeypatch.setattr(compressed, "SMALL_BYTES", 1 << 20)
+    assert "it multiplies a dense copy" in nm.explain(layer_of(), torch.randn(3, COLS)), "for a small layer, F.linear takes least"
     forget()
     dispatch.forget()
 
