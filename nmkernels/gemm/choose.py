@@ -7,7 +7,8 @@ The choice comes from the first of these that applies:
 3. the table of ``nm.tune``'s measurements on this device, with these versions, for these GEMMs and number of tokens (rounded up to a power
    of two);
 4. with ``NMKERNELS_CHOICE=measured``, a measurement now;
-5. the rule: the method with the least estimated time (``estimate``), including a margin and the time to make W̃.
+5. the rule: the method with the least estimated time (``estimate``), including a margin and the time to make W̃. Integers as values have no
+   committed rows yet: a kernel for them takes up to ``FEW_TOKENS`` tokens, and of the other methods the estimates decide.
 
 Nothing is timed unless a setting asks for it, so the same machine, versions and threads give the same choices and the same bits. GEMMs of
 one layer that read the same weight are chosen together. Choices are cached; after a change of the environment or the number of threads,
@@ -206,6 +207,8 @@ def for_graphs(*many: Problem) -> Choice:
         found = _tuned(sized)
         if found is not None:
             return _in_a_graph(sized, found)
+    if many[0].integers and many[0].device.type != "cpu" and DENSE.form not in many[0].forms:
+        return (Method(EXPAND, "rows"),)  # no kernel there multiplies integers, and the op's reference multiplies in float32
     # decompressing at every call would be far slower for a few tokens, so a compressed weight is left to the op
     return rule(*many) if all(DENSE.form in p.forms for p in many) else tuple(map(_baseline, many))
 

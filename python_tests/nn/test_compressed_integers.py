@@ -16,10 +16,11 @@ import nmkernels as nm
 from nmkernels import dispatch
 from nmkernels.capability import compiled_core
 from nmkernels.gemm.choose import forget, using
-from nmkernels.gemm.methods import EXPAND, Method
+from nmkernels.gemm.methods import EXPAND, OP, Method
 from nmkernels.nn import compressed
 from nmkernels.testing import assert_no_worse, equal_bits
 from python_tests.copy_model import COPY_METHODS, copy_model
+from python_tests.nn.test_effective import Calls
 
 KINDS = (("int8", None), ("int4", None), ("int4", 32))
 ROWS, COLS = 16, 128
@@ -235,6 +236,11 @@ def test_the_choice_is_measured_per_kind_of_values() -> None:
     entry = nm.tune(layer_of(), tokens=4).choices[0]
     assert entry.gemm == "fprop" and not entry.refused and entry.choice in ("dense", "op") and entry.pattern == "2:4 int4/32"
     (problem,) = layer_of(keep_dense=True).problems(4)[0]
+    layer, x = layer_of(keep_dense=True), torch.randn(4, COLS)
+    with using((problem, Method(OP, "rows"))), torch.no_grad(), Calls() as calls:
+        layer(x)
+        layer(x)
+    assert calls.names == ["linear_integers"] * 2
     layer, x = layer_of(keep_dense=True), torch.randn(4, COLS)
     with using((problem, Method(EXPAND, "rows"))), torch.no_grad():
         torch.testing.assert_close(layer(x), F.linear(x, layer.dense(), layer.bias))
