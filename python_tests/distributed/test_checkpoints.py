@@ -307,6 +307,7 @@ def endings(folder: Path) -> dict[str, Any]:
 
     model, _, seen = finished()
     results: dict[str, Any] = {"seen": seen, "refused": raised(lambda: nm.compress_(model))}
+    results["refused int8"] = raised(lambda: nm.compress_(model, values="int8"))
     sizes, gather = [], DTensor.full_tensor
 
     def counted(tensor: Any, **keywords: Any) -> Tensor:
@@ -487,6 +488,7 @@ def files_of_parts(ranks: Ranks) -> None:
 def what_sharded_models_refuse_they_refuse_on_every_rank(ranks: Ranks) -> None:
     for results in (results["endings"] for results in ranks[1]):
         assert "fully_shard" in results["refused"] and "compress_" in results["refused"]
+        assert results["refused int8"].endswith("nm.load_compressed(plain_model, path) and compress_(plain_model, values='int8').")
         assert results["no folder"].startswith("CheckpointError") and "nowhere does not exist" in results["no folder"]
         assert results["load"].startswith("CheckpointError") and "plain model on each rank" in results["load"]
         assert "layer '0' has NaN or infinite values" in results["not finite"]

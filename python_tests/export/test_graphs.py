@@ -22,10 +22,12 @@ def model_of(kind: str) -> nn.Module:
     handle = nm.sparsify_(model, "ste:2:4", lambda module, name: True)
     if kind != "training":
         handle.finish(allow_unused=True)
+    if kind == "int4":
+        return nm.compress_(model, values=kind)
     return nm.compress_(model) if kind == "compressed" else model
 
 
-@for_each("kind", ["finished", "compressed"])
+@for_each("kind", ["finished", "compressed", "int4"])
 def test_torch_export_for_any_number_of_tokens(kind):
     model, x = model_of(kind), torch.randn(5, 16)
     with torch.no_grad():
@@ -33,7 +35,8 @@ def test_torch_export_for_any_number_of_tokens(kind):
             model(x)  # what eager calls remember is not the graph's business
         program = torch.export.export(model, (x,), dynamic_shapes=BATCH)
         called = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-        assert called.count("nmkernels.nm_linear.default") == (2 if kind == "compressed" else 0)
+        ops = called.count("nmkernels.nm_linear.default"), called.count("nmkernels.nm_linear_integers.default")
+        assert ops == {"finished": (0, 0), "compressed": (2, 0), "int4": (0, 2)}[kind]
         for rows in (5, 2, 9):
             x = torch.randn(rows, 16)
             assert torch.allclose(program.module()(x), model(x), atol=1e-6)
@@ -66,7 +69,7 @@ def test_onnx_computes_the_same(tmp_path):
 
 
 @pytest.mark.slow
-@for_each("kind", ["training", "compressed"])
+@for_each("kind", ["training", "compressed", "int4"])
 def test_torch_onnx_is_refused(kind):
     pytest.importorskip("onnxscript")
     with pytest.raises(Exception, match=r"ONNX has neither masks nor N:M weights.*handle\.finish\(\).*nm\.save_dense"):
@@ -75,8 +78,9 @@ def test_torch_onnx_is_refused(kind):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
-def test_a_package_of_aotinductor_computes_the_same(tmp_path):
-    model = model_of("compressed")
+@for_each("kind", ["compressed", "int4"])
+def test_a_package_of_aotinductor_computes_the_same(kind, tmp_path):
+    model = model_of(kind)
     path = save_aoti(model, tmp_path / "model.pt2", (torch.randn(5, 16),), dynamic_shapes=BATCH)
     compiled = torch._inductor.aoti_load_package(path)
     with torch.no_grad():

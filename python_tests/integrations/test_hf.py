@@ -493,11 +493,12 @@ def test_generate(llama: tuple[Any, Path]) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_in_one_graph(llama: tuple[Any, Path]) -> None:
-    model = loaded(llama[1])
-    with torch.no_grad():
-        y = torch.compile(model, backend="eager", fullgraph=True)(input_ids=IDS).logits
-    torch.testing.assert_close(y, logits(model))
+def test_compiled_in_one_graph(llama: tuple[Any, Path], rounded: tuple[Any, Path]) -> None:
+    for _, folder in (llama, rounded):
+        model = loaded(folder)
+        with torch.no_grad():
+            y = torch.compile(model, backend="eager", fullgraph=True)(input_ids=IDS).logits
+        torch.testing.assert_close(y, logits(model))
 
 
 def test_a_model_without_its_head_and_with_another_one(llama: tuple[Any, Path], tmp_path: Path) -> None:
