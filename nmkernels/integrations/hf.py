@@ -148,8 +148,8 @@ class NMConfig(QuantizationConfigMixin):
     @property
     def rounded(self) -> list[str]:
         """The kinds of integers of the layers, such as ``int4, a step per 128 columns``."""
-        found = {(about["values"], about.get("group")) for about in self.layers.values() if isinstance(about, dict) and "values" in about}
-        return [f"{values}, a step per {f'{group} columns' if group else 'row'}" for values, group in sorted(found, key=str)]
+        found = {(str(a["values"]), str(a.get("group"))) for a in self.layers.values() if isinstance(a, dict) and "values" in a}
+        return [f"{values}, a step per {'row' if group == '0' else f'{group} columns'}" for values, group in sorted(found)]
 
     @property
     def patterns(self) -> list[str]:
@@ -215,9 +215,9 @@ class NMQuantizer(HfQuantizer):
         config = self.quantization_config
         if not isinstance(about, dict) or about.get("layout") not in MATRICES:
             return True
-        group = about.get("group")
-        whole = [0, *about.get("shape", ())[1:]] if group == 0 else [group]
-        return about.get("values") == config.values and (config.group is None or config.group in whole)
+        group, shape = about.get("group"), about.get("shape")
+        same = [0, *(shape[1:] if isinstance(shape, list) else ())] if group == 0 else [group]
+        return about.get("values") == config.values and (config.group is None or config.group in same)
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         self._dtype = dtype
