@@ -283,6 +283,11 @@ class Relay:
             unit.until = min(later, key=lambda block: first[id(block)], default=None)
         self.units = sorted((*units.values(), *outside.values()), key=lambda unit: begin[id(unit)])
 
+    def block_of(self, module: nn.Module) -> Block | None:
+        """The block, among those that are pruned as such, that ``module`` is in."""
+        blocks = (unit.block for unit in self.units if unit.block is not None)
+        return next((block for block in blocks if any(part is module for part in block.module.modules())), None)
+
     def source(self, c: Candidate) -> str:
         """The name of the first layer that has the input of ``c``."""
         return self._sources.get(c.name, c.name)
