@@ -163,7 +163,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 @contextmanager
 def exact_gemms(device: torch.device) -> Iterator[None]:
     """fp32 GEMMs in fp32: no autocast, no TF32, and no bf16 inside oneDNN."""
-    switches: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    backends: Any = torch.backends
+    switches = backends.cuda.matmul, backends.mkldnn.matmul
     before = [switch.fp32_precision for switch in switches]
     try:
         older: str | None = torch.get_float32_matmul_precision()

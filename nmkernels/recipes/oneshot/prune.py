@@ -32,6 +32,7 @@ from ..sparsify import Candidate, FilterFn, select, sparsify_
 from ..writes import listed
 from .base import OneShot, resolve, text
 from .hessians import Hessians, Problem, exact_gemms, wide
+from .ranks import agree, gathered, ranks, together
 from .reconstruct import damped, refit, squared_error
 from .relay import Forward, Relay, Unit, moved, on_device
 from .results import Done, Results, digest
@@ -103,23 +104,25 @@ def prune_(
     """
     pattern, method = Pattern(pattern), resolve(method)
     device = None if device is None else torch.device(device)
-    _check(model)
-    undispatch_(model)
-    batches = [pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), batch) for batch in data]
-    if not batches:
-        raise RecipeError("prune_: data has no batch; pass a list of batches, or a DataLoader. A generator can be read only once.")
-    chosen, report = choose(model, pattern, filter_fn, method)
-    resident = Residence(device)
-    relay = Relay(model, chosen, batches, forward or call, blocks, device, resident)
+    with together():
+        _check(model)
+        batches = batches_of(data)
+        undispatch_(model)
+        chosen, report = choose(model, pattern, filter_fn, method)
+        resident = Residence(device)
+        relay = Relay(model, chosen, batches, forward or call, blocks, device, resident)
     identity: dict[str, Any] = {
         "pattern": str(pattern),
         "method": text(method),
         "sequential": sequential,
         "permute": permute,
-        "data": digest(batches),
+        "blocks": None if blocks is None else list(blocks),
         "layers": [c.name for c in chosen],
         "weights": digest([sample(c.matrix) for c in chosen]),
     }
+    agree("arguments or models", identity)
+    shares = gathered(digest(batches))
+    identity["data"] = shares[0] if len(shares) == 1 else digest(shares)
     results = Results(folder, identity)
     chains = find_chains(model)[0] if permute else []
     with relay.running():
@@ -128,13 +131,14 @@ def prune_(
     rows: dict[str, Pruned] = {}
     gains: dict[str, str] = {}
     named = {c.name: c for c in chosen}
+    units = [[c.name for c in unit.layers] for unit in relay.units] + [[c.name for c in relay.idle]]
+    for number, names in enumerate(units):  # all files are read before anything is written
+        done = results.load(number, names)
+        rows, gains = rows | done.rows, gains | done.gains
+        masks |= {name: kept(c).to(named[name].module.get_parameter(named[name].key).device) for name, c in done.layers.items()}
     with torch.no_grad():
-        for number in range(len(relay.units) + 1):
-            done = results.load(number)
-            _write(model, done, named, chains)
-            rows, gains = rows | done.rows, gains | done.gains
-            masks |= {name: kept(c).to(named[name].module.get_parameter(named[name].key).device) for name, c in done.layers.items()}
-    torch.clear_autocast_cache()
+        for number, names in enumerate(units):
+            _write(model, results.load(number, names), named, chains)
     handle = sparsify_(model, ASP(pattern, score="existing"), lambda module, name: name in named)
     handle.run.masks.chosen = masks
     handle.report.entries = report.entries
@@ -169,11 +173,17 @@ def prune_units(
     sequential: bool = True,
     progress: Progress | None = None,
 ) -> None:
-    """Fill ``results`` for every unit of ``relay``, and once more for the layers that never ran; leaves the model as it was.
+    """Fill ``results`` for every unit of ``relay``, and once more for layers that the first batch did not reach.
+
+    The model is afterwards as it was.
 
     ``chains``: whose channels may be reordered first.
     """
-    relay.trace()
+    with together():
+        relay.trace()
+    agree(
+        "orders of layers in their first batches", [(unit.name, [(c.name, relay.source(c)) for c in unit.layers]) for unit in relay.units]
+    )
     begin, total = time.monotonic(), len(relay.units)
     start = next((i for i in range(total) if i not in results), total)
     with ExitStack() as live:
@@ -190,16 +200,18 @@ def prune_units(
                     results.save(number, _pruned(relay, unit, pattern, method, chains))
                 if unit.block is None:
                     if sequential:
-                        live.enter_context(_applied(relay.model, results.load(number), named, chains))
+                        live.enter_context(_applied(relay.model, results.load(number, list(named)), named, chains))
                     continue
                 if sequential and unit.layers:
-                    with _applied(relay.model, results.load(number), named, chains):
+                    with _applied(relay.model, results.load(number, list(named)), named, chains), together():
                         relay.run(unit)
                 elif not fresh:
-                    relay.run(unit)
+                    with together():
+                        relay.run(unit)
                 relay.finish(unit)
         if total not in results:
-            results.save(total, _unseen(relay, pattern, method))
+            # later batches may reach these; the others are pruned by magnitude
+            results.save(total, _pruned(relay, Unit("", relay.idle), pattern, method, ()) if relay.idle else Done())
     if progress is not None:
         progress(total, total, "done")
 
@@ -208,7 +220,7 @@ def _pruned(relay: Relay, unit: Unit, pattern: Pattern, method: OneShot, chains:
     """Collect the inputs of a unit's layers, and solve them."""
     problems = [p for c in unit.layers for p in problems_of(c, relay.source(c))]
     hessians = Hessians(problems)
-    with hessians.collecting(partial(relay_padding, relay)):
+    with together(), hessians.collecting(partial(relay_padding, relay), lambda: relay.number):
         relay.run(unit)
     hessians.warn()
     hessians.share()
@@ -216,9 +228,9 @@ def _pruned(relay: Relay, unit: Unit, pattern: Pattern, method: OneShot, chains:
     if not problems:
         return done
     solved: dict[str, tuple[ops.Compressed, Pruned]] = {}
-    ranks, rank = _ranks()
-    mine = _shares(problems, ranks)[rank]
-    with exact_gemms(unit.layers[0].module.get_parameter(unit.layers[0].key).device):
+    count, rank = ranks()
+    mine = _shares(problems, count)[rank]
+    with together(), exact_gemms(unit.layers[0].module.get_parameter(unit.layers[0].key).device):
         means = {source: hessians.mean(source) for source in dict.fromkeys(p.source for p in problems)}
         _reorder(relay, unit, pattern, means, problems, chains, done)
         with _applied(relay.model, Done(orders=done.orders), {}, chains):
@@ -228,11 +240,8 @@ def _pruned(relay: Relay, unit: Unit, pattern: Pattern, method: OneShot, chains:
                     if p.source == source and p.name in mine:
                         solved[p.name] = solve(method, p.part(matrices[p.candidate.name]), *means[source], pattern)
                 del means[source]
-    if ranks > 1:
-        parts: list[Any] = [None] * ranks
-        torch.distributed.all_gather_object(
-            parts, {name: (c.values.cpu(), c.indices.cpu(), c.shape, row) for name, (c, row) in solved.items()}
-        )
+    if count > 1:
+        parts = gathered({name: (c.values.cpu(), c.indices.cpu(), c.shape, row) for name, (c, row) in solved.items()})
         solved = {name: (ops.Compressed(v, i, pattern, tuple(shape)), row) for part in parts for name, (v, i, shape, row) in part.items()}
     for c in unit.layers:
         own = [solved[p.name] for p in problems if p.candidate is c]
@@ -288,7 +297,7 @@ def solve(method: OneShot, weight: Tensor, h: Tensor, tokens: int, pattern: Patt
 
     A result whose error is larger than that of Wanda's mask is replaced by that mask, unless the method chooses by such a score itself.
     """
-    begin, note, damping = time.monotonic(), "", 0.0
+    begin, damping = time.monotonic(), 0.0
     w = weight.to(wide(weight.dtype), copy=True)
     h = h.to(w.device)
     error = wanda = None
@@ -321,26 +330,17 @@ def _attempt(method: OneShot, w: Tensor, h: Tensor, tokens: int, pattern: Patter
                 start[:, dead] = 0.0
             z, mask = method.solve(start, damped(h, damping) if damping else h.clone(), pattern)
             del start
+            z.masked_fill_(~mask, 0.0)
             if method.refit:
                 z = refit(w, z.contiguous(), mask, damped(h, damping), method.refit)
             if bool(z.isfinite().all()):
                 return z, mask, damping, f"damping raised to {damping:g}" if attempt else ""
+            why = "the new weights were not finite"
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-            pass
+            why = "the Hessian could not be factorised"
         damping = max(damping, 1e-3) * 10
     mask = method.mask(w * h.diagonal().sqrt(), pattern)
-    return w * mask, mask, 0.0, f"Wanda's mask: the Hessian could not be factorised with damping up to {damping / 10:g}"
-
-
-def _unseen(relay: Relay, pattern: Pattern, method: OneShot) -> Done:
-    """Layers that never ran are pruned by magnitude."""
-    done = Done()
-    for c in relay.idle:
-        with relay.resident(c.module):
-            w = c.matrix
-            done.layers[c.name] = ops.compress(w, pattern, method.mask(w, pattern))
-        done.rows[c.name] = Pruned(None, None, 0, 0.0, 0.0, _peak(w.device), "magnitude: no token reached it")
-    return done
+    return w * mask, mask, 0.0, f"Wanda's mask: {why} with damping up to {damping / 10:g}"
 
 
 def problems_of(c: Candidate, source: str) -> list[Problem]:
@@ -363,6 +363,12 @@ def _write(model: nn.Module, done: Done, layers: Mapping[str, Candidate], chains
         c = layers[name]
         parameter = c.module.get_parameter(c.key)
         parameter.copy_(as_stored(packed.dense().to(parameter.device), c.layout, c.shape))
+    _forget(model)
+
+
+def _forget(model: nn.Module) -> None:
+    """Drop what was computed from the weights as they were."""
+    torch.clear_autocast_cache()
     for module in model.modules():
         if isinstance(module, NMWeight):
             module.effective.drop()
@@ -383,6 +389,7 @@ def _applied(model: nn.Module, done: Done, layers: Mapping[str, Candidate], chai
         with torch.no_grad():
             for tensor, values in before.values():
                 tensor.copy_(values)
+        _forget(model)
 
 
 def kept(packed: ops.Compressed) -> Tensor:
@@ -442,14 +449,25 @@ def relay_padding(relay: Relay, x: Tensor) -> Tensor | None:
     return torch.stack(masks).any(0).to(x.device) if masks else None
 
 
+def batches_of(data: Iterable[Any]) -> list[Any]:
+    """The batches of ``data`` on the CPU, copied: a loader may fill the same tensors again."""
+    if isinstance(data, Mapping):
+        raise RecipeError("prune_: data is a single batch; pass a list of batches, or a DataLoader.")
+    # transformers' BatchEncoding is a mapping, but no dict, of which pytree knows no leaves
+    batches = [dict(batch) if isinstance(batch, Mapping) else batch for batch in data]
+    if not batches:
+        raise RecipeError("prune_: data has no batch; pass a list of batches, or a DataLoader. A generator can be read only once.")
+    return [pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), batch) for batch in batches]
+
+
 def _check(model: nn.Module) -> None:
     if any(isinstance(m, NMWeight) and m.governed for m in model.modules()):
         raise RecipeError(
             "prune_: the model has sparse layers already; get the dense model back first, with handle.remove() or densify_(model)."
         )
-    if any(is_sharded(p) for p in model.parameters()):
+    if any(is_sharded(p) for p in model.parameters()) or any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
         raise RecipeError(
-            "prune_: the model's weights are sharded (DTensor). Prune before fully_shard; on several GPUs each rank passes its share of "
+            "prune_: the model's weights are sharded. Prune before fully_shard; on several GPUs each rank passes its share of "
             "the data, and layers are spread over ranks."
         )
 
@@ -469,12 +487,11 @@ def undispatch_(model: nn.Module) -> None:
             "python -m nmkernels prune MODEL_DIR --data FILE --out DIR, or integrations.hf.prune_folder."
         )
     remove_hook_from_submodules(model)
-    if getattr(model, "hf_device_map", None) is not None:
-        warnings.warn(
-            "prune_: accelerate's hooks were removed, which sparse layers cannot have. To use the model on several devices, dispatch it "
-            "again after compress_ (accelerate.dispatch_model).",
-            stacklevel=3,
-        )
+    warnings.warn(
+        "prune_: accelerate's hooks were removed, which sparse layers cannot have. To use the model on several devices, dispatch it "
+        "again after compress_ (accelerate.dispatch_model).",
+        stacklevel=3,
+    )
 
 
 def sample(matrix: Tensor) -> Tensor:
@@ -497,13 +514,6 @@ def remark(method: OneShot, data: str, batches: int, rows: Mapping[str, Pruned],
             stacklevel=3,
         )
     return f"pruned by {text(method)} on {batches} batches with digest {data}"
-
-
-def _ranks() -> tuple[int, int]:
-    """(how many ranks, this one)."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size(), torch.distributed.get_rank()
-    return 1, 0
 
 
 def _peak(device: torch.device) -> int:

@@ -46,6 +46,14 @@ def together() -> Iterator[None]:
             raise RecipeError(f"prune_: rank {rank} has failed with {problem}")
 
 
+def agree(what: str, value: object) -> None:
+    """Raise on every rank if ``value`` is not the same on all."""
+    values = gathered(value)
+    different = [rank for rank, other in enumerate(values) if other != values[0]]
+    if different:
+        raise RecipeError(f"prune_: ranks 0 and {different[0]} have different {what}; all must prune the same model in the same way.")
+
+
 def by_first(make: Callable[[], T]) -> T:
     """What ``make`` returns or raises on the first rank, which alone calls it."""
     count, rank = ranks()
@@ -64,4 +72,4 @@ def by_first(make: Callable[[], T]) -> T:
     value, problem = outcome[0]
     if problem:
         raise CheckpointError(problem)
-    return value  # type: ignore[no-any-return]
+    return value

@@ -45,7 +45,9 @@ def refit(w: Tensor, z: Tensor, mask: Tensor, h: Tensor, steps: int) -> Tensor:
         size = (r * p).sum(1, keepdim=True)
         for _ in range(steps):
             q = (p @ h).mul_(keep)
-            step = size / (p * q).sum(1, keepdim=True).clamp_min_(TINY)
+            curvature = (p * q).sum(1, keepdim=True)
+            # rounding of a singular H may make it negative
+            step = torch.where(curvature > TINY, size / curvature, 0.0)
             part.addcmul_(step, p)
             gain = float((step * size).sum())
             if gain < ENOUGH * error:

@@ -233,7 +233,7 @@ class Relay:
                 self._last[name], self._answers[block] = block, [output]
         for block in known:
             block.finished = True
-        del outputs
+        outputs.clear()
         self.rereads = not same(whole, next(self.final(1)))
         self._last, self._answers = {}, {}
         for block in known:

@@ -116,15 +116,15 @@ class Results:
         tensors = {name: t.cpu().contiguous() for name, t in tensors.items()} or {"": torch.empty(0)}
         atomic_write(self.path(number), lambda file: safetensors.torch.save_file(tensors, file, {"nmkernels": json.dumps(about)}))
 
-    def load(self, number: int, layers: Sequence[str]) -> Done:
-        """The result of a finished unit, which has these ``layers``.
+    def load(self, number: int, layers: Sequence[str] | None = None) -> Done:
+        """The result of a finished unit, which has these ``layers`` if they are known.
 
         Raises:
             CheckpointError: its file is damaged, or that of other layers.
         """
         return self._memory[number] if self.folder is None else by_first(partial(self._read, number, layers))
 
-    def _read(self, number: int, expected: Sequence[str]) -> Done:
+    def _read(self, number: int, expected: Sequence[str] | None) -> Done:
         from safetensors import SafetensorError, safe_open
 
         path = self.path(number)
@@ -134,8 +134,8 @@ class Results:
                 parts = {name: (file.get_tensor(f"{name}.values"), file.get_tensor(f"{name}.indices")) for name in about["layers"]}
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged ({error}); delete it, and this unit is pruned again.") from error
-        if sorted(parts) != sorted(expected):
-            raise CheckpointError(f"{path} holds other layers than those of this unit, {listed(expected)}; delete {path.parent} to start again.")
+        if expected is not None and sorted(parts) != sorted(expected):
+            raise CheckpointError(f"{path} holds {listed(parts)}, not {listed(expected)}; delete {path.parent} to start again.")
         layers = {name: Compressed(*parts[name], Pattern(pattern), tuple(shape)) for name, (pattern, *shape) in about["layers"].items()}
         rows = {name: Pruned(**row) for name, row in about["rows"].items()}
         return Done(layers, rows, [(name, order) for name, order in about["orders"]], about["gains"])
