@@ -321,7 +321,8 @@ def solve(method: OneShot, weight: Tensor, h: Tensor, tokens: int, pattern: Patt
 
 def _attempt(method: OneShot, w: Tensor, h: Tensor, tokens: int, pattern: Pattern) -> tuple[Tensor, Tensor, float, str]:
     """(new weights, mask, the damping that was needed, a note)."""
-    damping = method.damping if method.damping is not None else FEW if tokens < ENOUGH * w.shape[1] else MANY
+    rule = FEW if tokens < ENOUGH * w.shape[1] else MANY
+    damping = rule if method.damping is None else method.damping
     dead = h.diagonal() == 0
     for attempt in range(ATTEMPTS):
         try:
@@ -331,7 +332,8 @@ def _attempt(method: OneShot, w: Tensor, h: Tensor, tokens: int, pattern: Patter
             z, mask = method.solve(start, damped(h, damping) if damping else h.clone(), pattern)
             del start
             z.masked_fill_(~mask, 0.0)
-            if method.refit:
+            if method.refit:  # without damping, the values of inputs that were never seen apart would explode
+                damping = damping or rule
                 z = refit(w, z.contiguous(), mask, damped(h, damping), method.refit)
             if bool(z.isfinite().all()):
                 return z, mask, damping, f"damping raised to {damping:g}" if attempt else ""
