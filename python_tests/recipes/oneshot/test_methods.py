@@ -161,7 +161,7 @@ def test_kept_weights_of_value_zero_stay_in_the_mask():
 
 def test_damping_is_raised_where_a_factorisation_fails():
     w, h = problem(tokens=5, dtype=torch.float32)
-    packed, row = solve(SparseGPT(damping=1e-12), w, h, 5, P)
+    _, row = solve(SparseGPT(damping=1e-12), w, h, 5, P)
     assert row.damping >= 0.01 and row.note == f"damping raised to {row.damping:g}" and row.error <= row.wanda
 
 
