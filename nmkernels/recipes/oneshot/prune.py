@@ -121,8 +121,8 @@ def prune_(
         "weights": digest([sample(c.matrix) for c in chosen]),
     }
     agree("arguments or models", identity)
-    shares = gathered(digest(batches))
-    identity["data"] = shares[0] if len(shares) == 1 else digest(shares)
+    shares = gathered((digest(batches), len(batches)))
+    identity["data"] = shares[0][0] if len(shares) == 1 else digest(shares)
     results = Results(folder, identity)
     chains = find_chains(model)[0] if permute else []
     with relay.running():
@@ -146,7 +146,7 @@ def prune_(
     handle.report.pruned = dict(sorted(rows.items(), key=lambda row: order[row[0].partition("[")[0]]))
     if permute:
         handle.report.channels = {name: gains.get(name, "left alone: nothing proves that they can be reordered") for name in named}
-    handle.report.remark = remark(method, identity["data"], len(batches), handle.report.pruned, named)
+    handle.report.remark = remark(method, identity["data"], sum(count for _, count in shares), handle.report.pruned, named)
     return handle
 
 
@@ -455,11 +455,14 @@ def batches_of(data: Iterable[Any]) -> list[Any]:
     """The batches of ``data`` on the CPU, copied: a loader may fill the same tensors again."""
     if isinstance(data, Mapping):
         raise RecipeError("prune_: data is a single batch; pass a list of batches, or a DataLoader.")
-    # transformers' BatchEncoding is a mapping, but no dict, of which pytree knows no leaves
-    batches = [dict(batch) if isinstance(batch, Mapping) else batch for batch in data]
+    batches = []
+    for batch in data:
+        # transformers' BatchEncoding is a mapping, but no dict, of which pytree knows no leaves
+        plain = dict(batch) if isinstance(batch, Mapping) else batch
+        batches.append(pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), plain))
     if not batches:
         raise RecipeError("prune_: data has no batch; pass a list of batches, or a DataLoader. A generator can be read only once.")
-    return [pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), batch) for batch in batches]
+    return batches
 
 
 def _check(model: nn.Module) -> None:
@@ -489,6 +492,9 @@ def undispatch_(model: nn.Module) -> None:
             "python -m nmkernels prune MODEL_DIR --data FILE --out DIR, or integrations.hf.prune_folder."
         )
     remove_hook_from_submodules(model)
+    for module in hooked:  # accelerate leaves the class's own forward on the instance
+        if getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward:
+            del module.__dict__["forward"]
     warnings.warn(
         "prune_: accelerate's hooks were removed, which sparse layers cannot have. To use the model on several devices, dispatch it "
         "again after compress_ (accelerate.dispatch_model).",
