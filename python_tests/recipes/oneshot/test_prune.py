@@ -173,7 +173,11 @@ def test_blocks_in_a_sequential_and_blocks_that_write_into_what_they_get(inplace
 def test_convolutions_of_a_stem_are_pruned():
     model = ViT()
     handle = prune_(model, P, images(), lambda m, n: n in ("stem", "layers.1.mlp.0"), method="wanda")
-    assert list(handle.report.pruned) == ["stem", "layers.1.mlp.0"] and "stem" in handle.layers and handle.report.pruned["stem"].tokens == 3 * 2 * 16
+    assert (
+        list(handle.report.pruned) == ["stem", "layers.1.mlp.0"]
+        and "stem" in handle.layers
+        and handle.report.pruned["stem"].tokens == 3 * 2 * 16
+    )
     assert ops.is_nm(model.stem.weight.detach().permute(0, 2, 3, 1).reshape(32, -1), P)
 
 
@@ -385,7 +389,9 @@ def test_names_of_blocks():
     assert_same(weights(model), weights(other))
     seen = []
     prune_(third, P, data, method="wanda", blocks=[], progress=lambda done, total, what: seen.append(what))
-    assert len(seen) == 3 * 4 + 1 and not all(torch.equal(a, b) for a, b in zip(weights(model).values(), weights(third).values(), strict=True))
+    assert len(seen) == 3 * 4 + 1 and not all(
+        torch.equal(a, b) for a, b in zip(weights(model).values(), weights(third).values(), strict=True)
+    )
     for names in (["model.layer"], ["model.layers.0.self_attn.q_proj"]):
         with pytest.raises(nm.RecipeError, match=f"no module '{names[0]}' with children"):
             prune_(built("llama")[0], P, data, blocks=names)
@@ -413,9 +419,8 @@ class Failing(OneShot):
         return w * mask, mask
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("where", ["forward", "solve", "progress", "load"])
-@pytest.mark.parametrize("kept", [False, True], ids=["memory", "folder"])
+@pytest.mark.parametrize(("kept", "error"), [(False, ZeroDivisionError()), (True, KeyboardInterrupt())], ids=["memory", "folder"])
 def test_the_model_is_untouched_after_an_error(tmp_path, where, kept, error, monkeypatch):
     from nmkernels.recipes.oneshot.results import Results
 
@@ -427,7 +432,7 @@ def test_the_model_is_untouched_after_an_error(tmp_path, where, kept, error, mon
     model.layers[0].register_forward_hook(lambda module, args, output: None)
     before, state = weights(model), state_of(model)
     load = Results.load
-    for moment in (0, 1, 4, 9):
+    for moment in (0, 4, 9):
         left = moment
 
         def count(*args):
@@ -608,7 +613,7 @@ class Wide(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(128, 512), nn.Linear(512, 128)
+        self.up, self.down = nn.Linear(128, 384), nn.Linear(384, 128)
 
     def forward(self, x):
         return x + self.down(F.relu(self.up(x)))
@@ -619,10 +624,10 @@ class Tall(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up = nn.Linear(128, 1536)
+        self.up = nn.Linear(128, 1024)
 
     def forward(self, x):
-        return x + self.up(x).unflatten(-1, (12, -1)).mean(-2)
+        return x + self.up(x).unflatten(-1, (8, -1)).mean(-2)
 
 
 def peak(block, method, depth, folder):
@@ -645,16 +650,21 @@ class Stack(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("method", ["sparsegpt", "admm", "wanda"])
-@pytest.mark.parametrize(("block", "inputs"), [(Wide, 512), (Tall, 128)])
-def test_memory(tmp_path, method, block, inputs):
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("method", "block"),
+    [("admm", Wide), ("sparsegpt", Tall), pytest.param("sparsegpt", Wide, marks=SLOW), pytest.param("admm", Tall, marks=SLOW)],
+)
+def test_memory(tmp_path, method, block):
     """One block, its Hessians, and while a layer is solved 6 W, 4 H and masks; with a folder whatever the depth."""
     weights = [m.weight for m in block().modules() if isinstance(m, nn.Linear)]
     own, hessians = 4 * sum(w.numel() for w in weights), 4 * sum(w.shape[1] ** 2 for w in weights)
-    largest, h = 4 * max(w.numel() for w in weights), 4 * inputs**2
-    deep, flat = peak(block, method, 12, tmp_path / "12"), peak(block, method, 4, tmp_path / "4")
+    largest, h = 4 * max(w.numel() for w in weights), 4 * max(w.shape[1] for w in weights) ** 2
+    deep, flat = peak(block, method, 6, tmp_path / "6"), peak(block, method, 2, tmp_path / "2")
     assert deep <= 1.01 * flat
-    store = 4 * 40 * (128 * 3 * 4 + 2 * 1536)  # data, outputs of two blocks, and what a pass needs
+    store = 4 * 40 * (128 * 3 * 4 + 2 * 1024)  # data, outputs of two blocks, and what a pass needs
     assert flat <= own + hessians + 6.5 * largest + 4 * h + store
 
 
