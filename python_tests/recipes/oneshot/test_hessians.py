@@ -152,7 +152,7 @@ class Readers(nn.Module):
         x += 1
         y = y + self.c(x)  # the same tensor, changed in place
         y = y + self.d(x[:])  # equal, but another tensor
-        return self.e(y) + self.e(x)  # c's input too, but not only that
+        return self.e(x) + self.e(y)  # c's input too, but not only that
 
 
 def test_only_the_same_input_is_shared():
@@ -259,8 +259,8 @@ def autocast(model, batch):
         return call(model, batch)
 
 
-@pytest.mark.parametrize("decorated", [False, True])
-def test_inside_autocast_pruned_weights_are_seen(decorated):
+@pytest.mark.parametrize(("decorated", "method"), [(False, "admm"), (True, "sparsegpt")])
+def test_inside_autocast_pruned_weights_are_seen(decorated, method):
     """Autocast keeps bf16 copies of weights until its outermost region ends."""
     weights, losses = [], []
     for region in (False, True):
@@ -271,10 +271,10 @@ def test_inside_autocast_pruned_weights_are_seen(decorated):
         if region:
             with torch.autocast("cpu", torch.bfloat16):
                 dense = loss(model, batches[0])
-                prune_(model, P, batches, method="sparsegpt")
+                prune_(model, P, batches, method=method)
                 losses.append(loss(model, batches[0]))
         else:
-            prune_(model, P, batches, method="sparsegpt", forward=autocast)
+            prune_(model, P, batches, method=method, forward=autocast)
         with torch.autocast("cpu", torch.bfloat16):
             losses.append(loss(model, batches[0]))
         weights.append(model.state_dict())

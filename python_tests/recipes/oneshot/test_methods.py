@@ -189,6 +189,18 @@ class Poor(OneShot):
         return w.neg_(), self.mask(1 / w, pattern)
 
 
+class Unmasked(OneShot):
+    guarded = False
+
+    def solve(self, w, h, pattern):
+        return w, self.mask(w, pattern)
+
+
+def test_weights_outside_the_mask_of_a_method_count_as_pruned():
+    w, h = problem(dtype=torch.float32)
+    assert solve(Unmasked(), w, h, 600, P)[1].error == solve(Magnitude(), w, h, 600, P)[1].error > 0.01
+
+
 @pytest.mark.parametrize(
     ("method", "note"),
     [

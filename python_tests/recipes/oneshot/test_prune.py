@@ -475,6 +475,9 @@ def test_what_is_refused():
     nm.sparsify_(model, "srste:2:4")
     with pytest.raises(nm.RecipeError, match="has sparse layers already"):
         prune_(model, P, rows())
+    flat = type("FullyShardedDataParallel", (nn.Sequential,), {})(mlp())
+    with pytest.raises(nm.RecipeError, match="weights are sharded"):
+        prune_(flat, P, rows())
     with pytest.raises(nm.RecipeError, match="quantised"):
         prune_(nn.Sequential(Foreign()), P, rows())
 

@@ -9,6 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
 from nmkernels.pattern import Pattern
 from nmkernels.recipes.oneshot import prune as engine
 from nmkernels.recipes.oneshot import prune_
@@ -80,6 +83,8 @@ def on_one_rank(folder):
     engine.solve = unsolved
     results["solve"] = raised(lambda: prune_(model, P, share, method="wanda"))
     assert_same(weights(model), weights(ViT()))
+    sharded = fully_shard(mlp(), mesh=init_device_mesh("cpu", (2,)))
+    results["sharded"] = raised(lambda: prune_(sharded, P, rows(), method="wanda"))
     return results
 
 
@@ -108,6 +113,7 @@ def test_two_ranks(tmp_path):
         ("forward", "no memory"),
         ("solve", "no memory"),
         ("empty", "data has no batch"),
+        ("sharded", "weights are sharded. Prune before fully_shard"),
         ("models", "ranks 0 and 1 have different arguments or models"),
         ("arguments", "ranks 0 and 1 have different arguments or models"),
     ):
