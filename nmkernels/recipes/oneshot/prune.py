@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import resource
 import time
@@ -34,11 +33,8 @@ from .base import OneShot, resolve, text
 from .hessians import Hessians, Problem, exact_gemms, wide
 from .ranks import agree, gathered, ranks, together
 from .reconstruct import damped, refit, squared_error
-from .relay import Forward, Relay, Unit, moved, on_device
+from .relay import Forward, Relay, Unit, log, moved, on_device
 from .results import Done, Results, digest
-
-log = logging.getLogger("nmkernels.prune")
-log.addHandler(logging.NullHandler())
 
 Progress = Callable[[int, int, str], None]
 Means = dict[str, tuple[Tensor, int]]

@@ -6,6 +6,7 @@ of a block's arguments is copied or guessed: masks, positions, caches and cross-
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,9 @@ from torch.utils import _pytree as pytree
 
 from ...pattern import RecipeError
 from ..sparsify import Candidate
+
+log = logging.getLogger("nmkernels.prune")
+log.addHandler(logging.NullHandler())
 
 Forward = Callable[[nn.Module, Any], Any]
 """``forward(model, batch)``: runs the model on one batch of the user's data."""
@@ -212,11 +216,12 @@ class Relay:
         the last but one of its vision tower, for instance), those of all blocks are stored.
         """
         hooks = [c.module.register_forward_pre_hook(self._note(c), with_kwargs=True) for c in self.layers]
-        outputs: dict[str, tuple[Block, Any]] = {}  # of each list, from the block that ran last
-        hooks += [
-            b.module.register_forward_hook(lambda module, args, output, b=b: outputs.update({b.list_name: (b, copied(output))}))
-            for b in self.blocks
-        ]
+        last: dict[str, tuple[Block, Any]] = {}  # by list
+
+        def record(block: Block, module: nn.Module, args: Any, output: Any) -> None:
+            last[block.list_name] = block, copied(output)
+
+        hooks += [block.module.register_forward_hook(partial(record, block)) for block in self.blocks]
         try:
             whole = next(self.final(1))
         finally:
@@ -228,13 +233,12 @@ class Relay:
         known = [block for block in self.blocks if block.list_name not in repeated and calls[id(block)]]
         self._share_sources()
         self._order(events, known)
-        for name, (block, output) in outputs.items():
-            if name not in repeated:
-                self._last[name], self._answers[block] = block, [output]
         for block in known:
-            block.finished = True
-        outputs.clear()
+            block.finished, (self._last[block.list_name], output) = True, last[block.list_name]
+            self._answers[self._last[block.list_name]] = [output]
         self.rereads = not same(whole, next(self.final(1)))
+        if self.rereads:
+            log.info("the model reads outputs of earlier blocks again, so those of all blocks are kept in memory")
         self._last, self._answers = {}, {}
         for block in known:
             block.finished = False
@@ -294,9 +298,9 @@ class Relay:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two outputs of a model agree up to rounding."""
-    pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
-    return all(torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True) for a, b in pairs if isinstance(a, Tensor))
+    """Whether two outputs of a model agree up to rounding; False if nothing in them can be compared."""
+    ones, others = ([t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)] for output in (one, other))
+    return bool(ones) and all(torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True) for a, b in zip(ones, others, strict=True))
 
 
 def copied(values: Any) -> Any:

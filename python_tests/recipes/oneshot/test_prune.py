@@ -159,7 +159,8 @@ BLOCKS = ["attention.qkv", "attention.out", "mlp.0", "mlp.3"]
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_blocks_in_a_sequential_and_blocks_that_write_into_what_they_get(inplace):
+def test_blocks_in_a_sequential_and_blocks_that_write_into_what_they_get(inplace, caplog):
+    caplog.set_level("INFO", "nmkernels.prune")
     model, other = ViT(inplace=inplace).train(), ViT(inplace=inplace).eval()
     seen = []
     prune_(model, P, images(), lambda m, n: n != "stem", method=LINEAR, progress=lambda done, total, what: seen.append((done, total, what)))
@@ -168,6 +169,37 @@ def test_blocks_in_a_sequential_and_blocks_that_write_into_what_they_get(inplace
     assert_same(weights(model), weights(other))
     assert seen == [(i, 5, name) for i, name in enumerate(("layers.0", "layers.1", "layers.2", "tail", "head"))] + [(5, 5, "done")]
     assert model.training and all(m.training for m in model.modules())
+    assert "layers.2 (3 of 5" in caplog.text and "earlier blocks" not in caplog.text
+
+
+class Output:
+    """Of a class that pytree does not know."""
+
+    def __init__(self, first, last):
+        self.first, self.last = first, last
+
+
+class Layered(nn.Module):
+    """Returns the outputs of two of its blocks, and nothing that could be compared; the stored ones must be right all the same."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.tail = nn.ModuleList(Layer(32) for _ in range(3)), nn.Linear(32, 32)
+
+    def forward(self, x):
+        outputs = []
+        for layer in self.layers:
+            x = layer(x)
+            outputs.append(x)
+        return Output(self.tail(outputs[0]), x)
+
+
+def test_outputs_of_earlier_blocks_that_are_read_later():
+    model, other, data = Layered(), Layered().eval(), rows(3, 2, 7, 32)
+    prune_(model, P, data, method=LINEAR)
+    prune_by_hand(other, [*([f"layers.{i}.{name}" for name in BLOCKS] for i in range(3)), ["tail"]], data, LINEAR)
+    assert_same(weights(model), weights(other))
 
 
 def test_convolutions_of_a_stem_are_pruned():
