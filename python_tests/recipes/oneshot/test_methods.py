@@ -105,6 +105,17 @@ def test_refit_never_raises_the_error(kind, dtype):
     assert after < 0.9 * squared_error(w, w * mask, h)
 
 
+def test_refit_on_hessians_of_rounding():
+    """Fewer tokens than inputs, of sizes from 0.001 to 1000, so that curvatures along which nothing is known are noise, or negative."""
+    for seed in range(24):
+        g = torch.Generator().manual_seed(seed)
+        x = torch.randn((1, 2, 3, 8)[seed % 4], 64, generator=g) * torch.logspace(-3, 3, 64)[torch.randperm(64, generator=g)]
+        w, h = torch.randn(16, 64, generator=g), x.t() @ x
+        mask = ops.mask(w, P)
+        before = squared_error(w, w * mask, h)
+        assert squared_error(w, refit(w, w * mask, mask, h, 100), h) <= before, seed
+
+
 def test_rows_are_independent_of_how_many_there_are(monkeypatch):
     w, h = problem(dtype=torch.float64)
     whole = refit(w, w * ops.mask(w, P), ops.mask(w, P), h, 5), squared_error(w, None, h)

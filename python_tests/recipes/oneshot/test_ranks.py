@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from nmkernels.pattern import Pattern
 from nmkernels.recipes.oneshot import prune as engine
@@ -82,8 +80,6 @@ def on_one_rank(folder):
     engine.solve = unsolved
     results["solve"] = raised(lambda: prune_(model, P, share, method="wanda"))
     assert_same(weights(model), weights(ViT()))
-    sharded = fully_shard(mlp(), mesh=init_device_mesh("cpu", (2,)))
-    results["sharded"] = raised(lambda: prune_(sharded, P, rows(), method="wanda"))
     return results
 
 
@@ -112,13 +108,26 @@ def test_two_ranks(tmp_path):
         ("forward", "no memory"),
         ("solve", "no memory"),
         ("empty", "data has no batch"),
-        ("sharded", "weights are sharded. Prune before fully_shard"),
         ("models", "ranks 0 and 1 have different arguments or models"),
         ("arguments", "ranks 0 and 1 have different arguments or models"),
     ):
         assert said in first[name] and said in second[name], (name, first[name], second[name])
     assert first["forward"].startswith("RecipeError: prune_: rank 1 has failed with AssertionError")
     assert first["damaged"].startswith("CheckpointError") and second["damaged"].startswith("CheckpointError")
+
+
+def sharded():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(mlp(), mesh=init_device_mesh("cpu", (2,)))
+    return raised(lambda: prune_(model, P, rows(), method="wanda"))
+
+
+@pytest.mark.slow
+def test_sharded_weights_are_refused(tmp_path):
+    for said in on_ranks(2, sharded, tmp_path):
+        assert "weights are sharded. Prune before fully_shard" in said
 
 
 def test_one_process_is_one_rank():
