@@ -7,6 +7,7 @@ of a block's arguments is copied or guessed: masks, positions, caches and cross-
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -139,7 +140,7 @@ class Relay:
             self.model.eval()
             for block in self.blocks:
                 block.module.__dict__["forward"] = partial(self._call, block, block.module.forward)
-            with torch.inference_mode(False), torch.no_grad(), uncached_autocast():
+            with torch.inference_mode(False), torch.no_grad(), uncached_autocast(), uncompiled():
                 yield
         finally:
             for module, own in before.items():
@@ -325,6 +326,12 @@ def on_device(module: nn.Module, device: torch.device | None) -> Iterator[None]:
         yield
     finally:
         module.to(homes.pop())
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Compiled modules run as they were written: torch.compile would trace the relay and its hooks, again for each of them."""
+    # without torch._dynamo, which takes a second to import, nothing is compiled
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager

@@ -242,6 +242,20 @@ def test_inference_mode():
     model(rows()[0]).sum().backward()
 
 
+def test_a_compiled_model_runs_without_its_graphs():
+    model, other = ViT(), ViT()
+    calls = []
+
+    def backend(graph, inputs):
+        calls.append(graph)
+        return graph.forward
+
+    prune_(torch.compile(model, backend=backend), P, images(), method=LINEAR)
+    prune_(other, P, images(), method=LINEAR)
+    assert_same(weights(model), weights(other))
+    assert not calls
+
+
 class Twice(nn.Module):
     """Its blocks run twice in a pass."""
 
