@@ -8,6 +8,7 @@ import os
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,7 +94,8 @@ class ShardWriter:
             raise CheckpointError(f"tensor {name!r} is {tensor.dtype}{tuple(tensor.shape)}, not {about.dtype}{tuple(about.shape)}.")
         path, offset = self._place[name]
         with writing(path):
-            _write_at(self._open[path], memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()), offset)
+            values: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            _write_at(self._open[path], values, offset)
 
     def close(self) -> None:
         """Flush all files to disk.

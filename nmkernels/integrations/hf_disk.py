@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,11 @@ from torch import Tensor, nn
 
 from ..export.tensors import INDEX, SINGLE, shortened
 from ..files import FULL, write_error
-from ..layouts import MATRICES, as_stored
-from ..pattern import CheckpointError, NMError, Pattern
-from ..recipes.oneshot.base import OneShot
-from ..recipes.oneshot.prune import Residence, choose
+from ..pattern import CheckpointError, NMError
+from ..recipes import Report
+from ..recipes.oneshot.prune import Residence
 from ..recipes.oneshot.relay import block_lists
-from ..recipes.oneshot.results import Done, Results
-from ..recipes.sparsify import Candidate, FilterFn
+from ..recipes.sparsify import Candidate
 
 log = logging.getLogger("nmkernels.prune")
 CONFIG = "config.json"
@@ -34,6 +33,7 @@ class OnDisk:
     Attributes:
         names: the tensors of the model that are on disk, by their names in it.
         device: where blocks run; None: on the CPU.
+        change: called with a module whose weights were read, to write others into it.
     """
 
     def __init__(self, model: nn.Module, loader: Any, device: torch.device | None) -> None:
@@ -41,28 +41,12 @@ class OnDisk:
         self.names = set() if loader is None else {name for name, t in _tensors(model) if t.is_meta}
         self._prefix = {module: name for name, module in model.named_modules()}
         self._elsewhere = Residence(device)
-        self._pruned: dict[str, tuple[Candidate, int]] = {}
-        self._results: Results | None = None
-        self._unit: tuple[int, Done] = -1, Done()
+        self.change: Callable[[nn.Module], object] | None = None
 
     def read(self, name: str) -> Tensor:
         """A tensor of the dense model, on the CPU, in memory of its own."""
         tensor: Tensor = self._loader[name]
         return tensor.detach().to("cpu", copy=True)
-
-    def prune(self, results: Results, units: dict[str, tuple[Candidate, int]]) -> None:
-        """From now on the layers of ``units`` (name -> layer, number of its unit) are read from ``results``."""
-        self._results, self._pruned = results, {f"{name}.weight" if c.key == "weight" else name: (c, n) for name, (c, n) in units.items()}
-
-    def _present(self, name: str) -> Tensor:
-        if name not in self._pruned:
-            return self.read(name)
-        c, number = self._pruned[name]
-        assert self._results is not None
-        if self._unit[0] != number:
-            self._unit = number, self._results.load(number)
-        dense = self._unit[1].layers[c.name].dense()
-        return as_stored(dense, c.layout, c.shape if c.layout not in MATRICES else ())
 
     @contextmanager
     def __call__(self, module: nn.Module) -> Iterator[None]:
@@ -79,14 +63,16 @@ class OnDisk:
                 owner, _, key = name.rpartition(".")
                 table: dict[str, Any] = owners[owner]._parameters if isinstance(empty, nn.Parameter) else owners[owner]._buffers
                 before.append((table, key, empty))
-                tensor = self._present(name).to(home)
+                tensor = self.read(name).to(home)
                 table[key] = nn.Parameter(tensor, requires_grad=False) if isinstance(empty, nn.Parameter) else tensor
             for part in owners.values():
                 for key, buffer in part._buffers.items():
                     if buffer is not None and buffer.device != home:
                         before.append((part._buffers, key, buffer))
                         part._buffers[key] = buffer.to(home)
-            self._unit = -1, Done()
+            if self.change is not None:
+                with torch.no_grad():
+                    self.change(module)
             yield
         finally:
             for table, key, empty in reversed(before):
@@ -152,11 +138,13 @@ def class_of(folder: Path, config: dict[str, Any]) -> tuple[Any, Any]:
         raise CheckpointError(f"transformers cannot read {folder / CONFIG}: {_first(error)}.") from error
 
 
+Choice = Callable[[nn.Module], tuple[list[Candidate], Report]]
+"""The layers of a model to prune, and the report on all."""
+
+
 def open_folder(
     folder: Path,
-    pattern: Pattern,
-    filter_fn: FilterFn | None,
-    method: OneShot,
+    choice: Choice,
     *,
     offload: Path,
     dtype: torch.dtype | None = None,
@@ -173,7 +161,7 @@ def open_folder(
     kind, settings = class_of(folder, config)
     with torch.device("meta"):
         skeleton = kind(settings)
-    chosen, _ = choose(skeleton, pattern, filter_fn, method)
+    chosen, _ = choice(skeleton)
     lists = block_lists(skeleton, chosen)
     blocks = [f"{name}.{i}" for name, members in lists.items() for i in range(len(members))]
     tied = [key for pair in getattr(skeleton, "all_tied_weights_keys", {}).items() for key in pair]
@@ -182,7 +170,8 @@ def open_folder(
     del skeleton, chosen
     whole = "it has no blocks" if not blocks else f"{shared!r} is shared between modules" if shared else _accelerate()
     wanted: dict[str, Any] = {"dtype": dtype or "auto", "local_files_only": True, "output_loading_info": True}
-    model = loader = None
+    model: Any = None
+    loader = None
     if not whole:
         model = _loaded(kind, folder, offload, device_map=places, offload_folder=str(offload), **wanted)
         loader = _undispatched(model)
@@ -201,7 +190,9 @@ def _places(model: nn.Module, blocks: Sequence[str]) -> dict[str, str]:
     around |= {outer[:i] for outer in around for i, letter in enumerate(outer) if letter == "."} | {""}
     for outer in sorted(around):
         module = model.get_submodule(outer)
-        names = [name for name, _ in (*module.named_children(), *module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
+        names = [
+            name for name, _ in (*module.named_children(), *module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        ]
         inner = (f"{outer}.{name}" if outer else name for name in names)
         places |= {name: "cpu" for name in inner if name not in places and name not in around}
     return places
@@ -222,8 +213,6 @@ def _loaded(kind: Any, folder: Path, offload: Path, **options: Any) -> Any:
         raise
     except Exception as error:  # many types
         if (code := re.search(r"os error (\d+)", str(error))) or isinstance(error, OSError):
-            import os
-
             reason = os.strerror(int(code[1])) if code else getattr(error, "strerror", None)
             if reason in FULL:
                 raise write_error(offload / "weights", reason) from error

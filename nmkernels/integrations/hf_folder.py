@@ -10,7 +10,9 @@ import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,17 +31,19 @@ from ..export.stream import ShardWriter
 from ..export.tensors import Layer, weight_name
 from ..files import atomic_write, writing
 from ..nn import CompressedStack, deployed
+from ..nn.chains import find_chains
 from ..nn.experts import child_name
 from ..ops import Compressed
 from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
 from ..recipes.oneshot.base import OneShot, resolve, text
 from ..recipes.oneshot.prune import Progress, _check, _write, call, choose, prune_units, remark
-from ..recipes.oneshot.relay import Relay
+from ..recipes.oneshot.relay import Relay, Unit
 from ..recipes.oneshot.results import Results, digest
 from ..recipes.report import Pruned, Report, starred
 from ..recipes.sparsify import Candidate, FilterFn
+from ..recipes.writes import listed
 from .hf import CARD, NMConfig, write_card
-from .hf_disk import CONFIG, OnDisk, check_folder, open_folder
+from .hf_disk import CONFIG, Choice, check_folder, open_folder
 
 __all__ = ["PrunedFolder", "prune_folder"]
 
@@ -81,6 +85,7 @@ def prune_folder(
     out: str | os.PathLike[str],
     filter_fn: FilterFn | None = None,
     *,
+    skip: Sequence[str] = (),
     method: OneShot | str = "admm",
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
@@ -98,6 +103,7 @@ def prune_folder(
     Args:
         model_dir: a folder of ``save_pretrained`` with safetensors files, one or several.
         pattern, filter_fn, method, sequential, permute: as for ``prune_``.
+        skip: layers that stay dense, as for ``NMConfig``.
         data: batches as for ``prune_``, mappings of keyword arguments for instance.
         out: the folder to write; new or empty.
         device: where blocks are computed and solved, ``"cuda"`` for instance; default the CPU.
@@ -135,13 +141,14 @@ def prune_folder(
         with writing(work):
             work.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(work / "offload", ignore_errors=True)
-        run = _Run(source, pattern, method, filter_fn, work, identity, device, dtype, batches, tests, progress)
+        choice = partial(_chosen, pattern=pattern, filter_fn=filter_fn, method=method, skip=skip)
+        run = _Run(source, pattern, method, choice, work, identity, device, dtype, batches, tests, progress)
     except BaseException:
         if new:
             shutil.rmtree(work, ignore_errors=True)
         raise
     before = run.perplexity("dense") if tests else None
-    run.prune(sequential, permute)
+    run.prune(sequential)
     after = run.perplexity("pruned") if tests else None
     perplexity = None if before is None or after is None else (before, after)
     report = run.report()
@@ -174,6 +181,23 @@ def check_out(source: Path, out: Path) -> None:
         raise CheckpointError(f"{out} holds {what}; pass a new folder, or delete this one.")
 
 
+def _chosen(
+    model: nn.Module, pattern: Pattern, filter_fn: FilterFn | None, method: OneShot, skip: Sequence[str]
+) -> tuple[list[Candidate], Report]:
+    chosen, report = choose(model, pattern, filter_fn, method)
+    skipped = {c.name for c in chosen if any(fnmatchcase(f".{c.name}.", f"*.{name}.*") for name in skip)}
+    for name in skip:
+        if not any(fnmatchcase(f".{c.name}.", f"*.{name}.*") for c in chosen):
+            raise RecipeError(
+                f"prune_folder: no layer that would be pruned is called {name!r}; some are {listed([c.name for c in chosen])}."
+            )
+    chosen = [c for c in chosen if c.name not in skipped]
+    report.entries = [replace(e, sparse=False, reason="named in skip") if e.name in skipped else e for e in report.entries]
+    if not chosen:
+        raise RecipeError("prune_folder: skip leaves no layer to prune.")
+    return chosen, report
+
+
 class _Run:
     """One call of ``prune_folder``: the opened model, and its steps."""
 
@@ -182,7 +206,7 @@ class _Run:
         source: Path,
         pattern: Pattern,
         method: OneShot,
-        filter_fn: FilterFn | None,
+        choice: Choice,
         work: Path,
         identity: dict[str, Any],
         device: torch.device | None,
@@ -194,16 +218,15 @@ class _Run:
         self.source, self.pattern, self.method, self.work, self.identity = source, pattern, method, work, identity
         self.device, self.batches, self.tests, self.progress = device, batches, tests, progress
         self._say("reading", 0, 1, str(source))
-        self.model, self.disk = open_folder(
-            source, pattern, filter_fn, method, offload=work / "offload", dtype=dtype, device=device
-        )
+        self.model, self.disk = open_folder(source, choice, offload=work / "offload", dtype=dtype, device=device)
         _check(self.model)
         _check_tokens(self.model, [*batches, *tests])
-        self.chosen, self.table = choose(self.model, pattern, filter_fn, method)
+        self.chosen, self.table = choice(self.model)
         self.named = {c.name: c for c in self.chosen}
         self.results = Results(work / "units", {**identity, "layers": list(self.named)})
         self._say("reading", 1, 1, str(source))
-        self.units: list[list[Candidate]] = []
+        self.chains = find_chains(self.model)[0] if identity["permute"] else []
+        self.units: list[Unit] = []
 
     def _say(self, stage: str, done: int, total: int, what: str) -> None:
         if self.progress is not None:
@@ -211,15 +234,16 @@ class _Run:
 
     # ---- the three passes
 
-    def prune(self, sequential: bool, permute: bool) -> None:
-        """Fill the results."""
+    def prune(self, sequential: bool) -> None:
+        """Fill the results, and put them into the model."""
         relay = self._relay(self.batches)
         with relay.running():
             prune_units(
-                relay, self.pattern, self.method, self.results, sequential=sequential, permute=permute,
+                relay, self.pattern, self.method, self.results, self.chains, sequential=sequential,
                 progress=lambda done, total, what: self._say("pruning", done, total, what),
             )  # fmt: skip
-        self.units = [*(unit.layers for unit in relay.units), relay.idle]
+        self.units = [*relay.units, Unit("", relay.idle)]
+        self._install()
 
     def perplexity(self, which: str) -> float:
         """The perplexity of the dense or pruned model on the held-out batches; that of the dense one is remembered."""
@@ -227,8 +251,6 @@ class _Run:
         if path.exists():
             with open(path) as file:
                 return float(json.load(file))
-        if which == "pruned":
-            self._install()
         total, count = 0.0, 0
         relay = self._relay(self.tests)
         with relay.running(), _head_on(self.model, self.device):
@@ -251,25 +273,43 @@ class _Run:
         return Relay(self.model, self.chosen, batches, call, None, self.device, self.disk)
 
     def _install(self) -> None:
-        """Put the results into the model, on disk or in memory."""
-        units = {c.name: (c, number) for number, layers in enumerate(self.units) for c in layers}
-        self.disk.prune(self.results, units)
-        names = self.disk.names
-        for number, layers in enumerate(self.units):
-            here = {c.name: c for c in layers if (f"{c.name}.weight" if c.key == "weight" else c.name) not in names}
-            if here:
-                done = self.results.load(number)
-                done.layers = {name: packed for name, packed in done.layers.items() if name in here}
-                with torch.no_grad():
-                    _write(self.model, done, here)
+        """Put the results into the model: at once where its weights are in memory, else when they are read."""
+        names, number = self.disk.names, 0
+        on_disk = {id(part) for name, part in self.model.named_modules() if any(f"{name}.{key}" in names for key in part._parameters)}
+        blocks: dict[nn.Module, int] = {}
+        for number, unit in enumerate(self.units):
+            if unit.block is not None and any(id(part) in on_disk for part in unit.block.module.modules()):
+                blocks[unit.block.module] = number
+                continue
+            here = {c.name: c for c in unit.layers if id(c.module) not in on_disk}
+            self._write(number, here)
+
+        def change(module: nn.Module) -> None:
+            inside = {id(part) for part in module.modules()}
+            for number in (*([blocks[module]] if module in blocks else ()), len(self.units) - 1):
+                self._write(number, {c.name: c for c in self.units[number].layers if id(c.module) in inside})
+
+        self.disk.change = change
+
+    def _write(self, number: int, layers: Mapping[str, Candidate]) -> None:
+        """Write results of a unit into ``layers``, whose weights are in memory."""
+        if layers:
+            done = self.results.load(number)
+            done.layers = {name: packed for name, packed in done.layers.items() if name in layers}
+            with torch.no_grad():
+                _write(self.model, done, layers, self.chains)
 
     def report(self) -> Report:
         """The report on all layers."""
         rows: dict[str, Pruned] = {}
+        gains: dict[str, str] = {}
         for number in range(len(self.units)):
-            rows |= self.results.load(number).rows
+            done = self.results.load(number)
+            rows, gains = rows | done.rows, gains | done.gains
         order = {name: i for i, name in enumerate(self.named)}
         self.table.pruned = dict(sorted(rows.items(), key=lambda row: order[row[0].partition("[")[0]]))
+        if self.identity["permute"]:
+            self.table.channels = {name: gains.get(name, "left alone: nothing proves that they can be reordered") for name in self.named}
         self.table.remark = remark(self.method, self.identity["data"], len(self.batches), self.table.pruned, self.named)
         return self.table
 
@@ -318,7 +358,8 @@ class _Run:
         """The compressed layer that replaces ``c``, without data."""
         (rows, cols), dtype = c.matrix_shape, c.module.get_parameter(c.key).dtype
         values = torch.empty(rows, self.pattern.kept(cols), dtype=dtype, device="meta")
-        weight = Compressed(values, torch.empty(rows, self.pattern.index_bytes(cols), dtype=torch.uint8, device="meta"), self.pattern, (rows, cols))
+        indices = torch.empty(rows, self.pattern.index_bytes(cols), dtype=torch.uint8, device="meta")
+        weight = Compressed(values, indices, self.pattern, (rows, cols))
         return CompressedStack(weight, c.shape[0], c.layout) if c.layout in STACKS else deployed(c.module, weight, c.layout)
 
     def _fill(self, writer: ShardWriter, others: Iterable[str], state: Mapping[str, Tensor], packed: Mapping[str, str]) -> None:
@@ -329,8 +370,18 @@ class _Run:
                 for part in ("values", "indices"):
                     tensor = getattr(weight, part)
                     writer.write(f"{packed[name]}.{part}", tensor if experts is None else tensor.unflatten(0, (experts, -1)))
+        left = dict.fromkeys(sorted(others))
+        for number, unit in enumerate(self.units):
+            if unit.block is not None and self.results.load(number).orders:
+                # channels of dense tensors are reordered too
+                prefix = next(name for name, module in self.model.named_modules() if module is unit.block.module)
+                with self.disk(unit.block.module):
+                    present = unit.block.module.state_dict(prefix=f"{prefix}.")
+                    for name in present.keys() & left.keys():
+                        writer.write(name, present[name])
+                        del left[name]
         self._say("writing", len(self.units), len(self.units) + 1, "other tensors")
-        for name in sorted(others):
+        for name in left:
             writer.write(name, self.disk.read(name) if state[name].is_meta else state[name])
         self._say("writing", len(self.units) + 1, len(self.units) + 1, "done")
 
@@ -401,7 +452,12 @@ def how(facts: Mapping[str, Any]) -> str:
     ]
     if ppl is not None:
         lines.append(f"| perplexity on {held['tokens']:,} held-out tokens | {ppl['dense']:.3f} | {ppl['pruned']:.3f} |")
-    lines += [f"| bytes of all tensors | {size['dense']:,} | {size['compressed']:,} |", "", "| layers | mean error on their inputs |", "| --- | --- |"]
+    lines += [
+        f"| bytes of all tensors | {size['dense']:,} | {size['compressed']:,} |",
+        "",
+        "| layers | mean error on their inputs |",
+        "| --- | --- |",
+    ]
     lines += [f"| `{name}` | {100 * error:.2f} % |" for name, error in facts["error by layer"].items()]
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     return "\n".join([*lines, "", f"Each layer is in `{REPORT}`. Made with {versions}.", ""])
@@ -479,5 +535,3 @@ def _sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
