@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -122,9 +121,7 @@ def prune_folder(
     batches, tests = ([pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), b) for b in each] for each in (data, held_out))
     if not batches:
         raise RecipeError("prune_folder: data has no batch.")
-    device = None if device is None else torch.device(device)
-    if device is not None:
-        _check_device(device)
+    device = None if device is None else _device(device)
     work = work_folder(out)
     identity = {
         "pattern": str(pattern),
@@ -403,7 +400,7 @@ class _Run:
             model.generation_config.save_pretrained(folder)
         facts = self._facts(report, perplexity, sizes)
         (folder / REPORT).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-        write_card(folder, SimpleNamespace(config=model.config, __class__=type(model)))
+        write_card(folder, model)
         card = (folder / CARD).read_text(encoding="utf-8").partition(HOW)[0].rstrip()
         (folder / CARD).write_text(f"{card}\n\n{HOW}\n\n{how(facts)}", encoding="utf-8")
 
@@ -419,7 +416,11 @@ class _Run:
             "perplexity": None if perplexity is None else {"dense": perplexity[0], "pruned": perplexity[1]},
             "bytes": {"dense": sizes[0], "compressed": sizes[1]},
             "error by layer": by_type(report),
-            "layers": {name: asdict(row) for name, row in report.pruned.items()},
+            # without times and memory, so that the same command writes the same bytes
+            "layers": {
+                name: {key: value for key, value in asdict(row).items() if key not in ("seconds", "memory")}
+                for name, row in report.pruned.items()
+            },
             "left dense": {e.name: e.reason for e in report.skipped if e.linear},
             "device": "cpu" if self.device is None else self.device.type,
             "versions": {
@@ -509,11 +510,13 @@ def _check_tokens(model: Any, batches: Sequence[Any]) -> None:
             )
 
 
-def _check_device(device: torch.device) -> None:
+def _device(name: torch.device | str) -> torch.device:
     try:
+        device = torch.device(name)
         torch.zeros(1, device=device).item()  # the meta device makes tensors but cannot read them
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise RecipeError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0].rstrip('.')}.") from error
+        raise RecipeError(f"device {str(name)!r} cannot be used here: {str(error).splitlines()[0].rstrip('.')}.") from error
+    return device
 
 
 def _fingerprint(folder: Path, files: Sequence[str]) -> str:
