@@ -95,10 +95,9 @@ def _hugging_face() -> tuple[Any, Any]:
 
 def _resume(work: Path) -> str:
     """How to go on, if blocks are finished."""
-    count = len(list((work / "units").glob("unit-*.safetensors")))
-    if not count:
+    if not any((work / "units").glob("unit-*.safetensors")):
         return ""
-    return f"\n{count} finished blocks are in {work}. To go on:\n  {shlex.join(['python', '-m', 'nmkernels', *sys.argv[1:]])}"
+    return f"\nFinished blocks are kept in {work}. To go on:\n  {shlex.join(['python', '-m', 'nmkernels', *sys.argv[1:]])}"
 
 
 def _data(args: argparse.Namespace, kind: Any, config: Any) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], str]:

@@ -159,8 +159,8 @@ def forked(action):
         os._exit(1)
 
 
-# the reports: reading, evaluating the dense model, pruning blocks, evaluating, writing
-@pytest.mark.parametrize("moment", [1, 4, 8, 9, 12, 16, 18, pytest.param(None, marks=pytest.mark.slow)])
+# while the dense model is evaluated, at the second block, while files are written
+@pytest.mark.parametrize("moment", [4, 7, 16, pytest.param(None, marks=pytest.mark.slow)])
 def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, moment):
     source, data, tests = saved(tmp_path / "dense"), batches(), batches(1)
     before = content(source)
@@ -176,8 +176,8 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, moment):
         out.parent.mkdir()
         assert forked(lambda each=each, out=out: run(out, killer(each))) == -signal.SIGKILL
         kept = len(list((work_folder(out) / "units").glob("unit-*")))
-        # the first report of a block comes when the one before is finished
-        assert kept == sum(what.startswith("pruning") for _, _, what in reports[: each + 1][:-1]) or each > 10
+        done, total, what = reports[each]
+        assert kept == (done if done < total else total + 1) or not what.startswith("pruning")
         if not out.exists():
             run(out)
         assert content(out) == whole and os.listdir(out.parent) == ["out"]
@@ -224,7 +224,7 @@ def test_a_full_disk_is_named_and_changes_nothing(tmp_path, limit):
 
 
 def alive():
-    """Bytes of all tensors with memory."""
+    """Bytes of all tensors made since ``gc.freeze``."""
     found = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu" and thing.layout == torch.strided:
@@ -235,14 +235,16 @@ def alive():
 
 def peak_of(folder, out, monkeypatch):
     """The most bytes alive when a tensor was read, when a layer was solved, and when one was written."""
-    base, peaks = alive(), []
+    gc.collect()
+    gc.freeze()
+    peaks = []
 
     def watched(module, name):
         original = getattr(module, name)
 
         def call(*args, **kwargs):
             result = original(*args, **kwargs)
-            peaks.append(alive() - base)
+            peaks.append(alive())
             return result
 
         monkeypatch.setattr(module, name, call)
@@ -252,6 +254,7 @@ def peak_of(folder, out, monkeypatch):
     watched(hf_folder.ShardWriter, "write")
     prune_folder(folder, "2:4", batches(1, 1), out, method="wanda", held_out=batches(1, 1))
     monkeypatch.undo()
+    gc.unfreeze()
     return max(peaks)
 
 
@@ -261,7 +264,6 @@ def test_memory_does_not_grow_with_the_number_of_blocks(tmp_path, monkeypatch, n
     for layers in (2, 6):
         folder = saved(tmp_path / str(layers), name, layers=layers, tokenizer=False)
         sizes.append((folder / "model.safetensors").stat().st_size)
-        gc.collect()
         peaks.append(peak_of(folder, tmp_path / f"out-{layers}", monkeypatch))
     # rows of the report and names take no tensors
     assert peaks[1] <= 1.01 * peaks[0] and peaks[1] < 0.9 * sizes[1] and sizes[1] > 1.8 * sizes[0]
