@@ -82,10 +82,10 @@ class ShardWriter:
         text = text.ljust(math.ceil(len(text) / ALIGNMENT) * ALIGNMENT)
         start = 8 + len(text)
         self._place |= {name: (path, start + self._place[name][1]) for name in order}
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        self._open[path] = file
-        _write_at(file, struct.pack("<Q", len(text)) + text, 0)
-        os.ftruncate(file, start + offset)
+        with writing(path):
+            self._open[path] = file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            _write_at(file, struct.pack("<Q", len(text)) + text, 0)
+            os.ftruncate(file, start + offset)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write the values of one tensor."""

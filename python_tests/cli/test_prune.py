@@ -204,7 +204,7 @@ def spoiled(root, model, what):
 
 
 SENTENCES = {
-    "nothing there": "{root}/nowhere: there is no such folder; pass one that save_pretrained wrote, with config.json and model.safetensors.",
+    "nothing there": "{root}/nowhere: there is no such folder; pass one that save_pretrained wrote, with config.json and ",
     "no configuration": "{model} has no config.json; pass a folder that save_pretrained wrote.",
     "damaged configuration": "{model}/config.json is damaged (Expecting property name enclosed in double quotes",
     "no weights": "{model} has no weights in model.safetensors or model.safetensors.index.json.",
@@ -298,6 +298,8 @@ def test_held_out_text_is_the_end_and_not_calibrated_on():
     cut = len(text) - 1100
     assert 0 <= cut - (start := text.rfind(" ", 0, cut) + 1) < 11
     assert found.held_out.flatten().tolist() == letters(text)[start:][:1100]
+    several = draw(["a" * 800, "b" * 100, "c" * 100], letters, samples=40, length=50, share=0.2)
+    assert several.held_out.tolist() == [[98] * 50] * 2 + [[99] * 50] * 2
     few = draw([text], letters, samples=8, length=50, share=0.2)
     assert few.calibration.shape == (8, 50) and few.held_out.shape == (2, 50)
     assert draw([text], letters, samples=8, length=50, share=0.0).held_out.shape[0] == 0

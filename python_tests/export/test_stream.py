@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from nmkernels.export.stream import ShardWriter
 from nmkernels.pattern import CheckpointError
@@ -36,6 +36,16 @@ def test_one_file(tmp_path, order):
     assert read.keys() == TENSORS.keys() and all(equal_bits(read[name], TENSORS[name]) for name in read)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == META
+
+
+def test_the_bytes_are_those_of_safetensors(tmp_path):
+    tensors = {name: t.contiguous() for name, t in TENSORS.items() if t.dtype not in (torch.bool, torch.int64)}
+    save_file(tensors, tmp_path / "theirs", {"format": "pt"})
+    writer = ShardWriter(tmp_path, tensors, {"format": "pt"})
+    for name, t in tensors.items():
+        writer.write(name, t)
+    writer.close()
+    assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
 def test_shards(tmp_path):

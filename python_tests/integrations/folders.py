@@ -80,5 +80,5 @@ def batches(count: int = 3, size: int = 2, length: int = 32, seed: int = 1) -> l
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file below ``folder``, by its path in it."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    """Every file and folder below ``folder``, by its path in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in sorted(folder.rglob("*"))}

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import nmkernels as nm
 from nmkernels.pattern import CheckpointError, RecipeError
@@ -72,6 +73,7 @@ def test_is_what_the_model_in_memory_becomes(tmp_path, name, options):
     report = in_memory(source, tmp_path / "memory", data, **options)
     done = prune_folder(source, "2:4", data, tmp_path / "out", **options)
     assert same(loaded(tmp_path / "out"), loaded(tmp_path / "memory"))
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(tmp_path / "memory" / "model.safetensors").keys()
     config, other = (json.loads((tmp_path / each / "config.json").read_text()) for each in ("out", "memory"))
     assert config == other
     assert [(n, row.error, row.tokens) for n, row in done.report.pruned.items()] == [
@@ -296,7 +298,9 @@ print(peak - start)
 def test_the_memory_of_the_process_does_not_grow_with_the_number_of_blocks(tmp_path):
     grown, block = [], 0
     for layers in (4, 12):
-        folder = saved(tmp_path / str(layers), layers=layers, tokenizer=False, hidden_size=512, intermediate_size=1536, num_attention_heads=8)
+        folder = saved(
+            tmp_path / str(layers), layers=layers, tokenizer=False, hidden_size=512, intermediate_size=1536, num_attention_heads=8
+        )
         block = (folder / "model.safetensors").stat().st_size // layers // 1024
         command = [sys.executable, "-c", PROCESS, str(folder), str(tmp_path / f"out-{layers}")]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
@@ -319,8 +323,6 @@ def test_layers_to_skip_have_to_be_there(tmp_path):
 
 
 def test_a_file_without_all_weights_is_refused(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     source = saved(tmp_path / "dense", tokenizer=False)
     tensors = load_file(source / "model.safetensors")
     del tensors["model.norm.weight"]
