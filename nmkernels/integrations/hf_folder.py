@@ -141,8 +141,7 @@ def prune_folder(
         choice = partial(_chosen, pattern=pattern, filter_fn=filter_fn, method=method, skip=skip)
         run = _Run(source, pattern, method, choice, work, identity, device, dtype, batches, tests, progress)
     except BaseException:
-        if new:
-            shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(work if new else work / "offload", ignore_errors=True)
         raise
     before = run.perplexity("dense") if tests else None
     run.prune(sequential)
