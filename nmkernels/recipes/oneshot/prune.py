@@ -485,7 +485,7 @@ def undispatch_(model: nn.Module) -> None:
     if offloaded is not None and any(device.type == "meta" for hook in hooks for device in getattr(hook, "original_devices", {}).values()):
         raise RecipeError(
             f"prune_: accelerate has offloaded weights to disk ({offloaded!r}). Prune the folder itself, which needs one block in memory: "
-            "python -m nmkernels prune MODEL_DIR --data FILE --out DIR, or integrations.hf.prune_folder."
+            "python -m nmkernels prune MODEL_DIR --data FILE --out DIR, or integrations.hf_folder.prune_folder."
         )
     remove_hook_from_submodules(model)
     for module in hooked:  # accelerate leaves the class's own forward on the instance
