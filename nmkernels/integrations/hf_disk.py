@@ -19,8 +19,8 @@ from ..export.tensors import INDEX, SINGLE, shortened
 from ..files import FULL, write_error
 from ..pattern import CheckpointError, NMError
 from ..recipes import Report
-from ..recipes.oneshot.prune import Residence
 from ..recipes.oneshot.relay import block_lists
+from ..recipes.oneshot.units import Residence
 from ..recipes.sparsify import Candidate
 
 log = logging.getLogger("nmkernels.prune")

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from .._version import __version__
@@ -35,9 +34,11 @@ from ..nn.experts import child_name
 from ..ops import Compressed
 from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
 from ..recipes.oneshot.base import OneShot, resolve, text
-from ..recipes.oneshot.prune import Progress, _check, _write, call, choose, prune_units, remark
+from ..recipes.oneshot.data import batches_of, call
+from ..recipes.oneshot.prune import check_model, choose, remark
 from ..recipes.oneshot.relay import Relay, Unit
 from ..recipes.oneshot.results import Results, digest
+from ..recipes.oneshot.units import Progress, prune_units, write
 from ..recipes.report import Pruned, Report, starred
 from ..recipes.sparsify import Candidate, FilterFn
 from ..recipes.writes import listed
@@ -118,9 +119,7 @@ def prune_folder(
     pattern, method, source, out = Pattern(pattern), resolve(method), Path(model_dir), Path(out)
     config = check_folder(source)
     check_out(source, out)
-    batches, tests = ([pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), b) for b in each] for each in (data, held_out))
-    if not batches:
-        raise RecipeError("prune_folder: data has no batch.")
+    batches, tests = batches_of(data), batches_of(held_out) if held_out else []
     device = None if device is None else _device(device)
     work = work_folder(out)
     identity = {
@@ -215,7 +214,7 @@ class _Run:
         self.device, self.batches, self.tests, self.progress = device, batches, tests, progress
         self._say("reading", 0, 1, str(source))
         self.model, self.disk = open_folder(source, choice, offload=work / "offload", dtype=dtype, device=device)
-        _check(self.model)
+        check_model(self.model)
         _check_tokens(self.model, [*batches, *tests])
         self.chosen, self.table = choice(self.model)
         self.named = {c.name: c for c in self.chosen}
@@ -293,7 +292,7 @@ class _Run:
             done = self.results.load(number)
             done.layers = {name: packed for name, packed in done.layers.items() if name in layers}
             with torch.no_grad():
-                _write(self.model, done, layers, self.chains)
+                write(self.model, done, layers, self.chains)
 
     def report(self) -> Report:
         """The report on all layers."""

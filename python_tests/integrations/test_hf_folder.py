@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 import nmkernels as nm
 from nmkernels.pattern import CheckpointError, RecipeError
-from nmkernels.recipes.oneshot import prune as engine
 from nmkernels.recipes.oneshot import prune_
+from nmkernels.recipes.oneshot import units as engine
 from nmkernels.testing import equal_bits
 from python_tests.house.paths import ROOT
 from python_tests.integrations.folders import batches, built, content, saved, write_tokenizer
@@ -57,7 +57,7 @@ def same(one, other):
     ("name", "options"),
     [
         ("llama", {}),
-        ("llama", {"sequential": False}),
+        pytest.param("llama", {"sequential": False}, marks=pytest.mark.slow),
         ("llama-tied", {"method": "sparsegpt"}),
         ("qwen3-moe", {"method": "wanda"}),
         ("gpt2", {"method": "wanda(refit=2)"}),
@@ -162,7 +162,7 @@ def forked(action):
 
 
 # while the dense model is evaluated, at the second block, while files are written
-@pytest.mark.parametrize("moment", [4, 7, 16, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moment", [7, *(pytest.param(moment, marks=pytest.mark.slow) for moment in (4, 16, None))])
 def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, moment):
     source, data, tests = saved(tmp_path / "dense"), batches(), batches(1)
     before = content(source)
@@ -206,7 +206,7 @@ def test_finished_blocks_are_not_pruned_again(tmp_path, monkeypatch):
     assert len(solved) == 21
 
 
-@pytest.mark.parametrize("limit", [100, 20_000, 60_000, 250_000], ids=["the first note", "a block", "larger", "the whole"])
+@pytest.mark.parametrize("limit", [20_000, *(pytest.param(limit, marks=pytest.mark.slow) for limit in (100, 60_000, 250_000))])
 def test_a_full_disk_is_named_and_changes_nothing(tmp_path, limit):
     name = "qwen3-moe" if limit == 20_000 else "llama"  # whose experts transformers writes itself
     source, out = saved(tmp_path / "dense", name, shard="100KB"), tmp_path / "out"
@@ -260,6 +260,7 @@ def peak_of(folder, out, monkeypatch):
     return max(peaks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
 def test_memory_does_not_grow_with_the_number_of_blocks(tmp_path, monkeypatch, name):
     peaks, sizes = [], []

@@ -3,8 +3,6 @@ cached them."""
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,9 +11,11 @@ from torch import nn
 from nmkernels.pattern import Pattern
 from nmkernels.recipes.oneshot import OneShot, prune_
 from nmkernels.recipes.oneshot.base import resolve
+from nmkernels.recipes.oneshot.data import call, padding
 from nmkernels.recipes.oneshot.hessians import Hessians
-from nmkernels.recipes.oneshot.prune import call, choose, problems_of, relay_padding
+from nmkernels.recipes.oneshot.prune import choose
 from nmkernels.recipes.oneshot.relay import Relay
+from nmkernels.recipes.oneshot.units import problems_of
 from python_tests import moe
 from python_tests.recipes.oneshot.families import built
 
@@ -31,7 +31,7 @@ def collected(model, batches, filter_fn=None, forward=call):
         for unit in relay.units:
             problems = [p for c in unit.layers for p in problems_of(c, relay.source(c))]
             hessians = Hessians(problems)
-            with hessians.collecting(partial(relay_padding, relay), lambda: relay.number):
+            with hessians.collecting(lambda x: padding(relay.batch, x), lambda: relay.number):
                 relay.run(unit)
             hessians.warn()
             relay.finish(unit)

@@ -14,8 +14,8 @@ from nmkernels.pattern import Pattern
 from nmkernels.recipes import ASP
 from nmkernels.recipes.oneshot import ADMM, Magnitude, OneShot, SparseGPT, Wanda, prune_
 from nmkernels.recipes.oneshot.base import registered, resolve, text
-from nmkernels.recipes.oneshot.prune import solve
 from nmkernels.recipes.oneshot.reconstruct import damped, refit, squared_error
+from nmkernels.recipes.oneshot.solve import solve
 from python_tests.recipes.loop import top_n
 
 METHODS = [Magnitude(), Wanda(), Wanda(refit=10), SparseGPT(), SparseGPT(refit=10), ADMM()]

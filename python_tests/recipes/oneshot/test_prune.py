@@ -20,7 +20,7 @@ from nmkernels import ops
 from nmkernels.nn import SparseLinear
 from nmkernels.pattern import Pattern
 from nmkernels.recipes.oneshot import OneShot, SparseGPT, Wanda, prune_
-from nmkernels.recipes.oneshot.prune import solve
+from nmkernels.recipes.oneshot.solve import solve
 from python_tests import moe
 from python_tests.recipes.oneshot.families import built
 

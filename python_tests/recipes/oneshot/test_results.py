@@ -14,8 +14,8 @@ import torch
 
 import nmkernels as nm
 from nmkernels.pattern import Pattern
-from nmkernels.recipes.oneshot import prune as engine
 from nmkernels.recipes.oneshot import prune_
+from nmkernels.recipes.oneshot import units as engine
 from nmkernels.recipes.oneshot.results import Done, Results, digest
 from python_tests import moe
 from python_tests.recipes.oneshot.test_prune import BLOCKS, Rare, ViT, assert_same, images, rows, weights
