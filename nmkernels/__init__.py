@@ -31,7 +31,7 @@ from .pattern import (
     RecipeError,
     ShapeError,
 )
-from .recipes import densify_, sparsify_
+from .recipes import densify_, prune_, sparsify_
 
 __all__ = [
     "BackendError",
@@ -57,6 +57,7 @@ __all__ = [
     "nn",
     "ops",
     "optim",
+    "prune_",
     "recipes",
     "save_compressed",
     "save_dense",

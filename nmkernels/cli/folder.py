@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..export.files import atomic_write, writing
+from ..files import atomic_write, writing
 from ..pattern import CheckpointError, NMError
 from .deploy import DENSE_FILE, FILE, PROMPT, SAMPLE_FILE
 from .log import COLUMNS, LOG

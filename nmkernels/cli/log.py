@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..export.files import atomic_write, writing
+from ..files import atomic_write, writing
 from ..pattern import NMError
 from ..recipes.registry import find
 

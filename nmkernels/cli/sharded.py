@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..export.files import write_error
+from ..files import write_error
 from ..pattern import CheckpointError
 
 RUN = "run.pt"

@@ -1,6 +1,6 @@
 """Export of finished models: compressed or dense safetensors, ONNX, AOTInductor packages."""
 
-from .files import atomic_write
+from ..files import atomic_write
 from .graphs import save_aoti, save_onnx
 from .safetensors import load_compressed, save_compressed, save_dense
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..files import atomic_write
 from ..nn import CompressedLinear, CompressedStack, NMWeight, StackedWeight
 from ..nn.experts import child_name, layer_name
 from ..pattern import CheckpointError
 from ..shards import local
 from ..tuning.table import regular_size
-from .files import atomic_write
 
 Layer = NMWeight | CompressedLinear | CompressedStack
 

@@ -326,6 +326,23 @@ class CompressedStack(nn.Module):
         return f"{sizes}, pattern={self.pattern}, dtype={self.values.dtype}, layout={self.layout}"
 
 
+def by_expert(module: nn.Module, keep: Tensor | None, *args: Any, **kwargs: Any) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """For each expert of a dense experts module that has tokens in a call: its number, its tokens ``(tokens, hidden)``, and what its last
+    matrix multiplies. ``keep``: which tokens count; None for all.
+    """
+    own: Any = module
+    x, numbers = tuple(inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments.values())[1:3]
+    first = "gate_up_proj" if own.has_gate else "up_proj"
+    weight = own.get_parameter(first)
+    matrices = weight.transpose(1, 2) if own.is_transposed else weight
+    for expert, matrix in enumerate(matrices):
+        chosen = (numbers == expert).any(-1)
+        tokens = x[chosen if keep is None else chosen & keep].to(matrix.dtype)
+        if len(tokens):
+            y = F.linear(tokens, matrix, own.get_parameter(f"{first}_bias")[expert] if own.has_bias else None)
+            yield expert, tokens, own._apply_gate(y) if own.has_gate else own.act_fn(y)
+
+
 class _Layers(list[CompressedLinear]):
     """The layers of a stack, and the buffers ``of`` which they are views; not copied or saved."""
 

@@ -13,6 +13,7 @@ from .existing import adopt
 from .handle import Handle, densify_
 from .hooks import Hooks
 from .methods.permutation import Permutation, search_permutation
+from .oneshot import prune_
 from .registry import find, get, names, recipe, text
 from .report import Report
 from .sparsify import sparsify_
@@ -46,6 +47,7 @@ __all__ = [
     "get",
     "names",
     "prox",
+    "prune_",
     "recipe",
     "search_decay",
     "search_permutation",

@@ -37,6 +37,8 @@ class HeldMasks:
     def __init__(self, layers: dict[str, NMWeight], score: str | None) -> None:
         self.layers, self.score = layers, score
         self.masks: dict[str, Tensor] = {}
+        self.chosen: dict[str, Tensor] = {}
+        """Masks that ``prune_`` has chosen; zeros alone do not show which weights of value zero are kept."""
         self.inputs = InputNorms(layers)
 
     def load(self, held: dict[str, dict[str, Tensor]]) -> None:
@@ -89,6 +91,9 @@ class HeldMasks:
                 'Use score="magnitude", another pattern, or leave the layer out with filter_fn.'
             )
         self.check_inputs()
+        chosen = self.chosen.get(name) if self.score == "existing" else None
+        if chosen is not None and not bool(layer.master.detach().masked_fill(chosen, 0.0).any()):
+            return chosen
         return ops.mask(self.scores(name), layer.pattern)
 
     def scores(self, name: str) -> Tensor:

@@ -31,13 +31,31 @@ class Entry:
     rows: float | None = None
 
 
+@dataclass(frozen=True)
+class Pruned:
+    """How ``prune_`` has pruned one layer, or one expert's matrix.
+
+    ``error`` is ‖X(W−Z)ᵀ‖² / ‖XWᵀ‖² on the calibration data, Z the pruned weight as it is stored, and ``wanda`` the same for Wanda's mask
+    without new values. ``tokens`` were seen; ``damping`` was added to the Hessian, as a share of its mean diagonal; ``memory`` is the peak
+    of the device, or on a CPU of the process, in bytes; ``note`` says what did not go as planned.
+    """
+
+    error: float | None
+    wanda: float | None
+    tokens: int
+    damping: float
+    seconds: float
+    memory: int
+    note: str = ""
+
+
 @dataclass
 class Report:
     """Every layer of a model that has a weight, except norms, with the decision about it; ``str`` of it is a table.
 
     Layers whose names differ only in numbers share a line if all else is equal. ``channels``: by layer, whether input channels were
-    reordered before pruning, where the recipe searches; ``remark``: what a user should know of how the schedule went; ``unmeasured``: that
-    the way in which GEMMs are done rests on no measurement.
+    reordered before pruning, where the recipe searches; ``pruned``: by layer, what ``prune_`` did; ``remark``: what a user should know of
+    how the schedule went; ``unmeasured``: that the way in which GEMMs are done rests on no measurement.
 
     Example:
         >>> blocks = [Entry(f"fc.{i}", "Linear", (8, 16), True, "2:4") for i in range(3)]
@@ -51,6 +69,7 @@ class Report:
 
     entries: list[Entry] = field(default_factory=list)
     channels: dict[str, str] = field(default_factory=dict)
+    pruned: dict[str, Pruned] = field(default_factory=dict)
     remark: str = ""
     unmeasured: str = ""
 
@@ -83,6 +102,8 @@ class Report:
         if self.channels:
             width = max(map(len, self.channels))
             lines += ["input channels", *(f"{name.ljust(width)}  {said}" for name, said in self.channels.items())]
+        if self.pruned:
+            lines += _pruned_table(self.pruned)
         return "\n".join([*lines, *filter(None, (self.remark, self.unmeasured))])
 
     def _shares(self) -> list[str]:
@@ -99,6 +120,18 @@ class Report:
         shares = sorted(((sum(map(_numel, es)), reason, len(es)) for reason, es in left.items()), key=lambda share: -share[0])
         lines = [f"{100 * w / total:6.1f} %  {reason} ({count} layer{'s' * (count > 1)})" for w, reason, count in shares]
         return [f"{first} ({100 * masked / total:.1f} %){'; left dense:' * bool(lines)}", *lines]
+
+
+def _pruned_table(pruned: Mapping[str, Pruned]) -> list[str]:
+    def share(value: float | None) -> str:
+        return "" if value is None else f"{100 * value:.2f} %"
+
+    rows = [("pruned", "error", "Wanda's", "tokens", "damping", "seconds", "memory", "")]
+    for name, p in pruned.items():
+        cells = share(p.error), share(p.wanda), str(p.tokens), f"{p.damping:g}", f"{p.seconds:.1f}", f"{p.memory / 1e9:.2f} GB", p.note
+        rows.append((name, *cells))
+    widths = [max(len(row[i]) for row in rows) for i in range(7)]
+    return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[7]]).rstrip() for row in rows]
 
 
 def starred(name: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from nmkernels.export import atomic_write
-from nmkernels.export.files import _amount, write_error
+from nmkernels.files import _amount, write_error
 from nmkernels.pattern import CheckpointError
 
 SMALL = 20_000

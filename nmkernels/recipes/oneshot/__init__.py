@@ -1,0 +1,21 @@
+"""One-shot pruning of pretrained models: ``prune_`` and its methods. Each method is one file of ``methods``, registered automatically."""
+
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any
+
+from . import methods
+from .base import OneShot, registered
+from .prune import prune_
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...
+
+
+for _module in iter_modules(methods.__path__):
+    import_module(f"{methods.__name__}.{_module.name}")
+
+_kinds = {cls.__name__: cls for cls in registered().values()}
+globals().update(_kinds)
+__all__ = [*_kinds, "OneShot", "prune_"]

@@ -1,0 +1,144 @@
+"""What pruning has finished: the compressed layers of each unit, in memory or in a folder from which an interrupted run goes on.
+
+A folder holds ``run.json``, which says what is pruned and how, and for each unit ``unit-0000.safetensors``: per layer ``name.values`` and
+``name.indices``, and as metadata the rows of the report and the orders of permuted channels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ...files import atomic_write, writing
+from ...ops import Compressed
+from ...pattern import CheckpointError, Pattern
+from ..report import Pruned
+
+FORMAT = "nmkernels-prune-1"
+RUN = "run.json"
+
+
+@dataclass
+class Done:
+    """The result of one unit.
+
+    Args:
+        layers: name -> the layer's matrix, compressed.
+        rows: of the report, by problem.
+        orders: of channels that were permuted before: (the name of a layer that reads them, their order).
+    """
+
+    layers: dict[str, Compressed] = field(default_factory=dict)
+    rows: dict[str, Pruned] = field(default_factory=dict)
+    orders: list[tuple[str, list[int]]] = field(default_factory=list)
+
+
+class Results:
+    """The results of all units, by number; in ``folder`` if there is one.
+
+    Args:
+        identity: what must agree for an earlier run to be continued.
+
+    Raises:
+        CheckpointError: the folder holds another run, or other files.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None, identity: Mapping[str, Any]) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self._memory: dict[int, Done] = {}
+        if self.folder is not None:
+            self._claim(self.folder, {"format": FORMAT, **identity})
+
+    def _claim(self, folder: Path, identity: dict[str, Any]) -> None:
+        path = folder / RUN
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            others = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+        if not path.exists():
+            if others:
+                raise CheckpointError(
+                    f"prune_: folder={str(folder)!r} holds other files ({', '.join(others[:3])}); pass an empty or a new folder."
+                )
+            atomic_write(path, lambda temporary: temporary.write_text(json.dumps(identity, indent=2)))
+            return
+        try:
+            before = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} is damaged ({error}); delete {folder} to start again.") from error
+        for key, value in identity.items():
+            if before.get(key) != value:
+                raise CheckpointError(
+                    f"{folder} holds the results of another run: its {key} is {_short(before.get(key))}, not {_short(value)}. Pass another "
+                    "folder, or delete this one."
+                )
+
+    def path(self, number: int) -> Path:
+        """The file of a unit."""
+        assert self.folder is not None
+        return self.folder / f"unit-{number:04}.safetensors"
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._memory if self.folder is None else self.path(number).exists()
+
+    def save(self, number: int, done: Done) -> None:
+        """Keep the result of a unit."""
+        if self.folder is None:
+            self._memory[number] = done
+            return
+        import safetensors.torch  # only needed here
+
+        tensors = {f"{name}.{part}": getattr(c, part) for name, c in done.layers.items() for part in ("values", "indices")}
+        layers = {name: [str(c.pattern), *c.shape] for name, c in done.layers.items()}
+        about = {"layers": layers, "rows": {name: asdict(row) for name, row in done.rows.items()}, "orders": done.orders}
+        # a unit may have no layer, and safetensors no file without a tensor
+        tensors = {name: t.cpu().contiguous() for name, t in tensors.items()} or {"": torch.empty(0)}
+        atomic_write(self.path(number), lambda file: safetensors.torch.save_file(tensors, file, {"nmkernels": json.dumps(about)}))
+
+    def load(self, number: int) -> Done:
+        """The result of a finished unit.
+
+        Raises:
+            CheckpointError: its file is damaged.
+        """
+        if self.folder is None:
+            return self._memory[number]
+        from safetensors import SafetensorError, safe_open
+
+        path = self.path(number)
+        try:
+            with safe_open(path, "pt") as file:
+                about = json.loads(file.metadata()["nmkernels"])
+                parts = {name: (file.get_tensor(f"{name}.values"), file.get_tensor(f"{name}.indices")) for name in about["layers"]}
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is damaged ({error}); delete it, and this unit is pruned again.") from error
+        layers = {name: Compressed(*parts[name], Pattern(pattern), tuple(shape)) for name, (pattern, *shape) in about["layers"].items()}
+        rows = {name: Pruned(**row) for name, row in about["rows"].items()}
+        return Done(layers, rows, [(name, order) for name, order in about["orders"]])
+
+
+def digest(values: Any) -> str:
+    """The first 16 hexadecimal digits of a SHA-256 over all tensors and plain values in ``values``."""
+    found = hashlib.sha256()
+    leaves, structure = pytree.tree_flatten(values)
+    found.update(repr(structure).encode())
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+            found.update(leaf.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if leaf.dim() else repr(leaf.item()).encode())
+        else:
+            found.update(repr(leaf).encode())
+    return found.hexdigest()[:16]
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:76]}..."
