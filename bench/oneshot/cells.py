@@ -93,11 +93,12 @@ class CellRow:
 
 def plan() -> Iterator[Cell]:
     """All cells, the most telling ones first."""
-    for model, patterns in (("smollm2", PATTERNS[:1]), ("minilm", PATTERNS), ("gpt", PATTERNS)):
+    for model in ("smollm2", "minilm", "gpt"):
         yield Cell(model, DENSE, DENSE)
-        yield from (Cell(model, p, method, "", SEQUENCES[model]) for p in patterns for method in METHODS)
-    for patterns in (PATTERNS[:2], PATTERNS[2:]):
-        yield from (cell for model in ("gpt", "sentiment") for cell in _tuned(model, patterns))
+        first = PATTERNS[:1] if model == "smollm2" else PATTERNS
+        yield from (Cell(model, p, method, "", SEQUENCES[model]) for p in first for method in METHODS)
+    for some in (PATTERNS[:2], PATTERNS[2:]):
+        yield from (cell for model in ("gpt", "sentiment") for cell in _tuned(model, some))
     for method in METHODS[1:]:
         yield from (Cell("minilm", "2:4", method, "", count) for count in (1, 4, 16, 64))
         yield from (Cell("smollm2", "2:4", method, "", count) for count in (8, 128))
@@ -136,28 +137,34 @@ def run(cell: Cell, steps: int = STEPS) -> CellRow:
     if cell.recipe:
         settings = it.settings
         assert settings is not None
-        arguments = {"lr": settings.lr, "betas": settings.betas, "weight_decay": settings.weight_decay}
-        groups = param_groups(model)
-        optimizer = torch.optim.AdamW(groups, **arguments) if handle is None else handle.recipe.optimizer(groups, **arguments)
+        recipe = nm.recipes.Dense() if handle is None else handle.recipe
+        optimizer = recipe.optimizer(param_groups(model), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
         it.train(model, optimizer if handle is None else handle.attach(optimizer), settings, steps, cell.seed)
     if handle is not None:
         handle.finish(allow_unused=True)
     found = it.evaluate(model)
+    loss, accuracy, cosine = (round(found.get(name, math.nan), 5) for name in ("loss", "accuracy", "cosine"))
+    made = stamp()
     return CellRow(
-        cell.model,
-        cell.pattern,
-        cell.method,
-        cell.recipe,
-        cell.sequences,
-        cell.seed,
-        steps if cell.recipe else 0,
-        it.tokens(cell.sequences) if cell.sequences else 0,
-        *(round(found.get(name, math.nan), 5) for name in ("loss", "accuracy", "cosine")),
+        model=cell.model,
+        pattern=cell.pattern,
+        method=cell.method,
+        recipe=cell.recipe,
+        sequences=cell.sequences,
+        seed=cell.seed,
+        steps=steps if cell.recipe else 0,
+        tokens=it.tokens(cell.sequences) if cell.sequences else 0,
+        loss=loss,
+        accuracy=accuracy,
+        cosine=cosine,
         error=round(error, 6),
         pruning=round(pruning, 1),
         seconds=round(time.process_time() - begin, 1),
         data=it.digest,
-        **stamp(),
+        machine=made["machine"],
+        versions=made["versions"],
+        commit=made["commit"],
+        date=made["date"],
     )
 
 

@@ -81,7 +81,10 @@ def measure(name: str, size: int, repeats: int = 3) -> list[Row]:
         results.append((seconds, memory / w.nbytes, float(squared_error(w, z, h) / squared_error(w, None, h))))
         del found, z
     about = {"pattern": "2:4", "dtype": "float32", "shape": f"{size}x{size}"}
-    return [row("prune", name, metric, values, **about) for metric, values in zip((SECONDS, MEMORY, ERROR), zip(*results), strict=True)]
+    return [
+        row("prune", name, metric, values, **about)
+        for metric, values in zip((SECONDS, MEMORY, ERROR), zip(*results, strict=True), strict=True)
+    ]
 
 
 def _timed(call: Callable[[], Any]) -> tuple[float, int, Any]:

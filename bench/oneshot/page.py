@@ -11,8 +11,12 @@ from .cells import DENSE, HELD, METHODS, PATTERNS, SEQUENCES, CellRow
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "oneshot.md"
 END = "<!-- oneshot: end -->"
-NAMES = {"smollm2": "SmolLM2-135M, loss", "minilm": "MiniLM-L6, cosine", "gpt": "byte GPT, loss", "sentiment": "MiniLM-L6 as a classifier"}
-LOWER = "loss"
+NAMES = {
+    "smollm2": "SmolLM2-135M, loss",
+    "minilm": "MiniLM-L6, cosine",
+    "gpt": "byte GPT, loss",
+    "sentiment": "MiniLM-L6 as a classifier, loss",
+}
 TITLES = {"magnitude": "magnitude", "wanda": "Wanda", "sparsegpt": "SparseGPT", "admm": "ADMM", DENSE: "dense"}
 RECIPES = {"srste": "SR-STE", "mdgf": "MdGf"}
 Rows = Sequence[CellRow]
@@ -43,7 +47,7 @@ def _value(rows: Rows) -> str:
 def _best(values: list[str], model: str) -> list[str]:
     """The values, the best in bold."""
     known = [v for v in values if v]
-    best = (min if LOWER in NAMES[model] else max)(known, key=float, default="")
+    best = (max if "cosine" in NAMES[model] else min)(known, key=float, default="")
     return [f"**{v}**" if v == best else v for v in values]
 
 
@@ -51,10 +55,8 @@ def tuned(rows: Rows) -> str:
     """Every start and recipe after the steps of a recipe: means over seeds."""
     found = [r for r in rows if r.recipe]
     columns = [(model, p) for model in ("sentiment", "gpt") for p in PATTERNS if any(r.model == model and r.pattern == p for r in found)]
-    lines = [
-        f"| weights → recipe | {' | '.join(f'{NAMES[m].removesuffix(", loss")}, {p}' for m, p in columns)} |",
-        f"|{' --- |' * (1 + len(columns))}",
-    ]
+    heads = [f"{NAMES[m]}, {p}" for m, p in columns]
+    lines = [f"| weights → recipe | {' | '.join(heads)} |", f"|{' --- |' * (1 + len(columns))}"]
     starts = [(method, HELD) for method in METHODS] + [(DENSE, recipe) for recipe in RECIPES]
     starts += sorted({(r.method, r.recipe) for r in found} - {*starts, (DENSE, DENSE)})
     table = [[[r for r in found if (r.model, r.pattern, r.method, r.recipe) == (m, p, *start)] for m, p in columns] for start in starts]
