@@ -107,7 +107,8 @@ def plan() -> Iterator[Cell]:
 
 def _tuned(model: str, patterns: tuple[str, ...]) -> Iterator[Cell]:
     for seed in range(SEEDS):
-        yield Cell(model, DENSE, DENSE, DENSE, seed=seed)
+        if PATTERNS[0] in patterns:
+            yield Cell(model, DENSE, DENSE, DENSE, seed=seed)
         for p in patterns:
             yield from (Cell(model, p, method, HELD, SEQUENCES[model], seed) for method in METHODS)
             yield from (Cell(model, p, DENSE, recipe, seed=seed) for recipe in ("srste", "mdgf"))
