@@ -31,3 +31,11 @@ def test_one_process_trains_and_another_one_loads(tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=300)
     assert torch.equal(*(torch.load(tmp_path / f"logits{number}.pt") for number in (0, 1)))
     assert {path.name for path in (tmp_path / "sparse-llama").iterdir()} >= {"config.json", "model.safetensors", "README.md"}
+
+
+def test_a_pretrained_model_is_pruned_and_saved(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```py\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    build = next(block for block in blocks if "Trainer" in block).partition("data =")[0]
+    prune = next(block for block in blocks if "prune_" in block)
+    subprocess.run([sys.executable, "-c", IMPORTS + build + prune], cwd=tmp_path, check=True, timeout=300)
+    assert {path.name for path in (tmp_path / "pruned-llama").iterdir()} >= {"config.json", "model.safetensors", "README.md"}

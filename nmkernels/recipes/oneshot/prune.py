@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import resource
 import time
@@ -21,24 +20,24 @@ from torch.utils import _pytree as pytree
 from ... import ops
 from ...layouts import MATRICES, as_stored
 from ...nn import NMWeight
-from ...nn.chains import Chain, find_chains
+from ...nn.chains import Chain, channel_parameters, find_chains, reorder_
 from ...pattern import Pattern, PatternLike, RecipeError
 from ...shards import is_sharded
 from ..handle import Handle
 from ..methods.asp import ASP
+from ..methods.permutation import search_permutation
 from ..report import Pruned, Report
 from ..sparsify import Candidate, FilterFn, select, sparsify_
 from ..writes import listed
 from .base import OneShot, resolve, text
 from .hessians import Hessians, Problem, exact_gemms, wide
 from .reconstruct import damped, refit, squared_error
-from .relay import Forward, Relay, Unit, moved, on_device
+from .relay import Forward, Relay, Unit, log, moved, on_device
 from .results import Done, Results, digest
 
-log = logging.getLogger("nmkernels.prune")
-log.addHandler(logging.NullHandler())
-
 Progress = Callable[[int, int, str], None]
+Means = dict[str, tuple[Tensor, int]]
+"""Source -> (H = XᵀX / tokens, tokens)."""
 FEW, MANY = 0.1, 0.01
 """The damping below and from ``ENOUGH`` tokens per input on."""
 ENOUGH, SCARCE = 4, 2
@@ -118,16 +117,18 @@ def prune_(
         "weights": digest([sample(c.matrix) for c in chosen]),
     }
     results = Results(folder, identity)
+    chains = find_chains(model)[0] if permute else []
     with relay.running():
-        prune_units(relay, pattern, method, results, sequential=sequential, permute=permute, progress=progress)
+        prune_units(relay, pattern, method, results, chains, sequential=sequential, progress=progress)
     masks: dict[str, Tensor] = {}
     rows: dict[str, Pruned] = {}
+    gains: dict[str, str] = {}
     named = {c.name: c for c in chosen}
     with torch.no_grad():
         for number in range(len(relay.units) + 1):
             done = results.load(number)
-            _write(model, done, named)
-            rows |= done.rows
+            _write(model, done, named, chains)
+            rows, gains = rows | done.rows, gains | done.gains
             masks |= {name: kept(c).to(named[name].module.get_parameter(named[name].key).device) for name, c in done.layers.items()}
     torch.clear_autocast_cache()
     handle = sparsify_(model, ASP(pattern, score="existing"), lambda module, name: name in named)
@@ -135,6 +136,8 @@ def prune_(
     handle.report.entries = report.entries
     order = {name: i for i, name in enumerate(named)}
     handle.report.pruned = dict(sorted(rows.items(), key=lambda row: order[row[0].partition("[")[0]]))
+    if permute:
+        handle.report.channels = {name: gains.get(name, "left alone: nothing proves that they can be reordered") for name in named}
     handle.report.remark = remark(method, identity["data"], len(batches), handle.report.pruned, named)
     return handle
 
@@ -157,14 +160,16 @@ def prune_units(
     pattern: Pattern,
     method: OneShot,
     results: Results,
+    chains: Sequence[Chain] = (),
     *,
     sequential: bool = True,
-    permute: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Fill ``results`` for every unit of ``relay``, and once more for the layers that never ran; leaves the model as it was."""
+    """Fill ``results`` for every unit of ``relay``, and once more for the layers that never ran; leaves the model as it was.
+
+    ``chains``: whose channels may be reordered first.
+    """
     relay.trace()
-    chains = find_chains(relay.model)[0] if permute else []
     begin, total = time.monotonic(), len(relay.units)
     start = next((i for i in range(total) if i not in results), total)
     with ExitStack() as live:
@@ -181,10 +186,10 @@ def prune_units(
                     results.save(number, _pruned(relay, unit, pattern, method, chains))
                 if unit.block is None:
                     if sequential:
-                        live.enter_context(_applied(relay.model, results.load(number), named))
+                        live.enter_context(_applied(relay.model, results.load(number), named, chains))
                     continue
                 if sequential and unit.layers:
-                    with _applied(relay.model, results.load(number), named):
+                    with _applied(relay.model, results.load(number), named, chains):
                         relay.run(unit)
                 elif not fresh:
                     relay.run(unit)
@@ -207,25 +212,18 @@ def _pruned(relay: Relay, unit: Unit, pattern: Pattern, method: OneShot, chains:
     if not problems:
         return done
     solved: dict[str, tuple[ops.Compressed, Pruned]] = {}
-    with exact_gemms(problems[0].candidate.module.get_parameter(problems[0].candidate.key).device):
-        matrices = {c.name: c.matrix for c in unit.layers}
-        ranks, rank = _ranks()
-        load = [0.0] * ranks
-        mine = set()
-        for p in sorted(problems, key=lambda p: -p.shape[0] * p.shape[1] ** 2):
-            lightest = load.index(min(load))
-            load[lightest] += p.shape[0] * p.shape[1] ** 2
-            mine |= {p.name} if lightest == rank else set()
-        means: dict[str, tuple[Tensor, int]] = {}
-        uses = [p.source for p in problems]
-        for p in problems:
-            if p.source not in means:
-                means[p.source] = hessians.mean(p.source)
-            if p.name in mine:
-                solved[p.name] = solve(method, p.part(matrices[p.candidate.name]), *means[p.source], pattern)
-            uses.remove(p.source)
-            if p.source not in uses:
-                del means[p.source]
+    ranks, rank = _ranks()
+    mine = _shares(problems, ranks)[rank]
+    with exact_gemms(unit.layers[0].module.get_parameter(unit.layers[0].key).device):
+        means = {source: hessians.mean(source) for source in dict.fromkeys(p.source for p in problems)}
+        _reorder(relay, unit, pattern, means, problems, chains, done)
+        with _applied(relay.model, Done(orders=done.orders), {}, chains):
+            matrices = {c.name: c.matrix for c in unit.layers}
+            for source in list(means):
+                for p in problems:
+                    if p.source == source and p.name in mine:
+                        solved[p.name] = solve(method, p.part(matrices[p.candidate.name]), *means[source], pattern)
+                del means[source]
     if ranks > 1:
         parts: list[Any] = [None] * ranks
         torch.distributed.all_gather_object(
@@ -238,6 +236,47 @@ def _pruned(relay: Relay, unit: Unit, pattern: Pattern, method: OneShot, chains:
         done.layers[c.name] = ops.Compressed(values, indices, pattern, c.matrix_shape)
     done.rows = {p.name: solved[p.name][1] for p in problems}
     return done
+
+
+def _shares(problems: Sequence[Problem], ranks: int) -> list[set[str]]:
+    """The names of the problems that each rank solves: the largest first, each to the rank that has least to do."""
+    load, shares = [0] * ranks, [set[str]() for _ in range(ranks)]
+    for p in sorted(problems, key=lambda p: -p.shape[0] * p.shape[1] ** 2):
+        least = load.index(min(load))
+        load[least] += p.shape[0] * p.shape[1] ** 2
+        shares[least].add(p.name)
+    return shares
+
+
+def _reorder(
+    relay: Relay, unit: Unit, pattern: Pattern, means: Means, problems: Sequence[Problem], chains: Sequence[Chain], done: Done
+) -> None:
+    """Search an order for the channels of each chain that this unit's layers read, and put the Hessians into it.
+
+    All layers of a chain must be in this unit's block, or all outside blocks: elsewhere the stored outputs have another order.
+    """
+    layers = {p.candidate.name: p for p in problems if p.expert is None}
+    for chain in chains:
+        names = [name for name in chain.consumers if name in layers]
+        homes = {relay.block_of(relay.model.get_submodule(name)) for name in (*chain.producers, *chain.consumers, *chain.between)}
+        if not names or homes != {unit.block}:
+            continue
+        scores = []
+        for name in names:
+            h, _ = means[layers[name].source]
+            scores.append((layers[name].candidate.matrix.to(h.dtype).abs() * h.diagonal().sqrt()).reshape(-1, chain.channels))
+        found = search_permutation(torch.cat(scores), pattern, progress=partial(log.info, "%s: %s", ", ".join(names)))
+        said = f"the mask keeps {found.after:.4f} of Wanda's score instead of {found.before:.4f}"
+        done.gains.update(dict.fromkeys(names, f"reordered with the outputs of {', '.join(chain.producers)}: {said}"))
+        if found.after <= found.before:
+            done.gains.update(dict.fromkeys(names, "left alone: no order was found that keeps more"))
+            continue
+        done.orders.append((names[0], found.order.tolist()))
+        for source in {layers[name].source for name in names}:
+            h, tokens = means[source]
+            # of a convolution the channels are innermost
+            order = torch.arange(len(h), device=h.device).view(-1, chain.channels)[:, found.order.to(h.device)].flatten()
+            means[source] = h[order][:, order], tokens
 
 
 def solve(method: OneShot, weight: Tensor, h: Tensor, tokens: int, pattern: Pattern) -> tuple[ops.Compressed, Pruned]:
@@ -311,28 +350,35 @@ def problems_of(c: Candidate, source: str) -> list[Problem]:
 # ---- writing results into the model, for a while and for good
 
 
-def _write(model: nn.Module, done: Done, layers: Mapping[str, Candidate]) -> None:
+def _write(model: nn.Module, done: Done, layers: Mapping[str, Candidate], chains: Sequence[Chain] = ()) -> None:
+    for reader, order in done.orders:
+        chain = next(chain for chain in chains if reader in chain.consumers)
+        for tensor, dim in channel_parameters(model, chain):
+            reorder_(tensor.detach(), dim, torch.tensor(order))
     for name, packed in done.layers.items():
         c = layers[name]
         parameter = c.module.get_parameter(c.key)
-        parameter.copy_(as_stored(packed.dense().to(parameter.device), c.layout, c.shape if c.layout not in MATRICES else ()))
+        parameter.copy_(as_stored(packed.dense().to(parameter.device), c.layout, c.shape))
     for module in model.modules():
         if isinstance(module, NMWeight):
             module.effective.drop()
 
 
 @contextmanager
-def _applied(model: nn.Module, done: Done, layers: Mapping[str, Candidate]) -> Iterator[None]:
-    """The model has the results of a unit inside, and its dense weights again afterwards."""
-    before = {name: layers[name].module.get_parameter(layers[name].key).detach().clone() for name in done.layers}
+def _applied(model: nn.Module, done: Done, layers: Mapping[str, Candidate], chains: Sequence[Chain] = ()) -> Iterator[None]:
+    """The model has the results of a unit inside, and what it had before afterwards."""
+    changed: list[Tensor] = [layers[name].module.get_parameter(layers[name].key) for name in done.layers]
+    for reader, _ in done.orders:
+        changed += [t for chain in chains if reader in chain.consumers for t, _ in channel_parameters(model, chain)]
+    before = {id(t): (t, t.detach().clone()) for t in changed}
     try:
         with torch.no_grad():
-            _write(model, done, layers)
+            _write(model, done, layers, chains)
         yield
     finally:
         with torch.no_grad():
-            for name, weight in before.items():
-                layers[name].module.get_parameter(layers[name].key).copy_(weight)
+            for tensor, values in before.values():
+                tensor.copy_(values)
 
 
 def kept(packed: ops.Compressed) -> Tensor:

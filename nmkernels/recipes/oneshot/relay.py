@@ -6,6 +6,7 @@ of a block's arguments is copied or guessed: masks, positions, caches and cross-
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,9 @@ from torch.utils import _pytree as pytree
 
 from ...pattern import RecipeError
 from ..sparsify import Candidate
+
+log = logging.getLogger("nmkernels.prune")
+log.addHandler(logging.NullHandler())
 
 Forward = Callable[[nn.Module, Any], Any]
 """``forward(model, batch)``: runs the model on one batch of the user's data."""
@@ -215,8 +219,12 @@ class Relay:
         the last but one of its vision tower, for instance), those of all blocks are stored.
         """
         hooks = [c.module.register_forward_pre_hook(self._note(c), with_kwargs=True) for c in self.layers]
-        outputs: dict[Block, Any] = {}
-        hooks += [b.module.register_forward_hook(lambda module, args, output, b=b: outputs.update({b: output})) for b in self.blocks]
+        last: dict[str, tuple[Block, Any]] = {}  # by list
+
+        def record(block: Block, module: nn.Module, args: Any, output: Any) -> None:
+            last[block.list_name] = block, output
+
+        hooks += [block.module.register_forward_hook(partial(record, block)) for block in self.blocks]
         try:
             whole = next(self.final(1))
         finally:
@@ -227,9 +235,12 @@ class Relay:
         repeated = {block.list_name for block in self.blocks if calls[id(block)] > 1}
         known = [block for block in self.blocks if block.list_name not in repeated and calls[id(block)]]
         self._order(events, known)
-        for block in sorted(known, key=events.index):
-            self._finish(block, [outputs[block]])
+        for block in known:
+            block.finished, (self._last[block.list_name], output) = True, last[block.list_name]
+            self._answers[self._last[block.list_name]] = [output]
         self.rereads = not same(whole, next(self.final(1)))
+        if self.rereads:
+            log.info("the model reads outputs of earlier blocks again, so those of all blocks are kept in memory")
         self._last, self._answers = {}, {}
         for block in known:
             block.finished = False
@@ -268,6 +279,11 @@ class Relay:
             later = [block for block in blocks if first[id(block)] > end]
             unit.until = min(later, key=lambda block: first[id(block)], default=None)
         self.units = sorted((*units.values(), *outside.values()), key=lambda unit: begin[id(unit)])
+
+    def block_of(self, module: nn.Module) -> Block | None:
+        """The block, among those that are pruned as such, that ``module`` is in."""
+        blocks = (unit.block for unit in self.units if unit.block is not None)
+        return next((block for block in blocks if any(part is module for part in block.module.modules())), None)
 
     def source(self, c: Candidate) -> str:
         """The name of the first layer that has the input of ``c``."""

@@ -35,11 +35,13 @@ class Done:
         layers: name -> the layer's matrix, compressed.
         rows: of the report, by problem.
         orders: of channels that were permuted before: (the name of a layer that reads them, their order).
+        gains: what that brought, or why it was left, by layer.
     """
 
     layers: dict[str, Compressed] = field(default_factory=dict)
     rows: dict[str, Pruned] = field(default_factory=dict)
     orders: list[tuple[str, list[int]]] = field(default_factory=list)
+    gains: dict[str, str] = field(default_factory=dict)
 
 
 class Results:
@@ -98,7 +100,12 @@ class Results:
 
         tensors = {f"{name}.{part}": getattr(c, part) for name, c in done.layers.items() for part in ("values", "indices")}
         layers = {name: [str(c.pattern), *c.shape] for name, c in done.layers.items()}
-        about = {"layers": layers, "rows": {name: asdict(row) for name, row in done.rows.items()}, "orders": done.orders}
+        about = {
+            "layers": layers,
+            "rows": {name: asdict(row) for name, row in done.rows.items()},
+            "orders": done.orders,
+            "gains": done.gains,
+        }
         # a unit may have no layer, and safetensors no file without a tensor
         tensors = {name: t.cpu().contiguous() for name, t in tensors.items()} or {"": torch.empty(0)}
         atomic_write(self.path(number), lambda file: safetensors.torch.save_file(tensors, file, {"nmkernels": json.dumps(about)}))
@@ -122,7 +129,7 @@ class Results:
             raise CheckpointError(f"{path} is damaged ({error}); delete it, and this unit is pruned again.") from error
         layers = {name: Compressed(*parts[name], Pattern(pattern), tuple(shape)) for name, (pattern, *shape) in about["layers"].items()}
         rows = {name: Pruned(**row) for name, row in about["rows"].items()}
-        return Done(layers, rows, [(name, order) for name, order in about["orders"]])
+        return Done(layers, rows, [(name, order) for name, order in about["orders"]], about["gains"])
 
 
 def digest(values: Any) -> str:
