@@ -17,25 +17,31 @@ import torch
 from torch import Tensor
 
 from nmkernels import Pattern
+from nmkernels.recipes.oneshot import SparseGPT
 from nmkernels.recipes.oneshot.base import resolve
 from nmkernels.recipes.oneshot.prune import solve
-from nmkernels.recipes.oneshot.reconstruct import squared_error
+from nmkernels.recipes.oneshot.reconstruct import damped, squared_error
 
 from ..rows import RESULTS, Row, row
 
 PATH = RESULTS / "oneshot_layers.csv"
 LOOP = "sparsegpt, loop over columns"
-METHODS = ("matmul", "hessian", "magnitude", "wanda", "sparsegpt", LOOP, "admm")
+ALONE = "sparsegpt, without the errors in the report"
+METHODS = ("matmul", "hessian", "magnitude", "wanda", "sparsegpt", ALONE, LOOP, "admm")
 SECONDS, MEMORY, ERROR, RATE = "CPU seconds", "peak memory beyond W and H, over W", "error", "GFLOP/s"
 TOKENS = 2048
+ENOUGH = 8
+"""Tokens per input of the problem."""
 
 
 def problem(size: int) -> tuple[Tensor, Tensor]:
-    """(W, H) of a layer ``size × size`` from 2 · ``size`` tokens."""
-    generator = torch.Generator().manual_seed(0)
-    random = partial(torch.randn, generator=generator)
-    x = random(2 * size, size // 4) @ random(size // 4, size) / size**0.5 + 0.3 * random(2 * size, size)
-    return random(size, size) / size**0.5, x.T @ x / len(x)
+    """(W, H) of a layer ``size × size``."""
+    random = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    w, strong, h = random(size, size) / size**0.5, random(size // 4, size) / size**0.5, torch.zeros(size, size)
+    for _ in range(ENOUGH):
+        x = random(size, size // 4) @ strong + 0.3 * random(size, size)
+        h.addmm_(x.T, x)
+    return w, h / (ENOUGH * size)
 
 
 def columns(w: Tensor, h: Tensor, pattern: Pattern, damping: float = 0.01, block: int = 128) -> Tensor:
@@ -74,10 +80,13 @@ def measure(name: str, size: int, repeats: int = 3) -> list[Row]:
         times = [_timed(lambda: total.addmm_(x.T, x))[0] for _ in range(repeats)]
         return [row("prune", f"hessian of {TOKENS} tokens", SECONDS, times, dtype="float32", shape=f"{size}x{size}")]
     pattern, results = Pattern("2:4"), []
-    call: Callable[[], Any] = partial(columns, w, h, pattern) if name == LOOP else partial(solve, resolve(name), w, h, 2 * size, pattern)
+    calls: dict[str, Callable[[], Any]] = {
+        LOOP: lambda: columns(w, h, pattern),
+        ALONE: lambda: SparseGPT().solve(w.clone(), damped(h, 0.01), pattern)[0],
+    }
     for _ in range(repeats):
-        seconds, memory, found = _timed(call)
-        z = found if name == LOOP else found[0].dense()
+        seconds, memory, found = _timed(calls.get(name, lambda: solve(resolve(name), w, h, ENOUGH * size, pattern)))
+        z = found if name in calls else found[0].dense()
         results.append((seconds, memory / w.nbytes, float(squared_error(w, z, h) / squared_error(w, None, h))))
         del found, z
     about = {"pattern": "2:4", "dtype": "float32", "shape": f"{size}x{size}"}
