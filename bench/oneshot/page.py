@@ -1,0 +1,149 @@
+"""The tables of ``docs/guides/oneshot.md``, from the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..rows import load as load_csv
+from . import cells, layers
+from .cells import DENSE, HELD, METHODS, PATTERNS, SEQUENCES, CellRow
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "oneshot.md"
+END = "<!-- oneshot: end -->"
+NAMES = {
+    "smollm2": "SmolLM2-135M, loss",
+    "minilm": "MiniLM-L6, cosine",
+    "gpt": "byte GPT, loss",
+    "sentiment": "MiniLM-L6 as a classifier, loss",
+}
+TITLES = {"magnitude": "magnitude", "wanda": "Wanda", "sparsegpt": "SparseGPT", "admm": "ADMM", DENSE: "dense"}
+RECIPES = {"srste": "SR-STE", "mdgf": "MdGf"}
+Rows = Sequence[CellRow]
+
+
+def begin(name: str) -> str:
+    """The line before a table."""
+    return f"<!-- oneshot {name}: written by python -m bench.oneshot table -->"
+
+
+def pruned(rows: Rows) -> str:
+    """Every model and pattern, by method, without a recipe."""
+    lines = [f"| model, pattern | dense | {' | '.join(TITLES[method] for method in METHODS)} |", f"|{' --- |' * (2 + len(METHODS))}"]
+    for model in SEQUENCES:
+        dense = [r for r in rows if r.model == model and r.method == DENSE and not r.recipe]
+        for p in PATTERNS:
+            found = [[r for r in rows if r.cell == cells.Cell(model, p, method, "", SEQUENCES[model])] for method in METHODS]
+            if any(found):
+                lines.append(f"| {NAMES[model]}, {p} | {' | '.join([_value(dense), *_best([_value(f) for f in found], model)])} |")
+    return "\n".join(lines)
+
+
+def _value(rows: Rows) -> str:
+    """The loss, or else the cosine."""
+    return f"{rows[0].loss:.3f}" if rows and rows[0].loss == rows[0].loss else f"{rows[0].cosine:.3f}" if rows else ""
+
+
+def _best(values: list[str], model: str) -> list[str]:
+    """The values, the best in bold."""
+    known = [v for v in values if v]
+    best = (max if "cosine" in NAMES[model] else min)(known, key=float, default="")
+    return [f"**{v}**" if v == best else v for v in values]
+
+
+def tuned(rows: Rows) -> str:
+    """Every start and recipe after the steps of a recipe: means over seeds."""
+    found = [r for r in rows if r.recipe]
+    columns = [(model, p) for model in ("sentiment", "gpt") for p in PATTERNS if any(r.model == model and r.pattern == p for r in found)]
+    heads = [f"{NAMES[m]}, {p}" for m, p in columns]
+    lines = [f"| weights → recipe | {' | '.join(heads)} |", f"|{' --- |' * (1 + len(columns))}"]
+    starts = [(method, HELD) for method in METHODS] + [(DENSE, recipe) for recipe in RECIPES]
+    starts += sorted({(r.method, r.recipe) for r in found} - {*starts, (DENSE, DENSE)})
+    table = [[[r for r in found if (r.model, r.pattern, r.method, r.recipe) == (m, p, *start)] for m, p in columns] for start in starts]
+    table.append([[r for r in found if (r.model, r.method, r.recipe) == (m, DENSE, DENSE)] for m, _ in columns])
+    lowest = [min((_mean(line[i]) for line in table[:-1] if line[i]), default=0.0) for i in range(len(columns))]
+    for (method, recipe), line in zip([*starts, (DENSE, DENSE)], table, strict=True):
+        title = (
+            f"{TITLES[method]} → {'masks held' if recipe == HELD else RECIPES.get(recipe, recipe)}"
+            if recipe != DENSE
+            else "dense, not pruned"
+        )
+        shown = [_tuned(some, _mean(some) == least) if some else "" for some, least in zip(line, lowest, strict=True)]
+        if any(shown):
+            lines.append(f"| {title} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def _mean(rows: Rows) -> float:
+    return sum(r.loss for r in rows) / len(rows)
+
+
+def _tuned(rows: Rows, best: bool) -> str:
+    """The mean loss with its range over seeds, and the mean accuracy if there is one."""
+    losses = [r.loss for r in rows]
+    mean = f"**{_mean(rows):.3f}**" if best else f"{_mean(rows):.3f}"
+    spread = f" ({min(losses):.3f} to {max(losses):.3f})" if len(rows) > 1 else ""
+    accuracy = sum(r.accuracy for r in rows) / len(rows)
+    return f"{mean}{spread}" + (f", {accuracy:.1f} %" if accuracy == accuracy else "")
+
+
+def tokens(rows: Rows) -> str:
+    """The same model and pattern with more and less calibration data."""
+    found = [r for r in rows if r.pattern == "2:4" and not r.recipe and r.method in METHODS[1:] and r.model in ("smollm2", "minilm")]
+    lines = [f"| model, 2:4 | tokens | {' | '.join(TITLES[method] for method in METHODS[1:])} |", f"|{' --- |' * (2 + len(METHODS[1:]))}"]
+    for model in ("smollm2", "minilm"):
+        for count in sorted({r.tokens for r in found if r.model == model}):
+            values = [_value([r for r in found if (r.model, r.tokens, r.method) == (model, count, m)]) for m in METHODS[1:]]
+            lines.append(f"| {NAMES[model]} | {count:,} | {' | '.join(_best(values, model))} |")
+    return "\n".join(lines)
+
+
+def costs(rows: list[dict[str, str]]) -> str:
+    """One layer: seconds, memory, error, by machine."""
+    lines = ["| method | CPU seconds | peak memory beyond W and H, in weights | error | machine |", f"|{' --- |' * 5}"]
+    for machine in dict.fromkeys(r["machine"] for r in rows):
+        mine = [r for r in rows if r["machine"] == machine and r["shape"] == "4096x4096"]
+        for name in dict.fromkeys(r["provider"] for r in mine):
+            value = {r["metric"]: float(r["p50"]) for r in mine if r["provider"] == name}
+            shown = [
+                f"{value[m]:{form}}" if m in value else ""
+                for m, form in ((layers.SECONDS, ".1f"), (layers.MEMORY, ".1f"), (layers.ERROR, ".3f"))
+            ]
+            lines.append(f"| {TITLES.get(name, name)} | {' | '.join(shown)} | {machine} |")
+    return "\n".join(lines)
+
+
+def source(rows: Rows) -> str:
+    """Where the rows were measured."""
+    parts = [", ".join(sorted({getattr(r, key) for r in rows})) for key in ("machine", "versions", "date", "commit")]
+    return f"*{parts[0]}; {parts[1]}; {parts[2]}; commit {parts[3]}.*"
+
+
+TABLES: dict[str, Callable[[Rows, list[dict[str, str]]], str]] = {
+    "pruned": lambda rows, _: pruned(rows),
+    "tuned": lambda rows, _: tuned(rows),
+    "tokens": lambda rows, _: tokens(rows),
+    "costs": lambda _, timed: costs(timed),
+    "source": lambda rows, _: source(rows),
+}
+
+
+def write(page: Path = PAGE, path: Path = cells.PATH, timed: Path = layers.PATH, check: bool = False) -> int:
+    """Write each table between its markers; with ``check`` write nothing and return 1 if one does not agree with the rows."""
+    rows, times = cells.load(path), load_csv(timed)
+    old = new = page.read_text(encoding="utf-8")
+    for name, table in TABLES.items():
+        if begin(name) in old:
+            new = _between(new, begin(name), table(rows, times))
+    if check and new != old:
+        print(f"{page.name} does not show the rows of {path.name} and {timed.name}; run: python -m bench.oneshot table")
+        return 1
+    if new != old:
+        page.write_text(new, encoding="utf-8")
+    return 0
+
+
+def _between(text: str, first: str, new: str) -> str:
+    """``text`` with the part from the marker ``first`` to the next end replaced."""
+    head, tail = text.split(first)
+    return f"{head}{first}\n\n{new}\n\n{END}{tail.split(END, 1)[1]}"

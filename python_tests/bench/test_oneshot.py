@@ -1,0 +1,102 @@
+"""One-shot cells: a tiny one runs from end to end, cells with rows are skipped, and the guide's tables show the committed rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import nmkernels as nm
+from bench.oneshot import __main__ as command
+from bench.oneshot import cells, layers, models, page
+from bench.oneshot.cells import Cell
+
+TINY = Cell("gpt", "2:4", "admm", "held", 8)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> models.ByteGPT:
+    """A byte GPT of two layers instead of the plan's."""
+    (tmp_path / "text.txt").write_bytes(b"def f(x): return x + 1\n" * 400)
+    made = models.ByteGPT(32, 2, 16, pretraining=4, text=str(tmp_path / "text.txt"), folder=tmp_path)
+    monkeypatch.setattr(cells, "model_of", {"gpt": made}.get)
+    return made
+
+
+def test_a_cell_prunes_tunes_and_evaluates(tiny: models.ByteGPT) -> None:
+    row = cells.run(TINY, steps=2)
+    assert row.cell == TINY and (row.steps, row.tokens) == (2, 8 * 16) and 0 < row.error < 1 and math.isnan(row.cosine)
+    assert cells.run(TINY, steps=2).loss == row.loss != cells.run(replace(TINY, seed=1), steps=2).loss
+    pruned = cells.run(replace(TINY, recipe=""))
+    assert pruned.steps == 0 and pruned.loss != row.loss and pruned.error == row.error
+    dense = cells.run(Cell("gpt", "dense", "dense"))
+    assert dense.loss == round(tiny.evaluate(tiny.model())["loss"], 5) and math.isnan(dense.error) and dense.tokens == 0
+
+
+@pytest.mark.parametrize("method", ["dense", "wanda"])
+@pytest.mark.parametrize("recipe", ["srste", "mdgf"])
+def test_recipes_start_from_dense_and_from_pruned_weights(
+    method: str, recipe: str, tiny: models.ByteGPT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.nn.Module] = []
+    monkeypatch.setattr(tiny, "evaluate", lambda model: seen.append(model) or {"loss": 1.0})
+    row = cells.run(Cell("gpt", "1:4", method, recipe, 8 if method != "dense" else 0), steps=2)
+    assert row.steps == 2 and math.isnan(row.error) == (method == "dense")
+    weights = [p for name, p in seen[0].named_parameters() if "blocks" in name and p.dim() == 2]
+    assert len(weights) == 8 and all(nm.ops.is_nm(w.detach(), "1:4") for w in weights)
+
+
+def test_training_starts_from_the_same_batches(tiny: models.ByteGPT) -> None:
+    a, b = (tiny.batch(0, 3)[0] for _ in range(2))
+    assert a.equal(b) and not a.equal(tiny.batch(1, 3)[0]) and len(tiny.calibration(20)) == 2
+
+
+def test_cells_with_rows_are_skipped(tiny: models.ByteGPT, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", "--models", "gpt", "--cells", "gpt/dense/dense/-/*", "gpt/2:4/w*/-/*", "--out", str(tmp_path / "rows.csv")]
+    torch.set_num_threads(1)
+    assert command.main(words) == 0 and "[2/2] gpt/2:4/wanda/-/128/0: loss " in capsys.readouterr().out
+    assert command.main(words) == 0 and capsys.readouterr().out == ""
+    assert command.main([*words, "--again", "--list"]) == 0 and len(capsys.readouterr().out.splitlines()) == 2
+    rows = cells.load(tmp_path / "rows.csv")
+    assert [row.method for row in rows] == ["dense", "wanda"] and rows[1].pattern == "2:4" and rows[0].loss > 0
+
+
+def test_the_plan_has_each_cell_once() -> None:
+    keys = [cell.key for cell in cells.plan()]
+    assert len(keys) == len(set(keys)) and "sentiment/1:4/admm/held/640/2" in keys and "smollm2/2:4/admm/-/32/0" in keys
+
+
+@pytest.mark.parametrize("name", layers.METHODS)
+def test_layers_are_measured(name: str) -> None:
+    rows = {row.metric: row for row in layers.measure(name, 64, repeats=1)}
+    assert all(row.p50 >= 0 for row in rows.values()) and len(rows) == (1 if name in ("matmul", "hessian") else 3)
+
+
+def test_the_loop_over_columns_is_sparsegpt() -> None:
+    w, h = layers.problem(64)
+    solved = layers.solve(nm.recipes.oneshot.SparseGPT(), w, h, 1000, nm.Pattern("2:4"))[0].dense()
+    torch.testing.assert_close(layers.columns(w, h, nm.Pattern("2:4"), block=16), solved, rtol=1e-3, atol=1e-5)
+
+
+def test_tables_show_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = cells.CellRow(**{name: kind() for name, kind in cells._kinds().items()})
+    dense = replace(row, model="gpt", pattern="dense", method="dense", loss=2.0, accuracy=math.nan, machine="AMD, 1 threads")
+    pruned = [replace(dense, pattern="2:4", method=method, sequences=128, loss=loss) for method, loss in (("wanda", 2.5), ("admm", 2.25))]
+    tuned = [replace(pruned[1], recipe="held", seed=seed, steps=2, loss=2.125 + seed / 4) for seed in (0, 1)]
+    for one in (dense, *pruned, *tuned):
+        cells.append(one, tmp_path / "rows.csv")
+    guide = tmp_path / "guide.md"
+    guide.write_text("".join(f"# {name}\n{page.begin(name)}\nold\n{page.END}\n" for name in page.TABLES))
+    rest = tmp_path / "rows.csv", tmp_path / "none.csv"
+    assert page.write(guide, *rest, check=True) == 1 and "run: python -m bench.oneshot table" in capsys.readouterr().out
+    assert page.write(guide, *rest) == 0 == page.write(guide, *rest, check=True)
+    text = guide.read_text()
+    assert "| byte GPT, loss, 2:4 | 2.000 |  | 2.500 |  | **2.250** |" in text and "old" not in text
+    assert "| ADMM → masks held | **2.250** (2.125 to 2.375) |" in text and "*AMD, 1 threads;" in text
+
+
+def test_the_guide_shows_the_committed_rows() -> None:
+    assert page.write(check=True) == 0
