@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import capability
+from ..ops.integers import BITS
 from ..pattern import NMError, Pattern
 from ..recipes.oneshot.base import resolve
 from .config import positive
@@ -49,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip", "--keep-dense", nargs="+", default=[], metavar="NAME", help=text)
     parser.add_argument("--no-sequential", action="store_true", help="take all inputs from the dense model; faster, and a little worse")
     parser.add_argument("--transposable", action="store_true", help="masks that are N:M for W and its transpose")
+    parser.add_argument("--values", choices=sorted(BITS), help="round the kept weights to integers of 8 or 4 bits")
+    parser.add_argument("--group", type=int, metavar="COLUMNS", help="that share a step; default 128 for int4, a row for int8")
     parser.add_argument("--permute", action="store_true", help="first reorder hidden channels where that does not change the model")
     parser.add_argument("--json", action="store_true", help="print report.json instead of a summary")
 
@@ -68,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
             done = hf.prune_folder(
                 args.model, pattern, batches, args.out, skip=args.skip, method=method, device=device,
                 dtype=None if args.dtype is None else getattr(torch, args.dtype), sequential=not args.no_sequential, permute=args.permute,
-                held_out=held_out, progress=progress,
+                values=args.values, group=args.group, held_out=held_out, progress=progress,
             )  # fmt: skip
     except (NMError, KeyboardInterrupt) as stop:
         stopped = isinstance(stop, KeyboardInterrupt)

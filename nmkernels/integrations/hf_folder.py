@@ -22,16 +22,19 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from .. import ops
 from .._version import __version__
 from ..export.plan import STACKS
 from ..export.safetensors import HUGGING_FACE, described, table
 from ..export.stream import ShardWriter
 from ..export.tensors import Layer, weight_name
 from ..files import atomic_write, writing
+from ..layouts import MATRICES
 from ..nn import CompressedStack, deployed
 from ..nn.chains import find_chains
 from ..nn.experts import child_name
 from ..ops import Compressed
+from ..ops.integers import BITS
 from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
 from ..recipes.oneshot.base import OneShot, resolve, text
 from ..recipes.oneshot.data import batches_of, call
@@ -91,6 +94,8 @@ def prune_folder(
     dtype: torch.dtype | None = None,
     sequential: bool = True,
     permute: bool = False,
+    values: str | None = None,
+    group: int | None = None,
     held_out: Sequence[Any] = (),
     progress: Progress | None = None,
 ) -> PrunedFolder:
@@ -108,6 +113,7 @@ def prune_folder(
         out: the folder to write; new or empty.
         device: where blocks are computed and solved, ``"cuda"`` for instance; default the CPU.
         dtype: of the weights, computed with and written; default that of the file.
+        values, group: integers of 8 or 4 bits as values, as for ``compress_``; experts and convolutions keep floating-point ones.
         held_out: batches with ``input_ids`` on which the perplexity of a causal language model is measured before and after.
         progress: called with (done, total, what).
 
@@ -119,6 +125,8 @@ def prune_folder(
     pattern, method, source, out = Pattern(pattern), resolve(method), Path(model_dir), Path(out)
     config = check_folder(source)
     check_out(source, out)
+    if values is not None and values not in BITS:
+        raise RecipeError(f"prune_folder: values={values!r} is unknown; choose one of {', '.join(map(repr, BITS))}, or None.")
     batches, tests = batches_of(data), batches_of(held_out) if held_out else []
     device = None if device is None else _device(device)
     work = work_folder(out)
@@ -127,6 +135,8 @@ def prune_folder(
         "method": text(method),
         "sequential": sequential,
         "permute": permute,
+        "values": values,
+        "group": group,
         "dtype": str(dtype),
         "data": digest(batches),
         "held_out": digest(tests),
@@ -290,7 +300,7 @@ class _Run:
         """Write results of a unit into ``layers``, whose weights are in memory."""
         if layers:
             done = self.results.load(number)
-            done.layers = {name: packed for name, packed in done.layers.items() if name in layers}
+            done.layers = {name: self._stored(name, packed) for name, packed in done.layers.items() if name in layers}
             with torch.no_grad():
                 write(self.model, done, layers, self.chains)
 
@@ -328,7 +338,7 @@ class _Run:
         for key, value in state.items():
             if key in of:
                 layer: Any = layers[of[key]]
-                tensors |= {f"{packed[of[key]]}.{part}": getattr(layer, part) for part in ("values", "indices")}
+                tensors |= {f"{packed[of[key]]}.{part}": tensor for part, tensor in parts_of(layer).items()}
             else:
                 tensors[key] = value
         about = table(layers)
@@ -354,16 +364,20 @@ class _Run:
         (rows, cols), dtype = c.matrix_shape, c.module.get_parameter(c.key).dtype
         values = torch.empty(rows, self.pattern.kept(cols), dtype=dtype, device="meta")
         indices = torch.empty(rows, self.pattern.index_bytes(cols), dtype=torch.uint8, device="meta")
-        weight = Compressed(values, indices, self.pattern, (rows, cols))
+        weight = self._stored(c.name, Compressed(values, indices, self.pattern, (rows, cols)))
         return CompressedStack(weight, c.shape[0], c.layout) if c.layout in STACKS else deployed(c.module, weight, c.layout)
+
+    def _stored(self, name: str, packed: Compressed) -> Compressed:
+        """The form in which a layer's result is written: with integers, if they are asked for."""
+        values, group = self.identity["values"], self.identity["group"]
+        return packed if values is None or self.named[name].layout not in MATRICES else ops.quantize_values(packed, values, group)
 
     def _fill(self, writer: ShardWriter, others: Iterable[str], state: Mapping[str, Tensor], packed: Mapping[str, str]) -> None:
         for number in range(len(self.units)):
             self._say("writing", number, len(self.units) + 1, "layers")
             for name, weight in self.results.load(number).layers.items():
                 experts = self.named[name].shape[0] if packed[name] != name else None
-                for part in ("values", "indices"):
-                    tensor = getattr(weight, part)
+                for part, tensor in parts_of(self._stored(name, weight)).items():
                     writer.write(f"{packed[name]}.{part}", tensor if experts is None else tensor.unflatten(0, (experts, -1)))
         left = dict.fromkeys(sorted(others))
         for number, unit in enumerate(self.units):
@@ -408,7 +422,7 @@ class _Run:
             "format": "nmkernels-prune-report-1",
             "model": self.source.resolve().name,
             "pattern": str(self.pattern),
-            **{key: self.identity[key] for key in ("method", "sequential", "permute")},
+            **{key: self.identity[key] for key in ("method", "sequential", "permute", "values", "group")},
             "data": {"batches": len(self.batches), "tokens": tokens, "digest": self.identity["data"]},
             "held_out": {"batches": len(self.tests), "tokens": sum(map(_tokens, self.tests))} if self.tests else None,
             "perplexity": None if perplexity is None else {"dense": perplexity[0], "pruned": perplexity[1]},
@@ -430,6 +444,11 @@ class _Run:
         }
 
 
+def parts_of(weight: Any) -> dict[str, Tensor]:
+    """The tensors of a compressed weight, or of a layer that has one, by the ends of their names."""
+    return {part: t for part in ("values", "indices", "step") if (t := getattr(weight, part, None)) is not None}
+
+
 def by_type(report: Report) -> dict[str, float]:
     """The mean error of the layers whose names differ only in numbers: ``model.layers.*.mlp.up_proj`` and so on."""
     errors: dict[str, list[float]] = {}
@@ -442,9 +461,10 @@ def by_type(report: Report) -> dict[str, float]:
 def how(facts: Mapping[str, Any]) -> str:
     """The section of the model card, from the facts of ``report.json``."""
     data, held, ppl, size = facts["data"], facts["held_out"], facts["perplexity"], facts["bytes"]
+    then = f", then {facts['values']}," if facts["values"] else ""
     lines = [
-        f"One-shot, from {facts['model']}: {facts['pattern']} by `{facts['method']}` on {data['tokens']:,} tokens in {data['batches']} "
-        f"batches (digest {data['digest']}), block by block, without training afterwards.",
+        f"One-shot, from {facts['model']}: {facts['pattern']} by `{facts['method']}`{then} on {data['tokens']:,} tokens in "
+        f"{data['batches']} batches (digest {data['digest']}), block by block, without training afterwards.",
         "",
         "| | dense | pruned |",
         "| --- | --- | --- |",

@@ -36,11 +36,11 @@ transformers.logging.disable_progress_bar()
 pytestmark = pytest.mark.filterwarnings("ignore:prune_. layer")
 
 
-def in_memory(folder, out, data, **options):
+def in_memory(folder, out, data, values=None, group=None, **options):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     handle = prune_(model, "2:4", data, **options)
     handle.finish(allow_unused=True)
-    nm.compress_(model).save_pretrained(out)
+    nm.compress_(model, values=values, group=group).save_pretrained(out)
     return handle.report
 
 
@@ -67,7 +67,9 @@ def short_search(monkeypatch):
         pytest.param("llama", {"sequential": False}, marks=pytest.mark.slow),
         ("llama-tied", {"method": "sparsegpt"}),
         ("qwen3-moe", {"method": "wanda"}),
-        ("gpt2", {"method": "wanda(refit=2)"}),
+        ("gpt2", {"method": "wanda(refit=2)", "values": "int4", "group": 32}),
+        pytest.param("llama", {"method": "wanda", "values": "int8"}, marks=pytest.mark.slow),
+        pytest.param("qwen3-moe", {"method": "wanda", "values": "int4"}, marks=pytest.mark.slow),
         pytest.param("llama", {"method": "wanda", "permute": True}, marks=pytest.mark.slow),
         pytest.param("gpt2", {"method": "wanda", "permute": True}, marks=pytest.mark.slow),
     ],

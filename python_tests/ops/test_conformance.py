@@ -184,7 +184,8 @@ def _edges() -> Tensor:
     """Rows of kept values that are hard to round."""
     tiny, half = 2.0**-149, torch.arange(-4, 4).float() + 0.5
     rows = [
-        torch.zeros(8), -torch.zeros(8), torch.full((8,), tiny), half, half * 127 / 3.5, torch.tensor([-8.0, 7, 1, 0.5, -0.5, 1.5, 2.5, -8]), torch.tensor([8.0, -7, 1, 0.5, -0.5, 1.5, 2.5, 8]),
+        torch.zeros(8), -torch.zeros(8), torch.full((8,), tiny), half, half * 127 / 3.5,
+        torch.tensor([-8.0, 7, 1, 0.5, -0.5, 1.5, 2.5, -8]), torch.tensor([8.0, -7, 1, 0.5, -0.5, 1.5, 2.5, 8]),
         torch.tensor([3e38, -3e38, 1, 0, 0, 0, 0, 0]), torch.tensor([1e-42, -1e-40, 0, 0, 0, 0, 0, 0]),
     ]  # fmt: skip
     return torch.stack(rows)
