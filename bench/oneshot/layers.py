@@ -19,8 +19,8 @@ from torch import Tensor
 from nmkernels import Pattern
 from nmkernels.recipes.oneshot import SparseGPT
 from nmkernels.recipes.oneshot.base import resolve
-from nmkernels.recipes.oneshot.prune import solve
 from nmkernels.recipes.oneshot.reconstruct import damped, squared_error
+from nmkernels.recipes.oneshot.solve import solve
 
 from ..rows import RESULTS, Row, row
 
