@@ -19,14 +19,14 @@ from torch import Tensor
 from nmkernels import Pattern
 from nmkernels.recipes.oneshot import SparseGPT
 from nmkernels.recipes.oneshot.base import resolve
-from nmkernels.recipes.oneshot.prune import solve
 from nmkernels.recipes.oneshot.reconstruct import damped, squared_error
+from nmkernels.recipes.oneshot.solve import solve
 
 from ..rows import RESULTS, Row, row
 
 PATH = RESULTS / "oneshot_layers.csv"
 LOOP = "sparsegpt, loop over columns"
-ALONE = "sparsegpt, without the errors in the report"
+ALONE = "sparsegpt, solver alone"
 METHODS = ("matmul", "hessian", "magnitude", "wanda", "sparsegpt", ALONE, LOOP, "admm")
 SECONDS, MEMORY, ERROR, RATE = "CPU seconds", "peak memory beyond W and H, over W", "error", "GFLOP/s"
 TOKENS = 2048

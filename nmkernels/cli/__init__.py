@@ -19,6 +19,7 @@ PROG = "python -m nmkernels"
 
 VERBS = {
     "train": "train a small byte-level GPT with a sparse recipe, compress it and check the result",
+    "prune": "prune a Hugging Face model to N:M in one shot, block by block, and write the compressed one",
     "recipes": "list the training methods: paper, patterns, state, cost; or one with its keywords",
     "audit": "predict, and measure here, what N:M would gain a model on a device, layer by layer",
     "doctor": "show what works on this machine, and why the rest does not",

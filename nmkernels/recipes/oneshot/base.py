@@ -19,7 +19,7 @@ class OneShot:
     Args:
         damping: added to the Hessian that ``solve`` gets, as a share of its mean diagonal; None: 0.1 below 4 tokens per input, else 0.01.
             Raised tenfold where a factorisation fails.
-        refit: steps of conjugate gradients that fit the kept weights after ``solve``.
+        refit: steps of conjugate gradients that fit the kept weights after ``solve``, with that damping, or that of None if it is 0.
         transposable: masks that are N:M for W and Wᵀ, so that recipes with a sparse dgrad can go on from them.
 
     Attributes:

@@ -60,12 +60,16 @@ class Hessians:
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.sums: dict[str, Tensor] = {}
         self.tokens: dict[str, Tensor] = {}
-        self._problems = {p.source: p for p in problems}
-        self._lost: dict[str, list[Tensor]] = {}
+        self._problems = {p.source: p for p in reversed(problems)}  # of layers with one input the first speaks for all
+        self._lost: dict[str, list[tuple[int, Tensor]]] = {}
+        self._number: Callable[[], int] = lambda: 0
 
     @contextmanager
-    def collecting(self, padding: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
-        """Add the inputs of the forward passes run inside. ``padding(x)``: of the rows of an input, which are tokens; None for all."""
+    def collecting(self, padding: Callable[[Tensor], Tensor | None], number: Callable[[], int]) -> Iterator[None]:
+        """Add the inputs of the forward passes run inside. ``padding(x)``: of the rows of an input, which are tokens; None for all;
+        ``number()``: that of the present batch, for ``warn``.
+        """
+        self._number = number
         hooks, seen = [], set()
         for problem in self._problems.values():
             module = problem.candidate.module
@@ -83,7 +87,7 @@ class Hessians:
     ) -> None:
         with torch.no_grad(), exact_gemms((*args, *kwargs.values())[0].device):
             x: Tensor = (*args, *kwargs.values())[0]
-            keep = padding(x)
+            keep = None if problem.candidate.layout == CONV2D else padding(x)
             if problem.expert is None:
                 self._add(problem.source, rows_of(x, problem.candidate), keep)
                 return
@@ -107,7 +111,7 @@ class Hessians:
             self._lost[source] = []
         self.sums[source].addmm_(x.t(), x)
         self.tokens[source] += good.sum()
-        self._lost[source].append(lost)
+        self._lost[source].append((self._number(), lost))
 
     def share(self) -> None:
         """Add up what all ranks of ``torch.distributed`` have collected; does nothing in a single process."""
@@ -134,13 +138,18 @@ class Hessians:
 
     def warn(self) -> None:
         """Warn of tokens that were left out because they were not finite."""
-        lost = {source: counts for source, seen in self._lost.items() if seen and any(counts := torch.stack(seen).tolist())}
+        lost: dict[str, list[tuple[int, int]]] = {}  # (batch, how many)
+        for source, seen in self._lost.items():
+            counts = torch.stack([count for _, count in seen]).tolist()
+            if any(counts):
+                lost[source] = [(number, count) for (number, _), count in zip(seen, counts, strict=True) if count]
         if lost:
-            source = next(iter(lost))
-            first = next(i for i, count in enumerate(lost[source], 1) if count)
-            also = f" So did {listed([self._problems[other].name for other in list(lost)[1:]])}." if len(lost) > 1 else ""
+            source = min(lost, key=lambda source: lost[source][0][0])
+            first, tokens = lost[source][0][0], sum(count for _, count in lost[source])
+            others = [self._problems[other].name for other in lost if other != source]
+            also = f" So did {listed(others)}." if others else ""
             warnings.warn(
-                f"prune_: layer {self._problems[source].name!r} got NaN or infinite input values in {sum(lost[source])} tokens, first in "
+                f"prune_: layer {self._problems[source].name!r} got NaN or infinite input values in {tokens} tokens, first in "
                 f"batch {first}.{also} Such tokens are left out. If they are not padding, prune in bfloat16 or float32.",
                 stacklevel=5,
             )
@@ -154,13 +163,26 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 @contextmanager
 def exact_gemms(device: torch.device) -> Iterator[None]:
     """fp32 GEMMs in fp32: no autocast, no TF32, and no bf16 inside oneDNN."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    backends: Any = torch.backends
+    switches = backends.cuda.matmul, backends.mkldnn.matmul
+    before = [switch.fp32_precision for switch in switches]
     try:
+        older: str | None = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the user has set the newer switches, with which the older one must not be mixed
+        older = None
+    try:
+        if older is not None:
+            torch.set_float32_matmul_precision("highest")
+        else:
+            for switch in switches:
+                switch.fp32_precision = "ieee"
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        if older is not None:
+            torch.set_float32_matmul_precision(older)
+        for switch, value in zip(switches, before, strict=True):
+            switch.fp32_precision = value
 
 
 def rows_of(x: Tensor, candidate: Candidate) -> Tensor:

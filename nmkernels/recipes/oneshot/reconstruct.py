@@ -34,7 +34,8 @@ def refit(w: Tensor, z: Tensor, mask: Tensor, h: Tensor, steps: int) -> Tensor:
     All rows go together, each with its own step sizes; the preconditioner is the diagonal of H. ``steps`` at most: it ends when a step
     lowers the error by less than a thousandth.
     """
-    inverse = 1 / h.diagonal()
+    diagonal, eps = h.diagonal(), torch.finfo(h.dtype).eps
+    inverse = 1 / diagonal
     for i in range(0, w.shape[0], ROWS):
         part, keep = z[i : i + ROWS], mask[i : i + ROWS]
         d = w[i : i + ROWS] - part
@@ -45,7 +46,10 @@ def refit(w: Tensor, z: Tensor, mask: Tensor, h: Tensor, steps: int) -> Tensor:
         size = (r * p).sum(1, keepdim=True)
         for _ in range(steps):
             q = (p @ h).mul_(keep)
-            step = size / (p * q).sum(1, keepdim=True).clamp_min_(TINY)
+            curvature = (p * q).sum(1, keepdim=True)
+            # of a singular H it may be rounding alone, even negative
+            noise = p.square() @ diagonal[:, None] * (4 * eps)
+            step = torch.where(curvature > noise.clamp_min_(TINY), size / curvature, 0.0)
             part.addcmul_(step, p)
             gain = float((step * size).sum())
             if gain < ENOUGH * error:

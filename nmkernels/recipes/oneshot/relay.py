@@ -7,6 +7,7 @@ of a block's arguments is copied or guessed: masks, positions, caches and cross-
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -115,7 +116,9 @@ class Relay:
         self.units: list[Unit] = []
         self.idle: list[Candidate] = []
         self._sources: dict[str, str] = {}
-        self._inputs: list[tuple[weakref.ref[Tensor], int, str]] = []
+        # of each layer's calls in the first pass, the number of the call that first got the same tensor
+        self._inputs: dict[str, list[int]] = {}
+        self._seen: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._events: list[Block | Candidate] = []
         self._batch = 0
         self._target: Block | None = None
@@ -133,15 +136,15 @@ class Relay:
         """The relay answers for the model's blocks; the model is in eval mode, without gradients. Everything is restored at the end."""
         modes = {module: module.training for module in self.model.modules()}
         before = {block.module: block.module.__dict__.get("forward") for block in self.blocks}
-        self.model.eval()
-        for block in self.blocks:
-            block.module.__dict__["forward"] = partial(self._call, block, block.module.forward)
         try:
-            with torch.no_grad(), uncached_autocast():
+            self.model.eval()
+            for block in self.blocks:
+                block.module.__dict__["forward"] = partial(self._call, block, block.module.forward)
+            with torch.inference_mode(False), torch.no_grad(), uncached_autocast(), uncompiled():
                 yield
         finally:
             for module, own in before.items():
-                del module.__dict__["forward"]
+                module.__dict__.pop("forward", None)
                 if own is not None:
                     module.__dict__["forward"] = own
             for module, mode in modes.items():
@@ -151,9 +154,7 @@ class Relay:
         self._events.append(block)
         if block.finished:
             last = self._last[block.list_name]
-            answer = self._answers[block if self.rereads else last][self._batch]
-            # the model may write into what it gets
-            return pytree.tree_map_only(Tensor, torch.clone, answer) if block is last or self.rereads else answer
+            return copied(self._answers[block if self.rereads else last][self._batch])
         if block is self._until:
             raise _Stop
         home = next((t.device for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
@@ -168,23 +169,15 @@ class Relay:
     def run(self, unit: Unit) -> None:
         """One pass over all batches, as far as ``unit``; the outputs of its block replace those of the pass before."""
         self._target, self._until, self._outputs = unit.block, unit.until, []
-        versions = self._versions()
         for number, batch in enumerate(self.batches):
             self._batch, self._events = number, []
             with suppress(_Stop):
-                self.forward(self.model, batch)
-        if versions != self._versions():
-            raise RecipeError(
-                "prune_: the model writes into the outputs of its blocks, which are kept; pass blocks=[] to prune without blocks."
-            )
+                self.forward(self.model, copied(batch))
         if unit.block is not None and len(self._outputs) != len(self.batches):
             raise RecipeError(
                 f"prune_: block {unit.block.name!r} ran in {len(self._outputs)} of {len(self.batches)} batches only; pass blocks=[] to "
                 "prune without blocks."
             )
-
-    def _versions(self) -> list[int]:
-        return [t._version for t in pytree.tree_leaves(list(self._answers.values())) if isinstance(t, Tensor)]
 
     def finish(self, unit: Unit) -> None:
         """From now on the block of ``unit`` answers with the outputs of its last pass."""
@@ -203,12 +196,17 @@ class Relay:
         """The batch that the present pass runs."""
         return self.batches[self._batch]
 
+    @property
+    def number(self) -> int:
+        """The number of that batch, from 1."""
+        return self._batch + 1
+
     def final(self, batches: int) -> Iterator[Any]:
         """The model's outputs for the first batches."""
         self._target = self._until = None
         for number, batch in enumerate(self.batches[:batches]):
             self._batch, self._events = number, []
-            yield self.forward(self.model, batch)
+            yield self.forward(self.model, copied(batch))
 
     # ---- the order
 
@@ -222,7 +220,7 @@ class Relay:
         last: dict[str, tuple[Block, Any]] = {}  # by list
 
         def record(block: Block, module: nn.Module, args: Any, output: Any) -> None:
-            last[block.list_name] = block, output
+            last[block.list_name] = block, copied(output)
 
         hooks += [block.module.register_forward_hook(partial(record, block)) for block in self.blocks]
         try:
@@ -234,6 +232,7 @@ class Relay:
         calls = Counter(id(event) for event in events)
         repeated = {block.list_name for block in self.blocks if calls[id(block)] > 1}
         known = [block for block in self.blocks if block.list_name not in repeated and calls[id(block)]]
+        self._share_sources()
         self._order(events, known)
         for block in known:
             block.finished, (self._last[block.list_name], output) = True, last[block.list_name]
@@ -246,17 +245,26 @@ class Relay:
             block.finished = False
 
     def _note(self, c: Candidate) -> Callable[..., None]:
-        seen = self._inputs
-
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._events.append(c)
             x = next(iter((*args, *kwargs.values())), None)
-            if c.name not in self._sources and isinstance(x, Tensor):
-                same = next((name for ref, version, name in seen if ref() is x and version == x._version), c.name)
-                self._sources[c.name] = same
-                seen.append((weakref.ref(x), x._version, same))
+            call = len(self._events)
+            if isinstance(x, Tensor):
+                ref, version, first = self._seen.get(id(x), (None, 0, 0))
+                if ref is not None and ref() is x and version == x._version:
+                    call = first
+                else:
+                    self._seen[id(x)] = weakref.ref(x), x._version, call
+            self._inputs.setdefault(c.name, []).append(call)
 
         return note
+
+    def _share_sources(self) -> None:
+        """Layers have one source if all their calls got the same tensors."""
+        first: dict[tuple[int, ...], str] = {}
+        for name, calls in self._inputs.items():
+            self._sources[name] = first.setdefault(tuple(calls), name)
+        self._inputs, self._seen = {}, {}
 
     def _order(self, events: list[Block | Candidate], blocks: list[Block]) -> None:
         first = {id(event): number for number, event in reversed(list(enumerate(events)))}
@@ -291,9 +299,14 @@ class Relay:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two outputs of a model agree up to rounding."""
-    pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
-    return all(torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True) for a, b in pairs if isinstance(a, Tensor))
+    """Whether two outputs of a model agree up to rounding; False if nothing in them can be compared."""
+    ones, others = ([t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)] for output in (one, other))
+    return bool(ones) and all(torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True) for a, b in zip(ones, others, strict=True))
+
+
+def copied(values: Any) -> Any:
+    """``values`` with copies of all tensors in them: a model may write into what it gets."""
+    return pytree.tree_map_only(Tensor, torch.clone, values)
 
 
 def moved(values: Any, device: torch.device | None) -> Any:
@@ -313,6 +326,12 @@ def on_device(module: nn.Module, device: torch.device | None) -> Iterator[None]:
         yield
     finally:
         module.to(homes.pop())
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Compiled modules run as they were written: torch.compile would trace the relay and its hooks, again for each of them."""
+    # without torch._dynamo, which takes a second to import, nothing is compiled
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from ...files import atomic_write, writing
 from ...ops import Compressed
 from ...pattern import CheckpointError, Pattern
 from ..report import Pruned
+from ..writes import listed
+from .ranks import by_first
 
 FORMAT = "nmkernels-prune-1"
 RUN = "run.json"
@@ -45,7 +48,7 @@ class Done:
 
 
 class Results:
-    """The results of all units, by number; in ``folder`` if there is one.
+    """The results of all units, by number; in ``folder`` if there is one, which the first rank alone reads and writes for all.
 
     Args:
         identity: what must agree for an earlier run to be continued.
@@ -58,7 +61,7 @@ class Results:
         self.folder = None if folder is None else Path(folder)
         self._memory: dict[int, Done] = {}
         if self.folder is not None:
-            self._claim(self.folder, {"format": FORMAT, **identity})
+            by_first(partial(self._claim, self.folder, {"format": FORMAT, **identity}))
 
     def _claim(self, folder: Path, identity: dict[str, Any]) -> None:
         path = folder / RUN
@@ -73,8 +76,8 @@ class Results:
             atomic_write(path, lambda temporary: temporary.write_text(json.dumps(identity, indent=2)))
             return
         try:
-            before = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            before = dict(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged ({error}); delete {folder} to start again.") from error
         for key, value in identity.items():
             if before.get(key) != value:
@@ -89,13 +92,16 @@ class Results:
         return self.folder / f"unit-{number:04}.safetensors"
 
     def __contains__(self, number: int) -> bool:
-        return number in self._memory if self.folder is None else self.path(number).exists()
+        return number in self._memory if self.folder is None else by_first(self.path(number).exists)
 
     def save(self, number: int, done: Done) -> None:
         """Keep the result of a unit."""
         if self.folder is None:
             self._memory[number] = done
-            return
+        else:
+            by_first(partial(self._write, number, done))
+
+    def _write(self, number: int, done: Done) -> None:
         import safetensors.torch  # only needed here
 
         tensors = {f"{name}.{part}": getattr(c, part) for name, c in done.layers.items() for part in ("values", "indices")}
@@ -110,14 +116,15 @@ class Results:
         tensors = {name: t.cpu().contiguous() for name, t in tensors.items()} or {"": torch.empty(0)}
         atomic_write(self.path(number), lambda file: safetensors.torch.save_file(tensors, file, {"nmkernels": json.dumps(about)}))
 
-    def load(self, number: int) -> Done:
-        """The result of a finished unit.
+    def load(self, number: int, layers: Sequence[str] | None = None) -> Done:
+        """The result of a finished unit, which has these ``layers`` if they are known.
 
         Raises:
-            CheckpointError: its file is damaged.
+            CheckpointError: its file is damaged, or that of other layers.
         """
-        if self.folder is None:
-            return self._memory[number]
+        return self._memory[number] if self.folder is None else by_first(partial(self._read, number, layers))
+
+    def _read(self, number: int, expected: Sequence[str] | None) -> Done:
         from safetensors import SafetensorError, safe_open
 
         path = self.path(number)
@@ -127,6 +134,8 @@ class Results:
                 parts = {name: (file.get_tensor(f"{name}.values"), file.get_tensor(f"{name}.indices")) for name in about["layers"]}
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged ({error}); delete it, and this unit is pruned again.") from error
+        if expected is not None and sorted(parts) != sorted(expected):
+            raise CheckpointError(f"{path} holds {listed(parts)}, not {listed(expected)}; delete {path.parent} to start again.")
         layers = {name: Compressed(*parts[name], Pattern(pattern), tuple(shape)) for name, (pattern, *shape) in about["layers"].items()}
         rows = {name: Pruned(**row) for name, row in about["rows"].items()}
         return Done(layers, rows, [(name, order) for name, order in about["orders"]], about["gains"])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.recipes.oneshot.prune import Residence
+from nmkernels.recipes.oneshot.units import Residence
 from python_tests.recipes.oneshot.families import built
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.recipes import search_permutation
-from nmkernels.recipes.oneshot import prune
+from nmkernels.recipes.oneshot import units
 
 
 class Block(nn.Module):
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prune, "search_permutation", functools.partial(search_permutation, escapes=2))
+    monkeypatch.setattr(units, "search_permutation", functools.partial(search_permutation, escapes=2))
 
 
 @pytest.fixture

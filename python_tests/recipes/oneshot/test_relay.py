@@ -8,9 +8,11 @@ from torch.utils import _pytree as pytree
 
 from nmkernels.pattern import Pattern
 from nmkernels.recipes.oneshot.base import resolve
-from nmkernels.recipes.oneshot.prune import _write, call, choose, prune_units
+from nmkernels.recipes.oneshot.data import call
+from nmkernels.recipes.oneshot.prune import choose
 from nmkernels.recipes.oneshot.relay import Relay
 from nmkernels.recipes.oneshot.results import Results
+from nmkernels.recipes.oneshot.units import prune_units, write
 from python_tests.recipes.oneshot.families import NAMES, built
 
 P = Pattern("2:4")
@@ -24,7 +26,7 @@ def pruned(model, batches, method="wanda", **options):
         prune_units(relay, P, resolve(method), results, **options)
         named = {c.name: c for c in chosen}
         for number in range(len(relay.units) + 1):
-            _write(model, results.load(number), named)
+            write(model, results.load(number), named)
         stored = list(relay.final(len(batches)))
     with torch.no_grad():
         return relay, stored, [call(model, batch) for batch in batches]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -17,8 +16,6 @@ class Wanda(OneShot):
 
     ``Wanda(refit=10)`` fits the kept weights afterwards, which is cheap and better than SparseGPT on most models.
     """
-
-    guarded: ClassVar[bool] = False
 
     def solve(self, w: Tensor, h: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
         mask = self.mask(w * h.diagonal().sqrt(), pattern)

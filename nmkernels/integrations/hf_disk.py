@@ -1,0 +1,247 @@
+"""Hugging Face models whose blocks stay on disk, each in memory only while it is used."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from ..export.tensors import INDEX, SINGLE, shortened
+from ..files import FULL, write_error
+from ..pattern import CheckpointError, NMError
+from ..recipes import Report
+from ..recipes.oneshot.relay import block_lists
+from ..recipes.oneshot.units import Residence
+from ..recipes.sparsify import Candidate
+
+log = logging.getLogger("nmkernels.prune")
+CONFIG = "config.json"
+
+
+class OnDisk:
+    """``with disk(module)``: the weights of ``module`` are in memory, on ``device``, and on the meta device again after the outermost.
+
+    Attributes:
+        names: the tensors of the model that are on disk, by their names in it.
+        device: where blocks run; None: on the CPU.
+        change: called with a module whose weights were read, to write others into it.
+    """
+
+    def __init__(self, model: nn.Module, loader: Any, device: torch.device | None) -> None:
+        self.device, self._loader = device, loader
+        self.names = set() if loader is None else {name for name, t in _tensors(model) if t.is_meta}
+        self._prefix = {module: name for name, module in model.named_modules()}
+        self._elsewhere = Residence(device)
+        self.change: Callable[[nn.Module], object] | None = None
+
+    def read(self, name: str) -> Tensor:
+        """A tensor of the dense model, on the CPU, in memory of its own."""
+        tensor: Tensor = self._loader[name]
+        return tensor.detach().to("cpu", copy=True)
+
+    @contextmanager
+    def __call__(self, module: nn.Module) -> Iterator[None]:
+        prefix = self._prefix[module]
+        absent = [(name, t) for name, t in _tensors(module, prefix) if t.is_meta and name in self.names]
+        if not absent:
+            with self._elsewhere(module):
+                yield
+            return
+        home, before = self.device or torch.device("cpu"), list[tuple[dict[str, Any], str, Any]]()
+        owners = {f"{prefix}.{name}" if prefix and name else prefix or name: part for name, part in module.named_modules()}
+        try:
+            for name, empty in absent:
+                owner, _, key = name.rpartition(".")
+                table: dict[str, Any] = owners[owner]._parameters if isinstance(empty, nn.Parameter) else owners[owner]._buffers
+                before.append((table, key, empty))
+                tensor = self.read(name).to(home)
+                table[key] = nn.Parameter(tensor, requires_grad=False) if isinstance(empty, nn.Parameter) else tensor
+            for part in owners.values():
+                for key, buffer in part._buffers.items():
+                    if buffer is not None and buffer.device != home:
+                        before.append((part._buffers, key, buffer))
+                        part._buffers[key] = buffer.to(home)
+            if self.change is not None:
+                with torch.no_grad():
+                    self.change(module)
+            yield
+        finally:
+            for table, key, empty in reversed(before):
+                table[key] = empty
+
+
+def _tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(prefix)
+    yield from module.named_buffers(prefix)
+
+
+def check_folder(folder: Path) -> dict[str, Any]:
+    """The configuration of a folder with dense weights in safetensors files.
+
+    Raises:
+        CheckpointError: it is none; the message says what is missing.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: there is no such folder; pass one that save_pretrained wrote, with {CONFIG} and {SINGLE}.")
+    if not (folder / CONFIG).is_file():
+        raise CheckpointError(f"{folder} has no {CONFIG}; pass a folder that save_pretrained wrote.")
+    try:
+        config: Any = json.loads((folder / CONFIG).read_bytes())
+        about: Any = config.get("quantization_config")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{folder / CONFIG} is damaged ({shortened(error)}).") from error
+    if about is not None:
+        method = about.get("quant_method") if isinstance(about, dict) else about
+        if method == "nmkernels":
+            raise CheckpointError(f"{folder} is compressed by nmkernels already; pass the folder of the dense model.")
+        raise CheckpointError(f"{folder} is quantised ({shortened(method)}); pass the folder of the unquantised model.")
+    files = [SINGLE]
+    if not (folder / SINGLE).is_file():
+        if not (folder / INDEX).is_file():
+            other = next((path.name for path in sorted(folder.glob("*.bin"))), None)
+            instead = f"; {other} is an older format: load the model and call save_pretrained" if other else ""
+            raise CheckpointError(f"{folder} has no weights in {SINGLE} or {INDEX}{instead}.")
+        try:
+            files = sorted({str(name) for name in json.loads((folder / INDEX).read_bytes())["weight_map"].values()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{folder / INDEX} is damaged ({type(error).__name__}: {shortened(error)}).") from error
+    missing = [name for name in files if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{folder} lacks {missing[0]}, which {INDEX} names; download it again.")
+    return {**config, "weight files": files}
+
+
+def class_of(folder: Path, config: dict[str, Any]) -> tuple[Any, Any]:
+    """(the model's class, its configuration).
+
+    Raises:
+        CheckpointError: transformers does not know it.
+    """
+    named = next(iter(config.get("architectures") or ()), None)
+    kind = getattr(transformers, named, None) if isinstance(named, str) else None
+    if kind is None:
+        own = " from code in the folder, which is not run" if config.get("auto_map") else ""
+        what = f"the architecture {named!r}{own}" if named else "no architecture"
+        raise CheckpointError(f"{folder / CONFIG} names {what}; transformers {transformers.__version__} has to know it.")
+    try:
+        return kind, transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # many types
+        raise CheckpointError(f"transformers cannot read {folder / CONFIG}: {_first(error)}.") from error
+
+
+Choice = Callable[[nn.Module], tuple[list[Candidate], Report]]
+"""The layers of a model to prune, and the report on all."""
+
+
+def open_folder(
+    folder: Path,
+    choice: Choice,
+    *,
+    offload: Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> tuple[Any, OnDisk]:
+    """A model with its blocks on the meta device, and what brings them into memory.
+
+    Blocks are those that ``prune_`` would find. A model without blocks, or with a weight that several blocks share, is loaded whole.
+
+    Args:
+        offload: a folder for weights that transformers converts while loading (stacks of experts).
+    """
+    config = check_folder(folder)
+    kind, settings = class_of(folder, config)
+    with torch.device("meta"):
+        skeleton = kind(settings)
+    chosen, _ = choice(skeleton)
+    lists = block_lists(skeleton, chosen)
+    blocks = [f"{name}.{i}" for name, members in lists.items() for i in range(len(members))]
+    tied = [key for pair in getattr(skeleton, "all_tied_weights_keys", {}).items() for key in pair]
+    shared = next((key for key in tied if any(key.startswith(f"{block}.") for block in blocks)), None)
+    places = _places(skeleton, blocks)
+    del skeleton, chosen
+    whole = "it has no blocks" if not blocks else f"{shared!r} is shared between modules" if shared else _accelerate()
+    wanted: dict[str, Any] = {"dtype": dtype or "auto", "local_files_only": True, "output_loading_info": True}
+    model: Any = None
+    loader = None
+    if not whole:
+        model = _loaded(kind, folder, offload, device_map=places, offload_folder=str(offload), **wanted)
+        loader = _undispatched(model)
+        strange = next((name for name, t in _tensors(model) if t.is_meta and (loader is None or name not in loader)), None)
+        whole = f"transformers does not read {strange!r} from disk" if strange else ""
+    if whole:
+        log.info("%s is loaded whole: %s", folder, whole)
+        model, loader = _loaded(kind, folder, offload, **wanted), None
+    return model, OnDisk(model, loader, device)
+
+
+def _places(model: nn.Module, blocks: Sequence[str]) -> dict[str, str]:
+    """The ``device_map`` with ``blocks`` on disk, and every other module and tensor in memory."""
+    places = dict.fromkeys(blocks, "disk")
+    around = {name.rpartition(".")[0] for name in blocks}
+    around |= {outer[:i] for outer in around for i, letter in enumerate(outer) if letter == "."} | {""}
+    for outer in sorted(around):
+        module = model.get_submodule(outer)
+        names = [
+            name for name, _ in (*module.named_children(), *module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        ]
+        inner = (f"{outer}.{name}" if outer else name for name in names)
+        places |= {name: "cpu" for name in inner if name not in places and name not in around}
+    return places
+
+
+def _accelerate() -> str:
+    try:
+        import accelerate  # noqa: F401
+    except ImportError:
+        return "accelerate is not installed"
+    return ""
+
+
+def _loaded(kind: Any, folder: Path, offload: Path, **options: Any) -> Any:
+    try:
+        model, info = kind.from_pretrained(folder, **options)
+    except NMError:
+        raise
+    except Exception as error:  # many types
+        if (code := re.search(r"os error (\d+)", str(error))) or isinstance(error, OSError):
+            reason = os.strerror(int(code[1])) if code else getattr(error, "strerror", None)
+            if reason in FULL:
+                raise write_error(offload / "weights", reason) from error
+        raise CheckpointError(f"transformers cannot load {folder}: {_first(error)}.") from error
+    if info["missing_keys"]:
+        raise CheckpointError(f"{folder} lacks {sorted(info['missing_keys'])[0]!r}, which {kind.__name__} has; its file is not complete.")
+    return model.eval()
+
+
+def _undispatched(model: nn.Module) -> Any:
+    """Remove accelerate's hooks, and return their mapping from names to tensors on disk."""
+    from accelerate.hooks import remove_hook_from_submodules
+
+    hooks = [getattr(module, "_hf_hook", None) for module in model.modules()]
+    maps = (getattr(part, "weights_map", None) for hook in hooks for part in getattr(hook, "hooks", (hook,)))
+    loader = next((each.dataset for each in maps if each is not None), None)
+    remove_hook_from_submodules(model)
+    for module in model.modules():
+        own = module.__dict__.get("forward")
+        if getattr(own, "__func__", None) is type(module).forward:
+            del module.__dict__["forward"]
+    for name in ("to", "cuda", "hf_device_map"):
+        model.__dict__.pop(name, None)
+        with suppress(AttributeError):
+            delattr(model, "hf_device_map")
+    return loader
+
+
+def _first(error: BaseException) -> str:
+    """The first sentence of a message, without its full stop."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return shortened(re.split(r"(?<=[.!?])\s", text)[0])

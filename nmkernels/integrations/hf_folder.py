@@ -1,0 +1,538 @@
+"""``prune_folder``: one-shot pruning of a Hugging Face folder into another, with one block of the model in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from .._version import __version__
+from ..export.plan import STACKS
+from ..export.safetensors import HUGGING_FACE, described, table
+from ..export.stream import ShardWriter
+from ..export.tensors import Layer, weight_name
+from ..files import atomic_write, writing
+from ..nn import CompressedStack, deployed
+from ..nn.chains import find_chains
+from ..nn.experts import child_name
+from ..ops import Compressed
+from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
+from ..recipes.oneshot.base import OneShot, resolve, text
+from ..recipes.oneshot.data import batches_of, call
+from ..recipes.oneshot.prune import check_model, choose, remark
+from ..recipes.oneshot.relay import Relay, Unit
+from ..recipes.oneshot.results import Results, digest
+from ..recipes.oneshot.units import Progress, prune_units, write
+from ..recipes.report import Pruned, Report, starred
+from ..recipes.sparsify import Candidate, FilterFn
+from ..recipes.writes import listed
+from .hf import CARD, NMConfig, write_card
+from .hf_disk import CONFIG, Choice, check_folder, open_folder
+
+__all__ = ["PrunedFolder", "prune_folder"]
+
+log = logging.getLogger("nmkernels.prune")
+
+REPORT = "report.json"
+COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".md"}
+"""Suffixes of files that are copied: of tokenizers and processors, licences and the model card."""
+OWN = {CONFIG, REPORT, "generation_config.json"}
+SAMPLED, SAMPLES = 1 << 16, 64
+"""Bytes of a sample of a weight file, and samples for each file, by which an interrupted run recognises the model."""
+HOW = "## How it was pruned"
+
+
+@dataclass(frozen=True)
+class PrunedFolder:
+    """The result of ``prune_folder``.
+
+    Attributes:
+        folder: what ``from_pretrained`` loads.
+        report: as that of ``prune_``.
+        perplexity: (of the dense model, of the pruned one) on the held-out batches, if there were any.
+        dense_bytes, compressed_bytes: all tensors, before and after.
+        seconds: of this call; an earlier, interrupted one is not included.
+    """
+
+    folder: Path
+    report: Report
+    perplexity: tuple[float, float] | None
+    dense_bytes: int
+    compressed_bytes: int
+    seconds: float
+
+
+def prune_folder(
+    model_dir: str | os.PathLike[str],
+    pattern: PatternLike,
+    data: Iterable[Any],
+    out: str | os.PathLike[str],
+    filter_fn: FilterFn | None = None,
+    *,
+    skip: Sequence[str] = (),
+    method: OneShot | str = "admm",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    sequential: bool = True,
+    permute: bool = False,
+    held_out: Sequence[Any] = (),
+    progress: Progress | None = None,
+) -> PrunedFolder:
+    """Prune the dense model in a Hugging Face folder as ``prune_`` does, and write the compressed one to another folder.
+
+    Only one block of the model is in memory at a time, next to what is outside the blocks (embeddings, output head) and the hidden states
+    of the data. Finished blocks are kept in a hidden folder next to ``out``, and the same call goes on from them after an interruption,
+    with the same result. ``out`` appears when everything is written; ``model_dir`` is only read.
+
+    Args:
+        model_dir: a folder of ``save_pretrained`` with safetensors files, one or several.
+        pattern, filter_fn, method, sequential, permute: as for ``prune_``.
+        skip: layers that stay dense, as for ``NMConfig``.
+        data: batches as for ``prune_``, mappings of keyword arguments for instance.
+        out: the folder to write; new or empty.
+        device: where blocks are computed and solved, ``"cuda"`` for instance; default the CPU.
+        dtype: of the weights, computed with and written; default that of the file.
+        held_out: batches with ``input_ids`` on which the perplexity of a causal language model is measured before and after.
+        progress: called with (done, total, what).
+
+    Raises:
+        CheckpointError: a folder cannot be read or written, or holds another run. ``out`` is then as it was.
+        RecipeError: no layer can be pruned, or the data does not fit the model.
+    """
+    begin = time.monotonic()
+    pattern, method, source, out = Pattern(pattern), resolve(method), Path(model_dir), Path(out)
+    config = check_folder(source)
+    check_out(source, out)
+    batches, tests = batches_of(data), batches_of(held_out) if held_out else []
+    device = None if device is None else _device(device)
+    work = work_folder(out)
+    identity = {
+        "pattern": str(pattern),
+        "method": text(method),
+        "sequential": sequential,
+        "permute": permute,
+        "dtype": str(dtype),
+        "data": digest(batches),
+        "held_out": digest(tests),
+        "weights": _fingerprint(source, config["weight files"]),
+    }
+    new = not work.exists()
+    try:
+        with writing(work):
+            work.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(work / "offload", ignore_errors=True)
+        choice = partial(_chosen, pattern=pattern, filter_fn=filter_fn, method=method, skip=skip)
+        run = _Run(source, pattern, method, choice, work, identity, device, dtype, batches, tests, progress)
+    except BaseException:
+        shutil.rmtree(work if new else work / "offload", ignore_errors=True)
+        raise
+    before = run.perplexity("dense") if tests else None
+    run.prune(sequential)
+    after = run.perplexity("pruned") if tests else None
+    perplexity = None if before is None or after is None else (before, after)
+    report = run.report()
+    sizes = run.assemble(out, report, perplexity)
+    return PrunedFolder(out, report, perplexity, *sizes, time.monotonic() - begin)
+
+
+def work_folder(out: Path) -> Path:
+    """Where results of finished blocks are until ``out`` is complete."""
+    out = Path(os.path.abspath(out))
+    return out.parent / f".{out.name}.nmkernels-prune"
+
+
+def check_out(source: Path, out: Path) -> None:
+    """Check that the folder ``out`` can be written.
+
+    Raises:
+        CheckpointError: it holds something, is a part of ``source``, or is no folder.
+    """
+    place, origin = out.resolve(), source.resolve()
+    if place == origin or origin in place.parents:
+        raise CheckpointError(f"{out} is inside the model's folder {source}, which is not changed; pass a folder elsewhere.")
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise CheckpointError(f"{out} is not a folder; pass a new one.")
+    if os.path.ismount(out):
+        raise CheckpointError(f"{out} is a mount point, which cannot be replaced in one step; pass a folder in it.")
+    if out.is_dir() and (names := sorted(os.listdir(out))):
+        finished = (out / REPORT).is_file() and (out / CONFIG).is_file()
+        what = "a finished result" if finished else f"other files ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        raise CheckpointError(f"{out} holds {what}; pass a new folder, or delete this one.")
+
+
+def _chosen(
+    model: nn.Module, pattern: Pattern, filter_fn: FilterFn | None, method: OneShot, skip: Sequence[str]
+) -> tuple[list[Candidate], Report]:
+    chosen, report = choose(model, pattern, filter_fn, method)
+    skipped = {c.name for c in chosen if any(fnmatchcase(f".{c.name}.", f"*.{name}.*") for name in skip)}
+    for name in skip:
+        if not any(fnmatchcase(f".{c.name}.", f"*.{name}.*") for c in chosen):
+            raise RecipeError(
+                f"prune_folder: no layer that would be pruned is called {name!r}; some are {listed([c.name for c in chosen])}."
+            )
+    chosen = [c for c in chosen if c.name not in skipped]
+    report.entries = [replace(e, sparse=False, reason="named in skip") if e.name in skipped else e for e in report.entries]
+    if not chosen:
+        raise RecipeError("prune_folder: skip leaves no layer to prune.")
+    return chosen, report
+
+
+class _Run:
+    """One call of ``prune_folder``: the opened model, and its steps."""
+
+    def __init__(
+        self,
+        source: Path,
+        pattern: Pattern,
+        method: OneShot,
+        choice: Choice,
+        work: Path,
+        identity: dict[str, Any],
+        device: torch.device | None,
+        dtype: torch.dtype | None,
+        batches: list[Any],
+        tests: list[Any],
+        progress: Progress | None,
+    ) -> None:
+        self.source, self.pattern, self.method, self.work, self.identity = source, pattern, method, work, identity
+        self.device, self.batches, self.tests, self.progress = device, batches, tests, progress
+        self._say("reading", 0, 1, str(source))
+        self.model, self.disk = open_folder(source, choice, offload=work / "offload", dtype=dtype, device=device)
+        check_model(self.model)
+        _check_tokens(self.model, [*batches, *tests])
+        self.chosen, self.table = choice(self.model)
+        self.named = {c.name: c for c in self.chosen}
+        self.results = Results(work / "units", {**identity, "layers": list(self.named)})
+        self._say("reading", 1, 1, str(source))
+        self.chains = find_chains(self.model)[0] if identity["permute"] else []
+        self.units: list[Unit] = []
+
+    def _say(self, stage: str, done: int, total: int, what: str) -> None:
+        if self.progress is not None:
+            self.progress(done, total, f"{stage} {what}")
+
+    # ---- the three passes
+
+    def prune(self, sequential: bool) -> None:
+        """Fill the results, and put them into the model."""
+        relay = self._relay(self.batches)
+        with relay.running():
+            prune_units(
+                relay, self.pattern, self.method, self.results, self.chains, sequential=sequential,
+                progress=lambda done, total, what: self._say("pruning", done, total, what),
+            )  # fmt: skip
+        self.units = [*relay.units, Unit("", relay.idle)]
+        self._install()
+
+    def perplexity(self, which: str) -> float:
+        """The perplexity of the dense or pruned model on the held-out batches; that of the dense one is remembered."""
+        path = self.work / f"{which}.json"
+        if path.exists():
+            with open(path) as file:
+                return float(json.load(file))
+        total, count = 0.0, 0
+        relay = self._relay(self.tests)
+        with relay.running(), _head_on(self.model, self.device):
+            relay.trace()
+            for number, unit in enumerate(relay.units):
+                self._say("evaluating", number, len(relay.units) + 1, f"{which}: {unit.name}")
+                if unit.block is not None:
+                    with relay.resident(unit.block.module):
+                        relay.run(unit)
+                    relay.finish(unit)
+            for batch, output in zip(self.tests, relay.final(len(self.tests)), strict=True):
+                loss, tokens = _loss(output, batch)
+                total, count = total + loss, count + tokens
+        self._say("evaluating", len(relay.units) + 1, len(relay.units) + 1, which)
+        value = float(torch.tensor(total / max(1, count), dtype=torch.float64).exp())
+        atomic_write(path, lambda temporary: temporary.write_text(json.dumps(value)))
+        return value
+
+    def _relay(self, batches: list[Any]) -> Relay:
+        return Relay(self.model, self.chosen, batches, call, None, self.device, self.disk)
+
+    def _install(self) -> None:
+        """Put the results into the model: at once where its weights are in memory, else when they are read."""
+        names, number = self.disk.names, 0
+        on_disk = {id(part) for name, part in self.model.named_modules() if any(f"{name}.{key}" in names for key in part._parameters)}
+        blocks: dict[nn.Module, int] = {}
+        for number, unit in enumerate(self.units):
+            if unit.block is not None and any(id(part) in on_disk for part in unit.block.module.modules()):
+                blocks[unit.block.module] = number
+                continue
+            here = {c.name: c for c in unit.layers if id(c.module) not in on_disk}
+            self._write(number, here)
+
+        def change(module: nn.Module) -> None:
+            inside = {id(part) for part in module.modules()}
+            for number in (*([blocks[module]] if module in blocks else ()), len(self.units) - 1):
+                self._write(number, {c.name: c for c in self.units[number].layers if id(c.module) in inside})
+
+        self.disk.change = change
+
+    def _write(self, number: int, layers: Mapping[str, Candidate]) -> None:
+        """Write results of a unit into ``layers``, whose weights are in memory."""
+        if layers:
+            done = self.results.load(number)
+            done.layers = {name: packed for name, packed in done.layers.items() if name in layers}
+            with torch.no_grad():
+                write(self.model, done, layers, self.chains)
+
+    def report(self) -> Report:
+        """The report on all layers."""
+        rows: dict[str, Pruned] = {}
+        gains: dict[str, str] = {}
+        for number in range(len(self.units)):
+            done = self.results.load(number)
+            rows, gains = rows | done.rows, gains | done.gains
+        order = {name: i for i, name in enumerate(self.named)}
+        self.table.pruned = dict(sorted(rows.items(), key=lambda row: order[row[0].partition("[")[0]]))
+        if self.identity["permute"]:
+            self.table.channels = {name: gains.get(name, "left alone: nothing proves that they can be reordered") for name in self.named}
+        self.table.remark = remark(self.method, self.identity["data"], len(self.batches), self.table.pruned, self.named)
+        return self.table
+
+    # ---- the files
+
+    def assemble(self, out: Path, report: Report, perplexity: tuple[float, float] | None) -> tuple[int, int]:
+        """Write the folder ``out``; returns the bytes of all tensors before and after."""
+        folder = self.work / out.name
+        shutil.rmtree(folder, ignore_errors=True)
+        with writing(folder):
+            folder.mkdir()
+        state = self.model.state_dict()
+        for key in self.model._keys_to_ignore_on_save or ():
+            state.pop(key, None)
+        state = remove_tied_weights_from_state_dict(state, self.model)
+        dense_bytes = sum(t.nbytes for t in state.values())
+        layers = {c.name: self._layer(c) for c in self.chosen}
+        packed = {name: child_name(name) if isinstance(layer, CompressedStack) else name for name, layer in layers.items()}
+        of = {weight_name(name, layer): name for name, layer in layers.items()}
+        tensors: dict[str, Tensor] = {weight_name(min(layers), layers[min(layers)]): torch.empty(0)}
+        for key, value in state.items():
+            if key in of:
+                layer: Any = layers[of[key]]
+                tensors |= {f"{packed[of[key]]}.{part}": getattr(layer, part) for part in ("values", "indices")}
+            else:
+                tensors[key] = value
+        about = table(layers)
+        # save_pretrained makes the same metadata
+        writer = ShardWriter(folder, tensors, {**described(about), "format": HUGGING_FACE})
+        try:
+            self._fill(writer, state.keys() - of.keys(), state, packed)
+            writer.close()
+        finally:
+            writer.abandon()
+        sizes = dense_bytes, writer.total
+        with writing(folder):
+            self._describe(folder, out, about, report, perplexity, sizes)
+            _sync(folder)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(folder, out)
+            _sync(out.parent)
+        shutil.rmtree(self.work, ignore_errors=True)
+        return sizes
+
+    def _layer(self, c: Candidate) -> Layer:
+        """The compressed layer that replaces ``c``, without data."""
+        (rows, cols), dtype = c.matrix_shape, c.module.get_parameter(c.key).dtype
+        values = torch.empty(rows, self.pattern.kept(cols), dtype=dtype, device="meta")
+        indices = torch.empty(rows, self.pattern.index_bytes(cols), dtype=torch.uint8, device="meta")
+        weight = Compressed(values, indices, self.pattern, (rows, cols))
+        return CompressedStack(weight, c.shape[0], c.layout) if c.layout in STACKS else deployed(c.module, weight, c.layout)
+
+    def _fill(self, writer: ShardWriter, others: Iterable[str], state: Mapping[str, Tensor], packed: Mapping[str, str]) -> None:
+        for number in range(len(self.units)):
+            self._say("writing", number, len(self.units) + 1, "layers")
+            for name, weight in self.results.load(number).layers.items():
+                experts = self.named[name].shape[0] if packed[name] != name else None
+                for part in ("values", "indices"):
+                    tensor = getattr(weight, part)
+                    writer.write(f"{packed[name]}.{part}", tensor if experts is None else tensor.unflatten(0, (experts, -1)))
+        left = dict.fromkeys(sorted(others))
+        for number, unit in enumerate(self.units):
+            if unit.block is not None and self.results.load(number).orders:
+                # channels of dense tensors are reordered too
+                prefix = next(name for name, module in self.model.named_modules() if module is unit.block.module)
+                with self.disk(unit.block.module):
+                    present = unit.block.module.state_dict(prefix=f"{prefix}.")
+                    for name in present.keys() & left.keys():
+                        writer.write(name, present[name])
+                        del left[name]
+        self._say("writing", len(self.units), len(self.units) + 1, "other tensors")
+        for name in left:
+            writer.write(name, self.disk.read(name) if state[name].is_meta else state[name])
+        self._say("writing", len(self.units) + 1, len(self.units) + 1, "done")
+
+    def _describe(
+        self, folder: Path, out: Path, about: dict[str, Any], report: Report, perplexity: tuple[float, float] | None, sizes: tuple[int, int]
+    ) -> None:
+        """Everything but the weights."""
+        model = self.model
+        for path in sorted(self.source.iterdir()):
+            named = path.suffix in COPIED or path.name.split(".")[0].upper() in ("LICENSE", "NOTICE")
+            if path.is_file() and named and path.name not in OWN and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, folder / path.name)
+        if (self.source / "additional_chat_templates").is_dir():
+            shutil.copytree(self.source / "additional_chat_templates", folder / "additional_chat_templates")
+        model.config.dtype, model.config.architectures = str(model.dtype).removeprefix("torch."), [type(model).__name__]
+        model.config.quantization_config = NMConfig(layers=about)
+        model.config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        facts = self._facts(report, perplexity, sizes)
+        (folder / REPORT).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        write_card(folder, model)
+        card = (folder / CARD).read_text(encoding="utf-8").partition(HOW)[0].rstrip()
+        (folder / CARD).write_text(f"{card}\n\n{HOW}\n\n{how(facts)}", encoding="utf-8")
+
+    def _facts(self, report: Report, perplexity: tuple[float, float] | None, sizes: tuple[int, int]) -> dict[str, Any]:
+        tokens = sum(_tokens(batch) for batch in self.batches)
+        return {
+            "format": "nmkernels-prune-report-1",
+            "model": self.source.resolve().name,
+            "pattern": str(self.pattern),
+            **{key: self.identity[key] for key in ("method", "sequential", "permute")},
+            "data": {"batches": len(self.batches), "tokens": tokens, "digest": self.identity["data"]},
+            "held_out": {"batches": len(self.tests), "tokens": sum(map(_tokens, self.tests))} if self.tests else None,
+            "perplexity": None if perplexity is None else {"dense": perplexity[0], "pruned": perplexity[1]},
+            "bytes": {"dense": sizes[0], "compressed": sizes[1]},
+            "error by layer": by_type(report),
+            # without times and memory, so that the same command writes the same bytes
+            "layers": {
+                name: {key: value for key, value in asdict(row).items() if key not in ("seconds", "memory")}
+                for name, row in report.pruned.items()
+            },
+            "left dense": {e.name: e.reason for e in report.skipped if e.linear},
+            "device": "cpu" if self.device is None else self.device.type,
+            "versions": {
+                "nmkernels": __version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+            },
+        }
+
+
+def by_type(report: Report) -> dict[str, float]:
+    """The mean error of the layers whose names differ only in numbers: ``model.layers.*.mlp.up_proj`` and so on."""
+    errors: dict[str, list[float]] = {}
+    for name, row in report.pruned.items():
+        if row.error is not None:
+            errors.setdefault(starred(name.partition("[")[0]), []).append(row.error)
+    return {name: sum(values) / len(values) for name, values in errors.items()}
+
+
+def how(facts: Mapping[str, Any]) -> str:
+    """The section of the model card, from the facts of ``report.json``."""
+    data, held, ppl, size = facts["data"], facts["held_out"], facts["perplexity"], facts["bytes"]
+    lines = [
+        f"One-shot, from {facts['model']}: {facts['pattern']} by `{facts['method']}` on {data['tokens']:,} tokens in {data['batches']} "
+        f"batches (digest {data['digest']}), block by block, without training afterwards.",
+        "",
+        "| | dense | pruned |",
+        "| --- | --- | --- |",
+    ]
+    if ppl is not None:
+        lines.append(f"| perplexity on {held['tokens']:,} held-out tokens | {ppl['dense']:.3f} | {ppl['pruned']:.3f} |")
+    lines += [
+        f"| bytes of all tensors | {size['dense']:,} | {size['compressed']:,} |",
+        "",
+        "| layers | mean error on their inputs |",
+        "| --- | --- |",
+    ]
+    lines += [f"| `{name}` | {100 * error:.2f} % |" for name, error in facts["error by layer"].items()]
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    return "\n".join([*lines, "", f"Each layer is in `{REPORT}`. Made with {versions}.", ""])
+
+
+@contextmanager
+def _head_on(model: Any, device: torch.device | None) -> Any:
+    """The output head, which is outside the blocks, runs on ``device``, where its GEMM takes no time."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if device is None or device.type == "cpu" or type(head) is not nn.Linear or "forward" in head.__dict__:
+        yield
+        return
+    weight, bias = head.weight.to(device), None if head.bias is None else head.bias.to(device)
+    head.__dict__["forward"] = lambda x: F.linear(x.to(device), weight, bias)
+    try:
+        yield
+    finally:
+        del head.__dict__["forward"]
+
+
+def _loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[float, int]:
+    """(the sum of the losses of next tokens, their number)."""
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    targets = ids if mask is None else ids.masked_fill(mask == 0, -100)
+    total, count = 0.0, 0
+    for logits, row in zip(output.logits, targets, strict=True):
+        total += float(F.cross_entropy(logits[:-1].float(), row[1:].to(logits.device), reduction="sum"))
+        count += int((row[1:] != -100).sum())
+    return total, count
+
+
+def _tokens(batch: Any) -> int:
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch[0] if isinstance(batch, (list, tuple)) else batch
+    return int(ids.numel()) if isinstance(ids, Tensor) and not ids.is_floating_point() else 0
+
+
+def _check_tokens(model: Any, batches: Sequence[Any]) -> None:
+    try:
+        size = int(model.get_input_embeddings().num_embeddings)
+    except (NotImplementedError, AttributeError):
+        return
+    for number, batch in enumerate(batches, 1):
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if isinstance(ids, Tensor) and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+            wrong = int(ids.max()) if int(ids.max()) >= size else int(ids.min())
+            raise RecipeError(
+                f"batch {number} of the data has token {wrong}, and the model's vocabulary has 0 to {size - 1}; take the tokenizer of "
+                "this model."
+            )
+
+
+def _device(name: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()  # the meta device makes tensors but cannot read them
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise RecipeError(f"device {str(name)!r} cannot be used here: {str(error).splitlines()[0].rstrip('.')}.") from error
+    return device
+
+
+def _fingerprint(folder: Path, files: Sequence[str]) -> str:
+    """A digest of the sizes and of samples of the weight files."""
+    found: list[Any] = []
+    for name in files:
+        size = (folder / name).stat().st_size
+        with open(folder / name, "rb") as file:
+            for i in range(SAMPLES):
+                file.seek(size * i // SAMPLES)
+                found.append(file.read(SAMPLED))
+        found += [name, size]
+    return digest(found)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

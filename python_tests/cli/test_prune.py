@@ -1,0 +1,324 @@
+"""``python -m nmkernels prune``: data of every kind, what it prints and writes, and one sentence for whatever is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+
+import pytest
+import torch
+
+from nmkernels import cli
+from nmkernels.cli import prune as verb
+from nmkernels.cli.samples import draw, read
+from nmkernels.pattern import NMError
+from python_tests.integrations.folders import VOCABULARY, content, saved, write_text
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("accelerate")
+np = pytest.importorskip("numpy")
+
+SHORT = ["--samples", "8", "--length", "32", "--method", "wanda"]
+pytestmark = pytest.mark.filterwarnings("ignore:prune_. layer")
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """Folders of dense models and a text, which no test changes."""
+    root = tmp_path_factory.mktemp("prune")
+    saved(root / "llama", layers=2)
+    write_text(root / "a.txt")
+    return root
+
+
+def prune(model, data, out, *more):
+    return cli.main(["prune", str(model), "--data", str(data), "--out", str(out), *SHORT, *more])
+
+
+def test_a_folder_is_pruned(places, tmp_path, capsys):
+    before, out = content(places), tmp_path / "out"
+    assert prune(places / "llama", places / "a.txt", out) == 0
+    said = capsys.readouterr()
+    facts = json.loads((out / "report.json").read_text())
+    dense, pruned = facts["perplexity"]["dense"], facts["perplexity"]["pruned"]
+    assert "llama: 14 layers pruned to 2:4 by wanda on 256 tokens in " in said.out
+    assert f"perplexity, 64 tokens  {dense:.3f}  {pruned:.3f}  {pruned / dense:.3f}" in said.out
+    assert "  model.layers.*.mlp.up_proj " in said.out and "Left dense: lm_head (output head)." in said.out
+    assert f'LlamaForCausalLM.from_pretrained("{out}")' in said.out
+    assert "pruning model.layers.1 (2 of 2, 0 s left)\n" in said.err
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert len(transformers.AutoTokenizer.from_pretrained(out)("w1 w2")["input_ids"]) == 2
+    assert sum(type(m).__name__ == "CompressedLinear" for m in model.modules()) == 14
+    assert content(places) == before and os.listdir(tmp_path) == ["out"]
+    # what is there is not overwritten, and the same command elsewhere writes the same bytes
+    assert prune(places / "llama", places / "a.txt", out) == 1
+    assert f"error: {out} holds a finished result; pass a new folder, or delete this one.\n" in capsys.readouterr().err
+    assert prune(places / "llama", places / "a.txt", tmp_path / "again" / "out", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == facts and content(tmp_path / "again" / "out") == content(out)
+
+
+def test_options_reach_the_run(places, tmp_path, capsys):
+    words = ["--pattern", "1:4", "--transposable", "--no-sequential", "--dtype", "bfloat16", "--skip", "q_proj", "--held-out", "0"]
+    assert prune(places / "llama", places / "a.txt", tmp_path / "out", *words, "--batch", "3", "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["pattern"], facts["method"], facts["sequential"]) == ("1:4", "wanda(transposable=True)", False)
+    assert facts["data"]["batches"] == 3 and facts["perplexity"] is None
+    assert facts["left dense"]["model.layers.0.self_attn.q_proj"] == "named in skip"
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("name", "why"), [("bert", "BertForMaskedLM is no causal"), ("t5", "T5ForConditionalGeneration is no causal")])
+def test_other_models_have_no_perplexity(places, tmp_path, capsys, name, why):
+    saved(tmp_path / name, name, layers=2)
+    assert prune(tmp_path / name, places / "a.txt", tmp_path / "out") == 0
+    said = capsys.readouterr().out
+    assert f"Perplexity was not measured: {why} language model." in said and "perplexity," not in said
+
+
+def test_ctrl_c_says_how_to_go_on(places, tmp_path, capsys, monkeypatch):
+    step = verb.Progress._step
+
+    def stop(self, done, total, what):
+        if what == "pruning model.layers.1":
+            raise KeyboardInterrupt
+        step(self, done, total, what)
+
+    monkeypatch.setattr(verb.Progress, "_step", stop)
+    monkeypatch.setattr("sys.argv", ["nmkernels", "prune", "a folder"])
+    before = content(places)
+    assert prune(places / "llama", places / "a.txt", tmp_path / "out") == 130
+    said = capsys.readouterr().err
+    assert said.endswith(
+        f"\nStopped.\nFinished blocks are kept in {tmp_path / '.out.nmkernels-prune'}. To go on:\n  python -m nmkernels prune 'a folder'\n"
+    )
+    monkeypatch.undo()
+    assert content(places) == before and prune(places / "llama", places / "a.txt", tmp_path / "out") == 0
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_full_disk_says_how_to_go_on(places, tmp_path, capsys):
+    before, limits = content(places), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, limits[1]))  # of a block's results, not of the model
+    try:
+        assert prune(places / "llama", places / "a.txt", tmp_path / "out") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr().err
+    assert "model.safetensors could not be written: File too large (" in said
+    assert f"\nFinished blocks are kept in {tmp_path / '.out.nmkernels-prune'}. To go on:\n" in said
+    assert content(places) == before and not (tmp_path / "out").exists()
+    assert prune(places / "llama", places / "a.txt", tmp_path / "out") == 0
+
+
+def test_a_terminal_has_a_bar(monkeypatch, capsys):
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    with verb.Progress() as progress:
+        for done in range(3):
+            progress(done, 2, f"pruning block.{done}")
+        progress(0, 1, "writing layers")
+    said = capsys.readouterr().err
+    assert "pruning: 100%" in said and "2/2" in said and "writing:   0%" in said
+
+
+# ---- what is wrong
+
+
+def change(path, **values):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def spoiled(root, model, what):
+    """Arguments (model, data, out, options) with one thing wrong."""
+    text, out, more = root / "a.txt", root / "out", []
+    write_text(text)
+    if what == "nothing there":
+        model = root / "nowhere"
+    elif what == "no configuration":
+        (model / "config.json").unlink()
+    elif what == "damaged configuration":
+        (model / "config.json").write_text("{")
+    elif what == "no weights":
+        (model / "model.safetensors").unlink()
+    elif what == "older format":
+        (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    elif what == "no shard":
+        (model / "model.safetensors").unlink()
+        (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    elif what == "unknown architecture":
+        change(model / "config.json", architectures=["NewForCausalLM"])
+    elif what == "unknown type":
+        change(model / "config.json", model_type="new")
+    elif what == "compressed":
+        change(model / "config.json", quantization_config={"quant_method": "nmkernels"})
+    elif what == "quantised":
+        change(model / "config.json", quantization_config={"quant_method": "gptq"})
+    elif what == "no tokenizer":
+        (model / "tokenizer.json").unlink(), (model / "tokenizer_config.json").unlink()
+    elif what == "no data":
+        text = root / "b.txt"
+    elif what == "empty data":
+        text.write_text(" \n")
+    elif what == "too little text":
+        text.write_text("w1 w2 w3")
+    elif what == "no text":
+        text.write_bytes(b"\xff\xfe\x00")
+    elif what == "not JSON":
+        text = root / "a.jsonl"
+        text.write_text("w1")
+    elif what == "other JSON":
+        text = root / "a.jsonl"
+        text.write_text('{"content": "w1"}')
+    elif what == "empty folder":
+        (text := root / "texts").mkdir()
+    elif what == "no ids":
+        np.save(text := root / "a.npy", np.zeros(100))
+    elif what == "foreign tokens":
+        np.save(text := root / "a.npy", np.full(1000, VOCABULARY))
+    elif what == "pattern":
+        more = ["--pattern", "5:4"]
+    elif what == "method":
+        more = ["--method", "addm"]
+    elif what == "device":
+        more = ["--device", "nothing"]
+    elif what == "share":
+        more = ["--held-out", "2"]
+    elif what == "layer":
+        more = ["--skip", "fc"]
+    elif what == "used folder":
+        out.mkdir()
+        (out / "mine").touch()
+    elif what == "file":
+        out.touch()
+    elif what == "inside":
+        out = model / "out"
+    elif what == "another run":
+        assert prune(model, text, out, "--held-out", "0") == 0
+        units = root / ".out.nmkernels-prune" / "units"
+        units.mkdir(parents=True)
+        (units / "run.json").write_text('{"format": "nmkernels-prune-1", "pattern": "1:4"}')
+        out = root / "out2"
+        (root / ".out.nmkernels-prune").rename(root / ".out2.nmkernels-prune")
+    return model, text, out, more
+
+
+SENTENCES = {
+    "nothing there": "{root}/nowhere: there is no such folder; pass one that save_pretrained wrote, with config.json and ",
+    "no configuration": "{model} has no config.json; pass a folder that save_pretrained wrote.",
+    "damaged configuration": "{model}/config.json is damaged (Expecting property name enclosed in double quotes",
+    "no weights": "{model} has no weights in model.safetensors or model.safetensors.index.json.",
+    "older format": "index.json; pytorch_model.bin is an older format: load the model and call save_pretrained.",
+    "no shard": "{model} lacks model-1.safetensors, which model.safetensors.index.json names; download it again.",
+    "unknown architecture": "{model}/config.json names the architecture 'NewForCausalLM'; transformers ",
+    "unknown type": "transformers cannot read {model}/config.json: The checkpoint you are trying to load has model type `new` but ",
+    "compressed": "{model} is compressed by nmkernels already; pass the folder of the dense model.",
+    "quantised": "{model} is quantised (gptq); pass the folder of the unquantised model.",
+    "no tokenizer": "the model's folder has no tokenizer, which text needs; pass token ids (.npy, .pt, .safetensors), or add its files.",
+    "no data": "--data {root}/b.txt: there is no such file or folder.",
+    "empty data": "--data {root}/a.txt is empty.",
+    "too little text": "--data has 3 tokens for calibration, and one sample takes 32; pass more, or a smaller --length.",
+    "no text": "--data {root}/a.txt is not text in UTF-8; files of token ids end in .npy, .pt, .safetensors.",
+    "not JSON": "--data {root}/a.jsonl, line 1 is not JSON; write one object in each line.",
+    "other JSON": '--data {root}/a.jsonl, line 1 has no "text"; write lines such as {{"text": "..."}}.',
+    "empty folder": "--data {root}/texts: the folder has no files that end in .json, ",
+    "no ids": "--data {root}/a.npy cannot be read as token ids: Cannot cast array data from dtype('float64') to dtype('int64')",
+    "foreign tokens": "batch 1 of the data has token 128, and the model's vocabulary has 0 to 127; take the tokenizer of this model.",
+    "pattern": "5:4",
+    "method": "no one-shot method is called 'addm'; did you mean 'admm'?",
+    "device": "device 'nothing' cannot be used here: ",
+    "share": "--held-out 2 is not a share from 0 to 0.5.",
+    "layer": "no layer that would be pruned is called 'fc'; some are layers ",
+    "used folder": "{out} holds other files (mine); pass a new folder, or delete this one.",
+    "file": "{out} is not a folder; pass a new one.",
+    "inside": "{out} is inside the model's folder {model}, which is not changed; pass a folder elsewhere.",
+    "another run": "holds the results of another run: its pattern is '1:4', not '2:4'.",
+}
+
+
+@pytest.mark.parametrize("what", SENTENCES)
+def test_what_is_wrong_is_one_sentence_and_changes_nothing(tmp_path, capsys, what):
+    model, text, out, more = spoiled(tmp_path, saved(tmp_path / "model", layers=2), what)
+    capsys.readouterr()
+    before = content(tmp_path)
+    assert prune(model, text, out, *more) == 1
+    said = capsys.readouterr().err
+    lines = [line for line in said.splitlines() if not line.startswith(("reading ", "note: "))]
+    assert len(lines) == 1 and lines[0].startswith("python -m nmkernels prune: error: "), said
+    assert SENTENCES[what].format(root=tmp_path, model=model, out=out) in lines[0]
+    assert content(tmp_path) == before
+
+
+def test_models_that_take_no_text(places, tmp_path, capsys):
+    saved(tmp_path / "vit", "vit", tokenizer=False)
+    assert prune(tmp_path / "vit", places / "a.txt", tmp_path / "out") == 1
+    assert "ViTForImageClassification takes pixel_values and not text; pass batches" in capsys.readouterr().err
+
+
+# ---- data
+
+
+def letters(text):
+    return [ord(letter) for letter in text]
+
+
+def test_every_kind_of_file_is_read(tmp_path):
+    from safetensors.torch import save_file
+
+    (tmp_path / "b.txt").write_text("plain")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "id": 3}\n"three"\n')
+    (tmp_path / ".hidden.txt").write_text("no")
+    (tmp_path / "z.bin").write_text("no")
+    (tmp_path / "inner").mkdir()
+    ids = torch.arange(6, dtype=torch.int32)
+    torch.save({"input_ids": ids.view(2, 3)}, tmp_path / "inner" / "c.pt")
+    save_file({"other": ids.float(), "input_ids": ids}, tmp_path / "inner" / "d.safetensors")
+    np.save(tmp_path / "inner" / "e.npy", ids.numpy().astype("uint16"))
+    found = read(tmp_path)
+    assert found[:4] == ["one", "two", "three", "plain"]
+    assert [(t.dtype, t.tolist()) for t in found[4:]] == [
+        (torch.int64, [[0, 1, 2], [3, 4, 5]]),
+        (torch.int64, [0, 1, 2, 3, 4, 5]),
+        (torch.int64, [0, 1, 2, 3, 4, 5]),
+    ]
+    for bad in ({"x": 1}, torch.zeros(3), torch.zeros(1, 1, 1).long()):
+        torch.save(bad, tmp_path / "bad.pt")
+        with pytest.raises(NMError, match="has no token ids, which are integers"):
+            read(tmp_path / "bad.pt")
+    (tmp_path / "bad.safetensors").write_bytes(b"junk")
+    with pytest.raises(NMError, match=r"bad\.safetensors cannot be read as token ids: "):
+        read(tmp_path / "bad.safetensors")
+
+
+def test_held_out_text_is_the_end_and_not_calibrated_on():
+    text = "".join(chr(33 + i % 90) + (" " if i % 10 == 9 else "") for i in range(5000))
+    found = draw([text], letters, samples=1000, length=50, share=0.2)
+    assert found.calibration.shape == (88, 50) and found.held_out.shape == (22, 50)
+    assert found.calibration.flatten().tolist() == letters(text)[:4400]
+    cut = len(text) - 1100
+    assert 0 <= cut - (start := text.rfind(" ", 0, cut) + 1) < 11
+    assert found.held_out.flatten().tolist() == letters(text)[start:][:1100]
+    several = draw(["a" * 800, "b" * 100, "c" * 100], letters, samples=40, length=50, share=0.2)
+    assert several.held_out.tolist() == [[98] * 50] * 2 + [[99] * 50] * 2
+    few = draw([text], letters, samples=8, length=50, share=0.2)
+    assert few.calibration.shape == (8, 50) and few.held_out.shape == (2, 50)
+    assert draw([text], letters, samples=8, length=50, share=0.0).held_out.shape[0] == 0
+    assert draw([text[:100]], letters, samples=8, length=20, share=0.1).held_out.shape[0] == 0  # too short
+
+
+def test_windows_are_drawn_from_all_of_a_long_text_by_the_seed():
+    text = ("a" * 999 + "\n") * 2000
+    numbered = "".join(f"{i:07} " for i in range(250_000))
+    one, other, again = (draw([numbered, text], letters, samples=4, length=100, seed=seed, share=0) for seed in (0, 1, 0))
+    assert torch.equal(one.calibration, again.calibration) and not torch.equal(one.calibration, other.calibration)
+    ids = torch.arange(10_000)
+    spread = draw([ids], None, samples=200, length=50, share=0).calibration.flatten()
+    assert sorted(spread.tolist()) == list(range(10_000))
+
+
+def test_rows_of_token_ids_are_the_windows():
+    table = torch.arange(60).view(20, 3)
+    found = draw([table[:12], table[12:]], None, samples=5, length=2, share=0.1)
+    assert found.held_out.tolist() == table[18:, :2].tolist()
+    rows = {tuple(row) for row in found.calibration.tolist()}
+    assert len(rows) == 5 and rows <= {tuple(row) for row in table[:18, :2].tolist()}

@@ -1,0 +1,344 @@
+"""A model on disk is pruned to what the same model in memory is, whatever interrupts it, with one block in memory at a time."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import nmkernels as nm
+from nmkernels.pattern import CheckpointError, RecipeError
+from nmkernels.recipes.oneshot import prune_
+from nmkernels.recipes.oneshot import units as engine
+from nmkernels.testing import equal_bits
+from python_tests.house.paths import ROOT
+from python_tests.integrations.folders import batches, built, content, saved, write_tokenizer
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("accelerate")
+
+from nmkernels.integrations import hf_disk, hf_folder  # noqa: E402
+from nmkernels.integrations.hf_folder import prune_folder, work_folder  # noqa: E402
+
+transformers.logging.disable_progress_bar()
+pytestmark = pytest.mark.filterwarnings("ignore:prune_. layer")
+
+
+def in_memory(folder, out, data, **options):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    handle = prune_(model, "2:4", data, **options)
+    handle.finish(allow_unused=True)
+    nm.compress_(model).save_pretrained(out)
+    return handle.report
+
+
+def loaded(folder, kind=transformers.AutoModelForCausalLM):
+    model, info = kind.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    return model
+
+
+def same(one, other):
+    a, b = one.state_dict(), other.state_dict()
+    return a.keys() == b.keys() and all(equal_bits(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {}),
+        pytest.param("llama", {"sequential": False}, marks=pytest.mark.slow),
+        ("llama-tied", {"method": "sparsegpt"}),
+        ("qwen3-moe", {"method": "wanda"}),
+        ("gpt2", {"method": "wanda(refit=2)"}),
+        pytest.param("llama", {"method": "wanda", "permute": True}, marks=pytest.mark.slow),
+        pytest.param("gpt2", {"method": "wanda", "permute": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_is_what_the_model_in_memory_becomes(tmp_path, name, options):
+    source, data = saved(tmp_path / "dense", name, shard="100KB"), batches()
+    assert len(list(source.glob("*.safetensors"))) > 2
+    before = content(source)
+    report = in_memory(source, tmp_path / "memory", data, **options)
+    done = prune_folder(source, "2:4", data, tmp_path / "out", **options)
+    assert same(loaded(tmp_path / "out"), loaded(tmp_path / "memory"))
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(tmp_path / "memory" / "model.safetensors").keys()
+    config, other = (json.loads((tmp_path / each / "config.json").read_text()) for each in ("out", "memory"))
+    assert config == other
+    assert [(n, row.error, row.tokens) for n, row in done.report.pruned.items()] == [
+        (n, row.error, row.tokens) for n, row in report.pruned.items()
+    ]
+    assert (done.report.entries, done.report.channels, done.report.remark) == (report.entries, report.channels, report.remark)
+    assert content(source) == before and sorted(os.listdir(tmp_path)) == ["dense", "memory", "out"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_dtypes_are_kept(tmp_path, dtype):
+    source = saved(tmp_path / "dense", dtype=dtype, layers=2)
+    prune_folder(source, "2:4", batches(2), tmp_path / "out", method="wanda")
+    assert {t.dtype for t in loaded(tmp_path / "out").state_dict().values()} == {dtype, torch.uint8}
+    prune_folder(source, "2:4", batches(2), tmp_path / "wide", method="wanda", dtype=torch.float32)
+    assert {t.dtype for t in loaded(tmp_path / "wide").state_dict().values()} == {torch.float32, torch.uint8}
+
+
+def test_perplexity_is_that_of_the_whole_models(tmp_path):
+    source, tests = saved(tmp_path / "dense"), batches(2, 3, 20, seed=5)
+    done = prune_folder(source, "2:4", batches(), tmp_path / "out", method="wanda", held_out=tests)
+    for value, folder in zip(done.perplexity, (source, tmp_path / "out"), strict=True):
+        with torch.no_grad():
+            model = loaded(folder)
+            losses = [float(model(**batch, labels=batch["input_ids"]).loss) for batch in tests]
+        assert value == pytest.approx(math.exp(sum(losses) / 2), rel=1e-5)
+    # padding counts for nothing
+    padded = [{"input_ids": torch.cat([b["input_ids"], b["input_ids"]], 1), "attention_mask": torch.ones(3, 40).long()} for b in tests]
+    for batch in padded:
+        batch["attention_mask"][:, 20:] = 0
+    again = prune_folder(source, "2:4", batches(), tmp_path / "padded", method="wanda", held_out=padded)
+    assert again.perplexity == pytest.approx(done.perplexity, rel=1e-5)
+
+
+def test_the_folder_has_all_that_belongs_to_the_model(tmp_path):
+    source = saved(tmp_path / "dense", tokenizer=True)
+    (source / "README.md").write_text("---\nlicense: mit\n---\n\n# Mine\n")
+    (source / "LICENSE").write_text("free")
+    (source / "notes.bin").write_text("large")
+    done = prune_folder(source, "2:4", batches(), tmp_path / "out", skip=["o_proj", "layers.0.*"], held_out=batches(1))
+    files = ["LICENSE", "README.md", "config.json", "generation_config.json", "model.safetensors", "report.json", "tokenizer.json"]
+    assert sorted(os.listdir(done.folder)) == [*files, "tokenizer_config.json"]
+    card = (done.folder / "README.md").read_text()
+    assert "license: mit" in card and "# Mine" in card and "- nmkernels" in card and 'LlamaForCausalLM.from_pretrained("out")' in card
+    assert "2:4 by `admm` on 192 tokens in 3 batches" in card and f"| {done.perplexity[1]:.3f} |" in card
+    facts = json.loads((done.folder / "report.json").read_text())
+    assert len(facts["layers"]) == 12 and facts["left dense"]["model.layers.1.self_attn.o_proj"] == "named in skip"
+    assert facts["bytes"] == {"dense": done.dense_bytes, "compressed": done.compressed_bytes}
+    assert facts["bytes"]["dense"] == sum(p.nbytes for p in built().parameters())
+    assert done.compressed_bytes == sum(t.nbytes for t in loaded(done.folder).state_dict().values())
+
+
+def test_a_model_without_blocks_is_loaded_whole_and_says_so(tmp_path, caplog):
+    source = saved(tmp_path / "dense", "albert", tokenizer=False)
+    with caplog.at_level("INFO", "nmkernels.prune"):
+        prune_folder(source, "2:4", batches(), tmp_path / "out", method="wanda")
+    assert f"{source} is loaded whole: it has no blocks" in caplog.text
+    model = transformers.AlbertForMaskedLM.from_pretrained(source)
+    prune_(model, "2:4", batches(), method="wanda").finish(allow_unused=True)
+    assert same(loaded(tmp_path / "out", transformers.AlbertForMaskedLM), nm.compress_(model))
+
+
+# ---- interruptions
+
+
+def killer(moment):
+    """Ends this process at the progress report of that number."""
+    count = iter(range(10**6))
+
+    def progress(done, total, what):
+        if next(count) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return progress
+
+
+def forked(action):
+    """The exit status of ``action`` in a forked process, or minus the signal."""
+    if process := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    try:
+        action()
+        os._exit(0)
+    except BaseException:
+        os._exit(1)
+
+
+# while the dense model is evaluated, at the second block, while files are written
+@pytest.mark.parametrize("moment", [7, *(pytest.param(moment, marks=pytest.mark.slow) for moment in (4, 16, None))])
+def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, moment):
+    source, data, tests = saved(tmp_path / "dense"), batches(), batches(1)
+    before = content(source)
+
+    def run(out, progress=None):
+        return prune_folder(source, "2:4", data, out, method="sparsegpt", held_out=tests, progress=progress)
+
+    reports = []
+    run(tmp_path / "whole" / "out", lambda *report: reports.append(report))
+    whole = content(tmp_path / "whole" / "out")
+    for each in range(len(reports)) if moment is None else (moment,):
+        out = tmp_path / str(each) / "out"
+        out.parent.mkdir()
+        assert forked(lambda each=each, out=out: run(out, killer(each))) == -signal.SIGKILL
+        kept = len(list((work_folder(out) / "units").glob("unit-*")))
+        done, total, what = reports[each]
+        assert kept == (done if done < total else total + 1) or not what.startswith("pruning")
+        if not out.exists():
+            run(out)
+        assert content(out) == whole and os.listdir(out.parent) == ["out"]
+    assert content(source) == before
+
+
+def test_finished_blocks_are_not_pruned_again(tmp_path, monkeypatch):
+    source, solved = saved(tmp_path / "dense"), []
+    solve = engine.solve
+    monkeypatch.setattr(engine, "solve", lambda *args: solved.append(args[1].shape) or solve(*args))
+
+    def stop(done, total, what):
+        if what.startswith("pruning") and done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune_folder(source, "2:4", batches(), tmp_path / "out", method="wanda", progress=stop)
+    assert len(solved) == 14 and not (tmp_path / "out").exists()
+    with pytest.raises(CheckpointError, match="holds the results of another run: its pattern is '2:4', not '1:4'"):
+        prune_folder(source, "1:4", batches(), tmp_path / "out", method="wanda")
+    with pytest.raises(CheckpointError, match="another run: its data is"):
+        prune_folder(source, "2:4", batches(seed=9), tmp_path / "out", method="wanda")
+    prune_folder(source, "2:4", batches(), tmp_path / "out", method="wanda")
+    assert len(solved) == 21
+
+
+@pytest.mark.parametrize("limit", [20_000, *(pytest.param(limit, marks=pytest.mark.slow) for limit in (100, 60_000, 250_000))])
+def test_a_full_disk_is_named_and_changes_nothing(tmp_path, limit):
+    name = "qwen3-moe" if limit == 20_000 else "llama"  # whose experts transformers writes itself
+    source, out = saved(tmp_path / "dense", name, shard="100KB"), tmp_path / "out"
+    before, limits = content(source), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"could not be written: File too large \(.*B free in .*\)\."):
+            prune_folder(source, "2:4", batches(), out, method="wanda")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert content(source) == before and not out.exists()
+    prune_folder(source, "2:4", batches(), out, method="wanda")
+    assert loaded(out) and sorted(os.listdir(tmp_path)) == ["dense", "out"]
+
+
+# ---- memory
+
+
+def alive():
+    """Bytes of all tensors made since ``gc.freeze``."""
+    found = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu" and thing.layout == torch.strided:
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def peak_of(folder, out, monkeypatch):
+    """The most bytes alive when a tensor was read, when a layer was solved, and when one was written."""
+    gc.collect()
+    gc.freeze()
+    peaks = []
+
+    def watched(module, name):
+        original = getattr(module, name)
+
+        def call(*args, **kwargs):
+            result = original(*args, **kwargs)
+            peaks.append(alive())
+            return result
+
+        monkeypatch.setattr(module, name, call)
+
+    watched(hf_disk.OnDisk, "read")
+    watched(engine, "solve")
+    watched(hf_folder.ShardWriter, "write")
+    prune_folder(folder, "2:4", batches(1, 1), out, method="wanda", held_out=batches(1, 1))
+    monkeypatch.undo()
+    gc.unfreeze()
+    return max(peaks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_memory_does_not_grow_with_the_number_of_blocks(tmp_path, monkeypatch, name):
+    peaks, sizes = [], []
+    for layers in (2, 6):
+        folder = saved(tmp_path / str(layers), name, layers=layers, tokenizer=False)
+        sizes.append((folder / "model.safetensors").stat().st_size)
+        peaks.append(peak_of(folder, tmp_path / f"out-{layers}", monkeypatch))
+    # rows of the report and names take no tensors
+    assert peaks[1] <= 1.01 * peaks[0] and peaks[1] < 0.9 * sizes[1] and sizes[1] > 1.8 * sizes[0]
+
+
+PROCESS = """
+import sys, threading, time
+import torch
+from python_tests.integrations.folders import batches
+from nmkernels.integrations.hf_folder import prune_folder
+
+def anonymous():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
+
+start, peak = anonymous(), 0
+def watch():
+    global peak
+    while True:
+        peak = max(peak, anonymous())
+        time.sleep(0.002)
+
+threading.Thread(target=watch, daemon=True).start()
+prune_folder(sys.argv[1], "2:4", batches(2, 1), sys.argv[2], method="wanda")
+print(peak - start)
+"""
+
+
+@pytest.mark.slow
+def test_the_memory_of_the_process_does_not_grow_with_the_number_of_blocks(tmp_path):
+    grown, block = [], 0
+    for layers in (4, 12):
+        folder = saved(
+            tmp_path / str(layers), layers=layers, tokenizer=False, hidden_size=512, intermediate_size=1536, num_attention_heads=8
+        )
+        block = (folder / "model.safetensors").stat().st_size // layers // 1024
+        command = [sys.executable, "-c", PROCESS, str(folder), str(tmp_path / f"out-{layers}")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        grown.append(int(done.stdout.split()[-1]))
+    assert grown[1] - grown[0] < 2 * block, (grown, block)  # of 8 blocks more
+
+
+# ---- what is refused
+
+
+def test_layers_to_skip_have_to_be_there(tmp_path):
+    source = saved(tmp_path / "dense", tokenizer=False)
+    with pytest.raises(RecipeError, match=r"no layer that would be pruned is called 'out_proj'; some are layers 'model\.layers\.0"):
+        prune_folder(source, "2:4", batches(), tmp_path / "out", skip=["out_proj"])
+    with pytest.raises(RecipeError, match="skip leaves no layer"):
+        prune_folder(source, "2:4", batches(), tmp_path / "out", skip=["*"])
+    with pytest.raises(RecipeError, match="data has no batch"):
+        prune_folder(source, "2:4", [], tmp_path / "out")
+    assert os.listdir(tmp_path) == ["dense"]
+
+
+def test_a_file_without_all_weights_is_refused(tmp_path):
+    source = saved(tmp_path / "dense", tokenizer=False)
+    tensors = load_file(source / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks 'model\.norm\.weight', which LlamaForCausalLM has"):
+        prune_folder(source, "2:4", batches(), tmp_path / "out")
+    (source / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="transformers cannot load "):
+        prune_folder(source, "2:4", batches(), tmp_path / "out")
+    assert os.listdir(tmp_path) == ["dense"]
+
+
+def test_a_tokenizer_is_copied_whole(tmp_path):
+    source = saved(tmp_path / "dense", layers=2)
+    write_tokenizer(source)
+    prune_folder(source, "2:4", batches(), tmp_path / "out", method="magnitude")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(Path(tmp_path / "out"))
+    assert tokenizer("w3 w1 nothing")["input_ids"] == [7, 5, 3]
