@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import math
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import nmkernels as nm
 from nmkernels.pattern import CheckpointError, RecipeError
+from nmkernels.recipes import search_permutation
 from nmkernels.recipes.oneshot import prune_
 from nmkernels.recipes.oneshot import units as engine
 from nmkernels.testing import equal_bits
@@ -51,6 +53,11 @@ def loaded(folder, kind=transformers.AutoModelForCausalLM):
 def same(one, other):
     a, b = one.state_dict(), other.state_dict()
     return a.keys() == b.keys() and all(equal_bits(a[key], b[key]) for key in a)
+
+
+@pytest.fixture(autouse=True)
+def short_search(monkeypatch):
+    monkeypatch.setattr(engine, "search_permutation", functools.partial(search_permutation, escapes=1))
 
 
 @pytest.mark.parametrize(
