@@ -26,7 +26,7 @@ from ..rows import RESULTS, Row, row
 
 PATH = RESULTS / "oneshot_layers.csv"
 LOOP = "sparsegpt, loop over columns"
-ALONE = "sparsegpt, without the errors in the report"
+ALONE = "sparsegpt, solver alone"
 METHODS = ("matmul", "hessian", "magnitude", "wanda", "sparsegpt", ALONE, LOOP, "admm")
 SECONDS, MEMORY, ERROR, RATE = "CPU seconds", "peak memory beyond W and H, over W", "error", "GFLOP/s"
 TOKENS = 2048

@@ -19,6 +19,17 @@ NAMES = {
 }
 TITLES = {"magnitude": "magnitude", "wanda": "Wanda", "sparsegpt": "SparseGPT", "admm": "ADMM", DENSE: "dense"}
 RECIPES = {"srste": "SR-STE", "mdgf": "MdGf"}
+SIZE = "4096x4096"
+COSTS = {
+    f"hessian of {layers.TOKENS} tokens": f"H of {layers.TOKENS:,} tokens",
+    "magnitude": "magnitude",
+    "wanda": "Wanda",
+    "sparsegpt": "SparseGPT",
+    layers.ALONE: "SparseGPT, its solver alone",
+    layers.LOOP: "SparseGPT as a loop over columns",
+    "admm": "ADMM",
+}
+FORMS = {layers.SECONDS: ".1f", layers.MEMORY: ".1f", layers.ERROR: ".3f"}
 Rows = Sequence[CellRow]
 
 
@@ -98,19 +109,32 @@ def tokens(rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def costs(rows: list[dict[str, str]]) -> str:
-    """One layer: seconds, memory, error, by machine."""
-    lines = ["| method | CPU seconds | peak memory beyond W and H, in weights | error | machine |", f"|{' --- |' * 5}"]
-    for machine in dict.fromkeys(r["machine"] for r in rows):
-        mine = [r for r in rows if r["machine"] == machine and r["shape"] == "4096x4096"]
-        for name in dict.fromkeys(r["provider"] for r in mine):
-            value = {r["metric"]: float(r["p50"]) for r in mine if r["provider"] == name}
-            shown = [
-                f"{value[m]:{form}}" if m in value else ""
-                for m, form in ((layers.SECONDS, ".1f"), (layers.MEMORY, ".1f"), (layers.ERROR, ".3f"))
-            ]
-            lines.append(f"| {TITLES.get(name, name)} | {' | '.join(shown)} | {machine} |")
+def whole(rows: Rows) -> str:
+    """CPU seconds of ``prune_`` at 2:4."""
+    lines = [f"| CPU seconds at 2:4 | {' | '.join(TITLES[method] for method in METHODS)} |", f"|{' --- |' * (1 + len(METHODS))}"]
+    for model in ("smollm2", "minilm"):
+        found = [[r for r in rows if r.cell == cells.Cell(model, "2:4", method, "", SEQUENCES[model])] for method in METHODS]
+        if all(found):
+            seconds = [f"{f[0].pruning:.0f}" for f in found]
+            lines.append(f"| {NAMES[model].partition(',')[0]}, {found[0][0].tokens:,} tokens | {' | '.join(seconds)} |")
     return "\n".join(lines)
+
+
+def costs(rows: list[dict[str, str]]) -> str:
+    """One layer: seconds, memory and error, a table for each machine."""
+    parts = []
+    for machine in dict.fromkeys(r["machine"] for r in rows):
+        mine = [r for r in rows if r["machine"] == machine]
+        value = {(r["provider"], r["metric"]): float(r["p50"]) for r in mine if r["shape"] == SIZE or r["metric"] == layers.RATE}
+        lines = ["| | CPU seconds | peak memory beyond W and H, in W | error |", f"|{' --- |' * 4}"]
+        for name, title in COSTS.items():
+            shown = [f"{value[name, metric]:{form}}" if (name, metric) in value else "" for metric, form in FORMS.items()]
+            lines += [f"| {title} | {' | '.join(shown)} |"] if any(shown) else []
+        rates = [v for (_, metric), v in value.items() if metric == layers.RATE]
+        made = [", ".join(sorted({r[key] for r in mine})) for key in ("versions", "date", "commit")]
+        fast = f"; torch multiplies float32 matrices at {rates[0]:.0f} GFLOP/s" if rates else ""
+        parts.append("\n".join(lines) + f"\n\n*{machine}{fast}; {made[0]}; {made[1]}; commit {made[2]}.*")
+    return "\n\n".join(parts)
 
 
 def source(rows: Rows) -> str:
@@ -123,7 +147,8 @@ TABLES: dict[str, Callable[[Rows, list[dict[str, str]]], str]] = {
     "pruned": lambda rows, _: pruned(rows),
     "tuned": lambda rows, _: tuned(rows),
     "tokens": lambda rows, _: tokens(rows),
-    "costs": lambda _, timed: costs(timed),
+    "whole": lambda rows, _: whole(rows),
+    "costs": lambda _, times: costs(times),
     "source": lambda rows, _: source(rows),
 }
 

@@ -14,6 +14,8 @@ from bench.oneshot import __main__ as command
 from bench.oneshot import cells, layers, models, page
 from bench.oneshot.cells import Cell
 
+pytestmark = pytest.mark.filterwarnings("ignore:prune_.*fewer than 2 tokens")
+
 TINY = Cell("gpt", "2:4", "admm", "held", 8)
 
 
