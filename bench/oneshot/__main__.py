@@ -1,4 +1,4 @@
-"""``python -m bench.oneshot run | layers | table``."""
+"""``python -m bench.oneshot run | layers | rounding | table``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from .. import rows
-from . import cells, layers, page
+from . import cells, layers, page, rounding
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,13 +29,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     one.add_argument("--repeats", type=int, default=3)
     one.add_argument("--methods", nargs="+", default=list(layers.METHODS), metavar="METHOD", choices=layers.METHODS)
     one.add_argument("--out", type=Path, default=layers.PATH, metavar="CSV")
+    integers = verbs.add_parser("rounding", help="integers as values, with and without 2:4, in both orders")
+    integers.add_argument("--models", nargs="+", default=["smollm2", "minilm"])
+    integers.add_argument("--out", type=Path, default=rounding.PATH, metavar="CSV")
     table = verbs.add_parser("table", help=f"write the tables of {page.PAGE.name}")
     table.add_argument("--check", action="store_true", help="write nothing, exit 1 if a table does not agree with the rows")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # part of the machine's name
     rows.commit()  # cached now, since the tree may change before the last row is written
     try:
-        return {"run": _run, "layers": _layers, "table": _table}[args.verb](args)
+        return {"run": _run, "layers": _layers, "rounding": _rounding, "table": _table}[args.verb](args)
     except (RuntimeError, ImportError) as error:
         print(f"python -m bench.oneshot: error: {error}", file=sys.stderr)
         return 2
@@ -62,6 +65,11 @@ def _layers(args: argparse.Namespace) -> int:
         found = layers.measure(name, args.size, args.repeats)
         rows.append(found, args.out)
         print(f"{name} {args.size}×{args.size}: " + ", ".join(f"{r.metric} {r.p50:g}" for r in found), flush=True)
+    return 0
+
+
+def _rounding(args: argparse.Namespace) -> int:
+    rounding.measure(tuple(args.models), args.out)
     return 0
 
 
