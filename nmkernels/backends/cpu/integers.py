@@ -1,0 +1,83 @@
+"""Compressed weights whose values are integers: rounding to them and back, and the linear layer.
+
+A product with few tokens reads the stored integers; for more, bfloat16 and float32 values are decoded once and ``linear`` multiplies them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dispatch import Verdict
+from ...reference.linear import ACTIVATIONS
+from ..shared import address, contiguous
+from .core import DTYPES, core, register, supports
+from .groups import check_indices
+from .linear import linear
+
+FEW = 32
+"""Tokens up to which the stored integers are multiplied as they are."""
+
+
+def _bits(values: Tensor) -> int:
+    return 8 if values.dtype == torch.int8 else 4
+
+
+@register("nm_quantize_values")
+def quantize_values(values: Tensor, bits: int, steps: int) -> tuple[Tensor, Tensor]:
+    w, lead, kept = contiguous(values), values.shape[:-1], values.shape[-1]
+    integers = w.new_empty((*lead, kept if bits == 8 else -(-kept // 2)), dtype=torch.int8 if bits == 8 else torch.uint8)
+    step = w.new_empty((*lead, steps), dtype=torch.bfloat16)
+    core().quantize_values(
+        w.data_ptr(), DTYPES[w.dtype], lead.numel(), kept, steps, bits, integers.data_ptr(), step.data_ptr(), torch.get_num_threads()
+    )
+    return integers, step
+
+
+def _integers(values: Tensor, step: Tensor, kept: int) -> object:
+    return core().Integers(values.data_ptr(), step.data_ptr(), values.shape[:-1].numel(), kept, step.shape[-1], _bits(values))
+
+
+def _decodes(values: Tensor, step: Tensor, kept: int, dtype: torch.dtype, *rest: Any) -> Verdict:
+    if dtype == torch.float64:
+        return False, "it decodes to float32, bfloat16 and float16, and this call is for float64"
+    return supports(values, step)
+
+
+@register("nm_dequantize_values", _decodes)
+def dequantize_values(values: Tensor, step: Tensor, kept: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    values, step = values.contiguous(), contiguous(step)
+    result = values.new_empty((*values.shape[:-1], kept), dtype=dtype) if out is None else out
+    core().dequantize_values(_integers(values, step, kept), DTYPES[dtype], result.data_ptr(), torch.get_num_threads())
+    return result
+
+
+@register("nm_linear_integers")
+def linear_integers(
+    x: Tensor, values: Tensor, indices: Tensor, step: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
+    residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    tokens, rows, kept, module = x.shape[:-1].numel(), values.shape[0], -(-cols // m) * n, core()
+    if tokens > FEW:
+        # fp16 lacks the range of a step
+        wide = torch.float32 if x.dtype == torch.float16 else x.dtype
+        extras = [None if extra is None else extra.to(wide) for extra in (bias, residual)]
+        decoded = dequantize_values(values, step, kept, wide)
+        return linear(x.to(wide), decoded, indices, n, m, cols, extras[0], activation, extras[1]).to(x.dtype)
+    x, values, indices, step = contiguous(x), values.contiguous(), indices.contiguous(), contiguous(step)
+    bias = None if bias is None else contiguous(bias)
+    # what follows the product is done in fp32, and rounded once
+    plain = not activation and residual is None
+    y = x.new_empty((*x.shape[:-1], rows), dtype=x.dtype if plain else torch.float32)
+    call = module.IntegersLinearCall(
+        x.data_ptr(), _integers(values, step, kept), indices.data_ptr(), address(bias), y.data_ptr(), cols, tokens, DTYPES[x.dtype],
+        DTYPES[y.dtype],
+    )  # fmt: skip
+    if not module.linear_integers(call, n, m, torch.get_num_threads()):
+        check_indices("linear_integers", False, m)
+    if plain:
+        return y
+    y = ACTIVATIONS[activation](y)
+    return (y if residual is None else y + residual.float()).to(x.dtype)
