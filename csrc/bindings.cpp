@@ -88,19 +88,17 @@ nm::Integers integers(Address values, Address step, int64_t rows, int64_t kept, 
     return {at(values), at<nm::bf16>(step), rows, kept, steps, bits};
 }
 
-nm::IntegersLinearCall integers_linear_call(Address x, const nm::Integers& weight, Address indices, Address bias, Address y, int64_t cols,
-                                            int64_t tokens, int dtype, int y_dtype) {
-    return {at(x), weight, at<uint8_t>(indices), at(bias), at(y), cols, tokens, dtype, y_dtype};
-}
-
 void bind_integers(py::module_& module) {
-    py::class_<nm::Integers>(module, "Integers").def(py::init(&integers));
-    py::class_<nm::IntegersLinearCall>(module, "IntegersLinearCall").def(py::init(&integers_linear_call));
-    module.def("linear_integers", [](const nm::IntegersLinearCall& call, int n, int m, int threads) {
+    module.def("linear_integers", [](Address x, Address values, Address indices, Address step, Address bias, Address y, int dtype, int y_dtype,
+                                     int64_t tokens, int64_t rows, int64_t cols, int64_t kept, int64_t steps, int bits, int n, int m,
+                                     int threads) {
+        const nm::Integers weight = integers(values, step, rows, kept, steps, bits);
+        const nm::IntegersLinearCall call{at(x), weight, at<uint8_t>(indices), at(bias), at(y), cols, tokens, dtype, y_dtype};
         return nm::kernels().linear_integers(call, n, m, threads);
     }, Unlocked());
-    module.def("dequantize_values", [](const nm::Integers& from, int dtype, Address values, int threads) {
-        nm::kernels().dequantize_values(from, dtype, at(values), threads);
+    module.def("dequantize_values", [](Address values, Address step, int64_t rows, int64_t kept, int64_t steps, int bits, int dtype, Address out,
+                                       int threads) {
+        nm::kernels().dequantize_values(integers(values, step, rows, kept, steps, bits), dtype, at(out), threads);
     }, Unlocked());
     module.def("quantize_values", [](Address w, int dtype, int64_t rows, int64_t kept, int64_t steps, int bits, Address values, Address step,
                                      int threads) {

@@ -6,8 +6,7 @@
 #include "integer_values.h"
 #include "patterns.h"
 
-#if defined(__AVX512VBMI2__) && defined(__AVX512VNNI__)
-#define NM_DIGITS 1
+#if defined(NM_DIGITS)
 
 namespace nm {
 namespace {
@@ -15,16 +14,15 @@ namespace {
 constexpr int64_t kMostKept = 1 << 19;  // in a row: its sums fit 32 bits
 constexpr int kAhead = 8192;  // bytes: how far ahead a lone row's values are prefetched
 
-// Halves of 32 bytes as 64 bytes, in order, each in both halves of its byte or with the other half of its pair above it.
+// The halves of 32 bytes as 64 bytes, in order.
 NM_INLINE Register halves_of(__m256i packed) {
     const Register wide = _mm512_cvtepu8_epi16(packed);
-    return _mm512_or_si512(wide, _mm512_slli_epi16(wide, 4));
+    return _mm512_ternarylogic_epi32(wide, _mm512_slli_epi16(wide, 4), _mm512_set1_epi8(15), 0xa8);  // (a | b) & c
 }
 
-// Lower halves of bytes as the integers they stand for.
+// Halves as the integers they stand for.
 NM_INLINE Register integers_of_halves(Register halves) {
-    const Register table = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
-    return _mm512_shuffle_epi8(table, _mm512_and_si512(halves, _mm512_set1_epi8(15)));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1)), halves);
 }
 
 NM_INLINE uint64_t first_bits(int64_t count) { return _bzhi_u64(~uint64_t(0), unsigned(std::min<int64_t>(std::max<int64_t>(count, 0), 64))); }
@@ -114,8 +112,9 @@ inline const float* wide_steps(const Integers& w, int64_t row, float* room) {
     return room;
 }
 
-// The sums of rows [row, end) for `Tokens` tokens, to sums[t * stride + r]. False: an index is not below M.
-template <int N, int M, int Bits, int Tokens>
+// The sums of rows [row, end) for `Tokens` tokens, to sums[t * stride + r]. `Short`: a segment is one block. False: an index is not
+// below M.
+template <int N, int M, int Bits, int Tokens, bool Short>
 bool permuted(const Integers& w, const uint8_t* indices, const Digits& x, int64_t token, int64_t row, int64_t end, float* sums, int64_t stride) {
     using Choice = Choice64<N, M>;
     static thread_local Scratch room;
@@ -128,39 +127,65 @@ bool permuted(const Integers& w, const uint8_t* indices, const Digits& x, int64_
         const uint8_t *values = stored_row(w, row + r), *packed = indices + (row + r) * index_row;
         const float* wide = wide_steps(w, row + r, steps_room);
         Floats total[Tokens] = {};
-        int64_t b = 0;
-        for (int64_t segment = 0; b < blocks; ++segment) {
-            Register upper[Tokens], lower[Tokens], integers = _mm512_setzero_si512();
+        Register upper[Tokens], lower[Tokens], integers;
+        const auto clear = [&]() __attribute__((always_inline)) {
+            integers = _mm512_setzero_si512();
             for (int t = 0; t < Tokens; ++t) upper[t] = lower[t] = _mm512_setzero_si512();
-            const auto add = [&](auto tail) __attribute__((always_inline)) {
-                const Register v = stored64<Bits, tail>(values, b * 64, w.kept - b * 64);
-                const Register places = Choice::template places<tail>(packed + b * Choice::kBytes, index_row - b * Choice::kBytes, damage);
-                integers = _mm512_dpbusd_epi32(integers, offset, v);
-                for (int t = 0; t < Tokens; ++t) {
-                    const uint8_t* digits = x.upper(token + t) + b * Choice::kColumns;
-                    upper[t] = _mm512_dpbusd_epi32(upper[t], Choice::chosen(digits, places), v);
-                    lower[t] = _mm512_dpbusd_epi32(lower[t], Choice::chosen(digits + x.width, places), v);
-                }
-            };
-            const int64_t stop = std::min(b + steps.blocks, blocks), full = std::min(stop, whole);
-            for (; b < full; ++b) {
-                _mm_prefetch(reinterpret_cast<const char*>(values + b * 8 * Bits + kAhead), _MM_HINT_T0);
+        };
+        const auto add = [&](auto tail, int64_t b) __attribute__((always_inline)) {
+            if (!tail) {
+                if (Bits == 8 || b % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(values + b * 8 * Bits + kAhead), _MM_HINT_T0);
                 if (b * Choice::kBytes % 64 == 0) _mm_prefetch(reinterpret_cast<const char*>(packed + b * Choice::kBytes + kAhead / 4), _MM_HINT_T0);
-                add(std::false_type());
             }
-            if (b < stop) {
-                add(std::true_type());
-                ++b;
-            }
-            const Floats step = steps.of(wide, segment);
+            const Register v = stored64<Bits, tail>(values, b * 64, w.kept - b * 64);
+            const Register places = Choice::template places<tail>(packed + b * Choice::kBytes, index_row - b * Choice::kBytes, damage);
+            integers = _mm512_dpbusd_epi32(integers, offset, v);
             for (int t = 0; t < Tokens; ++t) {
-                const Floats high(_mm512_cvtepi32_ps(_mm512_sub_epi32(upper[t], integers))), low(_mm512_cvtepi32_ps(lower[t]));
-                total[t] = fused(fused(high, splat(256.0f), low), step, total[t]);
+                const uint8_t* digits = x.upper(token + t) + b * Choice::kColumns;
+                upper[t] = _mm512_dpbusd_epi32(upper[t], Choice::chosen(digits, places), v);
+                lower[t] = _mm512_dpbusd_epi32(lower[t], Choice::chosen(digits + x.width, places), v);
+            }
+        };
+        const auto flush = [&](Floats step) __attribute__((always_inline)) {
+            for (int t = 0; t < Tokens; ++t) {
+                if (Short) {  // 64 products of 23 bits
+                    const Register sum = _mm512_add_epi32(_mm512_slli_epi32(_mm512_sub_epi32(upper[t], integers), 8), lower[t]);
+                    total[t] = fused(Floats(_mm512_cvtepi32_ps(sum)), step, total[t]);
+                } else {
+                    const Floats high(_mm512_cvtepi32_ps(_mm512_sub_epi32(upper[t], integers))), low(_mm512_cvtepi32_ps(lower[t]));
+                    total[t] = fused(fused(high, splat(256.0f), low), step, total[t]);
+                }
+            }
+        };
+        if constexpr (Short) {
+            const auto one = [&](auto tail, int64_t b) __attribute__((always_inline)) {
+                clear();
+                add(tail, b);
+                flush(steps.of(wide, b));
+            };
+            int64_t b = 0;
+            for (; b + 4 <= whole; b += 4) each<4>([&](auto i) __attribute__((always_inline)) { one(std::false_type(), b + i); });
+            for (; b < whole; ++b) one(std::false_type(), b);
+            if (b < blocks) one(std::true_type(), b);
+        } else {
+            int64_t b = 0;
+            for (int64_t segment = 0; b < blocks; ++segment) {
+                const int64_t stop = std::min(b + steps.blocks, blocks), full = std::min(stop, whole);
+                clear();
+                for (; b < full; ++b) add(std::false_type(), b);
+                if (b < stop) add(std::true_type(), b++);
+                flush(steps.of(wide, segment));
             }
         }
         for (int t = 0; t < Tokens; ++t) sums[t * stride + r] = sum_of_lanes(total[t]) * x.scale[token + t];
     }
     return Choice::valid(damage);
+}
+
+template <int N, int M, int Bits, int Tokens>
+bool permuted(const Integers& w, const uint8_t* indices, const Digits& x, int64_t token, int64_t row, int64_t end, float* sums, int64_t stride) {
+    const bool is_short = RowSteps(w).blocks == 1;
+    return (is_short ? permuted<N, M, Bits, Tokens, true> : permuted<N, M, Bits, Tokens, false>)(w, indices, x, token, row, end, sums, stride);
 }
 
 // Pieces of a row, 512 columns each, expanded to lines of 64 columns.
@@ -223,7 +248,7 @@ struct Expander {
             damage = _mm512_ternarylogic_epi32(damage, one, two, 0xfe);  // a | b | c
             return _mm512_or_si512(one, _mm512_slli_epi16(_mm512_and_si512(two, low), 4));
         } else {
-            const Register halves = _mm512_and_si512(halves_of(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(packed))), _mm512_set1_epi8(15));
+            const Register halves = halves_of(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(packed)));
             if constexpr (M == 4) {  // two groups of 1:4
                 const __m128i table = _mm_setr_epi8(0x11, 0x12, 0x14, 0x18, 0x21, 0x22, 0x24, 0x28, 0x41, 0x42, 0x44, 0x48, kBad | 1, kBad | 2, kBad | 4, kBad | 8);
                 return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), halves);

@@ -9,6 +9,8 @@
 namespace nm {
 namespace {
 
+constexpr int kMostTokens = 16;  // that are multiplied at a time
+
 inline int64_t stored_bytes(const Integers& w) { return w.bits == 8 ? w.kept : (w.kept + 1) / 2; }
 inline const uint8_t* stored_row(const Integers& w, int64_t row) { return static_cast<const uint8_t*>(w.values) + row * stored_bytes(w); }
 

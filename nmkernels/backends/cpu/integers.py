@@ -21,10 +21,6 @@ FEW = 32
 """Tokens up to which the stored integers are multiplied as they are."""
 
 
-def _bits(values: Tensor) -> int:
-    return 8 if values.dtype == torch.int8 else 4
-
-
 @register("nm_quantize_values")
 def quantize_values(values: Tensor, bits: int, steps: int) -> tuple[Tensor, Tensor]:
     w, lead, kept = contiguous(values), values.shape[:-1], values.shape[-1]
@@ -34,10 +30,6 @@ def quantize_values(values: Tensor, bits: int, steps: int) -> tuple[Tensor, Tens
         w.data_ptr(), DTYPES[w.dtype], lead.numel(), kept, steps, bits, integers.data_ptr(), step.data_ptr(), torch.get_num_threads()
     )
     return integers, step
-
-
-def _integers(values: Tensor, step: Tensor, kept: int) -> object:
-    return core().Integers(values.data_ptr(), step.data_ptr(), values.shape[:-1].numel(), kept, step.shape[-1], _bits(values))
 
 
 def _decodes(values: Tensor, step: Tensor, kept: int, dtype: torch.dtype, *rest: Any) -> Verdict:
@@ -50,7 +42,10 @@ def _decodes(values: Tensor, step: Tensor, kept: int, dtype: torch.dtype, *rest:
 def dequantize_values(values: Tensor, step: Tensor, kept: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     values, step = values.contiguous(), contiguous(step)
     result = values.new_empty((*values.shape[:-1], kept), dtype=dtype) if out is None else out
-    core().dequantize_values(_integers(values, step, kept), DTYPES[dtype], result.data_ptr(), torch.get_num_threads())
+    core().dequantize_values(
+        values.data_ptr(), step.data_ptr(), values.shape[:-1].numel(), kept, step.shape[-1], 8 if values.dtype == torch.int8 else 4,
+        DTYPES[dtype], result.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     return result
 
 
@@ -59,24 +54,27 @@ def linear_integers(
     x: Tensor, values: Tensor, indices: Tensor, step: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
     residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    tokens, rows, kept, module = x.shape[:-1].numel(), values.shape[0], -(-cols // m) * n, core()
+    shape, rows, kept, module = x.shape, values.shape[0], -(-cols // m) * n, core()
+    tokens = x.numel() // cols if cols else shape[:-1].numel()
     if tokens > FEW:
         # fp16 lacks the range of a step
         wide = torch.float32 if x.dtype == torch.float16 else x.dtype
         extras = [None if extra is None else extra.to(wide) for extra in (bias, residual)]
         decoded = dequantize_values(values, step, kept, wide)
         return linear(x.to(wide), decoded, indices, n, m, cols, extras[0], activation, extras[1]).to(x.dtype)
-    x, values, indices, step = contiguous(x), values.contiguous(), indices.contiguous(), contiguous(step)
-    bias = None if bias is None else contiguous(bias)
+    if not (x.is_contiguous() and values.is_contiguous() and indices.is_contiguous() and step.is_contiguous()) or x.is_neg() or step.is_neg():
+        x, values, indices, step = contiguous(x), values.contiguous(), indices.contiguous(), contiguous(step)
+    if bias is not None:
+        bias = contiguous(bias)
     # what follows the product is done in fp32, and rounded once
     plain = not activation and residual is None
-    y = x.new_empty((*x.shape[:-1], rows), dtype=x.dtype if plain else torch.float32)
-    call = module.IntegersLinearCall(
-        x.data_ptr(), _integers(values, step, kept), indices.data_ptr(), address(bias), y.data_ptr(), cols, tokens, DTYPES[x.dtype],
-        DTYPES[y.dtype],
+    y = x.new_empty((*shape[:-1], rows), dtype=x.dtype if plain else torch.float32)
+    valid = module.linear_integers(
+        x.data_ptr(), values.data_ptr(), indices.data_ptr(), step.data_ptr(), address(bias), y.data_ptr(), DTYPES[x.dtype], DTYPES[y.dtype],
+        tokens, rows, cols, kept, step.shape[-1], 8 if values.dtype == torch.int8 else 4, n, m, torch.get_num_threads(),
     )  # fmt: skip
-    if not module.linear_integers(call, n, m, torch.get_num_threads()):
-        check_indices("linear_integers", False, m)
+    if not valid:
+        check_indices("linear_integers", valid, m)
     if plain:
         return y
     y = ACTIVATIONS[activation](y)
