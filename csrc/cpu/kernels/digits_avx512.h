@@ -261,70 +261,87 @@ struct Expander {
     }
 };
 
-// Two rows at a time for up to four tokens.
-template <int N, int M, int Bits, int Tokens, int Rows>
-bool expanded(const Integers& w, const uint8_t* indices, const Digits& x, int64_t token, int64_t row, float* sums, int64_t stride) {
-    using Pieces = Expander<N, M, Bits>;
-    const RowSteps steps(w);
-    static thread_local Scratch room;
-    float* steps_room = room.at_least<float>(Rows * (w.steps + kLanes));
-    Pieces pieces{w, indices};
-    const int64_t columns = w.steps == 1 ? INT64_MAX : w.kept / w.steps * M / N;  // of a step
+// Expanded rows `width` columns apart times digits of tokens: their sums, each `columns` of them times a step.
+template <int Rows, int Tokens>
+void multiply_lines(const int8_t* lines, int64_t width, const float* const* steps, int64_t columns, const Digits& x, int64_t token, float* sums,
+                    int64_t stride) {
     const Register offset = _mm512_set1_epi8(char(128));
-    const float* wide[Rows];
-    for (int r = 0; r < Rows; ++r) wide[r] = wide_steps(w, row + r, steps_room + r * (w.steps + kLanes));
-    Register upper[Rows][Tokens], lower[Rows][Tokens], integers[Rows];
+    const uint8_t* digits = x.upper(token);
     Floats total[Rows][Tokens] = {};
-    const auto clear = [&]() __attribute__((always_inline)) {
+    int64_t segment = 0;
+    for (int64_t begin = 0; begin < width; begin += columns, ++segment) {
+        const int64_t end = std::min(begin + columns, width);
+        Register upper[Rows][Tokens], lower[Rows][Tokens], integers[Rows], v[Rows];
         for (int r = 0; r < Rows; ++r) {
             integers[r] = _mm512_setzero_si512();
             for (int t = 0; t < Tokens; ++t) upper[r][t] = lower[r][t] = _mm512_setzero_si512();
         }
-    };
-    int64_t segment = 0, until = columns;
-    const auto flush = [&]() __attribute__((always_inline)) {
-        for (int r = 0; r < Rows; ++r) {
-            const Floats step = splat(wide[r][segment]);
-            for (int t = 0; t < Tokens; ++t) {
-                const Floats high(_mm512_cvtepi32_ps(_mm512_sub_epi32(upper[r][t], integers[r]))), low(_mm512_cvtepi32_ps(lower[r][t]));
-                total[r][t] = fused(fused(high, splat(256.0f), low), step, total[r][t]);
-            }
-        }
-        clear();
-    };
-    clear();
-    for (int64_t piece = 0; piece < pieces.pieces(); ++piece) {
-        alignas(64) int8_t lines[Rows][512];
-        for (int r = 0; r < Rows; ++r) {
-            const char* ahead = reinterpret_cast<const char*>(stored_row(w, row + r + Rows)) + piece * Pieces::kValues * Bits / 8;
-            for (int l = 0; l < Pieces::kValues * Bits / 8; l += 64) _mm_prefetch(ahead + l, _MM_HINT_T0);
-            _mm_prefetch(reinterpret_cast<const char*>(indices + (row + r + Rows) * pieces.index_row + piece * Pieces::kBytes), _MM_HINT_T0);
-            pieces.expand(row + r, piece, [&](int i, Register line) __attribute__((always_inline)) { _mm512_store_si512(lines[r] + i * 64, line); });
-        }
-        for (int i = 0; i < Pieces::kLines; ++i) {
-            const int64_t column = piece * 512 + i * 64;
-            Register v[Rows];
+        for (int64_t c = begin; c < end; c += 64) {
             for (int r = 0; r < Rows; ++r) {
-                v[r] = _mm512_load_si512(lines[r] + i * 64);
+                v[r] = _mm512_load_si512(lines + r * width + c);
                 integers[r] = _mm512_dpbusd_epi32(integers[r], offset, v[r]);
             }
             for (int t = 0; t < Tokens; ++t) {
-                const Register high = _mm512_loadu_si512(x.upper(token + t) + column), low = _mm512_loadu_si512(x.lower(token + t) + column);
+                const Register high = _mm512_load_si512(digits + t * 2 * x.width + c), low = _mm512_load_si512(digits + (t * 2 + 1) * x.width + c);
                 for (int r = 0; r < Rows; ++r) {
                     upper[r][t] = _mm512_dpbusd_epi32(upper[r][t], high, v[r]);
                     lower[r][t] = _mm512_dpbusd_epi32(lower[r][t], low, v[r]);
                 }
             }
-            if (column + 64 == until) {
-                flush();
-                ++segment;
-                until += columns;
+        }
+        for (int r = 0; r < Rows; ++r) {
+            const Floats step = splat(steps[r][segment]);
+            for (int t = 0; t < Tokens; ++t) {
+                const Floats high(_mm512_cvtepi32_ps(_mm512_sub_epi32(upper[r][t], integers[r]))), low(_mm512_cvtepi32_ps(lower[r][t]));
+                total[r][t] = fused(fused(high, splat(256.0f), low), step, total[r][t]);
             }
         }
     }
-    if (w.steps == 1) flush();
     for (int r = 0; r < Rows; ++r) {
         for (int t = 0; t < Tokens; ++t) sums[t * stride + r] = sum_of_lanes(total[r][t]) * x.scale[token + t];
+    }
+}
+
+template <int Rows>
+void multiply_lines(const int8_t* lines, int64_t width, const float* const* steps, int64_t columns, const Digits& x, int64_t tokens, float* sums,
+                    int64_t stride) {
+    int64_t t = 0;
+    for (; t + 4 <= tokens; t += 4) multiply_lines<Rows, 4>(lines, width, steps, columns, x, t, sums + t * stride, stride);
+    if (t + 2 <= tokens) {
+        multiply_lines<Rows, 2>(lines, width, steps, columns, x, t, sums + t * stride, stride);
+        t += 2;
+    }
+    if (t < tokens) multiply_lines<Rows, 1>(lines, width, steps, columns, x, t, sums + t * stride, stride);
+}
+
+// The sums of rows [row, end), a few expanded at a time, for `tokens` tokens. False: indices do not ascend, or are not below M.
+template <int N, int M, int Bits>
+bool expanded(const Integers& w, const uint8_t* indices, const Digits& x, int64_t tokens, int64_t row, int64_t end, float* sums, int64_t stride) {
+    using Pieces = Expander<N, M, Bits>;
+    constexpr int kRows = 8;
+    Pieces pieces{w, indices};
+    static thread_local Scratch room;
+    const int64_t width = pieces.pieces() * Pieces::kColumns, step_row = w.steps + kLanes;
+    int8_t* lines = room.at_least<int8_t>(kRows * (width + step_row * int64_t(sizeof(float))));
+    float* wide = reinterpret_cast<float*>(lines + kRows * width);
+    // columns of a step; of those after the last, all digits are zeros
+    const int64_t columns = w.steps == 1 ? width : w.kept / w.steps * M / N;
+    for (int64_t first = row; row < end; row += kRows) {
+        const int64_t rows = std::min<int64_t>(kRows, end - row);
+        const float* steps[kRows];
+        for (int64_t r = 0; r < rows; ++r) {
+            steps[r] = wide_steps(w, row + r, wide + r * step_row);
+            for (int64_t piece = 0; piece < pieces.pieces(); ++piece) {
+                const char* ahead = reinterpret_cast<const char*>(stored_row(w, row + r + kRows)) + piece * Pieces::kValues * Bits / 8;
+                for (int l = 0; l < Pieces::kValues * Bits / 8; l += 64) _mm_prefetch(ahead + l, _MM_HINT_T1);
+                _mm_prefetch(reinterpret_cast<const char*>(indices + (row + r + kRows) * pieces.index_row + piece * Pieces::kBytes), _MM_HINT_T1);
+                int8_t* to = lines + r * width + piece * Pieces::kColumns;
+                pieces.expand(row + r, piece, [&](int i, Register line) __attribute__((always_inline)) { _mm512_store_si512(to + i * 64, line); });
+            }
+        }
+        int64_t r = 0;
+        for (; r + 2 <= rows; r += 2) multiply_lines<2>(lines + r * width, width, steps + r, columns, x, tokens, sums + row + r - first, stride);
+        if (r < rows) multiply_lines<1>(lines + r * width, width, steps + r, columns, x, tokens, sums + row + r - first, stride);
     }
     return pieces.valid();
 }

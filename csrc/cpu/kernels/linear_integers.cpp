@@ -104,34 +104,32 @@ bool by_choice(int n, int m, int bits, const F& f) {
     return false;
 }
 
+// Patterns that an expander has.
+template <int N, int M>
+constexpr bool kExpands = (N == 2 && M == 4) || (N == 1 && (M == 4 || M == 8));
+constexpr int64_t kTokensOfLines = 3;  // from so many on; fewer are faster permuted
+
 // Whether the columns of a step are whole lines of an expander.
 inline bool steps_of_lines(const Integers& w, int n, int m) { return w.steps == 1 || w.kept / w.steps * m / n % 64 == 0; }
 
-// Rows by rows; each reads the digits of up to four tokens, or two.
+// Rows expanded to all of their columns, or the digits of one or two tokens permuted.
 bool by_rows_of_digits(const IntegersLinearCall& call, const Digits& x, int64_t token, int64_t tokens, int n, int m, int threads) {
     const Integers& w = call.weight;
     return by_choice(n, m, w.bits, [&](auto n, auto m, auto bits) {
-        constexpr bool kExpands = n * m == 8 && n < 4;  // 2:4, 1:8
         constexpr int64_t kRows = 64;
-        const bool expands = (kExpands || (n == 1 && m == 4)) && tokens > 2 && steps_of_lines(w, n, m);
+        const bool expands = tokens >= kTokensOfLines && steps_of_lines(w, n, m);
         return by_rows(call, threads, [&](int64_t begin, int64_t end) {
             float sums[kMostTokens * kRows];
             bool valid = true;
             for (int64_t row = begin; row < end; row += kRows) {
                 const int64_t stop = std::min(row + kRows, end);
-                int64_t t = 0;
-                if constexpr (kExpands || (n == 1 && m == 4)) {
-                    const auto some = [&](auto count) {
-                        int64_t r = row;
-                        for (; r + 2 <= stop; r += 2) valid &= expanded<n, m, bits, count, 2>(w, call.indices, x, t, r, sums + t * kRows + r - row, kRows);
-                        if (r < stop) valid &= expanded<n, m, bits, count, 1>(w, call.indices, x, t, r, sums + t * kRows + r - row, kRows);
-                        t += count;
-                    };
-                    while (expands && t + 4 <= tokens) some(Int<4>());
-                    if (expands && t + 3 <= tokens) some(Int<3>());
+                if (kExpands<n, m> && expands) {
+                    if constexpr (kExpands<n, m>) valid &= expanded<n, m, bits>(w, call.indices, x, tokens, row, stop, sums, kRows);
+                } else {
+                    int64_t t = 0;
+                    for (; t + 2 <= tokens; t += 2) valid &= permuted<n, m, bits, 2>(w, call.indices, x, t, row, stop, sums + t * kRows, kRows);
+                    if (t < tokens) valid &= permuted<n, m, bits, 1>(w, call.indices, x, t, row, stop, sums + t * kRows, kRows);
                 }
-                for (; t + 2 <= tokens; t += 2) valid &= permuted<n, m, bits, 2>(w, call.indices, x, t, row, stop, sums + t * kRows, kRows);
-                if (t < tokens) valid &= permuted<n, m, bits, 1>(w, call.indices, x, t, row, stop, sums + t * kRows, kRows);
                 put(call, row, stop - row, token, tokens, sums, kRows);
             }
             return valid;
@@ -142,16 +140,12 @@ bool by_rows_of_digits(const IntegersLinearCall& call, const Digits& x, int64_t 
 #if defined(__AMX_BF16__)
 constexpr int64_t kTokensOfTiles = 3;  // from so many on; fewer are faster without
 
-bool fits_tiles(const Integers& w, int n, int m) {
-    return ((n == 2 && m == 4) || (n == 1 && (m == 4 || m == 8))) && steps_of_lines(w, n, m) && w.kept <= kMostKept / 4;
-}
-
 bool by_tiles_of_digits(const IntegersLinearCall& call, const Digits& x, int64_t token, int64_t tokens, int n, int m, int threads) {
     static thread_local Scratch room;
     const Integers& w = call.weight;
     const DigitTiles digits = tiles_of(x, tokens, room.at_least<uint8_t>(x.width * 2 * kMostTokens), threads);
     return by_choice(n, m, w.bits, [&](auto n, auto m, auto bits) {
-        if constexpr (n > 2 || n * m > 8) return false;
+        if constexpr (!kExpands<n, m>) return false;
         else return by_rows(call, threads, [&](int64_t begin, int64_t end) {
             const auto store = [&](int64_t row, int64_t rows, const float* sums) { put(call, row, rows, token, tokens, sums, kBlockRows); };
             if (digits.count == 1) return by_tiles<n, m, bits, 1>(w, call.indices, x, digits, tokens, begin, end, store);
@@ -172,7 +166,8 @@ bool by_digits(const IntegersLinearCall& call, int64_t token, int64_t tokens, in
     x.planes = room.at_least<uint8_t>(tokens * 2 * x.width);
     bool done;
 #if defined(__AMX_BF16__)
-    if (tokens >= kTokensOfTiles && fits_tiles(w, n, m)) {
+    const bool expands = by_choice(n, m, w.bits, [](auto n, auto m, auto) { return kExpands<n, m>; });
+    if (tokens >= kTokensOfTiles && expands && steps_of_lines(w, n, m) && w.kept <= kMostKept / 4) {
         make_digits<true>(call, token, tokens, x, threads);
         done = by_tiles_of_digits(call, x, token, tokens, n, m, threads);
     } else
