@@ -6,13 +6,35 @@
 #include "integer_values.h"
 #include "patterns.h"
 
-#if defined(NM_DIGITS)
+#if defined(__AVX512VBMI2__) && defined(__AVX512VNNI__)
+#define NM_DIGITS 1
 
 namespace nm {
 namespace {
 
 constexpr int64_t kMostKept = 1 << 19;  // in a row: its sums fit 32 bits
 constexpr int kAhead = 8192;  // bytes: how far ahead a lone row's values are prefetched
+
+// The lowest byte of each lane.
+NM_INLINE void store_lowest_bytes(uint8_t* to, Uints x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(Register(x)));
+}
+
+// Digits of tokens [token, token + tokens). `Signed`: both from -128 to 127; else from 0 to 255, the upper one with 128 added.
+template <bool Signed>
+void make_digits(const IntegersLinearCall& call, int64_t token, int64_t tokens, Digits& digits, int threads) {
+    constexpr float kMost = 127 * 256 + 127;  // both digits may be signed
+    const int64_t width = digits.width;
+    each_token(call, token, tokens, kMost, digits, threads, [&](int64_t t, const float* x, float inverse) {
+        uint8_t *upper = digits.planes + t * 2 * width, *lower = upper + width;
+        for (int64_t i = 0; i < width; i += kLanes) {
+            // next to 1.5 * 2^23, whose ulp is 1, a number is rounded, and its lowest bits are the integer's
+            const Uints whole = bits_of(load(x + i) * inverse + 12582912.0f);
+            store_lowest_bytes(lower + i, whole);
+            store_lowest_bytes(upper + i, Signed ? (whole + 128u) >> 8 : (whole >> 8) + 128u);
+        }
+    });
+}
 
 // The halves of 32 bytes as 64 bytes, in order.
 NM_INLINE Register halves_of(__m256i packed) {
