@@ -54,7 +54,9 @@ def fprop(spec: Spec, device: str) -> Work:
     narrow = ops.compress(w.to(x.dtype), spec.pattern)
     plain = provider("nmkernels, 16 bits", lambda some: ops.linear(x, some), narrow)
     theirs = {kind: [*_weight_only(kind, spec, x, device, cache)] for kind in found}
-    dense = [_dense(w.to(dtype), x.to(dtype), name, cache) for name, dtype in (("torch dense", x.dtype), ("torch dense fp32", torch.float32))]
+    dense = [
+        _dense(w.to(dtype), x.to(dtype), name, cache) for name, dtype in (("torch dense", x.dtype), ("torch dense fp32", torch.float32))
+    ]
     ratios = []
     for kind, mine in found.items():
         for p in mine:

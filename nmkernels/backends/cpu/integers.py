@@ -62,10 +62,8 @@ def linear_integers(
         extras = [None if extra is None else extra.to(wide) for extra in (bias, residual)]
         decoded = dequantize_values(values, step, kept, wide)
         return linear(x.to(wide), decoded, indices, n, m, cols, extras[0], activation, extras[1]).to(x.dtype)
-    if not (x.is_contiguous() and values.is_contiguous() and indices.is_contiguous() and step.is_contiguous()) or x.is_neg() or step.is_neg():
-        x, values, indices, step = contiguous(x), values.contiguous(), indices.contiguous(), contiguous(step)
-    if bias is not None:
-        bias = contiguous(bias)
+    x, values, indices, step = contiguous(x), values.contiguous(), indices.contiguous(), contiguous(step)
+    bias = None if bias is None else contiguous(bias)
     # what follows the product is done in fp32, and rounded once
     plain = not activation and residual is None
     y = x.new_empty((*shape[:-1], rows), dtype=x.dtype if plain else torch.float32)
