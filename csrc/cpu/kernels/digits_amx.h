@@ -2,7 +2,7 @@
 // products of these. With up to eight tokens both digits share a tile.
 #pragma once
 
-#include "digits_avx512.h"
+#include "digits_lanes.h"
 #include "simd/amx.h"
 
 #if defined(NM_DIGITS)
@@ -10,37 +10,7 @@
 namespace nm {
 namespace {
 
-constexpr int64_t kTileBytes = 1024, kBlockRows = 32;
-
-// Digits as the right operand's tiles: of each 64 columns `count` tiles, 16 times the digits of four columns for 16 columns of the
-// product, which are the tokens' upper and lower digits, or those of tokens in the first tile and the lower ones in the second.
-struct DigitTiles {
-    const uint8_t* tiles;
-    int count;
-};
-
-inline DigitTiles tiles_of(const Digits& x, int64_t tokens, uint8_t* to, int threads) {
-    const DigitTiles made{to, tokens > kMostTokens / 2 ? 2 : 1};
-    const int64_t steps = x.width / 64;
-    parallel_for((steps + 15) / 16, threads, [&](int64_t range) {
-        for (int64_t step = range * 16; step < std::min(steps, (range + 1) * 16); ++step) {
-            for (int tile = 0; tile < made.count; ++tile) {
-                Uints rows[16];
-                for (int i = 0; i < 16; ++i) {
-                    const int64_t t = made.count == 2 ? i : i % 8;
-                    const bool low = made.count == 2 ? tile == 1 : i >= 8;
-                    rows[i] = t < tokens ? load_as<Uints>((low ? x.lower(t) : x.upper(t)) + step * 64) : Uints{};
-                }
-                transpose(rows);
-                for (int i = 0; i < 16; ++i) store_as(to + (step * made.count + tile) * kTileBytes + i * 64, rows[i]);
-            }
-        }
-    });
-    return made;
-}
-
-// The sums of rows [row, end) for `tokens` tokens, to put(first row, rows, sums), sums[t * kBlockRows + r]. False: indices that do not
-// ascend, or are not below M.
+// As by_lanes.
 template <int N, int M, int Bits, int Tiles, class Put>
 bool by_tiles(const Integers& w, const uint8_t* indices, const Digits& x, const DigitTiles& digits, int64_t tokens, int64_t begin, int64_t end,
               const Put& put) {
@@ -132,13 +102,7 @@ bool by_tiles(const Integers& w, const uint8_t* indices, const Digits& x, const 
             }
         }
         if (w.steps == 1) flush();
-        for (int i = 0; i < Tiles; ++i) {
-            for (int half = 0; half < 2; ++half) transpose(totals + half * 16 * Tiles * 16 + i * 16, Tiles * 16, turned + i * 16 * kBlockRows + half * 16, kBlockRows);
-        }
-        for (int64_t t = 0; t < tokens; ++t) {
-            float *upper = turned + t * kBlockRows, *lower = turned + (t + Tiles * 8) * kBlockRows;
-            for (int r = 0; r < kBlockRows; r += kLanes) store(upper + r, fused(load(upper + r), splat(256.0f), load(lower + r)) * x.scale[t]);
-        }
+        turn<Tiles>(totals, x, tokens, turned);
         put(row, rows, turned);
     }
     return pieces.valid();

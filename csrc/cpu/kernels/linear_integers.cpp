@@ -138,8 +138,14 @@ bool by_rows_of_digits(const IntegersLinearCall& call, const Digits& x, int64_t 
     });
 }
 
+// From so many tokens on digits are in tiles, whose tokens are side by side; fewer are faster without.
 #if defined(__AMX_BF16__)
-constexpr int64_t kTokensOfTiles = 3;  // from so many on; fewer are faster without
+constexpr int64_t kTokensOfTiles = 3;
+#else
+constexpr int64_t kTokensOfTiles = 5;
+#endif
+
+constexpr int64_t kMostTiledColumns = 1 << 16;  // their sums fit 32 bits
 
 bool by_tiles_of_digits(const IntegersLinearCall& call, const Digits& x, int64_t token, int64_t tokens, int n, int m, int threads) {
     static thread_local Scratch room;
@@ -149,25 +155,28 @@ bool by_tiles_of_digits(const IntegersLinearCall& call, const Digits& x, int64_t
         if constexpr (!kExpands<n, m>) return false;
         else return by_rows(call, threads, [&](int64_t begin, int64_t end) {
             const auto store = [&](int64_t row, int64_t rows, const float* sums) { put(call, row, rows, token, tokens, sums, kBlockRows); };
-            if (digits.count == 1) return by_tiles<n, m, bits, 1>(w, call.indices, x, digits, tokens, begin, end, store);
-            return by_tiles<n, m, bits, 2>(w, call.indices, x, digits, tokens, begin, end, store);
+            const auto run = [&](auto tiles) {
+#if defined(__AMX_BF16__)
+                return by_tiles<n, m, bits, tiles>(w, call.indices, x, digits, tokens, begin, end, store);
+#else
+                return by_lanes<n, m, bits, tiles>(w, call.indices, x, digits, tokens, begin, end, store);
+#endif
+            };
+            return digits.count == 1 ? run(Int<1>()) : run(Int<2>());
         });
     });
 }
-#endif
 
 // False: it is not for this, or indices do not ascend or are not below m; nothing of y counts then.
 bool by_digits(const IntegersLinearCall& call, Digits& x, int64_t token, int64_t tokens, int n, int m, int threads) {
     const Integers& w = call.weight;
     const bool known = by_choice(n, m, w.bits, [](auto, auto, auto) { return true; });
     if (!known || !RowSteps::fits(w)) return false;
-#if defined(__AMX_BF16__)
     const bool expands = by_choice(n, m, w.bits, [](auto n, auto m, auto) { return kExpands<n, m>; });
-    if (tokens >= kTokensOfTiles && expands && steps_of_lines(w, n, m) && w.kept <= kMostKept / 4) {
+    if (tokens >= kTokensOfTiles && expands && steps_of_lines(w, n, m) && call.cols <= kMostTiledColumns) {
         make_digits<true>(call, token, tokens, x, threads);
         return by_tiles_of_digits(call, x, token, tokens, n, m, threads);
     }
-#endif
     make_digits<false>(call, token, tokens, x, threads);
     return by_rows_of_digits(call, x, token, tokens, n, m, threads);
 }
