@@ -25,7 +25,6 @@ bool by_tiles(const Integers& w, const uint8_t* indices, const Digits& x, const 
     Pieces pieces{w, indices};
     const int64_t count = pieces.pieces(), units = (end - begin + kBlockRows - 1) / kBlockRows * count;
     const int64_t columns = w.steps == 1 ? INT64_MAX : w.kept / w.steps * M / N;
-    const int64_t value_bytes = stored_bytes(w);
     TileRegisters tiles(16);
     // four rows of a unit, a block's rows and a piece of them
     const auto expand = [&](int64_t unit, int part) __attribute__((always_inline)) {
@@ -34,9 +33,7 @@ bool by_tiles(const Integers& w, const uint8_t* indices, const Digits& x, const 
         int8_t* to = lines + unit % 2 * kBlockRows * 512;
         for (int r = part * 4; r < part * 4 + 4; ++r) {
             if (row + r < end) {
-                const char* ahead = reinterpret_cast<const char*>(stored_row(w, row + r) + kBlockRows * value_bytes) + piece * Pieces::kValues * Bits / 8;
-                for (int l = 0; l < Pieces::kValues * Bits / 8; l += 64) _mm_prefetch(ahead + l, _MM_HINT_T1);
-                _mm_prefetch(reinterpret_cast<const char*>(indices + (row + r + kBlockRows) * pieces.index_row + piece * Pieces::kBytes), _MM_HINT_T1);
+                pieces.template prefetch<_MM_HINT_T1>(row + r + kBlockRows, piece);
                 pieces.expand(row + r, piece, [&](int i, Register line) __attribute__((always_inline)) {
                     _mm512_store_si512(to + i * kBlockRows * 64 + r * 64, line);
                 });

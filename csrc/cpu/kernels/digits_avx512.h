@@ -73,7 +73,8 @@ struct Choice64 {
             static constexpr auto distance = [](int i) { return i % 8 * 2; };
             static constexpr Table<uint8_t, decltype(source)> sources(source);
             static constexpr Table<uint8_t, decltype(distance)> distances(distance);
-            const __m128i some = Tail ? _mm_maskz_loadu_epi8(__mmask16(first_bits(bytes)), packed) : _mm_loadu_si128(reinterpret_cast<const __m128i*>(packed));
+            const __m128i some = Tail ? _mm_maskz_loadu_epi8(__mmask16(first_bits(bytes)), packed)
+                                      : _mm_loadu_si128(reinterpret_cast<const __m128i*>(packed));
             const Register spread = _mm512_permutexvar_epi8(sources.template as<Register>(), _mm512_castsi128_si512(some));
             const Register shifted = _mm512_multishift_epi64_epi8(distances.template as<Register>(), spread);
             return _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi8(3), groups.template as<Register>(), 0xea);  // a & b | c
@@ -223,6 +224,14 @@ struct Expander {
 
     int64_t pieces() const { return (w.kept + kValues - 1) / kValues; }
 
+    // What a piece is expanded from; the row may be past the last.
+    template <_mm_hint Hint>
+    NM_INLINE void prefetch(int64_t row, int64_t piece) const {
+        const uint8_t* values = stored_row(w, row) + piece * kValues * Bits / 8;
+        for (int l = 0; l < kValues * Bits / 8; l += 64) _mm_prefetch(reinterpret_cast<const char*>(values + l), Hint);
+        _mm_prefetch(reinterpret_cast<const char*>(indices + row * index_row + piece * kBytes), Hint);
+    }
+
     // f(i, line) for the lines of a piece.
     template <class F>
     NM_INLINE void expand(int64_t row, int64_t piece, const F& f) {
@@ -263,7 +272,8 @@ struct Expander {
     NM_INLINE Register masks_of(const uint8_t* packed) {
         constexpr char kBad = char(0x80);
         if constexpr (N == 2 && M == 4) {  // first | second << 2, as 1 << first | 1 << second
-            const Register table = _mm512_broadcast_i32x4(_mm_setr_epi8(kBad, kBad, kBad, kBad, 3, kBad, kBad, kBad, 5, 6, kBad, kBad, 9, 10, 12, kBad));
+            const __m128i sixteen = _mm_setr_epi8(kBad, kBad, kBad, kBad, 3, kBad, kBad, kBad, 5, 6, kBad, kBad, 9, 10, 12, kBad);
+            const Register table = _mm512_broadcast_i32x4(sixteen);
             const Register b = _mm512_loadu_si512(packed), low = _mm512_set1_epi8(15);
             const Register one = _mm512_shuffle_epi8(table, _mm512_and_si512(b, low));
             const Register two = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(b, 4), low));
@@ -272,7 +282,8 @@ struct Expander {
         } else {
             const Register halves = halves_of(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(packed)));
             if constexpr (M == 4) {  // two groups of 1:4
-                const __m128i table = _mm_setr_epi8(0x11, 0x12, 0x14, 0x18, 0x21, 0x22, 0x24, 0x28, 0x41, 0x42, 0x44, 0x48, kBad | 1, kBad | 2, kBad | 4, kBad | 8);
+                const __m128i table = _mm_setr_epi8(0x11, 0x12, 0x14, 0x18, 0x21, 0x22, 0x24, 0x28, 0x41, 0x42, 0x44, 0x48, kBad | 1, kBad | 2,
+                                                    kBad | 4, kBad | 8);
                 return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), halves);
             } else {
                 const __m128i table = _mm_setr_epi8(1, 2, 4, 8, 16, 32, 64, kBad, 0, 0, 0, 0, 0, 0, 0, 0);
@@ -354,9 +365,7 @@ bool expanded(const Integers& w, const uint8_t* indices, const Digits& x, int64_
         for (int64_t r = 0; r < rows; ++r) {
             steps[r] = wide_steps(w, row + r, wide + r * step_row);
             for (int64_t piece = 0; piece < pieces.pieces(); ++piece) {
-                const char* ahead = reinterpret_cast<const char*>(stored_row(w, row + r + kRows)) + piece * Pieces::kValues * Bits / 8;
-                for (int l = 0; l < Pieces::kValues * Bits / 8; l += 64) _mm_prefetch(ahead + l, _MM_HINT_T1);
-                _mm_prefetch(reinterpret_cast<const char*>(indices + (row + r + kRows) * pieces.index_row + piece * Pieces::kBytes), _MM_HINT_T1);
+                pieces.template prefetch<_MM_HINT_T1>(row + r + kRows, piece);
                 int8_t* to = lines + r * width + piece * Pieces::kColumns;
                 pieces.expand(row + r, piece, [&](int i, Register line) __attribute__((always_inline)) { _mm512_store_si512(to + i * 64, line); });
             }

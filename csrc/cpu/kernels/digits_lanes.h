@@ -86,7 +86,7 @@ bool by_lanes(const Integers& w, const uint8_t* indices, const Digits& x, const 
     constexpr int64_t kLane = Tiles * 16;
     static thread_local Scratch room;
     Pieces pieces{w, indices};
-    const int64_t count = pieces.pieces(), width = count * kLaneColumns, step_row = w.steps + kLanes, value_bytes = stored_bytes(w);
+    const int64_t count = pieces.pieces(), width = count * kLaneColumns, step_row = w.steps + kLanes;
     const int64_t columns = w.steps == 1 ? width : w.kept / w.steps * M / N;
     float* const wide = room.at_least<float>(kBlockRows * (step_row + 3 * kLane + kLaneColumns / 4) + w.steps * kLane);
     float* const totals = wide + kBlockRows * step_row;
@@ -113,9 +113,7 @@ bool by_lanes(const Integers& w, const uint8_t* indices, const Digits& x, const 
         for (int64_t r = 0; r < kBlockRows; ++r) std::memcpy(products + r * kLane, offsets, kLane * sizeof(int32_t));
         for (int64_t piece = 0; piece < count; ++piece) {
             for (int64_t r = 0; r < rows; ++r) {
-                const char* ahead = reinterpret_cast<const char*>(stored_row(w, row + r) + kBlockRows * value_bytes) + piece * Pieces::kValues * Bits / 8;
-                for (int l = 0; l < Pieces::kValues * Bits / 8; l += 64) _mm_prefetch(ahead + l, _MM_HINT_T1);
-                _mm_prefetch(reinterpret_cast<const char*>(indices + (row + r + kBlockRows) * pieces.index_row + piece * Pieces::kBytes), _MM_HINT_T1);
+                pieces.template prefetch<_MM_HINT_T1>(row + r + kBlockRows, piece);
                 pieces.expand(row + r, piece, [&](int i, Register line) __attribute__((always_inline)) {
                     _mm512_store_si512(lines + r * kLaneColumns + i * 64, _mm512_xor_si512(line, _mm512_set1_epi8(char(128))));
                 });

@@ -43,7 +43,10 @@ inline void put(const IntegersLinearCall& call, int64_t row, int64_t rows, int64
                 for (int64_t first = 0; first < rows; first += kLine) {
                     const int64_t count = std::min(kLine, rows - first);
                     const float* from = sums + t * stride + first;
-                    for (int64_t r = 0; r < count; ++r) line[r] = bias ? from[r] + to_float(bias[row + first + r]) : from[r];
+                    for (int64_t r = 0; r < count; ++r) {
+                        const float sum = bias ? from[r] + to_float(bias[row + first + r]) : from[r];
+                        line[r] = sum == sum ? sum : bits_float(0x7fc00000u);
+                    }
                     Y* to = y + (token + t) * call.weight.rows + row + first;
                     if (count == kLine) {
                         for (int l = 0; l < kLine; l += kLanes) store_narrowed(to + l, load(line + l));
