@@ -62,6 +62,7 @@ def linear_integers(
 ) -> Tensor:  # fmt: skip
     shape, rows, kept, module = x.shape, values.shape[0], -(-cols // m) * n, core()
     tokens = x.numel() // cols if cols else shape[:-1].numel()
+    # sets that multiply bf16 have VNNI
     if tokens > FEW and (tokens > FEW_BY_DIGITS or x.dtype == torch.float32 or (n, m) not in BY_DIGITS or not module.bf16_dots()):
         # fp16 lacks the range of a step
         wide = torch.float32 if x.dtype == torch.float16 else x.dtype
