@@ -45,8 +45,10 @@ function(nmkernels_cpu_objects result)
   endforeach()
   set(objects $<TARGET_OBJECTS:nmkernels_cpu>)
   foreach(isa ${NMKERNELS_ISAS})
-    if(isa STREQUAL amx)  # has kernels of its own for bf16 GEMMs alone
-      add_library(nmkernels_cpu_amx OBJECT ${CMAKE_CURRENT_SOURCE_DIR}/cpu/kernels/bf16_spmm.cpp ${CMAKE_CURRENT_SOURCE_DIR}/cpu/kernels/table.cpp)
+    if(isa STREQUAL amx)  # has kernels of its own for GEMMs in bf16 and of integers alone
+      set(own bf16_spmm.cpp linear_integers.cpp table.cpp)
+      list(TRANSFORM own PREPEND ${CMAKE_CURRENT_SOURCE_DIR}/cpu/kernels/)
+      add_library(nmkernels_cpu_amx OBJECT ${own})
       target_compile_definitions(nmkernels_cpu_amx PRIVATE NM_BASE_ISA=avx512_bf16)
     else()
       add_library(nmkernels_cpu_${isa} OBJECT ${kernels})

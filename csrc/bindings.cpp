@@ -15,7 +15,7 @@ namespace py = pybind11;
 namespace {
 
 // Raised whenever a signature or the meaning of an argument below changes; nmkernels/backends checks it.
-constexpr int kAbi = 9;
+constexpr int kAbi = 10;
 
 // Parameters of a step as the caller lists them, kWords integers each: rows, columns, the address of the step count; then,
 // for p, gradient, m, v and the maximum of v: address (0: absent), dtype, row stride, column stride.
@@ -82,6 +82,28 @@ int64_t parallel_probe(int64_t chunks, int threads, int64_t fail_at) {
     int64_t sum = 0;
     for (int64_t one : seen) sum += one;
     return sum;
+}
+
+nm::Integers integers(Address values, Address step, int64_t rows, int64_t kept, int64_t steps, int bits) {
+    return {at(values), at<nm::bf16>(step), rows, kept, steps, bits};
+}
+
+void bind_integers(py::module_& module) {
+    module.def("linear_integers", [](Address x, Address values, Address indices, Address step, Address bias, Address y, int dtype, int y_dtype,
+                                     int64_t tokens, int64_t rows, int64_t cols, int64_t kept, int64_t steps, int bits, int n, int m,
+                                     int threads) {
+        const nm::Integers weight = integers(values, step, rows, kept, steps, bits);
+        const nm::IntegersLinearCall call{at(x), weight, at<uint8_t>(indices), at(bias), at(y), cols, tokens, dtype, y_dtype};
+        return nm::kernels().linear_integers(call, n, m, threads);
+    }, Unlocked());
+    module.def("dequantize_values", [](Address values, Address step, int64_t rows, int64_t kept, int64_t steps, int bits, int dtype, Address out,
+                                       int threads) {
+        nm::kernels().dequantize_values(integers(values, step, rows, kept, steps, bits), dtype, at(out), threads);
+    }, Unlocked());
+    module.def("quantize_values", [](Address w, int dtype, int64_t rows, int64_t kept, int64_t steps, int bits, Address values, Address step,
+                                     int threads) {
+        nm::kernels().quantize_values(at(w), dtype, rows, kept, steps, bits, at(values), at<nm::bf16>(step), threads);
+    }, Unlocked());
 }
 
 void bind_groups(py::module_& module) {
@@ -160,6 +182,7 @@ PYBIND11_MODULE(_C, module) {
     }, Unlocked());
     bind_groups(module);
     bind_compressed(module);
+    bind_integers(module);
 
     module.def("isa", &nm::isa);
     module.def("isas", &nm::isas);

@@ -71,7 +71,8 @@ bool may_use_tiles() {
 }
 
 bool has_amx() {
-    static const bool found = has_bf16() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && may_use_tiles();
+    static const bool found = has_bf16() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+                              __builtin_cpu_supports("amx-int8") && may_use_tiles();
     return found;
 }
 #endif

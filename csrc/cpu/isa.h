@@ -4,8 +4,8 @@
 //   avx2          x86-64-v3: AVX2, FMA, F16C, BMI2
 //   avx512        x86-64-v4: AVX-512 F, BW, CD, DQ, VL
 //   avx512_bf16   and VBMI, VBMI2, VNNI, BF16 (Zen 4, Sapphire Rapids and later)
-//   amx           and AMX-TILE, AMX-BF16 (Sapphire Rapids and later), if the system
-//                 grants their state; other kernels are avx512_bf16's
+//   amx           and AMX-TILE, AMX-BF16, AMX-INT8 (Sapphire Rapids and later), if the
+//                 system grants their state; other kernels are avx512_bf16's
 //
 // Kernels that are exact give the same bits under all of them.
 #pragma once

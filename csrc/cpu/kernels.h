@@ -47,6 +47,35 @@ struct LinearCall {
 // y = x Wᵀ + bias, by the kernel that is fastest for this number of tokens. False: an index is not below m.
 using LinearFn = bool(LinearCall call, int64_t tokens, int dtype, int n, int m, int threads);
 
+// Values as integers of `bits`: 8, or 4 with two in a byte, the earlier one low, each row starting on a byte. The kept values of a row
+// are `steps` equal runs, each with a step; a weight is integer * step.
+struct Integers {
+    const void* values;
+    const bf16* step;  // [rows, steps]
+    int64_t rows, kept, steps;
+    int bits;
+};
+
+// y [tokens, rows] = x Wᵀ + bias, x [tokens, cols] and bias [rows] of `dtype`, y of `y_dtype`: that one or fp32.
+struct IntegersLinearCall {
+    const void* x;
+    Integers weight;
+    const uint8_t* indices;
+    const void* bias;  // or null
+    void* y;
+    int64_t cols, tokens;
+    int dtype, y_dtype;
+};
+
+// Only stored values are multiplied. False: an index is not below m.
+using LinearIntegersFn = bool(const IntegersLinearCall& call, int n, int m, int threads);
+
+// The inverse of rounding: integer * step, exact in fp32, rounded once to `dtype`.
+using DequantizeValuesFn = void(const Integers& integers, int dtype, void* values, int threads);
+
+// The integers of values [rows, kept] as Integers has them, and their steps.
+using QuantizeValuesFn = void(const void* w, int dtype, int64_t rows, int64_t kept, int64_t steps, int bits, void* values, bf16* step, int threads);
+
 // C [rows, tokens] = A B (+ bias of each row), A compressed [rows, cols], B [cols, tokens]. Element (k, t) of B is
 // b[k * b_row + t * b_col], one of the strides being 1; C likewise.
 struct SpmmCall {
@@ -132,6 +161,9 @@ struct Kernels {
     MvueCompressFn* mvue_compress;
     MaskedAdamWFn* masked_adamw;
     FingerprintFn* fingerprint;
+    LinearIntegersFn* linear_integers;
+    DequantizeValuesFn* dequantize_values;
+    QuantizeValuesFn* quantize_values;
 };
 
 // NM_ISA is the name of the set that this file is being compiled for; files that are compiled once do not have it. A set that
@@ -156,10 +188,13 @@ MvueFn mvue;
 MvueCompressFn mvue_compress;
 MaskedAdamWFn masked_adamw;
 FingerprintFn fingerprint;
+DequantizeValuesFn dequantize_values;
+QuantizeValuesFn quantize_values;
 }  // namespace NM_BASE_ISA
 namespace NM_ISA {
 using namespace NM_BASE_ISA;
 Bf16SpmmFn bf16_spmm, bf16_spmm_transposed;
+LinearIntegersFn linear_integers;
 }  // namespace NM_ISA
 #endif
 

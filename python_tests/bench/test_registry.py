@@ -46,7 +46,7 @@ def test_every_case_of_a_full_run_is_one() -> None:
 
 def test_words_name_ops() -> None:
     assert cases.matching(["linear", "nm_mask"]) == ("nm_linear", "nm_mask")
-    gemms = {"nm_linear", "nm_linear_dgrad", "nm_linear_wgrad", "nm_linear_quantized"}
+    gemms = {"nm_linear", "nm_linear_dgrad", "nm_linear_wgrad", "nm_linear_quantized", "nm_linear_integers"}
     assert set(cases.matching(["linear*"])) == gemms | {"nm_linear(cores)", "nm_linear_wgrad(cores)"}
     with pytest.raises(NMError, match="no op matches 'linaer'"):
         cases.matching(["linaer"])

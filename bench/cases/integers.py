@@ -1,0 +1,93 @@
+"""A linear layer whose compressed values are 8- or 4-bit integers, compared with torch's weight-only ops of the same bits.
+
+Weights are read from memory: each call takes another copy. ``int8`` has a step per row, ``int4`` one per 128 columns, in both libraries.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nmkernels import Compressed, ops
+
+from ..device import rotated
+from ..registry import Grid, Provider, Ratio, Spec, Work, family
+from . import _ours
+from .linear import no_worse, part
+from .machine import last_level_cache
+
+OP = "nm_linear_integers"
+COPIES = 32 << 20
+"""On a CPU the copies of a weight are four times as many bytes: more than any core's share of the last-level cache."""
+
+
+@family(OP, grids=(Grid(("4096x4096",), ("2:4", "1:4", "1:8"), ("bfloat16",), tokens=(1, 4, 16)),))
+def fprop(spec: Spec, device: str) -> Work:
+    """``y = x Wᵀ`` with W in 8 and in 4 bits; torch's int8 and int4 ops, its dense GEMMs, and ours in bf16."""
+    cuda, full = device.startswith("cuda"), 2.0 * spec.tokens * spec.rows * spec.cols
+    cache = last_level_cache(device) if cuda else COPIES
+    w = _ours.normal(spec.rows, spec.cols, device=device, dtype=torch.float32)
+    x = _ours.normal(spec.tokens, spec.cols, device=device, dtype=spec.torch_dtype, seed=1)
+    others = spec.tokens * (spec.rows + spec.cols) * x.element_size()
+    pruned = ops.compress(w, spec.pattern)
+
+    def provider(name: str, call: Callable[[Compressed], Tensor], c: Compressed) -> Provider:
+        weight = rotated(c, c.nbytes, cache, copy.deepcopy)
+
+        def check() -> None:
+            y, dense = call(c), c.dense().to(x.dtype)
+            exact = c.dense(torch.float32).double()
+            for some in part(spec.tokens):
+                no_worse(y[some], F.linear(x[some], dense), F.linear(x[some].double(), exact), spec)
+
+        return Provider(name, lambda: call(weight()), c.nbytes + others, full * spec.n / spec.m, check=check)
+
+    found: dict[str, list[Provider]] = {}
+    for kind in ("int8", "int4"):
+        c = ops.quantize_values(pruned, kind)
+        args = (x, c.values, c.indices, c.step, spec.n, spec.m, spec.cols)
+        found[kind] = _ours.ours(OP, args, lambda c=c, kind=kind: provider(f", {kind}", lambda some: ops.linear(x, some), c))  # type: ignore[misc]
+    narrow = ops.compress(w.to(x.dtype), spec.pattern)
+    plain = provider("nmkernels, 16 bits", lambda some: ops.linear(x, some), narrow)
+    theirs = {kind: [*_weight_only(kind, spec, x, device, cache)] for kind in found}
+    dense = [
+        _dense(w.to(dtype), x.to(dtype), name, cache) for name, dtype in (("torch dense", x.dtype), ("torch dense fp32", torch.float32))
+    ]
+    ratios = []
+    for kind, mine in found.items():
+        for p in mine:
+            ratios += [Ratio("x dense", p.name, tuple(q.name for q in dense)), Ratio("x 16 bits", p.name, (plain.name,))]
+            ratios += [Ratio(f"x weight-only {kind}", p.name, (q.name,)) for q in theirs[kind]]
+    return Work([*found["int8"], *found["int4"], plain, *theirs["int8"], *theirs["int4"], *dense], ratios)
+
+
+def _dense(w: Tensor, x: Tensor, name: str, cache: int) -> Provider:
+    weight = rotated(w, w.nbytes, cache, Tensor.clone)
+    return Provider(name, lambda: F.linear(x, weight()), w.nbytes + x.nbytes, 2.0 * x.shape[0] * w.numel())
+
+
+def _weight_only(kind: str, spec: Spec, x: Tensor, device: str, cache: int) -> list[Provider]:
+    """Torch's weight-only op of so many bits, if it runs here; its time does not depend on the integers."""
+    if device.startswith("cuda"):
+        return []
+    gen = torch.Generator().manual_seed(0)
+    group = min(128, spec.cols)
+    if kind == "int8":
+        w = torch.randint(-127, 128, (spec.rows, spec.cols), dtype=torch.int8, generator=gen)
+        steps = torch.rand(spec.rows, generator=gen).to(x.dtype)
+        call = lambda weight: torch.ops.aten._weight_int8pack_mm(x, weight, steps)  # noqa: E731
+    else:
+        integers = torch.randint(0, 16, (spec.rows, spec.cols), dtype=torch.int32, generator=gen)
+        steps = torch.rand(spec.cols // group, spec.rows, 2, generator=gen).to(x.dtype)
+        if not _ours.works(lambda: torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers, 1), device):
+            return []
+        w = torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers, 1)
+        call = lambda weight: torch.ops.aten._weight_int4pack_mm_for_cpu(x, weight, group, steps)  # noqa: E731
+    if not _ours.works(lambda: call(w), device):
+        return []
+    weight = rotated(w, w.nbytes, cache, Tensor.clone)
+    return [Provider(f"torch weight-only {kind}", lambda: call(weight()), w.nbytes + x.nbytes, 2.0 * spec.tokens * spec.rows * spec.cols)]

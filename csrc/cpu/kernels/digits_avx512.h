@@ -1,0 +1,383 @@
+// Rows of stored integers times digits of x, with VNNI: the digits that 64 stored values choose are permuted in registers, or the
+// values are expanded to 64 columns. Unsigned upper digits have 128 added, which the sum of the integers takes off again.
+#pragma once
+
+#include "digits.h"
+#include "integer_values.h"
+#include "patterns.h"
+
+#if defined(__AVX512VBMI2__) && defined(__AVX512VNNI__)
+#define NM_DIGITS 1
+
+namespace nm {
+namespace {
+
+constexpr int64_t kMostKept = 1 << 19;  // in a row: its sums fit 32 bits
+constexpr int kAhead = 8192;  // bytes: how far ahead a lone row's values are prefetched
+
+// The lowest byte of each lane.
+NM_INLINE void store_lowest_bytes(uint8_t* to, Uints x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(Register(x)));
+}
+
+// Digits of tokens [token, token + tokens). `Signed`: both from -128 to 127; else from 0 to 255, the upper one with 128 added.
+template <bool Signed>
+void make_digits(const IntegersLinearCall& call, int64_t token, int64_t tokens, Digits& digits, int threads) {
+    constexpr float kMost = 127 * 256 + 127;  // both digits may be signed
+    const int64_t width = digits.width;
+    each_token(call, token, tokens, kMost, digits, threads, [&](int64_t t, const float* x, float inverse) {
+        uint8_t *upper = digits.planes + t * 2 * width, *lower = upper + width;
+        for (int64_t i = 0; i < width; i += kLanes) {
+            // next to 1.5 * 2^23, whose ulp is 1, a number is rounded, and its lowest bits are the integer's
+            const Uints whole = bits_of(load(x + i) * inverse + 12582912.0f);
+            store_lowest_bytes(lower + i, whole);
+            store_lowest_bytes(upper + i, Signed ? (whole + 128u) >> 8 : (whole >> 8) + 128u);
+        }
+    });
+}
+
+// The halves of 32 bytes as 64 bytes, in order.
+NM_INLINE Register halves_of(__m256i packed) {
+    const Register wide = _mm512_cvtepu8_epi16(packed);
+    return _mm512_ternarylogic_epi32(wide, _mm512_slli_epi16(wide, 4), _mm512_set1_epi8(15), 0xa8);  // (a | b) & c
+}
+
+// Halves as the integers they stand for.
+NM_INLINE Register integers_of_halves(Register halves) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1)), halves);
+}
+
+NM_INLINE uint64_t first_bits(int64_t count) { return _bzhi_u64(~uint64_t(0), unsigned(std::min<int64_t>(std::max<int64_t>(count, 0), 64))); }
+NM_INLINE __m256i load_first(const uint8_t* from, int64_t bytes) { return _mm256_maskz_loadu_epi8(__mmask32(first_bits(bytes)), from); }
+
+// 64 stored values from place k on of a row; `left` of them there are, fewer if `Tail`.
+template <int Bits, bool Tail>
+NM_INLINE Register stored64(const uint8_t* row, int64_t k, int64_t left) {
+    if constexpr (Bits == 8) return Tail ? _mm512_maskz_loadu_epi8(first_bits(left), row + k) : _mm512_loadu_si512(row + k);
+    const __m256i packed = Tail ? load_first(row + k / 2, (left + 1) / 2) : _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + k / 2));
+    return integers_of_halves(halves_of(packed));
+}
+
+// Where the digits lie that 64 stored values choose.
+template <int N, int M>
+struct Choice64 {
+    static constexpr int kVectors = M / N, kShare = 64 / kVectors, kBits = M <= 4 ? 2 : 4, kBytes = 8 * kBits, kColumns = 64 * kVectors;
+
+    // Each in the 64 columns that its group is among; of positions past M, `damage` gets bits.
+    template <bool Tail>
+    NM_INLINE static Register places(const uint8_t* packed, int64_t bytes, [[maybe_unused]] Register& damage) {
+        static constexpr auto group_of = [](int k) { return k / N * M % 64; };
+        static constexpr Table<uint8_t, decltype(group_of)> groups(group_of);
+        if constexpr (kBits == 2) {
+            static constexpr auto source = [](int i) { return i % 8 < 2 ? i / 8 * 2 + i % 8 : 0; };
+            static constexpr auto distance = [](int i) { return i % 8 * 2; };
+            static constexpr Table<uint8_t, decltype(source)> sources(source);
+            static constexpr Table<uint8_t, decltype(distance)> distances(distance);
+            const __m128i some = Tail ? _mm_maskz_loadu_epi8(__mmask16(first_bits(bytes)), packed)
+                                      : _mm_loadu_si128(reinterpret_cast<const __m128i*>(packed));
+            const Register spread = _mm512_permutexvar_epi8(sources.template as<Register>(), _mm512_castsi128_si512(some));
+            const Register shifted = _mm512_multishift_epi64_epi8(distances.template as<Register>(), spread);
+            return _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi8(3), groups.template as<Register>(), 0xea);  // a & b | c
+        } else {
+            const Register halves = halves_of(Tail ? load_first(packed, bytes) : _mm256_loadu_si256(reinterpret_cast<const __m256i*>(packed)));
+            if constexpr (M < 16) damage = _mm512_or_si512(damage, halves);
+            return _mm512_ternarylogic_epi32(halves, _mm512_set1_epi8(M < 16 ? 7 : 15), groups.template as<Register>(), 0xea);
+        }
+    }
+
+    static bool valid(Register damage) { return kBits == 2 || M == 16 || _mm512_test_epi8_mask(damage, _mm512_set1_epi8(8)) == 0; }
+
+    NM_INLINE static Register chosen(const uint8_t* digits, Register places) {
+        Register all = _mm512_permutexvar_epi8(places, _mm512_loadu_si512(digits));
+        each<kVectors - 1>([&](auto i) __attribute__((always_inline)) {
+            constexpr uint64_t lanes = (kShare == 64 ? ~uint64_t(0) : (uint64_t(1) << kShare) - 1) << ((i + 1) * kShare % 64);
+            all = _mm512_mask_permutexvar_epi8(all, lanes, places, _mm512_loadu_si512(digits + (i + 1) * 64));
+        });
+        return all;
+    }
+};
+
+// A row is summed in segments of whole blocks of 64 stored values, in 32 bits; each sum is then multiplied with its step: that of the
+// row, of the segment, or, where a step is for fewer than 64 values, that of each lane of four.
+struct RowSteps {
+    static constexpr int64_t kBlocks = 4096;  // so many blocks' sums fit 32 bits
+
+    bool one;
+    int64_t each, blocks;  // steps of a block, if several; blocks of a segment
+    Register lanes;        // the step of each lane
+
+    RowSteps(const Integers& w) : one(w.steps == 1), each(0), blocks(kBlocks), lanes(_mm512_setzero_si512()) {
+        if (one) return;
+        const int64_t run = w.kept / w.steps;
+        each = run < 64 ? 64 / run : 0;
+        blocks = std::max<int64_t>(1, run / 64);
+        static constexpr auto first = [](int l) { return 4 * l; };
+        static constexpr Table<uint32_t, decltype(first)> firsts(first);
+        if (each) lanes = _mm512_srli_epi32(firsts.template as<Register>(), unsigned(__builtin_ctzll(uint64_t(run))));
+    }
+
+    // Whether each segment is so.
+    static bool fits(const Integers& w) {
+        const int64_t run = w.kept / w.steps;
+        return w.steps == 1 ? w.kept <= kMostKept : (run % 64 == 0 && run / 64 <= kBlocks) || (run >= 4 && run < 64 && 64 % run == 0);
+    }
+
+    NM_INLINE Floats of(const float* steps, int64_t segment) const {
+        if (each) return Floats(_mm512_permutexvar_ps(lanes, _mm512_loadu_ps(steps + segment * each)));
+        return splat(steps[one ? 0 : segment]);
+    }
+};
+
+// A row's steps in fp32, and zeros after them.
+inline const float* wide_steps(const Integers& w, int64_t row, float* room) {
+    to_floats(w.step + row * w.steps, w.steps, room);
+    std::memset(room + w.steps, 0, kLanes * sizeof(float));
+    return room;
+}
+
+// The sums of rows [row, end) for `Tokens` tokens, to sums[t * stride + r]. `Short`: a segment is one block. False: an index is not
+// below M.
+template <int N, int M, int Bits, int Tokens, bool Short>
+bool permuted(const Integers& w, const uint8_t* indices, const Digits& x, int64_t token, int64_t row, int64_t end, float* sums, int64_t stride) {
+    using Choice = Choice64<N, M>;
+    static thread_local Scratch room;
+    float* steps_room = room.at_least<float>(w.steps + kLanes);
+    const RowSteps steps(w);
+    const int64_t index_row = index_bytes(w.kept, Choice::kBits), whole = w.kept / 64, blocks = (w.kept + 63) / 64;
+    const Register offset = _mm512_set1_epi8(char(128));
+    Register damage = _mm512_setzero_si512();
+    for (int64_t r = 0; row + r < end; ++r) {
+        const uint8_t *values = stored_row(w, row + r), *packed = indices + (row + r) * index_row;
+        const float* wide = wide_steps(w, row + r, steps_room);
+        Floats total[Tokens] = {};
+        Register upper[Tokens], lower[Tokens], integers;
+        const auto clear = [&]() __attribute__((always_inline)) {
+            integers = _mm512_setzero_si512();
+            for (int t = 0; t < Tokens; ++t) upper[t] = lower[t] = _mm512_setzero_si512();
+        };
+        const auto add = [&](auto tail, int64_t b) __attribute__((always_inline)) {
+            if (!tail) {
+                if (Bits == 8 || b % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(values + b * 8 * Bits + kAhead), _MM_HINT_T0);
+                if (b * Choice::kBytes % 64 == 0) _mm_prefetch(reinterpret_cast<const char*>(packed + b * Choice::kBytes + kAhead / 4), _MM_HINT_T0);
+            }
+            const Register v = stored64<Bits, tail>(values, b * 64, w.kept - b * 64);
+            const Register places = Choice::template places<tail>(packed + b * Choice::kBytes, index_row - b * Choice::kBytes, damage);
+            integers = _mm512_dpbusd_epi32(integers, offset, v);
+            for (int t = 0; t < Tokens; ++t) {
+                const uint8_t* digits = x.upper(token + t) + b * Choice::kColumns;
+                upper[t] = _mm512_dpbusd_epi32(upper[t], Choice::chosen(digits, places), v);
+                lower[t] = _mm512_dpbusd_epi32(lower[t], Choice::chosen(digits + x.width, places), v);
+            }
+        };
+        const auto flush = [&](Floats step) __attribute__((always_inline)) {
+            for (int t = 0; t < Tokens; ++t) {
+                if (Short) {  // 64 products of 23 bits
+                    const Register sum = _mm512_add_epi32(_mm512_slli_epi32(_mm512_sub_epi32(upper[t], integers), 8), lower[t]);
+                    total[t] = fused(Floats(_mm512_cvtepi32_ps(sum)), step, total[t]);
+                } else {
+                    const Floats high(_mm512_cvtepi32_ps(_mm512_sub_epi32(upper[t], integers))), low(_mm512_cvtepi32_ps(lower[t]));
+                    total[t] = fused(fused(high, splat(256.0f), low), step, total[t]);
+                }
+            }
+        };
+        if constexpr (Short) {
+            const auto one = [&](auto tail, int64_t b) __attribute__((always_inline)) {
+                clear();
+                add(tail, b);
+                flush(steps.of(wide, b));
+            };
+            int64_t b = 0;
+            for (; b + 4 <= whole; b += 4) each<4>([&](auto i) __attribute__((always_inline)) { one(std::false_type(), b + i); });
+            for (; b < whole; ++b) one(std::false_type(), b);
+            if (b < blocks) one(std::true_type(), b);
+        } else {
+            int64_t b = 0;
+            for (int64_t segment = 0; b < blocks; ++segment) {
+                const int64_t stop = std::min(b + steps.blocks, blocks), full = std::min(stop, whole);
+                clear();
+                for (; b < full; ++b) add(std::false_type(), b);
+                if (b < stop) add(std::true_type(), b++);
+                flush(steps.of(wide, segment));
+            }
+        }
+        for (int t = 0; t < Tokens; ++t) sums[t * stride + r] = sum_of_lanes(total[t]) * x.scale[token + t];
+    }
+    return Choice::valid(damage);
+}
+
+template <int N, int M, int Bits, int Tokens>
+bool permuted(const Integers& w, const uint8_t* indices, const Digits& x, int64_t token, int64_t row, int64_t end, float* sums, int64_t stride) {
+    const bool is_short = RowSteps(w).blocks == 1;
+    return (is_short ? permuted<N, M, Bits, Tokens, true> : permuted<N, M, Bits, Tokens, false>)(w, indices, x, token, row, end, sums, stride);
+}
+
+// Pieces of a row, 512 columns each, expanded to lines of 64 columns.
+template <int N, int M, int Bits>
+struct Expander {
+    static constexpr int kColumns = 512, kLines = 8, kEach = 64 * N / M, kValues = kLines * kEach;
+    static constexpr int kIndexBits = M <= 4 ? 2 : 4, kBytes = kValues * kIndexBits / 8;
+
+    const Integers& w;
+    const uint8_t* indices;
+    int64_t index_row = index_bytes(w.kept, kIndexBits);
+    Register damage = _mm512_setzero_si512();  // of indices that do not ascend, or are not below M, lanes get their uppermost bit
+
+    int64_t pieces() const { return (w.kept + kValues - 1) / kValues; }
+
+    // What a piece is expanded from; the row may be past the last.
+    template <_mm_hint Hint>
+    NM_INLINE void prefetch(int64_t row, int64_t piece) const {
+        const uint8_t* values = stored_row(w, row) + piece * kValues * Bits / 8;
+        for (int l = 0; l < kValues * Bits / 8; l += 64) _mm_prefetch(reinterpret_cast<const char*>(values + l), Hint);
+        _mm_prefetch(reinterpret_cast<const char*>(indices + row * index_row + piece * kBytes), Hint);
+    }
+
+    // f(i, line) for the lines of a piece.
+    template <class F>
+    NM_INLINE void expand(int64_t row, int64_t piece, const F& f) {
+        alignas(64) uint64_t masks[kLines];
+        alignas(64) int8_t room[kValues];
+        alignas(64) uint8_t index_room[64];
+        const uint8_t *from = stored_row(w, row) + piece * kValues * Bits / 8, *packed = indices + row * index_row + piece * kBytes;
+        const int64_t left = w.kept - piece * kValues;
+        const int8_t* values = room;
+        if (__builtin_expect(left < kValues, false)) {  // the rest is made of zeros, at indices that are right
+            const int64_t bytes = index_row - piece * kBytes;
+            std::memset(index_room, M == 4 && N == 2 ? 0x44 : 0, sizeof index_room);
+            std::memcpy(index_room, packed, size_t(bytes));
+            if (N == 2 && M == 4 && left % 4) index_room[bytes - 1] |= 0x40;
+            packed = index_room;
+            uint8_t last[kValues * Bits / 8] = {};
+            std::memcpy(last, from, size_t(left * Bits + 7) / 8);
+            for (int i = 0; i < kValues; i += 64) _mm512_store_si512(room + i, stored64<Bits, false>(last, i, 64));
+        } else if (Bits == 8) {
+            values = reinterpret_cast<const int8_t*>(from);
+        } else {
+            for (int i = 0; i < kValues; i += 64) _mm512_store_si512(room + i, stored64<Bits, false>(from, i, 64));
+        }
+        _mm512_store_si512(masks, masks_of(packed));
+        each<kLines>([&](auto i) __attribute__((always_inline)) {
+            Register v;
+            if constexpr (kEach == 32) v = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + i * kEach)));
+            else if constexpr (kEach == 16) v = _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values + i * kEach)));
+            else v = _mm512_castsi128_si512(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(values + i * kEach)));
+            f(i, _mm512_maskz_expand_epi8(masks[i], v));
+        });
+    }
+
+    bool valid() const { return _mm512_movepi8_mask(damage) == 0; }
+
+  private:
+    // A bit for every column that is stored.
+    NM_INLINE Register masks_of(const uint8_t* packed) {
+        constexpr char kBad = char(0x80);
+        if constexpr (N == 2 && M == 4) {  // first | second << 2, as 1 << first | 1 << second
+            const __m128i sixteen = _mm_setr_epi8(kBad, kBad, kBad, kBad, 3, kBad, kBad, kBad, 5, 6, kBad, kBad, 9, 10, 12, kBad);
+            const Register table = _mm512_broadcast_i32x4(sixteen);
+            const Register b = _mm512_loadu_si512(packed), low = _mm512_set1_epi8(15);
+            const Register one = _mm512_shuffle_epi8(table, _mm512_and_si512(b, low));
+            const Register two = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(b, 4), low));
+            damage = _mm512_ternarylogic_epi32(damage, one, two, 0xfe);  // a | b | c
+            return _mm512_or_si512(one, _mm512_slli_epi16(_mm512_and_si512(two, low), 4));
+        } else {
+            const Register halves = halves_of(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(packed)));
+            if constexpr (M == 4) {  // two groups of 1:4
+                const __m128i table = _mm_setr_epi8(0x11, 0x12, 0x14, 0x18, 0x21, 0x22, 0x24, 0x28, 0x41, 0x42, 0x44, 0x48, kBad | 1, kBad | 2,
+                                                    kBad | 4, kBad | 8);
+                return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), halves);
+            } else {
+                const __m128i table = _mm_setr_epi8(1, 2, 4, 8, 16, 32, 64, kBad, 0, 0, 0, 0, 0, 0, 0, 0);
+                damage = _mm512_or_si512(damage, _mm512_slli_epi16(halves, 4));
+                return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), halves);
+            }
+        }
+    }
+};
+
+// Expanded rows `width` columns apart times digits of tokens: their sums, each `columns` of them times a step.
+template <int Rows, int Tokens>
+void multiply_lines(const int8_t* lines, int64_t width, const float* const* steps, int64_t columns, const Digits& x, int64_t token, float* sums,
+                    int64_t stride) {
+    const Register offset = _mm512_set1_epi8(char(128));
+    const uint8_t* digits = x.upper(token);
+    Floats total[Rows][Tokens] = {};
+    int64_t segment = 0;
+    for (int64_t begin = 0; begin < width; begin += columns, ++segment) {
+        const int64_t end = std::min(begin + columns, width);
+        Register upper[Rows][Tokens], lower[Rows][Tokens], integers[Rows], v[Rows];
+        for (int r = 0; r < Rows; ++r) {
+            integers[r] = _mm512_setzero_si512();
+            for (int t = 0; t < Tokens; ++t) upper[r][t] = lower[r][t] = _mm512_setzero_si512();
+        }
+        for (int64_t c = begin; c < end; c += 64) {
+            for (int r = 0; r < Rows; ++r) {
+                v[r] = _mm512_load_si512(lines + r * width + c);
+                integers[r] = _mm512_dpbusd_epi32(integers[r], offset, v[r]);
+            }
+            for (int t = 0; t < Tokens; ++t) {
+                const Register high = _mm512_load_si512(digits + t * 2 * x.width + c), low = _mm512_load_si512(digits + (t * 2 + 1) * x.width + c);
+                for (int r = 0; r < Rows; ++r) {
+                    upper[r][t] = _mm512_dpbusd_epi32(upper[r][t], high, v[r]);
+                    lower[r][t] = _mm512_dpbusd_epi32(lower[r][t], low, v[r]);
+                }
+            }
+        }
+        for (int r = 0; r < Rows; ++r) {
+            const Floats step = splat(steps[r][segment]);
+            for (int t = 0; t < Tokens; ++t) {
+                const Floats high(_mm512_cvtepi32_ps(_mm512_sub_epi32(upper[r][t], integers[r]))), low(_mm512_cvtepi32_ps(lower[r][t]));
+                total[r][t] = fused(fused(high, splat(256.0f), low), step, total[r][t]);
+            }
+        }
+    }
+    for (int r = 0; r < Rows; ++r) {
+        for (int t = 0; t < Tokens; ++t) sums[t * stride + r] = sum_of_lanes(total[r][t]) * x.scale[token + t];
+    }
+}
+
+template <int Rows>
+void multiply_lines(const int8_t* lines, int64_t width, const float* const* steps, int64_t columns, const Digits& x, int64_t tokens, float* sums,
+                    int64_t stride) {
+    int64_t t = 0;
+    for (; t + 4 <= tokens; t += 4) multiply_lines<Rows, 4>(lines, width, steps, columns, x, t, sums + t * stride, stride);
+    if (t + 2 <= tokens) {
+        multiply_lines<Rows, 2>(lines, width, steps, columns, x, t, sums + t * stride, stride);
+        t += 2;
+    }
+    if (t < tokens) multiply_lines<Rows, 1>(lines, width, steps, columns, x, t, sums + t * stride, stride);
+}
+
+// The sums of rows [row, end), a few expanded at a time, for `tokens` tokens. False: indices do not ascend, or are not below M.
+template <int N, int M, int Bits>
+bool expanded(const Integers& w, const uint8_t* indices, const Digits& x, int64_t tokens, int64_t row, int64_t end, float* sums, int64_t stride) {
+    using Pieces = Expander<N, M, Bits>;
+    constexpr int kRows = 8;
+    Pieces pieces{w, indices};
+    static thread_local Scratch room;
+    const int64_t width = pieces.pieces() * Pieces::kColumns, step_row = w.steps + kLanes;
+    int8_t* lines = room.at_least<int8_t>(kRows * (width + step_row * int64_t(sizeof(float))));
+    float* wide = reinterpret_cast<float*>(lines + kRows * width);
+    // columns of a step; of those after the last, all digits are zeros
+    const int64_t columns = w.steps == 1 ? width : w.kept / w.steps * M / N;
+    for (int64_t first = row; row < end; row += kRows) {
+        const int64_t rows = std::min<int64_t>(kRows, end - row);
+        const float* steps[kRows];
+        for (int64_t r = 0; r < rows; ++r) {
+            steps[r] = wide_steps(w, row + r, wide + r * step_row);
+            for (int64_t piece = 0; piece < pieces.pieces(); ++piece) {
+                pieces.template prefetch<_MM_HINT_T1>(row + r + kRows, piece);
+                int8_t* to = lines + r * width + piece * Pieces::kColumns;
+                pieces.expand(row + r, piece, [&](int i, Register line) __attribute__((always_inline)) { _mm512_store_si512(to + i * 64, line); });
+            }
+        }
+        int64_t r = 0;
+        for (; r + 2 <= rows; r += 2) multiply_lines<2>(lines + r * width, width, steps + r, columns, x, tokens, sums + row + r - first, stride);
+        if (r < rows) multiply_lines<1>(lines + r * width, width, steps + r, columns, x, tokens, sums + row + r - first, stride);
+    }
+    return pieces.valid();
+}
+
+}  // namespace
+}  // namespace nm
+
+#endif
