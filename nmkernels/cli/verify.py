@@ -87,6 +87,7 @@ def calls(rows: int, cols: int) -> Iterator[Call]:
         yield from _of_weights(w)
         yield from _of_gemms(w, partial(normal, dtype=dtype))
         yield from _of_optimizers(dtype, normal, rows, cols)
+        yield from _of_integers(w, partial(normal, dtype=dtype))
     yield from _of_8_bits(normal, rows, cols)
 
 
@@ -127,6 +128,21 @@ def _of_gemms(w: Tensor, normal: Callable[..., Tensor]) -> Iterator[Call]:
         yield "nm_linear", (normal(tokens, cols), *operand, bias, activation, normal(tokens, rows))
     for operand, width in product(operands, (128, 104)):
         yield "nm_linear_wgrad", (*operand, normal(operand[4], width))
+
+
+def _of_integers(w: Tensor, normal: Callable[..., Tensor]) -> Iterator[Call]:
+    """Integers as values, with one step per row and with several."""
+    rows = w.shape[0]
+    bias = normal(rows)
+    for (n, m), bits in product(PATTERNS, (8, 4)):
+        cols = w.shape[1] // (2 * m) * 2 * m
+        values, indices = reference.compress(w[:, :cols], n, m)
+        for steps in (1, 2):
+            yield "nm_quantize_values", (values, bits, steps)
+            integers, step = reference.quantize_values(values, bits, steps)
+            yield "nm_dequantize_values", (integers, step, values.shape[1], w.dtype)
+            for tokens in (1, 4, 16):
+                yield "nm_linear_integers", (normal(tokens, cols), integers, indices, step, n, m, cols, bias)
 
 
 def _of_optimizers(dtype: torch.dtype, normal: Callable[..., Tensor], rows: int, cols: int) -> Iterator[Call]:

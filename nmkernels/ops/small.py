@@ -194,7 +194,7 @@ def _linear_quantized(
 
 def _quantize_values(draw: _Draw, values: Tensor, bits: int, steps: int) -> Args:
     rows, cols = _size(values.shape[:-1].numel()), values.shape[-1]
-    return draw(values, rows, _size(cols)) if steps == 1 else draw(values, rows, 3 * (cols // steps)), bits, min(steps, 3)
+    return draw(values, rows, _size(cols)) if steps == 1 else draw(values, rows, 3 * (cols // steps)), bits, 1 if steps == 1 else 3
 
 
 def _dequantize_values(draw: _Draw, values: Tensor, step: Tensor, kept: int, dtype: torch.dtype) -> Args:
@@ -212,7 +212,7 @@ def _linear_integers(
     width = _size(cols, m) if steps == 1 else 3 * (cols // steps)
     whole = -(-width // m) * m
     kept, positions = compress(draw(x.new_empty(0), _size(values.shape[0]), whole, dtype=torch.float32), n, m)
-    integers, step = quantize_values(kept, 8 if values.dtype == torch.int8 else 4, min(steps, 3))
+    integers, step = quantize_values(kept, 8 if values.dtype == torch.int8 else 4, 1 if steps == 1 else 3)
     tokens, rows = _tokens(x.numel() // cols if cols else 0), kept.shape[0]
     more = None if bias is None else draw(bias, rows), activation, None if residual is None else draw(residual, tokens, rows)
     return draw(x, tokens, width), integers, positions, step, n, m, width, *more

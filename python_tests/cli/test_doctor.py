@@ -118,7 +118,7 @@ def test_it_tells_what_first_use_has_found(capsys: pytest.CaptureFixture[str], b
         ops.prune(torch.randn(32, 64), "2:4")
     status, text = _report(capsys)
     assert status == 0 and "1 switched off\n  broken nm_prune(float32[160, 192], 2, 4): differed from the reference: " in text
-    assert "doctor --verify" in text and "of 18 ops agree" in text
+    assert "doctor --verify" in text and f"of {len(doctor.samples())} ops agree" in text
     found = _report(capsys, "--json")[1]["checked"]
     assert found["enabled"] and list(found["switched_off"]) == ["broken nm_prune(float32[160, 192], 2, 4)"]
 
