@@ -105,7 +105,8 @@ def tokens(rows: Rows) -> str:
     for model in ("smollm2", "minilm"):
         for count in sorted({r.tokens for r in found if r.model == model}):
             values = [_value([r for r in found if (r.model, r.tokens, r.method) == (model, count, m)]) for m in METHODS[1:]]
-            lines.append(f"| {NAMES[model]} | {count:,} | {' | '.join(_best(values, model))} |")
+            if all(values):  # some alone would have nothing to be compared with
+                lines.append(f"| {NAMES[model]} | {count:,} | {' | '.join(_best(values, model))} |")
     return "\n".join(lines)
 
 
