@@ -160,7 +160,7 @@ def write(page: Path = PAGE, path: Path = cells.PATH, timed: Path = layers.PATH,
     old = new = page.read_text(encoding="utf-8")
     for name, table in TABLES.items():
         if begin(name) in old:
-            new = _between(new, begin(name), table(rows, times))
+            new = between(new, begin(name), table(rows, times))
     if check and new != old:
         print(f"{page.name} does not show the rows of {path.name} and {timed.name}; run: python -m bench.oneshot table")
         return 1
@@ -169,7 +169,7 @@ def write(page: Path = PAGE, path: Path = cells.PATH, timed: Path = layers.PATH,
     return 0
 
 
-def _between(text: str, first: str, new: str) -> str:
+def between(text: str, first: str, new: str) -> str:
     """``text`` with the part from the marker ``first`` to the next end replaced."""
     head, tail = text.split(first)
     return f"{head}{first}\n\n{new}\n\n{END}{tail.split(END, 1)[1]}"

@@ -21,6 +21,7 @@ from ..accuracy.rows import append_lines, load_lines, stamp
 from ..rows import RESULTS
 from .cells import SEQUENCES
 from .models import Model, model_of
+from .page import NAMES, begin, between
 
 PATH = RESULTS / "rounding.csv"
 PATTERN, WHOLE = "2:4", "4:4"
@@ -115,3 +116,47 @@ def measure(models: tuple[str, ...], path: Path = PATH) -> None:
 def load(path: Path = PATH) -> list[dict[str, str]]:
     """All rows, the last one of each cell."""
     return list({tuple(row[key] for key in COLUMNS[:5]): row for row in load_lines(path)}.values())
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "quantized.md"
+LINES = {
+    ("dense", "", ""): "dense",
+    (PATTERN, "wanda", ""): "2:4, Wanda's mask",
+    (PATTERN, "wanda", "prune"): "2:4, Wanda's mask",
+    (PATTERN, "wanda", "round"): "rounded first, then Wanda's mask",
+    (PATTERN, "admm", ""): "2:4, ADMM",
+    (PATTERN, "admm", "prune"): "2:4, ADMM",
+}
+"""(pattern, method, what is first) -> the line of the table."""
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """A row per model and mask, a column per kind of values."""
+    lines = ["| model | | floating point | int8 | int4 |", "| --- | --- | --- | --- | --- |"]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        for title in dict.fromkeys(LINES.values()):
+            shown = []
+            for values in VALUES:
+                found = [
+                    row
+                    for row in rows
+                    if row["model"] == model and row["values"] == values and LINES[row["pattern"], row["method"], row["first"]] == title
+                ]
+                value = next((row["loss"] if row["loss"] != "nan" else row["cosine"] for row in found), "")
+                shown.append(f"{float(value):.3f}" if value else "")
+            if any(shown):
+                lines.append(f"| {NAMES[model]} | {title} | {' | '.join(shown)} |")
+    made = [", ".join(sorted({row[key] for row in rows})) for key in ("machine", "versions", "date")]
+    return "\n".join([*lines, "", f"*{'; '.join(made)}.*"])
+
+
+def write(check: bool = False, path: Path = PATH, page: Path = PAGE) -> int:
+    """Write the table into the guide; with ``check`` write nothing and return 1 if it does not agree with the rows."""
+    old = page.read_text(encoding="utf-8")
+    new = between(old, begin("rounding"), table(load(path)))
+    if check and new != old:
+        print(f"{page.name} does not show the rows of {path.name}; run: python -m bench.oneshot table")
+        return 1
+    if new != old:
+        page.write_text(new, encoding="utf-8")
+    return 0

@@ -11,7 +11,7 @@ import torch
 
 import nmkernels as nm
 from bench.oneshot import __main__ as command
-from bench.oneshot import cells, layers, models, page
+from bench.oneshot import cells, layers, models, page, rounding
 from bench.oneshot.cells import Cell
 
 pytestmark = pytest.mark.filterwarnings("ignore:prune_.*fewer than 2 tokens")
@@ -102,3 +102,22 @@ def test_tables_show_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_guide_shows_the_committed_rows() -> None:
     assert page.write(check=True) == 0
+
+
+def test_rounding_in_both_orders(tiny: models.ByteGPT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounding, "model_of", {"gpt": tiny}.get)
+    monkeypatch.setattr(rounding, "SEQUENCES", {"gpt": 8})
+    rounding.measure(("gpt",), tmp_path / "rows.csv")
+    rows = {(row["method"], row["first"], row["values"]): row for row in rounding.load(tmp_path / "rows.csv")}
+    assert set(rows) == {(cell.method, cell.first if cell.method and cell.values else "", cell.values) for cell in rounding.plan(("gpt",))}
+    loss = {key: float(row["loss"]) for key, row in rows.items()}
+    assert loss["", "", ""] == pytest.approx(tiny.evaluate(tiny.model())["loss"], abs=1e-5)
+    assert abs(loss["", "", "int8"] - loss["", "", ""]) < abs(loss["", "", "int4"] - loss["", "", ""]) != 0
+    assert loss["wanda", "prune", "int4"] != loss["wanda", "round", "int4"] != loss["wanda", "", ""]
+    size = {key: int(row["bytes"]) for key, row in rows.items() if row["first"] != "round"}
+    assert size["", "", ""] > size["wanda", "", ""] > size["wanda", "prune", "int8"] > size["wanda", "prune", "int4"] > 0
+    assert all(line in rounding.table(list(rows.values())) for line in ("| dense |", "| 2:4, ADMM |", "rounded first"))
+
+
+def test_the_guide_shows_the_rounding_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rounding.write(check=True) == 0, capsys.readouterr().out
