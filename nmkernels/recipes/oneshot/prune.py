@@ -78,6 +78,7 @@ def prune_(
         CheckpointError: ``folder`` holds another run, or cannot be written. In case of any error the model is as it was.
 
     Example:
+        >>> from nmkernels import ops
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
         >>> handle = prune_(model, "2:4", [torch.randn(128, 64) for _ in range(4)])
         >>> ops.is_nm(model[2].weight.detach(), "2:4"), handle.report.pruned["2"].tokens
