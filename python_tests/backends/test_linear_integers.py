@@ -52,7 +52,7 @@ def steps_of(p, cols):
 
 @for_each("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
-@pytest.mark.quick(1, per="isa")
+@pytest.mark.quick(1)
 @for_each("text", TUNED + OTHERS)
 def test_products(cpu, text, dtype, bits):
     p = Pattern(text)
@@ -75,6 +75,7 @@ def test_every_number_of_tokens(cpu, text, bits):
             check(cpu, text, 512, tokens_of(count, 512, BF16), operands)
 
 
+@pytest.mark.quick(1)
 @for_each("text", TUNED + OTHERS)
 @for_each("bits", [8, 4])
 @for_each("dtype", [BF16, F16])

@@ -17,7 +17,7 @@ from nmkernels.gemm.choose import forget
 from nmkernels.nn import SquaredReLU
 
 STEPS, TOKENS, WIDTH = 24, 64, 128
-SEVERAL = ("srste", "sste", "fst", "step", "layerwise")
+SEVERAL = ("srste", "sste", "step")
 """Those that ``make test`` runs; the others are slow tests."""
 
 
