@@ -165,14 +165,14 @@ def test_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(compressed, "SMALL_BYTES", small)
         layer, x = layer_of(values), torch.randn(3, COLS)
         exported = torch.export.export(layer, (x,), dynamic_shapes=({0: torch.export.Dim("tokens", max=64)},)).module()
-        torch.testing.assert_close(exported(torch.cat([x, x])), layer(torch.cat([x, x])))
+        torch.testing.assert_close(exported(torch.cat([x, x])), layer(torch.cat([x, x])), rtol=1e-4, atol=1e-4)
         results = []
         for one in (layer, torch.compile(copy.deepcopy(layer), fullgraph=True, backend="aot_eager")):
             given = x.clone().requires_grad_()
             y = one(given)
             y.square().sum().backward()
             results.append([y.detach(), given.grad])
-        torch.testing.assert_close(*results)
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)  # another kernel may compute y, whose gradient is 2 y W
 
 
 def test_layers_of_several_sizes_compile_with_gradients() -> None:
