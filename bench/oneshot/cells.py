@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -145,14 +146,8 @@ def run(cell: Cell, steps: int = STEPS) -> CellRow:
         handle.finish(allow_unused=True)
     found = it.evaluate(model)
     loss, accuracy, cosine = (round(found.get(name, math.nan), 5) for name in ("loss", "accuracy", "cosine"))
-    made = stamp()
+    made: dict[str, Any] = {**asdict(cell), **stamp()}
     return CellRow(
-        model=cell.model,
-        pattern=cell.pattern,
-        method=cell.method,
-        recipe=cell.recipe,
-        sequences=cell.sequences,
-        seed=cell.seed,
         steps=steps if cell.recipe else 0,
         tokens=it.tokens(cell.sequences) if cell.sequences else 0,
         loss=loss,
@@ -162,10 +157,7 @@ def run(cell: Cell, steps: int = STEPS) -> CellRow:
         pruning=round(pruning, 1),
         seconds=round(time.process_time() - begin, 1),
         data=it.digest,
-        machine=made["machine"],
-        versions=made["versions"],
-        commit=made["commit"],
-        date=made["date"],
+        **made,
     )
 
 

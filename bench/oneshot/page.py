@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ..rows import load as load_csv
@@ -157,14 +157,19 @@ TABLES: dict[str, Callable[[Rows, list[dict[str, str]]], str]] = {
 
 
 def write(page: Path = PAGE, path: Path = cells.PATH, timed: Path = layers.PATH, check: bool = False) -> int:
-    """Write each table between its markers; with ``check`` write nothing and return 1 if one does not agree with the rows."""
+    """Write the tables of the guide to one-shot pruning; see ``write_tables``."""
     rows, times = cells.load(path), load_csv(timed)
+    return write_tables(page, {name: table(rows, times) for name, table in TABLES.items()}, check)
+
+
+def write_tables(page: Path, tables: Mapping[str, str], check: bool = False) -> int:
+    """Write each table between its markers; with ``check`` write nothing and return 1 if one does not agree with the rows."""
     old = new = page.read_text(encoding="utf-8")
-    for name, table in TABLES.items():
+    for name, table in tables.items():
         if begin(name) in old:
-            new = between(new, begin(name), table(rows, times))
+            new = between(new, begin(name), table)
     if check and new != old:
-        print(f"{page.name} does not show the rows of {path.name} and {timed.name}; run: python -m bench.oneshot table")
+        print(f"{page.name} does not show the committed rows; run: python -m bench.oneshot table")
         return 1
     if new != old:
         page.write_text(new, encoding="utf-8")

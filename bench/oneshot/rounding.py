@@ -21,7 +21,7 @@ from ..accuracy.rows import append_lines, load_lines, stamp
 from ..rows import RESULTS
 from .cells import SEQUENCES
 from .models import Model, model_of
-from .page import NAMES, begin, between
+from .page import NAMES, write_tables
 
 PATH = RESULTS / "rounding.csv"
 PATTERN, WHOLE = "2:4", "4:4"
@@ -150,13 +150,6 @@ def table(rows: list[dict[str, str]]) -> str:
     return "\n".join([*lines, "", f"*{'; '.join(made)}.*"])
 
 
-def write(check: bool = False, path: Path = PATH, page: Path = PAGE) -> int:
-    """Write the table into the guide; with ``check`` write nothing and return 1 if it does not agree with the rows."""
-    old = page.read_text(encoding="utf-8")
-    new = between(old, begin("rounding"), table(load(path)))
-    if check and new != old:
-        print(f"{page.name} does not show the rows of {path.name}; run: python -m bench.oneshot table")
-        return 1
-    if new != old:
-        page.write_text(new, encoding="utf-8")
-    return 0
+def write(check: bool = False) -> int:
+    """Write the table of the guide to integers; see ``page.write_tables``."""
+    return write_tables(PAGE, {"rounding": table(load())}, check)

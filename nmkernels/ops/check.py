@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..pattern import DtypeError, OptionError, Pattern, PatternError, PatternLike, ShapeError
 from ..reference.layouts import EIGHT_BIT, LAYOUTS, meta_shape, tile_of
+from ..reference.linear import ACTIVATIONS
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -96,6 +97,30 @@ def check_packed(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols:
         )
     check_device(op, values=values, indices=indices)
     return p
+
+
+def check_last(op: str, what: str, x: Tensor, size: int) -> None:
+    """Check the last dimension of what a compressed weight multiplies."""
+    if not x.dim() or x.shape[-1] != size:
+        raise ShapeError(f"{op}: {what} has shape {tuple(x.shape)}; its last dimension must be {size} to match the compressed weight.")
+
+
+def check_linear(
+    op: str, x: Tensor, rows: int, cols: int, bias: Tensor | None, activation: str, residual: Tensor | None
+) -> tuple[tuple[Any, torch.dtype]]:
+    """Check x, bias, activation and residual of fprop with a weight ``(rows, cols)``; return the shape and dtype of the result."""
+    check_last(op, "x", x, cols)
+    if activation not in ACTIVATIONS:
+        names = ", ".join(repr(name) for name in ACTIVATIONS if name)
+        raise OptionError(f"{op}: activation {activation!r} is unknown; choose one of {names}, or None.")
+    shape = (*x.shape[:-1], rows)
+    for what, extra, wanted in (("bias", bias, (rows,)), ("residual", residual, shape)):
+        if extra is not None:
+            if extra.shape != wanted:
+                raise ShapeError(f"{op}: {what} has shape {tuple(extra.shape)}; it must be {tuple(wanted)} to match the result.")
+            check_same_dtype(op, "x", x, what, extra)
+            check_device(op, **{"x": x, what: extra})
+    return ((shape, x.dtype),)
 
 
 def check_layout(op: str, layout: str, rows: int, cols: int, pattern: Pattern, dtype: torch.dtype) -> None:

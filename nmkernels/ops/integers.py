@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ..pattern import DtypeError, OptionError, Pattern, ShapeError
 from ..reference.integers import LARGEST
-from ..reference.linear import ACTIVATIONS
-from .check import FLOATS, check_device, check_float, check_matrix, check_same_dtype
+from .check import FLOATS, check_device, check_float, check_linear, check_matrix
 from .define import Spec, define
 
 BITS = {"int8": 8, "int4": 4}
@@ -100,20 +99,7 @@ def _linear_integers(
     check_integers(op, values, indices, step, n, m, cols)
     check_float(op, "x", x)
     check_device(op, **{"x": x, "the compressed operand": values})
-    if not x.dim() or x.shape[-1] != cols:
-        raise ShapeError(f"{op}: x has shape {tuple(x.shape)}; its last dimension must be {cols} to match the compressed weight.")
-    if activation not in ACTIVATIONS:
-        names = ", ".join(repr(name) for name in ACTIVATIONS if name)
-        raise OptionError(f"{op}: activation {activation!r} is unknown; choose one of {names}, or None.")
-    rows = values.shape[0]
-    shape = (*x.shape[:-1], rows)
-    for what, extra, wanted in (("bias", bias, (rows,)), ("residual", residual, shape)):
-        if extra is not None:
-            if extra.shape != wanted:
-                raise ShapeError(f"{op}: {what} has shape {tuple(extra.shape)}; it must be {tuple(wanted)} to match the result.")
-            check_same_dtype(op, "x", x, what, extra)
-            check_device(op, **{"x": x, what: extra})
-    return ((shape, x.dtype),)
+    return check_linear(op, x, values.shape[0], cols, bias, activation, residual)
 
 
 nm_quantize_values = define(

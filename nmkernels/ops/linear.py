@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ..pattern import OptionError, Pattern, ShapeError
 from ..reference.layouts import layout_of
-from ..reference.linear import ACTIVATIONS
-from .check import check_device, check_matrix, check_ordered, check_packed, check_same_dtype
+from .check import check_device, check_last, check_linear, check_matrix, check_ordered, check_packed, check_same_dtype
 from .compress import Compressed, dequantize_values
 from .define import Spec, define
 from .derivatives import require_no_grad
@@ -26,36 +25,19 @@ def _operands(op: str, what: str, x: Tensor, values: Tensor, indices: Tensor, n:
     check_device(op, **{what: x, "the compressed operand": values})
 
 
-def _rows_of(op: str, what: str, x: Tensor, size: int) -> None:
-    if not x.dim() or x.shape[-1] != size:
-        raise ShapeError(f"{op}: {what} has shape {tuple(x.shape)}; its last dimension must be {size} to match the compressed weight.")
-
-
 def _linear(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
     residual: Tensor | None = None,
 ) -> tuple[Spec, ...]:  # fmt: skip
     op = "nm_linear"
     _operands(op, "x", x, values, indices, n, m, cols)
-    _rows_of(op, "x", x, cols)
-    if activation not in ACTIVATIONS:
-        names = ", ".join(repr(name) for name in ACTIVATIONS if name)
-        raise OptionError(f"{op}: activation {activation!r} is unknown; choose one of {names}, or None.")
-    rows = values.shape[0]
-    shape = (*x.shape[:-1], rows)
-    for what, extra, wanted in (("bias", bias, (rows,)), ("residual", residual, shape)):
-        if extra is not None:
-            if extra.shape != wanted:
-                raise ShapeError(f"{op}: {what} has shape {tuple(extra.shape)}; it must be {tuple(wanted)} to match the result.")
-            check_same_dtype(op, "x", x, what, extra)
-            check_device(op, **{"x": x, what: extra})
-    return ((shape, x.dtype),)
+    return check_linear(op, x, values.shape[0], cols, bias, activation, residual)
 
 
 def _linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> tuple[Spec, ...]:
     op = "nm_linear_dgrad"
     _operands(op, "g", g, values, indices, n, m, cols)
-    _rows_of(op, "g", g, values.shape[0])
+    check_last(op, "g", g, values.shape[0])
     return (((*g.shape[:-1], cols), g.dtype),)
 
 

@@ -20,8 +20,8 @@ bool by_tiles(const Integers& w, const uint8_t* indices, const Digits& x, const 
     float* const wide = room.at_least<float>(kBlockRows * (step_row + 3 * Tiles * 16) + 2 * kBlockRows * 512 / int64_t(sizeof(float)));
     float* const totals = wide + kBlockRows * step_row;                    // [32][Tiles][16]
     int32_t* const products = reinterpret_cast<int32_t*>(totals + kBlockRows * Tiles * 16);  // the same
-    float* const turned = reinterpret_cast<float*>(products + kBlockRows * Tiles * 16);      // [Tiles * 16][32]
-    int8_t* const lines = reinterpret_cast<int8_t*>(turned + kBlockRows * Tiles * 16);       // 2 [8][32][64]
+    float* const transposed = reinterpret_cast<float*>(products + kBlockRows * Tiles * 16);      // [Tiles * 16][32]
+    int8_t* const lines = reinterpret_cast<int8_t*>(transposed + kBlockRows * Tiles * 16);       // 2 [8][32][64]
     Pieces pieces{w, indices};
     const int64_t count = pieces.pieces(), units = (end - begin + kBlockRows - 1) / kBlockRows * count;
     const int64_t columns = w.steps == 1 ? INT64_MAX : w.kept / w.steps * M / N;
@@ -99,8 +99,8 @@ bool by_tiles(const Integers& w, const uint8_t* indices, const Digits& x, const 
             }
         }
         if (w.steps == 1) flush();
-        turn<Tiles>(totals, x, tokens, turned);
-        put(row, rows, turned);
+        transpose_sums<Tiles>(totals, x, tokens, transposed);
+        put(row, rows, transposed);
     }
     return pieces.valid();
 }

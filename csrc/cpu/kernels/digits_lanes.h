@@ -38,9 +38,9 @@ inline DigitTiles tiles_of(const Digits& x, int64_t tokens, uint8_t* to, int thr
     return made;
 }
 
-// totals [kBlockRows][Tiles][16] as sums[t * kBlockRows + r].
+// Both digits' totals [kBlockRows][Tiles][16], transposed, combined and scaled: sums[t * kBlockRows + r].
 template <int Tiles>
-void turn(const float* totals, const Digits& x, int64_t tokens, float* sums) {
+void transpose_sums(const float* totals, const Digits& x, int64_t tokens, float* sums) {
     for (int i = 0; i < Tiles; ++i) {
         for (int half = 0; half < 2; ++half) {
             transpose(totals + half * 16 * Tiles * 16 + i * 16, Tiles * 16, sums + i * 16 * kBlockRows + half * 16, kBlockRows);
@@ -90,8 +90,8 @@ bool by_lanes(const Integers& w, const uint8_t* indices, const Digits& x, const 
     const int64_t columns = w.steps == 1 ? width : w.kept / w.steps * M / N;
     float* const wide = room.at_least<float>(kBlockRows * (step_row + 3 * kLane + kLaneColumns / 4) + w.steps * kLane);
     float* const totals = wide + kBlockRows * step_row;
-    float* const turned = totals + kBlockRows * kLane;
-    int32_t* const products = reinterpret_cast<int32_t*>(turned + kBlockRows * kLane);
+    float* const transposed = totals + kBlockRows * kLane;
+    int32_t* const products = reinterpret_cast<int32_t*>(transposed + kBlockRows * kLane);
     uint8_t* const lines = reinterpret_cast<uint8_t*>(products + kBlockRows * kLane);
     int32_t* const offsets = reinterpret_cast<int32_t*>(lines + kBlockRows * kLaneColumns);
     // integers have 128 added, so that they are unsigned: sums begin with what this takes off again
@@ -141,8 +141,8 @@ bool by_lanes(const Integers& w, const uint8_t* indices, const Digits& x, const 
                 if (segment == w.steps) break;  // past it there are zeros alone
             }
         }
-        turn<Tiles>(totals, x, tokens, turned);
-        put(row, rows, turned);
+        transpose_sums<Tiles>(totals, x, tokens, transposed);
+        put(row, rows, transposed);
     }
     return pieces.valid();
 }
