@@ -25,7 +25,7 @@ from .data import batches_of, call
 from .ranks import agree, gathered, together
 from .relay import Forward, Relay
 from .results import Results, digest
-from .units import Progress, Residence, kept, prune_units, write
+from .units import Progress, Residence, mask_of, prune_units, write
 
 SCARCE = 2
 """With fewer tokens per input the user is warned."""
@@ -117,7 +117,7 @@ def prune_(
     for number, names in enumerate(units):  # all files are read before anything is written
         done = results.load(number, names)
         rows, gains = rows | done.rows, gains | done.gains
-        masks |= {name: kept(c).to(named[name].module.get_parameter(named[name].key).device) for name, c in done.layers.items()}
+        masks |= {name: mask_of(c).to(named[name].module.get_parameter(named[name].key).device) for name, c in done.layers.items()}
     with torch.no_grad():
         for number, names in enumerate(units):
             write(model, results.load(number, names), named, chains)

@@ -26,7 +26,7 @@ ATTEMPTS = 5
 def solve(method: OneShot, weight: Tensor, h: Tensor, tokens: int, pattern: Pattern) -> tuple[ops.Compressed, Pruned]:
     """Prune one matrix ``(out, in)`` with the Hessian H of its inputs; the new one is compressed, in the weight's dtype.
 
-    A result whose error is larger than that of Wanda's mask is replaced by that mask, unless the method chooses by such a score itself.
+    A result whose error is larger than that of Wanda's mask is replaced by that mask, if the method is ``guarded``.
     """
     begin, damping = time.monotonic(), 0.0
     w = weight.to(wide(weight.dtype), copy=True)

@@ -41,9 +41,7 @@ def prune_units(
     sequential: bool = True,
     progress: Progress | None = None,
 ) -> None:
-    """Fill ``results`` for every unit of ``relay``, and once more for layers that the first batch did not reach.
-
-    The model is afterwards as it was.
+    """Fill ``results`` for every unit of ``relay``, and for the layers that the first batch did not reach. The model is then as it was.
 
     ``chains``: whose channels may be reordered first.
     """
@@ -214,7 +212,7 @@ def applied(model: nn.Module, done: Done, layers: Mapping[str, Candidate], chain
         _forget(model)
 
 
-def kept(packed: ops.Compressed) -> Tensor:
+def mask_of(packed: ops.Compressed) -> Tensor:
     """The mask ``(out, in)`` of a compressed matrix, its stored zeros included."""
     ones = ops.Compressed(torch.ones_like(packed.values), packed.indices, packed.pattern, packed.shape)
     return ones.dense() != 0
