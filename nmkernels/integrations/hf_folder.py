@@ -38,7 +38,7 @@ from ..ops.integers import BITS
 from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
 from ..recipes.oneshot.base import OneShot, resolve, text
 from ..recipes.oneshot.data import batches_of, call
-from ..recipes.oneshot.prune import check_model, choose, remark
+from ..recipes.oneshot.prune import check_model, choose, complete_
 from ..recipes.oneshot.relay import Relay, Unit
 from ..recipes.oneshot.results import Results, digest
 from ..recipes.oneshot.units import Progress, prune_units, write
@@ -311,11 +311,8 @@ class _Run:
         for number in range(len(self.units)):
             done = self.results.load(number)
             rows, gains = rows | done.rows, gains | done.gains
-        order = {name: i for i, name in enumerate(self.named)}
-        self.table.pruned = dict(sorted(rows.items(), key=lambda row: order[row[0].partition("[")[0]]))
-        if self.identity["permute"]:
-            self.table.channels = {name: gains.get(name, "left alone: nothing proves that they can be reordered") for name in self.named}
-        self.table.remark = remark(self.method, self.identity["data"], len(self.batches), self.table.pruned, self.named)
+        data, batches = self.identity["data"], len(self.batches)
+        complete_(self.table, rows, gains if self.identity["permute"] else None, self.named, self.method, data, batches)
         return self.table
 
     # ---- the files

@@ -23,7 +23,8 @@ class OneShot:
         transposable: masks that are N:M for W and Wᵀ, so that recipes with a sparse dgrad can go on from them.
 
     Attributes:
-        guarded: whether a result with a larger error than Wanda's mask is replaced by that mask.
+        guarded: whether inputs decide: a result with a larger error than Wanda's mask is replaced by that mask, and few tokens are
+            warned of.
     """
 
     guarded: ClassVar[bool] = True

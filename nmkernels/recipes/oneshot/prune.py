@@ -124,11 +124,7 @@ def prune_(
     handle = sparsify_(model, ASP(pattern, score="existing"), lambda module, name: name in named)
     handle.run.masks.chosen = masks
     handle.report.entries = report.entries
-    order = {name: i for i, name in enumerate(named)}
-    handle.report.pruned = dict(sorted(rows.items(), key=lambda row: order[row[0].partition("[")[0]]))
-    if permute:
-        handle.report.channels = {name: gains.get(name, "left alone: nothing proves that they can be reordered") for name in named}
-    handle.report.remark = remark(method, identity["data"], sum(count for _, count in shares), handle.report.pruned, named)
+    complete_(handle.report, rows, gains if permute else None, named, method, identity["data"], sum(count for _, count in shares))
     return handle
 
 
@@ -188,17 +184,20 @@ def sample(matrix: Tensor) -> Tensor:
     return flat[:: max(1, len(flat) // 4096)]
 
 
-def remark(method: OneShot, data: str, batches: int, rows: Mapping[str, Pruned], layers: Mapping[str, Candidate]) -> str:
-    """What the report says of the whole run; warns of layers with too few tokens."""
-    few = [
-        name
-        for name, row in rows.items()
-        if row.tokens < SCARCE * layers[name.partition("[")[0]].matrix_shape[1] and type(method).__name__ != "Magnitude"
-    ]
-    if few:
+def complete_(
+    report: Report, rows: Mapping[str, Pruned], gains: Mapping[str, str] | None, layers: Mapping[str, Candidate], method: OneShot,
+    data: str, batches: int,
+) -> None:  # fmt: skip
+    """Put the results of all units into ``report``, and warn of layers with too few tokens. ``gains``: of permuted channels, if any."""
+    order = {name: i for i, name in enumerate(layers)}
+    report.pruned = dict(sorted(rows.items(), key=lambda row: order[row[0].partition("[")[0]]))
+    if gains is not None:
+        report.channels = {name: gains.get(name, "left alone: nothing proves that they can be reordered") for name in layers}
+    report.remark = f"pruned by {text(method)} on {batches} batches with digest {data}"
+    few = [name for name, row in report.pruned.items() if row.tokens < SCARCE * layers[name.partition("[")[0]].matrix_shape[1]]
+    if few and method.guarded:
         warnings.warn(
             f"prune_: {listed(few)} got fewer than {SCARCE} tokens per input feature, which is little to choose weights by; pass more "
             "data. The report has the counts.",
             stacklevel=3,
         )
-    return f"pruned by {text(method)} on {batches} batches with digest {data}"
