@@ -108,6 +108,7 @@ def test_what_follows_the_product(cpu, dtype):
                 check(cpu, "2:4", 256, x, operands, bias, activation, after)
 
 
+@pytest.mark.quick(1)
 @for_each("text", TUNED)
 @for_each("bits", [8, 4])
 def test_largest_values(cpu, text, bits):
@@ -196,6 +197,7 @@ def test_indices_in_another_order(cpu, count):
     assert_no_worse(ours, exact.to(BF16), exact)
 
 
+@pytest.mark.quick(1)
 @for_each("bits", [8, 4])
 @for_each("dtype", [BF16, F32])
 def test_same_bits_on_any_number_of_threads(cpu, on_threads, dtype, bits):

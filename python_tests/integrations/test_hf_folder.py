@@ -65,7 +65,7 @@ def short_search(monkeypatch):
     [
         ("llama", {}),
         pytest.param("llama", {"sequential": False}, marks=pytest.mark.slow),
-        ("llama-tied", {"method": "sparsegpt"}),
+        pytest.param("llama-tied", {"method": "sparsegpt"}, marks=pytest.mark.slow),
         ("qwen3-moe", {"method": "wanda"}),
         ("gpt2", {"method": "wanda(refit=2)", "values": "int4", "group": 32}),
         pytest.param("llama", {"method": "wanda", "values": "int8"}, marks=pytest.mark.slow),
@@ -92,6 +92,7 @@ def test_is_what_the_model_in_memory_becomes(tmp_path, name, options):
     assert content(source) == before and sorted(os.listdir(tmp_path)) == ["dense", "memory", "out"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_dtypes_are_kept(tmp_path, dtype):
     source = saved(tmp_path / "dense", dtype=dtype, layers=2)

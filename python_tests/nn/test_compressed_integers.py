@@ -184,6 +184,7 @@ def test_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert_no_worse(got, *wanted)
 
 
+@pytest.mark.slow
 def test_layers_of_several_sizes_compile_with_gradients() -> None:
     """Compiled again for another size, torch has sizes of tensors as symbols, which the choice of a method cannot read."""
     for rows, cols in ((8, 64), (16, 128)):

@@ -16,6 +16,8 @@ from nmkernels.recipes.oneshot.units import prune_units, write
 from python_tests.recipes.oneshot.families import NAMES, built
 
 P = Pattern("2:4")
+QUICK = ("llama", "qwen3_moe", "gpt2", "albert", "t5", "mamba", "llava")
+"""Those with a difficulty of their own; the others are slow tests."""
 
 
 def pruned(model, batches, method="wanda", **options):
@@ -37,7 +39,7 @@ def equal(one, other):
     return all(torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES])
 def test_stored_outputs_are_those_of_the_pruned_model(name):
     model, batches = built(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
