@@ -26,6 +26,8 @@ from nmkernels import Pattern
 from nmkernels.gemm import estimate
 from nmkernels.gemm.estimate import DENSE, EXPAND, FLOAT32, SPARSE, Line
 from nmkernels.gemm.problem import Problem, plain
+from nmkernels.ops.compress import group_of
+from nmkernels.ops.integers import BITS
 
 from .cases.dense import LINEAR
 from .registry import CPU, DTYPES
@@ -72,16 +74,19 @@ def cases(results: Path = RESULTS) -> list[Case]:
     """What the committed rows say, in the order of files and rows."""
     found: dict[tuple[str, Problem], Case] = {}
     rows = [r for path in sorted(results.glob("*.csv")) for r in load(path) if r.get("machine") in KINDS and r.get("metric") == "us"]
-    measured = {KINDS[r["machine"]] for r in rows if r["op"].startswith("method(")}
+    measured = {KINDS[r["machine"]] for r in rows if r["op"].startswith("method(") and r["op"] not in ("method(int8)", "method(int4)")}
     for r in rows:
         kind, what = KINDS[r["machine"]], _what(r)
         if not what or (kind in measured and not r["op"].startswith("method(")):
             continue
         role = r["op"].partition("(")[2].rstrip(")") or "fprop"
+        values = role if role in BITS else "float"
         sizes = [int(size) for size in r["shape"].split("x")]
         tokens, rows_, cols = sizes if len(sizes) == 3 else (1, *sizes)
         pattern, rule = Pattern(r["pattern"]), "exact" if role == "wgrad" else ""
         p = Problem(role, tokens, rows_, cols, pattern.n, pattern.m, DTYPES[r["dtype"]], torch.device("cpu"), rule=rule)
+        if values in BITS:
+            p = p._replace(role="fprop", values=values, group=group_of(r["op"], values, None, pattern, cols))
         name = estimate.kernel(p, kind) if what == SPARSE else what
         found.setdefault((kind, p), Case(kind, p)).seconds[name] = 1e-6 * float(r["p50"])
     return list(found.values())
@@ -140,7 +145,9 @@ def lines(some: Iterable[Case]) -> dict[str, Lines]:
     gemms: dict[tuple[str, str], list[tuple[Problem, float]]] = defaultdict(list)
     for c in some:
         for what, seconds in c.seconds.items():
-            key = c.kind, _name(c.problem, what)
+            key = c.kind, estimate.named_line(c.problem, what)
+            if what == DENSE and c.problem.integers:
+                continue  # a GEMM of those that rows of floating-point values tell the time of
             if what.startswith("make"):
                 making[key].append(Sample(estimate.of_making(c.problem), seconds))
             else:
@@ -152,14 +159,10 @@ def lines(some: Iterable[Case]) -> dict[str, Lines]:
         dense = name.endswith(f" {DENSE}")
         samples = []
         for p, seconds in group:
-            made = found[kind].get(_name(p, f"make {'dense' if dense else 'packed'}")) if p.role == "wgrad" else None
+            made = found[kind].get(estimate.named_line(p, f"make {'dense' if dense else 'packed'}")) if p.role == "wgrad" else None
             samples.append(Sample(p, seconds, min(seconds, made.seconds(estimate.of_making(p))) if made else 0.0))
         found[kind][name] = fit(samples, dense)
     return {kind: dict(sorted(found[kind].items())) for kind in sorted(found)}
-
-
-def _name(p: Problem, what: str) -> str:
-    return f"{plain(p.dtype)} {p.role} {what}"
 
 
 def text(rates: Rates) -> str:
@@ -271,7 +274,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _role(case: Case) -> str:
-    return f"{case.kind}, {plain(case.problem.dtype)} {case.problem.role}"
+    p = case.problem
+    return f"{case.kind}, {plain(p.dtype)} {p.values if p.integers else p.role}"
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmkernels import dispatch, testing
-from nmkernels.gemm import estimate
+from nmkernels import dispatch, ops, testing
+from nmkernels.gemm import estimate, methods
 from nmkernels.gemm.problem import Problem
 
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
@@ -88,6 +88,39 @@ def wgrad(spec: Spec, device: str) -> Work:
     return Work([ours, theirs, *making], [Ratio("x dense", ours.name, (LINEAR,))])
 
 
+_OF_INTEGERS = (
+    Grid(("1024x1024", "4096x1024", "4096x4096", "11008x4096"), ("2:4", "1:4", "1:8"), ("float32", "bfloat16"), tokens=TOKENS[:-1]),
+    Grid(("1024x1024", "4096x4096"), ("4:8", "1:16"), ("float32", "bfloat16"), tokens=(1, 16, 64, 256)),
+    Grid(("1024x1024", "4096x1024"), ("2:4", "1:8"), ("float16",), tokens=(1, 16, 64, 256)),
+)
+
+
+@family("method(int8)", "method(int4)", grids=_OF_INTEGERS)
+def integers(spec: Spec, device: str) -> Work:
+    """``y = x Wᵀ`` with W as integers with a step: multiplied as they are, or decoded and expanded; and dense."""
+    dtype = spec.torch_dtype
+    c = ops.quantize_values(ops.compress(_ours.normal(spec.rows, spec.cols, device=device), spec.pattern), _role(spec))
+    problem = _problem(spec, device)._replace(role="fprop", rule="", forms=("rows",), values=c.kind, group=c.group)
+    x, weight = _ours.normal(spec.tokens, spec.cols, device=device, dtype=dtype, seed=1), c.dense(dtype)
+    turn, dense_turn = _cold((c.values, c.indices, c.step)), _cold(weight)
+
+    def multiply(method: methods.Method) -> Tensor:
+        with torch.no_grad():
+            return methods.run(method, problem, x, {"rows": turn()})
+
+    def provider(method: methods.Method) -> Provider:
+        def check() -> None:
+            y, exact = multiply(method)[:PART, :256], c.dense()[:256].double()
+            testing.assert_no_worse(y, F.linear(x[:PART], weight[:256]), F.linear(x[:PART].double(), exact), spec.op)
+
+        name = estimate.kernel(problem) if method.name == methods.OP else method.name
+        return Provider(f"nmkernels {name}", lambda: multiply(method), check=check)
+
+    usual = (methods.OP, methods.EXPAND, methods.AS_FLOAT32)
+    ours = [provider(method) for method in methods.methods(problem) if method.name in usual]
+    return Work([*ours, Provider(LINEAR, lambda: F.linear(x, dense_turn()))], [Ratio("x dense", ours[0].name, (LINEAR,))])
+
+
 def _of_weight(spec: Spec, device: str, op: str, gemm: Callable[[Tensor, Tensor], Tensor]) -> Work:
     """The methods of fprop or dgrad, ``gemm(x, W̃)`` being torch's."""
     problem, pattern, dtype = _problem(spec, device), (spec.n, spec.m), spec.torch_dtype
@@ -129,9 +162,14 @@ def _of_weight(spec: Spec, device: str, op: str, gemm: Callable[[Tensor, Tensor]
 
 
 def _problem(spec: Spec, device: str) -> Problem:
-    role = spec.op.partition("(")[2].rstrip(")")
+    role = _role(spec)
     rule = "exact" if role == "wgrad" else ""
     return Problem(role, spec.tokens, spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, torch.device(device), rule=rule)
+
+
+def _role(spec: Spec) -> str:
+    """What is in brackets in the name of the op: the role, or the kind of integers."""
+    return spec.op.partition("(")[2].rstrip(")")
 
 
 def _function(op: str, *args: Any) -> Callable[..., Any]:

@@ -7,8 +7,7 @@ The choice comes from the first of these that applies:
 3. the table of ``nm.tune``'s measurements on this device, with these versions, for these GEMMs and number of tokens (rounded up to a power
    of two);
 4. with ``NMKERNELS_CHOICE=measured``, a measurement now;
-5. the rule: the method with the least estimated time (``estimate``), including a margin and the time to make W̃. Integers as values have no
-   committed rows yet: a kernel for them takes up to ``FEW_TOKENS`` tokens, and of the other methods the estimates decide.
+5. the rule: the method with the least estimated time (``estimate``), including a margin and the time to make W̃.
 
 Nothing is timed unless a setting asks for it, so the same machine, versions and threads give the same choices and the same bits. GEMMs of
 one layer that read the same weight are chosen together. Choices are cached; after a change of the environment or the number of threads,
@@ -41,9 +40,6 @@ from .problem import Problem, key, plain
 
 REMEMBERED = 4096
 """Size of the cache of choices; when full it is cleared."""
-
-FEW_TOKENS = 16
-"""The most tokens for which the rule leaves integer values to the op's kernels."""
 
 TOKEN_CLASSES = tuple(1 << k for k in range(30, -1, -1))
 
@@ -151,11 +147,10 @@ def rule(*problems: Problem) -> Choice:
 
 def _compared(p: Problem) -> tuple[str, ...]:
     """The names of the methods that the rule compares."""
-    if not p.integers:
-        # on a GPU the op's kernels decompress where that is faster, so "expand" is not a separate option
-        return tuple(ESTIMATED) if p.device.type == "cpu" else (DENSE.name, OP)
-    # no rows of kernels for integers exist yet: they take few tokens, and for more the estimates for floating-point values decide
-    return (OP,) if p.tokens <= FEW_TOKENS and not p.cached and _has_kernel(p) else (DENSE.name, EXPAND, AS_FLOAT32)
+    if p.device.type == "cpu":
+        return tuple(ESTIMATED)
+    # on a GPU the op's kernels decompress where that is faster, so "expand" is not a separate option
+    return (DENSE.name, OP) if not p.integers or _has_kernel(p) else (DENSE.name, EXPAND)
 
 
 def _has_kernel(p: Problem) -> bool:

@@ -110,8 +110,10 @@ def kernel(p: Problem, kind: str = "") -> str:
 
     ``"stored"``: stored values in float32, or ``"stored by element"`` for one token and a pattern without vector instructions; ``"pairs"``:
     stored values in bfloat16, two at a time; ``"expanded in cache"``: blocks are expanded in cache for the dense bfloat16 instructions, or
-    ``"expanded by element"`` for a pattern without vector instructions.
+    ``"expanded by element"`` for a pattern without vector instructions; ``"integers"``, or again ``"integers by element"``.
     """
+    if p.integers:
+        return "integers" if (p.n, p.m) in ((2, 4), (1, 4), (1, 8)) else "integers by element"
     isa = (kind or machine(p.device)).partition(" ")[0]
     pattern, sparse = (p.n, p.m), 8 * p.n <= p.m
     vectorized, brain = pattern in VECTORIZED, p.dtype == torch.bfloat16 and isa in ("avx512_bf16", "amx")
@@ -134,7 +136,7 @@ FEW = 64
 
 @cache
 def rates() -> dict[str, dict[str, Line]]:
-    """The lines of each kind of machine, by dtype, role and kernel: ``"bfloat16 fprop pairs"``."""
+    """The lines of each kind of machine by name, see ``named_line``."""
     text = json.loads(Path(__file__).with_name("rates.json").read_text(encoding="utf-8"))
     return {kind: {name: Line(*map(_tuple, line)) for name, line in lines.items()} for kind, lines in text.items()}
 
@@ -158,11 +160,15 @@ def nearest(kind: str) -> tuple[str, ...]:
     return tuple(sorted(rates(), key=distance))
 
 
+def named_line(p: Problem, what: str) -> str:
+    """The name of a line: ``"bfloat16 fprop pairs"``, of integers ``"bfloat16 fprop expand int8"``; torch's GEMM has one for both."""
+    return f"{plain(p.dtype)} {p.role} {what}{f' {p.values}' if p.integers and what != DENSE else ''}"
+
+
 def line(p: Problem, method: str) -> tuple[str, Line] | None:
     """The line of a method and the kind of machine that it comes from: this one, or the nearest that has one; None if none has."""
-    start = f"{plain(p.dtype)} {p.role} "
     for kind in nearest(machine(p.device)):
-        found = rates()[kind].get(start + (kernel(p, kind) if method == SPARSE else method))
+        found = rates()[kind].get(named_line(p, kernel(p, kind) if method == SPARSE else method))
         if found is not None:
             return kind, found
     return None
@@ -217,7 +223,7 @@ def of_making(p: Problem) -> Problem:
 def measured(p: Problem) -> bool:
     """Whether dense and the sparse kernel were measured on this kind of machine, in this dtype and role and at such densities."""
     dense, sparse = line(p, DENSE), line(_as_run(p, SPARSE), SPARSE)
-    return not p.integers and bool(
+    return bool(
         dense and sparse and dense[0] == sparse[0] == machine(p.device) and sparse[1].low <= p.n / p.m <= sparse[1].high
     )
 

@@ -49,23 +49,19 @@ def store(choice, *problems):
     TABLE.store({key(*problems): {"choice": choice}})
 
 
-def test_integers_without_rows(costs, monkeypatch):
-    costs.update({"sparse": 0.0, "expand": 2.0, "expand float32": 1.0, "dense": 0.5})
+def test_integers(costs, monkeypatch):
     p = FPROP._replace(values="int4", group=8, forms=("rows",), dtype=torch.bfloat16)
-    for kernel, tokens, cached, forms, want in [
-        (True, 16, False, ("rows",), "op"),
-        (True, 16, False, ("dense", "rows"), "op"),
-        (True, 17, False, ("rows",), "expand float32"),
-        (True, 17, False, ("dense", "rows"), "dense"),
-        (True, 1, True, ("dense", "rows"), "dense"),
-        (False, 1, False, ("rows",), "expand float32"),
-    ]:
-        monkeypatch.setattr(module, "_has_kernel", lambda p, kernel=kernel: kernel)
-        assert [m.name for m in rule(p._replace(tokens=tokens, cached=cached, forms=forms))] == [want], (kernel, tokens, cached)
+    costs.update({"sparse": 0.9, "expand": 2.0, "expand float32": 1.0, "dense": 0.5})
+    for sparse, forms, want in [(0.9, ("rows",), "op"), (1.1, ("rows",), "expand float32"), (0.4, ("dense", "rows"), "op"), (0.9, ("dense", "rows"), "dense")]:
+        costs["sparse"] = sparse
+        assert [m.name for m in rule(p._replace(forms=forms))] == [want], (sparse, forms)
     assert [m.name for m in module.for_graphs(p)] == ["op"], "for any number of tokens"
     on_gpu = p._replace(device=torch.device("cuda"))
     monkeypatch.setattr(module, "_tuned", lambda problems: None)
-    assert [m.name for m in (*rule(on_gpu), *module.for_graphs(on_gpu))] == ["expand", "expand"]
+    for kernel, want in ((True, "op"), (False, "expand")):
+        monkeypatch.setattr(module, "_has_kernel", lambda p, kernel=kernel: kernel)
+        assert [m.name for m in rule(on_gpu)] == [want]
+    assert [m.name for m in module.for_graphs(on_gpu)] == ["expand"]
     for wrong in ({"role": "dgrad"}, {"changing": True}, {"values": "int5"}):
         with pytest.raises(nm.NMError, match="values="):
             p._replace(**wrong).check()
