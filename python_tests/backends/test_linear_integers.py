@@ -56,7 +56,7 @@ def steps_of(p, cols):
 @for_each("text", TUNED + OTHERS)
 def test_products(cpu, text, dtype, bits):
     p = Pattern(text)
-    for rows, cols in ((1, p.m), (17, 17 * p.m + 1), (19, 64 * p.m), (35, 512), (67, 1280), (20, 1024 + 5 * p.m)):
+    for rows, cols in ((7, p.m), (17, 17 * p.m + 1), (19, 64 * p.m), (35, 512), (67, 1280), (20, 1024 + 5 * p.m)):
         for steps in steps_of(p, cols):
             operands = weight(text, rows, cols, bits, steps)
             for count in (0, 1, 2, 3, 5, 8, 16):

@@ -1,5 +1,5 @@
-// Rows of stored integers times digits of x, with VNNI: the digits that 64 stored values choose are permuted in registers, or the
-// values are expanded to 64 columns. Unsigned upper digits have 128 added, which the sum of the integers takes off again.
+// Rows of stored integers times digits of x, with VNNI: the digits that 64 stored values choose are permuted in registers. Unsigned
+// upper digits have 128 added, which the sum of the integers takes off again.
 #pragma once
 
 #include "digits.h"
@@ -58,24 +58,26 @@ NM_INLINE Register stored64(const uint8_t* row, int64_t k, int64_t left) {
     return integers_of_halves(halves_of(packed));
 }
 
-// Where the digits lie that 64 stored values choose.
+// Where the digits lie that 64 stored values choose, and picking them: each from two registers of 64 columns at a time.
 template <int N, int M>
 struct Choice64 {
-    static constexpr int kVectors = M / N, kShare = 64 / kVectors, kBits = M <= 4 ? 2 : 4, kBytes = 8 * kBits, kColumns = 64 * kVectors;
+    static constexpr int kPairs = M / N / 2, kShare = 64 / kPairs, kBits = M <= 4 ? 2 : 4, kBytes = 8 * kBits, kColumns = 128 * kPairs;
+    static_assert(M % (2 * N) == 0);
 
-    // Each in the 64 columns that its group is among; of positions past M, `damage` gets bits.
+    // Each in the 128 columns that its group is among; of positions past M, `damage` gets bits.
     template <bool Tail>
     NM_INLINE static Register places(const uint8_t* packed, int64_t bytes, [[maybe_unused]] Register& damage) {
-        static constexpr auto group_of = [](int k) { return k / N * M % 64; };
+        static constexpr auto group_of = [](int k) { return k / N * M % 128; };
         static constexpr Table<uint8_t, decltype(group_of)> groups(group_of);
         if constexpr (kBits == 2) {
-            static constexpr auto source = [](int i) { return i % 8 < 2 ? i / 8 * 2 + i % 8 : 0; };
-            static constexpr auto distance = [](int i) { return i % 8 * 2; };
-            static constexpr Table<uint8_t, decltype(source)> sources(source);
+            static constexpr auto distance = [](int i) { return i / 8 % 4 * 16 + i % 8 * 2; };
             static constexpr Table<uint8_t, decltype(distance)> distances(distance);
-            const __m128i some = Tail ? _mm_maskz_loadu_epi8(__mmask16(first_bits(bytes)), packed)
-                                      : _mm_loadu_si128(reinterpret_cast<const __m128i*>(packed));
-            const Register spread = _mm512_permutexvar_epi8(sources.template as<Register>(), _mm512_castsi128_si512(some));
+            uint8_t last[16] = {};
+            if (Tail) std::memcpy(last, packed, size_t(std::min<int64_t>(bytes, 16)));
+            const auto* halves = reinterpret_cast<const __m128i*>(Tail ? last : packed);
+            const Register first = _mm512_broadcastq_epi64(_mm_loadl_epi64(halves));
+            const auto* upper = reinterpret_cast<const __m128i*>(reinterpret_cast<const uint8_t*>(halves) + 8);
+            const Register spread = _mm512_mask_broadcastq_epi64(first, 0xf0, _mm_loadl_epi64(upper));
             const Register shifted = _mm512_multishift_epi64_epi8(distances.template as<Register>(), spread);
             return _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi8(3), groups.template as<Register>(), 0xea);  // a & b | c
         } else {
@@ -87,13 +89,17 @@ struct Choice64 {
 
     static bool valid(Register damage) { return kBits == 2 || M == 16 || _mm512_test_epi8_mask(damage, _mm512_set1_epi8(8)) == 0; }
 
-    NM_INLINE static Register chosen(const uint8_t* digits, Register places) {
-        Register all = _mm512_permutexvar_epi8(places, _mm512_loadu_si512(digits));
-        each<kVectors - 1>([&](auto i) __attribute__((always_inline)) {
-            constexpr uint64_t lanes = (kShare == 64 ? ~uint64_t(0) : (uint64_t(1) << kShare) - 1) << ((i + 1) * kShare % 64);
-            all = _mm512_mask_permutexvar_epi8(all, lanes, places, _mm512_loadu_si512(digits + (i + 1) * 64));
+    // Those of one plane that each row chooses.
+    template <int Rows>
+    NM_INLINE static void choose(const uint8_t* digits, const Register (&places)[Rows], Register (&chosen)[Rows]) {
+        each<kPairs>([&](auto i) __attribute__((always_inline)) {
+            const Register low = _mm512_loadu_si512(digits + i * 128), high = _mm512_loadu_si512(digits + i * 128 + 64);
+            each<Rows>([&](auto r) __attribute__((always_inline)) {
+                const Register some = _mm512_permutex2var_epi8(low, places[r], high);
+                if constexpr (i == 0) chosen[r] = some;
+                else chosen[r] = _mm512_mask_mov_epi8(chosen[r], ~uint64_t(0) << i * kShare, some);
+            });
         });
-        return all;
     }
 };
 
@@ -135,80 +141,114 @@ inline const float* wide_steps(const Integers& w, int64_t row, float* room) {
     return room;
 }
 
-// The sums of rows [row, end) for `Tokens` tokens, to sums[t * stride + r]. `Short`: a segment is one block. False: an index is not
-// below M.
-template <int N, int M, int Bits, int Tokens, bool Short>
-bool permuted(const Integers& w, const uint8_t* indices, const Digits& x, int64_t token, int64_t row, int64_t end, float* sums, int64_t stride) {
+// The sums of `Rows` rows from `row` on for `Tokens` tokens, to sums[t * stride + r]. `Short`: a segment is one block. False: an index
+// is not below M.
+template <int N, int M, int Bits, int Rows, int Tokens, bool Short>
+bool permuted(const Integers& w, const uint8_t* indices, const Digits& x, int64_t token, int64_t row, float* steps_room, float* sums,
+              int64_t stride) {
     using Choice = Choice64<N, M>;
-    static thread_local Scratch room;
-    float* steps_room = room.at_least<float>(w.steps + kLanes);
     const RowSteps steps(w);
     const int64_t index_row = index_bytes(w.kept, Choice::kBits), whole = w.kept / 64, blocks = (w.kept + 63) / 64;
     const Register offset = _mm512_set1_epi8(char(128));
     Register damage = _mm512_setzero_si512();
-    for (int64_t r = 0; row + r < end; ++r) {
-        const uint8_t *values = stored_row(w, row + r), *packed = indices + (row + r) * index_row;
-        const float* wide = wide_steps(w, row + r, steps_room);
-        Floats total[Tokens] = {};
-        Register upper[Tokens], lower[Tokens], integers;
-        const auto clear = [&]() __attribute__((always_inline)) {
-            integers = _mm512_setzero_si512();
-            for (int t = 0; t < Tokens; ++t) upper[t] = lower[t] = _mm512_setzero_si512();
-        };
-        const auto add = [&](auto tail, int64_t b) __attribute__((always_inline)) {
-            if (!tail) {
-                if (Bits == 8 || b % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(values + b * 8 * Bits + kAhead), _MM_HINT_T0);
-                if (b * Choice::kBytes % 64 == 0) _mm_prefetch(reinterpret_cast<const char*>(packed + b * Choice::kBytes + kAhead / 4), _MM_HINT_T0);
-            }
-            const Register v = stored64<Bits, tail>(values, b * 64, w.kept - b * 64);
-            const Register places = Choice::template places<tail>(packed + b * Choice::kBytes, index_row - b * Choice::kBytes, damage);
-            integers = _mm512_dpbusd_epi32(integers, offset, v);
-            for (int t = 0; t < Tokens; ++t) {
-                const uint8_t* digits = x.upper(token + t) + b * Choice::kColumns;
-                upper[t] = _mm512_dpbusd_epi32(upper[t], Choice::chosen(digits, places), v);
-                lower[t] = _mm512_dpbusd_epi32(lower[t], Choice::chosen(digits + x.width, places), v);
-            }
-        };
-        const auto flush = [&](Floats step) __attribute__((always_inline)) {
-            for (int t = 0; t < Tokens; ++t) {
-                if (Short) {  // 64 products of 23 bits
-                    const Register sum = _mm512_add_epi32(_mm512_slli_epi32(_mm512_sub_epi32(upper[t], integers), 8), lower[t]);
-                    total[t] = fused(Floats(_mm512_cvtepi32_ps(sum)), step, total[t]);
-                } else {
-                    const Floats high(_mm512_cvtepi32_ps(_mm512_sub_epi32(upper[t], integers))), low(_mm512_cvtepi32_ps(lower[t]));
-                    total[t] = fused(fused(high, splat(256.0f), low), step, total[t]);
-                }
-            }
-        };
-        if constexpr (Short) {
-            const auto one = [&](auto tail, int64_t b) __attribute__((always_inline)) {
-                clear();
-                add(tail, b);
-                flush(steps.of(wide, b));
-            };
-            int64_t b = 0;
-            for (; b + 4 <= whole; b += 4) each<4>([&](auto i) __attribute__((always_inline)) { one(std::false_type(), b + i); });
-            for (; b < whole; ++b) one(std::false_type(), b);
-            if (b < blocks) one(std::true_type(), b);
-        } else {
-            int64_t b = 0;
-            for (int64_t segment = 0; b < blocks; ++segment) {
-                const int64_t stop = std::min(b + steps.blocks, blocks), full = std::min(stop, whole);
-                clear();
-                for (; b < full; ++b) add(std::false_type(), b);
-                if (b < stop) add(std::true_type(), b++);
-                flush(steps.of(wide, segment));
-            }
-        }
-        for (int t = 0; t < Tokens; ++t) sums[t * stride + r] = sum_of_lanes(total[t]) * x.scale[token + t];
+    const uint8_t *values[Rows], *packed[Rows];
+    const float* wide[Rows];
+    Floats total[Rows][Tokens] = {};
+    for (int r = 0; r < Rows; ++r) {
+        values[r] = stored_row(w, row + r);
+        packed[r] = indices + (row + r) * index_row;
+        wide[r] = wide_steps(w, row + r, steps_room + r * (w.steps + kLanes));
     }
+    const uint8_t* digits = x.upper(token);
+    Register upper[Rows][Tokens], lower[Rows][Tokens], integers[Rows];
+    const auto open = [&](auto tail, int64_t b, Register (&v)[Rows], Register (&places)[Rows]) __attribute__((always_inline)) {
+        each<Rows>([&](auto r) __attribute__((always_inline)) {
+            if (!tail) {
+                if (Bits == 8 || b % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(values[r] + b * 8 * Bits + kAhead), _MM_HINT_T0);
+                if (b * Choice::kBytes % 64 == 0) _mm_prefetch(reinterpret_cast<const char*>(packed[r] + b * Choice::kBytes + kAhead / 4), _MM_HINT_T0);
+            }
+            v[r] = stored64<Bits, tail>(values[r], b * 64, w.kept - b * 64);
+            asm("" : "+v"(v[r]));  // or it would be loaded again for every product
+            places[r] = Choice::template places<tail>(packed[r] + b * Choice::kBytes, index_row - b * Choice::kBytes, damage);
+        });
+    };
+    const auto plane = [&](int t, int lower_one, int64_t b) __attribute__((always_inline)) {
+        return digits + (t * 2 + lower_one) * x.width + b * Choice::kColumns;
+    };
+    if constexpr (Short) {  // sums of 64 products of 23 bits
+        const auto one = [&](auto tail, int64_t b) __attribute__((always_inline)) {
+            Register v[Rows], places[Rows], chosen[Rows], minus[Rows];
+            open(tail, b, v, places);
+            each<Rows>([&](auto r) __attribute__((always_inline)) {
+                minus[r] = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_dpbusd_epi32(_mm512_setzero_si512(), offset, v[r]));
+            });
+            each<Tokens>([&](auto t) __attribute__((always_inline)) {
+                Register sum[Rows];
+                Choice::choose(plane(t, 0, b), places, chosen);
+                each<Rows>([&](auto r) __attribute__((always_inline)) {
+                    sum[r] = _mm512_slli_epi32(_mm512_dpbusd_epi32(minus[r], chosen[r], v[r]), 8);
+                });
+                Choice::choose(plane(t, 1, b), places, chosen);
+                each<Rows>([&](auto r) __attribute__((always_inline)) {
+                    sum[r] = _mm512_dpbusd_epi32(sum[r], chosen[r], v[r]);
+                    total[r][t] = fused(Floats(_mm512_cvtepi32_ps(sum[r])), steps.of(wide[r], b), total[r][t]);
+                });
+            });
+        };
+        int64_t b = 0;
+        for (; b < whole; ++b) one(std::false_type(), b);
+        if (b < blocks) one(std::true_type(), b);
+    } else {
+        const auto add = [&](auto tail, int64_t b) __attribute__((always_inline)) {
+            Register v[Rows], places[Rows], chosen[Rows];
+            open(tail, b, v, places);
+            each<Rows>([&](auto r) __attribute__((always_inline)) { integers[r] = _mm512_dpbusd_epi32(integers[r], offset, v[r]); });
+            each<Tokens>([&](auto t) __attribute__((always_inline)) {
+                Choice::choose(plane(t, 0, b), places, chosen);
+                each<Rows>([&](auto r) __attribute__((always_inline)) { upper[r][t] = _mm512_dpbusd_epi32(upper[r][t], chosen[r], v[r]); });
+                Choice::choose(plane(t, 1, b), places, chosen);
+                each<Rows>([&](auto r) __attribute__((always_inline)) { lower[r][t] = _mm512_dpbusd_epi32(lower[r][t], chosen[r], v[r]); });
+            });
+        };
+        int64_t b = 0;
+        for (int64_t segment = 0; b < blocks; ++segment) {
+            const int64_t stop = std::min(b + steps.blocks, blocks), full = std::min(stop, whole);
+            each<Rows>([&](auto r) __attribute__((always_inline)) {
+                integers[r] = _mm512_setzero_si512();
+                each<Tokens>([&](auto t) __attribute__((always_inline)) { upper[r][t] = lower[r][t] = _mm512_setzero_si512(); });
+            });
+            for (; b < full; ++b) add(std::false_type(), b);
+            if (b < stop) add(std::true_type(), b++);
+            each<Rows>([&](auto r) __attribute__((always_inline)) {
+                const Floats step = steps.of(wide[r], segment);
+                each<Tokens>([&](auto t) __attribute__((always_inline)) {
+                    const Floats high(_mm512_cvtepi32_ps(_mm512_sub_epi32(upper[r][t], integers[r]))), low(_mm512_cvtepi32_ps(lower[r][t]));
+                    total[r][t] = fused(fused(high, splat(256.0f), low), step, total[r][t]);
+                });
+            });
+        }
+    }
+    each<Rows>([&](auto r) __attribute__((always_inline)) {
+        each<Tokens>([&](auto t) __attribute__((always_inline)) { sums[t * stride + r] = sum_of_lanes(total[r][t]) * x.scale[token + t]; });
+    });
     return Choice::valid(damage);
 }
 
+// The same of rows [row, end).
 template <int N, int M, int Bits, int Tokens>
 bool permuted(const Integers& w, const uint8_t* indices, const Digits& x, int64_t token, int64_t row, int64_t end, float* sums, int64_t stride) {
-    const bool is_short = RowSteps(w).blocks == 1;
-    return (is_short ? permuted<N, M, Bits, Tokens, true> : permuted<N, M, Bits, Tokens, false>)(w, indices, x, token, row, end, sums, stride);
+    static thread_local Scratch room;
+    constexpr int kRows = Tokens == 1 ? 1 : 2;
+    float* steps = room.at_least<float>(kRows * (w.steps + kLanes));
+    bool valid = true;
+    const auto run = [&](auto is_short) {
+        int64_t r = 0;
+        for (; row + r + kRows <= end; r += kRows) valid &= permuted<N, M, Bits, kRows, Tokens, is_short>(w, indices, x, token, row + r, steps, sums + r, stride);
+        for (; row + r < end; ++r) valid &= permuted<N, M, Bits, 1, Tokens, is_short>(w, indices, x, token, row + r, steps, sums + r, stride);
+    };
+    if (RowSteps(w).blocks == 1) run(std::true_type());
+    else run(std::false_type());
+    return valid;
 }
 
 // Pieces of a row, 512 columns each, expanded to lines of 64 columns.
@@ -293,89 +333,6 @@ struct Expander {
         }
     }
 };
-
-// Expanded rows `width` columns apart times digits of tokens: their sums, each `columns` of them times a step.
-template <int Rows, int Tokens>
-void multiply_lines(const int8_t* lines, int64_t width, const float* const* steps, int64_t columns, const Digits& x, int64_t token, float* sums,
-                    int64_t stride) {
-    const Register offset = _mm512_set1_epi8(char(128));
-    const uint8_t* digits = x.upper(token);
-    Floats total[Rows][Tokens] = {};
-    int64_t segment = 0;
-    for (int64_t begin = 0; begin < width; begin += columns, ++segment) {
-        const int64_t end = std::min(begin + columns, width);
-        Register upper[Rows][Tokens], lower[Rows][Tokens], integers[Rows], v[Rows];
-        for (int r = 0; r < Rows; ++r) {
-            integers[r] = _mm512_setzero_si512();
-            for (int t = 0; t < Tokens; ++t) upper[r][t] = lower[r][t] = _mm512_setzero_si512();
-        }
-        for (int64_t c = begin; c < end; c += 64) {
-            for (int r = 0; r < Rows; ++r) {
-                v[r] = _mm512_load_si512(lines + r * width + c);
-                integers[r] = _mm512_dpbusd_epi32(integers[r], offset, v[r]);
-            }
-            for (int t = 0; t < Tokens; ++t) {
-                const Register high = _mm512_load_si512(digits + t * 2 * x.width + c), low = _mm512_load_si512(digits + (t * 2 + 1) * x.width + c);
-                for (int r = 0; r < Rows; ++r) {
-                    upper[r][t] = _mm512_dpbusd_epi32(upper[r][t], high, v[r]);
-                    lower[r][t] = _mm512_dpbusd_epi32(lower[r][t], low, v[r]);
-                }
-            }
-        }
-        for (int r = 0; r < Rows; ++r) {
-            const Floats step = splat(steps[r][segment]);
-            for (int t = 0; t < Tokens; ++t) {
-                const Floats high(_mm512_cvtepi32_ps(_mm512_sub_epi32(upper[r][t], integers[r]))), low(_mm512_cvtepi32_ps(lower[r][t]));
-                total[r][t] = fused(fused(high, splat(256.0f), low), step, total[r][t]);
-            }
-        }
-    }
-    for (int r = 0; r < Rows; ++r) {
-        for (int t = 0; t < Tokens; ++t) sums[t * stride + r] = sum_of_lanes(total[r][t]) * x.scale[token + t];
-    }
-}
-
-template <int Rows>
-void multiply_lines(const int8_t* lines, int64_t width, const float* const* steps, int64_t columns, const Digits& x, int64_t tokens, float* sums,
-                    int64_t stride) {
-    int64_t t = 0;
-    for (; t + 4 <= tokens; t += 4) multiply_lines<Rows, 4>(lines, width, steps, columns, x, t, sums + t * stride, stride);
-    if (t + 2 <= tokens) {
-        multiply_lines<Rows, 2>(lines, width, steps, columns, x, t, sums + t * stride, stride);
-        t += 2;
-    }
-    if (t < tokens) multiply_lines<Rows, 1>(lines, width, steps, columns, x, t, sums + t * stride, stride);
-}
-
-// The sums of rows [row, end), a few expanded at a time, for `tokens` tokens. False: indices do not ascend, or are not below M.
-template <int N, int M, int Bits>
-bool expanded(const Integers& w, const uint8_t* indices, const Digits& x, int64_t tokens, int64_t row, int64_t end, float* sums, int64_t stride) {
-    using Pieces = Expander<N, M, Bits>;
-    constexpr int kRows = 8;
-    Pieces pieces{w, indices};
-    static thread_local Scratch room;
-    const int64_t width = pieces.pieces() * Pieces::kColumns, step_row = w.steps + kLanes;
-    int8_t* lines = room.at_least<int8_t>(kRows * (width + step_row * int64_t(sizeof(float))));
-    float* wide = reinterpret_cast<float*>(lines + kRows * width);
-    // columns of a step; of those after the last, all digits are zeros
-    const int64_t columns = w.steps == 1 ? width : w.kept / w.steps * M / N;
-    for (int64_t first = row; row < end; row += kRows) {
-        const int64_t rows = std::min<int64_t>(kRows, end - row);
-        const float* steps[kRows];
-        for (int64_t r = 0; r < rows; ++r) {
-            steps[r] = wide_steps(w, row + r, wide + r * step_row);
-            for (int64_t piece = 0; piece < pieces.pieces(); ++piece) {
-                pieces.template prefetch<_MM_HINT_T1>(row + r + kRows, piece);
-                int8_t* to = lines + r * width + piece * Pieces::kColumns;
-                pieces.expand(row + r, piece, [&](int i, Register line) __attribute__((always_inline)) { _mm512_store_si512(to + i * 64, line); });
-            }
-        }
-        int64_t r = 0;
-        for (; r + 2 <= rows; r += 2) multiply_lines<2>(lines + r * width, width, steps + r, columns, x, tokens, sums + row + r - first, stride);
-        if (r < rows) multiply_lines<1>(lines + r * width, width, steps + r, columns, x, tokens, sums + row + r - first, stride);
-    }
-    return pieces.valid();
-}
 
 }  // namespace
 }  // namespace nm

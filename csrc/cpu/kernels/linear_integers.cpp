@@ -111,29 +111,22 @@ bool by_choice(int n, int m, int bits, const F& f) {
 // Patterns that an expander has.
 template <int N, int M>
 constexpr bool kExpands = (N == 2 && M == 4) || (N == 1 && (M == 4 || M == 8));
-constexpr int64_t kTokensOfLines = 3;  // from so many on; fewer are faster permuted
 
 // Whether the columns of a step are whole lines of an expander.
 inline bool steps_of_lines(const Integers& w, int n, int m) { return w.steps == 1 || w.kept / w.steps * m / n % 64 == 0; }
 
-// Rows expanded to all of their columns, or the digits of one or two tokens permuted.
 bool by_rows_of_digits(const IntegersLinearCall& call, const Digits& x, int64_t token, int64_t tokens, int n, int m, int threads) {
     const Integers& w = call.weight;
     return by_choice(n, m, w.bits, [&](auto n, auto m, auto bits) {
         constexpr int64_t kRows = 64;
-        const bool expands = tokens >= kTokensOfLines && steps_of_lines(w, n, m);
         return by_rows(call, threads, [&](int64_t begin, int64_t end) {
             float sums[kMostTokens * kRows];
             bool valid = true;
             for (int64_t row = begin; row < end; row += kRows) {
                 const int64_t stop = std::min(row + kRows, end);
-                if (kExpands<n, m> && expands) {
-                    if constexpr (kExpands<n, m>) valid &= expanded<n, m, bits>(w, call.indices, x, tokens, row, stop, sums, kRows);
-                } else {
-                    int64_t t = 0;
-                    for (; t + 2 <= tokens; t += 2) valid &= permuted<n, m, bits, 2>(w, call.indices, x, t, row, stop, sums + t * kRows, kRows);
-                    if (t < tokens) valid &= permuted<n, m, bits, 1>(w, call.indices, x, t, row, stop, sums + t * kRows, kRows);
-                }
+                int64_t t = 0;
+                for (; t + 2 <= tokens; t += 2) valid &= permuted<n, m, bits, 2>(w, call.indices, x, t, row, stop, sums + t * kRows, kRows);
+                if (t < tokens) valid &= permuted<n, m, bits, 1>(w, call.indices, x, t, row, stop, sums + t * kRows, kRows);
                 put(call, row, stop - row, token, tokens, sums, kRows);
             }
             return valid;
@@ -141,12 +134,16 @@ bool by_rows_of_digits(const IntegersLinearCall& call, const Digits& x, int64_t 
     });
 }
 
-// From so many tokens on digits are in tiles, whose tokens are side by side; fewer are faster without.
+// Whether so many tokens are faster in tiles, side by side. Permuted, a token costs as much as there are stored values; without AMX, in
+// tiles as much as there are columns, but rows are opened once for all tokens: 4096 x 4096 at 2:4, int8, takes 2.2 and 2.0 ms for 7 tokens,
+// at 1:4 1.7 and 1.8, and 3.5 and 3.2 for 16, at 1:8 3.0 and 3.0 (one thread of a Zen 4, 2026-11-27).
+inline bool pays_in_tiles(int64_t tokens, int n, int m) {
 #if defined(__AMX_BF16__)
-constexpr int64_t kTokensOfTiles = 3;
+    return tokens >= 3;
 #else
-constexpr int64_t kTokensOfTiles = 5;
+    return 2 * tokens * n >= 7 * m;
 #endif
+}
 
 constexpr int64_t kMostTiledColumns = 1 << 16;  // their sums fit 32 bits
 
@@ -176,7 +173,7 @@ bool by_digits(const IntegersLinearCall& call, Digits& x, int64_t token, int64_t
     const bool known = by_choice(n, m, w.bits, [](auto, auto, auto) { return true; });
     if (!known || !RowSteps::fits(w)) return false;
     const bool expands = by_choice(n, m, w.bits, [](auto n, auto m, auto) { return kExpands<n, m>; });
-    if (tokens >= kTokensOfTiles && expands && steps_of_lines(w, n, m) && call.cols <= kMostTiledColumns) {
+    if (pays_in_tiles(tokens, n, m) && expands && steps_of_lines(w, n, m) && call.cols <= kMostTiledColumns) {
         make_digits<true>(call, token, tokens, x, threads);
         return by_tiles_of_digits(call, x, token, tokens, n, m, threads);
     }
