@@ -99,7 +99,9 @@ _OF_INTEGERS = (
 def integers(spec: Spec, device: str) -> Work:
     """``y = x Wᵀ`` with W as integers with a step: multiplied as they are, or decoded and expanded; and dense."""
     dtype = spec.torch_dtype
-    c = ops.quantize_values(ops.compress(_ours.normal(spec.rows, spec.cols, device=device), spec.pattern), _role(spec))
+    master = _ours.normal(spec.rows, spec.cols, device=device, dtype=torch.float32)
+    c = ops.quantize_values(ops.compress(master, spec.pattern), _role(spec))
+    assert c.step is not None
     problem = _problem(spec, device)._replace(role="fprop", rule="", forms=("rows",), values=c.kind, group=c.group)
     x, weight = _ours.normal(spec.tokens, spec.cols, device=device, dtype=dtype, seed=1), c.dense(dtype)
     turn, dense_turn = _cold((c.values, c.indices, c.step)), _cold(weight)

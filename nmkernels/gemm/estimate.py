@@ -223,9 +223,7 @@ def of_making(p: Problem) -> Problem:
 def measured(p: Problem) -> bool:
     """Whether dense and the sparse kernel were measured on this kind of machine, in this dtype and role and at such densities."""
     dense, sparse = line(p, DENSE), line(_as_run(p, SPARSE), SPARSE)
-    return bool(
-        dense and sparse and dense[0] == sparse[0] == machine(p.device) and sparse[1].low <= p.n / p.m <= sparse[1].high
-    )
+    return bool(dense and sparse and dense[0] == sparse[0] == machine(p.device) and sparse[1].low <= p.n / p.m <= sparse[1].high)
 
 
 def margin(method: str, p: Problem) -> float:

@@ -52,7 +52,8 @@ def store(choice, *problems):
 def test_integers(costs, monkeypatch):
     p = FPROP._replace(values="int4", group=8, forms=("rows",), dtype=torch.bfloat16)
     costs.update({"sparse": 0.9, "expand": 2.0, "expand float32": 1.0, "dense": 0.5})
-    for sparse, forms, want in [(0.9, ("rows",), "op"), (1.1, ("rows",), "expand float32"), (0.4, ("dense", "rows"), "op"), (0.9, ("dense", "rows"), "dense")]:
+    packed, both = ("rows",), ("dense", "rows")
+    for sparse, forms, want in [(0.9, packed, "op"), (1.1, packed, "expand float32"), (0.4, both, "op"), (0.9, both, "dense")]:
         costs["sparse"] = sparse
         assert [m.name for m in rule(p._replace(forms=forms))] == [want], (sparse, forms)
     assert [m.name for m in module.for_graphs(p)] == ["op"], "for any number of tokens"

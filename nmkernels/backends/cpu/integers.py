@@ -17,14 +17,23 @@ from .core import DTYPES, core, register, supports
 from .groups import check_indices
 from .linear import linear
 
-FEW, FEW_BY_DIGITS = 24, 128
-"""Tokens up to which stored integers are multiplied as they are: decoded row by row, or, with VNNI or AMX and x in 16 bits, as integers.
-
-4096 x 4096 at 2:4, int8, x in bf16, one thread of a Sapphire Rapids (2026-11-26): 128 tokens take 8.4 ms as integers and 9.6 ms decoded
-once; held to AVX2, 32 tokens take 22 ms row by row and 16 ms decoded once.
-"""
+FEW = 24
+"""Tokens up to which rows are decoded one by one in the cache; held to AVX2, 32 tokens take 22 ms so and 16 ms decoded at once (4096 x 4096
+at 2:4, int8, x in bf16, one thread of a Sapphire Rapids, 2026-11-26)."""
 BY_DIGITS = {(2, 4), (1, 4), (1, 8)}
-"""Patterns whose products with many tokens are of integers."""
+"""Patterns whose products with more tokens are of integers."""
+
+
+def _few(isa: str, dtype: torch.dtype, n: int, m: int) -> int:
+    """The most tokens for which the stored integers are multiplied as they are; for more, values are decoded once.
+
+    In 4096 x 4096, x in bf16, one thread, with AMX 128 tokens take 8.4 ms as integers and 9.6 ms decoded, whatever the pattern (Sapphire
+    Rapids, 2026-11-26); with VNNI alone 32 tokens take 6.4 and 8.0 ms at 2:4 and 48 10.2 and 10.0; at 1:4 24 take 5.0 both ways, at 1:8 12
+    2.4 and 2.0 (Zen 4, 2026-11-27).
+    """
+    if dtype == torch.float32 or (n, m) not in BY_DIGITS or isa not in ("amx", "avx512_bf16"):
+        return FEW
+    return 128 if isa == "amx" else 80 * n // m
 
 
 @register("nm_quantize_values")
@@ -62,8 +71,7 @@ def linear_integers(
 ) -> Tensor:  # fmt: skip
     shape, rows, kept, module = x.shape, values.shape[0], -(-cols // m) * n, core()
     tokens = x.numel() // cols if cols else shape[:-1].numel()
-    # sets that multiply bf16 have VNNI
-    if tokens > FEW and (tokens > FEW_BY_DIGITS or x.dtype == torch.float32 or (n, m) not in BY_DIGITS or not module.bf16_dots()):
+    if tokens > _few(module.isa(), x.dtype, n, m):
         # fp16 lacks the range of a step
         wide = torch.float32 if x.dtype == torch.float16 else x.dtype
         extras = [None if extra is None else extra.to(wide) for extra in (bias, residual)]
