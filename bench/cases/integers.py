@@ -17,6 +17,7 @@ from nmkernels import Compressed, ops
 from ..device import rotated
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
 from . import _ours
+from .dense import onednn, onednn_takes
 from .linear import no_worse, part
 from .machine import last_level_cache
 
@@ -27,7 +28,7 @@ COPIES = 32 << 20
 
 @family(OP, grids=(Grid(("4096x4096",), ("2:4", "1:4", "1:8"), ("bfloat16",), tokens=(1, 4, 16)),))
 def fprop(spec: Spec, device: str) -> Work:
-    """``y = x Wᵀ`` with W in 8 and in 4 bits; torch's int8 and int4 ops, its dense GEMMs, and ours in bf16."""
+    """``y = x Wᵀ`` with W in 8 and in 4 bits; torch's int8 and int4 ops, its dense GEMMs, torchao's int8 layer, and ours in bf16."""
     cuda, full = device.startswith("cuda"), 2.0 * spec.tokens * spec.rows * spec.cols
     cache = last_level_cache(device) if cuda else COPIES
     w = _ours.normal(spec.rows, spec.cols, device=device, dtype=torch.float32)
@@ -57,17 +58,47 @@ def fprop(spec: Spec, device: str) -> Work:
     dense = [
         _dense(w.to(dtype), x.to(dtype), name, cache) for name, dtype in (("torch dense", x.dtype), ("torch dense fp32", torch.float32))
     ]
+    packed = _packed(w.to(x.dtype), x, cache)
     ratios = []
     for kind, mine in found.items():
         for p in mine:
             ratios += [Ratio("x dense", p.name, tuple(q.name for q in dense)), Ratio("x 16 bits", p.name, (plain.name,))]
             ratios += [Ratio(f"x weight-only {kind}", p.name, (q.name,)) for q in theirs[kind]]
-    return Work([*found["int8"], *found["int4"], plain, *theirs["int8"], *theirs["int4"], *dense], ratios)
+            ratios += [Ratio("x packed dense", p.name, (q.name,)) for q in packed]
+    every = [*found["int8"], *found["int4"], plain, *theirs["int8"], *theirs["int4"], *packed, *dense, *_torchao(w, x)]
+    return Work(every, ratios)
 
 
 def _dense(w: Tensor, x: Tensor, name: str, cache: int) -> Provider:
     weight = rotated(w, w.nbytes, cache, Tensor.clone)
     return Provider(name, lambda: F.linear(x, weight()), w.nbytes + x.nbytes, 2.0 * x.shape[0] * w.numel())
+
+
+def _packed(w: Tensor, x: Tensor, cache: int) -> list[Provider]:
+    """oneDNN's GEMM in 16 bits with the weight in its own order, as in a graph with frozen weights, if it runs here."""
+    if not x.is_cpu or x.dtype == torch.float32 or not onednn_takes(x.dtype):
+        return []
+    order: Callable[[Tensor], Tensor] = lambda some: torch.ops.mkldnn._reorder_linear_weight(some.clone(), x.shape[0])  # noqa: E731
+    weight = rotated(order(w), w.nbytes, cache, lambda _: order(w))
+    return [Provider("torch packed dense", lambda: onednn(x, weight()), w.nbytes + x.nbytes, 2.0 * x.shape[0] * w.numel())]
+
+
+def _torchao(w: Tensor, x: Tensor) -> list[Provider]:
+    """torchao's layer with int8 weights, without torch.compile, where it is installed."""
+    try:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    except ImportError:
+        return []
+    layer = torch.nn.Linear(w.shape[1], w.shape[0], bias=False, device=w.device, dtype=x.dtype)
+    with torch.no_grad():
+        layer.weight.copy_(w)
+    quantize_(layer, Int8WeightOnlyConfig())
+
+    def call() -> Tensor:
+        with torch.no_grad():
+            return layer(x)
+
+    return [Provider("torchao weight-only int8", call, w.numel() + x.nbytes)]
 
 
 def _weight_only(kind: str, spec: Spec, x: Tensor, device: str, cache: int) -> list[Provider]:
