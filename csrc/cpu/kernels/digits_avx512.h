@@ -13,7 +13,7 @@ namespace nm {
 namespace {
 
 constexpr int64_t kMostKept = 1 << 19;  // in a row: its sums fit 32 bits
-constexpr int kAhead = 8192;  // bytes: how far ahead a lone row's values are prefetched
+constexpr int kAhead = 2048;  // bytes: how far ahead values are prefetched
 
 // The lowest byte of each lane.
 NM_INLINE void store_lowest_bytes(uint8_t* to, Uints x) {
