@@ -36,11 +36,11 @@ transformers.logging.disable_progress_bar()
 pytestmark = pytest.mark.filterwarnings("ignore:prune_. layer")
 
 
-def in_memory(folder, out, data, values=None, group=None, **options):
+def in_memory(folder, out, data, **options):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     handle = prune_(model, "2:4", data, **options)
     handle.finish(allow_unused=True)
-    nm.compress_(model, values=values, group=group).save_pretrained(out)
+    nm.compress_(model).save_pretrained(out)
     return handle.report
 
 
@@ -85,8 +85,8 @@ def test_is_what_the_model_in_memory_becomes(tmp_path, name, options):
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(tmp_path / "memory" / "model.safetensors").keys()
     config, other = (json.loads((tmp_path / each / "config.json").read_text()) for each in ("out", "memory"))
     assert config == other
-    assert [(n, row.error, row.tokens) for n, row in done.report.pruned.items()] == [
-        (n, row.error, row.tokens) for n, row in report.pruned.items()
+    assert [(n, row.error, row.rounded, row.tokens) for n, row in done.report.pruned.items()] == [
+        (n, row.error, row.rounded, row.tokens) for n, row in report.pruned.items()
     ]
     assert (done.report.entries, done.report.channels, done.report.remark) == (report.entries, report.channels, report.remark)
     assert content(source) == before and sorted(os.listdir(tmp_path)) == ["dense", "memory", "out"]
