@@ -262,9 +262,9 @@ def find(spec: str | torch.device | None, default: torch.device) -> tuple[str | 
 
 @lru_cache(maxsize=64)
 def measured(
-    name: str, device: torch.device, dtype: torch.dtype, pattern: Pattern, values: str, timer: Seconds | None, threads: int
+    name: str, device: torch.device, dtype: torch.dtype, pattern: Pattern, stored: str, timer: Seconds | None, threads: int
 ) -> Device:
-    """Measure ``device``: bandwidth of ``copy_``, dense GEMMs, GEMMs of this pattern and kind of values, and the cost of a small call.
+    """Measure ``device``: bandwidth of ``copy_``, dense GEMMs, GEMMs of this pattern and these ``stored`` values, and a small call.
 
     Cached per number of ``threads``.
     """
@@ -281,7 +281,7 @@ def measured(
         Task("copy", lambda: target.copy_(source)),
         Task("launch", lambda: F.linear(tiny, weight)),
         Task("call", lambda: torch.ops.nmkernels.nm_linear(tiny, values, indices, pattern.n, pattern.m, pattern.m)),
-        *tasks_of(probe, Rules(pattern, estimate=pattern, values=values), device, [*names, "estimate", "weight rows"]),
+        *tasks_of(probe, Rules(pattern, estimate=pattern, values=stored), device, [*names, "estimate", "weight rows"]),
     ]
     # the minimum excludes interference by other processes
     took = {name: min(samples) for name, samples in timed(tasks, device, timer, 1.5, least=7).items()}

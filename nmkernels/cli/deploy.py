@@ -52,7 +52,9 @@ def deploy(trainer: Trainer, out: Path) -> dict[str, Any]:
         "file_dense": (out / DENSE_FILE).stat().st_size,
         "file_compressed": (out / FILE).stat().st_size,
     }
-    rounded = {values: compress_(copy.deepcopy(model), values=values) for values in BITS}
+    rounded = {values: copy.deepcopy(model) for values in BITS}
+    for values, one in rounded.items():
+        compress_(one, values=values)
     result["rounded"] = {
         values: {"layers": sum(one.get_submodule(name).weight.nbytes for name in layers), "val_loss": trainer.validate(other=one)}
         for values, one in rounded.items()
