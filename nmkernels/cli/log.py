@@ -99,8 +99,8 @@ def _forms(sparse: dict[str, Any]) -> str:
     rows: list[tuple[str, ...]] = [("the same weights", "bytes", "bytes of text per second", "validation loss")]
 
     def add(label: str, nbytes: int, form: str, loss: float) -> None:
-        slower = f"{speed[form] / speed['dense']:.2f} times as fast as dense" if speed[form] < speed["dense"] else ""
-        slower = slower and f"{slower}: saves memory here, not time"
+        ratio, best = min((speed[form] / speed[other], name) for other, name in (("dense", "dense"), ("compressed", "float32")))
+        slower = f"{ratio:.2f} times as fast as {best}: saves memory here, not time" if ratio < 1 and form != "dense" else ""
         rows.append((label, f"{nbytes:,}", f"{speed[form]:,.0f}", f"{loss:.4f}", slower))
 
     add("dense layout", size["layers_dense"], "dense", sparse["val_loss"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench import tables, targets
-from bench.cases import FAMILIES, _ours
+from bench.cases import FAMILIES, _ours, integers
 from bench.registry import Spec
 from bench.targets import TARGETS
 from python_tests.for_each import for_each
@@ -48,6 +48,7 @@ def test_states(key: str, values: tuple[float, ...], state: str) -> None:
 
 def test_targets_of_integers_name_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_ours, "other_isas", lambda: ["avx2"])
+    monkeypatch.setattr(integers, "COPIES", 1)
     work = FAMILIES["nm_linear_integers"].build(Spec("nm_linear_integers", "2:4", "bfloat16", 64, 256, 1), "cpu")
     named = {(ratio.of, ratio.metric) for ratio in work.ratios}
     some = [t for t in TARGETS if t.specs[0].op == "nm_linear_integers"]
