@@ -1,7 +1,8 @@
 """Writes the tables in ``README.md`` and the documents from committed rows: ``python -m bench.front_page``; ``--check`` only compares.
 
 The README's measurements have a column for every CPU whose calls were timed as in a model: those rows have the ratio to the fastest dense
-GEMM. The page on performance has a tab for each machine, and the page on recipes the table of best methods of ``bench/accuracy``.
+GEMM. The page on performance has a tab for each machine, the page on what pays a table of integers as values, and the page on recipes the
+table of best methods of ``bench/accuracy``.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ from .accuracy.cells import Cells
 from .accuracy.rankings import best_methods, longer
 from .accuracy.tables import primary
 from .audit_page import between
-from .registry import ALLOWED, FASTEST, NOISE
+from .registry import ALLOWED, CPU, FASTEST, NOISE
 from .report import load
 from .rows import RESULTS, device_of, slug
 from .tables import Rows
 
 ROOT = Path(__file__).parents[1]
 README, RECIPES, PERFORMANCE = ROOT / "README.md", ROOT / "docs/methods/index.md", ROOT / "docs/performance.md"
+PAYS = ROOT / "docs/pays.md"
 BEGIN, END = "<!-- measured: written by python -m bench.front_page -->", "<!-- measured: end -->"
 MACHINES, MACHINES_END = "<!-- machines: written by python -m bench.front_page -->", "<!-- machines: end -->"
 METHODS, METHODS_END = "<!-- best methods: written by python -m bench.front_page -->", "<!-- best methods: end -->"
 QUESTIONS, QUESTIONS_END = "<!-- questions: written by python -m bench.front_page -->", "<!-- questions: end -->"
+INTEGERS, INTEGERS_END = "<!-- integers: written by python -m bench.front_page -->", "<!-- integers: end -->"
 REGRET, REGRET_END = "<!-- regret: written by python -m bench.front_page -->", "<!-- regret: end -->"
 
 Key = tuple[str, str, str, str, str, str]
@@ -156,6 +159,38 @@ def _against_dense(rows: Rows) -> list[str]:
     return [f"STEP on a {found[LOSS]['shape']}: {loss:.3f} × its dense baseline's loss with {size:.2f} × the bytes ({where})."]
 
 
+def integers(rows: Rows) -> str:
+    """For each CPU a table of the speed-ups of N:M weights in 8 and 4 bits."""
+    parts = []
+    for machine, mine in tables.by_machine(r for r in rows if r["op"] == "nm_linear_integers").items():
+        if device_of(machine) == "cpu":
+            parts.append(f"{tables.stamp(mine)}:\n\n{_integers(mine)}")
+    return "\n\n".join(parts) or "*Not run yet: `python -m bench.run --op nm_linear_integers`.*"
+
+
+AGAINST = (
+    ("torch's int8", "x weight-only int8"),
+    ("torch's int4", "x weight-only int4"),
+    ("ours in 16 bits", "x 16 bits"),
+    ("dense", "x dense"),
+)
+"""Heads and metrics of the table of integers."""
+
+
+def _integers(rows: Rows) -> str:
+    medians = _medians(rows)
+    lines = [f"| weight | tokens | values | {' | '.join(f'against {head}' for head, _ in AGAINST)} |", f"|{' --- |' * (3 + len(AGAINST))}"]
+    for op, provider, pattern, dtype, shape in dict.fromkeys(key[:5] for key in medians):
+        backend, comma, kind = provider.partition(", int")
+        cells = [medians.get((op, provider, pattern, dtype, shape, metric)) for _, metric in AGAINST]
+        if comma and any(cells):
+            tokens, _, weight = shape.partition("x")
+            values = f"int{kind}{backend.removeprefix(CPU)}"
+            ratios = " | ".join("" if cell is None else f"{float(cell):.2f} ×" for cell in cells)
+            lines.append(f"| {weight.replace('x', '×')} {pattern} | {tokens} | {values} | {ratios} |")
+    return "\n".join(lines)
+
+
 def methods(folder: Path) -> str:
     """Which recipe at which sparsity, from the rows of ``bench/accuracy``."""
     cells = _cells(folder)
@@ -173,7 +208,7 @@ def _cells(folder: Path) -> Cells:
     return Cells(accuracy_rows.load(folder), accuracy_rows.load(folder, accuracy_rows.REPEATS))
 
 
-def main(argv: list[str] | None = None, results: Path = RESULTS, pages: Sequence[Path] = (README, RECIPES, PERFORMANCE)) -> int:
+def main(argv: list[str] | None = None, results: Path = RESULTS, pages: Sequence[Path] = (README, RECIPES, PERFORMANCE, PAYS)) -> int:
     """Write each table between its markers; with ``--check`` write nothing and return 1 if one is not up to date."""
     parser = argparse.ArgumentParser(prog="python -m bench.front_page", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if a table is not up to date")
@@ -185,6 +220,7 @@ def main(argv: list[str] | None = None, results: Path = RESULTS, pages: Sequence
         (METHODS, METHODS_END): methods(results / "accuracy"),
     }
     pieces[QUESTIONS, QUESTIONS_END] = questions(results / "accuracy")
+    pieces[INTEGERS, INTEGERS_END] = integers(rows)
     pieces[REGRET, REGRET_END] = fit_rates.table(fit_rates.cases(results))
     stale = 0
     for path in pages:

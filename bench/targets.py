@@ -79,6 +79,26 @@ def _gemms() -> list[Target]:
     return found
 
 
+def _integers() -> list[Target]:
+    """Bounds for CPUs with AVX-512 VNNI, and one for the kernel of AVX2, which ``--isas avx2`` times."""
+    pack8, pack4, own = "`_weight_int8pack_mm`", "`_weight_int4pack_mm_for_cpu`", "our 2:4 in bf16"
+
+    def target(key: str, kind: str, pattern: str, tokens: int, against: str, metric: str, bound: float, isa: str = "") -> Target:
+        what = f"linear bf16, {pattern} in {kind}{isa and ' with AVX2'}, 4096×4096, {tokens} token{'s' if tokens > 1 else ''}"
+        specs = (Spec("nm_linear_integers", pattern, "bfloat16", *SQUARE, tokens),)
+        return Target(f"{key}-{tokens}-{pattern}", what, against, metric, bound, specs, provider=f"{CPU}{isa}, {kind}")
+
+    found = []
+    for tokens, of_pack8, of_own, of_pack4 in ((1, 2.0, 1.6, 1.6), (4, 1.5, 1.3, 1.1), (16, 2.0, 1.2, 1.6)):
+        found += [
+            target("int8", "int8", "2:4", tokens, pack8, "x weight-only int8", of_pack8),
+            target("int8-own", "int8", "2:4", tokens, own, "x 16 bits", of_own),
+            target("int4", "int4", "2:4", tokens, pack4, "x weight-only int4", of_pack4),
+        ]
+    found.append(target("int8", "int8", "1:8", 1, pack8, "x weight-only int8", 5.0))
+    return [*found, target("int8-avx2", "int8", "2:4", 1, pack8, "x weight-only int8", 1.5, " avx2")]
+
+
 def _layers() -> list[Target]:
     sizes = ((1024, 1024), SQUARE)
     deployed = tuple(Spec("CompressedLinear", "2:4", dtype, *size, t) for dtype in BOTH for size in sizes for t in (1, 16, 256, 2048))
@@ -114,7 +134,7 @@ def _models() -> list[Target]:
     return [*found, Target("generate", what, "dense model", "x dense", 1.3, (text,), provider=by)]
 
 
-TARGETS: tuple[Target, ...] = (*_streams(), *_optimizer(), *_gemms(), *_layers(), *_models())
+TARGETS: tuple[Target, ...] = (*_streams(), *_optimizer(), *_gemms(), *_integers(), *_layers(), *_models())
 """The targets of a CPU; those of a GPU are in ``targets_cuda``."""
 
 LIMITS = (Spec("copy", "", "float32", *WEIGHT), Spec("matmul", "", "float32", 2048, 2048, 2048))

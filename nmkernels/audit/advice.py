@@ -59,6 +59,11 @@ def notes(audit: Audit, case: Case, measured: bool) -> tuple[str, ...]:
             "FP8 is not predicted: GEMMs count as those of the dtype. By cycle counts of machine code, 8-bit GEMMs at 2:4 on "
             "Hopper are 1.0 to 1.1 times as fast as dense FP8 ones; no GPU has run them."
         )
+    if device.power is not None and case.rules.values != "float":
+        found.append(
+            "Integers are predicted from their bytes, for so few tokens that kernels read them directly; for more, a layer expands its "
+            "weight. No GPU has run these kernels."
+        )
     if case.trains and not audit.steps:
         found.append("In training no GEMM of this recipe has a sparse weight or an estimated gradient, so steps gain nothing.")
     if not audit.other:

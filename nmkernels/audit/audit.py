@@ -14,7 +14,6 @@ from ..gemm.devices import Device, kind
 from ..layouts import EXPERTS_T
 from ..nn import CompressedLinear, CompressedStack, NMWeight, StackedWeight, adapter_of
 from ..nn.experts import sparse_layers, stacks_of
-from ..ops.integers import bits_of
 from ..pattern import Pattern, RecipeError
 from ..recipes.base import Recipe, rank_for
 from ..recipes.compose import deployed
@@ -106,11 +105,11 @@ def audit(
     if dtype is not None and given not in DTYPES:
         raise RecipeError(f"audit: dtype={dtype!r} is not supported; choose bfloat16, float16, float32 or float64.")
 
-    def device_for(dtype: torch.dtype, pattern: Pattern) -> Device:
+    def device_for(dtype: torch.dtype, rules: Rules) -> Device:
         if isinstance(target, Device):
             return target
         assert spot is not None
-        return measured(target, spot, dtype, pattern, timer, torch.get_num_threads())
+        return measured(target, spot, dtype, rules.pattern, rules.values, timer, torch.get_num_threads())
 
     groups = _cases(model, recipe, report, filter_fn, tokens, rows or {}, given, device_for)
     groups = [(entries, replace(case, accumulate=accumulate)) for entries, case in groups]
@@ -163,7 +162,7 @@ def _cases(
     tokens: int,
     rows: Mapping[str, float],
     dtype: torch.dtype | None,
-    device_for: Callable[[torch.dtype, Pattern], Device],
+    device_for: Callable[[torch.dtype, Rules], Device],
 ) -> list[tuple[list[Entry], Case]]:
     """Group equal layers, in the model's order."""
     found_sparse = sparse_layers(model)
@@ -190,7 +189,7 @@ def _cases(
                 rules = replace(rules, packed=False)  # before compress_ experts and convolutions use dense GEMMs
         trains = not compressed and not isinstance(module, (CompressedLinear, CompressedStack)) and not getattr(module, "finished", False)
         has_dense = not isinstance(module, (CompressedLinear, CompressedStack)) or module.keep_dense
-        case = Case(device_for(layer.dtype, rules.pattern), layer, rules, pattern is not None, trains, has_dense)
+        case = Case(device_for(layer.dtype, rules), layer, rules, pattern is not None, trains, has_dense)
         found.setdefault((starred(entry.name), entry.kind, entry.shape, entry.reason, case), ([], case))[0].append(entry)
     return list(found.values())
 
@@ -201,7 +200,7 @@ def _rules(module: nn.Module | None, recipe: Recipe | None, pattern: Pattern, sh
     adapter = adapter_of(module) if isinstance(module, (NMWeight, CompressedLinear)) else None
     rules = of_layer(module) if isinstance(module, NMWeight) else Rules(pattern)
     if isinstance(module, CompressedLinear) and module.weight.step is not None:
-        rules = replace(rules, bits=bits_of(module.values))
+        rules = replace(rules, values=module.weight.kind, group=module.weight.group)
     return rules if adapter is None else replace(rules, rank=int(adapter[0].shape[1]))
 
 

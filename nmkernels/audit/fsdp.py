@@ -34,10 +34,11 @@ import torch
 from torch import nn
 
 from ..gemm.devices import Device, Links
+from ..gemm.problem import packed_bytes
 from ..pattern import RecipeError
 from ..recipes.report import Entry
 from .flops import aligned, check_number, matrices_of
-from .rules import GEMMS, Case, packed_bytes
+from .rules import GEMMS, Case
 
 GROUP = re.compile(r"(?:.*?\.)??\d+(?=\.|$)")
 STATES = 4  # tensors of the master weight's size: itself, gradient and Adam's two moments

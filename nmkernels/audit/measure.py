@@ -21,11 +21,12 @@ from .. import ops
 from ..gemm.devices import DEVICES, Device, kind, named
 from ..gemm.forms import forms
 from ..gemm.measure import measure
-from ..gemm.problem import Problem
+from ..gemm.problem import Problem, packed_bytes
+from ..ops.integers import BITS
 from ..pattern import NMError, Pattern, RecipeError
 from ..recipes.registry import suggestion
 from ..tuning import Seconds, Task, Timer, device_name
-from .rules import GEMMS, Case, Layer, Pieces, Rules, packed_bytes
+from .rules import GEMMS, Case, Layer, Pieces, Rules
 
 LEAST = 3  # fewest rounds per piece
 CHECKED = 8  # so many times a GEMM is done, about, to check and to time a candidate
@@ -93,7 +94,11 @@ def gemm_of(case: Case, role: str, device: torch.device) -> Problem:
     (out, cols), columns = layer.shape, role == "dgrad" and not case.device.transposed
     at_hand = forms(out, layer.tokens if role == "wgrad" else cols, pattern.n, pattern.m, layer.dtype, device, columns=columns)
     rule = "exact" if role == "wgrad" else ""
-    return Problem(role, layer.tokens, out, cols, pattern.n, pattern.m, layer.dtype, device, at_hand, rule)
+    found = Problem(role, layer.tokens, out, cols, pattern.n, pattern.m, layer.dtype, device, at_hand, rule)
+    if rules.values == "float":
+        return found
+    # no kernel of tensor cores reads integers
+    return found._replace(forms=tuple(form for form in at_hand if ":" not in form), values=rules.values, group=rules.group)
 
 
 def tasks_of(layer: Layer, rules: Rules, device: torch.device, names: Sequence[str]) -> list[Task]:
@@ -115,6 +120,11 @@ def tasks_of(layer: Layer, rules: Rules, device: torch.device, names: Sequence[s
     values, indices = raw.nm_compress(w, n, m, None)
     calls["fprop sparse"] = lambda: raw.nm_linear(x, values, indices, n, m, cols)
     calls["expand"] = lambda: raw.nm_decompress(values, indices, n, m, cols)
+    if rules.values != "float":
+        integers, step = raw.nm_quantize_values(values, BITS[rules.values], cols // rules.group if rules.group else 1)
+        kept = values.shape[1]
+        calls["fprop sparse"] = lambda: raw.nm_linear_integers(x, integers, indices, step, n, m, cols)
+        calls["expand"] = lambda: raw.nm_decompress(raw.nm_dequantize_values(integers, step, kept, layer.dtype), indices, n, m, cols)
     calls["dgrad sparse"] = lambda: raw.nm_linear_dgrad(g, values, indices, n, m, cols)
     if rules.estimate is not None and "estimate" in wanted:
         p, seed = rules.estimate, torch.zeros(2, dtype=torch.int64, device=device)
@@ -251,8 +261,10 @@ def find(spec: str | torch.device | None, default: torch.device) -> tuple[str | 
 
 
 @lru_cache(maxsize=64)
-def measured(name: str, device: torch.device, dtype: torch.dtype, pattern: Pattern, timer: Seconds | None, threads: int) -> Device:
-    """Measure ``device``: bandwidth of ``copy_``, dense GEMMs, GEMMs of this pattern, and the cost of a small call.
+def measured(
+    name: str, device: torch.device, dtype: torch.dtype, pattern: Pattern, stored: str, timer: Seconds | None, threads: int
+) -> Device:
+    """Measure ``device``: bandwidth of ``copy_``, dense GEMMs, GEMMs of this pattern and these ``stored`` values, and a small call.
 
     Cached per number of ``threads``.
     """
@@ -269,7 +281,7 @@ def measured(name: str, device: torch.device, dtype: torch.dtype, pattern: Patte
         Task("copy", lambda: target.copy_(source)),
         Task("launch", lambda: F.linear(tiny, weight)),
         Task("call", lambda: torch.ops.nmkernels.nm_linear(tiny, values, indices, pattern.n, pattern.m, pattern.m)),
-        *tasks_of(probe, Rules(pattern, estimate=pattern), device, [*names, "estimate", "weight rows"]),
+        *tasks_of(probe, Rules(pattern, estimate=pattern, values=stored), device, [*names, "estimate", "weight rows"]),
     ]
     # the minimum excludes interference by other processes
     took = {name: min(samples) for name, samples in timed(tasks, device, timer, 1.5, least=7).items()}

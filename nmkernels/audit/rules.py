@@ -19,6 +19,7 @@ import torch
 
 from ..autograd import WeightTransform
 from ..gemm.devices import HALVES, Device, kind
+from ..gemm.problem import packed_bytes
 from ..nn import NMWeight
 from ..ops import tensor_core_pattern
 from ..pattern import Pattern, RecipeError
@@ -53,7 +54,7 @@ class Rules:
         straight: whether the gradient is straight-through, so that no GEMM reads the master weight.
         rank: of the deployed low-rank adapter.
         fp8: whether training rounds the operands of GEMMs to FP8.
-        bits: of a deployed value that is an integer; 0 for floating-point values.
+        values, group: what the deployed values are and the columns that share a step, as in ``gemm.problem.Problem``.
     """
 
     pattern: Pattern
@@ -68,7 +69,8 @@ class Rules:
     straight: bool = True
     rank: int = 0
     fp8: bool = False
-    bits: int = 0
+    values: str = "float"
+    group: int = 0
 
     def preparations(self, transposed: bool) -> Iterator[tuple[str, bool, bool]]:
         """Options to prepare the weight: (piece, whether fprop reads it packed, whether dgrad does). A dense dgrad also needs the dense
@@ -181,11 +183,6 @@ class Layer:
     master: torch.dtype
 
 
-def packed_bytes(pattern: Pattern, dtype: torch.dtype, bits: int = 0) -> float:
-    """Bytes of the compressed form per element of the dense one; ``bits`` of an integer value, 0 for values in ``dtype``."""
-    return pattern.density * ((bits or 8 * dtype.itemsize) + pattern.index_bits) / 8
-
-
 @dataclass(frozen=True)
 class Case:
     """A layer on a device under rules: the cost of its pieces, and the fastest choice of pieces.
@@ -239,8 +236,7 @@ class Case:
         cost = cost or self.predict
         if cost("fprop dense") is None:
             return ()
-        # kernels that multiply integers have neither measurements nor a roofline yet
-        piece = _faster("fprop", cost, self.rules.deploys_nm and not self.rules.bits)
+        piece = _faster("fprop", cost, self.rules.deploys_nm)
         expand = None if self.has_dense else cost("expand")
         if piece.form == "dense" and expand is not None:
             piece = Piece("fprop", piece.dense, piece.dense + expand, "expanded")
@@ -274,8 +270,10 @@ class Case:
         if role == "adapter":
             return sum(self.but(layer={"shape": shape}).gemm("fprop") for shape in ((rules.rank, cols), (out, rules.rank)))
         if role == "expand":
-            moved = out * cols * (layer.dtype.itemsize + packed_bytes(rules.pattern, layer.dtype, rules.bits))
-            return moved / (device.passes * device.bandwidth) + device.call
+            size, calls = layer.dtype.itemsize + packed_bytes(rules.pattern, layer.dtype, rules.values, rules.group), 1
+            if rules.values != "float":  # decoded values are written, and read again to expand them
+                size, calls = size + 2 * rules.pattern.density * layer.dtype.itemsize, 2
+            return out * cols * size / (device.passes * device.bandwidth) + calls * device.call
         pattern = None if form == "dense" else rules.estimate if role == "wgrad" else rules.pattern
         return self.gemm(role, pattern) if pattern is None or not self.refused(role, pattern) else None
 
@@ -287,7 +285,8 @@ class Case:
         if pattern is not None:
             few = device.few is not None and width <= device.few.get(kind(dtype), 0)
             stored = pattern if few or device.few is None or not tensor_core_pattern(pattern) else TWO_FOUR
-            each, ratio, launch = packed_bytes(stored, dtype), 1.0 if few else device.ratio[role], device.call
+            form = (self.rules.values, self.rules.group) if role == "fprop" else ()
+            each, ratio, launch = packed_bytes(stored, dtype, *form), 1.0 if few else device.ratio[role], device.call
         moved = rows * cols * each + (cols + rows) * width * dtype.itemsize
         arithmetic = 2 * rows * cols * width / (device.rate(dtype) * ratio)
         return max(moved / (device.share * device.bandwidth), arithmetic) + launch
@@ -298,6 +297,8 @@ class Case:
         rows, cols, width = self._sizes(role)
         if device.few is None or width <= device.few.get(dtype, 0):
             return ""
+        if self.rules.values != "float":
+            return "integers"
         if dtype not in HALVES:
             return dtype
         if not tensor_core_pattern(pattern):

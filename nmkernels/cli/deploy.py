@@ -14,6 +14,7 @@ import torch
 from ..export import atomic_write, load_compressed, save_compressed, save_dense
 from ..models import GPT, generate
 from ..nn import CompressedLinear, compress_
+from ..ops.integers import BITS
 from ..pattern import CheckpointError
 from ..recipes import densify_
 from .trainer import Trainer
@@ -51,7 +52,14 @@ def deploy(trainer: Trainer, out: Path) -> dict[str, Any]:
         "file_dense": (out / DENSE_FILE).stat().st_size,
         "file_compressed": (out / FILE).stat().st_size,
     }
-    result["tokens_per_s"] = speeds({"dense": dense, "compressed": model})
+    rounded = {values: copy.deepcopy(model) for values in BITS}
+    for values, one in rounded.items():
+        compress_(one, values=values)
+    result["rounded"] = {
+        values: {"layers": sum(one.get_submodule(name).weight.nbytes for name in layers), "val_loss": trainer.validate(other=one)}
+        for values, one in rounded.items()
+    }
+    result["tokens_per_s"] = speeds({"dense": dense, "compressed": model, **rounded})
     return {**result, "sample": _sample(model, out)}
 
 

@@ -53,12 +53,20 @@ def summary(result: dict[str, Any]) -> str:
     if sparse.get("remark"):
         head += f"\n\n{sparse['remark']}"
     files = "\n".join([f"Files in {result['out']}/", *(f"  {name:<23}  {ABOUT[name]}" for name in ABOUT if name in result["files"])])
-    parts = [head, _table(sparse, baseline), _gains(sparse, baseline), _remarks(sparse, baseline), _sample(sparse["sample"]), files]
+    parts = [
+        head,
+        _table(sparse, baseline),
+        _gains(sparse, baseline),
+        _forms(sparse),
+        _remarks(sparse, baseline),
+        _sample(sparse["sample"]),
+        files,
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
 def _table(sparse: dict[str, Any], baseline: dict[str, Any] | None) -> str:
-    rows = [("", "dense", "sparse", "ratio")]
+    rows: list[tuple[str, ...]] = [("", "dense", "sparse", "ratio")]
 
     def add(label: str, dense: float, sparse: float, digits: int = 0) -> None:
         rows.append((label, f"{dense:,.{digits}f}", f"{sparse:,.{digits}f}", f"{sparse / dense:.3f}"))
@@ -74,8 +82,32 @@ def _table(sparse: dict[str, Any], baseline: dict[str, Any] | None) -> str:
         add("file, bytes", b["file_dense"], b["file_compressed"])
         speed = sparse["tokens_per_s"]
         add("generating text, bytes per second", speed["dense"], speed["compressed"])
+    return _aligned(rows)
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> str:
+    """Rows of a label, three numbers and what follows them."""
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return "\n".join("  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3))]).rstrip() for row in rows)
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3)), *row[4:]]).rstrip() for row in rows)
+
+
+def _forms(sparse: dict[str, Any]) -> str:
+    """The trained weights in each form: bytes, speed and loss; empty if they were not compressed."""
+    if "rounded" not in sparse:
+        return ""
+    size, speed = sparse["bytes"], sparse["tokens_per_s"]
+    rows: list[tuple[str, ...]] = [("the same weights", "bytes", "bytes of text per second", "validation loss")]
+
+    def add(label: str, nbytes: int, form: str, loss: float) -> None:
+        ratio, best = min((speed[form] / speed[other], name) for other, name in (("dense", "dense"), ("compressed", "float32")))
+        slower = f"{ratio:.2f} times as fast as {best}: saves memory here, not time" if ratio < 1 and form != "dense" else ""
+        rows.append((label, f"{nbytes:,}", f"{speed[form]:,.0f}", f"{loss:.4f}", slower))
+
+    add("dense layout", size["layers_dense"], "dense", sparse["val_loss"])
+    add("compressed, float32", size["layers_compressed"], "compressed", sparse["val_loss"])
+    for values, one in sparse["rounded"].items():
+        add(f"compressed, {values}", one["layers"], values, one["val_loss"])
+    return _aligned(rows)
 
 
 def _gains(sparse: dict[str, Any], baseline: dict[str, Any] | None) -> str:

@@ -81,14 +81,15 @@ class Trainer:
         return value
 
     @torch.no_grad()
-    def validate(self, windows: int = VAL_WINDOWS) -> float:
-        """Mean validation loss, in nats per byte, of the weights that would be deployed now."""
+    def validate(self, windows: int = VAL_WINDOWS, other: GPT | None = None) -> float:
+        """Mean validation loss, in nats per byte, of the weights that would be deployed now, or of another model."""
         total, count = 0.0, 0
+        loss_of = self.loss if other is None else other.loss
         self.model.eval()
         with self.handle.deployable() if self.handle is not None else nullcontext():
             for batch in self.corpus.val_batches(self.config.context, self.config.batch, windows):
                 x, y = (self.ranks.own_rows(part).to(self.device) for part in batch)
-                loss = self.loss(x, y).item()  # also with no rows: all ranks gather sharded layers together
+                loss = loss_of(x, y).item()  # also with no rows: all ranks gather sharded layers together
                 total += loss * len(x) if len(x) else 0.0
                 count += len(x)
         self.model.train()

@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import capability
-from ..ops.integers import BITS
 from ..pattern import BackendError, Pattern
 from .devices import DEVICES, Device, named
-from .problem import Problem, plain
+from .problem import Problem, packed_bytes, plain
 
 DENSE, SPARSE, EXPAND, FLOAT32 = "dense", "sparse", "expand", "expand float32"
 METHODS = (DENSE, SPARSE, EXPAND, FLOAT32)
@@ -248,8 +247,7 @@ def forget() -> None:
 
 def _packed_bytes(p: Problem) -> float:
     """Bytes of the compressed form per element of the dense one."""
-    value = BITS[p.values] / 8 if p.integers else p.dtype.itemsize
-    return p.n / p.m * (value + Pattern(p.n, p.m).index_bits / 8) + (2 / p.group if p.group else 0)
+    return packed_bytes(Pattern(p.n, p.m), p.dtype, p.values, p.group)
 
 
 def _on_gpu(method: str, p: Problem) -> float:
@@ -262,6 +260,8 @@ def _on_gpu(method: str, p: Problem) -> float:
             arithmetic /= gpu.ratio[p.role]
         return gpu.call + max((elements * _packed_bytes(p) + others) / speed, arithmetic)
     expanding = 0.0 if method == DENSE else gpu.call + elements * (_packed_bytes(p) + size) / speed
+    if p.integers and method != DENSE:  # decoded values are written, and read again to expand them
+        expanding += gpu.call + elements * 2 * size * p.n / p.m / speed
     if method == FLOAT32:
         arithmetic *= gpu.rate(p.dtype) / gpu.rate(torch.float32)
     return expanding + gpu.launch + max((elements * size + others) / speed, arithmetic)

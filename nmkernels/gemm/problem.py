@@ -9,7 +9,7 @@ import torch
 from .. import tuning
 from ..ops.integers import BITS
 from ..ops.mvue import METHODS
-from ..pattern import NMError
+from ..pattern import NMError, Pattern
 
 ROLES = ("fprop", "dgrad", "wgrad")
 FORMS = ("dense", "rows", "columns", "rows:mma.sp", "columns:mma.sp", "rows:wgmma.sp", "columns:wgmma.sp")
@@ -86,6 +86,12 @@ def key(*problems: Problem) -> str:
 def stored_as(p: Problem) -> str:
     """The kind of integer values, and the columns that share a step, such as ``int4/128``; ``int8`` if a row does."""
     return f"{p.values}/{p.group}" if p.group else p.values
+
+
+def packed_bytes(pattern: Pattern, dtype: torch.dtype, values: str = "float", group: int = 0) -> float:
+    """Bytes of the compressed form per element of the dense one, with the step of each group; that of a row does not count."""
+    bits = BITS[values] if values in BITS else 8 * dtype.itemsize
+    return pattern.density * (bits + pattern.index_bits) / 8 + (2 / group if group else 0.0)
 
 
 def plain(dtype: torch.dtype) -> str:

@@ -48,16 +48,15 @@ from ..export.tensors import Layer, sparse_layers, weight_name
 from ..layouts import MATRICES, as_matrix, ordered
 from ..nn import CompressedLinear, CompressedStack, NMWeight, decompress_, deployed, replace_
 from ..nn.compressed import LAYOUTS, CompressedPart
-from ..nn.deploy import FLOATING, names_of
+from ..nn.deploy import check_values
 from ..nn.experts import child_name, compressed_stack, deploy_stacks_
 from ..nn.swap import after_swap, post_swap_hooks
 from ..ops import Compressed
-from ..ops.compress import group_of
 from ..ops.integers import BITS, GROUPS
 from ..pattern import CheckpointError, OptionError, Pattern, PatternError, PatternLike, RecipeError
 from ..recipes import Report
 from ..recipes.report import Entry
-from ..recipes.sparsify import Candidate, select
+from ..recipes.sparsify import Candidate, check_groups, select
 from .trainer import prepare
 
 __all__ = ["NMConfig", "NMQuantizer", "mark_", "prepare"]
@@ -135,10 +134,7 @@ class NMConfig(QuantizationConfigMixin):
         self.pattern = None if pattern is None else str(Pattern(pattern))
         self.skip = [skip] if isinstance(skip, str) else list(skip)
         self.keep_dense = keep_dense
-        if values not in (None, *BITS):
-            raise OptionError(f"NMConfig: values={values!r} is unknown; choose one of {', '.join(map(repr, BITS))}, or None.")
-        if group is not None and values is None:
-            raise OptionError(f"NMConfig: group={group} is for values='int8' or 'int4'.")
+        check_values("NMConfig", values, group)
         self.values, self.group = values, group
         if not isinstance(layers, dict | None):
             raise CheckpointError("NMConfig: layers is not a dict; config.json is damaged.")
@@ -304,12 +300,7 @@ class NMQuantizer(HfQuantizer):
         if not self._chosen:
             raise RecipeError(f"NMConfig: no layer of {type(model).__name__} can be made {pattern} sparse:\n{report}")
         if config.values is not None:
-            floats = [c.name for c in self._chosen.values() if c.layout not in MATRICES]
-            if floats:
-                warnings.warn(f"NMConfig: {FLOATING.format(config.values, names_of(floats))}", stacklevel=3)
-            for c in self._chosen.values():
-                if c.layout in MATRICES:
-                    group_of(f"NMConfig: layer {c.name!r}", config.values, config.group, pattern, c.matrix_shape[1])
+            check_groups("NMConfig", config.values, config.group, pattern, self._chosen.values())
 
     def get_weight_conversions(self) -> list[Any]:
         from transformers.core_model_loading import WeightRenaming

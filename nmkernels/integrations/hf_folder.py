@@ -32,9 +32,9 @@ from ..files import atomic_write, writing
 from ..layouts import MATRICES
 from ..nn import CompressedStack, deployed
 from ..nn.chains import find_chains
+from ..nn.deploy import check_values
 from ..nn.experts import child_name
 from ..ops import Compressed
-from ..ops.integers import BITS
 from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
 from ..recipes.oneshot.base import OneShot, resolve, text
 from ..recipes.oneshot.data import batches_of, call
@@ -43,7 +43,7 @@ from ..recipes.oneshot.relay import Relay, Unit
 from ..recipes.oneshot.results import Results, digest
 from ..recipes.oneshot.units import Progress, prune_units, write
 from ..recipes.report import Pruned, Report, starred
-from ..recipes.sparsify import Candidate, FilterFn
+from ..recipes.sparsify import Candidate, FilterFn, check_groups
 from ..recipes.writes import listed
 from .hf import CARD, NMConfig, write_card
 from .hf_disk import CONFIG, Choice, check_folder, open_folder
@@ -120,13 +120,13 @@ def prune_folder(
     Raises:
         CheckpointError: a folder cannot be read or written, or holds another run. ``out`` is then as it was.
         RecipeError: no layer can be pruned, or the data does not fit the model.
+        OptionError: ``values`` is unknown, or ``group`` does not fit a layer.
     """
     begin = time.monotonic()
     pattern, method, source, out = Pattern(pattern), resolve(method), Path(model_dir), Path(out)
     config = check_folder(source)
     check_out(source, out)
-    if values is not None and values not in BITS:
-        raise RecipeError(f"prune_folder: values={values!r} is unknown; choose one of {', '.join(map(repr, BITS))}, or None.")
+    check_values("prune_folder", values, group)
     batches, tests = batches_of(data), batches_of(held_out) if held_out else []
     device = None if device is None else _device(device)
     work = work_folder(out)
@@ -221,12 +221,15 @@ class _Run:
         progress: Progress | None,
     ) -> None:
         self.source, self.pattern, self.method, self.work, self.identity = source, pattern, method, work, identity
+        self.integers = None if identity["values"] is None else (identity["values"], identity["group"])
         self.device, self.batches, self.tests, self.progress = device, batches, tests, progress
         self._say("reading", 0, 1, str(source))
         self.model, self.disk = open_folder(source, choice, offload=work / "offload", dtype=dtype, device=device)
         check_model(self.model)
         _check_tokens(self.model, [*batches, *tests])
         self.chosen, self.table = choice(self.model)
+        if identity["values"] is not None:
+            check_groups("prune_folder", identity["values"], identity["group"], pattern, self.chosen)
         self.named = {c.name: c for c in self.chosen}
         self.results = Results(work / "units", {**identity, "layers": list(self.named)})
         self._say("reading", 1, 1, str(source))
@@ -244,7 +247,7 @@ class _Run:
         relay = self._relay(self.batches)
         with relay.running():
             prune_units(
-                relay, self.pattern, self.method, self.results, self.chains, sequential=sequential,
+                relay, self.pattern, self.method, self.results, self.chains, sequential=sequential, integers=self.integers,
                 progress=lambda done, total, what: self._say("pruning", done, total, what),
             )  # fmt: skip
         self.units = [*relay.units, Unit("", relay.idle)]
@@ -311,8 +314,8 @@ class _Run:
         for number in range(len(self.units)):
             done = self.results.load(number)
             rows, gains = rows | done.rows, gains | done.gains
-        data, batches = self.identity["data"], len(self.batches)
-        complete_(self.table, rows, gains if self.identity["permute"] else None, self.named, self.method, data, batches)
+        about, gained = self.identity, gains if self.identity["permute"] else None
+        complete_(self.table, rows, gained, self.named, self.method, about["data"], len(self.batches), about["values"])
         return self.table
 
     # ---- the files
@@ -366,8 +369,7 @@ class _Run:
 
     def _stored(self, name: str, packed: Compressed) -> Compressed:
         """The form in which a layer's result is written: with integers, if they are asked for."""
-        values, group = self.identity["values"], self.identity["group"]
-        return packed if values is None or self.named[name].layout not in MATRICES else ops.quantize_values(packed, values, group)
+        return packed if self.integers is None or self.named[name].layout not in MATRICES else ops.quantize_values(packed, *self.integers)
 
     def _fill(self, writer: ShardWriter, others: Iterable[str], state: Mapping[str, Tensor], packed: Mapping[str, str]) -> None:
         for number in range(len(self.units)):
@@ -447,11 +449,12 @@ def parts_of(weight: Any) -> dict[str, Tensor]:
 
 
 def by_type(report: Report) -> dict[str, float]:
-    """The mean error of the layers whose names differ only in numbers: ``model.layers.*.mlp.up_proj`` and so on."""
+    """The mean error of the layers whose names differ only in numbers (``model.layers.*.mlp.up_proj``), as they are written."""
     errors: dict[str, list[float]] = {}
     for name, row in report.pruned.items():
-        if row.error is not None:
-            errors.setdefault(starred(name.partition("[")[0]), []).append(row.error)
+        error = row.error if row.rounded is None else row.rounded
+        if error is not None:
+            errors.setdefault(starred(name.partition("[")[0]), []).append(error)
     return {name: sum(values) / len(values) for name, values in errors.items()}
 
 

@@ -40,6 +40,8 @@ HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_"
 
 MOST_NAMED = 5
 """How many layers a warning names."""
+FLOAT = "float"
+"""The ``values`` of ``compress_`` that leaves them floating-point."""
 FLOATING = "experts and convolutions keep floating-point values, not {}: {}."
 
 
@@ -63,7 +65,8 @@ def compress_(model: nn.Module, keep_dense: bool = False, values: str | None = N
     Args:
         model: a model whose recipe has been finished (``handle.finish()``); with ``values``, or one with compressed layers.
         keep_dense: keep the dense weights too, for GEMMs where they are faster; see ``CompressedLinear``.
-        values: None for floating-point values, ``"int8"`` or ``"int4"``.
+        values: ``"int8"``, ``"int4"``, or ``"float"`` for floating-point values. Default: for each layer what ``prune_`` was called with,
+            else floating-point values.
         group: dense columns that share a step; 0: all of a row. Default: 0 for ``"int8"``; for ``"int4"`` the first of 128, 64, 32 that
             fits, else 0.
 
@@ -82,7 +85,11 @@ def compress_(model: nn.Module, keep_dense: bool = False, values: str | None = N
         'CompressedLinear'
     """
     layers = {layer_name(name, module): module for name, module in model.named_modules() if isinstance(module, NMWeight)}
-    rounds = rounded_layers("compress_", model, values, group)
+    if values is None and group is None:
+        rounds: dict[str, NMWeight | CompressedLinear] = {name: layer for name, layer in layers.items() if layer.integers is not None}
+    else:
+        rounds = rounded_layers("compress_", model, None if values == FLOAT else values, group)
+    forms: dict[nn.Module, Any] = {one: (values, group) if values is not None else one.integers for one in rounds.values()}
     if not (layers or rounds):
         raise RecipeError(
             "compress_: the model has no SparseLinear. Train it with sparsify_ and call handle.finish() first; "
@@ -90,15 +97,16 @@ def compress_(model: nn.Module, keep_dense: bool = False, values: str | None = N
         )
     reshard(model)  # after an evaluation FSDP2 leaves copies
     if fsdp_modules(model) and any(is_sharded(layer.parameter) for layer in layers.values()):
+        integers = next((form[0] for form in forms.values()), None)
         raise RecipeError(
             "compress_: fully_shard has sharded the weights, and it cannot shard compressed ones, which are not Parameters. Call "
             "nm.save_compressed(model, path) on every rank, which compresses shard by shard, then nm.load_compressed(plain_model, path)"
-            f"{'' if values is None else f' and compress_(plain_model, values={values!r})'}."
+            f"{f' and compress_(plain_model, values={integers!r})' if integers else ''}."
         )
     for name, layer in layers.items():
         _check(name, layer)
     for name, one in rounds.items():
-        check_rounding("compress_", name, one, values, group)
+        check_rounding("compress_", name, one, *forms[one])
     _fold_columns(model, layers)
     for module in [module for module in model.modules() if isinstance(module, SparseExperts)]:
         stacks = module.stacks
@@ -109,27 +117,24 @@ def compress_(model: nn.Module, keep_dense: bool = False, values: str | None = N
             continue
         with torch.no_grad():
             packed = ops.compress(layer.grouped.detach(), layer.pattern)
-            if values is not None and layer.layout in MATRICES:
-                packed = ops.quantize_values(packed, values, group)
+            if layer in forms:
+                packed = ops.quantize_values(packed, *forms[layer])
         made[layer] = deployed(layer, packed, layer.layout, keep_dense, adapter_of(layer), layer.columns)
     replace_each_(model, made)
     for one in rounds.values():
         if isinstance(one, CompressedLinear):
             one.keep_dense = one.keep_dense or keep_dense
-            if one.weight.step is None and values is not None:
-                one.set_weight(ops.quantize_values(one.weight, values, group))
+            if one.weight.step is None:
+                one.set_weight(ops.quantize_values(one.weight, *forms[one]))
     after_swap(model)
     return model
 
 
 def rounded_layers(verb: str, model: nn.Module, values: str | None, group: int | None) -> dict[str, NMWeight | CompressedLinear]:
     """The sparse linear layers of ``model``, by name, whose values become ``values``, or are that already; a warning names other layers."""
+    check_values(verb, values, group)
     if values is None:
-        if group is not None:
-            raise OptionError(f"{verb}: group={group} is for values='int8' or 'int4'.")
         return {}
-    if values not in BITS:
-        raise OptionError(f"{verb}: values={values!r} is unknown; choose one of {', '.join(map(repr, BITS))}, or None.")
     found: dict[str, NMWeight | CompressedLinear] = {}
     others = []
     for name, module in model.named_modules():
@@ -142,6 +147,14 @@ def rounded_layers(verb: str, model: nn.Module, values: str | None, group: int |
     if others:
         warnings.warn(f"{verb}: {FLOATING.format(values, names_of(others))}", stacklevel=3)
     return found
+
+
+def check_values(verb: str, values: str | None, group: int | None) -> None:
+    """Raise ``OptionError`` unless ``values`` is a kind of integers, or None without a ``group``."""
+    if values not in (None, *BITS):
+        raise OptionError(f"{verb}: values={values!r} is unknown; choose one of {', '.join(map(repr, BITS))}, or None.")
+    if values is None and group is not None:
+        raise OptionError(f"{verb}: group={group} is for values='int8' or 'int4'.")
 
 
 def names_of(layers: list[str]) -> str:

@@ -29,9 +29,10 @@ class WeightState:
     where the layer uses W itself (a dense phase, or after ``finish``); ``plan`` says how the GEMMs are done, and ``seed`` is int64 (seed,
     offset) of its random estimates, None for torch's generator. ``adapts``: the low-rank adapter (``nm_left``, ``nm_right``), if there is
     one, takes part. ``columns`` is the order in which the finished weight is N:M, None for its own. ``starts`` are the transforms that
-    took something from the weight at the beginning, which a checkpoint may have ``restored``. ``governed``: a handle drives the layer, or
-    did; ``stepped``: an attached optimizer has stepped; ``ran``: the layer was called. ``effective`` keeps copies of W̃, ``gather`` is the
-    ``sharding.Gather`` of a weight that FSDP2 shards, and ``watch`` sees the result of each call until the first backward pass.
+    took something from the weight at the beginning, which a checkpoint may have ``restored``. ``integers``: (values, group) that
+    ``compress_`` rounds the finished weight to by default. ``governed``: a handle drives the layer, or did; ``stepped``: an attached
+    optimizer has stepped; ``ran``: the layer was called. ``effective`` keeps copies of W̃, ``gather`` is the ``sharding.Gather`` of a
+    weight that FSDP2 shards, and ``watch`` sees the result of each call until the first backward pass.
     """
 
     pattern: Pattern
@@ -43,6 +44,7 @@ class WeightState:
     columns: Tensor | None = None
     starts: tuple[WeightTransform, ...] = ()
     restored: bool = False
+    integers: tuple[str, int | None] | None = None
     governed: bool = False
     stepped: bool = False
     finished: bool = False
@@ -310,7 +312,7 @@ class NMWeight(nn.Module, WeightState):
 
     def _uses(self) -> str:
         use = "finished" if self.finished else "dense" if self.transform is None else type(self.transform).__name__
-        return f"pattern={self.pattern}, uses={use}"
+        return f"pattern={self.pattern}, uses={use}{'' if self.integers is None else f', values={self.integers[0]}'}"
 
 
 def is_learned(entry: Any) -> bool:

@@ -37,7 +37,8 @@ class Pruned:
 
     ``error`` is ‖X(W−Z)ᵀ‖² / ‖XWᵀ‖² on the calibration data, Z the pruned weight as it is stored, and ``wanda`` the same for Wanda's mask
     without new values. ``tokens`` were seen; ``damping`` was added to the Hessian, as a share of its mean diagonal; ``memory`` is the peak
-    of the device, or on a CPU of the process, in bytes; ``note`` says what did not go as planned.
+    of the device, or on a CPU of the process, in bytes; ``note`` says what did not go as planned. ``rounded`` is the error with the
+    integers that ``values=`` names instead of Z's values.
     """
 
     error: float | None
@@ -47,6 +48,7 @@ class Pruned:
     seconds: float
     memory: int
     note: str = ""
+    rounded: float | None = None
 
 
 @dataclass
@@ -126,12 +128,13 @@ def _pruned_table(pruned: Mapping[str, Pruned]) -> list[str]:
     def share(value: float | None) -> str:
         return "" if value is None else f"{100 * value:.2f} %"
 
-    rows = [("pruned", "error", "Wanda's", "tokens", "damping", "seconds", "memory", "")]
+    rounded = any(p.rounded is not None for p in pruned.values())
+    rows = [("pruned", "error", *["rounded"] * rounded, "Wanda's", "tokens", "damping", "seconds", "memory", "")]
     for name, p in pruned.items():
-        cells = share(p.error), share(p.wanda), str(p.tokens), f"{p.damping:g}", f"{p.seconds:.1f}", f"{p.memory / 1e9:.2f} GB", p.note
-        rows.append((name, *cells))
-    widths = [max(len(row[i]) for row in rows) for i in range(7)]
-    return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[7]]).rstrip() for row in rows]
+        errors = share(p.error), *[share(p.rounded)] * rounded, share(p.wanda)
+        rows.append((name, *errors, str(p.tokens), f"{p.damping:g}", f"{p.seconds:.1f}", f"{p.memory / 1e9:.2f} GB", p.note))
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip() for row in rows]
 
 
 def starred(name: str) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -33,8 +34,10 @@ from ..nn import (
     switch_fast_paths,
 )
 from ..nn.classes import class_of, computed_by
+from ..nn.deploy import FLOATING, names_of
 from ..nn.experts import child_name, experts_per_token, layer_name, make_stack_sparse_, stacks_of
 from ..nn.swap import after_swap
+from ..ops.compress import group_of
 from ..pattern import Pattern, RecipeError, ShapeError
 from ..shards import is_sharded
 from .base import LayerSetup, Recipe
@@ -97,6 +100,18 @@ class Candidate:
     def matrix(self) -> Tensor:
         """The present weight as that matrix, detached; a copy where the memory is not in its order yet."""
         return as_matrix(ordered(self.module.get_parameter(self.key).detach(), self.layout), self.layout)
+
+
+def check_groups(verb: str, values: str, group: int | None, pattern: Pattern, layers: Iterable[Candidate]) -> None:
+    """Raise ``OptionError`` if a ``group`` of integers does not fit one of the dense ``layers``; warn of those that keep floats."""
+    others = []
+    for c in layers:
+        if c.layout in MATRICES:
+            group_of(f"{verb}: layer {c.name!r}", values, group, pattern, c.matrix_shape[1])
+        else:
+            others.append(c.name)
+    if others:
+        warnings.warn(f"{verb}: {FLOATING.format(values, names_of(others))}", stacklevel=3)
 
 
 def select(

@@ -66,12 +66,12 @@ def test_a_gpu_that_is_not_here_is_not_measured():
 
 
 def test_this_machine_is_what_its_measurement_says():
-    device = measure.measured("here", CPU, torch.float32, P, clock, 1)
+    device = measure.measured("here", CPU, torch.float32, P, "float", clock, 1)
     assert device.bandwidth == 2 * measure.COPY and device.dense == {"float32": 2.0 * 1024 * 1024 * 32 / 10}
     assert device.ratio == {"fprop": 10 / 6, "dgrad": 11 / 7, "wgrad": 12 / 8} and (device.low, device.high) == (1.5, 10 / 6)
     assert device.passes == pytest.approx(1024 * 1024 * 6.125 / 0.75 / device.bandwidth)
     assert device.few is None and device.transposed and device.rows == 1
-    odd = measure.measured("here", CPU, torch.float32, nm.Pattern("1:3"), clock, 1)
+    odd = measure.measured("here", CPU, torch.float32, nm.Pattern("1:3"), "float", clock, 1)
     assert odd.dense == {"float32": 2.0 * 1023 * 1023 * 30 / 10}
 
 

@@ -7,7 +7,12 @@ import torch
 from torch import Tensor, nn
 
 import nmkernels as nm
+from nmkernels.gemm import estimate
+from nmkernels.gemm.devices import DEVICES
+from nmkernels.gemm.problem import Problem
 from nmkernels.testing import equal_bits
+from nmkernels.tuning import Task
+from python_tests.nn.test_effective import Calls
 
 
 class Model(nn.Module):
@@ -66,13 +71,43 @@ def test_reordered_inputs() -> None:
     assert entry.output == pytest.approx(float((x @ (layer.dense() - w).t()).norm() / (x @ w.t()).norm()), rel=1e-3)
 
 
-def test_an_audit_expects_no_kernel_for_integers() -> None:
-    plain, rounded = (nm.compress_(finished().bfloat16(), values=values) for values in (None, "int4"))
-    of_plain, of_rounded = (nm.audit(model, tokens=4, device="H100").layers[0] for model in (plain, rounded))
-    assert of_plain.dtype == of_rounded.dtype == "bfloat16" and of_plain.inference[0].form == "sparse"
-    assert of_rounded.inference[0].form == "expanded" and of_rounded.speedup("inference") < 1
-    nm.compress_(rounded, values="int4", keep_dense=True)
-    assert nm.audit(rounded, tokens=4, device="H100").layers[0].speedup("inference") == 1
+@pytest.mark.parametrize(("values", "group", "nbytes"), [("int8", None, 0.625), ("int4", None, 0.375 + 2 / 128), ("int4", 0, 0.375)])
+def test_an_audit_predicts_integers_from_their_bytes(values: str, group: int | None, nbytes: float) -> None:
+    model = nn.Sequential(nn.Linear(1024, 512, dtype=torch.bfloat16))
+    nm.sparsify_(model, "ste:2:4").finish(allow_unused=True)
+    nm.compress_(model, values=values, group=group)
+    audit = nm.audit(model, tokens=4, device="H100")
+    few, bandwidth = audit.layers[0], 0.85 * 3.35e12
+    assert (few.dtype, few.inference[0].form) == ("bfloat16", "sparse") and any("No GPU has run these" in note for note in audit.notes)
+    assert few.inference[0].used == pytest.approx((1024 * 512 * nbytes + 4 * 1536 * 2) / bandwidth + 3e-6)
+    many = nm.audit(model, tokens=17, device="H100").layers[0].inference[0]
+    assert many.form == "expanded" and many.used - many.dense == pytest.approx(1024 * 512 * (nbytes + 2 + 2) / bandwidth + 2 * 3e-6)
+    nm.compress_(model, values=values, group=group, keep_dense=True)
+    assert nm.audit(model, tokens=17, device="H100").layers[0].speedup("inference") == 1
+    p = Problem("fprop", 4, 512, 1024, 2, 4, torch.bfloat16, torch.device("cuda"), ("rows",), values=values, group=model[0].weight.group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nmkernels.gemm.estimate._gpu", lambda device: DEVICES["H100"])
+        assert estimate.seconds(estimate.SPARSE, p) == pytest.approx(few.inference[0].used)
+        p = p._replace(tokens=17)
+        assert estimate.seconds(estimate.EXPAND, p) == pytest.approx(many.used)
+
+
+def test_an_audit_measures_the_kernels_of_integers() -> None:
+    model = nn.Sequential(nn.Linear(256, 128, dtype=torch.bfloat16))
+    nm.sparsify_(model, "ste:2:4").finish(allow_unused=True)
+    nm.compress_(model, values="int4")
+    called = {}
+
+    def clock(task: Task) -> float:
+        with Calls() as calls:
+            task.run()
+        called[task.name] = calls.names
+        return {"fprop op": 2e-6, "fprop dense": 3e-6}.get(task.name, 9e-6)
+
+    layer = nm.audit(model, tokens=4, device="cpu", timer=clock).layers[0]
+    assert (layer.measured_inference[0].used, layer.measured_inference[0].dense) == (2e-6, 3e-6)
+    assert called["fprop sparse"][-1:] == called["fprop op"][-1:] == ["linear_integers"]
+    assert called["expand"] == ["dequantize_values", "decompress"]
 
 
 def test_it_refuses_what_compress_refuses() -> None:

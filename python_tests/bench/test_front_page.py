@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench import cases, front_page
-from bench.front_page import BEGIN, END, LINES, MACHINES, MACHINES_END, METHODS, METHODS_END
+from bench.front_page import BEGIN, END, INTEGERS, INTEGERS_END, LINES, MACHINES, MACHINES_END, METHODS, METHODS_END
 from bench.registry import Ask
 from python_tests.bench.samples import HEAD, STAMP
 
@@ -40,6 +40,32 @@ def test_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "4096×4096, 1 token | torch's fastest dense GEMM | 1.88 × | 2.50 × (slow opponent: bytes allow 1.90) |" in text
     assert "| dense | 3.30 × |  |" in text and "16 tokens" not in text
     assert "1.016 × its dense baseline's loss with 0.53 × the bytes (AMD, 2 threads, 2026-11-21)" in text
+
+
+def test_integers_have_a_line_for_each_kind_of_values(tmp_path: Path) -> None:
+    page = tmp_path / "pays.md"
+    page.write_text(f"{INTEGERS}\n{INTEGERS_END}\n")
+    start = "nm_linear_integers,{},2:4,bfloat16,4x4096x4096,{},1,{},3," + STAMP
+    made = [
+        ('"nmkernels cpu, int8"', "us", 900),
+        ('"nmkernels cpu, int8"', "x weight-only int8", 1.554),
+        ('"nmkernels cpu, int8"', "x 16 bits", 1.3),
+        ('"nmkernels cpu avx2, int4"', "x weight-only int4", 0.9),
+        ('"nmkernels, 16 bits"', "us", 1200),
+    ]
+    (tmp_path / "a.csv").write_text(HEAD + "".join(start.format(*row) for row in made))
+    assert front_page.main([], tmp_path, [page]) == 0
+    lines = page.read_text().splitlines()
+    assert [line for line in lines if "2:4" in line] == [
+        "| 4096×4096 2:4 | 4 | int8 | 1.55 × |  | 1.30 × |  |",
+        "| 4096×4096 2:4 | 4 | int4 avx2 |  | 0.90 × |  |  |",
+    ]
+    assert "| weight | tokens | values | against torch's int8 | against torch's int4 | against ours in 16 bits | against dense |" in lines
+    assert any(line.startswith("**AMD, 2 threads** (") for line in lines)
+    (tmp_path / "a.csv").write_text(HEAD + LINEAR)
+    assert (
+        front_page.main([], tmp_path, [page]) == 0 and "*Not run yet: `python -m bench.run --op nm_linear_integers`.*" in page.read_text()
+    )
 
 
 def test_every_machine_has_a_tab(tmp_path: Path) -> None:

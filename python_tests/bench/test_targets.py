@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench import tables, targets
-from bench.cases import FAMILIES
+from bench.cases import FAMILIES, _ours, integers
 from bench.registry import Spec
 from bench.targets import TARGETS
 from python_tests.for_each import for_each
@@ -36,12 +36,23 @@ def test_targets_are_sound() -> None:
         ("mask", (0.8, 0.7), "met"),
         ("mask", (0.95, 0.9), "stretch"),
         ("mask", (0.5,), "missed"),  # one case that is missed is enough, measured or not the others
+        ("int8-1-2:4", (2.0,), "met"),
+        ("int8-avx2-1-2:4", (1.49,), "missed"),
         ("adamw", (1.04,), "stretch"),
         ("adamw", (1.26,), "missed"),
     ],
 )
 def test_states(key: str, values: tuple[float, ...], state: str) -> None:
     assert _verdict(key, *values).state == state
+
+
+def test_targets_of_integers_name_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ours, "other_isas", lambda: ["avx2"])
+    monkeypatch.setattr(integers, "COPIES", 1)
+    work = FAMILIES["nm_linear_integers"].build(Spec("nm_linear_integers", "2:4", "bfloat16", 64, 256, 1), "cpu")
+    named = {(ratio.of, ratio.metric) for ratio in work.ratios}
+    some = [t for t in TARGETS if t.specs[0].op == "nm_linear_integers"]
+    assert len(some) == 11 and {(t.provider, t.metric) for t in some} <= named
 
 
 def test_markdown_tells_every_case_and_the_reason() -> None:

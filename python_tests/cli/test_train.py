@@ -41,6 +41,11 @@ def test_the_result_is_true(finished, text):
     assert sparse["bytes"]["layers_dense"] == 4 * weights
     assert sparse["bytes"]["layers_compressed"] == 4 * weights // 2 + weights // 8
     assert sparse["bytes"]["file_compressed"] == (finished / "model.safetensors").stat().st_size
+    steps = 2 * (3 + 1 + 4 + 1) * 32  # one per row, whose 32 or 128 inputs are one group
+    assert {values: one["layers"] for values, one in sparse["rounded"].items()} == {
+        "int8": weights // 2 + weights // 8 + steps,
+        "int4": weights // 4 + weights // 8 + steps,
+    }
     assert sparse["layers"] == 4
     assert result["val_loss_ratio"] == sparse["val_loss"] / result["baseline"]["val_loss"]
     assert 1 <= sparse["switch_step"] < 12 and sparse["switch_reason"] in ("t_min", "t_max") and "AutoSwitch" in sparse["remark"]
@@ -54,11 +59,15 @@ def test_the_result_is_true(finished, text):
         "dense_inference": dense,
     }
     # the validation loss is the one of the file that was written
-    model = nm.load_compressed(GPT(MODEL), finished / "model.safetensors")
     corpus = load_corpus(text)
-    with torch.no_grad():
-        losses = [(model.loss(x, y).item(), len(x)) for x, y in corpus.val_batches(16, 2, 256)]
-    assert sum(v * n for v, n in losses) / sum(n for _, n in losses) == pytest.approx(sparse["val_loss"], rel=1e-5)
+    for values, one in (("float", sparse), *sparse["rounded"].items()):
+        model = nm.load_compressed(GPT(MODEL), finished / "model.safetensors")
+        if values != "float":
+            nm.compress_(model, values=values)
+        with torch.no_grad():
+            losses = [(model.loss(x, y).item(), len(x)) for x, y in corpus.val_batches(16, 2, 256)]
+        assert sum(v * n for v, n in losses) / sum(n for _, n in losses) == pytest.approx(one["val_loss"], rel=1e-5)
+    assert len({one["val_loss"] for one in (sparse, *sparse["rounded"].values())}) == 3
     assert result["corpus"]["train_bytes"] == len(corpus.train)
 
 

@@ -156,6 +156,17 @@ def test_summary():
     baseline["val_loss"] = 1.02
     text = summary(result)
     assert "1.50 times as fast\n" in text and "saves memory" not in text and "  loss   1.0% lower on" in text
+    assert "int8" not in text
+    sparse["tokens_per_s"] |= {"int8": 99.0, "int4": 160.0}
+    sparse["rounded"] = {"int8": {"layers": 281, "val_loss": 1.02}, "int4": {"layers": 172, "val_loss": 1.13}}
+    forms = summary(result).partition("the same weights")[2].partition("\n\n")[0].splitlines()
+    assert [re.split("  +", line) for line in forms[1:]] == [
+        ["dense layout", "1,000", "100", "1.0100"],
+        ["compressed, float32", "531", "150", "1.0100"],
+        ["compressed, int8", "281", "99", "1.0200", "0.66 times as fast as float32: saves memory here, not time"],
+        ["compressed, int4", "172", "160", "1.1300"],
+    ]
+    del sparse["rounded"]
     # alone there is no row that is half empty
     result["baseline"] = None
     text = summary(result)

@@ -386,8 +386,12 @@ def test_a_dense_checkpoint_is_rounded_as_compress_would(
         model, by_hand = loaded(dense_folders[name], quantization_config=config), loaded(dense_folders[name])
         nm.sparsify_(by_hand, "ste:2:4").finish(allow_unused=True)
         assert same_state(model, nm.compress_(by_hand, values=values, group=group)) and equal_bits(logits(model), logits(by_hand))
+        new = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
+        text = model.generate(IDS, **new)
+        assert text.shape == (len(IDS), IDS.shape[1] + 4) and torch.equal(text, by_hand.generate(IDS, **new))
         model.save_pretrained(tmp_path / name)
-        assert same_state(loaded(tmp_path / name), model)
+        again = loaded(tmp_path / name)
+        assert same_state(again, model) and torch.equal(again.generate(IDS, **new), text)
     quantizer = NMQuantizer(config, pre_quantized=False)
     quantizer.update_dtype(torch.bfloat16)
     assert quantizer.quantized_element_size == {"int8": 5 / 8, "int4": 3 / 8 + 2 / 16}[values]

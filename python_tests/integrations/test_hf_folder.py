@@ -18,10 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import nmkernels as nm
-from nmkernels.pattern import CheckpointError, RecipeError
+from nmkernels.pattern import CheckpointError, OptionError, RecipeError
 from nmkernels.recipes import search_permutation
 from nmkernels.recipes.oneshot import prune_
 from nmkernels.recipes.oneshot import units as engine
+from nmkernels.recipes.report import Pruned, Report
 from nmkernels.testing import equal_bits
 from python_tests.house.paths import ROOT
 from python_tests.integrations.folders import batches, built, content, saved, write_tokenizer
@@ -36,11 +37,11 @@ transformers.logging.disable_progress_bar()
 pytestmark = pytest.mark.filterwarnings("ignore:prune_. layer")
 
 
-def in_memory(folder, out, data, values=None, group=None, **options):
+def in_memory(folder, out, data, **options):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     handle = prune_(model, "2:4", data, **options)
     handle.finish(allow_unused=True)
-    nm.compress_(model, values=values, group=group).save_pretrained(out)
+    nm.compress_(model).save_pretrained(out)
     return handle.report
 
 
@@ -85,8 +86,8 @@ def test_is_what_the_model_in_memory_becomes(tmp_path, name, options):
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(tmp_path / "memory" / "model.safetensors").keys()
     config, other = (json.loads((tmp_path / each / "config.json").read_text()) for each in ("out", "memory"))
     assert config == other
-    assert [(n, row.error, row.tokens) for n, row in done.report.pruned.items()] == [
-        (n, row.error, row.tokens) for n, row in report.pruned.items()
+    assert [(n, row.error, row.rounded, row.tokens) for n, row in done.report.pruned.items()] == [
+        (n, row.error, row.rounded, row.tokens) for n, row in report.pruned.items()
     ]
     assert (done.report.entries, done.report.channels, done.report.remark) == (report.entries, report.channels, report.remark)
     assert content(source) == before and sorted(os.listdir(tmp_path)) == ["dense", "memory", "out"]
@@ -322,6 +323,24 @@ def test_the_memory_of_the_process_does_not_grow_with_the_number_of_blocks(tmp_p
 
 
 # ---- what is refused
+
+
+def test_errors_by_kind_of_layer_are_of_the_values_that_are_written():
+    row = functools.partial(Pruned, wanda=None, tokens=1, damping=0.0, seconds=0.0, memory=0)
+    pruned = {"h.0.up": row(0.1, rounded=0.2), "h.1.up": row(0.3, rounded=0.6), "h.0.down": row(0.5), "head": row(None)}
+    assert hf_folder.by_type(Report(pruned=pruned)) == {"h.*.up": pytest.approx(0.4), "h.*.down": 0.5}
+
+
+def test_integers_that_do_not_fit_are_refused_before_any_work(tmp_path):
+    source = saved(tmp_path / "dense", layers=2)
+    for options, said in (({"values": "int5"}, "values='int5' is unknown"), ({"values": "int4", "group": 24}, "layer .*group=24 does not")):
+        with pytest.raises(OptionError, match=f"prune_folder: {said}"):
+            prune_folder(source, "2:4", batches(1), tmp_path / "out", progress=lambda done, total, what: reading(what), **options)
+    assert os.listdir(tmp_path) == ["dense"]
+
+
+def reading(what):
+    assert what.startswith("reading"), f"it went on to {what!r}"
 
 
 def test_layers_to_skip_have_to_be_there(tmp_path):

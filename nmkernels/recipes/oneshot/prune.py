@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from ...layouts import MATRICES
 from ...nn import NMWeight
 from ...nn.chains import find_chains
+from ...nn.deploy import check_values
 from ...pattern import Pattern, PatternLike, RecipeError
 from ...shards import is_sharded
 from ..handle import Handle
 from ..methods.asp import ASP
 from ..report import Pruned, Report
-from ..sparsify import Candidate, FilterFn, select, sparsify_
+from ..sparsify import Candidate, FilterFn, check_groups, select, sparsify_
 from ..writes import listed
 from .base import OneShot, resolve, text
 from .data import batches_of, call
@@ -44,6 +45,8 @@ def prune_(
     forward: Forward | None = None,
     blocks: Sequence[str] | None = None,
     permute: bool = False,
+    values: str | None = None,
+    group: int | None = None,
     progress: Progress | None = None,
 ) -> Handle:
     """Prune a trained dense model to N:M on calibration data, in place, and return a handle that holds the masks.
@@ -71,10 +74,13 @@ def prune_(
         forward: ``forward(model, batch)`` for a model that is called in another way.
         blocks: names of modules whose children are the blocks; [] for none.
         permute: first reorder hidden channels between layers, where that is possible without changing the model, so that more is kept.
+        values, group: the integers that ``compress_(model)`` rounds the kept values of linear layers to, ``"int8"`` or ``"int4"``; the
+            report has the error with them too. Until then weights stay floating-point, so that they can be fine-tuned.
         progress: called with (done, total, what) before each block; the same is logged to ``nmkernels.prune``.
 
     Raises:
         RecipeError: no layer can be pruned, the model is sparse, sharded or offloaded, the data is empty, or the method unknown.
+        OptionError: ``values`` is unknown, or ``group`` does not fit a layer.
         CheckpointError: ``folder`` holds another run, or cannot be written. In case of any error the model is as it was.
 
     Example:
@@ -86,11 +92,14 @@ def prune_(
     """
     pattern, method = Pattern(pattern), resolve(method)
     device = None if device is None else torch.device(device)
+    check_values("prune_", values, group)
     with together():
         check_model(model)
         batches = batches_of(data)
         undispatch_(model)
         chosen, report = choose(model, pattern, filter_fn, method)
+        if values is not None:
+            check_groups("prune_", values, group, pattern, chosen)
         resident = Residence(device)
         relay = Relay(model, chosen, batches, forward or call, blocks, device, resident)
     identity: dict[str, Any] = {
@@ -98,6 +107,8 @@ def prune_(
         "method": text(method),
         "sequential": sequential,
         "permute": permute,
+        "values": values,
+        "group": group,
         "blocks": None if blocks is None else list(blocks),
         "layers": [c.name for c in chosen],
         "weights": digest([sample(c.matrix) for c in chosen]),
@@ -107,8 +118,9 @@ def prune_(
     identity["data"] = shares[0][0] if len(shares) == 1 else digest(shares)
     results = Results(folder, identity)
     chains = find_chains(model)[0] if permute else []
+    integers = None if values is None else (values, group)
     with relay.running():
-        prune_units(relay, pattern, method, results, chains, sequential=sequential, progress=progress)
+        prune_units(relay, pattern, method, results, chains, sequential=sequential, integers=integers, progress=progress)
     masks: dict[str, Tensor] = {}
     rows: dict[str, Pruned] = {}
     gains: dict[str, str] = {}
@@ -123,8 +135,11 @@ def prune_(
             write(model, results.load(number, names), named, chains)
     handle = sparsify_(model, ASP(pattern, score="existing"), lambda module, name: name in named)
     handle.run.masks.chosen = masks
+    for layer in handle.layers.values():
+        layer.integers = integers if layer.layout in MATRICES else None
     handle.report.entries = report.entries
-    complete_(handle.report, rows, gains if permute else None, named, method, identity["data"], sum(count for _, count in shares))
+    gained = gains if permute else None
+    complete_(handle.report, rows, gained, named, method, identity["data"], sum(count for _, count in shares), values)
     return handle
 
 
@@ -186,7 +201,7 @@ def sample(matrix: Tensor) -> Tensor:
 
 def complete_(
     report: Report, rows: Mapping[str, Pruned], gains: Mapping[str, str] | None, layers: Mapping[str, Candidate], method: OneShot,
-    data: str, batches: int,
+    data: str, batches: int, values: str | None,
 ) -> None:  # fmt: skip
     """Put the results of all units into ``report``, and warn of layers with too few tokens. ``gains``: of permuted channels, if any."""
     order = {name: i for i, name in enumerate(layers)}
@@ -194,6 +209,8 @@ def complete_(
     if gains is not None:
         report.channels = {name: gains.get(name, "left alone: nothing proves that they can be reordered") for name in layers}
     report.remark = f"pruned by {text(method)} on {batches} batches with digest {data}"
+    if values is not None:
+        report.remark += f"; compressed values are {values}"
     few = [name for name, row in report.pruned.items() if row.tokens < SCARCE * layers[name.partition("[")[0]].matrix_shape[1]]
     if few and method.guarded:
         warnings.warn(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ...layouts import as_stored
+from ...layouts import MATRICES, as_stored
 from ...nn import NMWeight
 from ...nn.chains import Chain, channel_parameters, reorder_
 from ...pattern import Pattern
@@ -39,11 +39,12 @@ def prune_units(
     chains: Sequence[Chain] = (),
     *,
     sequential: bool = True,
+    integers: tuple[str, int | None] | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Fill ``results`` for every unit of ``relay``, and for the layers that the first batch did not reach. The model is then as it was.
 
-    ``chains``: whose channels may be reordered first.
+    ``chains``: whose channels may be reordered first. ``integers``: as for ``solve``, of linear layers.
     """
     with together():
         relay.trace()
@@ -63,7 +64,7 @@ def prune_units(
             with relay.resident(unit.block.module) if unit.block else nullcontext():
                 fresh = number not in results
                 if fresh:
-                    results.save(number, _prune_unit(relay, unit, pattern, method, chains))
+                    results.save(number, _prune_unit(relay, unit, pattern, method, chains, integers))
                 if unit.block is None:
                     if sequential:
                         live.enter_context(applied(relay.model, results.load(number, list(named)), named, chains))
@@ -77,12 +78,15 @@ def prune_units(
                 relay.finish(unit)
         if total not in results:
             # later batches may reach these; the others are pruned by magnitude
-            results.save(total, _prune_unit(relay, Unit("", relay.idle), pattern, method, ()) if relay.idle else Done())
+            idle = Unit("", relay.idle)
+            results.save(total, _prune_unit(relay, idle, pattern, method, (), integers) if relay.idle else Done())
     if progress is not None:
         progress(total, total, "done")
 
 
-def _prune_unit(relay: Relay, unit: Unit, pattern: Pattern, method: OneShot, chains: Sequence[Chain]) -> Done:
+def _prune_unit(
+    relay: Relay, unit: Unit, pattern: Pattern, method: OneShot, chains: Sequence[Chain], integers: tuple[str, int | None] | None
+) -> Done:
     """Collect the inputs of a unit's layers, and solve them."""
     problems = [p for c in unit.layers for p in problems_of(c, relay.source(c))]
     hessians = Hessians(problems)
@@ -104,7 +108,8 @@ def _prune_unit(relay: Relay, unit: Unit, pattern: Pattern, method: OneShot, cha
             for source in list(means):
                 for p in problems:
                     if p.source == source and p.name in mine:
-                        solved[p.name] = solve(method, p.part(matrices[p.candidate.name]), *means[source], pattern)
+                        rounds = integers if p.candidate.layout in MATRICES else None
+                        solved[p.name] = solve(method, p.part(matrices[p.candidate.name]), *means[source], pattern, rounds)
                 del means[source]
     if count > 1:
         parts = gathered({name: (c.values.cpu(), c.indices.cpu(), c.shape, row) for name, (c, row) in solved.items()})

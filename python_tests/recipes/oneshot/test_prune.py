@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import warnings
@@ -595,6 +596,60 @@ def test_saved_and_loaded_by_transformers(tmp_path, family):
         model.save_pretrained(tmp_path)
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
         assert (loaded(**data[0]).logits - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(("values", "group"), [("int8", None), ("int4", 32)])
+def test_values_are_those_of_the_report_and_of_compress(values, group):
+    """The report has the error of the weight that ``compress_`` stores, and the model that is fine-tuned before that the pruned floats."""
+    dense, model, floats, data = mlp(), mlp(), mlp(), rows()
+    handle, other = prune_(model, P, data, method="wanda", values=values, group=group), prune_(floats, P, data, method="wanda")
+    assert_same(weights(model), weights(floats))
+    assert f"values={values}" in repr(model) and f"compressed values are {values}" in str(handle.report)
+    assert "rounded" in str(handle.report) and "rounded" not in str(other.report)
+    for each in (handle, other):
+        each.finish(allow_unused=True)
+    x = torch.cat(inputs(floats, ["3"], lambda: [floats(batch) for batch in data])["3"])
+    nm.compress_(model)
+    nm.compress_(floats, values=values, group=group)
+    assert_same(weights(model), weights(floats))
+    assert model[3].weight.kind == values and model[3].weight.group == (group or 0)
+    w = dense[3].weight.detach()
+    y, off = x @ w.t(), x @ (w - model[3].weight.dense()).t()
+    row = handle.report.pruned["3"]
+    assert row.rounded == pytest.approx(float(off.norm() / y.norm()) ** 2, rel=1e-3) and row.rounded != row.error
+
+
+def test_values_can_be_left_floating_or_changed_at_the_end():
+    for arguments, kind in (({}, "int4"), ({"values": "float"}, "float"), ({"values": "int8"}, "int8")):
+        model = mlp()
+        prune_(model, P, rows(), method="wanda", values="int4").finish(allow_unused=True)
+        nm.compress_(model, **arguments)
+        assert {model[i].weight.kind for i in (0, 3, 5)} == {kind}
+
+
+def test_values_that_do_not_fit_are_refused_before_any_work(monkeypatch):
+    def read():
+        raise AssertionError("the data was read")
+        yield
+
+    for arguments, said in (
+        ({"values": "int5"}, "prune_: values='int5' is unknown; choose one of 'int8', 'int4'"),
+        ({"values": "float"}, "prune_: values='float' is unknown"),
+        ({"group": 32}, "prune_: group=32 is for values"),
+    ):
+        with pytest.raises(ops.OptionError, match=re.escape(said)):
+            prune_(mlp(), P, read(), **arguments)
+    model = mlp()
+    model.forward = None  # fails when it runs
+    with pytest.raises(ops.OptionError, match="prune_: layer '0': group=64 does not divide 32 columns"):
+        prune_(model, P, rows(), values="int4", group=64)
+    model = nn.Sequential(nn.Conv2d(32, 32, 3), nn.Flatten(), nn.Linear(32, 32))
+    with pytest.warns(UserWarning, match="prune_: experts and convolutions keep floating-point values, not int8: 0"):
+        handle = prune_(model, P, rows(3, 40, 32, 3, 3), method="wanda", values="int8")
+    assert handle.report.pruned["0"].rounded is None and handle.report.pruned["2"].rounded > 0
+    handle.finish(allow_unused=True)
+    nm.compress_(model)
+    assert (model[0].weight.kind, model[2].weight.kind) == ("float", "int8")
 
 
 def test_another_recipe_can_go_on():

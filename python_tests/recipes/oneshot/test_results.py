@@ -116,6 +116,7 @@ def changed(model):
         ("pattern", lambda folder: prune_(ViT(), "1:4", images(), folder=folder, method="wanda")),
         ("method", lambda folder: prune_(ViT(), P, images(), folder=folder, method="wanda(refit=3)")),
         ("sequential", lambda folder: prune_(ViT(), P, images(), folder=folder, method="wanda", sequential=False)),
+        ("values", lambda folder: prune_(ViT(), P, images(), folder=folder, method="wanda", values="int8")),
         ("permute", lambda folder: prune_(ViT(), P, images(), folder=folder, method="wanda", permute=True)),
         ("blocks", lambda folder: prune_(ViT(), P, images(), folder=folder, method="wanda", blocks=[])),
         ("data", lambda folder: prune_(ViT(), P, images(2), folder=folder, method="wanda")),
