@@ -174,7 +174,7 @@ def integers() -> Iterator[Case]:
     for bits in (8, 4):
         for dtype in (FP32, BF16):
             steps, short = 1 if bits == 8 else 32, SHORT[dtype]
-            args = (meta(4096, 2048, dtype=dtype), bits, steps)
+            args: tuple[Any, ...] = (meta(4096, 2048, dtype=dtype), bits, steps)
             yield Case("nm_quantize_values", f"{short} int{bits}", args, sampled=dtype == BF16)
         for text in ("2:4", "1:8"):
             p = Pattern(text)
@@ -189,7 +189,8 @@ def integers() -> Iterator[Case]:
                     args = (meta(tokens, 4096, dtype=dtype), *stored(p, bits), p.n, p.m, 4096)
                     sampled = text in ("2:4", "1:8") and dtype == BF16 and tokens != 4
                     name = f"{text} int{bits} {SHORT[dtype]} {tokens} tokens"
-                    yield Case("nm_linear_integers", name, args, matrix=tokens > 4, sampled=sampled, loose=("",))
+                    load = {1: 16 * bits, 4: 0, 16: 128}[tokens]
+                    yield Case("nm_linear_integers", name, args, load, matrix=tokens > 4, sampled=sampled, loose=("",))
         p = Pattern("3:5")
         args = (meta(4, 4095, dtype=BF16), *stored(p, bits, cols=4095), p.n, p.m, 4095)
         yield Case("nm_linear_integers", f"3:5 int{bits} bf16 4 tokens", args, loose=("",))

@@ -39,12 +39,12 @@ RUNS, WIDTH = 8, 64
 
 @triton.jit
 def dequantize_kernel(
-    values, step, out, rows, kept, steps, runs, blocks, ROWS: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr
+    values, step, out, rows, kept, stored, steps, runs, blocks, ROWS: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr
 ):  # fmt: skip
     """out ``[rows, kept]`` = integer · step, exact in float32, rounded once."""
     row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(0) % blocks * WIDTH
-    w = load_integers(values, step, tl.minimum(row, rows - 1), first, kept, steps, runs, WIDTH, RUN)
+    w = load_integers(values, step, tl.minimum(row, rows - 1), first, stored, steps, runs, WIDTH, RUN)
     at = (first + tl.arange(0, WIDTH))[:, None]
     tl.store(out + row[None, :] * kept + at, narrow(w, out.dtype.element_ty), mask=(at < kept) & (row < rows)[None, :])
 
@@ -55,7 +55,7 @@ def dequantize_values(values: Tensor, step: Tensor, kept: int, dtype: torch.dtyp
     rows, steps, width = values.shape[:-1].numel(), step.shape[-1], min(ELEMENTS, max(16, next_power_of_2(kept)))
     run, runs = runs_of(kept, steps, width)
     high, blocks = ELEMENTS // width, cdiv(kept, width)
-    args = (values, step, result, rows, kept, steps, runs, blocks)
+    args = (values, step, result, rows, kept, values.shape[-1], steps, runs, blocks)
     launch(dequantize_kernel, cdiv(rows, high) * blocks, args, ROWS=high, WIDTH=width, RUN=run)
     return result
 
@@ -117,7 +117,7 @@ def integers_at(w, step, row, k, kept, steps, per, LOW: tl.constexpr, HIGH: tl.c
 
 
 @triton.jit
-def quantize_kernel(w, step, integers, count, kept, steps, per, BITS: tl.constexpr, BYTES: tl.constexpr):
+def quantize_kernel(w, step, integers, count, kept, stored, steps, per, BITS: tl.constexpr, BYTES: tl.constexpr):
     """integers = w / step, in ``count`` bytes: one each, or at 4 bits two to a byte and rows that start on a byte."""
     at = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
     inside = at < count
@@ -125,7 +125,6 @@ def quantize_kernel(w, step, integers, count, kept, steps, per, BITS: tl.constex
         row, k = at // kept, at % kept
         byte = integers_at(w, step, row, tl.where(inside, k, kept), kept, steps, per, -127, 127).to(tl.int8)
     else:
-        stored = (kept + 1) // 2
         row, k = at // stored, tl.where(inside, at % stored * 2, kept)
         low = integers_at(w, step, row, k, kept, steps, per, -8, 7)
         high = integers_at(w, step, row, k + 1, kept, steps, per, -8, 7)
@@ -138,7 +137,7 @@ def quantize_values(values: Tensor, bits: int, steps: int, out: None = None) -> 
     integers = w.new_empty((*lead, kept if bits == 8 else cdiv(kept, 2)), dtype=torch.int8 if bits == 8 else torch.uint8)
     step, runs, per = w.new_empty((*lead, steps), dtype=torch.bfloat16), lead.numel() * steps, kept // steps
     launch(steps_kernel, cdiv(runs, RUNS), (w, as_integers(step), runs, per), BITS=bits, RUNS=RUNS, WIDTH=WIDTH)
-    args = (w, step, integers, integers.numel(), kept, steps, per)
+    args = (w, step, integers, integers.numel(), kept, integers.shape[-1], steps, per)
     launch(quantize_kernel, cdiv(integers.numel(), BYTES), args, BITS=bits, BYTES=BYTES)
     return integers, step
 

@@ -25,8 +25,8 @@ from .spmm import combine_kernel, few_kernel, spmm_kernel, spmm_transposed_kerne
 FEW_ROWS, FEW_WIDTH = 8, 128
 """Rows per program of ``few_kernel``, and stored values read at a time: 16 bytes per thread for 16-bit numbers."""
 
-FEW_INTEGERS = 512
-"""Integers read at a time for one token, up to 32 bytes per thread; fewer for more tokens, whose sums take registers."""
+FEW_INTEGERS = 256
+"""Integers read at a time for one token, 16 bytes per thread at 8 bits; fewer for more tokens, whose products take registers."""
 
 COMBINE = 1024
 """Results per program of ``combine_kernel``."""
@@ -89,13 +89,13 @@ def few(
     if step is not None:
         steps, width = step.shape[1], FEW_INTEGERS // next_power_of_2(tokens)
         run, runs = runs_of(kept, steps, width)
-    args = (x, values, indices, step, bias, y, rows, cols, kept, p.index_bytes(cols), steps, runs)
+    args = (x, values, indices, step, bias, y, rows, cols, kept, values.shape[1], p.index_bytes(cols), steps, runs)
     consts: dict[str, Any] = {"N": n, "M": m, "BITS": p.index_bits, "TOKENS": tokens, "ACTIVATION": activation}
     launch(few_kernel, cdiv(rows, FEW_ROWS), args, **consts, ROWS=FEW_ROWS, WIDTH=width, RUN=run, enable_fp_fusion=True)
 
 
 def runs_of(kept: int, steps: int, width: int) -> tuple[int, int]:
-    """(RUN, runs) of ``load_integers``: the most values, at most ``width``, that share a step in any tile, and how many of those share it."""
+    """(RUN, runs) of ``load_integers``: neighbours in a tile of ``width`` values that share a step, and how many such runs share it."""
     if steps == 1:
         return width, max(1, cdiv(kept, width))
     per = kept // steps

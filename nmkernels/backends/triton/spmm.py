@@ -51,14 +51,13 @@ def combine_kernel(parts, bias, y, count, width, SPLITS: tl.constexpr, ACTIVATIO
 
 
 @triton.jit
-def load_integers(values, step, row, first, kept, steps, runs, WIDTH: tl.constexpr, RUN: tl.constexpr):
+def load_integers(values, step, row, first, stored, steps, runs, WIDTH: tl.constexpr, RUN: tl.constexpr):
     """Values first, first + 1, ... of each row as integer · step, float32 ``[WIDTH, rows]``; any number past the end.
 
-    ``runs`` runs of RUN values share a step; RUN divides WIDTH, and WIDTH divides ``first``.
+    A row has ``stored`` bytes. ``runs`` runs of RUN values share a step; RUN divides WIDTH, and WIDTH divides ``first``.
     """
     rows: tl.constexpr = row.shape[0]
     if values.dtype.element_ty == tl.uint8:
-        stored = (kept + 1) // 2
         at = (first // 2 + tl.arange(0, WIDTH // 2))[:, None]
         pairs = tl.load(values + row[None, :] * stored + at, mask=at < stored, other=0).to(tl.int32)
         # shifts of int32 extend the sign
@@ -66,7 +65,7 @@ def load_integers(values, step, row, first, kept, steps, runs, WIDTH: tl.constex
         integers = tl.reshape(shifted, [WIDTH, rows]) >> 28
     else:
         at = (first + tl.arange(0, WIDTH))[:, None]
-        integers = tl.load(values + row[None, :] * kept + at, mask=at < kept, other=0)
+        integers = tl.load(values + row[None, :] * stored + at, mask=at < stored, other=0)
     at = ((first // RUN + tl.arange(0, WIDTH // RUN)) // runs)[:, None]
     s = widen(tl.load(step + row[None, :] * steps + at, mask=at < steps, other=0.0))
     s = tl.reshape(tl.broadcast_to(s[:, None, :], [WIDTH // RUN, RUN, rows]), [WIDTH, rows])
@@ -75,7 +74,7 @@ def load_integers(values, step, row, first, kept, steps, runs, WIDTH: tl.constex
 
 @triton.jit
 def few_kernel(
-    x, values, indices, step, bias, y, rows, cols, kept, index_row, steps, runs,
+    x, values, indices, step, bias, y, rows, cols, kept, stored, index_row, steps, runs,
     N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     RUN: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +94,7 @@ def few_kernel(
         if step is None:
             v = widen(tl.load(values + own[None, :] * kept + k, mask=k < kept, other=0.0))
         else:
-            v = load_integers(values, step, own, first, kept, steps, runs, WIDTH, RUN)
+            v = load_integers(values, step, own, first, stored, steps, runs, WIDTH, RUN)
         p = tl.load(indices + own[None, :] * index_row + b, mask=b < index_row, other=0)
         shifted = p.to(tl.int32)[:, None, :] >> (tl.arange(0, PER) * BITS)[None, :, None]
         index = tl.reshape(shifted, [WIDTH, ROWS]) & ((1 << BITS) - 1)

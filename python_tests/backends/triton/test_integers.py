@@ -20,9 +20,9 @@ OTHERS = ("3:5", "7:12", "1:2", "2:32", "4:4")
 def product(x, operands, text, cols, *rest):
     """The Triton result, every byte of it written."""
     p, device = Pattern(text), operands[0].device
+    extras = [r.to(device) if isinstance(r, torch.Tensor) else r for r in rest]
     with poison():
-        y = family.linear_integers(x.to(device), *operands, p.n, p.m, cols, *(r.to(device) if isinstance(r, torch.Tensor) else r for r in rest))
-    return y.cpu()
+        return family.linear_integers(x.to(device), *operands, p.n, p.m, cols, *extras).cpu()
 
 
 def judged(x, operands, text, cols, bias=None, activation="", residual=None):
@@ -46,12 +46,16 @@ def on(device, operands):
 def ran(monkeypatch):
     """The products that run: "few" for a few tokens, "spmm" on tensor cores, "linear" of decoded values."""
     calls = []
+
+    def recorded(name, fn):
+        return lambda *args: calls.append(name) or fn(*args)
+
     for name in ("few", "spmm", "linear"):
-        monkeypatch.setattr(family, name, lambda *a, name=name, fn=getattr(family, name): calls.append(name) or fn(*a))
+        monkeypatch.setattr(family, name, recorded(name, getattr(family, name)))
     return calls
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("text", WORDS + OTHERS)
 @for_each("bits", [8, 4])
 def test_products(text, bits, device):
@@ -67,11 +71,12 @@ def test_products(text, bits, device):
 @for_each("bits", [8, 4])
 def test_every_number_of_tokens(dtype, bits, device, ran):
     operands = on(device, weight("2:4", 24, 256, bits, 2))
+    ran.clear()
     for count in range(1, 18):
         judged(tokens_of(count, 256, dtype), operands, "2:4", 256, tokens_of(1, 24, dtype)[0])
-    small = ["few"] * 4
-    middle = ["spmm"] * 12 if dtype != F32 else sum((["few"] * -(-count // 4) for count in range(5, 17)), [])
-    assert ran == [*small, *middle, "linear"]
+    # float32 is multiplied four tokens at a time
+    middle = ["spmm"] * 12 if dtype != F32 else ["few"] * sum(-(-count // 4) for count in range(5, 17))
+    assert ran == ["few"] * 4 + middle + ["linear"]
 
 
 @pytest.mark.quick(1)
@@ -113,18 +118,18 @@ def test_split_sums(device, monkeypatch):
 @for_each("dtype, count", [(BF16, 2), (BF16, 6), (F32, 6)])
 def test_tokens_that_are_not_finite(dtype, count, bits, device):
     """One of them reaches what it meets or, on tensor cores, all of its token; never another token."""
-    operands = weight("2:4", 33, 256, bits, 2)
-    decoded = reference.dequantize_values(operands[0], operands[2], 128, F32).abs() + 1
-    stored = reference.decompress(decoded, operands[1], 2, 4, 256) != 0
-    clean = tokens_of(count, 256, dtype)
-    before = product(clean, on(device, operands), "2:4", 256)
+    operands = weight("2:4", 16, 64, bits, 2)
+    decoded = reference.dequantize_values(operands[0], operands[2], 32, F32).abs() + 1
+    stored = reference.decompress(decoded, operands[1], 2, 4, 64) != 0
+    clean = tokens_of(count, 64, dtype)
+    before = product(clean, on(device, operands), "2:4", 64)
     for bad in (float("nan"), float("inf"), -float("inf")):
         x = clean.clone()
         x[1, 5] = bad
-        y = product(x, on(device, operands), "2:4", 256)
+        y = product(x, on(device, operands), "2:4", 64)
         others = [t for t in range(count) if t != 1]
         assert_equal_bits(y[others], before[others])
-        assert torch.equal(y[1].isfinite(), ~stored[:, 5] if count == 2 or dtype == F32 else torch.zeros(33, dtype=torch.bool))
+        assert torch.equal(y[1].isfinite(), ~stored[:, 5] if count == 2 or dtype == F32 else torch.zeros(16, dtype=torch.bool))
 
 
 @for_each("count", [2, 6, 20])
@@ -142,6 +147,7 @@ def test_steps_that_are_zero_tiny_or_nan(count, device):
 @for_each("text, bits", [("2:4", 8), ("2:4", 4), ("4:8", 8), ("1:8", 4)])
 def test_memory_anywhere(text, bits, device, ran):
     """Where no word holds the values of a group, values are read one by one."""
+    ran.clear()
     cols = 32 * Pattern(text).m
     operands = on(device, weight(text, 10, cols, bits, 2))
     for count in (3, 6):
@@ -179,7 +185,7 @@ def test_sizes_of_nothing(device):
 @for_each("bits", [8, 4])
 @for_each("dtype", [F32, BF16, F16])
 def test_dequantize(dtype, bits, device):
-    for rows, kept, steps in ((1, 1, 1), (3, 15, 1), (5, 15, 5), (2, 128, 4), (7, 1000, 8), (0, 8, 2), (300, 64, 1), (3, 4100, 1)):
+    for rows, kept, steps in ((1, 1, 1), (3, 15, 1), (5, 15, 5), (2, 128, 4), (3, 1000, 8), (0, 8, 2), (40, 64, 1), (2, 4100, 1)):
         gen = torch.Generator().manual_seed(kept)
         values = reference.pack_integers(torch.randint(-8, 8, (rows, kept), generator=gen).to(torch.int8), bits)
         step = torch.randn(rows, steps, generator=gen).to(BF16)
@@ -196,7 +202,7 @@ def test_dequantize(dtype, bits, device):
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @for_each("bits", [8, 4])
 def test_quantize(dtype, bits, device):
-    for kept, steps in ((1, 1), (15, 1), (15, 3), (64, 1), (128, 4), (100, 5)):
+    for kept, steps in ((1, 1), (15, 3), (66, 1), (40, 2)):
         w = hard(24, kept).to(dtype)
         with poison():
             got = family.quantize_values(w.to(device), bits, steps)
