@@ -94,6 +94,15 @@ def test_every_value_is_decoded_and_placed(text, bits, count, dtype, device):
             assert_equal_bits(y + 0.0, w[:, first : first + count].t().contiguous() + 0.0)
 
 
+@for_each("cols", [248, 247, 512])
+def test_two_groups_in_a_byte(cols, device, ran):
+    """One integer of 4 bits per group; an odd number of groups ends inside a byte."""
+    ran.clear()
+    for x in (tokens_of(6, cols, BF16), torch.eye(cols, dtype=BF16)[cols - 16 :]):
+        judged(x, on(device, weight("1:8", 6, cols, 4)), "1:8", cols)
+    assert ran == ["spmm", "spmm"]
+
+
 @for_each("dtype", [BF16, F16, F32])
 def test_what_follows_the_product(dtype, device):
     operands = on(device, weight("2:4", 24, 128, 4, 2))
@@ -144,18 +153,26 @@ def test_steps_that_are_zero_tiny_or_nan(count, device):
     assert torch.equal(y.isnan(), torch.arange(6).eq(3).expand(count, 6))
 
 
-@for_each("text, bits", [("2:4", 8), ("2:4", 4), ("4:8", 8), ("1:8", 4)])
+@for_each("count", [2, 6, 20])
+def test_weights_beyond_the_range_of_float16(count, device):
+    values, indices, step = weight("2:4", 6, 64, 8, 2, extreme=True)
+    y = judged(tokens_of(count, 64, F16) * 1e-3, on(device, (values, indices, torch.full_like(step, 600.0))), "2:4", 64)
+    assert y.isfinite().all()
+
+
+@for_each("text, bits", [("2:4", 8), ("4:8", 8), ("4:8", 4)])
 def test_memory_anywhere(text, bits, device, ran):
-    """Where no word holds the values of a group, values are read one by one."""
+    """Where no word holds the values of a group, or none the indices of several, values are read one by one."""
     ran.clear()
     cols = 32 * Pattern(text).m
     operands = on(device, weight(text, 10, cols, bits, 2))
-    for count in (3, 6):
-        x = tokens_of(count, cols, BF16).to(device)
-        judged(unaligned(x).cpu(), [unaligned(t) for t in operands], text, cols)
-        strided = torch.stack([x, x], 2)[..., 1]
-        assert_equal_bits(product(strided, operands, text, cols), product(x, operands, text, cols))
-    assert ran == ["few", "few", "few", "few", "few", "spmm", "spmm"]
+    x = tokens_of(6, cols, BF16).to(device)
+    for moved in (0, 1):
+        judged(unaligned(x).cpu(), [unaligned(t) if i == moved else t for i, t in enumerate(operands)], text, cols)
+    assert ran == ["few"] * 4
+    for some in (x[:3], x):
+        strided = torch.stack([some, some], 2)[..., 1]
+        assert_equal_bits(product(strided, operands, text, cols), product(some, operands, text, cols))
 
 
 @for_each("text, bad", [("2:8", 0xFF), ("1:32", 0x20), ("3:5", 0xFF)])
@@ -207,6 +224,12 @@ def test_quantize(dtype, bits, device):
         with poison():
             got = family.quantize_values(w.to(device), bits, steps)
         assert_equal_bits(got, reference.quantize_values(w, bits, steps))
+    halves = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 63.5]])
+    # the step −1 would be better than 1, but the first of the largest is negative
+    both = torch.randint(-7, 8, (8, 130))
+    both[:, 3], both[:, 100:102] = -8, 8
+    for w in (halves.to(dtype), both.to(dtype)):
+        assert_equal_bits(family.quantize_values(w.to(device), bits, 1), reference.quantize_values(w, bits, 1))
     for shape in ((0, 8), (2, 3, 24), (3, 0)):
         w = torch.randn(shape).to(dtype)
         assert_equal_bits(family.quantize_values(w.to(device), bits, 1), reference.quantize_values(w, bits, 1))

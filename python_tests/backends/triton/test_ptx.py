@@ -230,7 +230,7 @@ def test_few_tokens(pattern, dtype, tokens) -> None:
 
 @pytest.mark.parametrize(("bits", "capability"), [(8, 80), (4, 90)])
 def test_rounding_to_integers(bits, capability) -> None:
-    """Every operation is rounded by itself, or the best of the steps would be another."""
+    """On values that are hard to round; that nothing is contracted is a requirement in ``bench/triton_resources.py``."""
     for dtype, kept, steps in ((F32, 64, 2), (BF16, 15, 3), (F16, 70, 1)):
         w = hard(24, kept).to(dtype)
         with testing.poison(), emulated(capability) as ran:
