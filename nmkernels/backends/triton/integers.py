@@ -1,6 +1,7 @@
 """Compressed weights whose values are integers: rounding to them and back, bit-equal to the reference, and the linear layer.
 
-Products of up to ``MOST`` tokens read the stored integers; for more, values are decoded once and ``linear`` multiplies them.
+Products of up to ``MOST`` tokens read the stored integers; for more, values are decoded once and ``linear`` multiplies them. What an inf or
+NaN of x reaches is as in ``linear``. On tensor cores sums are scaled after multiplying integers, so x above 2¹¹⁰ or so may overflow.
 """
 
 from __future__ import annotations
