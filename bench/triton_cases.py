@@ -161,6 +161,43 @@ def gemm(op: str, p: Pattern, dtype: torch.dtype, width: int, *more: Any) -> Cas
     return Case(op, name, args, 128 * (p.m != 5), matrix=dtype != FP32 and width > 4, sampled=sampled, loose=("",))
 
 
+def stored(p: Pattern, bits: int, rows: int = 4096, cols: int = 4096) -> tuple[Tensor, Tensor, Tensor]:
+    """Integers, indices and steps of a weight: 8 bits with a step per row, 4 bits with one per 128 columns."""
+    kept = p.kept(cols)
+    values = meta(rows, kept, dtype=torch.int8) if bits == 8 else meta(rows, -(-kept // 2), dtype=torch.uint8)
+    steps = cols // 128 if bits == 4 and cols % (128 * p.m) == 0 else 1
+    return values, meta(rows, p.index_bytes(cols), dtype=torch.uint8), meta(rows, steps, dtype=BF16)
+
+
+def integers() -> Iterator[Case]:
+    """Rounding to 8 and 4 bits, decoding, and products that read the integers: of few tokens, and of more on the tensor cores."""
+    for bits in (8, 4):
+        for dtype in (FP32, BF16):
+            steps, short = 1 if bits == 8 else 32, SHORT[dtype]
+            args: tuple[Any, ...] = (meta(4096, 2048, dtype=dtype), bits, steps)
+            yield Case("nm_quantize_values", f"{short} int{bits}", args, sampled=dtype == BF16)
+        for text in ("2:4", "1:8"):
+            p = Pattern(text)
+            values, _, step = stored(p, bits)
+            for dtype in (FP32, BF16) if text == "2:4" else (BF16,):
+                args, load = (values, step, p.kept(4096), dtype), 16 * bits * p.n * 2 // p.m
+                yield Case("nm_dequantize_values", f"{text} int{bits} {SHORT[dtype]}", args, load, 128, sampled=dtype == BF16)
+        for text in ("2:4", "1:4", "1:8", "2:8"):
+            p = Pattern(text)
+            for dtype in (BF16, FP32) if text == "2:4" else (BF16,):
+                for tokens in (1, 4) if dtype == FP32 else (1, 4, 16):
+                    args = (meta(tokens, 4096, dtype=dtype), *stored(p, bits), p.n, p.m, 4096)
+                    sampled = text in ("2:4", "1:8") and dtype == BF16 and tokens != 4
+                    name = f"{text} int{bits} {SHORT[dtype]} {tokens} tokens"
+                    load = {1: 16 * bits, 4: 0, 16: 128}[tokens]
+                    yield Case("nm_linear_integers", name, args, load, matrix=tokens > 4, sampled=sampled, loose=("",))
+        p = Pattern("3:5")
+        args = (meta(4, 4095, dtype=BF16), *stored(p, bits, cols=4095), p.n, p.m, 4095)
+        yield Case("nm_linear_integers", f"3:5 int{bits} bf16 4 tokens", args, loose=("",))
+    args = (meta(16, 4096, dtype=FP16), *stored(Pattern("2:4"), 8), 2, 4, 4096, meta(4096, dtype=FP16), "gelu")
+    yield Case("nm_linear_integers", "2:4 int8 fp16 16 tokens, bias, gelu", args, matrix=True, loose=("",))
+
+
 def cases() -> list[Case]:
     """Every case, in the order of the table."""
     return [
@@ -183,6 +220,7 @@ def cases() -> list[Case]:
         *mvue("nm_mvue"),
         *mvue("nm_mvue_compress"),
         *linear(),
+        *integers(),
         adamw("2:4 fp32", FP32),
         adamw("2:4 bf16, scaled", BF16, scaled=True),
         adamw("2:4 bf16, amsgrad, scaled", BF16, amsgrad=True, scaled=True),

@@ -42,20 +42,23 @@ NM_INLINE Register halves_of(__m256i packed) {
     return _mm512_ternarylogic_epi32(wide, _mm512_slli_epi16(wide, 4), _mm512_set1_epi8(15), 0xa8);  // (a | b) & c
 }
 
-// Halves as the integers they stand for.
-NM_INLINE Register integers_of_halves(Register halves) {
-    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1)), halves);
+// 32 bytes of halves as 64 bytes, each 16 times the integer that the half stands for.
+NM_INLINE Register sixteenfold(__m256i packed) {
+    static constexpr auto distance = [](int i) { return (i % 8 * 4 + 60) % 64; };
+    static constexpr Table<uint8_t, decltype(distance)> distances(distance);
+    const Register shifted = _mm512_multishift_epi64_epi8(distances.template as<Register>(), _mm512_cvtepu32_epi64(packed));
+    return _mm512_and_si512(shifted, _mm512_set1_epi8(char(0xf0)));
 }
 
 NM_INLINE uint64_t first_bits(int64_t count) { return _bzhi_u64(~uint64_t(0), unsigned(std::min<int64_t>(std::max<int64_t>(count, 0), 64))); }
 NM_INLINE __m256i load_first(const uint8_t* from, int64_t bytes) { return _mm256_maskz_loadu_epi8(__mmask32(first_bits(bytes)), from); }
 
-// 64 stored values from place k on of a row; `left` of them there are, fewer if `Tail`.
+// 64 stored values from place k on of a row, those of 4 bits times 16; `left` of them there are, fewer if `Tail`.
 template <int Bits, bool Tail>
 NM_INLINE Register stored64(const uint8_t* row, int64_t k, int64_t left) {
     if constexpr (Bits == 8) return Tail ? _mm512_maskz_loadu_epi8(first_bits(left), row + k) : _mm512_loadu_si512(row + k);
     const __m256i packed = Tail ? load_first(row + k / 2, (left + 1) / 2) : _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + k / 2));
-    return integers_of_halves(halves_of(packed));
+    return sixteenfold(packed);
 }
 
 // Where the digits lie that 64 stored values choose, and picking them: each from two registers of 64 columns at a time.

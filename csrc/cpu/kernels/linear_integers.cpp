@@ -173,12 +173,11 @@ bool by_digits(const IntegersLinearCall& call, Digits& x, int64_t token, int64_t
     const bool known = by_choice(n, m, w.bits, [](auto, auto, auto) { return true; });
     if (!known || !RowSteps::fits(w)) return false;
     const bool expands = by_choice(n, m, w.bits, [](auto n, auto m, auto) { return kExpands<n, m>; });
-    if (pays_in_tiles(tokens, n, m) && expands && steps_of_lines(w, n, m) && call.cols <= kMostTiledColumns) {
-        make_digits<true>(call, token, tokens, x, threads);
-        return by_tiles_of_digits(call, x, token, tokens, n, m, threads);
-    }
-    make_digits<false>(call, token, tokens, x, threads);
-    return by_rows_of_digits(call, x, token, tokens, n, m, threads);
+    const bool tiles = pays_in_tiles(tokens, n, m) && expands && steps_of_lines(w, n, m) && call.cols <= kMostTiledColumns;
+    if (tiles) make_digits<true>(call, token, tokens, x, threads);
+    else make_digits<false>(call, token, tokens, x, threads);
+    for (int64_t t = 0; w.bits == 4 && t < tokens; ++t) x.scale[t] *= 1.0f / 16;  // stored64 is 16 times as large
+    return (tiles ? by_tiles_of_digits : by_rows_of_digits)(call, x, token, tokens, n, m, threads);
 }
 
 #elif defined(__AVX2__)

@@ -83,7 +83,14 @@ def supports_pack(w: Tensor, n: int, m: int, select: str, *rest: Any) -> Verdict
     return supports_transposable(w, n, m) if select == "transposable" else supports(w, *rest)
 
 
+def supports_dequantize(values: Tensor, step: Tensor, kept: int, dtype: torch.dtype, *rest: Any) -> Verdict:
+    if dtype == torch.float64:
+        return False, "it decodes to float32, bfloat16 and float16, and this call is for float64"
+    return supports(values, step)
+
+
 SUPPORTS: dict[str, Callable[..., Verdict]] = {
+    "nm_dequantize_values": supports_dequantize,
     "nm_masked_adamw_": supports_adamw,
     "nm_pack": supports_pack,
     "nm_transposable_mask": supports_transposable,
@@ -97,6 +104,7 @@ FAMILIES = {
     "adamw": ("nm_masked_adamw_",),
     "mvue": ("nm_mvue", "nm_mvue_compress"),
     "linear": ("nm_linear", "nm_linear_dgrad", "nm_linear_wgrad"),
+    "integers": ("nm_quantize_values", "nm_dequantize_values", "nm_linear_integers"),
 }
 """Module → its ops; the functions have the ops' names without ``nm_``."""
 

@@ -18,12 +18,15 @@ from ...pattern import Pattern
 from ...reference.linear import ACTIVATIONS
 from ..shared import contiguous
 from .compress import decompress
-from .launch import capability, cdiv, launch
+from .launch import capability, cdiv, launch, next_power_of_2
 from .launches import Plan, by_words, choose
 from .spmm import combine_kernel, few_kernel, spmm_kernel, spmm_transposed_kernel
 
 FEW_ROWS, FEW_WIDTH = 8, 128
 """Rows per program of ``few_kernel``, and stored values read at a time: 16 bytes per thread for 16-bit numbers."""
+
+FEW_INTEGERS = 256
+"""Integers read at a time for one token, 16 bytes per thread at 8 bits; fewer for more tokens, whose products take registers."""
 
 COMBINE = 1024
 """Results per program of ``combine_kernel``."""
@@ -57,8 +60,8 @@ class Call(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _call(p: Plan, rows: int, cols: int, width: int, n: int, m: int, activation: str | None) -> Call:
-    """The launch parameters of ``spmm_kernel``, or of ``spmm_transposed_kernel`` if ``activation`` is None."""
+def _call(p: Plan, rows: int, cols: int, width: int, n: int, m: int, activation: str | None, value: int = 16) -> Call:
+    """The launch parameters of ``spmm_kernel``, or of ``spmm_transposed_kernel`` if ``activation`` is None; ``value``: bits of a value."""
     pattern, groups, tile = Pattern(n, m), cdiv(cols, m), max(1, p.cols // m)
     consts: dict[str, Any] = {"N": n, "M": m, "BITS": pattern.index_bits, "ROWS": p.rows, "COLS": p.width, "GROUPS": tile}
     consts |= {"EVEN": min(16, groups & -groups) or 16, "enable_fp_fusion": True}
@@ -68,6 +71,7 @@ def _call(p: Plan, rows: int, cols: int, width: int, n: int, m: int, activation:
     else:
         consts |= {
             "WHOLE": cols == groups * m and groups % tile == 0,
+            "VALUE": value,
             "SPLITS": p.splits,
             "ACTIVATION": activation if p.splits == 1 else "",
         }
@@ -75,16 +79,47 @@ def _call(p: Plan, rows: int, cols: int, width: int, n: int, m: int, activation:
     return Call(programs, groups, pattern.index_bytes(cols), consts)
 
 
-def _spmm(
-    p: Plan, values: Tensor, indices: Tensor, n: int, m: int, cols: int, b: Tensor, by: tuple[int, ...],
-    bias: Tensor | None, activation: str, c: Tensor, to: tuple[int, ...],
+def few(
+    x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None, activation: str, y: Tensor,
+    step: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """c = activation(E b + bias); ``by`` and ``to`` are the strides of b ``[cols, width]`` and of c ``[rows, width]``."""
+    """y = activation(x Eᵀ + bias) for at most ``FEW_TOKENS`` tokens, all operands contiguous; with steps, values are integers."""
+    p, rows, tokens = Pattern(n, m), values.shape[0], y.numel() // values.shape[0]
+    kept, steps, width, run, runs = p.kept(cols), 1, FEW_WIDTH, 1, 1
+    if step is not None:
+        steps, width = step.shape[1], FEW_INTEGERS // next_power_of_2(tokens)
+        run, runs = runs_of(kept, steps, width)
+    args = (x, values, indices, step, bias, y, rows, cols, kept, values.shape[1], p.index_bytes(cols), steps, runs)
+    consts: dict[str, Any] = {"N": n, "M": m, "BITS": p.index_bits, "TOKENS": tokens, "ACTIVATION": activation}
+    launch(few_kernel, cdiv(rows, FEW_ROWS), args, **consts, ROWS=FEW_ROWS, WIDTH=width, RUN=run, enable_fp_fusion=True)
+
+
+def runs_of(kept: int, steps: int, width: int) -> tuple[int, int]:
+    """(RUN, runs) of ``load_integers``: neighbours in a tile of ``width`` values that share a step, and how many such runs share it."""
+    if steps == 1:
+        return width, max(1, cdiv(kept, width))
+    per = kept // steps
+    run = min(width, per & -per)
+    return run, per // run
+
+
+def spmm(
+    p: Plan, values: Tensor, indices: Tensor, n: int, m: int, cols: int, b: Tensor, by: tuple[int, ...],
+    bias: Tensor | None, activation: str, c: Tensor, to: tuple[int, ...], step: Tensor | None = None,
+) -> None:  # fmt: skip
+    """c = activation(E b + bias); ``by`` and ``to`` are the strides of b ``[cols, width]`` and of c ``[rows, width]``.
+
+    With steps, values are integers, and ``p.cols`` divides the columns of a step.
+    """
     rows, count, whole = values.shape[0], c.numel(), p.splits == 1
-    width = count // rows
-    call = _call(p, rows, cols, width, n, m, activation)
+    width, steps = count // rows, 1 if step is None else step.shape[1]
+    value = 16 if step is None else 8 if values.dtype == torch.int8 else 4
+    call = _call(p, rows, cols, width, n, m, activation, value)
     sums = c if whole else c.new_empty(p.splits, count, dtype=torch.float32)
-    args = (values, indices, b, bias if whole else None, sums, rows, cols, width, call.groups, call.index_row, *by, *to)
+    run = 1 if step is None else cdiv(call.groups, call.constexprs["GROUPS"]) // steps
+    args = (
+        values, indices, step, b, bias if whole else None, sums, rows, cols, width, call.groups, call.index_row, *by, *to, steps, run,
+    )  # fmt: skip
     launch(spmm_kernel, call.programs, args, p.warps, p.stages, **call.constexprs)
     if not whole:
         consts: dict[str, Any] = {"SPLITS": p.splits, "ACTIVATION": activation, "TILE": COMBINE, "enable_fp_fusion": True}
@@ -109,12 +144,9 @@ def linear(
         y = x.new_empty(*x.shape[:-1], rows) if out is None else out
         b = None if bias is None else contiguous(bias)
         if y.numel() and p.method == "few":
-            pattern = Pattern(n, m)
-            args = (flat.contiguous(), values, indices, b, y, rows, cols, pattern.kept(cols), pattern.index_bytes(cols))
-            consts: dict[str, Any] = {"N": n, "M": m, "BITS": pattern.index_bits, "TOKENS": y.numel() // rows, "ACTIVATION": activation}
-            launch(few_kernel, cdiv(rows, FEW_ROWS), args, **consts, ROWS=FEW_ROWS, WIDTH=FEW_WIDTH, enable_fp_fusion=True)
+            few(flat.contiguous(), values, indices, n, m, cols, b, activation, y)
         elif y.numel():
-            _spmm(p, values, indices, n, m, cols, flat, (flat.stride(1), flat.stride(0)), b, activation, y, (1, rows))
+            spmm(p, values, indices, n, m, cols, flat, (flat.stride(1), flat.stride(0)), b, activation, y, (1, rows))
     return y if residual is None else y.add_(residual)
 
 
@@ -142,5 +174,5 @@ def linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: 
     dw = x.new_empty(rows, width) if out is None else out
     if dw.numel():
         x = matrix(x)
-        _spmm(p, values, indices, n, m, cols, x, x.stride(), None, "", dw, (width, 1))
+        spmm(p, values, indices, n, m, cols, x, x.stride(), None, "", dw, (width, 1))
     return dw

@@ -4,6 +4,9 @@ Only packed values and index bytes of E are read from memory. ``spmm_kernel`` an
 tile in registers and multiply on tensor cores; ``few_kernel`` processes single values. Sums are float32; bias and activation are applied to
 the sum, and the result is rounded once.
 
+With steps, the values of ``few_kernel`` and ``spmm_kernel`` are integers: int8, or uint8 with two of 4 bits. ``few_kernel`` multiplies
+integer · step; ``spmm_kernel`` multiplies integers, which are exact in 16 bits, and scales the sums by the steps.
+
 The expanded tile is the right operand of every GEMM. On Hopper, a wgmma with its left operand in registers reads them asynchronously, and
 Triton leaves it in flight while the next step overwrites these registers, which is a race.
 """
@@ -48,10 +51,32 @@ def combine_kernel(parts, bias, y, count, width, SPLITS: tl.constexpr, ACTIVATIO
 
 
 @triton.jit
+def load_integers(values, step, row, first, stored, steps, runs, WIDTH: tl.constexpr, RUN: tl.constexpr):
+    """Values first, first + 1, ... of each row as integer · step, float32 ``[WIDTH, rows]``; any number past the end.
+
+    A row has ``stored`` bytes. ``runs`` runs of RUN values share a step; RUN divides WIDTH, and WIDTH divides ``first``.
+    """
+    rows: tl.constexpr = row.shape[0]
+    if values.dtype.element_ty == tl.uint8:
+        at = (first // 2 + tl.arange(0, WIDTH // 2))[:, None]
+        pairs = tl.load(values + row[None, :] * stored + at, mask=at < stored, other=0).to(tl.int32)
+        # shifts of int32 extend the sign
+        shifted = pairs[:, None, :] << (28 - 4 * tl.arange(0, 2))[None, :, None]
+        integers = tl.reshape(shifted, [WIDTH, rows]) >> 28
+    else:
+        at = (first + tl.arange(0, WIDTH))[:, None]
+        integers = tl.load(values + row[None, :] * stored + at, mask=at < stored, other=0)
+    at = ((first // RUN + tl.arange(0, WIDTH // RUN)) // runs)[:, None]
+    s = widen(tl.load(step + row[None, :] * steps + at, mask=at < steps, other=0.0))
+    s = tl.reshape(tl.broadcast_to(s[:, None, :], [WIDTH // RUN, RUN, rows]), [WIDTH, rows])
+    return integers.to(tl.float32) * s
+
+
+@triton.jit
 def few_kernel(
-    x, values, indices, bias, y, rows, cols, kept, index_row,
+    x, values, indices, step, bias, y, rows, cols, kept, stored, index_row, steps, runs,
     N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    RUN: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """y ``[tokens, rows]`` = activation(x Eᵀ + bias) for a few tokens and any pattern: bound by reading E.
 
@@ -66,14 +91,17 @@ def few_kernel(
     for first in range(0, kept, WIDTH):
         k = (first + tl.arange(0, WIDTH))[:, None]
         b = (first // PER + tl.arange(0, WIDTH // PER))[:, None]
-        v = tl.load(values + own[None, :] * kept + k, mask=k < kept, other=0.0)
+        if step is None:
+            v = widen(tl.load(values + own[None, :] * kept + k, mask=k < kept, other=0.0))
+        else:
+            v = load_integers(values, step, own, first, stored, steps, runs, WIDTH, RUN)
         p = tl.load(indices + own[None, :] * index_row + b, mask=b < index_row, other=0)
         shifted = p.to(tl.int32)[:, None, :] >> (tl.arange(0, PER) * BITS)[None, :, None]
         index = tl.reshape(shifted, [WIDTH, ROWS]) & ((1 << BITS) - 1)
         column = k // N * M + index
         there = (k < kept) & (index < M) & (column < cols)
         found = tl.load(x + token * cols + column[None, :, :], mask=there[None, :, :] & (token < TOKENS), other=0.0)
-        sums += tl.where(there[None, :, :], widen(found) * widen(v)[None, :, :], 0.0)
+        sums += tl.where(there[None, :, :], widen(found) * v[None, :, :], 0.0)
     result = tl.sum(sums, 1)
     if bias is not None:
         result += widen(tl.load(bias + row, mask=row < rows, other=0.0))[None, :]
@@ -84,16 +112,21 @@ def few_kernel(
 
 @triton.jit
 def word_pointers(
-    values, indices, row, group, groups, index_row, N: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr
-):
+    values, indices, row, group, groups, index_row,
+    N: tl.constexpr, BITS: tl.constexpr, VALUE: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     """Pointers to the words of values ``[rows, GROUPS]`` and of indices, starting at group ``group``, a multiple of GROUPS.
 
-    The N values of a group are one word, the indices of several groups another. EVEN is a power of two that divides ``groups``, which tells
-    the compiler how wide it may read.
+    The N values of a group, of VALUE bits each, are one word, or half of one if they have 4 bits together; the indices of several groups
+    another. EVEN is a power of two that divides ``groups``, which tells the compiler how wide it may read.
     """
-    WORD: tl.constexpr = tl.uint16 if N == 1 else tl.uint32 if N == 2 else tl.uint64
+    SIZE: tl.constexpr = N * VALUE
+    WORD: tl.constexpr = tl.uint8 if SIZE <= 8 else tl.uint16 if SIZE == 16 else tl.uint32 if SIZE == 32 else tl.uint64
+    IN_WORD: tl.constexpr = 8 // SIZE if SIZE < 8 else 1
+    FACTOR: tl.constexpr = (EVEN + IN_WORD - 1) // IN_WORD
     PER: tl.constexpr = 32 // (BITS * N)
-    w = values.to(tl.pointer_type(WORD), bitcast=True) + row[:, None] * (groups // EVEN * EVEN) + (group + tl.arange(0, GROUPS))[None, :]
+    w = values.to(tl.pointer_type(WORD), bitcast=True) + row[:, None] * (tl.cdiv(groups, IN_WORD) // FACTOR * FACTOR)
+    w += (group // IN_WORD + tl.arange(0, GROUPS // IN_WORD))[None, :]
     i = indices.to(tl.pointer_type(tl.uint32), bitcast=True)
     return w, i + row[:, None] * (index_row // 4) + (group // PER + tl.arange(0, GROUPS // PER))[None, :]
 
@@ -102,20 +135,25 @@ def word_pointers(
 def load_words(w, i, group, groups, index_row, inside, N: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WHOLE: tl.constexpr):
     """Load words of values and indices; zeros past the last group, and in rows that are not ``inside``."""
     PER: tl.constexpr = 32 // (BITS * N)
+    IN_WORD: tl.constexpr = GROUPS // w.shape[1]
     if WHOLE:
-        return tl.load(w), tl.load(i)
+        v, p = tl.load(w), tl.load(i)
     else:
-        left = groups - group
-        v = tl.load(w, mask=(tl.arange(0, GROUPS) < left)[None, :] & inside[:, None], other=0)
+        left = tl.cdiv(groups - group, IN_WORD)
+        v = tl.load(w, mask=(tl.arange(0, GROUPS // IN_WORD) < left)[None, :] & inside[:, None], other=0)
         words = index_row // 4 - group // PER
-        return v, tl.load(i, mask=(tl.arange(0, GROUPS // PER) < words)[None, :] & inside[:, None], other=0)
+        p = tl.load(i, mask=(tl.arange(0, GROUPS // PER) < words)[None, :] & inside[:, None], other=0)
+    if IN_WORD == 2:
+        v = tl.reshape(v.to(tl.int32)[:, :, None] >> (4 * tl.arange(0, 2))[None, None, :], [v.shape[0], GROUPS])
+    return v, p
 
 
 @triton.jit
-def spread_words(words, packed, N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr):
+def spread_words(words, packed, N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, VALUE: tl.constexpr, dtype: tl.constexpr):
     """Expand values ``[rows, groups]``, N per integer, and indices ``[rows, words]``, 32 bits each, to dense bits ``[rows, groups * M]``.
 
-    A value is shifted to its place inside 64 bits, which are four columns. Values with a corrupt index >= M are left out.
+    A value is shifted to its place inside 64 bits, which are four columns. Values with a corrupt index >= M are left out. Values of less
+    than 16 bits are integers and become numbers of ``dtype``.
     """
     rows: tl.constexpr = words.shape[0]
     groups: tl.constexpr = words.shape[1]
@@ -128,10 +166,15 @@ def spread_words(words, packed, N: tl.constexpr, M: tl.constexpr, BITS: tl.const
     dense = tl.zeros([rows, groups, M // 4], tl.uint64)
     for j in tl.static_range(N):
         value = words
-        if j > 0:
-            value = words >> (16 * j)
-        if N > 1 and j < N - 1:
-            value = value & 0xFFFF
+        if VALUE < 16:
+            # shifts of int32 extend the sign
+            value = (words.to(tl.int32) << (32 - VALUE * (j + 1))) >> (32 - VALUE)
+            value = value.to(tl.float32).to(dtype).to(tl.uint16, bitcast=True)
+        else:
+            if j > 0:
+                value = words >> (16 * j)
+            if N > 1 and j < N - 1:
+                value = value & 0xFFFF
         at = bits
         if j > 0:
             at = bits >> (BITS * j)
@@ -168,13 +211,14 @@ def _tile_of(program, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def spmm_kernel(
-    values, indices, b, bias, c, rows, cols, width, groups, index_row, b_k, b_c, c_r, c_c,
-    N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, GROUPS: tl.constexpr,
-    SPLITS: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr,
+    values, indices, step, b, bias, c, rows, cols, width, groups, index_row, b_k, b_c, c_r, c_c, steps, run,
+    N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    GROUPS: tl.constexpr, SPLITS: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """c ``[rows, width]`` = activation(E b + bias), E ``[rows, cols]`` compressed, b ``[cols, width]``; bias has one number per row.
 
-    With SPLITS > 1, c is float32 ``[SPLITS, rows * width]``: the sums over parts of cols, without bias and activation.
+    With SPLITS > 1, c is float32 ``[SPLITS, rows * width]``: the sums over parts of cols, without bias and activation. ``run`` tiles of
+    columns share one of a row's ``steps`` steps.
     """
     tiles = tl.cdiv(rows, ROWS) * tl.cdiv(width, COLS)
     split = tl.program_id(0) // tiles
@@ -189,12 +233,12 @@ def spmm_kernel(
     first, last = split * share, tl.minimum((split + 1) * share, blocks)
     k = tl.arange(0, GROUPS * M)
     b_at = b + (first.to(tl.int64) * (GROUPS * M) + k)[:, None] * b_k + b_col[None, :] * b_c
-    w_at, i_at = word_pointers(values, indices, e_row, first * GROUPS, groups, index_row, N, BITS, GROUPS, EVEN)
+    w_at, i_at = word_pointers(values, indices, e_row, first * GROUPS, groups, index_row, N, BITS, VALUE, GROUPS, EVEN)
     sums = tl.zeros([COLS, ROWS], tl.float32)
     for block in range(first, last):
         w, i = load_words(w_at, i_at, block * GROUPS, groups, index_row, inside, N, BITS, GROUPS, WHOLE)
-        e = spread_words(w, i, N, M, BITS).to(values.dtype.element_ty, bitcast=True)
-        w_at += GROUPS
+        e = spread_words(w, i, N, M, BITS, VALUE, b.dtype.element_ty).to(b.dtype.element_ty, bitcast=True)
+        w_at += w_at.shape[1]
         i_at += GROUPS * N * BITS // 32
         if WHOLE:
             x = tl.load(b_at)
@@ -202,7 +246,11 @@ def spmm_kernel(
             real = k < cols - block * (GROUPS * M)
             x = tl.load(b_at, mask=real[:, None], other=0.0)
             e = tl.where(real[None, :], e, 0.0)  # a partial last group may store an inf past the end
-        sums = _multiply(tl.trans(x), tl.trans(e), sums)
+        if step is None:
+            sums = _multiply(tl.trans(x), tl.trans(e), sums)
+        else:
+            part = _multiply(tl.trans(x), tl.trans(e), tl.zeros([COLS, ROWS], tl.float32))
+            sums += part * widen(tl.load(step + e_row * steps + block // run))[None, :]
         b_at += tl.cast(GROUPS * M, tl.int64) * b_k
     kept = tl.trans(inside[:, None] & (col < width)[None, :])
     c_at = tl.trans(c + row.to(tl.int64)[:, None] * c_r + col.to(tl.int64)[None, :] * c_c)
@@ -227,12 +275,12 @@ def spmm_transposed_kernel(
     row = tl.arange(0, ROWS)
     group = tile_k * GROUPS
     g_at = g + g_token[:, None] * g_t + row.to(tl.int64)[None, :] * g_r
-    w_at, i_at = word_pointers(values, indices, row.to(tl.int64), group, groups, index_row, N, BITS, GROUPS, EVEN)
+    w_at, i_at = word_pointers(values, indices, row.to(tl.int64), group, groups, index_row, N, BITS, 16, GROUPS, EVEN)
     sums = tl.zeros([COLS, GROUPS * M], tl.float32)
     for block in range(tl.cdiv(rows, ROWS)):
         inside = row < rows - block * ROWS
         w, i = load_words(w_at, i_at, group, groups, index_row, inside, N, BITS, GROUPS, WHOLE)
-        e = spread_words(w, i, N, M, BITS).to(values.dtype.element_ty, bitcast=True)
+        e = spread_words(w, i, N, M, BITS, 16, g.dtype.element_ty).to(g.dtype.element_ty, bitcast=True)
         w_at += tl.cast(ROWS, tl.int64) * groups
         i_at += tl.cast(ROWS, tl.int64) * (index_row // 4)
         if WHOLE:

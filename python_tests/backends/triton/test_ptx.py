@@ -16,11 +16,12 @@ from torch import Tensor
 from bench.triton_compiling import recording
 from nmkernels import Pattern, dispatch, reference, testing
 from nmkernels.backends import adamw as shared
-from nmkernels.backends.triton import adamw, interpreted
+from nmkernels.backends.triton import adamw, integers, interpreted
 from nmkernels.backends.triton import linear as family
 from nmkernels.backends.triton.groups import ELEMENTS
 from nmkernels.backends.triton.launches import Plan, candidates
 from python_tests.backends.adamw_calls import copied, edge, hyper, make, same_as_reference, shifted
+from python_tests.backends.test_linear_integers import hard, tokens_of, weight
 from python_tests.ops.samples import seed
 
 if interpreted():
@@ -225,3 +226,53 @@ def test_few_tokens(pattern, dtype, tokens) -> None:
     for capability in (80, 90):
         ran = check("linear", capability, pattern, dtype, 9, 100 * m, tokens, epilogue=(torch.randn(9, dtype=dtype), "silu"))
         assert ran == ["few_kernel"]
+
+
+@pytest.mark.parametrize(("bits", "capability"), [(8, 80), (4, 90)])
+def test_rounding_to_integers(bits, capability) -> None:
+    """On values that are hard to round; that nothing is contracted is a requirement in ``bench/triton_resources.py``."""
+    for dtype, kept, steps in ((F32, 64, 2), (BF16, 15, 3), (F16, 70, 1)):
+        w = hard(24, kept).to(dtype)
+        with testing.poison(), emulated(capability) as ran:
+            got = integers.quantize_values(w, bits, steps)
+        assert ran == ["steps_kernel", "quantize_kernel"]
+        testing.assert_equal_bits(got, reference.quantize_values(w, bits, steps), f"{kept} {dtype} sm_{capability}")
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_decoding(bits) -> None:
+    for capability, dtype in CODE:
+        for kept, steps in ((64, 1), (15, 3), (2100, 4)):
+            values, _, step = weight("1:1", 5, kept, bits, steps)
+            with testing.poison(), emulated(capability):
+                got = integers.dequantize_values(values, step, kept, dtype)
+            testing.assert_equal_bits(got, reference.dequantize_values(values, step, kept, dtype), f"{kept} {dtype} sm_{capability}")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "bits", "dtype", "tokens", "steps", "ran"),
+    [
+        ("2:4", 8, BF16, 1, 1, ["few_kernel"]),
+        ("2:4", 4, BF16, 1, 4, ["few_kernel"]),
+        ("1:8", 4, F16, 3, 16, ["few_kernel"]),
+        ("2:4", 8, F32, 4, 4, ["few_kernel"]),
+        ("3:5", 4, BF16, 2, 1, ["few_kernel"]),
+        ("2:4", 8, BF16, 16, 1, ["spmm_kernel", "combine_kernel"]),
+        ("2:4", 4, F16, 6, 8, ["spmm_kernel", "combine_kernel"]),
+        ("1:4", 4, BF16, 16, 2, ["spmm_kernel", "combine_kernel"]),
+        ("1:8", 8, BF16, 5, 4, ["spmm_kernel", "combine_kernel"]),
+        ("4:8", 4, F16, 9, 2, ["spmm_kernel", "combine_kernel"]),
+    ],
+    ids=str,
+)
+def test_products_of_integers(pattern, bits, dtype, tokens, steps, ran) -> None:
+    p, cols = Pattern(pattern), 520 if pattern == "3:5" else 1024
+    operands, x = weight(pattern, 9, cols, bits, steps), tokens_of(tokens, cols, dtype)
+    bias = torch.randn(9).to(dtype)
+    args = (*operands, p.n, p.m, cols)
+    wide = reference.linear_integers(x.double(), *args, bias.double(), "silu")
+    for capability in (80, 90):
+        with testing.poison(), emulated(capability) as names:
+            y = integers.linear_integers(x, *args, bias, "silu")
+        testing.assert_no_worse(y, reference.linear_integers(x, *args, bias, "silu"), wide, f"{pattern} int{bits} sm_{capability}")
+        assert names == ran
