@@ -1,0 +1,328 @@
+// y = x Wᵀ + b for up to 16 tokens in 16 bits, W at 2:4 in integers of 8 or 4 bits with steps, on sparse tensor cores: bound by reading the
+// stored bytes.
+//
+// x is rounded to 16 bits of the largest of each 128 columns, times a power of two, and multiplied as two digits of 8 bits, so that the
+// stored integers need no conversion and no expansion: the instruction takes stored values and canonical indices as they are. The order of
+// k is free if all operands have the same one; it is chosen so that the values a thread supplies are those of the 16 bytes that it
+// has read. Four bits become eight, times 16. Sums of 128 columns are exact, and become fp32 with the step of their row and the
+// power of two of their token.
+//
+// A block has 8 warps, each on 16 rows; some share rows and take steps of 128 columns in turn. Digits are made by each block, from
+// what it reads of x, in slices that fit shared memory. Sums are added in a fixed order: steps, warps, parts. Where x is not finite,
+// or below what powers of two reach, those 128 columns of the token are multiplied as floats.
+#include <algorithm>
+
+#include "linear.h"
+#include "ptx.h"
+
+namespace nm::cuda {
+
+namespace {
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kBlocks = 2;       // of a multiprocessor
+constexpr int kCols = 128;       // of a step
+constexpr int kValues = kCols / 2;
+constexpr int kAhead = 4;        // steps of a warp in flight
+constexpr int kSliceSteps = 128;  // of a slice, times tokens
+constexpr int kPartSteps = 16;   // the fewest of a part
+
+struct Plan {
+    int sharing;     // warps of a row; a block has 8 / sharing tiles of 16 rows
+    int slice;       // steps of x in shared memory at a time; unless it is all of a part, a multiple of kAhead times sharing
+    int splits;      // parts of the columns
+    int part;        // steps of a part
+    int64_t blocks;  // of a part
+
+    NM_HD int rows() const { return 16 * kWarps / sharing; }
+};
+
+Plan plan(int64_t tokens, int64_t rows, int64_t cols, int processors) {
+    const int steps = int(cols / kCols);
+    Plan p{1, kSliceSteps, 1, steps, 0};
+    while (p.slice * tokens > kSliceSteps) p.slice /= 2;
+    // digits cost 5 instructions for each column and token, which more rows share; but three quarters of the GPU should have work
+    const int most = std::min(tokens <= 4 ? 8 : tokens <= 8 ? 4 : 2, p.slice / kAhead);
+    while (p.sharing < most && 2 * p.sharing <= steps && 4 * cdiv(rows, p.rows()) < 3 * kBlocks * processors) p.sharing *= 2;
+    p.blocks = cdiv(rows, p.rows());
+    // a second kernel costs as much as reading about 8 MB, so only if otherwise half of the GPU would idle
+    if (2 * p.blocks <= processors && steps >= 2 * kPartSteps) {
+        p.part = int(cdiv(steps, std::min<int64_t>(processors / p.blocks, steps / kPartSteps)));
+        p.splits = int(cdiv(steps, p.part));
+    }
+    p.slice = std::min(p.slice, p.part);
+    return p;
+}
+
+// Arguments of a kernel.
+template <class T>
+struct Digits {
+    const T* x;
+    const uint8_t *values, *indices;
+    const bf16* steps;
+    Sums<T> sums;
+    int64_t cols;
+    int per_row;        // steps of a row's values
+    Divider run;        // of kCols columns, for which one of them is
+    Divider by_tokens;
+    Plan plan;
+};
+
+// A thread's part of a step: 16 values of two rows, 8 apart; the indices of all values of one of them; both rows' steps.
+template <int Bits>
+struct Chunk {
+    static constexpr int kBytes = 2 * Bits;
+    uint32_t values[2][Bits / 2], indices[4];
+    bf16 step[2];
+
+    // The words of four values of a row, as int8; at four bits 16 times as large.
+    NM_DEVICE void words(int row, uint32_t (&to)[4]) const {
+        if constexpr (Bits == 8) {
+            NM_UNROLL
+            for (int i = 0; i < 4; ++i) to[i] = values[row][i];
+        } else {
+            NM_UNROLL
+            for (int i = 0; i < 2; ++i) {
+                const uint32_t low = values[row][i] << 4 & 0xf0f0f0f0u, high = values[row][i] & 0xf0f0f0f0u;
+                to[2 * i] = permute_bytes(low, high, 0x5140);
+                to[2 * i + 1] = permute_bytes(low, high, 0x7362);
+            }
+        }
+    }
+};
+
+// Of x in shared memory: digits [step][upper, lower][64 columns][token][thread of four][words of four columns], then the powers of two
+// [step][token], NaN where x has no digits. A thread's words are 8 columns apart, as those are that its values meet: see `multiply`.
+NM_DEVICE uint32_t step_bytes(int tokens) { return uint32_t(tokens) * (2 * kCols); }
+
+// Makes digits of steps [first, first + count). 16 threads have the columns of a step, 8 each.
+template <class T, int Bits>
+NM_DEVICE void stage(const Digits<T>& f, int first, int count, uint8_t* digits, float* scales) {
+    const int tokens = int(f.sums.tokens), lane = int(threadIdx.x) % 32, piece = lane % 16;
+    for (int both = int(threadIdx.x) / 32 * 2; both < count * tokens; both += 2 * kWarps) {
+        const int unit = both + lane / 16;
+        const bool there = unit < count * tokens;
+        const int step = there ? int(f.by_tokens.quotient(uint32_t(unit))) : 0, token = there ? unit - step * tokens : 0;
+        uint32_t x[4];
+        load_wide<4>(reinterpret_cast<const uint32_t*>(f.x + token * f.cols + int64_t(first + step) * kCols + piece * 8), x);
+        uint32_t even = 0, odd = 0;
+        NM_UNROLL
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t sizes = x[i] & 0x7fff7fffu;
+            even = max(even, sizes << 16);
+            odd = max(odd, sizes);
+        }
+        uint32_t top = max(even, odd) >> 16;
+        NM_UNROLL
+        for (int by = 8; by > 0; by /= 2) top = max(top, __shfl_xor_sync(~0u, top, by));
+        // the largest becomes at least 2^14 and, with at most 11 bits, at most 32752
+        const int exponent = int(float_bits(to_float(T{uint16_t(top)})) >> 23) - 127, up = 14 - exponent;
+        const bool fits = exponent >= -100 && exponent < 128;
+        const float inverse = fits ? bits_float(uint32_t(127 + up) << 23) : 0.0f;
+        const float scale = top == 0 ? 0.0f : fits ? bits_float(uint32_t(127 - up - (Bits == 4 ? 4 : 0)) << 23) : bits_float(0x7fc00000u);
+        if (!there) continue;
+        if (piece == 0) scales[unit] = scale;
+        uint8_t* to = digits + step * step_bytes(tokens) + (piece / 8 * tokens + token) * 64 + piece / 4 % 2 * 32 + piece % 4 * 4;
+        NM_UNROLL
+        for (int four = 0; four < 2; ++four) {
+            uint32_t n[4];
+            // next to 1.5 * 2^23, whose ulp is 1, the low bits are the nearest integer
+            NM_UNROLL
+            for (int i = 0; i < 4; ++i) n[i] = float_bits(element<T>(x, 4 * four + i) * inverse + 12582912.0f);
+            const uint32_t one = permute_bytes(n[0], n[1], 0x5140), two = permute_bytes(n[2], n[3], 0x5140);
+            store_word<4>(to + four * 16, permute_bytes(one, two, 0x7632));
+            store_word<4>(to + four * 16 + tokens * 128, permute_bytes(one, two, 0x5410));
+        }
+    }
+}
+
+// A token's product with the stored values of a row in a step, as floats.
+template <class T, int Bits>
+NM_DEVICE float multiply_as_floats(const Digits<T>& f, int64_t row, int step, int token, float by) {
+    row = row < f.sums.rows ? row : f.sums.rows - 1;
+    const uint8_t* values = f.values + (row * f.cols + int64_t(step) * kCols) / 2 * Bits / 8;
+    const uint8_t* indices = f.indices + (row * f.cols + int64_t(step) * kCols) / 8;
+    const T* x = f.x + token * f.cols + int64_t(step) * kCols;
+    float sum = 0.0f;
+    NM_ONE_BY_ONE
+    for (int k = 0; k < kValues; ++k) {
+        const int value = Bits == 8 ? int8_t(values[k]) : int8_t(uint8_t(values[k / 2] << (k % 2 ? 0 : 4))) >> 4;
+        sum += to_float(x[k / 2 * 4 + get_index(indices, k, 2)]) * (float(value) * by);
+    }
+    return sum;
+}
+
+// The sums of a step's products with one digit of 8 tokens: two instructions, of 64 columns each.
+template <bool Upper>
+NM_DEVICE void multiply_digit(const uint32_t (&above)[4], const uint32_t (&below)[4], const uint32_t (&metadata)[2], const uint8_t* digits,
+                              int tokens, int32_t (&sums)[4]) {
+    uint32_t x[2][4];
+    NM_UNROLL
+    for (int i = 0; i < 2; ++i) {
+        load_wide<4>(reinterpret_cast<const uint32_t*>(digits + ((Upper ? 0 : 2) + i) * tokens * 64), x[i]);
+        sums[2 * i] = sums[2 * i + 1] = 0;
+    }
+    NM_UNROLL
+    for (int i = 0; i < 2; ++i) {
+        mma_sp_m16n8k64<Upper>(sums, {above[2 * i], below[2 * i], above[2 * i + 1], below[2 * i + 1]},
+                               {x[0][2 * i], x[1][2 * i], x[0][2 * i + 1], x[1][2 * i + 1]}, metadata[i]);
+    }
+}
+
+// Adds the products of a step. A thread supplies its 16 values of two rows, 8 to each instruction, which pairs them with the columns
+// of four threads' words: those of 16 that meet, of the first 16 of each thread's 32 columns or of the rest.
+template <class T, int Bits, int Tiles>
+NM_DEVICE void multiply(const Digits<T>& f, const Chunk<Bits>& chunk, const uint8_t* digits, const float* scales, int64_t row, int step,
+                        float (&sums)[Tiles][4]) {
+    const int tokens = int(f.sums.tokens), lane = int(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+    uint32_t above[4], below[4];
+    chunk.words(0, above);
+    chunk.words(1, below);
+    // the index bytes of the four threads' words 0 or 1, then of their words 2 or 3
+    const uint32_t selector = t < 2 ? 0x6240u : 0x7351u;
+    const uint32_t first = permute_bytes(chunk.indices[0], chunk.indices[1], selector);
+    const uint32_t second = permute_bytes(chunk.indices[2], chunk.indices[3], selector);
+    const uint32_t metadata[2] = {permute_bytes(first, second, 0x5410), permute_bytes(first, second, 0x7632)};
+    const float by[2] = {to_float(chunk.step[0]), to_float(chunk.step[1])};
+    NM_UNROLL
+    for (int tile = 0; tile < Tiles; ++tile) {
+        // tokens past the end are multiplied as the last one, and not stored
+        const auto present = [&](int token) { return token < tokens ? token : tokens - 1; };
+        const uint8_t* at = digits + present(tile * 8 + g) * 64 + t * 16;
+        int32_t upper[4], lower[4];
+        multiply_digit<true>(above, below, metadata, at, tokens, upper);
+        multiply_digit<false>(above, below, metadata, at, tokens, lower);
+        NM_UNROLL
+        for (int i = 0; i < 2; ++i) {
+            const int token = present(tile * 8 + 2 * t + i);
+            const float scale = scales[token];
+            NM_UNROLL
+            for (int r = 0; r < 2; ++r) {
+                const float sum = float(upper[2 * r + i] * 256 + lower[2 * r + i]);
+                sums[tile][2 * r + i] += is_nan(scale) ? multiply_as_floats<T, Bits>(f, row + 8 * r, step, token, by[r]) : sum * (scale * by[r]);
+            }
+        }
+    }
+}
+
+// A warp's sums, by row and token; rows lie 17 apart so that threads of different rows use different banks.
+template <int Tiles>
+using Partial = float[kWarps][8 * Tiles][17];
+
+template <class T, int Bits, int Tiles>
+__global__ void __launch_bounds__(kThreads, kBlocks) digits_kernel(Digits<T> f) {
+    using Own = Chunk<Bits>;
+    using Sum = Partial<Tiles>;
+    NM_DYNAMIC_SHARED(uint8_t, digits);
+    NM_SHARED(Sum, partial);
+    const int thread = int(threadIdx.x), warp = thread / 32, g = thread % 32 / 4, t = thread % 4, tokens = int(f.sums.tokens);
+    float* const scales = reinterpret_cast<float*>(digits + f.plan.slice * step_bytes(tokens));
+    const int part = int(blockIdx.x / f.plan.blocks), steps = int(f.cols / kCols), first = part * f.plan.part;
+    const int64_t block = blockIdx.x % f.plan.blocks;
+    const int last = first + f.plan.part < steps ? first + f.plan.part : steps;
+
+    // the warps of a row take its steps in turn
+    const int sharing = f.plan.sharing, turn = warp % sharing;
+    const int64_t row = block * f.plan.rows() + warp / sharing * 16 + g;
+    const auto present = [&](int64_t r) { return r < f.sums.rows ? r : f.sums.rows - 1; };
+    const uint8_t* values[2];
+    const bf16* by[2];
+    NM_UNROLL
+    for (int r = 0; r < 2; ++r) {
+        values[r] = f.values + present(row + 8 * r) * steps * (kValues * Bits / 8) + t * Own::kBytes;
+        by[r] = f.steps + present(row + 8 * r) * f.per_row;
+    }
+    const uint8_t* const indices = f.indices + present(row + t % 2 * 8) * steps * (kCols / 8);
+    Own own[kAhead];
+    const auto load = [&](Own& chunk, int step) {
+        const bool there = step < last;
+        const uint32_t run = there ? f.run.quotient(uint32_t(step)) : 0;
+        NM_UNROLL
+        for (int r = 0; r < 2; ++r) {
+            load_some<Bits / 2>(reinterpret_cast<const uint32_t*>(values[r] + int64_t(step) * (kValues * Bits / 8)), chunk.values[r], there ? Bits / 2 : 0, true);
+            chunk.step[r] = by[r][run];
+        }
+        load_some<4>(reinterpret_cast<const uint32_t*>(indices + int64_t(step) * (kCols / 8)), chunk.indices, there ? 4 : 0, true);
+    };
+    NM_UNROLL
+    for (int a = 0; a < kAhead; ++a) load(own[a], first + turn + a * sharing);
+
+    float sums[Tiles][4] = {};
+    for (int slice = first; slice < last; slice += f.plan.slice) {
+        const int end = slice + f.plan.slice < last ? slice + f.plan.slice : last;
+        if (slice != first) __syncthreads();
+        stage<T, Bits>(f, slice, end - slice, digits, scales);
+        __syncthreads();
+        for (int step = slice + turn; step < end;) {
+            NM_UNROLL
+            for (int a = 0; a < kAhead; ++a, step += sharing) {
+                if (step >= end) continue;
+                const int at = step - slice;
+                multiply<T, Bits, Tiles>(f, own[a], digits + at * step_bytes(tokens), scales + at * tokens, row, step, sums);
+                load(own[a], step + kAhead * sharing);
+            }
+        }
+    }
+
+    NM_UNROLL
+    for (int tile = 0; tile < Tiles; ++tile) {
+        NM_UNROLL
+        for (int i = 0; i < 4; ++i) partial[warp][tile * 8 + 2 * t + i % 2][g + 8 * (i / 2)] = sums[tile][i];
+    }
+    __syncthreads();
+    const int rows = f.plan.rows();
+    for (int e = thread; e < rows * tokens; e += kThreads) {
+        const int token = e / rows, r = e % rows;
+        if (block * rows + r >= f.sums.rows) continue;
+        float sum = 0.0f;
+        for (int k = 0; k < sharing; ++k) sum += partial[r / 16 * sharing + k][token][r % 16];
+        f.sums.store(sum, token, block * rows + r, part);
+    }
+}
+
+// f(element, bits, count of 8 tokens); false: there is no kernel.
+template <class F>
+bool by_call(const LinearCall& call, const F& f) {
+    const int64_t run = call.steps > 0 ? call.cols / call.steps : 0;
+    if ((call.dtype != kBFloat16 && call.dtype != kFloat16) || call.n != 2 || call.m != 4 || call.tokens < 1 || call.tokens > 16) return false;
+    if (call.cols < kCols || call.cols % kCols != 0 || run % kCols != 0 || run * call.steps != call.cols) return false;
+    by_dtype(call.dtype, [&](auto element) {
+        if constexpr (sizeof(element) == 2) {
+            const auto with = [&](auto bits) {
+                if (call.tokens <= 8) return f(element, bits, std::integral_constant<int, 1>{});
+                f(element, bits, std::integral_constant<int, 2>{});
+            };
+            call.bits == 8 ? with(std::integral_constant<int, 8>{}) : with(std::integral_constant<int, 4>{});
+        }
+    });
+    return true;
+}
+
+}  // namespace
+
+int linear_integers_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int bits, int64_t steps, int processors) {
+    LinearCall call{};
+    call.dtype = dtype;
+    call.tokens = tokens;
+    call.cols = cols;
+    call.n = n;
+    call.m = m;
+    call.bits = bits;
+    call.steps = steps;
+    return by_call(call, [](auto, auto, auto) {}) ? plan(tokens, rows, cols, processors).splits : 0;
+}
+
+void linear_integers(const LinearCall& call, const Queue& queue) {
+    if (call.rows == 0 || call.tokens == 0) return;
+    const Plan p = plan(call.tokens, call.rows, call.cols, call.processors);
+    by_call(call, [&](auto element, auto bits, auto count) {
+        using T = decltype(element);
+        const Digits<T> f{static_cast<const T*>(call.x), static_cast<const uint8_t*>(call.values), call.indices, static_cast<const bf16*>(call.step), sums_of<T>(call), call.cols,
+                          int(call.steps), Divider(call.cols / call.steps / kCols), Divider(call.tokens), p};
+        const Grid grid{p.blocks * p.splits, kThreads, size_t(p.slice * call.tokens) * (2 * kCols + sizeof(float))};
+        launch("linear_integers_kernel", digits_kernel<T, decltype(bits)::value, decltype(count)::value>, grid, queue, f);
+    });
+    if (call.splits > 1) finish_parts(call, queue);
+}
+
+}  // namespace nm::cuda
