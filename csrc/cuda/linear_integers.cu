@@ -23,13 +23,13 @@ constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kBlocks = 2;       // of a multiprocessor
 constexpr int kCols = 128;       // of a step
 constexpr int kValues = kCols / 2;
-constexpr int kAhead = 4;        // steps of a warp in flight
 constexpr int kSliceSteps = 128;  // of a slice, times tokens
+constexpr int kMostAhead = 4;    // steps of a warp in flight
 constexpr int kPartSteps = 16;   // the fewest of a part
 
 struct Plan {
     int sharing;     // warps of a row; a block has 8 / sharing tiles of 16 rows
-    int slice;       // steps of x in shared memory at a time; unless it is all of a part, a multiple of kAhead times sharing
+    int slice;       // steps of x in shared memory at a time; unless it is all of a part, a multiple of kMostAhead times sharing
     int splits;      // parts of the columns
     int part;        // steps of a part
     int64_t blocks;  // of a part
@@ -42,7 +42,7 @@ Plan plan(int64_t tokens, int64_t rows, int64_t cols, int processors) {
     Plan p{1, kSliceSteps, 1, steps, 0};
     while (p.slice * tokens > kSliceSteps) p.slice /= 2;
     // digits cost 5 instructions for each column and token, which more rows share; but three quarters of the GPU should have work
-    const int most = std::min(tokens <= 4 ? 8 : tokens <= 8 ? 4 : 2, p.slice / kAhead);
+    const int most = std::min(tokens <= 4 ? 8 : tokens <= 8 ? 4 : 2, p.slice / kMostAhead);
     while (p.sharing < most && 2 * p.sharing <= steps && 4 * cdiv(rows, p.rows()) < 3 * kBlocks * processors) p.sharing *= 2;
     p.blocks = cdiv(rows, p.rows());
     // a second kernel costs as much as reading about 8 MB, so only if otherwise half of the GPU would idle
@@ -71,7 +71,7 @@ struct Digits {
 // A thread's part of a step: 16 values of two rows, 8 apart; the indices of all values of one of them; both rows' steps.
 template <int Bits>
 struct Chunk {
-    static constexpr int kBytes = 2 * Bits;
+    static constexpr int kBytes = 2 * Bits, kAhead = Bits == 8 ? 2 : kMostAhead;
     uint32_t values[2][Bits / 2], indices[4];
     bf16 step[2];
 
@@ -91,13 +91,16 @@ struct Chunk {
     }
 };
 
-// Of x in shared memory: digits [step][upper, lower][64 columns][token][thread of four][words of four columns], then the powers of two
-// [step][token], NaN where x has no digits. A thread's words are 8 columns apart, as those are that its values meet: see `multiply`.
-NM_DEVICE uint32_t step_bytes(int tokens) { return uint32_t(tokens) * (2 * kCols); }
+// Of x in shared memory: digits [step][token][upper, lower][instruction of 64 columns][thread of four][words of four columns], in the order
+// of the instruction's operand; of every second token the instructions change places, so that two tokens use all the banks. Then the
+// powers of two [step][token]: -0.0 where x has no digits.
+NM_DEVICE int step_bytes(int tokens) { return tokens * (2 * kCols); }
+
+constexpr uint32_t kUnfit = 0x80000000u;
 
 // Makes digits of steps [first, first + count). 16 threads have the columns of a step, 8 each.
 template <class T, int Bits>
-NM_DEVICE void stage(const Digits<T>& f, int first, int count, uint8_t* digits, float* scales) {
+NM_DEVICE void stage(const Digits<T>& f, int first, int count, uint8_t* digits, float* scales, bool* unfit) {
     const int tokens = int(f.sums.tokens), lane = int(threadIdx.x) % 32, piece = lane % 16;
     for (int both = int(threadIdx.x) / 32 * 2; both < count * tokens; both += 2 * kWarps) {
         const int unit = both + lane / 16;
@@ -119,10 +122,14 @@ NM_DEVICE void stage(const Digits<T>& f, int first, int count, uint8_t* digits, 
         const int exponent = int(float_bits(to_float(T{uint16_t(top)})) >> 23) - 127, up = 14 - exponent;
         const bool fits = exponent >= -100 && exponent < 128;
         const float inverse = fits ? bits_float(uint32_t(127 + up) << 23) : 0.0f;
-        const float scale = top == 0 ? 0.0f : fits ? bits_float(uint32_t(127 - up - (Bits == 4 ? 4 : 0)) << 23) : bits_float(0x7fc00000u);
         if (!there) continue;
-        if (piece == 0) scales[unit] = scale;
-        uint8_t* to = digits + step * step_bytes(tokens) + (piece / 8 * tokens + token) * 64 + piece / 4 % 2 * 32 + piece % 4 * 4;
+        if (piece == 0) {
+            scales[unit] = fits ? bits_float(uint32_t(127 - up - (Bits == 4 ? 4 : 0)) << 23) : top == 0 ? 0.0f : bits_float(kUnfit);
+            if (!fits && top != 0) *unfit = true;
+        }
+        // words of four columns are of one thread if they are 8 apart, and 32 columns of 64
+        const int half = piece / 8, own = piece % 4, place = token % 2 * 64;
+        uint8_t* to = digits + unit * (2 * kCols) + piece / 4 % 2 * 32 + (half + own % 2 * 2) * 4;
         NM_UNROLL
         for (int four = 0; four < 2; ++four) {
             uint32_t n[4];
@@ -130,19 +137,53 @@ NM_DEVICE void stage(const Digits<T>& f, int first, int count, uint8_t* digits, 
             NM_UNROLL
             for (int i = 0; i < 4; ++i) n[i] = float_bits(element<T>(x, 4 * four + i) * inverse + 12582912.0f);
             const uint32_t one = permute_bytes(n[0], n[1], 0x5140), two = permute_bytes(n[2], n[3], 0x5140);
-            store_word<4>(to + four * 16, permute_bytes(one, two, 0x7632));
-            store_word<4>(to + four * 16 + tokens * 128, permute_bytes(one, two, 0x5410));
+            uint8_t* at = to + (own / 2 * 64 ^ place) + four * 16;
+            store_word<4>(at, permute_bytes(one, two, 0x7632));
+            store_word<4>(at + kCols, permute_bytes(one, two, 0x5410));
         }
+    }
+}
+
+// Adds the products of a step. A thread supplies its 16 values of two rows, 8 to each instruction, which pairs them with columns
+// of four threads' words: of the first 16 of each thread's 32 columns, or of the rest. `from` is where the x of the lane's token lies, of
+// each 8, and `scales` where the powers of two of its results' do.
+template <int Bits, int Tiles>
+NM_DEVICE void multiply(const Chunk<Bits>& chunk, const uint8_t* digits, const uint32_t (&from)[Tiles], const float* scales,
+                        const uint32_t (&scales_at)[Tiles][2], float (&sums)[Tiles][4]) {
+    uint32_t above[4], below[4];
+    chunk.words(0, above);
+    chunk.words(1, below);
+    // the index bytes of the four threads' words 0 or 1, then of their words 2 or 3
+    const uint32_t selector = threadIdx.x % 4 < 2 ? 0x6240u : 0x7351u;
+    const uint32_t first = permute_bytes(chunk.indices[0], chunk.indices[1], selector);
+    const uint32_t second = permute_bytes(chunk.indices[2], chunk.indices[3], selector);
+    const uint32_t metadata[2] = {permute_bytes(first, second, 0x5410), permute_bytes(first, second, 0x7632)};
+    const float by[2] = {to_float(chunk.step[0]), to_float(chunk.step[1])};
+    NM_UNROLL
+    for (int tile = 0; tile < Tiles; ++tile) {
+        int32_t upper[4] = {}, lower[4] = {};
+        NM_UNROLL
+        for (int i = 0; i < 2; ++i) {
+            const uint32_t a[4] = {above[2 * i], below[2 * i], above[2 * i + 1], below[2 * i + 1]};
+            const uint8_t* x = digits + (from[tile] ^ uint32_t(i * 64));
+            uint32_t b[2][4];
+            load_wide<4>(reinterpret_cast<const uint32_t*>(x), b[0]);
+            load_wide<4>(reinterpret_cast<const uint32_t*>(x + kCols), b[1]);
+            mma_sp_m16n8k64<true>(upper, a, b[0], metadata[i]);
+            mma_sp_m16n8k64<false>(lower, a, b[1], metadata[i]);
+        }
+        NM_UNROLL
+        for (int i = 0; i < 4; ++i) sums[tile][i] += float(upper[i] * 256 + lower[i]) * (scales[scales_at[tile][i % 2]] * by[i / 2]);
     }
 }
 
 // A token's product with the stored values of a row in a step, as floats.
 template <class T, int Bits>
-NM_DEVICE float multiply_as_floats(const Digits<T>& f, int64_t row, int step, int token, float by) {
-    row = row < f.sums.rows ? row : f.sums.rows - 1;
+NM_DEVICE float multiply_as_floats(const Digits<T>& f, int64_t row, int step, int token) {
     const uint8_t* values = f.values + (row * f.cols + int64_t(step) * kCols) / 2 * Bits / 8;
     const uint8_t* indices = f.indices + (row * f.cols + int64_t(step) * kCols) / 8;
     const T* x = f.x + token * f.cols + int64_t(step) * kCols;
+    const float by = to_float(f.steps[row * f.per_row + f.run.quotient(uint32_t(step))]);
     float sum = 0.0f;
     NM_ONE_BY_ONE
     for (int k = 0; k < kValues; ++k) {
@@ -150,59 +191,6 @@ NM_DEVICE float multiply_as_floats(const Digits<T>& f, int64_t row, int step, in
         sum += to_float(x[k / 2 * 4 + get_index(indices, k, 2)]) * (float(value) * by);
     }
     return sum;
-}
-
-// The sums of a step's products with one digit of 8 tokens: two instructions, of 64 columns each.
-template <bool Upper>
-NM_DEVICE void multiply_digit(const uint32_t (&above)[4], const uint32_t (&below)[4], const uint32_t (&metadata)[2], const uint8_t* digits,
-                              int tokens, int32_t (&sums)[4]) {
-    uint32_t x[2][4];
-    NM_UNROLL
-    for (int i = 0; i < 2; ++i) {
-        load_wide<4>(reinterpret_cast<const uint32_t*>(digits + ((Upper ? 0 : 2) + i) * tokens * 64), x[i]);
-        sums[2 * i] = sums[2 * i + 1] = 0;
-    }
-    NM_UNROLL
-    for (int i = 0; i < 2; ++i) {
-        mma_sp_m16n8k64<Upper>(sums, {above[2 * i], below[2 * i], above[2 * i + 1], below[2 * i + 1]},
-                               {x[0][2 * i], x[1][2 * i], x[0][2 * i + 1], x[1][2 * i + 1]}, metadata[i]);
-    }
-}
-
-// Adds the products of a step. A thread supplies its 16 values of two rows, 8 to each instruction, which pairs them with the columns
-// of four threads' words: those of 16 that meet, of the first 16 of each thread's 32 columns or of the rest.
-template <class T, int Bits, int Tiles>
-NM_DEVICE void multiply(const Digits<T>& f, const Chunk<Bits>& chunk, const uint8_t* digits, const float* scales, int64_t row, int step,
-                        float (&sums)[Tiles][4]) {
-    const int tokens = int(f.sums.tokens), lane = int(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
-    uint32_t above[4], below[4];
-    chunk.words(0, above);
-    chunk.words(1, below);
-    // the index bytes of the four threads' words 0 or 1, then of their words 2 or 3
-    const uint32_t selector = t < 2 ? 0x6240u : 0x7351u;
-    const uint32_t first = permute_bytes(chunk.indices[0], chunk.indices[1], selector);
-    const uint32_t second = permute_bytes(chunk.indices[2], chunk.indices[3], selector);
-    const uint32_t metadata[2] = {permute_bytes(first, second, 0x5410), permute_bytes(first, second, 0x7632)};
-    const float by[2] = {to_float(chunk.step[0]), to_float(chunk.step[1])};
-    NM_UNROLL
-    for (int tile = 0; tile < Tiles; ++tile) {
-        // tokens past the end are multiplied as the last one, and not stored
-        const auto present = [&](int token) { return token < tokens ? token : tokens - 1; };
-        const uint8_t* at = digits + present(tile * 8 + g) * 64 + t * 16;
-        int32_t upper[4], lower[4];
-        multiply_digit<true>(above, below, metadata, at, tokens, upper);
-        multiply_digit<false>(above, below, metadata, at, tokens, lower);
-        NM_UNROLL
-        for (int i = 0; i < 2; ++i) {
-            const int token = present(tile * 8 + 2 * t + i);
-            const float scale = scales[token];
-            NM_UNROLL
-            for (int r = 0; r < 2; ++r) {
-                const float sum = float(upper[2 * r + i] * 256 + lower[2 * r + i]);
-                sums[tile][2 * r + i] += is_nan(scale) ? multiply_as_floats<T, Bits>(f, row + 8 * r, step, token, by[r]) : sum * (scale * by[r]);
-            }
-        }
-    }
 }
 
 // A warp's sums, by row and token; rows lie 17 apart so that threads of different rows use different banks.
@@ -213,53 +201,82 @@ template <class T, int Bits, int Tiles>
 __global__ void __launch_bounds__(kThreads, kBlocks) digits_kernel(Digits<T> f) {
     using Own = Chunk<Bits>;
     using Sum = Partial<Tiles>;
+    constexpr int kAhead = Own::kAhead;
     NM_DYNAMIC_SHARED(uint8_t, digits);
     NM_SHARED(Sum, partial);
+    NM_SHARED(bool, unfit);
     const int thread = int(threadIdx.x), warp = thread / 32, g = thread % 32 / 4, t = thread % 4, tokens = int(f.sums.tokens);
     float* const scales = reinterpret_cast<float*>(digits + f.plan.slice * step_bytes(tokens));
     const int part = int(blockIdx.x / f.plan.blocks), steps = int(f.cols / kCols), first = part * f.plan.part;
     const int64_t block = blockIdx.x % f.plan.blocks;
     const int last = first + f.plan.part < steps ? first + f.plan.part : steps;
+    if (thread == 0) unfit = false;
 
     // the warps of a row take its steps in turn
     const int sharing = f.plan.sharing, turn = warp % sharing;
     const int64_t row = block * f.plan.rows() + warp / sharing * 16 + g;
     const auto present = [&](int64_t r) { return r < f.sums.rows ? r : f.sums.rows - 1; };
+    int next = first + turn;  // the step that is loaded next
     const uint8_t* values[2];
     const bf16* by[2];
     NM_UNROLL
     for (int r = 0; r < 2; ++r) {
-        values[r] = f.values + present(row + 8 * r) * steps * (kValues * Bits / 8) + t * Own::kBytes;
+        values[r] = f.values + (present(row + 8 * r) * steps + next) * (kValues * Bits / 8) + t * Own::kBytes;
         by[r] = f.steps + present(row + 8 * r) * f.per_row;
     }
-    const uint8_t* const indices = f.indices + present(row + t % 2 * 8) * steps * (kCols / 8);
-    Own own[kAhead];
-    const auto load = [&](Own& chunk, int step) {
-        const bool there = step < last;
-        const uint32_t run = there ? f.run.quotient(uint32_t(step)) : 0;
-        NM_UNROLL
-        for (int r = 0; r < 2; ++r) {
-            load_some<Bits / 2>(reinterpret_cast<const uint32_t*>(values[r] + int64_t(step) * (kValues * Bits / 8)), chunk.values[r], there ? Bits / 2 : 0, true);
-            chunk.step[r] = by[r][run];
+    const uint8_t* indices = f.indices + (present(row + t % 2 * 8) * steps + next) * (kCols / 8);
+    Own own[kAhead] = {};
+    const auto load = [&](Own& chunk) {
+        if (next < last) {
+            const uint32_t run = f.run.quotient(uint32_t(next));
+            NM_UNROLL
+            for (int r = 0; r < 2; ++r) {
+                load_wide<Bits / 2>(reinterpret_cast<const uint32_t*>(values[r]), chunk.values[r]);
+                chunk.step[r] = by[r][run];
+            }
+            load_wide<4>(reinterpret_cast<const uint32_t*>(indices), chunk.indices);
         }
-        load_some<4>(reinterpret_cast<const uint32_t*>(indices + int64_t(step) * (kCols / 8)), chunk.indices, there ? 4 : 0, true);
+        next += sharing;
+        NM_UNROLL
+        for (int r = 0; r < 2; ++r) values[r] += sharing * (kValues * Bits / 8);
+        indices += sharing * (kCols / 8);
     };
     NM_UNROLL
-    for (int a = 0; a < kAhead; ++a) load(own[a], first + turn + a * sharing);
+    for (int a = 0; a < kAhead; ++a) load(own[a]);
 
+    // tokens past the end are multiplied as the last one, and not stored
+    const auto token_of = [&](int token) { return token < tokens ? token : tokens - 1; };
+    uint32_t from[Tiles], scales_at[Tiles][2];
+    NM_UNROLL
+    for (int tile = 0; tile < Tiles; ++tile) {
+        const int token = token_of(tile * 8 + g);
+        from[tile] = uint32_t(token * (2 * kCols) + (token % 2 * 4 + t) * 16);
+        NM_UNROLL
+        for (int i = 0; i < 2; ++i) scales_at[tile][i] = uint32_t(token_of(tile * 8 + 2 * t + i));
+    }
     float sums[Tiles][4] = {};
     for (int slice = first; slice < last; slice += f.plan.slice) {
         const int end = slice + f.plan.slice < last ? slice + f.plan.slice : last;
-        if (slice != first) __syncthreads();
-        stage<T, Bits>(f, slice, end - slice, digits, scales);
         __syncthreads();
-        for (int step = slice + turn; step < end;) {
+        stage<T, Bits>(f, slice, end - slice, digits, scales, &unfit);
+        __syncthreads();
+        for (int step = turn; step < end - slice;) {
             NM_UNROLL
             for (int a = 0; a < kAhead; ++a, step += sharing) {
-                if (step >= end) continue;
-                const int at = step - slice;
-                multiply<T, Bits, Tiles>(f, own[a], digits + at * step_bytes(tokens), scales + at * tokens, row, step, sums);
-                load(own[a], step + kAhead * sharing);
+                if (step >= end - slice) continue;
+                multiply<Bits, Tiles>(own[a], digits + step * step_bytes(tokens), from, scales + step * tokens, scales_at, sums);
+                load(own[a]);
+            }
+        }
+        if (!unfit) continue;
+        for (int step = turn; step < end - slice; step += sharing) {
+            NM_UNROLL
+            for (int tile = 0; tile < Tiles; ++tile) {
+                NM_UNROLL
+                for (int i = 0; i < 4; ++i) {
+                    if (float_bits(scales[step * tokens + int(scales_at[tile][i % 2])]) != kUnfit) continue;
+                    sums[tile][i] += multiply_as_floats<T, Bits>(f, present(row + i / 2 * 8), slice + step, token_of(tile * 8 + 2 * t + i % 2));
+                }
             }
         }
     }

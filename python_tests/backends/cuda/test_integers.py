@@ -66,7 +66,7 @@ def test_few_tokens(device, ours, text, bits):
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_sparse_tensor_cores(device, ours, dtype, bits):
     """Every number of tokens; rows around the tiles' edges; a step per row and per group of one or more blocks of columns."""
-    for tokens in range(1, 18):
+    for tokens in range(1, 17):
         rows, cols = (1, 16, 37, 130)[tokens % 4], (128, 384, 1024)[tokens % 3]
         for steps in {1, cols // 128, cols // 256 or 1}:
             operands, x = weight("2:4", rows, cols, bits, steps, device), inputs(tokens, cols, dtype, device)
