@@ -39,7 +39,7 @@ struct Floats {
 // Two's complement, of 8 bits or 4. All kVec have one step.
 template <int Bits>
 struct Integers {
-    static constexpr int kBytes = 2 * Bits, kVec = 16, kAhead = Bits == 8 ? 2 : 4;
+    static constexpr int kBytes = 2 * Bits, kVec = 16, kAhead = Bits == 8 ? 2 : 3;
     static constexpr bool kSteps = true;
 
     // Beside an exponent of 2^23 the integer, plus what makes it unsigned, is a float.

@@ -7,7 +7,12 @@
 // has read. Four bits become eight, times 16. Sums of 128 columns are exact, and become fp32 with the step of their row and the
 // power of two of their token.
 //
-// A block has 8 warps, each on 16 rows; some share rows and take steps of 128 columns in turn. Digits are made by each block, from
+// A stored value costs 3.1 instructions at 8 bits and 3.4 at 4 bits for up to 8 tokens, 5.4 and 4.7 for up to 16, and digits add 0.6 for one
+// token, up to 2.5 for more (counted in machine code for sm_90a, 32 rows of a block for one to four tokens, 64 for 8, 128 for 16); at
+// 4.1 TB/s an H200 (132 multiprocessors at 1.7 GHz) has 8.7 for the 1.25 bytes of one at 8 bits, and 5.5 for the 0.78 at 4 bits with a step
+// for 128 columns. On CUDA cores (linear_few_integers.cu) it costs 7.6, 10.7 and 14.9 for one, two and four tokens.
+//
+// A block has 16 warps, each on 16 rows; some share rows and take steps of 128 columns in turn. Digits are made by each block, from
 // what it reads of x, in slices that fit shared memory. Sums are added in a fixed order: steps, warps, parts. Where x is not finite,
 // or below what powers of two reach, those 128 columns of the token are multiplied as floats.
 #include <algorithm>
@@ -19,16 +24,16 @@ namespace nm::cuda {
 
 namespace {
 
-constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kBlocks = 2;       // of a multiprocessor
-constexpr int kCols = 128;       // of a step
+constexpr int kWarps = 16, kThreads = 32 * kWarps;  // a block fills a multiprocessor
+constexpr int kCols = 128;        // of a step
+constexpr int kLanes = 8;         // that make its digits
 constexpr int kValues = kCols / 2;
 constexpr int kSliceSteps = 128;  // of a slice, times tokens
-constexpr int kMostAhead = 4;    // steps of a warp in flight
-constexpr int kPartSteps = 16;   // the fewest of a part
+constexpr int kMostAhead = 4;     // steps of a warp in flight
+constexpr int kPartSteps = 8;     // the fewest of a part
 
 struct Plan {
-    int sharing;     // warps of a row; a block has 8 / sharing tiles of 16 rows
+    int sharing;     // warps of a row; a block has 16 / sharing tiles of 16 rows
     int slice;       // steps of x in shared memory at a time; unless it is all of a part, a multiple of kMostAhead times sharing
     int splits;      // parts of the columns
     int part;        // steps of a part
@@ -41,9 +46,9 @@ Plan plan(int64_t tokens, int64_t rows, int64_t cols, int processors) {
     const int steps = int(cols / kCols);
     Plan p{1, kSliceSteps, 1, steps, 0};
     while (p.slice * tokens > kSliceSteps) p.slice /= 2;
-    // digits cost 5 instructions for each column and token, which more rows share; but three quarters of the GPU should have work
-    const int most = std::min(tokens <= 4 ? 8 : tokens <= 8 ? 4 : 2, p.slice / kMostAhead);
-    while (p.sharing < most && 2 * p.sharing <= steps && 4 * cdiv(rows, p.rows()) < 3 * kBlocks * processors) p.sharing *= 2;
+    // digits cost about 9 instructions for each column and token, which more rows share; but three quarters of the GPU should have work
+    const int most = std::min(tokens <= 2 ? 16 : tokens <= 4 ? 8 : tokens <= 8 ? 4 : 2, p.slice / kMostAhead);
+    while (p.sharing < most && 2 * p.sharing <= steps && 4 * cdiv(rows, p.rows()) < 3 * processors) p.sharing *= 2;
     p.blocks = cdiv(rows, p.rows());
     // a second kernel costs as much as reading about 8 MB, so only if otherwise half of the GPU would idle
     if (2 * p.blocks <= processors && steps >= 2 * kPartSteps) {
@@ -98,26 +103,27 @@ NM_DEVICE int step_bytes(int tokens) { return tokens * (2 * kCols); }
 
 constexpr uint32_t kUnfit = 0x80000000u;
 
-// Makes digits of steps [first, first + count). 16 threads have the columns of a step, 8 each.
+// Makes digits of steps [first, first + count). Eight threads have the columns of a step, 16 each.
 template <class T, int Bits>
 NM_DEVICE void stage(const Digits<T>& f, int first, int count, uint8_t* digits, float* scales, bool* unfit) {
-    const int tokens = int(f.sums.tokens), lane = int(threadIdx.x) % 32, piece = lane % 16;
-    for (int both = int(threadIdx.x) / 32 * 2; both < count * tokens; both += 2 * kWarps) {
-        const int unit = both + lane / 16;
+    constexpr int kUnits = 32 / kLanes;  // of a step and a token, for a warp
+    const int tokens = int(f.sums.tokens), lane = int(threadIdx.x) % 32, piece = lane % kLanes;
+    for (int some = int(threadIdx.x) / 32 * kUnits; some < count * tokens; some += kWarps * kUnits) {
+        const int unit = some + lane / kLanes;
         const bool there = unit < count * tokens;
         const int step = there ? int(f.by_tokens.quotient(uint32_t(unit))) : 0, token = there ? unit - step * tokens : 0;
-        uint32_t x[4];
-        load_wide<4>(reinterpret_cast<const uint32_t*>(f.x + token * f.cols + int64_t(first + step) * kCols + piece * 8), x);
+        uint32_t x[8];
+        load_wide<8>(reinterpret_cast<const uint32_t*>(f.x + token * f.cols + int64_t(first + step) * kCols + piece * 16), x);
         uint32_t even = 0, odd = 0;
         NM_UNROLL
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < 8; ++i) {
             const uint32_t sizes = x[i] & 0x7fff7fffu;
             even = max(even, sizes << 16);
             odd = max(odd, sizes);
         }
         uint32_t top = max(even, odd) >> 16;
         NM_UNROLL
-        for (int by = 8; by > 0; by /= 2) top = max(top, __shfl_xor_sync(~0u, top, by));
+        for (int by = kLanes / 2; by > 0; by /= 2) top = max(top, __shfl_xor_sync(~0u, top, by));
         // the largest becomes at least 2^14 and, with at most 11 bits, at most 32752
         const int exponent = int(float_bits(to_float(T{uint16_t(top)})) >> 23) - 127, up = 14 - exponent;
         const bool fits = exponent >= -100 && exponent < 128;
@@ -128,16 +134,16 @@ NM_DEVICE void stage(const Digits<T>& f, int first, int count, uint8_t* digits, 
             if (!fits && top != 0) *unfit = true;
         }
         // words of four columns are of one thread if they are 8 apart, and 32 columns of 64
-        const int half = piece / 8, own = piece % 4, place = token % 2 * 64;
-        uint8_t* to = digits + unit * (2 * kCols) + piece / 4 % 2 * 32 + (half + own % 2 * 2) * 4;
+        const int half = piece / 4, thread = piece / 2 % 2 * 2, instruction = (piece + token) % 2;
+        uint8_t* to = digits + unit * (2 * kCols) + instruction * 64 + thread * 16 + half * 4;
         NM_UNROLL
-        for (int four = 0; four < 2; ++four) {
+        for (int four = 0; four < 4; ++four) {
             uint32_t n[4];
             // next to 1.5 * 2^23, whose ulp is 1, the low bits are the nearest integer
             NM_UNROLL
             for (int i = 0; i < 4; ++i) n[i] = float_bits(element<T>(x, 4 * four + i) * inverse + 12582912.0f);
             const uint32_t one = permute_bytes(n[0], n[1], 0x5140), two = permute_bytes(n[2], n[3], 0x5140);
-            uint8_t* at = to + (own / 2 * 64 ^ place) + four * 16;
+            uint8_t* at = to + four % 2 * 16 + four / 2 * 8;
             store_word<4>(at, permute_bytes(one, two, 0x7632));
             store_word<4>(at + kCols, permute_bytes(one, two, 0x5410));
         }
@@ -198,7 +204,7 @@ template <int Tiles>
 using Partial = float[kWarps][8 * Tiles][17];
 
 template <class T, int Bits, int Tiles>
-__global__ void __launch_bounds__(kThreads, kBlocks) digits_kernel(Digits<T> f) {
+__global__ void __launch_bounds__(kThreads, 1) digits_kernel(Digits<T> f) {
     using Own = Chunk<Bits>;
     using Sum = Partial<Tiles>;
     constexpr int kAhead = Own::kAhead;
