@@ -96,7 +96,7 @@ def test_every_column_is_found(device, ours, bits):
 def test_slices_and_parts(device, ours, bits, monkeypatch):
     """More columns than shared memory holds at a time, warps that share rows, and columns in parts."""
     for tokens, rows, cols, steps, processors, splits in (
-        (16, 70, 2304, 18, 1, 1), (9, 3, 8320, 65, 64, 8), (3, 20, 4224, 1, 64, 4), (1, 18, 17408, 1, 1, 1), (5, 40, 4352, 17, 2, 1),
+        (16, 70, 2304, 18, 1, 1), (9, 3, 8320, 65, 64, 8), (3, 20, 4224, 1, 64, 4), (1, 18, 17408, 1, 1, 1), (5, 40, 4352, 17, 1, 1),
     ):  # fmt: skip
         monkeypatch.setattr(linear, "EMULATED_PROCESSORS", processors)
         x, operands = inputs(tokens, cols, BF16, device), weight("2:4", rows, cols, bits, steps, device)
