@@ -207,8 +207,9 @@ def for_graphs(*many: Problem) -> Choice:
         found = _tuned(sized)
         if found is not None:
             return _in_a_graph(sized, found)
-    if many[0].integers and many[0].device.type != "cpu" and DENSE.form not in many[0].forms:
-        return (Method(EXPAND, "rows"),)  # no kernel there multiplies integers, and the op's reference multiplies in float32
+    alone = many[0].integers and many[0].device.type != "cpu" and DENSE.form not in many[0].forms
+    if alone and not all(_has_kernel(many[0]._replace(tokens=tokens)) for tokens in (1, FEW_TOKENS + 1)):
+        return (Method(EXPAND, "rows"),)  # the op's reference multiplies in float32
     # decompressing at every call would be far slower for a few tokens, so a compressed weight is left to the op
     return rule(*many) if all(DENSE.form in p.forms for p in many) else tuple(map(_baseline, many))
 

@@ -65,7 +65,9 @@ def test_integers_without_rows(costs, monkeypatch):
     assert [m.name for m in module.for_graphs(p)] == ["op"], "for any number of tokens"
     on_gpu = p._replace(device=torch.device("cuda"))
     monkeypatch.setattr(module, "_tuned", lambda problems: None)
-    assert [m.name for m in (*rule(on_gpu), *module.for_graphs(on_gpu))] == ["expand", "expand"]
+    for most, few, many in ((0, "expand", "expand"), (16, "op", "expand"), (17, "op", "op")):
+        monkeypatch.setattr(module, "_has_kernel", lambda p, most=most: p.tokens <= most)
+        assert [m.name for m in (*rule(on_gpu._replace(tokens=16)), *module.for_graphs(on_gpu))] == [few, many], most
     for wrong in ({"role": "dgrad"}, {"changing": True}, {"values": "int5"}):
         with pytest.raises(nm.NMError, match="values="):
             p._replace(**wrong).check()

@@ -56,7 +56,9 @@ def test_few_tokens(device, ours, text, bits):
     """Columns that end inside a group, odd numbers of kept values, one step and several."""
     m = Pattern(text).m
     for dtype in [BF16, F16, F32]:
-        for tokens, rows, cols, steps in ((1, 37, 24 * m, 1), (2, 3, 9 * m - 1, 1), (3, 9, 64 * m, 4), (4, 17, 16 * m, 16), (1, 5, m, 1), (2, 33, 80 * m, 5)):
+        for tokens, rows, cols, steps in (
+            (1, 37, 24 * m, 1), (2, 3, 9 * m - 1, 1), (3, 9, 64 * m, 4), (4, 17, 16 * m, 16), (1, 5, m, 1), (2, 33, 80 * m, 5),
+        ):  # fmt: skip
             x, bias = inputs(tokens, cols, dtype, device), inputs(1, rows, dtype, device)[0]
             activation = ("", "silu", "relu2", "gelu")[tokens - 1]
             check(ours, text, x, weight(text, rows, cols, bits, steps, device), bias if rows > 3 else None, activation)
@@ -215,7 +217,7 @@ def test_tokens_that_are_not_finite(device, ours, text):
     """They reach what they meet, and no other token."""
     p, cols = Pattern(text), 640
     for bits in (8, 4):
-        operands = values, indices, _ = weight(text, 33, cols, bits, 5, device)
+        operands = _, indices, _ = weight(text, 33, cols, bits, 5, device)
         stored = reference.decompress(torch.ones(33, p.kept(cols)), indices.cpu(), p.n, p.m, cols) != 0
         run, clean = ours("nm_linear_integers").fn, inputs(4, cols, BF16, device)
         before = run(clean, *operands, p.n, p.m, cols)
@@ -257,7 +259,9 @@ def test_extreme_inputs(device, ours, scale):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_dequantize(device, ours, dtype, bits):
-    for rows, kept, steps in ((1, 1, 1), (3, 15, 1), (5, 15, 5), (2, 128, 4), (7, 1000, 8), (0, 8, 2), (300, 64, 1), (3, 48, 6), (2, 12, 3)):
+    for rows, kept, steps in (
+        (1, 1, 1), (3, 15, 1), (5, 15, 5), (2, 128, 4), (7, 1000, 8), (0, 8, 2), (300, 64, 1), (3, 48, 6), (2, 12, 3),
+    ):  # fmt: skip
         gen = torch.Generator().manual_seed(kept)
         values = pack_integers(torch.randint(-8, 8, (rows, kept), generator=gen).to(torch.int8) * (15 if bits == 8 else 1), bits)
         step = torch.randn(rows, steps, generator=gen).to(BF16)
@@ -272,7 +276,8 @@ def test_dequantize(device, ours, dtype, bits):
 def test_what_it_declines(device, ours):
     entry, operands = ours("nm_linear_integers"), weight("2:4", 64, 128, 8, 1, device)
     assert entry.supports(inputs(40, 128, BF16, device), *operands, 2, 4, 128)[0]
-    for x, why in ((inputs(17, 128, F16, device), "range of a step"), (inputs(17, 128, F32, device), "17"), (inputs(1, 128, torch.float64, device), "float64")):
+    for tokens, dtype, why in ((17, F16, "range of a step"), (17, F32, "17"), (1, torch.float64, "float64")):
+        x = inputs(tokens, 128, dtype, device)
         can, reason = entry.supports(x, *operands, 2, 4, 128)
         assert not can and why in reason
     can, reason = entry.supports(inputs(17, 128, BF16, device), *weight("1:4", 64, 128, 8, 1, device), 1, 4, 128)
