@@ -18,7 +18,7 @@
 #include <algorithm>
 
 #include "linear.h"
-#include "ptx.h"
+#include "ptx_bytes.h"
 
 namespace nm::cuda {
 

@@ -6,7 +6,7 @@
 #include <stdexcept>
 
 #include "../../cuda/launch.h"
-#include "../../cuda/ptx.h"
+#include "../../cuda/ptx_bytes.h"
 #include "emulated.h"
 
 using namespace nm_test;
