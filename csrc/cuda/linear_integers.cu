@@ -340,7 +340,8 @@ void linear_integers(const LinearCall& call, const Queue& queue) {
     const Plan p = plan(call.tokens, call.rows, call.cols, call.processors);
     by_call(call, [&](auto element, auto bits, auto count) {
         using T = decltype(element);
-        const Digits<T> f{static_cast<const T*>(call.x), static_cast<const uint8_t*>(call.values), call.indices, static_cast<const bf16*>(call.step), sums_of<T>(call), call.cols,
+        const Digits<T> f{static_cast<const T*>(call.x), static_cast<const uint8_t*>(call.values),
+                          call.indices, static_cast<const bf16*>(call.step), sums_of<T>(call), call.cols,
                           int(call.steps), Divider(call.cols / call.steps / kCols), Divider(call.tokens), p};
         const Grid grid{p.blocks * p.splits, kThreads, size_t(p.slice * call.tokens) * (2 * kCols + sizeof(float))};
         launch("linear_integers_kernel", digits_kernel<T, decltype(bits)::value, decltype(count)::value>, grid, queue, f);
