@@ -21,7 +21,9 @@ WIDTHS: dict[str, tuple[int, int]] = {
     r"groups\.cu groups_kernel<(Prune|SoftThreshold)": (128, 128),
     r"adamw\.cu adamw_kernel<": (128, 128),
     # 16 bytes of output are 2 to 8 packed bytes
-    r"decompress\.cu decompress_kernel": (16, 128),
+    r"(decompress|dequantize)\.cu de(compress|quantize)_kernel": (16, 128),
+    # 16 integers of 4 bits at once
+    r"linear_few_integers\.cu .*Integers<4>": (64, 16),
     # one block, or a thread for each of some hundred params or blocks; or no memory access
     r"adamw_around\.cu|threshold\.cu scale_kernel|probe\.cu": (0, 0),
     # a thread has 8 bytes of a row's indices, and four neighbouring threads 32
@@ -52,6 +54,7 @@ GEMMS: dict[str, str] = {
     r"wgmma_sp\.cu ": "HGMMA.SP",
     r"mma_sp\.cu ": "HMMA.SP",
     r"linear_mma\.cu |linear_expand\.cu ": "HMMA",
+    r"linear_integers\.cu ": "IMMA.SP",
 }
 """The tensor-core instruction that a kernel must use."""
 

@@ -146,6 +146,26 @@ void bind_products(py::module_& module) {
     product("linear_expand", nm::cuda::linear_expand);
 }
 
+// weights of integers
+void bind_integers(py::module_& module) {
+    module.def("dequantize", [](Address values, Address step, int64_t rows, int64_t kept, int64_t steps, int bits, int dtype, Address out, int device,
+                                Address stream) {
+        nm::cuda::dequantize(at(values), at(step), rows, kept, steps, bits, dtype, at(out), queue(device, stream));
+    }, Unlocked());
+    module.def("linear_few_integers_splits", &nm::cuda::linear_few_integers_splits);
+    module.def("linear_integers_splits", &nm::cuda::linear_integers_splits);
+    const auto product = [&](const char* name, void (*kernel)(const nm::cuda::LinearCall&, const Queue&)) {
+        module.def(name, [kernel](Address x, Address values, Address indices, Address step, Address bias, Address residual, Address y, Address parts,
+                                  int dtype, int activation, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int bits, int64_t steps, int splits,
+                                  int processors, int device, Address stream) {
+            kernel({at(x), at(values), at<uint8_t>(indices), at(bias), at(y), at<float>(parts), dtype, activation, tokens, rows, cols, n, m, splits,
+                    processors, at(residual), at(step), steps, bits}, queue(device, stream));
+        }, Unlocked());
+    };
+    product("linear_few_integers", nm::cuda::linear_few_integers);
+    product("linear_integers", nm::cuda::linear_integers);
+}
+
 // GEMMs on sparse tensor cores, and the metadata that they read
 void bind_gemm(py::module_& module) {
     // the GPU as `gpu` gives it
@@ -223,5 +243,6 @@ void bind_cuda(py::module_& module) {
     bind_mvue(module);
     bind_adamw(module);
     bind_products(module);
+    bind_integers(module);
     bind_gemm(module);
 }

@@ -83,6 +83,11 @@ bool pack(const Pack& call, const Queue& queue);
 // A row's last group may go on beyond its end. An index that is not below m writes nothing.
 void decompress(const void* values, const void* indices, int dtype, int64_t rows, int64_t cols, int n, int m, void* out, const Queue& queue);
 
+// dequantize.cu --------------------------------------------------------------------------------------------------------
+
+// Integers of 8 or 4 bits times their step, as out [rows, kept] of a float dtype: exact in fp32, rounded once. steps divide kept.
+void dequantize(const void* values, const void* step, int64_t rows, int64_t kept, int64_t steps, int bits, int dtype, void* out, const Queue& queue);
+
 // quantize.cu ----------------------------------------------------------------------------------------------------------
 
 // x (rows, cols) in 8 bits: each element times its scale, to nearest even; dtype codes kE4m3, kE5m2, kInt8.
@@ -154,7 +159,7 @@ void adamw_owners(const int64_t* table, int64_t params, const AdamWPart& flat, c
 // to[i] = words[i], captured by value in a CUDA graph.
 void upload_words(const std::vector<int64_t>& words, int64_t* to, const Queue& queue);
 
-// linear_few.cu, linear_mma.cu, linear_expand.cu ------------------------------------------------------------------------
+// linear_few.cu, linear_few_integers.cu, linear_integers.cu, linear_mma.cu, linear_expand.cu ------------------------------------------------------------------------
 
 // y [tokens, rows] = activation(x Wᵀ + bias) + residual with x [tokens, cols] and W (rows, cols) packed; cols may end inside the last
 // group. Everything is accumulated in fp32 and rounded once. Indices are not checked; one that is outside of its group
@@ -171,6 +176,9 @@ struct LinearCall {
     int splits;      // what the kernel's function linear_..._splits says
     int processors;  // multiprocessors to fill
     const void* residual = nullptr;  // [tokens, rows]
+    const void* step = nullptr;      // integers as values: bf16 [rows, steps], each of equal parts of a row
+    int64_t steps = 0;
+    int bits = 0;  // of an integer, 8 or 4; 0: values are floating-point
 };
 
 // 1 to 4 tokens on CUDA cores, any pattern.
@@ -178,6 +186,19 @@ void linear_few(const LinearCall& call, const Queue& queue);
 
 // Into how many parts linear_few cuts the columns of a call.
 int linear_few_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int processors);
+
+// The same with integers as values, which are converted and multiplied in fp32.
+void linear_few_integers(const LinearCall& call, const Queue& queue);
+
+int linear_few_integers_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int bits, int64_t steps, int processors);
+
+// 1 to 16 tokens in 16 bits on sparse tensor cores, 2:4 with integers as values; x is rounded to 16 bits of the largest of each 128
+// columns. x, values and indices at multiples of 16 bytes. Indices out of order give undefined results. An inf or NaN of a token reaches a
+// result only through a stored value.
+void linear_integers(const LinearCall& call, const Queue& queue);
+
+// The same for linear_integers; 0 where it has no kernel: it takes whole 128 columns, also for each step.
+int linear_integers_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int bits, int64_t steps, int processors);
 
 // 1 to 16 tokens in 16 bits on tensor cores; x and values at multiples of 16 bytes, indices of 4. The dense product of the
 // expanded weight: inf and NaN of a token reach all of its results.

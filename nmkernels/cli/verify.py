@@ -141,7 +141,7 @@ def _of_integers(w: Tensor, normal: Callable[..., Tensor]) -> Iterator[Call]:
             yield "nm_quantize_values", (values, bits, steps)
             integers, step = reference.quantize_values(values, bits, steps)
             yield "nm_dequantize_values", (integers, step, values.shape[1], w.dtype)
-            for tokens in (1, 4, 16):
+            for tokens in (1, 4, 16, 64):
                 yield "nm_linear_integers", (normal(tokens, cols), integers, indices, step, n, m, cols, bias)
 
 

@@ -41,6 +41,9 @@ from .problem import Problem, key, plain
 REMEMBERED = 4096
 """Size of the cache of choices; when full it is cleared."""
 
+FEW_AND_MANY = (1, 17)
+"""Numbers of tokens that stand for all: kernels for few tokens take up to 16 at most."""
+
 TOKEN_CLASSES = tuple(1 << k for k in range(30, -1, -1))
 
 ESTIMATED = {DENSE.name: "dense", OP: "sparse", EXPAND: EXPAND, AS_FLOAT32: AS_FLOAT32}
@@ -202,8 +205,9 @@ def for_graphs(*many: Problem) -> Choice:
         found = _tuned(sized)
         if found is not None:
             return _in_a_graph(sized, found)
-    if many[0].integers and many[0].device.type != "cpu" and DENSE.form not in many[0].forms:
-        return (Method(EXPAND, "rows"),)  # no kernel there multiplies integers, and the op's reference multiplies in float32
+    alone = many[0].integers and many[0].device.type != "cpu" and DENSE.form not in many[0].forms
+    if alone and not all(_has_kernel(many[0]._replace(tokens=tokens)) for tokens in FEW_AND_MANY):
+        return (Method(EXPAND, "rows"),)  # the op's reference multiplies in float32
     # decompressing at every call would be far slower for a few tokens, so a compressed weight is left to the op
     return rule(*many) if all(DENSE.form in p.forms for p in many) else tuple(map(_baseline, many))
 

@@ -12,8 +12,10 @@ from ..reference.common import compute_dtype
 from ..reference.layouts import EIGHT_BIT, meta_shape
 from ..reference.quantize import LARGEST, scale_for
 from .check import check_device, check_float, check_layout, check_matrix
+from .compress import Compressed
 from .define import Spec, define
 from .derivatives import require_no_grad
+from .pack import nm_metadata
 
 _HARDWARE = Pattern(2, 4)
 RESULTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -173,9 +175,28 @@ def quantize_pack(w: Tensor, dtype: torch.dtype, *, rows: bool = False) -> Quant
     return QuantizedPacked(values, meta, 1.0 / scale)
 
 
+def _packed(c: Compressed) -> QuantizedPacked:
+    """A 2:4 weight of int8 values with a step per row in the layout of 8-bit tensor cores; cached."""
+    op = "nm_linear_quantized"
+    if c.kind != "int8" or c.group or len(c.shape) != 2:
+        raise OptionError(
+            f"{op}: the weight is {c!r}; it must be a matrix of int8 values with one step per row. Make it with "
+            'nm.ops.quantize_values(c, "int8"), or multiply by nm.ops.linear, which leaves x as it is.'
+        )
+    rows, cols = c.shape
+    check_layout(op, EIGHT_BIT, rows, cols, c.pattern, c.dtype)
+
+    def build(c: Compressed) -> QuantizedPacked:
+        assert c.step is not None
+        return QuantizedPacked(c.values, nm_metadata(c.indices, cols, EIGHT_BIT), c.step.float().squeeze(-1))
+
+    packed: QuantizedPacked = c.layout(EIGHT_BIT, build)
+    return packed
+
+
 def linear_quantized(
-    x: Quantized, w: QuantizedPacked, bias: Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16, transposed: bool = False,
-    fast_accumulate: bool = False,
+    x: Quantized, w: QuantizedPacked | Compressed, bias: Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16,
+    transposed: bool = False, fast_accumulate: bool = False,
 ) -> Tensor:  # fmt: skip
     """The output ``y = x Wᵀ + b`` of a linear layer from 8-bit operands, W at 2:4; the steps are applied to the sum.
 
@@ -184,7 +205,8 @@ def linear_quantized(
 
     Args:
         x: ``(tokens, in)``.
-        w: ``(out, in)``; both int8, or both float8 of either kind.
+        w: ``(out, in)``; both int8, or both float8 of either kind. A ``Compressed`` at 2:4 with int8 values and a step per row
+            (``quantize_values``) is brought into the layout once and cached; ``out`` must be a multiple of 64, ``in`` of 128.
         bias: ``(out,)`` in ``dtype``, added before the only rounding.
         dtype: of the result: bfloat16, float16 or float32.
         transposed: return yᵀ ``(out, tokens)``.
@@ -193,10 +215,12 @@ def linear_quantized(
 
     Raises:
         ShapeError, DtypeError, OptionError: the operands do not match.
+        OptionError, PatternError, ShapeError: a ``Compressed`` has other values, steps, pattern or sizes.
 
     Example:
         >>> w, x = torch.eye(128)[:64], torch.ones(1, 128)
         >>> linear_quantized(quantize(x, torch.int8), quantize_pack(w, torch.int8), dtype=torch.float32).sum()
         tensor(64.)
     """
-    return nm_linear_quantized(*x, *w, bias, dtype, transposed, fast_accumulate)
+    packed = _packed(w) if isinstance(w, Compressed) else w
+    return nm_linear_quantized(*x, *packed, bias, dtype, transposed, fast_accumulate)

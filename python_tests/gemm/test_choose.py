@@ -59,10 +59,9 @@ def test_integers(costs, monkeypatch):
     assert [m.name for m in module.for_graphs(p)] == ["op"], "for any number of tokens"
     on_gpu = p._replace(device=torch.device("cuda"))
     monkeypatch.setattr(module, "_tuned", lambda problems: None)
-    for kernel, want in ((True, "op"), (False, "expand")):
-        monkeypatch.setattr(module, "_has_kernel", lambda p, kernel=kernel: kernel)
-        assert [m.name for m in rule(on_gpu)] == [want]
-    assert [m.name for m in module.for_graphs(on_gpu)] == ["expand"]
+    for most, few, many in ((0, "expand", "expand"), (16, "op", "expand"), (17, "op", "op")):
+        monkeypatch.setattr(module, "_has_kernel", lambda p, most=most: p.tokens <= most)
+        assert [m.name for m in (*rule(on_gpu._replace(tokens=16)), *module.for_graphs(on_gpu))] == [few, many], most
     for wrong in ({"role": "dgrad"}, {"changing": True}, {"values": "int5"}):
         with pytest.raises(nm.NMError, match="values="):
             p._replace(**wrong).check()

@@ -85,7 +85,26 @@ def test_the_gemm_by_hand():
         assert ops.linear_quantized(q, p).dtype == torch.bfloat16
 
 
+def compressed(pattern="2:4", rows=64, cols=256, values="int8", group=0):
+    return ops.quantize_values(ops.compress(torch.randn(rows, cols), pattern), values, group)
+
+
+def test_a_compressed_weight_of_int8():
+    """Its integers and steps as they are; the layout is made once, and again after a write."""
+    c, x = compressed(), ops.quantize(torch.randn(5, 256), torch.int8, rows=True)
+    c.step[3] *= -1
+    for _ in range(2):
+        exact = (x.values.double() * x.step.reshape(-1, 1)) @ c.dense(torch.float64).T
+        y = ops.linear_quantized(x, c, dtype=torch.float32)
+        torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
+        assert torch.equal(ops.linear_quantized(x, c, dtype=torch.float32, transposed=True), y.T)
+        packed = c.layout("wgmma.sp.8bit", lambda c: pytest.fail("made again"))
+        assert packed.values is c.values and torch.equal(reference.from_layout(packed.meta, "wgmma.sp.8bit"), c.indices)
+        c.values.neg_()
+
+
 ONES = ops.quantize_pack(torch.ones(64, 128), E4M3)
+EIGHT = ops.quantize(torch.ones(1, 256), torch.int8)
 
 
 @for_each("call, word", [
@@ -97,6 +116,11 @@ ONES = ops.quantize_pack(torch.ones(64, 128), E4M3)
     (lambda: ops.linear_quantized(ops.quantize(torch.ones(1, 256), E4M3), ONES), "must be 128"),
     (lambda: ops.linear_quantized(ops.quantize(torch.ones(1, 128), torch.int8), ONES), "int8 can only be multiplied by int8"),
     (lambda: ops.linear_quantized(ops.quantize(torch.ones(1, 128), E4M3), ONES, torch.ones(64), dtype=torch.float16), "bias"),
+    (lambda: ops.linear_quantized(EIGHT, compressed(values="int4")), "int4.*nm.ops.quantize_values"),
+    (lambda: ops.linear_quantized(EIGHT, compressed(group=128)), "one step per row"),
+    (lambda: ops.linear_quantized(EIGHT, ops.compress(torch.ones(64, 256), "2:4")), "nm.ops.linear, which leaves x"),
+    (lambda: ops.linear_quantized(EIGHT, compressed("1:4")), "2:4"),
+    (lambda: ops.linear_quantized(EIGHT, compressed(rows=32)), "64 rows and 128 columns"),
 ])  # fmt: skip
 def test_what_is_refused(call, word):
     with pytest.raises(NMError, match=word):

@@ -123,4 +123,63 @@ TEST(emulated_products_in_parts) {
     }
 }
 
+// Integers of `bits` bits, any of them; kept / steps of a row have one step.
+void of_integers(Kernel kernel, int (*splits)(int, int64_t, int64_t, int64_t, int, int, int, int64_t, int), NM p, int dtype, int64_t tokens, int64_t rows,
+                 int64_t cols, int bits, int64_t steps, int processors, bool ordered) {
+    for (bool wide : {true, false}) {
+        if (ordered && !wide) continue;
+        Operands o(p, dtype, tokens, rows, cols, wide);
+        const int64_t row_bytes = bits == 8 ? o.kept : (o.kept + 1) / 2;
+        const Buffer values = place(rows * row_bytes, 1, wide), step = placed(numbers(rows * steps, nm::kBFloat16, 5, false), false, 2);
+        for (size_t i = 0; i < values.bytes(); ++i) values.as<uint8_t>()[i] = uint8_t(i * 37 + i / 11);
+        for (bool damaged : {true, false}) {
+            if (ordered && damaged) continue;  // tensor cores take ascending indices alone
+            fill_indices(o, p, rows, damaged);
+            const int parts = splits(dtype, tokens, rows, cols, p.n, p.m, bits, steps, processors);
+            CHECK(parts > 0);
+            const Buffer y = place(tokens * rows, size_of(dtype), wide), sums = place(parts > 1 ? parts * tokens * rows : 0, 4, true);
+            kernel({o.x.data(), values.data(), o.indices.as<uint8_t>(), o.bias.data(), y.data(), sums.as<float>(), dtype, 0, tokens, rows, cols, p.n, p.m,
+                    parts, processors, nullptr, step.data(), steps, bits}, kQueue);
+            if (damaged) continue;
+            for (int64_t t = 0; t < tokens; ++t) {
+                for (int64_t row = 0; row < rows; ++row) {
+                    double sum = number(o.bias, dtype, row), size = std::fabs(sum);
+                    for (int64_t k = 0; k < o.kept; ++k) {
+                        const int64_t column = k / p.n * p.m + nm::get_index(o.indices.as<uint8_t>() + row * o.index_row, k, nm::index_bits(p.m));
+                        if (column >= cols) continue;
+                        const uint8_t* of_row = values.as<uint8_t>() + row * row_bytes;
+                        const int value = bits == 8 ? int8_t(of_row[k]) : (of_row[k / 2] >> (k % 2 * 4) & 7) - (of_row[k / 2] >> (k % 2 * 4) & 8);
+                        const double term = number(o.x, dtype, t * cols + column) * value * number(step, nm::kBFloat16, row * steps + k / (o.kept / steps));
+                        sum += term;
+                        size += std::fabs(term);
+                    }
+                    CHECK(std::fabs(number(y, dtype, t * rows + row) - sum) <= tolerance(dtype) * (size + 1e-3))
+                        << label(p, dtype, "integers") << " " << tokens << "x" << rows << "x" << cols << " at " << t << ", " << row;
+                }
+            }
+        }
+    }
+}
+
+TEST(emulated_products_with_integers) {
+    for (int bits : {8, 4}) {
+        for (NM p : {NM{2, 4}, NM{1, 4}, NM{1, 8}, NM{3, 5}, NM{100, 256}}) {
+            for (int dtype : kDtypes) {
+                for (int64_t tokens : {1, 2, 3}) {
+                    const auto few = [&](int64_t rows, int64_t cols, int64_t steps) {
+                        of_integers(nm::cuda::linear_few_integers, nm::cuda::linear_few_integers_splits, p, dtype, tokens, rows, cols, bits, steps, 1, false);
+                    };
+                    few(17, 64 * p.m, 2);
+                    few(1, 9 * p.m - 1, 1);
+                }
+            }
+        }
+        for (int64_t tokens : {1, 8, 11}) {
+            const int dtype = tokens == 11 ? nm::kFloat16 : nm::kBFloat16;
+            of_integers(nm::cuda::linear_integers, nm::cuda::linear_integers_splits, {2, 4}, dtype, tokens, 33, 512, bits, 2, 1, true);
+            of_integers(nm::cuda::linear_integers, nm::cuda::linear_integers_splits, {2, 4}, dtype, tokens, 3, 2176, bits, 17, 64, true);
+        }
+    }
+}
+
 }  // namespace

@@ -6,7 +6,7 @@
 #include <stdexcept>
 
 #include "../../cuda/launch.h"
-#include "../../cuda/ptx.h"
+#include "../../cuda/ptx_bytes.h"
 #include "emulated.h"
 
 using namespace nm_test;
@@ -195,6 +195,74 @@ TEST(six_nibbles_are_metadata) {
         const bool meaningful = nibble == 4 || nibble == 8 || nibble == 9 || nibble == 12 || nibble == 13 || nibble == 14;
         CHECK(taken == meaningful) << nibble;
     }
+}
+
+// A of int8, B of bytes with a sign or without.
+struct Bytes {
+    uint32_t a[kLanes][4] = {}, b[kLanes][4] = {}, metadata[kLanes] = {};
+    int32_t d[kLanes][4] = {};
+};
+
+template <bool Signed>
+__global__ void mma_sp_bytes_kernel(Bytes* r) {
+    const int lane = int(threadIdx.x);
+    nm::cuda::mma_sp_m16n8k64<Signed>(r->d[lane], r->a[lane], r->b[lane], r->metadata[lane]);
+}
+
+// "Matrix Fragments for sparse mma.m16n8k64": a0..a15 of row groupID for i in 0..3 and 8..11, of the next eight otherwise, non-zero elements
+// of columns 8 t to 8 t + 7, and 32 more for i >= 8; b0..b15 at row 4 t + i % 4 + 16 (i / 4). Figure "metadata layout": each lane of four
+// supplies 32 columns of a row: T0 those of row 0 from 0, T1 of row 8 from 0, T2 of row 0 from 32, T3 of row 8 from 32.
+template <bool Signed>
+std::string sparse_bytes(bool descending) {
+    std::mt19937 random(5);
+    int a[16][64] = {}, b[64][8], c[16][8];
+    uint8_t kept[16][16][2];
+    Bytes r;
+    for (auto& row : b) {
+        for (int& x : row) x = int(random() % 256) - (Signed ? 128 : 0);
+    }
+    for (int row = 0; row < 16; ++row) {
+        for (int& x : c[row]) x = int(random() % 2001) - 1000;
+        for (int chunk = 0; chunk < 16; ++chunk) {
+            int one = int(random() % 4), two = int(random() % 4);
+            while (two == one) two = int(random() % 4);
+            if ((one > two) != descending) std::swap(one, two);
+            kept[row][chunk][0] = uint8_t(one);
+            kept[row][chunk][1] = uint8_t(two);
+            for (int place : {one, two}) a[row][4 * chunk + place] = int(random() % 256) - 128;
+            const int lane = row % 8 * 4 + row / 8 + chunk / 8 * 2;
+            r.metadata[lane] |= uint32_t(one | two << 2) << (chunk % 8 * 4);
+        }
+    }
+    for (int lane = 0; lane < kLanes; ++lane) {
+        const int group = lane / 4, t = lane % 4;
+        for (int i = 0; i < 16; ++i) {
+            const int row = i / 4 % 2 ? group + 8 : group, chunk = (8 * t + (i < 8 ? 0 : 32)) / 4 + i % 4 / 2;
+            r.a[lane][i / 4] |= uint32_t(uint8_t(a[row][4 * chunk + kept[row][chunk][i % 2]])) << (8 * (i % 4));
+            r.b[lane][i / 4] |= uint32_t(uint8_t(b[4 * t + i % 4 + 16 * (i / 4)][group])) << (8 * (i % 4));
+        }
+        for (int i = 0; i < 4; ++i) r.d[lane][i] = c[row_of_c(lane, i)][col_of_c(lane, i)];
+    }
+    try {
+        launch("mma_sp", mma_sp_bytes_kernel<Signed>, {1, kLanes}, kQueue, &r);
+    } catch (const std::runtime_error& error) {
+        return error.what();
+    }
+    for (int lane = 0; lane < kLanes; ++lane) {
+        for (int i = 0; i < 4; ++i) {
+            const int row = row_of_c(lane, i), col = col_of_c(lane, i);
+            int expected = c[row][col];
+            for (int k = 0; k < 64; ++k) expected += a[row][k] * b[k][col];
+            CHECK(r.d[lane][i] == expected) << "lane " << lane << ", c" << i << ": " << r.d[lane][i] << ", not " << expected;
+        }
+    }
+    return "";
+}
+
+TEST(mma_sp_of_bytes_is_the_product_of_its_fragments) {
+    CHECK(sparse_bytes<true>(false) == "");
+    CHECK(sparse_bytes<false>(false) == "");
+    CHECK(sparse_bytes<true>(true) == "mma_sp: mma.sp: metadata that the instruction does not take");
 }
 
 struct Loaded {

@@ -162,6 +162,11 @@ def _processors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def processors_of(x: Tensor) -> int:
+    """The multiprocessors of a tensor's GPU, or those that the emulator plans for."""
+    return EMULATED_PROCESSORS if x.is_cpu else _processors(x.get_device())
+
+
 @lru_cache(maxsize=4096)
 def _plan(
     module: Any, dtype: torch.dtype, tokens: int, rows: int, cols: int, n: int, m: int, wide: bool, processors: int
@@ -177,12 +182,12 @@ def _plan(
     return "linear_expand", module.linear_expand_splits(*sizes)
 
 
-def _tokens(x: Tensor, cols: int) -> int:
+def tokens_of(x: Tensor, cols: int) -> int:
     return x.numel() // cols if cols else x.shape[:-1].numel()
 
 
 def _supports(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, *_: Any) -> Verdict:
-    tokens = _tokens(x, cols)
+    tokens = tokens_of(x, cols)
     if _for_gemm(indices, tokens):
         can, reason = found = takes(values, indices, n, m, cols)
         if not can and tokens > MOST_TOKENS:
@@ -202,7 +207,7 @@ def linear(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
     residual: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    rows, tokens = values.shape[0], _tokens(x, cols)
+    rows, tokens = values.shape[0], tokens_of(x, cols)
     y = x.new_empty(*x.shape[:-1], rows) if out is None else out
     if not y.numel():
         return y
@@ -210,7 +215,7 @@ def linear(
         return multiply(values, indices, x, y, tokens, cols, False, bias, activation, residual)
     x, values, indices = contiguous(x), contiguous(values), indices.contiguous()
     b, r = None if bias is None else contiguous(bias), None if residual is None else contiguous(residual)
-    module, processors = core(x), EMULATED_PROCESSORS if x.is_cpu else _processors(x.get_device())
+    module, processors = core(x), processors_of(x)
     wide = not (values.data_ptr() & 15 or indices.data_ptr() & 3)
     kernel, splits = _plan(module, x.dtype, tokens, rows, cols, n, m, wide, processors)
     if kernel == "linear_mma" and x.data_ptr() & 15:
@@ -242,7 +247,7 @@ def linear_by_mma(
     residual: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     y = x.new_empty(*x.shape[:-1], values.shape[0]) if out is None else out
-    return multiply(values, indices, x, y, _tokens(x, cols), cols, False, bias, activation, residual, mma=True) if y.numel() else y
+    return multiply(values, indices, x, y, tokens_of(x, cols), cols, False, bias, activation, residual, mma=True) if y.numel() else y
 
 
 def _takes_wgrad_instead(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> Verdict:
