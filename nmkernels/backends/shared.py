@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -41,6 +42,25 @@ def aligned(x: Tensor) -> Tensor:
     """Contiguous, and beginning where 16 bytes may be read at once."""
     x = contiguous(x)
     return x.clone() if x.data_ptr() & 15 else x
+
+
+SCRATCH_BYTES = 256 << 20
+"""The largest scratch that a thread keeps; mapping fresh pages takes longer than decoding or expanding into them."""
+
+
+class Scratch(threading.local):
+    """A thread's memory on a CPU for what one call makes and uses, as large as the largest so far."""
+
+    memory = torch.empty(0, dtype=torch.uint8)
+
+    def like(self, x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor on x's device, valid until the next call."""
+        count = torch.Size(shape).numel() * dtype.itemsize
+        if count > SCRATCH_BYTES or not x.is_cpu:
+            return x.new_empty(shape, dtype=dtype)
+        if count > self.memory.numel():
+            self.memory = torch.empty(count, dtype=torch.uint8)
+        return self.memory[:count].view(dtype).view(shape)
 
 
 def packed(like: Tensor, lead: Sequence[int], cols: int, n: int, m: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ All multiply the same W̃, or in wgrad the same estimate ĝ to the bit; drawing 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
+from ..backends.shared import Scratch
 from ..dispatch import REFERENCE, Impl, implementations
 from ..ops.define import CALLS, CONTRACTS
 from ..ops.verify import doubtful
@@ -119,33 +119,22 @@ def expand(method: Method, p: Problem, other: Tensor, packed: Packed, bias: Tens
     values, indices, *step = packed
     dtype = torch.float32 if method.name == AS_FLOAT32 else other.dtype
     cols = p.tokens if p.role == "wgrad" else p.cols if method.form == "rows" else p.rows
-    values = CALLS["nm_dequantize_values"](values, *step, Pattern(p.n, p.m).kept(cols), dtype) if step else values.to(dtype)
     fresh = torch.compiler.is_compiling() or torch.is_grad_enabled() or not values.is_cpu
-    w = CALLS["nm_decompress"](values, indices, p.n, p.m, cols, out=None if fresh else _scratch.like(values, values.shape[0], cols))
+    if step:
+        kept = Pattern(p.n, p.m).kept(cols)
+        room = None if fresh else _values.like(values, (values.shape[0], kept), dtype)
+        values = CALLS["nm_dequantize_values"](values, *step, kept, dtype, out=room)
+    else:
+        values = values.to(dtype)
+    w = CALLS["nm_decompress"](
+        values, indices, p.n, p.m, cols, out=None if fresh else _scratch.like(values, (values.shape[0], cols), dtype)
+    )
     b = None if bias is None else bias.to(dtype)
     return _dense(p, other.to(dtype), w if method.form == "rows" else w.t(), b).to(other.dtype)
 
 
-SCRATCH_BYTES = 256 << 20
-"""The largest dense weight whose memory a thread keeps for reuse; mapping fresh pages takes longer than expanding into them."""
-
-
-class _Scratch(threading.local):
-    """A thread's memory for expanded weights on a CPU, as large as the largest so far."""
-
-    memory = torch.empty(0, dtype=torch.uint8)
-
-    def like(self, values: Tensor, *shape: int) -> Tensor:
-        """An uninitialised tensor, valid until the next call."""
-        count = torch.Size(shape).numel() * values.element_size()
-        if count > SCRATCH_BYTES:
-            return values.new_empty(shape)
-        if count > self.memory.numel():
-            self.memory = torch.empty(count, dtype=torch.uint8)
-        return self.memory[:count].view(values.dtype).view(shape)
-
-
-_scratch = _Scratch()
+_values, _scratch = Scratch(), Scratch()
+"""Decoded integers, and expanded weights."""
 
 
 def _dense(p: Problem, other: Tensor, operand: Tensor, bias: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...dispatch import Verdict
 from ...reference.linear import ACTIVATIONS
-from ..shared import address, contiguous
+from ..shared import Scratch, address, contiguous
 from .core import DTYPES, core, register, supports
 from .groups import check_indices
 from .linear import linear
@@ -27,13 +27,16 @@ BY_DIGITS = {(2, 4), (1, 4), (1, 8)}
 def _few(isa: str, dtype: torch.dtype, n: int, m: int) -> int:
     """The most tokens for which the stored integers are multiplied as they are; for more, values are decoded once.
 
-    In 4096 x 4096, x in bf16, one thread, with AMX 128 tokens take 8.4 ms as integers and 9.6 ms decoded, whatever the pattern (Sapphire
-    Rapids, 2026-11-26); with VNNI alone 32 tokens take 6.4 and 8.0 ms at 2:4 and 48 10.2 and 10.0; at 1:4 24 take 5.0 both ways, at 1:8 12
-    2.4 and 2.0 (Zen 4, 2026-11-27).
+    In 4096 x 4096, int8, x in bf16, one thread, with AMX 128 tokens take 8.4 ms as integers and 9.6 ms decoded (Sapphire Rapids,
+    2026-11-26). With VNNI alone 24 tokens take 4.8 and 8.0 ms at 2:4 and 48 9.1 and 9.4; at 1:4 12 take 2.4 and 2.9 and 24 4.5 and 4.0; at
+    1:8 12 take 2.2 and 1.8 (Zen 4, 2026-11-27).
     """
     if dtype == torch.float32 or (n, m) not in BY_DIGITS or isa not in ("amx", "avx512_bf16"):
         return FEW
-    return 128 if isa == "amx" else 80 * n // m
+    return 128 if isa == "amx" else 72 * n // m
+
+
+_decoded = Scratch()
 
 
 @register("nm_quantize_values")
@@ -75,7 +78,7 @@ def linear_integers(
         # fp16 lacks the range of a step
         wide = torch.float32 if x.dtype == torch.float16 else x.dtype
         extras = [None if extra is None else extra.to(wide) for extra in (bias, residual)]
-        decoded = dequantize_values(values, step, kept, wide)
+        decoded = dequantize_values(values, step, kept, wide, out=_decoded.like(values, (rows, kept), wide))
         return linear(x.to(wide), decoded, indices, n, m, cols, extras[0], activation, extras[1]).to(x.dtype)
     x, values, indices, step = contiguous(x), values.contiguous(), indices.contiguous(), contiguous(step)
     bias = None if bias is None else contiguous(bias)
