@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import nmkernels as nm
 from nmkernels import dispatch
 from nmkernels.capability import compiled_core
+from nmkernels.gemm import estimate
 from nmkernels.gemm.choose import forget, using
 from nmkernels.gemm.methods import EXPAND, OP, Method
 from nmkernels.nn import compressed
@@ -208,34 +209,35 @@ def test_inference_mode_and_vmap() -> None:
 
 @pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().reason)
 @pytest.mark.usefixtures("cache")
-def test_a_kernel_takes_few_tokens_and_more_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_kernel_is_estimated_slower_the_weight_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compressed, "SMALL_BYTES", 0)
+    monkeypatch.setattr(estimate, "seconds", lambda method, p: {"sparse": float(p.tokens), "expand": 16.5}.get(method, 100.0))
+    monkeypatch.setattr(estimate, "margin", lambda method, p: 1.0)
     ran: list[int] = []
 
     def fn(x: Tensor, *args: Any, out: Tensor | None = None) -> Tensor:
         ran.append(x.shape[0])
         return nm.reference.linear_integers(x, *args)
 
-    layer, fits = layer_of(), lambda x, *args: (x.shape[0] != 2, "not two")
-    entry = dispatch.Impl("nm_linear_integers", "cpu", fn, fits, 10)
+    layer, entry = layer_of(), dispatch.Impl("nm_linear_integers", "cpu", fn, lambda *args: (True, ""), 10)
     others = dispatch._impls["nm_linear_integers"]
     monkeypatch.setitem(dispatch._impls, "nm_linear_integers", [entry, *(one for one in others if one.backend != "cpu")])
     forget()
     dispatch.forget()
     assert "cpu        chosen\n" in nm.explain(layer, torch.randn(3, COLS)) + "\n"
-    assert all("not called by this layer: it expands" in nm.explain(layer, torch.randn(tokens, COLS)) for tokens in (2, 17))
+    assert "not called by this layer: it expands" in nm.explain(layer, torch.randn(17, COLS))
     for grad in (False, True):
-        for tokens in (1, 2, 16, 17, 17, 16):
+        for tokens in (1, 16, 17, 17, 16):
             x = torch.randn(tokens, COLS)
             with torch.set_grad_enabled(grad):
                 y = layer(x.requires_grad_(grad))
             torch.testing.assert_close(y, F.linear(x, layer.weight.dense(), layer.bias), rtol=1e-4, atol=1e-4)
         assert ran == [1, 16, 16]
         ran.clear()
-    monkeypatch.setattr(compressed, "SMALL_BYTES", 1 << 20)
-    assert "it multiplies a dense copy" in nm.explain(layer_of(), torch.randn(3, COLS)), "for a small layer, F.linear takes least"
+    monkeypatch.undo()
     forget()
     dispatch.forget()
+    assert "it multiplies a dense copy" in nm.explain(layer_of(), torch.randn(3, COLS)), "for a small layer, F.linear takes least"
 
 
 def test_the_choice_is_measured_per_kind_of_values() -> None:
