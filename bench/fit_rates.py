@@ -146,8 +146,6 @@ def lines(some: Iterable[Case]) -> dict[str, Lines]:
     for c in some:
         for what, seconds in c.seconds.items():
             key = c.kind, estimate.named_line(c.problem, what)
-            if what == DENSE and c.problem.integers:
-                continue  # a GEMM of those that rows of floating-point values tell the time of
             if what.startswith("make"):
                 making[key].append(Sample(estimate.of_making(c.problem), seconds))
             else:
@@ -156,7 +154,7 @@ def lines(some: Iterable[Case]) -> dict[str, Lines]:
     for (kind, name), samples in making.items():
         found[kind][name] = fit(samples)
     for (kind, name), group in gemms.items():
-        dense = name.endswith(f" {DENSE}")
+        dense = f" {DENSE}" in name
         samples = []
         for p, seconds in group:
             made = found[kind].get(estimate.named_line(p, f"make {'dense' if dense else 'packed'}")) if p.role == "wgrad" else None

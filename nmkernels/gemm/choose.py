@@ -151,7 +151,8 @@ def rule(*problems: Problem) -> Choice:
 def _compared(p: Problem) -> tuple[str, ...]:
     """The names of the methods that the rule compares."""
     if p.device.type == "cpu":
-        return tuple(ESTIMATED)
+        # rows of integers are of weights in memory: they do not say when they beat a dense copy in the cache
+        return (DENSE.name,) if p.integers and p.cached and DENSE.form in p.forms else tuple(ESTIMATED)
     # on a GPU the op's kernels decompress where that is faster, so "expand" is not a separate option
     return (DENSE.name, OP) if not p.integers or _has_kernel(p) else (DENSE.name, EXPAND)
 

@@ -160,8 +160,9 @@ def nearest(kind: str) -> tuple[str, ...]:
 
 
 def named_line(p: Problem, what: str) -> str:
-    """The name of a line: ``"bfloat16 fprop pairs"``, of integers ``"bfloat16 fprop expand int8"``; torch's GEMM has one for both."""
-    return f"{plain(p.dtype)} {p.role} {what}{f' {p.values}' if p.integers and what != DENSE else ''}"
+    """The name of a line: ``"bfloat16 fprop pairs"``, of integers ``"bfloat16 fprop expand int8"``. Integers have a line of dense too, so
+    that what is compared was measured together."""
+    return f"{plain(p.dtype)} {p.role} {what}{f' {p.values}' if p.integers else ''}"
 
 
 def line(p: Problem, method: str) -> tuple[str, Line] | None:

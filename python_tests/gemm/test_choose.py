@@ -56,6 +56,8 @@ def test_integers(costs, monkeypatch):
     for sparse, forms, want in [(0.9, packed, "op"), (1.1, packed, "expand float32"), (0.4, both, "op"), (0.9, both, "dense")]:
         costs["sparse"] = sparse
         assert [m.name for m in rule(p._replace(forms=forms))] == [want], (sparse, forms)
+    costs["sparse"] = 0.1
+    assert [m.name for m in rule(p._replace(forms=both, cached=True))] == ["dense"], "a copy in the cache"
     assert [m.name for m in module.for_graphs(p)] == ["op"], "for any number of tokens"
     on_gpu = p._replace(device=torch.device("cuda"))
     monkeypatch.setattr(module, "_tuned", lambda problems: None)
