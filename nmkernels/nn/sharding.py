@@ -143,7 +143,7 @@ class Gather:
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):  # type: ignore[attr-defined]
             if self.packed is None:
                 weight.copy_(outs[0][: size[0]])
-            elif self.hollow:
+            elif self.hollow and out is not None:  # a new Parameter, as after a resume, needs its memory once
                 weight.untyped_storage().resize_(0)
             else:
                 decompress(self.packed, out=weight)

@@ -321,10 +321,14 @@ def messages(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["one", "parallelisms", "world_sizes", "messages"])
+@pytest.mark.parametrize(
+    "scenario, choice", [(name, "") for name in ("one", "parallelisms", "world_sizes", "messages")] + [("one", "packed")]
+)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
-def test_ranks_run_as_one_process(tmp_path: Path, scenario: str) -> None:
+def test_ranks_run_as_one_process(tmp_path: Path, scenario: str, choice: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    if choice:
+        environment["NMKERNELS_CHOICE"] = choice
     command = [sys.executable, "-m", "python_tests.distributed.test_command", scenario, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
