@@ -104,7 +104,8 @@ def page(rows: Rows) -> str:
     for machine, mine in tables.by_machine(r for r in rows if r["op"] != "train").items():
         if device_of(machine) == "cpu" and _as_in_a_model(mine):
             columns[machine] = _medians(mine)
-            dates[machine] = max(r["date"] for r in mine)
+            shown = {line.row for line in LINES}
+            dates[machine] = max((r["date"] for r in mine if _key(r) in shown), default="")
     heads = [f"{machine} ({dates[machine]})" for machine in columns]
     lines = [f"| what, 2:4 and float32 unless said | against | {' | '.join(heads)} |", f"|{' --- |' * (2 + len(heads))}"]
     for line in LINES:
@@ -147,7 +148,11 @@ def _as_in_a_model(rows: Rows) -> bool:
 
 
 def _medians(rows: Rows) -> dict[Key, str]:
-    return {(r["op"], r["provider"], r["pattern"], r["dtype"], r["shape"], r["metric"]): r["p50"] for r in rows}
+    return {_key(r): r["p50"] for r in rows}
+
+
+def _key(row: dict[str, str]) -> Key:
+    return row["op"], row["provider"], row["pattern"], row["dtype"], row["shape"], row["metric"]
 
 
 def _against_dense(rows: Rows) -> list[str]:

@@ -159,7 +159,7 @@ void adamw_owners(const int64_t* table, int64_t params, const AdamWPart& flat, c
 // to[i] = words[i], captured by value in a CUDA graph.
 void upload_words(const std::vector<int64_t>& words, int64_t* to, const Queue& queue);
 
-// linear_few.cu, linear_few_integers.cu, linear_integers.cu, linear_mma.cu, linear_expand.cu ------------------------------------------------------------------------
+// linear_few.cu, linear_few_integers.cu, linear_integers.cu, linear_mma.cu, linear_expand.cu ---------------------------
 
 // y [tokens, rows] = activation(x Wᵀ + bias) + residual with x [tokens, cols] and W (rows, cols) packed; cols may end inside the last
 // group. Everything is accumulated in fp32 and rounded once. Indices are not checked; one that is outside of its group

@@ -42,7 +42,7 @@ struct Integers {
     static constexpr int kBytes = 2 * Bits, kVec = 16, kAhead = Bits == 8 ? 2 : 3;
     static constexpr bool kSteps = true;
 
-    // Beside an exponent of 2^23 the integer, plus what makes it unsigned, is a float.
+    // With an exponent of 2^23, the integer plus an offset that makes it unsigned is a float.
     static NM_DEVICE float of(const uint32_t* words, int i) {
         if constexpr (Bits == 8) {
             return bits_float(permute_bytes(words[i / 4] ^ 0x80808080u, 0x4b000000u, 0x7540u | uint32_t(i % 4))) - 8388736.0f;
