@@ -25,7 +25,7 @@ from scipy.optimize import nnls
 from nmkernels import Pattern
 from nmkernels.gemm import estimate
 from nmkernels.gemm.estimate import DENSE, EXPAND, FLOAT32, SPARSE, Line
-from nmkernels.gemm.problem import Problem, plain
+from nmkernels.gemm.problem import ROLES, Problem, plain
 from nmkernels.ops.compress import group_of
 from nmkernels.ops.integers import BITS
 
@@ -47,6 +47,9 @@ KINDS = {
     },
 }
 """The kind of each machine whose rows are used; rows of others are of older kernels, or do not tell which machine it was."""
+
+METHODS = tuple(f"method({role})" for role in ROLES)
+"""Ops with rows of every method for floating-point values; for a kind of machine with such rows, those of ``nm_linear`` are not used."""
 
 HALF_WEIGHT = 0.1
 """The relative error beyond which a row counts for less."""
@@ -74,7 +77,7 @@ def cases(results: Path = RESULTS) -> list[Case]:
     """What the committed rows say, in the order of files and rows."""
     found: dict[tuple[str, Problem], Case] = {}
     rows = [r for path in sorted(results.glob("*.csv")) for r in load(path) if r.get("machine") in KINDS and r.get("metric") == "us"]
-    measured = {KINDS[r["machine"]] for r in rows if r["op"].startswith("method(") and r["op"] not in ("method(int8)", "method(int4)")}
+    measured = {KINDS[r["machine"]] for r in rows if r["op"] in METHODS}
     for r in rows:
         kind, what = KINDS[r["machine"]], _what(r)
         if not what or (kind in measured and not r["op"].startswith("method(")):
@@ -154,7 +157,7 @@ def lines(some: Iterable[Case]) -> dict[str, Lines]:
     for (kind, name), samples in making.items():
         found[kind][name] = fit(samples)
     for (kind, name), group in gemms.items():
-        dense = f" {DENSE}" in name
+        dense = name.split()[2] == DENSE
         samples = []
         for p, seconds in group:
             made = found[kind].get(estimate.named_line(p, f"make {'dense' if dense else 'packed'}")) if p.role == "wgrad" else None

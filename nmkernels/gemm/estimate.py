@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import capability
+from ..backends.cpu.integers import BY_DIGITS
 from ..pattern import BackendError, Pattern
 from .devices import DEVICES, Device, named
 from .problem import Problem, packed_bytes, plain
@@ -112,7 +113,7 @@ def kernel(p: Problem, kind: str = "") -> str:
     ``"expanded by element"`` for a pattern without vector instructions; ``"integers"``, or again ``"integers by element"``.
     """
     if p.integers:
-        return "integers" if (p.n, p.m) in ((2, 4), (1, 4), (1, 8)) else "integers by element"
+        return "integers" if (p.n, p.m) in BY_DIGITS else "integers by element"
     isa = (kind or machine(p.device)).partition(" ")[0]
     pattern, sparse = (p.n, p.m), 8 * p.n <= p.m
     vectorized, brain = pattern in VECTORIZED, p.dtype == torch.bfloat16 and isa in ("avx512_bf16", "amx")
