@@ -22,6 +22,7 @@ from . import _ours
 from .dense import onednn, onednn_takes
 from .linear import no_worse, part
 from .machine import last_level_cache
+from .roofline import READ
 
 OP = "nm_linear_integers"
 COPIES = 32 << 20
@@ -67,7 +68,10 @@ def fprop(spec: Spec, device: str) -> Work:
             ratios += [Ratio("x dense", p.name, tuple(q.name for q in dense)), Ratio("x 16 bits", p.name, (plain.name,))]
             ratios += [Ratio(f"x weight-only {kind}", p.name, (q.name,)) for q in theirs[kind]]
             ratios += [Ratio("x packed dense", p.name, (q.name,)) for q in packed]
-    every = [*found["int8"], *found["int4"], plain, *theirs["int8"], *theirs["int4"], *packed, *dense, *_torchao(w, x)]
+    read = _read(found["int8"][0].bytes, device, cache)
+    if spec.tokens == 1:
+        ratios += [Ratio("share of read", p.name, (read.name,), "rate") for p in (*found["int8"], *found["int4"], plain)]
+    every = [*found["int8"], *found["int4"], plain, *theirs["int8"], *theirs["int4"], *packed, *dense, *_torchao(w, x), read]
     for p in every:
         p.under = partial(_after_another, p.call, p.under)
     return Work(every, ratios)
@@ -94,6 +98,12 @@ def _packed(w: Tensor, x: Tensor, cache: int) -> list[Provider]:
     order: Callable[[Tensor], Tensor] = lambda some: torch.ops.mkldnn._reorder_linear_weight(some.clone(), x.shape[0])  # noqa: E731
     weight = rotated(order(w), w.nbytes, cache, lambda _: order(w))
     return [Provider("torch packed dense", lambda: onednn(x, weight()), w.nbytes + x.nbytes, 2.0 * x.shape[0] * w.numel())]
+
+
+def _read(nbytes: float, device: str, cache: int) -> Provider:
+    """A sum, torch's fastest op that only reads, of as many bytes from memory."""
+    data = rotated(torch.ones(int(nbytes) // 8, dtype=torch.int64, device=device), nbytes, cache, Tensor.clone)
+    return Provider(READ, lambda: data().sum(), nbytes)
 
 
 def _torchao(w: Tensor, x: Tensor) -> list[Provider]:

@@ -67,6 +67,35 @@ Sums<T> sums_of(const LinearCall& call) {
             call.splits > 1 ? call.parts : nullptr, call.rows, call.tokens, call.activation};
 }
 
+// The sizes of a call, from which its plan is made.
+inline LinearCall sizes_of(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int processors, int bits = 0, int64_t steps = 0) {
+    LinearCall call{};
+    call.dtype = dtype;
+    call.tokens = tokens;
+    call.rows = rows;
+    call.cols = cols;
+    call.n = n;
+    call.m = m;
+    call.processors = processors;
+    call.bits = bits;
+    call.steps = steps;
+    return call;
+}
+
+// Stores the sums of a block of tensor-core results: partial[warp][token][row of 16], of which `sharing` warps have the same rows.
+template <class T, class Partial>
+NM_DEVICE void store_shared(const Sums<T>& sums, const Partial& partial, int sharing, int64_t block, int part) {
+    constexpr int kWarps = int(std::extent_v<Partial>);
+    const int rows = 16 * kWarps / sharing;
+    for (int e = int(threadIdx.x); e < rows * int(sums.tokens); e += 32 * kWarps) {
+        const int token = e / rows, r = e % rows;
+        if (block * rows + r >= sums.rows) continue;
+        float sum = 0.0f;
+        for (int k = 0; k < sharing; ++k) sum += partial[r / 16 * sharing + k][token][r % 16];
+        sums.store(sum, token, block * rows + r, part);
+    }
+}
+
 // Computes y from call.parts if the columns were split.
 void finish_parts(const LinearCall& call, const Queue& queue);
 

@@ -190,13 +190,7 @@ void by_half(int dtype, const F& f) {
 int linear_expand_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int processors) {
     check_pattern(n, m);
     if ((dtype != kBFloat16 && dtype != kFloat16) || tokens > kTokens) return 0;
-    LinearCall call{};
-    call.rows = rows;
-    call.cols = cols;
-    call.n = n;
-    call.m = m;
-    call.processors = processors;
-    return plan(call).splits;
+    return plan(sizes_of(dtype, tokens, rows, cols, n, m, processors)).splits;
 }
 
 void linear_expand(const LinearCall& call, const Queue& queue) {

@@ -26,14 +26,7 @@ void by_call(const LinearCall& call, const F& f) {
 }  // namespace
 
 int linear_few_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int processors) {
-    LinearCall call{};
-    call.dtype = dtype;
-    call.tokens = tokens;
-    call.rows = rows;
-    call.cols = cols;
-    call.n = n;
-    call.m = m;
-    call.processors = processors;
+    const LinearCall call = sizes_of(dtype, tokens, rows, cols, n, m, processors);
     int splits = 1;
     by_call(call, [&](auto element, auto way, auto count) {
         using T = decltype(element);

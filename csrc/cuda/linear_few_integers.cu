@@ -32,16 +32,7 @@ void by_call(const LinearCall& call, const F& f) {
 }  // namespace
 
 int linear_few_integers_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int bits, int64_t steps, int processors) {
-    LinearCall call{};
-    call.dtype = dtype;
-    call.tokens = tokens;
-    call.rows = rows;
-    call.cols = cols;
-    call.n = n;
-    call.m = m;
-    call.bits = bits;
-    call.steps = steps;
-    call.processors = processors;
+    const LinearCall call = sizes_of(dtype, tokens, rows, cols, n, m, processors, bits, steps);
     int splits = 1;
     by_call(call, [&](auto element, auto values, auto pattern, auto count) {
         splits = plan(call, sizes<decltype(element), decltype(values), decltype(pattern), decltype(count)::value>()).splits;

@@ -293,14 +293,7 @@ __global__ void __launch_bounds__(kThreads, 1) digits_kernel(Digits<T> f) {
         for (int i = 0; i < 4; ++i) partial[warp][tile * 8 + 2 * t + i % 2][g + 8 * (i / 2)] = sums[tile][i];
     }
     __syncthreads();
-    const int rows = f.plan.rows();
-    for (int e = thread; e < rows * tokens; e += kThreads) {
-        const int token = e / rows, r = e % rows;
-        if (block * rows + r >= f.sums.rows) continue;
-        float sum = 0.0f;
-        for (int k = 0; k < sharing; ++k) sum += partial[r / 16 * sharing + k][token][r % 16];
-        f.sums.store(sum, token, block * rows + r, part);
-    }
+    store_shared(f.sums, partial, f.plan.sharing, block, part);
 }
 
 // f(element, bits, count of 8 tokens); false: there is no kernel.
@@ -324,14 +317,7 @@ bool by_call(const LinearCall& call, const F& f) {
 }  // namespace
 
 int linear_integers_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int bits, int64_t steps, int processors) {
-    LinearCall call{};
-    call.dtype = dtype;
-    call.tokens = tokens;
-    call.cols = cols;
-    call.n = n;
-    call.m = m;
-    call.bits = bits;
-    call.steps = steps;
+    const LinearCall call = sizes_of(dtype, tokens, rows, cols, n, m, processors, bits, steps);
     return by_call(call, [](auto, auto, auto) {}) ? plan(tokens, rows, cols, processors).splits : 0;
 }
 

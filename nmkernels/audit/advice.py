@@ -61,8 +61,8 @@ def notes(audit: Audit, case: Case, measured: bool) -> tuple[str, ...]:
         )
     if device.power is not None and case.rules.values != "float":
         found.append(
-            "Integers are predicted from their bytes, for so few tokens that kernels read them directly; for more, a layer expands its "
-            "weight. No GPU has run these kernels."
+            "Integers are predicted from their bytes, for so few tokens that kernels read them directly; for more, as if the weight were "
+            "expanded at every call. No GPU has run these kernels."
         )
     if case.trains and not audit.steps:
         found.append("In training no GEMM of this recipe has a sparse weight or an estimated gradient, so steps gain nothing.")

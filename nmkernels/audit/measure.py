@@ -97,7 +97,7 @@ def gemm_of(case: Case, role: str, device: torch.device) -> Problem:
     found = Problem(role, layer.tokens, out, cols, pattern.n, pattern.m, layer.dtype, device, at_hand, rule)
     if rules.values == "float":
         return found
-    # no kernel of tensor cores reads integers
+    # integers have canonical indices only
     return found._replace(forms=tuple(form for form in at_hand if ":" not in form), values=rules.values, group=rules.group)
 
 
