@@ -241,7 +241,7 @@ def _sanitize(visit: Visit, pool: Pool, tool: str, *options: str) -> None:
 
 # ---- measurements
 
-FIRST = ("gemm", "linear", "quantized", "power_or_port", "groups", "pack", "adamw")
+FIRST = ("gemm", "linear", "integers", "quantized", "power_or_port", "groups", "pack", "adamw")
 """Files of ``bench/cases`` that are measured first: GEMMs, compression, MVUE, AdamW."""
 
 

@@ -33,9 +33,10 @@ def calls(device: str) -> dict[str, tuple[Call, Call | None]]:
         packed = {pattern: ops.compress(w, pattern) for pattern in ("2:4", "1:8")}
         ordered = ops.relayout(packed["2:4"], layout_on(w.device, 256))
         x8, w8 = ops.quantize(x, E4M3, rows=True), ops.quantize_pack(w, E4M3)
+        int8, int4 = (ops.quantize_values(packed["2:4"], kind) for kind in ("int8", "int4"))
 
     def linear(operand: Any, c: ops.Compressed, tokens: int) -> tuple[Call, Call]:
-        return lambda: ops.linear(x[:tokens], operand), lambda: F.linear(x[:tokens].double(), c.dense().double())
+        return lambda: ops.linear(x[:tokens], operand), lambda: F.linear(x[:tokens].double(), c.dense(torch.float32).double())
 
     def adamw() -> tuple[Tensor, ...]:
         p, m, v, step = w.float(), w.float() / 8, w.float().square(), torch.ones((), device=device)
@@ -56,6 +57,10 @@ def calls(device: str) -> dict[str, tuple[Call, Call | None]]:
         "nm_linear 16 tokens": linear(packed["2:4"], packed["2:4"], 16),
         "nm_linear 1:8, 16 tokens": linear(packed["1:8"], packed["1:8"], 16),
         "nm_linear 64 tokens": linear(packed["2:4"], packed["2:4"], 64),
+        "nm_quantize_values int4": (lambda: ops.quantize_values(packed["2:4"], "int4").values, None),
+        "nm_dequantize_values int4": (lambda: int4.dense(), None),
+        "nm_linear_integers int8, 1 token": linear(int8, int8, 1),
+        "nm_linear_integers int4, 16 tokens": linear(int4, int4, 16),
         f"nm_linear {ordered.layout}, 64 tokens": linear(ordered, packed["2:4"], 64),
         "nm_linear_wgrad": (lambda: ops.linear_wgrad(ordered, x.t()), lambda: packed["2:4"].dense().double() @ x.t().double()),
         "nm_linear_quantized": (
@@ -116,7 +121,7 @@ def main() -> int:
         except Exception as error:
             said, what = f"FAILED: {type(error).__name__}: {str(error).partition(chr(10))[0]}", "failed"
         failed |= what == "failed"
-        print(f"{item:<48}{said}", flush=True)
+        print(f"{item:<52}{said}", flush=True)
         outcomes.end(path, outcomes.Outcome(item, what, said))
         if why := lost(device):
             outcomes.tell(path, lost=why)

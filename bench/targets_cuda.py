@@ -157,6 +157,7 @@ MORE = (
     Spec("power_or_port", "2:4", BF16, 8192, 8192, 8192),
     Spec("nm_linear_quantized", "2:4", BF16, 8192, 8192, 8192),
     *(Spec("nm_linear_quantized", "2:4", BF16, *size, 4096) for size in (LARGE, (4096, 14336))),
+    *(Spec("nm_linear_integers", "2:4", BF16, *size, t) for t in (1, 4, 16) for size in (LARGE, SQUARE)),
 )
 """Cases that ``make gpu`` measures in addition to the targets: Llama-3-8B's FFN, its GEMMs and its step; the host cost of a call; what
-bounds 2:4 GEMMs; and the same GEMMs in 8 bits."""
+bounds 2:4 GEMMs; the same GEMMs in 8 bits; and few tokens with integer weights."""

@@ -29,7 +29,13 @@ COPIES = 32 << 20
 """On a CPU the copies of a weight are four times as many bytes: more than any core's share of the last-level cache."""
 
 
-@family(OP, grids=(Grid(("4096x4096",), ("2:4", "1:4", "1:8"), ("bfloat16",), tokens=(1, 4, 16)),))
+@family(
+    OP,
+    grids=(
+        Grid(("4096x4096",), ("2:4", "1:4", "1:8"), ("bfloat16",), tokens=(1, 4, 16)),
+        Grid(("14336x4096",), ("2:4",), ("bfloat16",), tokens=(1, 4, 16), on="cuda"),
+    ),
+)
 def fprop(spec: Spec, device: str) -> Work:
     """``y = x Wᵀ`` with W in 8 and in 4 bits; torch's int8 and int4 ops, its dense GEMMs, torchao's int8 layer, and ours in bf16."""
     cuda, full = device.startswith("cuda"), 2.0 * spec.tokens * spec.rows * spec.cols
@@ -126,21 +132,23 @@ def _torchao(w: Tensor, x: Tensor) -> list[Provider]:
 
 def _weight_only(kind: str, spec: Spec, x: Tensor, device: str, cache: int) -> list[Provider]:
     """Torch's weight-only op of so many bits, if it runs here; its time does not depend on the integers."""
-    if device.startswith("cuda"):
-        return []
-    gen = torch.Generator().manual_seed(0)
-    group = min(128, spec.cols)
+    aten, gen, group = torch.ops.aten, torch.Generator(device).manual_seed(0), min(128, spec.cols)
     if kind == "int8":
-        w = torch.randint(-127, 128, (spec.rows, spec.cols), dtype=torch.int8, generator=gen)
-        steps = torch.rand(spec.rows, generator=gen).to(x.dtype)
-        call = lambda weight: torch.ops.aten._weight_int8pack_mm(x, weight, steps)  # noqa: E731
+        w = torch.randint(-127, 128, (spec.rows, spec.cols), dtype=torch.int8, generator=gen, device=device)
+        steps = torch.rand(spec.rows, generator=gen, device=device).to(x.dtype)
+        call = lambda weight: aten._weight_int8pack_mm(x, weight, steps)  # noqa: E731
     else:
-        integers = torch.randint(0, 16, (spec.rows, spec.cols), dtype=torch.int32, generator=gen)
-        steps = torch.rand(spec.cols // group, spec.rows, 2, generator=gen).to(x.dtype)
-        if not _ours.works(lambda: torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers, 1), device):
+        steps = torch.rand(spec.cols // group, spec.rows, 2, generator=gen, device=device).to(x.dtype)
+        if device.startswith("cuda"):  # two integers to a byte
+            integers = torch.randint(0, 256, (spec.rows, spec.cols // 2), dtype=torch.uint8, generator=gen, device=device)
+            pack, gemm = lambda: aten._convert_weight_to_int4pack(integers, 8), aten._weight_int4pack_mm
+        else:
+            integers = torch.randint(0, 16, (spec.rows, spec.cols), dtype=torch.int32, generator=gen)
+            pack, gemm = lambda: aten._convert_weight_to_int4pack_for_cpu(integers, 1), aten._weight_int4pack_mm_for_cpu
+        if not _ours.works(pack, device):
             return []
-        w = torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers, 1)
-        call = lambda weight: torch.ops.aten._weight_int4pack_mm_for_cpu(x, weight, group, steps)  # noqa: E731
+        w = pack()
+        call = lambda weight: gemm(x, weight, group, steps)  # noqa: E731
     if not _ours.works(lambda: call(w), device):
         return []
     weight = rotated(w, w.nbytes, cache, Tensor.clone)
