@@ -18,8 +18,8 @@ from typing import Any
 from . import outcomes
 from .jobs import ROOT, Job, Pool
 
-TEST_SECONDS, LONG_TEST_SECONDS, SANITIZED_SECONDS, CASE_SECONDS, CURVE_SECONDS = 60.0, 120.0, 240.0, 180.0, 240.0
-"""Time limits: of a kernel test, any other test, a test under compute-sanitizer, a benchmark case and the curves of a recipe."""
+TEST_SECONDS, SANITIZED_SECONDS, CASE_SECONDS, CURVE_SECONDS = 120.0, 240.0, 180.0, 240.0
+"""Time limits: of a test (Triton compiles some for a minute), one under compute-sanitizer, a benchmark case and the curves of a recipe."""
 
 SHARE = 40
 """The most tests of one process; the conformance tests are 1300 in one file."""
@@ -96,7 +96,7 @@ def build(visit: Visit, pool: Pool) -> None:
         if compiled.left or compiled.count("failed"):
             return
     # the build may succeed and yet not run here: without CUDA kernels, or for another driver
-    (core,) = pool.run([Job("core", python("-c", CORE.format(probe)), LONG_TEST_SECONDS)], fresh=True)
+    (core,) = pool.run([Job("core", python("-c", CORE.format(probe)), TEST_SECONDS)], fresh=True)
     pool.note = pool.output("core").rpartition("\n")[2]
     if core.count("passed"):
         built.mkdir(exist_ok=True)
@@ -186,7 +186,7 @@ def tests(visit: Visit, pool: Pool) -> None:
     """Run the tests that were named, otherwise all that are not in ``kernels``, conformance first."""
     if _has_pytest(pool):
         files = collected(visit, pool, visit.tests or (OTHERS_DRY if visit.dry else OTHERS))
-        _test(visit, pool, [f for f in files if visit.tests or not f.name.startswith(KERNELS)], LONG_TEST_SECONDS)
+        _test(visit, pool, [f for f in files if visit.tests or not f.name.startswith(KERNELS)], TEST_SECONDS)
 
 
 # ---- compute-sanitizer

@@ -44,13 +44,14 @@ def compared(op: str) -> list[dispatch.Impl]:
 
 
 def moved(tree: Any, device: str) -> Any:
-    """The tensors of a tree on ``device``, with the strides and the offset in memory that they have; themselves where they are there."""
+    """The tensors of a tree on ``device``, with their strides, offset in memory and negation; themselves where they are there."""
 
     def move(x: Tensor) -> Tensor:
         if x.device.type == device:
             return x
         memory = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())  # type: ignore[call-overload]
-        return memory.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+        there = memory.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+        return torch._neg_view(there) if x.is_neg() else there
 
     return pytree.tree_map_only(Tensor, move, tree)
 

@@ -339,7 +339,7 @@ class Attachment:
         old = torch.zeros_like(new) if self.stats is None else self.stats.clone()
         if self.stats is None:
             old[NONZEROS] = nonzeros([layer for layer in self.layers.values() if layer.takes_part()])
-        old[FLIPS] = 0.0
+        old[FLIPS].zero_()
         return torch.where(new[APPLIED] > 0, new, old)
 
     def _own_stats(self, found_inf: Tensor | None) -> Tensor:

@@ -65,7 +65,7 @@ def copied(call: dict[str, Any], device: str | None = None) -> dict[str, Any]:
     def one(x: Tensor) -> Tensor:
         if 0 in x.stride():
             return x if device is None else x.to(device)
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device or x.device).copy_(x)
 
     return {k: [one(x) for x in v] for k, v in call.items()}
 
@@ -94,7 +94,7 @@ def same_as_reference(
     """``run`` steps ``ours``, the reference a copy of ``call``; everything they write must agree. Returns the statistics."""
     device, options, theirs = ours["params"][0].device if ours["params"] else h.device, [flags.get(k, False) for k in FLAGS], copied(call)
     stats = run(*ours.values(), h.to(device), n, m, *options, *(None if x is None else x.to(device) for x in (scale, found)))
-    expected = reference.masked_adamw_(*theirs.values(), h, n, m, *options, scale, found)
+    expected = reference.masked_adamw_(*theirs.values(), h.cpu(), n, m, *options, scale, found)
     for name in call:
         assert_equal_bits(ours[name], theirs[name], name)
     stats = stats.cpu()

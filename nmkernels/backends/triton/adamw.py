@@ -233,7 +233,7 @@ def masked_adamw_(*args: Any, out: Tensor | None = None) -> Tensor:
         first += tiles[i]
     d.stats.copy_(partials.sum(1))
     d.stats[8] = partials[8].amax()
-    d.stats[0] = 1.0
+    d.stats[0].fill_(1.0)  # an assignment would copy the number from the host, which no graph can capture
     if d.found_inf is not None:
         d.stats.copy_(torch.where(d.found_inf.reshape(()) != 0, 0.0, d.stats))
     return d.stats

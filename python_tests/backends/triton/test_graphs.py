@@ -15,7 +15,12 @@ from python_tests.ops import test_conformance
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-SUITES = [c for c in vars(test_conformance).values() if isinstance(c, type) and issubclass(c, Conformance) and c is not Conformance]
+SUITES = [
+    c
+    for c in vars(test_conformance).values()
+    if isinstance(c, type) and issubclass(c, Conformance) and c is not Conformance
+    if any(i.backend == "triton" for i in dispatch.implementations(c.op))
+]
 
 
 def samples(suite: type[Conformance]) -> list[str]:

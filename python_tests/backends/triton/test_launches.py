@@ -108,7 +108,7 @@ def test_a_line_that_is_no_plan_is_ignored(change: dict[str, Any] | None) -> Non
 def layer(device: str) -> nm.CompressedLinear:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return nm.CompressedLinear(nm.ops.compress(torch.randn(ROWS, COLS, dtype=DTYPE), "2:4")).to(device)
+        return nm.CompressedLinear(nm.ops.compress(torch.randn(ROWS, COLS, dtype=DTYPE).to(device), "2:4"))
 
 
 @pytest.fixture
