@@ -204,8 +204,8 @@ int linear_integers_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols
 // expanded weight: inf and NaN of a token reach all of its results.
 void linear_mma(const LinearCall& call, const Queue& queue);
 
-// The same for linear_mma; 0 where it has no kernel for a dtype, pattern and size.
-int linear_mma_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int processors);
+// The same for linear_mma, with the bytes of shared memory that a block can have; 0 where it has no kernel for a dtype, pattern and size.
+int linear_mma_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int processors, int shared);
 
 // 1 to 16 tokens in 16 bits on tensor cores, for every pattern and any addresses.
 void linear_expand(const LinearCall& call, const Queue& queue);

@@ -3,11 +3,12 @@
 // The order of k is free if both operands have the same one. It is chosen so that the columns that the instruction needs from a
 // thread are those of the packed bytes that the thread has read: 16 bytes of values of two rows and their indices. So W goes from
 // memory through registers into the tensor core, without shared memory, where expanding it would cost a write and a read of every
-// dense element. A byte permutation, looked up by the index (`Selectors`), puts a value into its place. x is kept in shared memory,
-// kSlice columns at a time, prefetched, in an order without bank conflicts.
+// dense element. A byte permutation, looked up by the index (`Selectors`), puts a value into its place.
 //
-// A block has 8 warps, RT of them on different 16 rows and 8 / RT on different columns of the same; sums are added in a
-// fixed order: steps, warps, parts.
+// A block fills a multiprocessor. It keeps the x of its columns in shared memory, in an order without bank conflicts, for all rounds of
+// rows that it takes: nothing but the next round's weight is then read, ahead of its use, and no warp waits for another except to add
+// sums. (Slices of x, read again for each 16 to 128 rows with a barrier for each, took 1.4 times as long on an H100.) In a round `sharing`
+// warps take the steps of the same 16 rows in turn. Sums are added in a fixed order: steps, warps, parts.
 #include <algorithm>
 
 #include "linear.h"
@@ -17,11 +18,9 @@ namespace nm::cuda {
 
 namespace {
 
-constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kBlocks = 2;     // of a multiprocessor
-constexpr int kSlice = 1024;   // the most columns of x in shared memory at a time
-constexpr int kPadding = 64;   // bytes after the columns of a token, so that two tokens use all the banks
-constexpr int kPartCols = 2048;  // the fewest columns of a part
+constexpr int kWarps = 16, kThreads = 32 * kWarps;
+constexpr int kPadding = 64;     // bytes after the columns of a token, so that two tokens use all the banks
+constexpr int kPartCols = 2048;  // the fewest columns of a part, if all fit in shared memory
 
 template <int N, int M>
 struct Step {
@@ -29,9 +28,7 @@ struct Step {
     static constexpr int kIndexBytes = kBits;            // of 8 values
     static constexpr int kSpan = 8 / N * M;              // columns of 8 values
     static constexpr int kCols = 4 * kSpan;              // of a step of a warp: 4 threads share a row
-    static constexpr int kAhead = M > 8 ? 2 : 4;         // steps of a warp in a slice, all in flight
-    static constexpr int kShortest = kAhead * kCols;     // slice, if no warps share a row
-    static_assert(kShortest <= kSlice);
+    static constexpr int kAhead = M > 8 ? 2 : N * M > 8 ? 3 : 4;  // steps of a warp in flight
     static constexpr int kUnit = std::max(M, 8);         // columns that are expanded at once
     static constexpr int kSelectors = kBits == 2 ? (N == 2 ? 2 : 4) : M / 2;  // for each 4 bits of indices
     static constexpr int kTables = kBits == 2 ? 1 : 2;   // the value in the low half of its word or in the high half
@@ -108,33 +105,56 @@ struct Packed {
     }
 };
 
+// A warp's sums, by row and token; rows lie 17 apart so that threads of different rows use different banks. Those of a round are added
+// during the next one.
+template <int Tiles>
+using Partial = float[2][kWarps][8 * Tiles][17];
+
+template <int N, int M, int Tiles>
+struct Memory {
+    static constexpr int kOwn = int(sizeof(Partial<Tiles>) + sizeof(Selectors<N, M>)) + 64;  // and what alignment takes
+
+    // Bytes of the x of some steps.
+    static constexpr int64_t staged(int64_t steps) { return 8 * Tiles * (steps * (2 * Step<N, M>::kCols) + kPadding); }
+};
+
 struct Plan {
-    int sharing;     // warps of a row; a block has 8 / sharing tiles of 16 rows
-    int slice;       // log2 of the columns of x that a block takes at a time
-    int splits;      // parts of the columns
-    int part;        // slices of a part
-    int64_t blocks;  // of a part
+    int steps, part;  // of a row, and of a part of the columns
+    int sharing;      // warps of a row; a round has kWarps / sharing tiles of 16 rows
+    int64_t rounds;
+    int64_t blocks;   // of a part
 
     NM_HD int rows() const { return 16 * kWarps / sharing; }
 };
 
+int64_t steps_of(const LinearCall& call, int cols) { return std::max<int64_t>(1, cdiv(call.cols, cols)); }
+
+// Parts of the columns: as few as have their x in shared memory, or so many that half of the GPU has rows.
+template <int N, int M, int Tiles>
+int splits_of(const LinearCall& call, int shared) {
+    using S = Step<N, M>;
+    const int64_t steps = steps_of(call, S::kCols);
+    int64_t room = 1;
+    while (Memory<N, M, Tiles>::kOwn + Memory<N, M, Tiles>::staged(room + 1) <= shared) ++room;
+    int64_t splits = cdiv(steps, room);
+    const int64_t rounds = cdiv(call.rows, 16);
+    if (2 * rounds * splits <= call.processors) {
+        splits = std::max(splits, std::min<int64_t>(call.processors / rounds, call.cols / kPartCols));
+    }
+    return int(cdiv(steps, cdiv(steps, splits)));
+}
+
 template <int N, int M>
 Plan plan(const LinearCall& call) {
-    Plan p{1, 0, 1, 1, 0};
-    int cols = Step<N, M>::kShortest;
-    // fewer rows per block mean more reads of x, but three quarters of the GPU should have work
-    while (p.sharing < kWarps && 2 * cols <= kSlice && 4 * cdiv(call.rows, p.rows()) < 3 * call.processors) {
-        p.sharing *= 2;
-        cols *= 2;
-    }
-    while (1 << p.slice < cols) ++p.slice;
-    const int64_t slices = std::max<int64_t>(1, cdiv(call.cols, cols));
-    p.part = int(slices);
-    p.blocks = cdiv(call.rows, p.rows());
-    if (2 * p.blocks <= call.processors && call.cols >= 2 * kPartCols) {
-        p.part = int(cdiv(slices, std::min<int64_t>(call.processors / p.blocks, call.cols / kPartCols)));
-        p.splits = int(cdiv(slices, p.part));
-    }
+    using S = Step<N, M>;
+    Plan p{int(steps_of(call, S::kCols)), 0, 1, 0, 0};
+    p.part = int(cdiv(p.steps, call.splits));
+    const auto rounds = [&] { return cdiv(call.rows, p.rows()); };
+    const int64_t most = std::max(1, call.processors / call.splits);
+    // every warp has as many steps as it can read ahead, or fewer if the GPU would otherwise idle
+    while (p.sharing < kWarps && (p.part >= 2 * p.sharing * S::kAhead || (p.part >= 2 * p.sharing && rounds() < most))) p.sharing *= 2;
+    p.rounds = rounds();
+    p.blocks = cdiv(p.rounds, cdiv(p.rounds, most));
     return p;
 }
 
@@ -144,48 +164,32 @@ struct Mma {
     const T* values;
     const uint8_t* indices;
     Sums<T> sums;
-    int64_t cols, kept, index_row;
+    int64_t cols, chunks;  // of a row, 8 values each
     Plan plan;
 };
 
-// Of x in shared memory: [buffer][token][step][piece of a thread][thread] of 8 columns, tokens kPadding apart. Each thread copies
-// one piece of every few tokens.
+// Copies the x of some steps from `first` on: [token][step][piece of a thread][thread] of 8 columns, tokens kPadding apart; zeros past the
+// last column and the last token.
 template <class T, int N, int M, int Tiles>
-struct Staged {
+NM_DEVICE void stage(const Mma<T>& f, int64_t first, int steps, uint8_t* x) {
     using S = Step<N, M>;
-    static constexpr int kTokens = 8 * Tiles;
-    static constexpr int kToken = 2 * kSlice + kPadding;  // bytes
-    static constexpr int kBuffer = kTokens * kToken;
-
-    uint8_t* to;
-    const T* from;
-    int64_t cols;
-    int token, tokens, together, column, slice;
-
-    NM_DEVICE Staged(const Mma<T>& f, uint8_t* x, int thread) : cols(f.cols), tokens(int(f.sums.tokens)), slice(f.plan.slice) {
-        const int pieces = 1 << (slice - 3), piece = thread & (pieces - 1);
-        const int step = piece / (S::kCols / 8), lane = piece / (S::kSpan / 8) % 4, own = piece % (S::kSpan / 8);
-        token = thread >> (slice - 3);
-        together = kThreads >> (slice - 3);
-        to = x + token * kToken + step * (2 * S::kCols) + own * 64 + lane * 16;
-        column = 8 * piece;
-        from = f.x + token * cols + column;
+    const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, token_bytes = steps * (2 * S::kCols) + kPadding;
+    for (int token = warp; token < 8 * Tiles; token += kWarps) {
+        const bool there = token < f.sums.tokens;
+        const T* from = f.x + (there ? token : 0) * f.cols + first;
+        const int count = there ? int(f.cols - first < int64_t(steps) * S::kCols ? f.cols - first : int64_t(steps) * S::kCols) : 0;
+        for (int piece = lane; piece < steps * (S::kCols / 8); piece += 32) {
+            const int step = piece / (S::kCols / 8), thread = piece / (S::kSpan / 8) % 4, own = piece % (S::kSpan / 8);
+            const bool filled = 8 * piece < count;
+            cp_async<16>(x + token * token_bytes + step * (2 * S::kCols) + own * 64 + thread * 16, filled ? from + 8 * piece : f.x, filled ? 16 : 0);
+        }
     }
-
-    // Starts copying a slice into a buffer; zeros past the last column.
-    NM_DEVICE void start(int number, int buffer) const {
-        const int64_t first = int64_t(number) << slice;
-        const bool there = first + column < cols;
-        const T* at = there ? from + first : from - column;
-        uint8_t* into = to + buffer * kBuffer;
-        for (int i = token; i < tokens; i += together, at += together * cols, into += together * kToken) cp_async<16>(into, at, there ? 16 : 0);
-        cp_async_commit();
-    }
-};
+    cp_async_commit();
+}
 
 // Adds the products of a step. `from` is the x of the thread's first columns and, as a column of 8, its token.
 template <class T, int N, int M, int Tiles>
-NM_DEVICE void add_step(const Packed<N, M>* rows, const Selectors<N, M>& selectors, const uint8_t* from, float (&sums)[Tiles][4]) {
+NM_DEVICE void add_step(const Packed<N, M>* rows, const Selectors<N, M>& selectors, const uint8_t* from, int token_bytes, float (&sums)[Tiles][4]) {
     using S = Step<N, M>;
     NM_UNROLL
     for (int u = 0; u < S::kSpan / S::kUnit; ++u) {
@@ -197,7 +201,7 @@ NM_DEVICE void add_step(const Packed<N, M>* rows, const Selectors<N, M>& selecto
             NM_UNROLL
             for (int tile = 0; tile < Tiles; ++tile) {
                 uint32_t tokens[4];
-                const uint8_t* at = from + tile * (8 * Staged<T, N, M, Tiles>::kToken) + (u * (S::kUnit / 8) + piece) * 64;
+                const uint8_t* at = from + tile * (8 * token_bytes) + (u * (S::kUnit / 8) + piece) * 64;
                 load_wide<4>(reinterpret_cast<const uint32_t*>(at), tokens);
                 NM_UNROLL
                 for (int four = 0; four < 2; ++four) {
@@ -209,81 +213,72 @@ NM_DEVICE void add_step(const Packed<N, M>* rows, const Selectors<N, M>& selecto
     }
 }
 
-// A warp's sums, by row and token; rows lie 17 apart so that threads of different rows use different banks.
-template <int Tiles>
-using Partial = float[kWarps][8 * Tiles][17];
-
 template <class T, int N, int M, int Tiles>
-__global__ void __launch_bounds__(kThreads, kBlocks) mma_kernel(Mma<T> f) {
+__global__ void __launch_bounds__(kThreads, 1) mma_kernel(Mma<T> f) {
     using S = Step<N, M>;
-    using X = Staged<T, N, M, Tiles>;
     using Table = Selectors<N, M>;
     using Sum = Partial<Tiles>;
     NM_DYNAMIC_SHARED(uint8_t, x);
     NM_SHARED(Table, selectors);
     NM_SHARED(Sum, partial);
     const int thread = int(threadIdx.x), warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
-    const int part = int(blockIdx.x / f.plan.blocks);
-    const int64_t block = blockIdx.x % f.plan.blocks;
-    const int slices = int((f.cols + (1 << f.plan.slice) - 1) >> f.plan.slice), first = part * f.plan.part;
-    const int last = first + f.plan.part < slices ? first + f.plan.part : slices;
+    const int part = int(blockIdx.x / f.plan.blocks), first = part * f.plan.part;
+    const int steps = f.plan.steps - first < f.plan.part ? f.plan.steps - first : f.plan.part;
 
     // the warps of a row take its steps in turn
     const int sharing = f.plan.sharing, turn = warp % sharing;
-    const int64_t row = block * f.plan.rows() + warp / sharing * 16 + g;
-    const int64_t chunks = f.kept / 8, chunk_0 = (int64_t(first) * (S::kAhead * sharing) + turn) * 4 + t;
-    const uint8_t* values[2];
-    const uint8_t* indices[2];
-    NM_UNROLL
-    for (int i = 0; i < 2; ++i) {
-        const int64_t r = row + 8 * i, chunk = (r < f.sums.rows ? r : f.sums.rows - 1) * chunks + chunk_0;
-        values[i] = reinterpret_cast<const uint8_t*>(f.values) + chunk * 16;
-        indices[i] = f.indices + chunk * S::kIndexBytes;
-    }
-    const int64_t whole = int64_t(last) * (S::kAhead * sharing * 4), end = whole < chunks ? whole : chunks;
-    const int left = int(end - chunk_0);  // chunks up to the end of the part
-    int chunk = 0;
-    Packed<N, M> packed[S::kAhead][2];
-    const auto load = [&](Packed<N, M>* two) {
-        NM_UNROLL
-        for (int r = 0; r < 2; ++r) two[r].load(values[r] + uint32_t(chunk) * uint64_t(16), indices[r] + uint32_t(chunk) * uint64_t(S::kIndexBytes), chunk < left);
-        chunk += 4 * sharing;
+    const int64_t in_row = (int64_t(first) + turn) * 4 + t;
+    const int64_t whole = (int64_t(first) + steps) * 4, end = whole < f.chunks ? whole : f.chunks;
+    const uint8_t *values, *indices;  // of the chunk that the thread loads next, in the upper of its two rows
+    int64_t lower;                    // chunks to the other one
+    int left;                         // chunks of the row
+    const auto seek = [&](int64_t round) {
+        const int64_t row = round * f.plan.rows() + warp / sharing * 16 + g, last = f.sums.rows - 1, at = (row < last ? row : last) * f.chunks + in_row;
+        values = reinterpret_cast<const uint8_t*>(f.values) + at * 16;
+        indices = f.indices + at * S::kIndexBytes;
+        lower = row + 8 <= last ? 8 * f.chunks : 0;
+        left = round < f.plan.rounds ? int(end - in_row) : 0;
     };
+    const auto load = [&](Packed<N, M>* two) {
+        two[0].load(values, indices, left > 0);
+        two[1].load(values + lower * 16, indices + lower * S::kIndexBytes, left > 0);
+        values += 4 * sharing * 16;
+        indices += 4 * sharing * S::kIndexBytes;
+        left -= 4 * sharing;
+    };
+
+    int64_t round = blockIdx.x % f.plan.blocks;
+    Packed<N, M> packed[S::kAhead][2];
+    seek(round);
     NM_UNROLL
     for (int a = 0; a < S::kAhead; ++a) load(packed[a]);
-
-    const X staged(f, x, thread);
-    if (first < last) staged.start(first, 0);
+    stage<T, N, M, Tiles>(f, int64_t(first) * S::kCols, steps, x);
     selectors.fill(thread);
-    // tokens past the end
-    const int missing = X::kTokens - int(f.sums.tokens);
-    for (int e = thread; e < 2 * missing * (X::kToken / 16); e += kThreads) {
-        const int buffer = e / (missing * (X::kToken / 16)), at = e % (missing * (X::kToken / 16));
-        store_word<16>(x + buffer * X::kBuffer + int(f.sums.tokens) * X::kToken + at * 16, Word<16>{});
-    }
-
-    float sums[Tiles][4] = {};
-    int buffer = 0;
-    for (int slice = first; slice < last; ++slice, buffer ^= 1) {
-        // this slice has arrived, and the previous one is no longer read
-        cp_async_wait<0>();
-        __syncthreads();
-        if (slice + 1 < last) staged.start(slice + 1, buffer ^ 1);
-        const uint8_t* from = x + buffer * X::kBuffer + turn * (2 * S::kCols) + g * X::kToken + t * 16;
-        NM_UNROLL
-        for (int a = 0; a < S::kAhead; ++a, from += sharing * (2 * S::kCols)) {
-            add_step<T>(packed[a], selectors, from, sums);
-            load(packed[a]);
-        }
-    }
-
-    NM_UNROLL
-    for (int tile = 0; tile < Tiles; ++tile) {
-        NM_UNROLL
-        for (int i = 0; i < 4; ++i) partial[warp][tile * 8 + 2 * t + i % 2][g + 8 * (i / 2)] = sums[tile][i];
-    }
+    cp_async_wait<0>();
     __syncthreads();
-    store_shared(f.sums, partial, f.plan.sharing, block, part);
+
+    const int token_bytes = steps * (2 * S::kCols) + kPadding;
+    const uint8_t* const own = x + g * token_bytes + t * 16;
+    for (int buffer = 0; round < f.plan.rounds; round += f.plan.blocks, buffer ^= 1) {
+        float sums[Tiles][4] = {};
+        for (int step = turn;;) {
+            const bool last = step + S::kAhead * sharing >= steps;
+            if (last) seek(round + f.plan.blocks);
+            NM_UNROLL
+            for (int a = 0; a < S::kAhead; ++a, step += sharing) {
+                if (step < steps) add_step<T>(packed[a], selectors, own + step * (2 * S::kCols), token_bytes, sums);
+                load(packed[a]);
+            }
+            if (last) break;
+        }
+        NM_UNROLL
+        for (int tile = 0; tile < Tiles; ++tile) {
+            NM_UNROLL
+            for (int i = 0; i < 4; ++i) partial[buffer][warp][tile * 8 + 2 * t + i % 2][g + 8 * (i / 2)] = sums[tile][i];
+        }
+        __syncthreads();
+        store_shared(f.sums, partial[buffer], sharing, round, part);
+    }
 }
 
 // f(element, pattern, count of 8 tokens); the caller has checked with linear_mma_splits that there is a kernel.
@@ -305,10 +300,12 @@ bool by_call(const LinearCall& call, const F& f) {
 
 }  // namespace
 
-int linear_mma_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int processors) {
+int linear_mma_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int processors, int shared) {
     const LinearCall call = sizes_of(dtype, tokens, rows, cols, n, m, processors);
     int splits = 0;
-    by_call(call, [&](auto, auto pattern, auto) { splits = plan<decltype(pattern)::n, decltype(pattern)::m>(call).splits; });
+    by_call(call, [&](auto, auto pattern, auto count) {
+        splits = splits_of<decltype(pattern)::n, decltype(pattern)::m, decltype(count)::value>(call, shared);
+    });
     return splits;
 }
 
@@ -319,10 +316,9 @@ void linear_mma(const LinearCall& call, const Queue& queue) {
         using P = decltype(pattern);
         constexpr int tiles = decltype(count)::value;
         const Plan p = plan<P::n, P::m>(call);
-        const int64_t kept = call.cols / P::m * P::n;
         const Mma<T> f{static_cast<const T*>(call.x), static_cast<const T*>(call.values), call.indices, sums_of<T>(call),
-                       call.cols, kept, index_bytes(kept, index_bits(P::m)), p};
-        const Grid grid{p.blocks * p.splits, kThreads, size_t(2 * Staged<T, P::n, P::m, tiles>::kBuffer)};
+                       call.cols, call.cols / P::m * P::n / 8, p};
+        const Grid grid{p.blocks * call.splits, kThreads, size_t(Memory<P::n, P::m, tiles>::staged(p.part))};
         launch("linear_mma_kernel", mma_kernel<T, P::n, P::m, tiles>, grid, queue, f);
     });
     if (call.splits > 1) finish_parts(call, queue);

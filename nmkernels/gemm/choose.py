@@ -35,14 +35,14 @@ from ..tuning.measure import LEAST_GAIN
 from ..tuning.setting import reproducible, setting, undisturbed
 from . import estimate
 from .measure import measure_and_record
-from .methods import AS_FLOAT32, DENSE, EXPAND, OP, Method, arguments, methods
+from .methods import AS_FLOAT32, DENSE, EXPAND, OP, SMALL_BATCH, Method, arguments, methods
 from .problem import Problem, key, plain
 
 REMEMBERED = 4096
 """Size of the cache of choices; when full it is cleared."""
 
-FEW_AND_MANY = (1, 17)
-"""Numbers of tokens that stand for all: kernels for few tokens take up to 16 at most."""
+FEW_AND_MANY = (1, SMALL_BATCH + 1)
+"""Numbers of tokens that stand for all."""
 
 TOKEN_CLASSES = tuple(1 << k for k in range(30, -1, -1))
 
@@ -209,8 +209,9 @@ def for_graphs(*many: Problem) -> Choice:
     alone = many[0].integers and many[0].device.type != "cpu" and DENSE.form not in many[0].forms
     if alone and not all(_has_kernel(many[0]._replace(tokens=tokens)) for tokens in FEW_AND_MANY):
         return (Method(EXPAND, "rows"),)  # the op's reference multiplies in float32
-    # decompressing at every call would be far slower for a few tokens, so a compressed weight is left to the op
-    return rule(*many) if all(DENSE.form in p.forms for p in many) else tuple(map(_baseline, many))
+    # decompressing at every call would be far slower for a few tokens, so a compressed weight is left to the op; a graph would also convert
+    # indices at every call
+    return rule(*many) if all(DENSE.form in p.forms for p in many) else tuple(_baseline(p._replace(tokens=FEW_AND_MANY[0])) for p in many)
 
 
 def _in_a_graph(problems: tuple[Problem, ...], found: Choice) -> Choice:

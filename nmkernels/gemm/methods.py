@@ -45,6 +45,9 @@ class Method(NamedTuple):
 
 
 DENSE = Method("dense", "dense")
+SMALL_BATCH = 16
+"""The most tokens that GPU kernels for canonical indices take."""
+
 OP, EXPAND, AS_FLOAT32 = "op", "expand", "expand float32"
 """Names of the methods for compressed operands that do not belong to one backend."""
 
@@ -53,7 +56,7 @@ def methods(p: Problem) -> tuple[Method, ...]:
     """The methods for ``p``, the baseline first; whether a backend supports the call is checked when it is measured."""
     packed = [form for form in p.forms if op_of(p, form)]
     found = [DENSE] if DENSE.form in p.forms else []
-    found += [Method(OP, form) for form in packed[:1]]
+    found += [Method(OP, form) for form in _of_op(p, packed)]
     plain = next((form for form in p.forms if form in ("rows", "columns")), None)
     if DENSE.form not in p.forms and plain is not None:
         found.append(Method(EXPAND, plain))
@@ -62,6 +65,13 @@ def methods(p: Problem) -> tuple[Method, ...]:
     for form in packed:
         found += [Method(f"{i.backend} {form}", form, i.backend) for i in implementations(op_of(p, form)) if promising(i)]
     return tuple(found)
+
+
+def _of_op(p: Problem, packed: list[str]) -> list[str]:
+    """The form that the op reads: the first, but beyond a small batch that of the tensor cores, which 2:4 has without another copy of its
+    values; given canonical indices, the op would convert them in every call."""
+    cores = [form for form in packed if ":" in form] if p.role == "fprop" and (p.n, p.m) == (2, 4) and p.tokens > SMALL_BATCH else []
+    return (cores or packed)[:1]
 
 
 def promising(entry: Impl) -> bool:

@@ -345,11 +345,11 @@ class Attachment:
     def _own_stats(self, found_inf: Tensor | None) -> Tensor:
         """The sums that MaskedAdamW counts in its own pass, for other optimizers and for held masks, which it does not know."""
         device = next(iter(self.layers.values())).master.device
-        nothing = torch.zeros((), dtype=torch.float64)
+        nothing = torch.zeros((), dtype=torch.float64, device=device)  # a copy from the host could not be captured
         values = dict.fromkeys(ops.STATS, nothing)
         if self.masked is not None and self.masked.stats is not None:
             values.update(zip(ops.STATS, self.masked.stats, strict=True))
-        values["applied"] = torch.ones((), dtype=torch.float64) if found_inf is None else (found_inf == 0).double().reshape(())
+        values["applied"] = torch.ones_like(nothing) if found_inf is None else (found_inf == 0).double().reshape(())
         parts: dict[Groups, Tensor] = {}
         for name, layer in self.layers.items():
             if not layer.takes_part():

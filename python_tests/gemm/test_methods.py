@@ -173,3 +173,14 @@ def test_who_takes_part():
     columns = [m.name for m in methods.methods(FPROP._replace(role="dgrad", forms=("dense", "columns")))]
     assert "cpu columns" in columns and not any(name.endswith("rows") for name in columns)
     assert methods.methods(FPROP._replace(forms=("dense",))) == (DENSE,)
+
+
+def test_the_op_reads_the_layout_of_tensor_cores_beyond_a_small_batch():
+    forms = "rows", "rows:wgmma.sp"
+    for change, form in (
+        ({"tokens": 17}, "rows:wgmma.sp"),
+        ({"tokens": 16}, "rows"),
+        ({"tokens": 17, "m": 8}, "rows"),  # 2:8 would be stored again, as 2:4
+        ({"tokens": 17, "forms": ("rows",)}, "rows"),
+    ):
+        assert methods.methods(FPROP._replace(**{"forms": forms, **change}))[0] == Method("op", form), change

@@ -222,6 +222,9 @@ TEST(large_products_of_few_tokens) {
     Pair values(rows_of_all, kDepth, 16), indices(rows_of_all, kDepth / 8, 16);
     values.filled(17);
     indices.set(0xe4);
+    const auto mma_splits = [](int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int processors_of) {
+        return linear_mma_splits(dtype, tokens, rows, cols, n, m, processors_of, 163 << 10);
+    };
     struct Way {
         void (*kernel)(const LinearCall&, const Queue&);
         int (*splits)(int, int64_t, int64_t, int64_t, int, int, int);
@@ -229,7 +232,7 @@ TEST(large_products_of_few_tokens) {
         int64_t tokens;
     };
     for (Way way : {Way{linear_few, linear_few_splits, "few", 1}, Way{linear_few, linear_few_splits, "few", 4},
-                    Way{linear_mma, linear_mma_splits, "mma", 16}, Way{linear_expand, linear_expand_splits, "expand", 9}}) {
+                    Way{linear_mma, mma_splits, "mma", 16}, Way{linear_expand, linear_expand_splits, "expand", 9}}) {
         const Buffer x = placed(numbers(way.tokens * kDepth, kType, 21, false), true, 2);
         const Buffer y = place(way.tokens * rows_of_all, 2, true), alone = place(way.tokens * 16, 2, true);
         both(values, [&](bool whole, int64_t rows) {

@@ -96,16 +96,22 @@ TEST(emulated_products_of_few_tokens) {
     }
 }
 
+template <int Kilobytes>
+int mma_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int processors) {
+    return nm::cuda::linear_mma_splits(dtype, tokens, rows, cols, n, m, processors, Kilobytes << 10);
+}
+
 // Operands of the tensor cores begin at multiples of 16 bytes: only the results may not.
 TEST(emulated_products_on_tensor_cores) {
     for (NM p : {NM{2, 4}, NM{1, 4}, NM{2, 8}, NM{1, 8}, NM{1, 16}}) {
         for (int64_t tokens : {1, 8, 11, 16}) {
             const int dtype = tokens == 11 ? nm::kFloat16 : nm::kBFloat16;
-            one(nm::cuda::linear_mma, nm::cuda::linear_mma_splits, p, dtype, tokens, 33, 8 * p.m, 1, true);
-            one(nm::cuda::linear_mma, nm::cuda::linear_mma_splits, p, dtype, tokens, 1, 136 * p.m, 64, true);
+            one(nm::cuda::linear_mma, mma_splits<163>, p, dtype, tokens, 33, 8 * p.m, 1, true);
+            one(nm::cuda::linear_mma, mma_splits<163>, p, dtype, tokens, 1, 136 * p.m, 64, true);
         }
     }
-    one(nm::cuda::linear_mma, nm::cuda::linear_mma_splits, {2, 4}, nm::kBFloat16, 16, 20, 8256, 64, true);
+    one(nm::cuda::linear_mma, mma_splits<163>, {2, 4}, nm::kBFloat16, 16, 20, 8256, 64, true);
+    one(nm::cuda::linear_mma, mma_splits<99>, {2, 4}, nm::kBFloat16, 12, 320, 4160, 2, true);
 }
 
 TEST(emulated_products_of_any_pattern_on_tensor_cores) {

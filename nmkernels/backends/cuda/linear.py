@@ -158,23 +158,28 @@ EMULATED_PROCESSORS = 2
 
 
 @cache
-def _processors(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def _gpu(module: Any, device: int) -> tuple[int, ...]:
+    return tuple(module.gpu(device))
 
 
 def processors_of(x: Tensor) -> int:
     """The multiprocessors of a tensor's GPU, or those that the emulator plans for."""
-    return EMULATED_PROCESSORS if x.is_cpu else _processors(x.get_device())
+    return EMULATED_PROCESSORS if x.is_cpu else _gpu(core(x), x.get_device())[1]
+
+
+def _shared_of(x: Tensor) -> int:
+    """Bytes of shared memory that a block can have there."""
+    return EMULATED[2] if x.is_cpu else _gpu(core(x), x.get_device())[2]
 
 
 @lru_cache(maxsize=4096)
 def _plan(
-    module: Any, dtype: torch.dtype, tokens: int, rows: int, cols: int, n: int, m: int, wide: bool, processors: int
+    module: Any, dtype: torch.dtype, tokens: int, rows: int, cols: int, n: int, m: int, wide: bool, processors: int, shared: int
 ) -> tuple[str, int]:
     """The kernel, and the number of parts that it splits columns into; ``wide``: values and indices are aligned to 16 and 4 bytes."""
     sizes = DTYPES[dtype], tokens, rows, cols, n, m, processors
     if wide and tokens >= TENSOR_CORES_FROM.get(m, FEW_TOKENS + 1):
-        splits = module.linear_mma_splits(*sizes)
+        splits = module.linear_mma_splits(*sizes, shared)
         if splits:
             return "linear_mma", splits
     if tokens <= FEW_TOKENS:
@@ -217,7 +222,7 @@ def linear(
     b, r = None if bias is None else contiguous(bias), None if residual is None else contiguous(residual)
     module, processors = core(x), processors_of(x)
     wide = not (values.data_ptr() & 15 or indices.data_ptr() & 3)
-    kernel, splits = _plan(module, x.dtype, tokens, rows, cols, n, m, wide, processors)
+    kernel, splits = _plan(module, x.dtype, tokens, rows, cols, n, m, wide, processors, _shared_of(x))
     if kernel == "linear_mma" and x.data_ptr() & 15:
         x = x.clone()
     parts = x.new_empty(splits, tokens, rows, dtype=torch.float32) if splits > 1 else None

@@ -54,7 +54,7 @@ def test_tensor_cores_in_parts(device, ours, monkeypatch):
             monkeypatch.setattr(cuda, "EMULATED_PROCESSORS", processors)
             values, indices, w = packed("2:4", 70, 8192 + 64, torch.bfloat16, device)
             if device == "cpu" and processors == 64:
-                assert cuda._plan(cuda.core(values), torch.bfloat16, tokens, 70, 8256, 2, 4, True, 64) == ("linear_mma", 3)
+                assert cuda._plan(cuda.core(values), torch.bfloat16, tokens, 70, 8256, 2, 4, True, 64, 163 << 10) == ("linear_mma", 4)
             x, bias = inputs(tokens, 8256, torch.bfloat16, device), inputs(1, 70, torch.bfloat16, device)[0]
             check(ours, x, values, indices, w, "2:4", bias, "silu")
 
@@ -69,7 +69,7 @@ def test_columns_in_parts(device, ours, dtype, tokens, cols, monkeypatch):
         values, indices, w = packed(text, 3, cols, dtype, device)
         p, bias = Pattern(text), inputs(1, 3, dtype, device)[0]
         if device == "cpu":
-            assert cuda._plan(cuda.core(values), dtype, tokens, 3, cols, p.n, p.m, True, processors)[1] > 1
+            assert cuda._plan(cuda.core(values), dtype, tokens, 3, cols, p.n, p.m, True, processors, 163 << 10)[1] > 1
         check(ours, inputs(tokens, cols, dtype, device), values, indices, w, text, bias, "gelu")
 
 
