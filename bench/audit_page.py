@@ -43,7 +43,7 @@ def predicted() -> str:
     for model in (MODEL, LARGER):
         found = nm.audit(model_shapes(model).shapes(), GPU_TOKENS, device="H200", dtype="bfloat16")
         command = f"python -m nmkernels audit --model {model} --tokens {GPU_TOKENS} --device H200"
-        tables.append(f"`{command}`, a prediction that no GPU has confirmed yet:\n\n```text\n{found}\n```")
+        tables.append(f"`{command}`, a prediction; no H200 has confirmed it:\n\n```text\n{found}\n```")
     return "\n\n".join(tables)
 
 

@@ -1,8 +1,8 @@
 """Writes the tables in ``README.md`` and the documents from committed rows: ``python -m bench.front_page``; ``--check`` only compares.
 
 The README's measurements have a column for every CPU whose calls were timed as in a model: those rows have the ratio to the fastest dense
-GEMM. The page on performance has a tab for each machine, the page on what pays a table of integers as values, and the page on recipes the
-table of best methods of ``bench/accuracy``.
+GEMM. A second table has a column for every GPU. The page on performance has a tab for each machine, the page on what pays a table of
+integers as values, and the page on recipes the table of best methods of ``bench/accuracy``.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ Key = tuple[str, str, str, str, str, str]
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table: what is measured, against what, the key of the row, and the format of its median."""
+    """A line of a table: what is measured, against what, the key of the row, the format of its median, and whether the README has it."""
 
     what: str
     against: str
     row: Key
     form: str = "{:.2f} ×"
+    front: bool = True
 
     def cell(self, medians: Mapping[Key, str]) -> str:
         """The median, and the speed-up that the roofline allows if that is less: the opponent was slow then."""
@@ -54,66 +55,86 @@ class Line:
         return self.form.format(value) + (f" ({tables.SLOW}: bytes allow {float(allowed or 0):.2f})" if more else "")
 
 
-def _linear(what: str, pattern: str, dtype: str, tokens: int) -> Line:
+def _linear(what: str, pattern: str, dtype: str, tokens: int, front: bool = True) -> Line:
     key = ("nm_linear", "nmkernels cpu", pattern, dtype, f"{tokens}x4096x4096", FASTEST)
-    return Line(f"`nm.ops.linear`, 4096×4096, {what}", "torch's fastest dense GEMM", key)
+    return Line(f"`nm.ops.linear`, 4096×4096, {what}", "torch's fastest dense GEMM", key, front=front)
 
 
-DENSE = "dense, `AdamW(fused=True)`"
+DENSE, EAGER, COPY = "dense, `AdamW(fused=True)`", "`AdamW(fused=True)`, eager mask and decay", "bandwidth of `copy_`"
 STREAM = ("2:4", "float32", "4096x11008")
+STEP = "`MaskedAdamW` step with SR-STE decay and new mask, 4096×11008"
+BLOCK = ("2:4", "float32", "2048x4096x1024")
 LINES = (
     _linear("1 token", "2:4", "float32", 1),
-    _linear("16 tokens", "2:4", "float32", 16),
+    _linear("16 tokens", "2:4", "float32", 16, front=False),
     _linear("256 tokens", "2:4", "float32", 256),
     _linear("16 tokens, 1:8", "1:8", "float32", 16),
     _linear("1 token, bf16", "2:4", "bfloat16", 1),
     _linear("256 tokens, bf16", "2:4", "bfloat16", 256),
-    _linear("256 tokens, 1:8, bf16", "1:8", "bfloat16", 256),
-    Line(
-        "training step of an FFN 1024-4096-1024 under S-STE, 2048 tokens",
-        DENSE,
-        ("ffn", "nmkernels sste, step", "2:4", "float32", "2048x4096x1024", "x dense"),
-    ),
-    Line("the same under FST", DENSE, ("ffn", "nmkernels fst, step", "2:4", "float32", "2048x4096x1024", "x dense")),
+    _linear("256 tokens, 1:8, bf16", "1:8", "bfloat16", 256, front=False),
+    Line("training step of an FFN 1024-4096-1024 under S-STE, 2048 tokens", DENSE, ("ffn", "nmkernels sste, step", *BLOCK, "x dense")),
+    Line("the same under FST", DENSE, ("ffn", "nmkernels fst, step", *BLOCK, "x dense"), front=False),
     Line(
         "generating text at batch 1, GPT of width 1024",
         "dense",
         ("generate", "nmkernels CompressedLinear", "2:4", "float32", "16 tokens, GPT 1024x4", "x dense"),
     ),
+    Line(STEP, EAGER, ("nm_masked_adamw_", "nmkernels cpu", *STREAM, "x AdamW + eager mask"), "{:.0f} ×"),
+    Line("`nm.ops.compress` of 4096×11008, `out=`", COPY, ("nm_compress", "nmkernels cpu", *STREAM, "share of copy"), "{:.2f} of it"),
+)
+"""On a CPU: 2:4 and float32 unless said."""
+
+ONE, MANY, CUBE = (("2:4", "bfloat16", shape) for shape in ("1x14336x4096", "4096x14336x4096", "8192x8192x8192"))
+LINES_GPU = (
+    Line("GEMM by `wgmma.sp`, 14336×4096, 4096 tokens", "cuBLAS", ("nm_linear(cores)", "nmkernels cuda", *MANY, "x dense")),
+    Line("GEMM by `wgmma.sp`, 8192³", "cuBLAS", ("nm_linear(cores)", "nmkernels cuda", *CUBE, "x dense"), front=False),
+    Line("GEMM by `wgmma.sp`, 8192³, FP8", "cuBLAS in FP8", ("nm_linear_quantized", "nmkernels cuda", *CUBE, "x float8 dense")),
+    Line("`nm.ops.linear`, 14336×4096, 1 token", "cuBLAS", ("nm_linear", "nmkernels cuda", *ONE, "x dense")),
+    Line("the same at 1:8", "cuBLAS", ("nm_linear", "nmkernels cuda", "1:8", *ONE[1:], "x dense")),
+    Line("the same at 2:4 with 4-bit values", "cuBLAS", ("nm_linear_integers", "nmkernels cuda, int4", *ONE, "x dense")),
     Line(
-        "`MaskedAdamW` step with SR-STE decay and new mask, 4096×11008",
-        "`AdamW(fused=True)`, eager mask and decay",
-        ("nm_masked_adamw_", "nmkernels cpu", *STREAM, "x AdamW + eager mask"),
-        "{:.0f} ×",
+        "FFN 4096-14336-4096 under S-STE, 4096 tokens, forward and backward",
+        "dense",
+        ("ffn", "nmkernels sste, forward+backward", *MANY, "x dense"),
     ),
+    Line("the same with masks and optimizer", DENSE, ("ffn", "nmkernels sste, step", *MANY, "x dense")),
+    Line("the same with masks and optimizer, FST", DENSE, ("ffn", "nmkernels fst, step", *MANY, "x dense")),
+    Line(f"{STEP}, fp32", EAGER, ("nm_masked_adamw_", "nmkernels cuda", *STREAM, "x AdamW + eager mask"), "{:.0f} ×"),
     Line(
-        "`nm.ops.compress` of 4096×11008, `out=`",
-        "bandwidth of `copy_`",
-        ("nm_compress", "nmkernels cpu", *STREAM, "share of copy"),
+        "`nm.ops.compress` of 8192×16384",
+        COPY,
+        ("nm_compress", "nmkernels cuda", "2:4", "bfloat16", "8192x16384", "share of copy"),
         "{:.2f} of it",
+        front=False,
     ),
 )
+"""On a GPU: 2:4 and bfloat16 unless said."""
 
 LOSS, BYTES = "validation loss over the dense baseline's", "compressed bytes over dense, sparse layers"
 
 
 def page(rows: Rows) -> str:
-    """The table, and a sentence on training compared with dense if there are rows."""
-    columns: dict[str, dict[Key, str]] = {}
-    dates: dict[str, str] = {}
-    for machine, mine in tables.by_machine(r for r in rows if r["op"] != "train").items():
-        if device_of(machine) == "cpu" and _as_in_a_model(mine):
-            columns[machine] = _medians(mine)
-            shown = {line.row for line in LINES}
-            dates[machine] = max((r["date"] for r in mine if _key(r) in shown), default="")
-    heads = [f"{machine} ({dates[machine]})" for machine in columns]
-    lines = [f"| what, 2:4 and float32 unless said | against | {' | '.join(heads)} |", f"|{' --- |' * (2 + len(heads))}"]
-    for line in LINES:
-        cells = [line.cell(mine) if line.row in mine else "" for mine in columns.values()]
+    """The tables of CPUs and of GPUs, and a sentence on training compared with dense if there are rows."""
+    found = tables.by_machine(r for r in rows if r["op"] != "train")
+    cpus = {machine: mine for machine, mine in found.items() if device_of(machine) == "cpu" and _as_in_a_model(mine)}
+    gpus = {machine: mine for machine, mine in found.items() if device_of(machine) == "cuda"}
+    parts = [_table(LINES, cpus, "float32"), _table(LINES_GPU, gpus, "bfloat16")]
+    against = _against_dense([r for r in rows if r["op"] == "train" and r["provider"] == "step"])
+    return "\n\n".join([*filter(None, parts), *against])
+
+
+def _table(chosen: Sequence[Line], machines: Mapping[str, Rows], dtype: str) -> str:
+    """The README's lines with a column for each machine; empty without rows."""
+    chosen = [line for line in chosen if line.front]
+    shown = {line.row for line in chosen}
+    heads = [f"{machine} ({max((r['date'] for r in mine if _key(r) in shown), default='')})" for machine, mine in machines.items()]
+    lines = [f"| what, 2:4 and {dtype} unless said | against | {' | '.join(heads)} |", f"|{' --- |' * (2 + len(heads))}"]
+    columns = [_medians(mine) for mine in machines.values()]
+    for line in chosen:
+        cells = [line.cell(mine) if line.row in mine else "" for mine in columns]
         if any(cells):
             lines.append(f"| {line.what} | {line.against} | {' | '.join(cells)} |")
-    parts = ["\n".join(lines)] if len(lines) > 2 else []
-    return "\n\n".join([*parts, *_against_dense([r for r in rows if r["op"] == "train" and r["provider"] == "step"])])
+    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 def machines(rows: Rows, results: Path) -> str:
@@ -126,9 +147,10 @@ def machines(rows: Rows, results: Path) -> str:
 def _machine(rows: Rows, results: Path) -> str:
     machine, values = rows[0]["machine"], _medians(rows)
     parts = [f"{tables.stamp(rows)}."]
-    lines = [f"| {at.what} | {at.against} | {at.cell(values)} |" for at in LINES if at.row in values]
-    if lines and _as_in_a_model(rows):
-        parts.append("\n".join(["| what, 2:4 and float32 unless said | against | median |", "| --- | --- | --- |", *lines]))
+    chosen, dtype = (LINES, "float32") if device_of(machine) == "cpu" else (LINES_GPU, "bfloat16")
+    lines = [f"| {at.what} | {at.against} | {at.cell(values)} |" for at in chosen if at.row in values]
+    if lines and (chosen is LINES_GPU or _as_in_a_model(rows)):
+        parts.append("\n".join([f"| what, 2:4 and {dtype} unless said | against | median |", "| --- | --- | --- |", *lines]))
     measured = [v for v in targets.verdicts(rows, device_of(machine), {}) if v.measured]
     met = sum(v.state in ("met", "stretch") for v in measured)
     score = f"{met} of the {len(measured)} measured targets are met" if measured else "A few rows, none of a target"

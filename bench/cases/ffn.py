@@ -172,7 +172,7 @@ def llama_ffn(spec: Spec, device: str) -> Work:
     """A training step of Llama-3-8B's FFN: dense; S-STE and FST as measured; FST, all of whose GEMMs are sparse, by each kernel.
 
     A GEMM that a kernel does not support is dense; "GEMMs by it" counts the others, of nine: the gradient of the input is computed too.
-    Triton does everything, including the optimizer's step. Not run on a GPU yet.
+    Triton does everything, including the optimizer's step.
     """
     torch.manual_seed(0)
     block = Gated(spec.rows, spec.cols, device)

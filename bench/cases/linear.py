@@ -211,7 +211,7 @@ def triton_methods(spec: Spec, x: Tensor, make: Callable[[], Provider]) -> list[
 
 
 def semi_structured(spec: Spec, device: str, dense: Tensor, x: Tensor) -> Call | None:
-    """torch's own 2:4 path if it has one: CUDA, 16 bits, ``nm_linear``. Not run on a GPU yet."""
+    """torch's own 2:4 path if it has one: CUDA, 16 bits, ``nm_linear``."""
     fprop = spec.op in ("nm_linear", "nm_linear(cores)")
     if not device.startswith("cuda") or not fprop or spec.pattern != "2:4" or spec.dtype == "float32":
         return None

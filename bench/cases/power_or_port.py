@@ -1,4 +1,4 @@
-"""What keeps 2:4 GEMMs from twice the dense rate on Hopper: power, or the port of shared memory. Not run on a GPU yet.
+"""What keeps 2:4 GEMMs from twice the dense rate on Hopper: power, or the port of shared memory.
 
 Sparse ``wgmma`` reads 128 bytes of B per cycle, all that a multiprocessor's shared memory delivers. That bound is in cycles, so it is the
 same share of the tensor cores' rate at any clock: a tile of 256x192 gains 1.23 over dense. Power is a bound only at high clocks. The ratio

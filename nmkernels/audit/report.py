@@ -165,7 +165,7 @@ class Audit:
         >>> import nmkernels as nm
         >>> found = nm.audit({"up": (16384, 4096)}, 8192, "fst:2:4(end=None)", device="H200", dtype="bfloat16")
         >>> found.layers[0].name, f"{found.layers[0].speedup('inference'):.2f}"
-        ('up', '1.25')
+        ('up', '1.40')
     """
 
     layers: tuple[LayerAudit, ...]

@@ -35,14 +35,14 @@ from ..tuning.measure import LEAST_GAIN
 from ..tuning.setting import reproducible, setting, undisturbed
 from . import estimate
 from .measure import measure_and_record
-from .methods import AS_FLOAT32, DENSE, EXPAND, OP, SMALL_BATCH, Method, arguments, methods
+from .methods import AS_FLOAT32, DENSE, EXPAND, OP, Method, arguments, methods
 from .problem import Problem, key, plain
 
 REMEMBERED = 4096
 """Size of the cache of choices; when full it is cleared."""
 
-FEW_AND_MANY = (1, SMALL_BATCH + 1)
-"""Numbers of tokens that stand for all."""
+FEW_AND_MANY = (1, 17)
+"""Numbers of tokens that stand for all: kernels for few tokens take up to 16 at most."""
 
 TOKEN_CLASSES = tuple(1 << k for k in range(30, -1, -1))
 

@@ -2,13 +2,14 @@
 
 NVIDIA's data sheets give peaks, memory and power (A100 80 GB SXM, H100 SXM, H200 SXM). Achieved values:
 
-* dense 16-bit GEMMs on H100 and H200: about 650 to 800 of 989 TFLOP/s, as the clock falls under load; we use 700. On an A100 250 of 312.
-* 2:4 GEMMs against dense ones. The instruction has twice the rate, but draws more power, so the clock falls further. H100: 1.20 to 1.22 at
-  8192³ with cuSPARSELt (NVIDIA/CUDALibrarySamples issue 203), about 1.2 with CUTLASS's example 62 (NVIDIA/cutlass issue 2229); this package
-  aims at 1.25 to 1.4. A100: 1.3 to 1.66 (pytorch pull request 90119, 768×3072 and larger); we use 1.4. An H20, which is not
-  power-limited, reaches 2.0 with the same instruction.
-* memory: 85 % of the peak bandwidth, the aim of this package's kernels on these devices; the best published packing kernel (xFormers on
-  an A100) reaches 38 %.
+* dense 16-bit GEMMs on an H100: 740 to 790 of 989 TFLOP/s (rows of this package, 1024 to 16384 tokens), as the clock falls under load; we
+  use 770, for the H200 too, which has the same processor. On an A100 250 of 312.
+* 2:4 GEMMs against dense ones. The instruction has twice the rate, but draws more power, so the clock falls further. H100: 1.26 to 1.53 in
+  this package's rows (1024 to 16384 tokens, `wgmma.sp`; cuSPARSELt 1.30 to 1.55); published are 1.20 to 1.22 at 8192³ with cuSPARSELt
+  (NVIDIA/CUDALibrarySamples issue 203) and about 1.2 with CUTLASS's example 62 (NVIDIA/cutlass issue 2229); we use 1.4. A100: 1.3 to 1.66
+  (pytorch pull request 90119, 768×3072 and larger); we use 1.4. An H20, which is not power-limited, reaches 2.0 with the same instruction.
+* memory: 85 % of the peak bandwidth. On an H100 a copy reaches 89 %, this package's passes over a weight 71 to 90, and its estimate of a
+  gradient 76 to 90; the best published packing kernel (xFormers on an A100) reaches 38 %.
 * launch overhead of a kernel: 3 µs, assumed.
 * collectives between H100 or H200 GPUs of HGX nodes, as NCCL's "bus bandwidth" of a GPU: (S-1)/S · bytes / seconds of an all-gather or
   a reduce-scatter on S GPUs. In a node 360 GB/s of NVLink's 450 per direction (900 in both, NVIDIA's data sheet), as NCCL's
@@ -136,8 +137,8 @@ def _gpu(
 DEVICES = {
     # float32 without TF32, torch's default; metadata tiles have 16 rows for mma.sp, 64 for wgmma.sp
     "A100": _gpu("A100 80 GB SXM", 2.04e12, 250e12, 19.5e12, (1.3, 1.4, 1.66), 400, 16, 80e9),
-    "H100": _gpu("H100 SXM", 3.35e12, 700e12, 67e12, (1.2, 1.25, 1.4), 700, 64, 80e9, HGX),
-    "H200": _gpu("H200 SXM", 4.8e12, 700e12, 67e12, (1.2, 1.25, 1.4), 700, 64, 141e9, HGX),
+    "H100": _gpu("H100 SXM", 3.35e12, 770e12, 67e12, (1.2, 1.4, 1.55), 700, 64, 80e9, HGX),
+    "H200": _gpu("H200 SXM", 4.8e12, 770e12, 67e12, (1.2, 1.4, 1.55), 700, 64, 141e9, HGX),
 }
 """The GPUs that predictions cover."""
 

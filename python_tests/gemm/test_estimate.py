@@ -199,7 +199,7 @@ def test_a_gpu_is_predicted_where_the_table_has_it(name: str, monkeypatch: pytes
         assert estimate.machine(one.device) == "sm_90" and not estimate.measured(one)
         assert fit_rates.choice(one, (DENSE, SPARSE)) == (SPARSE if "H100" in name else DENSE)
         many = one._replace(tokens=8192)
-        assert fit_rates.choice(many, (DENSE, SPARSE)) == DENSE  # 1.25 times as fast, which is no more than the margin
+        assert fit_rates.choice(many, (DENSE, SPARSE)) == (SPARSE if "H100" in name else DENSE)  # 1.4 times as fast, above the margin
         assert fit_rates.choice(one._replace(forms=forms[1:]), (SPARSE, EXPAND)) == SPARSE
         assert estimate.seconds(FLOAT32, many) > estimate.seconds(EXPAND, many) > estimate.seconds(DENSE, many)
         assert 0 < estimate.making("packed", one) < estimate.making("dense", one)

@@ -175,11 +175,11 @@ def test_who_takes_part():
     assert methods.methods(FPROP._replace(forms=("dense",))) == (DENSE,)
 
 
-def test_the_op_reads_the_layout_of_tensor_cores_beyond_a_small_batch():
+def test_the_op_reads_the_layout_of_tensor_cores_beyond_a_few_tokens():
     forms = "rows", "rows:wgmma.sp"
     for change, form in (
-        ({"tokens": 17}, "rows:wgmma.sp"),
-        ({"tokens": 16}, "rows"),
+        ({"tokens": 3}, "rows:wgmma.sp"),
+        ({"tokens": 2}, "rows"),
         ({"tokens": 17, "m": 8}, "rows"),  # 2:8 would be stored again, as 2:4
         ({"tokens": 17, "forms": ("rows",)}, "rows"),
     ):

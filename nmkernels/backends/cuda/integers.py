@@ -1,8 +1,8 @@
 """Compressed weights whose values are integers: decoding, and the linear layer.
 
 Up to 16 tokens the stored integers are read once and multiplied as they are: 2:4 with x in 16 bits on sparse tensor cores, x as two digits
-of 8 bits; all else on CUDA cores in fp32, four tokens at a time. More are decoded once, and ``linear`` multiplies them. No GPU has run
-these kernels yet. Rounding to integers, once per model, is left to the reference.
+of 8 bits; all else on CUDA cores in fp32, four tokens at a time. More are decoded once, and ``linear`` multiplies them. Rounding to
+integers, once per model, is left to the reference.
 
 Indices are not checked; an out-of-range one never reads outside of x. On sparse tensor cores they must ascend in each group, as
 ``compress`` writes them, or results are undefined. An inf or NaN of x reaches a result only through a stored value.

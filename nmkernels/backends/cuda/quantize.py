@@ -1,6 +1,6 @@
 """8-bit tensors: rounding, optionally transposed, packing at 2:4 in one read, and the GEMM of two of them.
 
-The GEMM is 8-bit ``wgmma.sp``, only for GPUs of compute capability 9.0. It has not run on a GPU yet: its PTX is tested on the CPU. Metadata
+The GEMM is 8-bit ``wgmma.sp``, only for GPUs of compute capability 9.0. Its PTX is also tested on the CPU. Metadata
 is not checked; an inf or NaN of x reaches a result only through a stored value.
 """
 
