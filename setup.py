@@ -5,7 +5,7 @@ Environment:
     NMKERNELS_REQUIRE_CORE=1     a core that cannot be built is an error; otherwise the package installs without it
     NMKERNELS_EMULATOR=1         also build nmkernels._emulated, which runs the CUDA kernels on the CPU, for tests (in place only)
     NMKERNELS_WERROR=1           compiler warnings are errors
-    NMKERNELS_CUDA_ARCHITECTURES device code for these alone, such as 90a-real; otherwise for all of cmake/architectures.cmake
+    NMKERNELS_CUDA_ARCHITECTURES device code for these GPUs alone, such as 90; otherwise for all of cmake/architectures.cmake
     MAX_JOBS=n                   parallel compile jobs
 """
 

@@ -1,9 +1,9 @@
 """Resources of the compiled CUDA kernels, without a GPU: registers, spills, widths of memory accesses, tensor cores, contraction.
 
-``python -m bench.cuda_resources`` compiles every ``.cu`` under ``csrc/cuda`` for sm_80 and sm_90a with the flags of the build (that of
-``wgmma.sp`` only for sm_90a), reads cuobjdump's output and writes ``bench/results/cuda_resources.csv``; with words, it only prints the
-kernels whose names contain one of them. Compiled kernels are cached under ``build/cuda_resources``, by a hash of sources, flags and
-compiler, on which the rows depend.
+``python -m bench.cuda_resources`` compiles every ``.cu`` under ``csrc/cuda`` for the GPUs of the build with its flags (that of ``wgmma.sp``
+only for sm_90a), reads cuobjdump's output and writes ``bench/results/cuda_resources.csv``; with words, it only prints the kernels whose
+names contain one of them. Compiled kernels are cached under ``build/cuda_resources``, by a hash of sources, flags, compiler. The committed
+table is of the wheels' tool chain: run ``bash cmake/toolkit.sh python3 DIR`` and put ``DIR/bin`` first in PATH.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib import util
 from pathlib import Path
 
@@ -36,8 +36,18 @@ PATH = RESULTS / "cuda_resources.csv"
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "csrc" / "cuda"
 CACHE = ROOT / "build" / "cuda_resources"
-ARCHITECTURES = ("sm_80", "sm_90a")
-"""The architectures of ``cmake/architectures.cmake`` that are compiled to machine code."""
+FRONT_END = {
+    "sm_80": "compute_80",
+    "sm_89": "compute_89",
+    "sm_90": "compute_90",
+    "sm_90a": "compute_90a",
+    "sm_100": "compute_90",
+    "sm_120": "compute_90",
+}
+"""The GPUs of ``cmake/architectures.cmake``, and the architecture of the PTX that each one's machine code is made from."""
+ALONE = {"wgmma_sp.cu": ("sm_90a",), "wgmma_sp_8bit.cu": ("sm_90a",), "quantize.cu": ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")}
+USUAL = ("sm_80", "sm_90", "sm_100", "sm_120")
+"""The GPUs of a file, unless ``ALONE`` names it."""
 REWRITE = "python -m bench.cuda_resources"
 MATRIX = ("HMMA", "IMMA", "LDSM", "LDGSTS", "HGMMA", "QGMMA", "IGMMA", "STSM", "UBLKCP", "UTMALDG", "UTMASTG")
 """Instructions of the tensor cores, and those that load their operands and store their results."""
@@ -67,7 +77,7 @@ class Kernel:
     spills: int
     """Instructions that read or write local memory."""
     shared_bytes: int
-    """Static shared memory; on sm_90a 1024 bytes are the system's."""
+    """Static shared memory; from sm_90 on 1024 bytes are the system's."""
     loads: str
     """The number of instructions that read global memory, by their width in bits."""
     stores: str
@@ -101,7 +111,7 @@ def is_gemm(source: Path) -> bool:
 
 def architectures(source: Path) -> tuple[str, ...]:
     """The architectures that a file is compiled for."""
-    return ARCHITECTURES[1:] if source.name.startswith("wgmma") else ARCHITECTURES
+    return ALONE.get(source.name, USUAL)
 
 
 def tools() -> Probe:
@@ -175,7 +185,7 @@ def _flags(source: Path) -> list[str]:
 
 
 def _fingerprint(source: Path, arch: str) -> str:
-    found = hashlib.sha256(json.dumps([_flags(source), arch, nvcc().reason, str(_tool("cuobjdump"))]).encode())
+    found = hashlib.sha256(json.dumps([_flags(source), arch, _version(), str(_tool("cuobjdump"))]).encode())
     for path in [Path(__file__), *sorted(with_includes(source))]:
         found.update(path.name.encode() + path.read_bytes())
     return found.hexdigest()[:16]
@@ -202,14 +212,25 @@ def with_includes(source: Path) -> set[Path]:
 
 def _compile(source: Path, arch: str) -> tuple[list[Kernel], str]:
     """The kernels of a file and cuobjdump's output of their machine code."""
-    compiler = nvcc().reason.split(":")[0]
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder) / f"{source.stem}.ptx", Path(folder) / f"{source.stem}.cubin"
-        _run(compiler, *_flags(source), f"-arch={arch}", "-ptx", "-o", str(ptx), str(source))
-        _run(compiler, "-O3", f"-arch={arch}", "-cubin", "-o", str(cubin), str(ptx))
+        ptx.write_text(_front_end(source, FRONT_END[arch], " ".join(_flags(source))))
+        _run(_compiler(), "-O3", f"-arch={arch}", "-cubin", "-o", str(cubin), str(ptx))
         usage, sass = (_run(str(_tool("cuobjdump")), way, str(cubin)) for way in ("-res-usage", "-sass"))
         kernels = read_back(source.name, arch, not is_gemm(source), ptx.read_text(), usage, sass)
         return [replace(k, digest=digest(source)) for k in kernels], sass
+
+
+@lru_cache(maxsize=4)
+def _front_end(source: Path, arch: str, flags: str) -> str:
+    """The PTX of a file."""
+    with tempfile.NamedTemporaryFile(suffix=".ptx") as ptx:
+        _run(_compiler(), *flags.split(), f"-arch={arch}", "-ptx", "-o", ptx.name, str(source))
+        return Path(ptx.name).read_text()
+
+
+def _compiler() -> str:
+    return nvcc().reason.split(":")[0]
 
 
 def read_back(source: str, arch: str, exact: bool, ptx: str, usage: str, sass: str) -> list[Kernel]:
@@ -350,8 +371,10 @@ def _tool(name: str) -> str | None:
 
 @cache
 def _version() -> str:
-    found = re.search(r"\bV([\d.]+)", _run(nvcc().reason.split(":")[0], "--version"))
-    return found[1] if found else "unknown"
+    """The versions of the compiler and, where it is another, of the assembler beside it."""
+    programs = (_compiler(), str(_tool("ptxas")))
+    found = [re.search(r"\bV([\d.]+)", _run(program, "--version")) for program in programs]
+    return " ".join(dict.fromkeys(match[1] for match in found if match)) or "unknown"
 
 
 def _run(*command: str) -> str:
@@ -376,7 +399,7 @@ def main(argv: list[str] | None = None, path: Path = PATH) -> int:
     if not here.ok:
         parser.error(here.reason)
     with ThreadPoolExecutor(2) as pool:
-        made = pool.map(lambda job: compiled(*job), [(source, arch) for source in sources() for arch in architectures(source)])
+        made = pool.map(lambda source: [k for arch in architectures(source) for k in compiled(source, arch)], sources())
         rows = [k for kernels in made for k in kernels]
     if words:
         rows = [k for k in rows if any(w in f"{k.source} {k.kernel}" for w in words)]

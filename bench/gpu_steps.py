@@ -75,7 +75,7 @@ CORE = "from nmkernels import capability as c; print(c.{0}().reason); raise Syst
 
 def architecture(capability: tuple[int, int]) -> str:
     """The entry of ``cmake/architectures.cmake`` for a GPU of this compute capability."""
-    return {8: "80-real", 9: "90a-real"}.get(capability[0], "90-virtual")
+    return {8: "80", 9: "90", 10: "100", 12: "120"}.get(capability[0], "ptx")
 
 
 def build(visit: Visit, pool: Pool) -> None:

@@ -52,7 +52,7 @@ class Gpu:
 
 GPUS = (
     Gpu("A100", "sm_80", 108, 1.41e9, 0.9 * 2.04e12, 164 * 1024),
-    *(Gpu(name, "sm_90a", gemms.PROCESSORS, gemms.CLOCK, memory, 228 * 1024) for name, memory in gemms.MEMORY.items()),
+    *(Gpu(name, "sm_90", gemms.PROCESSORS, gemms.CLOCK, memory, 228 * 1024) for name, memory in gemms.MEMORY.items()),
 )
 
 
@@ -303,7 +303,7 @@ def compiled(words: list[str] | None = None) -> list[Share]:
     for case in cases:
         of = {
             arch: counts(way(made[case.source, arch][case.kernel], case.read + case.common, case.written))
-            for arch in resources.ARCHITECTURES
+            for arch in dict.fromkeys(gpu.arch for gpu in GPUS)
         }
         for gpu in GPUS:
             (used,) = (k for k in resources.compiled(sources[case.source], gpu.arch) if k.kernel == case.kernel)

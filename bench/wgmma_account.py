@@ -27,8 +27,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from nmkernels.capability import nvcc
-
 from . import cuda_resources as resources
 from . import rows as tidy
 from .rows import RESULTS
@@ -132,7 +130,7 @@ def compiled(sources: Sequence[Path] = SOURCES) -> list[Tile]:
     """The account of every tile of the kernels in these files."""
     made = []
     for source in sources:
-        compiler = nvcc().reason.split(":")[0]
+        compiler = resources._compiler()
         with tempfile.TemporaryDirectory() as folder:
             cubin = Path(folder) / "made.cubin"
             resources._run(compiler, *resources._flags(source), "-arch=sm_90a", "-cubin", "-o", str(cubin), str(source))

@@ -1,5 +1,7 @@
-# Which GPU generations device code is built for.
-#   80-real    : Ampere (A100, and the other GPUs of 8.x)
-#   90a-real   : Hopper (H100, H200) with the architecture-specific instructions (wgmma, TMA)
-#   90-virtual : PTX, which the driver compiles for every later GPU; PTX of 90a would run on Hopper only
-set(NMKERNELS_CUDA_ARCHITECTURES "80-real;90a-real;90-virtual" CACHE STRING "CUDA architectures of the compiled core")
+# Which GPUs device code is built for, by their compute capability without the point:
+#   80  : Ampere (A100), and the others of 8.x; on 8.9 and later, rounding to FP8 is an instruction (the one file that does it has code for 89)
+#   90  : Hopper (H100, H200); files of its own instructions (wgmma, TMA) are built for 90a, which runs nowhere else
+#   100 : Blackwell (B200, and 10.3)
+#   120 : RTX 50 (and 12.1)
+#   ptx : PTX, which the driver compiles for every later GPU
+set(NMKERNELS_CUDA_ARCHITECTURES "80;90;100;120;ptx" CACHE STRING "GPUs that the compiled core has code for")

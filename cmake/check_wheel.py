@@ -26,6 +26,8 @@ ALLOWED = re.compile(
     r"(libstdc\+\+\.so\.6|libgcc_s\.so\.1|libm\.so\.6|libc\.so\.6|libpthread\.so\.0|libdl\.so\.2|librt\.so\.1|ld-linux-.*)$"
 )
 """Libraries that a module may be linked with: those that every Linux with a torch has."""
+PTX, MACHINE_CODE, BLACKWELL = (8, 5), (1, 7), 100
+"""The newest PTX and machine code that drivers from 525 on take; Blackwell (100 and later) has newer drivers and another machine code."""
 FOREIGN = re.compile(r"torch|c10|caffe2|_ZNK?2at\d|^(__)?cu([A-Z]|da|sparse)")
 """Symbols that must not be asked for: of torch (``_ZN2at...`` is its namespace ``at``) and of CUDA."""
 
@@ -43,14 +45,12 @@ def main() -> int:
 
 
 def architectures() -> list[str]:
-    """What ``cmake/architectures.cmake`` asks for, by nvcc's names: 80-real is sm_80, 90-virtual is compute_90, 80 is both."""
-    listed = re.search(r'NMKERNELS_CUDA_ARCHITECTURES "([\w;-]+)"', (ROOT / "cmake" / "architectures.cmake").read_text(encoding="utf-8"))
+    """What ``cmake/architectures.cmake`` asks for, by nvcc's names."""
+    listed = re.search(r'NMKERNELS_CUDA_ARCHITECTURES "([\w;]+)"', (ROOT / "cmake" / "architectures.cmake").read_text(encoding="utf-8"))
     if listed is None:
         raise SystemExit("cmake/architectures.cmake: no NMKERNELS_CUDA_ARCHITECTURES")
-    names = []
-    for number, kind in (one.partition("-")[::2] for one in listed[1].split(";")):
-        names += [f"sm_{number}"] * (kind != "virtual") + [f"compute_{number}"] * (kind != "real")
-    return names
+    also = {"80": ["sm_80", "sm_89"], "90": ["sm_90", "sm_90a"], "ptx": ["compute_90"]}
+    return [name for one in listed[1].split(";") for name in also.get(one, [f"sm_{one}"])]
 
 
 def wheel_complaints(wheel: Path, cuda: str = "any") -> list[str]:
@@ -82,7 +82,20 @@ def module_complaints(module: Path, cuda: str = "any") -> list[str]:
         wanted = architectures()
         found += [f"has no code for {one}" for one in wanted if one not in there]
         found += [f"has code for {one}, which nobody asked for" for one in there if one not in wanted]
+        found += [complaint for code in sorted(FATBIN["device_code"](module)) if (complaint := _for_drivers(*code))]
     return found
+
+
+def _for_drivers(architecture: str, version: tuple[int, int], flags: int) -> str:
+    """Why a driver of CUDA 12 that knows this GPU does not read its code; empty if it does. ``cmake/toolkit.sh`` builds what they read."""
+    number = int(re.sub(r"\D", "", architecture))
+    if flags & FATBIN["ZSTD"]:
+        return f"has code for {architecture} that is compressed by zstd, which drivers before 550 do not read"
+    if architecture.startswith("compute") and version > PTX:
+        return f"has PTX {version[0]}.{version[1]} for {architecture}, and drivers of CUDA 12.5 read {PTX[0]}.{PTX[1]}"
+    if architecture.startswith("sm") and number < BLACKWELL and version > MACHINE_CODE:
+        return f"has machine code of CUDA 13 for {architecture}, which drivers before 580 do not run"
+    return ""
 
 
 def needed(module: Path) -> list[str]:

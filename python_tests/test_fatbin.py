@@ -51,6 +51,11 @@ def test_architectures(tmp_path: Path, image: bytes, found: tuple[str, ...]) -> 
     assert architectures(tmp_path / "m.so") == found
 
 
+def test_versions_and_flags(tmp_path: Path) -> None:
+    (tmp_path / "m.so").write_bytes(container(entry(CUBIN, 90, ONLY | capability.ZSTD)))
+    assert capability.device_code(tmp_path / "m.so") == {("sm_90a", (1, 8), ONLY | capability.ZSTD | 0x11)}
+
+
 def test_a_cut_off_file_does_not_raise(tmp_path: Path) -> None:
     image = container(entry(CUBIN, 80), entry(PTX, 90))
     for length in range(len(image)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def test_a_digest_is_of_what_is_compiled(tmp_path: Path) -> None:
 
 @compiles
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "arch"), [("compress.cu", "sm_80"), ("compress.cu", "sm_90a"), ("mma_sp.cu", "sm_90a")])
+@pytest.mark.parametrize(("name", "arch"), [("compress.cu", "sm_80"), ("compress.cu", "sm_90"), ("mma_sp.cu", "sm_120")])
 def test_compiled(name: str, arch: str) -> None:
     """The rows of some files are what the compiler makes of them."""
     (source,) = (path for path in resources.sources() if path.name == name)
@@ -104,13 +105,24 @@ def test_nothing_in_the_table_falls_short() -> None:
 
 def test_the_build_has_the_same_architectures_and_flags() -> None:
     cmake = resources.ROOT / "cmake"
-    assert '"80-real;90a-real;' in (cmake / "architectures.cmake").read_text()
-    assert resources.ARCHITECTURES == ("sm_80", "sm_90a")
+    check: dict[str, Any] = runpy.run_path(str(cmake / "check_wheel.py"))
+    compiled = [arch for path in resources.sources() for arch in resources.architectures(path)]
+    assert {*compiled, "compute_90"} == {*check["architectures"]()} and {*compiled} == {*resources.FRONT_END}
     hopper = [path.name for path in resources.sources() if resources.architectures(path) == ("sm_90a",)]
     assert hopper == ["wgmma_sp.cu", "wgmma_sp_8bit.cu"]
     build = (cmake / "cuda.cmake").read_text()
     assert "PRIVATE -O3 $<$<STREQUAL:${part},kernels>:-fmad=false>" in build and "cuda/linear*.cu" in build and "cuda/gemm/*.cu" in build
-    assert "cuda/gemm/wgmma*.cu" in build and "CUDA_ARCHITECTURES 90a-real)" in build and "PRIVATE NM_SM90A" in build
+    assert "cuda/gemm/wgmma*.cu" in build and "arch=compute_90a,code=sm_90a" in build and "PRIVATE NM_SM90A" in build
+
+
+def test_the_table_is_of_the_tool_chain_of_the_wheels() -> None:
+    """Its front end's and its assembler's versions are those that ``cmake/toolkit.sh`` installs."""
+    script = (resources.ROOT / "cmake" / "toolkit.sh").read_text()
+    compiler, assembler = (re.search(pattern, script) for pattern in (r"cuda-toolkit\[.*\]==([\d.]+)\.\*", r"nvcc-cu12==([\d.]+)"))
+    assert compiler and assembler
+    for versions in {k.nvcc for k in resources.read()}:
+        front, _, back = versions.partition(" ")
+        assert front.startswith(f"{compiler[1]}.") and back == assembler[1], resources.REWRITE
 
 
 @for_each(

@@ -260,7 +260,9 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("capability", "built"), [((8, 0), "80-real"), ((8, 9), "80-real"), ((9, 0), "90a-real"), ((10, 0), "90-virtual")])
+@pytest.mark.parametrize(
+    ("capability", "built"), [((8, 0), "80"), ((8, 9), "80"), ((9, 0), "90"), ((10, 3), "100"), ((12, 0), "120"), ((11, 0), "ptx")]
+)
 def test_the_gpus_architecture_alone_is_built(all_jobs, checkout: Path, capability, built: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nmkernels.capability.compute_capability", lambda: capability)
     assert step("build", checkout).note == "its output"

@@ -74,8 +74,26 @@ def test_a_library_that_does_not_belong_is_named(check: dict[str, Any], tmp_path
 @needs_compiler
 def test_missing_device_code_is_named(check: dict[str, Any], tmp_path: Path) -> None:
     wanted = check["architectures"]()
-    assert "sm_80" in wanted and "sm_90a" in wanted
+    assert {"sm_80", "sm_90", "sm_90a", "sm_100", "sm_120", "compute_90"} < set(wanted)
     assert check["module_complaints"](compiled(tmp_path, ""), "on") == [f"has no code for {one}" for one in wanted]
+
+
+@pytest.mark.parametrize(
+    ("code", "word"),
+    [
+        (("sm_80", (1, 7), 0x2011), ""),
+        (("sm_120", (1, 8), 0x2011), ""),  # known to newer drivers only
+        (("compute_90", (8, 5), 0x2011), ""),
+        (("sm_90a", (1, 8), 0x11), "machine code of CUDA 13 for sm_90a"),
+        (("compute_90", (9, 0), 0x11), "PTX 9.0"),
+        (("compute_90", (8, 5), 0x8011), "zstd"),
+    ],
+)
+def test_code_that_drivers_of_cuda_12_do_not_read_is_named(
+    check: dict[str, Any], code: tuple[str, tuple[int, int], int], word: str
+) -> None:
+    said = check["_for_drivers"](*code)
+    assert word in said and bool(word) == bool(said)
 
 
 @needs_compiler
