@@ -71,6 +71,10 @@ LOOSE: dict[str, tuple[str, ...]] = {
 """Suffixes of instructions that a kernel may use although they are not one operation rounded once."""
 
 
+SPILLED = {"sm_120": 16}
+"""Bytes of local memory that a kernel may use on a GPU that none was written for; elsewhere none."""
+
+
 def expected(table: dict[str, T], source: str, kernel: str, otherwise: T) -> T:
     """The entry of a table for a kernel."""
     return next((value for pattern, value in table.items() if re.search(pattern, f"{source} {kernel}")), otherwise)

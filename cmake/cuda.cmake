@@ -63,6 +63,7 @@ function(nmkernels_cuda_objects result)
     message(WARNING "nmkernels: nvcc ${CMAKE_CUDA_COMPILER_VERSION} has wgmma wait for each other, so GEMMs on Hopper are built as for Ampere "
       "(mma.sp), and B200 and RTX 50 get PTX; nvcc 12.9 or newer builds all of it")
     list(REMOVE_ITEM NMKERNELS_CUDA_ARCHITECTURES 100 120)
+    list(APPEND NMKERNELS_CUDA_ARCHITECTURES ptx)
   else()
     # LZ4: zstd, nvcc's default, is read by drivers from 550 on only
     set(compressed --compress-mode=speed -Xfatbin=-compress-all)
