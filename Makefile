@@ -24,7 +24,7 @@ PINS := $(VENV)/constraints.txt
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test test-all test-slow test-oldest bench build lint docs triton sanitize wheel format gpu gpu-dry clean distclean
+.PHONY: help demo test test-all test-slow test-oldest bench build lint docs triton sanitize arm wheel format gpu gpu-dry clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo 'make bench  time the operations here against their speed targets; BENCH_ARGS="--quick", or other options of python -m bench.run'
 	@echo 'make lint   ruff and mypy only      make format  let ruff rewrite the sources      make docs  the site, into build/site'
 	@echo 'make sanitize   the C++ tests under the address, undefined-behaviour and thread sanitizers, CUDA kernels emulated'
+	@echo 'make arm    the C++ tests compiled for 64-bit ARM and run under qemu, CUDA sources compiled, where there is a cross compiler'
 	@echo 'make wheel  a manylinux wheel into dist/, with CUDA kernels where nvcc is, tried in a clean environment; WHEEL_TESTS=load|smoke|all'
 	@echo 'make wheel WHEEL_PYTHONS="python3.10 python3.11 python3.12 python3.13"  one for each; the kernels are compiled once'
 	@echo 'make gpu GPU_ARGS="--deadline 570 --out DIR"  in so many seconds, an archive to DIR   make gpu-dry  the same without a GPU'
@@ -96,6 +97,9 @@ endef
 sanitize: $(VENV)/.ready
 	$(call core_tests,address$(comma)undefined,-DNMKERNELS_EMULATOR=ON '-DNMKERNELS_ISAS=$(SANITIZE_ISAS)',core_tests emulator_tests)
 	$(call core_tests,thread,-DNMKERNELS_ISAS=portable,core_tests)
+
+arm: $(VENV)/.ready
+	@PATH="$(BIN_PATH):$$PATH" JOBS=$(JOBS) bash cmake/arm.sh
 
 bench: build
 	@$(BIN)/python -m bench.run $(BENCH_ARGS)

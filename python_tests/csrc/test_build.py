@@ -66,6 +66,23 @@ def test_a_build_whose_wgmma_wait_for_each_other_fails(said: str, status: int, e
     assert done.returncode == expected and said in done.stderr and ("serialises" in done.stderr) == (expected == 1)
 
 
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+@pytest.mark.parametrize(
+    ("tool", "missing"),
+    [("", ("no aarch64-linux-gnu-g++", "no aarch64-linux-gnu-g++")), ("aarch64-linux-gnu-g++", ("neither qemu-aarch64", "no nvcc"))],
+)
+def test_checks_for_arm_are_skipped_without_their_tools(tmp_path: Path, tool: str, missing: tuple[str, str]) -> None:
+    if tool:
+        (tmp_path / tool).touch(mode=0o755)
+    command = [str(shutil.which("bash")), str(ROOT / "cmake" / "arm.sh")]
+    env = {"PATH": str(tmp_path), "CUDA_HOME": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    lines = done.stdout.splitlines()
+    assert [line.partition(" skipped: ")[0] for line in lines] == ["C++ tests for ARM", "CUDA sources for ARM"]
+    assert all(reason in line for line, reason in zip(lines, missing, strict=True))
+    assert "apt-get install g++-aarch64-linux-gnu qemu-user" in lines[0]
+
+
 @pytest.mark.slow
 def test_a_compile_error_is_an_error_and_leaves_no_older_module(checkout):
     for source in (checkout / "csrc" / "cpu").glob("*.cpp"):
