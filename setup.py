@@ -23,7 +23,6 @@ import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
@@ -75,28 +74,16 @@ def pybind11_include() -> str:
 
 
 class Build(build):
-    """``build`` into an empty folder: setuptools packs whatever is in it, so also the modules of an earlier build."""
+    """``build`` into empty folders: setuptools packs whatever is in them, so also the modules of an earlier build."""
 
     def run(self) -> None:
-        """Empty the folder, then build; CMake's folder stays, so compiling remains incremental."""
-        _empty(self.build_lib)
+        """Empty the folders, then build; CMake's folder stays, so compiling remains incremental."""
+        for folder in (self.build_lib, self.get_finalized_command("bdist").bdist_base):
+            path = Path(folder).resolve()
+            # any other folder was the caller's choice, and may hold the caller's files
+            if path.parent == ROOT / "build":
+                shutil.rmtree(path, ignore_errors=True)
         super().run()
-
-
-class Wheel(bdist_wheel):
-    """``bdist_wheel`` that starts from an empty folder, also after one that was interrupted."""
-
-    def run(self) -> None:
-        """Empty the folder, then build."""
-        _empty(self.bdist_dir)
-        super().run()
-
-
-def _empty(folder: str) -> None:
-    # only below build/: any other folder was the caller's choice, and may hold the caller's files
-    path = Path(folder).resolve()
-    if path.is_relative_to(ROOT / "build") and path != ROOT / "build":
-        shutil.rmtree(path, ignore_errors=True)
 
 
 class BuildCore(build_ext):
@@ -203,4 +190,4 @@ def _warn(reason: str) -> None:
 if __name__ == "__main__":
     inputs = [str(p.relative_to(ROOT)) for folder in ("csrc", "cmake") for p in sorted((ROOT / folder).rglob("*")) if p.is_file()]
     core = Extension("nmkernels._C", sources=[], depends=inputs, optional=not REQUIRED)
-    setup(ext_modules=[] if PURE else [core], cmdclass={"build": Build, "bdist_wheel": Wheel, "build_ext": BuildCore})
+    setup(ext_modules=[] if PURE else [core], cmdclass={"build": Build, "build_ext": BuildCore})
