@@ -35,8 +35,8 @@ help:
 	@echo 'make lint   ruff and mypy only      make format  let ruff rewrite the sources      make docs  the site, into build/site'
 	@echo 'make sanitize   the C++ tests under the address, undefined-behaviour and thread sanitizers, CUDA kernels emulated'
 	@echo 'make arm    the C++ tests compiled for 64-bit ARM and run under qemu, CUDA sources compiled, where there is a cross compiler'
-	@echo 'make wheel  a manylinux wheel into dist/, with CUDA kernels where nvcc is, tried in a clean environment; WHEEL_TESTS=load|smoke|all'
-	@echo 'make wheel WHEEL_PYTHONS="python3.10 python3.11 python3.12 python3.13"  one for each; the kernels are compiled once'
+	@echo 'make wheel  a manylinux wheel, the sdist and a wheel without the core into dist/, each tried in a clean environment; WHEEL_TESTS=load|smoke|all'
+	@echo 'make wheel WHEEL_PYTHONS="python3.10 python3.11 python3.12 python3.13 python3.14"  one for each; the kernels are compiled once'
 	@echo 'make gpu GPU_ARGS="--deadline 570 --out DIR"  in so many seconds, an archive to DIR   make gpu-dry  the same without a GPU'
 	@echo 'make clean  remove what was built   make distclean  remove $(VENV) too'
 

@@ -2,10 +2,12 @@
 
 Environment:
     NMKERNELS_CUDA=auto|on|off   auto (the default) builds device code where nvcc and a GPU are present
-    NMKERNELS_REQUIRE_CORE=1     a core that cannot be built is an error; otherwise the package installs without it
+    NMKERNELS_REQUIRE_CORE=1     a core that cannot be built is an error; otherwise the package installs without it, except in place
+    NMKERNELS_PURE=1             a package without the core, for every system: its wheel is py3-none-any
     NMKERNELS_EMULATOR=1         also build nmkernels._emulated, which runs the CUDA kernels on the CPU, for tests (in place only)
     NMKERNELS_WERROR=1           compiler warnings are errors
     NMKERNELS_CUDA_ARCHITECTURES device code for these GPUs alone, such as 90; otherwise for all of cmake/architectures.cmake
+    NMKERNELS_ISAS               CPU kernels for these alone, such as portable or "portable;avx2"; otherwise for all of cmake/isa.cmake
     MAX_JOBS=n                   parallel compile jobs
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,20 +23,31 @@ import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 REQUIRED = os.environ.get("NMKERNELS_REQUIRE_CORE", "0") not in ("", "0")
 CUDA = os.environ.get("NMKERNELS_CUDA", "auto").lower()
 EMULATOR = os.environ.get("NMKERNELS_EMULATOR", "0") not in ("", "0")
-
+PURE = os.environ.get("NMKERNELS_PURE", "0") not in ("", "0")
+PASSED_ON = ("NMKERNELS_CUDA_ARCHITECTURES", "NMKERNELS_ISAS")
+"""Environment variables that are CMake options of the same name; unset, CMake's defaults hold."""
+ERROR = re.compile(r"\b(error|fatal)\b[ \w#-]*:|undefined reference", re.IGNORECASE)
+"""A compiler's or linker's message; not a flag such as -Werror."""
 
 if CUDA not in ("auto", "on", "off"):
     raise SystemExit(f"NMKERNELS_CUDA={CUDA} is not understood; use auto, on or off.")
+if PURE and (REQUIRED or CUDA == "on"):
+    raise SystemExit("NMKERNELS_PURE=1 leaves the core out; NMKERNELS_REQUIRE_CORE=1 and NMKERNELS_CUDA=on require it. Set only one.")
 
 
 class CoreUnavailable(Exception):
     """This machine cannot build the core: a tool or a header is missing."""
+
+
+class CompileFailed(Exception):
+    """A compiler or linker failed on this package's sources."""
 
 
 def find_tool(name: str) -> str:
@@ -59,6 +73,19 @@ def pybind11_include() -> str:
     return ""
 
 
+class Build(build):
+    """``build`` into empty folders: setuptools packs whatever is in them, so also the modules of an earlier build."""
+
+    def run(self) -> None:
+        """Empty the folders, then build; CMake's folder stays, so compiling remains incremental."""
+        for folder in (self.build_lib, self.get_finalized_command("bdist").bdist_base):
+            path = Path(folder).resolve()
+            # any other folder was the caller's choice, and may hold the caller's files
+            if path.parent == ROOT / "build":
+                shutil.rmtree(path, ignore_errors=True)
+        super().run()
+
+
 class BuildCore(build_ext):
     """``build_ext`` that hands the one extension to CMake; incremental, in one folder for every Python.
 
@@ -75,19 +102,13 @@ class BuildCore(build_ext):
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         try:
             folder = self._configure()
-        except CoreUnavailable as reason:
+            self._compile(folder)
+        except (CoreUnavailable, CompileFailed) as reason:
             self._forget(ext)
-            if REQUIRED or CUDA == "on":
+            # a developer, who builds in place, needs the error; a user needs a package that works
+            if REQUIRED or CUDA == "on" or (self._in_place and isinstance(reason, CompileFailed)):
                 raise SystemExit(f"nmkernels: the compiled core cannot be built: {reason}") from None
             return _warn(str(reason))
-        build = [find_tool("cmake"), "--build", str(folder)]
-        if os.environ.get("MAX_JOBS"):
-            build += ["--parallel", os.environ["MAX_JOBS"]]
-        if subprocess.run(build, check=False).returncode:
-            self._forget(ext)
-            raise SystemExit(
-                "nmkernels: compiling the core failed, see above. With no C++ compiler installed the package installs without it."
-            )
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(folder / target.name, target)
         if self._in_place:
@@ -105,6 +126,27 @@ class BuildCore(build_ext):
             for built in (module, module.with_name(module.name.replace("_C", "_emulated", 1))):
                 built.unlink(missing_ok=True)
 
+    @staticmethod
+    def _compile(folder: Path) -> None:
+        """Run the build, with its output passed on as it comes; where it fails, its first error is the reason."""
+        command = [find_tool("cmake"), "--build", str(folder)]
+        if os.environ.get("MAX_JOBS"):
+            command += ["--parallel", os.environ["MAX_JOBS"]]
+        error, last = "", ""
+        sys.stdout.flush()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                sys.stdout.buffer.write(line)
+                sys.stdout.buffer.flush()
+                last = line.decode(errors="replace").strip() or last
+                error = error or (last if ERROR.search(last) else "")
+        if process.returncode:
+            reason = f"compiling it failed; all messages are above, this is the first error:\n  {error or last}"
+            if CUDA == "auto":
+                reason += "\nIf nvcc failed, NMKERNELS_CUDA=off compiles the CPU kernels alone."
+            raise CompileFailed(reason)
+
     def _configure(self) -> Path:
         cmake, ninja = find_tool("cmake"), find_tool("ninja")
         folder = ROOT / "build" / f"cmake-{sysconfig.get_platform()}{'-debug' if self.debug else ''}"
@@ -117,8 +159,7 @@ class BuildCore(build_ext):
             "NMKERNELS_EMULATOR": "ON" if EMULATOR and self._in_place else "OFF",
             "NMKERNELS_WERROR": os.environ.get("NMKERNELS_WERROR", "0"),
         }
-        if os.environ.get("NMKERNELS_CUDA_ARCHITECTURES"):
-            options["NMKERNELS_CUDA_ARCHITECTURES"] = os.environ["NMKERNELS_CUDA_ARCHITECTURES"]
+        options |= {name: os.environ[name] for name in PASSED_ON if os.environ.get(name)}
         command = [cmake, "-S", str(ROOT / "csrc"), "-B", str(folder), "-G", "Ninja"]
         # forgotten first: what was found out about another Python, and what older sources had for defaults
         command += ["-U", "*Python*", "-U", "NMKERNELS_*", *(f"-D{k}={v}" for k, v in options.items())]
@@ -139,7 +180,7 @@ class BuildCore(build_ext):
 def _warn(reason: str) -> None:
     bar = "!" * 100
     print(
-        f"{bar}\nnmkernels is being installed WITHOUT its compiled core: {reason}.\n"
+        f"{bar}\nnmkernels is being installed WITHOUT its compiled core: {reason}\n"
         "Everything works, on the plain PyTorch reference, but slowly. Set NMKERNELS_REQUIRE_CORE=1 to make this an error.\n"
         f"{bar}",
         file=sys.stderr,
@@ -149,4 +190,4 @@ def _warn(reason: str) -> None:
 if __name__ == "__main__":
     inputs = [str(p.relative_to(ROOT)) for folder in ("csrc", "cmake") for p in sorted((ROOT / folder).rglob("*")) if p.is_file()]
     core = Extension("nmkernels._C", sources=[], depends=inputs, optional=not REQUIRED)
-    setup(ext_modules=[core], cmdclass={"build_ext": BuildCore})
+    setup(ext_modules=[] if PURE else [core], cmdclass={"build": Build, "build_ext": BuildCore})

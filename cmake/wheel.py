@@ -1,9 +1,12 @@
-"""Builds wheels, checks them and tries them in clean environments: what ``make wheel`` runs, on Linux.
+"""Builds wheels and the sdist, checks them and tries them in clean environments: what ``make wheel`` runs, on Linux.
 
 ``python cmake/wheel.py [--tests load|smoke|all] [python3.10 python3.11 ...]``: for each Python, a virtual environment in
 a temporary folder, in which pip builds the wheel; ``auditwheel`` gives it the manylinux tag it may have and puts it into
 ``dist/``; ``check_wheel.py`` reads the compiled module; ``try_wheel.py`` loads it, and tests the package after its
 installation. The kernels are compiled once, whatever the number of Pythons (see ``setup.py``).
+
+After the first Python's wheel, in the same environment, which has torch: the sdist is built, installed without CUDA and
+with the portable CPU kernels alone, and tried; then a wheel without the core, for every system (py3-none-any), made of it.
 
 Environment: ``NMKERNELS_CUDA=on|off`` for wheels with or without CUDA kernels; without it, with them where there is an
 nvcc. No GPU is needed, to build or to test.
@@ -42,9 +45,11 @@ def main() -> int:
     if not sys.platform.startswith("linux"):
         raise SystemExit("make wheel builds manylinux wheels, and needs Linux; elsewhere: pip install .")
     cuda = asked_cuda()
-    for python in options.pythons:
+    for number, python in enumerate(options.pythons):
         with tempfile.TemporaryDirectory(prefix="nmkernels-wheel-") as folder:
             one_wheel(python, Path(folder), cuda, options.tests, options.jobs)
+            if number == 0 and options.tests != "load":
+                others(Path(folder), options.jobs)
     return 0
 
 
@@ -84,6 +89,44 @@ def one_wheel(python: str, folder: Path, cuda: str, tests: str, jobs: str) -> No
     clock.tell(f"tried the installed package ({tests})")
 
 
+def others(folder: Path, jobs: str) -> None:
+    """The sdist and the wheel without the core, built and tried in the environment that ``one_wheel`` left."""
+    clock = Clock()
+    env = clean_environment(folder)
+    own = folder / "env" / "bin" / "python"
+    sdist = source(env)
+    clock.tell(f"{sdist.relative_to(ROOT)}, {sdist.stat().st_size / 1e6:.1f} MB")
+    # no CUDA, and one instruction set of five: whether the sources are complete shows there too, in a fraction of the time
+    less = {"NMKERNELS_CUDA": "off", "NMKERNELS_ISAS": "portable", "NMKERNELS_REQUIRE_CORE": "1", "MAX_JOBS": jobs}
+    replace(own, sdist, env | less)
+    clock.tell("compiled and installed it")
+    print(run([own, ROOT / "cmake" / "try_wheel.py", "lines"], env), end="")
+    clock.tell("tried what it installed")
+    pure_build = {"NMKERNELS_PURE": "1", "NMKERNELS_CUDA": "off", "NMKERNELS_REQUIRE_CORE": "0"}
+    for older in DIST.glob("*-none-any.whl"):
+        older.unlink()
+    run([*pip(own, "wheel"), "--no-deps", "--wheel-dir", DIST, sdist], env | pure_build)
+    (pure,) = DIST.glob("*-none-any.whl")
+    replace(own, pure, env)
+    print(run([own, ROOT / "cmake" / "try_wheel.py", "lines", "--without-core"], env), end="")
+    clock.tell(f"built and tried {pure.relative_to(ROOT)}, {pure.stat().st_size / 1e6:.1f} MB")
+
+
+def source(env: dict[str, str]) -> Path:
+    """The sdist in ``dist/``, in place of older ones."""
+    for older in DIST.glob("*.tar.gz"):
+        older.unlink()
+    run([sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_sdist({str(DIST)!r})"], env)
+    (sdist,) = DIST.glob("*.tar.gz")
+    return sdist
+
+
+def replace(python: Path, package: Path, env: dict[str, str]) -> None:
+    """Install the package instead of the one of the same version; what it requires is there."""
+    run([*pip(python, "uninstall"), "--yes", "nmkernels"], env)
+    run([*pip(python, "install"), "--no-deps", "--no-cache-dir", package], env)
+
+
 def clean_environment(folder: Path) -> dict[str, str]:
     """The environment variables, with the tested versions as pip's constraints: for what it installs, and to build with."""
     pins = str(constrain(folder, triton=False))
@@ -106,9 +149,6 @@ def pip(python: Path, verb: str) -> list[str | Path]:
 
 def build(python: Path, folder: Path, env: dict[str, str]) -> Path:
     """The wheel as pip builds it, in an environment of its own with what pyproject.toml requires."""
-    for leftover in [*(ROOT / "build").glob("lib.*"), *(ROOT / "build").glob("bdist.*")]:
-        # setuptools would pack what an earlier build left there
-        shutil.rmtree(leftover)
     run([*pip(python, "wheel"), "--no-deps", "--wheel-dir", folder / "raw", str(ROOT)], env)
     (wheel,) = (folder / "raw").glob("*.whl")
     return wheel

@@ -165,7 +165,7 @@ void bind_compressed(py::module_& module) {
 
 }  // namespace
 
-PYBIND11_MODULE(_C, module) {
+PYBIND11_MODULE(_C, module, py::mod_gil_not_used()) {
     module.doc() = "The compiled core of nmkernels; use nmkernels.ops.";
     module.attr("abi") = kAbi;
 #if defined(NM_CUDA)

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,102 @@ def test_a_compile_error_is_an_error_and_leaves_no_older_module(checkout):
     assert not stale(checkout).exists()
 
 
+ERROR = "m.cpp:3:1: fatal error: no_such_header.h: No such file"
+FAILS = f"""#!/bin/sh
+case " $* " in *" --build "*) ;; *) exit 0 ;; esac
+echo "[1/2] c++ -Werror -c m.cpp"; echo "FAILED: m.cpp.o"; echo "{ERROR}"; echo "m.cpp:9:1: error: a later one"; echo "ninja: build stopped"
+exit 1
+"""
+"""A cmake that finds a compiler, which then fails."""
+WORKS = """#!/bin/sh
+case " $* " in *" --build "*) echo new >"$2/$MODULE" ;; *) mkdir -p "$4" ;; esac
+"""
+"""A cmake that builds a module."""
+WITH_TOOLS = """
+import runpy, sys, sysconfig
+tools, get_path = sys.argv.pop(1), sysconfig.get_path
+sysconfig.get_path = lambda name, *rest, **more: tools if name == "scripts" else get_path(name, *rest, **more)
+del sys.argv[0]
+runpy.run_path("setup.py", run_name="__main__")
+"""
+"""Runs setup.py with other tools than those in the environment's own folder, which it looks in first."""
+
+
+def setup(checkout: Path, cmake: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """setup.py with stand-ins for CMake and Ninja."""
+    tools = checkout / "tools"
+    tools.mkdir(exist_ok=True)
+    for name, text in (("cmake", cmake), ("ninja", "#!/bin/sh\n")):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    (checkout / "pyproject.toml").write_text('[project]\nname = "nmkernels"\nversion = "0"\n[tool.setuptools]\npackages = ["nmkernels"]\n')
+    env = {**os.environ, "NMKERNELS_REQUIRE_CORE": "0", "NMKERNELS_CUDA": "auto", "MODULE": stale(checkout).name} | env
+    command = [sys.executable, "-c", WITH_TOOLS, str(tools), "setup.py", *words]
+    return subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def wheel(checkout: Path) -> tuple[str, set[str]]:
+    """Name and modules of the one wheel in dist/."""
+    (path,) = (checkout / "dist").glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        return path.name, {name for name in archive.namelist() if not name.startswith("nmkernels-")}
+
+
+def test_a_compiler_that_fails_gives_a_package_without_its_core(checkout: Path) -> None:
+    done = setup(checkout, FAILS, "bdist_wheel")
+    assert done.returncode == 0, done.stderr
+    for words in ("WITHOUT its compiled core", ERROR, "NMKERNELS_REQUIRE_CORE=1", "NMKERNELS_CUDA=off"):
+        assert words in done.stderr
+    assert "a later one" in done.stdout and "a later one" not in done.stderr
+    assert wheel(checkout)[1] == {"nmkernels/__init__.py"}
+
+
+@pytest.mark.parametrize(
+    ("words", "env"),
+    [
+        ("build_ext --inplace", {}),
+        ("editable_wheel", {}),
+        ("bdist_wheel", {"NMKERNELS_REQUIRE_CORE": "1"}),
+        ("bdist_wheel", {"NMKERNELS_CUDA": "on"}),
+    ],
+)
+def test_a_compiler_that_fails_is_an_error_to_who_needs_the_core(checkout: Path, words: str, env: dict[str, str]) -> None:
+    done = setup(checkout, FAILS, *words.split(), **env)
+    assert done.returncode != 0 and ERROR in done.stderr
+    assert not list((checkout / "dist").glob("*.whl")) and (words == "bdist_wheel" or not stale(checkout).exists())
+
+
+def test_a_wheel_has_nothing_of_an_earlier_build(checkout: Path) -> None:
+    folders = [f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}", f"bdist.{sysconfig.get_platform()}/wheel"]
+    for folder in folders:
+        older = checkout / "build" / folder / "nmkernels" / "_C.of_an_older_python.so"
+        older.parent.mkdir(parents=True)
+        older.write_bytes(b"")
+    objects = checkout / "build" / f"cmake-{sysconfig.get_platform()}" / "m.o"
+    objects.parent.mkdir()
+    objects.write_bytes(b"")
+    done = setup(checkout, WORKS, "bdist_wheel")
+    assert done.returncode == 0, done.stderr
+    assert wheel(checkout)[1] == {"nmkernels/__init__.py", f"nmkernels/{stale(checkout).name}"}
+    assert objects.exists(), "compiling is incremental no more"
+
+
+def test_a_folder_that_the_caller_names_is_not_emptied(checkout: Path) -> None:
+    theirs = checkout / "theirs" / "file"
+    theirs.parent.mkdir()
+    theirs.write_bytes(b"")
+    done = setup(checkout, WORKS, "build", "--build-lib", "theirs")
+    assert done.returncode == 0 and theirs.exists(), done.stderr
+
+
+def test_a_pure_wheel_is_for_every_system(checkout: Path) -> None:
+    done = setup(checkout, FAILS, "bdist_wheel", NMKERNELS_PURE="1")
+    assert done.returncode == 0, done.stderr
+    assert wheel(checkout) == ("nmkernels-0-py3-none-any.whl", {"nmkernels/__init__.py"})
+    done = setup(checkout, FAILS, "bdist_wheel", NMKERNELS_PURE="1", NMKERNELS_REQUIRE_CORE="1")
+    assert done.returncode != 0 and "Set only one" in done.stderr
+
+
 def test_a_misspelt_option_is_an_error(checkout):
     done = build(checkout, NMKERNELS_CUDA="maybe")
     assert done.returncode != 0
@@ -122,17 +219,17 @@ def test_gpus_are_found_by_their_device_files(tmp_path: Path, files: str, visibl
     assert done.stderr.strip() == f"found {str(visible).upper()}"
 
 
-@pytest.mark.parametrize("asked", ["90", ""])
-def test_one_architecture_can_be_asked_for(monkeypatch, asked):
-    """With no wish of the caller's CMake's default holds, and no older build's."""
+@pytest.mark.parametrize(("option", "asked"), [("CUDA_ARCHITECTURES", "90"), ("CUDA_ARCHITECTURES", ""), ("ISAS", "portable;avx2")])
+def test_less_can_be_compiled(monkeypatch, option, asked):
+    """Unset, CMake's default holds, and not the value of an older build."""
     commands = []
-    monkeypatch.setenv("NMKERNELS_CUDA_ARCHITECTURES", asked)
+    monkeypatch.setenv(f"NMKERNELS_{option}", asked)
     monkeypatch.setattr(subprocess, "run", lambda words, **_: commands.append(words) or subprocess.CompletedProcess(words, 0))
     module = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
     module["BuildCore"]._configure(argparse.Namespace(debug=False, _in_place=True))
     ((*words,),) = commands
-    given = [word for word in words if word.startswith("-DNMKERNELS_CUDA_ARCHITECTURES")]
-    assert given == ([f"-DNMKERNELS_CUDA_ARCHITECTURES={asked}"] if asked else []) and "NMKERNELS_*" in words
+    given = [word for word in words if word.startswith(f"-DNMKERNELS_{option}=")]
+    assert given == ([f"-DNMKERNELS_{option}={asked}"] if asked else []) and "NMKERNELS_*" in words
 
 
 def test_both_sides_name_the_same_abi(core):

@@ -57,7 +57,7 @@ def test_another_is_used_from_then_on(core):
         for name in core.isas():
             core.use_isa(name)
             assert core.isa() == name
-        with pytest.raises(ValueError, match="'sse9' is unknown.*portable, avx2"):
+        with pytest.raises(ValueError, match=f"'sse9' is unknown.*{', '.join(core.isas()[:2])}"):
             core.use_isa("sse9")
         assert core.isa() == core.isas()[-1]
     finally:
