@@ -2,7 +2,8 @@
 
 Environment:
     NMKERNELS_CUDA=auto|on|off   auto (the default) builds device code where nvcc and a GPU are present
-    NMKERNELS_REQUIRE_CORE=1     a core that cannot be built is an error; otherwise the package installs without it, except in place
+    NMKERNELS_REQUIRE_CORE=1     a core that cannot be built is an error, as a compile error in place always is; otherwise the package
+                                 installs without it
     NMKERNELS_PURE=1             a package without the core, for every system: its wheel is py3-none-any
     NMKERNELS_EMULATOR=1         also build nmkernels._emulated, which runs the CUDA kernels on the CPU, for tests (in place only)
     NMKERNELS_WERROR=1           compiler warnings are errors
