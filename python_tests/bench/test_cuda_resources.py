@@ -112,7 +112,8 @@ def test_the_build_has_the_same_architectures_and_flags() -> None:
     assert hopper == ["wgmma_sp.cu", "wgmma_sp_8bit.cu"]
     build = (cmake / "cuda.cmake").read_text()
     assert "PRIVATE -O3 $<$<STREQUAL:${part},kernels>:-fmad=false>" in build and "cuda/linear*.cu" in build and "cuda/gemm/*.cu" in build
-    assert "cuda/gemm/wgmma*.cu" in build and "arch=compute_90a,code=sm_90a" in build and "PRIVATE NM_SM90A" in build
+    assert "cuda/gemm/wgmma*.cu" in build and "arch=compute_90a,code=sm_90a -DNM_SM90A" in build
+    assert resources.LATER_AS_PTX.pattern in build
 
 
 def test_the_table_is_of_the_tool_chain_of_the_wheels() -> None:
