@@ -84,16 +84,6 @@ def test_checks_for_arm_are_skipped_without_their_tools(tmp_path: Path, tool: st
     assert "apt-get install g++-aarch64-linux-gnu qemu-user" in lines[0]
 
 
-@pytest.mark.slow
-def test_a_compile_error_is_an_error_and_leaves_no_older_module(checkout):
-    for source in (checkout / "csrc" / "cpu").glob("*.cpp"):
-        source.write_text("#error this does not compile\n")
-    done = build(checkout, NMKERNELS_REQUIRE_CORE="0", NMKERNELS_CUDA="off", MAX_JOBS="1")
-    assert done.returncode != 0
-    assert "compiling the core failed" in done.stderr
-    assert not stale(checkout).exists()
-
-
 ERROR = "m.cpp:3:1: fatal error: no_such_header.h: No such file"
 FAILS = f"""#!/bin/sh
 case " $* " in *" --build "*) ;; *) exit 0 ;; esac
