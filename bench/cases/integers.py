@@ -132,15 +132,15 @@ def _torchao(w: Tensor, x: Tensor) -> list[Provider]:
 
 def _weight_only(kind: str, spec: Spec, x: Tensor, device: str, cache: int) -> list[Provider]:
     """Torch's weight-only op of so many bits, if it runs here; its time does not depend on the integers."""
-    aten, gen, group = torch.ops.aten, torch.Generator(device).manual_seed(0), min(128, spec.cols)
+    aten, gen, group = torch.ops.aten, torch.Generator().manual_seed(0), min(128, spec.cols)
     if kind == "int8":
-        w = torch.randint(-127, 128, (spec.rows, spec.cols), dtype=torch.int8, generator=gen, device=device)
-        steps = torch.rand(spec.rows, generator=gen, device=device).to(x.dtype)
+        w = torch.randint(-127, 128, (spec.rows, spec.cols), dtype=torch.int8, generator=gen).to(device=device)
+        steps = torch.rand(spec.rows, generator=gen).to(device=device, dtype=x.dtype)
         call = lambda weight: aten._weight_int8pack_mm(x, weight, steps)  # noqa: E731
     else:
-        steps = torch.rand(spec.cols // group, spec.rows, 2, generator=gen, device=device).to(x.dtype)
+        steps = torch.rand(spec.cols // group, spec.rows, 2, generator=gen).to(device=device, dtype=x.dtype)
         if device.startswith("cuda"):  # two integers to a byte
-            integers = torch.randint(0, 256, (spec.rows, spec.cols // 2), dtype=torch.uint8, generator=gen, device=device)
+            integers = torch.randint(0, 256, (spec.rows, spec.cols // 2), dtype=torch.uint8, generator=gen).to(device=device)
             pack, gemm = lambda: aten._convert_weight_to_int4pack(integers, 8), aten._weight_int4pack_mm
         else:
             integers = torch.randint(0, 16, (spec.rows, spec.cols), dtype=torch.int32, generator=gen)
