@@ -10,7 +10,7 @@
 // A stored value costs 3.1 instructions at 8 bits and 3.4 at 4 bits for up to 8 tokens, 5.4 and 4.7 for up to 16, and digits add 0.6 for one
 // token, up to 2.5 for more (counted in machine code for sm_90a, 32 rows of a block for one to four tokens, 64 for 8, 128 for 16); at
 // 4.1 TB/s an H200 (132 multiprocessors at 1.7 GHz) has 8.7 for the 1.25 bytes of one at 8 bits, and 5.5 for the 0.78 at 4 bits with a step
-// for 128 columns. On CUDA cores (linear_few_integers.cu) it costs 7.6, 10.7 and 14.9 for one, two and four tokens.
+// for 128 columns. On CUDA cores (linear_few_integers.cu) it costs 7.6 and 14.9 for one and four tokens, unrolled.
 //
 // A block has 16 warps, each on 16 rows; some share rows and take steps of 128 columns in turn. Digits are made by each block, from
 // what it reads of x, in slices that fit shared memory. Sums are added in a fixed order: steps, warps, parts. Where x is not finite,
