@@ -1,106 +1,96 @@
-"""The methods: names and their recipes, with the package's default settings unless stated."""
+"""The methods: names, each with a recipe and what the harness does besides. A name says what is done, so defaults may change under it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nmkernels import recipes
+from nmkernels.recipes import Recipe
+from nmkernels.recipes.base import Stage, State
+from nmkernels.recipes.methods.step import STEP
 
 from .spec import DENSE, unknown
 
 
+class Thawed(STEP):
+    """STEP without what defines it: after T₀ Adam's second moment goes on. A control, which isolates the freeze."""
+
+    def stage(self, state: State) -> Stage:
+        stage = super().stage(state)
+        return replace(stage, rule=replace(stage.rule, frozen=False, v_step=0, eps_inside=False, clamp=0.0))
+
+
 @dataclass(frozen=True)
 class Method:
-    """One training method.
+    """One way of training.
 
     Args:
-        recipe: name in the package's registry.
-        config: its keywords that differ from the defaults.
+        recipe: name in the package's registry, or a class.
+        config: its settings.
         note: a description in one line, for the page.
+        prune: the method of ``nm.prune_``, for dense training that is pruned at ``at``, a share of the steps, and then trained on with the
+            masks held; the recipe only counts FLOPs then.
+        dense_v: take Adam's second moment from gradients of the dense weights, at every step.
     """
 
-    recipe: str
+    recipe: str | type[Recipe]
     config: dict[str, Any] = field(default_factory=dict)
     note: str = ""
+    prune: str = ""
+    at: float = 0.0
+    dense_v: bool = False
 
-    def build(self, pattern: str, steps: int) -> recipes.Recipe:
+    def build(self, pattern: str, steps: int) -> Recipe:
         """The recipe of a run of ``steps`` steps that ends with ``pattern``."""
-        more = {} if pattern == DENSE else {"pattern": pattern}
-        return recipes.get(self.recipe, total_steps=steps, **more, **self.config)
+        if isinstance(self.recipe, type):
+            return self.recipe(pattern, total_steps=steps, **self.config)
+        return recipes.get(self.recipe, total_steps=steps, **({} if pattern == DENSE else {"pattern": pattern}), **self.config)
 
 
-CORE = {
-    "dense": Method("dense", note="dense baseline"),
-    "asp": Method("asp", {"start": 0.5}, note="prune once at half of the steps, then keep the mask"),
+def _pruned(prune: str, at: float, note: str) -> Method:
+    return Method("asp", {"start": at}, note, prune, at)
+
+
+def _step(switch: str = "fixed", **config: Any) -> dict[str, Any]:
+    return {"switch": switch, "bias_corrected": True, "clamp": 2.0, "eps_mode": "outside", **config}
+
+
+HALF = 0.5
+DECAYS = {f"srste-{decay}": float(decay) for decay in ("2e-4", "2e-3", "2e-2", "2e-1")}
+"""SR-STE by λ; that of the paper is the first."""
+
+METHODS = {
+    "dense": Method("dense", note="dense training"),
+    "oneshot-magnitude": _pruned("magnitude", 1.0, "dense training, then the largest magnitudes are kept"),
+    "oneshot-wanda": _pruned("wanda", 1.0, "the same with Wanda's score"),
+    "oneshot-sparsegpt": _pruned("sparsegpt", 1.0, "the same with SparseGPT"),
+    "oneshot-admm": _pruned("admm", 1.0, "the same with ADMM, the default of `nm.prune_`"),
+    "asp": _pruned("magnitude", HALF, "ASP: pruned by magnitude after half of the steps, then the mask is held"),
+    "asp-wanda": _pruned("wanda", HALF, "the same with Wanda's score"),
+    "asp-sparsegpt": _pruned("sparsegpt", HALF, "the same with SparseGPT"),
     "ste": Method("ste", note="straight-through estimator"),
-    "srste": Method("srste", note="SR-STE with the paper's λ = 2e-4"),
-    "step": Method("step", note="STEP: AutoSwitch (arithmetic, between 10 % and 50 %), v̂* bias-corrected, clamp 2"),
-    "sste": Method("sste", note="S-STE with exact MVUE of the output gradient"),
-    "mdgf": Method("mdgf", note="mask decay as in the authors' code: straight-through gradient, no dense tail"),
-    "sdgf": Method("sdgf", note="structure decay as in the authors' code: the same, stepwise"),
+    **{name: Method("srste", {"decay": decay}, f"SR-STE, λ = {decay:g}") for name, decay in DECAYS.items()},
+    "step-10": Method("step", _step(start=0.1), "STEP, T₀ at 10 %"),
+    "step-25": Method("step", _step(start=0.25), "STEP, T₀ at 25 %"),
+    "step-50": Method("step", _step(start=0.5), "STEP, T₀ at 50 %"),
+    "step-auto": Method("step", _step("relative"), "STEP, T₀ by the default test, which has no unit"),
+    "step-paper": Method("step", _step("paper"), "STEP, T₀ by the paper's AutoSwitch, option I"),
+    "step-10-thawed": Method(Thawed, _step(start=0.1), "10 % dense, then STE, Adam's v goes on"),
+    "step-25-thawed": Method(Thawed, _step(start=0.25), "25 % dense, then STE, Adam's v goes on"),
+    "step-25-raw": Method("step", _step(start=0.25, bias_corrected=False, clamp=None), "STEP, T₀ at 25 %, v* not bias-corrected, no clamp"),
+    "step-25-raw-clamp": Method("step", _step(start=0.25, bias_corrected=False), "STEP, T₀ at 25 %, v* not bias-corrected, clamp 2"),
+    "step-25-noclamp": Method("step", _step(start=0.25, clamp=None), "STEP, T₀ at 25 %, no clamp"),
+    "step-25-inside": Method("step", _step(start=0.25, eps_mode="inside"), "STEP, T₀ at 25 %, √(v̂* + ε)"),
+    "oracle": Method("ste", note="STE's update, Adam's v from gradients of the dense weights at every step", dense_v=True),
+    "sste": Method("sste", note="S-STE, exact MVUE of the output gradient"),
+    "mdgf-chain": Method("mdgf", {"gradient": "chain", "end": 0.75}, "mask decay, chain rule, the last quarter with the binary mask"),
+    "mdgf-ste": Method("mdgf", {"gradient": "ste", "end": 1.0}, "mask decay to the end of the run, straight-through gradient"),
+    "fst-nm": Method("fst", {"end": None}, "FST without its dense end: transposable masks, MVUE; leaves N:M weights"),
+    "fst": Method("fst", note="FST as published, with a dense end: leaves a dense model"),
+    "slope": Method("slope", note="SLoPe: a mask chosen at the start, adapters at the end"),
 }
-"""The eight methods of the main tables."""
-
-STEPS = {
-    "step-10": Method("step", {"switch": "fixed", "start": 0.1}, note="STEP, T₀ fixed at 10 %"),
-    "step-25": Method("step", {"switch": "fixed"}, note="STEP, T₀ fixed at 25 %"),
-    "step-50": Method("step", {"switch": "fixed", "start": 0.5}, note="STEP, T₀ fixed at 50 %"),
-    "step-10-thawed": Method(
-        "step", {"switch": "fixed", "start": 0.1, "freeze": False}, note="STE after 10 % of dense steps, Adam's v not frozen"
-    ),
-    "step-25-thawed": Method("step", {"switch": "fixed", "freeze": False}, note="STE after 25 % of dense steps, Adam's v not frozen"),
-    "step-geometric": Method("step", {"switch": "geometric"}, note="STEP, option II"),
-    "step-norm": Method("step", {"switch": "relative_norm"}, note="STEP, switched by the relative norm of v"),
-    "step-stale": Method("step", {"switch": "staleness"}, note="STEP, switched by the staleness of v"),
-    "step-relative": Method("step", {"switch": "relative"}, note="STEP, a threshold relative to the gradient's scale (ours)"),
-}
-"""STEP with other switches, and its controls, in which Adam's second moment is not frozen."""
-
-KAO = {
-    "mdgf-kao": Method("mdgf", {"gradient": "chain", "end": 0.75}, note="mask decay of Kao et al.: chain rule, 25 % dense tail"),
-    "sdgf-kao": Method("sdgf", {"gradient": "chain", "end": 0.75}, note="structure decay of Kao et al.: the same"),
-}
-"""The gradient flow of Kao et al. (2022), before the paper that named it."""
-
-VARIANTS = {
-    **STEPS,
-    **KAO,
-    "step-noclamp": Method("step", {"clamp": None}, note="STEP without the clamp"),
-    "step-raw": Method("step", {"clamp": None, "bias_corrected": False}, note="STEP, v* not bias-corrected, no clamp"),
-    "step-25-raw": Method(
-        "step", {"switch": "fixed", "clamp": None, "bias_corrected": False}, note="STEP, T₀ fixed at 25 %, v* raw, no clamp"
-    ),
-    "step-decay": Method("step", {"decay": 2e-4}, note="STEP with SR-STE's decay in phase 1"),
-    "step-10-decay": Method("step", {"switch": "fixed", "start": 0.1, "decay": 2e-2}, note="STEP, T₀ at 10 %, λ = 2e-2 in phase 1"),
-    "step-mdgf": Method("step", {"inner": "mdgf(end=0.75,gradient='chain')"}, note="STEP with Kao's mask decay in phase 1"),
-    "srste-2e-3": Method("srste", {"decay": 2e-3}, note="SR-STE, λ = 2e-3"),
-    "srste-2e-2": Method("srste", {"decay": 2e-2}, note="SR-STE, λ = 2e-2"),
-    "srste-2e-1": Method("srste", {"decay": 2e-1}, note="SR-STE, λ = 0.2"),
-    "mdgf-ste": Method("mdgf", {"gradient": "ste", "end": 0.75}, note="mask decay, straight-through gradient, 25 % dense tail"),
-    "mdgf-linear": Method("mdgf", {"schedule": "linear", "gradient": "chain", "end": 0.75}, note="mask decay of Kao et al., linear"),
-    "sdgf-geometric": Method("sdgf", {"schedule": "geometric", "gradient": "ste"}, note="structure decay, geometric"),
-    "sste-dense": Method("sste", {"mvue": None}, note="S-STE with a dense weight gradient"),
-    "sste-approx": Method("sste", {"mvue": "approx"}, note="S-STE with approximate MVUE"),
-    "sste-top2": Method("sste", {"mvue": "magnitude"}, note="S-STE with the two largest of four gradients (biased)"),
-    "t-ste": Method("fst", {"mvue": None, "end": None, "every": 1, "decay": 0.0}, note="STE with transposable masks"),
-    "t-srste": Method("fst", {"mvue": None, "end": None, "every": 1, "decay": 2e-4}, note="SR-STE with transposable masks"),
-    "t-srste-2e-2": Method("fst", {"mvue": None, "end": None, "every": 1, "decay": 2e-2}, note="the same, λ = 2e-2"),
-    "fst-6e-3": Method("fst", {"decay": 6e-3}, note="FST, λ = 6e-3 as the flip-rate search finds on a small GPT"),
-    "fst-nm": Method("fst", {"decay": 6e-3, "end": None}, note="the same without the dense end, so that the weights stay N:M"),
-}
-"""Variants that answer a question."""
-
-ACTIVATIONS = {"act24": Method("act24", note="2:4 activations after 10 % dense steps; for the task gpt-relu2")}
-"""Methods that need squared-ReLU activations."""
-
-METHODS = {**CORE, **VARIANTS, **ACTIVATIONS}
-"""The named methods; any other recipe of the registry is a method under its own name, with its defaults."""
-
-
-def others() -> list[str]:
-    """The recipes of the registry that no core method uses, sorted."""
-    return [name for name in recipes.names() if name not in METHODS]
+"""The methods of the page. Another recipe of the registry is a method under its own name, with its defaults."""
 
 
 def get(name: str) -> Method:
@@ -111,6 +101,6 @@ def get(name: str) -> Method:
     """
     if name in METHODS:
         return METHODS[name]
-    if name in others():
+    if name in recipes.names():
         return Method(name, note="with its defaults")
-    raise ValueError(unknown("method", name, [*METHODS, *others()]))
+    raise ValueError(unknown("method", name, [*METHODS, *recipes.names()]))

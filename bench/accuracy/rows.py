@@ -6,7 +6,6 @@ import csv
 import datetime
 import fcntl
 import io
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,26 +16,24 @@ from pathlib import Path
 import torch
 
 from .. import rows as machine_rows
-from .spec import RunSpec
+from .spec import Case, RunSpec
 
 RESULTS = machine_rows.RESULTS / "accuracy"
 RUNS = "runs.csv"
-REPEATS = "repeats.csv"
-"""File of repeated runs, on this machine or another; one row per run and machine."""
+AGAIN = "again.csv"
+"""File of runs that were done again, on this machine or another; one row per run and machine."""
 
 
 @dataclass(frozen=True)
 class RunRow:
     """The result of one run.
 
-    ``val_loss`` (nats), ``accuracy`` (percent) and ``bleu`` are of the deployable weights, ``nan`` if the task has no such value; on tuning
-    seeds they are of validation data if the task has some besides its test set. ``other_loss`` is of a second test set, further from the
-    training data, if the task has one. ``train_loss`` is the mean of the last 50 steps.
-    ``switch_step`` is STEP's T₀, 0 if there is none, and ``switch_reason`` what ended the dense phase: AutoSwitch's ``test``, its bounds
-    ``t_min`` or ``t_max``, or ``fixed``. ``status`` is ``ok``, or ``diverged`` if a loss or weight was not finite (then losses are ``nan``
-    and ``done`` is the number of steps until then). ``training_flops`` are those of the run, ``inference_flops`` those of one token; 0 if
-    not counted yet. ``seconds`` are the process's CPU time; rows from before commit c1d34ab have elapsed time, which is longer if the
-    machine was loaded. ``data`` is a digest; ``machine`` ends with the CPU's instruction set.
+    ``val_loss`` (nats), ``accuracy`` (percent) and ``bleu`` are of the deployable weights on the test set, for tuning seeds on validation
+    data; ``nan`` if the task has no such value. ``switch_step`` is STEP's T₀, 0 if there is none, and ``switch_reason`` what ended the
+    dense phase: AutoSwitch's ``test``, its bounds ``t_min`` or ``t_max``, or ``fixed``. ``status`` is ``ok``, or ``diverged`` if a loss or
+    weight was not finite (then losses are ``nan`` and ``done`` is the number of steps until then). ``training_flops`` are those of the
+    run, ``inference_flops`` those of one token. ``seconds`` are the process's CPU time; on a GPU they are elapsed time. ``data`` is a
+    digest; ``machine`` ends with the CPU's instruction set.
     """
 
     task: str
@@ -47,12 +44,9 @@ class RunRow:
     lr: float
     steps: int
     seed: int
-    purpose: str
     val_loss: float
-    other_loss: float
     accuracy: float
     bleu: float
-    train_loss: float
     switch_step: int
     switch_reason: str
     status: str
@@ -67,16 +61,14 @@ class RunRow:
     date: str
 
     @property
-    def spec(self) -> RunSpec:
-        """The run of this row."""
-        return RunSpec(self.task, self.method, self.pattern, self.seed, self.lr, self.steps, self.optimizer, self.beta2, self.purpose)
+    def case(self) -> Case:
+        """The case of this row."""
+        return Case(self.task, self.method, self.pattern, self.steps, self.optimizer, self.beta2)
 
-
-def bare(spec: RunSpec, val_loss: float) -> RunRow:
-    """A row with only a loss, for code that only looks at losses."""
-    known = {**asdict(spec), "val_loss": val_loss, "status": "ok" if math.isfinite(val_loss) else "diverged"}
-    blank = {"int": 0, "float": math.nan, "str": ""}
-    return RunRow(**{f.name: known.get(f.name, blank[str(f.type)]) for f in fields(RunRow)})
+    @property
+    def key(self) -> str:
+        """The key of its run."""
+        return RunSpec(self.case, self.lr, self.seed).key
 
 
 COLUMNS = tuple(f.name for f in fields(RunRow))
@@ -97,7 +89,7 @@ def load(folder: Path = RESULTS, name: str = RUNS) -> list[RunRow]:
 
 
 def _identity(row: RunRow, name: str) -> tuple[str, ...]:
-    return (row.spec.key, row.machine) if name == REPEATS else (row.spec.key,)
+    return (row.key, row.machine) if name == AGAIN else (row.key,)
 
 
 def from_text(line: Mapping[str, str]) -> RunRow:

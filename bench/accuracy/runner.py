@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -12,15 +12,15 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from .. import rows as machine_rows
-from . import rows, traces
-from .plan import pending
-from .rows import REPEATS, RUNS, RunRow
-from .spec import RunSpec
+from . import rows
+from .place import HERE, Place
+from .plan import Results, cost
+from .rows import RUNS
+from .spec import Case, RunSpec
+from .studies import hours_left, todo
 from .worker import Outcome, attempt, settle_process
 
-Say = Callable[[str], None]
-Plan = Callable[[list[RunRow]], list[RunSpec]]
-"""A function from finished rows to the runs to do."""
+Do = Callable[[RunSpec], Outcome]
 
 
 def say(text: str) -> None:
@@ -39,66 +39,70 @@ def processes(workers: int) -> Iterator[Executor]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def run_stage(wanted: Plan, folder: Path, pool: Executor, workers: int, limit: int | None = None, tell: Say = say) -> tuple[int, int]:
-    """Do the missing runs, and repeat until none is left: a search adds runs once its first rates are known.
+def run_cases(
+    cases: Sequence[Case], folder: Path, pool: Executor | None, workers: int = 1, *, seeds: int | None = None, place: Place = HERE
+) -> int:
+    """Do the runs that the cases need until none is left: a search asks for more once its first rates are known.
 
-    Returns:
-        how many runs were done, and how many failed. A failed run is not tried again.
-    """
-    done, failed = 0, set[str]()
-    while limit is None or done < limit:
-        found = rows.load(folder)
-        todo = [spec for spec in pending(wanted(found), found) if spec.key not in failed][: None if limit is None else limit - done]
-        if not todo:
-            break
-        failed |= {outcome.spec.key for outcome in run_all(todo, folder, pool, workers, tell)}
-        done += len(todo)
-    return done, len(failed)
-
-
-def run_all(specs: Iterable[RunSpec], folder: Path, pool: Executor, workers: int, tell: Say = say, name: str = RUNS) -> list[Outcome]:
-    """Do every run and write each row as soon as it is finished; returns the failed runs.
-
-    An interruption loses only unfinished runs. At most two runs per worker are submitted ahead, so interrupting is quick.
+    All that is known is done at once, so that no worker waits for the last run of one search.
 
     Args:
-        pool: the workers, ``processes(workers)``.
-        name: of the file of rows, ``runs.csv`` or ``repeats.csv``; only the first one comes with traces.
+        pool: ``processes(workers)``; None: in this process, as ``place`` says.
+        seeds: number of evaluation seeds; the task's own by default.
+
+    Returns:
+        how many runs failed. A failed run is not tried again.
     """
-    queue, failed, total = list(specs)[::-1], [], 0
-    todo, tasks = len(queue), {spec.task for spec in queue}
+    failed = set[str]()
+    while True:
+        found = Results(rows.load(folder))
+        specs = list({spec.key: spec for case in cases for spec in todo(case, found, seeds) if spec.key not in failed}.values())
+        if not specs:
+            return len(failed)
+        left = hours_left(cases, found)
+        for outcome in _run(specs, pool, workers, place):
+            if outcome.row is None:
+                failed.add(outcome.spec.key)
+            if place.first:
+                rows.append([outcome.row] if outcome.row else [], folder)
+                left -= cost(outcome.spec.case, 1)
+                say(f"[about {max(left, 0):.1f} CPU-hours left] {_line(outcome)}")
+        if place.first:
+            rows.tidy(folder)
+
+
+def run_all(specs: Iterable[RunSpec], folder: Path, pool: Executor, workers: int, name: str = RUNS) -> int:
+    """Do every run, and return how many failed."""
+    failed = 0
+    for outcome in _run(list(specs), pool, workers, HERE):
+        if outcome.row is not None:
+            rows.append([outcome.row], folder, name)
+        failed += outcome.row is None
+        say(_line(outcome))
+    rows.tidy(folder, name)
+    return failed
+
+
+def _run(specs: list[RunSpec], pool: Executor | None, workers: int, place: Place) -> Iterator[Outcome]:
+    """The outcomes, as they come. At most two runs per worker are submitted ahead, so that interrupting is quick."""
+    if pool is None:
+        yield from (attempt(spec, place) for spec in specs)
+        return
+    queue = specs[::-1]
     waiting: set[Future[Outcome]] = set()
-    begin = time.perf_counter()
     try:
         while queue or waiting:
             while queue and len(waiting) < 2 * workers:
                 waiting.add(pool.submit(attempt, queue.pop()))
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             for future in done:
-                outcome = future.result()
-                total += 1
-                _keep(outcome, folder, name)
-                if outcome.row is None:
-                    failed.append(outcome)
-                pace = (time.perf_counter() - begin) / total
-                tell(f"[{total}/{todo}, {pace * (todo - total) / 60:.0f} min left] {_line(outcome)}")
+                yield future.result()
     except BrokenProcessPool:
-        tell("a worker process died (out of memory?). Finished rows are kept; run the same command again to continue.")
+        say("a worker process died (out of memory?). Finished rows are kept; run the same command again to continue.")
         raise
     finally:
         for future in waiting:
             future.cancel()
-        rows.tidy(folder, name)
-        for task in tasks if name != REPEATS else ():
-            traces.tidy(folder, task)
-    return failed
-
-
-def _keep(outcome: Outcome, folder: Path, name: str) -> None:
-    if outcome.trace and name != REPEATS:
-        traces.append(outcome.trace, folder, outcome.spec.task)
-    if outcome.row is not None:
-        rows.append([outcome.row], folder, name)  # last, because the row marks the run as done
 
 
 def _line(outcome: Outcome) -> str:
@@ -107,4 +111,4 @@ def _line(outcome: Outcome) -> str:
         return f"{outcome.spec.key} FAILED: {outcome.error}"
     more = f" {row.accuracy:.2f} %" if row.accuracy == row.accuracy else ""
     more += f" BLEU {row.bleu:.1f}" if row.bleu == row.bleu else ""
-    return f"{outcome.spec.key} {row.purpose}: {row.status} {row.val_loss:.4f}{more} in {row.seconds:.0f} s"
+    return f"{outcome.spec.key}: {row.status} {row.val_loss:.4f}{more} in {row.seconds:.0f} s"

@@ -1,38 +1,34 @@
-"""The description of a run, and helpers: the mean with its error, and the error for an unknown name."""
+"""The description of a run and of a case, which is a run without its learning rate and seed."""
 
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 EVALUATION_SEEDS = tuple(range(10))
-"""Evaluation seeds, for every reported number, of weights and data order; the task sets how many are used."""
+"""Seeds, of weights and data order, of every reported number; a task uses the first few."""
 
-TUNING_SEEDS = (100, 101, 102)
-"""Tuning seeds, on which learning rates are chosen; a task may use fewer."""
+TUNING_SEEDS = tuple(range(100, 110))
+"""Seeds on which learning rates are chosen, and for which a task evaluates on its validation data; a task uses the first few."""
 
 DENSE = "dense"
-"""The pattern of dense training."""
+"""The method of dense training, and its pattern."""
 
 OPTIMIZERS = ("adamw", "sgd")
 """AdamW, or SGD with momentum 0.9."""
 
 
 @dataclass(frozen=True)
-class RunSpec:
-    """The description of one run.
+class Case:
+    """A way to train a task.
 
     Args:
         task, method: names in ``tasks`` and ``methods``.
-        pattern: ``"2:4"``, or ``"dense"``.
-        seed: of the initial weights, the data order and the recipe's random numbers.
-        lr: peak learning rate.
+        pattern: ``"2:4"``, or ``"dense"`` for dense training.
         steps: optimizer steps.
         optimizer: ``"adamw"`` or ``"sgd"``.
         beta2: AdamW's β₂; always 0 for SGD.
-        purpose: the stage of the plan. A label only: runs that differ in nothing else are the same run.
 
     Raises:
         ValueError: the optimizer is unknown.
@@ -41,55 +37,54 @@ class RunSpec:
     task: str
     method: str
     pattern: str
-    seed: int
-    lr: float
     steps: int
     optimizer: str = "adamw"
     beta2: float = 0.999
-    purpose: str = ""
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(unknown("optimizer", self.optimizer, OPTIMIZERS))
         if self.optimizer == "sgd":
             object.__setattr__(self, "beta2", 0.0)
+        if self.method == DENSE:
+            object.__setattr__(self, "pattern", DENSE)
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run: a case with a peak learning rate, and a seed of the initial weights, the data order and the recipe's random numbers."""
+
+    case: Case
+    lr: float
+    seed: int
 
     @property
     def key(self) -> str:
-        """The key of this run: ``gpt/step/2:4/adamw/0.999/0.004/1000/0``."""
-        return f"{self.task}/{self.method}/{self.pattern}/{self.optimizer}/{self.beta2:g}/{self.lr:g}/{self.steps}/{self.seed}"
+        """The key of this run: ``gpt/step-10/2:4/adamw/0.999/0.003/1000/0``."""
+        c = self.case
+        return f"{c.task}/{c.method}/{c.pattern}/{c.optimizer}/{c.beta2:g}/{self.lr:g}/{c.steps}/{self.seed}"
 
     @classmethod
     def from_key(cls, key: str) -> RunSpec:
         """The run of that key.
 
+        Raises:
+            ValueError: the text is no key.
+
         Example:
-            >>> RunSpec.from_key("mlp/srste/1:8/sgd/0/0.1/1000/0").optimizer
+            >>> RunSpec.from_key("mlp/ste/1:8/sgd/0/0.1/1000/0").case.optimizer
             'sgd'
         """
-        task, method, pattern, optimizer, beta2, lr, steps, seed = key.split("/")
-        return cls(task, method, pattern, int(seed), float(lr), int(steps), optimizer, float(beta2))
+        parts = key.split("/")
+        if len(parts) != 8:
+            raise ValueError(f"{key!r} is not the key of a run, such as gpt/ste/2:4/adamw/0.999/0.003/1000/0")
+        task, method, pattern, optimizer, beta2, lr, steps, seed = parts
+        return cls(Case(task, method, pattern, int(steps), optimizer, float(beta2)), float(lr), int(seed))
 
     @property
     def tuning(self) -> bool:
-        """Whether the run is for choosing a rate, and is evaluated on validation data if the task has some besides its test set."""
+        """Whether the run is for choosing a rate, and is evaluated on validation data instead of the test set."""
         return self.seed in TUNING_SEEDS
-
-
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean and its standard error s / √n; the error of a single value is nan.
-
-    Example:
-        >>> mean_and_error([1.0, 3.0])
-        (2.0, 1.0)
-    """
-    n = len(values)
-    if not n:
-        return math.nan, math.nan
-    mean = sum(values) / n
-    if n == 1:
-        return mean, math.nan
-    return mean, math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1) / n)
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:

@@ -1,8 +1,7 @@
-"""The statistics of the page: paired t intervals, Holm's correction, and interpolation that never extrapolates."""
+"""The statistics of the page: means with Student's intervals, paired by seed, and the words for a difference."""
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,78 +9,105 @@ from dataclasses import dataclass
 from scipy.special import stdtr, stdtrit
 
 LEVEL = 0.95
-"""The confidence level of every interval on the page."""
+"""The confidence level of every interval; tests are at 1 − LEVEL."""
+
+FEWEST = 3
+"""The fewest seeds of a mean that is shown."""
 
 ENOUGH = 5
-"""The fewest seeds of a result."""
+"""The fewest seeds of a difference that is put into words."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds with Student's interval.
+    """A mean over seeds.
 
     Args:
-        mean: x̄; nan without values.
-        half: half width of the 95 % interval, t(0.975, n − 1) · s / √n; nan below two values.
+        mean: x̄ of the finite values; nan without any.
+        error: s / √n; nan below two values.
         n: number of finite values.
-        p: of the two-sided t-test that the mean is 0; nan below two values.
-        lost: number of values that were not finite (diverged runs), which the other fields do not include.
+        lost: number of values that were not finite (diverged runs).
     """
 
     mean: float
-    half: float
+    error: float
     n: int
-    p: float
     lost: int = 0
 
     @property
-    def clear(self) -> bool:
-        """Whether the interval excludes 0."""
-        return abs(self.mean) > self.half
+    def half(self) -> float:
+        """Half width of the 95 % interval, t(0.975, n − 1) · s / √n; nan below two values."""
+        return float(stdtrit(self.n - 1, 0.5 + LEVEL / 2)) * self.error if self.n > 1 else math.nan
+
+    @property
+    def p(self) -> float:
+        """Of the two-sided t-test that the mean is 0; nan below two values."""
+        if self.n < 2:
+            return math.nan
+        return 2 * float(stdtr(self.n - 1, -abs(self.mean) / self.error)) if self.error else float(self.mean == 0)
+
+    def within(self, margin: float) -> bool:
+        """Whether the mean lies within ± ``margin`` by two one-sided t-tests at 5 % (TOST; Schuirmann, 1987).
+
+        Example:
+            >>> estimate([0.01, 0.012, 0.011]).within(0.02)
+            True
+        """
+        if self.n < 2 or self.lost:
+            return False
+        return abs(self.mean) + float(stdtrit(self.n - 1, LEVEL)) * self.error < margin
 
     def shown(self, digits: int = 3, sign: bool = False) -> str:
-        """``0.059 ± 0.003``, or the mean alone if there is no interval.
+        """``0.059 ± 0.003``, or an empty cell below ``FEWEST`` values.
 
         Example:
             >>> estimate([1.0, 2.0, 3.0]).shown(2, sign=True)
             '+2.00 ± 2.48'
         """
-        if not self.n:
+        if self.n < FEWEST:
             return "–"
         mean = round(self.mean, digits) + 0.0  # no −0.000
-        text = f"{mean:+.{digits}f}" if sign else f"{mean:.{digits}f}"
-        return text.replace("-", "−") + (f" ± {self.half:.{digits}f}" if math.isfinite(self.half) else "")
+        text = (f"{mean:+.{digits}f}" if sign else f"{mean:.{digits}f}").replace("-", "−")
+        return f"{text} ± {self.half:.{digits}f}" + (f" ({self.lost} diverged)" if self.lost else "")
 
 
 def estimate(values: Iterable[float]) -> Estimate:
-    """The mean of the finite values, with the interval and the test of a one-sample t-test (Student, 1908)."""
+    """The mean of the finite values with its standard error."""
     every = list(values)
     x = [v for v in every if math.isfinite(v)]
     n, lost = len(x), len(every) - len(x)
     if not n:
-        return Estimate(math.nan, math.nan, 0, math.nan, lost)
+        return Estimate(math.nan, math.nan, 0, lost)
     mean = math.fsum(x) / n
-    if n == 1:
-        return Estimate(mean, math.nan, 1, math.nan, lost)
-    error = math.sqrt(math.fsum((v - mean) ** 2 for v in x) / (n - 1) / n)
-    half = float(stdtrit(n - 1, 0.5 + LEVEL / 2)) * error
-    p = 2 * float(stdtr(n - 1, -abs(mean) / error)) if error else float(mean == 0)
-    return Estimate(mean, half, n, p, lost)
+    error = math.sqrt(math.fsum((v - mean) ** 2 for v in x) / (n - 1) / n) if n > 1 else math.nan
+    return Estimate(mean, error, n, lost)
 
 
-def combined(terms: Sequence[tuple[float, Mapping[int, float]]]) -> dict[int, float]:
-    """Σ coefficient · value for each seed that all terms have, for a paired estimate.
-
-    Args:
-        terms: (coefficient, seed -> value). A value that is not finite is kept as nan, so that ``estimate`` counts it.
+def combined(terms: Sequence[tuple[float, Mapping[int, float]]]) -> Estimate:
+    """Σ coefficient · value, paired: over the seeds that all terms have.
 
     Example:
-        >>> combined([(1, {0: 5.0, 1: 7.0}), (-1, {1: 4.0, 2: 9.0})])
-        {1: 3.0}
+        >>> combined([(1, {0: 5.0, 1: 7.0}), (-1, {1: 4.0, 2: 9.0})]).mean
+        3.0
     """
     seeds = set.intersection(*(set(values) for _, values in terms)) if terms else set()
-    sums = {seed: sum(c * values[seed] for c, values in terms) for seed in sorted(seeds)}
-    return {seed: value if math.isfinite(value) else math.nan for seed, value in sums.items()}
+    return estimate(sum(c * values[seed] for c, values in terms) for seed in sorted(seeds))
+
+
+def verdict(e: Estimate, margin: float) -> str:
+    """``level`` if surely within the margin; otherwise ``ahead`` or ``behind`` if the interval excludes 0; otherwise ``not known``.
+
+    Example:
+        >>> verdict(estimate([0.5, 0.6, 0.7, 0.6, 0.5]), 0.02), verdict(estimate([0.0]), 0.02)
+        ('behind', 'not known')
+    """
+    if e.n < ENOUGH:
+        return "not known"
+    if e.within(margin):
+        return "level"
+    if abs(e.mean) <= e.half:
+        return "not known"
+    return "ahead" if e.mean < 0 else "behind"
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -98,24 +124,3 @@ def holm(ps: Sequence[float]) -> list[float]:
         worst = max(worst, min(1.0, (len(ps) - rank) * ps[i]))
         adjusted[i] = worst
     return adjusted
-
-
-def interpolate(points: Mapping[float, float], x: float) -> float:
-    """Interpolate linearly in log x between ``points``.
-
-    Raises:
-        ValueError: ``x`` lies outside the points; there is no extrapolation.
-
-    Example:
-        >>> interpolate({1.0: 3.0, 4.0: 1.0}, 2.0)
-        2.0
-    """
-    xs = sorted(points)
-    if not xs or not xs[0] <= x <= xs[-1]:
-        raise ValueError(f"{x:g} lies outside the points at {', '.join(f'{p:g}' for p in xs) or 'none'}")
-    at = bisect.bisect_left(xs, x)
-    if xs[at] == x:
-        return points[x]
-    low, high = xs[at - 1], xs[at]
-    share = math.log(x / low) / math.log(high / low)
-    return points[low] + share * (points[high] - points[low])

@@ -1,48 +1,51 @@
-"""Does one run: from a spec to a row and a trace."""
+"""Does one run: from a spec to a row."""
 
 from __future__ import annotations
 
 import math
 import os
-import time
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import nmkernels as nm
 from nmkernels.recipes import Recipe
 from nmkernels.recipes.methods.step import REASONS
 
-from . import methods, tasks, traces
+from . import methods, tasks
+from .dense_v import AdamWithDenseV
+from .methods import Method
+from .place import HERE, Place
 from .rows import RunRow, stamp
-from .spec import EVALUATION_SEEDS, TUNING_SEEDS, RunSpec
+from .spec import DENSE, Case, RunSpec
 from .tasks import Settings, Task
-from .traces import Trace
 
-DIGITS = {"val_loss": 6, "other_loss": 6, "accuracy": 4, "bleu": 3}
+DIGITS = {"val_loss": 6, "accuracy": 4, "bleu": 3}
 """Values that a task's ``evaluate`` may return, and the digits that are stored."""
-
-LAST = 50
-"""Steps whose training loss is averaged for the row."""
-
-TRACED = {"tune": 1, "tuned": 2, "shared": 2, "controls": 1, "variants": 1, "lengths": 1}
-"""The number of seeds whose traces are stored, by stage; traces are the larger files."""
 
 MOMENTUM = 0.9
 """Of SGD."""
 
+CALIBRATION = 32
+"""Training batches, the first ones of the run, on which ``nm.prune_`` computes its Hessians."""
+
+TRAINED = Path("build") / "accuracy"
+"""Folder of densely trained weights, which several methods prune."""
+
 
 @dataclass
 class Outcome:
-    """The result of a run: its row and the lines of its trace, or why it failed."""
+    """The row of a run, or why it failed."""
 
     spec: RunSpec
     row: RunRow | None = None
-    trace: list[dict[str, str]] | None = None
     error: str = ""
 
 
@@ -64,95 +67,160 @@ def param_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices}, {"params": [p for _, p in named if id(p) not in ids], "weight_decay": 0.0}]
 
 
-def make_optimizer(spec: RunSpec, settings: Settings, recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
-    """The run's optimizer, not attached yet: the recipe's AdamW, or SGD with momentum."""
-    groups = param_groups(model)
-    if spec.optimizer == "sgd":
+def make_optimizer(spec: RunSpec, settings: Settings, method: Method, recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    """The run's optimizer, not attached yet."""
+    groups, case = param_groups(model), spec.case
+    if case.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=spec.lr, momentum=MOMENTUM, weight_decay=settings.weight_decay)
-    betas = (settings.betas[0], spec.beta2)
-    return recipe.optimizer(groups, lr=spec.lr, betas=betas, weight_decay=settings.weight_decay)
+    betas = (settings.betas[0], case.beta2)
+    make: Callable[..., torch.optim.Optimizer] = recipe.optimizer
+    if method.prune:
+        make = torch.optim.AdamW
+    if method.dense_v:
+        make = AdamWithDenseV
+    return make(groups, lr=spec.lr, betas=betas, weight_decay=settings.weight_decay)
 
 
-def run(spec: RunSpec) -> Outcome:
+class Training:
+    """A model in training: its step, and where it is."""
+
+    def __init__(self, spec: RunSpec, place: Place = HERE) -> None:
+        self.spec, self.place = spec, place
+        self.task, self.method = tasks.get(spec.case.task), methods.get(spec.case.method)
+        self.settings = self.task.settings
+        torch.manual_seed(spec.seed)
+        self.model = self.task.model().to(place.device)
+        self.recipe = self.method.build(spec.case.pattern, spec.case.steps)
+        self.handle: Any = None if self.method.prune else nm.sparsify_(self.model, self.recipe, self.task.filter_fn)
+        self.wrapped = place.wrap(self.model)
+        self.optimizer = make_optimizer(spec, self.settings, self.method, self.recipe, self.model)
+        if self.handle is not None:
+            self.handle.attach(self.optimizer)
+        self.twin = self.task.model().to(place.device) if self.method.dense_v else None
+
+    def step(self, step: int) -> float:
+        """The training loss of a step, counted from 1; if it is not finite, nothing is updated."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.settings, self.spec.lr, step, self.spec.case.steps)
+        batch = self.place.share(self.task.batch(self.spec.seed, step))
+        loss = self._loss(self.wrapped, batch)
+        value = self.place.mean(loss)
+        if math.isfinite(value):
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            if self.twin is not None:
+                self._dense_gradients(self.twin, batch)
+            if self.settings.clip is not None:
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+            self.optimizer.step()
+        return value
+
+    def _loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        with self.place.autocast():
+            return self.task.loss(model, batch)
+
+    def _dense_gradients(self, twin: nn.Module, batch: tuple[Tensor, ...]) -> None:
+        """Give the optimizer the gradients of the dense weights on the same batch, clipped by their own norm."""
+        with torch.no_grad():
+            for mine, theirs in zip(twin.parameters(), self.model.parameters(), strict=True):
+                mine.copy_(theirs)
+        twin.zero_grad(set_to_none=True)
+        self._loss(twin, batch).backward()
+        if self.settings.clip is not None:
+            nn.utils.clip_grad_norm_(twin.parameters(), self.settings.clip)
+        assert isinstance(self.optimizer, AdamWithDenseV)
+        self.optimizer.dense = {p: q.grad for p, q in zip(self.model.parameters(), twin.parameters(), strict=True)}
+
+    def prune(self) -> None:
+        """Prune the dense model; the optimizer then goes on with the masks held."""
+        batches = [self.place.move(self.task.batch(self.spec.seed, step)) for step in range(1, CALIBRATION + 1)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of layers with few tokens
+            self.handle = nm.prune_(
+                self.model, self.spec.case.pattern, batches, self.task.filter_fn, method=self.method.prune, forward=self._loss
+            )
+        self.handle.attach(self.optimizer)
+
+    def evaluate(self) -> dict[str, float]:
+        """The values of the deployable weights."""
+        self.model.eval()
+        with self.handle.deployable() if self.handle is not None else nullcontext(), self.place.autocast():
+            return self.task.evaluate(self.model, self.spec.tuning)
+
+
+def run(spec: RunSpec, place: Place = HERE) -> Outcome:
     """Train, and evaluate the deployable weights.
 
     Raises:
         ValueError: the task or the method is unknown. NMError: the recipe cannot be built, or does not fit the model or the optimizer.
     """
-    task, method = tasks.get(spec.task), methods.get(spec.method)
-    settings = task.settings
-    begin = time.process_time()
-    torch.manual_seed(spec.seed)
-    model = task.model()
-    recipe = method.build(spec.pattern, spec.steps)
-    handle = nm.sparsify_(model, recipe, task.filter_fn)
-    optimizer = handle.attach(make_optimizer(spec, settings, recipe, model))
-    trace = Trace(spec.key, spec.pattern, handle.layers, traces.stride(spec.steps)) if traced(spec) else None
-    losses: list[float] = []
-    for step in range(1, spec.steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(settings, spec.lr, step, spec.steps)
-        losses.append(train_step(task, model, optimizer, spec.seed, step))
-        if not math.isfinite(losses[-1]):
+    begin, case = place.clock(), spec.case
+    it = Training(spec, place)
+    prune_at = round(it.method.at * case.steps) if it.method.prune else None
+    loss, done = 0.0, 0
+    if prune_at == case.steps:
+        done = case.steps
+        it.model.load_state_dict(_trained(replace(spec, case=replace(case, method=DENSE)), place))
+    for step in range(done + 1, case.steps + 1):
+        if step - 1 == prune_at:
+            it.prune()
+        loss, done = it.step(step), step
+        if not math.isfinite(loss):
             break
-        if trace is not None:
-            trace.after(step, losses[-1], handle, optimizer)
-    result = _evaluate(task, model, handle, spec.tuning) if math.isfinite(losses[-1]) else {"val_loss": math.nan}
+    if prune_at == case.steps:
+        it.prune()
+    if case.method == DENSE and not place.parallel:
+        _keep(spec, it.model)
+    result = it.evaluate() if math.isfinite(loss) else {"val_loss": math.nan}
     ok = all(map(math.isfinite, result.values()))
     value = {name: round(result.get(name, math.nan), digits) if ok else math.nan for name, digits in DIGITS.items()}
-    last = losses[-LAST:]
+    state = it.handle.state if it.handle is not None else {}
+    switch = int(state.get("switch_step", 0))
+    training, inference = run_flops(case, switch)
     row = RunRow(
-        task=spec.task,
-        pattern=spec.pattern,
-        method=spec.method,
-        optimizer=spec.optimizer,
-        beta2=spec.beta2,
+        task=case.task,
+        pattern=case.pattern,
+        method=case.method,
+        optimizer=case.optimizer,
+        beta2=case.beta2,
         lr=spec.lr,
-        steps=spec.steps,
+        steps=case.steps,
         seed=spec.seed,
-        purpose=spec.purpose,
         val_loss=value["val_loss"],
-        other_loss=value["other_loss"],
         accuracy=value["accuracy"],
         bleu=value["bleu"],
-        train_loss=round(sum(last) / len(last), 6),
-        switch_step=int(handle.state.get("switch_step", 0)),
-        switch_reason=REASONS[handle.state.get("switch_reason", 0)],
+        switch_step=switch,
+        switch_reason=REASONS[state.get("switch_reason", 0)],
         status="ok" if ok else "diverged",
-        done=len(losses),
-        seconds=round(time.process_time() - begin, 2),
-        training_flops=0.0,
-        inference_flops=0.0,
-        data=task.data(),
+        done=done,
+        seconds=round(place.clock() - begin, 2),
+        training_flops=training * done / case.steps,
+        inference_flops=inference,
+        data=it.task.data(),
         **stamp(),
     )
-    return Outcome(spec, row, trace.lines if trace else None)
+    return Outcome(spec, place.row(row))
 
 
-def traced(spec: RunSpec) -> bool:
-    """Whether the run's trace is stored."""
-    return spec.seed in (TUNING_SEEDS if spec.tuning else EVALUATION_SEEDS)[: TRACED.get(spec.purpose, 0)]
+def _trained(spec: RunSpec, place: Place) -> dict[str, Tensor]:
+    """The weights of a dense run, from its file if it was done here before."""
+    if not _file(spec).exists():
+        run(spec, place)
+    weights: dict[str, Tensor] = torch.load(_file(spec), weights_only=True)
+    return weights
 
 
-def train_step(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, step: int) -> float:
-    """One optimizer step; if the loss is not finite, nothing is updated."""
-    loss = task.loss(model, task.batch(seed, step))
-    value = loss.item()
-    if math.isfinite(value):
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        if task.settings.clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), task.settings.clip)
-        optimizer.step()
-    return value
+def _keep(spec: RunSpec, model: nn.Module) -> None:
+    file = _file(spec)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}.part")
+    torch.save({name: value.cpu() for name, value in model.state_dict().items()}, part)
+    os.replace(part, file)  # atomic: other processes may be writing it too
 
 
-def _evaluate(task: Task, model: nn.Module, handle: Any, tuning: bool) -> dict[str, float]:
-    model.eval()
-    with handle.deployable():
-        result = task.evaluate(model, tuning)
-    model.train()
-    return result
+def _file(spec: RunSpec) -> Path:
+    data = tasks.get(spec.case.task).data()
+    return TRAINED / (f"{spec.key}-{data}.pt".replace("/", "-").replace(" ", "-"))
 
 
 def settle_process(threads: int = 1) -> None:
@@ -162,29 +230,27 @@ def settle_process(threads: int = 1) -> None:
     warnings.filterwarnings("ignore", message="STEP: the switch came at")
 
 
-def attempt(spec: RunSpec) -> Outcome:
-    """``run`` with FLOPs counted, and with errors as text, so that one bad run does not end the others."""
+def attempt(spec: RunSpec, place: Place = HERE) -> Outcome:
+    """``run`` with errors as text, so that one bad run does not end the others."""
     try:
-        outcome = run(spec)
-        return replace(outcome, row=outcome.row and with_flops(outcome.row))
+        return run(spec, place)
     except Exception as error:
         return Outcome(spec, error=f"{type(error).__name__}: {error}")
 
 
 @cache
-def run_flops(task: str, method: str, pattern: str, steps: int, switch_step: int = 0) -> tuple[float, float]:
+def run_flops(case: Case, switch_step: int = 0) -> tuple[float, float]:
     """(training FLOPs of the whole run, inference FLOPs per token) of the linear layers.
 
     Args:
         switch_step: STEP's T₀, 0 if there is none.
     """
-    it = tasks.get(task)
-    recipe = methods.get(method).build(pattern, steps)
-    cost = nm.flops(it.model(), recipe, steps, tokens=it.tokens, rows=it.shares, filter_fn=it.filter_fn, switch_step=switch_step or None)
-    return cost.training, cost.inference
-
-
-def with_flops(row: RunRow) -> RunRow:
-    """The row with its FLOPs; a diverged run counts the steps that it did."""
-    training, inference = run_flops(row.task, row.method, row.pattern, row.steps, row.switch_step)
-    return replace(row, training_flops=training * row.done / row.steps, inference_flops=inference)
+    it, method = tasks.get(case.task), methods.get(case.method)
+    recipes = [method.build(case.pattern, case.steps)]
+    if method.dense_v:
+        recipes.append(methods.get(DENSE).build(DENSE, case.steps))
+    costs = [
+        nm.flops(it.model(), recipe, case.steps, tokens=it.tokens, rows=it.shares, filter_fn=it.filter_fn, switch_step=switch_step or None)
+        for recipe in recipes
+    ]
+    return sum(cost.training for cost in costs), costs[0].inference

@@ -17,51 +17,37 @@ from ..spec import unknown
 
 @dataclass(frozen=True)
 class Settings:
-    """The hyper-parameters that all methods of a task share, and the task's part of the plan.
+    """What all methods of a task share: hyper-parameters, seeds, and the margin within which losses count as level.
 
     The learning rate rises over ``warmup`` (a share of the steps), then falls to ``floor`` of its peak. AdamW, or SGD with momentum 0.9;
     weight decay on matrices only.
 
     Args:
         steps: optimizer steps of a run.
-        lr: AdamW's shared peak rate until the search has found the best one of dense training.
-        start: AdamW's first rates of every search, in ascending order; ``start_sgd``: SGD's, empty for a task without SGD.
-        factor: between neighbouring rates: 3 for the series 1, 3, 10, 30; or 2.
+        lr, lr_sgd: the rates that the searches begin at, of ``plan.GRID``.
         decay: ``"cosine"`` or ``"linear"``.
         clip: bound on the gradient's norm, or None.
-        tune_steps: steps of the runs that search for rates; ``steps`` by default.
         tuning_seeds, seeds: number of tuning and of evaluation seeds.
-        stages: the default stages, of ``plan.STAGES``.
-        methods, patterns: the main ones, each with its own rate; ``sgd_methods``: those of them that also run with SGD.
-        variants: further methods, run at the shared rate.
-        lengths: of longer runs, as multiples of ``steps``; ``length_methods`` (empty: all) and ``length_patterns``: what is run for longer.
-        length_search: whether rates are searched again for every length; otherwise those of ``steps`` are used.
+        patterns: the ones of the page.
+        margin: in nats, chosen before the runs: two methods are level if the difference of their losses is surely smaller.
+        without: methods that do not fit the task.
         seconds: CPU-seconds of one core for one run of ``steps``.
     """
 
     steps: int
     lr: float
-    start: tuple[float, ...]
-    start_sgd: tuple[float, ...] = ()
-    factor: float = 3
+    lr_sgd: float = 0.1
     warmup: float = 0.05
     floor: float = 0.1
     decay: str = "cosine"
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.1
     clip: float | None = 1.0
-    tune_steps: int | None = None
     tuning_seeds: int = 3
     seeds: int = 5
-    stages: tuple[str, ...] = ("tune", "tuned", "shared", "controls", "variants", "lengths")
-    methods: tuple[str, ...] = ("dense", "asp", "ste", "srste", "step", "step-25", "sste", "mdgf", "sdgf")
-    sgd_methods: tuple[str, ...] = ("dense", "ste", "srste")
     patterns: tuple[str, ...] = ("2:4", "1:8")
-    variants: tuple[str, ...] = ("step-10", "step-50", "step-25-thawed", "step-geometric", "step-norm", "step-stale", "step-relative")
-    lengths: tuple[float, ...] = (1, 2, 4)
-    length_methods: tuple[str, ...] = ()
-    length_patterns: tuple[str, ...] = ("1:8",)
-    length_search: bool = False
+    margin: float = 0.02
+    without: tuple[str, ...] = ()
     seconds: float = 0.0
 
 
@@ -93,10 +79,10 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, model: nn.Module, tuning: bool = False) -> dict[str, float]:
-        """``val_loss`` in nats on held-out data; also ``accuracy`` in percent, ``bleu`` and ``other_loss`` if the task has them.
+        """``val_loss`` in nats on held-out data; also ``accuracy`` in percent and ``bleu`` if the task has them.
 
         Args:
-            tuning: evaluate on validation data instead of the test set, if the task has some; for choosing rates.
+            tuning: evaluate on validation data, which the test set does not contain; for choosing rates.
         """
 
     def data(self) -> str:

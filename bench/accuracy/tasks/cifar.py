@@ -45,7 +45,7 @@ class Cifar10(Task):
         RuntimeError: ``NMKERNELS_CIFAR10`` does not name the folder, or a file in it is missing.
     """
 
-    settings = Settings(steps=20_000, lr=1e-3, start=(5e-4, 1e-3, 2e-3), factor=2, seconds=80_000)
+    settings = Settings(steps=20_000, lr=1e-3, seconds=80_000)
     tokens = BATCH * (SIDE // PATCH) ** 2
     shares: ClassVar[dict[str, float]] = {"head": (PATCH / SIDE) ** 2}
 

@@ -33,14 +33,7 @@ class FineTuneGPT(ByteGPT):
     pretraining, done once, a minute.
     """
 
-    settings = replace(
-        ByteGPT.settings,
-        steps=500,
-        lr=2e-3,
-        start=(1e-3, 2e-3, 4e-3),
-        stages=("tune", "tuned", "shared", "controls", "variants"),
-        seconds=13,
-    )
+    settings = replace(ByteGPT.settings, steps=500, lr=1.7e-3, seconds=13)
 
     def __init__(self) -> None:
         from pydoc_data.topics import topics

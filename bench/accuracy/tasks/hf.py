@@ -33,7 +33,7 @@ class HuggingFace(Task):
         RuntimeError: a variable is not set, or transformers is not installed.
     """
 
-    settings = Settings(steps=2000, lr=1e-4, start=(5e-5, 1e-4, 2e-4), factor=2, lengths=())
+    settings = Settings(steps=2000, lr=1e-4)
     tokens = BATCH * CONTEXT
 
     def __init__(self) -> None:

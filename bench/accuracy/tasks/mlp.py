@@ -17,18 +17,12 @@ class DigitsMLP(Digits):
 
     settings = Settings(
         steps=1000,
-        lr=3e-3,
-        start=(1e-3, 3e-3, 1e-2),
-        start_sgd=(0.03, 0.1, 0.3),
+        lr=5.5e-3,
         weight_decay=0.0,
         clip=None,
+        tuning_seeds=10,
         seeds=10,
-        methods=("dense", "ste", "srste", "step", "step-10", "step-25", "step-50", "sste", "mdgf"),
         patterns=("2:4", "1:8", "1:16"),
-        variants=("step-10-thawed", "step-25-thawed", "step-geometric", "step-norm", "step-stale", "step-relative"),
-        lengths=(5,),
-        length_methods=("dense", "srste", "step-10", "step-25", "step-10-thawed"),
-        length_search=True,
         seconds=3.0,
     )
     tokens = BATCH

@@ -64,18 +64,14 @@ class DigitsResNet(Digits):
 
     settings = Settings(
         steps=600,
-        lr=1e-2,
-        start=(3e-3, 1e-2, 3e-2),
-        start_sgd=(0.1, 0.3, 1.0),
+        lr=1.7e-2,
+        lr_sgd=0.3,
         weight_decay=0.0,
         clip=None,
-        tuning_seeds=2,
-        seeds=6,
-        stages=("tune", "tuned", "shared", "controls", "variants"),
-        methods=("dense", "ste", "srste", "step", "step-10", "step-25"),
-        sgd_methods=("dense", "srste"),
+        tuning_seeds=10,
+        seeds=10,
         patterns=("1:8", "1:16"),
-        variants=("step-50", "step-10-thawed", "step-25-thawed", "step-geometric", "step-norm", "step-stale", "step-relative"),
+        without=("fst", "fst-nm", "slope"),
         seconds=8.0,
     )
     tokens = BATCH

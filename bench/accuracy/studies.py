@@ -1,0 +1,157 @@
+"""What is compared: the cases of each study, in the order in which they are run. Every claim of the page is about one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from .methods import DECAYS
+from .plan import Results, cost, mean_loss
+from .spec import DENSE, OPTIMIZERS, TUNING_SEEDS, Case, RunSpec, unknown
+from .tasks.base import settings
+
+TASKS = ("mlp", "finetune", "vit", "gpt", "translation")
+"""The tasks of the main matrix."""
+
+SRSTE = "srste"
+"""Stands for SR-STE at the λ that is best for the task and optimizer."""
+
+MATRIX = (
+    *(DENSE, "ste", SRSTE, "step-10", "sste", "mdgf-chain", "mdgf-ste", "asp", "asp-wanda", "asp-sparsegpt", "fst-nm", "fst", "slope"),
+    *("oneshot-magnitude", "oneshot-wanda", "oneshot-sparsegpt", "oneshot-admm"),
+)
+"""The methods of the main matrix."""
+
+LONG = 20_000
+"""Steps of the runs that are long for STEP: its dense phase lasts several windows 1/(1 − β₂)."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """A list of cases: every method on every task at every pattern.
+
+    Args:
+        what: in a line, for the command line.
+        methods, tasks: names.
+        patterns: the task's own, those that are in both.
+        optimizers, beta2s, steps: other than the task's own.
+    """
+
+    what: str
+    methods: tuple[str, ...]
+    tasks: tuple[str, ...] = TASKS
+    patterns: tuple[str, ...] = ("2:4",)
+    optimizers: tuple[str, ...] = OPTIMIZERS[:1]
+    beta2s: tuple[float | None, ...] = (None,)
+    steps: int | None = None
+
+    def only(self, methods: Sequence[str] = (), tasks: Sequence[str] = (), patterns: Sequence[str] = ()) -> Study:
+        """The study with others in place of its methods, tasks and patterns, where given."""
+        return replace(
+            self, methods=tuple(methods) or self.methods, tasks=tuple(tasks) or self.tasks, patterns=tuple(patterns) or self.patterns
+        )
+
+
+STUDIES = {
+    "matrix": Study("the main matrix, 2:4", MATRIX),
+    "matrix-1:8": Study("the same at 1:8", MATRIX, patterns=("1:8",)),
+    "premise": Study("SR-STE under Adam and SGD", (DENSE, SRSTE), ("mlp", "resnet"), ("2:4", "1:8", "1:16"), OPTIMIZERS),
+    "freeze": Study(
+        "STEP with its second moment frozen and not, and a second moment from dense gradients",
+        ("ste", "oracle", "step-10", "step-10-thawed", "step-25", "step-25-thawed"),
+        ("mlp", "finetune", "vit", "gpt"),
+        ("2:4", "1:8"),
+    ),
+    "long": Study(
+        "the same in long runs",
+        (DENSE, "ste", "oracle", "step-25", "step-25-thawed"),
+        ("mlp", "gpt"),
+        ("2:4", "1:8"),
+        beta2s=(0.98, 0.999),
+        steps=LONG,
+    ),
+    "switch": Study(
+        "when STEP switches, and its settings",
+        ("step-auto", "step-paper", "step-10", "step-25", "step-50", "step-25-raw", "step-25-raw-clamp", "step-25-noclamp", "step-25-inside"),
+        ("mlp", "finetune", "vit"),
+    ),
+    "resnet": Study("convolutions", (DENSE, "ste", SRSTE, "step-10", "sste", "mdgf-chain", "mdgf-ste", "asp"), ("resnet",), ("1:8",)),
+    "sentiment": Study("fine-tuning BERT", (DENSE, "ste", SRSTE, "step-25", "step-25-thawed", "mdgf-chain", "asp"), ("sentiment",), ("2:4", "1:4")),
+}
+"""The studies, in the order of their value."""
+
+
+def get(name: str) -> Study:
+    """The study of that name.
+
+    Raises:
+        ValueError: the name is unknown; the nearest one is suggested.
+    """
+    if name not in STUDIES:
+        raise ValueError(unknown("study", name, STUDIES))
+    return STUDIES[name]
+
+
+def case(task: str, method: str, pattern: str, optimizer: str = "adamw", beta2: float | None = None, steps: int | None = None) -> Case:
+    """A case of a task's own length and β₂ unless stated."""
+    s = settings(task)
+    return Case(task, method, pattern, steps or s.steps, optimizer, s.betas[1] if beta2 is None else beta2)
+
+
+def cases(study: Study, task: str) -> Iterator[Case]:
+    """The cases of a task, each once; SR-STE's is that of ``SRSTE``, which has no λ yet."""
+    s = settings(task)
+    patterns = [p for p in study.patterns if p in s.patterns]
+    found = [
+        case(task, method, pattern, optimizer, beta2, study.steps)
+        for optimizer in study.optimizers
+        for beta2 in study.beta2s
+        for pattern in patterns
+        for method in study.methods
+        if method not in s.without
+    ]
+    yield from dict.fromkeys(found)
+
+
+def decay_cases(task: str, optimizer: str = "adamw") -> list[Case]:
+    """SR-STE at every λ, at the task's first pattern and own length: λ is chosen once per task and optimizer."""
+    return [case(task, name, settings(task).patterns[0], optimizer) for name in DECAYS]
+
+
+def resolve(case: Case, results: Results) -> Case | None:
+    """The case itself; for ``SRSTE`` the one with the λ of least mean loss, on the tuning seeds at the best rate of the smallest λ. None
+    before that is known."""
+    if case.method != SRSTE:
+        return case
+    every = decay_cases(case.task, case.optimizer)
+    if _decay_todo(every, results):
+        return None
+    lr = results.search(every[0]).best
+    found = [mean_loss({k: row for k, row in results.cases[c][lr].items() if k in TUNING_SEEDS}) for c in every]
+    return Case(case.task, every[found.index(min(found))].method, case.pattern, case.steps, case.optimizer, case.beta2)
+
+
+def _decay_todo(every: list[Case], results: Results) -> list[RunSpec]:
+    found = results.search(every[0])
+    if found.todo:
+        return results.todo(every[0])
+    seeds = TUNING_SEEDS[: settings(every[0].task).tuning_seeds]
+    return [RunSpec(c, found.best, k) for c in every for k in seeds if k not in results.cases.get(c, {}).get(found.best, {})]
+
+
+def todo(case: Case, results: Results, seeds: int | None = None) -> list[RunSpec]:
+    """The runs that a case of a study needs now."""
+    known = resolve(case, results)
+    return _decay_todo(decay_cases(case.task, case.optimizer), results) if known is None else results.todo(known, seeds)
+
+
+def hours_left(cases: Iterable[Case], results: Results) -> float:
+    """About how many CPU-hours the cases still need."""
+    left = 0.0
+    for each in cases:
+        known = resolve(each, results)
+        if known is None:  # the search of one λ, then one run per seed for each of the others
+            first = decay_cases(each.task, each.optimizer)[0]
+            left += cost(first, results.foreseen(first) + (len(DECAYS) - 1) * settings(each.task).tuning_seeds)
+        left += cost(each, results.foreseen(known or each))
+    return left
