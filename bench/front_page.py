@@ -2,7 +2,7 @@
 
 The README's measurements have a column for every CPU whose calls were timed as in a model: those rows have the ratio to the fastest dense
 GEMM. A second table has a column for every GPU. The page on performance has a tab for each machine, the page on what pays a table of
-integers as values, and the page on recipes the table of best methods of ``bench/accuracy``.
+integers as values, and the page on recipes the matrix of ``bench/accuracy``; what to take for which purpose is in the README and there.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import figures, fit_rates, tables, targets
-from .accuracy import rows as accuracy_rows
-from .accuracy.cells import Cells
-from .accuracy.rankings import best_methods, longer
-from .accuracy.tables import primary
+from .accuracy import page as accuracy_page
 from .audit_page import between
 from .registry import ALLOWED, CPU, FASTEST, NOISE
 from .report import load
@@ -31,7 +28,7 @@ PAYS = ROOT / "docs/pays.md"
 BEGIN, END = "<!-- measured: written by python -m bench.front_page -->", "<!-- measured: end -->"
 MACHINES, MACHINES_END = "<!-- machines: written by python -m bench.front_page -->", "<!-- machines: end -->"
 METHODS, METHODS_END = "<!-- best methods: written by python -m bench.front_page -->", "<!-- best methods: end -->"
-QUESTIONS, QUESTIONS_END = "<!-- questions: written by python -m bench.front_page -->", "<!-- questions: end -->"
+CHOICES, CHOICES_END = "<!-- choices: written by python -m bench.front_page -->", "<!-- choices: end -->"
 INTEGERS, INTEGERS_END = "<!-- integers: written by python -m bench.front_page -->", "<!-- integers: end -->"
 REGRET, REGRET_END = "<!-- regret: written by python -m bench.front_page -->", "<!-- regret: end -->"
 
@@ -218,35 +215,18 @@ def _integers(rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def methods(folder: Path) -> str:
-    """Which recipe at which sparsity, from the rows of ``bench/accuracy``."""
-    cells = _cells(folder)
-    more = longer(cells, "gpt", "1:8")
-    text = f"\n\nThe length of a run matters: on `gpt` at 1:8 `{more.method}`'s loss minus dense's is {more.steps}." if more else ""
-    return best_methods(cells, brief=True) + text
-
-
-def questions(folder: Path) -> str:
-    """The questions that were fixed before the runs, and their results."""
-    return primary(_cells(folder))
-
-
-def _cells(folder: Path) -> Cells:
-    return Cells(accuracy_rows.load(folder), accuracy_rows.load(folder, accuracy_rows.REPEATS))
-
-
 def main(argv: list[str] | None = None, results: Path = RESULTS, pages: Sequence[Path] = (README, RECIPES, PERFORMANCE, PAYS)) -> int:
     """Write each table between its markers; with ``--check`` write nothing and return 1 if one is not up to date."""
     parser = argparse.ArgumentParser(prog="python -m bench.front_page", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if a table is not up to date")
     args = parser.parse_args(argv)
-    rows = load(results)
+    rows, accuracy = load(results), accuracy_page.read(results / "accuracy")
     pieces = {
         (BEGIN, END): page(rows),
         (MACHINES, MACHINES_END): machines(rows, results),
-        (METHODS, METHODS_END): methods(results / "accuracy"),
+        (METHODS, METHODS_END): accuracy.matrix("2:4"),
+        (CHOICES, CHOICES_END): accuracy.choices(),
     }
-    pieces[QUESTIONS, QUESTIONS_END] = questions(results / "accuracy")
     pieces[INTEGERS, INTEGERS_END] = integers(rows)
     pieces[REGRET, REGRET_END] = fit_rates.table(fit_rates.cases(results))
     stale = 0

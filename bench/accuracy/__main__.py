@@ -108,7 +108,7 @@ def _run(args: argparse.Namespace) -> int:
     found = _cases(args)
     for task in set(found) & set(data.SOURCES):
         data.files(task)  # report a missing download once, before anything runs
-    for task, cases in found.items():
+    for cases in found.values():
         if place == Place():
             with runner.processes(args.workers) as pool:
                 failed += runner.run_cases(cases, args.out, pool, args.workers, seeds=args.seeds)

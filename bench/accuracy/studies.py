@@ -72,11 +72,23 @@ STUDIES = {
     ),
     "switch": Study(
         "when STEP switches, and its settings",
-        ("step-auto", "step-paper", "step-10", "step-25", "step-50", "step-25-raw", "step-25-raw-clamp", "step-25-noclamp", "step-25-inside"),
+        (
+            "step-auto",
+            "step-paper",
+            "step-10",
+            "step-25",
+            "step-50",
+            "step-25-raw",
+            "step-25-raw-clamp",
+            "step-25-noclamp",
+            "step-25-inside",
+        ),
         ("mlp", "finetune", "vit"),
     ),
     "resnet": Study("convolutions", (DENSE, "ste", SRSTE, "step-10", "sste", "mdgf-chain", "mdgf-ste", "asp"), ("resnet",), ("1:8",)),
-    "sentiment": Study("fine-tuning BERT", (DENSE, "ste", SRSTE, "step-25", "step-25-thawed", "mdgf-chain", "asp"), ("sentiment",), ("2:4", "1:4")),
+    "sentiment": Study(
+        "fine-tuning BERT", (DENSE, "ste", SRSTE, "step-25", "step-25-thawed", "mdgf-chain", "asp"), ("sentiment",), ("2:4", "1:4")
+    ),
 }
 """The studies, in the order of their value."""
 

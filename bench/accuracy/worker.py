@@ -25,7 +25,7 @@ from .methods import Method
 from .place import HERE, Place
 from .rows import RunRow, stamp
 from .spec import DENSE, Case, RunSpec
-from .tasks import Settings, Task
+from .tasks import Settings
 
 DIGITS = {"val_loss": 6, "accuracy": 4, "bleu": 3}
 """Values that a task's ``evaluate`` may return, and the digits that are stored."""

@@ -262,7 +262,7 @@ class ByteGPT(Model):
     """
 
     batch_size = 16
-    settings = Settings(steps=120, lr=1e-3, start=(), warmup=1 / 12, floor=0.05, decay="linear", betas=(0.9, 0.95))
+    settings = Settings(steps=120, lr=1e-3, warmup=1 / 12, floor=0.05, decay="linear", betas=(0.9, 0.95))
 
     def __init__(
         self, width: int = 192, layers: int = 4, context: int = 128, pretraining: int = 700, text: str | None = None, folder: Path = CACHE
@@ -280,7 +280,7 @@ class ByteGPT(Model):
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model = GPT(self.config)
-            settings = Settings(steps=steps, lr=2e-3, start=(), warmup=50 / 700, floor=0.05, decay="linear")
+            settings = Settings(steps=steps, lr=2e-3, warmup=50 / 700, floor=0.05, decay="linear")
             self.train(model, torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1), settings, steps, 0)
         folder.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.part")

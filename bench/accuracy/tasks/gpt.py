@@ -49,4 +49,3 @@ class ByteGPT(Task):
 
     def data(self) -> str:
         return f"{self.corpus.digest} in halves"
-

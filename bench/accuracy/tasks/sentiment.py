@@ -54,9 +54,7 @@ class Sentiment(Task):
         RuntimeError: the data has not been fetched, or transformers is not installed.
     """
 
-    settings = Settings(
-        steps=500, lr=1e-4, floor=0.0, decay="linear", weight_decay=0.01, patterns=("2:4", "1:4"), seconds=280
-    )
+    settings = Settings(steps=500, lr=1e-4, floor=0.0, decay="linear", weight_decay=0.01, patterns=("2:4", "1:4"), seconds=280)
     tokens = BATCH * 26
     shares: ClassVar[dict[str, float]] = {"bert.pooler.dense": 1 / 26, "classifier": 1 / 26}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 
@@ -10,24 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.accuracy import tasks
+from bench.accuracy import tasks, worker
+from bench.accuracy.rows import RunRow
+from bench.accuracy.spec import Case
 from bench.accuracy.tasks import base
 
 
 class Tiny(tasks.Task):
     """Regression with a linear layer of 16 inputs; ``seen`` records the batches."""
 
-    settings = tasks.Settings(
-        steps=50,
-        lr=1e-2,
-        start=(5e-3, 1e-2, 2e-2),
-        start_sgd=(0.1, 0.2, 0.4),
-        factor=2,
-        methods=("dense", "ste", "srste", "step-25"),
-        patterns=("2:4", "1:8"),
-        variants=("step-10",),
-        seconds=36,
-    )
+    settings = tasks.Settings(steps=50, lr=1e-2, clip=None, seconds=36)
     tokens = 8
     seen: list[Tensor] = []
     first: list[Tensor] = []
@@ -52,13 +46,22 @@ class Tiny(tasks.Task):
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Tiny]]:
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[Tiny]]:
     monkeypatch.setitem(base._tasks, "tiny", Tiny)
+    monkeypatch.setattr(worker, "TRAINED", tmp_path_factory.mktemp("trained"))
     Tiny.name = "tiny"
     Tiny.seen, Tiny.first = [], []
     base.get.cache_clear()
     yield Tiny
     base.get.cache_clear()
+
+
+def made(case: Case, lr: float, seed: int, loss: float, **more: object) -> RunRow:
+    """A made-up row."""
+    blank = {f.name: {"int": 0, "float": math.nan, "str": ""}[str(f.type)] for f in dataclasses.fields(RunRow)}
+    status = "ok" if math.isfinite(loss) else "diverged"
+    known = dict(blank, **vars(case), lr=lr, seed=seed, val_loss=loss, status=status, done=case.steps, seconds=36.0, data="x")
+    return RunRow(**{**known, "training_flops": 1e6 if case.method == "dense" else 75e4, **more})  # type: ignore[arg-type]
 
 
 @pytest.fixture

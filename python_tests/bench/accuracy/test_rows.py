@@ -10,11 +10,12 @@ from multiprocessing import get_context
 import pytest
 
 from bench.accuracy import rows
-from bench.accuracy.spec import RunSpec
+from bench.accuracy.spec import Case
+from python_tests.bench.accuracy import conftest
 
 
 def made(seed: int, loss: float = 1.0):
-    return rows.bare(RunSpec("tiny", "ste", "2:4", seed, 1e-2, 50), loss)
+    return conftest.made(Case("tiny", "ste", "2:4", 50), 1e-2, seed, loss)
 
 
 def add(folder, first):
@@ -42,12 +43,12 @@ def test_truncated_lines_are_dropped(tmp_path):
     assert math.isnan(rows.load(tmp_path)[0].bleu)
 
 
-def test_repeats_keep_a_row_for_each_machine(tmp_path):
-    rows.append([replace(made(0), machine=m) for m in ("one", "two", "one")], tmp_path, rows.REPEATS)
-    assert [r.machine for r in rows.load(tmp_path, rows.REPEATS)] == ["one", "two"]
+def test_runs_done_again_have_a_row_for_each_machine(tmp_path):
+    rows.append([replace(made(0), machine=m) for m in ("one", "two", "one")], tmp_path, rows.AGAIN)
+    assert [r.machine for r in rows.load(tmp_path, rows.AGAIN)] == ["one", "two"]
 
 
-@pytest.mark.parametrize("name", [rows.RUNS, rows.REPEATS])
+@pytest.mark.parametrize("name", [rows.RUNS, rows.AGAIN])
 def test_no_file_has_no_rows(tmp_path, name):
     assert rows.load(tmp_path / "none", name) == []
     rows.tidy(tmp_path / "none", name)

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 import nmkernels as nm
 from bench.accuracy import tasks, worker
-from bench.accuracy.spec import TUNING_SEEDS, RunSpec
-from bench.accuracy.tasks import digits
+from bench.accuracy.spec import TUNING_SEEDS, Case, RunSpec
+from bench.accuracy.tasks import digits, finetune
 
 NAMES = ["gpt", "vit"]
 DIGITS = ["mlp", "resnet", "vit"]
@@ -33,7 +33,7 @@ def test_batches_and_sparse_layers(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_few_steps_learn(name):
-    short, shorter = (worker.run(RunSpec(name, "ste", "2:4", 0, 4e-3, steps)).row for steps in (60, 2))
+    short, shorter = (worker.run(RunSpec(Case(name, "ste", "2:4", steps), 4e-3, 0)).row for steps in (60, 2))
     assert short is not None and shorter is not None and short.val_loss < shorter.val_loss
     assert (short.accuracy == short.accuracy) is (name == "vit")
 
@@ -47,6 +47,19 @@ def test_digits_for_training_tuning_and_test_are_apart():
     for seed, count in ((0, digits.TRAIN), (TUNING_SEEDS[0], digits.TRAIN - digits.HELD_OUT)):
         seen = {int(i.mean().round()) for step in range(200) for i in task.batch(seed, step)[0]}
         assert seen == set(range(count))
+    tasks.base.get.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["gpt", "finetune"])
+def test_text_for_tuning_and_for_the_test_is_apart(name, monkeypatch):
+    monkeypatch.setattr(finetune, "pretrained", lambda folder: {})
+    task, seen = tasks.get(name), []
+    monkeypatch.setattr(type(task), "loss", lambda self, model, batch: seen.append(batch[0]) or torch.zeros(()))
+    task.evaluate(None)
+    test, seen = torch.cat(seen), []
+    task.evaluate(None, tuning=True)
+    tuning = torch.cat(seen)
+    assert min(len(test), len(tuning)) > 300 and not {t.numpy().tobytes() for t in test} & {t.numpy().tobytes() for t in tuning}
     tasks.base.get.cache_clear()
 
 
@@ -73,14 +86,14 @@ def test_sparse_layers_of_the_image_tasks(name, layers, weights):
         for layer in handle.layers.values():
             kept = (layer.effective_weight() != 0).sum(-1)  # of the matrix (out, kh · kw · in)
             assert (kept == layer.shape[1] // int(pattern[2:])).all()
-    training, inference = worker.run_flops(name, "srste", "1:8", 10)
+    training, inference = worker.run_flops(Case(name, "ste", "1:8", 10))
     assert training > inference * task.tokens * 10 * 2  # two dense products at least
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "resnet"])
 def test_image_tasks_learn(name):
-    rows = [worker.run(RunSpec(name, "srste", "1:8", 0, 1e-2, steps)).row for steps in (120, 2)]
+    rows = [worker.run(RunSpec(Case(name, "ste", "1:8", steps), 1e-2, 0)).row for steps in (120, 2)]
     assert rows[0].val_loss < 0.8 * rows[1].val_loss and rows[0].accuracy > 50
     model = tasks.get(name).model().eval()
     before = [b.clone() for b in model.buffers()]

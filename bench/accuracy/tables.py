@@ -1,0 +1,316 @@
+"""The tables of the pages, and the words that follow from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from . import methods, tasks
+from .contrasts import findings, losses
+from .plan import Results, mean_loss
+from .rows import RunRow
+from .spec import DENSE, Case
+from .stats import ENOUGH, FEWEST, Estimate, combined, estimate, verdict
+from .studies import MATRIX, SRSTE, TASKS, case, resolve
+from .tasks.base import settings
+
+NONE = "–"
+"""Cell without runs."""
+
+SMALL = 0.001
+"""p-values below this are shown as smaller than it."""
+
+BASELINE = "ste"
+"""The simplest sparse method."""
+
+LEVEL = "level"
+
+
+SCRATCH = ("ste", SRSTE, "step-10", "sste", "mdgf-chain", "mdgf-ste", "slope")
+"""The methods that are sparse from the start, or become sparse by themselves, and leave N:M weights."""
+
+
+@dataclass(frozen=True)
+class Want:
+    """A purpose, the methods that serve it, the tasks that show it, and what is named without rows."""
+
+    what: str
+    methods: tuple[str, ...]
+    tasks: tuple[str, ...]
+    untested: str
+
+
+WANTS = (
+    Want("train from scratch", SCRATCH, ("mlp", "vit", "gpt", "translation"), "sste"),
+    Want("fine-tune a dense model", (*SCRATCH, "asp", "asp-wanda", "asp-sparsegpt"), ("finetune",), "mdgf"),
+    Want("prune without training", tuple(m for m in MATRIX if m.startswith("oneshot")), TASKS, "nm.prune_"),
+    Want("make the backward GEMMs sparse too", ("fst-nm",), TASKS, "fst"),
+    Want("learn Adam's second moment densely first", ("step-10",), TASKS, "step"),
+)
+
+RECIPES = {
+    "srste": "`srste`, λ tuned",
+    "step-10": "`step`",
+    "mdgf-chain": "`mdgf`",
+    "mdgf-ste": '`mdgf`, `gradient="ste", end=1.0`',
+    "asp-wanda": "`nm.prune_`, `wanda`, then training",
+    "asp-sparsegpt": "`nm.prune_`, `sparsegpt`, then training",
+    "fst-nm": "`fst`, `end=None`",
+    **{m: f"`nm.prune_`, `{m.partition('-')[2]}`" for m in MATRIX if m.startswith("oneshot")},
+}
+"""What a user calls a method of the matrix."""
+
+
+class Tables:
+    """The tables, from the rows of one folder.
+
+    Args:
+        rows: of ``runs.csv``.
+        again: of ``again.csv``, some of the same runs done again.
+    """
+
+    def __init__(self, rows: Iterable[RunRow], again: Iterable[RunRow] = ()) -> None:
+        self.rows, self.again = list(rows), list(again)
+        self.results = Results(self.rows)
+        self.best = cache(self._best)
+
+    def _best(self, each: Case) -> dict[int, RunRow]:
+        known = resolve(each, self.results)
+        return self.results.best(known) if known else {}
+
+    def less(self, task: str, method: str, pattern: str, than: str) -> Estimate:
+        """The loss of a method minus that of another, paired by seed, each at its best rate."""
+        return combined([(1, self._losses(task, method, pattern)), (-1, self._losses(task, than, pattern))])
+
+    def _losses(self, task: str, method: str, pattern: str) -> dict[int, float]:
+        return {seed: row.val_loss for seed, row in self.best(case(task, method, pattern)).items()}
+
+    def tasks(self, pattern: str) -> list[str]:
+        """The tasks whose dense training has enough seeds, and some method at this pattern too."""
+        return [
+            t for t in TASKS if pattern in settings(t).patterns and any(self.less(t, m, pattern, DENSE).n >= FEWEST for m in MATRIX[1:])
+        ]
+
+    def matrix(self, pattern: str) -> str:
+        """Loss less dense's of every method on every task, with the mean rank and the training FLOPs."""
+        names = self.tasks(pattern)
+        heads = [self._head(task) for task in names]
+        lines = [["method", *heads, "mean rank", "training FLOPs"]]
+        ranks = self.ranks(pattern)
+        for method in MATRIX[1:]:
+            cells = [self._cell(task, method, pattern) for task in names]
+            if any(cell != NONE for cell in cells):
+                rank = f"{ranks[method]:.1f}" if method in ranks else NONE
+                lines.append([self._name(method), *cells, rank, self._flops(names, method, pattern)])
+        return table(lines) if len(lines) > 1 else MISSING
+
+    def _head(self, task: str) -> str:
+        e = estimate(self._losses(task, DENSE, DENSE).values())
+        return f"`{task}`, dense {e.mean:.3f}, n = {e.n}"
+
+    def _cell(self, task: str, method: str, pattern: str) -> str:
+        e = self.less(task, method, pattern, DENSE)
+        if e.n < FEWEST:
+            return NONE
+        few = f" (n = {e.n})" if e.n < settings(task).seeds else ""
+        same = " ≈" if verdict(e, settings(task).margin) == LEVEL else ""
+        return e.shown(sign=True) + same + few
+
+    def _name(self, method: str) -> str:
+        return "SR-STE, λ tuned" if method == SRSTE else f"`{method}`"
+
+    def _flops(self, names: Sequence[str], method: str, pattern: str) -> str:
+        shares = []
+        for task in names:
+            ours, dense = self.best(case(task, method, pattern)), self.best(case(task, DENSE, DENSE))
+            shares += [ours[s].training_flops / dense[s].training_flops for s in ours.keys() & dense.keys()]
+        return f"{sum(shares) / len(shares):.2f}" if shares else NONE
+
+    def ranks(self, pattern: str, only: Sequence[str] = MATRIX[1:], names: Sequence[str] = ()) -> dict[str, float]:
+        """Method -> mean over the tasks of its rank by mean loss, of the methods that have enough seeds on all of them."""
+        names = [task for task in self.tasks(pattern) if not names or task in names]
+        means: dict[str, list[float]] = {}
+        for method in only:
+            runs = [self.best(case(task, method, pattern)) for task in names]
+            if names and all(len(mine) >= ENOUGH for mine in runs):
+                means[method] = [mean_loss(mine) for mine in runs]
+        order = [sorted(found[i] for found in means.values()) for i in range(len(names))]
+        return {m: sum(order[i].index(x) + 1 for i, x in enumerate(found)) / len(found) for m, found in means.items()}
+
+    def first(self, pattern: str, only: Sequence[str] = MATRIX[1:], names: Sequence[str] = ()) -> str:
+        """The method of lowest mean rank among ``only``; "" without rows."""
+        ranks = self.ranks(pattern, only, names)
+        return min(ranks, key=lambda m: (ranks[m], MATRIX.index(m)), default="")
+
+    def choices(self) -> str:
+        """What to take for which purpose at 2:4, with the evidence."""
+        lines = [["you want to", "take", "loss less dense's, nats"]]
+        for want in WANTS:
+            method = self.first("2:4", want.methods, want.tasks)
+            found = {task: self.less(task, method, "2:4", DENSE) for task in self.tasks("2:4") if method and task in want.tasks}
+            evidence = ", ".join(f"`{task}` {e.shown(sign=True)}" for task, e in found.items() if e.n >= ENOUGH)
+            lines.append([want.what, RECIPES.get(method, f"`{method}`") if method else f"`{want.untested}`", evidence or "untested"])
+        return table(lines)
+
+    def tally(self, method: str, than: str, pattern: str) -> str:
+        """On which tasks a method is ahead of, level with and behind another, in words: ``behind on `mlp` (+0.012 ± 0.006)``."""
+        found: dict[str, list[str]] = {}
+        for task in self.tasks(pattern):
+            e = self.less(task, method, pattern, than)
+            if e.n >= ENOUGH:
+                found.setdefault(verdict(e, settings(task).margin), []).append(f"`{task}` ({e.shown(sign=True)})")
+        words = {"ahead": "ahead on", "level": "level on", "behind": "behind on", "not known": "not known on"}
+        return "; ".join(f"{text} {', '.join(found[key])}" for key, text in words.items() if key in found) or "not compared yet"
+
+    def levels(self, pattern: str) -> str:
+        """The methods that are level with or ahead of dense, by task."""
+        found = []
+        for task in self.tasks(pattern):
+            said = {m: verdict(self.less(task, m, pattern, DENSE), settings(task).margin) for m in MATRIX[1:]}
+            names = [self._name(m) for m, word in said.items() if word in (LEVEL, "ahead")]
+            found.append(f"on `{task}` {', '.join(names) or 'none'}")
+        return "; ".join(found) or "none yet"
+
+    def rates(self, task: str, pattern: str) -> str:
+        """Of each method: the rate that is best on evaluation, the others that were as good on the tuning seeds, and the losses at them."""
+        has_accuracy = any(math.isfinite(row.accuracy) for row in self.rows if row.task == task)
+        has_bleu = any(math.isfinite(row.bleu) for row in self.rows if row.task == task)
+        extra = [*(["accuracy, %"] if has_accuracy else []), *(["BLEU"] if has_bleu else [])]
+        lines = [["method", "rate", "loss", "at the other good rates", "tried", *extra, "n"]]
+        for method in MATRIX:
+            known = resolve(case(task, method, pattern), self.results)
+            runs = self.results.best(known) if known else {}
+            if known is None or len(runs) < FEWEST:
+                continue
+            search, mine = self.results.search(known), next(iter(runs.values())).lr
+            others = {lr: mean_loss(found) for lr, found in self.results.evaluated(known).items() if lr != mine and len(found) == len(runs)}
+            more = ", ".join(f"{loss:.3f} at {lr:g}" for lr, loss in others.items()) or NONE
+            tried = f"{search.tried[0]:g} to {search.tried[-1]:g}" + ("" if search.closed else ", open")
+            values = [estimate(row.accuracy for row in runs.values()).shown(2)] if has_accuracy else []
+            values += [estimate(row.bleu for row in runs.values()).shown(1)] if has_bleu else []
+            name = self._name(method) + (f" ({known.method.removeprefix('srste-')})" if method == SRSTE else "")
+            loss = estimate(row.val_loss for row in runs.values()).shown()
+            lines.append([name, f"{mine:g}", loss, more, tried, *values, str(len(runs))])
+        return table(lines) if len(lines) > 1 else MISSING
+
+    def contrasts(self, family: str) -> str:
+        """The contrasts of a family with their results."""
+        lines = [["where", "difference in loss", "verdict", "n", "p after Holm"]]
+        for f in findings(self.results, family):
+            p = NONE if math.isnan(f.p) else f"{f.p:.2g}" if f.p >= SMALL else f"< {SMALL:g}"
+            shown = f.estimate.n >= FEWEST
+            lines.append([f.contrast.what, f.estimate.shown(sign=True), f.verdict, str(f.estimate.n), p if shown else NONE])
+        return table(lines)
+
+    def summary(self, family: str) -> str:
+        """How many contrasts of a family came out which way: ``ahead 1, level 2, not known 2, of 5``."""
+        said = [f.verdict for f in findings(self.results, family) if f.estimate.n >= ENOUGH]
+        counts = [f"{word} {said.count(word)}" for word in ("ahead", "level", "behind", "not known") if word in said]
+        total = len(findings(self.results, family))
+        return (
+            f"{', '.join(counts)}, of {len(said)}" + (f" ({total - len(said)} not run yet)" if len(said) < total else "")
+            if said
+            else "not run yet"
+        )
+
+    def compared(self, names: Sequence[str], where: Sequence[tuple[str, str]], than: str) -> str:
+        """The losses of methods at their best rates, and their differences to one of them."""
+        lines = [["method", *(f"`{task}` {pattern}" for task, pattern in where)]]
+        for name in names:
+            cells = []
+            for task, pattern in where:
+                loss = estimate(self._losses(task, name, pattern).values())
+                e = self.less(task, name, pattern, than)
+                more = f" ({e.shown(sign=True)})" if name != than and e.n >= FEWEST else ""
+                cells.append(loss.shown() + more if loss.n >= FEWEST else NONE)
+            lines.append([self._name(name), *cells])
+        return table(lines)
+
+    def switches(self, names: Sequence[str], where: Sequence[tuple[str, str]], fixed: Sequence[str]) -> str:
+        """How the dense phase of STEP ended, over all evaluation runs, and the loss minus that of the best fixed T₀."""
+        lines = [["method", "where", "T₀", "ended by", "loss minus that of the best fixed T₀"]]
+        for name in names:
+            for task, pattern in where:
+                runs = list(self.best(case(task, name, pattern)).values())
+                if len(runs) < FEWEST:
+                    continue
+                low, high = min(r.switch_step for r in runs), max(r.switch_step for r in runs)
+                reasons = [r.switch_reason for r in runs]
+                why = ", ".join(f"{reason} {reasons.count(reason)}" for reason in sorted(set(reasons)))
+                others = {f: found for f in fixed if (found := self.best(case(task, f, pattern)))}
+                least = min(others, key=lambda f: mean_loss(others[f]), default="")
+                cost = f"{self.less(task, name, pattern, least).shown(sign=True)} (`{least}`)" if least else NONE
+                lines.append([f"`{name}`", f"`{task}` {pattern}", f"{low} to {high}" if low < high else str(low), why, cost])
+        return table(lines) if len(lines) > 1 else MISSING
+
+    def decided(self, name: str) -> str:
+        """How many runs of a switch were decided by its test: ``12 of 30``; at every rate, on tuning seeds too."""
+        reasons = [row.switch_reason for row in self.rows if row.method == name]
+        return f"{reasons.count('test')} of {len(reasons)}" if reasons else "none yet"
+
+    def spread(self) -> str:
+        """Runs that were done again, and how far the loss moved."""
+        first: Mapping[str, RunRow] = {row.key: row for row in self.rows}
+        lines = [["run", "first", "again", "loss", "moved by"]]
+        for row in self.again:
+            if a := first.get(row.key):
+                moved = f"{row.val_loss - a.val_loss:+.4f}".replace("-", "−")
+                lines.append([f"`{a.key}`", _machine(a), _machine(row), f"{a.val_loss:.4f}", moved])
+        return table(lines) if len(lines) > 1 else MISSING
+
+    def settings(self) -> str:
+        """The settings of every task that has rows."""
+        lines = [
+            ["task", "steps", "AdamW's β", "weight decay", "clip", "tuning seeds", "seeds", "margin, nats", "CPU-seconds of a run, median"]
+        ]
+        for name in tasks.names():
+            seconds = sorted(row.seconds for row in self.rows if row.task == name and row.steps == settings(name).steps)
+            if seconds:
+                s = settings(name)
+                clip = "none" if s.clip is None else f"{s.clip:g}"
+                numbers = [str(s.steps), f"{s.betas[0]:g}, {s.betas[1]:g}", f"{s.weight_decay:g}", clip, str(s.tuning_seeds), str(s.seeds)]
+                lines.append([f"`{name}`", *numbers, f"{s.margin:g}", f"{seconds[len(seconds) // 2]:.0f}"])
+        return table(lines)
+
+    def spent(self) -> str:
+        """Number of runs and CPU-hours."""
+        return f"{len(self.rows)} runs, {sum(row.seconds for row in self.rows) / 3600:.1f} CPU-hours"
+
+    def mixed(self) -> list[str]:
+        """Tasks whose rows are of several data sets, which must not be compared."""
+        found: dict[str, set[str]] = {}
+        for row in self.rows:
+            found.setdefault(row.task, set()).add(row.data)
+        return sorted(task for task, digests in found.items() if len(digests) > 1)
+
+
+def _machine(row: RunRow) -> str:
+    return row.machine.split(", ")[0] + f", {row.commit}"
+
+
+MISSING = "*No runs yet.*"
+"""Replaces a table without runs."""
+
+
+def notes(names: Iterable[str]) -> str:
+    """The meaning of each name."""
+    return table([["name", "method"], *([f"`{name}`", methods.get(name).note] for name in names)])
+
+
+def table(lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first line is the header.
+
+    Example:
+        >>> print(table([["a", "b"], ["1", "2"]]))
+        | a | b |
+        | --- | --- |
+        | 1 | 2 |
+    """
+    head, *body = lines
+    rows = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+__all__ = ["MISSING", "NONE", "Tables", "losses", "notes", "table"]
