@@ -107,17 +107,13 @@ LINES_GPU = (
 )
 """On a GPU: 2:4 and bfloat16 unless said."""
 
-LOSS, BYTES = "validation loss over the dense baseline's", "compressed bytes over dense, sparse layers"
-
 
 def page(rows: Rows) -> str:
-    """The tables of CPUs and of GPUs, and a sentence on training compared with dense if there are rows."""
+    """The tables of CPUs and of GPUs."""
     found = tables.by_machine(r for r in rows if r["op"] != "train")
     cpus = {machine: mine for machine, mine in found.items() if device_of(machine) == "cpu" and _as_in_a_model(mine)}
     gpus = {machine: mine for machine, mine in found.items() if device_of(machine) == "cuda"}
-    parts = [_table(LINES, cpus, "float32"), _table(LINES_GPU, gpus, "bfloat16")]
-    against = _against_dense([r for r in rows if r["op"] == "train" and r["provider"] == "step"])
-    return "\n\n".join([*filter(None, parts), *against])
+    return "\n\n".join(filter(None, (_table(LINES, cpus, "float32"), _table(LINES_GPU, gpus, "bfloat16"))))
 
 
 def _table(chosen: Sequence[Line], machines: Mapping[str, Rows], dtype: str) -> str:
@@ -172,15 +168,6 @@ def _medians(rows: Rows) -> dict[Key, str]:
 
 def _key(row: dict[str, str]) -> Key:
     return row["op"], row["provider"], row["pattern"], row["dtype"], row["shape"], row["metric"]
-
-
-def _against_dense(rows: Rows) -> list[str]:
-    found: Mapping[str, dict[str, str]] = {r["metric"]: r for r in rows}
-    if not {LOSS, BYTES} <= found.keys():
-        return []
-    loss, size = (float(found[metric]["p50"]) for metric in (LOSS, BYTES))
-    where = f"{found[LOSS]['machine']}, {found[LOSS]['date']}"
-    return [f"STEP on a {found[LOSS]['shape']}: {loss:.3f} × its dense baseline's loss with {size:.2f} × the bytes ({where})."]
 
 
 def integers(rows: Rows) -> str:

@@ -19,10 +19,10 @@ from svg import Drawing, command  # noqa: E402
 
 import nmkernels as nm  # noqa: E402
 from bench import tables  # noqa: E402
-from bench.front_page import BYTES, LOSS  # noqa: E402
 from bench.registry import FASTEST  # noqa: E402
 from bench.report import load  # noqa: E402
 from bench.rows import RESULTS, device_of  # noqa: E402
+from bench.studies import BYTES, RATIO  # noqa: E402
 from bench.tables import Rows  # noqa: E402
 
 DOCS = ROOT / "docs"
@@ -110,7 +110,7 @@ def story(rows: Rows) -> str:
     machine, mine = newest(rows)
     points = measured(mine)
     top = max(s for line in points.values() for _, s in line)
-    ratio = float(demo["step", LOSS]["p50"])
+    ratio = float(demo["step", RATIO]["p50"])
     d = Drawing(
         880,
         290,
@@ -126,7 +126,7 @@ def story(rows: Rows) -> str:
     d.text(476, 28, "... and run it", bold=True, size=14)
     d.text(476, 46, f"times as fast as the fastest dense GEMM; {machine}", "soft", 11)
     curves(d, (510, 68, 310, 166), points, TOKENS, max(6.0, top * 1.1))
-    where = demo["step", LOSS]
+    where = demo["step", RATIO]
     d.text(
         24,
         280,

@@ -21,6 +21,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing/index.md",
     "CHANGELOG.md": "changelog.md",
     "bench/accuracy/README.md": "bench/accuracy.md",
+    "bench/accuracy/rates.md": "bench/rates.md",
     "bench/results/README.md": "bench/results.md",
 }
 """Documents outside docs/ → their pages. Every program in examples/ has a page too."""

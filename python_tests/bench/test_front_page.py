@@ -23,23 +23,18 @@ def test_lines_are_of_cases_that_are_measured() -> None:
 def test_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results, readme = tmp_path / "results", tmp_path / "README.md"
     results.mkdir()
-    train = [
-        f'train,step,2:4,float32,GPT,"{metric}",1,{value},1,' + STAMP
-        for metric, value in ((front_page.LOSS, 1.016), (front_page.BYTES, 0.53))
-    ]
     intel = LINEAR.replace("AMD", "Intel").replace("1.876", "2.5")
     allowed = intel.replace("x fastest dense", "x roofline allows").replace("2.5,", "1.9,")
-    (results / "a.csv").write_text(HEAD + LINEAR + GENERATE + intel + allowed + GENERATE.replace("AMD", "Old") + "".join(train))
+    (results / "a.csv").write_text(HEAD + LINEAR + GENERATE + intel + allowed + GENERATE.replace("AMD", "Old"))
     readme.write_text(f"# Name\n\n{BEGIN}\nstale\n{END}\n\n{METHODS}\nold methods\n{METHODS_END}\n\nmore\n")
     assert front_page.main(["--check"], results, [readme]) == 1 and "run: python -m bench.front_page" in capsys.readouterr().out
     assert front_page.main([], results, [readme]) == 0 == front_page.main(["--check"], results, [readme])
     text = readme.read_text()
     assert text.startswith("# Name") and text.endswith("more\n") and "stale" not in text
-    assert "old methods" not in text and "*Not run yet:" in text
+    assert "old methods" not in text and "*No runs yet.*" in text
     assert "| against | AMD, 2 threads (2026-11-21) | Intel, 2 threads (2026-11-21) |" in text and "Old" not in text
     assert "4096×4096, 1 token | torch's fastest dense GEMM | 1.88 × | 2.50 × (slow opponent: bytes allow 1.90) |" in text
     assert "| dense | 3.30 × |  |" in text and "16 tokens" not in text
-    assert "1.016 × its dense baseline's loss with 0.53 × the bytes (AMD, 2 threads, 2026-11-21)" in text
 
 
 def test_integers_have_a_line_for_each_kind_of_values(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def script(name: str) -> ModuleType:
 
 
 def test_every_recipe_has_a_page() -> None:
-    assert {path.stem for path in METHODS.glob("*.md")} == {*names(), "index"}
+    assert {path.stem for path in METHODS.glob("*.md")} == {*names(), "index", "step-evidence"}
     index = (METHODS / "index.md").read_text(encoding="utf-8")
     assert all(f"]({name}.md)" in index for name in names())
     assert sorted(name for group in script("facts").GROUPS.values() for name in group) == names()
