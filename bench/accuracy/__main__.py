@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from . import data, methods, rows, runner, studies, tasks
+from . import data, leaderboard, methods, rows, runner, studies, tasks
 from .place import PARALLEL, Place
 from .plan import Results
 from .rows import AGAIN, RESULTS, RUNS
@@ -41,9 +41,10 @@ def _parser() -> argparse.ArgumentParser:
         p.add_argument("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(studies.STUDIES)}; by default {DEFAULT}")
         p.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help=f"instead of the study's: of {', '.join(tasks.names())}")
         p.add_argument("--methods", nargs="+", default=[], metavar="METHOD", help="instead of the study's")
+        p.add_argument("--recipe-file", type=Path, metavar="FILE", help="a Python file with your own recipe, to run instead and to rank")
         p.add_argument("--patterns", nargs="+", default=[], metavar="N:M", help="instead of the study's")
         p.add_argument("--seeds", type=int, help="number of evaluation seeds; default the task's own")
-        p.add_argument("--out", type=Path, default=RESULTS, help="folder of runs.csv")
+        p.add_argument("--out", type=Path, help="folder of runs.csv; default the page's, and accuracy-NAME for a recipe file")
         if verb == "run":
             p.add_argument("--workers", type=int, default=2, help="processes of one thread each, default 2; on a GPU there is one")
             p.add_argument("--again", nargs="+", default=[], metavar="RUN", help="do these runs, by their keys, again on this machine")
@@ -88,6 +89,22 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
+def _enter(args: argparse.Namespace) -> str:
+    """Settle the folder, and with a recipe file what is run; returns the name of its recipe, or an empty text.
+
+    Raises:
+        ValueError: the recipe file or the folder cannot be used.
+    """
+    if args.recipe_file is None:
+        args.out = args.out or RESULTS
+        return ""
+    name, args.out = leaderboard.enter(args.recipe_file, args.out)
+    args.methods = [*args.methods, name]
+    if not args.studies:
+        args.tasks = args.tasks or list(leaderboard.TASKS)
+    return name
+
+
 def _cases(args: argparse.Namespace) -> dict[str, list[Case]]:
     """Task -> cases of the chosen studies."""
     found: dict[str, list[Case]] = {}
@@ -101,10 +118,20 @@ def _cases(args: argparse.Namespace) -> dict[str, list[Case]]:
 
 
 def _run(args: argparse.Namespace) -> int:
+    place = Place(args.device, args.bf16, args.parallel).enter()
+    try:
+        return _run_at(place, args)
+    finally:
+        place.leave()
+
+
+def _run_at(place: Place, args: argparse.Namespace) -> int:
+    name, failed = _enter(args), 0
+    if name and place.first:
+        leaderboard.keep(args.recipe_file, args.out)
     if args.again:
         with runner.processes(args.workers) as pool:
             return int(bool(runner.run_all(map(RunSpec.from_key, args.again), args.out, pool, args.workers, AGAIN)))
-    place, failed = Place(args.device, args.bf16, args.parallel).enter(), 0
     found = _cases(args)
     for task in set(found) & set(data.SOURCES):
         data.files(task)  # report a missing download once, before anything runs
@@ -114,12 +141,16 @@ def _run(args: argparse.Namespace) -> int:
                 failed += runner.run_cases(cases, args.out, pool, args.workers, seeds=args.seeds)
         else:
             failed += runner.run_cases(cases, args.out, None, seeds=args.seeds, place=place)
-    if failed:
+    if place.first and failed:
         runner.say(f"{failed} runs failed; the same command tries them again")
+    if place.first and name:
+        print(leaderboard.table(name, [case for cases in found.values() for case in cases], args.out))
+        print(f"\nThe rows are in {args.out / RUNS}.")
     return int(bool(failed))
 
 
 def _status(args: argparse.Namespace) -> int:
+    _enter(args)
     results, total = Results(rows.load(args.out)), 0.0
     for task, cases in _cases(args).items():
         left = studies.hours_left(cases, results)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+import sys
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from nmkernels import recipes
@@ -91,6 +95,38 @@ METHODS = {
     "slope": Method("slope", note="SLoPe: a mask chosen at the start, adapters at the end"),
 }
 """The methods of the page. Another recipe of the registry is a method under its own name, with its defaults."""
+
+
+def load(path: Path) -> str:
+    """Add the recipe of a Python file to the methods, under the name it registers or else the file's, and return that name.
+
+    Raises:
+        ValueError: there is no such file, it does not define exactly one recipe, or its name is that of another method.
+    """
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    before = set(recipes.names())
+    spec = importlib.util.spec_from_file_location(f"recipe_of_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is not a Python file; its name has to end with .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    mine = [c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, Recipe) and c.__module__ == module.__name__]
+    mine = list(dict.fromkeys(mine))
+    registered = {c: c.name for c in mine if "name" in vars(c) and c.name in recipes.names()}
+    if len(registered or mine) != 1:
+        names = ", ".join(c.__name__ for c in registered or mine) or "none"
+        raise ValueError(
+            f"{path} has to define one recipe, and defines {names}. A recipe is a subclass of nmkernels.recipes.Recipe, such as "
+            "nmkernels.recipes.STE; of several classes, decorate the one to run with @nmkernels.recipes.recipe('name')."
+        )
+    cls = next(iter(registered or mine))
+    name = registered.get(cls, path.stem)
+    if name in METHODS or name in before:
+        raise ValueError(f"{path}: there is a method {name!r} already; choose another name for yours")
+    METHODS[name] = Method(cls, note=f"the recipe of {path.name}")
+    return name
 
 
 def get(name: str) -> Method:

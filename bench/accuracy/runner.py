@@ -57,16 +57,17 @@ def run_cases(
     while True:
         found = Results(rows.load(folder))
         specs = list({spec.key: spec for case in cases for spec in todo(case, found, seeds) if spec.key not in failed}.values())
+        specs = place.agree(specs)  # the first process has written the rows; others may not see them yet
         if not specs:
             return len(failed)
-        left = hours_left(cases, found)
+        left, unit = hours_left(cases, found), "CPU-hours" if place.device == "cpu" else "hours"
         for outcome in _run(specs, pool, workers, place):
             if outcome.row is None:
                 failed.add(outcome.spec.key)
             if place.first:
                 rows.append([outcome.row] if outcome.row else [], folder)
                 left -= cost(outcome.spec.case, 1)
-                say(f"[about {max(left, 0):.1f} CPU-hours left] {_line(outcome)}")
+                say(f"[about {max(left, 0):.1f} {unit} left] {_line(outcome)}")
         if place.first:
             rows.tidy(folder)
 

@@ -60,9 +60,9 @@ def learning_rate(settings: Settings, peak: float, step: int, steps: int) -> flo
 
 
 def param_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Parameter groups: matrices with weight decay, and everything else (including a recipe's learned tensors) without."""
+    """Parameter groups: matrices and kernels of convolutions with weight decay; all else, and a recipe's learned tensors, without."""
     named = list(model.named_parameters())
-    matrices = [p for name, p in named if p.dim() == 2 and not name.rpartition(".")[2].startswith("nm_")]
+    matrices = [p for name, p in named if p.dim() in (2, 4) and not name.rpartition(".")[2].startswith("nm_")]
     ids = set(map(id, matrices))
     return [{"params": matrices}, {"params": [p for _, p in named if id(p) not in ids], "weight_decay": 0.0}]
 
@@ -82,11 +82,18 @@ def make_optimizer(spec: RunSpec, settings: Settings, method: Method, recipe: Re
 
 
 class Training:
-    """A model in training: its step, and where it is."""
+    """A model in training: its step, and where it is.
+
+    Raises:
+        ValueError: several processes are to share a model, and the method needs it whole.
+    """
 
     def __init__(self, spec: RunSpec, place: Place = HERE) -> None:
         self.spec, self.place = spec, place
         self.task, self.method = tasks.get(spec.case.task), methods.get(spec.case.method)
+        if place.parallel and (self.method.prune or self.method.dense_v):
+            what = "prunes a whole model" if self.method.prune else "computes gradients of a second model"
+            raise ValueError(f"the method {spec.case.method!r} {what}, in one process only; run it without torchrun")
         self.settings = self.task.settings
         torch.manual_seed(spec.seed)
         self.model = self.task.model().to(place.device)
@@ -102,30 +109,35 @@ class Training:
         """The training loss of a step, counted from 1; if it is not finite, nothing is updated."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.settings, self.spec.lr, step, self.spec.case.steps)
-        batch = self.place.share(self.task.batch(self.spec.seed, step))
-        loss = self._loss(self.wrapped, batch)
-        value = self.place.mean(loss)
-        if math.isfinite(value):
-            self.optimizer.zero_grad(set_to_none=True)
+        parts = self.place.parts(self.task.batch(self.spec.seed, step), self.task.most)
+        self.optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for part in map(self.place.move, parts):
+            loss = self._loss(self.wrapped, part) / len(parts)
+            value = self.place.mean(loss)
+            total += value
+            if not math.isfinite(value):
+                return value
             loss.backward()
-            if self.twin is not None:
-                self._dense_gradients(self.twin, batch)
-            if self.settings.clip is not None:
-                nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
-            self.optimizer.step()
-        return value
+        if self.twin is not None:
+            self._dense_gradients(self.twin, parts)
+        if self.settings.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        self.optimizer.step()
+        return total
 
     def _loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         with self.place.autocast():
             return self.task.loss(model, batch)
 
-    def _dense_gradients(self, twin: nn.Module, batch: tuple[Tensor, ...]) -> None:
+    def _dense_gradients(self, twin: nn.Module, parts: list[tuple[Tensor, ...]]) -> None:
         """Give the optimizer the gradients of the dense weights on the same batch, clipped by their own norm."""
         with torch.no_grad():
             for mine, theirs in zip(twin.parameters(), self.model.parameters(), strict=True):
                 mine.copy_(theirs)
         twin.zero_grad(set_to_none=True)
-        self._loss(twin, batch).backward()
+        for part in map(self.place.move, parts):
+            (self._loss(twin, part) / len(parts)).backward()
         if self.settings.clip is not None:
             nn.utils.clip_grad_norm_(twin.parameters(), self.settings.clip)
         assert isinstance(self.optimizer, AdamWithDenseV)
@@ -133,7 +145,8 @@ class Training:
 
     def prune(self) -> None:
         """Prune the dense model; the optimizer then goes on with the masks held."""
-        batches = [self.place.move(self.task.batch(self.spec.seed, step)) for step in range(1, CALIBRATION + 1)]
+        every = (self.task.batch(self.spec.seed, step) for step in range(1, CALIBRATION + 1))
+        batches = [self.place.move(part) for batch in every for part in self.place.parts(batch, self.task.most)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of layers with few tokens
             self.handle = nm.prune_(
@@ -170,7 +183,7 @@ def run(spec: RunSpec, place: Place = HERE) -> Outcome:
     if prune_at == case.steps:
         it.prune()
     if case.method == DENSE and not place.parallel:
-        _keep(spec, it.model)
+        _keep(spec, it.model, place)
     result = it.evaluate() if math.isfinite(loss) else {"val_loss": math.nan}
     ok = all(map(math.isfinite, result.values()))
     value = {name: round(result.get(name, math.nan), digits) if ok else math.nan for name, digits in DIGITS.items()}
@@ -204,23 +217,25 @@ def run(spec: RunSpec, place: Place = HERE) -> Outcome:
 
 def _trained(spec: RunSpec, place: Place) -> dict[str, Tensor]:
     """The weights of a dense run, from its file if it was done here before."""
-    if not _file(spec).exists():
+    file = _file(spec, place)
+    if not file.exists():
         run(spec, place)
-    weights: dict[str, Tensor] = torch.load(_file(spec), weights_only=True)
+    weights: dict[str, Tensor] = torch.load(file, weights_only=True)
     return weights
 
 
-def _keep(spec: RunSpec, model: nn.Module) -> None:
-    file = _file(spec)
+def _keep(spec: RunSpec, model: nn.Module, place: Place) -> None:
+    file = _file(spec, place)
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{os.getpid()}.part")
     torch.save({name: value.cpu() for name, value in model.state_dict().items()}, part)
     os.replace(part, file)  # atomic: other processes may be writing it too
 
 
-def _file(spec: RunSpec) -> Path:
+def _file(spec: RunSpec, place: Place) -> Path:
     data = tasks.get(spec.case.task).data()
-    return TRAINED / (f"{spec.key}-{data}.pt".replace("/", "-").replace(" ", "-"))
+    where = "" if place == HERE else f"-{place.device}" + "-bf16" * place.bf16
+    return TRAINED / (f"{spec.key}-{data}{where}.pt".replace("/", "-").replace(" ", "-"))
 
 
 def settle_process(threads: int = 1) -> None:
@@ -231,10 +246,16 @@ def settle_process(threads: int = 1) -> None:
 
 
 def attempt(spec: RunSpec, place: Place = HERE) -> Outcome:
-    """``run`` with errors as text, so that one bad run does not end the others."""
+    """``run`` with errors as text, so that one bad run does not end the others.
+
+    Of several processes that share a model, one may fail alone, as for lack of memory, and the others would wait for it; so there only
+    errors that all of them raise become text, and torchrun ends the others after any other error.
+    """
     try:
         return run(spec, place)
     except Exception as error:
+        if place.parallel and not isinstance(error, (ValueError, nm.NMError)):
+            raise
         return Outcome(spec, error=f"{type(error).__name__}: {error}")
 
 

@@ -31,7 +31,7 @@ class Settings:
         patterns: the ones of the page.
         margin: in nats, chosen before the runs: two methods are level if the difference of their losses is surely smaller.
         without: methods that do not fit the task.
-        seconds: CPU-seconds of one core for one run of ``steps``.
+        seconds: CPU-seconds of one core for one run of ``steps``; for tasks that need a GPU, seconds on one H100.
     """
 
     steps: int
@@ -62,6 +62,9 @@ class Task(ABC):
     shares: ClassVar[dict[str, float]] = {}
     """How often a token passes each layer, for layers where that is not once; see ``nm.flops``."""
 
+    most: ClassVar[int | None] = None
+    """The most rows of a forward pass, if a batch does not fit into memory: gradients of equal parts are then accumulated."""
+
     filter_fn: FilterFn | None = None
     """The filter of layers to make sparse; by default ``nm.sparsify_`` chooses."""
 
@@ -71,11 +74,14 @@ class Task(ABC):
 
     @abstractmethod
     def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
-        """The training batch of one step; a function of (seed, step) only, so that every method sees the same ones."""
+        """The training batch of one step, on the CPU; a function of (seed, step) only, so that every method sees the same ones.
+
+        Its tensors have one row per example, since several processes divide them.
+        """
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        """The mean training loss of a batch, in nats."""
+        """The mean training loss of a batch, in nats, by calling ``model``, which may be wrapped for several processes."""
 
     @abstractmethod
     def evaluate(self, model: nn.Module, tuning: bool = False) -> dict[str, float]:
@@ -88,6 +94,12 @@ class Task(ABC):
     def data(self) -> str:
         """A digest of the data: rows of different data must not be compared."""
         return ""
+
+
+def to_model(model: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors on the device of the model's parameters, for evaluation."""
+    device = next(model.parameters()).device
+    return tuple(t.to(device) for t in tensors)
 
 
 _tasks: dict[str, type[Task]] = {}

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..spec import TUNING_SEEDS
-from .base import Task
+from .base import Task, to_model
 
 SIDE, CLASSES = 8, 10
 BATCH = 64
@@ -53,6 +53,7 @@ class Digits(Task):
     @torch.no_grad()
     def evaluate(self, model: nn.Module, tuning: bool = False) -> dict[str, float]:
         images, labels = (self.images[-HELD_OUT:], self.labels[-HELD_OUT:]) if tuning else (self.test_images, self.test_labels)
+        images, labels = to_model(model, images, labels)
         logits = model(images)
         right = (logits.argmax(-1) == labels).double().mean()
         return {"val_loss": F.cross_entropy(logits, labels).item(), "accuracy": 100 * right.item()}

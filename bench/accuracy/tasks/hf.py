@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nmkernels.models import load_corpus
 
-from .base import Settings, Task, task
+from .base import Settings, Task, task, to_model
 
 MODEL, TEXT = "NMKERNELS_HF_MODEL", "NMKERNELS_HF_TEXT"
 CONTEXT, BATCH = 128, 16
@@ -88,7 +88,7 @@ class HuggingFace(Task):
             ids, labels = self._with_labels(self.val[part[:, None] * CONTEXT + torch.arange(CONTEXT)], rng)
             guesses = int((labels != -100).sum())
             if guesses:
-                losses, tokens = losses + self.loss(model, (ids, labels)).item() * guesses, tokens + guesses
+                losses, tokens = losses + self.loss(model, to_model(model, ids, labels)).item() * guesses, tokens + guesses
         return {"val_loss": losses / tokens}
 
     def data(self) -> str:

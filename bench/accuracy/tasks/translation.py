@@ -14,7 +14,7 @@ from nmkernels.models.gpt import MLP, GPTConfig
 
 from .. import data
 from ..catalogs import BEGIN, END, LONGEST, PAD, VOCABULARY, Tokens, translations
-from .base import Settings, Task, task
+from .base import Settings, Task, task, to_model
 from .vit import Attention, Block
 
 BATCH = 32
@@ -104,7 +104,7 @@ class Transformer(nn.Module):
 
     def decode(self, target: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
         """The decoder's output ``[batch, t, width]``, with causal attention over ``target``."""
-        causal = torch.ones(target.shape[1], target.shape[1], dtype=torch.bool).tril()
+        causal = torch.ones(target.shape[1], target.shape[1], dtype=torch.bool, device=target.device).tril()
         x = self.embed(target)
         for block in self.decoder:
             x = block(x, causal, memory, mask)
@@ -120,8 +120,8 @@ class Transformer(nn.Module):
     def translate(self, source: Tensor, longest: int = LONGEST) -> Tensor:
         """Greedy translations ``[batch, ≤ longest]``, from ``BEGIN`` to ``END``, then ``PAD``."""
         memory, mask = self.encode(source)
-        ids = torch.full((len(source), 1), BEGIN)
-        ended = torch.zeros(len(source), dtype=torch.bool)
+        ids = torch.full((len(source), 1), BEGIN, device=source.device)
+        ended = torch.zeros(len(source), dtype=torch.bool, device=source.device)
         while ids.shape[1] < longest and not ended.all():
             # without a cache of keys and values, which would save little at this size
             following = self.head(self.decode(ids, memory, mask)[:, -1]).argmax(-1).masked_fill(ended, PAD)
@@ -195,7 +195,7 @@ class EnglishToGerman(Task):
         which, tokens, written = torch.tensor(judged), self.splits[split], list[str]()
         which = which[tokens.order(which)]
         for part in which.split(BATCH):
-            ids = model.translate(tokens.take(part)[0])  # type: ignore[operator]
+            ids = model.translate(*to_model(model, tokens.take(part)[0]))  # type: ignore[operator]
             written += self.tokenizer.decode_batch(ids.tolist())
         return float(self.corpus_bleu(written, [[self.texts[split][i].target for i in which.tolist()]]).score)
 
@@ -213,4 +213,4 @@ def mean_loss(model: nn.Module, tokens: Tokens) -> float:
     """Nats per token of all pairs."""
     parts = [tokens.take(part) for part in tokens.order(torch.arange(len(tokens))).split(BATCH)]
     counts = [int((target[:, 1:] != PAD).sum()) for _, target in parts]
-    return sum(cross_entropy(model, part, reduction="sum").item() for part in parts) / sum(counts)
+    return sum(cross_entropy(model, to_model(model, *part), reduction="sum").item() for part in parts) / sum(counts)

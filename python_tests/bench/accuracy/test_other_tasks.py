@@ -1,14 +1,11 @@
 """Tasks whose data has to be made, found or brought along."""
 
-import pickle
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
 
 import nmkernels as nm
-from bench.accuracy.tasks import cifar, finetune, hf
+from bench.accuracy.tasks import finetune, hf
 
 
 def trained(task, pattern="2:4", steps=3):
@@ -47,27 +44,6 @@ def test_fine_tuning_starts_from_cached_pretraining(tmp_path, monkeypatch):
 
 
 # ---- brought along
-
-
-def test_cifar_format_and_missing_files(tmp_path, monkeypatch):
-    monkeypatch.delenv(cifar.VARIABLE, raising=False)
-    with pytest.raises(RuntimeError, match=r"NMKERNELS_CIFAR10.*data_batch_1"):
-        cifar.Cifar10()
-    rng = np.random.default_rng(0)
-    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
-        content = {b"data": rng.integers(0, 256, (20, 3072), dtype=np.uint8), b"labels": rng.integers(0, 10, 20).tolist()}
-        (tmp_path / name).write_bytes(pickle.dumps(content))
-    monkeypatch.setenv(cifar.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(cifar, "BATCH", 8)
-    task = cifar.Cifar10()
-    assert task.images.shape == (100, 3, 32, 32) and task.test_labels.shape == (20,)
-    raw = pickle.loads((tmp_path / "data_batch_1").read_bytes())[b"data"][0]
-    assert task.images[0, 2, 5, 7] == raw[2 * 1024 + 5 * 32 + 7]
-    monkeypatch.setattr(cifar, "PictureViT", partial(cifar.PictureViT, width=48, layers=1, heads=2))
-    trained(task)
-    (tmp_path / "test_batch").unlink()
-    with pytest.raises(RuntimeError, match=r"does not find test_batch there"):
-        cifar.Cifar10()
 
 
 def checkpoint(folder, kind):

@@ -1,0 +1,170 @@
+"""``--recipe-file``: one file with one class is trained, tuned and ranked like the methods of the page."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch.nn.functional as F
+from torch import nn
+
+from bench.accuracy import leaderboard, methods, rows, runner, studies
+from bench.accuracy.__main__ import main
+from bench.accuracy.plan import MOST_RATES, Results
+from bench.accuracy.rows import RunRow
+from bench.accuracy.spec import TUNING_SEEDS, Case
+from bench.accuracy.tasks import Settings, base, gpt, mlp
+from nmkernels.recipes import registry
+
+PLAIN = "from nmkernels.recipes import STE\n\nclass Mine(STE):\n    pass\n"
+REGISTERED = """\
+from dataclasses import dataclass
+from nmkernels.recipes import STE
+from nmkernels.recipes.registry import recipe
+
+class Helper(STE):
+    pass
+
+@recipe("ownste")
+@dataclass(frozen=True)
+class Mine(Helper):
+    strength: float = 0.5
+"""
+
+
+@pytest.fixture(autouse=True)
+def undone(monkeypatch):
+    monkeypatch.setattr(methods, "METHODS", dict(methods.METHODS))
+    monkeypatch.setattr(registry, "_recipes", dict(registry._recipes))
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """The MLP in 20 steps, with three tuning and five evaluation seeds."""
+    settings = replace(mlp.DigitsMLP.settings, steps=20, tuning_seeds=3, seeds=5)
+    monkeypatch.setattr(mlp.DigitsMLP, "settings", settings)
+    return settings
+
+
+def written(folder: Path, text: str, name: str = "mine.py") -> Path:
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+def test_one_class_becomes_a_method(tmp_path):
+    assert methods.load(written(tmp_path, PLAIN)) == "mine"
+    recipe = methods.get("mine").build("1:8", 100)
+    assert (type(recipe).__name__, str(recipe.pattern), recipe.total_steps) == ("Mine", "1:8", 100)
+    assert methods.load(written(tmp_path, REGISTERED, "other.py")) == "ownste"
+    assert methods.get("ownste").build("2:4", 100).strength == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        ("x = 1\n", "mine.py", "has to define one recipe, and defines none. A recipe is a subclass of nmkernels.recipes.Recipe"),
+        (PLAIN + "class Two(STE):\n    pass\n", "mine.py", r"defines Mine, Two\..*decorate the one to run"),
+        (PLAIN, "ste.py", "there is a method 'ste' already; choose another name"),
+        (PLAIN, "srste-2e-4.py", "there is a method 'srste-2e-4' already"),
+        (REGISTERED.replace("ownste", "sste"), "mine.py", "there is a method 'sste' already"),
+        (PLAIN, "mine.txt", "its name has to end with .py"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, text, name, message):
+    with pytest.raises(ValueError, match=message):
+        methods.load(written(tmp_path, text, name))
+    with pytest.raises(ValueError, match="there is no file"):
+        methods.load(tmp_path / "absent.py")
+
+
+@pytest.mark.slow
+def test_the_command_tunes_evaluates_and_ranks(tmp_path, monkeypatch, short, capsys):
+    monkeypatch.setattr(leaderboard, "RESULTS", tmp_path / "page")
+    monkeypatch.chdir(tmp_path)
+    command = ["run", "--recipe-file", str(written(tmp_path, PLAIN)), "--tasks", "mlp", "--workers", "1"]
+    assert main([*command, "--methods", "dense", "ste"]) == 0
+    out = capsys.readouterr().out
+    mine = rows.load(tmp_path / "accuracy-mine")
+    assert {row.method for row in mine} == {"dense", "ste", "mine"} and "accuracy-mine" in out
+    case = studies.case("mlp", "mine", "2:4")
+    search = Results(mine).search(case)
+    assert not search.todo and 3 <= len(search.tried) <= MOST_RATES
+    assert {row.seed for row in mine if row.case == case} == {*TUNING_SEEDS[:3], *range(5)}
+    table = [line for line in out.splitlines() if line.startswith("| ")][2:]
+    assert len(table) == 3 and sum("**`mine`, yours**" in line for line in table) == 1
+    # the same recipe under another name: the same losses, so level with ste
+    ours = next(line for line in table if "`mine`" in line)
+    assert "+0.0000 ± 0.0000, level" in ours and ours.endswith("| 5 |")
+
+    (tmp_path / "mine.py").write_text(PLAIN + "# changed\n")
+    methods.METHODS.pop("mine")
+    assert main(command) == 2
+    assert "has runs of another version" in capsys.readouterr().err
+
+
+def test_the_pages_folder_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds the page's rows; choose another --out"):
+        leaderboard.enter(written(tmp_path, PLAIN), rows.RESULTS)
+
+
+def test_default_tasks_are_the_matrix_without_translation(tmp_path, monkeypatch, capsys):
+    seen: list[Case] = []
+    monkeypatch.setattr(runner, "run_cases", lambda cases, *args, **more: seen.extend(cases) or 0)
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--recipe-file", str(written(tmp_path, PLAIN)), "--workers", "1"]) == 0
+    assert {case.task for case in seen} == {"mlp", "finetune", "vit", "gpt"} and {case.method for case in seen} == {"mine"}
+    assert capsys.readouterr().out.count("no results; see the failed runs above") == 4
+
+
+# ---- the table, from rows that are made up
+
+
+def a_row(case: Case, seed: int, lr: float, loss: float, data: str = "d") -> RunRow:
+    blank = {f.name: {"int": 0, "float": 0.0, "str": ""}[str(f.type)] for f in fields(RunRow)}
+    more = {"lr": lr, "seed": seed, "val_loss": loss, "data": data, "status": "ok"}
+    names = ("task", "method", "pattern", "optimizer", "beta2", "steps")
+    return RunRow(**blank | {name: getattr(case, name) for name in names} | more)
+
+
+def finished(case: Case, loss: float, settings: Settings, data: str = "d") -> list[RunRow]:
+    """The rows of a case whose middle rate is best, with ``loss`` plus a part that the seed determines and 0.001 that is its own."""
+    found = []
+    for lr, extra in ((3e-3, 0.5), (5.5e-3, 0.0), (1e-2, 0.5)):
+        found += [a_row(case, seed, lr, loss + extra + 0.01 * (seed % 3), data) for seed in TUNING_SEEDS[: settings.tuning_seeds]]
+    own = {seed: 0.001 * ((seed * len(case.method)) % 3) for seed in range(settings.seeds)}
+    return found + [a_row(case, seed, 5.5e-3, loss + 0.1 * seed + own[seed], data) for seed in own]
+
+
+def test_methods_are_sorted_paired_by_seed_and_put_into_words(tmp_path, monkeypatch, short):
+    page, mine = tmp_path / "page", tmp_path / "mine"
+    monkeypatch.setattr(leaderboard, "RESULTS", page)
+    losses = {"dense": 1.0, "ste": 1.2, "sste": 1.1}
+    theirs = [row for name, loss in losses.items() for row in finished(studies.case("mlp", name, "2:4"), loss, short)]
+    theirs += finished(studies.case("mlp", "asp", "2:4"), 0.5, short, data="other data")
+    theirs += finished(studies.case("mlp", "slope", "1:8"), 0.5, short)
+    rows.save(theirs, page)
+    case = studies.case("mlp", "mine", "2:4")
+    rows.save(finished(case, 1.15, short), mine)
+    table = leaderboard.table("mine", [case, studies.case("mlp", "ste", "2:4")], mine)
+    lines = table.splitlines()[4:]
+    assert [line.split(" | ")[1] for line in lines] == ["`dense`", "`sste`", "**`mine`, yours**", "`ste`"]
+    assert [line.split(" | ")[0] for line in lines] == ["| 1", "| 2", "| 3", "| 4"]
+    cells = lines[2].split(" | ")
+    # seeds differ by 0.1 each, which pairing takes out
+    assert cells[3].startswith("+0.1498 ± ") and cells[3].endswith(", behind")
+    assert cells[4].startswith("−0.0492 ± ") and cells[4].endswith(", ahead")
+    assert float(cells[4].split("± ")[1].split(",")[0]) < 0.01 < float(cells[2].split("± ")[1])
+
+    rows.save([row for row in theirs if row.method != "ste"], page)
+    assert "No rows of ste: add `--methods ste`" in leaderboard.table("mine", [case], mine)
+
+
+def test_gpt_calls_the_model_and_not_a_method_of_it(monkeypatch):
+    class Constant(nn.Module):
+        def forward(self, x):
+            return F.one_hot(x, 256).float()
+
+    task = base.get("gpt")
+    assert isinstance(task, gpt.ByteGPT) and task.loss(Constant(), task.batch(0, 1)).isfinite()
