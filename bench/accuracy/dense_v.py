@@ -7,12 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+CLAMP = 2.0
+"""The default of STEP."""
+
 
 class AdamWithDenseV(torch.optim.Optimizer):
-    """m = β₁ m + (1 − β₁) g, v = β₂ v + (1 − β₂) h², W ← (1 − lr · wd) W − lr · m̂ / (√v̂ + ε), with h from ``dense``.
+    """m = β₁ m + (1 − β₁) g, v = β₂ v + (1 − β₂) h², W ← (1 − lr · wd) W − lr · u, u = m̂ / (√v̂ + ε), with h from ``dense``.
 
     With h the gradient of the dense weights this is the second moment that STEP assumes to be better, at every step and without a dense
-    phase. Where a parameter has no h, h = g.
+    phase. Where a parameter has no h, h = g. As in STEP, |u| is at most 2 where there is one: a unit may be dead in the dense model
+    and alive in the sparse one, and then v is 0 and m is not.
     """
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float, eps: float = 1e-8) -> None:
@@ -35,4 +39,7 @@ class AdamWithDenseV(torch.optim.Optimizer):
                 state["exp_avg"].lerp_(p.grad, 1 - beta1)
                 state["exp_avg_sq"].lerp_((p.grad if h is None else h).square(), 1 - beta2)
                 m, v = state["exp_avg"] / (1 - beta1 ** state["step"]), state["exp_avg_sq"] / (1 - beta2 ** state["step"])
-                p.mul_(1 - group["lr"] * group["weight_decay"]).addcdiv_(m, v.sqrt().add_(group["eps"]), value=-group["lr"])
+                update = m.div_(v.sqrt_().add_(group["eps"]))
+                if h is not None:
+                    update.clamp_(-CLAMP, CLAMP)
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])

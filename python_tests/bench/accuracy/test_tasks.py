@@ -53,12 +53,14 @@ def test_digits_for_training_tuning_and_test_are_apart():
 @pytest.mark.parametrize("name", ["gpt", "finetune"])
 def test_text_for_tuning_and_for_the_test_is_apart(name, monkeypatch):
     monkeypatch.setattr(finetune, "pretrained", lambda folder: {})
-    task, seen = tasks.get(name), []
-    monkeypatch.setattr(type(task), "loss", lambda self, model, batch: seen.append(batch[0]) or torch.zeros(()))
-    task.evaluate(None)
-    test, seen = torch.cat(seen), []
-    task.evaluate(None, tuning=True)
-    tuning = torch.cat(seen)
+    task, found = tasks.get(name), []
+    monkeypatch.setattr(type(task), "loss", lambda self, model, batch: found.append(batch[0]) or torch.zeros(()))
+    model = torch.nn.Linear(1, 1)
+    task.evaluate(model)
+    test = torch.cat(found)
+    found.clear()
+    task.evaluate(model, tuning=True)
+    tuning = torch.cat(found)
     assert min(len(test), len(tuning)) > 300 and not {t.numpy().tobytes() for t in test} & {t.numpy().tobytes() for t in tuning}
     tasks.base.get.cache_clear()
 
@@ -67,12 +69,13 @@ def test_digits_of_tuning_runs_are_judged_on_images_held_out():
     task = tasks.get("mlp")
     guesses = []
 
-    def model(images):
-        guesses.append(images)
-        return F.one_hot(torch.zeros(len(images), dtype=torch.long), digits.CLASSES).float()
+    class Model(torch.nn.Linear):
+        def forward(self, images):
+            guesses.append(images)
+            return F.one_hot(torch.zeros(len(images), dtype=torch.long), digits.CLASSES).float()
 
-    task.evaluate(model)
-    task.evaluate(model, tuning=True)
+    task.evaluate(Model(1, 1))
+    task.evaluate(Model(1, 1), tuning=True)
     assert torch.equal(guesses[0], task.test_images) and torch.equal(guesses[1], task.images[-digits.HELD_OUT :])
 
 

@@ -112,6 +112,11 @@ def test_dense_second_moments(tiny):
         ours.step()
         theirs.step()
     assert torch.allclose(a, b, atol=1e-6)
+    a.grad, before = torch.ones(8), a.detach().clone()
+    ours.dense[a] = torch.zeros(8)
+    ours.state[a]["exp_avg_sq"].zero_()
+    ours.step()
+    assert (a - before * (1 - 0.01)).abs().max() <= 0.1 * 2 + 1e-6, "a unit that is dead in the dense model only"
     it = worker.Training(spec("oracle"))
     it.step(1)
     x, dense = tiny.seen[-1], it.task.model()
