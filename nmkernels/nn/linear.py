@@ -102,6 +102,9 @@ class NMLinear(Checkpointed):
         if self.gather is None:
             shared: Any = self.weight
             return self._multiply(x, shared.to_local(), None, bias, self.plan)
+        cast = autocast_dtype(x)
+        if cast is not None and castable(x.dtype):
+            x = x.to(cast)  # before it is decided whether x can meet the packed weight
         weight, used = self.gather.read(x)
         return self._multiply(x, weight, used, bias, self.plan.dense_layout)
 

@@ -229,6 +229,23 @@ def mixed(recipe: nm.recipes.Recipe, steps: int = 3, hidden: int = 64, **keyword
     return model, handle, optimizer, losses
 
 
+def autocasted(packed: bool) -> list[float]:
+    """Losses of three steps under autocast, with float32 weights that are gathered packed or not."""
+    torch.manual_seed(0)
+    model = Net()
+    handle = nm.sparsify_(model, R.SRSTE("2:4", packed=packed))
+    shard(model)
+    optimizer, losses = handle.attach(torch.optim.SGD(model.parameters(), lr=1e-2)), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.ones(4, DIM)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 def gathered_bytes(recipe: nm.recipes.Recipe) -> int:
     """Bytes that this rank hands to the all-gathers of one step's weights; forward and backward gather once each."""
     sent = [0]
@@ -396,6 +413,7 @@ def behaviour() -> dict[str, Any]:
             mixed(make(True))[-1] == mixed(make(False))[-1]
             for make in (lambda p: R.SRSTE("2:4", packed=p), lambda p: R.SSTE("2:4", packed=p, mvue=None))
         ],
+        "autocast": [autocasted(packed) for packed in (True, False)],
         "dense, then packed": mixed(R.STEP("2:4", switch="fixed", start=2), steps=5)[1].metrics()["phase"].item(),
         "bytes": {pattern: gathered_bytes(R.SRSTE(pattern, packed=True)) for pattern in ("2:4", "1:8")},
         "alive": {packed: between_passes(packed) for packed in (True, False)},
@@ -415,6 +433,7 @@ def behaviour() -> dict[str, Any]:
 def test_what_is_gathered_and_what_is_refused(tmp_path: Path) -> None:
     for found in on_ranks(RANKS, behaviour, tmp_path):
         assert found["packed is dense"] == [True, True]
+        assert found["autocast"][0] == found["autocast"][1]
         assert found["dense, then packed"] == 1
         weights = 2 * 2 * DIM * 256  # elements
         for pattern, share in (("2:4", 0.5625), ("1:8", 0.15625)):
