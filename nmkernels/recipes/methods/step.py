@@ -81,7 +81,8 @@ def observe(state: State, switch: str, seen: Observed) -> None:
             # of step ⌊(t + 1)/2⌋, but not before those that the ring has
             lag = torch.div(t + 2, 2, rounding_mode="floor").clamp(max=ring.numel())
             then = ring[((t - lag) % ring.numel()).long()]
-            z = torch.where(then > 0, (now - then).abs() / now, torch.inf)
+            # v begins at 0, so the first change is the whole of it
+            z = torch.where(then > 0, (now - then).abs() / now, 1.0)
         elif switch == "staleness":
             z = torch.where((t >= ring.numel()) & (old > 0), now / old, 0.0)
         else:
