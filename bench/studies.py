@@ -58,7 +58,8 @@ def classify(recipe: nm.recipes.Recipe, seed: int, steps: int) -> float:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
     handle = nm.sparsify_(model, recipe, filter_fn=lambda m, name: name != "4")
-    optimizer = handle.attach(recipe.optimizer(model.parameters(), lr=1e-3, weight_decay=0.0))
+    # one β₂ for all: STEP's own optimizer would have another one than SR-STE's
+    optimizer = handle.attach(recipe.optimizer(model.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     gen = torch.Generator().manual_seed(seed + 1)
     for _ in range(steps):
@@ -76,7 +77,7 @@ def step_clamp(args: argparse.Namespace) -> Iterator[list[Row]]:
     torch.set_num_threads(1)
     providers: dict[str, dict[str, Any]] = {"srste": {}}
     providers |= {f"step 25% clamp={c}": {"switch": "fixed", "clamp": c} for c in CLAMPS}
-    providers |= {f"step auto clamp={c}": {"clamp": c} for c in CLAMPS}
+    providers |= {f"step auto clamp={c}": {"switch": "paper", "t_min": 0.1, "clamp": c} for c in CLAMPS}
     for pattern in PATTERNS:
         for name, config in providers.items():
             recipe = nm.recipes.get(name.split()[0], pattern=pattern, total_steps=args.steps, **config)

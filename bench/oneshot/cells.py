@@ -134,7 +134,8 @@ def run(cell: Cell, steps: int = STEPS) -> CellRow:
         if handle is not None:  # the recipe starts from pruned weights, with masks of its own
             handle.finish(allow_unused=True)
             handle.remove()
-        options = {"total_steps": steps} if cell.recipe == "mdgf" else {}
+        # the settings of the committed rows: those of Bambhaniya et al.'s public code
+        options = {"total_steps": steps, "gradient": "ste", "end": 1.0} if cell.recipe == "mdgf" else {}
         handle = nm.sparsify_(model, nm.recipes.get(cell.recipe, pattern=cell.pattern, **options), it.filter_fn)
     if cell.recipe:
         settings = it.settings

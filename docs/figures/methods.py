@@ -62,9 +62,10 @@ DENSITY = "density: share of weights that are used"
 FIGURES = {
     "ste": Shown("ste:2:4"),
     "srste": Shown("srste:2:4(decay=0.02)"),
-    "step": Shown("step:2:4(threshold=8e-6)", "z_bar", "Z̄, mean change of v in a step: switches below 8e-6", betas=(0.9, 0.98)),
+    # β₂ as STEP.optimizer chooses it
+    "step": Shown("step:2:4(threshold=0.3)", "z_bar", "relative change of v̂'s mean: switches below 0.3", betas=(0.9, 1 - 1 / 24)),
     "sste": Shown("sste:2:4"),
-    "mdgf": Shown("mdgf:1:4(end=0.75)", "flow", "D(t): share of a pruned weight that still passes", {0.75: "binary"}),
+    "mdgf": Shown("mdgf:1:4", "flow", "D(t): share of a pruned weight that still passes", {0.75: "binary"}),
     "sdgf": Shown("sdgf:1:4(end=0.9)", "density", DENSITY, {0: "3:4", 0.3: "2:4", 0.6: "1:4"}),
     "asp": Shown("asp:2:4(start=0.5)", "density", DENSITY, {0.5: "pruned"}),
     "fst": Shown("fst:2:4(every=20, end=0.8, decay=0.02)", marks={0.8: "dense"}),
@@ -238,7 +239,7 @@ def draw(name: str, shown: Shown, trace: Trace) -> str:
             d.runs(kind[::thin, g, i].tolist(), RIGHT, top, WIDE / STEPS * thin, tall, {1: ("sky", 1), 2: ("blue", 1)})
     top, base = TOP + MASKS + 32, TOP + TALL
     d.text(RIGHT, top - 8, shown.label, "soft", 11)
-    until = trace.switched or STEPS  # what AutoSwitch tests stands still then
+    until = trace.switched or STEPS  # what is tested stands still then
     seen = [(s, v) for s, v in enumerate(trace.metric[:until]) if math.isfinite(v)]
     most = max((v for _, v in seen), default=1.0) or 1.0
     points = [(x(s, RIGHT), base - (base - top) * v / most) for s, v in seen]

@@ -209,10 +209,15 @@ def count(default: int | None, least: int = 0, none: str = "", resume: str = "")
     return setting(default, lambda x: whole(x) and x >= least, f"must be a whole number of at least {least}", none, resume)
 
 
-def choice(default: Any, *others: Any, resume: str = "") -> Any:
-    """One of the given values, the first one by default."""
+def choice(default: Any, *others: Any, resume: str = "", renamed: Mapping[str, str] | None = None) -> Any:
+    """One of the given values, the first one by default.
+
+    Args:
+        renamed: names that earlier versions had, and what they are called now: the error says so, and a checkpoint may have them.
+    """
     known = (default, *others)
-    return setting(default, lambda x: x in known, f"is unknown; choose one of {', '.join(map(str, known))}", resume=resume)
+    chosen = setting(default, lambda x: x in known, f"is unknown; choose one of {', '.join(map(str, known))}", resume=resume)
+    return field(default=default, metadata={**chosen.metadata, "renamed": renamed or {}})
 
 
 def flag(default: bool) -> Any:
@@ -255,11 +260,15 @@ class Recipe:
     settings change that has its own."""
     _resume: ClassVar[str] = "any"
     """``resume`` of the settings that do not give it."""
+    _optional_state: ClassVar[tuple[str, ...]] = ()
+    """Keys of ``first_state`` without which a run can go on, because checkpoints of earlier versions lack them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", Pattern(self.pattern))
         for f in fields(self):
             value = getattr(self, f.name)
+            if isinstance(value, str) and value in f.metadata.get("renamed", ()):
+                raise RecipeError(f"{type(self).__name__}: {f.name}={value!r} is now called {f.metadata['renamed'][value]!r}.")
             if "fits" in f.metadata and not f.metadata["fits"](value):
                 raise RecipeError(f"{type(self).__name__}: {f.name}={value!r} {f.metadata['wanted']}.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
 from ..pattern import CheckpointError, NMError, Pattern, RecipeError
@@ -120,10 +120,12 @@ def check_state(recipe: Recipe, state: Any, group: dict[str, Any]) -> None:
             f"the checkpoint is of {theirs['recipe']}:{theirs.get('pattern')}, this run uses {mine['recipe']}:{mine['pattern']}. "
             "Resume with the same recipe, or load only the model's weights."
         )
-    missing = sorted(set(recipe.first_state(group)) - set(state))
+    missing = sorted(set(recipe.first_state(group)) - set(state) - set(recipe._optional_state))
     if missing:
         raise CheckpointError(f"the checkpoint's recipe state is incomplete or of another version: it has no {', '.join(missing)}.")
-    odd = [f"{key} is {theirs.get(key)} there and {mine[key]} here" for key in must_match(recipe, state) if theirs.get(key) != mine[key]]
+    same = set(must_match(recipe, state))
+    then = {f.name: _present_name(f, theirs.get(f.name)) for f in fields(recipe) if f.name in same}
+    odd = [f"{key} is {value} there and {mine[key]} here" for key, value in then.items() if value != mine[key]]
     if odd:
         raise CheckpointError(f"the checkpoint was written under another schedule: {'; '.join(odd)}. Resume with the same settings.")
     if isinstance(recipe, Composite):
@@ -138,6 +140,11 @@ def must_match(recipe: Recipe, state: State) -> list[str]:
     """The settings that must be the same in a run resumed from ``state``."""
     kinds = {f.name: f.metadata.get("resume", recipe._resume) for f in fields(recipe)}
     return [name for name, kind in kinds.items() if kind == "same" or (kind == "until inner" and "inner" not in state)]
+
+
+def _present_name(f: Field[Any], value: Any) -> Any:
+    """``value`` of a setting in a checkpoint, by the name that it has now."""
+    return f.metadata.get("renamed", {}).get(value, value) if isinstance(value, str) else value
 
 
 def _spec_of(text: Any) -> dict[str, Any]:

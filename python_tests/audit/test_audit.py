@@ -104,7 +104,7 @@ def test_a_recipe_with_dense_steps():
 @pytest.mark.parametrize("name", nm.recipes.names())
 def test_every_recipe_is_understood(name):
     found = nm.audit({"a.fc": (2048, 1024), "a.down": (1024, 2048)}, 8192, f"{name}:2:4", **H200)
-    dense = {"dense", "act24", "maskllm", "mdgf", "proxsparse"}
+    dense = {"dense", "act24", "maskllm", "proxsparse"}
     assert (found.step == 1.0) == (name in dense) == (found.steps == 0)
     assert ("so steps gain nothing" in str(found)) == (name in dense)
     packs = name == "layerwise" or "packed" in {f.name for f in fields(find(name))}

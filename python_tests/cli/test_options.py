@@ -25,7 +25,7 @@ def options_of(recipe: str, *texts: str) -> dict[str, Any]:
 
 
 def test_values_are_literals_or_words():
-    values = {"packed=true": True, "freeze=No": False, "clamp=3": 3, "clamp=0.3": 0.3, "decay=2e-4": 2e-4, "clamp=None": None}
+    values = {"packed=true": True, "bias_corrected=No": False, "clamp=3": 3, "clamp=0.3": 0.3, "decay=2e-4": 2e-4, "clamp=None": None}
     for text, value in {**values, "t_min=none": None, "switch=fixed": "fixed", "inner=srste:2:4": "srste:2:4"}.items():
         (got,) = options_of("step", text).values()
         assert got == value and type(got) is type(value), text

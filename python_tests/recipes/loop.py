@@ -107,7 +107,7 @@ class Adam:
 class Step:
     """The arguments of STEP; None for STE and SR-STE."""
 
-    switch: str = "arithmetic"
+    switch: str = "relative"
     t_min: int = 5
     t_max: int = 15
     start: int = 10
@@ -131,9 +131,9 @@ class Watch:
 
     def small(self, before, after):
         s, changes = self.step, torch.cat([(b - a).abs().flatten() for b, a in zip(before, after, strict=True)]).double()
-        if s.switch == "arithmetic":
+        if s.switch == "paper":
             self.values.append(changes.mean().item())
-        elif s.switch == "geometric":
+        elif s.switch == "paper_geometric":
             moved = changes[changes > 0].tolist()
             self.values.append(math.exp(sum(math.log(max(c, TINY)) for c in moved) / len(moved)))
         elif s.switch == "relative_norm":

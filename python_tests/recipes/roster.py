@@ -86,11 +86,6 @@ def hard(decay: float = 0.0, step: Step | None = None, n: int = 2) -> Any:
     return lambda params, data, streams: train(params, data, n, 4, decay, Adam(), step)[0]
 
 
-def thawed(params: dict[str, Any], data: list[Any], streams: Any) -> dict[str, Any]:
-    """Seven dense steps, then STE; Adam knows nothing of it."""
-    return effective.sdgf(params, data, [(2, 4)], [7])
-
-
 def by(recipe: Recipe, loop: Any, *args: Any, cuts: tuple[int, ...] = (7,), tied: bool = False) -> Entry:
     """A loop that reads the recipe's plain settings."""
     return Entry(recipe, lambda p, d, s: loop(p, d, recipe, *args), cuts, tied)
@@ -129,12 +124,11 @@ ROSTER = {
     "ste": Entry(STE("2:4"), hard()),
     "srste": Entry(SRSTE("2:4", decay=0.1), hard(0.1)),
     "step": Entry(STEP("2:4", t_min=2, t_max=7, threshold=1e-30), hard(0.0, SWITCH), (5, 8, 12)),
-    "step_thawed": Entry(STEP("2:4", STEPS, switch="fixed", start=7, freeze=False), thawed, (5, 8, 12)),
     "step_srste": Entry(STEP("2:4", t_min=2, t_max=7, threshold=1e-30, inner=SRSTE(decay=0.1)), hard(0.1, SWITCH), (5, 8, 12)),
-    "step_mdgf": stepped(
-        "1:8", "mdgf(end=10)", lambda p, d, step: effective.mdgf(p, d, 1, 8, "exponential", 0, 4, 14, 2.5e-3, False, step=step)
+    "step_mdgf": stepped("1:8", "mdgf(end=10)", lambda p, d, step: effective.mdgf(p, d, 1, 8, "exponential", 0, 4, 14, 2.5e-3, step=step)),
+    "step_sdgf": stepped(
+        "1:4", "sdgf(gradient=ste)", lambda p, d, step: effective.sdgf(p, d, [(3, 4), (2, 4), (1, 4)], [0, 3, 7], step=step)
     ),
-    "step_sdgf": stepped("1:4", "sdgf", lambda p, d, step: effective.sdgf(p, d, [(3, 4), (2, 4), (1, 4)], [0, 5, 9], step=step)),
     "step_sste": stepped("2:4", "sste(mvue=None)", lambda p, d, step: effective.sste(p, d, 2, 4, step=step)),
     "step_layerwise": stepped(
         "2:8",
@@ -153,7 +147,7 @@ ROSTER = {
         lambda p, d, s: layerwise.srste(p, d, layerwise.magnitude, range(1, 8), 8, 0.25, 0.1),
     ),
     "layerwise_sdgf": Entry(
-        LayerWise("2:8", STEPS, inner="sdgf", rule="magnitude", choices="all"),
+        LayerWise("2:8", STEPS, inner="sdgf(gradient=ste, end=1.0)", rule="magnitude", choices="all"),
         lambda p, d, s: effective.sdgf(
             p, d, [(7, 8), (4, 8), (2, 8)], [0, 7, 13], last=layerwise.magnitude({k: p[k] for k in SPARSE}, range(1, 8), 8, 0.25)
         ),
@@ -167,14 +161,15 @@ ROSTER = {
     "sste": Entry(SSTE("2:4", seed=1), lambda p, d, s: effective.sste(p, d, 2, 4, s)),
     "sste_approx": Entry(SSTE("1:4", mvue="approx", seed=1), lambda p, d, s: effective.sste(p, d, 1, 4, s, "approx")),
     "sste_biased": Entry(SSTE("2:4", mvue="magnitude", seed=1), lambda p, d, s: effective.sste(p, d, 2, 4, s, "magnitude")),
-    "mdgf": mdgf(MdGf("1:8", STEPS), 0, 0),
-    "mdgf_tail": mdgf(MdGf("1:4", STEPS, start=4, end=0.8), 4, 4),
-    "mdgf_chain": mdgf(MdGf("1:8", STEPS, end=0.75, gradient="chain"), 0, 5),
-    "mdgf_linear": mdgf(MdGf("2:4", STEPS, schedule="linear", start=0.1), 2, 0),
-    "mdgf_kao": mdgf(MdGf("1:4", STEPS, schedule="linear", start=2, end=18, gradient="chain", levels=4), 2, 2),
-    "sdgf": sdgf(SdGf("1:8", STEPS), [(7, 8), (4, 8), (2, 8), (1, 8)], [0, 5, 10, 15]),
-    "sdgf_chain": sdgf(SdGf("1:4", STEPS, start=4, end=16, gradient="chain"), [(3, 4), (2, 4), (1, 4)], [4, 8, 12]),
-    "sdgf_geometric": sdgf(SdGf("1:2", STEPS, schedule="geometric"), [(8, 16), (4, 8), (2, 4), (1, 2)], [0, 5, 10, 15]),
+    "mdgf": mdgf(MdGf("1:8", STEPS), 0, 5),
+    "mdgf_late": mdgf(MdGf("1:4", STEPS, start=4, end=0.8), 4, 4),
+    "mdgf_ste": mdgf(MdGf("1:8", STEPS, end=1.0, gradient="ste"), 0, 0),
+    "mdgf_linear": mdgf(MdGf("2:4", STEPS, schedule="linear", start=0.1, end=1.0), 2, 0),
+    "mdgf_levels": mdgf(MdGf("1:4", STEPS, schedule="linear", start=2, end=18, levels=4), 2, 2),
+    "sdgf": sdgf(SdGf("1:8", STEPS), [(7, 8), (4, 8), (2, 8), (1, 8)], [0, 4, 8, 11]),
+    "sdgf_ste": sdgf(SdGf("1:8", STEPS, gradient="ste", end=1.0), [(7, 8), (4, 8), (2, 8), (1, 8)], [0, 5, 10, 15]),
+    "sdgf_late": sdgf(SdGf("1:4", STEPS, start=4, end=16), [(3, 4), (2, 4), (1, 4)], [4, 8, 12]),
+    "sdgf_geometric": sdgf(SdGf("1:2", STEPS, schedule="geometric"), [(8, 16), (4, 8), (2, 4), (1, 2)], [0, 4, 8, 11]),
     "bimask": by(BiMask("2:4", decay=0.1, draws=20, every=7, seed=1), loop_dgrad.bimask, cuts=(6, 7, 9)),
     "bimask_count": by(BiMask("1:8", draws=5, every=3, criterion="count", seed=2), loop_dgrad.bimask, cuts=(6, 7, 9)),
     "bimask_once": by(BiMask("1:4", draws=0, every=0, seed=0), loop_dgrad.bimask, cuts=(6, 7, 9)),
@@ -186,7 +181,7 @@ ROSTER = {
     "maskllm_hard": maskllm("1:8", hard=True, tau_end=2.0, prior_strength=0.0, others="trained"),
     "lbc": lbc(),
     "lbc_top_n": lbc("1:4", forward="top_n", gradient="ste", exponent=4),
-    "sdgf_densify": sdgf(SdGf("1:2", STEPS, schedule="densify", start=0.2), [(1, 16), (1, 8), (1, 4), (1, 2)], [4, 8, 12, 16]),
+    "sdgf_densify": sdgf(SdGf("1:2", STEPS, schedule="densify", start=0.2, end=1.0), [(1, 16), (1, 8), (1, 4), (1, 2)], [4, 8, 12, 16]),
     "ast": Entry(AST("2:4", STEPS, decay=0.5, every=4), lambda p, d, s: ast(p, d, 2, 4, 0.5, 5, 4), (3, 7, 12)),
     "ast_gradient": Entry(
         AST("1:8", decay=0.2, end=0, every=7, second_moment="gradient"), lambda p, d, s: ast(p, d, 1, 8, 0.2, 0, 7, total=False)

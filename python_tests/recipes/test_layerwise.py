@@ -149,7 +149,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_sdgf_leads_each_layer_to_its_own(schedule):
     model = nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
-    recipe = LayerWise("2:8", 8, rule=None, given={"0": "6:8", "4": "1:8"}, inner=SdGf("2:8", 8, schedule=schedule))
+    recipe = LayerWise("2:8", 8, rule=None, given={"0": "6:8", "4": "1:8"}, inner=SdGf("2:8", 8, schedule=schedule, end=1.0))
     _, handle, optimizer = start(recipe, model=model)
     seen = []
     for _ in range(8):

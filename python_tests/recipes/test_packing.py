@@ -19,7 +19,7 @@ from python_tests.recipes.loop import distance, snapshot
 from python_tests.recipes.roster import ROSTER
 from python_tests.recipes.training import DATA, DATA32, F32, F64, run, start, step
 
-KEYS = ["ste", "srste", "step", "step_sste", "sste", "sste_approx", "sste_dense_wgrad", "fst", "fst_nm", "sdgf_chain", "layerwise"]
+KEYS = ["ste", "srste", "step", "step_sste", "sste", "sste_approx", "sste_dense_wgrad", "fst", "fst_nm", "sdgf_late", "layerwise"]
 
 
 def made(key, packed):
@@ -157,7 +157,7 @@ def test_plans():
     assert plan.dense_layout == FST("2:4", 60, packed=False).plan() == plan.dense_layout.dense_layout
 
 
-@pytest.mark.parametrize("name", ["ste", "srste", "sste", "step", "fst", "sdgf_chain"])
+@pytest.mark.parametrize("name", ["ste", "srste", "sste", "step", "fst", "sdgf_late"])
 def test_other_values_are_refused(name):
     for value in ("always", None, 2):
         with pytest.raises(RecipeError, match=f"packed={value!r} is unknown; choose one of auto, True, False"):

@@ -68,7 +68,10 @@ REFUSED = {
     "step(switch=fixed)": "start.*total_steps",
     "step(switch=fixed, start=0)": "step 0",
     "step(t_min=9, t_max=8)": "later than",
-    "step(total_steps=10, switch=sometimes)": "arithmetic, geometric, relative, relative_norm, staleness",
+    "step(total_steps=10, switch=sometimes)": "relative, paper, paper_geometric, relative_norm, staleness",
+    "step(total_steps=10, switch=arithmetic)": "is now called 'paper'",
+    "step(total_steps=10, switch=geometric)": "is now called 'paper_geometric'",
+    "step(total_steps=10, t_min=windw)": r't_min=\'windw\' must be "window"',
     "step(total_steps=10, clamp=0.0)": "clamp",
     "step(total_steps=10, threshold=0.0)": "threshold",
     "step(total_steps=20, inner=ast)": "AST cannot be its inner recipe",
@@ -168,7 +171,7 @@ EARLY = {
     ("slope(total_steps=20, rank=2, start=15)", 10): "slope has not trained its adapters.*total_steps",
     ("step:2:8(total_steps=20, inner=vnm(v=8))", 1): "dense phase",
     ("step:1:8(total_steps=20, switch=fixed, start=6, inner=sdgf)", 3): "dense phase",
-    ("step:1:8(total_steps=20, switch=fixed, start=6, inner=sdgf)", 9): "still at 7:8",
+    ("step:1:8(total_steps=20, switch=fixed, start=6, inner=sdgf)", 9): "still at 4:8",
     ("step:1:8(total_steps=20, switch=fixed, start=6, inner=sdgf)", 20): "",
 }
 

@@ -41,7 +41,8 @@ CASES = {
     "srste_fused": (SRSTE(decay=0.1), fused, 4),
     "srste_sgd": (SRSTE(decay=0.1), sgd, 4),
     "step_raw_clamped": (replace(STEP_T0_5, bias_corrected=False, clamp=0.5, decay=0.1), masked, 8),
-    "step_geometric": (STEP(switch="geometric", t_min=7, t_max=12, threshold=1e-7), masked, 6),
+    "step_paper_geometric": (STEP(switch="paper_geometric", t_min=7, t_max=12, threshold=1e-7), masked, 6),
+    "step_window": (STEP(total_steps=1000, threshold=10.0), masked, 6),
     "step_relative": (STEP(switch="relative", t_min=3, t_max=12), masked, 6),
     "step_relative_norm": (STEP(switch="relative_norm", t_min=3, t_max=12, threshold=0.1), masked, 3),
     "step_staleness": (STEP(switch="staleness", t_min=3, t_max=13, threshold=0.01), masked, 6),
@@ -164,7 +165,7 @@ def test_the_handles_state_is_a_copy_both_ways():
 FOREIGN = {
     "recipe": (STE("2:4"), SRSTE("2:4"), r"of ste:2:4, this run uses srste:2:4"),
     "pattern": (SRSTE("2:4"), SRSTE("1:4"), r"of srste:2:4, this run uses srste:1:4"),
-    "policy": (STEP_T0_5, replace(STEP_T0_5, switch="geometric"), "switch is arithmetic there and geometric here"),
+    "policy": (STEP_T0_5, replace(STEP_T0_5, switch="paper_geometric"), "switch is relative there and paper_geometric here"),
 }
 
 
@@ -197,7 +198,7 @@ def test_checkpoint_of_another_recipe_leaves_all_as_it_was(case, way):
 
 def test_after_the_switch_the_policy_no_longer_matters():
     (_, state, _), _, _, _ = checkpoint(STEP_T0_5, masked, 8)
-    _, handle, optimizer = start(replace(STEP_T0_5, switch="geometric"), masked)
+    _, handle, optimizer = start(replace(STEP_T0_5, switch="paper_geometric"), masked)
     handle.attach(optimizer)
     optimizer.load_state_dict(state)
     assert handle.metrics()["phase"].item() == 1

@@ -60,18 +60,19 @@ def test_step_and_asp_are_dense_to_their_latest_switch():
 
 
 def test_mdgf_is_dense_until_its_mask_is_binary():
-    assert shares(MdGf("1:8", 100, end=0.75)) == [(75, 1, 1, 1), (25, 1 / 8, 1, 1)]
-    assert shares(MdGf("1:8", 100)) == shares(MdGf("1:8", 100, start=10)) == [(100, 1, 1, 1)]
+    assert shares(MdGf("1:8", 100)) == shares(MdGf("1:8", 100, start=10)) == [(75, 1, 1, 1), (25, 1 / 8, 1, 1)]
+    assert shares(MdGf("1:8", 100, end=1.0)) == [(100, 1, 1, 1)]
     assert shares(MdGf("1:8", 100, schedule="linear", end=1.0)) == [(100, 1, 1, 1)]
     # D = max(0, 1 − t/20) is 0 from t = 20 on, long before the fine-tuning phase
     assert shares(MdGf("1:8", 100, schedule="linear", coefficient=0.05)) == [(20, 1, 1, 1), (80, 1 / 8, 1, 1)]
 
 
 def test_sdgf_counts_each_frame_by_its_own_pattern():
-    assert shares(SdGf("1:8", 100, start=20)) == [(20, 1, 1, 1), (20, 7 / 8, 1, 1), (20, 1 / 2, 1, 1), (20, 1 / 4, 1, 1), (20, 1 / 8, 1, 1)]
+    frames = [(20, share, 1, 1) for share in (1, 7 / 8, 1 / 2, 1 / 4, 1 / 8)]
+    assert shares(SdGf("1:8", 100, start=20, end=1.0)) == frames
     assert shares(SdGf("1:8", 100, schedule="geometric", end=80)) == [(20, 1 / 8, 1, 1)] * 3 + [(40, 1 / 8, 1, 1)]
-    assert shares(SdGf("1:2", 100, schedule="densify"), 60) == [(25, 1 / 16, 1, 1), (25, 1 / 8, 1, 1), (10, 1 / 4, 1, 1)]
-    assert shares(SdGf("1:8", 100), 200)[-1] == (125, 1 / 8, 1, 1)
+    assert shares(SdGf("1:2", 100, schedule="densify", end=1.0), 60) == [(25, 1 / 16, 1, 1), (25, 1 / 8, 1, 1), (10, 1 / 4, 1, 1)]
+    assert shares(SdGf("1:8", 100, end=1.0), 200)[-1] == (125, 1 / 8, 1, 1)
 
 
 def test_recipes_that_save_in_the_gradient_of_the_input():

@@ -32,16 +32,17 @@ def test_frames():
 
 def test_frames_are_of_equal_length_between_the_phases():
     for recipe, begins in [
-        (SdGf("1:8", 100), [0, 0, 25, 50, 75]),
+        (SdGf("1:8", 100), [0, 0, 19, 38, 56]),
+        (SdGf("1:8", 100, end=1.0), [0, 0, 25, 50, 75]),
         (SdGf("1:8", 100, start=0.2, end=60), [0, 20, 30, 40, 50]),
-        (SdGf("1:4", 10), [0, 0, 3, 7]),
+        (SdGf("1:4", 10, end=1.0), [0, 0, 3, 7]),
     ]:
         assert [begin for begin, _ in recipe.stages] == begins
 
 
 @pytest.mark.parametrize("make", [MaskedAdamW, torch.optim.AdamW])
 def test_flips_density_and_phase_follow_the_frames(make):
-    recipe = SdGf("1:8", 20, start=4)
+    recipe = SdGf("1:8", 20, start=4, end=1.0)
     model, handle, optimizer = start(recipe, make=make)
     for t, batch in enumerate(batches(20)):
         now = recipe.frames()[(t - 4) // 4] if t >= 4 else nm.Pattern("8:8")

@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+import nmkernels as nm
+from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import STEP
 from nmkernels.recipes.methods.step import REASONS
 from python_tests.recipes.loop import Adam, Step, batches, distance, loss_of, mlp, snapshot, train
@@ -52,8 +54,8 @@ def test_equals_independent_loop(case):
 
 
 POLICIES = {
-    "arithmetic": Step("arithmetic", t_min=17, t_max=29, threshold=1.2e-6),
-    "geometric": Step("geometric", t_min=20, t_max=29, threshold=4.6e-7),
+    "paper": Step("paper", t_min=17, t_max=29, threshold=1.2e-6),
+    "paper_geometric": Step("paper_geometric", t_min=20, t_max=29, threshold=4.6e-7),
     "relative": Step("relative", t_min=15, t_max=28, threshold=0.1),
     "relative_norm": Step("relative_norm", t_min=3, t_max=28, threshold=0.05),
     "staleness": Step("staleness", t_min=3, t_max=28, threshold=0.6),
@@ -93,24 +95,25 @@ def test_the_relative_rule_knows_no_scale():
         return handle.state["switch_step"]
 
     assert 16 < switched("relative", 1.0) == switched("relative", 1000.0) < 29
-    assert switched("arithmetic", 1.0, 1e-3) == 16 and switched("arithmetic", 1000.0, 1e-3) == 29
+    assert switched("paper", 1.0, 1e-3) == 16 and switched("paper", 1000.0, 1e-3) == 29
 
 
-def test_a_switch_at_a_bound_is_reported_once():
+def test_a_switch_at_t_max_is_reported_once():
+    recipe = recipe_of(replace(BASE, switch="paper"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model, handle, optimizer = run(recipe_of(BASE), data=batches(20), **FAST.keywords)
+        model, handle, optimizer = run(recipe, data=batches(20), **FAST.keywords)
     (said,) = (str(w.message) for w in caught)
     for part in ("at its upper bound T_max", "T₀ = 15", "z_bar < 1e-30", 'switch="relative"', 'switch="fixed"'):
         assert part in said
     assert handle.metrics()["switch_reason"].item() == REASONS.index("t_max") and str(handle.report).endswith(said)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        again, resumed, other = start(recipe_of(BASE), **FAST.keywords)
+        again, resumed, other = start(recipe, **FAST.keywords)
         again.load_state_dict(model.state_dict())
         other.load_state_dict(optimizer.state_dict())
         assert resumed.report.remark == said
-        for decided in (replace(POLICIES["arithmetic"], switch="fixed", start=5), POLICIES["arithmetic"]):
+        for decided in (replace(POLICIES["paper"], switch="fixed", start=5), POLICIES["paper"]):
             _, handle, _ = run(recipe_of(decided), data=batches(STEPS), **FAST.keywords)
             assert not handle.report.remark
 
@@ -119,14 +122,65 @@ def test_bounds():
     assert STEP(total_steps=1000).bounds() == (100, 500)
     assert STEP(t_min=7, t_max=9).bounds() == (7, 9)
     assert STEP(t_min=None, t_max=3).bounds() == (None, 3)
+    # the window is not known yet: what T_min can be at most
+    assert STEP(t_max=9).bounds() == STEP(t_max=9, total_steps=1000).bounds() == (9, 9)
+    assert STEP(t_max=None).bounds() == (None, None) and STEP(total_steps=99).bounds() == (9, 50)
     assert STEP(total_steps=40, switch="fixed", start=0.5).bounds() == (20, 20)
     assert STEP(switch="fixed", start=6).bounds() == (6, 6)
 
 
 def test_default_threshold():
     group = {"eps": 1e-5, "betas": (0.9, 0.99)}
-    assert STEP(total_steps=10).first_state(group)["threshold"] == 1e-5
+    assert STEP(total_steps=10, switch="paper").first_state(group)["threshold"] == 1e-5
+    assert STEP(total_steps=10, switch="paper_geometric").first_state(group)["threshold"] == 1e-5
     assert STEP(total_steps=10, switch="relative_norm").first_state(group)["threshold"] == 0.5
     assert STEP(total_steps=10, switch="staleness").first_state(group)["threshold"] == 0.96
-    assert STEP(total_steps=10, switch="relative").first_state(group)["threshold"] == 0.1
+    assert STEP(total_steps=10).first_state(group)["threshold"] == 0.1
     assert STEP(total_steps=10, threshold=3.0).first_state(group)["threshold"] == 3.0
+
+
+# ---- the window of the second moment
+
+
+@pytest.mark.parametrize(
+    ("total", "window"), [(1, 10), (10, 10), (109, 10), (110, 11), (1000, 100), (9999, 999), (10_000, 1000), (10**6, 1000)]
+)
+def test_beta2_of_its_own_optimizer_follows_from_the_run(total, window):
+    optimizer = STEP(total_steps=total, switch="fixed", start=1).optimizer(mlp().parameters(), lr=0.1)
+    assert type(optimizer) is MaskedAdamW and optimizer.defaults["lr"] == 0.1
+    beta1, beta2 = optimizer.defaults["betas"]
+    assert beta1 == 0.9 and beta2 == pytest.approx(1 - 1 / window, rel=1e-12)
+
+
+def test_given_betas_are_used_as_they_are():
+    recipe = STEP(total_steps=1000)
+    assert recipe.optimizer(mlp().parameters(), betas=(0.8, 0.999)).defaults["betas"] == (0.8, 0.999)
+    assert STEP(t_max=5).optimizer(mlp().parameters()).defaults["betas"] == (0.9, 0.999), "the length of the run is not known"
+    groups = [{"params": list(mlp().parameters()), "betas": (0.7, 0.98)}]
+    assert recipe.optimizer(groups).param_groups[0]["betas"] == (0.7, 0.98)
+
+
+def test_the_default_switches_after_a_whole_window_and_says_nothing():
+    """Of the optimizer that is attached, here ten of 300 steps; T_min chooses T₀ where the test has passed by then."""
+    for threshold, reason in ((None, "test"), (10.0, "t_min")):
+        recipe = STEP("2:4", total_steps=300, threshold=threshold)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _, handle, _ = run(recipe, data=batches(60), **FAST.keywords)
+        switched = handle.state["switch_step"]
+        assert switched > 11 if reason == "test" else switched == 11, switched
+        assert REASONS[handle.state["switch_reason"]] == reason and not handle.report.remark
+        assert recipe.bounds() == (30, 150), "without an optimizer, what they are at most"
+
+
+def test_ordinary_runs_give_no_warning():
+    """With its own optimizer and all defaults."""
+    total = 200
+    recipe = STEP("2:4", total_steps=total)
+    model = mlp()
+    handle = nm.sparsify_(model, recipe, filter_fn=lambda module, name: name != "4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = handle.attach(recipe.optimizer(model.parameters(), lr=1e-3))
+        steps(model, optimizer, batches(total))
+    assert total // 10 < handle.state["switch_step"] <= total // 2 and REASONS[handle.state["switch_reason"]] in ("test", "t_min")

@@ -50,14 +50,14 @@ class MdGf(ScheduledRecipe):
         linear       D(t) = max(0, 1 − c t),   c = 1 / T
         t > T        D = 0
 
-    The defaults are those of the authors' public code: the gradient passes whole, and the decay lasts until the end of the run, where
-    ``finish`` drops what is left of D. Kao et al.'s mask decay (2022, arXiv 2209.07617; Google's AQT) multiplies the gradient by what the
-    forward pass multiplies the weight by, and ends with steps under the binary mask: ``gradient="chain", end=0.75``.
+    By default the gradient is multiplied by what the forward pass multiplies the weight by, and the last quarter of the run trains under
+    the binary mask, as in the mask decay of Kao et al. (2022, arXiv 2209.07617; Google's AQT). Bambhaniya et al.'s public code passes the
+    gradient whole and lets the decay last until the end of the run, where ``finish`` drops what is left of D: ``gradient="ste", end=1.0``.
 
     Args:
         schedule: ``"exponential"`` (best over all in the paper) or ``"linear"``.
         start, end: the steps, or shares of ``total_steps``, after which the mask fades in and is binary.
-        gradient: ``"ste"`` ∂L/∂W = g, the gradient of W̃ itself; ``"chain"`` g ⊙ (M + D (1 − M)).
+        gradient: ``"chain"`` ∂L/∂W = g ⊙ (M + D (1 − M)); ``"ste"`` g, the gradient of W̃ itself.
         residual: D at the end of the exponential decay, from which c follows; ``coefficient``: c itself, per step, instead.
         levels: hold D constant over each of so many equal parts of the decay.
 
@@ -69,8 +69,8 @@ class MdGf(ScheduledRecipe):
 
     schedule: str = choice("exponential", "linear")
     start: float | int = 0
-    end: float | int = 1.0
-    gradient: str = choice("ste", "chain")
+    end: float | int = 0.75
+    gradient: str = choice("chain", "ste")
     residual: float = setting(2.5e-3, lambda x: 0 < x < 1, "must lie between 0 and 1")
     coefficient: float | None = number(None, above=True, none="for that of residual")
     levels: int | None = count(None, least=1, none="for a smooth decay")
@@ -78,7 +78,7 @@ class MdGf(ScheduledRecipe):
     about = About(
         paper="Bambhaniya et al., 2024, arXiv 2402.04744",
         extra_state="a step count",
-        cost="dense until the mask is binary, by default to the end; a mask search at every step",
+        cost="dense until the mask is binary, by default for 75 % of the steps; a mask search at every step",
     )
 
     @cached_property

@@ -28,14 +28,14 @@ class SdGf(ScheduledRecipe):
         geometric  8N : 8M,  4N : 4M,  2N : 2M,  N : M            the same share kept, in ever smaller groups
         densify    N : 8M,   N : 4M,   N : 2M,   N : M            from too sparse to N:M (in the public code only)
 
-    Halves are rounded up. A layer too narrow for a frame, or a frame with M above 256, takes the next one that fits. The defaults are those
-    of the authors' public code. Kao et al.'s structure decay (2022, arXiv 2209.07617; Google's AQT) masks the gradient too, and goes on
-    with the last frame: ``gradient="chain", end=0.75``.
+    Halves are rounded up. A layer too narrow for a frame, or a frame with M above 256, takes the next one that fits. By default the
+    gradient is masked too, and the last frame goes on for the last quarter of the run, as in the structure decay of Kao et al. (2022,
+    arXiv 2209.07617; Google's AQT). Bambhaniya et al.'s public code does neither: ``gradient="ste", end=1.0``.
 
     Args:
         schedule: ``"stepwise"``, ``"geometric"`` or ``"densify"``.
         start, end: the steps, or shares of ``total_steps``, after which frames begin and would end; the last one goes on.
-        gradient: ``"ste"`` g is passed to all of W; ``"chain"`` M_f ⊙ g.
+        gradient: ``"chain"`` M_f ⊙ g; ``"ste"`` g is passed to all of W.
         packed: as for ``STE``.
 
     Raises:
@@ -45,13 +45,13 @@ class SdGf(ScheduledRecipe):
         >>> [str(p) for p in SdGf("1:8", total_steps=100).frames()]
         ['7:8', '4:8', '2:8', '1:8']
         >>> [begin for begin, stage in SdGf("1:8", total_steps=100, schedule="geometric").stages]
-        [0, 0, 25, 50, 75]
+        [0, 0, 19, 38, 56]
     """
 
     schedule: str = choice("stepwise", "geometric", "densify")
     start: float | int = 0
-    end: float | int = 1.0
-    gradient: str = choice("ste", "chain")
+    end: float | int = 0.75
+    gradient: str = choice("chain", "ste")
     packed: bool | str = choice(*PACKED, resume="any")
 
     about = About(

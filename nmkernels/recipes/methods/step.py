@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +24,8 @@ APPLIED, CHANGE, LOG_CHANGE, UNCHANGED = (STATS.index(name) for name in ("applie
 LOG_FLOOR = -149 * math.log(2)
 """What the optimizer counts as log|Δv| where v did not change: the logarithm of the smallest fp32 number."""
 
-SWITCHES = ("arithmetic", "geometric", "relative", "relative_norm", "staleness", "fixed")
+SWITCHES = ("relative", "paper", "paper_geometric", "relative_norm", "staleness", "fixed")
+RENAMED = {"arithmetic": "paper", "geometric": "paper_geometric"}
 THRESHOLDS = {"relative": 0.1, "relative_norm": 0.5, "staleness": 0.96}
 """Of the policies that do not take the optimizer's ε."""
 
@@ -38,11 +40,16 @@ def window(beta2: float) -> int:
     return max(1, round(1 / (1 - beta2)))
 
 
+LONGEST, SHORTEST, PARTS = 1000, 10, 10
+"""The window of the optimizer that ``STEP.optimizer`` builds is 1/PARTS of the run, between these bounds in steps: the longest is that of
+AdamW's usual β₂ = 0.999, and an average of fewer than ten squared gradients is too noisy to freeze."""
+
+
 def figure(switch: str, seen: Observed) -> Tensor:
     """What a policy remembers of each step: Z_t of AutoSwitch, or a norm of v_t, of v̂_t for ``"relative"``."""
-    if switch == "arithmetic":
+    if switch == "paper":
         return seen.stats[CHANGE] / seen.numel
-    if switch == "geometric":
+    if switch == "paper_geometric":
         # counted at the floor, one dead weight in ten would shrink Z by e^-10; it says nothing of how settled the others are
         moved = seen.numel - seen.stats[UNCHANGED]
         return torch.where(moved > 0, ((seen.stats[LOG_CHANGE] - seen.stats[UNCHANGED] * LOG_FLOOR) / moved.clamp(min=1)).exp(), 0.0)
@@ -74,7 +81,8 @@ def observe(state: State, switch: str, seen: Observed) -> None:
             # of step ⌊(t + 1)/2⌋, but not before those that the ring has
             lag = torch.div(t + 2, 2, rounding_mode="floor").clamp(max=ring.numel())
             then = ring[((t - lag) % ring.numel()).long()]
-            z = torch.where(then > 0, (now - then).abs() / now, torch.inf)
+            # v begins at 0, so the first change is the whole of it
+            z = torch.where(then > 0, (now - then).abs() / now, 1.0)
         elif switch == "staleness":
             z = torch.where((t >= ring.numel()) & (old > 0), now / old, 0.0)
         else:
@@ -91,27 +99,36 @@ class STEP(Composite):
     Phase 0, t ≤ T₀: dense AdamW. Phase 1, t > T₀: forward with M(W) ⊙ W, the straight-through gradient into
     m = β₁m + (1−β₁)g, and W ← W − lr · m̂ / (√v̂* + ε) with v* = v_{T₀} frozen. Parameters without a mask keep plain AdamW.
 
-    AutoSwitch chooses T₀: with Z_t the mean of |v_t − v_{t−1}| over all maskable weights and Z̄ its mean over the last
-    1/(1−β₂) steps, T₀ is the first t with (Z̄_t < ε and t > T_min) or t > T_max. As |v_t − v_{t−1}| = (1−β₂) |g² − v_{t−1}|
-    is as large as (1−β₂) g² whether v has settled or not, this asks whether gradients are small, below about √(ε/(1−β₂)): multiply the
-    loss, and T₀ changes. ``"relative"``, which is ours and not the paper's, asks whether v̂_t = v_t/(1−β₂^t) has settled, and knows
-    no unit: with μ_t its mean,
+    T₀ is the first t with (the test passes and t > T_min) or t > T_max. The test asks whether v has settled over its window of
+    w = 1/(1−β₂) steps. By default, with μ_t the mean of v̂_t = v_t/(1−β₂^t) over all maskable weights, it passes where
 
-        |μ_t − μ_s| < threshold · μ_t,   s = max(⌊t/2⌋, t − 1/(1−β₂))
+        |μ_t − μ_s| < threshold · μ_t,   s = max(⌊t/2⌋, t − w)
 
-    Where T_min or T_max has chosen T₀ and not the test, a warning says so, and ``handle.report`` after it.
+    which does not depend on the scale of the gradients. AutoSwitch of the paper compares the mean Z̄ of Z_t over the last w steps with
+    Adam's ε, Z_t the mean of |v_t − v_{t−1}|. As |v_t − v_{t−1}| = (1−β₂) |g² − v_{t−1}| is about (1−β₂) g² whether v has settled or
+    not, that asks whether gradients are small, below about √(ε/(1−β₂)): multiply the loss, and T₀ changes.
+
+    A switch at T_max means that the test never passed: a warning says so, and ``handle.report`` after it. So does one at a T_min of your
+    own, unless the test is the default one.
+
+    ``STEP.optimizer`` without ``betas`` fits the window to the run, so that v is frozen after at least one whole window:
+
+        w = max(10, min(1000, total_steps/10)),   β₁ = 0.9,   β₂ = 1 − 1/w
+
+    AdamW's usual β₂ = 0.999 has a window of 1000 steps, which a run of 1000 steps would never complete. Given ``betas`` are used as they
+    are, and without ``total_steps`` those of ``torch.optim.AdamW``.
 
     Args:
-        switch: ``"arithmetic"`` (option I), ``"geometric"`` (option II: Z_t is exp of the mean of log|Δv| over the weights whose v
-            changed), ``"relative"`` (see above, threshold 0.1), ``"fixed"`` (at ``start``), or the paper's rivals ``"relative_norm"``
-            (|‖v_t‖−‖v_{t−1}‖|/‖v_{t−1}‖ < 0.5) and ``"staleness"`` (‖v_t‖₁/‖v_{t−1/(1−β₂)}‖₁ > 0.96).
-        t_min, t_max: bounds on T₀: whole steps, or shares of ``total_steps`` as floats; None for no bound.
+        switch: ``"relative"`` (see above, threshold 0.1), ``"paper"`` (AutoSwitch's option I), ``"paper_geometric"`` (option II: Z_t is
+            exp of the mean of log|Δv| over the weights whose v changed), ``"fixed"`` (at ``start``), or the paper's rivals
+            ``"relative_norm"`` (|‖v_t‖−‖v_{t−1}‖|/‖v_{t−1}‖ < 0.5) and ``"staleness"`` (‖v_t‖₁/‖v_{t−w}‖₁ > 0.96).
+        t_min, t_max: bounds on T₀: whole steps, or shares of ``total_steps`` as floats; None for no bound. ``"window"`` is w of the
+            optimizer that is attached, at most a tenth of ``total_steps``, and not above T_max. In the paper they are 0.1 and 0.5.
         start: T₀ for ``switch="fixed"``, in steps or as a share.
         threshold: of the policy's test; by default the optimizer's own ε, or the number above.
         bias_corrected: freeze ``v̂* = v*/(1−β₂^T₀)`` (no jump of the step size at the switch); False keeps it raw.
         eps_mode: ``"outside"`` √v̂* + ε, or ``"inside"`` √(v̂* + ε).
         clamp: bound on |m̂/D| in phase 1, None for none: the frozen v may be tiny where phase 0 has driven gradients to zero.
-        freeze: False goes on with Adam's own second moment in phase 1, which is not STEP any more.
         decay, packed: λ of SR-STE in phase 1, 0 for plain STE; how it multiplies, as for ``STE``.
         inner: the recipe of phase 1 in its place, ``MdGf("1:8", ...)`` or its text ``"mdgf(end=0.8)"``. Its own schedule counts from the
             switch over the steps that are left of ``total_steps``, and all its updates have v frozen.
@@ -127,23 +144,25 @@ class STEP(Composite):
         600
     """
 
-    switch: str = choice(*SWITCHES, resume="until inner")
-    t_min: float | int | None = 0.1
+    switch: str = choice(*SWITCHES, resume="until inner", renamed=RENAMED)
+    t_min: float | int | str | None = setting(
+        "window", lambda x: x == "window" or not isinstance(x, str), 'must be "window", whole steps, a share of the run, or None'
+    )
     t_max: float | int | None = 0.5
     start: float | int = 0.25
     threshold: float | None = setting(None, lambda x: x > 0, "must be positive", none="for the policy's own")
     bias_corrected: bool = True
     eps_mode: str = choice("outside", "inside")
     clamp: float | None = setting(2.0, lambda x: x > 0, "must be positive", none="for no clamp")
-    freeze: bool = True
     decay: float = number(0.0)
     packed: bool | str = choice(*PACKED)
 
     about = About(
         paper="Lu et al., ICML 2023, arXiv 2302.01172",
         extra_state="a window of 1/(1−β₂) numbers of the second moment until the switch",
-        cost="dense until the switch, by default between 10 and 50 % of the steps; then as ste, or the inner recipe",
+        cost="dense until the switch, by default at 50 % of the steps or earlier; then as ste, or the inner recipe",
     )
+    _optional_state = ("window",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,16 +213,27 @@ class STEP(Composite):
         return of_length(self.inner, self.total_steps - min(switch_step, self._latest() or 0))
 
     def bounds(self) -> tuple[int | None, int | None]:
-        """(T_min, T_max) in steps; both are T₀ itself for ``switch="fixed"``."""
+        """(T_min, T_max) in steps, None for no bound; both are T₀ itself for ``switch="fixed"``.
+
+        With ``t_min="window"`` T_min is the latest that it can be: the window is not known before an optimizer is attached.
+        """
+        return self._bounds(None)
+
+    def _bounds(self, window: int | None) -> tuple[int | None, int | None]:
+        """(T_min, T_max) with an optimizer of this window; None where it is not known."""
         if self.switch == "fixed":
             at = resolve_step("STEP", "start", self.start, self.total_steps)
             return at, at
-        low = resolve_step("STEP", "t_min", self.t_min, self.total_steps)
-        return low, resolve_step("STEP", "t_max", self.t_max, self.total_steps)
+        low = None if isinstance(self.t_min, str) else resolve_step("STEP", "t_min", self.t_min, self.total_steps)
+        high = resolve_step("STEP", "t_max", self.t_max, self.total_steps)
+        if isinstance(self.t_min, str):
+            share = None if self.total_steps is None else self.total_steps // PARTS
+            low = min((steps for steps in (window, share, high) if steps is not None), default=None)
+        return low, high
 
-    def _possible(self) -> tuple[int, int | None]:
+    def _possible(self, window: int | None = None) -> tuple[int, int | None]:
         """The first and the last step that can be T₀: one more than the bounds, unless it is given."""
-        low, high = self.bounds()
+        low, high = self._bounds(window)
         more = self.switch != "fixed"
         return (low or 0) + more, None if high is None else high + more
 
@@ -220,6 +250,13 @@ class STEP(Composite):
     def setup(self) -> Setup:
         return replace(super().setup, optimizer=MaskedAdamW, needs="freezes the second moment", follows_weights=self.switch != "fixed")
 
+    def optimizer(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **kwargs: Any) -> torch.optim.Optimizer:
+        """``MaskedAdamW``, with the keywords of ``torch.optim.AdamW``; without ``betas``, β₂ = 1 − 1/w follows from ``total_steps``."""
+        if self.total_steps is not None and "betas" not in kwargs:
+            steps = max(SHORTEST, min(LONGEST, self.total_steps // PARTS))
+            kwargs["betas"] = (0.9, 1 - 1 / steps)
+        return super().optimizer(params, lr=lr, **kwargs)
+
     def active(self, state: State) -> tuple[Recipe, State]:
         """The recipe of phase 1; its own state is empty until it begins."""
         return self.sparse(state.get("switch_step", 0)), state.get("inner", {})
@@ -229,17 +266,15 @@ class STEP(Composite):
         zero = torch.zeros((), dtype=torch.float64)
         state: State = {"switch_step": 0, "switch_reason": 0, "v_step": 0, "threshold": float(threshold), "t": zero, "z_bar": zero.clone()}
         if self.switch != "fixed":
-            length = 1 if self.switch == "relative_norm" else window(float(group["betas"][1]))
-            state["ring"] = torch.zeros(length, dtype=torch.float64)
+            state["window"] = window(float(group["betas"][1]))
+            state["ring"] = torch.zeros(1 if self.switch == "relative_norm" else state["window"], dtype=torch.float64)
         return state
 
     def stage(self, state: State) -> Stage:
         if not state.get("switch_step"):
-            rule, later = UpdateRule(geometric=self.switch == "geometric"), first_stage(self.sparse(0)).transform
+            rule, later = UpdateRule(geometric=self.switch == "paper_geometric"), first_stage(self.sparse(0)).transform
             return Stage(phase=0, rule=rule, later=later, not_ready="is still in its dense phase")
         stage = replace(super().stage(state), remark=self._remark(state))
-        if not self.freeze:
-            return stage
         rule = replace(
             stage.rule,
             frozen=True,
@@ -254,9 +289,9 @@ class STEP(Composite):
             state["t"] = state["t"] + observed.stats[APPLIED].to(state["t"].device)
             return super().advance(state, replace(observed, max_applied_steps=observed.max_applied_steps - state["switch_step"]))
         observe(state, self.switch, observed)
-        if self.switch == "geometric":
+        if self.switch == "paper_geometric":
             state["v_unchanged"] = observed.stats[UNCHANGED]
-        earliest, latest = self._possible()
+        earliest, latest = self._possible(state.get("window"))
         if observed.max_applied_steps < earliest:  # nothing to decide yet, and the host need not wait for the device
             return False
         t, z, threshold = state["t"], state["z_bar"], state["threshold"]
@@ -276,14 +311,19 @@ class STEP(Composite):
         return True
 
     def _remark(self, state: State) -> str:
-        """What to change where T_min or T_max has chosen T₀."""
+        """What to change where T_max has chosen T₀, or a T_min that the user gave.
+
+        A switch at the end of the window is ordinary: the test had passed by then. So is one by ``"relative"`` at any T_min, because that
+        test does not depend on the scale of the gradients.
+        """
         how = {T_MIN: "at its lower bound T_min, before its test could decide", T_MAX: "at its upper bound T_max: its test never passed"}
-        if state.get("switch_reason") not in how:
+        reason = state.get("switch_reason")
+        if reason not in how or (reason == T_MIN and (self.t_min == "window" or self.switch == "relative")):
             return ""
         sign, z, threshold = ">" if self.switch == "staleness" else "<", state["z_bar"].item(), state["threshold"]
         scale = "" if self.switch in THRESHOLDS else 'switch="relative", which does not depend on the scale of the gradients, '
         return (
-            f"STEP: AutoSwitch switched {how[state['switch_reason']]} (T₀ = {state['switch_step']}; the test is z_bar {sign} "
+            f"STEP: AutoSwitch switched {how[reason]} (T₀ = {state['switch_step']}; the test is z_bar {sign} "
             f'{threshold:.3g}, and z_bar is {z:.3g}). Choose another threshold=..., {scale}or switch="fixed" with start=....'
         )
 
