@@ -35,6 +35,7 @@ class Method:
         note: a description in one line, for the page.
         prune: the method of ``nm.prune_``, for dense training that is pruned at ``at``, a share of the steps, and then trained on with the
             masks held; the recipe only counts FLOPs then.
+        window: with the β₂ that ``STEP.optimizer`` chooses, instead of the task's.
         dense_v: take Adam's second moment from gradients of the dense weights, at every step.
     """
 
@@ -44,6 +45,7 @@ class Method:
     prune: str = ""
     at: float = 0.0
     dense_v: bool = False
+    window: bool = False
 
     def build(self, pattern: str, steps: int) -> Recipe:
         """The recipe of a run of ``steps`` steps that ends with ``pattern``."""
@@ -78,7 +80,12 @@ METHODS = {
     "step-10": Method("step", _step(start=0.1), "STEP, T₀ at 10 %"),
     "step-25": Method("step", _step(start=0.25), "STEP, T₀ at 25 %"),
     "step-50": Method("step", _step(start=0.5), "STEP, T₀ at 50 %"),
-    "step-auto": Method("step", _step("relative", t_min="window"), "STEP, T₀ by the default test, which has no unit"),
+    "step-auto": Method(
+        "step",
+        _step("relative", t_min="window"),
+        "STEP as it is by default: T₀ by a test that has no unit, β₂ with a window of a tenth of the run",
+        window=True,
+    ),
     "step-paper": Method("step", _step("paper", t_min=0.1), "STEP, T₀ by the paper's AutoSwitch, option I"),
     "step-10-thawed": Method(Thawed, _step(start=0.1), "10 % dense, then STE, Adam's v goes on"),
     "step-25-thawed": Method(Thawed, _step(start=0.25), "25 % dense, then STE, Adam's v goes on"),

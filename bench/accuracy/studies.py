@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from . import methods
 from .methods import DECAYS
 from .plan import Results, cost, mean_loss
 from .spec import DENSE, OPTIMIZERS, TUNING_SEEDS, Case, RunSpec, unknown
@@ -107,7 +108,11 @@ def get(name: str) -> Study:
 def case(task: str, method: str, pattern: str, optimizer: str = "adamw", beta2: float | None = None, steps: int | None = None) -> Case:
     """A case of a task's own length and β₂ unless stated."""
     s = settings(task)
-    return Case(task, method, pattern, steps or s.steps, optimizer, s.betas[1] if beta2 is None else beta2)
+    steps = steps or s.steps
+    if beta2 is None:
+        windowed = method in methods.METHODS and methods.METHODS[method].window
+        beta2 = 1 - 1 / max(10, min(1000, steps // 10)) if windowed else s.betas[1]
+    return Case(task, method, pattern, steps, optimizer, round(beta2, 6))
 
 
 def cases(study: Study, task: str) -> Iterator[Case]:
