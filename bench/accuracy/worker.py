@@ -242,7 +242,7 @@ def settle_process(threads: int = 1) -> None:
     """Set up a worker process: one thread, low priority, and no warning about what the row records."""
     torch.set_num_threads(threads)
     os.nice(19)
-    warnings.filterwarnings("ignore", message="STEP: the switch came at")
+    warnings.filterwarnings("ignore", message="STEP: AutoSwitch switched")
 
 
 def attempt(spec: RunSpec, place: Place = HERE) -> Outcome:
