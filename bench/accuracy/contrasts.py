@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .plan import Results
 from .spec import DENSE, Case
 from .stats import LEVEL, Estimate, combined, holm, verdict
-from .studies import LONG, case, resolve
+from .studies import EPOCHS, LONG, SHORT, case, resolve
 from .tasks.base import settings
 
 Terms = tuple[tuple[float, Case], ...]
@@ -32,19 +32,17 @@ def _less(what: str, ours: Case, theirs: Case) -> Contrast:
 
 def _at(ours: str, theirs: str, where: tuple[tuple[str, str], ...], beta2: float | None = None, steps: int | None = None) -> list[Contrast]:
     more = "" if beta2 is None else f", β₂ = {beta2:g}"
-    return [
-        _less(
-            f"`{task}` {pattern}{more}",
-            case(task, ours, pattern, beta2=beta2, steps=steps),
-            case(task, theirs, pattern, beta2=beta2, steps=steps),
-        )
-        for task, pattern in where
-    ]
+    return [_less(f"`{t}` {p}{more}", *(case(t, m, p, beta2=beta2, steps=steps) for m in (ours, theirs))) for t, p in where]
+
+
+def _long(ours: str, theirs: str) -> list[Contrast]:
+    places = (("mlp", "2:4"), ("mlp", "1:8"), ("gpt", "2:4"))
+    found = [c for beta2 in (SHORT, 0.999) for c in _at(ours, theirs, places, beta2, LONG)]
+    return [*found, *_at(ours, theirs, (("translation", "2:4"),), SHORT), *_at(ours, theirs, (("sentiment", "1:4"),), SHORT, EPOCHS)]
 
 
 FROZEN, THAWED = "step-25", "step-25-thawed"
 PLACES = (("mlp", "2:4"), ("mlp", "1:8"), ("finetune", "2:4"), ("vit", "2:4"), ("gpt", "2:4"))
-LONG_PLACES = (("mlp", "2:4"), ("mlp", "1:8"), ("gpt", "2:4"))
 
 
 def _gap(pattern: str) -> Contrast:
@@ -56,8 +54,8 @@ def _gap(pattern: str) -> Contrast:
 FAMILIES: dict[str, list[Contrast]] = {
     "freeze": _at(FROZEN, THAWED, PLACES),
     "oracle": _at("oracle", "ste", PLACES),
-    "long-freeze": [c for beta2 in (0.98, 0.999) for c in _at(FROZEN, THAWED, LONG_PLACES, beta2, LONG)],
-    "long-oracle": [c for beta2 in (0.98, 0.999) for c in _at("oracle", "ste", LONG_PLACES, beta2, LONG)],
+    "long-freeze": _long(FROZEN, THAWED),
+    "long-oracle": _long("oracle", "ste"),
     "premise": [_gap(pattern) for pattern in ("2:4", "1:8", "1:16")],
 }
 """Name -> contrasts that are corrected together."""

@@ -27,6 +27,16 @@ LONG = 20_000
 """Steps of the runs that are long for STEP: its dense phase lasts several windows 1/(1 − β₂)."""
 
 
+EPOCHS = 1503
+"""Steps of three epochs of ``sentiment``."""
+
+SHORT = 0.98
+"""A β₂ whose window is 50 steps."""
+
+FREEZE = (DENSE, "ste", "oracle", "step-25", "step-25-thawed")
+"""What tells whether a dense v and its freeze help."""
+
+
 @dataclass(frozen=True)
 class Study:
     """A list of cases: every method on every task at every pattern.
@@ -65,12 +75,14 @@ STUDIES = {
     ),
     "long": Study(
         "the same in long runs",
-        (DENSE, "ste", "oracle", "step-25", "step-25-thawed"),
+        FREEZE,
         ("mlp", "gpt"),
         ("2:4", "1:8"),
-        beta2s=(0.98, 0.999),
+        beta2s=(SHORT, 0.999),
         steps=LONG,
     ),
+    "long-text": Study("the same where texts are learned, with a short window", FREEZE, ("translation",), beta2s=(SHORT,)),
+    "epochs": Study("the same in three epochs of fine-tuning BERT", FREEZE, ("sentiment",), ("1:4",), beta2s=(SHORT,), steps=EPOCHS),
     "switch": Study(
         "when STEP switches, and its settings",
         (

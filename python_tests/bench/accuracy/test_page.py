@@ -112,7 +112,9 @@ def test_contrasts_and_holm(rows, monkeypatch):
 
 def test_switches(rows):
     t0 = {"step-25": (25, "fixed"), "step-auto": (31, "test")}
-    more = [dataclasses.replace(r, method="step-auto") for r in rows if r.method == "step-25"]
+    own = studies.case("mlp", "step-auto", "2:4").beta2
+    assert own == 0.9, "a window of a tenth of 100 steps"
+    more = [dataclasses.replace(r, method="step-auto", beta2=own) for r in rows if r.method == "step-25"]
     mine = [dataclasses.replace(r, switch_step=t0[r.method][0], switch_reason=t0[r.method][1]) for r in more + rows if r.method in t0]
     text = Tables([*rows, *mine]).switches(["step-auto"], [("mlp", "2:4")], ["step-25", "step-10"])
     assert "| 31 | test 5 |" in text and "+0.000 ± 0.000 (`step-25`)" in text
