@@ -51,16 +51,20 @@ WANTS = (
 )
 
 RECIPES = {
-    "srste": "`srste`, λ tuned",
+    "srste": "`srste` (λ tuned)",
     "step-10": "`step`",
+    "asp": "`asp`",
     "mdgf-chain": "`mdgf`",
-    "mdgf-ste": '`mdgf`, `gradient="ste", end=1.0`',
-    "asp-wanda": "`nm.prune_`, `wanda`, then training",
-    "asp-sparsegpt": "`nm.prune_`, `sparsegpt`, then training",
-    "fst-nm": "`fst`, `end=None`",
-    **{m: f"`nm.prune_`, `{m.partition('-')[2]}`" for m in MATRIX if m.startswith("oneshot")},
+    "mdgf-ste": '`mdgf(gradient="ste", end=1.0)`',
+    "asp-wanda": "`nm.prune_` by `wanda`, then training",
+    "asp-sparsegpt": "`nm.prune_` by `sparsegpt`, then training",
+    "fst-nm": "`fst(end=None)`",
+    **{m: f"`nm.prune_` by `{m.partition('-')[2]}`" for m in MATRIX if m.startswith("oneshot")},
 }
 """What a user calls a method of the matrix."""
+
+METHOD = {"step": "step-10", "mdgf": "mdgf-chain"}
+"""The method of the matrix that stands for a recipe with its defaults, where it has another name."""
 
 
 class Tables:
@@ -146,13 +150,20 @@ class Tables:
 
     def choices(self) -> str:
         """What to take for which purpose at 2:4, with the evidence."""
-        lines = [["you want to", "take", "loss less dense's, nats"]]
+        lines = [["you want to", "take", "loss less dense's, nats", "not known to be worse"]]
         for want in WANTS:
             method = self.first("2:4", want.methods, want.tasks)
             found = {task: self.less(task, method, "2:4", DENSE) for task in self.tasks("2:4") if method and task in want.tasks}
             evidence = ", ".join(f"`{task}` {e.shown(sign=True)}" for task, e in found.items() if e.n >= ENOUGH)
-            lines.append([want.what, RECIPES.get(method, f"`{method}`") if method else f"`{want.untested}`", evidence or "untested"])
+            others = [m for m in want.methods if method and m != method and self._as_good(m, method, want.tasks)]
+            take = RECIPES.get(method, f"`{method}`") if method else f"`{want.untested}`"
+            lines.append([want.what, take, evidence or "untested", ", ".join(RECIPES.get(m, f"`{m}`") for m in others) or NONE])
         return table(lines)
+
+    def _as_good(self, method: str, than: str, names: Sequence[str]) -> bool:
+        """Whether a method has enough seeds on all of the tasks that have rows, and is behind another on none of them."""
+        found = {task: self.less(task, method, "2:4", than) for task in self.tasks("2:4") if task in names}
+        return all(e.n >= ENOUGH and verdict(e, settings(task).margin) != "behind" for task, e in found.items())
 
     def tally(self, method: str, than: str, pattern: str) -> str:
         """On which tasks a method is ahead of, level with and behind another, in words: ``behind on `mlp` (+0.012 ± 0.006)``."""

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 import nmkernels as nm  # noqa: E402
+from bench.accuracy import page, tables  # noqa: E402
 from bench.audit_page import between  # noqa: E402
 from nmkernels.cli.recipes import FINAL, describe  # noqa: E402
 from nmkernels.recipes.registry import find, names  # noqa: E402
@@ -54,17 +55,20 @@ def facts(name: str) -> str:
 
 
 def table() -> str:
-    """The table of all recipes: summary, training FLOPs of sparse layers as a share of dense ones, and the final weights."""
-    lines = ["| recipe | what it is | FLOPs | leaves |", "| --- | --- | --- | --- |"]
+    """The table of all recipes: summary, training FLOPs of sparse layers as a share of dense ones, the final weights, and the evidence."""
+    lines = ["| recipe | what it is | FLOPs | leaves | mean rank |", "| --- | --- | --- | --- | --- |"]
+    ranks = page.read().ranks("2:4")
     for group, members in GROUPS.items():
-        lines.append(f"| | **{group}** | | |")
+        lines.append(f"| | **{group}** | | | |")
         for name in members:
             about = describe(find(name))
             recipe = nm.recipes.get(f"{name}:{'2:8' if name == 'vnm' else '2:4'}", total_steps=STEPS)
             ratio = nm.flops(LAYERS, recipe, STEPS, tokens=TOKENS).training_ratio
             summary = about["summary"].partition(": ")[2] or about["summary"]
             what = FINAL.get(about["final"], about["final"]).partition(",")[0]
-            lines.append(f"| [`{name}`]({name}.md) | {summary[:1].upper() + summary[1:]} | {ratio:.2f} | {what} |")
+            rank = ranks.get(tables.METHOD.get(name, name))
+            evidence = "–" if name == "dense" else "untested" if rank is None else f"{rank:.1f} of {len(ranks)}"
+            lines.append(f"| [`{name}`]({name}.md) | {summary[:1].upper() + summary[1:]} | {ratio:.2f} | {what} | {evidence} |")
     return "\n".join(lines)
 
 

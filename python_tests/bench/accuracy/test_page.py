@@ -12,9 +12,12 @@ import pytest
 from bench.accuracy import contrasts, page, studies, tables, tasks
 from bench.accuracy.plan import Results
 from bench.accuracy.rows import save
+from bench.accuracy.stats import verdict
 from bench.accuracy.tables import Tables
 from bench.accuracy.tasks import base
+from nmkernels.cli.config import DEMO, TrainConfig
 from python_tests.bench.accuracy.conftest import made
+from python_tests.house.paths import ROOT
 
 SETTINGS = tasks.Settings(steps=100, lr=1e-2, patterns=("2:4", "1:8"), margin=0.02)
 EXTRA = {
@@ -148,3 +151,18 @@ def test_pages_are_checked_against_the_rows(rows, tmp_path):
 def test_the_committed_pages_agree_with_the_committed_rows():
     assert page.problems() == []
     assert len((page.FOLDER / "README.md").read_bytes()) <= 20_000
+
+
+@pytest.mark.parametrize("spec", [TrainConfig.recipe, DEMO["recipe"]])
+def test_the_default_recipe_is_behind_none_that_trains_from_scratch(spec):
+    """On the tasks with rows; if this fails, another recipe becomes the default of the command line or of the demo."""
+    shown, name, scratch = page.read(), spec.split(":")[0], tables.WANTS[0]
+    method = tables.METHOD.get(name, name)
+    for task in set(scratch.tasks) & set(shown.tasks("2:4")):
+        e = shown.less(task, method, "2:4", shown.first("2:4", scratch.methods, [task]))
+        assert verdict(e, base.settings(task).margin) != "behind", (task, e)
+
+
+def test_the_readme_recommends_what_the_rows_say():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert page.read().choices() in text and "untested" in Tables([]).choices()
