@@ -172,17 +172,20 @@ def run(spec: RunSpec, place: Place = HERE) -> Outcome:
     prune_at = round(it.method.at * case.steps) if it.method.prune else None
     loss, done = 0.0, 0
     if prune_at == case.steps:
-        done = case.steps
-        it.model.load_state_dict(_trained(replace(spec, case=replace(case, method=DENSE)), place))
+        weights, done = _trained(replace(spec, case=replace(case, method=DENSE)), place), case.steps
+        if weights is None:
+            loss = math.nan
+        else:
+            it.model.load_state_dict(weights)
     for step in range(done + 1, case.steps + 1):
         if step - 1 == prune_at:
             it.prune()
         loss, done = it.step(step), step
         if not math.isfinite(loss):
             break
-    if prune_at == case.steps:
+    if prune_at == case.steps and math.isfinite(loss):
         it.prune()
-    if case.method == DENSE and not place.parallel:
+    if case.method == DENSE and not place.parallel and math.isfinite(loss):
         _keep(spec, it.model, place)
     result = it.evaluate() if math.isfinite(loss) else {"val_loss": math.nan}
     ok = all(map(math.isfinite, result.values()))
@@ -215,11 +218,13 @@ def run(spec: RunSpec, place: Place = HERE) -> Outcome:
     return Outcome(spec, place.row(row))
 
 
-def _trained(spec: RunSpec, place: Place) -> dict[str, Tensor]:
-    """The weights of a dense run, from its file if it was done here before."""
+def _trained(spec: RunSpec, place: Place) -> dict[str, Tensor] | None:
+    """The weights of a dense run, from its file if it was done here before; None if it diverges."""
     file = _file(spec, place)
     if not file.exists():
         run(spec, place)
+    if not file.exists():
+        return None
     weights: dict[str, Tensor] = torch.load(file, weights_only=True)
     return weights
 

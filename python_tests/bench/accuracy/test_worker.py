@@ -47,6 +47,13 @@ def test_a_diverging_run_is_recorded(tiny, monkeypatch):
     assert row is not None and (row.status, row.done, math.isnan(row.val_loss)) == ("diverged", 20, True)
 
 
+def test_nothing_is_pruned_after_a_diverging_run(tiny, monkeypatch):
+    loss = tiny.loss
+    monkeypatch.setattr(tiny, "loss", lambda self, model, batch: loss(self, model, batch) * (math.nan if len(self.seen) >= 20 else 1))
+    row = worker.run(spec("oneshot-magnitude")).row
+    assert row is not None and (row.status, math.isnan(row.val_loss)) == ("diverged", True)
+
+
 def test_the_optimizer_and_its_second_decay_are_those_of_the_run(tiny):
     slow, fast = (worker.run(spec("srste", beta2=b)).row for b in (0.999, 0.9))
     sgd = worker.run(spec("srste", optimizer="sgd", lr=0.5)).row
