@@ -11,6 +11,7 @@ from pathlib import Path
 import jinja2
 
 from . import studies, tables
+from .methods import DECAYS
 from .rows import AGAIN, RESULTS, load
 from .tables import Tables
 
@@ -39,7 +40,8 @@ def render(template: str, shown: Tables) -> str:
         jinja2.UndefinedError: the template uses an unknown name.
     """
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True)
-    environment.globals.update(t=shown, notes=tables.notes, matrix=studies.MATRIX, scratch_methods=tables.SCRATCH)
+    environment.globals.update(t=shown, notes=tables.notes, matrix=studies.MATRIX)
+    environment.globals.update(scratch_methods=tables.SCRATCH, decays=list(DECAYS.values()))
     return environment.from_string(template).render()
 
 

@@ -89,7 +89,7 @@ class Tables:
         return combined([(1, self._losses(task, method, pattern)), (-1, self._losses(task, than, pattern))])
 
     def _losses(self, task: str, method: str, pattern: str) -> dict[int, float]:
-        return {seed: row.val_loss for seed, row in self.best(case(task, method, pattern)).items()}
+        return losses(self.results, case(task, method, pattern))
 
     def tasks(self, pattern: str) -> list[str]:
         """The tasks whose dense training has enough seeds, and some method at this pattern too."""
@@ -298,7 +298,7 @@ class Tables:
 
 
 def _machine(row: RunRow) -> str:
-    return row.machine.split(", ")[0] + f", {row.commit}"
+    return f"{row.machine}, {row.commit}"
 
 
 MISSING = "*No runs yet.*"
@@ -322,6 +322,3 @@ def table(lines: Sequence[Sequence[str]]) -> str:
     head, *body = lines
     rows = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
-__all__ = ["MISSING", "NONE", "Tables", "losses", "notes", "table"]
