@@ -32,7 +32,7 @@ HELD_OUT = ("coreutils", "mc-data")
 VALIDATION, TEST = 2, 4
 """Percent of the other packages' sources used for choosing rates and for the test, selected by a hash of the text."""
 
-VOCABULARY = 4000
+VOCABULARY = 2000
 """Size of the byte-level BPE for both languages, learned from the training pairs."""
 
 PAD, BEGIN, END = 0, 1, 2
