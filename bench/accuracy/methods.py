@@ -63,7 +63,7 @@ def _step(switch: str = "fixed", **config: Any) -> dict[str, Any]:
 
 
 HALF = 0.5
-DECAYS = {f"srste-{decay}": float(decay) for decay in ("2e-4", "2e-3", "2e-2", "2e-1")}
+DECAYS = {f"srste-{decay}": float(decay) for decay in ("2e-4", "2e-3", "2e-2", "2e-1", "2e0")}
 """SR-STE by λ; that of the paper is the first."""
 
 METHODS = {
