@@ -107,7 +107,7 @@ class Tables:
             cells = [self._cell(task, method, pattern) for task in names]
             if any(cell != NONE for cell in cells):
                 rank = f"{ranks[method]:.1f}" if method in ranks else NONE
-                lines.append([self._name(method), *cells, rank, self._flops(names, method, pattern)])
+                lines.append([self.name(method), *cells, rank, self._flops(names, method, pattern)])
         return table(lines) if len(lines) > 1 else MISSING
 
     def _head(self, task: str) -> str:
@@ -122,8 +122,9 @@ class Tables:
         same = " ≈" if verdict(e, settings(task).margin) == LEVEL else ""
         return e.shown(sign=True) + same + few
 
-    def _name(self, method: str) -> str:
-        return "SR-STE, λ tuned" if method == SRSTE else f"`{method}`"
+    def name(self, method: str) -> str:
+        """A method as the tables show it."""
+        return "SR-STE (λ tuned)" if method == SRSTE else f"`{method}`"
 
     def _flops(self, names: Sequence[str], method: str, pattern: str) -> str:
         shares = []
@@ -176,13 +177,28 @@ class Tables:
         return "; ".join(f"{text} {', '.join(found[key])}" for key, text in words.items() if key in found) or "not compared yet"
 
     def levels(self, pattern: str) -> str:
-        """The methods that are level with or ahead of dense, by task."""
+        """The methods that are level with dense, by task."""
+        return (
+            "; ".join(
+                f"on `{task}` {', '.join(map(self.name, self._said(task, pattern, LEVEL))) or 'none'}" for task in self.tasks(pattern)
+            )
+            or "none yet"
+        )
+
+    def ahead(self, pattern: str) -> str:
+        """The methods that are ahead of dense, by task, each with its rate."""
         found = []
         for task in self.tasks(pattern):
-            said = {m: verdict(self.less(task, m, pattern, DENSE), settings(task).margin) for m in MATRIX[1:]}
-            names = [self._name(m) for m, word in said.items() if word in (LEVEL, "ahead")]
-            found.append(f"on `{task}` {', '.join(names) or 'none'}")
-        return "; ".join(found) or "none yet"
+            names = [f"{self.name(m)} (at {self._rate(task, m, pattern):g})" for m in self._said(task, pattern, "ahead")]
+            if names:
+                found.append(f"on `{task}` {', '.join(names)}, where dense is best at {self._rate(task, DENSE, DENSE):g}")
+        return "; ".join(found) or "none"
+
+    def _said(self, task: str, pattern: str, word: str) -> list[str]:
+        return [m for m in MATRIX[1:] if verdict(self.less(task, m, pattern, DENSE), settings(task).margin) == word]
+
+    def _rate(self, task: str, method: str, pattern: str) -> float:
+        return next(iter(self.best(case(task, method, pattern)).values())).lr
 
     def rates(self, task: str, pattern: str) -> str:
         """Of each method: the rate that is best on evaluation, the others that were as good on the tuning seeds, and the losses at them."""
@@ -201,7 +217,7 @@ class Tables:
             tried = f"{search.tried[0]:g} to {search.tried[-1]:g}" + ("" if search.closed else ", open")
             values = [estimate(row.accuracy for row in runs.values()).shown(2)] if has_accuracy else []
             values += [estimate(row.bleu for row in runs.values()).shown(1)] if has_bleu else []
-            name = self._name(method) + (f" ({known.method.removeprefix('srste-')})" if method == SRSTE else "")
+            name = self.name(method) + (f" ({known.method.removeprefix('srste-')})" if method == SRSTE else "")
             loss = estimate(row.val_loss for row in runs.values()).shown()
             lines.append([name, f"{mine:g}", loss, more, tried, *values, str(len(runs))])
         return table(lines) if len(lines) > 1 else MISSING
@@ -236,7 +252,7 @@ class Tables:
                 e = self.less(task, name, pattern, than)
                 more = f" ({e.shown(sign=True)})" if name != than and e.n >= FEWEST else ""
                 cells.append(loss.shown() + more if loss.n >= FEWEST else NONE)
-            lines.append([self._name(name), *cells])
+            lines.append([self.name(name), *cells])
         return table(lines)
 
     def switches(self, names: Sequence[str], where: Sequence[tuple[str, str]], fixed: Sequence[str]) -> str:

@@ -68,7 +68,7 @@ def test_the_matrix_is_paired_and_says_what_is_level(rows):
     assert "dense 0.3" in text.splitlines()[0] and "n = 5" in text.splitlines()[0]
     assert lines["`sste`"].count("≈") == 2 and lines["`ste`"].count("≈") == 0
     assert "+0.10" in lines["`ste`"] and "± 0.00" in lines["`ste`"], "the noise of a seed is the same in both"
-    assert "+0.05" in lines["SR-STE, λ tuned"] and "| 0.75 |" in lines["`ste`"]
+    assert "+0.05" in lines["SR-STE (λ tuned)"] and "| 0.75 |" in lines["`ste`"]
     assert Tables(rows).ranks("2:4") == {"ste": 3.0, "srste": 2.0, "sste": 1.0, "step-10": 4.0} and Tables(rows).first("2:4") == "sste"
     assert "1:8" not in text and Tables(rows).matrix("1:8") == tables.MISSING
 
@@ -89,6 +89,10 @@ def test_words(rows):
     assert "ahead on `mlp`" in t.tally("sste", "ste", "2:4") and "behind on" in t.tally("step-10", "ste", "2:4")
     assert t.tally("sste", "dense", "2:4").startswith("level on") and t.levels("2:4").startswith("on `mlp` `sste`; on `vit` `sste`")
     assert t.tally("slope", "ste", "2:4") == "not compared yet" and Tables([]).levels("2:4") == "none yet"
+    better = Tables(dataclasses.replace(r, val_loss=r.val_loss - 0.2) if (r.method, r.task) == ("sste", "vit") else r for r in rows)
+    lr = next(iter(better.best(studies.case("vit", "sste", "2:4")).values())).lr
+    assert better.ahead("2:4").startswith(f"on `vit` `sste` (at {lr:g}), where dense is best at ") and t.ahead("2:4") == "none"
+    assert better.levels("2:4").endswith("on `vit` none")
 
 
 def test_rates_are_the_best_and_the_others_that_were_as_good(rows):
@@ -155,10 +159,12 @@ def test_the_committed_pages_agree_with_the_committed_rows():
 
 @pytest.mark.parametrize("spec", [TrainConfig.recipe, DEMO["recipe"]])
 def test_the_default_recipe_is_behind_none_that_trains_from_scratch(spec):
-    """On the tasks with rows; if this fails, another recipe becomes the default of the command line or of the demo."""
+    """If this fails, another recipe becomes the default of the command line or of the demo."""
     shown, name, scratch = page.read(), spec.split(":")[0], tables.WANTS[0]
     method = tables.METHOD.get(name, name)
-    for task in set(scratch.tasks) & set(shown.tasks("2:4")):
+    if missing := set(scratch.tasks) - set(shown.tasks("2:4")):
+        pytest.skip(f"the default follows the whole matrix, and {', '.join(sorted(missing))} is not in it yet")
+    for task in scratch.tasks:
         e = shown.less(task, method, "2:4", shown.first("2:4", scratch.methods, [task]))
         assert verdict(e, base.settings(task).margin) != "behind", (task, e)
 
