@@ -21,6 +21,10 @@ SET_ELSEWHERE = {"pattern": "it follows the recipe's name, --recipe NAME:N:M", "
 """Keywords of recipes that --set does not take, and how they are set."""
 
 
+OPTIONS = {"decay": 2.0}
+"""Keywords of the default recipe: λ is the best one of the task ``gpt`` in ``bench/accuracy``, a byte-level GPT with AdamW as here."""
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Everything that determines the numbers of a run; a checkpoint is resumed only with the same settings.
@@ -30,8 +34,8 @@ class TrainConfig:
     Adam's usual 0.999 averages over a window of 1/(1−β₂) = 1000 steps, longer than many runs here.
     """
 
-    recipe: str = "step:2:4"
-    options: dict[str, Any] = field(default_factory=dict)
+    recipe: str = "srste:2:4"
+    options: dict[str, Any] = field(default_factory=lambda: dict(OPTIONS))
     steps: int = 2000
     batch: int = 16
     context: int = 128
@@ -60,7 +64,7 @@ class TrainConfig:
         return recipes.get(self.recipe, total_steps=self.steps, **self.options)
 
 
-DEMO: dict[str, Any] = {"recipe": "step:2:4", "steps": 800, "batch": 4, "width": 256, "layers": 2, "lr": 1e-3}
+DEMO: dict[str, Any] = {"steps": 800, "batch": 4, "width": 256, "layers": 2, "lr": 1e-3}
 """Wide enough that 2:4 speeds up generation, and short: under two minutes on two cores with the dense baseline."""
 
 
@@ -83,7 +87,9 @@ def settings(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) -
             raise RecipeError(f"{cls.name} has no keyword {key!r}{near} It takes {takes}; see `python -m nmkernels recipes {cls.name}`.")
         if not _fits(value, get_type_hints(cls)[key]):
             raise RecipeError(f"{key} of {cls.name} takes {known[key]}; got {value!r}.")
-    if options:
+    if saved is None and "recipe" not in chosen:
+        options = {**OPTIONS, **options}
+    if saved is None or options:
         chosen["options"] = options
     return chosen
 
@@ -159,7 +165,7 @@ def path(text: str) -> Path:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to train")
-    what.add_argument("--recipe", metavar="NAME:N:M", help="training recipe, default step:2:4; `python -m nmkernels recipes` lists them")
+    what.add_argument("--recipe", metavar="NAME:N:M", help="training recipe, default srste:2:4(decay=2.0); `python -m nmkernels recipes` lists them")
     text = "keyword of the recipe, e.g. --set decay=2e-4; may be repeated; `python -m nmkernels recipes NAME` lists them"
     what.add_argument("--set", metavar="KEY=VALUE", action="append", help=text)
     what.add_argument("--data", metavar="FILE_OR_FOLDER", help="text to train on; default: the source of the Python standard library")

@@ -84,8 +84,8 @@ def refused(capsys: pytest.CaptureFixture[str], message: str, *words: str) -> No
     [
         (["--recipe", "step:4:2"], "pattern 4:2 is not usable"),
         (["--recipe", "nope"], "no recipe is called 'nope'"),
-        (["--set", "colour=red"], "step has no keyword 'colour'. It takes inner, switch, t_min"),
-        (["--set", "switch=sometimes"], "switch='sometimes' is unknown"),
+        (["--set", "colour=red"], "srste has no keyword 'colour'. It takes decay, packed"),
+        (["--recipe", "step", "--set", "switch=sometimes"], "switch='sometimes' is unknown"),
         (["--width", "30"], "width 30 is not a multiple of heads=4"),
         (["--steps", "0"], "argument --steps: 0 is below 1"),
         (["--batch", "many"], "argument --batch: invalid positive value: 'many'"),

@@ -25,7 +25,7 @@ MODEL = GPTConfig(width=32, layers=1, heads=2, context=16)
 @pytest.fixture(scope="module")
 def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "out"
-    assert train(text, out, "--baseline") == 0
+    assert train(text, out, "--baseline", "--recipe", "step:2:4") == 0
     return out
 
 
@@ -77,9 +77,9 @@ def test_the_demo_has_no_warnings(text, tmp_path, capsys):
     assert "note:" not in out and not err
     lines, result = out.splitlines(), json.loads((tmp_path / "out" / "result.json").read_text())
     assert lines[0].startswith("Training a GPT of ") and lines[0].endswith(
-        f" parameters on {text}, byte by byte: 12 steps of 32 bytes with STEP 2:4, then a dense one to compare."
+        f" parameters on {text}, byte by byte: 12 steps of 32 bytes with SRSTE 2:4, then a dense one to compare."
     )
-    assert (result["sparse"]["switch_step"], result["sparse"]["switch_reason"], result["sparse"]["remark"]) == (2, "t_min", "")
+    assert result["config"]["options"] == {"decay": 2.0} and result["sparse"]["remark"] == ""
     # every row of the table is full, and what was gained follows it
     table = lines[lines.index("", lines.index("") + 1) + 2 :]
     assert all(len(re.split("  +", line)) == 4 for line in table[: table.index("")]) and table.index("") == 7
@@ -89,9 +89,9 @@ def test_the_demo_has_no_warnings(text, tmp_path, capsys):
 def test_the_demo_of_another_recipe_has_that_ones_options():
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    demo, other = (new_config(settings(parser.parse_args(["--demo", *more]))) for more in ([], ["--recipe", "srste:1:4"]))
-    assert (demo.recipe, demo.options) == ("step:2:4", {}) and demo.build_recipe().bounds() == (80, 400)
-    assert (other.recipe, other.options) == ("srste:1:4", {}) and other.model == demo.model and other.steps == demo.steps
+    demo, other = (new_config(settings(parser.parse_args(["--demo", *more]))) for more in ([], ["--recipe", "step:1:4"]))
+    assert (demo.recipe, demo.options) == ("srste:2:4", {"decay": 2.0}) and demo.build_recipe().decay == 2
+    assert (other.recipe, other.options) == ("step:1:4", {}) and other.model == demo.model and other.steps == demo.steps
 
 
 def test_the_log_follows_the_phases(finished):

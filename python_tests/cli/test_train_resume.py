@@ -118,9 +118,9 @@ def test_a_folder_with_a_run_is_protected(stopped, text, tmp_path, capsys):
 
 def test_another_run_s_checkpoint_is_refused(stopped, text, capsys):
     for options, message in (
-        (["--recipe", "srste:2:4"], "recipe is step:2:4 there and srste:2:4 here"),
+        (["--recipe", "step:2:4"], "recipe is srste:2:4 there and step:2:4 here"),
         (["--width", "64", "--seed", "1"], "width is 32 there and 64 here; seed is 0 there and 1 here"),
-        (["--set", "clamp=None"], "options is {} there and {'clamp': None} here"),
+        (["--set", "decay=1"], "options is {'decay': 2.0} there and {'decay': 1} here"),
         (["--demo"], "steps is 12 there and 800 here; batch is 2 there and 4 here; width is 32 there and 256 here"),
     ):
         assert train(text, stopped, "--resume", *options, sizes=[]) == 2
