@@ -9,6 +9,7 @@ from functools import cache
 
 from . import methods, tasks
 from .contrasts import findings, losses
+from .methods import DECAYS
 from .plan import Results, mean_loss
 from .rows import RunRow
 from .spec import DENSE, Case
@@ -155,11 +156,15 @@ class Tables:
         for want in WANTS:
             method = self.first("2:4", want.methods, want.tasks)
             found = {task: self.less(task, method, "2:4", DENSE) for task in self.tasks("2:4") if method and task in want.tasks}
-            evidence = ", ".join(f"`{task}` {e.shown(sign=True)}" for task, e in found.items() if e.n >= ENOUGH)
+            evidence = ", ".join(f"`{task}` {e.shown(sign=True)}{self._decay(task, method)}" for task, e in found.items() if e.n >= ENOUGH)
             others = [m for m in want.methods if method and m != method and self._as_good(m, method, want.tasks)]
             take = RECIPES.get(method, f"`{method}`") if method else f"`{want.untested}`"
             lines.append([want.what, take, evidence or "untested", ", ".join(RECIPES.get(m, f"`{m}`") for m in others) or NONE])
         return table(lines)
+
+    def _decay(self, task: str, method: str) -> str:
+        known = resolve(case(task, method, "2:4"), self.results)
+        return f" (λ = {DECAYS[known.method]:g})" if known and known.method in DECAYS else ""
 
     def _as_good(self, method: str, than: str, names: Sequence[str]) -> bool:
         """Whether a method has enough seeds on all of the tasks that have rows, and is behind another on none of them."""
@@ -178,21 +183,17 @@ class Tables:
 
     def levels(self, pattern: str) -> str:
         """The methods that are level with dense, by task."""
-        return (
-            "; ".join(
-                f"on `{task}` {', '.join(map(self.name, self._said(task, pattern, LEVEL))) or 'none'}" for task in self.tasks(pattern)
-            )
-            or "none yet"
-        )
+        found = {task: map(self.name, self._said(task, pattern, LEVEL)) for task in self.tasks(pattern)}
+        return "; ".join(f"on `{task}` {', '.join(names) or 'none'}" for task, names in found.items()) or "none yet"
 
     def ahead(self, pattern: str) -> str:
-        """The methods that are ahead of dense, by task, each with its rate."""
+        """The methods that are ahead of dense, by task, each with its rate; "" if none is."""
         found = []
         for task in self.tasks(pattern):
             names = [f"{self.name(m)} (at {self._rate(task, m, pattern):g})" for m in self._said(task, pattern, "ahead")]
             if names:
                 found.append(f"on `{task}` {', '.join(names)}, where dense is best at {self._rate(task, DENSE, DENSE):g}")
-        return "; ".join(found) or "none"
+        return "; ".join(found)
 
     def _said(self, task: str, pattern: str, word: str) -> list[str]:
         return [m for m in MATRIX[1:] if verdict(self.less(task, m, pattern, DENSE), settings(task).margin) == word]

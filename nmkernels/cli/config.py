@@ -165,7 +165,9 @@ def path(text: str) -> Path:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to train")
-    what.add_argument("--recipe", metavar="NAME:N:M", help="training recipe, default srste:2:4(decay=2.0); `python -m nmkernels recipes` lists them")
+    what.add_argument(
+        "--recipe", metavar="NAME:N:M", help="training recipe, default srste:2:4(decay=2.0); `python -m nmkernels recipes` lists them"
+    )
     text = "keyword of the recipe, e.g. --set decay=2e-4; may be repeated; `python -m nmkernels recipes NAME` lists them"
     what.add_argument("--set", metavar="KEY=VALUE", action="append", help=text)
     what.add_argument("--data", metavar="FILE_OR_FOLDER", help="text to train on; default: the source of the Python standard library")
