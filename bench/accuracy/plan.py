@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .rows import RunRow
-from .spec import EVALUATION_SEEDS, TUNING_SEEDS, Case, RunSpec
+from .spec import DENSE, EVALUATION_SEEDS, TUNING_SEEDS, Case, RunSpec
 from .stats import estimate
 from .tasks.base import settings
 
@@ -79,6 +79,14 @@ def _as_good(found: Mapping[int, float], best: Mapping[int, float]) -> bool:
     return not worse.lost and worse.mean <= ERRORS * worse.error
 
 
+def tuned_by(case: Case) -> Case:
+    """The case whose runs choose the rates of ``case``: itself, or dense training if the runs are longer than the task's own.
+
+    Searching in long runs costs too much to do it for every method, and STEP's paper makes its claim at the rates of dense training.
+    """
+    return case if case.steps <= settings(case.task).steps else replace(case, method=DENSE)
+
+
 @dataclass
 class Results:
     """The rows, found by case."""
@@ -92,7 +100,8 @@ class Results:
             self.cases[row.case][row.lr][row.seed] = row
 
     def search(self, case: Case) -> Search:
-        """The search for a case's rate."""
+        """The search for a case's rate, in the runs of ``tuned_by(case)``."""
+        case = tuned_by(case)
         s, found = settings(case.task), self.cases.get(case, {})
         seeds = TUNING_SEEDS[: s.tuning_seeds]
         losses = {lr: {k: _loss(runs[k]) for k in seeds if k in runs} for lr, runs in found.items()}
@@ -118,7 +127,10 @@ class Results:
     def todo(self, case: Case, seeds: int | None = None) -> list[RunSpec]:
         """The runs that a case needs now: of its search, and when that is over, of its evaluation on the first ``seeds`` seeds."""
         s, found = settings(case.task), self.search(case)
-        rates, wanted = (found.todo, TUNING_SEEDS[: s.tuning_seeds]) if found.todo else (found.good, EVALUATION_SEEDS[: seeds or s.seeds])
+        if found.todo:
+            case, rates, wanted = tuned_by(case), found.todo, TUNING_SEEDS[: s.tuning_seeds]
+        else:
+            rates, wanted = found.good, EVALUATION_SEEDS[: seeds or s.seeds]
         have = self.cases.get(case, {})
         return [RunSpec(case, lr, seed) for seed in wanted for lr in rates if seed not in have.get(lr, {})]
 
@@ -127,7 +139,8 @@ class Results:
         s, found = settings(case.task), self.search(case)
         if not found.todo:
             return len(self.todo(case))
-        return max(2, 5 - len(found.tried)) * s.tuning_seeds + 2 * s.seeds
+        rates = max(2, 5 - len(found.tried)) if case == tuned_by(case) else 0
+        return rates * s.tuning_seeds + 2 * s.seeds
 
 
 def _loss(row: RunRow) -> float:

@@ -74,7 +74,7 @@ def done(case: Case, loss) -> list:
     """The rows of a case to its end."""
     rows: list = []
     while todo := Results(rows).todo(case):
-        rows += [made(case, spec.lr, spec.seed, loss(spec)) for spec in todo]
+        rows += [made(spec.case, spec.lr, spec.seed, loss(spec)) for spec in todo]
     return rows
 
 
@@ -94,6 +94,17 @@ def test_a_case_is_tuned_on_its_seeds_and_then_evaluated_at_every_good_rate(case
     assert {row.lr for row in results.best(case).values()} == {0.017} and results.todo(case) == []
     assert {spec.seed for spec in results.todo(case, seeds=7)} == {5, 6}
     assert results.foreseen(case) == 0 and Results([]).foreseen(case) == 5 * 3 + 2 * 5
+
+
+def test_runs_longer_than_the_tasks_own_have_the_rates_of_dense_training(tiny):
+    case, dense = (studies.case("tiny", method, "2:4", steps=2 * base.settings("tiny").steps) for method in ("ste", "dense"))
+    first = Results([]).todo(case)
+    assert first == Results([]).todo(dense) and {spec.case for spec in first} == {dense}
+    assert Results([]).foreseen(case) == 2 * 5 and Results([]).foreseen(dense) == 5 * 3 + 2 * 5
+    rows = done(dense, lambda spec: abs(math.log(spec.lr / 0.017)) + 0.01 * spec.seed)
+    assert {(spec.case, spec.lr, spec.seed) for spec in Results(rows).todo(case)} == {(case, 0.017, seed) for seed in range(5)}
+    rows = done(case, lambda spec: abs(math.log(spec.lr / 0.017)) + 0.01 * spec.seed)
+    assert {row.lr for row in Results(rows).best(case).values()} == {0.017}
 
 
 def test_nothing_is_evaluated_before_the_search_is_over(case):
