@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from . import methods, tasks
-from .contrasts import findings, losses
+from .contrasts import findings
 from .methods import DECAYS
 from .plan import Results, mean_loss
 from .rows import RunRow
@@ -90,25 +90,24 @@ class Tables:
         return combined([(1, self._losses(task, method, pattern)), (-1, self._losses(task, than, pattern))])
 
     def _losses(self, task: str, method: str, pattern: str) -> dict[int, float]:
-        return losses(self.results, case(task, method, pattern))
+        return {seed: row.val_loss for seed, row in self.best(case(task, method, pattern)).items()}
 
-    def tasks(self, pattern: str) -> list[str]:
-        """The tasks whose dense training has enough seeds, and some method at this pattern too."""
-        return [
-            t for t in TASKS if pattern in settings(t).patterns and any(self.less(t, m, pattern, DENSE).n >= FEWEST for m in MATRIX[1:])
-        ]
+    def tasks(self, pattern: str, only: Sequence[str] = ()) -> list[str]:
+        """The tasks, those of ``only`` if given, whose dense training has enough seeds, and some method at this pattern too."""
+        wanted = [t for t in TASKS if pattern in settings(t).patterns and (not only or t in only)]
+        return [t for t in wanted if any(self.less(t, m, pattern, DENSE).n >= FEWEST for m in MATRIX[1:])]
 
     def matrix(self, pattern: str) -> str:
-        """Loss less dense's of every method on every task, with the mean rank and the training FLOPs."""
+        """Loss less dense's of every method on every task, how often it is ahead of and behind the others, and the training FLOPs."""
         names = self.tasks(pattern)
         heads = [self._head(task) for task in names]
-        lines = [["method", *heads, "mean rank", "training FLOPs"]]
-        ranks = self.ranks(pattern)
+        lines = [["method", *heads, "ahead, behind", "training FLOPs"]]
+        wins = self.wins(pattern)
         for method in MATRIX[1:]:
             cells = [self._cell(task, method, pattern) for task in names]
             if any(cell != NONE for cell in cells):
-                rank = f"{ranks[method]:.1f}" if method in ranks else NONE
-                lines.append([self.name(method), *cells, rank, self._flops(names, method, pattern)])
+                won = "{}, {}".format(*wins[method]) if method in wins else NONE
+                lines.append([self.name(method), *cells, won, self._flops(names, method, pattern)])
         return table(lines) if len(lines) > 1 else MISSING
 
     def _head(self, task: str) -> str:
@@ -134,28 +133,34 @@ class Tables:
             shares += [ours[s].training_flops / dense[s].training_flops for s in ours.keys() & dense.keys()]
         return f"{sum(shares) / len(shares):.2f}" if shares else NONE
 
-    def ranks(self, pattern: str, only: Sequence[str] = MATRIX[1:], names: Sequence[str] = ()) -> dict[str, float]:
-        """Method -> mean over the tasks of its rank by mean loss, of the methods that have enough seeds on all of them."""
-        names = [task for task in self.tasks(pattern) if not names or task in names]
-        means: dict[str, list[float]] = {}
-        for method in only:
-            runs = [self.best(case(task, method, pattern)) for task in names]
-            if names and all(len(mine) >= ENOUGH for mine in runs):
-                means[method] = [mean_loss(mine) for mine in runs]
-        order = [sorted(found[i] for found in means.values()) for i in range(len(names))]
-        return {m: sum(order[i].index(x) + 1 for i, x in enumerate(found)) / len(found) for m, found in means.items()}
+    def wins(self, pattern: str, only: Sequence[str] = MATRIX[1:], names: Sequence[str] = ()) -> dict[str, tuple[int, int]]:
+        """Method -> how often it is ahead of another of ``only`` on a task, and how often behind.
+
+        Of the methods that have enough seeds on all of the tasks. A mean of ranks would take noise for an order.
+        """
+        names = self.tasks(pattern, names)
+        whole = [m for m in only if names and all(len(self.best(case(task, m, pattern))) >= ENOUGH for task in names)]
+        said = {
+            m: [verdict(self.less(task, m, pattern, other), settings(task).margin) for task in names for other in whole if other != m]
+            for m in whole
+        }
+        return {m: (words.count("ahead"), words.count("behind")) for m, words in said.items()}
 
     def first(self, pattern: str, only: Sequence[str] = MATRIX[1:], names: Sequence[str] = ()) -> str:
-        """The method of lowest mean rank among ``only``; "" without rows."""
-        ranks = self.ranks(pattern, only, names)
-        return min(ranks, key=lambda m: (ranks[m], MATRIX.index(m)), default="")
+        """The method of ``only`` that is ahead of the others most often, less how often it is behind; "" without rows.
+
+        Of several, the one of least mean loss.
+        """
+        wins = self.wins(pattern, only, names)
+        loss = {m: sum(self.less(task, m, pattern, DENSE).mean for task in self.tasks(pattern, names)) for m in wins}
+        return min(wins, key=lambda m: (wins[m][1] - wins[m][0], loss[m]), default="")
 
     def choices(self) -> str:
         """What to take for which purpose at 2:4, with the evidence."""
         lines = [["you want to", "take", "loss less dense's, nats", "not known to be worse"]]
         for want in WANTS:
             method = self.first("2:4", want.methods, want.tasks)
-            found = {task: self.less(task, method, "2:4", DENSE) for task in self.tasks("2:4") if method and task in want.tasks}
+            found = {task: self.less(task, method, "2:4", DENSE) for task in self.tasks("2:4", want.tasks) if method}
             evidence = ", ".join(f"`{task}` {e.shown(sign=True)}{self._decay(task, method)}" for task, e in found.items() if e.n >= ENOUGH)
             others = [m for m in want.methods if method and m != method and self._as_good(m, method, want.tasks)]
             take = RECIPES.get(method, f"`{method}`") if method else f"`{want.untested}`"
@@ -168,7 +173,7 @@ class Tables:
 
     def _as_good(self, method: str, than: str, names: Sequence[str]) -> bool:
         """Whether a method has enough seeds on all of the tasks that have rows, and is behind another on none of them."""
-        found = {task: self.less(task, method, "2:4", than) for task in self.tasks("2:4") if task in names}
+        found = {task: self.less(task, method, "2:4", than) for task in self.tasks("2:4", names)}
         return all(e.n >= ENOUGH and verdict(e, settings(task).margin) != "behind" for task, e in found.items())
 
     def tally(self, method: str, than: str, pattern: str) -> str:

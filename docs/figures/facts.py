@@ -56,8 +56,8 @@ def facts(name: str) -> str:
 
 def table() -> str:
     """The table of all recipes: summary, training FLOPs of sparse layers as a share of dense ones, the final weights, and the evidence."""
-    lines = ["| recipe | what it is | FLOPs | leaves | mean rank |", "| --- | --- | --- | --- | --- |"]
-    ranks = page.read().ranks("2:4")
+    lines = ["| recipe | what it is | FLOPs | leaves | ahead, behind |", "| --- | --- | --- | --- | --- |"]
+    wins = page.read().wins("2:4")
     for group, members in GROUPS.items():
         lines.append(f"| | **{group}** | | | |")
         for name in members:
@@ -66,8 +66,8 @@ def table() -> str:
             ratio = nm.flops(LAYERS, recipe, STEPS, tokens=TOKENS).training_ratio
             summary = about["summary"].partition(": ")[2] or about["summary"]
             what = FINAL.get(about["final"], about["final"]).partition(",")[0]
-            rank = ranks.get(tables.METHOD.get(name, name))
-            evidence = "–" if name == "dense" else "untested" if rank is None else f"{rank:.1f} of {len(ranks)}"
+            won = wins.get(tables.METHOD.get(name, name))
+            evidence = "–" if name == "dense" else "untested" if won is None else "{}, {}".format(*won)
             lines.append(f"| [`{name}`]({name}.md) | {summary[:1].upper() + summary[1:]} | {ratio:.2f} | {what} | {evidence} |")
     return "\n".join(lines)
 
