@@ -136,13 +136,13 @@ class Tables:
     def wins(self, pattern: str, only: Sequence[str] = MATRIX[1:], names: Sequence[str] = ()) -> dict[str, tuple[int, int]]:
         """Method -> how often it is ahead of another of ``only`` on a task, and how often behind.
 
-        Of the methods that have enough seeds on all of the tasks. A mean of ranks would take noise for an order.
+        Of the methods that have enough seeds on some task. A mean of ranks would take noise for an order.
         """
         names = self.tasks(pattern, names)
-        whole = [m for m in only if names and all(len(self.best(case(task, m, pattern))) >= ENOUGH for task in names)]
+        some = [m for m in only if any(len(self.best(case(task, m, pattern))) >= ENOUGH for task in names)]
         said = {
-            m: [verdict(self.less(task, m, pattern, other), settings(task).margin) for task in names for other in whole if other != m]
-            for m in whole
+            m: [verdict(self.less(task, m, pattern, other), settings(task).margin) for task in names for other in some if other != m]
+            for m in some
         }
         return {m: (words.count("ahead"), words.count("behind")) for m, words in said.items()}
 
@@ -152,8 +152,8 @@ class Tables:
         Of several, the one of least mean loss.
         """
         wins = self.wins(pattern, only, names)
-        loss = {m: sum(self.less(task, m, pattern, DENSE).mean for task in self.tasks(pattern, names)) for m in wins}
-        return min(wins, key=lambda m: (wins[m][1] - wins[m][0], loss[m]), default="")
+        loss = {m: [self.less(task, m, pattern, DENSE).mean for task in self.tasks(pattern, names)] for m in wins}
+        return min(wins, key=lambda m: (wins[m][1] - wins[m][0], sum(x for x in loss[m] if math.isfinite(x))), default="")
 
     def choices(self) -> str:
         """What to take for which purpose at 2:4, with the evidence."""
@@ -172,9 +172,10 @@ class Tables:
         return f" (λ = {DECAYS[known.method]:g})" if known and known.method in DECAYS else ""
 
     def _as_good(self, method: str, than: str, names: Sequence[str]) -> bool:
-        """Whether a method has enough seeds on all of the tasks that have rows, and is behind another on none of them."""
+        """Whether a method is behind another on none of the tasks on which both have enough seeds, if there are any."""
         found = {task: self.less(task, method, "2:4", than) for task in self.tasks("2:4", names)}
-        return all(e.n >= ENOUGH and verdict(e, settings(task).margin) != "behind" for task, e in found.items())
+        said = [verdict(e, settings(task).margin) for task, e in found.items() if e.n >= ENOUGH]
+        return bool(said) and "behind" not in said
 
     def tally(self, method: str, than: str, pattern: str) -> str:
         """On which tasks a method is ahead of, level with and behind another, in words: ``behind on `mlp` (+0.012 ± 0.006)``."""
