@@ -78,6 +78,7 @@ def test_few_and_diverged_seeds(rows):
     few = [r for r in rows if (r.method, r.task) != ("sste", "mlp") or r.seed >= 100 or r.seed < 2]
     line = next(line for line in Tables(few).matrix("2:4").splitlines() if line.startswith("| `sste`"))
     assert line.split(" | ")[1] == tables.NONE, "fewer than three seeds are not shown"
+    assert Tables(few).wins("2:4") == {"ste": (2, 3), "srste": (4, 1), "sste": (3, 0), "step-10": (0, 5)}, "each task counts who has run it"
     some = [r for r in rows if r.method != "sste" or r.seed >= 100 or r.seed < 4]
     assert "(n = 4)" in Tables(some).matrix("2:4") and "sste" not in Tables(some).wins("2:4")
     best = next(iter(Tables(rows).best(studies.case("mlp", "ste", "2:4")).values())).lr
