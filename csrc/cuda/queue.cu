@@ -32,6 +32,7 @@ void expect(int device, CUresult status) {
 
 struct Contexts {
     CUresult (*device_of)(CUdevice*, int);
+    CUresult (*current)(CUcontext*);
     CUresult (*device_of_current)(CUdevice*);
     CUresult (*retain_primary)(CUcontext*, CUdevice);
     CUresult (*push)(CUcontext);
@@ -47,6 +48,7 @@ const Contexts& contexts() {
         };
         Contexts all{};
         get("cuDeviceGet", all.device_of);
+        get("cuCtxGetCurrent", all.current);
         get("cuCtxGetDevice", all.device_of_current);
         get("cuDevicePrimaryCtxRetain", all.retain_primary);
         get("cuCtxPushCurrent", all.push);
@@ -72,9 +74,12 @@ CUcontext primary(CUdevice device) {
 
 Queue::Queue(int device, void* stream) : device(device), stream(stream) {
     CUdevice wanted, current;
+    CUcontext context = nullptr;
     expect(device, contexts().device_of(&wanted, device));
+    // asked first, because to ask for the GPU of no context is an error, which compute-sanitizer reports
+    expect(device, contexts().current(&context));
     // any context of it, because a stream of a non-primary context, such as a green one, works only in its own
-    if (contexts().device_of_current(&current) == CUDA_SUCCESS && current == wanted) return;
+    if (context && contexts().device_of_current(&current) == CUDA_SUCCESS && current == wanted) return;
     expect(device, contexts().push(primary(wanted)));
     pushed_ = true;
 }

@@ -52,8 +52,16 @@ CUresult device_get(CUdevice* device, int ordinal) {
     return ordinal >= 0 && ordinal < kGpus ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
 
+CUresult current_context(CUcontext* context) {
+    *context = current.empty() ? nullptr : context_of(current.back());
+    return CUDA_SUCCESS;
+}
+
 CUresult device_of_current(CUdevice* device) {
-    if (current.empty()) return CUDA_ERROR_INVALID_CONTEXT;
+    if (current.empty()) {
+        note("error");  // as compute-sanitizer reports it
+        return CUDA_ERROR_INVALID_CONTEXT;
+    }
     *device = current.back();
     return CUDA_SUCCESS;
 }
@@ -95,6 +103,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, uns
                                              cudaDriverEntryPointQueryResult* found) {
     const std::map<std::string, void*> all = {
         {"cuDeviceGet", reinterpret_cast<void*>(device_get)},
+        {"cuCtxGetCurrent", reinterpret_cast<void*>(current_context)},
         {"cuCtxGetDevice", reinterpret_cast<void*>(device_of_current)},
         {"cuDevicePrimaryCtxRetain", reinterpret_cast<void*>(retain)},
         {"cuCtxPushCurrent", reinterpret_cast<void*>(push)},
