@@ -97,11 +97,13 @@ def combined(terms: Sequence[tuple[float, Mapping[int, float]]]) -> Estimate:
 def verdict(e: Estimate, margin: float) -> str:
     """``level`` if surely within the margin; otherwise ``ahead`` or ``behind`` if the interval excludes 0; otherwise ``not known``.
 
+    Also ``not known`` with fewer than ``ENOUGH`` seeds, or if a run diverged, for then the mean leaves out the worst runs.
+
     Example:
         >>> verdict(estimate([0.5, 0.6, 0.7, 0.6, 0.5]), 0.02), verdict(estimate([0.0]), 0.02)
         ('behind', 'not known')
     """
-    if e.n < ENOUGH:
+    if e.n < ENOUGH or e.lost:
         return "not known"
     if e.within(margin):
         return "level"

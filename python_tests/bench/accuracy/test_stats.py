@@ -66,6 +66,7 @@ def test_level_is_the_equivalence_test():
         ([-0.1, -0.12, -0.11, -0.1, -0.12], "ahead"),
         ([0.1, -0.2, 0.3, -0.1, 0.0], "not known"),
         ([0.1, 0.12, 0.11, 0.1], "not known"),  # too few
+        ([-0.1, -0.12, -0.11, -0.1, -0.12, math.inf], "not known"),  # one diverged
     ],
 )
 def test_words(values, said):
