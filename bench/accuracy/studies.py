@@ -147,17 +147,21 @@ def decay_cases(task: str, optimizer: str = "adamw") -> list[Case]:
     return [case(task, name, settings(task).patterns[0], optimizer) for name in DECAYS]
 
 
+def decay_losses(task: str, results: Results, optimizer: str = "adamw") -> dict[Case, float]:
+    """SR-STE's mean loss on the tuning seeds with each λ, at the best rate of the smallest one; empty before all are known."""
+    every = decay_cases(task, optimizer)
+    if _decay_todo(every, results):
+        return {}
+    lr = results.search(every[0]).best
+    return {c: mean_loss({k: row for k, row in results.cases[c][lr].items() if k in TUNING_SEEDS}) for c in every}
+
+
 def resolve(case: Case, results: Results) -> Case | None:
-    """The case itself; for ``SRSTE`` the one with the λ of least mean loss, on the tuning seeds at the best rate of the smallest λ. None
-    before that is known."""
+    """The case itself; for ``SRSTE`` the one with the λ of least mean loss by ``decay_losses``, or None before that is known."""
     if case.method != SRSTE:
         return case
-    every = decay_cases(case.task, case.optimizer)
-    if _decay_todo(every, results):
-        return None
-    lr = results.search(every[0]).best
-    found = [mean_loss({k: row for k, row in results.cases[c][lr].items() if k in TUNING_SEEDS}) for c in every]
-    return Case(case.task, every[found.index(min(found))].method, case.pattern, case.steps, case.optimizer, case.beta2)
+    losses = decay_losses(case.task, results, case.optimizer)
+    return replace(case, method=min(losses, key=lambda c: losses[c]).method) if losses else None
 
 
 def _decay_todo(every: list[Case], results: Results) -> list[RunSpec]:

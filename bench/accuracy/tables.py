@@ -14,7 +14,7 @@ from .plan import Results, mean_loss
 from .rows import RunRow
 from .spec import DENSE, Case
 from .stats import ENOUGH, FEWEST, Estimate, combined, estimate, verdict
-from .studies import MATRIX, SRSTE, TASKS, case, resolve
+from .studies import MATRIX, SRSTE, TASKS, case, decay_losses, resolve
 from .tasks.base import settings
 
 NONE = "–"
@@ -228,6 +228,18 @@ class Tables:
             loss = estimate(row.val_loss for row in runs.values()).shown()
             lines.append([name, f"{mine:g}", loss, more, tried, *values, str(len(runs))])
         return table(lines) if len(lines) > 1 else MISSING
+
+    def decays(self) -> str:
+        """SR-STE's loss with each λ less that with the best one of the task, on the tuning seeds at one rate, and the mean over tasks."""
+        found = {task: losses for task in TASKS if (losses := decay_losses(task, self.results))}
+        if not found:
+            return MISSING
+        rates = [self.results.search(next(iter(losses))).best for losses in found.values()]
+        lines = [["λ", *(f"`{task}` at {lr:g}" for task, lr in zip(found, rates, strict=True)), "mean"]]
+        lost = [[loss - min(losses.values()) for loss in losses.values()] for losses in found.values()]
+        for decay, row in zip(DECAYS.values(), zip(*lost, strict=True), strict=True):
+            lines.append([f"{decay:g}", *(f"{x:.3f}" for x in (*row, sum(row) / len(row)))])
+        return table(lines)
 
     def contrasts(self, family: str) -> str:
         """The contrasts of a family with their results."""

@@ -108,6 +108,16 @@ def test_rates_are_the_best_and_the_others_that_were_as_good(rows):
     assert Tables(doubled + [r for r in rows if r.method == "dense"]).rates("mlp", "2:4").count("`ste`") <= 1
 
 
+def test_each_decay_is_compared_with_the_best_of_its_task(rows):
+    head, _, *lines = Tables(rows).decays().splitlines()
+    assert head == "| λ | `mlp` at 0.01 | `vit` at 0.01 | mean |"
+    lost = {float(cells[0]): [*map(float, cells[1:])] for cells in (line.strip("| ").split(" | ") for line in lines)}
+    assert [*lost] == [*DECAYS.values()] and lost[2e-2] == [0, 0, 0]
+    assert lost[2e-4] == pytest.approx([0.05] * 3, abs=0.002) and lost[2e-1] == pytest.approx([0.05] * 3, abs=0.002)
+    half = [r for r in rows if r.task != "vit" or r.method != "srste-2e0"]
+    assert "`vit`" not in Tables(half).decays(), "a task is shown when all its λ are known"
+
+
 def test_contrasts_and_holm(rows, monkeypatch):
     places = (("mlp", "2:4"), ("vit", "2:4"))
     monkeypatch.setitem(contrasts.FAMILIES, "freeze", contrasts._at("step-25", "step-25-thawed", places))
