@@ -18,7 +18,7 @@ from pathlib import Path
 from . import figures, fit_rates, tables, targets
 from .accuracy import page as accuracy_page
 from .audit_page import between
-from .cases.ffn import allowed
+from .cases import ffn
 from .registry import ALLOWED, CPU, FASTEST, NOISE
 from .report import load
 from .rows import RESULTS, device_of, slug
@@ -81,9 +81,9 @@ LINES = (
         "training step of an FFN 1024-4096-1024 under S-STE, 2048 tokens",
         DENSE,
         ("ffn", "nmkernels sste, step", *BLOCK, "x dense"),
-        allowed=allowed("sste", 2),
+        allowed=ffn.allowed("sste", 2),
     ),
-    Line("the same under FST", DENSE, ("ffn", "nmkernels fst, step", *BLOCK, "x dense"), front=False, allowed=allowed("fst", 2)),
+    Line("the same under FST", DENSE, ("ffn", "nmkernels fst, step", *BLOCK, "x dense"), front=False, allowed=ffn.allowed("fst", 2)),
     Line(
         "generating text at batch 1, GPT of width 1024",
         "dense, as PyTorch runs it",
