@@ -109,7 +109,7 @@ class WeightTransform:
     reads: ClassVar[Mapping[str, Kind]] = reading()
     """The layer's ``nm_*`` tensors that the methods receive as ``extras``, in this order, each with its kind."""
 
-    # set per object, but not a field: torch 2.8 traces a frozen dataclass by passing all its fields to __init__
+    # set per object, but not a field: torch traces a frozen dataclass by passing all its fields to __init__ (as of 2.8)
     traits: ClassVar[Traits]
 
     def __post_init__(self) -> None:

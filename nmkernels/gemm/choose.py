@@ -66,7 +66,7 @@ def choose(*problems: Problem) -> Choice:
     Cached: for equal problems a lookup in a dict.
     """
     if torch.compiler.is_compiling() or type(problems[0].tokens) is not int:
-        # torch 2.8 cannot trace a slice of a NamedTuple, and functions that it does not trace must return plain values: hence text
+        # functions that torch does not trace must return plain values, hence text; and torch 2.8 could not trace a slice of a NamedTuple
         text = _for_graphs(*[(p.role, *tuple(p)[2:]) for p in problems])
         return tuple([Method(*part.split("|")) for part in text.split(", ")])
     if torch._C._get_deterministic_algorithms():
