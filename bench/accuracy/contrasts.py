@@ -30,9 +30,13 @@ def _less(what: str, ours: Case, theirs: Case) -> Contrast:
     return Contrast(what, ((1, ours), (-1, theirs)))
 
 
+def place(task: str, pattern: str, beta2: float | None = None) -> str:
+    """Where something was measured, for the tables."""
+    return f"`{task}` {pattern}" + ("" if beta2 is None else f", β₂ = {beta2:g}")
+
+
 def _at(ours: str, theirs: str, where: tuple[tuple[str, str], ...], beta2: float | None = None, steps: int | None = None) -> list[Contrast]:
-    more = "" if beta2 is None else f", β₂ = {beta2:g}"
-    return [_less(f"`{t}` {p}{more}", *(case(t, m, p, beta2=beta2, steps=steps) for m in (ours, theirs))) for t, p in where]
+    return [_less(place(t, p, beta2), *(case(t, m, p, beta2=beta2, steps=steps) for m in (ours, theirs))) for t, p in where]
 
 
 def _long(ours: str, theirs: str) -> list[Contrast]:

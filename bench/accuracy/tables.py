@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from . import methods, tasks
-from .contrasts import findings
+from .contrasts import findings, place
 from .methods import DECAYS
 from .plan import Results, mean_loss
 from .rows import RunRow
@@ -85,12 +86,14 @@ class Tables:
         known = resolve(each, self.results)
         return self.results.best(known) if known else {}
 
-    def less(self, task: str, method: str, pattern: str, than: str) -> Estimate:
+    def less(self, task: str, method: str, pattern: str, than: str, beta2: float | None = None, steps: int | None = None) -> Estimate:
         """The loss of a method minus that of another, paired by seed, each at its best rate."""
-        return combined([(1, self._losses(task, method, pattern)), (-1, self._losses(task, than, pattern))])
+        ours, theirs = (self._losses(task, name, pattern, beta2, steps) for name in (method, than))
+        return combined([(1, ours), (-1, theirs)])
 
-    def _losses(self, task: str, method: str, pattern: str) -> dict[int, float]:
-        return {seed: row.val_loss for seed, row in self.best(case(task, method, pattern)).items()}
+    def _losses(self, task: str, method: str, pattern: str, beta2: float | None = None, steps: int | None = None) -> dict[int, float]:
+        runs = self.best(case(task, method, pattern, beta2=beta2, steps=steps))
+        return {seed: row.val_loss for seed, row in runs.items()}
 
     def tasks(self, pattern: str, only: Sequence[str] = ()) -> list[str]:
         """The tasks, those of ``only`` if given, whose dense training has enough seeds, and some method at this pattern too."""
@@ -261,16 +264,25 @@ class Tables:
             else "not run yet"
         )
 
-    def compared(self, names: Sequence[str], where: Sequence[tuple[str, str]], than: str) -> str:
-        """The losses of methods at their best rates, and their differences to one of them."""
-        lines = [["method", *(f"`{task}` {pattern}" for task, pattern in where)]]
+    def places(self, family: str) -> list[tuple[str, str, float, int]]:
+        """Where the contrasts of a family have enough seeds: task, pattern, β₂ and steps."""
+        terms = [f.contrast.terms[0][1] for f in findings(self.results, family) if f.estimate.n >= FEWEST]
+        return [(c.task, c.pattern, c.beta2, c.steps) for c in terms]
+
+    def compared(self, names: Sequence[str], where: Sequence[tuple[Any, ...]], than: str) -> str:
+        """The losses of methods at their best rates, and their differences to one of them.
+
+        Args:
+            where: task and pattern; also β₂ and steps, if they are not the task's own.
+        """
+        lines = [["method", *(place(*each[:3]) for each in where)]]
         for name in names:
             cells = []
-            for task, pattern in where:
-                loss = estimate(self._losses(task, name, pattern).values())
-                e = self.less(task, name, pattern, than)
-                more = f" ({e.shown(sign=True)})" if name != than and e.n >= FEWEST else ""
-                cells.append(loss.shown() + more if loss.n >= FEWEST else NONE)
+            for task, pattern, *more in where:
+                loss = estimate(self._losses(task, name, pattern, *more).values())
+                e = self.less(task, name, pattern, than, *more)
+                less = f" ({e.shown(sign=True)})" if name != than and e.n >= FEWEST else ""
+                cells.append(loss.shown() + less if loss.n >= FEWEST else NONE)
             lines.append([self.name(name), *cells])
         return table(lines)
 

@@ -131,6 +131,22 @@ def test_contrasts_and_holm(rows, monkeypatch):
     assert "| `mlp` 1:8 | – | not known | 0 | – |" in Tables(rows).contrasts("oracle")
 
 
+def test_long_runs_are_compared_where_the_contrasts_have_rows(rows, monkeypatch):
+    monkeypatch.setitem(contrasts.FAMILIES, "freeze", contrasts._at("step-25", "step-25-thawed", contrasts.PLACES))
+    t, names = Tables(rows), ("ste", "step-25", "oracle")
+    own = t.places("freeze")
+    assert [p[:2] for p in own] == [("mlp", "2:4"), ("vit", "2:4")] and not t.places("long-freeze")
+    text = t.compared(names, own, "ste")
+    cells = [line.split(" | ")[1:] for line in t.compared(names, [("mlp", "2:4"), ("vit", "2:4")], "ste").splitlines()]
+    assert [line.split(" | ")[1:] for line in text.splitlines()][1:] == cells[1:] and f"`vit` 2:4, β₂ = {own[1][2]:g}" in text
+    assert "(" not in cells[2][0] and "(+0.0" in cells[3][0] and cells[4][0] == tables.NONE
+    # the same losses in runs of another length and β₂, which the own ones must not be mixed with
+    longer = [dataclasses.replace(r, steps=200, beta2=0.98, val_loss=r.val_loss + 1) for r in rows if r.method not in DECAYS]
+    both = Tables([*rows, *longer])
+    shown = [both.compared(["ste"], [where], "ste").splitlines()[2] for where in (("mlp", "2:4"), ("mlp", "2:4", 0.98, 200))]
+    assert shown[0].startswith("| `ste` | 0.") and shown[1].startswith("| `ste` | 1.")
+
+
 def test_switches(rows):
     t0 = {"step-25": (25, "fixed"), "step-auto": (31, "test")}
     own = studies.case("mlp", "step-auto", "2:4").beta2
