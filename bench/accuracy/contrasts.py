@@ -30,9 +30,9 @@ def _less(what: str, ours: Case, theirs: Case) -> Contrast:
     return Contrast(what, ((1, ours), (-1, theirs)))
 
 
-def place(task: str, pattern: str, beta2: float | None = None) -> str:
-    """Where something was measured, for the tables."""
-    return f"`{task}` {pattern}" + ("" if beta2 is None else f", β₂ = {beta2:g}")
+def place(task: str, pattern: str, beta2: float | None = None, steps: int | None = None) -> str:
+    """Where something was measured, for the tables; β₂ and steps if given."""
+    return f"`{task}` {pattern}" + (f", β₂ = {beta2:g}" if beta2 else "") + (f", {steps:,} steps" if steps else "")
 
 
 def _at(ours: str, theirs: str, where: tuple[tuple[str, str], ...], beta2: float | None = None, steps: int | None = None) -> list[Contrast]:

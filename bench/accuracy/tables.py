@@ -121,9 +121,8 @@ class Tables:
         e = self.less(task, method, pattern, DENSE)
         if e.n < FEWEST:
             return NONE
-        few = f" (n = {e.n})" if e.n < settings(task).seeds else ""
         same = " ≈" if verdict(e, settings(task).margin) == LEVEL else ""
-        return e.shown(sign=True) + same + few
+        return e.shown(sign=True) + same + _few(task, e)
 
     def name(self, method: str) -> str:
         """A method as the tables show it."""
@@ -275,14 +274,14 @@ class Tables:
         Args:
             where: task and pattern; also β₂ and steps, if they are not the task's own.
         """
-        lines = [["method", *(place(*each[:3]) for each in where)]]
+        lines = [["method", *(place(*each) for each in where)]]
         for name in names:
             cells = []
             for task, pattern, *more in where:
                 loss = estimate(self._losses(task, name, pattern, *more).values())
                 e = self.less(task, name, pattern, than, *more)
                 less = f" ({e.shown(sign=True)})" if name != than and e.n >= FEWEST else ""
-                cells.append(loss.shown() + less if loss.n >= FEWEST else NONE)
+                cells.append(loss.shown() + less + _few(task, loss) if loss.n >= FEWEST else NONE)
             lines.append([self.name(name), *cells])
         return table(lines)
 
@@ -342,6 +341,10 @@ class Tables:
         for row in self.rows:
             found.setdefault(row.task, set()).add(row.data)
         return sorted(task for task, digests in found.items() if len(digests) > 1)
+
+
+def _few(task: str, e: Estimate) -> str:
+    return f" (n = {e.n})" if e.n < settings(task).seeds else ""
 
 
 def _machine(row: RunRow) -> str:
