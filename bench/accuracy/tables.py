@@ -281,7 +281,7 @@ class Tables:
                 loss = estimate(self._losses(task, name, pattern, *more).values())
                 e = self.less(task, name, pattern, than, *more)
                 less = f" ({e.shown(sign=True)})" if name != than and e.n >= FEWEST else ""
-                cells.append(loss.shown() + less + _few(task, loss) if loss.n >= FEWEST else NONE)
+                cells.append(loss.shown() + less + _few(task, e if less else loss) if loss.n >= FEWEST else NONE)
             lines.append([self.name(name), *cells])
         return table(lines)
 

@@ -147,6 +147,8 @@ def test_long_runs_are_compared_where_the_contrasts_have_rows(rows, monkeypatch)
     shown = [both.compared(["ste"], [where], "ste").splitlines()[2] for where in (("mlp", "2:4"), ("mlp", "2:4", 0.98, 200))]
     assert shown[0].startswith("| `ste` | 0.") and shown[1].startswith("| `ste` | 1.")
     assert "n =" not in shown[0] and shown[1].endswith(" (n = 4) |"), "one seed fewer than the task has"
+    paired = Tables([r for r in rows if r.method != "ste" or r.seed != 4]).compared(["step-25"], [("mlp", "2:4")], "ste")
+    assert paired.endswith(" (n = 4) |"), "the seeds that both have"
 
 
 def test_switches(rows):
