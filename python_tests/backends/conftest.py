@@ -18,8 +18,8 @@ Run = Callable[..., Any]
 
 
 def instruction_sets() -> list[str]:
-    """Those that this build has and this processor runs; one name that skips where there is no core."""
-    return list(import_module("nmkernels._C").isas()) if compiled_core().ok else ["none"]
+    """Those that this build has and this processor runs, the one that users get first; one name that skips where there is no core."""
+    return list(import_module("nmkernels._C").isas())[::-1] if compiled_core().ok else ["none"]
 
 
 @pytest.fixture(params=instruction_sets())

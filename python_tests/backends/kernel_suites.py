@@ -149,6 +149,7 @@ class CompressSuite:
                 assert ours("nm_decompress").fn(*places, p.n, p.m, w.shape[1], out=dense) is dense
                 testing.assert_equal_bits(dense, reference.decompress(*want, p.n, p.m, w.shape[1]), str(p))
 
+    @slow_interpreted
     def test_a_mask_that_keeps_too_many_is_refused(self, device: str, ours: Ours) -> None:
         for p in map(Pattern, ["2:4", "1:8", "2:8", "3:5", "2:32"]):
             for rows in [1, 640]:
@@ -366,6 +367,7 @@ class FewTokensSuite:
         testing.assert_equal_bits(self.run(ours, x, values, indices, text, bias, activation), y, what)
         return y
 
+    @pytest.mark.quick(2)
     @pytest.mark.parametrize("text", PATTERNS)
     def test_every_dtype(self, text: str, device: str, ours: Ours) -> None:
         """Columns that end inside a group and inside the last step."""

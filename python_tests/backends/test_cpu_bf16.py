@@ -70,6 +70,7 @@ def check(cpu, text: str, rows: int, cols: int, tokens: int) -> None:
     assert_no_worse(out, w @ transposed, w.double() @ transposed.double())
 
 
+@pytest.mark.quick(2)
 @for_each("text", PATTERNS)
 def test_as_good_as_dense(cpu, text):
     for tokens in [1, 2, 5, 8, 9, 17, 33, 64, 65]:

@@ -26,6 +26,7 @@ def packed(text, rows, cols, dtype=torch.float32):
     return values[:, : p.kept(cols)].contiguous(), indices[:, : p.index_bytes(cols)].contiguous(), w
 
 
+@pytest.mark.quick(2)
 @every_dtype
 @for_each("text", TUNED + OTHERS)
 def test_is_as_good_as_dense(cpu, text, dtype):

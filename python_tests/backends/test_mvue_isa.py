@@ -99,6 +99,7 @@ def test_edge_inputs(cpu, text, dtype, method):
             agrees(cpu, case.x, p, dim, method, case.id)
 
 
+@pytest.mark.quick(2)
 @every_dtype
 @for_each("text", ["1:4", "2:4", "3:4", "4:8", "3:5", "7:12", "12:16", "16:32"])
 def test_groups_that_saturate_step_by_step(cpu, text, dtype):

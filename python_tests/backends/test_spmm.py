@@ -41,6 +41,7 @@ def check(cpu, text: str, dtype: torch.dtype, rows: int, cols: int, tokens: int)
     assert_no_worse(out, w @ transposed, w.double() @ transposed.double())
 
 
+@pytest.mark.quick(2)
 @every_pattern
 def test_as_good_as_dense(cpu, text):
     for dtype in DTYPES:

@@ -177,7 +177,7 @@ def trained(recipes: tuple[str, ...], cases: tuple[str, ...]) -> dict[str, Any]:
 FIRST = next(iter(CASES))
 
 
-QUICK = ("srste", "step", "sste", "mdgf", "asp", "fst")
+QUICK = ("srste", "step", "sste")
 
 
 def of_some_recipes() -> dict[str, Any]:

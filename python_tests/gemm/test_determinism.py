@@ -17,8 +17,6 @@ from nmkernels.gemm.choose import forget
 from nmkernels.nn import SquaredReLU
 
 STEPS, TOKENS, WIDTH = 24, 64, 128
-SEVERAL = ("srste", "sste", "step")
-"""Those that ``make test`` runs; the others are slow tests."""
 
 
 def recipe_of(name):
@@ -55,10 +53,6 @@ def digest(name):
     return hashlib.sha256(b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)).hexdigest()
 
 
-def names():
-    return [pytest.param(name, marks=[] if name in SEVERAL else [pytest.mark.slow]) for name in nm.recipes.names()]
-
-
 @pytest.fixture
 def other_process(tmp_path):
     """The digest from a process of its own, with an empty cache."""
@@ -74,7 +68,8 @@ def other_process(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", names())
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("name", sorted(nm.recipes.names(), key="sste".__ne__))  # the first computes most that could be timed
 def test_the_same_seed_gives_the_same_bits(name, cache, other_process, monkeypatch):
     monkeypatch.delenv("NMKERNELS_CHOICE", raising=False)
     monkeypatch.setattr(tuning.timer.Timer, "turns", lambda *args, **kwargs: pytest.fail("a choice was timed"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -55,7 +56,7 @@ def _complaint(own: str, target: str) -> str:
 
 def _imports(path: Path, package: Path) -> Iterator[tuple[int, str]]:
     """(line, top-level name of the package) of every import, inside functions too; the name of an absolute import is empty."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(_tree(path)):
         absolute = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.level == 0:
             absolute = [node.module or ""]
@@ -64,6 +65,11 @@ def _imports(path: Path, package: Path) -> Iterator[tuple[int, str]]:
             parts = (*folder, *(node.module or "").split(".")) if node.module else folder
             yield from ((node.lineno, name) for name in ([parts[0]] if parts else [_home(a.name, package) for a in node.names]))
         yield from ((node.lineno, "") for name in absolute if name.split(".")[0] == package.name)
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def _home(name: str, package: Path) -> str:
@@ -76,7 +82,7 @@ def import_circle(package: Path) -> list[str]:
     modules = {_module(path, package): path for path in package.rglob("*.py")}
     graph: dict[str, set[str]] = {name: set() for name in modules}
     for name, path in modules.items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = _tree(path)
         guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
         types_only = {id(node) for guard in guards for node in guard.body}
         for node in ast.walk(tree):

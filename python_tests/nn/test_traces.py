@@ -145,7 +145,8 @@ def test_fx_of_a_single_layer_and_of_sparse_activations():
             same(torch.jit.trace(model, x), model, x)
 
 
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.quick(1, per=("kind", "stage"))
+@pytest.mark.parametrize("mode", ["symbolic", "real", "fake"])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_make_fx(kind, stage, mode):

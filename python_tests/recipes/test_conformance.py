@@ -148,7 +148,7 @@ def test_dense_checkpoint_and_model_copies(entry):
 # ---- the end
 
 
-@pytest.mark.quick(2, per="entry.recipe.name")
+@pytest.mark.quick(1, per="entry.recipe.name")
 @ENTRIES
 @ENDING
 def test_finish_leaves_what_was_previewed(entry, tmp_path):

@@ -440,9 +440,10 @@ def test_renew_masks_takes_a_scale_again():
 # ---- no false alarms
 
 
-@pytest.mark.parametrize("name", ROSTER)
-def test_no_recipe_raises_a_false_alarm(name):
-    recipe = ROSTER[name].recipe
+@pytest.mark.quick(1, per="entry.recipe.name")
+@pytest.mark.parametrize("entry", ROSTER.values(), ids=ROSTER.keys())
+def test_no_recipe_raises_a_false_alarm(entry):
+    recipe = entry.recipe
 
     def run():
         model = net(recipe)

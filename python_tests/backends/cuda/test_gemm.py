@@ -67,7 +67,7 @@ def test_every_value_is_found(device, tile, dtype, use):
             assert_equal_bits(multiply(values, order, eye, True) + 0.0, w + 0.0)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @dtypes
 @tiles
 def test_sizes(device, tile, dtype, use):

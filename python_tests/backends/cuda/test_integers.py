@@ -64,6 +64,7 @@ def test_few_tokens(device, ours, text, bits):
             check(ours, text, x, weight(text, rows, cols, bits, steps, device), bias if rows > 3 else None, activation)
 
 
+@pytest.mark.quick(1, per="bits")
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_sparse_tensor_cores(device, ours, dtype, bits):
@@ -94,6 +95,7 @@ def test_every_column_is_found(device, ours, bits):
                     assert_equal_bits(y.cpu() + 0.0, w[:, first : first + tokens].t().contiguous() + 0.0, text)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_slices_and_parts(device, ours, bits, monkeypatch):
     """More columns than shared memory holds at a time, warps that share rows, and columns in parts."""

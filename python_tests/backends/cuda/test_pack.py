@@ -19,7 +19,7 @@ USUAL = [(F32, F32), (F32, BF16), (F32, F16), (BF16, BF16), (F16, F16)]
 SMALL = ["2:4", "1:4", "1:8", "2:8", "1:16"]
 ORIENTATIONS = {"rows": (True, False), "columns": (False, True), "both": (True, True)}
 UNUSUAL = [(BF16, F16), (F16, BF16), (BF16, F32), (F16, F32)]
-SELECTS = ["magnitude", "given", "threshold", "transposable"]
+SELECTS = ["magnitude", "transposable", "given", "threshold"]
 SCALE = torch.tensor(-1.37)
 INF, NAN = float("inf"), float("nan")
 Check = Callable[..., None]
@@ -65,8 +65,8 @@ def check_all(
             check(edge(rows, cols, source), pattern, select, way, to, mask, scale, layout)
 
 
-@pytest.mark.quick(1, per=("way", "select"))
-@for_each("select", SELECTS)
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("select", SELECTS)
 @for_each("way", list(ORIENTATIONS))
 def test_2_4(way: str, select: str, check: Check, poison: None) -> None:
     """One tile of a block and less, several, and ragged ones; sizes that the tile kernels leave to others; unusual pairs of dtypes."""

@@ -27,6 +27,7 @@ def some(n: int, most: int) -> list[int]:
     return sorted({*range(1, min(n, most) + 1), n // 2 or 1, max(n - 1, 1), n})
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 32, 33, 64, 128, 255, 256])
 def test_every_way_to_rank(m: int, device: str, poison: None) -> None:
     """N from 1 to M, in 16 and 32 bits: ties, zeros of both signs, NaN and infinity in every group, and one group of each alone."""

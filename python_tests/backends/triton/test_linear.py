@@ -51,7 +51,7 @@ def planned(monkeypatch):
     return fix
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("pattern", WORDS + OTHERS)
 def test_gemms(pattern, device):
     for rows, cols, width, dtype in ((65, 130, 5, BF16), (20, 256, 17, BF16), (20, 130, 5, torch.float32), (20, 130, 9, torch.float16)):
