@@ -181,13 +181,12 @@ class Tables:
 
     def tally(self, method: str, than: str, pattern: str) -> str:
         """On which tasks a method is ahead of, level with and behind another, in words: ``behind on `mlp` (+0.012 ± 0.006)``."""
-        found: dict[str, list[str]] = {}
-        for task in self.tasks(pattern):
-            e = self.less(task, method, pattern, than)
-            if e.n >= ENOUGH:
-                found.setdefault(verdict(e, settings(task).margin), []).append(f"`{task}` ({e.shown(sign=True)})")
-        words = {"ahead": "ahead on", "level": "level on", "behind": "behind on", "not known": "not known on"}
-        return "; ".join(f"{text} {', '.join(found[key])}" for key, text in words.items() if key in found) or "not compared yet"
+        found = {f"`{task}`": (task, self.less(task, method, pattern, than)) for task in self.tasks(pattern)}
+        return _verdicts(found, " on") or "not compared yet"
+
+    def longer(self, names: Sequence[str], task: str, pattern: str, steps: int) -> str:
+        """Which methods are ahead of dense training after so many steps, level with it and behind, in words; "" without rows."""
+        return _verdicts({self.name(m): (task, self.less(task, m, pattern, DENSE, steps=steps)) for m in names if m != DENSE}, ":")
 
     def levels(self, pattern: str) -> str:
         """The methods that are level with dense, by task."""
@@ -341,6 +340,15 @@ class Tables:
         for row in self.rows:
             found.setdefault(row.task, set()).add(row.data)
         return sorted(task for task, digests in found.items() if len(digests) > 1)
+
+
+def _verdicts(found: Mapping[str, tuple[str, Estimate]], after: str) -> str:
+    """What has enough seeds, by verdict: ``ahead on `mlp` (−0.012 ± 0.006); level on ...``; of each name, the task and the difference."""
+    said: dict[str, list[str]] = {}
+    for name, (task, e) in found.items():
+        if e.n >= ENOUGH:
+            said.setdefault(verdict(e, settings(task).margin), []).append(f"{name} ({e.shown(sign=True)})")
+    return "; ".join(f"{word}{after} {', '.join(said[word])}" for word in ("ahead", LEVEL, "behind", "not known") if word in said)
 
 
 def _few(task: str, e: Estimate) -> str:
