@@ -31,6 +31,7 @@ BEGIN, END = "<!-- measured: written by python -m bench.front_page -->", "<!-- m
 MACHINES, MACHINES_END = "<!-- machines: written by python -m bench.front_page -->", "<!-- machines: end -->"
 METHODS, METHODS_END = "<!-- best methods: written by python -m bench.front_page -->", "<!-- best methods: end -->"
 CHOICES, CHOICES_END = "<!-- choices: written by python -m bench.front_page -->", "<!-- choices: end -->"
+LONGER, LONGER_END = "<!-- longer runs: written by python -m bench.front_page -->", "<!-- longer runs: end -->"
 INTEGERS, INTEGERS_END = "<!-- integers: written by python -m bench.front_page -->", "<!-- integers: end -->"
 REGRET, REGRET_END = "<!-- regret: written by python -m bench.front_page -->", "<!-- regret: end -->"
 
@@ -229,6 +230,7 @@ def main(argv: list[str] | None = None, results: Path = RESULTS, pages: Sequence
         (MACHINES, MACHINES_END): machines(rows, results),
         (METHODS, METHODS_END): accuracy.matrix("2:4"),
         (CHOICES, CHOICES_END): accuracy.choices(),
+        (LONGER, LONGER_END): accuracy.longer(),
     }
     pieces[INTEGERS, INTEGERS_END] = integers(rows)
     pieces[REGRET, REGRET_END] = fit_rates.table(fit_rates.cases(results))

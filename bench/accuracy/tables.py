@@ -15,7 +15,7 @@ from .plan import Results, mean_loss
 from .rows import RunRow
 from .spec import DENSE, Case
 from .stats import ENOUGH, FEWEST, Estimate, combined, estimate, verdict
-from .studies import MATRIX, SRSTE, TASKS, case, decay_losses, resolve
+from .studies import MATRIX, SRSTE, STUDIES, TASKS, case, decay_losses, resolve
 from .tasks.base import settings
 
 NONE = "–"
@@ -184,9 +184,13 @@ class Tables:
         found = {f"`{task}`": (task, self.less(task, method, pattern, than)) for task in self.tasks(pattern)}
         return _verdicts(found, " on") or "not compared yet"
 
-    def longer(self, names: Sequence[str], task: str, pattern: str, steps: int) -> str:
-        """Which methods are ahead of dense training after so many steps, level with it and behind, in words; "" without rows."""
-        return _verdicts({self.name(m): (task, self.less(task, m, pattern, DENSE, steps=steps)) for m in names if m != DENSE}, ":")
+    def longer(self) -> str:
+        """What is ahead of dense training in the runs of ``long-gpt``, level with it and behind, in words; "" without rows."""
+        study = STUDIES["long-gpt"]
+        (task,), (pattern,) = study.tasks, study.patterns
+        found = {m: self.less(task, m, pattern, DENSE, steps=study.steps) for m in study.methods if m != DENSE}
+        said = _verdicts({self.name(m): (task, e) for m, e in found.items()}, ":")
+        return f"After {study.steps:,} steps of `{task}` instead of {settings(task).steps}, against dense: {said}." if said else ""
 
     def levels(self, pattern: str) -> str:
         """The methods that are level with dense, by task."""

@@ -149,10 +149,13 @@ def test_long_runs_are_compared_where_the_contrasts_have_rows(rows, monkeypatch)
     assert "n =" not in shown[0] and shown[1].endswith(" (n = 4) |"), "one seed fewer than the task has"
     paired = Tables([r for r in rows if r.method != "ste" or r.seed != 4]).compared(["step-25"], [("mlp", "2:4")], "ste")
     assert paired.endswith(" (n = 4) |"), "the seeds that both have"
-    assert both.longer(names, "mlp", "2:4", 200) == "", "too few seeds for words"
+    # in words
+    assert both.longer() == "", "too few seeds"
+    monkeypatch.setitem(studies.STUDIES, "long-gpt", studies.Study("long", ("dense", "ste", "sste", "slope"), ("mlp",), steps=200))
     longer = [dataclasses.replace(r, steps=200, val_loss=r.val_loss + 1) for r in rows if r.method not in DECAYS]
-    said = Tables([*rows, *longer]).longer(("dense", "ste", "sste", "slope"), "mlp", "2:4", 200)
-    assert said.startswith("level: `sste` (+0.00") and "; behind: `ste` (+0.10" in said and "slope" not in said
+    said = Tables([*rows, *longer]).longer()
+    assert said.startswith("After 200 steps of `mlp` instead of 100, against dense: level: `sste` (+0.00")
+    assert "; behind: `ste` (+0.10" in said and "slope" not in said
 
 
 def test_switches(rows):
