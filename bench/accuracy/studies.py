@@ -84,7 +84,10 @@ STUDIES = {
     "long-text": Study("the same where texts are learned, with a short window", FREEZE, ("translation",), beta2s=(SHORT,)),
     "epochs": Study("the same in three epochs of fine-tuning BERT", FREEZE, ("sentiment",), ("1:4",), beta2s=(SHORT,), steps=EPOCHS),
     "long-gpt": Study(
-        "other methods in long runs of a GPT", (DENSE, "ste", SRSTE, "sste", "slope", "mdgf-chain", "asp"), ("gpt",), steps=LONG
+        "other methods in long runs of a GPT, SR-STE with the paper's λ and larger ones too",
+        (DENSE, "ste", SRSTE, "srste-2e-4", "srste-2e-2", "srste-2e-1", "sste", "slope", "mdgf-chain", "asp"),
+        ("gpt",),
+        steps=LONG,
     ),
     "switch": Study(
         "when STEP switches, and its settings",

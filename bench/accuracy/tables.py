@@ -163,13 +163,14 @@ class Tables:
         for want in WANTS:
             method = self.first("2:4", want.methods, want.tasks)
             found = {task: self.less(task, method, "2:4", DENSE) for task in self.tasks("2:4", want.tasks) if method}
-            evidence = ", ".join(f"`{task}` {e.shown(sign=True)}{self._decay(task, method)}" for task, e in found.items() if e.n >= ENOUGH)
+            evidence = ", ".join(f"`{task}` {e.shown(sign=True)}{self.decay(task, method)}" for task, e in found.items() if e.n >= ENOUGH)
             others = [m for m in want.methods if method and m != method and self._as_good(m, method, want.tasks)]
             take = RECIPES.get(method, f"`{method}`") if method else f"`{want.untested}`"
             lines.append([want.what, take, evidence or "untested", ", ".join(RECIPES.get(m, f"`{m}`") for m in others) or NONE])
         return table(lines)
 
-    def _decay(self, task: str, method: str) -> str:
+    def decay(self, task: str, method: str) -> str:
+        """The λ of a method that was chosen on a task, in brackets; "" if it has none."""
         known = resolve(case(task, method, "2:4"), self.results)
         return f" (λ = {DECAYS[known.method]:g})" if known and known.method in DECAYS else ""
 
