@@ -53,7 +53,7 @@ class SRSTE(Recipe):
     λ only matters where λ|w| is comparable with |g|: watch ``decay_ratio`` in ``handle.metrics()``.
 
     Args:
-        decay: λ, at least 0; 2e-4 in the paper, for SGD on ImageNet. With 0 it is STE.
+        decay: λ, at least 0; with 0 it is STE. The default is the paper's, for SGD on ImageNet; with AdamW begin at 2e-2.
         packed: as for ``STE``.
 
     Example:
