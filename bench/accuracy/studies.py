@@ -85,7 +85,7 @@ STUDIES = {
     "epochs": Study("the same in three epochs of fine-tuning BERT", FREEZE, ("sentiment",), ("1:4",), beta2s=(SHORT,), steps=EPOCHS),
     "long-gpt": Study(
         "other methods in long runs of a GPT, SR-STE with the paper's λ and larger ones too",
-        (DENSE, "ste", SRSTE, "srste-2e-4", "srste-2e-2", "srste-2e-1", "sste", "slope", "mdgf-chain", "asp"),
+        (DENSE, "ste", "srste-2e-4", "srste-2e-2", "srste-2e-1", SRSTE, "sste", "slope", "mdgf-chain", "asp"),
         ("gpt",),
         steps=LONG,
     ),

@@ -126,6 +126,8 @@ class Tables:
 
     def name(self, method: str) -> str:
         """A method as the tables show it."""
+        if method in DECAYS:
+            return f"SR-STE (λ = {DECAYS[method]:g})"
         return "SR-STE (λ tuned)" if method == SRSTE else f"`{method}`"
 
     def _flops(self, names: Sequence[str], method: str, pattern: str) -> str:
@@ -183,15 +185,15 @@ class Tables:
     def tally(self, method: str, than: str, pattern: str) -> str:
         """On which tasks a method is ahead of, level with and behind another, in words: ``behind on `mlp` (+0.012 ± 0.006)``."""
         found = {f"`{task}`": (task, self.less(task, method, pattern, than)) for task in self.tasks(pattern)}
-        return _verdicts(found, " on") or "not compared yet"
+        return _verdicts(found, ON) or "not compared yet"
 
     def longer(self) -> str:
         """What is ahead of dense training in the runs of ``long-gpt``, level with it and behind, in words; "" without rows."""
         study = STUDIES["long-gpt"]
         (task,), (pattern,) = study.tasks, study.patterns
-        found = {m: self.less(task, m, pattern, DENSE, steps=study.steps) for m in study.methods if m != DENSE}
-        said = _verdicts({self.name(m): (task, e) for m, e in found.items()}, ":")
-        return f"After {study.steps:,} steps of `{task}` instead of {settings(task).steps}, against dense: {said}." if said else ""
+        found = {self.name(m): (task, self.less(task, m, pattern, DENSE, steps=study.steps)) for m in study.methods if m != DENSE}
+        said = _verdicts(dict(sorted(found.items(), key=lambda each: each[1][1].mean)), OF_DENSE)
+        return f"After {study.steps:,} steps of `{task}` instead of {settings(task).steps}, {said}." if said else ""
 
     def levels(self, pattern: str) -> str:
         """The methods that are level with dense, by task."""
@@ -347,13 +349,18 @@ class Tables:
         return sorted(task for task, digests in found.items() if len(digests) > 1)
 
 
-def _verdicts(found: Mapping[str, tuple[str, Estimate]], after: str) -> str:
+ON = {word: f"{word} on" for word in ("ahead", LEVEL, "behind", "not known")}
+OF_DENSE = {"ahead": "ahead of dense:", LEVEL: "level with dense:", "behind": "behind dense:", "not known": "not known:"}
+"""Each verdict, before the names of which it is said."""
+
+
+def _verdicts(found: Mapping[str, tuple[str, Estimate]], words: Mapping[str, str]) -> str:
     """What has enough seeds, by verdict: ``ahead on `mlp` (−0.012 ± 0.006); level on ...``; of each name, the task and the difference."""
     said: dict[str, list[str]] = {}
     for name, (task, e) in found.items():
         if e.n >= ENOUGH:
             said.setdefault(verdict(e, settings(task).margin), []).append(f"{name} ({e.shown(sign=True)})")
-    return "; ".join(f"{word}{after} {', '.join(said[word])}" for word in ("ahead", LEVEL, "behind", "not known") if word in said)
+    return "; ".join(f"{text} {', '.join(said[word])}" for word, text in words.items() if word in said)
 
 
 def _few(task: str, e: Estimate) -> str:

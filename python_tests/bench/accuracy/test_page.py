@@ -154,8 +154,8 @@ def test_long_runs_are_compared_where_the_contrasts_have_rows(rows, monkeypatch)
     monkeypatch.setitem(studies.STUDIES, "long-gpt", studies.Study("long", ("dense", "ste", "sste", "slope"), ("mlp",), steps=200))
     longer = [dataclasses.replace(r, steps=200, val_loss=r.val_loss + 1) for r in rows if r.method not in DECAYS]
     said = Tables([*rows, *longer]).longer()
-    assert said.startswith("After 200 steps of `mlp` instead of 100, against dense: level: `sste` (+0.00")
-    assert "; behind: `ste` (+0.10" in said and "slope" not in said
+    assert said.startswith("After 200 steps of `mlp` instead of 100, level with dense: `sste` (+0.00")
+    assert "; behind dense: `ste` (+0.10" in said and "slope" not in said
 
 
 def test_switches(rows):
