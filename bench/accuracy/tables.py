@@ -191,9 +191,11 @@ class Tables:
         """What is ahead of dense training in the runs of ``long-gpt``, level with it and behind, in words; "" without rows."""
         study = STUDIES["long-gpt"]
         (task,), (pattern,) = study.tasks, study.patterns
-        found = {self.name(m): (task, self.less(task, m, pattern, DENSE, steps=study.steps)) for m in study.methods if m != DENSE}
+        names = {m: RECIPES.get(m, self.name(m)) for m in study.methods if m != DENSE}
+        found = {name: (task, self.less(task, m, pattern, DENSE, steps=study.steps)) for m, name in names.items()}
         said = _verdicts(dict(sorted(found.items(), key=lambda each: each[1][1].mean)), OF_DENSE)
-        return f"After {study.steps:,} steps of `{task}` instead of {settings(task).steps}, {said}." if said else ""
+        runs = f"After {study.steps:,} steps of `{task}` instead of {settings(task).steps}, all at rates that are good for dense training"
+        return f"{runs}, {said}." if said else ""
 
     def levels(self, pattern: str) -> str:
         """The methods that are level with dense, by task."""

@@ -154,7 +154,7 @@ def test_long_runs_are_compared_where_the_contrasts_have_rows(rows, monkeypatch)
     monkeypatch.setitem(studies.STUDIES, "long-gpt", studies.Study("long", ("dense", "ste", "sste", "slope"), ("mlp",), steps=200))
     longer = [dataclasses.replace(r, steps=200, val_loss=r.val_loss + 1) for r in rows if r.method not in DECAYS]
     said = Tables([*rows, *longer]).longer()
-    assert said.startswith("After 200 steps of `mlp` instead of 100, level with dense: `sste` (+0.00")
+    assert said.startswith("After 200 steps of `mlp` instead of 100, all at ") and ", level with dense: `sste` (+0.00" in said
     assert "; behind dense: `ste` (+0.10" in said and "slope" not in said
 
 
