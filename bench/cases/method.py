@@ -1,6 +1,7 @@
 """Every method of doing a layer's GEMM, each for itself: the rows that ``bench.fit_rates`` makes the estimate from.
 
-Methods take turns. What they read of the weight is cold, as in a model that comes back to a layer when others have been there.
+Methods take turns. What they read of the weight is cold, as in a model that comes back to a layer when others have been there; in the
+cases named ``cached`` it stays in the cache, as that of a small layer does.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ MATRICES = ("256x256", "512x2048", "1024x1024", "1024x4096", "4096x1024", "3072x
 TOKENS = (1, 4, 16, 64, 256, 1024, 2048)
 MOST_WORK = 4_500_000_000
 """Multiplications of the largest cases: about 50 ms in float32 on two cores."""
+SMALL = ("128x128", "256x256", "512x512", "256x1024", "1024x256")
+"""Weights that stay in the cache: ``nn.compressed.SMALL_BYTES`` at most."""
 COLD, MOST_COPIES = 64 << 20, 192
 """Bytes of each operand and its copies together, more than a core's share of the caches; and the most copies of a small one."""
 PART = 16
@@ -47,6 +50,7 @@ def _grids(tokens: tuple[int, ...], some: tuple[int, ...]) -> tuple[Grid, ...]:
 
 
 @family("method(fprop)", grids=_grids(TOKENS, (1, 16, 64, 256)))
+@family("method(fprop, cached)", grids=(Grid(SMALL, ("2:4", "1:4", "1:8"), ("float32", "bfloat16"), tokens=TOKENS),))
 def fprop(spec: Spec, device: str) -> Work:
     """``y = x W̃ᵀ`` dense, sparse and expanded; and making W̃ from the master weight."""
     return _of_weight(spec, device, "nm_linear", lambda x, w: F.linear(x, w))
@@ -70,7 +74,7 @@ def wgrad(spec: Spec, device: str) -> Work:
     values, indices = packed(g, *words)
     arguments = (*pattern, spec.tokens, x)
     multiply = _function("nm_linear_wgrad", values, indices, *arguments)
-    turn = _cold(g)
+    turn = _turns(g, spec)
 
     def check() -> None:
         estimated = dense(g, *words).t()[:PART]
@@ -93,9 +97,14 @@ _OF_INTEGERS = (
     Grid(("1024x1024", "4096x4096"), ("4:8", "1:16"), ("float32", "bfloat16"), tokens=(1, 16, 64, 256)),
     Grid(("1024x1024", "4096x1024"), ("2:4", "1:8"), ("float16",), tokens=(1, 16, 64, 256)),
 )
+_SMALL_INTEGERS = (
+    Grid(SMALL, ("2:4", "1:8"), ("float32", "bfloat16"), tokens=TOKENS),
+    Grid(SMALL[1:3], ("1:16",), ("float32", "bfloat16"), tokens=(1, 16, 256)),
+)
 
 
 @family("method(int8)", "method(int4)", grids=_OF_INTEGERS)
+@family("method(int8, cached)", "method(int4, cached)", grids=_SMALL_INTEGERS)
 def integers(spec: Spec, device: str) -> Work:
     """``y = x Wᵀ`` with W as integers with a step: multiplied as they are, or decoded and expanded; and dense."""
     dtype = spec.torch_dtype
@@ -104,7 +113,7 @@ def integers(spec: Spec, device: str) -> Work:
     assert c.step is not None
     problem = _problem(spec, device)._replace(role="fprop", rule="", forms=("rows",), values=c.kind, group=c.group)
     x, weight = _ours.normal(spec.tokens, spec.cols, device=device, dtype=dtype, seed=1), c.dense(dtype)
-    turn, dense_turn = _cold((c.values, c.indices, c.step)), _cold(weight)
+    turn, dense_turn = _turns((c.values, c.indices, c.step), spec), _turns(weight, spec)
 
     def multiply(method: methods.Method) -> Tensor:
         with torch.no_grad():
@@ -135,7 +144,7 @@ def _of_weight(spec: Spec, device: str, op: str, gemm: Callable[[Tensor, Tensor]
     multiply = _function(op, other, *packed, *arguments)
     expand = _function("nm_decompress", *packed, *pattern, spec.cols)
     room, wide = torch.empty_like(weight), torch.empty(weight.shape, device=device)
-    dense_turn, packed_turn = _cold(weight), _cold(packed)
+    dense_turn, packed_turn = _turns(weight, spec), _turns(packed, spec)
 
     def check() -> None:
         y, w = multiply(other, *packed, *arguments)[:PART], weight
@@ -154,8 +163,8 @@ def _of_weight(spec: Spec, device: str, op: str, gemm: Callable[[Tensor, Tensor]
     providers = [ours, Provider(LINEAR, lambda: gemm(other, dense_turn())), Provider("nmkernels expand", expanded)]
     if dtype != torch.float32:
         providers.append(Provider("nmkernels expand float32", expanded_to_float32))
-    if forward and spec.tokens == 1:  # the making does not depend on tokens
-        turn, kept = _cold(master), tuple(map(torch.empty_like, packed))
+    if forward and spec.tokens == 1 and not _cached(spec):  # the making does not depend on tokens
+        turn, kept = _turns(master, spec), tuple(map(torch.empty_like, packed))
         providers += [
             Provider("nmkernels make dense", lambda: prune(turn(), *pattern, out=room)),
             Provider("nmkernels make packed", lambda: compress(turn(), *pattern, None, out=kept)),
@@ -166,12 +175,17 @@ def _of_weight(spec: Spec, device: str, op: str, gemm: Callable[[Tensor, Tensor]
 def _problem(spec: Spec, device: str) -> Problem:
     role = _role(spec)
     rule = "exact" if role == "wgrad" else ""
-    return Problem(role, spec.tokens, spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, torch.device(device), rule=rule)
+    sizes = spec.tokens, spec.rows, spec.cols, spec.n, spec.m
+    return Problem(role, *sizes, spec.torch_dtype, torch.device(device), rule=rule, cached=_cached(spec))
 
 
 def _role(spec: Spec) -> str:
-    """What is in brackets in the name of the op: the role, or the kind of integers."""
-    return spec.op.partition("(")[2].rstrip(")")
+    """What comes first in the brackets of the op's name: the role, or the kind of integers."""
+    return spec.op.partition("(")[2].rstrip(")").partition(",")[0]
+
+
+def _cached(spec: Spec) -> bool:
+    return spec.op.endswith("cached)")
 
 
 def _function(op: str, *args: Any) -> Callable[..., Any]:
@@ -179,10 +193,10 @@ def _function(op: str, *args: Any) -> Callable[..., Any]:
     return dispatch.choose(op, *args).fn
 
 
-def _cold(operand: T) -> Callable[[], T]:
-    """``operand``, a tensor or a tuple of tensors, and copies of it in turn."""
+def _turns(operand: T, spec: Spec) -> Callable[[], T]:
+    """``operand``, a tensor or a tuple of tensors, and copies of it in turn, so that each is cold; itself alone in a cached case."""
     parts: tuple[Tensor, ...] = (operand,) if isinstance(operand, Tensor) else operand  # type: ignore[assignment]
-    copies = min(MOST_COPIES, -(-COLD // max(1, sum(part.nbytes for part in parts))))
+    copies = 1 if _cached(spec) else min(MOST_COPIES, -(-COLD // max(1, sum(part.nbytes for part in parts))))
     every: list[Any] = [operand]
     for _ in range(copies - 1):
         every.append(operand.clone() if isinstance(operand, Tensor) else tuple(part.clone() for part in parts))
