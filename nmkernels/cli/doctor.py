@@ -1,7 +1,7 @@
 """``python -m nmkernels doctor``: versions, what works on this machine and why the rest does not, the backend of each op, a self test.
 
 The self test compares one small call of every op, on the backend that would run it, with the reference. ``--verify`` does that for every
-kernel, with real sizes, in all dtypes, layouts and options.
+kernel, with real sizes, in all dtypes, layouts and options. ``--choice`` times layers as they are by default against dense ones.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import platform
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib import metadata
@@ -28,6 +29,7 @@ from ..dispatch import choose, implementations
 from ..ops import verify
 from ..pattern import BackendError
 from ..tuning.table import machine, versions
+from . import choice
 from .verify import run as verify_all
 
 ROWS, COLS, TOKENS, N, M = 32, 64, 8, 2, 4
@@ -39,12 +41,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify", action="store_true", help="check every kernel against the reference, with real sizes; a report for an issue"
     )
+    parser.add_argument(
+        "--choice",
+        nargs="?",
+        const="some",
+        choices=("some", "all"),
+        help="time layers with their defaults against nn.Linear, some thirty in under a minute, or all in minutes; a report for an issue",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Examine this machine and print the result; 0 if every op agrees with the reference, else 1."""
     if args.verify:
         return _verify(args.json)
+    if args.choice:
+        return _choice(args.json, args.choice == "all")
     report = examine()
     print(json.dumps(report, indent=2) if args.json else _text(report))
     return 0 if report["healthy"] else 1
@@ -54,13 +65,33 @@ def _device() -> str:
     return "cuda" if capability.cuda_device().ok else "cpu"
 
 
+def _head(device: torch.device, say: Callable[[str], None]) -> dict[str, str]:
+    """Which package on which machine with which versions."""
+    python = f"{platform.platform()}, python {platform.python_version()}"
+    say("\n  ".join([f"nmkernels {__version__} on {machine(device)}", versions(device.type), f"{python}\n"]))
+    return {"nmkernels": __version__, "machine": machine(device), "versions": versions(device.type), "python": python}
+
+
+def _choice(as_json: bool, everything: bool) -> int:
+    """Time the cells of ``choice`` and print them."""
+    device = torch.device(_device())
+    say: Any = (lambda line: None) if as_json else partial(print, flush=True)
+    head, rows = _head(device, say), []
+    say(f"Layers at {choice.PATTERN} as they are by default, {torch.get_num_threads()} threads\n\n{choice.HEADER}")
+    for cell in choice.cells(device, everything):
+        rows.append(choice.compare(cell, device))
+        say(choice.text(rows[-1]))
+    say(f"\n{choice.verdict(rows)}")
+    if as_json:
+        print(json.dumps({**head, "threads": torch.get_num_threads(), "cells": rows}, indent=2))
+    return 0
+
+
 def _verify(as_json: bool) -> int:
     """Check every kernel, print the results, and use them from now on."""
     device = torch.device(_device())
-    python = f"{platform.platform()}, python {platform.python_version()}"
-    head = {"nmkernels": __version__, "machine": machine(device), "versions": versions(device.type), "python": python}
     say: Any = (lambda line: None) if as_json else partial(print, flush=True)  # flush: a kernel may crash the process
-    say("\n  ".join([f"nmkernels {__version__} on {machine(device)}", versions(device.type), f"{python}\n"]))
+    head = _head(device, say)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "nmkernels")
         checks = verify_all(device, say)
