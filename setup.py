@@ -8,7 +8,8 @@ Environment:
     NMKERNELS_EMULATOR=1         also build nmkernels._emulated, which runs the CUDA kernels on the CPU, for tests (in place only)
     NMKERNELS_WERROR=1           compiler warnings are errors
     NMKERNELS_CUDA_ARCHITECTURES device code for these GPUs alone, such as 90; otherwise for all of cmake/architectures.cmake
-    NMKERNELS_ISAS               CPU kernels for these alone, such as portable or "portable;avx2"; otherwise for all of cmake/isa.cmake
+    NMKERNELS_ISAS               CPU kernels for these alone, such as "portable;avx2", or for the best of this machine: best; otherwise for
+                                 all of cmake/isa.cmake
     MAX_JOBS=n                   parallel compile jobs
 """
 

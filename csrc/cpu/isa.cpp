@@ -35,25 +35,22 @@ struct Isa {
     bool (*runs)();
 };
 
-bool always() { return true; }
+[[maybe_unused]] bool always() { return true; }
 
-#if defined(NM_HAS_avx2)
-bool has_v3() {
+// in a build for one instruction set, each still asks for those before it
+#if defined(__x86_64__)
+[[maybe_unused]] bool has_v3() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
            __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("lzcnt") &&
            __builtin_cpu_supports("popcnt");
 }
-#endif
 
-#if defined(NM_HAS_avx512)
-bool has_v4() {
+[[maybe_unused]] bool has_v4() {
     return has_v3() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
-#endif
 
-#if defined(NM_HAS_avx512_bf16)
-bool has_bf16() {
+[[maybe_unused]] bool has_bf16() {
     return has_v4() && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vnni") &&
            __builtin_cpu_supports("avx512bf16");
 }
@@ -79,7 +76,9 @@ bool has_amx() {
 
 // the best last
 const Isa kIsas[] = {
+#if defined(NM_HAS_portable)
     {"portable", &portable::kernels, always},
+#endif
 #if defined(NM_HAS_avx2)
     {"avx2", &avx2::kernels, has_v3},
 #endif
@@ -107,8 +106,9 @@ const Isa& named(const std::string& name) {
 const Isa& first_choice() {
     const char* name = std::getenv("NMKERNELS_ISA");
     if (name && *name) return named(name);
-    const Isa* best = kIsas;
+    const Isa* best = nullptr;
     for (const Isa& one : kIsas) best = one.runs() ? &one : best;
+    if (!best) throw std::invalid_argument("the compiled core is for another processor; run `make build` again on this one");
     return *best;
 }
 
