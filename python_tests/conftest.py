@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
@@ -19,6 +20,9 @@ from nmkernels import capability, dispatch, testing
 from nmkernels.backends.triton import interpreted
 from nmkernels.gemm.choose import forget as forget_choices
 
+TENTH = "NMKERNELS_TENTH"
+"""A digit: of each sweep only that tenth of the cases runs. Unset or empty: all of them."""
+
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -27,6 +31,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     mark_slow(items)
+    if tenth := os.environ.get(TENTH):
+        others = sweeps_left_out(items, tenth)
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in others])
+        items[:] = [item for item in items if item.nodeid not in others]
 
 
 def pytest_collection_finish() -> None:
@@ -53,7 +61,21 @@ def mark_slow(items: Iterable[Any]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+def sweeps_left_out(items: Iterable[Any], tenth: str) -> set[str]:
+    """The cases in the other nine tenths of the sweeps; a sweep is a test with ten slow cases or more.
+
+    A case's tenth depends on its name alone, so it is the same in every process and on every machine.
+    """
+    if tenth not in set("0123456789"):
+        raise pytest.UsageError(f"{TENTH}={tenth} is not a digit; unset it to run all cases of every sweep.")
+    slow = [item.nodeid for item in items if item.get_closest_marker("slow")]
+    cases = Counter(name.partition("[")[0] for name in slow)
+    return {name for name in slow if cases[name.partition("[")[0]] >= 10 and zlib.crc32(name.encode()) % 10 != int(tenth)}
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if tenth := os.environ.get(TENTH):
+        terminalreporter.write_line(f"{TENTH}={tenth}: of every test with ten slow cases or more, a tenth of these ran.")
     can, reason = capability.cuda_device()
     if not can:
         terminalreporter.write_line(f"Tests marked gpu were left out, they need an NVIDIA GPU: {reason}")
