@@ -38,7 +38,7 @@ endif
 help:
 	@sed -n '1,3s/^# //p' Makefile
 	@echo 'make test TEST_ARGS="-k mask"  some of them; test-all takes it too      make triton  only the Triton kernels, interpreted'
-	@echo 'make test-all NMKERNELS_TENTH=3  of every test with ten slow cases or more a tenth of them, as .ci/run does'
+	@echo 'make test-all NMKERNELS_TENTH=3  of every test with five slow cases or more a tenth of them, as .ci/run does'
 	@echo 'make test-oldest  the quick tests with the oldest torch that is supported, in an environment of its own'
 	@echo 'make bench  time the operations here against their speed targets; BENCH_ARGS="--quick", or other options of python -m bench.run'
 	@echo 'make lint   ruff and mypy only      make format  let ruff rewrite the sources      make docs  the site, into build/site'

@@ -62,7 +62,7 @@ def mark_slow(items: Iterable[Any]) -> None:
 
 
 def sweeps_left_out(items: Iterable[Any], tenth: str) -> set[str]:
-    """The cases in the other nine tenths of the sweeps; a sweep is a test with ten slow cases or more.
+    """The cases in the other nine tenths of the sweeps; a sweep is a test with five slow cases or more.
 
     A case's tenth depends on its name alone, so it is the same in every process and on every machine.
     """
@@ -70,12 +70,12 @@ def sweeps_left_out(items: Iterable[Any], tenth: str) -> set[str]:
         raise pytest.UsageError(f"{TENTH}={tenth} is not a digit; unset it to run all cases of every sweep.")
     slow = [item.nodeid for item in items if item.get_closest_marker("slow")]
     cases = Counter(name.partition("[")[0] for name in slow)
-    return {name for name in slow if cases[name.partition("[")[0]] >= 10 and zlib.crc32(name.encode()) % 10 != int(tenth)}
+    return {name for name in slow if cases[name.partition("[")[0]] >= 5 and zlib.crc32(name.encode()) % 10 != int(tenth)}
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if tenth := os.environ.get(TENTH):
-        terminalreporter.write_line(f"{TENTH}={tenth}: of every test with ten slow cases or more, a tenth of these ran.")
+        terminalreporter.write_line(f"{TENTH}={tenth}: of every test with five slow cases or more, a tenth of these ran.")
     can, reason = capability.cuda_device()
     if not can:
         terminalreporter.write_line(f"Tests marked gpu were left out, they need an NVIDIA GPU: {reason}")

@@ -31,7 +31,7 @@ class Case:
 SWEEP = [Case(f"test_a.py::test_every[{i}-x[{i}]]") for i in range(200)]
 OTHERS = [
     *(Case(f"test_a.py::test_every[quick {i}]", slow=False) for i in range(40)),
-    *(Case(f"test_a.py::test_few[{i}]") for i in range(9)),
+    *(Case(f"test_a.py::test_few[{i}]") for i in range(4)),
     *(Case(f"test_a.py::test_every_other[{i}]", slow=False) for i in range(40)),
     Case("test_a.py::test_alone"),
 ]
@@ -54,6 +54,8 @@ def test_the_ten_tenths_are_each_case_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(10 <= sum(case in SWEEP for case in run) <= 35 for run in runs)
     assert all([case for case in run if case not in SWEEP] == OTHERS for run in runs), "what is quick, or no sweep, always runs"
     assert collected("3", monkeypatch) == runs[3]
+    five = [Case(f"test_a.py::test_five[{i}]") for i in range(5)]
+    assert sum(len(sweeps_left_out(five, tenth)) for tenth in DIGITS) == 9 * 5, "five slow cases are a sweep"
 
 
 @pytest.mark.parametrize("tenth", [None, ""])
