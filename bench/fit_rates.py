@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
@@ -67,10 +68,10 @@ class Case:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def methods(self, dense: bool) -> dict[str, float]:
-        """The seconds of each method, with a dense layout or without."""
-        names = {DENSE: DENSE} if dense else {EXPAND: EXPAND, FLOAT32: FLOAT32}
-        names[SPARSE] = estimate.kernel(self.problem, self.kind)
-        return {method: self.seconds[name] for method, name in names.items() if name in self.seconds}
+        """The seconds of each method that the package compares, with a dense layout or without; NaN of one that has no row."""
+        names = [DENSE] if dense else [EXPAND, FLOAT32] if self.problem.dtype.itemsize == 2 else [EXPAND]
+        found = {name: self.seconds.get(name, math.nan) for name in names}
+        return {**found, SPARSE: self.seconds.get(estimate.kernel(self.problem, self.kind), math.nan)}
 
 
 def cases(results: Path = RESULTS) -> list[Case]:
@@ -82,12 +83,14 @@ def cases(results: Path = RESULTS) -> list[Case]:
         kind, what = KINDS[r["machine"]], _what(r)
         if not what or (kind in measured and not r["op"].startswith("method(")):
             continue
-        role = r["op"].partition("(")[2].rstrip(")") or "fprop"
+        role, _, cached = (r["op"].partition("(")[2].rstrip(")") or "fprop").partition(", ")
         values = role if role in BITS else "float"
         sizes = [int(size) for size in r["shape"].split("x")]
         tokens, rows_, cols = sizes if len(sizes) == 3 else (1, *sizes)
         pattern, rule = Pattern(r["pattern"]), "exact" if role == "wgrad" else ""
-        p = Problem(role, tokens, rows_, cols, pattern.n, pattern.m, DTYPES[r["dtype"]], torch.device("cpu"), rule=rule)
+        p = Problem(
+            role, tokens, rows_, cols, pattern.n, pattern.m, DTYPES[r["dtype"]], torch.device("cpu"), rule=rule, cached=bool(cached)
+        )
         if values in BITS:
             p = p._replace(role="fprop", values=values, group=group_of(r["op"], values, None, pattern, cols))
         name = estimate.kernel(p, kind) if what == SPARSE else what
@@ -143,26 +146,48 @@ def fit(some: Sequence[Sample], dense: bool = False) -> Line:
 
 
 def lines(some: Iterable[Case]) -> dict[str, Lines]:
-    """The constants of every kind."""
+    """The constants of every kind.
+
+    They are fitted twice. Methods of a case take turns, so what made all of them slower or faster than their lines, such as a core that
+    another process took, is no property of the methods: the second fit is of times without it.
+    """
+    some = list(some)
+    first = _lines(some)
+    return _lines([replace(c, seconds={what: took / _slower(c, first) for what, took in c.seconds.items()}) for c in some])
+
+
+def _slower(case: Case, rates: Rates) -> float:
+    """How many times as long as their lines say the GEMMs of a case took: the geometric mean; 1 where only one was timed."""
+    took = {what: seconds for what, seconds in case.seconds.items() if not what.startswith("make")}
+    if len(took) < 2:
+        return 1.0
+    own, p = rates[case.kind], case.problem
+    errors = (math.log(seconds / (own[estimate.named_line(p, what)].seconds(p) + _making(own, p, what))) for what, seconds in took.items())
+    return math.exp(sum(errors) / len(took))
+
+
+def _making(own: Lines, p: Problem, what: str) -> float:
+    """Seconds to make ĝ in wgrad, by the lines of one kind."""
+    made = own.get(estimate.named_line(p, f"make {'dense' if what == DENSE else 'packed'}")) if p.role == "wgrad" else None
+    return made.seconds(estimate.of_making(p)) if made else 0.0
+
+
+def _lines(some: Sequence[Case]) -> dict[str, Lines]:
     making: dict[tuple[str, str], list[Sample]] = defaultdict(list)
-    gemms: dict[tuple[str, str], list[tuple[Problem, float]]] = defaultdict(list)
+    gemms: dict[tuple[str, str], list[tuple[Problem, float, str]]] = defaultdict(list)
     for c in some:
         for what, seconds in c.seconds.items():
             key = c.kind, estimate.named_line(c.problem, what)
             if what.startswith("make"):
                 making[key].append(Sample(estimate.of_making(c.problem), seconds))
             else:
-                gemms[key].append((c.problem, seconds))
+                gemms[key].append((c.problem, seconds, what))
     found: dict[str, Lines] = defaultdict(dict)
     for (kind, name), samples in making.items():
         found[kind][name] = fit(samples)
     for (kind, name), group in gemms.items():
-        dense = name.split()[2] == DENSE
-        samples = []
-        for p, seconds in group:
-            made = found[kind].get(estimate.named_line(p, f"make {'dense' if dense else 'packed'}")) if p.role == "wgrad" else None
-            samples.append(Sample(p, seconds, min(seconds, made.seconds(estimate.of_making(p))) if made else 0.0))
-        found[kind][name] = fit(samples, dense)
+        samples = [Sample(p, seconds, min(seconds, _making(found[kind], p, what))) for p, seconds, what in group]
+        found[kind][name] = fit(samples, group[0][2] == DENSE)
     return {kind: dict(sorted(found[kind].items())) for kind in sorted(found)}
 
 
@@ -194,7 +219,8 @@ def choice(p: Problem, methods: Iterable[str]) -> str:
 
 
 class Regret(NamedTuple):
-    """What the choice cost in one case: the chosen method's time over the fastest one's, and over dense's where there is a dense layout."""
+    """What the choice cost in one case: the chosen method's time over that of the fastest with a row, and over dense's; NaN if the chosen
+    method has no row."""
 
     case: Case
     chosen: str
@@ -203,17 +229,16 @@ class Regret(NamedTuple):
 
 
 def regrets(some: Sequence[Case], rates: Rates | None = None, dense: bool = True) -> list[Regret]:
-    """The regret of each case in which there was a choice."""
+    """The regret of each case of which the sparse kernel was timed, by a choice among all methods, with a dense layout or without."""
     found = []
     for c in some:
         methods = c.methods(dense)
-        if SPARSE not in methods or len(methods) < 2:
+        if math.isnan(methods[SPARSE]) or DENSE not in c.seconds:
             continue
-        forms = ("dense", "rows") if dense else ("rows",)
         with on(c.kind, rates):
-            chosen = choice(c.problem._replace(forms=forms), methods)
-        took = methods[chosen]
-        found.append(Regret(c, chosen, took / min(methods.values()), took / methods.get(DENSE, took)))
+            chosen = choice(c.problem._replace(forms=("dense", "rows") if dense else ("rows",)), methods)
+        took, best = methods[chosen], min(seconds for seconds in methods.values() if not math.isnan(seconds))
+        found.append(Regret(c, chosen, took / best, took / c.seconds[DENSE]))
     return found
 
 
@@ -230,30 +255,36 @@ def held_out(some: Sequence[Case], dense: bool = True) -> list[Regret]:
 
 
 class Summary(NamedTuple):
-    """The regret of many cases."""
+    """The regret of many cases, and how many of them chose a method without a row, whose regret nobody knows."""
 
     cases: int
     median: float
     p95: float
     most: float
     slower: int
+    unknown: int
 
 
 def summary(some: Sequence[Regret]) -> Summary:
     """Median, 95th percentile and largest regret, and how many cases were slower than dense by more than 5 %."""
-    each = sorted(r.over_best for r in some)
-    return Summary(len(each), each[len(each) // 2], each[int(0.95 * (len(each) - 1))], each[-1], sum(r.over_dense > 1.05 for r in some))
+    each = sorted(r.over_best for r in some if not math.isnan(r.over_best)) or [math.nan]
+    slower, unknown = sum(r.over_dense > 1.05 for r in some), sum(math.isnan(r.over_best) for r in some)
+    return Summary(len(some), each[len(each) // 2], each[int(0.95 * (len(each) - 1))], each[-1], slower, unknown)
 
 
 def table(some: Sequence[Case], by: Callable[[Case], str] = lambda case: case.kind, judge: Callable[..., list[Regret]] = regrets) -> str:
-    """The regret as a table, a line for each of ``by``."""
-    groups: dict[str, list[Regret]] = defaultdict(list)
-    for r in judge(some):
-        groups[by(r.case)].append(r)
-    rows = ["| | GEMMs | median | 95th percentile | largest | slower than dense by over 5 % |", "| --- | --- | --- | --- | --- | --- |"]
-    for name, group in sorted(groups.items()):
+    """The regret as a table, a line for each of ``by``, with a dense layout, and for fprop without one, as in a ``CompressedLinear``."""
+    groups: dict[tuple[str, bool], list[Regret]] = defaultdict(list)
+    for dense in (True, False):
+        for r in judge([c for c in some if dense or c.problem.role == "fprop"], dense=dense):
+            groups[by(r.case), dense].append(r)
+    head = "| | weight | GEMMs | median | 95th percentile | largest | slower than dense by over 5 % | chosen without a row |"
+    rows = [head, "| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    for (name, dense), group in sorted(groups.items(), key=lambda item: (item[0][0], not item[0][1])):
         s = summary(group)
-        rows.append(f"| {name} | {s.cases} | {s.median:.2f} | {s.p95:.2f} | {s.most:.2f} | {s.slower} |")
+        known = (f"{value:.2f}" if not math.isnan(value) else "" for value in s[1:4])
+        kept = "dense and compressed" if dense else "compressed"
+        rows.append(f"| {name} | {kept} | {s.cases} | {' | '.join(known)} | {s.slower} | {s.unknown} |")
     return "\n".join(rows)
 
 

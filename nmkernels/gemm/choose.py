@@ -142,8 +142,7 @@ def rule(*problems: Problem) -> Choice:
     for choice in product(*options):
         made = {"dense" if m == DENSE else "packed" for m in choice} if problems[0].changing else set()
         costs[choice] = sum(estimate.making(form, problems[0]) for form in sorted(made)) + sum(
-            estimate.seconds(ESTIMATED[m.name], p) * (1.0 if m == some[0] else estimate.margin(ESTIMATED[m.name], p))
-            for m, p, some in zip(choice, problems, options, strict=True)
+            estimate.seconds(ESTIMATED[m.name], p) * estimate.margin(ESTIMATED[m.name], p) for m, p in zip(choice, problems, strict=True)
         )
     return min(costs, key=costs.__getitem__)
 
@@ -151,8 +150,7 @@ def rule(*problems: Problem) -> Choice:
 def _compared(p: Problem) -> tuple[str, ...]:
     """The names of the methods that the rule compares."""
     if p.device.type == "cpu":
-        # rows of integers are of weights in memory: they do not say when they beat a dense copy in the cache
-        return (DENSE.name,) if p.integers and p.cached and DENSE.form in p.forms else tuple(ESTIMATED)
+        return tuple(ESTIMATED)
     # on a GPU the op's kernels decompress where that is faster, so "expand" is not a separate option
     return (DENSE.name, OP) if not p.integers or _has_kernel(p) else (DENSE.name, EXPAND)
 

@@ -6,9 +6,13 @@ machine, dtype, role and kernel. A line is linear in its constants::
     seconds = call + elements · (a(tokens) + b(tokens) · N/M) + large · (c + d · N/M) + tokens · (e · cols + f · rows) + g · mapped
 
 ``elements`` is rows · cols; ``a`` and ``b`` are piecewise linear between the measured token counts; ``large`` counts the elements beyond a
-million, which are in memory and not in a cache; ``mapped`` those of a result so large that its pages are newly mapped at every call. A kind
-of machine that lacks a line borrows it from the nearest kind. GPUs have no lines: there the estimate is a roofline from
-``gemm/devices.py``, whose numbers for an H100 are measured.
+million, which are in memory and not in a cache; ``mapped`` those of a result so large that its pages are newly mapped at every call.
+
+A kind of machine that lacks a line borrows it from the nearest kind, and then only as a ratio: a method takes so many times as long as
+torch's dense GEMM does here, as it does at the lender. Expanding the weight for torch's GEMM takes at least as long as that GEMM does here,
+in the dtype in which it multiplies, and the lender's time to expand in addition.
+
+GPUs have no lines: there the estimate is a roofline from ``gemm/devices.py``, whose numbers for an H100 are measured.
 """
 
 from __future__ import annotations
@@ -35,11 +39,12 @@ METHODS = (DENSE, SPARSE, EXPAND, FLOAT32)
 """torch's GEMM in dense layout; the kernel on the compressed form; torch's GEMM after decompressing, and the same in float32."""
 
 MEASURED, BORROWED = 1.06, 1.25
-"""A method replaces dense only if it is estimated to be faster by this factor, with constants of this kind of machine or borrowed ones."""
+"""A method replaces dense only if it is estimated to be faster by this factor, with constants of this kind of machine or borrowed ones;
+borrowed, it also needs the latter to replace the sparse kernel."""
 
 CACHED_FEW, CACHED_MANY = 1.8, 1.5
-"""The same for a weight that stays in the cache, for up to 4 tokens and for more: the rows are of weights in memory, and the cache makes
-dense faster by 1.3 to 2.2 times as much (Xeon with AMX, 2026-11-26)."""
+"""The same for a weight that stays in the cache, for up to 4 tokens and for more, on a kind of machine whose rows are all of weights in
+memory: the cache makes dense faster by 1.3 to 2.2 times as much (Xeon with AMX, 2026-11-26)."""
 
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
 """The instruction sets of the CPU kernels; each includes all before it."""
@@ -161,18 +166,19 @@ def nearest(kind: str) -> tuple[str, ...]:
 
 
 def named_line(p: Problem, what: str) -> str:
-    """The name of a line: ``"bfloat16 fprop pairs"``, of integers ``"bfloat16 fprop expand int8"``. Integers have a line of dense too, so
-    that what is compared was measured together."""
-    return f"{plain(p.dtype)} {p.role} {what}{f' {p.values}' if p.integers else ''}"
+    """The name of a line: ``"bfloat16 fprop pairs"``, of integers ``"bfloat16 fprop expand int8"``, of a weight that stays in the cache
+    ``"bfloat16 fprop dense cached"``. Integers have a line of dense too, so that what is compared was measured together."""
+    return f"{plain(p.dtype)} {p.role} {what}{f' {p.values}' if p.integers else ''}{' cached' if p.cached else ''}"
+
+
+def line_of(kind: str, p: Problem, method: str) -> Line | None:
+    """The line of a method that a kind of machine has itself."""
+    return rates().get(kind, {}).get(named_line(p, kernel(p, kind) if method == SPARSE else method))
 
 
 def line(p: Problem, method: str) -> tuple[str, Line] | None:
     """The line of a method and the kind of machine that it comes from: this one, or the nearest that has one; None if none has."""
-    for kind in nearest(machine(p.device)):
-        found = rates()[kind].get(named_line(p, kernel(p, kind) if method == SPARSE else method))
-        if found is not None:
-            return kind, found
-    return None
+    return next(((kind, found) for kind in nearest(machine(p.device)) if (found := line_of(kind, p, method))), None)
 
 
 def _as_run(p: Problem, method: str) -> Problem:
@@ -182,6 +188,11 @@ def _as_run(p: Problem, method: str) -> Problem:
     return p
 
 
+def _as_known(p: Problem, method: str) -> Problem:
+    """``p`` as there are lines of it: as if its weight were in memory, where this kind of machine has no line of cached ones."""
+    return p._replace(cached=False) if p.cached and line_of(machine(p.device), _as_run(p, method), method) is None else p
+
+
 # ---- the estimate
 
 
@@ -189,30 +200,59 @@ def seconds(method: str, p: Problem) -> float:
     """The estimate for one of ``METHODS``, without the time to make W̃, but in wgrad with ĝ; infinite if the method has no line."""
     if p.device.type == "cuda":
         return _on_gpu(method, p)
-    found = line(_as_run(p, method), method)
-    if found is None:
-        return {DENSE: 0.0, EXPAND: 1.0}.get(method, math.inf)
-    made = making("dense" if method == DENSE else "packed", p) if p.role == "wgrad" else 0.0
-    return _scale(p, found[0]) * found[1].seconds(_as_run(p, method)) + made
+    p = _as_known(p, method)
+    if method == DENSE:
+        return _dense(p)
+    run = _as_run(p, method)
+    nearest_line = line(run, method)
+    if nearest_line is None:
+        return 1.0 if method == EXPAND else math.inf
+    kind, constants = nearest_line
+    taken = constants.seconds(run) + _drawing(kind, SPARSE, p)
+    if kind == machine(p.device):
+        return taken
+    dense = line_of(kind, p, DENSE)
+    if dense is None:
+        return math.inf
+    borrowed = _dense(p) * taken / (dense.seconds(p) + _drawing(kind, DENSE, p))
+    return borrowed if method == SPARSE else max(borrowed, _expanding(method, p, kind, taken))
 
 
-def _scale(p: Problem, lender: str) -> float:
-    """The time of dense fprop of a large weight on this machine, relative to the kind of machine whose line is borrowed."""
-    if lender == machine(p.device):
-        return 1.0
-    large = p._replace(role="fprop", rows=4096, cols=4096)
-    own, theirs = (rates().get(kind, {}).get(f"{plain(p.dtype)} fprop {DENSE}") for kind in (machine(p.device), lender))
-    return own.seconds(large) / theirs.seconds(large) if own and theirs else 1.0
+def _dense(p: Problem) -> float:
+    """Seconds of torch's GEMM; where a role has no line here, it differs from the lender's time as fprop of a large weight does."""
+    nearest_line = line(p, DENSE)
+    if nearest_line is None:
+        return 0.0
+    kind, constants = nearest_line
+    taken, here = constants.seconds(p) + _drawing(kind, DENSE, p), machine(p.device)
+    if kind == here:
+        return taken
+    fprop = p._replace(role="fprop", rows=4096, cols=4096, values="float", group=0)
+    ours, theirs = line_of(here, fprop, DENSE), line_of(kind, fprop, DENSE)
+    return taken * ours.seconds(fprop) / theirs.seconds(fprop) if ours and theirs else taken
+
+
+def _expanding(method: str, p: Problem, kind: str, taken: float) -> float:
+    """Seconds of torch's GEMM here, in the dtype in which it multiplies, and of expanding at the lender, where both take ``taken``."""
+    gemm = p._replace(dtype=torch.float32) if method == FLOAT32 else p
+    dense = line_of(kind, gemm, DENSE)
+    return _dense(gemm) + max(0.0, taken - dense.seconds(gemm) if dense else 0.0)
+
+
+def _drawing(kind: str, method: str, p: Problem) -> float:
+    """Seconds to draw the estimate ĝ of wgrad, on a kind of machine that has such a line; 0 for other roles."""
+    drawing = line_of(kind, p, f"make {DENSE if method == DENSE else 'packed'}") if p.role == "wgrad" else None
+    return drawing.seconds(of_making(p)) if drawing else 0.0
 
 
 def making(form: str, p: Problem) -> float:
-    """Seconds to make W̃ from W, in dense layout (``form`` "dense") or compressed ("packed"); in wgrad, to make ĝ from g."""
+    """Seconds to make W̃ from W, in dense layout (``form`` "dense") or compressed ("packed")."""
     weight = of_making(p)
     if p.device.type == "cuda":
         gpu, size = _gpu(p.device) or DEVICES["A100"], p.dtype.itemsize
         written = size if form == DENSE else _packed_bytes(p)
         return gpu.call + weight.rows * weight.cols * (size + written) / (gpu.passes * gpu.bandwidth)
-    found = line(p if p.role == "wgrad" else weight, f"make {form}")
+    found = line(weight, f"make {form}")
     return found[1].seconds(weight) if found else 0.0
 
 
@@ -221,21 +261,23 @@ def of_making(p: Problem) -> Problem:
     return p._replace(role="fprop", tokens=1, cols=p.tokens if p.role == "wgrad" else p.cols)
 
 
-def measured(p: Problem) -> bool:
-    """Whether dense and the sparse kernel were measured on this kind of machine, in this dtype and role and at such densities."""
-    dense, sparse = line(p, DENSE), line(_as_run(p, SPARSE), SPARSE)
-    return bool(dense and sparse and dense[0] == sparse[0] == machine(p.device) and sparse[1].low <= p.n / p.m <= sparse[1].high)
+def measured(p: Problem, method: str = SPARSE) -> bool:
+    """Whether dense and the method were measured on this kind of machine, in this dtype and role and at such densities."""
+    p, here = _as_known(p, method), machine(p.device)
+    constants = line_of(here, _as_run(p, method), method)
+    return bool(constants and line_of(here, p, DENSE) and constants.low <= p.n / p.m <= constants.high)
 
 
 def margin(method: str, p: Problem) -> float:
-    """The factor on a method's estimate before it is compared: 1 for dense, more the less certain the estimate is."""
-    if method == DENSE:
+    """The factor on a method's estimate before it is compared: more the less certain the estimate is, and 1 for the baseline, which is
+    dense, or the sparse kernel without a dense layout. There, methods that were measured are equals."""
+    if method == (DENSE if DENSE in p.forms else SPARSE):
         return 1.0
     if p.device.type == "cuda":
         return BORROWED if _gpu(p.device) or DENSE not in p.forms else math.inf
-    if p.cached and DENSE in p.forms:
+    if p.cached and DENSE in p.forms and not _as_known(p, method).cached:
         return CACHED_FEW if p.tokens <= 4 else CACHED_MANY
-    return MEASURED if measured(p) else BORROWED
+    return BORROWED if not measured(p, method) else MEASURED if DENSE in p.forms else 1.0
 
 
 def forget() -> None:

@@ -42,7 +42,8 @@ INSTEAD = {
 """Method name → what the layer does instead of calling the op, for ``nm.explain``."""
 
 SMALL_BYTES = 1 << 20
-"""The largest dense weight of which a layer on a CPU always keeps a copy: if a call takes microseconds, ``F.linear`` is fastest."""
+"""The largest dense weight of which a layer on a CPU always keeps a copy, unless its values are integers: if a call takes microseconds,
+``F.linear`` is often fastest. Such a weight stays in the cache between calls."""
 
 
 MOST_SIZES = 256
@@ -66,9 +67,9 @@ class CompressedLinear(nn.Module):
         layout: how the dense module stores its weight: ``"linear"`` ``(out, in)`` or ``"conv1d"`` ``(in, out)``. The GEMM is the same.
         keep_dense: also keep the dense weight, made at the first call that needs it, and use it where it is faster by rule, or as measured
             by ``nm.tune(model, tokens=...)``. The layer then needs ``1 + M/N`` times the memory of its values; the copy is not saved. On a
-            CPU a layer with a dense weight of at most 1 MiB always does so. Writes that torch does not count (through ``.data``, by a
-            collective) take effect after ``load_state_dict``, ``to``, ``train`` or ``eval``. A weight made under ``torch.inference_mode``
-            is expanded at every call; load it outside that mode.
+            CPU a layer with a dense weight of at most 1 MiB always does so, unless its values are integers. Writes that torch does not
+            count (through ``.data``, by a collective) take effect after ``load_state_dict``, ``to``, ``train`` or ``eval``. A weight made
+            under ``torch.inference_mode`` is expanded at every call; load it outside that mode.
         adapter: (L ``(in, r)``, R ``(r, out)``) of a low-rank adapter, y += x L R / r, stored as Parameters ``nm_left`` and ``nm_right``.
         columns: a permutation of the inputs, int ``(in,)``: y = x[..., columns] Wᵀ + b, for groups of inputs that are not adjacent.
         dtype: for a weight with integers: the dtype of the dense layer in its place, which ``dense()`` and files name; default torch's.
@@ -370,10 +371,11 @@ class CompressedLinear(nn.Module):
         if last is not None and last.tokens == tokens and last.dtype == dtype and last.device == device:
             return last
         rows, cols, n, m = self.out_features, self.in_features, self.pattern.n, self.pattern.m
-        small = device.type == "cpu" and rows * cols * dtype.itemsize <= SMALL_BYTES
-        available = forms(rows, cols, n, m, dtype, device, self.keep_dense or small)
+        small, integers = device.type == "cpu" and rows * cols * dtype.itemsize <= SMALL_BYTES, self._buffers.get("step") is not None
+        # integers are there to save memory, and a copy would take three times as much as they do
+        available = forms(rows, cols, n, m, dtype, device, self.keep_dense or (small and not integers))
         problem = Problem("fprop", tokens, rows, cols, n, m, dtype, device, available, cached=small)
-        if self._buffers.get("step") is not None:
+        if integers:
             weight, plain = self.weight, tuple(form for form in available if ":" not in form)
             problem = problem._replace(forms=plain, values=weight.kind, group=weight.group)
         self._last = problem

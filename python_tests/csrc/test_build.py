@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import re
 import runpy
 import shutil
@@ -207,6 +208,27 @@ def test_gpus_are_found_by_their_device_files(tmp_path: Path, files: str, visibl
     script.write_text(f'include({ROOT}/cmake/devices.cmake)\nnmkernels_gpu_visible(found {tmp_path})\nmessage("found ${{found}}")\n')
     done = subprocess.run([cmake, "-P", str(script)], capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr.strip() == f"found {str(visible).upper()}"
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or not Path("/proc/cpuinfo").exists(), reason="needs Linux's list of what an x86-64 processor has"
+)
+@pytest.mark.parametrize("wanted", ["best", "native"])
+def test_instruction_sets_for_this_machine_alone(core, wanted, tmp_path):
+    """``make demo`` compiles the best one, ``make sanitize`` those that this processor has."""
+    cmake = shutil.which("cmake", path=sysconfig.get_path("scripts")) or shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("no cmake")
+    script = tmp_path / "script.cmake"
+    script.write_text(f'include({ROOT}/cmake/isa.cmake)\nmessage("${{NMKERNELS_ISAS}}")\n')
+    options = ["-DCMAKE_SYSTEM_PROCESSOR=x86_64", f"-DNMKERNELS_ISAS={wanted}"]
+    done = subprocess.run([cmake, *options, "-P", str(script)], capture_output=True, text=True, timeout=60, check=True)
+    built = done.stderr.strip().split(";")
+    # of amx, which has few kernels of its own, a system may refuse the state
+    if wanted == "native":
+        assert [name for name in built if name != "amx"] == [name for name in core.isas() if name != "amx"]
+    else:
+        assert built in ([core.isas()[-1]], ["avx512_bf16", "amx"])
 
 
 @pytest.mark.parametrize(("option", "asked"), [("CUDA_ARCHITECTURES", "90"), ("CUDA_ARCHITECTURES", ""), ("ISAS", "portable;avx2")])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -40,24 +39,6 @@ def test_what_the_processor_has_is_found(core):
     bf16 = v4 and {"avx512vbmi", "avx512_vbmi2", "avx512_vnni", "avx512_bf16"} <= flags
     amx = bf16 and {"amx_tile", "amx_bf16"} <= flags and "amx" in core.isas()  # a system may refuse the state of the tiles
     assert core.isas() == ORDER[: 1 + v3 + v4 + bf16 + amx]
-
-
-@pytest.mark.parametrize("wanted", ["best", "native"])
-def test_less_is_compiled_for_this_machine_alone(core, wanted, tmp_path):
-    """``make demo`` compiles the best instruction set, ``make sanitize`` those that this processor has."""
-    script = tmp_path / "script.cmake"
-    script.write_text(f'include({ROOT}/cmake/isa.cmake)\nmessage("${{NMKERNELS_ISAS}}")\n')
-    cmake = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["find_tool"]("cmake")
-    options = [f"-DCMAKE_SYSTEM_PROCESSOR={platform.machine()}", f"-DNMKERNELS_ISAS={wanted}"]
-    done = subprocess.run([cmake, *options, "-P", str(script)], capture_output=True, text=True, timeout=60, check=True)
-    built = done.stderr.strip().split(";")
-    if not Path("/proc/cpuinfo").exists():
-        assert built == ORDER or built == ORDER[:1]
-    elif wanted == "native":
-        assert [name for name in built if name != "amx"] == [name for name in core.isas() if name != "amx"]
-    else:  # of amx the system may refuse the state
-        assert built[-1] == core.isas()[-1] or built == ["avx512_bf16", "amx"]
-        assert len(built) == 1 + (built[-1] == "amx")
 
 
 def test_fast_bf16_needs_instructions(core):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from functools import cache
+from itertools import islice, product
 
 import pytest
 import torch
 
 from bench import fit_rates
 from bench.fit_rates import Case, on, regrets, summary
+from nmkernels.capability import compiled_core
 from nmkernels.gemm import estimate
+from nmkernels.gemm.choose import ESTIMATED, rule
 from nmkernels.gemm.estimate import DENSE, EXPAND, FLOAT32, SPARSE
 from nmkernels.gemm.problem import Problem
 
@@ -25,43 +29,60 @@ P = Problem("fprop", 64, 1024, 1024, 2, 4, torch.float32, CPU)
 SLOW_ONEDNN = "oneDNN takes up to twice as long per token for 1024 as for 512 or 1536 tokens of such shapes; dense is taken"
 BY_ELEMENT = "patterns of 16 and 32 share one line, and not all of them cost what it says"
 DISTURBED = "timed while something else ran: another pattern of the same shape, which has as much to do or more, takes half as long"
-TIE = "close: the methods differ by 30 % at most, and the estimates of both err by less than that"
+TIE = "close: the methods differ by 40 % at most, and the estimates of both err by less than that"
 CACHE = "decompressing is faster than into other shapes, whose dense weight leaves the cache"
+NOT_ASKED = "only recipes with packed=True have no dense layout here"
 EXCEPTIONS = {
     **{
         ("amx intel 6", f"{what} bfloat16, 1024 tokens"): SLOW_ONEDNN
         for what in (
             "fprop 512x2048 2:4", "fprop 512x2048 1:4", "fprop 512x2048 1:8", "fprop 4096x4096 1:8", "dgrad 1024x1024 1:8",
-            "dgrad 3072x768 2:4", "dgrad 3072x768 1:4", "dgrad 3072x768 1:8",
+            "dgrad 3072x768 2:4", "dgrad 3072x768 1:4", "fprop 1024x4096 2:4", "dgrad 4096x1024 1:8",
         )
     },
-    ("amx intel 6", "fprop 512x2048 2:4 bfloat16, 256 tokens"): "oneDNN is slower for this shape than for others; dense is taken",
+    ("amx intel 6", "fprop 4096x4096 1:16 bfloat16, 16 tokens"): BY_ELEMENT,
     ("amx intel 6", "wgrad 1024x1024 1:16 bfloat16, 64 tokens"): BY_ELEMENT,
     ("amx intel 6", "wgrad 1024x1024 2:16 bfloat16, 256 tokens"): BY_ELEMENT,
-    ("amx intel 6", "wgrad 4096x1024 2:16 bfloat16, 16 tokens"): BY_ELEMENT,
     ("amx intel 6", "wgrad 512x2048 2:4 bfloat16, 16 tokens"): DISTURBED,
     ("amx intel 6", "wgrad 512x2048 2:4 bfloat16, 64 tokens"): DISTURBED,
     ("amx intel 6", "wgrad 4096x1024 2:16 float32, 16 tokens"): DISTURBED,
     ("avx512 intel 6", "dgrad 512x2048 1:4 float32, 1024 tokens"): DISTURBED,
     ("avx512_bf16 intel 6", "dgrad 4096x1024 2:4 float32, 64 tokens"): DISTURBED,
-    ("avx2 intel 6", "dgrad 1024x1024 1:4 bfloat16, 4 tokens"): DISTURBED,
+    ("avx512_bf16 amd 25", "wgrad 512x2048 1:4 bfloat16, 256 tokens"): DISTURBED,
     ("amx intel 6", "fprop 256x256 1:8 float32, 1 tokens"): "20 µs and 16",
     ("amx intel 6", "dgrad 256x256 1:8 float32, 256 tokens"): TIE,
     ("amx intel 6", "dgrad 1024x4096 1:4 bfloat16, 4 tokens"): TIE,
+    ("amx intel 6", "dgrad 3072x768 1:4 bfloat16, 256 tokens"): TIE,
     ("amx intel 6", "dgrad 3072x768 1:8 float32, 16 tokens"): TIE,
     ("amx intel 6", "dgrad 4096x4096 1:8 float32, 16 tokens"): TIE,
+    ("amx intel 6", "wgrad 1024x4096 1:8 float32, 64 tokens"): TIE,
     ("amx intel 6", "wgrad 3072x768 1:4 float32, 64 tokens"): TIE,
     ("amx intel 6", "wgrad 1024x1024 2:16 float32, 64 tokens"): TIE,
     ("avx512_bf16 intel 6", "dgrad 4096x1024 1:8 float32, 16 tokens"): TIE,
     ("avx512_bf16 intel 6", "dgrad 4096x4096 1:8 bfloat16, 1 tokens"): TIE,
-    ("avx512_bf16 amd 25", "fprop 1024x1024 1:8 int8 bfloat16, 64 tokens"): TIE,
-    ("avx512_bf16 amd 25", "fprop 1024x1024 2:4 int4/128 float16, 1 tokens"): TIE,
-    ("avx512_bf16 amd 25", "fprop 4096x1024 2:4 int4/128 bfloat16, 16 tokens"): TIE,
-    ("avx512_bf16 amd 25", "fprop 11008x4096 2:4 int4/128 bfloat16, 16 tokens"): TIE,
+    ("avx512_bf16 amd 25", "fprop 256x256 1:8 bfloat16, 64 tokens, cached"): TIE,
+    ("avx512_bf16 amd 25", "fprop 256x1024 1:8 bfloat16, 64 tokens, cached"): TIE,
+    ("avx512_bf16 amd 25", "fprop 256x1024 2:4 int8 float32, 4 tokens, cached"): TIE,
+    ("avx512_bf16 amd 25", "fprop 1024x256 2:4 int8 float32, 2048 tokens, cached"): TIE,
+    ("avx512_bf16 amd 25", "fprop 256x256 1:8 int8 float32, 256 tokens, cached"): TIE,
+    ("avx512_bf16 amd 25", "fprop 512x512 1:8 int4/128 float32, 4 tokens, cached"): TIE,
+    ("avx512_bf16 amd 25", "dgrad 1024x4096 1:4 bfloat16, 16 tokens"): TIE,
+    ("avx512_bf16 amd 25", "dgrad 1024x4096 1:4 float32, 16 tokens"): TIE,
+    ("avx512_bf16 amd 25", "dgrad 3072x768 2:4 bfloat16, 16 tokens"): TIE,
+    ("avx512_bf16 amd 25", "dgrad 3072x768 1:4 bfloat16, 4 tokens"): TIE,
+    ("avx512_bf16 amd 25", "dgrad 11008x4096 1:4 bfloat16, 16 tokens"): TIE,
+    ("avx512_bf16 amd 25", "wgrad 1024x4096 1:8 bfloat16, 64 tokens"): TIE,
     ("amx intel 6", "dgrad 3072x768 1:8 float32, 1 tokens"): CACHE,
     ("amx intel 6", "dgrad 3072x768 1:8 float32, 4 tokens"): CACHE,
+    ("avx512_bf16 amd 25", "dgrad 11008x4096 1:8 float32, 1 tokens"): NOT_ASKED,
+    ("avx2 intel 6", "dgrad 512x2048 2:4 bfloat16, 16 tokens"): NOT_ASKED,
+    ("avx2 intel 6", "dgrad 1024x1024 4:8 bfloat16, 16 tokens"): NOT_ASKED,
 }  # fmt: skip
 """Problems whose regret is above 1.25, or where the choice is slower than dense by more than 5 %, and why."""
+
+
+def _name(case: Case) -> str:
+    return f"{case.problem.words()}{', cached' if case.problem.cached else ''}"
 
 
 @cache
@@ -72,21 +93,44 @@ def cases() -> tuple[Case, ...]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dense", [True, False])
 def test_regret_is_small(kind: str, dense: bool) -> None:
-    some = [c for c in cases() if c.kind == kind]
-    found = regrets(some, dense=dense)
-    if not dense and kind in FPROP_ONLY:  # where expanding was timed for integers alone
-        assert all(r.case.problem.integers for r in found)
-        if not found:
-            return
+    found = regrets([c for c in cases() if c.kind == kind], dense=dense)
     s = summary(found)
     assert s.cases >= 40 or kind in FPROP_ONLY, f"{kind}: collect rows, python -m bench.run --op 'method*'"
-    assert s.p95 <= 1.05, s
-    worse = {(kind, r.case.problem.words()): (r.chosen, r.over_best) for r in found if r.over_best > 1.25 or r.over_dense > 1.05}
+    if kind not in FPROP_ONLY:
+        assert s.unknown == 0, "a method that is compared was not timed"
+    assert s.unknown == s.cases or s.p95 <= 1.05, s
+    bad = [r for r in found if r.over_best > 1.25 or (dense and r.over_dense > 1.05)]
+    worse = {(kind, _name(r.case)): (r.chosen, r.over_best, r.over_dense) for r in bad}
     assert not {name: how for name, how in worse.items() if name not in EXCEPTIONS}
 
 
+def test_a_choice_without_a_row_is_counted_and_not_forgotten() -> None:
+    p = P._replace(dtype=torch.bfloat16, tokens=256)
+    case = Case("avx512_bf16 amd 26", p, {DENSE: 1e-3, "pairs": 9e-4})
+    assert set(case.methods(True)) == {DENSE, SPARSE} and set(case.methods(False)) == {SPARSE, EXPAND, FLOAT32}
+    assert set(Case(case.kind, P).methods(False)) == {SPARSE, EXPAND}
+    rates = dict(estimate.rates())
+    fast = estimate.Line((1,), (1.0, *[0.0] * 8), 0.1, 1.0, 9)
+    rates[case.kind] = {**rates[case.kind], "bfloat16 fprop expand float32": fast}
+    (found,) = regrets([case], rates, dense=False)
+    assert found.chosen == FLOAT32 and math.isnan(found.over_best) and math.isnan(found.over_dense)
+    assert summary([found])[0] == summary([found]).unknown == 1
+    (found,) = regrets([case], rates)
+    assert not math.isnan(found.over_best) and summary([found]).unknown == 0
+
+
+@pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().reason)
+@pytest.mark.parametrize("kind", KINDS)
+def test_regret_is_of_what_layers_choose(kind: str) -> None:
+    for p, forms in product(islice(_grid(), 0, None, 7), (("dense", "rows"), ("rows",))):
+        p = p._replace(forms=forms)
+        with on(kind):
+            (method,) = rule(p)
+            assert ESTIMATED[method.name] == fit_rates.choice(p, Case(kind, p).methods(DENSE in forms)), p
+
+
 def test_every_exception_is_one() -> None:
-    bad = {(r.case.kind, r.case.problem.words()) for d in (True, False) for r in regrets(cases(), dense=d) if r.over_best > 1.05}
+    bad = {(r.case.kind, _name(r.case)) for d in (True, False) for r in regrets(cases(), dense=d) if r.over_best > 1.05}
     assert set(EXCEPTIONS) <= bad
 
 
@@ -116,6 +160,47 @@ def test_more_work_takes_longer(kind: str, role: str, dtype: torch.dtype) -> Non
             assert estimate.seconds(FLOAT32, p._replace(dtype=torch.bfloat16)) > 0
 
 
+BORROWERS = [*KINDS, "amx amd 27", "avx512 amd 25", "avx512_bf16 amd 27", "avx2", "avx2 intel 15"]
+SIZES = [(128, 128), (256, 1024), (1024, 1024), (4096, 1024), (1024, 4096), (4096, 4096), (11008, 4096)]
+
+
+def _grid() -> Iterator[Problem]:
+    for dtype, role, size, tokens in product(
+        (torch.float32, torch.bfloat16, torch.float16), ("fprop", "dgrad", "wgrad"), SIZES, (1, 4, 16, 100, 512, 2048, 8192)
+    ):
+        p = Problem(role, tokens, *size, 2, 4, dtype, CPU, rule="exact" if role == "wgrad" else "")
+        yield p
+        if role == "fprop":
+            yield from (p._replace(values="int8"), p._replace(cached=True), p._replace(n=1, m=8))
+
+
+@pytest.mark.parametrize("kind", BORROWERS)
+def test_nothing_borrowed_is_faster_than_at_the_lender(kind: str) -> None:
+    """Relative to dense, by no more than the lender's own ratio: a choice that nobody measured here must not lose to dense."""
+    borrowed = 0
+    for p in _grid():
+        with on(kind):
+            dense = estimate.seconds(DENSE, p)
+            own = estimate.line_of(kind, p, DENSE)
+            for method in (SPARSE,) if p.role == "wgrad" else (SPARSE, EXPAND, FLOAT32):
+                known = p._replace(cached=False)
+                found = estimate.line(known, method)
+                if found is None or found[0] == kind:
+                    continue
+                borrowed += 1
+                ratio = estimate.seconds(method, known) / estimate.seconds(DENSE, known)
+                with on(found[0]):
+                    theirs = estimate.seconds(method, known) / estimate.seconds(DENSE, known)
+                assert ratio >= theirs * (1 - 1e-9), (p.words(), method, found[0])
+                assert estimate.margin(method, p) >= 1.25
+                if own and method != SPARSE:  # torch's GEMM on this machine, and expanding
+                    multiplied = p._replace(dtype=torch.float32) if method == FLOAT32 else p
+                    assert estimate.seconds(method, p) >= estimate.seconds(DENSE, multiplied._replace(cached=False)), (p.words(), method)
+                chosen = fit_rates.choice(p, (DENSE, method))
+                assert chosen == DENSE or dense / estimate.seconds(method, p) > 1.25
+    assert borrowed or kind in ("amx intel 6", "avx512_bf16 amd 25")
+
+
 def test_what_is_borrowed_needs_a_larger_margin() -> None:
     with on("amx intel 6"):
         assert estimate.measured(P) and estimate.margin(SPARSE, P) == estimate.margin(EXPAND, P) == 1.06 and estimate.margin(DENSE, P) == 1
@@ -126,7 +211,7 @@ def test_what_is_borrowed_needs_a_larger_margin() -> None:
             assert estimate.line(P, SPARSE)[0] == lender and not estimate.measured(P) and estimate.margin(SPARSE, P) == 1.25
     with on("avx512 intel 6"):  # a lower instruction set comes before a higher one, which is better than nothing
         assert estimate.line(P._replace(dtype=torch.float16), SPARSE)[0] == "avx2 intel 6"
-        assert estimate.line(P._replace(tokens=1, m=16), SPARSE)[0] == "amx intel 6"
+        assert estimate.line(P._replace(tokens=1, m=16), SPARSE)[0] == "avx512_bf16 amd 25"
 
 
 def test_a_borrowed_role_is_scaled_by_the_machines_own_dense() -> None:
@@ -170,7 +255,9 @@ def test_integers_have_lines_of_their_own() -> None:
         assert estimate.seconds(SPARSE, few) < estimate.seconds(SPARSE, few._replace(**floats))
         assert estimate.seconds(SPARSE, few) < estimate.seconds(DENSE, few) < estimate.seconds(EXPAND, few)
     names = estimate.rates()["avx512_bf16 amd 25"]
-    assert {name.rsplit(" ", 1)[1] for name in names if "integers" in name} == {"int8", "int4"} and "bfloat16 fprop dense int8" in names
+    ends = {name.partition(" fprop ")[2] for name in names if "integers" in name}
+    assert ends == {f"integers{how} {kind}{kept}" for how in ("", " by element") for kind in ("int8", "int4") for kept in ("", " cached")}
+    assert {f"{dtype} fprop dense int8{kept}" for dtype in ("float32", "bfloat16") for kept in ("", " cached")} <= set(names)
 
 
 def test_the_machine_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:

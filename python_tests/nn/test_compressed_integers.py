@@ -237,7 +237,21 @@ def test_where_the_kernel_is_estimated_slower_the_weight_is_expanded(monkeypatch
     monkeypatch.undo()
     forget()
     dispatch.forget()
-    assert "it multiplies a dense copy" in nm.explain(layer_of(), torch.randn(3, COLS)), "for a small layer, F.linear takes least"
+
+
+@pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().reason)
+@pytest.mark.parametrize("values", ["int8", "int4"])
+def test_a_small_layer_keeps_no_dense_copy_unasked(values: str) -> None:
+    """It takes the memory that ``nm.quantization_report`` says, whatever is fastest."""
+    for keep_dense, forms in ((False, ("rows",)), (True, ("dense", "rows"))):
+        layer = layer_of(values, keep_dense=keep_dense)
+        assert all(p.forms == forms and p.cached for tokens in (1, 16, 2048) for ((p,),) in [layer.problems(tokens)])
+        for tokens in (1, 3, 300, 1, 300):
+            x = torch.randn(tokens, COLS)
+            with torch.no_grad():
+                torch.testing.assert_close(layer(x), F.linear(x, layer.dense(), layer.bias), rtol=1e-4, atol=1e-4)
+        copies = [name for name in layer.weight._layouts if name.startswith("dense")]
+        assert keep_dense or not copies
 
 
 def test_the_choice_is_measured_per_kind_of_values() -> None:
