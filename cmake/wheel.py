@@ -143,8 +143,8 @@ def constrain(folder: Path, triton: bool) -> Path:
 
 
 def pip(python: Path, verb: str) -> list[str | Path]:
-    """``python -m pip verb``, quiet."""
-    return [python, "-m", "pip", verb, "-q", "--disable-pip-version-check"]
+    """``python -m pip verb``, quiet; what is installed for a few tests is compiled when it is imported."""
+    return [python, "-m", "pip", verb, "-q", "--disable-pip-version-check", *(["--no-compile"] if verb == "install" else [])]
 
 
 def build(python: Path, folder: Path, env: dict[str, str]) -> Path:
