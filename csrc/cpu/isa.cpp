@@ -100,7 +100,7 @@ const Isa& named(const std::string& name) {
         if (name == one.name) throw std::invalid_argument("this processor does not run the instruction set " + name + "; unset NMKERNELS_ISA");
         known += (known.empty() ? "" : ", ") + std::string(one.name);
     }
-    throw std::invalid_argument("instruction set '" + name + "' is unknown; NMKERNELS_ISA may be one of " + known);
+    throw std::invalid_argument("instruction set '" + name + "' is unknown or not in this build; NMKERNELS_ISA may be one of " + known);
 }
 
 const Isa& first_choice() {
