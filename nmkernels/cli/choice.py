@@ -66,7 +66,7 @@ class Cell(NamedTuple):
 
 
 def cells(device: torch.device, everything: bool) -> Iterator[Cell]:
-    """The cells for a device: some thirty, or about sixty that take minutes."""
+    """The cells for a device: some thirty, or 64 that take minutes where bfloat16 is slow."""
     grid = GRIDS["cuda" if device.type == "cuda" else "all" if everything else "some"]
     for dtype in (torch.float32, torch.bfloat16):
         for use, (sizes, counts) in grid.items():
