@@ -1,5 +1,6 @@
 """Modules: SparseLinear for training, CompressedLinear for inference."""
 
+from . import replicas  # noqa: F401  (what DistributedDataParallel sends)
 from .activation import ActivationRule, SquaredReLU, SquaredReLUMLP
 from .adapter import ADAPTER, adapter_of, add_adapter, folded, set_adapter
 from .chains import Chain, channel_parameters, find_chains, reorder_

@@ -112,3 +112,58 @@ def test_ranks_calibrate_together(tmp_path: Path) -> None:
         handle.attach(torch.optim.SGD(model.parameters(), lr=0.0))
         for name, mask in handle.run.masks.masks.items():
             assert torch.equal(first[str(calls)][name], second[str(calls)][name]) and torch.equal(first[str(calls)][name], mask)
+
+
+class Adapted(nn.Module):
+    """Something trained next to compressed layers, which DDP needs, and a buffer that changes."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.down, self.norm = base, nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.base(x) + self.down(x))
+
+
+def sent_when_compressed() -> dict[str, Any]:
+    sent: list[int] = []
+    whole = dist._broadcast_coalesced
+
+    def counted(group: Any, tensors: Any, *rest: Any) -> None:
+        sent.append(sum(t.nbytes for t in tensors))
+        whole(group, tensors, *rest)
+
+    dist._broadcast_coalesced = counted
+    found: dict[str, Any] = {}
+    try:
+        for values in (None, "int8"):
+            torch.manual_seed(dist.get_rank())  # the first rank's weights are those of all
+            base = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+            nm.sparsify_(base, "ste:2:4").finish(allow_unused=True)
+            nm.compress_(base, values=values).requires_grad_(False)
+            sent.clear()
+            model = DistributedDataParallel(Adapted(base))
+            found[f"{values} at first"] = sum(sent)
+            for _ in range(2):
+                sent.clear()
+                model(torch.randn(8, 64)).sum().backward()
+            found[f"{values} in a step"] = sum(sent)
+            found[str(values)] = base.state_dict()
+        bare = nn.Sequential(Adapted(base).base, nn.Linear(64, 64))  # no buffer is left to send
+        DistributedDataParallel(bare)(torch.randn(8, 64)).sum().backward()
+    finally:
+        dist._broadcast_coalesced = whole
+    return found
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_compressed_weights_are_sent_once(tmp_path: Path) -> None:
+    first, second = on_ranks(RANKS, sent_when_compressed, tmp_path)
+    for values in ("None", "int8"):
+        assert first[values].keys() == second[values].keys()
+        for key in first[values]:
+            assert torch.equal(first[values][key], second[values][key]), key
+        assert first[f"{values} at first"] > sum(t.nbytes for t in first[values].values())
+        norm = nn.BatchNorm1d(64)
+        assert first[f"{values} in a step"] == sum(b.nbytes for b in norm.buffers()), "running statistics alone"
