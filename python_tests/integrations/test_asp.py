@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 import nmkernels as nm
 from nmkernels.integrations.asp import ASP
@@ -98,7 +101,7 @@ def test_refused_in_words():
         ({"mask_calculator": lambda w: w > 0}, r"nm\.recipes\.adopt"),
         ({"allow_recompute_mask": True}, "SRSTE"),
         ({"custom_layer_dict": {nn.Bilinear: ["weight"]}}, "Bilinear"),
-        ({"allowed_layer_names": ["nowhere"]}, "not a layer"),
+        ({"allowed_layer_names": ["nowhere"]}, "'nowhere', which .* layer of the model"),
     ]:
         with pytest.raises(RecipeError, match=said):
             ASP.init_model_for_pruning(model, **given)
@@ -140,6 +143,7 @@ class Mixed(nn.Module):
         super().__init__()
         self.stem, self.line, self.fc = nn.Conv2d(3, 16, 3), nn.Conv1d(16, 16, 3), nn.Linear(16, 16)
         self.frozen, self.out = nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 4)
+        self.line.requires_grad_(False)  # that it is a Conv1d is said first
 
 
 def test_layers_that_stay_dense_are_reported():
@@ -160,6 +164,28 @@ def test_layers_that_stay_dense_are_reported():
     assert reasons["out"] == "it is in disallowed_layer_names" and reasons["frozen"] == "its weight is frozen"
 
 
+@pytest.mark.parametrize(("count", "more"), [(5, ""), (6, " and 1 more"), (8, " and 3 more")])
+def test_the_warning_names_five_layers_and_counts_the_rest(count, more):
+    model = nn.ModuleList([nn.Linear(32, 32), *(nn.Linear(32, 4) for _ in range(count))])
+    with pytest.warns(UserWarning, match=rf"side\){more}\. print") as caught:
+        ASP.init_model_for_pruning(model, allow_permutation=False)
+    (said,) = caught
+    assert re.findall(r"(\d+) \(tiny", str(said.message)) == ["1", "2", "3", "4", "5"] and said.filename == __file__
+
+
+def test_a_parametrized_layer_stays_dense():
+    model = mlp()
+    parametrize.register_parametrization(model[2], "weight", nn.Identity())
+    with pytest.warns(UserWarning, match=r"stay dense: 2 \(.*parametri[sz]"):
+        assert list(ASP.init_model_for_pruning(model).layers) == ["0"]
+
+
+def test_a_tiny_layer_is_pruned_if_it_is_named():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(ASP.init_model_for_pruning(mlp(), allowed_layer_names=["4"]).layers) == ["4"]
+
+
 @pytest.mark.filterwarnings("ignore:ASP. layers that stay dense")
 def test_names_and_classes_narrow_the_choice_as_in_apex():
     handle = ASP.init_model_for_pruning(cnn(nn.Flatten(), nn.Linear(256, 64)), whitelist=[nn.Conv2d], allowed_layer_names=["0"])
@@ -167,15 +193,27 @@ def test_names_and_classes_narrow_the_choice_as_in_apex():
     for given, said in [
         ({"allowed_layer_names": ["4"], "whitelist": [nn.Conv2d]}, "'4': its class is not in whitelist"),
         ({"allowed_layer_names": ["1"]}, "'1': it has no weight"),
-        ({"allowed_layer_names": ["0", "nowhere"]}, "'nowhere', which is not a layer"),
+        ({"allowed_layer_names": ["0", "nowhere"]}, "'nowhere', which .* layer of the model"),
         ({"disallowed_layer_names": ["module.0"]}, "disallowed_layer_names names 'module.0'"),
         ({"whitelist": [nn.Embedding]}, "whitelist names Embedding"),
         ({"disallowed_layer_names": ["0", "2", "4"]}, "no layer of the model can be pruned .* 0: it is in disallowed"),
+        ({"allowed_layer_names": []}, "no layer of the model can be pruned .* 0: it is not in allowed"),
     ]:
         model = cnn(nn.Flatten(), nn.Linear(256, 64))
         with pytest.raises(RecipeError, match=said):
             ASP.init_model_for_pruning(model, **given)
         assert type(model[0]) is nn.Conv2d
+    with pytest.raises(RecipeError, match="can be pruned to 2:4: it has none"):
+        ASP.init_model_for_pruning(nn.Sequential(nn.ReLU()))
+
+
+def test_a_weight_that_the_warning_names_can_be_disallowed():
+    model = nn.ModuleDict({"fc": nn.Linear(32, 32), "attention": nn.MultiheadAttention(32, 2)})
+    kinds = [nn.Linear, nn.MultiheadAttention]
+    with pytest.warns(UserWarning, match=r"stay dense: attention\.in_proj_weight"):
+        ASP.init_model_for_pruning(copy.deepcopy(model), whitelist=kinds)
+    with pytest.warns(UserWarning, match=r"stay dense: attention\.out_proj"):
+        ASP.init_model_for_pruning(model, whitelist=kinds, disallowed_layer_names=["attention.in_proj_weight"])
 
 
 def test_an_optimizer_that_comes_after_the_masks_is_not_ignored():

@@ -219,6 +219,20 @@ def test_a_masked_adapter_with_a_bias_of_its_own() -> None:
     assert not layer.merged and torch.equal(layer.base_layer.bias, bias)
 
 
+@pytest.mark.parametrize("compressed", [True, False])
+def test_dense_layer_has_the_weight_and_bias_of_the_base_layer(compressed: bool) -> None:
+    layer = next(iter(layers_of(get_peft_model(base("gpt2", compressed), LoraConfig(r=2))).values()))
+    for copied in (True, False):
+        dense = layer.dense_layer(copied)
+        assert torch.equal(dense.weight, layer.weight_and_order()[0].t()) and torch.equal(dense.bias, layer.base_layer.bias)
+        assert (dense.bias.data_ptr() == layer.base_layer.bias.data_ptr()) != copied
+        assert not any(p.requires_grad for p in dense.parameters())
+        if copied:
+            assert dense.weight.is_contiguous(), "as the dense layer stores it"
+        if not compressed:
+            assert (dense.weight.data_ptr() == layer.base_layer.weight.data_ptr()) != copied
+
+
 def test_masked_adapter_gradient_equals_equation() -> None:
     layer = tuned(base(), masked(), steps=1).base_model.model.model.layers[0].mlp.down_proj.double()
     x = torch.randn(3, 64, dtype=torch.float64)
@@ -666,10 +680,15 @@ def test_lora_trains_on_integers_and_is_absorbed_but_not_merged(name: str, value
     assert all(m.weight.kind == values for m in absorbed.modules() if isinstance(m, nm.CompressedLinear))
 
 
-def test_columns_in_another_order_are_merged_and_absorbed() -> None:
+@pytest.mark.parametrize("compressed", [True, False])
+def test_columns_in_another_order_are_merged_and_absorbed(compressed: bool) -> None:
     torch.manual_seed(0)
     c, order = nm.ops.compress(torch.randn(16, 32), "2:4"), torch.randperm(32)
     model = nn.Sequential(nn.Linear(32, 32), nm.CompressedLinear(c, torch.zeros(16), columns=order))
+    if not compressed:
+        layer = nm.nn.make_sparse_(nn.Linear(32, 16), "2:4")
+        layer.finish(model[1].dense(), order)
+        model[1] = layer
     x = torch.randn(5, 32)
     for config in (
         MaskedLoraConfig(r=2, target_modules=["1"], init_lora_weights=False),
@@ -680,7 +699,7 @@ def test_columns_in_another_order_are_merged_and_absorbed() -> None:
         assert not close(want, model(x).detach())
         if isinstance(config, MaskedLoraConfig):
             lora.merge_adapter()
-            assert close(lora(x).detach(), want) and torch.equal(lora.base_model.model[1].base_layer.columns, order.int())
+            assert close(lora(x).detach(), want) and torch.equal(lora.base_model.model[1].base_layer.columns.int(), order.int())
             lora.unmerge_adapter()
         assert close(P.absorb(lora)(x).detach(), want)
 

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,6 +80,33 @@ def test_other_modules_have_none():
     assert experts_per_token(plain) is None
     with pytest.raises(RecipeError, match="no stack of experts called 'gate_up_proj'"):
         make_stack_sparse_(plain, "gate_up_proj", "2:4")
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        ({"num_experts_per_tok": 2, "num_experts_per_token": 3, "moe_topk": 4, "moe_k": 5, "top_k": 6}, 2),
+        ({"num_experts_per_token": 3, "moe_topk": 4}, 3),
+        ({"moe_topk": 4, "moe_k": 5}, 4),
+        ({"moe_k": 5, "top_k": 6}, 5),
+        ({"top_k": 1}, 1),
+        ({"num_experts_per_tok": 0, "moe_topk": [4, 4], "top_k": 6}, 6),  # a count per layer is not one of this layer
+        ({"num_experts_per_tok": 0, "moe_topk": "4"}, None),
+    ],
+)
+def test_experts_per_token_is_the_first_positive_count_of_the_config(config, count):
+    module = nn.Module()
+    module.config = SimpleNamespace(**config)
+    assert experts_per_token(module) == count
+
+
+def test_only_3_d_parameters_of_these_names_are_stacks():
+    module = type("Experts", (nn.Module,), {"_apply_gate": None})()
+    module.is_transposed = module.has_bias = module.has_gate = False
+    module.up_proj, module.down_proj = nn.Parameter(torch.zeros(2, 8, 8)), nn.Parameter(torch.zeros(8, 8))
+    assert stacks_of(module) == {"up_proj": layouts.EXPERTS}
+    module.has_gate = True
+    assert stacks_of(module) == {}
 
 
 def test_names_of_stacks():

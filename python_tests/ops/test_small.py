@@ -54,14 +54,31 @@ def test_a_small_call_is_its_own_and_valid(monkeypatch: pytest.MonkeyPatch) -> N
             CALLS[op](*found)
 
 
-@for_each("shape, dim", [((24, 64), 0), ((24, 64), 1), ((2, 3, 64), -1), ((2, 24, 64), 1), ((16,), 0), ((7, 24, 3), 0)])
-def test_gradients_of_any_rank(shape: tuple[int, ...], dim: int) -> None:
+@for_each(
+    "shape, dim, small_shape, small_dim",
+    [
+        ((24, 64), 0, (136, 192), 0),
+        ((24, 64), 1, (136, 192), 1),
+        ((2, 3, 64), -1, (130, 192), 1),
+        ((2, 24, 64), 1, (3, 136, 192), 1),
+        ((1, 24, 64), 1, (136, 192), 0),
+        ((2, 2, 24, 3, 5), -3, (3, 136, 129), 1),
+        ((16,), 0, (129, 144), 1),
+        ((7, 24, 3), 0, (129, 136), 0),
+    ],
+)
+def test_gradients_of_any_rank(shape: tuple[int, ...], dim: int, small_shape: tuple[int, ...], small_dim: int) -> None:
     args = torch.randn(shape), 2, 4, dim, seed(), "exact"
     found = small("nm_mvue", args)
-    inner = shape[dim:][1:] != () and dim % len(shape) != len(shape) - 1
-    assert (found[3] == found[0].dim() - 1) == (not inner)
+    assert found[0].shape == small_shape and found[3] == small_dim
+    assert_equal_bits(small("nm_mvue", (*args[:4], seed(5), "exact")), found, "nm_mvue")
     CALLS["nm_mvue"](*found)
     is_its_own("nm_mvue", args)
+
+
+def test_a_gradient_of_whole_groups_stays_one() -> None:
+    assert small("nm_mvue", (torch.randn(15, 64), 3, 5, 0, seed(), "exact"))[0].shape == (135, 192)
+    assert small("nm_mvue", (torch.randn(16, 64), 3, 5, 0, seed(), "exact"))[0].shape == (144, 192)
 
 
 def test_what_lies_transposed_does_there_too() -> None:
