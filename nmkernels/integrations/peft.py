@@ -334,6 +334,10 @@ class SparseLoraLinear(Linear):
     @torch.no_grad()
     def lost(self, adapters: Sequence[str]) -> float:
         """The share of the update's norm that pruning the merged weight would lose, ‖prune(W') − W'‖ / ‖W' − W‖; 0 if it is N:M."""
+        if self._unmerged is not None:  # W already includes the merged adapters
+            adapters = [name for name in adapters if name not in self.merged_adapters]
+            if not adapters:
+                return 0.0
         merged, _ = self.merged_weight(adapters)
         weight, order = self.weight_and_order()
         wide = torch.promote_types(merged.dtype, torch.float32)

@@ -414,6 +414,15 @@ def test_masked_and_other_adapters_together() -> None:
         lora.add_weighted_adapter(["default", "plain"], [1.0, 1.0], "sum", combination_type="cat")
     lora.merge_adapter(adapter_names=["default"])
     assert close(logits(lora), first)
+    key, layer = next(iter(layers_of(lora).items()))
+    weight, update = layer.base_layer.weight.dense(), layer.update("plain")
+    share = float((weight + update - nm.ops.prune(weight + update, "2:4")).norm() / update.norm())
+    for names in (None, ["plain"]):  # what is merged counts once
+        assert P.lost_by_merging(lora, names)[key.removeprefix("base_model.model.")] == pytest.approx(share, rel=1e-4)
+    assert set(P.lost_by_merging(lora, ["default"]).values()) == {0.0}
+    worst, most = max(P.lost_by_merging(lora).items(), key=lambda item: item[1])
+    with pytest.raises(nm.RecipeError, match=f"would lose '{worst}': {most:.0%} of"):
+        lora.merge_adapter()
     with pytest.raises(nm.RecipeError, match="would lose"):
         layers_of(lora)["base_model.model.model.layers.0.mlp.up_proj"].merge(adapter_names=["plain"])
     assert close(logits(lora), first), "the one that was merged still is"
