@@ -159,6 +159,12 @@ def test_accumulation_repeats_the_passes() -> None:
     assert thrice.gathered == 3 * once.gathered and thrice.seconds == pytest.approx(3 * once.seconds) and thrice.memory == once.memory
 
 
+def test_accumulation_reduces_and_waits_in_every_pass() -> None:
+    once, thrice = audit_cluster(8).packed, audit_cluster(8, accumulate=3).packed
+    assert thrice.reduced == 3 * once.reduced and thrice.waiting == pytest.approx(3 * once.waiting)
+    assert thrice.seconds_range == pytest.approx(tuple(3 * seconds for seconds in once.seconds_range))
+
+
 def test_one_gpu_does_not_wait() -> None:
     found = audit_cluster(1).packed
     assert found.gathered == found.reduced == 0 and found.waiting == pytest.approx(0, abs=1e-12)

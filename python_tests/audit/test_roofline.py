@@ -138,6 +138,12 @@ def test_the_cheapest_pieces(rules, transposed, want):
     assert total(pieces) == (sum(COSTS[f"{role} dense"] for role in GEMMS if role in want), sum(v for v, _ in want.values()))
 
 
+def test_a_weight_without_a_gradient_needs_no_cost_of_wgrad():
+    costs = {name: seconds for name, seconds in COSTS.items() if not name.startswith("wgrad")}
+    assert used(priced(Rules(P, trains=False), True).step(costs.get)) == PACKED
+    assert priced(Rules(P), True).step(costs.get) == ()
+
+
 def test_packing_that_costs_too_much_is_not_done():
     dear = {**COSTS, "weight rows+dense": 5.0}
     pieces = priced(Rules(P)).step(dear.get)

@@ -1,5 +1,6 @@
 """The linear Function: what each GEMM reads, what it saves, and what it refuses. Its gradients on a layer: nn/test_linear.py."""
 
+import sys
 from itertools import product
 
 import pytest
@@ -133,3 +134,13 @@ def test_a_named_backend_computes_as_the_op_does(monkeypatch):
         y = linear(x, w, operands(c, by=("mine", "")))
     torch.testing.assert_close(y, F.linear(x, used))
     assert seen == [(False, False)] and y.requires_grad
+
+
+def test_the_choice_knows_the_integers_and_their_group(monkeypatch):
+    module, problems = sys.modules["nmkernels.autograd.linear"], []
+    choose = module.choose
+    monkeypatch.setattr(module, "choose", lambda problem: [problems.append(problem), choose(problem)][1])
+    for group in (None, 32):
+        c = ops.quantize_values(ops.compress(torch.randn(16, 64), "2:4"), "int4", group)
+        linear_compressed(torch.randn(3, 64, requires_grad=True), c)
+    assert [(p.values, p.group) for p in problems] == [("int4", 0), ("int4", 32)]

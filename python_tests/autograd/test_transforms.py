@@ -36,6 +36,13 @@ def test_pruned_along_out():
         assert torch.equal(pruned_along_out(w, p.n, p.m), want)
 
 
+@pytest.mark.parametrize("pattern", ["2:4", "1:4", "1:8"])
+def test_tensor_cores_read_sparser_patterns_as_2_4(pattern):
+    w, transform = torch.randn(64, 128), HardMask(Pattern(pattern))
+    rows = transform.packed(w, dtype=torch.bfloat16, layout="wgmma.sp").rows
+    assert rows.pattern == P and torch.equal(rows.dense(), transform(w).bfloat16())
+
+
 def test_double_pruning_loses_no_place_to_a_pruned_weight():
     held = DoublePruned(P).renew(torch.zeros(8, 8), [None, None], torch.Generator())
     assert int((held["nm_columns"] & held["nm_rows"]).sum()) == int(held["nm_columns"].sum()) > 0, "what is zero now may still grow"

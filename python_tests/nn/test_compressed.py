@@ -104,6 +104,12 @@ def test_casts_and_copies():
     assert equal_bits(layer.weight.dense(), w.to(torch.bfloat16))
 
 
+def test_a_state_dict_without_values_misses_them():
+    layer, w, _ = layer_of()
+    assert set(layer.load_state_dict({}, strict=False).missing_keys) == {"values", "indices", "bias"}
+    assert equal_bits(layer.weight.dense(), w)
+
+
 def test_compile_equals_eager():
     for autocast in [False, True]:
         layer, _, _ = layer_of()

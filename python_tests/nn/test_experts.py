@@ -292,6 +292,12 @@ def test_stack_multiplies_each_experts_tokens():
             CompressedStack(stack.weight, experts, layout)
 
 
+def test_stacks_are_in_the_mode_of_their_module():
+    for training in (True, False):
+        _, module = experts_of(deployed(pruned().train(training)))
+        assert [stack.training for stack in module.stacks.values()] == [training] * 2
+
+
 def test_stack_sees_new_buffers():
     first, second = (CompressedStack(ops.compress(torch.randn(8, 8), "2:4"), 2) for _ in range(2))
     x, counts = torch.randn(4, 8), [2, 2]

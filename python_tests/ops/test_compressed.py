@@ -43,6 +43,14 @@ def test_to(c: Compressed) -> None:
     assert [(x.device.type, x.dtype) for x in (meta.values, meta.indices)] == [("meta", torch.float16), ("meta", torch.uint8)]
 
 
+def test_integers_and_their_steps_move_but_are_not_cast(c: Compressed) -> None:
+    rounded = ops.quantize_values(c, "int8")
+    assert rounded.to(torch.float64) is rounded
+    meta = rounded.to(device="meta", dtype=torch.float64)
+    assert meta.step is not None and rounded.step is not None
+    assert [(x.device.type, x.dtype) for x in (meta.values, meta.step)] == [("meta", torch.int8), ("meta", rounded.step.dtype)]
+
+
 def test_pytree(c: Compressed) -> None:
     c.layout("x", lambda _: 1)
     leaves, spec = pytree.tree_flatten(c)

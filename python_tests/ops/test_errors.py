@@ -158,6 +158,8 @@ ADAMW = {
     "hyper": ({"hyper": torch.ones(9)}, ShapeError, "hyper.*float32.*lr, beta1"),
     "m": ({"m": 3}, ShapeError, r"params\[0\] is 8.*M=3"),
     "n": ({"n": 5}, PatternError, "5:4"),
+    "no n": ({"n": 0}, PatternError, "0:4"),
+    "no m": ({"m": 0}, PatternError, "2:0"),
     "found_inf": ({"found_inf": torch.ones(1).double()}, ShapeError, "found_inf.*float64"),
     "params": ({"params": [torch.ones(2, 8, dtype=torch.int64)]}, DtypeError, r"params\[0\].*int64"),
     **EXPANDED,

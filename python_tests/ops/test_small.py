@@ -81,6 +81,11 @@ def test_a_gradient_of_whole_groups_stays_one() -> None:
     assert small("nm_mvue", (torch.randn(16, 64), 3, 5, 0, seed(), "exact"))[0].shape == (144, 192)
 
 
+def test_a_matching_problem_has_two_tiles() -> None:
+    for n, m, shape in [(2, 4, (192, 192)), (1, 4, (4, 8)), (3, 4, (4, 8)), (2, 8, (8, 16))]:
+        assert small("nm_transposable_mask", (torch.randn(64, 64), n, m))[0].shape == shape
+
+
 def test_what_lies_transposed_does_there_too() -> None:
     assert small("nm_prune", (torch.randn(64, 32).t(), 2, 4))[0].stride() == (1, 160)
     assert small("nm_prune", (torch.randn(32, 64), 2, 4))[0].is_contiguous()

@@ -77,6 +77,12 @@ def test_a_layer_that_sees_a_token_ten_times_costs_tenfold():
     assert 0.2 < sum(cost[k] * p.density for k, p in often.items()) / sum(cost.values()) <= 0.25 and often != plain
 
 
+def test_only_the_ratios_of_rows_count():
+    weights = net(0)
+    some, all_a_third = (LayerWise("4:16", rule="magnitude", rows=rows).setup.patterns(weights) for rows in (None, {"*": 1 / 3}))
+    assert all_a_third == some
+
+
 # ---- given patterns
 
 
