@@ -1,11 +1,13 @@
 """The N:M pattern, the alignment rules that follow from it, and the package's error classes.
 
-It needs only the standard library, so that every other module can import it.
+It needs only the standard library and ``arguments``, so that every other module can import it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from .arguments import whole_number
 
 MAX_M = 256
 """Largest supported group: an index inside a group is stored in one byte."""
@@ -28,7 +30,7 @@ class DtypeError(NMError, TypeError):
 
 
 class OptionError(NMError, ValueError):
-    """An option has an unknown value."""
+    """An option has a value that is unknown or out of range."""
 
 
 class BackendError(NMError, RuntimeError):
@@ -67,7 +69,8 @@ class Pattern:
         elif m is None:
             n, m = _parse(spec)
         else:
-            n = int(spec)
+            n = spec if type(spec) is int else whole_number(PatternError, "Pattern: N", spec, least=None)
+            m = m if type(m) is int else whole_number(PatternError, "Pattern: M", m, least=None)
         if not 1 <= n <= m <= MAX_M:
             raise PatternError(
                 f"pattern {n}:{m} is not usable: N:M keeps N of every M elements, so 1 <= N <= M <= {MAX_M} must hold. "

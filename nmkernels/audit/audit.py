@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..arguments import finite_number, whole_number
 from ..gemm.devices import Device, kind
 from ..layouts import EXPERTS_T
 from ..nn import CompressedLinear, CompressedStack, NMWeight, StackedWeight, adapter_of
@@ -18,12 +19,12 @@ from ..pattern import Pattern, RecipeError
 from ..recipes.base import Recipe, rank_for
 from ..recipes.compose import deployed
 from ..recipes.handle import Handle
-from ..recipes.registry import text
+from ..recipes.registry import resolve, text
 from ..recipes.report import Entry, starred
 from ..recipes.sparsify import DTYPES, FilterFn
 from ..tuning import Seconds
 from .advice import notes, of_dense, of_sparse
-from .flops import check_number, inventory, matrices_of, matrix_of, passes, skeleton
+from .flops import inventory, matrices_of, matrix_of, passes, skeleton
 from .fsdp import Cluster, predict
 from .measure import Measured, Progress, find, measure_all, measured
 from .report import Audit, LayerAudit
@@ -92,10 +93,11 @@ def audit(
         >>> f"{found.inference:.2f} {found.step:.2f}"
         '1.40 1.32'
     """
-    for name, value, least in (("tokens", tokens, 1), ("accumulate", accumulate, 1), ("other", other, 0), ("budget", budget, 0)):
-        check_number("audit", name, value, least)
+    tokens, accumulate = whole_number(RecipeError, "audit: tokens", tokens), whole_number(RecipeError, "audit: accumulate", accumulate)
+    other, budget = finite_number(RecipeError, "audit: other", other), finite_number(RecipeError, "audit: budget", budget)
+    if cluster is not None and not isinstance(cluster, Cluster):
+        cluster = Cluster(whole_number(RecipeError, "audit: cluster", cluster, also="a Cluster"))
     model, recipe, report = _subject(model, recipe)
-    cluster = Cluster(cluster) if isinstance(cluster, int) else cluster
     if cluster is not None and recipe is not None and recipe.setup.needs_whole:
         raise RecipeError(f"audit: {type(recipe).__name__} {recipe.setup.needs_whole}, so cluster=... cannot shard them.")
     target, spot = find(device, _home(model))
@@ -136,12 +138,12 @@ def _subject(
     report: list[Entry] = []
     if isinstance(model, Handle):
         report, recipe, model = model.report.entries, recipe or model.recipe, model.model
-    if not isinstance(model, nn.Module):
-        model = skeleton(model)
+    model = model if isinstance(model, nn.Module) else skeleton("audit", model)
     done = bool(sparse_layers(model))
     if recipe is None and done:
         return model, None, report
-    return model, recipe if isinstance(recipe, Recipe) else by_name(recipe or RECIPE), report
+    recipe = RECIPE if recipe is None else recipe
+    return model, by_name(recipe) if isinstance(recipe, str) else resolve(recipe), report
 
 
 def _dtype(word: str | torch.dtype | None) -> torch.dtype | None:

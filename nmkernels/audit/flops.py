@@ -6,21 +6,25 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
+from ..arguments import as_int, finite_number, whole_number
 from ..autograd.transforms import read_as
 from ..layouts import CONV2D, matrix_shape
 from ..nn import NMWeight
 from ..nn.experts import sparse_layers
-from ..pattern import Pattern, RecipeError
+from ..pattern import Pattern, RecipeError, ShapeError
 from ..recipes.base import Recipe, Span, rank_for
 from ..recipes.compose import deployed, with_pattern
-from ..recipes.registry import get, resolve, suggestion
+from ..recipes.layer_names import check_names
+from ..recipes.registry import get, resolve
 from ..recipes.report import Entry
 from ..recipes.sparsify import FilterFn, select
+from ..recipes.writes import listed
 
 
 def inventory(verb: str, model: nn.Module, recipe: Recipe, filter_fn: FilterFn | None) -> tuple[list[Entry], dict[str, Pattern]]:
@@ -32,6 +36,8 @@ def inventory(verb: str, model: nn.Module, recipe: Recipe, filter_fn: FilterFn |
     linear = [e for e in report.entries if e.linear]
     if not linear:
         raise RecipeError(f"{verb}: the model has no linear layer to count.")
+    if filter_fn is not None and not chosen:
+        warnings.warn(f"{verb}: filter_fn chooses none of {listed(e.name for e in linear)}, so all are counted as dense.", stacklevel=3)
     if done:
         patterns = {name: m.pattern for name, m in done.items()}
     else:
@@ -60,19 +66,10 @@ def matrices_of(shape: tuple[int, ...]) -> int:
     return math.prod(shape[:-2]) if len(shape) == 3 else 1
 
 
-def check_number(verb: str, name: str, value: float, least: int = 0) -> None:
-    """Raise unless ``value`` is finite and at least ``least``, and a whole number if ``least`` is at least 1."""
-    if isinstance(value, bool) or not least <= value < math.inf or (least and value != int(value)):
-        raise RecipeError(f"{verb}: {name}={value!r} must be a {'whole' if least else 'finite'} number of at least {least}.")
-
-
 def passes(verb: str, entries: list[Entry], given: Mapping[str, float]) -> list[float]:
     """How often a token passes through each layer: as ``given`` for it or its innermost enclosing module, else once."""
-    for key, value in given.items():
-        check_number(verb, f"rows[{key!r}]", value)
-        if not any(_inside(e.name, key) for e in entries):
-            names = [e.name for e in entries]
-            raise RecipeError(f"{verb}: rows names {key!r}, which is not, and does not contain, a linear layer{suggestion(key, names)}.")
+    check_names(f"{verb}: rows", given, [e.name for e in entries], _inside)
+    given = {key: finite_number(RecipeError, f"{verb}: rows[{key!r}]", value) for key, value in given.items()}
     rows = []
     for e in entries:
         keys = [key for key in given if _inside(e.name, key)]
@@ -86,11 +83,18 @@ def _inside(name: str, key: str) -> bool:
     return name == key or name.startswith(f"{key}.")
 
 
-def skeleton(shapes: Mapping[str, tuple[int, int]]) -> nn.Module:
+def skeleton(verb: str, shapes: Mapping[str, tuple[int, int]]) -> nn.Module:
     """A model with linear layers of these names and shapes ``(out, in)`` on the meta device."""
+    if not isinstance(shapes, Mapping):
+        raise RecipeError(f"{verb}: expected a model, or the shapes of its layers {{name: (out, in)}}; got {type(shapes).__name__}.")
     root = nn.Module()
-    for name, (rows, cols) in shapes.items():
-        *path, last = name.split(".")
+    for name, shape in shapes.items():
+        if not isinstance(name, str) or "" in name.split("."):
+            raise RecipeError(f"{verb}: {name!r} is not a layer's name, such as 'blocks.0.fc'.")
+        sizes = [as_int(size) or 0 for size in shape] if isinstance(shape, Sequence) else []
+        if len(sizes) != 2 or min(sizes) < 1:
+            raise ShapeError(f"{verb}: the shape of layer {name!r} is {shape!r}; it must be (out, in), two whole numbers of at least 1.")
+        (rows, cols), (*path, last) = sizes, name.split(".")
         parent = root
         for key in path:
             if key not in parent._modules:
@@ -215,22 +219,22 @@ def flops(
 
     Raises:
         RecipeError: a number is out of range, ``rows`` names no layer, or ``switch_step`` is given for a recipe without one.
-        ShapeError: the filter chose an unsupported layer, as in ``sparsify_``.
+        ShapeError: the filter chose an unsupported layer, as in ``sparsify_``, or a given shape is not ``(out, in)``.
 
     Example:
         >>> cost = flops({"up": (256, 64), "down": (64, 256)}, "sste:2:4", 1000, tokens=4096)
         >>> cost.training_ratio, cost.inference_ratio  # (1/2 + 1 + 1/2) / 3
         (0.6666666666666666, 0.5)
     """
-    for name, value, least in (("steps", steps, 1), ("tokens", tokens, 1), ("other", other, 0)):
-        check_number("flops", name, value, least)
+    steps, tokens = whole_number(RecipeError, "flops: steps", steps), whole_number(RecipeError, "flops: tokens", tokens)
+    other = finite_number(RecipeError, "flops: other", other)
     recipe = get(recipe, total_steps=steps) if isinstance(recipe, str) else resolve(recipe)
     if switch_step is not None:
         switched_at: Callable[[int], Recipe] | None = getattr(recipe, "switched_at", None)
         if switched_at is None:
             raise RecipeError(f"{recipe.name} does not choose a switching step, so switch_step does not apply.")
-        recipe = switched_at(switch_step)
-    model = model if isinstance(model, nn.Module) else skeleton(model)
+        recipe = switched_at(whole_number(RecipeError, "flops: switch_step", switch_step))
+    model = model if isinstance(model, nn.Module) else skeleton("flops", model)
     seen, (entries, patterns) = steps * tokens, inventory("flops", model, recipe, filter_fn)
     kinds = {p: recipe if p == recipe.pattern else with_pattern(recipe, p) for p in patterns.values()}
     costs = {p: (kind.profile(steps), deployed(kind)) for p, kind in kinds.items()}

@@ -33,11 +33,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..arguments import whole_number
 from ..gemm.devices import Device, Links
 from ..gemm.problem import packed_bytes
 from ..pattern import RecipeError
 from ..recipes.report import Entry
-from .flops import aligned, check_number, matrices_of
+from .flops import aligned, matrices_of
 from .rules import GEMMS, Case
 
 GROUP = re.compile(r"(?:.*?\.)??\d+(?=\.|$)")
@@ -71,8 +72,8 @@ class Cluster:
     reshard_after_forward: bool = True
 
     def __post_init__(self) -> None:
-        for name, value in (("gpus", self.gpus), ("shards", self.shard_count), ("per_node", self.per_node)):
-            check_number("Cluster", name, value, 1)
+        for name in ("gpus", "per_node", *(() if self.shards is None else ("shards",))):
+            object.__setattr__(self, name, whole_number(RecipeError, f"Cluster: {name}", getattr(self, name)))
         if self.gpus % self.shard_count:
             raise RecipeError(f"Cluster: gpus={self.gpus} is not a multiple of shards={self.shard_count}.")
         if self.reduce_dtype not in DTYPES:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..arguments import finite_number, whole_number
 from ..pattern import NMError, Pattern
 from .linear import FORWARD_MODE, as_multiplied, functional, once
 
@@ -45,10 +46,8 @@ class SplitRule:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.dense, bool) or not 0 <= self.dense <= 1:
-            raise NMError(f"SplitRule: dense={self.dense!r} is a share of the features and must lie between 0 and 1.")
-        if isinstance(self.multiple, bool) or not isinstance(self.multiple, int) or self.multiple < 1:
-            raise NMError(f"SplitRule: multiple={self.multiple!r} must be a whole number of at least 1.")
+        object.__setattr__(self, "dense", finite_number(NMError, "SplitRule: dense", self.dense, 0, 1))
+        object.__setattr__(self, "multiple", whole_number(NMError, "SplitRule: multiple", self.multiple))
 
     def dense_features(self, features: int) -> int:
         """The number of dense ones among ``features`` features."""

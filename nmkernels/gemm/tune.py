@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import nn
 
+from ..arguments import whole_number
 from ..dispatch import ENV, forced_backend
-from ..pattern import NMError
+from ..pattern import OptionError
 from ..tuning import Measurement, Seconds
 from . import estimate
 from .choose import ESTIMATED, rule
@@ -139,7 +140,7 @@ def tune(
         a ``TuneReport``. With ``NMKERNELS_BACKEND`` set, only that backend's launches or algorithms are timed.
 
     Raises:
-        NMError: a token count below 1.
+        OptionError: a token count is not a whole number of at least 1.
 
     Example:
         >>> import torch
@@ -148,11 +149,12 @@ def tune(
         >>> [entry.gemm for entry in tune(layer, tokens=4).choices]
         ['fprop']
     """
-    counts = (tokens,) if isinstance(tokens, int) else tuple(tokens)
-    if not counts or any(t < 1 for t in counts):
-        raise NMError(
-            f"tune: tokens={tokens!r} must be the number of rows of the layers' input, at least 1, or a sequence of such numbers."
-        )
+    several: Any = tokens
+    try:
+        several = [tokens] if isinstance(several, str) else [*several]
+    except TypeError:
+        several = [tokens]
+    counts = [whole_number(OptionError, "tune: tokens", count, also="a sequence of such numbers") for count in several or [tokens]]
     forced = forced_backend()
     collected = _collected(model, counts)
     report = TuneReport([entry for _, entry in collected])

@@ -98,7 +98,7 @@ class NMConverter(ModelConfigConverter):
         places = {name: (config, parent, key) for name, config, parent, key in model_config.traverse(Linear.Config)}
         plain = {name: config for name, (config, parent, _) in places.items() if config._owner is Linear and parent is not None}
         shapes = {name: (config.out_features, config.in_features) for name, config in plain.items()}
-        chosen, self.report = select(skeleton(shapes), Pattern(recipe.pattern), self.config.filter_fn, recipe)
+        chosen, self.report = select(skeleton("NMConverter", shapes), Pattern(recipe.pattern), self.config.filter_fn, recipe)
         if not chosen:
             raise RecipeError(f"NMConverter: no layer of the model can be made {recipe.pattern} sparse:\n{self.report}")
         for c in chosen:

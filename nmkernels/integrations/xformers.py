@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..arguments import finite_number
 from ..pattern import NMError, OptionError, ShapeError
 
 GRADIENTS = "24sparse", "24dense", "ste"
@@ -44,8 +45,10 @@ def sparsify24(x: Tensor, algo: str = "", gradient: str = "24sparse", backend: s
 
 def sparsify24_ste(x: Tensor, algo: str = "", backend: str = "cutlass", bw_mul0: float = 1.0, bw_mul1: float = 1.0) -> Tensor:
     """``sparsify24`` with a gradient for every element, times ``bw_mul0`` where x is pruned and ``bw_mul1`` where it is kept."""
+    outside = finite_number(OptionError, "sparsify24_ste: bw_mul0", bw_mul0, least=None)
+    inside = finite_number(OptionError, "sparsify24_ste: bw_mul1", bw_mul1, least=None)
     mask = _mask(x, algo)
-    return _with_mask((_Masked.apply(x, mask, bw_mul0, bw_mul1), mask))
+    return _with_mask((_Masked.apply(x, mask, outside, inside), mask))
 
 
 def sparsify24_like(x: Tensor, pattern: Tensor, gradient: str = "24sparse", backend: str = "", out_dense: bool | None = None) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..arguments import whole_number
 from ..nn import SquaredReLUMLP
 from ..pattern import NMError, Pattern, ShapeError
 
@@ -30,7 +31,7 @@ class GPTConfig:
             activations non-zero (see ``nm.nn.SquaredReLU``).
 
     Raises:
-        ShapeError: a size is below 1, or ``width`` is not a multiple of ``heads``.
+        ShapeError: a size is not a whole number of at least 1, or ``width`` is not a multiple of ``heads``.
         NMError: the activation is unknown.
         PatternError: its N:M is invalid.
     """
@@ -45,8 +46,8 @@ class GPTConfig:
     def __post_init__(self) -> None:
         self.feed_forward()
         for name, value in asdict(self).items():
-            if name != "activation" and value < 1:
-                raise ShapeError(f"GPTConfig: {name} is {value}; it must be at least 1.")
+            if name != "activation":
+                object.__setattr__(self, name, whole_number(ShapeError, f"GPTConfig: {name}", value))
         if self.width % self.heads:
             raise ShapeError(f"GPTConfig: width {self.width} is not a multiple of heads={self.heads}; change one of the two.")
 

@@ -41,7 +41,7 @@ class ModelShapes:
 
     def module(self) -> nn.Module:
         """A model with these linear layers and embeddings on the meta device."""
-        root = skeleton(self.shapes())
+        root = skeleton("ModelShapes", self.shapes())
         with torch.device("meta"):
             for name, (tokens, width) in self.embeddings.items():
                 parent, _, last = name.rpartition(".")

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..arguments import whole_number
 from ..autograd import SplitRule, sparse_relu2, split_linear
 from ..autograd.activation import GRADS
-from ..pattern import NMError, Pattern, PatternLike, RecipeError
+from ..pattern import NMError, Pattern, PatternLike, RecipeError, ShapeError
 from .linear import autocast_dtype, castable
 from .traces import PROXY, is_tracing, leaf, refuse_script
 from .weight import NMWeight
@@ -109,9 +110,12 @@ class SquaredReLUMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        out_features = features if out_features is None else out_features
+        sizes = {"features": features, "hidden": hidden, "out_features": out_features}
+        features, hidden, out_features = (whole_number(ShapeError, f"SquaredReLUMLP: {name}", size, 0) for name, size in sizes.items())
         self.fc = nn.Linear(features, hidden, bias, device, dtype)
         self.act = SquaredReLU(pattern, grad)
-        self.proj = nn.Linear(hidden, features if out_features is None else out_features, bias, device, dtype)
+        self.proj = nn.Linear(hidden, out_features, bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """The block's output for x ``(..., features)``.

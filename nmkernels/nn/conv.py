@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
+from ..arguments import as_int, whole_number
 from ..dispatch import forced_backend
 from ..gemm import estimate
 from ..gemm.choose import estimable
@@ -49,7 +50,7 @@ class SparseConv2d(Checkpointed, nn.Conv2d):
 
     Raises:
         PatternError: the pattern is invalid.
-        ShapeError: M does not divide ``in_channels``, or ``groups`` is not 1.
+        ShapeError: M does not divide ``in_channels``, ``groups`` is not 1, or a size is not a whole number.
 
     Example:
         >>> layer = SparseConv2d(8, 4, 3, padding=1, pattern="2:4")
@@ -75,9 +76,12 @@ class SparseConv2d(Checkpointed, nn.Conv2d):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        p = Pattern(pattern)
+        p, groups = Pattern(pattern), whole_number(ShapeError, "SparseConv2d: groups", groups)
+        in_channels = whole_number(ShapeError, "SparseConv2d: in_channels", in_channels, least=0)
+        out_channels = whole_number(ShapeError, "SparseConv2d: out_channels", out_channels, least=0)
         check_groups("SparseConv2d", p, in_channels, groups)
-        super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype)  # type: ignore[arg-type]
+        sizes = check_sizes("SparseConv2d", kernel_size, stride, padding, dilation)
+        super().__init__(in_channels, out_channels, *sizes, groups, bias, padding_mode, device, dtype)  # type: ignore[arg-type]
         self._start(p)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -111,7 +115,7 @@ class CompressedConv2d(CompressedLinear):
         keep_dense: as of ``CompressedLinear``.
 
     Raises:
-        ShapeError: the weight is not a matrix of that kernel, or M does not divide the input channels.
+        ShapeError: the weight is not a matrix of that kernel, M does not divide the input channels, or a size is not a whole number.
         DtypeError: the weight has integers as values.
 
     Example:
@@ -132,7 +136,8 @@ class CompressedConv2d(CompressedLinear):
         padding_mode: str = "zeros",
         keep_dense: bool = False,
     ) -> None:
-        height, width = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
+        sizes = check_sizes("CompressedConv2d", kernel_size, stride, padding, dilation)
+        height, width = sizes[0]
         if len(weight.shape) != 2 or weight.shape[1] % (height * width):
             raise ShapeError(
                 f"CompressedConv2d: the weight must be a matrix (out, kh*kw*in) of a kernel ({height}, {width}), got {tuple(weight.shape)}."
@@ -143,7 +148,7 @@ class CompressedConv2d(CompressedLinear):
         weight.pattern.check_divides("CompressedConv2d", channels, "in_channels")
         super().__init__(weight, bias, CONV2D, keep_dense)
         # nn.Conv2d checks the other arguments and resolves the padding
-        shell = nn.Conv2d(channels, weight.shape[0], (height, width), stride, padding, dilation, 1, False, padding_mode, device="meta")  # type: ignore[arg-type]
+        shell = nn.Conv2d(channels, weight.shape[0], *sizes, 1, False, padding_mode, device="meta")  # type: ignore[arg-type]
         for name in SETTINGS:
             setattr(self, name, getattr(shell, name))
 
@@ -283,3 +288,20 @@ def check_groups(op: str, pattern: Pattern, in_channels: int, groups: int) -> No
             "convolutions with groups=1 are supported. Use nn.Conv2d."
         )
     pattern.check_divides(op, in_channels, "in_channels")
+
+
+def check_sizes(op: str, kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> tuple[Any, Any, Any, Any]:
+    """The arguments as ``nn.Conv2d`` keeps them: two whole numbers each, or the padding's name."""
+    padding = padding if isinstance(padding, str) and padding in ("valid", "same") else _pair(f"{op}: padding", padding, 0)
+    return _pair(f"{op}: kernel_size", kernel_size), _pair(f"{op}: stride", stride), padding, _pair(f"{op}: dilation", dilation)
+
+
+def _pair(what: str, value: Any, least: int = 1) -> tuple[int, int]:
+    try:
+        sizes = (value, value) if as_int(value) is not None else tuple(value)
+    except TypeError:
+        sizes = ()
+    if len(sizes) != 2:
+        raise ShapeError(f"{what}={value!r} must be a whole number of at least {least}, or two.")
+    first, second = (whole_number(ShapeError, what, size, least) for size in sizes)
+    return first, second

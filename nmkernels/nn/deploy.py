@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from .. import ops
+from ..arguments import whole_number
 from ..layouts import CONV1D, CONV2D, MATRICES, as_stored
 from ..ops.compress import group_of
 from ..ops.integers import BITS
@@ -149,12 +150,13 @@ def rounded_layers(verb: str, model: nn.Module, values: str | None, group: int |
     return found
 
 
-def check_values(verb: str, values: str | None, group: int | None) -> None:
-    """Raise ``OptionError`` unless ``values`` is a kind of integers, or None without a ``group``."""
+def check_values(verb: str, values: str | None, group: int | None) -> int | None:
+    """``group`` as an int or None; raise ``OptionError`` unless ``values`` is a kind of integers, or None without a ``group``."""
     if values not in (None, *BITS):
         raise OptionError(f"{verb}: values={values!r} is unknown; choose one of {', '.join(map(repr, BITS))}, or None.")
     if values is None and group is not None:
         raise OptionError(f"{verb}: group={group} is for values='int8' or 'int4'.")
+    return group if group is None else whole_number(OptionError, f"{verb}: group", group, least=0)
 
 
 def names_of(layers: list[str]) -> str:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
+from ..arguments import whole_number
 from ..autograd import WeightTransform
 from ..layouts import EXPERTS, EXPERTS_T, REDUCED, as_matrix, ordered
 from ..pattern import DtypeError, NMError, Pattern, PatternLike, RecipeError, ShapeError
@@ -257,7 +258,8 @@ class CompressedStack(nn.Module):
     def __init__(self, weight: ops.Compressed, experts: int, layout: str = EXPERTS, keep_dense: bool = False) -> None:
         super().__init__()
         rows, cols = (int(size) for size in weight.shape)
-        if experts < 1 or rows % experts:
+        experts = whole_number(ShapeError, "CompressedStack: experts", experts)
+        if rows % experts:
             raise ShapeError(f"CompressedStack: {rows} rows cannot be divided among {experts} experts.")
         if layout not in (EXPERTS, EXPERTS_T):
             raise ShapeError(f"CompressedStack: layout {layout!r} is unknown; choose {EXPERTS} or {EXPERTS_T}.")

@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..arguments import whole_number
 from ..autograd import linear
 from ..gemm.plan import GemmPlan
 from ..gemm.problem import Problem
 from ..gemm.route import Operands, problems_of
 from ..layouts import CONV1D
 from ..ops.pack import positions
-from ..pattern import NMError, Pattern, PatternLike
+from ..pattern import NMError, Pattern, PatternLike, ShapeError
 from ..shards import is_sharded
 from .adapter import adapter_of, add_adapter
 from .checkpointing import Checkpointed
@@ -156,7 +157,7 @@ class SparseLinear(NMLinear, nn.Linear):  # type: ignore[misc]  # torch types bi
 
     Raises:
         PatternError: the pattern is not usable.
-        ShapeError: M does not divide ``in_features``.
+        ShapeError: M does not divide ``in_features``, or a size is not a whole number.
 
     Example:
         >>> layer = SparseLinear(8, 4, pattern="2:4")
@@ -173,7 +174,8 @@ class SparseLinear(NMLinear, nn.Linear):  # type: ignore[misc]  # torch types bi
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        p = Pattern(pattern)
+        p, in_features = Pattern(pattern), whole_number(ShapeError, "SparseLinear: in_features", in_features, least=0)
+        out_features = whole_number(ShapeError, "SparseLinear: out_features", out_features, least=0)
         p.check_divides("SparseLinear", in_features, "in_features")
         super().__init__(in_features, out_features, bias, device, dtype)
         self._start(p)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..arguments import whole_number
 from ..backends.streams import MadeOf
 from ..pattern import OptionError, Pattern, PatternLike, ShapeError
 from .check import as_pattern, check_dense, check_mask, check_packed
@@ -56,7 +57,11 @@ class Compressed:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", as_pattern(self.pattern))
-        object.__setattr__(self, "shape", torch.Size(self.shape))
+        try:
+            shape = torch.Size(self.shape)
+        except TypeError:
+            raise ShapeError(f"Compressed: shape={self.shape!r} must be the dense shape (..., cols), in whole numbers.") from None
+        object.__setattr__(self, "shape", shape)
         if torch.compiler.is_compiling():
             return  # checked by the op that made them
         p = self.pattern
@@ -318,9 +323,11 @@ def group_of(op: str, values: str, group: int | None, p: Pattern, cols: int) -> 
     def fits(size: int) -> bool:
         return cols % size == 0 and size % p.m == 0
 
-    if group is None:
+    if group is not None:
+        group = whole_number(OptionError, f"{op}: group", group, least=0)
+    else:
         return next((size for size in GROUPS if fits(size)), 0) if values == "int4" else 0
-    if group and not (group > 0 and fits(group)):
+    if group and not fits(group):
         raise OptionError(
             f"{op}: group={group} does not divide {cols} columns into whole groups of M={p.m}; pass a multiple of M that divides them, or "
             "0 for one step per row."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..arguments import whole_number
 from ..pattern import DtypeError, OptionError, Pattern, PatternError, PatternLike, ShapeError
 from .check import as_pattern, check_device, check_float
 from .compress import Compressed, check_same_form
@@ -82,13 +83,14 @@ def mvue(
     Raises:
         ShapeError: the last dimension is not divisible by M, ``dim`` does not exist, or ``out`` or ``seed`` has a wrong shape.
         DtypeError: ``g`` is not floating-point, or ``seed`` not int64.
-        OptionError, PatternError: the method is unknown, or does not support this pattern.
+        OptionError, PatternError: the method is unknown, or does not support this pattern; a number is not whole.
 
     Example:
         >>> mvue(torch.tensor([0.0, 5.0, 0.0, -1.0]), "2:4", seed=0)  # two non-zeros: copied
         tensor([ 0.,  5.,  0., -1.])
     """
     p, words = as_pattern(pattern), seed_words("nm_mvue", seed, offset, g.device)
+    dim = dim if type(dim) is int else whole_number(OptionError, "nm_mvue: dim", dim, least=None)
     return nm_mvue(g, p.n, p.m, dim, words, method, out=out)
 
 
@@ -116,6 +118,7 @@ def mvue_compress(
                 [0., 0., 4.]]))
     """
     p, words = as_pattern(pattern), seed_words("nm_mvue_compress", seed, offset, g.device)
+    dim = dim if type(dim) is int else whole_number(OptionError, "nm_mvue_compress: dim", dim, least=None)
     if out is None:
         values, indices = nm_mvue_compress(g, p.n, p.m, dim, words, method)
         return Compressed.trusted(values, indices, p, _moved(g.shape, dim))
@@ -134,8 +137,8 @@ def seed_words(op: str, seed: int | Tensor | None, offset: int, device: torch.de
 
 
 def _signed(op: str, name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise OptionError(f"{op}: {name} is {value!r}; it must be an int, or for the seed an int64 tensor (seed, offset), or None.")
+    also = "an int64 tensor (seed, offset), or None" if name == "seed" else ""
+    value = whole_number(OptionError, f"{op}: {name}", value, least=None, also=also)
     if not -(2**63) <= value < 2**64:
         raise OptionError(f"{op}: {name}={value} does not fit in 64 bits. Reduce it modulo 2**64.")
     return value - 2**64 if value >= 2**63 else value

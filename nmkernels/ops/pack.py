@@ -259,14 +259,15 @@ def _metadata(indices: Tensor, cols: int, layout: str) -> tuple[Spec, ...]:
 nm_metadata = define("nm_metadata", "(Tensor indices, SymInt cols, str layout) -> Tensor", _metadata, floats=False)
 
 
-def tensor_core_pattern(pattern: Pattern) -> bool:
+def tensor_core_pattern(pattern: PatternLike) -> bool:
     """Whether every weight of the pattern is also 2:4, that is N ≤ 2 and M a multiple of 4.
 
     Example:
-        >>> [tensor_core_pattern(Pattern(p)) for p in ("2:4", "1:4", "2:8", "1:16", "4:8", "1:2")]
+        >>> [tensor_core_pattern(p) for p in ("2:4", "1:4", "2:8", "1:16", "4:8", "1:2")]
         [True, True, True, True, False, False]
     """
-    return pattern.n <= 2 and pattern.m % 4 == 0
+    p = as_pattern(pattern)
+    return p.n <= 2 and p.m % 4 == 0
 
 
 def relayout(c: Compressed, layout: str) -> DeviceCompressed:

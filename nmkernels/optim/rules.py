@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from ..arguments import finite_number, whole_number
 from ..layouts import LINEAR
 from ..pattern import NMError, Pattern
 
@@ -26,7 +27,7 @@ class UpdateRule:
         geometric: also return Σ log|v_t − v_{t−1}| (AutoSwitch option II).
 
     Raises:
-        NMError: a number is negative.
+        NMError: a number is negative or not finite, or ``v_step`` not whole.
 
     Example:
         >>> rule = UpdateRule(masked=True, decay=2e-4)
@@ -46,9 +47,9 @@ class UpdateRule:
     """Whether the optimizer itself adds the gradient of a target's penalty; else it is part of the gradient that the optimizer gets."""
 
     def __post_init__(self) -> None:
-        for name in ("decay", "clamp", "v_step"):
-            if getattr(self, name) < 0:
-                raise NMError(f"UpdateRule: {name}={getattr(self, name)} must not be negative.")
+        for name in ("decay", "clamp"):
+            object.__setattr__(self, name, finite_number(NMError, f"UpdateRule: {name}", getattr(self, name)))
+        object.__setattr__(self, "v_step", whole_number(NMError, "UpdateRule: v_step", self.v_step, least=0))
 
 
 PLAIN = UpdateRule()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..arguments import as_int, as_number, finite_number
 from ..autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, WeightTransform
 from ..optim import PLAIN, MaskedAdamW, UpdateRule
 from ..pattern import Pattern, PatternLike, RecipeError
@@ -60,8 +60,7 @@ class Span:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, bool) or not 0 <= value < math.inf:
-                raise RecipeError(f"Span: {name}={value!r} must be a finite number of at least 0.")
+            object.__setattr__(self, name, finite_number(RecipeError, f"Span: {name}", value))
 
 
 def rank_for(rank: float | int, shape: tuple[int, ...]) -> int:
@@ -199,14 +198,15 @@ def number(default: float | None, above: bool = False, none: str = "") -> Any:
     """A finite number of at least 0 or ``above`` it, as infinity times a kept weight's zero would be NaN; ``none`` as for ``count``."""
 
     def fits(x: Any) -> bool:
-        return (isinstance(x, float) or whole(x)) and 0 <= x < math.inf and not (above and x == 0)
+        value = as_number(x)
+        return value is not None and value >= 0 and not (above and value == 0)
 
     return setting(default, fits, f"must be a finite number {'above' if above else 'of at least'} 0", none)
 
 
 def count(default: int | None, least: int = 0, none: str = "", resume: str = "") -> Any:
     """A whole number of at least ``least``, or None where ``none`` says what that is for."""
-    return setting(default, lambda x: whole(x) and x >= least, f"must be a whole number of at least {least}", none, resume)
+    return setting(default, lambda x: as_int(x) is not None and x >= least, f"must be a whole number of at least {least}", none, resume)
 
 
 def choice(default: Any, *others: Any, resume: str = "", renamed: Mapping[str, str] | None = None) -> Any:
@@ -225,14 +225,10 @@ def flag(default: bool) -> Any:
     return setting(default, lambda x: isinstance(x, bool), "must be True or False")
 
 
-def optional_seed() -> Any:
-    """A whole number, or None for torch's initial seed."""
-    return setting(None, whole, "must be a whole number", "for torch's initial seed")
-
-
-def whole(x: object) -> bool:
-    """Whether ``x`` is a whole number, which True and False are not."""
-    return isinstance(x, int) and not isinstance(x, bool)
+def random_seed(default: int | None = None) -> Any:
+    """A whole number of 64 bits; by default None, for torch's initial seed."""
+    none = "for torch's initial seed" if default is None else ""
+    return setting(default, lambda x: as_int(x) is not None and -(2**63) <= x < 2**64, "must be a whole number of 64 bits", none)
 
 
 # ---- recipes
@@ -267,6 +263,9 @@ class Recipe:
         object.__setattr__(self, "pattern", Pattern(self.pattern))
         for f in fields(self):
             value = getattr(self, f.name)
+            if (number := as_number(value)) is not None:
+                value = number
+                object.__setattr__(self, f.name, number)  # NumPy's and a tensor's as Python's, for checkpoints
             if isinstance(value, str) and value in f.metadata.get("renamed", ()):
                 raise RecipeError(f"{type(self).__name__}: {f.name}={value!r} is now called {f.metadata['renamed'][value]!r}.")
             if "fits" in f.metadata and not f.metadata["fits"](value):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arguments import finite_number, whole_number
 from ..autograd import STRAIGHT_THROUGH
 from ..pattern import RecipeError
 from .base import Recipe
@@ -99,13 +100,16 @@ def search_decay(
     # with hooks of its own a method's decay is not that of pruned weights (MaskLLM, ProxSparse)
     if recipe.setup.hooks is not None or "decay" not in {f.name for f in fields(recipe)}:
         raise RecipeError(f"search_decay: {type(recipe).__name__} has no decay to search; FST and SRSTE have one.")
-    if not grid or not all(0 <= decay < math.inf for decay in grid):
-        raise RecipeError(f"search_decay: grid={tuple(grid)} must be one or more finite numbers of at least 0.")
-    low, high = feasible
-    if not 0 <= low <= high:
-        raise RecipeError(f"search_decay: feasible={tuple(feasible)} must be a lowest and a highest μ, both at least 0.")
-    if not 0 < measure <= 1 or stride < 1:
-        raise RecipeError(f"search_decay: measure={measure} must lie in (0, 1], and stride={stride} be at least 1.")
+    grid = [finite_number(RecipeError, "search_decay: a λ of grid", decay) for decay in grid]
+    if not grid:
+        raise RecipeError("search_decay: grid is empty; pass one or more λ.")
+    low, high = (finite_number(RecipeError, "search_decay: a μ of feasible", bound) for bound in feasible)
+    if low > high:
+        raise RecipeError(f"search_decay: feasible={feasible} must be a lowest and a highest μ.")
+    measure = finite_number(RecipeError, "search_decay: measure", measure, 0, 1)
+    if measure == 0:
+        raise RecipeError("search_decay: measure=0 compares no masks; it is the share of each run that is measured.")
+    stride = whole_number(RecipeError, "search_decay: stride", stride)
     compared = range(len(batches) - round(measure * len(batches)), len(batches) + 1, stride)
     if len(compared) < 2:
         raise RecipeError(f"search_decay: {len(batches)} batches are too few to compare two masks {stride} steps apart; give more.")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..arguments import as_number
 from ..autograd import STRAIGHT_THROUGH, GemmPlan
 from ..ops import STATS
 from ..pattern import Pattern, PatternLike, RecipeError
@@ -75,31 +76,30 @@ def passed(t: int, stages: Sequence[tuple[int, Any]]) -> int:
     return bisect.bisect_right(stages, t, lo=1, key=lambda stage: stage[0]) - 1
 
 
-def resolve_step(recipe: str, name: str, value: float | int | None, total_steps: int | None) -> int | None:
+def resolve_step(recipe: str, name: str, value: float | int, total_steps: int | None) -> int:
     """A step count from an int (steps) or a float in [0, 1] (a share of ``total_steps``).
 
     Example:
         >>> resolve_step("STEP", "t_min", 0.1, 1000), resolve_step("STEP", "t_min", 250, None)
         (100, 250)
     """
-    if value is None:
-        return None
-    if isinstance(value, bool) or not value >= 0 or (isinstance(value, float) and value > 1):
-        raise RecipeError(f"{recipe}: {name}={value} must be a whole number of steps, or a share of the run between 0.0 and 1.0.")
-    if isinstance(value, int):
-        return value
+    steps = as_number(value)
+    if steps is None or steps < 0 or (isinstance(steps, float) and steps > 1):
+        raise RecipeError(f"{recipe}: {name}={value!r} must be a whole number of steps, or a share of the run between 0.0 and 1.0.")
+    if isinstance(steps, int):
+        return steps
     if total_steps is None:
         raise RecipeError(
             f"{recipe}: {name}={value} is a share of the run, so total_steps is needed; give total_steps=..., or {name} in whole steps."
         )
-    return round(value * total_steps)
+    return round(steps * total_steps)
 
 
 def phases(recipe: str, total_steps: int | None, start: float | int, end: float | int) -> tuple[int, int]:
     """The steps of a run after which its progressive phase begins and ends, from counts or shares."""
     if total_steps is None:
         raise RecipeError(f"{recipe}: total_steps is needed, the number of optimizer steps of the whole run, to size the schedule.")
-    begins, ends = resolve_step(recipe, "start", start, total_steps) or 0, resolve_step(recipe, "end", end, total_steps) or 0
+    begins, ends = resolve_step(recipe, "start", start, total_steps), resolve_step(recipe, "end", end, total_steps)
     if not begins < ends <= total_steps:
         raise RecipeError(
             f"{recipe}: start={begins} and end={ends} leave none of total_steps={total_steps} for the progressive phase between them."

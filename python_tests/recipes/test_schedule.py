@@ -2,7 +2,9 @@
 
 import math
 
+import numpy as np
 import pytest
+import torch
 
 import nmkernels as nm
 from nmkernels.recipes import ASP, FST, SRSTE, SSTE, STE, STEP, BiMask, Dense, MdGf, SdGf, SLoPe, Span
@@ -16,11 +18,18 @@ def shares(recipe, steps=100):
 
 
 def test_steps_are_counts_or_shares():
-    for value, total, want in ((None, None, None), (250, None, 250), (250, 10, 250), (0, None, 0), (1, 10, 1)):
+    for value, total, want in (
+        (250, None, 250),
+        (250, 10, 250),
+        (np.int64(250), 10, 250),
+        (0, None, 0),
+        (1, 10, 1),
+        (torch.tensor(1), 10, 1),
+    ):
         assert resolve_step("STEP", "t_min", value, total) == want
     for value, total, want in ((0.1, 1000, 100), (0.0, 10, 0), (1.0, 10, 10), (0.25, 10, 2)):
         assert resolve_step("STEP", "t_min", value, total) == want
-    for value in (-1, -0.1, 1.01, float("nan"), True):
+    for value in (-1, -0.1, 1.01, float("nan"), True, None, "8", [8], torch.tensor(0.5)):
         with pytest.raises(nm.RecipeError, match="STEP: t_min="):
             resolve_step("STEP", "t_min", value, 100)
     with pytest.raises(nm.RecipeError, match="total_steps is needed"):

@@ -116,7 +116,7 @@ class Activation24(ScheduledRecipe):
     def stages(self) -> tuple[tuple[int, Stage], ...]:
         """Phase 0 dense, then phase 1 with sparse activations."""
         if self.total_steps is None:
-            start = resolve_step("Activation24", "start", self.start, None) or 0
+            start = resolve_step("Activation24", "start", self.start, None)
         else:
             start = phases("Activation24", self.total_steps, self.start, 1.0)[0]
         dense = Stage(phase=0, not_ready="is still in its dense warm-up")

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...arguments import as_number
 from ...autograd.transforms import WEIGHT, HardMask, KeptMask, masked, reading
 from ...optim import AnnealedAdamW, AnnealedRule
 from ...pattern import Pattern, RecipeError, ShapeError
@@ -54,8 +55,9 @@ def distill_loss(student_logits: Tensor, teacher_logits: Tensor, labels: Tensor,
         >>> torch.allclose(distill_loss(logits, logits, labels), F.cross_entropy(logits, labels) / 3)
         True
     """
-    if not 0 < temperature < float("inf") or not 0 <= weight <= 1:
-        raise RecipeError(f"distill_loss: temperature={temperature} must be above 0 and weight={weight} between 0 and 1.")
+    heat, share = as_number(temperature), as_number(weight)
+    if heat is None or heat <= 0 or share is None or not 0 <= share <= 1:
+        raise RecipeError(f"distill_loss: temperature={temperature!r} must be above 0 and weight={weight!r} between 0 and 1.")
     if student_logits.shape != teacher_logits.shape or student_logits.shape[:-1] != labels.shape:
         raise ShapeError(
             f"distill_loss: the student's logits {tuple(student_logits.shape)} and the teacher's {tuple(teacher_logits.shape)} must be of "
@@ -115,7 +117,7 @@ class AST(ScheduledRecipe):
 
     def rate(self, t: Tensor) -> Tensor:
         """λ_t after ``t`` applied steps (float64), computed where t lies."""
-        steps = resolve_step("AST", "end", self.end, self.total_steps) or 0
+        steps = resolve_step("AST", "end", self.end, self.total_steps)
         return self.decay * (t / steps).clamp(max=1.0) if steps else torch.full_like(t, self.decay)
 
     @property

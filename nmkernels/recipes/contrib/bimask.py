@@ -11,7 +11,7 @@ from torch import Tensor
 from ...autograd.transforms import HardMask, pruned_along_out, reading
 from ...optim import UpdateRule
 from ...pattern import Pattern
-from ..base import About, Recipe, Setup, Stage, State, choice, count, number, optional_seed
+from ..base import About, Recipe, Setup, Stage, State, choice, count, number, random_seed
 from ..registry import recipe
 
 
@@ -77,7 +77,7 @@ class BiMask(Recipe):
     draws: int = count(100)
     every: int = count(100)
     criterion: str = choice("magnitude", "count")
-    seed: int | None = optional_seed()
+    seed: int | None = random_seed()
 
     about = About(
         paper="Zhang et al., ICML 2023, arXiv 2302.06058",

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...arguments import as_number
 from ...pattern import NMError, Pattern, PatternLike, RecipeError
 from ..base import About, Recipe, Setup, choice
 from ..compose import Composite, first_stage
+from ..layer_names import check_names
 from ..methods.step import STEP
 from ..registry import recipe
 
@@ -127,9 +129,9 @@ class LayerWise(Composite):
     def __post_init__(self) -> None:
         super().__post_init__()
         given = {name: str(Pattern(p)) for name, p in _table("given", self.given, (str, Pattern)).items()}
-        rows = _table("rows", self.rows, (int, float))
-        if any(isinstance(r, bool) or not 0 < r < math.inf for r in rows.values()):
-            raise RecipeError(f"LayerWise: rows={rows} must be finite numbers above 0.")
+        rows = {name: as_number(times) for name, times in _table("rows", self.rows, (object,)).items()}
+        if any(times is None or times <= 0 for times in rows.values()):
+            raise RecipeError(f"LayerWise: rows={self.rows!r} must be finite numbers above 0.")
         # as text, so that the recipe has a hash
         object.__setattr__(self, "given", json.dumps(given) if given else None)
         object.__setattr__(self, "rows", json.dumps(rows) if rows else None)
@@ -166,6 +168,7 @@ class LayerWise(Composite):
     def _patterns(self, weights: Mapping[str, Tensor]) -> dict[str, Pattern]:
         """N:M of each layer, from the present weights ``(out, in)`` by name; rules that read them give all the same on the meta device."""
         given = {name: Pattern(p) for name, p in _matched("given", _table("given", self.given, (str,)), weights).items()}
+        rows = _matched("rows", _table("rows", self.rows, (int, float)), weights)
         shared = [name for name in weights if name not in given]
         options, p = self._options(), Pattern(self.pattern)
         if len(options) == 1 or not shared:
@@ -176,7 +179,6 @@ class LayerWise(Composite):
                 f'larger groups, as LayerWise("4:{4 * p.m}").',
                 stacklevel=2,
             )
-        rows = _matched("rows", _table("rows", self.rows, (int, float)), weights)
         size = {name: Fraction(rows.get(name, 1)).limit_denominator(10**6) * w.numel() for name, w in weights.items()}
         costs = [[size[name] * o.n / o.m for o in options] for name in shared]
         total = sum(size.values())
@@ -212,9 +214,7 @@ def _table(key: str, given: Mapping[str, Any] | str | None, kinds: tuple[type, .
 
 def _matched(key: str, table: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """The value of each name that a wildcard of ``table`` fits, the first counting."""
-    for wildcard in table:
-        if not any(fnmatchcase(name, wildcard) for name in names):
-            raise RecipeError(f"LayerWise: {key} names {wildcard!r}, which fits no sparse layer; they are {', '.join(names)}.")
+    check_names(f"LayerWise: {key}", table, names, fnmatchcase, "sparse layer")
     fits = {name: [value for wildcard, value in table.items() if fnmatchcase(name, wildcard)] for name in names}
     return {name: values[0] for name, values in fits.items() if values}
 

@@ -144,8 +144,8 @@ class LBC(ScheduledRecipe):
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
         """Phase 1 while combinations are removed, each with its own; phase 2 with the one that is left."""
-        start = resolve_step("LBC", "start", self.start, self.total_steps) or 0
-        end = resolve_step("LBC", "end", self.end, self.total_steps) or 0
+        start = resolve_step("LBC", "start", self.start, self.total_steps)
+        end = resolve_step("LBC", "end", self.end, self.total_steps)
         if end <= start:
             raise RecipeError(f"LBC: end ({end} steps) must come after start ({start} steps).")
         rule, p = UpdateRule(masked=True), Pattern(self.pattern)

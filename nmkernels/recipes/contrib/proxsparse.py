@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...arguments import finite_number
 from ...autograd.transforms import WEIGHT, HardMask, WeightTransform, masked, reading
 from ...nn import NMWeight
 from ...optim import UpdateRule
@@ -76,12 +78,17 @@ def prox(weight: Tensor, decay: float | Tensor) -> Tensor:
         weight: ``(..., cols)`` with cols a multiple of 4; 16-bit ones are computed in fp32.
         decay: λ ≥ 0, a number or a 0-d tensor; 0 gives the weight itself.
 
+    Raises:
+        RecipeError: λ is negative or no number.
+
     Source: Liu et al., ICML 2025, arXiv 2502.00258; how the candidates are found, ours.
 
     Example:
         >>> prox(torch.tensor([[3.0, -0.1, 2.0, 0.2]]), 1.0)
         tensor([[3., 0., 2., 0.]])
     """
+    if not isinstance(decay, Tensor) and not (isinstance(decay, float) and decay == math.inf):
+        decay = finite_number(RecipeError, "prox: decay", decay)
     groups = weight.reshape(-1, 4)
     if groups.device.type == "cpu" and len(groups) > BLOCK:
         return torch.cat([_prox(part, decay) for part in groups.split(BLOCK)]).reshape(weight.shape)

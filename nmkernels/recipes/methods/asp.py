@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...nn import Chain, NMWeight, channel_parameters, find_chains, reorder_
 from ...pattern import RecipeError
-from ..base import About, Setup, Stage, choice, count
+from ..base import About, Setup, Stage, choice, count, random_seed
 from ..hooks import Hooks
 from ..masks import SCORES
 from ..registry import recipe
@@ -180,7 +180,7 @@ class ASP(ScheduledRecipe):
     start: float | int = 0
     permute: bool = False
     escapes: int = count(100)
-    seed: int = 0
+    seed: int = random_seed(0)
 
     about = About(
         paper="Mishra et al., 2021, arXiv 2104.08378",
@@ -208,5 +208,5 @@ class ASP(ScheduledRecipe):
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
         """Phase 0 dense, then phase 2 with the mask held."""
-        start = resolve_step("ASP", "start", self.start, self.total_steps) or 0
+        start = resolve_step("ASP", "start", self.start, self.total_steps)
         return (0, Stage(phase=0)), (start, Stage(phase=2, held_mask=True))

@@ -14,7 +14,7 @@ from ...autograd.transforms import KeptMask, Traits, laid_out, reading
 from ...ops import Packed, pack
 from ...optim import UpdateRule
 from ...pattern import Pattern, PatternLike
-from ..base import About, LayerSetup, Setup, Stage, choice, count, number, optional_seed
+from ..base import About, LayerSetup, Setup, Stage, choice, count, number, random_seed
 from ..registry import recipe
 from ..schedule import PACKED, ScheduledRecipe, phases
 from .sste import estimating
@@ -81,7 +81,7 @@ class FST(ScheduledRecipe):
     mvue: str | None = choice("exact", "approx", None)
     mvue_pattern: PatternLike = "2:4"
     packed: bool | str = choice(*PACKED, resume="any")
-    seed: int | None = optional_seed()
+    seed: int | None = random_seed()
 
     about = About(
         paper="Hu et al., ICML 2024, arXiv 2404.01847",

@@ -17,7 +17,7 @@ from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError, ShapeError
 from ...reference import uniforms24
 from ...shards import is_sharded
-from ..base import About, Setup, Stage, State, choice, number, optional_seed
+from ..base import About, Setup, Stage, State, choice, number, random_seed
 from ..hooks import Hooks
 from ..registry import recipe
 from ..schedule import EARLY, ScheduledRecipe
@@ -176,7 +176,7 @@ class MaskLLM(ScheduledRecipe):
     hard: bool = False
     others: str = choice("frozen", "trained")
     lr_multiplier: float = number(10.0, above=True)
-    seed: int | None = optional_seed()
+    seed: int | None = random_seed()
 
     about = About(
         paper="Fang et al., NeurIPS 2024, arXiv 2409.17481",

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ...arguments import as_number
 from ...autograd.transforms import HardMask, Traits, WeightTransform, reading
 from ...optim import UpdateRule
 from ...pattern import Pattern
@@ -71,7 +72,7 @@ class MdGf(ScheduledRecipe):
     start: float | int = 0
     end: float | int = 0.75
     gradient: str = choice("chain", "ste")
-    residual: float = setting(2.5e-3, lambda x: 0 < x < 1, "must lie between 0 and 1")
+    residual: float = setting(2.5e-3, lambda x: as_number(x) is not None and 0 < x < 1, "must lie between 0 and 1")
     coefficient: float | None = number(None, above=True, none="for that of residual")
     levels: int | None = count(None, least=1, none="for a smooth decay")
 

@@ -11,6 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ...arguments import whole_number
 from ...pattern import Pattern, PatternLike, RecipeError, ShapeError
 
 EXHAUSTIVE_M, ESCAPE = 4, 4
@@ -65,7 +66,7 @@ def search_permutation(
 
     Raises:
         ShapeError: no matrix, or M does not divide its columns.
-        RecipeError: ``escapes`` is negative, or the weight not finite.
+        RecipeError: ``escapes`` is negative, a number is not whole, or the weight not finite.
 
     Example:
         >>> w = torch.tensor([[4.0, 3.0, 2.0, 0.0, 1.0, 0.0, 0.0, 0.0]])
@@ -77,8 +78,8 @@ def search_permutation(
     if weight.dim() != 2:
         raise ShapeError(f"search_permutation: the weight must be a matrix (rows, cols), got shape {tuple(weight.shape)}.")
     p.check_divides("search_permutation", weight.shape[1])
-    if escapes < 0:
-        raise RecipeError(f"search_permutation: escapes={escapes} must be at least 0.")
+    escapes = whole_number(RecipeError, "search_permutation: escapes", escapes, least=0)
+    seed = whole_number(RecipeError, "search_permutation: seed", seed, least=None)
     if not bool(torch.isfinite(weight).all()):
         raise RecipeError("search_permutation: the weight has NaN or infinite values.")
     with torch.no_grad():

@@ -9,10 +9,11 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from ...arguments import as_int, as_number
 from ...autograd.transforms import HardMask, WeightTransform, masked, pruned_along_out, reading
 from ...nn import ADAPTER, set_adapter
 from ...pattern import Pattern, RecipeError
-from ..base import About, LayerSetup, Setup, Span, Stage, State, count, optional_seed, rank_for, setting, whole
+from ..base import About, LayerSetup, Setup, Span, Stage, State, count, random_seed, rank_for, setting
 from ..hooks import Hooks
 from ..registry import recipe
 from ..schedule import ScheduledRecipe, resolve_step
@@ -109,13 +110,13 @@ class SLoPe(ScheduledRecipe):
 
     rank: float | int = setting(
         0.0156,
-        lambda x: (whole(x) and x >= 0) or (isinstance(x, float) and 0 <= x < 1),
+        lambda x: x >= 0 if as_int(x) is not None else isinstance(x, float) and 0 <= x < 1,
         "must be a whole number, or a share of the width from 0.0 to below 1.0; 0 for no adapters",
     )
     start: float | int = 0.99
     every: int = count(100)
-    max_aspect: float | None = setting(None, lambda x: x >= 1, "must be at least 1", none="for no limit")
-    seed: int | None = optional_seed()
+    max_aspect: float | None = setting(None, lambda x: as_number(x) is not None and x >= 1, "must be at least 1", none="for no limit")
+    seed: int | None = random_seed()
 
     about = About(
         paper="Mozaffari et al., ICLR 2025, arXiv 2405.16325",
@@ -143,7 +144,7 @@ class SLoPe(ScheduledRecipe):
             return ((0, plain),)
         if self.total_steps is None:
             raise RecipeError("SLoPe: total_steps is needed, the steps of the whole run, to know its last ones; or rank=0 for no adapters.")
-        start = resolve_step("SLoPe", "start", self.start, self.total_steps) or 0
+        start = resolve_step("SLoPe", "start", self.start, self.total_steps)
         if isinstance(self.start, int) and start >= self.total_steps:
             raise RecipeError(f"SLoPe: start={start} leaves the adapters none of total_steps={self.total_steps}.")
         before = replace(plain, not_ready="has not trained its adapters")

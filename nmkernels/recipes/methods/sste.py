@@ -12,7 +12,7 @@ from ...autograd.transforms import Traits, laid_out, reading
 from ...ops import Packed, pack
 from ...optim import UpdateRule
 from ...pattern import NMError, Pattern, PatternLike, RecipeError
-from ..base import About, Recipe, Setup, Stage, State, choice, optional_seed
+from ..base import About, Recipe, Setup, Stage, State, choice, random_seed
 from ..registry import recipe
 from ..schedule import PACKED, packed_only, packing
 
@@ -111,7 +111,7 @@ class SSTE(Recipe):
     mvue_pattern: PatternLike = "2:4"
     fp8: str | None = None
     packed: bool | str = choice(*PACKED)
-    seed: int | None = optional_seed()
+    seed: int | None = random_seed()
 
     about = About(
         paper="Hu, Zhu, Chen, NeurIPS 2024, arXiv 2409.09099",

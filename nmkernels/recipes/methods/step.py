@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...arguments import as_number
 from ...ops import STATS
 from ...optim import MaskedAdamW, UpdateRule
 from ...pattern import RecipeError
@@ -146,14 +147,16 @@ class STEP(Composite):
 
     switch: str = choice(*SWITCHES, resume="until inner", renamed=RENAMED)
     t_min: float | int | str | None = setting(
-        "window", lambda x: x == "window" or not isinstance(x, str), 'must be "window", whole steps, a share of the run, or None'
+        "window",
+        lambda x: x is None or x == "window" or as_number(x) is not None,
+        'must be "window", whole steps, a share of the run, or None',
     )
-    t_max: float | int | None = 0.5
-    start: float | int = 0.25
-    threshold: float | None = setting(None, lambda x: x > 0, "must be positive", none="for the policy's own")
+    t_max: float | int | None = number(0.5, none="for no bound")
+    start: float | int = number(0.25)
+    threshold: float | None = number(None, above=True, none="for the policy's own")
     bias_corrected: bool = True
     eps_mode: str = choice("outside", "inside")
-    clamp: float | None = setting(2.0, lambda x: x > 0, "must be positive", none="for no clamp")
+    clamp: float | None = number(2.0, above=True, none="for no clamp")
     decay: float = number(0.0)
     packed: bool | str = choice(*PACKED)
 
@@ -224,8 +227,8 @@ class STEP(Composite):
         if self.switch == "fixed":
             at = resolve_step("STEP", "start", self.start, self.total_steps)
             return at, at
-        low = None if isinstance(self.t_min, str) else resolve_step("STEP", "t_min", self.t_min, self.total_steps)
-        high = resolve_step("STEP", "t_max", self.t_max, self.total_steps)
+        low = None if self.t_min is None or isinstance(self.t_min, str) else resolve_step("STEP", "t_min", self.t_min, self.total_steps)
+        high = None if self.t_max is None else resolve_step("STEP", "t_max", self.t_max, self.total_steps)
         if isinstance(self.t_min, str):
             share = None if self.total_steps is None else self.total_steps // PARTS
             low = min((steps for steps in (window, share, high) if steps is not None), default=None)
