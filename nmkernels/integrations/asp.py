@@ -28,6 +28,7 @@ from .. import ops, recipes
 from ..nn import is_conv1d_type
 from ..pattern import Pattern, RecipeError
 from ..recipes import Handle, sparsify_
+from ..recipes.layer_names import check_names
 from ..recipes.sparsify import candidates
 
 KNOWN = (nn.Linear, _ConvNd, nn.MultiheadAttention)
@@ -177,6 +178,8 @@ def _choose(
     disallowed: Collection[str],
 ) -> tuple[set[str], dict[str, str]]:
     """(names of the layers to prune, other layer -> reason); warns about layers that apex might have pruned."""
+    allowed = [allowed] if isinstance(allowed, str) else allowed
+    disallowed = [disallowed] if isinstance(disallowed, str) else disallowed
     chosen: set[str] = set()
     dense: dict[str, str] = {}
     unexpected: list[str] = []
@@ -196,11 +199,9 @@ def _choose(
                 unexpected.append(f"{c.name} ({why})")
             else:
                 chosen.add(c.name)
-    known = {*chosen, *dense, *dict(model.named_modules())}
-    for argument, names in (("allowed_layer_names", allowed or ()), ("disallowed_layer_names", disallowed)):
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise RecipeError(f"ASP: {argument} names {', '.join(map(repr, unknown))}, which is not a layer of the model.")
+    known = [*dict(model.named_modules()), *chosen, *dense]
+    check_names("ASP: allowed_layer_names", allowed or (), known)
+    check_names("ASP: disallowed_layer_names", disallowed, known)
     impossible = [f"{name!r}: {dense.get(name, 'it has no weight')}" for name in allowed or () if name not in chosen]
     if impossible:
         raise RecipeError(f"ASP: allowed_layer_names names layers that cannot be pruned: {'; '.join(impossible)}.")

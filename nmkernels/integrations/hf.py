@@ -55,6 +55,7 @@ from ..ops import Compressed
 from ..ops.integers import BITS, GROUPS
 from ..pattern import CheckpointError, OptionError, Pattern, PatternError, PatternLike, RecipeError
 from ..recipes import Report
+from ..recipes.layer_names import check_names
 from ..recipes.report import Entry
 from ..recipes.sparsify import Candidate, check_groups, select
 from .trainer import prepare
@@ -105,6 +106,7 @@ class NMConfig(QuantizationConfigMixin):
     Raises:
         PatternError: the pattern is not ``"N:M"``, or differs from the checkpoint's.
         OptionError: the values are unknown or differ from the checkpoint's, or the group fits no layer or differs.
+        RecipeError: while loading, a name of ``skip`` is no layer of the model.
         CheckpointError: the checkpoint has a newer format version.
 
     Example:
@@ -134,8 +136,7 @@ class NMConfig(QuantizationConfigMixin):
         self.pattern = None if pattern is None else str(Pattern(pattern))
         self.skip = [skip] if isinstance(skip, str) else list(skip)
         self.keep_dense = keep_dense
-        check_values("NMConfig", values, group)
-        self.values, self.group = values, group
+        self.values, self.group = values, check_values("NMConfig", values, group)
         if not isinstance(layers, dict | None):
             raise CheckpointError("NMConfig: layers is not a dict; config.json is damaged.")
         self.layers = layers or {}
@@ -283,6 +284,8 @@ class NMQuantizer(HfQuantizer):
         config = self.quantization_config
         pattern = Pattern(str(config.pattern))
         chosen, report = select(model, pattern)
+        known = [*dict(model.named_modules()), *(e.name for e in report.entries)]
+        check_names("NMConfig: skip", config.skip, known, _skips)
         tied = {key.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for key in pair}
         taken = {c.name: c for c in chosen if c.layout in (*LAYOUTS, *STACKS)}
         self._chosen = {}
@@ -290,7 +293,7 @@ class NMQuantizer(HfQuantizer):
             reason = "its weight is tied to another module" if e.linear and e.name in tied else ""
             if e.sparse and not reason:
                 reason = "" if e.name in taken else "it has no compressed form"
-                reason = "named in skip" if any(fnmatchcase(f".{e.name}.", f"*.{name}.*") for name in config.skip) else reason
+                reason = "named in skip" if any(_skips(e.name, name) for name in config.skip) else reason
             if reason:
                 report.entries[i] = Entry(e.name, e.kind, e.shape, False, reason)
             elif e.sparse:
@@ -391,6 +394,11 @@ class _Compress:
             quantizer._layers[c.name] = layer
             missing_keys.discard(key)
         return rest
+
+
+def _skips(layer: str, name: str) -> bool:
+    """Whether ``name`` of ``NMConfig.skip`` names ``layer``."""
+    return fnmatchcase(f".{layer}.", f"*.{name}.*")
 
 
 def compressed_layers(model: nn.Module) -> dict[str, Layer]:

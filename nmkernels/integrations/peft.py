@@ -54,6 +54,7 @@ from ..nn import CompressedConv2d, CompressedLinear, CompressedStack, NMWeight, 
 from ..nn.compressed import CompressedPart
 from ..nn.experts import layer_name
 from ..pattern import OptionError, RecipeError, ShapeError
+from ..recipes.layer_names import check_names
 from ..shards import is_sharded
 
 __all__ = ["MaskedLoraConfig", "absorb", "export_adapter", "lost_by_merging", "merge_and_prune", "targets"]
@@ -512,14 +513,15 @@ def absorb(model: nn.Module, adapter_names: Sequence[str] | None = None) -> nn.M
         adapter_names: the adapters to keep; the active ones if None.
 
     Raises:
-        RecipeError: the model has no peft adapters, or one cannot be absorbed: an activated LoRA, or a bias where the layer has none.
+        RecipeError: the model has no peft adapters, or none of a given name, or one cannot be absorbed: an activated LoRA, or a bias where
+            the layer has none.
 
     Example::
 
         model = nm.integrations.peft.absorb(model)
         nm.save_compressed(model, "model.safetensors")
     """
-    for name, layer in _lora_layers(model, "absorb").items():
+    for name, layer in _lora_layers(model, "absorb", adapter_names).items():
         reason = layer.not_absorbed_reason(adapter_names)
         if reason:
             raise RecipeError(f"absorb: layer {name!r} cannot absorb the adapter: {reason.rstrip('.')}.")
@@ -531,7 +533,7 @@ def merge_and_prune(model: nn.Module, adapter_names: Sequence[str] | None = None
 
     Args and errors: as for ``absorb``.
     """
-    _lora_layers(model, "merge_and_prune")
+    _lora_layers(model, "merge_and_prune", adapter_names)
     return _merged(model, PRUNE, adapter_names)
 
 
@@ -540,7 +542,7 @@ def lost_by_merging(model: nn.Module, adapter_names: Sequence[str] | None = None
 
     About 0.7 for LoRA on 2:4, half of the energy; 0 for ``MaskedLoraConfig``. ``absorb`` loses nothing.
     """
-    layers = _lora_layers(model, "lost_by_merging")
+    layers = _lora_layers(model, "lost_by_merging", adapter_names)
     return {name: layer.lost(layer.named(adapter_names)) for name, layer in layers.items() if layer.named(adapter_names)}
 
 
@@ -560,9 +562,10 @@ def _tuner(model: nn.Module, verb: str) -> Any:
     return tuner
 
 
-def _lora_layers(model: nn.Module, verb: str) -> dict[str, SparseLoraLinear]:
-    """The LoRA layers of ``model`` on N:M weights, by their names without peft's wrappers."""
+def _lora_layers(model: nn.Module, verb: str, adapter_names: Sequence[str] | None) -> dict[str, SparseLoraLinear]:
+    """The LoRA layers of ``model`` on N:M weights, by their names without peft's wrappers; the model must have the adapters."""
     inner = _tuner(model, verb)
+    check_names(f"{verb}: adapter_names", adapter_names or (), inner.peft_config, kind="adapter")
     while isinstance(inner, (PeftModel, PeftMixedModel, BaseTuner)):
         inner = inner.model if isinstance(inner, BaseTuner) else inner.base_model
     return {name: m for name, m in inner.named_modules() if isinstance(m, SparseLoraLinear) and is_linear(m.get_base_layer())}

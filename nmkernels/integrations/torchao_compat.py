@@ -32,6 +32,8 @@ from ..nn import CompressedLinear, NMWeight, SparseLinear, compress_, make_dense
 from ..nn.swap import after_swap, replace_each_
 from ..pattern import DtypeError, Pattern, RecipeError, ShapeError
 from ..recipes.existing import adopt
+from ..recipes.layer_names import check_names
+from ..recipes.writes import listed
 
 FilterFn = Callable[[nn.Module, str], bool]
 TWO_OF_FOUR = Pattern("2:4")
@@ -105,9 +107,13 @@ def apply_fake_sparsity(model: nn.Module, filter_fn: FilterFn | None = None) -> 
         filter_fn: ``filter_fn(module, name) -> bool``; None: every ``nn.Linear`` whose ``in_features`` is a multiple of 4.
 
     Raises:
+        RecipeError: the filter chose no layer.
         ShapeError: the filter chose a layer whose ``in_features`` is not a multiple of 4.
     """
-    for name, module in _linears(model, filter_fn):
+    chosen = _linears(model, filter_fn)
+    if filter_fn is not None and not chosen:
+        raise RecipeError(f"apply_fake_sparsity: filter_fn chooses no nn.Linear of {listed(name for name, _ in _linears(model, None))}.")
+    for name, module in chosen:
         if module.in_features % 4 == 0:
             ops.prune(module.weight.detach().clone(), TWO_OF_FOUR, out=module.weight.detach())
         elif filter_fn is not None:
@@ -142,16 +148,15 @@ def swap_linear_with_semi_sparse_linear(model: nn.Module, config: Mapping[str, t
         RecipeError: a class other than ``SemiSparseLinear``, or a name that is not an ``nn.Linear`` of the model; nothing has changed.
         ShapeError: ``in_features`` is not a multiple of 4; nothing has changed.
     """
-    chosen = {}
+    chosen, linears = {}, {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     for full, kind in config.items():
         name = full.removeprefix(f"{current}.") if current else full
         if kind.__name__ != SemiSparseLinear.__name__:
             raise RecipeError(
                 f"swap_linear_with_semi_sparse_linear: {kind.__name__} of layer {full!r}: {ELSEWHERE.get(kind.__name__, '')}."
             )
-        module = dict(model.named_modules()).get(name)
-        if type(module) is not nn.Linear:
-            raise RecipeError(f"swap_linear_with_semi_sparse_linear: the model has no nn.Linear {full!r}.")
+        check_names("swap_linear_with_semi_sparse_linear: config", [name], linears, kind="nn.Linear")
+        module = linears[name]
         TWO_OF_FOUR.check_divides(f"swap_linear_with_semi_sparse_linear: layer {full!r}", module.in_features, "in_features")
         chosen[full] = module
     for module in chosen.values():

@@ -74,7 +74,7 @@ def test_refused_in_words():
         compat.sparsify_(model, {})
     with pytest.raises(ShapeError, match="in_features=62"):
         compat.apply_fake_sparsity(mlp(62), lambda m, name: True)
-    with pytest.raises(RecipeError, match=r"no nn\.Linear '1'"):
+    with pytest.raises(RecipeError, match=r"names '1', which matches no nn\.Linear"):
         compat.swap_linear_with_semi_sparse_linear(model, {"0": compat.SemiSparseLinear, "1": compat.SemiSparseLinear})
     with pytest.raises(RecipeError, match="Bilinear of layer '0'"):
         compat.swap_linear_with_semi_sparse_linear(model, {"0": nn.Bilinear})
