@@ -15,6 +15,8 @@ from torch import Tensor
 from ..pattern import NMError
 
 TEXT, LINES, TOKENS = {".txt", ".md", ".rst", ".text"}, {".jsonl", ".ndjson", ".json"}, {".npy", ".pt", ".safetensors"}
+UTF8 = "utf-8-sig"
+"""A byte order mark may come first, as some programs write it."""
 PIECE = 1 << 16
 """Characters that are tokenized together, and tokens of a long document that are drawn together."""
 CHARACTERS = 4
@@ -68,25 +70,41 @@ def _read(file: Path) -> Iterator[Document]:
         if kind in TOKENS:
             yield _ids(file, _load(file))
         elif kind in LINES:
-            for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-                if line.strip():
-                    yield _line(file, number, line)
+            yield from _records(file, file.read_text(encoding=UTF8))
         else:
-            yield file.read_text(encoding="utf-8")
+            yield file.read_text(encoding=UTF8)
     except UnicodeDecodeError as error:
         raise NMError(f"--data {file} is not text in UTF-8; files of token ids end in {', '.join(sorted(TOKENS))}.") from error
     except OSError as error:
         raise NMError(f"--data {file} cannot be read: {error.strerror or error}.") from error
 
 
-def _line(file: Path, number: int, line: str) -> str:
+def _records(file: Path, text: str) -> Iterator[str]:
+    """The texts of JSON lines, or of one JSON value that may take many lines: a record, or an array of records."""
     try:
-        record = json.loads(line)
+        whole = json.loads(text) if text.strip() else []
+    except ValueError:
+        for number, line in enumerate(text.split("\n"), 1):  # a text may have other line separators inside
+            if line.strip():
+                yield _text(f"{file}, line {number}", _line(file, number, line))
+        return
+    if isinstance(whole, list):
+        yield from (_text(f"{file}, record {number}", record) for number, record in enumerate(whole, 1))
+    else:
+        yield _text(f"{file}, line 1", whole)
+
+
+def _line(file: Path, number: int, line: str) -> Any:
+    try:
+        return json.loads(line)
     except ValueError as error:
-        raise NMError(f"--data {file}, line {number} is not JSON; write one object in each line.") from error
+        raise NMError(f"--data {file}, line {number} is not JSON; write one object in each line, or one array of them.") from error
+
+
+def _text(where: str, record: Any) -> str:
     text = record.get("text") if isinstance(record, dict) else record
     if not isinstance(text, str):
-        raise NMError(f'--data {file}, line {number} has no "text"; write lines such as {{"text": "..."}}.')
+        raise NMError(f'--data {where} has no "text"; write lines such as {{"text": "..."}}.')
     return text
 
 
