@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,11 +32,11 @@ class HeldMask(WeightTransform):
 class HeldMasks:
     """The held masks of one run; ``masks`` (name -> bool ``(out, in)``) is empty until they are chosen.
 
-    ``score`` is one of ``SCORES``, None for recipes that hold no mask.
+    ``score`` is one of ``SCORES``, None for recipes that hold no mask; ``trained``: whether the layers got gradients before ``attach``.
     """
 
-    def __init__(self, layers: dict[str, NMWeight], score: str | None) -> None:
-        self.layers, self.score = layers, score
+    def __init__(self, layers: dict[str, NMWeight], score: str | None, trained: Callable[[], bool] = bool) -> None:
+        self.layers, self.score, self._trained = layers, score, trained
         self.masks: dict[str, Tensor] = {}
         self.chosen: dict[str, Tensor] = {}
         """Masks that ``prune_`` has chosen; zeros alone do not show which weights of value zero are kept."""
@@ -86,6 +87,12 @@ class HeldMasks:
 
     def _choose(self, name: str, layer: NMWeight) -> Tensor:
         if self.score == "existing" and not ops.is_nm(layer.master.detach(), layer.pattern):
+            if self._trained():
+                raise RecipeError(
+                    f"the weight of layer {name!r} is not {layer.pattern} any more: it was trained before handle.attach(optimizer), so "
+                    "nothing held its mask. Prune again, by prune_ or handle.remove() and sparsify_, and attach the optimizer before the "
+                    "first step."
+                )
             raise RecipeError(
                 f'ASP(score="existing"): the weight of layer {name!r} is not {layer.pattern}, so there is no mask to adopt. '
                 'Use score="magnitude", another pattern, or leave the layer out with filter_fn.'

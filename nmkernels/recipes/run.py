@@ -59,12 +59,13 @@ class Run:
         self._transforms: dict[WeightTransform, WeightTransform] = {}
         setup = recipe.setup
         self.patterns = LayerPatterns(recipe, layers, report)
-        self.masks = HeldMasks(layers, setup.mask_score)
+        self.masks = HeldMasks(layers, setup.mask_score, lambda: self.gradients.seen)
         self.tensors = HeldTensors(layers)
         self.streams = Streams(layers)
         self.writes = Writes(layers)
         self.stage = recipe.stage({})
         self.begin("sparsify_")
+        self.gradients = Gradients(layers)
         transforms = {self.stage.transform, self.stage.later, *(layer.final for layer in layers.values())}
         self.holds = setup.mask_score is not None or any(read_as("held", transform) for transform in transforms)
         self.hooks = Hooks(recipe, self) if setup.hooks is None else setup.hooks(self)
@@ -72,7 +73,6 @@ class Run:
         self.feed()
         self.tensors.adopt({})
         self.hooks.enter(self.stage)
-        self.gradients = Gradients(layers)
         self.readers = Readers(layers)
 
     def begin(self, verb: str, overwrite: bool = False, patterns: bool = True) -> None:

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
@@ -79,6 +80,28 @@ def test_training_without_the_recipe_is_reported(how):
         assert [message.split(":")[0] for message in messages] == ["metrics"] * (not how.startswith("another")) + ["finish"]
         assert all(FORGOTTEN[how] in message and f"recipe {recipe.name}" in message and "handle.attach" in message for message in messages)
         assert all(w.filename == __file__ for w in said)
+
+
+@pytest.mark.parametrize("how", ["prune_", "adopt"])
+def test_masks_that_were_lost_in_training_without_attach_name_that_cause(how):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    if how == "prune_":
+        handle = nm.prune_(model, "2:4", [torch.randn(256, 64)], method="magnitude")
+    else:
+        for layer in (model[0], model[2]):
+            layer.weight.data *= nm.ops.mask(layer.weight.data, "2:4")
+        handle = nm.recipes.adopt(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+    for end in (lambda: handle.attach(torch.optim.AdamW(model.parameters())), handle.finish):
+        with (
+            pytest.raises(nm.RecipeError, match=r"not 2:4 any more: it was trained before handle\.attach\(optimizer\)"),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            end()
 
 
 def test_no_false_alarm_where_the_recipe_did_not_miss_a_step():
