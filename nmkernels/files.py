@@ -1,15 +1,19 @@
-"""Atomic writing: after a crash a file is either the old one or the new one, never half of it."""
+"""Atomic writing: after a crash a file is either the old one or the new one, never half of it. And folders that one process uses."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from .pattern import CheckpointError
 
@@ -65,6 +69,75 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise write_error(Path(error.filename or path), error.strerror or str(error)) from error
+
+
+def lock_file(path: Path, instead: str) -> int:
+    """Lock ``path``, which is created, for this process until the returned handle is closed or the process ends, however it ends.
+
+    The file names the process that has it. A file system without locks is trusted to have told the truth there.
+
+    Args:
+        instead: what else the user can pass, for the message: ``"another --out"``.
+
+    Raises:
+        CheckpointError: another process has it.
+    """
+    while True:
+        with writing(path):
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+            try:
+                _claim(path, lock, instead)
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(lock), path.stat()):
+                        return lock
+            except BaseException:
+                os.close(lock)
+                raise
+        os.close(lock)  # the process before has removed the file between the two calls
+
+
+def _claim(path: Path, lock: int, instead: str) -> None:
+    """Lock the open lock file, and write this process into it."""
+    owner = _owner(lock)
+    try:
+        import fcntl
+
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        taken, stale = False, ""
+    except (BlockingIOError, PermissionError):
+        taken, stale = True, ""
+    except (ImportError, OSError):  # no flock on this platform or file system
+        taken, stale = _alive(owner), f", or delete {path} if that process is gone"
+    if taken:
+        who = "process {pid} on {host} has been writing to it since {since}" if owner else "another process is writing to it"
+        raise CheckpointError(f"{path.parent} is in use: {who.format(**owner or {})}. Wait for it to end, or use {instead}{stale}.")
+    mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now().astimezone().isoformat(" ", "seconds")}
+    os.ftruncate(lock, 0)
+    os.lseek(lock, 0, os.SEEK_SET)
+    os.write(lock, json.dumps(mine).encode() + b"\n")
+
+
+def _owner(handle: int) -> dict[str, Any] | None:
+    """The process that the lock file names, or None."""
+    try:
+        os.lseek(handle, 0, os.SEEK_SET)
+        owner = json.loads(os.read(handle, 1 << 16))
+        return {key: owner[key] for key in ("pid", "host", "since")}
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _alive(owner: dict[str, Any] | None) -> bool:
+    """Whether that process may still be running, which for another machine is unknown. Used where the file system has no locks."""
+    if owner is None or owner["host"] != socket.gethostname():
+        return owner is not None
+    try:
+        os.kill(int(owner["pid"]), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, ValueError):
+        pass
+    return True
 
 
 def _reason(error: Exception, temporary: Path | None) -> str | None:

@@ -6,20 +6,17 @@ folder as a run's. A folder without the lock file is a run's if a log, a result 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-import socket
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..files import atomic_write, writing
+from ..files import atomic_write, lock_file, writing
 from ..pattern import CheckpointError, NMError
 from .deploy import DENSE_FILE, FILE, PROMPT, SAMPLE_FILE
 from .log import COLUMNS, LOG
@@ -242,37 +239,11 @@ class Folder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise NMError(f"--out {self.path} cannot be created: {error.strerror or error}.") from error
-        with writing(path):
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            try:
-                self._claim(lock)
-            except BaseException:
-                os.close(lock)
-                raise
-        self._lock = lock
+        self._lock = lock_file(path, "another --out")
         for name, left in self._entries():
             if _temporary(name) and not left.is_symlink():
                 with suppress(OSError):
                     shutil.rmtree(left) if left.is_dir() else left.unlink()
-
-    def _claim(self, lock: int) -> None:
-        """Lock the open lock file, and write this process into it."""
-        owner = _owner(lock)
-        try:
-            import fcntl
-
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the handle is closed or the process ends
-            taken, stale = False, ""
-        except (BlockingIOError, PermissionError):
-            taken, stale = True, ""
-        except (ImportError, OSError):  # no flock on this platform or file system
-            taken, stale = _alive(owner), f", or delete {self.path / LOCK} if that process is gone"
-        if taken:
-            who = "process {pid} on {host} has been writing to it since {since}" if owner else "another process is writing to it"
-            raise NMError(f"{self.path} is in use: {who.format(**owner or {})}. Wait for it to end, or use another --out{stale}.")
-        mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now().astimezone().isoformat(" ", "seconds")}
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, json.dumps(mine).encode() + b"\n", 0)
 
     def clear(self) -> None:
         """Remove the run in the folder, and nothing else; ``check`` has verified that a run wrote its files."""
@@ -319,25 +290,3 @@ def _head(path: Path) -> bytes:
         return b""
     with path.open("rb") as file:
         return file.read(HEAD)
-
-
-def _owner(handle: int) -> dict[str, Any] | None:
-    """The process that the lock file names, or None."""
-    try:
-        owner = json.loads(os.pread(handle, HEAD, 0))
-        return {key: owner[key] for key in ("pid", "host", "since")}
-    except (ValueError, TypeError, KeyError):
-        return None
-
-
-def _alive(owner: dict[str, Any] | None) -> bool:
-    """Whether that process may still be running, which for another machine is unknown. Used where the file system has no locks."""
-    if owner is None or owner["host"] != socket.gethostname():
-        return owner is not None
-    try:
-        os.kill(int(owner["pid"]), 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, ValueError):
-        pass
-    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -25,6 +26,7 @@ TYPES = {
 SHARD = 5_000_000_000
 """Bytes of one file, unless a single tensor is larger."""
 ALIGNMENT = 8
+EMPTY = hashlib.sha256().digest()
 
 
 class ShardWriter:
@@ -56,6 +58,7 @@ class ShardWriter:
         self._tensors = dict(tensors)
         self._place: dict[str, tuple[Path, int]] = {}
         self._open: dict[Path, int] = {}
+        self._digests: dict[str, bytes] = {}
         shards = _split(tensors, shard)
         names = [SINGLE] if len(shards) == 1 else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
         with writing(self.folder):
@@ -94,14 +97,15 @@ class ShardWriter:
             raise CheckpointError(f"tensor {name!r} is {tensor.dtype}{tuple(tensor.shape)}, not {about.dtype}{tuple(about.shape)}.")
         path, offset = self._place[name]
         with writing(path):
-            values: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            values = _bytes(tensor)
             _write_at(self._open[path], values, offset)
+        self._digests[name] = hashlib.sha256(values).digest()
 
     def close(self) -> None:
-        """Flush all files to disk.
+        """Flush all files to disk, and read them back.
 
         Raises:
-            CheckpointError: a tensor was never written.
+            CheckpointError: a tensor was never written, or a file does not hold what was.
         """
         missing = next((name for name, t in self._tensors.items() if t.numel()), None)
         if missing is not None:
@@ -109,12 +113,33 @@ class ShardWriter:
         for path, file in self._open.items():
             with writing(path):
                 os.fsync(file)
+        files = list(self._open)
         self.abandon()
+        for path in files:
+            self._compare(path)
+
+    def _compare(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        names = {name for name, (place, _) in self._place.items() if place == path}
+        try:
+            with safe_open(path, "pt") as file:
+                found = set(file.keys())
+                digests = {name: hashlib.sha256(_bytes(file.get_tensor(name))).digest() for name in names & found}
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} cannot be read back ({error}); write it again.") from error
+        wrong = names ^ found | {name for name, digest in digests.items() if digest != self._digests.get(name, EMPTY)}
+        if wrong:
+            raise CheckpointError(f"{path} was changed while it was written: {min(wrong)!r} is not what was written. Write it again.")
 
     def abandon(self) -> None:
         """Close the files as they are."""
         while self._open:
             os.close(self._open.popitem()[1])
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _split(tensors: Mapping[str, Tensor], most: int) -> list[list[str]]:

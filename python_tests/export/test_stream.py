@@ -57,6 +57,27 @@ def test_shards(tmp_path):
         assert equal_bits(load_file(tmp_path / file)[name], TENSORS[name])
 
 
+@pytest.mark.parametrize("damage", ["zeros", "cut", "another file"])
+def test_what_another_process_has_changed_is_noticed(tmp_path, damage):
+    """As when two runs write one file, or a disk loses a page."""
+    writer = ShardWriter(tmp_path, {name: t.to("meta") for name, t in TENSORS.items()}, META)
+    for name, t in TENSORS.items():
+        writer.write(name, t)
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    if damage == "another file":
+        save_file({"b": TENSORS["b"]}, path)
+    else:
+        path.write_bytes(whole[:-3] + bytes(3) if damage == "zeros" else whole[:-3])
+    said = {
+        "zeros": r"was changed while it was written: 'flag' is not|'a' is not",
+        "cut": "cannot be read back",
+        "another file": "'a' is not",
+    }
+    with pytest.raises(CheckpointError, match=said[damage]):
+        writer.close()
+
+
 def test_what_cannot_be_written(tmp_path):
     with pytest.raises(CheckpointError, match=r"'x' is torch\.complex64, which cannot be written"):
         ShardWriter(tmp_path, {"x": torch.zeros(1, dtype=torch.complex64)}, META)
