@@ -235,6 +235,8 @@ def summary(facts: dict[str, Any], out: Path, kind: str, why: str, seconds: floa
             for reason, names in reasons.items()
         )
         parts.append(f"Left dense: {'; '.join(shown)}.")
+    if others := facts["not carried over"]:
+        parts.append(f"Not carried over, since they hold the dense weights: {', '.join(others)}.")
     parts.append(
         f"Written to {out}/ with a model card and report.json. To load it:\n\n  import nmkernels.integrations.hf\n"
         f'  from transformers import {kind}\n\n  model = {kind}.from_pretrained("{out}")'

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import platform
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -27,7 +28,7 @@ from .._version import __version__
 from ..export.plan import STACKS
 from ..export.safetensors import HUGGING_FACE, described, table
 from ..export.stream import ShardWriter
-from ..export.tensors import Layer, weight_name
+from ..export.tensors import INDEX, Layer, weight_name
 from ..files import atomic_write, writing
 from ..layouts import MATRICES
 from ..nn import CompressedStack, deployed
@@ -39,25 +40,30 @@ from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
 from ..recipes.oneshot.base import OneShot, resolve, text
 from ..recipes.oneshot.data import batches_of, call
 from ..recipes.oneshot.prune import check_model, choose, complete_
+from ..recipes.oneshot.ranks import ranks
 from ..recipes.oneshot.relay import Relay, Unit
-from ..recipes.oneshot.results import Results, digest
-from ..recipes.oneshot.units import Progress, prune_units, write
+from ..recipes.oneshot.results import Results, digest, owned
+from ..recipes.oneshot.units import Progress, prune_units, trace, write
 from ..recipes.report import Pruned, Report, starred
 from ..recipes.sparsify import Candidate, FilterFn, check_groups
 from ..recipes.writes import listed
 from .hf import CARD, NMConfig, write_card
-from .hf_disk import CONFIG, Choice, check_folder, open_folder
+from .hf_disk import CONFIG, Choice, check_folder, class_of, open_folder
 
 __all__ = ["PrunedFolder", "prune_folder"]
 
 log = logging.getLogger("nmkernels.prune")
 
 REPORT = "report.json"
-COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".md"}
-"""Suffixes of files that are copied: of tokenizers and processors, licences and the model card."""
 OWN = {CONFIG, REPORT, "generation_config.json"}
-SAMPLED, SAMPLES = 1 << 16, 64
-"""Bytes of a sample of a weight file, and samples for each file, by which an interrupted run recognises the model."""
+WEIGHTS = (
+    "model*.safetensors", "model*.safetensors.index.json", "pytorch_model*", "tf_model*", "flax_model*", "rust_model*", "consolidated*",
+    "*.gguf", "*.onnx*", "openvino_model*", "*.tflite", "*.mlmodel", "*.mlpackage", "*.ckpt",
+)  # fmt: skip
+"""Names of the dense model's own weights, in any format, which are not carried over."""
+MODULES = "modules.json"
+PIECE = 1 << 24
+"""Bytes of a weight file that are read at once to recognise the model."""
 HOW = "## How it was pruned"
 
 
@@ -123,42 +129,60 @@ def prune_folder(
         OptionError: ``values`` is unknown, or ``group`` does not fit a layer.
     """
     begin = time.monotonic()
+    check_alone()
     pattern, method, source, out = Pattern(pattern), resolve(method), Path(model_dir), Path(out)
     config = check_folder(source)
     check_out(source, out)
     check_values("prune_folder", values, group)
-    batches, tests = batches_of(data), batches_of(held_out) if held_out else []
+    kind, _ = class_of(source, config)
+    batches, tests = batches_of(data, kind), batches_of(held_out, kind) if held_out else []
     device = None if device is None else _device(device)
     work = work_folder(out)
-    identity = {
-        "pattern": str(pattern),
-        "method": text(method),
-        "sequential": sequential,
-        "permute": permute,
-        "values": values,
-        "group": group,
-        "dtype": str(dtype),
-        "data": digest(batches),
-        "held_out": digest(tests),
-        "weights": _fingerprint(source, config["weight files"]),
-    }
     new = not work.exists()
-    try:
-        with writing(work):
-            work.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(work / "offload", ignore_errors=True)
-        choice = partial(_chosen, pattern=pattern, filter_fn=filter_fn, method=method, skip=skip)
-        run = _Run(source, pattern, method, choice, work, identity, device, dtype, batches, tests, progress)
-    except BaseException:
-        shutil.rmtree(work if new else work / "offload", ignore_errors=True)
-        raise
-    before = run.perplexity("dense") if tests else None
-    run.prune(sequential)
-    after = run.perplexity("pruned") if tests else None
-    perplexity = None if before is None or after is None else (before, after)
-    report = run.report()
-    sizes = run.assemble(out, report, perplexity)
+    with owned(work, "another folder"):
+        try:
+            check_out(source, out)  # another run may have finished meanwhile
+            with writing(work):
+                shutil.rmtree(work / "offload", ignore_errors=True)
+            identity = {
+                "pattern": str(pattern),
+                "method": text(method),
+                "sequential": sequential,
+                "permute": permute,
+                "values": values,
+                "group": group,
+                "dtype": str(dtype),
+                "data": digest(batches),
+                "held_out": digest(tests),
+                CONFIG: digest((source / CONFIG).read_text(encoding="utf-8")),
+                "weights": digest([_digest_of(source / name, progress) for name in config["weight files"]]),
+            }
+            choice = partial(_chosen, pattern=pattern, filter_fn=filter_fn, method=method, skip=skip)
+            run = _Run(source, pattern, method, choice, work, identity, device, dtype, batches, tests, progress)
+        except BaseException:
+            shutil.rmtree(work if new else work / "offload", ignore_errors=True)
+            raise
+        before = run.perplexity("dense") if tests else None
+        run.prune(sequential)
+        after = run.perplexity("pruned") if tests else None
+        perplexity = None if before is None or after is None else (before, after)
+        report = run.report()
+        sizes = run.assemble(out, report, perplexity)
     return PrunedFolder(out, report, perplexity, *sizes, time.monotonic() - begin)
+
+
+def check_alone() -> None:
+    """Check that this process is the only one of its run.
+
+    Raises:
+        RecipeError: torchrun has started several.
+    """
+    count = int(os.environ.get("WORLD_SIZE", "1")) if torch.distributed.is_torchelastic_launched() else ranks()[0]
+    if count > 1:
+        raise RecipeError(
+            f"prune_folder: {count} processes were started, and one prunes a folder; start it without torchrun. To share the work "
+            "on a model that fits into memory, call prune_ on every rank."
+        )
 
 
 def work_folder(out: Path) -> Path:
@@ -235,6 +259,7 @@ class _Run:
         self._say("reading", 1, 1, str(source))
         self.chains = find_chains(self.model)[0] if identity["permute"] else []
         self.units: list[Unit] = []
+        self.whole = ""
 
     def _say(self, stage: str, done: int, total: int, what: str) -> None:
         if self.progress is not None:
@@ -246,39 +271,55 @@ class _Run:
         """Fill the results, and put them into the model."""
         relay = self._relay(self.batches)
         with relay.running():
-            prune_units(
-                relay, self.pattern, self.method, self.results, self.chains, sequential=sequential, integers=self.integers,
-                progress=lambda done, total, what: self._say("pruning", done, total, what),
-            )  # fmt: skip
-        self.units = [*relay.units, Unit("", relay.idle)]
+            self._say("checking", 0, 1, "that blocks can be run one by one")
+            trace(relay)
+            self._say("checking", 1, 1, "done")
+            with self._in_memory(relay):
+                prune_units(
+                    relay, self.pattern, self.method, self.results, self.chains, sequential=sequential, integers=self.integers,
+                    progress=lambda done, total, what: self._say("pruning", done, total, what),
+                )  # fmt: skip
+        self.units, self.whole = [*relay.units, Unit("", relay.idle)], relay.whole
         self._install()
 
     def perplexity(self, which: str) -> float:
         """The perplexity of the dense or pruned model on the held-out batches; that of the dense one is remembered."""
-        path = self.work / f"{which}.json"
-        if path.exists():
-            with open(path) as file:
-                return float(json.load(file))
+        path, run = self.work / f"{which}.json", digest(repr(self.identity))
+        with suppress(OSError, ValueError, TypeError):
+            before, value = json.loads(path.read_text())
+            if before == run:
+                return float(value)
         total, count = 0.0, 0
         relay = self._relay(self.tests)
         with relay.running(), _head_on(self.model, self.device):
             relay.trace()
             for number, unit in enumerate(relay.units):
                 self._say("evaluating", number, len(relay.units) + 1, f"{which}: {unit.name}")
-                if unit.block is not None:
+                if unit.block is not None and not relay.whole:
                     with relay.resident(unit.block.module):
                         relay.run(unit)
                     relay.finish(unit)
-            for batch, output in zip(self.tests, relay.final(len(self.tests)), strict=True):
-                loss, tokens = _loss(output, batch)
-                total, count = total + loss, count + tokens
+            with self._in_memory(relay):
+                for number, batch in enumerate(self.tests):
+                    loss, tokens = _loss(relay.output(number), batch)
+                    total, count = total + loss, count + tokens
         self._say("evaluating", len(relay.units) + 1, len(relay.units) + 1, which)
         value = float(torch.tensor(total / max(1, count), dtype=torch.float64).exp())
-        atomic_write(path, lambda temporary: temporary.write_text(json.dumps(value)))
+        atomic_write(path, lambda temporary: temporary.write_text(json.dumps([run, value])))
         return value
 
     def _relay(self, batches: list[Any]) -> Relay:
         return Relay(self.model, self.chosen, batches, call, None, self.device, self.disk)
+
+    @contextmanager
+    def _in_memory(self, relay: Relay) -> Iterator[None]:
+        """Blocks that do not answer from a store run in every pass, so they stay in memory."""
+        answering = {unit.block for unit in relay.units if not relay.whole}
+        with ExitStack() as kept:
+            for block in relay.blocks:
+                if block not in answering:
+                    kept.enter_context(self.disk(block.module))
+            yield
 
     def _install(self) -> None:
         """Put the results into the model: at once where its weights are in memory, else when they are read."""
@@ -315,7 +356,9 @@ class _Run:
             done = self.results.load(number)
             rows, gains = rows | done.rows, gains | done.gains
         about, gained = self.identity, gains if self.identity["permute"] else None
-        complete_(self.table, rows, gained, self.named, self.method, about["data"], len(self.batches), about["values"])
+        complete_(
+            self.table, rows, gained, self.named, self.method, about["data"], len(self.batches), about["values"], self.whole
+        )  # fmt: skip
         return self.table
 
     # ---- the files
@@ -398,18 +441,13 @@ class _Run:
     ) -> None:
         """Everything but the weights."""
         model = self.model
-        for path in sorted(self.source.iterdir()):
-            named = path.suffix in COPIED or path.name.split(".")[0].upper() in ("LICENSE", "NOTICE")
-            if path.is_file() and named and path.name not in OWN and not path.name.endswith(".index.json"):
-                shutil.copyfile(path, folder / path.name)
-        if (self.source / "additional_chat_templates").is_dir():
-            shutil.copytree(self.source / "additional_chat_templates", folder / "additional_chat_templates")
+        left = carry_over(self.source, folder, {*check_folder(self.source)["weight files"], INDEX})
         model.config.dtype, model.config.architectures = str(model.dtype).removeprefix("torch."), [type(model).__name__]
         model.config.quantization_config = NMConfig(layers=about)
         model.config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
-        facts = self._facts(report, perplexity, sizes)
+        facts = {**self._facts(report, perplexity, sizes), "not carried over": left}
         (folder / REPORT).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         write_card(folder, model)
         card = (folder / CARD).read_text(encoding="utf-8").partition(HOW)[0].rstrip()
@@ -432,6 +470,7 @@ class _Run:
                 name: {key: value for key, value in asdict(row).items() if key not in ("seconds", "memory")}
                 for name, row in report.pruned.items()
             },
+            "blocks": "each pass ran the whole model: " + self.whole if self.whole else "one by one",
             "left dense": {e.name: e.reason for e in report.skipped if e.linear},
             "device": "cpu" if self.device is None else self.device.type,
             "versions": {
@@ -441,6 +480,35 @@ class _Run:
                 "python": platform.python_version(),
             },
         }
+
+
+def carry_over(source: Path, folder: Path, replaced: Set[str]) -> list[str]:
+    """Copy all files of a model but those ``replaced``; returns what else was left, which holds the same weights in other formats.
+
+    A subfolder that ``modules.json`` names is a module of its own (sentence-transformers), and is copied with its weights. Hidden files
+    are no part of a model.
+    """
+    modules: list[Any] = []
+    with suppress(OSError, ValueError):
+        modules = json.loads((source / MODULES).read_bytes())
+    own = (
+        {str(module.get("path")).partition("/")[0] for module in modules if isinstance(module, dict)}
+        if isinstance(modules, list)
+        else set()
+    )
+    left = []
+    for path in sorted(source.iterdir()):
+        name = path.name
+        if name.startswith(".") or name in OWN or name in replaced:
+            continue
+        inside = [path] if path.is_file() else [part for part in path.rglob("*") if part.is_file()]
+        if name not in own and any(fnmatchcase(part.name, each) for part in inside for each in WEIGHTS):
+            left.append(name)
+        elif path.is_file():
+            shutil.copyfile(path, folder / name)
+        elif inside:
+            shutil.copytree(path, folder / name)
+    return left
 
 
 def parts_of(weight: Any) -> dict[str, Tensor]:
@@ -537,17 +605,15 @@ def _device(name: torch.device | str) -> torch.device:
     return device
 
 
-def _fingerprint(folder: Path, files: Sequence[str]) -> str:
-    """A digest of the sizes and of samples of the weight files."""
-    found: list[Any] = []
-    for name in files:
-        size = (folder / name).stat().st_size
-        with open(folder / name, "rb") as file:
-            for i in range(SAMPLES):
-                file.seek(size * i // SAMPLES)
-                found.append(file.read(SAMPLED))
-        found += [name, size]
-    return digest(found)
+def _digest_of(path: Path, progress: Progress | None) -> str:
+    """The SHA-256 of a file."""
+    found, size = hashlib.sha256(), path.stat().st_size
+    with open(path, "rb", buffering=0) as file:
+        while piece := file.read(PIECE):
+            found.update(piece)
+            if progress is not None and size > 64 * PIECE:
+                progress(file.tell() // PIECE, -(-size // PIECE), f"recognising {path.name}")
+    return found.hexdigest()
 
 
 def _sync(folder: Path) -> None:

@@ -28,6 +28,7 @@ def places(tmp_path_factory):
     """Folders of dense models and a text, which no test changes."""
     root = tmp_path_factory.mktemp("prune")
     saved(root / "llama", layers=2)
+    (root / "llama" / "pytorch_model.bin").write_bytes(b"the same weights")
     write_text(root / "a.txt")
     return root
 
@@ -44,6 +45,7 @@ def test_a_folder_is_pruned(places, tmp_path, capsys):
     dense, pruned = facts["perplexity"]["dense"], facts["perplexity"]["pruned"]
     assert "llama: 14 layers pruned to 2:4 by wanda on 256 tokens in " in said.out
     assert f"perplexity, 64 tokens  {dense:.3f}  {pruned:.3f}  {pruned / dense:.3f}" in said.out
+    assert "Not carried over, since they hold the dense weights: pytorch_model.bin." in said.out and facts["blocks"] == "one by one"
     assert "  model.layers.*.mlp.up_proj " in said.out and "Left dense: lm_head (output head)." in said.out
     assert f'LlamaForCausalLM.from_pretrained("{out}")' in said.out
     assert "pruning model.layers.1 (2 of 2, 0 s left)\n" in said.err
@@ -199,7 +201,7 @@ def spoiled(root, model, what):
         assert prune(model, text, out, "--held-out", "0") == 0
         units = root / ".out.nmkernels-prune" / "units"
         units.mkdir(parents=True)
-        (units / "run.json").write_text('{"format": "nmkernels-prune-1", "pattern": "1:4"}')
+        (units / "run.json").write_text('{"format": "nmkernels-prune-2", "pattern": "1:4"}')
         out = root / "out2"
         (root / ".out.nmkernels-prune").rename(root / ".out2.nmkernels-prune")
     return model, text, out, more
@@ -221,7 +223,7 @@ SENTENCES = {
     "empty data": "--data {root}/a.txt is empty.",
     "too little text": "--data has 3 tokens for calibration, and one sample takes 32; pass more, or a smaller --length.",
     "no text": "--data {root}/a.txt is not text in UTF-8; files of token ids end in .npy, .pt, .safetensors.",
-    "not JSON": "--data {root}/a.jsonl, line 1 is not JSON; write one object in each line.",
+    "not JSON": "--data {root}/a.jsonl, line 1 is not JSON; write one object in each line, or one array of them.",
     "other JSON": '--data {root}/a.jsonl, line 1 has no "text"; write lines such as {{"text": "..."}}.',
     "empty folder": "--data {root}/texts: the folder has no files that end in .json, ",
     "no ids": "--data {root}/a.npy cannot be read as token ids: Cannot cast array data from dtype('float64') to dtype('int64')",
@@ -290,6 +292,33 @@ def test_every_kind_of_file_is_read(tmp_path):
     (tmp_path / "bad.safetensors").write_bytes(b"junk")
     with pytest.raises(NMError, match=r"bad\.safetensors cannot be read as token ids: "):
         read(tmp_path / "bad.safetensors")
+
+
+RECORDS = {
+    "a line separator inside": '{"text": "one\u2028half"}\n{"text": "two"}\n',
+    "another, as Windows wrote it": '{"text": "one\x85half"}\r\n{"text": "two"}\r\n',
+    "a byte order mark": '\ufeff{"text": "one"}\n{"text": "two"}\n',
+    "an array": '[{"text": "one"}, "two"]',
+    "an array over many lines": '[\n  {\n    "text": "one"\n  },\n  {\n    "text": "two"\n  }\n]\n',
+    "an array after a mark": '\ufeff[{"text": "one"}, {"text": "two"}]',
+}
+
+
+@pytest.mark.parametrize("form", RECORDS)
+def test_records_of_other_programs(tmp_path, form):
+    (tmp_path / "a.jsonl").write_bytes(RECORDS[form].encode())
+    first, second = read(tmp_path / "a.jsonl")
+    assert first in ("one", "one\u2028half", "one\x85half") and len(first) == (8 if "half" in RECORDS[form] else 3) and second == "two"
+
+
+def test_one_record_over_many_lines_is_one_text(tmp_path):
+    (tmp_path / "a.json").write_text('{\n  "text": "one",\n  "id": 3\n}\n')
+    assert read(tmp_path / "a.json") == ["one"]
+    (tmp_path / "a.json").write_text('[{"text": "one"}, {"content": "two"}]')
+    with pytest.raises(NMError, match='a.json, record 2 has no "text"'):
+        read(tmp_path / "a.json")
+    (tmp_path / "a.txt").write_bytes("\ufeffplain".encode())
+    assert read(tmp_path / "a.txt") == ["plain"]
 
 
 def test_held_out_text_is_the_end_and_not_calibrated_on():

@@ -1,4 +1,7 @@
-"""Every architecture of transformers whose tiny model trains on a CPU: trained, finished, compressed, saved, loaded, dense again."""
+"""Every architecture of transformers whose tiny model trains on a CPU: trained, finished, compressed, saved, loaded, dense again.
+
+And pruned in one shot, by the masks of the inputs that layers have in the model.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,13 @@ import pytest
 import torch
 
 import nmkernels as nm
+from nmkernels import ops
+from nmkernels.layouts import CONV2D, MATRICES
+from nmkernels.pattern import Pattern
+from nmkernels.recipes.oneshot import prune_
+from nmkernels.recipes.oneshot.base import resolve
+from nmkernels.recipes.oneshot.hessians import rows_of
+from nmkernels.recipes.oneshot.prune import choose
 from python_tests.house.paths import ROOT
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -121,5 +131,89 @@ def test_every(architecture: str, tmp_path: Path, reader: Callable[[Path, str], 
                 nm.sparsify_(dense(architecture).model, "ste:2:4")
             return
         there_and_back(architecture, tmp_path, reader)
+    except ImportError as error:
+        pytest.skip(str(error).strip().partition("\n")[0])
+
+
+# ---- one-shot pruning
+
+
+ONE_BY_ONE = {"gemma3n_text": "KeyError: 'sliding_attention'"}
+"""Architectures whose blocks cannot be run one by one, and why: later layers of Gemma 3n take keys and values of earlier ones."""
+
+
+def batch(inputs: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
+    """Other numbers of the same form, where they say something."""
+    g, made = torch.Generator().manual_seed(number), dict(inputs)
+    for name, t in inputs.items():
+        if number and not any(word in name for word in ("mask", "grid", "shapes", "bbox", "pos")):
+            made[name] = 2 * t * torch.rand(t.shape[-1], generator=g) if t.is_floating_point() else t.roll(number, -1)
+    return made
+
+
+def drawn_alike(model: Any, inputs: dict[str, torch.Tensor]) -> Any:
+    """Some models draw numbers."""
+    torch.manual_seed(5)
+    return model(**inputs)
+
+
+@torch.no_grad()
+def by_hand(model: Any, data: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Wanda's masks of all layers but experts, from their inputs in whole passes; by magnitude where there are fewer than four tokens."""
+    pattern = Pattern("2:4")
+    layers = {c.name: c for c in choose(model, pattern, None, resolve("wanda"))[0] if c.layout in (*MATRICES, CONV2D)}
+    squares: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
+
+    def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = rows_of((*args, *kwargs.values())[0], layers[name]).float()
+        squares[name] += [row for row in (x[x.isfinite().all(1)].square(),) if len(row)]
+
+    hooks = [
+        c.module.register_forward_pre_hook(lambda _, args, kwargs, name=name: note(name, args, kwargs), with_kwargs=True)
+        for name, c in layers.items()
+    ]
+    for each in data:
+        drawn_alike(model, each)
+    for hook in hooks:
+        hook.remove()
+    masks = {}
+    for name, c in layers.items():
+        size = torch.cat(squares[name]).sum(0) if sum(map(len, squares[name])) >= 4 else torch.ones(())
+        least = size[size > 0].min() if bool(size.any()) else torch.ones(())
+        masks[name] = ops.mask(c.matrix.float() * torch.where(size > 0, size, 1e-16 * least).sqrt(), pattern)
+    return masks
+
+
+def pruned_in_one_shot(architecture: str) -> None:
+    """The masks are those of the inputs that layers have in the model."""
+    tiny = dense(architecture)
+    model = tiny.model.eval()
+    data = [batch(tiny.inputs, number) for number in range(3)]
+    want = by_hand(model, data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # few tokens
+        handle = prune_(model, "2:4", data, method="wanda", sequential=False, forward=drawn_alike)
+    why = ONE_BY_ONE.get(architecture, "")
+    assert ("ran the whole model" in handle.report.remark) == bool(why) and why in handle.report.remark
+    wrong = {name: float((handle.run.masks.chosen[name] != mask).float().mean()) for name, mask in want.items()}
+    assert not {name: share for name, share in wrong.items() if share > 2e-3}
+
+
+@pytest.mark.parametrize("architecture", ["gemma3n_text", "resnet", "mixtral"])
+def test_a_few_in_one_shot(architecture: str) -> None:
+    pruned_in_one_shot(architecture)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_one_in_one_shot(architecture: str) -> None:
+    if any(architecture in names.split() for names in UNTRAINED.values()):
+        pytest.skip("no tiny model of it runs here")
+    try:
+        if architecture in REFUSED:
+            with pytest.raises(nm.RecipeError, match=f"(?s){REFUSED[architecture]}"):
+                pruned_in_one_shot(architecture)
+            return
+        pruned_in_one_shot(architecture)
     except ImportError as error:
         pytest.skip(str(error).strip().partition("\n")[0])

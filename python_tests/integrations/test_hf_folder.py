@@ -8,6 +8,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import nmkernels as nm
 from nmkernels.pattern import CheckpointError, OptionError, RecipeError
 from nmkernels.recipes import search_permutation
-from nmkernels.recipes.oneshot import prune_
+from nmkernels.recipes.oneshot import prune_, relay
 from nmkernels.recipes.oneshot import units as engine
 from nmkernels.recipes.report import Pruned, Report
 from nmkernels.testing import equal_bits
@@ -124,9 +125,20 @@ def test_the_folder_has_all_that_belongs_to_the_model(tmp_path):
     (source / "README.md").write_text("---\nlicense: mit\n---\n\n# Mine\n")
     (source / "LICENSE").write_text("free")
     (source / "notes.bin").write_text("large")
+    (source / ".cache").mkdir()
+    (source / "1_Dense").mkdir()
+    (source / "1_Dense" / "model.safetensors").write_text("a module of its own")
+    (source / "modules.json").write_text(json.dumps([{"path": ""}, {"path": "1_Dense"}]))
+    for name in ("onnx/config.json", "onnx/model.onnx", "pytorch_model.bin", "model.fp16.safetensors", "scripts/own.py"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("")
     done = prune_folder(source, "2:4", batches(), tmp_path / "out", skip=["o_proj", "layers.0.*"], held_out=batches(1))
-    files = ["LICENSE", "README.md", "config.json", "generation_config.json", "model.safetensors", "report.json", "tokenizer.json"]
-    assert sorted(os.listdir(done.folder)) == [*files, "tokenizer_config.json"]
+    files = ["1_Dense", "LICENSE", "README.md", "config.json", "generation_config.json", "model.safetensors", "modules.json", "notes.bin"]
+    assert sorted(os.listdir(done.folder)) == [*files, "report.json", "scripts", "tokenizer.json", "tokenizer_config.json"]
+    assert (done.folder / "1_Dense" / "model.safetensors").read_text() == "a module of its own"
+    assert (done.folder / "scripts" / "own.py").is_file()
+    left = json.loads((done.folder / "report.json").read_text())["not carried over"]
+    assert left == ["model.fp16.safetensors", "onnx", "pytorch_model.bin"]
     card = (done.folder / "README.md").read_text()
     assert "license: mit" in card and "# Mine" in card and "- nmkernels" in card and 'LlamaForCausalLM.from_pretrained("out")' in card
     assert "2:4 by `admm` on 192 tokens in 3 batches" in card and f"| {done.perplexity[1]:.3f} |" in card
@@ -215,6 +227,78 @@ def test_finished_blocks_are_not_pruned_again(tmp_path, monkeypatch):
         prune_folder(source, "2:4", batches(seed=9), tmp_path / "out", method="wanda")
     prune_folder(source, "2:4", batches(), tmp_path / "out", method="wanda")
     assert len(solved) == 21
+
+
+CHANGES = {
+    "the epsilon of norms": (None, "config.json is"),
+    "a norm": ("model.norm.weight", "weights is"),
+    "the embedding": ("model.embed_tokens.weight", "weights is"),
+    "a matrix": ("model.layers.1.mlp.up_proj.weight", "weights is"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_blocks_of_another_model_are_not_taken(tmp_path, what):
+    source, (key, said) = saved(tmp_path / "dense", tokenizer=False), CHANGES[what]
+
+    def stop(done, total, what):
+        if what.startswith("pruning") and done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune_folder(source, "2:4", batches(), tmp_path / "out", method="wanda", progress=stop, held_out=batches(1))
+    if key is None:
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 30.0}))
+    else:
+        tensors = load_file(source / "model.safetensors")
+        tensors[key].view(-1)[-1] += 0.01
+        save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"holds the results of another run: its {said}"):
+        prune_folder(source, "2:4", batches(), tmp_path / "out", method="wanda", held_out=batches(1))
+    # the user deletes the folder that the message names, and nothing of the other model is left
+    shutil.rmtree(work_folder(tmp_path / "out") / "units")
+    done = prune_folder(source, "2:4", batches(), tmp_path / "out", method="wanda", held_out=batches(1))
+    fresh = prune_folder(source, "2:4", batches(), tmp_path / "fresh", method="wanda", held_out=batches(1))
+    assert done.perplexity == fresh.perplexity and same(loaded(tmp_path / "out"), loaded(tmp_path / "fresh"))
+
+
+def test_of_two_runs_at_once_one_is_refused_and_the_other_is_whole(tmp_path):
+    source, refused = saved(tmp_path / "dense", tokenizer=False), []
+
+    def second(done, total, what):
+        if what.startswith(("pruning", "writing")) and done == 1:
+            before = content(work_folder(tmp_path / "out"))
+            with pytest.raises(CheckpointError, match=rf"out\.nmkernels-prune is in use: process {os.getpid()} on "):
+                prune_folder(source, "2:4", batches(), tmp_path / "out", method="wanda")
+            refused.append(content(work_folder(tmp_path / "out")) == before)
+
+    prune_folder(source, "2:4", batches(), tmp_path / "out", method="wanda", progress=second)
+    prune_folder(source, "2:4", batches(), tmp_path / "alone", method="wanda")
+    assert refused == [True, True] and same(loaded(tmp_path / "out"), loaded(tmp_path / "alone"))
+    assert sorted(os.listdir(tmp_path)) == ["alone", "dense", "out"]
+
+
+def test_several_processes_of_torchrun_are_refused(tmp_path, monkeypatch):
+    source = saved(tmp_path / "dense", tokenizer=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RecipeError, match="2 processes were started, and one prunes a folder; start it without torchrun"):
+        prune_folder(source, "2:4", batches(), tmp_path / "out")
+    assert os.listdir(tmp_path) == ["dense"]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    prune_folder(source, "2:4", batches(), tmp_path / "out", method="magnitude")
+
+
+def test_blocks_that_cannot_run_alone_stay_in_memory(tmp_path, monkeypatch):
+    """With weights on disk too, and perplexity of the pruned weights."""
+    source, tests = saved(tmp_path / "dense", tokenizer=False), batches(1, seed=5)
+    want = prune_folder(source, "2:4", batches(), tmp_path / "out", method="wanda", held_out=tests)
+    monkeypatch.setattr(relay.Relay, "_difference", lambda *args: "a test says so")
+    with pytest.warns(UserWarning, match="cannot be run one by one: a test says so"):
+        done = prune_folder(source, "2:4", batches(), tmp_path / "whole", method="wanda", held_out=tests)
+    assert same(loaded(tmp_path / "whole"), loaded(tmp_path / "out")) and done.perplexity == pytest.approx(want.perplexity)
+    assert "each pass ran the whole model" in done.report.remark
 
 
 @pytest.mark.parametrize("limit", [20_000, *(pytest.param(limit, marks=pytest.mark.slow) for limit in (100, 60_000, 250_000))])

@@ -185,6 +185,14 @@ def exact_gemms(device: torch.device) -> Iterator[None]:
             switch.fp32_precision = value
 
 
+def windows_of(candidate: Candidate) -> tuple[object, ...]:
+    """What tells apart the vectors of two layers with one input: the windows of a convolution. A linear layer takes all of its input."""
+    conv: Any = candidate.module
+    if candidate.layout != CONV2D:
+        return ()
+    return conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.padding_mode
+
+
 def rows_of(x: Tensor, candidate: Candidate) -> Tensor:
     """The vectors ``(rows, in)`` that the layer's matrix multiplies in input ``x``."""
     if candidate.layout in MATRICES:

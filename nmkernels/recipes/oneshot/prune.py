@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from ...layouts import MATRICES
 from ...nn import NMWeight
-from ...nn.chains import find_chains
+from ...nn.chains import Chain, find_chains
 from ...nn.deploy import check_values
 from ...pattern import Pattern, PatternLike, RecipeError
 from ...shards import is_sharded
@@ -25,8 +27,8 @@ from .base import OneShot, resolve, text
 from .data import batches_of, call
 from .ranks import agree, gathered, together
 from .relay import Forward, Relay
-from .results import Results, digest
-from .units import Progress, Residence, mask_of, prune_units, write
+from .results import Results, digest, owned
+from .units import Progress, Residence, mask_of, prune_units, trace, write
 
 SCARCE = 2
 """With fewer tokens per input the user is warned."""
@@ -63,8 +65,9 @@ def prune_(
     Args:
         model: any module; blocks are found in its ``ModuleList`` and ``Sequential`` attributes. A model that accelerate has dispatched
             loses its hooks, and must have its weights in memory.
-        data: batches of what the model takes: a mapping of keyword arguments, a tuple or list of arguments, or a tensor; a ``DataLoader``
-            for instance. Read once. About 8 tokens per input feature are enough. Padding, where ``attention_mask`` is 0, is left out.
+        data: batches of what the model takes: a mapping of keyword arguments, a tuple of arguments, or a tensor; a ``DataLoader``, or a
+            tokenized dataset, each row of which is a batch of one. numpy arrays and lists of numbers become tensors. Read once. About 8
+            tokens per input feature are enough. Padding, where ``attention_mask`` is 0, is left out.
         filter_fn: as for ``sparsify_``.
         method: ``"admm"``, ``"sparsegpt"``, ``"wanda"``, ``"magnitude"``, with settings as in ``"admm(transposable=True)"``, or a
             ``OneShot`` such as ``ADMM(transposable=True)``.
@@ -95,7 +98,7 @@ def prune_(
     check_values("prune_", values, group)
     with together():
         check_model(model)
-        batches = batches_of(data)
+        batches = batches_of(data, model)
         undispatch_(model)
         chosen, report = choose(model, pattern, filter_fn, method)
         if values is not None:
@@ -111,21 +114,39 @@ def prune_(
         "group": group,
         "blocks": None if blocks is None else list(blocks),
         "layers": [c.name for c in chosen],
-        "weights": digest([sample(c.matrix) for c in chosen]),
+        "weights": digest([sample(c.matrix) for c in chosen] if folder is None else [*tensors_of(model)]),
+        "configuration": digest(configuration(model)),
     }
     agree("arguments or models", identity)
     shares = gathered((digest(batches), len(batches)))
     identity["data"] = shares[0][0] if len(shares) == 1 else digest(shares)
-    results = Results(folder, identity)
     chains = find_chains(model)[0] if permute else []
     integers = None if values is None else (values, group)
-    with relay.running():
-        prune_units(relay, pattern, method, results, chains, sequential=sequential, integers=integers, progress=progress)
+    with owned(None if folder is None else Path(folder), "another folder"):
+        results = Results(folder, identity)
+        with relay.running():
+            trace(relay)
+            prune_units(relay, pattern, method, results, chains, sequential=sequential, integers=integers, progress=progress)
+        units = [[c.name for c in unit.layers] for unit in relay.units] + [[c.name for c in relay.idle]]
+        named = {c.name: c for c in chosen}
+        masks, rows, gains = _taken(model, results, units, named, chains)
+    handle = sparsify_(model, ASP(pattern, score="existing"), lambda module, name: name in named)
+    handle.run.masks.chosen = masks
+    for layer in handle.layers.values():
+        layer.integers = integers if layer.layout in MATRICES else None
+    handle.report.entries = report.entries
+    gained = gains if permute else None
+    complete_(handle.report, rows, gained, named, method, identity["data"], sum(count for _, count in shares), values, relay.whole)
+    return handle
+
+
+def _taken(
+    model: nn.Module, results: Results, units: list[list[str]], named: Mapping[str, Candidate], chains: Sequence[Chain]
+) -> tuple[dict[str, Tensor], dict[str, Pruned], dict[str, str]]:
+    """Write the results of all units into the model; returns the masks, the rows of the report and what reordering brought."""
     masks: dict[str, Tensor] = {}
     rows: dict[str, Pruned] = {}
     gains: dict[str, str] = {}
-    named = {c.name: c for c in chosen}
-    units = [[c.name for c in unit.layers] for unit in relay.units] + [[c.name for c in relay.idle]]
     for number, names in enumerate(units):  # all files are read before anything is written
         done = results.load(number, names)
         rows, gains = rows | done.rows, gains | done.gains
@@ -133,14 +154,7 @@ def prune_(
     with torch.no_grad():
         for number, names in enumerate(units):
             write(model, results.load(number, names), named, chains)
-    handle = sparsify_(model, ASP(pattern, score="existing"), lambda module, name: name in named)
-    handle.run.masks.chosen = masks
-    for layer in handle.layers.values():
-        layer.integers = integers if layer.layout in MATRICES else None
-    handle.report.entries = report.entries
-    gained = gains if permute else None
-    complete_(handle.report, rows, gained, named, method, identity["data"], sum(count for _, count in shares), values)
-    return handle
+    return masks, rows, gains
 
 
 def choose(model: nn.Module, pattern: Pattern, filter_fn: FilterFn | None, method: OneShot) -> tuple[list[Candidate], Report]:
@@ -193,6 +207,19 @@ def undispatch_(model: nn.Module) -> None:
     )
 
 
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor | str]]:
+    """All weights and buffers by name; of one without memory its form."""
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        yield name, f"{t.dtype} {tuple(t.shape)}" if t.is_meta else t
+
+
+def configuration(model: nn.Module) -> list[str]:
+    """What its modules, and a model of transformers, say of their settings."""
+    config: Any = getattr(model, "config", None)
+    found = (model, config.to_dict() if hasattr(config, "to_dict") else None)
+    return [re.sub(" at 0x[0-9a-f]+", "", repr(each)) for each in found]  # of a function, its place in memory
+
+
 def sample(matrix: Tensor) -> Tensor:
     """Some of the elements of a weight, to recognise it."""
     flat = matrix.reshape(-1)
@@ -201,9 +228,11 @@ def sample(matrix: Tensor) -> Tensor:
 
 def complete_(
     report: Report, rows: Mapping[str, Pruned], gains: Mapping[str, str] | None, layers: Mapping[str, Candidate], method: OneShot,
-    data: str, batches: int, values: str | None,
+    data: str, batches: int, values: str | None, whole: str = "",
 ) -> None:  # fmt: skip
-    """Put the results of all units into ``report``, and warn of layers with too few tokens. ``gains``: of permuted channels, if any."""
+    """Put the results of all units into ``report``, and warn of layers with too few tokens. ``gains``: of permuted channels, if any;
+    ``whole``: as in ``Relay``.
+    """
     order = {name: i for i, name in enumerate(layers)}
     report.pruned = dict(sorted(rows.items(), key=lambda row: order[row[0].partition("[")[0]]))
     if gains is not None:
@@ -211,6 +240,8 @@ def complete_(
     report.remark = f"pruned by {text(method)} on {batches} batches with digest {data}"
     if values is not None:
         report.remark += f"; compressed values are {values}"
+    if whole:
+        report.remark += f"; each pass ran the whole model: {whole}"
     few = [name for name, row in report.pruned.items() if row.tokens < SCARCE * layers[name.partition("[")[0]].matrix_shape[1]]
     if few and method.guarded:
         warnings.warn(

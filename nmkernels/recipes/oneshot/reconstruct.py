@@ -18,6 +18,16 @@ def squared_error(w: Tensor, z: Tensor | None, h: Tensor) -> Tensor:
     return total.clamp_min_(0.0)
 
 
+def scales(h: Tensor) -> Tensor:
+    """√H_jj, the size of each input, by which weights are weighed. One that was always zero counts so little that its weights come last in
+    their group, by magnitude among themselves: they cost nothing, and are kept where others leave room.
+    """
+    diagonal = h.diagonal()
+    live = diagonal > 0
+    least = diagonal[live].min() if bool(live.any()) else torch.ones((), dtype=h.dtype, device=h.device)
+    return torch.where(live, diagonal, least * NOTHING).sqrt()
+
+
 def damped(h: Tensor, damping: float) -> Tensor:
     """H + damping · mean(diag H) · I; an input that was always zero counts like the mean of the others."""
     diagonal = h.diagonal()
@@ -64,5 +74,7 @@ def refit(w: Tensor, z: Tensor, mask: Tensor, h: Tensor, steps: int) -> Tensor:
 
 ENOUGH = 1e-3
 """The share of the error by which a step has to lower it for another one to follow."""
+NOTHING = 1e-16
+"""The square of an input that was always zero, relative to the smallest of the others."""
 TINY = 1e-30
 """Smaller squares end the search of a row."""

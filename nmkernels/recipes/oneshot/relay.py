@@ -2,13 +2,16 @@
 
 The model calls its blocks itself. Blocks that are finished answer from a store, the present one runs, and then the pass stops. So nothing
 of a block's arguments is copied or guessed: masks, positions, caches and cross-attention come from the model at every pass.
+
+What blocks tell each other in another way than by their outputs is not in the store: keys and values that later layers share, an attribute
+that the model reads afterwards. So the relay first replays the dense model on two batches and compares what every layer gets. Where that
+differs, nothing answers from a store, and each pass runs the whole model.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -20,14 +23,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ...pattern import RecipeError
+from ...pattern import CheckpointError, NMError, RecipeError
 from ..sparsify import Candidate
+from .data import call, copied, described, moved
+from .hessians import windows_of
+from .trial import Calls, Sketches, alike, finite_weights, first_line, sketch
 
 log = logging.getLogger("nmkernels.prune")
 log.addHandler(logging.NullHandler())
 
 Forward = Callable[[nn.Module, Any], Any]
 """``forward(model, batch)``: runs the model on one batch of the user's data."""
+
+
+TRIAL = 2
+"""Batches on which the relay is compared with the model: with one, what a block has left behind could not be that of another batch."""
 
 
 class _Stop(Exception):
@@ -95,8 +105,10 @@ class Relay:
 
     Attributes:
         units: in the order in which the model runs them, once ``trace`` was called.
-        idle: the layers that the first batch did not reach.
+        idle: the layers outside blocks that the first batches did not reach.
         rereads: whether the model reads outputs of blocks that are not the last of their list, so that all are stored.
+        behaviour: layer -> a number that its inputs in the first batches give.
+        whole: why no block can answer from a store, so that each pass runs the whole model; "" if they can.
     """
 
     def __init__(
@@ -115,10 +127,9 @@ class Relay:
         self.blocks = [Block(f"{name}.{i}", block, name) for name, members in lists.items() for i, block in enumerate(members)]
         self.units: list[Unit] = []
         self.idle: list[Candidate] = []
+        self.rereads, self.whole = False, ""
+        self.behaviour: dict[str, float] = {}
         self._sources: dict[str, str] = {}
-        # of each layer's calls in the first pass, the number of the call that first got the same tensor
-        self._inputs: dict[str, list[int]] = {}
-        self._seen: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._events: list[Block | Candidate] = []
         self._batch = 0
         self._target: Block | None = None
@@ -127,7 +138,6 @@ class Relay:
         # of the last finished block of each list, from which the model reads on; the blocks before it answer with the same
         self._last: dict[str, Block] = {}
         self._answers: dict[Block, list[Any]] = {}
-        self.rereads = False
 
     # ---- passes
 
@@ -168,28 +178,26 @@ class Relay:
 
     def run(self, unit: Unit) -> None:
         """One pass over all batches, as far as ``unit``; the outputs of its block replace those of the pass before."""
-        self._target, self._until, self._outputs = unit.block, unit.until, []
+        self._target, self._until, self._outputs = (None, None, []) if self.whole else (unit.block, unit.until, [])
         for number, batch in enumerate(self.batches):
             self._batch, self._events = number, []
             with suppress(_Stop):
                 self.forward(self.model, copied(batch))
-        if unit.block is not None and len(self._outputs) != len(self.batches):
+        if unit.block is not None and not self.whole and len(self._outputs) != len(self.batches):
             raise RecipeError(
                 f"prune_: block {unit.block.name!r} ran in {len(self._outputs)} of {len(self.batches)} batches only; pass blocks=[] to "
                 "prune without blocks."
             )
 
     def finish(self, unit: Unit) -> None:
-        """From now on the block of ``unit`` answers with the outputs of its last pass."""
-        if unit.block is not None:
-            self._finish(unit.block, self._outputs)
-
-    def _finish(self, block: Block, outputs: list[Any]) -> None:
+        """From now on the block of ``unit`` answers with the outputs of its last pass, if blocks can."""
+        block, outputs, self._outputs = unit.block, self._outputs, []
+        if block is None or self.whole:
+            return
         last = self._last.get(block.list_name)
         if last is not None and not self.rereads:
             del self._answers[last]
         self._answers[block], self._last[block.list_name], block.finished = outputs, block, True
-        self._outputs = []
 
     @property
     def batch(self) -> Any:
@@ -201,70 +209,102 @@ class Relay:
         """The number of that batch, from 1."""
         return self._batch + 1
 
-    def final(self, batches: int) -> Iterator[Any]:
-        """The model's outputs for the first batches."""
+    def output(self, number: int) -> Any:
+        """The model's output for batch ``number``, from 0."""
         self._target = self._until = None
-        for number, batch in enumerate(self.batches[:batches]):
-            self._batch, self._events = number, []
-            yield self.forward(self.model, copied(batch))
+        self._batch, self._events = number, []
+        return self.forward(self.model, copied(self.batches[number]))
 
     # ---- the order
 
     def trace(self) -> None:
-        """Run the first batch to find the order of blocks and layers, which layers have one input, and whether the relay is exact.
+        """Run the first batches to find the order of blocks and layers and which layers have one input, and prove that blocks can answer.
 
         Blocks that run more than once in a pass are no blocks. Where the model reads outputs of earlier blocks again (a multi-modal model
         the last but one of its vision tower, for instance), those of all blocks are stored.
+
+        Raises:
+            RecipeError: the model cannot run these batches, or has weights that are not finite.
         """
-        hooks = [c.module.register_forward_pre_hook(self._note(c), with_kwargs=True) for c in self.layers]
-        last: dict[str, tuple[Block, Any]] = {}  # by list
-
-        def record(block: Block, module: nn.Module, args: Any, output: Any) -> None:
-            last[block.list_name] = block, copied(output)
-
-        hooks += [block.module.register_forward_hook(partial(record, block)) for block in self.blocks]
+        batches, self.batches = self.batches, self.batches[:TRIAL]
         try:
-            whole = next(self.final(1))
+            inputs, outputs = self._original()
+            self.behaviour = {name: sum(float(t.norm()) for t, _ in sketches) for name, sketches in inputs.items()}
+            if not any(unit.block for unit in self.units):
+                return
+            different = self._difference(inputs, outputs)
+            if different:
+                self.rereads = True
+                different = self._difference(inputs, outputs)
+            self.whole = different
+            if self.rereads and not self.whole:
+                log.info("the model reads outputs of earlier blocks again, so those of all blocks are kept in memory")
+        finally:
+            self.batches = batches
+
+    def _original(self) -> tuple[dict[str, Sketches], Sketches]:
+        """What every layer gets and what the model returns, in whole passes; finds the units."""
+        first: list[Block | Candidate] = []
+        calls: Counter[int] = Counter()
+        calling = Calls()
+        outputs: Sketches = []
+        with self._noting(self.layers, calling), finite_weights(self.model, self.layers):
+            for number, batch in enumerate(self.batches):
+                try:
+                    output = self.output(number)
+                except Exception as error:
+                    if isinstance(error, (NMError, torch.OutOfMemoryError)) or self.forward is not call:
+                        raise
+                    raise RecipeError(
+                        f"prune_: the model cannot run batch {number + 1} of data, {described(batch)}: {type(error).__name__}: "
+                        f"{first_line(error)}. A batch is what the model takes: a mapping of keyword arguments, a tuple of arguments, or a "
+                        "tensor; forward=lambda model, batch: ... calls it in another way."
+                    ) from error
+                outputs += sketch(output)
+                first = first or self._events
+                calls |= Counter(map(id, self._events))
+        repeated = {block.list_name for block in self.blocks if calls[id(block)] > 1}
+        known = [block for block in self.blocks if block.list_name not in repeated and block in first]
+        self._sources = calling.sources({c.name: windows_of(c) for c in self.layers})
+        self._order(first, known)
+        return calling.inputs, outputs
+
+    def _difference(self, inputs: dict[str, Sketches], outputs: Sketches) -> str:
+        """Replay the batches as pruning will, with dense weights: the first thing that is not as in whole passes, or ""."""
+        try:
+            for unit in self.units:
+                calling = Calls()
+                with self.resident(unit.block.module) if unit.block else nullcontext(), self._noting(unit.layers, calling):
+                    self.run(unit)
+                self.finish(unit)
+                for c in unit.layers:
+                    if not alike(calling.inputs.get(c.name, []), inputs.get(c.name, [])):
+                        return f"layer {c.name!r} gets other inputs when blocks before it answer from a store"
+            again = [each for number in range(len(self.batches)) for each in sketch(self.output(number))]
+            return "" if alike(again, outputs) else "the model has other outputs when its blocks answer from a store"
+        except (CheckpointError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            return f"when blocks answer from a store, {type(error).__name__}: {first_line(error)}"
+        finally:
+            self._last, self._answers, self._outputs = {}, {}, []
+            for block in self.blocks:
+                block.finished = False
+
+    @contextmanager
+    def _noting(self, layers: Sequence[Candidate], calling: Calls) -> Iterator[None]:
+        """Note what ``layers`` get in the passes inside."""
+
+        def note(c: Candidate, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._events.append(c)
+            calling.add(c.name, args, kwargs)
+
+        hooks = [c.module.register_forward_pre_hook(partial(note, c), with_kwargs=True) for c in layers]
+        try:
+            yield
         finally:
             for hook in hooks:
                 hook.remove()
-        events = self._events
-        calls = Counter(id(event) for event in events)
-        repeated = {block.list_name for block in self.blocks if calls[id(block)] > 1}
-        known = [block for block in self.blocks if block.list_name not in repeated and calls[id(block)]]
-        self._share_sources()
-        self._order(events, known)
-        for block in known:
-            block.finished, (self._last[block.list_name], output) = True, last[block.list_name]
-            self._answers[self._last[block.list_name]] = [output]
-        self.rereads = not same(whole, next(self.final(1)))
-        if self.rereads:
-            log.info("the model reads outputs of earlier blocks again, so those of all blocks are kept in memory")
-        self._last, self._answers = {}, {}
-        for block in known:
-            block.finished = False
-
-    def _note(self, c: Candidate) -> Callable[..., None]:
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._events.append(c)
-            x = next(iter((*args, *kwargs.values())), None)
-            call = len(self._events)
-            if isinstance(x, Tensor):
-                ref, version, first = self._seen.get(id(x), (None, 0, 0))
-                if ref is not None and ref() is x and version == x._version:
-                    call = first
-                else:
-                    self._seen[id(x)] = weakref.ref(x), x._version, call
-            self._inputs.setdefault(c.name, []).append(call)
-
-        return note
-
-    def _share_sources(self) -> None:
-        """Layers have one source if all their calls got the same tensors."""
-        first: dict[tuple[int, ...], str] = {}
-        for name, calls in self._inputs.items():
-            self._sources[name] = first.setdefault(tuple(calls), name)
-        self._inputs, self._seen = {}, {}
 
     def _order(self, events: list[Block | Candidate], blocks: list[Block]) -> None:
         first = {id(event): number for number, event in reversed(list(enumerate(events)))}
@@ -274,10 +314,10 @@ class Relay:
         begin = {id(unit): first[id(unit.block)] for unit in units.values()}
         outside: dict[str, Unit] = {}
         for c in self.layers:
-            if id(c) not in first:
+            if (block := of.get(id(c.module))) is not None:
+                units[id(block)].layers.append(c)  # an expert that only later batches reach among them
+            elif id(c) not in first:
                 self.idle.append(c)
-            elif (block := of.get(id(c.module))) is not None:
-                units[id(block)].layers.append(c)
             else:
                 unit = outside.setdefault(self.source(c), Unit(self.source(c)))
                 unit.layers.append(c)
@@ -296,22 +336,6 @@ class Relay:
     def source(self, c: Candidate) -> str:
         """The name of the first layer that has the input of ``c``."""
         return self._sources.get(c.name, c.name)
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two outputs of a model agree up to rounding; False if nothing in them can be compared."""
-    ones, others = ([t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)] for output in (one, other))
-    return bool(ones) and all(torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True) for a, b in zip(ones, others, strict=True))
-
-
-def copied(values: Any) -> Any:
-    """``values`` with copies of all tensors in them: a model may write into what it gets."""
-    return pytree.tree_map_only(Tensor, torch.clone, values)
-
-
-def moved(values: Any, device: torch.device | None) -> Any:
-    """``values`` with all tensors in them on ``device``; None: as they are."""
-    return values if device is None else pytree.tree_map_only(Tensor, lambda t: t.to(device), values)
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """What pruning has finished: the compressed layers of each unit, in memory or in a folder from which an interrupted run goes on.
 
 A folder holds ``run.json``, which says what is pruned and how, and for each unit ``unit-0000.safetensors``: per layer ``name.values`` and
-``name.indices``, and as metadata the rows of the report and the orders of permuted channels.
+``name.indices``, and as metadata a digest of these, the rows of the report and the orders of permuted channels. ``.lock`` names the
+process that uses the folder.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from math import inf, isclose
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +22,43 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ...files import atomic_write, writing
+from ...files import atomic_write, lock_file, writing
 from ...ops import Compressed
 from ...pattern import CheckpointError, Pattern
 from ..report import Pruned
 from ..writes import listed
-from .ranks import by_first
+from .ranks import by_first, ranks
 
-FORMAT = "nmkernels-prune-1"
-RUN = "run.json"
+FORMAT = "nmkernels-prune-2"
+ENDS = "values", "indices"
+RUN, LOCK = "run.json", ".lock"
+CLOSE = 1e-2
+"""The relative difference of two machines' rounding, at most, in the inputs of a layer."""
+
+
+@contextmanager
+def owned(folder: Path | None, instead: str) -> Iterator[None]:
+    """No other run uses ``folder``, which is created; ranks use it together. ``instead``: as for ``lock_file``.
+
+    Raises:
+        CheckpointError: another run does, or it cannot be written.
+    """
+    if folder is None:
+        yield
+        return
+    handle: int | None = by_first(partial(_own, folder, instead))
+    try:
+        yield
+    finally:
+        if handle is not None and ranks()[1] == 0:
+            (folder / LOCK).unlink(missing_ok=True)
+            os.close(handle)
+
+
+def _own(folder: Path, instead: str) -> int:
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    return lock_file(folder / LOCK, instead)
 
 
 @dataclass
@@ -75,16 +106,38 @@ class Results:
                 )
             atomic_write(path, lambda temporary: temporary.write_text(json.dumps(identity, indent=2)))
             return
-        try:
-            before = dict(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"{path} is damaged ({error}); delete {folder} to start again.") from error
+        before = _read_json(path)
         for key, value in identity.items():
             if before.get(key) != value:
                 raise CheckpointError(
                     f"{folder} holds the results of another run: its {key} is {_short(before.get(key))}, not {_short(value)}. Pass another "
                     "folder, or delete this one."
                 )
+
+    def recognise(self, behaviour: Mapping[str, float]) -> None:
+        """The model must do what it did when the results were made: ``behaviour`` has, for each layer, a number that its inputs give.
+
+        Files and settings say what a model is, and not what code runs it: the user's ``forward=``, a library of another version.
+
+        Raises:
+            CheckpointError: a layer gets other inputs than then.
+        """
+        if self.folder is not None:
+            by_first(partial(self._recognise, self.folder, dict(behaviour)))
+
+    def _recognise(self, folder: Path, behaviour: dict[str, float]) -> None:
+        run = _read_json(folder / RUN)
+        before = run.get("behaviour")
+        if before is None:
+            run["behaviour"] = behaviour
+            atomic_write(folder / RUN, lambda temporary: temporary.write_text(json.dumps(run, indent=2)))
+            return
+        strange = next((name for name, value in behaviour.items() if not isclose(value, before.get(name, inf), rel_tol=CLOSE)), None)
+        if strange is not None:
+            raise CheckpointError(
+                f"{folder} holds the results of another run: layer {strange!r} of the dense model got other inputs then. Is forward=, or a "
+                "library, another one? Pass another folder, or delete this one."
+            )
 
     def path(self, number: int) -> Path:
         """The file of a unit."""
@@ -104,9 +157,10 @@ class Results:
     def _write(self, number: int, done: Done) -> None:
         import safetensors.torch  # only needed here
 
-        tensors = {f"{name}.{part}": getattr(c, part) for name, c in done.layers.items() for part in ("values", "indices")}
+        tensors = {f"{name}.{end}": getattr(c, end) for name, c in done.layers.items() for end in ENDS}
         layers = {name: [str(c.pattern), *c.shape] for name, c in done.layers.items()}
         about = {
+            "digest": digest(tensors),
             "layers": layers,
             "rows": {name: asdict(row) for name, row in done.rows.items()},
             "orders": done.orders,
@@ -134,11 +188,21 @@ class Results:
                 parts = {name: (file.get_tensor(f"{name}.values"), file.get_tensor(f"{name}.indices")) for name in about["layers"]}
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged ({error}); delete it, and this unit is pruned again.") from error
+        tensors = {f"{name}.{end}": t for name, pair in parts.items() for end, t in zip(ENDS, pair, strict=True)}
+        if about.get("digest") != digest(tensors):
+            raise CheckpointError(f"{path} is damaged: it does not hold what was written; delete it, and this unit is pruned again.")
         if expected is not None and sorted(parts) != sorted(expected):
             raise CheckpointError(f"{path} holds {listed(parts)}, not {listed(expected)}; delete {path.parent} to start again.")
         layers = {name: Compressed(*parts[name], Pattern(pattern), tuple(shape)) for name, (pattern, *shape) in about["layers"].items()}
         rows = {name: Pruned(**row) for name, row in about["rows"].items()}
         return Done(layers, rows, [(name, order) for name, order in about["orders"]], about["gains"])
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); delete {path.parent} to start again.") from error
 
 
 def digest(values: Any) -> str:
@@ -149,7 +213,8 @@ def digest(values: Any) -> str:
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            found.update(leaf.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if leaf.dim() else repr(leaf.item()).encode())
+            plain: Any = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            found.update(plain)
         else:
             found.update(repr(leaf).encode())
     return found.hexdigest()[:16]

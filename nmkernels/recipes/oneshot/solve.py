@@ -14,7 +14,7 @@ from ...pattern import Pattern
 from ..report import Pruned
 from .base import OneShot
 from .hessians import wide
-from .reconstruct import damped, refit, squared_error
+from .reconstruct import NOTHING, damped, refit, scales, squared_error
 
 FEW, MANY = 0.1, 0.01
 """The damping below and from ``ENOUGH`` tokens per input on."""
@@ -41,7 +41,7 @@ def solve(
         mask = method.mask(w, pattern)
         z = w * mask
     else:
-        fallback = method.mask(w * h.diagonal().sqrt(), pattern)
+        fallback = method.mask(w * scales(h), pattern)
         wanda = float(squared_error(w, (w * fallback).to(weight.dtype).to(w.dtype), h)) / (size or 1.0)
         z, mask, damping, note = _attempt(method, w, h, tokens, pattern)
         z = z.to(weight.dtype).to(w.dtype)
@@ -64,10 +64,10 @@ def _attempt(method: OneShot, w: Tensor, h: Tensor, tokens: int, pattern: Patter
         try:
             start = w.clone()
             if damping:
-                start[:, dead] = 0.0
+                start[:, dead] *= NOTHING  # of inputs that were always zero the solver keeps what others leave, by magnitude
             z, mask = method.solve(start, damped(h, damping) if damping else h.clone(), pattern)
             del start
-            z.masked_fill_(~mask, 0.0)
+            z = torch.where(dead, w, z).masked_fill_(~mask, 0.0)
             if method.refit:  # without damping, the values of inputs that were never seen apart would explode
                 damping = damping or rule
                 z = refit(w, z.contiguous(), mask, damped(h, damping), method.refit)
@@ -77,7 +77,7 @@ def _attempt(method: OneShot, w: Tensor, h: Tensor, tokens: int, pattern: Patter
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             why = "the Hessian could not be factorised"
         damping = max(damping, 1e-3) * 10
-    mask = method.mask(w * h.diagonal().sqrt(), pattern)
+    mask = method.mask(w * scales(h), pattern)
     return w * mask, mask, 0.0, f"Wanda's mask: {why} with damping up to {damping / 10:g}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -19,7 +20,7 @@ from ..methods.permutation import search_permutation
 from ..report import Pruned
 from ..sparsify import Candidate
 from .base import OneShot
-from .data import padding
+from .data import arguments, padding
 from .hessians import Hessians, Problem, exact_gemms
 from .ranks import agree, gathered, ranks, together
 from .relay import Relay, Unit, log, on_device
@@ -29,6 +30,22 @@ from .solve import solve
 Progress = Callable[[int, int, str], None]
 Means = dict[str, tuple[Tensor, int]]
 """Source -> (H = XᵀX / tokens, tokens)."""
+
+
+def trace(relay: Relay) -> None:
+    """Find the units of ``relay``, the same on all ranks, and warn if no block can answer from a store."""
+    with together():
+        relay.trace()
+    relay.whole = next(filter(None, gathered(relay.whole)), "")
+    if relay.whole:
+        warnings.warn(
+            f"prune_: the blocks cannot be run one by one: {relay.whole}. So each pass runs the whole model, "
+            "which takes longer and gives what the model itself computes.",
+            stacklevel=3,
+        )
+    agree(
+        "orders of layers in their first batches", [(unit.name, [(c.name, relay.source(c)) for c in unit.layers]) for unit in relay.units]
+    )
 
 
 def prune_units(
@@ -42,15 +59,11 @@ def prune_units(
     integers: tuple[str, int | None] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Fill ``results`` for every unit of ``relay``, and for the layers that the first batch did not reach. The model is then as it was.
+    """Fill ``results`` for every unit of ``relay``, which is traced, and for its idle layers. The model is then as it was.
 
     ``chains``: whose channels may be reordered first. ``integers``: as for ``solve``, of linear layers.
     """
-    with together():
-        relay.trace()
-    agree(
-        "orders of layers in their first batches", [(unit.name, [(c.name, relay.source(c)) for c in unit.layers]) for unit in relay.units]
-    )
+    results.recognise(relay.behaviour)
     begin, total = time.monotonic(), len(relay.units)
     start = next((i for i in range(total) if i not in results), total)
     with ExitStack() as live:
@@ -65,17 +78,16 @@ def prune_units(
                 fresh = number not in results
                 if fresh:
                     results.save(number, _prune_unit(relay, unit, pattern, method, chains, integers))
-                if unit.block is None:
-                    if sequential:
-                        live.enter_context(applied(relay.model, results.load(number, list(named)), named, chains))
-                    continue
-                if sequential and unit.layers:
+                answers = unit.block is not None and not relay.whole
+                if answers and sequential and unit.layers:
                     with applied(relay.model, results.load(number, list(named)), named, chains), together():
                         relay.run(unit)
-                elif not fresh:
+                elif answers and not fresh:
                     with together():
                         relay.run(unit)
                 relay.finish(unit)
+            if sequential and not answers:
+                live.enter_context(applied(relay.model, results.load(number, list(named)), named, chains))
         if total not in results:
             # later batches may reach these; the others are pruned by magnitude
             idle = Unit("", relay.idle)
@@ -90,7 +102,7 @@ def _prune_unit(
     """Collect the inputs of a unit's layers, and solve them."""
     problems = [p for c in unit.layers for p in problems_of(c, relay.source(c))]
     hessians = Hessians(problems)
-    with together(), hessians.collecting(lambda x: padding(relay.batch, x), lambda: relay.number):
+    with together(), hessians.collecting(lambda x: padding(arguments(relay.model, relay.batch), x), lambda: relay.number):
         relay.run(unit)
     hessians.warn()
     hessians.share()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -302,3 +303,24 @@ def test_methods_as_text():
     with pytest.raises(NotImplementedError, match="OneShot has no solve"):
         OneShot().solve(torch.ones(4, 4), torch.ones(4, 4), P)
     assert math.isclose(float(damped(torch.diag(torch.tensor([0.0, 1.0, 3.0])), 0.5).diagonal()[0]), 2.0)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=text)
+@pytest.mark.parametrize("transposable", [False, True])
+def test_weights_of_inputs_that_were_always_zero_cost_nothing_and_stay(method, transposable):
+    """Where a group has only such inputs its largest weights stay as they are; next to others they are the first to go."""
+    method = replace(method, transposable=transposable)
+    w, h = problem(dtype=torch.float32)
+    for dead in (range(8, 16), range(2, 96, 4), range(96)):
+        h_dead = h.clone()
+        h_dead[:, list(dead)] = h_dead[list(dead)] = 0.0
+        packed, row = solve(method, w, h_dead, 600, P)
+        z = packed.dense()
+        kept = z != 0
+        assert int(kept.sum()) == w.numel() // 2, "N of M"
+        assert torch.equal(z[:, list(dead)][kept[:, list(dead)]], w[:, list(dead)][kept[:, list(dead)]])
+        if len(dead) == 8 and not transposable:
+            assert torch.equal(kept[:, 8:16], ops.mask(w[:, 8:16].contiguous(), P))
+        if len(dead) == 24 and isinstance(method, Wanda) and not transposable:
+            assert not kept[:, 2::4].any()
+        assert not method.guarded or row.error <= row.wanda + 1e-9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from nmkernels import ops
 from nmkernels.nn import SparseLinear
 from nmkernels.pattern import Pattern
 from nmkernels.recipes.oneshot import OneShot, SparseGPT, Wanda, prune_
+from nmkernels.recipes.oneshot.data import call
 from nmkernels.recipes.oneshot.solve import solve
 from python_tests import moe
 from python_tests.recipes.oneshot.families import built
@@ -397,13 +399,20 @@ def test_forms_of_data():
         torch.utils.data.DataLoader(torch.cat(ids), batch_size=2),
         [transformers.BatchEncoding({"input_ids": x}) for x in ids],
         torch.stack(ids),
+        [x.tolist() for x in ids],
+        [{"input_ids": x.tolist(), "text": ["one", "two"]} for x in ids],
+        [x.numpy() for x in ids],
+        # a dataset, whose rows are samples
+        [{"input_ids": row, "id": 3, "text": "one"} for x in ids for row in x.tolist()],
+        [{"input_ids": row} for x in ids for row in x],
+        [row for x in ids for row in x],
     )
     for form in forms:
         model, _ = built("llama")
-        handle = prune_(model, P, form, method="wanda")
+        handle = prune_(model, P, form, method="wanda", forward=without_id)
         results.append((weights(model), handle.report.remark.split()[-1]))
     for got, _ in results[1:]:
-        assert_same(results[0][0], got)
+        assert got.keys() == results[0][0].keys() and all(torch.equal(got[key] == 0, value == 0) for key, value in results[0][0].items())
     assert results[6][1] == results[0][1], "the digest is that of the tensors"
 
     def reused():
@@ -416,10 +425,74 @@ def test_forms_of_data():
     assert_same(results[0][0], weights(model))
 
 
-def test_data_that_cannot_be_used():
-    for data, said in (([], "data has no batch"), (iter(()), "data has no batch"), ({"input": rows()[0]}, "data is a single batch")):
+def without_id(model, batch):
+    return call(model, {k: v for k, v in batch.items() if k != "id"} if isinstance(batch, dict) else batch)
+
+
+UNUSABLE = {
+    "none": ([], "data has no batch"),
+    "an empty iterator": (iter(()), "data has no batch"),
+    "one mapping": ({"input": rows()[0]}, r"data is a single batch, input float32 \(40, 32\); pass \[data\]"),
+    "one tensor": (rows()[0], r"data is a single batch, float32 \(40, 32\); pass \[data\], or its parts, data.split"),
+    "one array": (rows()[0].numpy(), "data is a single batch"),
+    "a path": ("calibration.txt", "data is the text 'calibration.txt', and must be batches of what the model takes: tokenized text"),
+    "None": (None, "data is None, and must be batches"),
+    "a number": (3, "data is a int, and must be batches"),
+    "texts": (["hello", "world"], "batch 1 of data is text. Such as .tokenizer"),
+    "lists of texts": ([["hello", "world"]], "batch 1 of data is text"),
+    "text alone": ([{"text": "hello", "label": "x"}], "batch 1 of data has text only .'text', 'label'"),
+    "rows of two lengths": ([[[1, 2], [3]]], "batch 1 of data has a list that is no matrix .* with an attention_mask"),
+    "another width": (
+        [torch.ones(4, 7)],
+        r"the model cannot run batch 1 of data, float32 \(4, 7\): RuntimeError: mat1 and mat2 .* forward=lambda",
+    ),
+    "a later one": ([torch.ones(4, 32), {"y": torch.ones(4, 32)}], r"cannot run batch 2 of data, y float32 \(4, 32\): TypeError: .*'y'"),
+}
+
+
+@pytest.mark.parametrize("what", UNUSABLE)
+def test_data_that_cannot_be_used(what):
+    data, said = UNUSABLE[what]
+    model = mlp()
+    with pytest.raises(nm.RecipeError, match=said):
+        prune_(model, P, data)
+    assert_same(weights(model), weights(mlp()))
+
+
+def test_errors_of_the_user_s_forward_are_not_changed():
+    def forward(model, batch):
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="^mine$"):
+        prune_(mlp(), P, rows(), forward=forward)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_weight_that_is_not_finite_is_named(value):
+    for key, said in (
+        ("3.weight", "the weight '3.weight' has 1 elements that are NaN or infinite"),
+        ("3.bias", "the weight '3.bias' has 1"),
+    ):
+        model = mlp()
+        with torch.no_grad():
+            model.get_parameter(key).view(-1)[3] = value
+        if key == "3.bias" and value == math.inf:  # no weight to prune; its inputs are said to overflow, as they do
+            continue
         with pytest.raises(nm.RecipeError, match=said):
-            prune_(mlp(), P, data)
+            prune_(model, P, rows())
+
+
+def test_padding_of_a_tuple_is_left_out():
+    ids = [batch["input_ids"] for batch in built("llama")[1]]
+    mask = torch.ones_like(ids[0])
+    mask[:, 7:] = 0
+    found = []
+    for data in ([(x, mask) for x in ids], [{"input_ids": x, "attention_mask": mask} for x in ids]):
+        model, _ = built("llama")
+        report = prune_(model, P, data, method="wanda").report
+        found.append((weights(model), {row.tokens for row in report.pruned.values()}))
+    assert_same(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1] == {3 * 2 * 7}
 
 
 def test_forward_of_the_user():

@@ -18,6 +18,7 @@ from nmkernels.recipes.oneshot import prune_
 from nmkernels.recipes.oneshot import units as engine
 from nmkernels.recipes.oneshot.results import Done, Results, digest
 from python_tests import moe
+from python_tests.integrations.folders import content
 from python_tests.recipes.oneshot.test_prune import BLOCKS, Rare, ViT, assert_same, images, rows, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fewer than 2 tokens per input feature")
@@ -122,6 +123,9 @@ def changed(model):
         ("data", lambda folder: prune_(ViT(), P, images(2), folder=folder, method="wanda")),
         ("layers", lambda folder: prune_(ViT(), P, images(), lambda m, n: n == "tail", folder=folder, method="wanda")),
         ("weights", lambda folder: prune_(changed(ViT()), P, images(), folder=folder, method="wanda")),
+        ("weights", lambda folder: prune_(nudged(ViT(), "layers.0.norm.bias"), P, images(), folder=folder, method="wanda")),
+        ("weights", lambda folder: prune_(nudged(ViT(), "token"), P, images(), folder=folder, method="wanda")),
+        ("configuration", lambda folder: prune_(with_epsilon(ViT()), P, images(), folder=folder, method="wanda")),
     ],
 )
 def test_another_run_s_folder_is_refused(tmp_path, field, make):
@@ -129,6 +133,59 @@ def test_another_run_s_folder_is_refused(tmp_path, field, make):
         run(ViT(), tmp_path, 1, method="wanda")
     with pytest.raises(nm.CheckpointError, match=f"results of another run: its {field} is .*Pass another folder, or delete this one"):
         make(tmp_path)
+
+
+def nudged(model, key):
+    """With one number of a tensor changed that is not pruned."""
+    with torch.no_grad():
+        model.state_dict()[key].view(-1)[1] += 0.01
+    return model
+
+
+def with_epsilon(model):
+    model.layers[1].norm.eps = 0.1
+    return model
+
+
+def test_another_forward_is_seen(tmp_path):
+    def louder(model, batch):
+        return model(1.1 * batch)
+
+    with pytest.raises(Stopped):
+        run(ViT(), tmp_path, 2)
+    with pytest.raises(nm.CheckpointError, match="layer 'layers.0.*' of the dense model got other inputs then. Is forward=, or a library"):
+        run(ViT(), tmp_path, forward=louder)
+    run(ViT(), tmp_path, forward=lambda model, batch: model(batch))
+
+
+def test_one_run_at_a_time_uses_a_folder(tmp_path):
+    """The second is refused by the name of the first, before it has changed anything, and gets the folder when that has ended."""
+    folder = tmp_path / "runs"
+
+    def second(done, total, what):
+        if done == 1:
+            before = content(folder)
+            with pytest.raises(
+                nm.CheckpointError, match=rf"{folder} is in use: process {os.getpid()} on .*Wait for it to end, or use another"
+            ):
+                run(ViT(), folder)
+            assert content(folder) == before and ".lock" in before
+
+    want = ViT()
+    prune_(want, P, images(), folder=folder, progress=second, method="sparsegpt")
+    assert not (folder / ".lock").exists()
+    model = ViT()
+    run(model, folder)
+    assert_same(weights(want), weights(model))
+
+
+def test_a_unit_that_was_changed_after_it_was_written_is_not_taken(tmp_path):
+    """As by a disk that lost a page of it: the header is whole, and a part of the values is zero."""
+    run(ViT(), tmp_path)
+    path = tmp_path / "unit-0003.safetensors"
+    path.write_bytes(path.read_bytes()[:-256] + bytes(256))
+    with pytest.raises(nm.CheckpointError, match="unit-0003.safetensors is damaged: it does not hold what was written; delete it"):
+        run(ViT(), tmp_path)
 
 
 def test_data_is_told_apart_by_what_it_holds():
@@ -187,7 +244,7 @@ def test_folders_that_cannot_be_used(tmp_path):
     with pytest.raises(nm.CheckpointError, match="could not be written"):
         run(ViT(), tmp_path / "model.safetensors")
     run(ViT(), tmp_path / "new" / "folder", blocks=[])
-    assert json.loads((tmp_path / "new" / "folder" / "run.json").read_text())["format"] == "nmkernels-prune-1"
+    assert json.loads((tmp_path / "new" / "folder" / "run.json").read_text())["format"] == "nmkernels-prune-2"
 
 
 def test_a_full_disk_leaves_the_model_as_it_was(tmp_path):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ....pattern import Pattern
 from ..base import OneShot
+from ..reconstruct import scales
 
 
 @dataclass(frozen=True)
@@ -18,5 +19,5 @@ class Wanda(OneShot):
     """
 
     def solve(self, w: Tensor, h: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
-        mask = self.mask(w * h.diagonal().sqrt(), pattern)
+        mask = self.mask(w * scales(h), pattern)
         return w * mask, mask
