@@ -67,20 +67,19 @@ class EffectiveWeight:
         fprop, dgrad, layout, by = self.route(source, plan, x)
         if fprop == dgrad == "dense":
             return self.dense(source) if torch.compiler.is_compiling() else self._current(self._dense, source, ())
-        if not (self.attached or torch.is_grad_enabled()):
-            dgrad = fprop  # there is no backward pass, so dgrad is not needed
+        back = dgrad if x.requires_grad and torch.is_grad_enabled() else fprop  # what dgrad reads is made for a gradient of x alone
         dense = packed = None
-        if fprop == "dense" or dgrad == "dense":
+        if "dense" in (fprop, back):
             dense = self.dense(source)
-        elif plan.fprop != "auto" and self._dense.form is not None and not torch.compiler.is_compiling():
+        elif plan.fprop != "auto" and dgrad != "dense" and self._dense.form is not None and not torch.compiler.is_compiling():
             self._dense = _Copy()  # all calls read the packed form; this copy is left over from an evaluation
-        rows, columns = "packed" in (fprop, dgrad), dgrad == "columns"
+        rows, columns = "packed" in (fprop, back), back == "columns"
         if rows or columns:
             packed = self.packed(source, rows, columns, layout)
-            if fprop == dgrad and packed.rows is not None:
+            if fprop == back and packed.rows is not None:
                 return operands(packed.rows, by=by)
         forms: dict[str, Any] = {"dense": dense, "packed": packed and packed.rows, "columns": packed and packed.columns}
-        return operands(forms[fprop], None if dgrad == fprop else forms[dgrad], dgrad == "columns", by)
+        return operands(forms[fprop], None if back == fprop else forms[back], back == "columns", by)
 
     def route(self, source: Source, plan: GemmPlan, x: Tensor) -> Route:
         """The route of a call, cached by kind of call."""
@@ -174,7 +173,7 @@ def _made(old: Any, source: Source, how: tuple[Any, ...]) -> Any:
         w = weight.detach()
         if how:
             new = transform.packed(w, *extras, dtype=dtype, rows=how[0], columns=how[1], layout=how[2], out=old)
-            return new if old is None or new is old else _moved(new, old)
+            return new if old is None or new is old or not readable(weight) else _moved(new, old)
         if old is not None and old.dtype == dtype == w.dtype and old.shape == w.shape and old.device == w.device:
             return transform(w, *extras, out=old)
         return transform(w, *extras).to(dtype)
@@ -185,7 +184,7 @@ def _capturing(weight: Tensor) -> bool:
 
 
 def _moved(new: Packed, old: Packed) -> Packed:
-    """Copy ``new`` into the memory of ``old`` if it fits, since that is mapped and often still in cache."""
+    """Copy ``new`` into the memory of ``old`` if it fits, since on a CPU that is mapped and often still in cache."""
     pairs = [(a, b) for a, b in zip(old.buffers(), new.buffers(), strict=True) if a is not None and b is not None]
     if any((a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device) for a, b in pairs):
         return new

@@ -164,9 +164,10 @@ def test_without_an_optimizer_nothing_is_cached():
         (PACKED, MIXED, ["compress", "linear", "prune"], ["compress", "linear"]),
     ]:
         model, layer, _ = model_of(None, recipe, plan)
-        for grad, names in ((True, forward), (False, evaluation), (True, forward)):
+        # the form that dgrad reads is made where x gets a gradient
+        for grad, of_x, names in ((True, True, forward), (False, True, evaluation), (True, False, evaluation), (True, True, forward)):
             with Calls() as calls, torch.set_grad_enabled(grad):
-                y = model(torch.ones(1, 32))
+                y = model(torch.ones(1, 32, requires_grad=of_x))
             assert sorted(calls.names) == names and not layer.effective.copies
             torch.testing.assert_close(y, naive.masked(layer.weight, 2, 4).sum(1)[None] + layer.bias)
             layer.weight.data.mul_(torch.rand(16, 32))  # bumps no version

@@ -1,0 +1,136 @@
+"""The bytes per weight that a training step moves outside of forward and backward, on the path that GPUs take: they must not grow back.
+
+Counted from the ops that run: what each reads, writes and returns, of tensors as large as a weight. A dense step has 28 bytes in ``AdamW``,
+which reads weight, gradient and two moments in float32 and writes all but the gradient, and 6 in the cast of the weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import nmkernels as nm
+from nmkernels.autograd import transforms
+from nmkernels.recipes import attach
+
+ROWS, COLS, TOKENS = 256, 128, 64
+VIEWS = (
+    "view",
+    "detach",
+    "alias",
+    "aten.t.",
+    "transpose",
+    "as_strided",
+    "expand",
+    "unsqueeze",
+    "select",
+    "slice",
+    "split",
+    "permute",
+    "empty",
+)
+
+
+class Bytes(TorchDispatchMode):
+    """Adds up the bytes that ops move, per weight of the layer, by the op's name."""
+
+    def __init__(self):
+        super().__init__()
+        self.moved = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = str(func)
+        if not any(view in name for view in VIEWS):
+            sizes = 0
+            for given, value in [
+                *zip(func._schema.arguments, args, strict=False),
+                *((a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs),
+            ]:
+                large = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor) and t.numel() >= ROWS * COLS // 8]
+                written = given.alias_info is not None and given.alias_info.is_write
+                reads = not (written and (given.is_out or "copy_" in name))
+                sizes += sum(t.nbytes for t in large) * (reads + written)
+            if not any(r.alias_info is not None for r in func._schema.returns):
+                sizes += sum(t.nbytes for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.numel() >= ROWS * COLS // 8)
+            if sizes:
+                self.moved[name] = self.moved.get(name, 0.0) + sizes / (ROWS * COLS)
+        return result
+
+
+def on_a_gpu(monkeypatch):
+    """Masks by ``where``, no fingerprints, and nothing of a weight that the host could read."""
+
+    def masked(x, mask, out=None):
+        zero = torch.zeros((), dtype=x.dtype)
+        return torch.where(mask, x, zero).contiguous() if out is None else torch.where(mask, x, zero, out=out)
+
+    monkeypatch.setattr(transforms, "masked", masked)
+    monkeypatch.setattr(attach, "masked", masked)
+    monkeypatch.setattr("nmkernels.nn.effective.fingerprint", lambda *tensors: None)
+    monkeypatch.setattr("nmkernels.nn.effective.readable", lambda weight: False)
+
+
+def bytes_of_a_step(recipe, of_x, **options):
+    """(bytes per weight in the optimizer's step, and in making W̃ for the forward pass after it), by op; ``of_x``: x needs a gradient."""
+    torch.manual_seed(0)
+    layer = nn.Linear(COLS, ROWS, bias=False)
+    model = nn.Sequential(layer)
+    chosen = nm.recipes.get(f"{recipe}:2:4", packed=True, total_steps=1000, **options)
+    handle = nm.sparsify_(model, chosen, filter_fn=lambda module, name: True)
+    optimizer = handle.attach(chosen.optimizer(model.parameters(), lr=1e-4))
+    x = torch.randn(TOKENS, COLS, requires_grad=of_x)
+
+    def forward():
+        layer = model[0]
+        if (
+            layer.transform is not None and not layer.transform.traits.transposable
+        ):  # packed rows in a tensor core's order are of no use to dgrad
+            layer.plan = replace(layer.plan, dgrad="dense")
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    for _ in range(3):
+        y = forward()
+        y.backward(torch.ones_like(y))
+        with Bytes() as step:
+            optimizer.step()
+        optimizer.zero_grad()
+    with Bytes() as first:
+        forward()
+    with Bytes() as again:
+        forward()
+    making = {name: size - again.moved.get(name, 0.0) for name, size in first.moved.items()}
+    return step.moved, {name: size for name, size in making.items() if size}
+
+
+ADAMW, PACK = {"nmkernels.nm_masked_adamw_.default": 28.0}, {"nmkernels.nm_pack.default": 5.125}
+PRUNE, CAST = {"nmkernels.nm_prune.default": 8.0}, {"aten._to_copy.default": 6.0}
+FIXED = {"switch": "fixed", "start": 1}
+CASES = {
+    "srste": ({}, ADAMW, PACK, PRUNE | CAST),
+    "sste": ({"seed": 0}, ADAMW, PACK, {"nmkernels.nm_soft_threshold.default": 8.0, "aten.mul_.Tensor": 8.0} | CAST),
+    "step": (FIXED, ADAMW, PACK, PRUNE | CAST),
+}
+"""Recipe -> its settings, the bytes of its step, of W̃ for fprop, and of W̃ for dgrad."""
+
+
+@pytest.mark.parametrize("of_x", [True, False])
+@pytest.mark.parametrize("recipe", CASES)
+def test_bytes_of_a_step(recipe, of_x, monkeypatch):
+    on_a_gpu(monkeypatch)
+    options, step, fprop, dgrad = CASES[recipe]
+    assert bytes_of_a_step(recipe, of_x, **options) == (step, fprop | dgrad if of_x else fprop)
+
+
+def test_bytes_of_a_step_of_fst(monkeypatch):
+    """Its decay and its sums are ops of torch over whole weights."""
+    on_a_gpu(monkeypatch)
+    step, making = bytes_of_a_step("fst", True, seed=0, end=None)
+    assert sum(step.values()) <= 103 and sum(making.values()) <= 6.2
