@@ -285,7 +285,7 @@ class NMQuantizer(HfQuantizer):
         pattern = Pattern(str(config.pattern))
         chosen, report = select(model, pattern)
         known = [*dict(model.named_modules()), *(e.name for e in report.entries)]
-        check_names("NMConfig: skip", config.skip, known, _skips)
+        check_names("NMConfig: skip", config.skip, known, skips)
         tied = {key.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for key in pair}
         taken = {c.name: c for c in chosen if c.layout in (*LAYOUTS, *STACKS)}
         self._chosen = {}
@@ -293,7 +293,7 @@ class NMQuantizer(HfQuantizer):
             reason = "its weight is tied to another module" if e.linear and e.name in tied else ""
             if e.sparse and not reason:
                 reason = "" if e.name in taken else "it has no compressed form"
-                reason = "named in skip" if any(_skips(e.name, name) for name in config.skip) else reason
+                reason = "named in skip" if any(skips(e.name, name) for name in config.skip) else reason
             if reason:
                 report.entries[i] = Entry(e.name, e.kind, e.shape, False, reason)
             elif e.sparse:
@@ -396,7 +396,7 @@ class _Compress:
         return rest
 
 
-def _skips(layer: str, name: str) -> bool:
+def skips(layer: str, name: str) -> bool:
     """Whether ``name`` of ``NMConfig.skip`` names ``layer``."""
     return fnmatchcase(f".{layer}.", f"*.{name}.*")
 

@@ -37,6 +37,7 @@ from ..nn.deploy import check_values
 from ..nn.experts import child_name
 from ..ops import Compressed
 from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
+from ..recipes.layer_names import check_names
 from ..recipes.oneshot.base import OneShot, resolve, text
 from ..recipes.oneshot.data import batches_of, call
 from ..recipes.oneshot.prune import check_model, choose, complete_
@@ -46,8 +47,7 @@ from ..recipes.oneshot.results import Results, digest, owned
 from ..recipes.oneshot.units import Progress, prune_units, trace, write
 from ..recipes.report import Pruned, Report, starred
 from ..recipes.sparsify import Candidate, FilterFn, check_groups
-from ..recipes.writes import listed
-from .hf import CARD, NMConfig, write_card
+from .hf import CARD, NMConfig, skips, write_card
 from .hf_disk import CONFIG, Choice, check_folder, class_of, open_folder
 
 __all__ = ["PrunedFolder", "prune_folder"]
@@ -214,12 +214,8 @@ def _chosen(
     model: nn.Module, pattern: Pattern, filter_fn: FilterFn | None, method: OneShot, skip: Sequence[str]
 ) -> tuple[list[Candidate], Report]:
     chosen, report = choose(model, pattern, filter_fn, method)
-    skipped = {c.name for c in chosen if any(fnmatchcase(f".{c.name}.", f"*.{name}.*") for name in skip)}
-    for name in skip:
-        if not any(fnmatchcase(f".{c.name}.", f"*.{name}.*") for c in chosen):
-            raise RecipeError(
-                f"prune_folder: no layer that would be pruned is called {name!r}; some are {listed([c.name for c in chosen])}."
-            )
+    check_names("prune_folder: skip", skip, [c.name for c in chosen], skips, "layer to prune")
+    skipped = {c.name for c in chosen if any(skips(c.name, name) for name in skip)}
     chosen = [c for c in chosen if c.name not in skipped]
     report.entries = [replace(e, sparse=False, reason="named in skip") if e.name in skipped else e for e in report.entries]
     if not chosen:

@@ -232,7 +232,7 @@ SENTENCES = {
     "method": "no one-shot method is called 'addm'; did you mean 'admm'?",
     "device": "device 'nothing' cannot be used here: ",
     "share": "--held-out 2 is not a share from 0 to 0.5.",
-    "layer": "no layer that would be pruned is called 'fc'; some are layers ",
+    "layer": "prune_folder: skip names 'fc', which matches no layer to prune of the model, only 'model.layers.0.",
     "used folder": "{out} holds other files (mine); pass a new folder, or delete this one.",
     "file": "{out} is not a folder; pass a new one.",
     "inside": "{out} is inside the model's folder {model}, which is not changed; pass a folder elsewhere.",

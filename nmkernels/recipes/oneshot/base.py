@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from torch import Tensor
 
 from ... import ops
+from ...arguments import finite_number, whole_number
 from ...pattern import Pattern, RecipeError
 from ..registry import parse, suggestion
 
@@ -32,6 +34,16 @@ class OneShot:
     damping: float | None = 0.0
     refit: int = 0
     transposable: bool = False
+
+    def __post_init__(self) -> None:
+        if self.damping is not None:
+            self._set("damping", finite_number)
+        self._set("refit", whole_number, least=0)
+
+    def _set(self, name: str, check: Callable[..., float], **limits: float) -> None:
+        """Check a setting, and keep it as a plain number."""
+        what = f"{type(self).__name__}: {name}"
+        object.__setattr__(self, name, check(RecipeError, what, getattr(self, name), **limits))
 
     def solve(self, w: Tensor, h: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
         """(new weights, their mask), both ``(out, in)``, for weights ``w`` ``(out, in)`` and H = XᵀX / tokens ``(in, in)``, which is

@@ -288,6 +288,24 @@ def test_a_method_of_the_user_works_by_name_and_as_an_instance():
     assert {"admm", "magnitude", "random", "sparsegpt", "wanda"} <= set(registered())
 
 
+REFUSED = {
+    "damping": ("admm(damping=-0.1)", "ADMM: damping=-0.1 must be a finite number of at least 0"),
+    "refit": ("wanda(refit=1.5)", "Wanda: refit=1.5 must be a whole number of at least 0"),
+    "block": ("sparsegpt(block=0)", "SparseGPT: block=0 must be a whole number of at least 1"),
+    "iterations": ("admm(iterations='8')", "ADMM: iterations='8' must be a whole number of at least 1"),
+    "penalty": ("admm(penalty=0)", "ADMM: penalty=0 must be a finite number of at least"),
+}
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_settings_that_are_no_such_numbers(setting):
+    text, said = REFUSED[setting]
+    with pytest.raises(nm.RecipeError, match=said):
+        resolve(text)
+    method, value = (ADMM(), 0.25) if setting == "damping" else (SparseGPT(), 64) if setting == "block" else (ADMM(), 3)
+    assert getattr(replace(method, **{setting: torch.tensor(value).numpy()[()]}), setting) == value
+
+
 def test_methods_as_text():
     assert resolve("admm") == ADMM() and resolve("SparseGPT(block=64, damping=0.1)") == SparseGPT(block=64, damping=0.1)
     for method in (*METHODS, ADMM(iterations=7, penalty=0.2, transposable=True, damping=0.5, refit=0)):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ....arguments import finite_number, whole_number
 from ....pattern import Pattern
 from ..base import OneShot
 
@@ -29,6 +30,11 @@ class ADMM(OneShot):
     refit: int = 10
     iterations: int = 60
     penalty: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._set("iterations", whole_number)
+        self._set("penalty", finite_number, least=1e-12)  # the matrix with it is inverted
 
     def solve(self, w: Tensor, h: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
         scale = h.diagonal().sqrt()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ....arguments import whole_number
 from ....pattern import Pattern
 from ..base import OneShot
 
@@ -25,6 +26,10 @@ class SparseGPT(OneShot):
 
     damping: float | None = None
     block: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._set("block", whole_number)
 
     def solve(self, w: Tensor, h: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
         m, cols = pattern.m, w.shape[1]
