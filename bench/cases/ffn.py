@@ -29,8 +29,15 @@ from . import _ours
 from .gemm import FFN, FFN_TOKENS
 from .step import GEMM, one_gemm
 
-PIECES = ("forward", "forward+backward", "step")
-RECIPES: dict[str, dict[str, Any]] = {"srste": {}, "sste": {"seed": 0}, "fst": {"seed": 0, "end": None}}
+PIECES = ("forward", "forward+backward", "step", "accumulate 4")
+"""Each as in training: W̃ is made again in the forward pass, which dense training casts again, and no gradient is left from before."""
+RECIPES: dict[str, dict[str, Any]] = {
+    "srste": {},
+    "sste": {"seed": 0},
+    "fst": {"seed": 0, "end": None},
+    "step": {"switch": "fixed", "start": 1},
+}
+"""Settings by recipe; STEP is after its switch."""
 DENSE = "torch dense"
 
 
@@ -40,7 +47,7 @@ def allowed(recipe: str, r: float) -> float:
     Of three equal GEMMs S-STE has two sparse ones, 3/(1 + 2/r), SR-STE one, 3/(2 + 1/r), and FST all, r. This holds on tensor cores; the
     CPU kernels use packed rows for dgrad too, so shares above 1 are possible there.
     """
-    sparse = {"srste": 1, "sste": 2, "fst": 3}[recipe]
+    sparse = {"srste": 1, "step": 1, "sste": 2, "fst": 3}[recipe]
     return 3 / (3 - sparse + sparse / r)
 
 
@@ -56,7 +63,7 @@ def ffn(spec: Spec, device: str) -> Work:
     torch.manual_seed(0)
     up = nn.Linear(spec.cols, spec.rows, device=device)
     block = nn.Sequential(up, nn.GELU(), nn.Linear(spec.rows, spec.cols, device=device))
-    x = _ours.normal(spec.tokens, spec.cols, device=device, dtype=torch.float32, seed=1)
+    x = _ours.normal(spec.tokens, spec.cols, device=device, dtype=torch.float32, seed=1).requires_grad_()
     dense = _Block(block, x, spec, None)
     blocks = {name: _Block(copy.deepcopy(block), x, spec, name) for name in RECIPES}
     providers, ratios = [], []
@@ -67,7 +74,7 @@ def ffn(spec: Spec, device: str) -> Work:
             ours = Provider(f"nmkernels {name}, {piece}", mine.piece(i), check=mine.check)
             providers.append(ours)
             ratios.append(Ratio("x dense", ours.name, (theirs.name,)))
-            if piece == "step":
+            if i > 1:
                 ratios.append(Ratio("time over dense", ours.name, (theirs.name,), "time"))
     gemms = one_gemm(spec.rows, spec.cols, spec.tokens, spec, device)
     providers += gemms
@@ -101,6 +108,8 @@ class _Block:
         chosen = nm.recipes.get(f"{recipe}:{spec.pattern}", total_steps=1000, **RECIPES[recipe])
         self.handle = nm.sparsify_(block, chosen, filter_fn=lambda module, name: isinstance(module, nn.Linear))
         self.optimizer = self.handle.attach(chosen.optimizer(block.parameters(), lr=1e-4))
+        for _ in range(2):
+            self.piece(2)()  # behind the switch of STEP
         if x.is_cuda and tuned:
             with self._cast():
                 nm.tune(block, tokens=spec.tokens)
@@ -116,16 +125,20 @@ class _Block:
         return torch.autocast(self.x.device.type, self.spec.torch_dtype) if mixed else nullcontext()
 
     def piece(self, pieces: int) -> Callable[[], object]:
-        """Forward; with ``pieces`` 1 backward too, with 2 the optimizer's step as well."""
+        """A call of ``PIECES[pieces]``."""
 
         def call() -> object:
-            with self._cast():
-                y = self.block(self.x)
-            if pieces:
-                y.backward(y.detach())
-            if pieces == 2:
+            if self.handle is not None:
+                for layer in self.handle.layers.values():
+                    layer.drop()
+            for _ in range(4 if pieces == 3 else 1):
+                with self._cast():
+                    y = self.block(self.x)
+                if pieces:
+                    y.backward(y.detach())
+            if pieces > 1:
                 self.optimizer.step()
-                self.optimizer.zero_grad()
+            self.optimizer.zero_grad()
             self.x.grad = None
             return y
 
