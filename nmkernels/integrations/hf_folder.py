@@ -133,7 +133,7 @@ def prune_folder(
     pattern, method, source, out = Pattern(pattern), resolve(method), Path(model_dir), Path(out)
     config = check_folder(source)
     check_out(source, out)
-    check_values("prune_folder", values, group)
+    group = check_values("prune_folder", values, group)
     kind, _ = class_of(source, config)
     batches, tests = batches_of(data, kind), batches_of(held_out, kind) if held_out else []
     device = None if device is None else _device(device)

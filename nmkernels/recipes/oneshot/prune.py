@@ -95,7 +95,7 @@ def prune_(
     """
     pattern, method = Pattern(pattern), resolve(method)
     device = None if device is None else torch.device(device)
-    check_values("prune_", values, group)
+    group = check_values("prune_", values, group)
     with together():
         check_model(model)
         batches = batches_of(data, model)
