@@ -268,12 +268,12 @@ class Attachment:
             if stage.held_mask:
                 g.masked_fill_(~self.run.masks.masks[name], 0.0)
             elif stage.rule.masked:
-                kept = self._masks[name]
-                pruned = masked(w, ~kept)
-                size = _magnitude(masked(g, ~kept))
+                outside = ~self._masks[name]
+                pruned = masked(w, outside)
+                size = _magnitude(masked(g, outside))
                 self._pruned[name] = _magnitude(pruned), size if scale is None else size / scale.double()
                 if stage.rule.decay:
-                    put(pruned * stage.rule.decay)
+                    put(pruned, stage.rule.decay)
             if extra is not None and not stage.rule.adds_penalty:
                 put(extra)
 
@@ -564,13 +564,12 @@ def _align_moments(state: dict[str, Any], layer: NMWeight) -> None:
 def _magnitude(x: Tensor) -> Tensor:
     """Σ|x| in fp64: rows in fp32 first, since a sum in another precision than its operand's begins by copying the whole tensor."""
     rows = torch.promote_types(x.dtype, torch.float32)  # in 16 bits a row's sum would be worth three digits, and fp16's may be too large
-    return x.abs().sum(-1, dtype=rows).sum(dtype=torch.float64)
+    return torch.linalg.vector_norm(x, 1, -1, dtype=rows).sum(dtype=torch.float64)
 
 
-def _add(g: Tensor, negated: bool, scale: Tensor | None, extra: Tensor) -> None:
-    """Add ``extra`` to a gradient that the optimizer may still negate and unscale."""
-    extra = -extra if negated else extra
-    g.add_(extra if scale is None else extra * scale)
+def _add(g: Tensor, negated: bool, scale: Tensor | None, extra: Tensor, factor: float = 1.0) -> None:
+    """Add ``factor · extra`` to a gradient that the optimizer may still negate and unscale."""
+    g.add_(extra if scale is None else extra * scale, alpha=-factor if negated else factor)
 
 
 def _penalty(layer: NMWeight) -> Tensor | None:

@@ -133,4 +133,4 @@ def test_bytes_of_a_step_of_fst(monkeypatch):
     """Its decay and its sums are ops of torch over whole weights."""
     on_a_gpu(monkeypatch)
     step, making = bytes_of_a_step("fst", True, seed=0, end=None)
-    assert sum(step.values()) <= 103 and sum(making.values()) <= 6.2
+    assert sum(step.values()) <= 77 and sum(making.values()) <= 6.2
