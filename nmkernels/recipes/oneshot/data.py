@@ -51,7 +51,7 @@ def described(batch: Any) -> str:
 def arguments(model: nn.Module, batch: Any) -> Any:
     """The arguments of ``batch`` by the names that the model's forward gives them; the batch itself where these are not known."""
     if isinstance(batch, (tuple, list)):
-        with suppress(TypeError):  # another forward= may take them apart
+        with suppress(TypeError, ValueError):  # forward= may take them apart in another way
             return inspect.signature(model.forward).bind_partial(*batch).arguments
     return batch
 

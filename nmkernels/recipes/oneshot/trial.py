@@ -21,6 +21,9 @@ VECTORS = 4
 NARROW, WIDE = 2e-2, 1e-3
 """The relative difference of two passes that is rounding, with 16-bit numbers and with others."""
 
+LARGEST = 1e15
+"""Logits are masked by the least number of their dtype, whose products would be infinite."""
+
 Sketches = list[tuple[Tensor, float]]
 """(products, the relative difference that is rounding) of each tensor."""
 
@@ -35,6 +38,7 @@ def _products(t: Tensor) -> Tensor:
         return torch.zeros(0, VECTORS)
     t = torch.view_as_real(t) if t.is_complex() else t
     rows = t.reshape(-1, t.shape[-1] if t.dim() else 1).to(torch.float32).nan_to_num(0.0, 0.0, 0.0)
+    rows = rows.clamp(-LARGEST, LARGEST)
     vectors = torch.randn(rows.shape[1], VECTORS, generator=torch.Generator().manual_seed(0))
     with torch.autocast(t.device.type, enabled=False):
         return (rows @ vectors.to(t.device)).cpu()
