@@ -158,10 +158,10 @@ def test_training_steps_in_the_order_of_wgmma(device, recipe):
 def check_training(device, recipe, packed, order):
     options = "end=None, every=2, seed=1, " if recipe.startswith("fst") else "seed=1, " if recipe.startswith("sste") else ""
     model, got, seen = trained(f"{recipe}({options}packed={packed})", device)
-    layer = model[0]
-    kept = [form for form in layer.effective.copies if isinstance(form, nm.ops.Packed)]
-    assert len(kept) == 1 and kept[0].layout == order and kept[0].rows.values.dtype == BF16
-    assert (kept[0].columns is not None) == recipe.startswith("fst")
+    for layer, of_x in ((model[0], False), (model[2], True)):  # whether its input needs a gradient
+        kept = [form for form in layer.effective.copies if isinstance(form, nm.ops.Packed)]
+        assert len(kept) == 1 and kept[0].layout == order and kept[0].rows.values.dtype == BF16
+        assert (kept[0].columns is not None) == (of_x and recipe.startswith("fst"))
     # both layers are packed once per step; the first one has no dgrad
     assert seen == [(2, 4 + 2 * recipe.startswith("fst"), 0)] * 4
     _, want, _ = trained(f"{recipe}({options[:-2]})" if options else recipe, device)
