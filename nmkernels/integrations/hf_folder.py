@@ -38,9 +38,9 @@ from ..nn.experts import child_name
 from ..ops import Compressed
 from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
 from ..recipes.layer_names import check_names
-from ..recipes.oneshot.base import OneShot, resolve, text
+from ..recipes.oneshot.base import OneShot, resolve
 from ..recipes.oneshot.data import batches_of, call
-from ..recipes.oneshot.prune import check_model, choose, complete_
+from ..recipes.oneshot.prune import check_model, choose, complete_, settings
 from ..recipes.oneshot.ranks import ranks
 from ..recipes.oneshot.relay import Relay, Unit
 from ..recipes.oneshot.results import Results, digest, owned
@@ -145,12 +145,7 @@ def prune_folder(
             with writing(work):
                 shutil.rmtree(work / "offload", ignore_errors=True)
             identity = {
-                "pattern": str(pattern),
-                "method": text(method),
-                "sequential": sequential,
-                "permute": permute,
-                "values": values,
-                "group": group,
+                **settings(pattern, method, sequential, permute, values, group),
                 "dtype": str(dtype),
                 "data": digest(batches),
                 "held_out": digest(tests),
@@ -177,7 +172,8 @@ def check_alone() -> None:
     Raises:
         RecipeError: torchrun has started several.
     """
-    count = int(os.environ.get("WORLD_SIZE", "1")) if torch.distributed.is_torchelastic_launched() else ranks()[0]
+    launched = torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
+    count = int(os.environ.get("WORLD_SIZE", "1")) if launched else ranks()[0]
     if count > 1:
         raise RecipeError(
             f"prune_folder: {count} processes were started, and one prunes a folder; start it without torchrun. To share the work "

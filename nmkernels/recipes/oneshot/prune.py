@@ -105,13 +105,8 @@ def prune_(
             check_groups("prune_", values, group, pattern, chosen)
         resident = Residence(device)
         relay = Relay(model, chosen, batches, forward or call, blocks, device, resident)
-    identity: dict[str, Any] = {
-        "pattern": str(pattern),
-        "method": text(method),
-        "sequential": sequential,
-        "permute": permute,
-        "values": values,
-        "group": group,
+    identity = {
+        **settings(pattern, method, sequential, permute, values, group),
         "blocks": None if blocks is None else list(blocks),
         "layers": [c.name for c in chosen],
         "weights": digest([sample(c.matrix) for c in chosen] if folder is None else [*tensors_of(model)]),
@@ -205,6 +200,18 @@ def undispatch_(model: nn.Module) -> None:
         "again after compress_ (accelerate.dispatch_model).",
         stacklevel=3,
     )
+
+
+def settings(pattern: Pattern, method: OneShot, sequential: bool, permute: bool, values: str | None, group: int | None) -> dict[str, Any]:
+    """How a model is pruned, by the names of the arguments."""
+    return {
+        "pattern": str(pattern),
+        "method": text(method),
+        "sequential": sequential,
+        "permute": permute,
+        "values": values,
+        "group": group,
+    }
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor | str]]:
