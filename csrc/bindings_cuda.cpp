@@ -58,13 +58,13 @@ void bind_tensors(py::module_& module) {
 
 // compress, decompress, pack
 void bind_packed(py::module_& module) {
-    // w and mask, scale, overfull; then (values, indices) of rows and of columns, zeros where they are not wanted
+    // w and mask, scale, overfull; then (values, indices) of rows and of columns, and the dense form, zeros where they are not wanted
     module.def("pack", [](Address w, int dtype, int64_t rows, int64_t cols, int n, int m, int select, Address mask, Address scale,
                           Address overfull, int out_dtype, int layout, Address values, Address indices, Address values_t, Address indices_t,
-                          int device, Address stream) {
+                          Address dense, int device, Address stream) {
         const nm::cuda::Packed by_row{at(values), at(indices)}, by_column{at(values_t), at(indices_t)};
         return nm::cuda::pack({at(w), at<uint8_t>(mask), at<float>(scale), at<int>(overfull), by_row, by_column, rows, cols, n, m, dtype,
-                               out_dtype, select, layout}, queue(device, stream));
+                               out_dtype, select, layout, at(dense)}, queue(device, stream));
     }, Unlocked());
     module.def("decompress", [](Address values, Address indices, int dtype, int64_t rows, int64_t cols, int n, int m, Address out, int device,
                                 Address stream) {

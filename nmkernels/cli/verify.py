@@ -109,6 +109,7 @@ def _of_weights(w: Tensor) -> Iterator[Call]:
         yield "nm_pack", (w, 2, 4, "threshold", None, scale, to, True, False, layout)
         yield "nm_pack", (w, 2, 4, "transposable", None, None, to, True, True, layout)
         yield "nm_pack", (w, 2, 4, "given", kept, None, to, True, True, layout)
+        yield "nm_pack", (w, 2, 4, "magnitude", None, None, to, True, False, layout, True)
         if to is not None:
             yield "nm_metadata", (reference.compress(w, 2, 4)[1], w.shape[1], layout)
 

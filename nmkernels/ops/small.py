@@ -116,14 +116,14 @@ def _decompress(draw: _Draw, values: Tensor, indices: Tensor, n: int, m: int, co
 
 def _pack(
     draw: _Draw, w: Tensor, n: int, m: int, select: str, mask: Tensor | None, scale: Tensor | None,
-    dtype: torch.dtype | None, rows: bool, columns: bool, layout: str,
+    dtype: torch.dtype | None, rows: bool, columns: bool, layout: str, dense: bool = False,
 ) -> Args:  # fmt: skip
     x = draw(w, *_matrix(w, m, select == "transposable" or columns, n))
     if mask is not None:
-        mask = largest(x.t(), n, m).t() if not rows else transposable_mask(x, n, m) if columns else largest(x, n, m)
+        mask = largest(x.t(), n, m).t() if not (rows or dense) else transposable_mask(x, n, m) if columns else largest(x, n, m)
     if scale is not None:
         scale = soft_threshold_scale(x, n, m).reshape(scale.shape)
-    return x, n, m, select, mask, scale, dtype, rows, columns, layout
+    return x, n, m, select, mask, scale, dtype, rows, columns, layout, dense
 
 
 def _metadata(draw: _Draw, indices: Tensor, cols: int, layout: str) -> Args:

@@ -85,6 +85,21 @@ class TestPack(Conformance):
         "f64": lambda: (torch.randn(5, 10).to(F64), 3, 5, "threshold", None, torch.tensor(0.7).to(F64), F64, True, False, "canonical"),
         "to_f64": lambda: (torch.randn(5, 10), 3, 5, "magnitude", None, None, F64, True, False, "canonical"),
         "empty": lambda: (torch.randn(0, 8), 2, 4, "transposable", None, None, BF16, True, True, "canonical"),
+        "rows_and_dense": lambda: (torch.randn(64, 64), 2, 4, "magnitude", None, None, BF16, True, False, "mma.sp", True),
+        "dense_threshold": lambda: (torch.randn(6, 8), 2, 4, "threshold", None, torch.tensor(-1.37), BF16, False, False, "canonical", True),
+        "dense_given": lambda: (
+            torch.randn(8, 24),
+            1,
+            8,
+            "given",
+            reference.mask(torch.randn(8, 24), 1, 8),
+            None,
+            None,
+            False,
+            False,
+            "canonical",
+            True,
+        ),
     }
 
 
