@@ -80,6 +80,7 @@ class Traits:
         own_gradient: ``gradient`` is not the identity, so backward needs the weight.
         own_dgrad: ∂L/∂x uses another weight than W̃, that of ``for_dgrad``.
         own_mask: ``kept`` is not M(W), which the optimizer's kernel computes, or there is a ``penalty``.
+        holds_mask: ``kept`` is a held tensor, of which the optimizer's kernel reads the bits.
         transposable: W̃ is N:M along ``out`` too, so W̃ᵀ can be packed.
         is_nm: W̃ is N:M, so fprop counts as N/M of the dense GEMM.
         threshold: W̃ is made by the soft threshold instead of a mask.
@@ -90,6 +91,7 @@ class Traits:
     own_gradient: bool = False
     own_dgrad: bool = False
     own_mask: bool = False
+    holds_mask: bool = False
     transposable: bool = False
     is_nm: bool = True
     threshold: bool = False
