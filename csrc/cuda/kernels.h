@@ -132,7 +132,7 @@ struct AdamWCut {
 
 AdamWCut adamw_cut(int n, int m);
 
-// One step of the params of a table, rows of AdamWParam. n = m = 0: no masks.
+// One step of the params of a table, rows of AdamWParam. n = m = 0: no masks, or those of the table.
 struct AdamWArguments {
     const int64_t* table;
     const int64_t* gradients;  // addresses, one for each param

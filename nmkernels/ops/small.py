@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reference.adamw import AdamWArgs
+from ..reference.adamw import AdamWArgs, bits_of
 from ..reference.compress import compress
 from ..reference.integers import quantize_values
 from ..reference.layouts import layout_of, to_layout
@@ -248,6 +248,7 @@ def _masked_adamw(draw: _Draw, *args: Any) -> Args:
             hyper=hyper,
             grad_scale=scalar(a.grad_scale, 8.0),
             found_inf=scalar(a.found_inf, 0.0),
+            masks=[bits_of(draw(a.params[i], *shape) > 0) for i, shape in chosen] if a.masks else None,
         )
     )
 

@@ -296,6 +296,9 @@ class TestMaskedAdamW(Conformance):
         "frozen_scaled": lambda: adamw(frozen=True, eps_inside=True, maximize=True, scaled=True, clamp=0.5),
         "skipped": lambda: adamw(scaled=True, inf=True),
         "f64": lambda: adamw(dtype=F64),
+        "held": lambda: adamw(((6, 8), (3, 13)), 0, 0, held=True, geometric=True, scaled=True),
+        "held_fixed_bf16": lambda: adamw(((6, 16), (9,)), 0, 0, BF16, held=True, fixed=True, amsgrad=True),
+        "held_fixed_f64": lambda: adamw(n=0, m=0, dtype=F64, held=True, fixed=True, frozen=True),
     }
 
     def check_backend(self, sample: Sample, result: Any, expected: Any, backend: str) -> None:
