@@ -226,7 +226,7 @@ class Attachment:
         return stage.held_mask or (stage.rule.masked and transform is not None and transform.traits.holds_mask)
 
     def _give_bits(self, optimizer: MaskedAdamW, holds: bool) -> None:
-        """Give every target the bits of its held mask, made once for each mask, or none."""
+        """Give every target the bits of its held mask, made once for each mask and always in the same memory, or none."""
         for name, layer in self.layers.items():
             target = optimizer.targets.get(layer.parameter)
             if target is None:
@@ -238,7 +238,10 @@ class Attachment:
             mask = self.run.masks.masks[name] if self.run.stage.held_mask else layer.kept()
             made = self._bits.get(name)
             if made is None or made[0] is not mask or made[1] != mask._version:
-                made = self._bits[name] = mask, mask._version, ops.mask_bits(mask)
+                bits = ops.mask_bits(mask)
+                # a CUDA graph goes on reading where the bits were when it was captured
+                bits = bits if made is None or made[2].shape != bits.shape or made[2].device != bits.device else made[2].copy_(bits)
+                made = self._bits[name] = mask, mask._version, bits
             target.bits = made[2]
 
     def _join(self) -> None:

@@ -80,8 +80,7 @@ def on_a_gpu(monkeypatch):
 def bytes_of_a_step(recipe, of_x, **options):
     """(bytes per weight in the optimizer's step, and in making W̃ for the forward pass after it), by op; ``of_x``: x needs a gradient."""
     torch.manual_seed(0)
-    layer = nn.Linear(COLS, ROWS, bias=False)
-    model = nn.Sequential(layer)
+    model = nn.Sequential(nn.Linear(COLS, ROWS, bias=False))
     chosen = nm.recipes.get(f"{recipe}:2:4", total_steps=1000, **options)
     handle = nm.sparsify_(model, chosen, filter_fn=lambda module, name: True)
     optimizer = handle.attach(chosen.optimizer(model.parameters(), lr=1e-4))
@@ -89,10 +88,8 @@ def bytes_of_a_step(recipe, of_x, **options):
 
     def forward():
         layer = model[0]
-        if (
-            layer.transform is not None and not layer.transform.traits.transposable
-        ):  # packed rows in a tensor core's order are of no use to dgrad
-            layer.plan = replace(layer.plan, dgrad="dense")
+        if layer.plan.fprop == "packed" and not layer.transform.traits.transposable:
+            layer.plan = replace(layer.plan, dgrad="dense")  # packed rows in a tensor core's order are of no use to dgrad
         with torch.autocast("cpu", torch.bfloat16):
             return model(x)
 
