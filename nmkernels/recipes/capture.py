@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -110,6 +109,8 @@ class CapturedStep:
 
     def _forget(self) -> None:
         """Drop the graph, if there is one; the next calls are eager."""
+        if getattr(self, "_graph", None) is not None:
+            torch.cuda.synchronize(self.device)  # its last replay may still run
         self._graph: Any = None
         self._steps: list[Recorded] = []
         self._result: Any = None
@@ -139,7 +140,8 @@ class CapturedStep:
         if not parts or len(set(map(id, parts))) < len(parts):
             count = "no attached optimizer" if not parts else "an optimizer more than once"
             raise RecipeError(f"CapturedStep: the function steps {count}. It has to be one whole training step, with optimizer.step().")
-        self._graph, self._steps, self._result = graph, steps, result
+        self._graph, self._steps = graph, steps
+        self._result = pytree.tree_map_only(Tensor, Tensor.detach, result)  # without the nodes of autograd, which would stay otherwise
         self._held = {(run.layers[name], key): value for name, values in run.tensors.values().items() for key, value in values.items()}
         self._known, self._constants = self._addresses(), dict(self._numbers())
 
@@ -192,8 +194,10 @@ class CapturedStep:
         leaves, tree = pytree.tree_flatten(args)
         form = tree, [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
         tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if any(x.requires_grad for x in tensors):
+            raise RecipeError("CapturedStep: an argument requires a gradient; compute it inside the step, which has to be the whole one.")
         if self._form is None:
-            self._form, self._inputs = form, [torch.empty_like(x, device=self.device, requires_grad=False) for x in tensors]
+            self._form, self._inputs = form, [torch.empty_like(x, device=self.device) for x in tensors]
             static = iter(self._inputs)
             self._args = pytree.tree_unflatten([next(static) if isinstance(x, Tensor) else x for x in leaves], tree)
         elif form != self._form:
@@ -217,7 +221,8 @@ class CapturedStep:
         return ((name, value) for name, value in self._settings() if not isinstance(value, Tensor))
 
     def _addresses(self) -> tuple[int, ...]:
-        """Of all tensors that last from step to step and may get other memory: a loaded checkpoint and new masks come in new tensors."""
+        """Of all tensors that last from step to step and may get other memory, as a loaded checkpoint and new masks come in new tensors;
+        and of the attached optimizers."""
         run = self.handle.run
         tensors: list[Any] = [value for _, value in self._settings() if isinstance(value, Tensor)]
         for optimizer in run.optimizers:
@@ -228,7 +233,8 @@ class CapturedStep:
         for layer in run.layers.values():
             tensors += layer._buffers.values()
             tensors.append(layer.seed)
-        return tuple([x.data_ptr() for x in chain(tensors, run.masks.masks.values()) if isinstance(x, Tensor)])
+        tensors += run.masks.masks.values()
+        return *map(id, run.attachments), *(x.data_ptr() for x in tensors if isinstance(x, Tensor))
 
 
 def _can_capture(device: torch.device) -> bool:

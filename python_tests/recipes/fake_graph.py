@@ -1,4 +1,4 @@
-"""CUDA graphs on the CPU: a capture records the ops that reach torch's dispatcher and undoes them, a replay runs them in the same memory."""
+"""CUDA graphs on the CPU: a capture records the ops that torch dispatches and undoes them, a replay runs them in the same memory."""
 
 import contextlib
 from types import SimpleNamespace
@@ -45,10 +45,11 @@ class FakeGraph(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, str(func)
-        assert not any(word in name for word in SYNCHRONISES), f"{name} waits for the device"
-        assert not (name.startswith("aten.index.") and any(x.dtype == torch.bool for x in tensors(args[1]))), f"{name} waits for the device"
-        assert self.host or "lift_fresh" not in name, "copies numbers from the host"
-        assert kwargs.get("generator") is None, f"{name} draws on the host"
+        by_mask = name.startswith("aten.index.") and any(x.dtype == torch.bool for x in tensors(args[1]))
+        if by_mask or any(word in name for word in SYNCHRONISES):
+            raise RuntimeError(f"{name} waits for the device, which a capture does not permit")
+        if (not self.host and "lift_fresh" in name) or kwargs.get("generator") is not None:
+            raise RuntimeError(f"{name} copies numbers from the host")
         for x in written(func, args, kwargs):
             if memory(x) not in self.own | self.before.keys():
                 self.before[memory(x)] = x.untyped_storage(), x.untyped_storage().clone()
@@ -105,6 +106,7 @@ def fake_graphs(monkeypatch):
     for name, fake in {"CUDAGraph": FakeGraph, "graph": captured, "Stream": lambda device: stream}.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr("nmkernels.recipes.capture._can_capture", lambda device: True)
     for where in ("nn.effective._capturing", "backends.streams.capturing", "recipes.attach.capturing"):
