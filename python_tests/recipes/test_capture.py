@@ -97,18 +97,33 @@ def test_torchs_optimizers(key, make, monkeypatch):
     assert train([Training(key, capture, make=built) for capture in (False, True)], DATA32) >= 16
 
 
-@pytest.mark.parametrize("key", ["step", "fst", "asp", "sste"])
+@pytest.mark.parametrize("key", ["srste", "step", "fst", "asp", "sste"])
 @SWITCHED
 def test_eager_steps_between_replays(key):
-    """Smaller batches by the step itself, and evaluations."""
+    """Smaller batches by the step itself, steps of one layer, and evaluations; metrics of a step stay what they were."""
     runs = [Training(key, capture) for capture in (False, True)]
+
+    metrics, copied = {}, {}
+
+    def of_one_layer(run, x):
+        run.optimizer.zero_grad()
+        loss = run.model[0](x).square().mean()
+        loss.backward()
+        run.optimizer.step()
+        return loss
+
     for t, (x, y) in enumerate(DATA32):
-        losses = [run.eager(x[:3], y[:3]) if t % 4 == 3 else run.step(x, y) for run in runs]
-        for run in runs:
-            with torch.no_grad(), run.handle.deployable() if t % 3 else contextlib.nullcontext():
+        losses = [of_one_layer(run, x) if t % 8 == 5 else run.eager(x[:3], y[:3]) if t % 8 == 3 else run.step(x, y) for run in runs]
+        for run in runs if t % 4 == 1 else ():
+            losses.append(run.model(x))
+            with run.handle.deployable() if t > 1 else contextlib.nullcontext():
                 losses.append(run.model(x))
-        testing.assert_equal_bits(losses[::2], losses[1::2], f"step {t}")
+        testing.assert_equal_bits([losses[0], *losses[2:4]], [losses[1], *losses[4:]], f"step {t}")
         testing.assert_equal_bits(runs[1].seen(), runs[0].seen(), f"after step {t}")
+        testing.assert_equal_bits(metrics, copied, f"metrics of step {t - 1}")
+        metrics = runs[1].handle.metrics()
+        copied = copy.deepcopy(metrics)
+    assert runs[1].captured.captured
 
 
 @pytest.mark.parametrize("key", ["step", "fst", "asp", "sste"])
@@ -139,9 +154,10 @@ def test_what_changes_memory_is_captured_again(key, change):
     assert train(runs, DATA32, changed) >= 10
 
 
-def test_a_write_to_pruned_weights_is_noticed_before_a_replay():
+@pytest.mark.parametrize("steps", [WARM_UP, 5])
+def test_a_write_to_pruned_weights_is_noticed_before_a_replay(steps):
     runs = [Training("asp", capture) for capture in (False, True)]
-    train(runs, DATA32[:5])
+    train(runs, DATA32[:steps])
     for run in runs:
         run.model[0].load_state_dict({name: value + 1.0 for name, value in run.model[0].state_dict().items()})
         with pytest.warns(UserWarning, match="not zero outside their held masks"):
