@@ -22,7 +22,9 @@ from typing import ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
+from ..backends.streams import Made, capturing
 from ..ops import Compressed, Packed, pack
 from ..ops.compress import nm_compress
 from ..ops.mask import nm_prune
@@ -260,8 +262,16 @@ class CombinationMask(KeptMask):
 
     def table(self, like: Tensor) -> Tensor:
         """The combinations as masks P ``(C, M)`` of 0 and 1, in the dtype and on the device of ``like``."""
-        members = torch.tensor(list(itertools.combinations(range(self.pattern.m), self.pattern.n)), device=like.device)
-        return torch.zeros(len(members), self.pattern.m, dtype=like.dtype, device=like.device).scatter_(1, members, 1.0)
+        if torch.compiler.is_compiling() or isinstance(like, FakeTensor):
+            return _combinations(self.pattern, like)
+        key = self.pattern, like.dtype, like.device
+        if key not in _tables:
+            with torch.inference_mode(False):
+                table = _combinations(self.pattern, like)
+            if capturing(like.device):
+                return table
+            _tables[key] = Made(table, [table], like.device)
+        return _tables[key].get()
 
     def grouped(self, tensor: Tensor) -> Tensor:
         """``tensor`` ``(out, in)`` as ``(groups, M)``."""
@@ -270,6 +280,15 @@ class CombinationMask(KeptMask):
     def best(self, scores: Tensor, weight: Tensor) -> Tensor:
         """The mask, bool ``(out, in)``, of each group's combination with the largest of ``scores`` ``(groups, C)``, the first of ties."""
         return self.table(scores).bool()[scores.argmax(1)].reshape(weight.shape)
+
+
+_tables: dict[tuple[Pattern, torch.dtype, torch.device], Made[Tensor]] = {}
+"""Tables of combinations: a copy from the host would wait for the device in every step, and could not be captured."""
+
+
+def _combinations(pattern: Pattern, like: Tensor) -> Tensor:
+    members = torch.tensor(list(itertools.combinations(range(pattern.m), pattern.n)), device=like.device)
+    return torch.zeros(len(members), pattern.m, dtype=like.dtype, device=like.device).scatter_(1, members, 1.0)
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import contrib, methods
 from .base import Observed, Recipe, Setup, Span, Stage
+from .capture import CapturedStep
 from .contrib.ast import distill_loss
 from .contrib.proxsparse import prox
 from .decay_search import DecaySearch, search_decay
@@ -31,6 +32,7 @@ _recipes = {cls.__name__: cls for cls in map(find, names())}
 globals().update(_recipes)
 __all__ = [
     *_recipes,
+    "CapturedStep",
     "DecaySearch",
     "Permutation",
     "Handle",

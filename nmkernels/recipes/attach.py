@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import ops
 from ..autograd.transforms import WEIGHT, WeightTransform, masked
+from ..backends.streams import capturing
 from ..layouts import MATRICES, as_matrix, ordered
 from ..nn import NMWeight
 from ..optim import PLAIN, MaskedAdamW, Target, merge_stats
@@ -191,7 +192,7 @@ class Attachment:
         stage, holds = self.run.stage, self._holds()
         follows = not stage.held_mask and (stage.transform is None or not stage.transform.traits.own_mask)
         own = self._own_pass = self.masked if holds or follows else None
-        if self.run.writes.hashes or self.run.masks.masks:
+        if (self.run.writes.hashes or self.run.masks.masks) and self.run.recording is None:
             self.run.before_step(self.layers)
         if self.masked is not None and self._revision != self.run.revision:
             self._revision, rule = self.run.revision, self.run.stage.rule
@@ -332,13 +333,26 @@ class Attachment:
             new, self.numel = own.stats, own.stats_numel
         else:
             new = self._own_stats(found_inf) if self.numel else None
+        if self.run.recording is not None:
+            self.run.recording.append(Recorded(self, new, self.numel, found_inf))
+            return
+        if drives and self.run.state.keys() & {"t", "held_steps"} and capturing(next(iter(self.layers.values())).master.device):
+            warnings.warn(
+                "step: a CUDA graph is being captured, and its replays will not advance the schedule of the recipe "
+                f"{self.run.recipe.name}. Use nm.recipes.CapturedStep(handle, step), which does.",
+                stacklevel=2,
+            )
+        self._stepped(new, found_inf)
+
+    def _stepped(self, new: Tensor | None, found_inf: Tensor | None) -> None:
+        """What the host does after a step, of which ``new`` are the statistics."""
         for layer in self.layers.values():
             layer.drop(stepped=True)
         self.run.writes.stepped(self.layers)
         self.observed = new
         if new is not None:
             self.stats = new if found_inf is None else self._since_applied(new)
-        if drives:
+        if self.drives:
             self._advance(found_inf)
 
     def _advance(self, found_inf: Tensor | None) -> None:
@@ -453,6 +467,30 @@ class Attachment:
         self._loaded = None
         for part in self.run.attachments:
             part._loaded_masks = {}
+
+
+class Recorded(NamedTuple):
+    """A step of ``part`` in a CUDA graph: its statistics over ``numel`` weights, and ``found_inf``, in the memory of the graph."""
+
+    part: Attachment
+    stats: Tensor | None
+    numel: int
+    found_inf: Tensor | None
+
+    def before(self) -> None:
+        """The graph is about to be replayed: notice weights that something else has written, and give it the bits of new masks."""
+        part = self.part
+        if part.run.masks.masks:
+            part.run.before_step(part.layers)
+        if part.masked is not None:
+            part._give_bits(part.masked, part._holds())
+
+    @torch.no_grad()
+    def after(self) -> None:
+        """The graph was replayed: do what the host does after a step."""
+        self.part.numel = self.numel
+        # a copy, since the next replay overwrites them
+        self.part._stepped(None if self.stats is None else self.stats.clone(), self.found_inf)
 
 
 def _keys(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[Tensor, Any]:

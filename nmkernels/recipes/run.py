@@ -27,7 +27,7 @@ from .state import MASK, HeldTensors, LayerPatterns, Streams, own_rank
 from .writes import Writes, listed
 
 if TYPE_CHECKING:
-    from .attach import Attachment
+    from .attach import Attachment, Recorded
 
 
 MANY_TOKENS = 1024
@@ -46,6 +46,7 @@ class Run:
         attached_shards: whether an optimizer was attached to sharded weights.
         shard_metrics: the metrics then, at the last step, as all ranks have added them up.
         holds: whether layers hold masks at some time of the run.
+        recording: the steps that the CUDA graph that is captured now has so far; None if none is captured, see ``CapturedStep``.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, layers: dict[str, NMWeight], report: Report) -> None:
@@ -56,6 +57,7 @@ class Run:
         self.max_applied_steps = 0
         self.attached_shards = False
         self.shard_metrics: dict[str, Tensor] = {}
+        self.recording: list[Recorded] | None = None
         self._transforms: dict[WeightTransform, WeightTransform] = {}
         setup = recipe.setup
         self.patterns = LayerPatterns(recipe, layers, report)

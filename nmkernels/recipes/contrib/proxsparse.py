@@ -111,7 +111,10 @@ def _prox(groups: Tensor, decay: float | Tensor) -> Tensor:
     best = best.cummin(1).values
     w = torch.empty_like(best).scatter_(1, order, best).to(groups.dtype)
     # without a regulariser u / λ is 0 / 0
-    w = torch.where(torch.as_tensor(decay > 0, device=w.device), w, groups.abs())
+    if isinstance(decay, Tensor):
+        w = torch.where((decay > 0).to(w.device), w, groups.abs())
+    elif not decay > 0:
+        w = groups.abs()
     return torch.where(w == 0, 0.0, w.copysign(groups))
 
 
