@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..pattern import OptionError, Pattern, ShapeError
+from ..pattern import DtypeError, OptionError, Pattern, ShapeError
 from ..reference.layouts import layout_of
 from .check import check_device, check_last, check_linear, check_matrix, check_ordered, check_packed, check_same_dtype
 from .compress import Compressed, dequantize_values
@@ -41,13 +41,17 @@ def _linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, co
     return (((*g.shape[:-1], cols), g.dtype),)
 
 
-def _linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> tuple[Spec, ...]:
+def _linear_wgrad(
+    values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out_dtype: torch.dtype | None = None
+) -> tuple[Spec, ...]:
     op = "nm_linear_wgrad"
     _operands(op, "x", x, values, indices, n, m, cols)
     check_matrix(op, "x", x)
     if x.shape[0] != cols:
         raise ShapeError(f"{op}: x has {x.shape[0]} rows, the compressed gradient has {cols} tokens; they must be the same tokens.")
-    return (((values.shape[0], x.shape[1]), x.dtype),)
+    if out_dtype not in (None, x.dtype) and (out_dtype != torch.float32 or x.element_size() != 2):
+        raise DtypeError(f"{op}: the result of {x.dtype} has that dtype, or torch.float32 if x has 16 bits, not {out_dtype}.")
+    return (((values.shape[0], x.shape[1]), out_dtype or x.dtype),)
 
 
 _PACKED = "Tensor values, Tensor indices, int n, int m, SymInt cols"
@@ -58,7 +62,7 @@ nm_linear = define(
     leading=("x", "residual"),
 )
 nm_linear_dgrad = define("nm_linear_dgrad", f"(Tensor g, {_PACKED}) -> Tensor", _linear_dgrad, leading=("g",))
-nm_linear_wgrad = define("nm_linear_wgrad", f"({_PACKED}, Tensor x) -> Tensor", _linear_wgrad)
+nm_linear_wgrad = define("nm_linear_wgrad", f"({_PACKED}, Tensor x, ScalarType? out_dtype=None) -> Tensor", _linear_wgrad)
 
 
 def linear(x: Tensor, c: Operand, bias: Tensor | None = None, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
@@ -121,12 +125,14 @@ def linear_dgrad(g: Tensor, c: Compressed) -> Tensor:
     return nm_linear_dgrad(g, c.values, c.indices, p.n, p.m, c.shape[-1])
 
 
-def linear_wgrad(gc: Operand, x: Tensor) -> Tensor:
+def linear_wgrad(gc: Operand, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """The dense gradient ``dW = gᵀ x`` ``(out, in)`` of a linear layer's weight from a compressed output gradient (wgrad, layout tn).
 
     Args:
         gc: gᵀ, of shape ``(out, tokens)``, compressed along tokens: ``nm.ops.mvue_compress(g, pattern, dim=0)``, or its ``relayout``.
         x: the layer's input ``(tokens, in)``, in gc's dtype; more leading dimensions are flattened into tokens.
+        out_dtype: of the result: x's by default, or ``torch.float32`` for an x of 16 bits: the sums as they are, which are not rounded to
+            16 bits. That is the gradient of a float32 weight.
 
     Raises:
         ShapeError, DtypeError, NMError: as ``linear``.
@@ -140,4 +146,4 @@ def linear_wgrad(gc: Operand, x: Tensor) -> Tensor:
     require_no_grad("nm_linear_wgrad", g=gc.values, x=x)
     p = gc.pattern
     tokens = x.reshape(-1, x.shape[-1]) if x.dim() > 2 else x
-    return nm_linear_wgrad(gc.values, positions(gc), p.n, p.m, gc.shape[-1], tokens)
+    return nm_linear_wgrad(gc.values, positions(gc), p.n, p.m, gc.shape[-1], tokens, out_dtype)
