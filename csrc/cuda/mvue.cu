@@ -255,12 +255,12 @@ __global__ void __launch_bounds__(Columns<T>::threads, 2) mvue_columns_kernel(Mv
 
 // Returns false if the indices should be metadata and are not whole tiles of a block.
 template <class T>
-bool run(const Mvue& call, const Queue& queue) {
+bool run(const Mvue& call, bool ordered, const Queue& queue) {
     using S = Strip<T>;
     const bool aligned = multiples_of_16(call.g, call.dense, call.values, call.indices);
     const bool wide_rows = multiples_of_16(call.per_row * S::n * int64_t(sizeof(T)), call.row_bytes);
     if (call.inner == 1) {
-        if (call.ordered) return false;
+        if (ordered) return false;
         Mvue flat = call;
         const bool one = call.length % (S::groups * S::m) == 0;
         if (one) {
@@ -285,7 +285,7 @@ bool run(const Mvue& call, const Queue& queue) {
     const bool wide = multiples_of_16(call.g, call.dense, call.inner * int64_t(sizeof(T)));
     const bool whole = !call.dense && wide && aligned && wide_rows && call.length % C::tokens == 0 && call.inner % C::columns == 0;
     auto kernel = whole ? mvue_columns_kernel<T, true> : mvue_columns_kernel<T, false>;
-    if (call.ordered) {
+    if (ordered) {
         if constexpr (sizeof(T) == 2) kernel = mvue_columns_kernel<T, true, true>;
         if (!whole || sizeof(T) != 2) return false;
     }
@@ -294,18 +294,18 @@ bool run(const Mvue& call, const Queue& queue) {
     return true;
 }
 
-bool any_length(Mvue call, int dtype, int n, int m, bool approx, const Queue& queue) {
+bool any_length(Mvue call, int dtype, int n, int m, bool approx, bool ordered, const Queue& queue) {
     check_pattern(n, m);
     call.per_row = (call.length + m - 1) / m;
     call.row_bytes = index_bytes(call.per_row * n, index_bits(m));
-    if (call.outer * call.length * call.inner == 0) return !call.ordered;
+    if (call.outer * call.length * call.inner == 0) return !ordered;
     if (approx || n != 2 || m != 4) {
-        if (call.ordered) return false;
+        if (ordered) return false;
         mvue_any(call, dtype, n, m, approx, queue);
         return true;
     }
     bool done = false;
-    by_dtype(dtype, [&](auto element) { done = run<decltype(element)>(call, queue); });
+    by_dtype(dtype, [&](auto element) { done = run<decltype(element)>(call, ordered, queue); });
     return done;
 }
 
@@ -313,12 +313,12 @@ bool any_length(Mvue call, int dtype, int n, int m, bool approx, const Queue& qu
 
 void mvue(const void* g, int dtype, int64_t outer, int64_t length, int64_t inner, int n, int m, const int64_t* seed, bool approx, void* out,
           const Queue& queue) {
-    any_length({g, outer, length, inner, seed, out, nullptr, nullptr, 0, 0, false}, dtype, n, m, approx, queue);
+    any_length({g, outer, length, inner, seed, out, nullptr, nullptr, 0, 0}, dtype, n, m, approx, false, queue);
 }
 
 bool mvue_compress(const void* g, int dtype, int64_t outer, int64_t length, int64_t inner, int n, int m, const int64_t* seed, bool approx, void* values,
                    uint8_t* indices, bool ordered, const Queue& queue) {
-    return any_length({g, outer, length, inner, seed, nullptr, values, indices, 0, 0, ordered}, dtype, n, m, approx, queue);
+    return any_length({g, outer, length, inner, seed, nullptr, values, indices, 0, 0}, dtype, n, m, approx, ordered, queue);
 }
 
 }  // namespace nm::cuda

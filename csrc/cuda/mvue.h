@@ -15,7 +15,6 @@ struct Mvue {
     void *dense, *values;
     uint8_t* indices;
     int64_t per_row, row_bytes;  // groups and bytes of indices of a packed row
-    bool ordered;                // indices are metadata in the order of wgmma.sp
 };
 
 // mvue_any.cu

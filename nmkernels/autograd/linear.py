@@ -22,7 +22,7 @@ from ..gemm.problem import Problem
 from ..gemm.route import Operands, wgrad_problem
 from ..ops.compress import counts_writes
 from ..ops.integers import kind_of, nm_dequantize_values, nm_linear_integers
-from ..ops.linear import nm_linear, nm_linear_dgrad, nm_linear_wgrad
+from ..ops.linear import nm_linear, nm_linear_dgrad, nm_linear_wgrad, operand_for
 from ..pattern import NMError, Pattern, ShapeError
 from . import fp8
 from .transforms import WeightTransform
@@ -334,7 +334,8 @@ def _wgrad(plan: GemmPlan, g: Tensor, x: Tensor, seed: Tensor | None, dtype: tor
         return (p.t().matmul(q) * step).to(x.dtype)
     tokens, words = g.shape[0], None
     problem = wgrad_problem(plan, tokens, g.shape[1], x.shape[1], x.dtype, x.device)
-    method = None if plan.fp8 is not None else Method(OP, "rows")
+    # the last form is that of tensor cores, if there is one
+    method = None if plan.fp8 is not None else Method(OP, problem.forms[-1])
     if plan.fprop == "auto":
         (method,) = choose(problem)
     elif plan.fprop == "dense" and x.is_cpu and plan.fp8 is None:
@@ -439,7 +440,7 @@ def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = N
             return _by_choice(
                 "fprop", x, weight.values, weight.indices, p, (weight.shape[0], weight.shape[1]), b, weight.step, weight.group
             )
-        return nm_linear(x, weight.values, weight.indices, p.n, p.m, x.shape[-1], b)
+        return nm_linear(x, *operand_for(x, weight), p.n, p.m, x.shape[-1], b)
     form = [t if t is None or counts_writes(t) else t.clone() for t in (weight.values, weight.indices, weight.step)]
     # with the sizes: a graph that is compiled again for another layer has those of tensors as symbols, and the choice reads numbers
     shape = weight.shape[0], weight.shape[1]

@@ -18,6 +18,7 @@ from .. import ops
 from ..backends.shared import Scratch, product
 from ..dispatch import REFERENCE, Impl, forced_backend, implementations
 from ..ops.define import CALLS, CONTRACTS
+from ..ops.linear import CANONICAL_TOKENS
 from ..ops.verify import doubtful
 from ..pattern import NMError, Pattern
 from .problem import Problem
@@ -52,10 +53,6 @@ saves."""
 
 ROUNDING = ("cusparselt",)
 """Backends whose results of 16-bit operands have 16 bits."""
-CANONICAL_TOKENS = 2
-"""The most tokens for which kernels of canonical indices are faster than those of tensor-core layouts: on an H100, 27 against 30 us for one
-token of a 14336x4096 weight at 2:4, and 33 against 30 for four."""
-
 OP, EXPAND, AS_FLOAT32 = "op", "expand", "expand float32"
 """Names of the methods for compressed operands that do not belong to one backend."""
 
@@ -85,8 +82,9 @@ def optional(p: Problem) -> bool:
 def _of_op(p: Problem, packed: list[str]) -> list[str]:
     """The form that the op reads: the first, but beyond a few tokens, and in wgrad, that of the tensor cores, which 2:4 has without another
     copy of its values; given canonical indices, the op would convert them in every call."""
-    many = p.tokens > CANONICAL_TOKENS if p.role == "fprop" else p.role == "wgrad"
-    cores = [form for form in packed if ":" in form] if many and (p.n, p.m) == (2, 4) else []
+    cores = [form for form in packed if ":" in form] if (p.n, p.m) == (2, 4) and p.role != "dgrad" else []
+    if cores and p.role == "fprop" and p.tokens <= CANONICAL_TOKENS[cores[0].partition(":")[2]]:
+        cores = []
     return (cores or packed)[:1]
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
+from ..backends.streams import capturing
+from ..dispatch import forced_backend, preferred_layout
 from ..pattern import DtypeError, OptionError, Pattern, ShapeError
-from ..reference.layouts import layout_of
+from ..reference.layouts import COLUMNS, layout_of, tile_of
 from .check import check_device, check_last, check_linear, check_matrix, check_ordered, check_packed, check_same_dtype
-from .compress import Compressed, dequantize_values
+from .compress import Compressed, can_be_remembered, dequantize_values
 from .define import Spec, define
 from .derivatives import require_no_grad
 from .integers import nm_linear_integers
-from .pack import Operand, positions
+from .pack import Operand, nm_metadata, positions
 
 
 def _operands(op: str, what: str, x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> None:
@@ -54,6 +58,47 @@ def _linear_wgrad(
     return (((values.shape[0], x.shape[1]), out_dtype or x.dtype),)
 
 
+CANONICAL_TOKENS = {"wgmma.sp": 1, "mma.sp": 16}
+"""The most tokens for which kernels of canonical indices are no slower, by the layout of the tensor cores that multiply more.
+
+``wgmma.sp`` takes about as long for 1 token as for 16. Weights of 14336x4096 and 4096x14336 at 2:4 in bfloat16, in us: on an H100 27.3
+and 29.7 against 29.5 and 31.8 for one token, 40.3 and 63.4 against 29.9 and 32.9 for 16; on an H200 21.6 and 23.6 against 20.7 and 24.3
+for one, 41.4 and 44.6 against 21.7 and 25.2 for 16. With canonical indices the former takes 33.4 and 35.5 (H100), 31.2 and 31.1 (H200) for
+4 and 8 tokens. Two tokens were not measured. ``mma.sp``: 16 is what those kernels take.
+"""
+
+
+def operand_for(x: Tensor, c: Operand) -> tuple[Tensor, Tensor]:
+    """Values of a weight, and their positions as the fastest kernel reads them for ``x``.
+
+    For more than a few tokens on a GPU that is metadata of its tensor cores, where the weight has whole tiles: made once, and kept with the
+    weight. Not where it would be made at every call: in a compiled graph, of a weight whose writes torch does not count, and in a CUDA
+    graph that is captured before it is made, or of a weight that was written in place.
+    """
+    # other types of tensors are of tracing and of transforms
+    if not isinstance(c, Compressed) or not x.is_cuda or type(x) is not Tensor or torch.compiler.is_compiling():
+        return c.values, positions(c)
+    rows, cols = c.shape[0], c.shape[-1]
+    if (c.pattern.n, c.pattern.m) != (2, 4) or c.dtype.itemsize != 2 or len(c.shape) != 2 or forced_backend():
+        return c.values, c.indices
+    layout = _layout_on(x.device)
+    layout = "mma.sp" if layout == "wgmma.sp" and rows % tile_of(layout)[0] else layout
+    if not layout or x.numel() <= CANONICAL_TOKENS[layout] * cols or rows % tile_of(layout)[0] or cols % COLUMNS:
+        return c.values, c.indices
+    name = f"rows:{layout}"
+    if not can_be_remembered(c.values, c.indices) or (
+        capturing(x.device) and (c.values._version or c.indices._version or name not in c._layouts)
+    ):
+        return c.values, c.indices
+    found: tuple[Tensor, Tensor] = c.layout(name, lambda c: (c.values, nm_metadata(c.indices, cols, layout)))
+    return found
+
+
+@cache
+def _layout_on(device: torch.device) -> str:
+    return preferred_layout("nm_linear", device)
+
+
 _PACKED = "Tensor values, Tensor indices, int n, int m, SymInt cols"
 nm_linear = define(
     "nm_linear",
@@ -73,7 +118,9 @@ def linear(x: Tensor, c: Operand, bias: Tensor | None = None, activation: str | 
     Args:
         x: ``(..., in)``.
         c: the weight, of shape ``(out, in)``, in x's dtype, in canonical form or a tensor-core layout (``relayout``); or with integers as
-            values (``quantize_values``), for x in any floating dtype.
+            values (``quantize_values``), for x in any floating dtype. On a GPU a 2:4 weight of whole tiles in 16 bits keeps metadata of the
+            tensor cores, an eighth of a byte for each dense element, from its first product with 17 tokens on; on compute capability 9.0
+            with 2.
         bias: ``(out,)``, in x's dtype.
         activation: f: None for none, ``"gelu"`` y·Φ(y), ``"silu"`` y/(1 + exp(−y)), ``"relu2"`` max(y, 0)². Kernels that hold the sum in
             fp32 apply it before the only rounding; others round the sum first.
@@ -95,7 +142,7 @@ def linear(x: Tensor, c: Operand, bias: Tensor | None = None, activation: str | 
         require_no_grad("nm_linear_integers", x=x, bias=bias, residual=residual)
         return nm_linear_integers(x, c.values, c.indices, c.step, p.n, p.m, c.shape[-1], bias, activation or "", residual)
     require_no_grad("nm_linear", x=x, weight=c.values, bias=bias, residual=residual)
-    return nm_linear(x, c.values, positions(c), p.n, p.m, c.shape[-1], bias, activation or "", residual)
+    return nm_linear(x, *operand_for(x, c), p.n, p.m, c.shape[-1], bias, activation or "", residual)
 
 
 def linear_dgrad(g: Tensor, c: Compressed) -> Tensor:

@@ -223,9 +223,13 @@ def test_who_takes_part():
 
 def test_the_op_reads_the_layout_of_tensor_cores_beyond_a_few_tokens():
     forms = "rows", "rows:wgmma.sp"
+    wgrad = {"role": "wgrad", "rule": "exact", "tokens": 1}
     for change, form in (
-        ({"tokens": 3}, "rows:wgmma.sp"),
-        ({"tokens": 2}, "rows"),
+        ({"tokens": 2}, "rows:wgmma.sp"),
+        ({"tokens": 1}, "rows"),
+        ({"tokens": 17, "forms": ("rows", "rows:mma.sp")}, "rows:mma.sp"),
+        ({"tokens": 16, "forms": ("rows", "rows:mma.sp")}, "rows"),
+        (wgrad, "rows:wgmma.sp"),  # the estimate is written in that order
         ({"tokens": 17, "m": 8}, "rows"),  # 2:8 would be stored again, as 2:4
         ({"tokens": 17, "forms": ("rows",)}, "rows"),
     ):
