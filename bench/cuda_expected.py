@@ -40,7 +40,7 @@ RULE = 128, 32
 NARROW: dict[str, int] = {
     # rows of any length and alignment: the two elements of a group are written one by one
     r"mvue\.cu mvue_rows_kernel<": 8,
-    r"mvue\.cu mvue_columns_kernel<.*false": 16,
+    r"mvue\.cu mvue_columns_kernel<\w+, false": 16,
     # one thread of a block writes the two sums of the block
     r"threshold\.cu .*scale_sums_kernel": 2,
     # a thread for each param writes its values for the step

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nmkernels import BackendError, dispatch, ops, testing
 from nmkernels.gemm.forms import layout_on
+from nmkernels.ops.define import CALLS
 
 from . import outcomes
 from .cases._ours import forced, normal
@@ -35,6 +36,8 @@ def calls(device: str) -> dict[str, tuple[Call, Call | None]]:
         x8, w8 = ops.quantize(x, E4M3, rows=True), ops.quantize_pack(w, E4M3)
         int8, int4 = (ops.quantize_values(packed["2:4"], kind) for kind in ("int8", "int4"))
 
+    words = torch.tensor([1, 0], device=device)
+
     def linear(operand: Any, c: ops.Compressed, tokens: int) -> tuple[Call, Call]:
         return lambda: ops.linear(x[:tokens], operand), lambda: F.linear(x[:tokens].double(), c.dense(torch.float32).double())
 
@@ -54,6 +57,7 @@ def calls(device: str) -> dict[str, tuple[Call, Call | None]]:
             lambda: torch.ops.nmkernels.nm_pack(w.float(), 2, 4, "magnitude", None, None, BF16, True, False, "canonical", True), None,
         ),
         "nm_mvue_compress": (lambda: ops.mvue_compress(g, "2:4", dim=0, seed=1).dense(), None),
+        "nm_mvue_compress as metadata": (lambda: CALLS["nm_mvue_compress"](g, 2, 4, 0, words, "exact", ordered.layout), None),
         "nm_masked_adamw_": (adamw, None),
         "nm_quantize_pack": (lambda: ops.quantize_pack(w, E4M3).values.view(torch.uint8), None),
         "nm_linear 1 token": linear(packed["2:4"], packed["2:4"], 1),
@@ -65,6 +69,10 @@ def calls(device: str) -> dict[str, tuple[Call, Call | None]]:
         "nm_linear_integers int8, 1 token": linear(int8, int8, 1),
         "nm_linear_integers int4, 16 tokens": linear(int4, int4, 16),
         f"nm_linear {ordered.layout}, 64 tokens": linear(ordered, packed["2:4"], 64),
+        "nm_linear_wgrad float32": (
+            lambda: ops.linear_wgrad(ordered, x.t(), torch.float32),
+            lambda: packed["2:4"].dense().double() @ x.t().double(),
+        ),
         "nm_linear_wgrad": (lambda: ops.linear_wgrad(ordered, x.t()), lambda: packed["2:4"].dense().double() @ x.t().double()),
         "nm_linear_quantized": (
             lambda: ops.linear_quantized(x8, w8, fast_accumulate=False), lambda: ops.linear_quantized(x8, w8, dtype=torch.float32).double(),

@@ -51,8 +51,8 @@ nm::MvueCall mvue_call(Address g, int64_t outer, int64_t length, int64_t inner, 
 }
 
 nm::SpmmCall spmm_call(Address values, Address indices, int64_t rows, int64_t cols, int64_t tokens, Address b, int64_t b_row, int64_t b_col,
-                       Address bias, Address c, int64_t c_row, int64_t c_col) {
-    return {at(values), at<uint8_t>(indices), at(b), b_row, b_col, at(bias), at(c), c_row, c_col, rows, cols, tokens};
+                       Address bias, Address c, int64_t c_row, int64_t c_col, bool unrounded) {
+    return {at(values), at<uint8_t>(indices), at(b), b_row, b_col, at(bias), at(c), c_row, c_col, rows, cols, tokens, unrounded};
 }
 
 // Whether GEMMs of this dtype are for the kernels that multiply bf16.
@@ -138,7 +138,7 @@ void bind_compressed(py::module_& module) {
     module.def("linear", [](Address x, Address values, Address indices, Address bias, Address y, int dtype, int64_t tokens, int64_t rows,
                             int64_t cols, int n, int m, int threads) {
         if (bf16_dots(dtype)) {
-            return nm::kernels().bf16_spmm(spmm_call(values, indices, rows, cols, tokens, x, 1, cols, bias, y, 1, rows), n, m, threads);
+            return nm::kernels().bf16_spmm(spmm_call(values, indices, rows, cols, tokens, x, 1, cols, bias, y, 1, rows, false), n, m, threads);
         }
         return nm::kernels().linear({at(x), at(values), at<uint8_t>(indices), at(bias), at(y), rows, cols}, tokens, dtype, n, m, threads);
     }, Unlocked());

@@ -4,6 +4,7 @@
 #include <array>
 
 #include "bindings.h"
+#include "core/dispatch.h"
 #include "cuda/adamw_table.h"
 #include "cuda/kernels.h"
 
@@ -92,9 +93,9 @@ void bind_mvue(py::module_& module) {
         nm::cuda::mvue(at(g), dtype, outer, length, inner, n, m, at<int64_t>(seed), approx, at(out), queue(device, stream));
     }, Unlocked());
     module.def("mvue_compress", [](Address g, int dtype, int64_t outer, int64_t length, int64_t inner, int n, int m, Address seed, bool approx,
-                                   Address values, Address indices, int device, Address stream) {
-        nm::cuda::mvue_compress(at(g), dtype, outer, length, inner, n, m, at<int64_t>(seed), approx, at(values), at<uint8_t>(indices),
-                                queue(device, stream));
+                                   Address values, Address indices, bool ordered, int device, Address stream) {
+        return nm::cuda::mvue_compress(at(g), dtype, outer, length, inner, n, m, at<int64_t>(seed), approx, at(values), at<uint8_t>(indices), ordered,
+                                       queue(device, stream));
     }, Unlocked());
 }
 
@@ -180,20 +181,21 @@ void bind_gemm(py::module_& module) {
     module.def("wgmma_obstacle", nm::cuda::wgmma_obstacle, Unlocked());
     // (three maps as one list, the fourth parameter, tiles, blocks, threads, bytes of shared memory)
     module.def("gemm_wgmma_launch", [](Address values, Address metadata, Address dense, Address bias, Address residual, Address out, Address parts,
-                                       int activation, int64_t m, int64_t n, int64_t k, bool by_column, int tile, int splits, int processors) {
+                                       int activation, int64_t m, int64_t n, int64_t k, bool by_column, int tile, int splits, bool unrounded,
+                                       int processors) {
         std::vector<int64_t> maps;
         std::string parameter;
         const nm::cuda::WgmmaLaunch found = nm::cuda::gemm_wgmma_launch({at(values), at<uint32_t>(metadata), at(dense), at(bias), at(residual), at(out),
-                                                                         at<float>(parts), 1, activation, m, n, k, by_column, 4, tile, splits},
+                                                                         at<float>(parts), 1, activation, m, n, k, by_column, 4, tile, splits, unrounded},
                                                                         processors, &maps, &parameter);
         return py::make_tuple(maps, py::bytes(parameter), found.tiles, found.blocks, found.threads, found.shared);
     });
     const auto gemm = [&](const char* name, void (*kernel)(const nm::cuda::GemmCall&, const Queue&)) {
         module.def(name, [kernel](Address values, Address metadata, Address dense, Address bias, Address residual, Address out, Address parts,
                                   int dtype, int activation, int64_t m, int64_t n, int64_t k, bool by_column, int warps, int tile, int splits,
-                                  int device, Address stream) {
+                                  bool unrounded, int device, Address stream) {
             kernel({at(values), at<uint32_t>(metadata), at(dense), at(bias), at(residual), at(out), at<float>(parts), dtype, activation, m, n, k,
-                    by_column, warps, tile, splits}, queue(device, stream));
+                    by_column, warps, tile, splits, unrounded}, queue(device, stream));
         }, Unlocked());
     };
     gemm("gemm_mma_sp", nm::cuda::gemm_mma_sp);
@@ -203,7 +205,7 @@ void bind_gemm(py::module_& module) {
                            Address parts, int dtype, int a, int b, bool by_row, bool by_col, bool promotes, int64_t m, int64_t n, int64_t k,
                            bool by_column, int tile, int splits) {
         return nm::cuda::ScaledCall{{at(values), at<uint32_t>(metadata), at(dense), at(bias), nullptr, at(out), at<float>(parts), dtype, 0, m, n, k,
-                                     by_column, 4, tile, splits}, at<float>(row_steps), at<float>(col_steps), by_row, by_col, a, b, promotes};
+                                     by_column, 4, tile, splits, dtype == nm::kFloat32}, at<float>(row_steps), at<float>(col_steps), by_row, by_col, a, b, promotes};
     };
     module.def("gemm_wgmma_8bit_has", nm::cuda::gemm_wgmma_8bit_has);
     module.def("gemm_wgmma_8bit_plan", [](int64_t m, int64_t n, int64_t k, bool promotes, int capability, int processors, int shared, int clock,

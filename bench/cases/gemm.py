@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nmkernels import BackendError, ops
 from nmkernels.gemm.forms import layout_on
+from nmkernels.ops.linear import nm_linear
 from nmkernels.ops.pack import positions
 
 from ..device import rotated
@@ -56,7 +57,8 @@ def fprop(spec: Spec, device: str) -> Work:
     def args(operand: ops.Compressed | ops.DeviceCompressed) -> tuple[Any, ...]:
         return x, operand.values, positions(operand), 2, 4, spec.cols, None
 
-    work = _work(spec, device, "nm_linear", c, args, lambda operand: ops.linear(x, operand), check, dense, lambda w: F.linear(x, w))
+    # the raw op: ops.linear would convert canonical indices once and keep the metadata
+    work = _work(spec, device, "nm_linear", c, args, lambda operand: nm_linear(*args(operand)), check, dense, lambda w: F.linear(x, w))
     if semi := semi_structured(spec, device, dense, x):
         work.providers.append(Provider("torch semi-structured", semi))
         work.ratios += [Ratio("x semi-structured", r.of, ("torch semi-structured",)) for r in list(work.ratios)]

@@ -77,7 +77,7 @@ using DequantizeValuesFn = void(const Integers& integers, int dtype, void* value
 using QuantizeValuesFn = void(const void* w, int dtype, int64_t rows, int64_t kept, int64_t steps, int bits, void* values, bf16* step, int threads);
 
 // C [rows, tokens] = A B (+ bias of each row), A compressed [rows, cols], B [cols, tokens]. Element (k, t) of B is
-// b[k * b_row + t * b_col], one of the strides being 1; C likewise.
+// b[k * b_row + t * b_col], one of the strides being 1; C likewise. `unrounded`: C is fp32, whatever the dtype; without bias.
 struct SpmmCall {
     const void* values;
     const uint8_t* indices;
@@ -87,6 +87,7 @@ struct SpmmCall {
     void* c;
     int64_t c_row, c_col;
     int64_t rows, cols, tokens;
+    bool unrounded = false;
 };
 
 // The same products as LinearFn's and wgrad's, meant for many tokens. False: an index is not below m.

@@ -114,9 +114,11 @@ void quantize_pack(const Quantize& call, uint32_t* metadata, const Queue& queue)
 void mvue(const void* g, int dtype, int64_t outer, int64_t length, int64_t inner, int n, int m, const int64_t* seed, bool approx, void* out,
           const Queue& queue);
 
-// The same packed, as rows [outer, inner] of `length` padded to whole groups.
-void mvue_compress(const void* g, int dtype, int64_t outer, int64_t length, int64_t inner, int n, int m, const int64_t* seed, bool approx,
-                   void* values, uint8_t* indices, const Queue& queue);
+// The same packed, as rows [outer, inner] of `length` padded to whole groups. `ordered`: indices are metadata in the order of wgmma.sp.
+// Returns false, and does nothing, where no kernel writes that: it takes exact 2:4 in 16 bits, an `inner` of whole 64, a `length` of
+// whole 128, and addresses of whole 16 bytes.
+bool mvue_compress(const void* g, int dtype, int64_t outer, int64_t length, int64_t inner, int n, int m, const int64_t* seed, bool approx,
+                   void* values, uint8_t* indices, bool ordered, const Queue& queue);
 
 // adamw.cu -------------------------------------------------------------------------------------------------------------
 
@@ -233,6 +235,7 @@ struct GemmCall {
     bool by_column;
     int warps;         // 1: metadata "mma.sp"; 4: "wgmma.sp", m a multiple of 64
     int tile, splits;  // of gemm_plan
+    bool unrounded = false;  // with by_column: D is fp32, the sums themselves
 };
 
 void gemm_mma_sp(const GemmCall& call, const Queue& queue);

@@ -159,9 +159,16 @@ struct Corner {
     }
 };
 
+// The byte of metadata in the order of wgmma.sp (reference/layouts.py) that the indices of 16 columns of a row begin at: they are one of
+// the 16-bit units that the order permutes. `strip` of 16 columns; `across` blocks of 64 columns.
+NM_DEVICE int64_t ordered_byte(int64_t row, int64_t strip, int64_t across) {
+    const int64_t tile = (row / 64 * across + strip / 4) * 4 + row / 16 % 4;
+    return tile * 128 + row % 8 * 16 + strip % 4 * 4 + row / 8 % 2 * 2;
+}
+
 // A block processes `rounds` consecutive tiles along the tokens. Whole: packed result, full tiles, 16-byte aligned addresses and
-// result rows, the case of training.
-template <class T, bool Whole>
+// result rows, the case of training. Ordered: whole, and indices become metadata of wgmma.sp.
+template <class T, bool Whole, bool Ordered = false>
 __global__ void __launch_bounds__(Columns<T>::threads, 2) mvue_columns_kernel(Mvue call, Divider across, Divider down, int rounds, bool wide, bool wide_out) {
     using C = Columns<T>;
     using S = Strip<T>;
@@ -184,8 +191,10 @@ __global__ void __launch_bounds__(Columns<T>::threads, 2) mvue_columns_kernel(Mv
     for (int k = 0; k < C::tasks; ++k) j[k] = uint64_t((row + k * step) * call.per_row + strip);
     const T* g = static_cast<const T*>(call.g) + corner;
     T* values = static_cast<T*>(call.values) + (row * call.per_row + strip) * S::n;
-    uint8_t* indices = call.indices + row * call.row_bytes + strip * S::n * 2 / 8;
-    const int64_t value_step = step * call.per_row * S::n, index_step = step * call.row_bytes, most = int64_t(rounds) * C::tokens;
+    // in metadata `step` rows on is a constant distance, as a tile has the 64 columns of a block of its rows
+    static_assert(!Ordered || (Whole && C::columns == 64 && step % 16 == 0));
+    uint8_t* indices = call.indices + (Ordered ? ordered_byte(row, strip / S::groups, call.per_row / 16) : row * call.row_bytes + strip * S::n * 2 / 8);
+    const int64_t value_step = step * call.per_row * S::n, index_step = Ordered ? step / 16 * 128 : step * call.row_bytes, most = int64_t(rounds) * C::tokens;
     // remaining tokens of this block, and groups from this thread's strips on
     int left = call.length - first < most ? int(call.length - first) : int(most);
     int groups_left = call.per_row - strip < most ? int(call.per_row - strip) : int(most);
@@ -240,16 +249,18 @@ __global__ void __launch_bounds__(Columns<T>::threads, 2) mvue_columns_kernel(Mv
         }
         g = next;
         values += C::tokens / S::m * S::n;
-        indices += C::tokens / S::m * S::n * 2 / 8;
+        indices += Ordered ? C::tokens / 64 * 512 : C::tokens / S::m * S::n * 2 / 8;
     }
 }
 
+// Returns false if the indices should be metadata and are not whole tiles of a block.
 template <class T>
-void run(const Mvue& call, const Queue& queue) {
+bool run(const Mvue& call, bool ordered, const Queue& queue) {
     using S = Strip<T>;
     const bool aligned = multiples_of_16(call.g, call.dense, call.values, call.indices);
     const bool wide_rows = multiples_of_16(call.per_row * S::n * int64_t(sizeof(T)), call.row_bytes);
     if (call.inner == 1) {
+        if (ordered) return false;
         Mvue flat = call;
         const bool one = call.length % (S::groups * S::m) == 0;
         if (one) {
@@ -259,10 +270,12 @@ void run(const Mvue& call, const Queue& queue) {
         const bool wide = aligned && (one || (wide_rows && call.length * int64_t(sizeof(T)) % 16 == 0));
         const int64_t strips = flat.outer * cdiv(flat.per_row, S::groups);
         if (one && wide && !call.dense && strips < (int64_t(1) << 31)) {
-            return launch("mvue_strips_kernel", mvue_strips_kernel<T>, {cdiv(strips, kThreads), kThreads}, queue, static_cast<const T*>(call.g),
-                          uint32_t(strips), call.seed, static_cast<T*>(call.values), call.indices);
+            launch("mvue_strips_kernel", mvue_strips_kernel<T>, {cdiv(strips, kThreads), kThreads}, queue, static_cast<const T*>(call.g),
+                   uint32_t(strips), call.seed, static_cast<T*>(call.values), call.indices);
+        } else {
+            launch("mvue_rows_kernel", mvue_rows_kernel<T>, {cdiv(strips, kThreads), kThreads}, queue, flat, wide);
         }
-        return launch("mvue_rows_kernel", mvue_rows_kernel<T>, {cdiv(strips, kThreads), kThreads}, queue, flat, wide);
+        return true;
     }
     using C = Columns<T>;
     // several rounds per block save some arithmetic, if enough blocks remain
@@ -271,30 +284,41 @@ void run(const Mvue& call, const Queue& queue) {
     const int64_t down = cdiv(tiles, rounds);
     const bool wide = multiples_of_16(call.g, call.dense, call.inner * int64_t(sizeof(T)));
     const bool whole = !call.dense && wide && aligned && wide_rows && call.length % C::tokens == 0 && call.inner % C::columns == 0;
-    const auto kernel = whole ? mvue_columns_kernel<T, true> : mvue_columns_kernel<T, false>;
+    auto kernel = whole ? mvue_columns_kernel<T, true> : mvue_columns_kernel<T, false>;
+    if (ordered) {
+        if constexpr (sizeof(T) == 2) kernel = mvue_columns_kernel<T, true, true>;
+        if (!whole || sizeof(T) != 2) return false;
+    }
     launch("mvue_columns_kernel", kernel, {call.outer * across * down, C::threads}, queue, call, Divider(across), Divider(down),
            int(rounds), wide, aligned && wide_rows);
+    return true;
 }
 
-void any_length(Mvue call, int dtype, int n, int m, bool approx, const Queue& queue) {
+bool any_length(Mvue call, int dtype, int n, int m, bool approx, bool ordered, const Queue& queue) {
     check_pattern(n, m);
     call.per_row = (call.length + m - 1) / m;
     call.row_bytes = index_bytes(call.per_row * n, index_bits(m));
-    if (call.outer * call.length * call.inner == 0) return;
-    if (approx || n != 2 || m != 4) return mvue_any(call, dtype, n, m, approx, queue);
-    by_dtype(dtype, [&](auto element) { run<decltype(element)>(call, queue); });
+    if (call.outer * call.length * call.inner == 0) return !ordered;
+    if (approx || n != 2 || m != 4) {
+        if (ordered) return false;
+        mvue_any(call, dtype, n, m, approx, queue);
+        return true;
+    }
+    bool done = false;
+    by_dtype(dtype, [&](auto element) { done = run<decltype(element)>(call, ordered, queue); });
+    return done;
 }
 
 }  // namespace
 
 void mvue(const void* g, int dtype, int64_t outer, int64_t length, int64_t inner, int n, int m, const int64_t* seed, bool approx, void* out,
           const Queue& queue) {
-    any_length({g, outer, length, inner, seed, out, nullptr, nullptr, 0, 0}, dtype, n, m, approx, queue);
+    any_length({g, outer, length, inner, seed, out, nullptr, nullptr, 0, 0}, dtype, n, m, approx, false, queue);
 }
 
-void mvue_compress(const void* g, int dtype, int64_t outer, int64_t length, int64_t inner, int n, int m, const int64_t* seed, bool approx, void* values,
-                   uint8_t* indices, const Queue& queue) {
-    any_length({g, outer, length, inner, seed, nullptr, values, indices, 0, 0}, dtype, n, m, approx, queue);
+bool mvue_compress(const void* g, int dtype, int64_t outer, int64_t length, int64_t inner, int n, int m, const int64_t* seed, bool approx, void* values,
+                   uint8_t* indices, bool ordered, const Queue& queue) {
+    return any_length({g, outer, length, inner, seed, nullptr, values, indices, 0, 0}, dtype, n, m, approx, ordered, queue);
 }
 
 }  // namespace nm::cuda

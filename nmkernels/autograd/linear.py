@@ -14,14 +14,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import ops
+from ..backends.shared import product
 from ..gemm.choose import choose
-from ..gemm.methods import DENSE, pack_estimate, run
+from ..gemm.methods import DENSE, OP, UNESTIMATED, Method, pack_estimate, run
 from ..gemm.plan import STRAIGHT_THROUGH, GemmPlan
 from ..gemm.problem import Problem
 from ..gemm.route import Operands, wgrad_problem
 from ..ops.compress import counts_writes
 from ..ops.integers import kind_of, nm_dequantize_values, nm_linear_integers
-from ..ops.linear import nm_linear, nm_linear_dgrad, nm_linear_wgrad
+from ..ops.linear import nm_linear, nm_linear_dgrad, nm_linear_wgrad, operand_for
 from ..pattern import NMError, Pattern, ShapeError
 from . import fp8
 from .transforms import WeightTransform
@@ -282,7 +283,7 @@ def _gradients(
         dx = _dgrad(ctx, g, transform.for_dgrad(back, *extras) if ctx.own_dgrad else back, indices)
     rows = g.reshape(-1, g.shape[-1])
     if ctx.need_w:
-        dw = _wgrad(ctx.plan, rows, x.reshape(-1, x.shape[-1]), ctx.seed).to(ctx.weight_dtype)
+        dw = _wgrad(ctx.plan, rows, x.reshape(-1, x.shape[-1]), ctx.seed, ctx.weight_dtype).to(ctx.weight_dtype)
         if ctx.own_gradient:
             dw, learned = transform.gradient(dw, weight, *extras)
         if not ctx.needs_input_grad[1]:
@@ -320,34 +321,38 @@ def _by_choice(
     return run(method, problem, other, {"rows": packed}, bias=bias)
 
 
-def _wgrad(plan: GemmPlan, g: Tensor, x: Tensor, seed: Tensor | None) -> Tensor:
-    """∂L/∂W̃ = gᵀ x ``(out, in)`` from g ``(tokens, out)`` and x ``(tokens, in)``, with gᵀ replaced by an N:M tensor if the plan says so."""
+def _wgrad(plan: GemmPlan, g: Tensor, x: Tensor, seed: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """∂L/∂W̃ = gᵀ x ``(out, in)`` from g ``(tokens, out)`` and x ``(tokens, in)``, with gᵀ replaced by an N:M tensor if the plan says so.
+
+    In x's dtype; but if x has 16 bits and the weight, of ``dtype``, is float32, that of the GEMM's sums where a GEMM can return them.
+    """
+    wide = dtype if dtype == torch.float32 and x.element_size() == 2 else None
     if plan.wgrad == "dense":
         if plan.fp8 is None:
-            return g.t().matmul(x)
+            return g.t().matmul(x) if wide is None else product(g.t(), x, wide)
         p, q, step = fp8.operands(plan.fp8, "wgrad", g, x)
         return (p.t().matmul(q) * step).to(x.dtype)
     tokens, words = g.shape[0], None
-    if plan.wgrad == "mvue":
+    problem = wgrad_problem(plan, tokens, g.shape[1], x.shape[1], x.dtype, x.device)
+    # the last form is that of tensor cores, if there is one
+    method = None if plan.fp8 is not None else Method(OP, problem.forms[-1])
+    if plan.fprop == "auto":
+        (method,) = choose(problem)
+    elif plan.fprop == "dense" and x.is_cpu and plan.fp8 is None:
+        method = DENSE
+    if plan.wgrad == "mvue" and method != UNESTIMATED:
         if seed is not None and torch._C._are_functorch_transforms_active():
             raise NMError(
                 "linear: the weight gradient is a random estimate that advances the layer's seed in place, which torch.func does not allow "
                 "in a backward pass. Set layer.seed = None to use torch's generator, with randomness='different' under torch.vmap."
             )
         words = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=g.device) if seed is None else seed
-    problem = wgrad_problem(plan, tokens, g.shape[1], x.shape[1], x.dtype, x.device)
-    method = None
-    if plan.fprop == "auto":
-        (method,) = choose(problem)
-    elif plan.fprop == "dense" and x.is_cpu and plan.fp8 is None:
-        method = DENSE
     if method is not None:
-        dw = run(method, problem, x, g, seed=words)
+        dw = run(method, problem, x, g, seed=words, dtype=wide)
     else:
+        assert plan.fp8 is not None
         values, indices = pack_estimate(problem, g, words)
-        if plan.fp8 is None:
-            dw = nm_linear_wgrad(values, indices, plan.n, plan.m, tokens, x)
-        elif (plan.n, plan.m) == (2, 4) and fp8.multiplies(plan.fp8, "wgrad", g.shape[1], tokens, x.shape[1], x):
+        if (plan.n, plan.m) == (2, 4) and fp8.multiplies(plan.fp8, "wgrad", g.shape[1], tokens, x.shape[1], x):
             dw = fp8.wgrad(plan.fp8, values, indices, x)
         else:  # quantising the packed values is enough: the others are zeros, which do not change the largest magnitude
             p, q, step = fp8.operands(plan.fp8, "wgrad", values, x)
@@ -435,7 +440,7 @@ def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = N
             return _by_choice(
                 "fprop", x, weight.values, weight.indices, p, (weight.shape[0], weight.shape[1]), b, weight.step, weight.group
             )
-        return nm_linear(x, weight.values, weight.indices, p.n, p.m, x.shape[-1], b)
+        return nm_linear(x, *operand_for(x, weight), p.n, p.m, x.shape[-1], b)
     form = [t if t is None or counts_writes(t) else t.clone() for t in (weight.values, weight.indices, weight.step)]
     # with the sizes: a graph that is compiled again for another layer has those of tensors as symbols, and the choice reads numbers
     shape = weight.shape[0], weight.shape[1]

@@ -44,6 +44,21 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() & 15 else x
 
 
+def product(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The dense GEMM ``a b`` in a's dtype, or in ``dtype``: float32 for 16-bit operands, whose sums CUDA's GEMM then does not round.
+
+    Elsewhere the rounded result is converted.
+    """
+    if dtype in (None, a.dtype):
+        return a.matmul(b)
+    if a.is_cuda and not torch._C._are_functorch_transforms_active() and (COMPILED or not torch.compiler.is_compiling()):
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.matmul(b).to(dtype)
+
+
+COMPILED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Whether torch's compiler is known to take ``torch.mm`` with ``out_dtype``, which it could not trace at first (pytorch issue 163275)."""
+
 SCRATCH_BYTES = 256 << 20
 """The largest scratch that a thread keeps; mapping fresh pages takes longer than decoding or expanding into them."""
 
@@ -67,6 +82,13 @@ def packed(like: Tensor, lead: Sequence[int], cols: int, n: int, m: int, dtype: 
     """Room for the compressed form of ``(*lead, cols)``."""
     kept, size = packed_sizes(n, m, cols)
     return like.new_empty((*lead, kept), dtype=dtype), like.new_empty((*lead, size), dtype=torch.uint8)
+
+
+def in_layout(made: tuple[Tensor, Tensor], cols: int, layout: str, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """A matrix with ``cols`` columns in canonical form, in another layout."""
+    values, indices = made
+    meta = to_layout(indices, cols, layout)
+    return (values, meta) if out is None else (out[0].copy_(values), out[1].copy_(meta))
 
 
 @lru_cache(maxsize=4096)

@@ -7,7 +7,8 @@ The choice comes from the first of these that applies:
 3. the table of ``nm.tune``'s measurements on this device, with these versions, for these GEMMs and number of tokens (rounded up to a power
    of two);
 4. with ``NMKERNELS_CHOICE=measured``, a measurement now;
-5. the rule: the method with the least estimated time (``estimate``), including a margin and the time to make W̃.
+5. the rule: the method with the least estimated time (``estimate``), including a margin and the time to make W̃; on a GPU it also leaves
+   out the estimate of a gradient where drawing it takes longer than the GEMM gains.
 
 Nothing is timed unless a setting asks for it, so the same machine, versions and threads give the same choices and the same bits. GEMMs of
 one layer that read the same weight are chosen together. Choices are cached; after a change of the environment or the number of threads,
@@ -35,7 +36,7 @@ from ..tuning.measure import LEAST_GAIN
 from ..tuning.setting import reproducible, setting, undisturbed
 from . import estimate
 from .measure import measure_and_record
-from .methods import AS_FLOAT32, DENSE, EXPAND, OP, Method, arguments, methods
+from .methods import AS_FLOAT32, DENSE, EXPAND, OP, UNESTIMATED, Method, arguments, methods, optional
 from .problem import Problem, key, plain
 
 REMEMBERED = 4096
@@ -46,7 +47,7 @@ FEW_AND_MANY = (1, 17)
 
 TOKEN_CLASSES = tuple(1 << k for k in range(30, -1, -1))
 
-ESTIMATED = {DENSE.name: "dense", OP: "sparse", EXPAND: EXPAND, AS_FLOAT32: AS_FLOAT32}
+ESTIMATED = {DENSE.name: "dense", OP: "sparse", EXPAND: EXPAND, AS_FLOAT32: AS_FLOAT32, UNESTIMATED.name: "dense"}
 """Method name → name in ``estimate``, for the methods that the rule considers."""
 
 log = logging.getLogger("nmkernels.choice")
@@ -144,7 +145,14 @@ def rule(*problems: Problem) -> Choice:
         costs[choice] = sum(estimate.making(form, problems[0]) for form in sorted(made)) + sum(
             estimate.seconds(ESTIMATED[m.name], p) * estimate.margin(ESTIMATED[m.name], p) for m, p in zip(choice, problems, strict=True)
         )
-    return min(costs, key=costs.__getitem__)
+    best = min(costs, key=costs.__getitem__)
+    return tuple([UNESTIMATED if optional(p) and not _pays(m, p) else m for m, p in zip(best, problems, strict=True)])
+
+
+def _pays(method: Method, p: Problem) -> bool:
+    """Whether drawing the estimate of a gradient and multiplying it takes less time than multiplying the gradient."""
+    form = "dense" if method == DENSE else "packed"
+    return estimate.drawing(form, p) + estimate.seconds(ESTIMATED[method.name], p) < estimate.seconds("dense", p)
 
 
 def _compared(p: Problem) -> tuple[str, ...]:

@@ -289,20 +289,28 @@ def forget() -> None:
 # ---- GPUs
 
 
+def drawing(form: str, p: Problem) -> float:
+    """Seconds to draw the estimate of a gradient of wgrad on a GPU, in dense layout (``form`` "dense") or compressed ("packed")."""
+    gpu, size = _gpu(p.device) or DEVICES["A100"], p.dtype.itemsize
+    written = size if form == DENSE else _packed_bytes(p)
+    return gpu.call + p.tokens * p.rows * (size + written) / (gpu.estimate * gpu.bandwidth)
+
+
 def _packed_bytes(p: Problem) -> float:
     """Bytes of the compressed form per element of the dense one."""
     return packed_bytes(Pattern(p.n, p.m), p.dtype, p.values, p.group)
 
 
 def _on_gpu(method: str, p: Problem) -> float:
-    """The roofline: the larger of memory time and arithmetic time."""
+    """The roofline: the larger of memory time and arithmetic time; in wgrad without drawing the estimate."""
     gpu, size = _gpu(p.device) or DEVICES["A100"], p.dtype.itemsize
     elements, others = p.rows * p.cols, p.tokens * (p.rows + p.cols) * size
     speed, arithmetic = gpu.share * gpu.bandwidth, 2.0 * p.tokens * elements / gpu.rate(p.dtype)
     if method == SPARSE:
         if (p.n, p.m) == (2, 4) and size == 2 and any(":" in form for form in p.forms):
             arithmetic /= gpu.ratio[p.role]
-        return gpu.call + max((elements * _packed_bytes(p) + others) / speed, arithmetic)
+        saved = (p.tokens * p.rows if p.role == "wgrad" else elements) * (size - _packed_bytes(p))
+        return gpu.call + max((elements * size + others - saved) / speed, arithmetic)
     expanding = 0.0 if method == DENSE else gpu.call + elements * (_packed_bytes(p) + size) / speed
     if p.integers and method != DENSE:  # decoded values are written, and read again to expand them
         expanding += gpu.call + elements * 2 * size * p.n / p.m / speed

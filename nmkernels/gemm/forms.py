@@ -57,11 +57,15 @@ def layout_for(weight: Tensor, pattern: Pattern, dtype: torch.dtype, columns: bo
     if rows % TALL or cols % COLUMNS or (columns and (cols % TALL or rows % COLUMNS)):
         return CANONICAL
     layout = layout_on(weight.device, rows, *((cols,) if columns else ()))
-    return layout if _multiplies(weight.device, dtype, layout, dispatch.forced_backend() or "") else CANONICAL
+    return layout if multiplies(weight.device, dtype, layout) else CANONICAL
+
+
+def multiplies(device: torch.device, dtype: torch.dtype, layout: str) -> bool:
+    """Whether a backend other than the reference multiplies operands in this layout, or the one that is forced does."""
+    return _multiplies(device, dtype, layout, dispatch.forced_backend() or "")
 
 
 def _multiplies(device: torch.device, dtype: torch.dtype, layout: str, forced: str) -> bool:
-    """Whether a backend other than the reference multiplies operands in this layout."""
     return _has_kernel(device, dtype, layout, forced)
 
 

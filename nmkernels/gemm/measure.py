@@ -21,7 +21,7 @@ from ..dispatch import choose as dispatched
 from ..ops.define import CALLS, plainly
 from ..pattern import BackendError
 from ..tuning import BUDGET, Candidate, Measurement, Seconds, Timer, Validator, cold
-from .methods import DENSE, OP, Drawn, Method, arguments, dense_estimate, methods, op_of, pack_estimate, random_operands, run
+from .methods import DENSE, OP, UNESTIMATED, Drawn, Method, arguments, dense_estimate, methods, op_of, pack_estimate, random_operands, run
 from .problem import Problem, key
 
 log = logging.getLogger("nmkernels.choice")
@@ -90,7 +90,8 @@ def _candidate(p: Problem, method: Method, drawn: Drawn, sets: list[Drawn], prep
         if entry is not None and packed is not None:  # write to out directly, so that elements that the backend skips are detected
             result: Tensor = plainly(entry.fn, *arguments(p, method.form, packed, other), out=out)
             return result
-        return out.copy_(run(method, p, other, operand, seed=seed))
+        checked = DENSE if method == UNESTIMATED else method  # torch's GEMM in both, but of g and not of its estimate
+        return out.copy_(run(checked, p, other, operand, seed=seed))
 
     def calls() -> list[Callable[[], Tensor]]:
         if not sets:

@@ -1,6 +1,7 @@
 """The methods of computing a GEMM: torch's dense GEMM, a backend's sparse kernel, or decompressing followed by the dense GEMM.
 
-All multiply the same W̃, or in wgrad the same estimate ĝ to the bit; drawing the estimate is part of the method.
+All multiply the same W̃, or in wgrad the same estimate ĝ to the bit, but for ``UNESTIMATED``, which multiplies g itself; drawing the
+estimate is part of the method.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
-from ..backends.shared import Scratch
-from ..dispatch import REFERENCE, Impl, implementations
+from ..backends.shared import Scratch, product
+from ..dispatch import REFERENCE, Impl, forced_backend, implementations
 from ..ops.define import CALLS, CONTRACTS
+from ..ops.linear import CANONICAL_TOKENS
 from ..ops.verify import doubtful
 from ..pattern import NMError, Pattern
 from .problem import Problem
@@ -45,10 +47,12 @@ class Method(NamedTuple):
 
 
 DENSE = Method("dense", "dense")
-CANONICAL_TOKENS = 2
-"""The most tokens for which kernels of canonical indices are faster than those of tensor-core layouts: on an H100, 27 against 30 us for one
-token of a 14336x4096 weight at 2:4, and 33 against 30 for four."""
+UNESTIMATED = Method("without estimate", "dense")
+"""wgrad on a GPU as torch's GEMM of g itself, of which an estimate was asked for the sake of speed: where that costs more than it
+saves."""
 
+ROUNDING = ("cusparselt",)
+"""Backends whose results of 16-bit operands have 16 bits."""
 OP, EXPAND, AS_FLOAT32 = "op", "expand", "expand float32"
 """Names of the methods for compressed operands that do not belong to one backend."""
 
@@ -65,13 +69,22 @@ def methods(p: Problem) -> tuple[Method, ...]:
             found.append(Method(AS_FLOAT32, plain))
     for form in packed:
         found += [Method(f"{i.backend} {form}", form, i.backend) for i in implementations(op_of(p, form)) if promising(i)]
+    if optional(p):
+        found.append(UNESTIMATED)
     return tuple(found)
 
 
+def optional(p: Problem) -> bool:
+    """Whether the estimate of a wgrad may be left out: an unbiased one, on a GPU."""
+    return p.role == "wgrad" and p.rule != "magnitude" and p.device.type == "cuda" and DENSE.form in p.forms
+
+
 def _of_op(p: Problem, packed: list[str]) -> list[str]:
-    """The form that the op reads: the first, but beyond a few tokens that of the tensor cores, which 2:4 has without another copy of its
-    values; given canonical indices of many tokens, the op would convert them in every call."""
-    cores = [form for form in packed if ":" in form] if p.role == "fprop" and (p.n, p.m) == (2, 4) and p.tokens > CANONICAL_TOKENS else []
+    """The form that the op reads: the first, but beyond a few tokens, and in wgrad, that of the tensor cores, which 2:4 has without another
+    copy of its values; given canonical indices, the op would convert them in every call."""
+    cores = [form for form in packed if ":" in form] if (p.n, p.m) == (2, 4) and p.role != "dgrad" else []
+    if cores and p.role == "fprop" and p.tokens <= CANONICAL_TOKENS[cores[0].partition(":")[2]]:
+        cores = []
     return (cores or packed)[:1]
 
 
@@ -103,7 +116,10 @@ def arguments(p: Problem, form: str, packed: Packed, other: Tensor, bias: Tensor
     return other, values, indices, *step, *pattern, p.cols, bias
 
 
-def run(method: Method, p: Problem, other: Tensor, operand: Operand, *, bias: Tensor | None = None, seed: Tensor | None = None) -> Tensor:
+def run(
+    method: Method, p: Problem, other: Tensor, operand: Operand, *, bias: Tensor | None = None, seed: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """Compute ``p`` by ``method``.
 
     Args:
@@ -111,17 +127,26 @@ def run(method: Method, p: Problem, other: Tensor, operand: Operand, *, bias: Te
         operand: W̃ by form; in wgrad g ``(tokens, out)``.
         bias: of fprop, ``(out,)`` or None.
         seed: int64 ``(2,)`` for the estimate of wgrad.
+        dtype: of wgrad's result: None for that of the operands, or float32, which is then rounded as little as the method can.
 
     Returns:
         y ``(..., out)``, dx ``(..., in)`` or dW ``(out, in)``.
     """
+    if method == UNESTIMATED:
+        assert isinstance(operand, Tensor)
+        return product(operand.t(), other, dtype)
     if method == DENSE:
         w: Any = dense_estimate(p, operand, seed) if isinstance(operand, Tensor) else operand[DENSE.form]
-        return _dense(p, other, w, bias)
+        return product(w, other, dtype) if p.role == "wgrad" else _dense(p, other, w, bias)
     packed: Any = pack_estimate(p, operand, seed, method.form) if isinstance(operand, Tensor) else operand[method.form]
     if method.name in (EXPAND, AS_FLOAT32):
         return expand(method, p, other, packed, bias)
-    return CALLS[op_of(p, method.form)](*arguments(p, method.form, packed, other, bias), backend=method.backend)
+    call, args = CALLS[op_of(p, method.form)], arguments(p, method.form, packed, other, bias)
+    if p.role != "wgrad" or dtype is None:
+        return call(*args, backend=method.backend)
+    if (forced_backend() or method.backend) in ROUNDING:
+        return call(*args, backend=method.backend).to(dtype)
+    return call(*args, dtype, backend=method.backend)
 
 
 def expand(method: Method, p: Problem, other: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
@@ -167,12 +192,11 @@ def dense_estimate(p: Problem, g: Tensor, seed: Tensor | None) -> Tensor:
 
 def pack_estimate(p: Problem, g: Tensor, seed: Tensor | None, form: str = "rows") -> Packed:
     """ĝᵀ ``(out, tokens)`` compressed along tokens, its indices in the layout of ``form``."""
+    layout = form.partition(":")[2]
     if p.rule == "magnitude":
         values, indices = CALLS["nm_compress"](_padded(p, g), p.n, p.m, None)
-    else:
-        values, indices = CALLS["nm_mvue_compress"](g, p.n, p.m, 0, seed, p.rule)
-    layout = form.partition(":")[2]
-    return (values, torch.ops.nmkernels.nm_metadata(indices, p.tokens, layout)) if layout else (values, indices)
+        return (values, torch.ops.nmkernels.nm_metadata(indices, p.tokens, layout)) if layout else (values, indices)
+    return CALLS["nm_mvue_compress"](g, p.n, p.m, 0, seed, p.rule, layout or "canonical")
 
 
 def _padded(p: Problem, g: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ class GemmPlan:
       ``"columns"``, the compressed form of W̃ᵀ, for a mask that is N:M along ``out`` too; ``"device"``: ``"packed"``, except that W̃ in a
       tensor-core layout means ``"columns"`` or, without such a mask, ``"dense"``; ``"auto"``, chosen together with fprop.
     * ``wgrad`` (tn) ∂L/∂W̃ = gᵀ x: ``"dense"``; ``"mvue"``, with the unbiased N:M estimate of gᵀ along tokens (Chmiel et al. 2023);
-      ``"magnitude"``, with the N largest of each group of gᵀ along tokens, which is biased, for comparison only; ``"none"``, no weight
-      gradient.
+      with fprop ``"auto"`` on a GPU it is dense where the estimate costs more than it saves; ``"magnitude"``, with the N largest of each
+      group of gᵀ along tokens, which is biased, for comparison only; ``"none"``, no weight gradient.
 
     Args:
         n, m: the pattern of the estimate, and of a packed weight without a transform; 0 if nothing is packed.

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..ops import Compressed, DeviceCompressed
 from ..pattern import Pattern
 from .choose import choose
-from .forms import CANONICAL, forms, layout_for
+from .forms import CANONICAL, forms, layout_for, multiplies
 from .methods import DENSE, Method
 from .plan import GemmPlan
 from .problem import Problem
@@ -138,6 +138,9 @@ def wgrad_problem(plan: GemmPlan, tokens: int, rows: int, cols: int, dtype: torc
     if device.type != "cpu" and (plan.n, plan.m) == (2, 4):
         forms_of = forms.__wrapped__ if torch.compiler.is_compiling() else forms  # tracing warns about lru_cache
         available = forms_of(rows, tokens, plan.n, plan.m, dtype, device)
+        layout = available[-1].partition(":")[2]
+        if layout and not multiplies(device, dtype, layout):
+            available = available[:-1]
     return Problem("wgrad", tokens, rows, cols, plan.n, plan.m, dtype, device, available, rule)
 
 

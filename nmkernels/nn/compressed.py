@@ -20,7 +20,7 @@ from ..gemm.problem import Problem
 from ..layouts import CONV1D, CONV2D, LINEAR, matrix_shape
 from ..ops.compress import counts_writes
 from ..ops.integers import kind_of, nm_linear_integers
-from ..ops.linear import nm_linear
+from ..ops.linear import nm_linear, operand_for
 from ..ops.pack import positions
 from ..pattern import DtypeError, Pattern, RecipeError, ShapeError
 from ..shards import local
@@ -221,7 +221,8 @@ class CompressedLinear(nn.Module):
                 elif same and not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()):
                     p, bias = self.pattern, self._parameters["bias"]  # the op checks all that is left
                     if of_step is None and x.dtype == values.dtype:
-                        return nm_linear(x, values, self._buffers["indices"], p.n, p.m, self.in_features, bias)
+                        operand = (values, self._buffers["indices"]) if x.is_cpu else operand_for(x, self.weight)
+                        return nm_linear(x, *operand, p.n, p.m, self.in_features, bias)
                     if of_step is not None and (bias is None or x.dtype == bias.dtype):
                         return nm_linear_integers(x, values, self._buffers["indices"], of_step[0], p.n, p.m, self.in_features, bias)
         if isinstance(x, PROXY):
@@ -237,7 +238,8 @@ class CompressedLinear(nn.Module):
         the layer does instead of calling it."""
         x, weight = self._operands(x)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        args = x, *_parts(weight), self.pattern.n, self.pattern.m, self.in_features, bias
+        parts = _parts(weight) if weight.step is not None else operand_for(x, weight)
+        args = x, *parts, self.pattern.n, self.pattern.m, self.in_features, bias
         if x.shape[-1:] != (self.in_features,):
             return args, ""
         method = self._method(x)[1]

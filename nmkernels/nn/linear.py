@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from ..arguments import whole_number
 from ..autograd import linear
+from ..gemm.choose import choose
+from ..gemm.methods import UNESTIMATED
 from ..gemm.plan import GemmPlan
 from ..gemm.problem import Problem
-from ..gemm.route import Operands, problems_of
+from ..gemm.route import Operands, problems_of, wgrad_problem
 from ..layouts import CONV1D
 from ..ops.pack import positions
 from ..pattern import NMError, Pattern, PatternLike, ShapeError
@@ -72,13 +74,17 @@ class NMLinear(Checkpointed):
         assert rows is not None
         bias = None if self.bias is None else self.bias.to(x.dtype)
         args = x, rows.values, positions(rows), rows.pattern.n, rows.pattern.m, self.shape[1], bias
+        said, by = [], "" if how is None else how.by[0]
         if not packed:
-            return (
-                args,
-                "not called by this layer: W̃ in dense layout, for torch's GEMM, is what its plan says or is faster for so many tokens",
-            )
-        by = "" if how is None else how.by[0]
-        return args, f"this layer names its kernel, of backend {by!r}, which was measured fastest" if by else ""
+            said = ["not called by this layer: W̃ in dense layout, for torch's GEMM, is what its plan says or is faster for so many tokens"]
+        elif by:
+            said = [f"this layer names its kernel, of backend {by!r}, which was measured fastest"]
+        plan, tokens = self.plan, x.numel() // max(1, x.shape[-1])
+        if plan.fprop == "auto" and plan.wgrad == "mvue":
+            wgrad = wgrad_problem(plan, tokens, self.shape[0], self.shape[1], x.dtype, x.device)
+            if choose(wgrad) == (UNESTIMATED,):
+                said.append("its weight gradient is the dense GEMM: an estimate of the output gradient would cost more than it saves here")
+        return args, "\n  ".join(said)
 
     def forward(self, input: Tensor) -> Tensor:
         """y = x W̃ᵀ + b, and the adapter's part; x ``(..., in)``. Under autocast the mask comes from the master weight."""

@@ -145,7 +145,7 @@ class Compressed:
             return value, held if step is None else [*held, step.detach()]
 
         step = self.step
-        if not _can_be_remembered(self.values, self.indices) or not (step is None or counts_writes(step)):
+        if not can_be_remembered(self.values, self.indices) or not (step is None or counts_writes(step)):
             return made()[0]
         key = None if step is None else (step._version, step.data_ptr())
         return self._layouts.setdefault(name, MadeOf()).get(self.values, self.indices, key, made)
@@ -181,7 +181,7 @@ def counts_writes(x: Tensor) -> bool:
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _can_be_remembered(values: Tensor, indices: Tensor) -> bool:
+def can_be_remembered(values: Tensor, indices: Tensor) -> bool:
     """Whether changes of both tensors can be detected, and results do not belong to a single derivative or transform."""
     if values.requires_grad or torch.compiler.is_compiling() or not (counts_writes(values) and counts_writes(indices)):
         return False

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ..arguments import whole_number
 from ..pattern import DtypeError, OptionError, Pattern, PatternError, PatternLike, ShapeError
-from .check import as_pattern, check_device, check_float
+from ..reference.layouts import index_dtype, operand_shapes
+from .check import as_pattern, check_device, check_float, check_layout
 from .compress import Compressed, check_same_form
 from .define import Spec, define
 
@@ -38,9 +39,16 @@ def _mvue(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str) -> tup
     return ((g.shape, g.dtype),)
 
 
-def _mvue_compress(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str) -> tuple[Spec, ...]:
-    p = _checked("nm_mvue_compress", g, n, m, dim, seed, method)
+def _mvue_compress(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, layout: str = "canonical") -> tuple[Spec, ...]:
+    op = "nm_mvue_compress"
+    p = _checked(op, g, n, m, dim, seed, method)
     *lead, cols = _moved(g.shape, dim)
+    if layout != "canonical":
+        if len(lead) != 1:
+            raise ShapeError(f"{op}: layout {layout!r} is of matrices, and g has shape {tuple(g.shape)}. Flatten it, or use 'canonical'.")
+        check_layout(op, layout, lead[0], cols, p, g.dtype)
+        values, indices = operand_shapes(p, lead[0], cols, layout)
+        return (values, g.dtype), (indices, index_dtype(layout))
     return ((*lead, p.kept(cols)), g.dtype), ((*lead, p.index_bytes(cols)), torch.uint8)
 
 
@@ -50,9 +58,12 @@ def _moved(shape: torch.Size, dim: int) -> torch.Size:
     return torch.Size(sizes)
 
 
-_SCHEMA = "(Tensor g, int n, int m, int dim, Tensor seed, str method)"
-nm_mvue = define("nm_mvue", _SCHEMA + " -> Tensor", _mvue, outs=("out",))
-nm_mvue_compress = define("nm_mvue_compress", _SCHEMA + " -> (Tensor, Tensor)", _mvue_compress, outs=("out_values", "out_indices"))
+_SCHEMA = "(Tensor g, int n, int m, int dim, Tensor seed, str method"
+nm_mvue = define("nm_mvue", _SCHEMA + ") -> Tensor", _mvue, outs=("out",))
+nm_mvue_compress = define(
+    "nm_mvue_compress", _SCHEMA + ', str layout="canonical") -> (Tensor, Tensor)', _mvue_compress, outs=("out_values", "out_indices")
+)
+"""``layout``: that of the indices, metadata where it is one of a tensor core (``reference.layouts``)."""
 
 
 def mvue(

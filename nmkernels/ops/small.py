@@ -147,9 +147,11 @@ def _linear_dgrad(draw: _Draw, g: Tensor, values: Tensor, indices: Tensor, n: in
     return draw(g, _tokens(g.numel() // rows if rows else 0), kept.shape[0]), kept, positions, n, m, width
 
 
-def _linear_wgrad(draw: _Draw, values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> Args:
+def _linear_wgrad(
+    draw: _Draw, values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out_dtype: torch.dtype | None = None
+) -> Args:
     kept, positions, width = _packed(draw, values, indices, n, m, cols)
-    return kept, positions, n, m, width, draw(x, width, _size(x.shape[1]))
+    return kept, positions, n, m, width, draw(x, width, _size(x.shape[1])), out_dtype
 
 
 def _mvue(draw: _Draw, g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str) -> Args:
@@ -162,6 +164,10 @@ def _mvue(draw: _Draw, g: Tensor, n: int, m: int, dim: int, seed: Tensor, method
         shape.insert(0, _size(before) if len(shape) == 1 else 3)
     seed = torch.tensor([7, 3], dtype=torch.int64, device="cpu")
     return draw(g, *shape), n, m, len(shape) - (1 if dim == g.dim() - 1 else 2), seed, method
+
+
+def _mvue_compress(draw: _Draw, g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, layout: str = "canonical") -> Args:
+    return *_mvue(draw, g, n, m, dim, seed, method), layout
 
 
 def _quantize(draw: _Draw, x: Tensor, scale: Tensor, dtype: torch.dtype, transposed: bool) -> Args:
@@ -267,7 +273,7 @@ SMALL: dict[str, Callable[..., Args]] = {
     "nm_soft_threshold": _of_groups,
     "nm_soft_threshold_scale": _of_groups,
     "nm_mvue": _mvue,
-    "nm_mvue_compress": _mvue,
+    "nm_mvue_compress": _mvue_compress,
     "nm_quantize": _quantize,
     "nm_quantize_pack": _quantize_pack,
     "nm_linear_quantized": _linear_quantized,

@@ -1,12 +1,14 @@
 """The three GEMMs of a linear layer with one compressed operand: decompress, then multiply.
 
-float16 and bfloat16 are multiplied in float32 and rounded once; float64 in float64. Indices in int32 are metadata (``layouts``).
+float16 and bfloat16 are multiplied in float32 and rounded once, unless the result is to be float32; float64 in float64. Indices in int32
+are metadata (``layouts``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -51,7 +53,7 @@ def linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, col
     return (a @ w).to(g.dtype)
 
 
-def linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> Tensor:
-    """wgrad, layout tn: dW = gᵀ x ``(out, in)``, with gᵀ ``(out, tokens)`` compressed along tokens."""
+def linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """wgrad, layout tn: dW = gᵀ x ``(out, in)``, with gᵀ ``(out, tokens)`` compressed along tokens, in x's dtype or ``out_dtype``."""
     a, g = _operands(x, values, indices, n, m, cols)
-    return (g @ a).to(x.dtype)
+    return (g @ a).to(out_dtype or x.dtype)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .common import compute_dtype, grouped
 from .compress import compress
+from .layouts import to_layout
 from .mask import mask
 
 WORD = 0xFFFFFFFF
@@ -240,7 +241,10 @@ def mvue(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str = "exact
     return out[..., : g.shape[dim]].movedim(-1, dim).contiguous()
 
 
-def mvue_compress(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str = "exact") -> tuple[Tensor, Tensor]:
+def mvue_compress(
+    g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str = "exact", layout: str = "canonical"
+) -> tuple[Tensor, Tensor]:
     """``mvue`` in compressed form, with ``dim`` moved last and the last group padded: gᵀ packed, for a matrix and dim=0."""
     out = _estimate(g, n, m, dim, seed, method)
-    return compress(out, n, m, out != 0)
+    values, indices = compress(out, n, m, out != 0)
+    return values, to_layout(indices, g.shape[dim], layout)

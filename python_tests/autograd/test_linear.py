@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nmkernels import NMError, dispatch, ops
+from nmkernels import NMError, dispatch, ops, reference
 from nmkernels.autograd import GemmPlan, linear, linear_compressed
-from nmkernels.gemm.route import operands
-from nmkernels.testing import assert_no_worse
+from nmkernels.gemm.choose import using
+from nmkernels.gemm.methods import UNESTIMATED
+from nmkernels.gemm.route import operands, wgrad_problem
+from nmkernels.testing import assert_equal_bits, assert_no_worse
 from python_tests import naive
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -104,6 +106,40 @@ def test_mvue_without_seed_draws_from_torch():
     first, second = gradient(), gradient()
     torch.manual_seed(5)
     assert torch.equal(first, gradient()) and not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_gradient_of_a_float32_weight_is_rounded_once(dtype):
+    """The sums of the GEMM of an estimate, as the reference defines them; of 16-bit weights they are rounded to that."""
+    x, w = torch.randn(64, 16).to(dtype), torch.randn(24, 16)
+    plan = GemmPlan(fprop="packed", dgrad="packed", wgrad="mvue", n=2, m=4)
+    grads = []
+    for weight in (w.requires_grad_(), w.detach().to(dtype).requires_grad_()):
+        packed = ops.compress(w.detach().to(dtype), "2:4")
+        y = linear(x, weight, operands(packed), plan=plan, seed=torch.tensor([3, 0]))
+        g = torch.linspace(-1, 1, y.numel()).view_as(y).to(dtype)
+        y.backward(g)
+        assert weight.grad.dtype == weight.dtype
+        grads.append(weight.grad)
+    estimate = ops.mvue_compress(g, "2:4", dim=0, seed=3)
+    want = reference.linear_wgrad(estimate.values, estimate.indices, 2, 4, 64, x, torch.float32)
+    assert_no_worse(grads[0], want, estimate.dense().double() @ x.double())
+    assert torch.equal(grads[0].to(dtype), grads[1]) and not torch.equal(grads[0], grads[1].float())
+
+
+def test_without_the_estimate_nothing_is_drawn():
+    """Where the choice leaves it out: the dense gradient, and neither the layer's stream of numbers nor torch's generator moves."""
+    x, w = torch.randn(8, 16), torch.randn(24, 16, requires_grad=True)
+    plan = GemmPlan(fprop="auto", dgrad="auto", wgrad="mvue", n=2, m=4)
+    problem = wgrad_problem(plan, 8, 24, 16, x.dtype, x.device)
+    for seed in (torch.tensor([3, 5]), None):
+        w.grad, state = None, torch.get_rng_state()
+        with using((problem, UNESTIMATED)):
+            y = linear(x, w, ops.prune(w.detach(), "2:4"), plan=plan, seed=seed)
+            g = torch.linspace(-1, 1, y.numel()).view_as(y)
+            y.backward(g)
+        assert_equal_bits(w.grad, g.t() @ x)
+        assert torch.equal(state, torch.get_rng_state()) and (seed is None or seed.tolist() == [3, 5])
 
 
 def test_refusals():

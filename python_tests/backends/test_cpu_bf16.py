@@ -31,7 +31,7 @@ class Dots:
         return getattr(self.core, name)
 
     def linear(self, x, values, indices, bias, y, dtype, tokens, rows, cols, n, m, threads):
-        call = self.core.SpmmCall(values, indices, rows, cols, tokens, x, 1, cols, bias, y, 1, rows)
+        call = self.core.SpmmCall(values, indices, rows, cols, tokens, x, 1, cols, bias, y, 1, rows, False)
         return self.core.bf16_spmm(call, n, m, threads)
 
     def spmm(self, call, dtype, n, m, threads):
@@ -68,6 +68,9 @@ def check(cpu, text: str, rows: int, cols: int, tokens: int) -> None:
     out = poisoned(rows, tokens)
     assert cpu("nm_linear_wgrad")(*call, transposed, out=out) is out
     assert_no_worse(out, w @ transposed, w.double() @ transposed.double())
+    wide = unaligned(fill_poison(torch.empty(rows, tokens)))
+    assert cpu("nm_linear_wgrad")(*call, transposed, torch.float32, out=wide) is wide
+    assert_no_worse(wide, w.float() @ transposed.float(), w.double() @ transposed.double())
 
 
 @pytest.mark.quick(2)

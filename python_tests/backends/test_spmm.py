@@ -39,6 +39,9 @@ def check(cpu, text: str, dtype: torch.dtype, rows: int, cols: int, tokens: int)
     out = poisoned(transposed.new_empty(rows, tokens))
     assert cpu("nm_linear_wgrad")(*call, transposed, out=out) is out
     assert_no_worse(out, w @ transposed, w.double() @ transposed.double())
+    wide = poisoned(out.float())
+    assert cpu("nm_linear_wgrad")(*call, transposed, torch.float32, out=wide) is wide
+    assert_no_worse(wide, w.float() @ transposed.float(), w.double() @ transposed.double())
 
 
 @pytest.mark.quick(2)

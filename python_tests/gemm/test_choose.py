@@ -12,7 +12,7 @@ from nmkernels.capability import compiled_core
 from nmkernels.gemm import choose as module
 from nmkernels.gemm import estimate
 from nmkernels.gemm.choose import choose, forget, rule, using
-from nmkernels.gemm.methods import DENSE, Method, methods
+from nmkernels.gemm.methods import DENSE, UNESTIMATED, Method, methods
 from nmkernels.gemm.problem import Problem, key
 from nmkernels.tuning import TABLE
 
@@ -104,6 +104,45 @@ def test_gemms_that_read_one_weight_are_chosen_together(costs):
     costs.update({"make packed": 0.7})
     forget()
     assert names(*pair) == ["dense", "dense"]
+
+
+CORES = ("dense", "rows", "rows:wgmma.sp")
+WGRAD = Problem("wgrad", 4096, 4096, 4096, 2, 4, torch.bfloat16, torch.device("cuda", 0), CORES, "exact")
+
+
+@pytest.fixture
+def named(monkeypatch):
+    """``named(text)``: the GPU's name from now on."""
+
+    def call(text):
+        estimate.forget()
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: text)
+
+    monkeypatch.setattr(module, "_tuned", lambda problems: None)
+    yield call
+    estimate.forget()
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [("A100", 800, 1000), ("H100", 1600, 1800), ("H200", 1200, 1300)])
+def test_an_estimate_is_left_out_where_it_costs_more_than_it_saves(name, low, high, named):
+    """Both grow with the outputs and the tokens, so that the inputs decide, by memory and arithmetic of the GPU."""
+    named(f"NVIDIA {name}")
+    kept = [cols for cols in range(64, 8192, 64) if rule(WGRAD._replace(cols=cols)) != (UNESTIMATED,)]
+    assert low <= kept[0] <= high and kept == list(range(kept[0], 8192, 64))
+    few, many = WGRAD._replace(cols=low), WGRAD._replace(cols=high)
+    assert rule(many) == (Method("op", "rows:wgmma.sp"),), "what is drawn is written as the kernel reads it"
+    assert rule(WGRAD._replace(tokens=64)) == (UNESTIMATED,), "two launches and little to multiply"
+    assert [m for m in methods(few) if m == UNESTIMATED] and choose(few) == (UNESTIMATED,) == module.for_graphs(few)
+    assert rule(few._replace(rule="magnitude")) != (UNESTIMATED,), "that is for comparison"
+    assert module._for_graphs(("wgrad", *few._replace(cols=512)[2:])) == "without estimate|dense|"
+
+
+def test_an_estimate_that_is_multiplied_in_dense_layout_saves_nothing(named):
+    for gpu, change in (("NVIDIA L4", {}), ("NVIDIA H100", {"dtype": torch.float32, "forms": CORES[:2]})):
+        named(gpu)
+        assert rule(WGRAD._replace(**change)) == (UNESTIMATED,)
+    on_cpu = WGRAD._replace(device=CPU, forms=CORES[:2])
+    assert UNESTIMATED not in [*methods(on_cpu), *rule(on_cpu._replace(cols=64))], "CPUs always estimate"
 
 
 def test_where_nothing_is_known_it_is_the_baseline(costs, monkeypatch):

@@ -6,9 +6,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nmkernels as nm
 from nmkernels import dispatch
+from nmkernels.backends import shared
 from nmkernels.capability import compiled_core
 from nmkernels.gemm import forms, methods
 from nmkernels.gemm.methods import DENSE, Method, random_operands, run
@@ -90,6 +93,7 @@ def hopper(monkeypatch):
     forms.forms.cache_clear()
     prefers = Mock(side_effect=lambda op, device: "wgmma.sp" if device.type == "cuda" else "mma.sp")
     monkeypatch.setattr(forms, "preferred_layout", prefers)
+    monkeypatch.setattr(forms, "_has_kernel", lambda *_: True)
     yield prefers
     forms.forms.cache_clear()
 
@@ -142,6 +146,48 @@ def test_every_method_of_wgrad_multiplies_the_same_estimate(rule, tokens):
             torch.testing.assert_close(got, dense @ x, **({"atol": 0.1, "rtol": 0.02} if cores else {}))
 
 
+@pytest.mark.parametrize("name", ["dense", "op", "cpu rows"])
+def test_a_weight_gradient_in_float32(name, monkeypatch):
+    """By the kernels it is the sums, which are not rounded; a backend that has no such results rounds first, as torch does on a CPU."""
+    p = Problem("wgrad", 64, 32, 48, 2, 4, torch.bfloat16, CPU, ("dense", "rows"), "exact")
+    x, g, seed = random_operands(p)
+    exact = methods.dense_estimate(p, g, seed).double() @ x.double()
+    method = next(m for m in methods.methods(p) if m.name == name)
+    dw, rounded = (run(method, p, x, g, seed=seed, dtype=dtype) for dtype in (torch.float32, None))
+    assert dw.dtype == torch.float32 and rounded.dtype == torch.bfloat16 and torch.equal(dw.bfloat16(), rounded)
+    assert torch.equal(dw, rounded.float()) == (name == "dense")
+    if name != "dense":
+        assert_no_worse(dw, exact.float(), exact)
+        monkeypatch.setattr(methods, "ROUNDING", ("", "cpu"))
+        assert torch.equal(run(method, p, x, g, seed=seed, dtype=torch.float32), rounded.float())
+    assert torch.equal(run(methods.UNESTIMATED, p, x, g), g.t() @ x)
+    assert torch.equal(run(methods.UNESTIMATED, p, x, g, dtype=torch.float32), (g.t() @ x).float())
+
+
+def test_torch_is_asked_for_float32_where_it_has_that(monkeypatch):
+    """On a GPU, without converting a result; in a graph only by a compiler that is known to take it. Elsewhere the result is converted."""
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.extend([str(func)] if func.namespace == "aten" else [])
+            return func(*args, **kwargs or {})
+
+    for device, compiling, known, want in (
+        ("cuda", False, False, ["aten.mm.dtype"]),
+        ("cuda", True, True, ["aten.mm.dtype"]),
+        ("cuda", True, False, ["aten.mm.default", "aten._to_copy.default"]),
+        ("cpu", False, True, ["aten.mm.default", "aten._to_copy.default"]),
+    ):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda compiling=compiling: compiling)
+        monkeypatch.setattr(shared, "COMPILED", known)
+        names = []
+        with FakeTensorMode():
+            a, b = (torch.empty(8, 8, dtype=torch.bfloat16, device=device) for _ in range(2))
+            with Calls():
+                assert shared.product(a, b, torch.float32).dtype == torch.float32
+        assert names == want, (device, compiling, known)
+
+
 def test_a_backend_that_declines_is_replaced(monkeypatch):
     other, operand, _ = random_operands(FPROP)
     entry = dispatch.Impl("nm_linear", "mine", lambda *args, out=None: pytest.fail("declined"), lambda *args: (False, "mine"), 1)
@@ -177,9 +223,13 @@ def test_who_takes_part():
 
 def test_the_op_reads_the_layout_of_tensor_cores_beyond_a_few_tokens():
     forms = "rows", "rows:wgmma.sp"
+    wgrad = {"role": "wgrad", "rule": "exact", "tokens": 1}
     for change, form in (
-        ({"tokens": 3}, "rows:wgmma.sp"),
-        ({"tokens": 2}, "rows"),
+        ({"tokens": 2}, "rows:wgmma.sp"),
+        ({"tokens": 1}, "rows"),
+        ({"tokens": 17, "forms": ("rows", "rows:mma.sp")}, "rows:mma.sp"),
+        ({"tokens": 16, "forms": ("rows", "rows:mma.sp")}, "rows"),
+        (wgrad, "rows:wgmma.sp"),  # the estimate is written in that order
         ({"tokens": 17, "m": 8}, "rows"),  # 2:8 would be stored again, as 2:4
         ({"tokens": 17, "forms": ("rows",)}, "rows"),
     ):

@@ -263,7 +263,10 @@ class TestLinearWgrad(Conformance):
     samples = {
         "2:4": lambda: (*packed(10, 32, 2, 4), 2, 4, 32, torch.randn(32, 12)),
         "mma": lambda: (*ordered(16, 128, "mma.sp"), 2, 4, 128, torch.randn(128, 24, dtype=BF16)),
+        "mma_f32": lambda: (*ordered(16, 128, "mma.sp"), 2, 4, 128, torch.randn(128, 24, dtype=BF16), torch.float32),
         "bf16_padded_tokens": lambda: (*packed(6, 21, 2, 4, BF16), 2, 4, 21, torch.randn(21, 9, dtype=BF16)),
+        "bf16_padded_f32": lambda: (*packed(6, 21, 2, 4, BF16), 2, 4, 21, torch.randn(21, 9, dtype=BF16), torch.float32),
+        "f16_f32": lambda: (*packed(10, 32, 1, 8, F16), 1, 8, 32, torch.randn(32, 12, dtype=F16), torch.float32),
         "empty": lambda: (*packed(10, 0, 2, 4), 2, 4, 0, torch.randn(0, 12)),
     }
 
@@ -283,7 +286,11 @@ class TestMvue(Conformance):
 
 
 class TestMvueCompress(Conformance):
-    op, samples, out = "nm_mvue_compress", MVUE, ("out_values", "out_indices")
+    op, out = "nm_mvue_compress", ("out_values", "out_indices")
+    samples = MVUE | {
+        "wgmma": lambda: (torch.randn(128, 64, dtype=BF16), 2, 4, 0, seed(3), "exact", "wgmma.sp"),
+        "mma_rows": lambda: (torch.randn(16, 64, dtype=F16), 2, 4, 1, seed(3), "approx", "mma.sp"),
+    }
 
 
 class TestMaskedAdamW(Conformance):

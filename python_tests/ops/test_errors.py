@@ -16,6 +16,7 @@ raw = torch.ops.nmkernels
 W = torch.arange(24.0).reshape(3, 8) + 1
 C = ops.compress(W, "2:4")
 ORDERED = ops.relayout(ops.compress(torch.ones(16, 64).half(), "2:4"), "mma.sp")
+SEED = torch.zeros(2, dtype=torch.int64)
 D = torch.ones(16, 32).half(), torch.zeros(1, 1, 32, dtype=torch.int32)
 DENSE_OPS = [ops.mask, ops.prune, ops.soft_threshold, ops.soft_threshold_scale, ops.transposable_mask, ops.compress]
 DENSE_OPS += [ops.pack, ops.mvue, ops.mvue_compress]
@@ -94,6 +95,17 @@ WRONG = {
     "bias_dtype": (lambda: ops.linear(torch.ones(2, 8), C, torch.ones(3).half()), DtypeError, "float16"),
     "g_size": (lambda: ops.linear_dgrad(torch.ones(2, 8), C), ShapeError, r"nm_linear_dgrad: g.*must be 3"),
     "tokens": (lambda: ops.linear_wgrad(C, torch.ones(7, 5)), ShapeError, "7 rows.*8 tokens"),
+    "wgrad_dtype": (
+        lambda: ops.linear_wgrad(C, torch.ones(8, 5), torch.bfloat16),
+        DtypeError,
+        "nm_linear_wgrad: .*float32.*not .*bfloat16",
+    ),
+    "mvue_layout": (
+        lambda: raw.nm_mvue_compress(torch.ones(1, 2, 64), 2, 4, 2, SEED, "exact", "mma.sp"),
+        ShapeError,
+        r"matrices.*\(1, 2, 64\)",
+    ),
+    "mvue_tiles": (lambda: raw.nm_mvue_compress(D[0].t(), 2, 4, 1, SEED, "exact", "wgmma.sp"), ShapeError, r"64 rows.*\(32, 16\)"),
     "not_matrix": (lambda: ops.linear(torch.ones(2, 8), ops.compress(torch.ones(1, 3, 8), "2:4")), ShapeError, "matrix"),
     "method": (lambda: ops.mvue(W, "2:4", method="best"), ops.OptionError, "'best'.*exact.*approx"),
     "approx_n": (lambda: ops.mvue(W, "1:4", method="approx"), PatternError, '1:4.*method="exact"'),

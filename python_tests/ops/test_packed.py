@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from nmkernels import Compressed, Pattern, dispatch, ops, reference, testing
+from nmkernels import Compressed, CompressedLinear, Pattern, autograd, dispatch, ops, reference, testing
 from nmkernels.ops import DeviceCompressed, Packed
 from python_tests.for_each import for_each
 
 BF16 = torch.bfloat16
+linear_ops, autograd_linear = (sys.modules[f.__module__] for f in (ops.linear, autograd.linear_compressed))
 W = torch.randn(64, 128, generator=torch.Generator().manual_seed(4))
 
 
@@ -116,6 +118,77 @@ def test_relayout(pattern: str, layout: str) -> None:
         testing.assert_equal_bits(ops.linear(x, d, r[0], activation, r), expected)
     t = torch.randn(192, 8).bfloat16()
     testing.assert_equal_bits(ops.linear_wgrad(d, t), reference.linear_wgrad(*reference.compress(w, 2, 4), 2, 4, 192, t))
+
+
+class OnGpu:
+    """What the choice of an operand asks of an input on a GPU that is not there."""
+
+    is_cuda, device = True, torch.device("cuda", 0)
+
+    def __init__(self, tokens: int, cols: int = 192) -> None:
+        self.numel = lambda: tokens * cols
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Settings of a GPU that is not there: the layout of its tensor cores, and whether a graph is captured."""
+    state: dict[str, object] = {"layout": "wgmma.sp", "captured": False}
+    monkeypatch.delenv(dispatch.ENV, raising=False)
+    monkeypatch.setattr(linear_ops, "Tensor", OnGpu)
+    monkeypatch.setattr(linear_ops, "_layout_on", lambda device: state["layout"])
+    monkeypatch.setattr(linear_ops, "capturing", lambda device: state["captured"])
+    return state
+
+
+def weight_of(rows: int = 64, cols: int = 192, pattern: str = "2:4", dtype: torch.dtype = BF16) -> Compressed:
+    return ops.compress(torch.randn(rows, cols).to(dtype), pattern)
+
+
+@pytest.mark.parametrize(("layout", "few"), [("wgmma.sp", 1), ("mma.sp", 16)])
+def test_more_than_a_few_tokens_are_multiplied_by_metadata(layout: str, few: int, gpu: dict[str, object]) -> None:
+    """Made once, and kept with the weight, whose values it shares."""
+    gpu["layout"], c = layout, weight_of()
+    assert linear_ops.operand_for(OnGpu(few), c)[1] is c.indices and not c._layouts
+    values, meta = linear_ops.operand_for(OnGpu(few + 1), c)
+    assert values is c.values and torch.equal(meta, reference.to_layout(c.indices, 192, layout))
+    assert linear_ops.operand_for(OnGpu(500), c)[1] is meta
+    c.indices.copy_(c.indices.clone())
+    assert linear_ops.operand_for(OnGpu(500), c)[1] is not meta, "written since"
+
+
+def test_who_keeps_canonical_indices(gpu: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    def canonical(c: Compressed, tokens: int = 20) -> bool:
+        return linear_ops.operand_for(OnGpu(tokens, c.shape[1]), c)[1] is c.indices
+
+    assert not canonical(weight_of())
+    for other in (weight_of(72), weight_of(64, 96), weight_of(pattern="1:4"), weight_of(dtype=torch.float32)):
+        assert canonical(other), other
+    assert not canonical(weight_of(80)) and canonical(weight_of(80), 16), "tiles of 16 rows, for mma.sp"
+    with torch.inference_mode():
+        assert canonical(weight_of()), "torch counts no writes"
+    made, written, new = weight_of(), weight_of(), weight_of()
+    assert not canonical(made) and not canonical(written)
+    written.values.copy_(written.values.clone())
+    gpu["captured"] = True
+    assert [canonical(c) for c in (made, written, new)] == [False, True, True]
+    gpu.update(captured=False, layout="")
+    assert canonical(weight_of())
+    gpu["layout"], new = "wgmma.sp", weight_of()
+    monkeypatch.setenv(dispatch.ENV, "triton")
+    assert canonical(new), "that backend reads them"
+
+
+def test_linear_multiplies_the_operand_for_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The public function, and a frozen layer."""
+    c, x = weight_of(), torch.randn(3, 192).to(BF16)
+    layer, seen = CompressedLinear(c), []
+    ordered = c.values, reference.to_layout(c.indices, 192, "wgmma.sp")
+    for module in (linear_ops, autograd_linear):
+        monkeypatch.setattr(module, "operand_for", lambda x, c: seen.append(c) or ordered)
+    with torch.no_grad():
+        for y in (ops.linear(x, c), layer(x)):
+            testing.assert_equal_bits(y, reference.linear(x, c.values, c.indices, 2, 4, 192))
+    assert seen == [c, c]
 
 
 def test_gradient_of_the_input_from_packed_columns() -> None:

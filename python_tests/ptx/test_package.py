@@ -164,6 +164,13 @@ def test_mvue_along_rows_and_along_tokens(dtype: torch.dtype, name: str) -> None
             # struct Mvue: g; outer, length, inner; seed; dense, values, indices; groups and bytes of indices of a packed row
             at = [t.data_ptr() for t in (g, seed, *got)]
             call = struct.pack("<Q3q4Q2q", at[0], 1, tokens, columns, at[1], 0, at[2], at[3], tokens // 4, tokens // 8)
-            kernel = parse(text, f"19mvue_columns_kernelI{name}Lb1E")
+            kernel = parse(text, f"19mvue_columns_kernelI{name}Lb1ELb0E")
             execute(kernel, 1, [call, divider(1), divider(1), 2, 1, 1], [g, seed, *got], mode=mode, threads=256)
             testing.assert_equal_bits(got, tuple(want), f"{dtype} tokens {mode}")
+            if dtype.itemsize == 2:  # the same with metadata of wgmma.sp, which has as many bytes
+                got = torch.empty_like(want[0]), torch.empty_like(want[1])
+                call = struct.pack("<Q3q4Q2q", at[0], 1, tokens, columns, at[1], 0, *(t.data_ptr() for t in got), tokens // 4, tokens // 8)
+                kernel = parse(text, f"19mvue_columns_kernelI{name}Lb1ELb1E")
+                execute(kernel, 1, [call, divider(1), divider(1), 2, 1, 1], [g, seed, *got], mode=mode, threads=256)
+                ordered = reference.to_layout(want[1], tokens, "wgmma.sp").view(torch.uint8).view(want[1].shape)
+                testing.assert_equal_bits(got, (want[0], ordered), f"{dtype} tokens {mode}, ordered")

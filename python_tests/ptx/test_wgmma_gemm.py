@@ -88,7 +88,9 @@ def run(
     out = torch.full(want.shape, torch.nan, dtype=kind)
     parts = torch.full((splits, *want.shape), torch.nan) if splits > 1 else None
     at = [0 if t is None else t.data_ptr() for t in (values, metadata, dense, bias, None, out, parts)]
-    numbers, parameter, tiles, blocks, threads, shared = host().gemm_wgmma_launch(*at, 0, m, n, k, by_column, tile, splits, processors)
+    numbers, parameter, tiles, blocks, threads, shared = host().gemm_wgmma_launch(
+        *at, 0, m, n, k, by_column, tile, splits, False, processors
+    )
     maps = []
     for i in range(3):
         address, inner, outer, box_inner, box_outer, swizzle = numbers[6 * i : 6 * i + 6]

@@ -16,20 +16,21 @@ namespace nm {
 namespace {
 
 // C [outputs, tokens] = W B: W is the compressed matrix, or its transpose. Element (k, t) of B is b[k * b_row + t * b_col], C
-// likewise.
+// likewise, in fp32 if it is not rounded.
 struct Bf16Gemm {
     StoredBf16 a;
     const bf16* b;
     int64_t b_row, b_col;
     const bf16* bias;  // one per output, or null
-    bf16* c;
+    void* c;
     int64_t c_row, c_col;
     int64_t outputs, depth, tokens;
+    bool unrounded;
 
     Bf16Gemm(const SpmmCall& call, int n, int m, bool transposed)
         : a(call.values, call.indices, call.rows, call.cols, n, m), b(static_cast<const bf16*>(call.b)), b_row(call.b_row), b_col(call.b_col),
-          bias(static_cast<const bf16*>(call.bias)), c(static_cast<bf16*>(call.c)), c_row(call.c_row), c_col(call.c_col),
-          outputs(transposed ? call.cols : call.rows), depth(transposed ? call.rows : call.cols), tokens(call.tokens) {}
+          bias(static_cast<const bf16*>(call.bias)), c(call.c), c_row(call.c_row), c_col(call.c_col),
+          outputs(transposed ? call.cols : call.rows), depth(transposed ? call.rows : call.cols), tokens(call.tokens), unrounded(call.unrounded) {}
 };
 
 // B in tiles of 16 tokens, for each of them all depths, zeros past the last. As the right side a tile holds its tokens' numbers in
@@ -126,10 +127,27 @@ inline void write_line(const float* low, const float* high, int64_t count, bf16*
 #endif
 }
 
+// The same, not rounded.
+inline void write_line(const float* low, const float* high, int64_t count, float* to, bool streamed) {
+    for (int64_t half = 0; half < 2 && count > 16 * half; ++half, to += 16) {
+        const float* from = half ? high : low;
+#if defined(__AVX512BF16__)
+        if (streamed && count >= 16 * (half + 1) && reinterpret_cast<uintptr_t>(to) % 64 == 0) {
+            _mm512_stream_ps(to, _mm512_load_ps(from));
+            continue;
+        }
+#else
+        (void)streamed;
+#endif
+        std::memcpy(to, from, size_t(std::min<int64_t>(count - 16 * half, 16)) * sizeof(float));
+    }
+}
+
 // A block of sums, `rows` x `columns` of it, to `to`; one of the strides is 1. A bias belongs to the rows, whose
 // stride is 1 then.
-inline void deliver(const float* sums, int64_t rows, int64_t columns, bf16* to, int64_t row_stride, int64_t column_stride, const bf16* bias,
-                    bool streamed) {
+template <class Out>
+void deliver(const float* sums, int64_t rows, int64_t columns, Out* to, int64_t row_stride, int64_t column_stride, const bf16* bias,
+             bool streamed) {
     alignas(64) float transposed[kBlockSums];
     if (bias || column_stride != 1) {
         for (int64_t i = 0; i * kTileSide < rows; ++i) {

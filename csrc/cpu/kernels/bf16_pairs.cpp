@@ -223,10 +223,7 @@ bool pair_products(const SpmmCall& call, P, int threads) {
     const int64_t chunk = std::clamp<int64_t>(fit, 64, kMostTokens);
     bool valid = true;
     for (int64_t done = 0; valid && done < all.tokens; done += chunk) {
-        Operands<bf16> op = all;
-        op.tokens = std::min(chunk, all.tokens - done);
-        op.b += done * op.b_col;
-        op.c += done * op.c_col;
+        const Operands<bf16> op = all.at_tokens(done, std::min(chunk, all.tokens - done));
         const int64_t vectors = ceil_div(op.tokens, 16), tiles = ceil_div(vectors, U::kVectors);
         each<U::kVectors>([&](auto i) {
             if (ceil_div(vectors, tiles) == i + 1) valid = some_pair_products<P, i + 1>(a, op, threads);

@@ -56,7 +56,9 @@ bool row_product(const Bf16Gemm& gemm, P p, const bf16* x, int64_t stride, int64
         if constexpr (kChains == 4) sum = _mm512_add_ps(sum, _mm512_add_ps(sums[t][2], sums[t][3]));
         if (t >= gemm.tokens) break;
         const float y = _mm512_reduce_add_ps(sum) + (gemm.bias ? to_float(gemm.bias[row]) : 0.0f);
-        gemm.c[row * gemm.c_row + t * gemm.c_col] = from_float<bf16>(y);
+        const int64_t at = row * gemm.c_row + t * gemm.c_col;
+        if (gemm.unrounded) static_cast<float*>(gemm.c)[at] = y;
+        else static_cast<bf16*>(gemm.c)[at] = from_float<bf16>(y);
     }
     return valid;
 }

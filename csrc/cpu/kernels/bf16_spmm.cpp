@@ -109,9 +109,9 @@ struct ByColumns {
 };
 
 // Outputs [begin, end) of the tiles [first, last) of `tokens` tokens, C's first token being that of tile 0.
-template <class By, class P>
+template <class By, class P, class Out>
 bool multiply(const Bf16Gemm& gemm, const PackedBf16& packed, const TaskSizes& sizes, P p, int64_t begin, int64_t end, int64_t first, int64_t last,
-              int64_t tokens, bf16* c, bool streamed) {
+              int64_t tokens, Out* c, bool streamed) {
     static thread_local Scratch block_room, sums_room;
     const int64_t pairs = sizes.outputs / kPair, room = pairs * sizes.depth / kTileDepth * 2 * kTileRoom;
     bf16* tiles = block_room.at_least<bf16>((sizes.ahead ? 2 : 1) * room);
@@ -167,7 +167,7 @@ bool multiply(const Bf16Gemm& gemm, const PackedBf16& packed, const TaskSizes& s
                 if (!done) continue;
                 const int64_t token = tile * kTileSide, there = std::min(kPair, tokens - token), o = now.output + output;
                 const int64_t outputs = std::min(kPair, end - o);
-                bf16* to = c + o * gemm.c_row + token * gemm.c_col;
+                Out* to = c + o * gemm.c_row + token * gemm.c_col;
                 const bf16* bias = gemm.bias ? gemm.bias + o : nullptr;
                 if constexpr (By::kTransposed) deliver(block, there, outputs, to, gemm.c_col, gemm.c_row, bias, streamed);
                 else deliver(block, outputs, there, to, gemm.c_row, gemm.c_col, bias, streamed);
@@ -178,10 +178,10 @@ bool multiply(const Bf16Gemm& gemm, const PackedBf16& packed, const TaskSizes& s
     return valid;
 }
 
-template <class By, class P>
+template <class By, class Out, class P>
 bool every_token(const Bf16Gemm& gemm, P p, int threads) {
     const int64_t fit = kPackedBytes / int64_t(sizeof(bf16)) / std::max<int64_t>(gemm.depth, 1), chunk = std::max<int64_t>(fit / 512, 1) * 512;
-    const bool streamed = gemm.outputs * gemm.tokens * int64_t(sizeof(bf16)) >= caches().second;
+    const bool streamed = gemm.outputs * gemm.tokens * int64_t(sizeof(Out)) >= caches().second;
     std::atomic<bool> valid{true};
     for (int64_t done = 0; gemm.outputs > 0 && done < gemm.tokens; done += chunk) {
         const int64_t tokens = std::min(chunk, gemm.tokens - done);
@@ -191,7 +191,7 @@ bool every_token(const Bf16Gemm& gemm, P p, int threads) {
         parallel_for(ranges * ceil_div(packed.tiles, tiles), threads, [&](int64_t i) {
             const int64_t begin = i % ranges * sizes.range, first = i / ranges * tiles;
             if (!multiply<By>(gemm, packed, sizes, p, begin, std::min(begin + sizes.range, gemm.outputs), first,
-                              std::min(first + tiles, packed.tiles), tokens, gemm.c + done * gemm.c_col, streamed)) {
+                              std::min(first + tiles, packed.tiles), tokens, static_cast<Out*>(gemm.c) + done * gemm.c_col, streamed)) {
                 valid = false;
             }
         });
@@ -209,7 +209,7 @@ bool bf16_spmm(const SpmmCall& call, int n, int m, int threads) {
     by_expansion(n, m, [&](auto p) {
 #if defined(__AVX512BF16__)
         // one token and few stored values: what is stored is multiplied, with fp32 inputs permuted to it
-        if (call.tokens == 1 && (!kExpands<decltype(p)> || 8 * n <= m) && call.b_row == 1 && call.c_row == 1) {
+        if (call.tokens == 1 && (!kExpands<decltype(p)> || 8 * n <= m) && call.b_row == 1 && call.c_row == 1 && !call.unrounded) {
             valid = linear({call.b, call.values, call.indices, call.bias, call.c, call.rows, call.cols}, 1, kBFloat16, n, m, threads);
             return;
         }
@@ -228,7 +228,7 @@ bool bf16_spmm(const SpmmCall& call, int n, int m, int threads) {
         if (bf16_pairs(call, n, m, threads)) return;
 #endif
 #endif
-        valid = every_token<ByRows>(gemm, p, threads);
+        valid = call.unrounded ? every_token<ByRows, float>(gemm, p, threads) : every_token<ByRows, bf16>(gemm, p, threads);
     });
     return valid;
 }
@@ -243,7 +243,7 @@ bool bf16_spmm_transposed(const SpmmCall& call, int n, int m, int threads) {
             return;
         }
 #endif
-        valid = every_token<ByColumns>(gemm, p, threads);
+        valid = every_token<ByColumns, bf16>(gemm, p, threads);
     });
     return valid;
 }

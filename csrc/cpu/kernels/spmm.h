@@ -29,21 +29,37 @@ inline int64_t panel_bytes() { return caches().first * 3 / 4; }
 inline int64_t tile_bytes() { return caches().second / 2; }
 
 // B and C of one call: element (k, t) of B is b[k * b_row + t * b_col]; one of the strides is 1. C likewise; with a bias
-// c_row is.
+// c_row is. C is fp32 if it is not rounded.
 template <class T>
 struct Operands {
     const T* b;
     int64_t b_row, b_col;
-    T* c;
+    void* c;
     int64_t c_row, c_col;
     const T* bias;  // one per row of C, or null
     int64_t rows, cols, tokens;
+    bool unrounded;
+
+    // Elements of C from `at` on.
+    void write(const float* from, int64_t count, int64_t at) const {
+        if (unrounded) std::memcpy(static_cast<float*>(c) + at, from, size_t(count) * sizeof(float));
+        else from_floats(from, count, static_cast<T*>(c) + at);
+    }
+
+    // The tokens from `first` on, `count` of them.
+    Operands at_tokens(int64_t first, int64_t count) const {
+        Operands op = *this;
+        op.tokens = count;
+        op.b += first * b_col;
+        op.c = static_cast<char*>(c) + first * c_col * int64_t(unrounded ? sizeof(float) : sizeof(T));
+        return op;
+    }
 };
 
 template <class T>
 Operands<T> operands(const SpmmCall& call, int64_t rows, int64_t cols) {
-    return {static_cast<const T*>(call.b), call.b_row, call.b_col, static_cast<T*>(call.c), call.c_row, call.c_col,
-            static_cast<const T*>(call.bias), rows, cols, call.tokens};
+    return {static_cast<const T*>(call.b), call.b_row, call.b_col, call.c, call.c_row, call.c_col,
+            static_cast<const T*>(call.bias), rows, cols, call.tokens, call.unrounded};
 }
 
 // How `tokens` are cut: tiles of equal width, as few as possible, of at most `widest` vectors.
@@ -66,10 +82,7 @@ void by_chunks(const Operands<T>& all, int widest, const F& f) {
     const int64_t fit = kPackedBytes / int64_t(sizeof(float)) / kWidest / std::max<int64_t>(all.cols, 1);
     const int64_t chunk = std::max<int64_t>(fit, 1) * kWidest;
     for (int64_t done = 0; done < all.tokens; done += chunk) {
-        Operands<T> op = all;
-        op.tokens = std::min(chunk, all.tokens - done);
-        op.b += done * op.b_col;
-        op.c += done * op.c_col;
+        const Operands<T> op = all.at_tokens(done, std::min(chunk, all.tokens - done));
         f(op, TokenTiles(op.tokens, widest));
     }
 }
@@ -139,7 +152,7 @@ template <class T>
 void deliver(const Operands<T>& op, const float* tile, int64_t row, int64_t rows, int64_t token, int64_t width) {
     const int64_t there = std::min(width, op.tokens - token);
     if (op.c_row != 1) {  // then c_col is, and there is no bias
-        for (int64_t r = 0; r < rows; ++r) from_floats(tile + r * width, there, op.c + (row + r) * op.c_row + token);
+        for (int64_t r = 0; r < rows; ++r) op.write(tile + r * width, there, (row + r) * op.c_row + token);
         return;
     }
     alignas(64) float stage[kLanes * kStage], bias[kStage];
@@ -158,7 +171,7 @@ void deliver(const Operands<T>& op, const float* tile, int64_t row, int64_t rows
                 if (op.bias) {
                     for (int64_t r2 = 0; r2 < now; ++r2) line[r2] += bias[r2];
                 }
-                from_floats(line, now, op.c + (token + t + i) * op.c_col + row + r);
+                op.write(line, now, (token + t + i) * op.c_col + row + r);
             }
         }
     }

@@ -85,6 +85,7 @@ std::pair<int, int> gemm_plan(int64_t m, int64_t n, int64_t k, bool by_column, c
 void gemm_mma_sp(const GemmCall& call, const Queue& queue) {
     if (call.m == 0 || call.n == 0) return;
     if (call.m % 16 || call.k % gemm::kDepth || (call.by_column && call.n % 8)) throw std::invalid_argument("gemm: sizes are not whole tiles");
+    if (call.unrounded && !call.by_column) throw std::invalid_argument("gemm: only results by column are stored unrounded");
     if (call.m % (16 * call.warps)) throw std::invalid_argument("gemm: metadata for whole warpgroups, and rows for a part of one");
     if (call.dtype == kBFloat16) {
         gemm::by_way<bf16>(call, queue);

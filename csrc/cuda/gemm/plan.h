@@ -61,11 +61,12 @@ inline Rates rates_of(const Gpu& gpu) {
 // The number of non-empty parts with that many slabs.
 inline int part_of(int64_t slabs, int splits) { return int(std::max<int64_t>(1, cdiv(slabs, splits))); }
 
-// The kernel parameters of a call with that many tiles.
+// The kernel parameters of a call with that many tiles. A D that is not rounded consists of the sums of one part.
 template <class T>
 Gemm<T> gemm_of(const GemmCall& call, int64_t row_tiles, int64_t col_tiles) {
+    float* const parts = call.splits > 1 ? call.parts : call.unrounded ? static_cast<float*>(call.out) : nullptr;
     const Sums<T> sums{static_cast<T*>(call.out), static_cast<const T*>(call.bias), static_cast<const T*>(call.residual),
-                       call.splits > 1 ? call.parts : nullptr, call.by_column ? call.n : call.m, call.by_column ? call.m : call.n, call.activation};
+                       parts, call.by_column ? call.n : call.m, call.by_column ? call.m : call.n, call.activation};
     return {static_cast<const T*>(call.values), call.metadata, static_cast<const T*>(call.dense), sums, call.m, call.n, call.k,
             int(row_tiles), int(col_tiles), part_of(call.k / kDepth, call.splits), call.warps};
 }
@@ -78,7 +79,7 @@ inline void finish_parts(const GemmCall& call, const Queue& queue) {
     finish.residual = call.residual;
     finish.y = call.out;
     finish.parts = call.parts;
-    finish.dtype = call.dtype;
+    finish.dtype = call.unrounded ? int(kFloat32) : call.dtype;
     finish.activation = call.activation;
     finish.tokens = call.by_column ? call.m : call.n;
     finish.rows = call.by_column ? call.n : call.m;

@@ -29,6 +29,7 @@ void by_kernel(const GemmCall& call, int processors, const F& visit) {
 void check(const GemmCall& call) {
     if (call.warps != 4) throw std::invalid_argument("gemm: wgmma.sp reads metadata in its own order");
     if (call.m % 64 || call.k % kDepth || call.k == 0 || (call.by_column && call.n % 8)) throw std::invalid_argument("gemm: sizes are not whole tiles");
+    if (call.unrounded && !call.by_column) throw std::invalid_argument("gemm: only results by column are stored unrounded");
 }
 
 template <class T>

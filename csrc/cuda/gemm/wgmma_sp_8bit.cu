@@ -33,8 +33,6 @@ void by_kernel(const ScaledCall& call, int processors, const F& visit) {
                 const WgmmaLaunch grid = launch_of<decltype(tile), by_column>(call.gemm, processors, f, maps);
                 f.row_steps = call.row_steps, f.col_steps = call.col_steps;
                 f.row_stride = call.by_row, f.col_stride = call.by_col;
-                // fp32 results are the sums of one part
-                if (call.gemm.dtype == kFloat32 && call.gemm.splits == 1) f.sums.parts = static_cast<float*>(call.gemm.out);
                 visit(T{}, tile, by_column, grid, f, maps);
             });
         };
@@ -50,7 +48,7 @@ void check(const ScaledCall& call) {
     const GemmCall& gemm = call.gemm;
     const bool plain = !gemm.bias && !gemm.residual && gemm.activation == kNone;
     if (gemm.m % 64 || gemm.k % 128 || gemm.k == 0 || (gemm.by_column && gemm.n % 8)) throw std::invalid_argument("gemm: sizes are not whole tiles");
-    if (gemm.dtype != kBFloat16 && (gemm.dtype != kFloat32 || !plain)) throw std::invalid_argument("gemm: 8-bit wgmma.sp has no such result");
+    if (gemm.unrounded != (gemm.dtype == kFloat32) || (gemm.dtype != kBFloat16 && (gemm.dtype != kFloat32 || !plain))) throw std::invalid_argument("gemm: 8-bit wgmma.sp has no such result");
 }
 
 }  // namespace

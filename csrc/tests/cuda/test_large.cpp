@@ -200,7 +200,7 @@ TEST(large_mvue) {
             {
                 const EndsOnly some(4);
                 mvue(g.huge.data(), kType, outer, length, inner, 2, 4, seed, approx, dense.huge.data(), kQueue);
-                mvue_compress(g.huge.data(), kType, outer, length, inner, 2, 4, seed, approx, values.huge.data(), indices.at<uint8_t>(true), kQueue);
+                mvue_compress(g.huge.data(), kType, outer, length, inner, 2, 4, seed, approx, values.huge.data(), indices.at<uint8_t>(true), false, kQueue);
             }
             const std::string what = std::string(columns ? "columns" : "rows") + (approx ? ", approx" : "");
             for (int i = 0; i < 4; ++i) {

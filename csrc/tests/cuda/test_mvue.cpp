@@ -55,7 +55,7 @@ void agree(NM p, int dtype, Around a, bool approx, bool wide) {
     Buffer want_dense(numel, size), want_values(slots, size), want_indices(bytes, 1);
     by_loops(g, dtype, a, p, approx, seed, want_dense, want_values, want_indices);
     nm::cuda::mvue(g.data(), dtype, a.outer, a.length, a.inner, p.n, p.m, seed, approx, dense.data(), kQueue);
-    nm::cuda::mvue_compress(g.data(), dtype, a.outer, a.length, a.inner, p.n, p.m, seed, approx, values.data(), indices.as<uint8_t>(), kQueue);
+    nm::cuda::mvue_compress(g.data(), dtype, a.outer, a.length, a.inner, p.n, p.m, seed, approx, values.data(), indices.as<uint8_t>(), false, kQueue);
     const std::string what = label(p, dtype, wide ? "wide " : "") + (approx ? "approx " : "") + std::to_string(a.outer) + "x" + std::to_string(a.length) + "x" +
                              std::to_string(a.inner);
     CHECK(same_numbers(dense, want_dense, dtype)) << "mvue " << what;

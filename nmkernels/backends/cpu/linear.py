@@ -44,7 +44,7 @@ def linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, col
         g, values, indices = contiguous(g), contiguous(values), indices.contiguous()
     dx = g.new_empty((*g.shape[:-1], cols)) if out is None else out
     # (tokens, cols) is the core's matrix [cols, tokens] with strides 1 and cols
-    operands = values.data_ptr(), indices.data_ptr(), rows, cols, tokens, g.data_ptr(), 1, rows, 0, dx.data_ptr(), 1, cols
+    operands = values.data_ptr(), indices.data_ptr(), rows, cols, tokens, g.data_ptr(), 1, rows, 0, dx.data_ptr(), 1, cols, False
     valid = module.spmm_transposed(module.SpmmCall(*operands), DTYPES[g.dtype], n, m, torch.get_num_threads())
     if not valid:
         check_indices("linear_dgrad", valid, m)
@@ -52,11 +52,14 @@ def linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, col
 
 
 @register("nm_linear_wgrad")
-def linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out: Tensor | None = None) -> Tensor:
+def linear_wgrad(
+    values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:
     rows, width, module = values.shape[0], x.shape[1], core()
     x, values, indices = contiguous(x), contiguous(values), indices.contiguous()
-    dw = x.new_empty(rows, width) if out is None else out
-    operands = values.data_ptr(), indices.data_ptr(), rows, cols, width, x.data_ptr(), width, 1, 0, dw.data_ptr(), width, 1
+    dw = x.new_empty(rows, width, dtype=out_dtype or x.dtype) if out is None else out
+    to = dw.data_ptr(), width, 1, dw.dtype != x.dtype
+    operands = values.data_ptr(), indices.data_ptr(), rows, cols, width, x.data_ptr(), width, 1, 0, *to
     valid = module.spmm(module.SpmmCall(*operands), DTYPES[x.dtype], n, m, torch.get_num_threads())
     check_indices("linear_wgrad", valid, m)
     return dw

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..shared import Around, around, packed
+from ..shared import Around, around, in_layout, packed
 from .core import DTYPES, core, register
 
 
@@ -25,8 +25,10 @@ def _mvue(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, out: T
 
 @register("nm_mvue_compress")
 def _mvue_compress(
-    g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, out: tuple[Tensor, Tensor] | None = None
+    g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, layout: str = "canonical", out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
+    if layout != "canonical":
+        return in_layout(_mvue_compress(g, n, m, dim, seed, method), g.shape[dim], layout, out)
     given = around(g, dim)
     values, indices = packed(g, g.movedim(dim, -1).shape[:-1], given.length, n, m) if out is None else out
     core().mvue_compress(_call(given, seed, method), DTYPES[g.dtype], n, m, values.data_ptr(), indices.data_ptr(), torch.get_num_threads())

@@ -105,7 +105,8 @@ def multiply(
 ) -> Tensor:  # fmt: skip
     """Compute D = A B for a compressed A ``(m, k)``, into the contiguous ``out``.
 
-    B is ``[n, k]``, and D ``[n, m]``, activation(D + bias) + residual; with ``by_column`` B is ``[k, n]`` and D ``[m, n]``, as it is.
+    B is ``[n, k]``, and D ``[n, m]``, activation(D + bias) + residual; with ``by_column`` B is ``[k, n]`` and D ``[m, n]``, as it is, and
+    not rounded if ``out`` is float32.
     ``mma``: use ``mma.sp`` even if ``wgmma.sp`` could run.
     """
     v, i, d, o = values.data_ptr(), indices.data_ptr(), dense.data_ptr(), out.data_ptr()
@@ -126,21 +127,24 @@ def multiply(
     parts = values.new_empty(splits, m, n, dtype=torch.float32) if splits > 1 else None
     kernel(
         v, i, d, b, r, o, address(parts), DTYPES[values.dtype], ACTIVATIONS[activation], m, n, k, by_column,
-        warps, tile, splits, *queue(values),
+        warps, tile, splits, out.dtype != values.dtype, *queue(values),
     )  # fmt: skip
     return out
 
 
-def _takes_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> Verdict:
+def _takes_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, *_: Any) -> Verdict:
     if x.shape[1] % 8:  # 16 bytes
         return False, f"it copies 8 columns of x at once, and this one has {x.shape[1]}"
     return takes(values, indices, n, m, cols)
 
 
 @register("nm_linear_wgrad", _takes_wgrad)
-def linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out: Tensor | None = None) -> Tensor:
-    y = x.new_empty(values.shape[0], x.shape[1]) if out is None else out
-    return multiply(values, indices, x, y, x.shape[1], cols, True) if y.numel() else y
+def linear_wgrad(
+    values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None,
+    mma: bool = False,
+) -> Tensor:  # fmt: skip
+    y = x.new_empty(values.shape[0], x.shape[1], dtype=out_dtype or x.dtype) if out is None else out
+    return multiply(values, indices, x, y, x.shape[1], cols, True, mma=mma) if y.numel() else y
 
 
 FEW_TOKENS = 4
@@ -251,12 +255,11 @@ def linear_by_mma(
     return multiply(values, indices, x, y, tokens_of(x, cols), cols, False, bias, activation, residual, mma=True) if y.numel() else y
 
 
-def _takes_wgrad_instead(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> Verdict:
+def _takes_wgrad_instead(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, *_: Any) -> Verdict:
     found = _takes_wgrad(values, indices, n, m, cols, x)
     return _takes_instead(values, indices, n, m, cols) if found[0] else found
 
 
 @register("nm_linear_wgrad", _takes_wgrad_instead, backend=MMA, priority=PRIORITY - 1)
-def linear_wgrad_by_mma(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out: Tensor | None = None) -> Tensor:
-    y = x.new_empty(values.shape[0], x.shape[1]) if out is None else out
-    return multiply(values, indices, x, y, x.shape[1], cols, True, mma=True) if y.numel() else y
+def linear_wgrad_by_mma(*args: Any, out: Tensor | None = None) -> Tensor:
+    return linear_wgrad(*args, out=out, mma=True)

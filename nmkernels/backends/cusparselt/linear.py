@@ -66,7 +66,7 @@ AFTER = {"relu": "square", "gelu": ""}
 def problem_of(op: str, *args: Any, erf: bool = True) -> list[Problem]:
     """The GEMMs that can run a raw op's call, the most fused one first; ``erf``: whether the library's GELU may be used."""
     if op == "nm_linear_wgrad":
-        values, _, _, _, cols, x = args
+        values, _, _, _, cols, x, *_ = args
         return [Problem("tn.packed", x.dtype, x.dtype, values.shape[0], cols, x.shape[1])]
     if op != "nm_linear":
         raise BackendError(f"{op}: cuSPARSELt supports only nm_linear and nm_linear_wgrad.")
@@ -149,12 +149,14 @@ def linear(
     return y if out is None or y is out else out.copy_(y)
 
 
-def linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out: Tensor | None = None) -> Tensor:
+def linear_wgrad(
+    values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:
     """``nm_linear_wgrad``. A gradient is multiplied once, so its blob is not cached."""
     device, stream = device_and_stream(x)
     if on_other_device(x, device):
         with torch.cuda.device(device):
-            return linear_wgrad(values, indices, n, m, cols, x, out)
+            return linear_wgrad(values, indices, n, m, cols, x, out_dtype, out)
     session = session_on(device)
     (problem,) = problem_of("nm_linear_wgrad", values, indices, n, m, cols, x)
     plan = plan_for(problem, session, x, stream)
@@ -189,7 +191,9 @@ def _fits(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int,
     return (False, wrong) if wrong else (True, reason)
 
 
-def _fits_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> Verdict:
+def _fits_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out_dtype: torch.dtype | None = None) -> Verdict:
+    if out_dtype not in (None, x.dtype):
+        return False, f"it rounds its results to {x.dtype}, and this one is to be {out_dtype}"
     found, width = _fits(x, values, indices, n, m, cols), x.shape[1]
     if found[0] and (not width or width % width_step(x.dtype)):
         return False, f"the columns of x must be a multiple of {width_step(x.dtype)}, not {width}"

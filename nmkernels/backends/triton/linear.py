@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...pattern import Pattern
 from ...reference.linear import ACTIVATIONS
-from ..shared import contiguous
+from ..shared import contiguous, product
 from .compress import decompress
 from .launch import capability, cdiv, launch, next_power_of_2
 from .launches import Plan, by_words, choose
@@ -165,13 +165,18 @@ def linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, col
     return dx
 
 
-def linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out: Tensor | None = None) -> Tensor:
+def linear_wgrad(
+    values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:
     rows, width = values.shape[0], x.shape[1]
     values, indices = packed(values, indices)
     p = choose("wgrad", x.dtype, rows, cols, width, n, m, x.device, capability(x))
     if not _expands(p, values, indices, n, m, cols):
-        return _deliver(decompress(values, indices, n, m, cols) @ x, out)
-    dw = x.new_empty(rows, width) if out is None else out
+        dense = decompress(values, indices, n, m, cols)
+        if out_dtype is not None and not x.is_cuda:  # product would round
+            dense, x = dense.to(out_dtype), x.to(out_dtype)
+        return _deliver(product(dense, x, out_dtype), out)
+    dw = x.new_empty(rows, width, dtype=out_dtype or x.dtype) if out is None else out
     if dw.numel():
         x = matrix(x)
         spmm(p, values, indices, n, m, cols, x, x.stride(), None, "", dw, (width, 1))

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...reference import has_level_rule
-from ..shared import Around, around, packed
+from ..shared import Around, around, in_layout, packed
 from .compress import as_integers, compress
 from .groups import bits_of, kept, load_groups, narrow, store_groups, widen
 from .launch import cdiv, launch, next_power_of_2
@@ -323,9 +323,11 @@ def mvue(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, out: Te
 
 
 def mvue_compress(
-    g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, out: tuple[Tensor, Tensor] | None = None
+    g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, layout: str = "canonical", out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """``nm_mvue_compress``: a dense transposed estimate, then compressed; its non-zeros are the N largest of each group."""
+    if layout != "canonical":
+        return in_layout(mvue_compress(g, n, m, dim, seed, method), g.shape[dim], layout, out)
     given, groups = around(g, dim, transposed=True), cdiv(g.shape[dim], m)
     if out is None:
         out = packed(g, g.movedim(dim, -1).shape[:-1], g.shape[dim], n, m)

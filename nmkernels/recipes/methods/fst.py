@@ -65,7 +65,7 @@ class FST(ScheduledRecipe):
         decay: λ; it does not carry over between models and learning rates: ``nm.recipes.search_decay`` measures it.
         end: the step, or share of ``total_steps``, after which training is dense; None: it never is.
         mvue: S, unbiased N:M along tokens (Chmiel et al., ICLR 2023): ``"exact"``, of least variance; ``"approx"``, the two-draw sampler
-            that the authors ran; None for the dense GEMM.
+            that the authors ran; None for the dense GEMM. Left out where it costs more than it saves, as for ``SSTE``.
         mvue_pattern: N:M of the estimate.
         packed: as for ``SSTE``; in ∂L/∂x too, on GPUs by the transpose, packed along with the weight.
         seed: of the estimates, as for ``SSTE``.

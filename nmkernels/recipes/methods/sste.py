@@ -90,7 +90,9 @@ class SSTE(Recipe):
     Args:
         mvue: the output gradient g is replaced in ∂L/∂W = gᵀ x by its unbiased N:M estimate along tokens (Chmiel et al., ICLR 2023):
             ``"exact"``, of least variance; ``"approx"``, the two-draw sampler of the authors' code; None, the dense GEMM.
-            ``"magnitude"`` takes the N largest, which is biased: for comparison only.
+            ``"magnitude"`` takes the N largest, which is biased: for comparison only. It is drawn to save time, so with ``packed="auto"``
+            a GPU multiplies g itself where drawing takes longer than the GEMM gains (on an H100 below some 1700 inputs, by the rule that
+            chooses GEMMs; see ``nm.explain(layer, x)``); ``packed=True`` and ``False``, and CPUs, always estimate.
         mvue_pattern: N:M of the estimate, whatever the weights' pattern is.
         fp8: also round the operands of all three GEMMs to FP8 with the current largest magnitude as scale, on any device: ``"paper"``
             e4m3 forward, e5m2 for both operands in backward; ``"hybrid"`` e5m2 for gradients only. It is emulated, and saves no time,

@@ -31,10 +31,10 @@ def use(monkeypatch):
     return plan
 
 
-def multiply(values, indices, dense, by_column=False, bias=None, activation="", residual=None):
+def multiply(values, indices, dense, by_column=False, bias=None, activation="", residual=None, out_dtype=None):
     m, k = values.shape[0], 2 * values.shape[1]
     n = dense.shape[1] if by_column else dense.shape[0]
-    y = fill_poison(dense.new_empty((m, n) if by_column else (n, m)))
+    y = fill_poison(dense.new_empty((m, n) if by_column else (n, m), dtype=out_dtype or dense.dtype))
     return gemm.multiply(values, indices, dense, y, n, k, by_column, bias, activation, residual, mma=True)
 
 
@@ -94,6 +94,23 @@ def test_by_column(device, dtype, tile, use):
         use(tile, splits)
         values, indices, w = packed("2:4", rows, k, dtype, device)
         check(values, indices, w, inputs(k, cols, dtype, device), by_column=True)
+
+
+@dtypes
+@wide_tiles
+def test_results_that_are_not_rounded(device, dtype, tile, use):
+    """wgrad of a float32 weight: the sums themselves, of one part and of several; an address where 16 bytes cannot be stored at once."""
+    for rows, cols, k, splits in ((80, 136, 192, 1), (48, 40, 64 * 9, 3)):
+        use(tile, splits)
+        values, indices, w = packed("2:4", rows, k, dtype, device)
+        x = inputs(k, cols, dtype, device)
+        y = multiply(values, indices, x, True, out_dtype=torch.float32)
+        assert_no_worse(y, w.float() @ x.float(), w.double() @ x.double())
+        assert_equal_bits(y.to(dtype), multiply(values, indices, x, True))
+        out = unaligned(torch.zeros_like(y))
+        assert_equal_bits(gemm.multiply(values, indices, x, out, cols, k, True, mma=True), y)
+    with pytest.raises((ValueError, RuntimeError), match="by column"):
+        multiply(values, indices, inputs(8, k, dtype, device), out_dtype=torch.float32)
 
 
 @pytest.mark.quick(1)

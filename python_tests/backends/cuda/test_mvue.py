@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from nmkernels import Pattern, dispatch, reference, testing
+from nmkernels.backends.cuda.core import DTYPES, core, queue
 from nmkernels.reference.mvue import uniforms24
+from python_tests.backends.gemm_calls import unaligned
 from python_tests.backends.kernel_suites import MvueSuite, Ours
 from python_tests.ops.samples import seed
 
@@ -58,11 +60,50 @@ def test_whole_tiles_of_every_type(device: str, ours: Ours) -> None:
         check(ours, g, Pattern("2:4"), 0, seed(5, 6), "exact", device)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("layout", ["wgmma.sp", "mma.sp"])
+def test_metadata_of_a_tensor_core(layout: str, dtype: torch.dtype, device: str, ours: Ours) -> None:
+    """By the kernel itself where tiles are whole, several down and across; else from canonical indices. The values are the same."""
+    for shape, dim in (((256, 192), 0), ((384, 64), 0), ((192, 128), 0), ((64, 128), 1), ((0, 64), 0), ((128, 0), 0)):
+        g = torch.randn(shape).to(dtype)
+        g[::3] = 0.0
+        for stored in (g, g.t().contiguous().t(), unaligned(g)):
+            want = reference.mvue_compress(stored, 2, 4, dim, seed(5, 6), "exact", layout)
+            got = ours("nm_mvue_compress").fn(stored.to(device), 2, 4, dim, seed(5, 6).to(device), "exact", layout)
+            testing.assert_equal_bits(got, want)
+            out = tuple(testing.fill_poison(torch.empty_like(t)) for t in got)
+            assert ours("nm_mvue_compress").fn(stored.to(device), 2, 4, dim, seed(5, 6).to(device), "exact", layout, out=out) is not None
+            testing.assert_equal_bits(out, want)
+
+
+def test_who_writes_metadata(device: str) -> None:
+    """One kernel, for what training on Hopper has; nothing is written otherwise."""
+    module, words = core(torch.empty(0, device=device)), seed(1).to(device)
+    for dtype, sizes, approx, takes in (
+        (BF16, (1, 128, 64), False, True),
+        (F16, (2, 256, 128), False, True),
+        (F32, (1, 128, 64), False, False),
+        (BF16, (1, 64, 64), False, False),
+        (BF16, (1, 128, 56), False, False),
+        (BF16, (64, 128, 1), False, False),
+        (BF16, (1, 128, 64), True, False),
+        (BF16, (0, 128, 64), False, False),
+    ):
+        g = torch.randn(sizes, device=device).to(dtype)
+        values, meta = g.new_zeros(g.numel() // 2), torch.zeros(g.numel() // 32, dtype=torch.int32, device=device)
+        to = values.data_ptr(), meta.data_ptr(), True, *queue(g)
+        assert module.mvue_compress(g.data_ptr(), DTYPES[dtype], *sizes, 2, 4, words.data_ptr(), approx, *to) == takes
+        assert bool(meta.any()) == bool(values.any()) == takes
+
+
 @pytest.mark.slow
 def test_whole_tiles_two_for_a_block(device: str, ours: Ours) -> None:
     g = torch.randn(512, 256, 64, dtype=BF16)
     want = reference.mvue_compress(g, 2, 4, 1, seed(1), "exact")
     testing.assert_equal_bits(ours("nm_mvue_compress").fn(g.to(device), 2, 4, 1, seed(1).to(device), "exact"), want)
+    g = torch.randn(1024, 8192, dtype=BF16)
+    want = reference.mvue_compress(g, 2, 4, 0, seed(1), "exact", "wgmma.sp")
+    testing.assert_equal_bits(ours("nm_mvue_compress").fn(g.to(device), 2, 4, 0, seed(1).to(device), "exact", "wgmma.sp"), want)
 
 
 def test_the_first_of_all_uniforms_and_seeds_of_64_bits(device: str, ours: Ours) -> None:

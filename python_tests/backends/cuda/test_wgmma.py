@@ -62,7 +62,7 @@ def test_maps_are_within_the_limits_of_the_driver(by_column):
     for tile in BY_COLUMN if by_column else TILES:
         for m, n, k in ((64, 8, 64), (8192, 4104, 11008), (1 << 20, 1 << 20, 1 << 20)):
             x = torch.empty(k, n, dtype=BF16, device="meta") if by_column else torch.empty(n, k, dtype=BF16, device="meta")
-            plan = calls.host().gemm_wgmma_launch(16, 32, 48, 0, 0, 64, 0, 0, m, n, k, by_column, list(TILES).index(tile), 1, 132)
+            plan = calls.host().gemm_wgmma_launch(16, 32, 48, 0, 0, 64, 0, 0, m, n, k, by_column, list(TILES).index(tile), 1, False, 132)
             for i in (0, 6, 12):
                 to, inner, outer, *box, code = plan[0][i : i + 6]
                 calls.encode(9, to, (inner, outer), (2 * inner,), box, swizzle=calls.SPANS[code])
@@ -80,26 +80,27 @@ def test_what_is_launched():
         (8192, 8192, 1, 7, 16 * 43, 6),
         (8192, 8192, 1, 1, 16 * 43, 2),
     ):
-        plan = calls.host().gemm_wgmma_launch(16, 32, 48, 0, 0, 64, 0, 0, m, n, 1024, False, 0, splits, processors)
+        plan = calls.host().gemm_wgmma_launch(16, 32, 48, 0, 0, 64, 0, 0, m, n, 1024, False, 0, splits, False, processors)
         assert plan[2:4] == (tiles, blocks), (m, n, splits, processors)
 
 
 @host
 @pytest.mark.parametrize(
-    ("m", "n", "k", "by_column", "tile", "word"),
+    ("m", "n", "k", "by_column", "tile", "unrounded", "word"),
     [
-        (96, 64, 64, False, 0, "whole tiles"),
-        (64, 64, 96, False, 0, "whole tiles"),
-        (64, 64, 0, False, 0, "whole tiles"),
-        (64, 12, 64, True, 0, "whole tiles"),
-        (64, 64, 64, True, 4, "thin"),
-        (64, 64, 64, False, 5, "not known"),
-        (1 << 31, 64, 64, False, 0, "31 bits"),
+        (96, 64, 64, False, 0, False, "whole tiles"),
+        (64, 64, 96, False, 0, False, "whole tiles"),
+        (64, 64, 0, False, 0, False, "whole tiles"),
+        (64, 12, 64, True, 0, False, "whole tiles"),
+        (64, 64, 64, True, 4, False, "thin"),
+        (64, 64, 64, False, 5, False, "not known"),
+        (64, 64, 64, False, 0, True, "by column"),
+        (1 << 31, 64, 64, False, 0, False, "31 bits"),
     ],
 )
-def test_what_it_refuses(m, n, k, by_column, tile, word):
+def test_what_it_refuses(m, n, k, by_column, tile, unrounded, word):
     with pytest.raises(ValueError, match=word):
-        calls.host().gemm_wgmma_launch(16, 32, 48, 0, 0, 64, 0, 0, m, n, k, by_column, tile, 1, 132)
+        calls.host().gemm_wgmma_launch(16, 32, 48, 0, 0, 64, 0, 0, m, n, k, by_column, tile, 1, unrounded, 132)
 
 
 @host
@@ -107,7 +108,7 @@ def test_the_emulator_never_gets_it():
     values, indices, _ = packed("2:4", 64, 128, BF16)
     assert "emulator" in gemm.not_by_wgmma(values, indices)
     with pytest.raises(RuntimeError, match="emulator"):
-        calls.host().gemm_wgmma_sp(16, 32, 48, 0, 0, 64, 0, 1, 0, 64, 8, 64, False, 4, 0, 1, 0, 0)
+        calls.host().gemm_wgmma_sp(16, 32, 48, 0, 0, 64, 0, 1, 0, 64, 8, 64, False, 4, 0, 1, False, 0, 0)
 
 
 @pytest.fixture
@@ -200,19 +201,20 @@ def operand(rows, cols, dtype):
 
 def check(
     tile, m, n, k, dtype=BF16, by_column=False, bias=False, activation="", residual=False, splits=1, mode="earliest", processors=4,
-    by=calls.multiply,
+    by=calls.multiply, out_dtype=None,
 ):  # fmt: skip
     values, meta, w = operand(m, k, dtype)
     x = inputs(k, n, dtype) if by_column else inputs(n, k, dtype)
     b, r = inputs(1, m, dtype, seed=3)[0] if bias else None, inputs(n, m, dtype, seed=4) if residual else None
-    y = by(tile, values, meta, x, by_column, b, activation, r, splits, mode, processors)
+    y = by(tile, values, meta, x, by_column, b, activation, r, splits, mode, processors, out_dtype)
 
     def dense(w, x, b, r):
         made = w @ x if by_column else ACTIVATIONS[activation](F.linear(x, w, b))
         return made if r is None else made + r
 
     exact = dense(*(None if t is None else t.double() for t in (w, x, b, r)))
-    assert_no_worse(y, dense(w, x, b, r), exact, f"{tile} {m} {n} {k} {dtype} {mode}")
+    wide = [None if t is None else t.to(out_dtype or dtype) for t in (w, x, b, r)]
+    assert_no_worse(y, dense(*wide), exact, f"{tile} {m} {n} {k} {dtype} {mode}")
 
 
 @runs
@@ -260,6 +262,19 @@ def test_epilogues(mode="latest"):
 
 
 @runs
+@pytest.mark.parametrize("tile", BY_COLUMN)
+def test_results_that_are_not_rounded(tile, mode="latest"):
+    """The gradient of a float32 weight: the sums themselves, ragged, of several tiles a block and of parts of k."""
+    cols, stages = TILES[tile][1:3]
+    for dtype, (m, n, k), splits in (
+        (BF16, (320, cols + 72, 64 * (stages + 1)), 1),
+        (F16, calls.several(TILES[tile]), 1),
+        (BF16, (192, 72, 576), 3),
+    ):
+        check(tile, m, n, k, dtype, by_column=True, splits=splits, mode=mode, out_dtype=torch.float32)
+
+
+@runs
 @pytest.mark.parametrize("processors", [1, 132])
 def test_any_number_of_blocks(processors):
     check("wide", 320, 400, 128, processors=processors, mode="latest")
@@ -287,12 +302,14 @@ def on_gpu(monkeypatch):
     if why:
         pytest.skip(why)
 
-    def multiply(tile, values, meta, x, by_column=False, bias=None, activation="", residual=None, splits=1, mode="", processors=0):
+    def multiply(
+        tile, values, meta, x, by_column=False, bias=None, activation="", residual=None, splits=1, mode="", processors=0, out_dtype=None
+    ):
         monkeypatch.setattr(gemm, "choose_wgmma", lambda *_: (list(TILES).index(tile), splits))
         operands = (None if t is None else t.cuda() for t in (values, meta, x, bias, residual))
         values, meta, x, bias, residual = operands
         m, n = values.shape[0], x.shape[1 if by_column else 0]
-        y = fill_poison(x.new_empty((m, n) if by_column else (n, m)))
+        y = fill_poison(x.new_empty((m, n) if by_column else (n, m), dtype=out_dtype or x.dtype))
         return gemm.multiply(values, meta, x, y, n, 2 * values.shape[1], by_column, bias, activation, residual).cpu()
 
     return multiply
@@ -312,6 +329,7 @@ def test_every_tile_on_a_gpu(on_gpu, tile, dtype):
         assert_equal_bits(on_gpu(tile, values, meta, torch.eye(192, dtype=dtype), True), w)
         for m, n, k in ((64, 8, 64), (320, cols + 72, 64 * (stages + 1)), (1024, 1008, 2048)):
             check(tile, m, n, k, dtype, by_column=True, by=on_gpu)
+            check(tile, m, n, k, dtype, by_column=True, by=on_gpu, splits=2 if k > 64 else 1, out_dtype=torch.float32)
 
 
 @pytest.mark.gpu

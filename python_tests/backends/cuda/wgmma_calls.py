@@ -100,7 +100,8 @@ def launch(
     at = {name: 0 if t is None else t.data_ptr() for name, t in given.items() if name != "activation"}
     maps, parameter, *grid = host().gemm_wgmma_launch(
         values.data_ptr(), meta.data_ptr(), x.data_ptr(), at.get("bias", 0), at.get("residual", 0), y.data_ptr(), at.get("parts", 0),
-        ACTIVATIONS[given.get("activation", "")], m, n, k, by_column, list(TILES).index(tile), splits, processors,
+        ACTIVATIONS[given.get("activation", "")], m, n, k, by_column, list(TILES).index(tile), splits, y.dtype != x.dtype,
+        processors,
     )  # fmt: skip
     raw = [maps[i : i + 6] for i in (0, 6, 12)]
     encoded = [encode(TYPES[x.dtype], to, (inner, outer), (2 * inner,), box, swizzle=SPANS[code]) for to, inner, outer, *box, code in raw]
@@ -110,10 +111,11 @@ def launch(
 def multiply(
     tile: str, values: Tensor, meta: Tensor, x: Tensor, by_column: bool = False, bias: Tensor | None = None, activation: str = "",
     residual: Tensor | None = None, splits: int = 1, mode: str | int = "earliest", processors: int = 4,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """D; of several parts of k their sum, which a kernel of its own finishes."""
     m, n = values.shape[0], x.shape[1 if by_column else 0]
-    y = fill_poison(x.new_empty((m, n) if by_column else (n, m)))
+    y = fill_poison(x.new_empty((m, n) if by_column else (n, m), dtype=out_dtype or x.dtype))
     parts = fill_poison(torch.empty(splits, *y.shape)) if splits > 1 else None
     given = {"bias": bias, "residual": residual, "parts": parts}
     maps, parameter, tiles, blocks, threads, shared = launch(
@@ -127,7 +129,7 @@ def multiply(
     total = parts[0]
     for part in parts[1:]:
         total = total + part
-    return total.to(x.dtype)
+    return total.to(y.dtype)
 
 
 # ---- 8 bits

@@ -35,6 +35,8 @@ def judged(op, *args):
 
     def reference_of(convert):
         host = [a.cpu() if isinstance(a, torch.Tensor) else a for a in args]
+        if convert is torch.Tensor.double and op == "linear_wgrad":
+            host = host[:6]  # whatever the dtype of the result
         return getattr(reference, op)(*(convert(a) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in host))
 
     assert_no_worse(result, reference_of(lambda a: a), reference_of(torch.Tensor.double), op)
@@ -60,6 +62,7 @@ def test_gemms(pattern, device):
         judged("linear", x, *e, torch.randn(rows).to(dtype).to(device))
         judged("linear_dgrad", g, *e)
         judged("linear_wgrad", *e, x.t().contiguous())
+        judged("linear_wgrad", *e, x.t().contiguous(), torch.float32)
 
 
 @pytest.mark.parametrize("op", KINDS)
@@ -79,6 +82,7 @@ def test_split_sums_are_added_in_order(device, planned):
         first = judged("linear", x, *e, bias, "gelu")
         assert_equal_bits(family.linear(x, *e, bias, "gelu"), first)
         judged("linear_wgrad", *e, x.flatten(0, 1).t())
+        judged("linear_wgrad", *e, x.flatten(0, 1).t(), torch.float32)
 
 
 @pytest.mark.parametrize("activation", ["", "gelu", "silu", "relu2"])
