@@ -28,6 +28,7 @@ std::vector<nm::AdamWParam> adamw_params(const std::vector<int64_t>& words) {
         one.cols = next[1];
         one.step = at<float>(Address(next[2]));
         one.mask = at<uint8_t>(Address(next[3]));
+        one.index = &one - params.data();
         next += 4;
         for (nm::View* view : {&one.p, &one.grad, &one.avg, &one.sq, &one.top}) {
             *view = {at(Address(next[0])), int(next[1]), next[2], next[3]};
@@ -38,10 +39,11 @@ std::vector<nm::AdamWParam> adamw_params(const std::vector<int64_t>& words) {
 }
 
 std::array<double, 9> masked_adamw(const std::vector<int64_t>& params, const std::array<double, 9>& hyper, int n, int m, bool frozen,
-                                   bool eps_inside, bool maximize, bool geometric, bool held, bool fixed, Address grad_scale, Address found_inf,
-                                   int threads) {
+                                   bool eps_inside, bool maximize, bool geometric, bool held, bool fixed, bool stochastic, int64_t seed,
+                                   Address grad_scale, Address found_inf, int threads) {
     std::array<double, 9> stats;
-    const nm::AdamWCall call{hyper.data(), n, m, frozen, eps_inside, maximize, geometric, held, fixed, at<float>(grad_scale), at<float>(found_inf)};
+    const nm::AdamWCall call{hyper.data(), n, m, frozen, eps_inside, maximize, geometric, held, fixed, stochastic, uint64_t(seed),
+                             at<float>(grad_scale), at<float>(found_inf)};
     nm::kernels().masked_adamw(adamw_params(params), call, stats.data(), threads);
     return stats;
 }

@@ -120,11 +120,12 @@ void bind_adamw(py::module_& module) {
                                   int64_t params, int64_t t, int64_t tiles, int64_t b, int64_t blocks, int64_t other_t, int64_t other_tiles,
                                   int64_t other_b, int64_t other_blocks, Address hyper, const std::array<double, 8>& host_hyper, Address counts,
                                   int64_t count, Address scale, Address found, int n, int m, bool frozen, bool eps_inside, bool maximize,
-                                  bool geometric, bool top, bool held, bool fixed, int device, Address stream) {
+                                  bool geometric, bool top, bool held, bool fixed, bool stochastic, int64_t seed, int state, int device, Address stream) {
         nm::cuda::AdamWArguments a{at<int64_t>(table), at<int64_t>(gradients), at<int32_t>(owners), at<uint32_t>(scalars), at<double>(partials),
                                    at<double>(stats), params, at<double>(hyper), {}, at<int64_t>(counts), count, n, m};
         for (int i = 0; i < 8; ++i) a.host_hyper[i] = host_hyper[size_t(i)];
-        const nm::cuda::AdamWOptions options{at<float>(scale), at<float>(found), frozen, eps_inside, maximize, geometric, top, held, fixed};
+        const nm::cuda::AdamWOptions options{at<float>(scale), at<float>(found), frozen, eps_inside, maximize, geometric, top, held, fixed, stochastic, state,
+                                               uint64_t(seed)};
         nm::cuda::masked_adamw(a, part(t, tiles, b, blocks), part(other_t, other_tiles, other_b, other_blocks), options, queue(device, stream));
     }, Unlocked());
 }

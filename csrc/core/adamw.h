@@ -16,6 +16,7 @@ namespace nm {
 // What a step needs besides the element, each computed in fp64 and rounded to fp32 once.
 struct AdamW {
     float b1, omb1, b2, omb2, ibc1, bc2, sbc2, eps, wdf, lr, decay, clamp;
+    uint32_t t;
     bool frozen, eps_inside, maximize;
 };
 
@@ -62,6 +63,7 @@ NM_HD AdamW adamw_scalars(const double* hyper, int64_t t, bool frozen, bool eps_
     s.lr = float(lr);
     s.decay = float(hyper[5]);
     s.clamp = float(hyper[7]);
+    s.t = uint32_t(t);
     s.frozen = frozen;
     s.eps_inside = eps_inside;
     s.maximize = maximize;
@@ -105,5 +107,12 @@ template <class F, class S>
 NM_HD F adamw_apply(const S& s, F p, F u) {
     return (p * F(s.wdf)) - (F(s.lr) * u);
 }
+
+// States in bf16, rounded stochastically: x away from zero by 16 random bits r, so that the lower half of the result is zero; NaN stays.
+// Element j of the k-th param takes word j & 3 of the block (core/philox.h) at counter j >> 2 and offset adamw_stream(t, k): its lower half
+// for m, its upper half for v.
+NM_HD float rounded_by(float x, uint32_t r) { return is_nan(x) ? x : bits_float((float_bits(x) + r) & 0xffff0000u); }
+
+NM_HD uint64_t adamw_stream(uint32_t t, int64_t k) { return t | uint64_t(k) << 32; }
 
 }  // namespace nm

@@ -130,6 +130,7 @@ struct AdamWParam {
     View p, grad, avg, sq, top;
     float* step = nullptr;
     const uint8_t* mask = nullptr;  // held: bit c % 8 of byte c / 8 of its row, rows of (cols + 7) / 8 bytes
+    int64_t index = 0;              // of the parameter in its call
 };
 
 struct AdamWCall {
@@ -137,6 +138,8 @@ struct AdamWCall {
     int n, m;             // 0, 0: no masks, or held ones
     bool frozen, eps_inside, maximize, geometric;
     bool held, fixed;     // whether params have held masks, and whether weights outside of these stay zero
+    bool stochastic;      // how states in bf16 are rounded, by random words of the seed
+    uint64_t seed;
     const float *grad_scale, *found_inf;  // or null
 };
 

@@ -64,7 +64,7 @@ NM_DEVICE Place place_of(const AdamWParam& param, int64_t chunk) {
     return place;
 }
 
-template <bool kFlat, class P>
+template <bool kFlat, class P, class S>
 NM_DEVICE void step_tile(const AdamWCurrent& c, const AdamWOptions& o, int64_t tile, Tally& tally) {
     constexpr bool kHeld = std::is_same_v<P, Held>, kRanked = P::n > 0, kMasked = kRanked || kHeld, kWhole = kFlat || kRanked;
     // one chunk at a time: more would take the registers that other warps need
@@ -78,26 +78,26 @@ NM_DEVICE void step_tile(const AdamWCurrent& c, const AdamWOptions& o, int64_t t
         Elements<K> e;
         bool before[K]{}, after[K]{};
         if constexpr (kHeld) load_mask(c.param, place, before);
-        load_elements<kFlat>(c, o, place, e);
+        load_elements<kFlat, S>(c, o, place, e);
         if constexpr (kRanked) mask_quad<P::n, P::m>(e.p.at, before);
         if (inside) {
             NM_READ_AGAIN();  // or the compiler keeps all scalars, strides and addresses
             step_elements<kMasked, kHeld>(c.scalars, o, before, count, e, tally);
             NM_READ_AGAIN();
-            store_elements<kFlat>(c, o, place, e);
+            store_elements<kFlat, S>(c, o, place, e);
         }
         if constexpr (kRanked) mask_quad<P::n, P::m>(e.p.at, after);
         if (inside) settle_elements<kMasked, kHeld>(before, kHeld ? before : after, count, e, tally);
     }
 }
 
-// Flat params whose chunks are whole 16 bytes, and others: in one kernel they would take 110 registers.
-template <bool kFlat, class P>
+// Flat params whose chunks are whole 16 bytes, and others: in one kernel they would take 110 registers. S is the states' dtype.
+template <bool kFlat, class P, class S>
 __global__ void __launch_bounds__(kThreads, kBlocks) adamw_kernel(AdamWTables tables, AdamWPart part, AdamWOptions o) {
     NM_SHARED(AdamWCurrent, current);
     if (is_skipped(o.found)) return;
     Tally tally;
-    each_tile(tables, part, current, [&](int64_t tile) { step_tile<kFlat, P>(current, o, tile, tally); });
+    each_tile(tables, part, current, [&](int64_t tile) { step_tile<kFlat, P, S>(current, o, tile, tally); });
     put_stats<kThreads>(tables, part, o, tally);
 }
 
@@ -125,6 +125,7 @@ NM_ONE_BY_ONE
 
 static_assert(AnyTile::kElements / kThreads <= 32);
 
+template <class S>
 __global__ void __launch_bounds__(kThreads, kBlocks) adamw_any_kernel(AdamWTables tables, AdamWPart part, AdamWOptions o, int n, int m) {
     NM_SHARED(AdamWCurrent, current);
     NM_SHARED(AnyTile, groups);
@@ -142,9 +143,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks) adamw_any_kernel(AdamWTable
             Elements<1> e;
             const bool before = rank_in_group(groups.keys, at, m) < n;
             kept |= uint32_t(before) << k;
-            load_elements<false>(c, o, place, e);
+            load_elements<false, S>(c, o, place, e);
             step_elements<true, false>(c.scalars, o, &before, 1, e, tally);
-            store_elements<false>(c, o, place, e);
+            store_elements<false, S>(c, o, place, e);
             weights.at[at] = e.p.at[0];
         });
         __syncthreads();
@@ -176,19 +177,29 @@ AdamWCut adamw_cut(int n, int m) {
     return cut;
 }
 
-void adamw_step(const AdamWTables& tables, const AdamWPart& part, bool flat, const AdamWOptions& options, int n, int m, const Queue& queue) {
+namespace {
+
+template <class S>
+void start(const AdamWTables& tables, const AdamWPart& part, bool flat, const AdamWOptions& options, int n, int m, const Queue& queue) {
     const char* const name = "adamw_kernel";
     const Grid grid{part.blocks, kThreads};
     by_masks(n, m, options.held, [&](auto pattern) {
         using P = decltype(pattern);
         if constexpr (std::is_same_v<P, Any>) {
-            launch(name, adamw_any_kernel, grid, queue, tables, part, options, n, m);
+            launch(name, adamw_any_kernel<S>, grid, queue, tables, part, options, n, m);
         } else if (flat) {
-            launch(name, adamw_kernel<true, P>, grid, queue, tables, part, options);
+            launch(name, adamw_kernel<true, P, S>, grid, queue, tables, part, options);
         } else {
-            launch(name, adamw_kernel<false, P>, grid, queue, tables, part, options);
+            launch(name, adamw_kernel<false, P, S>, grid, queue, tables, part, options);
         }
     });
+}
+
+}  // namespace
+
+void adamw_step(const AdamWTables& tables, const AdamWPart& part, bool flat, const AdamWOptions& options, int n, int m, const Queue& queue) {
+    const auto step = options.state == kBFloat16 ? start<bf16> : start<float>;
+    step(tables, part, flat, options, n, m, queue);
 }
 
 }  // namespace nm::cuda

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "../core/dispatch.h"
+#include "../core/philox.h"
 #include "adamw_stats.h"
 #include "memory.h"
 
@@ -138,19 +139,23 @@ struct Elements {
     Floats<K> p, g, m, v, top{};
 };
 
-template <bool kFlat, int K>
+// Of the states' dtype: float or bf16.
+template <class S>
+constexpr int kDtypeOf = sizeof(S) == 4 ? kFloat32 : kBFloat16;
+
+template <bool kFlat, class S, int K>
 NM_DEVICE void load_elements(const AdamWCurrent& c, const AdamWOptions& o, const Place& place, Elements<K>& e) {
     const Raw<K> p = Walk<kFlat>::template load<K>(c, kWeight, c.param.dtype(kWeight), place);
     const Raw<K> g = Walk<kFlat>::template load<K>(c, kGradient, c.param.dtype(kGradient), place);
-    const Raw<K> m = Walk<kFlat>::template load<K>(c, kFirst, kFloat32, place);
-    const Raw<K> v = Walk<kFlat>::template load<K>(c, o.frozen && o.top ? kTop : kSecond, kFloat32, place);
+    const Raw<K> m = Walk<kFlat>::template load<K>(c, kFirst, kDtypeOf<S>, place);
+    const Raw<K> v = Walk<kFlat>::template load<K>(c, o.frozen && o.top ? kTop : kSecond, kDtypeOf<S>, place);
     Raw<K> top{};
-    if (o.top && !o.frozen) top = Walk<kFlat>::template load<K>(c, kTop, kFloat32, place);
+    if (o.top && !o.frozen) top = Walk<kFlat>::template load<K>(c, kTop, kDtypeOf<S>, place);
     e.p = widened(p, c.param.dtype(kWeight));
     e.g = widened(g, c.param.dtype(kGradient));
-    e.m = widened_as<float>(m);
-    e.v = widened_as<float>(v);
-    if (o.top && !o.frozen) e.top = widened_as<float>(top);
+    e.m = widened_as<S>(m);
+    e.v = widened_as<S>(v);
+    if (o.top && !o.frozen) e.top = widened_as<S>(top);
 }
 
 // The held mask of a chunk of a row, of which four bits are half a byte.
@@ -229,17 +234,41 @@ NM_DEVICE void step_elements(const AdamW& scalars, const AdamWOptions& o, const 
     }
 }
 
-// Rounds the weights to their dtype and writes them and the states.
-template <bool kFlat, int K>
+// Rounds states to bf16 by the random words of their elements (core/adamw.h); to_float(bf16) then gives them as they are.
+template <int K>
+NM_DEVICE void round_stochastically(const AdamWCurrent& c, const AdamWOptions& o, const Place& place, Elements<K>& e) {
+    const uint64_t first = uint64_t(place.row * c.param.cols + place.col), offset = adamw_stream(c.scalars.t, c.param.index);
+    const uint32_t skip = uint32_t(first) & 3u;
+    const Words here = philox_block(o.seed, offset, first >> 2);
+    Words next{};
+    if (K > 1 && skip) next = philox_block(o.seed, offset, (first >> 2) + 1);
+    NM_UNROLL
+    for (uint32_t i = 0; i < K; ++i) {
+        uint32_t word = 0;
+        NM_UNROLL
+        for (uint32_t j = 0; j < 4; ++j) {
+            if (i + skip == j) word = here.w[j];
+            if (i + skip == j + 4) word = next.w[j];
+        }
+        e.m.at[i] = rounded_by(e.m.at[i], word & 0xffffu);
+        e.v.at[i] = rounded_by(e.v.at[i], word >> 16);
+    }
+}
+
+// Rounds the weights and the states to their dtypes and writes them.
+template <bool kFlat, class S, int K>
 NM_DEVICE void store_elements(const AdamWCurrent& c, const AdamWOptions& o, const Place& place, Elements<K>& e) {
     const int dtype = c.param.dtype(kWeight);
     const Raw<K> p = narrowed(e.p, dtype);
     Walk<kFlat>::store(c, kWeight, dtype, place, p);
     e.p = widened(p, dtype);
-    Walk<kFlat>::store(c, kFirst, kFloat32, place, narrowed_to<float>(e.m));
+    if constexpr (sizeof(S) == 2) {
+        if (o.stochastic) round_stochastically(c, o, place, e);
+    }
+    Walk<kFlat>::store(c, kFirst, kDtypeOf<S>, place, narrowed_to<S>(e.m));
     if (!o.frozen) {
-        Walk<kFlat>::store(c, kSecond, kFloat32, place, narrowed_to<float>(e.v));
-        if (o.top) Walk<kFlat>::store(c, kTop, kFloat32, place, narrowed_to<float>(e.top));
+        Walk<kFlat>::store(c, kSecond, kDtypeOf<S>, place, narrowed_to<S>(e.v));
+        if (o.top) Walk<kFlat>::store(c, kTop, kDtypeOf<S>, place, narrowed_to<S>(e.top));
     }
 }
 

@@ -40,6 +40,9 @@ struct AdamWOptions {
     const float* found;  // likewise; if it is not 0, nothing happens
     bool frozen, eps_inside, maximize, geometric, top;
     bool held, fixed;  // whether params have held masks, and whether weights outside of these stay zero
+    bool stochastic;   // how states in bf16 are rounded, by random words of the seed
+    int state;         // code of the states' dtype, fp32 or bf16
+    uint64_t seed;
 };
 
 NM_HD bool is_skipped(const float* found) { return found && *found != 0.0f; }

@@ -13,9 +13,11 @@ enum Tensor { kP, kGrad, kAvg, kSq, kTop, kTensors };
 struct Options {
     bool masks, frozen, eps_inside, maximize, geometric, amsgrad, transposed;
     bool held = false, fixed = false;
+    int state = nm::kFloat32;
+    bool stochastic = false;
 };
 
-int type_of(int tensor, int dtype) { return tensor == kP || tensor == kGrad ? dtype : nm::kFloat32; }
+int type_of(int tensor, int dtype, int state) { return tensor == kP || tensor == kGrad ? dtype : state; }
 
 struct Result {
     std::vector<Buffer> tensors;
@@ -33,10 +35,16 @@ Result one_step(NM p, int dtype, int64_t rows, int64_t cols, Options o, bool edg
     param.step = &step;
     nm::View* views[kTensors] = {&param.p, &param.grad, &param.avg, &param.sq, &param.top};
     for (int i = 0; i < kTensors; ++i) {
-        const int type = type_of(i, dtype);
+        const int type = type_of(i, dtype, o.state);
         result.tensors.push_back(numbers(rows * cols, type, uint64_t(40 + i), edge_cases && i < kAvg));
         if (i == kSq || i == kTop) {
-            for (int64_t k = 0; k < rows * cols; ++k) result.tensors.back().as<float>()[k] *= result.tensors.back().as<float>()[k];
+            nm::by_dtype(type, [&](auto tag) {
+                using T = decltype(tag);
+                for (int64_t k = 0; k < rows * cols; ++k) {
+                    T& x = result.tensors.back().as<T>()[k];
+                    x = nm::from_float<T>(nm::to_float(x) * nm::to_float(x));
+                }
+            });
         }
         if (i == kTop && !o.amsgrad) continue;
         *views[i] = o.transposed ? nm::View{result.tensors.back().data(), type, 1, rows} : nm::View{result.tensors.back().data(), type, cols, 1};
@@ -46,7 +54,7 @@ Result one_step(NM p, int dtype, int64_t rows, int64_t cols, Options o, bool edg
     if (o.held) param.mask = bits.as<uint8_t>();
     const bool by_pattern = o.masks && !o.held;
     const nm::AdamWCall call{hyper, by_pattern ? p.n : 0, by_pattern ? p.m : 0, o.frozen, o.eps_inside, o.maximize, o.geometric,
-                             o.held, o.fixed, &scale, &skip};
+                             o.held, o.fixed, o.stochastic, 0xfedcba9876543210u, &scale, &skip};
     nm::kernels().masked_adamw({param}, call, result.stats.data(), threads);
     return result;
 }
@@ -59,7 +67,7 @@ void agree(NM p, int dtype, int64_t rows, int64_t cols, Options o, int options) 
             if (expected.tensors.empty()) expected = std::move(got);
             if (got.tensors.empty()) continue;
             for (size_t i = 0; i < got.tensors.size(); ++i) {
-                CHECK(same_numbers(got.tensors[i], expected.tensors[i], type_of(int(i), dtype))) << label(p, dtype, isa) << ", options " << options << ", tensor " << i;
+                CHECK(same_numbers(got.tensors[i], expected.tensors[i], type_of(int(i), dtype, o.state))) << label(p, dtype, isa) << ", options " << options << ", tensor " << i;
             }
             for (size_t i = 0; i < got.stats.size(); ++i) {
                 const bool same = got.stats[i] == expected.stats[i] || (got.stats[i] != got.stats[i] && expected.stats[i] != expected.stats[i]);
@@ -77,6 +85,22 @@ TEST(steps_agree) {
                                 (options & 16) != 0, (options & 32) != 0, (options & 64) != 0};
                 for (Size size : {Size{1, 1}, Size{3, 17}, Size{17, 33}, Size{1, 700}}) {
                     agree(p, dtype, size.rows, size.groups * p.m, o, options);
+                }
+            }
+        }
+    }
+}
+
+TEST(steps_with_states_in_bf16_agree) {
+    for (NM p : {NM{2, 4}, NM{1, 8}, NM{3, 5}}) {
+        for (int dtype : kDtypes) {
+            for (int options = 0; options < 128; options += 11) {
+                for (bool stochastic : {false, true}) {
+                    const Options o{(options & 1) == 0, (options & 2) != 0, (options & 4) != 0, (options & 8) != 0, (options & 16) != 0,
+                                    (options & 32) != 0, (options & 64) != 0, false, false, nm::kBFloat16, stochastic};
+                    for (Size size : {Size{1, 1}, Size{3, 17}, Size{17, 33}, Size{1, 700}}) {
+                        agree(p, dtype, size.rows, size.groups * p.m, o, options);
+                    }
                 }
             }
         }

@@ -151,9 +151,10 @@ def _of_optimizers(dtype: torch.dtype, normal: Callable[..., Tensor], rows: int,
     shape = rows, cols
     hyper = torch.tensor([1e-3, 0.9, 0.999, 1e-8, 0.1, 2e-4, 5.0, 0.0, 0.0], dtype=torch.float64, device="cpu")
 
-    def call(n: int, m: int, *flags: Any, largest: bool = False) -> Call:
+    def call(n: int, m: int, *flags: Any, largest: bool = False, states: torch.dtype = torch.float32) -> Call:
         p, g, state = normal(*shape, dtype=dtype), normal(*shape, dtype=dtype), normal(*shape)
-        lists = [p], [g], [state], [state.square()], [state.square() + 0.1] if largest else [], [torch.full((), 4.0, dtype=torch.float32)]
+        moments = [[x.to(states)] for x in (state, state.square(), state.square() + 0.1)]
+        lists = [p], [g], *moments[:2], moments[2] if largest else [], [torch.full((), 4.0, dtype=torch.float32)]
         return "nm_masked_adamw_", (*lists, hyper, n, m, *flags)
 
     usual = False, False, False, False, None, None
@@ -165,6 +166,8 @@ def _of_optimizers(dtype: torch.dtype, normal: Callable[..., Tensor], rows: int,
     bits = bits_of(normal(*shape) > 0)
     for fixed in (False, True):
         yield call(0, 0, *usual, [bits], fixed)
+    for stochastic in (False, True):
+        yield call(2, 4, *usual, None, False, stochastic, 5, largest=True, states=torch.bfloat16)
 
 
 def _of_8_bits(normal: Callable[..., Tensor], rows: int, cols: int) -> Iterator[Call]:

@@ -36,6 +36,7 @@ def _masked_adamw(*args: Any) -> tuple[Spec, ...]:
             empty = ", or none" if optional else ""
             raise ShapeError(f"{op}: {len(a.params)} params and {len(tensors)} {name}; there must be one per param{empty}.")
     _check_masks(op, a)
+    _check_states(op, a)
     for name, scalar in (("grad_scale", a.grad_scale), ("found_inf", a.found_inf)):
         if scalar is not None and (scalar.numel() != 1 or scalar.dtype != torch.float32):
             raise ShapeError(f"{op}: {name} is {scalar.dtype} of shape {tuple(scalar.shape)}; it must be one float32 element.")
@@ -47,6 +48,15 @@ def _masked_adamw(*args: Any) -> tuple[Spec, ...]:
         if step.dtype != torch.float32 or step.numel() != 1:
             raise DtypeError(f"{op}: steps[{i}] is {step.dtype} of shape {tuple(step.shape)}; it must be one float32 element.")
     return (((len(STATS),), torch.float64),)
+
+
+def _check_states(op: str, a: AdamWArgs) -> None:
+    """Check that all states have one dtype if any is bfloat16, and that only such are rounded stochastically."""
+    dtypes = {x.dtype for xs in (a.exp_avgs, a.exp_avg_sqs, a.max_exp_avg_sqs) for x in xs}
+    if len(dtypes) > 1 and torch.bfloat16 in dtypes:
+        raise DtypeError(f"{op}: some states are bfloat16 and others are not; those of one call are all bfloat16 or none.")
+    if a.stochastic and dtypes and dtypes != {torch.bfloat16}:
+        raise OptionError(f"{op}: stochastic=True rounds states to bfloat16, and these are {dtypes.pop()}. Pass states in bfloat16.")
 
 
 def _check_masks(op: str, a: AdamWArgs) -> None:
@@ -91,8 +101,9 @@ def _check_like(op: str, param_name: str, param: Tensor, name: str, x: Tensor) -
         raise ShapeError(f"{op}: {name} has shape {tuple(x.shape)}, {param_name} has {tuple(param.shape)}; they must be the same.")
     check_float(op, name, x)
     state = compute_dtype(param.dtype)
-    if "exp_avg" in name and x.dtype != state:
-        raise DtypeError(f"{op}: {name} is {x.dtype}; the state of a {param.dtype} param is kept in {state}.")
+    if "exp_avg" in name and x.dtype != state and (x.dtype != torch.bfloat16 or state == torch.float64):
+        other = "" if state == torch.float64 else " or torch.bfloat16"
+        raise DtypeError(f"{op}: {name} is {x.dtype}; the state of a {param.dtype} param is kept in {state}{other}.")
     check_device(op, **{param_name: param, name: x})
     if not name.startswith("grads"):
         _check_written(op, name, x)
@@ -109,7 +120,8 @@ nm_masked_adamw_ = define(
     # the fields of AdamWArgs, in order
     "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, "
     "Tensor(e!)[] steps, Tensor hyper, int n, int m, bool frozen=False, bool eps_inside=False, bool maximize=False, "
-    "bool geometric=False, Tensor? grad_scale=None, Tensor? found_inf=None, Tensor[]? masks=None, bool fixed=False) -> Tensor",
+    "bool geometric=False, Tensor? grad_scale=None, Tensor? found_inf=None, Tensor[]? masks=None, bool fixed=False, "
+    "bool stochastic=False, int seed=0) -> Tensor",
     _masked_adamw,
 )
 
@@ -132,6 +144,8 @@ def masked_adamw_(
     found_inf: Tensor | None = None,
     masks: Tensors | None = None,
     fixed: bool = False,
+    stochastic: bool = False,
+    seed: int = 0,
 ) -> Tensor:
     """Take one AdamW step of every param in one pass over memory, with decay of pruned weights, new masks and statistics.
 
@@ -150,7 +164,7 @@ def masked_adamw_(
 
     Args:
         params: float tensors, groups along the last dimension (pass a transposed view of an (in, out) weight).
-        grads, exp_avgs, exp_avg_sqs: one per param, of its shape; the states in fp32 (fp64 for fp64 params).
+        grads, exp_avgs, exp_avg_sqs: one per param, of its shape; the states in fp32 (fp64 for fp64 params), or all of them in bf16.
         steps: one-element fp32 tensors; the number of steps done so far, incremented here.
         hyper: fp64 ``(9,)``, named by ``HYPER``, on the CPU or the params' device; ``decay`` is λ, ``v_step`` the step whose bias
             correction a frozen v keeps (0: none).
@@ -160,6 +174,8 @@ def masked_adamw_(
         grad_scale, found_inf: of a ``GradScaler``; with found_inf != 0 nothing changes and all statistics are 0.
         masks: held masks, one per param, of ``mask_bits``: uint8 ``(*shape[:-1], ceil(cols / 8))``, contiguous; instead of a pattern.
         fixed: hold the weights outside of ``masks`` at zero.
+        stochastic, seed: how m and v are rounded to bf16: stochastically, by random words of the seed and the step count, and not to
+            nearest. ``nmkernels.reference.adamw`` has the definition.
 
     Returns:
         fp64 ``(9,)``, named by ``STATS``, summed over the params: 1 if applied; Σ|Δv|; Σ log|Δv|; elements with Δv = 0; mask bits flipped;
@@ -167,7 +183,7 @@ def masked_adamw_(
 
     Raises:
         ShapeError, DtypeError, PatternError: the tensors do not fit each other or the pattern; nothing is changed then.
-        OptionError: masks and a pattern, or ``fixed`` without masks.
+        OptionError: masks and a pattern, ``fixed`` without masks, ``stochastic`` without states in bf16, or a seed that is no int64.
 
     Example:
         >>> w = torch.tensor([[1.0, -2.0, 3.0, 0.5]])
@@ -177,10 +193,12 @@ def masked_adamw_(
         >>> w, dict(zip(STATS, stats.tolist()))["nonzeros"]
         (tensor([[ 0.9000, -2.1000,  2.9000,  0.4000]]), 2.0)
     """
+    if not -(2**63) <= seed < 2**63:
+        raise OptionError(f"nm_masked_adamw_: seed={seed} does not fit into int64. Reduce it modulo 2**63.")
     n, m = (0, 0) if pattern is None else ((p := as_pattern(pattern)).n, p.m)
     return nm_masked_adamw_(
         params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs or [], steps,
-        hyper, n, m, frozen, eps_inside, maximize, geometric, grad_scale, found_inf, masks, fixed,
+        hyper, n, m, frozen, eps_inside, maximize, geometric, grad_scale, found_inf, masks, fixed, stochastic, seed,
     )  # fmt: skip
 
 

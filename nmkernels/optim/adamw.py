@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from ..arguments import whole_number
 from ..layouts import LINEAR, as_matrix, ordered
 from ..ops import STATS, masked_adamw_
-from ..pattern import CheckpointError, DtypeError, Pattern
+from ..pattern import CheckpointError, DtypeError, OptionError, Pattern
 from ..shards import Groups, align_gradient, groups_of, is_sharded, local, reduced
 from .rules import PLAIN, Target, UpdateRule
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+STATES, ROUNDINGS = ("float32", "bfloat16"), ("nearest", "stochastic")
 
 
 class MaskedAdamW(torch.optim.AdamW):
@@ -34,13 +36,20 @@ class MaskedAdamW(torch.optim.AdamW):
     masks, λ and what else differs by phase: see ``UpdateRule``. Without a recipe there are no masks and no λ, and it
     equals ``torch.optim.AdamW`` to 1e-6 relative.
 
-    The moments of bf16 and fp16 parameters are fp32, also after ``load_state_dict``. A step that a ``GradScaler`` skips changes nothing.
-    State dicts load into ``torch.optim.AdamW`` and from it.
+    The moments of bf16 and fp16 parameters are fp32, also after ``load_state_dict``, or all are bf16. A step that a ``GradScaler`` skips
+    changes nothing. State dicts load into ``torch.optim.AdamW`` and from it, whatever the dtypes of the moments.
+
+    With moments in bf16 a step reads and writes 8 bytes a weight less. Each is rounded once, after the update has read it. To nearest, a
+    change of less than half a unit in the last of 8 bits is lost: v cannot fall while β₂ > 0.998. ``rounding="stochastic"`` keeps the mean.
 
     Args:
         params: parameters of any shape, or parameter groups; real floating point. Groups of N:M run along the input dimension.
         lr, betas, eps, weight_decay, amsgrad, maximize, capturable, foreach, fused: as for ``torch.optim.AdamW``. ``foreach`` changes
             nothing, as every step is fused; ``fused`` and ``capturable`` keep the step counts on the device.
+        states: the dtype of the moments, ``"float32"`` or ``"bfloat16"``; those of float64 parameters are float64.
+        rounding: of moments in bfloat16: ``"nearest"`` or ``"stochastic"``; the running maximum of amsgrad is always rounded to nearest.
+        seed: of stochastic rounding, below 2³². The random numbers depend on it, the step count and the order of the parameters, so that a
+            resumed run draws the same; a sharded parameter draws by the places in its shard.
 
     Attributes:
         targets: the maskable parameters, each with its ``Target``; set by the recipe.
@@ -51,6 +60,7 @@ class MaskedAdamW(torch.optim.AdamW):
 
     Raises:
         ValueError: a hyper-parameter is out of range, or ``differentiable=True``.
+        OptionError: ``states``, ``rounding`` or ``seed`` is not one of those above.
         DtypeError: in ``step``, a parameter is complex or a gradient sparse.
         CheckpointError: in ``load_state_dict``, the state is of another kind of optimizer or of another model.
 
@@ -63,10 +73,27 @@ class MaskedAdamW(torch.optim.AdamW):
         0.9
     """
 
-    def __init__(self, params: Any, lr: float | Tensor = 1e-3, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        *args: Any,
+        states: str = "float32",
+        rounding: str = "nearest",
+        seed: int = 0,
+        **kwargs: Any,
+    ) -> None:
         if kwargs.get("differentiable"):
             raise ValueError("MaskedAdamW: differentiable=True is not possible, the update is one fused kernel; use torch.optim.AdamW.")
+        for name, value, known in (("states", states, STATES), ("rounding", rounding, ROUNDINGS)):
+            if value not in known:
+                raise OptionError(f"{type(self).__name__}: {name}={value!r} is unknown; choose {' or '.join(map(repr, known))}.")
+        if rounding == "stochastic" and states != "bfloat16":
+            raise OptionError(f"{type(self).__name__}: rounding='stochastic' is for states='bfloat16'; those in {states} are not rounded.")
+        if whole_number(OptionError, f"{type(self).__name__}: seed", seed, least=0) >> 32:
+            raise OptionError(f"{type(self).__name__}: seed={seed} must be below 2**32.")
         super().__init__(params, lr, *args, **kwargs)
+        self.states, self.rounding, self.seed = states, rounding, seed
         self._init_masks()
 
     def _init_masks(self) -> None:
@@ -84,11 +111,14 @@ class MaskedAdamW(torch.optim.AdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for name, default in (("states", STATES[0]), ("rounding", ROUNDINGS[0]), ("seed", 0)):
+            self.__dict__.setdefault(name, default)
         if not hasattr(self, "targets"):
             self._init_masks()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
+        own = {"states": self.states, "rounding": self.rounding, "seed": self.seed}
+        return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups, **own}
 
     @torch.no_grad()
     @_disable_dynamo  # one kernel call: a graph is no faster, and would be recompiled for every learning rate
@@ -100,8 +130,10 @@ class MaskedAdamW(torch.optim.AdamW):
                 loss = closure()
         self.stats_numel = 0
         parts: dict[Groups, Tensor] = {}
+        number = 0
         for group in self.param_groups:
             for bucket in self._buckets(group):
+                bucket.number, number = number, number + 1
                 stats = self._run(group, bucket)
                 if bucket.maskable:
                     ranks = bucket.ranks
@@ -157,10 +189,13 @@ class MaskedAdamW(torch.optim.AdamW):
                 raise DtypeError(f"MaskedAdamW: parameters must be real floating point, got {p.dtype}; use torch.optim.AdamW for it.")
             on = p.device if group["capturable"] or group["fused"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=on)
-        dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
+        dtype = self._moments_dtype(p)
         for name in MOMENTS if group["amsgrad"] else MOMENTS[:2]:
             if name not in state:
                 state[name] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+
+    def _moments_dtype(self, p: Tensor) -> torch.dtype:
+        return torch.float64 if p.dtype == torch.float64 else torch.bfloat16 if self.states == "bfloat16" else torch.float32
 
     def _run(self, group: dict[str, Any], b: _Bucket) -> Tensor:
         rule = self.rule if b.maskable else PLAIN
@@ -182,6 +217,8 @@ class MaskedAdamW(torch.optim.AdamW):
             found_inf=getattr(self, "found_inf", None),
             masks=masks,
             fixed=rule.fixed,
+            stochastic=self.rounding == "stochastic" and b.params[0].dtype != torch.float64,
+            seed=self.seed | b.number << 32,
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -190,10 +227,11 @@ class MaskedAdamW(torch.optim.AdamW):
         # torch has cast the moments to the parameter's dtype, and keeps the tensors of the state dict without copying them
         for saved, p in pairs:
             state = self.state[p]
-            dtype = torch.float32 if p.dtype.itemsize == 2 else p.dtype
             for name in MOMENTS:
                 if name in saved:
-                    state[name] = torch.empty_like(p, dtype=dtype, memory_format=torch.preserve_format).copy_(saved[name].detach())
+                    state[name] = torch.empty_like(p, dtype=self._moments_dtype(p), memory_format=torch.preserve_format).copy_(
+                        saved[name].detach()
+                    )
             # torch turns a step saved as a number into a tensor of the default dtype; the kernel counts in fp32
             state["step"] = state["step"].detach().to(torch.float32, copy=True)
 
@@ -228,6 +266,7 @@ class _Bucket:
 
     def __init__(self, maskable: bool, pattern: Pattern | None, ranks: Groups) -> None:
         self.maskable, self.pattern, self.ranks, self.numel = maskable, pattern, ranks, 0
+        self.number = 0  # of the call in its step
         self.params: list[Tensor] = []
         self.grads: list[Tensor] = []
         self.steps: list[Tensor] = []

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..ops import STATS
-from ..pattern import NMError
+from ..pattern import NMError, OptionError
+from ..reference.common import compute_dtype
 from .adamw import MaskedAdamW, _Bucket
 from .rules import UpdateRule
 
@@ -58,6 +59,11 @@ class AnnealedAdamW(MaskedAdamW):
         0.9
     """
 
+    def __init__(self, params: Any, lr: float | Tensor = 1e-3, *args: Any, rounding: str = "nearest", **kwargs: Any) -> None:
+        if rounding == "stochastic":
+            raise OptionError("AnnealedAdamW: its update in torch operations rounds states to nearest; use rounding='nearest'.")
+        super().__init__(params, lr, *args, rounding=rounding, **kwargs)
+
     def _run(self, group: dict[str, Any], b: _Bucket) -> Tensor:
         if not b.maskable or not isinstance(self.rule, AnnealedRule):
             return super()._run(group, b)
@@ -90,16 +96,18 @@ class AnnealedAdamW(MaskedAdamW):
     def _block(self, group: dict[str, Any], rule: AnnealedRule, t: float | Tensor, applied: Tensor, *tensors: Tensor) -> Tensor:
         w, g, r, m, v, *peak = tensors
         (beta1, beta2), lr, scale = group["betas"], group["lr"], getattr(self, "grad_scale", None)
-        g, r = g.to(m.dtype), r.to(m.dtype)
+        dtype = compute_dtype(w.dtype)
+        old_m, old_v, old_w, *old_peak = (x.to(dtype) for x in (m, v, w, *peak))
+        g, r = g.to(dtype), r.to(dtype)
         g = g if scale is None else g / scale.to(g.device)
         g = -g if group["maximize"] else g
-        new_m = m * beta1 + g * (1 - beta1)
+        new_m = old_m * beta1 + g * (1 - beta1)
         u = new_m / (1 - beta1**t) + r
         s = u if rule.second_moment == "total" else g + r
-        new_v = v * beta2 + s * s * (1 - beta2)
-        new_peak = [torch.maximum(p, new_v) for p in peak]
+        new_v = old_v * beta2 + s * s * (1 - beta2)
+        new_peak = [torch.maximum(p, new_v) for p in old_peak]
         u = u / ((*new_peak, new_v)[0].sqrt() / (1 - beta2**t) ** 0.5 + group["eps"])
-        new_w = w.to(m.dtype) * (1 - lr * group["weight_decay"]) - lr * u
+        new_w = old_w * (1 - lr * group["weight_decay"]) - lr * u
         for old, new in zip((m, v, w, *peak), (new_m, new_v, new_w, *new_peak), strict=True):
             old.copy_(torch.where(applied, new.to(old.dtype), old))
         return u.abs().max()

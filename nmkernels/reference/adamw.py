@@ -2,6 +2,11 @@
 
 The equations are those of ``nm.ops.masked_adamw_``. Each operation is rounded once in the compute dtype (float32; float64 for float64), in
 the order of the code; β^t is computed in float64 by squaring.
+
+States in bfloat16 are widened, stepped in float32 and rounded once, after all else has read them: the update and the statistics are those
+of the new states before that. They are rounded to nearest even or, m and v only, stochastically: of 16 random bits r and the bits b of the
+float32, the upper half of b + r. The word of element j (row-major in its param) in step t of the k-th param is word j of the random stream
+of ``nm.ops.mvue`` with that seed and offset = t + 2³² k; r is its lower half for m and its upper half for v.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from torch import Tensor
 
 from .common import chunked_sum, compute_dtype
 from .mask import mask
+from .mvue import words
 
 SMALLEST = 2.0**-149
 """The smallest float32 denormal; the sum of logarithms counts smaller changes of v as this much."""
@@ -44,6 +50,8 @@ class AdamWArgs(NamedTuple):
     found_inf: Tensor | None = None
     masks: Sequence[Tensor] | None = None
     fixed: bool = False
+    stochastic: bool = False
+    seed: int = 0
 
 
 def bits_of(mask: Tensor) -> Tensor:
@@ -113,13 +121,16 @@ def masked_adamw_(*args: Any, **named: Any) -> Tensor:
     tops: Sequence[Tensor | None] = a.max_exp_avg_sqs or [None] * len(a.params)
     held: Sequence[Tensor | None] = [mask_of(bits, p.shape[-1]) for bits, p in zip(a.masks or (), a.params, strict=False)]
     held = held or [None] * len(a.params)
-    for p, grad, avg, sq, top, step, keep in zip(a.params, a.grads, a.exp_avgs, a.exp_avg_sqs, tops, a.steps, held, strict=True):
+    lists = zip(a.params, a.grads, a.exp_avgs, a.exp_avg_sqs, tops, a.steps, held, strict=True)
+    for k, (p, grad, avg, sq, top, step, keep) in enumerate(lists):
         step.add_(1)
-        s = _scalars(a.hyper.tolist(), int(step.item()), a.frozen, p)
+        t = int(step.item())
+        s = _scalars(a.hyper.tolist(), t, a.frozen, p)
+        drawn = words(torch.tensor([a.seed, t | k << 32], device=p.device), p.numel()).view(p.shape) if a.stochastic else None
         g = grad.to(s.b1.dtype)
         if a.grad_scale is not None:
             g = g / a.grad_scale.to(s.b1.dtype)
-        _step(a, s, p, -g if a.maximize else g, avg, sq, top, keep, stats)
+        _step(a, s, p, -g if a.maximize else g, avg, sq, top, keep, drawn, stats)
     return stats
 
 
@@ -129,10 +140,27 @@ def _mask(p: Tensor, a: AdamWArgs, held: Tensor | None) -> Tensor:
     return mask(p, a.n, a.m) if a.n else torch.ones_like(p, dtype=torch.bool)
 
 
+def _rounded(x: Tensor, drawn: Tensor | None) -> Tensor:
+    """``x``, or ``x`` rounded to 16 bits by the random bits that are drawn."""
+    if drawn is None:
+        return x
+    bits = (x.view(torch.int32).long() + drawn) & ~0xFFFF
+    return torch.where(x.isnan(), x, bits.to(torch.int32).view(torch.float32))
+
+
 def _step(
-    a: AdamWArgs, s: SimpleNamespace, p: Tensor, g: Tensor, avg: Tensor, sq: Tensor, top: Tensor | None, held: Tensor | None, stats: Tensor
+    a: AdamWArgs,
+    s: SimpleNamespace,
+    p: Tensor,
+    g: Tensor,
+    avg: Tensor,
+    sq: Tensor,
+    top: Tensor | None,
+    held: Tensor | None,
+    drawn: Tensor | None,
+    stats: Tensor,
 ) -> None:
-    """Step one parameter by its gradient in the compute dtype, and add to the statistics."""
+    """Step one parameter by its gradient in the compute dtype, and add to the statistics; ``drawn`` are the words of its elements."""
     before, old = _mask(p, a, held), p.to(g.dtype)
     if a.fixed:
         g = torch.where(before, g, 0.0)
@@ -140,12 +168,13 @@ def _step(
     stats[6] += chunked_sum(g.abs().masked_fill(before, 0.0))
     if s.decay != 0 and not a.fixed:
         g = torch.where(before, g, g + s.decay * old)
-    avg.copy_(s.b1 * avg + s.omb1 * g)
+    first = s.b1 * avg.to(g.dtype) + s.omb1 * g
+    avg.copy_(_rounded(first, None if drawn is None else drawn & 0xFFFF))
+    v = (sq if top is None else top).to(g.dtype)
     if not a.frozen:
-        _second_moment(g, sq, top, s, stats, a.geometric)
-    v = sq if top is None else top
+        v = _second_moment(g, sq, top, s, stats, a.geometric, None if drawn is None else drawn >> 16)
     denominator = _sqrt(v / s.bc2 + s.eps) if a.eps_inside else _sqrt(v) / s.sbc2 + s.eps
-    u = avg * s.ibc1 / denominator
+    u = first * s.ibc1 / denominator
     if u.numel():
         stats[8] = torch.maximum(stats[8], u.abs().max().double())
     if s.clamp != 0:
@@ -157,13 +186,20 @@ def _step(
     stats[7] += ((p != 0) & after).sum()
 
 
-def _second_moment(g: Tensor, sq: Tensor, top: Tensor | None, s: SimpleNamespace, stats: Tensor, geometric: bool) -> None:
-    v = s.b2 * sq + s.omb2 * (g * g)
-    change = (v - sq).abs()
+def _second_moment(
+    g: Tensor, sq: Tensor, top: Tensor | None, s: SimpleNamespace, stats: Tensor, geometric: bool, drawn: Tensor | None
+) -> Tensor:
+    """Update ``sq`` and ``top``; returns the one that the update divides by, before it is rounded."""
+    old = sq.to(g.dtype)
+    v = s.b2 * old + s.omb2 * (g * g)
+    change = (v - old).abs()
     stats[1] += chunked_sum(change)
     if geometric:
         stats[2] += chunked_sum(change.double().clamp_min(SMALLEST).log())
-        stats[3] += (v == sq).sum()
-    sq.copy_(v)
-    if top is not None:
-        top.copy_(torch.maximum(top, v))
+        stats[3] += (v == old).sum()
+    sq.copy_(_rounded(v, drawn))
+    if top is None:
+        return v
+    largest = torch.maximum(top.to(g.dtype), v)
+    top.copy_(largest)
+    return largest

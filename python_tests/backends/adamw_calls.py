@@ -29,7 +29,9 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def make(gen: torch.Generator, *shapes: tuple[int, ...], dtype=torch.float32, grad=torch.float32, amsgrad=False) -> dict[str, Any]:
+def make(
+    gen: torch.Generator, *shapes: tuple[int, ...], dtype=torch.float32, grad=torch.float32, amsgrad=False, state=torch.float32
+) -> dict[str, Any]:
     """One call's tensors."""
 
     def normal(scale: float, kind: torch.dtype) -> list[Tensor]:
@@ -39,9 +41,9 @@ def make(gen: torch.Generator, *shapes: tuple[int, ...], dtype=torch.float32, gr
     return {
         "params": normal(1.0, dtype),
         "grads": normal(0.1, grad),
-        "exp_avgs": normal(0.1, torch.float32),
-        "exp_avg_sqs": squares,
-        "max_exp_avg_sqs": [x + 0.01 * torch.rand(x.shape, generator=gen) - 0.005 for x in squares] if amsgrad else [],
+        "exp_avgs": normal(0.1, state),
+        "exp_avg_sqs": [x.to(state) for x in squares],
+        "max_exp_avg_sqs": [(x + 0.01 * torch.rand(x.shape, generator=gen) - 0.005).to(state) for x in squares] if amsgrad else [],
         "steps": [torch.tensor(float(i)) for i in range(len(shapes))],
     }
 
@@ -59,9 +61,9 @@ def held(gen: torch.Generator, call: dict[str, Any], density: float = 0.5, spare
     return bits
 
 
-def edge(gen: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
+def edge(gen: torch.Generator, dtype: torch.dtype, state: torch.dtype = torch.float32) -> dict[str, Any]:
     """A call with a third of its elements out of ``EDGE_CASES``."""
-    call = make(gen, (60, 24), amsgrad=True, dtype=dtype)
+    call = make(gen, (60, 24), amsgrad=True, dtype=dtype, state=state)
     for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
         x = call[name][0]
         chosen = torch.tensor(EDGE_CASES).to(x.dtype)[torch.randint(len(EDGE_CASES), x.shape, generator=gen)]
@@ -101,14 +103,18 @@ def same_as_reference(
     found=None,
     masks: list[Tensor] | None = None,
     fixed: bool = False,
+    stochastic: bool = False,
+    seed: int = 0,
     **flags: bool,
 ) -> Tensor:
     """``run`` steps ``ours``, the reference a copy of ``call``; everything they write must agree. Returns the statistics."""
     device, options, theirs = ours["params"][0].device if ours["params"] else h.device, [flags.get(k, False) for k in FLAGS], copied(call)
     scalars = (None if x is None else x.to(device) for x in (scale, found))
     placed = None if masks is None else [x.to(device) for x in masks]
-    stats = run(*ours.values(), h.to(device), n, m, *options, *scalars, placed, fixed)
-    expected = reference.masked_adamw_(*theirs.values(), h.cpu(), n, m, *options, scale, found, masks and [x.cpu() for x in masks], fixed)
+    stats = run(*ours.values(), h.to(device), n, m, *options, *scalars, placed, fixed, stochastic, seed)
+    expected = reference.masked_adamw_(
+        *theirs.values(), h.cpu(), n, m, *options, scale, found, masks and [x.cpu() for x in masks], fixed, stochastic, seed
+    )
     for name in call:
         assert_equal_bits(ours[name], theirs[name], name)
     stats = stats.cpu()

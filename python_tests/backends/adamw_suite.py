@@ -198,6 +198,55 @@ class AdamWSuite:
                 ours = shifted(copied(call, device), shift)
                 same_as_reference(self.step, ours, call, hyper(), 0, 0, masks=masks, fixed=fixed)
 
+    @pytest.mark.parametrize("stochastic", [False, True])
+    @pytest.mark.parametrize(("dtype", "grad"), [(F32, F32), (F32, BF16), (BF16, BF16), (F16, F32)], ids=str)
+    def test_states_in_bf16(self, device, dtype, grad, stochastic):
+        """Rounded to nearest or by random words, under every pattern, flag and layout; nothing else of the step changes."""
+        every = {"frozen": True, "eps_inside": True, "maximize": True, "geometric": True}
+        seeds = iter((0, 1, -(2**63), 2**63 - 1, 5, 2**40 + 3))
+        for n, m in [(0, 0), (2, 4), (1, 16), (3, 5), (7, 256)]:
+            cols = m * (5 if m < 256 else 2) or 37
+            options = {"stochastic": stochastic, "seed": next(seeds)}
+            call = make(seeded(1), (6, cols), (cols,), (2, 3, cols), (0, cols), dtype=dtype, grad=grad, amsgrad=m == 4, state=BF16)
+            self.compare(device, call, hyper(lr=0.3), n, m, **options)
+            self.compare(device, call, hyper(v_step=7.0), n, m, scale=torch.tensor([3.0]), found=torch.zeros(1), **every, **options)
+            strided = {k: [LAYOUTS["transposed"](x) if x.dim() == 2 else x for x in v] for k, v in call.items()}
+            self.compare(device, strided, hyper(), n, m, geometric=True, **options)
+            assert not self.compare(device, call, hyper(), n, m, found=torch.ones(1), **options).any()
+        call = make(seeded(2), (7, 40), (5, 13), (19,), dtype=dtype, grad=grad, amsgrad=True, state=BF16)
+        self.compare(device, call, hyper(), 0, 0, masks=held(seeded(3), call), fixed=True, **options)
+        call = edge(seeded(5), dtype, BF16)
+        for flags in ({}, {"eps_inside": True}, {"maximize": True, "geometric": True}):
+            self.compare(device, call, hyper(clamp=1.0), 2, 4, **options, **flags)
+
+    def test_states_in_bf16_at_any_address(self, device):
+        sizes = [around + extra for around in (64, 256, 1024, 4096) for extra in (-3, -1, 0, 1, 4)]
+        for shift in (0, 1, 4):
+            call = make(seeded(13), *((size,) for size in sizes), (17, 1032), (33, 130), state=BF16)
+            for stochastic in (False, True):
+                same_as_reference(self.step, shifted(copied(call, device), shift), call, hyper(), 0, 0, stochastic=stochastic, seed=9)
+
+    def test_random_roundings_are_those_of_the_element_the_step_and_the_param(self, device):
+        """The same words twice, others for another step, param or seed; unbiased."""
+        shape = (16, 64)
+        call = {k: [x.clone() for x in xs * 2] for k, xs in make(seeded(1), shape, state=BF16).items()}
+        h, rest = hyper(decay=0.0).to(device), (0, 0, False, False, False, False, None, None, None, False, True)
+
+        def moments(seed: int = 0, step: float = 0.0) -> list[Tensor]:
+            ours = copied({**call, "steps": [torch.tensor(step)] * 2}, device)
+            self.step(*ours.values(), h, *rest, seed)
+            return [x.cpu().float() for x in (*ours["exp_avgs"], *ours["exp_avg_sqs"])]
+
+        first = moments()
+        assert_equal_bits(moments(), first)
+        assert not any(map(torch.equal, first, moments(seed=1))) and not any(map(torch.equal, first, moments(step=1.0)))
+        assert not torch.equal(first[0], first[1]) and not torch.equal(first[2], first[3])
+        exact = 0.9 * call["exp_avgs"][0].float() + 0.1 * call["grads"][0].float()
+        drawn = torch.stack([moments(seed=i)[0] for i in range(24)])
+        unit = torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - 8)  # of the last of bf16's eight bits
+        assert (drawn - exact).abs().lt(unit).all() and (drawn != exact.to(BF16)).any(0).float().mean() > 0.5
+        assert ((drawn - exact) / unit).mean().abs() < 5 * 0.5 / drawn.numel() ** 0.5
+
     def test_every_kind_in_one_call(self, device):
         """Aligned, unaligned, transposed and half-precision params, twice."""
         parts = [make(seeded(i), (8, 16), dtype=dtype) for i, dtype in enumerate((F32, F32, F32, BF16, F16))]
@@ -225,6 +274,9 @@ class GpuAdamWSuite(AdamWSuite):
             for frozen in (False, True):
                 ours = {**copied(call, device), "steps": copied(call)["steps"]}
                 same_as_reference(self.step, ours, call, hyper(lr=-0.1, v_step=3.0, clamp=0.5), 2, 4, found=found, frozen=frozen)
+        narrow = {k: [x.to(BF16) if "exp_avg" in k else x for x in v] for k, v in call.items()}
+        ours = {**copied(narrow, device), "steps": copied(call)["steps"]}
+        same_as_reference(self.step, ours, narrow, hyper(), 2, 4, stochastic=True, seed=3)
         ours = {**copied(call, device), "steps": copied(call)["steps"]}
         monkeypatch.setattr(streams, "capturing", lambda device: True)
         with pytest.raises(BackendError, match="capturable=True"):

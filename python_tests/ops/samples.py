@@ -37,10 +37,12 @@ def adamw(
     inf: bool = False,
     held: bool = False,
     fixed: bool = False,
+    states: torch.dtype | None = None,
+    stochastic: bool = False,
     **flags: Any,
 ) -> tuple[Any, ...]:
     """Arguments of the raw op ``nm_masked_adamw_``."""
-    state = torch.float64 if dtype == torch.float64 else torch.float32
+    state = states or (torch.float64 if dtype == torch.float64 else torch.float32)
 
     def each(dtype: torch.dtype, positive: bool = False) -> list[Tensor]:
         made = [torch.randn(s).to(dtype) for s in shapes]
@@ -63,4 +65,6 @@ def adamw(
         torch.tensor([1.0 if inf else 0.0]) if scaled else None,
         [ops.mask_bits(torch.rand(s) < 0.5) for s in shapes] if held else None,
         fixed,
+        stochastic,
+        7 if stochastic else 0,
     )

@@ -305,6 +305,8 @@ class TestMaskedAdamW(Conformance):
         "f64": lambda: adamw(dtype=F64),
         "held": lambda: adamw(((6, 8), (3, 13)), 0, 0, held=True, geometric=True, scaled=True),
         "held_fixed_bf16": lambda: adamw(((6, 16), (9,)), 0, 0, BF16, held=True, fixed=True, amsgrad=True),
+        "bf16_states": lambda: adamw(amsgrad=True, states=BF16, geometric=True),
+        "stochastic": lambda: adamw(((6, 16), (3, 8)), 1, 8, F16, states=BF16, stochastic=True),
         "held_fixed_f64": lambda: adamw(n=0, m=0, dtype=F64, held=True, fixed=True, frozen=True),
     }
 

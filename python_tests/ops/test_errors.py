@@ -118,6 +118,7 @@ WRONG = {
     "seed_type": (lambda: ops.mvue(W, "2:4", seed=1.5), ops.OptionError, "1.5"),
     "seed_bool": (lambda: ops.mvue(W, "2:4", seed=True), ops.OptionError, "True"),
     "offset_with_tensor": (lambda: ops.mvue(W, "2:4", seed=seed(), offset=1), ops.OptionError, "offset=1"),
+    "adamw_seed": (lambda: ops.masked_adamw_([], [], [], [], [], torch.zeros(9).double(), seed=2**63), ops.OptionError, "int64"),
     "relayout_pattern": (
         lambda: ops.relayout(ops.compress(torch.ones(16, 64).bfloat16(), "3:8"), "mma.sp"),
         PatternError,
@@ -179,6 +180,13 @@ ADAMW = {
     "bool masks": ({"masks": [torch.ones(2, 8).bool()], **PLAIN}, DtypeError, r"masks\[0\].*bool.*mask_bits"),
     "bytes of masks": ({"masks": [torch.ones(2, 2).byte()], **PLAIN}, ShapeError, r"masks\[0\].*\(2, 2\).*\(2, 1\)"),
     "strided masks": ({"masks": [torch.ones(2, 2).byte()[:, :1]], **PLAIN}, ShapeError, r"masks\[0\].*not contiguous"),
+    "states": ({"exp_avgs": [torch.ones(2, 8).bfloat16()]}, DtypeError, "some states are bfloat16"),
+    "states of float64": (
+        {"params": [torch.ones(2, 8).double()], "exp_avgs": [torch.ones(2, 8).bfloat16()], "exp_avg_sqs": [torch.ones(2, 8).bfloat16()]},
+        DtypeError,
+        r"exp_avgs\[0\] is torch.bfloat16; the state of a torch.float64 param is kept in torch.float64\.",
+    ),
+    "stochastic": ({"stochastic": True}, ops.OptionError, "stochastic=True.*float32.*bfloat16"),
     "fixed": ({"fixed": True}, ops.OptionError, "fixed=True.*masks"),
     "params": ({"params": [torch.ones(2, 8, dtype=torch.int64)]}, DtypeError, r"params\[0\].*int64"),
     **EXPANDED,

@@ -6,8 +6,8 @@ import io
 import pytest
 import torch
 
-from nmkernels.optim import MaskedAdamW
-from nmkernels.pattern import CheckpointError
+from nmkernels.optim import AnnealedAdamW, MaskedAdamW
+from nmkernels.pattern import CheckpointError, OptionError
 from python_tests.for_each import for_each
 
 
@@ -116,3 +116,84 @@ def test_foreign_states_are_refused_and_change_nothing():
     assert optimizer.param_groups[0]["lr"] == 0.123
     for i, s in before["state"].items():
         assert same(optimizer.state_dict()["state"][i], s)
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+@for_each("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@for_each("rounding", ["nearest", "stochastic"])
+@for_each("fused", [None, True])
+def test_states_in_bf16_resume_bit_for_bit(dtype, rounding, fused):
+    """Every moment is bfloat16, those of float64 weights are float64; a resumed run draws the same random numbers."""
+    a, b = layer(dtype), layer(dtype)
+    options = {"lr": 0.01, "amsgrad": True, "fused": fused, "states": "bfloat16", "rounding": rounding}
+    first, second = (MaskedAdamW(m.parameters(), seed=3, **options) for m in (a, b))
+    train(a, first, 4)
+    wanted = torch.float64 if dtype == torch.float64 else torch.bfloat16
+    assert {s[name].dtype for s in first.state.values() for name in MOMENTS} == {wanted}
+    b.load_state_dict(a.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        assert same(second.state[q], first.state[p])
+    train(a, first, 4, first=4)
+    train(b, second, 4, first=4)
+    assert torch.equal(a.weight, b.weight) and all(map(same, first.state.values(), second.state.values()))
+    c = layer(dtype)
+    train(c, MaskedAdamW(c.parameters(), seed=4, **options), 8)
+    assert torch.equal(c.weight, a.weight) == (rounding == "nearest" or dtype == torch.float64)
+
+
+def test_states_in_bf16_from_and_into_float32():
+    a, b, c, d = (layer() for _ in range(4))
+    wide, narrow = MaskedAdamW(a.parameters(), lr=0.02), MaskedAdamW(b.parameters(), states="bfloat16")
+    train(a, wide, 5)
+    b.load_state_dict(a.state_dict())
+    narrow.load_state_dict(wide.state_dict())
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        for name in MOMENTS[:2]:
+            assert torch.equal(narrow.state[q][name], wide.state[p][name].bfloat16())
+    train(b, narrow, 2, first=5)
+    for model, optimizer in ((c, torch.optim.AdamW(c.parameters())), (d, MaskedAdamW(d.parameters()))):
+        model.load_state_dict(b.state_dict())
+        optimizer.load_state_dict(copy.deepcopy(narrow.state_dict()))
+        for q, p in zip(b.parameters(), model.parameters(), strict=True):
+            for name in MOMENTS[:2]:
+                assert torch.equal(optimizer.state[p][name], narrow.state[q][name].float())
+        train(model, optimizer, 1, first=7)
+    assert torch.allclose(c.weight, d.weight, rtol=1e-6, atol=1e-7)
+
+
+def test_states_in_bf16_stay_close_to_float32_where_their_rounding_is_random():
+    """To nearest v never falls with beta2 = 0.999: a change of a thousandth is less than half a unit. At random it follows on average."""
+    grads = [torch.randn(64, 64, generator=torch.Generator().manual_seed(t)) * (1.0 if t < 20 else 0.01) for t in range(220)]
+    moments = {}
+    for states, rounding in (("float32", "nearest"), ("bfloat16", "nearest"), ("bfloat16", "stochastic")):
+        w = torch.nn.Parameter(torch.zeros(64, 64))
+        optimizer = MaskedAdamW([w], lr=1e-3, states=states, rounding=rounding)
+        for g in grads:
+            w.grad = g
+            optimizer.step()
+        moments[states, rounding] = optimizer.state[w]["exp_avg_sq"].float().mean().item()
+    exact, nearest, stochastic = moments.values()
+    assert abs(stochastic / exact - 1) < 0.005 and abs(nearest / exact - 1) > 0.1
+
+
+def test_the_options_of_states_are_copied_and_checked():
+    model = layer()
+    optimizer = MaskedAdamW(model.parameters(), states="bfloat16", rounding="stochastic", seed=9)
+    train(model, optimizer, 1)
+    again = copy.deepcopy(optimizer)
+    assert (again.states, again.rounding, again.seed) == ("bfloat16", "stochastic", 9)
+    assert MaskedAdamW(model.parameters()).states == "float32"
+    for options, said in (
+        ({"states": "bf16"}, "states='bf16'.*'float32' or 'bfloat16'"),
+        ({"rounding": "up"}, "rounding='up'.*'nearest' or 'stochastic'"),
+        ({"rounding": "stochastic"}, "for states='bfloat16'"),
+        ({"seed": 2**32}, r"below 2\*\*32"),
+        ({"seed": -1}, "seed=-1"),
+    ):
+        with pytest.raises(OptionError, match=said):
+            MaskedAdamW(model.parameters(), **options)
+    with pytest.raises(OptionError, match="AnnealedAdamW.*nearest"):
+        AnnealedAdamW(model.parameters(), states="bfloat16", rounding="stochastic")

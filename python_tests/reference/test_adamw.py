@@ -10,7 +10,7 @@ import torch
 
 from nmkernels.ops import mask_bits
 from nmkernels.pattern import DtypeError, ShapeError
-from nmkernels.reference import mask, masked_adamw_
+from nmkernels.reference import mask, masked_adamw_, philox4x32
 from nmkernels.reference.adamw import mask_of
 from nmkernels.testing import assert_equal_bits
 from python_tests.for_each import for_each
@@ -146,6 +146,46 @@ def test_held_masks_equal_a_loop_in_numpy(i, fixed):
         assert stats[4] == 0 and (stats[5] > 0) == (not fixed or clamp == 0.0) and (stats[6] == 0) == fixed
     if fixed:
         assert not s.p[~held].any() and not s.p[~held].signbit().any()
+
+
+def upper_halves(x, r):
+    """Of float32s and 16 random bits each, in NumPy: the upper halves of their sums, as bf16."""
+    bits = (x.view(np.uint32).astype(np.uint64) + r.astype(np.uint64)).astype(np.uint32) & np.uint32(0xFFFF0000)
+    return torch.from_numpy(np.where(np.isnan(x), x, bits.view(np.float32))).bfloat16()
+
+
+@for_each("stochastic", [False, True])
+@for_each("amsgrad", [False, True])
+@for_each("dtype", [torch.float32, torch.bfloat16])
+def test_states_in_bf16_are_the_float32_ones_rounded_once(dtype, amsgrad, stochastic):
+    """Weights and statistics are those of a step in float32 from the same states."""
+    seed, wide, narrow = 2**40 + 5, [State(torch.randn(6, 16).to(dtype), amsgrad, step=i) for i in (6, 9)], []
+    for s in wide:
+        for x in (s.m, *s.top):
+            x.copy_(torch.randn(6, 16).bfloat16())
+        s.v.copy_((torch.rand(6, 16) * 1e-3).bfloat16())
+        s.m[0], s.v[0, :4] = torch.randn(16) * 1e38, torch.tensor([0.0, math.inf, 1e-40, math.nan]).bfloat16()
+        s.m[0] = s.m[0].bfloat16()
+        n = State(s.p, amsgrad, step=int(s.step))
+        n.m, n.v, n.top = s.m.bfloat16(), s.v.bfloat16(), [x.bfloat16() for x in s.top]
+        narrow.append(n)
+    grads = [torch.randn(6, 16) for _ in wide]
+    lists = [[[getattr(s, k) for s in side] for k in ("p", "m", "v", "step")] for side in (wide, narrow)]
+    tops = [[x for s in side for x in s.top] for side in (wide, narrow)]
+    (p, m, v, step), (q, first, second, count) = lists
+    expected = masked_adamw_(p, grads, m, v, tops[0], step, hyper(), 2, 4, geometric=True)
+    got = masked_adamw_(q, grads, first, second, tops[1], count, hyper(), 2, 4, geometric=True, stochastic=stochastic, seed=seed)
+    assert_equal_bits([got, q, count], [expected, p, step])
+    assert_equal_bits(tops[1], [x.bfloat16() for x in tops[0]])
+    for k in range(2):
+        if stochastic:
+            block = torch.arange(24)
+            counters = torch.stack([block, block * 0, torch.full_like(block, int(step[k])), torch.full_like(block, k)], -1)
+            words = philox4x32(counters, (seed & 0xFFFFFFFF, seed >> 32)).view(6, 16).numpy()
+            want = [upper_halves(m[k].numpy(), words & 0xFFFF), upper_halves(v[k].numpy(), words >> 16)]
+        else:
+            want = [m[k].bfloat16(), v[k].bfloat16()]
+        assert_equal_bits([first[k], second[k]], want)
 
 
 def test_mask_bits():

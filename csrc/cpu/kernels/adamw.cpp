@@ -7,6 +7,7 @@
 
 #include "../kernels.h"
 #include "adamw_block.h"
+#include "mvue_philox.h"
 
 namespace nm {
 namespace {
@@ -140,6 +141,22 @@ void gather(const AdamWParam& param, const Window& w, uint64_t* bits) {
     }
 }
 
+// to[i] = the word of element first + i of a stream.
+void draw(const PhiloxLanes& philox, int64_t first, int64_t count, uint32_t* to) {
+    uint32_t words[4 * kLanes];
+    LaneCounter counter(first, 4, 2);
+    for (int64_t skip = first & 3, done = 0; done < count; skip = 0) {
+        const LaneWords drawn = philox(counter.lo, counter.hi);
+        for (int l = 0; l < kLanes; ++l) {
+            for (int i = 0; i < 4; ++i) words[4 * l + i] = drawn.w[i][l];
+        }
+        const int64_t some = std::min<int64_t>(4 * kLanes - skip, count - done);
+        std::copy_n(words + skip, some, to + done);
+        done += some;
+        counter = LaneCounter(first + done, 4, 2);
+    }
+}
+
 template <class Masks>
 class Stepper {
   public:
@@ -159,6 +176,7 @@ class Stepper {
             e.bits = bits_;
         }
         step_any(s, call_, e, masks_, tally);
+        if (call_.stochastic) round_stochastically(param, s, w, e.m, s.frozen ? nullptr : e.v);
         p_.close(param.p, w, e.p);
         m_.close(param.avg, w, e.m);
         if (!s.frozen) v_.close(param.sq, w, e.v);
@@ -166,6 +184,19 @@ class Stepper {
     }
 
   private:
+    // Of states in bf16, which are in buffers.
+    void round_stochastically(const AdamWParam& param, const AdamW& s, const Window& w, float* m, float* v) const {
+        const PhiloxLanes philox(call_.seed, adamw_stream(s.t, param.index));
+        uint32_t words[kBlock];
+        for (int64_t r = 0; r < w.rows; ++r) {
+            draw(philox, (w.row + r) * param.cols + w.col, w.cols, words);
+            for (int64_t c = 0, i = r * w.cols; c < w.cols; ++c, ++i) {
+                m[i] = rounded_by(m[i], words[c] & 0xffffu);
+                if (v) v[i] = rounded_by(v[i], words[c] >> 16);
+            }
+        }
+    }
+
     const AdamWCall& call_;
     const Masks& masks_;
     Column p_, g_, m_, v_, top_;

@@ -1,6 +1,8 @@
 // MaskedAdamW: tables, cuts and kernels, with every tensor ending where its memory does.
+#include <type_traits>
 #include <utility>
 
+#include "../../core/philox.h"
 #include "../../core/rank.h"
 #include "../../cuda/adamw_table.h"
 #include "emulated.h"
@@ -17,18 +19,33 @@ struct Call {
     int64_t rows, cols;
     bool wide, transposed;
     bool held = false, fixed = false;
+    int state = nm::kFloat32;
+    bool stochastic = false;
 };
 
+const uint64_t kSeed = 0xfedcba9876543210u;
 const double kHyper[8] = {0.01, 0.9, 0.999, 1e-8, 0.1, 2e-4, 0.0, 0.0};
 
 struct Step {
-    Step(const Call& c) : call(c), weight(of(c.dtype, 1)), first(of(nm::kFloat32, 2)), second(of(nm::kFloat32, 3)), gradient(of(c.dtype, 4)), bits(c.rows * ((c.cols + 7) / 8), 1) {
+    Step(const Call& c) : call(c), weight(of(c.dtype, 1)), first(of(c.state, 2)), second(of(c.state, 3)), gradient(of(c.dtype, 4)), bits(c.rows * ((c.cols + 7) / 8), 1) {
         for (size_t i = 0; i < bits.bytes(); ++i) bits.as<uint8_t>()[i] = uint8_t((i * 2654435761u) >> 13);
-        for (int64_t i = 0; i < c.rows * c.cols; ++i) second.as<float>()[i] *= second.as<float>()[i];
+        with_states([&](auto*, auto* v) {
+            using S = std::decay_t<decltype(*v)>;
+            for (int64_t i = 0; i < c.rows * c.cols; ++i) v[i] = nm::from_float<S>(nm::to_float(v[i]) * nm::to_float(v[i]));
+        });
     }
 
     Buffer of(int dtype, uint64_t seed) const {
         return placed(numbers(call.rows * call.cols, dtype, seed, dtype != nm::kFloat32 || seed == 1), call.wide, size_of(dtype));
+    }
+    // f(the moments, as float* or bf16*)
+    template <class F>
+    void with_states(const F& f) {
+        if (call.state == nm::kFloat32) {
+            f(first.as<float>(), second.as<float>());
+        } else {
+            f(first.as<nm::bf16>(), second.as<nm::bf16>());
+        }
     }
     int64_t at(int64_t row, int64_t col) const { return call.transposed ? col * call.rows + row : row * call.cols + col; }
 
@@ -60,7 +77,7 @@ struct Step {
         const auto* table = reinterpret_cast<const int64_t*>(&param);
         adamw_owners(table, 1, flat ? all : none, flat ? none : all, owners.data(), kQueue);
         AdamWArguments arguments{table, &address, owners.data(), scalars.data(), partials.data(), stats.data(), 1, kHyper, {}, nullptr, 0, c.p.n, c.p.m};
-        masked_adamw(arguments, flat ? all : none, flat ? none : all, AdamWOptions{nullptr, nullptr, false, false, false, true, false, c.held, c.fixed}, kQueue);
+        masked_adamw(arguments, flat ? all : none, flat ? none : all, AdamWOptions{nullptr, nullptr, false, false, false, true, false, c.held, c.fixed, c.stochastic, c.state, kSeed}, kQueue);
         CHECK(stats[kApplied] == 1.0 && count == 4.0f);
     }
 
@@ -93,10 +110,16 @@ struct Step {
                     float g = nm::to_float(gradient.as<T>()[i]);
                     const bool pruned = !before[size_t(row * call.cols + col)];
                     if (pruned) g = call.fixed ? 0.0f : g + (s.decay * p);
-                    float& m = first.as<float>()[i];
-                    float& v = second.as<float>()[i];
-                    m = nm::adamw_first(s, m, g);
-                    v = nm::adamw_second(s, v, g);
+                    float m = 0.0f, v = 0.0f;
+                    with_states([&](auto* ms, auto* vs) {
+                        using S = std::decay_t<decltype(*ms)>;
+                        m = nm::adamw_first(s, nm::to_float(ms[i]), g);
+                        v = nm::adamw_second(s, nm::to_float(vs[i]), g);
+                        const uint64_t element = uint64_t(row * call.cols + col);
+                        const uint32_t word = nm::philox_block(kSeed, nm::adamw_stream(4, 0), element >> 2).w[element & 3];
+                        ms[i] = nm::from_float<S>(call.stochastic ? nm::rounded_by(m, word & 0xffffu) : m);
+                        vs[i] = nm::from_float<S>(call.stochastic ? nm::rounded_by(v, word >> 16) : v);
+                    });
                     const float next = nm::adamw_apply(s, p, nm::adamw_update(s, m, v));
                     weight.as<T>()[i] = nm::from_float<T>(pruned && call.fixed ? 0.0f : next);
                 }
@@ -117,8 +140,8 @@ void check(const Call& call) {
         " of " + std::to_string(call.rows) + " x " + std::to_string(call.cols) + (call.wide ? ", wide" : "") + (call.transposed ? ", transposed" : "");
     const auto named = [&](const char* name) { return label(call.p, call.dtype, name) + what; };
     CHECK(same_numbers(got.weight, expected.weight, call.dtype)) << named("weight");
-    CHECK(same_numbers(got.first, expected.first, nm::kFloat32)) << named("first moment");
-    CHECK(same_numbers(got.second, expected.second, nm::kFloat32)) << named("second moment");
+    CHECK(same_numbers(got.first, expected.first, call.state)) << named("first moment");
+    CHECK(same_numbers(got.second, expected.second, call.state)) << named("second moment");
 }
 
 TEST(emulated_adamw_agrees_with_loops) {
@@ -128,6 +151,20 @@ TEST(emulated_adamw_agrees_with_loops) {
                 const int64_t cols = size.groups * (p.m ? p.m : 3);
                 if (size.rows * cols > 12000) continue;
                 for (int kind = 0; kind < 3; ++kind) check({p, dtype, size.rows, cols, kind > 0, kind == 2});
+            }
+        }
+    }
+}
+
+TEST(emulated_adamw_with_states_in_bf16_agrees_with_loops) {
+    for (NM p : {NM{0, 0}, NM{2, 4}, NM{1, 16}, NM{3, 5}}) {
+        for (int dtype : kDtypes) {
+            for (Size size : {Size{1, 1}, Size{3, 7}, Size{37, 33}, Size{1, 1031}}) {
+                for (int kind = 0; kind < 3; ++kind) {
+                    for (bool stochastic : {false, true}) {
+                        check({p, dtype, size.rows, size.groups * (p.m ? p.m : 3), kind > 0, kind == 2, false, false, nm::kBFloat16, stochastic});
+                    }
+                }
             }
         }
     }

@@ -35,7 +35,7 @@ SCALARS = 16
 HYPER = 8
 """Elements of ``hyper`` that are used."""
 
-P, _, _, TOP, GRAD = range(5)
+P, FIRST, _, TOP, GRAD = range(5)
 """The lists of a call, in the order of the kernels' tables."""
 
 FLAT, ALONG, ACROSS = range(3)
@@ -58,12 +58,15 @@ class Layout:
     copies: list[tuple[int, int]]
 
 
-def _walk(one: list[Tensor], m: int, flat: bool, held: bool) -> int:
-    """How the tensors of one param can be walked together; ``held``: with the bits of a mask, whose rows are whole bytes."""
+def _walk(one: list[Tensor], m: int, flat: bool, held: bool, ordered: bool) -> int:
+    """How the tensors of one param can be walked together.
+
+    ``held``: with the bits of a mask, whose rows are whole bytes; ``ordered``: row by row, as each element has a random word.
+    """
     p = one[P]
     if flat and all(x.is_contiguous() for x in one) and not (held and p.shape[-1] % 8 and p.numel() > p.shape[-1]):
         return FLAT
-    if not m and not held and all(x.stride() == p.stride() for x in one) and dense(p):
+    if not (m or held or ordered) and all(x.stride() == p.stride() for x in one) and dense(p):
         return FLAT
     step = row_stride(p)
     return ACROSS if p.dim() > 1 and step is not None and p.stride(-1) > step > 0 else ALONG
@@ -72,12 +75,12 @@ def _walk(one: list[Tensor], m: int, flat: bool, held: bool) -> int:
 _layouts: dict[Hashable, Layout] = {}
 
 
-def layout_of(lists: Lists, n: int, m: int, flat: bool, held: bool) -> Layout:
+def layout_of(lists: Lists, n: int, m: int, flat: bool, held: bool, ordered: bool) -> Layout:
     """The layout of a call's tensors, whatever their addresses. ``flat``: the kernel walks contiguous ones of this M as one row."""
     plain = all(map(Tensor.is_contiguous, chain(*lists))) and not any(map(Tensor.is_neg, chain(*lists)))
-    dtypes = tuple([tuple([x.dtype for x in lists[i]]) for i in (P, GRAD)])
+    dtypes = tuple([tuple([x.dtype for x in lists[i]]) for i in (P, FIRST, GRAD)])
     strides = None if plain else tuple([(x.stride(), x.is_neg()) for x in chain(*lists)])
-    key = (n, m, flat, held, bool(lists[TOP]), dtypes, tuple([x.shape for x in lists[P]]), strides)
+    key = (n, m, flat, held, ordered, bool(lists[TOP]), dtypes, tuple([x.shape for x in lists[P]]), strides)
     layout = _layouts.get(key)
     if layout is None:
         if len(_layouts) >= 64:
@@ -85,7 +88,7 @@ def layout_of(lists: Lists, n: int, m: int, flat: bool, held: bool) -> Layout:
         walks, copies = [], []
         for i in range(len(lists[P])):
             one = {which: xs[i] for which, xs in enumerate(lists) if xs}
-            walks.append(_walk([x for x in one.values() if not x.is_neg()], m, flat, held))
+            walks.append(_walk([x for x in one.values() if not x.is_neg()], m, flat, held, ordered))
             copies += [(which, i) for which, x in one.items() if x.is_neg() or (walks[-1] != FLAT and row_stride(x) is None)]
         layout = _layouts[key] = Layout(key, walks, copies)
     return layout
@@ -239,7 +242,7 @@ def masked_adamw_(*args: Any, out: Tensor | None = None) -> Tensor:
     kernels = core(like)
     lists: Lists = [list(xs) for xs in (a.params, a.exp_avgs, a.exp_avg_sqs, a.max_exp_avg_sqs, a.grads)]
     how = cut(kernels, a.n, a.m)
-    layout = layout_of(lists, a.n, a.m, how[2], bool(a.masks))
+    layout = layout_of(lists, a.n, a.m, how[2], bool(a.masks), a.stochastic)
     copies = list(written(lists, layout))
     addresses = [step.data_ptr() for step in a.steps]
     for i in d.host_steps:
@@ -254,7 +257,8 @@ def masked_adamw_(*args: Any, out: Tensor | None = None) -> Tensor:
     kernels.masked_adamw(
         plan.table.data_ptr(), gradients.data_ptr(), plan.owners.data_ptr(), scalars.data_ptr(), partials.data_ptr(), d.stats.data_ptr(),
         len(a.steps), *plan.parts, address(d.hyper), host_hyper, address(counts), count, address(d.grad_scale), address(d.found_inf),
-        a.n, a.m, a.frozen, a.eps_inside, a.maximize, a.geometric, bool(a.max_exp_avg_sqs), bool(a.masks), a.fixed, *queue(like),
+        a.n, a.m, a.frozen, a.eps_inside, a.maximize, a.geometric, bool(a.max_exp_avg_sqs), bool(a.masks), a.fixed,
+        a.stochastic, a.seed, DTYPES[a.exp_avgs[0].dtype] if a.exp_avgs else 0, *queue(like),
     )  # fmt: skip
     for target, copy in copies:
         target.copy_(copy)

@@ -18,11 +18,12 @@ from ..adamw import STATS, advance, to_device
 from ..shared import dense
 from .groups import kept, narrow, widen
 from .launch import cdiv, launch, next_power_of_2
+from .mvue import philox
 
 ELEMENTS = 1024
 """Elements of a tile: two 16-byte reads of each tensor a thread with 4 warps, and few enough registers for 8 blocks on an SM."""
 
-SCALARS = 12
+SCALARS = 13
 
 
 @triton.jit
@@ -50,7 +51,7 @@ def adamw_scalars_kernel(
     h0: tl.int64, h1: tl.int64, h2: tl.int64, h3: tl.int64, h4: tl.int64, h5: tl.int64, h6: tl.int64, h7: tl.int64,
     FROZEN: tl.constexpr,
 ):  # fmt: skip
-    """Advance the step of a param and write its twelve fp32 numbers, each computed in float64 and rounded once."""
+    """Advance the step of a param and write its fp32 numbers, each computed in float64 and rounded once; the last is the step count."""
     if found is not None:  # noqa: SIM102 - decided while compiling; the other is a branch
         if tl.load(found) != 0.0:
             return
@@ -66,7 +67,7 @@ def adamw_scalars_kernel(
     bc2 = 1.0 - power(beta2, at)
     if FROZEN:
         bc2 = tl.where(at == 0, 1.0, bc2)
-    s = scalars + row * 12
+    s = scalars + row * 13
     tl.store(s, beta1.to(tl.float32))
     tl.store(s + 1, (1.0 - beta1).to(tl.float32))
     tl.store(s + 2, beta2.to(tl.float32))
@@ -79,6 +80,7 @@ def adamw_scalars_kernel(
     tl.store(s + 9, lr.to(tl.float32))
     tl.store(s + 10, number(hyper, 5, h5).to(tl.float32))
     tl.store(s + 11, number(hyper, 7, h7).to(tl.float32))
+    tl.store(s + 12, now.to(tl.float32))
 
 
 @triton.jit
@@ -96,6 +98,27 @@ def held_mask(bits, at, cols, valid, WHOLE: tl.constexpr):
         col = at % cols
         byte, bit = at // cols * ((cols + 7) // 8) + (col >> 3), col & 7
     return (tl.load(bits + byte, mask=valid, other=0).to(tl.int32) >> bit.to(tl.int32) & 1) != 0
+
+
+@triton.jit
+def words_of(seed, offset, start, at, TILE: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr):
+    """One uint32 word for each element ``at``: word j & 3 of counter j >> 2. Where M is not padded they are TILE from ``start`` on."""
+    if PADDED == M and TILE % 4 == 0:
+        w0, w1, w2, w3 = philox(seed, offset, (start >> 2) + tl.arange(0, TILE // 4))
+        # joined as (w0, w2), (w1, w3), so that the new dimensions are in the order 0, 1, 2, 3
+        return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [TILE])
+    else:
+        w0, w1, w2, w3 = philox(seed, offset, at >> 2)
+        word = (at & 3).to(tl.int32)
+        return tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
+
+
+@triton.jit
+def rounded_by(x, r):
+    """x rounded to a number whose lower half is zero, away from zero by 16 random bits r; NaN stays."""
+    b = x.to(tl.uint32, bitcast=True)
+    up = ((b.to(tl.uint64) + r.to(tl.uint64)).to(tl.uint32) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return tl.where(x != x, x, up)
 
 
 @triton.jit
@@ -136,13 +159,13 @@ def gradient(g, scale, MAXIMIZE: tl.constexpr):
     return g
 
 
-@triton.jit(do_not_specialize=list(range(8, 13)))
+@triton.jit(do_not_specialize=list(range(8, 14)))
 def adamw_kernel(
     p, m, v, top, g, bits, scalars, partials, row: tl.int64, first: tl.int64, programs: tl.int64, size: tl.int64, cols: tl.int64,
-    scale, found,
+    seed: tl.int64, scale, found,
     N: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
     FROZEN: tl.constexpr, EPS_INSIDE: tl.constexpr, MAXIMIZE: tl.constexpr, GEOMETRIC: tl.constexpr, HELD: tl.constexpr,
-    FIXED: tl.constexpr,
+    FIXED: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """One tile of a param: reads, updates and writes it, and writes its statistics to ``partials[statistic, first + program]``.
 
@@ -167,12 +190,13 @@ def adamw_kernel(
     old_p = tl.load(p + at, mask=valid, other=0.0)
     g = tl.load(g + at, mask=valid, other=0.0)
     m_at, v_at = m + at, v + at
+    state: tl.constexpr = m.dtype.element_ty
     m = tl.load(m_at, mask=valid, other=0.0)
     if FROZEN and top is not None:
         second = tl.load(top + at, mask=valid, other=0.0)
     else:
         second = tl.load(v_at, mask=valid, other=0.0)
-    s = scalars + row * 12
+    s = scalars + row * 13
     b1, omb1, b2, omb2, ibc1, bc2 = tl.load(s), tl.load(s + 1), tl.load(s + 2), tl.load(s + 3), tl.load(s + 4), tl.load(s + 5)
     sbc2, eps, wdf, lr, decay, bound = tl.load(s + 6), tl.load(s + 7), tl.load(s + 8), tl.load(s + 9), tl.load(s + 10), tl.load(s + 11)
     share = partials + first + program
@@ -189,11 +213,19 @@ def adamw_kernel(
         tl.store(share + 6 * programs, total(tl.abs(g), valid & ~before))
         if not FIXED:
             g = tl.where(before, g, tl.where(decay == 0.0, g, g + decay * old))
-    m = b1 * m + omb1 * g
-    tl.store(m_at, m, mask=valid)
+    m = b1 * widen(m) + omb1 * g
+    second = widen(second)
+    if STOCHASTIC:
+        words = words_of(seed.to(tl.int64), tl.load(s + 12).to(tl.int64) + (row.to(tl.int64) << 32), start, at, TILE, PADDED, M)
+        tl.store(m_at, narrow(rounded_by(m, words & 0xFFFF), state), mask=valid)
+    else:
+        tl.store(m_at, narrow(m, state), mask=valid)
     if not FROZEN:
         moved = b2 * second + omb2 * (g * g)
-        tl.store(v_at, moved, mask=valid)
+        if STOCHASTIC:
+            tl.store(v_at, narrow(rounded_by(moved, words >> 16), state), mask=valid)
+        else:
+            tl.store(v_at, narrow(moved, state), mask=valid)
         step = tl.abs(moved - second)
         tl.store(share + programs, total(step, valid))
         if GEOMETRIC:
@@ -203,9 +235,9 @@ def adamw_kernel(
             tl.store(share + 3 * programs, amount((moved == second) & valid))
         second = moved
         if top is not None:
-            highest = tl.load(top + at, mask=valid, other=0.0)
+            highest = widen(tl.load(top + at, mask=valid, other=0.0))
             second = tl.where((highest > moved) | (highest != highest), highest, moved)
-            tl.store(top + at, second, mask=valid)
+            tl.store(top + at, narrow(second, state), mask=valid)
     u = update(m, second, ibc1, bc2, sbc2, eps, EPS_INSIDE)
     new = old * wdf - lr * clamped(u, bound)
     if FIXED:
@@ -244,13 +276,13 @@ def masked_adamw_(*args: Any, out: Tensor | None = None) -> Tensor:
     tiles = [cdiv(p.numel(), groups * (a.m or 1)) for p in a.params]
     partials = torch.zeros(STATS, max(1, sum(tiles)), dtype=torch.float64, device=d.device)  # not all statistics are computed
     flags = {"FROZEN": a.frozen, "EPS_INSIDE": a.eps_inside, "MAXIMIZE": a.maximize, "GEOMETRIC": a.geometric}
-    flags |= {"HELD": bool(a.masks), "FIXED": a.fixed}
+    flags |= {"HELD": bool(a.masks), "FIXED": a.fixed, "STOCHASTIC": a.stochastic}
     first = 0
     for i, p in enumerate(a.params):
         originals = [xs[i] if xs else None for xs in (a.params, a.exp_avgs, a.exp_avg_sqs, a.max_exp_avg_sqs, a.grads)]
-        tensors, cols = _straight(originals, bool(a.m or a.masks)), p.shape[-1] if a.masks else 8
+        tensors, cols = _straight(originals, bool(a.m or a.masks or a.stochastic)), p.shape[-1] if a.masks else 8
         even = {"EVEN": p.numel() % 8 == 0, "WHOLE": cols % 8 == 0, "N": a.n, "M": a.m or 1, "TILE": groups * padded, "PADDED": padded}
-        sizes = i, first, partials.shape[1], p.numel(), cols
+        sizes = i, first, partials.shape[1], p.numel(), cols, a.seed
         bits = a.masks[i] if a.masks else None
         launch(adamw_kernel, tiles[i], (*tensors, bits, scalars, partials, *sizes, d.grad_scale, d.found_inf), **even, **flags)
         for target, copy in zip(originals[:-1], tensors[:-1], strict=True):
@@ -265,12 +297,15 @@ def masked_adamw_(*args: Any, out: Tensor | None = None) -> Tensor:
     return d.stats
 
 
-def _straight(originals: list[Tensor | None], masked: bool) -> list[Tensor | None]:
-    """The tensors of a param as the kernel walks them, element by element: themselves, or contiguous copies."""
+def _straight(originals: list[Tensor | None], ordered: bool) -> list[Tensor | None]:
+    """The tensors of a param as the kernel walks them, element by element: themselves, or contiguous copies.
+
+    ``ordered``: an element's place in its row matters, for groups, masks and random words.
+    """
     present = [x for x in originals if x is not None]
     if not any(x.is_neg() for x in present):
         if all(x.is_contiguous() for x in present):
             return originals
-        if not masked and dense(present[0]) and all(x.stride() == present[0].stride() for x in present):
+        if not ordered and dense(present[0]) and all(x.stride() == present[0].stride() for x in present):
             return originals
     return [None if x is None else x.resolve_neg().contiguous() for x in originals]

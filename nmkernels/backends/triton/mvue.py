@@ -42,10 +42,8 @@ def _round(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def philox_block(seed, counter):
+def philox(key, offset, counter):
     """The four words of each int64 ``counter``: key = (seed lo, hi), counter words = (counter lo, hi, offset lo, hi). uint32."""
-    key = tl.load(seed)
-    offset = tl.load(seed + 1)
     c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
     c2, c3 = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
     # the key words grow by a constant per round; computed in 64 bits and cut by the cast, so nothing overflows
@@ -54,6 +52,12 @@ def philox_block(seed, counter):
         k0, k1 = (key + r * 0x9E3779B9).to(tl.uint32), (high + r * 0xBB67AE85).to(tl.uint32)
         c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
     return c0, c1, c2, c3
+
+
+@triton.jit
+def philox_block(seed, counter):
+    """The four words of each int64 ``counter`` under a tensor (seed, offset)."""
+    return philox(tl.load(seed), tl.load(seed + 1), counter)
 
 
 @triton.jit
