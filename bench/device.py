@@ -78,10 +78,10 @@ def lost(device: str) -> str:
     return ""
 
 
-def graphed(call: Call, device: str, pool: Any = None) -> Call:
+def graphed(call: Call, device: str, pool: Callable[[], Any] | None = None) -> Call:
     """A replay of ``call`` in a CUDA graph, which the first use captures after calls on a stream of its own; on a CPU ``call`` itself.
 
-    Graphs that share a ``pool`` must leave nothing in its memory that is read after another one's replay.
+    Graphs that share the memory that ``pool`` returns must leave nothing there that is read after another one's replay.
     """
     if not device.startswith("cuda"):
         return call
@@ -91,7 +91,7 @@ def graphed(call: Call, device: str, pool: Any = None) -> Call:
         with on_own_stream(device):
             for _ in range(WARM):
                 call()
-        with captured(device, pool) as graph:
+        with captured(device, pool and pool()) as graph:
             call()
         return graph.replay
 

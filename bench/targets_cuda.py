@@ -173,6 +173,11 @@ MORE = (
     Spec("nm_linear_quantized", "2:4", BF16, 8192, 8192, 8192),
     *(Spec("nm_linear_quantized", "2:4", BF16, *size, 4096) for size in (LARGE, (4096, 14336))),
     *(Spec("nm_linear_integers", "2:4", BF16, *size, t) for t in (1, 4, 16) for size in (LARGE, SQUARE)),
+    *(Spec(op, "2:4", BF16, *LARGE, 4096) for op in ("ffn(captured)", "ffn(bf16 weights)")),
+    *(Spec(f"model_step({name})", "2:4", BF16, tokens=4096, model="Llama-3-8B x4") for name, *_ in STEPS),
+    *(Spec(f"model_step(captured {name})", "2:4", BF16, tokens=4096, model="GPT-2-medium x4") for name, *_ in STEPS),
+    *(Spec("decode", "2:4", BF16, tokens=t, model="Llama-3-8B x4") for t in (1, 16)),
 )
 """Cases that ``make gpu`` measures in addition to the targets: Llama-3-8B's FFN, its GEMMs and its step; the host cost of a call; what
-bounds 2:4 GEMMs; the same GEMMs in 8 bits; and few tokens with integer weights."""
+bounds 2:4 GEMMs; the same GEMMs in 8 bits; few tokens with integer weights; steps with weights in bfloat16 and in a CUDA graph; and whole
+models."""

@@ -150,15 +150,14 @@ class _Block:
         self.block, self.x, self.spec, self.settled = block, x, spec, False
         self.whole = self.piece(2)
         """A whole step, or its replay."""
-        more = {"capturable": True} if capturable else {}
         if recipe is None:
             self.handle = None
-            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(block.parameters(), lr=1e-4, fused=True, **more)
+            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(block.parameters(), lr=1e-4, fused=True, capturable=capturable)
             return
         name = recipe.partition(",")[0]
         chosen = nm.recipes.get(f"{name}:{spec.pattern}", total_steps=1000, **(RECIPES[name] if settings is None else settings))
         self.handle = nm.sparsify_(block, chosen, filter_fn=lambda module, name: isinstance(module, nn.Linear))
-        self.optimizer = self.handle.attach(chosen.optimizer(block.parameters(), lr=1e-4, **more))
+        self.optimizer = self.handle.attach(chosen.optimizer(block.parameters(), lr=1e-4, capturable=capturable))
         for _ in range(2):
             self.piece(2)()  # behind the switch of STEP
         if x.is_cuda and tuned:

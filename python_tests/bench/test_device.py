@@ -110,7 +110,7 @@ def test_a_call_is_captured_once_after_calls_on_a_stream_of_its_own(monkeypatch:
 
     monkeypatch.setattr(device, "captured", noted)
     monkeypatch.setattr(device, "on_own_stream", noted)
-    step = device.graphed(lambda: said.append("call"), "cuda", "pool")
+    step = device.graphed(lambda: said.append("call"), "cuda", lambda: "pool")
     assert said == []
     step(), step()
     assert said == ["cuda", *["call"] * device.WARM, "end", "pool", "call", "end", "replay", "replay"]
