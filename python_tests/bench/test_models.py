@@ -16,10 +16,13 @@ from nmkernels.models import model_shapes
 from python_tests.bench.samples import small
 
 LLAMA, GPT = "Llama 128x1", "GPT-2 128x1"
+FIRST = ("decode", "model_step(captured fst)", "model_step(srste)")
 EVERY = dict.fromkeys(small(s) for s in cases.select(Ask(ops=(*models.STEPS.values(), *models.GRAPHS.values(), "decode")), "cuda"))
+ORDER = sorted(EVERY, key=lambda s: (s.model != LLAMA, s.op not in FIRST, s.tokens > 1 and s.op == "decode"))
 
 
-@pytest.mark.parametrize("spec", EVERY, ids=str)
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("spec", ORDER, ids=str)
 def test_every_case_is_proved_and_timed(spec: Spec) -> None:
     rows = runner.measure(spec, "cpu", 0.0)
     ratios = {(r.provider, r.metric) for r in rows if r.metric.startswith("x ")}
