@@ -76,7 +76,7 @@ class Case:
 
 
 B, F = "bf16", "float"
-BOTH = "{0}, {1}, 2:4, {2}, true, true"
+TILES, WAYS, DENSE = "pack_tiles_kernel<{}, 2:4, {}, {}>", "true, true, false", "true, false, true"
 CASES = (
     *(Case(f"mask {t}", "groups.cu", f"groups_kernel<Mask, {t}, 2:4>", 256, 64 // size, 64, 64 // size) for t, size in ((B, 2), (F, 4))),
     *(Case(f"prune {t}", "groups.cu", f"groups_kernel<Prune, {t}, 2:4>", 256, 64 // size, 64, 64) for t, size in ((B, 2), (F, 4))),
@@ -92,12 +92,12 @@ CASES = (
     Case("pack by soft threshold bf16", "compress.cu", "pack_rows_kernel<bf16, bf16, 2:4, 3>", 256, 32, 64, 36, 4),
     Case("pack by soft threshold fp16", "compress.cu", "pack_rows_kernel<fp16, fp16, 2:4, 3>", 256, 32, 64, 36, 4),
     Case("pack by soft threshold float to bf16", "compress.cu", "pack_rows_kernel<float, bf16, 2:4, 3>", 256, 16, 64, 18, 4),
-    Case("pack by columns bf16", "pack_tiles.cu", "pack_tiles_kernel<bf16, bf16, 2:4, 0, false, true>", 256, 32, 64, 36),
-    Case("pack both ways, transposable bf16", "pack_tiles.cu", "pack_tiles_kernel<bf16, bf16, 2:4, 1, true, true>", 256, 32, 64, 72),
-    Case(
-        "pack both ways, transposable float to bf16", "pack_tiles.cu", "pack_tiles_kernel<float, bf16, 2:4, 1, true, true>", 256, 16, 64, 40
-    ),
-    Case("pack both ways, a given mask bf16", "pack_tiles.cu", "pack_tiles_kernel<bf16, bf16, 2:4, 2, true, true>", 256, 32, 96, 72),
+    Case("pack by columns bf16", "pack_tiles.cu", TILES.format("bf16, bf16", 0, "false, true, false"), 256, 32, 64, 36),
+    Case("pack rows and dense float to bf16", "pack_tiles.cu", TILES.format("float, bf16", 0, DENSE), 256, 16, 64, 52),
+    Case("pack by soft threshold and dense float to bf16", "pack_tiles.cu", TILES.format("float, bf16", 3, DENSE), 256, 16, 64, 52, 4),
+    Case("pack both ways, transposable bf16", "pack_tiles.cu", TILES.format("bf16, bf16", 1, WAYS), 256, 32, 64, 72),
+    Case("pack both ways, transposable float to bf16", "pack_tiles.cu", TILES.format("float, bf16", 1, WAYS), 256, 16, 64, 40),
+    Case("pack both ways, a given mask bf16", "pack_tiles.cu", TILES.format("bf16, bf16", 2, WAYS), 256, 32, 96, 72),
     Case("decompress 16 bits", "decompress.cu", "decompress_kernel<unsigned short, 2:4>", 256, 32, 36, 64),
     Case("MVUE along rows bf16", "mvue.cu", "mvue_strips_kernel<bf16>", 256, 16, 32, 18, 16),
     Case("MVUE along rows fp16", "mvue.cu", "mvue_strips_kernel<fp16>", 256, 16, 32, 18, 16),

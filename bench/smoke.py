@@ -50,6 +50,9 @@ def calls(device: str) -> dict[str, tuple[Call, Call | None]]:
         "nm_soft_threshold": (lambda: ops.soft_threshold(w, "2:4"), None),
         "nm_compress": (lambda: ops.compress(w, "2:4").dense(), None),
         "nm_pack": (lambda: ops.pack(w, "2:4", columns=True, mask="transposable").buffers(), None),
+        "nm_pack rows and dense": (
+            lambda: torch.ops.nmkernels.nm_pack(w.float(), 2, 4, "magnitude", None, None, BF16, True, False, "canonical", True), None,
+        ),
         "nm_mvue_compress": (lambda: ops.mvue_compress(g, "2:4", dim=0, seed=1).dense(), None),
         "nm_masked_adamw_": (adamw, None),
         "nm_quantize_pack": (lambda: ops.quantize_pack(w, E4M3).values.view(torch.uint8), None),

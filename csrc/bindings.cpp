@@ -15,19 +15,20 @@ namespace py = pybind11;
 namespace {
 
 // Raised whenever a signature or the meaning of an argument below changes; nmkernels/backends checks it.
-constexpr int kAbi = 10;
+constexpr int kAbi = 11;
 
-// Parameters of a step as the caller lists them, kWords integers each: rows, columns, the address of the step count; then,
+// Parameters of a step as the caller lists them, kWords integers each: rows, columns, the addresses of the step count and of a held mask (or 0); then,
 // for p, gradient, m, v and the maximum of v: address (0: absent), dtype, row stride, column stride.
 std::vector<nm::AdamWParam> adamw_params(const std::vector<int64_t>& words) {
-    constexpr size_t kWords = 3 + 5 * 4;
+    constexpr size_t kWords = 4 + 5 * 4;
     std::vector<nm::AdamWParam> params(words.size() / kWords);
     const int64_t* next = words.data();
     for (nm::AdamWParam& one : params) {
         one.rows = next[0];
         one.cols = next[1];
         one.step = at<float>(Address(next[2]));
-        next += 3;
+        one.mask = at<uint8_t>(Address(next[3]));
+        next += 4;
         for (nm::View* view : {&one.p, &one.grad, &one.avg, &one.sq, &one.top}) {
             *view = {at(Address(next[0])), int(next[1]), next[2], next[3]};
             next += 4;
@@ -37,9 +38,10 @@ std::vector<nm::AdamWParam> adamw_params(const std::vector<int64_t>& words) {
 }
 
 std::array<double, 9> masked_adamw(const std::vector<int64_t>& params, const std::array<double, 9>& hyper, int n, int m, bool frozen,
-                                   bool eps_inside, bool maximize, bool geometric, Address grad_scale, Address found_inf, int threads) {
+                                   bool eps_inside, bool maximize, bool geometric, bool held, bool fixed, Address grad_scale, Address found_inf,
+                                   int threads) {
     std::array<double, 9> stats;
-    const nm::AdamWCall call{hyper.data(), n, m, frozen, eps_inside, maximize, geometric, at<float>(grad_scale), at<float>(found_inf)};
+    const nm::AdamWCall call{hyper.data(), n, m, frozen, eps_inside, maximize, geometric, held, fixed, at<float>(grad_scale), at<float>(found_inf)};
     nm::kernels().masked_adamw(adamw_params(params), call, stats.data(), threads);
     return stats;
 }

@@ -58,13 +58,13 @@ void bind_tensors(py::module_& module) {
 
 // compress, decompress, pack
 void bind_packed(py::module_& module) {
-    // w and mask, scale, overfull; then (values, indices) of rows and of columns, zeros where they are not wanted
+    // w and mask, scale, overfull; then (values, indices) of rows and of columns, and the dense form, zeros where they are not wanted
     module.def("pack", [](Address w, int dtype, int64_t rows, int64_t cols, int n, int m, int select, Address mask, Address scale,
                           Address overfull, int out_dtype, int layout, Address values, Address indices, Address values_t, Address indices_t,
-                          int device, Address stream) {
+                          Address dense, int device, Address stream) {
         const nm::cuda::Packed by_row{at(values), at(indices)}, by_column{at(values_t), at(indices_t)};
         return nm::cuda::pack({at(w), at<uint8_t>(mask), at<float>(scale), at<int>(overfull), by_row, by_column, rows, cols, n, m, dtype,
-                               out_dtype, select, layout}, queue(device, stream));
+                               out_dtype, select, layout, at(dense)}, queue(device, stream));
     }, Unlocked());
     module.def("decompress", [](Address values, Address indices, int dtype, int64_t rows, int64_t cols, int n, int m, Address out, int device,
                                 Address stream) {
@@ -119,11 +119,11 @@ void bind_adamw(py::module_& module) {
                                   int64_t params, int64_t t, int64_t tiles, int64_t b, int64_t blocks, int64_t other_t, int64_t other_tiles,
                                   int64_t other_b, int64_t other_blocks, Address hyper, const std::array<double, 8>& host_hyper, Address counts,
                                   int64_t count, Address scale, Address found, int n, int m, bool frozen, bool eps_inside, bool maximize,
-                                  bool geometric, bool top, int device, Address stream) {
+                                  bool geometric, bool top, bool held, bool fixed, int device, Address stream) {
         nm::cuda::AdamWArguments a{at<int64_t>(table), at<int64_t>(gradients), at<int32_t>(owners), at<uint32_t>(scalars), at<double>(partials),
                                    at<double>(stats), params, at<double>(hyper), {}, at<int64_t>(counts), count, n, m};
         for (int i = 0; i < 8; ++i) a.host_hyper[i] = host_hyper[size_t(i)];
-        const nm::cuda::AdamWOptions options{at<float>(scale), at<float>(found), frozen, eps_inside, maximize, geometric, top};
+        const nm::cuda::AdamWOptions options{at<float>(scale), at<float>(found), frozen, eps_inside, maximize, geometric, top, held, fixed};
         nm::cuda::masked_adamw(a, part(t, tiles, b, blocks), part(other_t, other_tiles, other_b, other_blocks), options, queue(device, stream));
     }, Unlocked());
 }

@@ -35,25 +35,33 @@ def device_layout(spec: Spec, device: str) -> Work:
     return _packing(spec, device, "magnitude", columns=False, layout="mma.sp")
 
 
-def _packing(spec: Spec, device: str, mask: str, columns: bool, layout: str = "canonical") -> Work:
+@family("nm_pack(dense)", grids=(Grid(("4096x4096",)), Grid(_ours.STREAM, dtypes=("float32",), on="cuda")))
+def all_forms(spec: Spec, device: str) -> Work:
+    """``pack(w, dense=True)``: rows for the forward pass, M ⊙ W in dense layout for the backward pass, from one reading of the weight."""
+    return _packing(spec, device, "magnitude", columns=False, layout="wgmma.sp" if device.startswith("cuda") else "canonical", dense=True)
+
+
+def _packing(spec: Spec, device: str, mask: str, columns: bool, layout: str = "canonical", dense: bool = False) -> Work:
     w = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
     scale = torch.tensor(1.25, device=device) if mask == "threshold" else None
     baseline = torch.empty_like(w)
-    args = (w, spec.n, spec.m, mask, None, scale, torch.bfloat16, True, columns, layout)
+    args = (w, spec.n, spec.m, mask, None, scale, torch.bfloat16, True, columns, layout, dense)
 
     def call() -> nm.ops.Packed:
-        return ops.pack(w, spec.pattern, mask, scale=scale, dtype=torch.bfloat16, columns=columns, layout=layout)
+        return ops.pack(w, spec.pattern, mask, scale=scale, dtype=torch.bfloat16, columns=columns, dense=dense, layout=layout)
 
     def check() -> None:
         got = torch.ops.nmkernels.nm_pack(*args)
         head = w[:GATE_ROWS]
         expected: tuple[Tensor, ...] = _ours.reference("nm_pack")(head, *args[1:])  # type: ignore[assignment]
-        few = GATE_ROWS // 16 if layout != "canonical" else GATE_ROWS
+        few = {"mma.sp": GATE_ROWS // 16, "wgmma.sp": GATE_ROWS // 64}.get(layout, GATE_ROWS)
         _ours.same_bits((got[0][:GATE_ROWS], got[1][:few]), expected[:2], spec.op)
+        if dense:
+            _ours.same_bits(got[4][:GATE_ROWS], expected[4], spec.op)
         if columns:  # the first columns of Wᵀ belong to the same rows of W
             kept = GATE_ROWS // spec.m * spec.n
             width = expected[3].shape[-1]
-            _ours.same_bits((got[2][:, :kept], got[3][:, :width]), expected[2:], spec.op)
+            _ours.same_bits((got[2][:, :kept], got[3][:, :width]), expected[2:4], spec.op)
 
     moved = w.nbytes + sum(part.nbytes for part in torch.ops.nmkernels.nm_pack(*args))
     mine = _ours.ours("nm_pack", args, lambda: Provider("", call, moved, check=check))

@@ -128,12 +128,14 @@ struct AdamWParam {
     int64_t rows = 0, cols = 0;
     View p, grad, avg, sq, top;
     float* step = nullptr;
+    const uint8_t* mask = nullptr;  // held: bit c % 8 of byte c / 8 of its row, rows of (cols + 7) / 8 bytes
 };
 
 struct AdamWCall {
     const double* hyper;  // lr, beta1, beta2, eps, weight_decay, decay, v_step, clamp
-    int n, m;             // 0, 0: no masks
+    int n, m;             // 0, 0: no masks, or held ones
     bool frozen, eps_inside, maximize, geometric;
+    bool held, fixed;     // whether params have held masks, and whether weights outside of these stay zero
     const float *grad_scale, *found_inf;  // or null
 };
 

@@ -23,9 +23,15 @@ struct Unmasked {
     static constexpr int n = 0, m = K;
 };
 
-// f(pattern): Unmasked, Fixed or Any.
+// Masks that the call brings, a bit for each weight.
+struct Held {
+    static constexpr int n = 0, m = K;
+};
+
+// f(pattern): Unmasked, Held, Fixed or Any.
 template <class F>
-void by_masks(int n, int m, const F& f) {
+void by_masks(int n, int m, bool held, const F& f) {
+    if (held) return f(Held{});
     if (m == 0) return f(Unmasked{});
     by_pattern(n, m, f);
 }
@@ -60,7 +66,7 @@ NM_DEVICE Place place_of(const AdamWParam& param, int64_t chunk) {
 
 template <bool kFlat, class P>
 NM_DEVICE void step_tile(const AdamWCurrent& c, const AdamWOptions& o, int64_t tile, Tally& tally) {
-    constexpr bool kMasked = P::n > 0, kWhole = kFlat || kMasked;
+    constexpr bool kHeld = std::is_same_v<P, Held>, kRanked = P::n > 0, kMasked = kRanked || kHeld, kWhole = kFlat || kRanked;
     // one chunk at a time: more would take the registers that other warps need
     NM_ONE_BY_ONE
     for (int step = 0; step < kSteps; ++step) {
@@ -71,16 +77,17 @@ NM_DEVICE void step_tile(const AdamWCurrent& c, const AdamWOptions& o, int64_t t
         const int count = kWhole ? K : place.count;
         Elements<K> e;
         bool before[K]{}, after[K]{};
+        if constexpr (kHeld) load_mask(c.param, place, before);
         load_elements<kFlat>(c, o, place, e);
-        if constexpr (kMasked) mask_quad<P::n, P::m>(e.p.at, before);
+        if constexpr (kRanked) mask_quad<P::n, P::m>(e.p.at, before);
         if (inside) {
             NM_READ_AGAIN();  // or the compiler keeps all scalars, strides and addresses
-            step_elements<kMasked>(c.scalars, o, before, count, e, tally);
+            step_elements<kMasked, kHeld>(c.scalars, o, before, count, e, tally);
             NM_READ_AGAIN();
             store_elements<kFlat>(c, o, place, e);
         }
-        if constexpr (kMasked) mask_quad<P::n, P::m>(e.p.at, after);
-        if (inside) settle_elements<kMasked>(before, after, count, e, tally);
+        if constexpr (kRanked) mask_quad<P::n, P::m>(e.p.at, after);
+        if (inside) settle_elements<kMasked, kHeld>(before, kHeld ? before : after, count, e, tally);
     }
 }
 
@@ -136,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) adamw_any_kernel(AdamWTable
             const bool before = rank_in_group(groups.keys, at, m) < n;
             kept |= uint32_t(before) << k;
             load_elements<false>(c, o, place, e);
-            step_elements<true>(c.scalars, o, &before, 1, e, tally);
+            step_elements<true, false>(c.scalars, o, &before, 1, e, tally);
             store_elements<false>(c, o, place, e);
             weights.at[at] = e.p.at[0];
         });
@@ -147,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) adamw_any_kernel(AdamWTable
             Elements<1> e;
             e.p.at[0] = weights.at[at];
             const bool before = kept >> k & 1, after = rank_in_group(groups.keys, at, m) < n;
-            settle_elements<true>(&before, &after, 1, e, tally);
+            settle_elements<true, false>(&before, &after, 1, e, tally);
         });
         __syncthreads();  // the next tile writes the keys
     });
@@ -158,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) adamw_any_kernel(AdamWTable
 
 AdamWCut adamw_cut(int n, int m) {
     AdamWCut cut{};
-    by_masks(n, m, [&](auto pattern) {
+    by_masks(n, m, false, [&](auto pattern) {
         using P = decltype(pattern);
         if constexpr (std::is_same_v<P, Any>) {
             cut = {m, AnyTile::groups(m), false};
@@ -172,7 +179,7 @@ AdamWCut adamw_cut(int n, int m) {
 void adamw_step(const AdamWTables& tables, const AdamWPart& part, bool flat, const AdamWOptions& options, int n, int m, const Queue& queue) {
     const char* const name = "adamw_kernel";
     const Grid grid{part.blocks, kThreads};
-    by_masks(n, m, [&](auto pattern) {
+    by_masks(n, m, options.held, [&](auto pattern) {
         using P = decltype(pattern);
         if constexpr (std::is_same_v<P, Any>) {
             launch(name, adamw_any_kernel, grid, queue, tables, part, options, n, m);

@@ -153,8 +153,16 @@ NM_DEVICE void load_elements(const AdamWCurrent& c, const AdamWOptions& o, const
     if (o.top && !o.frozen) e.top = widened_as<float>(top);
 }
 
+// The held mask of a chunk of a row, of which four bits are half a byte.
+NM_DEVICE void load_mask(const AdamWParam& param, const Place& place, bool* keep) {
+    const auto* bytes = reinterpret_cast<const uint8_t*>(param.mask) + (place.row * ((param.cols + 7) >> 3) + (place.col >> 3));
+    const uint32_t bits = place.count > 0 ? uint32_t(*bytes) >> (place.col & 4) : 0u;
+    NM_UNROLL
+    for (int i = 0; i < 4; ++i) keep[i] = bits >> i & 1u;
+}
+
 // Steps K elements (the equations of core/adamw.h) and counts their statistics; `before` is their mask where kMasked.
-template <bool kMasked, int K>
+template <bool kMasked, bool kHeld, int K>
 NM_DEVICE void step_elements(const AdamW& scalars, const AdamWOptions& o, const bool* before, int count, Elements<K>& e, Tally& t) {
     AdamW s = scalars;
     s.eps_inside = o.eps_inside;  // an argument of the kernel: a branch that the compiler knows to be uniform
@@ -167,6 +175,13 @@ NM_DEVICE void step_elements(const AdamW& scalars, const AdamWOptions& o, const 
     if (o.maximize) {
         NM_UNROLL
         for (int i = 0; i < K; ++i) e.g.at[i] = -e.g.at[i];
+    }
+    if constexpr (kHeld) {
+        if (o.fixed) {
+            s.decay = 0.0f;
+            NM_UNROLL
+            for (int i = 0; i < K; ++i) e.g.at[i] = before[i] ? e.g.at[i] : 0.0f;
+        }
     }
     if constexpr (kMasked) {
         NM_UNROLL
@@ -210,6 +225,7 @@ NM_DEVICE void step_elements(const AdamW& scalars, const AdamWOptions& o, const 
         t.largest = max(t.largest, i < count ? float_bits(magnitude(u)) : 0u);
         if (s.clamp != 0.0f) u = clamped(u, s.clamp);
         e.p.at[i] = adamw_apply(s, e.p.at[i], u);
+        if constexpr (kHeld) e.p.at[i] = o.fixed && !before[i] ? 0.0f : e.p.at[i];
     }
 }
 
@@ -228,12 +244,12 @@ NM_DEVICE void store_elements(const AdamWCurrent& c, const AdamWOptions& o, cons
 }
 
 // Counts what depends on the mask after the step.
-template <bool kMasked, int K>
+template <bool kMasked, bool kHeld, int K>
 NM_DEVICE void settle_elements(const bool* before, const bool* after, int count, const Elements<K>& e, Tally& t) {
     NM_UNROLL
     for (int i = 0; i < K; ++i) {
-        if constexpr (kMasked) t.flips += before[i] != after[i];
-        t.non_zeros += e.p.at[i] != 0.0f && (kMasked ? after[i] : i < count);
+        if constexpr (kMasked && !kHeld) t.flips += before[i] != after[i];
+        t.non_zeros += e.p.at[i] != 0.0f && (!kMasked || after[i]) && ((kMasked && !kHeld) || i < count);
     }
 }
 

@@ -14,6 +14,7 @@ enum AdamWStat { kApplied, kChange, kLogChange, kUnchanged, kFlips, kPrunedWeigh
 // in memory in every tensor of the param, seen as one row; there are a multiple of four, and every address is one of 16.
 struct AdamWParam {
     int64_t address[kGradient];  // 0 where there is none; the gradients, new at every step, have a table of their own
+    int64_t mask;                // address of the bits of a held mask, rows of (cols + 7) / 8 bytes
     int64_t step;                // address of the step count; 0 where the host counts
     int64_t rows, cols;
     int64_t first, tiles;        // number of its first tile among those of the call
@@ -38,6 +39,7 @@ struct AdamWOptions {
     const float* scale;  // null if not given
     const float* found;  // likewise; if it is not 0, nothing happens
     bool frozen, eps_inside, maximize, geometric, top;
+    bool held, fixed;  // whether params have held masks, and whether weights outside of these stay zero
 };
 
 NM_HD bool is_skipped(const float* found) { return found && *found != 0.0f; }

@@ -65,7 +65,7 @@ struct Packed {
     void* indices;  // or metadata
 };
 
-// A weight (rows, cols), row-major. `by_row` is W packed along its rows, `by_column` its transpose.
+// A weight (rows, cols), row-major. `by_row` is W packed along its rows, `by_column` its transpose, `dense` W as decompressed rows.
 struct Pack {
     const void* w;
     const uint8_t* mask;  // bool, where select is given
@@ -74,10 +74,11 @@ struct Pack {
     Packed by_row, by_column;
     int64_t rows, cols;
     int n, m, dtype, out_dtype, select, layout;  // codes of packing.h
+    void* dense = nullptr;                       // null: not wanted
 };
 
-// False, with nothing written: the transposable mask must be made first, or the layout be made of canonical indices, because
-// no kernel does it at once for this pattern, shape, alignment or pair of dtypes.
+// False, with nothing written: the transposable mask must be made first, the layout be made of canonical indices, or the dense form
+// be made by another call, because no kernel does it at once for this pattern, shape, alignment or pair of dtypes.
 bool pack(const Pack& call, const Queue& queue);
 
 // A row's last group may go on beyond its end. An index that is not below m writes nothing.
@@ -131,7 +132,7 @@ struct AdamWCut {
 
 AdamWCut adamw_cut(int n, int m);
 
-// One step of the params of a table, rows of AdamWParam. n = m = 0: no masks.
+// One step of the params of a table, rows of AdamWParam. n = m = 0: no masks, or those of the table.
 struct AdamWArguments {
     const int64_t* table;
     const int64_t* gradients;  // addresses, one for each param

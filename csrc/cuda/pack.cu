@@ -20,9 +20,9 @@ void pack_along_rows(Pack call, const Queue& queue) {
 bool pack(const Pack& call, const Queue& queue) {
     check_pattern(call.n, call.m);
     if (call.rows == 0 || call.cols == 0) return true;
-    const bool streamed = !call.by_column.values && call.layout == kCanonical && call.select != kTransposable;
+    const bool streamed = !call.by_column.values && call.layout == kCanonical && call.select != kTransposable && !call.dense;
     if (!streamed && pack_tiles(call, queue)) return true;
-    if (call.layout != kCanonical || call.select == kTransposable) return false;
+    if (call.layout != kCanonical || call.select == kTransposable || call.dense) return false;
     Pack one = call;
     one.by_column = {};
     if (call.by_row.values) pack_along_rows(one, queue);

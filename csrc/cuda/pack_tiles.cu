@@ -1,5 +1,5 @@
 // Packs along columns, both ways, or for tensor cores: tiles of W are read once. A thread packs a few groups in registers and
-// stores them to shared memory, from which the packed operands are written in wide pieces.
+// stores them to shared memory, from which the packed operands are written in wide pieces. The dense form of rows leaves from registers.
 //
 // Both ways with a transposable mask takes 29.8 issue slots per bf16 element on sm_90a (nvcc 13.0, 2026-11-23, counted by
 // bench/memory_account.py): reading 1.3, the search with its conversions 18.7, packing twice 4.6, writing out 5.2. Possible
@@ -76,12 +76,51 @@ NM_DEVICE uint32_t pack_one_quad(uint32_t* words, uint32_t mask, float scale, ui
     }
 }
 
-// 2:4: the 4x4 tiles of a thread.
-template <class In, class Out, int kSelect, bool kByRow, bool kByColumn, class S>
-NM_DEVICE void pack_quads(const uint32_t* words, const uint32_t* flags, float scale, S& shared, bool& overfull) {
+// The sixteen elements of four groups in dense layout, rounded, +0 where not kept, and what pack_one_quad returns of the same groups.
+template <class In, class Out, int kSelect>
+NM_DEVICE uint32_t spread_quad(uint32_t* words, uint32_t mask, float scale, uint32_t* spread, uint32_t* values, bool& overfull) {
+    static_assert(sizeof(Out) == 2);
+    if constexpr (kSelect == kGiven) {
+        if (!two_each(mask)) {
+            overfull = overfull || more_than_two(mask);
+            clear_unkept<In>(words, mask);
+            mask = filled_up(mask);
+        }
+    }
+    if constexpr (kSelect == kThreshold) {
+        const LargestTwo<In> largest(words);
+        mask = largest.mask;
+        constexpr int kHalf = kGroupWords<In> / 2;
+        NM_UNROLL
+        for (int half = 0; half < 2; ++half) {  // of each group
+            uint32_t pairs[4 * kHalf], shrunk[4];
+            NM_UNROLL
+            for (int i = 0; i < 4 * kHalf; ++i) pairs[i] = words[(i / kHalf * 2 + half) * kHalf + i % kHalf];
+            shrink_quad<In, Out>(pairs, largest.third, scale, shrunk);
+            NM_UNROLL
+            for (int g = 0; g < 4; ++g) spread[2 * g + half] = shrunk[g];
+        }
+    } else {
+        if constexpr (kSelect == kMagnitude) mask = LargestTwo<In>(words).mask;
+        if constexpr (std::is_same_v<In, Out>) {
+            memcpy(spread, words, 16 * sizeof(Out));
+        } else {
+            round_quad<Out>(words, spread);
+        }
+    }
+    pick_two<Out>(spread, mask, values);
+    clear_unkept<Out>(spread, mask);
+    return index_bytes_of(mask);
+}
+
+// 2:4: the 4x4 tiles of a thread; `dense`: where the first of its weights goes, in rows of `cols`.
+template <class In, class Out, int kSelect, bool kByRow, bool kByColumn, bool kDense, class S>
+NM_DEVICE void pack_quads(const uint32_t* words, const uint32_t* flags, float scale, S& shared, bool& overfull, Out* dense, unsigned cols) {
     constexpr int kWide = 16 / int(sizeof(In)), kTiles = kWide / 4, kWords = int(sizeof(In)), kPair = 2 * int(sizeof(Out)) / 4;
+    constexpr int kSpread = int(sizeof(Out));  // words of four elements
     const Lane<In> lane;
     uint32_t beside[4][kTiles * kPair], indices[kTiles];  // values of the four rows
+    uint32_t across[4][kTiles * kSpread];                 // and all of their elements
     NM_UNROLL
     for (int t = 0; t < kTiles; ++t) {
         uint32_t rows[4 * kWords], mask = 0, values[4 * kPair], tile_flags[4];
@@ -102,14 +141,28 @@ NM_DEVICE void pack_quads(const uint32_t* words, const uint32_t* flags, float sc
                 shared.columns.template put_indices<1>(lane.across, 4 * t + c, lane.down, index >> (8 * c));
             }
         }
-        if constexpr (kByRow) {
+        if constexpr (kDense) {
+            uint32_t spread[16 * sizeof(Out) / 4];
+            indices[t] = spread_quad<In, Out, kSelect>(rows, mask, scale, spread, values, overfull);
+            NM_UNROLL
+            for (int r = 0; r < 4; ++r) {
+                NM_UNROLL
+                for (int i = 0; i < kSpread; ++i) across[r][t * kSpread + i] = spread[r * kSpread + i];
+            }
+        } else if constexpr (kByRow) {
             indices[t] = pack_one_quad<In, Out, kSelect>(rows, mask, scale, values, overfull);
+        }
+        if constexpr (kByRow) {
             NM_UNROLL
             for (int r = 0; r < 4; ++r) {
                 NM_UNROLL
                 for (int i = 0; i < kPair; ++i) beside[r][t * kPair + i] = values[r * kPair + i];
             }
         }
+    }
+    if constexpr (kDense) {
+        NM_UNROLL
+        for (int r = 0; r < 4; ++r) store_global<kTiles * kSpread>(reinterpret_cast<uint32_t*>(dense + uint64_t(r) * cols), across[r]);
     }
     if constexpr (kByRow) {
         NM_UNROLL
@@ -157,10 +210,10 @@ NM_DEVICE void pack_columns(const uint32_t* words, const uint32_t* flags, S& sha
     }
 }
 
-template <class In, class Out, class P, int kSelect, bool kByRow, bool kByColumn>
+template <class In, class Out, class P, int kSelect, bool kByRow, bool kByColumn, bool kDense>
 __global__ void __launch_bounds__(Tile<In, P, kSelect>::kThreads, Tile<In, P, kSelect>::kBlocks)
-    pack_tiles_kernel(const In* w, const uint8_t* mask, const float* scale, Packed by_row, Packed by_column, unsigned rows, unsigned cols,
-                      Divider tiles, int layout, int* overfull) {
+    pack_tiles_kernel(const In* w, const uint8_t* mask, const float* scale, Packed by_row, Packed by_column, Out* dense, unsigned rows,
+                      unsigned cols, Divider tiles, int layout, int* overfull) {
     using T = Tile<In, P, kSelect>;
     using S = Shared<In, Out, P, kSelect, kByRow, kByColumn>;
     NM_SHARED(S, shared);
@@ -181,7 +234,7 @@ __global__ void __launch_bounds__(Tile<In, P, kSelect>::kThreads, Tile<In, P, kS
         bool many = false;
         if constexpr (P::n == 2 && P::m == 4) {
             const float factor = kSelect == kThreshold ? scale_at(scale) : 1.0f;
-            pack_quads<In, Out, kSelect, kByRow, kByColumn>(words, flags, factor, shared, many);
+            pack_quads<In, Out, kSelect, kByRow, kByColumn, kDense>(words, flags, factor, shared, many, dense + first, cols);
         } else {
             pack_columns<In, Out, P, kSelect>(words, flags, shared, many);
         }
@@ -196,13 +249,13 @@ __global__ void __launch_bounds__(Tile<In, P, kSelect>::kThreads, Tile<In, P, kS
     }
 }
 
-template <class In, class Out, class P, int kSelect, bool kByRow, bool kByColumn>
+template <class In, class Out, class P, int kSelect, bool kByRow, bool kByColumn, bool kDense = false>
 void run(const char* name, const Pack& call, const Queue& queue) {
     using T = Tile<In, P, kSelect>;
     const int64_t across = cdiv(call.cols, kColumns), blocks = cdiv(call.rows, T::kRows) * across;
-    launch(name, pack_tiles_kernel<In, Out, P, kSelect, kByRow, kByColumn>, {blocks, T::kThreads}, queue, static_cast<const In*>(call.w),
-           call.mask, call.scale, call.by_row, call.by_column, unsigned(call.rows), unsigned(call.cols), Divider(across), call.layout,
-           call.overfull);
+    launch(name, pack_tiles_kernel<In, Out, P, kSelect, kByRow, kByColumn, kDense>, {blocks, T::kThreads}, queue,
+           static_cast<const In*>(call.w), call.mask, call.scale, call.by_row, call.by_column, static_cast<Out*>(call.dense),
+           unsigned(call.rows), unsigned(call.cols), Divider(across), call.layout, call.overfull);
 }
 
 // Whether an operand's lines with that many groups are whole pieces.
@@ -216,6 +269,15 @@ template <class In, class Out, int kSelect>
 bool run_2_4(const Pack& call, const Queue& queue) {
     using P = Fixed<2, 4>;
     const bool by_row = call.by_row.values, by_column = call.by_column.values;
+    if (call.dense) {
+        // a transposable mask is held between its searches, and then a given one
+        constexpr bool kHas = sizeof(Out) == 2 && kSelect != kTransposable;
+        if constexpr (kHas) {
+            if (by_row && !by_column) run<In, Out, P, kSelect, true, false, true>("pack_dense_kernel", call, queue);
+            if (!by_row && !by_column) run<In, Out, P, kSelect, false, false, true>("prune_dense_kernel", call, queue);
+        }
+        return kHas && !by_column;
+    }
     if (by_row && by_column) {
         if constexpr (kSelect == kGiven || kSelect == kTransposable) run<In, Out, P, kSelect, true, true>("pack_both_kernel", call, queue);
         return kSelect == kGiven || kSelect == kTransposable;
@@ -228,7 +290,7 @@ bool run_2_4(const Pack& call, const Queue& queue) {
 
 bool pack_tiles(const Pack& call, const Queue& queue) {
     const int wide = call.dtype == kFloat32 ? 4 : 8;
-    if (call.rows % call.m || call.cols % wide || !multiples_of_16(call.w, call.mask)) return false;
+    if (call.rows % call.m || call.cols % wide || !multiples_of_16(call.w, call.mask, call.dense)) return false;
     if (call.rows > kLongest || call.cols > kLongest) return false;
     if (!whole_lines(call.by_row, call.cols / call.m, call) || !whole_lines(call.by_column, call.rows / call.m, call)) return false;
     bool done = false;
@@ -245,7 +307,7 @@ bool pack_tiles(const Pack& call, const Queue& queue) {
                     case kGiven: done = run_2_4<In, Out, kGiven>(call, queue); break;
                     default: done = run_2_4<In, Out, kThreshold>(call, queue);
                 }
-            } else if (!call.by_row.values && (call.select == kMagnitude || call.select == kGiven)) {
+            } else if (!call.by_row.values && !call.dense && (call.select == kMagnitude || call.select == kGiven)) {
                 if (call.select == kMagnitude) run<In, Out, P, kMagnitude, false, true>("pack_columns_kernel", call, queue);
                 if (call.select == kGiven) run<In, Out, P, kGiven, false, true>("pack_columns_given_kernel", call, queue);
                 done = true;

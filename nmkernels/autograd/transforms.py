@@ -80,6 +80,7 @@ class Traits:
         own_gradient: ``gradient`` is not the identity, so backward needs the weight.
         own_dgrad: ∂L/∂x uses another weight than W̃, that of ``for_dgrad``.
         own_mask: ``kept`` is not M(W), which the optimizer's kernel computes, or there is a ``penalty``.
+        holds_mask: ``kept`` is a held tensor, of which the optimizer's kernel reads the bits.
         transposable: W̃ is N:M along ``out`` too, so W̃ᵀ can be packed.
         is_nm: W̃ is N:M, so fprop counts as N/M of the dense GEMM.
         threshold: W̃ is made by the soft threshold instead of a mask.
@@ -90,6 +91,7 @@ class Traits:
     own_gradient: bool = False
     own_dgrad: bool = False
     own_mask: bool = False
+    holds_mask: bool = False
     transposable: bool = False
     is_nm: bool = True
     threshold: bool = False
@@ -155,10 +157,10 @@ class WeightTransform:
         return used
 
     def packed(
-        self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical",
-        out: Packed | None = None,
+        self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, dense: bool = False,
+        layout: str = "canonical", out: Packed | None = None,
     ) -> Packed:  # fmt: skip
-        """W̃ of a detached master weight compressed in ``dtype``, and with ``columns`` its transpose, by one call of ``nm.ops.pack``.
+        """W̃ of a detached master weight in the forms that GEMMs read, all of ``dtype``: see ``nm.ops.pack``, which makes them at once.
 
         In a tensor-core ``layout`` it is stored as 2:4, even if its pattern is sparser. ``out`` is the result of an earlier such call,
         whose memory may be reused.
@@ -167,7 +169,11 @@ class WeightTransform:
             ShapeError: W̃ is not N:M in a requested orientation.
         """
         used, pattern = self(weight, *extras), laid_out(self.pattern, layout)
-        return pack(used, pattern, used != 0, dtype=dtype, rows=rows, columns=columns, layout=layout)
+        spread = used.to(dtype) if dense else None
+        if not (rows or columns):
+            return Packed(None, None, spread)
+        made = pack(used, pattern, used != 0, dtype=dtype, rows=rows, columns=columns, layout=layout)
+        return Packed(made.rows, made.columns, spread)
 
     def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         """The master weight's gradient from g = ∂L/∂W̃ (by default g; None if not trained), and those of the learned tensors by name."""
@@ -209,10 +215,11 @@ class HardMask(WeightTransform):
         return nm_prune(weight, self.pattern.n, self.pattern.m, out=out)
 
     def packed(
-        self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical",
-        out: Packed | None = None,
+        self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, dense: bool = False,
+        layout: str = "canonical", out: Packed | None = None,
     ) -> Packed:  # fmt: skip
-        if not columns and layout == "canonical" and dtype == weight.dtype and not torch.compiler.is_compiling():
+        alone = rows and not columns and not dense
+        if alone and layout == "canonical" and dtype == weight.dtype and not torch.compiler.is_compiling():
             p = self.pattern
             if out is not None and isinstance(out.rows, Compressed) and out.rows.values.dtype == dtype:
                 nm_compress(weight, p.n, p.m, None, out=(out.rows.values, out.rows.indices))
@@ -222,7 +229,7 @@ class HardMask(WeightTransform):
         # with columns this raises PatternError: the transpose is not N:M
         pattern = laid_out(self.pattern, layout)
         kept = "magnitude" if pattern == self.pattern else _mask(weight, self.pattern)
-        return pack(weight, pattern, kept, dtype=dtype, rows=rows, columns=columns, layout=layout, check=False)
+        return pack(weight, pattern, kept, dtype=dtype, rows=rows, columns=columns, dense=dense, layout=layout, check=False)
 
     def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         return masked(g, self.kept(weight)) if self.chain else g, {}

@@ -150,28 +150,35 @@ class Parts(NamedTuple):
     soft_threshold: Callable[..., Tensor]
     transposable_mask: Callable[..., Tensor]
     compress: Callable[..., tuple[Tensor, Tensor]]
+    decompress: Callable[..., Tensor]
 
 
 def pack(
     parts: Parts, w: Tensor, n: int, m: int, select: str, mask: Tensor | None, scale: Tensor | None,
-    dtype: torch.dtype | None, rows: bool, columns: bool, layout: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dtype: torch.dtype | None, rows: bool, columns: bool, layout: str, dense: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``nm_pack`` of the parts: right for every call, for backends that have no kernel which does it in one read.
 
     A weight whose transpose is contiguous is packed along its columns without a copy.
     """
     dtype = dtype or w.dtype
 
-    def one(wanted: bool, w: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
-        if not wanted:
-            return w.new_empty(0, dtype=dtype), w.new_empty(0, dtype=torch.uint8 if layout == "canonical" else torch.int32)
+    def one(w: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
         source = w
         if select == "threshold":
             kept, source = parts.mask(w, n, m), parts.soft_threshold(w, n, m)
             source = source if scale is None else source.float() * scale.reshape(())
         # packed first and cast after, so that only what is kept is written twice
         values, indices = parts.compress(source, n, m, kept)
-        return values.to(dtype), to_layout(indices, w.shape[1], layout)
+        return values.to(dtype), indices
+
+    def ordered(operand: tuple[Tensor, Tensor] | None, cols: int) -> tuple[Tensor, Tensor]:
+        if operand is None:
+            return w.new_empty(0, dtype=dtype), w.new_empty(0, dtype=torch.uint8 if layout == "canonical" else torch.int32)
+        return operand[0], to_layout(operand[1], cols, layout)
 
     kept = parts.transposable_mask(w, n, m) if select == "transposable" else mask
-    return *one(rows, w, kept), *one(columns, w.t(), None if kept is None else kept.t())
+    along = one(w, kept) if rows or dense else None
+    down = one(w.t(), None if kept is None else kept.t()) if columns else None
+    spread = parts.decompress(*along, n, m, w.shape[1]) if dense and along is not None else w.new_empty(0, dtype=dtype)
+    return *ordered(along if rows else None, w.shape[1]), *ordered(down, w.shape[0]), spread

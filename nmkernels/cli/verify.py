@@ -19,6 +19,7 @@ from .. import reference
 from ..dispatch import Impl, implementations
 from ..ops import verify
 from ..ops.small import small
+from ..reference.adamw import bits_of
 from ..reference.layouts import EIGHT_BIT, WARPS
 from ..reference.quantize import scale_for
 
@@ -109,6 +110,7 @@ def _of_weights(w: Tensor) -> Iterator[Call]:
         yield "nm_pack", (w, 2, 4, "threshold", None, scale, to, True, False, layout)
         yield "nm_pack", (w, 2, 4, "transposable", None, None, to, True, True, layout)
         yield "nm_pack", (w, 2, 4, "given", kept, None, to, True, True, layout)
+        yield "nm_pack", (w, 2, 4, "magnitude", None, None, to, True, False, layout, True)
         if to is not None:
             yield "nm_metadata", (reference.compress(w, 2, 4)[1], w.shape[1], layout)
 
@@ -160,6 +162,9 @@ def _of_optimizers(dtype: torch.dtype, normal: Callable[..., Tensor], rows: int,
     yield call(0, 0, True, True, True, True, torch.full((1,), 8.0, dtype=torch.float32), torch.zeros(1, dtype=torch.float32))
     for n, m in PATTERNS[:-1]:
         yield call(n, m, *usual)
+    bits = bits_of(normal(*shape) > 0)
+    for fixed in (False, True):
+        yield call(0, 0, *usual, [bits], fixed)
 
 
 def _of_8_bits(normal: Callable[..., Tensor], rows: int, cols: int) -> Iterator[Call]:

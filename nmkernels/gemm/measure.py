@@ -143,7 +143,7 @@ def _made(p: Problem, form: str, w: Tensor, mask: Tensor | None) -> Any:
     pattern, columns = (2, 4) if layout else (p.n, p.m), kind == "columns"
     select = "magnitude" if mask is None else "held"
     packed = CALLS["nm_pack"](w, *pattern, select, mask, None, p.dtype, not columns, columns, layout or "canonical")
-    return packed[2:] if columns else packed[:2]
+    return packed[2:4] if columns else packed[:2]
 
 
 def search(p: Problem, timer: Seconds | None = None) -> Measurement | None:

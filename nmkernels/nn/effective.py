@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,14 @@ class _Copy:
     doubted: bool = False
 
 
+class _Wanted(NamedTuple):
+    """Whether a form is wanted, how (for the packed one), and an old one whose memory may be used for it."""
+
+    wanted: bool
+    how: tuple[Any, ...] = ()
+    old: Any = None
+
+
 class EffectiveWeight:
     """The cache of one layer's effective weight, in dense layout and packed as its GEMMs read it.
 
@@ -63,22 +71,18 @@ class EffectiveWeight:
     def read(self, source: Source, plan: GemmPlan, x: Tensor) -> Tensor | Operands:
         """The effective weight in the forms that a call with the input ``x`` reads under ``plan``."""
         if plan.fprop == "dense":
-            return self.dense(source) if torch.compiler.is_compiling() else self._current(self._dense, source, ())
+            return self.dense(source)
         fprop, dgrad, layout, by = self.route(source, plan, x)
         if fprop == dgrad == "dense":
-            return self.dense(source) if torch.compiler.is_compiling() else self._current(self._dense, source, ())
+            return self.dense(source)
         back = dgrad if x.requires_grad and torch.is_grad_enabled() else fprop  # what dgrad reads is made for a gradient of x alone
-        dense = packed = None
-        if "dense" in (fprop, back):
-            dense = self.dense(source)
-        elif plan.fprop != "auto" and dgrad != "dense" and self._dense.form is not None and not torch.compiler.is_compiling():
+        dense, rows, columns = "dense" in (fprop, back), "packed" in (fprop, back), back == "columns"
+        if not dense and plan.fprop != "auto" and dgrad != "dense" and self._dense.form is not None and not torch.compiler.is_compiling():
             self._dense = _Copy()  # all calls read the packed form; this copy is left over from an evaluation
-        rows, columns = "packed" in (fprop, back), back == "columns"
-        if rows or columns:
-            packed = self.packed(source, rows, columns, layout)
-            if fprop == back and packed.rows is not None:
-                return operands(packed.rows, by=by)
-        forms: dict[str, Any] = {"dense": dense, "packed": packed and packed.rows, "columns": packed and packed.columns}
+        spread, packed = self.forms(source, dense, rows, columns, layout)
+        if fprop == back and packed is not None and packed.rows is not None:
+            return operands(packed.rows, by=by)
+        forms: dict[str, Any] = {"dense": spread, "packed": packed and packed.rows, "columns": packed and packed.columns}
         return operands(forms[fprop], None if back == fprop else forms[back], back == "columns", by)
 
     def route(self, source: Source, plan: GemmPlan, x: Tensor) -> Route:
@@ -102,44 +106,51 @@ class EffectiveWeight:
 
     def dense(self, source: Source) -> Tensor:
         """W̃ ``(out, in)`` in dense layout, from the cache if that is up to date."""
+        dense, _ = self.forms(source, dense=True)
+        assert dense is not None
+        return dense
+
+    def forms(
+        self, source: Source, dense: bool = False, rows: bool = False, columns: bool = False, layout: str = "canonical"
+    ) -> tuple[Tensor | None, Packed | None]:
+        """W̃ in dense layout, and packed, its transpose packed, or both, in ``layout``, from the cache if that is up to date."""
+        packed = rows or columns
         if torch.compiler.is_compiling():
             # a compiled graph cannot check versions or hooks, so it computes W̃ at every call
-            weight, transform, extras, dtype = source
-            return transform(weight.detach(), *extras).to(dtype)
-        return self._current(self._dense, source, ())
-
-    def packed(self, source: Source, rows: bool, columns: bool, layout: str) -> Packed:
-        """W̃ packed, its transpose packed, or both, in ``layout``, from the cache if that is up to date."""
-        if torch.compiler.is_compiling():
-            weight, transform, extras, dtype = source
-            return transform.packed(weight.detach(), *extras, dtype=dtype, rows=rows, columns=columns, layout=layout)
-        copy = self._packed
-        if copy.form is not None and copy.transform is source[1]:
+            return _make(source, _Wanted(dense), _Wanted(packed, (rows, columns, layout)))
+        if packed and self._packed.form is not None and self._packed.transform is source[1]:
             # pack what earlier calls read too, so that calls that alternate between forms do not repack every time
-            rows, columns = rows or copy.how[0], columns or copy.how[1]
-        return self._current(copy, source, (rows, columns, layout))
+            rows, columns = rows or self._packed.how[0], columns or self._packed.how[1]
+        return self._current(source, _Wanted(dense), _Wanted(packed, (rows, columns, layout)))
 
-    def _current(self, copy: _Copy, source: Source, how: tuple[Any, ...]) -> Any:
+    def _current(self, source: Source, dense: _Wanted, packed: _Wanted) -> tuple[Tensor | None, Packed | None]:
+        """The wanted forms; those that are out of date are made, at once if both are."""
         weight, transform, extras, dtype = source
         owner = weight if isinstance(weight, nn.Parameter) else weight._base
         # functional_call and replicas pass a plain tensor, not a Parameter; inference tensors have no version counter, fake ones no address
         if not self.attached or isinstance(weight, FakeTensor) or not isinstance(owner, nn.Parameter) or owner.is_inference():
             self.release()
-            return _made(None, source, how)
+            return _make(source, dense, packed)
         mark, captured = fingerprint(weight, *extras), _capturing(weight)
         stamp = (weight._version, weight.data_ptr(), weight.device, dtype, mark)
-        same = copy.form is not None and copy.transform is transform and copy.how == how
-        # replaying a captured graph runs no hooks, so W̃ must be made inside the graph, and is not valid outside
-        valid = same and not captured and stamp == copy.stamp and copy.owner is not None and copy.owner() is owner
-        if valid and (mark is not None or (not readable(weight) and torch.is_grad_enabled() and not copy.doubted)):
-            return copy.form
-        # overwrite a copy only after an optimizer step; before that a backward pass may still need it
-        free = same and copy.stamp is None and not captured
-        form = _made(copy.form if free else None, source, how)
-        if not captured and (mark is not None or torch.is_grad_enabled()):
-            copy.form, copy.stamp, copy.owner, copy.transform = form, stamp, weakref.ref(owner), transform
-            copy.how, copy.doubted = how, False
-        return form
+        found: list[Any] = []
+        stale: list[_Wanted] = []
+        for copy, (wanted, how, _) in ((self._dense, dense), (self._packed, packed)):
+            same = copy.form is not None and copy.transform is transform and copy.how == how
+            # replaying a captured graph runs no hooks, so W̃ must be made inside the graph, and is not valid outside
+            valid = same and not captured and stamp == copy.stamp and copy.owner is not None and copy.owner() is owner
+            valid = valid and (mark is not None or (not readable(weight) and torch.is_grad_enabled() and not copy.doubted))
+            found.append(copy.form if wanted and valid else None)
+            # overwrite a copy only after an optimizer step; before that a backward pass may still need it
+            stale.append(_Wanted(wanted and not valid, how, copy.form if same and copy.stamp is None and not captured else None))
+        for i, (copy, form) in enumerate(zip((self._dense, self._packed), _make(source, *stale), strict=True)):
+            if form is None:
+                continue
+            found[i] = form
+            if not captured and (mark is not None or torch.is_grad_enabled()):
+                copy.form, copy.stamp, copy.owner, copy.transform = form, stamp, weakref.ref(owner), transform
+                copy.how, copy.doubted = stale[i].how, False
+        return found[0], found[1]
 
     # ---- the end of a copy
 
@@ -165,18 +176,35 @@ class EffectiveWeight:
         return EffectiveWeight, ()
 
 
-def _made(old: Any, source: Source, how: tuple[Any, ...]) -> Any:
-    """Make the effective weight, in the memory of ``old`` if that fits, else as new tensors."""
-    weight, transform, extras, dtype = source
+def _make(source: Source, dense: _Wanted, packed: _Wanted) -> tuple[Tensor | None, Packed | None]:
+    """Make the wanted forms of the effective weight; a GPU makes them in one reading of the weight."""
+    if not (dense.wanted or packed.wanted):
+        return None, None
+    if torch.compiler.is_compiling():
+        return _of(source, dense, packed)
     # not in inference mode: inference tensors cannot be saved for backward
     with torch.inference_mode(False), torch.no_grad():
-        w = weight.detach()
-        if how:
-            new = transform.packed(w, *extras, dtype=dtype, rows=how[0], columns=how[1], layout=how[2], out=old)
-            return new if old is None or new is old or not readable(weight) else _moved(new, old)
+        return _of(source, dense, packed)
+
+
+def _of(source: Source, dense: _Wanted, packed: _Wanted) -> tuple[Tensor | None, Packed | None]:
+    weight, transform, extras, dtype = source
+    w, old, spread = weight.detach(), dense.old, None
+    if dense.wanted and (readable(weight) or (dtype == w.dtype and not packed.wanted)):
         if old is not None and old.dtype == dtype == w.dtype and old.shape == w.shape and old.device == w.device:
-            return transform(w, *extras, out=old)
-        return transform(w, *extras).to(dtype)
+            spread = transform(w, *extras, out=old)
+        else:
+            spread = transform(w, *extras).to(dtype)
+    also = dense.wanted and spread is None
+    if not (packed.wanted or also):
+        return spread, None
+    rows, columns, layout = packed.how if packed.wanted else (False, False, "canonical")
+    made = transform.packed(w, *extras, dtype=dtype, rows=rows, columns=columns, dense=also, layout=layout, out=packed.old)
+    if also:
+        return made.dense, Packed(made.rows, made.columns) if packed.wanted else None
+    if packed.old is not None and made is not packed.old and readable(weight):
+        made = _moved(made, packed.old)
+    return spread, made
 
 
 def _capturing(weight: Tensor) -> bool:

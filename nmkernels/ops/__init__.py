@@ -1,7 +1,7 @@
 """The public operations, thin wrappers over ``torch.ops.nmkernels.*``."""
 
 from ..pattern import OptionError
-from .adamw import HYPER, STATS, masked_adamw_
+from .adamw import HYPER, STATS, mask_bits, masked_adamw_
 from .compress import Compressed, compress, decompress, dequantize_values, quantize_values
 from .linear import linear, linear_dgrad, linear_wgrad
 from .mask import is_nm, mask, prune, soft_threshold, soft_threshold_scale, transposable_mask
@@ -28,6 +28,7 @@ __all__ = [
     "linear_quantized",
     "linear_wgrad",
     "mask",
+    "mask_bits",
     "masked_adamw_",
     "mvue",
     "mvue_compress",

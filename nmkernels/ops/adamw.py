@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..pattern import DtypeError, Pattern, PatternLike, ShapeError
-from ..reference.adamw import AdamWArgs
+from ..pattern import DtypeError, OptionError, Pattern, PatternLike, ShapeError
+from ..reference.adamw import AdamWArgs, bits_of
 from ..reference.common import compute_dtype
 from .check import as_pattern, check_device, check_float
 from .define import Spec, define
@@ -35,6 +35,7 @@ def _masked_adamw(*args: Any) -> tuple[Spec, ...]:
         if len(tensors) != len(a.params) and not (optional and not tensors):
             empty = ", or none" if optional else ""
             raise ShapeError(f"{op}: {len(a.params)} params and {len(tensors)} {name}; there must be one per param{empty}.")
+    _check_masks(op, a)
     for name, scalar in (("grad_scale", a.grad_scale), ("found_inf", a.found_inf)):
         if scalar is not None and (scalar.numel() != 1 or scalar.dtype != torch.float32):
             raise ShapeError(f"{op}: {name} is {scalar.dtype} of shape {tuple(scalar.shape)}; it must be one float32 element.")
@@ -46,6 +47,32 @@ def _masked_adamw(*args: Any) -> tuple[Spec, ...]:
         if step.dtype != torch.float32 or step.numel() != 1:
             raise DtypeError(f"{op}: steps[{i}] is {step.dtype} of shape {tuple(step.shape)}; it must be one float32 element.")
     return (((len(STATS),), torch.float64),)
+
+
+def _check_masks(op: str, a: AdamWArgs) -> None:
+    """Check the bits of held masks against the params."""
+    if not a.masks:
+        if a.fixed and a.params:
+            raise OptionError(f"{op}: fixed=True holds the weights outside of `masks` at zero, and there are none. Pass masks.")
+        return
+    if a.n or a.m:
+        raise OptionError(f"{op}: masks and the pattern {a.n}:{a.m}; the masks say which weights are kept. Pass pattern=None with masks.")
+    if len(a.masks) != len(a.params):
+        raise ShapeError(f"{op}: {len(a.params)} params and {len(a.masks)} masks; there must be one per param, or none.")
+    for i, (param, bits) in enumerate(zip(a.params, a.masks, strict=True)):
+        name = f"masks[{i}]"
+        if not param.dim():
+            raise ShapeError(f"{op}: params[{i}] is 0-dimensional; bits of a mask run along the last dimension. Step it without masks.")
+        if bits.dtype != torch.uint8:
+            raise DtypeError(f"{op}: {name} is {bits.dtype}; it must be uint8, eight weights a byte. Make it with nm.ops.mask_bits(mask).")
+        shape = (*param.shape[:-1], -(-param.shape[-1] // 8))
+        if tuple(bits.shape) != shape or not bits.is_contiguous():
+            strided = "" if bits.is_contiguous() else " and is not contiguous"
+            raise ShapeError(
+                f"{op}: {name} has shape {tuple(bits.shape)}{strided}; for a param of shape {tuple(param.shape)} it must be "
+                f"contiguous {shape}. Make it with nm.ops.mask_bits(mask)."
+            )
+        check_device(op, **{f"params[{i}]": param, name: bits})
 
 
 def _check_param(op: str, name: str, param: Tensor, pattern: Pattern | None) -> None:
@@ -82,7 +109,7 @@ nm_masked_adamw_ = define(
     # the fields of AdamWArgs, in order
     "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, "
     "Tensor(e!)[] steps, Tensor hyper, int n, int m, bool frozen=False, bool eps_inside=False, bool maximize=False, "
-    "bool geometric=False, Tensor? grad_scale=None, Tensor? found_inf=None) -> Tensor",
+    "bool geometric=False, Tensor? grad_scale=None, Tensor? found_inf=None, Tensor[]? masks=None, bool fixed=False) -> Tensor",
     _masked_adamw,
 )
 
@@ -103,20 +130,23 @@ def masked_adamw_(
     geometric: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    masks: Tensors | None = None,
+    fixed: bool = False,
 ) -> Tensor:
     """Take one AdamW step of every param in one pass over memory, with decay of pruned weights, new masks and statistics.
 
     Per param, with t = step + 1, each operation rounded once, in this order (Loshchilov, Hutter, ICLR 2019, algorithm 2)::
 
-        g = ±grad / grad_scale
-        g = g + λ·w          where w is pruned            (SR-STE's decay, Zhou et al. 2021, arXiv 2102.04010)
+        g = ±grad / grad_scale                            (fixed: 0 where w is pruned, whatever the gradient is)
+        g = g + λ·w          where w is pruned            (SR-STE's decay, Zhou et al. 2021, arXiv 2102.04010; not if fixed)
         m = β1·m + (1-β1)·g
         v = β2·v + (1-β2)·g²                              (unless frozen: STEP, Lu et al., ICML 2023)
         D = sqrt(v) / sqrt(1-β2ᵗ) + eps                   (eps_inside: sqrt(v / (1-β2ᵗ) + eps); amsgrad: the running maximum of v)
         u = (m / (1-β1ᵗ)) / D                             (clamped to ±clamp if that is not 0)
-        w = w·(1 - lr·weight_decay) - lr·u
+        w = w·(1 - lr·weight_decay) - lr·u                (fixed: +0 where w is pruned)
 
-    Pruned are the weights outside the N:M mask of w before the step; the mask after it only counts in the statistics.
+    Pruned are the weights outside the N:M mask of w before the step; the mask after it only counts in the statistics. With ``masks``,
+    pruned are the weights outside of these, before and after: no bit flips.
 
     Args:
         params: float tensors, groups along the last dimension (pass a transposed view of an (in, out) weight).
@@ -124,10 +154,12 @@ def masked_adamw_(
         steps: one-element fp32 tensors; the number of steps done so far, incremented here.
         hyper: fp64 ``(9,)``, named by ``HYPER``, on the CPU or the params' device; ``decay`` is λ, ``v_step`` the step whose bias
             correction a frozen v keeps (0: none).
-        pattern: None: plain AdamW, no mask.
+        pattern: None: plain AdamW, or ``masks``.
         max_exp_avg_sqs: the running maxima of amsgrad; passing them switches amsgrad on.
         geometric: also compute the statistics of log |v_t - v_{t-1}|.
         grad_scale, found_inf: of a ``GradScaler``; with found_inf != 0 nothing changes and all statistics are 0.
+        masks: held masks, one per param, of ``mask_bits``: uint8 ``(*shape[:-1], ceil(cols / 8))``, contiguous; instead of a pattern.
+        fixed: hold the weights outside of ``masks`` at zero.
 
     Returns:
         fp64 ``(9,)``, named by ``STATS``, summed over the params: 1 if applied; Σ|Δv|; Σ log|Δv|; elements with Δv = 0; mask bits flipped;
@@ -135,6 +167,7 @@ def masked_adamw_(
 
     Raises:
         ShapeError, DtypeError, PatternError: the tensors do not fit each other or the pattern; nothing is changed then.
+        OptionError: masks and a pattern, or ``fixed`` without masks.
 
     Example:
         >>> w = torch.tensor([[1.0, -2.0, 3.0, 0.5]])
@@ -147,5 +180,31 @@ def masked_adamw_(
     n, m = (0, 0) if pattern is None else ((p := as_pattern(pattern)).n, p.m)
     return nm_masked_adamw_(
         params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs or [], steps,
-        hyper, n, m, frozen, eps_inside, maximize, geometric, grad_scale, found_inf,
+        hyper, n, m, frozen, eps_inside, maximize, geometric, grad_scale, found_inf, masks, fixed,
     )  # fmt: skip
+
+
+def mask_bits(mask: Tensor) -> Tensor:
+    """A mask as bits, eight weights a byte, as ``masked_adamw_`` reads held masks.
+
+    Bit i % 8 of byte i // 8 is column i: ``bits[..., i // 8] >> (i % 8) & 1 == mask[..., i]``; spare bits of the last byte are 0.
+
+    Args:
+        mask: bool ``(..., cols)``.
+
+    Returns:
+        uint8 ``(..., ceil(cols / 8))``, contiguous, on the mask's device.
+
+    Raises:
+        DtypeError: the mask is not bool.
+        ShapeError: it has no dimensions.
+
+    Example:
+        >>> mask_bits(torch.tensor([True, False, False, True, False, False, False, False, True]))
+        tensor([9, 1], dtype=torch.uint8)
+    """
+    if mask.dtype != torch.bool:
+        raise DtypeError(f"mask_bits: the mask is {mask.dtype}; it must be torch.bool.")
+    if not mask.dim():
+        raise ShapeError("mask_bits: the mask is 0-dimensional; bits run along the last dimension.")
+    return bits_of(mask)

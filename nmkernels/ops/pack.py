@@ -1,4 +1,4 @@
-"""Compress a layer's weight along its rows, its columns or both, in the dtype and layout that its GEMMs read."""
+"""The forms of a layer's weight that its GEMMs read, in their dtype and layout: packed along rows, along columns, and dense."""
 
 from __future__ import annotations
 
@@ -21,31 +21,42 @@ from .define import Spec, define
 
 
 def _specs(
-    op: str, shape: torch.Size, p: Pattern, dtype: torch.dtype, rows: bool, columns: bool, layout: str, tiled: bool = False
+    op: str,
+    shape: torch.Size,
+    p: Pattern,
+    dtype: torch.dtype,
+    rows: bool,
+    columns: bool,
+    layout: str,
+    tiled: bool = False,
+    dense: bool = False,
 ) -> tuple[Spec, ...]:
-    """The shapes and dtypes of values and indices of a packed matrix and of its transpose; ``(0,)`` for parts not requested.
+    """The shapes and dtypes of values and indices of a packed matrix and of its transpose, and of its dense form; ``(0,)`` for parts not
+    requested.
 
     Raises if it cannot be packed; with ``tiled`` both dimensions must be divisible by M in any case.
     """
     if dtype not in FLOATS:
         raise DtypeError(f"{op}: values cannot be packed in {dtype}; only float16, bfloat16, float32 and float64 are supported.")
-    if not (rows or columns):
-        raise OptionError(f"{op}: neither rows nor columns are wanted, so there is nothing to pack. Ask for one of them, or both.")
+    if not (rows or columns or dense):
+        raise OptionError(
+            f"{op}: neither rows nor columns nor the dense form are wanted, so there is nothing to make. Ask for some of them."
+        )
     specs: list[Spec] = []
     height, width = shape
     for wanted, high, wide, what in ((rows, height, width, "columns"), (columns, width, height, "rows")):
-        if wanted or tiled:
+        if wanted or tiled or (dense and what == "columns"):
             p.check_divides(op, wide, f"the number of {what}")
         if wanted:
             check_layout(op, layout, high, wide, p, dtype)
         values, indices = operand_shapes(p, high, wide, layout) if wanted else ((0,), (0,))
         specs += [(values, dtype), (indices, index_dtype(layout))]
-    return tuple(specs)
+    return *specs, (tuple(shape) if dense else (0,), dtype)
 
 
 def _pack(
     w: Tensor, n: int, m: int, select: str, mask: Tensor | None, scale: Tensor | None,
-    dtype: torch.dtype | None, rows: bool, columns: bool, layout: str,
+    dtype: torch.dtype | None, rows: bool, columns: bool, layout: str, dense: bool = False,
 ) -> tuple[Spec, ...]:  # fmt: skip
     op, p = "nm_pack", Pattern(n, m)
     check_float(op, "the weight", w)
@@ -66,18 +77,18 @@ def _pack(
                 "as soft_threshold_scale returns it."
             )
         check_device(op, w=w, scale=scale)
-    if rows and columns and select in ("magnitude", "threshold"):
+    if (rows or dense) and columns and select in ("magnitude", "threshold"):
         raise PatternError(
-            f"{op}: select={select!r} cannot pack rows and columns at once: the largest magnitudes of each row's groups are not {p} "
+            f"{op}: select={select!r} cannot make rows and columns at once: the largest magnitudes of each row's groups are not {p} "
             'along the columns, so that W and Wᵀ would be two different weights. Take the transposable mask ("transposable"), or give one.'
         )
-    return _specs(op, w.shape, p, dtype or w.dtype, rows, columns, layout, tiled=select == "transposable")
+    return _specs(op, w.shape, p, dtype or w.dtype, rows, columns, layout, select == "transposable", dense)
 
 
 nm_pack = define(
     "nm_pack",
-    "(Tensor w, int n, int m, str select, Tensor? mask, Tensor? scale, ScalarType? dtype, bool rows, bool columns, str layout) "
-    "-> (Tensor values, Tensor indices, Tensor values_t, Tensor indices_t)",
+    "(Tensor w, int n, int m, str select, Tensor? mask, Tensor? scale, ScalarType? dtype, bool rows, bool columns, str layout, "
+    "bool dense=False) -> (Tensor values, Tensor indices, Tensor values_t, Tensor indices_t, Tensor spread)",
     _pack,
 )
 
@@ -91,12 +102,14 @@ def pack(
     dtype: torch.dtype | None = None,
     rows: bool = True,
     columns: bool = False,
+    dense: bool = False,
     layout: str = "canonical",
     check: bool = True,
 ) -> Packed:
-    """Pack and cast a weight for the forward pass, its transpose for the backward pass, or both. Backward raises.
+    """Make the forms of a weight that its GEMMs read: packed, its transpose packed, or dense, cast and masked. Backward raises.
 
-    ``rows = compress(cast(W), M)`` and ``columns = compress(cast(Wᵀ), Mᵀ)``, with the mask of the uncast w, the fp32 master weight.
+    ``rows = compress(cast(W), M)``, ``columns = compress(cast(Wᵀ), Mᵀ)`` and ``dense = decompress(rows)``, with the mask of the uncast w,
+    the fp32 master weight. On a GPU all that are asked for come from one read of w where it is 2:4 and they are of 16 bits.
 
     Args:
         w: the weight ``(out, in)``; any strides.
@@ -106,14 +119,15 @@ def pack(
         scale: only for ``"threshold"``: one fp32 element (fp64 for fp64 weights) on w's device.
         dtype: of the values, rounded once to nearest even; default w's own, unchanged.
         rows: pack W.
-        columns: pack Wᵀ. Both at once need ``"transposable"`` or a mask.
+        columns: pack Wᵀ. Both at once need ``"transposable"`` or a mask, as do columns with ``dense``.
+        dense: make M ⊙ W in dense layout, +0.0 where not kept.
         check: False skips the check that a bool mask is N:M, for which the host waits for a GPU. The result of a wrong mask is undefined.
         layout: ``"canonical"``; or ``"mma.sp"`` or ``"wgmma.sp"`` for 2:4 with 16-bit values, in tiles of 16 or 64 rows and 64 columns.
 
     Raises:
         ShapeError, DtypeError: ``w``, ``mask``, ``scale`` or ``dtype`` does not fit; the mask keeps more than N in a group.
         PatternError: rows and columns by magnitude, which would be two different weights; a device layout with a pattern other than 2:4.
-        OptionError: ``mask`` or ``layout`` is unknown, ``scale`` comes with another mask, or neither rows nor columns are requested.
+        OptionError: ``mask`` or ``layout`` is unknown, ``scale`` comes with another mask, or no form is requested.
 
     Example:
         >>> p = pack(torch.tensor([[1.0, 0.0, -2.0, 3.0]]), "2:4", dtype=torch.bfloat16)
@@ -122,18 +136,19 @@ def pack(
     """
     p = as_pattern(pattern)
     select, given = ("given" if check else "held", mask) if isinstance(mask, Tensor) else (mask, None)
-    buffers = nm_pack(w, p.n, p.m, select, given, scale, dtype, rows, columns, layout)
-    return _packed(buffers, w.shape, p, rows, columns, layout)
+    buffers = nm_pack(w, p.n, p.m, select, given, scale, dtype, rows, columns, layout, dense)
+    return _packed(buffers, w.shape, p, rows, columns, layout, dense)
 
 
-def _packed(buffers: Sequence[Tensor], shape: torch.Size, p: Pattern, rows: bool, columns: bool, layout: str) -> Packed:
+def _packed(buffers: Sequence[Tensor], shape: torch.Size, p: Pattern, rows: bool, columns: bool, layout: str, dense: bool) -> Packed:
     def part(values: Tensor, indices: Tensor, shape: torch.Size) -> Operand:
         if layout == "canonical":
             return Compressed.trusted(values, indices, p, shape)
         return DeviceCompressed.trusted(values, indices, layout, p, shape)
 
-    values, indices, values_t, indices_t = buffers
-    return Packed(part(values, indices, shape) if rows else None, part(values_t, indices_t, shape[::-1]) if columns else None)
+    values, indices, values_t, indices_t, spread = buffers
+    down = part(values_t, indices_t, shape[::-1]) if columns else None
+    return Packed(part(values, indices, shape) if rows else None, down, spread if dense else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,11 +216,12 @@ def positions(c: Operand) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """The result of ``pack``: a weight W ``(out, in)`` compressed for the GEMMs of a layer. A pytree of its two parts.
+    """The result of ``pack``: a weight W ``(out, in)`` in the forms that the GEMMs of a layer read. A pytree of its three parts.
 
     Args:
         rows: W, of shape ``(out, in)``, groups along ``in``: the operand of the forward pass, or None.
         columns: Wᵀ, of shape ``(in, out)``, groups along ``out``: the operand of the input gradient, or None.
+        dense: W in dense layout, that operand where Wᵀ is not N:M, or None.
 
     Example:
         >>> from nmkernels import ops
@@ -216,6 +232,7 @@ class Packed:
 
     rows: Operand | None
     columns: Operand | None
+    dense: Tensor | None = None
 
     @property
     def layout(self) -> str:
@@ -223,7 +240,7 @@ class Packed:
         return next((part.layout for part in (self.rows, self.columns) if isinstance(part, DeviceCompressed)), "canonical")
 
     def buffers(self) -> list[Tensor | None]:
-        """Values and indices (or metadata) of the rows, then of the columns; None for a missing part."""
+        """Values and indices (or metadata) of the rows, then of the columns; None for a part that is not packed."""
         pairs = [(None, None) if part is None else (part.values, positions(part)) for part in (self.rows, self.columns)]
         return [x for pair in pairs for x in pair]
 
@@ -237,7 +254,7 @@ pytree.register_pytree_node(
     from_dumpable_context=lambda dumped: (dumped[0], Pattern(dumped[1]), torch.Size(dumped[2])),
 )
 pytree.register_pytree_node(
-    Packed, lambda p: ([p.rows, p.columns], None), lambda leaves, _: Packed(*leaves), serialized_type_name="nmkernels.Packed"
+    Packed, lambda p: ([p.rows, p.columns, p.dense], None), lambda leaves, _: Packed(*leaves), serialized_type_name="nmkernels.Packed"
 )
 
 
@@ -297,5 +314,5 @@ def relayout(c: Compressed, layout: str) -> DeviceCompressed:
     check_matrix(op, "the operand", c.values)
     if p == _HARDWARE:
         return DeviceCompressed(c.values, nm_metadata(c.indices, c.shape[1], layout), layout, p, c.shape)
-    values, meta, _, _ = nm_pack(c.dense(), 2, 4, "magnitude", None, None, None, True, False, layout)
+    values, meta, *_ = nm_pack(c.dense(), 2, 4, "magnitude", None, None, None, True, False, layout)
     return DeviceCompressed(values, meta, layout, _HARDWARE, c.shape)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reference.adamw import AdamWArgs
+from ..reference.adamw import AdamWArgs, bits_of
 from ..reference.compress import compress
 from ..reference.integers import quantize_values
 from ..reference.layouts import layout_of, to_layout
@@ -116,14 +116,14 @@ def _decompress(draw: _Draw, values: Tensor, indices: Tensor, n: int, m: int, co
 
 def _pack(
     draw: _Draw, w: Tensor, n: int, m: int, select: str, mask: Tensor | None, scale: Tensor | None,
-    dtype: torch.dtype | None, rows: bool, columns: bool, layout: str,
+    dtype: torch.dtype | None, rows: bool, columns: bool, layout: str, dense: bool = False,
 ) -> Args:  # fmt: skip
     x = draw(w, *_matrix(w, m, select == "transposable" or columns, n))
     if mask is not None:
-        mask = largest(x.t(), n, m).t() if not rows else transposable_mask(x, n, m) if columns else largest(x, n, m)
+        mask = largest(x.t(), n, m).t() if not (rows or dense) else transposable_mask(x, n, m) if columns else largest(x, n, m)
     if scale is not None:
         scale = soft_threshold_scale(x, n, m).reshape(scale.shape)
-    return x, n, m, select, mask, scale, dtype, rows, columns, layout
+    return x, n, m, select, mask, scale, dtype, rows, columns, layout, dense
 
 
 def _metadata(draw: _Draw, indices: Tensor, cols: int, layout: str) -> Args:
@@ -248,6 +248,7 @@ def _masked_adamw(draw: _Draw, *args: Any) -> Args:
             hyper=hyper,
             grad_scale=scalar(a.grad_scale, 8.0),
             found_inf=scalar(a.found_inf, 0.0),
+            masks=[bits_of(draw(a.params[i], *shape) > 0) for i, shape in chosen] if a.masks else None,
         )
     )
 

@@ -30,7 +30,8 @@ class MaskedAdamW(torch.optim.AdamW):
         v = β₂v + (1 - β₂) g²
         w = (1 - lr·weight_decay) w - lr · (m / (1 - β₁ᵗ)) / (√v / √(1 - β₂ᵗ) + ε)
 
-    A recipe sets the masks, λ and what else differs by phase: see ``UpdateRule``. Without a recipe there are no masks and no λ, and it
+    With a held mask that replaces M, a recipe may also hold the weights outside of it at zero: g = 0 and w = 0 there. A recipe sets the
+    masks, λ and what else differs by phase: see ``UpdateRule``. Without a recipe there are no masks and no λ, and it
     equals ``torch.optim.AdamW`` to 1e-6 relative.
 
     The moments of bf16 and fp16 parameters are fp32, also after ``load_state_dict``. A step that a ``GradScaler`` skips changes nothing.
@@ -125,12 +126,15 @@ class MaskedAdamW(torch.optim.AdamW):
                 self._start(group, p, state)
             pattern = target.pattern if target is not None else None
             ranks = groups_of(p) if sharded and target is not None else ()
-            key = (target is not None, pattern, p.dtype, p.device, ranks)
+            bits = target.bits if target is not None else None
+            key = (target is not None, pattern, p.dtype, p.device, ranks, bits is not None)
             bucket = buckets.get(key)
             if bucket is None:
                 bucket = buckets[key] = _Bucket(target is not None, pattern, ranks)
             bucket.numel += p.numel()
             bucket.targets.append(target)
+            if bits is not None:
+                bucket.bits.append(bits)
             bucket.steps.append(state["step"])
             shard, grad = (local(p), local(grad)) if sharded else (p, grad)
             bucket.params.append(shard if layout == LINEAR else as_matrix(shard, layout))
@@ -160,6 +164,7 @@ class MaskedAdamW(torch.optim.AdamW):
 
     def _run(self, group: dict[str, Any], b: _Bucket) -> Tensor:
         rule = self.rule if b.maskable else PLAIN
+        masks = b.bits if rule.masked or rule.fixed else None
         return masked_adamw_(
             b.params,
             b.grads,
@@ -167,7 +172,7 @@ class MaskedAdamW(torch.optim.AdamW):
             b.moments["exp_avg_sq"],
             b.steps,
             _hyper(group, rule, b.params[0].device),
-            b.pattern if rule.masked else None,
+            b.pattern if rule.masked and not masks else None,
             max_exp_avg_sqs=b.moments["max_exp_avg_sq"] if group["amsgrad"] else None,
             frozen=rule.frozen,
             eps_inside=rule.eps_inside,
@@ -175,6 +180,8 @@ class MaskedAdamW(torch.optim.AdamW):
             geometric=rule.geometric,
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
+            masks=masks,
+            fixed=rule.fixed,
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -225,6 +232,7 @@ class _Bucket:
         self.grads: list[Tensor] = []
         self.steps: list[Tensor] = []
         self.targets: list[Target | None] = []
+        self.bits: list[Tensor] = []
         self.moments: dict[str, list[Tensor]] = {"exp_avg": [], "exp_avg_sq": [], "max_exp_avg_sq": []}
 
 

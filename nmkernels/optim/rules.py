@@ -18,7 +18,8 @@ class UpdateRule:
     """How a ``MaskedAdamW`` updates its maskable parameters in the current phase of a recipe; the others follow plain AdamW.
 
     Args:
-        masked: use the parameters' N:M masks (to decay pruned weights and count flips).
+        masked: use the parameters' N:M masks (to decay pruned weights and count flips), or the bits of their targets where they have some.
+        fixed: weights outside the bits of their targets are held at zero: their gradients count as 0, whatever they are. Not decayed.
         decay: λ of SR-STE: g += λ (1 − M(w)) ⊙ w, after unscaling and clipping (Zhou et al. 2021, eq. 8).
         frozen: the second moment is not updated (STEP's second phase, Lu et al. 2023).
         v_step: the step whose bias correction the frozen second moment gets, v̂* = v*/(1 − β₂^v_step); 0 uses v* raw.
@@ -42,6 +43,7 @@ class UpdateRule:
     eps_inside: bool = False
     clamp: float = 0.0
     geometric: bool = False
+    fixed: bool = False
 
     adds_penalty: ClassVar[bool] = False
     """Whether the optimizer itself adds the gradient of a target's penalty; else it is part of the gradient that the optimizer gets."""
@@ -64,6 +66,8 @@ class Target:
         pattern: N:M of its groups, along the input dimension.
         layout: how it stores its matrix ``(rows, in)``; one of ``nmkernels.layouts``.
         penalty: returns the gradient of a regulariser, ``(rows, in)``, or None.
+        bits: a held mask, which is used instead of the pattern's, as ``nm.ops.mask_bits`` makes it of a bool ``(rows, in)``; of the local
+            shard if the parameter is a DTensor. None: the mask is that of the present weights.
 
     Example:
         >>> import torch
@@ -76,3 +80,4 @@ class Target:
     pattern: Pattern
     layout: str = LINEAR
     penalty: Callable[[], Tensor | None] = lambda: None
+    bits: Tensor | None = None

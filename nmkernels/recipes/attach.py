@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import ops
-from ..autograd.transforms import WEIGHT, masked
+from ..autograd.transforms import WEIGHT, WeightTransform, masked
 from ..layouts import MATRICES, as_matrix, ordered
 from ..nn import NMWeight
 from ..optim import PLAIN, MaskedAdamW, Target, merge_stats
@@ -56,6 +56,7 @@ class Attachment:
         self._revision = self._size = 0
         self._masks: dict[str, Tensor] = {}
         self._pruned: dict[str, tuple[Tensor, Tensor]] = {}
+        self._bits: dict[str, tuple[Tensor, int, Tensor]] = {}
         self.updating = inner(optimizer)
         self._starts = self._rehearsed = False
         self._own_pass: MaskedAdamW | None = None
@@ -187,17 +188,21 @@ class Attachment:
         if size != self._size:
             self._join()
         # where MaskedAdamW masks, decays and counts in its own pass over memory
-        stage = self.run.stage
-        own_mask = stage.held_mask or (stage.transform is not None and stage.transform.traits.own_mask)
-        own = self._own_pass = None if own_mask else self.masked
+        stage, holds = self.run.stage, self._holds()
+        follows = not stage.held_mask and (stage.transform is None or not stage.transform.traits.own_mask)
+        own = self._own_pass = self.masked if holds or follows else None
         if self.run.writes.hashes or self.run.masks.masks:
             self.run.before_step(self.layers)
         if self.masked is not None and self._revision != self.run.revision:
             self._revision, rule = self.run.revision, self.run.stage.rule
-            self.masked.rule = rule if own is not None else replace(rule, masked=False, decay=0.0)
+            if own is None:
+                rule = replace(rule, masked=False, decay=0.0)
+            self.masked.rule = replace(rule, masked=True, fixed=True) if holds and stage.held_mask else rule
             for layer in self.layers.values():
                 if layer.parameter in self.masked.targets:
                     self.masked.targets[layer.parameter].pattern = layer.mask_pattern
+        if self.masked is not None:
+            self._give_bits(self.masked, holds)
         if own is not None:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -212,6 +217,29 @@ class Attachment:
             return loss
 
         return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
+
+    def _holds(self) -> bool:
+        """Whether the masks stay what they are until they are chosen again, so that MaskedAdamW can have them as bits."""
+        stage, transform = self.run.stage, self.run.stage.transform
+        if self.masked is None or (transform is not None and type(transform).penalty is not WeightTransform.penalty):
+            return False
+        return stage.held_mask or (stage.rule.masked and transform is not None and transform.traits.holds_mask)
+
+    def _give_bits(self, optimizer: MaskedAdamW, holds: bool) -> None:
+        """Give every target the bits of its held mask, made once for each mask, or none."""
+        for name, layer in self.layers.items():
+            target = optimizer.targets.get(layer.parameter)
+            if target is None:
+                continue
+            if not holds:
+                target.bits = None
+                self._bits.pop(name, None)
+                continue
+            mask = self.run.masks.masks[name] if self.run.stage.held_mask else layer.kept()
+            made = self._bits.get(name)
+            if made is None or made[0] is not mask or made[1] != mask._version:
+                made = self._bits[name] = mask, mask._version, ops.mask_bits(mask)
+            target.bits = made[2]
 
     def _join(self) -> None:
         """Take over the layers of parameter groups that were added since the last step."""
@@ -294,6 +322,9 @@ class Attachment:
             optimizer.param_groups[0][STATE_KEY] = self.run.state
         if type(hooks) is not Hooks:
             hooks.after_step(self._updated(), found_inf)
+        if own is not None and own.stats is None:  # only what is learned beside the weights had gradients, such as SLoPe's adapters
+            self.numel = sum(layer.parameter.numel() for layer in self.layers.values() if layer.takes_part())
+            own = None
         if own is not None:
             new, self.numel = own.stats, own.stats_numel
         else:

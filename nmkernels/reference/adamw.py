@@ -24,7 +24,7 @@ SMALLEST = 2.0**-149
 class AdamWArgs(NamedTuple):
     """The arguments of ``nm_masked_adamw_``, in the order of its schema; every backend begins with ``a = AdamWArgs(*args)``.
 
-    They are those of ``nm.ops.masked_adamw_``, but n = m = 0 means no masks, and an empty ``max_exp_avg_sqs`` means no amsgrad.
+    They are those of ``nm.ops.masked_adamw_``, but n = m = 0 means no pattern, and an empty ``max_exp_avg_sqs`` means no amsgrad.
     """
 
     params: Sequence[Tensor]
@@ -42,6 +42,21 @@ class AdamWArgs(NamedTuple):
     geometric: bool = False
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
+    masks: Sequence[Tensor] | None = None
+    fixed: bool = False
+
+
+def bits_of(mask: Tensor) -> Tensor:
+    """A bool mask ``(..., cols)`` as uint8 ``(..., ceil(cols / 8))``: bit i % 8 of byte i // 8 is column i, spare bits are 0."""
+    size = -(-mask.shape[-1] // 8)
+    eights = torch.nn.functional.pad(mask.to(torch.uint8), (0, 8 * size - mask.shape[-1])).unflatten(-1, (size, 8))
+    return (eights << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(-1, dtype=torch.uint8).contiguous()
+
+
+def mask_of(bits: Tensor, cols: int) -> Tensor:
+    """The mask ``(..., cols)`` of which ``bits_of`` made ``bits``."""
+    eights = bits.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=bits.device) & 1
+    return eights.bool().flatten(-2)[..., :cols]
 
 
 def power(base: float, exponent: int) -> float:
@@ -96,26 +111,34 @@ def masked_adamw_(*args: Any, **named: Any) -> Tensor:
         return stats
     stats[0] = 1.0
     tops: Sequence[Tensor | None] = a.max_exp_avg_sqs or [None] * len(a.params)
-    for p, grad, avg, sq, top, step in zip(a.params, a.grads, a.exp_avgs, a.exp_avg_sqs, tops, a.steps, strict=True):
+    held: Sequence[Tensor | None] = [mask_of(bits, p.shape[-1]) for bits, p in zip(a.masks or (), a.params, strict=False)]
+    held = held or [None] * len(a.params)
+    for p, grad, avg, sq, top, step, keep in zip(a.params, a.grads, a.exp_avgs, a.exp_avg_sqs, tops, a.steps, held, strict=True):
         step.add_(1)
         s = _scalars(a.hyper.tolist(), int(step.item()), a.frozen, p)
         g = grad.to(s.b1.dtype)
         if a.grad_scale is not None:
             g = g / a.grad_scale.to(s.b1.dtype)
-        _step(a, s, p, -g if a.maximize else g, avg, sq, top, stats)
+        _step(a, s, p, -g if a.maximize else g, avg, sq, top, keep, stats)
     return stats
 
 
-def _mask(p: Tensor, a: AdamWArgs) -> Tensor:
+def _mask(p: Tensor, a: AdamWArgs, held: Tensor | None) -> Tensor:
+    if held is not None:
+        return held
     return mask(p, a.n, a.m) if a.n else torch.ones_like(p, dtype=torch.bool)
 
 
-def _step(a: AdamWArgs, s: SimpleNamespace, p: Tensor, g: Tensor, avg: Tensor, sq: Tensor, top: Tensor | None, stats: Tensor) -> None:
+def _step(
+    a: AdamWArgs, s: SimpleNamespace, p: Tensor, g: Tensor, avg: Tensor, sq: Tensor, top: Tensor | None, held: Tensor | None, stats: Tensor
+) -> None:
     """Step one parameter by its gradient in the compute dtype, and add to the statistics."""
-    before, old = _mask(p, a), p.to(g.dtype)
+    before, old = _mask(p, a, held), p.to(g.dtype)
+    if a.fixed:
+        g = torch.where(before, g, 0.0)
     stats[5] += chunked_sum(old.abs().masked_fill(before, 0.0))
     stats[6] += chunked_sum(g.abs().masked_fill(before, 0.0))
-    if s.decay != 0:
+    if s.decay != 0 and not a.fixed:
         g = torch.where(before, g, g + s.decay * old)
     avg.copy_(s.b1 * avg + s.omb1 * g)
     if not a.frozen:
@@ -127,8 +150,9 @@ def _step(a: AdamWArgs, s: SimpleNamespace, p: Tensor, g: Tensor, avg: Tensor, s
         stats[8] = torch.maximum(stats[8], u.abs().max().double())
     if s.clamp != 0:
         u = u.clamp(-s.clamp, s.clamp)
-    p.copy_(old * s.wdf - s.lr * u)
-    after = _mask(p, a)
+    new = old * s.wdf - s.lr * u
+    p.copy_(torch.where(before, new, 0.0) if a.fixed else new)
+    after = _mask(p, a, held)
     stats[4] += (before ^ after).sum()
     stats[7] += ((p != 0) & after).sum()
 

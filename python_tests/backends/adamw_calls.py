@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nmkernels import reference
+from nmkernels.ops import mask_bits
 from nmkernels.testing import assert_equal_bits
 
 EDGE_CASES = [0.0, -0.0, 1e-40, -1e-42, 1.0, -1.0, 65504.0, 3e38, float("inf"), -float("inf"), float("nan")]
@@ -47,6 +48,15 @@ def make(gen: torch.Generator, *shapes: tuple[int, ...], dtype=torch.float32, gr
 
 def hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, wd=0.1, decay=2e-4, v_step=0.0, clamp=0.0) -> Tensor:
     return torch.tensor([lr, beta1, beta2, eps, wd, decay, v_step, clamp, 0.0], dtype=torch.float64)
+
+
+def held(gen: torch.Generator, call: dict[str, Any], density: float = 0.5, spare: int = 0) -> list[Tensor]:
+    """Random bits of a mask for each param; the spare bits of a row's last byte are set where ``spare`` has them."""
+    bits = [mask_bits(torch.rand(p.shape, generator=gen) < density) for p in call["params"]]
+    for x, p in zip(bits, call["params"], strict=True):
+        if p.shape[-1] % 8:
+            x[..., -1] |= spare & (0xFF << p.shape[-1] % 8) & 0xFF
+    return bits
 
 
 def edge(gen: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
@@ -89,12 +99,16 @@ def same_as_reference(
     *,
     scale=None,
     found=None,
+    masks: list[Tensor] | None = None,
+    fixed: bool = False,
     **flags: bool,
 ) -> Tensor:
     """``run`` steps ``ours``, the reference a copy of ``call``; everything they write must agree. Returns the statistics."""
     device, options, theirs = ours["params"][0].device if ours["params"] else h.device, [flags.get(k, False) for k in FLAGS], copied(call)
-    stats = run(*ours.values(), h.to(device), n, m, *options, *(None if x is None else x.to(device) for x in (scale, found)))
-    expected = reference.masked_adamw_(*theirs.values(), h.cpu(), n, m, *options, scale, found)
+    scalars = (None if x is None else x.to(device) for x in (scale, found))
+    placed = None if masks is None else [x.to(device) for x in masks]
+    stats = run(*ours.values(), h.to(device), n, m, *options, *scalars, placed, fixed)
+    expected = reference.masked_adamw_(*theirs.values(), h.cpu(), n, m, *options, scale, found, masks and [x.cpu() for x in masks], fixed)
     for name in call:
         assert_equal_bits(ours[name], theirs[name], name)
     stats = stats.cpu()

@@ -19,7 +19,7 @@ from nmkernels.backends import adamw as shared
 from nmkernels.backends import streams
 from nmkernels.pattern import BackendError
 from nmkernels.testing import assert_equal_bits
-from python_tests.backends.adamw_calls import LAYOUTS, copied, edge, hyper, make, same_as_reference, seeded, shifted
+from python_tests.backends.adamw_calls import LAYOUTS, copied, edge, held, hyper, make, same_as_reference, seeded, shifted
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -142,6 +142,61 @@ class AdamWSuite:
             ours["grads"] = copied(theirs, device)["grads"]
             kept += ours["grads"] if i % 2 else []  # so that addresses are met again, and new ones
             same_as_reference(self.step, ours, theirs, hyper(), 2, 4, found=torch.tensor([float(i % 5 == 4)]))
+
+    @pytest.mark.parametrize("fixed", [False, True])
+    @pytest.mark.parametrize(("dtype", "grad"), [(F32, F32), (F32, BF16), (BF16, BF16), (F16, F32)], ids=str)
+    def test_held_masks(self, device, dtype, grad, fixed):
+        """Rows of whole bytes and others, flags of every kind, spare bits set or not; no bit flips."""
+        shapes = (6, 40), (5, 13), (1, 27), (19,), (2, 3, 16), (2, 5, 7), (70, 72), (0, 8), (3, 0)
+        every = {"frozen": True, "eps_inside": True, "maximize": True, "geometric": True}
+        for i, flags in enumerate(({}, {"geometric": True}, {"frozen": True}, {"maximize": True, "eps_inside": True}, every)):
+            call = make(seeded(24 + i), *shapes, dtype=dtype, grad=grad, amsgrad=i % 2 == 1)
+            scale, found = (torch.tensor([3.0]), torch.zeros(1)) if i > 1 else (None, None)
+            masks, numbers = held(seeded(i), call, spare=0xFF * (i % 2)), {"clamp": 0.5 * (i == 2), "decay": 2e-4 * (i != 1), "v_step": 7.0}
+            options = {"scale": scale, "found": found, "masks": masks, "fixed": fixed, **flags}
+            stats = self.compare(device, call, hyper(lr=0.3, **numbers), 0, 0, **options)
+            assert stats[0] == 1 and stats[4] == 0 and stats[5] > 0 and (stats[6] > 0) == (not fixed)
+        assert not self.compare(device, call, hyper(), 0, 0, masks=masks, fixed=fixed, found=torch.ones(1)).any()
+
+    def test_what_lies_outside_a_fixed_mask_is_held_at_zero(self, device):
+        """Whatever the gradients and the weights are there; -0.0 becomes +0.0."""
+        for dtype in (F32, BF16, F16):
+            call = edge(seeded(5), dtype)
+            masks = held(seeded(6), call)
+            for fixed in (False, True):
+                self.compare(device, call, hyper(clamp=1.0), 0, 0, geometric=True, masks=masks, fixed=fixed)
+                self.compare(device, call, hyper(eps=0.0), 0, 0, frozen=True, masks=masks, fixed=fixed)
+            call = make(seeded(25), (9, 40), (3, 9), dtype=dtype)
+            masks, keep = held(seeded(26), call), held(seeded(26), call)
+            for x, bits in zip(call["grads"], keep, strict=True):
+                outside = (bits.repeat_interleave(8, -1)[:, : x.shape[1]] >> torch.arange(x.shape[1]) % 8 & 1) == 0
+                x[outside] = float("nan")
+                x[0] = -x[0]
+            ours = copied(call, device)
+            stats = same_as_reference(self.step, ours, call, hyper(eps=1e-8), 0, 0, masks=masks, fixed=True)
+            assert stats[[1, 5, 7, 8]].isfinite().all() and stats[6] == 0
+            for p, m in zip(ours["params"], ours["exp_avgs"], strict=True):
+                assert p.isfinite().all() and m.isfinite().all()
+                assert not p[p == 0].signbit().any() and 0.3 < (p == 0).float().mean() < 0.7
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_held_masks_of_strided_tensors(self, device, layout):
+        change = LAYOUTS[layout]
+        for shape in ((9, 40), (7, 21)):
+            call = make(seeded(7), shape, amsgrad=True)
+            for names in (tuple(call), ("params",), ("grads",)):
+                mixed = {k: [change(x) for x in v] if k in names and k != "steps" else v for k, v in call.items()}
+                for fixed in (False, True):
+                    self.compare(device, mixed, hyper(), 0, 0, geometric=True, masks=held(seeded(8), call), fixed=fixed)
+
+    def test_held_masks_of_sizes_around_a_tile_at_any_address(self, device):
+        sizes = [around + extra for around in (64, 512, 1024, 4096) for extra in (-1, 0, 1, 8)]
+        for shift, dtype in ((0, F32), (1, BF16), (4, F32)):
+            call = make(seeded(13), *((size,) for size in sizes), (17, 1032), (33, 130), dtype=dtype)
+            masks = shifted({"masks": [x.to(device) for x in held(seeded(14), call)]}, shift)["masks"]
+            for fixed in (False, True):
+                ours = shifted(copied(call, device), shift)
+                same_as_reference(self.step, ours, call, hyper(), 0, 0, masks=masks, fixed=fixed)
 
     def test_every_kind_in_one_call(self, device):
         """Aligned, unaligned, transposed and half-precision params, twice."""

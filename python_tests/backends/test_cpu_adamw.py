@@ -12,7 +12,7 @@ from torch import Tensor
 from nmkernels.capability import compiled_core
 from nmkernels.dispatch import implementations
 from nmkernels.testing import assert_equal_bits
-from python_tests.backends.adamw_calls import copied, hyper, make, same_as_reference, shifted
+from python_tests.backends.adamw_calls import copied, held, hyper, make, same_as_reference, shifted
 from python_tests.backends.adamw_suite import AdamWSuite
 from python_tests.for_each import for_each
 
@@ -77,11 +77,13 @@ def test_statistics_have_equal_bits_on_every_isa():
     run = next(i.fn for i in implementations("nm_masked_adamw_") if i.backend == "cpu")
     call = make(torch.Generator().manual_seed(16), (40, 104), (5, 8), (7, 24), (4, 1028), amsgrad=True)
     call = {k: [x.t().contiguous().t() if x.shape == (7, 24) else x for x in v] for k, v in call.items()}
+    masks = held(torch.Generator().manual_seed(2), call)
     before, results = core.isa(), []
     for isa in core.isas():
         core.use_isa(isa)
-        ours = copied(call)
-        results.append((run(*ours.values(), hyper(), 2, 4, False, False, False, True, None, None), ours))
+        ours, theirs = copied(call), copied(call)
+        stats = run(*theirs.values(), hyper(), 0, 0, False, False, False, True, None, None, masks, True)
+        results.append((run(*ours.values(), hyper(), 2, 4, False, False, False, True, None, None), ours, stats, theirs))
     core.use_isa(before)
     for other in results[1:]:
         assert_equal_bits(other, results[0])

@@ -137,8 +137,8 @@ def test_calls_with_different_forms_share_packing():
     for k in range(3):
         with Calls() as calls:
             for _ in range(3):
-                assert layer.effective.packed(source, True, False, "canonical").rows is not None
-                assert layer.effective.packed(source, False, True, "canonical").columns is not None
+                assert layer.effective.forms(source, rows=True)[1].rows is not None
+                assert layer.effective.forms(source, columns=True)[1].columns is not None
         assert calls.packs == (2 if k == 0 else 1)
         layer.weight.grad = torch.randn_like(layer.weight)
         optimizer.step()

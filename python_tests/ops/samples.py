@@ -35,6 +35,8 @@ def adamw(
     amsgrad: bool = False,
     scaled: bool = False,
     inf: bool = False,
+    held: bool = False,
+    fixed: bool = False,
     **flags: Any,
 ) -> tuple[Any, ...]:
     """Arguments of the raw op ``nm_masked_adamw_``."""
@@ -59,4 +61,6 @@ def adamw(
         *given.values(),
         torch.tensor([8.0]) if scaled else None,
         torch.tensor([1.0 if inf else 0.0]) if scaled else None,
+        [ops.mask_bits(torch.rand(s) < 0.5) for s in shapes] if held else None,
+        fixed,
     )

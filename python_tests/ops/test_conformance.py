@@ -85,6 +85,21 @@ class TestPack(Conformance):
         "f64": lambda: (torch.randn(5, 10).to(F64), 3, 5, "threshold", None, torch.tensor(0.7).to(F64), F64, True, False, "canonical"),
         "to_f64": lambda: (torch.randn(5, 10), 3, 5, "magnitude", None, None, F64, True, False, "canonical"),
         "empty": lambda: (torch.randn(0, 8), 2, 4, "transposable", None, None, BF16, True, True, "canonical"),
+        "rows_and_dense": lambda: (torch.randn(64, 64), 2, 4, "magnitude", None, None, BF16, True, False, "mma.sp", True),
+        "dense_threshold": lambda: (torch.randn(6, 8), 2, 4, "threshold", None, torch.tensor(-1.37), BF16, False, False, "canonical", True),
+        "dense_given": lambda: (
+            torch.randn(8, 24),
+            1,
+            8,
+            "given",
+            reference.mask(torch.randn(8, 24), 1, 8),
+            None,
+            None,
+            False,
+            False,
+            "canonical",
+            True,
+        ),
     }
 
 
@@ -281,6 +296,9 @@ class TestMaskedAdamW(Conformance):
         "frozen_scaled": lambda: adamw(frozen=True, eps_inside=True, maximize=True, scaled=True, clamp=0.5),
         "skipped": lambda: adamw(scaled=True, inf=True),
         "f64": lambda: adamw(dtype=F64),
+        "held": lambda: adamw(((6, 8), (3, 13)), 0, 0, held=True, geometric=True, scaled=True),
+        "held_fixed_bf16": lambda: adamw(((6, 16), (9,)), 0, 0, BF16, held=True, fixed=True, amsgrad=True),
+        "held_fixed_f64": lambda: adamw(n=0, m=0, dtype=F64, held=True, fixed=True, frozen=True),
     }
 
     def check_backend(self, sample: Sample, result: Any, expected: Any, backend: str) -> None:

@@ -144,6 +144,7 @@ def _adamw_with(**changes: object) -> None:
     raw.nm_masked_adamw_(*{**dict(zip(names, adamw(((2, 8),)), strict=True)), **changes}.values())
 
 
+PLAIN = {"n": 0, "m": 0}
 EXPANDED = {
     f"{name}_expanded_{dim}": ({name: [torch.ones(shape).expand(2, 8)]}, ShapeError, r"\[0\] is expanded")
     for name in ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
@@ -161,6 +162,12 @@ ADAMW = {
     "no n": ({"n": 0}, PatternError, "0:4"),
     "no m": ({"m": 0}, PatternError, "2:0"),
     "found_inf": ({"found_inf": torch.ones(1).double()}, ShapeError, "found_inf.*float64"),
+    "masks and a pattern": ({"masks": [torch.ones(2, 1).byte()]}, ops.OptionError, "masks and the pattern 2:4.*pattern=None"),
+    "masks": ({"masks": [torch.ones(2, 1).byte()] * 2, **PLAIN}, ShapeError, "1 params and 2 masks; .* or none"),
+    "bool masks": ({"masks": [torch.ones(2, 8).bool()], **PLAIN}, DtypeError, r"masks\[0\].*bool.*mask_bits"),
+    "bytes of masks": ({"masks": [torch.ones(2, 2).byte()], **PLAIN}, ShapeError, r"masks\[0\].*\(2, 2\).*\(2, 1\)"),
+    "strided masks": ({"masks": [torch.ones(2, 2).byte()[:, :1]], **PLAIN}, ShapeError, r"masks\[0\].*not contiguous"),
+    "fixed": ({"fixed": True}, ops.OptionError, "fixed=True.*masks"),
     "params": ({"params": [torch.ones(2, 8, dtype=torch.int64)]}, DtypeError, r"params\[0\].*int64"),
     **EXPANDED,
 }

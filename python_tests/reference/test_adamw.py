@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from nmkernels.ops import mask_bits
+from nmkernels.pattern import DtypeError, ShapeError
 from nmkernels.reference import mask, masked_adamw_
+from nmkernels.reference.adamw import mask_of
 from nmkernels.testing import assert_equal_bits
 from python_tests.for_each import for_each
 from python_tests.reference.conftest import DTYPES, edge
@@ -44,7 +47,7 @@ def beta_power(beta, t):
     return result
 
 
-def in_numpy(s, grad, h, n, m, frozen, eps_inside, maximize, scale):
+def in_numpy(s, grad, h, n, m, frozen, eps_inside, maximize, scale, held=None, fixed=False):
     """The step in NumPy: every line is one rounding. Returns what the state must be, and the statistics."""
     lr, beta1, beta2, eps, wd, decay, v_step, clamp, _ = h.tolist()
     real, t = (np.float64 if s.p.dtype == torch.float64 else np.float32), int(s.step) + 1
@@ -53,12 +56,14 @@ def in_numpy(s, grad, h, n, m, frozen, eps_inside, maximize, scale):
         real, (beta1, 1 - beta1, beta2, 1 - beta2, 1 / (1 - beta_power(beta1, t)), math.sqrt(bc2), bc2)
     )
     p, g, avg, v = (x.to(s.m.dtype).numpy().copy() for x in (s.p, grad, s.m, s.v))
-    keep = mask(s.p, n, m).numpy() if n else np.ones_like(p, dtype=bool)
+    keep = mask(s.p, n, m).numpy() if n else np.ones_like(p, dtype=bool) if held is None else held.numpy()
     g = g / real(np.float32(scale)) if scale else g
     g = -g if maximize else g
+    if fixed:
+        g[~keep] = 0
     stats = np.zeros(9)
     stats[0], stats[5], stats[6] = 1, np.abs(p[~keep]).astype(np.float64).sum(), np.abs(g[~keep]).astype(np.float64).sum()
-    if n and decay:
+    if decay and not fixed:
         decayed = real(decay) * p
         g = np.where(keep, g, g + decayed)
     avg = (b1 * avg) + (omb1 * g)
@@ -75,8 +80,11 @@ def in_numpy(s, grad, h, n, m, frozen, eps_inside, maximize, scale):
     stats[8] = np.abs(u).max() if u.size else 0
     if clamp:
         u = np.minimum(np.maximum(u, real(-clamp)), real(clamp))
-    stored = torch.from_numpy((p * real(1 - lr * wd)) - (real(lr) * u)).to(s.p.dtype)
-    after = mask(stored, n, m) if n else torch.ones_like(stored, dtype=torch.bool)
+    new = (p * real(1 - lr * wd)) - (real(lr) * u)
+    if fixed:
+        new[~keep] = 0
+    stored = torch.from_numpy(new).to(s.p.dtype)
+    after = mask(stored, n, m) if n else torch.from_numpy(keep)
     stats[4], stats[7] = (after.numpy() ^ keep).sum(), ((stored != 0) & after).sum()
     return [stored, *map(torch.from_numpy, [avg, v, *([top] if s.top else [])]), torch.tensor(float(t))], stats
 
@@ -116,6 +124,45 @@ def test_bits_on_edge_weights_and_gradients(dtype):
         assert_equal_bits(s.tensors(), want)
         numbers[2:4] = 0
         assert stats.tolist() == pytest.approx(numbers.tolist(), rel=1e-12, nan_ok=True) and stats[8].isnan()
+
+
+@for_each("fixed", [False, True])
+@for_each("i", range(0, len(CASES), 3))
+def test_held_masks_equal_a_loop_in_numpy(i, fixed):
+    flags, dtype = dict(CASES[i]), DTYPES[(i // 3) % 4]
+    amsgrad, scaled = flags.pop("amsgrad"), flags.pop("scaled")
+    s, held = State(torch.randn(12, 13).to(dtype), amsgrad, step=7), torch.rand(12, 13) < 0.4
+    s.v.copy_(torch.rand(12, 13) * 1e-3)
+    for clamp in (0.0, 0.7):
+        g = torch.randn(12, 13).to(dtype)
+        if fixed:
+            g[~held] = torch.tensor([math.nan, math.inf, -1.0, 2.0]).to(dtype)[torch.randint(4, g[~held].shape)]
+        h = hyper(weight_decay=0.1, decay=0.02, v_step=7.0, clamp=clamp, eps=1e-6)
+        want, numbers = in_numpy(s, g, h, 0, 0, *list(flags.values()), 1.7 if scaled else 0, held, fixed)
+        scale = torch.tensor([1.7]) if scaled else None
+        stats = s.apply(g, h, geometric=True, grad_scale=scale, masks=[mask_bits(held)], fixed=fixed, **flags)
+        assert_equal_bits(s.tensors(), want)
+        assert stats.tolist() == pytest.approx(numbers.tolist(), rel=1e-12, abs=1e-300)
+        assert stats[4] == 0 and (stats[5] > 0) == (not fixed or clamp == 0.0) and (stats[6] == 0) == fixed
+    if fixed:
+        assert not s.p[~held].any() and not s.p[~held].signbit().any()
+
+
+def test_mask_bits():
+    for shape in ((1,), (8,), (3, 13), (2, 3, 16), (0, 9), (4, 0), (2, 257)):
+        keep = torch.rand(shape) < 0.5
+        bits = mask_bits(keep)
+        assert bits.dtype == torch.uint8 and bits.shape == (*shape[:-1], -(-shape[-1] // 8)) and bits.is_contiguous()
+        assert mask_bits(keep.mT).is_contiguous() if keep.dim() == 2 else True
+        assert torch.equal(mask_of(bits, shape[-1]), keep)
+        for index in np.ndindex(shape):
+            assert bool(int(bits[(*index[:-1], index[-1] // 8)]) >> index[-1] % 8 & 1) == keep[index]
+        if shape[-1] % 8 and bits.numel():
+            assert not (bits[..., -1] >> shape[-1] % 8).any()
+    with pytest.raises(DtypeError, match=r"mask_bits.*float32.*bool"):
+        mask_bits(torch.ones(4))
+    with pytest.raises(ShapeError, match="0-dimensional"):
+        mask_bits(torch.tensor(True))
 
 
 def test_strided_tensors_and_statistics():

@@ -126,6 +126,20 @@ class Column {
     alignas(64) float buffer_[kBlock];
 };
 
+// The held mask of a window, bit i of a strip's word: its i-th element. Windows begin with a byte.
+void gather(const AdamWParam& param, const Window& w, uint64_t* bits) {
+    const int64_t across = (param.cols + 7) / 8;
+    const uint8_t* const from = param.mask + (w.row * across + w.col / 8);
+    std::fill_n(bits, (w.count() + kStrip - 1) / kStrip, uint64_t(0));
+    if (w.rows == 1) {
+        std::memcpy(bits, from, size_t(w.cols + 7) / 8);
+        return;
+    }
+    for (int64_t r = 0, i = 0; r < w.rows; ++r) {
+        for (int64_t c = 0; c < w.cols; ++c, ++i) bits[i / kStrip] |= uint64_t(from[r * across + c / 8] >> (c % 8) & 1) << (i % kStrip);
+    }
+}
+
 template <class Masks>
 class Stepper {
   public:
@@ -140,6 +154,10 @@ class Stepper {
         e.m = m_.open(param.avg, w);
         e.v = v_.open(s.frozen && param.top ? param.top : param.sq, w);
         e.top = !s.frozen && param.top ? top_.open(param.top, w) : nullptr;
+        if constexpr (std::is_same_v<Masks, Held>) {
+            gather(param, w, bits_);
+            e.bits = bits_;
+        }
         step_any(s, call_, e, masks_, tally);
         p_.close(param.p, w, e.p);
         m_.close(param.avg, w, e.m);
@@ -151,6 +169,7 @@ class Stepper {
     const AdamWCall& call_;
     const Masks& masks_;
     Column p_, g_, m_, v_, top_;
+    uint64_t bits_[kTile / kStrip];  // of Held; the widest window is a tile
 };
 
 enum Stat { kApplied, kChange, kLogChange, kUnchanged, kFlips, kPrunedWeight, kPrunedGrad, kNonZeros, kLargest, kStats };
@@ -204,8 +223,9 @@ bool is_flat(const View& view, const AdamWParam& param) {
     return !view || (view.col_stride == 1 && (param.rows <= 1 || view.row_stride == param.cols));
 }
 
-// A parameter that lies flat in memory, as everything that belongs to it, is one long row.
+// A parameter that lies flat in memory, as everything that belongs to it, is one long row. The rows of a mask are whole bytes.
 AdamWParam flattened(AdamWParam param) {
+    if (param.mask && param.cols % 8 && param.rows > 1) return param;
     for (const View* view : {&param.p, &param.grad, &param.avg, &param.sq, &param.top}) {
         if (!is_flat(*view, param)) return param;
     }
@@ -292,7 +312,7 @@ void masked_adamw(const std::vector<AdamWParam>& given, const AdamWCall& call, d
         tiles += items.back().cut.tiles;
     }
     std::vector<Partial> partial{size_t(tiles)};
-    with_masks(call.n, call.m, [&](const auto& masks) {
+    with_masks(call.n, call.m, call.held, [&](const auto& masks) {
         parallel_ranges(tiles, kTile, threads, [&](int64_t begin, int64_t end) { run_tiles(items, call, masks, begin, end, partial.data()); });
     });
     for (const Partial& one : partial) add(stats, one);

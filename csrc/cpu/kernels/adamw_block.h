@@ -57,18 +57,39 @@ struct StripFlags {
     }
 };
 
-// The masks of a call: `of` takes the address of a strip, `at` its result, the number of a part and the part's address.
+// What a block works on. `dtype` is what new weights are rounded to; `top` is null without amsgrad, `bits` without held masks.
+struct Elements {
+    int count, dtype;
+    float *p, *m, *v, *top;
+    const float* g;
+    const uint64_t* bits;  // of each strip
+
+    bool whole(int strip) const { return count - strip * kStrip >= kStrip; }
+    NM_INLINE StripFlags valid(int strip) const {
+        return StripFlags::of(whole(strip) ? ~uint64_t(0) : (uint64_t(1) << (count - strip * kStrip)) - 1);
+    }
+};
+
+// The masks of a call: `of` takes the elements and the first one of a strip, `at` its result, the number of a part and the part's address.
 struct Unmasked {
     static constexpr bool masked = false;
     struct Kept {};
-    NM_INLINE Kept of(const float*) const { return {}; }
+    NM_INLINE Kept of(const Elements&, int) const { return {}; }
     NM_INLINE PartFlags at(const Kept&, int, const float*) const { return {}; }
+};
+
+// Masks that the call brings.
+struct Held {
+    static constexpr bool masked = true;
+    using Kept = StripFlags;
+    NM_INLINE Kept of(const Elements& e, int strip) const { return StripFlags::of(e.bits[strip / kStrip]); }
+    NM_INLINE PartFlags at(const Kept& kept, int part, const float*) const { return kept.part(part); }
 };
 
 struct TwoOfFour {
     static constexpr bool masked = true;
     struct Kept {};
-    NM_INLINE Kept of(const float*) const { return {}; }
+    NM_INLINE Kept of(const Elements&, int) const { return {}; }
     NM_INLINE PartFlags at(const Kept&, int, const float* w) const {
         decltype(keys_of(Floats{})) keys[kPartVectors];
         KeyMarks dropped[kPartVectors];
@@ -84,7 +105,7 @@ template <int N, int M>
 struct FixedMasks {
     static constexpr bool masked = true;
     using Kept = StripFlags;
-    NM_INLINE Kept of(const float* from) const { return StripFlags::of(keep64<float, N, M>(from)); }
+    NM_INLINE Kept of(const Elements& e, int strip) const { return StripFlags::of(keep64<float, N, M>(e.p + strip)); }
     NM_INLINE PartFlags at(const Kept& kept, int part, const float*) const { return kept.part(part); }
 };
 
@@ -93,7 +114,7 @@ struct AnyPattern {
     using Kept = StripFlags;
     int n, m;
     KeepFn<float>* keep;
-    NM_INLINE Kept of(const float* from) const { return StripFlags::of(keep(from, n, m)); }
+    NM_INLINE Kept of(const Elements& e, int strip) const { return StripFlags::of(keep(e.p + strip, n, m)); }
     NM_INLINE PartFlags at(const Kept& kept, int part, const float*) const { return kept.part(part); }
 };
 
@@ -114,10 +135,11 @@ struct ByGroup {
     }
 };
 
-// f(the masks of a pattern), the common patterns specialised; n = m = 0: none. Not for the few x86-64 processors without AVX2: compiling
+// f(the masks of a call), the common patterns specialised; n = m = 0: none, or held ones. Not for the few x86-64 processors without AVX2: compiling
 // that took a minute, and ten with the address sanitizer.
 template <class F>
-void with_masks(int n, int m, const F& f) {
+void with_masks(int n, int m, bool held, const F& f) {
+    if (held) return f(Held{});
     if (m == 0) return f(Unmasked{});
     if (n == 2 && m == 4) return f(TwoOfFour{});
 #if defined(__AVX2__) || !defined(__x86_64__)
@@ -131,18 +153,6 @@ void with_masks(int n, int m, const F& f) {
     if (const KeepFn<float>* keep = keep_fn<float>(n, m)) return f(AnyPattern{n, m, keep});
     f(ByGroup{n, m});
 }
-
-// What a block works on. `dtype` is what new weights are rounded to; `top` is null without amsgrad.
-struct Elements {
-    int count, dtype;
-    float *p, *m, *v, *top;
-    const float* g;
-
-    bool whole(int strip) const { return count - strip * kStrip >= kStrip; }
-    NM_INLINE StripFlags valid(int strip) const {
-        return StripFlags::of(whole(strip) ? ~uint64_t(0) : (uint64_t(1) << (count - strip * kStrip)) - 1);
-    }
-};
 
 // The logarithm of a product: the mantissas' product, and the sum of the exponents.
 struct LogProduct {
@@ -227,14 +237,14 @@ inline bool is_usual(const AdamW& s, const AdamWCall& call, const Elements& e) {
 // The numbers of a step as every lane takes them, and its options.
 struct Scalars {
     Floats b1, omb1, b2, omb2, ibc1, bc2, sbc2, eps, wdf, lr, decay, clamp;
-    bool frozen, eps_inside, maximize, decays, clamps, geometric;
+    bool frozen, eps_inside, maximize, decays, clamps, geometric, fixed;
     const float* grad_scale;
 
     Scalars(const AdamW& s, const AdamWCall& call)
         : b1(splat(s.b1)), omb1(splat(s.omb1)), b2(splat(s.b2)), omb2(splat(s.omb2)), ibc1(splat(s.ibc1)), bc2(splat(s.bc2)),
           sbc2(splat(s.sbc2)), eps(splat(s.eps)), wdf(splat(s.wdf)), lr(splat(s.lr)), decay(splat(s.decay)), clamp(splat(s.clamp)),
-          frozen(s.frozen), eps_inside(s.eps_inside), maximize(s.maximize), decays(s.decay != 0.0f),
-          clamps(s.clamp != 0.0f), geometric(call.geometric), grad_scale(call.grad_scale) {}
+          frozen(s.frozen), eps_inside(s.eps_inside), maximize(s.maximize), decays(s.decay != 0.0f && !call.fixed),
+          clamps(s.clamp != 0.0f), geometric(call.geometric), fixed(call.fixed), grad_scale(call.grad_scale) {}
 };
 
 // Adds kScale times the terms, rounded once.
@@ -249,12 +259,13 @@ NM_INLINE void include(Floats& sum, Floats terms) {
 
 // A step of one register, the i-th of its part; `at` is where it lies. First the gradient as the step takes it; `keep` is the mask
 // of the weights before it.
-template <bool kUsual, bool kMasked>
+template <bool kUsual, bool kMasked, bool kHeld>
 NM_INLINE Floats take_gradient(const Scalars& s, const Elements& e, int at, int i, Flags keep, Flags valid, StripSums& sums) {
     const Floats p = load(e.p + at);
     Floats g = load(e.g + at);
     if (!kUsual && s.grad_scale) g = g / splat(*s.grad_scale);
     if (!kUsual && s.maximize) g = -g;
+    if (kHeld && s.fixed) g = only_where(keep, g);
     if constexpr (kMasked) {
         const Floats size = magnitude(g);
         include(sums.pruned_weight[i], only_where_not(keep, magnitude(p)));
@@ -285,9 +296,9 @@ NM_INLINE void second_moment(const Scalars& s, const Elements& e, int at, int i,
     include(sums.change[i], change);
 }
 
-template <bool kUsual, bool kMasked>
+template <bool kUsual, bool kMasked, bool kHeld>
 NM_INLINE void step_moments(const Scalars& s, const Elements& e, int at, int i, Flags keep, Flags valid, StripSums& sums, Tally& t) {
-    const Floats g = take_gradient<kUsual, kMasked>(s, e, at, i, keep, valid, sums);
+    const Floats g = take_gradient<kUsual, kMasked, kHeld>(s, e, at, i, keep, valid, sums);
     second_moment<kUsual>(s, e, at, i, g, valid, sums, t);
     store(e.m + at, adamw_first(s, load(e.m + at), g));
 }
@@ -297,13 +308,14 @@ NM_INLINE Floats denominator(const Scalars& s, const Elements& e, int at) {
     return adamw_denominator(s, load((kUsual || !e.top ? e.v : e.top) + at));
 }
 
-template <bool kUsual>
-NM_INLINE void step_weights(const Scalars& s, const Elements& e, int at, Floats denominator, Flags valid, Tally& t) {
+template <bool kUsual, bool kHeld>
+NM_INLINE void step_weights(const Scalars& s, const Elements& e, int at, Floats denominator, Flags keep, Flags valid, Tally& t) {
     Floats u = adamw_quotient(s, load(e.m + at), denominator);
     if (!kUsual) u = only_where(valid, u);
     t.highest = larger_magnitude(t.highest, magnitude(u));
     if (!kUsual && s.clamps) u = minimum(s.clamp, maximum(-s.clamp, u));  // NaN stays
-    store(e.p + at, adamw_apply(s, load(e.p + at), u));
+    const Floats p = adamw_apply(s, load(e.p + at), u);
+    store(e.p + at, kHeld && s.fixed ? only_where(keep, p) : p);
 }
 
 // Counts what depends on the new mask: the flips, and the non-zeros that it keeps.
@@ -349,10 +361,11 @@ template <bool kUsual, bool kSteps, bool kSettles, class Masks>
 NM_INLINE void step_strip(const Scalars& s, const Elements& e, int strip, const Masks& masks, Known& mine, const Known& last,
                           float* denominators, Tally& t) {
     constexpr int kParts = kStrip / kPart;
+    constexpr bool kHeld = std::is_same_v<Masks, Held>;
     const int settled = strip - kStrip;
     typename Masks::Kept old, now;
     StripSums sums;
-    if constexpr (kSteps) old = masks.of(e.p + strip);
+    if constexpr (kSteps) old = masks.of(e, strip);
     if constexpr (kSteps && !kUsual) mine.valid = e.valid(strip / kStrip);
     const auto settle_part = [&](int part) __attribute__((always_inline)) {
         const float* from = e.p + (settled + part * kPart);
@@ -371,7 +384,7 @@ NM_INLINE void step_strip(const Scalars& s, const Elements& e, int strip, const 
             each<kPartVectors>([&](auto i) __attribute__((always_inline)) {
                 constexpr int one = kNow * kPartVectors + i;
                 const Flags keep = mine.before.at[one] = before.at[i];
-                step_moments<kUsual, Masks::masked>(s, e, strip + one * kLanes, i, keep, mine.valid.at[one], sums, t);
+                step_moments<kUsual, Masks::masked, kHeld>(s, e, strip + one * kLanes, i, keep, mine.valid.at[one], sums, t);
             });
         }
         if constexpr (kNow >= 1 ? kSteps : kSettles) {
@@ -383,14 +396,15 @@ NM_INLINE void step_strip(const Scalars& s, const Elements& e, int strip, const 
         if constexpr (kNow >= 2 ? kSteps : kSettles) {
             each<kPartVectors>([&](auto i) __attribute__((always_inline)) {
                 const int at = kTwo * kPart + i * kLanes;
-                const Flags valid = (kNow >= 2 ? mine : last).valid.at[kTwo * kPartVectors + i];
-                step_weights<kUsual>(s, e, (kNow >= 2 ? strip : settled) + at, load(denominators + at), valid, t);
+                const Known& known = kNow >= 2 ? mine : last;
+                const Flags keep = known.before.at[kTwo * kPartVectors + i], valid = known.valid.at[kTwo * kPartVectors + i];
+                step_weights<kUsual, kHeld>(s, e, (kNow >= 2 ? strip : settled) + at, load(denominators + at), keep, valid, t);
             });
         }
         if constexpr (kSettles) {
             if constexpr (kNow == 1) {  // the last strip has all its weights
                 if (e.dtype != kFloat32) round_strip(e.dtype, kStrip, e.p + settled);
-                now = masks.of(e.p + settled);
+                now = masks.of(e, settled);
             }
             if constexpr (kNow >= 1) settle_part(kNow - 1);
             if constexpr (kNow == kParts - 1) settle_part(kNow);
@@ -427,8 +441,8 @@ inline void step_block(const AdamW& scalars, const AdamWCall& call, const Elemen
         StripSums sums;
         for (int i = 0; i < kVectors; ++i) {
             const int at = strip + i * kLanes;
-            step_moments<false, true>(s, e, at, i % kPartVectors, keep.at[i], valid.at[i], sums, t);
-            step_weights<false>(s, e, at, denominator<false>(s, e, at), valid.at[i], t);
+            step_moments<false, true, false>(s, e, at, i % kPartVectors, keep.at[i], valid.at[i], sums, t);
+            step_weights<false, false>(s, e, at, denominator<false>(s, e, at), keep.at[i], valid.at[i], t);
         }
         add(t, sums);
         if (e.dtype != kFloat32) round_strip(e.dtype, kStrip, e.p + strip);

@@ -38,7 +38,7 @@ def _masked_adamw(*args: Any, out: Tensor | None = None) -> Tensor:
     words: list[int] = []
     for i, p in enumerate(a.params):
         cols = p.shape[-1] if p.dim() else 1
-        words += (p.numel() // cols if cols else 0, cols, a.steps[i].data_ptr())
+        words += (p.numel() // cols if cols else 0, cols, a.steps[i].data_ptr(), a.masks[i].data_ptr() if a.masks else 0)
         for xs, copies in lists:
             if not xs:
                 words += (0, 0, 0, 0)
@@ -46,7 +46,7 @@ def _masked_adamw(*args: Any, out: Tensor | None = None) -> Tensor:
                 words += (xs[i].data_ptr(), DTYPES[xs[i].dtype], cols, 1)
             else:
                 words += _view(xs[i], copies)
-    flags = a.frozen, a.eps_inside, a.maximize, a.geometric, address(a.grad_scale), address(a.found_inf)
+    flags = a.frozen, a.eps_inside, a.maximize, a.geometric, bool(a.masks), a.fixed, address(a.grad_scale), address(a.found_inf)
     stats = torch.tensor(core().masked_adamw(words, a.hyper.tolist(), a.n, a.m, *flags, torch.get_num_threads()), dtype=torch.float64)
     for target, copy in written:
         target.copy_(copy)

@@ -97,9 +97,9 @@ def expand(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols: int, 
     return dense
 
 
-PARTS = Parts(mask, soft_threshold, transposable_mask, compress)
+PARTS = Parts(mask, soft_threshold, transposable_mask, compress, _decompress)
 
 
 @register("nm_pack")
-def nm_pack(*args: Any, out: None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def nm_pack(*args: Any, out: None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return pack(PARTS, *args)

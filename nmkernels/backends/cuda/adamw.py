@@ -58,12 +58,12 @@ class Layout:
     copies: list[tuple[int, int]]
 
 
-def _walk(one: list[Tensor], m: int, flat: bool) -> int:
-    """How the tensors of one param can be walked together."""
+def _walk(one: list[Tensor], m: int, flat: bool, held: bool) -> int:
+    """How the tensors of one param can be walked together; ``held``: with the bits of a mask, whose rows are whole bytes."""
     p = one[P]
-    if flat and all(x.is_contiguous() for x in one):
+    if flat and all(x.is_contiguous() for x in one) and not (held and p.shape[-1] % 8 and p.numel() > p.shape[-1]):
         return FLAT
-    if not m and all(x.stride() == p.stride() for x in one) and dense(p):
+    if not m and not held and all(x.stride() == p.stride() for x in one) and dense(p):
         return FLAT
     step = row_stride(p)
     return ACROSS if p.dim() > 1 and step is not None and p.stride(-1) > step > 0 else ALONG
@@ -72,12 +72,12 @@ def _walk(one: list[Tensor], m: int, flat: bool) -> int:
 _layouts: dict[Hashable, Layout] = {}
 
 
-def layout_of(lists: Lists, n: int, m: int, flat: bool) -> Layout:
+def layout_of(lists: Lists, n: int, m: int, flat: bool, held: bool) -> Layout:
     """The layout of a call's tensors, whatever their addresses. ``flat``: the kernel walks contiguous ones of this M as one row."""
     plain = all(map(Tensor.is_contiguous, chain(*lists))) and not any(map(Tensor.is_neg, chain(*lists)))
     dtypes = tuple([tuple([x.dtype for x in lists[i]]) for i in (P, GRAD)])
     strides = None if plain else tuple([(x.stride(), x.is_neg()) for x in chain(*lists)])
-    key = (n, m, flat, bool(lists[TOP]), dtypes, tuple([x.shape for x in lists[P]]), strides)
+    key = (n, m, flat, held, bool(lists[TOP]), dtypes, tuple([x.shape for x in lists[P]]), strides)
     layout = _layouts.get(key)
     if layout is None:
         if len(_layouts) >= 64:
@@ -85,7 +85,7 @@ def layout_of(lists: Lists, n: int, m: int, flat: bool) -> Layout:
         walks, copies = [], []
         for i in range(len(lists[P])):
             one = {which: xs[i] for which, xs in enumerate(lists) if xs}
-            walks.append(_walk([x for x in one.values() if not x.is_neg()], m, flat))
+            walks.append(_walk([x for x in one.values() if not x.is_neg()], m, flat, held))
             copies += [(which, i) for which, x in one.items() if x.is_neg() or (walks[-1] != FLAT and row_stride(x) is None)]
         layout = _layouts[key] = Layout(key, walks, copies)
     return layout
@@ -160,17 +160,20 @@ def upload(words: Sequence[int], like: Tensor) -> Tensor:
     return table
 
 
-def plan_of(lists: Lists, steps: list[int], layout: Layout, how: Cut, like: Tensor) -> tuple[Plan, Tensor]:
-    """The plan of a call and the table of its gradients' addresses; ``steps`` are addresses, 0 for a count on the host."""
+def plan_of(lists: Lists, steps: list[int], masks: list[int], layout: Layout, how: Cut, like: Tensor) -> tuple[Plan, Tensor]:
+    """The plan of a call and the table of its gradients' addresses.
+
+    ``steps`` and ``masks`` are addresses, 0 for a count on the host and where there is no held mask.
+    """
     device = like.device
     addresses = [tuple(map(Tensor.data_ptr, xs)) for xs in lists]
     low = reduce(or_, chain(*addresses), 0)
     # if all are multiples of 16, nothing but their own table depends on the gradients' addresses
     kinds = None if low & 15 == 0 else tuple([address & 15 == 0 for address in addresses[GRAD]])
-    key = (device, layout.key, tuple(steps), how, kinds, *addresses[:GRAD])
+    key = (device, layout.key, tuple(steps), tuple(masks), how, kinds, *addresses[:GRAD])
     plan = _plans.get(key)
     if plan is None:
-        plan = _make(lists, addresses, steps, layout, how, like)
+        plan = _make(lists, addresses, steps, masks, layout, how, like)
         _plans.put(key, plan, [plan.table, plan.owners], device)
     grads = _grads.get((device, addresses[GRAD]))
     if grads is None:
@@ -179,7 +182,9 @@ def plan_of(lists: Lists, steps: list[int], layout: Layout, how: Cut, like: Tens
     return plan, grads
 
 
-def _make(lists: Lists, addresses: Sequence[tuple[int, ...]], steps: list[int], layout: Layout, how: Cut, like: Tensor) -> Plan:
+def _make(
+    lists: Lists, addresses: Sequence[tuple[int, ...]], steps: list[int], masks: list[int], layout: Layout, how: Cut, like: Tensor
+) -> Plan:
     fits = [all(a[i] & 15 == 0 for a in addresses if a) for i in range(len(steps))]
     flat = [i for i, p in enumerate(lists[P]) if how[2] and layout.walks[i] == FLAT and fits[i] and p.numel() % 4 == 0]
     chosen = set(flat)
@@ -191,7 +196,7 @@ def _make(lists: Lists, addresses: Sequence[tuple[int, ...]], steps: list[int], 
         first = tiles
         for i in indices:
             row, count = _row(lists, i, layout.walks[i], fits[i], how)
-            words += (*[a[i] if a else 0 for a in addresses[:GRAD]], steps[i], *row[:2], tiles, count, *row[2:])
+            words += (*[a[i] if a else 0 for a in addresses[:GRAD]], masks[i], steps[i], *row[:2], tiles, count, *row[2:])
             tiles += count
         parts += (first, tiles - first, blocks, min(BLOCKS, tiles - first))
         blocks += parts[-1]
@@ -234,12 +239,13 @@ def masked_adamw_(*args: Any, out: Tensor | None = None) -> Tensor:
     kernels = core(like)
     lists: Lists = [list(xs) for xs in (a.params, a.exp_avgs, a.exp_avg_sqs, a.max_exp_avg_sqs, a.grads)]
     how = cut(kernels, a.n, a.m)
-    layout = layout_of(lists, a.n, a.m, how[2])
+    layout = layout_of(lists, a.n, a.m, how[2], bool(a.masks))
     copies = list(written(lists, layout))
     addresses = [step.data_ptr() for step in a.steps]
     for i in d.host_steps:
         addresses[i] = 0
-    plan, gradients = plan_of(lists, addresses, layout, how, like)
+    masks = [mask.data_ptr() for mask in a.masks] if a.masks else [0] * len(a.steps)
+    plan, gradients = plan_of(lists, addresses, masks, layout, how, like)
     count, several = advance(a.steps, d.host_steps)
     counts = None if several is None else upload(several, like)
     scalars = torch.empty(len(a.steps), SCALARS, dtype=torch.int32, device=d.device)
@@ -248,7 +254,7 @@ def masked_adamw_(*args: Any, out: Tensor | None = None) -> Tensor:
     kernels.masked_adamw(
         plan.table.data_ptr(), gradients.data_ptr(), plan.owners.data_ptr(), scalars.data_ptr(), partials.data_ptr(), d.stats.data_ptr(),
         len(a.steps), *plan.parts, address(d.hyper), host_hyper, address(counts), count, address(d.grad_scale), address(d.found_inf),
-        a.n, a.m, a.frozen, a.eps_inside, a.maximize, a.geometric, bool(a.max_exp_avg_sqs), *queue(like),
+        a.n, a.m, a.frozen, a.eps_inside, a.maximize, a.geometric, bool(a.max_exp_avg_sqs), bool(a.masks), a.fixed, *queue(like),
     )  # fmt: skip
     for target, copy in copies:
         target.copy_(copy)

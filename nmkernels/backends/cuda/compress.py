@@ -1,4 +1,4 @@
-"""compress, decompress and pack: the canonical N:M form and tensor-core layouts, along rows, columns or both."""
+"""compress, decompress and pack: the canonical N:M form and tensor-core layouts, along rows, columns or both, and dense."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: Operand
     select, given, flag = (0, None, None) if mask is None else (SELECTS["given"], mask.contiguous(), flag_for(mask))
     core(w).pack(
         w.data_ptr(), dtype, numel // cols if cols else 0, cols, n, m, select, address(given), 0,
-        address(flag), dtype, 0, values.data_ptr(), indices.data_ptr(), 0, 0, *queue(w),
+        address(flag), dtype, 0, values.data_ptr(), indices.data_ptr(), 0, 0, 0, *queue(w),
     )  # fmt: skip
     check_flag("compress", flag, n, m)
     return out
@@ -71,42 +71,53 @@ def _operand(w: Tensor, rows: int, cols: int, n: int, m: int, dtype: torch.dtype
 @register("nm_pack", supports_pack)
 def pack(
     w: Tensor, n: int, m: int, select: str, mask: Tensor | None, scale: Tensor | None,
-    dtype: torch.dtype | None, rows: bool, columns: bool, layout: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """``nm_pack``: one kernel and one read of the weight for the common patterns; rows and columns at once for 2:4.
+    dtype: torch.dtype | None, rows: bool, columns: bool, layout: str, dense: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """``nm_pack``: one kernel and one read of the weight for the common patterns; of 2:4, rows with columns or with the dense form.
 
     Rows and columns with a given mask of another pattern take two launches. A transposable mask is first written to memory if rows or
     columns are not multiples of 32. Every pattern, shape and pair of dtypes is supported, some by slower kernels; the common ones are those
     of ``core/dispatch.h`` with fp32 to fp32, bf16 or fp16, or 16 bits unchanged. A given mask is checked afterwards, which synchronises,
     but not during graph capture, and a held mask never.
     """
-    if not w.is_contiguous() and w.t().is_contiguous():  # a transposed weight: its columns are contiguous
-        swapped = pack(w.t(), n, m, select, None if mask is None else mask.t(), scale, dtype, columns, rows, layout)
-        return *swapped[2:], *swapped[:2]
+    if not dense and not w.is_contiguous() and w.t().is_contiguous():  # a transposed weight: its columns are contiguous
+        *swapped, spread = pack(w.t(), n, m, select, None if mask is None else mask.t(), scale, dtype, columns, rows, layout)
+        return *swapped[2:], *swapped[:2], spread
     (height, width), kept = w.shape, dtype or w.dtype
     w, mask = aligned(w), None if mask is None else aligned(mask)
     flag, checked = flag_for(mask), select != "held"
     select = select if checked else "given"
 
-    def run(select: str, mask: Tensor | None, layout: str) -> tuple[bool, list[Operand | None]]:
+    def run(rows: bool, columns: bool, layout: str, spread: Tensor | None = None) -> tuple[bool, list[Operand | None]]:
         """Whether a single kernel can do it, and the results."""
         along = _operand(w, height, width, n, m, kept, layout) if rows else None
         down = _operand(w, width, height, n, m, kept, layout) if columns else None
-        addresses = [address(x) for x in (mask, scale, flag, *(along or (None, None)), *(down or (None, None)))]
+        addresses = [address(x) for x in (mask, scale, flag, *(along or (None, None)), *(down or (None, None)), spread)]
         done = core(w).pack(
             w.data_ptr(), DTYPES[w.dtype], height if width else 0, width, n, m, SELECTS[select], *addresses[:3],
             DTYPES[kept], LAYOUTS.index(layout), *addresses[3:], *queue(w),
         )  # fmt: skip
         return done, [along, down]
 
-    done, operands = run(select, mask, layout)
+    spread = w.new_empty(height, width, dtype=kept) if dense else None
+    done, operands = run(rows, columns, layout, spread)
     if not done and select == "transposable":
         select, mask = "given", transposable_mask(w, n, m)
-        done, operands = run(select, mask, layout)
+        done, operands = run(rows, columns, layout, spread)
+    if not done and spread is not None:
+        if rows or columns:
+            done, operands = run(rows, columns, layout)
+        else:
+            done = True
+        if not run(False, False, layout, spread)[0]:
+            along = operands[0] if done and rows and layout == "canonical" else run(True, False, "canonical")[1][0]
+            assert along is not None
+            decompress(*along, n, m, width, out=spread)
     if not done:
-        _, operands = run(select, mask, "canonical")
+        _, operands = run(rows, columns, "canonical")
         operands = [o and (o[0], to_layout(o[1], size, layout)) for o, size in zip(operands, (width, height), strict=True)]
     if checked:
         check_flag("pack", flag, n, m)
-    nothing = w.new_empty(0, dtype=kept), w.new_empty(0, dtype=torch.uint8 if layout == "canonical" else torch.int32)
-    return *(operands[0] or nothing), *(operands[1] or nothing)
+    positions = torch.uint8 if layout == "canonical" else torch.int32
+    parts = [o or (w.new_empty(0, dtype=kept), w.new_empty(0, dtype=positions)) for o in operands]
+    return *parts[0], *parts[1], w.new_empty(0, dtype=kept) if spread is None else spread

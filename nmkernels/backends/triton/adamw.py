@@ -88,6 +88,17 @@ def mask_of(x, N: tl.constexpr, M: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
+def held_mask(bits, at, cols, valid, WHOLE: tl.constexpr):
+    """The bits of elements ``at`` of rows of ``cols``, which begin with a byte; WHOLE: they also end with one."""
+    if WHOLE:
+        byte, bit = at >> 3, at & 7
+    else:
+        col = at % cols
+        byte, bit = at // cols * ((cols + 7) // 8) + (col >> 3), col & 7
+    return (tl.load(bits + byte, mask=valid, other=0).to(tl.int32) >> bit.to(tl.int32) & 1) != 0
+
+
+@triton.jit
 def total(x, there):
     return tl.sum(tl.where(there, x, 0.0).to(tl.float64), 0)
 
@@ -125,15 +136,17 @@ def gradient(g, scale, MAXIMIZE: tl.constexpr):
     return g
 
 
-@triton.jit(do_not_specialize=list(range(7, 11)))
+@triton.jit(do_not_specialize=list(range(8, 13)))
 def adamw_kernel(
-    p, m, v, top, g, scalars, partials, row: tl.int64, first: tl.int64, programs: tl.int64, size: tl.int64, scale, found,
-    N: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr, FROZEN: tl.constexpr,
-    EPS_INSIDE: tl.constexpr, MAXIMIZE: tl.constexpr, GEOMETRIC: tl.constexpr,
+    p, m, v, top, g, bits, scalars, partials, row: tl.int64, first: tl.int64, programs: tl.int64, size: tl.int64, cols: tl.int64,
+    scale, found,
+    N: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
+    FROZEN: tl.constexpr, EPS_INSIDE: tl.constexpr, MAXIMIZE: tl.constexpr, GEOMETRIC: tl.constexpr, HELD: tl.constexpr,
+    FIXED: tl.constexpr,
 ):  # fmt: skip
     """One tile of a param: reads, updates and writes it, and writes its statistics to ``partials[statistic, first + program]``.
 
-    A tile is TILE / PADDED groups of M elements; EVEN: ``size`` is a multiple of 8.
+    A tile is TILE / PADDED groups of M elements; EVEN and WHOLE: ``size`` and ``cols`` are multiples of 8.
     """
     if found is not None:  # noqa: SIM102 - decided while compiling; the other is a branch
         if tl.load(found) != 0.0:
@@ -165,11 +178,17 @@ def adamw_kernel(
     share = partials + first + program
     old = widen(old_p)
     g = gradient(g, scale, MAXIMIZE)
-    if N > 0:
+    if HELD:
+        before = held_mask(bits, at, cols, valid, WHOLE)
+        if FIXED:
+            g = tl.where(before, g, 0.0)
+    elif N > 0:
         before = mask_of(old_p, N, M, PADDED)
+    if HELD or N > 0:
         tl.store(share + 5 * programs, total(tl.abs(old), valid & ~before))
         tl.store(share + 6 * programs, total(tl.abs(g), valid & ~before))
-        g = tl.where(before, g, tl.where(decay == 0.0, g, g + decay * old))
+        if not FIXED:
+            g = tl.where(before, g, tl.where(decay == 0.0, g, g + decay * old))
     m = b1 * m + omb1 * g
     tl.store(m_at, m, mask=valid)
     if not FROZEN:
@@ -188,10 +207,15 @@ def adamw_kernel(
             second = tl.where((highest > moved) | (highest != highest), highest, moved)
             tl.store(top + at, second, mask=valid)
     u = update(m, second, ibc1, bc2, sbc2, eps, EPS_INSIDE)
-    new = narrow(old * wdf - lr * clamped(u, bound), p.dtype.element_ty)
+    new = old * wdf - lr * clamped(u, bound)
+    if FIXED:
+        new = tl.where(before, new, 0.0)
+    new = narrow(new, p.dtype.element_ty)
     tl.store(p + at, new, mask=valid)
     used = valid
-    if N > 0:
+    if HELD:
+        used = valid & before
+    elif N > 0:
         after = mask_of(new, N, M, PADDED)
         used = valid & after
         tl.store(share + 4 * programs, amount(valid & (before ^ after)))
@@ -220,13 +244,15 @@ def masked_adamw_(*args: Any, out: Tensor | None = None) -> Tensor:
     tiles = [cdiv(p.numel(), groups * (a.m or 1)) for p in a.params]
     partials = torch.zeros(STATS, max(1, sum(tiles)), dtype=torch.float64, device=d.device)  # not all statistics are computed
     flags = {"FROZEN": a.frozen, "EPS_INSIDE": a.eps_inside, "MAXIMIZE": a.maximize, "GEOMETRIC": a.geometric}
+    flags |= {"HELD": bool(a.masks), "FIXED": a.fixed}
     first = 0
     for i, p in enumerate(a.params):
         originals = [xs[i] if xs else None for xs in (a.params, a.exp_avgs, a.exp_avg_sqs, a.max_exp_avg_sqs, a.grads)]
-        tensors = _straight(originals, a.m)
-        even = {"EVEN": p.numel() % 8 == 0, "N": a.n, "M": a.m or 1, "TILE": groups * padded, "PADDED": padded}
-        sizes = i, first, partials.shape[1], p.numel()
-        launch(adamw_kernel, tiles[i], (*tensors, scalars, partials, *sizes, d.grad_scale, d.found_inf), **even, **flags)
+        tensors, cols = _straight(originals, bool(a.m or a.masks)), p.shape[-1] if a.masks else 8
+        even = {"EVEN": p.numel() % 8 == 0, "WHOLE": cols % 8 == 0, "N": a.n, "M": a.m or 1, "TILE": groups * padded, "PADDED": padded}
+        sizes = i, first, partials.shape[1], p.numel(), cols
+        bits = a.masks[i] if a.masks else None
+        launch(adamw_kernel, tiles[i], (*tensors, bits, scalars, partials, *sizes, d.grad_scale, d.found_inf), **even, **flags)
         for target, copy in zip(originals[:-1], tensors[:-1], strict=True):
             if target is not None and copy is not None and target is not copy:
                 target.copy_(copy)
@@ -239,12 +265,12 @@ def masked_adamw_(*args: Any, out: Tensor | None = None) -> Tensor:
     return d.stats
 
 
-def _straight(originals: list[Tensor | None], m: int) -> list[Tensor | None]:
+def _straight(originals: list[Tensor | None], masked: bool) -> list[Tensor | None]:
     """The tensors of a param as the kernel walks them, element by element: themselves, or contiguous copies."""
     present = [x for x in originals if x is not None]
     if not any(x.is_neg() for x in present):
         if all(x.is_contiguous() for x in present):
             return originals
-        if not m and dense(present[0]) and all(x.stride() == present[0].stride() for x in present):
+        if not masked and dense(present[0]) and all(x.stride() == present[0].stride() for x in present):
             return originals
     return [None if x is None else x.resolve_neg().contiguous() for x in originals]

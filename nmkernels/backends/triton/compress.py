@@ -242,9 +242,9 @@ def decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: 
     return dense
 
 
-def pack(*args: Any, out: None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def pack(*args: Any, out: None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``nm_pack``, composed of the other kernels. The mask, also one that it makes itself, is checked, which synchronises."""
     return shared.pack(PARTS, *args)
 
 
-PARTS = shared.Parts(mask, soft_threshold, transposable_mask, compress)
+PARTS = shared.Parts(mask, soft_threshold, transposable_mask, compress, decompress)

@@ -27,7 +27,7 @@ class TransposableMask(KeptMask):
     reads = reading(nm_mask="held")
 
     def _traits(self) -> Traits:
-        return replace(super()._traits(), transposable=True)
+        return replace(super()._traits(), holds_mask=True, transposable=True)
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
         return {"nm_mask": torch.ops.nmkernels.nm_transposable_mask(weight, self.pattern.n, self.pattern.m)}
@@ -36,10 +36,11 @@ class TransposableMask(KeptMask):
         return extras[0]
 
     def packed(
-        self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical",
-        out: Packed | None = None,
+        self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, dense: bool = False,
+        layout: str = "canonical", out: Packed | None = None,
     ) -> Packed:  # fmt: skip
-        return pack(weight, laid_out(self.pattern, layout), extras[0], dtype=dtype, rows=rows, columns=columns, layout=layout, check=False)
+        pattern = laid_out(self.pattern, layout)
+        return pack(weight, pattern, extras[0], dtype=dtype, rows=rows, columns=columns, dense=dense, layout=layout, check=False)
 
 
 @recipe("fst")

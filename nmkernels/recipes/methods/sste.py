@@ -45,14 +45,15 @@ class SoftThreshold(WeightTransform):
         return out.mul_(scale)
 
     def packed(
-        self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical",
-        out: Packed | None = None,
+        self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, dense: bool = False,
+        layout: str = "canonical", out: Packed | None = None,
     ) -> Packed:  # fmt: skip
         """β S(W), rounded once, in one read of the weight. Its transpose is not N:M: ``columns`` raises ``PatternError``."""
         if laid_out(self.pattern, layout) != self.pattern:
-            return super().packed(weight, *extras, dtype=dtype, rows=rows, columns=columns, layout=layout)
+            return super().packed(weight, *extras, dtype=dtype, rows=rows, columns=columns, dense=dense, layout=layout)
         scale = extras[0].to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
-        return pack(weight, self.pattern, "threshold", scale=scale, dtype=dtype, rows=rows, columns=columns, layout=layout)
+        forms = {"rows": rows, "columns": columns, "dense": dense}
+        return pack(weight, self.pattern, "threshold", scale=scale, dtype=dtype, layout=layout, **forms)
 
 
 def estimating(

@@ -18,6 +18,9 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 USUAL = [(F32, F32), (F32, BF16), (F32, F16), (BF16, BF16), (F16, F16)]
 SMALL = ["2:4", "1:4", "1:8", "2:8", "1:16"]
 ORIENTATIONS = {"rows": (True, False), "columns": (False, True), "both": (True, True)}
+FORMS = {**{way: (*one, False) for way, one in ORIENTATIONS.items()}, "rows and dense": (True, False, True), "dense": (False, False, True)}
+FORMS["all"] = (True, True, True)
+"""Rows, columns, dense."""
 UNUSUAL = [(BF16, F16), (F16, BF16), (BF16, F32), (F16, F32)]
 SELECTS = ["magnitude", "transposable", "given", "threshold"]
 SCALE = torch.tensor(-1.37)
@@ -32,7 +35,8 @@ def check(device: str, ours: Callable[[str], dispatch.Impl]) -> Check:
         scale: Tensor | None = None, layout: str = "canonical",
     ) -> None:  # fmt: skip
         p = Pattern(pattern)
-        args = w, p.n, p.m, select, mask, scale, dtype, *ORIENTATIONS[way], layout
+        rows, columns, dense = FORMS[way]
+        args = w, p.n, p.m, select, mask, scale, dtype, rows, columns, layout, dense
         want = reference.pack(*(x.resolve_neg() if isinstance(x, Tensor) else x for x in args))
         there = moved(args, device)
         assert ours("nm_pack").supports(*there)[0]
@@ -56,7 +60,7 @@ def check_all(
     layout: str = "canonical",
 ) -> None:  # fmt: skip
     """Edge numbers of these shapes and dtypes, with a mask and a scale where the way to select takes them."""
-    if way == "both" and select in ("magnitude", "threshold"):
+    if way in ("both", "all") and select in ("magnitude", "threshold"):
         return
     for source, to in dtypes:
         for rows, cols in shapes:
@@ -67,7 +71,7 @@ def check_all(
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("select", SELECTS)
-@for_each("way", list(ORIENTATIONS))
+@for_each("way", list(FORMS))
 def test_2_4(way: str, select: str, check: Check, poison: None) -> None:
     """One tile of a block and less, several, and ragged ones; sizes that the tile kernels leave to others; unusual pairs of dtypes."""
     shapes = [(32, 32), (128, 64), (160, 224), (4, 64), (64, 8), (20, 12), (36, 40), (256, 32)]
@@ -81,7 +85,7 @@ def test_2_4(way: str, select: str, check: Check, poison: None) -> None:
 @for_each("select", ["magnitude", "given", "threshold"])
 def test_other_patterns(select: str, pattern: str, check: Check, poison: None) -> None:
     m = Pattern(pattern).m
-    for way in ORIENTATIONS:
+    for way in FORMS:
         if pattern in SMALL and select != "threshold":
             check_all(check, pattern, select, way, [(16 * m, 64), (40 * m, 16 * 7), (3 * m, 32), (16 * m, 80)], USUAL)
         else:
@@ -92,15 +96,16 @@ def test_other_patterns(select: str, pattern: str, check: Check, poison: None) -
 @for_each("select", SELECTS)
 @for_each("layout, small", [("mma.sp", 16), ("wgmma.sp", 64)])
 def test_layouts_of_tensor_cores(layout: str, small: int, select: str, check: Check, poison: None) -> None:
-    shapes = {"rows": [(small, 64), (3 * small, 192)], "columns": [(64, small), (192, 3 * small)], "both": [(64, 64), (192, 320)]}
-    for way in ORIENTATIONS:
+    along, both = [(small, 64), (3 * small, 192)], [(64, 64), (192, 320)]
+    shapes = {"rows": along, "columns": [(64, small), (192, 3 * small)], "both": both, "rows and dense": along, "dense": along, "all": both}
+    for way in FORMS:
         check_all(check, "2:4", select, way, shapes[way], [d for d in USUAL if d[1] != F32], layout)
 
 
 @for_each("select", ["magnitude", "given", "transposable"])
 def test_strides_and_offsets(select: str, check: Check) -> None:
-    for way in list(ORIENTATIONS):
-        if way == "both" and select == "magnitude":
+    for way in FORMS:
+        if way in ("both", "all") and select == "magnitude":
             continue
         for dtype in (F32, BF16):
             mask = some_mask_both_ways(64, 96, Pattern("2:4")) if select == "given" else None
@@ -113,6 +118,30 @@ def test_strides_and_offsets(select: str, check: Check) -> None:
                 shifted = torch.cat([mask.new_zeros(3), mask.flatten()])[3:].view(64, 96)
                 check(w, "2:4", select, way, BF16, shifted)
                 check(w, "2:4", select, way, BF16, mask.t().contiguous().t())
+
+
+def test_one_launch_makes_the_rows_and_the_dense_form(
+    ours: Callable[[str], dispatch.Impl], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a training step reads on a GPU, from one reading of the weight."""
+    calls: list[bool] = []
+    core = compress.core(torch.empty(0, device=device))
+
+    class Watched:
+        def __getattr__(self, name: str) -> Callable[..., object]:
+            call = getattr(core, name)
+            return lambda *args: [calls.append(name == "pack"), call(*args)][1]
+
+    monkeypatch.setattr(compress, "core", lambda _: Watched())
+    for select, scale in [("magnitude", None), ("threshold", SCALE.to(device)), ("held", None)]:
+        for layout in ("canonical", "mma.sp", "wgmma.sp"):
+            for source, to in USUAL[1:]:
+                for rows in (True, False):
+                    w = torch.randn(64, 128, device=device).to(source)
+                    mask = some_mask(64, 128, Pattern("2:4")).to(device) if select == "held" else None
+                    calls.clear()
+                    ours("nm_pack").fn(w, 2, 4, select, mask, scale, to, rows, False, layout, True)
+                    assert calls == [True], (select, layout, source, to, rows)
 
 
 def test_several_blocks(check: Check) -> None:
