@@ -1,4 +1,5 @@
-"""Writes the audits in ``docs/pays.md``: GPT-2 measured on this CPU, and GPT-2 and a Llama predicted for an H200.
+"""Writes the audits in ``docs/pays.md``: GPT-2 measured on this CPU, and GPT-2 and a Llama predicted for an H200; and whole training steps
+of a feed-forward block, predicted next to the committed rows.
 
 ``python -m bench.audit_page`` measures for most of a minute and writes the tables between their markers. ``--predicted`` writes only the
 predictions, which need no timing; ``--check`` only tells whether those are up to date.
@@ -9,19 +10,30 @@ from __future__ import annotations
 import argparse
 import datetime
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 import nmkernels as nm
+from nmkernels.audit import Audit, traffic
+from nmkernels.audit.whole import pays
+from nmkernels.gemm.devices import Device, named
 from nmkernels.models import model_shapes
 from nmkernels.tuning import Seconds
 
-from .rows import commit, machine, versions
+from . import tables
+from .report import load
+from .rows import RESULTS, commit, machine, versions
+from .tables import Rows
 
 PAGE = Path(__file__).parents[1] / "docs" / "pays.md"
 MODEL, LARGER = "gpt2", "llama-3-8b"
 MEASURED, PREDICTED, END = (f"<!-- audit {what} -->" for what in ("measured: written by python -m bench.audit_page", "predicted", "end"))
+STEPS, STEPS_END = (f"<!-- whole steps: {what} -->" for what in ("written by python -m bench.audit_page", "end"))
+
+MOVED = {"ef776ec": {"srste": 49.4, "sste": 57.4, "fst": 115.0}}
+"""Bytes a weight outside of forward and backward, of the code at a commit that rows of ``ffn`` are from. There x needed no gradient."""
 
 CPU_TOKENS, GPU_TOKENS = 1024, 65536
 """One sequence of GPT-2 on a CPU, and 64 sequences on a GPU: one pass of an accumulated step of half a million tokens."""
@@ -47,6 +59,45 @@ def predicted() -> str:
     return "\n\n".join(tables)
 
 
+def whole_steps(rows: Rows) -> str:
+    """Whole training steps of ``ffn`` on GPUs: measured, predicted for the code that was measured, and predicted for the present one."""
+    parts = []
+    for machine_, mine in tables.by_machine(r for r in rows if r["op"] == "ffn" and r["metric"] == "x dense").items():
+        gpu = named(machine_)
+        steps = [r for r in mine if r["provider"].endswith(", step") and r["dtype"] == "bfloat16"]
+        if gpu is not None and steps:
+            head = f"{tables.stamp(steps)}; speed-up over dense with `AdamW(fused=True)`, in brackets bytes a weight"
+            parts.append("\n".join([f"{head}:\n", *_compared(steps, gpu)]))
+    return "\n\n".join(parts) or "*No GPU has measured whole steps: `python -m bench.run --op ffn`.*"
+
+
+def _compared(rows: Rows, gpu: Device) -> Iterator[str]:
+    yield "| FFN, tokens | recipe | measured | predicted for that code | predicted now | now pays from |"
+    yield f"|{' --- |' * 6}"
+    for r in rows:
+        recipe = r["provider"].removeprefix("nmkernels ").removesuffix(", step")
+        tokens, out, cols = map(int, r["shape"].split("x"))
+        shapes = {"up": (out, cols), "down": (cols, out)}
+        found = nm.audit(shapes, tokens, f"{recipe}:2:4", device=gpu.name, dtype="bfloat16", measure=False)
+        now, moved = found.whole[0], MOVED.get(r["commit"], {}).get(recipe)
+        then = "" if moved is None else f"{_predicted(found, gpu, moved):.2f} × ({moved:g})"
+        cells = (f"{cols}-{out}-{cols}, {tokens}", recipe, f"{float(r['p50']):.2f} ×", then, f"{now.speedup:.2f} × ({now.sparse_bytes:g})")
+        yield f"| {' | '.join(cells)} | {pays(now)} |"
+
+
+def _predicted(found: Audit, gpu: Device, moved: float) -> float:
+    """The predicted speed-up if a sparse step moves so many bytes a weight outside of forward and backward, and x needs no gradient."""
+    dense = used = 0.0
+    for layer in found.layers:
+        for piece in layer.step:
+            if piece.name != "weight" and (layer.name, piece.name) != ("up", "dgrad"):
+                dense, used = dense + piece.dense, used + piece.used
+    gradients, bandwidth = traffic.cast(torch.float32, torch.bfloat16), gpu.passes * gpu.bandwidth
+    weights = sum(layer.shape[0] * layer.shape[1] for layer in found.layers)
+    dense_bytes = found.whole[0].dense_bytes
+    return (dense + weights * (dense_bytes + gradients) / bandwidth) / (used + weights * (moved + gradients) / bandwidth)
+
+
 def between(text: str, begin: str, end: str, new: str) -> str:
     """``text`` with the part between two markers replaced; ``ValueError`` unless it has each marker once, in order."""
     if not re.fullmatch(f"(?s).*{re.escape(begin)}.*{re.escape(end)}.*", text) or text.count(begin) != 1 or text.count(end) != 1:
@@ -55,7 +106,7 @@ def between(text: str, begin: str, end: str, new: str) -> str:
     return f"{head}{begin}\n\n{new}\n\n{tail}"
 
 
-def main(argv: list[str] | None = None, page: Path = PAGE) -> int:
+def main(argv: list[str] | None = None, page: Path = PAGE, results: Path = RESULTS) -> int:
     """Write the tables; with ``--check`` write nothing and return 1 if the prediction has changed."""
     parser = argparse.ArgumentParser(prog="python -m bench.audit_page", description=(__doc__ or "").splitlines()[0])
     what = parser.add_mutually_exclusive_group()
@@ -64,9 +115,12 @@ def main(argv: list[str] | None = None, page: Path = PAGE) -> int:
     args = parser.parse_args(argv)
     old = page.read_text(encoding="utf-8")
     new = between(old, PREDICTED, END, predicted())
+    new = between(new, STEPS, STEPS_END, whole_steps(load(results))) if STEPS in new else new
     if args.check:
         if new != old:
-            print(f"{page.name} does not show what nm.audit predicts; run: python -m bench.audit_page --predicted")
+            print(
+                f"{page.name} does not show what nm.audit predicts, or the rows of whole steps; run: python -m bench.audit_page --predicted"
+            )
         return int(new != old)
     if not args.predicted:
         new = between(new, MEASURED, PREDICTED, measured())

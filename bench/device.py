@@ -9,12 +9,12 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import TypeVar
+from functools import cache, partial
+from typing import Any, TypeVar
 
 import torch
 
-from .registry import Provider
+from .registry import Call, Provider
 
 BATCH = 2e-3
 """Approximate seconds of a batch, on the device and on the host: at 4 us a kernel, 500 of the 1024 launches that a queue holds."""
@@ -24,6 +24,9 @@ CACHES = 4
 
 HOST_CALLS = 100
 """Launches that are timed together on the host: a tenth of what the queue holds, or the host would wait for the device."""
+
+WARM = 3
+"""Calls before a capture, in which memory is allocated, plans are made and kernels are compiled."""
 
 T = TypeVar("T")
 
@@ -75,9 +78,42 @@ def lost(device: str) -> str:
     return ""
 
 
+def graphed(call: Call, device: str, pool: Callable[[], Any] | None = None) -> Call:
+    """A replay of ``call`` in a CUDA graph, which the first use captures after calls on a stream of its own; on a CPU ``call`` itself.
+
+    Graphs that share the memory that ``pool`` returns must leave nothing there that is read after another one's replay.
+    """
+    if not device.startswith("cuda"):
+        return call
+
+    @cache
+    def replay() -> Call:
+        with on_own_stream(device):
+            for _ in range(WARM):
+                call()
+        with captured(device, pool and pool()) as graph:
+            call()
+        return graph.replay
+
+    return lambda: replay()()
+
+
 @contextmanager
-def captured(device: str) -> Iterator[torch.cuda.CUDAGraph]:
-    """Capture what is called inside in a CUDA graph.
+def on_own_stream(device: str) -> Iterator[None]:
+    """Inside, work is queued on a new stream, after what was queued before and before what is queued afterwards.
+
+    Backward accumulates a gradient on the stream where its weight was first read; on the default stream that could not be captured.
+    """
+    stream, before = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(before)
+    with torch.cuda.stream(stream):
+        yield
+    before.wait_stream(stream)
+
+
+@contextmanager
+def captured(device: str, pool: Any = None) -> Iterator[torch.cuda.CUDAGraph]:
+    """Capture what is called inside in a CUDA graph, with memory from ``pool`` if there is one.
 
     If the capture fails, torch stays on the capture's stream; the previous stream is restored for later measurements.
     """
@@ -85,7 +121,7 @@ def captured(device: str) -> Iterator[torch.cuda.CUDAGraph]:
     torch.cuda.synchronize(device)
     before = torch.cuda.current_stream(device)
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool):
             yield graph
     finally:
         torch.cuda.set_stream(before)

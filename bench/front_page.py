@@ -97,21 +97,40 @@ LINES = (
 )
 """On a CPU: 2:4 and float32 unless said."""
 
-ONE, MANY, CUBE = (("2:4", "bfloat16", shape) for shape in ("1x14336x4096", "4096x14336x4096", "8192x8192x8192"))
+ONE, MANY, MORE, NARROW, CUBE = (
+    ("2:4", "bfloat16", shape) for shape in ("1x14336x4096", "4096x14336x4096", "16384x14336x4096", "4096x4096x1024", "8192x8192x8192")
+)
+LLAMA = ("2:4", "bfloat16", "4096 tokens, Llama-3-8B x4")
+DECODED = ("2:4", "bfloat16", "1 tokens, Llama-3-8B x4")
+CAPTURED = "dense in a CUDA graph"
 LINES_GPU = (
+    Line("training step of an FFN 4096-14336-4096 under S-STE, 4096 tokens", DENSE, ("ffn", "nmkernels sste, step", *MANY, "x dense")),
+    Line("the same under FST", DENSE, ("ffn", "nmkernels fst, step", *MANY, "x dense")),
+    Line("the same under FST, 16384 tokens", DENSE, ("ffn", "nmkernels fst, step", *MORE, "x dense")),
+    Line(
+        "the same under FST, 1024-4096-1024, in a CUDA graph",
+        CAPTURED,
+        ("ffn(captured)", "nmkernels fst, step (captured)", *NARROW, "x dense"),
+    ),
+    Line(
+        "training step of four layers of Llama-3-8B under S-STE, 4096 tokens",
+        DENSE,
+        ("model_step(sste)", "nmkernels sste, step", *LLAMA, "x dense"),
+    ),
+    Line("the same under FST", DENSE, ("model_step(fst)", "nmkernels fst, step", *LLAMA, "x dense")),
+    Line("the next token of four layers of Llama-3-8B, batch 1", CAPTURED, ("decode", "nmkernels 2:4 (captured)", *DECODED, "x dense")),
+    Line("the same with 4-bit values", CAPTURED, ("decode", "nmkernels 2:4 in int4 (captured)", *DECODED, "x dense")),
+    Line(
+        "FFN 4096-14336-4096 under S-STE, 4096 tokens, forward and backward",
+        "dense",
+        ("ffn", "nmkernels sste, forward+backward", *MANY, "x dense"),
+    ),
     Line("GEMM by `wgmma.sp`, 14336×4096, 4096 tokens", "cuBLAS", ("nm_linear(cores)", "nmkernels cuda", *MANY, "x dense")),
     Line("GEMM by `wgmma.sp`, 8192³", "cuBLAS", ("nm_linear(cores)", "nmkernels cuda", *CUBE, "x dense"), front=False),
     Line("GEMM by `wgmma.sp`, 8192³, FP8", "cuBLAS in FP8", ("nm_linear_quantized", "nmkernels cuda", *CUBE, "x float8 dense")),
     Line("`nm.ops.linear`, 14336×4096, 1 token", "cuBLAS", ("nm_linear", "nmkernels cuda", *ONE, "x dense")),
     Line("the same at 1:8", "cuBLAS", ("nm_linear", "nmkernels cuda", "1:8", *ONE[1:], "x dense")),
     Line("the same at 2:4 with 4-bit values", "cuBLAS", ("nm_linear_integers", "nmkernels cuda, int4", *ONE, "x dense")),
-    Line(
-        "FFN 4096-14336-4096 under S-STE, 4096 tokens, forward and backward",
-        "dense",
-        ("ffn", "nmkernels sste, forward+backward", *MANY, "x dense"),
-    ),
-    Line("the same with masks and optimizer", DENSE, ("ffn", "nmkernels sste, step", *MANY, "x dense")),
-    Line("the same with masks and optimizer, FST", DENSE, ("ffn", "nmkernels fst, step", *MANY, "x dense")),
     Line(f"{STEP}, fp32", ALONE, ("nm_masked_adamw_", "nmkernels cuda", *STREAM, "time over fused AdamW"), "{:.2f} of its time"),
     Line("the same", EAGER, ("nm_masked_adamw_", "nmkernels cuda", *STREAM, "x AdamW + eager mask"), "{:.0f} ×", front=False),
     Line(

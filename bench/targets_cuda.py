@@ -57,22 +57,27 @@ def _what(by: str, what: str) -> str:
     return f"{what} ({by.removeprefix('nmkernels ')})"
 
 
-def _linear(by: str, key: str, what: str, bound: float, pattern: str, tokens: tuple[int, ...], *sizes: tuple[int, int]) -> Target:
+def _linear(
+    by: str, key: str, what: str, bound: float, pattern: str, tokens: tuple[int, ...], *sizes: tuple[int, int], stretch: float | None = None
+) -> Target:
     specs = tuple(Spec("nm_linear", pattern, BF16, *size, t) for t, size in product(tokens, sizes))
-    provider = f"{by}, scratch" if key == "scratch" else by
-    return Target(
-        _key(by, f"linear-{key}-{pattern}"), _what(by, f"linear {what}, {pattern}"), "cuBLAS", "x dense", bound, specs, provider=provider
-    )
+    provider, what = f"{by}, scratch" if key == "scratch" else by, _what(by, f"linear {what}, {pattern}")
+    return Target(_key(by, f"linear-{key}-{pattern}"), what, "cuBLAS", "x dense", bound, specs, stretch, provider=provider)
 
 
 def _gemms() -> list[Target]:
     found = []
-    for pattern, large, square in (("2:4", 1.5, 1.3), ("1:4", 2.7, 1.8), ("1:8", 4, 2.3)):
-        found += [
-            _linear(CUDA, "few", "bf16, 1 and 4 tokens, 117 MB", large, pattern, (1, 4), LARGE),
-            _linear(CUDA, "few-square", "bf16, 1 and 4 tokens, 4096×4096", square, pattern, (1, 4), SQUARE),
-        ]
-    found.append(_linear(CUDA, "16", "bf16, 8 and 16 tokens", 1.3, "2:4", (8, 16), LARGE, SQUARE))
+    for key, what, bound, stretch, pattern, tokens in (
+        ("one", "1 token", 1.6, 1.7, "2:4", (1,)),
+        ("16", "4, 8 and 16 tokens", 1.4, 1.55, "2:4", (4, 8, 16)),
+        ("one", "1 token", 4.5, 5, "1:8", (1,)),
+        ("few", "1 and 4 tokens", 2.7, None, "1:4", (1, 4)),
+        ("few", "4 tokens", 4, None, "1:8", (4,)),
+    ):
+        found.append(_linear(CUDA, key, f"bf16, {what}, 117 MB", bound, pattern, tokens, LARGE, stretch=stretch))
+    for pattern, square in (("2:4", 1.3), ("1:4", 1.8), ("1:8", 2.3)):
+        found.append(_linear(CUDA, "few-square", "bf16, 1 and 4 tokens, 4096×4096", square, pattern, (1, 4), SQUARE))
+    found.append(_linear(CUDA, "16-square", "bf16, 8 and 16 tokens, 4096×4096", 1.3, "2:4", (8, 16), SQUARE))
     for pattern in ("2:4", "1:4", "1:8"):
         found.append(_linear(TRITON, "scratch", "bf16, expanded to scratch, 4096 tokens", 0.9, pattern, (4096,), LARGE))
     return found
@@ -95,26 +100,36 @@ def _tensor_cores() -> list[Target]:
     return found
 
 
+STEPS = (
+    # whole steps with 4096 tokens, with 16384, and captured with 1024 columns: bounds and stretch goals. FST renews its masks every 40
+    # steps, in a captured step not at all
+    ("srste", "SR-STE", (1.07, 1.14), (1.10, 1.14), (1.0, 1.05)),
+    ("sste", "S-STE", (1.13, 1.22), (1.19, 1.25), (1.0, 1.05)),
+    ("fst", "FST", (1.18, 1.28), (1.26, 1.32), (1.0, 1.05)),
+)
+NARROW = (4096, 1024)
+
+
 def _blocks() -> list[Target]:
-    """A feed-forward block, forward and backward: the gain that one sparse GEMM allows for the plan's three GEMMs, and no slowdown."""
-    specs = tuple(Spec("ffn", "2:4", BF16, *size, t) for t in (4096, 16384) for size in (LARGE, (4096, 1024)))
-    whole, share = "forward+backward", "share of what one GEMM allows"
+    """A feed-forward block: forward and backward by the gain that one sparse GEMM allows for the plan's three, and whole steps."""
+    specs = tuple(Spec("ffn", "2:4", BF16, *size, t) for t in (4096, 16384) for size in (LARGE, NARROW))
+    whole, share, dense = "forward+backward", "share of what one GEMM allows", "dense with `AdamW(fused=True)`"
     found = []
     for name, words, bound in (("sste", "S-STE: 3/(1 + 2/r)", 0.97), ("fst", "FST: r", 0.95)):
         what = f"FFN {whole}, bf16, 2:4, {words}, r the ratio of one GEMM"
         found.append(Target(f"cuda-ffn-{name}", what, "r in the same run", share, bound, specs, provider=f"nmkernels {name}, {whole}"))
-    for name in ("srste", "sste", "fst"):
-        found.append(
-            Target(
-                f"cuda-ffn-{name}-step",
-                f"FFN, whole step, {name}, packed where measured faster",
-                "dense with fused AdamW",
-                "x dense",
-                1.0,
-                specs,
-                provider=f"nmkernels {name}, step",
-            )
-        )
+    for name, words, *bounds in STEPS:
+        some, many, narrow = bounds
+        for key, (bound, stretch), size, tokens, op, end in (
+            ("step", some, LARGE, 4096, "ffn", ""),
+            ("step-16384", many, LARGE, 16384, "ffn", ""),
+            ("captured", narrow, NARROW, 4096, "ffn(captured)", " (captured)"),
+        ):
+            what = f"whole training step, FFN {size[1]}-{size[0]}-{size[1]}, {tokens} tokens{end and ', in a CUDA graph'}: {words}"
+            against = f"{dense}{end and ', captured too'}"
+            case = (Spec(op, "2:4", BF16, *size, tokens),)
+            provider = f"nmkernels {name}, step{end}"
+            found.append(Target(f"cuda-ffn-{name}-{key}", what, against, "x dense", bound, case, stretch, provider=provider))
     return found
 
 
@@ -158,6 +173,11 @@ MORE = (
     Spec("nm_linear_quantized", "2:4", BF16, 8192, 8192, 8192),
     *(Spec("nm_linear_quantized", "2:4", BF16, *size, 4096) for size in (LARGE, (4096, 14336))),
     *(Spec("nm_linear_integers", "2:4", BF16, *size, t) for t in (1, 4, 16) for size in (LARGE, SQUARE)),
+    *(Spec(op, "2:4", BF16, *LARGE, 4096) for op in ("ffn(captured)", "ffn(bf16 weights)")),
+    *(Spec(f"model_step({name})", "2:4", BF16, tokens=4096, model="Llama-3-8B x4") for name, *_ in STEPS),
+    *(Spec(f"model_step(captured {name})", "2:4", BF16, tokens=4096, model="GPT-2-medium x4") for name, *_ in STEPS),
+    *(Spec("decode", "2:4", BF16, tokens=t, model="Llama-3-8B x4") for t in (1, 16)),
 )
 """Cases that ``make gpu`` measures in addition to the targets: Llama-3-8B's FFN, its GEMMs and its step; the host cost of a call; what
-bounds 2:4 GEMMs; the same GEMMs in 8 bits; and few tokens with integer weights."""
+bounds 2:4 GEMMs; the same GEMMs in 8 bits; few tokens with integer weights; steps with weights in bfloat16 and in a CUDA graph; and whole
+models."""

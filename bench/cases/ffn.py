@@ -1,6 +1,7 @@
 """A feed-forward block in training, whole and in pieces: dense, S-STE (two GEMMs sparse) and FST (all three).
 
-That of Llama-3-8B also by kernel: as measured, and with all GEMMs that a kernel supports done by it.
+On a GPU also with weights in bfloat16, and a whole step captured in a CUDA graph. The block of Llama-3-8B also by kernel: as measured, and
+with all GEMMs that a kernel supports done by it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from nmkernels.gemm.methods import Method, arguments, methods, op_of
 from nmkernels.gemm.problem import Problem
 from nmkernels.reference.layouts import index_dtype, operand_shapes
 
-from ..registry import Grid, Provider, Ratio, Spec, Work, family
+from ..device import graphed
+from ..registry import Call, Grid, Provider, Ratio, Spec, Work, family
 from ..timing import Timed
 from . import _ours
 from .gemm import FFN, FFN_TOKENS
@@ -38,7 +40,12 @@ RECIPES: dict[str, dict[str, Any]] = {
     "step": {"switch": "fixed", "start": 1},
 }
 """Settings by recipe; STEP is after its switch."""
+RENEWED = "fst, every step"
+CAPTURED = {**RECIPES, "fst": {**RECIPES["fst"], "every": 1000}, RENEWED: {**RECIPES["fst"], "every": 1}}
+"""Recipes whose step is captured. FST decides on the host when it renews its masks: one graph holds them, another renews them."""
 DENSE = "torch dense"
+
+GPU = Grid(("14336x4096", "4096x1024"), ("2:4",), ("bfloat16",), tokens=(4096, 16384), on="cuda")
 
 
 def allowed(recipe: str, r: float) -> float:
@@ -55,17 +62,12 @@ def allowed(recipe: str, r: float) -> float:
     "ffn",
     grids=(
         Grid(("4096x1024",), ("2:4",), tokens=(2048,)),
-        Grid(("14336x4096", "4096x1024"), ("2:4",), ("bfloat16",), tokens=(4096, 16384), on="cuda"),
+        GPU,
     ),
 )
 def ffn(spec: Spec, device: str) -> Work:
-    """Two linear layers with GELU between them, fp32 weights, autocast where the case is in 16 bits; ``defaults, on a GPU tuned first."""
-    torch.manual_seed(0)
-    up = nn.Linear(spec.cols, spec.rows, device=device)
-    block = nn.Sequential(up, nn.GELU(), nn.Linear(spec.rows, spec.cols, device=device))
-    x = _ours.normal(spec.tokens, spec.cols, device=device, dtype=torch.float32, seed=1).requires_grad_()
-    dense = _Block(block, x, spec, None)
-    blocks = {name: _Block(copy.deepcopy(block), x, spec, name) for name in RECIPES}
+    """Two linear layers with GELU between them, fp32 weights, autocast where the case is in 16 bits; defaults, on a GPU tuned first."""
+    dense, blocks = _blocks(spec, device)
     providers, ratios = [], []
     for i, piece in enumerate(PIECES):
         theirs = Provider(f"{DENSE}, {piece}", dense.piece(i))
@@ -80,6 +82,42 @@ def ffn(spec: Spec, device: str) -> Work:
     providers += gemms
     ratios.append(Ratio("x dense", gemms[0].name, (gemms[1].name,)))
     return Work(providers, ratios, derive=_shares)
+
+
+@family("ffn(bf16 weights)", grids=(GPU,))
+def brain(spec: Spec, device: str) -> Work:
+    """The same with weights in bfloat16 and no autocast: torch's AdamW has moments in bfloat16 then, MaskedAdamW in float32."""
+    dense, blocks = _blocks(spec, device, torch.bfloat16)
+    providers, ratios = [], []
+    for i in (1, 2):
+        theirs = Provider(f"{DENSE}, {PIECES[i]}", dense.piece(i))
+        mine = [Provider(f"nmkernels {name}, {PIECES[i]}", block.piece(i), check=block.check) for name, block in blocks.items()]
+        providers += [theirs, *mine]
+        ratios += [Ratio("x dense", p.name, (theirs.name,)) for p in mine]
+    return Work(providers, ratios)
+
+
+@family("ffn(captured)", grids=(GPU,))
+def in_a_graph(spec: Spec, device: str) -> Work:
+    """A whole step in a CUDA graph, dense too, whose eager step is next to it; "every step": FST renews its masks in each."""
+    dense, blocks = _blocks(spec, device, recipes=CAPTURED, capturable=True)
+    theirs = Provider(f"{DENSE}, step (captured)", dense.captured(device))
+    mine = [Provider(f"nmkernels {name}, step (captured)", block.captured(device), check=block.check) for name, block in blocks.items()]
+    eager = Provider(f"{DENSE}, step", dense.piece(2))
+    ratios = [Ratio("x dense", p.name, (theirs.name,)) for p in mine]
+    return Work([theirs, *mine, eager], [*ratios, Ratio("x eager", theirs.name, (eager.name,))])
+
+
+def _blocks(
+    spec: Spec, device: str, weights: torch.dtype = torch.float32, recipes: dict[str, dict[str, Any]] = RECIPES, **options: Any
+) -> tuple[_Block, dict[str, _Block]]:
+    """The dense block, and one for each recipe, with the same weights and input."""
+    torch.manual_seed(0)
+    up = nn.Linear(spec.cols, spec.rows, device=device, dtype=weights)
+    block = nn.Sequential(up, nn.GELU(), nn.Linear(spec.rows, spec.cols, device=device, dtype=weights))
+    x = _ours.normal(spec.tokens, spec.cols, device=device, dtype=weights, seed=1).requires_grad_()
+    sparse = {name: _Block(copy.deepcopy(block), x, spec, name, settings=settings, **options) for name, settings in recipes.items()}
+    return _Block(block, x, spec, None, **options), sparse
 
 
 def _shares(timed: Timed) -> dict[tuple[str, str], list[float]]:
@@ -97,22 +135,39 @@ def _shares(timed: Timed) -> dict[tuple[str, str], list[float]]:
 
 
 class _Block:
-    """One block in training; ``tuned``: on a GPU it is tuned first."""
+    """One block in training; ``tuned``: on a GPU it is tuned first; ``capturable``: its optimizer counts steps on the device."""
 
-    def __init__(self, block: nn.Module, x: Tensor, spec: Spec, recipe: str | None, tuned: bool = True) -> None:
+    def __init__(
+        self,
+        block: nn.Module,
+        x: Tensor,
+        spec: Spec,
+        recipe: str | None,
+        tuned: bool = True,
+        settings: dict[str, Any] | None = None,
+        capturable: bool = False,
+    ) -> None:
         self.block, self.x, self.spec, self.settled = block, x, spec, False
+        self.whole = self.piece(2)
+        """A whole step, or its replay."""
         if recipe is None:
             self.handle = None
-            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(block.parameters(), lr=1e-4, fused=True)
+            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(block.parameters(), lr=1e-4, fused=True, capturable=capturable)
             return
-        chosen = nm.recipes.get(f"{recipe}:{spec.pattern}", total_steps=1000, **RECIPES[recipe])
+        name = recipe.partition(",")[0]
+        chosen = nm.recipes.get(f"{name}:{spec.pattern}", total_steps=1000, **(RECIPES[name] if settings is None else settings))
         self.handle = nm.sparsify_(block, chosen, filter_fn=lambda module, name: isinstance(module, nn.Linear))
-        self.optimizer = self.handle.attach(chosen.optimizer(block.parameters(), lr=1e-4))
+        self.optimizer = self.handle.attach(chosen.optimizer(block.parameters(), lr=1e-4, capturable=capturable))
         for _ in range(2):
             self.piece(2)()  # behind the switch of STEP
         if x.is_cuda and tuned:
             with self._cast():
                 nm.tune(block, tokens=spec.tokens)
+
+    def captured(self, device: str) -> Call:
+        """A whole step in a CUDA graph, which the check replays too."""
+        self.whole = graphed(self.piece(2), device)
+        return self.whole
 
     def problems(self) -> list[tuple[Problem, ...]]:
         """The GEMMs that its layers leave to be chosen; those of a tuple together."""
@@ -121,7 +176,7 @@ class _Block:
             return [some for layer in self.handle.layers.values() for some in layer.problems(self.spec.tokens)]
 
     def _cast(self) -> AbstractContextManager[object]:
-        mixed = self.spec.dtype != "float32"
+        mixed = self.spec.torch_dtype != self.x.dtype
         return torch.autocast(self.x.device.type, self.spec.torch_dtype) if mixed else nullcontext()
 
     def piece(self, pieces: int) -> Callable[[], object]:
@@ -148,8 +203,10 @@ class _Block:
         """Check that after some steps the output equals that of a dense block with the effective weights."""
         assert self.handle is not None
         if not self.settled:
-            self.settled = True
-            self.piece(2)()
+            self.settled, weight = True, next(self.block.parameters())
+            before = weight.detach().clone()
+            self.whole()
+            assert not torch.equal(weight, before), "a step changes no weight"
         baseline = nm.densify_(copy.deepcopy(self.block))
         with torch.no_grad():
             for name, layer in self.handle.layers.items():

@@ -6,6 +6,7 @@ from .flops import Flops, LayerFlops, flops
 from .fsdp import Cluster, ClusterAudit, ShardedStep
 from .report import Advice, Audit, LayerAudit
 from .rounding import LayerRounding, QuantizationReport, quantization_report
+from .whole import WholeStep
 
 __all__ = [
     "Advice",
@@ -19,6 +20,7 @@ __all__ = [
     "QuantizationReport",
     "ShardedStep",
     "Task",
+    "WholeStep",
     "audit",
     "flops",
     "quantization_report",

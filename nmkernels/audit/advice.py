@@ -12,10 +12,10 @@ from ..capability import compiled_core
 from ..gemm.devices import HALVES, kind
 from .report import Advice, Audit
 from .rules import TWO_FOUR, Case, speedup
+from .whole import MOST_TOKENS, rounded
 
 LEAST = 1.01  # least gain for advice to be shown
 PREPARING = 0.03  # share of a step above which preparing the weight is mentioned
-MOST_TOKENS = 1 << 24
 
 
 def notes(audit: Audit, case: Case, measured: bool) -> tuple[str, ...]:
@@ -49,7 +49,13 @@ def notes(audit: Audit, case: Case, measured: bool) -> tuple[str, ...]:
         recipe = f" of {audit.recipe}" if audit.recipe else ""
         found.append(
             f"A step{recipe}: {audit.tokens} tokens{passes}; three GEMMs, masking and packing of weights, estimates of gradients. The "
-            "optimizer's update, which a dense step also has, is not included."
+            "optimizer's update, which a dense step also has, is not included" + (" in the layers' figures." if audit.whole else ".")
+        )
+    if audit.whole:
+        found.append(
+            "Whole steps add what AdamW and making W̃ move, in the dense model AdamW and the cast of the weight, at "
+            f"{100 * device.passes:.0f} % of the bandwidth. From how many tokens they pay is for one forward pass per update on each GPU; "
+            "whatever else a model computes makes the gain smaller but does not change that number."
         )
     else:
         found.append(f"Inference with {audit.tokens} tokens per call.")
@@ -99,11 +105,11 @@ def _training(case: Case) -> Iterator[Advice]:
     if dear:
         least = _least(lambda width: _estimate_pays(case, width), 64, 1 << 16)
         text = "with so few inputs the estimate for wgrad costs more than a sparse wgrad saves: mvue=None"
-        yield from _offer(case, text, exact, f"(pays from {_round(least)} inputs on)" if least else "")
+        yield from _offer(case, text, exact, f"(pays from {rounded(least)} inputs on)" if least else "")
     small = exact if dear and exact.speedup() >= max(1.0, LEAST * case.speedup()) else case
     if small.speedup() < 1 and (most := break_even(small)) is not None and most > case.layer.tokens * case.accumulate:
         text = "the step is too small to pay for masking and packing: more tokens per optimizer step"
-        yield Advice(text, detail=f"needs about {_round(most)}")
+        yield Advice(text, detail=f"needs about {rounded(most)}")
     used = sum(piece.used for piece in pieces.values())
     if "weight" in pieces and pieces["weight"].used > PREPARING * used and case.accumulate < 8:
         text = f"preparing the weight takes {100 * PREPARING:.0f} % of a step or more: accumulate gradients over 8 passes"
@@ -158,12 +164,6 @@ def _deployed(case: Case) -> list[Advice]:
 def _least(holds: Callable[[int], bool], low: int, high: int) -> int | None:
     """The least number in [low, high] for which the monotonic condition ``holds``; None if there is none."""
     return low + bisect_left(range(low, high), True, key=holds) if holds(high) else None
-
-
-def _round(value: int) -> int:
-    """Round up to two significant digits."""
-    unit = 10 ** max(0, len(str(value)) - 2)
-    return -(-value // unit) * unit
 
 
 WAYS_OUT = (

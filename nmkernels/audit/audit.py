@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +17,7 @@ from ..gemm.devices import Device, kind
 from ..layouts import EXPERTS_T
 from ..nn import CompressedLinear, CompressedStack, NMWeight, StackedWeight, adapter_of
 from ..nn.experts import sparse_layers, stacks_of
-from ..pattern import Pattern, RecipeError
+from ..pattern import NMError, Pattern, RecipeError
 from ..recipes.base import Recipe, rank_for
 from ..recipes.compose import deployed
 from ..recipes.handle import Handle
@@ -29,8 +31,13 @@ from .fsdp import Cluster, predict
 from .measure import Measured, Progress, find, measure_all, measured
 from .report import Audit, LayerAudit
 from .rules import TWO_FOUR, Case, Layer, Rules, by_name, of_layer, of_recipe
+from .whole import RECIPES, WholeStep
+from .whole import predict as predict_whole
 
 RECIPE = "sste:2:4"  # default for a dense model
+
+Groups = list[tuple[list[Entry], Case]]
+"""Equal layers of a model, with the case that they share."""
 
 
 def audit(
@@ -59,6 +66,10 @@ def audit(
 
     with each GEMM in the faster form that the recipe's masks allow; ``estimate`` is MVUE of the output gradient, ``weight`` is masking and
     packing the weight. Neither includes the optimizer's update; only inference includes a low-rank adapter.
+
+    For a GPU, ``whole`` predicts the step of the whole model with the update, from the bytes a weight in ``audit/traffic.py``, and from how
+    many tokens per update sparse training pays: for the recipe and, for a dense model, for SR-STE, S-STE, FST and STEP. On a CPU there is
+    no such prediction; the benchmarks in ``docs/performance.md`` measure whole steps there.
 
     The prediction uses a roofline of a GPU listed in ``gemm/devices.py``, or of this machine from a short measurement.
 
@@ -113,8 +124,11 @@ def audit(
         assert spot is not None
         return measured(target, spot, dtype, rules.pattern, rules.values, timer, torch.get_num_threads())
 
-    groups = _cases(model, recipe, report, filter_fn, tokens, rows or {}, given, device_for)
-    groups = [(entries, replace(case, accumulate=accumulate)) for entries, case in groups]
+    def grouped(recipe: Recipe | None) -> Groups:
+        found = _cases(model, recipe, report, filter_fn, tokens, rows or {}, given, device_for)
+        return [(entries, replace(case, accumulate=accumulate)) for entries, case in found]
+
+    groups = grouped(recipe)
     cases = [case for _, case in groups]
     counted = (case for case in cases if _counts(case.layer))
     timed = measure_all(counted, spot, timer, budget, progress) if measure and spot is not None else None
@@ -126,9 +140,27 @@ def audit(
     result = Audit(tuple(layers), first.device.name, words, tokens, accumulate, steps, other=rest)
     if isinstance(target, Device):
         result = replace(result, inference_range=_range(result, cases, "inference"), step_range=_range(result, cases, "step"))
+        result = replace(result, whole=tuple(_whole(recipe, groups, grouped, bool(sparse_layers(model)), tokens, rest)))
     if cluster is not None:
         result = replace(result, cluster=predict(model, groups, cluster, first.device, accumulate, rest))
     return replace(result, notes=notes(result, first, timed is not None))
+
+
+def _whole(
+    recipe: Recipe | None, groups: Groups, grouped: Callable[[Recipe], Groups], alone: bool, tokens: int, rest: float
+) -> Iterator[WholeStep]:
+    """The whole steps of the recipe and, unless ``alone``, of others with its pattern; ``rest``: seconds of everything else in a pass."""
+    plans = [("" if recipe is None else text(recipe), groups)]
+    others = () if recipe is None or alone else tuple(f"{name}:{recipe.pattern}" for name in RECIPES if name != recipe.name)
+    for name in others:
+        with suppress(NMError), warnings.catch_warnings():  # not every recipe takes every pattern and layer
+            warnings.simplefilter("ignore")
+            plans.append((name, grouped(by_name(name))))
+    for words, some in plans:
+        counted = [(len(entries) * matrices_of(entries[0].shape), case) for entries, case in some if _counts(case.layer)]
+        step = predict_whole(words, counted, tokens, rest)
+        if step is not None:
+            yield step
 
 
 def _subject(
@@ -165,7 +197,7 @@ def _cases(
     rows: Mapping[str, float],
     dtype: torch.dtype | None,
     device_for: Callable[[torch.dtype, Rules], Device],
-) -> list[tuple[list[Entry], Case]]:
+) -> Groups:
     """Group equal layers, in the model's order."""
     found_sparse = sparse_layers(model)
     modules, done = {**dict(model.named_modules()), **found_sparse}, list(found_sparse.values())

@@ -13,6 +13,8 @@ from .flops import aligned, shape_text
 from .fsdp import ClusterAudit
 from .fsdp import text as cluster_text
 from .rules import Pieces, speedup, total
+from .whole import WholeStep
+from .whole import text as whole_text
 
 WIDTH = 140
 PARTS = ("inference", "step", "measured_inference", "measured_step")
@@ -33,7 +35,9 @@ def table(audit: Audit) -> str:
         rows.append((name, shape_text(layer.shape), f"{100 * audit.share(layer):.1f} %", *numbers, letters, why))
     totals = [_times(audit.total(part)) for part in parts]
     rows.append(("all linear layers" + (" and the rest" if audit.other else ""), "", "", *totals, "", ""))
-    lines = [*aligned(rows), *(_wrapped(note) for note in (*_summary(audit), *audit.notes))]
+    lines = [*aligned(rows), *(_wrapped(note) for note in _summary(audit))]
+    lines += [whole_text(audit.whole)] if audit.whole else []
+    lines += [_wrapped(note) for note in audit.notes]
     if audit.cluster is not None:
         lines.append(cluster_text(audit.cluster, WIDTH))
     if advice:
@@ -160,6 +164,7 @@ class Audit:
         other: predicted seconds of everything else in one forward pass, from the FLOPs given by the caller.
         notes: how the numbers were obtained.
         cluster: prediction of a step on many GPUs, if requested.
+        whole: on a GPU, predicted whole steps, optimizer included: of the recipe first, and of others for a dense model.
 
     Example:
         >>> import nmkernels as nm
@@ -179,6 +184,7 @@ class Audit:
     other: float = 0.0
     notes: tuple[str, ...] = ()
     cluster: ClusterAudit | None = None
+    whole: tuple[WholeStep, ...] = ()
 
     @property
     def inference(self) -> float | None:
@@ -237,7 +243,8 @@ class Audit:
         own = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items() if key != "layers"}
         totals = {part: self.total(part) for part in PARTS}
         more = {"run": self.run, "dense_share": self.dense_share, "cluster": None if self.cluster is None else self.cluster.as_dict()}
-        return {**own, **totals, **more, "layers": [{**layer.as_dict(), "share": self.share(layer)} for layer in self.layers]}
+        layers = [{**layer.as_dict(), "share": self.share(layer)} for layer in self.layers]
+        return {**own, **totals, **more, "whole": [step.as_dict() for step in self.whole], "layers": layers}
 
     def __str__(self) -> str:
         return table(self)

@@ -6,7 +6,8 @@ Each piece takes the time of its bytes or its arithmetic, whichever is longer, p
     pass over memory: bytes / (share · bandwidth) + launch
 
 Bytes per element of s bytes, and p = s·N/M + index bits in packed form (1.125 for 2:4 in 16 bits): a weight of w bytes masked and packed
-one way w + p (3.125 for w = s = 2), both ways with the mask w + 2p + 1/8 (4.375), MVUE to packed s + p (3.125).
+one way w + p (3.125 for w = s = 2), both ways with the mask w + 2p + 1 (5.25), MVUE to packed s + p (3.125). ``traffic`` has what a step
+moves outside of its GEMMs.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..pattern import Pattern, RecipeError
 from ..recipes.base import Recipe, Span
 from ..recipes.compose import deployed, innermost, with_pattern
 from ..recipes.registry import find, get, parse
+from . import traffic
 
 TWO_FOUR = Pattern("2:4")
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -55,6 +57,7 @@ class Rules:
         rank: of the deployed low-rank adapter.
         fp8: whether training rounds the operands of GEMMs to FP8.
         values, group: what the deployed values are and the columns that share a step, as in ``gemm.problem.Problem``.
+        frozen: whether Adam's second moment is only read, as in STEP's second phase.
     """
 
     pattern: Pattern
@@ -71,6 +74,12 @@ class Rules:
     fp8: bool = False
     values: str = "float"
     group: int = 0
+    frozen: bool = False
+
+    @property
+    def held(self) -> bool:
+        """Whether the mask is held in memory and not found anew from the weight."""
+        return self.prepare == "transposable"
 
     def preparations(self, transposed: bool) -> Iterator[tuple[str, bool, bool]]:
         """Options to prepare the weight: (piece, whether fprop reads it packed, whether dgrad does). A dense dgrad also needs the dense
@@ -110,6 +119,7 @@ def of_recipe(recipe: Recipe, pattern: Pattern) -> Rules:
         bool(getattr(inner, "packed", False)) and not fp8,
         straight,
         fp8=fp8,
+        frozen=recipe.name == "step",
     )
 
 
@@ -231,6 +241,38 @@ class Case:
         estimate = Piece("estimate", 0.0, cost("estimate") or 0.0, f"mvue {rules.estimate}")
         return (*best, _faster("wgrad", cost, True), estimate)
 
+    def whole(self) -> Pieces:
+        """The pieces of a training step with the optimizer's update, per forward pass, by the roofline and the bytes of ``traffic``.
+
+        In addition to ``step``: the dense weight is cast in each pass, the gradient of the weight too, and AdamW runs once per update.
+        """
+        pieces = self.step()
+        if not pieces:
+            return ()
+        layer = self.layer
+        made = next((p for p in pieces if p.name == "weight"), None)
+        each = traffic.cast(layer.master, layer.dtype)
+        cast = self._pass(each) + self.device.launch if each else 0.0
+        weight = Piece("weight", cast, cast, "cast") if made is None else Piece("weight", cast, made.used, made.form)
+        back = cast * self.rules.trains
+        dense, used = (self._pass(moved / self.accumulate) for moved in self.update)
+        rest = weight, Piece("gradient", back, back, "cast"), Piece("update", dense, used, "AdamW")
+        return (*(p for p in pieces if p is not made), *rest)
+
+    @property
+    def update(self) -> tuple[float, float]:
+        """Bytes a weight of the optimizer's update, with torch's AdamW in the dense model and with ``MaskedAdamW`` here."""
+        if not self.rules.trains:
+            return 0.0, 0.0
+        held, frozen = self.sparse and self.rules.held, self.sparse and self.rules.frozen
+        return traffic.update(self.layer.master, ours=False), traffic.update(self.layer.master, ours=True, held=held, frozen=frozen)
+
+    def outside(self) -> tuple[float, float]:
+        """Bytes a weight outside of forward and backward, in the dense model and here, with one pass per update."""
+        form = next((p.form for p in self.step() if p.name == "weight"), None)
+        cast = traffic.cast(self.layer.master, self.layer.dtype)
+        return self.update[0] + cast, self.update[1] + (cast if form is None else self._forms(form))
+
     def inference(self, cost: Cost | None = None) -> Pieces:
         """The GEMM of inference, and those of an adapter; without a dense copy, a dense GEMM first expands the packed weight."""
         cost = cost or self.predict
@@ -312,12 +354,15 @@ class Case:
         return {"fprop": (out, cols, tokens), "dgrad": (cols, out, tokens), "wgrad": (out, tokens, cols)}[role]
 
     def _prepare(self, form: str) -> float:
-        device, layer, rules = self.device, self.layer, self.rules
-        packed, dense = packed_bytes(rules.pattern, layer.dtype), float(layer.dtype.itemsize)
-        held = 0.125 if rules.prepare == "transposable" else 0.0
-        written = {"dense": dense, "rows": packed, "rows+dense": packed + dense, "both": 2 * packed + held}[form]
-        moved = layer.shape[0] * layer.shape[1] * (written + layer.master.itemsize)
-        return moved / (device.passes * device.bandwidth) + device.call
+        return self._pass(self._forms(form)) + self.device.call
+
+    def _forms(self, form: str) -> float:
+        """Bytes a weight of making W̃."""
+        return traffic.forms(form, self.rules.pattern, self.layer.master, self.layer.dtype, self.rules.held)
+
+    def _pass(self, each: float) -> float:
+        """Seconds of a pass over the weight that moves so many bytes for each element."""
+        return self.layer.shape[0] * self.layer.shape[1] * each / (self.device.passes * self.device.bandwidth)
 
 
 def _faster(role: str, cost: Cost, sparse: bool) -> Piece:

@@ -59,6 +59,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, cache: int = 1 << 12) -> Iterator[
     monkeypatch.setattr(torch.cuda, "Event", HostEvent)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     monkeypatch.setattr("bench.cases.host.captured", _captured)
+    for module in ("ffn", "model"):
+        monkeypatch.setattr(f"bench.cases.{module}.graphed", lambda call, device, pool=None: call)
     monkeypatch.setattr("bench.runner.matmul_rate", lambda dtype, device: 1e9)
     monkeypatch.setattr("bench.runner.lost", lambda device: "")
     monkeypatch.setattr("bench.rows.machine", lambda device="cpu": NAME)

@@ -22,7 +22,8 @@ HEAD = "op,provider,pattern,dtype,shape,metric,p20,p50,p80,machine,versions,comm
 def small(spec: Spec) -> Spec:
     """The case in sizes for tests."""
     if spec.model:
-        return replace(spec, tokens=min(spec.tokens, 32), model="GPT 64x1")
+        tiny = "Llama 128x1" if "Llama" in spec.model else "GPT-2 128x1" if "GPT-2" in spec.model else "GPT 64x1"
+        return replace(spec, tokens=min(spec.tokens, 32), model=tiny)
     if "quantized" in spec.op:
         return replace(spec, rows=64, cols=128, tokens=16)
     return replace(spec, rows=16, cols=64, tokens=min(spec.tokens, 128 if "(cores)" in spec.op else 16))

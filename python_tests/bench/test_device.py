@@ -97,3 +97,48 @@ def test_a_failed_capture_leaves_the_stream(monkeypatch: pytest.MonkeyPatch) -> 
     called = [name for name, *_ in cuda.mock_calls]
     assert called.index("current_stream") < called.index("graph")
     cuda.set_stream.assert_called_once_with(cuda.current_stream.return_value)
+
+
+def test_a_call_is_captured_once_after_calls_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    @contextmanager
+    def noted(*words: Any) -> Iterator[Any]:
+        said.append(str(words[-1]))
+        yield SimpleNamespace(replay=lambda: said.append("replay"))
+        said.append("end")
+
+    monkeypatch.setattr(device, "captured", noted)
+    monkeypatch.setattr(device, "on_own_stream", noted)
+    step = device.graphed(lambda: said.append("call"), "cuda", lambda: "pool")
+    assert said == []
+    step(), step()
+    assert said == ["cuda", *["call"] * device.WARM, "end", "pool", "call", "end", "replay", "replay"]
+    assert device.graphed(step, "cpu") is step
+
+
+def test_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = MagicMock()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    new, before = cuda.Stream.return_value, cuda.current_stream.return_value
+    with device.on_own_stream("cuda"):
+        new.wait_stream.assert_called_once_with(before)
+        cuda.stream.assert_called_once_with(new)
+        before.wait_stream.assert_not_called()
+    before.wait_stream.assert_called_once_with(new)
+
+
+def test_a_step_that_cannot_be_captured_costs_only_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def graphed(call: Any, device: str) -> Any:
+        graphs.append(call)
+        return Mock(side_effect=RuntimeError("operation not permitted when stream is capturing")) if len(graphs) == 2 else call
+
+    graphs: list[Any] = []
+    with fake_gpu(monkeypatch):
+        monkeypatch.setattr("bench.cases.ffn.graphed", graphed)
+        with pytest.raises(
+            runner.Partly, match="timed without nmkernels srste, step .captured.: RuntimeError: operation not permitted"
+        ) as found:
+            runner.measure(small(Spec("ffn(captured)", "2:4", "bfloat16", 4096, 1024, 4096)), "cuda", 0.0)
+    ratios = {r.provider for r in found.value.rows if r.metric == "x dense"}
+    assert ratios == {f"nmkernels {name}, step (captured)" for name in ("sste", "fst", "fst, every step", "step")}
