@@ -4,7 +4,7 @@ With float32 weights, GEMMs in 16 bits and 2:4::
 
                                                dense   SR-STE, S-STE   FST      STEP, v frozen
     AdamW: reads p g m v, writes p m v         28      28              28       24
-    held mask, 16 bits for each 4x4 tile                               0.125
+    held mask, a bit a weight                                  0.125
     weight cast in forward                     6
     W̃ made in forward, all forms in one read           7.125           7.25     7.125
     sum                                        34      35.125          35.375   31.125
