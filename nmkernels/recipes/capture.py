@@ -16,7 +16,7 @@ from .handle import Handle
 
 
 class CapturedStep:
-    """A training step that is captured in a CUDA graph and replayed, while the recipe goes on as in an eager run.
+    """A training step that is captured in a CUDA graph and replayed, while the recipe continues as in an eager run.
 
     A graph repeats kernels, and no Python. So the graph has forward pass, backward pass and update, with masks, decay and statistics; what
     a recipe decides between two steps (counts, phases, AutoSwitch, masks and noise that are renewed every k steps) is done on the host
@@ -205,8 +205,8 @@ class CapturedStep:
                 f"CapturedStep: a graph has fixed sizes: {_described(self._form)} at the first call, and {_described(form)} now. Leave out "
                 "the smaller last batch (drop_last=True), or call the step itself, eagerly, for it."
             )
-        for static, x in zip(self._inputs, tensors, strict=True):
-            static.copy_(x.detach(), non_blocking=True)
+        for memory, x in zip(self._inputs, tensors, strict=True):
+            memory.copy_(x, non_blocking=True)
 
     def _settings(self) -> Iterator[tuple[str, Any]]:
         """The hyperparameters of every parameter group, by name."""
