@@ -102,14 +102,15 @@ def mvue(op: str) -> Iterator[Case]:
 
 
 def adamw(name: str, dtype: torch.dtype, n: int = 2, m: int = 4, shape: tuple[int, ...] = (4096, 4096), **flags: Any) -> Case:
-    """A step of one param: ``amsgrad``, ``scaled``, and the flags of the op."""
-    p, state = meta(*shape, dtype=dtype), [meta(*shape)]
+    """A step of one param: ``amsgrad``, ``scaled``, ``held``, ``states`` (their dtype), and the flags of the op."""
+    p, state = meta(*shape, dtype=dtype), [meta(*shape, dtype=flags.pop("states", FP32))]
+    masks = [meta(shape[0], -(-shape[1] // 8), dtype=torch.uint8)] if flags.pop("held", False) else None
     amsgrad, scaled = (flags.pop(k, None) for k in ("amsgrad", "scaled"))
     switches = [flags.get(k, False) for k in ("frozen", "eps_inside", "maximize", "geometric")]
     scalar = meta(1) if scaled else None
     args = (
         [p], [p], state, state, state if amsgrad else [], [meta(1)],
-        meta(9, dtype=torch.float64), n, m, *switches, scalar, scalar,
+        meta(9, dtype=torch.float64), n, m, *switches, scalar, scalar, masks, flags.get("fixed", False), flags.get("stochastic", False), 3,
     )  # fmt: skip
     wide = 0 if m not in (0, 4, 8) or shape[-1] % 8 else 128
     # the logarithms of the geometric statistics are rounded, to float64
@@ -231,4 +232,8 @@ def cases() -> list[Case]:
         adamw("unmasked fp32", FP32, 0, 0),
         adamw("4:32 bf16", BF16, 4, 32),
         adamw("3:5 fp32", FP32, 3, 5, (4095, 4095)),
+        adamw("held fp32", FP32, 0, 0, held=True),
+        adamw("held bf16, fixed", BF16, 0, 0, held=True, fixed=True),
+        adamw("2:4 fp32, states bf16", FP32, states=BF16),
+        adamw("2:4 bf16, states bf16, stochastic", BF16, states=BF16, stochastic=True),
     ]

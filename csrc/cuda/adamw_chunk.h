@@ -235,23 +235,28 @@ NM_DEVICE void step_elements(const AdamW& scalars, const AdamWOptions& o, const 
 }
 
 // Rounds states to bf16 by the random words of their elements (core/adamw.h); to_float(bf16) then gives them as they are.
-template <int K>
+template <bool kFlat, int K>
 NM_DEVICE void round_stochastically(const AdamWCurrent& c, const AdamWOptions& o, const Place& place, Elements<K>& e) {
     const uint64_t first = uint64_t(place.row * c.param.cols + place.col), offset = adamw_stream(c.scalars.t, c.param.index);
-    const uint32_t skip = uint32_t(first) & 3u;
-    const Words here = philox_block(o.seed, offset, first >> 2);
-    Words next{};
-    if (K > 1 && skip) next = philox_block(o.seed, offset, (first >> 2) + 1);
+    uint32_t word[8] = {};
+    Words block = philox_block(o.seed, offset, first >> 2);
     NM_UNROLL
-    for (uint32_t i = 0; i < K; ++i) {
-        uint32_t word = 0;
-        NM_UNROLL
-        for (uint32_t j = 0; j < 4; ++j) {
-            if (i + skip == j) word = here.w[j];
-            if (i + skip == j + 4) word = next.w[j];
+    for (int i = 0; i < 4; ++i) word[i] = block.w[i];
+    if constexpr (!kFlat) {  // a row may begin with any word of a block; by an index they would go to local memory
+        if (K > 1 && (first & 3)) {
+            block = philox_block(o.seed, offset, (first >> 2) + 1);
+            NM_UNROLL
+            for (int i = 0; i < 4; ++i) word[i + 4] = block.w[i];
         }
-        e.m.at[i] = rounded_by(e.m.at[i], word & 0xffffu);
-        e.v.at[i] = rounded_by(e.v.at[i], word >> 16);
+        NM_UNROLL
+        for (int i = 0; i < 7; ++i) word[i] = first & 1 ? word[i + 1] : word[i];
+        NM_UNROLL
+        for (int i = 0; i < 6; ++i) word[i] = first & 2 ? word[i + 2] : word[i];
+    }
+    NM_UNROLL
+    for (int i = 0; i < K; ++i) {
+        e.m.at[i] = rounded_by(e.m.at[i], word[i] & 0xffffu);
+        e.v.at[i] = rounded_by(e.v.at[i], word[i] >> 16);
     }
 }
 
@@ -263,7 +268,7 @@ NM_DEVICE void store_elements(const AdamWCurrent& c, const AdamWOptions& o, cons
     Walk<kFlat>::store(c, kWeight, dtype, place, p);
     e.p = widened(p, dtype);
     if constexpr (sizeof(S) == 2) {
-        if (o.stochastic) round_stochastically(c, o, place, e);
+        if (o.stochastic) round_stochastically<kFlat>(c, o, place, e);
     }
     Walk<kFlat>::store(c, kFirst, kDtypeOf<S>, place, narrowed_to<S>(e.m));
     if (!o.frozen) {

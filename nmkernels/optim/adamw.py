@@ -200,6 +200,7 @@ class MaskedAdamW(torch.optim.AdamW):
     def _run(self, group: dict[str, Any], b: _Bucket) -> Tensor:
         rule = self.rule if b.maskable else PLAIN
         masks = b.bits if rule.masked or rule.fixed else None
+        stochastic = self.rounding == "stochastic" and b.params[0].dtype != torch.float64
         return masked_adamw_(
             b.params,
             b.grads,
@@ -217,8 +218,8 @@ class MaskedAdamW(torch.optim.AdamW):
             found_inf=getattr(self, "found_inf", None),
             masks=masks,
             fixed=rule.fixed,
-            stochastic=self.rounding == "stochastic" and b.params[0].dtype != torch.float64,
-            seed=self.seed | b.number << 32,
+            stochastic=stochastic,
+            seed=self.seed | b.number << 32 if stochastic else 0,
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

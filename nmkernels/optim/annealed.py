@@ -34,6 +34,8 @@ class AnnealedRule(UpdateRule):
         super().__post_init__()
         if self.second_moment not in ("total", "gradient"):
             raise NMError(f"AnnealedRule: second_moment={self.second_moment!r} is unknown; choose 'total' or 'gradient'.")
+        if self.fixed:
+            raise NMError("AnnealedRule: fixed=True is not possible, its update decays what lies outside of the mask; use UpdateRule.")
 
 
 class AnnealedAdamW(MaskedAdamW):

@@ -104,6 +104,15 @@ def test_of_many_params_each_kind_once() -> None:
     assert small("nm_masked_adamw_", adamw(shapes=()))[0] == []
 
 
+def test_a_step_with_masks_and_random_words_has_such_ones() -> None:
+    """A seed makes no family of its own."""
+    masks, fixed, stochastic, seed = small("nm_masked_adamw_", (*adamw(((64, 24), (3, 13)), 0, 0, held=True, fixed=True)[:-2], True, 11))[
+        -4:
+    ]
+    assert [tuple(x.shape) for x in masks] == [(192, 17), (129, 17)] and fixed and stochastic and seed == 7
+    assert all(x.is_contiguous() and x.count_nonzero() > 0 for x in masks)
+
+
 def test_names_tell_families_apart() -> None:
     entry = dataclasses.replace(dispatch.implementations("nm_linear")[0], backend="mine")
     x, c = torch.randn(8, 64), ops.compress(torch.randn(64, 64), "2:4")

@@ -176,3 +176,5 @@ def test_refusals():
             UpdateRule(**{field: -1})
     with pytest.raises(NMError, match="'total' or 'gradient'"):
         AnnealedRule(second_moment="early")
+    with pytest.raises(NMError, match="fixed=True"):
+        AnnealedRule(fixed=True)

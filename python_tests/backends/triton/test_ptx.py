@@ -20,7 +20,7 @@ from nmkernels.backends.triton import adamw, integers, interpreted
 from nmkernels.backends.triton import linear as family
 from nmkernels.backends.triton.groups import ELEMENTS
 from nmkernels.backends.triton.launches import Plan, candidates
-from python_tests.backends.adamw_calls import copied, edge, hyper, make, same_as_reference, shifted
+from python_tests.backends.adamw_calls import copied, edge, held, hyper, make, same_as_reference, shifted
 from python_tests.backends.test_linear_integers import hard, tokens_of, weight
 from python_tests.ops.samples import seed
 
@@ -120,7 +120,7 @@ def step(
 ) -> Tensor:
     """Run the compiled kernels of MaskedAdamW and the reference on copies; returns the statistics."""
     ours = ours or copied(call)
-    with emulated(capability, [x for xs in ours.values() for x in xs], mode):
+    with emulated(capability, [x for xs in (*ours.values(), options.get("masks") or []) for x in xs], mode):
         return same_as_reference(adamw.masked_adamw_, ours, call, h, n, m, **options)
 
 
@@ -152,6 +152,20 @@ def test_adamw_edge_values_and_every_option(dtype, flags) -> None:
     call = edge(torch.Generator().manual_seed(5), dtype)
     step(90, call, hyper(clamp=1.0, v_step=7.0), 2, 4, scale=torch.tensor([3.0]), found=torch.zeros(1), **flags)
     assert not step(90, call, hyper(), 2, 4, found=torch.ones(1), **flags).any()
+
+
+@pytest.mark.parametrize(("dtype", "fixed"), [(F32, True), (BF16, False)], ids=str)
+def test_adamw_held_masks(dtype, fixed) -> None:
+    """Rows of whole bytes and others, spare bits set."""
+    call = make(torch.Generator().manual_seed(1), (3, 40), (5, 13), (1, 1030), dtype=dtype)
+    step(90, call, hyper(lr=0.3), 0, 0, masks=held(torch.Generator().manual_seed(2), call, spare=0xFF), fixed=fixed)
+
+
+@pytest.mark.parametrize(("dtype", "n", "m"), [(F32, 2, 4), (BF16, 3, 5), (F16, 0, 0)], ids=str)
+def test_adamw_states_in_bf16(dtype, n, m) -> None:
+    call = make(torch.Generator().manual_seed(1), (3, 40), (5, 15 if m != 4 else 16), dtype=dtype, amsgrad=True, state=BF16)
+    for stochastic in (False, True):
+        step(80, call, hyper(lr=0.3), n, m, stochastic=stochastic, seed=-(2**40) - 3)
 
 
 def test_adamw_numbers_on_the_host(monkeypatch) -> None:
