@@ -42,6 +42,8 @@ SIZES = {
 """By name. With four of 32 or 24 layers the vocabulary is an eighth or a sixth too, so that the output head has its share of the whole
 model. The last two are for tests."""
 
+Last = tuple[Tensor, Tensor]
+"""The position of a token ``[1]``, and which positions of the cache it attends to, ``[1, 1, 1, context]``."""
 Cache = list[tuple[Tensor, Tensor]]
 """Keys and values ``[batch, pairs, context, dim]`` of each layer."""
 
@@ -55,18 +57,17 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(sizes.width, (sizes.heads + 2 * sizes.pairs) * sizes.dim, bias=bias)
         self.proj = nn.Linear(sizes.width, sizes.width, bias=bias)
 
-    def forward(self, x: Tensor, turn: Tensor | None, cache: tuple[Tensor, Tensor] | None, at: Tensor | None) -> Tensor:
-        """``turn``: cosines and sines of the positions; with a cache x is one token at position ``at``."""
+    def forward(self, x: Tensor, turn: Tensor | None, cache: tuple[Tensor, Tensor] | None, last: Last | None) -> Tensor:
+        """``turn``: cosines and sines of the positions; with a cache x is one token, and attention is over the positions up to it."""
         s, (batch, tokens, width) = self.sizes, x.shape
-        parts = self.qkv(x).view(batch, tokens, -1, s.dim).transpose(1, 2).split([s.heads, s.pairs, s.pairs], 1)
-        q, k, v = (rotated(part, turn) if turn is not None and i < 2 else part for i, part in enumerate(parts))
-        if cache is None or at is None:
+        qk, v = self.qkv(x).view(batch, tokens, -1, s.dim).transpose(1, 2).split([s.heads + s.pairs, s.pairs], 1)
+        q, k = (qk if turn is None else rotated(qk, turn)).split([s.heads, s.pairs], 1)
+        if cache is None or last is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=s.heads != s.pairs)
         else:
-            keys, values = cache
+            (keys, values), (at, mask) = cache, last
             keys.index_copy_(2, at, k)
             values.index_copy_(2, at, v)
-            mask = (torch.arange(keys.shape[2], device=x.device) <= at).view(1, 1, 1, -1)
             # the heads that share keys are queries of one head
             y = F.scaled_dot_product_attention(q.reshape(batch, s.pairs, -1, s.dim), keys, values, attn_mask=mask)
             y = y.reshape(batch, s.heads, 1, s.dim)
@@ -75,10 +76,10 @@ class Attention(nn.Module):
 
 
 def rotated(x: Tensor, turn: Tensor) -> Tensor:
-    """x ``[batch, heads, tokens, dim]`` with rotary positions."""
-    a, b = x.float().chunk(2, -1)
+    """x ``[batch, heads, tokens, dim]`` with rotary positions, computed in float32."""
     cos, sin = turn
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    a, b = x.chunk(2, -1)
+    return (x * cos + torch.cat((-b, a), -1) * sin).to(x.dtype)
 
 
 class FeedForward(nn.Module):
@@ -106,9 +107,9 @@ class Block(nn.Module):
         self.norm1, self.attention = norm(sizes.width), Attention(sizes)
         self.norm2, self.ffn = norm(sizes.width), FeedForward(sizes)
 
-    def forward(self, x: Tensor, turn: Tensor | None, cache: tuple[Tensor, Tensor] | None, at: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, turn: Tensor | None, cache: tuple[Tensor, Tensor] | None, last: Last | None) -> Tensor:
         """As ``Attention.forward``."""
-        x = x + self.attention(self.norm1(x), turn, cache, at)
+        x = x + self.attention(self.norm1(x), turn, cache, last)
         out: Tensor = x + self.ffn(self.norm2(x))
         return out
 
@@ -128,7 +129,7 @@ class Decoder(nn.Module):
         self.lm_head = nn.Linear(sizes.width, sizes.vocab, bias=False)
         rates = 500000.0 ** (-torch.arange(0, sizes.dim, 2, dtype=torch.float32) / sizes.dim)
         angles = torch.outer(torch.arange(sizes.context, dtype=torch.float32), rates)
-        self.register_buffer("turns", torch.stack((angles.cos(), angles.sin())), persistent=False)
+        self.register_buffer("turns", torch.stack((angles.cos(), angles.sin())).repeat(1, 1, 2), persistent=False)
 
     def forward(self, ids: Tensor, cache: Cache | None = None, at: Tensor | None = None) -> Tensor:
         """Logits ``[batch, tokens, vocab]`` of ids ``[batch, tokens]``; with a cache ids are one token each, at position ``at`` ``[1]``."""
@@ -139,8 +140,11 @@ class Decoder(nn.Module):
             turn = self.turns[:, places].float()
         else:
             x = x + self.places(places)
+        last = None
+        if cache is not None and at is not None:
+            last = at, (torch.arange(cache[0][0].shape[2], device=ids.device) <= at).view(1, 1, 1, -1)
         for i, block in enumerate(self.blocks):
-            x = block(x, turn, None if cache is None else cache[i], at)
+            x = block(x, turn, None if cache is None else cache[i], last)
         logits: Tensor = self.lm_head(self.norm(x))
         return logits
 

@@ -11,6 +11,7 @@ from nmkernels.audit import traffic
 from nmkernels.audit.whole import rounded
 from nmkernels.gemm.devices import DEVICES
 from nmkernels.models import GPT, GPTConfig
+from python_tests.recipes.test_step_bytes import STEPS, bytes_of_a_step, on_a_gpu
 
 H200 = {"device": "H200", "dtype": "bfloat16"}
 ONE = {"fc": (4096, 4096)}
@@ -44,6 +45,16 @@ def test_bytes_a_weight():
     assert brain["srste:2:4"].dense_bytes == 14 and brain["srste:2:4"].sparse_bytes == 3 * 2 + 16 + 2 + 1.125 + 2
     full = steps(dtype="float32")["srste:2:4"]
     assert full.dense_bytes == 28 and full.sparse_bytes == 28 + 8, "no cast, and no packed form"
+
+
+@pytest.mark.parametrize(("recipe", "form"), [("srste", "rows+dense"), ("sste", "rows+dense"), ("fst", "rows")])
+def test_the_bytes_are_those_of_the_ops_that_run(recipe, form, monkeypatch):
+    """On a CPU dgrad reads the packed rows of FST too, on a GPU columns, 1.125 bytes more."""
+    on_a_gpu(monkeypatch)
+    step, making = (sum(part.values()) for part in bytes_of_a_step(recipe, True, packed=True, **STEPS[recipe][0]))
+    held = recipe == "fst"
+    assert step == traffic.update(torch.float32, ours=True, held=held)
+    assert making == traffic.forms(form, nm.Pattern("2:4"), torch.float32, torch.bfloat16, held)
 
 
 def test_seconds_by_hand(bare):
