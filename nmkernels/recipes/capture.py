@@ -198,8 +198,8 @@ class CapturedStep:
             raise RecipeError("CapturedStep: an argument requires a gradient; compute it inside the step, which has to be the whole one.")
         if self._form is None:
             self._form, self._inputs = form, [torch.empty_like(x, device=self.device) for x in tensors]
-            static = iter(self._inputs)
-            self._args = pytree.tree_unflatten([next(static) if isinstance(x, Tensor) else x for x in leaves], tree)
+            left = iter(self._inputs)
+            self._args = pytree.tree_unflatten([next(left) if isinstance(x, Tensor) else x for x in leaves], tree)
         elif form != self._form:
             raise ShapeError(
                 f"CapturedStep: a graph has fixed sizes: {_described(self._form)} at the first call, and {_described(form)} now. Leave out "
