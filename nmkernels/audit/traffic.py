@@ -10,7 +10,8 @@ With float32 weights, GEMMs in 16 bits and 2:4::
     sum                                        34      35.125          35.375   31.125
 
 W̃ is written packed along its rows for fprop (1.125) and dense for dgrad (2), or, with a transposable mask, packed both ways (2.25) and the
-mask is read. Both sides also cast the gradient of a weight to the weight's dtype (6).
+mask is read. Both sides are counted with a cast of the weight's gradient to the weight's dtype (6), of which a GEMM here that returns its
+sums saves 4: not counted until a GPU has confirmed it.
 """
 
 from __future__ import annotations
