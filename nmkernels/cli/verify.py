@@ -109,6 +109,8 @@ def _of_weights(w: Tensor) -> Iterator[Call]:
         yield "nm_pack", (w, 2, 4, "threshold", None, scale, to, True, False, layout)
         yield "nm_pack", (w, 2, 4, "transposable", None, None, to, True, True, layout)
         yield "nm_pack", (w, 2, 4, "given", kept, None, to, True, True, layout)
+        if layout != "canonical" and w.dtype.itemsize == 2:
+            yield "nm_mvue_compress", (w.t().contiguous(), 2, 4, 0, seed, "exact", layout)
         if to is not None:
             yield "nm_metadata", (reference.compress(w, 2, 4)[1], w.shape[1], layout)
 
@@ -128,6 +130,8 @@ def _of_gemms(w: Tensor, normal: Callable[..., Tensor]) -> Iterator[Call]:
         yield "nm_linear", (normal(tokens, cols), *operand, bias, activation, normal(tokens, rows))
     for operand, width in product(operands, (128, 104)):
         yield "nm_linear_wgrad", (*operand, normal(operand[4], width))
+        if w.dtype.itemsize == 2:
+            yield "nm_linear_wgrad", (*operand, normal(operand[4], width), torch.float32)
 
 
 def _of_integers(w: Tensor, normal: Callable[..., Tensor]) -> Iterator[Call]:
