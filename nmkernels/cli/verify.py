@@ -101,6 +101,8 @@ def _of_weights(w: Tensor) -> Iterator[Call]:
         yield "nm_decompress", (*reference.compress(x, n, m), n, m, x.shape[1])
         yield from ((op, (w, n, m, 0, seed, "exact")) for op in ("nm_mvue", "nm_mvue_compress"))
     yield from ((op, (w, 2, 4, 1, seed, how)) for op, how in product(("nm_mvue", "nm_mvue_compress"), ("exact", "approx")))
+    for layout in LAYOUTS if w.dtype.itemsize == 2 else ():
+        yield "nm_mvue_compress", (w.t().contiguous(), 2, 4, 0, seed, "exact", layout)
     yield "nm_transposable_mask", (w, 2, 4)
     scale, kept = reference.soft_threshold_scale(w, 2, 4), reference.transposable_mask(w, 2, 4)
     for layout in ("canonical", *LAYOUTS):
@@ -109,8 +111,6 @@ def _of_weights(w: Tensor) -> Iterator[Call]:
         yield "nm_pack", (w, 2, 4, "threshold", None, scale, to, True, False, layout)
         yield "nm_pack", (w, 2, 4, "transposable", None, None, to, True, True, layout)
         yield "nm_pack", (w, 2, 4, "given", kept, None, to, True, True, layout)
-        if layout != "canonical" and w.dtype.itemsize == 2:
-            yield "nm_mvue_compress", (w.t().contiguous(), 2, 4, 0, seed, "exact", layout)
         if to is not None:
             yield "nm_metadata", (reference.compress(w, 2, 4)[1], w.shape[1], layout)
 
