@@ -102,6 +102,8 @@ def _of_weights(w: Tensor) -> Iterator[Call]:
         yield "nm_decompress", (*reference.compress(x, n, m), n, m, x.shape[1])
         yield from ((op, (w, n, m, 0, seed, "exact")) for op in ("nm_mvue", "nm_mvue_compress"))
     yield from ((op, (w, 2, 4, 1, seed, how)) for op, how in product(("nm_mvue", "nm_mvue_compress"), ("exact", "approx")))
+    for layout in LAYOUTS if w.dtype.itemsize == 2 else ():
+        yield "nm_mvue_compress", (w.t().contiguous(), 2, 4, 0, seed, "exact", layout)
     yield "nm_transposable_mask", (w, 2, 4)
     scale, kept = reference.soft_threshold_scale(w, 2, 4), reference.transposable_mask(w, 2, 4)
     for layout in ("canonical", *LAYOUTS):
@@ -130,6 +132,8 @@ def _of_gemms(w: Tensor, normal: Callable[..., Tensor]) -> Iterator[Call]:
         yield "nm_linear", (normal(tokens, cols), *operand, bias, activation, normal(tokens, rows))
     for operand, width in product(operands, (128, 104)):
         yield "nm_linear_wgrad", (*operand, normal(operand[4], width))
+        if w.dtype.itemsize == 2:
+            yield "nm_linear_wgrad", (*operand, normal(operand[4], width), torch.float32)
 
 
 def _of_integers(w: Tensor, normal: Callable[..., Tensor]) -> Iterator[Call]:

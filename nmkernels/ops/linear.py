@@ -76,7 +76,7 @@ def operand_for(x: Tensor, c: Operand) -> tuple[Tensor, Tensor]:
     graph that is captured before it is made, or of a weight that was written in place.
     """
     # other types of tensors are of tracing and of transforms
-    if not isinstance(c, Compressed) or not x.is_cuda or type(x) is not Tensor or torch.compiler.is_compiling():
+    if not isinstance(c, Compressed) or not x.is_cuda or torch.compiler.is_compiling() or type(x) is not Tensor:
         return c.values, positions(c)
     rows, cols = c.shape[0], c.shape[-1]
     if (c.pattern.n, c.pattern.m) != (2, 4) or c.dtype.itemsize != 2 or len(c.shape) != 2 or forced_backend():

@@ -265,7 +265,9 @@ def truth(op: str, args: tuple[Any, ...]) -> Truth:
     with alone():
         written = tree_map_only(Tensor, Tensor.clone, args)
         result = plain(*written)
-        exact = plain(*(_wide(x, op == "nm_linear_quantized") for x in args)) if op in ROUNDED else None
+        # the last argument of a weight gradient is its result's dtype
+        wide = [_wide(x, op == "nm_linear_quantized") for x in (args[:6] if op == "nm_linear_wgrad" else args)]
+        exact = plain(*wide) if op in ROUNDED else None
     return Truth(op, args, result, written, exact)
 
 

@@ -507,6 +507,18 @@ def test_a_backend_that_cannot_run_the_small_call_is_not_judged() -> None:
     assert said(lambda: [ops.prune(W, "2:4") for _ in range(2)])[1] == [] and len(calls) == 2 and lines() == {}
 
 
+def test_a_weight_gradient_in_float32_is_compared_with_float64() -> None:
+    """Whatever dtype its result is to have; one that is rounded on the way is noticed."""
+    values, indices, x = torch.randn(64, 32).bfloat16(), torch.full((64, 8), 0x44, dtype=torch.uint8), torch.randn(64, 64).bfloat16()
+    call = "nm_linear_wgrad", (values, indices, 2, 4, 64, x, torch.float32)
+    true = verify.truth(call[0], small(*call))
+    assert true.exact.dtype == torch.float64 and true.result.dtype == torch.float32
+    right = reference(call[0])
+    for fn, wrong in ((right, False), (lambda *args: right(*args).bfloat16().float(), True)):
+        entry = dispatch.Impl(call[0], "mine", fn, dispatch.always, 99)
+        assert bool(verify.examine(entry, true, CPU)) == wrong
+
+
 def test_wrong_in_8_bits_is_noticed_and_14_bits_of_a_sum_are_not() -> None:
     """Tensor cores add 8-bit floats with fewer bits than float32 has."""
     op = "nm_linear_quantized"
