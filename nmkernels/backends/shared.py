@@ -177,7 +177,7 @@ class Parts(NamedTuple):
 
 def pack(
     parts: Parts, w: Tensor, n: int, m: int, select: str, mask: Tensor | None, scale: Tensor | None,
-    dtype: torch.dtype | None, rows: bool, columns: bool, layout: str, dense: bool,
+    dtype: torch.dtype | None, rows: bool, columns: bool, layout: str, dense: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``nm_pack`` of the parts: right for every call, for backends that have no kernel which does it in one read.
 
