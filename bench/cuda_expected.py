@@ -19,7 +19,7 @@ WIDTHS: dict[str, tuple[int, int]] = {
     # these write as much as they read, or write results in dense layout
     r"mvue\.cu mvue_(rows|strips|columns)_kernel<": (128, 128),
     r"groups\.cu groups_kernel<(Prune|SoftThreshold)": (128, 128),
-    r"adamw\.cu adamw_kernel<": (128, 128),
+    r"adamw\.cu adamw_kernel<|adamw_pack\.cu adamw_pack_kernel<": (128, 128),
     # 16 bytes of output are 2 to 8 packed bytes
     r"(decompress|dequantize)\.cu de(compress|quantize)_kernel": (16, 128),
     # 16 integers of 4 bits at once

@@ -5,6 +5,7 @@
 
 #include "bindings.h"
 #include "core/dispatch.h"
+#include "cuda/adamw_pack.h"
 #include "cuda/adamw_table.h"
 #include "cuda/kernels.h"
 
@@ -120,13 +121,27 @@ void bind_adamw(py::module_& module) {
                                   int64_t params, int64_t t, int64_t tiles, int64_t b, int64_t blocks, int64_t other_t, int64_t other_tiles,
                                   int64_t other_b, int64_t other_blocks, Address hyper, const std::array<double, 8>& host_hyper, Address counts,
                                   int64_t count, Address scale, Address found, int n, int m, bool frozen, bool eps_inside, bool maximize,
-                                  bool geometric, bool top, bool held, bool fixed, bool stochastic, int64_t seed, int state, int device, Address stream) {
+                                  bool geometric, bool top, bool held, bool fixed, bool stochastic, int64_t seed, int state, Address forms, int select,
+                                  int layout, int gradient, bool columns, bool dense, int device, Address stream) {
         nm::cuda::AdamWArguments a{at<int64_t>(table), at<int64_t>(gradients), at<int32_t>(owners), at<uint32_t>(scalars), at<double>(partials),
                                    at<double>(stats), params, at<double>(hyper), {}, at<int64_t>(counts), count, n, m};
         for (int i = 0; i < 8; ++i) a.host_hyper[i] = host_hyper[size_t(i)];
         const nm::cuda::AdamWOptions options{at<float>(scale), at<float>(found), frozen, eps_inside, maximize, geometric, top, held, fixed, stochastic, state,
                                                uint64_t(seed)};
-        nm::cuda::masked_adamw(a, part(t, tiles, b, blocks), part(other_t, other_tiles, other_b, other_blocks), options, queue(device, stream));
+        const nm::cuda::AdamWPart other = part(other_t, other_tiles, other_b, other_blocks);
+        if (forms) {  // no param is flat
+            const nm::cuda::AdamWPack pack{at<nm::cuda::AdamWForms>(forms), select, layout, gradient, columns, dense};
+            return nm::cuda::masked_adamw_pack(a, other, options, pack, queue(device, stream));
+        }
+        nm::cuda::masked_adamw(a, part(t, tiles, b, blocks), other, options, queue(device, stream));
+    }, Unlocked());
+    // the forms as in pack; `changed`: one int
+    module.def("renew_changed_forms", [](Address w, int64_t rows, int64_t cols, Address bits, int select, int layout, Address values, Address indices,
+                                         Address values_t, Address indices_t, Address dense, Address scale, int strip, Address changed, int mark,
+                                         int device, Address stream) {
+        const nm::cuda::AdamWForms forms{{at(values), at(indices)}, {at(values_t), at(indices_t)}, at(dense), at<float>(scale)};
+        nm::cuda::renew_changed_forms({at<float>(w), at<uint8_t>(bits), forms, rows, cols, select, layout}, strip, at<int>(changed), mark,
+                                      queue(device, stream));
     }, Unlocked());
 }
 

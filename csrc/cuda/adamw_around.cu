@@ -1,4 +1,5 @@
 // MaskedAdamW's small kernels: tables of words, the blocks' first params, the numbers of each param, the sum of statistics.
+#include "adamw_pack.h"
 #include "adamw_stats.h"
 #include "kernels.h"
 #include "launch.h"
@@ -100,18 +101,32 @@ void adamw_owners(const int64_t* table, int64_t params, const AdamWPart& flat, c
     }
 }
 
-void masked_adamw(const AdamWArguments& a, const AdamWPart& flat, const AdamWPart& other, const AdamWOptions& options, const Queue& queue) {
+namespace {
+
+// The launches before and after the main one, `step(tables)`.
+template <class F>
+void around(const AdamWArguments& a, int64_t blocks, const AdamWOptions& options, const Queue& queue, const F& step) {
     const auto* params = reinterpret_cast<const AdamWParam*>(a.table);
-    const int64_t blocks = flat.blocks + other.blocks;
     const AdamWTables tables{params, a.gradients, a.owners, a.scalars, a.partials, blocks};
     Hyper host_hyper;
     memcpy(host_hyper.at, a.host_hyper, sizeof host_hyper);
     launch("adamw_scalars_kernel", adamw_scalars_kernel, {cdiv(a.params, 64), 64}, queue, tables, options, a.hyper, host_hyper, a.counts, a.count,
            a.params, a.scalars);
-    for (const bool is_flat : {true, false}) {
-        adamw_step(tables, is_flat ? flat : other, is_flat, options, a.n, a.m, queue);
-    }
+    step(tables);
     launch("adamw_stats_kernel", adamw_stats_kernel, {kStats, 256}, queue, a.partials, blocks, options.found, a.stats);
+}
+
+}  // namespace
+
+void masked_adamw(const AdamWArguments& a, const AdamWPart& flat, const AdamWPart& other, const AdamWOptions& options, const Queue& queue) {
+    around(a, flat.blocks + other.blocks, options, queue, [&](const AdamWTables& tables) {
+        adamw_step(tables, flat, true, options, a.n, a.m, queue);
+        adamw_step(tables, other, false, options, a.n, a.m, queue);
+    });
+}
+
+void masked_adamw_pack(const AdamWArguments& a, const AdamWPart& part, const AdamWOptions& options, const AdamWPack& pack, const Queue& queue) {
+    around(a, part.blocks, options, queue, [&](const AdamWTables& tables) { adamw_pack_step(tables, part, options, pack, queue); });
 }
 
 }  // namespace nm::cuda

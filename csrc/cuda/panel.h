@@ -8,7 +8,7 @@
 namespace nm::cuda {
 
 // The position of a panel in an operand.
-struct Place {
+struct PanelPlace {
     void* values;
     void* indices;
     unsigned line, group;    // the first of the tile
@@ -58,7 +58,7 @@ struct Panel {
     }
 
     // After a barrier, by all threads.
-    NM_DEVICE void write_out(const Place& to) const {
+    NM_DEVICE void write_out(const PanelPlace& to) const {
         write_values(to);
         if constexpr (P::n == 2 && P::m == 4) {
             if (to.layout != kCanonical) return write_metadata(to);
@@ -81,7 +81,7 @@ struct Panel {
         }
     };
 
-    NM_DEVICE void write_values(const Place& to) const {
+    NM_DEVICE void write_values(const PanelPlace& to) const {
         using S = Share<kPieces>;
         static_assert(S::kAtOnce % kStep == 0);
         const S mine;
@@ -99,7 +99,7 @@ struct Panel {
         }
     }
 
-    NM_DEVICE void write_indices(const Place& to) const {
+    NM_DEVICE void write_indices(const PanelPlace& to) const {
         constexpr unsigned kPerWord = 32 / kWidth;
         using S = Share<kGroups / kPerWord>;
         const S mine;
@@ -117,7 +117,7 @@ struct Panel {
     }
 
     // The order of reference/layouts.py: tiles of 16 lines and 16 groups, a word for each lane of a warp.
-    NM_DEVICE void write_metadata(const Place& to) const {
+    NM_DEVICE void write_metadata(const PanelPlace& to) const {
         constexpr unsigned kAcross = kGroups / 16, kWords = kLines / 16 * kAcross * 32;
         const unsigned across = to.line_groups / 16;
         uint32_t* const out = static_cast<uint32_t*>(to.indices);

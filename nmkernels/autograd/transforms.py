@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -83,6 +83,7 @@ class Traits:
         own_dgrad: ∂L/∂x uses another weight than W̃, that of ``for_dgrad``.
         own_mask: ``kept`` is not M(W), which the optimizer's kernel computes, or there is a ``penalty``.
         holds_mask: ``kept`` is a held tensor, of which the optimizer's kernel reads the bits.
+        in_step: the rule by which the optimizer's kernel can make W̃ of its new weight, as ``nm.ops.masked_adamw_pack_`` has it, or empty.
         transposable: W̃ is N:M along ``out`` too, so W̃ᵀ can be packed.
         is_nm: W̃ is N:M, so fprop counts as N/M of the dense GEMM.
         threshold: W̃ is made by the soft threshold instead of a mask.
@@ -94,6 +95,7 @@ class Traits:
     own_dgrad: bool = False
     own_mask: bool = False
     holds_mask: bool = False
+    in_step: str = ""
     transposable: bool = False
     is_nm: bool = True
     threshold: bool = False
@@ -212,6 +214,9 @@ class HardMask(WeightTransform):
     """
 
     chain: bool = False
+
+    def _traits(self) -> Traits:
+        return replace(super()._traits(), in_step="magnitude" if type(self) is HardMask else "")
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
         return nm_prune(weight, self.pattern.n, self.pattern.m, out=out)

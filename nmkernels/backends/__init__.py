@@ -8,9 +8,11 @@ from importlib import import_module
 
 from .cpu.fingerprint import fingerprint
 
-__all__ = ["NAMES", "fingerprint"]
+__all__ = ["NAMES", "fingerprint", "renew_changed_forms"]
 
 NAMES = ("reference", "cpu", "triton", "cuda", "cusparselt")
 
 for _name in NAMES:
     import_module(f".{_name}", __name__)
+
+from .forms import renew_changed_forms  # noqa: E402 - of the backends above

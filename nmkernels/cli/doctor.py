@@ -149,6 +149,7 @@ def samples() -> dict[str, tuple[Any, ...]]:
     integers, steps = reference.quantize_values(packed[0], 8, 1)
     eight, scale, step, wide = torch.int8, torch.tensor(30.0), torch.tensor(1 / 30), random(64, 128)
     hyper = torch.tensor([1e-3, 0.9, 0.999, 1e-8, 0.1, 2e-4, 0.0, 0.0, 0.0], dtype=torch.float64)
+    forms = reference.pack(wide, N, M, "magnitude", None, None, torch.bfloat16, True, False, "wgmma.sp", True)
     state: tuple[list[Tensor], ...] = [p], [g], [m], [w.abs()], [], [torch.tensor(4.0)]
     return {
         "nm_mask": (w, N, M),
@@ -181,6 +182,11 @@ def samples() -> dict[str, tuple[Any, ...]]:
         "nm_dequantize_values": (*reference.quantize_values(w, 4, 1), COLS, torch.bfloat16),
         "nm_linear_integers": (x, integers, packed[1], steps, N, M, COLS, random(1, ROWS)[0]),
         "nm_masked_adamw_": (*state, hyper, N, M, False, False, False, False, None, None),
+        "nm_masked_adamw_pack_": (
+            *(N, M, "magnitude", "wgmma.sp", [], [forms[0]], [forms[1]], [], [], [forms[4]]),
+            *([wide.clone()], [wide.clone()], [wide.clone()], [wide.abs()], [], [torch.tensor(4.0)]),
+            *(hyper, N, M, False, False, False, False, None, None),
+        ),
     }
 
 

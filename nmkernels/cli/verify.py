@@ -172,6 +172,21 @@ def _of_optimizers(dtype: torch.dtype, normal: Callable[..., Tensor], rows: int,
         yield call(0, 0, *usual, [bits], fixed)
     for stochastic in (False, True):
         yield call(2, 4, *usual, None, False, stochastic, 5, largest=True, states=torch.bfloat16)
+    if dtype == torch.float32:
+        yield from _of_steps_that_pack(call, usual)
+
+
+def _of_steps_that_pack(call: Callable[..., Call], usual: tuple[Any, ...]) -> Iterator[Call]:
+    """Every rule, alone and with the form that dgrad reads."""
+    scale = torch.full((), 1.37, dtype=torch.float32, device="cpu")
+    for select, back, layout in product(("magnitude", "threshold", "held"), (False, True), ("canonical", *LAYOUTS)):
+        held = select == "held"
+        _, step = call(0, 0, *usual) if held else call(2, 4, *usual)
+        kept = reference.transposable_mask(step[0][0], 2, 4)
+        parts = reference.pack(step[0][0], 2, 4, "held", kept, None, torch.bfloat16, True, back and held, layout, back and not held)
+        lists = [[part] if part.numel() else [] for part in parts]
+        scales = [scale] if select == "threshold" else []
+        yield "nm_masked_adamw_pack_", (2, 4, select, layout, scales, *lists, *step, [bits_of(kept)] if held else None, False)
 
 
 def _of_8_bits(normal: Callable[..., Tensor], rows: int, cols: int) -> Iterator[Call]:

@@ -4,10 +4,14 @@ A copy belongs to one Parameter, address and version. Fused optimizers and write
 fingerprint of the copy's sources must also match at every use; without the compiled core, which computes it, copies are not reused. On a
 GPU the host cannot read the weight without waiting: there a copy is reused only in grad mode and until the next optimizer step,
 ``train()``, ``eval()``, ``deployable()`` or ``refresh()`` (``doubt``).
+
+With ``handle.attach(optimizer, forms="step")`` that step itself overwrites the copies on a GPU and offers them for the next forward pass,
+which believes them as its own. It checks a strip of the weight on the device, without waiting, and makes them again if that differs.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +23,11 @@ from torch._subclasses import FakeTensor
 
 from .. import dispatch
 from ..autograd import WeightTransform
-from ..backends import fingerprint
+from ..backends import fingerprint, renew_changed_forms
 from ..gemm.plan import GemmPlan
 from ..gemm.route import Operands, Route, operands, route
 from ..ops import Packed
+from ..optim.rules import StepForms
 from ..tuning import TABLE
 
 Source = tuple[Tensor, WeightTransform, Sequence[Tensor], torch.dtype]
@@ -31,6 +36,9 @@ Source = tuple[Tensor, WeightTransform, Sequence[Tensor], torch.dtype]
 
 MOST_ROUTES = 256
 """Size of a layer's cache of routes; when full it is cleared."""
+
+POLLED = 8
+"""Checks of offered copies between two looks at their result, which has reached the host by then."""
 
 
 @dataclass(eq=False)
@@ -45,6 +53,16 @@ class _Copy:
     how: tuple[Any, ...] = ()
     """For the packed form: whether rows and columns are packed, and the layout."""
     doubted: bool = False
+
+
+@dataclass(eq=False)
+class _Offer:
+    """What a step of an attached optimizer overwrites: the copies and the dtype of their GEMMs, and W̃ in these forms."""
+
+    copies: list[_Copy]
+    dtype: torch.dtype
+    forms: StepForms
+    bits: Tensor | None
 
 
 class _Wanted(NamedTuple):
@@ -67,6 +85,11 @@ class EffectiveWeight:
         self.routes: dict[tuple[int, torch.dtype, bool, Any], Route] = {}
         self._basis: tuple[Any, ...] = ()
         self._dense, self._packed = _Copy(), _Copy()
+        self._requested: _Offer | None = None
+        self._offered: _Offer | None = None
+        self._checks = 0
+        self._changed: tuple[Tensor, Tensor] | None = None
+        """Int32, not 0 once a check has found a weight that was written after the step; and the same on the host, some checks old."""
 
     def read(self, source: Source, plan: GemmPlan, x: Tensor) -> Tensor | Operands:
         """The effective weight in the forms that a call with the input ``x`` reads under ``plan``."""
@@ -140,6 +163,8 @@ class EffectiveWeight:
             found.append(copy.form if want and valid else None)
             # overwrite a copy only after an optimizer step; before that a backward pass may still need it
             stale.append(_Wanted(want and not valid, how, copy.form if same and copy.stamp is None and not captured else None))
+        if self._offered is not None and any(form is not None for form in found):
+            self._check(weight.detach(), self._offered)
         if not (stale[0].wanted or stale[1].wanted):
             return found[0], found[1]
         with torch.inference_mode(False), torch.no_grad():
@@ -153,6 +178,66 @@ class EffectiveWeight:
                 copy.how, copy.doubted = stale[i].how, False
         return found[0], found[1]
 
+    # ---- copies that the optimizer's step makes
+
+    def request(
+        self, weight: Tensor, transform: WeightTransform, bits: Tensor | None, extras: Sequence[Tensor], sure: bool
+    ) -> StepForms | None:
+        """The copies that the last forward pass read, for the coming step to overwrite; None if it cannot, or they are those of a CPU.
+
+        Args:
+            bits: of a held mask, where the transform has one.
+            sure: only copies that are those of the present weight, since the step may be skipped.
+        """
+        self._requested, rule = None, transform.traits.in_step
+
+        def fits(copy: _Copy) -> bool:
+            if copy.form is None or copy.stamp is None or copy.owner is None:
+                return False
+            if copy.transform is not transform or copy.owner() is not weight:
+                return False
+            return not sure or (copy.stamp[:3] == (weight._version, weight.data_ptr(), weight.device) and not copy.doubted)
+
+        scale = extras[0] if rule == "threshold" else None
+        if not rule or readable(weight) or _capturing(weight) or not fits(self._packed) or (scale is not None and scale.numel() > 1):
+            return None
+        assert self._packed.stamp is not None
+        packed, dtype, copies = self._packed.form, self._packed.stamp[3], [self._packed]
+        if self._dense.stamp is not None and self._dense.stamp[3] == dtype and fits(self._dense):
+            copies.append(self._dense)
+        forms = StepForms(rule, Packed(packed.rows, packed.columns, self._dense.form if len(copies) > 1 else None), scale)
+        self._requested = _Offer(copies, dtype, forms, bits)
+        return forms
+
+    def offer(self, weight: Tensor, version: int, forms: StepForms | None) -> None:
+        """A step has written ``forms`` for ``weight``, which had that version then: the requested ones, unless another layer has it too."""
+        requested, self._requested = self._requested, None
+        if requested is None or requested.forms is not forms:
+            return
+        self._offered = requested
+        for copy in self._offered.copies:
+            copy.stamp, copy.doubted = (version, weight.data_ptr(), weight.device, self._offered.dtype, None), False
+
+    def _check(self, weight: Tensor, offered: _Offer) -> None:
+        """Compare a strip of the weight with the copies, another each time, and make them again on the device if it differs."""
+        self._offered, forms = None, offered.forms
+        if self._changed is None or self._changed[0].device != weight.device:
+            on_host = torch.zeros(1, dtype=torch.int32, pin_memory=weight.is_cuda)
+            self._changed = torch.zeros(1, dtype=torch.int32, device=weight.device), on_host
+        changed, on_host = self._changed
+        renew_changed_forms(weight, offered.bits, forms.rule, forms.scale, forms.forms, changed, self._checks)
+        self._checks += 1
+        if self._checks % POLLED:
+            return
+        if int(on_host):
+            warnings.warn(
+                f"nmkernels: something wrote a weight of shape {tuple(weight.shape)} between optimizer.step() and the forward pass, where "
+                "attach(forms='step') promised that nothing does; W̃ was made again. Call handle.refresh() after such writes, or leave "
+                "forms='step' out.",
+                stacklevel=2,
+            )
+        on_host.copy_(changed, non_blocking=True)
+
     # ---- the end of a copy
 
     @property
@@ -162,15 +247,17 @@ class EffectiveWeight:
 
     def drop(self) -> None:
         """Mark the copies as out of date; their memory is reused for the next ones."""
-        self._dense.stamp = self._packed.stamp = None
+        self._dense.stamp = self._packed.stamp = self._offered = None
 
     def doubt(self) -> None:
         """The weight may have changed: reuse the copies only if a fingerprint shows that it has not."""
         self._dense.doubted = self._packed.doubted = True
+        self._offered = None
 
     def release(self) -> None:
         """Free the copies."""
         self._dense, self._packed = _Copy(), _Copy()
+        self._requested = self._offered = None
 
     def __reduce__(self) -> tuple[type[EffectiveWeight], tuple[()]]:
         # a copied or pickled layer has no optimizer attached, and can make W̃ again

@@ -2,6 +2,7 @@
 
 from ..pattern import OptionError
 from .adamw import HYPER, STATS, mask_bits, masked_adamw_
+from .adamw_pack import masked_adamw_pack_
 from .compress import Compressed, compress, decompress, dequantize_values, quantize_values
 from .linear import linear, linear_dgrad, linear_wgrad
 from .mask import is_nm, mask, prune, soft_threshold, soft_threshold_scale, transposable_mask
@@ -30,6 +31,7 @@ __all__ = [
     "mask",
     "mask_bits",
     "masked_adamw_",
+    "masked_adamw_pack_",
     "mvue",
     "mvue_compress",
     "pack",

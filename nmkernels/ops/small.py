@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from ..reference.adamw import AdamWArgs, bits_of
+from ..reference.adamw_pack import split
+from ..reference.common import compute_dtype
 from ..reference.compress import compress
 from ..reference.integers import quantize_values
 from ..reference.layouts import layout_of, to_layout
 from ..reference.mask import mask as largest
 from ..reference.mask import soft_threshold_scale
+from ..reference.pack import pack
 from ..reference.quantize import quantize, quantize_pack, scale_for
 from ..reference.transposable import transposable_mask
 
@@ -260,6 +263,20 @@ def _masked_adamw(draw: _Draw, *args: Any) -> Args:
     )
 
 
+def _masked_adamw_pack(draw: _Draw, *args: Any) -> Args:
+    to, a = split(args)
+    step = AdamWArgs(*_masked_adamw(draw, *a))
+    if step.masks:  # N:M along rows and columns
+        step = step._replace(masks=[bits_of(transposable_mask(draw(w, *w.shape), to.n, to.m)) for w in step.params])
+    rows, columns, dense = (bool(part) for part in to.parts[::2])
+    made = [pack(w, to.n, to.m, "magnitude", None, None, to.dtype, rows, False, to.layout, dense) for w in step.params]
+    back = [pack(w.t(), to.n, to.m, "magnitude", None, None, to.dtype, columns, False, to.layout) for w in step.params]
+    parts = zip(*((*along[:2], *down[:2], along[4]) for along, down in zip(made, back, strict=True)), strict=True)
+    lists = [list(part) if wanted else [] for part, wanted in zip(parts, to.parts, strict=True)]
+    scales = [torch.full((), 1.37, dtype=compute_dtype(w.dtype), device="cpu") for w in step.params] if to.scales else []
+    return *to[:4], scales, *lists, *step
+
+
 SMALL: dict[str, Callable[..., Args]] = {
     "nm_mask": _of_groups,
     "nm_prune": _of_groups,
@@ -282,5 +299,6 @@ SMALL: dict[str, Callable[..., Args]] = {
     "nm_dequantize_values": _dequantize_values,
     "nm_linear_integers": _linear_integers,
     "nm_masked_adamw_": _masked_adamw,
+    "nm_masked_adamw_pack_": _masked_adamw_pack,
 }
 """Op → function that makes its small call."""

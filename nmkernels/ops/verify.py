@@ -47,12 +47,12 @@ REMEMBERED = 4096
 ROUNDED = {"nm_linear", "nm_linear_dgrad", "nm_linear_wgrad", "nm_linear_quantized", "nm_linear_integers"}
 """Ops compared with float64, because backends may round differently."""
 
-SUMS = {"nm_soft_threshold_scale", "nm_masked_adamw_"}
+SUMS = {"nm_soft_threshold_scale", "nm_masked_adamw_", "nm_masked_adamw_pack_"}
 """Ops that return sums, compared to 1e-6; their in-place updates must be bit-equal."""
 
 EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-HOST = {"nm_masked_adamw_": {5: "steps", 6: "hyper"}}
+HOST = {"nm_masked_adamw_": {5: "steps", 6: "hyper"}, "nm_masked_adamw_pack_": {15: "steps", 16: "hyper"}}
 """Arguments, by position, that may be on the CPU while the others are on a GPU."""
 
 log = logging.getLogger("nmkernels.verify")

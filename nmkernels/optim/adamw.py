@@ -13,9 +13,11 @@ from torch._compile import _disable_dynamo
 from ..arguments import whole_number
 from ..layouts import LINEAR, as_matrix, ordered
 from ..ops import STATS, masked_adamw_
+from ..ops.adamw_pack import arguments, in_one_pass, nm_masked_adamw_pack_
 from ..pattern import CheckpointError, DtypeError, OptionError, Pattern
+from ..reference.adamw import AdamWArgs
 from ..shards import Groups, align_gradient, groups_of, is_sharded, local, reduced
-from .rules import PLAIN, Target, UpdateRule
+from .rules import PLAIN, StepForms, Target, UpdateRule
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 STATES, ROUNDINGS = ("float32", "bfloat16"), ("nearest", "stochastic")
@@ -57,6 +59,7 @@ class MaskedAdamW(torch.optim.AdamW):
         stats: sums over the maskable parameters in the last step, float64 ``(9,)``, named by ``nmkernels.ops.STATS``, over all ranks for
             sharded parameters (DTensor); None if no maskable parameter took part.
         stats_numel: the number of weights that they are sums over.
+        packed: the parameters of which the last step has also written the forms of their targets, each with its version after that.
 
     Raises:
         ValueError: a hyper-parameter is out of range, or ``differentiable=True``.
@@ -104,6 +107,8 @@ class MaskedAdamW(torch.optim.AdamW):
         self.rule = PLAIN
         self.stats: Tensor | None = None
         self.stats_numel = 0
+        self.packed: dict[Tensor, int] = {}
+        self._one_pass: dict[Any, bool] = {}
 
     def forget(self) -> None:
         """Drop every mask: from now on this is plain AdamW."""
@@ -129,6 +134,7 @@ class MaskedAdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         self.stats_numel = 0
+        self.packed = {}
         parts: dict[Groups, Tensor] = {}
         number = 0
         for group in self.param_groups:
@@ -159,10 +165,12 @@ class MaskedAdamW(torch.optim.AdamW):
             pattern = target.pattern if target is not None else None
             ranks = groups_of(p) if sharded and target is not None else ()
             bits = target.bits if target is not None else None
-            key = (target is not None, pattern, p.dtype, p.device, ranks, bits is not None)
+            forms = None if target is None or target.forms is None else self._packs(group, p, grad, state, target)
+            kind = None if forms is None else (forms.kind, grad.dtype)
+            key = (target is not None, pattern, p.dtype, p.device, ranks, bits is not None, kind)
             bucket = buckets.get(key)
             if bucket is None:
-                bucket = buckets[key] = _Bucket(target is not None, pattern, ranks)
+                bucket = buckets[key] = _Bucket(target is not None, pattern, ranks, forms is not None)
             bucket.numel += p.numel()
             bucket.targets.append(target)
             if bits is not None:
@@ -197,7 +205,55 @@ class MaskedAdamW(torch.optim.AdamW):
     def _moments_dtype(self, p: Tensor) -> torch.dtype:
         return torch.float64 if p.dtype == torch.float64 else torch.bfloat16 if self.states == "bfloat16" else torch.float32
 
+    def _packs(self, group: dict[str, Any], p: Tensor, grad: Tensor, state: dict[str, Tensor], target: Target) -> StepForms | None:
+        """The target's forms if a kernel writes them in the pass of its step."""
+        forms = target.forms
+        if forms is None or is_sharded(p) or target.layout != LINEAR or group["amsgrad"] or not self.rule.masked:
+            return None
+        if self.rule.fixed or self.rounding == "stochastic" or (forms.rule == "held") != (target.bits is not None):
+            return None
+        dtypes = p.dtype, grad.dtype, state["exp_avg"].dtype
+        key = (self.rule, forms.kind, p.shape, dtypes, p.is_contiguous(), grad.is_contiguous(), target.bits is None)
+        known = self._one_pass.get(key)
+        if known is None:
+            b = _Bucket(True, target.pattern, (), True)
+            b.params, b.grads, b.steps, b.targets = [p], [grad], [state["step"]], [target]
+            b.bits += () if target.bits is None else (target.bits,)
+            for name in MOMENTS[:2]:
+                b.moments[name].append(state[name])
+            known = self._one_pass[key] = in_one_pass(self._pack_arguments(group, b))
+        return forms if known else None
+
+    def _pack_arguments(self, group: dict[str, Any], b: _Bucket) -> tuple[Any, ...]:
+        rule, forms = self.rule, [target.forms for target in b.targets if target is not None and target.forms is not None]
+        pattern = None if b.bits else b.pattern
+        step = AdamWArgs(
+            b.params,
+            b.grads,
+            b.moments["exp_avg"],
+            b.moments["exp_avg_sq"],
+            [],
+            b.steps,
+            _hyper(group, rule, b.params[0].device),
+            *((0, 0) if pattern is None else (pattern.n, pattern.m)),
+            rule.frozen,
+            rule.eps_inside,
+            group["maximize"],
+            rule.geometric,
+            getattr(self, "grad_scale", None),
+            getattr(self, "found_inf", None),
+            b.bits or None,
+            rule.fixed,
+        )
+        assert b.pattern is not None
+        scales = [form.scale for form in forms if form.scale is not None]
+        return arguments(b.pattern, [form.forms for form in forms], forms[0].rule, scales, step)
+
     def _run(self, group: dict[str, Any], b: _Bucket) -> Tensor:
+        if b.packs:
+            stats = nm_masked_adamw_pack_(*self._pack_arguments(group, b))
+            self.packed.update((p, p._version) for p in b.params)
+            return stats
         rule = self.rule if b.maskable else PLAIN
         masks = b.bits if rule.masked or rule.fixed else None
         stochastic = self.rounding == "stochastic" and b.params[0].dtype != torch.float64
@@ -265,8 +321,8 @@ class MaskedAdamW(torch.optim.AdamW):
 class _Bucket:
     """The argument lists of one kernel call."""
 
-    def __init__(self, maskable: bool, pattern: Pattern | None, ranks: Groups) -> None:
-        self.maskable, self.pattern, self.ranks, self.numel = maskable, pattern, ranks, 0
+    def __init__(self, maskable: bool, pattern: Pattern | None, ranks: Groups, packs: bool) -> None:
+        self.maskable, self.pattern, self.ranks, self.packs, self.numel = maskable, pattern, ranks, packs, 0
         self.number = 0  # of the call in its step
         self.params: list[Tensor] = []
         self.grads: list[Tensor] = []

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
 from ..arguments import finite_number, whole_number
 from ..layouts import LINEAR
+from ..ops import Packed
 from ..pattern import NMError, Pattern
 
 
@@ -58,6 +59,26 @@ PLAIN = UpdateRule()
 """Plain AdamW."""
 
 
+class StepForms(NamedTuple):
+    """The forms of W̃ that a step overwrites with those of the new weight.
+
+    Args:
+        rule: ``"magnitude"``, ``"threshold"`` or ``"held"``, as ``nm.ops.masked_adamw_pack_`` prunes.
+        forms: W̃ packed, in dense layout or both.
+        scale: for ``"threshold"``, one fp32 element.
+    """
+
+    rule: str
+    forms: Packed
+    scale: Tensor | None = None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What must be the same for all targets of a kernel call."""
+        forms = self.forms
+        return self.rule, forms.layout, *(x if x is None else x.dtype for x in (*forms.buffers(), forms.dense)), self.scale is None
+
+
 @dataclass
 class Target:
     """One maskable parameter of a ``MaskedAdamW``.
@@ -68,6 +89,7 @@ class Target:
         penalty: returns the gradient of a regulariser, ``(rows, in)``, or None.
         bits: a held mask, which is used instead of the pattern's, as ``nm.ops.mask_bits`` makes it of a bool ``(rows, in)``; of the local
             shard if the parameter is a DTensor. None: the mask is that of the present weights.
+        forms: what the step also writes, where a kernel does that in the same pass: ``MaskedAdamW.packed`` has its parameter then.
 
     Example:
         >>> import torch
@@ -81,3 +103,4 @@ class Target:
     layout: str = LINEAR
     penalty: Callable[[], Tensor | None] = lambda: None
     bits: Tensor | None = None
+    forms: StepForms | None = None

@@ -44,13 +44,14 @@ class Attachment:
 
     ``run.attachments`` has them in the order in which the optimizers step; the last one drives the schedule. ``stats`` are the sums of the
     last step, or of the last applied one where that was skipped, over ``numel`` weights; ``observed`` those that the schedule has not seen
-    yet.
+    yet. ``forms`` says who makes the forms of W̃: the ``"forward"`` pass after a step, or the ``"step"``.
     """
 
     def __init__(self, run: Run, optimizer: torch.optim.Optimizer) -> None:
         self.run, self.optimizer = run, optimizer
         self.layers: dict[str, NMWeight] = {}
         self.masked = masked_adamw(optimizer)
+        self.forms = "forward"
         self.stats: Tensor | None = None
         self.observed: Tensor | None = None
         self.numel = 0
@@ -91,6 +92,12 @@ class Attachment:
                 self.masked.targets[layer.parameter] = Target(layer.pattern, layer.layout, partial(_penalty, layer))
         self._revision = 0  # the next step gives the targets the patterns of the stage
         return new
+
+    def make_forms(self, forms: str) -> None:
+        """From now on the forms of W̃ are made as ``attach(forms=)`` says."""
+        self.forms = forms
+        for target in self.masked.targets.values() if self.masked is not None else ():
+            target.forms = None
 
     @property
     def group(self) -> dict[str, Any]:
@@ -166,8 +173,10 @@ class Attachment:
 
     def doubt(self, optimizer: torch.optim.Optimizer) -> None:
         """Any optimizer of the process has stepped: no copy of W̃ is used again unchecked, and one that is not attached is counted."""
+        offered = self.masked.packed if self.masked is not None and optimizer in (self.optimizer, self.updating) else {}
         for layer in self.layers.values():
-            layer.effective.doubt()
+            if layer.parameter not in offered:  # by this very step
+                layer.effective.doubt()
         if self.drives and not any(optimizer in (own.optimizer, own.updating) for own in self.run.attachments):
             self.run.writes.stepped_by(optimizer, self.run.recipe.name)
 
@@ -204,6 +213,9 @@ class Attachment:
                     self.masked.targets[layer.parameter].pattern = layer.mask_pattern
         if self.masked is not None:
             self._give_bits(self.masked, holds)
+            if self.forms == "step":
+                # with a closure, the forward pass that reads the copies is yet to come
+                self._give_forms(self.masked, own is not None and len(args) < 2 and kwargs.get("closure") is None)
         if own is not None:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -244,6 +256,20 @@ class Attachment:
                 bits = bits if made is None or made[2].shape != bits.shape or made[2].device != bits.device else made[2].copy_(bits)
                 made = self._bits[name] = mask, mask._version, bits
             target.bits = made[2]
+
+    def _give_forms(self, optimizer: MaskedAdamW, own_pass: bool) -> None:
+        """Have the step overwrite the copies of W̃ that the last forward pass read."""
+        # what a hook of the recipe writes after the step would not be in them
+        wanted = own_pass and type(self.run.hooks) is Hooks and self.run.recording is None
+        sure = getattr(self.optimizer, "found_inf", None) is not None
+        for layer in self.layers.values():
+            target, transform = optimizer.targets.get(layer.parameter), layer.transform
+            if target is None:
+                continue
+            if not wanted or transform is None or layer.gather is not None or is_sharded(layer.parameter) or layer.parameter.grad is None:
+                target.forms = None
+            else:
+                target.forms = layer.effective.request(layer.master, transform, target.bits, layer._extras(transform), sure)
 
     def _join(self) -> None:
         """Take over the layers of parameter groups that were added since the last step."""
@@ -342,12 +368,15 @@ class Attachment:
                 f"{self.run.recipe.name}. Use nm.recipes.CapturedStep(handle, step), which does.",
                 stacklevel=2,
             )
-        self._stepped(new, found_inf)
+        self._stepped(new, found_inf, None if own is None else own.packed)
 
-    def _stepped(self, new: Tensor | None, found_inf: Tensor | None) -> None:
-        """What the host does after a step, of which ``new`` are the statistics."""
+    def _stepped(self, new: Tensor | None, found_inf: Tensor | None, packed: dict[Tensor, int] | None = None) -> None:
+        """What the host does after a step, of which ``new`` are the statistics; ``packed`` is ``MaskedAdamW.packed`` of an eager one."""
         for layer in self.layers.values():
             layer.drop(stepped=True)
+            if packed and layer.parameter in packed:
+                assert self.masked is not None
+                layer.effective.offer(layer.master, packed[layer.parameter], self.masked.targets[layer.parameter].forms)
         self.run.writes.stepped(self.layers)
         self.observed = new
         if new is not None:
@@ -602,6 +631,17 @@ def check_class(recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
         raise RecipeError(
             f"{type(recipe).__name__} {recipe.setup.needs}, which {type(given).__name__} cannot. Replace it in one line: optimizer = "
             f"handle.attach(nm.optim.{wanted.__name__}(model.parameters(), lr=...)). It takes AdamW's keywords and state."
+        )
+
+
+def check_forms(forms: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``RecipeError`` unless ``forms`` of ``attach`` is known, and possible with ``optimizer``."""
+    if forms not in ("forward", "step"):
+        raise RecipeError(f"attach: forms={forms!r} is not known; it is 'forward' or 'step'.")
+    if forms == "step" and masked_adamw(optimizer) is None:
+        raise RecipeError(
+            f"attach: forms='step' needs an optimizer that packs in its own pass, which {type(optimizer).__name__} does not. Leave it out, "
+            "or take MaskedAdamW: optimizer = handle.attach(nm.optim.MaskedAdamW(model.parameters(), lr=...), forms='step')."
         )
 
 

@@ -19,7 +19,7 @@ from ..nn.sharding import adopt_parameter, connect, reshard
 from ..optim import merge_stats
 from ..pattern import CheckpointError, RecipeError
 from ..shards import anywhere
-from .attach import STATE_KEY, Attachment, check_moments, check_optimizer, group_of, loaded_masks, owned, unwrapped
+from .attach import STATE_KEY, Attachment, check_forms, check_moments, check_optimizer, group_of, loaded_masks, owned, unwrapped
 from .base import Recipe, State
 from .checks import check_flat, check_learned, check_own, check_shards, check_stages, check_whole
 from .report import Report
@@ -155,7 +155,7 @@ class Handle:
 
     # ---- attach
 
-    def attach(self, *optimizers: torch.optim.Optimizer) -> Any:
+    def attach(self, *optimizers: torch.optim.Optimizer, forms: str = "forward") -> Any:
         """Hook the recipe into one or several optimizers and return them: one as it came, several as a tuple.
 
         The hooks run inside ``optimizer.step()``, after unscaling, accumulation and clipping, also with a closure or a ``GradScaler``.
@@ -165,9 +165,20 @@ class Handle:
         Called again, for instance for a second phase of training, it continues: schedule and masks stay as they are, and the last of the
         new optimizers drives the schedule. Earlier optimizers stay attached until ``detach``.
 
+        Args:
+            optimizers: of torch, or wrappers of one.
+            forms: what makes the forms of the effective weights that GEMMs read, packed ones among them. ``"forward"``: the first forward
+                pass after a step. ``"step"``: on a GPU the step itself, which then reads each weight once instead of twice, for
+                ``MaskedAdamW`` and the 2:4 weights for which ``nm.ops.masked_adamw_pack_`` has a kernel; all others, and CPUs, are as
+                before. **You promise** that nothing else writes those weights between ``step()`` and the next forward pass, or calls
+                ``handle.refresh()`` then (with a ``GradScaler``, from one forward pass to the next); what counts a version, or is an
+                optimizer, is seen all the same. A sample of every weight is checked on the GPU in that forward pass: weights that were
+                written as a whole, as by an EMA swap through ``.data``, are made again in it, and a warning follows some steps later. A
+                backward pass that comes after the step following its forward pass raises, as that of a dense weight does.
+
         Raises:
-            RecipeError: one is not an optimizer, none of them updates a sparse weight, one drives another model's recipe, the recipe cannot
-                run with it, or it cannot choose its masks.
+            RecipeError: ``forms`` is unknown, or ``"step"`` comes without ``MaskedAdamW``; one is not an optimizer, none of them updates a
+                sparse weight, one drives another model's recipe, the recipe cannot run with it, or it cannot choose its masks.
             CheckpointError: the optimizer has loaded the state of another recipe. Nothing has changed then.
 
         Example:
@@ -194,6 +205,7 @@ class Handle:
         for optimizer, _ in owners:
             if id(optimizer) not in known:
                 check_optimizer(self.recipe, optimizer)
+            check_forms(forms, optimizer)
         check_learned(self.layers, (*stepped, *(a.optimizer for a in before)))
         last, layers = owners[-1]
         saved, loaded = None if id(last) in known else last.param_groups[0].get(STATE_KEY), None
@@ -210,6 +222,7 @@ class Handle:
             for optimizer in sorted(stepped, key=lambda o: bool(owned(o, self.layers))):
                 run.attachments.append(known.get(id(optimizer)) or Attachment(run, optimizer))
                 run.attachments[-1].take()
+                run.attachments[-1].make_forms(forms)
             driver = run.attachments[-1]
             if going and loaded is None:
                 driver.continues()

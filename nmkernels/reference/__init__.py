@@ -1,6 +1,7 @@
 """Reference implementations that define the correct results: every op in plain torch, one family per file, also in float64."""
 
 from .adamw import masked_adamw_
+from .adamw_pack import masked_adamw_pack_
 from .common import chunked_sum, distance
 from .compress import compress, decompress, pack_indices, unpack_indices
 from .integers import dequantize_values, linear_integers, pack_integers, quantize_values, unpack_integers
@@ -30,6 +31,7 @@ __all__ = [
     "linear_wgrad",
     "mask",
     "masked_adamw_",
+    "masked_adamw_pack_",
     "mvue",
     "mvue_compress",
     "pack",

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmkernels import ops
+from nmkernels import ops, reference, testing
+from nmkernels.reference.adamw import AdamWArgs
 
 
 def seed(word: int = 1, offset: int = 0) -> Tensor:
@@ -68,3 +69,26 @@ def adamw(
         stochastic,
         7 if stochastic else 0,
     )
+
+
+def adamw_pack(
+    select: str,
+    layout: str,
+    shapes: tuple[tuple[int, int], ...] = ((64, 64), (128, 192)),
+    columns: bool = False,
+    dense: bool = False,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """Arguments of the raw op ``nm_masked_adamw_pack_``, with poisoned forms in bf16."""
+    held = select == "held"
+    step = AdamWArgs(*adamw(shapes, *((0, 0) if held else (2, 4)), held=held, **options))
+    masks = [reference.transposable_mask(torch.randn(shape), 2, 4) for shape in shapes] if held else None
+    step = step._replace(masks=[ops.mask_bits(mask) for mask in masks] if masks else None)
+    lists: list[list[Tensor]] = [[], [], [], [], []]
+    for i, w in enumerate(step.params):
+        mask = masks[i] if masks else None
+        rule = "held" if held else "magnitude"
+        for one, part in zip(lists, reference.pack(w, 2, 4, rule, mask, None, torch.bfloat16, True, columns, layout, dense), strict=True):
+            one += (testing.fill_poison(part),) if part.numel() else ()
+    scales = [torch.tensor(1.37) for _ in shapes] if select == "threshold" else []
+    return 2, 4, select, layout, scales, *lists, *step

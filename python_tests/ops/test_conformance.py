@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nmkernels import dispatch, reference, testing
 from python_tests.conformance import Conformance, Sample, for_each_sample
-from python_tests.ops.samples import adamw, ordered, packed, seed
+from python_tests.ops.samples import adamw, adamw_pack, ordered, packed, seed
 
 BF16, F16, F64 = torch.bfloat16, torch.float16, torch.float64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -314,6 +314,17 @@ class TestMaskedAdamW(Conformance):
         # the statistics are sums over the tensors, so they agree to rounding; the tensors agree to the bit
         torch.testing.assert_close(result[0], expected[0], rtol=1e-6, atol=0, equal_nan=True)
         testing.assert_equal_bits(result[1], expected[1], backend)
+
+
+class TestMaskedAdamWPack(TestMaskedAdamW):
+    op = "nm_masked_adamw_pack_"
+    samples = {
+        "magnitude_dense": lambda: adamw_pack("magnitude", "wgmma.sp", dense=True),
+        "threshold_scaled": lambda: adamw_pack("threshold", "canonical", scaled=True, eps_inside=True, clamp=0.5),
+        "rows_by_magnitude": lambda: adamw_pack("magnitude", "canonical", maximize=True),
+        "skipped": lambda: adamw_pack("threshold", "wgmma.sp", dense=True, scaled=True, inf=True),
+        "any_shape": lambda: adamw_pack("magnitude", "canonical", ((6, 8), (3, 4)), dense=True),
+    }
 
 
 def test_every_op_is_listed() -> None:

@@ -42,6 +42,7 @@ CALLED = {
     "quantize_pack": (W, torch.int8),
     "linear_quantized": QUANTIZED,
     "masked_adamw_": adamw(),
+    "masked_adamw_pack_": (*adamw(), [ops.pack(torch.randn(4, 8), "2:4")]),
     "quantize_values": (C,),
     "dequantize_values": (ops.quantize_values(C),),
 }

@@ -16,10 +16,11 @@ from torch.optim import optimizer
 from torch.utils.checkpoint import checkpoint
 
 import nmkernels as nm
+from nmkernels.nn import effective
 from nmkernels.nn.adapter import adapter_of, add_adapter
 from nmkernels.recipes import attach
 from python_tests.recipes.roster import ROSTER
-from python_tests.recipes.training import DATA32, F32, run
+from python_tests.recipes.training import DATA32, F32, run, start
 
 RECIPES = [
     *("ste", "srste", "srste_packed", "step", "step_sste", "sste", "sste_packed", "fst", "fst_packed", "mdgf", "bimask", "vnm"),
@@ -211,6 +212,202 @@ def test_without_fingerprints_too_as_on_a_gpu(key, monkeypatch):
         modes = [mode for mode in MODES if not (unseen and mode in ("training", "checkpointed"))]
         check(model, handle, modes, [] if unseen else DEPLOYED, again, name)
         check(model, handle, before=lambda again=again, handle=handle: (again(), handle.refresh()), name=name)
+
+
+STEPPED = ["srste_packed", "sste_packed", "fst_packed"]
+"""Recipes whose forms a step can write."""
+
+
+def packed_by_steps(key, monkeypatch):
+    """A model whose optimizer's steps write the forms of W̃ on the path of GPUs; the reference does so here."""
+    as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr("nmkernels.optim.adamw.in_one_pass", lambda args: True)
+    model, handle, optimizer = begun(key)
+    assert handle.attach(optimizer, forms="step") is optimizer
+    return model, handle, optimizer
+
+
+def trained(model, optimizer):
+    optimizer.zero_grad()
+    model(X).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("key", STEPPED)
+def test_forms_that_a_step_wrote_are_those_of_the_present_weight(key, monkeypatch):
+    model, handle, optimizer = packed_by_steps(key, monkeypatch)
+    for _ in range(3):
+        trained(model, optimizer)
+    assert len(optimizer.packed) == len(handle.layers)
+    made = []
+    make = effective._make
+    monkeypatch.setattr(effective, "_make", lambda source, *wanted: made.extend(w for w in wanted if w.wanted) or make(source, *wanted))
+    torch.testing.assert_close(model(X).detach(), recomputed(model, X), rtol=1e-4, atol=1e-4)
+    assert not made, "the step has made all forms"
+
+
+@pytest.mark.parametrize("key", STEPPED)
+def test_writers_between_a_step_that_writes_the_forms_and_the_forward_pass(key, monkeypatch):
+    """The promise excludes those that leave no trace but the contents; those that write whole tensors are found and repaired."""
+    for name, write in WRITERS.items():
+        model, handle, optimizer = packed_by_steps(key, monkeypatch)
+        for mode in MODES:
+            if len({id(p) for group in optimizer.param_groups for p in group["params"]} & {id(p) for p in model.parameters()}):
+                trained(model, optimizer)
+                trained(model, optimizer)
+            check(model, handle, [mode], [], writes(write, model, optimizer), name)
+
+
+def row_that_no_check_sees(layer):
+    return (layer.effective._checks + 1) % len(layer.weight)
+
+
+def of_another_optimizer(weight, row, kind=torch.optim.SGD):
+    weight.grad = torch.zeros_like(weight)
+    weight.grad[row] = 1.0
+    kind([weight], lr=1.0).step()
+
+
+PARTS = {
+    "a counted write": lambda weight, row: weight.detach()[row].add_(1.0),
+    "other data": lambda weight, row: setattr(
+        weight, "data", weight.detach().clone().index_add_(0, torch.tensor([row]), torch.ones(1, 16))
+    ),
+    "another optimizer": of_another_optimizer,
+    "another fused optimizer": partial(of_another_optimizer, kind=partial(torch.optim.AdamW, weight_decay=0.0, fused=True)),
+    "excluded by the promise: a row through .data": lambda weight, row: weight.data[row].add_(1.0),
+}
+"""Writers of a part that the check does not look at."""
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_that_is_written_between_the_step_and_the_forward_pass(name, monkeypatch):
+    model, handle, optimizer = packed_by_steps("srste_packed", monkeypatch)
+    trained(model, optimizer)
+    trained(model, optimizer)
+    PARTS[name](model[0].weight, row_that_no_check_sees(model[0]))
+    got, present = model(X).detach(), recomputed(model, X)
+    assert torch.allclose(got, present, rtol=1e-4, atol=1e-4) != name.startswith("excluded")
+    handle.refresh()
+    torch.testing.assert_close(model(X).detach(), present, rtol=1e-4, atol=1e-4)
+
+
+def test_a_closure_may_pack_in_the_forward_pass(monkeypatch):
+    model, _, optimizer = packed_by_steps("srste_packed", monkeypatch)
+    trained(model, optimizer)
+    for _ in range(3):
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(X).square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        assert not optimizer.packed
+        torch.testing.assert_close(model(X).detach(), recomputed(model, X), rtol=1e-4, atol=1e-4)
+
+
+def test_on_a_cpu_steps_write_no_forms():
+    model, handle, optimizer = begun("srste_packed")
+    handle.attach(optimizer, forms="step")
+    for _ in range(3):
+        trained(model, optimizer)
+        assert not optimizer.packed and not any(target.forms for target in optimizer.targets.values())
+    check(model, handle)
+
+
+def test_a_broken_promise_is_repaired_and_told(monkeypatch):
+    model, _, optimizer = packed_by_steps("srste_packed", monkeypatch)
+    with pytest.warns(UserWarning, match="between optimizer.step"):
+        for _ in range(2 * effective.POLLED + 2):
+            trained(model, optimizer)
+            for p in model.parameters():
+                p.data.mul_(1.01)
+            torch.testing.assert_close(model(X).detach(), recomputed(model, X), rtol=1e-4, atol=1e-4)
+
+
+def test_a_backward_pass_after_the_next_step_raises(monkeypatch):
+    model, _, optimizer = packed_by_steps("srste_packed", monkeypatch)
+    trained(model, optimizer)
+    x = X.clone().requires_grad_()
+    y = model(x)
+    trained(model, optimizer)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_skipped_step_leaves_forms_and_weights(monkeypatch):
+    model, handle, optimizer = packed_by_steps("srste_packed", monkeypatch)
+    trained(model, optimizer)
+    for bad in (0.0, 1.0, 0.0):
+        optimizer.grad_scale, optimizer.found_inf = torch.ones(1), torch.full((1,), bad)
+        before = [p.detach().clone() for p in model.parameters()]
+        trained(model, optimizer)
+        assert all(map(torch.equal, before, model.parameters())) == bool(bad)
+        assert len(optimizer.packed) == len(handle.layers)
+        torch.testing.assert_close(model(X).detach(), recomputed(model, X), rtol=1e-4, atol=1e-4)
+
+
+def test_a_skipped_step_offers_no_forms_of_another_weight(monkeypatch):
+    model, _, optimizer = packed_by_steps("srste_packed", monkeypatch)
+    trained(model, optimizer)
+    optimizer.zero_grad()
+    model(X).square().sum().backward()
+    model[0].weight.detach()[row_that_no_check_sees(model[0])] += 1.0
+    optimizer.grad_scale, optimizer.found_inf = torch.ones(1), torch.ones(1)
+    optimizer.step()
+    torch.testing.assert_close(model(X).detach(), recomputed(model, X), rtol=1e-4, atol=1e-4)
+
+
+def test_a_hook_that_writes_weights_after_the_step(monkeypatch):
+    """It runs before the recipe's own, being older."""
+    as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr("nmkernels.optim.adamw.in_one_pass", lambda args: True)
+
+    def with_a_hook(*args, **keywords):
+        optimizer = nm.optim.MaskedAdamW(*args, **keywords)
+        optimizer.register_step_post_hook(lambda *_: model[0].weight.detach()[row_that_no_check_sees(model[0])].add_(1.0))
+        return optimizer
+
+    model, handle, optimizer = start(ROSTER["srste_packed"].recipe, F32, make=with_a_hook)
+    handle.attach(optimizer, forms="step")
+    for _ in range(3):
+        trained(model, optimizer)
+        torch.testing.assert_close(model(X).detach(), recomputed(model, X), rtol=1e-4, atol=1e-4)
+    assert optimizer.packed
+
+
+def test_layers_that_share_a_weight(monkeypatch):
+    """The step writes the forms of one of them; the other makes its own."""
+    as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr("nmkernels.optim.adamw.in_one_pass", lambda args: True)
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    chosen = nm.recipes.get("srste:2:4", packed=True)
+    handle = nm.sparsify_(model, chosen, filter_fn=lambda module, name: True)
+    model[1].weight = model[0].weight
+    optimizer = handle.attach(chosen.optimizer(model.parameters(), lr=0.1), forms="step")
+    for _ in range(4):
+        trained(model, optimizer)
+        torch.testing.assert_close(model(X).detach(), recomputed(model, X), rtol=1e-4, atol=1e-4)
+    assert optimizer.packed
+
+
+def test_it_can_be_left_again(monkeypatch):
+    model, handle, optimizer = packed_by_steps("srste_packed", monkeypatch)
+    trained(model, optimizer)
+    assert optimizer.packed
+    handle.attach(optimizer)
+    trained(model, optimizer)
+    assert not optimizer.packed
+    torch.testing.assert_close(model(X).detach(), recomputed(model, X), rtol=1e-4, atol=1e-4)
+
+
+def test_forms_of_a_step_need_masked_adamw():
+    model, handle, _ = begun("srste_packed")
+    for forms, said in (("step", "MaskedAdamW"), ("backward", "not known")):
+        with pytest.raises(nm.RecipeError, match=said):
+            handle.attach(torch.optim.AdamW(model.parameters()), forms=forms)
 
 
 @pytest.mark.parametrize("key", ["srste", "sste"])

@@ -19,6 +19,8 @@ from nmkernels.autograd import transforms
 from nmkernels.recipes import attach
 
 ROWS, COLS, TOKENS = 256, 128, 64
+FORMS = ("values", "indices", "values_t", "indices_t", "spread")
+"""What a step overwrites, of ``nm_masked_adamw_pack_``."""
 VIEWS = (
     "view",
     "detach",
@@ -55,7 +57,7 @@ class Bytes(TorchDispatchMode):
             ]:
                 large = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor) and t.numel() >= ROWS * COLS // 8]
                 written = given.alias_info is not None and given.alias_info.is_write
-                reads = not (written and (given.is_out or "copy_" in name))
+                reads = not (written and (given.is_out or "copy_" in name or given.name in FORMS))
                 sizes += sum(t.nbytes for t in large) * (reads + written)
             if not any(r.alias_info is not None for r in func._schema.returns):
                 sizes += sum(t.nbytes for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.numel() >= ROWS * COLS // 8)
@@ -75,21 +77,24 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(attach, "masked", masked)
     monkeypatch.setattr("nmkernels.nn.effective.fingerprint", lambda *tensors: None)
     monkeypatch.setattr("nmkernels.nn.effective.readable", lambda weight: False)
+    monkeypatch.setattr("nmkernels.optim.adamw.in_one_pass", lambda args: True)  # so that the reference runs it
 
 
-def bytes_of_a_step(recipe, of_x, **options):
+def bytes_of_a_step(recipe, of_x, forms="forward", **options):
     """(bytes per weight in the optimizer's step, and in making W̃ for the forward pass after it), by op; ``of_x``: x needs a gradient."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(COLS, ROWS, bias=False))
     chosen = nm.recipes.get(f"{recipe}:2:4", total_steps=1000, **options)
     handle = nm.sparsify_(model, chosen, filter_fn=lambda module, name: True)
-    optimizer = handle.attach(chosen.optimizer(model.parameters(), lr=1e-4))
+    optimizer = handle.attach(chosen.optimizer(model.parameters(), lr=1e-4), forms=forms)
     x = torch.randn(TOKENS, COLS, requires_grad=of_x)
 
     def forward():
         layer = model[0]
         if layer.plan.fprop == "packed" and not layer.transform.traits.transposable:
             layer.plan = replace(layer.plan, dgrad="dense")  # packed rows in a tensor core's order are of no use to dgrad
+        elif layer.plan.fprop == "packed" and forms == "step":
+            layer.plan = replace(layer.plan, dgrad="columns")
         with torch.autocast("cpu", torch.bfloat16):
             return model(x)
 
@@ -159,3 +164,15 @@ def test_bytes_of_a_dense_copy(monkeypatch):
         model(x)
     making.moved.pop("aten.mm.default")
     assert making.moved == {"nmkernels.nm_pack.default": 6.0}
+
+
+@pytest.mark.parametrize("recipe", [*PACKED, "fst"])
+def test_a_step_that_writes_the_forms(recipe, monkeypatch):
+    """The weight is read once; the forward pass makes nothing, but of a first layer's form for dgrad, which nobody reads."""
+    on_a_gpu(monkeypatch)
+    options, expected = STEPS[recipe]
+    for of_x in (True, False):
+        back = 1.125 if recipe == "fst" else 2
+        step, making = bytes_of_a_step(recipe, of_x, forms="step", packed=True, **options)
+        assert step == {"nmkernels.nm_masked_adamw_pack_.default": expected + 1.125 + (back if of_x else 0)}
+        assert making == {}

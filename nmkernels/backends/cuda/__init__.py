@@ -4,6 +4,6 @@ If the package was built with NMKERNELS_EMULATOR=1, a second backend, ``cuda-emu
 tests only: it is never chosen automatically and not included in wheels.
 """
 
-from . import adamw, compress, groups, integers, linear, mvue, quantize
+from . import adamw, adamw_pack, compress, groups, integers, linear, mvue, quantize
 
-__all__ = ["adamw", "compress", "groups", "integers", "linear", "mvue", "quantize"]
+__all__ = ["adamw", "adamw_pack", "compress", "groups", "integers", "linear", "mvue", "quantize"]

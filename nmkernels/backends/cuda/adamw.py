@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from itertools import chain
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,9 +44,27 @@ FLAT, ALONG, ACROSS = range(3)
 MOST_TABLES = 128
 """Tables that a cache holds; a training step uses two per parameter group and per kind of parameter."""
 
+TILES = 64, 64, False
+"""The cut where forms are written: tiles of 64 x 64."""
+
 Lists = list[list[Tensor]]
 Cut = tuple[int, int, bool]
 """Columns of a piece of a row, pieces of a tile, whether flat params have a launch of their own."""
+
+
+class Forms(NamedTuple):
+    """The forms that a step writes: the address of their table, codes of rule, layout and the gradients' dtype, and whether it has columns
+    and dense forms."""
+
+    table: int
+    select: int
+    layout: int
+    gradient: int
+    columns: bool
+    dense: bool
+
+
+NO_FORMS = Forms(0, 0, 0, 0, False, False)
 
 
 @dataclass
@@ -201,7 +219,7 @@ def _make(
             row, count = _row(lists, i, layout.walks[i], fits[i], how)
             words += (*[a[i] if a else 0 for a in addresses[:GRAD]], masks[i], steps[i], *row[:2], tiles, count, *row[2:])
             tiles += count
-        parts += (first, tiles - first, blocks, min(BLOCKS, tiles - first))
+        parts += (first, tiles - first, blocks, tiles - first if how is TILES else min(BLOCKS, tiles - first))
         blocks += parts[-1]
     table = upload(words, like)
     owners = torch.empty(blocks, dtype=torch.int32, device=like.device)
@@ -234,14 +252,18 @@ def _fits(args: tuple[Any, ...], device: str) -> Verdict:
 @register("nm_masked_adamw_", fits=_fits)
 def masked_adamw_(*args: Any, out: Tensor | None = None) -> Tensor:
     """``nm_masked_adamw_``; a tensor that the kernels cannot walk in place is copied there and back."""
-    a = AdamWArgs(*args)
+    return step(AdamWArgs(*args), out)
+
+
+def step(a: AdamWArgs, out: Tensor | None, to: Forms | None = None) -> Tensor:
+    """One step, which also writes the forms ``to`` if there are some."""
     d = to_device(a, out)
     if d.skip:
         return d.stats
     like = a.params[0] if a.params else a.hyper
     kernels = core(like)
     lists: Lists = [list(xs) for xs in (a.params, a.exp_avgs, a.exp_avg_sqs, a.max_exp_avg_sqs, a.grads)]
-    how = cut(kernels, a.n, a.m)
+    how = cut(kernels, a.n, a.m) if to is None else TILES
     layout = layout_of(lists, a.n, a.m, how[2], bool(a.masks), a.stochastic)
     copies = list(written(lists, layout))
     addresses = [step.data_ptr() for step in a.steps]
@@ -258,7 +280,7 @@ def masked_adamw_(*args: Any, out: Tensor | None = None) -> Tensor:
         plan.table.data_ptr(), gradients.data_ptr(), plan.owners.data_ptr(), scalars.data_ptr(), partials.data_ptr(), d.stats.data_ptr(),
         len(a.steps), *plan.parts, address(d.hyper), host_hyper, address(counts), count, address(d.grad_scale), address(d.found_inf),
         a.n, a.m, a.frozen, a.eps_inside, a.maximize, a.geometric, bool(a.max_exp_avg_sqs), bool(a.masks), a.fixed,
-        a.stochastic, a.seed, DTYPES[a.exp_avgs[0].dtype] if a.exp_avgs else 0, *queue(like),
+        a.stochastic, a.seed, DTYPES[a.exp_avgs[0].dtype] if a.exp_avgs else 0, *(to or NO_FORMS), *queue(like),
     )  # fmt: skip
     for target, copy in copies:
         target.copy_(copy)

@@ -27,7 +27,7 @@ class TransposableMask(KeptMask):
     reads = reading(nm_mask="held")
 
     def _traits(self) -> Traits:
-        return replace(super()._traits(), holds_mask=True, transposable=True)
+        return replace(super()._traits(), holds_mask=True, transposable=True, in_step="held")
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
         return {"nm_mask": torch.ops.nmkernels.nm_transposable_mask(weight, self.pattern.n, self.pattern.m)}

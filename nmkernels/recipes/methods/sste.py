@@ -24,7 +24,7 @@ class SoftThreshold(WeightTransform):
     reads = reading(nm_scale="fixed")
 
     def _traits(self) -> Traits:
-        return replace(super()._traits(), threshold=True)
+        return replace(super()._traits(), threshold=True, in_step="threshold" if type(self) is SoftThreshold else "")
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         """β of the weight as it is now; raises ``NMError`` where that is 0 (S(W) is zero everywhere) or not finite."""

@@ -1,0 +1,87 @@
+"""MaskedAdamW that also writes the forms of the new weights: one pass over memory, for 2:4 and weights of whole 64 x 64 tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dispatch import Verdict
+from ...reference.adamw import AdamWArgs
+from ...reference.adamw_pack import FormArgs, split
+from ...reference.layouts import LAYOUTS
+from ..adamw import placed, supports_tensors
+from .adamw import Cache, Forms, step, upload
+from .compress import SELECTS
+from .core import DTYPES, register, runnable
+
+SIDE = 64
+"""Rows and columns of a tile."""
+
+GRADIENTS = (torch.float32, torch.bfloat16)
+"""Dtypes of gradients that have a kernel."""
+
+_tables = Cache()
+
+
+def _fits(args: tuple[Any, ...], device: str) -> Verdict:
+    to, a = split(args)
+    verdict = _supports(to, a)
+    return runnable([*placed(a), *(x for part in to.parts for x in part[:1])], device) if verdict[0] else verdict
+
+
+def _supports(to: FormArgs, a: AdamWArgs) -> Verdict:
+    if (to.n, to.m) != (2, 4) or (not a.masks and (a.n, a.m) != (2, 4)):
+        return False, f"its kernel has the pattern 2:4, and this call {to.n}:{to.m}"
+    if not to.values or to.dtype != torch.bfloat16:
+        return False, "its kernel makes forms in bfloat16, and always W packed"
+    if to.values_t and to.dense:
+        return False, "its kernel makes rows with columns or with the dense form, not all three"
+    if a.max_exp_avg_sqs or a.geometric or a.fixed or a.stochastic:
+        return False, "its kernel has no amsgrad, no statistics of log |Δv|, no fixed weights and no stochastic rounding"
+    for tensors in (a.params, a.exp_avgs, a.exp_avg_sqs):
+        for x in tensors:
+            if x.dtype != torch.float32 or not x.is_contiguous() or x.is_neg() or x.dim() != 2 or x.shape[0] % SIDE or x.shape[1] % SIDE:
+                return False, f"its kernel takes contiguous float32 matrices of rows and columns that are multiples of {SIDE}"
+    if any(not x.is_contiguous() or x.is_neg() for tensors in (a.grads, *to.parts) for x in tensors):
+        return False, "its kernel takes contiguous gradients and forms"
+    if len({x.dtype for x in a.grads}) > 1 or any(x.dtype not in GRADIENTS for x in a.grads):
+        return False, "its kernel takes gradients of one dtype, float32 or bfloat16"
+    return supports_tensors(a)
+
+
+@register("nm_masked_adamw_pack_", fits=_fits)
+def masked_adamw_pack_(*args: Any, out: Tensor | None = None) -> Tensor:
+    """``nm_masked_adamw_pack_``; a tensor whose address is not a multiple of 16 is copied there and back."""
+    to, a = split(args)
+    copies: list[tuple[Tensor, Tensor]] = []
+
+    def placed_well(tensors: Any, written: bool = True) -> list[Tensor]:
+        result = list(tensors)
+        for i, x in enumerate(result):
+            if x.data_ptr() & 15:
+                result[i] = x.clone()
+                if written:
+                    copies.append((x, result[i]))
+        return result
+
+    parts = [placed_well(part) for part in to.parts]
+    words = [part[i].data_ptr() if part else 0 for i in range(len(a.params)) for part in (*parts, to.scales)]
+    a = a._replace(
+        params=placed_well(a.params), exp_avgs=placed_well(a.exp_avgs), exp_avg_sqs=placed_well(a.exp_avg_sqs),
+        grads=placed_well(a.grads, written=False),
+    )  # fmt: skip
+    like = a.params[0] if a.params else a.hyper
+    key = like.device, tuple(words)
+    table = _tables.get(key)
+    if table is None:
+        table = upload(words, like)
+        _tables.put(key, table, [table], like.device)
+    select = SELECTS["given" if to.select == "held" else to.select]
+    gradient = DTYPES[a.grads[0].dtype] if a.grads else 0
+    forms = Forms(table.data_ptr(), select, LAYOUTS.index(to.layout), gradient, bool(to.values_t), bool(to.dense))
+    stats = step(a, out, forms)
+    for target, copy in copies:
+        target.copy_(copy)
+    return stats
