@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -94,10 +94,10 @@ class EffectiveWeight:
     def read(self, source: Source, plan: GemmPlan, x: Tensor) -> Tensor | Operands:
         """The effective weight in the forms that a call with the input ``x`` reads under ``plan``."""
         if plan.fprop == "dense":
-            return self.dense(source)
+            return cast(Tensor, self.forms(source, dense=True)[0])
         fprop, dgrad, layout, by = self.route(source, plan, x)
         if fprop == dgrad == "dense":
-            return self.dense(source)
+            return cast(Tensor, self.forms(source, dense=True)[0])
         back = dgrad if x.requires_grad and torch.is_grad_enabled() else fprop  # what dgrad reads is made for a gradient of x alone
         dense, rows, columns = "dense" in (fprop, back), "packed" in (fprop, back), back == "columns"
         if not dense and plan.fprop != "auto" and dgrad != "dense" and self._dense.form is not None and not torch.compiler.is_compiling():
@@ -129,46 +129,47 @@ class EffectiveWeight:
 
     def dense(self, source: Source) -> Tensor:
         """W̃ ``(out, in)`` in dense layout, from the cache if that is up to date."""
-        dense, _ = self.forms(source, dense=True)
-        assert dense is not None
-        return dense
+        return cast(Tensor, self.forms(source, dense=True)[0])
 
     def forms(
         self, source: Source, dense: bool = False, rows: bool = False, columns: bool = False, layout: str = "canonical"
     ) -> tuple[Tensor | None, Packed | None]:
         """W̃ in dense layout, and packed, its transpose packed, or both, in ``layout``, from the cache if that is up to date."""
+        weight, transform, extras, dtype = source
         packed = rows or columns
         if torch.compiler.is_compiling():
             # a compiled graph cannot check versions or hooks, so it computes W̃ at every call
-            return _make(source, _Wanted(dense), _Wanted(packed, (rows, columns, layout)))
-        if packed and self._packed.form is not None and self._packed.transform is source[1]:
+            return _made(source, _Wanted(dense), _Wanted(packed, (rows, columns, layout)))
+        if packed and self._packed.form is not None and self._packed.transform is transform:
             # pack what earlier calls read too, so that calls that alternate between forms do not repack every time
             rows, columns = rows or self._packed.how[0], columns or self._packed.how[1]
-        return self._current(source, _Wanted(dense), _Wanted(packed, (rows, columns, layout)))
-
-    def _current(self, source: Source, dense: _Wanted, packed: _Wanted) -> tuple[Tensor | None, Packed | None]:
-        """The wanted forms; those that are out of date are made, at once if both are."""
-        weight, transform, extras, dtype = source
+        wanted = _Wanted(dense), _Wanted(packed, (rows, columns, layout))
         owner = weight if isinstance(weight, nn.Parameter) else weight._base
         # functional_call and replicas pass a plain tensor, not a Parameter; inference tensors have no version counter, fake ones no address
         if not self.attached or isinstance(weight, FakeTensor) or not isinstance(owner, nn.Parameter) or owner.is_inference():
             self.release()
-            return _make(source, dense, packed)
+            with torch.inference_mode(False), torch.no_grad():  # inference tensors cannot be saved for backward
+                return _made(source, *wanted)
         mark, captured = fingerprint(weight, *extras), _capturing(weight)
         stamp = (weight._version, weight.data_ptr(), weight.device, dtype, mark)
         found: list[Any] = []
         stale: list[_Wanted] = []
-        for copy, (wanted, how, _) in ((self._dense, dense), (self._packed, packed)):
+        copies = self._dense, self._packed
+        for copy, (want, how, _) in zip(copies, wanted, strict=True):
             same = copy.form is not None and copy.transform is transform and copy.how == how
             # replaying a captured graph runs no hooks, so W̃ must be made inside the graph, and is not valid outside
             valid = same and not captured and stamp == copy.stamp and copy.owner is not None and copy.owner() is owner
             valid = valid and (mark is not None or (not readable(weight) and torch.is_grad_enabled() and not copy.doubted))
-            found.append(copy.form if wanted and valid else None)
+            found.append(copy.form if want and valid else None)
             # overwrite a copy only after an optimizer step; before that a backward pass may still need it
-            stale.append(_Wanted(wanted and not valid, how, copy.form if same and copy.stamp is None and not captured else None))
+            stale.append(_Wanted(want and not valid, how, copy.form if same and copy.stamp is None and not captured else None))
         if self._offered is not None and any(form is not None for form in found):
             self._check(weight.detach(), self._offered)
-        for i, (copy, form) in enumerate(zip((self._dense, self._packed), _make(source, *stale), strict=True)):
+        if not (stale[0].wanted or stale[1].wanted):
+            return found[0], found[1]
+        with torch.inference_mode(False), torch.no_grad():
+            made = _made(source, *stale)
+        for i, (copy, form) in enumerate(zip(copies, made, strict=True)):
             if form is None:
                 continue
             found[i] = form
@@ -263,18 +264,8 @@ class EffectiveWeight:
         return EffectiveWeight, ()
 
 
-def _make(source: Source, dense: _Wanted, packed: _Wanted) -> tuple[Tensor | None, Packed | None]:
+def _made(source: Source, dense: _Wanted, packed: _Wanted) -> tuple[Tensor | None, Packed | None]:
     """Make the wanted forms of the effective weight; a GPU makes them in one reading of the weight."""
-    if not (dense.wanted or packed.wanted):
-        return None, None
-    if torch.compiler.is_compiling():
-        return _of(source, dense, packed)
-    # not in inference mode: inference tensors cannot be saved for backward
-    with torch.inference_mode(False), torch.no_grad():
-        return _of(source, dense, packed)
-
-
-def _of(source: Source, dense: _Wanted, packed: _Wanted) -> tuple[Tensor | None, Packed | None]:
     weight, transform, extras, dtype = source
     w, old, spread = weight.detach(), dense.old, None
     if dense.wanted and (readable(weight) or (dtype == w.dtype and not packed.wanted)):

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from nmkernels.reference import compress, from_layout, mask, pack, soft_threshold, transposable_mask
+from nmkernels.reference import compress, decompress, from_layout, mask, pack, soft_threshold, transposable_mask
 from nmkernels.testing import assert_equal_bits
 from python_tests.for_each import for_each
 from python_tests.reference.conftest import DTYPES, edge
@@ -21,8 +21,8 @@ def nothing(dtype, kind=torch.uint8):
 @for_each("dtype", DTYPES)
 def test_magnitude_one_way_or_the_other(n, m, to, dtype):
     w, kind = edge(2 * m, 3 * m, dtype, seed=n), to or dtype
-    assert_equal_bits(pack(w, n, m, dtype=to), (*compress(w.to(kind), n, m, mask(w, n, m)), *nothing(kind)))
-    columns = pack(w, n, m, dtype=to, rows=False, columns=True)
+    assert_equal_bits(pack(w, n, m, dtype=to)[:4], (*compress(w.to(kind), n, m, mask(w, n, m)), *nothing(kind)))
+    columns = pack(w, n, m, dtype=to, rows=False, columns=True)[:4]
     assert_equal_bits(columns, (*nothing(kind), *compress(w.T.to(kind), n, m, mask(w.T, n, m))))
     assert all(x.is_contiguous() for x in columns)
 
@@ -39,7 +39,7 @@ def test_one_transposable_or_given_mask_for_both(n, m, rows, columns, density, d
         keep &= torch.rand(w.shape) < density
     how = {"select": "transposable"} if density is None else {"select": "given", "mask": keep}
     expected = [compress(x.to(BF16), n, m, k) if way else nothing(BF16) for way, x, k in ((rows, w, keep), (columns, w.T, keep.T))]
-    assert_equal_bits(pack(w, n, m, **how, dtype=BF16, rows=rows, columns=columns), (*expected[0], *expected[1]))
+    assert_equal_bits(pack(w, n, m, **how, dtype=BF16, rows=rows, columns=columns)[:4], (*expected[0], *expected[1]))
 
 
 @for_each("scale", [None, 1.37, -0.8, 0.0, -0.0, math.inf, math.nan, 1e-30])
@@ -53,7 +53,7 @@ def test_threshold_rounds_the_scaled_value_then_to_the_dtype(scale, rows, dtype)
     if beta is not None:
         s = torch.tensor([[float(a) * beta.item() for a in row] for row in s.tolist()], dtype=torch.float64).to(wide)
     got = pack(w, 2, 4, "threshold", scale=beta, dtype=BF16, rows=rows, columns=not rows)
-    assert_equal_bits(got[:2] if rows else got[2:], compress(s.to(BF16), 2, 4, mask(x, 2, 4)))
+    assert_equal_bits(got[:2] if rows else got[2:4], compress(s.to(BF16), 2, 4, mask(x, 2, 4)))
 
 
 def test_kept_bits_stay_where_the_dtype_does():
@@ -67,5 +67,24 @@ def test_kept_bits_stay_where_the_dtype_does():
 def test_layouts_reorder_the_indices_only(layout, to):
     w = torch.randn(128, 64)
     plain, other = (pack(w, 2, 4, "transposable", dtype=to, columns=True, layout=x) for x in ("canonical", layout))
-    assert_equal_bits([other[0], from_layout(other[1], layout), other[2], from_layout(other[3], layout)], [*plain])
-    assert_equal_bits(pack(w, 2, 4, dtype=to, layout=layout)[2:], nothing(to, torch.int32))
+    assert_equal_bits([other[0], from_layout(other[1], layout), other[2], from_layout(other[3], layout)], [*plain[:4]])
+    assert_equal_bits(pack(w, 2, 4, dtype=to, layout=layout)[2:4], nothing(to, torch.int32))
+
+
+@for_each("n, m", [(2, 4), (1, 8), (3, 5)])
+@for_each("select", ["magnitude", "given", "threshold"])
+@for_each("dtype", DTYPES)
+def test_the_dense_form_is_where_the_rows_are(n, m, select, dtype):
+    """Bit for bit, whichever other forms are wanted, in any layout; +0 elsewhere."""
+    w, scale = edge(4 * m, 16 * m, dtype), None
+    keep = mask(w, n, m) & (torch.rand(w.shape) < 0.8) if select == "given" else None
+    if select == "threshold":
+        scale = torch.tensor(-0.8, dtype=torch.float64 if dtype == torch.float64 else F32)
+    values, indices, *_ = pack(w, n, m, select, keep, scale, BF16)
+    want = decompress(values, indices, n, m, w.shape[1])
+    assert_equal_bits(pack(w, n, m, select, keep, scale, BF16, False, dense=True)[4], want)
+    assert_equal_bits(pack(w, n, m, select, keep, scale, BF16, dense=True), (values, indices, *nothing(BF16), want))
+    outside = ~mask(w, n, m) if keep is None else ~keep
+    assert not want[outside].view(torch.int16).any(), "+0"
+    if select == "magnitude":
+        assert_equal_bits(want[~outside], w.to(BF16)[~outside])
