@@ -240,8 +240,8 @@ def test_forms_that_a_step_wrote_are_those_of_the_present_weight(key, monkeypatc
         trained(model, optimizer)
     assert len(optimizer.packed) == len(handle.layers)
     made = []
-    make = effective._make
-    monkeypatch.setattr(effective, "_make", lambda source, *wanted: made.extend(w for w in wanted if w.wanted) or make(source, *wanted))
+    make = effective._made
+    monkeypatch.setattr(effective, "_made", lambda source, *wanted: made.extend(w for w in wanted if w.wanted) or make(source, *wanted))
     torch.testing.assert_close(model(X).detach(), recomputed(model, X), rtol=1e-4, atol=1e-4)
     assert not made, "the step has made all forms"
 
