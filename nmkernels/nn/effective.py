@@ -27,7 +27,7 @@ from ..backends import fingerprint, renew_changed_forms
 from ..gemm.plan import GemmPlan
 from ..gemm.route import Operands, Route, operands, route
 from ..ops import Packed
-from ..optim.rules import StepForms
+from ..ops.adamw_pack import StepForms
 from ..tuning import TABLE
 
 Source = tuple[Tensor, WeightTransform, Sequence[Tensor], torch.dtype]

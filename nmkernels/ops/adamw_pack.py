@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,6 +115,7 @@ def masked_adamw_pack_(
         ShapeError, DtypeError, PatternError, OptionError: as for the two ops; nothing is changed then.
 
     Example:
+        >>> from nmkernels import ops
         >>> w, g, m, v, step = torch.ones(4, 8), torch.ones(4, 8), torch.zeros(4, 8), torch.zeros(4, 8), torch.zeros(())
         >>> hyper = torch.tensor([0.1, 0.9, 0.999, 1e-8, 0, 0, 0, 0, 0], dtype=torch.float64)
         >>> forms = ops.pack(w, "2:4", dtype=torch.bfloat16)
@@ -129,6 +130,26 @@ def masked_adamw_pack_(
         hyper, n, m, frozen, eps_inside, maximize, False, grad_scale, found_inf, masks or None,
     )  # fmt: skip
     return nm_masked_adamw_pack_(*arguments(p, forms, "held" if masks else mask, scales or [], step))
+
+
+class StepForms(NamedTuple):
+    """The forms of W̃ that a step overwrites with those of the new weight.
+
+    Args:
+        rule: ``"magnitude"``, ``"threshold"`` or ``"held"``, as ``nm.ops.masked_adamw_pack_`` prunes.
+        forms: W̃ packed, in dense layout or both.
+        scale: for ``"threshold"``, one fp32 element.
+    """
+
+    rule: str
+    forms: Packed
+    scale: Tensor | None = None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What must be the same for all targets of a kernel call."""
+        forms = self.forms
+        return self.rule, forms.layout, *(x if x is None else x.dtype for x in (*forms.buffers(), forms.dense)), self.scale is None
 
 
 def arguments(p: Pattern, forms: Sequence[Packed], rule: str, scales: Tensors, step: AdamWArgs) -> tuple[Any, ...]:

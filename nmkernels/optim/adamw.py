@@ -13,11 +13,11 @@ from torch._compile import _disable_dynamo
 from ..arguments import whole_number
 from ..layouts import LINEAR, as_matrix, ordered
 from ..ops import STATS, masked_adamw_
-from ..ops.adamw_pack import arguments, in_one_pass, nm_masked_adamw_pack_
+from ..ops.adamw_pack import StepForms, arguments, in_one_pass, nm_masked_adamw_pack_
 from ..pattern import CheckpointError, DtypeError, OptionError, Pattern
 from ..reference.adamw import AdamWArgs
 from ..shards import Groups, align_gradient, groups_of, is_sharded, local, reduced
-from .rules import PLAIN, StepForms, Target, UpdateRule
+from .rules import PLAIN, Target, UpdateRule
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 STATES, ROUNDINGS = ("float32", "bfloat16"), ("nearest", "stochastic")

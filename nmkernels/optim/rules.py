@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 from torch import Tensor
 
 from ..arguments import finite_number, whole_number
 from ..layouts import LINEAR
-from ..ops import Packed
+from ..ops.adamw_pack import StepForms
 from ..pattern import NMError, Pattern
 
 
@@ -57,26 +57,6 @@ class UpdateRule:
 
 PLAIN = UpdateRule()
 """Plain AdamW."""
-
-
-class StepForms(NamedTuple):
-    """The forms of W̃ that a step overwrites with those of the new weight.
-
-    Args:
-        rule: ``"magnitude"``, ``"threshold"`` or ``"held"``, as ``nm.ops.masked_adamw_pack_`` prunes.
-        forms: W̃ packed, in dense layout or both.
-        scale: for ``"threshold"``, one fp32 element.
-    """
-
-    rule: str
-    forms: Packed
-    scale: Tensor | None = None
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """What must be the same for all targets of a kernel call."""
-        forms = self.forms
-        return self.rule, forms.layout, *(x if x is None else x.dtype for x in (*forms.buffers(), forms.dense)), self.scale is None
 
 
 @dataclass
