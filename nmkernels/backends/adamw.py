@@ -34,6 +34,13 @@ def supports_tensors(a: AdamWArgs) -> Verdict:
     return True, ""
 
 
+def with_plain_masks(a: AdamWArgs) -> AdamWArgs:
+    """The same call with the bits of its masks in the order of memory, as kernels read them."""
+    if not a.masks or all(map(Tensor.is_contiguous, a.masks)):
+        return a
+    return a._replace(masks=[bits.contiguous() for bits in a.masks])
+
+
 def placed(a: AdamWArgs) -> list[Tensor]:
     """Tensors that show whether a backend reaches all of the call's: one param for its device, and gradients that are not strided."""
     return [*a.params[:1], *(x for x in a.grads if x.layout != torch.strided)] if a.params else [a.hyper]

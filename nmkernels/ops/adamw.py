@@ -76,11 +76,10 @@ def _check_masks(op: str, a: AdamWArgs) -> None:
         if bits.dtype != torch.uint8:
             raise DtypeError(f"{op}: {name} is {bits.dtype}; it must be uint8, eight weights a byte. Make it with nm.ops.mask_bits(mask).")
         shape = (*param.shape[:-1], -(-param.shape[-1] // 8))
-        if tuple(bits.shape) != shape or not bits.is_contiguous():
-            strided = "" if bits.is_contiguous() else " and is not contiguous"
+        if tuple(bits.shape) != shape:
             raise ShapeError(
-                f"{op}: {name} has shape {tuple(bits.shape)}{strided}; for a param of shape {tuple(param.shape)} it must be "
-                f"contiguous {shape}. Make it with nm.ops.mask_bits(mask)."
+                f"{op}: {name} has shape {tuple(bits.shape)}; for a param of shape {tuple(param.shape)} it must be "
+                f"{shape}. Make it with nm.ops.mask_bits(mask)."
             )
         check_device(op, **{f"params[{i}]": param, name: bits})
 
@@ -172,7 +171,7 @@ def masked_adamw_(
         max_exp_avg_sqs: the running maxima of amsgrad; passing them switches amsgrad on.
         geometric: also compute the statistics of log |v_t - v_{t-1}|.
         grad_scale, found_inf: of a ``GradScaler``; with found_inf != 0 nothing changes and all statistics are 0.
-        masks: held masks, one per param, of ``mask_bits``: uint8 ``(*shape[:-1], ceil(cols / 8))``, contiguous; instead of a pattern.
+        masks: held masks, one per param, of ``mask_bits``: uint8 ``(*shape[:-1], ceil(cols / 8))``; instead of a pattern.
         fixed: hold the weights outside of ``masks`` at zero.
         stochastic, seed: how m and v are rounded to bf16: stochastically, by random words of the seed and the step count, and not to
             nearest. ``nmkernels.reference.adamw`` has the definition.

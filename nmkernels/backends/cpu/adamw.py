@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...dispatch import Verdict
 from ...reference.adamw import AdamWArgs
+from ..adamw import with_plain_masks
 from ..shared import address, contiguous, row_stride, tensors
 from .core import DTYPES, core, register, runnable
 
@@ -31,7 +32,7 @@ def _view(x: Tensor, copies: list[tuple[Tensor, Tensor]]) -> tuple[int, int, int
 
 @register("nm_masked_adamw_", _supports)
 def _masked_adamw(*args: Any, out: Tensor | None = None) -> Tensor:
-    a = AdamWArgs(*args)
+    a = with_plain_masks(AdamWArgs(*args))
     written: list[tuple[Tensor, Tensor]] = []
     read: list[tuple[Tensor, Tensor]] = []
     lists = (a.params, written), (a.grads, read), (a.exp_avgs, written), (a.exp_avg_sqs, written), (a.max_exp_avg_sqs, written)

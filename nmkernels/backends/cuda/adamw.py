@@ -21,7 +21,7 @@ from torch import Tensor
 from ...dispatch import Verdict
 from ...reference.adamw import AdamWArgs
 from .. import streams
-from ..adamw import STATS, advance, placed, supports_tensors, to_device
+from ..adamw import STATS, advance, placed, supports_tensors, to_device, with_plain_masks
 from ..shared import address, dense, row_stride
 from ..streams import Made
 from .core import DTYPES, core, queue, register, runnable
@@ -257,7 +257,7 @@ def masked_adamw_(*args: Any, out: Tensor | None = None) -> Tensor:
 
 def step(a: AdamWArgs, out: Tensor | None, to: Forms | None = None) -> Tensor:
     """One step, which also writes the forms ``to`` if there are some."""
-    d = to_device(a, out)
+    a, d = with_plain_masks(a), to_device(a, out)
     if d.skip:
         return d.stats
     like = a.params[0] if a.params else a.hyper

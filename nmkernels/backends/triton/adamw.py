@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...reference.adamw import AdamWArgs
-from ..adamw import STATS, advance, to_device
+from ..adamw import STATS, advance, to_device, with_plain_masks
 from ..shared import dense
 from .groups import kept, narrow, widen
 from .launch import cdiv, launch, next_power_of_2
@@ -259,7 +259,7 @@ def adamw_kernel(
 
 def masked_adamw_(*args: Any, out: Tensor | None = None) -> Tensor:
     """``nm_masked_adamw_``; tensors that are not contiguous are copied there and back."""
-    a = AdamWArgs(*args)
+    a = with_plain_masks(AdamWArgs(*args))
     d = to_device(a, out)
     if d.skip:
         return d.stats
