@@ -99,13 +99,31 @@ def test_packing_both_ways_through_shared_memory(mode: str | int) -> None:
     kernel = parse(text, "INS_4bf16ES3_NS_5FixedILi2ELi4EEELi1ELb1ELb1E")
     for code, layout, rows, cols in ((0, "canonical", 160, 96), (2, "wgmma.sp", 64, 64)):
         w = torch.randn(rows, cols).to(BF16)
-        want = reference.pack(w, 2, 4, select="transposable", columns=True, layout=layout)
+        want = reference.pack(w, 2, 4, select="transposable", columns=True, layout=layout)[:4]
         got = [torch.empty_like(t) for t in want]
         pairs = [struct.pack("<2Q", got[i].data_ptr(), got[i + 1].data_ptr()) for i in (0, 2)]
         across = -(-cols // 64)
-        args = [w, 0, 0, *pairs, rows, cols, divider(across), code, 0]
+        args = [w, 0, 0, *pairs, 0, rows, cols, divider(across), code, 0]
         execute(kernel, across * -(-rows // 128), args, got, mode=mode, threads=kernel.most_threads)
         testing.assert_equal_bits(got, list(want), f"{layout} {mode}")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_and_the_dense_form_from_one_reading(mode: str | int) -> None:
+    """By magnitude and, times a scale, by the soft threshold; a last tile that is short in both directions."""
+    text = ptx(CSRC / "cuda" / "pack_tiles.cu", "sm_90a", "-fmad=false")
+    for select, rule, scale in ((0, "magnitude", 0), (3, "threshold", torch.tensor(1.75))):
+        kernel = parse(text, f"IfNS_4bf16ENS_5FixedILi2ELi4EEELi{select}ELb1ELb0ELb1E")
+        for code, layout, rows, cols in ((0, "canonical", 160, 96), (2, "wgmma.sp", 64, 64)):
+            w = torch.randn(rows, cols)
+            factor = scale if isinstance(scale, torch.Tensor) else None
+            values, indices, _, _, dense = reference.pack(w, 2, 4, rule, None, factor, BF16, layout=layout, dense=True)
+            got = [torch.empty_like(t) for t in (values, indices, dense)]
+            pairs = [struct.pack("<2Q", got[0].data_ptr(), got[1].data_ptr()), struct.pack("<2Q", 0, 0)]
+            across = -(-cols // 64)
+            args = [w, 0, scale, *pairs, got[2], rows, cols, divider(across), code, 0]
+            execute(kernel, across * -(-rows // 128), args, got, mode=mode, threads=kernel.most_threads)
+            testing.assert_equal_bits(got, [values, indices, dense], f"{rule} {layout} {mode}")
 
 
 def edges(dtype: torch.dtype, numel: int) -> torch.Tensor:
