@@ -78,7 +78,7 @@ class Rules:
 
     @property
     def held(self) -> bool:
-        """Whether the mask is held in memory and not found anew from the weight."""
+        """Whether the mask is held in memory and not computed from the present weight."""
         return self.prepare == "transposable"
 
     def preparations(self, transposed: bool) -> Iterator[tuple[str, bool, bool]]:

@@ -12,7 +12,8 @@ from torch._compile import _disable_dynamo
 
 from ..arguments import whole_number
 from ..layouts import LINEAR, as_matrix, ordered
-from ..ops import STATS, masked_adamw_
+from ..ops import STATS
+from ..ops.adamw import nm_masked_adamw_
 from ..ops.adamw_pack import StepForms, arguments, in_one_pass, nm_masked_adamw_pack_
 from ..pattern import CheckpointError, DtypeError, OptionError, Pattern
 from ..reference.adamw import AdamWArgs
@@ -224,15 +225,17 @@ class MaskedAdamW(torch.optim.AdamW):
             known = self._one_pass[key] = in_one_pass(self._pack_arguments(group, b))
         return forms if known else None
 
-    def _pack_arguments(self, group: dict[str, Any], b: _Bucket) -> tuple[Any, ...]:
-        rule, forms = self.rule, [target.forms for target in b.targets if target is not None and target.forms is not None]
-        pattern = None if b.bits else b.pattern
-        step = AdamWArgs(
+    def _arguments(self, group: dict[str, Any], b: _Bucket) -> AdamWArgs:
+        rule = self.rule if b.maskable else PLAIN
+        masks = b.bits if rule.masked or rule.fixed else None
+        pattern = b.pattern if rule.masked and not masks else None
+        stochastic = self.rounding == "stochastic" and b.params[0].dtype != torch.float64
+        return AdamWArgs(
             b.params,
             b.grads,
             b.moments["exp_avg"],
             b.moments["exp_avg_sq"],
-            [],
+            b.moments["max_exp_avg_sq"] if group["amsgrad"] else [],
             b.steps,
             _hyper(group, rule, b.params[0].device),
             *((0, 0) if pattern is None else (pattern.n, pattern.m)),
@@ -242,41 +245,24 @@ class MaskedAdamW(torch.optim.AdamW):
             rule.geometric,
             getattr(self, "grad_scale", None),
             getattr(self, "found_inf", None),
-            b.bits or None,
+            masks or None,
             rule.fixed,
+            stochastic,
+            self.seed | b.number << 32 if stochastic else 0,
         )
-        assert b.pattern is not None
+
+    def _pack_arguments(self, group: dict[str, Any], b: _Bucket) -> tuple[Any, ...]:
+        forms = [target.forms for target in b.targets if target is not None and target.forms is not None]
         scales = [form.scale for form in forms if form.scale is not None]
-        return arguments(b.pattern, [form.forms for form in forms], forms[0].rule, scales, step)
+        assert b.pattern is not None
+        return arguments(b.pattern, [form.forms for form in forms], forms[0].rule, scales, self._arguments(group, b))
 
     def _run(self, group: dict[str, Any], b: _Bucket) -> Tensor:
-        if b.packs:
-            stats = nm_masked_adamw_pack_(*self._pack_arguments(group, b))
-            self.packed.update((p, p._version) for p in b.params)
-            return stats
-        rule = self.rule if b.maskable else PLAIN
-        masks = b.bits if rule.masked or rule.fixed else None
-        stochastic = self.rounding == "stochastic" and b.params[0].dtype != torch.float64
-        return masked_adamw_(
-            b.params,
-            b.grads,
-            b.moments["exp_avg"],
-            b.moments["exp_avg_sq"],
-            b.steps,
-            _hyper(group, rule, b.params[0].device),
-            b.pattern if rule.masked and not masks else None,
-            max_exp_avg_sqs=b.moments["max_exp_avg_sq"] if group["amsgrad"] else None,
-            frozen=rule.frozen,
-            eps_inside=rule.eps_inside,
-            maximize=group["maximize"],
-            geometric=rule.geometric,
-            grad_scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
-            masks=masks,
-            fixed=rule.fixed,
-            stochastic=stochastic,
-            seed=self.seed | b.number << 32 if stochastic else 0,
-        )
+        if not b.packs:
+            return nm_masked_adamw_(*self._arguments(group, b))
+        stats: Tensor = nm_masked_adamw_pack_(*self._pack_arguments(group, b))
+        self.packed.update((p, p._version) for p in b.params)
+        return stats
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         pairs = self._checked(state_dict)

@@ -252,7 +252,7 @@ class Attachment:
             made = self._bits.get(name)
             if made is None or made[0] is not mask or made[1] != mask._version:
                 bits = ops.mask_bits(mask)
-                # a CUDA graph goes on reading where the bits were when it was captured
+                # a CUDA graph keeps reading where the bits were when it was captured
                 bits = bits if made is None or made[2].shape != bits.shape or made[2].device != bits.device else made[2].copy_(bits)
                 made = self._bits[name] = mask, mask._version, bits
             target.bits = made[2]
@@ -352,7 +352,7 @@ class Attachment:
             optimizer.param_groups[0][STATE_KEY] = self.run.state
         if type(hooks) is not Hooks:
             hooks.after_step(self._updated(), found_inf)
-        if own is not None and own.stats is None:  # only what is learned beside the weights had gradients, such as SLoPe's adapters
+        if own is not None and own.stats is None:  # only what is learned in addition to the weights had gradients, such as SLoPe's adapters
             self.numel = sum(layer.parameter.numel() for layer in self.layers.values() if layer.takes_part())
             own = None
         if own is not None:

@@ -6,6 +6,7 @@ import torch
 from nmkernels.ops import STATS
 from nmkernels.optim import PLAIN, MaskedAdamW, Target, UpdateRule, merge_stats
 from nmkernels.pattern import DtypeError, Pattern
+from nmkernels.reference.adamw import AdamWArgs
 from python_tests.copy_model import COPY_METHODS, copy_model
 from python_tests.for_each import for_each
 
@@ -211,7 +212,7 @@ def test_stats_count_maskable_parameters_only():
 def test_scalars_are_not_copied_from_the_host(lr, monkeypatch):
     """They stay on the host; only with a learning rate on another device are they made there."""
     given = []
-    monkeypatch.setattr("nmkernels.optim.adamw.masked_adamw_", lambda *args, **kwargs: given.append(args[5]))
+    monkeypatch.setattr("nmkernels.optim.adamw.nm_masked_adamw_", lambda *args: given.append(AdamWArgs(*args).hyper))
     p = torch.nn.Parameter(torch.ones(4, device=getattr(lr, "device", "cpu")))
     p.grad = torch.ones_like(p)
     optimizer = MaskedAdamW([p], capturable=p.is_meta)

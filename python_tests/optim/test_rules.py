@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from nmkernels.layouts import as_matrix, ordered
-from nmkernels.ops import STATS, mask_bits, masked_adamw_
+from nmkernels.ops import STATS, mask_bits
 from nmkernels.optim import PLAIN, AnnealedRule, MaskedAdamW, Target, UpdateRule, adamw
 from nmkernels.pattern import NMError, Pattern, ShapeError
+from nmkernels.reference.adamw import AdamWArgs
 from python_tests import naive
 from python_tests.for_each import for_each
 
@@ -146,11 +147,12 @@ def test_update_of_weights_that_are_no_matrices(layout):
 def test_one_call_for_each_group_and_pattern(monkeypatch):
     calls = []
 
-    def record(params, *args, **rest):
-        calls.append((str(args[5]), len(params)))
-        return masked_adamw_(params, *args, **rest)
+    def record(*args):
+        a = AdamWArgs(*args)
+        calls.append((f"{a.n}:{a.m}" if a.n else "None", len(a.params)))
+        return torch.ops.nmkernels.nm_masked_adamw_(*args)
 
-    monkeypatch.setattr(adamw, "masked_adamw_", record)
+    monkeypatch.setattr(adamw, "nm_masked_adamw_", record)
     ps = [torch.nn.Parameter(torch.randn(4, 8)) for _ in range(6)]
     bits = mask_bits(torch.ones(4, 8, dtype=torch.bool))
     optimizer = MaskedAdamW([{"params": ps[:4]}, {"params": ps[4:]}], lr=LR)
