@@ -41,7 +41,7 @@ struct FormsCall {
     int select, layout;
 };
 
-// Compares row `strip` of each tile with the packed rows, and where one differs sets *changed to `mark` and makes all forms anew.
+// Compares row `strip` of each tile with the packed rows, and where one differs sets *changed to `mark` and makes all forms again.
 void renew_changed_forms(const FormsCall& call, int strip, int* changed, int mark, const Queue& queue);
 
 }  // namespace nm::cuda
