@@ -76,11 +76,11 @@ NM_DEVICE uint32_t write_forms(const float* w, uint32_t held, const AdamWForms& 
     if constexpr (kBack == kColumns) {
         uint32_t columns[8];
         turn_tile<bf16>(spread, 2, columns);
-        const uint32_t turned = pack_given_quad<bf16, bf16>(columns, transposed(held), values, overfull);
+        const uint32_t indices = pack_given_quad<bf16, bf16>(columns, transposed(held), values, overfull);
         NM_UNROLL
         for (int k = 0; k < 4; ++k) {
             panels.columns.template put<4>(spot.across, unsigned(k), spot.down, values + k);
-            panels.columns.template put_indices<1>(spot.across, unsigned(k), spot.down, turned >> (8 * k));
+            panels.columns.template put_indices<1>(spot.across, unsigned(k), spot.down, indices >> (8 * k));
         }
     }
     if constexpr (kBack == kDense) {

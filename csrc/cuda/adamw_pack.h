@@ -24,8 +24,8 @@ struct AdamWPack {
 
 constexpr int kPackTile = 64;  // rows and columns of a tile
 
-// masked_adamw, in three launches, that also writes forms. Params are fp32, contiguous and not flat, rows and cols multiples of 64, every address one of 16; a tile
-// has 64 x 64 of them. n:m is 2:4, or held masks are.
+// masked_adamw, in three launches, that also writes forms. Params are fp32, contiguous and not flat, rows and cols multiples of 64,
+// every address one of 16; a tile has 64 x 64 of them. n:m is 2:4, or held masks are.
 void masked_adamw_pack(const AdamWArguments& arguments, const AdamWPart& part, const AdamWOptions& options, const AdamWPack& pack,
                        const Queue& queue);
 
