@@ -185,11 +185,14 @@ def pack(
     """
     dtype = dtype or w.dtype
 
+    def sourced(w: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if select != "threshold":
+            return w, kept
+        source = parts.soft_threshold(w, n, m)
+        return source if scale is None else source.float() * scale.reshape(()), parts.mask(w, n, m)
+
     def one(w: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
-        source = w
-        if select == "threshold":
-            kept, source = parts.mask(w, n, m), parts.soft_threshold(w, n, m)
-            source = source if scale is None else source.float() * scale.reshape(())
+        source, kept = sourced(w, kept)
         # packed first and cast after, so that only what is kept is written twice
         values, indices = parts.compress(source, n, m, kept)
         return values.to(dtype), indices
@@ -200,7 +203,15 @@ def pack(
         return operand[0], to_layout(operand[1], cols, layout)
 
     kept = parts.transposable_mask(w, n, m) if select == "transposable" else mask
-    along = one(w, kept) if rows or dense else None
+    # compress checks a mask, for which the host waits for a GPU: not for the dense form of a mask that is known to be N:M
+    alone = dense and not rows and select in ("held", "transposable", "threshold")
+    along = one(w, kept) if rows or (dense and not alone) else None
     down = one(w.t(), None if kept is None else kept.t()) if columns else None
-    spread = parts.decompress(*along, n, m, w.shape[1]) if dense and along is not None else w.new_empty(0, dtype=dtype)
+    spread = w.new_empty(0, dtype=dtype)
+    if alone:
+        source, kept = sourced(w, kept)
+        assert kept is not None
+        spread = torch.where(kept, source.to(dtype), torch.zeros((), dtype=dtype, device=w.device)).contiguous()
+    elif dense and along is not None:
+        spread = parts.decompress(*along, n, m, w.shape[1])
     return *ordered(along if rows else None, w.shape[1]), *ordered(down, w.shape[0]), spread

@@ -87,6 +87,8 @@ class TestPack(Conformance):
         "empty": lambda: (torch.randn(0, 8), 2, 4, "transposable", None, None, BF16, True, True, "canonical"),
         "rows_and_dense": lambda: (torch.randn(64, 64), 2, 4, "magnitude", None, None, BF16, True, False, "mma.sp", True),
         "dense_threshold": lambda: (torch.randn(6, 8), 2, 4, "threshold", None, torch.tensor(-1.37), BF16, False, False, "canonical", True),
+        "dense_held": lambda: (torch.randn(8, 12), 2, 4, "held", _short_mask(8, 12), None, BF16, False, True, "canonical", True),
+        "dense_transposable": lambda: (torch.randn(8, 12), 2, 4, "transposable", None, None, BF16, False, False, "canonical", True),
         "dense_given": lambda: (
             torch.randn(8, 24),
             1,

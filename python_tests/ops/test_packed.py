@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nmkernels import Compressed, CompressedLinear, Pattern, autograd, dispatch, ops, reference, testing
+from nmkernels.backends import shared
 from nmkernels.ops import DeviceCompressed, Packed
 from python_tests.for_each import for_each
 
@@ -206,3 +207,17 @@ def test_pack_compiles_with_a_chosen_layout() -> None:
         return pytree.tree_leaves(ops.pack(w, "2:4", dtype=BF16, layout=chosen()).rows)
 
     assert all(map(torch.equal, torch.compile(packed, fullgraph=True, backend="eager")(W), packed(W)))
+
+
+@for_each("select", ["held", "threshold", "transposable"])
+def test_the_dense_form_alone_checks_no_mask(select: str) -> None:
+    """Which backends without a kernel for it would wait for, once per layer and step."""
+
+    def refused(*_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        raise AssertionError("compress checks the mask")
+
+    parts = shared.Parts(reference.mask, reference.soft_threshold, reference.transposable_mask, refused, reference.decompress)
+    mask = reference.mask(W, 2, 4) if select == "held" else None
+    scale = torch.tensor(1.37) if select == "threshold" else None
+    args = W, 2, 4, select, mask, scale, BF16, False, False, "canonical", True
+    testing.assert_equal_bits(shared.pack(parts, *args), reference.pack(*args))
