@@ -104,6 +104,20 @@ def test_packed_is_the_dense_form_compressed(name):
             assert packed.columns is None or torch.equal(packed.columns.dense(), want.t())
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_the_dense_form_alone_is_what_the_transform_makes(name):
+    """As a GPU makes it under autocast, of every transform: not all of them are N:M, and stacked experts have a scale for each row."""
+    transform, extras = EVERY[name]
+    w = torch.randn(8, 16)
+    extras = tuple(x.float() if x.dtype == torch.float64 else x for x in extras)
+    calls = [extras]
+    if isinstance(transform, SoftThreshold):
+        calls.append((torch.linspace(0.5, 2, 8)[:, None],))
+    for some in calls:
+        made = transform.packed(w, *some, dtype=torch.bfloat16, rows=False, dense=True)
+        assert made.rows is None and torch.equal(made.dense, transform(w, *some).to(torch.bfloat16))
+
+
 def test_what_is_not_nm_is_not_packed():
     w = torch.randn(16, 16)
     for name in ("hard", "soft", "other"):

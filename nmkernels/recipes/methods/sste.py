@@ -49,7 +49,7 @@ class SoftThreshold(WeightTransform):
         layout: str = "canonical", out: Packed | None = None,
     ) -> Packed:  # fmt: skip
         """β S(W), rounded once, in one read of the weight. Its transpose is not N:M: ``columns`` raises ``PatternError``."""
-        if laid_out(self.pattern, layout) != self.pattern:
+        if laid_out(self.pattern, layout) != self.pattern or extras[0].numel() > 1:  # a scale for each row, of stacked experts
             return super().packed(weight, *extras, dtype=dtype, rows=rows, columns=columns, dense=dense, layout=layout)
         scale = extras[0].to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
         forms = {"rows": rows, "columns": columns, "dense": dense}
