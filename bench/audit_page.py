@@ -20,7 +20,7 @@ from nmkernels.audit import Audit, traffic
 from nmkernels.audit.whole import pays
 from nmkernels.gemm.devices import Device, named
 from nmkernels.models import model_shapes
-from nmkernels.tuning import Seconds
+from nmkernels.timing import Seconds
 
 from . import tables
 from .report import load

@@ -1,4 +1,4 @@
-"""Timing on a GPU, in addition to ``nmkernels.tuning.timer``: host time of asynchronous calls, CUDA graphs, and data outside the cache.
+"""Timing on a GPU, in addition to ``nmkernels.timing.timer``: host time of asynchronous calls, CUDA graphs, and data outside the cache.
 
 Weights smaller than the L2 (50 MB on an H100) would be read from there when used again, so callers rotate among copies (``rotated``).
 """

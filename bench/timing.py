@@ -1,7 +1,7 @@
 """Times a case's providers in alternating rounds.
 
 On a CPU a call is timed as in a model: once, directly after an elementwise torch op, when torch's threads wait for the next call and the
-caches hold what the others left. The alternation, and timing on a GPU, are those of ``nmkernels.tuning.timer``.
+caches hold what the others left. The alternation, and timing on a GPU, are those of ``nmkernels.timing.timer``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from functools import cache
 
 import torch
 
-from nmkernels.tuning import timer
-from nmkernels.tuning.timer import DeviceMeter, Meter, Turns
+from nmkernels.timing import timer
+from nmkernels.timing.timer import DeviceMeter, Meter, Turns
 
 from . import device as gpu
 from .registry import Call, Provider, Ratio
@@ -50,7 +50,7 @@ class Timed(Turns):
 
 
 def take_turns(providers: Sequence[Provider], device: str, seconds: float, least: int = LEAST) -> Timed:
-    """Time the calls in alternation for about ``seconds``, after warm-up calls; see ``tuning.timer.take_turns``."""
+    """Time the calls in alternation for about ``seconds``, after warm-up calls; see ``timing.timer.take_turns``."""
     gc.collect()
     found = timer.take_turns({p.name: meter_of(p, device) for p in providers}, seconds, least, MOST)
     return Timed(found.rounds, found.failed)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import nmkernels as nm
 from nmkernels.autograd import HardMask, WeightTransform
 from nmkernels.recipes import Stage, recipe
-from nmkernels.recipes.base import number
+from nmkernels.recipes.contract import number
 from nmkernels.recipes.schedule import ScheduledRecipe, resolve_step
 
 

@@ -31,7 +31,8 @@ from .pattern import (
     RecipeError,
     ShapeError,
 )
-from .recipes import densify_, prune_, sparsify_
+from .prune import prune_
+from .recipes import densify_, sparsify_
 
 __all__ = [
     "BackendError",

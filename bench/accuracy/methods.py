@@ -11,7 +11,7 @@ from typing import Any
 
 from nmkernels import recipes
 from nmkernels.recipes import Recipe
-from nmkernels.recipes.base import Stage, State
+from nmkernels.recipes.contract import Stage, State
 from nmkernels.recipes.methods.step import STEP
 
 from .spec import DENSE, unknown

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from nmkernels import CompressedLinear, ops, testing
+from nmkernels.gemm.candidates import measure
 from nmkernels.gemm.choose import choose, using
 from nmkernels.gemm.forms import forms as forms_of
-from nmkernels.gemm.measure import measure
 from nmkernels.gemm.methods import DENSE, UNESTIMATED, Method, dense_estimate, methods, random_operands, run
 from nmkernels.gemm.problem import Problem
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from nmkernels import Pattern
-from nmkernels.recipes.oneshot import SparseGPT
-from nmkernels.recipes.oneshot.base import resolve
-from nmkernels.recipes.oneshot.reconstruct import damped, squared_error
-from nmkernels.recipes.oneshot.solve import solve
+from nmkernels.prune import SparseGPT
+from nmkernels.prune.base import resolve
+from nmkernels.prune.reconstruct import damped, squared_error
+from nmkernels.prune.solve import solve
 
 from ..rows import RESULTS, Row, row
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nmkernels.models import GPT, GPTConfig, load_corpus
-from nmkernels.recipes.sparsify import FilterFn
+from nmkernels.train.sparsify import FilterFn
 
 from ..accuracy import data
 from ..accuracy.tasks import get

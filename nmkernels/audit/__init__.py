@@ -1,6 +1,6 @@
 """Estimate what N:M gains for a model on a device: a roofline, measurements if the device is available, and advice."""
 
-from ..tuning import Task
+from ..timing import Task
 from .audit import audit
 from .flops import Flops, LayerFlops, flops
 from .fsdp import Cluster, ClusterAudit, ShardedStep

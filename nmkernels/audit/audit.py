@@ -18,17 +18,17 @@ from ..layouts import EXPERTS_T
 from ..nn import CompressedLinear, CompressedStack, NMWeight, StackedWeight, adapter_of
 from ..nn.experts import sparse_layers, stacks_of
 from ..pattern import NMError, Pattern, RecipeError
-from ..recipes.base import Recipe, rank_for
 from ..recipes.compose import deployed
-from ..recipes.handle import Handle
+from ..recipes.contract import Recipe, rank_for
 from ..recipes.registry import resolve, text
-from ..recipes.report import Entry, starred
-from ..recipes.sparsify import DTYPES, FilterFn
-from ..tuning import Seconds
+from ..timing import Seconds
+from ..train.handle import Handle
+from ..train.report import Entry, starred
+from ..train.sparsify import DTYPES, FilterFn
 from .advice import notes, of_dense, of_sparse
 from .flops import inventory, matrices_of, matrix_of, passes, skeleton
 from .fsdp import Cluster, predict
-from .measure import Measured, Progress, find, measure_all, measured
+from .pieces import Measured, Progress, find, measure_all, measured
 from .report import Audit, LayerAudit
 from .rules import TWO_FOUR, Case, Layer, Rules, by_name, of_layer, of_recipe
 from .whole import RECIPES, WholeStep

@@ -18,13 +18,13 @@ from ..layouts import CONV2D, matrix_shape
 from ..nn import NMWeight
 from ..nn.experts import sparse_layers
 from ..pattern import Pattern, RecipeError, ShapeError
-from ..recipes.base import Recipe, Span, rank_for
 from ..recipes.compose import deployed, with_pattern
-from ..recipes.layer_names import check_names
+from ..recipes.contract import Recipe, Span, rank_for
 from ..recipes.registry import get, resolve
-from ..recipes.report import Entry
-from ..recipes.sparsify import FilterFn, select
-from ..recipes.writes import listed
+from ..train.layer_names import check_names
+from ..train.report import Entry
+from ..train.sparsify import FilterFn, select
+from ..train.writes import listed
 
 
 def inventory(verb: str, model: nn.Module, recipe: Recipe, filter_fn: FilterFn | None) -> tuple[list[Entry], dict[str, Pattern]]:

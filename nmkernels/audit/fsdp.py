@@ -37,7 +37,7 @@ from ..arguments import whole_number
 from ..gemm.devices import Device, Links
 from ..gemm.problem import packed_bytes
 from ..pattern import RecipeError
-from ..recipes.report import Entry
+from ..train.report import Entry
 from .flops import aligned, matrices_of
 from .rules import GEMMS, Case
 

@@ -14,7 +14,7 @@ from .. import ops
 from ..nn import CompressedLinear, NMWeight
 from ..nn.deploy import check_rounding, rounded_layers
 from ..pattern import RecipeError
-from ..recipes.oneshot.data import call
+from ..prune.data import call
 from ..shards import is_sharded
 from .flops import aligned, shape_text
 

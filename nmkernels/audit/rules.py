@@ -24,8 +24,8 @@ from ..gemm.problem import packed_bytes
 from ..nn import NMWeight
 from ..ops import tensor_core_pattern
 from ..pattern import Pattern, RecipeError
-from ..recipes.base import Recipe, Span
 from ..recipes.compose import deployed, innermost, with_pattern
+from ..recipes.contract import Recipe, Span
 from ..recipes.registry import find, get, parse
 from . import traffic
 

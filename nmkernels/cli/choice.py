@@ -23,7 +23,7 @@ from ..gemm.choose import choose
 from ..nn.compressed import SMALL_BYTES, CompressedLinear
 from ..pattern import Pattern
 from ..recipes import sparsify_
-from ..tuning import Timer, cold
+from ..timing import Timer, cold
 
 INFERENCE, TRAINING = "inference", "training"
 SECONDS = 0.8

@@ -28,7 +28,7 @@ from .._version import __version__
 from ..dispatch import choose, implementations
 from ..ops import verify
 from ..pattern import BackendError
-from ..tuning.table import machine, versions
+from ..timing.table import machine, versions
 from . import choice
 from .verify import run as verify_all
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import capability
 from ..ops.integers import BITS
 from ..pattern import NMError, Pattern
-from ..recipes.oneshot.base import resolve
+from ..prune.base import resolve
 from .config import positive
 from .log import notes
 from .samples import draw, read, share

@@ -21,7 +21,7 @@ from ..nn import CompressedLinear, CompressedStack, NMWeight, StackedWeight
 from ..nn.experts import child_name, layer_name
 from ..pattern import CheckpointError
 from ..shards import local
-from ..tuning.table import regular_size
+from ..timing.table import regular_size
 
 Layer = NMWeight | CompressedLinear | CompressedStack
 

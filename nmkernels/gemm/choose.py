@@ -31,11 +31,11 @@ from ..dispatch import REFERENCE, forced_backend
 from ..dispatch import choose as dispatched
 from ..ops.integers import BITS
 from ..pattern import Pattern
-from ..tuning import TABLE
-from ..tuning.measure import LEAST_GAIN
-from ..tuning.setting import reproducible, setting, undisturbed
+from ..timing import TABLE
+from ..timing.compare import LEAST_GAIN
+from ..timing.setting import reproducible, setting, undisturbed
 from . import estimate
-from .measure import measure_and_record
+from .candidates import measure_and_record
 from .methods import AS_FLOAT32, DENSE, EXPAND, OP, UNESTIMATED, Method, arguments, methods, optional
 from .problem import Problem, key, plain
 

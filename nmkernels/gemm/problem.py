@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import tuning
+from .. import timing
 from ..ops.integers import BITS
 from ..ops.mvue import METHODS
 from ..pattern import NMError, Pattern
@@ -80,7 +80,7 @@ def key(*problems: Problem) -> str:
         how = f"{'+'.join(p.forms)}{' changing' if p.changing else ''}{' cached' if p.cached else ''}"
         how += f" {stored_as(p)}" if p.integers else ""
         parts.append(f"{what}|{plain(p.dtype)}|{p.n}:{p.m}|{p.rows}x{p.cols}|{how}")
-    return tuning.key("gemm", problems[0].device, " and ".join(parts), problems[0].tokens)
+    return timing.key("gemm", problems[0].device, " and ".join(parts), problems[0].tokens)
 
 
 def stored_as(p: Problem) -> str:

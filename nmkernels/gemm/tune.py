@@ -17,10 +17,10 @@ from torch import nn
 from ..arguments import whole_number
 from ..dispatch import ENV, forced_backend
 from ..pattern import OptionError
-from ..tuning import Measurement, Seconds
+from ..timing import Measurement, Seconds
 from . import estimate
+from .candidates import measure, record, search
 from .choose import ESTIMATED, rule
-from .measure import measure, record, search
 from .methods import DENSE, Method
 from .problem import Problem, plain, stored_as
 

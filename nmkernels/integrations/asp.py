@@ -28,8 +28,8 @@ from .. import ops, recipes
 from ..nn import is_conv1d_type
 from ..pattern import Pattern, RecipeError
 from ..recipes import Handle, sparsify_
-from ..recipes.layer_names import check_names
-from ..recipes.sparsify import candidates
+from ..train.layer_names import check_names
+from ..train.sparsify import candidates
 
 KNOWN = (nn.Linear, _ConvNd, nn.MultiheadAttention)
 """The classes that apex prunes."""

@@ -55,9 +55,9 @@ from ..ops import Compressed
 from ..ops.integers import BITS, GROUPS
 from ..pattern import CheckpointError, OptionError, Pattern, PatternError, PatternLike, RecipeError
 from ..recipes import Report
-from ..recipes.layer_names import check_names
-from ..recipes.report import Entry
-from ..recipes.sparsify import Candidate, check_groups, select
+from ..train.layer_names import check_names
+from ..train.report import Entry
+from ..train.sparsify import Candidate, check_groups, select
 from .trainer import prepare
 
 __all__ = ["NMConfig", "NMQuantizer", "mark_", "prepare"]

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from ..export.tensors import INDEX, SINGLE, shortened
 from ..files import FULL, write_error
 from ..pattern import CheckpointError, NMError
+from ..prune.relay import block_lists
+from ..prune.units import Residence
 from ..recipes import Report
-from ..recipes.oneshot.relay import block_lists
-from ..recipes.oneshot.units import Residence
-from ..recipes.sparsify import Candidate
+from ..train.sparsify import Candidate
 
 log = logging.getLogger("nmkernels.prune")
 CONFIG = "config.json"

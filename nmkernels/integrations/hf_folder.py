@@ -37,16 +37,16 @@ from ..nn.deploy import check_values
 from ..nn.experts import child_name
 from ..ops import Compressed
 from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
-from ..recipes.layer_names import check_names
-from ..recipes.oneshot.base import OneShot, resolve
-from ..recipes.oneshot.data import batches_of, call
-from ..recipes.oneshot.prune import check_model, choose, complete_, settings
-from ..recipes.oneshot.ranks import ranks
-from ..recipes.oneshot.relay import Relay, Unit
-from ..recipes.oneshot.results import Results, digest, owned
-from ..recipes.oneshot.units import Progress, prune_units, trace, write
-from ..recipes.report import Pruned, Report, starred
-from ..recipes.sparsify import Candidate, FilterFn, check_groups
+from ..prune.base import OneShot, resolve
+from ..prune.data import batches_of, call
+from ..prune.prune import check_model, choose, complete_, settings
+from ..prune.ranks import ranks
+from ..prune.relay import Relay, Unit
+from ..prune.results import Results, digest, owned
+from ..prune.units import Progress, prune_units, trace, write
+from ..train.layer_names import check_names
+from ..train.report import Pruned, Report, starred
+from ..train.sparsify import Candidate, FilterFn, check_groups
 from .hf import CARD, NMConfig, skips, write_card
 from .hf_disk import CONFIG, Choice, check_folder, class_of, open_folder
 

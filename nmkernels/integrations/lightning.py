@@ -18,7 +18,7 @@ from ..nn import NMWeight
 from ..pattern import RecipeError
 from ..recipes import Handle, Recipe, sparsify_
 from ..recipes.registry import resolve
-from ..recipes.sparsify import FilterFn
+from ..train.sparsify import FilterFn
 from .ending import finish_or_warn
 
 UNSUPPORTED = {

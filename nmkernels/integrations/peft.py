@@ -54,8 +54,8 @@ from ..nn import CompressedConv2d, CompressedLinear, CompressedStack, NMWeight, 
 from ..nn.compressed import CompressedPart
 from ..nn.experts import layer_name
 from ..pattern import OptionError, RecipeError, ShapeError
-from ..recipes.layer_names import check_names
 from ..shards import is_sharded
+from ..train.layer_names import check_names
 
 __all__ = ["MaskedLoraConfig", "absorb", "export_adapter", "lost_by_merging", "merge_and_prune", "targets"]
 

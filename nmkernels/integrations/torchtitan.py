@@ -38,9 +38,9 @@ from ..nn import SparseLinear
 from ..optim import MaskedAdamW
 from ..pattern import Pattern, RecipeError
 from ..recipes import Handle, Recipe, Report, sparsify_
-from ..recipes.attach import STATE_KEY
 from ..recipes.registry import resolve
-from ..recipes.sparsify import FilterFn, select
+from ..train.attach import STATE_KEY
+from ..train.sparsify import FilterFn, select
 
 
 class NMLinear(SparseLinear, Module):

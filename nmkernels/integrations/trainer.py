@@ -15,10 +15,10 @@ from transformers.trainer_callback import TrainerCallback
 
 from ..pattern import RecipeError
 from ..recipes import Handle, Recipe, sparsify_
-from ..recipes.attach import unwrapped
 from ..recipes.compose import innermost
 from ..recipes.registry import parse, resolve
-from ..recipes.sparsify import FilterFn
+from ..train.attach import unwrapped
+from ..train.sparsify import FilterFn
 from .ending import finish_or_warn
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")

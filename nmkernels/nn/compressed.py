@@ -24,7 +24,7 @@ from ..ops.linear import nm_linear, operand_for
 from ..ops.pack import positions
 from ..pattern import DtypeError, Pattern, RecipeError, ShapeError
 from ..shards import local
-from ..tuning import TABLE
+from ..timing import TABLE
 from .adapter import adapter_of, add_adapter, set_adapter
 from .classes import QuantisedByClass
 from .linear import autocast_dtype, castable

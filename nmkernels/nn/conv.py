@@ -22,7 +22,7 @@ from ..gemm.methods import DENSE, EXPAND
 from ..gemm.problem import Problem
 from ..layouts import CONV2D, as_stored
 from ..pattern import DtypeError, Pattern, PatternLike, ShapeError
-from ..tuning.setting import setting
+from ..timing.setting import setting
 from .checkpointing import Checkpointed
 from .compressed import SMALL_BYTES, CompressedLinear, cast
 from .linear import autocast_dtype, castable

@@ -28,7 +28,7 @@ from ..gemm.plan import GemmPlan
 from ..gemm.route import Operands, Route, operands, route
 from ..ops import Packed
 from ..ops.adamw_pack import StepForms
-from ..tuning import TABLE
+from ..timing import TABLE
 
 Source = tuple[Tensor, WeightTransform, Sequence[Tensor], torch.dtype]
 """What an effective weight is made from: the weight, the transform, the extras that it reads, and the dtype of the GEMMs."""

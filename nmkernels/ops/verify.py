@@ -30,9 +30,9 @@ from .. import dispatch
 from ..backends.shared import tensors
 from ..dispatch import REFERENCE, Impl, implementations
 from ..pattern import BackendError
-from ..tuning import TABLE
-from ..tuning.setting import undisturbed
-from ..tuning.table import machine, versions
+from ..timing import TABLE
+from ..timing.setting import undisturbed
+from ..timing.table import machine, versions
 from .small import SMALL, alone, small, transposed
 
 ENV = "NMKERNELS_VERIFY"

@@ -4,20 +4,18 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
+from ..train.capture import CapturedStep
+from ..train.decay_search import DecaySearch, search_decay
+from ..train.handle import Handle, densify_
+from ..train.report import Report
+from ..train.sparsify import sparsify_
 from . import contrib, methods
-from .base import Observed, Recipe, Setup, Span, Stage
-from .capture import CapturedStep
+from .contract import Hooks, Observed, Recipe, Setup, Span, Stage
 from .contrib.ast import distill_loss
 from .contrib.proxsparse import prox
-from .decay_search import DecaySearch, search_decay
 from .existing import adopt
-from .handle import Handle, densify_
-from .hooks import Hooks
 from .methods.permutation import Permutation, search_permutation
-from .oneshot import prune_
 from .registry import find, get, names, recipe, text
-from .report import Report
-from .sparsify import sparsify_
 
 if TYPE_CHECKING:
 
@@ -49,7 +47,6 @@ __all__ = [
     "get",
     "names",
     "prox",
-    "prune_",
     "recipe",
     "search_decay",
     "search_permutation",

@@ -8,7 +8,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
 from ..pattern import CheckpointError, NMError, Pattern, RecipeError
-from .base import Recipe, Span, Stage, State
+from .contract import Recipe, Span, Stage, State
 from .registry import get, parse, spec
 
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}

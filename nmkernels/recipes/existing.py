@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from .. import ops
 from ..nn import NMWeight
 from ..pattern import Pattern, PatternLike, RecipeError
-from .handle import Handle
+from ..train.handle import Handle
+from ..train.report import FILTERED
+from ..train.sparsify import FilterFn, candidates, sparsify_
 from .methods.asp import ASP
-from .report import FILTERED
-from .sparsify import FilterFn, candidates, sparsify_
 
 GROUPS = (4, 8, 16, 32)
 """The M that are looked for."""

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from ..pattern import Pattern, RecipeError
-from .base import Recipe
+from .contract import Recipe
 
 _recipes: dict[str, type[Recipe]] = {}
 R = TypeVar("R", bound=type[Recipe])

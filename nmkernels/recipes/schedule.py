@@ -14,7 +14,7 @@ from ..arguments import as_number
 from ..autograd import STRAIGHT_THROUGH, GemmPlan
 from ..ops import STATS
 from ..pattern import Pattern, PatternLike, RecipeError
-from .base import Observed, Recipe, Span, Stage, State, first
+from .contract import Observed, Recipe, Span, Stage, State, first
 
 APPLIED = STATS.index("applied")
 EARLY = 0.05

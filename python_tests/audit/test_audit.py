@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.audit import measure
+from nmkernels.audit import pieces as measure
 from nmkernels.audit.rules import speedup
 from nmkernels.models import GPT, GPTConfig
 from nmkernels.recipes.registry import find

@@ -11,7 +11,7 @@ from nmkernels.gemm import estimate
 from nmkernels.gemm.devices import DEVICES
 from nmkernels.gemm.problem import Problem
 from nmkernels.testing import equal_bits
-from nmkernels.tuning import Task
+from nmkernels.timing import Task
 from python_tests.nn.test_effective import Calls
 
 

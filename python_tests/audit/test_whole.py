@@ -11,7 +11,7 @@ from nmkernels.audit import traffic
 from nmkernels.audit.whole import rounded
 from nmkernels.gemm.devices import DEVICES
 from nmkernels.models import GPT, GPTConfig
-from python_tests.recipes.test_step_bytes import STEPS, bytes_of_a_step, on_a_gpu
+from python_tests.train.test_step_bytes import STEPS, bytes_of_a_step, on_a_gpu
 
 H200 = {"device": "H200", "dtype": "bfloat16"}
 ONE = {"fc": (4096, 4096)}

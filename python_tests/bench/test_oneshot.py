@@ -79,7 +79,7 @@ def test_layers_are_measured(name: str) -> None:
 
 def test_the_loop_over_columns_is_sparsegpt() -> None:
     w, h = layers.problem(64)
-    solved = layers.solve(nm.recipes.oneshot.SparseGPT(), w, h, 1000, nm.Pattern("2:4"))[0].dense()
+    solved = layers.solve(nm.prune.SparseGPT(), w, h, 1000, nm.Pattern("2:4"))[0].dense()
     torch.testing.assert_close(layers.columns(w, h, nm.Pattern("2:4"), block=16), solved, rtol=1e-3, atol=1e-5)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from nmkernels.cli import choice, main
 from nmkernels.cli.choice import INFERENCE, TRAINING, Cell
-from nmkernels.tuning.timer import Turns
+from nmkernels.timing.timer import Turns
 from python_tests.nn.test_effective import Calls
 
 CPU = torch.device("cpu")

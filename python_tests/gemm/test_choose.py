@@ -7,14 +7,14 @@ import torch
 
 import nmkernels as nm
 from bench.fit_rates import on
-from nmkernels import tuning
+from nmkernels import timing
 from nmkernels.capability import compiled_core
 from nmkernels.gemm import choose as module
 from nmkernels.gemm import estimate
 from nmkernels.gemm.choose import choose, forget, rule, using
 from nmkernels.gemm.methods import DENSE, UNESTIMATED, Method, methods
 from nmkernels.gemm.problem import Problem, key
-from nmkernels.tuning import TABLE
+from nmkernels.timing import TABLE
 
 pytestmark = pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().reason)
 
@@ -29,7 +29,7 @@ def free(cache, monkeypatch):
     """Nothing in the environment decides, and nothing is timed."""
     for name in ("NMKERNELS_CHOICE", "NMKERNELS_BACKEND"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(tuning.timer.Timer, "turns", lambda *args, **kwargs: pytest.fail("timed"))
+    monkeypatch.setattr(timing.timer.Timer, "turns", lambda *args, **kwargs: pytest.fail("timed"))
     forget()
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import nmkernels as nm
-from nmkernels import tuning
+from nmkernels import timing
 from nmkernels.gemm.choose import forget
 from nmkernels.nn import SquaredReLU
 
@@ -72,7 +72,7 @@ def other_process(tmp_path):
 @pytest.mark.parametrize("name", sorted(nm.recipes.names(), key="sste".__ne__))  # the first computes most that could be timed
 def test_the_same_seed_gives_the_same_bits(name, cache, other_process, monkeypatch):
     monkeypatch.delenv("NMKERNELS_CHOICE", raising=False)
-    monkeypatch.setattr(tuning.timer.Timer, "turns", lambda *args, **kwargs: pytest.fail("a choice was timed"))
+    monkeypatch.setattr(timing.timer.Timer, "turns", lambda *args, **kwargs: pytest.fail("a choice was timed"))
     found = []
     for _ in range(3):
         forget()

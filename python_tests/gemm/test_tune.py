@@ -15,8 +15,8 @@ from nmkernels.backends.triton import interpreted
 from nmkernels.capability import compiled_core
 from nmkernels.gemm import choose as choosing
 from nmkernels.gemm import tune as tuning
+from nmkernels.gemm.candidates import measure, record
 from nmkernels.gemm.choose import choose
-from nmkernels.gemm.measure import measure, record
 from nmkernels.gemm.methods import random_operands, run
 from nmkernels.gemm.problem import Problem, key
 from nmkernels.nn import compressed

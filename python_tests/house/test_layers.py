@@ -16,9 +16,11 @@ TOP = 99
 
 
 def layers() -> dict[str, int]:
-    """The layer of each file and folder at the package's top level, from the table of CONTRIBUTING.md; ``_C`` is the compiled core."""
+    """The layer of each file and folder, from the table of CONTRIBUTING.md: ``nn``, ``recipes/contract``; ``_C`` is the compiled core."""
     rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.MULTILINE)
-    table = {name: int(layer) for layer, names in rows for name in re.findall(r"`(\w+)(?:\.py|/)`", names)}
+    table = {
+        name.rstrip("/").removesuffix(".py"): int(layer) for layer, names in rows for name in re.findall(r"`([\w/]+(?:\.py|/))`", names)
+    }
     return {"_version": 0, "_C": 0, **table, "__init__": TOP, "__main__": TOP}
 
 
@@ -35,35 +37,41 @@ def import_violations(package: Path) -> list[str]:
     found = []
     for path in sorted(package.rglob("*.py")):
         where = path.relative_to(package)
-        own = where.parts[0] if len(where.parts) > 1 else where.stem
         for line, target in _imports(path, package):
-            if complaint := _complaint(own, target):
+            if complaint := _complaint(where.with_suffix("").as_posix(), target):
                 found.append(f"{where}:{line}: {complaint}")
     return found
 
 
 def _complaint(own: str, target: str) -> str:
-    for name in (own, target):
-        if name and name not in LAYERS:
-            return f"{name!r} has no layer; give it one in CONTRIBUTING.md"
+    """What is wrong with an import by the file ``own`` of the file or folder ``target``, paths without ``.py``."""
     if not target:
         return "imports the package by its absolute name; write a relative import"
-    mine, theirs = LAYERS[own], LAYERS[target]
-    if theirs < mine or own == target or (mine == theirs and mine in (0, TOP)):
+    for name in (own, target):
+        if _layer(name) is None:
+            return f"{name!r} has no layer; give it one in CONTRIBUTING.md"
+    mine, theirs = _layer(own), _layer(target)
+    near = own.split("/")[0] == target.split("/")[0]
+    if theirs < mine or (mine == theirs and (near or mine in (0, TOP))):
         return ""
     return f"{own} (layer {mine}) imports {'up' if theirs > mine else 'sideways'} from {target} (layer {theirs})"
 
 
+def _layer(name: str) -> int | None:
+    """The layer of a file or folder: its own row's, or that of the folder it is in."""
+    parts = name.split("/")
+    return next((LAYERS[key] for n in range(len(parts), 0, -1) if (key := "/".join(parts[:n])) in LAYERS), None)
+
+
 def _imports(path: Path, package: Path) -> Iterator[tuple[int, str]]:
-    """(line, top-level name of the package) of every import, inside functions too; the name of an absolute import is empty."""
+    """(line, file or folder of the package) of every import, inside functions too; that of an absolute import is empty."""
     for node in ast.walk(_tree(path)):
         absolute = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.level == 0:
             absolute = [node.module or ""]
         elif isinstance(node, ast.ImportFrom):
-            folder = path.parents[node.level - 1].relative_to(package).parts
-            parts = (*folder, *(node.module or "").split(".")) if node.module else folder
-            yield from ((node.lineno, name) for name in ([parts[0]] if parts else [_home(a.name, package) for a in node.names]))
+            folder = path.parents[node.level - 1].relative_to(package) / (node.module or "").replace(".", "/")
+            yield from ((node.lineno, _home(folder, a.name, package)) for a in node.names)
         yield from ((node.lineno, "") for name in absolute if name.split(".")[0] == package.name)
 
 
@@ -72,9 +80,12 @@ def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def _home(name: str, package: Path) -> str:
-    """Where ``from . import name`` at the top level comes from: a name that is no file or folder is the package's own."""
-    return name if name in LAYERS or (package / name).is_dir() or (package / f"{name}.py").exists() else "__init__"
+def _home(folder: Path, name: str, package: Path) -> str:
+    """Where ``from folder import name`` finds ``name``: in a file or folder of that name, or in ``folder`` itself."""
+    inside = folder / name
+    if (package / inside).is_dir() or (package / inside).with_suffix(".py").exists() or (folder == Path() and name in LAYERS):
+        return inside.as_posix()
+    return "__init__" if folder == Path() else folder.as_posix()
 
 
 def import_circle(package: Path) -> list[str]:

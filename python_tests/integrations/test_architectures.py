@@ -22,10 +22,10 @@ import nmkernels as nm
 from nmkernels import ops
 from nmkernels.layouts import CONV2D, MATRICES
 from nmkernels.pattern import Pattern
-from nmkernels.recipes.oneshot import prune_
-from nmkernels.recipes.oneshot.base import resolve
-from nmkernels.recipes.oneshot.hessians import rows_of
-from nmkernels.recipes.oneshot.prune import choose
+from nmkernels.prune import prune_
+from nmkernels.prune.base import resolve
+from nmkernels.prune.hessians import rows_of
+from nmkernels.prune.prune import choose
 from python_tests.house.paths import ROOT
 
 transformers = pytest.importorskip("transformers", minversion="5.0")

@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 
 import nmkernels as nm
 from nmkernels.pattern import CheckpointError, OptionError, RecipeError
+from nmkernels.prune import prune_, relay
+from nmkernels.prune import units as engine
 from nmkernels.recipes import search_permutation
-from nmkernels.recipes.oneshot import prune_, relay
-from nmkernels.recipes.oneshot import units as engine
-from nmkernels.recipes.report import Pruned, Report
 from nmkernels.testing import equal_bits
+from nmkernels.train.report import Pruned, Report
 from python_tests.house.paths import ROOT
 from python_tests.integrations.folders import batches, built, content, saved, write_tokenizer
 

@@ -15,7 +15,7 @@ from nmkernels.capability import compiled_core
 from nmkernels.gemm.choose import forget
 from nmkernels.gemm.problem import key
 from nmkernels.nn import compressed
-from nmkernels.tuning import TABLE
+from nmkernels.timing import TABLE
 from python_tests.nn.test_effective import Calls
 
 pytestmark = [pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().reason), pytest.mark.usefixtures("cache")]

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import fully_shard
 import nmkernels as nm
 from nmkernels.layouts import as_matrix
 from nmkernels.nn import SparseConv2d
-from nmkernels.recipes.sparsify import select
+from nmkernels.train.sparsify import select
 from python_tests.distributed.ranks import needs_gloo, on_ranks
-from python_tests.recipes.test_wrapped import one_process
+from python_tests.train.test_wrapped import one_process
 
 P = nm.Pattern("2:4")
 

@@ -28,7 +28,7 @@ from nmkernels.ops import verify
 from nmkernels.ops.define import CALLS
 from nmkernels.ops.small import small
 from nmkernels.testing import assert_equal_bits
-from nmkernels.tuning import TABLE, table
+from nmkernels.timing import TABLE, table
 from python_tests.for_each import for_each
 
 SAMPLES = samples()

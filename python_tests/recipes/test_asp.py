@@ -8,7 +8,7 @@ import torch
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import ASP
-from nmkernels.recipes.sparsify import select
+from nmkernels.train.sparsify import select
 from python_tests.for_each import for_each
 from python_tests.recipes.loop import SPARSE, Adam, batches, distance, gradients, loss_of, mlp, snapshot, top_n
 from python_tests.recipes.training import train

@@ -8,8 +8,8 @@ import torch
 
 import nmkernels as nm
 from nmkernels.recipes import ASP, FST, SRSTE, SSTE, STE, STEP, BiMask, Dense, MdGf, SdGf, SLoPe, Span
-from nmkernels.recipes.base import first
 from nmkernels.recipes.compose import deployed
+from nmkernels.recipes.contract import first
 from nmkernels.recipes.schedule import resolve_step
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 
 from torch import Tensor, nn
 
-from nmkernels.recipes.sparsify import FilterFn
+from nmkernels.train.sparsify import FilterFn
 
 from ..spec import unknown
 

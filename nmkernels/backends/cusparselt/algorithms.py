@@ -1,6 +1,6 @@
 """Choose the library's algorithm for a GEMM: the one that a search stored, else the first correct one.
 
-Some of the library's algorithms give wrong results, always or sometimes, so each is checked before use (``tuning.Validator``). A search
+Some of the library's algorithms give wrong results, always or sometimes, so each is checked before use (``timing.Validator``). A search
 checks what it stores. Without a search, the first call of a GEMM, outside of graph capture, checks the library's default and, if that is
 wrong, the others in order. This costs a float64 GEMM and two runs, once per process and GEMM.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...capability import version_text
 from ...pattern import BackendError
-from ...tuning import TABLE, Candidate, Measurement, Seconds, Timer, Validator, key, measure
+from ...timing import TABLE, Candidate, Measurement, Seconds, Timer, Validator, key, measure
 from .blobs import by_other_backend, compress_as
 from .context import LAYOUTS, Algorithm, Plan, Problem, Session, device_and_stream, failures, on_other_device, refuse_capture, session_on
 

@@ -20,7 +20,7 @@ from ...capability import compute_capability
 from ...dispatch import Verdict, impl
 from ...pattern import BackendError
 from ...reference.linear import ACTIVATIONS
-from ...tuning import Measurement, Seconds
+from ...timing import Measurement, Seconds
 from ..shared import aligned
 from .algorithms import DEFAULT, checked_algorithm, plan_for, search_gemm
 from .blobs import blob_of, compress_as, expanded

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...dispatch import implementations
 from ...pattern import Pattern
-from ...tuning import TABLE, Candidate, Measurement, Seconds, Timer, Validator, cold, key, measure
+from ...timing import TABLE, Candidate, Measurement, Seconds, Timer, Validator, cold, key, measure
 from . import NAME
 from .launch import capability as capability_of
 from .launch import cdiv, next_power_of_2

@@ -8,8 +8,7 @@ from functools import cached_property, partial
 from ...autograd import SplitRule
 from ...nn import ActivationRule, SquaredReLU, SquaredReLUMLP
 from ...pattern import NMError, Pattern, RecipeError
-from ..base import About, Setup, Stage, State, flag
-from ..hooks import Hooks
+from ..contract import About, Hooks, Setup, Stage, State, flag
 from ..registry import recipe
 from ..schedule import ScheduledRecipe, phases, resolve_step
 

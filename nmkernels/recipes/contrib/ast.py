@@ -14,7 +14,7 @@ from ...arguments import as_number
 from ...autograd.transforms import WEIGHT, HardMask, KeptMask, masked, reading
 from ...optim import AnnealedAdamW, AnnealedRule
 from ...pattern import Pattern, RecipeError, ShapeError
-from ..base import About, Setup, Stage, State, choice, count, number
+from ..contract import About, Setup, Stage, State, choice, count, number
 from ..registry import recipe
 from ..schedule import ScheduledRecipe, resolve_step
 

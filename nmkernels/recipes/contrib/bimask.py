@@ -11,7 +11,7 @@ from torch import Tensor
 from ...autograd.transforms import HardMask, pruned_along_out, reading
 from ...optim import UpdateRule
 from ...pattern import Pattern
-from ..base import About, Recipe, Setup, Stage, State, choice, count, number, random_seed
+from ..contract import About, Recipe, Setup, Stage, State, choice, count, number, random_seed
 from ..registry import recipe
 
 

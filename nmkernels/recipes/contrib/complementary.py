@@ -10,7 +10,7 @@ from torch import Tensor
 from ...autograd.transforms import KeptMask, Traits, WeightTransform, masked
 from ...optim import UpdateRule
 from ...pattern import NMError, Pattern
-from ..base import About, Recipe, Setup, Stage, State, choice, count, number
+from ..contract import About, Recipe, Setup, Stage, State, choice, count, number
 from ..registry import recipe
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ...arguments import as_number
 from ...pattern import NMError, Pattern, PatternLike, RecipeError
-from ..base import About, Recipe, Setup, choice
+from ...train.layer_names import check_names
 from ..compose import Composite, first_stage
-from ..layer_names import check_names
+from ..contract import About, Recipe, Setup, choice
 from ..methods.step import STEP
 from ..registry import recipe
 

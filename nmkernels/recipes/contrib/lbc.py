@@ -13,8 +13,7 @@ from torch import Tensor
 from ...autograd.transforms import CombinationMask, Traits, WeightTransform, combination_count, masked, reading, wide
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
-from ..base import About, Setup, Stage, State, choice, number
-from ..hooks import Hooks
+from ..contract import About, Hooks, Setup, Stage, State, choice, number
 from ..registry import recipe
 from ..schedule import ScheduledRecipe, passed, resolve_step
 

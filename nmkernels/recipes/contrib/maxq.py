@@ -12,7 +12,7 @@ from torch import Tensor
 from ...autograd.transforms import Traits, WeightTransform, masked, reading
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
-from ..base import About, Setup, Stage, State, choice, count, number
+from ..contract import About, Setup, Stage, State, choice, count, number
 from ..registry import recipe
 from ..schedule import EARLY, ScheduledRecipe, phases
 

@@ -15,8 +15,7 @@ from ...autograd.transforms import WEIGHT, HardMask, WeightTransform, masked, re
 from ...nn import NMWeight
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
-from ..base import About, LayerSetup, Recipe, Setup, Stage, State, choice, flag, number
-from ..hooks import Hooks
+from ..contract import About, Hooks, LayerSetup, Recipe, Setup, Stage, State, choice, flag, number
 from ..registry import recipe
 
 PATH, LAST = 16, 8

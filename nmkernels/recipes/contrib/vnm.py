@@ -13,7 +13,7 @@ from torch import Tensor
 from ...autograd.transforms import WeightTransform, masked, reading
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
-from ..base import About, LayerSetup, Recipe, Setup, Stage, State, choice, count, number
+from ..contract import About, LayerSetup, Recipe, Setup, Stage, State, choice, count, number
 from ..registry import recipe
 
 WIDTH, EXACT_M = 4, 8

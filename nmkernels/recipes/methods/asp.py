@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from ...nn import Chain, NMWeight, channel_parameters, find_chains, reorder_
 from ...pattern import RecipeError
-from ..base import About, Setup, Stage, choice, count, random_seed
-from ..hooks import Hooks
-from ..masks import SCORES
+from ...train.masks import SCORES
+from ..contract import About, Hooks, Setup, Stage, choice, count, random_seed
 from ..registry import recipe
 from ..schedule import ScheduledRecipe, resolve_step
 from .permutation import Permutation, search_permutation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..base import About, Recipe, Stage, State
+from ..contract import About, Recipe, Stage, State
 from ..registry import recipe
 
 

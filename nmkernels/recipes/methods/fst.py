@@ -14,7 +14,7 @@ from ...autograd.transforms import KeptMask, Traits, laid_out, reading
 from ...ops import Packed, pack
 from ...optim import UpdateRule
 from ...pattern import Pattern, PatternLike
-from ..base import About, LayerSetup, Setup, Stage, choice, count, number, random_seed
+from ..contract import About, LayerSetup, Setup, Stage, choice, count, number, random_seed
 from ..registry import recipe
 from ..schedule import PACKED, ScheduledRecipe, phases
 from .sste import estimating

@@ -17,8 +17,7 @@ from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError, ShapeError
 from ...reference import uniforms24
 from ...shards import is_sharded
-from ..base import About, Setup, Stage, State, choice, number, random_seed
-from ..hooks import Hooks
+from ..contract import About, Hooks, Setup, Stage, State, choice, number, random_seed
 from ..registry import recipe
 from ..schedule import EARLY, ScheduledRecipe
 

@@ -13,7 +13,7 @@ from ...arguments import as_number
 from ...autograd.transforms import HardMask, Traits, WeightTransform, reading
 from ...optim import UpdateRule
 from ...pattern import Pattern
-from ..base import About, Span, Stage, State, choice, count, first, number, setting
+from ..contract import About, Span, Stage, State, choice, count, first, number, setting
 from ..registry import recipe
 from ..schedule import EARLY, ScheduledRecipe, phases
 

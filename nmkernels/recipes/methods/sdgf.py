@@ -12,7 +12,7 @@ from torch import Tensor
 from ...autograd import HardMask, WeightTransform
 from ...optim import UpdateRule
 from ...pattern import MAX_M, Pattern, RecipeError
-from ..base import About, LayerSetup, Setup, Stage, State, choice
+from ..contract import About, LayerSetup, Setup, Stage, State, choice
 from ..registry import recipe
 from ..schedule import PACKED, ScheduledRecipe, packed_only, packing, phases
 

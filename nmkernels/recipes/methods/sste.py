@@ -12,7 +12,7 @@ from ...autograd.transforms import Traits, laid_out, reading
 from ...ops import Packed, pack
 from ...optim import UpdateRule
 from ...pattern import NMError, Pattern, PatternLike, RecipeError
-from ..base import About, Recipe, Setup, Stage, State, choice, random_seed
+from ..contract import About, Recipe, Setup, Stage, State, choice, random_seed
 from ..registry import recipe
 from ..schedule import PACKED, packed_only, packing
 

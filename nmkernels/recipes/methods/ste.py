@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ...autograd import HardMask
 from ...optim import UpdateRule
 from ...pattern import Pattern
-from ..base import About, Recipe, Setup, Stage, State, choice, number
+from ..contract import About, Recipe, Setup, Stage, State, choice, number
 from ..registry import recipe
 from ..schedule import PACKED, packed_only, packing
 

@@ -15,8 +15,8 @@ from ...ops import STATS
 from ...optim import MaskedAdamW, UpdateRule
 from ...pattern import RecipeError
 from ...shards import total
-from ..base import About, Observed, Recipe, Setup, Span, Stage, State, choice, first, number, setting
 from ..compose import Composite, first_stage, of_length
+from ..contract import About, Observed, Recipe, Setup, Span, Stage, State, choice, first, number, setting
 from ..registry import recipe, spec
 from ..schedule import PACKED, resolve_step
 from .ste import SRSTE

@@ -13,7 +13,7 @@ import torch
 from nmkernels import BackendError, capability
 from nmkernels.backends.cusparselt import Algorithm, Problem, algorithms, context, search, search_gemm
 from nmkernels.backends.cusparselt.algorithms import Trial
-from nmkernels.tuning import Validator
+from nmkernels.timing import Validator
 from python_tests.backends.cusparselt.conftest import check, forget, in_threads, normal, packed, routes
 
 DEFAULT = Algorithm()

@@ -8,7 +8,7 @@ from bench import cases, runner
 from bench.registry import Provider, Spec
 from bench.runner import Partly
 from nmkernels.backends.cusparselt import Algorithm, algorithms
-from nmkernels.tuning import Timer
+from nmkernels.timing import Timer
 from python_tests.backends.cusparselt.conftest import forget, routes
 
 DEFAULT, SEARCHED = "nmkernels cusparselt, canonical", "nmkernels cusparselt, canonical, searched"

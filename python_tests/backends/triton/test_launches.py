@@ -18,7 +18,7 @@ from nmkernels import dispatch
 from nmkernels.autograd import GemmPlan
 from nmkernels.backends.triton import launches, linear
 from nmkernels.backends.triton.launches import Plan
-from nmkernels.tuning import TABLE, table
+from nmkernels.timing import TABLE, table
 
 ROWS, COLS, TOKENS = 32, 64, 20
 DTYPE = torch.bfloat16

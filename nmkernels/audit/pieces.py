@@ -1,0 +1,306 @@
+"""Measure the pieces of a layer's step on this machine, with random tensors of its shape and dtype; the model is not used.
+
+The device's own speed is measured once per process, unless its GPU is in the table of devices.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import ops
+from ..gemm.candidates import measure
+from ..gemm.devices import DEVICES, Device, kind, named
+from ..gemm.forms import forms
+from ..gemm.problem import Problem, packed_bytes
+from ..ops.integers import BITS
+from ..pattern import NMError, Pattern, RecipeError
+from ..recipes.registry import suggestion
+from ..timing import Seconds, Task, Timer, device_name
+from .rules import GEMMS, Case, Layer, Pieces, Rules
+
+LEAST = 3  # fewest rounds per piece
+CHECKED = 8  # so many times a GEMM is done, about, to check and to time a candidate
+LITTLE = 0.5  # seconds per layer even if the budget is spent
+FEWEST = 256  # a GEMM is not shortened to fewer tokens, which would be another regime
+CHUNK = 1 << 24  # elements compared in float64 at a time
+MEMORY = 0.5  # largest share of free memory for a measurement
+COPY = 1 << 26  # bytes of the copied tensor, more than any cache
+
+PROBE = Layer((1024, 1024), 256, torch.float32, torch.float32)
+"""The layer used to measure a device: large enough to reach the kernels' full rate, measured in a second."""
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of the pieces by name, empty if nothing was measured; ``note`` says why, or on how many tokens.
+
+    ``kernels``: the fastest of the sparse methods (``nmkernels.gemm``), by GEMM.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+    kernels: dict[str, str] = field(default_factory=dict)
+
+    def cost(self, piece: str) -> float | None:
+        """Seconds of a piece; ``"weight rows+dense"`` is the sum of its two parts."""
+        if piece == "weight rows+dense":
+            rows, dense = self.seconds.get("weight rows"), self.seconds.get("weight dense")
+            return None if rows is None or dense is None else rows + dense
+        return self.seconds.get(piece)
+
+    def named(self, pieces: Pieces) -> Pieces:
+        """``pieces`` with the name of the kernel for sparse ones."""
+        return tuple(replace(p, form=self.kernels[p.name]) if p.form == "sparse" and p.name in self.kernels else p for p in pieces)
+
+
+def gemms(case: Case) -> list[str]:
+    """The GEMMs that may have a sparse operand."""
+    rules = case.rules
+    if not case.sparse:
+        return []
+    dgrad = case.trains and any(packed for _, _, packed in rules.preparations(case.device.transposed))
+    wgrad = case.trains and rules.trains and rules.estimate is not None
+    return ["fprop", *["dgrad"] * dgrad, *["wgrad"] * wgrad]
+
+
+def needed(case: Case) -> list[str]:
+    """The pieces to time for a layer, in addition to its sparse GEMMs."""
+    dense = [f"{role} dense" for role in GEMMS if role == "fprop" or case.trains]
+    if not case.sparse:
+        return dense
+    names = [name for name in dense if name.partition(" ")[0] not in gemms(case) or name == "wgrad dense"]
+    names += ["expand", "adapter"] if case.rules.rank else ["expand"]
+    for weight, _, _ in case.rules.preparations(case.device.transposed) if case.trains else ():
+        names += [weight.removesuffix("+dense")] if weight else []  # the dense layout alone is measured anyway
+    return list(dict.fromkeys(names))
+
+
+def gemm_of(case: Case, role: str, device: torch.device) -> Problem:
+    """What is measured for a role: the dense layout against every kernel, for the forms that the operand can have."""
+    layer, rules = case.layer, case.rules
+    pattern = rules.estimate if role == "wgrad" and rules.estimate is not None else rules.pattern
+    (out, cols), columns = layer.shape, role == "dgrad" and not case.device.transposed
+    at_hand = forms(out, layer.tokens if role == "wgrad" else cols, pattern.n, pattern.m, layer.dtype, device, columns=columns)
+    rule = "exact" if role == "wgrad" else ""
+    found = Problem(role, layer.tokens, out, cols, pattern.n, pattern.m, layer.dtype, device, at_hand, rule)
+    if rules.values == "float":
+        return found
+    # integers have canonical indices only
+    return found._replace(forms=tuple(form for form in at_hand if ":" not in form), values=rules.values, group=rules.group)
+
+
+def tasks_of(layer: Layer, rules: Rules, device: torch.device, names: Sequence[str]) -> list[Task]:
+    """Calls for the named pieces, with random tensors of the layer's shape."""
+    (out, cols), t, raw = layer.shape, layer.tokens, torch.ops.nmkernels
+    wanted = {name.partition(" ")[0] for name in names}
+    x, w = (torch.randn(size, dtype=layer.dtype, device=device) for size in ((t, cols), (out, cols)))
+    g = torch.randn((t, out), dtype=layer.dtype, device=device) if wanted & {"dgrad", "wgrad", "estimate"} else x
+    calls: dict[str, Callable[[], object]] = {
+        "fprop dense": lambda: F.linear(x, w),
+        "dgrad dense": lambda: g @ w,
+        "wgrad dense": lambda: g.t() @ x,
+    }
+    if calls.keys() >= set(names):  # a layer that stays dense, whose shape may not be divisible by M
+        return [Task(name, calls[name]) for name in names]
+    left, right = (torch.randn(size, dtype=layer.dtype, device=device) for size in ((cols, rules.rank), (rules.rank, out)))
+    calls["adapter"] = lambda: x @ left @ right
+    n, m = rules.pattern.n, rules.pattern.m
+    values, indices = raw.nm_compress(w, n, m, None)
+    calls["fprop sparse"] = lambda: raw.nm_linear(x, values, indices, n, m, cols)
+    calls["expand"] = lambda: raw.nm_decompress(values, indices, n, m, cols)
+    if rules.values != "float":
+        integers, step = raw.nm_quantize_values(values, BITS[rules.values], cols // rules.group if rules.group else 1)
+        kept = values.shape[1]
+        calls["fprop sparse"] = lambda: raw.nm_linear_integers(x, integers, indices, step, n, m, cols)
+        calls["expand"] = lambda: raw.nm_decompress(raw.nm_dequantize_values(integers, step, kept, layer.dtype), indices, n, m, cols)
+    calls["dgrad sparse"] = lambda: raw.nm_linear_dgrad(g, values, indices, n, m, cols)
+    if rules.estimate is not None and "estimate" in wanted:
+        p, seed = rules.estimate, torch.zeros(2, dtype=torch.int64, device=device)
+        gv, gi = raw.nm_mvue_compress(g, p.n, p.m, 0, seed, "exact")
+        calls["wgrad sparse"] = lambda: raw.nm_linear_wgrad(gv, gi, p.n, p.m, t, x)
+        calls["estimate"] = lambda: raw.nm_mvue_compress(g, p.n, p.m, 0, seed, "exact")
+    if "weight" in wanted:
+        calls.update(_preparing(w if layer.master == layer.dtype else w.to(layer.master), layer.dtype, rules))
+    return [Task(name, calls[name]) for name in names]
+
+
+def _preparing(w: Tensor, dtype: torch.dtype, rules: Rules) -> dict[str, Callable[[], object]]:
+    p, raw = rules.pattern, torch.ops.nmkernels
+    if rules.prepare == "threshold":
+        scale = ops.soft_threshold_scale(w, p)
+        return {
+            "weight dense": lambda: (ops.soft_threshold(w, p) * scale).to(dtype),
+            "weight rows": lambda: ops.pack(w, p, "threshold", scale=scale, dtype=dtype),
+        }
+    if rules.prepare == "transposable":
+        mask = ops.transposable_mask(w, p)  # held for many steps, so its search is not part of a step
+        return {
+            "weight dense": lambda: (w * mask).to(dtype),
+            "weight rows": lambda: ops.pack(w, p, mask, dtype=dtype),
+            "weight both": lambda: ops.pack(w, p, mask, dtype=dtype, columns=True),
+        }
+    return {
+        "weight dense": lambda: raw.nm_prune(w, p.n, p.m).to(dtype),
+        "weight rows": lambda: ops.pack(w, p, dtype=dtype),
+    }
+
+
+def expected(case: Case) -> float:
+    """Approximate seconds for measuring, from the predicted times of the pieces."""
+    once = sum(case.predict(name) or 0.0 for name in needed(case) if name.partition(" ")[0] in GEMMS)
+    return (LEAST + 1) * once + CHECKED * 2 * sum(case.predict(f"{role} dense") or 0.0 for role in gemms(case))
+
+
+def measure_all(
+    cases: Iterable[Case], device: torch.device, timer: Seconds | None, budget: float, progress: Progress | None = None
+) -> dict[Case, Measured]:
+    """Measure every distinct case within a budget of seconds, short ones first, so that long ones get the remaining time."""
+    order = sorted(dict.fromkeys(cases), key=expected)
+    end, found = time.perf_counter() + budget, dict[Case, Measured]()
+    for done, case in enumerate(order):
+        layer = case.layer
+        if progress is not None:
+            progress(done, len(order), f"{layer.shape[0]}x{layer.shape[1]}, {layer.tokens} tokens")
+        share = max(LITTLE, (end - time.perf_counter()) / (len(order) - done))
+        try:
+            found[case] = measure_one(case, device, timer, share)
+        except (NMError, RuntimeError) as error:  # one failing layer must not lose the others' numbers
+            found[case] = Measured(note=f"not measured: {str(error).splitlines()[0]}")
+    return found
+
+
+def measure_one(case: Case, device: torch.device, timer: Seconds | None, share: float) -> Measured:
+    """Measure the pieces within ``share`` seconds, on fewer tokens if necessary."""
+    layer, tokens, long = case.layer, case.layer.tokens, expected(case)
+    while long * tokens / layer.tokens > share and tokens >= 2 * FEWEST:
+        tokens //= 2
+    if long * tokens / layer.tokens > 2 * share:
+        return Measured(note=f"not measured: it would take about {long * tokens / layer.tokens:.0f} s of the budget")
+    small = case.but(layer={"tokens": tokens})
+    (out, cols), size = layer.shape, layer.dtype.itemsize
+    # operands and copies, results of the candidates, and parts of them in float64
+    wanted = size * (4 * tokens * (cols + out) + 6 * out * cols) + layer.master.itemsize * out * cols + 4 * CHUNK * 8
+    free = free_bytes(device)
+    if wanted > MEMORY * free:
+        return Measured(note=f"not measured: it needs about {wanted / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free")
+    with torch.no_grad():
+        found = timed(tasks_of(small.layer, case.rules, device, needed(case)), device, timer, share / 4)
+    seconds = {name: median(samples) for name, samples in found.items()}
+    kernels: dict[str, str] = {}
+    for role in gemms(case):
+        best = _choose(gemm_of(small, role, device), timer, share / 4)
+        # each candidate of wgrad makes the estimate, so what is no estimate is measured apart
+        sparse = best if role == "wgrad" else {name: took for name, took in best.items() if name != "dense"}
+        if role != "wgrad":
+            seconds[f"{role} dense"] = best["dense"]
+        if sparse:
+            kernels[role] = min(sparse, key=sparse.__getitem__)
+            seconds["wgrad estimated" if role == "wgrad" else f"{role} sparse"] = sparse[kernels[role]]
+    grown = layer.tokens / tokens
+    scaled = {name: took * grown if name.partition(" ")[0] in GEMMS else took for name, took in seconds.items()}
+    return Measured(scaled, "" if tokens == layer.tokens else f"measured on {tokens} tokens, scaled", kernels)
+
+
+def _choose(gemm: Problem, timer: Seconds | None, budget: float) -> dict[str, float]:
+    """Seconds of the dense GEMM and of the sparse ones that passed their check."""
+    role = f"{gemm.role} estimated" if gemm.rule else gemm.role
+    own = None if timer is None else lambda call: timer(Task(f"{role} {call.name}", call.run))
+    return measure(gemm, timer=own, budget=budget).seconds
+
+
+def free_bytes(device: torch.device) -> float:
+    """Free memory; infinite if unknown."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), math.inf)
+    except OSError:
+        return math.inf
+
+
+def timed(tasks: Sequence[Task], device: torch.device, timer: Seconds | None, seconds: float, least: int = LEAST) -> dict[str, list[float]]:
+    found = Timer(device, timer).turns({task.name: [task.run] for task in tasks}, seconds, least=least)
+    if found.failed:
+        raise RuntimeError(next(iter(found.failed.values())))
+    return {task.name: found.of(task.name) for task in tasks}
+
+
+# ---- the device
+
+
+def find(spec: str | torch.device | None, default: torch.device) -> tuple[str | Device, torch.device | None]:
+    """A device of the table, or the name of one to measure; and the torch device to measure on, if available."""
+    target = default if spec is None else spec
+    if isinstance(target, str) and (found := DEVICES.get(target.upper()) or named(target)) is not None:
+        here = torch.cuda.is_available() and named(torch.cuda.get_device_name()) is found
+        return found, torch.device("cuda") if here else None
+    device = None
+    with suppress(RuntimeError):
+        device = torch.device(target)
+    if device is None or device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        near = suggestion(str(target), [*DEVICES, "cpu", "cuda"]) or "."
+        raise RecipeError(
+            f"audit: no device is called {str(target)!r}{near} Choose one of {', '.join(DEVICES)}, which need not be present, "
+            'or "cpu" or "cuda" for this machine.'
+        )
+    name = device_name(device)
+    return named(name) or name, device
+
+
+@lru_cache(maxsize=64)
+def measured(
+    name: str, device: torch.device, dtype: torch.dtype, pattern: Pattern, stored: str, timer: Seconds | None, threads: int
+) -> Device:
+    """Measure ``device``: bandwidth of ``copy_``, dense GEMMs, GEMMs of this pattern and these ``stored`` values, and a small call.
+
+    Cached per number of ``threads``.
+    """
+    # round the last dimension down to a multiple of M
+    cols = PROBE.shape[1] // pattern.m * pattern.m
+    probe = Layer((cols, cols), PROBE.tokens // pattern.m * pattern.m or pattern.m, dtype, dtype)
+    source = torch.zeros(COPY, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    tiny = torch.randn((1, pattern.m), dtype=dtype, device=device)
+    weight = torch.randn((pattern.m, pattern.m), dtype=dtype, device=device)
+    values, indices = torch.ops.nmkernels.nm_compress(weight, pattern.n, pattern.m, None)
+    names = [f"{role} {form}" for role in GEMMS for form in ("dense", "sparse")]
+    tasks = [
+        Task("copy", lambda: target.copy_(source)),
+        Task("launch", lambda: F.linear(tiny, weight)),
+        Task("call", lambda: torch.ops.nmkernels.nm_linear(tiny, values, indices, pattern.n, pattern.m, pattern.m)),
+        *tasks_of(probe, Rules(pattern, estimate=pattern, values=stored), device, [*names, "estimate", "weight rows"]),
+    ]
+    # the minimum excludes interference by other processes
+    took = {name: min(samples) for name, samples in timed(tasks, device, timer, 1.5, least=7).items()}
+    bandwidth = 2 * COPY / took["copy"]
+    operations = 2.0 * cols * cols * probe.tokens
+    ratio = {role: took[f"{role} dense"] / took[f"{role} sparse"] for role in GEMMS}
+    packed = dtype.itemsize + packed_bytes(pattern, dtype)
+    return Device(
+        name,
+        bandwidth,
+        {kind(dtype): operations / took["fprop dense"]},
+        ratio,
+        min(ratio.values()),
+        max(ratio.values()),
+        share=1.0,
+        passes=min(1.0, cols * cols * packed / took["weight rows"] / bandwidth),
+        estimate=min(1.0, probe.tokens * cols * packed / took["estimate"] / bandwidth),
+        launch=took["launch"],
+        call=took["call"],
+        few=None,
+        transposed=True,
+    )

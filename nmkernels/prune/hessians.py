@@ -1,0 +1,209 @@
+"""Hessians of layers' inputs: H = XᵀX / tokens, summed over the forward passes of a model.
+
+What a layer multiplies gives its rows: each token of a linear layer, each position's window of a convolution, the tokens that are routed to
+each expert. Layers with one input share one Hessian.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..layouts import CONV2D, MATRICES
+from ..nn.experts import by_expert
+from ..train.sparsify import Candidate
+from ..train.writes import listed
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One matrix to prune: that of a layer, or of one expert in its stack. ``source`` names the input, which several may share."""
+
+    candidate: Candidate
+    source: str
+    expert: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.candidate.name if self.expert is None else f"{self.candidate.name}[{self.expert}]"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(out, in)``."""
+        rows, cols = self.candidate.matrix_shape
+        return (rows if self.expert is None else rows // self.candidate.shape[0]), cols
+
+    def part(self, matrix: Tensor) -> Tensor:
+        """The rows of this problem in the layer's matrix, as a view."""
+        if self.expert is None:
+            return matrix
+        rows = self.shape[0]
+        return matrix[self.expert * rows : (self.expert + 1) * rows]
+
+
+class Hessians:
+    """The Hessians of ``problems``, by source.
+
+    Attributes:
+        sums: source -> Σ xᵀx over its tokens, in fp32, or fp64 for fp64 weights.
+        tokens: source -> how many; not waiting for a GPU.
+    """
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.tokens: dict[str, Tensor] = {}
+        self._problems = {p.source: p for p in reversed(problems)}  # of layers with one input the first speaks for all
+        self._lost: dict[str, list[tuple[int, Tensor]]] = {}
+        self._number: Callable[[], int] = lambda: 0
+
+    @contextmanager
+    def collecting(self, padding: Callable[[Tensor], Tensor | None], number: Callable[[], int]) -> Iterator[None]:
+        """Add the inputs of the forward passes run inside. ``padding(x)``: of the rows of an input, which are tokens; None for all;
+        ``number()``: that of the present batch, for ``warn``.
+        """
+        self._number = number
+        hooks, seen = [], set()
+        for problem in self._problems.values():
+            module = problem.candidate.module
+            if id(module) not in seen:  # an experts module has several sources
+                seen.add(id(module))
+                hooks.append(module.register_forward_pre_hook(partial(self._collect, problem, padding), with_kwargs=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _collect(
+        self, problem: Problem, padding: Callable[[Tensor], Tensor | None], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        with torch.no_grad(), exact_gemms((*args, *kwargs.values())[0].device):
+            x: Tensor = (*args, *kwargs.values())[0]
+            keep = None if problem.candidate.layout == CONV2D else padding(x)
+            if problem.expert is None:
+                self._add(problem.source, rows_of(x, problem.candidate), keep)
+                return
+            name = problem.source.split("/")[0]
+            for expert, first, last in by_expert(module, keep, *args, **kwargs):
+                self._add(f"{name}/first/{expert}", first, None)
+                self._add(f"{name}/last/{expert}", last, None)
+
+    def _add(self, source: str, x: Tensor, keep: Tensor | None) -> None:
+        problem = self._problems.get(source)
+        if problem is None or not len(x):
+            return
+        x = x.to(wide(problem.candidate.module.get_parameter(problem.candidate.key).dtype))
+        good = x.isfinite().all(1)
+        lost = (~good if keep is None else ~good & keep).sum()
+        good = good if keep is None else good & keep
+        x = x.masked_fill(~good[:, None], 0.0)
+        if source not in self.sums:
+            self.sums[source] = torch.zeros(x.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
+            self.tokens[source] = torch.zeros((), dtype=torch.int64, device=x.device)
+            self._lost[source] = []
+        self.sums[source].addmm_(x.t(), x)
+        self.tokens[source] += good.sum()
+        self._lost[source].append((self._number(), lost))
+
+    def share(self) -> None:
+        """Add up what all ranks of ``torch.distributed`` have collected; does nothing in a single process."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1):
+            return
+        for source, problem in sorted(self._problems.items()):
+            weight = problem.candidate.module.get_parameter(problem.candidate.key)
+            cols = problem.shape[1]
+            if source not in self.sums:  # another rank may have tokens for this expert
+                self.sums[source] = torch.zeros(cols, cols, dtype=wide(weight.dtype), device=weight.device)
+                self.tokens[source] = torch.zeros((), dtype=torch.int64, device=weight.device)
+            torch.distributed.all_reduce(self.sums[source])
+            torch.distributed.all_reduce(self.tokens[source])
+
+    def mean(self, source: str) -> tuple[Tensor, int]:
+        """(H = XᵀX / tokens, tokens) of a source, and forget its sum; zeros where it has seen no token."""
+        problem = self._problems[source]
+        if source not in self.sums:
+            cols = problem.shape[1]
+            weight = problem.candidate.module.get_parameter(problem.candidate.key)
+            return torch.zeros(cols, cols, dtype=wide(weight.dtype), device=weight.device), 0
+        tokens = int(self.tokens.pop(source))
+        return self.sums.pop(source).div_(max(1, tokens)), tokens
+
+    def warn(self) -> None:
+        """Warn of tokens that were left out because they were not finite."""
+        lost: dict[str, list[tuple[int, int]]] = {}  # (batch, how many)
+        for source, seen in self._lost.items():
+            counts = torch.stack([count for _, count in seen]).tolist()
+            if any(counts):
+                lost[source] = [(number, count) for (number, _), count in zip(seen, counts, strict=True) if count]
+        if lost:
+            source = min(lost, key=lambda source: lost[source][0][0])
+            first, tokens = lost[source][0][0], sum(count for _, count in lost[source])
+            others = [self._problems[other].name for other in lost if other != source]
+            also = f" So did {listed(others)}." if others else ""
+            warnings.warn(
+                f"prune_: layer {self._problems[source].name!r} got NaN or infinite input values in {tokens} tokens, first in "
+                f"batch {first}.{also} Such tokens are left out. If they are not padding, prune in bfloat16 or float32.",
+                stacklevel=5,
+            )
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What weights of ``dtype`` are pruned in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@contextmanager
+def exact_gemms(device: torch.device) -> Iterator[None]:
+    """fp32 GEMMs in fp32: no autocast, no TF32, and no bf16 inside oneDNN."""
+    backends: Any = torch.backends
+    switches = backends.cuda.matmul, backends.mkldnn.matmul
+    before = [switch.fp32_precision for switch in switches]
+    try:
+        older: str | None = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the user has set the newer switches, with which the older one must not be mixed
+        older = None
+    try:
+        if older is not None:
+            torch.set_float32_matmul_precision("highest")
+        else:
+            for switch in switches:
+                switch.fp32_precision = "ieee"
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        if older is not None:
+            torch.set_float32_matmul_precision(older)
+        for switch, value in zip(switches, before, strict=True):
+            switch.fp32_precision = value
+
+
+def windows_of(candidate: Candidate) -> tuple[object, ...]:
+    """What tells apart the vectors of two layers with one input: the windows of a convolution. A linear layer takes all of its input."""
+    conv: Any = candidate.module
+    if candidate.layout != CONV2D:
+        return ()
+    return conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.padding_mode
+
+
+def rows_of(x: Tensor, candidate: Candidate) -> Tensor:
+    """The vectors ``(rows, in)`` that the layer's matrix multiplies in input ``x``."""
+    if candidate.layout in MATRICES:
+        return x.reshape(-1, x.shape[-1])
+    assert candidate.layout == CONV2D
+    conv: Any = candidate.module
+    if x.dim() == 3:
+        x = x[None]
+    mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+    x = F.pad(x, conv._reversed_padding_repeated_twice, mode=mode)
+    windows = F.unfold(x.float() if x.dtype != torch.float64 else x, conv.kernel_size, conv.dilation, 0, conv.stride)
+    # (batch, in · kh · kw, positions); the matrix has the channels innermost
+    windows = windows.unflatten(1, (conv.in_channels, -1)).permute(0, 3, 2, 1)
+    return windows.reshape(-1, candidate.matrix_shape[1])

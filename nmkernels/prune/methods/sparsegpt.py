@@ -1,0 +1,72 @@
+"""SparseGPT: prune from the first column to the last, and let the columns behind make up for each error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...arguments import whole_number
+from ...pattern import Pattern
+from ..base import OneShot
+
+
+@dataclass(frozen=True)
+class SparseGPT(OneShot):
+    """Optimal brain surgeon, column by column (Frantar and Alistarh, ICML 2023, arXiv 2301.00774, Algorithm 1).
+
+    With U the upper Cholesky factor of H⁻¹: at the first column of each group the N largest (w/u_jj)² are kept; each pruned w leaves the
+    error e = w/u_jj, and the weights of later columns k change by −e·u_jk. Within a group columns follow one another; what groups and
+    blocks pass on is one GEMM each.
+
+    Args:
+        block: columns between two updates of the whole rest of the weight; rounded down to a multiple of M.
+    """
+
+    damping: float | None = None
+    block: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._set("block", whole_number)
+
+    def solve(self, w: Tensor, h: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
+        m, cols = pattern.m, w.shape[1]
+        u = inverse_factor(h)
+        block = max(m, self.block // m * m)
+        # transposed: the weights of one column are contiguous
+        wt, keep = w.t().contiguous(), torch.empty(w.shape[::-1], dtype=torch.bool, device=w.device)
+        for begin in range(0, cols, block):
+            end = min(begin + block, cols)
+            errors = torch.zeros_like(wt[begin:end])
+            for first in range(begin, end, m):
+                group, own = wt[first : first + m], u[first : first + m, first : first + m]
+                scores = (group / own.diagonal()[:, None]).t()
+                keep[first : first + m] = self.mask(scores.contiguous(), pattern).t()
+                pruned = ~keep[first : first + m]
+                error = errors[first - begin : first - begin + m]
+                for j in range(m):
+                    torch.mul(group[j], pruned[j], out=error[j]).div_(own[j, j])
+                    group[j].masked_fill_(pruned[j], 0.0)
+                    if j + 1 < m:
+                        group[j + 1 :].addr_(own[j, j + 1 :], error[j], alpha=-1)
+                if first + m < end:
+                    wt[first + m : end].addmm_(u[first : first + m, first + m : end].t(), error, alpha=-1)
+            if end < cols:
+                wt[end:].addmm_(u[begin:end, end:].t(), errors, alpha=-1)
+        return wt.t(), keep.t()
+
+
+def inverse_factor(h: Tensor) -> Tensor:
+    """U, upper triangular, with UᵀU = H⁻¹; overwrites ``h``.
+
+    Reversing both orders of H turns its lower Cholesky factor into an upper one, whose inverse is U: H⁻¹ itself, which squares the
+    condition number again, is never formed.
+    """
+    lower: Tensor = torch.linalg.cholesky(h.flip(0, 1))
+    eye = h.zero_()  # its memory is not needed any more
+    eye.diagonal().fill_(1.0)
+    u = torch.linalg.solve_triangular(lower, eye, upper=False)
+    del lower
+    return u.flip(0, 1)

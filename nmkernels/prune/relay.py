@@ -1,0 +1,370 @@
+"""Block by block through the model's own forward pass.
+
+The model calls its blocks itself. Blocks that are finished answer from a store, the present one runs, and then the pass stops. So nothing
+of a block's arguments is copied or guessed: masks, positions, caches and cross-attention come from the model at every pass.
+
+What blocks tell each other in another way than by their outputs is not in the store: keys and values that later layers share, an attribute
+that the model reads afterwards. So the relay first replays the dense model on two batches and compares what every layer gets. Where that
+differs, nothing answers from a store, and each pass runs the whole model.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..pattern import CheckpointError, NMError, RecipeError
+from ..train.sparsify import Candidate
+from .data import call, copied, described, moved
+from .hessians import windows_of
+from .trial import Calls, Sketches, alike, finite_weights, first_line, sketch
+
+log = logging.getLogger("nmkernels.prune")
+log.addHandler(logging.NullHandler())
+
+Forward = Callable[[nn.Module, Any], Any]
+"""``forward(model, batch)``: runs the model on one batch of the user's data."""
+
+
+TRIAL = 2
+"""Batches on which the relay is compared with the model: with one, what a block has left behind could not be that of another batch."""
+
+
+class _Stop(Exception):
+    """Ends a forward pass whose rest is not needed."""
+
+
+@dataclass(eq=False)
+class Block:
+    """One block of a list; once ``finished`` it answers from the store."""
+
+    name: str
+    module: nn.Module
+    list_name: str
+    finished: bool = False
+
+
+@dataclass(eq=False)
+class Unit:
+    """What is pruned together: the layers of ``block``, or layers outside all blocks that have one input.
+
+    ``until``: the first block that is called after all of these layers have run; None if a pass must run to its end.
+    """
+
+    name: str
+    layers: list[Candidate] = field(default_factory=list)
+    block: Block | None = None
+    until: Block | None = None
+
+
+def block_lists(model: nn.Module, layers: Sequence[Candidate], names: Sequence[str] | None = None) -> dict[str, list[nn.Module]]:
+    """The lists of blocks of ``model``: every outermost ``ModuleList`` or ``Sequential`` of two or more modules of at most two classes that
+    have layers to prune inside; or the modules ``names``, whose children are the blocks.
+    """
+    modules = {name: module for name, module in model.named_modules()}
+    if names is not None:
+        for name in names:
+            if name not in modules or not list(modules[name].children()):
+                raise RecipeError(f"prune_: blocks={list(names)}: the model has no module {name!r} with children, whose blocks these are.")
+        return {name: list(modules[name].children()) for name in names}
+    own = {id(c.module) for c in layers}
+    found: dict[str, list[nn.Module]] = {}
+    inside: set[int] = set()
+    for name, module in modules.items():
+        if id(module) in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        children = list(module)
+        alike = len({type(child) for child in children}) <= (2 if isinstance(module, nn.ModuleList) else 1)
+        if len(children) < 2 or not alike or any(id(child) in own or isinstance(child, nn.ModuleList) for child in children):
+            continue
+        if any(id(part) in own for child in children for part in child.modules()):
+            found[name] = children
+            inside |= {id(part) for part in module.modules()}
+    return found
+
+
+class Relay:
+    """Runs ``batches`` through ``model`` one block at a time.
+
+    Args:
+        layers: those to prune.
+        forward: runs the model on one batch.
+        blocks: see ``block_lists``.
+        device: where blocks run; None: where they are.
+        resident: a context in which the weights of a module are on that device; it may be entered again inside.
+
+    Attributes:
+        units: in the order in which the model runs them, once ``trace`` was called.
+        idle: the layers outside blocks that the first batches did not reach.
+        rereads: whether the model reads outputs of blocks that are not the last of their list, so that all are stored.
+        behaviour: layer -> a number that its inputs in the first batches give.
+        whole: why no block can answer from a store, so that each pass runs the whole model; "" if they can.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Candidate],
+        batches: Sequence[Any],
+        forward: Forward,
+        blocks: Sequence[str] | None = None,
+        device: torch.device | None = None,
+        resident: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.model, self.layers, self.batches, self.forward = model, layers, batches, forward
+        self.device, self.resident = device, resident
+        lists = block_lists(model, layers, blocks)
+        self.blocks = [Block(f"{name}.{i}", block, name) for name, members in lists.items() for i, block in enumerate(members)]
+        self.units: list[Unit] = []
+        self.idle: list[Candidate] = []
+        self.rereads, self.whole = False, ""
+        self.behaviour: dict[str, float] = {}
+        self._sources: dict[str, str] = {}
+        self._events: list[Block | Candidate] = []
+        self._batch = 0
+        self._target: Block | None = None
+        self._until: Block | None = None
+        self._outputs: list[Any] = []
+        # of the last finished block of each list, from which the model reads on; the blocks before it answer with the same
+        self._last: dict[str, Block] = {}
+        self._answers: dict[Block, list[Any]] = {}
+
+    # ---- passes
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The relay answers for the model's blocks; the model is in eval mode, without gradients. Everything is restored at the end."""
+        modes = {module: module.training for module in self.model.modules()}
+        before = {block.module: block.module.__dict__.get("forward") for block in self.blocks}
+        try:
+            self.model.eval()
+            for block in self.blocks:
+                block.module.__dict__["forward"] = partial(self._call, block, block.module.forward)
+            with torch.inference_mode(False), torch.no_grad(), uncached_autocast(), uncompiled():
+                yield
+        finally:
+            for module, own in before.items():
+                module.__dict__.pop("forward", None)
+                if own is not None:
+                    module.__dict__["forward"] = own
+            for module, mode in modes.items():
+                module.training = mode
+
+    def _call(self, block: Block, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._events.append(block)
+        if block.finished:
+            last = self._last[block.list_name]
+            return copied(self._answers[block if self.rereads else last][self._batch])
+        if block is self._until:
+            raise _Stop
+        home = next((t.device for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
+        with self.resident(block.module):
+            args, kwargs = moved((args, kwargs), self.device)
+            output = moved(forward(*args, **kwargs), home)
+        if block is self._target:
+            self._outputs.append(output)
+            raise _Stop
+        return output
+
+    def run(self, unit: Unit) -> None:
+        """One pass over all batches, as far as ``unit``; the outputs of its block replace those of the pass before."""
+        self._target, self._until, self._outputs = (None, None, []) if self.whole else (unit.block, unit.until, [])
+        for number, batch in enumerate(self.batches):
+            self._batch, self._events = number, []
+            with suppress(_Stop):
+                self.forward(self.model, copied(batch))
+        if unit.block is not None and not self.whole and len(self._outputs) != len(self.batches):
+            raise RecipeError(
+                f"prune_: block {unit.block.name!r} ran in {len(self._outputs)} of {len(self.batches)} batches only; pass blocks=[] to "
+                "prune without blocks."
+            )
+
+    def finish(self, unit: Unit) -> None:
+        """From now on the block of ``unit`` answers with the outputs of its last pass, if blocks can."""
+        block, outputs, self._outputs = unit.block, self._outputs, []
+        if block is None or self.whole:
+            return
+        last = self._last.get(block.list_name)
+        if last is not None and not self.rereads:
+            del self._answers[last]
+        self._answers[block], self._last[block.list_name], block.finished = outputs, block, True
+
+    @property
+    def batch(self) -> Any:
+        """The batch that the present pass runs."""
+        return self.batches[self._batch]
+
+    @property
+    def number(self) -> int:
+        """The number of that batch, from 1."""
+        return self._batch + 1
+
+    def output(self, number: int) -> Any:
+        """The model's output for batch ``number``, from 0."""
+        self._target = self._until = None
+        self._batch, self._events = number, []
+        return self.forward(self.model, copied(self.batches[number]))
+
+    # ---- the order
+
+    def trace(self) -> None:
+        """Run the first batches to find the order of blocks and layers and which layers have one input, and prove that blocks can answer.
+
+        Blocks that run more than once in a pass are no blocks. Where the model reads outputs of earlier blocks again (a multi-modal model
+        the last but one of its vision tower, for instance), those of all blocks are stored.
+
+        Raises:
+            RecipeError: the model cannot run these batches, or has weights that are not finite.
+        """
+        batches, self.batches = self.batches, self.batches[:TRIAL]
+        try:
+            inputs, outputs = self._original()
+            self.behaviour = {name: sum(float(t.norm()) for t, _ in sketches) for name, sketches in inputs.items()}
+            if not any(unit.block for unit in self.units):
+                return
+            different = self._difference(inputs, outputs)
+            if different:
+                self.rereads = True
+                different = self._difference(inputs, outputs)
+            self.whole = different
+            if self.rereads and not self.whole:
+                log.info("the model reads outputs of earlier blocks again, so those of all blocks are kept in memory")
+        finally:
+            self.batches = batches
+
+    def _original(self) -> tuple[dict[str, Sketches], Sketches]:
+        """What every layer gets and what the model returns, in whole passes; finds the units."""
+        first: list[Block | Candidate] = []
+        calls: Counter[int] = Counter()
+        calling = Calls()
+        outputs: Sketches = []
+        with self._noting(self.layers, calling), finite_weights(self.model, self.layers):
+            for number, batch in enumerate(self.batches):
+                try:
+                    output = self.output(number)
+                except Exception as error:
+                    if isinstance(error, (NMError, torch.OutOfMemoryError)) or self.forward is not call:
+                        raise
+                    raise RecipeError(
+                        f"prune_: the model cannot run batch {number + 1} of data, {described(batch)}: {type(error).__name__}: "
+                        f"{first_line(error)}. A batch is what the model takes: a mapping of keyword arguments, a tuple of arguments, or a "
+                        "tensor; forward=lambda model, batch: ... calls it in another way."
+                    ) from error
+                outputs += sketch(output)
+                first = first or self._events
+                calls |= Counter(map(id, self._events))
+        repeated = {block.list_name for block in self.blocks if calls[id(block)] > 1}
+        known = [block for block in self.blocks if block.list_name not in repeated and block in first]
+        self._sources = calling.sources({c.name: windows_of(c) for c in self.layers})
+        self._order(first, known)
+        return calling.inputs, outputs
+
+    def _difference(self, inputs: dict[str, Sketches], outputs: Sketches) -> str:
+        """Replay the batches as pruning will, with dense weights: the first thing that is not as in whole passes, or ""."""
+        try:
+            for unit in self.units:
+                calling = Calls()
+                with self.resident(unit.block.module) if unit.block else nullcontext(), self._noting(unit.layers, calling):
+                    self.run(unit)
+                self.finish(unit)
+                for c in unit.layers:
+                    if not alike(calling.inputs.get(c.name, []), inputs.get(c.name, [])):
+                        return f"layer {c.name!r} gets other inputs when blocks before it answer from a store"
+            again = [each for number in range(len(self.batches)) for each in sketch(self.output(number))]
+            return "" if alike(again, outputs) else "the model has other outputs when its blocks answer from a store"
+        except (CheckpointError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            return f"when blocks answer from a store, {type(error).__name__}: {first_line(error)}"
+        finally:
+            self._last, self._answers, self._outputs = {}, {}, []
+            for block in self.blocks:
+                block.finished = False
+
+    @contextmanager
+    def _noting(self, layers: Sequence[Candidate], calling: Calls) -> Iterator[None]:
+        """Note what ``layers`` get in the passes inside."""
+
+        def note(c: Candidate, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._events.append(c)
+            calling.add(c.name, args, kwargs)
+
+        hooks = [c.module.register_forward_pre_hook(partial(note, c), with_kwargs=True) for c in layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _order(self, events: list[Block | Candidate], blocks: list[Block]) -> None:
+        first = {id(event): number for number, event in reversed(list(enumerate(events)))}
+        last = {id(event): number for number, event in enumerate(events)}
+        of = {id(part): block for block in blocks for part in block.module.modules()}
+        units = {id(block): Unit(block.name, block=block) for block in blocks}
+        begin = {id(unit): first[id(unit.block)] for unit in units.values()}
+        outside: dict[str, Unit] = {}
+        for c in self.layers:
+            if (block := of.get(id(c.module))) is not None:
+                units[id(block)].layers.append(c)  # an expert that only later batches reach among them
+            elif id(c) not in first:
+                self.idle.append(c)
+            else:
+                unit = outside.setdefault(self.source(c), Unit(self.source(c)))
+                unit.layers.append(c)
+                begin[id(unit)] = min(begin.get(id(unit), len(events)), first[id(c)])
+        for unit in outside.values():
+            end = max(last[id(c)] for c in unit.layers)
+            later = [block for block in blocks if first[id(block)] > end]
+            unit.until = min(later, key=lambda block: first[id(block)], default=None)
+        self.units = sorted((*units.values(), *outside.values()), key=lambda unit: begin[id(unit)])
+
+    def block_of(self, module: nn.Module) -> Block | None:
+        """The block, among those that are pruned as such, that ``module`` is in."""
+        blocks = (unit.block for unit in self.units if unit.block is not None)
+        return next((block for block in blocks if any(part is module for part in block.module.modules())), None)
+
+    def source(self, c: Candidate) -> str:
+        """The name of the first layer that has the input of ``c``."""
+        return self._sources.get(c.name, c.name)
+
+
+@contextmanager
+def on_device(module: nn.Module, device: torch.device | None) -> Iterator[None]:
+    """Move ``module`` to ``device`` and back to where it was; one whose weights are on several devices stays."""
+    homes = {t.device for t in (*module.parameters(), *module.buffers())}
+    if device is None or len(homes) != 1 or homes == {device}:
+        yield
+        return
+    module.to(device)
+    try:
+        yield
+    finally:
+        module.to(homes.pop())
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Compiled modules run as they were written: torch.compile would trace the relay and its hooks, again for each of them."""
+    # without torch._dynamo, which takes a second to import, nothing is compiled
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+@contextmanager
+def uncached_autocast() -> Iterator[None]:
+    """Inside the caller's autocast, weights are cast at every use: its cache would not see that they are pruned."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

@@ -1,0 +1,225 @@
+"""What pruning has finished: the compressed layers of each unit, in memory or in a folder from which an interrupted run goes on.
+
+A folder holds ``run.json``, which says what is pruned and how, and for each unit ``unit-0000.safetensors``: per layer ``name.values`` and
+``name.indices``, and as metadata a digest of these, the rows of the report and the orders of permuted channels. ``.lock`` names the
+process that uses the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from math import inf, isclose
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..files import atomic_write, lock_file, writing
+from ..ops import Compressed
+from ..pattern import CheckpointError, Pattern
+from ..train.report import Pruned
+from ..train.writes import listed
+from .ranks import by_first, ranks
+
+FORMAT = "nmkernels-prune-2"
+ENDS = "values", "indices"
+RUN, LOCK = "run.json", ".lock"
+CLOSE = 1e-2
+"""The relative difference of two machines' rounding, at most, in the inputs of a layer."""
+
+
+@contextmanager
+def owned(folder: Path | None, instead: str) -> Iterator[None]:
+    """No other run uses ``folder``, which is created; ranks use it together. ``instead``: as for ``lock_file``.
+
+    Raises:
+        CheckpointError: another run does, or it cannot be written.
+    """
+    if folder is None:
+        yield
+        return
+    handle: int | None = by_first(partial(_own, folder, instead))
+    try:
+        yield
+    finally:
+        if handle is not None and ranks()[1] == 0:
+            (folder / LOCK).unlink(missing_ok=True)
+            os.close(handle)
+
+
+def _own(folder: Path, instead: str) -> int:
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    return lock_file(folder / LOCK, instead)
+
+
+@dataclass
+class Done:
+    """The result of one unit.
+
+    Args:
+        layers: name -> the layer's matrix, compressed.
+        rows: of the report, by problem.
+        orders: of channels that were permuted before: (the name of a layer that reads them, their order).
+        gains: what that brought, or why it was left, by layer.
+    """
+
+    layers: dict[str, Compressed] = field(default_factory=dict)
+    rows: dict[str, Pruned] = field(default_factory=dict)
+    orders: list[tuple[str, list[int]]] = field(default_factory=list)
+    gains: dict[str, str] = field(default_factory=dict)
+
+
+class Results:
+    """The results of all units, by number; in ``folder`` if there is one, which the first rank alone reads and writes for all.
+
+    Args:
+        identity: what must agree for an earlier run to be continued.
+
+    Raises:
+        CheckpointError: the folder holds another run, or other files.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None, identity: Mapping[str, Any]) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self._memory: dict[int, Done] = {}
+        if self.folder is not None:
+            by_first(partial(self._claim, self.folder, {"format": FORMAT, **identity}))
+
+    def _claim(self, folder: Path, identity: dict[str, Any]) -> None:
+        path = folder / RUN
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            others = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+        if not path.exists():
+            if others:
+                raise CheckpointError(
+                    f"prune_: folder={str(folder)!r} holds other files ({', '.join(others[:3])}); pass an empty or a new folder."
+                )
+            atomic_write(path, lambda temporary: temporary.write_text(json.dumps(identity, indent=2)))
+            return
+        before = _read_json(path)
+        for key, value in identity.items():
+            if before.get(key) != value:
+                raise CheckpointError(
+                    f"{folder} holds the results of another run: its {key} is {_short(before.get(key))}, not {_short(value)}. Pass another "
+                    "folder, or delete this one."
+                )
+
+    def recognise(self, behaviour: Mapping[str, float]) -> None:
+        """The model must do what it did when the results were made: ``behaviour`` has, for each layer, a number that its inputs give.
+
+        Files and settings say what a model is, and not what code runs it: the user's ``forward=``, a library of another version.
+
+        Raises:
+            CheckpointError: a layer gets other inputs than then.
+        """
+        if self.folder is not None:
+            by_first(partial(self._recognise, self.folder, dict(behaviour)))
+
+    def _recognise(self, folder: Path, behaviour: dict[str, float]) -> None:
+        run = _read_json(folder / RUN)
+        before = run.get("behaviour")
+        if before is None:
+            run["behaviour"] = behaviour
+            atomic_write(folder / RUN, lambda temporary: temporary.write_text(json.dumps(run, indent=2)))
+            return
+        strange = next((name for name, value in behaviour.items() if not isclose(value, before.get(name, inf), rel_tol=CLOSE)), None)
+        if strange is not None:
+            raise CheckpointError(
+                f"{folder} holds the results of another run: layer {strange!r} of the dense model got other inputs then. Is forward=, or a "
+                "library, another one? Pass another folder, or delete this one."
+            )
+
+    def path(self, number: int) -> Path:
+        """The file of a unit."""
+        assert self.folder is not None
+        return self.folder / f"unit-{number:04}.safetensors"
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._memory if self.folder is None else by_first(self.path(number).exists)
+
+    def save(self, number: int, done: Done) -> None:
+        """Keep the result of a unit."""
+        if self.folder is None:
+            self._memory[number] = done
+        else:
+            by_first(partial(self._write, number, done))
+
+    def _write(self, number: int, done: Done) -> None:
+        import safetensors.torch  # only needed here
+
+        tensors = {f"{name}.{end}": getattr(c, end) for name, c in done.layers.items() for end in ENDS}
+        layers = {name: [str(c.pattern), *c.shape] for name, c in done.layers.items()}
+        about = {
+            "digest": digest(tensors),
+            "layers": layers,
+            "rows": {name: asdict(row) for name, row in done.rows.items()},
+            "orders": done.orders,
+            "gains": done.gains,
+        }
+        # a unit may have no layer, and safetensors no file without a tensor
+        tensors = {name: t.cpu().contiguous() for name, t in tensors.items()} or {"": torch.empty(0)}
+        atomic_write(self.path(number), lambda file: safetensors.torch.save_file(tensors, file, {"nmkernels": json.dumps(about)}))
+
+    def load(self, number: int, layers: Sequence[str] | None = None) -> Done:
+        """The result of a finished unit, which has these ``layers`` if they are known.
+
+        Raises:
+            CheckpointError: its file is damaged, or that of other layers.
+        """
+        return self._memory[number] if self.folder is None else by_first(partial(self._read, number, layers))
+
+    def _read(self, number: int, expected: Sequence[str] | None) -> Done:
+        from safetensors import SafetensorError, safe_open
+
+        path = self.path(number)
+        try:
+            with safe_open(path, "pt") as file:
+                about = json.loads(file.metadata()["nmkernels"])
+                parts = {name: (file.get_tensor(f"{name}.values"), file.get_tensor(f"{name}.indices")) for name in about["layers"]}
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is damaged ({error}); delete it, and this unit is pruned again.") from error
+        tensors = {f"{name}.{end}": t for name, pair in parts.items() for end, t in zip(ENDS, pair, strict=True)}
+        if about.get("digest") != digest(tensors):
+            raise CheckpointError(f"{path} is damaged: it does not hold what was written; delete it, and this unit is pruned again.")
+        if expected is not None and sorted(parts) != sorted(expected):
+            raise CheckpointError(f"{path} holds {listed(parts)}, not {listed(expected)}; delete {path.parent} to start again.")
+        layers = {name: Compressed(*parts[name], Pattern(pattern), tuple(shape)) for name, (pattern, *shape) in about["layers"].items()}
+        rows = {name: Pruned(**row) for name, row in about["rows"].items()}
+        return Done(layers, rows, [(name, order) for name, order in about["orders"]], about["gains"])
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); delete {path.parent} to start again.") from error
+
+
+def digest(values: Any) -> str:
+    """The first 16 hexadecimal digits of a SHA-256 over all tensors and plain values in ``values``."""
+    found = hashlib.sha256()
+    leaves, structure = pytree.tree_flatten(values)
+    found.update(repr(structure).encode())
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+            plain: Any = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            found.update(plain)
+        else:
+            found.update(repr(leaf).encode())
+    return found.hexdigest()[:16]
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:76]}..."

@@ -1,0 +1,1 @@
+"""Training with a recipe: ``sparsify_``, the handle that it returns, and what happens in an optimizer's step."""

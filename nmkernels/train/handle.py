@@ -1,0 +1,565 @@
+"""The handle, which users hold: a recipe on one model, from ``sparsify_`` to ``finish`` and back to the dense model."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..autograd import STRAIGHT_THROUGH, WeightTransform
+from ..nn import NMWeight, StackedWeight, decompress_, make_dense_, switch_fast_paths
+from ..nn.sharding import adopt_parameter, connect, reshard
+from ..optim import merge_stats
+from ..pattern import CheckpointError, RecipeError
+from ..recipes.contract import Recipe, State
+from ..shards import anywhere
+from .attach import STATE_KEY, Attachment, check_forms, check_moments, check_optimizer, group_of, loaded_masks, owned, unwrapped
+from .checks import check_flat, check_learned, check_own, check_shards, check_stages, check_whole
+from .report import Report
+from .run import Run
+from .saved import restored
+
+
+def densify_(model: nn.Module) -> nn.Module:
+    """Turn every sparse layer of ``model`` back into the dense layer that it was, in place, with the weight as it is; returns the model.
+
+    A ``CompressedLinear`` becomes the dense layer that computes the same, with an adapter folded into its weight.
+
+    Raises:
+        RecipeError: an optimizer is attached; ``handle.remove()`` takes the recipe out of it and then does the same. Or a compressed layer
+            is split by tensor parallelism, or offloaded.
+
+    Example:
+        >>> from nmkernels.nn import SparseLinear
+        >>> model = nn.Sequential(SparseLinear(64, 64), nn.ReLU())
+        >>> type(densify_(model)[0]).__name__
+        'Linear'
+    """
+    layers = [m for m in model.modules() if isinstance(m, NMWeight)]
+    if any(layer.effective.attached for layer in layers):
+        raise RecipeError("densify_: an optimizer is attached to this model's recipe; call handle.remove(), which detaches it first.")
+    check_own("densify_", {name: m for name, m in model.named_modules() if isinstance(m, NMWeight)}, "weight", "bias")
+    decompress_(model)
+    return _make_dense_(model, layers)
+
+
+def _make_dense_(model: nn.Module, layers: Iterable[NMWeight]) -> nn.Module:
+    for layer in layers:
+        make_dense_(layer)
+    switch_fast_paths(model)
+    return model
+
+
+class Handle:
+    """Drives one recipe on one model: attach an optimizer, train as always, finish.
+
+    ``sparsify_`` returns it. The calls of a run, in order: ``attach``; the training loop, unchanged; ``deployable()`` around each
+    evaluation; ``finish``; then ``nm.compress_(model)`` for inference, or ``remove`` for the dense model.
+
+    Attributes:
+        model: the module that ``sparsify_`` was given.
+        recipe: the recipe.
+        layers: the sparse layers by their names in the model, in the model's order. ``layer.effective_weight()`` is W̃ ``(out, in)``.
+        report: what became of every layer that has a weight, and why; ``print(handle.report)``.
+        finished: whether ``finish`` or ``remove`` was called.
+
+    Example:
+        >>> from nmkernels import sparsify_
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        >>> handle = sparsify_(model, "srste:2:4")
+        >>> optimizer = handle.attach(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        >>> for _ in range(3):
+        ...     model(torch.randn(8, 64)).square().mean().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> _ = handle.finish()
+        >>> ops.is_nm(model[0].weight.detach(), "2:4")
+        True
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe, layers: dict[str, NMWeight], report: Report) -> None:
+        self.model, self.recipe, self.layers, self.report = model, recipe, layers, report
+        check_whole(recipe, layers)
+        self.run = Run(model, recipe, layers, report)
+        self.finished = False
+        self._expert_masks: dict[str, Tensor] = {}
+
+    # ---- state
+
+    @property
+    def state(self) -> State:
+        """The schedule's state: the dict in ``optimizer.param_groups[0]["nm_recipe"]``, plain values and 0-d tensors.
+
+        Raises:
+            RecipeError: no optimizer was attached yet.
+
+        Example:
+            >>> from nmkernels import sparsify_
+            >>> model = nn.Linear(64, 64)
+            >>> handle = sparsify_(model, "mdgf:2:4(total_steps=100)")
+            >>> optimizer = handle.attach(torch.optim.AdamW(model.parameters()))
+            >>> handle.state["t"].item()  # applied steps
+            0.0
+        """
+        if not self.run.state:
+            raise RecipeError("the handle has no state yet: call handle.attach(optimizer) first.")
+        return self.run.state
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the schedule's state and of the held masks; of sharded weights this rank's part.
+
+        ``optimizer.state_dict()`` holds all of it too, in a form that other numbers of ranks can load: save this one only if you do not
+        save the optimizer.
+
+        Raises:
+            RecipeError: no optimizer was attached yet.
+
+        Example:
+            >>> from nmkernels import sparsify_
+            >>> model = nn.Linear(64, 64)
+            >>> handle = sparsify_(model, "srste:2:4")
+            >>> optimizer = handle.attach(torch.optim.AdamW(model.parameters()))
+            >>> list(handle.state_dict())
+            ['nm_recipe']
+        """
+        return {STATE_KEY: copy.deepcopy({**self.state, **self.run.held()})}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what ``state_dict`` returned; attach an optimizer before.
+
+        Raises:
+            CheckpointError: it is of another recipe or pattern, of other layers, or not of a handle. Nothing has changed then.
+            RecipeError: no optimizer was attached yet.
+
+        Example:
+            >>> from nmkernels import sparsify_
+            >>> model = nn.Linear(64, 64)
+            >>> handle = sparsify_(model, "asp:2:4")
+            >>> optimizer = handle.attach(torch.optim.AdamW(model.parameters()))
+            >>> handle.load_state_dict(handle.state_dict())
+        """
+        if STATE_KEY not in state_dict:
+            raise CheckpointError(f"this is not a handle's state dict: it has no {STATE_KEY!r}.")
+        if not self.run.attachments:
+            raise RecipeError("the handle has no optimizer yet: call handle.attach(optimizer) first.")
+        driver = self.run.attachments[-1]
+        self.run.check(state_dict[STATE_KEY], driver.group)
+        driver.load(copy.deepcopy(state_dict[STATE_KEY]))
+
+    # ---- attach
+
+    def attach(self, *optimizers: torch.optim.Optimizer, forms: str = "forward") -> Any:
+        """Hook the recipe into one or several optimizers and return them: one as it came, several as a tuple.
+
+        The hooks run inside ``optimizer.step()``, after unscaling, accumulation and clipping, also with a closure or a ``GradScaler``.
+        Give several optimizers in the order in which they step: the last one that owns a sparse weight drives the schedule. Parameter
+        groups that are added later take part.
+
+        Called again, for instance for a second phase of training, it continues: schedule and masks stay as they are, and the last of the
+        new optimizers drives the schedule. Earlier optimizers stay attached until ``detach``.
+
+        Args:
+            optimizers: of torch, or wrappers of one.
+            forms: what makes the forms of the effective weights that GEMMs read, packed ones among them. ``"forward"``: the first forward
+                pass after a step. ``"step"``: on a GPU the step itself, which then reads each weight once instead of twice, for
+                ``MaskedAdamW`` and the 2:4 weights for which ``nm.ops.masked_adamw_pack_`` has a kernel; all others, and CPUs, are as
+                before. **You promise** that nothing else writes those weights between ``step()`` and the next forward pass, or calls
+                ``handle.refresh()`` then (with a ``GradScaler``, from one forward pass to the next); what counts a version, or is an
+                optimizer, is seen all the same. A sample of every weight is checked on the GPU in that forward pass: weights that were
+                written as a whole, as by an EMA swap through ``.data``, are made again in it, and a warning follows some steps later. A
+                backward pass that comes after the step following its forward pass raises, as that of a dense weight does.
+
+        Raises:
+            RecipeError: ``forms`` is unknown, or ``"step"`` comes without ``MaskedAdamW``; one is not an optimizer, none of them updates a
+                sparse weight, one drives another model's recipe, the recipe cannot run with it, or it cannot choose its masks.
+            CheckpointError: the optimizer has loaded the state of another recipe. Nothing has changed then.
+
+        Example:
+            >>> from nmkernels import sparsify_
+            >>> model = nn.Linear(64, 64)
+            >>> handle = sparsify_(model, "asp:2:4")
+            >>> warm_up = handle.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> main = handle.attach(torch.optim.AdamW(model.parameters(), lr=1e-3))
+            >>> handle.detach(warm_up)
+        """
+        if self.finished:
+            raise RecipeError("attach: the recipe is finished; sparsify_ the model again to train on.")
+        self._take_shards()
+        run, before = self.run, list(self.run.attachments)
+        stepped = tuple(dict.fromkeys(map(unwrapped, optimizers)))
+        known = {id(a.optimizer): a for a in before}
+        owners = [(o, layers) for o in stepped if (layers := owned(o, self.layers))]
+        if not owners:
+            raise RecipeError(
+                "attach: none of the optimizers updates a weight of the sparse layers. Build it from model.parameters() of the very model "
+                "given to sparsify_ (before a wrapper copies the parameters). If those layers are left out because they are frozen, attach "
+                "the optimizer once they have been added to it."
+            )
+        for optimizer, _ in owners:
+            if id(optimizer) not in known:
+                check_optimizer(self.recipe, optimizer)
+            check_forms(forms, optimizer)
+        check_learned(self.layers, (*stepped, *(a.optimizer for a in before)))
+        last, layers = owners[-1]
+        saved, loaded = None if id(last) in known else last.param_groups[0].get(STATE_KEY), None
+        if saved is not None:
+            masks = {name: bits for optimizer, own in owners for name, bits in loaded_masks(optimizer, own).items()}
+            loaded = restored(saved, self.layers, masks)
+            run.check(loaded, group_of(last, layers))
+        elif run.state:
+            check_moments(run, last, layers)
+        going = bool(run.state)
+        try:
+            run.attachments[:] = [a for a in before if a.optimizer not in stepped]
+            # one without a sparse weight may get some with a later group, but drives no schedule
+            for optimizer in sorted(stepped, key=lambda o: bool(owned(o, self.layers))):
+                run.attachments.append(known.get(id(optimizer)) or Attachment(run, optimizer))
+                run.attachments[-1].take()
+                run.attachments[-1].make_forms(forms)
+            driver = run.attachments[-1]
+            if going and loaded is None:
+                driver.continues()
+            else:
+                if loaded is None:
+                    run.begin("attach")  # weights may have been initialised since sparsify_
+                driver.load(loaded)
+        except Exception:
+            new = [a for a in run.attachments if a not in before]
+            run.attachments[:] = [*before, *new]
+            for attachment in new:
+                attachment.detach()
+            if saved is not None:
+                last.param_groups[0][STATE_KEY] = saved
+            if not going:
+                run.reset()
+            raise
+        for earlier in before:
+            if earlier is not driver:
+                earlier.hand_over()
+        return optimizers[0] if len(optimizers) == 1 else optimizers
+
+    def detach(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Take the recipe out of some of the attached optimizers, or of all; schedule and masks stay as they are.
+
+        Of the remaining optimizers the last one drives the schedule. With none left no mask is held and no step is counted until ``attach``
+        is called again, which continues.
+
+        Raises:
+            RecipeError: one of them is not attached.
+
+        Example:
+            >>> from nmkernels import sparsify_
+            >>> model = nn.Linear(64, 64)
+            >>> handle = sparsify_(model, "srste:2:4")
+            >>> optimizer = handle.attach(torch.optim.AdamW(model.parameters()))
+            >>> handle.detach()
+            >>> "nm_recipe" in optimizer.param_groups[0]
+            False
+        """
+        attached = self.run.attachments
+        parts = [a for o in map(unwrapped, optimizers) for a in attached if a.optimizer is o]
+        if len(parts) < len(optimizers):
+            raise RecipeError("detach: one of the optimizers is not attached to this handle.")
+        for part in parts or list(attached):
+            part.detach()
+        if attached:
+            attached[-1].continues()
+
+    def renew_masks(self) -> None:
+        """Take from the present weights what the recipe took from earlier ones: masks, S-STE's scale, learned logits, channel order.
+
+        For weights that were loaded in the middle of a run, where masks otherwise stay (so that weights can be rewound under the same
+        mask). The schedule goes on. Before ``attach`` there is nothing to renew: the recipe takes all from the weights that it finds.
+
+        Raises:
+            RecipeError: the recipe is finished, or cannot start from the present weights.
+
+        Example:
+            >>> from nmkernels import sparsify_
+            >>> model = nn.Linear(64, 64)
+            >>> handle = sparsify_(model, "asp:2:4")
+            >>> optimizer = handle.attach(torch.optim.AdamW(model.parameters()))
+            >>> _ = model.load_state_dict(nn.Linear(64, 64).state_dict())
+            >>> handle.renew_masks()
+            >>> round(handle.metrics()["density"].item(), 2)
+            0.5
+        """
+        if self.finished:
+            raise RecipeError("renew_masks: the recipe is finished; sparsify_ the model again to prune other weights.")
+        reshard(self.model)
+        if self.run.state:
+            self.run.renew("renew_masks", overwrite=True)
+
+    def _take_shards(self) -> None:
+        """Have sharded layers make W̃ from this rank's shard, and every rank hold no more than that."""
+        check_flat(self.layers)
+        connect(self.model, list(self.layers.values()))
+        check_whole(self.recipe, self.layers)
+        check_stages(self.recipe, self.layers)
+        check_shards(self.layers)
+        self.run.attached_shards = self.run.sharded
+
+    # ---- watching
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Metrics of the last optimizer step, 0-d tensors by name; ``.item()`` waits for the device, this call does not.
+
+        * ``density``: non-zeros of the effective weights / maskable weights, from N/M to 1.
+        * ``flip_rate``: mask bits changed by the step / maskable weights; a swap within a group counts 2. NaN before ``attach``.
+        * ``phase``: 0 dense, 1 mask learning, 2 fixed mask.
+        * ``decay_ratio``: λ Σ|w| / Σ|g| over the pruned weights: far below 1 the decay hardly matters. NaN before ``attach``.
+        * ``max_update``: the largest |m̂/D| before any clamp; only with ``MaskedAdamW``.
+        * the recipe's own: ``switch_step`` of STEP, ``flow`` of MdGf, ``kept_gain`` of ASP with ``permute`` and others.
+
+        Example:
+            >>> from nmkernels import sparsify_
+            >>> model = nn.Linear(64, 64)
+            >>> handle = sparsify_(model, "srste:2:4")
+            >>> optimizer = handle.attach(torch.optim.AdamW(model.parameters()))
+            >>> model(torch.randn(8, 64)).sum().backward()
+            >>> optimizer.step()
+            >>> round(handle.metrics()["density"].item(), 2)
+            0.5
+        """
+        if not self.run.state and not self.finished:
+            self.run.gradients.warn("metrics", self.recipe, attached=False)
+        if not self.finished:
+            self.run.check_weights("metrics", waits=False)
+        return metrics_of(self.run)
+
+    @torch.no_grad()
+    def expert_metrics(self) -> dict[str, dict[str, Tensor]]:
+        """Metrics of each expert, tensors ``(E,)`` by the name of the stack's Parameter; empty without stacked experts.
+
+        * ``density``: non-zeros of the expert's effective weight / its weights.
+        * ``flip_rate``: mask bits changed since the last call / its weights, NaN at the first one. Each call stores the masks for the next
+          one, a byte per weight.
+
+        An expert that got no token has a gradient of zero, not None: weight decay, and the recipe's own, shrink it as a dense AdamW would,
+        so its mask may change too.
+
+        Example:
+            >>> from nmkernels import sparsify_
+            >>> sparsify_(nn.Linear(64, 64), "srste:2:4").expert_metrics()
+            {}
+        """
+        result: dict[str, dict[str, Tensor]] = {}
+        for name, layer in self.layers.items():
+            if not isinstance(layer, StackedWeight):
+                continue
+            mask, before = layer.by_expert(layer.kept()), self._expert_masks.get(name)
+            size = mask[0].numel()
+            flips = mask.new_full(mask.shape[:1], torch.nan, dtype=torch.float64)
+            if before is not None:
+                flips = (mask ^ before).flatten(1).sum(1).double() / size
+            used = layer.by_expert(layer.effective_weight())
+            result[name] = {"density": used.ne(0).flatten(1).sum(1).double() / size, "flip_rate": flips}
+            self._expert_masks[name] = mask
+        return result
+
+    def calibrate(self) -> AbstractContextManager[None]:
+        """Collect the norms of the layers' inputs in the forward passes run inside, for ``ASP(score="wanda")``; call it before ``attach``.
+
+        Tokens with NaN or infinite values are left out, with a warning that names the layer and the forward pass. Another warning lists
+        the layers that got fewer than M tokens. Under ``torch.distributed`` all ranks enter it, and their norms are added up.
+
+        Example:
+            >>> from nmkernels import sparsify_
+            >>> model = nn.Linear(64, 64)
+            >>> handle = sparsify_(model, 'asp:2:4(score="wanda")')
+            >>> with handle.calibrate():
+            ...     _ = model(torch.randn(32, 64))
+            >>> optimizer = handle.attach(torch.optim.AdamW(model.parameters()))
+        """
+        return self.run.masks.inputs.collecting()
+
+    # ---- the end
+
+    @contextmanager
+    def deployable(self) -> Iterator[nn.Module]:
+        """Inside, the model computes what ``finish()`` would leave; outside, training goes on as before. Yields the model.
+
+        Weights and optimizer stay as they are, so evaluate and predict inside; do not train there.
+
+        Example:
+            >>> from nmkernels import sparsify_
+            >>> model = nn.Linear(64, 64)
+            >>> handle = sparsify_(model, "step:2:4(total_steps=100)")  # dense at first
+            >>> with handle.deployable():
+            ...     ops.is_nm(model.effective_weight(), "2:4")
+            True
+        """
+        if self.finished:
+            yield self.model
+            return
+        lost = self.run.check_weights("deployable")
+        with self._previewed(lost):
+            yield self.model
+
+    def refresh(self) -> None:
+        """Make W̃ again from the present weights at the next forward pass, whatever has written them.
+
+        Only for one case: on a GPU, after a write through ``.data`` in training mode between two forward passes of one optimizer step. All
+        other writes are noticed.
+
+        Example:
+            >>> from nmkernels import sparsify_
+            >>> model = nn.Linear(64, 64)
+            >>> handle = sparsify_(model, "srste:2:4")
+            >>> _ = model.weight.data.mul_(2.0)
+            >>> handle.refresh()
+        """
+        reshard(self.model)
+        for layer in self.layers.values():
+            layer.effective.release()
+            adopt_parameter(layer)
+
+    @contextmanager
+    def _previewed(self, lost: Iterable[str]) -> Iterator[None]:
+        reshard(self.model)
+        kept = {name: (layer.transform, layer.plan) for name, layer in self.layers.items()}
+        try:
+            self.run.hooks.deploy()
+            for layer in self.layers.values():
+                layer.effective.doubt()
+                if self.recipe.final == "dense":
+                    layer.use(None, STRAIGHT_THROUGH)
+            if self.recipe.final != "dense" and not self.run.stage.held_mask:
+                for name, transform in self.run.final_transforms().items():
+                    # emulated roundings and packed GEMMs belong to training; any other plan computes the same forward pass
+                    plan = kept[name][1]
+                    self.layers[name].use(transform, plan if plan.fp8 is None and plan.fprop == "dense" else STRAIGHT_THROUGH)
+            for name in lost:
+                self.layers[name].use(self.run.masks.preview(name), STRAIGHT_THROUGH)
+            yield
+        finally:
+            reshard(self.model)
+            for name, layer in self.layers.items():
+                layer.use(*kept[name])
+                layer.effective.doubt()
+            self.run.hooks.enter(self.run.stage)
+
+    def finish(self, allow_unused: bool = False) -> nn.Module:
+        """End the recipe and return the model in its final form, which ``recipe.final`` names.
+
+        ``"nm"``: every weight is exactly N:M, which is checked; layers stay sparse layers, ready for ``compress_``, until ``remove()``.
+        ``"nm+adapter"``: the same, with adapters, the Parameters ``nm_left`` and ``nm_right``. ``"dense"``: dense layers again.
+        Hooks are removed. It warns of a schedule that was cut short, of training without an attached optimizer, and of layers that never
+        ran, which are treated like the others.
+
+        Args:
+            allow_unused: do not warn of layers that never ran, for instance when a model pruned elsewhere is adopted without running it.
+
+        Raises:
+            RecipeError: a weight is not finite, or cannot be pruned as the recipe requires. Nothing has changed then.
+
+        Example:
+            >>> from nmkernels import sparsify_
+            >>> model = sparsify_(nn.Linear(64, 64), "asp:2:4").finish(allow_unused=True)
+            >>> ops.is_nm(model.weight.detach(), "2:4")
+            True
+        """
+        if self.finished:
+            return self.model
+        check_own("finish", self.layers)
+        reshard(self.model)  # what FSDP2 left unsharded is a copy
+        idle = [name for name, layer in self.layers.items() if not layer.ran]
+        if idle and not allow_unused:
+            fate = "made dense again" if self.recipe.final == "dense" else "pruned"
+            warnings.warn(
+                f"finish: these layers never ran and are {fate} like the others: {', '.join(idle)}. Either the model did not call them, or "
+                "their parent reads the weight itself, so that it was trained dense; leave out such layers with filter_fn. "
+                "finish(allow_unused=True) does not warn.",
+                stacklevel=2,
+            )
+        self.run.check_weights("finish")
+        if not self.run.max_applied_steps:
+            self.run.gradients.warn("finish", self.recipe, attached=bool(self.run.attachments))
+        if early := self.run.not_ready_reason():
+            warnings.warn(
+                f"finish: the recipe {self.recipe.name} {early}, so the model has not been trained in the form that it gets now; "
+                "total_steps is probably larger than the number of steps taken.",
+                stacklevel=2,
+            )
+        if self.recipe.final == "dense":
+            self.remove()
+            self.run.hooks.deploy()
+        else:
+            self.run.hooks.deploy()
+            make_nm(self.layers, self.run.final_transforms())
+            self._end()
+        return self.model
+
+    def remove(self) -> nn.Module:
+        """Turn every layer back into the dense layer it was, with its weight as it is, and remove every hook; returns the model.
+
+        A low-rank adapter that has learned something is folded into the weight, W + (L R)ᵀ / r, which is then no longer N:M. To keep only
+        the N:M weight, zero ``nm_right`` before. The handle cannot be used again: ``sparsify_`` the model to go on.
+
+        Example:
+            >>> from nmkernels import sparsify_
+            >>> model = nn.Sequential(nn.Linear(64, 64))
+            >>> type(sparsify_(model, "srste:2:4").remove()[0]).__name__
+            'Linear'
+        """
+        layers = {name: layer for name, layer in self.layers.items() if isinstance(layer, NMWeight)}  # densify_ may have been called
+        check_own("remove", layers, "weight", "bias")
+        reshard(self.model)
+        self._end()
+        return _make_dense_(self.model, [m for m in self.model.modules() if isinstance(m, NMWeight)])
+
+    def _end(self) -> None:
+        for attachment in list(self.run.attachments):
+            attachment.detach()
+        self.run.streams.forget()
+        self.run.end()
+        self.finished = True
+
+
+@torch.no_grad()
+def make_nm(layers: dict[str, NMWeight], transforms: dict[str, WeightTransform]) -> None:
+    """Replace every layer's weight by its transform's W̃, and remove from the layer what only training needed."""
+    for name, layer in layers.items():
+        if anywhere(layer.parameter, not bool(torch.isfinite(layer.master).all())):
+            raise RecipeError(f"finish: the weight of layer {name!r} has NaN or infinite values; training diverged before this point.")
+    pruned, orders = {}, {}
+    for name, transform in transforms.items():
+        columns, weight = transform.traits.columns, transform(layers[name].master.detach(), *layers[name]._extras(transform))
+        order = None if columns is None else columns(weight.shape[1])
+        used = weight if order is None else weight[:, order.to(weight.device)]
+        if anywhere(layers[name].parameter, not ops.is_nm(used, layers[name].pattern)):
+            raise RecipeError(f"finish: layer {name!r} is not {layers[name].pattern} after pruning; please report this bug.")
+        pruned[name], orders[name] = weight, order
+    for name, layer in layers.items():
+        layer.finish(pruned.pop(name), orders[name])
+
+
+def metrics_of(run: Run) -> dict[str, Tensor]:
+    """What ``Handle.metrics`` returns; nothing here waits for the device. λ is the recipe's own metric ``decay``, if any."""
+    stage, state = run.stage, run.state
+    phase = torch.tensor(stage.phase)
+    parts = [a for a in run.attachments if a.stats is not None]
+    # the counts of the last step are out of date once something else has written the weights; held masks do not prevent that
+    written = run.stage.held_mask or bool(run.writes.since_step(run.layers))
+    # users call this on one rank only, where a collective would wait for ever: metrics of sharded layers are of the last step
+    of_layers = run.shard_metrics if run.sharded else run.metrics(density=written or not parts)
+    if not parts:
+        # without a state no optimizer was ever attached, and nothing was counted
+        nothing = torch.full((), 0.0 if state else torch.nan, dtype=torch.float64)
+        return {"flip_rate": nothing, "density": of_layers.get("density", nothing), "phase": phase, "decay_ratio": nothing.clone()}
+    numel = sum(a.numel for a in parts)
+    total: Tensor = functools.reduce(merge_stats, [a.stats for a in parts if a.stats is not None])
+    s = dict(zip(ops.STATS, total, strict=True))
+    grads = s["pruned_grad_abs"]
+    own = {**run.recipe.values(state), **of_layers, **run.hooks.metrics}
+    ratio = torch.where(grads > 0, own.get("decay", stage.rule.decay) * s["pruned_abs"] / grads, 0.0)
+    common = {"flip_rate": s["flips"] / numel, "density": s["nonzeros"] / numel, "phase": phase, "decay_ratio": ratio}
+    updates = any(a.masked is not None for a in parts)
+    return {**common, **own, **({"max_update": s["max_update"]} if updates else {})}

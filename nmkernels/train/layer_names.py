@@ -1,0 +1,43 @@
+"""Names that match nothing, mostly misspelt: one check for all arguments that name layers."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+
+from ..pattern import RecipeError
+from ..recipes.registry import suggestion
+
+SHOWN = 3
+"""The number of names that a message lists where none is similar."""
+
+
+def check_names(
+    what: str, names: Iterable[str], known: Iterable[str], matches: Callable[[str, str], bool] = operator.eq, kind: str = "layer"
+) -> None:
+    """Raise ``RecipeError`` if one of ``names`` matches none of the ``known`` ones, with a similar name that does.
+
+    Args:
+        what: the argument as messages name it, ``"audit: rows"``.
+        matches: ``matches(known, name)``, for names that are wildcards, or parts of the known ones.
+        kind: what is named.
+
+    Example:
+        >>> check_names("audit: rows", ["haed"], ["body.fc", "head"])
+        Traceback (most recent call last):
+        nmkernels.pattern.RecipeError: audit: rows names 'haed', which matches no layer of the model; did you mean 'head'?
+    """
+    known = list(known)
+
+    def found(name: str) -> bool:
+        return any(matches(one, name) for one in known)
+
+    for name in names:
+        if not found(name):
+            parts = [one.split(".") for one in known]
+            words = {*known, *(part for one in parts for part in one), *(".".join(one[:i]) for one in parts for i in range(1, len(one)))}
+            near = suggestion(str(name), sorted(filter(found, words)))
+            shown = [*filter(None, known)]
+            more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+            some = f", only {', '.join(map(repr, shown[:SHOWN])) or 'the model itself'}{more}."
+            raise RecipeError(f"{what} names {name!r}, which matches no {kind} of the model{near or some}")
