@@ -1,4 +1,4 @@
-"""Route: the forms of a layer's weight that one kind of call reads, and the backends that multiply them; cached by the layer.
+"""Routes of a layer's calls: the forms of its weight that a kind of call reads, and the backends that multiply them.
 
 The kernel itself is cached by the op, keyed by everything that its contract and the backends check (``ops.define``), so an invalid call
 still raises on a layer that has a route for a valid one.
@@ -6,6 +6,7 @@ still raises on a layer that has a route for a valid one.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,9 @@ from .methods import DENSE, Method
 from .plan import GemmPlan
 from .problem import Problem
 
+MOST_ROUTES = 256
+"""Size of a layer's cache of routes; when full it is cleared."""
+
 Form = Tensor | Compressed | DeviceCompressed
 """A weight in dense layout, or packed."""
 
@@ -31,7 +35,7 @@ class Operands(NamedTuple):
         back, back_indices: the same for dgrad; None if it reads what fprop reads.
         transposed: whether ``back`` is W̃ᵀ ``(in, out)``.
         pattern: of the packed forms.
-        by, back_by: the backends of fprop and dgrad; empty for the dispatcher's choice.
+        backend, back_backend: of fprop and dgrad; empty for the dispatcher's choice.
     """
 
     weight: Tensor
@@ -40,11 +44,11 @@ class Operands(NamedTuple):
     back_indices: Tensor | None = None
     transposed: bool = False
     pattern: Pattern | None = None
-    by: str = ""
-    back_by: str = ""
+    backend: str = ""
+    back_backend: str = ""
 
 
-def operands(fprop: Form, dgrad: Form | None = None, transposed: bool = False, by: tuple[str, str] = ("", "")) -> Operands:
+def operands(fprop: Form, dgrad: Form | None = None, transposed: bool = False, backends: tuple[str, str] = ("", "")) -> Operands:
     """Operands from the form that fprop reads and the one that dgrad reads (None if it is the same)."""
     pattern: Pattern | None = None
     parts: list[Any] = []
@@ -55,7 +59,21 @@ def operands(fprop: Form, dgrad: Form | None = None, transposed: bool = False, b
             pattern = form.pattern
             parts += form.values, form.indices if isinstance(form, Compressed) else form.meta
     weight, indices, back, back_indices = parts
-    return Operands(weight, indices, back, back_indices, transposed, pattern, *by)
+    return Operands(weight, indices, back, back_indices, transposed, pattern, *backends)
+
+
+class Routes(dict[Hashable, Any]):
+    """What a layer has chosen for its calls, by kind of call, until it is out of date; not copied or saved."""
+
+    def put(self, kind: Hashable, route: Any) -> Any:
+        """Remember and return ``route``."""
+        if len(self) >= MOST_ROUTES:
+            self.clear()
+        self[kind] = route
+        return route
+
+    def __reduce__(self) -> tuple[type[Routes], tuple[()]]:
+        return Routes, ()
 
 
 class Route(NamedTuple):
@@ -65,13 +83,13 @@ class Route(NamedTuple):
         fprop: ``"dense"`` or ``"packed"``.
         dgrad: ``"dense"``, ``"packed"``, or ``"columns"`` for W̃ᵀ packed.
         layout: the layout of packed forms.
-        by: the backends of fprop and dgrad, as in ``Operands``.
+        backends: of fprop and dgrad, as in ``Operands``.
     """
 
     fprop: str
     dgrad: str
     layout: str
-    by: tuple[str, str] = ("", "")
+    backends: tuple[str, str] = ("", "")
 
 
 def route(plan: GemmPlan, transform: Any, weight: Tensor, dtype: torch.dtype, x: Tensor) -> Route:
@@ -87,8 +105,8 @@ def route(plan: GemmPlan, transform: Any, weight: Tensor, dtype: torch.dtype, x:
         # without grad there is no backward pass, so dgrad is not needed
         problems = _pair(transform, weight, dtype, layout, x.numel() // weight.shape[1])[: 2 if torch.is_grad_enabled() else 1]
         chosen = [_reads(method) for method in choose(*problems)]
-        (fprop, by), (dgrad, back_by) = chosen[0], chosen[-1]
-        return Route(fprop, dgrad, layout, (by, back_by))
+        (fprop, backend), (dgrad, back_backend) = chosen[0], chosen[-1]
+        return Route(fprop, dgrad, layout, (backend, back_backend))
     dgrad = plan.dgrad
     if dgrad in ("packed", "device") and layout != CANONICAL:
         # tensor cores sum along the rows of what is packed, and dgrad sums along the columns of W̃
