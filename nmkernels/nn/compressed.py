@@ -110,7 +110,7 @@ class CompressedLinear(nn.Module):
             under ``torch.inference_mode`` is expanded at every call; load it outside that mode.
         adapter: (L ``(in, r)``, R ``(r, out)``) of a low-rank adapter, y += x L R / r, stored as Parameters ``nm_left`` and ``nm_right``.
         columns: a permutation of the inputs, int ``(in,)``: y = x[..., columns] Wᵀ + b, for groups of inputs that are not adjacent.
-        dtype: for a weight with integers: the dtype of the dense layer in its place, which ``dense()`` and files name; default torch's.
+        dtype: for a weight with integers: the dtype of the dense layer that it replaces, which ``dense()`` and files name; default torch's.
 
     A weight with integers as values (``ops.quantize_values``) has their steps in the buffer ``step``, which stays bfloat16 when the module
     is cast. It multiplies x in any floating dtype and returns y in that dtype.
@@ -181,7 +181,7 @@ class CompressedLinear(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the values, or with integers of the dense layer in its place."""
+        """The dtype of the values, or with integers of the dense layer that it replaces."""
         return self.values.dtype if self._buffers.get("step") is None else self._dtype
 
     @property

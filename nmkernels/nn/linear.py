@@ -51,7 +51,8 @@ class NMLinear(Checkpointed):
         if self.transform is None:
             return []
         cast, dtype = autocast_dtype(self.weight), self.weight.dtype
-        return problems_of(self.plan, self.transform, self.multiplied, cast if cast is not None and castable(dtype) else dtype, tokens)
+        dtype = cast if cast is not None and castable(dtype) else dtype
+        return problems_of(self.plan, self.transform, self.gemm_shape, self.weight.device, dtype, tokens)
 
     def as_op(self, x: Tensor) -> tuple[tuple[Any, ...], str]:
         """The arguments of ``nm_linear`` for the input x, and in words what the layer does instead of leaving it to the dispatcher; for
