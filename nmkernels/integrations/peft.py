@@ -385,15 +385,10 @@ class SparseLoraLinear(Linear):
                 self.merged_adapters, done = [], self.merged_adapters
                 self.merge(adapter_names=done)
             raise
-        self._save_unmerged()
+        held = [base.values, base.indices] if isinstance(base, CompressedLinear) else [base.master.detach().clone()]
+        self._unmerged = base, [*held, None if base.bias is None else base.bias.detach().clone()]
         self._write(grouped, bias)
         self.merged_adapters = adapters
-
-    def _save_unmerged(self) -> None:
-        base = self.get_base_layer()
-        bias = None if base.bias is None else base.bias.detach().clone()
-        held = [base.values, base.indices] if isinstance(base, CompressedLinear) else [base.master.detach().clone()]
-        self._unmerged = base, [*held, bias]
 
     def _restore(self) -> None:
         assert self._unmerged is not None
