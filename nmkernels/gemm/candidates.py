@@ -108,7 +108,7 @@ def _entry(p: Problem, method: Method) -> Impl | None:
 
 def _measure_layer(problems: tuple[Problem, ...], each: list[Measurement], timer: Seconds | None, budget: float) -> Measurement:
     """Time making W̃ and the GEMMs of a layer together, each GEMM dense, by the op, or by its fastest compressed method."""
-    options = [_dense_and_fastest(p, found) for p, found in zip(problems, each, strict=True)]
+    options = [_dense_and_fastest(p, measured) for p, measured in zip(problems, each, strict=True)]
     drawn = [random_operands(p) for p in problems]
     weight = drawn[-1][1]["dense"]
     # a transposable mask is held between steps and not recomputed at every step
@@ -121,18 +121,18 @@ def _measure_layer(problems: tuple[Problem, ...], each: list[Measurement], timer
         for p, method, other in zip(problems, plan, others, strict=True):
             run(method, p, other, made)
 
-    found = Measurement(key(*problems), baseline)
+    measured = Measurement(key(*problems), baseline)
     sets = cold((weight, [other for other, _, _ in drawn]))
     calls = {name: [partial(step, plan, *some) for some in sets] for name, plan in plans.items()}
-    found.time(Timer(problems[0].device, timer), calls, budget)
+    measured.time(Timer(problems[0].device, timer), calls, budget)
     for p, one in zip(problems, each, strict=True):
-        found.refused |= {f"{p.role} {name}": why for name, why in one.refused.items()}
-    return found
+        measured.refused |= {f"{p.role} {name}": why for name, why in one.refused.items()}
+    return measured
 
 
-def _dense_and_fastest(p: Problem, found: Measurement) -> list[Method]:
-    right = [m for m in methods(p) if m.name in found.seconds]
-    fastest = min((m for m in right if m != DENSE), key=lambda m: found.seconds[m.name], default=None)
+def _dense_and_fastest(p: Problem, measured: Measurement) -> list[Method]:
+    right = [m for m in methods(p) if m.name in measured.seconds]
+    fastest = min((m for m in right if m != DENSE), key=lambda m: measured.seconds[m.name], default=None)
     return [m for m in right if m in (DENSE, fastest) or m.name == OP] or [methods(p)[0]]
 
 
@@ -156,21 +156,21 @@ def search(p: Problem, timer: Seconds | None = None) -> Measurement | None:
         return None
     op, args = op_of(p, form), arguments(p, form, packed, other)
     try:
-        found = dispatched(op, *args).search
+        searching = dispatched(op, *args).search
     except BackendError:
         return None
-    result: Measurement | None = None if found is None else found(op, *args, timer=timer)
+    result: Measurement | None = None if searching is None else searching(op, *args, timer=timer)
     return result
 
 
-def record(found: Measurement, by: str = "nm.tune") -> None:
+def record(measured: Measurement, by: str = "nm.tune") -> None:
     """Use these measurements from now on, in this process and, if the table can be written, in later ones."""
-    found.store({found.problem: found.line(found.best, by)})
+    measured.store({measured.problem: measured.line(measured.best, by)})
 
 
 def measure_and_record(*problems: Problem) -> Measurement:
     """``measure`` quickly and ``record``, for ``NMKERNELS_CHOICE=measured``."""
-    found = measure(*problems, budget=QUICK, prepare=False)
-    record(found, "NMKERNELS_CHOICE")
-    log.info("%s: %s%s", problems[0].words(), found.best, f" ({found.note})" if found.note else "")
-    return found
+    measured = measure(*problems, budget=QUICK, prepare=False)
+    record(measured, "NMKERNELS_CHOICE")
+    log.info("%s: %s%s", problems[0].words(), measured.best, f" ({measured.note})" if measured.note else "")
+    return measured

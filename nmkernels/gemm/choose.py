@@ -74,8 +74,8 @@ def choose(*problems: Problem) -> Choice:
         return tuple(map(_baseline, problems))
     if _revision != TABLE.revision:
         _restart()
-    found = _chosen.get(problems)
-    return _find(problems) if found is None else found
+    choice = _chosen.get(problems)
+    return _find(problems) if choice is None else choice
 
 
 def _restart() -> None:
@@ -87,14 +87,14 @@ def _restart() -> None:
 def _find(problems: tuple[Problem, ...]) -> Choice:
     for p in problems:
         p.check()
-    found = _required(problems) or _tuned(problems)
-    if found is None and setting() == "measured" and undisturbed(problems[0].device):
+    choice = _required(problems) or _tuned(problems)
+    if choice is None and setting() == "measured" and undisturbed(problems[0].device):
         with _measuring:
-            found = _tuned(problems) or _measured(problems)  # another thread may have come first
+            choice = _tuned(problems) or _measured(problems)  # another thread may have come first
     if _revision != TABLE.revision or len(_chosen) >= REMEMBERED:
         _restart()
-    found = _chosen[problems] = found or rule(*problems)
-    return found
+    choice = _chosen[problems] = choice or rule(*problems)
+    return choice
 
 
 def _baseline(p: Problem) -> Method:
@@ -118,8 +118,8 @@ def _tuned(problems: tuple[Problem, ...]) -> Choice | None:
     names = str(line.get("choice", "")).split(", ") if line else []
     if len(names) != len(problems):
         return None
-    found = [next((m for m in methods(p) if m.name == name), None) for p, name in zip(problems, names, strict=True)]
-    return None if None in found else tuple(m for m in found if m is not None)
+    chosen = [next((m for m in methods(p) if m.name == name), None) for p, name in zip(problems, names, strict=True)]
+    return None if None in chosen else tuple(m for m in chosen if m is not None)
 
 
 def _measured(problems: tuple[Problem, ...]) -> Choice | None:
@@ -199,8 +199,8 @@ def estimable(p: Problem) -> bool:
 
 def _for_graphs(*problems: tuple[Any, ...]) -> str:
     """``for_graphs``, with problems as tuples without their tokens, and the choice as text."""
-    found = for_graphs(*(Problem(role, TOKEN_CLASSES[0], *rest) for role, *rest in problems))
-    return ", ".join("|".join(method) for method in found)
+    choice = for_graphs(*(Problem(role, TOKEN_CLASSES[0], *rest) for role, *rest in problems))
+    return ", ".join("|".join(method) for method in choice)
 
 
 def for_graphs(*many: Problem) -> Choice:
@@ -212,9 +212,9 @@ def for_graphs(*many: Problem) -> Choice:
         return required
     for tokens in TOKEN_CLASSES:
         sized = tuple(p._replace(tokens=tokens) for p in many)
-        found = _tuned(sized)
-        if found is not None:
-            return _in_a_graph(sized, found)
+        choice = _tuned(sized)
+        if choice is not None:
+            return _in_a_graph(sized, choice)
     alone = many[0].integers and many[0].device.type != "cpu" and DENSE.form not in many[0].forms
     if alone and not all(_has_kernel(many[0]._replace(tokens=tokens)) for tokens in FEW_AND_MANY):
         return (Method(EXPAND, "rows"),)  # the op's reference multiplies in float32
@@ -223,15 +223,15 @@ def for_graphs(*many: Problem) -> Choice:
     return rule(*many) if all(DENSE.form in p.forms for p in many) else tuple(_baseline(p._replace(tokens=FEW_AND_MANY[0])) for p in many)
 
 
-def _in_a_graph(problems: tuple[Problem, ...], found: Choice) -> Choice:
-    """``found`` if it names no backend, else the fastest measured choice that names none, since a graph calls the op."""
-    if not any(m.backend for m in found):
-        return found
+def _in_a_graph(problems: tuple[Problem, ...], choice: Choice) -> Choice:
+    """``choice`` if it names no backend, else the fastest measured choice that names none, since a graph calls the op."""
+    if not any(m.backend for m in choice):
+        return choice
     times: dict[str, float] = (TABLE.get(key(*problems)) or {}).get("us") or {}
     plans = product(*([m for m in methods(p) if not m.backend] for p in problems))
     usable = {name: plan for plan in plans if (name := ", ".join(m.name for m in plan)) in times}
     if not usable:
-        return tuple(Method(OP, m.form) if m.backend else m for m in found)
+        return tuple(Method(OP, m.form) if m.backend else m for m in choice)
     best = min(usable, key=times.__getitem__)
     base = ", ".join(_baseline(p).name for p in problems)
     return usable[base if base in usable and times[base] < LEAST_GAIN * times[best] else best]

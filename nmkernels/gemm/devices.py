@@ -147,5 +147,4 @@ def named(name: str) -> Device | None:
     """The entry of ``DEVICES`` for a name such as ``"H200"`` or a driver's device name; None if unknown."""
     words = name.upper().replace("-", " ").replace("_", " ").split()
     # PCIe cards of the same name have other clocks and memory
-    found = [device for key, device in DEVICES.items() if key in words and "PCIE" not in words]
-    return found[0] if found else None
+    return next((device for key, device in DEVICES.items() if key in words and "PCIE" not in words), None)

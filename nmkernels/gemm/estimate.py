@@ -255,8 +255,8 @@ def making(form: str, p: Problem) -> float:
         gpu, size = _gpu(p.device) or DEVICES["A100"], p.dtype.itemsize
         written = size if form == DENSE else _packed_bytes(p)
         return gpu.call + weight.rows * weight.cols * (size + written) / (gpu.passes * gpu.bandwidth)
-    found = line(weight, f"make {form}")
-    return found[1].seconds(weight) if found else 0.0
+    making_line = line(weight, f"make {form}")
+    return making_line[1].seconds(weight) if making_line else 0.0
 
 
 def of_making(p: Problem) -> Problem:

@@ -64,21 +64,21 @@ def methods(p: Problem, backends: bool = True) -> tuple[Method, ...]:
         backends: also those that are one backend's kernel, which the rule never chooses.
     """
     packed = [form for form in p.forms if op_of(p, form)]
-    found = [DENSE] if DENSE.form in p.forms else []
-    found += [Method(OP, form) for form in _of_op(p, packed)]
-    if not found or found[0] != DENSE:
+    available = [DENSE] if DENSE.form in p.forms else []
+    available += [Method(OP, form) for form in _of_op(p, packed)]
+    if not available or available[0] != DENSE:
         for form in [form for form in p.forms if form in ("rows", "columns")][:1]:
-            found.append(Method(EXPAND, form))
+            available.append(Method(EXPAND, form))
             if p.dtype.itemsize == 2 and p.device.type == "cpu":
-                found.append(Method(AS_FLOAT32, form))
+                available.append(Method(AS_FLOAT32, form))
     for form in packed if backends else ():
         for entry in implementations(op_of(p, form)):
             # neither the reference nor what is only for tests, or switched off on this machine
             if entry.backend != REFERENCE and entry.priority >= 0 and not doubtful(entry.op, entry.backend):
-                found.append(Method(f"{entry.backend} {form}", form, entry.backend))
+                available.append(Method(f"{entry.backend} {form}", form, entry.backend))
     if optional(p):
-        found.append(UNESTIMATED)
-    return tuple(found)
+        available.append(UNESTIMATED)
+    return tuple(available)
 
 
 def optional(p: Problem) -> bool:

@@ -176,36 +176,36 @@ def _tune(report: TuneReport, problems: tuple[Problem, ...], entry: Tuned, timer
     by_rule = rule(*problems)
     default = ", ".join(m.name for m in by_rule)
     try:
-        found = measure(*problems, timer=timer)
-        record(found)
+        measured = measure(*problems, timer=timer)
+        record(measured)
     except RuntimeError as error:  # mostly out of memory
         entry.choice = f"not measured: {str(error).splitlines()[0]}"
         return
-    entry.default, entry.best = found.seconds.get(default, found.seconds.get(found.baseline)), found.seconds.get(found.best)
+    entry.default, entry.best = measured.seconds.get(default, measured.seconds.get(measured.baseline)), measured.seconds.get(measured.best)
     entry.estimate = _estimate(problems, by_rule)
-    entry.choice = found.best if found.seconds else "no method gave a correct result"
-    entry.refused = [f"{name}: {why}" for name, why in found.refused.items()]
-    _stored(report, found)
+    entry.choice = measured.best if measured.seconds else "no method gave a correct result"
+    entry.refused = [f"{name}: {why}" for name, why in measured.refused.items()]
+    _stored(report, measured)
     for why in entry.refused:
         log.warning("%s: refused %s", problems[0].words(), why)
 
 
 def _search(report: TuneReport, problems: tuple[Problem, ...], entry: Tuned, timer: Seconds | None) -> None:
     """With a forced backend: let it find its fastest launch or algorithm for each GEMM, if it has several."""
-    found = [found for p in problems if (found := search(p, timer)) is not None]
-    entry.choice = "; ".join(f.best if f.seconds else "no launch gave a correct result" for f in found) or report.note
-    if all(f.seconds for f in found) and found:
-        entry.default, entry.best = (sum(f.seconds[name(f)] for f in found) for name in (lambda f: f.baseline, lambda f: f.best))
-    for one in found:
+    searches = [one for p in problems if (one := search(p, timer)) is not None]
+    entry.choice = "; ".join(f.best if f.seconds else "no launch gave a correct result" for f in searches) or report.note
+    if all(f.seconds for f in searches) and searches:
+        entry.default, entry.best = (sum(f.seconds[name(f)] for f in searches) for name in (lambda f: f.baseline, lambda f: f.best))
+    for one in searches:
         entry.refused += [f"{name}: {why}" for name, why in one.refused.items()]
         _stored(report, one)
 
 
-def _stored(report: TuneReport, found: Measurement) -> None:
-    if found.path is None:
-        report.note = found.note or report.note
-    elif found.path not in report.paths:
-        report.paths.append(found.path)
+def _stored(report: TuneReport, measured: Measurement) -> None:
+    if measured.path is None:
+        report.note = measured.note or report.note
+    elif measured.path not in report.paths:
+        report.paths.append(measured.path)
 
 
 def _estimate(problems: tuple[Problem, ...], chosen: tuple[Method, ...]) -> float | None:

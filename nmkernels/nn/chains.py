@@ -150,12 +150,12 @@ def trace(model: nn.Module) -> tuple[list[Trace], str]:
     names = {id(m): name for name, m in skeleton.named_modules()}
     places = Counter(id(child) for m in skeleton.modules() for child in m._modules.values())
     opaque: set[int] = set()
-    found: dict[int, list[Trace]] = {}
+    traces_of: dict[int, list[Trace]] = {}
     for module in reversed(list(skeleton.modules())):  # children first
         if is_plain_linear(module) or isinstance(module, (nn.Conv2d, *NO_CALL)):
             continue
         if type(module) in BLOCKS and "forward" not in module.__dict__:
-            found[id(module)] = [_block(module, names)]
+            traces_of[id(module)] = [_block(module, names)]
             opaque.add(id(module))
             continue
         try:
@@ -167,13 +167,13 @@ def trace(model: nn.Module) -> tuple[list[Trace], str]:
             opaque.add(id(module))  # readers of what a forward pass stores are not in the graph
             continue
         inner = dict(module.named_modules())
-        own = {path: names[id(m)] for path, m in inner.items()}
-        found[id(module)] = [Trace(nodes, names[id(module)], own, inner) for nodes, _ in graphs]
+        paths = {path: names[id(m)] for path, m in inner.items()}
+        traces_of[id(module)] = [Trace(nodes, names[id(module)], paths, inner) for nodes, _ in graphs]
         # a module that was traced as part of this one needs no graph of its own, unless others call it too
         for child in set.intersection(*(entered for _, entered in graphs)):
             if places[child] == 1:
-                found.pop(child, None)
-    return [t for traces in found.values() for t in traces], ""
+                traces_of.pop(child, None)
+    return [t for traces in traces_of.values() for t in traces], ""
 
 
 def _keeps_proxy(value: object, depth: int = 3) -> bool:
@@ -207,8 +207,8 @@ def _block(module: nn.Module, names: dict[int, str]) -> Trace:
     hidden = graph.call_module("linear1", (graph.placeholder("x"),))
     hidden = graph.call_module("activation", (hidden,)) if isinstance(activation, nn.Module) else graph.call_function(activation, (hidden,))
     graph.output(graph.call_module("linear2", (graph.call_module("dropout", (hidden,)),)))
-    own = {path: names.get(id(m), path) for path, m in modules.items()}
-    return Trace(list(graph.nodes), names[id(module)], own, modules)
+    paths = {path: names.get(id(m), path) for path, m in modules.items()}
+    return Trace(list(graph.nodes), names[id(module)], paths, modules)
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def find_chains(model: nn.Module) -> tuple[list[Chain], dict[str, str]]:
     reasons: dict[str, str] = {}
     for producers, consumers, between, obstacles in _Channels(traces).spaces():
         here = sorted({*producers, *consumers, *between})
-        obstacles += [f"{name} {said}" for name in here if (said := unfit(model.get_submodule(name)))]
+        obstacles += [f"{name} {reason}" for name in here if (reason := unfit(model.get_submodule(name)))]
         images = sorted({is_plain_conv(layers[name]) for name in (*producers, *consumers)})
         if len(images) > 1:
             obstacles.append("linear layers and convolutions have their channels along different dimensions")
@@ -259,9 +259,9 @@ def find_chains(model: nn.Module) -> tuple[list[Chain], dict[str, str]]:
             reasons.update(dict.fromkeys(consumers, obstacles[0] if obstacles else "nothing produces its input"))
         else:
             chains.append(replace(chain, channels=widths.pop()))
-    found = {name for chain in chains for name in chain.consumers}
-    hidden = {name: why or "the module around it cannot be traced" for name in layers if name not in found | reasons.keys()}
-    return sorted(chains, key=lambda c: c.consumers), {name: {**hidden, **reasons}[name] for name in layers if name not in found}
+    consumers = {name for chain in chains for name in chain.consumers}
+    hidden = {name: why or "the module around it cannot be traced" for name in layers if name not in consumers | reasons.keys()}
+    return sorted(chains, key=lambda c: c.consumers), {name: {**hidden, **reasons}[name] for name in layers if name not in consumers}
 
 
 def channel_parameters(model: nn.Module, chain: Chain) -> Iterator[tuple[Tensor, int]]:
@@ -349,8 +349,8 @@ class _Channels:
         inputs = [i for i in node.all_input_nodes if t.kind(i) != "harmless"]
         if node.op == "get_attr" and any(t.kind(user) != "harmless" for user in node.users):
             owner, _, key = str(node.target).rpartition(".")
-            said = f"the {key} of {t.names.get(owner)} is read outside that layer too"
-            self.obstacles += [((end, t.names.get(owner)), said) for end in ("in", "out", "between")]
+            reason = f"the {key} of {t.names.get(owner)} is read outside that layer too"
+            self.obstacles += [((end, t.names.get(owner)), reason) for end in ("in", "out", "between")]
         if kind == "layer":
             name = t.names[str(node.target)]
             self.layers[name] = t.modules[str(node.target)]
@@ -362,9 +362,9 @@ class _Channels:
             if kind == "image":
                 self._visit_image(t, node)
         else:
-            said = t.describe(node)
-            self.obstacles.append((self._key(t, node), f"its input comes from {said}"))
-            self.obstacles += [(self._key(t, i), f"its input also goes to {said}") for i in inputs]
+            place = t.describe(node)
+            self.obstacles.append((self._key(t, node), f"its input comes from {place}"))
+            self.obstacles += [(self._key(t, i), f"its input also goes to {place}") for i in inputs]
 
     def _visit_image(self, t: Trace, node: fx.Node) -> None:
         key = self._key(t, node)
@@ -400,7 +400,7 @@ class _Channels:
         for name in sorted(self.between):
             if (root := self._find(("between", name))) in spaces:
                 spaces[root][2].append(name)
-        for key, said in [*self.obstacles, *((k, said) for k, said in self.images if self._find(k) in linear)]:
+        for key, reason in [*self.obstacles, *((k, reason) for k, reason in self.images if self._find(k) in linear)]:
             if (root := self._find(key)) in spaces:
-                spaces[root][3].append(said)
+                spaces[root][3].append(reason)
         return list(spaces.values())

@@ -136,7 +136,7 @@ def rounded_layers(verb: str, model: nn.Module, values: str | None, group: int |
     check_values(verb, values, group)
     if values is None:
         return {}
-    found: dict[str, NMWeight | CompressedLinear] = {}
+    layers: dict[str, NMWeight | CompressedLinear] = {}
     others = []
     for name, module in model.named_modules():
         if not isinstance(module, (NMWeight, CompressedLinear, CompressedStack)):
@@ -144,10 +144,10 @@ def rounded_layers(verb: str, model: nn.Module, values: str | None, group: int |
         if isinstance(module, CompressedStack) or module.layout not in MATRICES:
             others.append(layer_name(name, module))
         else:
-            found[name] = module
+            layers[name] = module
     if others:
         warnings.warn(f"{verb}: {FLOATING.format(values, names_of(others))}", stacklevel=3)
-    return found
+    return layers
 
 
 def check_values(verb: str, values: str | None, group: int | None) -> int | None:
@@ -168,12 +168,12 @@ def check_rounding(verb: str, name: str, layer: NMWeight | CompressedLinear, val
     """Raise ``NMError`` unless the values of ``layer`` can be rounded, or are such integers already."""
     what = f"{verb}: layer {name!r}"
     if isinstance(layer, CompressedLinear) and layer.weight.step is not None:
-        own = layer.weight
-        wanted = own.group if group in (None, own.shape[1]) and not own.group else group
-        if own.kind != values or wanted not in (None, own.group):
-            steps = f"a step per {own.group} columns" if own.group else "a step per row"
+        present = layer.weight
+        wanted = present.group if group in (None, present.shape[1]) and not present.group else group
+        if present.kind != values or wanted not in (None, present.group):
+            steps = f"a step per {present.group} columns" if present.group else "a step per row"
             raise RecipeError(
-                f"{what} has {own.kind} values already, {steps}. Rounding them again would add to their error: compress_ the floating-"
+                f"{what} has {present.kind} values already, {steps}. Rounding them again would add to their error: compress_ the floating-"
                 "point weights, from a file or dense checkpoint. nm.densify_(model) gives dense layers with the rounded weights."
             )
         return

@@ -330,14 +330,14 @@ class CompressedLinear(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         stored = state_dict.get(f"{prefix}values")
-        own, theirs = kind_of(self.values), kind_of(stored) if isinstance(stored, Tensor) else ""
-        if theirs in ("", own):
+        kind, stored_kind = kind_of(self.values), kind_of(stored) if isinstance(stored, Tensor) else ""
+        if stored_kind in ("", kind):
             super()._load_from_state_dict(state_dict, prefix, *rest)
         else:
-            how = "" if theirs == "float" else f", values={theirs!r}"
+            how = "" if stored_kind == "float" else f", values={stored_kind!r}"
             rest[-1].append(  # torch's list of errors
-                f"{prefix}values are {theirs} in the state dict and {own} in this layer, and loading converts neither. Build a model with "
-                f"{theirs} values, by nm.compress_(model{how}), or load a file by nm.load_compressed."
+                f"{prefix}values are {stored_kind} in the state dict and {kind} in this layer, and loading converts neither. Build a model "
+                f"with {stored_kind} values, by nm.compress_(model{how}), or load a file by nm.load_compressed."
             )
         self._forget()  # a hook may have changed the buffers
 

@@ -156,7 +156,7 @@ class EffectiveWeight:
                 return _made(source, *wanted)
         mark, captured = fingerprint(weight, *extras), _capturing(weight)
         stamp = (weight._version, weight.data_ptr(), weight.device, dtype, mark)
-        found: list[Any] = []
+        forms: list[Any] = []
         stale: list[_Wanted] = []
         copies = self._dense, self._packed
         for copy, (want, how, _) in zip(copies, wanted, strict=True):
@@ -164,23 +164,23 @@ class EffectiveWeight:
             # replaying a captured graph runs no hooks, so W̃ must be made inside the graph, and is not valid outside
             valid = same and not captured and stamp == copy.stamp and copy.owner is not None and copy.owner() is owner
             valid = valid and (mark is not None or (not readable(weight) and torch.is_grad_enabled() and not copy.doubted))
-            found.append(copy.form if want and valid else None)
+            forms.append(copy.form if want and valid else None)
             # overwrite a copy only after an optimizer step; before that a backward pass may still need it
             stale.append(_Wanted(want and not valid, how, copy.form if same and copy.stamp is None and not captured else None))
-        if self._offered is not None and any(form is not None for form in found):
+        if self._offered is not None and any(form is not None for form in forms):
             self._check(weight.detach(), self._offered)
         if not (stale[0].wanted or stale[1].wanted):
-            return found[0], found[1]
+            return forms[0], forms[1]
         with torch.inference_mode(False), torch.no_grad():
             made = _made(source, *stale)
         for i, (copy, form) in enumerate(zip(copies, made, strict=True)):
             if form is None:
                 continue
-            found[i] = form
+            forms[i] = form
             if not captured and (mark is not None or torch.is_grad_enabled()):
                 copy.form, copy.stamp, copy.owner, copy.transform = form, stamp, weakref.ref(owner), transform
                 copy.how, copy.doubted = stale[i].how, False
-        return found[0], found[1]
+        return forms[0], forms[1]
 
     # ---- copies that the optimizer's step makes
 

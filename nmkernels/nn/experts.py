@@ -38,11 +38,11 @@ def stacks_of(module: nn.Module) -> dict[str, str]:
 
     The layout follows from attributes that ``use_experts_implementation`` sets, so no list of models is needed.
     """
-    own = module.__dict__
-    if not (hasattr(type(module), "_apply_gate") and {"is_transposed", "has_bias", "has_gate"} <= own.keys()):
+    attributes = module.__dict__
+    if not (hasattr(type(module), "_apply_gate") and {"is_transposed", "has_bias", "has_gate"} <= attributes.keys()):
         return {}
-    layout = EXPERTS_T if own["is_transposed"] else EXPERTS
-    names = "gate_up_proj" if own["has_gate"] else "up_proj", "down_proj"
+    layout = EXPERTS_T if attributes["is_transposed"] else EXPERTS
+    names = "gate_up_proj" if attributes["has_gate"] else "up_proj", "down_proj"
     return {name: layout for name in names if (p := module._parameters.get(name)) is not None and p.dim() == 3}
 
 
@@ -121,8 +121,9 @@ class StackedWeight(Checkpointed):
     @property
     def weight(self) -> nn.Parameter:  # type: ignore[override]
         """The Parameter of the experts module, as that stores it."""
-        found: Any = self.owner._parameters.get(self.key)
-        return getattr(self.owner, self.key) if found is None else found  # torch.nn.utils may compute it, which check_computed refuses
+        parameter: Any = self.owner._parameters.get(self.key)
+        # torch.nn.utils may compute it, which check_computed refuses
+        return getattr(self.owner, self.key) if parameter is None else parameter
 
     @property
     def home(self) -> tuple[nn.Module, str]:
@@ -150,19 +151,19 @@ class StackedWeight(Checkpointed):
     def _started(self, transform: WeightTransform) -> dict[str, Tensor]:
         if type(transform).start is WeightTransform.start:
             return {}
-        found = []
+        starts = []
         for number, matrix in enumerate(self.by_expert(self.master.detach())):
             try:
-                found.append(transform.start(matrix))
+                starts.append(transform.start(matrix))
             except NMError as error:
                 raise type(error)(f"expert {number}: {error}") from error
-        return {name: torch.stack([values[name] for values in found]) for name in found[0]}
+        return {name: torch.stack([values[name] for values in starts]) for name in starts[0]}
 
     def _extras(self, transform: WeightTransform) -> list[Tensor]:
         # one number for each expert, as a column over the rows of all
         rows = self.shape[0] // self.experts
-        found = ((getattr(self, name), kind) for name, kind in transform.reads.items())
-        return [value.repeat_interleave(rows).unsqueeze(1) if kind == "fixed" else value for value, kind in found]
+        extras = ((getattr(self, name), kind) for name, kind in transform.reads.items())
+        return [value.repeat_interleave(rows).unsqueeze(1) if kind == "fixed" else value for value, kind in extras]
 
     def _loads(self, state_dict: dict[str, Any], prefix: str) -> bool:
         return self.loads
@@ -189,7 +190,7 @@ class SparseExperts(_InFront):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The dense module's forward, with W̃ instead of W."""
-        stacks, own = self.stacks, self.__dict__
+        stacks, attributes = self.stacks, self.__dict__
         if all(stack.transform is None for stack in stacks.values()):  # dense, or finished
             for stack in stacks.values():
                 stack.ran = True
@@ -201,20 +202,20 @@ class SparseExperts(_InFront):
         try:
             for key, stack in stacks.items():
                 # in a replica of DataParallel the weights are plain attributes, not Parameters
-                own[key] = stack(self._parameters[key] if key in self._parameters else own["_former_parameters"][key])
+                attributes[key] = stack(self._parameters[key] if key in self._parameters else attributes["_former_parameters"][key])
             return super().forward(*args, **kwargs)
         finally:
             if self._enter(-1) == 0:
                 for key in stacks:
-                    own.pop(key, None)
+                    attributes.pop(key, None)
 
     def _enter(self, more: int) -> int:
         """Count the running calls, so that the effective weights are removed only when the last thread's call ends."""
-        own = self.__dict__
+        attributes = self.__dict__
         if torch.compiler.is_compiling():
             return 1 - more if more > 0 else 0
         with LOCK:
-            own["_nm_calls"] = count = own.get("_nm_calls", 0) + more
+            attributes["_nm_calls"] = count = attributes.get("_nm_calls", 0) + more
         return int(count)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -302,13 +303,13 @@ class CompressedStack(nn.Module):
     @property
     def layers(self) -> list[CompressedLinear]:
         """One layer for each expert, with views of the buffers."""
-        layers, own = self._layers, (self.values, self.indices)
+        layers, buffers = self._layers, (self.values, self.indices)
         # moving or loading the module replaces its buffers
-        if not layers or layers.of[0] is not own[0] or layers.of[1] is not own[1]:
+        if not layers or layers.of[0] is not buffers[0] or layers.of[1] is not buffers[1]:
             shape = self.out_features, self.in_features
-            forms = (ops.Compressed(v, i, self.pattern, shape) for v, i in zip(*own, strict=True))
+            forms = (ops.Compressed(v, i, self.pattern, shape) for v, i in zip(*buffers, strict=True))
             layers[:] = [CompressedLinear(form, keep_dense=self.keep_dense).train(self.training) for form in forms]
-            layers.of = own
+            layers.of = buffers
         return layers
 
     def _forget(self) -> None:
@@ -335,17 +336,17 @@ def by_expert(module: nn.Module, keep: Tensor | None, *args: Any, **kwargs: Any)
     """For each expert of a dense experts module that has tokens in a call: its number, its tokens ``(tokens, hidden)``, and what its last
     matrix multiplies. ``keep``: which tokens count; None for all.
     """
-    own: Any = module
+    experts: Any = module
     x, numbers = tuple(inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments.values())[1:3]
-    first = "gate_up_proj" if own.has_gate else "up_proj"
-    weight = own.get_parameter(first)
-    matrices = weight.transpose(1, 2) if own.is_transposed else weight
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    weight = experts.get_parameter(first)
+    matrices = weight.transpose(1, 2) if experts.is_transposed else weight
     for expert, matrix in enumerate(matrices):
         chosen = (numbers == expert).any(-1)
         tokens = x[chosen if keep is None else chosen & keep].to(matrix.dtype)
         if len(tokens):
-            y = F.linear(tokens, matrix, own.get_parameter(f"{first}_bias")[expert] if own.has_bias else None)
-            yield expert, tokens, own._apply_gate(y) if own.has_gate else own.act_fn(y)
+            y = F.linear(tokens, matrix, experts.get_parameter(f"{first}_bias")[expert] if experts.has_bias else None)
+            yield expert, tokens, experts._apply_gate(y) if experts.has_gate else experts.act_fn(y)
 
 
 class _Layers(list[CompressedLinear]):
@@ -396,18 +397,18 @@ class CompressedExperts(_InFront):
         # synchronises once; under expert parallelism the index after the last expert means another rank's expert
         counts = torch.bincount(chosen, minlength=experts)[:experts].tolist()
         order = order[: sum(counts)]
-        own = chosen[order]
+        expert_of = chosen[order]
         first, last = ("gate_up_proj" if self.has_gate else "up_proj"), "down_proj"
-        y = self._times(first, x[order // choices], counts, own)
+        y = self._times(first, x[order // choices], counts, expert_of)
         y = self._apply_gate(y) if self.has_gate else self.act_fn(y)  # type: ignore[operator]
-        y = self._times(last, y, counts, own)
+        y = self._times(last, y, counts, expert_of)
         if self.__dict__.get("has_post_expert_norm"):
             y = self.post_expert_norm(y)  # type: ignore[operator]
         y = y * weights.reshape(-1)[order, None]
         whole = y.new_zeros(tokens * choices, y.shape[-1]).index_copy(0, order, y)
         return whole.view(tokens, choices, -1).sum(1).to(x.dtype)
 
-    def _times(self, name: str, x: Tensor, counts: list[int], own: Tensor) -> Tensor:
+    def _times(self, name: str, x: Tensor, counts: list[int], expert_of: Tensor) -> Tensor:
         """Multiply each token by its expert's matrix of the stack ``name``, and add that expert's bias."""
         stack = self.stacks.get(name)
         if stack is not None:
@@ -417,7 +418,7 @@ class CompressedExperts(_InFront):
             matrices = weight.transpose(1, 2) if self.is_transposed else weight
             parts = [F.linear(part, matrix) for part, matrix in zip(x.split(counts), matrices, strict=True) if part.shape[0]]
             y = torch.cat(parts) if parts else x.new_empty(0, matrices.shape[1])
-        return y + self.get_parameter(f"{name}_bias")[own].to(y.dtype) if self.has_bias else y
+        return y + self.get_parameter(f"{name}_bias")[expert_of].to(y.dtype) if self.has_bias else y
 
     def _expanded(self, *args: Any, **kwargs: Any) -> Tensor:
         stacks = self.stacks

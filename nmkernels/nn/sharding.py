@@ -230,17 +230,17 @@ def connect(model: nn.Module, layers: list[NMWeight]) -> None:
         NMError: FSDP2 is to reshard to a smaller mesh after forward, which it cannot with gathers that a tensor shapes.
     """
     reshard(model)
-    found: dict[nn.Module, Any] = {}
+    params: dict[nn.Module, Any] = {}
     for module in fsdp_modules(model):
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or [g for g in (state._fsdp_param_group,) if g is not None]
         for param in (param for group in groups for param in group.fsdp_params):
             info = param._module_info
             if info.param_name == "weight":
-                found[info.module] = param
+                params[info.module] = param
     for layer in layers:
         adopt_parameter(layer)
-        param = found.get(layer)
+        param = params.get(layer)
         if param is None:
             continue
         if param.post_forward_mesh_info is not None and param.post_forward_mesh_info is not param.mesh_info:

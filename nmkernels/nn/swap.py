@@ -109,7 +109,7 @@ def make_dense_(layer: NMWeight) -> nn.Module:
             layer.master.copy_(folded(layer.master.detach(), *adapter))
     kind = layer.dense_type
     layer.remove_extras()
-    for name in ("dense_type", *(own.name for own in fields(WeightState))):
+    for name in ("dense_type", *(attribute.name for attribute in fields(WeightState))):
         layer.__dict__.pop(name, None)
     change_class_(layer, kind)
     return layer
