@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import nmkernels as nm
 from nmkernels import ops
 from nmkernels.arguments import as_int, as_number
-from nmkernels.audit import Cluster
 from nmkernels.autograd import SplitRule
 from nmkernels.models import GPTConfig
 from nmkernels.nn import CompressedConv2d, CompressedStack, SparseConv2d, SquaredReLUMLP
@@ -70,15 +69,11 @@ WHOLE: dict[str, tuple[Callable[[Any], Any], int]] = {
     "tune: tokens=": (lambda tokens: tuned([2, tokens]), 4),
     "audit: tokens": (lambda tokens: audited(tokens=tokens), 8),
     "audit: accumulate": (lambda accumulate: audited(accumulate=accumulate), 2),
-    "audit: cluster": (lambda cluster: audited(cluster=cluster), 4),
     "audit: the shape of layer 'a'": (lambda rows: audited(model={"a": (rows, 64)}), 32),
     "flops: the shape of layer 'a'": (lambda cols: nm.flops({"a": (64, cols)}, "ste:2:4", 8), 32),
     "flops: steps": (lambda steps: nm.flops(SHAPES, "step:2:4", steps), 8),
     "flops: tokens": (lambda tokens: nm.flops(SHAPES, "ste:2:4", 8, tokens=tokens), 8),
     "flops: switch_step": (lambda step: nm.flops(SHAPES, "step:2:4", 8, switch_step=step), 2),
-    "Cluster: gpus": (Cluster, 8),
-    "Cluster: shards": (lambda shards: Cluster(8, shards), 4),
-    "Cluster: per_node": (lambda per_node: Cluster(8, per_node=per_node), 4),
     "group": (lambda group: decoded(ops.quantize_values(ops.compress(WEIGHT, "2:4"), "int4", group)), 32),
     "compress_: group": (lambda group: str(nm.compress_(finished(), values="int4", group=group)), 32),
     "quantization_report: group": (lambda group: nm.quantization_report(finished(), "int4", group).layers[0].group, 32),
@@ -112,7 +107,7 @@ MAY_BE_ZERO = (
     "SparseConv2d: in_channels", "SparseConv2d: out_channels", "SparseConv2d: padding", "search_permutation",
 )  # fmt: skip
 MAY_BE_NEGATIVE = ("nm_mvue", "search_permutation: seed")
-MAY_BE_NONE = ("audit: cluster", "flops: switch_step", "Cluster: shards", "group", "compress_: group", "quantization_report: group")
+MAY_BE_NONE = ("flops: switch_step", "group", "compress_: group", "quantization_report: group")
 MAY_BE_NONE += ("SquaredReLUMLP: out_features", "Pattern=")
 
 
