@@ -3,7 +3,6 @@
 from ..timing import Task
 from .audit import audit
 from .flops import Flops, LayerFlops, flops
-from .fsdp import Cluster, ClusterAudit, ShardedStep
 from .report import Advice, Audit, LayerAudit
 from .rounding import LayerRounding, QuantizationReport, quantization_report
 from .whole import WholeStep
@@ -11,14 +10,11 @@ from .whole import WholeStep
 __all__ = [
     "Advice",
     "Audit",
-    "Cluster",
-    "ClusterAudit",
     "Flops",
     "LayerAudit",
     "LayerFlops",
     "LayerRounding",
     "QuantizationReport",
-    "ShardedStep",
     "Task",
     "WholeStep",
     "audit",

@@ -127,7 +127,7 @@ def _operand(case: Case) -> list[Advice]:
     if device.few is None:
         slow = case.rules.fprop and dtype in HALVES and device.ratio["fprop"] < 1
         return [Advice(f"{dtype} GEMMs of {pattern} are slower than dense ones here: use float32, or another device")] if slow else []
-    why = case.refused("fprop", pattern)
+    why = case.refused("fprop")
     if why == dtype:
         text = f"{dtype} cannot use the sparse tensor cores: use bfloat16 (torch.autocast); the gain is over dense bfloat16"
         return _offer(case, text, case.but(layer={"dtype": torch.bfloat16}))

@@ -27,7 +27,6 @@ from ..train.report import Entry, starred
 from ..train.sparsify import DTYPES, FilterFn
 from .advice import notes, of_dense, of_sparse
 from .flops import inventory, matrices_of, matrix_of, passes, skeleton
-from .fsdp import Cluster, predict
 from .pieces import Measured, Progress, find, measure_all, measured
 from .report import Audit, LayerAudit
 from .rules import TWO_FOUR, Case, Layer, Rules, by_name, of_layer, of_recipe
@@ -51,7 +50,6 @@ def audit(
     accumulate: int = 1,
     rows: Mapping[str, float] | None = None,
     other: float = 0.0,
-    cluster: Cluster | int | None = None,
     measure: bool = True,
     budget: float = 60.0,
     timer: Seconds | None = None,
@@ -85,8 +83,6 @@ def audit(
         accumulate: forward and backward passes per optimizer step.
         rows: name → how often a token passes through a layer, if not once; see ``flops``.
         other: forward FLOPs per token of everything else, counted at the dense rate, twice that in backward.
-        cluster: the GPUs of a run with FSDP2, as a number or a ``Cluster``: predicts traffic, memory and waiting time per GPU in a step of
-            ``tokens`` tokens each, for the dense model and for the recipe with packed gathers. Other parameters of a model count too.
         measure: whether to measure if the device is available.
         budget: approximate seconds for measuring. Large shapes are measured on fewer tokens and scaled, or left out.
         timer: returns the seconds of one call of a ``Task``; default the device's clock.
@@ -96,8 +92,7 @@ def audit(
         an ``Audit``; ``str(...)`` gives a table, ``as_dict()`` values for JSON.
 
     Raises:
-        RecipeError: the device is unknown, or with ``cluster`` its network; a number is out of range; the model has no linear layer; or the
-            recipe needs whole weights, which ``cluster`` shards.
+        RecipeError: the device is unknown; a number is out of range; or the model has no linear layer.
 
     Example:
         >>> found = audit({"up": (16384, 4096), "down": (4096, 16384)}, 8192, "fst:2:4(end=None)", device="H200", dtype="bfloat16")
@@ -106,14 +101,8 @@ def audit(
     """
     tokens, accumulate = whole_number(RecipeError, "audit: tokens", tokens), whole_number(RecipeError, "audit: accumulate", accumulate)
     other, budget = finite_number(RecipeError, "audit: other", other), finite_number(RecipeError, "audit: budget", budget)
-    if cluster is not None and not isinstance(cluster, Cluster):
-        cluster = Cluster(whole_number(RecipeError, "audit: cluster", cluster, also="a Cluster"))
     model, recipe, report = _subject(model, recipe)
-    if cluster is not None and recipe is not None and recipe.setup.needs_whole:
-        raise RecipeError(f"audit: {type(recipe).__name__} {recipe.setup.needs_whole}, so cluster=... cannot shard them.")
     target, spot = find(device, _home(model))
-    if cluster is not None and (not isinstance(target, Device) or target.links is None):
-        raise RecipeError("audit: cluster=... needs a GPU whose network is known; use device='H100' or device='H200'.")
     given = _dtype(dtype)
     if dtype is not None and given not in DTYPES:
         raise RecipeError(f"audit: dtype={dtype!r} is not supported; choose bfloat16, float16, float32 or float64.")
@@ -141,8 +130,6 @@ def audit(
     if isinstance(target, Device):
         result = replace(result, inference_range=_range(result, cases, "inference"), step_range=_range(result, cases, "step"))
         result = replace(result, whole=tuple(_whole(recipe, groups, grouped, bool(sparse_layers(model)), tokens, rest)))
-    if cluster is not None:
-        result = replace(result, cluster=predict(model, groups, cluster, first.device, accumulate, rest))
     return replace(result, notes=notes(result, first, timed is not None))
 
 

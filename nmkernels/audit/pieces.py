@@ -89,16 +89,11 @@ def needed(case: Case) -> list[str]:
 
 def gemm_of(case: Case, role: str, device: torch.device) -> Problem:
     """What is measured for a role: the dense layout against every kernel, for the forms that the operand can have."""
-    layer, rules = case.layer, case.rules
-    pattern = rules.estimate if role == "wgrad" and rules.estimate is not None else rules.pattern
-    (out, cols), columns = layer.shape, role == "dgrad" and not case.device.transposed
-    at_hand = forms(out, layer.tokens if role == "wgrad" else cols, pattern.n, pattern.m, layer.dtype, device, columns=columns)
-    rule = "exact" if role == "wgrad" else ""
-    found = Problem(role, layer.tokens, out, cols, pattern.n, pattern.m, layer.dtype, device, at_hand, rule)
-    if rules.values == "float":
-        return found
-    # integers have canonical indices only
-    return found._replace(forms=tuple(form for form in at_hand if ":" not in form), values=rules.values, group=rules.group)
+    p, columns = case.problem(role, device), role == "dgrad" and not case.device.transposed
+    available = forms(p.rows, p.tokens if role == "wgrad" else p.cols, p.n, p.m, p.dtype, device, columns=columns)
+    if p.integers:  # which have canonical indices only
+        available = tuple(form for form in available if ":" not in form)
+    return p._replace(forms=available, rule="exact" if role == "wgrad" else "")
 
 
 def tasks_of(layer: Layer, rules: Rules, device: torch.device, names: Sequence[str]) -> list[Task]:

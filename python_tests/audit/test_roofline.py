@@ -27,18 +27,20 @@ def case(device=H200, out=4096, cols=4096, tokens=8192, dtype=torch.bfloat16, ma
 
 
 def test_arithmetic_bounds_many_tokens():
-    assert case().gemm("fprop") == pytest.approx(2 * 8192 * 4096**2 / 770e12 + 3e-6)
+    assert case().predict("fprop dense") == pytest.approx(2 * 8192 * 4096**2 / 770e12 + 3e-6)
     for role in ("fprop", "dgrad", "wgrad"):
-        assert case().gemm(role, P) == pytest.approx(2 * 8192 * 4096**2 / (1.4 * 770e12) + 3e-6)
-    assert case(A100).gemm("fprop", P) == pytest.approx(2 * 8192 * 4096**2 / (1.4 * 250e12) + 3e-6)
+        assert case(rules=Rules(P, estimate=P)).predict(f"{role} sparse") == pytest.approx(2 * 8192 * 4096**2 / (1.4 * 770e12) + 3e-6)
+    assert case(A100).predict("fprop sparse") == pytest.approx(2 * 8192 * 4096**2 / (1.4 * 250e12) + 3e-6)
 
 
 def test_memory_bounds_few_tokens():
     one, rest = case(tokens=1), 2 * 2 * 4096
     for pattern, stored in ((None, 2), (P, 1.125), (nm.Pattern("1:8"), 0.3125)):
-        assert one.gemm("fprop", pattern) == pytest.approx((4096**2 * stored + rest) / (0.85 * 4.8e12) + 3e-6)
+        changed, form = (one, "dense") if pattern is None else (one.but({"pattern": pattern}), "sparse")
+        assert changed.predict(f"fprop {form}") == pytest.approx((4096**2 * stored + rest) / (0.85 * 4.8e12) + 3e-6)
     some = case(tokens=64)  # sparser patterns are stored as 2:4 on tensor cores
-    assert some.gemm("fprop", nm.Pattern("1:8")) == some.gemm("fprop", P) < some.gemm("fprop")
+    sparser = some.but({"pattern": nm.Pattern("1:8")})
+    assert sparser.predict("fprop sparse") == some.predict("fprop sparse") < some.predict("fprop dense")
 
 
 def test_what_masking_packing_and_estimates_read_and_write():
@@ -102,7 +104,7 @@ def test_break_even_of_two_way_packing(device, ratio, tokens):
 def test_which_gemms_have_a_sparse_kernel(role, changed, pattern, want):
     pattern = nm.Pattern(pattern)
     changed = case(rules=Rules(pattern, estimate=pattern), **changed)
-    assert changed.refused(role, pattern) == want and (changed.predict(f"{role} sparse") is None) == bool(want)
+    assert changed.refused(role) == want and (changed.predict(f"{role} sparse") is None) == bool(want)
 
 
 # ---- the pieces of a step from given costs, added up by hand
