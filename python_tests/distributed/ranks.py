@@ -20,7 +20,13 @@ import torch.multiprocessing as mp
 needs_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch is built without gloo")
 
 
-IMPORTED = ["nmkernels", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+IMPORTED = [
+    "nmkernels",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+]
 """What a rank has imported when it starts."""
 
 
