@@ -46,10 +46,10 @@ from ..export.plan import STACKS, announced, check_filled, home_of
 from ..export.safetensors import VERSION, described, table
 from ..export.tensors import Layer, sparse_layers, weight_name
 from ..layouts import MATRICES, as_matrix, ordered
-from ..nn import CompressedLinear, CompressedStack, NMWeight, decompress_, deployed, replace_
+from ..nn import CompressedLinear, CompressedStack, NMWeight, compressed_like, decompress_, replace_
+from ..nn.compress import check_values
 from ..nn.compressed import LAYOUTS, CompressedPart
-from ..nn.deploy import check_values
-from ..nn.experts import child_name, compressed_stack, deploy_stacks_
+from ..nn.experts import child_name, compress_stacks_, compressed_stack
 from ..nn.swap import after_swap, post_swap_hooks
 from ..ops import Compressed
 from ..ops.integers import BITS, GROUPS
@@ -272,7 +272,7 @@ class NMQuantizer(HfQuantizer):
     def _put(self, model: Any, name: str, dense: nn.Module, layer: Any) -> None:
         if isinstance(layer, CompressedStack):
             home, _, key = name.rpartition(".")
-            deploy_stacks_(dense, {key: layer})
+            compress_stacks_(dense, {key: layer})
             around = model.get_submodule(home.rpartition(".")[0])
             if not (around._parameters or around._buffers):  # Qwen3-Omni's would initialise the dense stacks
                 around._is_hf_initialized = True
@@ -389,7 +389,7 @@ class _Compress:
                 packed = ops.compress(as_matrix(ordered(stored, c.layout), c.layout), pattern)
                 if config.values is not None and c.layout in MATRICES:
                     packed = ops.quantize_values(packed, config.values, config.group)
-                layer = deployed(c.module, packed, c.layout, config.keep_dense)
+                layer = compressed_like(c.module, packed, c.layout, config.keep_dense)
             quantizer._put(model, c.name, c.module, layer)
             quantizer._layers[c.name] = layer
             missing_keys.discard(key)

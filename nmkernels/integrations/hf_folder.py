@@ -31,9 +31,9 @@ from ..export.stream import ShardWriter
 from ..export.tensors import INDEX, Layer, weight_name
 from ..files import atomic_write, writing
 from ..layouts import MATRICES
-from ..nn import CompressedStack, deployed
+from ..nn import CompressedStack, compressed_like
 from ..nn.chains import find_chains
-from ..nn.deploy import check_values
+from ..nn.compress import check_values
 from ..nn.experts import child_name
 from ..ops import Compressed
 from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
@@ -400,7 +400,7 @@ class _Run:
         values = torch.empty(rows, self.pattern.kept(cols), dtype=dtype, device="meta")
         indices = torch.empty(rows, self.pattern.index_bytes(cols), dtype=torch.uint8, device="meta")
         weight = self._stored(c.name, Compressed(values, indices, self.pattern, (rows, cols)))
-        return CompressedStack(weight, c.shape[0], c.layout) if c.layout in STACKS else deployed(c.module, weight, c.layout)
+        return CompressedStack(weight, c.shape[0], c.layout) if c.layout in STACKS else compressed_like(c.module, weight, c.layout)
 
     def _stored(self, name: str, packed: Compressed) -> Compressed:
         """The form in which a layer's result is written: with integers, if they are asked for."""

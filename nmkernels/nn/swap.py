@@ -108,7 +108,7 @@ def make_dense_(layer: NMWeight) -> nn.Module:
         with torch.no_grad():
             layer.master.copy_(folded(layer.master.detach(), *adapter))
     kind = layer.dense_type
-    layer.forget()
+    layer.remove_extras()
     for name in ("dense_type", *(own.name for own in fields(WeightState))):
         layer.__dict__.pop(name, None)
     change_class_(layer, kind)

@@ -105,10 +105,9 @@ class NMWeight(nn.Module, WeightState):
         return self.master if self.columns is None else self.master.index_select(1, self.columns.to(self.weight.device))
 
     @property
-    def multiplied(self) -> Tensor:
-        """A tensor with the shape ``(out, in)`` of what this rank's GEMMs multiply, which FSDP2 gathers whole; not its contents."""
-        gather, master = self.gather, self.master
-        return master if gather is None else master.new_empty(1, 1).expand(*matrix_shape(gather.fsdp_param._orig_size, self.layout))
+    def gemm_shape(self) -> tuple[int, int]:
+        """``(out, in)`` of what this rank's GEMMs multiply, which FSDP2 gathers whole."""
+        return matrix_shape(local(self.parameter).shape if self.gather is None else self.gather.fsdp_param._orig_size, self.layout)
 
     @property
     def home(self) -> tuple[nn.Module, str]:
@@ -223,17 +222,17 @@ class NMWeight(nn.Module, WeightState):
         self.use(None, STRAIGHT_THROUGH)
         self.finished, self.columns = True, columns
         self.adapts = True  # also one that is set later, such as an absorbed LoRA
-        self.forget(adapter=False)
+        self.remove_extras(keep_adapter=True)
         self.effective.release()
 
-    def forget(self, adapter: bool = True) -> None:
-        """Remove every tensor that a transform reads, and the adapter unless told to leave it."""
-        kept = () if adapter else ADAPTER
-        for name in [name for name in (*self._buffers, *self._parameters) if name.startswith("nm_") and name not in kept]:
-            delattr(self, name)
+    def remove_extras(self, keep_adapter: bool = False) -> None:
+        """Remove the tensors that a transform reads."""
+        for name in [name for name in (*self._buffers, *self._parameters) if name.startswith("nm_")]:
+            if not (keep_adapter and name in ADAPTER):
+                delattr(self, name)
         self.seed, self.starts = None, ()
 
-    # ---- what a transform reads next to the weight, and what it says of it
+    # ---- extra tensors of the transform, and its metrics
 
     @torch.no_grad()
     def clear_adapter(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..layouts import MATRICES
 from ..nn import NMWeight
 from ..nn.chains import Chain, find_chains
-from ..nn.deploy import check_values
+from ..nn.compress import check_values
 from ..pattern import Pattern, PatternLike, RecipeError
 from ..recipes.methods.asp import ASP
 from ..shards import is_sharded

@@ -34,7 +34,7 @@ from ..nn import (
     switch_fast_paths,
 )
 from ..nn.classes import class_of, computed_by
-from ..nn.deploy import FLOATING, names_of
+from ..nn.compress import FLOATING, names_of
 from ..nn.experts import child_name, experts_per_token, layer_name, make_stack_sparse_, stacks_of
 from ..nn.swap import after_swap
 from ..ops.compress import group_of
@@ -409,7 +409,7 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
         return Handle(model, recipe, layers, report)
     except Exception:
         for name, layer in layers.items():
-            layer.forget()
+            layer.remove_extras()
             if name in built:
                 layer._start(pattern)
             else:

@@ -26,8 +26,8 @@ from .experts import (
     CompressedStack,
     SparseExperts,
     StackedWeight,
+    compress_stacks_,
     compressed_stack,
-    deploy_stacks_,
     expand_stacks_,
     layer_name,
 )
@@ -36,7 +36,7 @@ from .swap import after_swap, replace_each_
 from .weight import NMWeight
 
 HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_", "_is_full_backward_")))
-"""Hooks that are copied to a deployed layer. Hooks on state dicts are not: they use the dense layer's keys."""
+"""Hooks that are copied to a compressed layer. Hooks on state dicts are not: they use the dense layer's keys."""
 
 
 MOST_NAMED = 5
@@ -111,7 +111,7 @@ def compress_(model: nn.Module, keep_dense: bool = False, values: str | None = N
     _fold_columns(model, layers)
     for module in [module for module in model.modules() if isinstance(module, SparseExperts)]:
         stacks = module.stacks
-        deploy_stacks_(module, {key: compressed_stack(s.weight, s.layout, s.pattern, keep_dense) for key, s in stacks.items()})
+        compress_stacks_(module, {key: compressed_stack(s.weight, s.layout, s.pattern, keep_dense) for key, s in stacks.items()})
     made: dict[nn.Module, nn.Module] = {}
     for layer in layers.values():
         if isinstance(layer, StackedWeight):
@@ -120,7 +120,7 @@ def compress_(model: nn.Module, keep_dense: bool = False, values: str | None = N
             packed = ops.compress(layer.grouped.detach(), layer.pattern)
             if layer in forms:
                 packed = ops.quantize_values(packed, *forms[layer])
-        made[layer] = deployed(layer, packed, layer.layout, keep_dense, adapter_of(layer), layer.columns)
+        made[layer] = compressed_like(layer, packed, layer.layout, keep_dense, adapter_of(layer), layer.columns)
     replace_each_(model, made)
     for one in rounds.values():
         if isinstance(one, CompressedLinear):
@@ -262,7 +262,7 @@ def _fold_columns(model: nn.Module, layers: dict[str, NMWeight]) -> None:
             layers[name].columns = None
 
 
-def deployed(
+def compressed_like(
     dense: nn.Module,
     weight: ops.Compressed,
     layout: str = "linear",
