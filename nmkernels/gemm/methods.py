@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import ops
 from ..backends.shared import Scratch, product
-from ..dispatch import REFERENCE, Impl, forced_backend, implementations
+from ..dispatch import REFERENCE, forced_backend, implementations
 from ..ops.define import CALLS, CONTRACTS
 from ..ops.linear import CANONICAL_TOKENS
 from ..ops.verify import doubtful
@@ -72,7 +72,10 @@ def methods(p: Problem, backends: bool = True) -> tuple[Method, ...]:
             if p.dtype.itemsize == 2 and p.device.type == "cpu":
                 found.append(Method(AS_FLOAT32, form))
     for form in packed if backends else ():
-        found += [Method(f"{i.backend} {form}", form, i.backend) for i in implementations(op_of(p, form)) if promising(i)]
+        for entry in implementations(op_of(p, form)):
+            # neither the reference nor what is only for tests, or switched off on this machine
+            if entry.backend != REFERENCE and entry.priority >= 0 and not doubtful(entry.op, entry.backend):
+                found.append(Method(f"{entry.backend} {form}", form, entry.backend))
     if optional(p):
         found.append(UNESTIMATED)
     return tuple(found)
@@ -90,11 +93,6 @@ def _of_op(p: Problem, packed: list[str]) -> list[str]:
     if cores and p.role == "fprop" and p.tokens <= CANONICAL_TOKENS[cores[0].partition(":")[2]]:
         cores = []
     return (cores or packed)[:1]
-
-
-def promising(entry: Impl) -> bool:
-    """Whether a backend is worth timing: not the reference, only for tests, or switched off on this machine."""
-    return entry.backend != REFERENCE and entry.priority >= 0 and not doubtful(entry.op, entry.backend)
 
 
 def op_of(p: Problem, form: str) -> str:

@@ -260,20 +260,16 @@ class CompressedLinear(nn.Module):
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """y = x Wᵀ + ``bias``."""
-        if is_tracing():
-            return self._traced(x, bias)
-        x, weight = self._operands(x)
-        return self._chosen(x, weight, bias)
+        if not is_tracing():
+            return self._chosen(*self._operands(x), bias)
+        if self._buffers.get("step") is None:
+            return F.linear(x, constant(self.dense), bias)
+        return F.linear(x, constant(partial(self._dense, x.dtype)), None if bias is None else bias.to(x.dtype))
 
     def _adapted(self, x: Tensor, y: Tensor) -> Tensor:
         """y plus the adapter, which is multiplied in its own dtype."""
         adapter = adapter_of(self)
         return y if adapter is None else add_adapter(y, x.to(adapter[0].dtype), *adapter).to(y.dtype)
-
-    def _traced(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self._buffers.get("step") is None:
-            return F.linear(x, constant(self.dense), bias)
-        return F.linear(x, constant(partial(self._dense, x.dtype)), None if bias is None else bias.to(x.dtype))
 
     def _operands(self, x: Tensor) -> tuple[Tensor, ops.Compressed]:
         """x with permuted columns, and the weight, both in the dtype of the GEMM."""
