@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from ..autograd import WeightTransform
-from ..gemm.devices import HALVES, Device, kind
+from ..gemm.devices import HALVES, Device
 from ..gemm.estimate import copying, roofline
-from ..gemm.problem import Problem, packed_bytes
+from ..gemm.problem import Problem, packed_bytes, plain
 from ..nn import NMWeight
 from ..ops import tensor_core_pattern
 from ..pattern import Pattern, RecipeError
@@ -196,7 +196,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Case:
+class LayerCosts:
     """A layer on a device under rules: the cost of its pieces, and the fastest choice of pieces.
 
     Args:
@@ -214,7 +214,7 @@ class Case:
     has_dense: bool = True
     accumulate: int = 1
 
-    def but(self, rules: dict[str, Any] | None = None, layer: dict[str, Any] | None = None, **more: Any) -> Case:
+    def but(self, rules: dict[str, Any] | None = None, layer: dict[str, Any] | None = None, **more: Any) -> LayerCosts:
         return replace(self, rules=replace(self.rules, **rules or {}), layer=replace(self.layer, **layer or {}), **more)
 
     def step(self, cost: Cost | None = None) -> Pieces:
@@ -346,8 +346,8 @@ class Case:
             return ""
         if p.integers:
             return "integers"
-        if kind(p.dtype) not in HALVES:
-            return kind(p.dtype)
+        if plain(p.dtype) not in HALVES:
+            return plain(p.dtype)
         if not tensor_core_pattern(Pattern(p.n, p.m)):
             return "pattern"
         rows, cols = (p.cols, p.rows) if role == "dgrad" else (p.rows, p.cols if role == "fprop" else 0)  # tokens are padded with zeros
@@ -356,7 +356,7 @@ class Case:
     def _few(self, role: str) -> bool:
         """Whether kernels read any N:M operand directly, for so few columns of the other one."""
         few, (_, cols) = self.device.few, self.layer.shape
-        return few is None or (cols if role == "wgrad" else self.layer.tokens) <= few.get(kind(self.layer.dtype), 0)
+        return few is None or (cols if role == "wgrad" else self.layer.tokens) <= few.get(plain(self.layer.dtype), 0)
 
     def _forms(self, form: str) -> float:
         """Bytes a weight of making W̃."""

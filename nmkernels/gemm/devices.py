@@ -20,11 +20,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from .problem import plain
+
 HALVES = ("float16", "bfloat16")
-
-
-def kind(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +62,7 @@ class Device:
 
     def rate(self, dtype: torch.dtype) -> float:
         """Floating-point operations per second of dense GEMMs; for an unlisted dtype those of the slowest one."""
-        return self.dense.get(kind(dtype), min(self.dense.values()))
+        return self.dense.get(plain(dtype), min(self.dense.values()))
 
     def at(self, ratio: float) -> Device:
         """A copy with the speed-up ``ratio`` for sparse GEMMs in every role."""
