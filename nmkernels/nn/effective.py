@@ -26,7 +26,7 @@ from ..autograd import WeightTransform
 from ..backends import fingerprint, renew_changed_forms
 from ..gemm.plan import GemmPlan
 from ..gemm.route import Operands, Route, operands, route
-from ..ops import Packed
+from ..ops import Compressed, Packed
 from ..ops.adamw_pack import StepForms
 from ..timing import TABLE
 
@@ -76,12 +76,14 @@ class _Wanted(NamedTuple):
 class EffectiveWeight:
     """The cache of one layer's effective weight, in dense layout and packed as its GEMMs read it.
 
-    ``attached``: whether an optimizer hook reports every step; without it nothing is cached. ``routes``: the forms that calls read, by size
+    ``attached``: whether an optimizer hook reports every step; without it nothing is cached. ``pruned``: the weight as ``prune_`` has made
+    it, until the first step; ``NMWeight.as_pruned`` tells whether it still is that. ``routes``: the forms that calls read, by size
     and dtype of the GEMM, grad mode and forced backend.
     """
 
     def __init__(self) -> None:
         self.attached = False
+        self.pruned: Compressed | None = None
         self.routes: dict[tuple[int, torch.dtype, bool, Any], Route] = {}
         self._basis: tuple[Any, ...] = ()
         self._dense, self._packed = _Copy(), _Copy()

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from .. import ops
 from .._version import __version__
+from ..export.card import CARD, config_entry, write_card
 from ..export.plan import STACKS
 from ..export.safetensors import HUGGING_FACE, described, table
 from ..export.stream import ShardWriter
@@ -32,23 +33,21 @@ from ..export.tensors import INDEX, Layer, weight_name
 from ..files import atomic_write, writing
 from ..layouts import MATRICES
 from ..nn import CompressedStack, deployed
-from ..nn.chains import find_chains
 from ..nn.deploy import check_values
 from ..nn.experts import child_name
+from ..nn.swap import after_swap
 from ..ops import Compressed
 from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
-from ..prune.base import OneShot, resolve
-from ..prune.data import batches_of, call
-from ..prune.prune import check_model, choose, complete_, settings
-from ..prune.ranks import ranks
-from ..prune.relay import Relay, Unit
-from ..prune.results import Results, digest, owned
-from ..prune.units import Progress, prune_units, trace, write
-from ..train.layer_names import check_names
-from ..train.report import Pruned, Report, starred
+from ..train.report import Report, starred
 from ..train.sparsify import Candidate, FilterFn, check_groups
-from .hf import CARD, NMConfig, skips, write_card
-from .hf_disk import CONFIG, Choice, check_folder, class_of, open_folder
+from .base import OneShot, resolve
+from .data import batches_of, call
+from .disk import CONFIG, OnDisk, check_folder, class_of, open_folder
+from .prune import Pruning, check_model, choose
+from .ranks import ranks
+from .relay import Relay
+from .results import Results, digest, owned
+from .units import Progress, write
 
 __all__ = ["PrunedFolder", "prune_folder"]
 
@@ -137,33 +136,41 @@ def prune_folder(
     kind, _ = class_of(source, config)
     batches, tests = batches_of(data, kind), batches_of(held_out, kind) if held_out else []
     device = None if device is None else _device(device)
-    work = work_folder(out)
+    work, say = work_folder(out), progress or (lambda done, total, what: None)
     new = not work.exists()
+    chosen_of = partial(choose, pattern=pattern, filter_fn=filter_fn, method=method, skip=skip)
     with owned(work, "another folder"):
         try:
             check_out(source, out)  # another run may have finished meanwhile
             with writing(work):
                 shutil.rmtree(work / "offload", ignore_errors=True)
-            identity = {
-                **settings(pattern, method, sequential, permute, values, group),
+            about = {
                 "dtype": str(dtype),
                 "data": digest(batches),
                 "held_out": digest(tests),
                 CONFIG: digest((source / CONFIG).read_text(encoding="utf-8")),
-                "weights": digest([_digest_of(source / name, progress) for name in config["weight files"]]),
+                "weights": digest([_digest_of(source / name, say) for name in config["weight files"]]),
             }
-            choice = partial(_chosen, pattern=pattern, filter_fn=filter_fn, method=method, skip=skip)
-            run = _Run(source, pattern, method, choice, work, identity, device, dtype, batches, tests, progress)
+            say(0, 1, f"reading {source}")
+            model, disk = open_folder(source, chosen_of, offload=work / "offload", dtype=dtype, device=device)
+            check_model(model)
+            _check_tokens(model, [*batches, *tests])
+            pruning = Pruning(model, *chosen_of(model), pattern, method, sequential, permute, values, group)
+            if values is not None:
+                check_groups("prune_folder", values, group, pattern, pruning.chosen)
+            about = {**pruning.settings, **about}
+            results = Results(work / "units", {**about, "layers": list(pruning.layers)})
+            say(1, 1, f"reading {source}")
         except BaseException:
             shutil.rmtree(work if new else work / "offload", ignore_errors=True)
             raise
+        run = _Run(source, work, pruning, disk, about, batches, tests, say)
         before = run.perplexity("dense") if tests else None
-        run.prune(sequential)
+        run.prune(results)
         after = run.perplexity("pruned") if tests else None
         perplexity = None if before is None or after is None else (before, after)
-        report = run.report()
-        sizes = run.assemble(out, report, perplexity)
-    return PrunedFolder(out, report, perplexity, *sizes, time.monotonic() - begin)
+        sizes = run.assemble(out, perplexity)
+    return PrunedFolder(out, pruning.report, perplexity, *sizes, time.monotonic() - begin)
 
 
 def check_alone() -> None:
@@ -206,87 +213,52 @@ def check_out(source: Path, out: Path) -> None:
         raise CheckpointError(f"{out} holds {what}; pass a new folder, or delete this one.")
 
 
-def _chosen(
-    model: nn.Module, pattern: Pattern, filter_fn: FilterFn | None, method: OneShot, skip: Sequence[str]
-) -> tuple[list[Candidate], Report]:
-    chosen, report = choose(model, pattern, filter_fn, method)
-    check_names("prune_folder: skip", skip, [c.name for c in chosen], skips, "layer to prune")
-    skipped = {c.name for c in chosen if any(skips(c.name, name) for name in skip)}
-    chosen = [c for c in chosen if c.name not in skipped]
-    report.entries = [replace(e, sparse=False, reason="named in skip") if e.name in skipped else e for e in report.entries]
-    if not chosen:
-        raise RecipeError("prune_folder: skip leaves no layer to prune.")
-    return chosen, report
-
-
+@dataclass(eq=False)
 class _Run:
-    """One call of ``prune_folder``: the opened model, and its steps."""
+    """One call of ``prune_folder``: the opened model, and its steps. ``about`` is what a resumed run must have in common with it."""
 
-    def __init__(
-        self,
-        source: Path,
-        pattern: Pattern,
-        method: OneShot,
-        choice: Choice,
-        work: Path,
-        identity: dict[str, Any],
-        device: torch.device | None,
-        dtype: torch.dtype | None,
-        batches: list[Any],
-        tests: list[Any],
-        progress: Progress | None,
-    ) -> None:
-        self.source, self.pattern, self.method, self.work, self.identity = source, pattern, method, work, identity
-        self.integers = None if identity["values"] is None else (identity["values"], identity["group"])
-        self.device, self.batches, self.tests, self.progress = device, batches, tests, progress
-        self._say("reading", 0, 1, str(source))
-        self.model, self.disk = open_folder(source, choice, offload=work / "offload", dtype=dtype, device=device)
-        check_model(self.model)
-        _check_tokens(self.model, [*batches, *tests])
-        self.chosen, self.table = choice(self.model)
-        if identity["values"] is not None:
-            check_groups("prune_folder", identity["values"], identity["group"], pattern, self.chosen)
-        self.named = {c.name: c for c in self.chosen}
-        self.results = Results(work / "units", {**identity, "layers": list(self.named)})
-        self._say("reading", 1, 1, str(source))
-        self.chains = find_chains(self.model)[0] if identity["permute"] else []
-        self.units: list[Unit] = []
-        self.whole = ""
-
-    def _say(self, stage: str, done: int, total: int, what: str) -> None:
-        if self.progress is not None:
-            self.progress(done, total, f"{stage} {what}")
+    source: Path
+    work: Path
+    pruning: Pruning
+    disk: OnDisk
+    about: dict[str, Any]
+    batches: list[Any]
+    tests: list[Any]
+    say: Progress
 
     # ---- the three passes
 
-    def prune(self, sequential: bool) -> None:
-        """Fill the results, and put them into the model."""
-        relay = self._relay(self.batches)
-        with relay.running():
-            self._say("checking", 0, 1, "that blocks can be run one by one")
-            trace(relay)
-            self._say("checking", 1, 1, "done")
-            with self._in_memory(relay):
-                prune_units(
-                    relay, self.pattern, self.method, self.results, self.chains, sequential=sequential, integers=self.integers,
-                    progress=lambda done, total, what: self._say("pruning", done, total, what),
-                )  # fmt: skip
-        self.units, self.whole = [*relay.units, Unit("", relay.idle)], relay.whole
-        self._install()
+    def prune(self, results: Results) -> None:
+        """Prune, and put the results into the model: at once where its weights are in memory, else when they are read."""
+        self.say(0, 1, "checking that blocks can be run one by one")
+        self.pruning.run(
+            self._relay(self.batches), results, self.about["data"], len(self.batches),
+            lambda done, total, what: self.say(done, total, f"pruning {what}"), self._checked,
+        )  # fmt: skip
+        away = {part for name, part in self.model.named_modules() if any(f"{name}.{key}" in self.disk.names for key in part._parameters)}
+        self._write({*self.model.modules()} - away)
+        self.disk.change = lambda module: self._write({*module.modules()})
+
+    @contextmanager
+    def _checked(self, relay: Relay) -> Iterator[None]:
+        self.say(1, 1, "checking done")
+        with self._in_memory(relay):
+            yield
 
     def perplexity(self, which: str) -> float:
         """The perplexity of the dense or pruned model on the held-out batches; that of the dense one is remembered."""
-        path, run = self.work / f"{which}.json", digest(repr(self.identity))
+        path, run = self.work / f"{which}.json", digest(repr(self.about))
         with suppress(OSError, ValueError, TypeError):
             before, value = json.loads(path.read_text())
             if before == run:
                 return float(value)
         total, count = 0.0, 0
         relay = self._relay(self.tests)
-        with relay.running(), _head_on(self.model, self.device):
+        with relay.running(), _head_on(self.model, self.disk.device):
             relay.trace()
+            steps = len(relay.units) + 1
             for number, unit in enumerate(relay.units):
-                self._say("evaluating", number, len(relay.units) + 1, f"{which}: {unit.name}")
+                self.say(number, steps, f"evaluating {which}: {unit.name}")
                 if unit.block is not None and not relay.whole:
                     with relay.resident(unit.block.module):
                         relay.run(unit)
@@ -295,67 +267,41 @@ class _Run:
                 for number, batch in enumerate(self.tests):
                     loss, tokens = _loss(relay.output(number), batch)
                     total, count = total + loss, count + tokens
-        self._say("evaluating", len(relay.units) + 1, len(relay.units) + 1, which)
+        self.say(steps, steps, f"evaluating {which}")
         value = float(torch.tensor(total / max(1, count), dtype=torch.float64).exp())
         atomic_write(path, lambda temporary: temporary.write_text(json.dumps([run, value])))
         return value
 
+    @property
+    def model(self) -> Any:
+        return self.pruning.model
+
     def _relay(self, batches: list[Any]) -> Relay:
-        return Relay(self.model, self.chosen, batches, call, None, self.device, self.disk)
+        return Relay(self.model, self.pruning.chosen, batches, call, None, self.disk.device, self.disk)
 
     @contextmanager
     def _in_memory(self, relay: Relay) -> Iterator[None]:
         """Blocks that do not answer from a store run in every pass, so they stay in memory."""
         answering = {unit.block for unit in relay.units if not relay.whole}
-        with ExitStack() as kept:
+        with ExitStack() as staying:
             for block in relay.blocks:
                 if block not in answering:
-                    kept.enter_context(self.disk(block.module))
+                    staying.enter_context(self.disk(block.module))
             yield
 
-    def _install(self) -> None:
-        """Put the results into the model: at once where its weights are in memory, else when they are read."""
-        names, number = self.disk.names, 0
-        on_disk = {id(part) for name, part in self.model.named_modules() if any(f"{name}.{key}" in names for key in part._parameters)}
-        blocks: dict[nn.Module, int] = {}
-        for number, unit in enumerate(self.units):
-            if unit.block is not None and any(id(part) in on_disk for part in unit.block.module.modules()):
-                blocks[unit.block.module] = number
-                continue
-            here = {c.name: c for c in unit.layers if id(c.module) not in on_disk}
-            self._write(number, here)
-
-        def change(module: nn.Module) -> None:
-            inside = {id(part) for part in module.modules()}
-            for number in (*([blocks[module]] if module in blocks else ()), len(self.units) - 1):
-                self._write(number, {c.name: c for c in self.units[number].layers if id(c.module) in inside})
-
-        self.disk.change = change
-
-    def _write(self, number: int, layers: Mapping[str, Candidate]) -> None:
-        """Write results of a unit into ``layers``, whose weights are in memory."""
-        if layers:
-            done = self.results.load(number)
-            done.layers = {name: self._stored(name, packed) for name, packed in done.layers.items() if name in layers}
-            with torch.no_grad():
-                write(self.model, done, layers, self.chains)
-
-    def report(self) -> Report:
-        """The report on all layers."""
-        rows: dict[str, Pruned] = {}
-        gains: dict[str, str] = {}
-        for number in range(len(self.units)):
-            done = self.results.load(number)
-            rows, gains = rows | done.rows, gains | done.gains
-        about, gained = self.identity, gains if self.identity["permute"] else None
-        complete_(
-            self.table, rows, gained, self.named, self.method, about["data"], len(self.batches), about["values"], self.whole
-        )  # fmt: skip
-        return self.table
+    def _write(self, modules: Set[nn.Module]) -> None:
+        """Write the results of all layers in ``modules``, whose weights are in memory."""
+        for number, unit in enumerate(self.pruning.units):
+            layers = {c.name: c for c in unit.layers if c.module in modules}
+            if layers:
+                done = self.pruning.results.load(number)
+                done.layers = {name: self._stored(name, packed) for name, packed in done.layers.items() if name in layers}
+                with torch.no_grad():
+                    write(self.model, done, layers, self.pruning.chains)
 
     # ---- the files
 
-    def assemble(self, out: Path, report: Report, perplexity: tuple[float, float] | None) -> tuple[int, int]:
+    def assemble(self, out: Path, perplexity: tuple[float, float] | None) -> tuple[int, int]:
         """Write the folder ``out``; returns the bytes of all tensors before and after."""
         folder = self.work / out.name
         shutil.rmtree(folder, ignore_errors=True)
@@ -366,7 +312,7 @@ class _Run:
             state.pop(key, None)
         state = remove_tied_weights_from_state_dict(state, self.model)
         dense_bytes = sum(t.nbytes for t in state.values())
-        layers = {c.name: self._layer(c) for c in self.chosen}
+        layers = {c.name: self._layer(c) for c in self.pruning.chosen}
         packed = {name: child_name(name) if isinstance(layer, CompressedStack) else name for name, layer in layers.items()}
         of = {weight_name(name, layer): name for name, layer in layers.items()}
         tensors: dict[str, Tensor] = {weight_name(min(layers), layers[min(layers)]): torch.empty(0)}
@@ -376,9 +322,9 @@ class _Run:
                 tensors |= {f"{packed[of[key]]}.{part}": tensor for part, tensor in parts_of(layer).items()}
             else:
                 tensors[key] = value
-        about = table(layers)
+        entries = table(layers)
         # save_pretrained makes the same metadata
-        writer = ShardWriter(folder, tensors, {**described(about), "format": HUGGING_FACE})
+        writer = ShardWriter(folder, tensors, {**described(entries), "format": HUGGING_FACE})
         try:
             self._fill(writer, state.keys() - of.keys(), state, packed)
             writer.close()
@@ -386,36 +332,39 @@ class _Run:
             writer.abandon()
         sizes = dense_bytes, writer.total
         with writing(folder):
-            self._describe(folder, out, about, report, perplexity, sizes)
+            self._describe(folder, entries, perplexity, sizes)
             _sync(folder)
             out.parent.mkdir(parents=True, exist_ok=True)
             os.replace(folder, out)
             _sync(out.parent)
         shutil.rmtree(self.work, ignore_errors=True)
+        after_swap(self.model)  # so that transformers knows what it is asked to load
         return sizes
 
     def _layer(self, c: Candidate) -> Layer:
         """The compressed layer that replaces ``c``, without data."""
         (rows, cols), dtype = c.matrix_shape, c.module.get_parameter(c.key).dtype
-        values = torch.empty(rows, self.pattern.kept(cols), dtype=dtype, device="meta")
-        indices = torch.empty(rows, self.pattern.index_bytes(cols), dtype=torch.uint8, device="meta")
-        weight = self._stored(c.name, Compressed(values, indices, self.pattern, (rows, cols)))
+        values = torch.empty(rows, self.pruning.pattern.kept(cols), dtype=dtype, device="meta")
+        indices = torch.empty(rows, self.pruning.pattern.index_bytes(cols), dtype=torch.uint8, device="meta")
+        weight = self._stored(c.name, Compressed(values, indices, self.pruning.pattern, (rows, cols)))
         return CompressedStack(weight, c.shape[0], c.layout) if c.layout in STACKS else deployed(c.module, weight, c.layout)
 
     def _stored(self, name: str, packed: Compressed) -> Compressed:
         """The form in which a layer's result is written: with integers, if they are asked for."""
-        return packed if self.integers is None or self.named[name].layout not in MATRICES else ops.quantize_values(packed, *self.integers)
+        integers = self.pruning.integers if self.pruning.layers[name].layout in MATRICES else None
+        return packed if integers is None else ops.quantize_values(packed, *integers)
 
     def _fill(self, writer: ShardWriter, others: Iterable[str], state: Mapping[str, Tensor], packed: Mapping[str, str]) -> None:
-        for number in range(len(self.units)):
-            self._say("writing", number, len(self.units) + 1, "layers")
-            for name, weight in self.results.load(number).layers.items():
-                experts = self.named[name].shape[0] if packed[name] != name else None
+        steps = len(self.pruning.units) + 1
+        for number in range(len(self.pruning.units)):
+            self.say(number, steps, "writing layers")
+            for name, weight in self.pruning.results.load(number).layers.items():
+                experts = self.pruning.layers[name].shape[0] if packed[name] != name else None
                 for part, tensor in parts_of(self._stored(name, weight)).items():
                     writer.write(f"{packed[name]}.{part}", tensor if experts is None else tensor.unflatten(0, (experts, -1)))
         left = dict.fromkeys(sorted(others))
-        for number, unit in enumerate(self.units):
-            if unit.block is not None and self.results.load(number).orders:
+        for number, unit in enumerate(self.pruning.units):
+            if unit.block is not None and self.pruning.results.load(number).orders:
                 # channels of dense tensors are reordered too
                 prefix = next(name for name, module in self.model.named_modules() if module is unit.block.module)
                 with self.disk(unit.block.module):
@@ -423,36 +372,33 @@ class _Run:
                     for name in present.keys() & left.keys():
                         writer.write(name, present[name])
                         del left[name]
-        self._say("writing", len(self.units), len(self.units) + 1, "other tensors")
+        self.say(steps - 1, steps, "writing other tensors")
         for name in left:
             writer.write(name, self.disk.read(name) if state[name].is_meta else state[name])
-        self._say("writing", len(self.units) + 1, len(self.units) + 1, "done")
+        self.say(steps, steps, "writing done")
 
-    def _describe(
-        self, folder: Path, out: Path, about: dict[str, Any], report: Report, perplexity: tuple[float, float] | None, sizes: tuple[int, int]
-    ) -> None:
+    def _describe(self, folder: Path, entries: dict[str, Any], perplexity: tuple[float, float] | None, sizes: tuple[int, int]) -> None:
         """Everything but the weights."""
         model = self.model
         left = carry_over(self.source, folder, {*check_folder(self.source)["weight files"], INDEX})
         model.config.dtype, model.config.architectures = str(model.dtype).removeprefix("torch."), [type(model).__name__]
-        model.config.quantization_config = NMConfig(layers=about)
+        model.config.quantization_config = config_entry(entries)
         model.config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
-        facts = {**self._facts(report, perplexity, sizes), "not carried over": left}
+        facts = {**self._facts(perplexity, sizes), "not carried over": left}
         (folder / REPORT).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-        write_card(folder, model)
+        write_card(folder, type(model).__name__, entries)
         card = (folder / CARD).read_text(encoding="utf-8").partition(HOW)[0].rstrip()
         (folder / CARD).write_text(f"{card}\n\n{HOW}\n\n{how(facts)}", encoding="utf-8")
 
-    def _facts(self, report: Report, perplexity: tuple[float, float] | None, sizes: tuple[int, int]) -> dict[str, Any]:
-        tokens = sum(_tokens(batch) for batch in self.batches)
+    def _facts(self, perplexity: tuple[float, float] | None, sizes: tuple[int, int]) -> dict[str, Any]:
+        report, tokens = self.pruning.report, sum(_tokens(batch) for batch in self.batches)
         return {
             "format": "nmkernels-prune-report-1",
             "model": self.source.resolve().name,
-            "pattern": str(self.pattern),
-            **{key: self.identity[key] for key in ("method", "sequential", "permute", "values", "group")},
-            "data": {"batches": len(self.batches), "tokens": tokens, "digest": self.identity["data"]},
+            **self.pruning.settings,
+            "data": {"batches": len(self.batches), "tokens": tokens, "digest": self.about["data"]},
             "held_out": {"batches": len(self.tests), "tokens": sum(map(_tokens, self.tests))} if self.tests else None,
             "perplexity": None if perplexity is None else {"dense": perplexity[0], "pruned": perplexity[1]},
             "bytes": {"dense": sizes[0], "compressed": sizes[1]},
@@ -462,9 +408,9 @@ class _Run:
                 name: {key: value for key, value in asdict(row).items() if key not in ("seconds", "memory")}
                 for name, row in report.pruned.items()
             },
-            "blocks": "each pass ran the whole model: " + self.whole if self.whole else "one by one",
+            "blocks": "each pass ran the whole model: " + self.pruning.whole if self.pruning.whole else "one by one",
             "left dense": {e.name: e.reason for e in report.skipped if e.linear},
-            "device": "cpu" if self.device is None else self.device.type,
+            "device": "cpu" if self.disk.device is None else self.disk.device.type,
             "versions": {
                 "nmkernels": __version__,
                 "torch": torch.__version__,
@@ -597,15 +543,15 @@ def _device(name: torch.device | str) -> torch.device:
     return device
 
 
-def _digest_of(path: Path, progress: Progress | None) -> str:
+def _digest_of(path: Path, say: Progress) -> str:
     """The SHA-256 of a file."""
-    found, size = hashlib.sha256(), path.stat().st_size
+    result, size = hashlib.sha256(), path.stat().st_size
     with open(path, "rb", buffering=0) as file:
         while piece := file.read(PIECE):
-            found.update(piece)
-            if progress is not None and size > 64 * PIECE:
-                progress(file.tell() // PIECE, -(-size // PIECE), f"recognising {path.name}")
-    return found.hexdigest()
+            result.update(piece)
+            if size > 64 * PIECE:
+                say(file.tell() // PIECE, -(-size // PIECE), f"recognising {path.name}")
+    return result.hexdigest()
 
 
 def _sync(folder: Path) -> None:
