@@ -252,9 +252,8 @@ def making(form: str, p: Problem) -> float:
     """Seconds to make W̃ from W, in dense layout (``form`` "dense") or compressed ("packed")."""
     weight = of_making(p)
     if p.device.type == "cuda":
-        gpu, size = _gpu(p.device) or DEVICES["A100"], p.dtype.itemsize
-        written = size if form == DENSE else _packed_bytes(p)
-        return gpu.call + weight.rows * weight.cols * (size + written) / (gpu.passes * gpu.bandwidth)
+        gpu = _gpu(p.device) or DEVICES["A100"]
+        return copying(gpu, weight.rows * weight.cols, p.dtype.itemsize + _written(form, p), gpu.passes)
     making_line = line(weight, f"make {form}")
     return making_line[1].seconds(weight) if making_line else 0.0
 
@@ -297,31 +296,47 @@ def forget() -> None:
 # ---- GPUs
 
 
+def roofline(gpu: Device, p: Problem, stored: float | None = None, ratio: float = 1.0) -> float:
+    """Seconds of a GEMM: of its bytes or its arithmetic, whichever takes longer, and of starting a kernel.
+
+    Args:
+        stored: bytes per element of the dense form in which the N:M operand is read; None if it is dense.
+        ratio: the speed-up of its arithmetic over dense.
+    """
+    size, elements = p.dtype.itemsize, p.rows * p.cols
+    moved: float = size * (elements + p.tokens * (p.rows + p.cols))
+    if stored is not None:
+        moved -= (p.tokens * p.rows if p.role == "wgrad" else elements) * (size - stored)
+    arithmetic = 2.0 * p.tokens * elements / (gpu.rate(p.dtype) * ratio)
+    return max(moved / (gpu.share * gpu.bandwidth), arithmetic) + (gpu.launch if stored is None else gpu.call)
+
+
+def copying(gpu: Device, elements: int, each: float, share: float) -> float:
+    """Seconds of a kernel that reads and writes ``each`` bytes per element, at a share of the bandwidth."""
+    return gpu.call + elements * each / (share * gpu.bandwidth)
+
+
 def drawing(form: str, p: Problem) -> float:
     """Seconds to draw the estimate of a gradient of wgrad on a GPU, in dense layout (``form`` "dense") or compressed ("packed")."""
-    gpu, size = _gpu(p.device) or DEVICES["A100"], p.dtype.itemsize
-    written = size if form == DENSE else _packed_bytes(p)
-    return gpu.call + p.tokens * p.rows * (size + written) / (gpu.estimate * gpu.bandwidth)
+    gpu = _gpu(p.device) or DEVICES["A100"]
+    return copying(gpu, p.tokens * p.rows, p.dtype.itemsize + _written(form, p), gpu.estimate)
 
 
-def _packed_bytes(p: Problem) -> float:
-    """Bytes of the compressed form per element of the dense one."""
-    return packed_bytes(Pattern(p.n, p.m), p.dtype, p.values, p.group)
+def _written(form: str, p: Problem) -> float:
+    """Bytes of a form per element of the dense one."""
+    return p.dtype.itemsize if form == DENSE else packed_bytes(Pattern(p.n, p.m), p.dtype, p.values, p.group)
 
 
 def _on_gpu(method: str, p: Problem) -> float:
-    """The roofline: the larger of memory time and arithmetic time; in wgrad without drawing the estimate."""
-    gpu, size = _gpu(p.device) or DEVICES["A100"], p.dtype.itemsize
-    elements, others = p.rows * p.cols, p.tokens * (p.rows + p.cols) * size
-    speed, arithmetic = gpu.share * gpu.bandwidth, 2.0 * p.tokens * elements / gpu.rate(p.dtype)
+    """The estimate; in wgrad without drawing the estimate of the gradient."""
+    gpu, size, packed = _gpu(p.device) or DEVICES["A100"], p.dtype.itemsize, _written("packed", p)
     if method == SPARSE:
-        if (p.n, p.m) == (2, 4) and size == 2 and any(":" in form for form in p.forms):
-            arithmetic /= gpu.ratio[p.role]
-        saved = (p.tokens * p.rows if p.role == "wgrad" else elements) * (size - _packed_bytes(p))
-        return gpu.call + max((elements * size + others - saved) / speed, arithmetic)
-    expanding = 0.0 if method == DENSE else gpu.call + elements * (_packed_bytes(p) + size) / speed
-    if p.integers and method != DENSE:  # decoded values are written, and read again to expand them
-        expanding += gpu.call + elements * 2 * size * p.n / p.m / speed
-    if method == FLOAT32:
-        arithmetic *= gpu.rate(p.dtype) / gpu.rate(torch.float32)
-    return expanding + gpu.launch + max((elements * size + others) / speed, arithmetic)
+        cores = (p.n, p.m) == (2, 4) and size == 2 and any(":" in form for form in p.forms)
+        return roofline(gpu, p, packed, gpu.ratio[p.role] if cores else 1.0)
+    if method == DENSE:
+        return roofline(gpu, p)
+    expanding = copying(gpu, p.rows * p.cols, packed + size, gpu.share)
+    if p.integers:  # decoded values are written, and read again to expand them
+        expanding += copying(gpu, p.rows * p.cols, 2 * size * p.n / p.m, gpu.share)
+    slower = gpu.rate(p.dtype) / gpu.rate(torch.float32) if method == FLOAT32 else 1.0
+    return expanding + roofline(gpu, p, ratio=1 / slower)

@@ -25,7 +25,7 @@ from .. import dispatch
 from ..autograd import WeightTransform
 from ..gemm.plan import GemmPlan
 from ..gemm.route import Operands, Route, Routes, operands, route
-from ..ops import Packed
+from ..ops import Compressed, Packed
 from ..ops.adamw_pack import StepForms
 from ..ops.compress import fingerprint
 from ..timing import TABLE
@@ -73,12 +73,14 @@ class _Wanted(NamedTuple):
 class EffectiveWeight:
     """The cache of one layer's effective weight, in dense layout and packed as its GEMMs read it.
 
-    ``attached``: whether an optimizer hook reports every step; without it nothing is cached. ``routes``: the forms that calls read, by size
+    ``attached``: whether an optimizer hook reports every step; without it nothing is cached. ``pruned``: the weight as ``prune_`` has made
+    it, until the first step; ``NMWeight.as_pruned`` tells whether it still is that. ``routes``: the forms that calls read, by size
     and dtype of the GEMM, grad mode and forced backend.
     """
 
     def __init__(self) -> None:
         self.attached = False
+        self.pruned: Compressed | None = None
         self.routes = Routes()
         self._basis: tuple[Any, ...] = ()
         self._dense, self._packed = _Copy(), _Copy()

@@ -402,6 +402,12 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
     chosen, report = select(model, pattern, filter_fn, recipe)
     if not chosen:
         raise RecipeError(f"sparsify_: no layer of the model can be made {pattern} sparse:\n{report}")
+    return make_handle_(model, recipe, chosen, report)
+
+
+def make_handle_(model: nn.Module, recipe: Recipe, chosen: Iterable[Candidate], report: Report) -> Handle:
+    """Swap the layers that ``select`` has chosen, in place, and return the handle: ``sparsify_`` for a caller that has chosen already."""
+    pattern = Pattern(recipe.pattern)
     built = {c.name: c.module for c in chosen if isinstance(c.module, NMWeight)}
     layers: dict[str, NMWeight] = {c.name: built.get(c.name) or _made_sparse(c, pattern) for c in chosen}
     after_swap(model)
