@@ -18,7 +18,9 @@ from ._version import __version__
 from .audit import audit, flops, quantization_report
 from .export import load_compressed, save_compressed, save_dense
 from .gemm.tune import tune
-from .nn import CompressedLinear, SparseLinear, compress_
+from .nn.compress import compress_
+from .nn.compressed import CompressedLinear
+from .nn.linear import SparseLinear
 from .ops import Compressed
 from .ops.explain import explain
 from .pattern import (

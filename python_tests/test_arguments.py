@@ -18,7 +18,8 @@ from nmkernels import ops
 from nmkernels.arguments import as_int, as_number
 from nmkernels.autograd import SplitRule
 from nmkernels.models import GPTConfig
-from nmkernels.nn import CompressedConv2d, CompressedStack, SparseConv2d, SquaredReLUMLP
+from nmkernels.nn import CompressedConv2d, SparseConv2d, SquaredReLUMLP
+from nmkernels.nn.experts import CompressedStack
 from nmkernels.optim import UpdateRule
 from nmkernels.recipes import FST, LayerWise, Span, adopt, distill_loss, prox, search_decay, search_permutation
 from python_tests.for_each import for_each

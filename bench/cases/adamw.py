@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from nmkernels import Pattern
-from nmkernels.optim import MaskedAdamW, Target, UpdateRule
+from nmkernels.optim import MaskedAdamW, UpdateRule
+from nmkernels.optim.rules import Target
 
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
 from . import _ours, eager

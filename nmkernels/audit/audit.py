@@ -16,8 +16,10 @@ from ..arguments import finite_number, whole_number
 from ..gemm.devices import Device
 from ..gemm.problem import plain
 from ..layouts import EXPERTS_T
-from ..nn import CompressedLinear, CompressedStack, NMWeight, StackedWeight, adapter_of
-from ..nn.experts import sparse_layers, stacks_of
+from ..nn.adapter import adapter_of
+from ..nn.compressed import CompressedLinear
+from ..nn.experts import CompressedStack, StackedWeight, sparse_layers, stacks_of
+from ..nn.weight import NMWeight
 from ..pattern import NMError, Pattern, RecipeError
 from ..recipes.compose import deployed
 from ..recipes.contract import Recipe, rank_for

@@ -15,8 +15,8 @@ from torch import nn
 from ..arguments import as_int, finite_number, whole_number
 from ..autograd.transforms import read_as
 from ..layouts import CONV2D, matrix_shape
-from ..nn import NMWeight
 from ..nn.experts import sparse_layers
+from ..nn.weight import NMWeight
 from ..pattern import Pattern, RecipeError, ShapeError
 from ..recipes.compose import deployed, with_pattern
 from ..recipes.contract import Recipe, Span, rank_for

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..nn import CompressedLinear, NMWeight
 from ..nn.compress import check_rounding, rounded_layers
+from ..nn.compressed import CompressedLinear
+from ..nn.weight import NMWeight
 from ..pattern import RecipeError
 from ..prune.data import call
 from ..shards import is_sharded

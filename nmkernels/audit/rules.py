@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from ..autograd import WeightTransform
+from ..autograd.transforms import WeightTransform
 from ..gemm.devices import HALVES, Device
 from ..gemm.estimate import copying, roofline
 from ..gemm.problem import Problem, packed_bytes, plain
-from ..nn import NMWeight
+from ..nn.weight import NMWeight
 from ..ops import tensor_core_pattern
 from ..pattern import Pattern, RecipeError
 from ..recipes.compose import deployed, innermost, with_pattern

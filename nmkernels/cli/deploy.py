@@ -13,7 +13,8 @@ import torch
 
 from ..export import atomic_write, load_compressed, save_compressed, save_dense
 from ..models import GPT, generate
-from ..nn import CompressedLinear, compress_
+from ..nn.compress import compress_
+from ..nn.compressed import CompressedLinear
 from ..ops.integers import BITS
 from ..pattern import CheckpointError
 from ..recipes import densify_

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layouts import CONV1D, REDUCED
-from ..nn import CompressedLinear, NMWeight
+from ..nn.compressed import CompressedLinear
+from ..nn.weight import NMWeight
 from ..pattern import CheckpointError, NMError, RecipeError
 from ..reference.compress import pack_indices, unpack_indices
 from ..shards import is_sharded, local, whole

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..nn import CompressedLinear, NMWeight
+from ..nn.compressed import CompressedLinear
+from ..nn.weight import NMWeight
 from ..pattern import RecipeError
 
 

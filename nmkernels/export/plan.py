@@ -11,22 +11,14 @@ from torch import Tensor, nn
 
 from ..gemm.problem import plain
 from ..layouts import CONV1D, CONV2D, EXPERTS, EXPERTS_T, LINEAR, MATRICES, REDUCED, matrix_shape
-from ..nn import (
-    ADAPTER,
-    CompressedExperts,
-    CompressedLinear,
-    CompressedStack,
-    NMWeight,
-    SparseExperts,
-    compressed_like,
-    is_conv1d,
-    is_order,
-)
+from ..nn.adapter import ADAPTER
 from ..nn.classes import class_of
-from ..nn.compressed import LAYOUTS
-from ..nn.experts import compress_stacks_, stacks_of
+from ..nn.compress import compressed_like
+from ..nn.compressed import LAYOUTS, CompressedLinear, is_order
+from ..nn.experts import CompressedExperts, CompressedStack, SparseExperts, compress_stacks_, stacks_of
 from ..nn.sharding import IN, split_along
-from ..nn.swap import after_swap, replace_each_
+from ..nn.swap import after_swap, is_conv1d, replace_each_
+from ..nn.weight import NMWeight
 from ..ops import Compressed
 from ..ops.check import FLOATS
 from ..ops.integers import BITS, STORED

@@ -27,9 +27,11 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layouts import CONV2D, MATRICES, as_matrix, as_stored
-from ..nn import ADAPTER, CompressedLinear, CompressedStack, NMWeight, adapter_of, folded
-from ..nn.experts import child_name
+from ..nn.adapter import ADAPTER, adapter_of, folded
+from ..nn.compressed import CompressedLinear
+from ..nn.experts import CompressedStack, child_name
 from ..nn.sharding import fsdp_modules, reshard
+from ..nn.weight import NMWeight
 from ..pattern import CheckpointError, RecipeError
 from ..shards import is_sharded, whole
 from .gather import Gatherer

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..files import atomic_write
-from ..nn import CompressedLinear, CompressedStack, NMWeight, StackedWeight
-from ..nn.experts import child_name, layer_name
+from ..nn.compressed import CompressedLinear
+from ..nn.experts import CompressedStack, StackedWeight, child_name, layer_name
+from ..nn.weight import NMWeight
 from ..pattern import CheckpointError
 from ..shards import local
 from ..timing.table import regular_size

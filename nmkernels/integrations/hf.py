@@ -45,11 +45,11 @@ from ..export.plan import STACKS, announced, check_filled, home_of
 from ..export.safetensors import VERSION, described, table
 from ..export.tensors import Layer, sparse_layers, weight_name
 from ..layouts import MATRICES, as_matrix, ordered
-from ..nn import CompressedLinear, CompressedStack, NMWeight, compressed_like, decompress_, replace_
-from ..nn.compress import check_values
-from ..nn.compressed import LAYOUTS, CompressedPart
-from ..nn.experts import child_name, compress_stacks_, compressed_stack
-from ..nn.swap import after_swap, post_swap_hooks
+from ..nn.compress import check_values, compressed_like, decompress_
+from ..nn.compressed import LAYOUTS, CompressedLinear, CompressedPart
+from ..nn.experts import CompressedStack, child_name, compress_stacks_, compressed_stack
+from ..nn.swap import after_swap, post_swap_hooks, replace_
+from ..nn.weight import NMWeight
 from ..ops import Compressed
 from ..ops.integers import BITS, GROUPS
 from ..pattern import CheckpointError, OptionError, Pattern, PatternError, PatternLike, RecipeError

@@ -14,7 +14,7 @@ try:
 except ImportError:
     from pytorch_lightning import Callback
 
-from ..nn import NMWeight
+from ..nn.weight import NMWeight
 from ..pattern import RecipeError
 from ..recipes import Handle, Recipe, sparsify_
 from ..recipes.registry import resolve

@@ -50,9 +50,13 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layouts import CONV1D, MATRICES
-from ..nn import CompressedConv2d, CompressedLinear, CompressedStack, NMWeight, SparseConv1D, SparseLinear, adapter_of, set_adapter
-from ..nn.compressed import CompressedPart
-from ..nn.experts import layer_name
+from ..nn.adapter import adapter_of, set_adapter
+from ..nn.compressed import CompressedLinear, CompressedPart
+from ..nn.conv import CompressedConv2d
+from ..nn.experts import CompressedStack, layer_name
+from ..nn.linear import SparseLinear
+from ..nn.swap import SparseConv1D
+from ..nn.weight import NMWeight
 from ..pattern import OptionError, RecipeError, ShapeError
 from ..shards import is_sharded
 from ..train.layer_names import check_names

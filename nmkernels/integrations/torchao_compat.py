@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layouts import MATRICES
-from ..nn import CompressedLinear, NMWeight
+from ..nn.compressed import CompressedLinear
 from ..nn.swap import replace_each_
+from ..nn.weight import NMWeight
 from ..pattern import DtypeError, Pattern, RecipeError, ShapeError
 
 TWO_OF_FOUR = Pattern("2:4")

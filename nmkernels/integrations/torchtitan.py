@@ -34,8 +34,8 @@ from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.protocols.module import Module
 
 from ..audit.flops import skeleton
-from ..nn import SparseLinear
-from ..optim import MaskedAdamW
+from ..nn.linear import SparseLinear
+from ..optim.adamw import MaskedAdamW
 from ..pattern import Pattern, RecipeError
 from ..recipes import Handle, Recipe, Report, sparsify_
 from ..recipes.registry import resolve

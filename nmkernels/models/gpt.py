@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..arguments import whole_number
-from ..nn import SquaredReLUMLP
+from ..nn.activation import SquaredReLUMLP
 from ..pattern import NMError, Pattern, ShapeError
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import whole_number
-from ..autograd import SplitRule, sparse_relu2, split_linear
-from ..autograd.activation import GRADS
+from ..autograd.activation import GRADS, SplitRule, sparse_relu2, split_linear
 from ..pattern import NMError, Pattern, PatternLike, RecipeError, ShapeError
 from .linear import autocast_dtype, castable
 from .traces import PROXY, is_tracing, leaf, refuse_script

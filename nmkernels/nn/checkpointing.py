@@ -88,7 +88,7 @@ def warn_if_changed(layer: NMWeight) -> None:
             f"{type(layer).__name__} {tuple(layer.master.shape)} (out, in): the weight was {layer.pattern} when the recipe finished "
             "and is not any more: something has changed it since, such as a merged LoRA. The layer computes with it as a dense layer "
             "would, and compress_ will refuse it. To keep it sparse, do not merge: add the LoRA as an adapter, by "
-            "nm.integrations.peft.absorb(model) or nm.nn.set_adapter(layer, A.t(), r * scaling * B.t(), out, in); or prune again: "
+            "nm.integrations.peft.absorb(model) or nm.nn.adapter.set_adapter(layer, A.t(), r * scaling * B.t(), out, in); or prune again: "
             "densify_, sparsify_, finish.",
             stacklevel=4,
         )

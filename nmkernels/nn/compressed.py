@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from .. import ops
-from ..autograd import linear_compressed
+from ..autograd.linear import linear_compressed
 from ..gemm.choose import choose
 from ..gemm.forms import forms
 from ..gemm.methods import AS_FLOAT32, DENSE, EXPAND, OP, Method, run

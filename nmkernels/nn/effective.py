@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from .. import dispatch
-from ..autograd import WeightTransform
+from ..autograd.transforms import WeightTransform
 from ..gemm.plan import GemmPlan
 from ..gemm.route import Operands, Route, Routes, operands, route
 from ..ops import Compressed, Packed

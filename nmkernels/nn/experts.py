@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..arguments import whole_number
-from ..autograd import WeightTransform
+from ..autograd.transforms import WeightTransform
 from ..layouts import EXPERTS, EXPERTS_T, REDUCED, as_matrix, ordered
 from ..pattern import DtypeError, NMError, Pattern, PatternLike, RecipeError, ShapeError
 from .checkpointing import Checkpointed, warn_if_changed

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..arguments import whole_number
-from ..autograd import linear
+from ..autograd.linear import linear
 from ..gemm.choose import choose
 from ..gemm.methods import UNESTIMATED
 from ..gemm.plan import GemmPlan

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..autograd import HardMask, WeightTransform, transformed
+from ..autograd.transformed import transformed
+from ..autograd.transforms import HardMask, WeightTransform
 from ..gemm.plan import STRAIGHT_THROUGH, GemmPlan
 from ..gemm.problem import Problem
 from ..layouts import LINEAR, MATRICES, as_matrix, as_stored, matrix_shape, ordered

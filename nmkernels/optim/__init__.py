@@ -1,7 +1,7 @@
 """Optimizers: MaskedAdamW, which is AdamW until a recipe gives it masks."""
 
-from .adamw import MaskedAdamW, merge_stats
-from .annealed import AnnealedAdamW, AnnealedRule
-from .rules import PLAIN, Target, UpdateRule
+from .adamw import MaskedAdamW
+from .annealed import AnnealedAdamW
+from .rules import UpdateRule
 
-__all__ = ["PLAIN", "AnnealedAdamW", "AnnealedRule", "MaskedAdamW", "Target", "UpdateRule", "merge_stats"]
+__all__ = ["AnnealedAdamW", "MaskedAdamW", "UpdateRule"]

@@ -32,9 +32,8 @@ from ..export.stream import ShardWriter
 from ..export.tensors import INDEX, Layer, weight_name
 from ..files import atomic_write, writing
 from ..layouts import MATRICES
-from ..nn import CompressedStack, compressed_like
-from ..nn.compress import check_values
-from ..nn.experts import child_name
+from ..nn.compress import check_values, compressed_like
+from ..nn.experts import CompressedStack, child_name
 from ..nn.swap import after_swap
 from ..ops import Compressed
 from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..layouts import MATRICES
-from ..nn import NMWeight
 from ..nn.chains import Chain, find_chains
 from ..nn.compress import check_values
+from ..nn.weight import NMWeight
 from ..ops import Compressed
 from ..pattern import Pattern, PatternLike, RecipeError
 from ..recipes.methods.asp import ASP

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layouts import MATRICES, as_stored
-from ..nn import NMWeight
 from ..nn.chains import Chain, channel_parameters, reorder_
+from ..nn.weight import NMWeight
 from ..pattern import Pattern
 from ..recipes.methods.permutation import search_permutation
 from ..train.report import Pruned

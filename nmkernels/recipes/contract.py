@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import as_int, as_number, finite_number
-from ..autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, WeightTransform
+from ..autograd.transforms import HardMask, WeightTransform
+from ..gemm.plan import STRAIGHT_THROUGH, GemmPlan
 from ..nn.weight import NMWeight
-from ..optim import PLAIN, MaskedAdamW, UpdateRule
+from ..optim.adamw import MaskedAdamW
+from ..optim.rules import PLAIN, UpdateRule
 from ..pattern import Pattern, PatternLike, RecipeError
 
 State = dict[str, Any]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..nn import NMWeight
+from ..nn.weight import NMWeight
 from ..pattern import Pattern, PatternLike, RecipeError
 from ..train.handle import Handle
 from ..train.report import FILTERED

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..arguments import as_number
-from ..autograd import STRAIGHT_THROUGH, GemmPlan
+from ..gemm.plan import STRAIGHT_THROUGH, GemmPlan
 from ..ops import STATS
 from ..pattern import Pattern, PatternLike, RecipeError
 from .contract import Observed, Recipe, Span, Stage, State, first

@@ -21,8 +21,9 @@ from .. import ops
 from ..autograd.transforms import WEIGHT, WeightTransform, masked
 from ..backends.streams import capturing
 from ..layouts import MATRICES, as_matrix, ordered
-from ..nn import NMWeight
-from ..optim import PLAIN, MaskedAdamW, Target, merge_stats
+from ..nn.weight import NMWeight
+from ..optim.adamw import MaskedAdamW, merge_stats
+from ..optim.rules import PLAIN, Target
 from ..pattern import RecipeError
 from ..recipes.contract import Hooks, Observed, Recipe, State
 from ..shards import Groups, add, align_gradient, is_sharded, local, reduced, total

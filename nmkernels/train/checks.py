@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..layouts import MATRICES, ORDERS, REDUCED
-from ..nn import NMWeight
 from ..nn.sharding import check_mesh, data_dims
+from ..nn.weight import NMWeight
 from ..pattern import RecipeError, ShapeError
 from ..recipes.contract import Recipe
 from ..shards import is_sharded

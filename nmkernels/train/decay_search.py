@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import finite_number, whole_number
-from ..autograd import STRAIGHT_THROUGH
+from ..gemm.plan import STRAIGHT_THROUGH
 from ..pattern import RecipeError
 from ..recipes.contract import Recipe
 from .handle import Handle

@@ -13,10 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..autograd import STRAIGHT_THROUGH, WeightTransform
-from ..nn import NMWeight, StackedWeight, decompress_, make_dense_, switch_fast_paths
+from ..autograd.transforms import WeightTransform
+from ..gemm.plan import STRAIGHT_THROUGH
+from ..nn.compress import decompress_
+from ..nn.experts import StackedWeight
 from ..nn.sharding import adopt_parameter, connect, reshard
-from ..optim import merge_stats
+from ..nn.swap import make_dense_, switch_fast_paths
+from ..nn.weight import NMWeight
+from ..optim.adamw import merge_stats
 from ..pattern import CheckpointError, RecipeError
 from ..recipes.contract import Recipe, State
 from ..shards import anywhere

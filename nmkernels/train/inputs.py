@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..nn import NMWeight
+from ..nn.weight import NMWeight
 from .writes import listed
 
 Call = tuple[int, Tensor, Tensor]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..autograd import WeightTransform, masked
-from ..nn import NMWeight
+from ..autograd.transforms import WeightTransform, masked
+from ..nn.weight import NMWeight
 from ..pattern import CheckpointError, RecipeError
 from ..recipes.contract import State
 from .inputs import InputNorms

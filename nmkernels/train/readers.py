@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from ..layouts import CONV1D
-from ..nn import NMWeight, StackedWeight
+from ..nn.experts import StackedWeight
+from ..nn.weight import NMWeight
 from ..shards import is_sharded
 from .state import own_rank
 

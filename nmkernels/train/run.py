@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..autograd import HardMask, WeightTransform
-from ..autograd.transforms import read_as
+from ..autograd.transforms import HardMask, WeightTransform, read_as
 from ..gemm.choose import unmeasured
-from ..nn import NMWeight
 from ..nn.effective import readable
+from ..nn.weight import NMWeight
 from ..pattern import NMError, RecipeError
 from ..recipes.compose import check_state
 from ..recipes.contract import Hooks, Observed, Recipe, Stage, State

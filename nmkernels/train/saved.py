@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..layouts import as_matrix, as_stored, ordered
-from ..nn import NMWeight
+from ..nn.weight import NMWeight
 from ..pattern import CheckpointError
 from ..recipes.contract import State
 from ..shards import is_sharded, like, local, spread

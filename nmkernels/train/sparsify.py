@@ -19,24 +19,23 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from ..layouts import CONV1D, CONV2D, LINEAR, MATRICES, ORDERS, REDUCED, as_matrix, matrix_shape, ordered
-from ..nn import (
-    CompressedConv2d,
-    CompressedExperts,
-    CompressedLinear,
-    CompressedStack,
-    NMWeight,
-    SparseExperts,
-    StackedWeight,
-    is_conv1d,
-    is_conv1d_type,
-    make_dense_,
-    make_sparse_,
-    switch_fast_paths,
-)
 from ..nn.classes import class_of, computed_by
 from ..nn.compress import FLOATING, names_of
-from ..nn.experts import child_name, experts_per_token, layer_name, make_stack_sparse_, stacks_of
-from ..nn.swap import after_swap
+from ..nn.compressed import CompressedLinear
+from ..nn.conv import CompressedConv2d
+from ..nn.experts import (
+    CompressedExperts,
+    CompressedStack,
+    SparseExperts,
+    StackedWeight,
+    child_name,
+    experts_per_token,
+    layer_name,
+    make_stack_sparse_,
+    stacks_of,
+)
+from ..nn.swap import after_swap, is_conv1d, is_conv1d_type, make_dense_, make_sparse_, switch_fast_paths
+from ..nn.weight import NMWeight
 from ..ops.compress import group_of
 from ..pattern import Pattern, RecipeError, ShapeError
 from ..recipes.contract import LayerSetup, Recipe

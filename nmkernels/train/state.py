@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import WeightTransform
-from ..autograd.transforms import read_as
+from ..autograd.transforms import WeightTransform, read_as
 from ..layouts import REDUCED
-from ..nn import NMWeight
 from ..nn.sharding import data_dims
+from ..nn.weight import NMWeight
 from ..pattern import CheckpointError, NMError, Pattern, ShapeError
 from ..recipes.contract import Recipe, State
 from ..shards import is_sharded

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..nn import NMWeight
+from ..nn.weight import NMWeight
 
 FORGOTTEN = 3
 """After so many steps of an optimizer that is not attached, without one of an attached optimizer, a warning follows. Wrappers such as

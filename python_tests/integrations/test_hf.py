@@ -104,7 +104,8 @@ def same_state(one: nn.Module, other: nn.Module) -> bool:
 
 
 def packed(model: nn.Module) -> dict[str, Any]:
-    return {name: m for name, m in model.named_modules() if isinstance(m, (nm.CompressedLinear, nm.nn.CompressedStack))}  # and convolutions
+    kinds = nm.CompressedLinear, nm.nn.experts.CompressedStack  # and convolutions
+    return {name: m for name, m in model.named_modules() if isinstance(m, kinds)}
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -240,7 +241,7 @@ def test_adapters_and_orders_of_inputs_are_announced(tmp_path: Path) -> None:
 def test_an_adapter_added_after_compress(tmp_path: Path) -> None:
     model = compressed("llama")
     layer = model.model.layers[0].self_attn.q_proj
-    nm.nn.set_adapter(layer, torch.randn(32, 3), torch.randn(3, 32), 32, 32)
+    nm.nn.adapter.set_adapter(layer, torch.randn(32, 3), torch.randn(3, 32), 32, 32)
     model.save_pretrained(tmp_path)
     assert config_of(tmp_path)["layers"]["model.layers.0.self_attn.q_proj"]["rank"] == 3
     assert equal_bits(logits(loaded(tmp_path)), logits(model))
@@ -271,7 +272,7 @@ def test_damaged_indices_and_absent_parts_are_refused(edit: Callable[..., object
 
 def test_damaged_orders_and_absent_adapters_are_refused(tmp_path: Path) -> None:
     model = compressed("llama", "complementary:2:4")
-    nm.nn.set_adapter(model.get_submodule(LAYER), torch.randn(32, 3), torch.randn(3, 64), 64, 32)
+    nm.nn.adapter.set_adapter(model.get_submodule(LAYER), torch.randn(32, 3), torch.randn(3, 64), 64, 32)
     for key, message in ((f"{LAYER}.columns", "is not a permutation of 32"), (f"{LAYER}.nm_right", "the file lacks its nm_right")):
         model.save_pretrained(tmp_path)
         edited(tmp_path / "model.safetensors", lambda t, _, key=key: t[key].zero_() if "columns" in key else t.pop(key))
@@ -566,7 +567,7 @@ def test_dequantize_gives_the_dense_model(name: str, tmp_path: Path) -> None:
 
 def test_dequantize_folds_adapters_and_orders(tmp_path: Path) -> None:
     model = compressed("llama", "complementary:2:4")
-    nm.nn.set_adapter(model.get_submodule(LAYER), torch.randn(32, 3), torch.randn(3, 64), 64, 32)
+    nm.nn.adapter.set_adapter(model.get_submodule(LAYER), torch.randn(32, 3), torch.randn(3, 64), 64, 32)
     before = logits(model)
     torch.testing.assert_close(logits(model.dequantize()), before, rtol=1e-5, atol=1e-6)
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import nmkernels as nm
-from nmkernels.nn import SparseConv1D, adapter_of
+from nmkernels.nn import SparseConv1D
+from nmkernels.nn.adapter import adapter_of
 from python_tests import moe
 from python_tests.distributed.ranks import needs_gloo, on_ranks, raised
 from python_tests.house.paths import ROOT
@@ -449,7 +450,9 @@ def test_slope_adapters_are_exported_and_loaded_by_peft_alone(compressed: bool, 
     want = logits(model.eval())
     other = next(m for m in model.modules() if adapter_of(m) is not None)
     wide = other.nm_left.new_zeros(32, 1)  # one of another rank
-    nm.nn.set_adapter(other, torch.cat([other.nm_left.detach(), wide], 1), torch.cat([other.nm_right.detach(), wide.t()]) * 1.5, 32, 32)
+    nm.nn.adapter.set_adapter(
+        other, torch.cat([other.nm_left.detach(), wide], 1), torch.cat([other.nm_right.detach(), wide.t()]) * 1.5, 32, 32
+    )
     assert close(logits(model), want)
     assert P.export_adapter(model, tmp_path / "a", task_type="CAUSAL_LM") == tmp_path / "a"
     assert torch.equal(logits(model), logits(model)) and adapter_of(other) is not None, "the model stays"
@@ -695,7 +698,7 @@ def test_columns_in_another_order_are_merged_and_absorbed(compressed: bool) -> N
     c, order = nm.ops.compress(torch.randn(16, 32), "2:4"), torch.randperm(32)
     model = nn.Sequential(nn.Linear(32, 32), nm.CompressedLinear(c, torch.zeros(16), columns=order))
     if not compressed:
-        layer = nm.nn.make_sparse_(nn.Linear(32, 16), "2:4")
+        layer = nm.nn.swap.make_sparse_(nn.Linear(32, 16), "2:4")
         layer.finish(model[1].dense(), order)
         model[1] = layer
     x = torch.randn(5, 32)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.nn import ADAPTER, adapter_of, folded
+from nmkernels.nn.adapter import ADAPTER, adapter_of, folded
 from nmkernels.testing import assert_no_worse
 from python_tests.copy_model import COPY_METHODS, copy_model
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from nmkernels.models import GPT, GPTConfig
-from nmkernels.nn import Chain, channel_parameters, find_chains, make_sparse_, reorder_
+from nmkernels.nn.chains import Chain, channel_parameters, find_chains, reorder_
+from nmkernels.nn.swap import make_sparse_
 
 
 class Through(nn.Module):

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nmkernels.nn import Chain, channel_parameters, find_chains, make_sparse_, reorder_
+from nmkernels.nn.chains import Chain, channel_parameters, find_chains, reorder_
+from nmkernels.nn.swap import make_sparse_
 
 X = torch.randn(2, 8, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

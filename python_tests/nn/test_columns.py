@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.nn import CompressedLinear, is_order
+from nmkernels.nn import CompressedLinear
+from nmkernels.nn.compressed import is_order
 from python_tests.export.editing import edited, parts
 
 ORDER = torch.randperm(16, generator=torch.Generator().manual_seed(0))

@@ -124,7 +124,7 @@ def test_a_second_call_is_remembered(planned: tuple[nm.CompressedLinear, Tensor]
         lambda layer: layer.load_state_dict(layer.state_dict()),
         lambda layer: setattr(layer, "values", layer.values * 3),
         lambda layer: setattr(layer.values, "data", layer.values * 3),
-        lambda layer: nm.nn.set_adapter(layer, torch.ones(64, 1), torch.ones(1, 16), 16, 64),
+        lambda layer: nm.nn.adapter.set_adapter(layer, torch.ones(64, 1), torch.ones(1, 16), 16, 64),
         lambda layer: layer.values.requires_grad_(),
         lambda layer: forget(),
     ],

@@ -334,7 +334,7 @@ def test_convolutions_and_experts_stay_floating_point() -> None:
         warnings.simplefilter("error")
         nm.compress_(finished(nn.Linear(32, 32)), values="int8")
     c = nm.ops.quantize_values(nm.ops.compress(torch.randn(8, 8), "2:4"))
-    for make in (lambda: nm.nn.CompressedConv2d(c, 1), lambda: nm.nn.CompressedStack(c, 2)):
+    for make in (lambda: nm.nn.CompressedConv2d(c, 1), lambda: nm.nn.experts.CompressedStack(c, 2)):
         with pytest.raises(nm.DtypeError, match="int8 values"):
             make()
 

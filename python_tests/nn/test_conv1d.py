@@ -61,7 +61,7 @@ def test_equals_masked_dense_with_straight_through_gradients(name):
 def test_one_layer():
     dense = Conv1D(24, 16)
     bias, used = nn.init.normal_(dense.bias), naive.masked(dense.weight.t().contiguous(), 2, 4)
-    layer = nm.nn.make_sparse_(dense, "2:4")
+    layer = nm.nn.swap.make_sparse_(dense, "2:4")
     assert layer is dense and (layer.in_features, layer.out_features) == (16, 24) and "in_features=16" in repr(layer)
     for shape in [(16,), (0, 16), (2, 3, 16)]:
         x = torch.randn(shape)
@@ -79,4 +79,4 @@ def test_indivisible_along_in_and_subclasses():
     reasons = {e.name: e.reason for e in report.skipped}
     assert "in_features=18" in reasons["a"] and "subclass of Conv1D" in reasons["b"]
     with pytest.raises(nm.ShapeError, match="in_features is 18"):
-        nm.nn.make_sparse_(Conv1D(32, 18), "2:4")
+        nm.nn.swap.make_sparse_(Conv1D(32, 18), "2:4")

@@ -16,9 +16,11 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels import layouts, ops
-from nmkernels.nn import CompressedExperts, CompressedStack, SparseExperts, StackedWeight
+from nmkernels.nn import CompressedExperts, SparseExperts
 from nmkernels.nn.classes import change_class_
 from nmkernels.nn.experts import (
+    CompressedStack,
+    StackedWeight,
     child_name,
     compress_stacks_,
     compressed_stack,

@@ -156,14 +156,14 @@ def finds(layer, act):
 
 
 def test_a_merged_lora_does_not_lose_the_pattern_in_silence():
-    for act in (nn.Module.eval, nn.Module.state_dict, nm.nn.make_dense_, lambda layer: nn.Sequential(layer).eval()):
+    for act in (nn.Module.eval, nn.Module.state_dict, nm.nn.swap.make_dense_, lambda layer: nn.Sequential(layer).eval()):
         for columns in (None, torch.randperm(32)):
             assert finds(finished(columns=columns), act) == []
             layer = finished(columns=columns)
             merge(layer)
             (message,) = finds(layer, act)
             assert message.startswith("SparseLinear (256, 32) (out, in): the weight was 2:4 when the recipe finished and is not any more")
-            assert "nm.nn.set_adapter" in message and "densify_" in message
+            assert "nm.nn.adapter.set_adapter" in message and "densify_" in message
 
 
 def test_only_a_finished_layer_is_checked():
@@ -191,7 +191,7 @@ def test_the_advice_for_a_lora_keeps_pattern_and_result():
     layer, x = finished(), torch.randn(3, 32)
     a, b, r, scaling = torch.randn(4, 32), torch.randn(256, 4), 4, 1.5
     want = layer(x) + scaling * x @ a.t() @ b.t()
-    nm.nn.set_adapter(layer, a.t(), r * scaling * b.t(), 256, 32)
+    nm.nn.adapter.set_adapter(layer, a.t(), r * scaling * b.t(), 256, 32)
     model = nn.Sequential(layer)
     assert finds(model, nn.Module.eval) == [] and nm.ops.is_nm(layer.weight.detach(), "2:4")
     for one in (model, nm.compress_(model)):

@@ -162,7 +162,7 @@ def test_the_input_after_the_layer(frozen, autocast):
 
 def test_adapter_in_training_and_deployed():
     layer = nm.SparseLinear(32, 32)
-    nm.nn.set_adapter(layer, torch.randn(32, 4), torch.zeros(4, layer.out_features), layer.out_features, 32)
+    nm.nn.adapter.set_adapter(layer, torch.randn(32, 4), torch.zeros(4, layer.out_features), layer.out_features, 32)
     layer.adapts = True
     adapter = torch.randn(32, 4), torch.randn(4, 32)
     deployed = nm.CompressedLinear(nm.ops.compress(torch.randn(32, 32), "2:4"), torch.randn(32), adapter=adapter)

@@ -67,7 +67,7 @@ def test_fast_path_is_restored(way):
     model = encoder()
     before, expected = flags(model), model(X).detach()
     handle = nm.sparsify_(model, "ste:2:4")
-    nm.nn.switch_fast_paths(model)  # once more, which remembers the first state
+    nm.nn.swap.switch_fast_paths(model)  # once more, which remembers the first state
     assert not any(flags(model))
     if way == "densify_ of a copy":
         model = nm.densify_(copy.deepcopy(model))
@@ -193,17 +193,17 @@ def test_densify_refuses_while_an_optimizer_is_attached():
 def test_make_sparse_refuses_what_it_does_not_know():
     for module in (nn.ReLU(), nm.SparseLinear(32, 16), nn.Bilinear(4, 4, 4)):
         with pytest.raises(nm.RecipeError, match=type(module).__name__):
-            nm.nn.make_sparse_(module, "2:4")
+            nm.nn.swap.make_sparse_(module, "2:4")
     layer = nn.Linear(30, 16)
     with pytest.raises(nm.ShapeError, match="in_features is 30"):
-        nm.nn.make_sparse_(layer, "2:4")
+        nm.nn.swap.make_sparse_(layer, "2:4")
     assert type(layer) is nn.Linear
 
 
 def test_replace_reaches_every_name():
     old, new = nn.Linear(4, 4), nn.Linear(4, 4)
     model = nn.ModuleDict({"a": old, "deep": nn.Sequential(nn.ReLU(), old)})
-    nm.nn.replace_(model, old, new)
+    nm.nn.swap.replace_(model, old, new)
     assert model["a"] is new and model["deep"][1] is new
 
 

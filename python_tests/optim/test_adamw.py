@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from nmkernels.ops import STATS
-from nmkernels.optim import PLAIN, MaskedAdamW, Target, UpdateRule, merge_stats
+from nmkernels.optim import MaskedAdamW, UpdateRule
+from nmkernels.optim.adamw import merge_stats
+from nmkernels.optim.rules import PLAIN, Target
 from nmkernels.pattern import DtypeError, Pattern
 from nmkernels.reference.adamw import AdamWArgs
 from python_tests.copy_model import COPY_METHODS, copy_model

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from nmkernels import Pattern
-from nmkernels.optim import PLAIN, AnnealedAdamW, AnnealedRule, MaskedAdamW, Target
+from nmkernels.optim import AnnealedAdamW, MaskedAdamW
+from nmkernels.optim.annealed import AnnealedRule
+from nmkernels.optim.rules import PLAIN, Target
 from nmkernels.testing import equal_bits
 from python_tests.for_each import for_each
 

@@ -7,7 +7,9 @@ import torch
 
 from nmkernels.layouts import as_matrix, ordered
 from nmkernels.ops import STATS, mask_bits
-from nmkernels.optim import PLAIN, AnnealedRule, MaskedAdamW, Target, UpdateRule, adamw
+from nmkernels.optim import MaskedAdamW, UpdateRule, adamw
+from nmkernels.optim.annealed import AnnealedRule
+from nmkernels.optim.rules import PLAIN, Target
 from nmkernels.pattern import NMError, Pattern, ShapeError
 from nmkernels.reference.adamw import AdamWArgs
 from python_tests import naive

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.nn import ADAPTER
+from nmkernels.nn.adapter import ADAPTER
 from nmkernels.recipes.compose import deployed
 from python_tests.copy_model import COPY_METHODS, copy_model
 from python_tests.recipes import training

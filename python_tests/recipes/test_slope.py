@@ -8,7 +8,7 @@ from safetensors import safe_open
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.nn import adapter_of, folded
+from nmkernels.nn.adapter import adapter_of, folded
 from nmkernels.recipes import SLoPe
 from python_tests.recipes.loop import batches, loss_of, mlp
 from python_tests.recipes.training import F32, run, start, step

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.nn import ADAPTER
+from nmkernels.nn.adapter import ADAPTER
 from python_tests.recipes.loop import Adam, batches, loss_of, mlp, snapshot
 from python_tests.recipes.roster import STEPS
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from ...autograd import SplitRule
-from ...nn import ActivationRule, SquaredReLU, SquaredReLUMLP
+from ...autograd.activation import SplitRule
+from ...nn.activation import ActivationRule, SquaredReLU, SquaredReLUMLP
 from ...pattern import NMError, Pattern, RecipeError
 from ..contract import About, Hooks, Setup, Stage, State, flag
 from ..registry import recipe

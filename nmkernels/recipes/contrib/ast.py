@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...arguments import as_number
 from ...autograd.transforms import WEIGHT, HardMask, KeptMask, masked, reading
-from ...optim import AnnealedAdamW, AnnealedRule
+from ...optim.annealed import AnnealedAdamW, AnnealedRule
 from ...pattern import Pattern, RecipeError, ShapeError
 from ..contract import About, Setup, Stage, State, choice, count, number
 from ..registry import recipe

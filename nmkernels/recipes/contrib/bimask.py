@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...autograd.transforms import HardMask, pruned_along_out, reading
-from ...optim import UpdateRule
+from ...optim.rules import UpdateRule
 from ...pattern import Pattern
 from ..contract import About, Recipe, Setup, Stage, State, choice, count, number, random_seed
 from ..registry import recipe

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...autograd.transforms import KeptMask, Traits, WeightTransform, masked
-from ...optim import UpdateRule
+from ...optim.rules import UpdateRule
 from ...pattern import NMError, Pattern
 from ..contract import About, Recipe, Setup, Stage, State, choice, count, number
 from ..registry import recipe

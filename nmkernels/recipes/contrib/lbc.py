@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...autograd.transforms import CombinationMask, Traits, WeightTransform, combination_count, masked, reading, wide
-from ...optim import UpdateRule
+from ...optim.rules import UpdateRule
 from ...pattern import Pattern, RecipeError
 from ..contract import About, Hooks, Setup, Stage, State, choice, number
 from ..registry import recipe

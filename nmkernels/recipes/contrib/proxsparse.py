@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...arguments import finite_number
 from ...autograd.transforms import WEIGHT, HardMask, WeightTransform, masked, reading
-from ...nn import NMWeight
-from ...optim import UpdateRule
+from ...nn.weight import NMWeight
+from ...optim.rules import UpdateRule
 from ...pattern import Pattern, RecipeError
 from ..contract import About, Hooks, LayerSetup, Recipe, Setup, Stage, State, choice, flag, number
 from ..registry import recipe

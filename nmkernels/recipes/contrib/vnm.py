@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...autograd.transforms import WeightTransform, masked, reading
-from ...optim import UpdateRule
+from ...optim.rules import UpdateRule
 from ...pattern import Pattern, RecipeError
 from ..contract import About, LayerSetup, Recipe, Setup, Stage, State, choice, count, number
 from ..registry import recipe

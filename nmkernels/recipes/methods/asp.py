@@ -12,7 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from ...nn import Chain, NMWeight, channel_parameters, find_chains, reorder_
+from ...nn.chains import Chain, channel_parameters, find_chains, reorder_
+from ...nn.weight import NMWeight
 from ...pattern import RecipeError
 from ...train.masks import SCORES
 from ..contract import About, Hooks, Setup, Stage, choice, count, random_seed

@@ -9,10 +9,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ...autograd import GemmPlan, WeightTransform
-from ...autograd.transforms import KeptMask, Traits, laid_out, reading
+from ...autograd.transforms import KeptMask, Traits, WeightTransform, laid_out, reading
+from ...gemm.plan import GemmPlan
 from ...ops import Packed, pack
-from ...optim import UpdateRule
+from ...optim.rules import UpdateRule
 from ...pattern import Pattern, PatternLike
 from ..contract import About, LayerSetup, Setup, Stage, choice, count, number, random_seed
 from ..registry import recipe

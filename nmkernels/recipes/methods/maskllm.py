@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ...autograd.transforms import CombinationMask, Traits, WeightTransform, combination_count, reading, wide
-from ...nn import NMWeight
-from ...nn.weight import is_learned
-from ...optim import UpdateRule
+from ...nn.weight import NMWeight, is_learned
+from ...optim.rules import UpdateRule
 from ...pattern import Pattern, RecipeError, ShapeError
 from ...reference import uniforms24
 from ...shards import is_sharded

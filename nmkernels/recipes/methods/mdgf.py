@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...arguments import as_number
 from ...autograd.transforms import HardMask, Traits, WeightTransform, reading
-from ...optim import UpdateRule
+from ...optim.rules import UpdateRule
 from ...pattern import Pattern
 from ..contract import About, Span, Stage, State, choice, count, first, number, setting
 from ..registry import recipe

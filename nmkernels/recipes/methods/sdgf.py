@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ...autograd import HardMask, WeightTransform
-from ...optim import UpdateRule
+from ...autograd.transforms import HardMask, WeightTransform
+from ...optim.rules import UpdateRule
 from ...pattern import MAX_M, Pattern, RecipeError
 from ..contract import About, LayerSetup, Setup, Stage, State, choice
 from ..registry import recipe

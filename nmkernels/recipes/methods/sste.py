@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...autograd import GemmPlan, WeightTransform
-from ...autograd.transforms import Traits, laid_out, reading
+from ...autograd.transforms import Traits, WeightTransform, laid_out, reading
+from ...gemm.plan import GemmPlan
 from ...ops import Packed, pack
-from ...optim import UpdateRule
+from ...optim.rules import UpdateRule
 from ...pattern import NMError, Pattern, PatternLike, RecipeError
 from ..contract import About, Recipe, Setup, Stage, State, choice, random_seed
 from ..registry import recipe

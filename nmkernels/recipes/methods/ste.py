@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...autograd import HardMask
-from ...optim import UpdateRule
+from ...autograd.transforms import HardMask
+from ...optim.rules import UpdateRule
 from ...pattern import Pattern
 from ..contract import About, Recipe, Setup, Stage, State, choice, number
 from ..registry import recipe

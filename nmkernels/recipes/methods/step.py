@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ...arguments import as_number
 from ...ops import STATS
-from ...optim import MaskedAdamW, UpdateRule
+from ...optim.adamw import MaskedAdamW
+from ...optim.rules import UpdateRule
 from ...pattern import RecipeError
 from ...shards import total
 from ..compose import Composite, first_stage, of_length
