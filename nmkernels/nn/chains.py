@@ -259,9 +259,9 @@ def find_chains(model: nn.Module) -> tuple[list[Chain], dict[str, str]]:
             reasons.update(dict.fromkeys(consumers, obstacles[0] if obstacles else "nothing produces its input"))
         else:
             chains.append(replace(chain, channels=widths.pop()))
-    consumers = {name for chain in chains for name in chain.consumers}
-    hidden = {name: why or "the module around it cannot be traced" for name in layers if name not in consumers | reasons.keys()}
-    return sorted(chains, key=lambda c: c.consumers), {name: {**hidden, **reasons}[name] for name in layers if name not in consumers}
+    in_chains = {name for chain in chains for name in chain.consumers}
+    hidden = {name: why or "the module around it cannot be traced" for name in layers if name not in in_chains | reasons.keys()}
+    return sorted(chains, key=lambda c: c.consumers), {name: {**hidden, **reasons}[name] for name in layers if name not in in_chains}
 
 
 def channel_parameters(model: nn.Module, chain: Chain) -> Iterator[tuple[Tensor, int]]:
