@@ -54,30 +54,32 @@ class _Shortcut(NamedTuple):
     """
 
     values: Tensor
-    state: tuple[int, int]
-    """Version and address of the values."""
-    step: Tensor | None
-    step_state: tuple[int, int]
+    version: int
+    address: int
     revision: int
     dense: Tensor | None
     """What ``F.linear`` multiplies; None for the op."""
+    step: tuple[Tensor, int, int] | None
+    """The steps of integers with their version and address."""
 
     def multiply(self, layer: CompressedLinear, x: Tensor) -> Tensor | None:
         """y = x Wᵀ + b with few checks, as a small GEMM takes microseconds; None if the layer has changed, or the call needs more."""
-        values, buffers, step = self.values, layer._buffers, self.step
+        values, version, address, revision, dense, step = self
+        buffers, parameters = layer._buffers, layer._parameters
         if not (
             values is buffers["values"]
-            and (values._version, values.data_ptr()) == self.state
-            and TABLE.revision == self.revision
-            and (step is None or (step is buffers.get("step") and (step._version, step.data_ptr()) == self.step_state))
+            and values._version == version
+            and values.data_ptr() == address
+            and TABLE.revision == revision
+            and (step is None or (step[0] is buffers.get("step") and step[1:] == (step[0]._version, step[0].data_ptr())))
             and not values.requires_grad  # linear_compressed raises for it
-            and "bias" in layer._parameters  # torch.nn.utils may compute it
+            and "bias" in parameters  # torch.nn.utils may compute it
         ):
             return None
-        bias = layer._parameters["bias"]
-        if self.dense is not None:
+        bias = parameters["bias"]
+        if dense is not None:
             try:
-                return F.linear(x, self.dense, bias)
+                return F.linear(x, dense, bias)
             except RuntimeError:  # the layer raises a better message
                 return None
         if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
@@ -85,7 +87,7 @@ class _Shortcut(NamedTuple):
         p, cols = layer.pattern, layer.in_features  # the op checks all that is left
         if step is not None:
             fits = bias is None or x.dtype == bias.dtype
-            return nm_linear_integers(x, values, buffers["indices"], step, p.n, p.m, cols, bias) if fits else None
+            return nm_linear_integers(x, values, buffers["indices"], step[0], p.n, p.m, cols, bias) if fits else None
         if x.dtype != values.dtype:
             return None
         operand = (values, buffers["indices"]) if x.is_cpu else operand_for(x, layer.weight)
@@ -310,9 +312,8 @@ class CompressedLinear(nn.Module):
         values, step = weight.values, weight.step
         plain = weight is self._view and "columns" not in self._buffers and adapter_of(self) is None
         if plain and counts_writes(values) and (step is None or counts_writes(step)):
-            step_state = (0, 0) if step is None else (step._version, step.data_ptr())
-            state = values._version, values.data_ptr()
-            self._direct.put(x.numel(), _Shortcut(values, state, step, step_state, TABLE.revision, dense))
+            steps = None if step is None else (step, step._version, step.data_ptr())
+            self._direct.put(x.numel(), _Shortcut(values, values._version, values.data_ptr(), TABLE.revision, dense, steps))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if isinstance(param, ops.Compressed):
