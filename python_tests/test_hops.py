@@ -68,14 +68,17 @@ def test_forward_and_backward_of_a_layer_after_a_step(packed, first, files, agai
 
 def test_forward_of_compressed_layers(monkeypatch, tmp_path):
     """The first one, for which methods are chosen, by estimates that nothing has been asked of yet; a later one asks nothing."""
-    weights = [nm.ops.compress(torch.randn(256, 64), "2:4"), nm.ops.compress(torch.randn(64, 256), "2:4")]
-    model, x = torch.nn.Sequential(*map(nm.CompressedLinear, weights)), torch.randn(8, 64)
+
+    def compressed():
+        return torch.nn.Sequential(*(nm.CompressedLinear(nm.ops.compress(torch.randn(*size), "2:4")) for size in ((256, 64), (64, 256))))
+
+    model, x = compressed(), torch.randn(8, 64)
     with torch.no_grad():
-        torch.nn.Sequential(*map(nm.CompressedLinear, weights))(x)  # kernels are checked once on each machine
+        compressed()(x)  # kernels are checked once on each machine
         monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path))
         nm.gemm.choose.forget()
         count, where = hops(lambda: model(x), warm=0)
-        assert count <= 230 and len(where) <= 16, (count, where)
+        assert count <= 250 and len(where) <= 16, (count, where)
         count, where = hops(lambda: model(x), warm=0)
         assert count <= 4 and len(where) <= 1, (count, where)
     monkeypatch.undo()
