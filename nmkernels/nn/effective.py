@@ -34,6 +34,8 @@ Source = tuple[Tensor, WeightTransform, Sequence[Tensor], torch.dtype]
 """What an effective weight is made from: the weight, the transform, the extras that it reads, and the dtype of the GEMMs."""
 
 
+NO_OPERANDS = (None, None, None, "", None)
+
 POLLED = 8
 """Checks of offered copies between two looks at their result, which has reached the host by then."""
 
@@ -84,9 +86,8 @@ class EffectiveWeight:
         self.routes = Routes()
         self._basis: tuple[Any, ...] = ()
         self._dense, self._packed = _Copy(), _Copy()
-        self._operands: Operands | None = None
-        self._operands_of: tuple[Any, ...] = (None, None, None, "")
-        """What the last operands are of: W̃ dense and packed, the route, and the form for dgrad."""
+        self._operands: tuple[Any, ...] = NO_OPERANDS
+        """What the last operands are of: W̃ dense and packed, the route, and the form for dgrad; and the operands."""
         self._requested: _Offer | None = None
         self._offered: _Offer | None = None
         self._checks = 0
@@ -108,13 +109,13 @@ class EffectiveWeight:
         spread, packed = self.forms(source, dense, rows, columns, layout)
         compiling = torch.compiler.is_compiling()
         if not compiling:
-            of = self._operands_of
-            if of[0] is spread and of[1] is packed and of[2] is chosen and of[3] == back:
-                return cast(Operands, self._operands)
+            last = self._operands  # read once: another thread may replace it
+            if last[0] is spread and last[1] is packed and last[2] is chosen and last[3] == back:
+                return cast(Operands, last[4])
         forms: dict[str, Any] = {"dense": spread, "packed": packed and packed.rows, "columns": packed and packed.columns}
         used = operands(forms[fprop], None if back == fprop else forms[back], back == "columns", backends)
         if not compiling and packed is self._packed.form and (spread is None or spread is self._dense.form):
-            self._operands_of, self._operands = (spread, packed, chosen, back), used
+            self._operands = spread, packed, chosen, back, used
         return used
 
     def route(self, source: Source, plan: GemmPlan, x: Tensor) -> Route:
@@ -263,7 +264,7 @@ class EffectiveWeight:
     def release(self) -> None:
         """Free the copies."""
         self._dense, self._packed = _Copy(), _Copy()
-        self._operands, self._operands_of = None, (None, None, None, "")
+        self._operands = NO_OPERANDS
         self._requested = self._offered = None
 
     def __reduce__(self) -> tuple[type[EffectiveWeight], tuple[()]]:

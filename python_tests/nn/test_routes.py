@@ -1,10 +1,14 @@
 """A call that has to be refused is refused on a layer that has run the good one, whose kernel is remembered by then."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
 import nmkernels as nm
 from nmkernels.capability import compiled_core
+from nmkernels.gemm import route
 
 pytestmark = pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().reason)
 
@@ -67,3 +71,11 @@ def test_a_bias_that_does_not_fit_is_refused(name, monkeypatch):
             with pytest.raises((nm.NMError, RuntimeError)):
                 layer(good)
     nm.gemm.choose.forget()
+
+
+def test_routes_are_few_and_belong_to_one_layer(monkeypatch):
+    monkeypatch.setattr(route, "MOST_ROUTES", 2)
+    routes = route.Routes()
+    assert [routes.put(kind, -kind) for kind in range(3)] == [0, -1, -2] and dict(routes) == {2: -2}
+    for again in (copy.copy(routes), copy.deepcopy(routes), pickle.loads(pickle.dumps(routes))):
+        assert type(again) is route.Routes and not again
