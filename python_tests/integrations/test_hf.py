@@ -29,7 +29,8 @@ from python_tests.house.paths import ROOT
 transformers = pytest.importorskip("transformers", minversion="5.0")
 from transformers import AutoModel, AutoModelForCausalLM  # noqa: E402
 
-from nmkernels.integrations.hf import CARD, NMConfig, NMQuantizer, mark_  # noqa: E402
+from nmkernels.export.card import CARD  # noqa: E402
+from nmkernels.integrations.hf import NMConfig, NMQuantizer, mark_  # noqa: E402
 
 transformers.logging.disable_progress_bar()
 
