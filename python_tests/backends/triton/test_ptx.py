@@ -21,7 +21,8 @@ from nmkernels.backends.triton import linear as family
 from nmkernels.backends.triton.groups import ELEMENTS
 from nmkernels.backends.triton.launches import Plan, candidates
 from python_tests.backends.adamw_calls import copied, edge, held, hyper, make, same_as_reference, shifted
-from python_tests.backends.test_linear_integers import hard, tokens_of, weight
+from python_tests.backends.gemm_calls import integer_weight
+from python_tests.backends.test_linear_integers import hard, tokens_of
 from python_tests.ops.samples import seed
 
 if interpreted():
@@ -257,7 +258,7 @@ def test_rounding_to_integers(bits, capability) -> None:
 def test_decoding(bits) -> None:
     for capability, dtype in CODE:
         for kept, steps in ((64, 1), (15, 3), (2100, 4)):
-            values, _, step = weight("1:1", 5, kept, bits, steps)
+            values, _, step = integer_weight("1:1", 5, kept, bits, steps)
             with testing.poison(), emulated(capability):
                 got = integers.dequantize_values(values, step, kept, dtype)
             testing.assert_equal_bits(got, reference.dequantize_values(values, step, kept, dtype), f"{kept} {dtype} sm_{capability}")
@@ -281,7 +282,7 @@ def test_decoding(bits) -> None:
 )
 def test_products_of_integers(pattern, bits, dtype, tokens, steps, ran) -> None:
     p, cols = Pattern(pattern), 520 if pattern == "3:5" else 1024
-    operands, x = weight(pattern, 9, cols, bits, steps), tokens_of(tokens, cols, dtype)
+    operands, x = integer_weight(pattern, 9, cols, bits, steps), tokens_of(tokens, cols, dtype)
     bias = torch.randn(9).to(dtype)
     args = (*operands, p.n, p.m, cols)
     wide = reference.linear_integers(x.double(), *args, bias.double(), "silu")
