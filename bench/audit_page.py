@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 import nmkernels as nm
-from nmkernels.audit import Audit, traffic
+from nmkernels.audit import traffic
+from nmkernels.audit.report import Audit
 from nmkernels.audit.whole import pays
 from nmkernels.gemm.devices import Device, named
 from nmkernels.models import model_shapes

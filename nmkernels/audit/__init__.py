@@ -1,27 +1,7 @@
 """Estimate what N:M gains for a model on a device: a roofline, measurements if the device is available, and advice."""
 
-from ..timing import Task
 from .audit import audit
-from .flops import Flops, LayerFlops, flops
-from .fsdp import Cluster, ClusterAudit, ShardedStep
-from .report import Advice, Audit, LayerAudit
-from .rounding import LayerRounding, QuantizationReport, quantization_report
-from .whole import WholeStep
+from .flops import flops
+from .rounding import quantization_report
 
-__all__ = [
-    "Advice",
-    "Audit",
-    "Cluster",
-    "ClusterAudit",
-    "Flops",
-    "LayerAudit",
-    "LayerFlops",
-    "LayerRounding",
-    "QuantizationReport",
-    "ShardedStep",
-    "Task",
-    "WholeStep",
-    "audit",
-    "flops",
-    "quantization_report",
-]
+__all__ = ["audit", "flops", "quantization_report"]

@@ -9,19 +9,20 @@ from dataclasses import replace
 import torch
 
 from ..capability import compiled_core
-from ..gemm.devices import HALVES, kind
+from ..gemm.devices import HALVES
+from ..gemm.problem import plain
 from .report import Advice, Audit
-from .rules import TWO_FOUR, Case, speedup
+from .rules import TWO_FOUR, LayerCosts, speedup
 from .whole import MOST_TOKENS, rounded
 
 LEAST = 1.01  # least gain for advice to be shown
 PREPARING = 0.03  # share of a step above which preparing the weight is mentioned
 
 
-def notes(audit: Audit, case: Case, measured: bool) -> tuple[str, ...]:
-    """Notes on the prediction, the measurement, and what is counted; ``case`` is one of the layers."""
-    device, dtype = case.device, kind(case.layer.dtype)
-    rate, memory = device.rate(case.layer.dtype) / 1e12, device.bandwidth / 1e12
+def notes(audit: Audit, costs: LayerCosts, measured: bool) -> tuple[str, ...]:
+    """Notes on the prediction, the measurement, and what is counted; ``costs`` is one of the layers."""
+    device, dtype = costs.device, plain(costs.layer.dtype)
+    rate, memory = device.rate(costs.layer.dtype) / 1e12, device.bandwidth / 1e12
     numbers = f"dense {dtype} GEMMs at {rate:.3g} TFLOP/s, memory of {memory:.3g} TB/s"
     if device.power is not None:
         said = (
@@ -44,7 +45,7 @@ def notes(audit: Audit, case: Case, measured: bool) -> tuple[str, ...]:
             "Measured: medians of alternating rounds on random tensors; masking and packing as separate passes. "
             "nm.tune makes layers use such measurements."
         )
-    if case.trains:
+    if costs.trains:
         passes = f", {audit.accumulate} passes per optimizer step" if audit.accumulate > 1 else ""
         recipe = f" of {audit.recipe}" if audit.recipe else ""
         found.append(
@@ -59,103 +60,103 @@ def notes(audit: Audit, case: Case, measured: bool) -> tuple[str, ...]:
         )
     else:
         found.append(f"Inference with {audit.tokens} tokens per call.")
-    if case.trains and case.rules.fp8:
+    if costs.trains and costs.rules.fp8:
         found.append(
             "FP8 is not predicted: GEMMs count as those of the dtype. On an H100, 8-bit GEMMs at 2:4 were 1.12 to 1.18 times as fast as "
             "dense FP8 ones, 1.26 to 1.43 with fast accumulation."
         )
-    if device.power is not None and case.rules.values != "float":
+    if device.power is not None and costs.rules.values != "float":
         found.append(
             "Integers are predicted from their bytes, for so few tokens that kernels read them directly; for more, as if the weight were "
             "expanded at every call."
         )
-    if case.trains and not audit.steps:
+    if costs.trains and not audit.steps:
         found.append("In training no GEMM of this recipe has a sparse weight or an estimated gradient, so steps gain nothing.")
     if not audit.other:
         found.append("Only linear layers are counted: no attention scores, norms, embeddings; other=FLOPs per token adds them.")
     return tuple(found)
 
 
-def of_sparse(case: Case) -> tuple[Advice, ...]:
-    found = [*_operand(case), *(_training(case) if case.trains else ()), *_deployed(case)]
-    if case.speedup() < 1 / LEAST and all((advice.speedup or 0.0) < 1 for advice in found):
-        found.append(Advice("it is slower than dense with any of the changes above: leave it dense (filter_fn)", case.part, 1.0))
+def of_sparse(costs: LayerCosts) -> tuple[Advice, ...]:
+    found = [*_operand(costs), *(_training(costs) if costs.trains else ()), *_deployed(costs)]
+    if costs.speedup() < 1 / LEAST and all((advice.speedup or 0.0) < 1 for advice in found):
+        found.append(Advice("it is slower than dense with any of the changes above: leave it dense (filter_fn)", costs.part, 1.0))
     return tuple(found)
 
 
-def _offer(case: Case, text: str, changed: Case, detail: str = "") -> list[Advice]:
+def _offer(costs: LayerCosts, text: str, changed: LayerCosts, detail: str = "") -> list[Advice]:
     gained = changed.speedup()
-    return [Advice(text, case.part, gained, detail)] if gained >= LEAST * max(case.speedup(), 1 / LEAST) else []
+    return [Advice(text, costs.part, gained, detail)] if gained >= LEAST * max(costs.speedup(), 1 / LEAST) else []
 
 
-def _training(case: Case) -> Iterator[Advice]:
+def _training(costs: LayerCosts) -> Iterator[Advice]:
     """Changes to a step: packing, operands of dgrad and wgrad, tokens, and where the weight is prepared."""
-    rules, pieces = case.rules, {piece.name: piece for piece in case.step()}
+    rules, pieces = costs.rules, {piece.name: piece for piece in costs.step()}
     if rules.fprop and not rules.packed:
         text = 'training multiplies the weight in dense layout: packed="auto", where the recipe has that option'
-        yield from _offer(case, text, case.but({"packed": True}))
-    if rules.fprop and not rules.dgrad and not case.device.transposed:
+        yield from _offer(costs, text, costs.but({"packed": True}))
+    if rules.fprop and not rules.dgrad and not costs.device.transposed:
         text = "dgrad is dense, as the mask is N:M only along inputs: a transposable mask (FST) or a second one (SLoPe) makes it sparse"
-        yield from _offer(case, text, case.but({"dgrad": True, "prepare": "transposable"}))
+        yield from _offer(costs, text, costs.but({"dgrad": True, "prepare": "transposable"}))
     if rules.fprop and rules.trains and rules.estimate is None:
         text = 'wgrad is dense: an estimate of the output gradient (mvue="exact" of S-STE and FST) makes it sparse'
-        yield from _offer(case, text, case.but({"estimate": TWO_FOUR}))
-    dear = rules.estimate is not None and not _estimate_pays(case, case.layer.shape[1])
-    exact = case.but({"estimate": None})
+        yield from _offer(costs, text, costs.but({"estimate": TWO_FOUR}))
+    dear = rules.estimate is not None and not _estimate_pays(costs, costs.layer.shape[1])
+    exact = costs.but({"estimate": None})
     if dear:
-        least = _least(lambda width: _estimate_pays(case, width), 64, 1 << 16)
+        least = _least(lambda width: _estimate_pays(costs, width), 64, 1 << 16)
         text = "with so few inputs the estimate for wgrad costs more than a sparse wgrad saves: mvue=None"
-        yield from _offer(case, text, exact, f"(pays from {rounded(least)} inputs on)" if least else "")
-    small = exact if dear and exact.speedup() >= max(1.0, LEAST * case.speedup()) else case
-    if small.speedup() < 1 and (most := break_even(small)) is not None and most > case.layer.tokens * case.accumulate:
+        yield from _offer(costs, text, exact, f"(pays from {rounded(least)} inputs on)" if least else "")
+    small = exact if dear and exact.speedup() >= max(1.0, LEAST * costs.speedup()) else costs
+    if small.speedup() < 1 and (most := break_even(small)) is not None and most > costs.layer.tokens * costs.accumulate:
         text = "the step is too small to pay for masking and packing: more tokens per optimizer step"
         yield Advice(text, detail=f"needs about {rounded(most)}")
     used = sum(piece.used for piece in pieces.values())
-    if "weight" in pieces and pieces["weight"].used > PREPARING * used and case.accumulate < 8:
+    if "weight" in pieces and pieces["weight"].used > PREPARING * used and costs.accumulate < 8:
         text = f"preparing the weight takes {100 * PREPARING:.0f} % of a step or more: accumulate gradients over 8 passes"
-        yield from _offer(case, text, replace(case, accumulate=8))
+        yield from _offer(costs, text, replace(costs, accumulate=8))
 
 
-def _estimate_pays(case: Case, width: int) -> bool:
-    pieces = {p.name: p for p in case.but(layer={"shape": (case.layer.shape[0], width)}).step()}
+def _estimate_pays(costs: LayerCosts, width: int) -> bool:
+    pieces = {p.name: p for p in costs.but(layer={"shape": (costs.layer.shape[0], width)}).step()}
     return pieces["wgrad"].dense - pieces["wgrad"].used >= pieces["estimate"].used
 
 
-def _operand(case: Case) -> list[Advice]:
+def _operand(costs: LayerCosts) -> list[Advice]:
     """Changes to dtype, pattern and shape so that sparse GEMMs can run."""
-    (out, cols), device, pattern, dtype = case.layer.shape, case.device, case.rules.pattern, kind(case.layer.dtype)
+    (out, cols), device, pattern, dtype = costs.layer.shape, costs.device, costs.rules.pattern, plain(costs.layer.dtype)
     if device.few is None:
-        slow = case.rules.fprop and dtype in HALVES and device.ratio["fprop"] < 1
+        slow = costs.rules.fprop and dtype in HALVES and device.ratio["fprop"] < 1
         return [Advice(f"{dtype} GEMMs of {pattern} are slower than dense ones here: use float32, or another device")] if slow else []
-    why = case.refused("fprop", pattern)
+    why = costs.refused("fprop")
     if why == dtype:
         text = f"{dtype} cannot use the sparse tensor cores: use bfloat16 (torch.autocast); the gain is over dense bfloat16"
-        return _offer(case, text, case.but(layer={"dtype": torch.bfloat16}))
+        return _offer(costs, text, costs.but(layer={"dtype": torch.bfloat16}))
     if why == "pattern":
         text = f"{pattern} is not a 2:4 pattern, which the sparse tensor cores need: use 2:4, or N <= 2 of 8, 16, ..."
-        return _offer(case, text, case.but({"pattern": TWO_FOUR}))
+        return _offer(costs, text, costs.but({"pattern": TWO_FOUR}))
     if why == "shape":
         padded = (-(-out // device.rows) * device.rows, -(-cols // device.cols) * device.cols)
         text = f"sparse tensor cores take multiples of {device.rows} outputs and {device.cols} inputs: pad the layer"
-        wide = case.but(layer={"shape": padded})
-        gained = sum(p.dense for p in case.pieces()) / sum(p.used for p in wide.pieces())
-        return [Advice(text, case.part, gained, f"to ({padded[0]},{padded[1]})")] if gained >= LEAST * case.speedup() else []
+        wide = costs.but(layer={"shape": padded})
+        gained = sum(p.dense for p in costs.pieces()) / sum(p.used for p in wide.pieces())
+        return [Advice(text, costs.part, gained, f"to ({padded[0]},{padded[1]})")] if gained >= LEAST * costs.speedup() else []
     return []
 
 
-def break_even(case: Case) -> int | None:
+def break_even(costs: LayerCosts) -> int | None:
     """The fewest tokens per optimizer step, in one pass, for which a step is as fast as dense; None if no number suffices."""
-    once = replace(case, accumulate=1)
+    once = replace(costs, accumulate=1)
     return _least(lambda tokens: once.but(layer={"tokens": tokens}).speedup() >= 1, 1, MOST_TOKENS)
 
 
-def _deployed(case: Case) -> list[Advice]:
-    pieces = case.inference()
-    if case.rules.deploys_nm and pieces and pieces[0].form == "expanded":
+def _deployed(costs: LayerCosts) -> list[Advice]:
+    pieces = costs.inference()
+    if costs.rules.deploys_nm and pieces and pieces[0].form == "expanded":
         text = "the weight is expanded for a dense GEMM at every call: nm.compress_(model, keep_dense=True), or fewer tokens at once"
-        return [Advice(text, "inference", speedup(replace(case, has_dense=True).inference()))]
-    if not case.rules.deploys_nm:
-        other = case.but({"deploys_nm": True}).inference()
+        return [Advice(text, "inference", speedup(replace(costs, has_dense=True).inference()))]
+    if not costs.rules.deploys_nm:
+        other = costs.but({"deploys_nm": True}).inference()
         text = "the recipe leaves a dense model, which gains nothing in inference: FST(end=None) leaves an N:M one"
         return [Advice(text, "inference", speedup(other))] if speedup(other) >= LEAST else []
     return []
@@ -185,9 +186,9 @@ WAYS_OUT = (
 )
 
 
-def of_dense(why: str, case: Case) -> tuple[Advice, ...]:
-    """Advice for a layer that stays dense for the reason ``why``; ``case`` has the rules it would follow if sparse."""
+def of_dense(why: str, costs: LayerCosts) -> tuple[Advice, ...]:
+    """Advice for a layer that stays dense for the reason ``why``; ``costs`` has the rules it would follow if sparse."""
     text = next((way for word, way in WAYS_OUT if word in why), "")
-    (out, cols), pattern = case.layer.shape, case.rules.pattern
-    gained = case.but(layer={"shape": (pattern.groups(out) * pattern.m, pattern.groups(cols) * pattern.m)}).speedup()
-    return (Advice(text, case.part, gained),) if text and gained >= LEAST else ()
+    (out, cols), pattern = costs.layer.shape, costs.rules.pattern
+    gained = costs.but(layer={"shape": (pattern.groups(out) * pattern.m, pattern.groups(cols) * pattern.m)}).speedup()
+    return (Advice(text, costs.part, gained),) if text and gained >= LEAST else ()

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from ..arguments import finite_number, whole_number
-from ..gemm.devices import Device, kind
+from ..gemm.devices import Device
+from ..gemm.problem import plain
 from ..layouts import EXPERTS_T
 from ..nn import CompressedLinear, CompressedStack, NMWeight, StackedWeight, adapter_of
 from ..nn.experts import sparse_layers, stacks_of
@@ -27,17 +28,16 @@ from ..train.report import Entry, starred
 from ..train.sparsify import DTYPES, FilterFn
 from .advice import notes, of_dense, of_sparse
 from .flops import inventory, matrices_of, matrix_of, passes, skeleton
-from .fsdp import Cluster, predict
-from .pieces import Measured, Progress, find, measure_all, measured
+from .pieces import Progress, Timings, find_device, probe, time_layers
 from .report import Audit, LayerAudit
-from .rules import TWO_FOUR, Case, Layer, Rules, by_name, of_layer, of_recipe
+from .rules import TWO_FOUR, Layer, LayerCosts, Rules, by_name, of_layer, of_recipe
 from .whole import RECIPES, WholeStep
 from .whole import predict as predict_whole
 
 RECIPE = "sste:2:4"  # default for a dense model
 
-Groups = list[tuple[list[Entry], Case]]
-"""Equal layers of a model, with the case that they share."""
+Groups = list[tuple[list[Entry], LayerCosts]]
+"""Equal layers of a model, with the costs that they share."""
 
 
 def audit(
@@ -51,7 +51,6 @@ def audit(
     accumulate: int = 1,
     rows: Mapping[str, float] | None = None,
     other: float = 0.0,
-    cluster: Cluster | int | None = None,
     measure: bool = True,
     budget: float = 60.0,
     timer: Seconds | None = None,
@@ -85,8 +84,6 @@ def audit(
         accumulate: forward and backward passes per optimizer step.
         rows: name → how often a token passes through a layer, if not once; see ``flops``.
         other: forward FLOPs per token of everything else, counted at the dense rate, twice that in backward.
-        cluster: the GPUs of a run with FSDP2, as a number or a ``Cluster``: predicts traffic, memory and waiting time per GPU in a step of
-            ``tokens`` tokens each, for the dense model and for the recipe with packed gathers. Other parameters of a model count too.
         measure: whether to measure if the device is available.
         budget: approximate seconds for measuring. Large shapes are measured on fewer tokens and scaled, or left out.
         timer: returns the seconds of one call of a ``Task``; default the device's clock.
@@ -96,8 +93,7 @@ def audit(
         an ``Audit``; ``str(...)`` gives a table, ``as_dict()`` values for JSON.
 
     Raises:
-        RecipeError: the device is unknown, or with ``cluster`` its network; a number is out of range; the model has no linear layer; or the
-            recipe needs whole weights, which ``cluster`` shards.
+        RecipeError: the device is unknown; a number is out of range; or the model has no linear layer.
 
     Example:
         >>> found = audit({"up": (16384, 4096), "down": (4096, 16384)}, 8192, "fst:2:4(end=None)", device="H200", dtype="bfloat16")
@@ -106,14 +102,8 @@ def audit(
     """
     tokens, accumulate = whole_number(RecipeError, "audit: tokens", tokens), whole_number(RecipeError, "audit: accumulate", accumulate)
     other, budget = finite_number(RecipeError, "audit: other", other), finite_number(RecipeError, "audit: budget", budget)
-    if cluster is not None and not isinstance(cluster, Cluster):
-        cluster = Cluster(whole_number(RecipeError, "audit: cluster", cluster, also="a Cluster"))
     model, recipe, report = _subject(model, recipe)
-    if cluster is not None and recipe is not None and recipe.setup.needs_whole:
-        raise RecipeError(f"audit: {type(recipe).__name__} {recipe.setup.needs_whole}, so cluster=... cannot shard them.")
-    target, spot = find(device, _home(model))
-    if cluster is not None and (not isinstance(target, Device) or target.links is None):
-        raise RecipeError("audit: cluster=... needs a GPU whose network is known; use device='H100' or device='H200'.")
+    target, spot = find_device(device, _home(model))
     given = _dtype(dtype)
     if dtype is not None and given not in DTYPES:
         raise RecipeError(f"audit: dtype={dtype!r} is not supported; choose bfloat16, float16, float32 or float64.")
@@ -122,27 +112,25 @@ def audit(
         if isinstance(target, Device):
             return target
         assert spot is not None
-        return measured(target, spot, dtype, rules.pattern, rules.values, timer, torch.get_num_threads())
+        return probe(target, spot, dtype, rules.pattern, rules.values, timer, torch.get_num_threads())
 
     def grouped(recipe: Recipe | None) -> Groups:
         found = _cases(model, recipe, report, filter_fn, tokens, rows or {}, given, device_for)
-        return [(entries, replace(case, accumulate=accumulate)) for entries, case in found]
+        return [(entries, replace(costs, accumulate=accumulate)) for entries, costs in found]
 
     groups = grouped(recipe)
-    cases = [case for _, case in groups]
-    counted = (case for case in cases if _counts(case.layer))
-    timed = measure_all(counted, spot, timer, budget, progress) if measure and spot is not None else None
-    first = next((case for case in cases if case.sparse), cases[0])
+    every = [costs for _, costs in groups]
+    counted = (costs for costs in every if _counts(costs.layer))
+    timed = time_layers(counted, spot, timer, budget, progress) if measure and spot is not None else None
+    first = next((costs for costs in every if costs.sparse), every[0])
     usual = of_recipe(recipe, Pattern(recipe.pattern)) if recipe is not None else first.rules
-    layers = [_layer(entries, case, usual, (timed or {}).get(case, Measured())) for entries, case in groups]
+    layers = [_layer(entries, costs, usual, (timed or {}).get(costs, Timings())) for entries, costs in groups]
     words, rest = text(recipe) if recipe is not None else "", other * tokens / first.device.rate(first.layer.dtype)
     steps = first.rules.steps if first.sparse else 0.0
     result = Audit(tuple(layers), first.device.name, words, tokens, accumulate, steps, other=rest)
     if isinstance(target, Device):
-        result = replace(result, inference_range=_range(result, cases, "inference"), step_range=_range(result, cases, "step"))
+        result = replace(result, inference_range=_range(result, every, "inference"), step_range=_range(result, every, "step"))
         result = replace(result, whole=tuple(_whole(recipe, groups, grouped, bool(sparse_layers(model)), tokens, rest)))
-    if cluster is not None:
-        result = replace(result, cluster=predict(model, groups, cluster, first.device, accumulate, rest))
     return replace(result, notes=notes(result, first, timed is not None))
 
 
@@ -157,7 +145,7 @@ def _whole(
             warnings.simplefilter("ignore")
             plans.append((name, grouped(by_name(name))))
     for words, some in plans:
-        counted = [(len(entries) * matrices_of(entries[0].shape), case) for entries, case in some if _counts(case.layer)]
+        counted = [(len(entries) * matrices_of(entries[0].shape), costs) for entries, costs in some if _counts(costs.layer)]
         step = predict_whole(words, counted, tokens, rest)
         if step is not None:
             yield step
@@ -207,7 +195,7 @@ def _cases(
     entries, patterns = inventory("audit", model, recipe or Recipe(usual), filter_fn)
     said = {e.name: e.reason for e in report if not e.sparse}
     standard = Pattern(recipe.pattern) if recipe is not None else usual
-    found: dict[object, tuple[list[Entry], Case]] = {}
+    found: dict[object, tuple[list[Entry], LayerCosts]] = {}
     for e, often in zip(entries, passes("audit", entries, rows), strict=True):
         entry = e if e.sparse or e.name not in said else replace(e, reason=said[e.name])
         module, pattern = modules.get(entry.name), patterns.get(entry.name)
@@ -223,8 +211,8 @@ def _cases(
                 rules = replace(rules, packed=False)  # before compress_ experts and convolutions use dense GEMMs
         trains = not compressed and not isinstance(module, (CompressedLinear, CompressedStack)) and not getattr(module, "finished", False)
         has_dense = not isinstance(module, (CompressedLinear, CompressedStack)) or module.keep_dense
-        case = Case(device_for(layer.dtype, rules), layer, rules, pattern is not None, trains, has_dense)
-        found.setdefault((starred(entry.name), entry.kind, entry.shape, entry.reason, case), ([], case))[0].append(entry)
+        costs = LayerCosts(device_for(layer.dtype, rules), layer, rules, pattern is not None, trains, has_dense)
+        found.setdefault((starred(entry.name), entry.kind, entry.shape, entry.reason, costs), ([], costs))[0].append(entry)
     return list(found.values())
 
 
@@ -258,32 +246,32 @@ def _weight(model: nn.Module, module: nn.Module | None, name: str) -> tuple[torc
     return weight.dtype, weight.requires_grad
 
 
-def _layer(entries: list[Entry], case: Case, usual: Rules, own: Measured) -> LayerAudit:
+def _layer(entries: list[Entry], costs: LayerCosts, usual: Rules, own: Timings) -> LayerAudit:
     """``usual``: the rules that a dense layer would have if it were sparse."""
-    first, layer = entries[0], case.layer
+    first, layer = entries[0], costs.layer
     common = LayerAudit(
         starred(first.name) if len(entries) > 1 else first.name,
         tuple(e.name for e in entries),
         first.kind,
         first.shape,
-        kind(layer.dtype),
-        str(case.rules.pattern) if case.sparse else "",
-        case.sparse,
+        plain(layer.dtype),
+        str(costs.rules.pattern) if costs.sparse else "",
+        costs.sparse,
         first.reason,
         layer.tokens,
         len(entries) * matrices_of(first.shape),
     )
     if not _counts(layer):
         return replace(common, note="its number of tokens is unknown; give it in rows={...}" if first.shape else "")
-    would = replace(case, rules=replace(usual, pattern=case.rules.pattern), has_dense=True)
+    would = replace(costs, rules=replace(usual, pattern=costs.rules.pattern), has_dense=True)
     return replace(
         common,
-        inference=case.inference(),
-        step=case.step(),
-        measured_inference=own.named(case.inference(own.cost)),
-        measured_step=own.named(case.step(own.cost)),
+        inference=costs.inference(),
+        step=costs.step(),
+        measured_inference=own.named(costs.inference(own.cost)),
+        measured_step=own.named(costs.step(own.cost)),
         note=own.note,
-        advice=of_sparse(case) if case.sparse else of_dense(first.reason, would),
+        advice=of_sparse(costs) if costs.sparse else of_dense(first.reason, would),
     )
 
 
@@ -292,12 +280,12 @@ def _counts(layer: Layer) -> bool:
     return layer.tokens > 0 and all(layer.shape)
 
 
-def _range(result: Audit, cases: list[Case], part: str) -> tuple[float, ...]:
+def _range(result: Audit, every: list[LayerCosts], part: str) -> tuple[float, ...]:
     """The totals for the slowest and the fastest plausible sparse GEMMs."""
     totals = []
     for bound in ("low", "high"):
-        moved = [replace(case, device=case.device.at(getattr(case.device, bound))) for case in cases]
-        pieces: list[Any] = [getattr(case, part)() if layer.tokens else () for case, layer in zip(moved, result.layers, strict=True)]
+        moved = [replace(costs, device=costs.device.at(getattr(costs.device, bound))) for costs in every]
+        pieces: list[Any] = [getattr(costs, part)() if layer.tokens else () for costs, layer in zip(moved, result.layers, strict=True)]
         layers = [replace(layer, **{part: found}) for layer, found in zip(result.layers, pieces, strict=True)]
         totals.append(replace(result, layers=tuple(layers)).total(part))
     return tuple(t for t in totals if t is not None)

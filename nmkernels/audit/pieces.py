@@ -19,14 +19,14 @@ from torch import Tensor
 
 from .. import ops
 from ..gemm.candidates import measure
-from ..gemm.devices import DEVICES, Device, kind, named
+from ..gemm.devices import DEVICES, Device, named
 from ..gemm.forms import forms
-from ..gemm.problem import Problem, packed_bytes
+from ..gemm.problem import Problem, packed_bytes, plain
 from ..ops.integers import BITS
 from ..pattern import NMError, Pattern, RecipeError
 from ..recipes.registry import suggestion
 from ..timing import Seconds, Task, Timer, device_name
-from .rules import GEMMS, Case, Layer, Pieces, Rules
+from .rules import GEMMS, Layer, LayerCosts, Pieces, Rules
 
 LEAST = 3  # fewest rounds per piece
 CHECKED = 8  # so many times a GEMM is done, about, to check and to time a candidate
@@ -43,7 +43,7 @@ Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
-class Measured:
+class Timings:
     """Seconds of the pieces by name, empty if nothing was measured; ``note`` says why, or on how many tokens.
 
     ``kernels``: the fastest of the sparse methods (``nmkernels.gemm``), by GEMM.
@@ -65,40 +65,35 @@ class Measured:
         return tuple(replace(p, form=self.kernels[p.name]) if p.form == "sparse" and p.name in self.kernels else p for p in pieces)
 
 
-def gemms(case: Case) -> list[str]:
+def gemms(costs: LayerCosts) -> list[str]:
     """The GEMMs that may have a sparse operand."""
-    rules = case.rules
-    if not case.sparse:
+    rules = costs.rules
+    if not costs.sparse:
         return []
-    dgrad = case.trains and any(packed for _, _, packed in rules.preparations(case.device.transposed))
-    wgrad = case.trains and rules.trains and rules.estimate is not None
+    dgrad = costs.trains and any(packed for _, _, packed in rules.preparations(costs.device.transposed))
+    wgrad = costs.trains and rules.trains and rules.estimate is not None
     return ["fprop", *["dgrad"] * dgrad, *["wgrad"] * wgrad]
 
 
-def needed(case: Case) -> list[str]:
+def needed(costs: LayerCosts) -> list[str]:
     """The pieces to time for a layer, in addition to its sparse GEMMs."""
-    dense = [f"{role} dense" for role in GEMMS if role == "fprop" or case.trains]
-    if not case.sparse:
+    dense = [f"{role} dense" for role in GEMMS if role == "fprop" or costs.trains]
+    if not costs.sparse:
         return dense
-    names = [name for name in dense if name.partition(" ")[0] not in gemms(case) or name == "wgrad dense"]
-    names += ["expand", "adapter"] if case.rules.rank else ["expand"]
-    for weight, _, _ in case.rules.preparations(case.device.transposed) if case.trains else ():
+    names = [name for name in dense if name.partition(" ")[0] not in gemms(costs) or name == "wgrad dense"]
+    names += ["expand", "adapter"] if costs.rules.rank else ["expand"]
+    for weight, _, _ in costs.rules.preparations(costs.device.transposed) if costs.trains else ():
         names += [weight.removesuffix("+dense")] if weight else []  # the dense layout alone is measured anyway
     return list(dict.fromkeys(names))
 
 
-def gemm_of(case: Case, role: str, device: torch.device) -> Problem:
+def gemm_of(costs: LayerCosts, role: str, device: torch.device) -> Problem:
     """What is measured for a role: the dense layout against every kernel, for the forms that the operand can have."""
-    layer, rules = case.layer, case.rules
-    pattern = rules.estimate if role == "wgrad" and rules.estimate is not None else rules.pattern
-    (out, cols), columns = layer.shape, role == "dgrad" and not case.device.transposed
-    at_hand = forms(out, layer.tokens if role == "wgrad" else cols, pattern.n, pattern.m, layer.dtype, device, columns=columns)
-    rule = "exact" if role == "wgrad" else ""
-    found = Problem(role, layer.tokens, out, cols, pattern.n, pattern.m, layer.dtype, device, at_hand, rule)
-    if rules.values == "float":
-        return found
-    # integers have canonical indices only
-    return found._replace(forms=tuple(form for form in at_hand if ":" not in form), values=rules.values, group=rules.group)
+    p, columns = costs.problem(role, device), role == "dgrad" and not costs.device.transposed
+    available = forms(p.rows, p.tokens if role == "wgrad" else p.cols, p.n, p.m, p.dtype, device, columns=columns)
+    if p.integers:  # which have canonical indices only
+        available = tuple(form for form in available if ":" not in form)
+    return p._replace(forms=available, rule="exact" if role == "wgrad" else "")
 
 
 def tasks_of(layer: Layer, rules: Rules, device: torch.device, names: Sequence[str]) -> list[Task]:
@@ -157,49 +152,49 @@ def _preparing(w: Tensor, dtype: torch.dtype, rules: Rules) -> dict[str, Callabl
     }
 
 
-def expected(case: Case) -> float:
+def expected(costs: LayerCosts) -> float:
     """Approximate seconds for measuring, from the predicted times of the pieces."""
-    once = sum(case.predict(name) or 0.0 for name in needed(case) if name.partition(" ")[0] in GEMMS)
-    return (LEAST + 1) * once + CHECKED * 2 * sum(case.predict(f"{role} dense") or 0.0 for role in gemms(case))
+    once = sum(costs.predict(name) or 0.0 for name in needed(costs) if name.partition(" ")[0] in GEMMS)
+    return (LEAST + 1) * once + CHECKED * 2 * sum(costs.predict(f"{role} dense") or 0.0 for role in gemms(costs))
 
 
-def measure_all(
-    cases: Iterable[Case], device: torch.device, timer: Seconds | None, budget: float, progress: Progress | None = None
-) -> dict[Case, Measured]:
-    """Measure every distinct case within a budget of seconds, short ones first, so that long ones get the remaining time."""
-    order = sorted(dict.fromkeys(cases), key=expected)
-    end, found = time.perf_counter() + budget, dict[Case, Measured]()
-    for done, case in enumerate(order):
-        layer = case.layer
+def time_layers(
+    layers: Iterable[LayerCosts], device: torch.device, timer: Seconds | None, budget: float, progress: Progress | None = None
+) -> dict[LayerCosts, Timings]:
+    """Measure every distinct layer within a budget of seconds, short ones first, so that long ones get the remaining time."""
+    order = sorted(dict.fromkeys(layers), key=expected)
+    end, found = time.perf_counter() + budget, dict[LayerCosts, Timings]()
+    for done, costs in enumerate(order):
+        layer = costs.layer
         if progress is not None:
             progress(done, len(order), f"{layer.shape[0]}x{layer.shape[1]}, {layer.tokens} tokens")
         share = max(LITTLE, (end - time.perf_counter()) / (len(order) - done))
         try:
-            found[case] = measure_one(case, device, timer, share)
+            found[costs] = time_layer(costs, device, timer, share)
         except (NMError, RuntimeError) as error:  # one failing layer must not lose the others' numbers
-            found[case] = Measured(note=f"not measured: {str(error).splitlines()[0]}")
+            found[costs] = Timings(note=f"not measured: {str(error).splitlines()[0]}")
     return found
 
 
-def measure_one(case: Case, device: torch.device, timer: Seconds | None, share: float) -> Measured:
+def time_layer(costs: LayerCosts, device: torch.device, timer: Seconds | None, share: float) -> Timings:
     """Measure the pieces within ``share`` seconds, on fewer tokens if necessary."""
-    layer, tokens, long = case.layer, case.layer.tokens, expected(case)
+    layer, tokens, long = costs.layer, costs.layer.tokens, expected(costs)
     while long * tokens / layer.tokens > share and tokens >= 2 * FEWEST:
         tokens //= 2
     if long * tokens / layer.tokens > 2 * share:
-        return Measured(note=f"not measured: it would take about {long * tokens / layer.tokens:.0f} s of the budget")
-    small = case.but(layer={"tokens": tokens})
+        return Timings(note=f"not measured: it would take about {long * tokens / layer.tokens:.0f} s of the budget")
+    small = costs.but(layer={"tokens": tokens})
     (out, cols), size = layer.shape, layer.dtype.itemsize
     # operands and copies, results of the candidates, and parts of them in float64
     wanted = size * (4 * tokens * (cols + out) + 6 * out * cols) + layer.master.itemsize * out * cols + 4 * CHUNK * 8
     free = free_bytes(device)
     if wanted > MEMORY * free:
-        return Measured(note=f"not measured: it needs about {wanted / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free")
+        return Timings(note=f"not measured: it needs about {wanted / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free")
     with torch.no_grad():
-        found = timed(tasks_of(small.layer, case.rules, device, needed(case)), device, timer, share / 4)
+        found = time_tasks(tasks_of(small.layer, costs.rules, device, needed(costs)), device, timer, share / 4)
     seconds = {name: median(samples) for name, samples in found.items()}
     kernels: dict[str, str] = {}
-    for role in gemms(case):
+    for role in gemms(costs):
         best = _choose(gemm_of(small, role, device), timer, share / 4)
         # each candidate of wgrad makes the estimate, so what is no estimate is measured apart
         sparse = best if role == "wgrad" else {name: took for name, took in best.items() if name != "dense"}
@@ -210,7 +205,7 @@ def measure_one(case: Case, device: torch.device, timer: Seconds | None, share: 
             seconds["wgrad estimated" if role == "wgrad" else f"{role} sparse"] = sparse[kernels[role]]
     grown = layer.tokens / tokens
     scaled = {name: took * grown if name.partition(" ")[0] in GEMMS else took for name, took in seconds.items()}
-    return Measured(scaled, "" if tokens == layer.tokens else f"measured on {tokens} tokens, scaled", kernels)
+    return Timings(scaled, "" if tokens == layer.tokens else f"measured on {tokens} tokens, scaled", kernels)
 
 
 def _choose(gemm: Problem, timer: Seconds | None, budget: float) -> dict[str, float]:
@@ -231,7 +226,9 @@ def free_bytes(device: torch.device) -> float:
         return math.inf
 
 
-def timed(tasks: Sequence[Task], device: torch.device, timer: Seconds | None, seconds: float, least: int = LEAST) -> dict[str, list[float]]:
+def time_tasks(
+    tasks: Sequence[Task], device: torch.device, timer: Seconds | None, seconds: float, least: int = LEAST
+) -> dict[str, list[float]]:
     found = Timer(device, timer).turns({task.name: [task.run] for task in tasks}, seconds, least=least)
     if found.failed:
         raise RuntimeError(next(iter(found.failed.values())))
@@ -241,7 +238,7 @@ def timed(tasks: Sequence[Task], device: torch.device, timer: Seconds | None, se
 # ---- the device
 
 
-def find(spec: str | torch.device | None, default: torch.device) -> tuple[str | Device, torch.device | None]:
+def find_device(spec: str | torch.device | None, default: torch.device) -> tuple[str | Device, torch.device | None]:
     """A device of the table, or the name of one to measure; and the torch device to measure on, if available."""
     target = default if spec is None else spec
     if isinstance(target, str) and (found := DEVICES.get(target.upper()) or named(target)) is not None:
@@ -261,7 +258,7 @@ def find(spec: str | torch.device | None, default: torch.device) -> tuple[str | 
 
 
 @lru_cache(maxsize=64)
-def measured(
+def probe(
     name: str, device: torch.device, dtype: torch.dtype, pattern: Pattern, stored: str, timer: Seconds | None, threads: int
 ) -> Device:
     """Measure ``device``: bandwidth of ``copy_``, dense GEMMs, GEMMs of this pattern and these ``stored`` values, and a small call.
@@ -284,7 +281,7 @@ def measured(
         *tasks_of(probe, Rules(pattern, estimate=pattern, values=stored), device, [*names, "estimate", "weight rows"]),
     ]
     # the minimum excludes interference by other processes
-    took = {name: min(samples) for name, samples in timed(tasks, device, timer, 1.5, least=7).items()}
+    took = {name: min(samples) for name, samples in time_tasks(tasks, device, timer, 1.5, least=7).items()}
     bandwidth = 2 * COPY / took["copy"]
     operations = 2.0 * cols * cols * probe.tokens
     ratio = {role: took[f"{role} dense"] / took[f"{role} sparse"] for role in GEMMS}
@@ -292,7 +289,7 @@ def measured(
     return Device(
         name,
         bandwidth,
-        {kind(dtype): operations / took["fprop dense"]},
+        {plain(dtype): operations / took["fprop dense"]},
         ratio,
         min(ratio.values()),
         max(ratio.values()),

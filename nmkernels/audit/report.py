@@ -10,8 +10,6 @@ from string import ascii_lowercase
 from typing import Any
 
 from .flops import aligned, shape_text
-from .fsdp import ClusterAudit
-from .fsdp import text as cluster_text
 from .rules import Pieces, speedup, total
 from .whole import WholeStep
 from .whole import text as whole_text
@@ -38,8 +36,6 @@ def table(audit: Audit) -> str:
     lines = [*aligned(rows), *(_wrapped(note) for note in _summary(audit))]
     lines += [whole_text(audit.whole)] if audit.whole else []
     lines += [_wrapped(note) for note in audit.notes]
-    if audit.cluster is not None:
-        lines.append(cluster_text(audit.cluster, WIDTH))
     if advice:
         lines += ["what to change to gain more", *(_wrapped(text + _gains(audit, text), f"  {marks[text]}  ") for text in advice)]
     return "\n".join(lines)
@@ -163,7 +159,6 @@ class Audit:
         inference_range, step_range: predicted totals for the slowest and fastest plausible sparse GEMMs; empty on a measured device.
         other: predicted seconds of everything else in one forward pass, from the FLOPs given by the caller.
         notes: how the numbers were obtained.
-        cluster: prediction of a step on many GPUs, if requested.
         whole: on a GPU, predicted whole steps, optimizer included: of the recipe first, and of others for a dense model.
 
     Example:
@@ -183,7 +178,6 @@ class Audit:
     step_range: tuple[float, ...] = ()
     other: float = 0.0
     notes: tuple[str, ...] = ()
-    cluster: ClusterAudit | None = None
     whole: tuple[WholeStep, ...] = ()
 
     @property
@@ -242,7 +236,7 @@ class Audit:
         """Plain values for JSON: the totals, and every layer with its pieces."""
         own = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items() if key != "layers"}
         totals = {part: self.total(part) for part in PARTS}
-        more = {"run": self.run, "dense_share": self.dense_share, "cluster": None if self.cluster is None else self.cluster.as_dict()}
+        more = {"run": self.run, "dense_share": self.dense_share}
         layers = [{**layer.as_dict(), "share": self.share(layer)} for layer in self.layers]
         return {**own, **totals, **more, "whole": [step.as_dict() for step in self.whole], "layers": layers}
 

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from ..autograd import WeightTransform
-from ..gemm.devices import HALVES, Device, kind
-from ..gemm.problem import packed_bytes
+from ..gemm.devices import HALVES, Device
+from ..gemm.estimate import copying, roofline
+from ..gemm.problem import Problem, packed_bytes, plain
 from ..nn import NMWeight
 from ..ops import tensor_core_pattern
 from ..pattern import Pattern, RecipeError
@@ -30,6 +31,7 @@ from ..recipes.registry import find, get, parse
 from . import traffic
 
 TWO_FOUR = Pattern("2:4")
+META = torch.device("meta")
 GEMMS = ("fprop", "dgrad", "wgrad")
 STEPS = 10_000  # length of the run for recipes without total_steps
 
@@ -194,7 +196,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Case:
+class LayerCosts:
     """A layer on a device under rules: the cost of its pieces, and the fastest choice of pieces.
 
     Args:
@@ -212,7 +214,7 @@ class Case:
     has_dense: bool = True
     accumulate: int = 1
 
-    def but(self, rules: dict[str, Any] | None = None, layer: dict[str, Any] | None = None, **more: Any) -> Case:
+    def but(self, rules: dict[str, Any] | None = None, layer: dict[str, Any] | None = None, **more: Any) -> LayerCosts:
         return replace(self, rules=replace(self.rules, **rules or {}), layer=replace(self.layer, **layer or {}), **more)
 
     def step(self, cost: Cost | None = None) -> Pieces:
@@ -252,10 +254,10 @@ class Case:
         layer = self.layer
         made = next((p for p in pieces if p.name == "weight"), None)
         each = traffic.cast(layer.master, layer.dtype)
-        cast = self._pass(each) + self.device.launch if each else 0.0
+        cast = self._copying(each) + self.device.launch if each else 0.0
         weight = Piece("weight", cast, cast, "cast") if made is None else Piece("weight", cast, made.used, made.form)
         back = cast * self.rules.trains
-        dense, used = (self._pass(moved / self.accumulate) for moved in self.update)
+        dense, used = (self._copying(moved / self.accumulate) for moved in self.update)
         rest = weight, Piece("gradient", back, back, "cast"), Piece("update", dense, used, "AdamW")
         return (*(p for p in pieces if p is not made), *rest)
 
@@ -296,6 +298,13 @@ class Case:
     def speedup(self) -> float:
         return speedup(self.pieces())
 
+    def problem(self, role: str, device: torch.device = META) -> Problem:
+        """One of its GEMMs, for kernels that read compressed operands."""
+        (out, cols), rules = self.layer.shape, self.rules
+        pattern = rules.estimate if role == "wgrad" and rules.estimate is not None else rules.pattern
+        problem = Problem(role, self.layer.tokens, out, cols, pattern.n, pattern.m, self.layer.dtype, device)
+        return problem._replace(values=rules.values, group=rules.group) if role == "fprop" else problem
+
     def predict(self, piece: str) -> float | None:
         """Seconds of a piece by the roofline, see ``Cost``."""
         device, layer, rules = self.device, self.layer, self.rules
@@ -303,64 +312,57 @@ class Case:
         if form == "estimated" or (role == "adapter" and not rules.rank):  # the roofline has GEMM and estimate as two pieces
             return None
         if role == "weight":
-            return self._prepare(form)
+            return self._copying(self._forms(form)) + device.call
         if role == "estimate":
             assert rules.estimate is not None
-            moved = layer.tokens * layer.shape[0] * (layer.dtype.itemsize + packed_bytes(rules.estimate, layer.dtype))
-            return moved / (device.estimate * device.bandwidth) + device.call
-        out, cols = layer.shape
+            each = layer.dtype.itemsize + packed_bytes(rules.estimate, layer.dtype)
+            return copying(device, layer.tokens * layer.shape[0], each, device.estimate)
         if role == "adapter":
-            return sum(self.but(layer={"shape": shape}).gemm("fprop") for shape in ((rules.rank, cols), (out, rules.rank)))
+            x = self.problem("fprop")
+            return roofline(device, x._replace(rows=rules.rank)) + roofline(device, x._replace(cols=rules.rank))
         if role == "expand":
-            size, calls = layer.dtype.itemsize + packed_bytes(rules.pattern, layer.dtype, rules.values, rules.group), 1
-            if rules.values != "float":  # decoded values are written, and read again to expand them
-                size, calls = size + 2 * rules.pattern.density * layer.dtype.itemsize, 2
-            return out * cols * size / (device.passes * device.bandwidth) + calls * device.call
-        pattern = None if form == "dense" else rules.estimate if role == "wgrad" else rules.pattern
-        return self.gemm(role, pattern) if pattern is None or not self.refused(role, pattern) else None
+            size = layer.dtype.itemsize
+            expand = self._copying(size + packed_bytes(rules.pattern, layer.dtype, rules.values, rules.group)) + device.call
+            if rules.values == "float":
+                return expand
+            return expand + self._copying(2 * rules.pattern.density * size) + device.call  # decoded values are written, and read again
+        return self.gemm(role, form == "sparse") if form == "dense" or not self.refused(role) else None
 
-    def gemm(self, role: str, pattern: Pattern | None = None) -> float:
+    def gemm(self, role: str, sparse: bool) -> float:
         """Seconds of one GEMM, dense or with a packed N:M operand."""
-        device, dtype = self.device, self.layer.dtype
-        rows, cols, width = self._sizes(role)
-        each, ratio, launch = float(dtype.itemsize), 1.0, device.launch
-        if pattern is not None:
-            few = device.few is not None and width <= device.few.get(kind(dtype), 0)
-            stored = pattern if few or device.few is None or not tensor_core_pattern(pattern) else TWO_FOUR
-            form = (self.rules.values, self.rules.group) if role == "fprop" else ()
-            each, ratio, launch = packed_bytes(stored, dtype, *form), 1.0 if few else device.ratio[role], device.call
-        moved = rows * cols * each + (cols + rows) * width * dtype.itemsize
-        arithmetic = 2 * rows * cols * width / (device.rate(dtype) * ratio)
-        return max(moved / (device.share * device.bandwidth), arithmetic) + launch
+        device, p = self.device, self.problem(role)
+        if not sparse:
+            return roofline(device, p)
+        pattern, few = Pattern(p.n, p.m), self._few(role)
+        if not few and tensor_core_pattern(pattern):  # which is stored as 2:4 for the tensor cores
+            pattern = TWO_FOUR
+        ratio = 1.0 if few and device.few is not None else device.ratio[role]
+        return roofline(device, p, packed_bytes(pattern, p.dtype, p.values, p.group), ratio)
 
-    def refused(self, role: str, pattern: Pattern) -> str:
+    def refused(self, role: str) -> str:
         """Why no kernel benefits from the N:M operand of that GEMM; empty if one does."""
-        device, dtype = self.device, kind(self.layer.dtype)
-        rows, cols, width = self._sizes(role)
-        if device.few is None or width <= device.few.get(dtype, 0):
+        device, p = self.device, self.problem(role)
+        if self._few(role):
             return ""
-        if self.rules.values != "float":
+        if p.integers:
             return "integers"
-        if dtype not in HALVES:
-            return dtype
-        if not tensor_core_pattern(pattern):
+        if plain(p.dtype) not in HALVES:
+            return plain(p.dtype)
+        if not tensor_core_pattern(Pattern(p.n, p.m)):
             return "pattern"
-        # tokens are padded with zeros
-        return "shape" if rows % device.rows or (role != "wgrad" and cols % device.cols) else ""
+        rows, cols = (p.cols, p.rows) if role == "dgrad" else (p.rows, p.cols if role == "fprop" else 0)  # tokens are padded with zeros
+        return "shape" if rows % device.rows or cols % device.cols else ""
 
-    def _sizes(self, role: str) -> tuple[int, int, int]:
-        """``(rows, cols)`` of the N:M operand of that GEMM, groups along ``cols``, and the number of columns of the other one."""
-        (out, cols), tokens = self.layer.shape, self.layer.tokens
-        return {"fprop": (out, cols, tokens), "dgrad": (cols, out, tokens), "wgrad": (out, tokens, cols)}[role]
-
-    def _prepare(self, form: str) -> float:
-        return self._pass(self._forms(form)) + self.device.call
+    def _few(self, role: str) -> bool:
+        """Whether kernels read any N:M operand directly, for so few columns of the other one."""
+        few, (_, cols) = self.device.few, self.layer.shape
+        return few is None or (cols if role == "wgrad" else self.layer.tokens) <= few.get(plain(self.layer.dtype), 0)
 
     def _forms(self, form: str) -> float:
         """Bytes a weight of making W̃."""
         return traffic.forms(form, self.rules.pattern, self.layer.master, self.layer.dtype, self.rules.held)
 
-    def _pass(self, each: float) -> float:
+    def _copying(self, each: float) -> float:
         """Seconds of a pass over the weight that moves so many bytes for each element."""
         return self.layer.shape[0] * self.layer.shape[1] * each / (self.device.passes * self.device.bandwidth)
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .flops import aligned
-from .rules import Case, total
+from .rules import LayerCosts, total
 
 RECIPES = ("srste", "sste", "fst", "step")
 """Predicted for a dense model in addition to its own recipe."""
@@ -80,36 +80,38 @@ def _dense(step: WholeStep) -> tuple[str, ...]:
     return "dense, AdamW(fused=True)", f"{step.dense_bytes:.1f}", f"{1e3 * step.dense:.4g}", "", "", ""
 
 
-def predict(recipe: str, cases: Sequence[tuple[int, Case]], tokens: int, other: float) -> WholeStep | None:
-    """The step of ``(times, case)`` layers with ``tokens`` tokens in a pass, of which everything else takes ``other`` seconds forward.
+def predict(recipe: str, layers: Sequence[tuple[int, LayerCosts]], tokens: int, other: float) -> WholeStep | None:
+    """The step of ``(times, costs)`` layers with ``tokens`` tokens in a pass, of which everything else takes ``other`` seconds forward.
 
     None if no layer is sparse in it.
     """
-    sparse = [(times * case.layer.shape[0] * case.layer.shape[1], case) for times, case in cases if case.sparse and case.rules.prepare]
-    if not sparse or not all(case.trains for _, case in cases):
+    sparse = [
+        (times * costs.layer.shape[0] * costs.layer.shape[1], costs) for times, costs in layers if costs.sparse and costs.rules.prepare
+    ]
+    if not sparse or not all(costs.trains for _, costs in layers):
         return None
     weights = sum(count for count, _ in sparse)
-    dense_bytes, sparse_bytes = (sum(count * case.outside()[i] for count, case in sparse) / weights for i in (0, 1))
-    accumulate = cases[0][1].accumulate
-    dense, used = _seconds(cases, other)
-    at = [_at(cases, getattr(cases[0][1].device, bound)) for bound in ("low", "high")]
+    dense_bytes, sparse_bytes = (sum(count * costs.outside()[i] for count, costs in sparse) / weights for i in (0, 1))
+    accumulate = layers[0][1].accumulate
+    dense, used = _seconds(layers, other)
+    at = [_at(layers, getattr(layers[0][1].device, bound)) for bound in ("low", "high")]
     ranges = [a / b for a, b in (_seconds(some, other) for some in at)]
-    least = _pays_from(cases, tokens, other)
+    least = _pays_from(layers, tokens, other)
     return WholeStep(recipe, dense_bytes, sparse_bytes, accumulate * dense, accumulate * used, (ranges[0], ranges[1]), least)
 
 
-def _at(cases: Sequence[tuple[int, Case]], ratio: float) -> list[tuple[int, Case]]:
-    return [(times, replace(case, device=case.device.at(ratio))) for times, case in cases]
+def _at(layers: Sequence[tuple[int, LayerCosts]], ratio: float) -> list[tuple[int, LayerCosts]]:
+    return [(times, replace(costs, device=costs.device.at(ratio))) for times, costs in layers]
 
 
-def _seconds(cases: Sequence[tuple[int, Case]], other: float) -> tuple[float, float]:
+def _seconds(layers: Sequence[tuple[int, LayerCosts]], other: float) -> tuple[float, float]:
     """Seconds of a step per forward pass, in the dense model and here."""
-    every = [(times, total(case.whole())) for times, case in cases]
+    every = [(times, total(costs.whole())) for times, costs in layers]
     dense, used = (3 * other + sum(times * seconds[i] for times, seconds in every) for i in (0, 1))
     return dense, used
 
 
-def _pays_from(cases: Sequence[tuple[int, Case]], tokens: int, other: float) -> int | None:
+def _pays_from(layers: Sequence[tuple[int, LayerCosts]], tokens: int, other: float) -> int | None:
     """The tokens of a step of one pass above which it is always faster than dense; None if it never is.
 
     With very few tokens sparse GEMMs read fewer bytes, so the condition may hold there as well: the search begins at the largest number.
@@ -118,8 +120,8 @@ def _pays_from(cases: Sequence[tuple[int, Case]], tokens: int, other: float) -> 
     def faster(count: int) -> bool:
         share = count / tokens
         some = [
-            (times, replace(case, layer=replace(case.layer, tokens=max(1, round(case.layer.tokens * share))), accumulate=1))
-            for times, case in cases
+            (times, replace(costs, layer=replace(costs.layer, tokens=max(1, round(costs.layer.tokens * share))), accumulate=1))
+            for times, costs in layers
         ]
         dense, used = _seconds(some, other * share)
         return used < dense

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import capability
-from ..audit import Cluster, audit
+from ..audit import audit
 from ..models import GPT, MODELS, GPTConfig, model_shapes
 from ..pattern import NMError
 from .config import positive
@@ -28,8 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pattern", metavar="N:M", help="default 2:4, or the recipe's")
     parser.add_argument("--dtype", metavar="D", help="bfloat16, float16, float32; default bfloat16 on GPUs, float32 on a CPU")
     parser.add_argument("--accumulate", type=positive, default=1, metavar="K", help="forward passes per optimizer step, default 1")
-    text = "predict a step of FSDP2 on G GPUs, or with S shards on each replica (HSDP); --tokens per GPU; --device H100 or H200"
-    parser.add_argument("--cluster", metavar="G[/S]", help=text)
     parser.add_argument("--no-measure", action="store_true", help="predict only (a CPU is still measured, for a second)")
     parser.add_argument("--budget", type=float, default=60.0, metavar="S", help="approximate seconds for measuring; default 60")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -56,7 +54,6 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype or ("float32" if device == "cpu" else "bfloat16"),
         accumulate=args.accumulate,
         rows=rows,
-        cluster=None if args.cluster is None else _cluster(args.cluster),
         measure=not args.no_measure,
         budget=args.budget,
         progress=None if args.json or not sys.stderr.isatty() else progress,
@@ -78,13 +75,6 @@ def _model(args: argparse.Namespace) -> tuple[Any, Mapping[str, float]]:
     except NMError as error:
         raise NMError(f"{error} Or pass WIDTHxBLOCKS for models.GPT, or --shapes.") from None
     return spec.module(), spec.rows
-
-
-def _cluster(word: str) -> Cluster:
-    gpus, _, shards = word.partition("/")
-    if not gpus.isdecimal() or not (shards or "1").isdecimal():
-        raise NMError(f"audit: --cluster {word!r} is not a number of GPUs; write 64, or 64/8 for 8 replicas of 8 shards.")
-    return Cluster(int(gpus), int(shards) if shards else None)
 
 
 def _sizes(word: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Arithmetic, memory and network speeds of GPUs, with the source of each number.
+"""Arithmetic and memory speeds of GPUs, with the source of each number.
 
 NVIDIA's data sheets give peaks, memory and power (A100 80 GB SXM, H100 SXM, H200 SXM). Achieved values:
 
@@ -11,51 +11,18 @@ NVIDIA's data sheets give peaks, memory and power (A100 80 GB SXM, H100 SXM, H20
 * memory: 85 % of the peak bandwidth. On an H100 a copy reaches 89 %, this package's passes over a weight 71 to 90, and its estimate of a
   gradient 76 to 90; the best published packing kernel (xFormers on an A100) reaches 38 %.
 * launch overhead of a kernel: 3 µs, assumed.
-* collectives between H100 or H200 GPUs of HGX nodes, as NCCL's "bus bandwidth" of a GPU: (S-1)/S · bytes / seconds of an all-gather or
-  a reduce-scatter on S GPUs. In a node 360 GB/s of NVLink's 450 per direction (900 in both, NVIDIA's data sheet), as NCCL's
-  maintainers expect (NVIDIA/nccl-tests issue 326; all-gather 350, reduce-scatter 360 in NVIDIA/nccl issue 1281). Between nodes with an
-  InfiniBand NDR card of 400 Gb/s per GPU, of which 46 to 48 GB/s are reached (NVIDIA/nccl-tests issue 290), the eight cards of a node
-  could feed the rings as fast as NVLink; we use the 200 GB/s reported for 256 H100 (NVIDIA/nccl issue 1218); torch's inductor assumes
-  50 GB/s, that of one card (torch/_inductor/comm_analysis.py).
-* a step of a ring: 3.4 µs in a node, 14 µs between nodes, plus 8.4 µs once: NCCL's constants (tuning.cc, protocol Simple).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from .problem import plain
+
 HALVES = ("float16", "bfloat16")
-
-
-def kind(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-@dataclass(frozen=True)
-class Links:
-    """Bandwidths of collectives between GPUs, in bytes per second and GPU.
-
-    Args:
-        node: of rings within a node.
-        across: of rings over several nodes: worst, assumed and best.
-        nic: of a GPU's own network card.
-        start, hop, far: latency of a ring in seconds: once, per step within a node, and per step between nodes.
-    """
-
-    node: float
-    across: tuple[float, float, float]
-    nic: float
-    start: float = 8.4e-6
-    hop: float = 3.4e-6
-    far: float = 14e-6
-
-
-HGX = Links(360e9, (50e9, 200e9, 360e9), 47e9)
-"""H100 and H200: NVLink 4 with NVSwitch in a node, InfiniBand NDR between nodes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +40,6 @@ class Device:
         launch, call: fixed seconds per dense GEMM and per call of this package's kernels.
         rows, cols: the sizes of the sparse operand must be multiples of these.
         few: by dtype, the largest number of tokens for which kernels read any N:M directly; None if there is no limit and ``ratio`` holds.
-        links: bandwidths to other GPUs, None if unknown.
-        capacity: memory in bytes.
         transposed: whether dgrad can use the weight packed along its rows; otherwise it needs a copy packed along its columns.
     """
 
@@ -94,12 +59,10 @@ class Device:
     cols: int = 1
     few: Mapping[str, int] | None = field(default_factory=dict)
     transposed: bool = False
-    links: Links | None = None
-    capacity: float = math.inf
 
     def rate(self, dtype: torch.dtype) -> float:
         """Floating-point operations per second of dense GEMMs; for an unlisted dtype those of the slowest one."""
-        return self.dense.get(kind(dtype), min(self.dense.values()))
+        return self.dense.get(plain(dtype), min(self.dense.values()))
 
     def at(self, ratio: float) -> Device:
         """A copy with the speed-up ``ratio`` for sparse GEMMs in every role."""
@@ -114,8 +77,6 @@ def _gpu(
     ratio: tuple[float, float, float],
     power: float,
     rows: int,
-    capacity: float,
-    links: Links | None = None,
 ) -> Device:
     low, taken, high = ratio
     return Device(
@@ -129,16 +90,14 @@ def _gpu(
         rows=rows,
         cols=64,
         few={"float16": 16, "bfloat16": 16, "float32": 4},
-        links=links,
-        capacity=capacity,
     )
 
 
 DEVICES = {
     # float32 without TF32, torch's default; metadata tiles have 16 rows for mma.sp, 64 for wgmma.sp
-    "A100": _gpu("A100 80 GB SXM", 2.04e12, 250e12, 19.5e12, (1.3, 1.4, 1.66), 400, 16, 80e9),
-    "H100": _gpu("H100 SXM", 3.35e12, 770e12, 67e12, (1.2, 1.4, 1.55), 700, 64, 80e9, HGX),
-    "H200": _gpu("H200 SXM", 4.8e12, 770e12, 67e12, (1.2, 1.4, 1.55), 700, 64, 141e9, HGX),
+    "A100": _gpu("A100 80 GB SXM", 2.04e12, 250e12, 19.5e12, (1.3, 1.4, 1.66), 400, 16),
+    "H100": _gpu("H100 SXM", 3.35e12, 770e12, 67e12, (1.2, 1.4, 1.55), 700, 64),
+    "H200": _gpu("H200 SXM", 4.8e12, 770e12, 67e12, (1.2, 1.4, 1.55), 700, 64),
 }
 """The GPUs that predictions cover."""
 

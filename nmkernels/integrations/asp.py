@@ -18,21 +18,19 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
+from torch import nn
 
-from .. import ops, recipes
-from ..nn import is_conv1d_type
+from .. import recipes
+from ..nn.compress import names_of
 from ..pattern import Pattern, RecipeError
 from ..recipes import Handle, sparsify_
 from ..train.layer_names import check_names
 from ..train.sparsify import candidates
 
-KNOWN = (nn.Linear, _ConvNd, nn.MultiheadAttention)
-"""The classes that apex prunes."""
 CALCULATOR = re.compile(r"m(\d+)n(\d+)_1d")
 
 
@@ -58,13 +56,13 @@ class ASP:
     def init_model_for_pruning(
         cls,
         model: nn.Module,
-        mask_calculator: str | Callable[..., Tensor] = "m4n2_1d",
+        mask_calculator: str = "m4n2_1d",
         verbosity: int = 0,
         whitelist: Sequence[type[nn.Module]] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
-        allowed_layer_names: Sequence[str] | None = None,
-        disallowed_layer_names: Sequence[str] = (),
+        allowed_layer_names: Collection[str] | str | None = None,
+        disallowed_layer_names: Collection[str] | str = (),
         allow_recompute_mask: bool = False,
-        custom_layer_dict: dict[type[nn.Module], list[str]] | None = None,
+        custom_layer_dict: Any = None,
         allow_permutation: bool = True,
     ) -> Handle:
         """Choose the layers; they stay dense until ``compute_sparse_masks``.
@@ -78,49 +76,33 @@ class ASP:
             verbosity: ignored.
 
         Raises:
-            RecipeError: another mask calculator, ``allow_recompute_mask``, ``custom_layer_dict``, an unsupported class, an unknown name, no
-                layer can be pruned, or as ``sparsify_``.
+            RecipeError: another mask calculator, ``allow_recompute_mask``, ``custom_layer_dict``, an unknown name, no layer can be pruned,
+                or as ``sparsify_``.
         """
-        match = CALCULATOR.fullmatch(mask_calculator) if isinstance(mask_calculator, str) else None
-        if match is None:
+        match = CALCULATOR.fullmatch(str(mask_calculator))
+        if match is None or allow_recompute_mask or custom_layer_dict:
             raise RecipeError(
-                f"ASP: mask_calculator={mask_calculator!r} is not of the form 'm4n2_1d'. For masks in two dimensions use "
-                "nm.recipes.FST; for your own masks set the weights outside them to 0, and nm.recipes.adopt(model) keeps the zeros."
+                "ASP: only mask calculators such as 'm4n2_1d' are supported, for linear layers and Conv2d, and masks are chosen once. For "
+                "masks in two dimensions use nm.recipes.FST; for masks that follow the weights SRSTE or STEP; for your own masks set the "
+                "weights outside them to 0, and nm.recipes.adopt(model) keeps the zeros."
             )
-        if allow_recompute_mask:
-            raise RecipeError(
-                "ASP: allow_recompute_mask=True is not supported, since pruned weights are not kept. Use a recipe whose masks follow the "
-                "dense weights: nm.recipes.SRSTE or STEP."
-            )
-        if custom_layer_dict:
-            kinds = ", ".join(kind.__name__ for kind in custom_layer_dict)
-            raise RecipeError(f"ASP: custom_layer_dict names {kinds}; only nn.Linear, nn.Conv2d and Hugging Face's Conv1D are supported.")
-        unknown = [kind.__name__ for kind in whitelist if not issubclass(kind, KNOWN) and not is_conv1d_type(kind)]
-        if unknown:
-            raise RecipeError(f"ASP: whitelist names {', '.join(unknown)}; it supports nn.Linear, nn.Conv2d and Hugging Face's Conv1D.")
         m, n = map(int, match.groups())
         recipe = recipes.ASP(Pattern(n, m), permute=allow_permutation)
-        chosen, dense = _choose(model, recipe, tuple(whitelist), allowed_layer_names, disallowed_layer_names)
-        handle = sparsify_(model, recipe, lambda module, name: name in chosen)
-        handle.report.explain(dense)
-        cls._handle, cls._optimizer, cls._pruned = handle, None, False
-        return handle
+        allowed, disallowed = ([x] if isinstance(x, str) else x for x in (allowed_layer_names, disallowed_layer_names))
+        names, dense = _choose(model, recipe, tuple(whitelist), allowed, disallowed or ())
+        cls._handle = sparsify_(model, recipe, lambda module, name: name in names)
+        cls._optimizer, cls._pruned = None, False
+        cls._handle.report.explain(dense)
+        return cls._handle
 
     @classmethod
     def init_optimizer_for_pruning(cls, optimizer: torch.optim.Optimizer) -> None:
-        """Register ``optimizer``, which keeps the zeros after ``compute_sparse_masks``; if that was called, attach it at once.
+        """Register ``optimizer``, which keeps the zeros after ``compute_sparse_masks``.
 
         Raises:
-            RecipeError: the masks were computed without an optimizer, or as ``handle.attach``.
+            RecipeError: no model was passed, or its masks were computed already.
         """
-        handle = cls._current("init_optimizer_for_pruning")
-        if handle.finished:
-            raise RecipeError(
-                "ASP.init_optimizer_for_pruning: compute_sparse_masks was called without an optimizer and finished the recipe, so this one "
-                "would fill the zeros. Call init_optimizer_for_pruning first; or handle.remove(), nm.recipes.adopt(model) and attach."
-            )
-        if cls._pruned:
-            handle.attach(optimizer)
+        cls._pending("init_optimizer_for_pruning")
         cls._optimizer = optimizer
 
     @classmethod
@@ -128,14 +110,9 @@ class ASP:
         """Choose the masks from the current weights and set all other entries to 0; without an optimizer this finishes the recipe.
 
         Raises:
-            RecipeError: on the second call, or as ``handle.attach``.
+            RecipeError: no model was passed, its masks were computed already, or as ``handle.attach``.
         """
-        handle = cls._current("compute_sparse_masks")
-        if cls._pruned:
-            raise RecipeError(
-                "ASP.compute_sparse_masks: masks are chosen once, and all other weights are 0 now. For masks that follow the weights in "
-                "training use nm.recipes.SRSTE or STEP."
-            )
+        handle = cls._pending("compute_sparse_masks")
         if cls._optimizer is None:
             handle.finish(allow_unused=True)
         else:
@@ -144,29 +121,15 @@ class ASP:
         return handle
 
     @classmethod
-    def restore_pruned_weights(cls) -> None:
-        """Not supported: pruned weights are not kept.
-
-        Raises:
-            RecipeError: always.
-        """
-        raise RecipeError("ASP.restore_pruned_weights: pruned weights are not kept; load the dense checkpoint again.")
-
-    @classmethod
-    def is_sparsity_enabled(cls) -> bool:
-        """Whether every chosen weight is N:M, from ``compute_sparse_masks`` or from a loaded checkpoint."""
-        handle = cls._current("is_sparsity_enabled")
-        return all(ops.is_nm(layer.grouped.detach(), layer.pattern) for layer in handle.layers.values())
-
-    @classmethod
-    def already_init_asp_model(cls) -> bool:
-        """Whether a model was passed."""
-        return cls._handle is not None
-
-    @classmethod
-    def _current(cls, verb: str) -> Handle:
+    def _pending(cls, verb: str) -> Handle:
+        """The handle of a model whose masks were not computed yet."""
         if cls._handle is None:
             raise RecipeError(f"ASP.{verb}: there is no model yet; call ASP.init_model_for_pruning(model) first.")
+        if cls._pruned:
+            raise RecipeError(
+                f"ASP.{verb}: masks are chosen once, all other weights are 0 now, and another optimizer would fill the zeros. Call "
+                "init_optimizer_for_pruning before compute_sparse_masks; for masks that follow the weights use nm.recipes.SRSTE or STEP."
+            )
         return cls._handle
 
 
@@ -177,42 +140,28 @@ def _choose(
     allowed: Collection[str] | None,
     disallowed: Collection[str],
 ) -> tuple[set[str], dict[str, str]]:
-    """(names of the layers to prune, other layer -> reason); warns about layers that apex might have pruned."""
-    allowed = [allowed] if isinstance(allowed, str) else allowed
-    disallowed = [disallowed] if isinstance(disallowed, str) else disallowed
-    chosen: set[str] = set()
-    dense: dict[str, str] = {}
-    unexpected: list[str] = []
+    """(names of the layers to prune, layer that stays dense -> reason); warns about layers that apex might have pruned."""
+    names, excluded, dense = set[str](), set[str](), dict[str, str]()
     for c in candidates(model, Pattern(recipe.pattern), recipe):
         weight = c.module._parameters.get(c.key)
-        if not isinstance(c.module, whitelist):
-            dense[c.name] = "its class is not in whitelist"
-        elif c.name in disallowed:
-            dense[c.name] = "it is in disallowed_layer_names"
-        elif allowed is not None and c.name not in allowed:
-            dense[c.name] = "it is not in allowed_layer_names"
+        frozen = "its weight is frozen" if weight is not None and not weight.requires_grad else ""
+        if not isinstance(c.module, whitelist) or c.name in disallowed or (allowed is not None and c.name not in allowed):
+            excluded.add(c.name)
+        elif why := c.impossible or frozen or (c.keep_dense if allowed is None else ""):
+            dense[c.name] = why
         else:
-            frozen = "its weight is frozen" if weight is not None and not weight.requires_grad else ""
-            why = c.impossible or frozen or (c.keep_dense if allowed is None else "")
-            if why:
-                dense[c.name] = why
-                unexpected.append(f"{c.name} ({why})")
-            else:
-                chosen.add(c.name)
-    known = [*dict(model.named_modules()), *chosen, *dense]
+            names.add(c.name)
+    known = [*dict(model.named_modules()), *names, *excluded, *dense]
     check_names("ASP: allowed_layer_names", allowed or (), known)
     check_names("ASP: disallowed_layer_names", disallowed, known)
-    impossible = [f"{name!r}: {dense.get(name, 'it has no weight')}" for name in allowed or () if name not in chosen]
-    if impossible:
-        raise RecipeError(f"ASP: allowed_layer_names names layers that cannot be pruned: {'; '.join(impossible)}.")
-    if not chosen:
-        reasons = "; ".join(f"{name}: {why}" for name, why in dense.items())
-        raise RecipeError(f"ASP: no layer of the model can be pruned to {recipe.pattern}: {reasons or 'it has none'}.")
-    if unexpected:
-        more = f" and {len(unexpected) - 5} more" if len(unexpected) > 5 else ""
+    impossible = [name for name in allowed or (dense if not names else ()) if name not in names]
+    if impossible or not names:
+        reasons = "; ".join(f"{name!r}: {dense.get(name, 'not in whitelist, or disallowed')}" for name in impossible)
+        raise RecipeError(f"ASP: layers that cannot be pruned to {recipe.pattern}: {reasons or 'all of the model'}.")
+    if dense:
         warnings.warn(
-            f"ASP: layers that stay dense: {', '.join(unexpected[:5])}{more}. print(handle.report) shows all of them; a tiny layer or an "
-            "output head is pruned if allowed_layer_names names it.",
+            f"ASP: layers that stay dense: {names_of([f'{name} ({why})' for name, why in dense.items()])}. print(handle.report) shows all "
+            "of them; a tiny layer or an output head is pruned if allowed_layer_names names it.",
             stacklevel=3,
         )
-    return chosen, dense
+    return names, dense

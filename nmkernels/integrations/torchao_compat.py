@@ -1,17 +1,7 @@
-"""torchao's names for 2:4 sparsity, with this package's layers; torchao may be installed too, and is not needed.
+"""torch's semi-structured tensors from and to this package's 2:4 layers, and checks for torchao's ``quantize_``.
 
-====================================================  =================================================================================
-torchao                                               here
-====================================================  =================================================================================
-``sparsity.sparsify_``, ``semi_sparse_weight``        weights whose zeros are 2:4 are compressed: ``CompressedLinear``
-``sparsity.apply_fake_sparsity``                      weights are pruned to 2:4 by magnitude, and stay dense tensors
-``sparsity.training.SemiSparseLinear``                ``nm.SparseLinear``: 2:4 along ``in`` at every call, gradient straight through
-``swap_linear_with_semi_sparse_linear``, and back     the same; module objects and Parameters stay
-``quantization.quantize_``                            torchao's own, with checks for layers of this package
-``torch.sparse.to_sparse_semi_structured``            ``to_semi_structured_``: a finished or compressed model with torch's tensors
-====================================================  =================================================================================
-
-torchao's sparsifiers leave plain layers with zeros: ``nm.recipes.adopt(model)`` makes them sparse layers, to train or to compress.
+``to_semi_structured_`` gives a finished or compressed model torch's tensors. torchao's sparsity is archived: the migration guide has what
+takes the place of its names.
 """
 
 from __future__ import annotations
@@ -19,160 +9,18 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
 from ..layouts import MATRICES
-from ..nn import CompressedLinear, NMWeight, SparseLinear, compress_, make_dense_, make_sparse_
-from ..nn.swap import after_swap, replace_each_
+from ..nn import CompressedLinear, NMWeight
+from ..nn.swap import replace_each_
 from ..pattern import DtypeError, Pattern, RecipeError, ShapeError
-from ..recipes.existing import adopt
-from ..train.layer_names import check_names
-from ..train.writes import listed
 
-FilterFn = Callable[[nn.Module, str], bool]
 TWO_OF_FOUR = Pattern("2:4")
-
-ELSEWHERE = {
-    "WeightNormSparsifier": 'nm.sparsify_(model, nm.recipes.ASP("2:4")) prunes by magnitude and keeps the mask',
-    "WandaSparsifier": 'nm.sparsify_(model, nm.recipes.ASP("2:4", score="wanda")) scores by inputs, after handle.calibrate()',
-    "PerChannelNormObserver": "handle.calibrate() collects the norms of inputs",
-    "SupermaskLinear": "nm.recipes.MaskLLM and BiMask learn masks of frozen weights",
-    "BlockSparseWeightConfig": "block sparsity is not an N:M pattern",
-    "block_sparse_weight": "block sparsity is not an N:M pattern",
-    "SemiSparseActivationLinear": "nm.recipes.Activation24 makes the activations of nm.nn.SquaredReLUMLP 2:4",
-}
-"""Names of torchao that do not exist here, and what to use instead."""
-
-
-def __getattr__(name: str) -> NoReturn:
-    if name in ELSEWHERE:
-        raise ImportError(f"nmkernels has no {name} of torchao: {ELSEWHERE[name]}. torchao's own may be used together with nmkernels.")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-@dataclass(frozen=True)
-class SemiSparseWeightConfig:
-    """torchao's config for ``sparsify_``; ``alg_id``, cuSPARSELt's algorithm, is ignored: ``nm.tune`` measures which is fastest."""
-
-    alg_id: int = 0
-
-
-semi_sparse_weight = SemiSparseWeightConfig
-"""torchao's older name of SemiSparseWeightConfig."""
-
-
-def sparsify_(model: nn.Module, config: Any, filter_fn: FilterFn | None = None) -> nn.Module:
-    """Compress every linear layer whose weight is 2:4, in place, and return the model, like torchao's function of this name.
-
-    Args:
-        config: ``SemiSparseWeightConfig()``, this package's or torchao's.
-        filter_fn: ``filter_fn(module, name) -> bool``; None: every layer with 2:4 zeros.
-
-    Raises:
-        RecipeError: another config; a layer chosen by the filter is not 2:4; or no layer is.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
-        >>> type(sparsify_(apply_fake_sparsity(model), semi_sparse_weight())[0]).__name__
-        'CompressedLinear'
-    """
-    if type(config).__name__ != SemiSparseWeightConfig.__name__:
-        raise RecipeError(
-            f"sparsify_: {type(config).__name__} is not a config for 2:4 weights; pass SemiSparseWeightConfig(). "
-            f"{ELSEWHERE.get(type(config).__name__, 'To quantise, call quantize_ on a finished model')}."
-        )
-    if not any(isinstance(module, NMWeight) and module.finished for module in model.modules()):
-        if filter_fn is not None:
-            for name, module in _linears(model, filter_fn):
-                if module.in_features % 4 or not ops.is_nm(module.weight.detach(), TWO_OF_FOUR):
-                    raise RecipeError(
-                        f"sparsify_: the weight of layer {name!r} is not 2:4. Train it so (nm.sparsify_), or prune it by "
-                        "apply_fake_sparsity(model, filter_fn=...), which loses accuracy."
-                    )
-        adopt(model, TWO_OF_FOUR, filter_fn).finish(allow_unused=True)
-    return compress_(model)
-
-
-@torch.no_grad()
-def apply_fake_sparsity(model: nn.Module, filter_fn: FilterFn | None = None) -> nn.Module:
-    """Set the two smallest of every four weights along ``in`` to 0 in every linear layer, in place, and return the model.
-
-    Args:
-        filter_fn: ``filter_fn(module, name) -> bool``; None: every ``nn.Linear`` whose ``in_features`` is a multiple of 4.
-
-    Raises:
-        RecipeError: the filter chose no layer.
-        ShapeError: the filter chose a layer whose ``in_features`` is not a multiple of 4.
-    """
-    chosen = _linears(model, filter_fn)
-    if filter_fn is not None and not chosen:
-        raise RecipeError(f"apply_fake_sparsity: filter_fn chooses no nn.Linear of {listed(name for name, _ in _linears(model, None))}.")
-    for name, module in chosen:
-        if module.in_features % 4 == 0:
-            ops.prune(module.weight.detach().clone(), TWO_OF_FOUR, out=module.weight.detach())
-        elif filter_fn is not None:
-            raise ShapeError(f"apply_fake_sparsity: layer {name!r} has in_features={module.in_features}, which is not a multiple of 4.")
-    return model
-
-
-# ---- training
-
-
-class SemiSparseLinear(SparseLinear):
-    """torchao's name of ``nm.SparseLinear`` at 2:4. torchao's mask is 2:4 along both dimensions and chosen greedily; this one is 2:4 along
-    ``in`` and optimal."""
-
-    @classmethod
-    def from_dense(cls, linear: nn.Linear) -> NMWeight:
-        """Make ``linear`` sparse in place, with its Parameters and hooks, and return it."""
-        return make_sparse_(linear, TWO_OF_FOUR)
-
-    @staticmethod
-    def to_dense(layer: NMWeight) -> nn.Module:
-        """Make ``layer`` an ``nn.Linear`` again in place, with its weight unchanged, and return it."""
-        return make_dense_(layer)
-
-
-def swap_linear_with_semi_sparse_linear(model: nn.Module, config: Mapping[str, type], current: str = "") -> None:
-    """Make the linear layers that ``config`` names sparse, in place; it maps names to ``SemiSparseLinear``, this package's or torchao's.
-
-    ``nm.sparsify_(model, recipe)`` may follow, for a recipe other than the straight-through gradient.
-
-    Raises:
-        RecipeError: a class other than ``SemiSparseLinear``, or a name that is not an ``nn.Linear`` of the model; nothing has changed.
-        ShapeError: ``in_features`` is not a multiple of 4; nothing has changed.
-    """
-    chosen, linears = {}, {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    for full, kind in config.items():
-        name = full.removeprefix(f"{current}.") if current else full
-        if kind.__name__ != SemiSparseLinear.__name__:
-            raise RecipeError(
-                f"swap_linear_with_semi_sparse_linear: {kind.__name__} of layer {full!r}: {ELSEWHERE.get(kind.__name__, '')}."
-            )
-        check_names("swap_linear_with_semi_sparse_linear: config", [name], linears, kind="nn.Linear")
-        module = linears[name]
-        TWO_OF_FOUR.check_divides(f"swap_linear_with_semi_sparse_linear: layer {full!r}", module.in_features, "in_features")
-        chosen[full] = module
-    for module in chosen.values():
-        make_sparse_(module, TWO_OF_FOUR)
-    after_swap(model)
-
-
-def swap_semi_sparse_linear_with_linear(model: nn.Module, current: str = "") -> None:
-    """Make every sparse layer without a handle an ``nn.Linear`` again, with its weight unchanged; for others use ``handle.remove()``."""
-    for module in list(model.modules()):
-        if isinstance(module, SparseLinear) and not module.governed:
-            make_dense_(module)
-    after_swap(model)
-
-
-# ---- torch's sparse tensors
 
 
 def to_semi_structured_(model: nn.Module) -> nn.Module:
@@ -302,11 +150,6 @@ def install() -> None:
     for place in (module, sys.modules.get("torchao.quantization")):
         if getattr(place, "quantize_", None) is theirs:
             place.quantize_ = checked  # type: ignore[union-attr]
-
-
-def _linears(model: nn.Module, filter_fn: FilterFn | None) -> list[tuple[str, nn.Linear]]:
-    found = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    return [(name, module) for name, module in found if filter_fn is None or filter_fn(module, name)]
 
 
 install()

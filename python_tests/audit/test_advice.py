@@ -1,11 +1,11 @@
-"""Each piece of advice appears in the case that it is for, is not given elsewhere, and its speed-up is that of the changed case."""
+"""Each piece of advice appears in the costs that it is for, is not given elsewhere, and its speed-up is that of the changed costs."""
 
 import pytest
 import torch
 
 import nmkernels as nm
 from nmkernels.audit.advice import break_even, of_sparse
-from nmkernels.audit.rules import Case, Layer, Rules
+from nmkernels.audit.rules import Layer, LayerCosts, Rules
 from nmkernels.gemm.devices import DEVICES, Device
 from python_tests.audit.layer_zoo import Zoo
 
@@ -21,13 +21,13 @@ def audited(**words):
     return nm.audit(**{"model": {"fc": (4096, 4096)}, "recipe": "fst:2:4(end=None)", "tokens": 8192, **H200, **words})
 
 
-def advice_with(words="", **case):
+def advice_with(words="", **costs):
     """The advice on the first layer whose text has these words."""
-    return [each for each in audited(**case).layers[0].advice if words in each.text]
+    return [each for each in audited(**costs).layers[0].advice if words in each.text]
 
 
 @pytest.mark.parametrize(
-    ("words", "case", "changed", "elsewhere"),
+    ("words", "costs", "changed", "elsewhere"),
     [
         ("4:8 is not a 2:4 pattern", {"recipe": "srste:4:8"}, {"recipe": "srste:2:4"}, {"recipe": "srste:1:8"}),
         ('packed="auto"', {"recipe": nm.recipes.SRSTE("2:4", packed=False)}, {"recipe": "srste:2:4"}, {"recipe": "srste:2:4(packed=True)"}),
@@ -39,9 +39,9 @@ def advice_with(words="", **case):
         ("float32 cannot use the sparse tensor cores", {"dtype": "float32"}, {}, {}),
     ],
 )
-def test_what_to_change_of_a_step(words, case, changed, elsewhere):
-    (advice,) = advice_with(words, **case)
-    assert advice.part == "step" and advice.speedup > audited(**case).step
+def test_what_to_change_of_a_step(words, costs, changed, elsewhere):
+    (advice,) = advice_with(words, **costs)
+    assert advice.part == "step" and advice.speedup > audited(**costs).step
     # the weight stays float32 where the GEMMs do not
     assert advice.speedup == pytest.approx(audited(**changed).step, rel=0.02 if "float32" in words else 1e-6)
     assert not advice_with(words, **elsewhere)
@@ -79,8 +79,8 @@ def test_how_many_inputs_and_tokens_pay():
     assert 1050 <= least <= 1350, "a float32 weight is packed: 7.25 bytes an element in place of 5.25"
     assert audited(tokens=least, **shape).step >= 1 > audited(tokens=int(least * 0.85), **shape).step
     assert not advice_with("too small", tokens=least, **shape)
-    case = Case(DEVICES["H200"], Layer((64, 64), 64, torch.bfloat16, torch.bfloat16), Rules(P, fprop=False))
-    assert break_even(case) is None, "a mask without a sparse GEMM never pays"
+    costs = LayerCosts(DEVICES["H200"], Layer((64, 64), 64, torch.bfloat16, torch.bfloat16), Rules(P, fprop=False))
+    assert break_even(costs) is None, "a mask without a sparse GEMM never pays"
 
 
 def test_what_is_left_dense_and_what_is_expanded():
@@ -89,11 +89,11 @@ def test_what_is_left_dense_and_what_is_expanded():
     model = torch.nn.Sequential(torch.nn.Linear(256, 256))
     nm.sparsify_(model, "srste:4:8").finish(allow_unused=True)
     nm.compress_(model)
-    case = {"model": model, "recipe": None, "tokens": 4096}
-    (advice,) = advice_with("keep_dense=True", **case)
-    assert audited(**case).inference < 1
+    costs = {"model": model, "recipe": None, "tokens": 4096}
+    (advice,) = advice_with("keep_dense=True", **costs)
+    assert audited(**costs).inference < 1
     model[0].keep_dense = True
-    assert advice.speedup == audited(**case).inference == 1.0 and not advice_with("keep_dense", **case)
+    assert advice.speedup == audited(**costs).inference == 1.0 and not advice_with("keep_dense", **costs)
 
 
 def test_a_layer_that_only_loses():
@@ -105,7 +105,7 @@ def test_a_layer_that_only_loses():
 def test_16_bits_on_a_cpu_that_multiplies_them_fast():
     slow = Device("slow", 1e10, {"bfloat16": 1e12}, dict.fromkeys(("fprop", "dgrad", "wgrad"), 0.5), 0.5, 0.5, few=None, transposed=True)
     for dtype in (torch.bfloat16, torch.float32):
-        found = of_sparse(Case(slow, Layer((1024, 1024), 512, dtype, dtype), Rules(P)))
+        found = of_sparse(LayerCosts(slow, Layer((1024, 1024), 512, dtype, dtype), Rules(P)))
         assert ("bfloat16 GEMMs of 2:4 are slower than dense ones here" in found[0].text) == (dtype == torch.bfloat16)
 
 

@@ -170,17 +170,17 @@ def test_names_of_devices(monkeypatch):
     for unknown in ("quux", "H200 PCIe", *(["cuda"] if not torch.cuda.is_available() else [])):
         with pytest.raises(nm.RecipeError, match="A100, H100, H200"):
             nm.audit(gpt(), device=unknown)
-    assert measure.find("h200", torch.device("cpu"))[0].name == "H200 SXM"
-    assert measure.find("NVIDIA H100 80GB HBM3", torch.device("cpu"))[0].name == "H100 SXM"
+    assert measure.find_device("h200", torch.device("cpu"))[0].name == "H200 SXM"
+    assert measure.find_device("NVIDIA H100 80GB HBM3", torch.device("cpu"))[0].name == "H100 SXM"
     if not torch.cuda.is_available():
-        assert measure.find("A100", torch.device("cpu"))[1] is None, "not here, so nothing is measured"
+        assert measure.find_device("A100", torch.device("cpu"))[1] is None, "not here, so nothing is measured"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
-    assert measure.find("H200", torch.device("cpu"))[1] == torch.device("cuda")
-    assert measure.find("cuda", torch.device("cpu"))[0].name == "H200 SXM"
-    assert measure.find("A100", torch.device("cpu"))[1] is None
+    assert measure.find_device("H200", torch.device("cpu"))[1] == torch.device("cuda")
+    assert measure.find_device("cuda", torch.device("cpu"))[0].name == "H200 SXM"
+    assert measure.find_device("A100", torch.device("cpu"))[1] is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA L40S")
-    assert measure.find("cuda:0", torch.device("cpu")) == ("NVIDIA L40S", torch.device("cuda:0")), "to be measured"
+    assert measure.find_device("cuda:0", torch.device("cpu")) == ("NVIDIA L40S", torch.device("cuda:0")), "to be measured"
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import nmkernels as nm
 from nmkernels import capability
 from nmkernels.audit import advice
 from nmkernels.audit import pieces as measure
-from nmkernels.audit.pieces import expected, gemm_of, gemms, measure_all, measure_one, needed, tasks_of
-from nmkernels.audit.rules import Case, Layer, Rules, of_recipe, speedup
+from nmkernels.audit.pieces import expected, gemm_of, gemms, needed, tasks_of, time_layer, time_layers
+from nmkernels.audit.rules import Layer, LayerCosts, Rules, of_recipe, speedup
 from nmkernels.gemm.devices import DEVICES
 from nmkernels.timing import Task
 from python_tests.audit.layer_zoo import COSTS
@@ -34,9 +34,9 @@ def clock(task):
     return SECONDS[task.name]
 
 
-def case(layer=None, transposed=True, rules=None, **words):
+def costs(layer=None, transposed=True, rules=None, **words):
     layer = layer or Layer((64, 64), 4096, torch.float32, torch.float32)
-    return Case(replace(DEVICES["H200"], transposed=transposed), layer, rules or Rules(P), **words)
+    return LayerCosts(replace(DEVICES["H200"], transposed=transposed), layer, rules or Rules(P), **words)
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +44,9 @@ def small_probe(monkeypatch):
     """Probing this machine costs a second; the numbers of a fake clock do not care."""
     monkeypatch.setattr(measure, "COPY", 1 << 23)
     monkeypatch.setattr(measure, "PROBE", Layer((1024, 1024), 32, torch.float32, torch.float32))
-    measure.measured.cache_clear()
+    measure.probe.cache_clear()
     yield
-    measure.measured.cache_clear()
+    measure.probe.cache_clear()
 
 
 def test_measured_columns_by_hand():
@@ -67,19 +67,19 @@ def test_a_gpu_that_is_not_here_is_not_measured():
 
 
 def test_this_machine_is_what_its_measurement_says():
-    device = measure.measured("here", CPU, torch.float32, P, "float", clock, 1)
+    device = measure.probe("here", CPU, torch.float32, P, "float", clock, 1)
     assert device.bandwidth == 2 * measure.COPY and device.dense == {"float32": 2.0 * 1024 * 1024 * 32 / 10}
     assert device.ratio == {"fprop": 10 / 6, "dgrad": 11 / 7, "wgrad": 12 / 8} and (device.low, device.high) == (1.5, 10 / 6)
     assert device.passes == pytest.approx(1024 * 1024 * 6.125 / 0.75 / device.bandwidth)
     assert device.few is None and device.transposed and device.rows == 1
-    odd = measure.measured("here", CPU, torch.float32, nm.Pattern("1:3"), "float", clock, 1)
+    odd = measure.probe("here", CPU, torch.float32, nm.Pattern("1:3"), "float", clock, 1)
     assert odd.dense == {"float32": 2.0 * 1023 * 1023 * 30 / 10}
 
 
 def test_the_real_clock_once_per_process(monkeypatch):
     found = nm.audit({"fc": (64, 128)}, 32, "fst:2:4(end=None)", device="cpu", budget=600)
     assert found.measured_step > 0 and found.measured_inference > 0 and found.layers[0].measured_step[0].dense > 0
-    monkeypatch.delattr(measure, "timed")
+    monkeypatch.delattr(measure, "time_tasks")
     assert nm.audit({"fc": (64, 128)}, 32, "fst:2:4(end=None)", device="cpu", measure=False).device == found.device
 
 
@@ -91,7 +91,7 @@ def test_every_task_runs_what_its_name_says(recipe, dtype):
     layer = Layer((32, 64), 16, dtype, torch.float32)
     for transposed in (False, True):
         probed = ["fprop sparse", "dgrad sparse", "fprop dense", "dgrad dense", *(["wgrad sparse", "estimate"] if rules.estimate else [])]
-        names = list(dict.fromkeys([*needed(case(layer, transposed, rules)), *probed]))
+        names = list(dict.fromkeys([*needed(costs(layer, transposed, rules)), *probed]))
         tasks = {task.name: task for task in tasks_of(layer, rules, CPU, names)}
         assert list(tasks) == names
         shapes = {"fprop": (16, 32), "dgrad": (16, 64), "wgrad": (32, 64), "expand": (32, 64)}
@@ -108,19 +108,19 @@ def test_every_task_runs_what_its_name_says(recipe, dtype):
 
 
 def test_only_what_decides_is_measured():
-    assert needed(case(sparse=False)) == ["fprop dense", "dgrad dense", "wgrad dense"]
-    assert needed(case(sparse=False, trains=False)) == ["fprop dense"]
-    assert needed(case(trains=False)) == ["expand"] and gemms(case(trains=False)) == ["fprop"]
-    assert needed(case(transposed=False)) == ["dgrad dense", "wgrad dense", "expand", "weight dense", "weight rows"]
-    assert gemms(case(transposed=False)) == ["fprop"] and gemms(case()) == ["fprop", "dgrad"]
-    assert gemms(case(transposed=False, rules=Rules(P, estimate=P))) == ["fprop", "wgrad"]
-    assert gemms(case(transposed=False, rules=Rules(P, estimate=P, trains=False))) == ["fprop"]
-    assert needed(case(rules=Rules(P, estimate=P))) == ["wgrad dense", "expand", "weight dense", "weight rows"]
+    assert needed(costs(sparse=False)) == ["fprop dense", "dgrad dense", "wgrad dense"]
+    assert needed(costs(sparse=False, trains=False)) == ["fprop dense"]
+    assert needed(costs(trains=False)) == ["expand"] and gemms(costs(trains=False)) == ["fprop"]
+    assert needed(costs(transposed=False)) == ["dgrad dense", "wgrad dense", "expand", "weight dense", "weight rows"]
+    assert gemms(costs(transposed=False)) == ["fprop"] and gemms(costs()) == ["fprop", "dgrad"]
+    assert gemms(costs(transposed=False, rules=Rules(P, estimate=P))) == ["fprop", "wgrad"]
+    assert gemms(costs(transposed=False, rules=Rules(P, estimate=P, trains=False))) == ["fprop"]
+    assert needed(costs(rules=Rules(P, estimate=P))) == ["wgrad dense", "expand", "weight dense", "weight rows"]
 
 
 def test_what_the_choice_is_among():
     layer, both, gpu = Layer((64, 128), 32, torch.bfloat16, torch.float32), Rules(P, dgrad=True, estimate=P), torch.device("cuda")
-    here, there = case(layer, rules=both), case(layer, transposed=False, rules=both)
+    here, there = costs(layer, rules=both), costs(layer, transposed=False, rules=both)
     assert gemm_of(here, "fprop", CPU)[1:6] == (32, 64, 128, 2, 4)
     assert gemm_of(here, "fprop", CPU).forms == ("dense", "rows") == gemm_of(here, "dgrad", CPU).forms
     assert gemm_of(there, "dgrad", gpu).forms == ("dense", "columns", "columns:mma.sp")
@@ -133,13 +133,13 @@ def test_what_the_choice_is_among():
 
 
 def test_large_layers_are_shortened_or_left_out(monkeypatch):
-    monkeypatch.setattr(Case, "predict", lambda self, piece: 1.0)
-    large = case(trains=False)
+    monkeypatch.setattr(LayerCosts, "predict", lambda self, piece: 1.0)
+    large = costs(trains=False)
     assert expected(large) == 16, "checked and timed as often as sixteen GEMMs take"
     assert expected(replace(large, sparse=False, trains=True)) == 12, "four rounds of three GEMMs"
 
     def run(share):
-        return measure_one(large, CPU, clock, share)
+        return time_layer(large, CPU, clock, share)
 
     few = run(8.0)
     assert few.note == "measured on 2048 tokens, scaled" and few.seconds["fprop dense"] == 20 and few.seconds["expand"] == 2
@@ -147,10 +147,10 @@ def test_large_layers_are_shortened_or_left_out(monkeypatch):
     assert run(16.0).note == "" and run(16.0).seconds["fprop sparse"] == 6.5
     assert run(0.6).note == "measured on 256 tokens, scaled"
     assert not run(0.4).seconds and run(0.4).note == "not measured: it would take about 1 s of the budget"
-    monkeypatch.setattr(Case, "predict", lambda self, piece: 100.0)
-    assert measure_all([large], CPU, clock, 0.0)[large].note == "not measured: it would take about 100 s of the budget"
-    monkeypatch.setattr(Case, "predict", lambda self, piece: 0.01)
-    assert measure_all([large], CPU, clock, 0.0)[large].note == "", "what is short is measured though no time is left"
+    monkeypatch.setattr(LayerCosts, "predict", lambda self, piece: 100.0)
+    assert time_layers([large], CPU, clock, 0.0)[large].note == "not measured: it would take about 100 s of the budget"
+    monkeypatch.setattr(LayerCosts, "predict", lambda self, piece: 0.01)
+    assert time_layers([large], CPU, clock, 0.0)[large].note == "", "what is short is measured though no time is left"
 
 
 def test_each_shape_once_and_the_short_ones_first():
@@ -182,7 +182,7 @@ def test_one_failure_costs_only_its_layer(monkeypatch):
     assert found.measured_step is None, "a total of some would be no total"
     calls = iter([0, 0])
     with pytest.raises(RuntimeError, match="StopIteration"):
-        measure.timed([Task("a", lambda: next(calls))], CPU, None, 0.0)
+        measure.time_tasks([Task("a", lambda: next(calls))], CPU, None, 0.0)
 
 
 def test_a_missing_core_is_reported(monkeypatch):

@@ -7,7 +7,7 @@ import torch
 
 import nmkernels as nm
 from nmkernels.audit.advice import break_even
-from nmkernels.audit.rules import GEMMS, Case, Layer, Piece, Rules, speedup, total
+from nmkernels.audit.rules import GEMMS, Layer, LayerCosts, Piece, Rules, speedup, total
 from nmkernels.gemm.devices import DEVICES
 from python_tests.audit.layer_zoo import COSTS
 
@@ -22,44 +22,46 @@ def bare(device, ratio=None):
     return device if ratio is None else device.at(ratio)
 
 
-def case(device=H200, out=4096, cols=4096, tokens=8192, dtype=torch.bfloat16, master=None, rules=TWO_WAYS, **words):
-    return Case(device, Layer((out, cols), tokens, dtype, master or dtype), rules, **words)
+def costs(device=H200, out=4096, cols=4096, tokens=8192, dtype=torch.bfloat16, master=None, rules=TWO_WAYS, **words):
+    return LayerCosts(device, Layer((out, cols), tokens, dtype, master or dtype), rules, **words)
 
 
 def test_arithmetic_bounds_many_tokens():
-    assert case().gemm("fprop") == pytest.approx(2 * 8192 * 4096**2 / 770e12 + 3e-6)
+    assert costs().predict("fprop dense") == pytest.approx(2 * 8192 * 4096**2 / 770e12 + 3e-6)
     for role in ("fprop", "dgrad", "wgrad"):
-        assert case().gemm(role, P) == pytest.approx(2 * 8192 * 4096**2 / (1.4 * 770e12) + 3e-6)
-    assert case(A100).gemm("fprop", P) == pytest.approx(2 * 8192 * 4096**2 / (1.4 * 250e12) + 3e-6)
+        assert costs(rules=Rules(P, estimate=P)).predict(f"{role} sparse") == pytest.approx(2 * 8192 * 4096**2 / (1.4 * 770e12) + 3e-6)
+    assert costs(A100).predict("fprop sparse") == pytest.approx(2 * 8192 * 4096**2 / (1.4 * 250e12) + 3e-6)
 
 
 def test_memory_bounds_few_tokens():
-    one, rest = case(tokens=1), 2 * 2 * 4096
+    one, rest = costs(tokens=1), 2 * 2 * 4096
     for pattern, stored in ((None, 2), (P, 1.125), (nm.Pattern("1:8"), 0.3125)):
-        assert one.gemm("fprop", pattern) == pytest.approx((4096**2 * stored + rest) / (0.85 * 4.8e12) + 3e-6)
-    some = case(tokens=64)  # sparser patterns are stored as 2:4 on tensor cores
-    assert some.gemm("fprop", nm.Pattern("1:8")) == some.gemm("fprop", P) < some.gemm("fprop")
+        changed, form = (one, "dense") if pattern is None else (one.but({"pattern": pattern}), "sparse")
+        assert changed.predict(f"fprop {form}") == pytest.approx((4096**2 * stored + rest) / (0.85 * 4.8e12) + 3e-6)
+    some = costs(tokens=64)  # sparser patterns are stored as 2:4 on tensor cores
+    sparser = some.but({"pattern": nm.Pattern("1:8")})
+    assert sparser.predict("fprop sparse") == some.predict("fprop sparse") < some.predict("fprop dense")
 
 
 def test_what_masking_packing_and_estimates_read_and_write():
     """Bytes an element, at 85 percent of the bandwidth."""
 
-    def moved(case, piece):
-        return case.predict(piece) * (1e12 * 4.8 * 0.85 / 4096**2)
+    def moved(costs, piece):
+        return costs.predict(piece) * (1e12 * 4.8 * 0.85 / 4096**2)
 
-    alone = case(bare(H200), master=torch.float32)
+    alone = costs(bare(H200), master=torch.float32)
     assert moved(alone, "weight both") == pytest.approx(4 + 2.25 + 1) and moved(alone, "weight dense") == pytest.approx(7)
-    both = case(bare(H200), tokens=4096, rules=replace(TWO_WAYS, estimate=P))
+    both = costs(bare(H200), tokens=4096, rules=replace(TWO_WAYS, estimate=P))
     assert moved(both, "weight both") == pytest.approx(5.25)
     assert moved(both.but({"prepare": "mask"}), "weight rows") == moved(both, "estimate") == pytest.approx(3.125)
-    soft = case(bare(H200), rules=replace(TWO_WAYS, prepare="threshold"))
+    soft = costs(bare(H200), rules=replace(TWO_WAYS, prepare="threshold"))
     assert moved(soft, "weight rows") == pytest.approx(3.125) == moved(alone, "expand")
 
 
 @pytest.mark.parametrize(("ratio", "limit"), [(1.2, 1.12), (1.25, 1.15), (1.3, 1.18), (1.6, 1.33), (1.75, 1.40)])
 def test_composition_rule(ratio, limit):
     """fprop and dgrad sparse: at most 3 / (1 + 2/r); with the estimate too, at most r. Both are reached where preparing is nothing."""
-    large = case(bare(H200, ratio), 32768, 32768, 1 << 20)
+    large = costs(bare(H200, ratio), 32768, 32768, 1 << 20)
     assert round(3 / (1 + 2 / ratio), 2) == limit
     assert 3 / (1 + 2 / ratio) * 0.998 < large.speedup() <= 3 / (1 + 2 / ratio) * (1 + 1e-12)
     assert ratio * 0.97 < large.but({"estimate": P}).speedup() <= ratio
@@ -72,7 +74,7 @@ def test_composition_rule(ratio, limit):
 )
 def test_break_even_of_two_way_packing(device, ratio, tokens):
     """tokens ≥ 5.25 · rate / (4 · bandwidth · (1 − 1/r)), as fprop and dgrad pay for it."""
-    packing = case(bare(device, ratio), 8192, 8192)
+    packing = costs(bare(device, ratio), 8192, 8192)
     found = break_even(packing)
     rate, memory = device.dense["bfloat16"], device.bandwidth * device.passes
     assert found == pytest.approx(5.25 * rate / (4 * memory * (1 - 1 / ratio)), abs=1)
@@ -101,8 +103,8 @@ def test_break_even_of_two_way_packing(device, ratio, tokens):
 )
 def test_which_gemms_have_a_sparse_kernel(role, changed, pattern, want):
     pattern = nm.Pattern(pattern)
-    changed = case(rules=Rules(pattern, estimate=pattern), **changed)
-    assert changed.refused(role, pattern) == want and (changed.predict(f"{role} sparse") is None) == bool(want)
+    changed = costs(rules=Rules(pattern, estimate=pattern), **changed)
+    assert changed.refused(role) == want and (changed.predict(f"{role} sparse") is None) == bool(want)
 
 
 # ---- the pieces of a step from given costs, added up by hand
@@ -111,7 +113,7 @@ PACKED = {"fprop": (6.0, "sparse"), "dgrad": (7.0, "sparse"), "weight": (0.75, "
 
 
 def priced(rules, transposed=False, **words):
-    return case(replace(H200, transposed=transposed), rules=rules, **words)
+    return costs(replace(H200, transposed=transposed), rules=rules, **words)
 
 
 def used(pieces):

@@ -34,13 +34,6 @@ def test_options_reach_the_audit(capsys):
     assert found["layers"][0]["dtype"] == "float16" and found["accumulate"] == 2
 
 
-def test_a_cluster(capsys):
-    text = run(capsys, "--model", "llama-3-8b", "--cluster", "64")
-    assert "one of 64 GPUs, predicted" in text and "predicted and not measured: H200 SXM, sharded 64 ways" in text
-    found = json.loads(run(capsys, "--model", "llama-3-8b", "--cluster", "64/8", "--json"))["cluster"]
-    assert found["predicted"] is True and found["cluster"]["shards"] == 8 and found["packed"]["gathered"] < found["dense"]["gathered"]
-
-
 @pytest.mark.slow
 def test_a_model_of_the_zoo_and_this_cpu(capsys):
     assert "blocks.*.attn.qkv ×3" in run(capsys, "--model", "64x3", "--no-measure")
@@ -59,9 +52,6 @@ def test_a_model_of_the_zoo_and_this_cpu(capsys):
         (["--shapes", "40x"], "'40x' is not a shape"),
         (["--device", "H20"], "no device is called 'H20'; did you mean 'H200'?"),
         (["--recipe", "fst:2:4", "--pattern", "2:4"], "both set the pattern"),
-        (["--cluster", "8x2"], "'8x2' is not a number of GPUs"),
-        (["--cluster", "8/3"], "gpus=8 is not a multiple of shards=3"),
-        (["--cluster", "8", "--device", "A100"], "use device='H100'"),
     ],
 )
 def test_wrong_arguments_are_refused(words, match, capsys):

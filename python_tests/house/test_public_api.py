@@ -16,7 +16,7 @@ from pathlib import Path
 
 MOST = 220
 FROZEN = Path(__file__).with_name("public_api.txt")
-MODULES = tuple(f"nmkernels{name}" for name in ("", ".ops", ".nn", ".optim", ".recipes", ".export", ".audit"))
+MODULES = tuple(f"nmkernels{name}" for name in ("", ".ops", ".nn", ".optim", ".recipes", ".export"))
 OPEN = ("nmkernels.recipes.Handle", "nmkernels.recipes.Recipe", "nmkernels.autograd.WeightTransform")
 """The classes whose members are listed, one by one."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import warnings
 
 import pytest
@@ -57,7 +56,7 @@ def test_two_lines_do_what_apex_does():
     train(model, optimizer)
     optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-2)
     handle = ASP.prune_trained_model(ours, optimizer)
-    assert ASP.is_sparsity_enabled() and ASP.already_init_asp_model() and list(handle.layers) == ["0", "2"]
+    assert list(handle.layers) == ["0", "2"]
     train(ours, optimizer)
     for a, b in zip(model.state_dict().values(), ours.state_dict().values(), strict=True):
         assert torch.allclose(a, b, atol=1e-7)
@@ -66,23 +65,18 @@ def test_two_lines_do_what_apex_does():
     nm.compress_(ours)
 
 
-def test_step_by_step_and_from_a_checkpoint():
+def test_step_by_step():
     model = mlp()
     handle = ASP.init_model_for_pruning(model, "m8n1_1d", disallowed_layer_names=["2"], allow_permutation=False)
-    assert list(handle.layers) == ["0"] and not ASP.is_sparsity_enabled()
+    assert list(handle.layers) == ["0"]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     ASP.init_optimizer_for_pruning(optimizer)
     dense = copy.deepcopy(model[0].weight)
     train(model, optimizer, 2)
-    assert not torch.equal(model[0].weight, dense) and not ASP.is_sparsity_enabled()  # dense until the masks are computed
+    assert not torch.equal(model[0].weight, dense) and not nm.ops.is_nm(model[0].weight.detach(), "1:8")
     ASP.compute_sparse_masks()
     train(model, optimizer, 2)
-    assert ASP.is_sparsity_enabled() and nm.ops.is_nm(model[0].weight.detach(), "1:8")
-    saved, again = model.state_dict(), mlp()
-    ASP.init_model_for_pruning(again, "m8n1_1d", allowed_layer_names=["0"])
-    assert not ASP.is_sparsity_enabled()
-    again.load_state_dict(saved)
-    assert ASP.is_sparsity_enabled()
+    assert nm.ops.is_nm(model[0].weight.detach(), "1:8")
 
 
 def test_without_an_optimizer_it_prunes_for_good():
@@ -100,7 +94,7 @@ def test_refused_in_words():
         ({"mask_calculator": "m4n2_2d_best"}, "FST"),
         ({"mask_calculator": lambda w: w > 0}, r"nm\.recipes\.adopt"),
         ({"allow_recompute_mask": True}, "SRSTE"),
-        ({"custom_layer_dict": {nn.Bilinear: ["weight"]}}, "Bilinear"),
+        ({"custom_layer_dict": {nn.Bilinear: ["weight"]}}, "linear layers and Conv2d"),
         ({"allowed_layer_names": ["nowhere"]}, "'nowhere', which .* layer of the model"),
     ]:
         with pytest.raises(RecipeError, match=said):
@@ -110,8 +104,8 @@ def test_refused_in_words():
     ASP.prune_trained_model(model, optimizer)
     with pytest.raises(RecipeError, match="chosen once"):
         ASP.compute_sparse_masks()
-    with pytest.raises(RecipeError, match="dense checkpoint"):
-        ASP.restore_pruned_weights()
+    with pytest.raises(RecipeError, match="would fill the zeros"):
+        ASP.init_optimizer_for_pruning(optimizer)
 
 
 def cnn(*head):
@@ -160,17 +154,7 @@ def test_layers_that_stay_dense_are_reported():
     assert list(handle.layers) == ["fc"]
     with pytest.warns(UserWarning, match=r"stay dense: frozen \(its weight is frozen\)\. print"):
         handle = ASP.init_model_for_pruning(Mixed(), whitelist=[nn.Linear], disallowed_layer_names=["out"])
-    reasons = {e.name: e.reason for e in handle.report.entries}
-    assert reasons["out"] == "it is in disallowed_layer_names" and reasons["frozen"] == "its weight is frozen"
-
-
-@pytest.mark.parametrize(("count", "more"), [(5, ""), (6, " and 1 more"), (8, " and 3 more")])
-def test_the_warning_names_five_layers_and_counts_the_rest(count, more):
-    model = nn.ModuleList([nn.Linear(32, 32), *(nn.Linear(32, 4) for _ in range(count))])
-    with pytest.warns(UserWarning, match=rf"side\){more}\. print") as caught:
-        ASP.init_model_for_pruning(model, allow_permutation=False)
-    (said,) = caught
-    assert re.findall(r"(\d+) \(tiny", str(said.message)) == ["1", "2", "3", "4", "5"] and said.filename == __file__
+    assert {e.name: e.reason for e in handle.report.entries}["frozen"] == "its weight is frozen"
 
 
 def test_a_parametrized_layer_stays_dense():
@@ -191,20 +175,19 @@ def test_names_and_classes_narrow_the_choice_as_in_apex():
     handle = ASP.init_model_for_pruning(cnn(nn.Flatten(), nn.Linear(256, 64)), whitelist=[nn.Conv2d], allowed_layer_names=["0"])
     assert list(handle.layers) == ["0"]
     for given, said in [
-        ({"allowed_layer_names": ["4"], "whitelist": [nn.Conv2d]}, "'4': its class is not in whitelist"),
-        ({"allowed_layer_names": ["1"]}, "'1': it has no weight"),
+        ({"allowed_layer_names": ["4"], "whitelist": [nn.Conv2d]}, "'4': not in whitelist, or disallowed"),
         ({"allowed_layer_names": ["0", "nowhere"]}, "'nowhere', which .* layer of the model"),
         ({"disallowed_layer_names": ["module.0"]}, "disallowed_layer_names names 'module.0'"),
-        ({"whitelist": [nn.Embedding]}, "whitelist names Embedding"),
-        ({"disallowed_layer_names": ["0", "2", "4"]}, "no layer of the model can be pruned .* 0: it is in disallowed"),
-        ({"allowed_layer_names": []}, "no layer of the model can be pruned .* 0: it is not in allowed"),
+        ({"whitelist": [nn.Embedding]}, "cannot be pruned to 2:4: all of the model"),
+        ({"disallowed_layer_names": ["0", "2", "4"]}, "cannot be pruned to 2:4: all"),
+        ({"allowed_layer_names": []}, "cannot be pruned to 2:4: all"),
     ]:
         model = cnn(nn.Flatten(), nn.Linear(256, 64))
         with pytest.raises(RecipeError, match=said):
             ASP.init_model_for_pruning(model, **given)
         assert type(model[0]) is nn.Conv2d
-    with pytest.raises(RecipeError, match="can be pruned to 2:4: it has none"):
-        ASP.init_model_for_pruning(nn.Sequential(nn.ReLU()))
+    with pytest.raises(RecipeError, match="cannot be pruned to 2:4: '0': tiny"):
+        ASP.init_model_for_pruning(nn.Sequential(nn.Linear(32, 4)))
 
 
 def test_a_weight_that_the_warning_names_can_be_disallowed():

@@ -27,7 +27,7 @@ def test_of_asp(argument: str, names: Any) -> None:
 
 
 def test_one_name_as_text() -> None:
-    with pytest.raises(nm.RecipeError, match="allowed_layer_names names layers that cannot be pruned: '1': it has no weight"):
+    with pytest.raises(nm.RecipeError, match="layers that cannot be pruned to 2:4: '1': not in whitelist"):
         ASP.init_model_for_pruning(mlp(), allowed_layer_names="1")
     assert list(ASP.init_model_for_pruning(mlp(), disallowed_layer_names="2").layers) == ["0"]
 
