@@ -76,7 +76,7 @@ test-oldest: $(VENV)/.tools build
 	@test -x $(VENV)-oldest/bin/pytest || { echo '== installing $(OLDEST) into $(VENV)-oldest' && $(PYTHON) -m venv $(VENV)-oldest \
 	  && sed '/^torch==/d;/^triton==/d;/^setuptools==/d' constraints.txt >$(VENV)-oldest/constraints.txt \
 	  && $(VENV)-oldest/bin/python -m pip install -qq --disable-pip-version-check -c $(VENV)-oldest/constraints.txt '$(OLDEST)' numpy safetensors \
-	  'setuptools>=77' pytest pytest-xdist hypothesis scikit-learn torch-ema tqdm matplotlib tensorboard transformers; }
+	  'setuptools>=77' pytest pytest-xdist pytest-benchmark hypothesis scikit-learn torch-ema tqdm matplotlib tensorboard transformers; }
 	@echo '== the quick tests with $(OLDEST)'
 	@PYTHONPATH=. TRITON_INTERPRET=0 NMKERNELS_REQUIRE_CORE=1 $(ONE_THREAD) $(VENV)-oldest/bin/python -m pytest -q -n $(JOBS) -m 'not slow' $(TEST_ARGS)
 
@@ -181,7 +181,7 @@ gpu-dry: $(VENV)/.tools
 	@$(BIN)/python -m bench.gpu --dry-run $(GPU_ARGS)
 
 clean:
-	rm -rf build dist *.egg-info demo_out runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info demo_out runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find nmkernels -name '_C*.so' -delete
 	find nmkernels bench python_tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
