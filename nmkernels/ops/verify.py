@@ -29,11 +29,11 @@ from torch.utils._pytree import tree_map_only
 from .. import dispatch
 from ..backends.shared import tensors
 from ..dispatch import REFERENCE, Impl, implementations
+from ..layouts import transposed
 from ..pattern import BackendError
 from ..timing import TABLE
-from ..timing.setting import undisturbed
+from ..timing.setting import alone, undisturbed
 from ..timing.table import machine, versions
-from .small import SMALL, alone, small, transposed
 
 ENV = "NMKERNELS_VERIFY"
 """Environment variable; with 0 nothing is checked or switched off."""
@@ -121,7 +121,7 @@ dispatch.doubt = doubt
 
 def concerned(entry: Impl, device: torch.device) -> bool:
     """Whether it is checked at all: of negative priority are test instruments, and what compiles for a CPU is an interpreter."""
-    if entry.backend == REFERENCE or entry.priority < 0 or entry.op not in SMALL:
+    if entry.backend == REFERENCE or entry.priority < 0 or not entry.op.startswith("nm_"):
         return False
     return device.type in ("cuda", "xpu") or (device.type == "cpu" and not entry.compiles)
 
@@ -153,6 +153,8 @@ def _verdict(name: str) -> str | None:
 
 
 def _check(entry: Impl, args: Sequence[Any], name: str) -> str:
+    from ..testing.calls import small
+
     try:
         wrong = examine(entry, truth(entry.op, small(entry.op, args)), _device(args), _on_host(entry.op, args))
     except Exception as error:  # usually out of memory, which says nothing about the kernel
@@ -187,6 +189,8 @@ def family(entry: Impl, args: Sequence[Any]) -> str:
     kind = entry.op, entry.backend, *_kind(args)
     found = _families.get(kind)
     if found is None:
+        from ..testing.calls import small  # imported only if something is checked
+
         if len(_families) >= REMEMBERED:
             _families.clear()
         where = "".join(f", {HOST[entry.op][i]} on the CPU" for i in _on_host(entry.op, args))
