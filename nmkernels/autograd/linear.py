@@ -23,6 +23,7 @@ from ..gemm.route import Operands, wgrad_problem
 from ..ops.compress import counts_writes
 from ..ops.integers import kind_of, nm_dequantize_values, nm_linear_integers
 from ..ops.linear import nm_linear, nm_linear_dgrad, nm_linear_wgrad, operand_for
+from ..ops.pack import tensor_core_pattern
 from ..pattern import NMError, Pattern, ShapeError
 from . import fp8
 from .transforms import WeightTransform
@@ -251,7 +252,7 @@ def _fprop(
         return nm_linear(x, used, indices, pattern.n, pattern.m, x.shape[-1], b, backend=by)
     if plan.fp8 is None:
         return F.linear(x, used, b)
-    sparse = transform is not None and ops.tensor_core_pattern(transform.pattern)
+    sparse = transform is not None and tensor_core_pattern(transform.pattern)
     if sparse and fp8.multiplies(plan.fp8, "fprop", used.shape[0], used.shape[1], x.numel(), x):
         return fp8.linear(plan.fp8, x, used, b)
     p, q, step = fp8.operands(plan.fp8, "fprop", x, used)

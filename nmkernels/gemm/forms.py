@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import dispatch
 from ..dispatch import preferred_layout
-from ..ops import tensor_core_pattern
+from ..ops.pack import tensor_core_pattern
 from ..pattern import BackendError, Pattern
 from ..reference.layouts import COLUMNS, meta_shape, tile_of
 
