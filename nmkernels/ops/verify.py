@@ -171,7 +171,7 @@ def _warn(entry: Impl, device: torch.device, name: str, wrong: str) -> None:
     forced = dispatch.forced_backend() == entry.backend
     then = f"It runs anyway, because {dispatch.ENV} names it" if forced else "It is switched off here, and the next backend takes over"
     text = (
-        f"{entry.op} by {entry.backend} {what} on {machine(device)}: {detail}, in the call {call_of(name)}. {then}. Please report it with "
+        f"{entry.op} by {entry.backend} {what} on {machine(device)}: {detail}, in the call {name.rpartition('|')[2]}. {then}. Please report it with "
         f"the output of `python -m nmkernels doctor --verify`. {ENV}=0 runs kernels unchecked."
     )
     if name not in _warned:
@@ -196,11 +196,6 @@ def family(entry: Impl, args: Sequence[Any]) -> str:
         where = "".join(f", {HOST[entry.op][i]} on the CPU" for i in _on_host(entry.op, args))
         found = _families[kind] = f"{_prefix(_device(args))}{entry.backend}|{words(entry.op, small(entry.op, args))}{where}"
     return found
-
-
-def call_of(name: str) -> str:
-    """The small call in a family's name."""
-    return name.rpartition("|")[2]
 
 
 def _op_and_backend(name: str) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..layouts import transposed
 from ..pattern import Pattern
 from ..reference.adamw import AdamWArgs, bits_of
-from ..reference.adamw_pack import split
+from ..reference.adamw_pack import FormArgs, split
 from ..reference.common import compute_dtype
 from ..reference.compress import compress
 from ..reference.integers import quantize_values
@@ -122,10 +122,8 @@ def _weights(add: Callable[..., None], dtype: torch.dtype, rows: int, cols: int,
     add("nm_transposable_mask", w, 2, 4)
     for layout in ("canonical", *layouts):
         to = None if layout == "canonical" else dtype if half else torch.bfloat16
-        add("nm_pack", w, 2, 4, "magnitude", None, None, to, True, False, layout)
-        add("nm_pack", w, 2, 4, "threshold", None, one, to, True, False, layout)
-        add("nm_pack", w, 2, 4, "transposable", None, None, to, True, True, layout)
-        add("nm_pack", w, 2, 4, "given", w, None, to, True, True, layout)
+        for select, mask, scale in (("magnitude", None, None), ("threshold", None, one), ("transposable", None, None), ("given", w, None)):
+            add("nm_pack", w, 2, 4, select, mask, scale, to, True, select in ("transposable", "given"), layout)
         add("nm_pack", w, 2, 4, "magnitude", None, None, to, True, False, layout, True)
         if to is not None:
             add("nm_metadata", _operand(dtype, rows, cols, 2, 4)[1], cols, layout)
@@ -193,23 +191,10 @@ def _packing_steps(add: Callable[..., None], rows: int, cols: int, layouts: Sequ
     """Every rule, alone and with the form that dgrad reads."""
     step, part, scale = _step(torch.float32, rows, cols), [_empty(torch.bfloat16)(())], [_empty(torch.float32)(())]
     for select, back, layout in product(("magnitude", "threshold", "held"), (False, True), ("canonical", *layouts)):
-        held = select == "held"
+        held, scales = select == "held", scale if select == "threshold" else []
         columns, dense = part if back and held else [], part if back and not held else []
-        update = step._replace(masks=step.params) if held else step._replace(n=2, m=4)
-        add(
-            "nm_masked_adamw_pack_",
-            2,
-            4,
-            select,
-            layout,
-            scale if select == "threshold" else [],
-            part,
-            part,
-            columns,
-            columns,
-            dense,
-            *update,
-        )
+        forms = FormArgs(2, 4, select, layout, scales, part, part, columns, columns, dense)
+        add("nm_masked_adamw_pack_", *forms, *(step._replace(masks=step.params) if held else step._replace(n=2, m=4)))
 
 
 def _eight_bits(add: Callable[..., None], rows: int, cols: int) -> None:
