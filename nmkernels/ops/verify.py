@@ -167,11 +167,11 @@ def _check(entry: Impl, args: Sequence[Any], name: str) -> str:
 
 def _warn(entry: Impl, device: torch.device, name: str, wrong: str) -> None:
     """Warn once per process for each op and backend, because a wrong kernel may fail in many families."""
-    what, _, detail = wrong.partition(": ")
+    (what, _, detail), call = wrong.partition(": "), name.rpartition("|")[2]
     forced = dispatch.forced_backend() == entry.backend
     then = f"It runs anyway, because {dispatch.ENV} names it" if forced else "It is switched off here, and the next backend takes over"
     text = (
-        f"{entry.op} by {entry.backend} {what} on {machine(device)}: {detail}, in the call {name.rpartition('|')[2]}. {then}. Please report it with "
+        f"{entry.op} by {entry.backend} {what} on {machine(device)}: {detail}, in the call {call}. {then}. Please report it with "
         f"the output of `python -m nmkernels doctor --verify`. {ENV}=0 runs kernels unchecked."
     )
     if name not in _warned:
