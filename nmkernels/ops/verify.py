@@ -32,7 +32,7 @@ from ..dispatch import REFERENCE, Impl, implementations
 from ..layouts import transposed
 from ..pattern import BackendError
 from ..timing import TABLE
-from ..timing.setting import alone, undisturbed
+from ..timing.setting import outside_modes, undisturbed
 from ..timing.table import machine, versions
 
 ENV = "NMKERNELS_VERIFY"
@@ -261,7 +261,7 @@ class Truth(NamedTuple):
 def truth(op: str, args: tuple[Any, ...]) -> Truth:
     """Run the reference on the CPU."""
     plain = next(i.fn for i in implementations(op) if i.backend == REFERENCE)
-    with alone():
+    with outside_modes():
         written = tree_map_only(Tensor, Tensor.clone, args)
         result = plain(*written)
         # the last argument of a weight gradient is its result's dtype
@@ -282,7 +282,7 @@ def examine(entry: Impl, true: Truth, device: torch.device, on_host: Sequence[in
     can, reason = entry.can(*placed(true.args, device, on_host))
     if not can:
         raise BackendError(f"{true.op}: {entry.backend} cannot run the call that checks it: {reason}")
-    with alone():
+    with outside_modes():
         return _compare(entry.fn, true, device, on_host)
 
 

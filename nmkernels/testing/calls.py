@@ -31,7 +31,7 @@ from ..reference.mask import soft_threshold_scale
 from ..reference.pack import pack
 from ..reference.quantize import quantize, quantize_pack, scale_for
 from ..reference.transposable import transposable_mask
-from ..timing.setting import alone
+from ..timing.setting import outside_modes
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 PATTERNS = (2, 4), (1, 4), (1, 8), (4, 8), (3, 5)
@@ -51,13 +51,13 @@ Args = tuple[Any, ...]
 
 def made(op: str, args: Sequence[Any]) -> Args:
     """Arguments like those of ``op(*args)``, of a kind in the table; does not use torch's global generators."""
-    with alone():
+    with outside_modes():
         return MAKERS[op](Draw(), *args)
 
 
 def small(op: str, args: Sequence[Any]) -> Args:
     """Arguments of a small call like ``op(*args)``; does not use torch's global generators."""
-    with alone():
+    with outside_modes():
         return MAKERS[op](SmallDraw(), *args)
 
 

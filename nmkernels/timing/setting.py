@@ -43,7 +43,7 @@ def undisturbed(device: torch.device) -> bool:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def outside_modes() -> Iterator[None]:
     """Create plain tensors, unaffected by inference mode, torch function modes, default device or autocast."""
     with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
         yield
