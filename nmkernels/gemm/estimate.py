@@ -296,7 +296,7 @@ def roofline(gpu: Device, p: Problem, stored: float | None = None, ratio: float 
         ratio: the speed-up of its arithmetic over dense.
     """
     size, elements = p.dtype.itemsize, p.rows * p.cols
-    moved = size * (elements + p.tokens * (p.rows + p.cols))
+    moved: float = size * (elements + p.tokens * (p.rows + p.cols))
     if stored is not None:
         moved -= (p.tokens * p.rows if p.role == "wgrad" else elements) * (size - stored)
     arithmetic = 2.0 * p.tokens * elements / (gpu.rate(p.dtype) * ratio)

@@ -170,7 +170,7 @@ def _optimizers(add: Callable[..., None], dtype: torch.dtype, rows: int, cols: i
     step, state = _step(dtype, rows, cols), _empty(torch.float32)
     add("nm_masked_adamw_", *step)
     add("nm_masked_adamw_", *step._replace(max_exp_avg_sqs=step.exp_avgs))
-    flags = {"frozen": True, "eps_inside": True, "maximize": True, "geometric": True}
+    flags: dict[str, Any] = {"frozen": True, "eps_inside": True, "maximize": True, "geometric": True}
     add("nm_masked_adamw_", *step._replace(**flags, grad_scale=state((1,)), found_inf=state((1,))))
     for n, m in patterns:
         if cols % m == 0:
