@@ -266,7 +266,7 @@ def curves(visit: Visit, pool: Pool) -> None:
     """Train the loss curves of each recipe."""
     from .studies import RECIPES
 
-    words = python("-m", "bench.studies", "loss_curves", "--device", visit.device, "--out", str(visit.rows / "loss_curves.csv"))
+    words = python("-m", "bench.studies", "--device", visit.device, "--out", str(visit.rows / "loss_curves.csv"))
     words += ("--steps", "2", "--width", "32") if visit.dry else ()
     pool.run([Job(name, (*words, "--recipes", name), CURVE_SECONDS) for name in RECIPES])
 

@@ -66,6 +66,22 @@ def test_forward_and_backward_of_a_layer_after_a_step(packed, first, files, agai
     assert back[0] <= 8, back
 
 
+def test_forward_of_compressed_layers(monkeypatch, tmp_path):
+    """The first one, for which methods are chosen, by estimates that nothing has been asked of yet; a later one asks nothing."""
+    weights = [nm.ops.compress(torch.randn(256, 64), "2:4"), nm.ops.compress(torch.randn(64, 256), "2:4")]
+    model, x = torch.nn.Sequential(*map(nm.CompressedLinear, weights)), torch.randn(8, 64)
+    with torch.no_grad():
+        torch.nn.Sequential(*map(nm.CompressedLinear, weights))(x)  # kernels are checked once on each machine
+        monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path))
+        nm.gemm.choose.forget()
+        count, where = hops(lambda: model(x), warm=0)
+        assert count <= 230 and len(where) <= 16, (count, where)
+        count, where = hops(lambda: model(x), warm=0)
+        assert count <= 4 and len(where) <= 1, (count, where)
+    monkeypatch.undo()
+    nm.gemm.choose.forget()
+
+
 def test_compress():
     w = torch.randn(64, 64)
     count, where = hops(lambda: nm.ops.compress(w, "2:4"))

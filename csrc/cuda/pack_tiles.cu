@@ -1,8 +1,8 @@
 // Packs along columns, both ways, or for tensor cores: tiles of W are read once. A thread packs a few groups in registers and
 // stores them to shared memory, from which the packed operands are written in wide pieces. The dense form of rows leaves from registers.
 //
-// Both ways with a transposable mask takes 29.8 issue slots per bf16 element on sm_90a (nvcc 13.0, 2026-11-23, counted by
-// bench/memory_account.py): reading 1.3, the search with its conversions 18.7, packing twice 4.6, writing out 5.2. Possible
+// Both ways with a transposable mask takes 29.8 issue slots per bf16 element on sm_90a (nvcc 13.0, 2026-11-23, counted on
+// the shortest path through the machine code): reading 1.3, the search with its conversions 18.7, packing twice 4.6, writing out 5.2. Possible
 // savings: byte-permutation constants that the compiler recomputes (0.7) and edge checks in full tiles (0.8); 27 would need a
 // shorter search.
 #include "../core/transposable.h"

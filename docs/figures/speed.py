@@ -26,7 +26,6 @@ from bench.accuracy.tables import Tables  # noqa: E402
 from bench.registry import FASTEST  # noqa: E402
 from bench.report import load  # noqa: E402
 from bench.rows import RESULTS, device_of  # noqa: E402
-from bench.studies import BYTES  # noqa: E402
 from bench.tables import Rows  # noqa: E402
 
 DOCS = ROOT / "docs"
@@ -127,7 +126,7 @@ def intervals(d: Drawing, box: tuple[float, float, float, float], found: dict[st
 def story(rows: Rows, accuracy: Tables) -> str:
     """Draw three panels: loss of SR-STE less dense's, bytes, speed."""
     losses = {task: accuracy.less(task, SRSTE, "2:4", DENSE) for task in accuracy.tasks("2:4")}
-    share = next(float(r["p50"]) for r in rows if r["metric"] == BYTES)
+    share = next(float(r["p50"]) for r in rows if r["metric"] == "compressed bytes over dense, sparse layers")
     machine, mine = newest(rows)
     points = measured(mine)
     top, pattern = max((s, pattern) for pattern, line in points.items() for _, s in line)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..nn import CompressedLinear, NMWeight
-from ..nn.deploy import check_rounding, rounded_layers
+from ..nn.compress import check_rounding, rounded_layers
 from ..pattern import RecipeError
 from ..prune.data import call
 from ..shards import is_sharded

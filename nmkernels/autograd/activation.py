@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..arguments import finite_number, whole_number
 from ..pattern import NMError, Pattern
-from .linear import FORWARD_MODE, as_multiplied, functional, once
+from .function import functional, once, with_functional
+from .linear import as_multiplied
 
 GRADS = ("chain", "ste")
 SIDES = ("input", "output")
@@ -89,40 +90,26 @@ def _shuffled(tokens: int, device: torch.device) -> Tensor:
     return h.argsort(stable=True)
 
 
-class _SparseReLU2(torch.autograd.Function):
-    @staticmethod
-    def forward(y: Tensor, n: int, m: int, grad: str) -> tuple[Tensor, Tensor]:
-        positive = y.relu()
-        # among positive values the largest are the largest magnitudes, and the others contribute nothing
-        kept = torch.ops.nmkernels.nm_prune(positive, n, m)
-        return kept.square(), kept if grad == "chain" else positive
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(output[1])
-        ctx.mark_non_differentiable(output[1])
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        root, *y = ctx.saved_tensors
-        with torch.no_grad():
-            dy = 2 * root * g
-        return once(dy, g, *y), None, None, None
+def _relu2(functional: bool, y: Tensor, n: int, m: int, grad: str) -> tuple[Tensor, Tensor]:
+    positive = y.relu()
+    # among positive values the largest are the largest magnitudes, and the others contribute nothing
+    kept = torch.ops.nmkernels.nm_prune(positive, n, m)
+    return kept.square(), kept if grad == "chain" else positive
 
 
-class _FunctionalSparseReLU2(_SparseReLU2):
-    """The same for ``torch.func``; saves y too, so that its second derivative raises."""
+def _relu2_remember(ctx: Any, functional: bool, output: tuple[Tensor, Tensor], y: Tensor, *settings: Any) -> tuple[Tensor, ...]:
+    ctx.mark_non_differentiable(output[1])
+    return (output[1], y) if functional else output[1:]
 
-    generate_vmap_rule = True
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        _SparseReLU2.setup_context(ctx, inputs, output)
-        ctx.save_for_backward(output[1], inputs[0])
+def _relu2_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    root, *y = ctx.saved_tensors
+    with torch.no_grad():
+        dy = 2 * root * g
+    return once(dy, g, *y), None, None, None
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NMError(FORWARD_MODE)
+
+_SparseReLU2, _FunctionalSparseReLU2 = with_functional(_relu2, _relu2_remember, _relu2_backward)
 
 
 def sparse_relu2(y: Tensor, pattern: Pattern, grad: str = "chain") -> Tensor:
@@ -149,39 +136,34 @@ def sparse_relu2(y: Tensor, pattern: Pattern, grad: str = "chain") -> Tensor:
     return (_FunctionalSparseReLU2 if functional() else _SparseReLU2).apply(y, pattern.n, pattern.m, grad)[0]
 
 
-class _SplitLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, rule: SplitRule, side: str) -> Tensor:
-        return F.linear(x, weight, bias).detach()  # not a view: autograd refuses in-place writes to views
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, ctx.rule, ctx.side = inputs
-        need_x, need_w = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if need_w else None, weight if need_x else None)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), rule, output = ctx.saved_tensors, ctx.rule, ctx.side == "output"
-        dx = dw = db = None
-        with torch.no_grad():
-            rows = g.reshape(-1, g.shape[-1])
-            if ctx.needs_input_grad[0]:
-                dx = (torch.ops.nmkernels.nm_prune(g, rule.pattern.n, rule.pattern.m) if output else g) @ weight
-            if ctx.needs_input_grad[1]:
-                inputs = x.reshape(-1, x.shape[-1])
-                dw = split(rows, rule).t() @ inputs if output else rows.t() @ split(inputs, rule)
-            if ctx.needs_input_grad[2]:
-                db = rows.sum(0)
-        return once(dx, g, weight), once(dw, g, x), once(db, g), None, None
+def _fprop(functional: bool, x: Tensor, weight: Tensor, bias: Tensor | None, rule: SplitRule, side: str) -> Tensor:
+    return F.linear(x, weight, bias).detach()  # not a view: autograd refuses in-place writes to views
 
 
-class _FunctionalSplitLinear(_SplitLinear):
-    generate_vmap_rule = True
+def _remember(
+    ctx: Any, functional: bool, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, rule: SplitRule, side: str
+) -> tuple[Tensor | None, ...]:
+    ctx.rule, ctx.side = rule, side
+    need_x, need_w = ctx.needs_input_grad[:2]
+    return x if need_w else None, weight if need_x else None
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NMError(FORWARD_MODE)
+
+def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    (x, weight), rule, output = ctx.saved_tensors, ctx.rule, ctx.side == "output"
+    dx = dw = db = None
+    with torch.no_grad():
+        rows = g.reshape(-1, g.shape[-1])
+        if ctx.needs_input_grad[0]:
+            dx = (torch.ops.nmkernels.nm_prune(g, rule.pattern.n, rule.pattern.m) if output else g) @ weight
+        if ctx.needs_input_grad[1]:
+            inputs = x.reshape(-1, x.shape[-1])
+            dw = split(rows, rule).t() @ inputs if output else rows.t() @ split(inputs, rule)
+        if ctx.needs_input_grad[2]:
+            db = rows.sum(0)
+    return once(dx, g, weight), once(dw, g, x), once(db, g), None, None
+
+
+_SplitLinear, _FunctionalSplitLinear = with_functional(_fprop, _remember, _backward)
 
 
 def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rule: SplitRule, side: str) -> Tensor:

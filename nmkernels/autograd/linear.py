@@ -1,7 +1,4 @@
-"""The autograd Function of sparse linear layers: three GEMMs, each computed as its GemmPlan says, and a weight transform's gradient.
-
-Also helpers that all autograd Functions here share: support of ``torch.func``, and errors for forward mode and second derivatives.
-"""
+"""The differentiable GEMMs of sparse linear layers: three, each computed as its GemmPlan says, and a weight transform's gradient."""
 
 from __future__ import annotations
 
@@ -26,66 +23,11 @@ from ..ops.linear import nm_linear, nm_linear_dgrad, nm_linear_wgrad, operand_fo
 from ..ops.pack import tensor_core_pattern
 from ..pattern import NMError, Pattern, ShapeError
 from . import fp8
+from .function import functional, once, with_functional
 from .transforms import WeightTransform
 
-TWICE = (
-    "there is no second derivative: the backward pass of a sparse layer is once_differentiable, since the gradient through a mask is the "
-    "rule of a training method and not a derivative. Differentiate once, or use the dense layer."
-)
 SCALAR = "a linear layer takes an input (..., in), and this one has no dimension."
 CONSTANT = "the compressed weight, which is a constant"
-FORWARD_MODE = (
-    "a sparse layer has no derivative in forward mode (torch.func.jvp, jacfwd, forward_ad): its gradient is the rule of a training method "
-    "and not a derivative. There is no second derivative (torch.func.hessian) either. Differentiate backward once (torch.func.vjp, jacrev, "
-    ".backward()), or use the dense layer."
-)
-
-USED, TENSORS, SETTINGS = 3, 7, 7
-"""Arguments of the Function: the position of W̃, the number of tensors, which come first, and of settings, which come before the extras."""
-
-
-class _Once(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(gradient: Tensor, *sources: Tensor) -> Tensor:
-        return gradient.clone()  # not a view: autograd refuses in-place writes to views that a Function returns
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        raise NMError(TWICE)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
-        raise NMError(TWICE)
-
-
-def functional() -> bool:
-    """Whether a ``torch.func`` transform or forward mode is active; these need a Function with ``setup_context``."""
-    active = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    if active and torch.compiler.is_compiling():
-        # tracing would differentiate the forward pass, through masks that have no derivative, instead of using backward
-        torch._dynamo.graph_break(
-            "a sparse layer under torch.func or in forward mode runs eagerly: its gradient is a rule, not a derivative"
-        )
-    return active
-
-
-def once(gradient: Tensor | None, *sources: Tensor | None) -> Tensor | None:
-    """Return ``gradient`` such that differentiating it with respect to any of ``sources`` raises; for use in backward passes.
-
-    ``once_differentiable`` raises only for the incoming gradient, and gives zeros under ``torch.func``.
-    """
-    if gradient is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():  # compiled graphs have no second derivative
-        return gradient
-    tensors = [s for s in sources if s is not None]
-    if not torch._C._are_functorch_transforms_active():  # under torch.func a tensor may require grad at another level
-        tensors = [s for s in tensors if s.requires_grad]
-    return _Once.apply(gradient, *tensors) if tensors else gradient
 
 
 def as_multiplied(x: Tensor) -> Tensor:
@@ -96,182 +38,73 @@ def as_multiplied(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else x.reshape(-1, x.shape[-1]).view(x.shape)
 
 
-class _Linear(torch.autograd.Function):
-    """y = x W̃ᵀ + b; backward dx = g W̃, dW = rule(gᵀ x), db = Σ g, as plan and transform say. Arguments: those of ``_remember``."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        ctx.save_for_backward(*_remember(ctx, *args))
-        ctx.weight = args[1]  # not saved: an optimizer may step between forward and backward
-        y = _fprop(*args)
-        # F.linear returns a view of its 2-D result for inputs of other dimensions, and autograd refuses in-place writes to a view that a
-        # Function returns: nn.ReLU(inplace=True), y /= 8, y[mask] = 0
-        return y.detach() if torch.compiler.is_compiling() or y._is_view() else y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, g, ctx.saved_tensors, ctx.weight)
+# ---- y = x W̃ᵀ + b; backward dx = g W̃, dW = rule(gᵀ x), db = Σ g, as plan and transform say
 
 
-class _FunctionalLinear(torch.autograd.Function):
-    """The same for ``torch.func``, and only used there: with ``setup_context`` torch inspects the signature at every call (16 µs)."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*args: Any) -> Tensor:
-        return _fprop(*args).detach()  # always: under torch.vmap _is_view() may miss a view
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _remember(ctx, *inputs)
-        x, weight, _, used, indices, back, back_indices = inputs[:TENSORS]
-        back, back_indices = (used, indices) if back is None else (back, back_indices)
-        ctx.save_for_backward(x, back, back_indices, weight, *inputs[TENSORS + SETTINGS :])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        return (None,) * len(ctx.needs_input_grad) if g is None else _backward(ctx, g, saved, saved[3])
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
-        raise NMError(FORWARD_MODE)
-
-
-class _Constant(torch.autograd.Function):
-    """y = x Wᵀ + b of a constant compressed weight; backward dx = g W, for which integers are decoded again, and db = Σ g.
-
-    Arguments: those of ``_constant_fprop``.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        ctx.save_for_backward(*_constant_saved(ctx, *args))
-        y = _constant_fprop(*args)
-        return y.detach() if torch.compiler.is_compiling() or y._is_view() else y  # as in _Linear
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return _constant_backward(ctx, g)
-
-
-class _FunctionalConstant(torch.autograd.Function):
-    """The same for ``torch.func``."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*args: Any) -> Tensor:
-        return _constant_fprop(*args).detach()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*_constant_saved(ctx, *inputs))
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None,) * len(ctx.needs_input_grad) if g is None else _constant_backward(ctx, g)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
-        raise NMError(FORWARD_MODE)
-
-
-def _constant_saved(
-    ctx: Any, x: Tensor, bias: Tensor | None, values: Tensor, indices: Tensor, step: Tensor | None, pattern: Pattern,
-    shape: tuple[int, int], group: int,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    ctx.pattern, ctx.shape, ctx.bias_dtype = pattern, shape, None if bias is None else bias.dtype
-    return (values, indices, step) if ctx.needs_input_grad[0] else (None, None, None)
-
-
-def _constant_fprop(
-    x: Tensor,
-    bias: Tensor | None,
-    values: Tensor,
-    indices: Tensor,
-    step: Tensor | None,
-    pattern: Pattern,
-    shape: tuple[int, int],
-    group: int,
-) -> Tensor:
+def _fprop(
+    functional: bool, x: Tensor, weight: Tensor, bias: Tensor | None, used: Operands, plan: GemmPlan, seed: Tensor | None,
+    transform: WeightTransform | None, *extras: Tensor,
+) -> Tensor:  # fmt: skip
     b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
-    return _by_choice("fprop", x, values, indices, pattern, shape, b, step, group)
-
-
-def _constant_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    if any(ctx.needs_input_grad[2:5]):
-        raise NMError(f"linear_compressed has no gradient with respect to {CONSTANT}: train a SparseLinear, or detach its values.")
-    dx = db = None
-    with torch.no_grad():
-        if ctx.needs_input_grad[0]:
-            values, indices, step = ctx.saved_tensors
-            if step is not None:
-                values = nm_dequantize_values(values, step, ctx.pattern.kept(ctx.shape[1]), g.dtype)
-            dx = _by_choice("dgrad", g, values, indices, ctx.pattern, ctx.shape)
-        if ctx.bias_dtype is not None and ctx.needs_input_grad[1]:
-            db = g.reshape(-1, g.shape[-1]).sum(0).to(ctx.bias_dtype)
-    return once(dx, g), once(db, g), *[None] * 6
+    w, pattern = used.weight, used.pattern
+    if used.indices is not None:
+        assert pattern is not None
+        y = nm_linear(x, w, used.indices, pattern.n, pattern.m, x.shape[-1], b, backend=used.backend)
+    elif plan.fp8 is None:
+        y = F.linear(x, w, b)
+    elif (
+        transform is not None
+        and tensor_core_pattern(transform.pattern)
+        and fp8.multiplies(plan.fp8, "fprop", w.shape[0], w.shape[1], x.numel(), x)
+    ):
+        y = fp8.linear(plan.fp8, x, w, b)
+    else:
+        p, q, step = fp8.operands(plan.fp8, "fprop", x, w)
+        y = (F.linear(p, q) * step).to(x.dtype)
+        y = y if b is None else y + b
+    # F.linear returns a view of its 2-D result for inputs of other dimensions, and autograd refuses in-place writes to a view that a
+    # Function returns: nn.ReLU(inplace=True), y /= 8, y[mask] = 0. Under torch.vmap and in compiled graphs _is_view() may miss one
+    return y.detach() if functional or torch.compiler.is_compiling() or y._is_view() else y
 
 
 def _remember(
-    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
-    used: Tensor, indices: Tensor | None, back: Tensor | None, back_indices: Tensor | None, transposed: bool, pattern: Pattern | None,
-    by: str, back_by: str, seed: Tensor | None, plan: GemmPlan, transform: WeightTransform | None, *extras: Tensor,
+    ctx: Any, functional: bool, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, used: Operands, plan: GemmPlan,
+    seed: Tensor | None, transform: WeightTransform | None, *extras: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Store in ``ctx`` what backward needs, and return the tensors to save for it."""
     needs = ctx.needs_input_grad
     need_x, need_w = needs[0], plan.wgrad != "none" and (needs[1] or any(needs[len(needs) - len(extras) :]))
     traits = None if transform is None else transform.traits
-    ctx.straight = traits is None or not traits.own_gradient
-    ctx.need_w, ctx.own_gradient = need_w, need_w and not ctx.straight
+    straight = traits is None or not traits.own_gradient
+    ctx.need_w, ctx.own_gradient = need_w, need_w and not straight
     ctx.own_dgrad = need_x and traits is not None and traits.own_dgrad
     # not saved like the others: backward advances the offset in place, also of other forward passes that wait for their backward
     ctx.seed = seed if need_w else None
     ctx.plan, ctx.transform, ctx.reads = plan, transform, () if transform is None else tuple(transform.reads)
-    ctx.transposed, ctx.pattern, ctx.by, ctx.cols = transposed, pattern, back_by, x.shape[-1]
+    ctx.transposed, ctx.pattern, ctx.backend, ctx.cols = used.transposed, used.pattern, used.back_backend, x.shape[-1]
     ctx.weight_dtype = weight.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
-    if back is None:
-        back, back_indices = used, indices
+    back, back_indices = (used.weight, used.indices) if used.back is None else (used.back, used.back_indices)
+    if functional:
+        ctx.weight = None
+        return x, back, back_indices, weight, *extras
+    ctx.weight = weight  # not saved: an optimizer may step between forward and backward
     saved = (x if need_w else None, back if need_x else None, back_indices if need_x else None, weight if ctx.own_gradient else None)
     return (*saved, *extras) if ctx.own_gradient or ctx.own_dgrad else saved
 
 
-def _fprop(
-    x: Tensor, weight: Tensor, bias: Tensor | None, used: Tensor, indices: Tensor | None, back: Any, back_indices: Any,
-    transposed: bool, pattern: Pattern | None, by: str, back_by: str, seed: Any, plan: GemmPlan, transform: WeightTransform | None,
-    *extras: Any,
-) -> Tensor:  # fmt: skip
-    b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
-    if indices is not None:
-        assert pattern is not None
-        return nm_linear(x, used, indices, pattern.n, pattern.m, x.shape[-1], b, backend=by)
-    if plan.fp8 is None:
-        return F.linear(x, used, b)
-    sparse = transform is not None and tensor_core_pattern(transform.pattern)
-    if sparse and fp8.multiplies(plan.fp8, "fprop", used.shape[0], used.shape[1], x.numel(), x):
-        return fp8.linear(plan.fp8, x, used, b)
-    p, q, step = fp8.operands(plan.fp8, "fprop", x, used)
-    y = (F.linear(p, q) * step).to(x.dtype)
-    return y if b is None else y + b
-
-
-def _backward(ctx: Any, g: Tensor, saved: tuple[Any, ...], source: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of a call; their derivatives with respect to ``source``, the weight, raise."""
+def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
     if not torch.is_grad_enabled():
         dx, dw, db, learned = _gradients(ctx, g, *saved)
     else:
         with torch.no_grad():
             dx, dw, db, learned = _gradients(ctx, g, *saved)
-        x, _, _, _, *extras = saved
-        dx, db = once(dx, g, source, *extras), once(db, g)
-        dw = once(dw, g, x, source, *extras)
-        learned = {name: once(d, g, x, source, *extras) for name, d in learned.items()}
-    return dx, dw, db, *[None] * (TENSORS - USED + SETTINGS), *map(learned.get, ctx.reads)
+        x, _, _, weight, *extras = saved
+        weight = weight if ctx.weight is None else ctx.weight
+        dx, db = once(dx, g, weight, *extras), once(db, g)
+        dw = once(dw, g, x, weight, *extras)
+        learned = {name: once(d, g, x, weight, *extras) for name, d in learned.items()}
+    return dx, dw, db, None, None, None, None, *map(learned.get, ctx.reads)
 
 
 def _gradients(
@@ -298,12 +131,50 @@ def _dgrad(ctx: Any, g: Tensor, back: Tensor, indices: Tensor | None) -> Tensor:
     if indices is not None:
         n, m = ctx.pattern.n, ctx.pattern.m
         if ctx.transposed:
-            return nm_linear(g, back, indices, n, m, g.shape[-1], None, backend=ctx.by)
-        return nm_linear_dgrad(g, back, indices, n, m, ctx.cols, backend=ctx.by)
+            return nm_linear(g, back, indices, n, m, g.shape[-1], None, backend=ctx.backend)
+        return nm_linear_dgrad(g, back, indices, n, m, ctx.cols, backend=ctx.backend)
     if ctx.plan.fp8 is None:
         return g.matmul(back)
     p, q, step = fp8.operands(ctx.plan.fp8, "dgrad", g, back)
     return (p.matmul(q) * step).to(g.dtype)
+
+
+# ---- y = x Wᵀ + b of a constant compressed weight; backward dx = g W, for which integers are decoded again, and db = Σ g
+
+
+def _constant_fprop(
+    functional: bool, x: Tensor, bias: Tensor | None, values: Tensor, indices: Tensor, step: Tensor | None, pattern: Pattern,
+    shape: tuple[int, int], group: int,
+) -> Tensor:  # fmt: skip
+    b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
+    y = _by_choice("fprop", x, values, indices, pattern, shape, b, step, group)
+    return y.detach() if functional or torch.compiler.is_compiling() or y._is_view() else y  # as in _fprop
+
+
+def _constant_remember(
+    ctx: Any, functional: bool, y: Tensor, x: Tensor, bias: Tensor | None, values: Tensor, indices: Tensor, step: Tensor | None,
+    pattern: Pattern, shape: tuple[int, int], group: int,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    ctx.pattern, ctx.shape, ctx.bias_dtype = pattern, shape, None if bias is None else bias.dtype
+    return (values, indices, step) if ctx.needs_input_grad[0] else (None, None, None)
+
+
+def _constant_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    if any(ctx.needs_input_grad[2:5]):
+        raise NMError(f"linear_compressed has no gradient with respect to {CONSTANT}: train a SparseLinear, or detach its values.")
+    dx = db = None
+    with torch.no_grad():
+        if ctx.needs_input_grad[0]:
+            values, indices, step = ctx.saved_tensors
+            if step is not None:
+                values = nm_dequantize_values(values, step, ctx.pattern.kept(ctx.shape[1]), g.dtype)
+            dx = _by_choice("dgrad", g, values, indices, ctx.pattern, ctx.shape)
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[1]:
+            db = g.reshape(-1, g.shape[-1]).sum(0).to(ctx.bias_dtype)
+    return once(dx, g), once(db, g), *[None] * 6
+
+
+_Constant, _FunctionalConstant = with_functional(_constant_fprop, _constant_remember, _constant_backward)
 
 
 def _by_choice(
@@ -363,6 +234,9 @@ def _wgrad(plan: GemmPlan, g: Tensor, x: Tensor, seed: Tensor | None, dtype: tor
     return dw
 
 
+_Linear, _FunctionalLinear = with_functional(_fprop, _remember, _backward)
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -406,10 +280,10 @@ def linear(
     """
     if not x.dim():
         raise ShapeError(SCALAR)
-    packed = (used, None, None, None, False, None, "", "") if isinstance(used, Tensor) else used
+    used = Operands(used) if isinstance(used, Tensor) else used
     transforming = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     kind = _FunctionalLinear if transforming and functional() else _Linear
-    return kind.apply(x if x.dim() <= 2 else as_multiplied(x), weight, bias, *packed, seed, plan, transform, *extras)
+    return kind.apply(x if x.dim() <= 2 else as_multiplied(x), weight, bias, used, plan, seed, transform, *extras)
 
 
 def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = None) -> Tensor:
@@ -445,5 +319,4 @@ def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = N
     form = [t if t is None or counts_writes(t) else t.clone() for t in (weight.values, weight.indices, weight.step)]
     # with the sizes: a graph that is compiled again for another layer has those of tensors as symbols, and the choice reads numbers
     shape = weight.shape[0], weight.shape[1]
-    kind = _FunctionalConstant if functional() else _Constant
-    return kind.apply(x, bias, *form, p, shape, weight.group)
+    return (_FunctionalConstant if functional() else _Constant).apply(x, bias, *form, p, shape, weight.group)

@@ -9,65 +9,31 @@ import torch
 from torch import Tensor
 
 from ..layouts import LINEAR, as_matrix, as_stored, ordered
-from ..pattern import NMError
-from .linear import FORWARD_MODE, functional, once
+from .function import functional, once, with_functional
 from .transforms import WeightTransform
 
 
-class _Transformed(torch.autograd.Function):
-    """Forward W̃, backward the rule of its transform. Arguments: weight, W̃, layout, transform, and the tensors that the transform reads."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, used: Tensor, *rest: Any) -> Tensor:
-        ctx.save_for_backward(*_remember(ctx, weight, used, *rest))
-        ctx.weight = weight  # not saved: an optimizer may step between forward and backward
-        return used.view_as(used)  # a view, so that autograd refuses in-place writes to it, as to the Parameter
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, g, ctx.saved_tensors, ctx.weight)
+def _forward(functional: bool, weight: Tensor, used: Tensor, layout: str, transform: WeightTransform, *extras: Tensor) -> Tensor:
+    return used.clone() if functional else used.view_as(used)  # a view, so that autograd refuses in-place writes, as to the Parameter
 
 
-class _FunctionalTransformed(torch.autograd.Function):
-    """The same for ``torch.func``; slower, like ``linear``'s."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(weight: Tensor, used: Tensor, *rest: Any) -> Tensor:
-        return used.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _remember(ctx, *inputs)
-        ctx.save_for_backward(inputs[0], *inputs[4:])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        return (None,) * len(ctx.needs_input_grad) if g is None else _backward(ctx, g, saved, saved[0])
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NMError(FORWARD_MODE)
-
-
-def _remember(ctx: Any, weight: Tensor, used: Tensor, layout: str, transform: WeightTransform, *extras: Tensor) -> tuple[Tensor, ...]:
-    """Note what backward has to know; returned are the tensors that it needs."""
+def _remember(
+    ctx: Any, functional: bool, result: Tensor, weight: Tensor, used: Tensor, layout: str, transform: WeightTransform, *extras: Tensor
+) -> tuple[Tensor, ...]:
     ctx.layout, ctx.transform, ctx.reads = layout, transform, tuple(transform.reads)
     ctx.straight, ctx.weight_dtype = not transform.traits.own_gradient, weight.dtype
-    return () if ctx.straight else (weight, *extras)
+    ctx.weight = None if functional else weight  # not saved: an optimizer may step between forward and backward
+    return () if ctx.straight and not functional else (weight, *extras)
 
 
-def _backward(ctx: Any, g: Tensor, saved: tuple[Tensor, ...], source: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of a call; their derivatives with respect to ``source``, the weight, raise."""
+def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
     with torch.no_grad():
         dw, learned = _gradients(ctx, g, *saved)
     if torch.is_grad_enabled():
-        extras = saved[1:]
-        dw = once(dw, g, source, *extras)
-        learned = {name: once(d, g, source, *extras) for name, d in learned.items()}
+        weight, extras = saved[0] if ctx.weight is None else ctx.weight, saved[1:]
+        dw = once(dw, g, weight, *extras)
+        learned = {name: once(d, g, weight, *extras) for name, d in learned.items()}
     return dw, None, None, None, *map(learned.get, ctx.reads)
 
 
@@ -80,6 +46,9 @@ def _gradients(ctx: Any, g: Tensor, weight: Tensor | None = None, *extras: Tenso
     matrix, learned = ctx.transform.gradient(*matrices, *extras)
     dw = None if matrix is None or not ctx.needs_input_grad[0] else as_stored(matrix, ctx.layout, g.shape)
     return dw, dict(learned)
+
+
+_Transformed, _FunctionalTransformed = with_functional(_forward, _remember, _backward)
 
 
 def transformed(weight: Tensor, used: Tensor, transform: WeightTransform, extras: Sequence[Tensor] = (), layout: str = LINEAR) -> Tensor:
@@ -108,6 +77,5 @@ def transformed(weight: Tensor, used: Tensor, transform: WeightTransform, extras
         >>> w.grad
         tensor([[0., 1.]])
     """
-    kind = _FunctionalTransformed if functional() else _Transformed
-    result: Tensor = kind.apply(weight, used, layout, transform, *extras)
+    result: Tensor = (_FunctionalTransformed if functional() else _Transformed).apply(weight, used, layout, transform, *extras)
     return result

@@ -58,17 +58,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prune the folder and print the summary; 0 done, 1 failed, 130 interrupted (the message says how to go on)."""
-    hf, disk = _hugging_face()
+    folder = _hugging_face()
     pattern, method = Pattern(args.pattern), resolve(args.method)
     if args.transposable:
         method = replace(method, transposable=True)
-    hf.check_out(args.model, args.out)
-    kind, config = disk.class_of(args.model, disk.check_folder(args.model))
+    folder.check_out(args.model, args.out)
+    kind, config = folder.class_of(args.model, folder.check_folder(args.model))
     batches, held_out, why = _data(args, kind, config)
     device = args.device or ("cuda" if capability.cuda_device().ok else "cpu")
     try:
         with notes(sys.stderr), Progress() as progress:
-            done = hf.prune_folder(
+            done = folder.prune_folder(
                 args.model, pattern, batches, args.out, skip=args.skip, method=method, device=device,
                 dtype=None if args.dtype is None else getattr(torch, args.dtype), sequential=not args.no_sequential, permute=args.permute,
                 values=args.values, group=args.group, held_out=held_out, progress=progress,
@@ -76,24 +76,24 @@ def run(args: argparse.Namespace) -> int:
     except (NMError, KeyboardInterrupt) as stop:
         stopped = isinstance(stop, KeyboardInterrupt)
         said = "\nStopped." if stopped else f"{PROG}: error: {stop}"
-        print(f"{said}{_resume(hf.work_folder(args.out))}", file=sys.stderr)
+        print(f"{said}{_resume(folder.work_folder(args.out))}", file=sys.stderr)
         return 130 if stopped else 1
-    facts = json.loads((args.out / hf.REPORT).read_text())
+    facts = json.loads((args.out / folder.REPORT).read_text())
     print(json.dumps(facts, indent=2) if args.json else summary(facts, args.out, kind.__name__, why, done.seconds))
     return 0
 
 
-def _hugging_face() -> tuple[Any, Any]:
+def _hugging_face() -> Any:
     try:
         import transformers
 
-        from ..integrations import hf_disk, hf_folder
+        from ..prune import folder
     except ImportError as error:
         raise NMError(f"prune needs transformers 5, accelerate and safetensors: {error}.") from error
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("accelerate").setLevel(logging.ERROR)
-    return hf_folder, hf_disk
+    return folder
 
 
 def _resume(work: Path) -> str:
@@ -107,7 +107,7 @@ def _data(args: argparse.Namespace, kind: Any, config: Any) -> tuple[list[dict[s
     """(calibration batches, held-out batches, why there are none of the latter)."""
     if getattr(kind, "main_input_name", "input_ids") != "input_ids":
         raise NMError(
-            f"{kind.__name__} takes {kind.main_input_name} and not text; pass batches of them to nm.integrations.hf_folder.prune_folder."
+            f"{kind.__name__} takes {kind.main_input_name} and not text; pass batches of them to nmkernels.prune.folder.prune_folder."
         )
     held = share(args.held_out)
     why = "" if held else "--held-out 0"

@@ -98,7 +98,7 @@ class Gatherer:
 def _gathered(layer: NMWeight) -> ops.Compressed:
     """The whole compressed weight of a finished layer; if it is sharded, each rank compresses its part, and those are gathered."""
     with torch.no_grad():
-        part = ops.compress(layer.grouped.detach(), layer.pattern)
+        part = layer.as_pruned() or ops.compress(layer.grouped.detach(), layer.pattern)
     weight: Any = layer.parameter
     if not is_sharded(weight):
         return part

@@ -18,13 +18,13 @@ from ..nn import (
     CompressedStack,
     NMWeight,
     SparseExperts,
-    deployed,
+    compressed_like,
     is_conv1d,
     is_order,
 )
 from ..nn.classes import class_of
 from ..nn.compressed import LAYOUTS
-from ..nn.experts import deploy_stacks_, stacks_of
+from ..nn.experts import compress_stacks_, stacks_of
 from ..nn.sharding import IN, split_along
 from ..nn.swap import after_swap, replace_each_
 from ..ops import Compressed
@@ -83,7 +83,7 @@ class LayerPlan(NamedTuple):
                 step = self._part(step, weight)
             rows, cols = self._stored(local(weight)).shape
             shape = (rows, cols)
-        return deployed(dense, Compressed(values, indices, self.pattern, shape, step), self.layout, keep_dense, adapter, columns)
+        return compressed_like(dense, Compressed(values, indices, self.pattern, shape, step), self.layout, keep_dense, adapter, columns)
 
     def stack(self, keep_dense: bool) -> CompressedStack:
         values, indices = (self.parts[part].flatten(0, 1) for part in PARTS[:2])
@@ -147,7 +147,7 @@ def load(model: nn.Module, contents: Contents, table: dict[str, Any], keep_dense
     made = {dense[name]: plan.layer(dense[name], keep_dense) for name, plan in moved.items() if plan.layout not in STACKS}
     for name, plan in moved.items():
         if plan.layout in STACKS:
-            deploy_stacks_(dense[name], {homes[name][1]: plan.stack(keep_dense)})
+            compress_stacks_(dense[name], {homes[name][1]: plan.stack(keep_dense)})
     replace_each_(model, made)
     after_swap(model)
 
@@ -194,7 +194,7 @@ def announced(name: str, about: Any, dense: nn.Module, keep_dense: bool = False)
     if layout in STACKS:
         return LayerPlan(pattern, shape, layout, dict(zip(PARTS, (values, indices), strict=False))).stack(keep_dense)
     adapter = None if rank is None else (empty(cols, rank), empty(rank, *outer))
-    layer = deployed(dense, Compressed(values, indices, pattern, shape, step), layout, keep_dense, adapter)
+    layer = compressed_like(dense, Compressed(values, indices, pattern, shape, step), layout, keep_dense, adapter)
     if columns:
         layer.register_buffer("columns", empty(cols, dtype=torch.int32))
     return layer

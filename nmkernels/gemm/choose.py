@@ -115,7 +115,7 @@ def _required(problems: tuple[Problem, ...]) -> Choice | None:
 def _tuned(problems: tuple[Problem, ...]) -> Choice | None:
     """The measured choice; None if the table has no such line or it names unknown methods."""
     line = TABLE.get(key(*problems)) if problems[0].device.type in ("cpu", "cuda") else None
-    names = str((line or {}).get("choice", "")).split(", ")
+    names = str(line.get("choice", "")).split(", ") if line else []
     if len(names) != len(problems):
         return None
     found = [next((m for m in methods(p) if m.name == name), None) for p, name in zip(problems, names, strict=True)]
@@ -138,13 +138,16 @@ def rule(*problems: Problem) -> Choice:
     """
     if not all(map(estimable, problems)):
         return tuple(map(_baseline, problems))
-    options = [[m for m in methods(p) if m.name in _compared(p)] for p in problems]
+    times: list[dict[Method, float]] = []
+    for p in problems:
+        compared = _compared(p)
+        names = {m: ESTIMATED[m.name] for m in methods(p, backends=False) if m.name in compared}
+        times.append({m: estimate.seconds(name, p) * estimate.margin(name, p) for m, name in names.items()})
     costs = {}
-    for choice in product(*options):
-        made = {"dense" if m == DENSE else "packed" for m in choice} if problems[0].changing else set()
-        costs[choice] = sum(estimate.making(form, problems[0]) for form in sorted(made)) + sum(
-            estimate.seconds(ESTIMATED[m.name], p) * estimate.margin(ESTIMATED[m.name], p) for m, p in zip(choice, problems, strict=True)
-        )
+    for choice in product(*times):
+        forms = sorted({"dense" if m == DENSE else "packed" for m in choice}) if problems[0].changing else []
+        making = sum([estimate.making(form, problems[0]) for form in forms])
+        costs[choice] = making + sum([seconds[m] for m, seconds in zip(choice, times, strict=True)])
     best = min(costs, key=costs.__getitem__)
     return tuple([UNESTIMATED if optional(p) and not _pays(m, p) else m for m, p in zip(best, problems, strict=True)])
 

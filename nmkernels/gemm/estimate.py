@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from operator import mul
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -32,7 +32,7 @@ from .. import capability
 from ..backends.cpu.integers import BY_DIGITS
 from ..pattern import BackendError, Pattern
 from .devices import DEVICES, Device, named
-from .problem import Problem, packed_bytes, plain
+from .problem import Problem, packed_bytes
 
 DENSE, SPARSE, EXPAND, FLOAT32 = "dense", "sparse", "expand", "expand float32"
 METHODS = (DENSE, SPARSE, EXPAND, FLOAT32)
@@ -85,7 +85,7 @@ def features(knots: Sequence[int], p: Problem) -> list[float]:
     large = max(0, elements - CACHED)
     a = [elements * hat for hat in hats]
     mapped = result if result * p.dtype.itemsize >= MAPPED else 0
-    return [1.0, *a, large, tokens * cols, tokens * rows, mapped, *(density * x for x in a), density * large]
+    return [1.0, *a, large, tokens * cols, tokens * rows, mapped, *[density * x for x in a], density * large]
 
 
 # ---- which machine, which kernel, which line
@@ -117,7 +117,7 @@ def kernel(p: Problem, kind: str = "") -> str:
     stored values in bfloat16, two at a time; ``"expanded in cache"``: blocks are expanded in cache for the dense bfloat16 instructions, or
     ``"expanded by element"`` for a pattern without vector instructions; ``"integers"``, or again ``"integers by element"``.
     """
-    if p.integers:
+    if p.values != "float":
         return "integers" if (p.n, p.m) in BY_DIGITS else "integers by element"
     isa = (kind or machine(p.device)).partition(" ")[0]
     pattern, sparse = (p.n, p.m), 8 * p.n <= p.m
@@ -143,11 +143,9 @@ FEW = 64
 def rates() -> dict[str, dict[str, Line]]:
     """The lines of each kind of machine by name, see ``named_line``."""
     text = json.loads(Path(__file__).with_name("rates.json").read_text(encoding="utf-8"))
-    return {kind: {name: Line(*map(_tuple, line)) for name, line in lines.items()} for kind, lines in text.items()}
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return {
+        kind: {name: Line(tuple(tokens), tuple(ns), *rest) for name, (tokens, ns, *rest) in lines.items()} for kind, lines in text.items()
+    }
 
 
 @lru_cache(maxsize=256)
@@ -157,18 +155,19 @@ def nearest(kind: str) -> tuple[str, ...]:
     if isa not in ISAS[1:]:
         return ()
 
-    def distance(other: str) -> tuple[bool, int, bool, bool, str]:
+    vendor, ranked = processor.partition(" ")[0], []
+    for other in rates():
         theirs, _, of = other.partition(" ")
-        steps, vendors = ISAS.index(isa) - ISAS.index(theirs), (of.partition(" ")[0], processor.partition(" ")[0])
-        return steps < 0, abs(steps), of != processor, vendors[0] != vendors[1], other
-
-    return tuple(sorted(rates(), key=distance))
+        steps = ISAS.index(isa) - ISAS.index(theirs)
+        ranked.append((steps < 0, abs(steps), of != processor, of.partition(" ")[0] != vendor, other))
+    return tuple([other for *_, other in sorted(ranked)])
 
 
 def named_line(p: Problem, what: str) -> str:
     """The name of a line: ``"bfloat16 fprop pairs"``, of integers ``"bfloat16 fprop expand int8"``, of a weight that stays in the cache
     ``"bfloat16 fprop dense cached"``. Integers have a line of dense too, so that what is compared was measured together."""
-    return f"{plain(p.dtype)} {p.role} {what}{f' {p.values}' if p.integers else ''}{' cached' if p.cached else ''}"
+    integers = f" {p.values}" if p.values != "float" else ""
+    return f"{str(p.dtype).removeprefix('torch.')} {p.role} {what}{integers}{' cached' if p.cached else ''}"
 
 
 def line_of(kind: str, p: Problem, method: str) -> Line | None:
@@ -178,7 +177,11 @@ def line_of(kind: str, p: Problem, method: str) -> Line | None:
 
 def line(p: Problem, method: str) -> tuple[str, Line] | None:
     """The line of a method and the kind of machine that it comes from: this one, or the nearest that has one; None if none has."""
-    return next(((kind, found) for kind in nearest(machine(p.device)) if (found := line_of(kind, p, method))), None)
+    for kind in nearest(machine(p.device)):
+        constants = line_of(kind, p, method)
+        if constants is not None:
+            return kind, constants
+    return None
 
 
 def _as_run(p: Problem, method: str) -> Problem:
@@ -262,7 +265,11 @@ def of_making(p: Problem) -> Problem:
 
 def measured(p: Problem, method: str = SPARSE) -> bool:
     """Whether dense and the method were measured on this kind of machine, in this dtype and role and at such densities."""
-    p, here = _as_known(p, method), machine(p.device)
+    return _measured(_as_known(p, method), method)
+
+
+def _measured(p: Problem, method: str) -> bool:
+    here = machine(p.device)
     constants = line_of(here, _as_run(p, method), method)
     return bool(constants and line_of(here, p, DENSE) and constants.low <= p.n / p.m <= constants.high)
 
@@ -274,9 +281,10 @@ def margin(method: str, p: Problem) -> float:
         return 1.0
     if p.device.type == "cuda":
         return BORROWED if _gpu(p.device) or DENSE not in p.forms else math.inf
-    if p.cached and DENSE in p.forms and not _as_known(p, method).cached:
+    known = _as_known(p, method)
+    if p.cached and DENSE in p.forms and not known.cached:
         return CACHED_FEW if p.tokens <= 4 else CACHED_MANY
-    return BORROWED if not measured(p, method) else MEASURED if DENSE in p.forms else 1.0
+    return BORROWED if not _measured(known, method) else MEASURED if DENSE in p.forms else 1.0
 
 
 def forget() -> None:

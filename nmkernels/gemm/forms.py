@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache, lru_cache
 
 import torch
-from torch import Tensor
 
 from .. import dispatch
 from ..dispatch import preferred_layout
@@ -49,15 +48,15 @@ def _preferred(device: torch.device) -> str:
     return preferred_layout("nm_linear", device) or "mma.sp"
 
 
-def layout_for(weight: Tensor, pattern: Pattern, dtype: torch.dtype, columns: bool) -> str:
-    """The layout of a packed weight: a tensor-core layout if a kernel on this device multiplies it, else canonical."""
+def layout_for(shape: tuple[int, int], device: torch.device, pattern: Pattern, dtype: torch.dtype, columns: bool) -> str:
+    """The layout of a packed weight of this shape: a tensor-core layout if a kernel on this device multiplies it, else canonical."""
     if dtype.itemsize != 2 or not tensor_core_pattern(pattern):
         return CANONICAL
-    rows, cols = weight.shape
+    rows, cols = shape
     if rows % TALL or cols % COLUMNS or (columns and (cols % TALL or rows % COLUMNS)):
         return CANONICAL
-    layout = layout_on(weight.device, rows, *((cols,) if columns else ()))
-    return layout if multiplies(weight.device, dtype, layout) else CANONICAL
+    layout = layout_on(device, rows, *((cols,) if columns else ()))
+    return layout if multiplies(device, dtype, layout) else CANONICAL
 
 
 def multiplies(device: torch.device, dtype: torch.dtype, layout: str) -> bool:

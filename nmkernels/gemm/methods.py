@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import ops
 from ..backends.shared import Scratch, product
-from ..dispatch import REFERENCE, Impl, forced_backend, implementations
+from ..dispatch import REFERENCE, forced_backend, implementations
 from ..ops.define import CALLS, CONTRACTS
 from ..ops.linear import CANONICAL_TOKENS
 from ..ops.verify import doubtful
@@ -57,18 +57,25 @@ OP, EXPAND, AS_FLOAT32 = "op", "expand", "expand float32"
 """Names of the methods for compressed operands that do not belong to one backend."""
 
 
-def methods(p: Problem) -> tuple[Method, ...]:
-    """The methods for ``p``, the baseline first; whether a backend supports the call is checked when it is measured."""
+def methods(p: Problem, backends: bool = True) -> tuple[Method, ...]:
+    """The methods for ``p``, the baseline first; whether a backend supports the call is checked when it is measured.
+
+    Args:
+        backends: also those that are one backend's kernel, which the rule never chooses.
+    """
     packed = [form for form in p.forms if op_of(p, form)]
     found = [DENSE] if DENSE.form in p.forms else []
     found += [Method(OP, form) for form in _of_op(p, packed)]
-    plain = next((form for form in p.forms if form in ("rows", "columns")), None)
-    if DENSE.form not in p.forms and plain is not None:
-        found.append(Method(EXPAND, plain))
-        if p.dtype.itemsize == 2 and p.device.type == "cpu":
-            found.append(Method(AS_FLOAT32, plain))
-    for form in packed:
-        found += [Method(f"{i.backend} {form}", form, i.backend) for i in implementations(op_of(p, form)) if promising(i)]
+    if not found or found[0] != DENSE:
+        for form in [form for form in p.forms if form in ("rows", "columns")][:1]:
+            found.append(Method(EXPAND, form))
+            if p.dtype.itemsize == 2 and p.device.type == "cpu":
+                found.append(Method(AS_FLOAT32, form))
+    for form in packed if backends else ():
+        for entry in implementations(op_of(p, form)):
+            # neither the reference nor what is only for tests, or switched off on this machine
+            if entry.backend != REFERENCE and entry.priority >= 0 and not doubtful(entry.op, entry.backend):
+                found.append(Method(f"{entry.backend} {form}", form, entry.backend))
     if optional(p):
         found.append(UNESTIMATED)
     return tuple(found)
@@ -88,15 +95,10 @@ def _of_op(p: Problem, packed: list[str]) -> list[str]:
     return (cores or packed)[:1]
 
 
-def promising(entry: Impl) -> bool:
-    """Whether a backend is worth timing: not the reference, only for tests, or switched off on this machine."""
-    return entry.backend != REFERENCE and entry.priority >= 0 and not doubtful(entry.op, entry.backend)
-
-
 def op_of(p: Problem, form: str) -> str:
     """The raw op that multiplies this form of the operand; empty if there is none."""
     kind, _, layout = form.partition(":")
-    if p.integers:
+    if p.values != "float":
         return "nm_linear_integers" if form == "rows" else ""
     if p.role == "fprop":
         return "nm_linear" if kind == "rows" else ""

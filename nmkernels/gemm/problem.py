@@ -59,7 +59,7 @@ class Problem(NamedTuple):
         """Raise NMError unless the fields describe a GEMM."""
         if self.role not in ROLES:
             raise NMError(f"choice: role {self.role!r} is unknown; choose one of {', '.join(ROLES)}.")
-        if not self.forms or any(form not in FORMS for form in self.forms):
+        if not self.forms or set(self.forms).difference(FORMS):
             raise NMError(f"choice: forms={self.forms!r} must be at least one of {', '.join(FORMS)}.")
         if (self.role == "wgrad") != bool(self.rule) or self.rule not in RULES:
             raise NMError(f"choice: rule={self.rule!r} with role {self.role}; wgrad, and only wgrad, needs one of {', '.join(RULES[1:])}.")

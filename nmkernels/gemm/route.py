@@ -1,4 +1,4 @@
-"""Route: the forms of a layer's weight that one kind of call reads, and the backends that multiply them; cached by the layer.
+"""Routes of a layer's calls: the forms of its weight that a kind of call reads, and the backends that multiply them.
 
 The kernel itself is cached by the op, keyed by everything that its contract and the backends check (``ops.define``), so an invalid call
 still raises on a layer that has a route for a valid one.
@@ -6,6 +6,7 @@ still raises on a layer that has a route for a valid one.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,9 @@ from .methods import DENSE, Method
 from .plan import GemmPlan
 from .problem import Problem
 
+MOST_ROUTES = 256
+"""Size of a layer's cache of routes; when full it is cleared."""
+
 Form = Tensor | Compressed | DeviceCompressed
 """A weight in dense layout, or packed."""
 
@@ -31,7 +35,7 @@ class Operands(NamedTuple):
         back, back_indices: the same for dgrad; None if it reads what fprop reads.
         transposed: whether ``back`` is W̃ᵀ ``(in, out)``.
         pattern: of the packed forms.
-        by, back_by: the backends of fprop and dgrad; empty for the dispatcher's choice.
+        backend, back_backend: of fprop and dgrad; empty for the dispatcher's choice.
     """
 
     weight: Tensor
@@ -40,11 +44,11 @@ class Operands(NamedTuple):
     back_indices: Tensor | None = None
     transposed: bool = False
     pattern: Pattern | None = None
-    by: str = ""
-    back_by: str = ""
+    backend: str = ""
+    back_backend: str = ""
 
 
-def operands(fprop: Form, dgrad: Form | None = None, transposed: bool = False, by: tuple[str, str] = ("", "")) -> Operands:
+def operands(fprop: Form, dgrad: Form | None = None, transposed: bool = False, backends: tuple[str, str] = ("", "")) -> Operands:
     """Operands from the form that fprop reads and the one that dgrad reads (None if it is the same)."""
     pattern: Pattern | None = None
     parts: list[Any] = []
@@ -55,7 +59,21 @@ def operands(fprop: Form, dgrad: Form | None = None, transposed: bool = False, b
             pattern = form.pattern
             parts += form.values, form.indices if isinstance(form, Compressed) else form.meta
     weight, indices, back, back_indices = parts
-    return Operands(weight, indices, back, back_indices, transposed, pattern, *by)
+    return Operands(weight, indices, back, back_indices, transposed, pattern, *backends)
+
+
+class Routes(dict[Hashable, Any]):
+    """What a layer has chosen for its calls, by kind of call, until it is out of date; not copied or saved."""
+
+    def put(self, kind: Hashable, route: Any) -> Any:
+        """Remember and return ``route``."""
+        if len(self) >= MOST_ROUTES:
+            self.clear()
+        self[kind] = route
+        return route
+
+    def __reduce__(self) -> tuple[type[Routes], tuple[()]]:
+        return Routes, ()
 
 
 class Route(NamedTuple):
@@ -65,13 +83,13 @@ class Route(NamedTuple):
         fprop: ``"dense"`` or ``"packed"``.
         dgrad: ``"dense"``, ``"packed"``, or ``"columns"`` for W̃ᵀ packed.
         layout: the layout of packed forms.
-        by: the backends of fprop and dgrad, as in ``Operands``.
+        backends: of fprop and dgrad, as in ``Operands``.
     """
 
     fprop: str
     dgrad: str
     layout: str
-    by: tuple[str, str] = ("", "")
+    backends: tuple[str, str] = ("", "")
 
 
 def route(plan: GemmPlan, transform: Any, weight: Tensor, dtype: torch.dtype, x: Tensor) -> Route:
@@ -81,14 +99,18 @@ def route(plan: GemmPlan, transform: Any, weight: Tensor, dtype: torch.dtype, x:
         transform: the ``WeightTransform`` that makes W̃ from ``weight``.
         dtype: of the GEMMs.
     """
+    return _route(plan, transform, (weight.shape[0], weight.shape[1]), weight.device, dtype, x.numel() // weight.shape[1])
+
+
+def _route(plan: GemmPlan, transform: Any, shape: tuple[int, int], device: torch.device, dtype: torch.dtype, tokens: int) -> Route:
     columns = plan.dgrad in ("columns", "device", "auto") and transform.traits.transposable
-    layout = layout_for(weight, transform.pattern, dtype, columns)
+    layout = layout_for(shape, device, transform.pattern, dtype, columns)
+    pair = _pair(transform, shape, device, dtype, layout, tokens)
     if plan.fprop == "auto":
         # without grad there is no backward pass, so dgrad is not needed
-        problems = _pair(transform, weight, dtype, layout, x.numel() // weight.shape[1])[: 2 if torch.is_grad_enabled() else 1]
-        chosen = [_reads(method) for method in choose(*problems)]
-        (fprop, by), (dgrad, back_by) = chosen[0], chosen[-1]
-        return Route(fprop, dgrad, layout, (by, back_by))
+        chosen = [_reads(method) for method in choose(*pair[: 2 if torch.is_grad_enabled() else 1])]
+        (fprop, backend), (dgrad, back_backend) = chosen[0], chosen[-1]
+        return Route(fprop, dgrad, layout, (backend, back_backend))
     dgrad = plan.dgrad
     if dgrad in ("packed", "device") and layout != CANONICAL:
         # tensor cores sum along the rows of what is packed, and dgrad sums along the columns of W̃
@@ -97,7 +119,7 @@ def route(plan: GemmPlan, transform: Any, weight: Tensor, dtype: torch.dtype, x:
         dgrad = "dense" if transform.traits.own_dgrad else "packed"
     if plan.fprop == "dense":
         return Route("dense", dgrad, layout)
-    kernels = [_reads(choose(p)[0])[1] for p in _packed(dgrad, transform, weight, dtype, layout, x.numel() // weight.shape[1])]
+    kernels = [_reads(choose(p)[0])[1] for p in _packed(dgrad, layout, *pair)]
     return Route("packed", dgrad, layout, (kernels[0], kernels[1] if len(kernels) > 1 else ""))
 
 
@@ -108,23 +130,24 @@ def _reads(method: Method) -> tuple[str, str]:
     return "columns" if method.form.startswith("columns") else "packed", "" if torch.compiler.is_compiling() else method.backend
 
 
-def _pair(transform: Any, weight: Tensor, dtype: torch.dtype, layout: str, tokens: int) -> tuple[Problem, Problem]:
+def _pair(
+    transform: Any, shape: tuple[int, int], device: torch.device, dtype: torch.dtype, layout: str, tokens: int
+) -> tuple[Problem, Problem]:
     """The problems of fprop and dgrad, with the forms of W̃ that each may read."""
-    (rows, cols), p, traits = weight.shape, transform.pattern, transform.traits
+    p, traits = transform.pattern, transform.traits
     ending = "" if layout == CANONICAL else f":{layout}"
     first, back = ("dense", f"rows{ending}"), ["dense"]
     if layout == CANONICAL and not traits.own_dgrad:
         back.append("rows")
     if traits.transposable:
         back.append(f"columns{ending}")
-    sizes = tokens, rows, cols, p.n, p.m, dtype, weight.device
+    sizes = tokens, *shape, p.n, p.m, dtype, device
     return Problem("fprop", *sizes, first, changing=True), Problem("dgrad", *sizes, tuple(back), changing=True)
 
 
-def _packed(dgrad: str, transform: Any, weight: Tensor, dtype: torch.dtype, layout: str, tokens: int) -> list[Problem]:
+def _packed(dgrad: str, layout: str, fprop: Problem, back: Problem) -> list[Problem]:
     """The problems of fprop, and of dgrad unless it is dense, for a plan that fixes the forms, so that only the kernel is chosen."""
     ending = "" if layout == CANONICAL else f":{layout}"
-    fprop, back = _pair(transform, weight, dtype, layout, tokens)
     problems = [fprop._replace(forms=(f"rows{ending}",), changing=False)]
     if dgrad != "dense":
         problems.append(back._replace(forms=(f"{'columns' if dgrad == 'columns' else 'rows'}{ending}",), changing=False))
@@ -144,15 +167,17 @@ def wgrad_problem(plan: GemmPlan, tokens: int, rows: int, cols: int, dtype: torc
     return Problem("wgrad", tokens, rows, cols, plan.n, plan.m, dtype, device, available, rule)
 
 
-def problems_of(plan: GemmPlan, transform: Any, weight: Tensor, dtype: torch.dtype, tokens: int) -> list[tuple[Problem, ...]]:
+def problems_of(
+    plan: GemmPlan, transform: Any, shape: tuple[int, int], device: torch.device, dtype: torch.dtype, tokens: int
+) -> list[tuple[Problem, ...]]:
     """The GEMMs of a layer with this plan that ``choose`` decides, grouped by joint choice."""
     if plan.fprop == "dense":
         return []
-    layout = layout_for(weight, transform.pattern, dtype, plan.dgrad != "packed" and transform.traits.transposable)
+    layout = layout_for(shape, device, transform.pattern, dtype, plan.dgrad != "packed" and transform.traits.transposable)
+    pair = _pair(transform, shape, device, dtype, layout, tokens)
     if plan.fprop == "packed":
-        dgrad = route(plan, transform, weight, dtype, weight.new_empty(tokens, weight.shape[1], device="meta")).dgrad
-        return [(p,) for p in _packed(dgrad, transform, weight, dtype, layout, tokens)]
-    problems: list[tuple[Problem, ...]] = [_pair(transform, weight, dtype, layout, tokens)]
+        return [(p,) for p in _packed(_route(plan, transform, shape, device, dtype, tokens).dgrad, layout, *pair)]
+    problems: list[tuple[Problem, ...]] = [pair]
     if plan.wgrad in ("mvue", "magnitude"):
-        problems.append((wgrad_problem(plan, tokens, weight.shape[0], weight.shape[1], dtype, weight.device),))
+        problems.append((wgrad_problem(plan, tokens, *shape, dtype, device),))
     return problems

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from .. import recipes
-from ..nn.deploy import names_of
+from ..nn.compress import names_of
 from ..pattern import Pattern, RecipeError
 from ..recipes import Handle, sparsify_
 from ..train.layer_names import check_names

@@ -26,8 +26,6 @@ import copy
 import re
 import warnings
 from collections.abc import Iterable
-from contextlib import suppress
-from fnmatch import fnmatchcase
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,20 +40,21 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import integrations, ops
+from ..export.card import METHOD, WITHOUT_INTEGERS, config_entry, integers_of, patterns_of, write_card
 from ..export.plan import STACKS, announced, check_filled, home_of
 from ..export.safetensors import VERSION, described, table
 from ..export.tensors import Layer, sparse_layers, weight_name
 from ..layouts import MATRICES, as_matrix, ordered
-from ..nn import CompressedLinear, CompressedStack, NMWeight, decompress_, deployed, replace_
+from ..nn import CompressedLinear, CompressedStack, NMWeight, compressed_like, decompress_, replace_
+from ..nn.compress import check_values
 from ..nn.compressed import LAYOUTS, CompressedPart
-from ..nn.deploy import check_values
-from ..nn.experts import child_name, compressed_stack, deploy_stacks_
+from ..nn.experts import child_name, compress_stacks_, compressed_stack
 from ..nn.swap import after_swap, post_swap_hooks
 from ..ops import Compressed
 from ..ops.integers import BITS, GROUPS
 from ..pattern import CheckpointError, OptionError, Pattern, PatternError, PatternLike, RecipeError
 from ..recipes import Report
-from ..train.layer_names import check_names
+from ..train.layer_names import check_names, skips
 from ..train.report import Entry
 from ..train.sparsify import Candidate, check_groups, select
 from .trainer import prepare
@@ -64,24 +63,6 @@ __all__ = ["NMConfig", "NMQuantizer", "mark_", "prepare"]
 
 if int(transformers.__version__.partition(".")[0]) < 5:
     raise ImportError(f"nmkernels.integrations.hf needs transformers 5; {transformers.__version__} is installed.")
-
-METHOD = "nmkernels"
-WITHOUT_INTEGERS = 4
-"""The newest format version of models without integers."""
-CARD = "README.md"
-HEADING = "## N:M sparse weights"
-SECTION = f"""{HEADING}
-
-Weights of this model are {{patterns}} sparse and stored compressed by nmkernels{{rounded}}. Import its adapter before you load the model:
-without it transformers does not know the format and refuses the file.
-
-```python
-import nmkernels.integrations.hf
-from transformers import {{kind}}
-
-model = {{kind}}.from_pretrained("{{folder}}")
-```
-"""
 
 
 class NMConfig(QuantizationConfigMixin):
@@ -145,20 +126,18 @@ class NMConfig(QuantizationConfigMixin):
     @property
     def rounded(self) -> list[str]:
         """The kinds of integers of the layers, such as ``int4, a step per 128 columns``."""
-        found = {(str(a["values"]), str(a.get("group"))) for a in self.layers.values() if isinstance(a, dict) and "values" in a}
-        return [f"{values}, a step per {'row' if group == '0' else f'{group} columns'}" for values, group in sorted(found)]
+        return integers_of(self.layers)
 
     @property
     def patterns(self) -> list[str]:
         """The patterns of the layers."""
-        return sorted({str(about.get("pattern")) for about in self.layers.values() if isinstance(about, dict)})
+        return patterns_of(self.layers)
 
     def to_dict(self) -> dict[str, Any]:
         """The entry of ``config.json``: the table of a compressed model, else the options for pruning."""
-        integers = self.rounded if self.layers else self.values
-        about = {"quant_method": self.quant_method, "version": self.version if integers else min(self.version, WITHOUT_INTEGERS)}
         if self.layers:
-            return {**about, "layers": copy.deepcopy(self.layers)}
+            return {**config_entry(self.layers, self.version), "quant_method": self.quant_method}
+        about = {"quant_method": self.quant_method, "version": self.version if self.values else min(self.version, WITHOUT_INTEGERS)}
         about |= {"pattern": self.pattern, "skip": list(self.skip), "keep_dense": self.keep_dense}
         return {**about, "values": self.values, "group": self.group} if self.values else about
 
@@ -272,7 +251,7 @@ class NMQuantizer(HfQuantizer):
     def _put(self, model: Any, name: str, dense: nn.Module, layer: Any) -> None:
         if isinstance(layer, CompressedStack):
             home, _, key = name.rpartition(".")
-            deploy_stacks_(dense, {key: layer})
+            compress_stacks_(dense, {key: layer})
             around = model.get_submodule(home.rpartition(".")[0])
             if not (around._parameters or around._buffers):  # Qwen3-Omni's would initialise the dense stacks
                 around._is_hf_initialized = True
@@ -389,16 +368,11 @@ class _Compress:
                 packed = ops.compress(as_matrix(ordered(stored, c.layout), c.layout), pattern)
                 if config.values is not None and c.layout in MATRICES:
                     packed = ops.quantize_values(packed, config.values, config.group)
-                layer = deployed(c.module, packed, c.layout, config.keep_dense)
+                layer = compressed_like(c.module, packed, c.layout, config.keep_dense)
             quantizer._put(model, c.name, c.module, layer)
             quantizer._layers[c.name] = layer
             missing_keys.discard(key)
         return rest
-
-
-def skips(layer: str, name: str) -> bool:
-    """Whether ``name`` of ``NMConfig.skip`` names ``layer``."""
-    return fnmatchcase(f".{layer}.", f"*.{name}.*")
 
 
 def compressed_layers(model: nn.Module) -> dict[str, Layer]:
@@ -446,36 +420,14 @@ def _save_pretrained(model: Any, save_directory: Any, *args: Any, **keywords: An
     done = type(model).save_pretrained(model, save_directory, *args, **keywords)
     main = args[0] if args else keywords.get("is_main_process", True)
     if main and not getattr(model, "_hf_peft_config_loaded", False) and Path(save_directory).is_dir():
-        write_card(save_directory, model)
+        write_card(save_directory, type(model).__name__, model.config.quantization_config.layers)
     return done
 
 
 def _upload(model: Any, working_dir: Any, *args: Any, **keywords: Any) -> Any:
     """Called by both upload paths of transformers, just after it has written its own card."""
-    write_card(working_dir, model)
+    write_card(working_dir, type(model).__name__, model.config.quantization_config.layers)
     return type(model)._upload_modified_files(model, working_dir, *args, **keywords)
-
-
-def write_card(folder: Any, model: Any) -> None:
-    """Add the section on loading to the folder's model card, or write a card; existing text is kept."""
-    from huggingface_hub import ModelCard, ModelCardData
-
-    path = Path(folder) / CARD
-    config = model.config.quantization_config
-    rounded = f", with values in {'; '.join(config.rounded)}" if config.rounded else ""
-    section = SECTION.format(patterns=", ".join(config.patterns), rounded=rounded, kind=type(model).__name__, folder=path.parent.name)
-    if not path.exists():
-        data = ModelCardData(library_name="transformers", tags=[METHOD])
-        path.write_text(f"---\n{data.to_yaml()}\n---\n\n# {path.parent.name}\n\n{section}", encoding="utf-8")
-        return
-    text = path.read_text(encoding="utf-8")
-    with suppress(Exception):  # a header that cannot be parsed is kept
-        card: Any = ModelCard(text)
-        card.data.tags = [*(card.data.tags or ()), *({METHOD} - set(card.data.tags or ()))]
-        text = str(card)
-    if HEADING not in text:
-        text = f"{text.rstrip()}\n\n{section}"
-    path.write_text(text, encoding="utf-8")
 
 
 def _filled(layer: nn.Module, read: bool) -> tuple[dict[str, Tensor], set[str]]:

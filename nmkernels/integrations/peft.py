@@ -385,15 +385,10 @@ class SparseLoraLinear(Linear):
                 self.merged_adapters, done = [], self.merged_adapters
                 self.merge(adapter_names=done)
             raise
-        self._save_unmerged()
+        held = [base.values, base.indices] if isinstance(base, CompressedLinear) else [base.master.detach().clone()]
+        self._unmerged = base, [*held, None if base.bias is None else base.bias.detach().clone()]
         self._write(grouped, bias)
         self.merged_adapters = adapters
-
-    def _save_unmerged(self) -> None:
-        base = self.get_base_layer()
-        bias = None if base.bias is None else base.bias.detach().clone()
-        held = [base.values, base.indices] if isinstance(base, CompressedLinear) else [base.master.detach().clone()]
-        self._unmerged = base, [*held, bias]
 
     def _restore(self) -> None:
         assert self._unmerged is not None
@@ -719,7 +714,8 @@ def check_injection(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
     layers = {name: base_of(m) for name, m in model.named_modules() if is_sparse(base_of(m)) and not name.endswith(".base_layer")}
     if not layers:
         return
-    parameters = {_parameter_name(name, layer): name for name, layer in layers.items()}
+    stacks = {name: layer_name(name, layer) for name, layer in layers.items()}
+    parameters = {f"{name}.weight" if stack == name else stack: name for name, stack in stacks.items()}
     for wanted in _target_parameters(model, config):
         hit = next((name for stored, name in parameters.items() if f".{stored}".endswith(f".{wanted}")), None)
         if hit is not None:
@@ -763,11 +759,6 @@ def check_injection(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
         )
 
 
-def _parameter_name(name: str, layer: nn.Module) -> str:
-    stack = layer_name(name, layer)
-    return f"{name}.weight" if stack == name else stack
-
-
 def _target_parameters(model: nn.Module, config: Any) -> list[str]:
     """The ``target_parameters`` that peft will use: for mixtures it rewrites the names of modules that are now stacked."""
     rewritten = copy.deepcopy(config)
@@ -794,99 +785,91 @@ def _is_target(tuner: BaseTuner, model: nn.Module, config: Any, name: str) -> bo
 
 def install() -> None:
     """Wrap functions of peft, which has no registry for layers. Called at the end of this file; a second call does nothing."""
-    _wrap(tuners_utils, "_maybe_include_all_linear_layers", _all_linear)
+    _wrap(tuners_utils, "_maybe_include_all_linear_layers", _include_all_linear)
     transformers_weight_conversion._maybe_include_all_linear_layers = tuners_utils._maybe_include_all_linear_layers
-    _wrap(lora_model.LoraModel, "_create_new_module", _creating)
-    _wrap(peft_config.PeftConfigMixin, "from_peft_type", _reading)
-    _check_first(BaseTuner, "__init__", _check_start)
-    _check_first(BaseTuner, "inject_adapter", _check_inject)
+    _wrap(lora_model.LoraModel, "_create_new_module", _create_module)
+    _wrap(peft_config.PeftConfigMixin, "from_peft_type", _read_config)
+    # some methods inspect the layers before they inject anything, with less helpful messages
+    _wrap(BaseTuner, "__init__", _check_start)
+    _wrap(BaseTuner, "inject_adapter", _check_injection)
     for owner in (BaseTuner, MixedModel):
-        _check_first(owner, "_unload_and_optionally_merge", _check_unload)
-    _check_first(BaseTuner, "merge_adapter", lambda tuner, adapter_names=None, safe_merge=False: check_merge(tuner.model, adapter_names))
-    _check_first(lora_model.LoraModel, "add_weighted_adapter", _check_weighted)
+        _wrap(owner, "_unload_and_optionally_merge", _check_unload)
+    _wrap(BaseTuner, "merge_adapter", _check_merge)
+    _wrap(lora_model.LoraModel, "add_weighted_adapter", _check_weighted)
 
 
-def _wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the function ``name`` of ``owner``, also a static or class method, by ``wrapper(function)``, unless that has been done."""
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Have the function ``name`` of ``owner``, also a static or class method, call ``wrapper`` with itself first, unless it does."""
     old = vars(owner)[name]
     inner = old.__func__ if isinstance(old, (staticmethod, classmethod)) else old
     if getattr(inner, "_nm_wraps", False):
         return
-    new: Any = wraps(inner)(wrapper(inner))
-    new._nm_wraps = True
+
+    @wraps(inner)
+    def new(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(inner, *args, **kwargs)
+
+    new._nm_wraps = True  # type: ignore[attr-defined]
     setattr(owner, name, type(old)(new) if isinstance(old, (staticmethod, classmethod)) else new)
 
 
-def _check_first(owner: type, name: str, check: Callable[..., None]) -> None:
-    """Make the method ``name`` of ``owner`` call ``check`` with its arguments before it runs."""
-
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            check(*args, **kwargs)
-            return original(*args, **kwargs)
-
-        return checked
-
-    _wrap(owner, name, wrapper)
-
-
-def _check_start(tuner: BaseTuner, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-    # some methods inspect the layers before they inject anything, with less helpful messages
+def _check_start(original: Any, tuner: BaseTuner, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
     check_injection(tuner, model, peft_config.get(adapter_name) if isinstance(peft_config, dict) else peft_config)
+    return original(tuner, model, peft_config, adapter_name, *args, **kwargs)
 
 
-def _check_inject(tuner: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+def _check_injection(original: Any, tuner: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
     check_injection(tuner, model, tuner.peft_config[adapter_name])
+    return original(tuner, model, adapter_name, *args, **kwargs)
 
 
-def _check_unload(tuner: Any, merge: bool = True, progressbar: bool = False, safe_merge: bool = False, adapter_names: Any = None) -> None:
+def _check_unload(
+    original: Any, tuner: Any, merge: bool = True, progressbar: bool = False, safe_merge: bool = False, adapter_names: Any = None
+) -> Any:
     if merge:
         check_merge(tuner.model, adapter_names)
+    return original(tuner, merge, progressbar, safe_merge, adapter_names)
 
 
-def _check_weighted(tuner: Any, adapters: list[str], *args: Any, **kwargs: Any) -> None:
+def _check_merge(original: Any, tuner: Any, adapter_names: Any = None, safe_merge: bool = False) -> Any:
+    check_merge(tuner.model, adapter_names)
+    return original(tuner, adapter_names, safe_merge)
+
+
+def _check_weighted(original: Any, tuner: Any, adapters: list[str], *args: Any, **kwargs: Any) -> Any:
     masked = {bool(getattr(tuner.peft_config.get(name), "nm_masked", False)) for name in adapters}
     if len(masked) > 1:
         raise OptionError(
             f"add_weighted_adapter: some of {', '.join(map(repr, adapters))} are masked (MaskedLoraConfig) and some are not, and their sum "
             "would be neither. Combine adapters of one kind."
         )
+    return original(tuner, adapters, *args, **kwargs)
 
 
-def _all_linear(original: Callable[..., Any]) -> Callable[..., Any]:
-    def include(config: Any, model: nn.Module) -> Any:
-        all_linear = isinstance(getattr(config, "target_modules", None), str) and config.target_modules.lower() == "all-linear"
-        config = original(config, model)
-        if all_linear:
-            config.target_modules = set(config.target_modules) | set(targets(model))
-        return config
-
-    return include
+def _include_all_linear(original: Any, config: Any, model: nn.Module) -> Any:
+    all_linear = isinstance(getattr(config, "target_modules", None), str) and config.target_modules.lower() == "all-linear"
+    config = original(config, model)
+    if all_linear:
+        config.target_modules = set(config.target_modules) | set(targets(model))
+    return config
 
 
-def _creating(original: Callable[..., Any]) -> Callable[..., Any]:
-    def create(lora_config: LoraConfig, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
-        base = base_of(target)
-        custom = any(isinstance(base, kind) for kind in lora_config._custom_modules or ())
-        if custom or not is_linear(base) or kwargs.get("parameter_name") is not None:
-            layer: nn.Module = original(lora_config, adapter_name, target, **kwargs)
-            return layer
-        return SparseLoraLinear(target, adapter_name, config=lora_config, **kwargs)
-
-    return create
+def _create_module(original: Any, lora_config: LoraConfig, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
+    base = base_of(target)
+    custom = any(isinstance(base, kind) for kind in lora_config._custom_modules or ())
+    if custom or not is_linear(base) or kwargs.get("parameter_name") is not None:
+        layer: nn.Module = original(lora_config, adapter_name, target, **kwargs)
+        return layer
+    return SparseLoraLinear(target, adapter_name, config=lora_config, **kwargs)
 
 
-def _reading(original: Callable[..., Any]) -> Callable[..., Any]:
-    def from_peft_type(cls: Any, **kwargs: Any) -> Any:
-        if kwargs.get("nm_masked") and kwargs.get("peft_type") == "LORA":
-            known = {field.name for field in dataclasses.fields(MaskedLoraConfig)}
-            if known.issuperset(kwargs):
-                return MaskedLoraConfig(**kwargs)
-            plain = original(cls, **{k: v for k, v in kwargs.items() if k != "nm_masked"})  # warns about unknown keys
-            return MaskedLoraConfig(**{f.name: getattr(plain, f.name) for f in dataclasses.fields(plain) if f.init})
+def _read_config(original: Any, cls: Any, **kwargs: Any) -> Any:
+    if not kwargs.get("nm_masked") or kwargs.get("peft_type") != "LORA":
         return original(cls, **kwargs)
-
-    return from_peft_type
+    if {field.name for field in dataclasses.fields(MaskedLoraConfig)}.issuperset(kwargs):
+        return MaskedLoraConfig(**kwargs)
+    plain = original(cls, **{k: v for k, v in kwargs.items() if k != "nm_masked"})  # warns about unknown keys
+    return MaskedLoraConfig(**{f.name: getattr(plain, f.name) for f in dataclasses.fields(plain) if f.init})
 
 
 install()

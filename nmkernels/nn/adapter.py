@@ -16,7 +16,7 @@ ADAPTER = ("nm_left", "nm_right")
 def adapter_of(layer: nn.Module) -> tuple[nn.Parameter, nn.Parameter] | None:
     """(L, R) of ``layer``, or None where it has no adapter."""
     parameters: Mapping[str, nn.Parameter | None] = layer._parameters
-    left, right = (parameters.get(name) for name in ADAPTER)
+    left, right = parameters.get(ADAPTER[0]), parameters.get(ADAPTER[1])
     return None if left is None or right is None else (left, right)
 
 

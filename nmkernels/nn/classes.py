@@ -54,8 +54,8 @@ class QuantisedByClass:
     def __set__(self, layer: nn.Module, value: object) -> None:
         layer.__dict__["qconfig"] = value
         warnings.warn(
-            f"torch.ao.quantization goes by exact class: it passes over {type(layer).__name__} and leaves it as it is. To quantise such "
-            "layers, give the dense ones back first, with the zeros in their weights: handle.remove() after finish(), or "
+            f"torch.ao.quantization matches exact classes only: it passes over {type(layer).__name__} and leaves it as it is. To quantise "
+            "such layers, give the dense ones back first, with the zeros in their weights: handle.remove() after finish(), or "
             "nm.densify_(model).",
             stacklevel=2,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from ..gemm.choose import choose
 from ..gemm.forms import forms
 from ..gemm.methods import AS_FLOAT32, DENSE, EXPAND, OP, Method, run
 from ..gemm.problem import Problem
+from ..gemm.route import Routes
 from ..layouts import CONV1D, CONV2D, LINEAR, matrix_shape
 from ..ops.compress import counts_writes
 from ..ops.integers import kind_of, nm_linear_integers
@@ -46,16 +47,53 @@ SMALL_BYTES = 1 << 20
 ``F.linear`` is often fastest. Such a weight stays in the cache between calls."""
 
 
-MOST_SIZES = 256
-"""Size of a layer's cache by input size; when full it is cleared."""
+class _Shortcut(NamedTuple):
+    """How to multiply inputs of one size without asking again, and what shows that the weight is still the one of which that holds.
+
+    Values and indices are always written together, so values and steps tell of all.
+    """
+
+    values: Tensor
+    state: tuple[int, int]
+    """Version and address of the values."""
+    step: Tensor | None
+    step_state: tuple[int, int]
+    revision: int
+    dense: Tensor | None
+    """What ``F.linear`` multiplies; None for the op."""
+
+    def multiply(self, layer: CompressedLinear, x: Tensor) -> Tensor | None:
+        """y = x Wᵀ + b with few checks, as a small GEMM takes microseconds; None if the layer has changed, or the call needs more."""
+        values, buffers, step = self.values, layer._buffers, self.step
+        if not (
+            values is buffers["values"]
+            and (values._version, values.data_ptr()) == self.state
+            and TABLE.revision == self.revision
+            and (step is None or (step is buffers.get("step") and (step._version, step.data_ptr()) == self.step_state))
+            and not values.requires_grad  # linear_compressed raises for it
+            and "bias" in layer._parameters  # torch.nn.utils may compute it
+        ):
+            return None
+        bias = layer._parameters["bias"]
+        if self.dense is not None:
+            try:
+                return F.linear(x, self.dense, bias)
+            except RuntimeError:  # the layer raises a better message
+                return None
+        if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+            return None
+        p, cols = layer.pattern, layer.in_features  # the op checks all that is left
+        if step is not None:
+            fits = bias is None or x.dtype == bias.dtype
+            return nm_linear_integers(x, values, buffers["indices"], step, p.n, p.m, cols, bias) if fits else None
+        if x.dtype != values.dtype:
+            return None
+        operand = (values, buffers["indices"]) if x.is_cpu else operand_for(x, layer.weight)
+        return nm_linear(x, *operand, p.n, p.m, cols, bias)
 
 
-class _Direct(dict[int, tuple[Tensor, "Tensor | None", int, int, int, "tuple[Tensor, int, int] | None"]]):
-    """By input size: values, their dense copy or None for the op, and what shows that both, and the step of integers, are up to date; not
-    copied or saved."""
-
-    def __reduce__(self) -> tuple[type[_Direct], tuple[()]]:
-        return _Direct, ()
+_Direct = Routes
+"""The name in pickles of earlier versions."""
 
 
 class CompressedLinear(nn.Module):
@@ -72,7 +110,7 @@ class CompressedLinear(nn.Module):
             under ``torch.inference_mode`` is expanded at every call; load it outside that mode.
         adapter: (L ``(in, r)``, R ``(r, out)``) of a low-rank adapter, y += x L R / r, stored as Parameters ``nm_left`` and ``nm_right``.
         columns: a permutation of the inputs, int ``(in,)``: y = x[..., columns] Wᵀ + b, for groups of inputs that are not adjacent.
-        dtype: for a weight with integers: the dtype of the dense layer in its place, which ``dense()`` and files name; default torch's.
+        dtype: for a weight with integers: the dtype of the dense layer that it replaces, which ``dense()`` and files name; default torch's.
 
     A weight with integers as values (``ops.quantize_values``) has their steps in the buffer ``step``, which stays bfloat16 when the module
     is cast. It multiplies x in any floating dtype and returns y in that dtype.
@@ -129,8 +167,7 @@ class CompressedLinear(nn.Module):
         if adapter is not None:
             set_adapter(self, *adapter, self.out_features, self.in_features)
         self._view: ops.Compressed | None = weight
-        self._last: Problem | None = None
-        self._direct = _Direct()
+        self._direct = Routes()
 
     @property
     def adapter(self) -> tuple[nn.Parameter, nn.Parameter] | None:
@@ -144,7 +181,7 @@ class CompressedLinear(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the values, or with integers of the dense layer in its place."""
+        """The dtype of the values, or with integers of the dense layer that it replaces."""
         return self.values.dtype if self._buffers.get("step") is None else self._dtype
 
     @property
@@ -196,39 +233,14 @@ class CompressedLinear(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """y = x Wᵀ + b, plus the adapter; x ``(..., in)`` in the weight's dtype, or any floating dtype under autocast or with integers."""
         x = input
-        if not is_dynamo_compiling():
-            try:
-                found = self._direct.get(x.numel())
-            except TypeError:  # torch.export with a symbolic number of tokens, which cannot be hashed
-                found = None
-            if found is not None:
-                # few checks, as a small GEMM takes microseconds: values and indices are always written together, and F.linear checks x
-                values, dense, written, address, revision, of_step = found
-                same = (
-                    values is self._buffers["values"]
-                    and values._version == written
-                    and values.data_ptr() == address
-                    and TABLE.revision == revision
-                    and (of_step is None or _same_step(self._buffers.get("step"), *of_step))
-                    and not values.requires_grad  # linear_compressed raises for it
-                    and "bias" in self._parameters  # torch.nn.utils may compute it
-                )
-                if same and dense is not None:
-                    try:
-                        return F.linear(x, dense, self._parameters["bias"])
-                    except RuntimeError:  # the code below raises a better message
-                        pass
-                elif same and not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()):
-                    p, bias = self.pattern, self._parameters["bias"]  # the op checks all that is left
-                    if of_step is None and x.dtype == values.dtype:
-                        operand = (values, self._buffers["indices"]) if x.is_cpu else operand_for(x, self.weight)
-                        return nm_linear(x, *operand, p.n, p.m, self.in_features, bias)
-                    if of_step is not None and (bias is None or x.dtype == bias.dtype):
-                        return nm_linear_integers(x, values, self._buffers["indices"], of_step[0], p.n, p.m, self.in_features, bias)
+        shortcut = self._direct.get(x.numel()) if type(x) is Tensor and not is_dynamo_compiling() else None
+        if shortcut is not None:
+            y = shortcut.multiply(self, x)
+            if y is not None:
+                return y
         if isinstance(x, PROXY):
             return leaf(self, x)
-        y = self._multiply(x, self.bias)
-        return self._adapted(x, y)
+        return self._adapted(x, self._multiply(x, self.bias))
 
     __prepare_scriptable__ = refuse_script
     qconfig = QuantisedByClass()
@@ -248,20 +260,16 @@ class CompressedLinear(nn.Module):
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """y = x Wᵀ + ``bias``."""
-        if is_tracing():
-            return self._traced(x, bias)
-        x, weight = self._operands(x)
-        return self._chosen(x, weight, bias)
-
-    def _adapted(self, x: Tensor, y: Tensor) -> Tensor:
-        """y plus the adapter, which is multiplied in its own dtype."""
-        adapter = self.adapter
-        return y if adapter is None else add_adapter(y, x.to(adapter[0].dtype), *adapter).to(y.dtype)
-
-    def _traced(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if not is_tracing():
+            return self._chosen(*self._operands(x), bias)
         if self._buffers.get("step") is None:
             return F.linear(x, constant(self.dense), bias)
         return F.linear(x, constant(partial(self._dense, x.dtype)), None if bias is None else bias.to(x.dtype))
+
+    def _adapted(self, x: Tensor, y: Tensor) -> Tensor:
+        """y plus the adapter, which is multiplied in its own dtype."""
+        adapter = adapter_of(self)
+        return y if adapter is None else add_adapter(y, x.to(adapter[0].dtype), *adapter).to(y.dtype)
 
     def _operands(self, x: Tensor) -> tuple[Tensor, ops.Compressed]:
         """x with permuted columns, and the weight, both in the dtype of the GEMM."""
@@ -272,7 +280,7 @@ class CompressedLinear(nn.Module):
             weight = weight if integers else cast(weight, dtype)
         if x.dtype != weight.dtype and not (integers and x.is_floating_point()):
             raise DtypeError(f"CompressedLinear: x is {x.dtype}, the weight {weight.dtype}; cast one of them, or use torch.autocast.")
-        order = self.order
+        order = self._buffers.get("columns")
         if order is not None:
             x = x.index_select(-1, order if counts_writes(order) else order.clone())
         return x, weight
@@ -285,7 +293,7 @@ class CompressedLinear(nn.Module):
         b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
         if method == DENSE:
             name = "dense" if weight.step is None else f"dense {x.dtype}"
-            dense = weight.layout(name, partial(ops.Compressed.dense, dtype=x.dtype))
+            dense = weight.layout(name, ops.Compressed.dense if weight.step is None else partial(ops.Compressed.dense, dtype=x.dtype))
             copies = weight._layouts.get(name)
             # only on a CPU: on a GPU layout() must see every call, to order streams
             if b is bias and x.is_cpu and copies is not None and copies.last is not None and copies.last.value is dense:
@@ -300,13 +308,11 @@ class CompressedLinear(nn.Module):
     def _remember(self, x: Tensor, weight: ops.Compressed, dense: Tensor | None) -> None:
         """Have ``forward`` multiply inputs of this size by the dense weight, or without one by the op, directly from now on."""
         values, step = weight.values, weight.step
-        plain = weight is self._view and self.order is None and self.adapter is None
-        if not plain or not counts_writes(values) or not (step is None or counts_writes(step)):
-            return
-        if len(self._direct) >= MOST_SIZES:
-            self._direct.clear()
-        of_step = None if step is None else (step, step._version, step.data_ptr())
-        self._direct[x.numel()] = values, dense, values._version, values.data_ptr(), TABLE.revision, of_step
+        plain = weight is self._view and "columns" not in self._buffers and adapter_of(self) is None
+        if plain and counts_writes(values) and (step is None or counts_writes(step)):
+            step_state = (0, 0) if step is None else (step._version, step.data_ptr())
+            state = values._version, values.data_ptr()
+            self._direct.put(x.numel(), _Shortcut(values, state, step, step_state, TABLE.revision, dense))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if isinstance(param, ops.Compressed):
@@ -320,7 +326,7 @@ class CompressedLinear(nn.Module):
     def _forget(self) -> None:
         """Drop all cached forms, which may be out of date after writes that torch does not count."""
         self._view = None
-        self._direct = _Direct()
+        self._direct = Routes()
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         stored = state_dict.get(f"{prefix}values")
@@ -369,9 +375,10 @@ class CompressedLinear(nn.Module):
         return problem, choose(problem)[0]
 
     def _problem(self, tokens: int, dtype: torch.dtype, device: torch.device) -> Problem:
-        last = self._last
-        if last is not None and last.tokens == tokens and last.dtype == dtype and last.device == device:
-            return last
+        kind = tokens, dtype, device, self.keep_dense
+        problem: Problem | None = self._direct.get(kind)
+        if problem is not None:
+            return problem
         rows, cols, n, m = self.out_features, self.in_features, self.pattern.n, self.pattern.m
         small, integers = device.type == "cpu" and rows * cols * dtype.itemsize <= SMALL_BYTES, self._buffers.get("step") is not None
         # integers are there to save memory, and a copy would take three times as much as they do
@@ -380,7 +387,7 @@ class CompressedLinear(nn.Module):
         if integers:
             weight, plain = self.weight, tuple(form for form in available if ":" not in form)
             problem = problem._replace(forms=plain, values=weight.kind, group=weight.group)
-        self._last = problem
+        self._direct.put(kind, problem)
         return problem
 
     def extra_repr(self) -> str:
@@ -473,10 +480,6 @@ def cast(weight: ops.Compressed, dtype: torch.dtype) -> ops.Compressed:
         return weight.to(dtype)
     # cast once, and not at every call
     return weight.layout(str(dtype), lambda c: c.to(dtype))
-
-
-def _same_step(step: Tensor | None, then: Tensor, written: int, address: int) -> bool:
-    return step is then and step._version == written and step.data_ptr() == address
 
 
 def _parts(weight: ops.Compressed) -> tuple[Tensor, ...]:

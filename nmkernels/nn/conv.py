@@ -22,6 +22,7 @@ from ..gemm.methods import DENSE, EXPAND
 from ..gemm.problem import Problem
 from ..layouts import CONV2D, as_stored
 from ..pattern import DtypeError, Pattern, PatternLike, ShapeError
+from ..timing import TABLE
 from ..timing.setting import setting
 from .checkpointing import Checkpointed
 from .compressed import SMALL_BYTES, CompressedLinear, cast
@@ -238,6 +239,14 @@ class CompressedConv2d(CompressedLinear):
             return first
         if how == "packed" or forced_backend():
             return PATCHES
+        kind = x.shape, x.dtype, x.device, dense, TABLE.revision
+        route: str | None = self._direct.get(kind)
+        if route is None:
+            self._direct.put(kind, route := self._estimated(x, first, dense))
+        return route
+
+    def _estimated(self, x: Tensor, first: str, dense: bool) -> str:
+        """``PATCHES`` if it is estimated to be clearly faster than ``first``."""
         tokens = len(x) * self._positions(x)
         forms = ("dense", "rows") if dense else ("rows",)
         p = Problem("fprop", tokens, self.out_features, self.in_features, self.pattern.n, self.pattern.m, x.dtype, x.device, forms)

@@ -23,19 +23,16 @@ from torch._subclasses import FakeTensor
 
 from .. import dispatch
 from ..autograd import WeightTransform
-from ..backends import fingerprint, renew_changed_forms
 from ..gemm.plan import GemmPlan
-from ..gemm.route import Operands, Route, operands, route
-from ..ops import Packed
+from ..gemm.route import Operands, Route, Routes, operands, route
+from ..ops import Compressed, Packed
 from ..ops.adamw_pack import StepForms
+from ..ops.compress import fingerprint
 from ..timing import TABLE
 
 Source = tuple[Tensor, WeightTransform, Sequence[Tensor], torch.dtype]
 """What an effective weight is made from: the weight, the transform, the extras that it reads, and the dtype of the GEMMs."""
 
-
-MOST_ROUTES = 256
-"""Size of a layer's cache of routes; when full it is cleared."""
 
 POLLED = 8
 """Checks of offered copies between two looks at their result, which has reached the host by then."""
@@ -76,15 +73,20 @@ class _Wanted(NamedTuple):
 class EffectiveWeight:
     """The cache of one layer's effective weight, in dense layout and packed as its GEMMs read it.
 
-    ``attached``: whether an optimizer hook reports every step; without it nothing is cached. ``routes``: the forms that calls read, by size
+    ``attached``: whether an optimizer hook reports every step; without it nothing is cached. ``pruned``: the weight as ``prune_`` has made
+    it, until the first step; ``NMWeight.as_pruned`` tells whether it still is that. ``routes``: the forms that calls read, by size
     and dtype of the GEMM, grad mode and forced backend.
     """
 
     def __init__(self) -> None:
         self.attached = False
-        self.routes: dict[tuple[int, torch.dtype, bool, Any], Route] = {}
+        self.pruned: Compressed | None = None
+        self.routes = Routes()
         self._basis: tuple[Any, ...] = ()
         self._dense, self._packed = _Copy(), _Copy()
+        self._operands: Operands | None = None
+        self._operands_of: tuple[Any, ...] = (None, None, None, "")
+        """What the last operands are of: W̃ dense and packed, the route, and the form for dgrad."""
         self._requested: _Offer | None = None
         self._offered: _Offer | None = None
         self._checks = 0
@@ -95,7 +97,8 @@ class EffectiveWeight:
         """The effective weight in the forms that a call with the input ``x`` reads under ``plan``."""
         if plan.fprop == "dense":
             return cast(Tensor, self.forms(source, dense=True)[0])
-        fprop, dgrad, layout, by = self.route(source, plan, x)
+        chosen = self.route(source, plan, x)
+        fprop, dgrad, layout, backends = chosen
         if fprop == dgrad == "dense":
             return cast(Tensor, self.forms(source, dense=True)[0])
         back = dgrad if x.requires_grad and torch.is_grad_enabled() else fprop  # what dgrad reads is made for a gradient of x alone
@@ -103,10 +106,16 @@ class EffectiveWeight:
         if not dense and plan.fprop != "auto" and dgrad != "dense" and self._dense.form is not None and not torch.compiler.is_compiling():
             self._dense = _Copy()  # all calls read the packed form; this copy is left over from an evaluation
         spread, packed = self.forms(source, dense, rows, columns, layout)
-        if fprop == back and packed is not None and packed.rows is not None:
-            return operands(packed.rows, by=by)
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            of = self._operands_of
+            if of[0] is spread and of[1] is packed and of[2] is chosen and of[3] == back:
+                return cast(Operands, self._operands)
         forms: dict[str, Any] = {"dense": spread, "packed": packed and packed.rows, "columns": packed and packed.columns}
-        return operands(forms[fprop], None if back == fprop else forms[back], back == "columns", by)
+        used = operands(forms[fprop], None if back == fprop else forms[back], back == "columns", backends)
+        if not compiling and packed is self._packed.form and (spread is None or spread is self._dense.form):
+            self._operands_of, self._operands = (spread, packed, chosen, back), used
+        return used
 
     def route(self, source: Source, plan: GemmPlan, x: Tensor) -> Route:
         """The route of a call, cached by kind of call."""
@@ -115,16 +124,13 @@ class EffectiveWeight:
         if torch.compiler.is_compiling() or type(tokens) is not int:  # traced, for any number of tokens
             return route(plan, transform, weight, dtype, x)
         basis = plan, transform, weight.shape, weight.device, TABLE.revision
-        if basis != self._basis or len(self.routes) >= MOST_ROUTES:
-            self._basis, self.routes = basis, {}
+        if basis != self._basis:
+            self._basis, self.routes = basis, Routes()
         kind = tokens, dtype, torch.is_grad_enabled(), dispatch.environment.get(dispatch.ENV_KEY)
-        result = self.routes.get(kind)
+        result: Route | None = self.routes.get(kind)
         if result is None:
-            result = route(plan, transform, weight, dtype, x)
-            self._basis, self.routes[kind] = (
-                (*basis[:4], TABLE.revision),
-                result,
-            )  # the current revision: the route may have been measured just now
+            result = self.routes.put(kind, route(plan, transform, weight, dtype, x))
+            self._basis = *basis[:4], TABLE.revision  # route() may have measured, which raises the revision
         return result
 
     def dense(self, source: Source) -> Tensor:
@@ -225,7 +231,7 @@ class EffectiveWeight:
             on_host = torch.zeros(1, dtype=torch.int32, pin_memory=weight.is_cuda)
             self._changed = torch.zeros(1, dtype=torch.int32, device=weight.device), on_host
         changed, on_host = self._changed
-        renew_changed_forms(weight, offered.bits, forms.rule, forms.scale, forms.forms, changed, self._checks)
+        forms.renew_changed(weight, offered.bits, changed, self._checks)
         self._checks += 1
         if self._checks % POLLED:
             return
@@ -257,6 +263,7 @@ class EffectiveWeight:
     def release(self) -> None:
         """Free the copies."""
         self._dense, self._packed = _Copy(), _Copy()
+        self._operands, self._operands_of = None, (None, None, None, "")
         self._requested = self._offered = None
 
     def __reduce__(self) -> tuple[type[EffectiveWeight], tuple[()]]:

@@ -458,7 +458,7 @@ def make_stack_sparse_(module: nn.Module, key: str, pattern: PatternLike) -> Sta
 def make_stack_dense_(stack: StackedWeight) -> nn.Module:
     """Turn ``stack`` back into a plain Parameter with the same values, and return the experts module."""
     warn_if_changed(stack)
-    stack.forget()
+    stack.remove_extras()
     module = stack.owner
     del module._modules[PREFIX + stack.key]
     if isinstance(module, SparseExperts) and not module.stacks:
@@ -467,7 +467,7 @@ def make_stack_dense_(stack: StackedWeight) -> nn.Module:
     return module
 
 
-def deploy_stacks_(module: nn.Module, stacks: dict[str, CompressedStack]) -> CompressedExperts:
+def compress_stacks_(module: nn.Module, stacks: dict[str, CompressedStack]) -> CompressedExperts:
     """Replace Parameters of an experts module by compressed ``stacks``; its other stacks become dense."""
     if isinstance(module, SparseExperts):
         for stack in module.stacks.values():
@@ -481,7 +481,7 @@ def deploy_stacks_(module: nn.Module, stacks: dict[str, CompressedStack]) -> Com
 
 
 def expand_stacks_(module: CompressedExperts) -> nn.Module:
-    """Restore the dense Parameters and the class of a compressed experts module; the inverse of ``deploy_stacks_``."""
+    """Restore the dense Parameters and the class of a compressed experts module; the inverse of ``compress_stacks_``."""
     for key, stack in module.stacks.items():
         del module._modules[PREFIX + key]
         module.register_parameter(key, nn.Parameter(stack.dense().contiguous()))

@@ -51,7 +51,8 @@ class NMLinear(Checkpointed):
         if self.transform is None:
             return []
         cast, dtype = autocast_dtype(self.weight), self.weight.dtype
-        return problems_of(self.plan, self.transform, self.multiplied, cast if cast is not None and castable(dtype) else dtype, tokens)
+        dtype = cast if cast is not None and castable(dtype) else dtype
+        return problems_of(self.plan, self.transform, self.gemm_shape, self.weight.device, dtype, tokens)
 
     def as_op(self, x: Tensor) -> tuple[tuple[Any, ...], str]:
         """The arguments of ``nm_linear`` for the input x, and in words what the layer does instead of leaving it to the dispatcher; for
@@ -74,17 +75,17 @@ class NMLinear(Checkpointed):
         assert rows is not None
         bias = None if self.bias is None else self.bias.to(x.dtype)
         args = x, rows.values, positions(rows), rows.pattern.n, rows.pattern.m, self.shape[1], bias
-        said, by = [], "" if how is None else how.by[0]
+        notes, backend = [], "" if how is None else how.backends[0]
         if not packed:
-            said = ["not called by this layer: W̃ in dense layout, for torch's GEMM, is what its plan says or is faster for so many tokens"]
-        elif by:
-            said = [f"this layer names its kernel, of backend {by!r}, which was measured fastest"]
+            notes = ["not called by this layer: W̃ in dense layout, for torch's GEMM, is what its plan says or is faster for so many tokens"]
+        elif backend:
+            notes = [f"this layer names its kernel, of backend {backend!r}, which was measured fastest"]
         plan, tokens = self.plan, x.numel() // max(1, x.shape[-1])
         if plan.fprop == "auto" and plan.wgrad == "mvue":
             wgrad = wgrad_problem(plan, tokens, self.shape[0], self.shape[1], x.dtype, x.device)
             if choose(wgrad) == (UNESTIMATED,):
-                said.append("its weight gradient is the dense GEMM: an estimate of the output gradient would cost more than it saves here")
-        return args, "\n  ".join(said)
+                notes.append("its weight gradient is the dense GEMM: an estimate of the output gradient would cost more than it saves here")
+        return args, "\n  ".join(notes)
 
     def forward(self, input: Tensor) -> Tensor:
         """y = x W̃ᵀ + b, and the adapter's part; x ``(..., in)``. Under autocast the mask comes from the master weight."""

@@ -175,7 +175,7 @@ class Gather:
             how = layer.effective.route((weight, layer.transform, (), c.dtype), layer.plan, x)
             if how.fprop == how.dgrad == "packed" and how.layout == CANONICAL:
                 self.hollow = True
-                return weight, operands(c, by=how.by)
+                return weight, operands(c, backends=how.backends)
         return weight, c.dense() if hollow else weight.detach()
 
     def _packs(self, size: torch.Size, ranks: int) -> bool:

@@ -108,7 +108,7 @@ def make_dense_(layer: NMWeight) -> nn.Module:
         with torch.no_grad():
             layer.master.copy_(folded(layer.master.detach(), *adapter))
     kind = layer.dense_type
-    layer.forget()
+    layer.remove_extras()
     for name in ("dense_type", *(own.name for own in fields(WeightState))):
         layer.__dict__.pop(name, None)
     change_class_(layer, kind)
@@ -126,7 +126,9 @@ def replace_each_(model: nn.Module, pairs: Mapping[nn.Module, nn.Module]) -> Non
     for parent in list(model.modules()):
         for key, child in list(parent._modules.items()):
             if child is not None and child in pairs:
-                put_(parent, key, pairs[child])
+                setattr(parent, key, pairs[child])
+                if key == "_orig_mod":  # of torch.compile, which caches its module's call, and takes the new one's here as after unpickling
+                    parent.__setstate__(parent.__getstate__())
         for key, value in list(vars(parent).items()):
             if key not in REGISTRIES and (held := _exchanged(value, pairs)) is not value:
                 vars(parent)[key] = held
@@ -150,13 +152,6 @@ def _exchanged(value: Any, pairs: Mapping[nn.Module, nn.Module], deep: int = 3) 
         if any(one is not other for one, other in zip(value, others, strict=True)):
             return others
     return value
-
-
-def put_(parent: nn.Module, key: str, new: nn.Module) -> None:
-    """Make ``new`` the child ``key`` of ``parent``, which may be what ``torch.compile`` returned."""
-    setattr(parent, key, new)
-    if key == "_orig_mod":
-        parent.__setstate__(parent.__getstate__())  # it caches its module's call, and takes the new one's here as after unpickling
 
 
 def after_swap(model: nn.Module) -> None:

@@ -13,12 +13,16 @@ from ..autograd import HardMask, WeightTransform, transformed
 from ..gemm.plan import STRAIGHT_THROUGH, GemmPlan
 from ..gemm.problem import Problem
 from ..layouts import LINEAR, MATRICES, as_matrix, as_stored, matrix_shape, ordered
+from ..ops import Compressed
 from ..pattern import Pattern, RecipeError
 from ..shards import is_sharded, local, whole
 from .adapter import ADAPTER, adapter_of
 from .classes import QuantisedByClass, computed_by
 from .effective import EffectiveWeight
 from .traces import constant, is_tracing, refuse_script
+
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers as wide as a weight's elements, to compare bits: NaN equals itself, and -0.0 is not 0.0."""
 
 
 @dataclass(eq=False, repr=False)
@@ -105,10 +109,9 @@ class NMWeight(nn.Module, WeightState):
         return self.master if self.columns is None else self.master.index_select(1, self.columns.to(self.weight.device))
 
     @property
-    def multiplied(self) -> Tensor:
-        """A tensor with the shape ``(out, in)`` of what this rank's GEMMs multiply, which FSDP2 gathers whole; not its contents."""
-        gather, master = self.gather, self.master
-        return master if gather is None else master.new_empty(1, 1).expand(*matrix_shape(gather.fsdp_param._orig_size, self.layout))
+    def gemm_shape(self) -> tuple[int, int]:
+        """``(out, in)`` of what this rank's GEMMs multiply, which FSDP2 gathers whole."""
+        return matrix_shape(local(self.parameter).shape if self.gather is None else self.gather.fsdp_param._orig_size, self.layout)
 
     @property
     def home(self) -> tuple[nn.Module, str]:
@@ -204,7 +207,7 @@ class NMWeight(nn.Module, WeightState):
         """The weight, or what its transform reads, has changed, by a step of an attached optimizer or else: make W̃ again before use."""
         self.effective.drop()
         if stepped and not self.stepped:
-            self.stepped = True
+            self.stepped, self.effective.pruned = True, None
         if self.gather is not None:
             self.gather.fresh = False
 
@@ -216,24 +219,38 @@ class NMWeight(nn.Module, WeightState):
             self.gather.remove()
             self.gather = None
 
+    def as_pruned(self) -> Compressed | None:
+        """The compressed weight that ``prune_`` has made, on the weight's device, if W still has its bits; else None."""
+        packed = self.effective.pruned
+        if packed is None:
+            return None
+        weight = self.master.detach()
+        if type(weight) is not Tensor or weight.is_meta or (weight.shape, weight.dtype) != (packed.shape, packed.dtype):
+            return None
+        packed, words = packed.to(weight.device), WORDS[weight.dtype.itemsize]
+        return packed if torch.equal(packed.dense().view(words), weight.view(words)) else None
+
     @torch.no_grad()
-    def finish(self, weight: Tensor, columns: Tensor | None) -> None:
-        """Replace W by ``weight`` ``(out, in)``, N:M in the order ``columns``, and forget all else of the recipe but the adapter."""
-        self.master.copy_(weight)
+    def finish(self, weight: Tensor | None, columns: Tensor | None) -> None:
+        """Replace W by ``weight`` ``(out, in)``, N:M in the order ``columns``, and forget all else of the recipe but the adapter. None: W
+        is what ``prune_`` has made, and stays."""
+        if weight is not None:
+            self.master.copy_(weight)
+            self.effective.pruned = None
         self.use(None, STRAIGHT_THROUGH)
         self.finished, self.columns = True, columns
         self.adapts = True  # also one that is set later, such as an absorbed LoRA
-        self.forget(adapter=False)
+        self.remove_extras(keep_adapter=True)
         self.effective.release()
 
-    def forget(self, adapter: bool = True) -> None:
-        """Remove every tensor that a transform reads, and the adapter unless told to leave it."""
-        kept = () if adapter else ADAPTER
-        for name in [name for name in (*self._buffers, *self._parameters) if name.startswith("nm_") and name not in kept]:
-            delattr(self, name)
+    def remove_extras(self, keep_adapter: bool = False) -> None:
+        """Remove the tensors that a transform reads."""
+        for name in [name for name in (*self._buffers, *self._parameters) if name.startswith("nm_")]:
+            if not (keep_adapter and name in ADAPTER):
+                delattr(self, name)
         self.seed, self.starts = None, ()
 
-    # ---- what a transform reads next to the weight, and what it says of it
+    # ---- extra tensors of the transform, and its metrics
 
     @torch.no_grad()
     def clear_adapter(self) -> None:

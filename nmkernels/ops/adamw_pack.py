@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
+from ..backends import renew_changed_forms
 from ..pattern import OptionError, Pattern, PatternError, PatternLike, ShapeError
 from ..reference.adamw import AdamWArgs
 from ..reference.adamw_pack import split
@@ -150,6 +151,10 @@ class StepForms(NamedTuple):
         """What must be the same for all targets of a kernel call."""
         forms = self.forms
         return self.rule, forms.layout, *(x if x is None else x.dtype for x in (*forms.buffers(), forms.dense)), self.scale is None
+
+    def renew_changed(self, weight: Tensor, bits: Tensor | None, changed: Tensor, count: int) -> None:
+        """Make the forms again on the device if a strip of ``weight`` differs from them, see ``backends.renew_changed_forms``."""
+        renew_changed_forms(weight, bits, self.rule, self.scale, self.forms, changed, count)
 
 
 def arguments(p: Pattern, forms: Sequence[Packed], rule: str, scales: Tensors, step: AdamWArgs) -> tuple[Any, ...]:

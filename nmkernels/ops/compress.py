@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..arguments import whole_number
+from ..backends.cpu.fingerprint import fingerprint as fingerprint  # tells of writes that torch does not count
 from ..backends.streams import MadeOf
 from ..pattern import OptionError, Pattern, PatternLike, ShapeError
 from .check import as_pattern, check_dense, check_mask, check_packed

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,22 @@ from torch import Tensor, nn
 from ..layouts import MATRICES
 from ..nn import NMWeight
 from ..nn.chains import Chain, find_chains
-from ..nn.deploy import check_values
+from ..nn.compress import check_values
+from ..ops import Compressed
 from ..pattern import Pattern, PatternLike, RecipeError
 from ..recipes.methods.asp import ASP
 from ..shards import is_sharded
 from ..train.handle import Handle
+from ..train.layer_names import check_names, skips
 from ..train.report import Pruned, Report
-from ..train.sparsify import Candidate, FilterFn, check_groups, select, sparsify_
+from ..train.sparsify import Candidate, FilterFn, check_groups, make_handle_, select
 from ..train.writes import listed
 from .base import OneShot, resolve, text
 from .data import batches_of, call
 from .ranks import agree, gathered, together
-from .relay import Forward, Relay
+from .relay import Forward, Relay, Unit
 from .results import Results, digest, owned
-from .units import Progress, Residence, mask_of, prune_units, trace, write
+from .units import Progress, prune_units, trace, write
 
 SCARCE = 2
 """With fewer tokens per input the user is warned."""
@@ -103,57 +106,119 @@ def prune_(
         chosen, report = choose(model, pattern, filter_fn, method)
         if values is not None:
             check_groups("prune_", values, group, pattern, chosen)
-        resident = Residence(device)
-        relay = Relay(model, chosen, batches, forward or call, blocks, device, resident)
+        pruning = Pruning(model, chosen, report, pattern, method, sequential, permute, values, group)
+        relay = Relay(model, chosen, batches, forward or call, blocks, device)
     identity = {
-        **settings(pattern, method, sequential, permute, values, group),
+        **pruning.settings,
         "blocks": None if blocks is None else list(blocks),
-        "layers": [c.name for c in chosen],
+        "layers": list(pruning.layers),
         "weights": digest([sample(c.matrix) for c in chosen] if folder is None else [*tensors_of(model)]),
         "configuration": digest(configuration(model)),
     }
     agree("arguments or models", identity)
     shares = gathered((digest(batches), len(batches)))
     identity["data"] = shares[0][0] if len(shares) == 1 else digest(shares)
-    chains = find_chains(model)[0] if permute else []
-    integers = None if values is None else (values, group)
+    compressed: dict[str, Compressed] = {}
     with owned(None if folder is None else Path(folder), "another folder"):
-        results = Results(folder, identity)
-        with relay.running():
-            trace(relay)
-            prune_units(relay, pattern, method, results, chains, sequential=sequential, integers=integers, progress=progress)
-        units = [[c.name for c in unit.layers] for unit in relay.units] + [[c.name for c in relay.idle]]
-        named = {c.name: c for c in chosen}
-        masks, rows, gains = _taken(model, results, units, named, chains)
-    handle = sparsify_(model, ASP(pattern, score="existing"), lambda module, name: name in named)
-    handle.run.masks.chosen = masks
-    for layer in handle.layers.values():
-        layer.integers = integers if layer.layout in MATRICES else None
-    handle.report.entries = report.entries
-    gained = gains if permute else None
-    complete_(handle.report, rows, gained, named, method, identity["data"], sum(count for _, count in shares), values, relay.whole)
+        pruning.run(relay, Results(folder, identity), identity["data"], sum(count for _, count in shares), progress)
+        with torch.no_grad():
+            for number in range(len(pruning.units)):
+                done = pruning.results.load(number)
+                write(model, done, pruning.layers, pruning.chains)
+                compressed |= done.layers
+    handle = make_handle_(model, ASP(pattern, score="existing"), chosen, report)
+    for name, layer in handle.layers.items():
+        layer.effective.pruned = compressed[name]
+        layer.integers = pruning.integers if layer.layout in MATRICES else None
     return handle
 
 
-def _taken(
-    model: nn.Module, results: Results, units: list[list[str]], named: Mapping[str, Candidate], chains: Sequence[Chain]
-) -> tuple[dict[str, Tensor], dict[str, Pruned], dict[str, str]]:
-    """Write the results of all units into the model; returns the masks, the rows of the report and what reordering brought."""
-    masks: dict[str, Tensor] = {}
-    rows: dict[str, Pruned] = {}
-    gains: dict[str, str] = {}
-    for number, names in enumerate(units):  # all files are read before anything is written
-        done = results.load(number, names)
-        rows, gains = rows | done.rows, gains | done.gains
-        masks |= {name: mask_of(c).to(named[name].module.get_parameter(named[name].key).device) for name, c in done.layers.items()}
-    with torch.no_grad():
-        for number, names in enumerate(units):
-            write(model, results.load(number, names), named, chains)
-    return masks, rows, gains
+@dataclass(eq=False)
+class Pruning:
+    """What ``prune_`` and ``prune_folder`` share: the ``chosen`` layers of ``model``, how they are pruned, and after ``run`` what has come
+    of it.
+
+    Attributes:
+        report: on all layers; complete after ``run``.
+        results: those of ``units``, by number. The last unit has the layers that the first batches do not reach.
+        whole: as in ``Relay``.
+    """
+
+    model: nn.Module
+    chosen: list[Candidate]
+    report: Report
+    pattern: Pattern
+    method: OneShot
+    sequential: bool
+    permute: bool
+    values: str | None
+    group: int | None
+    results: Results = field(init=False)
+    units: list[Unit] = field(init=False)
+    whole: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.layers = {c.name: c for c in self.chosen}
+        self.chains: list[Chain] = find_chains(self.model)[0] if self.permute else []
+        self.integers = None if self.values is None else (self.values, self.group)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """How the model is pruned, by the names of the arguments."""
+        own = {name: getattr(self, name) for name in ("sequential", "permute", "values", "group")}
+        return {"pattern": str(self.pattern), "method": text(self.method), **own}
+
+    def run(
+        self,
+        relay: Relay,
+        results: Results,
+        data: str,
+        batches: int,
+        progress: Progress | None = None,
+        around: Callable[[Relay], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """Fill ``results`` and the report; the model is then as it was.
+
+        Args:
+            data, batches: the digest and the number of the batches, for the report.
+            around: a context for all passes but those of ``trace``.
+        """
+        with relay.running():
+            trace(relay)
+            with around(relay):
+                prune_units(
+                    relay, self.pattern, self.method, results, self.chains, sequential=self.sequential, integers=self.integers,
+                    progress=progress,
+                )  # fmt: skip
+        self.results, self.units, self.whole = results, [*relay.units, Unit("", relay.idle)], relay.whole
+        rows: dict[str, Pruned] = {}
+        gains: dict[str, str] = {}
+        for number, unit in enumerate(self.units):  # all files are read before anything is written
+            done = results.load(number, [c.name for c in unit.layers])
+            rows, gains = rows | done.rows, gains | done.gains
+        order = {name: i for i, name in enumerate(self.layers)}
+        report = self.report
+        report.pruned = dict(sorted(rows.items(), key=lambda row: order[row[0].partition("[")[0]]))
+        if self.permute:
+            report.channels = {name: gains.get(name, "left alone: nothing proves that they can be reordered") for name in order}
+        report.remark = f"pruned by {text(self.method)} on {batches} batches with digest {data}"
+        if self.values is not None:
+            report.remark += f"; compressed values are {self.values}"
+        if self.whole:
+            report.remark += f"; each pass ran the whole model: {self.whole}"
+        few = [name for name, row in report.pruned.items() if row.tokens < SCARCE * self.layers[name.partition("[")[0]].matrix_shape[1]]
+        if few and self.method.guarded:
+            warnings.warn(
+                f"prune_: {listed(few)} got fewer than {SCARCE} tokens per input feature, which is little to choose weights by; pass more "
+                "data. The report has the counts.",
+                stacklevel=3,
+            )
 
 
-def choose(model: nn.Module, pattern: Pattern, filter_fn: FilterFn | None, method: OneShot) -> tuple[list[Candidate], Report]:
-    """The layers to prune, and the report on all."""
+def choose(
+    model: nn.Module, pattern: Pattern, filter_fn: FilterFn | None, method: OneShot, skip: Sequence[str] = ()
+) -> tuple[list[Candidate], Report]:
+    """The layers to prune, and the report on all; ``skip`` as for ``prune_folder``."""
     chosen, report = select(model, pattern, filter_fn, ASP(pattern, score="existing"))
     if method.transposable:
         why = f"transposable masks need out_features that are a multiple of M={pattern.m}"
@@ -162,6 +227,12 @@ def choose(model: nn.Module, pattern: Pattern, filter_fn: FilterFn | None, metho
         report.entries = [replace(e, sparse=False, reason=why) if e.name in misfits else e for e in report.entries]
     if not chosen:
         raise RecipeError(f"prune_: no layer of the model can be made {pattern} sparse:\n{report}")
+    check_names("prune_folder: skip", skip, [c.name for c in chosen], skips, "layer to prune")
+    skipped = {c.name for c in chosen if any(skips(c.name, name) for name in skip)}
+    report.entries = [replace(e, sparse=False, reason="named in skip") if e.name in skipped else e for e in report.entries]
+    chosen = [c for c in chosen if c.name not in skipped]
+    if not chosen:
+        raise RecipeError("prune_folder: skip leaves no layer to prune.")
     return chosen, report
 
 
@@ -182,19 +253,14 @@ def undispatch_(model: nn.Module) -> None:
     hooked = [module for module in model.modules() if hasattr(module, "_hf_hook")]
     if not hooked:
         return
-    from accelerate.hooks import remove_hook_from_submodules
-
     offloaded = next((name for name, p in model.named_parameters() if p.is_meta), None)
     hooks = [hook for module in hooked for hook in getattr(module._hf_hook, "hooks", (module._hf_hook,))]
     if offloaded is not None and any(device.type == "meta" for hook in hooks for device in getattr(hook, "original_devices", {}).values()):
         raise RecipeError(
             f"prune_: accelerate has offloaded weights to disk ({offloaded!r}). Prune the folder itself, which needs one block in memory: "
-            "python -m nmkernels prune MODEL_DIR --data FILE --out DIR, or integrations.hf_folder.prune_folder."
+            "python -m nmkernels prune MODEL_DIR --data FILE --out DIR, or nmkernels.prune.folder.prune_folder."
         )
-    remove_hook_from_submodules(model)
-    for module in hooked:  # accelerate leaves the class's own forward on the instance
-        if getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward:
-            del module.__dict__["forward"]
+    remove_hooks_(model)
     warnings.warn(
         "prune_: accelerate's hooks were removed, which sparse layers cannot have. To use the model on several devices, dispatch it "
         "again after compress_ (accelerate.dispatch_model).",
@@ -202,16 +268,14 @@ def undispatch_(model: nn.Module) -> None:
     )
 
 
-def settings(pattern: Pattern, method: OneShot, sequential: bool, permute: bool, values: str | None, group: int | None) -> dict[str, Any]:
-    """How a model is pruned, by the names of the arguments."""
-    return {
-        "pattern": str(pattern),
-        "method": text(method),
-        "sequential": sequential,
-        "permute": permute,
-        "values": values,
-        "group": group,
-    }
+def remove_hooks_(model: nn.Module) -> None:
+    """Remove accelerate's hooks, and the class's own forward, which it leaves on each instance."""
+    from accelerate.hooks import remove_hook_from_submodules
+
+    remove_hook_from_submodules(model)
+    for module in model.modules():
+        if getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward:
+            del module.__dict__["forward"]
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor | str]]:
@@ -231,28 +295,3 @@ def sample(matrix: Tensor) -> Tensor:
     """Some of the elements of a weight, to recognise it."""
     flat = matrix.reshape(-1)
     return flat[:: max(1, len(flat) // 4096)]
-
-
-def complete_(
-    report: Report, rows: Mapping[str, Pruned], gains: Mapping[str, str] | None, layers: Mapping[str, Candidate], method: OneShot,
-    data: str, batches: int, values: str | None, whole: str = "",
-) -> None:  # fmt: skip
-    """Put the results of all units into ``report``, and warn of layers with too few tokens. ``gains``: of permuted channels, if any;
-    ``whole``: as in ``Relay``.
-    """
-    order = {name: i for i, name in enumerate(layers)}
-    report.pruned = dict(sorted(rows.items(), key=lambda row: order[row[0].partition("[")[0]]))
-    if gains is not None:
-        report.channels = {name: gains.get(name, "left alone: nothing proves that they can be reordered") for name in layers}
-    report.remark = f"pruned by {text(method)} on {batches} batches with digest {data}"
-    if values is not None:
-        report.remark += f"; compressed values are {values}"
-    if whole:
-        report.remark += f"; each pass ran the whole model: {whole}"
-    few = [name for name, row in report.pruned.items() if row.tokens < SCARCE * layers[name.partition("[")[0]].matrix_shape[1]]
-    if few and method.guarded:
-        warnings.warn(
-            f"prune_: {listed(few)} got fewer than {SCARCE} tokens per input feature, which is little to choose weights by; pass more "
-            "data. The report has the counts.",
-            stacklevel=3,
-        )

@@ -101,7 +101,7 @@ class Relay:
         forward: runs the model on one batch.
         blocks: see ``block_lists``.
         device: where blocks run; None: where they are.
-        resident: a context in which the weights of a module are on that device; it may be entered again inside.
+        resident: a context in which the weights of a module are on that device, entered again inside too; default ``on_device``.
 
     Attributes:
         units: in the order in which the model runs them, once ``trace`` was called.
@@ -119,10 +119,10 @@ class Relay:
         forward: Forward,
         blocks: Sequence[str] | None = None,
         device: torch.device | None = None,
-        resident: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
+        resident: Callable[[nn.Module], AbstractContextManager[Any]] | None = None,
     ) -> None:
         self.model, self.layers, self.batches, self.forward = model, layers, batches, forward
-        self.device, self.resident = device, resident
+        self.device, self.resident = device, resident or partial(on_device, device=device)
         lists = block_lists(model, layers, blocks)
         self.blocks = [Block(f"{name}.{i}", block, name) for name, members in lists.items() for i, block in enumerate(members)]
         self.units: list[Unit] = []
@@ -340,7 +340,7 @@ class Relay:
 
 @contextmanager
 def on_device(module: nn.Module, device: torch.device | None) -> Iterator[None]:
-    """Move ``module`` to ``device`` and back to where it was; one whose weights are on several devices stays."""
+    """Move ``module`` to ``device`` and back to where it was; one that is there, or whose weights are on several devices, stays."""
     homes = {t.device for t in (*module.parameters(), *module.buffers())}
     if device is None or len(homes) != 1 or homes == {device}:
         yield

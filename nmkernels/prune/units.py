@@ -23,7 +23,7 @@ from .base import OneShot
 from .data import arguments, padding
 from .hessians import Hessians, Problem, exact_gemms
 from .ranks import agree, gathered, ranks, together
-from .relay import Relay, Unit, log, on_device
+from .relay import Relay, Unit, log
 from .results import Done, Results
 from .solve import solve
 
@@ -227,28 +227,3 @@ def applied(model: nn.Module, done: Done, layers: Mapping[str, Candidate], chain
             for tensor, values in before.values():
                 tensor.copy_(values)
         _forget(model)
-
-
-def mask_of(packed: ops.Compressed) -> Tensor:
-    """The mask ``(out, in)`` of a compressed matrix, its stored zeros included."""
-    ones = ops.Compressed(torch.ones_like(packed.values), packed.indices, packed.pattern, packed.shape)
-    return ones.dense() != 0
-
-
-class Residence:
-    """``with residence(module)``: its weights are on ``device``, and inside such a context where they were after the outermost."""
-
-    def __init__(self, device: torch.device | None) -> None:
-        self.device, self._inside = device, set[nn.Module]()
-
-    @contextmanager
-    def __call__(self, module: nn.Module) -> Iterator[None]:
-        if module in self._inside:
-            yield
-            return
-        self._inside.add(module)
-        try:
-            with on_device(module, self.device):
-                yield
-        finally:
-            self._inside.discard(module)

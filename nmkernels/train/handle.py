@@ -432,7 +432,7 @@ class Handle:
                 if self.recipe.final == "dense":
                     layer.use(None, STRAIGHT_THROUGH)
             if self.recipe.final != "dense" and not self.run.stage.held_mask:
-                for name, transform in self.run.final_transforms().items():
+                for name, transform in self.run.final_transforms(self.layers).items():
                     # emulated roundings and packed GEMMs belong to training; any other plan computes the same forward pass
                     plan = kept[name][1]
                     self.layers[name].use(transform, plan if plan.fp8 is None and plan.fprop == "dense" else STRAIGHT_THROUGH)
@@ -493,7 +493,7 @@ class Handle:
             self.run.hooks.deploy()
         else:
             self.run.hooks.deploy()
-            make_nm(self.layers, self.run.final_transforms())
+            make_nm(self.layers, self.run.final_transforms(name for name, layer in self.layers.items() if layer.as_pruned() is None))
             self._end()
         return self.model
 
@@ -525,7 +525,8 @@ class Handle:
 
 @torch.no_grad()
 def make_nm(layers: dict[str, NMWeight], transforms: dict[str, WeightTransform]) -> None:
-    """Replace every layer's weight by its transform's W̃, and remove from the layer what only training needed."""
+    """Replace the weight of each layer in ``transforms`` by its transform's W̃; the others are what ``prune_`` has left. Remove from all
+    layers what only training needed."""
     for name, layer in layers.items():
         if anywhere(layer.parameter, not bool(torch.isfinite(layer.master).all())):
             raise RecipeError(f"finish: the weight of layer {name!r} has NaN or infinite values; training diverged before this point.")
@@ -538,7 +539,7 @@ def make_nm(layers: dict[str, NMWeight], transforms: dict[str, WeightTransform])
             raise RecipeError(f"finish: layer {name!r} is not {layers[name].pattern} after pruning; please report this bug.")
         pruned[name], orders[name] = weight, order
     for name, layer in layers.items():
-        layer.finish(pruned.pop(name), orders[name])
+        layer.finish(pruned.pop(name, None), orders.get(name))
 
 
 def metrics_of(run: Run) -> dict[str, Tensor]:

@@ -38,8 +38,6 @@ class HeldMasks:
     def __init__(self, layers: dict[str, NMWeight], score: str | None, trained: Callable[[], bool] = bool) -> None:
         self.layers, self.score, self._trained = layers, score, trained
         self.masks: dict[str, Tensor] = {}
-        self.chosen: dict[str, Tensor] = {}
-        """Masks that ``prune_`` has chosen; zeros alone do not show which weights of value zero are kept."""
         self.inputs = InputNorms(layers)
 
     def load(self, held: dict[str, dict[str, Tensor]]) -> None:
@@ -98,9 +96,11 @@ class HeldMasks:
                 'Use score="magnitude", another pattern, or leave the layer out with filter_fn.'
             )
         self.check_inputs()
-        chosen = self.chosen.get(name) if self.score == "existing" else None
-        if chosen is not None and not bool(layer.master.detach().masked_fill(chosen, 0.0).any()):
-            return chosen
+        pruned = layer.effective.pruned if self.score == "existing" else None
+        if pruned is not None and pruned.shape == layer.master.shape:
+            mask = stored(pruned.to(layer.master.device))  # zeros alone do not show which weights of value zero are kept
+            if not bool(layer.master.detach().masked_fill(mask, 0.0).any()):
+                return mask
         return ops.mask(self.scores(name), layer.pattern)
 
     def scores(self, name: str) -> Tensor:
@@ -116,3 +116,9 @@ class HeldMasks:
                 "with handle.calibrate(): model(batch), or leave out layers that the model does not call with filter_fn. When resuming, "
                 "load the optimizer's state dict before attach: it has the masks."
             )
+
+
+def stored(packed: ops.Compressed) -> Tensor:
+    """The mask of a compressed weight: what it stores, values of zero included."""
+    ones = ops.Compressed(torch.ones_like(packed.values), packed.indices, packed.pattern, packed.shape)
+    return ones.dense() != 0

@@ -302,12 +302,12 @@ class Run:
         rows = {groups: torch.cat([part.get(name, nothing) for name in names]) for groups, part in parts.items()}
         return {name: total / size for name, (total, size) in zip(names, reduced(rows).view(-1, 2), strict=True)}
 
-    def final_transforms(self) -> dict[str, WeightTransform]:
-        """The transforms that ``finish`` applies, by layer."""
+    def final_transforms(self, names: Iterable[str]) -> dict[str, WeightTransform]:
+        """The transforms that ``finish`` applies to the layers ``names``."""
         if self.stage.later is not None:
             self.begin("a dense phase", overwrite=True)
             self.tensors.preview()
-        return {name: self.masks.preview(name) or layer.final for name, layer in self.layers.items()}
+        return {name: self.masks.preview(name) or self.layers[name].final for name in names}
 
     def not_ready_reason(self) -> str:
         """Why it is too early to finish, to complete "the recipe <name> …"; empty where it is not."""

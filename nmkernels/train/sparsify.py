@@ -34,7 +34,7 @@ from ..nn import (
     switch_fast_paths,
 )
 from ..nn.classes import class_of, computed_by
-from ..nn.deploy import FLOATING, names_of
+from ..nn.compress import FLOATING, names_of
 from ..nn.experts import child_name, experts_per_token, layer_name, make_stack_sparse_, stacks_of
 from ..nn.swap import after_swap
 from ..ops.compress import group_of
@@ -402,6 +402,12 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
     chosen, report = select(model, pattern, filter_fn, recipe)
     if not chosen:
         raise RecipeError(f"sparsify_: no layer of the model can be made {pattern} sparse:\n{report}")
+    return make_handle_(model, recipe, chosen, report)
+
+
+def make_handle_(model: nn.Module, recipe: Recipe, chosen: Iterable[Candidate], report: Report) -> Handle:
+    """Swap the layers that ``select`` has chosen, in place, and return the handle: ``sparsify_`` for a caller that has chosen already."""
+    pattern = Pattern(recipe.pattern)
     built = {c.name: c.module for c in chosen if isinstance(c.module, NMWeight)}
     layers: dict[str, NMWeight] = {c.name: built.get(c.name) or _made_sparse(c, pattern) for c in chosen}
     after_swap(model)
@@ -409,7 +415,7 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
         return Handle(model, recipe, layers, report)
     except Exception:
         for name, layer in layers.items():
-            layer.forget()
+            layer.remove_extras()
             if name in built:
                 layer._start(pattern)
             else:

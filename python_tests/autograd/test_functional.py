@@ -138,7 +138,7 @@ def test_a_backend_that_was_asked_for_gets_no_wrapped_tensors():
     plan = GemmPlan(dgrad="packed", **PACKED)
 
     def loss(w, x):
-        return linear(x, w, operands(c, by=("cpu", "cpu")), plan=plan).square().sum()
+        return linear(x, w, operands(c, backends=("cpu", "cpu")), plan=plan).square().sum()
 
     dw, dx = vmap(grad(loss, (0, 1)), (None, 0))(w, x)
     y = x @ c.dense().T

@@ -167,7 +167,7 @@ def test_a_named_backend_computes_as_the_op_does(monkeypatch):
     entry = dispatch.Impl("nm_linear", "mine", kernel, dispatch.always, -1)
     monkeypatch.setitem(dispatch._impls, "nm_linear", [*dispatch._impls["nm_linear"], entry])
     with torch.autocast("cpu", torch.bfloat16):
-        y = linear(x, w, operands(c, by=("mine", "")))
+        y = linear(x, w, operands(c, backends=("mine", "")))
     torch.testing.assert_close(y, F.linear(x, used))
     assert seen == [(False, False)] and y.requires_grad
 

@@ -1,4 +1,4 @@
-"""The studies: rows have the results of the runs, and the compared kernels are those named."""
+"""Loss curves: rows have the results of the runs, and the compared kernels are those named."""
 
 from __future__ import annotations
 
@@ -55,37 +55,8 @@ def test_curves_of_a_real_run(name: str, text: list[str], tmp_path: Path, monkey
         return losses
 
     monkeypatch.setattr(studies, "curve", counted)
-    assert studies.main(["loss_curves", *SIZES, "--device", "cpu", *text, "--recipes", name, "--out", str(tmp_path / "rows.csv")]) == 0
+    assert studies.main([*SIZES, "--device", "cpu", *text, "--recipes", name, "--out", str(tmp_path / "rows.csv")]) == 0
     rows = read(tmp_path / "rows.csv")
     assert len(rows) == 3 + 2 * 2 and seen[PACKED] > 0 == seen[REFERENCE] == seen[NUDGED]
     farthest = [float(r["p50"]) for r in rows if r["metric"] == FARTHEST]
     assert len(farthest) == 2 and max(farthest) < 1e-3
-
-
-def test_rows_hold_the_seeds_quantiles_and_the_worst():
-    def fake(seed: int) -> dict:
-        sparse = {"val_loss": 1.5 + seed, "bytes": {"layers_compressed": 531, "layers_dense": 1000}}
-        config = {"recipe": "step:2:4", "width": 128, "layers": 4, "steps": 800}
-        return {"config": config, "sparse": sparse, "baseline": {"val_loss": 1.0}, "val_loss_ratio": 1.5 + seed}
-
-    rows = {(r.provider, r.metric): r for r in studies.rows_of_runs([fake(i) for i in range(3)])}
-    ratio = rows["step", studies.RATIO]
-    assert (ratio.p50, ratio.pattern, ratio.shape) == (2.5, "2:4", "byte GPT 128x4, 800 steps, 3 seeds")
-    assert rows["step", studies.WORST].p50 == 3.5 and rows["step", studies.BYTES].p80 == 0.531
-    assert rows["dense baseline", studies.LOSS].p20 == 1.0
-
-
-@pytest.mark.slow
-def test_a_run_with_its_baseline(text: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    words = ["step_vs_dense", "--seeds", "1", "--out", str(tmp_path / "rows.csv"), *text, *SIZES, "--threads", "1"]
-    assert studies.main(words) == 0
-    rows = read(tmp_path / "rows.csv")
-    ratio = next(float(r["p50"]) for r in rows if r["metric"] == studies.RATIO)
-    assert len(rows) == 5 and 0.9 < ratio < 1.1 and f"step:2:4: {ratio:.4f}" in capsys.readouterr().out
-
-
-def test_the_clamp_by_pattern_and_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(studies, "PATTERNS", ("1:16",))
-    assert studies.main(["step_clamp", "--seeds", "2", "--steps", "8", "--out", str(tmp_path / "rows.csv")]) == 0
-    rows = read(tmp_path / "rows.csv")
-    assert len({r["provider"] for r in rows}) == 5 and len(rows) == 10 and all(0 <= float(r["p50"]) <= 100 for r in rows)

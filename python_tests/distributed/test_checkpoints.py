@@ -171,7 +171,6 @@ def assert_equal(what: str, got: Any, want: Any) -> None:
     assert got[1] == pytest.approx(want[1], rel=1e-9, abs=1e-12, nan_ok=True), what
 
 
-ALL = tuple(CASES)
 QUICK = ("step, before its switch", "step with fst, after", "sste", "asp, flattened", "fst, at its dense end")
 
 
@@ -531,15 +530,16 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_case_on_two_ranks(tmp_path: Path) -> None:
-    save_all(ALL, tmp_path / "from 1")
-    check_all(ALL, tmp_path, on_ranks(2, there_and_back, tmp_path, ALL, tmp_path))
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_on_two_ranks(tmp_path: Path, name: str) -> None:
+    save_all((name,), tmp_path / "from 1")
+    check_all((name,), tmp_path, on_ranks(2, there_and_back, tmp_path, (name,), tmp_path))
 
 
 @pytest.mark.slow
-def test_four_ranks(tmp_path: Path) -> None:
-    save_all(ALL, tmp_path / "from 1")
-    want = uninterrupted(ALL)
-    for rank, results in enumerate(on_ranks(4, resumed, tmp_path, ALL, tmp_path / "from 1")):
-        for name in ALL:
-            assert_equal(f"{name} on rank {rank} of 4", results[name], want[name])
+@pytest.mark.parametrize("name", CASES)
+def test_four_ranks(tmp_path: Path, name: str) -> None:
+    save_all((name,), tmp_path / "from 1")
+    want = uninterrupted((name,))
+    for rank, results in enumerate(on_ranks(4, resumed, tmp_path, (name,), tmp_path / "from 1")):
+        assert_equal(f"{name} on rank {rank} of 4", results[name], want[name])

@@ -46,17 +46,16 @@ def shard(model: nn.Module, mesh: DeviceMesh, **keywords: Any) -> None:
     fully_shard(model, mesh=mesh, **keywords)
 
 
-def of_hsdp() -> dict[str, Any]:
+def of_hsdp(name: str) -> dict[str, Any]:
     mesh, rank = meshes(), dist.get_rank()
     return {
-        f"{name}/{case}": tp.train(make(), lambda m: shard(m, mesh), RANKS, share=rank, **keywords)
-        for name, make in RECIPES.items()
+        f"{name}/{case}": tp.train(RECIPES[name](), lambda m: shard(m, mesh), RANKS, share=rank, **keywords)
         for case, keywords in HSDP.items()
         if case == "sparsified before" or name in ("srste", "sste")
     }
 
 
-def of_fsdp_and_tensor_parallel() -> dict[str, Any]:
+def of_fsdp_and_tensor_parallel(name: str) -> dict[str, Any]:
     mesh = meshes()
 
     def both(model: nn.Sequential, sequence: bool = False) -> None:
@@ -64,8 +63,7 @@ def of_fsdp_and_tensor_parallel() -> dict[str, Any]:
         shard(model, mesh["dp"])
 
     return {
-        f"{name}/{case}": tp.train(make(), both, 2, share=mesh["dp"].get_local_rank(), **keywords)
-        for name, make in RECIPES.items()
+        f"{name}/{case}": tp.train(RECIPES[name](), both, 2, share=mesh["dp"].get_local_rank(), **keywords)
         for case, keywords in FSDP_TP.items()
         if case == "sequence parallel" or name in ("srste", "sste") or (name == "mdgf" and "optimizer" not in keywords)
     }
@@ -99,12 +97,14 @@ def check(results: list[dict[str, Any]], cases: dict[str, dict[str, Any]], share
             assert_equal(what, result[what], want)
 
 
-def test_hsdp_equals_one_process(tmp_path: Path) -> None:
-    check(on_ranks(RANKS, of_hsdp, tmp_path), HSDP, RANKS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_hsdp_equals_one_process(tmp_path: Path, recipe: str) -> None:
+    check(on_ranks(RANKS, of_hsdp, tmp_path, recipe), HSDP, RANKS)
 
 
-def test_fsdp_with_tensor_parallelism_equals_one_process(tmp_path: Path) -> None:
-    check(on_ranks(RANKS, of_fsdp_and_tensor_parallel, tmp_path), FSDP_TP, 2)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fsdp_with_tensor_parallelism_equals_one_process(tmp_path: Path, recipe: str) -> None:
+    check(on_ranks(RANKS, of_fsdp_and_tensor_parallel, tmp_path, recipe), FSDP_TP, 2)
 
 
 def test_replicas_of_a_split_model_equal_one_process(tmp_path: Path) -> None:

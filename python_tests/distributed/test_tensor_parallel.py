@@ -183,13 +183,15 @@ def test_recipes_equal_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_recipe_equals_one_process(tmp_path: Path) -> None:
-    check(on_ranks(RANKS, trained, tmp_path, tuple(RECIPES), ("sparsified before", "sequence parallel")))
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_equals_one_process(tmp_path: Path, recipe: str) -> None:
+    check(on_ranks(RANKS, trained, tmp_path, (recipe,), ("sparsified before", "sequence parallel")))
 
 
 @pytest.mark.slow
-def test_every_way_to_train_equals_one_process(tmp_path: Path) -> None:
-    check(on_ranks(RANKS, trained, tmp_path, ("srste", "sste", "fst"), tuple(CASES)))
+@pytest.mark.parametrize("case", CASES)
+def test_every_way_to_train_equals_one_process(tmp_path: Path, case: str) -> None:
+    check(on_ranks(RANKS, trained, tmp_path, ("srste", "sste", "fst"), (case,)))
 
 
 # ---- checkpoints

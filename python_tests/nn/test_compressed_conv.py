@@ -14,6 +14,7 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.gemm import estimate
+from nmkernels.gemm.choose import forget
 from nmkernels.gemm.methods import EXPAND
 from nmkernels.layouts import as_matrix, as_stored, ordered
 from nmkernels.nn import CompressedConv2d, conv
@@ -101,12 +102,15 @@ def test_which_way_follows_the_estimate_or_the_environment(monkeypatch):
 
     assert how() == PATCHES
     told["sparse"] = 1.7
+    assert how() == PATCHES, "estimated once for inputs of this shape"
+    forget()
     assert how() == EXPAND, "a gain of less than 1.25 is not relied on"
     for setting, want in (("dense", EXPAND), ("packed", PATCHES)):
         monkeypatch.setenv("NMKERNELS_CHOICE", setting)
         assert how() == want
     monkeypatch.delenv("NMKERNELS_CHOICE")
     told["sparse"] = 1.0
+    forget()
     torch.use_deterministic_algorithms(True)
     try:
         assert how() == EXPAND

@@ -20,8 +20,8 @@ from nmkernels.nn import CompressedExperts, CompressedStack, SparseExperts, Stac
 from nmkernels.nn.classes import change_class_
 from nmkernels.nn.experts import (
     child_name,
+    compress_stacks_,
     compressed_stack,
-    deploy_stacks_,
     expand_stacks_,
     experts_per_token,
     in_front,
@@ -54,7 +54,7 @@ def pruned(kind="mixtral", **options):
 def deployed(model, names=NAMES, **options):
     _, module = experts_of(model)
     found = stacks_of(module)
-    deploy_stacks_(module, {name: compressed_stack(module.get_parameter(name), found[name], "2:4", **options) for name in names})
+    compress_stacks_(module, {name: compressed_stack(module.get_parameter(name), found[name], "2:4", **options) for name in names})
     return model
 
 
@@ -151,7 +151,7 @@ def test_other_models_of_transformers(model):
         assert torch.allclose(module(x, numbers, weights), want, atol=1e-4)
     for stack in stacks.values():
         stack.master.detach().copy_(stack.effective_weight())
-    deploy_stacks_(module, {key: compressed_stack(stack.weight, stack.layout, "2:4") for key, stack in stacks.items()})
+    compress_stacks_(module, {key: compressed_stack(stack.weight, stack.layout, "2:4") for key, stack in stacks.items()})
     assert torch.allclose(module(x, numbers, weights), want, atol=1e-4)
 
 

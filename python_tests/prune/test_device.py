@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.prune.units import Residence
+from nmkernels.prune.relay import on_device
 from python_tests.prune.families import built
 
 
@@ -18,15 +21,19 @@ class Moved(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.moves = nn.Parameter(torch.zeros(2)), []
+        self.place, self.moves = torch.device("cpu"), []
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return iter([SimpleNamespace(device=self.place)])
 
     def to(self, device: torch.device) -> Moved:  # type: ignore[override]
         self.moves.append(str(device))
+        self.place = device
         return self
 
 
 def test_a_block_moves_once_and_back() -> None:
-    residence, block, other = Residence(torch.device("cuda:0")), Moved(), Moved()
+    residence, block, other = functools.partial(on_device, device=torch.device("cuda:0")), Moved(), Moved()
     with residence(block):
         with residence(block), residence(other):
             pass
@@ -35,7 +42,7 @@ def test_a_block_moves_once_and_back() -> None:
     with pytest.raises(KeyboardInterrupt), residence(block):
         raise KeyboardInterrupt
     assert block.moves == ["cuda:0", "cpu"] * 2
-    with Residence(None)(other):
+    with on_device(other, None):
         assert other.moves == ["cuda:0", "cpu"]
 
 

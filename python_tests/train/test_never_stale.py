@@ -382,7 +382,7 @@ def test_layers_that_share_a_weight(monkeypatch):
     """The step writes the forms of one of them; the other makes its own."""
     as_on_a_gpu(monkeypatch)
     monkeypatch.setattr("nmkernels.optim.adamw.in_one_pass", lambda args: True)
-    monkeypatch.setattr(effective, "renew_changed_forms", lambda *args: None)  # which would repair it
+    monkeypatch.setattr("nmkernels.ops.adamw_pack.renew_changed_forms", lambda *args: None)  # which would repair it
     model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
     chosen = nm.recipes.get("srste:2:4", packed=True)
     handle = nm.sparsify_(model, chosen, filter_fn=lambda module, name: True)

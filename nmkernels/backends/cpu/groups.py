@@ -87,10 +87,11 @@ def _decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int, out:
 
 def expand(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: Tensor | None = None) -> Tensor:
     """Decompress an operand of ``op``."""
-    values, indices = contiguous(values), indices.contiguous()
+    values = values if values.is_contiguous() and not values.is_neg() else contiguous(values)
+    indices = indices.contiguous()
     dense = _fresh(values.new_empty(*values.shape[:-1], cols)) if out is None else out
     valid = core().decompress(
-        values.data_ptr(), indices.data_ptr(), DTYPES[values.dtype], row_count(dense, cols), cols, n, m, dense.data_ptr(),
+        values.data_ptr(), indices.data_ptr(), DTYPES[values.dtype], dense.numel() // cols if cols else 0, cols, n, m, dense.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
     check_indices(op, valid, m)

@@ -26,8 +26,8 @@ from .experts import (
     CompressedStack,
     SparseExperts,
     StackedWeight,
+    compress_stacks_,
     compressed_stack,
-    deploy_stacks_,
     expand_stacks_,
     layer_name,
 )
@@ -36,7 +36,7 @@ from .swap import after_swap, replace_each_
 from .weight import NMWeight
 
 HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_", "_is_full_backward_")))
-"""Hooks that are copied to a deployed layer. Hooks on state dicts are not: they use the dense layer's keys."""
+"""Hooks that are copied to a compressed layer. Hooks on state dicts are not: they use the dense layer's keys."""
 
 
 MOST_NAMED = 5
@@ -104,23 +104,21 @@ def compress_(model: nn.Module, keep_dense: bool = False, values: str | None = N
             "nm.save_compressed(model, path) on every rank, which compresses shard by shard, then nm.load_compressed(plain_model, path)"
             f"{f' and compress_(plain_model, values={integers!r})' if integers else ''}."
         )
-    for name, layer in layers.items():
-        _check(name, layer)
+    pruned = {layer: _checked(name, layer) for name, layer in layers.items()}
     for name, one in rounds.items():
         check_rounding("compress_", name, one, *forms[one])
     _fold_columns(model, layers)
     for module in [module for module in model.modules() if isinstance(module, SparseExperts)]:
-        stacks = module.stacks
-        deploy_stacks_(module, {key: compressed_stack(s.weight, s.layout, s.pattern, keep_dense) for key, s in stacks.items()})
+        compress_stacks_(module, {key: _compressed_stack(stack, pruned[stack], keep_dense) for key, stack in module.stacks.items()})
     made: dict[nn.Module, nn.Module] = {}
     for layer in layers.values():
         if isinstance(layer, StackedWeight):
             continue
         with torch.no_grad():
-            packed = ops.compress(layer.grouped.detach(), layer.pattern)
+            packed = pruned[layer] or ops.compress(layer.grouped.detach(), layer.pattern)
             if layer in forms:
                 packed = ops.quantize_values(packed, *forms[layer])
-        made[layer] = deployed(layer, packed, layer.layout, keep_dense, adapter_of(layer), layer.columns)
+        made[layer] = compressed_like(layer, packed, layer.layout, keep_dense, adapter_of(layer), layer.columns)
     replace_each_(model, made)
     for one in rounds.values():
         if isinstance(one, CompressedLinear):
@@ -199,7 +197,14 @@ def _splits_inputs(layer: NMWeight | CompressedLinear) -> bool:
     return is_sharded(layer.weight) and split_along(layer.weight, layer.layout) == IN
 
 
-def _check(name: str, layer: NMWeight) -> None:
+def _compressed_stack(stack: StackedWeight, packed: ops.Compressed | None, keep_dense: bool) -> CompressedStack:
+    if packed is None:
+        return compressed_stack(stack.weight, stack.layout, stack.pattern, keep_dense)
+    return CompressedStack(packed, int(stack.weight.shape[0]), stack.layout, keep_dense)
+
+
+def _checked(name: str, layer: NMWeight) -> ops.Compressed | None:
+    """Raise ``NMError`` unless ``layer`` can be compressed; returns its compressed weight if ``prune_`` has left it."""
     if not name:
         raise RecipeError(
             "compress_: the model itself is one sparse layer and cannot be replaced in place; use CompressedLinear(ops.compress(...))."
@@ -219,13 +224,15 @@ def _check(name: str, layer: NMWeight) -> None:
             "A compressed layer holds floating-point values: compress_ before quantising, or run the quantised model as it is, with its "
             "zeros."
         )
-    if not ops.is_nm(layer.grouped.detach(), layer.pattern):
+    packed = layer.as_pruned()
+    if packed is None and not ops.is_nm(layer.grouped.detach(), layer.pattern):
         raise RecipeError(
             f"compress_: the weight of layer {name!r} was changed after finish() and is no longer {layer.pattern} (did "
             "LoRA merge into it without nmkernels.integrations.peft?). Call densify_, sparsify_ and finish again."
         )
     if is_sharded(layer.weight):
         _check_part(name, layer)
+    return packed
 
 
 def _check_part(name: str, layer: NMWeight) -> None:
@@ -262,7 +269,7 @@ def _fold_columns(model: nn.Module, layers: dict[str, NMWeight]) -> None:
             layers[name].columns = None
 
 
-def deployed(
+def compressed_like(
     dense: nn.Module,
     weight: ops.Compressed,
     layout: str = "linear",

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import nmkernels as nm
+from nmkernels.export.stream import ShardWriter
 from nmkernels.pattern import CheckpointError, OptionError, RecipeError
 from nmkernels.prune import prune_, relay
 from nmkernels.prune import units as engine
@@ -31,8 +32,8 @@ from python_tests.integrations.folders import batches, built, content, saved, wr
 transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
 
-from nmkernels.integrations import hf_disk, hf_folder  # noqa: E402
-from nmkernels.integrations.hf_folder import prune_folder, work_folder  # noqa: E402
+from nmkernels.prune.disk import OnDisk  # noqa: E402
+from nmkernels.prune.folder import by_type, prune_folder, work_folder  # noqa: E402
 
 transformers.logging.disable_progress_bar()
 pytestmark = pytest.mark.filterwarnings("ignore:prune_. layer")
@@ -346,9 +347,9 @@ def peak_of(folder, out, monkeypatch):
 
         monkeypatch.setattr(module, name, call)
 
-    watched(hf_disk.OnDisk, "read")
+    watched(OnDisk, "read")
     watched(engine, "solve")
-    watched(hf_folder.ShardWriter, "write")
+    watched(ShardWriter, "write")
     prune_folder(folder, "2:4", batches(1, 1), out, method="wanda", held_out=batches(1, 1))
     monkeypatch.undo()
     gc.unfreeze()
@@ -371,7 +372,7 @@ PROCESS = """
 import sys, threading, time
 import torch
 from python_tests.integrations.folders import batches
-from nmkernels.integrations.hf_folder import prune_folder
+from nmkernels.prune.folder import prune_folder
 
 def anonymous():
     with open("/proc/self/status") as file:
@@ -412,7 +413,7 @@ def test_the_memory_of_the_process_does_not_grow_with_the_number_of_blocks(tmp_p
 def test_errors_by_kind_of_layer_are_of_the_values_that_are_written():
     row = functools.partial(Pruned, wanda=None, tokens=1, damping=0.0, seconds=0.0, memory=0)
     pruned = {"h.0.up": row(0.1, rounded=0.2), "h.1.up": row(0.3, rounded=0.6), "h.0.down": row(0.5), "head": row(None)}
-    assert hf_folder.by_type(Report(pruned=pruned)) == {"h.*.up": pytest.approx(0.4), "h.*.down": 0.5}
+    assert by_type(Report(pruned=pruned)) == {"h.*.up": pytest.approx(0.4), "h.*.down": 0.5}
 
 
 def test_integers_that_do_not_fit_are_refused_before_any_work(tmp_path):

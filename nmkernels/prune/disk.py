@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from ..export.tensors import INDEX, SINGLE, shortened
 from ..files import FULL, write_error
 from ..pattern import CheckpointError, NMError
-from ..prune.relay import block_lists
-from ..prune.units import Residence
-from ..recipes import Report
+from ..train.report import Report
 from ..train.sparsify import Candidate
+from .prune import remove_hooks_
+from .relay import block_lists, on_device
 
 log = logging.getLogger("nmkernels.prune")
 CONFIG = "config.json"
@@ -40,7 +40,6 @@ class OnDisk:
         self.device, self._loader = device, loader
         self.names = set() if loader is None else {name for name, t in _tensors(model) if t.is_meta}
         self._prefix = {module: name for name, module in model.named_modules()}
-        self._elsewhere = Residence(device)
         self.change: Callable[[nn.Module], object] | None = None
 
     def read(self, name: str) -> Tensor:
@@ -53,7 +52,7 @@ class OnDisk:
         prefix = self._prefix[module]
         absent = [(name, t) for name, t in _tensors(module, prefix) if t.is_meta and name in self.names]
         if not absent:
-            with self._elsewhere(module):
+            with on_device(module, self.device):
                 yield
             return
         home, before = self.device or torch.device("cpu"), list[tuple[dict[str, Any], str, Any]]()
@@ -224,16 +223,10 @@ def _loaded(kind: Any, folder: Path, offload: Path, **options: Any) -> Any:
 
 def _undispatched(model: nn.Module) -> Any:
     """Remove accelerate's hooks, and return their mapping from names to tensors on disk."""
-    from accelerate.hooks import remove_hook_from_submodules
-
     hooks = [getattr(module, "_hf_hook", None) for module in model.modules()]
     maps = (getattr(part, "weights_map", None) for hook in hooks for part in getattr(hook, "hooks", (hook,)))
     loader = next((each.dataset for each in maps if each is not None), None)
-    remove_hook_from_submodules(model)
-    for module in model.modules():
-        own = module.__dict__.get("forward")
-        if getattr(own, "__func__", None) is type(module).forward:
-            del module.__dict__["forward"]
+    remove_hooks_(model)
     for name in ("to", "cuda", "hf_device_map"):
         model.__dict__.pop(name, None)
         with suppress(AttributeError):

@@ -1,0 +1,68 @@
+"""What a Hugging Face folder with a compressed model says of itself: its entry in ``config.json``, and the section of its model card."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from .safetensors import VERSION
+
+METHOD = "nmkernels"
+WITHOUT_INTEGERS = 4
+"""The newest format version of models without integers."""
+CARD = "README.md"
+HEADING = "## N:M sparse weights"
+SECTION = f"""{HEADING}
+
+Weights of this model are {{patterns}} sparse and stored compressed by nmkernels{{rounded}}. Import its adapter before you load the model:
+without it transformers does not know the format and refuses the file.
+
+```python
+import nmkernels.integrations.hf
+from transformers import {{kind}}
+
+model = {{kind}}.from_pretrained("{{folder}}")
+```
+"""
+
+
+def patterns_of(layers: Mapping[str, Any]) -> list[str]:
+    """The patterns in a table of ``save_compressed``."""
+    return sorted({str(about.get("pattern")) for about in layers.values() if isinstance(about, dict)})
+
+
+def integers_of(layers: Mapping[str, Any]) -> list[str]:
+    """The kinds of integers in such a table, as ``int4, a step per 128 columns``."""
+    kinds = {(str(a["values"]), str(a.get("group"))) for a in layers.values() if isinstance(a, dict) and "values" in a}
+    return [f"{values}, a step per {'row' if group == '0' else f'{group} columns'}" for values, group in sorted(kinds)]
+
+
+def config_entry(layers: dict[str, Any], version: int = VERSION) -> dict[str, Any]:
+    """``quantization_config`` of a compressed model."""
+    version = version if integers_of(layers) else min(version, WITHOUT_INTEGERS)
+    return {"quant_method": METHOD, "version": version, "layers": copy.deepcopy(layers)}
+
+
+def write_card(folder: Any, kind: str, layers: Mapping[str, Any]) -> None:
+    """Add the section on loading a model of the class ``kind`` to the folder's model card, or write a card; existing text is kept."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    path = Path(folder) / CARD
+    integers = integers_of(layers)
+    rounded = f", with values in {'; '.join(integers)}" if integers else ""
+    section = SECTION.format(patterns=", ".join(patterns_of(layers)), rounded=rounded, kind=kind, folder=path.parent.name)
+    if not path.exists():
+        data = ModelCardData(library_name="transformers", tags=[METHOD])
+        path.write_text(f"---\n{data.to_yaml()}\n---\n\n# {path.parent.name}\n\n{section}", encoding="utf-8")
+        return
+    text = path.read_text(encoding="utf-8")
+    with suppress(Exception):  # a header that cannot be parsed is kept
+        card: Any = ModelCard(text)
+        card.data.tags = [*(card.data.tags or ()), *({METHOD} - set(card.data.tags or ()))]
+        text = str(card)
+    if HEADING not in text:
+        text = f"{text.rstrip()}\n\n{section}"
+    path.write_text(text, encoding="utf-8")

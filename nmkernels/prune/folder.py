@@ -1,0 +1,562 @@
+"""``prune_folder``: one-shot pruning of a Hugging Face folder into another, with one block of the model in memory at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from .. import ops
+from .._version import __version__
+from ..export.card import CARD, config_entry, write_card
+from ..export.plan import STACKS
+from ..export.safetensors import HUGGING_FACE, described, table
+from ..export.stream import ShardWriter
+from ..export.tensors import INDEX, Layer, weight_name
+from ..files import atomic_write, writing
+from ..layouts import MATRICES
+from ..nn import CompressedStack, compressed_like
+from ..nn.compress import check_values
+from ..nn.experts import child_name
+from ..nn.swap import after_swap
+from ..ops import Compressed
+from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
+from ..train.report import Report, starred
+from ..train.sparsify import Candidate, FilterFn, check_groups
+from .base import OneShot, resolve
+from .data import batches_of, call
+from .disk import CONFIG, OnDisk, check_folder, class_of, open_folder
+from .prune import Pruning, check_model, choose
+from .ranks import ranks
+from .relay import Relay
+from .results import Results, digest, owned
+from .units import Progress, write
+
+__all__ = ["PrunedFolder", "prune_folder"]
+
+log = logging.getLogger("nmkernels.prune")
+
+REPORT = "report.json"
+OWN = {CONFIG, REPORT, "generation_config.json"}
+WEIGHTS = (
+    "model*.safetensors", "model*.safetensors.index.json", "pytorch_model*", "tf_model*", "flax_model*", "rust_model*", "consolidated*",
+    "*.gguf", "*.onnx*", "openvino_model*", "*.tflite", "*.mlmodel", "*.mlpackage", "*.ckpt",
+)  # fmt: skip
+"""Names of the dense model's own weights, in any format, which are not carried over."""
+MODULES = "modules.json"
+PIECE = 1 << 24
+"""Bytes of a weight file that are read at once to recognise the model."""
+HOW = "## How it was pruned"
+
+
+@dataclass(frozen=True)
+class PrunedFolder:
+    """The result of ``prune_folder``.
+
+    Attributes:
+        folder: what ``from_pretrained`` loads.
+        report: as that of ``prune_``.
+        perplexity: (of the dense model, of the pruned one) on the held-out batches, if there were any.
+        dense_bytes, compressed_bytes: all tensors, before and after.
+        seconds: of this call; an earlier, interrupted one is not included.
+    """
+
+    folder: Path
+    report: Report
+    perplexity: tuple[float, float] | None
+    dense_bytes: int
+    compressed_bytes: int
+    seconds: float
+
+
+def prune_folder(
+    model_dir: str | os.PathLike[str],
+    pattern: PatternLike,
+    data: Iterable[Any],
+    out: str | os.PathLike[str],
+    filter_fn: FilterFn | None = None,
+    *,
+    skip: Sequence[str] = (),
+    method: OneShot | str = "admm",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    sequential: bool = True,
+    permute: bool = False,
+    values: str | None = None,
+    group: int | None = None,
+    held_out: Sequence[Any] = (),
+    progress: Progress | None = None,
+) -> PrunedFolder:
+    """Prune the dense model in a Hugging Face folder as ``prune_`` does, and write the compressed one to another folder.
+
+    Only one block of the model is in memory at a time, next to what is outside the blocks (embeddings, output head) and the hidden states
+    of the data. Finished blocks are kept in a hidden folder next to ``out``, and the same call goes on from them after an interruption,
+    with the same result. ``out`` appears when everything is written; ``model_dir`` is only read.
+
+    Args:
+        model_dir: a folder of ``save_pretrained`` with safetensors files, one or several.
+        pattern, filter_fn, method, sequential, permute: as for ``prune_``.
+        skip: layers that stay dense, as for ``NMConfig``.
+        data: batches as for ``prune_``, mappings of keyword arguments for instance.
+        out: the folder to write; new or empty.
+        device: where blocks are computed and solved, ``"cuda"`` for instance; default the CPU.
+        dtype: of the weights, computed with and written; default that of the file.
+        values, group: integers of 8 or 4 bits as values, as for ``compress_``; experts and convolutions keep floating-point ones.
+        held_out: batches with ``input_ids`` on which the perplexity of a causal language model is measured before and after.
+        progress: called with (done, total, what).
+
+    Raises:
+        CheckpointError: a folder cannot be read or written, or holds another run. ``out`` is then as it was.
+        RecipeError: no layer can be pruned, or the data does not fit the model.
+        OptionError: ``values`` is unknown, or ``group`` does not fit a layer.
+    """
+    begin = time.monotonic()
+    check_alone()
+    pattern, method, source, out = Pattern(pattern), resolve(method), Path(model_dir), Path(out)
+    config = check_folder(source)
+    check_out(source, out)
+    group = check_values("prune_folder", values, group)
+    kind, _ = class_of(source, config)
+    batches, tests = batches_of(data, kind), batches_of(held_out, kind) if held_out else []
+    device = None if device is None else _device(device)
+    work, say = work_folder(out), progress or (lambda done, total, what: None)
+    new = not work.exists()
+    chosen_of = partial(choose, pattern=pattern, filter_fn=filter_fn, method=method, skip=skip)
+    with owned(work, "another folder"):
+        try:
+            check_out(source, out)  # another run may have finished meanwhile
+            with writing(work):
+                shutil.rmtree(work / "offload", ignore_errors=True)
+            about = {
+                "dtype": str(dtype),
+                "data": digest(batches),
+                "held_out": digest(tests),
+                CONFIG: digest((source / CONFIG).read_text(encoding="utf-8")),
+                "weights": digest([_digest_of(source / name, say) for name in config["weight files"]]),
+            }
+            say(0, 1, f"reading {source}")
+            model, disk = open_folder(source, chosen_of, offload=work / "offload", dtype=dtype, device=device)
+            check_model(model)
+            _check_tokens(model, [*batches, *tests])
+            pruning = Pruning(model, *chosen_of(model), pattern, method, sequential, permute, values, group)
+            if values is not None:
+                check_groups("prune_folder", values, group, pattern, pruning.chosen)
+            about = {**pruning.settings, **about}
+            results = Results(work / "units", {**about, "layers": list(pruning.layers)})
+            say(1, 1, f"reading {source}")
+        except BaseException:
+            shutil.rmtree(work if new else work / "offload", ignore_errors=True)
+            raise
+        run = _Run(source, work, pruning, disk, about, batches, tests, say)
+        before = run.perplexity("dense") if tests else None
+        run.prune(results)
+        after = run.perplexity("pruned") if tests else None
+        perplexity = None if before is None or after is None else (before, after)
+        sizes = run.assemble(out, perplexity)
+    return PrunedFolder(out, pruning.report, perplexity, *sizes, time.monotonic() - begin)
+
+
+def check_alone() -> None:
+    """Check that this process is the only one of its run.
+
+    Raises:
+        RecipeError: torchrun has started several.
+    """
+    launched = torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
+    count = int(os.environ.get("WORLD_SIZE", "1")) if launched else ranks()[0]
+    if count > 1:
+        raise RecipeError(
+            f"prune_folder: {count} processes were started, and one prunes a folder; start it without torchrun. To share the work "
+            "on a model that fits into memory, call prune_ on every rank."
+        )
+
+
+def work_folder(out: Path) -> Path:
+    """Where results of finished blocks are until ``out`` is complete."""
+    out = Path(os.path.abspath(out))
+    return out.parent / f".{out.name}.nmkernels-prune"
+
+
+def check_out(source: Path, out: Path) -> None:
+    """Check that the folder ``out`` can be written.
+
+    Raises:
+        CheckpointError: it holds something, is a part of ``source``, or is no folder.
+    """
+    place, origin = out.resolve(), source.resolve()
+    if place == origin or origin in place.parents:
+        raise CheckpointError(f"{out} is inside the model's folder {source}, which is not changed; pass a folder elsewhere.")
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise CheckpointError(f"{out} is not a folder; pass a new one.")
+    if os.path.ismount(out):
+        raise CheckpointError(f"{out} is a mount point, which cannot be replaced in one step; pass a folder in it.")
+    if out.is_dir() and (names := sorted(os.listdir(out))):
+        finished = (out / REPORT).is_file() and (out / CONFIG).is_file()
+        what = "a finished result" if finished else f"other files ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        raise CheckpointError(f"{out} holds {what}; pass a new folder, or delete this one.")
+
+
+@dataclass(eq=False)
+class _Run:
+    """One call of ``prune_folder``: the opened model, and its steps. ``about`` is what a resumed run must have in common with it."""
+
+    source: Path
+    work: Path
+    pruning: Pruning
+    disk: OnDisk
+    about: dict[str, Any]
+    batches: list[Any]
+    tests: list[Any]
+    say: Progress
+
+    # ---- the three passes
+
+    def prune(self, results: Results) -> None:
+        """Prune, and put the results into the model: at once where its weights are in memory, else when they are read."""
+        self.say(0, 1, "checking that blocks can be run one by one")
+        self.pruning.run(
+            self._relay(self.batches), results, self.about["data"], len(self.batches),
+            lambda done, total, what: self.say(done, total, f"pruning {what}"), self._checked,
+        )  # fmt: skip
+        away = {part for name, part in self.model.named_modules() if any(f"{name}.{key}" in self.disk.names for key in part._parameters)}
+        self._write({*self.model.modules()} - away)
+        self.disk.change = lambda module: self._write({*module.modules()})
+
+    @contextmanager
+    def _checked(self, relay: Relay) -> Iterator[None]:
+        self.say(1, 1, "checking done")
+        with self._in_memory(relay):
+            yield
+
+    def perplexity(self, which: str) -> float:
+        """The perplexity of the dense or pruned model on the held-out batches; that of the dense one is remembered."""
+        path, run = self.work / f"{which}.json", digest(repr(self.about))
+        with suppress(OSError, ValueError, TypeError):
+            before, value = json.loads(path.read_text())
+            if before == run:
+                return float(value)
+        total, count = 0.0, 0
+        relay = self._relay(self.tests)
+        with relay.running(), _head_on(self.model, self.disk.device):
+            relay.trace()
+            steps = len(relay.units) + 1
+            for number, unit in enumerate(relay.units):
+                self.say(number, steps, f"evaluating {which}: {unit.name}")
+                if unit.block is not None and not relay.whole:
+                    with relay.resident(unit.block.module):
+                        relay.run(unit)
+                    relay.finish(unit)
+            with self._in_memory(relay):
+                for number, batch in enumerate(self.tests):
+                    loss, tokens = _loss(relay.output(number), batch)
+                    total, count = total + loss, count + tokens
+        self.say(steps, steps, f"evaluating {which}")
+        value = float(torch.tensor(total / max(1, count), dtype=torch.float64).exp())
+        atomic_write(path, lambda temporary: temporary.write_text(json.dumps([run, value])))
+        return value
+
+    @property
+    def model(self) -> Any:
+        return self.pruning.model
+
+    def _relay(self, batches: list[Any]) -> Relay:
+        return Relay(self.model, self.pruning.chosen, batches, call, None, self.disk.device, self.disk)
+
+    @contextmanager
+    def _in_memory(self, relay: Relay) -> Iterator[None]:
+        """Blocks that do not answer from a store run in every pass, so they stay in memory."""
+        answering = {unit.block for unit in relay.units if not relay.whole}
+        with ExitStack() as staying:
+            for block in relay.blocks:
+                if block not in answering:
+                    staying.enter_context(self.disk(block.module))
+            yield
+
+    def _write(self, modules: Set[nn.Module]) -> None:
+        """Write the results of all layers in ``modules``, whose weights are in memory."""
+        for number, unit in enumerate(self.pruning.units):
+            layers = {c.name: c for c in unit.layers if c.module in modules}
+            if layers:
+                done = self.pruning.results.load(number)
+                done.layers = {name: self._stored(name, packed) for name, packed in done.layers.items() if name in layers}
+                with torch.no_grad():
+                    write(self.model, done, layers, self.pruning.chains)
+
+    # ---- the files
+
+    def assemble(self, out: Path, perplexity: tuple[float, float] | None) -> tuple[int, int]:
+        """Write the folder ``out``; returns the bytes of all tensors before and after."""
+        folder = self.work / out.name
+        shutil.rmtree(folder, ignore_errors=True)
+        with writing(folder):
+            folder.mkdir()
+        state = self.model.state_dict()
+        for key in self.model._keys_to_ignore_on_save or ():
+            state.pop(key, None)
+        state = remove_tied_weights_from_state_dict(state, self.model)
+        dense_bytes = sum(t.nbytes for t in state.values())
+        layers = {c.name: self._layer(c) for c in self.pruning.chosen}
+        packed = {name: child_name(name) if isinstance(layer, CompressedStack) else name for name, layer in layers.items()}
+        of = {weight_name(name, layer): name for name, layer in layers.items()}
+        tensors: dict[str, Tensor] = {weight_name(min(layers), layers[min(layers)]): torch.empty(0)}
+        for key, value in state.items():
+            if key in of:
+                layer: Any = layers[of[key]]
+                tensors |= {f"{packed[of[key]]}.{part}": tensor for part, tensor in parts_of(layer).items()}
+            else:
+                tensors[key] = value
+        entries = table(layers)
+        # save_pretrained makes the same metadata
+        writer = ShardWriter(folder, tensors, {**described(entries), "format": HUGGING_FACE})
+        try:
+            self._fill(writer, state.keys() - of.keys(), state, packed)
+            writer.close()
+        finally:
+            writer.abandon()
+        sizes = dense_bytes, writer.total
+        with writing(folder):
+            self._describe(folder, entries, perplexity, sizes)
+            _sync(folder)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(folder, out)
+            _sync(out.parent)
+        shutil.rmtree(self.work, ignore_errors=True)
+        after_swap(self.model)  # so that transformers knows what it is asked to load
+        return sizes
+
+    def _layer(self, c: Candidate) -> Layer:
+        """The compressed layer that replaces ``c``, without data."""
+        (rows, cols), dtype = c.matrix_shape, c.module.get_parameter(c.key).dtype
+        values = torch.empty(rows, self.pruning.pattern.kept(cols), dtype=dtype, device="meta")
+        indices = torch.empty(rows, self.pruning.pattern.index_bytes(cols), dtype=torch.uint8, device="meta")
+        weight = self._stored(c.name, Compressed(values, indices, self.pruning.pattern, (rows, cols)))
+        return CompressedStack(weight, c.shape[0], c.layout) if c.layout in STACKS else compressed_like(c.module, weight, c.layout)
+
+    def _stored(self, name: str, packed: Compressed) -> Compressed:
+        """The form in which a layer's result is written: with integers, if they are asked for."""
+        integers = self.pruning.integers if self.pruning.layers[name].layout in MATRICES else None
+        return packed if integers is None else ops.quantize_values(packed, *integers)
+
+    def _fill(self, writer: ShardWriter, others: Iterable[str], state: Mapping[str, Tensor], packed: Mapping[str, str]) -> None:
+        steps = len(self.pruning.units) + 1
+        for number in range(len(self.pruning.units)):
+            self.say(number, steps, "writing layers")
+            for name, weight in self.pruning.results.load(number).layers.items():
+                experts = self.pruning.layers[name].shape[0] if packed[name] != name else None
+                for part, tensor in parts_of(self._stored(name, weight)).items():
+                    writer.write(f"{packed[name]}.{part}", tensor if experts is None else tensor.unflatten(0, (experts, -1)))
+        left = dict.fromkeys(sorted(others))
+        for number, unit in enumerate(self.pruning.units):
+            if unit.block is not None and self.pruning.results.load(number).orders:
+                # channels of dense tensors are reordered too
+                prefix = next(name for name, module in self.model.named_modules() if module is unit.block.module)
+                with self.disk(unit.block.module):
+                    present = unit.block.module.state_dict(prefix=f"{prefix}.")
+                    for name in present.keys() & left.keys():
+                        writer.write(name, present[name])
+                        del left[name]
+        self.say(steps - 1, steps, "writing other tensors")
+        for name in left:
+            writer.write(name, self.disk.read(name) if state[name].is_meta else state[name])
+        self.say(steps, steps, "writing done")
+
+    def _describe(self, folder: Path, entries: dict[str, Any], perplexity: tuple[float, float] | None, sizes: tuple[int, int]) -> None:
+        """Everything but the weights."""
+        model = self.model
+        left = carry_over(self.source, folder, {*check_folder(self.source)["weight files"], INDEX})
+        model.config.dtype, model.config.architectures = str(model.dtype).removeprefix("torch."), [type(model).__name__]
+        model.config.quantization_config = config_entry(entries)
+        model.config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        facts = {**self._facts(perplexity, sizes), "not carried over": left}
+        (folder / REPORT).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        write_card(folder, type(model).__name__, entries)
+        card = (folder / CARD).read_text(encoding="utf-8").partition(HOW)[0].rstrip()
+        (folder / CARD).write_text(f"{card}\n\n{HOW}\n\n{how(facts)}", encoding="utf-8")
+
+    def _facts(self, perplexity: tuple[float, float] | None, sizes: tuple[int, int]) -> dict[str, Any]:
+        report, tokens = self.pruning.report, sum(_tokens(batch) for batch in self.batches)
+        return {
+            "format": "nmkernels-prune-report-1",
+            "model": self.source.resolve().name,
+            **self.pruning.settings,
+            "data": {"batches": len(self.batches), "tokens": tokens, "digest": self.about["data"]},
+            "held_out": {"batches": len(self.tests), "tokens": sum(map(_tokens, self.tests))} if self.tests else None,
+            "perplexity": None if perplexity is None else {"dense": perplexity[0], "pruned": perplexity[1]},
+            "bytes": {"dense": sizes[0], "compressed": sizes[1]},
+            "error by layer": by_type(report),
+            # without times and memory, so that the same command writes the same bytes
+            "layers": {
+                name: {key: value for key, value in asdict(row).items() if key not in ("seconds", "memory")}
+                for name, row in report.pruned.items()
+            },
+            "blocks": "each pass ran the whole model: " + self.pruning.whole if self.pruning.whole else "one by one",
+            "left dense": {e.name: e.reason for e in report.skipped if e.linear},
+            "device": "cpu" if self.disk.device is None else self.disk.device.type,
+            "versions": {
+                "nmkernels": __version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+            },
+        }
+
+
+def carry_over(source: Path, folder: Path, replaced: Set[str]) -> list[str]:
+    """Copy all files of a model but those ``replaced``; returns what else was left, which holds the same weights in other formats.
+
+    A subfolder that ``modules.json`` names is a module of its own (sentence-transformers), and is copied with its weights. Hidden files
+    are no part of a model.
+    """
+    modules: list[Any] = []
+    with suppress(OSError, ValueError):
+        modules = json.loads((source / MODULES).read_bytes())
+    own = (
+        {str(module.get("path")).partition("/")[0] for module in modules if isinstance(module, dict)}
+        if isinstance(modules, list)
+        else set()
+    )
+    left = []
+    for path in sorted(source.iterdir()):
+        name = path.name
+        if name.startswith(".") or name in OWN or name in replaced:
+            continue
+        inside = [path] if path.is_file() else [part for part in path.rglob("*") if part.is_file()]
+        if name not in own and any(fnmatchcase(part.name, each) for part in inside for each in WEIGHTS):
+            left.append(name)
+        elif path.is_file():
+            shutil.copyfile(path, folder / name)
+        elif inside:
+            shutil.copytree(path, folder / name)
+    return left
+
+
+def parts_of(weight: Any) -> dict[str, Tensor]:
+    """The tensors of a compressed weight, or of a layer that has one, by the ends of their names."""
+    return {part: t for part in ("values", "indices", "step") if (t := getattr(weight, part, None)) is not None}
+
+
+def by_type(report: Report) -> dict[str, float]:
+    """The mean error of the layers whose names differ only in numbers (``model.layers.*.mlp.up_proj``), as they are written."""
+    errors: dict[str, list[float]] = {}
+    for name, row in report.pruned.items():
+        error = row.error if row.rounded is None else row.rounded
+        if error is not None:
+            errors.setdefault(starred(name.partition("[")[0]), []).append(error)
+    return {name: sum(values) / len(values) for name, values in errors.items()}
+
+
+def how(facts: Mapping[str, Any]) -> str:
+    """The section of the model card, from the facts of ``report.json``."""
+    data, held, ppl, size = facts["data"], facts["held_out"], facts["perplexity"], facts["bytes"]
+    then = f", then {facts['values']}," if facts["values"] else ""
+    lines = [
+        f"One-shot, from {facts['model']}: {facts['pattern']} by `{facts['method']}`{then} on {data['tokens']:,} tokens in "
+        f"{data['batches']} batches (digest {data['digest']}), block by block, without training afterwards.",
+        "",
+        "| | dense | pruned |",
+        "| --- | --- | --- |",
+    ]
+    if ppl is not None:
+        lines.append(f"| perplexity on {held['tokens']:,} held-out tokens | {ppl['dense']:.3f} | {ppl['pruned']:.3f} |")
+    lines += [
+        f"| bytes of all tensors | {size['dense']:,} | {size['compressed']:,} |",
+        "",
+        "| layers | mean error on their inputs |",
+        "| --- | --- |",
+    ]
+    lines += [f"| `{name}` | {100 * error:.2f} % |" for name, error in facts["error by layer"].items()]
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    return "\n".join([*lines, "", f"Each layer is in `{REPORT}`. Made with {versions}.", ""])
+
+
+@contextmanager
+def _head_on(model: Any, device: torch.device | None) -> Any:
+    """The output head, which is outside the blocks, runs on ``device``, where its GEMM takes no time."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if device is None or device.type == "cpu" or type(head) is not nn.Linear or "forward" in head.__dict__:
+        yield
+        return
+    weight, bias = head.weight.to(device), None if head.bias is None else head.bias.to(device)
+    head.__dict__["forward"] = lambda x: F.linear(x.to(device), weight, bias)
+    try:
+        yield
+    finally:
+        del head.__dict__["forward"]
+
+
+def _loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[float, int]:
+    """(the sum of the losses of next tokens, their number)."""
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    targets = ids if mask is None else ids.masked_fill(mask == 0, -100)
+    total, count = 0.0, 0
+    for logits, row in zip(output.logits, targets, strict=True):
+        total += float(F.cross_entropy(logits[:-1].float(), row[1:].to(logits.device), reduction="sum"))
+        count += int((row[1:] != -100).sum())
+    return total, count
+
+
+def _tokens(batch: Any) -> int:
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch[0] if isinstance(batch, (list, tuple)) else batch
+    return int(ids.numel()) if isinstance(ids, Tensor) and not ids.is_floating_point() else 0
+
+
+def _check_tokens(model: Any, batches: Sequence[Any]) -> None:
+    try:
+        size = int(model.get_input_embeddings().num_embeddings)
+    except (NotImplementedError, AttributeError):
+        return
+    for number, batch in enumerate(batches, 1):
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if isinstance(ids, Tensor) and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+            wrong = int(ids.max()) if int(ids.max()) >= size else int(ids.min())
+            raise RecipeError(
+                f"batch {number} of the data has token {wrong}, and the model's vocabulary has 0 to {size - 1}; take the tokenizer of "
+                "this model."
+            )
+
+
+def _device(name: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()  # the meta device makes tensors but cannot read them
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise RecipeError(f"device {str(name)!r} cannot be used here: {str(error).splitlines()[0].rstrip('.')}.") from error
+    return device
+
+
+def _digest_of(path: Path, say: Progress) -> str:
+    """The SHA-256 of a file."""
+    result, size = hashlib.sha256(), path.stat().st_size
+    with open(path, "rb", buffering=0) as file:
+        while piece := file.read(PIECE):
+            result.update(piece)
+            if size > 64 * PIECE:
+                say(file.tell() // PIECE, -(-size // PIECE), f"recognising {path.name}")
+    return result.hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
