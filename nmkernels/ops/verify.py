@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from .. import dispatch
-from ..backends.shared import tensors
+from ..backends.shared import device_of, tensors
 from ..dispatch import REFERENCE, Impl, implementations
 from ..layouts import transposed
 from ..pattern import BackendError
@@ -74,7 +74,7 @@ def trusted(entry: Impl, args: Sequence[Any]) -> bool | None:
 
     False: it is wrong and switched off, so that the dispatcher chooses another, unless ``NMKERNELS_BACKEND`` forces it.
     """
-    device = _device(args)
+    device = device_of(args)
     if not (enabled() and concerned(entry, device)):
         return True
     if not undisturbed(device) or (device.type == "cuda" and torch.cuda.get_sync_debug_mode()):
@@ -95,7 +95,7 @@ def doubt(entry: Impl, args: Sequence[Any]) -> str:
     """Why ``entry`` declines such calls on this machine; empty unless it failed their check."""
     if not doubtful(entry.op, entry.backend):
         return ""
-    device = _device(args)
+    device = device_of(args)
     if not concerned(entry, device):
         return ""
     name = family(entry, args)
@@ -156,7 +156,7 @@ def _check(entry: Impl, args: Sequence[Any], name: str) -> str:
     from ..testing.calls import small
 
     try:
-        wrong = examine(entry, truth(entry.op, small(entry.op, args)), _device(args), _on_host(entry.op, args))
+        wrong = examine(entry, truth(entry.op, small(entry.op, args)), device_of(args), _on_host(entry.op, args))
     except Exception as error:  # usually out of memory, which says nothing about the kernel
         log.warning("%s: not checked: %s: %s", name, type(error).__name__, error)
         _unjudged.add(name)
@@ -194,7 +194,7 @@ def family(entry: Impl, args: Sequence[Any]) -> str:
         if len(_families) >= REMEMBERED:
             _families.clear()
         where = "".join(f", {HOST[entry.op][i]} on the CPU" for i in _on_host(entry.op, args))
-        found = _families[kind] = f"{_prefix(_device(args))}{entry.backend}|{words(entry.op, small(entry.op, args))}{where}"
+        found = _families[kind] = f"{_prefix(device_of(args))}{entry.backend}|{words(entry.op, small(entry.op, args))}{where}"
     return found
 
 
@@ -228,14 +228,9 @@ def _words(x: Any) -> str:
     return str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else repr(x)
 
 
-def _device(args: Sequence[Any]) -> torch.device:
-    first = next(tensors(args), None)
-    return torch.device("cpu") if first is None else first.device
-
-
 def _on_host(op: str, args: Sequence[Any]) -> list[int]:
     """The positions of arguments that are on the CPU while the first tensor is not."""
-    device = _device(args)
+    device = device_of(args)
     return [i for i in HOST.get(op, ()) if any(x.device != device for x in tensors([args[i]]))]
 
 
