@@ -58,7 +58,7 @@ def made(op: str, args: Sequence[Any]) -> Args:
 def small(op: str, args: Sequence[Any]) -> Args:
     """Arguments of a small call like ``op(*args)``; does not use torch's global generators."""
     with outside_modes():
-        return MAKERS[op](SmallDraw(), *args)
+        return MAKERS[op](Draw(small=True), *args)
 
 
 def samples() -> dict[str, Args]:
@@ -213,10 +213,10 @@ def _eight_bits(add: Callable[..., None], rows: int, cols: int) -> None:
 
 
 class Draw:
-    """Draws the tensors of a call in the sizes of the given ones: random numbers, some of them zero or equal."""
+    """Draws the tensors of a call, in the sizes of the given ones or in ``small`` ones: random numbers, some of them zero or equal."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
+    def __init__(self, small: bool = False, seed: int = 0) -> None:
+        self.small, self.generator = small, torch.Generator().manual_seed(seed)
 
     def __call__(self, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Random tensor with ``like``'s dtype, stored transposed if ``like`` is."""
@@ -227,17 +227,26 @@ class Draw:
         return x.view(shape[::-1]).t() if len(shape) == 2 and transposed(like) else x.view(shape)
 
     def size(self, size: int, m: int = 1) -> int:
-        return size
+        """Small: near ``ABOUT``, divisible by the same powers of two up to that, and by M if ``size`` is."""
+        unit = math.gcd(size, ABOUT)
+        unit = unit if size % m else math.lcm(unit, m)
+        return unit * (-(-ABOUT // unit) | 1) if self.small else size
 
     def tokens(self, count: int) -> int:
-        return count
+        """Small: the fewest that run the same kernel; some kernels take up to 4 or 16, some 8 at a time."""
+        if not self.small or 0 < count <= 4:
+            return count
+        eights = count % 8 == 0
+        return 1 if not count else (8 if eights else 13) if count <= 16 else 64 if eights else 45
 
     def groups(self, cols: int, steps: int, m: int = 1) -> tuple[int, int]:
-        """Columns, and the steps that they share."""
-        return cols, steps
+        """Columns, and the steps that they share; small: one step, or three."""
+        return (3 * (cols // steps), 3) if self.small and steps > 1 else (self.size(cols, m), steps)
 
     def matrix(self, w: Tensor, m: int, both: bool = False, n: int = 2) -> tuple[int, int]:
-        """A weight's shape; ``both``: its columns are grouped too."""
+        """A weight's shape; ``both``: its columns are grouped too, and small, two tiles suffice if that is a matching problem."""
+        if self.small and both and (n, m) != (2, 4):
+            return m, 2 * m
         cols = w.shape[-1] if w.dim() else 1
         return self.size(w.numel() // cols if cols else 0, m if both else 1), self.size(cols, m)
 
@@ -247,34 +256,16 @@ class Draw:
         kept, positions = _compressed(self.size(values.shape[:-1].numel()), width, n, m, values.dtype)
         return kept, to_layout(positions, -(-width // m) * m, layout_of(indices)), width
 
+    def around(self, x: Tensor, cols: int, width: int, rows: int, bias: Tensor | None, activation: str, residual: Tensor | None) -> Args:
+        """The input of a layer with ``width`` columns instead of ``cols``, and what its GEMM does to the result."""
+        tokens = self.tokens(x.numel() // cols if cols else 0)
+        more = None if bias is None else self(bias, rows), activation, None if residual is None else self(residual, tokens, rows)
+        return self(x, tokens, width), *more
+
 
 @lru_cache(maxsize=8)  # many calls multiply the same weight
 def _compressed(rows: int, cols: int, n: int, m: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return compress(Draw(seed=1)(_empty(dtype)(0), rows, -(-cols // m) * m), n, m)
-
-
-class SmallDraw(Draw):
-    """Draws the tensors of a small call."""
-
-    def size(self, size: int, m: int = 1) -> int:
-        """A size near ``ABOUT``, divisible by the same powers of two up to that, and by M if ``size`` is."""
-        unit = math.gcd(size, ABOUT)
-        unit = unit if size % m else math.lcm(unit, m)
-        return unit * (-(-ABOUT // unit) | 1)
-
-    def tokens(self, count: int) -> int:
-        """The fewest tokens that run the same kernel: some kernels take up to 4 or 16, some 8 at a time."""
-        if count <= 4:
-            return max(1, count)
-        whole = count % 8 == 0
-        return (8 if whole else 13) if count <= 16 else 64 if whole else 45
-
-    def groups(self, cols: int, steps: int, m: int = 1) -> tuple[int, int]:
-        return (self.size(cols, m), 1) if steps == 1 else (3 * (cols // steps), 3)
-
-    def matrix(self, w: Tensor, m: int, both: bool = False, n: int = 2) -> tuple[int, int]:
-        """Two tiles suffice if it is a matching problem."""
-        return (m, 2 * m) if both and (n, m) != (2, 4) else super().matrix(w, m, both, n)
 
 
 def _of_groups(draw: Draw, w: Tensor, n: int, m: int) -> Args:
@@ -317,9 +308,8 @@ def _linear(
     residual: Tensor | None = None,
 ) -> Args:  # fmt: skip
     kept, positions, width = draw.packed(values, indices, n, m, cols)
-    tokens, rows = draw.tokens(x.numel() // cols if cols else 0), kept.shape[0]
-    more = None if bias is None else draw(bias, rows), activation, None if residual is None else draw(residual, tokens, rows)
-    return draw(x, tokens, width), kept, positions, n, m, width, *more
+    x, *more = draw.around(x, cols, width, kept.shape[0], bias, activation, residual)
+    return x, kept, positions, n, m, width, *more
 
 
 def _linear_dgrad(draw: Draw, g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Args:
@@ -335,7 +325,7 @@ def _linear_wgrad(
     return kept, positions, n, m, width, draw(x, width, draw.size(x.shape[1])), out_dtype
 
 
-def _mvue(draw: Draw, g: Tensor, n: int, m: int, dim: int, seed: Tensor | None, method: str) -> Args:
+def _mvue(draw: Draw, g: Tensor, n: int, m: int, dim: int, seed: Tensor | None, method: str, *layout: str) -> Args:
     dim %= g.dim()
     before, after = g.shape[:dim].numel(), g.shape[dim + 1 :].numel()
     shape = [draw.size(g.shape[dim], m)]
@@ -344,11 +334,11 @@ def _mvue(draw: Draw, g: Tensor, n: int, m: int, dim: int, seed: Tensor | None, 
     if before > 1 or len(shape) == 1:
         shape.insert(0, draw.size(before) if len(shape) == 1 else 3)
     seed = torch.tensor([7, 3], dtype=torch.int64, device="cpu")
-    return draw(g, *shape), n, m, len(shape) - (1 if dim == g.dim() - 1 else 2), seed, method
+    return draw(g, *shape), n, m, len(shape) - (1 if dim == g.dim() - 1 else 2), seed, method, *layout
 
 
 def _mvue_compress(draw: Draw, g: Tensor, n: int, m: int, dim: int, seed: Tensor | None, method: str, layout: str = "canonical") -> Args:
-    return *_mvue(draw, g, n, m, dim, seed, method), layout
+    return _mvue(draw, g, n, m, dim, seed, method, layout)
 
 
 def _quantize(draw: Draw, x: Tensor, scale: Tensor, dtype: torch.dtype, transposed: bool) -> Args:
@@ -397,9 +387,8 @@ def _linear_integers(
     width, steps = draw.groups(cols, step.shape[-1], m)
     kept, positions = _compressed(draw.size(values.shape[0]), width, n, m, torch.float32)
     integers, step = quantize_values(kept, 8 if values.dtype == torch.int8 else 4, steps)
-    tokens, rows = draw.tokens(x.numel() // cols if cols else 0), kept.shape[0]
-    more = None if bias is None else draw(bias, rows), activation, None if residual is None else draw(residual, tokens, rows)
-    return draw(x, tokens, width), integers, positions, step, n, m, width, *more
+    x, *more = draw.around(x, cols, width, kept.shape[0], bias, activation, residual)
+    return x, integers, positions, step, n, m, width, *more
 
 
 def _masked_adamw(draw: Draw, *args: Any) -> Args:

@@ -13,7 +13,7 @@ from nmkernels.backends.shared import tensors
 from nmkernels.ops import verify
 from nmkernels.ops.define import CALLS
 from nmkernels.testing import assert_equal_bits
-from nmkernels.testing.calls import MAKERS, SmallDraw, made, samples, small, table
+from nmkernels.testing.calls import MAKERS, Draw, made, samples, small, table
 from python_tests.for_each import for_each
 from python_tests.ops.samples import adamw, seed
 
@@ -23,7 +23,7 @@ def test_every_op_has_one() -> None:
 
 
 def test_sizes_keep_their_powers_of_two() -> None:
-    size_of, tokens_of = SmallDraw().size, SmallDraw().tokens
+    size_of, tokens_of = Draw(small=True).size, Draw(small=True).tokens
     for size in range(300):
         for m in (1, 2, 3, 4, 5, 32, 256):
             found = size_of(size, m)
