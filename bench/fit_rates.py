@@ -60,7 +60,7 @@ Rates = Mapping[str, Lines]
 
 
 @dataclass
-class Case:
+class Observation:
     """One problem on one kind of machine, and the seconds of what was measured: ``"dense"``, a kernel, ``"expand"``, ``"make dense"``..."""
 
     kind: str
@@ -74,9 +74,9 @@ class Case:
         return {**found, SPARSE: self.seconds.get(estimate.kernel(self.problem, self.kind), math.nan)}
 
 
-def cases(results: Path = RESULTS) -> list[Case]:
+def cases(results: Path = RESULTS) -> list[Observation]:
     """What the committed rows say, in the order of files and rows."""
-    found: dict[tuple[str, Problem], Case] = {}
+    found: dict[tuple[str, Problem], Observation] = {}
     rows = [r for path in sorted(results.glob("*.csv")) for r in load(path) if r.get("machine") in KINDS and r.get("metric") == "us"]
     measured = {KINDS[r["machine"]] for r in rows if r["op"] in METHODS}
     for r in rows:
@@ -94,7 +94,7 @@ def cases(results: Path = RESULTS) -> list[Case]:
         if values in BITS:
             p = p._replace(role="fprop", values=values, group=group_of(r["op"], values, None, pattern, cols))
         name = estimate.kernel(p, kind) if what == SPARSE else what
-        found.setdefault((kind, p), Case(kind, p)).seconds[name] = 1e-6 * float(r["p50"])
+        found.setdefault((kind, p), Observation(kind, p)).seconds[name] = 1e-6 * float(r["p50"])
     return list(found.values())
 
 
@@ -145,7 +145,7 @@ def fit(some: Sequence[Sample], dense: bool = False) -> Line:
     return Line(knots, ns, min(densities), max(densities), len(some))
 
 
-def lines(some: Iterable[Case]) -> dict[str, Lines]:
+def lines(some: Iterable[Observation]) -> dict[str, Lines]:
     """The constants of every kind.
 
     They are fitted twice. Methods of a case take turns, so what made all of them slower or faster than their lines, such as a core that
@@ -156,7 +156,7 @@ def lines(some: Iterable[Case]) -> dict[str, Lines]:
     return _lines([replace(c, seconds={what: took / _slower(c, first) for what, took in c.seconds.items()}) for c in some])
 
 
-def _slower(case: Case, rates: Rates) -> float:
+def _slower(case: Observation, rates: Rates) -> float:
     """How many times as long as their lines say the GEMMs of a case took: the geometric mean; 1 where only one was timed."""
     took = {what: seconds for what, seconds in case.seconds.items() if not what.startswith("make")}
     if len(took) < 2:
@@ -172,7 +172,7 @@ def _making(own: Lines, p: Problem, what: str) -> float:
     return made.seconds(estimate.of_making(p)) if made else 0.0
 
 
-def _lines(some: Sequence[Case]) -> dict[str, Lines]:
+def _lines(some: Sequence[Observation]) -> dict[str, Lines]:
     making: dict[tuple[str, str], list[Sample]] = defaultdict(list)
     gemms: dict[tuple[str, str], list[tuple[Problem, float, str]]] = defaultdict(list)
     for c in some:
@@ -222,13 +222,13 @@ class Regret(NamedTuple):
     """What the choice cost in one case: the chosen method's time over that of the fastest with a row, and over dense's; NaN if the chosen
     method has no row."""
 
-    case: Case
+    case: Observation
     chosen: str
     over_best: float
     over_dense: float
 
 
-def regrets(some: Sequence[Case], rates: Rates | None = None, dense: bool = True) -> list[Regret]:
+def regrets(some: Sequence[Observation], rates: Rates | None = None, dense: bool = True) -> list[Regret]:
     """The regret of each case of which the sparse kernel was timed, by a choice among all methods, with a dense layout or without."""
     found = []
     for c in some:
@@ -242,14 +242,14 @@ def regrets(some: Sequence[Case], rates: Rates | None = None, dense: bool = True
     return found
 
 
-def held_out(some: Sequence[Case], dense: bool = True) -> list[Regret]:
+def held_out(some: Sequence[Observation], dense: bool = True) -> list[Regret]:
     """The regret of each half of the cases, drawn at random, with constants of the other."""
     some = list(some)
     random.Random(0).shuffle(some)
     halves, making = (some[::2], some[1::2]), [c for c in some if any(what.startswith("make") for what in c.seconds)]
     found = []
     for judged, other in (halves, halves[::-1]):
-        made = [Case(c.kind, c.problem, {k: v for k, v in c.seconds.items() if k.startswith("make")}) for c in making]
+        made = [Observation(c.kind, c.problem, {k: v for k, v in c.seconds.items() if k.startswith("make")}) for c in making]
         found += regrets(judged, lines([*made, *other]), dense)
     return found
 
@@ -272,7 +272,9 @@ def summary(some: Sequence[Regret]) -> Summary:
     return Summary(len(some), each[len(each) // 2], each[int(0.95 * (len(each) - 1))], each[-1], slower, unknown)
 
 
-def table(some: Sequence[Case], by: Callable[[Case], str] = lambda case: case.kind, judge: Callable[..., list[Regret]] = regrets) -> str:
+def table(
+    some: Sequence[Observation], by: Callable[[Observation], str] = lambda case: case.kind, judge: Callable[..., list[Regret]] = regrets
+) -> str:
     """The regret as a table, a line for each of ``by``, with a dense layout, and for fprop without one, as in a ``CompressedLinear``."""
     groups: dict[tuple[str, bool], list[Regret]] = defaultdict(list)
     for dense in (True, False):
@@ -305,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _role(case: Case) -> str:
+def _role(case: Observation) -> str:
     p = case.problem
     return f"{case.kind}, {plain(p.dtype)} {p.values if p.integers else p.role}"
 

@@ -1,6 +1,6 @@
 """``make gpu``: build, one call of each kernel, tests, memcheck and benchmarks on a GPU, with a summary of failures at the end.
 
-For a machine with an NVIDIA GPU, torch installed and no network, where a run may be cut short::
+For a machine with an NVIDIA GPU, torch and pytest installed and no network, where a run may be cut short::
 
     python -m bench.gpu                                       # every step
     python -m bench.gpu --deadline 570 --out DIR              # stop after 9.5 minutes, with the results as two files in DIR
@@ -10,11 +10,10 @@ For a machine with an NVIDIA GPU, torch installed and no network, where a run ma
     python -m bench.gpu --dry-run                             # the same steps without a GPU, on the emulator
 
 At the deadline, or at SIGTERM, the summary lists what is left, and the same command continues with it. Earlier results are discarded when
-the sources, the versions or the architecture of the GPU change, and with ``--again``; an H200 continues what an H100 has left. The core is
-rebuilt only when its sources change. With a deadline, each step except build and smoke takes at most half of the remaining time, so that
-every step is reached. Each test file, family of benchmarks and training recipe runs in its own process, and each test and case has a time
-limit, so that a crash, a hang or a lost device costs only one of them. Test files run in parallel; those with a test marked ``alone`` run
-after the others, one at a time.
+the sources, the versions or the architecture of the GPU change; an H200 continues what an H100 has left. The core is rebuilt only when its
+sources change. With a deadline, each step except build and smoke takes at most half of the remaining time, so that every step is reached.
+Each test file, family of benchmarks and training recipe runs in its own process, and each test and case has a time limit, so that a crash,
+a hang or a lost device costs only one of them. Test files run in parallel; those with a test marked ``alone`` run after the others.
 
 Logs, rows and state are in ``build/gpu``; ``gpu.tar.gz`` in ``--out DIR`` contains all of it, ``summary.txt`` the summary.
 ``python -m bench.report --add`` adds the rows of an archive to ``bench/results``, on any machine; the step report adds those of this one.
@@ -35,13 +34,12 @@ import tarfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .gpu_steps import STEPS, Visit, digest
-from .jobs import ROOT, Ended, Job, Pool, shown
-from .outcomes import Outcome
+from . import outcomes
+from .gpu_steps import STEPS, Step, Visit, digest, say
+from .jobs import ROOT, Job, shown
 
 WORK = ROOT / "build"
 CLOSING = 10.0
@@ -57,55 +55,16 @@ SOURCES = ("nmkernels", "csrc", "cmake", "python_tests", "bench")
 ARCHIVE, SUMMARY, FAILED = "gpu.tar.gz", "summary.txt", "failed.txt"
 
 
-class Terminated(KeyboardInterrupt):
-    """Raised at SIGTERM; as with Ctrl-C, processes are ended and the summary is printed."""
-
-
-# ---- the summary
-
-
-@dataclass
-class Done:
-    """A step that was started: its name, its pool, and its seconds."""
-
-    name: str
-    pool: Pool
-    seconds: float = 0.0
-
-    @property
-    def left(self) -> list[str]:
-        """The jobs left for another call."""
-        return [e.job.name for e in self.pool.ended if e.left]
-
-    @property
-    def failed(self) -> int:
-        """Number of items that failed."""
-        return sum(e.count("failed") for e in self.pool.ended)
-
-    def __str__(self) -> str:
-        counts = [f"{n} {what}" for what in ("passed", "failed", "skipped") if (n := sum(e.count(what) for e in self.pool.ended))]
-        left, note = self.left, self.pool.note
-        if left:
-            counts.append(f"left: {', '.join(left[:4])}{f' and {len(left) - 4} more' if len(left) > 4 else ''}")
-        verdict = "FAILED" if self.failed else "left" if left else "ok" if self.pool.ended else "skipped"
-        return f"  {self.name:<12}{self.seconds:>6.0f} s  {verdict:<8}{'; '.join([*counts, *([note] if note else [])])}"
-
-
-def failures(done: Sequence[Done]) -> dict[str, list[str]]:
-    """The failures by step and file: each test or case with the first line of its error."""
-    found: dict[str, list[str]] = {}
-    for step in done:
-        for ended in step.pool.ended:
-            if reasons := ended.reasons():
-                found.setdefault(f"  {step.name}: {ended.job.name.partition(' [')[0]}", []).extend(reasons)
-    return found
-
-
-def summary(done: Sequence[Done], visit: Visit, status: int) -> str:
-    """The summary; all failures are written to ``failed.txt``."""
-    lines, room, path = ["== summary", *map(str, done)], LENGTH, visit.work / FAILED
+def summary(steps: Sequence[Step], visit: Visit, status: int) -> str:
+    """The summary, with failures by step and file; all of them are written to ``failed.txt``."""
+    lines, room, path = ["== summary", *map(str, steps)], LENGTH, visit.work / FAILED
+    failed: dict[str, list[str]] = {}
+    for step in steps:
+        for job in step.jobs:
+            if reasons := job.reasons():
+                failed.setdefault(f"  {step.folder.name}: {job.name.partition(' [')[0]}", []).extend(reasons)
     path.unlink(missing_ok=True)
-    if failed := failures(done):
+    if failed:
         lines.append("-- failures")
         for title, reasons in failed.items():
             some = shown(reasons)
@@ -114,12 +73,9 @@ def summary(done: Sequence[Done], visit: Visit, status: int) -> str:
         path.write_text("".join(f"{title}\n    " + "\n    ".join(reasons) + "\n" for title, reasons in failed.items()), encoding="utf-8")
         lines.append(f"  all failures: {path}")
     lines.append(f"  rows in {visit.rows}, logs in {visit.work}")
-    verdicts = {0: "all passed", 1: "FAILED", 3: "nothing failed so far", 130: "interrupted", 143: "terminated"}
-    again = "; the same command continues with what is left" if any(step.left for step in done) or status > 100 else ""
-    return "\n".join([*lines, f"  {verdicts[status]}{again}"])
-
-
-# ---- results of earlier calls
+    verdict = {0: "all passed", 1: "FAILED", 3: "nothing failed so far", 130: "interrupted", 143: "terminated"}[status]
+    again = "; the same command continues with what is left" if any(step.left for step in steps) or status > 100 else ""
+    return "\n".join([*lines, f"  {verdict}{again}"])
 
 
 def fingerprint(device: str) -> str:
@@ -128,26 +84,24 @@ def fingerprint(device: str) -> str:
 
     from .rows import machine, versions
 
-    runs_on = machine(device) if device == "cpu" else f"compute capability {compute_capability()}"
-    return digest(SOURCES, runs_on, versions())
+    return digest(SOURCES, machine(device) if device == "cpu" else f"compute capability {compute_capability()}", versions())
 
 
-def prepare(visit: Visit, names: Sequence[str], again: bool) -> None:
-    """Make the folders, and discard results of other sources and of steps to be repeated."""
+def prepare(visit: Visit) -> None:
+    """Make the folders, and discard results of other sources."""
     visit.rows.mkdir(parents=True, exist_ok=True)
     path, present = visit.work / "sources.txt", fingerprint(visit.device)
-    changed = path.exists() and path.read_text() != present
-    for name in STEPS if changed else names if again else ():
-        shutil.rmtree(visit.work / name, ignore_errors=True)
-    if changed:
+    if path.exists() and path.read_text() != present:
         print("the sources, versions or architecture changed: earlier results are discarded")
-    elif again and "build" in names:
-        shutil.rmtree(visit.work / "core", ignore_errors=True)
+        for name in STEPS:
+            shutil.rmtree(visit.work / name, ignore_errors=True)
     path.write_text(present)
 
 
-def pack(visit: Visit, folder: Path) -> None:
+def pack(visit: Visit, folder: Path | None) -> None:
     """Write the archive atomically, replacing an earlier one."""
+    if folder is None:
+        return
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f"{ARCHIVE}.part"
     with tarfile.open(part, "w:gz", compresslevel=6) as archive:
@@ -164,9 +118,6 @@ def unpack(archive: Path, folder: Path) -> None:
         file.extractall(folder, filter="data")
 
 
-# ---- the command
-
-
 def missing() -> str:
     """Why this machine cannot run the steps; empty if it can."""
     if importlib.util.find_spec("torch") is None:
@@ -180,22 +131,14 @@ def missing() -> str:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the options."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"{', '.join(STEPS)}; all if none is named")
-    parser.add_argument(
-        "--deadline",
-        type=float,
-        default=math.inf,
-        metavar="SECONDS",
-        help="time limit for all; another call does the rest",
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help=f"folder for {ARCHIVE} (logs, rows and state) and {SUMMARY}")
-    parser.add_argument("--resume", type=Path, metavar="ARCHIVE", help="continue from this archive")
-    parser.add_argument("--tests", nargs="+", metavar="PATH", default=(), help="build, then run these test files or folders")
-    parser.add_argument(
-        "--jobs", type=int, metavar="N", help=f"parallel test processes; default half the CPU cores, at most {MOST_WORKERS}"
-    )
-    parser.add_argument("--again", action="store_true", help="discard the earlier results of these steps")
-    parser.add_argument("--dry-run", action="store_true", help="without a GPU: tests on the emulator, benchmarks on the CPU")
+    add = parser.add_argument
+    add("steps", nargs="*", metavar="STEP", help=f"{', '.join(STEPS)}; all if none is named")
+    add("--deadline", type=float, default=math.inf, metavar="SECONDS", help="time limit for all; another call does the rest")
+    add("--out", type=Path, metavar="DIR", help=f"folder for {ARCHIVE} (logs, rows and state) and {SUMMARY}")
+    add("--resume", type=Path, metavar="ARCHIVE", help="continue from this archive")
+    add("--tests", nargs="+", metavar="PATH", default=(), help="build, then run these test files or folders")
+    add("--jobs", type=int, metavar="N", help=f"parallel test processes; default half the CPU cores, at most {MOST_WORKERS}")
+    add("--dry-run", action="store_true", help="without a GPU: tests on the emulator, benchmarks on the CPU")
     args = parser.parse_args(argv)
     if unknown := set(args.steps) - set(STEPS):
         parser.error(f"unknown step {', '.join(sorted(unknown))}; choose from {', '.join(STEPS)}")
@@ -213,57 +156,55 @@ def main(argv: Sequence[str] | None = None, lacks: Callable[[], str] = missing) 
     workers = args.jobs or max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // 2))
     visit = Visit(WORK / ("gpu-dry" if args.dry_run else "gpu"), tuple(args.tests), workers, args.dry_run)
     chosen = args.steps or (("build", "tests") if args.tests else STEPS)
+    names = [name for name in STEPS if name in chosen]
     if args.resume:
         unpack(args.resume, visit.work)
-    names = [name for name in STEPS if name in chosen]
-    prepare(visit, names, args.again)
+    prepare(visit)
     before = signal.signal(signal.SIGTERM, _terminate)
-    done: list[Done] = []
+    steps: list[Step] = []
     stopped = 0
     try:
         for name in names:
             now, end = time.monotonic(), start + args.deadline - CLOSING
             share = 1.0 if name in ("build", "smoke", names[-1]) else 0.5
-            done.append(Done(name, Pool(visit.work / name, now + share * (end - now), _say)))
-            run(done[-1], visit)
-            if args.out:
-                pack(visit, args.out)
-            if name == "build" and (done[-1].left or done[-1].failed):
+            steps.append(Step(visit.work / name, now + share * (end - now)))
+            run(steps[-1], visit)
+            pack(visit, args.out)
+            if name == "build" and (steps[-1].left or steps[-1].count("failed")):
                 break
     except KeyboardInterrupt as stop:
-        stopped = 143 if isinstance(stop, Terminated) else 130
-    failed, left = any(step.failed for step in done), any(step.left for step in done)
+        stopped = 143 if stop.args else 130
+    failed, left = any(step.count("failed") for step in steps), any(step.left for step in steps)
     status = stopped or (1 if failed else 3 if left else 0)
-    text = summary(done, visit, status)
-    _say(text)
+    text = summary(steps, visit, status)
+    say(text)
     (visit.work / SUMMARY).write_text(f"{text}\n", encoding="utf-8")
-    if args.out:
-        pack(visit, args.out)
+    pack(visit, args.out)
     signal.signal(signal.SIGTERM, before)
     return status
 
 
-def run(step: Done, visit: Visit) -> None:
+def run(step: Step, visit: Visit) -> None:
     """Run one step; an error in the step itself is recorded as a failure."""
-    _say(f"== {step.name}")
-    start = time.monotonic()
+    name, start = step.folder.name, time.monotonic()
+    say(f"== {name}")
     try:
-        STEPS[step.name](visit, step.pool)
+        STEPS[name](visit, step)
     except Exception as error:  # the other steps still run
         traceback.print_exc()
-        why = f"{type(error).__name__}: {error}"
-        step.pool.ended.append(Ended(Job(step.name, ()), {step.name: Outcome(step.name, "failed", why)}, False))
+        job = Job("error", folder=step.folder)
+        step.folder.mkdir(parents=True, exist_ok=True)
+        job.file.unlink(missing_ok=True)
+        outcomes.end(job.file, outcomes.Outcome(name, "failed", f"{type(error).__name__}: {error}"))
+        outcomes.tell(job.file, finished=True)
+        step.jobs.append(job)
     finally:
         step.seconds = time.monotonic() - start
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
 def _terminate(*_: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the summary must still be written
-    raise Terminated
+    raise KeyboardInterrupt("terminated")  # as with Ctrl-C, processes are ended and the summary is printed
 
 
 if __name__ == "__main__":

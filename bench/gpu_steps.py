@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import math
 import os
 import shutil
@@ -11,12 +10,11 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from . import outcomes
-from .jobs import ROOT, Job, Pool
+from .jobs import ROOT, Job, run
 
 TEST_SECONDS, SANITIZED_SECONDS, CASE_SECONDS, CURVE_SECONDS = 120.0, 240.0, 180.0, 240.0
 """Time limits: of a test (Triton compiles some for a minute), one under compute-sanitizer, a benchmark case and the curves of a recipe."""
@@ -50,6 +48,48 @@ class Visit:
         return self.work / "rows"
 
 
+@dataclass
+class Step:
+    """A step that was started: the folder of its files, until when it may run, its jobs, and what the summary says of it."""
+
+    folder: Path
+    deadline: float = math.inf
+    jobs: list[Job] = field(default_factory=list)
+    note: str = ""
+    seconds: float = 0.0
+
+    def run(self, *jobs: Job, workers: int = 1, fresh: bool = False) -> None:
+        """Run the jobs that no earlier call finished; ``fresh``: all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.jobs += jobs
+        for job in jobs:
+            job.folder = self.folder
+            if fresh:
+                job.file.unlink(missing_ok=True)
+        run(jobs, self.deadline, workers, say)
+
+    def count(self, what: str) -> int:
+        """Number of items that passed, failed or were skipped."""
+        return sum(job.count(what) for job in self.jobs)
+
+    @property
+    def left(self) -> list[str]:
+        """The jobs left for another call."""
+        return [job.name for job in self.jobs if job.left]
+
+    def __str__(self) -> str:
+        left, counts = self.left, [f"{n} {what}" for what in ("passed", "failed", "skipped") if (n := self.count(what))]
+        if left:
+            counts.append(f"left: {', '.join(left[:4])}{f' and {len(left) - 4} more' if len(left) > 4 else ''}")
+        verdict = "FAILED" if self.count("failed") else "left" if left else "ok" if self.jobs else "skipped"
+        return f"  {self.folder.name:<12}{self.seconds:>6.0f} s  {verdict:<8}{'; '.join(filter(None, [*counts, self.note]))}"
+
+
+def say(text: str) -> None:
+    """Print at once."""
+    print(text, flush=True)
+
+
 def python(*words: str) -> tuple[str, ...]:
     """The command line of this Python with ``words``."""
     return sys.executable, *words
@@ -78,7 +118,7 @@ def architecture(capability: tuple[int, int]) -> str:
     return {8: "80", 9: "90", 10: "100", 12: "120"}.get(capability[0], "ptx")
 
 
-def build(visit: Visit, pool: Pool) -> None:
+def build(visit: Visit, step: Step) -> None:
     """Compile the core, with CUDA for this GPU, in a dry run with the emulator; once for the same sources."""
     probe, suffix = "compiled_core" if visit.dry else "cuda_kernels", str(sysconfig.get_config_var("EXT_SUFFIX"))
     modules = [f"_C{suffix}", *([f"_emulated{suffix}"] if visit.dry else [])]
@@ -92,12 +132,13 @@ def build(visit: Visit, pool: Pool) -> None:
         for name in modules:
             shutil.copy2(built / name, ROOT / "nmkernels" / name)
     else:
-        (compiled,) = pool.run([Job("compile", python("setup.py", "build_ext", "--inplace"), env=env)], fresh=True)
-        if compiled.left or compiled.count("failed"):
+        step.run(Job("compile", python("setup.py", "build_ext", "--inplace"), env=env), fresh=True)
+        if step.left or step.count("failed"):
             return
     # the build may succeed and yet not run here: without CUDA kernels, or for another driver
-    (core,) = pool.run([Job("core", python("-c", CORE.format(probe)), TEST_SECONDS)], fresh=True)
-    pool.note = pool.output("core").rpartition("\n")[2]
+    core = Job("core", python("-c", CORE.format(probe)), TEST_SECONDS)
+    step.run(core, fresh=True)
+    step.note = core.output.rpartition("\n")[2]
     if core.count("passed"):
         built.mkdir(exist_ok=True)
         for name in modules:
@@ -105,10 +146,11 @@ def build(visit: Visit, pool: Pool) -> None:
         (built / "sources.txt").write_text(sources)
 
 
-def smoke(visit: Visit, pool: Pool) -> None:
+def smoke(visit: Visit, step: Step) -> None:
     """Run each family of kernels once, with a line for each, and one large GEMM."""
-    pool.run([Job("smoke", python("-m", "bench.smoke", "--device", visit.device), TEST_SECONDS)])
-    pool.say(pool.output("smoke"))
+    job = Job("smoke", python("-m", "bench.smoke", "--device", visit.device), TEST_SECONDS)
+    step.run(job)
+    say(job.output)
 
 
 # ---- tests
@@ -127,7 +169,6 @@ PLAIN = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 """Plugins installed on this machine are not loaded: none is needed."""
 
 NO_TESTS_LEFT = 5
-NO_PYTEST = "pytest is not installed; the tests need it and torch"
 
 
 @dataclass(frozen=True)
@@ -139,13 +180,14 @@ class File:
     alone: bool
 
 
-def collected(visit: Visit, pool: Pool, paths: Sequence[str]) -> list[File]:
+def collected(visit: Visit, step: Step, paths: Sequence[str]) -> list[File]:
     """The test files under ``paths``, in order; those that cannot be imported count as failed."""
     there = [path for path in paths if (ROOT / path.partition("::")[0]).exists()]
-    (result,) = pool.run([Job("collect", (*PYTEST, "--collect-only", "-qq", "-m", visit.marked, *there), env=PLAIN)], fresh=True)
-    found = [File(**line) for line in outcomes.lines(pool.folder / "collect.jsonl") if "tests" in line]
-    if found and not result.count("failed"):
-        pool.ended.remove(result)
+    job = Job("collect", (*PYTEST, "--collect-only", "-qq", "-m", visit.marked, *there), env=PLAIN)
+    step.run(job, fresh=True)
+    found = [File(**line) for line in outcomes.lines(job.file) if "tests" in line]
+    if found and not job.count("failed"):
+        step.jobs.remove(job)
     return sorted(found, key=lambda file: [not file.name.startswith(path) for path in there])
 
 
@@ -162,31 +204,22 @@ def test_jobs(files: Sequence[File], marked: str, limit: float) -> list[Job]:
     return found
 
 
-def _has_pytest(pool: Pool) -> bool:
-    if importlib.util.find_spec("pytest") is None:
-        pool.run([Job("pytest", python("-c", f"raise SystemExit({NO_PYTEST!r})"))], fresh=True)
-        return False
-    return True
-
-
-def _test(visit: Visit, pool: Pool, files: Sequence[File], limit: float) -> None:
-    pool.run(test_jobs(files, visit.marked, limit), visit.workers)
-    skipped = Counter(o.why.removeprefix("Skipped: ") for e in pool.ended for o in e.outcomes.values() if o.what == "skipped")
+def _test(visit: Visit, step: Step, paths: Sequence[str], without: tuple[str, ...] = ()) -> None:
+    files = [file for file in collected(visit, step, paths) if not file.name.startswith(without)]
+    step.run(*test_jobs(files, visit.marked, TEST_SECONDS), workers=visit.workers)
+    skipped = Counter(o.why.removeprefix("Skipped: ") for job in step.jobs for o in job.outcomes.values() if o.what == "skipped")
     if skipped:
-        pool.note = f"skipped: {'; '.join(f'{count} {why[:100]}' for why, count in skipped.most_common(4))}"
+        step.note = f"skipped: {'; '.join(f'{count} {why[:100]}' for why, count in skipped.most_common(4))}"
 
 
-def kernels(visit: Visit, pool: Pool) -> None:
+def kernels(visit: Visit, step: Step) -> None:
     """Run the kernels' tests, starting with those that no GPU has run before."""
-    if _has_pytest(pool):
-        _test(visit, pool, collected(visit, pool, KERNELS), TEST_SECONDS)
+    _test(visit, step, KERNELS)
 
 
-def tests(visit: Visit, pool: Pool) -> None:
+def tests(visit: Visit, step: Step) -> None:
     """Run the tests that were named, otherwise all that are not in ``kernels``, conformance first."""
-    if _has_pytest(pool):
-        files = collected(visit, pool, visit.tests or (OTHERS_DRY if visit.dry else OTHERS))
-        _test(visit, pool, [f for f in files if visit.tests or not f.name.startswith(KERNELS)], TEST_SECONDS)
+    _test(visit, step, visit.tests or (OTHERS_DRY if visit.dry else OTHERS), () if visit.tests else KERNELS)
 
 
 # ---- compute-sanitizer
@@ -219,24 +252,25 @@ def sanitized(job: Job, path: str, tool: str, *options: str) -> Job:
     return replace(job, words=words, env={**job.env, **ENVIRONMENT}, refused=FINDING)
 
 
-def memcheck(visit: Visit, pool: Pool) -> None:
+def memcheck(visit: Visit, step: Step) -> None:
     """Run the CUDA kernels' tests with memcheck."""
-    _sanitize(visit, pool, "memcheck")
+    _sanitize(visit, step, "memcheck")
 
 
-def racecheck(visit: Visit, pool: Pool) -> None:
+def racecheck(visit: Visit, step: Step) -> None:
     """Run them with racecheck, which looks for races in shared memory, without the kernels that it cannot track."""
-    _sanitize(visit, pool, "racecheck", *NO_TMA)
+    _sanitize(visit, step, "racecheck", *NO_TMA)
 
 
-def _sanitize(visit: Visit, pool: Pool, tool: str, *options: str) -> None:
+def _sanitize(visit: Visit, step: Step, tool: str, *options: str) -> None:
     path = sanitizer_path()
     if path is None or visit.dry:
-        pool.note = "nothing runs on a GPU" if visit.dry else NO_SANITIZER
+        step.note = "nothing runs on a GPU" if visit.dry else NO_SANITIZER
         return
-    files = collected(visit, pool, visit.tests or [path for path in KERNELS if path.startswith(CUDA)])
+    files = collected(visit, step, visit.tests or [path for path in KERNELS if path.startswith(CUDA)])
     files = [f for f in files if not f.alone and not (tool == "racecheck" and "wgmma" in f.name)]
-    pool.run([sanitized(job, path, tool, *options) for job in test_jobs(files, visit.marked, SANITIZED_SECONDS)], visit.workers)
+    jobs = (sanitized(job, path, tool, *options) for job in test_jobs(files, visit.marked, SANITIZED_SECONDS))
+    step.run(*jobs, workers=visit.workers)
 
 
 # ---- measurements
@@ -245,7 +279,7 @@ FIRST = ("gemm", "linear", "integers", "quantized", "power_or_port", "groups", "
 """Files of ``bench/cases`` that are measured first: GEMMs, compression, MVUE, AdamW."""
 
 
-def benchmarks(visit: Visit, pool: Pool) -> None:
+def benchmarks(visit: Visit, step: Step) -> None:
     """Run the quick cases, a process for each file of ``bench/cases``, one after the other."""
     from . import cases, tables, targets  # noqa: F401 - the cases register themselves
     from .registry import FAMILIES
@@ -257,29 +291,29 @@ def benchmarks(visit: Visit, pool: Pool) -> None:
     csv = visit.rows / f"{slug(machine(visit.device))}.csv"
     words = python("-m", "bench.run", "--quick", "--device", visit.device, "--out", str(csv))
     env = {"NMKERNELS_CACHE": str(visit.work / "cache")}  # do not use what this machine measured before
-    pool.run([Job(name, (*words, "--op", *those), CASE_SECONDS, env=env) for name, those in ops.items() if those])
+    step.run(*(Job(name, (*words, "--op", *those), CASE_SECONDS, env=env) for name, those in ops.items() if those))
     rows = [r for r in load(csv) if r["machine"] == machine(visit.device)]
-    pool.note = tables.targets_text(targets.verdicts(rows, visit.device)).splitlines()[-1]
+    step.note = tables.targets_text(targets.verdicts(rows, visit.device)).splitlines()[-1]
 
 
-def curves(visit: Visit, pool: Pool) -> None:
+def curves(visit: Visit, step: Step) -> None:
     """Train the loss curves of each recipe."""
     from .studies import RECIPES
 
     words = python("-m", "bench.studies", "--device", visit.device, "--out", str(visit.rows / "loss_curves.csv"))
     words += ("--steps", "2", "--width", "32") if visit.dry else ()
-    pool.run([Job(name, (*words, "--recipes", name), CURVE_SECONDS) for name in RECIPES])
+    step.run(*(Job(name, (*words, "--recipes", name), CURVE_SECONDS) for name in RECIPES))
 
 
-def report(visit: Visit, pool: Pool) -> None:
+def report(visit: Visit, step: Step) -> None:
     """Write the tables, from the rows of ``bench/results`` and those of this call."""
     if visit.dry:
-        pool.note = "a dry run writes no tables"
+        step.note = "a dry run writes no tables"
         return
-    pool.run([Job("tables", python("-m", "bench.report", "--add", str(visit.rows)), CASE_SECONDS)], fresh=True)
+    step.run(Job("tables", python("-m", "bench.report", "--add", str(visit.rows)), CASE_SECONDS), fresh=True)
 
 
-STEPS: dict[str, Callable[[Visit, Pool], Any]] = {
+STEPS: dict[str, Callable[[Visit, Step], None]] = {
     step.__name__: step for step in (build, smoke, kernels, memcheck, benchmarks, tests, racecheck, curves, report)
 }
 """Ordered by what is most likely to fail, then by value."""

@@ -1,8 +1,8 @@
-"""Runs the processes of a step in parallel, each in its own process group and with a time limit; finished ones are not repeated.
+"""Runs processes in parallel, each in its own group and with a time limit; what an earlier call finished is not repeated.
 
-A job runs items (tests, or cases to time) and records the result of each (``bench.outcomes``). If a process crashes, hangs or loses its
-device, the current item fails and another process continues with the rest. When the step's time is up, all processes are ended, and the
-next call continues with what is left. A job without items counts as one item.
+A job runs items (tests, or cases to time) and records the result of each (``bench.outcomes``). If its process crashes, hangs or loses its
+device, the current item fails and another process continues with the rest. At the deadline all processes are ended, and the next call
+continues with what is left. A job without items counts as one item.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from . import outcomes
 from .outcomes import Outcome
 
 ROOT = Path(__file__).resolve().parents[1]
-TICK = 0.05
 LIVES = 6
 """How often a job's process is started; otherwise a kernel that always crashes would need a new process for each of its tests."""
 
@@ -37,9 +36,9 @@ LINES, WIDTH = 6, 200
 OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
-    """One process.
+    """One process, and its successors if it dies; its results are read from its file.
 
     Args:
         name: shown, and used for its files.
@@ -49,25 +48,40 @@ class Job:
         env: more environment variables.
         fine: exit statuses that mean success.
         refused: a regular expression; if a line of the output matches, the job failed, whatever its exit status.
+        folder: of its files.
     """
 
     name: str
-    words: tuple[str, ...]
+    words: tuple[str, ...] = ()
     limit: float = math.inf
     alone: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
     fine: tuple[int, ...] = (0,)
     refused: str = ""
-
-
-@dataclass
-class Ended:
-    """The results of a job's items so far, whether some are left for another call, and the seconds of this one."""
-
-    job: Job
-    outcomes: dict[str, Outcome]
-    left: bool
+    folder: Path = Path()
     seconds: float = 0.0
+    lives: int = LIVES
+
+    @property
+    def file(self) -> Path:
+        """The file of its outcomes."""
+        return self.folder / f"{re.sub('[^A-Za-z0-9_]+', '-', self.name).strip('-')}.jsonl"
+
+    @property
+    def output(self) -> str:
+        """What its processes wrote."""
+        log = self.file.with_suffix(".log")
+        return log.read_text(encoding="utf-8", errors="replace").strip() if log.exists() else ""
+
+    @property
+    def outcomes(self) -> dict[str, Outcome]:
+        """The results of the items that have ended."""
+        return outcomes.read(self.file)[0]
+
+    @property
+    def left(self) -> bool:
+        """Whether some of it is left for another call."""
+        return not any(line.get("finished") for line in outcomes.lines(self.file))
 
     def count(self, what: str) -> int:
         """Number of items that passed, failed or were skipped."""
@@ -80,157 +94,92 @@ class Ended:
     def __str__(self) -> str:
         counts = ", ".join(f"{n} {what}" for what in ("passed", "failed", "skipped") if (n := self.count(what)))
         verdict = "FAILED" if self.count("failed") else "left" if self.left else "ok"
-        return f"{verdict:<7}{self.seconds:>6.0f} s  {self.job.name}{f': {counts}' if len(self.outcomes) > 1 else ''}"
+        return f"{verdict:<7}{self.seconds:>6.0f} s  {self.name}: {counts}"
 
+    # ---- its process
 
-class Pool:
-    """Runs the jobs of one step, with their files in ``folder``, until ``deadline`` on the monotonic clock."""
-
-    def __init__(self, folder: Path, deadline: float, say: Callable[[str], None] = print) -> None:
-        self.folder, self.deadline, self.say = folder, deadline, say
-        self.ended: list[Ended] = []
-        self.note = ""
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def run(self, jobs: Sequence[Job], workers: int = 1, fresh: bool = False) -> list[Ended]:
-        """Run the jobs that no earlier call finished (``fresh``: all), ``workers`` at a time, those that must be alone last."""
-        found: dict[str, Ended] = {}
-        for job in jobs:
-            if fresh:
-                _files(self.folder, job)[0].unlink(missing_ok=True)
-            elif _finished(_files(self.folder, job)[0]):
-                found[job.name] = self._result(job)
-        if found:
-            self.say(f"{len(found)} of {len(jobs)} were finished by an earlier call")
-        waiting = sorted((job for job in jobs if job.name not in found), key=lambda job: job.alone)
-        running: list[_Process] = []
-        try:
-            while (waiting or running) and time.monotonic() < self.deadline:
-                while waiting and len(running) < workers and not (running and (waiting[0].alone or running[0].job.alone)):
-                    running.append(_Process(waiting.pop(0), self.folder))
-                for process in [p for p in running if p.over()]:
-                    running.remove(process)
-                    found[process.job.name] = ended = self._result(process.job, process.seconds)
-                    self.say("\n".join([str(ended), *shown(ended.reasons())]))
-                time.sleep(TICK)
-        finally:  # no process is left behind, even if this one is ending
-            for process in running:
-                process.kill()
-                found[process.job.name] = self._result(process.job, process.seconds)
-            results = [found[job.name] if job.name in found else self._result(job) for job in jobs]
-            self.ended += results
-        return results
-
-    def output(self, name: str) -> str:
-        """The output of the job of this name."""
-        path = _files(self.folder, Job(name, ()))[1]
-        return path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""
-
-    def _result(self, job: Job, seconds: float = 0.0) -> Ended:
-        path = _files(self.folder, job)[0]
-        return Ended(job, outcomes.read(path)[0], not _finished(path), seconds)
-
-
-class _Process:
-    """The process of a job, and its successors if it dies."""
-
-    def __init__(self, job: Job, folder: Path) -> None:
-        self.job = job
-        self.path, self.log = _files(folder, job)
-        self.lives, self.began = LIVES, time.monotonic()
-        self._start()
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.began
-
-    def _start(self) -> None:
-        self.before, _ = outcomes.read(self.path)
-        outcomes.tell(self.path, starts=True)
-        env = {**os.environ, "PYTHONUNBUFFERED": "1", **self.job.env, outcomes.ENV: str(self.path)}
-        with self.log.open("ab") as log:
+    def start(self) -> None:
+        """Start a process that continues with the items that have not ended."""
+        self.before, self.started, self.lives = self.outcomes, time.time(), self.lives - 1
+        outcomes.tell(self.file, starts=True)
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", **self.env, outcomes.ENV: str(self.file)}
+        with self.file.with_suffix(".log").open("ab") as log:
             self.process = subprocess.Popen(
-                self.job.words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, **OWN_GROUP
+                self.words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, **OWN_GROUP
             )
-        self.started, self.lives = time.time(), self.lives - 1
-
-    def over(self) -> bool:
-        """Whether the job has ended; a process that died is replaced by another one."""
-        status = self.process.poll()
-        if status is None:
-            if not self._hangs():
-                return False
-            self.kill()
-            return self._died(f"took more than {self.job.limit:g} s and was ended")
-        self.kill()  # processes that it left behind
-        if outcomes.lost(self.path):  # whatever the exit status, which may be that of a wrapping tool
-            return self._died("")
-        if status < 0:
-            return self._died(f"its process was ended by {signal.Signals(-status).name}")
-        if outcomes.read(self.path)[1] is not None:
-            return self._died(f"its process ended during it, with exit status {status}")
-        return self._finish(status)
-
-    def _hangs(self) -> bool:
-        waited = time.time() - max(self.started, self.path.stat().st_mtime)
-        if waited <= self.job.limit:
-            return False
-        return waited > START or outcomes.read(self.path)[1] is not None
 
     def kill(self) -> None:
         """Kill the process and its group."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self.seconds += time.time() - self.started
 
-    def _died(self, why: str) -> bool:
-        ended, current = outcomes.read(self.path)
-        if why:
-            outcomes.end(self.path, Outcome(current or self.job.name, "failed", why))
-        if current is None and len(ended) == len(self.before):
-            return self._close()  # before its first item, or after its last
-        if not self.lives:
-            outcomes.end(self.path, Outcome(self.job.name, "failed", f"given up after {LIVES} processes; the rest was not run"))
-            return self._close()
-        self._start()
-        return False
-
-    def _finish(self, status: int) -> bool:
-        ended, _ = outcomes.read(self.path)
-        new = [outcome for item, outcome in ended.items() if item not in self.before]
-        text = self.log.read_text(encoding="utf-8", errors="replace")
-        refused = re.search(self.job.refused, text, re.M) if self.job.refused else None
-        if refused:
-            outcomes.end(self.path, Outcome(self.job.name, "failed", refused[0]))
-        elif status not in self.job.fine and not any(outcome.what == "failed" for outcome in new):
-            outcomes.end(self.path, Outcome(self.job.name, "failed", f"exit status {status}: {first_error(text)}"))
-        elif not ended:
-            outcomes.end(self.path, Outcome(self.job.name, "passed"))
-        return self._close()
-
-    def _close(self) -> bool:
-        outcomes.tell(self.path, finished=True)
+    def over(self) -> bool:
+        """Whether the job has ended; a process that died is replaced by another one."""
+        status, (ended, item), why = self.process.poll(), outcomes.read(self.file), ""
+        if status is None:
+            waited = time.time() - max(self.started, self.file.stat().st_mtime)
+            if waited <= (self.limit if item else max(self.limit, START)):
+                return False
+            why = f"took more than {self.limit:g} s and was ended"
+        elif status < 0:
+            why = f"its process was ended by {signal.Signals(-status).name}"
+        elif item:
+            why = f"its process ended during it, with exit status {status}"
+        self.kill()  # also processes that it left behind
+        lost = outcomes.lost(self.file)  # whatever the exit status, which may be that of a wrapping tool
+        if why and not lost:
+            outcomes.end(self.file, Outcome(item or self.name, "failed", why))
+        if not (why or lost):
+            self._judge(status or 0)
+        elif item or len(ended) > len(self.before):  # it did not die before its first item, or after its last
+            if self.lives:
+                self.start()
+                return False
+            outcomes.end(self.file, Outcome(self.name, "failed", f"given up after {LIVES} processes; the rest was not run"))
+        outcomes.tell(self.file, finished=True)
         return True
 
+    def _judge(self, status: int) -> None:
+        """Record the result of a process that ended by itself, as far as its items do not tell it."""
+        ended, text = self.outcomes, self.output
+        new = [outcome for item, outcome in ended.items() if item not in self.before]
+        if self.refused and (line := re.search(self.refused, text, re.M)):
+            outcomes.end(self.file, Outcome(self.name, "failed", line[0]))
+        elif status not in self.fine and not any(outcome.what == "failed" for outcome in new):
+            outcomes.end(self.file, Outcome(self.name, "failed", f"exit status {status}: {first_error(text)}"))
+        elif not ended:
+            outcomes.end(self.file, Outcome(self.name, "passed"))
 
-def shown(reasons: Sequence[str], lines: float = LINES) -> list[str]:
+
+def run(jobs: Sequence[Job], deadline: float = math.inf, workers: int = 1, say: Callable[[str], None] = print) -> None:
+    """Run the jobs that no earlier call finished until the deadline, ``workers`` at a time, those that must be alone last."""
+    waiting = sorted((job for job in jobs if job.left), key=lambda job: job.alone)
+    if len(waiting) < len(jobs):
+        say(f"{len(jobs) - len(waiting)} of {len(jobs)} were finished by an earlier call")
+    running: list[Job] = []
+    try:
+        while (waiting or running) and time.monotonic() < deadline:
+            while waiting and len(running) < workers and not (running and (waiting[0].alone or running[0].alone)):
+                running.append(waiting.pop(0))
+                running[-1].start()
+            for job in [job for job in running if job.over()]:
+                running.remove(job)
+                say("\n".join([str(job), *shown(job.reasons())]))
+            time.sleep(0.05)
+    finally:  # no process is left behind, even if this one is ending
+        for job in running:
+            job.kill()
+
+
+def shown(reasons: Sequence[str]) -> list[str]:
     """The first reasons, cut to ``WIDTH`` characters, and how many more there are."""
-    some = reasons[: int(min(lines, len(reasons)))]
-    more = len(reasons) - len(some)
-    return [*(f"    {reason}"[:WIDTH] for reason in some), *([f"    and {more} more"] if more else [])]
+    more = [f"    and {len(reasons) - LINES} more"] if len(reasons) > LINES else []
+    return [*(f"    {reason}"[:WIDTH] for reason in reasons[:LINES]), *more]
 
 
 def first_error(text: str) -> str:
     """The most useful line of a failed process's output: a compiler's first error, otherwise the last line."""
     found = [line.strip() for line in text.splitlines() if line.strip()] or ["no output"]
     return next((line for line in found if re.search(r"(^|[\s:])error:|CMake Error|ninja: error", line)), found[-1])
-
-
-def _files(folder: Path, job: Job) -> tuple[Path, Path]:
-    """The files of a job's outcomes and of its output."""
-    name = re.sub(r"[^A-Za-z0-9_]+", "-", job.name).strip("-")
-    return folder / f"{name}.jsonl", folder / f"{name}.log"
-
-
-def _finished(path: Path) -> bool:
-    return any(line.get("finished") for line in outcomes.lines(path))

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from . import figures, tables, targets
-from .rows import RESULTS, append, device_of, from_text, slug
+from .rows import RESULTS, Row, append, device_of, slug, typed
 from .rows import load as load_csv
 from .tables import Rows
 
@@ -79,7 +79,7 @@ def add(source: Path, results: Path) -> None:
             archive.extractall(folder, [m for m in archive if m.isfile() and Path(m.name).match("rows/*.csv")], filter="data")
             return add(Path(folder, "rows"), results)
     for path in sorted(source.glob("*.csv")) if source.resolve() != results.resolve() else ():
-        append([from_text(r) for r in load_csv(path)], results / path.name)
+        append(typed(Row, load_csv(path)), results / path.name)
 
 
 def main(argv: list[str] | None = None, results: Path = RESULTS) -> int:

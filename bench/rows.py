@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -76,9 +77,13 @@ def save(lines: Iterable[Mapping[str, object]], names: Sequence[str], path: Path
     os.replace(part, path)
 
 
-def from_text(row: dict[str, str]) -> Row:
-    """A ``Row`` from the text that ``load`` reads."""
-    return Row(**{**row, **{p: float(row[p]) for p in ("p20", "p50", "p80")}})  # type: ignore[arg-type]
+Made = TypeVar("Made")
+
+
+def typed(cls: type[Made], lines: Iterable[Mapping[str, str]]) -> list[Made]:
+    """Rows of a dataclass from lines of text."""
+    kinds = {f.name: {"int": int, "float": float, "str": str}[str(f.type)] for f in fields(cls)}  # type: ignore[arg-type]
+    return [cls(**{name: kind(line[name]) for name, kind in kinds.items()}) for line in lines]
 
 
 def fingerprints(path: Path) -> set[tuple[str, ...]]:

@@ -156,7 +156,7 @@ def line(row: Row) -> str:
     return f"{what:<52} {row.provider:<42} {row.p50:>10.4g} {row.metric:<22}{spread}".rstrip()
 
 
-def as_json(outcome: runner.Outcome, specs: list[Spec], device: str, out: Path) -> dict[str, Any]:
+def as_json(outcome: runner.Measured, specs: list[Spec], device: str, out: Path) -> dict[str, Any]:
     """The object of ``--json``."""
     return {
         "schema": SCHEMA,
@@ -173,7 +173,7 @@ def as_json(outcome: runner.Outcome, specs: list[Spec], device: str, out: Path) 
     }
 
 
-def _closing(outcome: runner.Outcome, specs: list[Spec], out: Path, device: str, against_targets: bool) -> None:
+def _closing(outcome: runner.Measured, specs: list[Spec], out: Path, device: str, against_targets: bool) -> None:
     if against_targets:
         mine = [r for r in load(out) if r["machine"] == machine(device)]
         print(tables.targets_text(targets.verdicts(mine, device)))

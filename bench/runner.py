@@ -25,7 +25,7 @@ LIMITS = ("copy", "matmul")
 
 
 @dataclass
-class Outcome:
+class Measured:
     """The result of a run: its rows, the cases that were not timed and why, and how many were skipped because they were already done.
 
     ``next`` is the index of the case to continue with in a new process, if a case left the device unusable for this one.
@@ -60,12 +60,12 @@ def run(
     resume: bool = False,
     show: Callable[[Row], None] = lambda row: None,
     complain: Callable[[str], None] = lambda text: None,
-) -> Outcome:
+) -> Measured:
     """Measure ``specs`` with about ``seconds`` of timing each, and add their rows to the CSV ``out`` case by case.
 
     If ``NMKERNELS_OUTCOMES`` names a file, each case is recorded there, and the cases that it records as ended are skipped.
     """
-    outcome, progress, record = Outcome(), Progress(len(specs)), outcomes.here()
+    outcome, progress, record = Measured(), Progress(len(specs)), outcomes.here()
     out.parent.mkdir(parents=True, exist_ok=True)
     done = fingerprints(out) if resume else set()
     ended = outcomes.read(record)[0] if record else {}

@@ -26,7 +26,7 @@ from nmkernels.capability import Probe
 
 from . import kernel_rows
 from .rows import RESULTS
-from .triton_cases import Case, cases
+from .triton_cases import OpCall, cases
 
 PATH = RESULTS / "triton_resources.csv"
 ARCHITECTURES = (80, 90)
@@ -67,7 +67,7 @@ class Kernel:
         return self.case, self.kernel, self.arch
 
 
-def compiled(case: Case, arch: int) -> list[Kernel]:
+def compiled(case: OpCall, arch: int) -> list[Kernel]:
     """The kernels that a call would launch on an architecture, in that order."""
     from bench.triton_compiling import recording
     from nmkernels.dispatch import implementations
@@ -82,7 +82,7 @@ def compiled(case: Case, arch: int) -> list[Kernel]:
     return rows
 
 
-def missed(case: Case, arch: int, kernels: list[Kernel]) -> list[str]:
+def missed(case: OpCall, arch: int, kernels: list[Kernel]) -> list[str]:
     """The requirements that the kernels of a case miss, as text; empty if they meet all."""
     found = []
     for k in kernels:

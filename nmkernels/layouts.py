@@ -80,3 +80,8 @@ def ordered(tensor: Tensor, layout: str) -> Tensor:
         return tensor
     sorted_ = tensor.permute(ORDERS[layout])
     return tensor if sorted_.is_contiguous() else as_stored(sorted_.contiguous(), layout, tensor.shape)
+
+
+def transposed(x: Tensor) -> bool:
+    """Whether a matrix is stored transposed."""
+    return x.dim() == 2 and not x.is_contiguous() and x.t().is_contiguous()

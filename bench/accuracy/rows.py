@@ -84,18 +84,8 @@ def stamp() -> dict[str, str]:
 
 def load(folder: Path = RESULTS, name: str = RUNS) -> list[RunRow]:
     """All rows of a results folder, the last one of each run; empty if there is no file."""
-    rows = [from_text(line) for line in load_lines(folder / name)]
-    return list({_identity(row, name): row for row in rows}.values())
-
-
-def _identity(row: RunRow, name: str) -> tuple[str, ...]:
-    return (row.key, row.machine) if name == AGAIN else (row.key,)
-
-
-def from_text(line: Mapping[str, str]) -> RunRow:
-    """The row from a line of the file."""
-    kinds = {"int": int, "float": float, "str": str}
-    return RunRow(**{f.name: kinds[str(f.type)](line[f.name]) for f in fields(RunRow)})
+    rows = machine_rows.typed(RunRow, load_lines(folder / name))
+    return list({(row.key, row.machine if name == AGAIN else ""): row for row in rows}.values())
 
 
 def save(rows: Iterable[RunRow], folder: Path = RESULTS, name: str = RUNS) -> None:

@@ -18,9 +18,9 @@ from .plan import Results, cost
 from .rows import RUNS
 from .spec import Case, RunSpec
 from .studies import hours_left, todo
-from .worker import Outcome, attempt, settle_process
+from .worker import Attempt, attempt, settle_process
 
-Do = Callable[[RunSpec], Outcome]
+Do = Callable[[RunSpec], Attempt]
 
 
 def say(text: str) -> None:
@@ -84,13 +84,13 @@ def run_all(specs: Iterable[RunSpec], folder: Path, pool: Executor, workers: int
     return failed
 
 
-def _run(specs: list[RunSpec], pool: Executor | None, workers: int, place: Place) -> Iterator[Outcome]:
+def _run(specs: list[RunSpec], pool: Executor | None, workers: int, place: Place) -> Iterator[Attempt]:
     """The outcomes, as they come. At most two runs per worker are submitted ahead, so that interrupting is quick."""
     if pool is None:
         yield from (attempt(spec, place) for spec in specs)
         return
     queue = specs[::-1]
-    waiting: set[Future[Outcome]] = set()
+    waiting: set[Future[Attempt]] = set()
     try:
         while queue or waiting:
             while queue and len(waiting) < 2 * workers:
@@ -106,7 +106,7 @@ def _run(specs: list[RunSpec], pool: Executor | None, workers: int, place: Place
             future.cancel()
 
 
-def _line(outcome: Outcome) -> str:
+def _line(outcome: Attempt) -> str:
     row = outcome.row
     if row is None:
         return f"{outcome.spec.key} FAILED: {outcome.error}"

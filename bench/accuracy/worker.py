@@ -41,7 +41,7 @@ TRAINED = Path("build") / "accuracy"
 
 
 @dataclass
-class Outcome:
+class Attempt:
     """The row of a run, or why it failed."""
 
     spec: RunSpec
@@ -161,7 +161,7 @@ class Training:
             return self.task.evaluate(self.model, self.spec.tuning)
 
 
-def run(spec: RunSpec, place: Place = HERE) -> Outcome:
+def run(spec: RunSpec, place: Place = HERE) -> Attempt:
     """Train, and evaluate the deployable weights.
 
     Raises:
@@ -215,7 +215,7 @@ def run(spec: RunSpec, place: Place = HERE) -> Outcome:
         data=it.task.data(),
         **stamp(),
     )
-    return Outcome(spec, place.row(row))
+    return Attempt(spec, place.row(row))
 
 
 def _trained(spec: RunSpec, place: Place) -> dict[str, Tensor] | None:
@@ -250,7 +250,7 @@ def settle_process(threads: int = 1) -> None:
     warnings.filterwarnings("ignore", message="STEP: AutoSwitch switched")
 
 
-def attempt(spec: RunSpec, place: Place = HERE) -> Outcome:
+def attempt(spec: RunSpec, place: Place = HERE) -> Attempt:
     """``run`` with errors as text, so that one bad run does not end the others.
 
     Of several processes that share a model, one may fail alone, as for lack of memory, and the others would wait for it; so there only
@@ -261,7 +261,7 @@ def attempt(spec: RunSpec, place: Place = HERE) -> Outcome:
     except Exception as error:
         if place.parallel and not isinstance(error, (ValueError, nm.NMError)):
             raise
-        return Outcome(spec, error=f"{type(error).__name__}: {error}")
+        return Attempt(spec, error=f"{type(error).__name__}: {error}")
 
 
 @cache

@@ -189,12 +189,12 @@ def triton_methods(spec: Spec, x: Tensor, make: Callable[[], Provider]) -> list[
 
     sizes = ("fprop", x.dtype, spec.rows, spec.cols, spec.tokens, spec.n, spec.m)
     capability = capability_of(x)
-    gemm = launches.LaunchProblem(*sizes, x.device, capability)
+    gemm = launches.Gemm(*sizes, x.device, capability)
     expanding = [p for p in launches.candidates(*sizes, capability) if p.method == "gemm"]
-    plans = {"scratch": launches.Plan("scratch"), **({"in kernel": expanding[0]} if expanding else {})}
+    plans = {"scratch": launches.Tiling("scratch"), **({"in kernel": expanding[0]} if expanding else {})}
 
     @contextmanager
-    def using(plan: launches.Plan) -> Iterator[None]:
+    def using(plan: launches.Tiling) -> Iterator[None]:
         launches._plans[gemm] = plan
         try:
             with _ours.forced("triton"):

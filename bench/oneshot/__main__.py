@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    done = set() if args.again else {row.cell.key for row in cells.load(args.out)}
+    done = set() if args.again else {row.key for row in cells.load(args.out)}
     chosen = {cell.key: cell for cell in cells.plan() if not args.models or cell.model in args.models}
     todo = [cell for key, cell in chosen.items() if key not in done and any(fnmatch(key, pattern) for pattern in args.cells)]
     for number, cell in enumerate(todo, 1):

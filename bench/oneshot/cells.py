@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import nmkernels as nm
 
 from ..accuracy.rows import append_lines, load_lines, stamp
 from ..accuracy.worker import param_groups
-from ..rows import RESULTS
+from ..rows import RESULTS, typed
 from .models import model_of
 
 PATH = RESULTS / "oneshot.csv"
@@ -57,8 +56,8 @@ class Cell:
         return f"{self.model}/{self.pattern}/{self.method}/{self.recipe or '-'}/{self.sequences}/{self.seed}"
 
 
-@dataclass(frozen=True)
-class CellRow:
+@dataclass(frozen=True, kw_only=True)
+class CellRow(Cell):
     """The result of a cell.
 
     ``loss`` (nats), ``accuracy`` (percent) and ``cosine`` are on held-out data, ``nan`` if the model has no such value. ``error`` is the
@@ -66,12 +65,6 @@ class CellRow:
     ``seconds`` those of the cell. ``data`` is a digest of weights and data.
     """
 
-    model: str
-    pattern: str
-    method: str
-    recipe: str
-    sequences: int
-    seed: int
     steps: int
     tokens: int
     loss: float
@@ -85,11 +78,6 @@ class CellRow:
     versions: str
     commit: str
     date: str
-
-    @property
-    def cell(self) -> Cell:
-        """The cell of this row."""
-        return Cell(self.model, self.pattern, self.method, self.recipe, self.sequences, self.seed)
 
 
 def plan() -> Iterator[Cell]:
@@ -165,17 +153,11 @@ def run(cell: Cell, steps: int = STEPS) -> CellRow:
 COLUMNS = tuple(f.name for f in fields(CellRow))
 
 
-@cache
-def _kinds() -> dict[str, type]:
-    return {f.name: {"int": int, "float": float, "str": str}[str(f.type)] for f in fields(CellRow)}
-
-
 def load(path: Path = PATH) -> list[CellRow]:
     """All rows, the last one of each cell."""
-    rows = [CellRow(**{name: kind(line[name]) for name, kind in _kinds().items()}) for line in load_lines(path)]
-    return list({row.cell.key: row for row in rows}.values())
+    return list({row.key: row for row in typed(CellRow, load_lines(path))}.values())
 
 
 def append(row: CellRow, path: Path = PATH) -> None:
     """Append a row to the file; for ``load`` it replaces an earlier one of the same cell."""
-    append_lines([{name: getattr(row, name) for name in COLUMNS}], COLUMNS, path)
+    append_lines([asdict(row)], COLUMNS, path)

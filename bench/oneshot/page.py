@@ -44,7 +44,7 @@ def pruned(rows: Rows) -> str:
     for model in SEQUENCES:
         dense = [r for r in rows if r.model == model and r.method == DENSE and not r.recipe]
         for p in PATTERNS:
-            found = [[r for r in rows if r.cell == cells.Cell(model, p, method, "", SEQUENCES[model])] for method in METHODS]
+            found = [[r for r in rows if r.key == cells.Cell(model, p, method, "", SEQUENCES[model]).key] for method in METHODS]
             if any(found):
                 lines.append(f"| {NAMES[model]}, {p} | {' | '.join([_value(dense), *_best([_value(f) for f in found], model)])} |")
     return "\n".join(lines)
@@ -114,7 +114,7 @@ def whole(rows: Rows) -> str:
     """CPU seconds of ``prune_`` at 2:4."""
     lines = [f"| CPU seconds at 2:4 | {' | '.join(TITLES[method] for method in METHODS)} |", f"|{' --- |' * (1 + len(METHODS))}"]
     for model in ("smollm2", "minilm"):
-        found = [[r for r in rows if r.cell == cells.Cell(model, "2:4", method, "", SEQUENCES[model])] for method in METHODS]
+        found = [[r for r in rows if r.key == cells.Cell(model, "2:4", method, "", SEQUENCES[model]).key] for method in METHODS]
         if all(found):
             seconds = [f"{f[0].pruning:.0f}" for f in found]
             lines.append(f"| {NAMES[model].partition(',')[0]}, {found[0][0].tokens:,} tokens | {' | '.join(seconds)} |")

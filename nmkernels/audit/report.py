@@ -21,16 +21,17 @@ PARTS = ("inference", "step", "measured_inference", "measured_step")
 def table(audit: Audit) -> str:
     """Format layers, totals, notes and advice."""
     advice = dict.fromkeys(each.text for layer in audit.layers for each in layer.advice)
-    marks = dict(zip(advice, _marks(), strict=False))
+    letters = (letter + (str(i) if i > 1 else "") for i in count(1) for letter in ascii_lowercase)  # a to z, a2 to z2 ...
+    marks = dict(zip(advice, letters, strict=False))
     parts = PARTS if any(layer.measured_inference for layer in audit.layers) else PARTS[:2]
     rows = [("", "", "", *(("predicted", "", "measured", "")[: len(parts)]), "", "")]
     rows.append(("layer", "shape", "of dense", *(("inference", "step") * 2)[: len(parts)], "more", "why"))
     for layer in audit.layers:
         name = (layer.name or "(root)") + (f" ×{len(layer.names)}" if len(layer.names) > 1 else "")
         numbers = [_times(layer.speedup(part)) for part in parts]
-        letters = "".join(marks[each.text] for each in layer.advice)
+        more = "".join(marks[each.text] for each in layer.advice)
         why = "; ".join(word for word in (layer.why, layer.note) if word)
-        rows.append((name, shape_text(layer.shape), f"{100 * audit.share(layer):.1f} %", *numbers, letters, why))
+        rows.append((name, shape_text(layer.shape), f"{100 * audit.share(layer):.1f} %", *numbers, more, why))
     totals = [_times(audit.total(part)) for part in parts]
     rows.append(("all linear layers" + (" and the rest" if audit.other else ""), "", "", *totals, "", ""))
     lines = [*aligned(rows), *(_wrapped(note) for note in _summary(audit))]
@@ -67,11 +68,6 @@ def _gains(audit: Audit, text: str) -> str:
 
 def _times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
-
-
-def _marks() -> Iterator[str]:
-    """a to z, then a2 to z2 and so on."""
-    return (letter + (str(i) if i > 1 else "") for i in count(1) for letter in ascii_lowercase)
 
 
 def _wrapped(text: str, start: str = "") -> str:

@@ -23,7 +23,7 @@ from ..gemm.devices import HALVES, Device
 from ..gemm.estimate import copying, roofline
 from ..gemm.problem import Problem, packed_bytes, plain
 from ..nn.weight import NMWeight
-from ..ops import tensor_core_pattern
+from ..ops.pack import tensor_core_pattern
 from ..pattern import Pattern, RecipeError
 from ..recipes.compose import deployed, innermost, with_pattern
 from ..recipes.contract import Recipe, Span

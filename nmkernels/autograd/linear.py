@@ -20,6 +20,7 @@ from ..gemm.route import Operands, wgrad_problem
 from ..ops.compress import counts_writes
 from ..ops.integers import kind_of, nm_dequantize_values, nm_linear_integers
 from ..ops.linear import nm_linear, nm_linear_dgrad, nm_linear_wgrad, operand_for
+from ..ops.pack import tensor_core_pattern
 from ..pattern import NMError, Pattern, ShapeError
 from . import fp8
 from .function import functional, once, with_functional
@@ -53,7 +54,7 @@ def _fprop(
         y = F.linear(x, w, b)
     elif (
         transform is not None
-        and ops.tensor_core_pattern(transform.pattern)
+        and tensor_core_pattern(transform.pattern)
         and fp8.multiplies(plan.fp8, "fprop", w.shape[0], w.shape[1], x.numel(), x)
     ):
         y = fp8.linear(plan.fp8, x, w, b)

@@ -309,7 +309,7 @@ def pruned_along_out(weight: Tensor, n: int, m: int) -> Tensor:
 
 
 def laid_out(pattern: Pattern, layout: str) -> Pattern:
-    """The pattern of the packed form: 2:4 in tensor-core layouts, for sparser patterns too (``nm.ops.tensor_core_pattern``)."""
+    """The pattern of the packed form: 2:4 in tensor-core layouts, for sparser patterns too (``ops.pack.tensor_core_pattern``)."""
     return pattern if layout == "canonical" else HARDWARE
 
 

@@ -15,4 +15,4 @@ NAMES = ("reference", "cpu", "triton", "cuda", "cusparselt")
 for _name in NAMES:
     import_module(f".{_name}", __name__)
 
-from .forms import renew_changed_forms  # noqa: E402 - of the backends above
+from .cuda.adamw_pack import renew_changed_forms  # noqa: E402 - of the backends above

@@ -28,6 +28,12 @@ def tensors(args: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors(arg)
 
 
+def device_of(args: Iterable[Any]) -> torch.device:
+    """The device of the first tensor; the CPU without one."""
+    first = next(tensors(args), None)
+    return torch.device("cpu") if first is None else first.device
+
+
 def address(x: Tensor | None) -> int:
     """Where a tensor lies; 0 for none."""
     return 0 if x is None else x.data_ptr()

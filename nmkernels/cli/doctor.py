@@ -23,16 +23,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .. import capability, reference
+from .. import capability
 from .._version import __version__
 from ..dispatch import choose, implementations
 from ..ops import verify
 from ..pattern import BackendError
+from ..testing.calls import samples
 from ..timing.table import machine, versions
 from . import choice
 from .verify import run as verify_all
 
-ROWS, COLS, TOKENS, N, M = 32, 64, 8, 2, 4
 PACKAGES = ("numpy", "safetensors", "triton", "transformers", "accelerate", "lightning", "tqdm", "matplotlib", "tensorboard")
 
 
@@ -134,60 +134,6 @@ def _checked(device: torch.device) -> dict[str, Any]:
         verdicts = verify.known(device)
     switched_off = {name: wrong for name, wrong in verdicts.items() if wrong}
     return {"enabled": verify.enabled(), "right": len(verdicts) - len(switched_off), "switched_off": switched_off}
-
-
-def samples() -> dict[str, tuple[Any, ...]]:
-    """Small arguments for every raw op; all calls together take well under a second."""
-    gen = torch.Generator().manual_seed(0)
-
-    def random(rows: int, cols: int) -> Tensor:
-        return torch.randn(rows, cols, generator=gen).masked_fill_(torch.rand(rows, cols, generator=gen) < 0.1, 0.0)
-
-    p, g, m, w = (random(ROWS, COLS) for _ in range(4))
-    x, y, square = random(TOKENS, COLS), random(TOKENS, ROWS), random(COLS, COLS)
-    packed, seed = reference.compress(w, N, M), torch.tensor([7, 3])
-    integers, steps = reference.quantize_values(packed[0], 8, 1)
-    eight, scale, step, wide = torch.int8, torch.tensor(30.0), torch.tensor(1 / 30), random(64, 128)
-    hyper = torch.tensor([1e-3, 0.9, 0.999, 1e-8, 0.1, 2e-4, 0.0, 0.0, 0.0], dtype=torch.float64)
-    forms = reference.pack(wide, N, M, "magnitude", None, None, torch.bfloat16, True, False, "wgmma.sp", True)
-    state: tuple[list[Tensor], ...] = [p], [g], [m], [w.abs()], [], [torch.tensor(4.0)]
-    return {
-        "nm_mask": (w, N, M),
-        "nm_prune": (w, N, M),
-        "nm_transposable_mask": (w, N, M),
-        "nm_compress": (w, N, M, None),
-        "nm_decompress": (*packed, N, M, COLS),
-        "nm_pack": (square, N, M, "transposable", None, None, torch.bfloat16, True, True, "wgmma.sp"),
-        "nm_metadata": (reference.compress(square, N, M)[1], COLS, "mma.sp"),
-        "nm_linear": (x, *packed, N, M, COLS, random(1, ROWS)[0]),
-        "nm_linear_dgrad": (y, *packed, N, M, COLS),
-        "nm_linear_wgrad": (*reference.compress(random(ROWS, TOKENS), N, M), N, M, TOKENS, x),
-        "nm_soft_threshold": (w, N, M),
-        "nm_soft_threshold_scale": (w, N, M),
-        "nm_mvue": (w, N, M, -1, seed, "exact"),
-        "nm_mvue_compress": (w, N, M, 0, seed, "exact"),
-        "nm_quantize": (wide, scale, eight, True),
-        "nm_quantize_pack": (wide, scale, eight),
-        "nm_linear_quantized": (
-            reference.quantize(wide, scale, eight, False),
-            step,
-            *reference.quantize_pack(wide, scale, eight),
-            step,
-            None,
-            torch.float32,
-            False,
-            True,
-        ),
-        "nm_quantize_values": (w, 4, 1),
-        "nm_dequantize_values": (*reference.quantize_values(w, 4, 1), COLS, torch.bfloat16),
-        "nm_linear_integers": (x, integers, packed[1], steps, N, M, COLS, random(1, ROWS)[0]),
-        "nm_masked_adamw_": (*state, hyper, N, M, False, False, False, False, None, None),
-        "nm_masked_adamw_pack_": (
-            *(N, M, "magnitude", "wgmma.sp", [], [forms[0]], [forms[1]], [], [], [forms[4]]),
-            *([wide.clone()], [wide.clone()], [wide.clone()], [wide.abs()], [], [torch.tensor(4.0)]),
-            *(hyper, N, M, False, False, False, False, None, None),
-        ),
-    }
 
 
 def check(op: str, args: tuple[Any, ...], device: str = "cpu") -> dict[str, Any]:

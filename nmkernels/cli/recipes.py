@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
 def describe(cls: type[Any]) -> dict[str, Any]:
     """A recipe as plain values: its facts, its ``keywords`` (name, type, default), and its docstring."""
     about = {"name": cls.name, **asdict(cls.about), "final": cls(total_steps=1000).final}  # final may depend on keywords
-    keywords = [{"name": f.name, "type": _type(f), "default": _default(f)} for f in fields(cls) if f.init]
+    types = {f.name: str(f.type).replace("PatternLike", "N:M").replace(" | None", ", or None") for f in fields(cls)}
+    keywords = [{"name": f.name, "type": types[f.name], "default": _default(f)} for f in fields(cls) if f.init]
     # the first line of the module's docstring, or of the class's where the module has several recipes
     alone = sum(find(name).__module__ == cls.__module__ for name in names()) == 1
     summary = (inspect.getdoc(sys.modules[cls.__module__] if alone else cls) or "").partition("\n")[0].rstrip(".")
@@ -68,10 +69,6 @@ def _head(r: dict[str, Any]) -> list[str]:
     for key, text in facts.items():
         lines += textwrap.wrap(text, COLUMNS, initial_indent=f"  {key:<{WIDTH - 2}}", subsequent_indent=" " * WIDTH)
     return lines
-
-
-def _type(field: Field[Any]) -> str:
-    return str(field.type).replace("PatternLike", "N:M").replace(" | None", ", or None")
 
 
 def _default(field: Field[Any]) -> Any:

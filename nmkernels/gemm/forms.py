@@ -8,7 +8,7 @@ import torch
 
 from .. import dispatch
 from ..dispatch import preferred_layout
-from ..ops import tensor_core_pattern
+from ..ops.pack import tensor_core_pattern
 from ..pattern import BackendError, Pattern
 from ..reference.layouts import COLUMNS, meta_shape, tile_of
 

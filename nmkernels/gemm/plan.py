@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ..ops import METHODS
+from ..ops.mvue import METHODS
 from ..pattern import MAX_M, NMError
 
 FPROP = ("dense", "packed", "auto")

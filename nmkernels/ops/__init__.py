@@ -1,18 +1,16 @@
 """The public operations, thin wrappers over ``torch.ops.nmkernels.*``."""
 
 from ..pattern import OptionError
-from .adamw import HYPER, STATS, mask_bits, masked_adamw_
+from .adamw import STATS, mask_bits, masked_adamw_
 from .adamw_pack import masked_adamw_pack_
 from .compress import Compressed, compress, decompress, dequantize_values, quantize_values
 from .linear import linear, linear_dgrad, linear_wgrad
 from .mask import is_nm, mask, prune, soft_threshold, soft_threshold_scale, transposable_mask
-from .mvue import METHODS, mvue, mvue_compress
-from .pack import DeviceCompressed, Packed, pack, relayout, tensor_core_pattern
+from .mvue import mvue, mvue_compress
+from .pack import DeviceCompressed, Packed, pack, relayout
 from .quantize import Quantized, QuantizedPacked, linear_quantized, quantize, quantize_pack
 
 __all__ = [
-    "HYPER",
-    "METHODS",
     "STATS",
     "Compressed",
     "DeviceCompressed",
@@ -42,6 +40,5 @@ __all__ = [
     "relayout",
     "soft_threshold",
     "soft_threshold_scale",
-    "tensor_core_pattern",
     "transposable_mask",
 ]

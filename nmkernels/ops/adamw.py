@@ -165,8 +165,8 @@ def masked_adamw_(
         params: float tensors, groups along the last dimension (pass a transposed view of an (in, out) weight).
         grads, exp_avgs, exp_avg_sqs: one per param, of its shape; the states in fp32 (fp64 for fp64 params), or all of them in bf16.
         steps: one-element fp32 tensors; the number of steps done so far, incremented here.
-        hyper: fp64 ``(9,)``, named by ``HYPER``, on the CPU or the params' device; ``decay`` is λ, ``v_step`` the step whose bias
-            correction a frozen v keeps (0: none).
+        hyper: fp64 ``(lr, beta1, beta2, eps, weight_decay, decay, v_step, clamp, reserved)`` on the CPU or the params' device; ``decay``
+            is λ, ``v_step`` the step whose bias correction a frozen v keeps (0: none).
         pattern: None: plain AdamW, or ``masks``.
         max_exp_avg_sqs: the running maxima of amsgrad; passing them switches amsgrad on.
         geometric: also compute the statistics of log |v_t - v_{t-1}|.

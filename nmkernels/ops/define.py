@@ -8,7 +8,7 @@ dispatcher, unless it is traced, profiled or transformed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import NoneType
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from .. import backends as _backends  # noqa: F401 - registers the implementations
 from .. import dispatch
-from ..backends.shared import tensors
+from ..backends.shared import device_of
 from ..pattern import DtypeError, NMError, ShapeError
 from ..shards import is_sharded
 from . import verify
@@ -83,7 +83,7 @@ def define(
         specs = contract(*args)
         given = tuple(named[out] for out in outs) if named else ()
         for out, tensor, (shape, dtype) in zip(outs, given, specs, strict=False):
-            _check_out(name, out, tensor, tuple(shape), dtype, _device(args))
+            _check_out(name, out, tensor, tuple(shape), dtype, device_of(args))
         return args, given, specs
 
     def run(fn: Callable[..., Any], args: tuple[Any, ...], given: tuple[Tensor, ...]) -> Any:
@@ -109,7 +109,7 @@ def define(
         args, given, specs = checked(args, named)
         if given:
             return None
-        results = tuple(torch.empty(shape, dtype=dtype, device=_device(args)) for shape, dtype in specs)
+        results = tuple(torch.empty(shape, dtype=dtype, device=device_of(args)) for shape, dtype in specs)
         return results[0] if single else results
 
     def install(variant: str, op: torch._ops.OpOverload) -> None:
@@ -264,11 +264,6 @@ def _vmap_rule(name: str, op: torch._ops.OpOverload, leading: tuple[str, ...]) -
 def _register(name: str, schema: str) -> torch._ops.OpOverload:
     _lib.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     return getattr(getattr(torch.ops, NAMESPACE), name).default
-
-
-def _device(args: Iterable[Any]) -> torch.device:
-    first = next(tensors(args), None)
-    return torch.device("cpu") if first is None else first.device
 
 
 def _check_out(op: str, name: str, out: Tensor, shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> None:

@@ -27,13 +27,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from .. import dispatch
-from ..backends.shared import tensors
+from ..backends.shared import device_of, tensors
 from ..dispatch import REFERENCE, Impl, implementations
+from ..layouts import transposed
 from ..pattern import BackendError
 from ..timing import TABLE
-from ..timing.setting import undisturbed
+from ..timing.setting import outside_modes, undisturbed
 from ..timing.table import machine, versions
-from .small import SMALL, alone, small, transposed
 
 ENV = "NMKERNELS_VERIFY"
 """Environment variable; with 0 nothing is checked or switched off."""
@@ -74,7 +74,7 @@ def trusted(entry: Impl, args: Sequence[Any]) -> bool | None:
 
     False: it is wrong and switched off, so that the dispatcher chooses another, unless ``NMKERNELS_BACKEND`` forces it.
     """
-    device = _device(args)
+    device = device_of(args)
     if not (enabled() and concerned(entry, device)):
         return True
     if not undisturbed(device) or (device.type == "cuda" and torch.cuda.get_sync_debug_mode()):
@@ -95,7 +95,7 @@ def doubt(entry: Impl, args: Sequence[Any]) -> str:
     """Why ``entry`` declines such calls on this machine; empty unless it failed their check."""
     if not doubtful(entry.op, entry.backend):
         return ""
-    device = _device(args)
+    device = device_of(args)
     if not concerned(entry, device):
         return ""
     name = family(entry, args)
@@ -121,7 +121,7 @@ dispatch.doubt = doubt
 
 def concerned(entry: Impl, device: torch.device) -> bool:
     """Whether it is checked at all: of negative priority are test instruments, and what compiles for a CPU is an interpreter."""
-    if entry.backend == REFERENCE or entry.priority < 0 or entry.op not in SMALL:
+    if entry.backend == REFERENCE or entry.priority < 0 or not entry.op.startswith("nm_"):
         return False
     return device.type in ("cuda", "xpu") or (device.type == "cpu" and not entry.compiles)
 
@@ -153,8 +153,10 @@ def _verdict(name: str) -> str | None:
 
 
 def _check(entry: Impl, args: Sequence[Any], name: str) -> str:
+    from ..testing.calls import small
+
     try:
-        wrong = examine(entry, truth(entry.op, small(entry.op, args)), _device(args), _on_host(entry.op, args))
+        wrong = examine(entry, truth(entry.op, small(entry.op, args)), device_of(args), _on_host(entry.op, args))
     except Exception as error:  # usually out of memory, which says nothing about the kernel
         log.warning("%s: not checked: %s: %s", name, type(error).__name__, error)
         _unjudged.add(name)
@@ -165,11 +167,11 @@ def _check(entry: Impl, args: Sequence[Any], name: str) -> str:
 
 def _warn(entry: Impl, device: torch.device, name: str, wrong: str) -> None:
     """Warn once per process for each op and backend, because a wrong kernel may fail in many families."""
-    what, _, detail = wrong.partition(": ")
+    (what, _, detail), call = wrong.partition(": "), name.rpartition("|")[2]
     forced = dispatch.forced_backend() == entry.backend
     then = f"It runs anyway, because {dispatch.ENV} names it" if forced else "It is switched off here, and the next backend takes over"
     text = (
-        f"{entry.op} by {entry.backend} {what} on {machine(device)}: {detail}, in the call {call_of(name)}. {then}. Please report it with "
+        f"{entry.op} by {entry.backend} {what} on {machine(device)}: {detail}, in the call {call}. {then}. Please report it with "
         f"the output of `python -m nmkernels doctor --verify`. {ENV}=0 runs kernels unchecked."
     )
     if name not in _warned:
@@ -187,16 +189,13 @@ def family(entry: Impl, args: Sequence[Any]) -> str:
     kind = entry.op, entry.backend, *_kind(args)
     found = _families.get(kind)
     if found is None:
+        from ..testing.calls import small  # imported only if something is checked
+
         if len(_families) >= REMEMBERED:
             _families.clear()
         where = "".join(f", {HOST[entry.op][i]} on the CPU" for i in _on_host(entry.op, args))
-        found = _families[kind] = f"{_prefix(_device(args))}{entry.backend}|{words(entry.op, small(entry.op, args))}{where}"
+        found = _families[kind] = f"{_prefix(device_of(args))}{entry.backend}|{words(entry.op, small(entry.op, args))}{where}"
     return found
-
-
-def call_of(name: str) -> str:
-    """The small call in a family's name."""
-    return name.rpartition("|")[2]
 
 
 def _op_and_backend(name: str) -> tuple[str, str]:
@@ -229,14 +228,9 @@ def _words(x: Any) -> str:
     return str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else repr(x)
 
 
-def _device(args: Sequence[Any]) -> torch.device:
-    first = next(tensors(args), None)
-    return torch.device("cpu") if first is None else first.device
-
-
 def _on_host(op: str, args: Sequence[Any]) -> list[int]:
     """The positions of arguments that are on the CPU while the first tensor is not."""
-    device = _device(args)
+    device = device_of(args)
     return [i for i in HOST.get(op, ()) if any(x.device != device for x in tensors([args[i]]))]
 
 
@@ -262,7 +256,7 @@ class Truth(NamedTuple):
 def truth(op: str, args: tuple[Any, ...]) -> Truth:
     """Run the reference on the CPU."""
     plain = next(i.fn for i in implementations(op) if i.backend == REFERENCE)
-    with alone():
+    with outside_modes():
         written = tree_map_only(Tensor, Tensor.clone, args)
         result = plain(*written)
         # the last argument of a weight gradient is its result's dtype
@@ -283,7 +277,7 @@ def examine(entry: Impl, true: Truth, device: torch.device, on_host: Sequence[in
     can, reason = entry.can(*placed(true.args, device, on_host))
     if not can:
         raise BackendError(f"{true.op}: {entry.backend} cannot run the call that checks it: {reason}")
-    with alone():
+    with outside_modes():
         return _compare(entry.fn, true, device, on_host)
 
 

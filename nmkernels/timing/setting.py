@@ -1,8 +1,10 @@
-"""Whether timing is allowed now: the setting in the environment, and whether calls are traced, profiled or captured."""
+"""Whether timing is allowed now: the setting in the environment, whether calls are traced, profiled or captured; and how to leave modes."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -38,3 +40,10 @@ def undisturbed(device: torch.device) -> bool:
         or torch.autograd.profiler._is_profiler_enabled
         or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
     )
+
+
+@contextmanager
+def outside_modes() -> Iterator[None]:
+    """Create plain tensors, unaffected by inference mode, torch function modes, default device or autocast."""
+    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
+        yield

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from nmkernels import Pattern, reference
+from nmkernels.reference.integers import pack_integers
+from nmkernels.testing import assert_no_worse
 
 PATTERNS = ("2:4", "1:4", "2:8", "1:8", "1:16", "1:32", "3:5", "4:32")
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -29,3 +31,29 @@ def unaligned(x):
     room = torch.empty(x.numel() + 17, dtype=x.dtype, device=x.device)
     first = -(room.data_ptr() // x.element_size()) % (16 // x.element_size()) + 1
     return room[first : first + x.numel()].view(x.shape).copy_(x)
+
+
+# ---- weights of integers with steps
+
+
+def integer_weight(text, rows, cols, bits, steps=1, device="cpu", extreme=False):
+    """(values, indices, steps) of random integers, or of the least one, at random places, padding after the last column among them."""
+    p, gen = Pattern(text), torch.Generator().manual_seed(rows * cols + bits + steps)
+    _, indices = reference.compress(torch.randn(rows, p.groups(cols) * p.m, generator=gen), p.n, p.m)
+    low, high = (-127, 127) if bits == 8 else (-8, 7)
+    values = torch.randint(low, high + 1, (rows, p.kept(cols)), generator=gen)
+    values = torch.full_like(values, low) if extreme else values
+    step = (torch.rand(rows, steps, generator=gen) + 0.1) * 0.01 * torch.tensor([1.0, -1.0])[torch.arange(steps) % 2]
+    return [t.to(device) for t in (pack_integers(values.to(torch.int8), bits), indices, step.to(torch.bfloat16))]
+
+
+def product_of_integers(call, text, x, operands, bias=None, activation="", residual=None, what=""):
+    """What ``call`` computes, as good as the reference in x's dtype."""
+    p, cols = Pattern(text), x.shape[-1]
+    y, wide = call(x, *operands, p.n, p.m, cols, bias, activation, residual), []
+    for convert in (lambda t: t.cpu(), lambda t: t.cpu().double()):
+        extras = [None if t is None else convert(t) for t in (bias, residual)]
+        rest = (*(t.cpu() for t in operands), p.n, p.m, cols, extras[0], activation, extras[1])
+        wide.append(reference.linear_integers(convert(x), *rest))
+    assert_no_worse(y, *wide, f"{text}, {cols} columns, {tuple(x.shape)} {x.dtype}, {tuple(operands[2].shape)} steps {what}")
+    return y

@@ -7,7 +7,7 @@ from nmkernels import Pattern, ShapeError, reference
 from nmkernels.backends.cpu.core import DTYPES, core
 from nmkernels.reference.integers import pack_integers
 from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
-from python_tests.backends.gemm_calls import unaligned
+from python_tests.backends.gemm_calls import integer_weight, product_of_integers, unaligned
 from python_tests.for_each import for_each
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -15,34 +15,12 @@ TUNED = ("2:4", "1:4", "1:8", "2:8", "4:8")
 OTHERS = ("1:16", "3:5", "4:4", "7:12", "2:32")
 
 
-def weight(text, rows, cols, bits, steps=1, extreme=False):
-    """(values, indices, steps) of random integers at random places, padding after the last column among them."""
-    p, gen = Pattern(text), torch.Generator().manual_seed(rows * cols + bits + steps)
-    kept = p.kept(cols)
-    whole = torch.randn(rows, -(-cols // p.m) * p.m, generator=gen)
-    _, indices = reference.compress(whole, p.n, p.m)
-    low, high = (-127, 127) if bits == 8 else (-8, 7)
-    integers = torch.randint(low, high + 1, (rows, kept), generator=gen)
-    if extreme:
-        integers = torch.full_like(integers, low)
-    step = (torch.rand(rows, steps, generator=gen) + 0.1) * 0.01 * torch.tensor([1.0, -1.0])[torch.arange(steps) % 2]
-    return pack_integers(integers.to(torch.int8), bits), indices, step.to(BF16)
-
-
 def tokens_of(count, cols, dtype, seed=0):
     return torch.randn(count, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def check(cpu, text, cols, x, operands, bias=None, activation="", residual=None, what=""):
-    """The compiled product is as good as the reference's in x's dtype; returns it."""
-    p = Pattern(text)
-    rest = (p.n, p.m, cols, bias, activation, residual)
-    ours = cpu("nm_linear_integers")(x, *operands, *rest)
-    theirs = reference.linear_integers(x, *operands, *rest)
-    doubles = [None if extra is None else extra.double() for extra in (bias, residual)]
-    exact = reference.linear_integers(x.double(), *operands, p.n, p.m, cols, doubles[0], activation, doubles[1])
-    assert_no_worse(ours, theirs, exact, f"{text}, {cols} columns, {tuple(x.shape)} {x.dtype} {what}")
-    return ours
+def check(cpu, *call, **what):
+    return product_of_integers(cpu("nm_linear_integers"), *call, **what)
 
 
 def steps_of(p, cols):
@@ -58,10 +36,10 @@ def test_products(cpu, text, dtype, bits):
     p = Pattern(text)
     for rows, cols in ((7, p.m), (17, 17 * p.m + 1), (19, 64 * p.m), (35, 512), (67, 1280), (20, 1024 + 5 * p.m)):
         for steps in steps_of(p, cols):
-            operands = weight(text, rows, cols, bits, steps)
+            operands = integer_weight(text, rows, cols, bits, steps)
             for count in (0, 1, 2, 3, 5, 8, 16):
                 x, bias = tokens_of(count, cols, dtype), tokens_of(1, rows, dtype)[0]
-                y = check(cpu, text, cols, x, operands, bias, what=f"{rows} rows, {steps} steps")
+                y = check(cpu, text, x, operands, bias, what=f"{rows} rows, {steps} steps")
                 apart = [unaligned(t) for t in (x, *operands)]
                 assert_equal_bits(cpu("nm_linear_integers")(*apart, p.n, p.m, cols, unaligned(bias)), y)
 
@@ -70,9 +48,9 @@ def test_products(cpu, text, dtype, bits):
 @for_each("bits", [8, 4])
 def test_every_number_of_tokens(cpu, text, bits):
     for steps in (1, 4):
-        operands = weight(text, 40, 512, bits, steps)
+        operands = integer_weight(text, 40, 512, bits, steps)
         for count in (*range(1, 18), 24, 25, 33, 128, 129):
-            check(cpu, text, 512, tokens_of(count, 512, BF16), operands)
+            check(cpu, text, tokens_of(count, 512, BF16), operands)
 
 
 @pytest.mark.quick(1)
@@ -83,7 +61,7 @@ def test_before_rounding(isa, text, bits, dtype):
     """Inputs have errors of up to 2^-15 of a token's largest, of any sign; sums in fp32 add far less."""
     p, rows, cols = Pattern(text), 37, 1280
     for steps in steps_of(p, cols)[:4]:
-        values, indices, step = weight(text, rows, cols, bits, steps)
+        values, indices, step = integer_weight(text, rows, cols, bits, steps)
         decoded = reference.dequantize_values(values, step, p.kept(cols), torch.float64)
         w = reference.decompress(decoded, indices, p.n, p.m, cols)
         for count in (1, 2, 3, 4, 6, 11, 16):
@@ -100,12 +78,12 @@ def test_before_rounding(isa, text, bits, dtype):
 
 @for_each("dtype", [BF16, F16, F32])
 def test_what_follows_the_product(cpu, dtype):
-    operands = weight("2:4", 24, 256, 4, 2)
+    operands = integer_weight("2:4", 24, 256, 4, 2)
     for count in (1, 6, 50):
         x, bias, residual = tokens_of(count, 256, dtype), tokens_of(1, 24, dtype)[0], tokens_of(count, 24, dtype, 7)
         for activation in ("", "gelu", "silu", "relu2"):
             for after in (None, residual):
-                check(cpu, "2:4", 256, x, operands, bias, activation, after)
+                check(cpu, "2:4", x, operands, bias, activation, after)
 
 
 @pytest.mark.quick(1)
@@ -115,26 +93,26 @@ def test_largest_values(cpu, text, bits):
     """All products of one sign, and every digit at its end."""
     for count in (1, 2, 4, 12):
         for cols in (512, 8192):
-            operands = weight(text, 4, cols, bits, 1, extreme=True)
+            operands = integer_weight(text, 4, cols, bits, 1, extreme=True)
             for x in (torch.full((count, cols), 255 / 128), torch.full((count, cols), -255 / 128), torch.ones(count, cols)):
-                check(cpu, text, cols, x.to(BF16), operands)
-                check(cpu, text, cols, x.to(F16), operands)
+                check(cpu, text, x.to(BF16), operands)
+                check(cpu, text, x.to(F16), operands)
 
 
 @for_each("dtype", [BF16, F16])
 @for_each("bits", [8, 4])
 def test_one_large_column(cpu, bits, dtype):
-    operands = weight("2:4", 64, 1024, bits, 8)
+    operands = integer_weight("2:4", 64, 1024, bits, 8)
     for count in (1, 4, 9):
         x = tokens_of(count, 1024, dtype)
         x[:, 77] *= 100
-        check(cpu, "2:4", 1024, x, operands)
+        check(cpu, "2:4", x, operands)
 
 
 @for_each("text", ["2:4", "1:4", "2:8"])
 def test_tokens_that_are_not_finite(cpu, text):
     p = Pattern(text)
-    operands = weight(text, 33, 256, 8, 2)
+    operands = integer_weight(text, 33, 256, 8, 2)
     stored = reference.decompress(operands[0].float().abs() + 1, operands[1], p.n, p.m, 256) != 0
     for count in (2, 5, 16):
         clean = tokens_of(count, 256, BF16)
@@ -150,11 +128,11 @@ def test_tokens_that_are_not_finite(cpu, text):
 
 
 def test_steps_that_are_zero_tiny_or_nan(cpu):
-    values, indices, step = weight("2:4", 6, 256, 8, 2)
+    values, indices, step = integer_weight("2:4", 6, 256, 8, 2)
     step[0], step[1, 1], step[2] = 0, 0, 1e-39
     for count in (1, 2, 5):
         x = tokens_of(count, 256, BF16)
-        check(cpu, "2:4", 256, x, (values, indices, step))
+        check(cpu, "2:4", x, (values, indices, step))
         nan = step.clone()
         nan[3, 1] = float("nan")
         y = cpu("nm_linear_integers")(x, values, indices, nan, 2, 4, 256)
@@ -163,9 +141,9 @@ def test_steps_that_are_zero_tiny_or_nan(cpu):
 
 @for_each("scale", [0.0, 1e-39, 1e-30, 1e30])
 def test_extreme_inputs(cpu, scale):
-    operands = weight("2:4", 16, 256, 8)
+    operands = integer_weight("2:4", 16, 256, 8)
     for count in (1, 3):
-        check(cpu, "2:4", 256, (tokens_of(count, 256, F32) * scale).to(BF16), operands)
+        check(cpu, "2:4", (tokens_of(count, 256, F32) * scale).to(BF16), operands)
 
 
 @for_each("text", ["1:8", "2:8", "4:8", "3:5"])
@@ -173,7 +151,7 @@ def test_extreme_inputs(cpu, scale):
 def test_a_damaged_index_raises(cpu, text, count):
     p = Pattern(text)
     cols = 520 * p.m // 4
-    values, indices, step = weight(text, 6, cols, 8)
+    values, indices, step = integer_weight(text, 6, cols, 8)
     x, per_byte = tokens_of(count, cols, BF16), 8 // p.index_bits
     for row, k in ((0, 0), (5, 17), (3, p.kept(cols) - 1)):
         broken = indices.clone()
@@ -185,13 +163,13 @@ def test_a_damaged_index_raises(cpu, text, count):
 @for_each("count", [1, 4, 12])
 def test_indices_in_another_order(cpu, count):
     """Not as compress writes them, but every kernel takes them."""
-    values, indices, step = weight("2:4", 8, 1024, 8)
+    values, indices, step = integer_weight("2:4", 8, 1024, 8)
     swapped = values.clone()
     swapped[3, 0::2], swapped[3, 1::2] = values[3, 1::2], values[3, 0::2]
     turned = indices.clone()
     turned[3] = (indices[3] & 0x33) << 2 | (indices[3] & 0xCC) >> 2
     x = tokens_of(count, 1024, BF16)
-    check(cpu, "2:4", 1024, x, (swapped, turned, step))
+    check(cpu, "2:4", x, (swapped, turned, step))
     exact = reference.linear_integers(x.double(), values, indices, step, 2, 4, 1024)
     ours = cpu("nm_linear_integers")(x, swapped, turned, step, 2, 4, 1024)
     assert_no_worse(ours, exact.to(BF16), exact)
@@ -201,7 +179,7 @@ def test_indices_in_another_order(cpu, count):
 @for_each("bits", [8, 4])
 @for_each("dtype", [BF16, F32])
 def test_same_bits_on_any_number_of_threads(cpu, on_threads, dtype, bits):
-    operands = weight("2:4", 1025, 1280, bits, 10)
+    operands = integer_weight("2:4", 1025, 1280, bits, 10)
     for count in (1, 2, 7, 16):
         x = tokens_of(count, 1280, dtype)
         first, *others = on_threads(lambda x=x: cpu("nm_linear_integers")(x, *operands, 2, 4, 1280))

@@ -71,7 +71,7 @@ def test_failures_cost_no_other_provider(monkeypatch: pytest.MonkeyPatch, tmp_pa
             raise RuntimeError("operation not permitted when stream is capturing")
         yield SimpleNamespace(replay=lambda: None)
 
-    def run(does: Any, priority: int) -> runner.Outcome:
+    def run(does: Any, priority: int) -> runner.Measured:
         with broken("nm_mask", does, priority), fake_gpu(monkeypatch):
             monkeypatch.setattr("bench.cases.host.captured", captured)
             return runner.run([Spec("host(nm_mask)", "2:4", "bfloat16", 64, 64)], "cuda", tmp_path / "a.csv", 0.0)

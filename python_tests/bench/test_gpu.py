@@ -15,17 +15,29 @@ from typing import Any
 import pytest
 
 from bench import gpu, gpu_steps, outcomes, targets
-from bench.gpu_steps import File, Visit
-from bench.jobs import Ended, Job, Pool
+from bench.gpu_steps import File, Step, Visit
+from bench.jobs import Job
 from bench.outcomes import Outcome
 from python_tests.for_each import for_each
 from python_tests.house.paths import ROOT
 
 
+class Ended(Job):
+    """A job with results and without a process."""
+
+    results: dict[str, Outcome]
+    left: bool = False  # type: ignore[assignment]
+
+    @property
+    def outcomes(self) -> dict[str, Outcome]:
+        return self.results
+
+
 def ended(name: str, left: bool = False, **whats: str) -> Ended:
     """A job of which the items named passed, failed, ..."""
-    found = {item: Outcome(item, what, "" if what == "passed" else f"why {item}") for item, what in whats.items()}
-    return Ended(Job(name, ()), found, left)
+    job = Ended(name)
+    job.results, job.left = {item: Outcome(item, what, "" if what == "passed" else f"why {item}") for item, what in whats.items()}, left
+    return job
 
 
 FINE, LEFT, FAILED = ended("fine", a="passed"), ended("left", left=True), ended("file.py", a="passed", b="failed")
@@ -48,17 +60,17 @@ def run(work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     def call(*words: str, **does: Any) -> tuple[int, list[str], list[str]]:
         ran: list[str] = []
 
-        def step(name: str, visit: Visit, pool: Pool) -> None:
+        def step(name: str, visit: Visit, step: Step) -> None:
             ran.append(name)
             given = does.get(name, FINE)
             if isinstance(given, BaseException):
                 raise given
             if isinstance(given, str):
-                pool.note = given
+                step.note = given
             elif callable(given):
-                given(visit, pool)
+                given(visit, step)
             else:
-                pool.ended += given if isinstance(given, list) else [given]
+                step.jobs += given if isinstance(given, list) else [given]
 
         monkeypatch.setattr(gpu, "STEPS", {name: partial(step, name) for name in gpu.STEPS})
         status = gpu.main(words, lambda: "")
@@ -124,8 +136,8 @@ def test_each_step_gets_a_turn_before_the_deadline(run, monkeypatch: pytest.Monk
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     until: dict[str, float] = {}
 
-    def note(visit: Visit, pool: Pool) -> None:
-        until[pool.folder.name] = pool.deadline
+    def note(visit: Visit, step: Step) -> None:
+        until[step.folder.name] = step.deadline
 
     for name in ALL:
         run("--deadline", str(gpu.CLOSING + 80), name, "report", **{name: note})
@@ -137,9 +149,9 @@ def test_each_step_gets_a_turn_before_the_deadline(run, monkeypatch: pytest.Monk
 def test_sigterm_writes_summary_and_archive(run, tmp_path: Path) -> None:
     """With what failed before it, also in the step that it cuts short."""
 
-    def cut_short(visit: Visit, pool: Pool) -> None:
+    def cut_short(visit: Visit, step: Step) -> None:
         assert (tmp_path / "out" / "gpu.tar.gz").exists(), "each step leaves it, for visits that are cut off without a signal"
-        pool.ended.append(ended("cut.py", c="failed"))
+        step.jobs.append(ended("cut.py", c="failed"))
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("it goes on")
 
@@ -157,8 +169,8 @@ def test_sigterm_writes_summary_and_archive(run, tmp_path: Path) -> None:
 def test_an_archive_goes_on_elsewhere(run, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """Logs, rows and state are two files of ``--out``; another checkout with the same sources knows from them what was done."""
 
-    def once(visit: Visit, pool: Pool) -> None:
-        pool.run([Job("one", ("sh", "-c", "echo it ran"))])
+    def once(visit: Visit, step: Step) -> None:
+        step.run(Job("one", ("sh", "-c", "echo it ran")))
         (visit.rows / "h100.csv").write_text("rows")
 
     first, second = tmp_path / "first", tmp_path / "second"
@@ -172,7 +184,7 @@ def test_an_archive_goes_on_elsewhere(run, work: Path, tmp_path: Path, monkeypat
     # with other sources rows stay, and what was done is forgotten
     monkeypatch.setattr(gpu, "fingerprint", lambda device: "another")
     (there / "rows" / "a100.csv").write_text("rows that the archive does not have")
-    run("tests", "--resume", str(second / "gpu.tar.gz"), tests=lambda visit, pool: None)
+    run("tests", "--resume", str(second / "gpu.tar.gz"), tests=lambda visit, step: None)
     assert not (there / "tests" / "one.log").exists() and [path.name for path in (there / "rows").iterdir()] == ["h100.csv"]
     with pytest.raises(SystemExit):
         gpu.main(["--resume", str(tmp_path / "no.tar.gz")])
@@ -184,23 +196,14 @@ def test_without_gpu_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torch sees no NVIDIA GPU" in capsys.readouterr().out
 
 
-@for_each(
-    "sources, again, left",
-    [
-        ("one", [], [*ALL, "core"]),
-        ("one", ["tests"], [name for name in [*ALL, "core"] if name != "tests"]),
-        ("one", ["build"], ALL[1:]),
-        ("two", [], ["core"]),  # it is known by its own sources
-    ],
-)
-def test_other_sources_are_done_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: str, again: list[str], left: list[str]
-) -> None:
+@for_each("sources, left", [("one", [*ALL, "core"]), ("two", ["core"])])
+def test_other_sources_are_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: str, left: list[str]) -> None:
+    """The core is known by its own sources."""
     (tmp_path / "sources.txt").write_text("one")
     for name in (*ALL, "core"):
         (tmp_path / name).mkdir(exist_ok=True)
     monkeypatch.setattr(gpu, "fingerprint", lambda device: sources)
-    gpu.prepare(Visit(tmp_path, (), 1, dry=True), again or ["tests"], bool(again))
+    gpu.prepare(Visit(tmp_path, (), 1, dry=True))
     assert [name for name in (*ALL, "core") if (tmp_path / name).exists()] == left
 
 
@@ -226,26 +229,25 @@ def test_the_fingerprint_knows_sources_and_machine(tmp_path: Path, monkeypatch: 
 
 
 @pytest.fixture
-def all_jobs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Job], int]]:
+def all_jobs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Job, ...], int]]:
     """The jobs that the steps run, with the number of workers; every job passes."""
-    found: list[tuple[list[Job], int]] = []
+    found: list[tuple[tuple[Job, ...], int]] = []
 
-    def run(self: Pool, jobs: list[Job], workers: int = 1, fresh: bool = False) -> list[Ended]:
-        found.append((list(jobs), workers))
+    def run(jobs: tuple[Job, ...], deadline: float, workers: int, say: object) -> None:
+        found.append((jobs, workers))
         for job in jobs:
-            (self.folder / f"{Path(job.name).name}.log").write_text("its output\n")
-        results = [ended(job.name, x="passed") for job in jobs]
-        self.ended += results
-        return results
+            job.file.with_suffix(".log").write_text("its output\n")
+            outcomes.tell(job.file, item="x", what="passed")
+            outcomes.tell(job.file, finished=True)
 
-    monkeypatch.setattr(Pool, "run", run)
+    monkeypatch.setattr(gpu_steps, "run", run)
     return found
 
 
-def step(name: str, tmp_path: Path, dry: bool = False, tests: tuple[str, ...] = ()) -> Pool:
-    pool = Pool(tmp_path / name, time.monotonic() + 60, lambda text: None)
-    gpu.STEPS[name](Visit(tmp_path, tests, 4, dry), pool)
-    return pool
+def step(name: str, tmp_path: Path, dry: bool = False, tests: tuple[str, ...] = ()) -> Step:
+    step = Step(tmp_path / name, time.monotonic() + 60)
+    gpu.STEPS[name](Visit(tmp_path, tests, 4, dry), step)
+    return step
 
 
 @pytest.fixture
@@ -282,9 +284,8 @@ def test_a_build_without_cuda_kernels_fails(tmp_path: Path, monkeypatch: pytest.
     if capability.cuda_core().ok:
         pytest.skip("this core has CUDA kernels")
     job = Job("core", (gpu_steps.sys.executable, "-c", gpu_steps.CORE.format("cuda_kernels")), 60.0)
-    pool = Pool(tmp_path, time.monotonic() + 60, lambda text: None)
-    (found,) = pool.run([job])
-    assert found.reasons() and "CUDA" in found.reasons()[0]
+    Step(tmp_path).run(job)
+    assert job.reasons() and "CUDA" in job.reasons()[0]
 
 
 def test_a_core_of_the_same_sources_is_not_built_again(all_jobs, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,19 +313,20 @@ def test_many_tests_of_a_file_are_shared_out() -> None:
     assert [job.alone for job in found] == 4 * [False] + [True] and {job.limit for job in found} == {9.0}
 
 
-def test_files_are_in_the_order_of_the_paths(all_jobs, tmp_path: Path) -> None:
-    pool = Pool(tmp_path, time.monotonic() + 60)
-    for name in ("a", "gemm", "wgmma", "wgmma_8bit", "z"):
-        outcomes.tell(tmp_path / "collect.jsonl", name=f"{gpu_steps.CUDA}/test_{name}.py", tests=1, alone=False)
-    files = gpu_steps.collected(Visit(tmp_path, (), 1), pool, gpu_steps.KERNELS)
+def test_files_are_in_the_order_of_the_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run(jobs: tuple[Job, ...], *how: object) -> None:
+        for name in ("a", "gemm", "wgmma", "wgmma_8bit", "z"):
+            outcomes.tell(jobs[0].file, name=f"{gpu_steps.CUDA}/test_{name}.py", tests=1, alone=False)
+
+    monkeypatch.setattr(gpu_steps, "run", run)
+    files = gpu_steps.collected(Visit(tmp_path, (), 1), Step(tmp_path), gpu_steps.KERNELS)
     assert [file.name[len(gpu_steps.CUDA) + 6 : -3] for file in files] == ["wgmma", "wgmma_8bit", "gemm", "a", "z"]
 
 
 @pytest.mark.slow
 def test_kernels_that_no_gpu_has_run_come_first(tmp_path: Path) -> None:
-    (tmp_path / "kernels").mkdir()
-    pool = Pool(tmp_path / "kernels", time.monotonic() + 60, lambda text: None)
-    files = gpu_steps.collected(Visit(tmp_path, (), 1, dry=True), pool, gpu_steps.KERNELS)
+    step = Step(tmp_path / "kernels")
+    files = gpu_steps.collected(Visit(tmp_path, (), 1, dry=True), step, gpu_steps.KERNELS)
     names = [file.name.removeprefix("python_tests/backends/") for file in files]
     assert len(names) == len(set(names))
     first = [f"cuda/test_{name}.py" for name in ("threads", "wgmma", "wgmma_8bit", "gemm")]
@@ -334,7 +336,7 @@ def test_kernels_that_no_gpu_has_run_come_first(tmp_path: Path) -> None:
     folders = [name.partition("/")[0] for name in names]
     assert list(dict.fromkeys(folders)) == ["cuda", "cusparselt", "triton"] and folders == sorted(folders)
     count = {file.name: file.tests for file in files}
-    assert count == {file.name: file.tests for file in gpu_steps.collected(Visit(tmp_path, (), 1, dry=True), pool, list(count))}
+    assert count == {file.name: file.tests for file in gpu_steps.collected(Visit(tmp_path, (), 1, dry=True), step, list(count))}
 
 
 def test_tests_are_those_that_kernels_leave(all_jobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -349,14 +351,14 @@ def test_tests_are_those_that_kernels_leave(all_jobs, monkeypatch: pytest.Monkey
 
 def test_families_of_benchmarks_are_apart(all_jobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("bench.rows.machine", lambda device: "NVIDIA H200")
-    pool = step("benchmarks", tmp_path)
+    note = step("benchmarks", tmp_path).note
     ((found, workers),) = all_jobs
     assert workers == 1, "clocks are not shared"
     ops = [word for job in found for word in job.words[job.words.index("--op") + 1 :]]
     assert sorted(ops) == sorted({spec.op for spec in targets.quick("cuda")}) and len(found) > 8
     assert all(job.words[job.words.index("--out") + 1] == str(tmp_path / "rows" / "nvidia-h200.csv") for job in found)
     assert [job.name for job in found][: len(gpu_steps.FIRST)] == list(gpu_steps.FIRST)
-    assert "targets met" in pool.note
+    assert "targets met" in note
 
 
 def test_tables_are_made_of_the_visits_rows(all_jobs, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_what_is_cut_short_goes_on_in_another_checkout(tmp_path: Path, how: str)
     free, out = tmp_path / "free", tmp_path / "out"
     folder = write(tmp_path / "tests", {name: text.replace("FREE", str(free)) for name, text in SLOW.items()})
     words = "--tests", str(folder), "--jobs", "1", "--out", str(out)
-    first = drive(*words, *(("--deadline", str(gpu.CLOSING + 30)) if how == "deadline" else ()), work=tmp_path / "one")
+    first = drive(*words, *(("--deadline", str(gpu.CLOSING + 20)) if how == "deadline" else ()), work=tmp_path / "one")
     if how == "signal":
         begun = tmp_path / "one" / "gpu-dry" / "tests"
         while not any("test_long" in path.read_text() for path in begun.glob("*b-py*.jsonl")):

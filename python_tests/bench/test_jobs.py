@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from itertools import accumulate
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from bench import jobs, outcomes
-from bench.jobs import Ended, Job, Pool
+from bench.jobs import Job
 
 ITEMS = """
 import os, signal, sys, time
@@ -56,12 +55,16 @@ def python(name: str, text: str, **options: object) -> Job:
     return Job(name, (sys.executable, "-c", text), **options)  # type: ignore[arg-type]
 
 
-def pool(folder: Path) -> Pool:
-    return Pool(folder, time.monotonic() + 60, lambda text: None)
+def run(folder: Path, *every: Job, **how: Any) -> tuple[Job, ...]:
+    """The jobs, run with their files in ``folder``."""
+    for each in every:
+        each.folder = folder
+    jobs.run(every, **{"deadline": time.monotonic() + 60, "say": lambda text: None, **how})
+    return every
 
 
-def whats(ended: Ended) -> dict[str, str]:
-    return {item: outcome.what for item, outcome in ended.outcomes.items()}
+def whats(job: Job) -> dict[str, str]:
+    return {item: outcome.what for item, outcome in job.outcomes.items()}
 
 
 def ran(folder: Path, name: str) -> list[str]:
@@ -90,43 +93,35 @@ def eventually(found: Callable[[], Any]) -> Any:
     ],
 )
 def test_what_goes_wrong_costs_one_item(tmp_path: Path, what: str, why: str) -> None:
-    here = pool(tmp_path)
-    bad, good = here.run([job("bad", "a", f"b={what}", "c", "d", limit=0.5), job("good", "x", "y")], workers=2)
+    bad, good = run(tmp_path, job("bad", "a", f"b={what}", "c", "d", limit=0.5), job("good", "x", "y"), workers=2)
     assert whats(bad) == {"a": "passed", "b": "failed", "c": "passed", "d": "passed"} and bad.outcomes["b"].why == why
     assert whats(good) == {"x": "passed", "y": "passed"} and not bad.left and not good.left
     assert ran(tmp_path, "bad") == ["a", "b", "c", "d"], "nothing runs twice"
 
 
 def test_a_job_whose_items_all_crash_is_given_up(tmp_path: Path) -> None:
-    (ended,) = pool(tmp_path).run([job("all", *(f"{i}=crash" for i in range(jobs.LIVES + 3)))])
+    (ended,) = run(tmp_path, job("all", *(f"{i}=crash" for i in range(jobs.LIVES + 3))))
     assert not ended.left and len(ran(tmp_path, "all")) == jobs.LIVES
     assert ended.outcomes["all"].why == f"given up after {jobs.LIVES} processes; the rest was not run"
 
 
-def test_when_time_is_up_another_call_goes_on(tmp_path: Path) -> None:
-    every, here = [job("a", "1", "2=fail"), job("b", "3", "4=hang", "5"), job("c", "6")], pool(tmp_path)
-
-    def time_is_up() -> None:
-        eventually(lambda: outcomes.read(tmp_path / "b.jsonl")[1] == "4")
-        here.deadline = 0.0
-
-    threading.Thread(target=time_is_up, daemon=True).start()
-    first = here.run(every)
-    assert [(e.job.name, e.left) for e in first] == [("a", False), ("b", True), ("c", True)]
+def test_when_time_is_up_another_call_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: math.inf if outcomes.read(tmp_path / "b.jsonl")[1] == "4" else clock())
+    first = run(tmp_path, job("a", "1", "2=fail"), job("b", "3", "4=hang", "5"), job("c", "6"))
+    assert [(each.name, each.left) for each in first] == [("a", False), ("b", True), ("c", True)]
     assert whats(first[1]) == {"3": "passed"}, "the current item is left, and nothing fails"
-    every[1] = job("b", "3", "4", "5")
-    second = pool(tmp_path).run(every)
-    assert not any(e.left for e in second)
-    assert [whats(e) for e in second] == [{"1": "passed", "2": "failed"}, dict.fromkeys("345", "passed"), {"6": "passed"}]
+    monkeypatch.undo()
+    second = run(tmp_path, job("a", "1", "2=fail"), job("b", "3", "4", "5"), job("c", "6"))
+    assert not any(each.left for each in second)
+    assert [whats(each) for each in second] == [{"1": "passed", "2": "failed"}, dict.fromkeys("345", "passed"), {"6": "passed"}]
     assert ran(tmp_path, "a") == ["1", "2"] and ran(tmp_path, "b") == ["3", "4", "4", "5"]
-    (again,) = pool(tmp_path).run([job("a", "1", "2")], fresh=True)
-    assert whats(again) == {"1": "passed", "2": "passed"}
 
 
 def test_failures_are_printed_as_a_job_ends(tmp_path: Path) -> None:
     said: list[str] = []
     many = [f"{i}=fail" for i in range(jobs.LINES + 2)]
-    Pool(tmp_path, time.monotonic() + 60, said.append).run([job("bad", "a", *many), job("good", "b")])
+    run(tmp_path, job("bad", "a", *many), job("good", "b"), say=said.append)
     lines = said[0].splitlines()
     assert lines[0].endswith(f"bad: 1 passed, {len(many)} failed")
     assert lines[1:] == [*(f"    {i}: fail" for i in range(jobs.LINES)), "    and 2 more"] and len(said[1].splitlines()) == 1
@@ -144,14 +139,14 @@ os.set_inheritable(file.fileno(), True)
 subprocess.Popen(["sleep", "600"], close_fds=False)
 """
     free, hangs = ["flock", "--wait", "30", str(lock), "true"], (sys.executable, "-c", f"{child}\n{ITEMS}", "a=hang")
-    pool(tmp_path).run([python("left", child), Job("hangs", hangs, 1.0)])
+    run(tmp_path, python("left", child), Job("hangs", hangs, 1.0))
     subprocess.run(free, check=True)
     text = f"""
 import signal, sys, time
 from pathlib import Path
-from bench.jobs import Job, Pool
+from bench.jobs import Job, run
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-Pool(Path({str(tmp_path)!r}), time.monotonic() + 600).run([Job("ended", {hangs!r})])
+run([Job("ended", {hangs!r}, folder=Path({str(tmp_path)!r}))])
 """
     driver = subprocess.Popen([sys.executable, "-c", text], cwd=jobs.ROOT)
     eventually(lambda: outcomes.read(tmp_path / "ended.jsonl")[1] == "a")
@@ -164,7 +159,7 @@ Pool(Path({str(tmp_path)!r}), time.monotonic() + 600).run([Job("ended", {hangs!r
 def test_jobs_run_side_by_side_and_some_alone(tmp_path: Path) -> None:
     log = tmp_path / "log"
     text = f"import time; f = open({str(log)!r}, 'a', 1); print(1, file=f); time.sleep(0.5); print(-1, file=f)"
-    pool(tmp_path).run([python(name, text, alone=name in "de") for name in "dabce"], workers=2)
+    run(tmp_path, *(python(name, text, alone=name in "de") for name in "dabce"), workers=2)
     at_once = list(accumulate(map(int, log.read_text().split())))
     assert max(at_once) == 2 and at_once[-4:] == [1, 0, 1, 0]
 
@@ -178,7 +173,7 @@ def test_jobs_run_side_by_side_and_some_alone(tmp_path: Path) -> None:
     ],
 )
 def test_a_job_without_items_is_one(tmp_path: Path, text: str, why: str) -> None:
-    bad, good = pool(tmp_path).run([python("bad", text, refused="^========= .*"), python("good", "print('error: it is only said')")])
+    bad, good = run(tmp_path, python("bad", text, refused="^========= .*"), python("good", "print('error: it is only said')"))
     assert bad.outcomes["bad"].what == "failed" and bad.outcomes["bad"].why == why
     assert whats(good) == {"good": "passed"}
 
@@ -189,5 +184,5 @@ def test_unfinished_items_of_other_processes(tmp_path: Path) -> None:
     outcomes.begin(path, "older")
     path.write_bytes(path.read_bytes() + b'{"item": "older", "wha\n')
     assert outcomes.read(path) == ({"1": outcomes.Outcome("1", "passed")}, "older")
-    (ended,) = pool(tmp_path).run([python("a", "import os; os.abort()")])
+    (ended,) = run(tmp_path, python("a", "import os; os.abort()"))
     assert list(ended.outcomes) == ["1", "a"] and outcomes.read(tmp_path / "none") == ({}, None)

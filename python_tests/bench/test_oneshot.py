@@ -13,6 +13,7 @@ import nmkernels as nm
 from bench.oneshot import __main__ as command
 from bench.oneshot import cells, layers, models, page, rounding
 from bench.oneshot.cells import Cell
+from bench.rows import typed
 
 pytestmark = pytest.mark.filterwarnings("ignore:prune_.*fewer than 2 tokens")
 
@@ -30,7 +31,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> models.ByteGPT:
 
 def test_a_cell_prunes_tunes_and_evaluates(tiny: models.ByteGPT) -> None:
     row = cells.run(TINY, steps=2)
-    assert row.cell == TINY and (row.steps, row.tokens) == (2, 8 * 16) and 0 < row.error < 1 and math.isnan(row.cosine)
+    assert row.key == TINY.key and (row.steps, row.tokens) == (2, 8 * 16) and 0 < row.error < 1 and math.isnan(row.cosine)
     assert cells.run(TINY, steps=2).loss == row.loss != cells.run(replace(TINY, seed=1), steps=2).loss
     pruned = cells.run(replace(TINY, recipe=""))
     assert pruned.steps == 0 and pruned.loss != row.loss and pruned.error == row.error
@@ -84,7 +85,8 @@ def test_the_loop_over_columns_is_sparsegpt() -> None:
 
 
 def test_tables_show_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    row = cells.CellRow(**{name: kind() for name, kind in cells._kinds().items()})
+    blank = dict.fromkeys(cells.COLUMNS, "0")
+    (row,) = typed(cells.CellRow, [blank | {"recipe": ""}])
     dense = replace(row, model="gpt", pattern="dense", method="dense", loss=2.0, accuracy=math.nan, machine="AMD, 1 threads")
     pruned = [replace(dense, pattern="2:4", method=method, sequences=128, loss=loss) for method, loss in (("wanda", 2.5), ("admm", 2.25))]
     tuned = [replace(pruned[1], recipe="held", seed=seed, steps=2, loss=2.125 + seed / 4) for seed in (0, 1)]

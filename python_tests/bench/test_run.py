@@ -81,7 +81,7 @@ def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_another_process_goes_on_after_a_lost_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words: list[list[str]] = []
-    monkeypatch.setattr(runner, "run", lambda specs, *args, **kwargs: runner.Outcome(wrong=[(specs[1], "broke")], next=2))
+    monkeypatch.setattr(runner, "run", lambda specs, *args, **kwargs: runner.Measured(wrong=[(specs[1], "broke")], next=2))
     monkeypatch.setattr(run.subprocess, "run", lambda command, cwd: words.append(command) or SimpleNamespace(returncode=0))
     out = tmp_path / "a.csv"
     assert run.main(["--quick", "--device", "cpu", "--dtype", "fp32", "--out", str(out), "--from", "3"]) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from bench import outcomes, smoke
-from nmkernels import ops, reference
+from nmkernels import dispatch, reference
+from nmkernels.testing.calls import samples
 from python_tests.bench.samples import broken, instead
 
 W = torch.randn(8, 16)
@@ -18,11 +20,7 @@ W = torch.randn(8, 16)
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """The exit status and the lines of a run with few families; outcomes go to ``tmp_path / "outcomes"``."""
-    made = {
-        "nm_mask": (lambda: ops.mask(W, "2:4"), None),
-        "nm_prune": (lambda: ops.prune(W, "2:4"), None),
-        "nm_linear": (lambda: ops.linear(W, ops.compress(W, "2:4")), lambda: W.double() @ ops.prune(W, "2:4").double().t()),
-    }
+    made = {op: (op, args) for op, args in samples().items() if op in ("nm_mask", "nm_prune", "nm_linear")}
     monkeypatch.setattr(smoke, "calls", lambda device: made)
     monkeypatch.setattr(smoke, "BACKENDS", {"cpu": ("broken", "reference")})
     monkeypatch.setattr(sys, "argv", ["smoke", "--device", "cpu"])
@@ -37,8 +35,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_a_family_that_fails_costs_no_other(run, tmp_path: Path) -> None:
     with broken("nm_mask", instead(reference.mask, torch.logical_not)), broken("nm_prune", lambda *_: 1 / 0):
         status, lines = run()
-    assert status == 1 and [line.split()[:2] for line in lines[:2]] == [["nm_mask,", "broken"], ["nm_mask,", "reference"]]
-    assert "FAILED: AssertionError: " in lines[0] and "FAILED: ZeroDivisionError" in lines[2]
+    assert status == 1 and [line.partition(":")[0] for line in lines[:2]] == ["nm_mask, broken", "nm_mask, reference"]
+    assert "FAILED: AssertionError: differed" in lines[0] and "failed: ZeroDivisionError" in lines[2]
     assert all(line.endswith(" ok") for line in (lines[1], *lines[3:])) and len(lines) == 6
     ended, _ = outcomes.read(tmp_path / "outcomes")
     assert [o.what for o in ended.values()] == ["failed", "passed", "failed", "passed", "passed", "passed"]
@@ -53,12 +51,16 @@ def test_a_process_that_lost_the_device_ends(run, tmp_path: Path, monkeypatch: p
 
 
 def test_a_backend_that_declines_says_why() -> None:
-    call = lambda: ops.mask(W, "2:4")  # noqa: E731
-    assert smoke.check(call, None, "triton").startswith("declined: ")
-    assert smoke.check(call, None, "reference") == "ok"
+    entry = dispatch.implementations("nm_mask")[-1]
+    declines = dataclasses.replace(entry, fits=lambda *_: (False, "it is not the day"))
+    assert smoke.check(declines, (W, 2, 4), "cpu") == "declined: it is not the day"
+    assert smoke.check(entry, (W, 2, 4), "cpu") == "ok"
 
 
 def test_the_definition_passes_every_check() -> None:
     made = smoke.calls("cpu")
-    assert {name: smoke.check(*made[name], "reference") for name in made} == dict.fromkeys(made, "ok")
+    assert {op for op, _ in made.values()} == set(dispatch._impls)
+    for op, args in made.values():
+        (definition,) = (i for i in dispatch.implementations(op) if i.backend == "reference")
+        assert smoke.check(definition, args, "cpu") == "ok"
     assert smoke.large("cpu", 128) == "ok"

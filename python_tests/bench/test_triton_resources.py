@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from bench import triton_resources as resources
-from bench.triton_cases import Case
+from bench.triton_cases import OpCall
 from python_tests.for_each import for_each
 
 pytestmark = pytest.mark.slow
 
 GOOD = resources.Kernel("mask_kernel", "nm_mask 2:4 bf16", "sm_90", 26, 0, 0, 0, 128, 128, "", 0, "", 156, "3.6.0", "12.9.86")
-CASE = Case("nm_mask", "2:4 bf16", (), load=128, store=128, kernel="mask_kernel")
+CASE = OpCall("nm_mask", "2:4 bf16", (), load=128, store=128, kernel="mask_kernel")
 
 
 FED = "HGMMA.64x16x16.F32.BF16 R24, R{0}, gdesc[UR16], R24, gsb0"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench import fit_rates
-from bench.fit_rates import Case, on, regrets, summary
+from bench.fit_rates import Observation, on, regrets, summary
 from nmkernels.capability import compiled_core
 from nmkernels.gemm import estimate
 from nmkernels.gemm.choose import ESTIMATED, rule
@@ -81,12 +81,12 @@ EXCEPTIONS = {
 """Problems whose regret is above 1.25, or where the choice is slower than dense by more than 5 %, and why."""
 
 
-def _name(case: Case) -> str:
+def _name(case: Observation) -> str:
     return f"{case.problem.words()}{', cached' if case.problem.cached else ''}"
 
 
 @cache
-def cases() -> tuple[Case, ...]:
+def cases() -> tuple[Observation, ...]:
     return tuple(fit_rates.cases())
 
 
@@ -106,9 +106,9 @@ def test_regret_is_small(kind: str, dense: bool) -> None:
 
 def test_a_choice_without_a_row_is_counted_and_not_forgotten() -> None:
     p = P._replace(dtype=torch.bfloat16, tokens=256)
-    case = Case("avx512_bf16 amd 26", p, {DENSE: 1e-3, "pairs": 9e-4})
+    case = Observation("avx512_bf16 amd 26", p, {DENSE: 1e-3, "pairs": 9e-4})
     assert set(case.methods(True)) == {DENSE, SPARSE} and set(case.methods(False)) == {SPARSE, EXPAND, FLOAT32}
-    assert set(Case(case.kind, P).methods(False)) == {SPARSE, EXPAND}
+    assert set(Observation(case.kind, P).methods(False)) == {SPARSE, EXPAND}
     rates = dict(estimate.rates())
     fast = estimate.Line((1,), (1.0, *[0.0] * 8), 0.1, 1.0, 9)
     rates[case.kind] = {**rates[case.kind], "bfloat16 fprop expand float32": fast}
@@ -126,7 +126,7 @@ def test_regret_is_of_what_layers_choose(kind: str) -> None:
         p = p._replace(forms=forms)
         with on(kind):
             (method,) = rule(p)
-            assert ESTIMATED[method.name] == fit_rates.choice(p, Case(kind, p).methods(DENSE in forms)), p
+            assert ESTIMATED[method.name] == fit_rates.choice(p, Observation(kind, p).methods(DENSE in forms)), p
 
 
 def test_every_exception_is_one() -> None:

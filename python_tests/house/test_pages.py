@@ -70,8 +70,9 @@ def test_a_figure_is_what_its_run_gives(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.slow
-def test_figures_of_methods(capsys: pytest.CaptureFixture[str]) -> None:
-    assert script("methods").main(["--check"]) == 0, capsys.readouterr().out
+@pytest.mark.parametrize("name", names())
+def test_figures_of_methods(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert script("methods").main(["--check", name]) == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize("latex", [r"\widetilde W \odot M", r"\operatorname*{arg\,min}_w \lVert w \rVert^2"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,18 +76,31 @@ def test_another_value_is_an_error(tenth: str) -> None:
         sweeps_left_out(SWEEP, tenth)
 
 
-@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
-def test_a_commit_chooses_the_tenth(tmp_path: Path) -> None:
-    """That of a commit is its own; outside a repository, and where one is chosen already, there is one too."""
-    (tmp_path / ".ci").mkdir()
+@pytest.fixture
+def ci(tmp_path: Path) -> Callable[..., list[str]]:
+    """The calls of make that ``.ci/run`` makes in a folder with these few files, each with the tenth; a call with ``FAILS`` fails."""
+    for name in (".ci/run", "csrc/a.cpp", "csrc/README.md", "cmake/a.cmake"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("one")
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
-    (tmp_path / "make").write_text(f'#!/bin/sh\necho "$@ ${{{TENTH}-unset}}"\n')
+    (tmp_path / "make").write_text(f'#!/bin/sh\necho "$@ ${{{TENTH}-unset}}"\ntest "$1" != "$FAILS"\n')
     (tmp_path / "make").chmod(0o755)
 
-    def tenths(**env: str) -> set[str]:
+    def run(**env: str) -> list[str]:
         env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "GIT_CEILING_DIRECTORIES": str(tmp_path.parent), **env}
-        done = subprocess.run([tmp_path / ".ci" / "run"], env=env, capture_output=True, text=True, timeout=60, check=True)
-        return {line.rpartition(" ")[2] for line in done.stdout.splitlines() if line.startswith(("test", "docs"))}
+        done = subprocess.run([tmp_path / ".ci" / "run"], env=env, capture_output=True, text=True, timeout=60)
+        assert (done.returncode == 0) == ("FAILS" not in env), done.stderr
+        return [line for line in done.stdout.splitlines() if not line.startswith("==")]
+
+    return run
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
+def test_a_commit_chooses_the_tenth(tmp_path: Path, ci: Callable[..., list[str]]) -> None:
+    """That of a commit is its own; outside a repository, and where one is chosen already, there is one too."""
+
+    def tenths(**env: str) -> set[str]:
+        return {line.rpartition(" ")[2] for line in ci(**env)}
 
     def git(*words: str) -> str:
         who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
@@ -101,3 +115,20 @@ def test_a_commit_chooses_the_tenth(tmp_path: Path) -> None:
         assert tenths() == {str(int(git("rev-parse", "HEAD")[:8], 16) % 10)}
     assert len(seen) > 1
     assert tenths(**{TENTH: "4"}) == {"4"} and tenths(**{TENTH: ""}) == {""}
+
+
+def test_sanitizers_run_unless_they_have_passed_with_the_same_sources(tmp_path: Path, ci: Callable[..., list[str]]) -> None:
+    def sanitized(**env: str) -> bool:
+        calls = {line.split()[0] for line in ci(**{TENTH: "4", **env})}
+        assert calls >= {"test", "wheel"}
+        return "sanitize" in calls
+
+    assert sanitized(FAILS="sanitize") and sanitized() and not sanitized()
+    (tmp_path / "csrc" / "README.md").write_text("two")
+    assert not sanitized() and sanitized(**{TENTH: ""})
+    for name in ("csrc/a.cpp", "cmake/a.cmake", "csrc/new.h"):
+        (tmp_path / name).write_text("two")
+        assert sanitized() and not sanitized(), name
+    (tmp_path / "c++").write_text("#!/bin/sh\necho another compiler")
+    (tmp_path / "c++").chmod(0o755)
+    assert sanitized()

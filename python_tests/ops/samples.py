@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nmkernels import ops, reference, testing
 from nmkernels.reference.adamw import AdamWArgs
+from nmkernels.testing.calls import hyper
 
 
 def seed(word: int = 1, offset: int = 0) -> Tensor:
@@ -49,7 +50,7 @@ def adamw(
         made = [torch.randn(s).to(dtype) for s in shapes]
         return [x.abs() for x in made] if positive else made
 
-    hyper = torch.tensor([1e-2, 0.9, 0.999, 1e-8, 0.1, 2e-4, 5.0, flags.pop("clamp", 0.0), 0.0], dtype=torch.float64)
+    clamp = flags.pop("clamp", 0.0)
     given = {"frozen": False, "eps_inside": False, "maximize": False, "geometric": False, **flags}
     return (
         each(dtype),
@@ -58,7 +59,7 @@ def adamw(
         each(state, positive=True),
         each(state, positive=True) if amsgrad else [],
         [torch.tensor(4.0) for _ in shapes],
-        hyper,
+        hyper(1e-2, clamp),
         n,
         m,
         *given.values(),

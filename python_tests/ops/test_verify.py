@@ -21,13 +21,12 @@ from torch.utils import _pytree as pytree
 
 import nmkernels as nm
 from nmkernels import dispatch, ops
-from nmkernels.cli.doctor import samples
 from nmkernels.gemm.methods import methods
 from nmkernels.gemm.problem import Problem
 from nmkernels.ops import verify
 from nmkernels.ops.define import CALLS
-from nmkernels.ops.small import small
 from nmkernels.testing import assert_equal_bits
+from nmkernels.testing.calls import samples, small
 from nmkernels.timing import TABLE, table
 from python_tests.for_each import for_each
 

@@ -192,7 +192,7 @@ def test_level_rule_over_all_words(n, m, kind):
 
 
 @pytest.mark.slow
-@for_each("n, m", LEVEL)
+@pytest.mark.parametrize(("n", "m"), LEVEL)
 @for_each("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_level_rule_over_all_words_of_many_groups(n, m, dtype):
     rng = np.random.default_rng(m)

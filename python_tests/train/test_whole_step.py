@@ -12,7 +12,6 @@ from torch._dynamo.utils import counters
 
 import nmkernels as nm
 from nmkernels.gemm.choose import forget
-from python_tests.for_each import for_each
 
 STEPS = 8
 RUNS = {
@@ -84,7 +83,7 @@ def test_no_more_breaks_than_without_a_recipe():
 
 
 @pytest.mark.slow
-@for_each("name", list(RUNS))
+@pytest.mark.parametrize("name", RUNS)
 def test_every_kind_of_recipe(name, monkeypatch):
     # where it is one function, there is one more break at backward; GEMMs by one method, compiled and not: for any number of tokens a graph
     # may choose another one, and Adam makes a difference in the last bit of a tiny gradient as large as a step

@@ -148,7 +148,7 @@ class Cache:
 
 
 @dataclass
-class Plan:
+class Tables:
     """A call as the kernels read it.
 
     Args:
@@ -181,7 +181,7 @@ def upload(words: Sequence[int], like: Tensor) -> Tensor:
     return table
 
 
-def plan_of(lists: Lists, steps: list[int], masks: list[int], layout: Layout, how: Cut, like: Tensor) -> tuple[Plan, Tensor]:
+def plan_of(lists: Lists, steps: list[int], masks: list[int], layout: Layout, how: Cut, like: Tensor) -> tuple[Tables, Tensor]:
     """The plan of a call and the table of its gradients' addresses.
 
     ``steps`` and ``masks`` are addresses, 0 for a count on the host and where there is no held mask.
@@ -205,7 +205,7 @@ def plan_of(lists: Lists, steps: list[int], masks: list[int], layout: Layout, ho
 
 def _make(
     lists: Lists, addresses: Sequence[tuple[int, ...]], steps: list[int], masks: list[int], layout: Layout, how: Cut, like: Tensor
-) -> Plan:
+) -> Tables:
     fits = [all(a[i] & 15 == 0 for a in addresses if a) for i in range(len(steps))]
     flat = [i for i, p in enumerate(lists[P]) if how[2] and layout.walks[i] == FLAT and fits[i] and p.numel() % 4 == 0]
     chosen = set(flat)
@@ -224,7 +224,7 @@ def _make(
     table = upload(words, like)
     owners = torch.empty(blocks, dtype=torch.int32, device=like.device)
     core(like).adamw_owners(table.data_ptr(), len(steps), *parts, owners.data_ptr(), *queue(like))
-    return Plan(table, owners, blocks, tuple(parts))
+    return Tables(table, owners, blocks, tuple(parts))
 
 
 def _row(lists: Lists, i: int, walk: int, fits: bool, how: Cut) -> tuple[tuple[int, ...], int]:

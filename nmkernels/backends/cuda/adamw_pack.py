@@ -1,4 +1,7 @@
-"""MaskedAdamW that also writes the forms of the new weights: one pass over memory, for 2:4 and weights of whole 64 x 64 tiles."""
+"""MaskedAdamW that also writes the forms of the new weights: one pass over memory, for 2:4 and weights of whole 64 x 64 tiles.
+
+``renew_changed_forms`` checks later whether the weight is still the one that they were made of.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,15 @@ import torch
 from torch import Tensor
 
 from ...dispatch import Verdict
-from ...reference.adamw import AdamWArgs
+from ...reference.adamw import AdamWArgs, mask_of
 from ...reference.adamw_pack import FormArgs, split
 from ...reference.layouts import LAYOUTS
+from ...reference.pack import pack
 from ..adamw import placed, supports_tensors
+from ..shared import address
 from .adamw import Cache, Forms, step, upload
 from .compress import SELECTS
-from .core import DTYPES, register, runnable
+from .core import DTYPES, core, queue, register, runnable
 
 SIDE = 64
 """Rows and columns of a tile."""
@@ -85,3 +90,38 @@ def masked_adamw_pack_(*args: Any, out: Tensor | None = None) -> Tensor:
     for target, copy in copies:
         target.copy_(copy)
     return stats
+
+
+def renew_changed_forms(w: Tensor, bits: Tensor | None, rule: str, scale: Tensor | None, forms: Any, changed: Tensor, count: int) -> None:
+    """Compare one row in 64 of a weight with its packed values, and if some differ make all forms again; the host does not wait.
+
+    Args:
+        w: ``(out, in)``, as ``nm_masked_adamw_pack_`` takes it in one pass.
+        bits, rule, scale: its mask, rule and scale there.
+        forms: its ``Packed``, with rows, which is overwritten.
+        changed: int32 ``(1,)``; becomes count + 1 if a row differs.
+        count: of checks so far; the row changes with it.
+    """
+    strip, mark = count % min(SIDE, len(w)), count + 1
+    parts = (*forms.buffers(), forms.dense)
+    if w.is_cuda:
+        select = SELECTS["given" if rule == "held" else rule]
+        core(w).renew_changed_forms(
+            w.data_ptr(), *w.shape, address(bits), select, LAYOUTS.index(forms.layout), *map(address, parts), address(scale), strip,
+            changed.data_ptr(), mark, *queue(w),
+        )  # fmt: skip
+        return
+    p, dtype = forms.rows.pattern, forms.rows.values.dtype
+    rows = slice(strip, None, SIDE)
+    some = None if bits is None else mask_of(bits[rows], w.shape[1])
+    if not torch.equal(_bits(pack(w[rows], p.n, p.m, rule, some, scale, dtype)[0]), _bits(parts[0][rows])):
+        changed.fill_(mark)
+        mask = None if bits is None else mask_of(bits, w.shape[1])
+        made = pack(w, p.n, p.m, rule, mask, scale, dtype, True, parts[2] is not None, forms.layout, parts[4] is not None)
+        for part, new in zip(parts, made, strict=True):
+            if part is not None:
+                part.copy_(new)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.int16 if x.element_size() == 2 else torch.int32)

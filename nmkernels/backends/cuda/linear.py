@@ -167,11 +167,6 @@ def processors_of(x: Tensor) -> int:
     return EMULATED_PROCESSORS if x.is_cpu else _gpu(core(x), x.get_device())[1]
 
 
-def _shared_of(x: Tensor) -> int:
-    """Bytes of shared memory that a block can have there."""
-    return EMULATED[2] if x.is_cpu else _gpu(core(x), x.get_device())[2]
-
-
 @lru_cache(maxsize=4096)
 def _plan(
     module: Any, dtype: torch.dtype, tokens: int, rows: int, cols: int, n: int, m: int, wide: bool, processors: int, shared: int
@@ -222,7 +217,8 @@ def linear(
     b, r = None if bias is None else contiguous(bias), None if residual is None else contiguous(residual)
     module, processors = core(x), processors_of(x)
     wide = not (values.data_ptr() & 15 or indices.data_ptr() & 3)
-    kernel, splits = _plan(module, x.dtype, tokens, rows, cols, n, m, wide, processors, _shared_of(x))
+    shared = EMULATED[2] if x.is_cpu else _gpu(module, x.get_device())[2]  # bytes that a block can have
+    kernel, splits = _plan(module, x.dtype, tokens, rows, cols, n, m, wide, processors, shared)
     if kernel == "linear_mma" and x.data_ptr() & 15:
         x = x.clone()
     parts = x.new_empty(splits, tokens, rows, dtype=torch.float32) if splits > 1 else None

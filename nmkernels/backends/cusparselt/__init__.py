@@ -9,8 +9,8 @@ this package does not load the library.
 
 from .algorithms import search_gemm
 from .blobs import Blob
-from .context import Algorithm, Problem
+from .context import Algorithm, Matmul
 from .gemm import compress, matmul
 from .linear import search
 
-__all__ = ["Algorithm", "Blob", "Problem", "compress", "matmul", "search", "search_gemm"]
+__all__ = ["Algorithm", "Blob", "Matmul", "compress", "matmul", "search", "search_gemm"]

@@ -20,7 +20,7 @@ from ...capability import version_text
 from ...pattern import BackendError
 from ...timing import TABLE, Candidate, Measurement, Seconds, Timer, Validator, key, measure
 from .blobs import by_other_backend, compress_as
-from .context import LAYOUTS, Algorithm, Plan, Problem, Session, device_and_stream, failures, on_other_device, refuse_capture, session_on
+from .context import LAYOUTS, Algorithm, Matmul, Plan, Session, device_and_stream, failures, on_other_device, refuse_capture, session_on
 
 DEFAULT = Algorithm()
 
@@ -34,7 +34,7 @@ SPLIT_BEST = 3
 class Trial:
     """Random operands of one problem and the validator of its result. The global random state is not used."""
 
-    def __init__(self, problem: Problem, session: Session, like: Tensor, stream: int) -> None:
+    def __init__(self, problem: Matmul, session: Session, like: Tensor, stream: int) -> None:
         self.problem, self.session, self.stream = problem, session, stream
         generator = torch.Generator(like.device).manual_seed(24)
 
@@ -103,7 +103,7 @@ def _of_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 # ---- the fastest
 
 
-def search_gemm(problem: Problem, like: Tensor, timer: Seconds | None = None) -> Measurement:
+def search_gemm(problem: Matmul, like: Tensor, timer: Seconds | None = None) -> Measurement:
     """Check and time every algorithm of a problem, on random operands on the device of ``like``; see ``search``."""
     device, stream = device_and_stream(like)
     if on_other_device(like, device):
@@ -118,7 +118,7 @@ def search_gemm(problem: Problem, like: Tensor, timer: Seconds | None = None) ->
         raise BackendError(f"cuSPARSELt: no memory to search {problem.text}x{problem.width} in") from None
 
 
-def _search(problem: Problem, session: Session, like: Tensor, stream: int, timer: Timer) -> Measurement:
+def _search(problem: Matmul, session: Session, like: Tensor, stream: int, timer: Timer) -> Measurement:
     by_name = {str(a): a for a in (DEFAULT, *(Algorithm(i) for i in range(limit(problem, session, like))))}
     trial, text = Trial(problem, session, like, stream), _key(problem, session, like)
 
@@ -143,14 +143,14 @@ def _search(problem: Problem, session: Session, like: Tensor, stream: int, timer
 
 # ---- the one that is used
 
-_checked: dict[tuple[int, int, Problem], Algorithm | str] = {}
+_checked: dict[tuple[int, int, Matmul], Algorithm | str] = {}
 """The checked algorithm of each problem, or why the library cannot run it."""
 
 _lock = threading.RLock()
 """One thread checks; the others wait for its result."""
 
 
-def plan_for(problem: Problem, session: Session, like: Tensor, stream: int) -> Plan:
+def plan_for(problem: Matmul, session: Session, like: Tensor, stream: int) -> Plan:
     """This thread's plan for a problem; its algorithm is checked first if it was not before."""
     found = session.routes.get(problem)
     if found is None:
@@ -166,18 +166,18 @@ def plan_for(problem: Problem, session: Session, like: Tensor, stream: int) -> P
     return found
 
 
-def checked_algorithm(problem: Problem, session: Session) -> Algorithm | str | None:
+def checked_algorithm(problem: Matmul, session: Session) -> Algorithm | str | None:
     """The algorithm of a problem, or why the library cannot run it; None if not checked yet."""
     return _checked.get((session.library.version, session.device, problem))
 
 
-def remember(problem: Problem, session: Session, algorithm: Algorithm) -> None:
+def remember(problem: Matmul, session: Session, algorithm: Algorithm) -> None:
     """Use a checked algorithm for a problem from now on."""
     _checked[session.library.version, session.device, problem] = algorithm
     session.routes.clear()
 
 
-def _chosen(problem: Problem, session: Session, like: Tensor, stream: int) -> Algorithm | str:
+def _chosen(problem: Matmul, session: Session, like: Tensor, stream: int) -> Algorithm | str:
     first, exact = stored(problem, session, like)
     if first is not None and exact:
         return first
@@ -190,7 +190,7 @@ def _chosen(problem: Problem, session: Session, like: Tensor, stream: int) -> Al
         return str(error)
 
 
-def first_right(problem: Problem, session: Session, like: Tensor, stream: int, first: Algorithm) -> Algorithm:
+def first_right(problem: Matmul, session: Session, like: Tensor, stream: int, first: Algorithm) -> Algorithm:
     """The first correct algorithm, starting with ``first``."""
     ids = [Algorithm(i) for i in range(limit(problem, session, like))]
     trial, reasons = Trial(problem, session, like, stream), []
@@ -206,18 +206,18 @@ def first_right(problem: Problem, session: Session, like: Tensor, stream: int, f
     raise BackendError(f"cuSPARSELt: none of its algorithms computes {problem.text}x{problem.width} correctly: {'; '.join(reasons)}")
 
 
-def limit(problem: Problem, session: Session, like: Tensor) -> int:
+def limit(problem: Matmul, session: Session, like: Tensor) -> int:
     """The number of algorithm ids of a problem; raises if the library does not support such a GEMM."""
     plan = session.plan(problem, DEFAULT, like)
     with failures():
         return int(session.context.limit(plan.number))
 
 
-def _key(problem: Problem, session: Session, like: Tensor) -> str:
+def _key(problem: Matmul, session: Session, like: Tensor) -> str:
     return key("cusparselt", like.device, f"cuSPARSELt {version_text(session.library.version)}|{problem.text}", problem.width)
 
 
-def stored(problem: Problem, session: Session, like: Tensor) -> tuple[Algorithm | None, bool]:
+def stored(problem: Matmul, session: Session, like: Tensor) -> tuple[Algorithm | None, bool]:
     """The algorithm that a search stored for problems like this one, or None, and whether it was for exactly this width."""
     line = TABLE.get(_key(problem, session, like))
     if line is None:

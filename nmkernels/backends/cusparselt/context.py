@@ -28,7 +28,7 @@ class Plan(NamedTuple):
 
     number: int
     workspace: int
-    problem: Problem
+    problem: Matmul
     algorithm: Algorithm
 
 
@@ -39,13 +39,13 @@ class Session:
         self.library, self.device = library, device
         self.context = _core().Context(library)
         self._run = self.context.run
-        self.plans: dict[tuple[Problem, Algorithm], Plan] = {}
+        self.plans: dict[tuple[Matmul, Algorithm], Plan] = {}
         self.routes: dict[Any, Plan] = {}
         """The plan of each problem whose algorithm was checked, and of each kind of call."""
         self.workspaces: dict[int, Tensor] = {}
         self.zero: Tensor | None = None
 
-    def plan(self, problem: Problem, algorithm: Algorithm, like: Tensor) -> Plan:
+    def plan(self, problem: Matmul, algorithm: Algorithm, like: Tensor) -> Plan:
         """The plan of a problem and algorithm, cached."""
         found = self.plans.get((problem, algorithm))
         if found is not None:
@@ -72,7 +72,7 @@ class Session:
         self.plans.pop((plan.problem, plan.algorithm), None)
         self.context.drop(plan.number)
 
-    def forget(self, problem: Problem | None = None) -> None:
+    def forget(self, problem: Matmul | None = None) -> None:
         """Destroy the plans of a problem, or all plans."""
         for plan in [plan for plan in self.plans.values() if problem in (None, plan.problem)]:
             self.drop(plan)
@@ -193,7 +193,7 @@ LAYOUTS = {"nt": (False, True), "nn": (True, True), "tn": (True, False), "tn.pac
 """Layout → whether the sparse operand is stored transposed ``(cols, rows)``; whether dense operand and result are ``(tokens, ...)``."""
 
 
-class Problem(NamedTuple):
+class Matmul(NamedTuple):
     """D = f(S B + bias) + residual: S ``(rows, cols)`` is sparse along ``cols``, B ``(cols, width)`` dense.
 
     Args:

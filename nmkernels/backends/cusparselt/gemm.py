@@ -10,7 +10,7 @@ from ...pattern import DtypeError, OptionError, ShapeError
 from ..shared import aligned
 from .algorithms import plan_for
 from .blobs import Blob, compress_as
-from .context import ACTIVATIONS, LAYOUTS, RESULTS, Problem, capturing, device_and_stream, misfit, on_other_device, session_on, width_step
+from .context import ACTIVATIONS, LAYOUTS, RESULTS, Matmul, capturing, device_and_stream, misfit, on_other_device, session_on, width_step
 
 COMPRESS_LAYOUTS = ("nt", "nn", "tn")
 """The layouts that ``compress`` takes."""
@@ -118,7 +118,7 @@ def matmul(
         b = _padded(b, by_token or transposed, pad)
         r = _padded(r, by_token or transposed, pad) if r is not None else None
     epilogue = bias is not None, activation, residual is not None
-    problem = Problem(blob.stored, blob.dtype, out_dtype, blob.rows, blob.cols, width + pad, *epilogue)
+    problem = Matmul(blob.stored, blob.dtype, out_dtype, blob.rows, blob.cols, width + pad, *epilogue)
     session = session_on(device)
     plan = plan_for(problem, session, dense, stream)
     shape = (width + pad, blob.rows) if problem.by_token else (blob.rows, width + pad)

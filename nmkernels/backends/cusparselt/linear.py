@@ -24,7 +24,7 @@ from ...timing import Measurement, Seconds
 from ..shared import aligned
 from .algorithms import DEFAULT, checked_algorithm, plan_for, search_gemm
 from .blobs import blob_of, compress_as, expanded
-from .context import Plan, Problem, Session, capturing, device_and_stream, existing, misfit, on_other_device, session_on, width_step
+from .context import Matmul, Plan, Session, capturing, device_and_stream, existing, misfit, on_other_device, session_on, width_step
 
 _GELU: dict[tuple[int, int, torch.dtype], bool] = {}
 
@@ -37,7 +37,7 @@ def by_erf(dtype: torch.dtype, session: Session, like: Tensor, stream: int) -> b
     key, size = (session.library.version, session.device, dtype), 32
     if key in _GELU or capturing(like):
         return _GELU.get(key, False)
-    problem = Problem("nt", dtype, dtype, size, size, size, activation="gelu")
+    problem = Matmul("nt", dtype, dtype, size, size, size, activation="gelu")
     with torch.no_grad():
         y = torch.linspace(-3, 3, size * size, dtype=torch.float32, device=like.device).to(dtype).reshape(size, size)
         out, exact = torch.full_like(y, torch.nan), F.gelu(y.double())
@@ -63,11 +63,11 @@ AFTER = {"relu": "square", "gelu": ""}
 """The library's activation → what remains to be applied."""
 
 
-def problem_of(op: str, *args: Any, erf: bool = True) -> list[Problem]:
+def problem_of(op: str, *args: Any, erf: bool = True) -> list[Matmul]:
     """The GEMMs that can run a raw op's call, the most fused one first; ``erf``: whether the library's GELU may be used."""
     if op == "nm_linear_wgrad":
         values, _, _, _, cols, x, *_ = args
-        return [Problem("tn.packed", x.dtype, x.dtype, values.shape[0], cols, x.shape[1])]
+        return [Matmul("tn.packed", x.dtype, x.dtype, values.shape[0], cols, x.shape[1])]
     if op != "nm_linear":
         raise BackendError(f"{op}: cuSPARSELt supports only nm_linear and nm_linear_wgrad.")
     options: tuple[Any, ...] = (None, "", None)
@@ -76,7 +76,7 @@ def problem_of(op: str, *args: Any, erf: bool = True) -> list[Problem]:
     b, c = bias is not None, residual is not None and not activation
     theirs = {"relu2": "relu", "gelu": "gelu" if erf else ""}.get(activation, "")
     fused = dict.fromkeys([(b, theirs, c), (b, "", c), (b, "", False), (False, "", False)])
-    return [Problem("nt", x.dtype, x.dtype, values.shape[0], cols, width + -width % step, *also) for also in fused]
+    return [Matmul("nt", x.dtype, x.dtype, values.shape[0], cols, width + -width % step, *also) for also in fused]
 
 
 def _kind(

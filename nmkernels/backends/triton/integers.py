@@ -18,7 +18,7 @@ from ..shared import contiguous
 from .compress import as_integers
 from .groups import bits_of, narrow, widen
 from .launch import capability, cdiv, launch, next_power_of_2
-from .launches import FEW_TOKENS, Plan, plan, word_cols
+from .launches import FEW_TOKENS, Tiling, plan, word_cols
 from .linear import few, linear, matrix, runs_of, spmm
 from .spmm import load_integers
 
@@ -168,7 +168,7 @@ def linear_integers(
     return y if residual is None else y.add_(residual)
 
 
-def _tiles(x: Tensor, values: Tensor, indices: Tensor, step: Tensor, n: int, m: int, cols: int) -> Plan | None:
+def _tiles(x: Tensor, values: Tensor, indices: Tensor, step: Tensor, n: int, m: int, cols: int) -> Tiling | None:
     """The plan to expand integers in registers; None if there are few tokens, or groups, steps or addresses do not allow it."""
     p = plan("fprop", x.dtype, values.shape[0], cols, x.shape[0], n, m, capability(x))
     word = n if values.dtype == torch.int8 else max(1, n // 2)

@@ -44,7 +44,7 @@ FEWEST_BLOCKS = 4
 """The fewest steps per part of the columns; with fewer, filling the pipeline takes longer than the steps."""
 
 
-class Plan(NamedTuple):
+class Tiling(NamedTuple):
     """The kernel of a GEMM and its tiles.
 
     Args:
@@ -70,7 +70,7 @@ def by_words(dtype: torch.dtype, n: int, m: int, cols: int) -> bool:
     return dtype.itemsize == 2 and n in (1, 2, 4) and m in (4, 8, 16, 32) and Pattern(n, m).index_bytes(cols) % 4 == 0
 
 
-def shared_bytes(p: Plan, kind: str, dtype: torch.dtype, n: int, m: int) -> int:
+def shared_bytes(p: Tiling, kind: str, dtype: torch.dtype, n: int, m: int) -> int:
     """The most shared memory that a plan needs: tiles in flight (one fewer of the compressed operand) and the expanded tile."""
     kept = p.cols * n // m
     packed_tile = p.rows * kept * dtype.itemsize + p.rows * kept * Pattern(n, m).index_bits // 8
@@ -78,7 +78,7 @@ def shared_bytes(p: Plan, kind: str, dtype: torch.dtype, n: int, m: int) -> int:
     return (p.stages - 1) * packed_tile + p.stages * dense_tile + p.rows * p.cols * dtype.itemsize
 
 
-def fitting(p: Plan, kind: str, dtype: torch.dtype, n: int, m: int, capability: int) -> Plan:
+def fitting(p: Tiling, kind: str, dtype: torch.dtype, n: int, m: int, capability: int) -> Tiling:
     """Reduce the stages of a plan, then its tiles, until it fits into shared memory."""
     most = SHARED_KB.get(capability, 64) << 10
     while shared_bytes(p, kind, dtype, n, m) > most and (p.stages > 2 or p.width > 16):
@@ -92,30 +92,30 @@ def word_cols(n: int, m: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def plan(kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, capability: int = 90) -> Plan:
+def plan(kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, capability: int = 90) -> Tiling:
     """The heuristic plan for a compressed operand ``(rows, cols)`` and a dense one with ``width`` columns (tokens; in wgrad inputs).
 
     ``capability``: 80, 90, ... for NVIDIA GPUs, 0 for other devices.
     """
     if kind == "fprop" and width <= FEW_TOKENS and cols:
-        return Plan("few")
+        return Tiling("few")
     if width >= SCRATCH_WIDTH or not by_words(dtype, n, m, cols):
-        return Plan("scratch")
+        return Tiling("scratch")
     return _tiles(kind, dtype, rows, cols, width, n, m, capability)
 
 
-def _tiles(kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, capability: int) -> Plan:
+def _tiles(kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, capability: int) -> Tiling:
     """The tiles for expanding in registers."""
     tile_width = min(max(next_power_of_2(width), 16), 128)
     if kind == "dgrad":
         step = max(64 if tile_width <= 64 else 128, word_cols(n, m))
         # at least 4 bytes of values for each of 256 threads, else Triton does not copy them asynchronously
-        chosen = Plan("gemm", 128 if m > 16 * n else 64, tile_width, step, 4 if tile_width <= 64 else 8, 3)
+        chosen = Tiling("gemm", 128 if m > 16 * n else 64, tile_width, step, 4 if tile_width <= 64 else 8, 3)
         return fitting(chosen, kind, dtype, n, m, capability)
     if tile_width <= 64 or word_cols(n, m) > 64:
-        chosen = Plan("gemm", 64, min(tile_width, 64), 64 if tile_width >= 64 else 128, 4, 3)
+        chosen = Tiling("gemm", 64, min(tile_width, 64), 64 if tile_width >= 64 else 128, 4, 3)
     else:
-        chosen = Plan("gemm", 128, 128, 64, 8, 3)
+        chosen = Tiling("gemm", 128, 128, 64, 8, 3)
     chosen = chosen._replace(cols=max(chosen.cols, word_cols(n, m)))
     chosen = fitting(chosen, "fprop", dtype, n, m, capability)
     tiles = cdiv(rows, chosen.rows) * cdiv(width, chosen.width)
@@ -124,12 +124,12 @@ def _tiles(kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, n: i
     return chosen._replace(splits=max(1, min(most, wanted // max(tiles, 1))))
 
 
-def candidates(kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, capability: int = 90) -> list[Plan]:
+def candidates(kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, capability: int = 90) -> list[Tiling]:
     """Plans worth timing, the heuristic's first."""
     first = plan(kind, dtype, rows, cols, width, n, m, capability)
-    made = [first, Plan("scratch")]
+    made = [first, Tiling("scratch")]
     if kind == "fprop" and width <= FEW_TOKENS and cols:
-        made.append(Plan("few"))
+        made.append(Tiling("few"))
     if not by_words(dtype, n, m, cols):
         return list(dict.fromkeys(made))
     base = _tiles(kind, dtype, rows, cols, width, n, m, capability)
@@ -153,7 +153,7 @@ REMEMBERED = 4096
 KINDS = {"nm_linear": "fprop", "nm_linear_dgrad": "dgrad", "nm_linear_wgrad": "wgrad"}
 
 
-class LaunchProblem(NamedTuple):
+class Gemm(NamedTuple):
     """A GEMM with a compressed operand (the arguments of ``plan``) and its device."""
 
     kind: str
@@ -167,42 +167,42 @@ class LaunchProblem(NamedTuple):
     capability: int
 
 
-_plans: dict[LaunchProblem, Plan] = {}
+_plans: dict[Gemm, Tiling] = {}
 
 
 def choose(
     kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, device: torch.device, capability: int
-) -> Plan:  # fmt: skip
+) -> Tiling:  # fmt: skip
     """The plan of a GEMM on ``device``: the measured one, else the heuristic's."""
     sizes = (kind, dtype, rows, cols, width, n, m, device, capability)
-    found = _plans.get(sizes)  # type: ignore[call-overload]  # equals a LaunchProblem
+    found = _plans.get(sizes)  # type: ignore[call-overload]  # equals a Gemm
     if found is None:
         if len(_plans) >= REMEMBERED:
             _plans.clear()
-        problem = LaunchProblem(*sizes)
+        problem = Gemm(*sizes)
         found = _plans[problem] = measured(problem) or plan(*sizes[:-2], capability)
     return found
 
 
-def measured(problem: LaunchProblem) -> Plan | None:
+def measured(problem: Gemm) -> Tiling | None:
     """The plan in the table; None if there is none or it is invalid."""
     entry = (TABLE.get(name(problem)) or {}).get("choice")
-    if not isinstance(entry, dict) or set(entry) != set(Plan._fields) or entry["method"] not in METHODS:
+    if not isinstance(entry, dict) or set(entry) != set(Tiling._fields) or entry["method"] not in METHODS:
         return None
     if not all(type(entry[k]) is int and 1 <= entry[k] <= most for k, most in MOST.items()):
         return None
     few = problem.kind == "fprop" and problem.width <= FEW_TOKENS and problem.cols > 0
-    return Plan(**entry) if few or entry["method"] != "few" else None
+    return Tiling(**entry) if few or entry["method"] != "few" else None
 
 
-def name(problem: LaunchProblem) -> str:
+def name(problem: Gemm) -> str:
     """The key of a GEMM in the table; tokens are the columns of the dense operand, in wgrad those of the compressed one."""
     kind, dtype, rows, cols, width, n, m = problem[:7]
     fixed, tokens = (width, cols) if kind == "wgrad" else (cols, width)
     return key("triton", problem.device, f"{kind}|{str(dtype).removeprefix('torch.')}|{n}:{m}|{rows}x{fixed}", tokens)
 
 
-def words(p: Plan) -> str:
+def words(p: Tiling) -> str:
     """A plan as text: its method and the numbers that the method uses."""
     numbers = {} if p.method == "scratch" else {k: v for k, v in p._asdict().items() if k != "method"}
     return " ".join([p.method, *(f"{k}={v}" for k, v in numbers.items())])
@@ -216,16 +216,16 @@ def search(op: str, *args: Any, timer: Seconds | None = None) -> Measurement:
     width = other.shape[1] if kind == "wgrad" else other.numel() // other.shape[-1]
     sizes = (kind, other.dtype, values.shape[0], cols, width, n, m)
     capability = capability_of(other)
-    problem, fn = LaunchProblem(*sizes, other.device, capability), next(i.fn for i in implementations(op) if i.backend == NAME)
+    problem, fn = Gemm(*sizes, other.device, capability), next(i.fn for i in implementations(op) if i.backend == NAME)
     operands, validator = _operands(problem)
 
-    def run(p: Plan, operands: tuple[Any, ...], out: Tensor | None = None) -> object:
+    def run(p: Tiling, operands: tuple[Any, ...], out: Tensor | None = None) -> object:
         _plans[problem] = p
         return fn(*operands, out=out)
 
     sets: list[tuple[Any, ...]] = []  # made after all checks, and shared by the plans that passed
 
-    def calls(p: Plan) -> list[Callable[[], object]]:
+    def calls(p: Tiling) -> list[Callable[[], object]]:
         if not sets:
             sets.extend(cold(operands))
         return [partial(run, p, some) for some in sets]
@@ -241,7 +241,7 @@ def search(op: str, *args: Any, timer: Seconds | None = None) -> Measurement:
     return found
 
 
-def _operands(problem: LaunchProblem) -> tuple[tuple[Any, ...], Validator]:
+def _operands(problem: Gemm) -> tuple[tuple[Any, ...], Validator]:
     """Random arguments of the op, and the validator of its result."""
     kind, dtype, rows, cols, width, n, m, device, _ = problem
     pattern = Pattern(n, m)

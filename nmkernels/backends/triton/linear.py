@@ -19,7 +19,7 @@ from ...reference.linear import ACTIVATIONS
 from ..shared import contiguous, product
 from .compress import decompress
 from .launch import capability, cdiv, launch, next_power_of_2
-from .launches import Plan, by_words, choose
+from .launches import Tiling, by_words, choose
 from .spmm import combine_kernel, few_kernel, spmm_kernel, spmm_transposed_kernel
 
 FEW_ROWS, FEW_WIDTH = 8, 128
@@ -43,7 +43,7 @@ def packed(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     return contiguous(values), indices.contiguous()
 
 
-def _expands(p: Plan, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> bool:
+def _expands(p: Tiling, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> bool:
     """Whether the operand can be expanded in registers, which needs aligned group values and 4-byte aligned indices."""
     if p.method != "gemm" or not by_words(values.dtype, n, m, cols):
         return False
@@ -60,7 +60,7 @@ class Call(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _call(p: Plan, rows: int, cols: int, width: int, n: int, m: int, activation: str | None, value: int = 16) -> Call:
+def _call(p: Tiling, rows: int, cols: int, width: int, n: int, m: int, activation: str | None, value: int = 16) -> Call:
     """The launch parameters of ``spmm_kernel``, or of ``spmm_transposed_kernel`` if ``activation`` is None; ``value``: bits of a value."""
     pattern, groups, tile = Pattern(n, m), cdiv(cols, m), max(1, p.cols // m)
     consts: dict[str, Any] = {"N": n, "M": m, "BITS": pattern.index_bits, "ROWS": p.rows, "COLS": p.width, "GROUPS": tile}
@@ -104,7 +104,7 @@ def runs_of(kept: int, steps: int, width: int) -> tuple[int, int]:
 
 
 def spmm(
-    p: Plan, values: Tensor, indices: Tensor, n: int, m: int, cols: int, b: Tensor, by: tuple[int, ...],
+    p: Tiling, values: Tensor, indices: Tensor, n: int, m: int, cols: int, b: Tensor, by: tuple[int, ...],
     bias: Tensor | None, activation: str, c: Tensor, to: tuple[int, ...], step: Tensor | None = None,
 ) -> None:  # fmt: skip
     """c = activation(E b + bias); ``by`` and ``to`` are the strides of b ``[cols, width]`` and of c ``[rows, width]``.

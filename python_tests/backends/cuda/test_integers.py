@@ -11,35 +11,18 @@ from nmkernels.backends.cuda import integers, linear
 from nmkernels.backends.cuda.core import core
 from nmkernels.reference.integers import pack_integers
 from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
-from python_tests.backends.gemm_calls import inputs, unaligned
+from python_tests.backends.gemm_calls import inputs, integer_weight, product_of_integers, unaligned
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 INF, NAN = float("inf"), float("nan")
 PATTERNS = ("2:4", "1:4", "1:8", "2:8", "4:8", "1:16", "3:5", "4:4", "7:12", "2:32")
 
 
-def weight(text, rows, cols, bits, steps=1, device="cpu", low=None):
-    """(values, indices, steps) of random integers, or of one, at random places."""
-    p, gen = Pattern(text), torch.Generator().manual_seed(rows * cols + bits + steps)
-    _, indices = reference.compress(torch.randn(rows, p.groups(cols) * p.m, generator=gen), p.n, p.m)
-    least, most = (-127, 127) if bits == 8 else (-8, 7)
-    made = torch.randint(least, most + 1, (rows, p.kept(cols)), generator=gen)
-    made = made if low is None else torch.full_like(made, least)
-    step = (torch.rand(rows, steps, generator=gen) + 0.1) * 0.01 * torch.tensor([1.0, -1.0])[torch.arange(steps) % 2]
-    return [t.to(device) for t in (pack_integers(made.to(torch.int8), bits), indices, step.to(BF16))]
-
-
-def check(ours, text, x, operands, bias=None, activation="", residual=None, what=""):
+def check(ours, text, x, operands, *rest, what=""):
     """As good as the reference in x's dtype, and twice the same bits; the result."""
-    p, cols = Pattern(text), x.shape[-1]
-    on_cpu = [None if t is None else t.cpu() for t in (x, *operands, bias, residual)]
-    wide = [None if t is None else t.double() for t in (on_cpu[0], on_cpu[4], on_cpu[5])]
-    exact = reference.linear_integers(wide[0], *on_cpu[1:4], p.n, p.m, cols, wide[1], activation, wide[2])
-    theirs = reference.linear_integers(*on_cpu[:4], p.n, p.m, cols, on_cpu[4], activation, on_cpu[5])
-    call = lambda: ours("nm_linear_integers").fn(x, *operands, p.n, p.m, cols, bias, activation, residual)  # noqa: E731
-    y, what = call(), f"{text} {cols} columns, {tuple(x.shape)} {x.dtype}, {tuple(operands[2].shape)} steps {what}"
-    assert_no_worse(y, theirs, exact, what)
-    assert_equal_bits(call(), y, what)
+    call, p = ours("nm_linear_integers").fn, Pattern(text)
+    y = product_of_integers(call, text, x, operands, *rest, what=what)
+    assert_equal_bits(call(x, *operands, p.n, p.m, x.shape[-1], *rest), y, what)
     return y
 
 
@@ -61,7 +44,7 @@ def test_few_tokens(device, ours, text, bits):
         ):  # fmt: skip
             x, bias = inputs(tokens, cols, dtype, device), inputs(1, rows, dtype, device)[0]
             activation = ("", "silu", "relu2", "gelu")[tokens - 1]
-            check(ours, text, x, weight(text, rows, cols, bits, steps, device), bias if rows > 3 else None, activation)
+            check(ours, text, x, integer_weight(text, rows, cols, bits, steps, device), bias if rows > 3 else None, activation)
 
 
 @pytest.mark.quick(1, per="bits")
@@ -72,7 +55,7 @@ def test_sparse_tensor_cores(device, ours, dtype, bits):
     for tokens in range(1, 17):
         rows, cols = (1, 16, 37, 130)[tokens % 4], (128, 384, 1024)[tokens % 3]
         for steps in {1, cols // 128, cols // 256 or 1}:
-            operands, x = weight("2:4", rows, cols, bits, steps, device), inputs(tokens, cols, dtype, device)
+            operands, x = integer_weight("2:4", rows, cols, bits, steps, device), inputs(tokens, cols, dtype, device)
             if device == "cpu" and tokens <= 16 and cols % (128 * steps) == 0:
                 assert kernels(x, operands, "2:4") == {"linear_integers"}
             if tokens <= 16:
@@ -85,7 +68,7 @@ def test_every_column_is_found(device, ours, bits):
     for text in ("2:4", "1:4", "1:8"):
         p, cols = Pattern(text), 256
         for dtype in [BF16, F32]:
-            values, indices, step = operands = weight(text, 21, cols, bits, 2, device)
+            values, indices, step = operands = integer_weight(text, 21, cols, bits, 2, device)
             decoded = reference.dequantize_values(values.cpu(), step.cpu(), p.kept(cols), dtype)
             w, eye = reference.decompress(decoded, indices.cpu(), p.n, p.m, cols), torch.eye(cols, dtype=dtype, device=device)
             for tokens in (1, 4, 16):
@@ -103,7 +86,7 @@ def test_slices_and_parts(device, ours, bits, monkeypatch):
         (16, 70, 2304, 18, 1, 1), (9, 3, 8320, 65, 64, 8), (3, 20, 4224, 1, 64, 4), (1, 18, 17408, 1, 1, 1), (5, 40, 4352, 17, 1, 1),
     ):  # fmt: skip
         monkeypatch.setattr(linear, "EMULATED_PROCESSORS", processors)
-        x, operands = inputs(tokens, cols, BF16, device), weight("2:4", rows, cols, bits, steps, device)
+        x, operands = inputs(tokens, cols, BF16, device), integer_weight("2:4", rows, cols, bits, steps, device)
         if device == "cpu":
             sizes = rows, cols, 2, 4, bits, steps, processors
             assert integers._plan(core(x), BF16, tokens, True, sizes) == [("linear_integers", 0, tokens, splits)]
@@ -114,7 +97,7 @@ def test_slices_and_parts(device, ours, bits, monkeypatch):
 def test_columns_in_parts_on_cuda_cores(device, ours, dtype, tokens, cols, monkeypatch):
     for processors, text in ((1, "1:4"), (1, "3:5"), (64, "1:8")):
         monkeypatch.setattr(linear, "EMULATED_PROCESSORS", processors)
-        x, operands = inputs(tokens, cols, dtype, device), weight(text, 3, cols, 8, 1, device)
+        x, operands = inputs(tokens, cols, dtype, device), integer_weight(text, 3, cols, 8, 1, device)
         if device == "cpu":
             p = Pattern(text)
             launches = integers._plan(core(x), dtype, tokens, True, (3, cols, p.n, p.m, 8, 1, processors))
@@ -128,7 +111,7 @@ def test_more_tokens(device, ours):
         ("2:4", 17, 64, 128, BF16), ("2:4", 40, 32, 192, BF16), ("1:4", 9, 20, 256, BF16), ("3:5", 16, 7, 45, BF16),
         ("1:8", 13, 20, 256, F16), ("2:4", 6, 20, 120, F32),
     ):  # fmt: skip
-        operands = weight(text, rows, cols, 4, 1, device)
+        operands = integer_weight(text, rows, cols, 4, 1, device)
         x, bias, residual = inputs(tokens, cols, dtype, device), inputs(1, rows, dtype, device)[0], inputs(tokens, rows, dtype, device)
         p = Pattern(text)
         entry = ours("nm_linear_integers")
@@ -147,7 +130,7 @@ def test_more_tokens(device, ours):
 
 
 def test_epilogue_and_shapes(device, ours):
-    operands = weight("2:4", 24, 256, 4, 2, device)
+    operands = integer_weight("2:4", 24, 256, 4, 2, device)
     for tokens in (1, 6):
         x, bias, residual = inputs(tokens, 256, BF16, device), inputs(1, 24, BF16, device)[0], inputs(tokens, 24, BF16, device, 7)
         for activation in ("", "gelu", "silu", "relu2"):
@@ -171,7 +154,7 @@ def test_epilogue_and_shapes(device, ours):
 def test_addresses(device, ours, bits):
     """Each operand alone where 16 bytes cannot be read at once."""
     for text in ("2:4", "1:4", "1:8"):
-        operands = weight(text, 9, 512, bits, 2, device)
+        operands = integer_weight(text, 9, 512, bits, 2, device)
         for tokens in (3, 6):
             x = inputs(tokens, 512, BF16, device)
             for i in range(3):
@@ -183,7 +166,7 @@ def test_addresses(device, ours, bits):
 def test_before_rounding(device, ours, bits):
     """An fp16 x has errors of up to 2^-15 of the largest of 128 columns; a result that is smaller than its terms shows them."""
     p, rows, cols = Pattern("2:4"), 33, 1024
-    values, indices, step = operands = weight("2:4", rows, cols, bits, 8, device)
+    values, indices, step = operands = integer_weight("2:4", rows, cols, bits, 8, device)
     decoded = reference.dequantize_values(values.cpu(), step.cpu(), p.kept(cols), torch.float64)
     w = reference.decompress(decoded, indices.cpu(), 2, 4, cols)
     for tokens in (1, 4, 11):
@@ -197,7 +180,7 @@ def test_before_rounding(device, ours, bits):
 def test_largest_values(device, ours, bits):
     """All products of one sign, and every digit at its end."""
     for text in ("2:4", "1:4"):
-        operands = weight(text, 5, 1024, bits, 1, device, low=True)
+        operands = integer_weight(text, 5, 1024, bits, 1, device, extreme=True)
         for dtype, largest in ((BF16, 255 / 128), (F16, 2047 / 1024)):
             for tokens in (1, 12):
                 for sign in (1, -1):
@@ -206,7 +189,7 @@ def test_largest_values(device, ours, bits):
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_one_large_column(device, ours, bits):
-    operands = weight("2:4", 40, 1024, bits, 8, device)
+    operands = integer_weight("2:4", 40, 1024, bits, 8, device)
     for dtype in [BF16, F16]:
         for tokens in (1, 4, 9):
             x = inputs(tokens, 1024, dtype, device)
@@ -219,7 +202,7 @@ def test_tokens_that_are_not_finite(device, ours, text):
     """They reach what they meet, and no other token."""
     p, cols = Pattern(text), 640
     for bits in (8, 4):
-        operands = _, indices, _ = weight(text, 33, cols, bits, 4 if p.m == 5 else 5, device)
+        operands = _, indices, _ = integer_weight(text, 33, cols, bits, 4 if p.m == 5 else 5, device)
         stored = reference.decompress(torch.ones(33, p.kept(cols)), indices.cpu(), p.n, p.m, cols) != 0
         run, clean = ours("nm_linear_integers").fn, inputs(4, cols, BF16, device)
         before = run(clean, *operands, p.n, p.m, cols)
@@ -236,7 +219,7 @@ def test_tokens_that_are_not_finite(device, ours, text):
 def test_steps_that_are_zero_tiny_or_nan(device, ours):
     for bits in (8, 4):
         for text in ("2:4", "1:8"):
-            values, indices, step = weight(text, 6, 256, bits, 2, device)
+            values, indices, step = integer_weight(text, 6, 256, bits, 2, device)
             step[0], step[1, 1], step[2] = 0, 0, 1e-39
             for tokens in (1, 2, 5):
                 x = inputs(tokens, 256, F16, device)
@@ -250,7 +233,7 @@ def test_steps_that_are_zero_tiny_or_nan(device, ours):
 @pytest.mark.parametrize("scale", [0.0, 1e-39, 1e-37, 1e-30, 1e30])
 def test_extreme_inputs(device, ours, scale):
     """Zeros of both signs, and inputs that powers of two do not reach."""
-    operands = weight("2:4", 16, 256, 8, 1, device)
+    operands = integer_weight("2:4", 16, 256, 8, 1, device)
     for tokens in (1, 3):
         x = (inputs(tokens, 256, F32, device) * scale).to(BF16)
         check(ours, "2:4", x, operands)
@@ -276,12 +259,12 @@ def test_dequantize(device, ours, dtype, bits):
 
 
 def test_what_it_declines(device, ours):
-    entry, operands = ours("nm_linear_integers"), weight("2:4", 64, 128, 8, 1, device)
+    entry, operands = ours("nm_linear_integers"), integer_weight("2:4", 64, 128, 8, 1, device)
     assert entry.supports(inputs(40, 128, BF16, device), *operands, 2, 4, 128)[0]
     for tokens, dtype, why in ((17, F16, "range of a step"), (17, F32, "17"), (1, torch.float64, "float64")):
         x = inputs(tokens, 128, dtype, device)
         can, reason = entry.supports(x, *operands, 2, 4, 128)
         assert not can and why in reason
-    can, reason = entry.supports(inputs(17, 128, BF16, device), *weight("1:4", 64, 128, 8, 1, device), 1, 4, 128)
+    can, reason = entry.supports(inputs(17, 128, BF16, device), *integer_weight("1:4", 64, 128, 8, 1, device), 1, 4, 128)
     assert not can and "1:4" in reason
     assert not ours("nm_dequantize_values").supports(operands[0], operands[2], 64, torch.float64)[0]

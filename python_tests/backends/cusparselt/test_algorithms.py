@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nmkernels import BackendError, capability
-from nmkernels.backends.cusparselt import Algorithm, Problem, algorithms, context, search, search_gemm
+from nmkernels.backends.cusparselt import Algorithm, Matmul, algorithms, context, search, search_gemm
 from nmkernels.backends.cusparselt.algorithms import Trial
 from nmkernels.timing import Validator
 from python_tests.backends.cusparselt.conftest import check, forget, in_threads, normal, packed, routes
@@ -25,7 +25,7 @@ def arguments(tokens=16, bias=False, activation=""):
 
 def used():
     """The algorithm that this thread's only fprop is done by."""
-    (found,) = {ready.algorithm for key, ready in routes().items() if not isinstance(key, Problem)}
+    (found,) = {ready.algorithm for key, ready in routes().items() if not isinstance(key, Matmul)}
     return found
 
 
@@ -103,7 +103,7 @@ def test_no_memory_to_check_with_is_no_verdict(fake, ours, right, monkeypatch) -
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
 def test_what_surrounds_the_first_call_does_not_change_the_bound(fake, dtype) -> None:
     def validator() -> Validator:
-        return Trial(Problem("nt", dtype, torch.float16, 32, 64, 16), context.session_on(0), torch.empty(0), 0).validator
+        return Trial(Matmul("nt", dtype, torch.float16, 32, 64, 16), context.session_on(0), torch.empty(0), 0).validator
 
     first = validator()
     try:
@@ -147,7 +147,7 @@ def test_splits_of_the_sum_are_searched_and_checked(fake) -> None:
 def test_searches_of_other_gemms(fake) -> None:
     found = search("nm_linear_wgrad", *packed(), normal(64, 16))  # by the clock
     assert found.seconds[found.best] > 0 and "|tn.packed|" in found.problem
-    problem = Problem("tn", torch.float16, torch.float16, 32, 64, 16, residual=True)
+    problem = Matmul("tn", torch.float16, torch.float16, 32, 64, 16, residual=True)
     assert search_gemm(problem, torch.empty(0), timer=clock(9, 9, 3, 9)).best == "algorithm 1"
     assert algorithms.plan_for(problem, context.session_on(0), torch.empty(0), 0).algorithm == Algorithm(1)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nmkernels import BackendError
-from nmkernels.backends.cusparselt import Algorithm, Problem, compress, context, matmul
+from nmkernels.backends.cusparselt import Algorithm, Matmul, compress, context, matmul
 from python_tests.backends.cusparselt.conftest import check, in_threads, normal, packed
 
 MAKING = ("Init", "MatmulPlanInit", "MatmulDescriptorInit", "DenseDescriptorInit", "StructuredDescriptorInit")
@@ -139,7 +139,7 @@ def test_a_capture_refuses_what_is_new(fake, ours, capture) -> None:
         with pytest.raises(BackendError, match="a CUDA graph is being captured.*Run it once before the capture"):
             ours(op).fn(*given)
     with pytest.raises(BackendError, match="a CUDA graph is being captured"):
-        context.session_on(0).plan(Problem("nt", torch.float16, torch.float16, 32, 64, 16), Algorithm(), args[0])
+        context.session_on(0).plan(Matmul("nt", torch.float16, torch.float16, 32, 64, 16), Algorithm(), args[0])
     capture(False)
     assert fake.calls("MatmulPlanInit") == 0
     ours("nm_linear").fn(*args)

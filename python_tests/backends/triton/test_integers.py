@@ -7,9 +7,9 @@ import torch
 
 from nmkernels import Pattern, reference
 from nmkernels.backends.triton import integers as family
-from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison, poison
-from python_tests.backends.gemm_calls import unaligned
-from python_tests.backends.test_linear_integers import hard, steps_of, tokens_of, weight
+from nmkernels.testing import assert_equal_bits, fill_poison, poison
+from python_tests.backends.gemm_calls import integer_weight, product_of_integers, unaligned
+from python_tests.backends.test_linear_integers import hard, steps_of, tokens_of
 from python_tests.for_each import for_each
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -25,17 +25,11 @@ def product(x, operands, text, cols, *rest):
         return family.linear_integers(x.to(device), *operands, p.n, p.m, cols, *extras).cpu()
 
 
-def judged(x, operands, text, cols, bias=None, activation="", residual=None):
+def judged(x, operands, text, cols, *rest):
     """The Triton result, no worse than the reference's in x's dtype."""
-    y = product(x, operands, text, cols, bias, activation, residual)
-    p, host = Pattern(text), [t.cpu() for t in operands]
-
-    def definition(convert):
-        extras = [None if e is None else convert(e) for e in (bias, residual)]
-        return reference.linear_integers(convert(x), *host, p.n, p.m, cols, extras[0], activation, extras[1])
-
-    assert_no_worse(y, definition(lambda t: t), definition(torch.Tensor.double), f"{text}, {cols} columns, {tuple(x.shape)} {x.dtype}")
-    return y
+    return product_of_integers(
+        lambda x, a, b, c, n, m, cols, *rest: product(x, (a, b, c), f"{n}:{m}", cols, *rest), text, x, operands, *rest
+    )
 
 
 def on(device, operands):
@@ -63,14 +57,14 @@ def test_products(text, bits, device):
     for rows, cols, dtype, count in ((70, 16 * m + 1, F32, 3), (9, 32 * m, BF16, 2), (70, 32 * m, BF16, 6), (20, 640, F16, 16)):
         cols = cols // m * m if cols == 640 else cols
         for steps in steps_of(Pattern(text), cols):
-            judged(tokens_of(count, cols, dtype), on(device, weight(text, rows, cols, bits, steps)), text, cols)
+            judged(tokens_of(count, cols, dtype), on(device, integer_weight(text, rows, cols, bits, steps)), text, cols)
 
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @for_each("bits", [8, 4])
 def test_every_number_of_tokens(dtype, bits, device, ran):
-    operands = on(device, weight("2:4", 24, 256, bits, 2))
+    operands = on(device, integer_weight("2:4", 24, 256, bits, 2))
     ran.clear()
     for count in range(1, 18):
         judged(tokens_of(count, 256, dtype), operands, "2:4", 256, tokens_of(1, 24, dtype)[0])
@@ -86,8 +80,8 @@ def test_every_value_is_decoded_and_placed(text, bits, count, dtype, device):
     """One-hot tokens return the weight to the bit; with the smallest integers among it."""
     p, cols = Pattern(text), 32 * Pattern(text).m
     for steps in (1, 4):
-        values, indices, step = weight(text, 11, cols, bits, steps)
-        values[2] = weight(text, 11, cols, bits, steps, extreme=True)[0][2]
+        values, indices, step = integer_weight(text, 11, cols, bits, steps)
+        values[2] = integer_weight(text, 11, cols, bits, steps, extreme=True)[0][2]
         w = reference.decompress(reference.dequantize_values(values, step, p.kept(cols), dtype), indices, p.n, p.m, cols)
         for first in (0, cols // 2, cols - count):
             y = product(torch.eye(cols, dtype=dtype)[first : first + count], on(device, (values, indices, step)), text, cols)
@@ -99,13 +93,13 @@ def test_two_groups_in_a_byte(cols, device, ran):
     """One integer of 4 bits per group; an odd number of groups ends inside a byte."""
     ran.clear()
     for x in (tokens_of(6, cols, BF16), torch.eye(cols, dtype=BF16)[cols - 16 :]):
-        judged(x, on(device, weight("1:8", 6, cols, 4)), "1:8", cols)
+        judged(x, on(device, integer_weight("1:8", 6, cols, 4)), "1:8", cols)
     assert ran == ["spmm", "spmm"]
 
 
 @for_each("dtype", [BF16, F16, F32])
 def test_what_follows_the_product(dtype, device):
-    operands = on(device, weight("2:4", 24, 128, 4, 2))
+    operands = on(device, integer_weight("2:4", 24, 128, 4, 2))
     for i, activation in enumerate(("", "gelu", "silu", "relu2")):
         for count in (2, 6, 20):
             x, bias, residual = tokens_of(count, 128, dtype), tokens_of(1, 24, dtype)[0], tokens_of(count, 24, dtype, 7)
@@ -119,7 +113,7 @@ def test_split_sums(device, monkeypatch):
     whole = family.plan
     monkeypatch.setattr(family, "plan", lambda *args: whole(*args)._replace(splits=3))
     for bits, steps in ((8, 1), (4, 8), (4, 2)):
-        operands = on(device, weight("2:4", 70, 1024, bits, steps))
+        operands = on(device, integer_weight("2:4", 70, 1024, bits, steps))
         judged(tokens_of(7, 1024, BF16), operands, "2:4", 1024, tokens_of(1, 70, BF16)[0], "silu")
 
 
@@ -127,7 +121,7 @@ def test_split_sums(device, monkeypatch):
 @for_each("dtype, count", [(BF16, 2), (BF16, 6), (F32, 6)])
 def test_tokens_that_are_not_finite(dtype, count, bits, device):
     """One of them reaches what it meets or, on tensor cores, all of its token; never another token."""
-    operands = weight("2:4", 16, 64, bits, 2)
+    operands = integer_weight("2:4", 16, 64, bits, 2)
     decoded = reference.dequantize_values(operands[0], operands[2], 32, F32).abs() + 1
     stored = reference.decompress(decoded, operands[1], 2, 4, 64) != 0
     clean = tokens_of(count, 64, dtype)
@@ -143,7 +137,7 @@ def test_tokens_that_are_not_finite(dtype, count, bits, device):
 
 @for_each("count", [2, 6, 20])
 def test_steps_that_are_zero_tiny_or_nan(count, device):
-    values, indices, step = weight("2:4", 6, 256, 8, 2)
+    values, indices, step = integer_weight("2:4", 6, 256, 8, 2)
     step[0], step[1, 1], step[2] = 0, 0, 1e-39
     x = tokens_of(count, 256, BF16)
     y = judged(x, on(device, (values, indices, step)), "2:4", 256)
@@ -155,7 +149,7 @@ def test_steps_that_are_zero_tiny_or_nan(count, device):
 
 @for_each("count", [2, 6, 20])
 def test_weights_beyond_the_range_of_float16(count, device):
-    values, indices, step = weight("2:4", 6, 64, 8, 2, extreme=True)
+    values, indices, step = integer_weight("2:4", 6, 64, 8, 2, extreme=True)
     y = judged(tokens_of(count, 64, F16) * 1e-3, on(device, (values, indices, torch.full_like(step, 600.0))), "2:4", 64)
     assert y.isfinite().all()
 
@@ -165,7 +159,7 @@ def test_memory_anywhere(text, bits, device, ran):
     """Where no word holds the values of a group, or none the indices of several, values are read one by one."""
     ran.clear()
     cols = 32 * Pattern(text).m
-    operands = on(device, weight(text, 10, cols, bits, 2))
+    operands = on(device, integer_weight(text, 10, cols, bits, 2))
     x = tokens_of(6, cols, BF16).to(device)
     for moved in (0, 1):
         judged(unaligned(x).cpu(), [unaligned(t) if i == moved else t for i, t in enumerate(operands)], text, cols)
@@ -178,7 +172,7 @@ def test_memory_anywhere(text, bits, device, ran):
 @for_each("text, bad", [("2:8", 0xFF), ("1:32", 0x20), ("3:5", 0xFF)])
 def test_a_damaged_index_contributes_nothing(text, bad, device):
     p = Pattern(text)
-    values, indices, step = weight(text, 5, 16 * p.m, 8)
+    values, indices, step = integer_weight(text, 5, 16 * p.m, 8)
     broken, without, per = indices.clone(), values.clone(), 8 // p.index_bits
     broken[2, 1] = bad
     without[2, per : 2 * per] = 0
@@ -189,7 +183,7 @@ def test_a_damaged_index_contributes_nothing(text, bad, device):
 
 
 def test_sizes_of_nothing(device):
-    operands, no_rows = on(device, weight("2:4", 6, 8, 8)), on(device, weight("2:4", 0, 8, 4))
+    operands, no_rows = on(device, integer_weight("2:4", 6, 8, 8)), on(device, integer_weight("2:4", 0, 8, 4))
     assert product(torch.randn(3, 0, 8), operands, "2:4", 8).shape == (3, 0, 6)
     assert product(torch.randn(8), operands, "2:4", 8).shape == (6,)
     for count in (2, 6, 20):

@@ -17,7 +17,7 @@ from bench.registry import Provider, Spec
 from nmkernels import dispatch
 from nmkernels.autograd import GemmPlan
 from nmkernels.backends.triton import launches, linear
-from nmkernels.backends.triton.launches import Plan
+from nmkernels.backends.triton.launches import Tiling
 from nmkernels.timing import TABLE, table
 
 ROWS, COLS, TOKENS = 32, 64, 20
@@ -41,15 +41,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     _forget()
 
 
-def _gemm(device: torch.device | str = "cpu", tokens: int = TOKENS, **other: Any) -> launches.LaunchProblem:
-    return launches.LaunchProblem(*SIZES[:4], tokens, 2, 4, torch.device(device), 90)._replace(**other)
+def _gemm(device: torch.device | str = "cpu", tokens: int = TOKENS, **other: Any) -> launches.Gemm:
+    return launches.Gemm(*SIZES[:4], tokens, 2, 4, torch.device(device), 90)._replace(**other)
 
 
-def _choose(**other: Any) -> Plan:
+def _choose(**other: Any) -> Tiling:
     return launches.choose(*_gemm(**other))
 
 
-def _line(plan: Plan) -> dict[str, Any]:
+def _line(plan: Tiling) -> dict[str, Any]:
     return {"choice": plan._asdict(), "us": {}}
 
 
@@ -60,7 +60,7 @@ def _store(lines: dict[str, Any]) -> Path:
 
 
 DEFAULT = launches.plan(*SIZES, 90)
-OTHER = Plan("gemm", 128, 32, 64, 8, 5, 2)
+OTHER = Tiling("gemm", 128, 32, 64, 8, 5, 2)
 
 
 def test_what_is_stored_is_followed_and_found_again(cache: Path) -> None:
@@ -73,7 +73,7 @@ def test_what_is_stored_is_followed_and_found_again(cache: Path) -> None:
     assert _choose(width=16) != OTHER and _choose(width=33) != OTHER
     for other in ({"rows": 33}, {"cols": 128}, {"dtype": torch.float16}, {"n": 1}, {"kind": "dgrad"}):
         assert _choose(**other) == launches.plan(*_gemm(**other)[:-2], 90)
-    few = Plan("few", 16, 8, 4, 2, 2, 1)
+    few = Tiling("few", 16, 8, 4, 2, 2, 1)
     _store({launches.name(_gemm(tokens=t)): _line(few) for t in (4, 8)})
     assert _choose(width=4) == _choose(width=3) == few
     assert _choose(width=8) == launches.plan(*_gemm(tokens=8)[:-2], 90), "for more tokens it is no way"
@@ -112,15 +112,15 @@ def layer(device: str) -> nm.CompressedLinear:
 
 
 @pytest.fixture
-def candidates(layer: nm.CompressedLinear, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+def candidates(layer: nm.CompressedLinear, monkeypatch: pytest.MonkeyPatch) -> list[Tiling]:
     """The plans that are tried, the heuristic's first."""
     first = launches.plan(*SIZES, linear.capability(layer.values))
-    found = [first, first._replace(stages=5), first._replace(splits=2, warps=2), Plan("scratch")]
+    found = [first, first._replace(stages=5), first._replace(splits=2, warps=2), Tiling("scratch")]
     monkeypatch.setattr(launches, "candidates", lambda *sizes: found)
     return found
 
 
-def _timer(seconds: dict[Plan, float], layer: nm.CompressedLinear) -> Callable[[Callable[[], object]], float]:
+def _timer(seconds: dict[Tiling, float], layer: nm.CompressedLinear) -> Callable[[Callable[[], object]], float]:
     """A clock that knows what each plan takes."""
 
     def timer(call: Callable[[], object]) -> float:
@@ -131,11 +131,11 @@ def _timer(seconds: dict[Plan, float], layer: nm.CompressedLinear) -> Callable[[
     return timer
 
 
-def _in_use(layer: nm.CompressedLinear) -> Plan:
+def _in_use(layer: nm.CompressedLinear) -> Tiling:
     return launches.choose(*SIZES, layer.values.device, linear.capability(layer.values))
 
 
-def test_the_fastest_is_chosen_and_kept(layer: nm.CompressedLinear, candidates: list[Plan], cache: Path) -> None:
+def test_the_fastest_is_chosen_and_kept(layer: nm.CompressedLinear, candidates: list[Tiling], cache: Path) -> None:
     told: list[tuple[int, int, str]] = []
     report = nm.tune(layer, TOKENS, timer=_timer({candidates[2]: 0.25}, layer), progress=lambda *what: told.append(what))
     (entry,) = report.choices
@@ -154,14 +154,14 @@ def test_the_fastest_is_chosen_and_kept(layer: nm.CompressedLinear, candidates: 
         torch.testing.assert_close(layer(x), x @ layer.weight.dense().t())
 
 
-def test_a_choice_that_stops_winning_is_dropped(layer: nm.CompressedLinear, candidates: list[Plan]) -> None:
+def test_a_choice_that_stops_winning_is_dropped(layer: nm.CompressedLinear, candidates: list[Tiling]) -> None:
     nm.tune(layer, TOKENS, timer=_timer({candidates[1]: 0.5}, layer))
     assert _in_use(layer) == candidates[1]
     nm.tune(layer, TOKENS, timer=_timer({candidates[1]: 0.99}, layer))
     assert not any(key.startswith("triton|") for key in TABLE.lines()) and _in_use(layer) == candidates[0]
 
 
-def test_wrong_launches_are_refused(layer: nm.CompressedLinear, candidates: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_launches_are_refused(layer: nm.CompressedLinear, candidates: list[Tiling], monkeypatch: pytest.MonkeyPatch) -> None:
     right, *others = sorted(dispatch.implementations("nm_linear"), key=lambda i: i.backend != "triton")
     wrong = {5}
 

@@ -9,7 +9,7 @@ import torch
 
 from nmkernels import Pattern, reference
 from nmkernels.backends.triton import linear as family
-from nmkernels.backends.triton.launches import SHARED_KB, Plan, by_words, candidates, plan, shared_bytes
+from nmkernels.backends.triton.launches import SHARED_KB, Tiling, by_words, candidates, plan, shared_bytes
 from nmkernels.testing import assert_equal_bits, assert_no_worse, poison
 from python_tests.backends.kernel_suites import FewTokensSuite
 
@@ -68,7 +68,7 @@ def test_gemms(pattern, device):
 @pytest.mark.parametrize("op", KINDS)
 @pytest.mark.parametrize(("pattern", "rows", "cols", "width", "tile"), [("2:4", 140, 264, 70, 32), ("1:8", 66, 512, 66, 64)])
 def test_several_tiles_each_way(op, pattern, rows, cols, width, tile, device, planned):
-    planned(Plan("gemm", 64, tile, 64, 4, 2))
+    planned(Tiling("gemm", 64, tile, 64, 4, 2))
     e = operand(pattern, rows, cols, BF16, device)
     x = torch.randn({"linear_wgrad": (cols, width), "linear": (width, cols)}.get(op, (width, rows))).bfloat16().to(device)
     judged(op, *((*e, x) if op == "linear_wgrad" else (x, *e)))
@@ -76,7 +76,7 @@ def test_several_tiles_each_way(op, pattern, rows, cols, width, tile, device, pl
 
 def test_split_sums_are_added_in_order(device, planned):
     for splits, dtype in [(2, torch.float32), (3, BF16), (7, torch.float16)]:
-        planned(Plan("gemm", 64, 16, 128, 4, 2, splits))
+        planned(Tiling("gemm", 64, 16, 128, 4, 2, splits))
         e = operand("2:4", 70, 520, dtype, device)
         x, bias = torch.randn(2, 6, 520).to(dtype).to(device), torch.randn(70).to(dtype).to(device)
         first = judged("linear", x, *e, bias, "gelu")
@@ -144,7 +144,7 @@ def test_unaligned_memory(op, device):
 @pytest.mark.parametrize("op", KINDS)
 @pytest.mark.parametrize("method", ["gemm", "scratch"])
 def test_into_given_memory(method, op, device, planned):
-    planned(Plan(method))
+    planned(Tiling(method))
     e = operand("2:4", 48, 66, BF16, device)
     x = torch.randn(2, 5, 48 if op == "linear_dgrad" else 66).bfloat16().to(device)
     if op == "linear_wgrad":
@@ -207,7 +207,7 @@ def test_plans_fit_the_kernels(kind):
         n, m = pattern.n, pattern.m
         options = candidates(kind, dtype, rows, cols, width, n, m, capability)
         assert options[0] == plan(kind, dtype, rows, cols, width, n, m, capability)
-        assert len(set(options)) == len(options) and Plan("scratch") in options
+        assert len(set(options)) == len(options) and Tiling("scratch") in options
         for option in options:
             assert option.method in ("few", "gemm", "scratch")
             assert option.method != "few" or (kind == "fprop" and width <= 4)

@@ -19,9 +19,10 @@ from nmkernels.backends import adamw as shared
 from nmkernels.backends.triton import adamw, integers, interpreted
 from nmkernels.backends.triton import linear as family
 from nmkernels.backends.triton.groups import ELEMENTS
-from nmkernels.backends.triton.launches import Plan, candidates
+from nmkernels.backends.triton.launches import Tiling, candidates
 from python_tests.backends.adamw_calls import copied, edge, held, hyper, make, same_as_reference, shifted
-from python_tests.backends.test_linear_integers import hard, tokens_of, weight
+from python_tests.backends.gemm_calls import integer_weight
+from python_tests.backends.test_linear_integers import hard, tokens_of
 from python_tests.ops.samples import seed
 
 if interpreted():
@@ -203,7 +204,7 @@ def test_narrow_gemms(op, pattern, dtype, capability) -> None:
 @pytest.mark.parametrize(("capability", "mode"), [(80, "latest"), *((90, mode) for mode in MODES)])
 @pytest.mark.parametrize("op", ["linear", "linear_dgrad", "linear_wgrad"])
 def test_wide_tiles_of_whole_blocks(op, capability, mode, monkeypatch) -> None:
-    monkeypatch.setattr(family, "choose", lambda *_args: Plan("gemm", 128, 128, 64, 8, 3))
+    monkeypatch.setattr(family, "choose", lambda *_args: Tiling("gemm", 128, 128, 64, 8, 3))
     check(op, capability, "2:4", BF16, 128, 256, 130, mode=mode)
 
 
@@ -229,7 +230,7 @@ def test_epilogues_and_splits(monkeypatch) -> None:
     for op in ("linear", "linear_dgrad", "linear_wgrad"):  # Triton compiles a size of 1 as a constant
         check(op, 90, "2:4", BF16, 1, 64, 5)
     check("linear", 90, "2:4", BF16, 5, 4, 5)
-    monkeypatch.setattr(family, "choose", lambda *_args: Plan("gemm", 64, 16, 128, 4, 3, 3))
+    monkeypatch.setattr(family, "choose", lambda *_args: Tiling("gemm", 64, 16, 128, 4, 3, 3))
     ran = check("linear", 80, "2:4", BF16, 70, 512, 9, epilogue=(torch.randn(70, dtype=BF16), "silu"))
     assert ran == ["spmm_kernel", "combine_kernel"]
 
@@ -257,7 +258,7 @@ def test_rounding_to_integers(bits, capability) -> None:
 def test_decoding(bits) -> None:
     for capability, dtype in CODE:
         for kept, steps in ((64, 1), (15, 3), (2100, 4)):
-            values, _, step = weight("1:1", 5, kept, bits, steps)
+            values, _, step = integer_weight("1:1", 5, kept, bits, steps)
             with testing.poison(), emulated(capability):
                 got = integers.dequantize_values(values, step, kept, dtype)
             testing.assert_equal_bits(got, reference.dequantize_values(values, step, kept, dtype), f"{kept} {dtype} sm_{capability}")
@@ -281,7 +282,7 @@ def test_decoding(bits) -> None:
 )
 def test_products_of_integers(pattern, bits, dtype, tokens, steps, ran) -> None:
     p, cols = Pattern(pattern), 520 if pattern == "3:5" else 1024
-    operands, x = weight(pattern, 9, cols, bits, steps), tokens_of(tokens, cols, dtype)
+    operands, x = integer_weight(pattern, 9, cols, bits, steps), tokens_of(tokens, cols, dtype)
     bias = torch.randn(9).to(dtype)
     args = (*operands, p.n, p.m, cols)
     wide = reference.linear_integers(x.double(), *args, bias.double(), "silu")

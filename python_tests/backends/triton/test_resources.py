@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench import triton_resources as resources
-from bench.triton_cases import Case, cases
+from bench.triton_cases import OpCall, cases
 from nmkernels.backends.triton import interpreted
 from nmkernels.dispatch import _impls
 
@@ -22,7 +22,7 @@ SAMPLED = [c for c in CASES if c.sampled]
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", resources.ARCHITECTURES)
 @pytest.mark.parametrize("case", SAMPLED, ids=lambda case: f"{case.op} {case.name}")
-def test_compiled(case: Case, arch: int) -> None:
+def test_compiled(case: OpCall, arch: int) -> None:
     kernels = resources.compiled(case, arch)
     assert resources.missed(case, arch, kernels) == []
     known = {k.key: k for k in resources.read()}

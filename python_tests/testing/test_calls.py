@@ -1,4 +1,4 @@
-"""The small call of a family is a valid one, of the same kind as the given one, and its own."""
+"""The table lists every op, its calls are valid, and the small call of a kind is of that kind and its own."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import pytest
 import torch
 
 from nmkernels import dispatch, ops
-from nmkernels.cli import verify as every
-from nmkernels.cli.doctor import samples
+from nmkernels.backends.shared import tensors
 from nmkernels.ops import verify
 from nmkernels.ops.define import CALLS
-from nmkernels.ops.small import SMALL, _size, _tokens, small
 from nmkernels.testing import assert_equal_bits
+from nmkernels.testing.calls import MAKERS, Draw, made, samples, small, table
 from python_tests.for_each import for_each
 from python_tests.ops.samples import adamw, seed
 
 
 def test_every_op_has_one() -> None:
-    assert set(SMALL) == set(samples()) == {op for op in dispatch._impls if op.startswith("nm_")}
+    assert set(MAKERS) == set(samples()) == set(table(64, 128)) == {op for op in dispatch._impls if op.startswith("nm_")}
 
 
 def test_sizes_keep_their_powers_of_two() -> None:
+    size_of, tokens_of = Draw(small=True).size, Draw(small=True).tokens
     for size in range(300):
         for m in (1, 2, 3, 4, 5, 32, 256):
-            found = _size(size, m)
+            found = size_of(size, m)
             powers = [2**k for k in range(1, 8)] if m == 1 else []
             assert [found % k == 0 for k in powers] == [size % k == 0 for k in powers]
-            assert 128 <= found <= 640 and (size % m or found % m == 0) and _size(found, m) == found, (size, m, found)
-    assert [_tokens(n) for n in (0, 1, 4, 5, 8, 16, 17, 2048)] == [1, 1, 4, 13, 8, 8, 45, 64]
-    assert all(_tokens(_tokens(n)) == _tokens(n) for n in range(100))
+            assert 128 <= found <= 640 and (size % m or found % m == 0) and size_of(found, m) == found, (size, m, found)
+    assert [tokens_of(n) for n in (0, 1, 4, 5, 8, 16, 17, 2048)] == [1, 1, 4, 13, 8, 8, 45, 64]
+    assert all(tokens_of(tokens_of(n)) == tokens_of(n) for n in range(100))
 
 
 def is_its_own(op: str, args: tuple[Any, ...]) -> None:
@@ -41,17 +41,19 @@ def is_its_own(op: str, args: tuple[Any, ...]) -> None:
 
 
 def test_a_small_call_is_its_own_and_valid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of calls with every layout and option: contracts take what they make."""
+    """With every layout and option: contracts take what is made, and of a kind the small call is that of its call."""
     monkeypatch.setenv(dispatch.ENV, "reference")
-    for name, some in {"DTYPES": (torch.bfloat16,), "PATTERNS": ((2, 4), (3, 5)), "TOKENS": (1, 64)}.items():
-        monkeypatch.setattr(every, name, some)
     seen = set()
-    for op, args in every.calls(128, 256):
-        found = small(op, args)
-        if verify.words(op, found) not in seen:
-            seen.add(verify.words(op, found))
-            is_its_own(op, args)
-            CALLS[op](*found)
+    for op, kinds in table(128, 256, (torch.bfloat16,), ((2, 4), (3, 5)), (1, 64)).items():
+        for kind in kinds:
+            found, args = small(op, kind), made(op, kind)
+            if verify.words(op, found) not in seen:
+                seen.add(verify.words(op, found))
+                assert_equal_bits(small(op, args), found, op)
+                assert {x.shape for x in tensors(kind) if x.dim() > 1} <= {x.shape for x in tensors(args)}
+                is_its_own(op, args)
+                CALLS[op](*found)
+                CALLS[op](*args)
 
 
 @for_each(
