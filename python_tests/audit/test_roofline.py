@@ -41,6 +41,8 @@ def test_memory_bounds_few_tokens():
     some = costs(tokens=64)  # sparser patterns are stored as 2:4 on tensor cores
     sparser = some.but({"pattern": nm.Pattern("1:8")})
     assert sparser.predict("fprop sparse") == some.predict("fprop sparse") < some.predict("fprop dense")
+    narrow = costs(cols=64, rules=Rules(P, estimate=P))  # in wgrad the estimate of the gradient is what is packed
+    assert narrow.predict("wgrad sparse") == pytest.approx((4096 * 8192 * 1.125 + 2 * 64 * (8192 + 4096)) / (0.85 * 4.8e12) + 3e-6)
 
 
 def test_what_masking_packing_and_estimates_read_and_write():

@@ -12,14 +12,29 @@ from nmkernels import dispatch, ops
 from nmkernels.backends.shared import tensors
 from nmkernels.ops import verify
 from nmkernels.ops.define import CALLS
+from nmkernels.reference.layouts import layout_of
 from nmkernels.testing import assert_equal_bits
-from nmkernels.testing.calls import MAKERS, Draw, made, samples, small, table
+from nmkernels.testing.calls import DTYPES, LAYOUTS, MAKERS, PATTERNS, TOKENS, Draw, made, samples, small, table
 from python_tests.for_each import for_each
 from python_tests.ops.samples import adamw, seed
 
 
 def test_every_op_has_one() -> None:
     assert set(MAKERS) == set(samples()) == set(table(64, 128)) == {op for op in dispatch._impls if op.startswith("nm_")}
+
+
+def test_gemms_are_listed_in_every_dtype_pattern_and_layout() -> None:
+    kinds = table(64, 128)
+    wanted = {(dtype, n, m, "canonical") for dtype in DTYPES for n, m in PATTERNS}
+    wanted |= {(dtype, 2, 4, layout) for dtype in DTYPES[1:] for layout in LAYOUTS}
+    for op, first in (("nm_linear", 1), ("nm_linear_wgrad", 0)):
+        calls = [args[first:] for args in kinds[op]]
+        assert {(values.dtype, n, m, layout_of(indices)) for values, indices, n, m, *_ in calls} == wanted
+    assert {(x.shape[0], activation) for x, *_, activation, _ in (k for k in kinds["nm_linear"] if len(k) > 7)} >= {
+        (1, "gelu"),
+        (64, "relu2"),
+    }
+    assert {x.shape[0] for x, *_ in kinds["nm_linear_dgrad"]} == set(TOKENS)
 
 
 def test_sizes_keep_their_powers_of_two() -> None:
