@@ -41,11 +41,15 @@ class _Unfit(Exception):
 
 
 @contextmanager
-def _of_layer(name: str) -> Iterator[None]:
+def _of_layer(name: str, problems: list[str] | None = None) -> Iterator[None]:
+    """Turn ``_Unfit`` into one of ``problems``, or without a list into a CheckpointError."""
     try:
         yield
     except _Unfit as error:
-        raise CheckpointError(f"layer {quote(name)}: {error}.") from None
+        problem = f"layer {quote(name)}: {error}"
+        if problems is None:
+            raise CheckpointError(f"{problem}.") from None
+        problems.append(problem)
 
 
 class _Expected(NamedTuple):
@@ -84,8 +88,8 @@ def load(model: nn.Module, contents: Contents, table: dict[str, Any], keep_dense
     for key, (part, _, name) in expected.items():
         parts.setdefault(name, {})[part] = tensors[key]
     for name, layer in layers.values():
-        with _noting(problems):
-            check_filled(name, layer, parts[name], set())
+        with _of_layer(name, problems):
+            _check_contents(layer, parts[name])
     _refuse(contents.path, problems)
     # first what may run out of memory; copies, because nothing may stay part of the mapped file
     for (dense, key), (name, layer) in layers.items():
@@ -126,21 +130,13 @@ def announce(
     for name, about in table.items():
         home, key = home_of(name, about)
         dense = modules.get(home)
-        with _noting(problems), _of_layer(name):
+        with _of_layer(name, problems):
             if (dense, key) not in layers:
                 layers[dense, key] = name, _announced(name, key, about, dense, keep_dense, cast)
             elif about != table[layers[dense, key][0]]:
                 raise _Unfit(f"in the model it is also {layers[dense, key][0]!r}, for which the file has another entry")
     _refuse(where, problems)
     return layers
-
-
-@contextmanager
-def _noting(problems: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError as error:
-        problems.append(str(error).rstrip("."))
 
 
 def _refuse(where: object, problems: list[str]) -> None:
@@ -227,31 +223,34 @@ def _announced(name: str, key: str, about: Any, dense: Any, keep_dense: bool, ca
 
 
 def check_filled(name: str, layer: CompressedLinear | CompressedStack, elsewhere: Mapping[str, Tensor], missing: set[str]) -> None:
-    """Check the contents of a layer of ``announce``.
+    """Check a layer of ``announce`` whose tensors another library has read, as ``load`` does.
 
     Args:
-        elsewhere: tensors that are put into the layer later, or only while it runs.
+        elsewhere: indices, steps and columns that are put into the layer only while it runs.
         missing: names of its tensors that were not read.
 
     Raises:
         CheckpointError: a part was not read, or is damaged.
     """
-    tensors: dict[str, Any] = {**layer._buffers, **elsewhere}
-    pattern, cols = layer.pattern, layer.whole_shape[1] if isinstance(layer, CompressedLinear) else layer.in_features
     with _of_layer(name):
         if missing:
             raise _Unfit(f"the file lacks its {', '.join(sorted(missing))}")
-        values, indices, step, columns = (tensors.get(part) for part in BUFFERS)
-        assert values is not None and indices is not None
-        if step is not None:
-            if values.dtype not in STORED or step.dtype != torch.bfloat16 or indices.dtype != torch.uint8:
-                raise _Unfit(f"values are {values.dtype}, steps {step.dtype} and indices {indices.dtype}, which no layer with integers has")
-            _check_rounded(values, step, pattern.kept(cols))
-        elif not values.is_floating_point() or indices.dtype != torch.uint8:
-            raise _Unfit(f"values are {values.dtype} and indices {indices.dtype}; expected floating-point values and torch.uint8 indices")
-        _check_indices(indices, pattern, cols)
-        if columns is not None and not is_order(columns, cols):
-            raise _Unfit(f"the order of its inputs is not a permutation of {cols}; the file is damaged")
+        _check_contents(layer, {**layer._buffers, **elsewhere})
+
+
+def _check_contents(layer: CompressedLinear | CompressedStack, tensors: Mapping[str, Any]) -> None:
+    pattern, cols = layer.pattern, layer.whole_shape[1] if isinstance(layer, CompressedLinear) else layer.in_features
+    values, indices, step, columns = (tensors.get(part) for part in BUFFERS)
+    assert values is not None and indices is not None
+    if step is not None:
+        if values.dtype not in STORED or step.dtype != torch.bfloat16 or indices.dtype != torch.uint8:
+            raise _Unfit(f"values are {values.dtype}, steps {step.dtype} and indices {indices.dtype}, which no layer with integers has")
+        _check_rounded(values, step, pattern.kept(cols))
+    elif not values.is_floating_point() or indices.dtype != torch.uint8:
+        raise _Unfit(f"values are {values.dtype} and indices {indices.dtype}; expected floating-point values and torch.uint8 indices")
+    _check_indices(indices, pattern, cols)
+    if columns is not None and not is_order(columns, cols):
+        raise _Unfit(f"the order of its inputs is not a permutation of {cols}; the file is damaged")
 
 
 def _entry(about: Any) -> tuple[Pattern, str, str, tuple[int, ...], tuple[int, int]]:

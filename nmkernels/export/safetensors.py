@@ -118,11 +118,11 @@ def table(layers: Mapping[str, Layer]) -> dict[str, dict[str, Any]]:
 
 def described(about: dict[str, dict[str, Any]]) -> dict[str, str]:
     """The metadata of a file of ``save_pretrained`` with the table ``about``."""
-    return {"version": str(max(map(_version, about.values()))), "layers": json.dumps(about)}
-
-
-def _version(about: dict[str, Any]) -> int:
-    return 5 if "values" in about else 4 if about["layout"] not in MATRICES else 3 if "columns" in about else 2 if "rank" in about else 1
+    version = max(
+        5 if "values" in a else 4 if a["layout"] not in MATRICES else 3 if "columns" in a else 2 if "rank" in a else 1
+        for a in about.values()
+    )
+    return {"version": str(version), "layers": json.dumps(about)}
 
 
 def _not_nm(verb: str, layers: Mapping[str, Layer]) -> str:
