@@ -222,7 +222,7 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str], keep_dense: 
     if hugging_face:
         for name in (*table, *(f"{name}.weight" for name in table)):
             if name in stored and not stored[name].numel():
-                del contents.tensors[name]  # makes loading without nmkernels fail
+                contents.tensors.pop(name, None)  # makes loading without nmkernels fail
     load(model, contents, table, keep_dense, fill_tied=hugging_face)
     return model
 
