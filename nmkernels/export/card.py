@@ -8,11 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .safetensors import VERSION
-
 METHOD = "nmkernels"
-WITHOUT_INTEGERS = 4
-"""The newest format version of models without integers."""
 CARD = "README.md"
 HEADING = "## N:M sparse weights"
 SECTION = f"""{HEADING}
@@ -40,10 +36,14 @@ def integers_of(layers: Mapping[str, Any]) -> list[str]:
     return [f"{values}, a step per {'row' if group == '0' else f'{group} columns'}" for values, group in sorted(kinds)]
 
 
-def config_entry(layers: dict[str, Any], version: int = VERSION) -> dict[str, Any]:
+def format_version(integers: bool) -> int:
+    """The format version of a folder: the first with its names, which never changed in folders."""
+    return 5 if integers else 4
+
+
+def config_entry(layers: dict[str, Any]) -> dict[str, Any]:
     """``quantization_config`` of a compressed model."""
-    version = version if integers_of(layers) else min(version, WITHOUT_INTEGERS)
-    return {"quant_method": METHOD, "version": version, "layers": copy.deepcopy(layers)}
+    return {"quant_method": METHOD, "version": format_version(bool(integers_of(layers))), "layers": copy.deepcopy(layers)}
 
 
 def write_card(folder: Any, kind: str, layers: Mapping[str, Any]) -> None:

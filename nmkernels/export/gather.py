@@ -16,7 +16,7 @@ from ..nn.weight import NMWeight
 from ..pattern import CheckpointError, NMError, RecipeError
 from ..reference.compress import pack_indices, unpack_indices
 from ..shards import is_sharded, local, whole
-from .tensors import without_aliases, write
+from .tensors import aliases_of, write
 
 
 class Gatherer:
@@ -43,27 +43,20 @@ class Gatherer:
             if text:
                 raise kind(text)
 
-    def packed(self, layer: NMWeight | CompressedLinear) -> ops.Compressed:
-        """The whole compressed weight ``(out, in)`` on the first rank; on the meta device on the others."""
-        if isinstance(layer, NMWeight):
-            weight = _gathered(layer)
-        elif self.mesh is None:
-            return layer.weight
-        else:
-            state, p = layer.state_dict(), layer.pattern  # in the state dict, parts of a weight are DTensors
-            values, indices, step = (whole(state[part]) if part in state else None for part in ("values", "indices", "step"))
-            assert values is not None and indices is not None
-            weight = ops.Compressed(values, indices, p, layer.whole_shape, step)
-        return weight.to("cpu" if self.first else "meta")
+    def packed(self, layer: NMWeight) -> ops.Compressed:
+        """The whole compressed weight ``(out, in)`` of a finished layer on the first rank; on the meta device on the others."""
+        return _gathered(layer).to("cpu" if self.first else "meta")
 
     def dense(self, layer: CompressedLinear) -> Tensor:
         """The whole weight ``(out, in)`` in dense layout on the first rank; on the meta device on the others."""
         if self.mesh is None:
             return layer.dense()
-        packed = self.packed(layer)
+        # in the state dict, parts of a weight are DTensors
+        state = {name: whole(part) for name, part in layer.state_dict().items() if name in ("values", "indices", "step")}
         if not self.first:
-            return torch.empty(packed.shape, dtype=layer.dtype, device="meta")
-        dense, order = packed.dense(layer.dtype), layer.order
+            return torch.empty(layer.whole_shape, dtype=layer.dtype, device="meta")
+        weight = ops.Compressed(state["values"], state["indices"], layer.pattern, layer.whole_shape, state.get("step"))
+        dense, order = weight.to("cpu").dense(layer.dtype), layer.order
         return dense if order is None else dense.index_select(1, order.cpu().long().argsort())
 
     def write(
@@ -79,11 +72,11 @@ class Gatherer:
             CheckpointError: on every rank, if the first could not write.
         """
         # the first rank decides which tensors are tied: that is found by memory, which an empty shard has none of
-        own, aliases = without_aliases(tensors)
+        aliases = aliases_of(tensors)
         ready: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             gathered = whole(tensor)
-            if name in own and self.first:
+            if name not in aliases and self.first:
                 ready[name] = gathered.cpu() if is_sharded(tensor) else tensor
         problem = ""
         if self.first:

@@ -1,11 +1,11 @@
 """The file format of compressed models, plain safetensors that are the same for every device; and ordinary dense files.
 
-A compressed layer ``fqn`` is stored as ``fqn.weight.values`` and ``fqn.weight.indices``; a low-rank adapter as ``fqn.nm_left`` and
-``fqn.nm_right``; reordered inputs as ``fqn.weight.columns``. Every other tensor has its name in the dense model. Names are those of the
-model without wrappers (``torch.compile``, DDP). A stack of experts is stored under the name of its Parameter, as ``name.values``
-``(E, out, kept)`` and ``name.indices``.
+Tensors have their names in the state dict of the compressed model, without wrappers (``torch.compile``, DDP): ``fqn.values`` and
+``fqn.indices`` of a layer ``fqn``, ``fqn.nm_left`` and ``fqn.nm_right`` of a low-rank adapter, ``fqn.columns`` of reordered inputs; the
+stack of experts that was the Parameter ``fqn.name`` has ``fqn.nm_name.values`` ``(E, out, kept)`` and ``fqn.nm_name.indices``. Up to
+version 5, ``save_compressed`` wrote ``fqn.weight.values`` and ``fqn.name.values``, which are read for ever; ``save_pretrained`` did not.
 
-Values that are integers have steps in ``fqn.weight.step``, bfloat16 ``(out, in / group)``, or ``(out, 1)`` for one per row; a weight is
+Values that are integers have steps in ``fqn.step``, bfloat16 ``(out, in / group)``, or ``(out, 1)`` for one per row; a weight is
 integer · step. Values are then int8 ``(out, kept)``, from -127 to 127, or for 4 bits uint8 ``(out, ⌈kept / 2⌉)``, two's complement, the
 earlier integer in the low half of a byte, each row starting on a byte, a spare half 0.
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,15 +35,16 @@ from ..nn.weight import NMWeight
 from ..pattern import CheckpointError, RecipeError
 from ..shards import is_sharded, whole
 from .gather import Gatherer
-from .plan import home_of, load
-from .tensors import Contents, Layer, other_tensors, plain_names, quote, read, read_folder, sparse_layers, weight_name
+from .plan import BUFFERS, home_of, load
+from .tensors import Contents, Layer, plain_state, quote, read, read_folder, sparse_layers, weight_name
 
 FORMAT = "nmkernels"
 HUGGING_FACE = "pt"
 """The ``format`` in files of ``save_pretrained``, which transformers sets; the other entries are the same."""
-VERSION = 5
-"""The newest version that can be read. A file is written in the oldest sufficient version: 5 if values are integers, 4 if a weight is not a
-matrix, 3 if inputs are reordered, 2 if a layer has an adapter, else 1."""
+VERSION = 6
+"""The version of ``save_compressed``, and the newest that can be read. Files of ``save_pretrained``, whose names never changed, have the
+oldest that suffices: 5 if values are integers, 4 if a weight is not a matrix, 3 if inputs are reordered, 2 if a layer has an adapter, else
+1."""
 
 
 def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -83,68 +84,47 @@ def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
         )
     gatherer = Gatherer(model)
     gatherer.raise_together(_not_nm("save_compressed", layers))
-    tensors = other_tensors(model, layers)
-    about: dict[str, dict[str, Any]] = {}
-    packed: dict[int, ops.Compressed] = {}  # a layer may have several names
-    for name, layer in layers.items():
-        if isinstance(layer, CompressedStack):
-            about[name] = _about(layer, layer.shape, layer.values.dtype)
-            tensors |= {f"{name}.values": layer.values, f"{name}.indices": layer.indices}
-            continue
-        if id(layer) not in packed:
-            packed[id(layer)] = gatherer.packed(layer)
-        weight, order = packed[id(layer)], layer.order if isinstance(layer, CompressedLinear) else layer.columns
-        about[name] = _about(layer, weight.shape, layer.dtype if isinstance(layer, CompressedLinear) else weight.dtype) | _rounded(weight)
-        tensors[f"{name}.weight.values"] = weight.values
-        tensors[f"{name}.weight.indices"] = weight.indices
-        if weight.step is not None:
-            tensors[f"{name}.weight.step"] = weight.step
-        if order is not None:
-            about[name]["columns"] = True
-            tensors[f"{name}.weight.columns"] = order.to(torch.int32)
-    gatherer.write(path, tensors, {"format": FORMAT, **described(about)}, lambda aliases: {"aliases": json.dumps(aliases)})
+    finished = {name: layer for name, layer in layers.items() if isinstance(layer, NMWeight)}
+    tensors = plain_state(model)
+    packed = {layer: gatherer.packed(layer) for layer in dict.fromkeys(finished.values())}  # a layer may have several names
+    for name, layer in finished.items():
+        tensors.pop(weight_name(name, layer), None)
+        tensors |= {f"{name}.values": packed[layer].values, f"{name}.indices": packed[layer].indices}
+        if layer.columns is not None:
+            tensors[f"{name}.columns"] = layer.columns.to(torch.int32)
+    about = {"format": FORMAT, "version": str(VERSION), "layers": json.dumps(table(layers))}
+    gatherer.write(path, tensors, about, lambda aliases: {"aliases": json.dumps(aliases)})
 
 
 def table(layers: Mapping[str, Layer]) -> dict[str, dict[str, Any]]:
-    """The ``layers`` entry of the metadata for compressed ``layers``, by name."""
-    about = {}
+    """The ``layers`` entry of the metadata for ``layers``, by name."""
+    about: dict[str, dict[str, Any]] = {}
     for name, layer in layers.items():
-        if isinstance(layer, CompressedStack):
-            about[name] = _about(layer, layer.shape, layer.values.dtype)
-        elif isinstance(layer, CompressedLinear):
-            about[name] = _about(layer, (layer.out_features, layer.in_features), layer.dtype) | _rounded(layer.weight)
-            if layer.order is not None:
-                about[name]["columns"] = True
+        shape = layer.whole_shape if isinstance(layer, CompressedLinear) else layer.shape
+        weight = layer.values if isinstance(layer, CompressedStack) else layer.parameter if isinstance(layer, NMWeight) else layer
+        dtype = str(weight.dtype).removeprefix("torch.")
+        entry: dict[str, Any] = {"pattern": str(layer.pattern), "shape": list(shape), "dtype": dtype, "layout": layer.layout}
+        if layer.layout == CONV2D:
+            entry["kernel"] = list(layer.parameter.shape[2:] if isinstance(layer, NMWeight) else layer.stored_shape[2:])
+        adapter = adapter_of(layer)
+        if adapter is not None:
+            entry["rank"] = int(adapter[0].shape[1])
+        if isinstance(layer, CompressedLinear) and "step" in layer._buffers:
+            steps = layer.state_dict()["step"].shape[1]  # there a part of a layer has the whole shape
+            entry |= {"values": layer.weight.kind, "group": 0 if steps == 1 else shape[1] // steps}
+        if (layer.columns if isinstance(layer, NMWeight) else layer._buffers.get("columns")) is not None:
+            entry["columns"] = True
+        about[name] = entry
     return about
 
 
 def described(about: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """The metadata of a file with the table ``about``, in the oldest sufficient version."""
-    version = max(map(_version, about.values()))
+    """The metadata of a file of ``save_pretrained`` with the table ``about``."""
+    version = max(
+        5 if "values" in a else 4 if a["layout"] not in MATRICES else 3 if "columns" in a else 2 if "rank" in a else 1
+        for a in about.values()
+    )
     return {"version": str(version), "layers": json.dumps(about)}
-
-
-def _about(layer: Layer, shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
-    about = {
-        "pattern": str(layer.pattern),
-        "shape": list(shape),
-        "dtype": str(dtype).removeprefix("torch."),
-        "layout": layer.layout,
-    }
-    if layer.layout == CONV2D:
-        about["kernel"] = list(layer.parameter.shape[2:] if isinstance(layer, NMWeight) else layer.stored_shape[2:])
-    adapter = adapter_of(layer)
-    return about if adapter is None else {**about, "rank": int(adapter[0].shape[1])}
-
-
-def _rounded(weight: ops.Compressed) -> dict[str, Any]:
-    """The part of a layer's entry on integers."""
-    return {} if weight.step is None else {"values": weight.kind, "group": weight.group}
-
-
-def _version(about: dict[str, Any]) -> int:
-    """The oldest format version with such layers."""
-    return 5 if "values" in about else 4 if about["layout"] not in MATRICES else 3 if "columns" in about else 2 if "rank" in about else 1
 
 
 def _not_nm(verb: str, layers: Mapping[str, Layer]) -> str:
@@ -177,17 +157,16 @@ def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:
     reshard(model)
     sparse, gatherer = sparse_layers(model), Gatherer(model)
     gatherer.raise_together(_not_nm("save_dense", sparse))
-    # one tensor for a layer with two names
-    weights = {id(layer): _dense_weight(layer, gatherer) for layer in {id(layer): layer for layer in sparse.values()}.values()}
-    tensors = other_tensors(model, {name: layer for name, layer in sparse.items() if not isinstance(layer, NMWeight)})
-    patterns: dict[str, str] = {}
+    weights = {layer: _dense_weight(layer, gatherer) for layer in dict.fromkeys(sparse.values())}
+    tensors, patterns = plain_state(model), {}
     for name, layer in sparse.items():
-        tensors[weight_name(name, layer)] = weights[id(layer)]
-        if adapter_of(layer) is None:
+        adapted = adapter_of(layer) is not None
+        home = child_name(name) if isinstance(layer, CompressedStack) else name
+        for part in (*(() if isinstance(layer, NMWeight) else BUFFERS), *(ADAPTER if adapted else ())):
+            tensors.pop(f"{home}.{part}".removeprefix("."), None)
+        tensors[weight_name(name, layer)] = weights[layer]  # one tensor for a layer with two names
+        if not adapted:
             patterns[name] = str(layer.pattern)
-        else:
-            for part in ADAPTER:
-                del tensors[f"{name}.{part}" if name else part]
     # safetensors' convention for tied weights: metadata entries, dropped name -> stored name
     gatherer.write(path, tensors, {"format": "pt", "nm": json.dumps(patterns)}, lambda aliases: aliases)
 
@@ -233,49 +212,31 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str], keep_dense: 
         )
     contents = read_folder(path) if os.path.isdir(path) else read(path)
     _check_ours(contents)
-    table = contents.json("layers")
-    if contents.metadata["format"] == HUGGING_FACE:
-        _rename(contents, table)
-        _add_tied(contents, model)
-    _add_aliases(contents)
-    load(model, contents, table, keep_dense)
-    return model
-
-
-def _rename(contents: Contents, table: dict[str, Any]) -> None:
-    """Rename compressed weights of ``save_pretrained``, which have the names of the layer's buffers, to the names of this format."""
-    tensors = contents.tensors
-    for name, about in table.items():
-        dense, buffers = (f"{name}.weight", name) if home_of(name, about)[0] == name else (name, child_name(name))
-        for part in ("values", "indices", "step", "columns"):
-            if f"{buffers}.{part}" in tensors and f"{dense}.{part}" not in tensors:
-                tensors[f"{dense}.{part}"] = tensors.pop(f"{buffers}.{part}")
-        empty = tensors.get(dense)
-        if empty is not None and not empty.numel():
-            del tensors[dense]  # it makes loading without nmkernels fail
-
-
-def _add_tied(contents: Contents, model: nn.Module) -> None:
-    """Add tensors that ``save_pretrained`` leaves out because the model's class ties them to others."""
-    plain = plain_names(model)
-    names: dict[int, list[str]] = {}
-    for given, value in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(value), []).append(plain(given))
-    for tied in names.values():
-        first = next((name for name in tied if name in contents.tensors), None)
-        if first is not None:
-            for name in tied:
-                contents.tensors.setdefault(name, contents.tensors[first])
-
-
-def _add_aliases(contents: Contents) -> None:
-    stored = dict(contents.tensors)
+    table, stored = contents.json("layers"), dict(contents.tensors)
     for alias, name in contents.json("aliases").items():
         lacks = not isinstance(name, str) or name not in stored
         if lacks or alias in stored:
             but = "which the file does not hold" if lacks else "but the file holds it itself"
             raise CheckpointError(f"{contents.path}: tensor {quote(alias)} is stored as an alias of {quote(name)}, {but}.")
         contents.tensors[alias] = stored[name]
+    _rename_old(contents.tensors, table)
+    hugging_face = contents.metadata["format"] == HUGGING_FACE
+    if hugging_face:
+        for name in (*table, *(f"{name}.weight" for name in table)):
+            if name in stored and not stored[name].numel():
+                contents.tensors.pop(name, None)  # makes loading without nmkernels fail
+    load(model, contents, table, keep_dense, fill_tied=hugging_face)
+    return model
+
+
+def _rename_old(tensors: dict[str, Tensor], table: Mapping[str, Any]) -> None:
+    """Rename tensors of files up to version 5 (``fqn.weight.values``, and ``fqn.name.values`` of a stack of experts)."""
+    for name, about in table.items():
+        stack = home_of(name, about)[0] != name
+        old, new = (name, child_name(name)) if stack else (f"{name}.weight", name)
+        for part in BUFFERS:
+            if f"{old}.{part}" in tensors and f"{new}.{part}" not in tensors:
+                tensors[f"{new}.{part}"] = tensors.pop(f"{old}.{part}")
 
 
 def _check_ours(contents: Contents) -> None:

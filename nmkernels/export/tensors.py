@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..files import atomic_write
 from ..nn.compressed import CompressedLinear
-from ..nn.experts import CompressedStack, StackedWeight, child_name, layer_name
+from ..nn.experts import CompressedStack, StackedWeight, layer_name
 from ..nn.weight import NMWeight
 from ..pattern import CheckpointError
 from ..shards import local
@@ -53,17 +53,17 @@ def plain_names(model: nn.Module) -> Callable[[str], str]:
     return plain
 
 
-def plain_modules(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
-    """{name without wrappers: (name in ``model``, module)} for every module; for wrapped ones the inner module."""
+def plain_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """{name without wrappers: module} for every module; for wrapped ones the inner module."""
     plain = plain_names(model)
     # a wrapper comes before the module that it holds, which overwrites it
-    return {plain(name): (name, module) for name, module in model.named_modules(remove_duplicate=False)}
+    return {plain(name): module for name, module in model.named_modules(remove_duplicate=False)}
 
 
 def sparse_layers(model: nn.Module) -> dict[str, Layer]:
     """Every sparse layer of ``model`` by its name without wrappers; a shared layer has several names, a stack of experts that of its
     Parameter."""
-    return {layer_name(name, m): m for name, (_, m) in plain_modules(model).items() if isinstance(m, Layer)}
+    return {layer_name(name, m): m for name, m in plain_modules(model).items() if isinstance(m, Layer)}
 
 
 def weight_name(name: str, layer: Layer) -> str:
@@ -71,22 +71,14 @@ def weight_name(name: str, layer: Layer) -> str:
     return name if isinstance(layer, (StackedWeight, CompressedStack)) else f"{name}.weight" if name else "weight"
 
 
-def other_tensors(model: nn.Module, layers: Mapping[str, Layer]) -> dict[str, Tensor]:
-    """The state dict without the weights of ``layers``, under the names of the dense model without wrappers."""
-    homes = (child_name(name) if isinstance(layer, CompressedStack) else name for name, layer in layers.items())
-    own = {f"{home}.{part}" for home in homes for part in ("weight", "values", "indices", "step", "columns")}
-    plain = plain_names(model)
-    tensors: dict[str, Tensor] = {}
-    for wrapped_name, value in model.state_dict().items():
-        key = plain(wrapped_name)
-        if key in own:
-            continue
+def plain_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict, by names without wrappers."""
+    plain, state = plain_names(model), model.state_dict()
+    for name, value in state.items():
         if not isinstance(value, Tensor):
-            raise CheckpointError(
-                f"the model's state {key!r} is a {type(value).__name__}, and a file holds tensors only; save it separately."
-            )
-        tensors[key] = value
-    return tensors
+            what = f"the model's state {plain(name)!r} is a {type(value).__name__}"
+            raise CheckpointError(f"{what}, and a file holds tensors only; save it separately.")
+    return {plain(name): value for name, value in state.items()}
 
 
 def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -124,18 +116,11 @@ def _sort_metadata(path: Path) -> None:
             file.write(text.ljust(length))
 
 
-def without_aliases(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(tensors with one name each, dropped name -> stored name), for tied weights."""
-    seen: dict[tuple[object, ...], str] = {}
-    stored: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        first = seen.setdefault(place(tensor), name) if tensor.numel() and not tensor.is_meta else name
-        if first == name:
-            stored[name] = tensor
-        else:
-            aliases[name] = first
-    return stored, aliases
+def aliases_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Of tied weights: {name: the first name of the same tensor}."""
+    first: dict[tuple[object, ...], str] = {}
+    names = [(name, first.setdefault(place(t), name)) for name, t in tensors.items() if t.numel() and not t.is_meta]
+    return {name: stored for name, stored in names if stored != name}
 
 
 def place(tensor: Tensor) -> tuple[object, ...]:
@@ -143,8 +128,6 @@ def place(tensor: Tensor) -> tuple[object, ...]:
     return tensor.device, local(tensor).data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-HEADER_LENGTH = 8
-LARGEST_HEADER = 100_000_000
 MAX_QUOTED = 200
 """How many characters from a file an error message may repeat."""
 
@@ -208,12 +191,18 @@ def read(path: str | os.PathLike[str]) -> Contents:
     import safetensors
 
     path = Path(path)
-    _check_frame(path)
+    try:
+        size = regular_size(path)
+        path.open("rb").close()
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        raise CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             return Contents(path, {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {}))  # noqa: SIM118
     except Exception as error:  # safetensors and torch raise many types
-        raise CheckpointError(f"{path} is not a valid safetensors file: {shortened(error)}.") from error
+        raise CheckpointError(
+            f"{path} is not a valid safetensors file, or is truncated: {shortened(error)}. It has {size:,} bytes; copy or save it again."
+        ) from error
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -242,30 +231,3 @@ def read_folder(folder: str | os.PathLike[str]) -> Contents:
         whole.tensors |= part.tensors
         whole.metadata = part.metadata
     return whole
-
-
-def _check_frame(path: Path) -> None:
-    """Check the structure of the file: 8 bytes of header length, a JSON header, and data up to the last offset in it."""
-    try:
-        size = regular_size(path)
-        with path.open("rb") as file:
-            start = file.read(HEADER_LENGTH)
-            length = struct.unpack("<Q", start)[0] if len(start) == HEADER_LENGTH else 0
-            header = file.read(min(length, LARGEST_HEADER, size))
-    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
-        raise CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
-    if length > LARGEST_HEADER or (header and not header.startswith(b"{")):
-        raise CheckpointError(f"{path} is not a safetensors file.")
-    truncated = f"{path} is truncated: it has {size:,} bytes; copy or save it again."
-    if len(header) < length or not header:
-        raise CheckpointError(truncated)
-    try:
-        entries = parse(header)
-        ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
-        if not all(type(end) is int and 0 <= end < 1 << 63 for end in ends):
-            raise ValueError("an offset is not a size in bytes")
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a safetensors file: its header cannot be read ({shortened(error)}).") from error
-    end = max(ends, default=0)
-    if size < HEADER_LENGTH + length + end:
-        raise CheckpointError(f"{truncated[:-1]} (it should have {HEADER_LENGTH + length + end:,}).")

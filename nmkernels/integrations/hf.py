@@ -40,8 +40,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import integrations, ops
-from ..export.card import METHOD, WITHOUT_INTEGERS, config_entry, integers_of, patterns_of, write_card
-from ..export.plan import STACKS, announced, check_filled, home_of
+from ..export.card import METHOD, config_entry, format_version, integers_of, patterns_of, write_card
+from ..export.plan import BUFFERS, STACKS, announce, check_filled, home_of
 from ..export.safetensors import VERSION, described, table
 from ..export.tensors import Layer, sparse_layers, weight_name
 from ..layouts import MATRICES, as_matrix, ordered
@@ -121,7 +121,6 @@ class NMConfig(QuantizationConfigMixin):
         if not isinstance(layers, dict | None):
             raise CheckpointError("NMConfig: layers is not a dict; config.json is damaged.")
         self.layers = layers or {}
-        self.version = version
 
     @property
     def rounded(self) -> list[str]:
@@ -136,8 +135,8 @@ class NMConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """The entry of ``config.json``: the table of a compressed model, else the options for pruning."""
         if self.layers:
-            return {**config_entry(self.layers, self.version), "quant_method": self.quant_method}
-        about = {"quant_method": self.quant_method, "version": self.version if self.values else min(self.version, WITHOUT_INTEGERS)}
+            return {**config_entry(self.layers), "quant_method": self.quant_method}
+        about = {"quant_method": self.quant_method, "version": format_version(bool(self.values))}
         about |= {"pattern": self.pattern, "skip": list(self.skip), "keep_dense": self.keep_dense}
         return {**about, "values": self.values, "group": self.group} if self.values else about
 
@@ -226,24 +225,19 @@ class NMQuantizer(HfQuantizer):
     def _announce(self, model: Any) -> None:
         """Replace the layers named in the table by compressed ones without data."""
         layers, modules = self.quantization_config.layers, dict(model.named_modules(remove_duplicate=False))
-        prefix, targets = model.base_model_prefix, {}
+        prefix, table = model.base_model_prefix, {}
         for name, about in layers.items():
             # this model may have a head that the saved one had not, or the other way round
-            tried = name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")
-            own_name = next((each for each in tried if home_of(each, about)[0] in modules), None)
-            if own_name is not None:  # else transformers reports its tensors
-                targets[own_name] = modules[home_of(own_name, about)[0]], about
-        if not targets:
+            for own_name in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
+                if home_of(own_name, about)[0] in modules:  # else transformers reports its tensors
+                    table[own_name] = about
+                    break
+        if not table:
             some = next(iter(layers), "none at all")
             raise CheckpointError(f"{type(model).__name__} has none of the compressed layers that config.json names ({some}, ...).")
-        made: dict[tuple[int, str], Layer] = {}
-        for name, (dense, about) in targets.items():
-            place = id(dense), home_of(name, about)[1]
-            if place not in made:
-                made[place] = announced(name, about, dense, self.quantization_config.keep_dense)
-            self._layers[name] = made[place]
-        for name, layer in self._layers.items():
-            self._put(model, name, targets[name][0], layer)
+        for (dense, _), (name, layer) in announce("config.json", modules, table, self.quantization_config.keep_dense).items():
+            self._put(model, name, dense, layer)
+            self._layers[name] = layer
         # the empty tensor in place of the first layer's dense weight
         key = re.escape(min(layers).removeprefix(f"{prefix}."))
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), rf"(^|\.){key}(\.weight)?$"}
@@ -287,12 +281,10 @@ class NMQuantizer(HfQuantizer):
     def get_weight_conversions(self) -> list[Any]:
         from transformers.core_model_loading import WeightRenaming
 
-        # tensor names in a file of save_compressed next to a config.json
+        # a file of save_compressed up to version 5 next to a config.json
         stacks = {".".join(name.split(".")[-2:]) for name, layer in self._layers.items() if isinstance(layer, CompressedStack)}
-        names = [(r"\.weight", ""), *((re.escape(f".{name}"), f".{child_name(name)}") for name in sorted(stacks))]
-        self._conversions = [WeightRenaming(rf"{old}\.(values|indices|step|columns)$", rf"{new}.\1") for old, new in names]
-        if not self.pre_quantized:
-            self._conversions = []
+        names = [(r"\.weight", ""), *((re.escape(f".{name}"), f".{child_name(name)}") for name in sorted(stacks))] if self._layers else []
+        self._conversions = [WeightRenaming(rf"{old}\.({'|'.join(BUFFERS)})$", rf"{new}.\1") for old, new in names]
         return self._conversions
 
     def param_needs_quantization(self, model: Any, param_name: str, **keywords: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Stacks of experts in compressed files: under the names of their Parameters, checked before anything is changed."""
+"""Stacks of experts in compressed files: checked before anything is changed."""
 
 import json
 
@@ -36,7 +36,7 @@ def test_round_trip(tmp_path, transposed, meta):
     table = json.loads(metadata["layers"])
     layout = "experts_t" if transposed else "experts"
     assert table["experts.down_proj"] == {"pattern": "2:4", "shape": [3, 16, 24], "dtype": "float32", "layout": layout}
-    assert metadata["version"] == "4" and tensors["experts.down_proj.values"].shape == (3, 16, 12)
+    assert metadata["version"] == "6" and tensors["experts.nm_down_proj.values"].shape == (3, 16, 12)
     with torch.device("meta" if meta else "cpu"):
         fresh = mixture(dtype=torch.float32, transposed=transposed, bias=True, seed=1)
     loaded = nm.load_compressed(fresh, tmp_path / "m")
@@ -52,7 +52,7 @@ def test_one_module_under_two_names(tmp_path):
     nm.save_compressed(twice(compressed().experts), tmp_path / "m")
     loaded = nm.load_compressed(twice(Experts()), tmp_path / "m")
     assert loaded.a is loaded.b and isinstance(loaded.a, CompressedExperts)
-    with pytest.raises(CheckpointError, match="in the model it is also 'a.gate_up_proj'"):
+    with pytest.raises(CheckpointError, match="'b.nm_gate_up_proj.values' is tied to 'a.nm_gate_up_proj.values' in the model"):
         nm.load_compressed(twice(Experts()), edited(tmp_path / "m", apart))
 
 
@@ -72,18 +72,21 @@ def layers(old, new):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda t, m: t.pop("experts.down_proj.indices"), "layer 'experts.down_proj': the file lacks its indices"),
-        (lambda t, m: t["experts.down_proj.indices"].fill_(255), "layer 'experts.down_proj': the indices of a group do not increase"),
-        (lambda t, m: t["experts.down_proj.indices"].zero_(), "layer 'experts.down_proj': the indices of a group do not increase"),
+        (lambda t, m: t.pop("experts.nm_down_proj.indices"), "layer 'experts.down_proj': the file lacks its indices"),
+        (lambda t, m: t["experts.nm_down_proj.indices"].fill_(255), "layer 'experts.down_proj': the indices of a group do not increase"),
+        (lambda t, m: t["experts.nm_down_proj.indices"].zero_(), "layer 'experts.down_proj': the indices of a group do not increase"),
         (layers("[3, 16, 24]", "[3, 24, 16]"), "layer 'experts.down_proj': the file's weight is"),
         (layers("[3, 16, 24]", "[3, 16]"), r"layer 'experts.down_proj': its entry in the metadata is damaged \(ValueError: shape"),
         (layers("[3, 16, 24]", "[0, 16, 24]"), "layer 'experts.down_proj': its entry in the metadata is damaged"),
         (layers("[3, 16, 24]", "[48, 24]"), "layer 'experts.down_proj': its entry in the metadata is damaged"),
-        (layers('"experts"', '"experts_t"'), r"the file holds a stack of experts \(layout experts_t\), the model's Experts has none"),
+        (layers('"experts"', '"experts_t"'), r"the file holds a stack of experts \(layout experts_t\), the model a experts"),
         (layers('"experts"', '"linear"'), "layer 'experts.down_proj'"),
         (layers('"experts"', '["experts"]'), "layer 'experts.down_proj': its entry in the metadata is damaged"),
-        (layers("experts.down_proj", "head.down_proj"), "layer 'head.down_proj': the file lacks its values"),
-        (layers("2:4", "1:4"), "a 1:4 weight"),
+        (
+            layers("experts.down_proj", "head.down_proj"),
+            r"layer 'head.down_proj': the file holds a stack of experts \(layout experts\), the model a linear",
+        ),
+        (layers("2:4", "1:4"), r"has values torch.float32 \(3, 48, 8\); its entry in the metadata says torch.float32 \(3, 48, 4\)"),
     ],
 )
 def test_damaged(file, edit, message):
@@ -100,7 +103,7 @@ def test_models_that_do_not_fit(file):
         (mixture(dtype=torch.float64), "the file's weight is torch.float32, the model's torch.float64"),
         (mixture(dtype=torch.float32, count=4), r"the file's weight is \(3, 16, 24\) \(experts, out, in\), the model's \(4, 16, 24\)"),
         (mixture(dtype=torch.float32, apart=True), "layer 'experts.down_proj': the file holds a stack of experts"),
-        (compressed(), "it is already in a CompressedExperts"),
+        (compressed(), "it is already a CompressedExperts"),
         (nn.Sequential(nn.Linear(4, 4)), "the model has no such module"),
     ):
         with pytest.raises(CheckpointError, match=message):

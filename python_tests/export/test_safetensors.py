@@ -13,7 +13,7 @@ import nmkernels as nm
 from nmkernels.export import load_compressed, save_compressed, save_dense
 from nmkernels.pattern import CheckpointError, RecipeError
 from nmkernels.testing import equal_bits
-from python_tests.export.editing import Net, parts, saved
+from python_tests.export.editing import Net, edited, parts, saved
 
 
 def dense(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -62,9 +62,9 @@ def test_names_and_metadata_of_the_file(tmp_path):
     path = tmp_path / "m.safetensors"
     save_compressed(compressed(), path)
     tensors, about = parts(path)
-    names = {"0.weight.values", "0.weight.indices", "1.weight", "1.bias", "2.weight.values", "2.weight.indices", "2.bias"}
-    assert tensors.keys() == names and tensors["0.weight.indices"].dtype == torch.uint8
-    assert (about["format"], about["version"]) == ("nmkernels", "1")
+    names = {"0.values", "0.indices", "1.weight", "1.bias", "2.values", "2.indices", "2.bias"}
+    assert tensors.keys() == names == compressed().state_dict().keys() and tensors["0.indices"].dtype == torch.uint8
+    assert (about["format"], about["version"]) == ("nmkernels", "6")
     entry = {"pattern": "2:4", "shape": [16, 32], "dtype": "float32", "layout": "linear"}
     assert json.loads(about["layers"])["0"] == entry
     before = path.read_bytes()
@@ -73,7 +73,7 @@ def test_names_and_metadata_of_the_file(tmp_path):
         assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
     save_compressed(compressed(rank=2), path)
     tensors, about = parts(path)
-    assert tensors.keys() == names | {"2.nm_left", "2.nm_right"} and about["version"] == "2"
+    assert tensors.keys() == names | {"2.nm_left", "2.nm_right"}
     assert json.loads(about["layers"]) == {"0": entry, "2": {**entry, "shape": [8, 16], "rank": 2}}
 
 
@@ -87,10 +87,8 @@ def test_integers_round_trip(tmp_path, pattern, values, group, device):
     save_compressed(model, path)
     tensors, about = parts(path)
     entry, steps = json.loads(about["layers"])["0"], 32 // group if group else 1
-    assert about["version"] == "5" and (entry["values"], entry["group"]) == (values, 0 if steps == 1 else group)
-    assert (
-        entry["dtype"] == "bfloat16" and tensors["0.weight.step"].shape == (16, steps) and tensors["0.weight.step"].dtype == torch.bfloat16
-    )
+    assert about["version"] == "6" and (entry["values"], entry["group"]) == (values, 0 if steps == 1 else group)
+    assert entry["dtype"] == "bfloat16" and tensors["0.step"].shape == (16, steps) and tensors["0.step"].dtype == torch.bfloat16
     same = load_compressed(dense(torch.bfloat16).to(device), path)
     for key, value in model.state_dict().items():
         assert equal_bits(same.state_dict()[key], value), key
@@ -109,7 +107,19 @@ def test_tied_tensors_are_stored_once_and_stay_tied(tmp_path):
     assert aliases["head.weight"] == "embed.weight" and aliases["again.bias"] == "a.bias" and not aliases.keys() & tensors.keys()
     fresh = load_compressed(Net(), tmp_path / "m")
     assert fresh.a is fresh.again and fresh.head.weight is fresh.embed.weight
-    assert equal_bits(fresh.a.values, tensors["a.weight.values"]) and equal_bits(fresh.head.weight, tensors["embed.weight"])
+    assert equal_bits(fresh.a.values, tensors["a.values"]) and equal_bits(fresh.head.weight, tensors["embed.weight"])
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_save_pretrained_leaves_out_what_the_model_ties(tmp_path, device):
+    saved(tmp_path / "m")
+    edited(tmp_path / "m", lambda tensors, metadata: (metadata.update(format="pt"), metadata.pop("aliases")))
+    with torch.device(device):
+        fresh = Net()
+    load_compressed(fresh, tmp_path / "m")
+    assert fresh.a is fresh.again and fresh.head.weight is fresh.embed.weight
+    with pytest.raises(CheckpointError, match="layer 'again': the file lacks its values"):
+        load_compressed(Net(), edited(tmp_path / "m", lambda tensors, metadata: metadata.update(format="nmkernels")))
 
 
 def test_a_hugging_face_gpt2_round_trips(tmp_path):

@@ -159,7 +159,7 @@ def test_finish_compress_save_load_and_save_dense(tmp_path):
     with open(path, "rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))["__metadata__"]
     about = json.loads(header["layers"])
-    assert header["version"] == "4"
+    assert header["version"] == "6"
     assert about["2"] == {"pattern": "2:4", "shape": [32, 48], "dtype": "float32", "layout": "conv2d", "kernel": [3, 1]}
     for given in (model, finished()):
         nm.save_dense(given, tmp_path / "dense.safetensors")
