@@ -227,10 +227,11 @@ def choose(
         report.entries = [replace(e, sparse=False, reason=why) if e.name in misfits else e for e in report.entries]
     if not chosen:
         raise RecipeError(f"prune_: no layer of the model can be made {pattern} sparse:\n{report}")
-    check_names("prune_folder: skip", skip, [c.name for c in chosen], skips, "layer to prune")
-    skipped = {c.name for c in chosen if any(skips(c.name, name) for name in skip)}
-    report.entries = [replace(e, sparse=False, reason="named in skip") if e.name in skipped else e for e in report.entries]
-    chosen = [c for c in chosen if c.name not in skipped]
+    if skip:
+        check_names("prune_folder: skip", skip, [c.name for c in chosen], skips, "layer to prune")
+        skipped = {c.name for c in chosen if any(skips(c.name, name) for name in skip)}
+        chosen = [c for c in chosen if c.name not in skipped]
+        report.entries = [replace(e, sparse=False, reason="named in skip") if e.name in skipped else e for e in report.entries]
     if not chosen:
         raise RecipeError("prune_folder: skip leaves no layer to prune.")
     return chosen, report
