@@ -58,8 +58,8 @@ def prune_(
 
     For each layer a Z that is N:M and minimises ‖X(W − Z)ᵀ‖², X the inputs of the layer in ``data`` and W its dense weight. The model is
     pruned block by block, and each block gets the outputs of blocks that are pruned already. ``handle.attach(optimizer)`` fine-tunes with
-    the masks held; ``handle.finish(allow_unused=True)`` ends at once; then ``compress_``. At 2:4 one-shot pruning is a start for training
-    and not its end.
+    the masks held; ``handle.finish(allow_unused=True)`` ends at once; then ``compress_``, which takes over the weights that were solved, if
+    none was changed since. At 2:4 one-shot pruning is a start for training and not its end.
 
     ``print(handle.report)`` has for each layer the error before and after, tokens, damping, seconds and memory. The same data, versions,
     machine and threads give the same weights. Under ``torch.distributed`` each rank passes its own share of the data: Hessians are summed
