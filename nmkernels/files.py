@@ -40,9 +40,9 @@ def atomic_write(path: str | os.PathLike[str], write: Callable[[Path], object]) 
     try:
         temporary = Path(tempfile.mkdtemp(".tmp", f".{path.name}.", path.parent)) / path.name
         write(temporary)
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, path)
-        _sync(path.parent)
+        sync(path.parent)
     except Exception as error:
         reason = _reason(error, temporary)
         if reason is None:
@@ -164,7 +164,7 @@ def _amount(size: float) -> str:
     return f"{size:,.1f} GB"
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Flush a file or a directory to disk; systems that cannot open a directory do not need it."""
     try:
         handle = os.open(path, os.O_RDONLY)

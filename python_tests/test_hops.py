@@ -104,3 +104,17 @@ def test_step_of_two_layers():
     for _ in range(4):
         count, where = step()
     assert count <= 60, (count, where)
+
+
+def test_prune_of_two_blocks():
+    """More than half of it is ADMM's iterations; four files are adapters of the libraries that the process has imported."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 99}
+    torch.manual_seed(0)
+    models = [transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval() for _ in range(3)]
+    data = [{"input_ids": torch.randint(99, (2, 24))} for _ in range(3)]
+    handles = []
+    count, where = hops(lambda: handles.append(nm.prune_(models.pop(), "2:4", data)), warm=2)
+    assert count <= 7800 and len(where) <= 51, (count, where)
+    count, where = hops(lambda: handles[-1].finish(allow_unused=True), warm=0)
+    assert count <= 837 and len(where) <= 17, (count, where)

@@ -21,6 +21,7 @@ from .. import capability
 from ..ops.integers import BITS
 from ..pattern import NMError, Pattern
 from ..prune.base import resolve
+from ..prune.trial import first_line
 from .config import positive
 from .log import notes
 from .samples import draw, read, share
@@ -142,8 +143,7 @@ def _tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # many types
-        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise NMError(f"transformers cannot load the tokenizer of {folder}: {cause[:160].rstrip('.')}.") from error
+        raise NMError(f"transformers cannot load the tokenizer of {folder}: {first_line(error)}.") from error
 
 
 def _longest(config: Any, tokenizer: Any) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..pattern import NMError
+from ..prune.trial import first_line
 
 TEXT, LINES, TOKENS = {".txt", ".md", ".rst", ".text"}, {".jsonl", ".ndjson", ".json"}, {".npy", ".pt", ".safetensors"}
 UTF8 = "utf-8-sig"
@@ -123,8 +124,7 @@ def _load(file: Path) -> Any:
     except OSError:
         raise
     except Exception as error:  # depends on the format and the damage
-        cause = str(error).strip().splitlines() or [type(error).__name__]
-        raise NMError(f"--data {file} cannot be read as token ids: {cause[0][:120].rstrip('.')}.") from error
+        raise NMError(f"--data {file} cannot be read as token ids: {first_line(error)}.") from error
 
 
 def _ids(file: Path, value: Any) -> Tensor:

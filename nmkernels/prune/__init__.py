@@ -1,4 +1,7 @@
-"""One-shot pruning of pretrained models: ``prune_`` and its methods. Each method is one file of ``methods``, registered automatically."""
+"""One-shot pruning of pretrained models: ``prune_`` in memory, ``folder.prune_folder`` from one Hugging Face folder to another.
+
+Each method is one file of ``methods``, registered automatically.
+"""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import ops
 from ..arguments import finite_number, whole_number
-from ..pattern import Pattern, RecipeError
+from ..pattern import Pattern, PatternLike, RecipeError
 from ..recipes.registry import parse, suggestion
 
 
@@ -51,9 +51,10 @@ class OneShot:
         """
         raise NotImplementedError(f"{type(self).__name__} has no solve(w, h, pattern).")
 
-    def mask(self, scores: Tensor, pattern: Pattern) -> Tensor:
-        """The mask that keeps the largest |scores| of each group, transposable if the method is."""
-        return ops.transposable_mask(scores, pattern) if self.transposable else ops.mask(scores, pattern)
+    @property
+    def mask(self) -> Callable[[Tensor, PatternLike], Tensor]:
+        """``mask(scores, pattern)``: the mask that keeps the largest |scores| of each group, transposable if the method is."""
+        return ops.transposable_mask if self.transposable else ops.mask
 
 
 def registered() -> dict[str, type[OneShot]]:

@@ -7,7 +7,8 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,9 @@ def open_folder(
     shared = next((key for key in tied if any(key.startswith(f"{block}.") for block in blocks)), None)
     places = _places(skeleton, blocks)
     del skeleton, chosen
-    whole = "it has no blocks" if not blocks else f"{shared!r} is shared between modules" if shared else _accelerate()
+    whole = "it has no blocks" if not blocks else f"{shared!r} is shared between modules" if shared else ""
+    if not whole and find_spec("accelerate") is None:
+        whole = "accelerate is not installed"
     wanted: dict[str, Any] = {"dtype": dtype or "auto", "local_files_only": True, "output_loading_info": True}
     model: Any = None
     loader = None
@@ -197,14 +200,6 @@ def _places(model: nn.Module, blocks: Sequence[str]) -> dict[str, str]:
     return places
 
 
-def _accelerate() -> str:
-    try:
-        import accelerate  # noqa: F401
-    except ImportError:
-        return "accelerate is not installed"
-    return ""
-
-
 def _loaded(kind: Any, folder: Path, offload: Path, **options: Any) -> Any:
     try:
         model, info = kind.from_pretrained(folder, **options)
@@ -229,8 +224,6 @@ def _undispatched(model: nn.Module) -> Any:
     remove_hooks_(model)
     for name in ("to", "cuda", "hf_device_map"):
         model.__dict__.pop(name, None)
-        with suppress(AttributeError):
-            delattr(model, "hf_device_map")
     return loader
 
 

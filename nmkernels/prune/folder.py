@@ -9,7 +9,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -30,7 +30,7 @@ from ..export.plan import STACKS
 from ..export.safetensors import HUGGING_FACE, described, table
 from ..export.stream import ShardWriter
 from ..export.tensors import INDEX, Layer, weight_name
-from ..files import atomic_write, writing
+from ..files import atomic_write, sync, writing
 from ..layouts import MATRICES
 from ..nn.compress import check_values, compressed_like
 from ..nn.experts import CompressedStack, child_name
@@ -229,20 +229,19 @@ class _Run:
 
     def prune(self, results: Results) -> None:
         """Prune, and put the results into the model: at once where its weights are in memory, else when they are read."""
+
+        def checked(relay: Relay) -> ExitStack:
+            self.say(1, 1, "checking done")
+            return self._in_memory(relay)
+
         self.say(0, 1, "checking that blocks can be run one by one")
         self.pruning.run(
             self._relay(self.batches), results, self.about["data"], len(self.batches),
-            lambda done, total, what: self.say(done, total, f"pruning {what}"), self._checked,
+            lambda done, total, what: self.say(done, total, f"pruning {what}"), checked,
         )  # fmt: skip
         away = {part for name, part in self.model.named_modules() if any(f"{name}.{key}" in self.disk.names for key in part._parameters)}
         self._write({*self.model.modules()} - away)
         self.disk.change = lambda module: self._write({*module.modules()})
-
-    @contextmanager
-    def _checked(self, relay: Relay) -> Iterator[None]:
-        self.say(1, 1, "checking done")
-        with self._in_memory(relay):
-            yield
 
     def perplexity(self, which: str) -> float:
         """The perplexity of the dense or pruned model on the held-out batches; that of the dense one is remembered."""
@@ -278,15 +277,13 @@ class _Run:
     def _relay(self, batches: list[Any]) -> Relay:
         return Relay(self.model, self.pruning.chosen, batches, call, None, self.disk.device, self.disk)
 
-    @contextmanager
-    def _in_memory(self, relay: Relay) -> Iterator[None]:
+    def _in_memory(self, relay: Relay) -> ExitStack:
         """Blocks that do not answer from a store run in every pass, so they stay in memory."""
-        answering = {unit.block for unit in relay.units if not relay.whole}
-        with ExitStack() as staying:
-            for block in relay.blocks:
-                if block not in answering:
-                    staying.enter_context(self.disk(block.module))
-            yield
+        answering, staying = {unit.block for unit in relay.units if not relay.whole}, ExitStack()
+        for block in relay.blocks:
+            if block not in answering:
+                staying.enter_context(self.disk(block.module))
+        return staying
 
     def _write(self, modules: Set[nn.Module]) -> None:
         """Write the results of all layers in ``modules``, whose weights are in memory."""
@@ -332,10 +329,10 @@ class _Run:
         sizes = dense_bytes, writer.total
         with writing(folder):
             self._describe(folder, entries, perplexity, sizes)
-            _sync(folder)
+            sync(folder)
             out.parent.mkdir(parents=True, exist_ok=True)
             os.replace(folder, out)
-            _sync(out.parent)
+            sync(out.parent)
         shutil.rmtree(self.work, ignore_errors=True)
         after_swap(self.model)  # so that transformers knows what it is asked to load
         return sizes
@@ -428,11 +425,8 @@ def carry_over(source: Path, folder: Path, replaced: Set[str]) -> list[str]:
     modules: list[Any] = []
     with suppress(OSError, ValueError):
         modules = json.loads((source / MODULES).read_bytes())
-    own = (
-        {str(module.get("path")).partition("/")[0] for module in modules if isinstance(module, dict)}
-        if isinstance(modules, list)
-        else set()
-    )
+    modules = modules if isinstance(modules, list) else []
+    own = {str(module.get("path")).partition("/")[0] for module in modules if isinstance(module, dict)}
     left = []
     for path in sorted(source.iterdir()):
         name = path.name
@@ -551,11 +545,3 @@ def _digest_of(path: Path, say: Progress) -> str:
             if size > 64 * PIECE:
                 say(file.tell() // PIECE, -(-size // PIECE), f"recognising {path.name}")
     return result.hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -21,6 +21,7 @@ from ..layouts import CONV2D, MATRICES
 from ..nn.experts import by_expert
 from ..train.sparsify import Candidate
 from ..train.writes import listed
+from .ranks import ranks
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Hessians:
 
     def share(self) -> None:
         """Add up what all ranks of ``torch.distributed`` have collected; does nothing in a single process."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1):
+        if ranks()[0] == 1:
             return
         for source, problem in sorted(self._problems.items()):
             weight = problem.candidate.module.get_parameter(problem.candidate.key)

@@ -58,8 +58,8 @@ def prune_(
 
     For each layer a Z that is N:M and minimises ‖X(W − Z)ᵀ‖², X the inputs of the layer in ``data`` and W its dense weight. The model is
     pruned block by block, and each block gets the outputs of blocks that are pruned already. ``handle.attach(optimizer)`` fine-tunes with
-    the masks held; ``handle.finish(allow_unused=True)`` ends at once; then ``compress_``. At 2:4 one-shot pruning is a start for training
-    and not its end.
+    the masks held; ``handle.finish(allow_unused=True)`` ends at once; then ``compress_``, which takes over the weights that were solved, if
+    none was changed since. At 2:4 one-shot pruning is a start for training and not its end.
 
     ``print(handle.report)`` has for each layer the error before and after, tokens, damping, seconds and memory. The same data, versions,
     machine and threads give the same weights. Under ``torch.distributed`` each rank passes its own share of the data: Hessians are summed
@@ -227,10 +227,11 @@ def choose(
         report.entries = [replace(e, sparse=False, reason=why) if e.name in misfits else e for e in report.entries]
     if not chosen:
         raise RecipeError(f"prune_: no layer of the model can be made {pattern} sparse:\n{report}")
-    check_names("prune_folder: skip", skip, [c.name for c in chosen], skips, "layer to prune")
-    skipped = {c.name for c in chosen if any(skips(c.name, name) for name in skip)}
-    report.entries = [replace(e, sparse=False, reason="named in skip") if e.name in skipped else e for e in report.entries]
-    chosen = [c for c in chosen if c.name not in skipped]
+    if skip:
+        check_names("prune_folder: skip", skip, [c.name for c in chosen], skips, "layer to prune")
+        skipped = {c.name for c in chosen if any(skips(c.name, name) for name in skip)}
+        chosen = [c for c in chosen if c.name not in skipped]
+        report.entries = [replace(e, sparse=False, reason="named in skip") if e.name in skipped else e for e in report.entries]
     if not chosen:
         raise RecipeError("prune_folder: skip leaves no layer to prune.")
     return chosen, report

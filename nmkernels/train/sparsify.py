@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +91,7 @@ class Candidate:
     key: str = "weight"
     rows: float | None = None
 
-    @property
+    @cached_property
     def matrix_shape(self) -> tuple[int, int]:
         """``(out, in)`` of the matrix that is masked."""
         return matrix_shape(self.shape, LINEAR if self.layout in MATRICES else self.layout)
@@ -163,8 +164,11 @@ def candidates(model: nn.Module, pattern: Pattern, recipe: Recipe | None) -> Ite
 
 def _hands_weights_over(kind: type[nn.Module]) -> bool:
     """Whether a method of the class passes its layers' weights to torch's function for attention, as torch's own class and WavLM's do."""
-    methods = (inspect.getattr_static(kind, name) for name in dir(kind))
-    return any("multi_head_attention_forward" in code.co_names for method in methods if (code := getattr(method, "__code__", None)))
+    for name in dir(kind):  # a loop, since each element of a generator is a call
+        code = getattr(inspect.getattr_static(kind, name), "__code__", None)
+        if code is not None and "multi_head_attention_forward" in code.co_names:
+            return True
+    return False
 
 
 def _adapters(module: nn.Module) -> Iterator[nn.Module]:

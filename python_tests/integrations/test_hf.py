@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import nmkernels as nm
+from nmkernels.export.card import CARD
 from nmkernels.pattern import CheckpointError, PatternError, RecipeError
 from nmkernels.testing import equal_bits
 from python_tests.export.editing import edited, parts
@@ -29,7 +30,6 @@ from python_tests.house.paths import ROOT
 transformers = pytest.importorskip("transformers", minversion="5.0")
 from transformers import AutoModel, AutoModelForCausalLM  # noqa: E402
 
-from nmkernels.export.card import CARD  # noqa: E402
 from nmkernels.integrations.hf import NMConfig, NMQuantizer, mark_  # noqa: E402
 
 transformers.logging.disable_progress_bar()

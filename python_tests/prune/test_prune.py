@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import subprocess
@@ -723,6 +724,86 @@ def test_values_that_do_not_fit_are_refused_before_any_work(monkeypatch):
     handle.finish(allow_unused=True)
     nm.compress_(model)
     assert (model[0].weight.kind, model[2].weight.kind) == ("float", "int8")
+
+
+def test_finish_and_compress_hand_on_what_was_solved(monkeypatch):
+    model, dense = mlp(), mlp()
+    handle = prune_(model, P, rows(), method=LINEAR, values="int8")
+    pruned, solved = weights(model), {i: handle.layers[i].effective.pruned for i in ("0", "3", "5")}
+    for name in ("mask", "compress", "is_nm"):
+        monkeypatch.delattr(ops, name)  # nothing is chosen again
+    copied = copy.deepcopy(model)
+    handle.finish(allow_unused=True)
+    assert_same(weights(model), pruned)
+    nm.compress_(model, values="float")
+    for i, packed in solved.items():
+        assert model[int(i)].values.data_ptr() == packed.values.data_ptr()
+        assert model[int(i)].indices.data_ptr() == packed.indices.data_ptr()
+        assert copied[int(i)].effective.pruned is None  # a copy of the model is no larger
+    monkeypatch.undo()
+    assert_same(weights(nm.densify_(model)), weights(prune_(dense, P, rows(), method=LINEAR).remove()))
+
+
+def negate_a_zero(layer):
+    where = (layer.weight == 0).nonzero()[0]
+    layer.weight.data[tuple(where)] = -0.0
+
+
+CHANGES = {
+    "through .data": lambda layer: layer.weight.data.mul_(2.0),
+    "in place": lambda layer: layer.weight.detach().mul_(2.0),
+    "the sign of a zero": negate_a_zero,
+    "by loading": lambda layer: layer.load_state_dict({key: 2 * value for key, value in layer.state_dict().items()}),
+    "to another dtype": lambda layer: layer.bfloat16(),
+}
+
+
+@pytest.mark.parametrize("when", ["before finish", "after finish"])
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_weight_that_changed_since_is_compressed_as_it_is(how, when):
+    model = mlp()
+    handle = prune_(model, P, rows(), method=LINEAR)
+    layers = [model[i] for i in (0, 3, 5)]
+    if when == "before finish":
+        CHANGES[how](layers[1])
+    handle.finish(allow_unused=True)
+    if when == "after finish":
+        CHANGES[how](layers[1])
+    assert [layer.as_pruned() is None for layer in layers] == [False, True, False]
+    want = layers[1].weight.detach().clone()
+    nm.compress_(model)
+    assert torch.equal(model[3].weight.dense(), want)
+
+
+class Last(OneShot):
+    """Keeps the last two of each group as they are, zeros too."""
+
+    guarded = False
+
+    def solve(self, w, h, pattern):
+        mask = torch.tensor([False, False, True, True]).repeat(w.shape[1] // 4).expand(w.shape)
+        return w * mask, mask.clone()
+
+
+def test_weights_of_value_zero_stay_kept():
+    def built():
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        with torch.no_grad():
+            model[0].weight[:, 2::4] = 0.0
+        return model, prune_(model, P, rows(), method=Last())
+
+    model, handle = built()
+    handle.finish(allow_unused=True)
+    assert model[0].as_pruned() is not None
+    nm.compress_(model)
+    assert set(model[0].indices.unique().tolist()) == {2 + 4 * 3 + 16 * (2 + 4 * 3)}  # positions 2 and 3 of both groups of a byte
+    model, handle = built()
+    optimizer = handle.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(rows()[0]).square().sum().backward()
+    optimizer.step()
+    w = model[0].weight[2::4]  # the rows that the next layer reads
+    assert w[:, 2::4].ne(0).all() and not w[:, 0::4].any() and not w[:, 1::4].any()
+    assert all(layer.effective.pruned is None for layer in handle.layers.values())  # nothing of it is needed any more
 
 
 def test_another_recipe_can_go_on():

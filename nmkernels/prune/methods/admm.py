@@ -39,7 +39,8 @@ class ADMM(OneShot):
     def solve(self, w: Tensor, h: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
         scale = h.diagonal().sqrt()
         w, h = w.mul_(scale), h.div_(scale).div_(scale[:, None])
-        mask, rho = self.mask(w, pattern), self.penalty
+        largest, rho = self.mask, self.penalty
+        mask = largest(w, pattern)
         z, v, x = w * mask, torch.zeros_like(w), torch.empty_like(w)
         before, inverse = mask, h
         for iteration in range(self.iterations):
@@ -49,7 +50,7 @@ class ADMM(OneShot):
             z.sub_(w).mul_(rho).sub_(v)
             torch.mm(z, inverse, out=x).add_(w)
             torch.div(v, rho, out=z).add_(x)
-            mask = self.mask(z, pattern)
+            mask = largest(z, pattern)
             z.mul_(mask)
             v.add_(x, alpha=rho).sub_(z, alpha=rho)
             if iteration % EVERY == EVERY - 1:
