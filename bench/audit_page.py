@@ -17,9 +17,9 @@ import torch
 
 import nmkernels as nm
 from nmkernels.audit import Audit, traffic
+from nmkernels.audit.shapes import model_shapes
 from nmkernels.audit.whole import pays
 from nmkernels.gemm.devices import Device, named
-from nmkernels.models import model_shapes
 from nmkernels.timing import Seconds
 
 from . import tables

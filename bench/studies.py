@@ -3,7 +3,7 @@
 * ``step_clamp``: does STEP need its clamp? Test accuracy of a 64-128-128-10 MLP whose training set it can fit, so that gradients vanish
   in phase 0, which is where a frozen second moment is known to fail.
 * ``step_vs_dense``: how far is a sparse model from its dense baseline? Validation loss of both over seeds, by
-  ``python -m nmkernels train --steps 800 --baseline``: same first weights, same batches, the baseline on plain PyTorch.
+  ``examples/train_gpt/train.py --steps 800 --baseline``: same first weights, same batches, the baseline on plain PyTorch.
 * ``loss_curves``: do the sparse kernels train like the reference? Three runs per recipe with the same initial weights and batches: with
   the packed kernels of this machine (``packed=True``), with the reference (``NMKERNELS_BACKEND=reference``, ``packed=False``), and with the
   reference and learning rates 1e-6 larger, which shows how far apart rounding alone drives two runs. On a GPU under bfloat16 autocast, on
@@ -29,7 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nmkernels as nm
-from nmkernels.models import GPT, Corpus, GPTConfig, load_corpus
+from examples.train_gpt.data import Corpus, load_corpus
+from examples.train_gpt.model import GPT, GPTConfig
+from nmkernels.recipes.registry import parse
 
 from .cases._ours import forced
 from .rows import RESULTS, Row, append, commit, row
@@ -90,6 +92,7 @@ def step_clamp(args: argparse.Namespace) -> Iterator[list[Row]]:
 
 # ---- step_vs_dense
 
+PROGRAM = Path(__file__).resolve().parents[1] / "examples/train_gpt/train.py"
 LOSS, RATIO, WORST = (
     "validation loss, nats per byte",
     "validation loss over the dense baseline's",
@@ -103,10 +106,11 @@ def step_vs_dense(args: argparse.Namespace) -> Iterator[list[Row]]:
     for recipe in args.recipes or ["step:2:4"]:
         results = []
         for seed in range(args.seeds):
-            words = ["train", "--steps", "800", "--baseline", "--json", "--recipe", recipe, "--seed", str(seed), *args.more]
+            words = ["--steps", "800", "--baseline", "--recipe", recipe, "--seed", str(seed), *args.more]
             with tempfile.TemporaryDirectory() as folder:
-                command = [sys.executable, "-m", "nmkernels", *words, "--out", str(Path(folder, "out"))]
-                results.append(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout))
+                command = [sys.executable, str(PROGRAM), *words, "--out", str(Path(folder, "out"))]
+                subprocess.run(command, stdout=sys.stderr, check=True)
+                results.append(json.loads(Path(folder, "out", "result.json").read_text()))
         print(f"{recipe}: " + ", ".join(f"{r['val_loss_ratio']:.4f}" for r in results))
         yield rows_of_runs(results)
 
@@ -114,9 +118,9 @@ def step_vs_dense(args: argparse.Namespace) -> Iterator[list[Row]]:
 def rows_of_runs(results: list[dict[str, Any]]) -> list[Row]:
     """Rows for the runs of one recipe over seeds."""
     config = results[0]["config"]
-    name, _, pattern = config["recipe"].partition(":")
+    name, pattern, _ = parse(config["recipe"])
     about = {
-        "pattern": pattern,
+        "pattern": pattern or "",
         "dtype": "float32",
         "shape": f"byte GPT {config['width']}x{config['layers']}, {config['steps']} steps, {len(results)} seeds",
     }
@@ -209,7 +213,7 @@ STUDIES: dict[str, tuple[Study, str, dict[str, int]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a study and write its rows as they come; ``step_vs_dense`` passes unknown options to ``train``."""
+    """Run a study and write its rows as they come; ``step_vs_dense`` passes unknown options to ``train.py``."""
     parser = argparse.ArgumentParser(prog="python -m bench.studies", description=(__doc__ or "").splitlines()[0])
     verbs = parser.add_subparsers(dest="study", required=True)
     for name, (_, file, numbers) in STUDIES.items():

@@ -20,7 +20,6 @@ from nmkernels.audit import Cluster
 from nmkernels.autograd import SplitRule
 from nmkernels.integrations.torchao_compat import SemiSparseLinear, apply_fake_sparsity, swap_linear_with_semi_sparse_linear
 from nmkernels.integrations.xformers import sparsify24_ste
-from nmkernels.models import GPTConfig
 from nmkernels.nn import CompressedConv2d, CompressedStack, SparseConv2d, SquaredReLUMLP
 from nmkernels.optim import UpdateRule
 from nmkernels.recipes import FST, LayerWise, Span, adopt, distill_loss, prox, search_decay, search_permutation
@@ -102,7 +101,6 @@ WHOLE: dict[str, tuple[Callable[[Any], Any], int]] = {
        ("features", "hidden", "out_features")},
     "SplitRule: multiple": (lambda multiple: SplitRule(nm.Pattern("2:4"), multiple=multiple), 4),
     "UpdateRule: v_step": (lambda step: UpdateRule(v_step=step), 4),
-    **{f"GPTConfig: {name}": (lambda v, name=name: GPTConfig(**{name: v}), 4) for name in ("vocab", "width", "layers", "heads", "context")},
     "search_permutation: escapes": (lambda escapes: search_permutation(WEIGHT, escapes=escapes).order.tolist(), 3),
     "search_permutation: seed": (lambda seed: search_permutation(WEIGHT, escapes=2, seed=seed).order.tolist(), 3),
     "search_decay: stride": (lambda stride: searched(stride=stride), 2),

@@ -11,8 +11,8 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.audit import Cluster
+from nmkernels.audit.shapes import MODELS
 from nmkernels.gemm.devices import DEVICES, HGX, Links
-from nmkernels.models import MODELS
 
 BF16 = {"device": "H100", "dtype": "bfloat16"}
 WIDTH, BLOCKS = 64, 3
