@@ -50,7 +50,7 @@ help:
 	@echo 'make clean  remove what was built   make distclean  remove $(VENV) too'
 
 demo: build
-	@$(BIN)/python -m nmkernels train --demo --overwrite --out demo_out $(DEMO_ARGS)
+	@$(BIN)/python examples/train_gpt/train.py --demo --overwrite $(DEMO_ARGS)
 
 # without the compiled core its tests would be skipped, and the suite would pass without having tested it;
 # the CUDA kernels are tested on the CPU, which nobody else needs
@@ -170,7 +170,7 @@ $(VENV)/.tools: $(VENV)/.ready
 	@echo '== installing the tools of tests, lint and docs'
 	@$(BIN)/python -c 'import sys; from importlib.metadata import requires; sys.exit(any(r.startswith("triton") for r in requires("torch") or []))' \
 	  && cp constraints.txt $(PINS) || true
-	@$(EDITABLE)'[tensorboard,bench,dev,docs]'
+	@$(EDITABLE)'[bench,dev,docs]'
 	@touch $@
 
 # neither network nor venv: the torch that $(PYTHON) has, pytest, cmake and nvcc. GPU_ARGS: steps and options of bench/gpu.py
@@ -183,7 +183,7 @@ gpu-dry: $(VENV)/.tools
 clean:
 	rm -rf build dist *.egg-info demo_out runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find nmkernels -name '_C*.so' -delete
-	find nmkernels bench python_tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find nmkernels bench examples python_tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
 	rm -rf $(VENV) $(VENV)-oldest

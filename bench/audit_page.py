@@ -18,9 +18,9 @@ import torch
 import nmkernels as nm
 from nmkernels.audit import traffic
 from nmkernels.audit.report import Audit
+from nmkernels.audit.shapes import model_shapes
 from nmkernels.audit.whole import pays
 from nmkernels.gemm.devices import Device, named
-from nmkernels.models import model_shapes
 from nmkernels.timing import Seconds
 
 from . import tables

@@ -51,7 +51,7 @@ MOST_WORKERS = 8
 LENGTH = 8000
 """Characters of failures that the summary shows; beyond that only the number of failures is given."""
 
-SOURCES = ("nmkernels", "csrc", "cmake", "python_tests", "bench")
+SOURCES = ("nmkernels", "csrc", "cmake", "python_tests", "bench", "examples")
 ARCHIVE, SUMMARY, FAILED = "gpu.tar.gz", "summary.txt", "failed.txt"
 
 

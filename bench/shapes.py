@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from nmkernels import NMError, models
+from nmkernels import NMError
+from nmkernels.audit import shapes
 
 from .registry import sizes
 
@@ -17,11 +18,11 @@ NAMES = {
     "vit-l": ("vit-l", {"qkv": "attn.qkv", "proj": "attn.proj", "fc": "mlp.fc1", "down": "mlp.fc2"}),
     "bert-large": ("bert-large", {"qkv": "attention.self.query", "fc": "intermediate.dense", "down": "output.dense"}),
 }
-"""Short names of the layers of ``models.MODELS``, which has their shapes and sources."""
+"""Short names of the layers of ``nmkernels/audit/shapes.py``, which has their shapes and sources."""
 
 MODELS: dict[str, dict[str, str]] = {
     **{
-        ours: {short: "{}x{}".format(*models.MODELS[theirs].layers[name]) for short, name in layers.items()}
+        ours: {short: "{}x{}".format(*shapes.MODELS[theirs].layers[name]) for short, name in layers.items()}
         for ours, (theirs, layers) in NAMES.items()
     },
     # the shapes of the speed targets: a square weight, and Llama-7B's up projection

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 import nmkernels as nm
-from nmkernels.models import GPT, Corpus, GPTConfig, load_corpus
+from examples.train_gpt.data import Corpus, load_corpus
+from examples.train_gpt.model import GPT, GPTConfig
 
 from .cases._ours import forced
 from .rows import RESULTS, Row, append, commit, row

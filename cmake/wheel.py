@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
 REQUIREMENTS = {
     "smoke": ["pytest>=8", "pytest-xdist", "hypothesis"],
-    "all": ["nmkernels[demo,tensorboard,bench,dev] @ {}"],
+    "all": ["nmkernels[demo,bench,dev] @ {}"],
 }
 """What the tests need besides the package; {} is the wheel."""
 ASKS_FOR_TRITON = "from importlib.metadata import requires; print(*[r for r in requires('torch') or [] if r.startswith('triton')])"

@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 import nmkernels as nm
-from nmkernels.models import GPT, GPTConfig, load_corpus
+from train_gpt.data import load_corpus
+from train_gpt.model import GPT, GPTConfig
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", type=Path, required=True)

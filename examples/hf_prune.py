@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import nmkernels as nm
-from nmkernels.models import load_corpus
+from train_gpt.data import load_corpus
 
 parser = argparse.ArgumentParser()
 parser.add_argument("model", nargs="?", type=Path, metavar="MODEL_DIR", help="default: a small one")

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import nmkernels as nm
-from nmkernels.models import GPT, GPTConfig, generate
+from train_gpt.model import GPT, GPTConfig, generate
 
 parser = argparse.ArgumentParser()
 parser.add_argument("file", type=Path)

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 import nmkernels as nm
-from nmkernels.models import GPT, GPTConfig, load_corpus
+from train_gpt.data import load_corpus
+from train_gpt.model import GPT, GPTConfig
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", type=Path, required=True)

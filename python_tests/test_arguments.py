@@ -17,7 +17,6 @@ import nmkernels as nm
 from nmkernels import ops
 from nmkernels.arguments import as_int, as_number
 from nmkernels.autograd import SplitRule
-from nmkernels.models import GPTConfig
 from nmkernels.nn import CompressedConv2d, SparseConv2d, SquaredReLUMLP
 from nmkernels.nn.experts import CompressedStack
 from nmkernels.optim import UpdateRule
@@ -96,7 +95,6 @@ WHOLE: dict[str, tuple[Callable[[Any], Any], int]] = {
        ("features", "hidden", "out_features")},
     "SplitRule: multiple": (lambda multiple: SplitRule(nm.Pattern("2:4"), multiple=multiple), 4),
     "UpdateRule: v_step": (lambda step: UpdateRule(v_step=step), 4),
-    **{f"GPTConfig: {name}": (lambda v, name=name: GPTConfig(**{name: v}), 4) for name in ("vocab", "width", "layers", "heads", "context")},
     "search_permutation: escapes": (lambda escapes: search_permutation(WEIGHT, escapes=escapes).order.tolist(), 3),
     "search_permutation: seed": (lambda seed: search_permutation(WEIGHT, escapes=2, seed=seed).order.tolist(), 3),
     "search_decay: stride": (lambda stride: searched(stride=stride), 2),

@@ -1,6 +1,6 @@
 """Decoders of the sizes of Llama 3 and GPT-2 for training and for step-by-step decoding with a cache of fixed size, in plain torch.
 
-``nmkernels.models.GPT`` grows its cache by slices, whose sizes a CUDA graph would freeze, and has no gated block.
+The GPT of examples/train_gpt grows its cache by slices, whose sizes a CUDA graph would freeze, and has no gated block.
 """
 
 from __future__ import annotations

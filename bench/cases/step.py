@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nmkernels as nm
+from examples.train_gpt.model import GPT, GPTConfig, generate
 from nmkernels.autograd import STRAIGHT_THROUGH, HardMask
 from nmkernels.gemm.forms import layout_on
-from nmkernels.models import GPT, GPTConfig, generate
 
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
 from . import _ours

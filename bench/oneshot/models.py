@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nmkernels.models import GPT, GPTConfig, load_corpus
+from examples.train_gpt.data import load_corpus
+from examples.train_gpt.model import GPT, GPTConfig
 from nmkernels.train.sparsify import FilterFn
 
 from ..accuracy import data

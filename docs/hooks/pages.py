@@ -35,8 +35,9 @@ FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 
 def pages() -> dict[str, str]:
     """Path in the repository → page of the site."""
-    examples = sorted((ROOT / "examples").glob("*.py"))
-    return PAGES | {f"examples/{path.name}": f"examples/{path.stem}.md" for path in examples}
+    examples = [*sorted((ROOT / "examples").glob("[!_]*.py")), ROOT / "examples/train_gpt/train.py"]
+    names = [path.relative_to(ROOT).as_posix() for path in examples]
+    return PAGES | {name: f"{name.removesuffix('.py')}.md" for name in names}
 
 
 def read(source: str) -> str:

@@ -18,7 +18,6 @@ from ..pattern import NMError
 PROG = "python -m nmkernels"
 
 VERBS = {
-    "train": "train a small byte-level GPT with a sparse recipe, compress it and check the result",
     "prune": "prune a Hugging Face model to N:M in one shot, block by block, and write the compressed one",
     "recipes": "list the training methods: paper, patterns, state, cost; or one with its keywords",
     "audit": "predict, and measure here, what N:M would gain a model on a device, layer by layer",
@@ -35,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0].startswith("-"):
         return _top(words)
     verb = words[0]
+    if verb == "train":  # which it was in 0.1
+        print(f"{PROG}: error: train has become a program, examples/train_gpt/train.py in the repository.", file=sys.stderr)
+        return 2
     if verb not in VERBS:
         near = difflib.get_close_matches(verb, VERBS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
@@ -57,6 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # the reader (head, less) has closed the pipe; without this the flush at exit would fail too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def positive(text: str) -> int:
+    """A ``type=`` for argparse: a whole number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
 
 
 def _top(words: list[str]) -> int:

@@ -8,18 +8,16 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from .. import capability
 from ..audit import audit
-from ..models import GPT, MODELS, GPTConfig, model_shapes
+from ..audit.shapes import MODELS, byte_gpt, model_shapes
 from ..pattern import NMError
-from .config import positive
+from . import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--model", default="gpt2", metavar="M", help=f"{', '.join(MODELS)}, or WIDTHxBLOCKS of models.GPT; default gpt2")
+    what.add_argument("--model", default="gpt2", metavar="M", help=f"{', '.join(MODELS)}, or WIDTHxBLOCKS of a byte GPT; default gpt2")
     what.add_argument("--shapes", nargs="+", metavar="OUTxIN", help="layers of these shapes instead, such as 14336x4096 4096x14336")
     text = "tokens of one forward pass, batch times sequence; default 8192"
     parser.add_argument("--tokens", type=positive, default=8192, metavar="T", help=text)
@@ -67,13 +65,11 @@ def _model(args: argparse.Namespace) -> tuple[Any, Mapping[str, float]]:
     if args.shapes:
         return {word: _sizes(word) for word in args.shapes}, {}
     if args.model[:1].isdigit():
-        width, blocks = _sizes(args.model)
-        with torch.device("meta"):
-            return GPT(GPTConfig(width=width, layers=blocks, heads=1)), {}
+        return byte_gpt(*_sizes(args.model)).module(), {}
     try:
         spec = model_shapes(args.model)
     except NMError as error:
-        raise NMError(f"{error} Or pass WIDTHxBLOCKS for models.GPT, or --shapes.") from None
+        raise NMError(f"{error} Or pass WIDTHxBLOCKS, or --shapes.") from None
     return spec.module(), spec.rows
 
 

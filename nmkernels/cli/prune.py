@@ -8,7 +8,9 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -22,8 +24,7 @@ from ..ops.integers import BITS
 from ..pattern import NMError, Pattern
 from ..prune.base import resolve
 from ..prune.trial import first_line
-from .config import positive
-from .log import notes
+from . import positive
 from .samples import draw, read, share
 
 PROG = "python -m nmkernels prune"
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     batches, held_out, why = _data(args, kind, config)
     device = args.device or ("cuda" if capability.cuda_device().ok else "cpu")
     try:
-        with notes(sys.stderr), Progress() as progress:
+        with notes(), Progress() as progress:
             done = folder.prune_folder(
                 args.model, pattern, batches, args.out, skip=args.skip, method=method, device=device,
                 dtype=None if args.dtype is None else getattr(torch, args.dtype), sequential=not args.no_sequential, permute=args.permute,
@@ -159,6 +160,14 @@ def _causal(kind: Any) -> bool:
     tables = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     names = [name for table in tables for value in table.values() for name in ((value,) if isinstance(value, str) else value)]
     return kind.__name__ in names
+
+
+@contextmanager
+def notes() -> Iterator[None]:
+    """Print warnings as lines on stderr, without the source line, which means nothing to the user of a command."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: print(f"note: {message}", file=sys.stderr, flush=True)
+        yield
 
 
 class Progress:

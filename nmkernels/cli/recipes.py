@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         print(details(described))
     else:
         print("\n\n".join("\n".join(_head(each)) for each in described))
-        print("\npython -m nmkernels recipes NAME shows more; python -m nmkernels train --recipe NAME:N:M trains with one.")
+        print('\npython -m nmkernels recipes NAME shows more; nm.recipes.get("NAME:N:M", total_steps=STEPS) makes one.')
     return 0
 
 
@@ -52,7 +52,7 @@ def details(r: dict[str, Any]) -> str:
     """One recipe: its facts, its keywords with their defaults, and its docstring."""
     width = max(len(k["name"]) for k in r["keywords"])
     keywords = [f"  {k['name'].ljust(width)} = {k['default']!r:<14} {k['type']}" for k in r["keywords"]]
-    heading = "Keywords. In train, pattern is in --recipe NAME:N:M, total_steps is --steps, the others are --set KEY=VALUE."
+    heading = 'Keywords, as in nm.recipes.get("NAME:N:M", KEY=VALUE) or nm.recipes.get("NAME:N:M(KEY=VALUE)").'
     return "\n".join([*_head(r), "", heading, *keywords, "", r["doc"]])
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import nmkernels as nm
+from examples.train_gpt.model import GPT, GPTConfig
 from nmkernels.audit import pieces as measure
 from nmkernels.audit.rules import speedup
-from nmkernels.models import GPT, GPTConfig
 from nmkernels.recipes.registry import find
 from python_tests.audit.layer_zoo import Zoo
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import nmkernels as nm
+from examples.train_gpt.model import GPT, GPTConfig
 from nmkernels.audit import traffic
 from nmkernels.audit.whole import rounded
 from nmkernels.gemm.devices import DEVICES
-from nmkernels.models import GPT, GPTConfig
 from python_tests.train.test_step_bytes import STEPS, bytes_of_a_step, on_a_gpu
 
 H200 = {"device": "H200", "dtype": "bfloat16"}

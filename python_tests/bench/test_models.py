@@ -12,7 +12,7 @@ from bench import cases, runner
 from bench.cases import model as models
 from bench.cases._decoder import SIZES, Decoder, prunable
 from bench.registry import Ask, Spec
-from nmkernels.models import model_shapes
+from nmkernels.audit.shapes import model_shapes
 from python_tests.bench.samples import small
 
 LLAMA, GPT = "Llama 128x1", "GPT-2 128x1"

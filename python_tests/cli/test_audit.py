@@ -1,14 +1,16 @@
-"""``audit``: the table and the JSON of ``nm.audit`` for models by name, by shape and of nmkernels.models."""
+"""``audit``: the table and the JSON of ``nm.audit`` for models by name and by shape."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+import torch
 
 import nmkernels as nm
+from examples.train_gpt.model import GPT, GPTConfig
 from nmkernels import cli
-from nmkernels.models import MODELS, model_shapes
+from nmkernels.audit.shapes import MODELS, byte_gpt, model_shapes
 
 
 def run(capsys, *words):
@@ -58,6 +60,12 @@ def test_wrong_arguments_are_refused(words, match, capsys):
     assert cli.main(["audit", "--device", "H200", *words]) == 1
     error = capsys.readouterr().err
     assert match in error and len(error.splitlines()) == 1
+
+
+def test_the_byte_gpt_has_the_layers_of_the_example():
+    model = GPT(GPTConfig(width=64, layers=2, heads=1))
+    layers = {name: tuple(module.weight.shape) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert byte_gpt(64, 2).shapes() == layers
 
 
 def test_named_models_have_their_known_sizes():

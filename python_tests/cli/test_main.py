@@ -44,11 +44,18 @@ def test_every_verb_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert stop.value.code == 0 and f"usage: python -m nmkernels {verb}" in capsys.readouterr().out
 
 
+def test_train_names_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--demo"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "python -m nmkernels: error: train has become a program, examples/train_gpt/train.py in the repository."
+    assert (ROOT / "examples/train_gpt/train.py").exists()
+
+
 def test_unknown_verb_suggests(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["docter"]) == 2
     assert "no verb is called 'docter'; did you mean 'doctor'?" in capsys.readouterr().err
     assert cli.main(["zzz"]) == 2
-    assert "no verb is called 'zzz'. Verbs are: train" in capsys.readouterr().err
+    assert "no verb is called 'zzz'. Verbs are: prune" in capsys.readouterr().err
 
 
 def test_what_a_verb_ends_with(verb: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

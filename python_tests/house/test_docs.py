@@ -22,6 +22,7 @@ import pytest
 import nmkernels as nm
 from nmkernels import dispatch
 from nmkernels.recipes import registry
+from python_tests.examples.program import train
 from python_tests.house.paths import PACKAGE, ROOT
 from python_tests.house.test_public_api import MODULES
 
@@ -33,6 +34,7 @@ PLACEHOLDER = re.compile(r"family|mine|verb|_x\b|/x\.")
 
 ADDRESS = re.compile(r"https://([a-z0-9-]+\.)+[a-z]+(/[\w.~%+/#?=&-]*[\w/])?")
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+TRAIN = "examples/train_gpt/train.py"
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 """What torchrun sets, for the blocks that begin a process group; others would begin one by themselves."""
 
@@ -143,8 +145,8 @@ def test_slow_code_runs(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path, "sh")], ids=name_of)
-def test_commands_are_understood(path: Path) -> None:
-    """``python -m nmkernels VERB ...`` has the options that it is given; programs in examples/ are there."""
+def test_commands_are_understood(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``python -m nmkernels VERB ...`` and train_gpt have the options that they are given; other programs in examples/ are there."""
     lines = [line.partition(" #")[0].strip() for block in blocks(path, "sh") for line in block.splitlines()]
     for line in lines:
         words = shlex.split(line)
@@ -153,6 +155,11 @@ def test_commands_are_understood(path: Path) -> None:
             parser = argparse.ArgumentParser(prog=line, exit_on_error=False)
             importlib.import_module(f"nmkernels.cli.{verb}").add_arguments(parser)
             parser.parse_args(rest)
+        if TRAIN in words:
+            with monkeypatch.context() as patch:
+                if "torchrun" in words:
+                    patch.setenv("RANK", "0")
+                train.arguments(words[words.index(TRAIN) + 1 :])
         assert all((ROOT / word).exists() for word in words if word.startswith("examples/")), line
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nmkernels.models import GPT, GPTConfig
+from examples.train_gpt.model import GPT, GPTConfig
 from nmkernels.nn.chains import Chain, channel_parameters, find_chains, reorder_
 from nmkernels.nn.swap import make_sparse_
 

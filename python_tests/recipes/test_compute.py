@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.models import GPT, GPTConfig
+from examples.train_gpt.model import GPT, GPTConfig
 from nmkernels.recipes import SRSTE, STEP, LayerWise, MdGf, Recipe, Span
 from nmkernels.recipes.compose import with_pattern
 from nmkernels.testing import equal_bits

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from nmkernels.models import GPT, GPTConfig, make_corpus, stdlib_texts
+from examples.train_gpt.data import make_corpus, stdlib_texts
+from examples.train_gpt.model import GPT, GPTConfig
 
 from .base import task
 from .gpt import BATCH, CONTEXT, ByteGPT

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nmkernels.models import GPT, GPTConfig, load_corpus
+from examples.train_gpt.data import load_corpus
+from examples.train_gpt.model import GPT, GPTConfig
 
 from .base import Settings, Task, task, to_model
 

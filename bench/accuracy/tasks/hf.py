@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nmkernels.models import load_corpus
+from examples.train_gpt.data import load_corpus
 
 from .base import Settings, Task, task, to_model
 

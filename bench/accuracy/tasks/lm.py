@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nmkernels.models import GPT, GPTConfig
+from examples.train_gpt.model import GPT, GPTConfig
 
 from .base import Settings, Task, task, to_model
 

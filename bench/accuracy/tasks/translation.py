@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nmkernels.models.gpt import MLP, GPTConfig
+from examples.train_gpt.model import MLP, GPTConfig
 
 from .. import data
 from ..catalogs import BEGIN, END, LONGEST, PAD, VOCABULARY, Tokens, translations

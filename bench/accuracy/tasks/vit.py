@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nmkernels.models.gpt import MLP, GPTConfig
+from examples.train_gpt.model import MLP, GPTConfig
 
 from .base import task
 from .digits import BATCH, CLASSES, SIDE, Digits

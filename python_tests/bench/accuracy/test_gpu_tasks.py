@@ -16,7 +16,7 @@ from bench.accuracy import tasks, worker
 from bench.accuracy.plan import GRID
 from bench.accuracy.spec import TUNING_SEEDS, Case, RunSpec
 from bench.accuracy.tasks import base, cifar, glue, lm
-from nmkernels.models import GPTConfig
+from examples.train_gpt.model import GPTConfig
 
 METHODS = pytest.mark.parametrize("method", ["dense", "srste-2e-4"])
 GPU_TASKS = ("gpt-124m", "gpt-350m", "cifar10", "glue-rte", "glue-sst2", "glue-qnli", "glue-mnli")

@@ -15,8 +15,9 @@ from bench.accuracy.plan import Results
 from bench.accuracy.rows import save
 from bench.accuracy.tables import Tables
 from bench.accuracy.tasks import base
-from nmkernels.cli.config import TrainConfig
+from nmkernels import recipes
 from python_tests.bench.accuracy.conftest import made
+from python_tests.examples.program import train
 from python_tests.house.paths import ROOT
 
 SETTINGS = tasks.Settings(steps=100, lr=1e-2, patterns=("2:4", "1:8"), margin=0.02)
@@ -199,8 +200,8 @@ def test_the_committed_pages_agree_with_the_committed_rows():
 
 
 def test_the_default_recipe_is_behind_none_that_trains_from_scratch():
-    """On the tasks with rows; if this fails, another recipe becomes the default of the command line and of the demo."""
-    shown, name, scratch = page.read(), TrainConfig.recipe.split(":")[0], tables.WANTS[0]
+    """On the tasks with rows; if this fails, another recipe becomes the default of the demo."""
+    shown, name, scratch = page.read(), train.RECIPE.split(":")[0], tables.WANTS[0]
     method = tables.METHOD.get(name, name)
     for task in set(scratch.tasks) & set(shown.tasks("2:4")):
         _, behind = shown.wins("2:4", scratch.methods, [task]).get(method, (0, 0))  # of a task that it has not run yet
@@ -209,7 +210,7 @@ def test_the_default_recipe_is_behind_none_that_trains_from_scratch():
 
 def test_the_default_decay_is_the_best_one_of_the_gpt():
     known = studies.resolve(studies.case("gpt", studies.SRSTE, "2:4"), page.read().results)
-    assert known is not None and DECAYS[known.method] == TrainConfig().build_recipe().decay
+    assert known is not None and DECAYS[known.method] == recipes.get(train.RECIPE).decay
 
 
 def test_the_readme_recommends_what_the_rows_say():

@@ -1,4 +1,4 @@
-"""The programs in examples/ that need one process run as they stand; those of several are in distributed/."""
+"""The short programs in examples/ that need one process run as they stand; those of several are in distributed/."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def ran(*words: object) -> str:

@@ -1,4 +1,4 @@
-"""The training text: what is read, how it is split, and the error if there is none."""
+"""The text of train_gpt: what is read, how it is split, and the error if there is none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nmkernels.models import DataError, data, load_corpus
+from examples.train_gpt import data
+from examples.train_gpt.data import load_corpus
 
 TEXT = b"".join(b"line %06d of a text\n" % i for i in range(400))
 
@@ -60,8 +61,6 @@ def test_folders_skip_hidden_and_binary_files(tmp_path):
 def test_a_pipe_does_not_hang(corpus, tmp_path, pipe):
     pipe.rename(tmp_path / "a pipe")
     assert whole(load_corpus(tmp_path)) == TEXT
-    with pytest.raises(DataError, match="neither a file nor a folder"):
-        load_corpus(tmp_path / "a pipe")
 
 
 def test_the_default_is_the_standard_library(tmp_path, monkeypatch):
@@ -70,50 +69,16 @@ def test_the_default_is_the_standard_library(tmp_path, monkeypatch):
     assert corpus.digest == load_corpus().digest
     assert b"def " in bytes(corpus.val[:100_000].tolist())
     monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(DataError, match="give text with --data"):
+    with pytest.raises(ValueError, match="there is no text here"):
         load_corpus()
 
 
-def test_unusable_files_and_folders(tmp_path):
-    def refused(path, message):
-        with pytest.raises(DataError, match=message):
+def test_no_text_is_an_error(tmp_path):
+    (tmp_path / "empty").touch()
+    (tmp_path / "binary").write_bytes(b"\x7fELF\0\0")
+    for path in (tmp_path, tmp_path / "binary", tmp_path / "missing"):
+        with pytest.raises(ValueError, match=f"{path}: there is no text here"):
             load_corpus(path)
-
-    for content, message in ((b"", "the file is empty"), (b"\x7fELF\0\0", "binary, not text")):
-        (tmp_path / "f").write_bytes(content)
-        refused(tmp_path / "f", message)
-    (tmp_path / "f").unlink()
-    refused(tmp_path / "missing", "No such file")
-    refused(tmp_path, "holds no files")
-    for name in "ab":
-        (tmp_path / name).write_bytes(b"\0")
-    refused(tmp_path, "none of the 2 files holds text")
-    refused("", "--data is empty")
-
-
-def test_unreadable_files_are_passed_over_or_named(corpus, tmp_path, monkeypatch):
-    (tmp_path / "locked.txt").write_bytes(TEXT)
-    real = Path.open
-
-    def deny(self, *args, **kwargs):
-        if self.name == "locked.txt":
-            raise PermissionError(13, "Permission denied")
-        return real(self, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "open", deny)
-    assert whole(load_corpus(tmp_path)) == TEXT
-    with pytest.raises(DataError, match=r"unreadable \(Permission denied\)"):
-        load_corpus(tmp_path / "locked.txt")
-
-
-def test_too_small_a_text_is_an_error(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"x" * 400)
-    corpus = load_corpus(tmp_path / "a.txt")
-    corpus.check(32)
-    with pytest.raises(DataError, match="validation text is 40 bytes, and a context of 40 needs at least 41"):
-        corpus.check(40)
-    with pytest.raises(DataError, match="training text is 360 bytes"):
-        corpus.check(100)
 
 
 def test_batches_are_a_function_of_seed_and_step(corpus):

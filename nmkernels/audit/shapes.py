@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..audit.flops import skeleton
 from ..pattern import NMError
+from .flops import skeleton
 
 Shapes = Mapping[str, tuple[int, int]]
 
@@ -82,6 +82,12 @@ MODELS = {
          "intermediate.dense": (4096, 1024), "output.dense": (1024, 4096)},
     ),
 }  # fmt: skip
+
+
+def byte_gpt(width: int, blocks: int) -> ModelShapes:
+    """The linear layers of a GPT over bytes such as that of examples/train_gpt."""
+    layers = {"attn.qkv": (3 * width, width), "attn.proj": (width, width), "mlp.fc": (4 * width, width), "mlp.proj": (width, 4 * width)}
+    return ModelShapes("blocks", blocks, layers, {"lm_head": (256, width)}, embeddings={"tokens": (256, width)})
 
 
 def model_shapes(name: str) -> ModelShapes:
