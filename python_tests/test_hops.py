@@ -23,7 +23,7 @@ def hops(call, warm=3):
     def seen(frame, event, _):
         path = Path(frame.f_code.co_filename)
         # every attached model sees a step; those of other tests are not part of this call
-        if event == "call" and PACKAGE in path.parents and not doubts(frame):
+        if event == "call" and PACKAGE in path.parents and not of_every_step(frame):
             files.append(str(path.relative_to(PACKAGE)))
 
     sys.setprofile(seen)
@@ -34,8 +34,8 @@ def hops(call, warm=3):
     return len(files), sorted(set(files))
 
 
-def doubts(frame):
-    while frame is not None and frame.f_code.co_name != "doubt":
+def of_every_step(frame):
+    while frame is not None and frame.f_code.co_name != "on_foreign_step":
         frame = frame.f_back
     return frame is not None
 

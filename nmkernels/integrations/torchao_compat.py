@@ -32,8 +32,7 @@ from ..nn import CompressedLinear, NMWeight, SparseLinear, compress_, make_dense
 from ..nn.swap import after_swap, replace_each_
 from ..pattern import DtypeError, Pattern, RecipeError, ShapeError
 from ..recipes.existing import adopt
-from ..train.layer_names import check_names
-from ..train.writes import listed
+from ..train.layer_names import check_names, listed
 
 FilterFn = Callable[[nn.Module, str], bool]
 TWO_OF_FOUR = Pattern("2:4")

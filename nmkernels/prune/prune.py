@@ -20,9 +20,9 @@ from ..pattern import Pattern, PatternLike, RecipeError
 from ..recipes.methods.asp import ASP
 from ..shards import is_sharded
 from ..train.handle import Handle
+from ..train.layer_names import listed
 from ..train.report import Pruned, Report
 from ..train.sparsify import Candidate, FilterFn, check_groups, select, sparsify_
-from ..train.writes import listed
 from .base import OneShot, resolve, text
 from .data import batches_of, call
 from .ranks import agree, gathered, together
@@ -125,8 +125,7 @@ def prune_(
         units = [[c.name for c in unit.layers] for unit in relay.units] + [[c.name for c in relay.idle]]
         named = {c.name: c for c in chosen}
         masks, rows, gains = _taken(model, results, units, named, chains)
-    handle = sparsify_(model, ASP(pattern, score="existing"), lambda module, name: name in named)
-    handle.run.masks.chosen = masks
+    handle = sparsify_(model, ASP(pattern, score="existing"), lambda module, name: name in named, masks=masks)
     for layer in handle.layers.values():
         layer.integers = integers if layer.layout in MATRICES else None
     handle.report.entries = report.entries

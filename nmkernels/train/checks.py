@@ -46,21 +46,6 @@ def check_whole(recipe: Recipe, layers: dict[str, NMWeight]) -> None:
         )
 
 
-def check_stages(recipe: Recipe, layers: dict[str, NMWeight]) -> None:
-    """Raise ``RecipeError`` where the schedule follows sums over all weights, and stages of a pipeline share the weights out."""
-    for layer in layers.values():
-        if not recipe.setup.follows_weights or not is_sharded(layer.parameter):
-            continue
-        mesh: Any = layer.parameter.device_mesh  # type: ignore[attr-defined]
-        root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
-        names = root.mesh_dim_names or ()
-        if "pp" in names and root.size(names.index("pp")) > 1:
-            raise RecipeError(
-                f"{type(recipe).__name__} switches by sums over all weights, and under pipeline parallelism no rank sees more than its "
-                'stage\'s. Say at which step: STEP(switch="fixed", start=...).'
-            )
-
-
 def check_shards(layers: dict[str, NMWeight]) -> None:
     """Raise ``ShapeError`` where shards cut the groups of a mask, ``RecipeError`` where a layer cannot be sharded."""
     for name, layer in layers.items():

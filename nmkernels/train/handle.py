@@ -20,11 +20,11 @@ from ..optim import merge_stats
 from ..pattern import CheckpointError, RecipeError
 from ..recipes.contract import Recipe, State
 from ..shards import anywhere
-from .attach import STATE_KEY, Attachment, check_forms, check_moments, check_optimizer, group_of, loaded_masks, owned, unwrapped
-from .checks import check_flat, check_learned, check_own, check_shards, check_stages, check_whole
+from . import optimizers as hooked
+from .checks import check_flat, check_learned, check_own, check_shards, check_whole
+from .optimizers import STATE_KEY, check_forms, check_moments, check_optimizer, loaded_state, owned, unwrapped
 from .report import Report
-from .run import Run
-from .saved import restored
+from .run import Run, group_of
 
 
 def densify_(model: nn.Module) -> nn.Module:
@@ -129,7 +129,8 @@ class Handle:
             >>> list(handle.state_dict())
             ['nm_recipe']
         """
-        return {STATE_KEY: copy.deepcopy({**self.state, **self.run.held()})}
+        self.state  # noqa: B018 raises before an optimizer is attached
+        return {STATE_KEY: copy.deepcopy(self.run.save())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what ``state_dict`` returned; attach an optimizer before.
@@ -151,7 +152,7 @@ class Handle:
             raise RecipeError("the handle has no optimizer yet: call handle.attach(optimizer) first.")
         driver = self.run.attachments[-1]
         self.run.check(state_dict[STATE_KEY], driver.group)
-        driver.load(copy.deepcopy(state_dict[STATE_KEY]))
+        hooked.begin(driver, copy.deepcopy(state_dict[STATE_KEY]))
 
     # ---- attach
 
@@ -208,10 +209,9 @@ class Handle:
             check_forms(forms, optimizer)
         check_learned(self.layers, (*stepped, *(a.optimizer for a in before)))
         last, layers = owners[-1]
-        saved, loaded = None if id(last) in known else last.param_groups[0].get(STATE_KEY), None
-        if saved is not None:
-            masks = {name: bits for optimizer, own in owners for name, bits in loaded_masks(optimizer, own).items()}
-            loaded = restored(saved, self.layers, masks)
+        saved = None if id(last) in known else last.param_groups[0].get(STATE_KEY)
+        loaded = None if saved is None else loaded_state(run, last, owners)
+        if loaded is not None:
             run.check(loaded, group_of(last, layers))
         elif run.state:
             check_moments(run, last, layers)
@@ -220,21 +220,22 @@ class Handle:
             run.attachments[:] = [a for a in before if a.optimizer not in stepped]
             # one without a sparse weight may get some with a later group, but drives no schedule
             for optimizer in sorted(stepped, key=lambda o: bool(owned(o, self.layers))):
-                run.attachments.append(known.get(id(optimizer)) or Attachment(run, optimizer))
-                run.attachments[-1].take()
-                run.attachments[-1].make_forms(forms)
+                attachment = known.get(id(optimizer)) or hooked.attach(run, optimizer)
+                run.attachments.append(attachment)
+                hooked.take_layers(attachment)
+                hooked.make_forms(attachment, forms)
             driver = run.attachments[-1]
             if going and loaded is None:
-                driver.continues()
+                hooked.take_over_schedule(driver)
             else:
                 if loaded is None:
-                    run.begin("attach")  # weights may have been initialised since sparsify_
-                driver.load(loaded)
+                    run.start("attach")  # weights may have been initialised since sparsify_
+                hooked.begin(driver, loaded)
         except Exception:
             new = [a for a in run.attachments if a not in before]
             run.attachments[:] = [*before, *new]
             for attachment in new:
-                attachment.detach()
+                hooked.detach(attachment)
             if saved is not None:
                 last.param_groups[0][STATE_KEY] = saved
             if not going:
@@ -242,7 +243,7 @@ class Handle:
             raise
         for earlier in before:
             if earlier is not driver:
-                earlier.hand_over()
+                hooked.give_up_schedule(earlier)
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def detach(self, *optimizers: torch.optim.Optimizer) -> None:
@@ -267,10 +268,10 @@ class Handle:
         parts = [a for o in map(unwrapped, optimizers) for a in attached if a.optimizer is o]
         if len(parts) < len(optimizers):
             raise RecipeError("detach: one of the optimizers is not attached to this handle.")
-        for part in parts or list(attached):
-            part.detach()
+        for attachment in parts or list(attached):
+            hooked.detach(attachment)
         if attached:
-            attached[-1].continues()
+            hooked.take_over_schedule(attached[-1])
 
     def renew_masks(self) -> None:
         """Take from the present weights what the recipe took from earlier ones: masks, S-STE's scale, learned logits, channel order.
@@ -302,7 +303,6 @@ class Handle:
         check_flat(self.layers)
         connect(self.model, list(self.layers.values()))
         check_whole(self.recipe, self.layers)
-        check_stages(self.recipe, self.layers)
         check_shards(self.layers)
         self.run.attached_shards = self.run.sharded
 
@@ -329,7 +329,7 @@ class Handle:
             0.5
         """
         if not self.run.state and not self.finished:
-            self.run.gradients.warn("metrics", self.recipe, attached=False)
+            self.run.guards.warn_of_gradients("metrics", attached=False)
         if not self.finished:
             self.run.check_weights("metrics", waits=False)
         return metrics_of(self.run)
@@ -378,7 +378,7 @@ class Handle:
             ...     _ = model(torch.randn(32, 64))
             >>> optimizer = handle.attach(torch.optim.AdamW(model.parameters()))
         """
-        return self.run.masks.inputs.collecting()
+        return self.run.held.inputs.collecting()
 
     # ---- the end
 
@@ -437,7 +437,7 @@ class Handle:
                     plan = kept[name][1]
                     self.layers[name].use(transform, plan if plan.fp8 is None and plan.fprop == "dense" else STRAIGHT_THROUGH)
             for name in lost:
-                self.layers[name].use(self.run.masks.preview(name), STRAIGHT_THROUGH)
+                self.layers[name].use(self.run.held.final_mask(name), STRAIGHT_THROUGH)
             yield
         finally:
             reshard(self.model)
@@ -481,7 +481,7 @@ class Handle:
             )
         self.run.check_weights("finish")
         if not self.run.max_applied_steps:
-            self.run.gradients.warn("finish", self.recipe, attached=bool(self.run.attachments))
+            self.run.guards.warn_of_gradients("finish", attached=bool(self.run.attachments))
         if early := self.run.not_ready_reason():
             warnings.warn(
                 f"finish: the recipe {self.recipe.name} {early}, so the model has not been trained in the form that it gets now; "
@@ -517,8 +517,7 @@ class Handle:
 
     def _end(self) -> None:
         for attachment in list(self.run.attachments):
-            attachment.detach()
-        self.run.streams.forget()
+            hooked.detach(attachment)
         self.run.end()
         self.finished = True
 
@@ -547,7 +546,7 @@ def metrics_of(run: Run) -> dict[str, Tensor]:
     phase = torch.tensor(stage.phase)
     parts = [a for a in run.attachments if a.stats is not None]
     # the counts of the last step are out of date once something else has written the weights; held masks do not prevent that
-    written = run.stage.held_mask or bool(run.writes.since_step(run.layers))
+    written = run.stage.held_mask or bool(run.guards.written(run.layers))
     # users call this on one rank only, where a collective would wait for ever: metrics of sharded layers are of the last step
     of_layers = run.shard_metrics if run.sharded else run.metrics(density=written or not parts)
     if not parts:

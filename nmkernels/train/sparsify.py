@@ -6,7 +6,7 @@ import inspect
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -363,7 +363,9 @@ def _output_heads(model: nn.Module) -> set[int]:
     return heads
 
 
-def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None = None) -> Handle:
+def sparsify_(
+    model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None = None, *, masks: Mapping[str, Tensor] | None = None
+) -> Handle:
     """Turn the linear layers and convolutions of ``model`` into sparse ones, in place, and return the handle that drives the recipe.
 
     Module and Parameter objects, hooks, dtype, device and mode stay the same, and ``state_dict`` keys stay those of the dense model, so
@@ -376,6 +378,8 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
         model: any module; its own class is not changed.
         recipe: a recipe, or its name such as ``"srste:2:4"``.
         filter_fn: ``filter_fn(module, name) -> bool`` chooses among these layers, output heads and tiny ones included.
+        masks: layer name -> bool ``(out, in)``, for ``ASP(score="existing")``: the masks of pruned weights. Zeros alone do not show which
+            weights of value zero are kept.
 
     Raises:
         RecipeError: no layer can be made sparse, the model is sparse already, the filter chose an impossible layer, or a layer's
@@ -406,7 +410,7 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
     layers: dict[str, NMWeight] = {c.name: built.get(c.name) or _made_sparse(c, pattern) for c in chosen}
     after_swap(model)
     try:
-        return Handle(model, recipe, layers, report)
+        handle = Handle(model, recipe, layers, report)
     except Exception:
         for name, layer in layers.items():
             layer.forget()
@@ -416,6 +420,8 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
                 make_dense_(layer)
         switch_fast_paths(model)
         raise
+    handle.run.held.preset = masks or {}
+    return handle
 
 
 def _made_sparse(c: Candidate, pattern: Pattern) -> NMWeight:

@@ -195,7 +195,7 @@ def pruned_in_one_shot(architecture: str) -> None:
         handle = prune_(model, "2:4", data, method="wanda", sequential=False, forward=drawn_alike)
     why = ONE_BY_ONE.get(architecture, "")
     assert ("ran the whole model" in handle.report.remark) == bool(why) and why in handle.report.remark
-    wrong = {name: float((handle.run.masks.chosen[name] != mask).float().mean()) for name, mask in want.items()}
+    wrong = {name: float((handle.run.held.preset[name] != mask).float().mean()) for name, mask in want.items()}
     assert not {name: share for name, share in wrong.items() if share > 2e-3}
 
 

@@ -118,7 +118,7 @@ def test_wanda_moves_its_norms():
     handle, before = nm.sparsify_(model, ASP("2:4", score="wanda", permute=True, escapes=FEW)), snapshot(model)
     with handle.calibrate(), torch.no_grad():
         model(DATA[0][0])
-    scores = (before["2.weight"].abs() * handle.run.masks.inputs.squares["2"].sqrt()).float()
+    scores = (before["2.weight"].abs() * handle.run.held.inputs.squares["2"].sqrt()).float()
     handle.attach(MAKERS["sgd"](model.parameters()))
     order = search_permutation(scores, escapes=FEW).order
     assert torch.equal(orders(before, snapshot(model)), order)

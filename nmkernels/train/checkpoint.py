@@ -97,7 +97,7 @@ def _held(name: str, values: dict[str, Any], layers: Mapping[str, NMWeight], mas
             )
         return found  # loaders leave out what belongs to a frozen weight
     if bits.shape != layer.parameter.shape or local(bits).shape != local(layer.parameter).shape:
-        raise CheckpointError(f"the checkpoint's mask of layer {name!r} is of another shape than its weight {layer.shape}.")
+        raise CheckpointError(f"the checkpoint's mask of layer {name!r} has a different shape from its weight {layer.shape}.")
     own = as_matrix(ordered(local(bits).to(torch.uint8), layer.layout), layer.layout)
     for key, place in places.items():
         found[key] = (own & BITS[place["bit"]]).ne(0)[:: place["every"]].contiguous()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn import NMWeight
-from .writes import listed
+from .layer_names import listed
 
 Call = tuple[int, Tensor, Tensor]
 """Of one forward pass of a layer its tokens, those that were left out, and their values that are not finite; not waiting for a GPU."""
