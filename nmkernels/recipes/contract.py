@@ -255,37 +255,30 @@ class HeldMasks(Protocol):
 
 
 class LayerReport(Protocol):
-    """The report of a run; ``channels`` says of each layer whether its input channels were reordered."""
+    """What ``handle.report`` is; ``channels`` says of each layer whether its input channels were reordered."""
 
     channels: dict[str, str]
 
 
 class TrainedModel(Protocol):
-    """What ``Hooks`` may use of a run."""
+    """What ``Hooks`` may use of a run.
+
+    Attributes:
+        model, layers: the model, and its sparse layers by name.
+        state: of the recipe, as ``Recipe.stage`` gets it; empty before an optimizer is attached.
+        optimizers: all that update the model.
+    """
+
+    model: nn.Module
+    layers: dict[str, NMWeight]
+    state: State
 
     @property
-    def model(self) -> nn.Module:
-        """The model."""
-
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]: ...
     @property
-    def layers(self) -> Mapping[str, NMWeight]:
-        """Its sparse layers by name."""
-
+    def report(self) -> LayerReport: ...
     @property
-    def state(self) -> State:
-        """The state of the recipe, as ``Recipe.stage`` gets it; empty before an optimizer is attached."""
-
-    @property
-    def report(self) -> LayerReport:
-        """What ``handle.report`` is."""
-
-    @property
-    def held(self) -> HeldMasks:
-        """The masks that are chosen once."""
-
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """All that update the model."""
+    def held(self) -> HeldMasks: ...
 
     def renew_held(self) -> None:
         """Give transforms the numbers of the present state, and choose again what they hold, if anything."""
@@ -358,7 +351,7 @@ class Recipe:
     _resume: ClassVar[str] = "any"
     """``resume`` of the settings that do not give it."""
     _optional_state: ClassVar[tuple[str, ...]] = ()
-    """Keys of ``first_state`` without which a run can go on, because checkpoints of earlier versions lack them."""
+    """Keys of ``first_state`` without which a run can resume, because checkpoints of earlier versions lack them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", Pattern(self.pattern))

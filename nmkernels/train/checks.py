@@ -18,9 +18,8 @@ from ..shards import is_sharded
 def check_own(verb: str, layers: Mapping[str, NMWeight], *keys: str) -> None:
     """Raise ``RecipeError`` where the weight of a layer, or another tensor of ``keys``, is computed from others."""
     for name, layer in layers.items():
-        said = layer.computed(*keys)
-        if said:
-            raise RecipeError(f"{verb}: layer {name!r} is not as sparsify_ left it: {said}.")
+        if reason := layer.computed(*keys):
+            raise RecipeError(f"{verb}: layer {name!r} is not as sparsify_ left it: {reason}.")
 
 
 def check_flat(layers: dict[str, NMWeight]) -> None:
@@ -65,7 +64,7 @@ def check_shards(layers: dict[str, NMWeight]) -> None:
         traits = layer.final.traits
         if traits.columns is not None and splits["in"] > 1:
             raise ShapeError(
-                f"attach: layer {name!r} is split along in, between weights that are one group: those of the recipe are no neighbours. "
+                f"attach: layer {name!r} is split along in, between weights of one group: the recipe's groups are not adjacent. "
                 "Split out (fully_shard, ColwiseParallel), or leave the layer out with filter_fn."
             )
         for (which, parts), size in zip(splits.items(), layer.shape, strict=True):

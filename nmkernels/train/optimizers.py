@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,9 @@ from ..recipes.contract import Recipe, State
 from ..shards import is_sharded, total
 from . import gradients, step
 from .checkpoint import HELD, restored, written
+from .checks import check_learned
 from .layer_names import listed
-from .run import Attachment, Run
+from .run import Attachment, Run, group_of
 
 STATE_KEY = "nm_recipe"
 FIRST = {"step": 0, "mu_product": 1}
@@ -34,8 +35,57 @@ FIRST = {"step": 0, "mu_product": 1}
 # ---- attaching
 
 
-def attach(run: Run, optimizer: torch.optim.Optimizer) -> Attachment:
-    """Hook the steps of ``optimizer`` into ``run``."""
+def attach(run: Run, optimizers: Sequence[torch.optim.Optimizer], forms: str) -> None:
+    """Have ``optimizers``, of which the last one that updates a layer drives the schedule, step the layers of ``run`` from now on.
+
+    After an error nothing has changed.
+    """
+    before, resumed = list(run.attachments), bool(run.state)
+    known = {a.optimizer: a for a in before}
+    owners = [(optimizer, layers) for optimizer in optimizers if (layers := owned(optimizer, run.layers))]
+    _check(run, owners, [o for o, _ in owners if o not in known], forms)
+    check_learned(run.layers, (*optimizers, *known))
+    last, layers = owners[-1]
+    saved, loaded = None if last in known else last.param_groups[0].get(STATE_KEY), None
+    if saved is not None:
+        states = {name: o.state.get(layer.parameter) or {} for o, of_o in owners for name, layer in of_o.items()}
+        loaded = restored(saved, run.layers, {name: state[HELD] for name, state in states.items() if HELD in state})
+        run.check(loaded, group_of(last, layers))
+    elif run.stage.rule.frozen and run.state:
+        _check_moments(run, last, layers)
+    try:
+        run.attachments[:] = [a for a in before if a.optimizer not in optimizers]
+        # one without a sparse weight may get some with a later group, but drives no schedule
+        for optimizer in sorted(optimizers, key=lambda o: bool(owned(o, run.layers))):
+            a = known.get(optimizer) or _hook(run, optimizer)
+            run.attachments.append(a)
+            _take_layers(a)
+            a.forms = forms
+            for target in a.masked.targets.values() if a.masked is not None else ():
+                target.forms = None
+        driver = run.attachments[-1]
+        if resumed and loaded is None:
+            take_over_schedule(driver)
+        else:
+            if loaded is None:
+                run.start("attach")  # weights may have been initialised since sparsify_
+            begin(driver, loaded)
+    except Exception:
+        new = [a for a in run.attachments if a not in before]
+        run.attachments[:] = [*before, *new]
+        for a in new:
+            detach(a)
+        if saved is not None:
+            last.param_groups[0][STATE_KEY] = saved
+        if not resumed:
+            run.reset()
+        raise
+    for a in before:
+        if a is not driver:
+            _give_up_schedule(a)
+
+
+def _hook(run: Run, optimizer: torch.optim.Optimizer) -> Attachment:
     a = Attachment(run, optimizer, inner(optimizer), masked_adamw(optimizer))
     a.removers = [
         optimizer.register_step_pre_hook(eager(partial(_before, a))),
@@ -51,12 +101,11 @@ def attach(run: Run, optimizer: torch.optim.Optimizer) -> Attachment:
     return a
 
 
-def take_layers(a: Attachment) -> dict[str, NMWeight]:
+def _take_layers(a: Attachment) -> dict[str, NMWeight]:
     """Take over every layer whose weight the optimizer has, also in groups that were added since; returns the new ones."""
-    a.size = sum(len(group["params"]) for group in a.optimizer.param_groups)
-    owned_now = owned(a.optimizer, a.run.layers)
-    a.unsharded = [layer for layer in owned_now.values() if not is_sharded(layer.weight)]
-    new = {name: layer for name, layer in owned_now.items() if name not in a.layers}
+    a.size, layers = sum(len(group["params"]) for group in a.optimizer.param_groups), owned(a.optimizer, a.run.layers)
+    a.unsharded = [layer for layer in layers.values() if not is_sharded(layer.weight)]
+    new = {name: layer for name, layer in layers.items() if name not in a.layers}
     a.layers |= new
     for layer in new.values():
         layer.effective.attached = True
@@ -66,19 +115,12 @@ def take_layers(a: Attachment) -> dict[str, NMWeight]:
     return new
 
 
-def make_forms(a: Attachment, forms: str) -> None:
-    """From now on the forms of W̃ are made as ``attach(forms=)`` says."""
-    a.forms = forms
-    for target in a.masked.targets.values() if a.masked is not None else ():
-        target.forms = None
-
-
 def begin(a: Attachment, state: State | None) -> None:
     """Drive the schedule from ``state`` on; None: from the recipe's beginning, with the present weights."""
-    state_now = a.run.first_state(a.group) if state is None else state
-    a.optimizer.param_groups[0][STATE_KEY] = state_now
-    a.run.load(state_now)
-    if state is None:
+    fresh = state is None
+    state = a.optimizer.param_groups[0][STATE_KEY] = a.run.first_state(a.group) if state is None else state
+    a.run.load(state)
+    if fresh:
         a.run.watch()
     for other in a.run.attachments:
         mark_held_masks(other)
@@ -90,7 +132,7 @@ def take_over_schedule(a: Attachment) -> None:
     mark_held_masks(a)
 
 
-def give_up_schedule(a: Attachment) -> None:
+def _give_up_schedule(a: Attachment) -> None:
     """Leave the schedule to later attachments, and the count of those layers that they update too."""
     a.optimizer.param_groups[0].pop(STATE_KEY, None)
     later = a.run.attachments[a.run.attachments.index(a) + 1 :]
@@ -164,7 +206,7 @@ def _after(a: Attachment, optimizer: torch.optim.Optimizer, args: tuple[Any, ...
                 count = state[key]
                 state[key] = torch.full_like(count, FIRST[key]) if isinstance(count, Tensor) else type(count)(FIRST[key])
         return
-    if a.run.attachments and a.run.attachments[-1] is a:
+    if a.run.attachments[-1:] == [a]:
         # ZeRO replaces the groups by the loaded ones after the hooks of a load
         optimizer.param_groups[0][STATE_KEY] = a.run.state
     step.after(a)
@@ -172,8 +214,8 @@ def _after(a: Attachment, optimizer: torch.optim.Optimizer, args: tuple[Any, ...
 
 def _join(a: Attachment) -> None:
     """Take over the layers of parameter groups that were added since the last step."""
-    check_class(a.run.recipe, a.optimizer)
-    new = take_layers(a)
+    _check_class(a.run.recipe, a.optimizer)
+    new = _take_layers(a)
     a.first_step = a.first_step or bool(new)
     young = [name for name, layer in new.items() if "exp_avg_sq" not in a.updating.state.get(layer.parameter, {})]
     if young and a.run.stage.rule.frozen:
@@ -213,11 +255,12 @@ def on_foreign_step(a: Attachment, optimizer: torch.optim.Optimizer) -> None:
     for layer in a.layers.values():
         if not packed or layer.parameter not in packed:  # by this very step
             layer.effective.doubt()
-    if a.run.attachments and a.run.attachments[-1] is a:
+    if a.run.attachments[-1:] == [a]:
         for other in a.run.attachments:
             if optimizer is other.optimizer or optimizer is other.updating:
-                return
-        a.run.guards.foreign_step(optimizer)
+                break
+        else:
+            a.run.guards.foreign_step(optimizer)
 
 
 def _stop_watching() -> None:
@@ -263,7 +306,7 @@ def mark_held_masks(a: Attachment) -> None:
 
 
 def _after_state_dict(a: Attachment, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    run, layers, drives = a.run, holding(a), a.drives
+    run, layers, drives = a.run, holding(a), a.run.attachments[-1:] == [a]
     every = {name: layer for other in run.attachments for name, layer in holding(other).items()} if drives else layers
     text, masks = written(run.save(), run.layers, every)
     if drives:
@@ -285,14 +328,14 @@ def _before_load(a: Attachment, optimizer: torch.optim.Optimizer, state_dict: di
             states[keys[layer.parameter]] = {key: value for key, value in moments.items() if key != HELD}
     state_dict["state"] = {key: moments for key, moments in states.items() if moments != {}}
     saved = state_dict["param_groups"][0].get(STATE_KEY)
-    if a.drives and saved is not None:
+    if a.run.attachments[-1:] == [a] and saved is not None:
         masks = {name: bits for other in a.run.attachments for name, bits in other.loaded_masks.items()}
         a.loaded = restored(saved, a.run.layers, masks)
         a.run.check(a.loaded, a.group)
 
 
 def _after_load(a: Attachment, optimizer: torch.optim.Optimizer) -> None:
-    if not a.drives:
+    if a.run.attachments[-1:] != [a]:
         mark_held_masks(a)
         return
     # from a state of plain AdamW the recipe starts from its beginning with the loaded moments
@@ -306,15 +349,6 @@ def _keys(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[
     """What ``state_dict`` calls the parameters; they are matched by position."""
     groups = zip(optimizer.param_groups, state_dict["param_groups"], strict=False)
     return {p: key for mine, theirs in groups for p, key in zip(mine["params"], theirs["params"], strict=False)}
-
-
-def loaded_state(run: Run, optimizer: torch.optim.Optimizer, owners: Iterable[tuple[torch.optim.Optimizer, Mapping[str, NMWeight]]]) -> Any:
-    """What ``optimizer``, not attached yet, has loaded of a run, with the held masks that it and the other ``owners`` have loaded."""
-    saved = optimizer.param_groups[0].get(STATE_KEY)
-    if saved is None:
-        return None
-    states = {name: o.state.get(layer.parameter) or {} for o, layers in owners for name, layer in layers.items()}
-    return restored(saved, run.layers, {name: state[HELD] for name, state in states.items() if HELD in state})
 
 
 # ---- kinds of optimizers
@@ -362,39 +396,43 @@ def masked_adamw(optimizer: torch.optim.Optimizer) -> MaskedAdamW | None:
 # ---- checks
 
 
-def check_optimizer(recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``RecipeError`` if ``recipe`` cannot run with ``optimizer``, or that has another model's recipe already."""
-    check_class(recipe, optimizer)
-    if any(a.optimizer is optimizer and a.layers for a in _attached):
-        raise RecipeError("attach: the optimizer drives the recipe of another model already; give each model its own optimizer.")
-
-
-def check_class(recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``RecipeError`` if ``recipe`` cannot run with optimizers of this class."""
-    wanted, given = recipe.setup.optimizer, masked_adamw(optimizer) or optimizer
-    if wanted is not None and not isinstance(given, wanted):
+def _check(run: Run, owners: Sequence[tuple[torch.optim.Optimizer, Any]], new: Iterable[torch.optim.Optimizer], forms: str) -> None:
+    """Raise ``RecipeError`` unless the optimizers update something, the ``new`` ones fit the recipe, and all make ``forms``."""
+    if not owners:
         raise RecipeError(
-            f"{type(recipe).__name__} {recipe.setup.needs}, which {type(given).__name__} cannot. Replace it in one line: optimizer = "
-            f"handle.attach(nm.optim.{wanted.__name__}(model.parameters(), lr=...)). It takes AdamW's keywords and state."
+            "attach: none of the optimizers updates a weight of the sparse layers. Build it from model.parameters() of the very model "
+            "given to sparsify_ (before a wrapper copies the parameters). If those layers are left out because they are frozen, attach "
+            "the optimizer after adding them to it."
         )
-
-
-def check_forms(forms: str, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``RecipeError`` unless ``forms`` of ``attach`` is known, and possible with ``optimizer``."""
+    for optimizer in new:
+        _check_class(run.recipe, optimizer)
+        if any(a.optimizer is optimizer and a.layers for a in _attached):
+            raise RecipeError("attach: the optimizer drives the recipe of another model already; give each model its own optimizer.")
     if forms not in ("forward", "step"):
         raise RecipeError(f"attach: forms={forms!r} is not known; it is 'forward' or 'step'.")
-    if forms == "step" and masked_adamw(optimizer) is None:
+    unfit = next((optimizer for optimizer, _ in owners if masked_adamw(optimizer) is None), None)
+    if forms == "step" and unfit is not None:
         raise RecipeError(
-            f"attach: forms='step' needs an optimizer that packs in its own pass, which {type(optimizer).__name__} does not. Leave it out, "
+            f"attach: forms='step' needs an optimizer that packs in its own pass, which {type(unfit).__name__} does not. Leave it out, "
             "or take MaskedAdamW: optimizer = handle.attach(nm.optim.MaskedAdamW(model.parameters(), lr=...), forms='step')."
         )
 
 
-def check_moments(run: Run, optimizer: torch.optim.Optimizer, layers: Mapping[str, NMWeight]) -> None:
-    """Raise ``RecipeError`` where the run has frozen the second moment and ``optimizer`` lacks it for some of ``layers``."""
+def _check_class(recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``RecipeError`` if ``recipe`` cannot run with optimizers of this class."""
+    wanted, updating = recipe.setup.optimizer, masked_adamw(optimizer) or optimizer
+    if wanted is not None and not isinstance(updating, wanted):
+        raise RecipeError(
+            f"{type(recipe).__name__} {recipe.setup.needs}, which {type(updating).__name__} cannot. Replace it in one line: optimizer = "
+            f"handle.attach(nm.optim.{wanted.__name__}(model.parameters(), lr=...)). It takes AdamW's keywords and state."
+        )
+
+
+def _check_moments(run: Run, optimizer: torch.optim.Optimizer, layers: Mapping[str, NMWeight]) -> None:
+    """Raise ``RecipeError`` where ``optimizer`` lacks the second moment, which the run has frozen, of some of ``layers``."""
     state = inner(optimizer).state
     missing = [name for name, layer in layers.items() if "exp_avg_sq" not in state.get(layer.parameter, {})]
-    if missing and run.stage.rule.frozen:
+    if missing:
         raise RecipeError(
             f"attach: {run.recipe.name} has frozen the second moment, and this {type(optimizer).__name__} has none for {listed(missing)}. "
             "Give it the state of the one before: optimizer.load_state_dict(earlier.state_dict())."

@@ -316,11 +316,6 @@ class Attachment:
     removers: list[Any] = field(default_factory=list)
 
     @property
-    def drives(self) -> bool:
-        """Whether this is the optimizer that drives the schedule."""
-        return self.run.attachments[-1:] == [self]
-
-    @property
     def group(self) -> dict[str, Any]:
         """The parameter group of the maskable weights."""
         return group_of(self.optimizer, self.layers)

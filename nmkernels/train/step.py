@@ -1,6 +1,14 @@
-"""What happens in ``optimizer.step()``, on one page: ``before`` the update, and ``after`` it, once for each optimizer of a run.
+"""What happens in ``optimizer.step()``, on one page, for each optimizer of a run:
 
-How torch calls the two, and what else may happen to an optimizer, is in ``optimizers.py``.
+1. ``before`` the update. Weights that something else has written are noticed. ``MaskedAdamW`` gets the rule and held masks of the stage;
+   for other optimizers ``gradients.prepare`` masks or decays the gradients.
+2. The optimizer updates its parameters.
+3. ``after`` it. The method may do something of its own, the sums over the step are taken, and every copy of W̃ is out of date: the next
+   forward pass makes it again.
+4. After the last optimizer the schedule advances. A stage may begin, the numbers that transforms read are written, and held tensors are
+   chosen again after every k-th step.
+
+How torch calls ``before`` and ``after``, and what else may happen to an optimizer, is in ``optimizers.py``.
 """
 
 from __future__ import annotations
@@ -64,20 +72,20 @@ def before(a: Attachment, closure: bool) -> bool:
 @torch.no_grad()
 def after(a: Attachment) -> None:
     """An optimizer has stepped."""
-    run, own, found_inf = a.run, a.own_pass, getattr(a.optimizer, "found_inf", None)
+    run, counting, found_inf = a.run, a.own_pass, getattr(a.optimizer, "found_inf", None)
     if type(run.hooks) is not Hooks:
         run.hooks.after_step(_updated(a), found_inf)
-    if own is not None and own.stats is None:  # only what is learned in addition to the weights had gradients, such as SLoPe's adapters
-        a.numel = sum(layer.parameter.numel() for layer in a.layers.values() if layer.takes_part())
-        own = None
-    if own is not None:
-        stats, a.numel = own.stats, own.stats_numel
-    else:
+    if counting is not None and counting.stats is None:
+        # only what is learned in addition to the weights had gradients, such as SLoPe's adapters
+        counting, a.numel = None, sum(layer.parameter.numel() for layer in a.layers.values() if layer.takes_part())
+    if counting is None:
         stats = gradients.count(a, found_inf) if a.numel else None
+    else:
+        stats, a.numel = counting.stats, counting.stats_numel
     if run.recording is not None:
         run.recording.append(Recorded(a, stats, a.numel, found_inf))
         return
-    finish_step(a, stats, found_inf, None if own is None else own.packed)
+    finish_step(a, stats, found_inf, None if counting is None else counting.packed)
 
 
 def finish_step(a: Attachment, stats: Tensor | None, found_inf: Tensor | None, packed: dict[Tensor, int] | None = None) -> None:
@@ -96,7 +104,7 @@ def finish_step(a: Attachment, stats: Tensor | None, found_inf: Tensor | None, p
     a.observed = stats
     if stats is not None:
         a.stats = stats if found_inf is None else _since_applied(a, stats)
-    if run.attachments and run.attachments[-1] is a:
+    if run.attachments[-1:] == [a]:  # it drives the schedule
         _advance(a, found_inf)
 
 

@@ -136,7 +136,7 @@ class Channels(Hooks):
                 return f"left alone: a parameter of {names} belongs to no optimizer that attach was given"
             for key, value in _state_of(p, optimizers):
                 if value.numel() > 1 and value.shape != p.shape:
-                    return f"left alone: the optimizer keeps {key!r} of another shape than its weight, which cannot be reordered with it"
+                    return f"left alone: the optimizer's {key!r} has a different shape from its weight, and cannot be reordered with it"
         return ""
 
 

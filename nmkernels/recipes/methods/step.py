@@ -199,7 +199,7 @@ class STEP(Composite):
         said = f"STEP: {type(inner).__name__} cannot be its inner recipe: "
         stage = first_stage(inner)
         if stage.phase == 0:
-            raise RecipeError(f"{said}it begins with a dense phase, and STEP has that one itself. Leave out start=, or STEP.")
+            raise RecipeError(f"{said}it begins with a dense phase, and STEP already has one. Remove start=, or use it without STEP.")
         if stage.plan.wgrad == "none" or (stage.transform is not None and "learned" in stage.transform.reads.values()):
             raise RecipeError(f"{said}it learns masks, from the first step on, which a dense phase cannot prepare. Use it without STEP.")
         if (own := inner.setup.optimizer) is not None and own is not MaskedAdamW:
@@ -324,7 +324,7 @@ class STEP(Composite):
         inner = self.sparse(state["switch_step"])
         state["inner"] = {"spec": spec(inner), **inner.first_state(observed.group)}
         if "seed" in state["inner"]:
-            state["seed"] = state["inner"]["seed"]  # the random streams of the layers are the handle's matter
+            state["seed"] = state["inner"]["seed"]  # the run owns the layers' random streams
         return True
 
     def _remark(self, state: State) -> str:
