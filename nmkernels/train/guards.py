@@ -63,7 +63,9 @@ class Guards(Part):
         self._watches = [
             Watch(self._read_elsewhere, name, layer)
             for name, layer in self.layers.items()
-            if not isinstance(layer, StackedWeight) and _can_tell(layer.parameter)
+            # hooks that others have put there may change the gradient first
+            if not (isinstance(layer, StackedWeight) or layer.parameter._backward_hooks or is_sharded(layer.parameter))
+            and layer.parameter.requires_grad
         ]
 
     def load(self, saved: State) -> None:
@@ -223,11 +225,6 @@ class Watch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
-
-
-def _can_tell(parameter: Tensor) -> bool:
-    # hooks that others have put there may change the gradient first
-    return parameter.requires_grad and not parameter._backward_hooks and not is_sharded(parameter)
 
 
 @torch.no_grad()

@@ -95,7 +95,7 @@ def _hook(run: Run, optimizer: torch.optim.Optimizer) -> Attachment:
         optimizer.register_load_state_dict_post_hook(partial(_after_load, a)),
     ]
     if not _watches:
-        _watches.append(register_optimizer_step_post_hook(eager(_after_any_step)))
+        _watches.append(register_optimizer_step_post_hook(eager(on_foreign_step)))
     _attached.add(a)
     weakref.finalize(a, _stop_watching)
     return a
@@ -244,22 +244,14 @@ _watches: list[Any] = []
 """The hook by which attachments see the steps of all optimizers of the process; it is there only while there are attachments."""
 
 
-def _after_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for a in list(_attached):
-        on_foreign_step(a, optimizer)
-
-
-def on_foreign_step(a: Attachment, optimizer: torch.optim.Optimizer) -> None:
+def on_foreign_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Any optimizer of the process has stepped: no copy of W̃ is used again unchecked, and one that is not attached is counted."""
-    packed = a.masked.packed if a.masked is not None and optimizer in (a.optimizer, a.updating) else {}
-    for layer in a.layers.values():
-        if not packed or layer.parameter not in packed:  # by this very step
-            layer.effective.doubt()
-    if a.run.attachments[-1:] == [a]:
-        for other in a.run.attachments:
-            if optimizer is other.optimizer or optimizer is other.updating:
-                break
-        else:
+    for a in list(_attached):
+        packed = a.masked.packed if a.masked is not None and optimizer in (a.optimizer, a.updating) else {}
+        for layer in a.layers.values():
+            if not packed or layer.parameter not in packed:  # by this very step
+                layer.effective.doubt()
+        if a.run.attachments[-1:] == [a] and not any([optimizer in (b.optimizer, b.updating) for b in a.run.attachments]):
             a.run.guards.foreign_step(optimizer)
 
 
@@ -423,7 +415,7 @@ def _check_class(recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
     wanted, updating = recipe.setup.optimizer, masked_adamw(optimizer) or optimizer
     if wanted is not None and not isinstance(updating, wanted):
         raise RecipeError(
-            f"{type(recipe).__name__} {recipe.setup.needs}, which {type(updating).__name__} cannot. Replace it in one line: optimizer = "
+            f"{type(recipe).__name__} {recipe.setup.needs}, which {type(updating).__name__} cannot do. Replace it in one line: optimizer = "
             f"handle.attach(nm.optim.{wanted.__name__}(model.parameters(), lr=...)). It takes AdamW's keywords and state."
         )
 

@@ -215,7 +215,12 @@ class Held(Part):
                 self.masks[name] = tensors[MASK].to(self.layers[name].master.device, torch.bool)
 
     def begin(self, state: State, stage: Stage) -> None:
-        self.masks = {name: self._hold_mask(name) for name in self.layers} if state and stage.held_mask else {}
+        if not state or not stage.held_mask:
+            self.masks = {}
+        for name in self.layers if state and stage.held_mask else ():
+            if name not in self.masks:  # none yet, or a checkpoint has left out the mask of a frozen weight
+                self.masks[name] = self._choose_mask(name)
+            self.apply(name)
         missing = {
             name: self.names.get(name) != keys for name, layer in self.layers.items() if (keys := set(read_as("held", layer.transform)))
         }
@@ -267,13 +272,6 @@ class Held(Part):
         return transform.renew(layer.master.detach(), extras, generator)
 
     # ---- masks that are chosen once
-
-    def _hold_mask(self, name: str) -> Tensor:
-        """The mask of layer ``name``, chosen now unless it is held already; weights outside become +0."""
-        if name not in self.masks:  # none yet, or a checkpoint has left out the mask of a frozen weight
-            self.masks[name] = self._choose_mask(name)
-        self.apply(name)
-        return self.masks[name]
 
     @torch.no_grad()
     def apply(self, name: str) -> None:
