@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..autograd.transforms import WEIGHT
 from ..nn import NMWeight
 from ..optim import PLAIN, MaskedAdamW, Target
 from ..pattern import RecipeError
@@ -110,9 +111,13 @@ def _take_layers(a: Attachment) -> dict[str, NMWeight]:
     for layer in new.values():
         layer.effective.attached = True
         if a.masked is not None:
-            a.masked.targets[layer.parameter] = Target(layer.pattern, layer.layout, partial(step.penalty, layer))
+            a.masked.targets[layer.parameter] = Target(layer.pattern, layer.layout, partial(_penalty, layer))
     a.revision = 0  # the next step gives the targets the patterns of the stage
     return new
+
+
+def _penalty(layer: NMWeight) -> Tensor | None:
+    return layer.penalties().get(WEIGHT)
 
 
 def begin(a: Attachment, state: State | None) -> None:

@@ -1,4 +1,6 @@
-"""The parts of a run: patterns, random streams, and what the layers hold. Each verb of a run is one loop over its parts.
+"""The parts of a run: patterns, random streams, and what the layers hold.
+
+To begin, check, load, save and end a run is one loop over its parts each; a step concerns only what is held.
 
 What a part has to keep is in the schedule's state, which lies in the optimizer. Tensors as large as the weights are not, while a run lasts;
 checkpoints have them as ``state["held"]`` (layer -> name -> tensor).
@@ -42,10 +44,6 @@ class Part:
 
     def begin(self, state: State, stage: Stage) -> None:
         """``stage`` begins or is resumed: take what it needs and is not there yet, from the present weights."""
-
-    def step(self, state: State, stage: Stage) -> bool:
-        """An optimizer's step was applied; True if what the part has must be chosen again."""
-        return False
 
     def save(self) -> State:
         """What a checkpoint has in addition to the state."""
@@ -235,6 +233,7 @@ class Held(Part):
                 self._hold(name, self._choose(name, self.layers[name].transform, set(), state))
 
     def step(self, state: State, stage: Stage) -> bool:
+        """A step was applied in a stage that holds something; True if that must be chosen again."""
         state["held_steps"] += 1
         return stage.every > 0 and state["held_steps"] % stage.every == 0
 

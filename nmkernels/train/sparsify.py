@@ -282,9 +282,8 @@ def _candidate(
     if isinstance(module, CompressedLinear):
         shape = module.stored_shape if isinstance(module, CompressedConv2d) else module.weight.shape
         return Candidate(name, module, shape, COMPRESSED)
-    weight: Tensor | None = module._parameters.get(
-        "weight"
-    )  # reading the attribute may compute it, which changes the state of spectral_norm
+    # reading the attribute may compute it, which changes the state of spectral_norm
+    weight: Tensor | None = module._parameters.get("weight")
     if isinstance(weight, nn.parameter.UninitializedParameter):
         return Candidate(name, module, (), "its parameters are not initialised yet; run the model once first")
     layout = LINEAR

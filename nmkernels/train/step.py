@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..autograd.transforms import WEIGHT, WeightTransform
+from ..autograd.transforms import WeightTransform
 from ..backends.streams import capturing
 from ..nn import NMWeight
 from ..optim import MaskedAdamW, merge_stats
@@ -229,8 +229,3 @@ def _updated(a: Attachment) -> Iterator[tuple[NMWeight, float | Tensor]]:
         # load_state_dict(assign=True) gives the layer another Parameter than the one that this optimizer updates
         if layer.parameter.grad is not None and id(layer.parameter) in rates:
             yield layer, rates[id(layer.parameter)]
-
-
-def penalty(layer: NMWeight) -> Tensor | None:
-    """The gradient of the transform's own loss term for the weight, as a ``Target`` has it."""
-    return layer.penalties().get(WEIGHT)
