@@ -24,6 +24,11 @@ def is_sharded(tensor: Tensor | None) -> bool:
     return type(tensor).__name__ == "DTensor"
 
 
+def own_rank() -> int:
+    """This process among those of ``torch.distributed``; 0 where there is no other."""
+    return torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of ``tensor``, sharing its memory, without autograd."""
     found: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
@@ -81,18 +86,18 @@ def reduced(parts: dict[Groups, Tensor], merge: Callable[[Tensor, Tensor], Tenso
     return functools.reduce(merge, rows)
 
 
-def add(parts: dict[Groups, Tensor], tensor: Tensor, value: Tensor) -> None:
-    """Add ``value``, computed from this rank's part of ``tensor``, to the row of tensors with the same groups; for ``reduced``."""
-    groups = groups_of(tensor)
-    parts[groups] = parts[groups] + value if groups in parts else value
+def summed(values: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """Σ of the second ones of pairs, 0-d or ``(k,)``, each computed from this rank's part of the first one, over all ranks: ``(k,)``."""
+    parts: dict[Groups, Tensor] = {}
+    for tensor, value in values:
+        groups = groups_of(tensor)
+        parts[groups] = parts[groups] + value if groups in parts else value
+    return reduced(parts)
 
 
 def total(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> Tensor:
     """Σ of ``fn``, a 0-d sum over a tensor's elements, over all of ``tensors`` on all ranks."""
-    parts: dict[Groups, Tensor] = {}
-    for tensor in tensors:
-        add(parts, tensor, fn(local(tensor)).reshape(1))
-    return reduced(parts).reshape(())
+    return summed((tensor, fn(local(tensor))) for tensor in tensors).reshape(())
 
 
 def anywhere(tensor: Tensor, flag: bool) -> bool:

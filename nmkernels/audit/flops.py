@@ -21,10 +21,9 @@ from ..pattern import Pattern, RecipeError, ShapeError
 from ..recipes.compose import deployed, with_pattern
 from ..recipes.contract import Recipe, Span, rank_for
 from ..recipes.registry import get, resolve
-from ..train.layer_names import check_names
+from ..train.layer_names import check_names, listed
 from ..train.report import Entry
 from ..train.sparsify import FilterFn, select
-from ..train.writes import listed
 
 
 def inventory(verb: str, model: nn.Module, recipe: Recipe, filter_fn: FilterFn | None) -> tuple[list[Entry], dict[str, Pattern]]:

@@ -39,7 +39,7 @@ from ..optim.adamw import MaskedAdamW
 from ..pattern import Pattern, RecipeError
 from ..recipes import Handle, Recipe, Report, sparsify_
 from ..recipes.registry import resolve
-from ..train.attach import STATE_KEY
+from ..train.optimizers import STATE_KEY
 from ..train.sparsify import FilterFn, select
 
 

@@ -17,7 +17,7 @@ from ..pattern import RecipeError
 from ..recipes import Handle, Recipe, sparsify_
 from ..recipes.compose import innermost
 from ..recipes.registry import parse, resolve
-from ..train.attach import unwrapped
+from ..train.optimizers import unwrapped
 from ..train.sparsify import FilterFn
 from .ending import finish_or_warn
 

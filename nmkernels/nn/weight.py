@@ -204,11 +204,9 @@ class NMWeight(nn.Module, WeightState):
                 self.register_buffer(name, value.to(self.master.device, copy=in_place), persistent=False)
         self.drop()
 
-    def drop(self, stepped: bool = False) -> None:
-        """The weight, or what its transform reads, has changed, by a step of an attached optimizer or else: make W̃ again before use."""
+    def drop(self) -> None:
+        """The weight, or what its transform reads, has changed: make W̃ again before use."""
         self.effective.drop()
-        if stepped and not self.stepped:
-            self.stepped, self.effective.pruned = True, None
         if self.gather is not None:
             self.gather.fresh = False
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.nn import Parameter
 
 from ..arguments import whole_number
 from ..layouts import LINEAR, as_matrix, ordered
@@ -146,14 +147,15 @@ class MaskedAdamW(torch.optim.AdamW):
                     ranks = bucket.ranks
                     parts[ranks] = merge_stats(parts[ranks], stats) if ranks in parts else stats
                     self.stats_numel += bucket.numel
-        self.stats = reduced(parts, merge_stats) if parts else None
+        # without shards there is nothing to reduce
+        self.stats = parts.get(()) if parts.keys() <= {()} else reduced(parts, merge_stats)
         return loss
 
     def _buckets(self, group: dict[str, Any]) -> Iterable[_Bucket]:
         """The parameters of one group, in sets that one kernel call can step together."""
         buckets: dict[Any, _Bucket] = {}
         for p in group["params"]:
-            sharded, target = is_sharded(p), self.targets.get(p)
+            sharded, target = type(p) is not Parameter and is_sharded(p), self.targets.get(p)
             layout = LINEAR if target is None else target.layout
             grad = align_gradient(p, layout) if sharded or layout != LINEAR else p.grad
             if grad is None:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from ..layouts import CONV2D, MATRICES
 from ..nn.experts import by_expert
+from ..train.layer_names import listed
 from ..train.sparsify import Candidate
-from ..train.writes import listed
 from .ranks import ranks
 
 

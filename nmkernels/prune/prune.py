@@ -22,10 +22,9 @@ from ..pattern import Pattern, PatternLike, RecipeError
 from ..recipes.methods.asp import ASP
 from ..shards import is_sharded
 from ..train.handle import Handle
-from ..train.layer_names import check_names, skips
+from ..train.layer_names import check_names, listed, skips
 from ..train.report import Pruned, Report
 from ..train.sparsify import Candidate, FilterFn, check_groups, make_handle_, select
-from ..train.writes import listed
 from .base import OneShot, resolve, text
 from .data import batches_of, call
 from .ranks import agree, gathered, together

@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 from ..files import atomic_write, lock_file, writing
 from ..ops import Compressed
 from ..pattern import CheckpointError, Pattern
+from ..train.layer_names import listed
 from ..train.report import Pruned
-from ..train.writes import listed
 from .ranks import by_first, ranks
 
 FORMAT = "nmkernels-prune-2"

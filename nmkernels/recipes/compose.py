@@ -40,8 +40,8 @@ def _delegate(name: str, member: Any) -> Any:
 
     @functools.wraps(member)
     def of_state(self: Composite, state: State, *args: Any) -> Any:
-        inner, own = self.active(state)
-        return getattr(inner, name)(own, *args)
+        inner, inner_state = self.active(state)
+        return getattr(inner, name)(inner_state, *args)
 
     @functools.wraps(member)
     def stateless(self: Composite, *args: Any, **kwargs: Any) -> Any:
@@ -83,8 +83,8 @@ def of_length(recipe: Recipe, total_steps: int) -> Recipe:
 def with_pattern(recipe: Recipe, pattern: Pattern) -> Recipe:
     """``recipe`` and its inner recipes with another pattern, to count the FLOPs of layers that have one of their own."""
     inner = getattr(recipe, "inner", None)
-    own: dict[str, Any] = {"inner": with_pattern(inner, pattern)} if isinstance(inner, Recipe) else {}
-    return replace(recipe, pattern=pattern, **own)
+    changes: dict[str, Any] = {"inner": with_pattern(inner, pattern)} if isinstance(inner, Recipe) else {}
+    return replace(recipe, pattern=pattern, **changes)
 
 
 def innermost(recipe: Recipe) -> Recipe:
@@ -107,7 +107,7 @@ def first_stage(recipe: Recipe) -> Stage:
 
 
 def check_state(recipe: Recipe, state: Any, group: dict[str, Any]) -> None:
-    """Raise ``CheckpointError`` unless a run of ``recipe`` can go on from ``state``, which a checkpoint holds.
+    """Raise ``CheckpointError`` unless a run of ``recipe`` can resume from ``state``, which a checkpoint holds.
 
     Pattern and recipe must be the same, and the settings of ``must_match``; likewise those of an inner recipe that has begun.
     """
@@ -125,15 +125,15 @@ def check_state(recipe: Recipe, state: Any, group: dict[str, Any]) -> None:
         raise CheckpointError(f"the checkpoint's recipe state is incomplete or of another version: it has no {', '.join(missing)}.")
     same = set(must_match(recipe, state))
     then = {f.name: _present_name(f, theirs.get(f.name)) for f in fields(recipe) if f.name in same}
-    odd = [f"{key} is {value} there and {mine[key]} here" for key, value in then.items() if value != mine[key]]
-    if odd:
-        raise CheckpointError(f"the checkpoint was written under another schedule: {'; '.join(odd)}. Resume with the same settings.")
+    changed = [f"{key} is {value} there and {mine[key]} here" for key, value in then.items() if value != mine[key]]
+    if changed:
+        raise CheckpointError(f"the checkpoint was written under another schedule: {'; '.join(changed)}. Resume with the same settings.")
     if isinstance(recipe, Composite):
-        inner, own = recipe.active(state)
-        if own is state:
-            own = {**state, "spec": _spec_of(theirs.get("inner"))}
-        if own:
-            check_state(inner, own, group)
+        inner, inner_state = recipe.active(state)
+        if inner_state is state:
+            inner_state = {**state, "spec": _spec_of(theirs.get("inner"))}
+        if inner_state:
+            check_state(inner, inner_state, group)
 
 
 def must_match(recipe: Recipe, state: State) -> list[str]:

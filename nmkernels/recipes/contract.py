@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Protocol
 
@@ -74,16 +75,25 @@ def rank_for(rank: float | int, shape: tuple[int, ...]) -> int:
     return max(1, round(rank * min(shape[-2:])))
 
 
-def first(steps: int, spans: Iterable[Span]) -> list[Span]:
-    """The first ``steps`` steps of consecutive ``spans``: what comes later is cut off, and the last span goes on if they are too short."""
+def truncate(spans: Iterable[Span], steps: int) -> list[Span]:
+    """The first ``steps`` steps of consecutive ``spans``; the last span continues if they are too short."""
     *most, last = spans
-    taken, left = [], steps
+    result, left = [], steps
     for span in (*most, replace(last, steps=steps)):
-        here = min(span.steps, left)
-        if here:
-            taken.append(replace(span, steps=here))
-        left -= here
-    return taken
+        if taken := min(span.steps, left):
+            result.append(replace(span, steps=taken))
+        left -= taken
+    return result
+
+
+def stream_key(seed: int, name: str, rank: int) -> int:
+    """The 64-bit key of a random stream, a signed number: a hash of the run's seed, the name of a layer or a purpose, and a rank."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{rank}/{name}".encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """A generator on the CPU, the same on every rank: the replicas of a weight must hold the same."""
+    return torch.Generator().manual_seed(stream_key(seed, name, 0) & (2**63 - 1))
 
 
 @dataclass(frozen=True)
@@ -98,7 +108,6 @@ class Setup:
         needs_whole: why it cannot run with sharded weights, to complete "<Recipe> …"; empty where it can.
         linear_only: why it cannot take layers whose GEMMs are torch's own (convolutions, stacked experts), to complete "<Recipe> …";
             empty where all that it does to a layer is its W̃ and its update.
-        follows_weights: its schedule follows sums over all weights, so that all ranks that share them have to add theirs up.
         patterns: N:M of each layer, from the present weights ``(out, in)`` by name; None: all have the recipe's own. A resumed run has
             those of its checkpoint.
     """
@@ -111,7 +120,6 @@ class Setup:
     seed: int | None = None
     needs_whole: str = ""
     linear_only: str = ""
-    follows_weights: bool = False
     patterns: Callable[[Mapping[str, Tensor]], dict[str, Pattern]] | None = None
 
     @property
@@ -233,31 +241,49 @@ def random_seed(default: int | None = None) -> Any:
 # ---- recipes
 
 
+class HeldMasks(Protocol):
+    """The masks of a run that are chosen once; ``masks`` has those of layers that hold one, bool ``(out, in)`` by name."""
+
+    masks: dict[str, Tensor]
+
+    def check_inputs(self) -> None:
+        """Raise ``RecipeError`` where the scores need inputs that a layer has not seen."""
+
+    def scores(self, name: str) -> Tensor:
+        """``(out, in)``: the mask of layer ``name`` keeps the elements of largest magnitude."""
+
+    def reorder(self, name: str, order: Tensor) -> None:
+        """The columns of layer ``name`` are in another order now."""
+
+
+class LayerReport(Protocol):
+    """What ``handle.report`` is; ``channels`` says of each layer whether its input channels were reordered."""
+
+    channels: dict[str, str]
+
+
 class TrainedModel(Protocol):
     """What ``Hooks`` may use of a run.
 
     Attributes:
-        model: the model.
-        layers: its sparse layers by name.
-        state: the state of the recipe, as ``Recipe.stage`` gets it.
-        report: what ``handle.report`` is.
-        masks: the masks that are held.
-        tensors: the tensors next to the weights.
-        optimizers: those attached.
+        model, layers: the model, and its sparse layers by name.
+        state: of the recipe, as ``Recipe.stage`` gets it; empty before an optimizer is attached.
+        optimizers: all that update the model.
     """
 
     model: nn.Module
     layers: dict[str, NMWeight]
     state: State
-    report: Any
-    masks: Any
-    tensors: Any
 
     @property
-    def optimizers(self) -> Any: ...
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]: ...
+    @property
+    def report(self) -> LayerReport: ...
+    @property
+    def held(self) -> HeldMasks: ...
 
-    def feed(self) -> None:
-        """Give each layer's transform the numbers of the present state."""
+    def renew_held(self) -> None:
+        """Give transforms the numbers of the present state, and choose again what they hold, if anything."""
 
 
 class Hooks:
@@ -327,7 +353,7 @@ class Recipe:
     _resume: ClassVar[str] = "any"
     """``resume`` of the settings that do not give it."""
     _optional_state: ClassVar[tuple[str, ...]] = ()
-    """Keys of ``first_state`` without which a run can go on, because checkpoints of earlier versions lack them."""
+    """Keys of ``first_state`` without which a run can resume, because checkpoints of earlier versions lack them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", Pattern(self.pattern))

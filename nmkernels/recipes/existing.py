@@ -26,14 +26,14 @@ def existing_pattern(weight: Tensor) -> Pattern | None:
         >>> existing_pattern(torch.tensor([[3.0, 0.0, 0.0, 1.0, 0.0, 2.0, 4.0, 0.0]]))
         Pattern("2:4")
     """
-    found: Pattern | None = None
+    sparsest: Pattern | None = None
     for m in GROUPS:
         if weight.shape[-1] % m or not weight.numel():
             continue
         most = max(1, int(weight.unflatten(-1, (-1, m)).ne(0).sum(-1).max()))
-        if 2 * most <= m and (found is None or most * found.m < found.n * m):
-            found = Pattern(most, m)
-    return found
+        if 2 * most <= m and (sparsest is None or most * sparsest.m < sparsest.n * m):
+            sparsest = Pattern(most, m)
+    return sparsest
 
 
 def _is(weight: Tensor, pattern: Pattern) -> bool:
@@ -80,12 +80,12 @@ def adopt(model: nn.Module, pattern: PatternLike | None = None, filter_fn: Filte
             "which adopt takes over."
         )
     if wanted is None:
-        found = {name: p for name, w in weights.items() if (p := existing_pattern(w)) is not None}
-        if found:
-            wanted = Counter(found.values()).most_common(1)[0][0]
-        others = {name: p for name, p in found.items() if not _is(weights[name], wanted or p)}
-        if others:
-            names = ", ".join(f"{name} is {p}" for name, p in list(others.items())[:3])
+        patterns = {name: p for name, w in weights.items() if (p := existing_pattern(w)) is not None}
+        if patterns:
+            wanted = Counter(patterns.values()).most_common(1)[0][0]
+        different = [f"{name} is {p}" for name, p in patterns.items() if not _is(weights[name], wanted or p)]
+        if different:
+            names = ", ".join(different[:3])
             raise RecipeError(
                 f"adopt: most pruned layers are {wanted}, but {names}. Give the pattern, and adopt the others separately by filter_fn."
             )
@@ -94,9 +94,9 @@ def adopt(model: nn.Module, pattern: PatternLike | None = None, filter_fn: Filte
         if name not in pruned:
             left[name] = f"its weight is not {wanted or 'N:M'}, with {100 * float(w.eq(0).double().mean()):.0f} % zeros"
     if wanted is None or not pruned:
-        said = "; ".join(f"{name}: {why}" for name, why in sorted(left.items(), key=lambda item: item[0] not in weights)[:3])
+        reasons = "; ".join(f"{name}: {why}" for name, why in sorted(left.items(), key=lambda item: item[0] not in weights)[:3])
         raise RecipeError(
-            f"adopt: no weight has {wanted or 'N:M'} zeros along its inputs ({said or 'no layer'}). Other zeros are no masks: prune by "
+            f"adopt: no weight has {wanted or 'N:M'} zeros along its inputs ({reasons or 'no layer'}). Other zeros are no masks: prune by "
             'ASP("2:4"), or with the scores of its inputs by ASP("2:4", score="wanda").'
         )
     handle = sparsify_(model, ASP(wanted, score="existing"), lambda module, name: name in pruned)

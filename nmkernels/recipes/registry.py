@@ -154,8 +154,8 @@ def text(recipe: Recipe) -> str:
         >>> text(get("srste:2:4", total_steps=10))
         'srste:2:4(total_steps=10)'
     """
-    own = spec(recipe)
-    inside = ", ".join(f"{f.name}={own[f.name]!r}" for f in fields(recipe) if f.name != "pattern" and own[f.name] != f.default)
+    values = spec(recipe)
+    inside = ", ".join(f"{f.name}={values[f.name]!r}" for f in fields(recipe) if f.name != "pattern" and values[f.name] != f.default)
     return f"{recipe.name}:{recipe.pattern}" + (f"({inside})" if inside else "")
 
 

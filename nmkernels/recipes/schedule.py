@@ -14,7 +14,7 @@ from ..arguments import as_number
 from ..gemm.plan import STRAIGHT_THROUGH, GemmPlan
 from ..ops import STATS
 from ..pattern import Pattern, PatternLike, RecipeError
-from .contract import Observed, Recipe, Span, Stage, State, first
+from .contract import Observed, Recipe, Span, Stage, State, truncate
 
 APPLIED = STATS.index("applied")
 EARLY = 0.05
@@ -68,7 +68,7 @@ class ScheduledRecipe(Recipe):
         begins = [begin for begin, _ in self.stages]
         ends = [*begins[1:], begins[-1] + steps]
         pattern = Pattern(self.pattern)
-        return first(steps, [stage.span(end - begin, pattern) for (begin, stage), end in zip(self.stages, ends, strict=True)])
+        return truncate([stage.span(end - begin, pattern) for (begin, stage), end in zip(self.stages, ends, strict=True)], steps)
 
 
 def passed(t: int, stages: Sequence[tuple[int, Any]]) -> int:

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..pattern import NMError, RecipeError, ShapeError
-from .attach import Recorded
+from . import step as steps
 from .handle import Handle
+from .run import Recorded
 
 
 class CapturedStep:
@@ -98,11 +99,11 @@ class CapturedStep:
                 return _copied(result)
             self._capture()
         for recorded in self._steps:
-            recorded.before()
+            steps.before(recorded.attachment, closure=True)
         self._check_numbers()
         self._graph.replay()
         for recorded in self._steps:
-            recorded.after()
+            steps.after_replay(recorded)
         return _copied(self._result)
 
     # ---- the graph
@@ -125,7 +126,7 @@ class CapturedStep:
         try:
             with torch.cuda.graph(graph, stream=self._stream):
                 result = self.step(*self._args)
-            steps = run.recording
+            recording = run.recording
         except NMError:
             raise
         except RuntimeError as error:
@@ -136,13 +137,13 @@ class CapturedStep:
             ) from error
         finally:
             run.recording = None
-        parts = [recorded.part for recorded in steps]
+        parts = [recorded.attachment for recorded in recording]
         if not parts or len(set(map(id, parts))) < len(parts):
             count = "no attached optimizer" if not parts else "an optimizer more than once"
             raise RecipeError(f"CapturedStep: the function steps {count}. It has to be one whole training step, with optimizer.step().")
-        self._graph, self._steps = graph, steps
+        self._graph, self._steps = graph, recording
         self._result = pytree.tree_map_only(Tensor, Tensor.detach, result)  # without the nodes of autograd, which would stay otherwise
-        self._held = {(run.layers[name], key): value for name, values in run.tensors.values().items() for key, value in values.items()}
+        self._held = {(run.layers[name], key): getattr(run.layers[name], key) for name, keys in run.held.names.items() for key in keys}
         self._known, self._constants = self._addresses(), dict(self._numbers())
 
     def _put_back(self) -> None:
@@ -233,7 +234,7 @@ class CapturedStep:
         for layer in run.layers.values():
             tensors += layer._buffers.values()
             tensors.append(layer.seed)
-        tensors += run.masks.masks.values()
+        tensors += run.held.masks.values()
         return *map(id, run.attachments), *(x.data_ptr() for x in tensors if isinstance(x, Tensor))
 
 

@@ -18,9 +18,8 @@ from ..shards import is_sharded
 def check_own(verb: str, layers: Mapping[str, NMWeight], *keys: str) -> None:
     """Raise ``RecipeError`` where the weight of a layer, or another tensor of ``keys``, is computed from others."""
     for name, layer in layers.items():
-        said = layer.computed(*keys)
-        if said:
-            raise RecipeError(f"{verb}: layer {name!r} is not as sparsify_ left it: {said}.")
+        if reason := layer.computed(*keys):
+            raise RecipeError(f"{verb}: layer {name!r} is not as sparsify_ left it: {reason}.")
 
 
 def check_flat(layers: dict[str, NMWeight]) -> None:
@@ -46,21 +45,6 @@ def check_whole(recipe: Recipe, layers: dict[str, NMWeight]) -> None:
         )
 
 
-def check_stages(recipe: Recipe, layers: dict[str, NMWeight]) -> None:
-    """Raise ``RecipeError`` where the schedule follows sums over all weights, and stages of a pipeline share the weights out."""
-    for layer in layers.values():
-        if not recipe.setup.follows_weights or not is_sharded(layer.parameter):
-            continue
-        mesh: Any = layer.parameter.device_mesh  # type: ignore[attr-defined]
-        root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
-        names = root.mesh_dim_names or ()
-        if "pp" in names and root.size(names.index("pp")) > 1:
-            raise RecipeError(
-                f"{type(recipe).__name__} switches by sums over all weights, and under pipeline parallelism no rank sees more than its "
-                'stage\'s. Say at which step: STEP(switch="fixed", start=...).'
-            )
-
-
 def check_shards(layers: dict[str, NMWeight]) -> None:
     """Raise ``ShapeError`` where shards cut the groups of a mask, ``RecipeError`` where a layer cannot be sharded."""
     for name, layer in layers.items():
@@ -80,7 +64,7 @@ def check_shards(layers: dict[str, NMWeight]) -> None:
         traits = layer.final.traits
         if traits.columns is not None and splits["in"] > 1:
             raise ShapeError(
-                f"attach: layer {name!r} is split along in, between weights that are one group: those of the recipe are no neighbours. "
+                f"attach: layer {name!r} is split along in, between weights of one group: the recipe's groups are not adjacent. "
                 "Split out (fully_shard, ColwiseParallel), or leave the layer out with filter_fn."
             )
         for (which, parts), size in zip(splits.items(), layer.shape, strict=True):

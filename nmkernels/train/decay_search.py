@@ -93,8 +93,8 @@ def search_decay(
         ...     optimizer.step()
         >>> data = [(torch.randn(8, 16), torch.randn(8, 16)) for _ in range(20)]
         >>> make = lambda p: torch.optim.AdamW(p, lr=1e-2)
-        >>> found = search_decay(FST(end=None), nn.Linear(16, 16), make, step, data, grid=(1e-4, 1.0), feasible=(0.0, 2.0))
-        >>> found.recipe.decay == found.decay
+        >>> search = search_decay(FST(end=None), nn.Linear(16, 16), make, step, data, grid=(1e-4, 1.0), feasible=(0.0, 2.0))
+        >>> search.recipe.decay == search.decay
         True
     """
     # with hooks of its own a method's decay is not that of pruned weights (MaskLLM, ProxSparse)
@@ -139,8 +139,8 @@ def search_decay(
         rate = run(probe, dense=False)
         trials.append(DecayTrial(decay, rate, rate / dense_rate))
         tell(f"decay={decay:g}: flip rate {rate:.3g}, {trials[-1].ratio:.2f} of the dense run's")
-    found = [t for t in trials if low <= t.ratio <= high]
-    if not found:
+    feasible_trials = [t for t in trials if low <= t.ratio <= high]
+    if not feasible_trials:
         if all(t.ratio > high for t in trials):
             way_out = "with every decay of the grid the masks flip too often. Extend the grid upwards, or lower the learning rate."
         elif all(t.ratio < low for t in trials):
@@ -148,7 +148,7 @@ def search_decay(
         else:
             way_out = "no decay is feasible. Refine the grid where the ratio crosses the interval, or give more batches for less noise."
         raise RecipeError(f"search_decay: {way_out}\n{_table(dense_rate, trials, feasible)}")
-    best = min(found, key=lambda t: (abs(t.ratio - (low + high) / 2), t.decay))
+    best = min(feasible_trials, key=lambda t: (abs(t.ratio - (low + high) / 2), t.decay))
     return DecaySearch(replace(recipe, decay=best.decay), best.decay, dense_rate, tuple(trials), (low, high))  # type: ignore[call-arg]
 
 

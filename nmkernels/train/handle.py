@@ -24,11 +24,10 @@ from ..optim.adamw import merge_stats
 from ..pattern import CheckpointError, RecipeError
 from ..recipes.contract import Recipe, State
 from ..shards import anywhere
-from .attach import STATE_KEY, Attachment, check_forms, check_moments, check_optimizer, group_of, loaded_masks, owned, unwrapped
-from .checks import check_flat, check_learned, check_own, check_shards, check_stages, check_whole
+from .checks import check_flat, check_own, check_shards, check_whole
+from .optimizers import STATE_KEY, attach, begin, detach, take_over_schedule, unwrapped
 from .report import Report
 from .run import Run
-from .saved import restored
 
 
 def densify_(model: nn.Module) -> nn.Module:
@@ -133,13 +132,13 @@ class Handle:
             >>> list(handle.state_dict())
             ['nm_recipe']
         """
-        return {STATE_KEY: copy.deepcopy({**self.state, **self.run.held()})}
+        return {STATE_KEY: copy.deepcopy({**self.state, **self.run.save()})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what ``state_dict`` returned; attach an optimizer before.
 
         Raises:
-            CheckpointError: it is of another recipe or pattern, of other layers, or not of a handle. Nothing has changed then.
+            CheckpointError: it belongs to another recipe or pattern, to other layers, or is not of a handle. Nothing has changed then.
             RecipeError: no optimizer was attached yet.
 
         Example:
@@ -155,7 +154,7 @@ class Handle:
             raise RecipeError("the handle has no optimizer yet: call handle.attach(optimizer) first.")
         driver = self.run.attachments[-1]
         self.run.check(state_dict[STATE_KEY], driver.group)
-        driver.load(copy.deepcopy(state_dict[STATE_KEY]))
+        begin(driver, copy.deepcopy(state_dict[STATE_KEY]))
 
     # ---- attach
 
@@ -195,58 +194,13 @@ class Handle:
         """
         if self.finished:
             raise RecipeError("attach: the recipe is finished; sparsify_ the model again to train on.")
-        self._take_shards()
-        run, before = self.run, list(self.run.attachments)
-        stepped = tuple(dict.fromkeys(map(unwrapped, optimizers)))
-        known = {id(a.optimizer): a for a in before}
-        owners = [(o, layers) for o in stepped if (layers := owned(o, self.layers))]
-        if not owners:
-            raise RecipeError(
-                "attach: none of the optimizers updates a weight of the sparse layers. Build it from model.parameters() of the very model "
-                "given to sparsify_ (before a wrapper copies the parameters). If those layers are left out because they are frozen, attach "
-                "the optimizer once they have been added to it."
-            )
-        for optimizer, _ in owners:
-            if id(optimizer) not in known:
-                check_optimizer(self.recipe, optimizer)
-            check_forms(forms, optimizer)
-        check_learned(self.layers, (*stepped, *(a.optimizer for a in before)))
-        last, layers = owners[-1]
-        saved, loaded = None if id(last) in known else last.param_groups[0].get(STATE_KEY), None
-        if saved is not None:
-            masks = {name: bits for optimizer, own in owners for name, bits in loaded_masks(optimizer, own).items()}
-            loaded = restored(saved, self.layers, masks)
-            run.check(loaded, group_of(last, layers))
-        elif run.state:
-            check_moments(run, last, layers)
-        going = bool(run.state)
-        try:
-            run.attachments[:] = [a for a in before if a.optimizer not in stepped]
-            # one without a sparse weight may get some with a later group, but drives no schedule
-            for optimizer in sorted(stepped, key=lambda o: bool(owned(o, self.layers))):
-                run.attachments.append(known.get(id(optimizer)) or Attachment(run, optimizer))
-                run.attachments[-1].take()
-                run.attachments[-1].make_forms(forms)
-            driver = run.attachments[-1]
-            if going and loaded is None:
-                driver.continues()
-            else:
-                if loaded is None:
-                    run.begin("attach")  # weights may have been initialised since sparsify_
-                driver.load(loaded)
-        except Exception:
-            new = [a for a in run.attachments if a not in before]
-            run.attachments[:] = [*before, *new]
-            for attachment in new:
-                attachment.detach()
-            if saved is not None:
-                last.param_groups[0][STATE_KEY] = saved
-            if not going:
-                run.reset()
-            raise
-        for earlier in before:
-            if earlier is not driver:
-                earlier.hand_over()
+        # sharded layers make W̃ from this rank's shard, and no rank holds more than that
+        check_flat(self.layers)
+        connect(self.model, list(self.layers.values()))
+        check_whole(self.recipe, self.layers)
+        check_shards(self.layers)
+        self.run.attached_shards = self.run.sharded
+        attach(self.run, tuple(dict.fromkeys(map(unwrapped, optimizers))), forms)
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def detach(self, *optimizers: torch.optim.Optimizer) -> None:
@@ -271,16 +225,16 @@ class Handle:
         parts = [a for o in map(unwrapped, optimizers) for a in attached if a.optimizer is o]
         if len(parts) < len(optimizers):
             raise RecipeError("detach: one of the optimizers is not attached to this handle.")
-        for part in parts or list(attached):
-            part.detach()
+        for attachment in parts or list(attached):
+            detach(attachment)
         if attached:
-            attached[-1].continues()
+            take_over_schedule(attached[-1])
 
     def renew_masks(self) -> None:
         """Take from the present weights what the recipe took from earlier ones: masks, S-STE's scale, learned logits, channel order.
 
         For weights that were loaded in the middle of a run, where masks otherwise stay (so that weights can be rewound under the same
-        mask). The schedule goes on. Before ``attach`` there is nothing to renew: the recipe takes all from the weights that it finds.
+        mask). The schedule continues. Before ``attach`` there is nothing to renew: it takes everything from the weights that it then finds.
 
         Raises:
             RecipeError: the recipe is finished, or cannot start from the present weights.
@@ -300,15 +254,6 @@ class Handle:
         reshard(self.model)
         if self.run.state:
             self.run.renew("renew_masks", overwrite=True)
-
-    def _take_shards(self) -> None:
-        """Have sharded layers make W̃ from this rank's shard, and every rank hold no more than that."""
-        check_flat(self.layers)
-        connect(self.model, list(self.layers.values()))
-        check_whole(self.recipe, self.layers)
-        check_stages(self.recipe, self.layers)
-        check_shards(self.layers)
-        self.run.attached_shards = self.run.sharded
 
     # ---- watching
 
@@ -333,7 +278,7 @@ class Handle:
             0.5
         """
         if not self.run.state and not self.finished:
-            self.run.gradients.warn("metrics", self.recipe, attached=False)
+            self.run.guards.warn_of_gradients("metrics", attached=False)
         if not self.finished:
             self.run.check_weights("metrics", waits=False)
         return metrics_of(self.run)
@@ -382,13 +327,13 @@ class Handle:
             ...     _ = model(torch.randn(32, 64))
             >>> optimizer = handle.attach(torch.optim.AdamW(model.parameters()))
         """
-        return self.run.masks.inputs.collecting()
+        return self.run.held.inputs.collecting()
 
     # ---- the end
 
     @contextmanager
     def deployable(self) -> Iterator[nn.Module]:
-        """Inside, the model computes what ``finish()`` would leave; outside, training goes on as before. Yields the model.
+        """Inside, the model computes what ``finish()`` would leave; outside, training continues as before. Yields the model.
 
         Weights and optimizer stay as they are, so evaluate and predict inside; do not train there.
 
@@ -404,8 +349,28 @@ class Handle:
             yield self.model
             return
         lost = self.run.check_weights("deployable")
-        with self._previewed(lost):
+        reshard(self.model)
+        present = {name: (layer.transform, layer.plan) for name, layer in self.layers.items()}
+        try:
+            self.run.hooks.deploy()
+            for layer in self.layers.values():
+                layer.effective.doubt()
+                if self.recipe.final == "dense":
+                    layer.use(None, STRAIGHT_THROUGH)
+            if self.recipe.final != "dense" and not self.run.stage.held_mask:
+                for name, transform in self.run.final_transforms(self.layers).items():
+                    # emulated roundings and packed GEMMs belong to training; any other plan computes the same forward pass
+                    plan = present[name][1]
+                    self.layers[name].use(transform, plan if plan.fp8 is None and plan.fprop == "dense" else STRAIGHT_THROUGH)
+            for name in lost:
+                self.layers[name].use(self.run.held.final_mask(name), STRAIGHT_THROUGH)
             yield self.model
+        finally:
+            reshard(self.model)
+            for name, layer in self.layers.items():
+                layer.use(*present[name])
+                layer.effective.doubt()
+            self.run.hooks.enter(self.run.stage)
 
     def refresh(self) -> None:
         """Make W̃ again from the present weights at the next forward pass, whatever has written them.
@@ -424,31 +389,6 @@ class Handle:
         for layer in self.layers.values():
             layer.effective.release()
             adopt_parameter(layer)
-
-    @contextmanager
-    def _previewed(self, lost: Iterable[str]) -> Iterator[None]:
-        reshard(self.model)
-        kept = {name: (layer.transform, layer.plan) for name, layer in self.layers.items()}
-        try:
-            self.run.hooks.deploy()
-            for layer in self.layers.values():
-                layer.effective.doubt()
-                if self.recipe.final == "dense":
-                    layer.use(None, STRAIGHT_THROUGH)
-            if self.recipe.final != "dense" and not self.run.stage.held_mask:
-                for name, transform in self.run.final_transforms(self.layers).items():
-                    # emulated roundings and packed GEMMs belong to training; any other plan computes the same forward pass
-                    plan = kept[name][1]
-                    self.layers[name].use(transform, plan if plan.fp8 is None and plan.fprop == "dense" else STRAIGHT_THROUGH)
-            for name in lost:
-                self.layers[name].use(self.run.masks.preview(name), STRAIGHT_THROUGH)
-            yield
-        finally:
-            reshard(self.model)
-            for name, layer in self.layers.items():
-                layer.use(*kept[name])
-                layer.effective.doubt()
-            self.run.hooks.enter(self.run.stage)
 
     def finish(self, allow_unused: bool = False) -> nn.Module:
         """End the recipe and return the model in its final form, which ``recipe.final`` names.
@@ -485,7 +425,7 @@ class Handle:
             )
         self.run.check_weights("finish")
         if not self.run.max_applied_steps:
-            self.run.gradients.warn("finish", self.recipe, attached=bool(self.run.attachments))
+            self.run.guards.warn_of_gradients("finish", attached=bool(self.run.attachments))
         if early := self.run.not_ready_reason():
             warnings.warn(
                 f"finish: the recipe {self.recipe.name} {early}, so the model has not been trained in the form that it gets now; "
@@ -505,7 +445,7 @@ class Handle:
         """Turn every layer back into the dense layer it was, with its weight as it is, and remove every hook; returns the model.
 
         A low-rank adapter that has learned something is folded into the weight, W + (L R)ᵀ / r, which is then no longer N:M. To keep only
-        the N:M weight, zero ``nm_right`` before. The handle cannot be used again: ``sparsify_`` the model to go on.
+        the N:M weight, zero ``nm_right`` before. The handle cannot be used again: ``sparsify_`` the model again to train on.
 
         Example:
             >>> from nmkernels import sparsify_
@@ -513,7 +453,7 @@ class Handle:
             >>> type(sparsify_(model, "srste:2:4").remove()[0]).__name__
             'Linear'
         """
-        layers = {name: layer for name, layer in self.layers.items() if isinstance(layer, NMWeight)}  # densify_ may have been called
+        layers = {name: layer for name, layer in self.layers.items() if isinstance(layer, NMWeight)}  # densify_ may have made some dense
         check_own("remove", layers, "weight", "bias")
         reshard(self.model)
         self._end()
@@ -521,8 +461,7 @@ class Handle:
 
     def _end(self) -> None:
         for attachment in list(self.run.attachments):
-            attachment.detach()
-        self.run.streams.forget()
+            detach(attachment)
         self.run.end()
         self.finished = True
 
@@ -548,23 +487,26 @@ def make_nm(layers: dict[str, NMWeight], transforms: dict[str, WeightTransform])
 
 def metrics_of(run: Run) -> dict[str, Tensor]:
     """What ``Handle.metrics`` returns; nothing here waits for the device. λ is the recipe's own metric ``decay``, if any."""
-    stage, state = run.stage, run.state
-    phase = torch.tensor(stage.phase)
-    parts = [a for a in run.attachments if a.stats is not None]
+    stage, state, phase = run.stage, run.state, torch.tensor(run.stage.phase)
+    counting = [a for a in run.attachments if a.stats is not None]
     # the counts of the last step are out of date once something else has written the weights; held masks do not prevent that
-    written = run.stage.held_mask or bool(run.writes.since_step(run.layers))
+    outdated = not counting or stage.held_mask or bool(run.guards.written(run.layers))
     # users call this on one rank only, where a collective would wait for ever: metrics of sharded layers are of the last step
-    of_layers = run.shard_metrics if run.sharded else run.metrics(density=written or not parts)
-    if not parts:
+    of_layers = run.shard_metrics if run.sharded else run.metrics(density=outdated)
+    if not counting:
         # without a state no optimizer was ever attached, and nothing was counted
-        nothing = torch.full((), 0.0 if state else torch.nan, dtype=torch.float64)
-        return {"flip_rate": nothing, "density": of_layers.get("density", nothing), "phase": phase, "decay_ratio": nothing.clone()}
-    numel = sum(a.numel for a in parts)
-    total: Tensor = functools.reduce(merge_stats, [a.stats for a in parts if a.stats is not None])
-    s = dict(zip(ops.STATS, total, strict=True))
-    grads = s["pruned_grad_abs"]
-    own = {**run.recipe.values(state), **of_layers, **run.hooks.metrics}
-    ratio = torch.where(grads > 0, own.get("decay", stage.rule.decay) * s["pruned_abs"] / grads, 0.0)
-    common = {"flip_rate": s["flips"] / numel, "density": s["nonzeros"] / numel, "phase": phase, "decay_ratio": ratio}
-    updates = any(a.masked is not None for a in parts)
-    return {**common, **own, **({"max_update": s["max_update"]} if updates else {})}
+        none = torch.full((), 0.0 if state else torch.nan, dtype=torch.float64)
+        return {"flip_rate": none, "density": of_layers.get("density", none), "phase": phase, "decay_ratio": none.clone()}
+    numel = sum(a.numel for a in counting)
+    total: Tensor = functools.reduce(merge_stats, [a.stats for a in counting if a.stats is not None])
+    sums = dict(zip(ops.STATS, total, strict=True))
+    special = {**run.recipe.values(state), **of_layers, **run.hooks.metrics}
+    decayed = special.get("decay", stage.rule.decay) * sums["pruned_abs"] / sums["pruned_grad_abs"]
+    return {
+        "flip_rate": sums["flips"] / numel,
+        "density": sums["nonzeros"] / numel,
+        "phase": phase,
+        "decay_ratio": torch.where(sums["pruned_grad_abs"] > 0, decayed, 0.0),
+        **special,
+        **({"max_update": sums["max_update"]} if any(a.masked is not None for a in counting) else {}),
+    }

@@ -1,4 +1,4 @@
-"""Names that match nothing, mostly misspelt: one check for all arguments that name layers."""
+"""Names of layers: as messages list them, and one check for all arguments that name layers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ from ..recipes.registry import suggestion
 
 SHOWN = 3
 """The number of names that a message lists where none is similar."""
+
+
+def listed(names: Iterable[str]) -> str:
+    """Layers as a message names them: the first three, and how many more."""
+    names = list(names)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"layer{'s' * (len(names) > 1)} {', '.join(map(repr, names[:3]))}{more}" if names != [""] else "the model"
 
 
 def check_names(

@@ -97,13 +97,13 @@ class Report:
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row[:4], widths, strict=True)), row[4]]).rstrip() for row in rows]
         lines += self._shares()
-        others = [e for e in self.entries if not e.linear]
-        if others:
-            kinds = ", ".join(f"{kind} ×{n}" if n > 1 else kind for kind, n in Counter(e.kind for e in others).items())
-            lines.append(f"other layers have {sum(map(_numel, others))} weights: {kinds}")
+        rest = [e for e in self.entries if not e.linear]
+        if rest:
+            kinds = ", ".join(f"{kind} ×{n}" if n > 1 else kind for kind, n in Counter(e.kind for e in rest).items())
+            lines.append(f"other layers have {sum(map(_numel, rest))} weights: {kinds}")
         if self.channels:
             width = max(map(len, self.channels))
-            lines += ["input channels", *(f"{name.ljust(width)}  {said}" for name, said in self.channels.items())]
+            lines += ["input channels", *(f"{name.ljust(width)}  {gain}" for name, gain in self.channels.items())]
         if self.pruned:
             lines += _pruned_table(self.pruned)
         return "\n".join([*lines, *filter(None, (self.remark, self.unmeasured))])
@@ -149,11 +149,11 @@ def _together(entries: list[Entry]) -> list[tuple[str, Entry]]:
         alike.setdefault(starred(e.name), []).append(e)
     rows = []
     for e in entries:
-        found = alike[starred(e.name)]
-        if len(found) == 1 or len({replace(other, name="") for other in found}) > 1:
+        group = alike[starred(e.name)]
+        if len(group) == 1 or len({replace(other, name="") for other in group}) > 1:
             rows.append((e.name or "(root)", e))
-        elif e is found[0]:
-            rows.append((f"{starred(e.name)} ×{len(found)}", e))
+        elif e is group[0]:
+            rows.append((f"{starred(e.name)} ×{len(group)}", e))
     return rows
 
 

@@ -1,10 +1,11 @@
-"""The run of a recipe on one model: the state of its schedule, and what that makes of the layers. Optimizers are in ``attach.py``."""
+"""The run of a recipe on one model: the state of its schedule, and what that makes of the layers."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,20 +14,16 @@ from ..autograd.transforms import HardMask, WeightTransform, read_as
 from ..gemm.choose import unmeasured
 from ..nn.effective import readable
 from ..nn.weight import NMWeight
+from ..optim.adamw import MaskedAdamW
 from ..pattern import NMError, RecipeError
 from ..recipes.compose import check_state
-from ..recipes.contract import Hooks, Observed, Recipe, Stage, State
+from ..recipes.contract import Hooks, Recipe, Stage, State
 from ..recipes.registry import spec
-from ..shards import Groups, add, anywhere, groups_of, is_sharded, reduced
-from .masks import HeldMasks
-from .readers import Readers
+from ..shards import Groups, anywhere, groups_of, is_sharded, reduced
+from .guards import Guards
+from .layer_names import listed
+from .parts import Held, Patterns, Streams
 from .report import Report
-from .state import MASK, HeldTensors, LayerPatterns, Streams, own_rank
-from .writes import Writes, listed
-
-if TYPE_CHECKING:
-    from .attach import Attachment, Recorded
-
 
 MANY_TOKENS = 1024
 """Rows of a layer's input for which the report says whether the choice of methods was measured."""
@@ -38,7 +35,8 @@ class Run:
     Attributes:
         state: the schedule's, the very one in the optimizer's parameter group; empty before one is attached.
         stage: what training does now; ``revision`` counts how often it was set.
-        hooks: what the method does besides.
+        parts: what a checkpoint has of the run in addition to the schedule, and the guards.
+        hooks: what the method does in addition.
         attachments: the optimizers, in the order in which they step; the last one drives the schedule.
         max_applied_steps: an upper bound of the applied steps, known without waiting for the device.
         attached_shards: whether an optimizer was attached to sharded weights.
@@ -58,127 +56,139 @@ class Run:
         self.recording: list[Recorded] | None = None
         self._transforms: dict[WeightTransform, WeightTransform] = {}
         setup = recipe.setup
-        self.patterns = LayerPatterns(recipe, layers, report)
-        self.masks = HeldMasks(layers, setup.mask_score, lambda: self.gradients.seen)
-        self.tensors = HeldTensors(layers)
+        self.guards = Guards(recipe, layers)
+        self.patterns = Patterns(recipe, layers, report)
         self.streams = Streams(layers)
-        self.writes = Writes(layers)
+        self.held = Held(layers, setup.mask_score, lambda: self.guards.trained)
+        self.parts = self.guards, self.patterns, self.streams, self.held
         self.stage = recipe.stage({})
-        self.begin("sparsify_")
-        self.gradients = Gradients(layers)
+        self.start("sparsify_")
         transforms = {self.stage.transform, self.stage.later, *(layer.final for layer in layers.values())}
         self.holds = setup.mask_score is not None or any(read_as("held", transform) for transform in transforms)
         self.hooks = Hooks(recipe, self) if setup.hooks is None else setup.hooks(self)
-        self.apply(self.stage)
-        self.feed()
-        self.tensors.adopt({})
+        self._use(self.stage)
+        self.held.begin({}, self.stage)
         self.hooks.enter(self.stage)
-        self.readers = Readers(layers)
+        self.guards.watch()
 
-    def begin(self, verb: str, overwrite: bool = False, patterns: bool = True) -> None:
-        """Take from the present weights what transforms start from, and with ``patterns`` the layers' patterns; ``overwrite``: also what
-        came from a checkpoint."""
-        if patterns:
+    # ---- the verbs of a run
+
+    def start(self, verb: str, overwrite: bool = False, choose: bool = True) -> None:
+        """Take from the present weights what comes from them once: patterns, unless ``choose`` is off, and what transforms start from;
+        ``overwrite``: also what came from a checkpoint."""
+        if choose:
             self.patterns.choose()
-        transform = self.stage.transform or self.stage.later
+        used = self.stage.transform or self.stage.later
         for name, layer in self.layers.items():
-            used = () if transform is None else (self._fitted(transform, layer),)
+            transforms = [self._fitted(transform, layer) for transform in (self.recipe.final_transform(), used) if transform is not None]
             try:
-                layer.begin(self._fitted(self.recipe.final_transform(), layer), *used, overwrite=overwrite)
+                layer.begin(*transforms, overwrite=overwrite)
             except NMError as error:
                 raise RecipeError(f"{verb}: layer {name!r}: {error}") from error
 
-    def _fitted(self, transform: WeightTransform, layer: NMWeight) -> WeightTransform:
-        fitted = self.recipe.layer(layer.pattern, layer.shape, transform).transform
-        assert fitted is not None
-        # one object of each kind for the whole run: a compiled model guards on its identity
-        return self._transforms.setdefault(fitted, fitted)
+    def begin(self) -> None:
+        """Bring the layers in line with the state: a stage begins, or is resumed."""
+        stage = self.recipe.stage(self.state)
+        self.hooks.enter(stage)
+        self._use(stage)
+        for part in self.parts:
+            part.begin(self.state, stage)
 
     def first_state(self, group: dict[str, Any]) -> State:
         """The schedule's state at its beginning, with the recipe's own description for checkpoints."""
         state = {"spec": spec(self.recipe), **self.recipe.first_state(group)}
-        self.patterns.save(state)
+        self.patterns.begin(state, self.stage)
         return state
 
-    def check(self, state: Any, group: dict[str, Any]) -> None:
-        """Raise ``CheckpointError`` unless ``state`` was written by this recipe, with this pattern, on these layers."""
-        check_state(self.recipe, state, group)
-        for part in (self.patterns, self.masks, self.streams, self.tensors):
-            part.check(state)
+    def check(self, saved: Any, group: dict[str, Any]) -> None:
+        """Raise ``CheckpointError`` unless ``saved`` was written by this recipe, with this pattern, on these layers."""
+        check_state(self.recipe, saved, group)
+        for part in self.parts:
+            part.check(saved)
 
-    def adopt(self, state: State) -> None:
+    def load(self, state: State) -> None:
         """Continue from ``state``, which lies in the optimizer already."""
-        held = state.pop("held", {})
-        self.writes.forget()
+        patterns = self.patterns.own
+        for part in self.parts:
+            part.load(state)
+        state.pop("held", None)
         self.state, self.max_applied_steps = state, int(state.get("t", 0))
-        if self.patterns.adopt(state):
-            self.begin("resume", patterns=False)
-        self.masks.load(held)
-        self.tensors.load(held)
-        self._restage()
+        if self.patterns.own != patterns:
+            self.start("resume", choose=False)
+        self.begin()
         self.report.remark = self.stage.remark
+
+    def save(self) -> State:
+        """What a checkpoint has: the state, and what the parts add; of sharded layers this rank's part."""
+        saved = dict(self.state)
+        for part in self.parts:
+            saved |= part.save()
+        return saved
+
+    def end(self) -> None:
+        self.hooks.close()
+        for part in self.parts:
+            part.end()
+
+    # ---- what else may happen
 
     def reset(self) -> None:
         """Back to the time before an optimizer was attached."""
         self.state = {}
-        self.apply(self.recipe.stage({}))
+        self._use(self.recipe.stage({}))
         self.hooks.enter(self.stage)
-
-    # ---- weights written by something else than the attached optimizers
-
-    def watch(self) -> None:
-        """The recipe begins: if it has taken something from the present weights, watch for other weights until the first step."""
-        own = any(layer.learned() or layer._buffers.keys() - layer._non_persistent_buffers_set for layer in self.layers.values())
-        if own or self.masks.masks or self.tensors.names or self.patterns.own:
-            self.writes.start()
 
     def renew(self, verb: str, overwrite: bool = False) -> None:
         """Take patterns, masks and what transforms start from again, from the present weights; ``overwrite``: also what came from a
         checkpoint."""
-        self.begin(verb, overwrite=overwrite)
-        self.patterns.save(self.state)
-        self.masks.forget()
-        self.tensors.load({})
-        self._restage()
-        if self.writes.hashes:
-            self.writes.start()
+        self.start(verb, overwrite=overwrite)
+        self.held.load({})
+        self.begin()
+        if self.guards.hashes:
+            self.guards.hash_weights()
 
-    def before_step(self, names: Iterable[str]) -> None:
-        """An optimizer is about to step the weights of the layers ``names``."""
-        if self.writes.hashes:
-            self._renew_if_replaced("step")
-            self.writes.forget()
-        elif self.masks.masks and (written := self.writes.since_step(names)):
-            self.report_lost("step", written)
+    def renew_held(self) -> None:
+        """Give transforms the numbers of the present state, and choose again what they hold, if anything."""
+        if "held_steps" in self.state:
+            self.feed()
+            self.held.renew(self.state)
+
+    def watch(self) -> None:
+        """The recipe begins: if it has taken something from the present weights, watch for other weights until the first step."""
+        taken = any(layer.learned() or layer._buffers.keys() - layer._non_persistent_buffers_set for layer in self.layers.values())
+        if taken or self.held.masks or self.held.names or self.patterns.own:
+            self.guards.hash_weights()
 
     def check_weights(self, verb: str, waits: bool = True) -> list[str]:
         """The layers that have lost the zeros of their held masks, with a warning; where weights were replaced before the first step, what
         was taken from them is taken again. ``waits``: may wait for the device and for other ranks."""
         if not waits and self.sharded:
             return []
-        if self.writes.hashes:
+        if self.guards.hashes:
             if waits or all(readable(layer.master) for layer in self.layers.values()):
-                self._renew_if_replaced(verb)
+                self.renew_if_replaced(verb)
             return []
-        written = self.writes.since_step(self.layers)
-        return self.report_lost(verb, (name for name, layer in self.layers.items() if waits or readable(layer.master) or name in written))
+        written = self.guards.written(self.layers)
+        return self.find_lost(verb, [name for name, layer in self.layers.items() if waits or readable(layer.master) or name in written])
 
-    def report_lost(self, verb: str, names: Iterable[str]) -> list[str]:
+    def find_lost(self, verb: str, names: list[str]) -> list[str]:
         """Which of the layers ``names`` have lost the zeros of their held masks; a warning says so."""
-        lost = {name: count for name in names if name in self.masks.masks and (count := int(self.masks.lost(name)))}
-        self.writes.report_lost(verb, lost)
+        lost = {name: count for name in names if (count := self.held.lost(name))}
+        self.guards.warn_of_lost(verb, lost)
         return list(lost)
 
-    def _renew_if_replaced(self, verb: str) -> None:
-        replaced = self.writes.replaced()
+    def renew_if_replaced(self, verb: str) -> None:
+        """Take again what the recipe took from weights that were replaced before the first step, with a warning."""
+        guards = self.guards
+        replaced = guards.replaced()
         # renewing may gather shards, so all ranks have to decide the same
         if not any([anywhere(layer.parameter, name in replaced) for name, layer in self.layers.items()]):
             return
         self.renew(verb)
-        inputs = " Their inputs are those that handle.calibrate() saw before." if self.masks.score == "wanda" else ""
+        inputs = " Their inputs are those that handle.calibrate() saw before." if self.held.score == "wanda" else ""
         trained = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
         left = [name for name in replaced if id(self.layers[name].parameter) not in trained]
-        by = f" by {self.writes.foreign}, which is not attached" if self.writes.steps else ""
+        by = f" by {guards.foreign}, which is not attached" if guards.foreign else ""
         again = f" No attached optimizer has the new Parameters of {listed(left)}: make one and attach it." if left else ""
         warnings.warn(
             f"{verb}: the weights of {listed(replaced or self.layers)} were loaded or changed after handle.attach{by}. No step was made; "
@@ -187,62 +197,9 @@ class Run:
             stacklevel=4,
         )
 
-    def held(self) -> State:
-        """What a checkpoint holds in addition to ``state``: held masks and other tensors; of sharded layers this rank's part."""
-        held = self.tensors.values()
-        for name, mask in self.masks.masks.items():
-            held.setdefault(name, {})[MASK] = mask
-        return {"held": held} if held else {}
+    # ---- the layers
 
-    def advance(self, seen: Observed, applied: Callable[[], bool]) -> Tensor | None:
-        """Advance the schedule by one step of the attached optimizers; returns how many mask bits a renewal of held masks has changed.
-
-        ``applied()``, whether the step was not skipped, may wait for the device, and is called only where that matters.
-        """
-        self.gradients.end()
-        self.readers.warn()
-        self.max_applied_steps += 1
-        state, before = self.state, None
-        due = "held_steps" in state and applied() and self.tensors.due(state, self.stage.every)
-        if self.recipe.advance(state, seen):
-            stage = self.recipe.stage(state)
-            if stage.remark and stage.remark != self.report.remark and own_rank() == 0:
-                warnings.warn(stage.remark, stacklevel=2)
-            self.report.remark = stage.remark
-            if self.stage.later is not None and stage.later is None:
-                # the dense phase is over: later stages start from the present weights
-                self.begin("the sparse phase", overwrite=True)
-                self.patterns.save(state)
-            before = self._kept() if "held_steps" in state else None
-            self._restage()
-            if "held_steps" not in state:
-                before = None  # the new stage holds nothing
-        else:
-            self.feed()
-        if due and "held_steps" in state:
-            before = before or self._kept()
-            self.tensors.renew(state)
-        if before is None:
-            return None
-        parts: dict[Groups, Tensor] = {}
-        for name, now in self._kept().items():
-            add(parts, self.layers[name].parameter, (now ^ before[name]).sum())
-        return reduced(parts).reshape(())
-
-    def _restage(self) -> None:
-        """Bring the layers in line with the state."""
-        stage = self.recipe.stage(self.state)
-        self.streams.adopt(self.state)
-        self.hooks.enter(stage)
-        if stage.held_mask:
-            self.masks.adopt()
-        else:
-            self.masks.forget()
-        self.apply(stage)
-        self.feed()
-        self.tensors.adopt(self.state)
-
-    def apply(self, stage: Stage) -> None:
+    def _use(self, stage: Stage) -> None:
         """Set what every layer does from now on; optimizers notice the new ``revision`` at their next step."""
         self.stage = stage
         self.revision += 1
@@ -254,19 +211,20 @@ class Run:
                 layer.drop()
         problems = (some for layer in self.layers.values() for some in layer.problems(MANY_TOKENS))
         self.report.unmeasured = unmeasured(*some) if (some := next(problems, None)) else ""
+        self.feed()
+
+    def _fitted(self, transform: WeightTransform, layer: NMWeight) -> WeightTransform:
+        fitted = self.recipe.layer(layer.pattern, layer.shape, transform).transform
+        assert fitted is not None
+        # one object of each kind for the whole run: a compiled model guards on its identity
+        return self._transforms.setdefault(fitted, fitted)
 
     def feed(self) -> None:
         """Write the schedule's numbers into the layers whose transform reads them."""
-        transform = self.stage.transform
-        if transform is None or not transform.reads:
-            return
-        values = {f"nm_{name}": value for name, value in self.recipe.values(self.state).items() if f"nm_{name}" in transform.reads}
-        if values:
-            for layer in self.layers.values():
-                layer.hold(values, in_place=True)
-
-    def _kept(self) -> dict[str, Tensor]:
-        return {name: layer.kept() for name, layer in self.layers.items()}
+        reads = {} if self.stage.transform is None else self.stage.transform.reads
+        values = {f"nm_{name}": value for name, value in self.recipe.values(self.state).items() if f"nm_{name}" in reads} if reads else {}
+        for layer in self.layers.values() if values else ():
+            layer.hold(values, in_place=True)
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
@@ -304,9 +262,9 @@ class Run:
     def final_transforms(self, names: Iterable[str]) -> dict[str, WeightTransform]:
         """The transforms that ``finish`` applies to the layers ``names``."""
         if self.stage.later is not None:
-            self.begin("a dense phase", overwrite=True)
-            self.tensors.preview()
-        return {name: self.masks.preview(name) or self.layers[name].final for name in names}
+            self.start("a dense phase", overwrite=True)
+            self.held.preview()
+        return {name: self.held.final_mask(name) or self.layers[name].final for name in names}
 
     def not_ready_reason(self) -> str:
         """Why it is too early to finish, to complete "the recipe <name> …"; empty where it is not."""
@@ -315,40 +273,64 @@ class Run:
         stage = self.recipe.stage(self.state)
         return stage.not_ready or ("is still in its dense phase" if self.recipe.final != "dense" and stage.phase == 0 else "")
 
-    def end(self) -> None:
-        self.hooks.close()
-        self.gradients.end()
-        self.readers.warn()
-        self.readers.end()
 
+@dataclass(eq=False)
+class Attachment:
+    """One optimizer of a run, with the swapped layers whose weights it updates.
 
-class Gradients:
-    """Notices gradients of the sparse layers before any attached optimizer has stepped: then the model is trained without the recipe.
-
-    By hooks of the Parameters, since a ``.grad`` may be older than the recipe, and is often cleared after a step.
+    Attributes:
+        optimizer: as torch steps it; ``updating`` is the one that keeps the moments, and ``masked`` that if it masks and counts itself.
+        forms: who makes the forms of W̃: the ``"forward"`` pass after a step, or the ``"step"``.
+        stats: the sums of the last step, or of the last applied one where that was skipped, over ``numel`` weights.
+        observed: those that the schedule has not seen yet.
+        own_pass: ``masked`` where it masks, decays and counts the present step in its own pass over memory.
+        masks, pruned: of the present step elsewhere, before it: masks, and the sums of pruned weights and gradients.
+        bits: the bits of held masks, with the mask that they were made of and its version.
+        revision: of the run, when ``masked`` got its rule.
+        size: the number of parameters when layers were taken last; ``unsharded``: those that were not sharded then.
+        first_step: the optimizer had no state before the present step, ``rehearsal``: which trains nothing.
+        loaded, loaded_masks: of a checkpoint that is being loaded.
     """
 
-    def __init__(self, layers: dict[str, NMWeight]) -> None:
-        self.seen = False
-        self.warned: set[str] = set()
-        trained = [p for layer in layers.values() for p in (layer.parameter, *layer.learned().values()) if p.requires_grad]
-        self._removers = [p.register_post_accumulate_grad_hook(self._see) for p in trained]
+    run: Run
+    optimizer: torch.optim.Optimizer
+    updating: torch.optim.Optimizer
+    masked: MaskedAdamW | None
+    layers: dict[str, NMWeight] = field(default_factory=dict)
+    forms: str = "forward"
+    stats: Tensor | None = None
+    observed: Tensor | None = None
+    numel: int = 0
+    own_pass: MaskedAdamW | None = None
+    masks: dict[str, Tensor] = field(default_factory=dict)
+    pruned: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    bits: dict[str, tuple[Tensor, int, Tensor]] = field(default_factory=dict)
+    revision: int = 0
+    size: int = 0
+    unsharded: list[NMWeight] = field(default_factory=list)
+    first_step: bool = False
+    rehearsal: bool = False
+    loaded: State | None = None
+    loaded_masks: dict[str, Tensor] = field(default_factory=dict)
+    removers: list[Any] = field(default_factory=list)
 
-    def _see(self, p: Tensor) -> None:
-        self.seen = True
+    @property
+    def group(self) -> dict[str, Any]:
+        """The parameter group of the maskable weights."""
+        return group_of(self.optimizer, self.layers)
 
-    def end(self) -> None:
-        while self._removers:
-            self._removers.pop().remove()
 
-    def warn(self, verb: str, recipe: Recipe, attached: bool) -> None:
-        """Warn if there were gradients, once for each ``verb``; ``attached``: there is an optimizer, and it has not stepped."""
-        if not self.seen or verb in self.warned:
-            return
-        self.warned.add(verb)
-        missing = "no attached optimizer has made a step" if attached else "no optimizer was ever attached"
-        warnings.warn(
-            f"{verb}: the sparse layers got gradients, but {missing}. So nothing that the recipe {recipe.name} does in optimizer steps has "
-            "happened (its schedule, decay, held masks, metrics). Before training, call handle.attach with the optimizer that steps.",
-            stacklevel=3,
-        )
+class Recorded(NamedTuple):
+    """A step of ``attachment`` in a CUDA graph: its statistics over ``numel`` weights, and ``found_inf``, in the memory of the graph."""
+
+    attachment: Attachment
+    stats: Tensor | None
+    numel: int
+    found_inf: Tensor | None
+
+
+def group_of(optimizer: torch.optim.Optimizer, layers: Mapping[str, NMWeight]) -> dict[str, Any]:
+    """The parameter group that updates the first of ``layers``; the first one where a load has replaced that layer's Parameter."""
+    first = next((layer.parameter for layer in layers.values()), None)
+    owners = [group for group in optimizer.param_groups if any(p is first for p in group["params"])]
+    return (owners or optimizer.param_groups)[0]

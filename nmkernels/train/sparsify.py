@@ -104,14 +104,14 @@ class Candidate:
 
 def check_groups(verb: str, values: str, group: int | None, pattern: Pattern, layers: Iterable[Candidate]) -> None:
     """Raise ``OptionError`` if a ``group`` of integers does not fit one of the dense ``layers``; warn of those that keep floats."""
-    others = []
+    floating = []
     for c in layers:
         if c.layout in MATRICES:
             group_of(f"{verb}: layer {c.name!r}", values, group, pattern, c.matrix_shape[1])
         else:
-            others.append(c.name)
-    if others:
-        warnings.warn(f"{verb}: {FLOATING.format(values, names_of(others))}", stacklevel=3)
+            floating.append(c.name)
+    if floating:
+        warnings.warn(f"{verb}: {FLOATING.format(values, names_of(floating))}", stacklevel=3)
 
 
 def select(
@@ -126,8 +126,10 @@ def select(
             continue
         wanted = filter_fn is None or bool(filter_fn(c.module, c.name))
         if filter_fn is not None and wanted and c.impossible:
-            said = f"sparsify_: the filter chose layer {c.name!r}, which cannot be made {pattern} sparse: {c.impossible}."
-            raise (ShapeError if c.misshapen else RecipeError)(f"{said} Leave it out of the filter.")
+            raise (ShapeError if c.misshapen else RecipeError)(
+                f"sparsify_: the filter chose layer {c.name!r}, which cannot be made {pattern} sparse: {c.impossible}. Leave it out of the "
+                "filter."
+            )
         reason = c.impossible or (c.keep_dense if filter_fn is None else "") or ("" if wanted else FILTERED)
         if not reason:
             chosen.append(c)
@@ -184,8 +186,8 @@ def _channels(conv: nn.Conv2d, pattern: Pattern) -> str:
     if is_lazy(conv._parameters.get("weight")):  # type: ignore[arg-type]  # asking for the attribute may compute it
         return "a convolution whose parameters are not initialised yet; run the model once first"
     if conv.groups != 1:
-        own = conv.in_channels // conv.groups
-        return f"a convolution with groups={conv.groups}, whose outputs each sum over {own} of {conv.in_channels} input channels"
+        summed = conv.in_channels // conv.groups
+        return f"a convolution with groups={conv.groups}, whose outputs each sum over {summed} of {conv.in_channels} input channels"
     return f"a convolution whose in_channels={conv.in_channels} is not a multiple of M={pattern.m}" if conv.in_channels % pattern.m else ""
 
 
@@ -195,8 +197,7 @@ def _stacks(name: str, module: nn.Module, pattern: Pattern, recipe: Recipe | Non
     for child, stack in module.named_children():
         if isinstance(stack, CompressedStack):
             rows = None if chosen is None else chosen / stack.experts
-            own = layer_name(_join(name, child), stack)
-            yield Candidate(own, module, stack.stored_shape, COMPRESSED, layout=stack.layout, rows=rows)
+            yield Candidate(layer_name(_join(name, child), stack), module, stack.stored_shape, COMPRESSED, layout=stack.layout, rows=rows)
     for key, layout in stacks_of(module).items():
         weight = module._parameters[key]
         assert weight is not None
@@ -284,9 +285,8 @@ def _candidate(
     if isinstance(module, CompressedLinear):
         shape = module.stored_shape if isinstance(module, CompressedConv2d) else module.weight.shape
         return Candidate(name, module, shape, COMPRESSED)
-    weight: Tensor | None = module._parameters.get(
-        "weight"
-    )  # reading the attribute may compute it, which changes the state of spectral_norm
+    # reading the attribute may compute it, which changes the state of spectral_norm
+    weight: Tensor | None = module._parameters.get("weight")
     if isinstance(weight, nn.parameter.UninitializedParameter):
         return Candidate(name, module, (), "its parameters are not initialised yet; run the model once first")
     layout = LINEAR
@@ -412,10 +412,10 @@ def make_handle_(model: nn.Module, recipe: Recipe, chosen: Iterable[Candidate], 
     """Swap the layers that ``select`` has chosen, in place, and return the handle: ``sparsify_`` for a caller that has chosen already."""
     pattern = Pattern(recipe.pattern)
     built = {c.name: c.module for c in chosen if isinstance(c.module, NMWeight)}
-    layers: dict[str, NMWeight] = {c.name: built.get(c.name) or _made_sparse(c, pattern) for c in chosen}
+    layers: dict[str, NMWeight] = {c.name: built.get(c.name) or _make_sparse_(c, pattern) for c in chosen}
     after_swap(model)
     try:
-        return Handle(model, recipe, layers, report)
+        handle = Handle(model, recipe, layers, report)
     except Exception:
         for name, layer in layers.items():
             layer.remove_extras()
@@ -425,7 +425,8 @@ def make_handle_(model: nn.Module, recipe: Recipe, chosen: Iterable[Candidate], 
                 make_dense_(layer)
         switch_fast_paths(model)
         raise
+    return handle
 
 
-def _made_sparse(c: Candidate, pattern: Pattern) -> NMWeight:
+def _make_sparse_(c: Candidate, pattern: Pattern) -> NMWeight:
     return make_sparse_(c.module, pattern) if c.key == "weight" else make_stack_sparse_(c.module, c.key, pattern)

@@ -94,7 +94,7 @@ def by_wanda() -> dict[str, Any]:
             with handle.calibrate(), torch.no_grad():
                 model(shard(call, rank))
         optimizer = handle.attach(torch.optim.SGD(DistributedDataParallel(model).parameters(), lr=0.0))
-        found[str(calls)] = {name: mask.clone() for name, mask in handle.run.masks.masks.items()}
+        found[str(calls)] = {name: mask.clone() for name, mask in handle.run.held.masks.items()}
         handle.detach(optimizer)
     return found
 
@@ -110,7 +110,7 @@ def test_ranks_calibrate_together(tmp_path: Path) -> None:
         with handle.calibrate(), torch.no_grad():
             model(torch.cat([shard(call, rank) for call in range(calls) for rank in range(RANKS)]))
         handle.attach(torch.optim.SGD(model.parameters(), lr=0.0))
-        for name, mask in handle.run.masks.masks.items():
+        for name, mask in handle.run.held.masks.items():
             assert torch.equal(first[str(calls)][name], second[str(calls)][name]) and torch.equal(first[str(calls)][name], mask)
 
 

@@ -619,8 +619,8 @@ def behaviour(folder: str) -> dict[str, Any]:
             "row, whole": refused(64, R.SRSTE("8:16"), "down"),
             "tiles cut": refused(36, R.FST("2:4", total_steps=16), "up"),
             "tiles whole": refused(40, R.FST("2:4", total_steps=16), "up"),
-            "no neighbours": refused(64, R.get("complementary:2:4"), "down"),
-            "no neighbours, column": refused(64, R.get("complementary:2:4"), "up"),
+            "not adjacent": refused(64, R.get("complementary:2:4"), "down"),
+            "not adjacent, column": refused(64, R.get("complementary:2:4"), "up"),
             "learned": refused(64, R.get("slope:2:4", total_steps=STEPS), "up"),
             "plain input": plain_input(),
             "plain input, compressed": plain_input(finish=True),
@@ -646,12 +646,12 @@ def test_layers_streams_compressed_and_refusals(tmp_path: Path) -> None:
         assert max(found["split later"].values()) < 1e-12
         check_ops(found["ops"])
         said = found["refused"]
-        fine = ("row, whole", "tiles whole", "no neighbours, column")
+        fine = ("row, whole", "tiles whole", "not adjacent, column")
         assert not any(said[name] for name in fine), said
         for name, words in {
             "row, cut": "cuts groups of M=16",
             "tiles cut": "cuts groups of M=4",
-            "no neighbours": "no neighbours",
+            "not adjacent": "not adjacent",
             "learned": "whole",
             "plain input": "plain tensor",
             "plain input, compressed": "plain tensor",

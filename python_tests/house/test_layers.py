@@ -89,15 +89,12 @@ def _home(folder: Path, name: str, package: Path) -> str:
 
 
 def import_circle(package: Path) -> list[str]:
-    """Modules that import each other, inside functions too but not for types only; empty if there are none."""
+    """Modules that import each other, inside functions and for types too; empty if there are none."""
     modules = {_module(path, package): path for path in package.rglob("*.py")}
     graph: dict[str, set[str]] = {name: set() for name in modules}
     for name, path in modules.items():
-        tree = _tree(path)
-        guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
-        types_only = {id(node) for guard in guards for node in guard.body}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.level and id(node) not in types_only:
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.ImportFrom) and node.level:
                 base = ".".join([*path.parents[node.level - 1].relative_to(package).parts, *filter(None, [node.module])])
                 targets = {f"{base}.{a.name}".lstrip(".") if f"{base}.{a.name}".lstrip(".") in modules else base for a in node.names}
                 graph[name] |= targets & modules.keys() - {name}

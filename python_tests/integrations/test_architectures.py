@@ -26,7 +26,7 @@ from nmkernels.prune import prune_
 from nmkernels.prune.base import resolve
 from nmkernels.prune.hessians import rows_of
 from nmkernels.prune.prune import choose
-from nmkernels.train.masks import stored
+from nmkernels.train.parts import stored
 from python_tests.house.paths import ROOT
 
 transformers = pytest.importorskip("transformers", minversion="5.0")

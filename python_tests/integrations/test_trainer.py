@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from transformers.utils import logging
 
 from nmkernels.integrations.trainer import RecipeCallback, prepare
-from nmkernels.train.attach import unwrapped
+from nmkernels.train.optimizers import unwrapped
 
 R = nm.recipes
 STEPS = 8

@@ -113,7 +113,7 @@ def test_which_convolutions_are_taken():
 LINEAR_ONLY = {
     "fst:2:4": "makes all three GEMMs", "sste:2:4": r"estimates the output gradients .*mvue=None", "slope:2:4": "adds adapters",
     "bimask:2:4": "another mask", "vnm:2:8": "blocks", "act24:2:4": "activations", "maskllm:2:4": "logits", "lbc:2:4": "scores",
-    "complementary:2:4": "no neighbours", "proxsparse:2:4": "initial weights",
+    "complementary:2:4": "not adjacent", "proxsparse:2:4": "initial weights",
     "srste:2:4(packed=True)": "multiplies packed weights", "ste:2:4(packed=True)": "packed='auto'", "sdgf:2:4(packed=True)": "packed",
     "sste:2:4(mvue=None, fp8='hybrid')": "fp8=None", "asp:2:4(score='wanda')": "have seen",
     "step:2:4(inner='sste')": "mvue=None",

@@ -5,7 +5,7 @@ Plain torch from the papers' equations; of the package only the keys of its rand
 
 import torch
 
-from nmkernels.train.state import stream_key
+from nmkernels.recipes.contract import stream_key
 from python_tests.recipes.loop import SPARSE, masked, optimize, top_n
 
 

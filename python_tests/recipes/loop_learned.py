@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from nmkernels import reference
-from nmkernels.train.state import stream_key
+from nmkernels.recipes.contract import stream_key
 from python_tests.recipes.loop import SPARSE, optimize, through
 
 

@@ -73,7 +73,7 @@ class Entry:
 
     @property
     def spaced(self) -> bool:
-        """Whether the groups are no neighbours, so that a finished weight is N:M only in another order of its columns."""
+        """Whether the groups are not adjacent, so that a finished weight is N:M only in another order of its columns."""
         return isinstance(self.recipe, Complementary)
 
     @property

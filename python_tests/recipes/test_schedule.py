@@ -9,7 +9,7 @@ import torch
 import nmkernels as nm
 from nmkernels.recipes import ASP, FST, SRSTE, SSTE, STE, STEP, BiMask, Dense, MdGf, SdGf, SLoPe, Span
 from nmkernels.recipes.compose import deployed
-from nmkernels.recipes.contract import first
+from nmkernels.recipes.contract import truncate
 from nmkernels.recipes.schedule import resolve_step
 
 
@@ -44,10 +44,10 @@ def test_a_span_checks_itself(bad):
 
 def test_first_cuts_and_prolongs():
     spans = [Span(30), Span(20, fprop=0.5), Span(0, fprop=0.25)]
-    assert first(40, spans) == [Span(30), Span(10, fprop=0.5)]
-    assert first(100, spans) == [Span(30), Span(20, fprop=0.5), Span(50, fprop=0.25)]
-    assert first(30, spans) == [Span(30)]
-    assert first(0, spans) == []
+    assert truncate(spans, 40) == [Span(30), Span(10, fprop=0.5)]
+    assert truncate(spans, 100) == [Span(30), Span(20, fprop=0.5), Span(50, fprop=0.25)]
+    assert truncate(spans, 30) == [Span(30)]
+    assert truncate(spans, 0) == []
 
 
 def test_recipes_without_a_schedule():

@@ -37,7 +37,7 @@ def test_plain_adamw_state_chooses_masks_again():
             layer.weight.copy_(layer.weight.flip(1) + 0.01)
     want = nm.ops.mask(model[0].weight.detach(), "2:4")
     optimizer.load_state_dict(plain.state_dict())
-    assert torch.equal(model[0].nm_rows, want) and torch.equal(handle.run.masks.masks["0"], want)
+    assert torch.equal(model[0].nm_rows, want) and torch.equal(handle.run.held.masks["0"], want)
 
 
 # ---- the adapters

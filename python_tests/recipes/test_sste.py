@@ -11,7 +11,7 @@ import nmkernels as nm
 from nmkernels import reference
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import SSTE
-from nmkernels.train.state import stream_key
+from nmkernels.recipes.contract import stream_key
 from python_tests.for_each import for_each
 from python_tests.recipes.loop import SPARSE, batches, loss_of, mlp, snapshot
 from python_tests.recipes.loop_effective import soft
@@ -117,7 +117,7 @@ def test_checkpoint_of_another_rank_continues_this_ranks_streams(monkeypatch):
     model, _, optimizer = start(SSTE(seed=5))
     train(model, optimizer, batches(2))
     (saved,) = through_a_file(optimizer.state_dict())
-    monkeypatch.setattr("nmkernels.train.state.own_rank", lambda: 1)
+    monkeypatch.setattr("nmkernels.train.parts.own_rank", lambda: 1)
     _, again, theirs = start(SSTE(seed=8))
     theirs.load_state_dict(saved)
     assert again.layers["0"].seed.tolist() == [stream_key(5, "0", 1), 2], "the run's seed is the checkpoint's, the rank is ours"

@@ -109,7 +109,7 @@ def fake_graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr("nmkernels.train.capture._can_capture", lambda device: True)
-    for where in ("nn.effective._capturing", "backends.streams.capturing", "train.attach.capturing"):
+    for where in ("nn.effective._capturing", "backends.streams.capturing", "train.step.capturing"):
         monkeypatch.setattr(f"nmkernels.{where}", recording)
     monkeypatch.setattr("nmkernels.optim.annealed.float", lambda count: count.double(), raising=False)  # as of a count on the device
     monkeypatch.setattr("nmkernels.optim.adamw._hyper", from_host(adamw._hyper))

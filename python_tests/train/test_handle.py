@@ -208,3 +208,19 @@ def test_finish_refuses_weights_that_are_not_finite():
         with pytest.raises(nm.RecipeError, match="'2' has NaN or infinite values"):
             handle.finish()
         assert torch.equal(model[0].weight, before) and not handle.finished
+
+
+def test_guards_can_be_turned_off(monkeypatch):
+    monkeypatch.setenv("NMKERNELS_GUARDS", "0")
+    model = mlp()
+    handle = nm.sparsify_(model, ASP())
+    assert all(layer.watch is None and not layer.weight._post_accumulate_grad_hooks for layer in handle.layers.values())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_of(model, batches(1)[0]).backward()
+        handle.metrics()
+        optimizer = handle.attach(MaskedAdamW(model.parameters()))
+        train(model, optimizer, batches(1))
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(9))
+        handle.finish()
+    assert nm.ops.is_nm(model[0].weight.detach(), "2:4")

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import nmkernels as nm
 from nmkernels.nn import effective
 from nmkernels.nn.adapter import adapter_of, add_adapter
-from nmkernels.train import attach
+from nmkernels.train import optimizers
 from python_tests.recipes.roster import ROSTER
 from python_tests.recipes.training import DATA32, F32, run, start
 
@@ -465,7 +465,7 @@ def test_a_swap_undone_before_backward():
 
 
 def test_other_optimizers_are_watched_while_attached():
-    watched = attach._attached
+    watched = optimizers._attached
     gc.collect()
     before, hooks = len(watched), len(optimizer._global_optimizer_post_hooks)
     for ending in ("finish", "remove", None):

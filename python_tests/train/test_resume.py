@@ -119,7 +119,7 @@ def test_going_back_in_time():
         train(model, optimizer, DATA)
         optimizer.load_state_dict(state)
         model.load_state_dict(weights)
-        assert handle.metrics()["phase"].item() == 0 and handle.run.masks.masks == {}
+        assert handle.metrics()["phase"].item() == 0 and handle.run.held.masks == {}
         train(model, optimizer, DATA[early:])
         assert distance(snapshot(model), want) == 0.0
 
@@ -211,12 +211,15 @@ def test_masks_of_another_model():
     handle.attach(optimizer)
     train(model, optimizer, DATA[:1])
     before, held = copy.deepcopy(optimizer.state_dict()), mine["nm_recipe"]["held"]
-    for bad, said in (({"0": held["0"]}, "only one of them has 2"), ({**held, "0": held["2"]}, "'0' is of another shape than its weight")):
+    for bad, said in (
+        ({"0": held["0"]}, "only one of them has 2"),
+        ({**held, "0": held["2"]}, "'0' has a different shape from its weight"),
+    ):
         with pytest.raises(CheckpointError, match=said):
             handle.load_state_dict({"nm_recipe": {**mine["nm_recipe"], "held": bad}})
     for change, said in (
         (lambda own: own[0].pop("nm_held"), "masks of layer '0' are missing"),
-        (lambda own: own[0].update(nm_held=own[2]["nm_held"][:4]), "'0' is of another shape than its weight"),
+        (lambda own: own[0].update(nm_held=own[2]["nm_held"][:4]), "'0' has a different shape from its weight"),
     ):
         bad = copy.deepcopy(state)
         change(bad["state"])

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nmkernels as nm
 from nmkernels.autograd import transforms
-from nmkernels.train import attach
+from nmkernels.train import gradients
 
 ROWS, COLS, TOKENS = 256, 128, 64
 FORMS = ("values", "indices", "values_t", "indices_t", "spread")
@@ -74,7 +74,7 @@ def on_a_gpu(monkeypatch):
         return torch.where(mask, x, zero).contiguous() if out is None else torch.where(mask, x, zero, out=out)
 
     monkeypatch.setattr(transforms, "masked", masked)
-    monkeypatch.setattr(attach, "masked", masked)
+    monkeypatch.setattr(gradients, "masked", masked)
     monkeypatch.setattr("nmkernels.nn.effective.fingerprint", lambda *tensors: None)
     monkeypatch.setattr("nmkernels.nn.effective.readable", lambda weight: False)
     monkeypatch.setattr("nmkernels.optim.adamw.in_one_pass", lambda args: True)  # so that the reference runs it

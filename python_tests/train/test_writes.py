@@ -10,8 +10,8 @@ import torch
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import ASP, SRSTE, STE, STEP, LayerWise, MaskLLM, SLoPe
-from nmkernels.train.saved import HELD
-from nmkernels.train.writes import FORGOTTEN
+from nmkernels.train.checkpoint import HELD
+from nmkernels.train.guards import FORGOTTEN
 from python_tests.recipes.loop import batches, mlp
 from python_tests.recipes.roster import ROSTER
 from python_tests.recipes.training import DATA, net, optimizer_of, start, step, train
@@ -112,7 +112,7 @@ def test_a_group_added_after_freezing_is_reported():
 def test_attach_continues_with_a_second_optimizer(kind, detached):
     model, handle, first = start(ASP(total_steps=20, start=0.1))
     train(model, first, batches(3))
-    masks = {name: mask.clone() for name, mask in handle.run.masks.masks.items()}
+    masks = {name: mask.clone() for name, mask in handle.run.held.masks.items()}
     second = OPTIMIZERS[kind](model.parameters())
     assert handle.attach(second) is second
     assert "nm_recipe" in second.param_groups[0] and "nm_recipe" not in first.param_groups[0]
@@ -120,7 +120,7 @@ def test_attach_continues_with_a_second_optimizer(kind, detached):
         handle.detach(first)
         assert not first._optimizer_step_pre_hooks and not first.param_groups[0].keys() & {"nm_recipe"}
     assert not said_by(lambda: train(model, second, batches(FORGOTTEN + 1), lambda t: handle.metrics()))
-    assert all(torch.equal(mask, handle.run.masks.masks[name]) for name, mask in masks.items())
+    assert all(torch.equal(mask, handle.run.held.masks[name]) for name, mask in masks.items())
     assert zeros(model[0]) == zeros(model[2]) == 0.5 and handle.state["t"] == 3 + FORGOTTEN + 1
     assert handle.metrics()["density"].item() == 0.5
     if not detached:  # it is still attached
@@ -155,7 +155,7 @@ def test_state_is_in_the_scheduling_optimizer():
     again, resumed, third = start(ASP(total_steps=20, start=0.2), make=torch.optim.AdamW, seed=3)
     again.load_state_dict(model.state_dict())
     third.load_state_dict(second.state_dict())
-    assert resumed.state["t"] == 7 and torch.equal(resumed.run.masks.masks["0"], handle.run.masks.masks["0"])
+    assert resumed.state["t"] == 7 and torch.equal(resumed.run.held.masks["0"], handle.run.held.masks["0"])
 
 
 def test_an_optimizer_that_is_given_twice_is_attached_once():
@@ -274,7 +274,7 @@ WRITES = {
 def test_lost_zeros_are_reported_once(name, how):
     model, handle, optimizer = start(HOLDING[name]())
     train(model, optimizer, batches(2))
-    mask = handle.run.masks.masks["2"].clone()
+    mask = handle.run.held.masks["2"].clone()
     WRITES[how](model[2], torch.randn_like(model[2].weight))
     (message,) = said_by(lambda: (handle.metrics(), handle.metrics()))
     assert message.startswith("metrics: the weights of layer '2' are not zero") and "handle.renew_masks()" in message
@@ -290,7 +290,7 @@ def test_lost_zeros_are_reported_once(name, how):
 def test_weights_loaded_midway_are_reported():
     model, handle, optimizer = start(ASP())
     train(model, optimizer, batches(2))
-    mask = handle.run.masks.masks["0"].clone()
+    mask = handle.run.held.masks["0"].clone()
     model.load_state_dict({name: torch.randn_like(value) for name, value in model.state_dict().items()})
     (message,) = said_by(lambda: train(model, optimizer, batches(2)))
     assert message.startswith("step: ") and "renew_masks" in message
@@ -344,7 +344,7 @@ def test_recipe_starts_from_weights_loaded_after_attach(name, how):
     torch.manual_seed(9)
     wanted.attach(optimizer_of(recipe, other.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    mine, theirs = ({**h.run.held(), **h.state} for h in (handle, wanted))
+    mine, theirs = (h.run.save() for h in (handle, wanted))
     for key in ("held", "patterns", "kept"):
         assert str(mine.get(key)) == str(theirs.get(key))
     buffers = [dict(m.named_buffers()) for m in (model, other)]

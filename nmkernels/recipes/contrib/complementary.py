@@ -87,7 +87,7 @@ class Complementary(Recipe):
 
     @property
     def setup(self) -> Setup:
-        return Setup(linear_only="groups the inputs of linear layers that are no neighbours")
+        return Setup(linear_only="groups the inputs of linear layers that are not adjacent")
 
     def stage(self, state: State) -> Stage:
         return Stage(phase=1, transform=self.final_transform(), rule=UpdateRule(masked=True, decay=self.decay))

@@ -83,9 +83,7 @@ class Removal(Hooks):
     """Removes combinations when a stage begins that has fewer; in a stage that is resumed the same ones remain."""
 
     def enter(self, stage: Stage) -> None:
-        if "held_steps" in self.run.state:
-            self.run.feed()
-            self.run.tensors.renew(self.run.state)
+        self.run.renew_held()
 
 
 @recipe("lbc")

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ...nn.chains import Chain, channel_parameters, find_chains, reorder_
 from ...nn.weight import NMWeight
 from ...pattern import RecipeError
-from ...train.masks import SCORES
 from ..contract import About, Hooks, Setup, Stage, choice, count, random_seed
 from ..registry import recipe
 from ..schedule import ScheduledRecipe, resolve_step
@@ -23,6 +22,8 @@ from .permutation import Permutation, search_permutation
 
 log = logging.getLogger("nmkernels.permutation")
 log.addHandler(logging.NullHandler())
+
+SCORES = ("magnitude", "wanda", "existing")
 
 OTHERS = "experts that are stacked in one tensor"
 """The reason of layers that ``find_chains`` does not mention."""
@@ -53,7 +54,7 @@ class Channels(Hooks):
             self._reorder(chain, order.argsort(), ())
         if not stage.held_mask:
             return
-        if not run.masks.masks:
+        if not run.held.masks:
             self.permute_(run.optimizers)
             run.state["kept"] = self.kept
         elif run.state.get("kept") is not self.kept:
@@ -71,7 +72,7 @@ class Channels(Hooks):
         ``optimizers`` are all that update the model: a chain with a parameter that none of them has is left alone. Returns the chains with
         their new orders.
         """
-        self.run.masks.check_inputs()
+        self.run.held.check_inputs()
         done = self._search(optimizers)
         for chain, order in done:
             self._reorder(chain, order, optimizers)
@@ -89,8 +90,8 @@ class Channels(Hooks):
             moments = (value for _, value in _state_of(p, optimizers) if value.shape == p.shape)
             for tensor in itertools.chain([p.detach()], [] if p.grad is None else [p.grad], moments):
                 reorder_(tensor, dim, order)
-        squares = self.run.masks.inputs.squares
-        squares.update({name: squares[name][order] for name in chain.consumers if name in squares})
+        for name in chain.consumers:
+            self.run.held.reorder(name, order)
         for module in self.run.model.modules():
             if isinstance(module, NMWeight):
                 module.effective.drop()
@@ -122,7 +123,7 @@ class Channels(Hooks):
 
     def _best(self, chain: Chain, sparse: list[str]) -> Permutation:
         # of a convolution one row for each output and offset in the kernel
-        scores = torch.cat([self.run.masks.scores(name).reshape(-1, chain.channels) for name in sparse])
+        scores = torch.cat([self.run.held.scores(name).reshape(-1, chain.channels) for name in sparse])
         pattern, progress = self.run.layers[sparse[0]].pattern, functools.partial(log.info, "%s: %s", ", ".join(sparse))
         return search_permutation(scores, pattern, self.recipe.escapes, self.recipe.seed, progress)
 
@@ -136,7 +137,7 @@ class Channels(Hooks):
                 return f"left alone: a parameter of {names} belongs to no optimizer that attach was given"
             for key, value in _state_of(p, optimizers):
                 if value.numel() > 1 and value.shape != p.shape:
-                    return f"left alone: the optimizer keeps {key!r} of another shape than its weight, which cannot be reordered with it"
+                    return f"left alone: the optimizer's {key!r} has a different shape from its weight, and cannot be reordered with it"
         return ""
 
 

@@ -13,7 +13,7 @@ from ...arguments import as_number
 from ...autograd.transforms import HardMask, Traits, WeightTransform, reading
 from ...optim.rules import UpdateRule
 from ...pattern import Pattern
-from ..contract import About, Span, Stage, State, choice, count, first, number, setting
+from ..contract import About, Span, Stage, State, choice, count, number, setting, truncate
 from ..registry import recipe
 from ..schedule import EARLY, ScheduledRecipe, phases
 
@@ -118,4 +118,4 @@ class MdGf(ScheduledRecipe):
     def profile(self, steps: int) -> list[Span]:
         # faded weights are multiplied too
         fading = int((self.flow(torch.arange(steps, dtype=torch.float64)) > 0).sum())
-        return first(steps, [Span(fading), Span(steps - fading, fprop=Pattern(self.pattern).density)])
+        return truncate([Span(fading), Span(steps - fading, fprop=Pattern(self.pattern).density)], steps)

@@ -29,12 +29,12 @@ class SdGf(ScheduledRecipe):
         densify    N : 8M,   N : 4M,   N : 2M,   N : M            from too sparse to N:M (in the public code only)
 
     Halves are rounded up. A layer too narrow for a frame, or a frame with M above 256, takes the next one that fits. By default the
-    gradient is masked too, and the last frame goes on for the last quarter of the run, as in the structure decay of Kao et al. (2022,
+    gradient is masked too, and the last frame continues for the last quarter of the run, as in the structure decay of Kao et al. (2022,
     arXiv 2209.07617; Google's AQT). Bambhaniya et al.'s public code does neither: ``gradient="ste", end=1.0``.
 
     Args:
         schedule: ``"stepwise"``, ``"geometric"`` or ``"densify"``.
-        start, end: the steps, or shares of ``total_steps``, after which frames begin and would end; the last one goes on.
+        start, end: the steps, or shares of ``total_steps``, after which frames begin and would end; the last one continues.
         gradient: ``"chain"`` M_f ⊙ g; ``"ste"`` g is passed to all of W.
         packed: as for ``STE``.
 

@@ -13,8 +13,7 @@ from ...arguments import as_int, as_number
 from ...autograd.transforms import HardMask, WeightTransform, masked, pruned_along_out, reading
 from ...nn.adapter import ADAPTER, set_adapter
 from ...pattern import Pattern, RecipeError
-from ...train.state import generator_of
-from ..contract import About, Hooks, LayerSetup, Setup, Span, Stage, State, count, random_seed, rank_for, setting
+from ..contract import About, Hooks, LayerSetup, Setup, Span, Stage, State, count, generator_of, random_seed, rank_for, setting
 from ..registry import recipe
 from ..schedule import ScheduledRecipe, resolve_step
 

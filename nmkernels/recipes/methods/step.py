@@ -15,9 +15,9 @@ from ...ops import STATS
 from ...optim.adamw import MaskedAdamW
 from ...optim.rules import UpdateRule
 from ...pattern import RecipeError
-from ...shards import total
+from ...shards import is_sharded, total
 from ..compose import Composite, first_stage, of_length
-from ..contract import About, Observed, Recipe, Setup, Span, Stage, State, choice, first, number, setting
+from ..contract import About, Observed, Recipe, Setup, Span, Stage, State, choice, number, setting, truncate
 from ..registry import recipe, spec
 from ..schedule import PACKED, resolve_step
 from .ste import SRSTE
@@ -40,6 +40,18 @@ TEST, T_MIN, T_MAX, FIXED = range(1, 5)
 def window(beta2: float) -> int:
     """T_w = 1/(1 − β₂), rounded: in floating point the quotient may fall just below the whole number."""
     return max(1, round(1 / (1 - beta2)))
+
+
+def _check_stages(params: Iterable[Any]) -> None:
+    """Raise ``RecipeError`` where stages of a pipeline share the weights out: the switch follows sums over all of them."""
+    for mesh in (p.device_mesh for p in params if is_sharded(p)):
+        root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+        names = root.mesh_dim_names or ()
+        if "pp" in names and root.size(names.index("pp")) > 1:
+            raise RecipeError(
+                "STEP switches by sums over all weights, and under pipeline parallelism no rank sees more than its stage's. Say at which "
+                'step: STEP(switch="fixed", start=...).'
+            )
 
 
 LONGEST, SHORTEST, PARTS = 1000, 10, 10
@@ -188,7 +200,7 @@ class STEP(Composite):
         said = f"STEP: {type(inner).__name__} cannot be its inner recipe: "
         stage = first_stage(inner)
         if stage.phase == 0:
-            raise RecipeError(f"{said}it begins with a dense phase, and STEP has that one itself. Leave out start=, or STEP.")
+            raise RecipeError(f"{said}it begins with a dense phase, and STEP already has one. Remove start=, or use it without STEP.")
         if stage.plan.wgrad == "none" or (stage.transform is not None and "learned" in stage.transform.reads.values()):
             raise RecipeError(f"{said}it learns masks, from the first step on, which a dense phase cannot prepare. Use it without STEP.")
         if (own := inner.setup.optimizer) is not None and own is not MaskedAdamW:
@@ -244,7 +256,7 @@ class STEP(Composite):
     def profile(self, steps: int) -> list[Span]:
         """Dense until T_max, the latest T₀, or to the end where there is no bound; then what the inner recipe costs."""
         late = self._possible()[1] or steps
-        return first(steps, [Span(late), *self.sparse(late).profile(max(steps - late, 1))])
+        return truncate([Span(late), *self.sparse(late).profile(max(steps - late, 1))], steps)
 
     def switched_at(self, step: int) -> STEP:
         """The same recipe with T₀ = ``step``, for counting the FLOPs of a run after it."""
@@ -252,7 +264,7 @@ class STEP(Composite):
 
     @property
     def setup(self) -> Setup:
-        return replace(super().setup, optimizer=MaskedAdamW, needs="freezes the second moment", follows_weights=self.switch != "fixed")
+        return replace(super().setup, optimizer=MaskedAdamW, needs="freezes the second moment")
 
     def optimizer(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **kwargs: Any) -> torch.optim.Optimizer:
         """``MaskedAdamW``, with the keywords of ``torch.optim.AdamW``; without ``betas``, β₂ = 1 − 1/w follows from ``total_steps``."""
@@ -266,6 +278,8 @@ class STEP(Composite):
         return self.sparse(state.get("switch_step", 0)), state.get("inner", {})
 
     def first_state(self, group: dict[str, Any]) -> State:
+        if self.switch != "fixed":
+            _check_stages(group.get("params", ()))
         threshold = self.threshold if self.threshold is not None else THRESHOLDS.get(self.switch, group["eps"])
         zero = torch.zeros((), dtype=torch.float64)
         state: State = {"switch_step": 0, "switch_reason": 0, "v_step": 0, "threshold": float(threshold), "t": zero, "z_bar": zero.clone()}
@@ -311,7 +325,7 @@ class STEP(Composite):
         inner = self.sparse(state["switch_step"])
         state["inner"] = {"spec": spec(inner), **inner.first_state(observed.group)}
         if "seed" in state["inner"]:
-            state["seed"] = state["inner"]["seed"]  # the random streams of the layers are the handle's matter
+            state["seed"] = state["inner"]["seed"]  # the run owns the layers' random streams
         return True
 
     def _remark(self, state: State) -> str:

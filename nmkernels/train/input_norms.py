@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.weight import NMWeight
-from .writes import listed
+from .layer_names import listed
 
 Call = tuple[int, Tensor, Tensor]
 """Of one forward pass of a layer its tokens, those that were left out, and their values that are not finite; not waiting for a GPU."""
@@ -58,10 +58,10 @@ class InputNorms:
         # in 16 bits squares overflow and sums stop growing
         squares = x.reshape(-1, x.shape[-1]).to(widest(x.device)).square()
         finite = squares.isfinite()
-        kept = finite.all(1)
-        self.squares[name] = self.squares.get(name, 0) + squares.masked_fill(~kept[:, None], 0.0).sum(0)
-        self.tokens[name] = self.tokens.get(name, 0) + kept.sum()
-        calls.append((len(squares), (~kept).sum(), (~finite).sum()))
+        usable = finite.all(1)
+        self.squares[name] = self.squares.get(name, 0) + squares.masked_fill(~usable[:, None], 0.0).sum(0)
+        self.tokens[name] = self.tokens.get(name, 0) + usable.sum()
+        calls.append((len(squares), (~usable).sum(), (~finite).sum()))
 
     def _share(self, name: str, layer: NMWeight, squares: Tensor | int, tokens: Tensor | int) -> None:
         """Add to ``squares`` and ``tokens``, which every rank has, what each of them has collected since."""
@@ -77,8 +77,7 @@ class InputNorms:
         if first:
             name = min(first, key=lambda name: first[name])
             tokens, values = sum(tokens for tokens, _, _ in calls[name]), sum(int(values) for _, _, values in calls[name])
-            others = [other for other in first if other != name]
-            also = f" So did {listed(others)}." if others else ""
+            also = f" So did {listed(other for other in first if other != name)}." if len(first) > 1 else ""
             warnings.warn(
                 f"calibrate: layer {name!r} got {values} NaN or infinite input values, in {sum(left_out[name])} of {tokens} tokens, first "
                 f"in its forward pass {first[name]} of {len(calls[name])}.{also} Such tokens are left out. If they are not padding, "
@@ -89,7 +88,7 @@ class InputNorms:
         if few:
             counts = ", ".join(f"{name!r} ({tokens})" for name, tokens in few.items())
             warnings.warn(
-                "calibrate: these layers got fewer tokens than a group has weights, which is too few to rank them by: "
+                "calibrate: these layers got fewer tokens than a group has weights, too few to rank the weights reliably: "
                 f"{counts}. Run more batches, or leave out layers that the model does not call with filter_fn.",
                 stacklevel=4,
             )

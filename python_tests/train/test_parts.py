@@ -64,7 +64,7 @@ class Renewing(Hooks):
     def enter(self, stage):
         if "held_steps" in self.run.state:
             self.run.state["held_steps"] = 0
-            self.run.tensors.renew(self.run.state)
+            self.run.renew_held()
 
 
 @dataclass(frozen=True)

@@ -38,19 +38,19 @@ def written(state: State, layers: Mapping[str, NMWeight], holding: Mapping[str, 
     entries: dict[str, dict[str, Any]] = {}
     for name, values in state.get("held", {}).items():
         layer, used = layers[name], 0
-        (rows, cols), own = layer.master.shape, entries.setdefault(name, {})
+        (rows, cols), entry = layer.master.shape, entries.setdefault(name, {})
         for key, value in values.items():
             of_weight = value.dtype == torch.bool and value.dim() == 2 and value.shape[1] == cols and rows % (value.shape[0] or 1) == 0
             if not of_weight:
-                own[key] = _plain(value)
+                entry[key] = _plain(value)
             elif name in bits:
                 every = rows // (value.shape[0] or 1) or 1
                 mask = value.repeat_interleave(every, 0) if every > 1 else value
                 as_matrix(bits[name], layer.layout).bitwise_or_(mask.to(torch.uint8) * BITS[used])
-                own[key] = {"bit": used, "every": every}
+                entry[key] = {"bit": used, "every": every}
                 used += 1
             elif not is_sharded(layer.parameter):
-                own[key] = _plain(value)
+                entry[key] = _plain(value)
     rest = {key: value for key, value in state.items() if key != "held"}
     text = json.dumps(_plain({**rest, "held": entries} if entries else rest))
     return text, {name: like(layer.parameter.detach(), bits[name]) for name, layer in holding.items()}
@@ -60,7 +60,7 @@ def restored(saved: Any, layers: Mapping[str, NMWeight], masks: Mapping[str, Ten
     """The inverse of ``written``; ``saved`` may be a state already.
 
     Raises:
-        CheckpointError: it is no such text, or masks are missing in ``masks`` or of another shape than their weights.
+        CheckpointError: it is no such text, or masks are missing in ``masks``, or their shapes are not those of their weights.
     """
     if isinstance(saved, dict):
         return dict(saved)
@@ -78,30 +78,30 @@ def restored(saved: Any, layers: Mapping[str, NMWeight], masks: Mapping[str, Ten
 
 
 def _held(name: str, values: dict[str, Any], layers: Mapping[str, NMWeight], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found = {key: value for key, value in values.items() if isinstance(value, Tensor)}
-    places = {key: value for key, value in values.items() if key not in found}
+    tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
+    places = {key: value for key, value in values.items() if key not in tensors}
     layer, bits = layers.get(name), masks.get(name)
     if layer is None:
-        return found  # whether the layers are those of this run is checked later
-    for key, value in found.items():
+        return tensors  # whether the layers are those of this run is checked later
+    for key, value in tensors.items():
         if value.dtype == torch.bool and value.shape == layer.shape and is_sharded(layer.parameter):
             stored = as_stored(value, layer.layout, layer.parameter.shape)
-            found[key] = as_matrix(local(spread(layer.parameter, stored)), layer.layout)
+            tensors[key] = as_matrix(local(spread(layer.parameter, stored)), layer.layout)
     if not places:
-        return found
+        return tensors
     if bits is None:
         if layer.parameter.requires_grad:
             raise CheckpointError(
                 f"the checkpoint's masks of layer {name!r} are missing: they are {HELD!r} in the optimizer's state of its weight. "
                 "Load all of that; of several optimizers, in the order in which attach was given them."
             )
-        return found  # loaders leave out what belongs to a frozen weight
+        return tensors  # loaders leave out what belongs to a frozen weight
     if bits.shape != layer.parameter.shape or local(bits).shape != local(layer.parameter).shape:
-        raise CheckpointError(f"the checkpoint's mask of layer {name!r} is of another shape than its weight {layer.shape}.")
-    own = as_matrix(ordered(local(bits).to(torch.uint8), layer.layout), layer.layout)
+        raise CheckpointError(f"the checkpoint's mask of layer {name!r} has a different shape from its weight {layer.shape}.")
+    packed = as_matrix(ordered(local(bits).to(torch.uint8), layer.layout), layer.layout)
     for key, place in places.items():
-        found[key] = (own & BITS[place["bit"]]).ne(0)[:: place["every"]].contiguous()
-    return found
+        tensors[key] = (packed & BITS[place["bit"]]).ne(0)[:: place["every"]].contiguous()
+    return tensors
 
 
 # ---- values as JSON
@@ -128,8 +128,8 @@ def _tensors(value: Any) -> Any:
         return torch.tensor(value["values"], dtype=getattr(torch, value["dtype"]))
     if value.keys() == {"bits", "shape"}:
         shape = value["shape"]
-        found = torch.frombuffer(bytearray(base64.b64decode(value["bits"]) or b"\0"), dtype=torch.uint8)
-        return (found[:, None] & torch.tensor(BITS, dtype=torch.uint8)).ne(0).flatten()[: math.prod(shape)].view(shape)
+        packed = torch.frombuffer(bytearray(base64.b64decode(value["bits"]) or b"\0"), dtype=torch.uint8)
+        return (packed[:, None] & torch.tensor(BITS, dtype=torch.uint8)).ne(0).flatten()[: math.prod(shape)].view(shape)
     return {key: _tensors(inside) for key, inside in value.items()}
 
 

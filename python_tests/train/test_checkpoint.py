@@ -9,7 +9,7 @@ import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import CheckpointError
 from nmkernels.recipes import ASP, SRSTE, STEP
-from nmkernels.train.saved import restored, written
+from nmkernels.train.checkpoint import restored, written
 from python_tests.for_each import for_each
 from python_tests.recipes.loop import distance, loss_of, mlp, snapshot
 from python_tests.recipes.roster import ROSTER

@@ -64,7 +64,7 @@ def test_sums_are_wide(dtype):
     model = nn.Sequential(nn.Linear(16, 16, bias=False, dtype=dtype))
     handle, said = calibrated(model, *x.chunk(64))
     assert not said
-    norms = handle.run.masks.inputs
+    norms = handle.run.held.inputs
     assert norms.squares["0"].tolist()[:4] == [4096.0, 4096.0 * 90000.0, 4096.0 * 1.5625, 4096.0] and norms.tokens["0"] == 4096
     weight = model[0].weight.detach().clone()
     handle.finish()
@@ -104,8 +104,8 @@ def test_what_was_collected_before_stays():
         with pytest.raises(ZeroDivisionError), handle.calibrate():
             model(x[11])
             raise ZeroDivisionError
-    for name, squares in whole.run.masks.inputs.squares.items():
-        assert torch.allclose(handle.run.masks.inputs.squares[name], squares, rtol=1e-5)
+    for name, squares in whole.run.held.inputs.squares.items():
+        assert torch.allclose(handle.run.held.inputs.squares[name], squares, rtol=1e-5)
     assert not any(layer._forward_pre_hooks for layer in handle.layers.values())
 
 
