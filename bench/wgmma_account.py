@@ -119,6 +119,8 @@ def loops(sass: str) -> dict[str, int]:
     for part in sass.split("Function : ")[1:]:
         lines = [(int(at, 16), op, args) for at, _, op, args in resources.INSTRUCTION.findall(part)]
         multiplies = [at for at, op, _ in lines if op.startswith(("HGMMA", "QGMMA", "IGMMA"))]
+        if not multiplies:
+            continue
         back = [(int(to[1], 16), at) for at, op, args in lines if op == "BRA" and (to := re.search(r"0x([0-9a-f]+)", args))]
         around = [(to, at) for to, at in back if to < multiplies[0] and at > multiplies[-1]]
         first, last = min(around, key=lambda jump: jump[1] - jump[0])  # the outer loop is over tiles
@@ -141,9 +143,11 @@ def compiled(sources: Sequence[Path] = SOURCES) -> list[Tile]:
 
 
 def tiles_of(counted: dict[str, int]) -> list[Tile]:
-    """The tiles of kernels by their mangled names, with the instructions of their main loops."""
+    """The tiles of kernels by their mangled names, with the instructions of their main loops, but for those of stream-K."""
     made = []
     for mangled, name in resources.short_names(sorted(counted)).items():
+        if name.startswith("wgmma_stream_k_kernel"):
+            continue
         shape = re.fullmatch(r"wgmma_sp_kernel<(.*), (?:Wide|Eight)Tile<(\d+), (\d+), (\d+), (\d+)>, (true|false)>", name)
         assert shape, name
         kind, by_column = KINDS.get(shape[1], ""), shape[6] == "true"
