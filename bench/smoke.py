@@ -23,7 +23,7 @@ from .device import lost
 from .timing import median_seconds
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-BACKENDS = {"cuda": ("cuda", "cuda-mma.sp", "triton", "cusparselt"), "cpu": ("cpu", "cuda-emulated")}
+BACKENDS = {"cuda": ("cuda", "cuda-mma.sp", "cuda-stream-k", "triton", "cusparselt"), "cpu": ("cpu", "cuda-emulated")}
 Call = Callable[[], Any]
 
 

@@ -455,6 +455,23 @@ def test_blocks_of_several_tiles_on_a_gpu(on_gpu, tile, by_column):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("by_column", [False, True])
+@pytest.mark.parametrize(("m", "n", "k"), [(64, 8, 192), (4096, 1000, 1024), (14336, 1024, 512)])
+def test_stream_k_on_a_gpu(m, n, k, by_column):
+    """In whole numbers, bit-equal to the definition, and in every run; not run on one yet."""
+    if why := gemm.why_not_wgmma(torch.device("cuda")):
+        pytest.skip(why)
+    values, indices = reference.compress(whole_numbers(m, k, BF16, 1, 8), 2, 4)
+    w, x = reference.decompress(values, indices, 2, 4, k).cuda(), whole_numbers(n, k, BF16, 2, 4).cuda()
+    exact = w.double() @ x.double().T
+    values, meta = values.cuda(), reference.to_layout(indices, k, "wgmma.sp").cuda()
+    dense, wanted = (x.t().contiguous(), exact) if by_column else (x, exact.t().contiguous())
+    for _ in range(3):
+        y = fill_poison(torch.empty(wanted.shape, dtype=BF16, device="cuda"))
+        assert_equal_bits(gemm.multiply(values, meta, dense, y, n, k, by_column, by=gemm.STREAM_K), wanted.to(BF16))
+
+
+@pytest.mark.gpu
 def test_a_captured_call_reads_what_is_there_when_it_is_replayed(on_gpu):
     values, meta, w = (t.cuda() for t in operand(256, 192, BF16))
     x = inputs(40, 192, BF16, "cuda")
