@@ -10,7 +10,8 @@
 // Where sums are promoted, those of two slabs, 128 products of a row, are finished and added to others in fp32 while the other
 // warpgroup multiplies.
 //
-// A cluster has every so many-th tile, whole or one part of k (`Waves`), or its share of the last wave besides (stream_k.h).
+// A cluster has every n-th tile, n the number of clusters, whole or of one part of k (`Waves`); by stream-K it has whole tiles of full
+// waves, and a share of the last (`Shares`).
 #pragma once
 
 #include <algorithm>
@@ -70,7 +71,7 @@ struct Pipeline {
     }
 };
 
-// The work of a cluster in turns: every so many-th tile of all, whole or of one part of k.
+// The work of a cluster in turns: every n-th tile of all, n the number of clusters.
 template <class Tile>
 struct Waves {
     int tiles;
@@ -88,7 +89,7 @@ struct Waves {
     }
 };
 
-// The same by stream-K.
+// The same by stream-K; see stream_k.h.
 template <class Tile>
 struct Shares {
     const StreamK& all;
