@@ -30,9 +30,12 @@ WIDTHS: dict[str, tuple[int, int]] = {
     r"metadata\.cu metadata_kernel": (64, 128),
     # sums the parts of a split GEMM, and rounds to the dtype of the result
     r"linear_parts\.cu finish_kernel": (32, 16),
+    # adds four sums of a thread from each piece of a tile, and rounds to the dtype of the result
+    r"wgmma_sp\.cu stream_k_finish_kernel<float>": (128, 32),
+    r"wgmma_sp\.cu stream_k_finish_kernel": (128, 16),
     # writes results as wide as it reads operands
     r"wgmma_sp(_8bit)?\.cu .*true>$": (0, 128),  # the operands are read by bulk copies, and there is no residual
-    r"mma_sp(_8bit)?\.cu (wg)?mma_sp_kernel": (128, 128),
+    r"mma_sp(_8bit)?\.cu ((wg)?mma_sp|wgmma_stream_k)_kernel": (128, 128),
 }
 """Bits of the widest read and the widest write of global memory, if not (128, 32)."""
 RULE = 128, 32
@@ -49,6 +52,7 @@ NARROW: dict[str, int] = {
 """How many narrow stores that could be a wider one are allowed; for other kernels none."""
 
 GEMMS: dict[str, str] = {
+    r"wgmma_sp\.cu stream_k_finish_kernel": "",
     r"wgmma_sp_8bit\.cu .*<signed char": "IGMMA.SP",
     r"wgmma_sp_8bit\.cu ": "QGMMA.SP",
     r"wgmma_sp\.cu ": "HGMMA.SP",

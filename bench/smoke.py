@@ -26,7 +26,7 @@ from .timing import median_seconds
 
 ROWS, KINDS, COMPILED = 256, 12, 2
 """Rows of the weights; kinds of calls of an op, and by a backend that compiles for seconds."""
-BACKENDS = {"cuda": ("cuda", "cuda-mma.sp", "triton", "cusparselt"), "cpu": ("cpu", "cuda-emulated")}
+BACKENDS = {"cuda": ("cuda", "cuda-mma.sp", "cuda-stream-k", "triton", "cusparselt"), "cpu": ("cpu", "cuda-emulated")}
 
 
 def calls(device: str) -> dict[str, tuple[str, tuple[Any, ...]]]:

@@ -83,6 +83,10 @@ def _gemms() -> list[Target]:
     return found
 
 
+STREAM_K = ((*LARGE, 1024), (*LARGE, 4096), (4096, 14336, 4096))
+"""Out, in and tokens of GEMMs for which the plan estimates 0.93 to 0.97 of the time by stream-K, on an H100 and an H200."""
+
+
 def _tensor_cores() -> list[Target]:
     """2:4 GEMMs of 1024 tokens and more; on Hopper they are bound by shared memory or power, which ``power_or_port`` distinguishes."""
     cube = Spec("nm_linear(cores)", "2:4", BF16, 8192, 8192, 8192)
@@ -97,6 +101,9 @@ def _tensor_cores() -> list[Target]:
     for key, name, by in (("cuda-gemm-cusparselt", "cuSPARSELt, searched", searched), ("cuda-gemm-wgmma", "wgmma.sp", CUDA)):
         for end, what, specs in (("", words[0], (cube, *llama)), ("-wgrad", words[1], wgrad)):
             found.append(Target(key + end, f"{what} ({name})", "cuBLAS", "x dense", 1.2, specs, 1.3, provider=by))
+    what, metric = "2:4 GEMM, bf16, the last wave divided along k, where the estimate has it pay", "x without stream-K"
+    last_wave = tuple(spec for spec in llama if (spec.rows, spec.cols, spec.tokens) in STREAM_K)
+    found.append(Target("cuda-gemm-stream-k", what, "`wgmma.sp` without", metric, 1.03, last_wave, provider=f"{CUDA}-stream-k"))
     return found
 
 

@@ -7,6 +7,7 @@
 #include "core/dispatch.h"
 #include "cuda/adamw_pack.h"
 #include "cuda/adamw_table.h"
+#include "cuda/gemm/stream_k.h"
 #include "cuda/kernels.h"
 
 namespace py = pybind11;
@@ -194,8 +195,14 @@ void bind_gemm(py::module_& module) {
                                      int memory_clock, int memory_bits) {
         return nm::cuda::gemm_wgmma_plan(m, n, k, by_column, {capability, processors, shared, clock, memory_clock, memory_bits});
     });
+    // (tile, floats of the workspace, estimated time over that of gemm_wgmma_plan)
+    module.def("gemm_stream_k_plan", [](int64_t m, int64_t n, int64_t k, bool by_column, int capability, int processors, int shared, int clock,
+                                        int memory_clock, int memory_bits) {
+        const nm::cuda::StreamKPlan plan = nm::cuda::gemm_stream_k_plan(m, n, k, by_column, {capability, processors, shared, clock, memory_clock, memory_bits});
+        return py::make_tuple(plan.tile, plan.floats, plan.time);
+    });
     module.def("wgmma_obstacle", nm::cuda::wgmma_obstacle, Unlocked());
-    // (three maps as one list, the fourth parameter, tiles, blocks, threads, bytes of shared memory)
+    // (three maps as one list, the fourth parameter, tiles or stream-K's parameter, blocks, threads, bytes of shared memory)
     module.def("gemm_wgmma_launch", [](Address values, Address metadata, Address dense, Address bias, Address residual, Address out, Address parts,
                                        int activation, int64_t m, int64_t n, int64_t k, bool by_column, int tile, int splits, bool unrounded,
                                        int processors) {
@@ -204,8 +211,17 @@ void bind_gemm(py::module_& module) {
         const nm::cuda::WgmmaLaunch found = nm::cuda::gemm_wgmma_launch({at(values), at<uint32_t>(metadata), at(dense), at(bias), at(residual), at(out),
                                                                          at<float>(parts), 1, activation, m, n, k, by_column, 4, tile, splits, unrounded},
                                                                         processors, &maps, &parameter);
-        return py::make_tuple(maps, py::bytes(parameter), found.tiles, found.blocks, found.threads, found.shared);
+        const bool streams = splits == nm::cuda::gemm::kStreamK;
+        const size_t fourth = parameter.size() - (streams ? sizeof(nm::cuda::gemm::StreamK) : 0);
+        const py::object fifth = streams ? py::object(py::bytes(parameter.substr(fourth))) : py::object(py::int_(found.tiles));
+        return py::make_tuple(maps, py::bytes(parameter.substr(0, fourth)), fifth, found.blocks, found.threads, found.shared);
     });
+    // the end of gemm_wgmma_sp by stream-K, which that calls itself: for tests, in the emulator
+    module.def("gemm_stream_k_finish", [](Address bias, Address residual, Address out, Address parts, int dtype, int activation, int64_t m, int64_t n,
+                                          int64_t k, bool by_column, int tile, bool unrounded, int processors, int device, Address stream) {
+        nm::cuda::gemm_stream_k_finish({nullptr, nullptr, nullptr, at(bias), at(residual), at(out), at<float>(parts), dtype, activation, m, n, k, by_column,
+                                        4, tile, 0, unrounded}, processors, queue(device, stream));
+    }, Unlocked());
     const auto gemm = [&](const char* name, void (*kernel)(const nm::cuda::GemmCall&, const Queue&)) {
         module.def(name, [kernel](Address values, Address metadata, Address dense, Address bias, Address residual, Address out, Address parts,
                                   int dtype, int activation, int64_t m, int64_t n, int64_t k, bool by_column, int warps, int tile, int splits,

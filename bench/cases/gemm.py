@@ -1,8 +1,8 @@
 """2:4 GEMM of many tokens on the sparse tensor cores, compared with cuBLAS and torch's own 2:4 path.
 
-``nmkernels cuda`` is ``wgmma.sp`` if that runs, with ``mma.sp`` as ``nmkernels cuda-mma.sp``, and otherwise ``mma.sp``. Triton multiplies
-the canonical form. cuSPARSELt has two rows: with its default algorithm, and with the fastest found by a search, which is stored on disk as
-by ``nm.tune``.
+``nmkernels cuda`` is ``wgmma.sp`` if that runs, with ``mma.sp`` as ``nmkernels cuda-mma.sp``, and otherwise ``mma.sp``. ``nmkernels
+cuda-stream-k``, where the last wave of tiles is divided along k, is also compared with the former. Triton multiplies the canonical form.
+cuSPARSELt has two rows: with its default algorithm, and with the fastest found by a search, which is stored on disk as by ``nm.tune``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nmkernels import BackendError, ops
+from nmkernels.backends.cuda.linear import STREAM_K
 from nmkernels.gemm.forms import layout_on
 from nmkernels.ops.linear import nm_linear
 from nmkernels.ops.pack import positions
@@ -121,7 +122,9 @@ def _work(
             found += [p] if p.name != f"nmkernels cusparselt{how}" else cusparselt(op, args(operand), p, make())
     weight = rotated(dense, dense.nbytes, cache, Tensor.clone)
     cublas = Provider("torch dense", lambda: theirs(weight()), dense.nbytes + others, full)
-    return Work([*found, cublas], [Ratio("x dense", p.name, (cublas.name,)) for p in found])
+    ratios = [Ratio("x dense", p.name, (cublas.name,)) for p in found]
+    ratios += [Ratio("x without stream-K", p.name, (found[0].name,)) for p in found if p.name == f"nmkernels {STREAM_K}"]
+    return Work([*found, cublas], ratios)
 
 
 def cusparselt(op: str, args: tuple[Any, ...], default: Provider, searched: Provider) -> list[Provider]:

@@ -229,12 +229,12 @@ struct GemmCall {
     const void* bias;      // [m] or null
     const void* residual;  // [n, m] or null
     void* out;
-    float* parts;  // [splits] x D, only where splits > 1
+    float* parts;  // [splits] x D, only where splits > 1; or the workspace of stream-K
     int dtype, activation;
     int64_t m, n, k;
     bool by_column;
     int warps;         // 1: metadata "mma.sp"; 4: "wgmma.sp", m a multiple of 64
-    int tile, splits;  // of gemm_plan
+    int tile, splits;  // of gemm_plan; splits = 0 with wgmma.sp: stream-K, of gemm/stream_k.h
     bool unrounded = false;  // with by_column: D is fp32, the sums themselves
 };
 
@@ -256,7 +256,8 @@ struct WgmmaLaunch {
 };
 
 // What a call would launch, for tests: the maps of values, dense and D, each (address, inner and outer size, inner and outer size of a
-// box, swizzle code of a descriptor), and the bytes of the fourth parameter; the fifth are the tiles.
+// box, swizzle code of a descriptor), and the bytes of the fourth parameter; the fifth are the tiles, or for stream-K a StreamK, whose bytes
+// follow.
 WgmmaLaunch gemm_wgmma_launch(const GemmCall& call, int processors, std::vector<int64_t>* maps, std::string* parameter);
 
 // D = A B with 8-bit operands, scaled: D[i, j] = sum * row_steps[i] * col_steps[j] + bias[i], a sum of fp32, or int32 of int8, times the

@@ -108,6 +108,13 @@ NM_DEVICE void named_barrier(int number) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(Threads) : "memory");
 }
 
+// blockIdx.x, read where this is.
+NM_DEVICE uint32_t block_again() {
+    uint32_t block;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    return block;
+}
+
 NM_DEVICE uint32_t cluster_rank() {
     uint32_t rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -170,6 +177,12 @@ template <int Count>
 NM_DEVICE void pin(int32_t (&registers)[Count]) {
     NM_UNROLL
     for (int i = 0; i < Count; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
+
+// Stores four sums of products, 16-byte aligned. As floats: as words, the compiler would keep sums in words between products, and copy them.
+NM_DEVICE void store_four(float* to, const float* from) {
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "f"(from[0]), "f"(from[1]), "f"(from[2]), "f"(from[3])
+                 : "memory");
 }
 
 // Forces values derived from x to be recomputed after this line instead of kept in registers during a loop.

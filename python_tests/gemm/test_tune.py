@@ -135,7 +135,7 @@ def test_a_backend_may_search_before_it_is_timed(mine):
     assert "IndexError" in measure(FPROP, timer=clock(mine_rows=0.5)).refused["mine rows"]
 
 
-KERNELS = {"cuda": 10, "cuda-mma.sp": 9, "cusparselt": 3}
+KERNELS = {"cuda": 10, "cuda-mma.sp": 9, "cuda-stream-k": 8, "cusparselt": 3}
 """Backends that multiply an operand in the order of wgmma.sp on Hopper, with their priorities."""
 
 

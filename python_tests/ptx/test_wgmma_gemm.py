@@ -56,7 +56,7 @@ def text(tile: int, by_column: bool, dtype: str) -> str:
     whole = ptx(SOURCE, "sm_90a", "-DNM_SM90A")
     starts = [m.start() for m in re.finditer(r"(?:\.visible )?\.entry", whole)]
     rows, cols, _ = TILES[tile]
-    name = rf"INS_4{dtype}E\w*WideTileILi{rows}ELi{cols}E\w*EELb{int(by_column)}E"
+    name = rf"wgmma_sp_kernelINS_4{dtype}E\w*WideTileILi{rows}ELi{cols}E\w*EELb{int(by_column)}E"
     (found,) = [whole[a:b] for a, b in zip(starts, [*starts[1:], len(whole)], strict=True) if re.search(name, whole[a:b].split("(")[0])]
     return whole[: starts[0]] + found
 

@@ -14,6 +14,7 @@
 //   wgmma_plan.h      host: which tile there, by what binds on Hopper
 //   wgmma_epilogue.h  sums to results: by stmatrix and copies of boxes, or through epilogue.h
 //   wgmma_kernel.h    the kernel, and how it is launched
+//   stream_k.h        how stream-K divides tiles that do not fill a last wave
 //   tensor_map.*      host: maps of matrices, made by the driver
 //   wgmma_sp.cu       its 16-bit kinds, and the host's functions
 //   wgmma_sp_8bit.cu  its 8-bit kinds: e4m3, e5m2, int8

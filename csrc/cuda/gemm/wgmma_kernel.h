@@ -9,12 +9,16 @@
 //
 // Where sums are promoted, those of two slabs, 128 products of a row, are finished and added to others in fp32 while the other
 // warpgroup multiplies.
+//
+// A cluster has every n-th tile, n the number of clusters, whole or of one part of k (`Waves`); by stream-K it has whole tiles of full
+// waves, and a share of the last (`Shares`).
 #pragma once
 
 #include <algorithm>
 #include <stdexcept>
 
 #include "epilogue.h"
+#include "stream_k.h"
 #include "wgmma_plan.h"
 
 #if defined(NM_SM90A)
@@ -67,17 +71,58 @@ struct Pipeline {
     }
 };
 
-// Block `rank` of a cluster, at tile `tile` of all.
-template <class Tile, class T>
-NM_DEVICE Origin origin_of(const Gemm<T>& f, int tile, uint32_t rank) {
-    Origin at = f.origin(unsigned(tile), Tile::kRows * Tile::kCluster, Tile::kCols, Tile::kDeep);
-    at.row += rank * Tile::kRows;
-    return at;
-}
+// The work of a cluster in turns: every n-th tile of all, n the number of clusters.
+template <class Tile>
+struct Waves {
+    int tiles;
+
+    NM_DEVICE int start() const { return int(blockIdx.x) / Tile::kCluster; }
+    NM_DEVICE bool more(int tile) const { return tile < tiles; }
+    NM_DEVICE int next(int tile) const { return tile + int(gridDim.x) / Tile::kCluster; }
+
+    // Block `rank` of the cluster at a turn.
+    template <class T>
+    NM_DEVICE Origin origin(const Gemm<T>& f, int tile, uint32_t rank) const {
+        Origin at = f.origin(unsigned(tile), Tile::kRows * Tile::kCluster, Tile::kCols, Tile::kDeep);
+        at.row += rank * Tile::kRows;
+        return at;
+    }
+};
+
+// The same by stream-K; see stream_k.h.
+template <class Tile>
+struct Shares {
+    const StreamK& all;
+
+    NM_DEVICE int start() const { return all.start(cluster()); }
+    NM_DEVICE bool more(int turn) const { return all.more(cluster(), turn); }
+    NM_DEVICE int next(int turn) const { return all.next(cluster(), turn); }
+
+    template <class T>
+    NM_DEVICE Origin origin(const Gemm<T>& f, int turn, uint32_t rank) const {
+        const Piece piece = all.piece(cluster(), turn);
+        Origin at = Waves<Tile>{}.origin(f, piece.tile, rank);
+        at.first = piece.first, at.last = piece.last;
+        return at;
+    }
+
+    // The sums of a piece, to its place: four at a time, those of all threads next to each other.
+    NM_DEVICE void leave(int turn, uint32_t rank, const float (&sums)[Tile::kDown][Tile::kSums]) const {
+        uint32_t thread = threadIdx.x;
+        pin(thread);  // do not keep derived values during the main loop
+        const int place = all.place(cluster(), all.piece(cluster(), turn).tile) * Tile::kCluster + int(rank);
+        float* const to = all.sums + int64_t(place) * (Tile::kRows * Tile::kCols) + thread * 4;
+        NM_UNROLL
+        for (int i = 0; i < Tile::kDown * Tile::kSums; i += 4) store_four(to + i * (128 * Tile::kMultiply), sums[i / Tile::kSums] + i % Tile::kSums);
+    }
+
+    // Read again each time: what derives from it is not kept during the main loop, and ptxas knows that all threads have the same.
+    static NM_DEVICE int cluster() { return int(block_again()) / Tile::kCluster; }
+};
 
 // One thread copies slab after slab of tile after tile.
-template <class Told, class Tile, bool kOfColumns>
-NM_DEVICE void copy(const CUtensorMap& values, const CUtensorMap& dense, const Told& f, int tiles, const Pipeline<Tile>& pipeline, uint32_t rank) {
+template <class Told, class Tile, bool kOfColumns, class Work>
+NM_DEVICE void copy(const CUtensorMap& values, const CUtensorMap& dense, const Told& f, const Work& work, const Pipeline<Tile>& pipeline, uint32_t rank) {
     constexpr uint16_t kAll = (1 << Tile::kCluster) - 1;
     const int slabs = int(f.k / Tile::kDeep), last_block = int(f.m / 64) - 1;
     Place<Tile> place;
@@ -89,8 +134,8 @@ NM_DEVICE void copy(const CUtensorMap& values, const CUtensorMap& dense, const T
         }
     };
     NM_ONE_BY_ONE
-    for (int tile = int(blockIdx.x) / Tile::kCluster; tile < tiles; tile += int(gridDim.x) / Tile::kCluster) {
-        const Origin at = origin_of<Tile>(f, tile, rank);
+    for (int turn = work.start(); work.more(turn); turn = work.next(turn)) {
+        const Origin at = work.origin(f, turn, rank);
         const int row = int(at.row), col = int(at.col);
         NM_ONE_BY_ONE
         for (int slab = at.first; slab < at.last; ++slab, place.next()) {
@@ -187,10 +232,8 @@ NM_DEVICE void finish(Sum (&sums)[Tile::kDown][Tile::kSums], const Pipeline<Tile
 }
 
 // With kByColumn D is stored [m, n], and in 16 bits B lies by column.
-template <class T, class Tile, bool kByColumn>
-__global__ void __cluster_dims__(Tile::kCluster, 1, 1) __launch_bounds__(Tile::kThreads, 1)
-    wgmma_sp_kernel(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUtensorMap dense, const __grid_constant__ CUtensorMap out,
-                    const __grid_constant__ typename Kind<T>::Told f, int tiles) {
+template <class T, class Tile, bool kByColumn, class Work>
+NM_DEVICE void multiply_all(const CUtensorMap& values, const CUtensorMap& dense, const CUtensorMap& out, const typename Kind<T>::Told& f, const Work& work) {
     using Sum = typename Kind<T>::Sum;
     constexpr bool kOfColumns = kByColumn && Tile::kBytes == 2, kPromotes = Kind<T>::kPromotes;
     static_assert(Tile::kBytes == Kind<T>::kBytes && Tile::kDown * Tile::kSums * (kPromotes ? 2 : 1) <= 192);
@@ -201,14 +244,14 @@ __global__ void __cluster_dims__(Tile::kCluster, 1, 1) __launch_bounds__(Tile::k
     cluster_barrier();
     if (threadIdx.x / 128 == Tile::kMultiply) {
         give_registers<40>();
-        if (threadIdx.x % 128 == 0) copy<typename Kind<T>::Told, Tile, kOfColumns>(values, dense, f, tiles, pipeline, rank);
+        if (threadIdx.x % 128 == 0) copy<typename Kind<T>::Told, Tile, kOfColumns>(values, dense, f, work, pipeline, rank);
     } else {
         take_registers<232>();
         Place<Tile> place;
         Results<T, Tile, kByColumn> results(nm_stages + Tile::kStages * Tile::kStage);
         NM_ONE_BY_ONE
-        for (int tile = int(blockIdx.x) / Tile::kCluster; tile < tiles; tile += int(gridDim.x) / Tile::kCluster) {
-            const Origin along = origin_of<Tile>(f, tile, rank);
+        for (int turn = work.start(); work.more(turn); turn = work.next(turn)) {
+            const Origin along = work.origin(f, turn, rank);
             const int first = along.first, last = along.last;
             Sum sums[Tile::kDown][Tile::kSums];
             [[maybe_unused]] Sum promoted[kPromotes ? Tile::kDown : 1][kPromotes ? Tile::kSums : 1] = {};
@@ -232,9 +275,15 @@ __global__ void __cluster_dims__(Tile::kCluster, 1, 1) __launch_bounds__(Tile::k
                 }
             }
             if constexpr (!kPromotes) finish(sums, pipeline, place);
-            uint32_t same = uint32_t(tile);
+            uint32_t same = uint32_t(turn);
             pin(same);  // do not keep numbers that only the epilogue needs during the loop
-            const Origin at = origin_of<Tile>(f, int(same), rank);
+            const Origin at = work.origin(f, int(same), rank);
+            if constexpr (std::is_same_v<Work, Shares<Tile>>) {
+                if (at.last - at.first < work.all.slabs) {
+                    work.leave(int(same), rank, sums);
+                    continue;
+                }
+            }
             if constexpr (kPromotes) {
                 results.store(f, out, at, promoted);
             } else {
@@ -246,17 +295,35 @@ __global__ void __cluster_dims__(Tile::kCluster, 1, 1) __launch_bounds__(Tile::k
     cluster_barrier();  // no block may exit while another copies to it or signals a stage
 }
 
+template <class T, class Tile, bool kByColumn>
+__global__ void __cluster_dims__(Tile::kCluster, 1, 1) __launch_bounds__(Tile::kThreads, 1)
+    wgmma_sp_kernel(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUtensorMap dense, const __grid_constant__ CUtensorMap out,
+                    const __grid_constant__ typename Kind<T>::Told f, int tiles) {
+    multiply_all<T, Tile, kByColumn>(values, dense, out, f, Waves<Tile>{tiles});
+}
+
+template <class T, class Tile, bool kByColumn>
+__global__ void __cluster_dims__(Tile::kCluster, 1, 1) __launch_bounds__(Tile::kThreads, 1)
+    wgmma_stream_k_kernel(const __grid_constant__ CUtensorMap values, const __grid_constant__ CUtensorMap dense, const __grid_constant__ CUtensorMap out,
+                          const __grid_constant__ typename Kind<T>::Told f, const __grid_constant__ StreamK all) {
+    multiply_all<T, Tile, kByColumn>(values, dense, out, f, Shares<Tile>{all});
+}
+
 #endif
 
 // There are as many clusters as can run concurrently, or as tiles; each then continues with the tile that many further.
 template <class Tile, bool kByColumn, class T>
 WgmmaLaunch launch_of(const GemmCall& call, int processors, Gemm<T>& f, Maps& maps) {
-    const int64_t rows = cdiv(call.m, Tile::kRows * Tile::kCluster), cols = cdiv(call.n, Tile::kCols), tiles = rows * cols * call.splits;
+    const int parts = call.splits == kStreamK ? 1 : call.splits;
+    const int64_t rows = cdiv(call.m, Tile::kRows * Tile::kCluster), cols = cdiv(call.n, Tile::kCols), tiles = rows * cols * parts;
     if (std::max({call.m, call.n, call.k, tiles * Tile::kCluster}) > 0x7fffffff) throw std::invalid_argument("gemm: sizes beyond 31 bits");
-    f = gemm_of<T>(call, rows, cols);
-    f.part = part_of(call.k / Tile::kDeep, call.splits);
+    GemmCall whole = call;
+    whole.splits = parts;
+    f = gemm_of<T>(whole, rows, cols);
+    f.part = part_of(call.k / Tile::kDeep, parts);
     maps = maps_of<Tile>(call.values, call.dense, call.out, call.m, call.n, call.k, kByColumn);
-    const int64_t clusters = std::min<int64_t>(tiles, std::max(1, processors / Tile::kCluster));
+    const int64_t clusters = call.splits == kStreamK ? stream_of<Tile>(call.m, call.n, call.k, processors).clusters
+                                                     : std::min<int64_t>(tiles, std::max(1, processors / Tile::kCluster));
     return {int(tiles), int(clusters) * Tile::kCluster, Tile::kThreads, Tile::kShared};
 }
 

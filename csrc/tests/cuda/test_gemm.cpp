@@ -1,7 +1,10 @@
 // Products on sparse tensor cores, and the metadata that they read, against sums in double; every operand ends where its
 // tensor ends.
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <stdexcept>
+#include <vector>
 
 #include "../../core/bitpack.h"
 #include "../../cuda/gemm/wgmma_plan.h"
@@ -143,6 +146,88 @@ TEST(wgmma_plans_know_what_binds) {
     const nm::cuda::Gpu h100{90, 132, 227 << 10, 1980000, 2619000, 5120};
     const double busy = 11 * (128 * 1248 + 256 * 192 / 16) + 1500, memory = 8192.0 * 8192 * (1.125 + 2 + 2) / (rates_of(h100).bytes * 132);
     CHECK(about(wide_estimated<Wide>(8192, 8192, 8192, 128, 1, 132, rates_of(h100)), busy + memory / 8));
+}
+
+// Every slab of every tile is done by one cluster; a share is at most a tile and as long as any; places of pieces are all different, and
+// those of a tile follow each other in the order of k.
+TEST(stream_k_does_every_slab_once) {
+    using namespace nm::cuda::gemm;
+    for (int processors : {1, 2, 7, 12, 132}) {
+        for (int64_t m : {64, 1024, 5120, 33 * 512}) {
+            for (int64_t n : {1, 130, 960}) {
+                for (int64_t k : {64, 320, 4096}) {
+                    const StreamK work = stream_of<Wide>(m, n, k, processors);
+                    const int64_t tiles = nm::cuda::cdiv(m, 512) * nm::cuda::cdiv(n, 192), slabs = k / 64;
+                    std::vector<int> done(size_t(tiles * slabs)), place(size_t(work.places()), 0);
+                    CHECK(work.whole + work.units / work.slabs == tiles && work.share <= work.slabs && work.clusters <= std::max(1, processors / 2));
+                    for (int cluster = 0; cluster < work.clusters; ++cluster) {
+                        for (int turn = work.start(cluster); work.more(cluster, turn); turn = work.next(cluster, turn)) {
+                            const Piece piece = work.piece(cluster, turn);
+                            CHECK(piece.first < piece.last && piece.last <= slabs);
+                            for (int slab = piece.first; slab < piece.last; ++slab) ++done[size_t(piece.tile * slabs + slab)];
+                            if (piece.tile < work.whole) continue;
+                            CHECK(++place[size_t(work.place(cluster, piece.tile))] == 1);
+                            const int begin = (piece.tile - work.whole) * work.slabs;
+                            CHECK(cluster >= begin / work.share && cluster <= (begin + work.slabs - 1) / work.share) << "where the second launch reads";
+                        }
+                    }
+                    CHECK(std::count(done.begin(), done.end(), 1) == tiles * slabs) << m << "x" << n << "x" << k << " on " << processors;
+                }
+            }
+        }
+    }
+}
+
+// 14336 x 4096 with 4096 tokens: 616 clusters' tiles for 66 pairs are 9 waves and 22 tiles of 64 slabs, 22 for each pair.
+TEST(stream_k_plans) {
+    using namespace nm::cuda::gemm;
+    const nm::cuda::Gpu h100{90, 132, 227 << 10, 1980000, 2619000, 5120};
+    const StreamK work = stream_of<Wide>(14336, 4096, 4096, 132);
+    CHECK(work.whole == 594 && work.units == 22 * 64 && work.share == 22 && work.clusters == 66 && work.places() == 88);
+    CHECK(stream_floats<Wide>(work) == 88 * 2 * 256 * 192);
+    const double sums = 256 * 192 * 4 / 32.0, busy = 9 * (64 * 1248 + 256 * 192 / 16) + 22 * 1248 + 2 * sums + 1500;
+    const double memory = (14336.0 * 4096 * 1.125 + 2 * 4096.0 * 4096 + 2 * 14336.0 * 4096) / (rates_of(h100).bytes * 132);
+    CHECK(about(stream_estimated<Wide>(14336, 4096, 4096, 132, rates_of(h100)), busy + memory / 8 + rates_of(h100).launch + 88 * 2 * sums / 132));
+    CHECK(std::isinf(stream_estimated<Wide>(33 * 512, 192 * 4, 4096, 132, rates_of(h100)))) << "two waves";
+}
+
+// The second launch, in whole numbers: D from sums as the kernel leaves them, in registers' order; whole tiles are not touched.
+TEST(stream_k_adds_pieces) {
+    using namespace nm::cuda::gemm;
+    constexpr int processors = 3, rows = 128, cols = 64;
+    constexpr int64_t m = 640, n = 60, k = 320;  // five tiles of the narrow kind: a wave, and two tiles for three clusters
+    const StreamK work = stream_of<Narrow>(m, n, k, processors);
+    for (int dtype : {nm::kBFloat16, nm::kFloat16}) {
+        const Buffer parts = place(stream_floats<Narrow>(work), 4, true), out = place(m * n, 2, true), bias = placed(numbers(m, dtype, 3, false), true, 2);
+        for (int cluster = 0; cluster < work.clusters; ++cluster) {
+            for (int turn = work.start(cluster); work.more(cluster, turn); turn = work.next(cluster, turn)) {
+                const Piece piece = work.piece(cluster, turn);
+                if (piece.last - piece.first == work.slabs) continue;
+                for (int thread = 0; thread < 256; ++thread) {
+                    for (int d = 0; d < 32; ++d) {  // PTX ISA 9.7.15.5.1: row, column of d
+                        const int row = thread / 128 * 64 + thread / 32 % 4 * 16 + thread % 32 / 4 + d / 2 % 2 * 8, col = d / 4 * 8 + thread % 4 * 2 + d % 2;
+                        parts.as<float>()[work.place(cluster, piece.tile) * rows * cols + d / 4 * 1024 + thread * 4 + d % 4] =
+                            float((piece.last - piece.first) * (row % 7 - 3) + col % 5);
+                    }
+                }
+            }
+        }
+        nm::cuda::GemmCall call{nullptr, nullptr, nullptr, bias.data(), nullptr, out.data(), parts.as<float>(), dtype, 0, m, n, k, false, 4, kNarrow, kStreamK};
+        std::memset(out.data(), 0xff, out.bytes());
+        nm::cuda::gemm_stream_k_finish(call, processors, kQueue);
+        for (int64_t row = 0; row < m; ++row) {
+            for (int64_t col = 0; col < n; ++col) {
+                const int tile = int(row / rows), begin = (tile - work.whole) * work.slabs;
+                const bool whole = tile < work.whole;
+                const int pieces = whole ? 1 : (begin + work.slabs - 1) / work.share - begin / work.share + 1;
+                const double sum = 5 * (row % rows % 7 - 3) + double(pieces) * (col % 5);
+                const double expected = double(dtype == nm::kBFloat16 ? nm::to_float(nm::from_float<nm::bf16>(float(sum + number(bias, dtype, row))))
+                                                                      : nm::to_float(nm::from_float<nm::fp16>(float(sum + number(bias, dtype, row)))));
+                const double found = number(out, dtype, col * m + row);
+                CHECK(whole ? std::isnan(found) : found == expected) << row << ", " << col << ": " << found << ", not " << expected;
+            }
+        }
+    }
 }
 
 // PTX ISA 9.7.15.5.1.2: address, leading and stride offset in 16 bytes from bits 0, 16 and 32 on, the swizzle's code from bit 62 on.

@@ -6,7 +6,8 @@ multiply an expanded tile, where it reaches every result of its token, as in a d
 
 More tokens, tensor-core layouts, and wgrad: 2:4 on sparse tensor cores, with ``wgmma.sp`` on GPUs of compute capability 9.0 if rows are a
 multiple of 64 and metadata is not in the layout of ``mma.sp``, otherwise with ``mma.sp``. The backend ``cuda-mma.sp`` runs ``mma.sp`` on
-the same operands as ``wgmma.sp``, in case it measures faster. Metadata is not checked; an inf or NaN of the dense operand reaches a result
+the same operands as ``wgmma.sp``, and ``cuda-stream-k`` divides tiles that do not fill a last wave along k, in case they measure
+faster. Metadata is not checked; an inf or NaN of the dense operand reaches a result
 only through a stored value.
 
 Sums are fp32; bias, activation and residual are applied before the only rounding.
@@ -14,7 +15,7 @@ Sums are fp32; bias, activation and residual are applied before the only roundin
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -47,6 +48,13 @@ def choose_wgmma(module: Any, m: int, n: int, k: int, by_column: bool, device: i
     """The same for the ``wgmma.sp`` kernel."""
     tile, splits = module.gemm_wgmma_plan(m, n, k, by_column, *module.gpu(device))
     return tile, splits
+
+
+@lru_cache(maxsize=4096)
+def choose_stream_k(module: Any, m: int, n: int, k: int, by_column: bool, device: int) -> tuple[int, int, float]:
+    """The tile for stream-K, the floats of its workspace, and the estimated time, that of ``choose_wgmma`` being 1."""
+    tile, floats, time = module.gemm_stream_k_plan(m, n, k, by_column, *module.gpu(device))
+    return tile, floats, time
 
 
 @cache
@@ -101,13 +109,13 @@ def _straight(x: Tensor | None) -> bool:
 
 def multiply(
     values: Tensor, indices: Tensor, dense: Tensor, out: Tensor, n: int, k: int, by_column: bool,
-    bias: Tensor | None = None, activation: str = "", residual: Tensor | None = None, mma: bool = False,
+    bias: Tensor | None = None, activation: str = "", residual: Tensor | None = None, by: str = "",
 ) -> Tensor:  # fmt: skip
     """Compute D = A B for a compressed A ``(m, k)``, into the contiguous ``out``.
 
     B is ``[n, k]``, and D ``[n, m]``, activation(D + bias) + residual; with ``by_column`` B is ``[k, n]`` and D ``[m, n]``, as it is, and
     not rounded if ``out`` is float32.
-    ``mma``: use ``mma.sp`` even if ``wgmma.sp`` could run.
+    ``by``: ``MMA``, use ``mma.sp`` even if ``wgmma.sp`` could run; or ``STREAM_K``, divide the last wave of ``wgmma.sp`` along k.
     """
     v, i, d, o = values.data_ptr(), indices.data_ptr(), dense.data_ptr(), out.data_ptr()
     b, r = address(bias), address(residual)
@@ -115,16 +123,21 @@ def multiply(
     if not straight or (v | i | d | o | b | r) & 15:
         bias, residual = bias if bias is None else aligned(bias), residual if residual is None else aligned(residual)
         y = torch.empty_like(out) if o & 15 else out
-        multiply(aligned(values), aligned(indices), aligned(dense), y, n, k, by_column, bias, activation, residual, mma)
+        multiply(aligned(values), aligned(indices), aligned(dense), y, n, k, by_column, bias, activation, residual, by)
         return out if y is out else out.copy_(y)
     m, module, warps = values.shape[0], core(values), _warps(indices)
-    by_wgmma = not mma and not not_by_wgmma(values, indices)
+    by_wgmma = by != MMA and not not_by_wgmma(values, indices)
     if indices.dtype != torch.int32:
         indices = metadata(indices, k, "wgmma.sp" if by_wgmma else "mma.sp")  # kept alive until the call
         i, warps = indices.data_ptr(), _warps(indices)
     kernel, plan = (module.gemm_wgmma_sp, choose_wgmma) if by_wgmma else (module.gemm_mma_sp, choose)
-    tile, splits = plan(module, m, n, k, by_column, values.get_device())
-    parts = values.new_empty(splits, m, n, dtype=torch.float32) if splits > 1 else None
+    if by == STREAM_K:
+        tile, floats, _ = choose_stream_k(module, m, n, k, by_column, values.get_device())
+        splits = 0  # the kernel's code for it
+    else:
+        tile, splits = plan(module, m, n, k, by_column, values.get_device())
+        floats = splits * m * n if splits > 1 else 0
+    parts = values.new_empty(floats, dtype=torch.float32) if floats else None
     kernel(
         v, i, d, b, r, o, address(parts), DTYPES[values.dtype], ACTIVATIONS[activation], m, n, k, by_column,
         warps, tile, splits, out.dtype != values.dtype, *queue(values),
@@ -141,10 +154,10 @@ def _takes_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: 
 @register("nm_linear_wgrad", _takes_wgrad)
 def linear_wgrad(
     values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None,
-    mma: bool = False,
+    by: str = "",
 ) -> Tensor:  # fmt: skip
     y = x.new_empty(values.shape[0], x.shape[1], dtype=out_dtype or x.dtype) if out is None else out
-    return multiply(values, indices, x, y, x.shape[1], cols, True, mma=mma) if y.numel() else y
+    return multiply(values, indices, x, y, x.shape[1], cols, True, by=by) if y.numel() else y
 
 
 FEW_TOKENS = 4
@@ -229,9 +242,11 @@ def linear(
     return y
 
 
-# ---- mma.sp instead of wgmma.sp
+# ---- on the operands of wgmma.sp, in case it measures faster
 
-MMA = "cuda-mma.sp"
+MMA, STREAM_K = "cuda-mma.sp", "cuda-stream-k"
+SMALL = 1 << 16
+"""Elements of a result for which stream-K runs whatever its estimate, among them the calls that check a kernel before its first use."""
 
 
 def _takes_instead(values: Tensor, indices: Tensor, n: int, m: int, cols: int, *_: Any) -> Verdict:
@@ -242,20 +257,45 @@ def _takes_instead(values: Tensor, indices: Tensor, n: int, m: int, cols: int, *
     return (False, f"cuda multiplies by mma.sp itself: {why}") if why else found
 
 
-@register("nm_linear", lambda x, *packed: _takes_instead(*packed), backend=MMA, priority=PRIORITY - 1)
-def linear_by_mma(
-    x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
+def _takes_stream_k(values: Tensor, indices: Tensor, n: int, m: int, cols: int, width: int, by_column: bool) -> Verdict:
+    """``width``: tokens, or in wgrad the columns of x."""
+    can, reason = _takes_instead(values, indices, n, m, cols)
+    if not can:
+        return False, reason.replace("cuda multiplies by mma.sp itself", "it divides tiles of wgmma.sp")
+    if not width or not values.shape[0]:
+        return False, "there is nothing to divide"
+    *_, time = choose_stream_k(core(values), values.shape[0], width, cols, by_column, values.get_device())
+    if time == float("inf"):
+        return False, "all waves of tiles are full"
+    if time >= 1 and values.shape[0] * width > SMALL:
+        return False, f"it is estimated to take {time:.2f} of the time without"
+    return True, f"{reason}, the last wave of tiles divided along k: {time:.2f} of the estimated time without"
+
+
+def _takes_linear(by: str) -> Any:
+    def supports(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, *_: Any) -> Verdict:
+        packed = values, indices, n, m, cols
+        return _takes_instead(*packed) if by == MMA else _takes_stream_k(*packed, tokens_of(x, cols), False)
+
+    return supports
+
+
+def _takes_wgrad_by(by: str) -> Any:
+    def supports(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, *_: Any) -> Verdict:
+        packed, found = (values, indices, n, m, cols), _takes_wgrad(values, indices, n, m, cols, x)
+        return found if not found[0] else _takes_instead(*packed) if by == MMA else _takes_stream_k(*packed, x.shape[1], True)
+
+    return supports
+
+
+def linear_by(
+    by: str, x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
     residual: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     y = x.new_empty(*x.shape[:-1], values.shape[0]) if out is None else out
-    return multiply(values, indices, x, y, tokens_of(x, cols), cols, False, bias, activation, residual, mma=True) if y.numel() else y
+    return multiply(values, indices, x, y, tokens_of(x, cols), cols, False, bias, activation, residual, by) if y.numel() else y
 
 
-def _takes_wgrad_instead(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, *_: Any) -> Verdict:
-    found = _takes_wgrad(values, indices, n, m, cols, x)
-    return _takes_instead(values, indices, n, m, cols) if found[0] else found
-
-
-@register("nm_linear_wgrad", _takes_wgrad_instead, backend=MMA, priority=PRIORITY - 1)
-def linear_wgrad_by_mma(*args: Any, out: Tensor | None = None) -> Tensor:
-    return linear_wgrad(*args, out=out, mma=True)
+for _by, _priority in ((MMA, PRIORITY - 1), (STREAM_K, PRIORITY - 2)):
+    register("nm_linear", _takes_linear(_by), backend=_by, priority=_priority)(partial(linear_by, _by))
+    register("nm_linear_wgrad", _takes_wgrad_by(_by), backend=_by, priority=_priority)(partial(linear_wgrad, by=_by))

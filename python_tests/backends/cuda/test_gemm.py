@@ -35,7 +35,7 @@ def multiply(values, indices, dense, by_column=False, bias=None, activation="", 
     m, k = values.shape[0], 2 * values.shape[1]
     n = dense.shape[1] if by_column else dense.shape[0]
     y = fill_poison(dense.new_empty((m, n) if by_column else (n, m), dtype=out_dtype or dense.dtype))
-    return gemm.multiply(values, indices, dense, y, n, k, by_column, bias, activation, residual, mma=True)
+    return gemm.multiply(values, indices, dense, y, n, k, by_column, bias, activation, residual, by=gemm.MMA)
 
 
 def check(values, indices, w, x, bias=None, activation="", residual=None, by_column=False, message=""):
@@ -108,7 +108,7 @@ def test_results_that_are_not_rounded(device, dtype, tile, use):
         assert_no_worse(y, w.float() @ x.float(), w.double() @ x.double())
         assert_equal_bits(y.to(dtype), multiply(values, indices, x, True))
         out = unaligned(torch.zeros_like(y))
-        assert_equal_bits(gemm.multiply(values, indices, x, out, cols, k, True, mma=True), y)
+        assert_equal_bits(gemm.multiply(values, indices, x, out, cols, k, True, by=gemm.MMA), y)
     with pytest.raises((ValueError, RuntimeError), match="by column"):
         multiply(values, indices, inputs(8, k, dtype, device), out_dtype=torch.float32)
 

@@ -86,6 +86,24 @@ def test_what_is_launched():
 
 @host
 @pytest.mark.parametrize(
+    ("sizes", "by_column", "tile", "pays"),
+    [
+        ((14336, 4096, 4096), False, "wide", True),  # 616 clusters of the wide tile: 9 waves of 66, and 22
+        ((14336, 1024, 4096), False, "broad", True),
+        ((14336, 4096, 4096), True, "wide", True),
+        ((33 * 512, 192 * 4, 4096), False, "wide", False),  # two waves
+        ((64, 1, 192), False, "thin", False),
+    ],
+)
+def test_stream_k_by_its_estimate(sizes, by_column, tile, pays):
+    found, floats, time = calls.host().gemm_stream_k_plan(*sizes, by_column, *H100)
+    assert (time < 1) == pays
+    if pays:
+        assert list(TILES)[found] == tile and floats == calls.workspace(tile, *sizes, 132).numel()
+
+
+@host
+@pytest.mark.parametrize(
     ("m", "n", "k", "by_column", "tile", "unrounded", "word"),
     [
         (96, 64, 64, False, 0, False, "whole tiles"),
@@ -163,14 +181,50 @@ def test_mma_instead_of_wgmma(hopper, obstacle, order, rows, takes, word):
     hopper.wgmma_obstacle.return_value = obstacle
     values, indices, _ = packed("2:4", rows, 128, BF16)
     given, x, g = reference.to_layout(indices, 128, order), inputs(20, 128, BF16), inputs(128, 24, BF16)
-    for can, reason in (gemm._takes_instead(values, given, 2, 4, 128), gemm._takes_wgrad_instead(values, given, 2, 4, 128, g)):
+    for can, reason in (
+        gemm._takes_linear(gemm.MMA)(x, values, given, 2, 4, 128),
+        gemm._takes_wgrad_by(gemm.MMA)(values, given, 2, 4, 128, g),
+    ):
         assert can == takes and word in reason
-    gemm.linear_by_mma(x, values, given.int(), 2, 4, 128)
-    gemm.linear_wgrad_by_mma(values, given.int(), 2, 4, 128, g)
+    gemm.linear_by(gemm.MMA, x, values, given.int(), 2, 4, 128)
+    gemm.linear_wgrad(values, given.int(), 2, 4, 128, g, by=gemm.MMA)
     assert hopper.gemm_mma_sp.call_count == 2 and not hopper.gemm_wgmma_sp.called
     for op in ("nm_linear", "nm_linear_wgrad"):
         entries = {i.backend: i.priority for i in dispatch.implementations(op)}
         assert entries["cuda"] > entries[gemm.MMA] > entries["cusparselt"]
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "order", "rows", "time", "takes", "word"),
+    [
+        ("", "wgmma.sp", 64, 0.9, True, "along k: 0.90"),
+        ("", "wgmma.sp", 64, float("inf"), False, "full"),
+        ("", "wgmma.sp", 64, 1.5, True, "along k: 1.50"),
+        ("", "wgmma.sp", 4096, 1.5, False, "1.50 of the time"),
+        ("", "canonical", 64, 0.9, False, "canonical"),
+        ("", "mma.sp", 64, 0.9, False, "it divides tiles of wgmma.sp: its metadata is in the order of mma.sp"),
+        ("this GPU has 8.0", "wgmma.sp", 64, 0.9, False, "this GPU has 8.0"),
+    ],
+)
+def test_stream_k_is_never_chosen_unmeasured(hopper, obstacle, order, rows, time, takes, word):
+    """A backend of the lowest priority of these; the plan's estimate says whether it is offered, but for small calls, which check it."""
+    gemm.choose_stream_k.cache_clear()
+    hopper.wgmma_obstacle.return_value, hopper.gemm_stream_k_plan.return_value = obstacle, (0, 96, time)
+    values, indices, _ = packed("2:4", rows, 128, BF16)
+    given, x, g = reference.to_layout(indices, 128, order), inputs(24, 128, BF16), inputs(128, 24, BF16)
+    for can, reason in (
+        gemm._takes_linear(gemm.STREAM_K)(x, values, given, 2, 4, 128),
+        gemm._takes_wgrad_by(gemm.STREAM_K)(values, given, 2, 4, 128, g),
+    ):
+        assert can == takes and word in reason
+    if takes:
+        gemm.linear_by(gemm.STREAM_K, x, values, given, 2, 4, 128)
+        gemm.linear_wgrad(values, given, 2, 4, 128, g, by=gemm.STREAM_K)
+        assert [c.args[13:16] for c in hopper.gemm_wgmma_sp.call_args_list] == [(4, 0, 0)] * 2
+        assert all(c.args[6] for c in hopper.gemm_wgmma_sp.call_args_list), "a workspace"
+    for op in ("nm_linear", "nm_linear_wgrad"):
+        entries = {i.backend: i.priority for i in dispatch.implementations(op)}
+        assert entries["cuda"] > entries[gemm.MMA] > entries[gemm.STREAM_K] > entries["cusparselt"]
 
 
 def test_where_it_runs(hopper):
@@ -274,6 +328,65 @@ def test_results_that_are_not_rounded(tile, mode="latest"):
         check(tile, m, n, k, dtype, by_column=True, splits=splits, mode=mode, out_dtype=torch.float32)
 
 
+STREAMS = {
+    "one tile, a piece for every slab": ("narrow", 128, 60, 64 * 5, 5),
+    "one tile, fewer slabs than processors": ("thin", 64, 1, 64, 4),
+    "fewer tiles than processors": ("square", 320, 200, 64 * 5, 6),
+    "a wave and a tile": ("wide", 520 * 2 + 48, 150, 64 * 5, 4),
+    "two waves and most of one": ("thin", 320, 120, 64 * 3, 9),
+    "whole waves": ("broad", 1024, 128, 128, 4),
+    "shares of a whole tile": ("narrow", 128, 120, 128, 3),
+}
+"""Tile, out, tokens, in, processors."""
+
+
+def whole_numbers(rows, cols, dtype, seed, largest):
+    return torch.randint(-largest, largest + 1, (rows, cols), generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@runs
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("by_column", [False, True])
+def test_stream_k_is_exact_in_whole_numbers(name, by_column):
+    """Sums of whole numbers are exact in any order: bit-equal to the definition, also where nothing but one place fits."""
+    tile, m, n, k, processors = STREAMS[name]
+    m, n = -(-m // 64) * 64, n // 8 * 8 or 8 if by_column else n
+    if by_column and tile not in BY_COLUMN:
+        pytest.skip("the thin tile has no way for operands by column")
+    for dtype, mode, out_dtype in ((BF16, "latest", torch.float32 if by_column else None), (F16, 1, None)):
+        values, indices = reference.compress(whole_numbers(m, k, dtype, 1, 8), 2, 4)
+        w, x = reference.decompress(values, indices, 2, 4, k), whole_numbers(n, k, dtype, 2, 4)
+        exact = w.double() @ x.double().T
+        y = calls.multiply_stream_k(
+            tile, values, reference.to_layout(indices, k, "wgmma.sp"), x.t().contiguous() if by_column else x, by_column,
+            mode=mode, processors=processors, out_dtype=out_dtype,
+        )  # fmt: skip
+        assert_equal_bits(y, (exact if by_column else exact.t().contiguous()).to(out_dtype or dtype))
+
+
+@runs
+def test_stream_k_leaves_full_waves_as_they_are():
+    """Random operands: to the bit what the present kernel gives, in tiles of full waves; and two runs give the same bits."""
+    tile, m, n, k, processors = "narrow", 128 * 5, 64, 64 * 5, 3
+    values, meta, _ = operand(m, k, BF16)
+    x = inputs(n, k, BF16)
+    given = values, meta, x
+    y, again = (calls.multiply_stream_k(tile, *given, mode=mode, processors=processors) for mode in ("earliest", 5))
+    assert_equal_bits(y, again)
+    assert_equal_bits(y[:, : 128 * 3], calls.multiply(tile, *given, processors=processors)[:, : 128 * 3])
+
+
+@runs
+def test_stream_k_epilogues(mode="latest"):
+    for i, activation in enumerate(ACTIVATIONS):
+        tile, processors = ("narrow", "thin", "square", "wide")[i], (5, 7, 6, 6)[i]
+        given = {"by": calls.multiply_stream_k, "splits": 0, "processors": processors, "mode": mode}
+        check(tile, 320, 70, 64 * 5, bias=True, activation=activation, residual=True, **given)
+        check(tile, 192, 21, 64 * 5, F16, activation=activation, residual=not activation, **given)
+    for tile in BY_COLUMN:
+        check(tile, 320, 136, 64 * 5, by_column=True, by=calls.multiply_stream_k, splits=0, processors=6, mode=mode)
+
+
 @runs
 @pytest.mark.parametrize("processors", [1, 132])
 def test_any_number_of_blocks(processors):
@@ -339,6 +452,23 @@ def test_blocks_of_several_tiles_on_a_gpu(on_gpu, tile, by_column):
     sizes = calls.several(TILES[tile], clusters=clusters)
     for splits in (1, 2):
         check(tile, *sizes, by_column=by_column, bias=not by_column, splits=splits, by=on_gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("by_column", [False, True])
+@pytest.mark.parametrize(("m", "n", "k"), [(64, 8, 192), (4096, 1000, 1024), (14336, 1024, 512)])
+def test_stream_k_on_a_gpu(m, n, k, by_column):
+    """In whole numbers, bit-equal to the definition, and in every run; not run on one yet."""
+    if why := gemm.why_not_wgmma(torch.device("cuda")):
+        pytest.skip(why)
+    values, indices = reference.compress(whole_numbers(m, k, BF16, 1, 8), 2, 4)
+    w, x = reference.decompress(values, indices, 2, 4, k).cuda(), whole_numbers(n, k, BF16, 2, 4).cuda()
+    exact = w.double() @ x.double().T
+    values, meta = values.cuda(), reference.to_layout(indices, k, "wgmma.sp").cuda()
+    dense, wanted = (x.t().contiguous(), exact) if by_column else (x, exact.t().contiguous())
+    for _ in range(3):
+        y = fill_poison(torch.empty(wanted.shape, dtype=BF16, device="cuda"))
+        assert_equal_bits(gemm.multiply(values, meta, dense, y, n, k, by_column, by=gemm.STREAM_K), wanted.to(BF16))
 
 
 @pytest.mark.gpu

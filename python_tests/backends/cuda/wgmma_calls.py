@@ -70,11 +70,11 @@ def whole_text() -> str:
 
 
 @lru_cache(32)
-def text(tile: str, dtype: torch.dtype = torch.bfloat16, by_column: bool = False) -> str:
+def text(tile: str, dtype: torch.dtype = torch.bfloat16, by_column: bool = False, kernel: str = "wgmma_sp_kernel") -> str:
     """The PTX of one kernel."""
     head, *kernels = re.split(r"^(?=\.entry|\.visible \.entry)", whole_text(), flags=re.M)
     shape = "".join(f"Li{n}E" for n in TILES[tile])
-    name = f"wgmma_sp_kernelINS_4{'bf16' if dtype == torch.bfloat16 else 'fp16'}ENS1_8WideTileI{shape}EELb{int(by_column)}E"
+    name = f"{kernel}INS_4{'bf16' if dtype == torch.bfloat16 else 'fp16'}ENS1_8WideTileI{shape}EELb{int(by_column)}E"
     (one,) = (k for k in kernels if name in k.partition("(")[0])
     return head + one
 
@@ -130,6 +130,40 @@ def multiply(
     for part in parts[1:]:
         total = total + part
     return total.to(y.dtype)
+
+
+def workspace(tile: str, m: int, n: int, k: int, processors: int) -> Tensor:
+    """Of stream-K, poisoned, with no element more than it takes: the sums of every piece of a tile."""
+    rows, cols, _, cluster = TILES[tile]
+    tiles, clusters, slabs = -(-m // (rows * cluster)) * -(-n // cols), max(1, processors // cluster), k // 64
+    left = tiles % clusters
+    if left == tiles:
+        clusters = -(-left * slabs // -(-left * slabs // clusters))
+    return fill_poison(torch.empty((clusters + left) * cluster * rows * cols))
+
+
+def multiply_stream_k(
+    tile: str, values: Tensor, meta: Tensor, x: Tensor, by_column: bool = False, bias: Tensor | None = None, activation: str = "",
+    residual: Tensor | None = None, splits: int = 0, mode: str | int = "earliest", processors: int = 4,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """D by stream-K: its kernel as PTX, the finishing one in the emulator."""
+    assert splits == 0
+    m, k, n = values.shape[0], 2 * values.shape[1], x.shape[1 if by_column else 0]
+    y = fill_poison(x.new_empty((m, n) if by_column else (n, m), dtype=out_dtype or x.dtype))
+    given = {"bias": bias, "residual": residual, "parts": workspace(tile, m, n, k, processors)}
+    maps, parameter, work, blocks, threads, shared = launch(
+        tile, values, meta, x, y, by_column, 0, processors, activation=activation, **given
+    )
+    memory = [t for t in (values, meta, x, y, *given.values()) if t is not None]
+    one = parsed(text(tile, x.dtype, by_column, "wgmma_stream_k_kernel"))
+    execute(one, blocks, [*maps, parameter, work], memory, mode=mode, threads=threads, cluster=TILES[tile][3], shared=shared)
+    b, r, parts = (0 if t is None else t.data_ptr() for t in given.values())
+    host().gemm_stream_k_finish(
+        b, r, y.data_ptr(), parts, DTYPES[x.dtype], ACTIVATIONS[activation], m, n, k, by_column, list(TILES).index(tile),
+        y.dtype != x.dtype, processors, 0, 0,
+    )  # fmt: skip
+    return y
 
 
 # ---- 8 bits
