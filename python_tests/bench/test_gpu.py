@@ -210,7 +210,7 @@ def test_other_sources_are_done_again(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_fingerprint_knows_sources_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_steps, "ROOT", tmp_path)
     seen = [gpu.fingerprint("cpu")]
-    counted = ("nmkernels/a.py", "csrc/cuda/a.cu", "cmake/a.cmake", "python_tests/a.py", "bench/a.py", "setup.py")
+    counted = ("nmkernels/a.py", "csrc/cuda/a.cu", "cmake/a.cmake", "examples/a.py", "python_tests/a.py", "bench/a.py", "setup.py")
     for name in (*counted, "bench/results/a.txt", "nmkernels/_C.so", "README.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text("1")
