@@ -1,7 +1,9 @@
 """Export of finished models: compressed or dense safetensors, ONNX, AOTInductor packages."""
 
-from ..files import atomic_write
+from ..files import atomic_write as atomic_write
 from .graphs import save_aoti, save_onnx
-from .safetensors import load_compressed, save_compressed, save_dense
+from .safetensors import load_compressed as load_compressed
+from .safetensors import save_compressed as save_compressed
+from .safetensors import save_dense as save_dense
 
-__all__ = ["atomic_write", "load_compressed", "save_aoti", "save_compressed", "save_dense", "save_onnx"]
+__all__ = ["save_aoti", "save_onnx"]

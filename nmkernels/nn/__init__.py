@@ -2,7 +2,8 @@
 
 from . import replicas  # noqa: F401  (what DistributedDataParallel sends)
 from .activation import ActivationRule, SquaredReLU, SquaredReLUMLP
-from .compress import compress_, decompress_
+from .compress import compress_ as compress_
+from .compress import decompress_
 from .compressed import CompressedLinear
 from .conv import CompressedConv2d, SparseConv2d
 from .experts import CompressedExperts, SparseExperts
@@ -22,6 +23,5 @@ __all__ = [
     "SparseLinear",
     "SquaredReLU",
     "SquaredReLUMLP",
-    "compress_",
     "decompress_",
 ]

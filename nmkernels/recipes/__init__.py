@@ -5,16 +5,19 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 from ..train.capture import CapturedStep
-from ..train.decay_search import DecaySearch, search_decay
-from ..train.handle import Handle, densify_
-from ..train.report import Report
-from ..train.sparsify import sparsify_
+from ..train.decay_search import DecaySearch as DecaySearch
+from ..train.decay_search import search_decay
+from ..train.handle import Handle
+from ..train.handle import densify_ as densify_
+from ..train.report import Report as Report
+from ..train.sparsify import sparsify_ as sparsify_
 from . import contrib, methods
 from .contract import Hooks, Observed, Recipe, Setup, Span, Stage
 from .contrib.ast import distill_loss
 from .contrib.proxsparse import prox
 from .existing import adopt
-from .methods.permutation import Permutation, search_permutation
+from .methods.permutation import Permutation as Permutation
+from .methods.permutation import search_permutation
 from .registry import find, get, names, recipe, text
 
 if TYPE_CHECKING:
@@ -31,18 +34,14 @@ globals().update(_recipes)
 __all__ = [
     *_recipes,
     "CapturedStep",
-    "DecaySearch",
-    "Permutation",
     "Handle",
     "Hooks",
     "Observed",
     "Recipe",
-    "Report",
     "Setup",
     "Span",
     "Stage",
     "adopt",
-    "densify_",
     "distill_loss",
     "get",
     "names",
@@ -50,6 +49,5 @@ __all__ = [
     "recipe",
     "search_decay",
     "search_permutation",
-    "sparsify_",
     "text",
 ]
