@@ -109,7 +109,7 @@ def step_vs_dense(args: argparse.Namespace) -> Iterator[list[Row]]:
             words = ["--steps", "800", "--baseline", "--recipe", recipe, "--seed", str(seed), *args.more]
             with tempfile.TemporaryDirectory() as folder:
                 command = [sys.executable, str(PROGRAM), *words, "--out", str(Path(folder, "out"))]
-                subprocess.run(command, stdout=sys.__stderr__, check=True)
+                subprocess.run(command, stdout=sys.stderr, check=True)
                 results.append(json.loads(Path(folder, "out", "result.json").read_text()))
         print(f"{recipe}: " + ", ".join(f"{r['val_loss_ratio']:.4f}" for r in results))
         yield rows_of_runs(results)
