@@ -265,6 +265,9 @@ def claim(out: Path, settings: dict[str, Any], overwrite: bool, ranks: Ranks) ->
         differ = [f"{name} is {before.get(name)} there and {value} here" for name, value in settings.items() if before.get(name) != value]
         raise nm.NMError(f"{out} holds another run: {'; '.join(differ)}. Use another --out, or --overwrite to replace it.")
     ranks.barrier()  # all ranks have looked before the first one writes
+    if ranks.rank == 0:
+        for part in out.glob(".*.tmp"):  # a file that a killed process was writing
+            shutil.rmtree(part)
     if ranks.rank == 0 and (before is None or overwrite):
         for name in ("checkpoints", "baseline"):
             shutil.rmtree(out / name, ignore_errors=True)

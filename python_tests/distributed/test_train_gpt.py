@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import importlib
 import io
 import json
 import os
@@ -281,10 +282,14 @@ def test_torchrun_ends_a_run_that_has_lost_a_rank(tmp_path: Path) -> None:
 
 
 def main(scenario: str, folder: Path) -> None:
-    import torch.distributed.checkpoint.state_dict
-    import torch.distributed.fsdp
-    import torch.distributed.tensor.parallel
-
+    for module in (
+        "_dynamo",
+        "_inductor.utils",
+        "distributed.checkpoint._fsspec_filesystem",
+        "distributed.fsdp",
+        "distributed.tensor.parallel",
+    ):
+        importlib.import_module(f"torch.{module}")
     torch.set_num_threads(1)
     text_of(folder)
     report.plot = lambda *_: None  # type: ignore[assignment]  # drawing takes longer than the rest
