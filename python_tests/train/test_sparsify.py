@@ -27,18 +27,6 @@ def test_handle_holds_the_layers_by_name(recipe):
     assert "2 of 3 linear layers sparse, with 4096 of 4352 weights (94.1 %)" in str(handle.report) and "tiny" in str(handle.report)
 
 
-def test_given_masks_keep_weights_whose_value_is_zero():
-    model = nn.Linear(32, 16, bias=False)
-    mask = nm.ops.mask(torch.randn(16, 32), "2:4")
-    with torch.no_grad():
-        model.weight.mul_(mask).mul_(torch.rand(16, 32) < 0.5)
-    handle = nm.sparsify_(model, nm.recipes.ASP(score="existing"), masks={"": mask})
-    optimizer = handle.attach(torch.optim.SGD(model.parameters(), lr=0.1))
-    model(torch.randn(8, 32)).square().sum().backward()
-    optimizer.step()
-    assert torch.equal(handle.run.held.masks[""], mask) and not model.weight[~mask].any()
-
-
 def test_shared_module_is_one_layer_under_every_name():
     shared = nn.Linear(32, 32)
     model = nn.Sequential(shared, nn.ReLU(), shared)
