@@ -25,7 +25,7 @@ def notes(audit: Audit, costs: LayerCosts, measured: bool) -> tuple[str, ...]:
     rate, memory = device.rate(costs.layer.dtype) / 1e12, device.bandwidth / 1e12
     numbers = f"dense {dtype} GEMMs at {rate:.3g} TFLOP/s, memory of {memory:.3g} TB/s"
     if device.power is not None:
-        said = (
+        source = (
             f"Predicted by a roofline, not measured: {device.name}, {numbers}, {100 * device.share:.0f} % of it reached, compute-bound "
             f"2:4 GEMMs {device.ratio['fprop']:g} times as fast as dense. That ratio is {device.low:g} to "
             f"{device.high:g} and not 2, because of shared memory and the limit of {device.power:g} W; it differs between cards."
@@ -33,55 +33,55 @@ def notes(audit: Audit, costs: LayerCosts, measured: bool) -> tuple[str, ...]:
     else:
         patterns = ", ".join(dict.fromkeys(layer.pattern for layer in audit.layers if layer.pattern)) or "N:M"
         ratios = ", ".join(f"{role} {value:.2f}" for role, value in device.ratio.items())
-        said = (
+        source = (
             f"Predicted by a roofline of {device.name} from a short measurement: {numbers}; speed-up of sparse GEMMs of "
             f"{patterns} over dense: {ratios}."
         )
-    found = [said]
+    lines = [source]
     if device.transposed and not compiled_core().ok:
-        found.append(f"The compiled core is missing, so the plain reference runs: {compiled_core().reason}.")
+        lines.append(f"The compiled core is missing, so the plain reference runs: {compiled_core().reason}.")
     if measured:
-        found.append(
+        lines.append(
             "Measured: medians of alternating rounds on random tensors; masking and packing as separate passes. "
             "nm.tune makes layers use such measurements."
         )
     if costs.trains:
         passes = f", {audit.accumulate} passes per optimizer step" if audit.accumulate > 1 else ""
         recipe = f" of {audit.recipe}" if audit.recipe else ""
-        found.append(
+        lines.append(
             f"A step{recipe}: {audit.tokens} tokens{passes}; three GEMMs, masking and packing of weights, estimates of gradients. The "
             "optimizer's update, which a dense step also has, is not included" + (" in the layers' figures." if audit.whole else ".")
         )
     if audit.whole:
-        found.append(
+        lines.append(
             "Whole steps add what AdamW and making W̃ move, in the dense model AdamW and the cast of the weight, at "
             f"{100 * device.passes:.0f} % of the bandwidth. From how many tokens they pay is for one forward pass per update on each GPU; "
             "whatever else a model computes makes the gain smaller but does not change that number."
         )
     else:
-        found.append(f"Inference with {audit.tokens} tokens per call.")
+        lines.append(f"Inference with {audit.tokens} tokens per call.")
     if costs.trains and costs.rules.fp8:
-        found.append(
+        lines.append(
             "FP8 is not predicted: GEMMs count as those of the dtype. On an H100, 8-bit GEMMs at 2:4 were 1.12 to 1.18 times as fast as "
             "dense FP8 ones, 1.26 to 1.43 with fast accumulation."
         )
     if device.power is not None and costs.rules.values != "float":
-        found.append(
+        lines.append(
             "Integers are predicted from their bytes, for so few tokens that kernels read them directly; for more, as if the weight were "
             "expanded at every call."
         )
     if costs.trains and not audit.steps:
-        found.append("In training no GEMM of this recipe has a sparse weight or an estimated gradient, so steps gain nothing.")
+        lines.append("In training no GEMM of this recipe has a sparse weight or an estimated gradient, so steps gain nothing.")
     if not audit.other:
-        found.append("Only linear layers are counted: no attention scores, norms, embeddings; other=FLOPs per token adds them.")
-    return tuple(found)
+        lines.append("Only linear layers are counted: no attention scores, norms, embeddings; other=FLOPs per token adds them.")
+    return tuple(lines)
 
 
 def of_sparse(costs: LayerCosts) -> tuple[Advice, ...]:
-    found = [*_operand(costs), *(_training(costs) if costs.trains else ()), *_deployed(costs)]
-    if costs.speedup() < 1 / LEAST and all((advice.speedup or 0.0) < 1 for advice in found):
-        found.append(Advice("it is slower than dense with any of the changes above: leave it dense (filter_fn)", costs.part, 1.0))
-    return tuple(found)
+    suggestions = [*_operand(costs), *(_training(costs) if costs.trains else ()), *_deployed(costs)]
+    if costs.speedup() < 1 / LEAST and all((advice.speedup or 0.0) < 1 for advice in suggestions):
+        suggestions.append(Advice("it is slower than dense with any of the changes above: leave it dense (filter_fn)", costs.part, 1.0))
+    return tuple(suggestions)
 
 
 def _offer(costs: LayerCosts, text: str, changed: LayerCosts, detail: str = "") -> list[Advice]:

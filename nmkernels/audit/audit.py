@@ -98,16 +98,16 @@ def audit(
         RecipeError: the device is unknown; a number is out of range; or the model has no linear layer.
 
     Example:
-        >>> found = audit({"up": (16384, 4096), "down": (4096, 16384)}, 8192, "fst:2:4(end=None)", device="H200", dtype="bfloat16")
-        >>> f"{found.inference:.2f} {found.step:.2f}"
+        >>> result = audit({"up": (16384, 4096), "down": (4096, 16384)}, 8192, "fst:2:4(end=None)", device="H200", dtype="bfloat16")
+        >>> f"{result.inference:.2f} {result.step:.2f}"
         '1.40 1.32'
     """
     tokens, accumulate = whole_number(RecipeError, "audit: tokens", tokens), whole_number(RecipeError, "audit: accumulate", accumulate)
     other, budget = finite_number(RecipeError, "audit: other", other), finite_number(RecipeError, "audit: budget", budget)
     model, recipe, report = _subject(model, recipe)
     target, spot = find_device(device, _home(model))
-    given = _dtype(dtype)
-    if dtype is not None and given not in DTYPES:
+    torch_dtype = _dtype(dtype)
+    if dtype is not None and torch_dtype not in DTYPES:
         raise RecipeError(f"audit: dtype={dtype!r} is not supported; choose bfloat16, float16, float32 or float64.")
 
     def device_for(dtype: torch.dtype, rules: Rules) -> Device:
@@ -117,8 +117,8 @@ def audit(
         return probe(target, spot, dtype, rules.pattern, rules.values, timer, torch.get_num_threads())
 
     def grouped(recipe: Recipe | None) -> Groups:
-        found = _cases(model, recipe, report, filter_fn, tokens, rows or {}, given, device_for)
-        return [(entries, replace(costs, accumulate=accumulate)) for entries, costs in found]
+        cases = _cases(model, recipe, report, filter_fn, tokens, rows or {}, torch_dtype, device_for)
+        return [(entries, replace(costs, accumulate=accumulate)) for entries, costs in cases]
 
     groups = grouped(recipe)
     every = [costs for _, costs in groups]
@@ -141,8 +141,8 @@ def _whole(
 ) -> Iterator[WholeStep]:
     """The whole steps of the recipe and, unless ``alone``, of others with its pattern; ``rest``: seconds of everything else in a pass."""
     plans = [("" if recipe is None else text(recipe), groups)]
-    others = () if recipe is None or alone else tuple(f"{name}:{recipe.pattern}" for name in RECIPES if name != recipe.name)
-    for name in others:
+    specs = () if recipe is None or alone else tuple(f"{name}:{recipe.pattern}" for name in RECIPES if name != recipe.name)
+    for name in specs:
         with suppress(NMError), warnings.catch_warnings():  # not every recipe takes every pattern and layer
             warnings.simplefilter("ignore")
             plans.append((name, grouped(by_name(name))))
@@ -195,11 +195,11 @@ def _cases(
     # the dense layers of a compressed model are not trained either
     compressed = bool(done) and not any(isinstance(m, NMWeight) for m in done)
     entries, patterns = inventory("audit", model, recipe or Recipe(usual), filter_fn)
-    said = {e.name: e.reason for e in report if not e.sparse}
+    reasons = {e.name: e.reason for e in report if not e.sparse}
     standard = Pattern(recipe.pattern) if recipe is not None else usual
-    found: dict[object, tuple[list[Entry], LayerCosts]] = {}
+    grouped: dict[object, tuple[list[Entry], LayerCosts]] = {}
     for e, often in zip(entries, passes("audit", entries, rows), strict=True):
-        entry = e if e.sparse or e.name not in said else replace(e, reason=said[e.name])
+        entry = e if e.sparse or e.name not in reasons else replace(e, reason=reasons[e.name])
         module, pattern = modules.get(entry.name), patterns.get(entry.name)
         weight, learns = _weight(model, module, entry.name)
         master = weight if weight in DTYPES else torch.bfloat16
@@ -214,8 +214,8 @@ def _cases(
         trains = not compressed and not isinstance(module, (CompressedLinear, CompressedStack)) and not getattr(module, "finished", False)
         has_dense = not isinstance(module, (CompressedLinear, CompressedStack)) or module.keep_dense
         costs = LayerCosts(device_for(layer.dtype, rules), layer, rules, pattern is not None, trains, has_dense)
-        found.setdefault((starred(entry.name), entry.kind, entry.shape, entry.reason, costs), ([], costs))[0].append(entry)
-    return list(found.values())
+        grouped.setdefault((starred(entry.name), entry.kind, entry.shape, entry.reason, costs), ([], costs))[0].append(entry)
+    return list(grouped.values())
 
 
 def _rules(module: nn.Module | None, recipe: Recipe | None, pattern: Pattern, shape: tuple[int, int]) -> Rules:
@@ -248,7 +248,7 @@ def _weight(model: nn.Module, module: nn.Module | None, name: str) -> tuple[torc
     return weight.dtype, weight.requires_grad
 
 
-def _layer(entries: list[Entry], costs: LayerCosts, usual: Rules, own: Timings) -> LayerAudit:
+def _layer(entries: list[Entry], costs: LayerCosts, usual: Rules, timings: Timings) -> LayerAudit:
     """``usual``: the rules that a dense layer would have if it were sparse."""
     first, layer = entries[0], costs.layer
     common = LayerAudit(
@@ -270,9 +270,9 @@ def _layer(entries: list[Entry], costs: LayerCosts, usual: Rules, own: Timings) 
         common,
         inference=costs.inference(),
         step=costs.step(),
-        measured_inference=own.named(costs.inference(own.cost)),
-        measured_step=own.named(costs.step(own.cost)),
-        note=own.note,
+        measured_inference=timings.named(costs.inference(timings.cost)),
+        measured_step=timings.named(costs.step(timings.cost)),
+        note=timings.note,
         advice=of_sparse(costs) if costs.sparse else of_dense(first.reason, would),
     )
 
@@ -288,6 +288,6 @@ def _range(result: Audit, every: list[LayerCosts], part: str) -> tuple[float, ..
     for bound in ("low", "high"):
         moved = [replace(costs, device=costs.device.at(getattr(costs.device, bound))) for costs in every]
         pieces: list[Any] = [getattr(costs, part)() if layer.tokens else () for costs, layer in zip(moved, result.layers, strict=True)]
-        layers = [replace(layer, **{part: found}) for layer, found in zip(result.layers, pieces, strict=True)]
+        layers = [replace(layer, **{part: piece}) for layer, piece in zip(result.layers, pieces, strict=True)]
         totals.append(replace(result, layers=tuple(layers)).total(part))
     return tuple(t for t in totals if t is not None)

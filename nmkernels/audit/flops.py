@@ -41,8 +41,8 @@ def inventory(verb: str, model: nn.Module, recipe: Recipe, filter_fn: FilterFn |
         patterns = {name: m.pattern for name, m in done.items()}
     else:
         choose = recipe.setup.patterns
-        own = {} if choose is None else choose({c.name: c.matrix for c in chosen})
-        patterns = {c.name: own.get(c.name, Pattern(recipe.pattern)) for c in chosen}
+        chosen_patterns = {} if choose is None else choose({c.name: c.matrix for c in chosen})
+        patterns = {c.name: chosen_patterns.get(c.name, Pattern(recipe.pattern)) for c in chosen}
     shapes = {c.name: c.matrix_shape for c in chosen} | {name: m.shape for name, m in done.items() if isinstance(m, NMWeight)}
     entries = []
     for e in linear:
@@ -264,5 +264,5 @@ def _layer(e: Entry, rows: float, spans: list[Span], deployed: Span, tokens: int
     return LayerFlops(e.name, e.shape, e.sparse, e.reason, rows, run * tokens, inference, dense * tokens, product)
 
 
-def _ratio(part: float, whole: float) -> str:
-    return f"{part / whole:.3f}" if whole else "-"
+def _ratio(part: float, total: float) -> str:
+    return f"{part / total:.3f}" if total else "-"

@@ -117,9 +117,9 @@ def tasks_of(layer: Layer, rules: Rules, device: torch.device, names: Sequence[s
     calls["expand"] = lambda: raw.nm_decompress(values, indices, n, m, cols)
     if rules.values != "float":
         integers, step = raw.nm_quantize_values(values, BITS[rules.values], cols // rules.group if rules.group else 1)
-        kept = values.shape[1]
+        stored = values.shape[1]
         calls["fprop sparse"] = lambda: raw.nm_linear_integers(x, integers, indices, step, n, m, cols)
-        calls["expand"] = lambda: raw.nm_decompress(raw.nm_dequantize_values(integers, step, kept, layer.dtype), indices, n, m, cols)
+        calls["expand"] = lambda: raw.nm_decompress(raw.nm_dequantize_values(integers, step, stored, layer.dtype), indices, n, m, cols)
     calls["dgrad sparse"] = lambda: raw.nm_linear_dgrad(g, values, indices, n, m, cols)
     if rules.estimate is not None and "estimate" in wanted:
         p, seed = rules.estimate, torch.zeros(2, dtype=torch.int64, device=device)
@@ -163,17 +163,17 @@ def time_layers(
 ) -> dict[LayerCosts, Timings]:
     """Measure every distinct layer within a budget of seconds, short ones first, so that long ones get the remaining time."""
     order = sorted(dict.fromkeys(layers), key=expected)
-    end, found = time.perf_counter() + budget, dict[LayerCosts, Timings]()
+    end, timings = time.perf_counter() + budget, dict[LayerCosts, Timings]()
     for done, costs in enumerate(order):
         layer = costs.layer
         if progress is not None:
             progress(done, len(order), f"{layer.shape[0]}x{layer.shape[1]}, {layer.tokens} tokens")
         share = max(LITTLE, (end - time.perf_counter()) / (len(order) - done))
         try:
-            found[costs] = time_layer(costs, device, timer, share)
+            timings[costs] = time_layer(costs, device, timer, share)
         except (NMError, RuntimeError) as error:  # one failing layer must not lose the others' numbers
-            found[costs] = Timings(note=f"not measured: {str(error).splitlines()[0]}")
-    return found
+            timings[costs] = Timings(note=f"not measured: {str(error).splitlines()[0]}")
+    return timings
 
 
 def time_layer(costs: LayerCosts, device: torch.device, timer: Seconds | None, share: float) -> Timings:
@@ -191,8 +191,8 @@ def time_layer(costs: LayerCosts, device: torch.device, timer: Seconds | None, s
     if wanted > MEMORY * free:
         return Timings(note=f"not measured: it needs about {wanted / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free")
     with torch.no_grad():
-        found = time_tasks(tasks_of(small.layer, costs.rules, device, needed(costs)), device, timer, share / 4)
-    seconds = {name: median(samples) for name, samples in found.items()}
+        samples_of = time_tasks(tasks_of(small.layer, costs.rules, device, needed(costs)), device, timer, share / 4)
+    seconds = {name: median(samples) for name, samples in samples_of.items()}
     kernels: dict[str, str] = {}
     for role in gemms(costs):
         best = _choose(gemm_of(small, role, device), timer, share / 4)
@@ -211,8 +211,8 @@ def time_layer(costs: LayerCosts, device: torch.device, timer: Seconds | None, s
 def _choose(gemm: Problem, timer: Seconds | None, budget: float) -> dict[str, float]:
     """Seconds of the dense GEMM and of the sparse ones that passed their check."""
     role = f"{gemm.role} estimated" if gemm.rule else gemm.role
-    own = None if timer is None else lambda call: timer(Task(f"{role} {call.name}", call.run))
-    return measure(gemm, timer=own, budget=budget).seconds
+    call_timer = None if timer is None else lambda call: timer(Task(f"{role} {call.name}", call.run))
+    return measure(gemm, timer=call_timer, budget=budget).seconds
 
 
 def free_bytes(device: torch.device) -> float:
@@ -229,10 +229,10 @@ def free_bytes(device: torch.device) -> float:
 def time_tasks(
     tasks: Sequence[Task], device: torch.device, timer: Seconds | None, seconds: float, least: int = LEAST
 ) -> dict[str, list[float]]:
-    found = Timer(device, timer).turns({task.name: [task.run] for task in tasks}, seconds, least=least)
-    if found.failed:
-        raise RuntimeError(next(iter(found.failed.values())))
-    return {task.name: found.of(task.name) for task in tasks}
+    times = Timer(device, timer).turns({task.name: [task.run] for task in tasks}, seconds, least=least)
+    if times.failed:
+        raise RuntimeError(next(iter(times.failed.values())))
+    return {task.name: times.of(task.name) for task in tasks}
 
 
 # ---- the device
@@ -241,9 +241,9 @@ def time_tasks(
 def find_device(spec: str | torch.device | None, default: torch.device) -> tuple[str | Device, torch.device | None]:
     """A device of the table, or the name of one to measure; and the torch device to measure on, if available."""
     target = default if spec is None else spec
-    if isinstance(target, str) and (found := DEVICES.get(target.upper()) or named(target)) is not None:
-        here = torch.cuda.is_available() and named(torch.cuda.get_device_name()) is found
-        return found, torch.device("cuda") if here else None
+    if isinstance(target, str) and (gpu := DEVICES.get(target.upper()) or named(target)) is not None:
+        present = torch.cuda.is_available() and named(torch.cuda.get_device_name()) is gpu
+        return gpu, torch.device("cuda") if present else None
     device = None
     with suppress(RuntimeError):
         device = torch.device(target)

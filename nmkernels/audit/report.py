@@ -46,7 +46,7 @@ def _summary(audit: Audit) -> Iterator[str]:
     share = audit.dense_share
     most = f", so the total speed-up cannot exceed {1 / share:.1f}x" if 0.005 < share < 1 else ""
     yield f"{100 * share:.0f} % of the dense time is in layers that stay dense{most}."
-    ranges = [(word, found) for word, found in (("inference", audit.inference_range), ("step", audit.step_range)) if found]
+    ranges = [(word, interval) for word, interval in (("inference", audit.inference_range), ("step", audit.step_range)) if interval]
     if ranges:
         words = ", ".join(f"{word} {low:.2f}x to {high:.2f}x" for word, (low, high) in ranges)
         yield f"Range for the slowest and fastest sparse GEMMs below: {words}."
@@ -56,14 +56,14 @@ def _summary(audit: Audit) -> Iterator[str]:
 
 def _gains(audit: Audit, text: str) -> str:
     """The gains of the layers by one piece of advice, if known."""
-    found: dict[str, list[str]] = {}
+    by_part: dict[str, list[str]] = {}
     for layer in audit.layers:
         for each in layer.advice:
             if each.text == text and (each.speedup is not None or each.detail):
                 gain = "" if each.speedup is None else f"{_times(layer.speedup(each.part))} to {each.speedup:.2f}x"
                 words = (layer.name or "(root)", each.detail, gain)
-                found.setdefault(each.part, []).append(" ".join(word for word in words if word))
-    return "".join(f"; {part}: " + ", ".join(lines) if part else "; " + ", ".join(lines) for part, lines in found.items())
+                by_part.setdefault(each.part, []).append(" ".join(word for word in words if word))
+    return "".join(f"; {part}: " + ", ".join(lines) if part else "; " + ", ".join(lines) for part, lines in by_part.items())
 
 
 def _times(value: float | None) -> str:
@@ -136,9 +136,9 @@ class LayerAudit:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values: seconds of each piece in the dense and in this model, and the speed-ups."""
-        own = asdict(self)
-        parts = {part: {"speedup": self.speedup(part), "pieces": list(own[part])} if own[part] else None for part in PARTS}
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in (own | parts).items()}
+        record = asdict(self)
+        parts = {part: {"speedup": self.speedup(part), "pieces": list(record[part])} if record[part] else None for part in PARTS}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in (record | parts).items()}
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ class Audit:
 
     Example:
         >>> import nmkernels as nm
-        >>> found = nm.audit({"up": (16384, 4096)}, 8192, "fst:2:4(end=None)", device="H200", dtype="bfloat16")
-        >>> found.layers[0].name, f"{found.layers[0].speedup('inference'):.2f}"
+        >>> result = nm.audit({"up": (16384, 4096)}, 8192, "fst:2:4(end=None)", device="H200", dtype="bfloat16")
+        >>> result.layers[0].name, f"{result.layers[0].speedup('inference'):.2f}"
         ('up', '1.40')
     """
 
@@ -206,13 +206,13 @@ class Audit:
         """The share of the dense model's predicted step (or inference) in layers that stay dense and in ``other``."""
         seconds = [(layer.sparse, self._dense(layer)) for layer in self.layers]
         rest = self.other * (3 if any(layer.step for layer in self.layers) else 1)
-        whole = sum(took for _, took in seconds) + rest
-        return (sum(took for sparse, took in seconds if not sparse) + rest) / whole if whole else 0.0
+        total = sum(took for _, took in seconds) + rest
+        return (sum(took for sparse, took in seconds if not sparse) + rest) / total if total else 0.0
 
     def share(self, layer: LayerAudit) -> float:
         """The share of the dense model's predicted step (or inference) in this group of layers."""
-        whole = sum(self._dense(each) for each in self.layers)
-        return self._dense(layer) / whole if whole else 0.0
+        total = sum(self._dense(each) for each in self.layers)
+        return self._dense(layer) / total if total else 0.0
 
     @staticmethod
     def _dense(layer: LayerAudit) -> float:
@@ -230,11 +230,11 @@ class Audit:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON: the totals, and every layer with its pieces."""
-        own = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items() if key != "layers"}
+        settings = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items() if key != "layers"}
         totals = {part: self.total(part) for part in PARTS}
         more = {"run": self.run, "dense_share": self.dense_share}
         layers = [{**layer.as_dict(), "share": self.share(layer)} for layer in self.layers]
-        return {**own, **totals, **more, "whole": [step.as_dict() for step in self.whole], "layers": layers}
+        return {**settings, **totals, **more, "whole": [step.as_dict() for step in self.whole], "layers": layers}
 
     def __str__(self) -> str:
         return table(self)

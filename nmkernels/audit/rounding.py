@@ -123,17 +123,17 @@ def quantization_report(
             f"{verb}: the model has no linear layer with floating-point N:M weights. Call it after handle.finish() and before "
             "compress_(model, values=...)."
         )
-    report, found = QuantizationReport(values), {}
+    report, errors_of = QuantizationReport(values), {}
     for name, layer in layers.items():
         check_rounding(verb, name, layer, values, group)
         if any(is_sharded(tensor) for tensor in (*layer.parameters(), *layer.buffers())):
             raise RecipeError(f"{verb}: layer {name!r} is sharded; call it on a plain model.")
         with torch.no_grad():
-            found[layer] = _Errors(layer, values, group)
-        report.layers.append(found[layer].entry(name))
+            errors_of[layer] = _Errors(layer, values, group)
+        report.layers.append(errors_of[layer].entry(name))
     if data is not None:
-        _run(model, found, data)
-        for entry, errors in zip(report.layers, found.values(), strict=True):
+        _run(model, errors_of, data)
+        for entry, errors in zip(report.layers, errors_of.values(), strict=True):
             entry.output = _ratio(*errors.squares) if errors.ran else None
     return report
 
@@ -167,7 +167,7 @@ class _Errors:
             self.squares[i] += _square(rows @ matrix.t())
 
 
-def _run(model: nn.Module, found: dict[Any, _Errors], data: Iterable[Any]) -> None:
+def _run(model: nn.Module, errors_of: dict[Any, _Errors], data: Iterable[Any]) -> None:
     """Run ``model`` on ``data`` and add what its layers get."""
     modes = {module: module.training for module in model.modules()}
 
@@ -175,7 +175,7 @@ def _run(model: nn.Module, found: dict[Any, _Errors], data: Iterable[Any]) -> No
         with torch._C._DisableAutocast():
             errors.add((*args, *kwargs.values())[0])
 
-    hooks = [layer.register_forward_pre_hook(partial(seen, errors), with_kwargs=True) for layer, errors in found.items()]
+    hooks = [layer.register_forward_pre_hook(partial(seen, errors), with_kwargs=True) for layer, errors in errors_of.items()]
     try:
         model.eval()
         with torch.no_grad():
@@ -192,5 +192,5 @@ def _square(matrix: Tensor) -> float:
     return float(matrix.double().square().sum())
 
 
-def _ratio(difference: float, own: float) -> float:
-    return (difference / own) ** 0.5 if own else 0.0
+def _ratio(difference: float, total: float) -> float:
+    return (difference / total) ** 0.5 if total else 0.0

@@ -99,14 +99,14 @@ class Rules:
 def of_recipe(recipe: Recipe, pattern: Pattern) -> Rules:
     """The rules of the cheapest steps of ``recipe`` for a layer with ``pattern``."""
     steps = recipe.total_steps or STEPS
-    own = recipe if pattern == recipe.pattern else with_pattern(recipe, pattern)
+    adapted = recipe if pattern == recipe.pattern else with_pattern(recipe, pattern)
     # sparse steps follow the inner recipe of STEP and LayerWise
     inner = innermost(recipe)
     fp8 = getattr(inner, "fp8", None) is not None
-    spans = [span for span in own.profile(steps) if span.steps]
-    best, deploys_nm = min(spans, key=_work), deployed(own).fprop < 1
+    spans = [span for span in adapted.profile(steps) if span.steps]
+    best, deploys_nm = min(spans, key=_work), deployed(adapted).fprop < 1
     stages = getattr(inner, "stages", ((0, inner.stage({})),))
-    straight = not (stages[-1][1].transform or own.final_transform()).traits.own_gradient
+    straight = not (stages[-1][1].transform or adapted.final_transform()).traits.own_gradient
     if _work(best) == 3:
         return Rules(pattern, fprop=False, prepare="", steps=0.0, deploys_nm=deploys_nm, packed=False, straight=straight)
     return Rules(
@@ -114,7 +114,7 @@ def of_recipe(recipe: Recipe, pattern: Pattern) -> Rules:
         best.fprop < 1,
         best.dgrad < 1,
         Pattern(getattr(inner, "mvue_pattern", "2:4")) if 0 < best.wgrad < 1 else None,
-        _prepare_rule(own.final_transform(), best.dgrad < 1),
+        _prepare_rule(adapted.final_transform(), best.dgrad < 1),
         best.wgrad > 0,
         sum(span.steps for span in spans if _work(span) < 3) / steps,
         deploys_nm,
@@ -146,8 +146,8 @@ def _prepare_rule(transform: WeightTransform, columns: bool) -> str:
 
 def by_name(spec: str) -> Recipe:
     """Parse a recipe; if its profile depends on its length, which the text does not give, use ``STEPS`` steps."""
-    name, _, given = parse(spec)
-    free = {f.name for f in fields(find(name)) if f.init} - set(given)
+    name, _, config = parse(spec)
+    free = {f.name for f in fields(find(name)) if f.init} - set(config)
     steps = {"total_steps": STEPS} if "total_steps" in free else {}
     long = get(spec, **steps)
     try:
@@ -238,8 +238,8 @@ class LayerCosts:
         if rules.estimate is None:
             return (*best, _faster("wgrad", cost, False))
         # the method trains with the estimate, even if that is slower
-        if (whole := cost("wgrad estimated")) is not None:
-            return (*best, Piece("wgrad", cost("wgrad dense") or 0.0, whole, f"of mvue {rules.estimate}"))
+        if (estimated := cost("wgrad estimated")) is not None:
+            return (*best, Piece("wgrad", cost("wgrad dense") or 0.0, estimated, f"of mvue {rules.estimate}"))
         estimate = Piece("estimate", 0.0, cost("estimate") or 0.0, f"mvue {rules.estimate}")
         return (*best, _faster("wgrad", cost, True), estimate)
 

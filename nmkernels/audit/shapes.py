@@ -100,7 +100,7 @@ def model_shapes(name: str) -> ModelShapes:
         >>> model_shapes("gpt2").shapes()["h.11.mlp.c_fc"]
         (3072, 768)
     """
-    found = MODELS.get(name.lower().replace("_", "-").replace("llama3", "llama-3"))
-    if found is None:
+    shapes = MODELS.get(name.lower().replace("_", "-").replace("llama3", "llama-3"))
+    if shapes is None:
         raise NMError(f"no model is called {name!r}; choose one of {', '.join(MODELS)}.")
-    return found
+    return shapes

@@ -30,8 +30,8 @@ class WholeStep:
 
     Example:
         >>> import nmkernels as nm
-        >>> found = nm.audit({"up": (14336, 4096)}, 8192, "fst:2:4(end=None)", device="H200", dtype="bfloat16").whole[0]
-        >>> f"{found.dense_bytes:g} {found.sparse_bytes:g}"
+        >>> result = nm.audit({"up": (14336, 4096)}, 8192, "fst:2:4(end=None)", device="H200", dtype="bfloat16").whole[0]
+        >>> f"{result.dense_bytes:g} {result.sparse_bytes:g}"
         '34 35.375'
     """
 
