@@ -72,13 +72,13 @@ def split(z: Tensor, rule: SplitRule) -> Tensor:
         return z
     order = _shuffled(tokens, z.device) if rule.shuffle else None
     rows = (z if order is None else z[order]).t()
-    kept = torch.ops.nmkernels.nm_prune(F.pad(rows, (0, -tokens % m)), rule.pattern.n, m)[:, :tokens].t()
+    pruned = torch.ops.nmkernels.nm_prune(F.pad(rows, (0, -tokens % m)), rule.pattern.n, m)[:, :tokens].t()
     if order is not None:
-        kept = torch.empty_like(kept).index_copy(0, order, kept)
+        pruned = torch.empty_like(pruned).index_copy(0, order, pruned)
     if not dense:
-        return kept
+        return pruned
     busiest = z.ne(0).sum(0).argsort(descending=True, stable=True)[:dense]
-    return kept.index_copy(1, busiest, z[:, busiest])
+    return pruned.index_copy(1, busiest, z[:, busiest])
 
 
 def _shuffled(tokens: int, device: torch.device) -> Tensor:
@@ -93,8 +93,8 @@ def _shuffled(tokens: int, device: torch.device) -> Tensor:
 def _relu2(functional: bool, y: Tensor, n: int, m: int, grad: str) -> tuple[Tensor, Tensor]:
     positive = y.relu()
     # among positive values the largest are the largest magnitudes, and the others contribute nothing
-    kept = torch.ops.nmkernels.nm_prune(positive, n, m)
-    return kept.square(), kept if grad == "chain" else positive
+    pruned = torch.ops.nmkernels.nm_prune(positive, n, m)
+    return pruned.square(), pruned if grad == "chain" else positive
 
 
 def _relu2_remember(ctx: Any, functional: bool, output: tuple[Tensor, Tensor], y: Tensor, *settings: Any) -> tuple[Tensor, ...]:

@@ -235,8 +235,8 @@ class HardMask(WeightTransform):
             return Packed(Compressed.trusted(values, indices, p, weight.shape), None)
         # with columns this raises PatternError: the transpose is not N:M
         pattern = laid_out(self.pattern, layout)
-        kept = "magnitude" if pattern == self.pattern else _mask(weight, self.pattern)
-        return pack(weight, pattern, kept, dtype=dtype, rows=rows, columns=columns, dense=dense, layout=layout, check=False)
+        mask = "magnitude" if pattern == self.pattern else _mask(weight, self.pattern)
+        return pack(weight, pattern, mask, dtype=dtype, rows=rows, columns=columns, dense=dense, layout=layout, check=False)
 
     def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         return masked(g, self.kept(weight)) if self.chain else g, {}
