@@ -86,8 +86,8 @@ class Scratch(threading.local):
 
 def packed(like: Tensor, lead: Sequence[int], cols: int, n: int, m: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Room for the compressed form of ``(*lead, cols)``."""
-    kept, size = packed_sizes(n, m, cols)
-    return like.new_empty((*lead, kept), dtype=dtype), like.new_empty((*lead, size), dtype=torch.uint8)
+    width, size = packed_sizes(n, m, cols)
+    return like.new_empty((*lead, width), dtype=dtype), like.new_empty((*lead, size), dtype=torch.uint8)
 
 
 def in_layout(made: tuple[Tensor, Tensor], cols: int, layout: str, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
@@ -208,16 +208,16 @@ def pack(
             return w.new_empty(0, dtype=dtype), w.new_empty(0, dtype=torch.uint8 if layout == "canonical" else torch.int32)
         return operand[0], to_layout(operand[1], cols, layout)
 
-    kept = parts.transposable_mask(w, n, m) if select == "transposable" else mask
+    chosen = parts.transposable_mask(w, n, m) if select == "transposable" else mask
     # compress checks a mask, for which the host waits for a GPU: not for the dense form of a mask that is known to be N:M
     alone = dense and not rows and select in ("held", "transposable", "threshold")
-    along = one(w, kept) if rows or (dense and not alone) else None
-    down = one(w.t(), None if kept is None else kept.t()) if columns else None
+    along = one(w, chosen) if rows or (dense and not alone) else None
+    down = one(w.t(), None if chosen is None else chosen.t()) if columns else None
     spread = w.new_empty(0, dtype=dtype)
     if alone:
-        source, kept = sourced(w, kept)
-        assert kept is not None
-        spread = torch.where(kept, source.to(dtype), torch.zeros((), dtype=dtype, device=w.device)).contiguous()
+        source, chosen = sourced(w, chosen)
+        assert chosen is not None
+        spread = torch.where(chosen, source.to(dtype), torch.zeros((), dtype=dtype, device=w.device)).contiguous()
     elif dense and along is not None:
         spread = parts.decompress(*along, n, m, w.shape[1])
     return *ordered(along if rows else None, w.shape[1]), *ordered(down, w.shape[0]), spread

@@ -80,9 +80,9 @@ class MadeOf(Generic[T]):
         last, captured = self.last, capturing(values.device)
         if last is not None and self._state == state and not (captured and any(written)):
             if captured:
-                own = values.untyped_storage()
+                storage = values.untyped_storage()
                 parts = [x.untyped_storage() for x in last.tensors]
-                _read_by_graphs.setdefault(own, {}).update({id(part): part for part in parts if part is not own})
+                _read_by_graphs.setdefault(storage, {}).update({id(part): part for part in parts if part is not storage})
             return last.get()
         value, tensors = make()
         if not captured:

@@ -41,11 +41,11 @@ _decoded = Scratch()
 
 @register("nm_quantize_values")
 def quantize_values(values: Tensor, bits: int, steps: int) -> tuple[Tensor, Tensor]:
-    w, lead, kept = contiguous(values), values.shape[:-1], values.shape[-1]
-    integers = w.new_empty((*lead, kept if bits == 8 else -(-kept // 2)), dtype=torch.int8 if bits == 8 else torch.uint8)
+    w, lead, stored = contiguous(values), values.shape[:-1], values.shape[-1]
+    integers = w.new_empty((*lead, stored if bits == 8 else -(-stored // 2)), dtype=torch.int8 if bits == 8 else torch.uint8)
     step = w.new_empty((*lead, steps), dtype=torch.bfloat16)
     core().quantize_values(
-        w.data_ptr(), DTYPES[w.dtype], lead.numel(), kept, steps, bits, integers.data_ptr(), step.data_ptr(), torch.get_num_threads()
+        w.data_ptr(), DTYPES[w.dtype], lead.numel(), stored, steps, bits, integers.data_ptr(), step.data_ptr(), torch.get_num_threads()
     )
     return integers, step
 
@@ -72,13 +72,13 @@ def linear_integers(
     x: Tensor, values: Tensor, indices: Tensor, step: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
     residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    shape, rows, kept, module = x.shape, values.shape[0], -(-cols // m) * n, core()
+    shape, rows, stored, module = x.shape, values.shape[0], -(-cols // m) * n, core()
     tokens = x.numel() // cols if cols else shape[:-1].numel()
     if tokens > _few(module.isa(), x.dtype, n, m):
         # fp16 lacks the range of a step
         wide = torch.float32 if x.dtype == torch.float16 else x.dtype
         extras = [None if extra is None else extra.to(wide) for extra in (bias, residual)]
-        decoded = dequantize_values(values, step, kept, wide, out=_decoded.like(values, (rows, kept), wide))
+        decoded = dequantize_values(values, step, stored, wide, out=_decoded.like(values, (rows, stored), wide))
         return linear(x.to(wide), decoded, indices, n, m, cols, extras[0], activation, extras[1]).to(x.dtype)
     x, values, indices, step = contiguous(x), values.contiguous(), indices.contiguous(), contiguous(step)
     bias = None if bias is None else contiguous(bias)
@@ -87,7 +87,7 @@ def linear_integers(
     y = x.new_empty((*shape[:-1], rows), dtype=x.dtype if plain else torch.float32)
     valid = module.linear_integers(
         x.data_ptr(), values.data_ptr(), indices.data_ptr(), step.data_ptr(), address(bias), y.data_ptr(), DTYPES[x.dtype], DTYPES[y.dtype],
-        tokens, rows, cols, kept, step.shape[-1], 8 if values.dtype == torch.int8 else 4, n, m, torch.get_num_threads(),
+        tokens, rows, cols, stored, step.shape[-1], 8 if values.dtype == torch.int8 else 4, n, m, torch.get_num_threads(),
     )  # fmt: skip
     if not valid:
         check_indices("linear_integers", valid, m)

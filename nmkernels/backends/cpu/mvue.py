@@ -11,15 +11,15 @@ from ..shared import Around, around, in_layout, packed
 from .core import DTYPES, core, register
 
 
-def _call(given: Around, seed: Tensor, method: str) -> Any:
+def _call(walk: Around, seed: Tensor, method: str) -> Any:
     key, offset = seed.tolist()
-    return core().MvueCall(given.g.data_ptr(), *given[1:], key, offset, method == "approx")
+    return core().MvueCall(walk.g.data_ptr(), *walk[1:], key, offset, method == "approx")
 
 
 @register("nm_mvue")
 def _mvue(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, out: Tensor | None = None) -> Tensor:
-    given, result = around(g, dim), g.new_empty(g.shape) if out is None else out
-    core().mvue(_call(given, seed, method), DTYPES[g.dtype], n, m, result.data_ptr(), torch.get_num_threads())
+    walk, result = around(g, dim), g.new_empty(g.shape) if out is None else out
+    core().mvue(_call(walk, seed, method), DTYPES[g.dtype], n, m, result.data_ptr(), torch.get_num_threads())
     return result
 
 
@@ -29,7 +29,7 @@ def _mvue_compress(
 ) -> tuple[Tensor, Tensor]:
     if layout != "canonical":
         return in_layout(_mvue_compress(g, n, m, dim, seed, method), g.shape[dim], layout, out)
-    given = around(g, dim)
-    values, indices = packed(g, g.movedim(dim, -1).shape[:-1], given.length, n, m) if out is None else out
-    core().mvue_compress(_call(given, seed, method), DTYPES[g.dtype], n, m, values.data_ptr(), indices.data_ptr(), torch.get_num_threads())
+    walk = around(g, dim)
+    values, indices = packed(g, g.movedim(dim, -1).shape[:-1], walk.length, n, m) if out is None else out
+    core().mvue_compress(_call(walk, seed, method), DTYPES[g.dtype], n, m, values.data_ptr(), indices.data_ptr(), torch.get_num_threads())
     return values, indices

@@ -28,9 +28,9 @@ def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: Operand
     if out is None:
         out = packed(w, shape[:-1], cols, n, m)
     values, indices = out
-    select, given, flag = (0, None, None) if mask is None else (SELECTS["given"], mask.contiguous(), flag_for(mask))
+    select, explicit, flag = (0, None, None) if mask is None else (SELECTS["given"], mask.contiguous(), flag_for(mask))
     core(w).pack(
-        w.data_ptr(), dtype, numel // cols if cols else 0, cols, n, m, select, address(given), 0,
+        w.data_ptr(), dtype, numel // cols if cols else 0, cols, n, m, select, address(explicit), 0,
         address(flag), dtype, 0, values.data_ptr(), indices.data_ptr(), 0, 0, 0, *queue(w),
     )  # fmt: skip
     check_flag("compress", flag, n, m)
@@ -83,23 +83,23 @@ def pack(
     if not dense and not w.is_contiguous() and w.t().is_contiguous():  # a transposed weight: its columns are contiguous
         *swapped, spread = pack(w.t(), n, m, select, None if mask is None else mask.t(), scale, dtype, columns, rows, layout)
         return *swapped[2:], *swapped[:2], spread
-    (height, width), kept = w.shape, dtype or w.dtype
+    (height, width), out_dtype = w.shape, dtype or w.dtype
     w, mask = aligned(w), None if mask is None else aligned(mask)
     flag, checked = flag_for(mask), select != "held"
     select = select if checked else "given"
 
     def run(rows: bool, columns: bool, layout: str, spread: Tensor | None = None) -> tuple[bool, list[Operand | None]]:
         """Whether a single kernel can do it, and the results."""
-        along = _operand(w, height, width, n, m, kept, layout) if rows else None
-        down = _operand(w, width, height, n, m, kept, layout) if columns else None
+        along = _operand(w, height, width, n, m, out_dtype, layout) if rows else None
+        down = _operand(w, width, height, n, m, out_dtype, layout) if columns else None
         addresses = [address(x) for x in (mask, scale, flag, *(along or (None, None)), *(down or (None, None)), spread)]
         done = core(w).pack(
             w.data_ptr(), DTYPES[w.dtype], height if width else 0, width, n, m, SELECTS[select], *addresses[:3],
-            DTYPES[kept], LAYOUTS.index(layout), *addresses[3:], *queue(w),
+            DTYPES[out_dtype], LAYOUTS.index(layout), *addresses[3:], *queue(w),
         )  # fmt: skip
         return done, [along, down]
 
-    spread = w.new_empty(height, width, dtype=kept) if dense else None
+    spread = w.new_empty(height, width, dtype=out_dtype) if dense else None
     done, operands = run(rows, columns, layout, spread)
     if not done and select == "transposable":
         select, mask = "given", transposable_mask(w, n, m)
@@ -119,5 +119,5 @@ def pack(
     if checked:
         check_flag("pack", flag, n, m)
     positions = torch.uint8 if layout == "canonical" else torch.int32
-    parts = [o or (w.new_empty(0, dtype=kept), w.new_empty(0, dtype=positions)) for o in operands]
-    return *parts[0], *parts[1], w.new_empty(0, dtype=kept) if spread is None else spread
+    parts = [o or (w.new_empty(0, dtype=out_dtype), w.new_empty(0, dtype=positions)) for o in operands]
+    return *parts[0], *parts[1], w.new_empty(0, dtype=out_dtype) if spread is None else spread

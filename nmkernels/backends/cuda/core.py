@@ -86,11 +86,11 @@ def register(
     alternative implementation under another name, on GPUs only. ``layout``: see ``dispatch.Impl``.
     """
 
-    def verdict(args: tuple[Any, ...], device: str, here: Verdict) -> Verdict:
-        found = fits(args, device) if here[0] else here
-        if found[0] and supports:
-            found = supports(*args)
-        return here if found[0] else found
+    def verdict(args: tuple[Any, ...], device: str, on_device: Verdict) -> Verdict:
+        answer = fits(args, device) if on_device[0] else on_device
+        if answer[0] and supports:
+            answer = supports(*args)
+        return on_device if answer[0] else answer
 
     def on_gpu(*args: Any) -> Verdict:
         return verdict(args, "cuda", _present(args))

@@ -51,8 +51,8 @@ def _supports(x: Tensor, values: Tensor, indices: Tensor, step: Tensor, n: int, 
         why = "which lacks the range of a step" if x.dtype == torch.float16 else "which tensor cores do not multiply"
         return False, f"it decodes integers to x's dtype for more than {MOST_TOKENS} tokens, {why} in {x.dtype}; this call has {tokens}"
     decoded = x.new_empty(1, 1).expand(values.shape[0], packed_sizes(n, m, cols)[0])
-    can, reason = found = takes(decoded, indices, n, m, cols)
-    return found if can else (False, f"its kernels of integers take up to {MOST_TOKENS} tokens, and this call has {tokens}; {reason}")
+    can, reason = answer = takes(decoded, indices, n, m, cols)
+    return answer if can else (False, f"its kernels of integers take up to {MOST_TOKENS} tokens, and this call has {tokens}; {reason}")
 
 
 @lru_cache(maxsize=4096)

@@ -202,10 +202,10 @@ def tokens_of(x: Tensor, cols: int) -> int:
 def _supports(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, *_: Any) -> Verdict:
     tokens = tokens_of(x, cols)
     if _for_gemm(indices, tokens):
-        can, reason = found = takes(values, indices, n, m, cols)
+        can, reason = answer = takes(values, indices, n, m, cols)
         if not can and tokens > MOST_TOKENS:
             return False, f"its kernels of canonical indices take up to {MOST_TOKENS} tokens, and this call has {tokens}; {reason}"
-        return found
+        return answer
     if tokens > FEW_TOKENS and x.dtype == torch.float32:
         return False, f"more than {FEW_TOKENS} tokens are multiplied by tensor cores, in 16 bits, and this call has {tokens} in float32"
     return True, "a small batch"
@@ -252,9 +252,9 @@ SMALL = 1 << 16
 def _takes_instead(values: Tensor, indices: Tensor, n: int, m: int, cols: int, *_: Any) -> Verdict:
     if indices.dtype != torch.int32:
         return False, "it reads metadata, in the order of wgmma.sp, and this operand has canonical indices"
-    found = takes(values, indices, n, m, cols)
-    why = not_by_wgmma(values, indices) if found[0] else ""
-    return (False, f"cuda multiplies by mma.sp itself: {why}") if why else found
+    answer = takes(values, indices, n, m, cols)
+    why = not_by_wgmma(values, indices) if answer[0] else ""
+    return (False, f"cuda multiplies by mma.sp itself: {why}") if why else answer
 
 
 def _takes_stream_k(values: Tensor, indices: Tensor, n: int, m: int, cols: int, width: int, by_column: bool) -> Verdict:
@@ -282,8 +282,8 @@ def _takes_linear(by: str) -> Any:
 
 def _takes_wgrad_by(by: str) -> Any:
     def supports(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, *_: Any) -> Verdict:
-        packed, found = (values, indices, n, m, cols), _takes_wgrad(values, indices, n, m, cols, x)
-        return found if not found[0] else _takes_instead(*packed) if by == MMA else _takes_stream_k(*packed, x.shape[1], True)
+        packed, answer = (values, indices, n, m, cols), _takes_wgrad(values, indices, n, m, cols, x)
+        return answer if not answer[0] else _takes_instead(*packed) if by == MMA else _takes_stream_k(*packed, x.shape[1], True)
 
     return supports
 

@@ -90,9 +90,9 @@ def linear_quantized(
         promotes = not fast and x.dtype != torch.int8
         tile, splits = choose(module, m, n, k, promotes, values.get_device())
         parts = x.new_empty(splits, m, n, dtype=torch.float32) if splits > 1 else None
-        given = values, meta, x, step, x_step, b, out, parts
+        tensors = values, meta, x, step, x_step, b, out, parts
         kinds = DTYPES[out.dtype], EIGHT_BITS[values.dtype], EIGHT_BITS[x.dtype], step.numel() > 1, x_step.numel() > 1, promotes
-        module.gemm_wgmma_sp_8bit(*map(address, given), *kinds, m, n, k, transposed, tile, splits, *queue(x))
+        module.gemm_wgmma_sp_8bit(*map(address, tensors), *kinds, m, n, k, transposed, tile, splits, *queue(x))
     if not wide:
         return out
     if bias is not None:

@@ -125,20 +125,20 @@ def _search(problem: Matmul, session: Session, like: Tensor, stream: int, timer:
     def timed(algorithms: Iterable[Algorithm]) -> Measurement:
         return measure(text, [trial.candidate(a) for a in algorithms], trial.wrong, timer)
 
-    found = timed(by_name.values())
-    fastest = sorted(found.seconds, key=found.seconds.__getitem__)[:SPLIT_BEST]
+    measured = timed(by_name.values())
+    fastest = sorted(measured.seconds, key=measured.seconds.__getitem__)[:SPLIT_BEST]
     split = {str(a): a for name in fastest for a in (Algorithm(by_name[name].id, *way) for way in SPLITS)}
     if split:
-        found.extend(timed(split.values()))
+        measured.extend(timed(split.values()))
     session.forget(problem)
-    if not found.seconds:
-        found.note = "nothing to store"
-        return found
-    best = (by_name | split)[found.best]
+    if not measured.seconds:
+        measured.note = "nothing to store"
+        return measured
+    best = (by_name | split)[measured.best]
     remember(problem, session, best)
     # ``replan``: whether plans keep the address of their bias, as the check found
-    found.store({text: found.line({**best._asdict(), "width": problem.width, "replan": session.library.replan})})
-    return found
+    measured.store({text: measured.line({**best._asdict(), "width": problem.width, "replan": session.library.replan})})
+    return measured
 
 
 # ---- the one that is used
@@ -152,8 +152,8 @@ _lock = threading.RLock()
 
 def plan_for(problem: Matmul, session: Session, like: Tensor, stream: int) -> Plan:
     """This thread's plan for a problem; its algorithm is checked first if it was not before."""
-    found = session.routes.get(problem)
-    if found is None:
+    plan = session.routes.get(problem)
+    if plan is None:
         refuse_capture(like)
         with torch.no_grad(), _lock:
             algorithm = checked_algorithm(problem, session)
@@ -162,8 +162,8 @@ def plan_for(problem: Matmul, session: Session, like: Tensor, stream: int) -> Pl
                 _checked[session.library.version, session.device, problem] = algorithm
         if isinstance(algorithm, str):
             raise BackendError(algorithm)
-        found = session.routes[problem] = session.plan(problem, algorithm, like)
-    return found
+        plan = session.routes[problem] = session.plan(problem, algorithm, like)
+    return plan
 
 
 def checked_algorithm(problem: Matmul, session: Session) -> Algorithm | str | None:
@@ -223,8 +223,8 @@ def stored(problem: Matmul, session: Session, like: Tensor) -> tuple[Algorithm |
     if line is None:
         return None, False
     choice, end = line.get("choice"), limit(problem, session, like)
-    given = choice if isinstance(choice, dict) else {}
-    numbers = [value for name in ("id", "splits", "mode", "width") if type(value := given.get(name)) is int]
+    fields = choice if isinstance(choice, dict) else {}
+    numbers = [value for name in ("id", "splits", "mode", "width") if type(value := fields.get(name)) is int]
     algorithm = Algorithm(*numbers[:3])
     try:
         if len(numbers) != 4:
@@ -236,6 +236,6 @@ def stored(problem: Matmul, session: Session, like: Tensor) -> tuple[Algorithm |
         text = f"nmkernels: a choice in {TABLE.path()} is ignored: {error}. Run nm.tune again."
         warnings.warn(text, RuntimeWarning, stacklevel=2)
         return None, False
-    if given.get("replan"):
+    if fields.get("replan"):
         session.library.replan = True
     return algorithm, numbers[3] == problem.width

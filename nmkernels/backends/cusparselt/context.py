@@ -47,9 +47,9 @@ class Session:
 
     def plan(self, problem: Matmul, algorithm: Algorithm, like: Tensor) -> Plan:
         """The plan of a problem and algorithm, cached."""
-        found = self.plans.get((problem, algorithm))
-        if found is not None:
-            return found
+        plan = self.plans.get((problem, algorithm))
+        if plan is not None:
+            return plan
         refuse_capture(like)
         if len(self.plans) >= MOST_PLANS:
             self.forget()
@@ -63,9 +63,9 @@ class Session:
                 problem.rows, problem.cols, problem.width, CODES[problem.dtype], CODES[problem.out], transposed, by_token,
                 bias, ACTIVATIONS[problem.activation], *algorithm,
             )  # fmt: skip
-        found = Plan(number, self.context.workspace(number), problem, algorithm)
-        self.plans[problem, algorithm] = found
-        return found
+        plan = Plan(number, self.context.workspace(number), problem, algorithm)
+        self.plans[problem, algorithm] = plan
+        return plan
 
     def drop(self, plan: Plan) -> None:
         """Destroy a plan."""
@@ -82,10 +82,10 @@ class Session:
         """Workspace shared by all GEMMs on a stream; a captured graph gets its own, since it may run concurrently with other work."""
         if capturing(like):
             return like.new_empty(size, dtype=torch.uint8)
-        found = self.workspaces.get(stream)
-        if found is None or found.numel() < size:
-            found = self.workspaces[stream] = like.new_empty(size, dtype=torch.uint8)
-        return found
+        workspace = self.workspaces.get(stream)
+        if workspace is None or workspace.numel() < size:
+            workspace = self.workspaces[stream] = like.new_empty(size, dtype=torch.uint8)
+        return workspace
 
     def run(
         self, plan: Plan, sparse: int, dense: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, stream: int, alpha: float
@@ -112,14 +112,14 @@ _threads = _Threads()
 
 def session_on(device: int) -> Session:
     """This thread's session on a device, created at the first call."""
-    found = _threads.sessions.get(device)
-    if found is None:
+    session = _threads.sessions.get(device)
+    if session is None:
         library, reason = capability.opened()
         if library is None:
             raise BackendError(f"cuSPARSELt: {reason}")
         with failures():
-            found = _threads.sessions[device] = Session(library, device)
-    return found
+            session = _threads.sessions[device] = Session(library, device)
+    return session
 
 
 def device_and_stream(x: Tensor) -> tuple[int, int]:

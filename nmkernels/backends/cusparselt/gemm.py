@@ -49,8 +49,8 @@ def compress(dense: Tensor, layout: str = "nt", mask: Tensor | None = None) -> B
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in RESULTS)
         raise DtypeError(f"compress: cuSPARSELt multiplies {names}, not {dense.dtype}.")
     if dense.dim() != 2 or (mask is not None and (mask.shape != dense.shape or mask.dtype != torch.bool)):
-        given = "" if mask is None else f", and a mask {tuple(mask.shape)} of {mask.dtype}"
-        raise ShapeError(f"compress: needs a matrix, and a bool mask of the same shape; got {tuple(dense.shape)}{given}.")
+        mask_text = "" if mask is None else f", and a mask {tuple(mask.shape)} of {mask.dtype}"
+        raise ShapeError(f"compress: needs a matrix, and a bool mask of the same shape; got {tuple(dense.shape)}{mask_text}.")
     wrong = misfit(dense.dtype, *dense.shape)
     if wrong:
         raise ShapeError(f"compress: {wrong}; pad with zeros.")
@@ -58,17 +58,17 @@ def compress(dense: Tensor, layout: str = "nt", mask: Tensor | None = None) -> B
     if on_other_device(dense, device):
         with torch.cuda.device(device):
             return compress(dense, layout, mask)
-    kept = dense if mask is None else torch.where(mask, _bits(dense), 0).view(dense.dtype)
+    masked = dense if mask is None else torch.where(mask, _bits(dense), 0).view(dense.dtype)
     transposed, eight = LAYOUTS[layout][0], dense.dtype.itemsize == 1
     if not capturing(dense):
-        nonzero = (kept.float() if eight else kept) != 0
+        nonzero = (masked.float() if eight else masked) != 0
         groups = (nonzero.t() if transposed else nonzero).reshape(-1, 4)
         if bool((groups.sum(-1, dtype=torch.int32) > 2).any()):
             way = "first" if transposed else "last"
             raise ShapeError(f"compress: a group of 4 along the {way} dimension keeps more than 2 values; prune it, or pass a mask.")
     if eight and transposed:  # 8-bit operands must be contiguous along the sum
-        kept = _bits(kept).t().contiguous().view(kept.dtype)
-    return compress_as("nt" if eight else layout, kept, session_on(device), stream, layout)
+        masked = _bits(masked).t().contiguous().view(masked.dtype)
+    return compress_as("nt" if eight else layout, masked, session_on(device), stream, layout)
 
 
 def _bits(x: Tensor) -> Tensor:

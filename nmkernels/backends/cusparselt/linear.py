@@ -48,8 +48,8 @@ def by_erf(dtype: torch.dtype, session: Session, like: Tensor, stream: int) -> b
         except BackendError:
             pass  # out is still NaN, which fails the comparison
         near = (out.double() - exact).abs() <= 2 * torch.finfo(dtype).eps * exact.abs() + 1e-6
-        found = _GELU[key] = bool(near.all())
-    return found
+        matches = _GELU[key] = bool(near.all())
+    return matches
 
 
 NAME, PRIORITY = "cusparselt", 3
@@ -178,9 +178,9 @@ def _fits(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int,
     if x.is_cpu != library.on_host or not (x.is_cpu or x.is_cuda):
         where = "the CPU, since that library does" if library.on_host else "NVIDIA GPUs"
         return False, f"it runs on {where}, and one of these tensors is on {x.device}"
-    found = compute_capability() if x.is_cuda else None
-    if found is not None and found < OLDEST_GPU:
-        return False, f"sparse tensor cores begin with compute capability 8.0, this GPU has {found[0]}.{found[1]}"
+    gpu = compute_capability() if x.is_cuda else None
+    if gpu is not None and gpu < OLDEST_GPU:
+        return False, f"sparse tensor cores begin with compute capability 8.0, this GPU has {gpu[0]}.{gpu[1]}"
     if any(isinstance(t, Tensor) and t.layout != torch.strided for t in (x, values, indices, *others)):
         return False, "it works on strided tensors; call .to_dense()"
     if x.dtype not in DTYPES:
@@ -194,10 +194,10 @@ def _fits(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int,
 def _fits_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out_dtype: torch.dtype | None = None) -> Verdict:
     if out_dtype not in (None, x.dtype):
         return False, f"it rounds its results to {x.dtype}, and this one is to be {out_dtype}"
-    found, width = _fits(x, values, indices, n, m, cols), x.shape[1]
-    if found[0] and (not width or width % width_step(x.dtype)):
+    answer, width = _fits(x, values, indices, n, m, cols), x.shape[1]
+    if answer[0] and (not width or width % width_step(x.dtype)):
         return False, f"the columns of x must be a multiple of {width_step(x.dtype)}, not {width}"
-    return found
+    return answer
 
 
 def _ready(op: str, *args: Any) -> Verdict:

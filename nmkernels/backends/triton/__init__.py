@@ -34,13 +34,13 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on")
 
 
-def runnable(given: Iterable[Tensor]) -> Verdict:
+def runnable(tensors: Iterable[Tensor]) -> Verdict:
     """Whether Triton is available and supports these tensors' devices and layouts."""
     probe = triton_probe()
     if not probe.ok:
         return False, probe.reason
     allowed = (*DEVICES, "cpu") if interpreted() else DEVICES
-    for x in given:
+    for x in tensors:
         if x.device.type not in allowed:
             why = "it compiles for GPUs" if x.is_cpu else f"it runs on {' and '.join(DEVICES)}"
             return False, f"{why}, and one of these tensors is on {x.device}"
@@ -74,8 +74,8 @@ def supports_adamw(*args: Any) -> Verdict:
 
 
 def supports_transposable(w: Tensor, n: int, m: int) -> Verdict:
-    found = only_2_4(n, m)
-    return supports(w) if found[0] else found
+    answer = only_2_4(n, m)
+    return supports(w) if answer[0] else answer
 
 
 def supports_pack(w: Tensor, n: int, m: int, select: str, *rest: Any) -> Verdict:

@@ -74,9 +74,9 @@ def compacted(bits, stored, N: tl.constexpr, PADDED_N: tl.constexpr):
             indices = tl.where(slot == j, at, indices)
     else:
         rank = tl.cumsum(stored.to(tl.int32), 1) - 1
-        here = stored[:, :, None] & (rank[:, :, None] == tl.arange(0, PADDED_N)[None, None, :])
-        values = tl.sum(tl.where(here, bits[:, :, None], 0), 1).to(bits.dtype)
-        indices = tl.sum(tl.where(here, index[:, :, None], 0), 1)
+        chosen = stored[:, :, None] & (rank[:, :, None] == tl.arange(0, PADDED_N)[None, None, :])
+        values = tl.sum(tl.where(chosen, bits[:, :, None], 0), 1).to(bits.dtype)
+        indices = tl.sum(tl.where(chosen, index[:, :, None], 0), 1)
     return values, indices
 
 
@@ -113,8 +113,8 @@ def _odd_bytes(indices, N: tl.constexpr, BITS: tl.constexpr, PADDED_N: tl.conste
     bit = ((slot // PADDED_N) * N + index) * BITS
     byte = tl.where(index < N, bit >> 3, PADDED_N)
     shifted = tl.reshape(indices, [units, PER * PADDED_N]) << (bit & 7)[None, :]
-    here = byte[None, :, None] == tl.arange(0, PADDED_N)[None, None, :]
-    return tl.sum(tl.where(here, shifted[:, :, None], 0), 1).to(tl.uint8)
+    matches = byte[None, :, None] == tl.arange(0, PADDED_N)[None, None, :]
+    return tl.sum(tl.where(matches, shifted[:, :, None], 0), 1).to(tl.uint8)
 
 
 @triton.jit
@@ -147,17 +147,17 @@ def compress_kernel(
         tl.store(values + offset, bits, mask=exists)
         tl.store(indices + offset, tl.broadcast_to(tl.arange(0, bits.shape[1])[None, :], bits.shape).to(tl.uint8), mask=exists)
     else:
-        v, found = compacted(bits, stored, N, PADDED_N)
-        found = tl.where(group < left, found, 0)
+        v, positions = compacted(bits, stored, N, PADDED_N)
+        positions = tl.where(group < left, positions, 0)
         if PADDED_N == N:
             i = tl.arange(0, TILE * N)
             tl.store(values + i, tl.reshape(v, [TILE * N]), mask=i < left * N)
-            packed = bytes_of(tl.reshape(found, [TILE * N]), BITS)
+            packed = bytes_of(tl.reshape(positions, [TILE * N]), BITS)
             i = tl.arange(0, TILE * N * BITS // 8)
         else:
             i = tl.arange(0, PADDED_N)[None, :]
             tl.store(values + group * N + i, v, mask=(group < left) & (i < N))
-            packed = _odd_bytes(found, N, BITS, PADDED_N)
+            packed = _odd_bytes(positions, N, BITS, PADDED_N)
             unit = tl.arange(0, TILE * BITS // 8)[:, None]
             i = tl.where(i < N, unit * N + i, row_bytes)
         tl.store(indices + i, packed, mask=i < row_bytes - (first * N * BITS) // 8)
@@ -168,10 +168,10 @@ def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: tuple[T
     w, cols = shared.contiguous(w), w.shape[-1]
     values, indices = shared.packed(w, w.shape[:-1], cols, n, m) if out is None else out
     walk = rows_of(w.numel(), cols, n, m)
-    given = None if mask is None else mask.contiguous().view(torch.int8)
-    overfull = shared.flag_for(given)
-    args = (w, given, as_integers(values), indices, overfull, *walk[1:3], walk.blocks)
-    consts = {"N": n, "M": m, "BITS": Pattern(n, m).index_bits, "GIVEN": given is not None, "TILE": walk.tile}
+    mask_bytes = None if mask is None else mask.contiguous().view(torch.int8)
+    overfull = shared.flag_for(mask_bytes)
+    args = (w, mask_bytes, as_integers(values), indices, overfull, *walk[1:3], walk.blocks)
+    consts = {"N": n, "M": m, "BITS": Pattern(n, m).index_bits, "GIVEN": mask_bytes is not None, "TILE": walk.tile}
     launch(compress_kernel, walk.rows * walk.blocks, args, **consts, PADDED=next_power_of_2(m), PADDED_N=next_power_of_2(n))
     shared.check_flag("compress", overfull, n, m)
     return values, indices

@@ -109,20 +109,20 @@ def nth_largest(keys, N: tl.constexpr):
         low0, low1 = tl.split(low)
         return tl.maximum(tl.minimum(high0, high1), tl.maximum(low0, low1))[:, None]
     elif N <= 4:
-        found = tl.max(keys, 1, keep_dims=True)
+        key = tl.max(keys, 1, keep_dims=True)
         for _ in tl.static_range(N - 1):
-            found = tl.max(tl.where(keys < found, keys, -1), 1, keep_dims=True)
-        return found
+            key = tl.max(tl.where(keys < key, keys, -1), 1, keep_dims=True)
+        return key
     else:
         # bit by bit from the top: at least N keys are >= the prefix so far
-        found = tl.zeros([keys.shape[0], 1], keys.dtype)
+        key = tl.zeros([keys.shape[0], 1], keys.dtype)
         top: tl.constexpr = 22 if keys.dtype == tl.int32 else 38
         bit = tl.full([keys.shape[0], 1], 1 << top, keys.dtype)
         for _ in range(top + 1):
-            reach = tl.sum((keys >= (found | bit)).to(tl.int32), 1, keep_dims=True)
-            found = tl.where(reach >= N, found | bit, found)
+            reach = tl.sum((keys >= (key | bit)).to(tl.int32), 1, keep_dims=True)
+            key = tl.where(reach >= N, key | bit, key)
             bit = bit >> 1
-        return found
+        return key
 
 
 @triton.jit

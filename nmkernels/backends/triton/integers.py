@@ -81,9 +81,9 @@ def steps_kernel(w, step, runs, per, BITS: tl.constexpr, RUNS: tl.constexpr, WID
     finite = tl.full([RUNS, 1], 1, tl.int32)
     for first in range(0, per, WIDTH):
         x = widen(tl.load(at[:, None] + first + k, mask=first + k < per, other=0.0))
-        here = tl.abs(x) < float("inf")
-        finite = tl.minimum(finite, tl.min(here.to(tl.int32), 1, keep_dims=True))
-        x = tl.where(here, x, 0.0)
+        is_finite = tl.abs(x) < float("inf")
+        finite = tl.minimum(finite, tl.min(is_finite.to(tl.int32), 1, keep_dims=True))
+        x = tl.where(is_finite, x, 0.0)
         most = tl.max(tl.abs(x), 1, keep_dims=True)
         # at most one element is non-zero, so this sum is a copy
         earliest = tl.min(tl.where(tl.abs(x) == most, k, WIDTH), 1, keep_dims=True)
@@ -134,11 +134,11 @@ def quantize_kernel(w, step, integers, count, kept, stored, steps, per, BITS: tl
 
 
 def quantize_values(values: Tensor, bits: int, steps: int, out: None = None) -> tuple[Tensor, Tensor]:
-    w, lead, kept = contiguous(values), values.shape[:-1], values.shape[-1]
-    integers = w.new_empty((*lead, kept if bits == 8 else cdiv(kept, 2)), dtype=torch.int8 if bits == 8 else torch.uint8)
-    step, runs, per = w.new_empty((*lead, steps), dtype=torch.bfloat16), lead.numel() * steps, kept // steps
+    w, lead, stored = contiguous(values), values.shape[:-1], values.shape[-1]
+    integers = w.new_empty((*lead, stored if bits == 8 else cdiv(stored, 2)), dtype=torch.int8 if bits == 8 else torch.uint8)
+    step, runs, per = w.new_empty((*lead, steps), dtype=torch.bfloat16), lead.numel() * steps, stored // steps
     launch(steps_kernel, cdiv(runs, RUNS), (w, as_integers(step), runs, per), BITS=bits, RUNS=RUNS, WIDTH=WIDTH)
-    args = (w, step, integers, integers.numel(), kept, integers.shape[-1], steps, per)
+    args = (w, step, integers, integers.numel(), stored, integers.shape[-1], steps, per)
     launch(quantize_kernel, cdiv(integers.numel(), BYTES), args, BITS=bits, BYTES=BYTES)
     return integers, step
 

@@ -72,8 +72,8 @@ def by_words(dtype: torch.dtype, n: int, m: int, cols: int) -> bool:
 
 def shared_bytes(p: Tiling, kind: str, dtype: torch.dtype, n: int, m: int) -> int:
     """The most shared memory that a plan needs: tiles in flight (one fewer of the compressed operand) and the expanded tile."""
-    kept = p.cols * n // m
-    packed_tile = p.rows * kept * dtype.itemsize + p.rows * kept * Pattern(n, m).index_bits // 8
+    stored = p.cols * n // m
+    packed_tile = p.rows * stored * dtype.itemsize + p.rows * stored * Pattern(n, m).index_bits // 8
     dense_tile = p.width * (p.rows if kind == "dgrad" else p.cols) * dtype.itemsize
     return (p.stages - 1) * packed_tile + p.stages * dense_tile + p.rows * p.cols * dtype.itemsize
 
@@ -175,13 +175,13 @@ def choose(
 ) -> Tiling:  # fmt: skip
     """The plan of a GEMM on ``device``: the measured one, else the heuristic's."""
     sizes = (kind, dtype, rows, cols, width, n, m, device, capability)
-    found = _plans.get(sizes)  # type: ignore[call-overload]  # equals a Gemm
-    if found is None:
+    chosen = _plans.get(sizes)  # type: ignore[call-overload]  # equals a Gemm
+    if chosen is None:
         if len(_plans) >= REMEMBERED:
             _plans.clear()
         problem = Gemm(*sizes)
-        found = _plans[problem] = measured(problem) or plan(*sizes[:-2], capability)
-    return found
+        chosen = _plans[problem] = measured(problem) or plan(*sizes[:-2], capability)
+    return chosen
 
 
 def measured(problem: Gemm) -> Tiling | None:
@@ -233,12 +233,12 @@ def search(op: str, *args: Any, timer: Seconds | None = None) -> Measurement:
     plans = {words(p): p for p in candidates(*sizes, capability)}
     some = [Candidate(text, lambda out, p=p: run(p, operands, out), partial(calls, p)) for text, p in plans.items()]  # type: ignore[misc]
     try:
-        found = measure(name(problem), some, validator, Timer(other.device, timer))
+        measurement = measure(name(problem), some, validator, Timer(other.device, timer))
     finally:
         _plans.clear()
-    better = found.seconds and found.best != found.baseline
-    found.store({found.problem: found.line(plans[found.best]._asdict()) if better else None})
-    return found
+    better = measurement.seconds and measurement.best != measurement.baseline
+    measurement.store({measurement.problem: measurement.line(plans[measurement.best]._asdict()) if better else None})
+    return measurement
 
 
 def _operands(problem: Gemm) -> tuple[tuple[Any, ...], Validator]:

@@ -85,20 +85,20 @@ def few(
 ) -> None:  # fmt: skip
     """y = activation(x Eᵀ + bias) for at most ``FEW_TOKENS`` tokens, all operands contiguous; with steps, values are integers."""
     p, rows, tokens = Pattern(n, m), values.shape[0], y.numel() // values.shape[0]
-    kept, steps, width, run, runs = p.kept(cols), 1, FEW_WIDTH, 1, 1
+    stored, steps, width, run, runs = p.kept(cols), 1, FEW_WIDTH, 1, 1
     if step is not None:
         steps, width = step.shape[1], FEW_INTEGERS // next_power_of_2(tokens)
-        run, runs = runs_of(kept, steps, width)
-    args = (x, values, indices, step, bias, y, rows, cols, kept, values.shape[1], p.index_bytes(cols), steps, runs)
+        run, runs = runs_of(stored, steps, width)
+    args = (x, values, indices, step, bias, y, rows, cols, stored, values.shape[1], p.index_bytes(cols), steps, runs)
     consts: dict[str, Any] = {"N": n, "M": m, "BITS": p.index_bits, "TOKENS": tokens, "ACTIVATION": activation}
     launch(few_kernel, cdiv(rows, FEW_ROWS), args, **consts, ROWS=FEW_ROWS, WIDTH=width, RUN=run, enable_fp_fusion=True)
 
 
-def runs_of(kept: int, steps: int, width: int) -> tuple[int, int]:
+def runs_of(stored: int, steps: int, width: int) -> tuple[int, int]:
     """(RUN, runs) of ``load_integers``: neighbours in a tile of ``width`` values that share a step, and how many such runs share it."""
     if steps == 1:
-        return width, max(1, cdiv(kept, width))
-    per = kept // steps
+        return width, max(1, cdiv(stored, width))
+    per = stored // steps
     run = min(width, per & -per)
     return run, per // run
 
@@ -111,17 +111,17 @@ def spmm(
 
     With steps, values are integers, and ``p.cols`` divides the columns of a step.
     """
-    rows, count, whole = values.shape[0], c.numel(), p.splits == 1
+    rows, count, single = values.shape[0], c.numel(), p.splits == 1
     width, steps = count // rows, 1 if step is None else step.shape[1]
     value = 16 if step is None else 8 if values.dtype == torch.int8 else 4
     call = _call(p, rows, cols, width, n, m, activation, value)
-    sums = c if whole else c.new_empty(p.splits, count, dtype=torch.float32)
+    sums = c if single else c.new_empty(p.splits, count, dtype=torch.float32)
     run = 1 if step is None else cdiv(call.groups, call.constexprs["GROUPS"]) // steps
     args = (
-        values, indices, step, b, bias if whole else None, sums, rows, cols, width, call.groups, call.index_row, *by, *to, steps, run,
+        values, indices, step, b, bias if single else None, sums, rows, cols, width, call.groups, call.index_row, *by, *to, steps, run,
     )  # fmt: skip
     launch(spmm_kernel, call.programs, args, p.warps, p.stages, **call.constexprs)
-    if not whole:
+    if not single:
         consts: dict[str, Any] = {"SPLITS": p.splits, "ACTIVATION": activation, "TILE": COMBINE, "enable_fp_fusion": True}
         launch(combine_kernel, cdiv(count, COMBINE), (sums, bias, c, count, rows), **consts)
 

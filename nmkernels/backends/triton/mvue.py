@@ -165,16 +165,16 @@ def approximate(a, s, u0, u1, M: tl.constexpr):
     """Two draws without replacement: the mask of the drawn elements, and magnitudes a / p, both ``[groups, M]``."""
     index = tl.arange(0, a.shape[1])[None, :]
     first = _drawn(a, s, u0)
-    others = tl.where(index == first, 0.0, a)
-    second = _drawn(others, tree(others), u1)
+    without_first = tl.where(index == first, 0.0, a)
+    second = _drawn(without_first, tree(without_first), u1)
     t = tl.div_rn(a, s)
     p = t
     for j in range(M):
-        here = index == j
-        rest = tree(tl.where(here, 0.0, a))
+        at_j = index == j
+        rest = tree(tl.where(at_j, 0.0, a))
         # only one element is non-zero, so this is a copy
-        t_j = tl.sum(tl.where(here, t, 0.0), 1, keep_dims=True)
-        p = tl.where(here, p, p + tl.div_rn(a, rest) * t_j)
+        t_j = tl.sum(tl.where(at_j, t, 0.0), 1, keep_dims=True)
+        p = tl.where(at_j, p, p + tl.div_rn(a, rest) * t_j)
     p = tl.maximum(p, 1.0 / TWO_24)
     return (index == first) | (index == second), tl.div_rn(a, p)
 
@@ -296,15 +296,15 @@ def mvue_kernel(
     if COLUMNS == 1:
         store_groups(out, tile, first, per_line, M)
     elif TRANSPOSED:
-        whole = (index < M) & ((group < per_line) & (column < inner))[:, None]
-        tl.store(out + j[:, None] * M + index, tile, mask=whole)
+        inside = (index < M) & ((group < per_line) & (column < inner))[:, None]
+        tl.store(out + j[:, None] * M + index, tile, mask=inside)
     else:
         tl.store(out + at, tile, mask=there)
 
 
-def _estimate(given: Around, n: int, m: int, seed: Tensor, method: str, out: Tensor, transposed: bool) -> None:
+def _estimate(walk: Around, n: int, m: int, seed: Tensor, method: str, out: Tensor, transposed: bool) -> None:
     """Launch the kernel that writes the dense estimate, like g or transposed: ``(outer, inner, length in whole groups)``."""
-    g, outer, length, inner = given
+    g, outer, length, inner = walk
     padded = next_power_of_2(m)
     if inner == 1 and length % m == 0:
         outer, length = 1, outer * length
@@ -332,10 +332,10 @@ def mvue_compress(
     """``nm_mvue_compress``: a dense transposed estimate, then compressed; its non-zeros are the N largest of each group."""
     if layout != "canonical":
         return in_layout(mvue_compress(g, n, m, dim, seed, method), g.shape[dim], layout, out)
-    given, groups = around(g, dim, transposed=True), cdiv(g.shape[dim], m)
+    walk, groups = around(g, dim, transposed=True), cdiv(g.shape[dim], m)
     if out is None:
         out = packed(g, g.movedim(dim, -1).shape[:-1], g.shape[dim], n, m)
-    dense = g.new_empty(given.outer * given.inner, groups * m)
-    _estimate(given, n, m, seed.contiguous(), method, dense, transposed=True)
+    dense = g.new_empty(walk.outer * walk.inner, groups * m)
+    _estimate(walk, n, m, seed.contiguous(), method, dense, transposed=True)
     compress(dense, n, m, out=out)
     return out

@@ -85,23 +85,23 @@ def few_kernel(
     PER: tl.constexpr = 8 // BITS
     PADDED: tl.constexpr = 4 if TOKENS == 3 else TOKENS
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    own = tl.minimum(row, rows - 1)
+    safe_row = tl.minimum(row, rows - 1)
     token = tl.arange(0, PADDED)[:, None, None]
     sums = tl.zeros([PADDED, WIDTH, ROWS], tl.float32)
     for first in range(0, kept, WIDTH):
         k = (first + tl.arange(0, WIDTH))[:, None]
         b = (first // PER + tl.arange(0, WIDTH // PER))[:, None]
         if step is None:
-            v = widen(tl.load(values + own[None, :] * kept + k, mask=k < kept, other=0.0))
+            v = widen(tl.load(values + safe_row[None, :] * kept + k, mask=k < kept, other=0.0))
         else:
-            v = load_integers(values, step, own, first, stored, steps, runs, WIDTH, RUN)
-        p = tl.load(indices + own[None, :] * index_row + b, mask=b < index_row, other=0)
+            v = load_integers(values, step, safe_row, first, stored, steps, runs, WIDTH, RUN)
+        p = tl.load(indices + safe_row[None, :] * index_row + b, mask=b < index_row, other=0)
         shifted = p.to(tl.int32)[:, None, :] >> (tl.arange(0, PER) * BITS)[None, :, None]
         index = tl.reshape(shifted, [WIDTH, ROWS]) & ((1 << BITS) - 1)
         column = k // N * M + index
         there = (k < kept) & (index < M) & (column < cols)
-        found = tl.load(x + token * cols + column[None, :, :], mask=there[None, :, :] & (token < TOKENS), other=0.0)
-        sums += tl.where(there[None, :, :], widen(found) * v[None, :, :], 0.0)
+        inputs = tl.load(x + token * cols + column[None, :, :], mask=there[None, :, :] & (token < TOKENS), other=0.0)
+        sums += tl.where(there[None, :, :], widen(inputs) * v[None, :, :], 0.0)
     result = tl.sum(sums, 1)
     if bias is not None:
         result += widen(tl.load(bias + row, mask=row < rows, other=0.0))[None, :]
@@ -252,14 +252,14 @@ def spmm_kernel(
             part = _multiply(tl.trans(x), tl.trans(e), tl.zeros([COLS, ROWS], tl.float32))
             sums += part * widen(tl.load(step + e_row * steps + block // run))[None, :]
         b_at += tl.cast(GROUPS * M, tl.int64) * b_k
-    kept = tl.trans(inside[:, None] & (col < width)[None, :])
+    in_bounds = tl.trans(inside[:, None] & (col < width)[None, :])
     c_at = tl.trans(c + row.to(tl.int64)[:, None] * c_r + col.to(tl.int64)[None, :] * c_c)
     if SPLITS > 1:
-        tl.store(c_at + split.to(tl.int64) * rows * width, sums, mask=kept)
+        tl.store(c_at + split.to(tl.int64) * rows * width, sums, mask=in_bounds)
     else:
         if bias is not None:
             sums += widen(tl.load(bias + e_row))[None, :]
-        tl.store(c_at, narrow(activate(sums, ACTIVATION), c.dtype.element_ty), mask=kept)
+        tl.store(c_at, narrow(activate(sums, ACTIVATION), c.dtype.element_ty), mask=in_bounds)
 
 
 @triton.jit
@@ -290,5 +290,5 @@ def spmm_transposed_kernel(
         sums = _multiply(x, e, sums)
         g_at += tl.cast(ROWS, tl.int64) * g_r
     k = group.to(tl.int64) * M + tl.arange(0, GROUPS * M)
-    kept = (token < tokens)[:, None] & (k < cols)[None, :]
-    tl.store(c + token.to(tl.int64)[:, None] * cols + k[None, :], narrow(sums, c.dtype.element_ty), mask=kept)
+    in_bounds = (token < tokens)[:, None] & (k < cols)[None, :]
+    tl.store(c + token.to(tl.int64)[:, None] * cols + k[None, :], narrow(sums, c.dtype.element_ty), mask=in_bounds)
