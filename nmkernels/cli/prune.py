@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
             )  # fmt: skip
     except (NMError, KeyboardInterrupt) as stop:
         stopped = isinstance(stop, KeyboardInterrupt)
-        said = "\nStopped." if stopped else f"{PROG}: error: {stop}"
-        print(f"{said}{_resume(folder.work_folder(args.out))}", file=sys.stderr)
+        message = "\nStopped." if stopped else f"{PROG}: error: {stop}"
+        print(f"{message}{_resume(folder.work_folder(args.out))}", file=sys.stderr)
         return 130 if stopped else 1
     facts = json.loads((args.out / folder.REPORT).read_text())
     print(json.dumps(facts, indent=2) if args.json else summary(facts, args.out, kind.__name__, why, done.seconds))
@@ -119,11 +119,11 @@ def _data(args: argparse.Namespace, kind: Any, config: Any) -> tuple[list[dict[s
     tokenizer = _tokenizer(args.model) if any(isinstance(d, str) for d in documents) else None
     length = min(args.length, _longest(config, tokenizer))
     tokenize = None if tokenizer is None else lambda text: tokenizer(text, verbose=False)["input_ids"]
-    found = draw(documents, tokenize, samples=args.samples, length=length, seed=args.seed, share=held)
-    if not why and not len(found.held_out):
+    samples = draw(documents, tokenize, samples=args.samples, length=length, seed=args.seed, share=held)
+    if not why and not len(samples.held_out):
         why = "the data is too short to hold some out"
-    whole = bool(getattr(config, "is_encoder_decoder", False))
-    return _batches(found.calibration, args.batch, whole), _batches(found.held_out, args.batch, whole), why
+    encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+    return _batches(samples.calibration, args.batch, encoder_decoder), _batches(samples.held_out, args.batch, encoder_decoder), why
 
 
 def _batches(windows: Tensor, size: int, both: bool) -> list[dict[str, Tensor]]:
@@ -244,8 +244,8 @@ def summary(facts: dict[str, Any], out: Path, kind: str, why: str, seconds: floa
             for reason, names in reasons.items()
         )
         parts.append(f"Left dense: {'; '.join(shown)}.")
-    if others := facts["not carried over"]:
-        parts.append(f"Not carried over, since they hold the dense weights: {', '.join(others)}.")
+    if skipped := facts["not carried over"]:
+        parts.append(f"Not carried over, since they hold the dense weights: {', '.join(skipped)}.")
     parts.append(
         f"Written to {out}/ with a model card and report.json. To load it:\n\n  import nmkernels.integrations.hf\n"
         f'  from transformers import {kind}\n\n  model = {kind}.from_pretrained("{out}")'

@@ -83,16 +83,16 @@ def _read(file: Path) -> Iterator[Document]:
 def _records(file: Path, text: str) -> Iterator[str]:
     """The texts of JSON lines, or of one JSON value that may take many lines: a record, or an array of records."""
     try:
-        whole = json.loads(text) if text.strip() else []
+        records = json.loads(text) if text.strip() else []
     except ValueError:
         for number, line in enumerate(text.split("\n"), 1):  # a text may have other line separators inside
             if line.strip():
                 yield _text(f"{file}, line {number}", _line(file, number, line))
         return
-    if isinstance(whole, list):
-        yield from (_text(f"{file}, record {number}", record) for number, record in enumerate(whole, 1))
+    if isinstance(records, list):
+        yield from (_text(f"{file}, record {number}", record) for number, record in enumerate(records, 1))
     else:
-        yield _text(f"{file}, line 1", whole)
+        yield _text(f"{file}, line 1", records)
 
 
 def _line(file: Path, number: int, line: str) -> Any:

@@ -40,10 +40,10 @@ def run(device: torch.device, say: Callable[[str], None]) -> list[dict[str, Any]
                 checks.append({"op": op, "backend": entry.backend, "call": call, "wrong": wrong})
         verify.record(worst)
         for backend in dict.fromkeys(row["backend"] for row in checks[rows:]):
-            own = [row for row in checks[rows:] if row["backend"] == backend]
-            bad = [row for row in own if row["wrong"]]
+            results = [row for row in checks[rows:] if row["backend"] == backend]
+            bad = [row for row in results if row["wrong"]]
             seconds = time.perf_counter() - start
-            say(f"  {op:<24}{backend:<12}{len(own) - len(bad):>4} of {len(own):>3} calls right  ({seconds:.1f} s)")
+            say(f"  {op:<24}{backend:<12}{len(results) - len(bad):>4} of {len(results):>3} calls right  ({seconds:.1f} s)")
             for row in bad:
                 say(f"    WRONG: {row['call']}: {row['wrong']}")
     return checks
