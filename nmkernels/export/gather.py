@@ -101,9 +101,9 @@ def _gathered(layer: NMWeight) -> ops.Compressed:
     (rows, cols), p = layer.shape, layer.pattern
     # if shards split the columns, their index bytes may not fit together
     splits = any(placement.is_shard(REDUCED[layer.layout]) for placement in weight.placements)
-    own = [part.values, unpack_indices(part.indices, p.index_bits, part.values.shape[1]) if splits else part.indices]
+    tensors = [part.values, unpack_indices(part.indices, p.index_bits, part.values.shape[1]) if splits else part.indices]
     gathered = []
-    for tensor, width in zip(own, (p.kept(cols), p.kept(cols) if splits else p.index_bytes(cols)), strict=True):
+    for tensor, width in zip(tensors, (p.kept(cols), p.kept(cols) if splits else p.index_bytes(cols)), strict=True):
         stored, shape = (tensor.t(), (width, rows)) if layer.layout == CONV1D else (tensor, (rows, width))
         shard = DTensor.from_local(
             stored.contiguous(), weight.device_mesh, weight.placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)

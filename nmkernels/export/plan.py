@@ -95,23 +95,23 @@ def load(model: nn.Module, contents: Contents, table: dict[str, Any], keep_dense
     _refuse(contents.path, problems)
     # first what may run out of memory; copies, because nothing may stay part of the mapped file
     for (dense, key), (name, layer) in layers.items():
-        weight, own = dense._parameters[key], layer.state_dict()
+        weight, layer_state = dense._parameters[key], layer.state_dict()
         device = "cpu" if weight.is_meta else weight.device
-        moved = {part: spread(own[part], tensor).to(device, copy=True) for part, tensor in parts[name].items()}
+        moved = {part: spread(layer_state[part], tensor).to(device, copy=True) for part, tensor in parts[name].items()}
         layer.load_state_dict(moved, strict=False, assign=True)
-    others = parts.get("", {})
+    dense_tensors = parts.get("", {})
     present = {name: value for name, value, layer in expected.values() if not layer}
     meta = any(value.is_meta for value in present.values())
     tied: dict[int, nn.Parameter] = {}
     for name, value in present.items():
-        others[name] = spread(value, others[name].clone() if value.is_meta else others[name])
+        dense_tensors[name] = spread(value, dense_tensors[name].clone() if value.is_meta else dense_tensors[name])
         if meta and isinstance(value, nn.Parameter):  # one Parameter for all names of a tied weight
-            others[name] = tied.setdefault(id(value), nn.Parameter(others[name], value.requires_grad))
+            dense_tensors[name] = tied.setdefault(id(value), nn.Parameter(dense_tensors[name], value.requires_grad))
     for (dense, key), (_, layer) in layers.items():
         if isinstance(layer, CompressedStack):
             compress_stacks_(dense, {key: layer})
     replace_each_(model, {dense: layer for (dense, _), (_, layer) in layers.items() if isinstance(layer, CompressedLinear)})
-    model.load_state_dict(others, strict=False, assign=meta)
+    model.load_state_dict(dense_tensors, strict=False, assign=meta)
     after_swap(model)
 
 
@@ -166,10 +166,10 @@ def _compare(expected: Mapping[str, _Expected], tensors: dict[str, Tensor], fill
             if tensor is None or not isinstance(value, Tensor):
                 yield f"layer {quote(layer)}: the file lacks its {part}" if layer else f"the file lacks {quote(key)}"
             elif (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
-                own, its = (f"{t.dtype} {tuple(t.shape)}" for t in (value, tensor))
+                wanted, its = (f"{t.dtype} {tuple(t.shape)}" for t in (value, tensor))
                 way = f"; use model.to({tensor.dtype})" if tensor.shape == value.shape else ""
-                entry = f"layer {quote(layer)}: the file has {part} {its}; its entry in the metadata says {own}"
-                yield entry if layer else f"{quote(key)} is {its} in the file, {own} in the model{way}"
+                entry = f"layer {quote(layer)}: the file has {part} {its}; its entry in the metadata says {wanted}"
+                yield entry if layer else f"{quote(key)} is {its} in the file, {wanted} in the model{way}"
             elif stored is not None and not _same(stored, tensor):
                 yield f"{quote(key)} is tied to {quote(keys[0])} in the model, but the file has another tensor for it"
     for key in tensors:
@@ -206,14 +206,14 @@ def _announced(name: str, key: str, about: Any, dense: Any, keep_dense: bool, ca
     if is_sharded(weight):
         _check_split(layout, weight, pattern, bits, steps, rank is not None, columns)
     rows, cols = matrix_shape(local(weight).shape, layout)
-    kept = pattern.kept(cols)
+    stored = pattern.kept(cols)
 
     def empty(*sizes: int, dtype: torch.dtype = weight.dtype) -> Tensor:
         return torch.empty(sizes, dtype=dtype, device="meta")
 
-    values, step = empty(rows, kept), None
+    values, step = empty(rows, stored), None
     if bits:
-        values = empty(rows, kept, dtype=torch.int8) if bits == 8 else empty(rows, -(-kept // 2), dtype=torch.uint8)
+        values = empty(rows, stored, dtype=torch.int8) if bits == 8 else empty(rows, -(-stored // 2), dtype=torch.uint8)
         step = empty(rows, max(1, steps * cols // shape[-1]), dtype=torch.bfloat16)
     packed = Compressed(values, empty(rows, pattern.index_bytes(cols), dtype=torch.uint8), pattern, (rows, cols), step)
     if layout in STACKS:
@@ -277,8 +277,8 @@ def _integers(about: Any, pattern: Pattern, layout: str, cols: int) -> tuple[int
     if "values" not in about and "group" not in about:
         return 0, 0
     values, group = about.get("values"), about.get("group")
-    whole = type(group) is int and (group == 0 or (0 < group <= cols and cols % group == 0 and group % pattern.m == 0))
-    if type(values) is not str or values not in BITS or not whole or layout not in MATRICES:
+    fits = type(group) is int and (group == 0 or (0 < group <= cols and cols % group == 0 and group % pattern.m == 0))
+    if type(values) is not str or values not in BITS or not fits or layout not in MATRICES:
         raise _Unfit(f"its entry in the metadata is damaged: values {quote(values)} and group {quote(group)} for {cols} columns")
     return BITS[values], cols // group if group else 1
 

@@ -124,11 +124,11 @@ class ShardWriter:
         names = {name for name, (place, _) in self._place.items() if place == path}
         try:
             with safe_open(path, "pt") as file:
-                found = set(file.keys())
-                digests = {name: hashlib.sha256(_bytes(file.get_tensor(name))).digest() for name in names & found}
+                stored = set(file.keys())
+                digests = {name: hashlib.sha256(_bytes(file.get_tensor(name))).digest() for name in names & stored}
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read back ({error}); write it again.") from error
-        wrong = names ^ found | {name for name, digest in digests.items() if digest != self._digests.get(name, EMPTY)}
+        wrong = names ^ stored | {name for name, digest in digests.items() if digest != self._digests.get(name, EMPTY)}
         if wrong:
             raise CheckpointError(f"{path} was changed while it was written: {min(wrong)!r} is not what was written. Write it again.")
 

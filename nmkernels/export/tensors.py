@@ -223,11 +223,11 @@ def read_folder(folder: str | os.PathLike[str]) -> Contents:
         raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; pass a folder of save_pretrained, or a file.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / INDEX} is damaged ({type(error).__name__}: {shortened(error)}).") from error
-    whole = Contents(folder, {}, {})
+    contents = Contents(folder, {}, {})
     for name in files:
         part = read(folder / name)
-        if (whole.metadata and whole.metadata != part.metadata) or whole.tensors.keys() & part.tensors.keys():
+        if (contents.metadata and contents.metadata != part.metadata) or contents.tensors.keys() & part.tensors.keys():
             raise CheckpointError(f"{folder / name} does not belong to {folder / files[0]}; save the model into an empty folder.")
-        whole.tensors |= part.tensors
-        whole.metadata = part.metadata
-    return whole
+        contents.tensors |= part.tensors
+        contents.metadata = part.metadata
+    return contents
