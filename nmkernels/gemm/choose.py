@@ -169,9 +169,9 @@ def _compared(p: Problem) -> tuple[str, ...]:
 def _has_kernel(p: Problem) -> bool:
     """Whether a backend other than the reference multiplies a weight with integers in this problem."""
     pattern, steps = Pattern(p.n, p.m), p.cols // p.group if p.group else 1
-    bits, kept = BITS[p.values], pattern.kept(p.cols)
+    bits, stored = BITS[p.values], pattern.kept(p.cols)
     x = torch.empty(p.tokens, p.cols, dtype=p.dtype, device=p.device)
-    values = x.new_empty(p.rows, kept if bits == 8 else -(-kept // 2), dtype=torch.int8 if bits == 8 else torch.uint8)
+    values = x.new_empty(p.rows, stored if bits == 8 else -(-stored // 2), dtype=torch.int8 if bits == 8 else torch.uint8)
     indices = x.new_empty(p.rows, pattern.index_bytes(p.cols), dtype=torch.uint8)
     step = x.new_empty(p.rows, steps, dtype=torch.bfloat16)
     return dispatched("nm_linear_integers", *arguments(p, "rows", (values, indices, step), x)).backend != REFERENCE

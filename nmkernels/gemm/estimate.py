@@ -227,11 +227,11 @@ def _dense(p: Problem) -> float:
     if nearest_line is None:
         return 0.0
     kind, constants = nearest_line
-    taken, here = constants.seconds(p) + _drawing(kind, DENSE, p), machine(p.device)
-    if kind == here:
+    taken, local = constants.seconds(p) + _drawing(kind, DENSE, p), machine(p.device)
+    if kind == local:
         return taken
     fprop = p._replace(role="fprop", rows=4096, cols=4096, values="float", group=0)
-    ours, theirs = line_of(here, fprop, DENSE), line_of(kind, fprop, DENSE)
+    ours, theirs = line_of(local, fprop, DENSE), line_of(kind, fprop, DENSE)
     return taken * ours.seconds(fprop) / theirs.seconds(fprop) if ours and theirs else taken
 
 
@@ -269,9 +269,9 @@ def measured(p: Problem, method: str = SPARSE) -> bool:
 
 
 def _measured(p: Problem, method: str) -> bool:
-    here = machine(p.device)
-    constants = line_of(here, _as_run(p, method), method)
-    return bool(constants and line_of(here, p, DENSE) and constants.low <= p.n / p.m <= constants.high)
+    local = machine(p.device)
+    constants = line_of(local, _as_run(p, method), method)
+    return bool(constants and line_of(local, p, DENSE) and constants.low <= p.n / p.m <= constants.high)
 
 
 def margin(method: str, p: Problem) -> float:

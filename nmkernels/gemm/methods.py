@@ -159,9 +159,9 @@ def expand(method: Method, p: Problem, other: Tensor, packed: Packed, bias: Tens
     cols = p.tokens if p.role == "wgrad" else p.cols if method.form == "rows" else p.rows
     fresh = torch.compiler.is_compiling() or torch.is_grad_enabled() or not values.is_cpu
     if step:
-        kept = Pattern(p.n, p.m).kept(cols)
-        room = None if fresh else _values.like(values, (values.shape[0], kept), dtype)
-        values = CALLS["nm_dequantize_values"](values, *step, kept, dtype, out=room)
+        stored = Pattern(p.n, p.m).kept(cols)
+        room = None if fresh else _values.like(values, (values.shape[0], stored), dtype)
+        values = CALLS["nm_dequantize_values"](values, *step, stored, dtype, out=room)
     else:
         values = values.to(dtype)
     w = CALLS["nm_decompress"](

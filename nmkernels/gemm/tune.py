@@ -226,7 +226,7 @@ def _layers(model: nn.Module, counts: Sequence[int]) -> Iterator[tuple[str, Any,
 
 def _collected(model: nn.Module, tokens: Sequence[int]) -> list[tuple[tuple[Problem, ...], Tuned]]:
     """Each distinct GEMM of a model that ``choose`` decides, with its layers; layers without one have an entry with the reason."""
-    found: dict[Any, tuple[tuple[Problem, ...], Tuned]] = {}
+    entries: dict[Any, tuple[tuple[Problem, ...], Tuned]] = {}
     for name, layer, counts in _layers(model, tokens):
         kind, shape = type(layer).__name__, layer.shape
         problems = [some for count in counts for some in layer.problems(count) if some[0].device.type in DEVICES]
@@ -237,5 +237,5 @@ def _collected(model: nn.Module, tokens: Sequence[int]) -> list[tuple[tuple[Prob
                 roles = " + ".join(q.role for q in some)
                 pattern = f"{p.n}:{p.m} {stored_as(p)}" if p.integers else f"{p.n}:{p.m}"
                 entry = Tuned([], kind, roles, (p.rows, p.cols), p.tokens, pattern, plain(p.dtype))
-            found.setdefault((kind, some or shape), (some, entry))[1].layers.append(name or "(root)")
-    return list(found.values())
+            entries.setdefault((kind, some or shape), (some, entry))[1].layers.append(name or "(root)")
+    return list(entries.values())
