@@ -277,9 +277,9 @@ class SparseLoraLinear(Linear):
             return self._mask
         base = self.get_base_layer()
         if isinstance(base, CompressedLinear):
-            kept = base.pattern.kept(base.in_features)
+            stored = base.pattern.kept(base.in_features)
             ones = ops.Compressed(
-                torch.ones(base.out_features, kept, device=base.values.device), base.indices, base.pattern, base.weight.shape
+                torch.ones(base.out_features, stored, device=base.values.device), base.indices, base.pattern, base.weight.shape
             )
             grouped, order = ones.dense() != 0, base.order
         else:
@@ -466,9 +466,9 @@ class SparseLoraLinear(Linear):
         weight, order = self.weight_and_order()
         wide = torch.promote_types(weight.dtype, torch.float32)
         lefts, rights, scales = [], [], torch.ones(weight.shape[0], dtype=wide, device=weight.device)
-        own = adapter_of(base)
-        if own is not None:
-            lefts, rights = [own[0].to(wide)], [own[1].to(wide) / own[0].shape[1]]
+        adapter = adapter_of(base)
+        if adapter is not None:
+            lefts, rights = [adapter[0].to(wide)], [adapter[1].to(wide) / adapter[0].shape[1]]
         for name in names:
             a, b = self.lora_A[name].weight.to(wide), self.lora_B[name].weight.to(wide) * self.scaling[name]
             if isinstance(self.lora_variant.get(name), SparseDoraVariant):
@@ -655,9 +655,9 @@ def export_adapter(model: nn.Module, folder: str | Path, task_type: str | None =
     if training:
         raise RecipeError(f"export_adapter: layer {training[0]!r} is still in training; call handle.finish() first.")
     tensors, ranks = {}, {}
-    for name, (_, own) in layers.items():
-        assert own is not None
-        left, right = (p.detach() for p in own)
+    for name, (_, factors) in layers.items():
+        assert factors is not None
+        left, right = (p.detach() for p in factors)
         ranks[name] = left.shape[1]
         # clone: .t() shares memory with the Parameter
         tensors[f"base_model.model.{name}.lora_A.weight"] = left.t().clone(memory_format=torch.contiguous_format)

@@ -262,8 +262,8 @@ def _with_recipe_optimizer(
                 for group in made.param_groups
             ]
             # the trainer leaves out frozen parameters, but attach finds the layers by their weights
-            own = {id(p) for group in groups for p in group["params"]}
-            frozen = [layer.parameter for layer in handle.layers.values() if layer.learned() and id(layer.parameter) not in own]
+            updated = {id(p) for group in groups for p in group["params"]}
+            frozen = [layer.parameter for layer in handle.layers.values() if layer.learned() and id(layer.parameter) not in updated]
             if frozen:
                 groups.append({"params": frozen, "weight_decay": 0.0})
             trainer.optimizer = handle.recipe.optimizer(groups, **keywords)
