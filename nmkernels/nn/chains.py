@@ -246,8 +246,8 @@ def find_chains(model: nn.Module) -> tuple[list[Chain], dict[str, str]]:
     chains: list[Chain] = []
     reasons: dict[str, str] = {}
     for producers, consumers, between, obstacles in _Channels(traces).spaces():
-        here = sorted({*producers, *consumers, *between})
-        obstacles += [f"{name} {reason}" for name in here if (reason := unfit(model.get_submodule(name)))]
+        involved = sorted({*producers, *consumers, *between})
+        obstacles += [f"{name} {reason}" for name in involved if (reason := unfit(model.get_submodule(name)))]
         images = sorted({is_plain_conv(layers[name]) for name in (*producers, *consumers)})
         if len(images) > 1:
             obstacles.append("linear layers and convolutions have their channels along different dimensions")

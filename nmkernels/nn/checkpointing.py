@@ -23,13 +23,13 @@ class Checkpointed(NMWeight):
         loads = self._loads(state_dict, prefix)
         take_buffers(self)
         # set_model_state_dict(full_state_dict=True) gives back as they are the buffers that a checkpoint does not have
-        own = {prefix + name for name, value in self._buffers.items() if value is not None and state_dict.get(prefix + name) is value}
+        unfilled = {prefix + name for name, value in self._buffers.items() if value is not None and state_dict.get(prefix + name) is value}
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self.drop()
         adopt_parameter(self)
         buffers = [name for name in self._buffers if name.startswith("nm_") and name not in self._non_persistent_buffers_set]
         saved = [prefix + name for name in (*buffers, *self.learned())]
-        absent = [key for key in saved if key not in state_dict or key in own]
+        absent = [key for key in saved if key not in state_dict or key in unfilled]
         self.restored = bool(saved) and not absent
         if not absent or not loads:
             return

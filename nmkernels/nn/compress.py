@@ -135,16 +135,16 @@ def rounded_layers(verb: str, model: nn.Module, values: str | None, group: int |
     if values is None:
         return {}
     layers: dict[str, NMWeight | CompressedLinear] = {}
-    others = []
+    floating = []
     for name, module in model.named_modules():
         if not isinstance(module, (NMWeight, CompressedLinear, CompressedStack)):
             continue
         if isinstance(module, CompressedStack) or module.layout not in MATRICES:
-            others.append(layer_name(name, module))
+            floating.append(layer_name(name, module))
         else:
             layers[name] = module
-    if others:
-        warnings.warn(f"{verb}: {FLOATING.format(values, names_of(others))}", stacklevel=3)
+    if floating:
+        warnings.warn(f"{verb}: {FLOATING.format(values, names_of(floating))}", stacklevel=3)
     return layers
 
 
@@ -176,15 +176,15 @@ def check_rounding(verb: str, name: str, layer: NMWeight | CompressedLinear, val
             )
         return
     if isinstance(layer, CompressedLinear):
-        kept, cols = layer.values, layer.in_features
+        weights, cols = layer.values, layer.in_features
     else:
         if not layer.finished:
             raise RecipeError(f"{what} is still in training; call handle.finish() first, which makes its weight N:M.")
-        kept, cols = local(layer.parameter.detach()), layer.grouped.shape[1]
+        weights, cols = local(layer.parameter.detach()), layer.grouped.shape[1]
     group_of(what, values, group, layer.pattern, cols)
-    if kept.is_meta:
+    if weights.is_meta:
         raise RecipeError(f"{what} has no data to round: its weight is on the meta device, or offloaded.")
-    if not isinstance(kept, FakeTensor) and not bool(kept.isfinite().all()):
+    if not isinstance(weights, FakeTensor) and not bool(weights.isfinite().all()):
         raise RecipeError(f"{what} has NaN or infinite values, which no integers with a step can hold.")
     if values == "int4" and layer.pattern.kept(cols) % 2 and _splits_inputs(layer):
         raise ShapeError(f"{what} has {layer.pattern.kept(cols)} values per row on each rank, which would cut a byte of two in half.")

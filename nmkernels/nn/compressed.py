@@ -471,8 +471,8 @@ class CompressedPart(CompressedLinear):
 
 def is_order(columns: Tensor, count: int) -> bool:
     """Whether ``columns`` is a permutation of ``count`` numbers."""
-    whole = columns.dtype in (torch.int32, torch.int64) and tuple(columns.shape) == (count,)
-    return whole and (columns.is_meta or torch.equal(columns.sort().values.long(), torch.arange(count, device=columns.device)))
+    plausible = columns.dtype in (torch.int32, torch.int64) and tuple(columns.shape) == (count,)
+    return plausible and (columns.is_meta or torch.equal(columns.sort().values.long(), torch.arange(count, device=columns.device)))
 
 
 def cast(weight: ops.Compressed, dtype: torch.dtype) -> ops.Compressed:

@@ -405,8 +405,8 @@ class CompressedExperts(_InFront):
         if self.__dict__.get("has_post_expert_norm"):
             y = self.post_expert_norm(y)  # type: ignore[operator]
         y = y * weights.reshape(-1)[order, None]
-        whole = y.new_zeros(tokens * choices, y.shape[-1]).index_copy(0, order, y)
-        return whole.view(tokens, choices, -1).sum(1).to(x.dtype)
+        by_token = y.new_zeros(tokens * choices, y.shape[-1]).index_copy(0, order, y)
+        return by_token.view(tokens, choices, -1).sum(1).to(x.dtype)
 
     def _times(self, name: str, x: Tensor, counts: list[int], expert_of: Tensor) -> Tensor:
         """Multiply each token by its expert's matrix of the stack ``name``, and add that expert's bias."""

@@ -148,9 +148,9 @@ def _exchanged(value: Any, pairs: Mapping[nn.Module, nn.Module], deep: int = 3) 
             if (other := _exchanged(held, pairs, deep - 1)) is not held:
                 value[key] = other
     elif deep and type(value) is tuple:
-        others = tuple(_exchanged(held, pairs, deep - 1) for held in value)
-        if any(one is not other for one, other in zip(value, others, strict=True)):
-            return others
+        exchanged = tuple(_exchanged(held, pairs, deep - 1) for held in value)
+        if any(one is not other for one, other in zip(value, exchanged, strict=True)):
+            return exchanged
     return value
 
 
