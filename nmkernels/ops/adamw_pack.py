@@ -29,8 +29,8 @@ def _masked_adamw_pack(*args: Any) -> tuple[Spec, ...]:
     if to.select not in RULES:
         raise OptionError(f"{op}: select={to.select!r} is not known; it is one of {', '.join(map(repr, RULES))}.")
     if a.params and (to.select == "held") != bool(a.masks):
-        given = f"{len(a.masks or ())} masks"
-        raise OptionError(f'{op}: select={to.select!r} with {given}; "held" prunes by the masks of the step, and only that does.')
+        counted = f"{len(a.masks or ())} masks"
+        raise OptionError(f'{op}: select={to.select!r} with {counted}; "held" prunes by the masks of the step, and only that does.')
     if to.select != "held" and (to.values or to.dense) and to.values_t:
         raise PatternError(f"{op}: select={to.select!r} cannot make rows and columns at once; see nm.ops.pack. Take held masks.")
     if to.scales and to.select != "threshold":

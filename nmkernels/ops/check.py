@@ -40,8 +40,8 @@ def check_same_dtype(op: str, first: str, a: Tensor, second: str, b: Tensor) -> 
 
 
 def check_device(op: str, **tensors: Tensor | None) -> None:
-    (first, device), *others = [(name, x.device) for name, x in tensors.items() if x is not None]
-    for name, other in others:
+    (first, device), *rest = [(name, x.device) for name, x in tensors.items() if x is not None]
+    for name, other in rest:
         if other != device:
             raise ShapeError(
                 f"{op}: {first} is on {device} and {name} is on {other}; all tensors must be on one device. "
@@ -84,10 +84,10 @@ def check_packed(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols:
         raise DtypeError(f"{op}: indices have dtype {indices.dtype}; packed indices are uint8. Make them with nm.ops.compress.")
     if cols < 0:
         raise ShapeError(f"{op}: cols is {cols}; the number of dense columns cannot be negative.")
-    kept, size = p.kept(cols), p.index_bytes(cols)
-    if not values.dim() or values.shape[-1] != kept:
+    stored, size = p.kept(cols), p.index_bytes(cols)
+    if not values.dim() or values.shape[-1] != stored:
         raise ShapeError(
-            f"{op}: values have shape {tuple(values.shape)}; {cols} columns at {p} store {kept} values per row. "
+            f"{op}: values have shape {tuple(values.shape)}; {cols} columns at {p} store {stored} values per row. "
             "Pass the number of dense columns that was compressed, and the same pattern."
         )
     if indices.shape != (*values.shape[:-1], size):

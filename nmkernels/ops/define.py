@@ -81,33 +81,33 @@ def define(
         if len(args) < total:  # torch drops trailing arguments that equal their defaults
             args += defaults[len(args) - total :]
         specs = contract(*args)
-        given = tuple(named[out] for out in outs) if named else ()
-        for out, tensor, (shape, dtype) in zip(outs, given, specs, strict=False):
+        buffers = tuple(named[out] for out in outs) if named else ()
+        for out, tensor, (shape, dtype) in zip(outs, buffers, specs, strict=False):
             _check_out(name, out, tensor, tuple(shape), dtype, device_of(args))
-        return args, given, specs
+        return args, buffers, specs
 
-    def run(fn: Callable[..., Any], args: tuple[Any, ...], given: tuple[Tensor, ...]) -> Any:
-        if given and not _writable(given, args):
+    def run(fn: Callable[..., Any], args: tuple[Any, ...], buffers: tuple[Tensor, ...]) -> Any:
+        if buffers and not _writable(buffers, args):
             results = plainly(fn, *args)
-            for tensor, result in zip(given, (results,) if single else results, strict=True):
+            for tensor, result in zip(buffers, (results,) if single else results, strict=True):
                 tensor.detach().copy_(result)
             return None
-        result = plainly(fn, *args, out=given[0] if single else given) if given else plainly(fn, *args)
-        written = list(given)
+        result = plainly(fn, *args, out=buffers[0] if single else buffers) if buffers else plainly(fn, *args)
+        written = list(buffers)
         for position in mutates:
             written += args[position] or ()
         increment_version(written)  # as torch's own in-place ops do, so that caches and autograd notice it
-        return None if given else result
+        return None if buffers else result
 
     def kernel(*args: Any, **named: Tensor) -> Any:
-        args, given, _ = checked(args, named)
-        return run(_chosen(name, args, given), args, given)
+        args, buffers, _ = checked(args, named)
+        return run(_chosen(name, args, buffers), args, buffers)
 
     def fake(*args: Any, **named: Tensor) -> Any:
         if torch.onnx.is_in_onnx_export():
             raise NMError(NO_ONNX.format(name))
-        args, given, specs = checked(args, named)
-        if given:
+        args, buffers, specs = checked(args, named)
+        if buffers:
             return None
         results = tuple(torch.empty(shape, dtype=dtype, device=device_of(args)) for shape, dtype in specs)
         return results[0] if single else results
@@ -129,12 +129,12 @@ def define(
     def call(*args: Any, out: Any = None, backend: str = "") -> Any:
         if len(args) < total:
             args += defaults[len(args) - total :]
-        given = () if out is None else (out,) if single else out
-        kind = kind_of(name, args, given, backend)
+        buffers = () if out is None else (out,) if single else out
+        kind = kind_of(name, args, buffers, backend)
         fn = None if kind is None else dispatch.plans.get(kind)
         if fn is None and backend and kind is not None:
-            args, given, _ = checked(args, dict(zip(outs, given, strict=True)))
-            fn = _chosen(name, args, given, backend)
+            args, buffers, _ = checked(args, dict(zip(outs, buffers, strict=True)))
+            fn = _chosen(name, args, buffers, backend)
         if fn is None:
             if any(isinstance(arg, Tensor) and is_sharded(arg) for arg in args):  # a traced constant has no type to ask for
                 from . import sharded  # registers sharding rules for DTensor
@@ -142,20 +142,20 @@ def define(
                 sharded.check(name, out)
             if op_out is None or out is None:
                 return op(*args)
-            op_out(*args, **dict(zip(outs, given, strict=True)))
+            op_out(*args, **dict(zip(outs, buffers, strict=True)))
             return out
         if out is None and not mutates and not torch._C._is_any_autocast_enabled():
             return fn(*args)  # no argument requires grad, or grad mode is off
-        result = run(fn, args, given)
+        result = run(fn, args, buffers)
         return result if out is None else out
 
     CALLS[name], CONTRACTS[name] = call, contract
     return call
 
 
-def _chosen(name: str, args: tuple[Any, ...], given: tuple[Tensor, ...], backend: str = "") -> Callable[..., Any]:
+def _chosen(name: str, args: tuple[Any, ...], buffers: tuple[Tensor, ...], backend: str = "") -> Callable[..., Any]:
     """The function that runs a call; cached per kind of call once it has passed its check on this machine."""
-    kind = plainly(kind_of, name, args, given, backend)
+    kind = plainly(kind_of, name, args, buffers, backend)
     fn = None if kind is None else dispatch.plans.get(kind)
     while fn is None:
         entry, lasting = dispatch.decide(name, args, backend)
@@ -170,7 +170,7 @@ def _chosen(name: str, args: tuple[Any, ...], given: tuple[Tensor, ...], backend
     return fn
 
 
-def kind_of(name: str, args: Sequence[Any], given: Sequence[Tensor] = (), backend: str = "") -> tuple[Any, ...] | None:
+def kind_of(name: str, args: Sequence[Any], buffers: Sequence[Tensor] = (), backend: str = "") -> tuple[Any, ...] | None:
     """The cache key of a call of ``name``; None if torch's dispatcher has to handle the call.
 
     That is so while compiling, in torch modes, functorch, tracing, profiling and forward mode, and for arguments that are not plain
@@ -188,7 +188,7 @@ def kind_of(name: str, args: Sequence[Any], given: Sequence[Tensor] = (), backen
         return None
     recording = torch.is_grad_enabled()
     kind: list[Any] = [name, dispatch.environment.get(dispatch.ENV_KEY) or backend]
-    rest = [*args, *given]
+    rest = [*args, *buffers]
     for x in rest:  # grows by the elements of lists
         cls = type(x)
         if cls is Tensor or cls is Parameter:

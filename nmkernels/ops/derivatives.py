@@ -50,7 +50,7 @@ class _Refused(_SingleLevelFunction):
 
 def with_autograd(name: str, op: torch._ops.OpOverload, kernel: Kernel) -> Kernel:
     """The kernel for ``op``'s Autograd key: runs ``kernel`` and refuses derivatives."""
-    direct, others = set[int](), set[int]()  # key sets where only a device kernel follows autograd, and all others
+    direct, dispatched = set[int](), set[int]()  # key sets where only a device kernel follows autograd, and all others
     only = len([a for a in op._schema.arguments if "Tensor" in str(a.type)]) == 1
 
     def autograd(keyset: Any, *args: Any, **outs: Tensor) -> Any:
@@ -58,9 +58,9 @@ def with_autograd(name: str, op: torch._ops.OpOverload, kernel: Kernel) -> Kerne
         wanted = torch.is_grad_enabled() and (args[0].requires_grad if only else torch._C._any_requires_grad(*args, **outs))
         if not wanted and keys in direct and forward_ad._current_level < 0:
             return kernel(*args, **outs)
-        if keys not in direct and keys not in others:
+        if keys not in direct and keys not in dispatched:
             alone = (keyset & torch._C._after_ADInplaceOrView_keyset).highestPriorityTypeId() in _NATIVE
-            (direct if alone else others).add(keys)
+            (direct if alone else dispatched).add(keys)
         return derived(keyset, wanted, *args, **outs)
 
     def derived(keyset: Any, wanted: bool, *args: Any, **outs: Tensor) -> Any:

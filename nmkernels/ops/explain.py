@@ -63,8 +63,8 @@ def explain(what: str | Module, *args: Any, **kwargs: Any) -> str:
     """
     if isinstance(what, Module):
         return _of_layer(what, *args, **kwargs)
-    op, given = _raw_call(what, args, kwargs)
-    return dispatch.verdicts(op, *given)
+    op, op_args = _raw_call(what, args, kwargs)
+    return dispatch.verdicts(op, *op_args)
 
 
 def _raw_call(name: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
@@ -91,8 +91,8 @@ def _raw_call(name: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     except NMError:
         raise
     except (TypeError, AttributeError, ValueError, RuntimeError) as error:
-        given = ", ".join((*map(_short, args), *(f"{key}={_short(value)}" for key, value in kwargs.items())))
-        raise NMError(f"explain: {name!r} takes {takes} and got ({given}): {str(error).splitlines()[0]}") from error
+        passed = ", ".join((*map(_short, args), *(f"{key}={_short(value)}" for key, value in kwargs.items())))
+        raise NMError(f"explain: {name!r} takes {takes} and got ({passed}): {str(error).splitlines()[0]}") from error
     if reached is None:
         raise NMError(f"explain: {name} is plain torch on every device; no backend is chosen for it.")
     return reached.op, reached.arguments
@@ -117,13 +117,13 @@ def _of_layer(layer: Module, *args: Any, **kwargs: Any) -> str:
         way = f"Ask for one of its layers ({some}): nm.explain(model.get_submodule(name), x)." if inside else "Nor has it such a layer."
         raise NMError(f"explain: {kind} is not a layer whose GEMM an op does. {way}")
     if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor):
-        given = ", ".join((*map(_short, args), *kwargs))
-        raise NMError(f"explain: with a {kind} it takes its input x, a tensor, and got ({given}).")
+        passed = ", ".join((*map(_short, args), *kwargs))
+        raise NMError(f"explain: with a {kind} it takes its input x, a tensor, and got ({passed}).")
     with torch.no_grad():
-        given, instead = as_op(args[0])
+        op_args, instead = as_op(args[0])
         op = "nm_linear_integers" if getattr(layer, "step", None) is not None else "nm_linear"
-        CONTRACTS[op](*given)
-    return dispatch.verdicts(op, *given) + (f"\n  {instead}" if instead else "")
+        CONTRACTS[op](*op_args)
+    return dispatch.verdicts(op, *op_args) + (f"\n  {instead}" if instead else "")
 
 
 def _parameters(function: Any) -> str:

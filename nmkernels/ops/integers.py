@@ -39,8 +39,8 @@ def check_integers(op: str, values: Tensor, indices: Tensor, step: Tensor, n: in
         )
     if indices.dtype != torch.uint8:
         raise DtypeError(f"{op}: indices have dtype {indices.dtype}; packed indices are uint8. Make them with nm.ops.compress.")
-    kept, lead = p.kept(cols), tuple(values.shape[:-1])
-    stored = kept if bits == 8 else -(-kept // 2)
+    width, lead = p.kept(cols), tuple(values.shape[:-1])
+    stored = width if bits == 8 else -(-width // 2)
     for what, tensor, size in (("values", values, stored), ("indices", indices, p.index_bytes(cols))):
         if not values.dim() or tuple(tensor.shape) != (*lead, size):
             raise ShapeError(
@@ -67,11 +67,11 @@ def _quantize_values(values: Tensor, bits: int, steps: int) -> tuple[Spec, ...]:
     check_float(op, "the values", values)
     if bits not in LARGEST:
         raise OptionError(f"{op}: bits={bits} is neither 8 nor 4.")
-    kept = values.shape[-1] if values.dim() else 0
-    if not values.dim() or steps < 1 or kept % steps:
+    width = values.shape[-1] if values.dim() else 0
+    if not values.dim() or steps < 1 or width % steps:
         raise ShapeError(f"{op}: values of shape {tuple(values.shape)} cannot have {steps} steps per row.")
     lead = tuple(values.shape[:-1])
-    stored = (kept, torch.int8) if bits == 8 else (-(-kept // 2), torch.uint8)
+    stored = (width, torch.int8) if bits == 8 else (-(-width // 2), torch.uint8)
     return ((*lead, stored[0]), stored[1]), ((*lead, steps), torch.bfloat16)
 
 

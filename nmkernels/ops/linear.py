@@ -90,8 +90,8 @@ def operand_for(x: Tensor, c: Operand) -> tuple[Tensor, Tensor]:
         capturing(x.device) and (c.values._version or c.indices._version or name not in c._layouts)
     ):
         return c.values, c.indices
-    found: tuple[Tensor, Tensor] = c.layout(name, lambda c: (c.values, nm_metadata(c.indices, cols, layout)))
-    return found
+    operand: tuple[Tensor, Tensor] = c.layout(name, lambda c: (c.values, nm_metadata(c.indices, cols, layout)))
+    return operand
 
 
 @cache

@@ -135,8 +135,8 @@ def pack(
         (tensor([[-2.,  3.]], dtype=torch.bfloat16), tensor([[14]], dtype=torch.uint8), None)
     """
     p = as_pattern(pattern)
-    select, given = ("given" if check else "held", mask) if isinstance(mask, Tensor) else (mask, None)
-    buffers = nm_pack(w, p.n, p.m, select, given, scale, dtype, rows, columns, layout, dense)
+    select, explicit = ("given" if check else "held", mask) if isinstance(mask, Tensor) else (mask, None)
+    buffers = nm_pack(w, p.n, p.m, select, explicit, scale, dtype, rows, columns, layout, dense)
     return _packed(buffers, w.shape, p, rows, columns, layout, dense)
 
 

@@ -55,8 +55,8 @@ def check(name: str, out: Any) -> None:
 
 def is_nm(w: Any, n: int, m: int) -> bool:
     """Whether every group of the DTensor ``w`` is N:M; all ranks must call it, and get the same result."""
-    kept = [p if p.is_replicate() or getattr(p, "dim", w.ndim) < w.ndim - 1 else Replicate() for p in w.placements]
-    w = w.redistribute(placements=kept)
+    placements = [p if p.is_replicate() or getattr(p, "dim", w.ndim) < w.ndim - 1 else Replicate() for p in w.placements]
+    w = w.redistribute(placements=placements)
     part: Tensor = local(w)
     wrong = torch.tensor([float(not reference.is_nm(part, n, m))], dtype=torch.float32, device=part.device)
     return float(reduced({groups_of(w): wrong})) == 0

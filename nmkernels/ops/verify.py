@@ -136,20 +136,20 @@ def enabled() -> bool:
 def known(device: torch.device) -> dict[str, str]:
     """The checks of families on a device with the current versions: backend and call → error, empty if correct."""
     prefix, lines = _prefix(device), TABLE.lines().items()
-    found = {name: line["wrong"] for name, line in lines if name.startswith(prefix) and isinstance(line.get("wrong"), str)}
-    return {name.removeprefix(prefix).replace("|", " "): wrong for name, wrong in found.items()}
+    verdicts = {name: line["wrong"] for name, line in lines if name.startswith(prefix) and isinstance(line.get("wrong"), str)}
+    return {name.removeprefix(prefix).replace("|", " "): wrong for name, wrong in verdicts.items()}
 
 
-def record(found: Mapping[str, str]) -> None:
+def record(verdicts: Mapping[str, str]) -> None:
     """Use these results from now on, in this process and, if the table is writable, in later ones."""
     with suppress(OSError):
-        TABLE.store({name: {"wrong": wrong} for name, wrong in found.items()})
+        TABLE.store({name: {"wrong": wrong} for name, wrong in verdicts.items()})
 
 
 def _verdict(name: str) -> str | None:
     """The error of a family, empty if it is correct; None if unknown."""
-    found = (TABLE.get(name) or {}).get("wrong")
-    return found if isinstance(found, str) else "" if name in _unjudged else None
+    wrong = (TABLE.get(name) or {}).get("wrong")
+    return wrong if isinstance(wrong, str) else "" if name in _unjudged else None
 
 
 def _check(entry: Impl, args: Sequence[Any], name: str) -> str:
@@ -187,15 +187,15 @@ def _warn(entry: Impl, device: torch.device, name: str, wrong: str) -> None:
 def family(entry: Impl, args: Sequence[Any]) -> str:
     """The family of a call by a backend, which is the key of its line in the table."""
     kind = entry.op, entry.backend, *_kind(args)
-    found = _families.get(kind)
-    if found is None:
+    name = _families.get(kind)
+    if name is None:
         from ..testing.calls import small  # imported only if something is checked
 
         if len(_families) >= REMEMBERED:
             _families.clear()
         where = "".join(f", {HOST[entry.op][i]} on the CPU" for i in _on_host(entry.op, args))
-        found = _families[kind] = f"{_prefix(device_of(args))}{entry.backend}|{words(entry.op, small(entry.op, args))}{where}"
-    return found
+        name = _families[kind] = f"{_prefix(device_of(args))}{entry.backend}|{words(entry.op, small(entry.op, args))}{where}"
+    return name
 
 
 def _op_and_backend(name: str) -> tuple[str, str]:
@@ -284,9 +284,9 @@ def examine(entry: Impl, true: Truth, device: torch.device, on_host: Sequence[in
 def _compare(fn: Callable[..., Any], true: Truth, device: torch.device, on_host: Sequence[int]) -> str:
     from ..testing.compare import assert_equal_bits, assert_no_worse  # imported only if something is checked
 
-    given = placed(true.args, device, on_host)
+    inputs = placed(true.args, device, on_host)
     try:
-        got = fn(*given)
+        got = fn(*inputs)
         if true.op in ROUNDED:
             # tensor cores keep about 14 bits of a sum of 8-bit floats, regardless of the result's dtype
             dtype = torch.bfloat16 if true.args[0].dtype in EIGHT_BIT_FLOATS else true.result.dtype
@@ -295,7 +295,7 @@ def _compare(fn: Callable[..., Any], true: Truth, device: torch.device, on_host:
             near = torch.isclose(got.cpu(), true.result, rtol=1e-6, atol=1e-12, equal_nan=True)  # torch.testing takes 0.5 s to import
             if got.shape != true.result.shape or not near.all():
                 return f"differed from the reference: {got.tolist()} is not {true.result.tolist()}"
-            assert_equal_bits(given, true.written)
+            assert_equal_bits(inputs, true.written)
         else:
             assert_equal_bits(got, true.result)
     except AssertionError as error:
