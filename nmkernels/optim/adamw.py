@@ -124,8 +124,8 @@ class MaskedAdamW(torch.optim.AdamW):
             self._init_masks()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"states": self.states, "rounding": self.rounding, "seed": self.seed}
-        return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups, **own}
+        settings = {"states": self.states, "rounding": self.rounding, "seed": self.seed}
+        return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups, **settings}
 
     @torch.no_grad()
     @_disable_dynamo  # one kernel call: a graph is no faster, and would be recompiled for every learning rate
