@@ -59,12 +59,12 @@ class OneShot:
 
 def registered() -> dict[str, type[OneShot]]:
     """All methods by name."""
-    found, todo = {}, [OneShot]
+    methods, todo = {}, [OneShot]
     while todo:
         kinds = todo.pop().__subclasses__()
-        found.update({kind.__name__.lower(): kind for kind in kinds})
+        methods.update({kind.__name__.lower(): kind for kind in kinds})
         todo += kinds
-    return dict(sorted(found.items()))
+    return dict(sorted(methods.items()))
 
 
 def resolve(method: OneShot | str) -> OneShot:
@@ -93,5 +93,5 @@ def resolve(method: OneShot | str) -> OneShot:
 
 def text(method: OneShot) -> str:
     """A method as one line that ``resolve`` reads, without the settings at their defaults."""
-    own = ", ".join(f"{f.name}={value!r}" for f in fields(method) if (value := getattr(method, f.name)) != f.default)
-    return type(method).__name__.lower() + (f"({own})" if own else "")
+    options = ", ".join(f"{f.name}={value!r}" for f in fields(method) if (value := getattr(method, f.name)) != f.default)
+    return type(method).__name__.lower() + (f"({options})" if options else "")

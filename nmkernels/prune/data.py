@@ -88,14 +88,14 @@ def batches_of(data: Iterable[Any], model: Any) -> list[Any]:
     if isinstance(data, Mapping) or (isinstance(data, (Tensor, np.ndarray)) and data.ndim < 3):
         raise RecipeError(f"prune_: data is a single batch, {described(data)}; pass [data], or its parts, data.split(8).")
     try:
-        found = [_plain(batch, number, model) for number, batch in enumerate(data, 1)]
+        batches = [_plain(batch, number, model) for number, batch in enumerate(data, 1)]
     except TypeError as error:
         if isinstance(data, Iterable):
             raise
         raise RecipeError(f"prune_: data is {described(data)}, and must be batches of what the model takes. {FORM}") from error
-    if not found:
+    if not batches:
         raise RecipeError("prune_: data has no batch; pass a list of batches, or a DataLoader. A generator can be read only once.")
-    return found
+    return batches
 
 
 def _plain(batch: Any, number: int, model: Any) -> Any:

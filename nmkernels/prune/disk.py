@@ -129,8 +129,8 @@ def class_of(folder: Path, config: dict[str, Any]) -> tuple[Any, Any]:
     named = next(iter(config.get("architectures") or ()), None)
     kind = getattr(transformers, named, None) if isinstance(named, str) else None
     if kind is None:
-        own = " from code in the folder, which is not run" if config.get("auto_map") else ""
-        what = f"the architecture {named!r}{own}" if named else "no architecture"
+        remark = " from code in the folder, which is not run" if config.get("auto_map") else ""
+        what = f"the architecture {named!r}{remark}" if named else "no architecture"
         raise CheckpointError(f"{folder / CONFIG} names {what}; transformers {transformers.__version__} has to know it.")
     try:
         return kind, transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -168,19 +168,19 @@ def open_folder(
     shared = next((key for key in tied if any(key.startswith(f"{block}.") for block in blocks)), None)
     places = _places(skeleton, blocks)
     del skeleton, chosen
-    whole = "it has no blocks" if not blocks else f"{shared!r} is shared between modules" if shared else ""
-    if not whole and find_spec("accelerate") is None:
-        whole = "accelerate is not installed"
+    reason = "it has no blocks" if not blocks else f"{shared!r} is shared between modules" if shared else ""
+    if not reason and find_spec("accelerate") is None:
+        reason = "accelerate is not installed"
     wanted: dict[str, Any] = {"dtype": dtype or "auto", "local_files_only": True, "output_loading_info": True}
     model: Any = None
     loader = None
-    if not whole:
+    if not reason:
         model = _loaded(kind, folder, offload, device_map=places, offload_folder=str(offload), **wanted)
         loader = _undispatched(model)
         strange = next((name for name, t in _tensors(model) if t.is_meta and (loader is None or name not in loader)), None)
-        whole = f"transformers does not read {strange!r} from disk" if strange else ""
-    if whole:
-        log.info("%s is loaded whole: %s", folder, whole)
+        reason = f"transformers does not read {strange!r} from disk" if strange else ""
+    if reason:
+        log.info("%s is loaded whole: %s", folder, reason)
         model, loader = _loaded(kind, folder, offload, **wanted), None
     return model, OnDisk(model, loader, device)
 

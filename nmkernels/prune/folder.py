@@ -426,14 +426,14 @@ def carry_over(source: Path, folder: Path, replaced: Set[str]) -> list[str]:
     with suppress(OSError, ValueError):
         modules = json.loads((source / MODULES).read_bytes())
     modules = modules if isinstance(modules, list) else []
-    own = {str(module.get("path")).partition("/")[0] for module in modules if isinstance(module, dict)}
+    module_folders = {str(module.get("path")).partition("/")[0] for module in modules if isinstance(module, dict)}
     left = []
     for path in sorted(source.iterdir()):
         name = path.name
         if name.startswith(".") or name in OWN or name in replaced:
             continue
         inside = [path] if path.is_file() else [part for part in path.rglob("*") if part.is_file()]
-        if name not in own and any(fnmatchcase(part.name, each) for part in inside for each in WEIGHTS):
+        if name not in module_folders and any(fnmatchcase(part.name, each) for part in inside for each in WEIGHTS):
             left.append(name)
         elif path.is_file():
             shutil.copyfile(path, folder / name)

@@ -147,8 +147,8 @@ class Hessians:
         if lost:
             source = min(lost, key=lambda source: lost[source][0][0])
             first, tokens = lost[source][0][0], sum(count for _, count in lost[source])
-            others = [self._problems[other].name for other in lost if other != source]
-            also = f" So did {listed(others)}." if others else ""
+            also_lost = [self._problems[other].name for other in lost if other != source]
+            also = f" So did {listed(also_lost)}." if also_lost else ""
             warnings.warn(
                 f"prune_: layer {self._problems[source].name!r} got NaN or infinite input values in {tokens} tokens, first in "
                 f"batch {first}.{also} Such tokens are left out. If they are not padding, prune in bfloat16 or float32.",

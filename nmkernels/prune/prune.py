@@ -164,8 +164,8 @@ class Pruning:
     @property
     def settings(self) -> dict[str, Any]:
         """How the model is pruned, by the names of the arguments."""
-        own = {name: getattr(self, name) for name in ("sequential", "permute", "values", "group")}
-        return {"pattern": str(self.pattern), "method": text(self.method), **own}
+        options = {name: getattr(self, name) for name in ("sequential", "permute", "values", "group")}
+        return {"pattern": str(self.pattern), "method": text(self.method), **options}
 
     def run(
         self,
@@ -287,8 +287,8 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor | str]]:
 def configuration(model: nn.Module) -> list[str]:
     """What its modules, and a model of transformers, say of their settings."""
     config: Any = getattr(model, "config", None)
-    found = (model, config.to_dict() if hasattr(config, "to_dict") else None)
-    return [re.sub(" at 0x[0-9a-f]+", "", repr(each)) for each in found]  # of a function, its place in memory
+    described = (model, config.to_dict() if hasattr(config, "to_dict") else None)
+    return [re.sub(" at 0x[0-9a-f]+", "", repr(each)) for each in described]  # of a function, its place in memory
 
 
 def sample(matrix: Tensor) -> Tensor:

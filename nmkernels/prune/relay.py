@@ -77,20 +77,20 @@ def block_lists(model: nn.Module, layers: Sequence[Candidate], names: Sequence[s
             if name not in modules or not list(modules[name].children()):
                 raise RecipeError(f"prune_: blocks={list(names)}: the model has no module {name!r} with children, whose blocks these are.")
         return {name: list(modules[name].children()) for name in names}
-    own = {id(c.module) for c in layers}
-    found: dict[str, list[nn.Module]] = {}
+    layer_ids = {id(c.module) for c in layers}
+    lists: dict[str, list[nn.Module]] = {}
     inside: set[int] = set()
     for name, module in modules.items():
         if id(module) in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
         children = list(module)
         alike = len({type(child) for child in children}) <= (2 if isinstance(module, nn.ModuleList) else 1)
-        if len(children) < 2 or not alike or any(id(child) in own or isinstance(child, nn.ModuleList) for child in children):
+        if len(children) < 2 or not alike or any(id(child) in layer_ids or isinstance(child, nn.ModuleList) for child in children):
             continue
-        if any(id(part) in own for child in children for part in child.modules()):
-            found[name] = children
+        if any(id(part) in layer_ids for child in children for part in child.modules()):
+            lists[name] = children
             inside |= {id(part) for part in module.modules()}
-    return found
+    return lists
 
 
 class Relay:
@@ -153,10 +153,10 @@ class Relay:
             with torch.inference_mode(False), torch.no_grad(), uncached_autocast(), uncompiled():
                 yield
         finally:
-            for module, own in before.items():
+            for module, forward in before.items():
                 module.__dict__.pop("forward", None)
-                if own is not None:
-                    module.__dict__["forward"] = own
+                if forward is not None:
+                    module.__dict__["forward"] = forward
             for module, mode in modes.items():
                 module.training = mode
 

@@ -98,11 +98,11 @@ class Results:
         path = folder / RUN
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            others = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+            entries = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
         if not path.exists():
-            if others:
+            if entries:
                 raise CheckpointError(
-                    f"prune_: folder={str(folder)!r} holds other files ({', '.join(others[:3])}); pass an empty or a new folder."
+                    f"prune_: folder={str(folder)!r} holds other files ({', '.join(entries[:3])}); pass an empty or a new folder."
                 )
             atomic_write(path, lambda temporary: temporary.write_text(json.dumps(identity, indent=2)))
             return
@@ -207,17 +207,17 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def digest(values: Any) -> str:
     """The first 16 hexadecimal digits of a SHA-256 over all tensors and plain values in ``values``."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     leaves, structure = pytree.tree_flatten(values)
-    found.update(repr(structure).encode())
+    sha.update(repr(structure).encode())
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+            sha.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
             plain: Any = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            found.update(plain)
+            sha.update(plain)
         else:
-            found.update(repr(leaf).encode())
-    return found.hexdigest()[:16]
+            sha.update(repr(leaf).encode())
+    return sha.hexdigest()[:16]
 
 
 def _short(value: object) -> str:

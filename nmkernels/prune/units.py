@@ -127,8 +127,8 @@ def _prune_unit(
         parts = gathered({name: (c.values.cpu(), c.indices.cpu(), c.shape, row) for name, (c, row) in solved.items()})
         solved = {name: (ops.Compressed(v, i, pattern, tuple(shape)), row) for part in parts for name, (v, i, shape, row) in part.items()}
     for c in unit.layers:
-        own = [solved[p.name] for p in problems if p.candidate is c]
-        values, indices = (torch.cat([getattr(packed, part) for packed, _ in own]).cpu() for part in ("values", "indices"))
+        results = [solved[p.name] for p in problems if p.candidate is c]
+        values, indices = (torch.cat([getattr(packed, part) for packed, _ in results]).cpu() for part in ("values", "indices"))
         done.layers[c.name] = ops.Compressed(values, indices, pattern, c.matrix_shape)
     done.rows = {p.name: solved[p.name][1] for p in problems}
     return done
@@ -161,17 +161,17 @@ def _reorder(
         for name in names:
             h, _ = means[layers[name].source]
             scores.append((layers[name].candidate.matrix.to(h.dtype).abs() * h.diagonal().sqrt()).reshape(-1, chain.channels))
-        found = search_permutation(torch.cat(scores), pattern, progress=partial(log.info, "%s: %s", ", ".join(names)))
-        said = f"the mask keeps {found.after:.4f} of Wanda's score instead of {found.before:.4f}"
-        done.gains.update(dict.fromkeys(names, f"reordered with the outputs of {', '.join(chain.producers)}: {said}"))
-        if found.after <= found.before:
+        search = search_permutation(torch.cat(scores), pattern, progress=partial(log.info, "%s: %s", ", ".join(names)))
+        gain = f"the mask keeps {search.after:.4f} of Wanda's score instead of {search.before:.4f}"
+        done.gains.update(dict.fromkeys(names, f"reordered with the outputs of {', '.join(chain.producers)}: {gain}"))
+        if search.after <= search.before:
             done.gains.update(dict.fromkeys(names, "left alone: no order was found that keeps more"))
             continue
-        done.orders.append((names[0], found.order.tolist()))
+        done.orders.append((names[0], search.order.tolist()))
         for source in {layers[name].source for name in names}:
             h, tokens = means[source]
             # of a convolution the channels are innermost
-            order = torch.arange(len(h), device=h.device).view(-1, chain.channels)[:, found.order.to(h.device)].flatten()
+            order = torch.arange(len(h), device=h.device).view(-1, chain.channels)[:, search.order.to(h.device)].flatten()
             means[source] = h[order][:, order], tokens
 
 

@@ -41,16 +41,16 @@ class SparseGPT(OneShot):
             end = min(begin + block, cols)
             errors = torch.zeros_like(wt[begin:end])
             for first in range(begin, end, m):
-                group, own = wt[first : first + m], u[first : first + m, first : first + m]
-                scores = (group / own.diagonal()[:, None]).t()
+                group, factor = wt[first : first + m], u[first : first + m, first : first + m]
+                scores = (group / factor.diagonal()[:, None]).t()
                 keep[first : first + m] = self.mask(scores.contiguous(), pattern).t()
                 pruned = ~keep[first : first + m]
                 error = errors[first - begin : first - begin + m]
                 for j in range(m):
-                    torch.mul(group[j], pruned[j], out=error[j]).div_(own[j, j])
+                    torch.mul(group[j], pruned[j], out=error[j]).div_(factor[j, j])
                     group[j].masked_fill_(pruned[j], 0.0)
                     if j + 1 < m:
-                        group[j + 1 :].addr_(own[j, j + 1 :], error[j], alpha=-1)
+                        group[j + 1 :].addr_(factor[j, j + 1 :], error[j], alpha=-1)
                 if first + m < end:
                     wt[first + m : end].addmm_(u[first : first + m, first + m : end].t(), error, alpha=-1)
             if end < cols:
