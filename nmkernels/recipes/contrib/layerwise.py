@@ -46,20 +46,20 @@ def allocate(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], 
         raise RecipeError(f"even the cheapest choices cost {least}, more than the budget of {budget}.")
     unit = math.gcd(*(cost for item in costs for cost in item)) or 1
     unit *= -(-(budget // unit + 1) // SUMS)
-    whole = [[round(cost / unit) for cost in item] for item in costs]
-    limit = max(budget // unit, sum(item[0] for item in whole))
+    in_units = [[round(cost / unit) for cost in item] for item in costs]
+    limit = max(budget // unit, sum(item[0] for item in in_units))
     best = torch.full((limit + 1,), torch.inf, dtype=torch.float64)
     best[0] = 0.0
     trail = []
-    for item, values in zip(whole, losses, strict=True):
+    for item, values in zip(in_units, losses, strict=True):
         # the least loss at each sum with this item too, and which of its choices gives it, the first of equal ones
         new, taken = torch.full_like(best, torch.inf), torch.zeros(limit + 1, dtype=torch.int16)
         for place, (cost, loss) in enumerate(zip(item, values, strict=True)):
             if cost > limit:
                 break
-            sums, here = best[: limit + 1 - cost] + loss, new[cost:]
-            less = sums < here
-            torch.where(less, sums, here, out=here)
+            sums, best_so_far = best[: limit + 1 - cost] + loss, new[cost:]
+            less = sums < best_so_far
+            torch.where(less, sums, best_so_far, out=best_so_far)
             taken[cost:].masked_fill_(less, place)
         best = new
         trail.append(taken)
@@ -67,7 +67,7 @@ def allocate(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], 
     chosen = [0] * len(costs)
     for i in reversed(range(len(costs))):
         chosen[i] = int(trail[i][at])
-        at -= whole[i][chosen[i]]
+        at -= in_units[i][chosen[i]]
 
     def rise(i: int) -> float:
         c = chosen[i]
@@ -128,12 +128,12 @@ class LayerWise(Composite):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = {name: str(Pattern(p)) for name, p in _table("given", self.given, (str, Pattern)).items()}
+        fixed = {name: str(Pattern(p)) for name, p in _table("given", self.given, (str, Pattern)).items()}
         rows = {name: as_number(times) for name, times in _table("rows", self.rows, (object,)).items()}
         if any(times is None or times <= 0 for times in rows.values()):
             raise RecipeError(f"LayerWise: rows={self.rows!r} must be finite numbers above 0.")
         # as text, so that the recipe has a hash
-        object.__setattr__(self, "given", json.dumps(given) if given else None)
+        object.__setattr__(self, "given", json.dumps(fixed) if fixed else None)
         object.__setattr__(self, "rows", json.dumps(rows) if rows else None)
         inner = self.inner
         assert isinstance(inner, Recipe)
@@ -148,7 +148,7 @@ class LayerWise(Composite):
             )
         if inner.final == "dense" and first_stage(inner).phase == 0:
             raise RecipeError(f"LayerWise: {kind} trains nothing sparse, so there is no budget to share out.")
-        for pattern in {*self._options(), *map(Pattern, given.values())}:
+        for pattern in {*self._options(), *map(Pattern, fixed.values())}:
             try:
                 replace(inner, pattern=pattern)
             except NMError as error:
@@ -158,8 +158,8 @@ class LayerWise(Composite):
         p = Pattern(self.pattern)
         if self.rule is None or p.n == p.m:
             return [p]
-        kept = range(1, p.m) if self.choices == "all" else [1 << i for i in range((p.m - 1).bit_length())]
-        return [Pattern(n, p.m) for n in kept]
+        counts = range(1, p.m) if self.choices == "all" else [1 << i for i in range((p.m - 1).bit_length())]
+        return [Pattern(n, p.m) for n in counts]
 
     @property
     def setup(self) -> Setup:
@@ -167,13 +167,13 @@ class LayerWise(Composite):
 
     def _patterns(self, weights: Mapping[str, Tensor]) -> dict[str, Pattern]:
         """N:M of each layer, from the present weights ``(out, in)`` by name; rules that read them give all the same on the meta device."""
-        given = {name: Pattern(p) for name, p in _matched("given", _table("given", self.given, (str,)), weights).items()}
+        fixed = {name: Pattern(p) for name, p in _matched("given", _table("given", self.given, (str,)), weights).items()}
         rows = _matched("rows", _table("rows", self.rows, (int, float)), weights)
-        shared = [name for name in weights if name not in given]
+        shared = [name for name in weights if name not in fixed]
         options, p = self._options(), Pattern(self.pattern)
         if len(options) == 1 or not shared:
-            return {name: given.get(name, p) for name in weights}
-        if p.n == 1 and not given:
+            return {name: fixed.get(name, p) for name in weights}
+        if p.n == 1 and not fixed:
             warnings.warn(
                 f"LayerWise: groups of {p.m} keep at least 1, which is the whole budget, so every layer gets {p}. Write the budget with "
                 f'larger groups, as LayerWise("4:{4 * p.m}").',
@@ -182,7 +182,7 @@ class LayerWise(Composite):
         size = {name: Fraction(rows.get(name, 1)).limit_denominator(10**6) * w.numel() for name, w in weights.items()}
         costs = [[size[name] * o.n / o.m for o in options] for name in shared]
         total = sum(size.values())
-        budget = Fraction(p.n, p.m) * total - sum(size[name] * q.n / q.m for name, q in given.items())
+        budget = Fraction(p.n, p.m) * total - sum(size[name] * q.n / q.m for name, q in fixed.items())
         least = sum(item[0] for item in costs)
         if least > budget:
             raise RecipeError(
@@ -192,13 +192,13 @@ class LayerWise(Composite):
         if self.rule == "erk":
             losses = _erk({name: weights[name] for name in shared}, {name: float(size[name]) for name in shared}, options, float(budget))
         elif any(weights[name].is_meta for name in shared):
-            return {name: given.get(name, p if p in options else options[0]) for name in weights}
+            return {name: fixed.get(name, p if p in options else options[0]) for name in weights}
         else:
             losses = [_pruned(name, weights[name], options, self.rule == "energy", float(size[name])) for name in shared]
         unit = math.lcm(budget.denominator, *(c.denominator for item in costs for c in item))
-        whole = [[int(c * unit) for c in item] for item in costs]
-        chosen = dict(zip(shared, allocate(whole, losses, int(budget * unit), fill=self.rule == "erk"), strict=True))
-        return {name: options[chosen[name]] if name in chosen else given[name] for name in weights}
+        in_units = [[int(c * unit) for c in item] for item in costs]
+        chosen = dict(zip(shared, allocate(in_units, losses, int(budget * unit), fill=self.rule == "erk"), strict=True))
+        return {name: options[chosen[name]] if name in chosen else fixed[name] for name in weights}
 
 
 def _table(key: str, given: Mapping[str, Any] | str | None, kinds: tuple[type, ...]) -> dict[str, Any]:

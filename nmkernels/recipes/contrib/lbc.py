@@ -135,8 +135,8 @@ class LBC(ScheduledRecipe):
 
     @property
     def setup(self) -> Setup:
-        whole, only = "learns scores for each whole weight", "learns scores for the weights of linear layers"
-        return Setup(hooks=partial(Removal, self), needs_whole=whole, linear_only=only)
+        reason, only = "learns scores for each whole weight", "learns scores for the weights of linear layers"
+        return Setup(hooks=partial(Removal, self), needs_whole=reason, linear_only=only)
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:

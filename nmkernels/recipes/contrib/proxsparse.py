@@ -211,8 +211,8 @@ class ProxSparse(Recipe):
 
     @property
     def setup(self) -> Setup:
-        whole, only = "keeps the initial weights, whole", "keeps the initial weights of linear layers"
-        return Setup(hooks=partial(ProximalStep, self), needs_whole=whole, linear_only=only)
+        reason, only = "keeps the initial weights, whole", "keeps the initial weights of linear layers"
+        return Setup(hooks=partial(ProximalStep, self), needs_whole=reason, linear_only=only)
 
     def stage(self, state: State) -> Stage:
         p = Pattern(self.pattern)

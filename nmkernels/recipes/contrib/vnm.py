@@ -79,12 +79,12 @@ def _exact(size: Tensor, n: int) -> Tensor:
         (p, q), (r, s) = (high[a, b], low[a, b]), (high[c, d], low[c, d])
         first = torch.maximum(p, r)
         if n == 1:
-            kept = first
+            magnitude = first
         elif n == 2:
-            kept = first + torch.maximum(torch.minimum(p, r), torch.maximum(q, s))
+            magnitude = first + torch.maximum(torch.minimum(p, r), torch.maximum(q, s))
         else:
-            kept = p + q + r + s - (torch.minimum(q, s) if n == 3 else 0)
-        total = kept.sum(1, dtype=torch.float64)
+            magnitude = p + q + r + s - (torch.minimum(q, s) if n == 3 else 0)
+        total = magnitude.sum(1, dtype=torch.float64)
         better = total > best
         best, which = torch.where(better, total, best), torch.where(better, place, which)
     table = torch.zeros(len(sets), m, dtype=torch.bool)
@@ -151,8 +151,8 @@ class VNM(Recipe):
 
     @property
     def setup(self) -> Setup:
-        whole = "chooses columns for blocks of rows of each whole weight"
-        return Setup(needs_whole=whole, linear_only="chooses columns for blocks of a linear layer's outputs")
+        reason = "chooses columns for blocks of rows of each whole weight"
+        return Setup(needs_whole=reason, linear_only="chooses columns for blocks of a linear layer's outputs")
 
     def stage(self, state: State) -> Stage:
         rule = UpdateRule(masked=True, decay=self.decay)

@@ -108,17 +108,17 @@ class Channels(Hooks):
         todo: list[tuple[Chain, Tensor]] = []
         for chain in chains:
             sparse = [name for name in chain.consumers if name in layers]
-            said = self._obstacle(chain, sparse, optimizers) if sparse else ""
-            if sparse and not said:
-                found = self._best(chain, sparse)
-                self.kept.update({name: [found.before, found.after] for name in sparse})
-                if found.after > found.before:
-                    todo.append((chain, found.order))
-                    way = f"{found.efficacy:.0%} of the way to {found.bound:.4f}, the best without groups"
-                    said = f"reordered with the outputs of {', '.join(chain.producers)}: {_gain(found.before, found.after)} ({way})"
+            outcome = self._obstacle(chain, sparse, optimizers) if sparse else ""
+            if sparse and not outcome:
+                result = self._best(chain, sparse)
+                self.kept.update({name: [result.before, result.after] for name in sparse})
+                if result.after > result.before:
+                    todo.append((chain, result.order))
+                    way = f"{result.efficacy:.0%} of the way to {result.bound:.4f}, the best without groups"
+                    outcome = f"reordered with the outputs of {', '.join(chain.producers)}: {_gain(result.before, result.after)} ({way})"
                 else:
-                    said = f"left alone: no order was found that keeps more than the present one, {found.before:.4f} of the magnitude"
-            report.channels.update(dict.fromkeys(sparse, said))
+                    outcome = f"left alone: no order was found that keeps more than the present one, {result.before:.4f} of the magnitude"
+            report.channels.update(dict.fromkeys(sparse, outcome))
         return todo
 
     def _best(self, chain: Chain, sparse: list[str]) -> Permutation:
@@ -200,11 +200,11 @@ class ASP(ScheduledRecipe):
     @property
     def setup(self) -> Setup:
         hooks = functools.partial(Channels, self) if self.permute else None
-        whole = "reorders the channels of whole weights" if self.permute else ""
+        reason = "reorders the channels of whole weights" if self.permute else ""
         if self.score == "wanda":
-            whole = "ranks weights by all inputs that their layers have seen"
+            reason = "ranks weights by all inputs that their layers have seen"
         only = "ranks weights by what linear layers have seen" if self.score == "wanda" else ""
-        return Setup(mask_score=self.score, hooks=hooks, needs_whole=whole, linear_only=only)
+        return Setup(mask_score=self.score, hooks=hooks, needs_whole=reason, linear_only=only)
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:

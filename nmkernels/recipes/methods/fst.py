@@ -120,5 +120,5 @@ class FST(ScheduledRecipe):
 
     def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerSetup:
         plan, (rows, m) = super().layer(pattern, shape, transform), (shape[0], Pattern(self.pattern).m)
-        said = f"out_features={rows} is not a multiple of M={m}, which a transposable mask needs" if rows % m else ""
-        return replace(plan, unsupported_reason=said)
+        reason = f"out_features={rows} is not a multiple of M={m}, which a transposable mask needs" if rows % m else ""
+        return replace(plan, unsupported_reason=reason)

@@ -45,8 +45,8 @@ class GumbelMask(LikeliestMask):
         return replace(super()._traits(), is_nm=self.hard)
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
-        kept = torch.ops.nmkernels.nm_mask(weight, self.pattern.n, self.pattern.m)
-        return {"nm_logits": self.preferring(kept, weight)}
+        mask = torch.ops.nmkernels.nm_mask(weight, self.pattern.n, self.pattern.m)
+        return {"nm_logits": self.preferring(mask, weight)}
 
     def preferring(self, mask: Tensor, weight: Tensor) -> Tensor:
         """Fresh logits that prefer ``mask`` M₀ ``(out, in)``: π_k + σ(π) (⟨M₀, P_k⟩ − N/2) α, with σ(π) their spread in this layer."""
@@ -191,8 +191,8 @@ class MaskLLM(ScheduledRecipe):
 
     @property
     def setup(self) -> Setup:
-        whole, only = "learns logits for each whole weight", "learns logits for the weights of linear layers"
-        return Setup(hooks=partial(Freeze, self), draws=True, seed=self.seed, needs_whole=whole, linear_only=only)
+        reason, only = "learns logits for each whole weight", "learns logits for the weights of linear layers"
+        return Setup(hooks=partial(Freeze, self), draws=True, seed=self.seed, needs_whole=reason, linear_only=only)
 
     def optimizer(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **kwargs: Any) -> torch.optim.Optimizer:
         return super().optimizer(learned_apart("MaskLLM", params, lr, self.lr_multiplier), lr, **kwargs)
@@ -239,14 +239,14 @@ class MaskLLM(ScheduledRecipe):
     def stage(self, state: State) -> Stage:
         stage, total = super().stage(state), self.total_steps or 1
         left = total - int(state["t"]) if state else 0
-        said = f"has {left} of {total} steps to go, its masks are still mixtures"
-        return replace(stage, not_ready=said) if left > EARLY * total else stage
+        reason = f"has {left} of {total} steps to go, its masks are still mixtures"
+        return replace(stage, not_ready=reason) if left > EARLY * total else stage
 
 
 def learned_apart(recipe: str, params: Iterable[Any], lr: float | Tensor, multiplier: float) -> list[dict[str, Any]]:
     """Parameter groups with the learned parameters in their own groups, at ``multiplier`` times their group's learning rate, or ``lr``."""
-    given = list(params)
-    groups: list[dict[str, Any]] = given if given and isinstance(given[0], dict) else [{"params": given}]
+    listed = list(params)
+    groups: list[dict[str, Any]] = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
     result: list[dict[str, Any]] = []
     for group in groups:
         entries = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])

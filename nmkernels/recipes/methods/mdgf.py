@@ -30,10 +30,10 @@ class DecayedMask(WeightTransform):
         return replace(super()._traits(), is_nm=False)
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        (flow,), kept = extras, self.kept(weight)
+        (flow,), mask = extras, self.kept(weight)
         if out is None:
-            return torch.where(kept, weight, weight * flow).contiguous()
-        return torch.where(kept, weight, weight * flow, out=out)
+            return torch.where(mask, weight, weight * flow).contiguous()
+        return torch.where(mask, weight, weight * flow, out=out)
 
     def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         return torch.where(self.kept(weight), g, g * extras[0]) if self.chain else g, {}

@@ -70,8 +70,8 @@ def search_permutation(
 
     Example:
         >>> w = torch.tensor([[4.0, 3.0, 2.0, 0.0, 1.0, 0.0, 0.0, 0.0]])
-        >>> found = search_permutation(w, "2:4")
-        >>> found.before, found.after
+        >>> result = search_permutation(w, "2:4")
+        >>> result.before, result.after
         (0.8, 1.0)
     """
     p = Pattern(pattern)
@@ -128,8 +128,8 @@ class _Search:
         size = max(1, CHUNK // max(1, self.columns.shape[1]))
         for a, b in zip(first.split(size), second.split(size), strict=True):
             both = self.columns[torch.cat([self.stripes[a], self.stripes[b]], 1).to(self.device)]
-            kept = [_top(both[:, half], self.pattern).sum(1, dtype=torch.float64) for half in self.halves]
-            each = torch.stack(kept[::2], 1) + torch.stack(kept[1::2], 1)
+            sums = [_top(both[:, half], self.pattern).sum(1, dtype=torch.float64) for half in self.halves]
+            each = torch.stack(sums[::2], 1) + torch.stack(sums[1::2], 1)
             value, index = each.max(1)
             best.append((value - each[:, 0]).cpu())
             which.append(index.cpu())

@@ -71,11 +71,11 @@ class SdGf(ScheduledRecipe):
         """The patterns in their order, the last one N:M."""
         p = Pattern(self.pattern)
         if self.schedule == "stepwise":
-            kept, next_one = [p.m - 1] if p.m - 1 > p.n else [], (p.m + 1) // 2
+            counts, next_one = [p.m - 1] if p.m - 1 > p.n else [], (p.m + 1) // 2
             while next_one > p.n:
-                kept.append(next_one)
+                counts.append(next_one)
                 next_one = (next_one + 1) // 2
-            return tuple(Pattern(n, p.m) for n in dict.fromkeys([*kept, p.n]))
+            return tuple(Pattern(n, p.m) for n in dict.fromkeys([*counts, p.n]))
         sizes = [f for f in (8, 4, 2, 1) if f * p.m <= MAX_M]
         return tuple(Pattern(p.n * (f if self.schedule == "geometric" else 1), p.m * f) for f in sizes)
 
@@ -86,8 +86,8 @@ class SdGf(ScheduledRecipe):
         frames, rule, plan = self.frames(), UpdateRule(masked=True), packing(self.packed, self.pattern)
         stages: list[tuple[int, Stage]] = [(0, Stage(phase=0))]
         for i, p in enumerate(frames):
-            said = "" if p is frames[-1] else f"is still at {p}"
-            stage = Stage(phase=1, transform=HardMask(p, chain=self.gradient == "chain"), rule=rule, plan=plan, not_ready=said)
+            reason = "" if p is frames[-1] else f"is still at {p}"
+            stage = Stage(phase=1, transform=HardMask(p, chain=self.gradient == "chain"), rule=rule, plan=plan, not_ready=reason)
             stages.append((start + round(i * (end - start) / len(frames)), stage))
         return tuple(stages)
 
@@ -107,8 +107,8 @@ class SdGf(ScheduledRecipe):
         if pattern != self.pattern:
             # stepwise it does not become sparser than it will be
             if self.schedule == "stepwise":
-                kept = [max(pattern.n, math.ceil(f.density * pattern.m)) for f in frames[:-1]]
-                frames = (*(Pattern(n, pattern.m) for n in kept), pattern)
+                counts = [max(pattern.n, math.ceil(f.density * pattern.m)) for f in frames[:-1]]
+                frames = (*(Pattern(n, pattern.m) for n in counts), pattern)
             else:
                 frames = replace(self, pattern=pattern).frames()
         later = frames[-min(left, len(frames)) :]

@@ -130,9 +130,9 @@ class SLoPe(ScheduledRecipe):
     @property
     def setup(self) -> Setup:
         only = "prunes linear layers once more for the gradient of their inputs, and adds adapters"
-        whole = "prunes the columns of each whole weight too"
+        reason = "prunes the columns of each whole weight too"
         hooks = partial(Adapters, self) if self.rank else None
-        return Setup(mask_score="magnitude", hooks=hooks, seed=self.seed, needs_whole=whole, linear_only=only)
+        return Setup(mask_score="magnitude", hooks=hooks, seed=self.seed, needs_whole=reason, linear_only=only)
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
@@ -154,5 +154,5 @@ class SLoPe(ScheduledRecipe):
 
     def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerSetup:
         aspect = max(shape) / max(1, min(shape))
-        said = f"its longer side is {aspect:.1f} times its shorter one" if aspect > (self.max_aspect or aspect) else ""
-        return replace(super().layer(pattern, shape, transform), keep_dense_reason=said)
+        reason = f"its longer side is {aspect:.1f} times its shorter one" if aspect > (self.max_aspect or aspect) else ""
+        return replace(super().layer(pattern, shape, transform), keep_dense_reason=reason)

@@ -197,16 +197,16 @@ class STEP(Composite):
 
     def _check_inner(self) -> None:
         inner = self.sparse(0)
-        said = f"STEP: {type(inner).__name__} cannot be its inner recipe: "
+        refused = f"STEP: {type(inner).__name__} cannot be its inner recipe: "
         stage = first_stage(inner)
         if stage.phase == 0:
-            raise RecipeError(f"{said}it begins with a dense phase, and STEP already has one. Remove start=, or use it without STEP.")
+            raise RecipeError(f"{refused}it begins with a dense phase, and STEP already has one. Remove start=, or use it without STEP.")
         if stage.plan.wgrad == "none" or (stage.transform is not None and "learned" in stage.transform.reads.values()):
-            raise RecipeError(f"{said}it learns masks, from the first step on, which a dense phase cannot prepare. Use it without STEP.")
-        if (own := inner.setup.optimizer) is not None and own is not MaskedAdamW:
-            raise RecipeError(f"{said}it needs an optimizer of its own, {own.__name__}. Use it without STEP.")
+            raise RecipeError(f"{refused}it learns masks, from the first step on, which a dense phase cannot prepare. Use it without STEP.")
+        if (optimizer := inner.setup.optimizer) is not None and optimizer is not MaskedAdamW:
+            raise RecipeError(f"{refused}it needs an optimizer of its own, {optimizer.__name__}. Use it without STEP.")
         if inner.setup.mask_score not in (None, "magnitude"):
-            raise RecipeError(f'{said}its masks are of a model that is trained already. Use score="magnitude", or it without STEP.')
+            raise RecipeError(f'{refused}its masks are of a model that is trained already. Use score="magnitude", or it without STEP.')
         earliest, _ = self._possible()
         for at in {earliest, self._latest() or earliest}:
             try:
@@ -350,6 +350,6 @@ class STEP(Composite):
         ``v_unchanged``, how many |Δv| were zero."""
         if not state:
             return {}
-        own: dict[str, Tensor] = {name: state[name] for name in ("z_bar", "v_unchanged") if name in state}
-        own |= {name: torch.tensor(state[name]) for name in ("switch_step", "switch_reason")}
-        return {**own, **super().values(state)} if state["switch_step"] else own
+        metrics: dict[str, Tensor] = {name: state[name] for name in ("z_bar", "v_unchanged") if name in state}
+        metrics |= {name: torch.tensor(state[name]) for name in ("switch_step", "switch_reason")}
+        return {**metrics, **super().values(state)} if state["switch_step"] else metrics
