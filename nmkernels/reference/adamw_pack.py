@@ -58,7 +58,7 @@ def masked_adamw_pack_(*args: Any) -> Tensor:
         scale = to.scales[i] if to.scales else None
         rows, columns, dense = bool(to.values), bool(to.values_t), bool(to.dense)
         made = pack(w, to.n, to.m, to.select, mask, scale, to.dtype, rows, columns, to.layout, dense)
-        for given, part in zip(to.parts, made, strict=True):
-            if given:
-                given[i].copy_(part)
+        for buffers, part in zip(to.parts, made, strict=True):
+            if buffers:
+                buffers[i].copy_(part)
     return stats

@@ -38,8 +38,8 @@ def chunked_sum(x: Tensor) -> Tensor:
     """
     flat = x.reshape(-1).to(torch.float64)
     # cumsum adds from left to right; a leading zero changes no sum and gives an empty tensor a last element
-    whole, rest = flat[: flat.numel() // CHUNK * CHUNK], flat[flat.numel() // CHUNK * CHUNK :]
-    partials = whole.view(-1, CHUNK).cumsum(-1)[:, -1] if whole.numel() else whole
+    chunks, rest = flat[: flat.numel() // CHUNK * CHUNK], flat[flat.numel() // CHUNK * CHUNK :]
+    partials = chunks.view(-1, CHUNK).cumsum(-1)[:, -1] if chunks.numel() else chunks
     last = rest.cumsum(0)[-1:]
     return torch.cat([flat.new_zeros(1), partials, last]).cumsum(0)[-1]
 

@@ -36,14 +36,14 @@ def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None) -> tuple[Ten
 
     If ``mask`` keeps fewer than n in a group, the lowest unkept positions are stored with value +0.0.
     """
-    kept = grouped(nm_mask(w, n, m) if mask is None else mask, m)
-    short = n - kept.sum(-1, keepdim=True)
+    selected = grouped(nm_mask(w, n, m) if mask is None else mask, m)
+    short = n - selected.sum(-1, keepdim=True)
     if mask is not None and (short < 0).any():
         most = n - int(short.min())
         raise ShapeError(f"compress: the mask keeps {most} elements in a group, but {n}:{m} stores {n}; prune it first.")
-    stored = kept | (~kept & ((~kept).cumsum(-1) <= short))
+    stored = selected | (~selected & ((~selected).cumsum(-1) <= short))
     shape = (*w.shape[:-1], w.shape[-1] // m * n)
-    values = grouped(w, m).masked_fill(~kept, 0.0)[stored].reshape(shape)
+    values = grouped(w, m).masked_fill(~selected, 0.0)[stored].reshape(shape)
     position = torch.arange(m, device=w.device).to(torch.uint8).expand(stored.shape)[stored].reshape(shape)
     return values, pack_indices(position, Pattern(n, m).index_bits)
 

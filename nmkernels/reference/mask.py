@@ -14,8 +14,8 @@ def mask(w: Tensor, n: int, m: int) -> Tensor:
     Element j ranks above i iff |w_j| > |w_i|, or |w_j| = |w_i| and j < i. -0.0 equals 0.0; a NaN ranks above everything and NaNs tie.
     """
     keys = grouped(magnitude_keys(w), m)
-    kept = keys.sort(dim=-1, descending=True, stable=True).indices[..., :n]
-    return torch.zeros(keys.shape, dtype=torch.bool, device=w.device).scatter_(-1, kept, True).flatten(-2)
+    largest = keys.sort(dim=-1, descending=True, stable=True).indices[..., :n]
+    return torch.zeros(keys.shape, dtype=torch.bool, device=w.device).scatter_(-1, largest, True).flatten(-2)
 
 
 def prune(w: Tensor, n: int, m: int) -> Tensor:

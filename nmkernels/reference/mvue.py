@@ -132,8 +132,8 @@ def _by_level(g: Tensor, a: Tensor, word: Tensor, n: int, dtype: torch.dtype) ->
     fraction, wide = (52, 512) if real == torch.float64 else (23, 64)
     h = _tree(a)
     if n == 2:
-        others = [_tree(torch.where(torch.arange(m, device=a.device) == i, 0.0, a)) for i in range(m)]
-        h = torch.minimum(0.5 * h, torch.stack(others).amin(0))
+        without_one = [_tree(torch.where(torch.arange(m, device=a.device) == i, 0.0, a)) for i in range(m)]
+        h = torch.minimum(0.5 * h, torch.stack(without_one).amin(0))
     # from 2^124 (2^1020) on 2 M is not finite
     scale = torch.ones_like(h).masked_fill(h < info.tiny, 2.0**wide).masked_fill(h >= 2.0 ** (2 * wide - 4), 2.0**-wide)
     b, level = a * scale, ((h * scale).view(as_bits) & -8).view(real)
@@ -147,11 +147,11 @@ def _by_level(g: Tensor, a: Tensor, word: Tensor, n: int, dtype: torch.dtype) ->
         first += (c <= t1).squeeze(-1)
         if i > 0:
             second += (c <= t2).squeeze(-1)
-    kept = torch.zeros_like(a, dtype=torch.bool).scatter_(-1, first.unsqueeze(-1), True)
+    drawn = torch.zeros_like(a, dtype=torch.bool).scatter_(-1, first.unsqueeze(-1), True)
     if n == 2:
-        kept.scatter_(-1, second.unsqueeze(-1), True)
+        drawn.scatter_(-1, second.unsqueeze(-1), True)
     value = _rounded_level(level * (1 / scale), word.unsqueeze(-1), dtype)
-    return torch.where(kept, torch.maximum(a, value).copysign(g), 0.0)
+    return torch.where(drawn, torch.maximum(a, value).copysign(g), 0.0)
 
 
 def _exact(g: Tensor, a: Tensor, u: Tensor, n: int) -> Tensor:

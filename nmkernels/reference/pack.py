@@ -55,6 +55,6 @@ def pack(
                 w = w.to(compute_dtype(w.dtype)) * scale.reshape(())
         return compress(w.to(dtype), n, m, kept)
 
-    kept = transposable_mask(w, n, m) if select == "transposable" else mask
-    spread = decompress(*compressed(w, kept), n, m, w.shape[1]) if dense else w.new_empty(0, dtype=dtype)
-    return *one(rows, w, kept), *one(columns, w.t(), None if kept is None else kept.t()), spread
+    chosen = transposable_mask(w, n, m) if select == "transposable" else mask
+    spread = decompress(*compressed(w, chosen), n, m, w.shape[1]) if dense else w.new_empty(0, dtype=dtype)
+    return *one(rows, w, chosen), *one(columns, w.t(), None if chosen is None else chosen.t()), spread

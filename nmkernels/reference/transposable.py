@@ -57,8 +57,8 @@ def _best_of_90(a: Tensor, _n: int) -> Tensor:
         better = score > best
         best = torch.where(better, score, best)
         choice.masked_fill_(better, number)
-    kept = torch.tensor([[[column in PAIRS[pair] for column in range(4)] for pair in ids] for ids in PATTERNS], device=a.device)
-    return kept[choice]
+    masks = torch.tensor([[[column in PAIRS[pair] for column in range(4)] for pair in ids] for ids in PATTERNS], device=a.device)
+    return masks[choice]
 
 
 def _integers(a: Tensor, n: int) -> Tensor:
@@ -76,12 +76,12 @@ def _b_matching(a: Tensor, n: int) -> Tensor:
     the result is optimal. Integers make "cheapest" exact. a: ``(tiles, m, m)``.
     """
     value = _integers(a, n)
-    kept = torch.zeros(a.shape, dtype=torch.bool, device=a.device).scatter_(-1, value.topk(n, dim=-1).indices, True)
-    active = (kept.sum(1) > n).any(-1).nonzero().flatten()
+    chosen = torch.zeros(a.shape, dtype=torch.bool, device=a.device).scatter_(-1, value.topk(n, dim=-1).indices, True)
+    active = (chosen.sum(1) > n).any(-1).nonzero().flatten()
     while active.numel():
-        kept[active] = _augment(value[active], kept[active], n)
-        active = active[(kept[active].sum(1) > n).any(-1)]
-    return kept
+        chosen[active] = _augment(value[active], chosen[active], n)
+        active = active[(chosen[active].sum(1) > n).any(-1)]
+    return chosen
 
 
 def _augment(value: Tensor, kept: Tensor, n: int) -> Tensor:
