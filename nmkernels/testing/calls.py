@@ -83,10 +83,10 @@ def table(
     layouts: Sequence[str] = LAYOUTS,
 ) -> dict[str, list[Args]]:
     """The kinds of calls of every op, with weights ``(rows, cols)`` that the tiles of every layout divide; the first pattern is 2:4."""
-    found: dict[str, list[Args]] = {}
+    calls: dict[str, list[Args]] = {}
 
     def add(op: str, *args: Any) -> None:
-        found.setdefault(op, []).append(args)
+        calls.setdefault(op, []).append(args)
 
     for dtype in dtypes:
         _weights(add, dtype, rows, cols, patterns, layouts)
@@ -95,7 +95,7 @@ def table(
         _optimizers(add, dtype, rows, cols, patterns)
     _packing_steps(add, rows, cols, layouts)
     _eight_bits(add, rows, cols)
-    return found
+    return calls
 
 
 def _empty(dtype: torch.dtype) -> Callable[..., Tensor]:
@@ -157,11 +157,11 @@ def _integers(add: Callable[..., None], dtype: torch.dtype, rows: int, cols: int
     of = _empty(dtype)
     for (n, m), bits, steps in product(patterns, (8, 4), (1, 2)):
         values, indices, *rest = _operand(dtype, rows, cols // (2 * m) * 2 * m, n, m)
-        kept = values.shape[1]
-        integers = _empty(torch.int8)((rows, kept)) if bits == 8 else _empty(torch.uint8)((rows, -(-kept // 2)))
+        stored = values.shape[1]
+        integers = _empty(torch.int8)((rows, stored)) if bits == 8 else _empty(torch.uint8)((rows, -(-stored // 2)))
         step = _empty(torch.float32)((rows, steps))
         add("nm_quantize_values", values, bits, steps)
-        add("nm_dequantize_values", integers, step, kept, dtype)
+        add("nm_dequantize_values", integers, step, stored, dtype)
         for count in (1, 4, 16, 64):
             add("nm_linear_integers", of((count, rest[2])), integers, indices, step, *rest, of((rows,)))
 
@@ -253,8 +253,8 @@ class Draw:
     def packed(self, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> tuple[Tensor, Tensor, int]:
         """A compressed operand in the given one's layout, and its number of dense columns; the last group may be partial."""
         width = self.size(cols, m)
-        kept, positions = _compressed(self.size(values.shape[:-1].numel()), width, n, m, values.dtype)
-        return kept, to_layout(positions, -(-width // m) * m, layout_of(indices)), width
+        drawn, positions = _compressed(self.size(values.shape[:-1].numel()), width, n, m, values.dtype)
+        return drawn, to_layout(positions, -(-width // m) * m, layout_of(indices)), width
 
     def around(self, x: Tensor, cols: int, width: int, rows: int, bias: Tensor | None, activation: str, residual: Tensor | None) -> Args:
         """The input of a layer with ``width`` columns instead of ``cols``, and what its GEMM does to the result."""
@@ -282,8 +282,8 @@ def _compress(draw: Draw, w: Tensor, n: int, m: int, mask: Tensor | None = None)
 
 
 def _decompress(draw: Draw, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Args:
-    kept, positions, width = draw.packed(values, indices, n, m, cols)
-    return kept, positions, n, m, width
+    drawn, positions, width = draw.packed(values, indices, n, m, cols)
+    return drawn, positions, n, m, width
 
 
 def _pack(
@@ -307,22 +307,22 @@ def _linear(
     draw: Draw, x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
     residual: Tensor | None = None,
 ) -> Args:  # fmt: skip
-    kept, positions, width = draw.packed(values, indices, n, m, cols)
-    x, *more = draw.around(x, cols, width, kept.shape[0], bias, activation, residual)
-    return x, kept, positions, n, m, width, *more
+    drawn, positions, width = draw.packed(values, indices, n, m, cols)
+    x, *more = draw.around(x, cols, width, drawn.shape[0], bias, activation, residual)
+    return x, drawn, positions, n, m, width, *more
 
 
 def _linear_dgrad(draw: Draw, g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Args:
-    kept, positions, width = draw.packed(values, indices, n, m, cols)
+    drawn, positions, width = draw.packed(values, indices, n, m, cols)
     rows = values.shape[0]
-    return draw(g, draw.tokens(g.numel() // rows if rows else 0), kept.shape[0]), kept, positions, n, m, width
+    return draw(g, draw.tokens(g.numel() // rows if rows else 0), drawn.shape[0]), drawn, positions, n, m, width
 
 
 def _linear_wgrad(
     draw: Draw, values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out_dtype: torch.dtype | None = None
 ) -> Args:
-    kept, positions, width = draw.packed(values, indices, n, m, cols)
-    return kept, positions, n, m, width, draw(x, width, draw.size(x.shape[1])), out_dtype
+    drawn, positions, width = draw.packed(values, indices, n, m, cols)
+    return drawn, positions, n, m, width, draw(x, width, draw.size(x.shape[1])), out_dtype
 
 
 def _mvue(draw: Draw, g: Tensor, n: int, m: int, dim: int, seed: Tensor | None, method: str, *layout: str) -> Args:
@@ -385,9 +385,9 @@ def _linear_integers(
     activation: str = "", residual: Tensor | None = None,
 ) -> Args:  # fmt: skip
     width, steps = draw.groups(cols, step.shape[-1], m)
-    kept, positions = _compressed(draw.size(values.shape[0]), width, n, m, torch.float32)
-    integers, step = quantize_values(kept, 8 if values.dtype == torch.int8 else 4, steps)
-    x, *more = draw.around(x, cols, width, kept.shape[0], bias, activation, residual)
+    drawn, positions = _compressed(draw.size(values.shape[0]), width, n, m, torch.float32)
+    integers, step = quantize_values(drawn, 8 if values.dtype == torch.int8 else 4, steps)
+    x, *more = draw.around(x, cols, width, drawn.shape[0], bias, activation, residual)
     return x, integers, positions, step, n, m, width, *more
 
 

@@ -30,9 +30,9 @@ def assert_equal_bits(actual: Any, expected: Any, message: str = "") -> None:
     Example:
         >>> assert_equal_bits(torch.ones(2), torch.ones(2))
     """
-    found = difference(actual, expected)
-    if found is not None:
-        raise AssertionError(f"{message}: {found}" if message else found)
+    mismatch = difference(actual, expected)
+    if mismatch is not None:
+        raise AssertionError(f"{message}: {mismatch}" if message else mismatch)
 
 
 def difference(actual: Any, expected: Any) -> str | None:
@@ -42,9 +42,9 @@ def difference(actual: Any, expected: Any) -> str | None:
     if tree != other:
         return f"structures differ: {tree} and {other}"
     for i, (a, b) in enumerate(zip(one, two, strict=True)):
-        found = _difference(a, b)
-        if found is not None:
-            return found if len(one) == 1 else f"leaf {i}: {found}"
+        mismatch = _difference(a, b)
+        if mismatch is not None:
+            return mismatch if len(one) == 1 else f"leaf {i}: {mismatch}"
     return None
 
 
