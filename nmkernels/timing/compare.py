@@ -111,7 +111,7 @@ class Measurement:
 
 def measure(problem: str, candidates: Sequence[Candidate], validator: Check, timer: Timer, budget: float = BUDGET) -> Measurement:
     """Check every candidate, of which the first is the baseline, and time the correct ones in alternating rounds."""
-    found = Measurement(problem, candidates[0].name)
+    measurement = Measurement(problem, candidates[0].name)
     right = []
     for candidate in candidates:
         why = wrong = ""
@@ -122,10 +122,10 @@ def measure(problem: str, candidates: Sequence[Candidate], validator: Check, tim
             text = str(error).partition("\n")[0]
             wrong = text if isinstance(error, NMError) else f"{type(error).__name__}: {text}"
         if why:
-            found.declined[candidate.name] = why
+            measurement.declined[candidate.name] = why
         elif wrong:
-            found.refused[candidate.name] = wrong
+            measurement.refused[candidate.name] = wrong
         else:
             right.append(candidate)
-    found.time(timer, {c.name: c.calls() for c in right}, budget)
-    return found
+    measurement.time(timer, {c.name: c.calls() for c in right}, budget)
+    return measurement

@@ -57,9 +57,9 @@ def regular_size(path: Path) -> int:
 
 def folder() -> Path:
     """The folder of the tables: ``NMKERNELS_CACHE``, or ``~/.cache/nmkernels``; OSError if there is no home folder either."""
-    given = os.environ.get(CACHE)
+    path = os.environ.get(CACHE)
     try:
-        return Path(given).expanduser() if given else Path.home() / ".cache" / "nmkernels"
+        return Path(path).expanduser() if path else Path.home() / ".cache" / "nmkernels"
     except RuntimeError as error:
         raise OSError(f"{error}; set {CACHE} to a folder") from error
 
@@ -82,11 +82,11 @@ class Table:
 
     def lines(self) -> Mapping[str, Line]:
         """All lines, read at the first call; later calls see what this process stored, but not other processes' lines until ``forget``."""
-        found = self._lines
-        if found is None:
+        lines = self._lines
+        if lines is None:
             with self._lock:
-                found = self._lines = self._read() if self._lines is None else self._lines
-        return found
+                lines = self._lines = self._read() if self._lines is None else self._lines
+        return lines
 
     def get(self, key: str) -> Line | None:
         return self.lines().get(key)
@@ -100,10 +100,10 @@ class Table:
             size = regular_size(path)
             if size > LARGEST:
                 raise ValueError(f"it has {size:,} bytes, too many for a table")
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if isinstance(found, dict) and isinstance(found.get("schema"), int) and found["schema"] < SCHEMA:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(content, dict) and isinstance(content.get("schema"), int) and content["schema"] < SCHEMA:
                 return {}  # of an older version, whose choices are not followed
-            if not isinstance(found, dict) or found.get("schema") != SCHEMA or not isinstance(found.get("lines"), dict):
+            if not isinstance(content, dict) or content.get("schema") != SCHEMA or not isinstance(content.get("lines"), dict):
                 raise ValueError(f"it is not a table of schema {SCHEMA}")
         except FileNotFoundError:
             return {}
@@ -112,7 +112,7 @@ class Table:
             if not quiet:
                 warnings.warn(f"nmkernels: {where} cannot be read ({error}); {way_out}", RuntimeWarning, stacklevel=3)
             return {}
-        return {key: line for key, line in found["lines"].items() if isinstance(line, dict) and _shallow(line)}
+        return {key: line for key, line in content["lines"].items() if isinstance(line, dict) and _shallow(line)}
 
     def store(self, lines: Mapping[str, Line | None]) -> Path:
         """Add lines to the file, or remove those that are None, atomically; this process uses them from now on.
@@ -179,17 +179,17 @@ def _cpu(threads: str = "") -> str:
 @cache
 def _cpu_model() -> str:
     info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(encoding="utf-8", errors="replace"), re.M) if info.exists() else None
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", info.read_text(encoding="utf-8", errors="replace"), re.M) if info.exists() else None
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 @cache
 def versions(kind: str) -> str:
     """The versions that a measurement depends on: this package and its core, torch; on a GPU also Triton, cuSPARSELt, driver."""
     probes = [] if kind == "cpu" else [capability.triton(), capability.cusparselt(), capability.driver()]
-    others = [probe.reason.split(",")[0] for probe in probes if probe.ok]
+    libraries = [probe.reason.split(",")[0] for probe in probes if probe.ok]
     ours = " ".join(filter(None, (f"nmkernels {__version__}", capability.core_build())))
-    return ", ".join([ours, f"torch {torch.__version__}", *others])
+    return ", ".join([ours, f"torch {torch.__version__}", *libraries])
 
 
 def _shallow(value: Any, levels: int = DEEPEST) -> bool:

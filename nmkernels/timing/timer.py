@@ -127,8 +127,8 @@ class DeviceMeter:
             self.next()()
             queued = time.perf_counter() - start
             torch.cuda.synchronize(self.device)
-            whole = time.perf_counter() - start
-        self._size(whole, queued)
+            seconds = time.perf_counter() - start
+        self._size(seconds, queued)
         took = self.turn()
         self._size(took, queued)
         self.cost = self.ahead + 2 * self.count * took
@@ -219,8 +219,8 @@ def take_turns(meters: Mapping[str, Meter], seconds: float, least: int = LEAST, 
                 if len(left) < 2 or time.perf_counter() > end:
                     break
             turn = [name for name in left if i % (total // wanted[name]) == 0]
-            found = {name: guarded(name, meters[name].turn) for name in turn}
-            rounds.append({name: took for name, took in found.items() if name not in failed})
+            turns = {name: guarded(name, meters[name].turn) for name in turn}
+            rounds.append({name: took for name, took in turns.items() if name not in failed})
             left = [name for name in left if name not in failed]
             fastest |= {name: min(took, fastest.get(name, took)) for name, took in rounds[-1].items()}
     finally:
@@ -252,9 +252,9 @@ class Timer:
         On a CPU the lower quartile of the turns, because other processes can only slow a call down (up to 40 times if they take a core from
         threads that wait for each other); on a GPU the median. A call dropped during warm-up has its warm-up time.
         """
-        found = self.turns(calls, seconds, hopeless=HOPELESS)
-        samples = {name: sorted(found.of(name)) for name in calls if name not in found.failed}
-        return {name: some[len(some) // 4] if self.device.type == "cpu" else median(some) for name, some in samples.items()}, found.failed
+        turns = self.turns(calls, seconds, hopeless=HOPELESS)
+        samples = {name: sorted(turns.of(name)) for name in calls if name not in turns.failed}
+        return {name: some[len(some) // 4] if self.device.type == "cpu" else median(some) for name, some in samples.items()}, turns.failed
 
 
 def cold(operands: Any) -> list[Any]:
