@@ -35,9 +35,9 @@ def as_number(value: object) -> float | int | None:
         >>> as_number(4), as_number(0.5), as_number(float("nan")), as_number("0.5")
         (4, 0.5, None, None)
     """
-    whole = as_int(value)
-    if whole is not None or isinstance(value, bool) or not isinstance(value, Real):
-        return whole
+    integer = as_int(value)
+    if integer is not None or isinstance(value, bool) or not isinstance(value, Real):
+        return integer
     return float(value) if math.isfinite(value) else None
 
 

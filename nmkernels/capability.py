@@ -72,8 +72,8 @@ def _remedy() -> str:
 
 def _cuda_code(core: Any) -> str:
     """The GPUs that the core has code for, read from its file."""
-    found = architectures(core.__file__) if hasattr(core, "cuda") else ()
-    return f"with CUDA for {', '.join(found).replace('compute_', 'PTX compute_')}" if found else "without CUDA"
+    architecture_names = architectures(core.__file__) if hasattr(core, "cuda") else ()
+    return f"with CUDA for {', '.join(architecture_names).replace('compute_', 'PTX compute_')}" if architecture_names else "without CUDA"
 
 
 def instruction_set() -> str:
@@ -123,9 +123,9 @@ def compute_capability() -> tuple[int, int] | None:
 @cache
 def driver() -> Probe:
     """The NVIDIA driver's version from its kernel module, or else the CUDA version that it supports."""
-    found = cuda_device()
-    if not found.ok:
-        return found
+    device = cuda_device()
+    if not device.ok:
+        return device
     with suppress(OSError):
         module = re.search(r"Kernel Module.*?(\d+(\.\d+)+)", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
         if module:
@@ -288,10 +288,10 @@ def _opened(named: str) -> tuple[Any, str]:
             if named or path not in SONAMES or "cannot be opened" not in str(error):
                 refused.append(f"{path} is not usable: {error}")
             continue
-        found = f"cuSPARSELt {version_text(library.version)}, {path}"
+        label = f"cuSPARSELt {version_text(library.version)}, {path}"
         if library.version >= OLDEST:
-            return library, found
-        refused.append(f"{found}, is too old: {version_text(OLDEST)} or newer is needed")
+            return library, label
+        refused.append(f"{label}, is too old: {version_text(OLDEST)} or newer is needed")
     if named:
         return None, f"{refused[0]}. {ENV} names this file; unset it, or name another."
     if refused:
@@ -332,8 +332,8 @@ class Code(NamedTuple):
 def architectures(path: str | Path) -> tuple[str, ...]:
     """The architectures that a module has code for, machine code first: ``("sm_80", "sm_90a", "compute_90")``; empty without device
     code."""
-    found = {code.architecture for code in device_code(path)}
-    return tuple(sorted(found, key=lambda name: (name.startswith(PREFIXES[1]), len(name.rstrip("af")), name)))
+    names = {code.architecture for code in device_code(path)}
+    return tuple(sorted(names, key=lambda name: (name.startswith(PREFIXES[1]), len(name.rstrip("af")), name)))
 
 
 def device_code(path: str | Path) -> frozenset[Code]:

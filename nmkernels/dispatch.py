@@ -111,8 +111,8 @@ def impl(
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
         entry = Impl(op, backend, fn, supports, priority, ready, search, compiles, layout)
-        others = [i for i in _impls.get(op, []) if i.backend != backend]
-        _impls[op] = sorted([*others, entry], key=lambda i: -i.priority)
+        remaining = [i for i in _impls.get(op, []) if i.backend != backend]
+        _impls[op] = sorted([*remaining, entry], key=lambda i: -i.priority)
         forget()
         return fn
 

@@ -31,14 +31,14 @@ def own_rank() -> int:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of ``tensor``, sharing its memory, without autograd."""
-    found: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    return found
+    part: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return part
 
 
 def whole(tensor: Tensor) -> Tensor:
     """All of ``tensor``, gathered from every rank (all must call it); a plain tensor is returned as it is."""
-    found: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    return found
+    full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return full
 
 
 def like(tensor: Tensor, part: Tensor) -> Tensor:
