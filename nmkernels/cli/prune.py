@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prune the folder and print the summary; 0 done, 1 failed, 130 interrupted (the message says how to go on)."""
+    """Prune the folder and print the summary; 0 done, 1 failed, 130 interrupted (the message says how to resume)."""
     folder = _hugging_face()
     pattern, method = Pattern(args.pattern), resolve(args.method)
     if args.transposable:
@@ -99,10 +99,10 @@ def _hugging_face() -> Any:
 
 
 def _resume(work: Path) -> str:
-    """How to go on, if blocks are finished."""
+    """How to resume, if blocks are finished."""
     if not any((work / "units").glob("unit-*.safetensors")):
         return ""
-    return f"\nFinished blocks are kept in {work}. To go on:\n  {shlex.join(['python', '-m', 'nmkernels', *sys.argv[1:]])}"
+    return f"\nFinished blocks are kept in {work}. To resume:\n  {shlex.join(['python', '-m', 'nmkernels', *sys.argv[1:]])}"
 
 
 def _data(args: argparse.Namespace, kind: Any, config: Any) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], str]:
@@ -114,7 +114,7 @@ def _data(args: argparse.Namespace, kind: Any, config: Any) -> tuple[list[dict[s
     held = share(args.held_out)
     why = "" if held else "--held-out 0"
     if not _causal(kind):
-        held, why = 0.0, f"{kind.__name__} is no causal language model"
+        held, why = 0.0, f"{kind.__name__} is not a causal language model"
     documents = read(args.data)
     tokenizer = _tokenizer(args.model) if any(isinstance(d, str) for d in documents) else None
     length = min(args.length, _longest(config, tokenizer))

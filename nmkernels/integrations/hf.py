@@ -56,7 +56,7 @@ from ..pattern import CheckpointError, OptionError, Pattern, PatternError, Patte
 from ..recipes import Report
 from ..train.layer_names import check_names, skips
 from ..train.report import Entry
-from ..train.sparsify import Candidate, check_groups, select
+from ..train.sparsify import LayerCandidate, check_groups, select
 from .trainer import prepare
 
 __all__ = ["NMConfig", "NMQuantizer", "mark_", "prepare"]
@@ -87,7 +87,7 @@ class NMConfig(QuantizationConfigMixin):
     Raises:
         PatternError: the pattern is not ``"N:M"``, or differs from the checkpoint's.
         OptionError: the values are unknown or differ from the checkpoint's, or the group fits no layer or differs.
-        RecipeError: while loading, a name of ``skip`` is no layer of the model.
+        RecipeError: while loading, a name of ``skip`` is not a layer of the model.
         CheckpointError: the checkpoint has a newer format version.
 
     Example:
@@ -159,7 +159,7 @@ class NMQuantizer(HfQuantizer):
         super().__init__(copy.deepcopy(quantization_config), **keywords)
         self.report: Report | None = None
         self._layers: dict[str, Any] = {}
-        self._chosen: dict[str, Candidate] = {}
+        self._chosen: dict[str, LayerCandidate] = {}
         self._conversions: list[Any] = []
         self._dtype: torch.dtype | None = None
 

@@ -22,7 +22,7 @@ class OneShot:
         damping: added to the Hessian that ``solve`` gets, as a share of its mean diagonal; None: 0.1 below 4 tokens per input, else 0.01.
             Raised tenfold where a factorisation fails.
         refit: steps of conjugate gradients that fit the kept weights after ``solve``, with that damping, or that of None if it is 0.
-        transposable: masks that are N:M for W and Wᵀ, so that recipes with a sparse dgrad can go on from them.
+        transposable: masks that are N:M for W and Wᵀ, so that recipes with a sparse dgrad can train on from them.
 
     Attributes:
         guarded: whether inputs decide: a result with a larger error than Wanda's mask is replaced by that mask, and few tokens are

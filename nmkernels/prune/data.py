@@ -122,8 +122,8 @@ def _tensors(value: Any, number: int) -> Any:
             return torch.tensor(value)
         except (ValueError, TypeError) as error:
             raise RecipeError(
-                f"prune_: batch {number} of data has a list that is no matrix ({error}). Give its rows one length, with an attention_mask "
-                "for the padding, or pass each row as a batch."
+                f"prune_: batch {number} of data has a list that is not a matrix ({error}). Give its rows one length, with an "
+                "attention_mask for the padding, or pass each row as a batch."
             ) from error
     if isinstance(value, Mapping):
         return {key: _tensors(each, number) for key, each in value.items()}

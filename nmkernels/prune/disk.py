@@ -20,7 +20,7 @@ from ..export.tensors import INDEX, SINGLE, shortened
 from ..files import FULL, write_error
 from ..pattern import CheckpointError, NMError
 from ..train.report import Report
-from ..train.sparsify import Candidate
+from ..train.sparsify import LayerCandidate
 from .prune import remove_hooks_
 from .relay import block_lists, on_device
 
@@ -88,7 +88,7 @@ def check_folder(folder: Path) -> dict[str, Any]:
     """The configuration of a folder with dense weights in safetensors files.
 
     Raises:
-        CheckpointError: it is none; the message says what is missing.
+        CheckpointError: the folder has none; the message says what is missing.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder; pass one that save_pretrained wrote, with {CONFIG} and {SINGLE}.")
@@ -138,7 +138,7 @@ def class_of(folder: Path, config: dict[str, Any]) -> tuple[Any, Any]:
         raise CheckpointError(f"transformers cannot read {folder / CONFIG}: {_first(error)}.") from error
 
 
-Choice = Callable[[nn.Module], tuple[list[Candidate], Report]]
+Choice = Callable[[nn.Module], tuple[list[LayerCandidate], Report]]
 """The layers of a model to prune, and the report on all."""
 
 

@@ -38,7 +38,7 @@ from ..nn.swap import after_swap
 from ..ops import Compressed
 from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
 from ..train.report import Report, starred
-from ..train.sparsify import Candidate, FilterFn, check_groups
+from ..train.sparsify import FilterFn, LayerCandidate, check_groups
 from .base import OneShot, resolve
 from .data import batches_of, call
 from .disk import CONFIG, OnDisk, check_folder, class_of, open_folder
@@ -106,7 +106,7 @@ def prune_folder(
     """Prune the dense model in a Hugging Face folder as ``prune_`` does, and write the compressed one to another folder.
 
     Only one block of the model is in memory at a time, next to what is outside the blocks (embeddings, output head) and the hidden states
-    of the data. Finished blocks are kept in a hidden folder next to ``out``, and the same call goes on from them after an interruption,
+    of the data. Finished blocks are kept in a hidden folder next to ``out``, and the same call resumes from them after an interruption,
     with the same result. ``out`` appears when everything is written; ``model_dir`` is only read.
 
     Args:
@@ -197,7 +197,7 @@ def check_out(source: Path, out: Path) -> None:
     """Check that the folder ``out`` can be written.
 
     Raises:
-        CheckpointError: it holds something, is a part of ``source``, or is no folder.
+        CheckpointError: it holds something, is a part of ``source``, or is not a folder.
     """
     place, origin = out.resolve(), source.resolve()
     if place == origin or origin in place.parents:
@@ -337,7 +337,7 @@ class _Run:
         after_swap(self.model)  # so that transformers knows what it is asked to load
         return sizes
 
-    def _layer(self, c: Candidate) -> Layer:
+    def _layer(self, c: LayerCandidate) -> Layer:
         """The compressed layer that replaces ``c``, without data."""
         (rows, cols), dtype = c.matrix_shape, c.module.get_parameter(c.key).dtype
         values = torch.empty(rows, self.pruning.pattern.kept(cols), dtype=dtype, device="meta")
@@ -420,7 +420,7 @@ def carry_over(source: Path, folder: Path, replaced: Set[str]) -> list[str]:
     """Copy all files of a model but those ``replaced``; returns what else was left, which holds the same weights in other formats.
 
     A subfolder that ``modules.json`` names is a module of its own (sentence-transformers), and is copied with its weights. Hidden files
-    are no part of a model.
+    are not part of a model.
     """
     modules: list[Any] = []
     with suppress(OSError, ValueError):

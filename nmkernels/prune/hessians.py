@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from ..layouts import CONV2D, MATRICES
 from ..nn.experts import by_expert
 from ..train.layer_names import listed
-from ..train.sparsify import Candidate
+from ..train.sparsify import LayerCandidate
 from .ranks import ranks
 
 
 @dataclass(frozen=True)
-class Problem:
+class PruningProblem:
     """One matrix to prune: that of a layer, or of one expert in its stack. ``source`` names the input, which several may share."""
 
-    candidate: Candidate
+    candidate: LayerCandidate
     source: str
     expert: int | None = None
 
@@ -58,7 +58,7 @@ class Hessians:
         tokens: source -> how many; not waiting for a GPU.
     """
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    def __init__(self, problems: Sequence[PruningProblem]) -> None:
         self.sums: dict[str, Tensor] = {}
         self.tokens: dict[str, Tensor] = {}
         self._problems = {p.source: p for p in reversed(problems)}  # of layers with one input the first speaks for all
@@ -84,7 +84,12 @@ class Hessians:
                 hook.remove()
 
     def _collect(
-        self, problem: Problem, padding: Callable[[Tensor], Tensor | None], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        problem: PruningProblem,
+        padding: Callable[[Tensor], Tensor | None],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         with torch.no_grad(), exact_gemms((*args, *kwargs.values())[0].device):
             x: Tensor = (*args, *kwargs.values())[0]
@@ -186,7 +191,7 @@ def exact_gemms(device: torch.device) -> Iterator[None]:
             switch.fp32_precision = value
 
 
-def windows_of(candidate: Candidate) -> tuple[object, ...]:
+def windows_of(candidate: LayerCandidate) -> tuple[object, ...]:
     """What tells apart the vectors of two layers with one input: the windows of a convolution. A linear layer takes all of its input."""
     conv: Any = candidate.module
     if candidate.layout != CONV2D:
@@ -194,7 +199,7 @@ def windows_of(candidate: Candidate) -> tuple[object, ...]:
     return conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.padding_mode
 
 
-def rows_of(x: Tensor, candidate: Candidate) -> Tensor:
+def rows_of(x: Tensor, candidate: LayerCandidate) -> Tensor:
     """The vectors ``(rows, in)`` that the layer's matrix multiplies in input ``x``."""
     if candidate.layout in MATRICES:
         return x.reshape(-1, x.shape[-1])

@@ -24,7 +24,7 @@ from ..shards import is_sharded
 from ..train.handle import Handle
 from ..train.layer_names import check_names, listed, skips
 from ..train.report import Pruned, Report
-from ..train.sparsify import Candidate, FilterFn, check_groups, make_handle_, select
+from ..train.sparsify import FilterFn, LayerCandidate, check_groups, make_handle_, select
 from .base import OneShot, resolve, text
 from .data import batches_of, call
 from .ranks import agree, gathered, together
@@ -75,7 +75,7 @@ def prune_(
             ``OneShot`` such as ``ADMM(transposable=True)``.
         device: where blocks are computed and solved, one at a time, for instance ``"cuda"``; default where they are.
         sequential: False: all inputs come from the dense model, which saves a pass over each block and is a little worse.
-        folder: results of finished blocks are kept there, and a run that was interrupted goes on from them; default in memory.
+        folder: results of finished blocks are kept there, and an interrupted run resumes from them; default in memory.
         forward: ``forward(model, batch)`` for a model that is called in another way.
         blocks: names of modules whose children are the blocks; [] for none.
         permute: first reorder hidden channels between layers, where that is possible without changing the model, so that more is kept.
@@ -144,7 +144,7 @@ class Pruning:
     """
 
     model: nn.Module
-    chosen: list[Candidate]
+    chosen: list[LayerCandidate]
     report: Report
     pattern: Pattern
     method: OneShot
@@ -208,7 +208,7 @@ class Pruning:
         few = [name for name, row in report.pruned.items() if row.tokens < SCARCE * self.layers[name.partition("[")[0]].matrix_shape[1]]
         if few and self.method.guarded:
             warnings.warn(
-                f"prune_: {listed(few)} got fewer than {SCARCE} tokens per input feature, which is little to choose weights by; pass more "
+                f"prune_: {listed(few)} got fewer than {SCARCE} tokens per input feature, too few to rank the weights reliably; pass more "
                 "data. The report has the counts.",
                 stacklevel=3,
             )
@@ -216,7 +216,7 @@ class Pruning:
 
 def choose(
     model: nn.Module, pattern: Pattern, filter_fn: FilterFn | None, method: OneShot, skip: Sequence[str] = ()
-) -> tuple[list[Candidate], Report]:
+) -> tuple[list[LayerCandidate], Report]:
     """The layers to prune, and the report on all; ``skip`` as for ``prune_folder``."""
     chosen, report = select(model, pattern, filter_fn, ASP(pattern, score="existing"))
     if method.transposable:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..pattern import CheckpointError, NMError, RecipeError
-from ..train.sparsify import Candidate
+from ..train.sparsify import LayerCandidate
 from .data import call, copied, described, moved
 from .hessians import windows_of
 from .trial import Calls, Sketches, alike, finite_weights, first_line, sketch
@@ -37,7 +37,7 @@ Forward = Callable[[nn.Module, Any], Any]
 
 
 TRIAL = 2
-"""Batches on which the relay is compared with the model: with one, what a block has left behind could not be that of another batch."""
+"""Batches on which the relay is compared with the model: a second one shows whether a block reuses what the first one left behind."""
 
 
 class _Stop(Exception):
@@ -62,12 +62,12 @@ class Unit:
     """
 
     name: str
-    layers: list[Candidate] = field(default_factory=list)
+    layers: list[LayerCandidate] = field(default_factory=list)
     block: Block | None = None
     until: Block | None = None
 
 
-def block_lists(model: nn.Module, layers: Sequence[Candidate], names: Sequence[str] | None = None) -> dict[str, list[nn.Module]]:
+def block_lists(model: nn.Module, layers: Sequence[LayerCandidate], names: Sequence[str] | None = None) -> dict[str, list[nn.Module]]:
     """The lists of blocks of ``model``: every outermost ``ModuleList`` or ``Sequential`` of two or more modules of at most two classes that
     have layers to prune inside; or the modules ``names``, whose children are the blocks.
     """
@@ -114,7 +114,7 @@ class Relay:
     def __init__(
         self,
         model: nn.Module,
-        layers: Sequence[Candidate],
+        layers: Sequence[LayerCandidate],
         batches: Sequence[Any],
         forward: Forward,
         blocks: Sequence[str] | None = None,
@@ -126,11 +126,11 @@ class Relay:
         lists = block_lists(model, layers, blocks)
         self.blocks = [Block(f"{name}.{i}", block, name) for name, members in lists.items() for i, block in enumerate(members)]
         self.units: list[Unit] = []
-        self.idle: list[Candidate] = []
+        self.idle: list[LayerCandidate] = []
         self.rereads, self.whole = False, ""
         self.behaviour: dict[str, float] = {}
         self._sources: dict[str, str] = {}
-        self._events: list[Block | Candidate] = []
+        self._events: list[Block | LayerCandidate] = []
         self._batch = 0
         self._target: Block | None = None
         self._until: Block | None = None
@@ -220,8 +220,8 @@ class Relay:
     def trace(self) -> None:
         """Run the first batches to find the order of blocks and layers and which layers have one input, and prove that blocks can answer.
 
-        Blocks that run more than once in a pass are no blocks. Where the model reads outputs of earlier blocks again (a multi-modal model
-        the last but one of its vision tower, for instance), those of all blocks are stored.
+        Modules that run more than once in a pass do not count as blocks. Where the model reads outputs of earlier blocks again (in a
+        multi-modal model those of the last but one block of its vision tower, for instance), those of all blocks are stored.
 
         Raises:
             RecipeError: the model cannot run these batches, or has weights that are not finite.
@@ -244,7 +244,7 @@ class Relay:
 
     def _original(self) -> tuple[dict[str, Sketches], Sketches]:
         """What every layer gets and what the model returns, in whole passes; finds the units."""
-        first: list[Block | Candidate] = []
+        first: list[Block | LayerCandidate] = []
         calls: Counter[int] = Counter()
         calling = Calls()
         outputs: Sketches = []
@@ -292,10 +292,10 @@ class Relay:
                 block.finished = False
 
     @contextmanager
-    def _noting(self, layers: Sequence[Candidate], calling: Calls) -> Iterator[None]:
+    def _noting(self, layers: Sequence[LayerCandidate], calling: Calls) -> Iterator[None]:
         """Note what ``layers`` get in the passes inside."""
 
-        def note(c: Candidate, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def note(c: LayerCandidate, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._events.append(c)
             calling.add(c.name, args, kwargs)
 
@@ -306,7 +306,7 @@ class Relay:
             for hook in hooks:
                 hook.remove()
 
-    def _order(self, events: list[Block | Candidate], blocks: list[Block]) -> None:
+    def _order(self, events: list[Block | LayerCandidate], blocks: list[Block]) -> None:
         first = {id(event): number for number, event in reversed(list(enumerate(events)))}
         last = {id(event): number for number, event in enumerate(events)}
         of = {id(part): block for block in blocks for part in block.module.modules()}
@@ -333,7 +333,7 @@ class Relay:
         blocks = (unit.block for unit in self.units if unit.block is not None)
         return next((block for block in blocks if any(part is module for part in block.module.modules())), None)
 
-    def source(self, c: Candidate) -> str:
+    def source(self, c: LayerCandidate) -> str:
         """The name of the first layer that has the input of ``c``."""
         return self._sources.get(c.name, c.name)
 

@@ -1,4 +1,4 @@
-"""What pruning has finished: the compressed layers of each unit, in memory or in a folder from which an interrupted run goes on.
+"""What pruning has finished: the compressed layers of each unit, in memory or in a folder from which an interrupted run resumes.
 
 A folder holds ``run.json``, which says what is pruned and how, and for each unit ``unit-0000.safetensors``: per layer ``name.values`` and
 ``name.indices``, and as metadata a digest of these, the rows of the report and the orders of permuted channels. ``.lock`` names the
@@ -117,10 +117,10 @@ class Results:
     def recognise(self, behaviour: Mapping[str, float]) -> None:
         """The model must do what it did when the results were made: ``behaviour`` has, for each layer, a number that its inputs give.
 
-        Files and settings say what a model is, and not what code runs it: the user's ``forward=``, a library of another version.
+        Files and settings say what a model is, but not what code runs it: the user's ``forward=``, or a library's version.
 
         Raises:
-            CheckpointError: a layer gets other inputs than then.
+            CheckpointError: a layer gets different inputs now.
         """
         if self.folder is not None:
             by_first(partial(self._recognise, self.folder, dict(behaviour)))
@@ -135,8 +135,8 @@ class Results:
         strange = next((name for name, value in behaviour.items() if not isclose(value, before.get(name, inf), rel_tol=CLOSE)), None)
         if strange is not None:
             raise CheckpointError(
-                f"{folder} holds the results of another run: layer {strange!r} of the dense model got other inputs then. Is forward=, or a "
-                "library, another one? Pass another folder, or delete this one."
+                f"{folder} holds the results of another run: layer {strange!r} of the dense model got different inputs then. Has forward= "
+                "or a library changed? Pass another folder, or delete this one."
             )
 
     def path(self, number: int) -> Path:
@@ -174,7 +174,7 @@ class Results:
         """The result of a finished unit, which has these ``layers`` if they are known.
 
         Raises:
-            CheckpointError: its file is damaged, or that of other layers.
+            CheckpointError: its file is damaged, or belongs to other layers.
         """
         return self._memory[number] if self.folder is None else by_first(partial(self._read, number, layers))
 

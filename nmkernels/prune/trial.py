@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..pattern import RecipeError
-from ..train.sparsify import Candidate
+from ..train.sparsify import LayerCandidate
 
 VECTORS = 4
 """Fixed random vectors whose products with a tensor's rows stand for it; a difference is orthogonal to all of them by chance only."""
@@ -84,7 +84,7 @@ class Calls:
 
 
 @contextmanager
-def finite_weights(model: nn.Module, layers: Sequence[Candidate]) -> Iterator[None]:
+def finite_weights(model: nn.Module, layers: Sequence[LayerCandidate]) -> Iterator[None]:
     """Every module that runs inside must have weights without NaN, and those of ``layers`` without inf.
 
     Raises:

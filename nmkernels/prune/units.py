@@ -1,4 +1,4 @@
-"""The loop over the units of a model: collect the inputs of a unit's layers, solve them, go on with the pruned unit's outputs."""
+"""The loop over the units of a model: collect the inputs of a unit's layers, solve them, continue with the pruned unit's outputs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ..nn.weight import NMWeight
 from ..pattern import Pattern
 from ..recipes.methods.permutation import search_permutation
 from ..train.report import Pruned
-from ..train.sparsify import Candidate
+from ..train.sparsify import LayerCandidate
 from .base import OneShot
 from .data import arguments, padding
-from .hessians import Hessians, Problem, exact_gemms
+from .hessians import Hessians, PruningProblem, exact_gemms
 from .ranks import agree, gathered, ranks, together
 from .relay import Relay, Unit, log
 from .results import Done, Results
@@ -134,7 +134,7 @@ def _prune_unit(
     return done
 
 
-def _shares(problems: Sequence[Problem], ranks: int) -> list[set[str]]:
+def _shares(problems: Sequence[PruningProblem], ranks: int) -> list[set[str]]:
     """The names of the problems that each rank solves: the largest first, each to the rank that has least to do."""
     load, shares = [0] * ranks, [set[str]() for _ in range(ranks)]
     for p in sorted(problems, key=lambda p: -p.shape[0] * p.shape[1] ** 2):
@@ -145,7 +145,7 @@ def _shares(problems: Sequence[Problem], ranks: int) -> list[set[str]]:
 
 
 def _reorder(
-    relay: Relay, unit: Unit, pattern: Pattern, means: Means, problems: Sequence[Problem], chains: Sequence[Chain], done: Done
+    relay: Relay, unit: Unit, pattern: Pattern, means: Means, problems: Sequence[PruningProblem], chains: Sequence[Chain], done: Done
 ) -> None:
     """Search an order for the channels of each chain that this unit's layers read, and put the Hessians into it.
 
@@ -175,12 +175,12 @@ def _reorder(
             means[source] = h[order][:, order], tokens
 
 
-def problems_of(c: Candidate, source: str) -> list[Problem]:
+def problems_of(c: LayerCandidate, source: str) -> list[PruningProblem]:
     """The matrices of a layer, one for each expert of a stack."""
     if c.key == "weight":
-        return [Problem(c, source)]
+        return [PruningProblem(c, source)]
     home, end = c.name.rpartition(".")[0], "last" if c.key == "down_proj" else "first"
-    return [Problem(c, f"{home}/{end}/{expert}", expert) for expert in range(c.shape[0])]
+    return [PruningProblem(c, f"{home}/{end}/{expert}", expert) for expert in range(c.shape[0])]
 
 
 def _duration(seconds: float) -> str:
@@ -191,7 +191,7 @@ def _duration(seconds: float) -> str:
 # ---- writing results into the model, for a while and for good
 
 
-def write(model: nn.Module, done: Done, layers: Mapping[str, Candidate], chains: Sequence[Chain] = ()) -> None:
+def write(model: nn.Module, done: Done, layers: Mapping[str, LayerCandidate], chains: Sequence[Chain] = ()) -> None:
     for reader, order in done.orders:
         chain = next(chain for chain in chains if reader in chain.consumers)
         for tensor, dim in channel_parameters(model, chain):
@@ -212,7 +212,7 @@ def _forget(model: nn.Module) -> None:
 
 
 @contextmanager
-def applied(model: nn.Module, done: Done, layers: Mapping[str, Candidate], chains: Sequence[Chain] = ()) -> Iterator[None]:
+def applied(model: nn.Module, done: Done, layers: Mapping[str, LayerCandidate], chains: Sequence[Chain] = ()) -> Iterator[None]:
     """The model has the results of a unit inside, and what it had before afterwards."""
     changed: list[Tensor] = [layers[name].module.get_parameter(layers[name].key) for name in done.layers]
     for reader, _ in done.orders:

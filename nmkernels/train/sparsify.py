@@ -50,7 +50,7 @@ DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 HEADS = frozenset({"lm_head", "head", "classifier"})
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 NOT_LINEAR: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
-    ((_ConvNd,), "a convolution of another kind than nn.Conv2d, which alone has a sparse form"),
+    ((_ConvNd,), "a convolution other than nn.Conv2d, the only kind with a sparse form"),
     ((nn.Embedding, nn.EmbeddingBag), "an embedding looks rows up and multiplies nothing"),
     ((nn.RNNBase, nn.RNNCellBase), "a recurrent layer, whose weights torch multiplies by kernels of its own"),
     ((nn.Bilinear,), "a bilinear form of two inputs, not a matrix for one"),
@@ -73,7 +73,7 @@ TINY = 16
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LayerCandidate:
     """A weight of a module, with the reasons against making it sparse.
 
     ``shape``: of a linear layer ``(out, in)``, else as stored; ``layout``: how it is stored, one of ``nmkernels.layouts``; ``key``: the
@@ -102,7 +102,7 @@ class Candidate:
         return as_matrix(ordered(self.module.get_parameter(self.key).detach(), self.layout), self.layout)
 
 
-def check_groups(verb: str, values: str, group: int | None, pattern: Pattern, layers: Iterable[Candidate]) -> None:
+def check_groups(verb: str, values: str, group: int | None, pattern: Pattern, layers: Iterable[LayerCandidate]) -> None:
     """Raise ``OptionError`` if a ``group`` of integers does not fit one of the dense ``layers``; warn of those that keep floats."""
     floating = []
     for c in layers:
@@ -116,7 +116,7 @@ def check_groups(verb: str, values: str, group: int | None, pattern: Pattern, la
 
 def select(
     model: nn.Module, pattern: Pattern, filter_fn: FilterFn | None = None, recipe: Recipe | None = None
-) -> tuple[list[Candidate], Report]:
+) -> tuple[list[LayerCandidate], Report]:
     """The layers to make ``pattern`` sparse for ``recipe``, and the report on all layers; nothing is changed."""
     chosen, report = [], Report()
     for c in candidates(model, pattern, recipe):
@@ -137,7 +137,7 @@ def select(
     return chosen, report
 
 
-def candidates(model: nn.Module, pattern: Pattern, recipe: Recipe | None) -> Iterator[Candidate]:
+def candidates(model: nn.Module, pattern: Pattern, recipe: Recipe | None) -> Iterator[LayerCandidate]:
     """Everything in ``model`` that has a weight, except norms."""
     # a module may stand under several names; only a parameter of several modules is tied
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
@@ -158,7 +158,7 @@ def candidates(model: nn.Module, pattern: Pattern, recipe: Recipe | None) -> Ite
         elif isinstance(module, nn.MultiheadAttention):
             for key, p in module.named_parameters(recurse=False):
                 if p.dim() == 2:
-                    yield Candidate(_join(name, key), module, tuple(p.shape), "nn.MultiheadAttention multiplies it itself")
+                    yield LayerCandidate(_join(name, key), module, tuple(p.shape), "nn.MultiheadAttention multiplies it itself")
         # parametrized weights come with their module
         elif not isinstance(module, (*NORMS, ParametrizationList)):
             yield from _others(name, module, pattern)
@@ -191,13 +191,15 @@ def _channels(conv: nn.Conv2d, pattern: Pattern) -> str:
     return f"a convolution whose in_channels={conv.in_channels} is not a multiple of M={pattern.m}" if conv.in_channels % pattern.m else ""
 
 
-def _stacks(name: str, module: nn.Module, pattern: Pattern, recipe: Recipe | None, uses: Counter[int]) -> Iterator[Candidate]:
+def _stacks(name: str, module: nn.Module, pattern: Pattern, recipe: Recipe | None, uses: Counter[int]) -> Iterator[LayerCandidate]:
     """The stacks of an experts module, dense, sparse or compressed; each counts as one matrix per expert."""
     chosen = experts_per_token(module)
     for child, stack in module.named_children():
         if isinstance(stack, CompressedStack):
             rows = None if chosen is None else chosen / stack.experts
-            yield Candidate(layer_name(_join(name, child), stack), module, stack.stored_shape, COMPRESSED, layout=stack.layout, rows=rows)
+            yield LayerCandidate(
+                layer_name(_join(name, child), stack), module, stack.stored_shape, COMPRESSED, layout=stack.layout, rows=rows
+            )
     for key, layout in stacks_of(module).items():
         weight = module._parameters[key]
         assert weight is not None
@@ -211,11 +213,11 @@ def _stacks(name: str, module: nn.Module, pattern: Pattern, recipe: Recipe | Non
             impossible = _form(weight) or (TIED if uses[id(weight)] > 1 else "")
         shape = tuple(weight.shape)
         keep_dense = f"tiny: fewer than {TINY} features on one side" if min(shape[1:]) < TINY else ""
-        c = Candidate(_join(name, key), module, shape, impossible, keep_dense, layout=layout, key=key)
+        c = LayerCandidate(_join(name, key), module, shape, impossible, keep_dense, layout=layout, key=key)
         yield _fitted(replace(c, rows=None if chosen is None else chosen / shape[0]), pattern, recipe)
 
 
-def _fitted(c: Candidate, pattern: Pattern, recipe: Recipe | None) -> Candidate:
+def _fitted(c: LayerCandidate, pattern: Pattern, recipe: Recipe | None) -> LayerCandidate:
     """``c`` with the reasons of its shape and of ``recipe``."""
     if c.impossible:
         return c
@@ -228,7 +230,7 @@ def _fitted(c: Candidate, pattern: Pattern, recipe: Recipe | None) -> Candidate:
     return replace(c, impossible=reason, misshapen=bool(reason), keep_dense=keep_dense)
 
 
-def _others(name: str, module: nn.Module, pattern: Pattern) -> Iterator[Candidate]:
+def _others(name: str, module: nn.Module, pattern: Pattern) -> Iterator[LayerCandidate]:
     kind, weights = type(module).__name__, _weights(module)
     features = getattr(module, "out_features", None), getattr(module, "in_features", None)
     if ".quantized." in f"{type(module).__module__}.":
@@ -237,12 +239,12 @@ def _others(name: str, module: nn.Module, pattern: Pattern) -> Iterator[Candidat
         if callable(weight) or hasattr(module, "_all_weight_values") or hasattr(module, "_packed_weight_ih"):
             shape = tuple(weight().shape) if callable(weight) else ()
             reason = "quantised by torch.ao; make the model sparse first and quantise it afterwards"
-            yield Candidate(name, module, shape, reason, linear=hasattr(module, "in_features"))
+            yield LayerCandidate(name, module, shape, reason, linear=hasattr(module, "in_features"))
         return
     if weights and all(isinstance(f, int) for f in features):
         dtypes = {str(w.dtype) for w in weights.values() if not w.is_floating_point()}
         why = f"is quantised, to {', '.join(sorted(dtypes))}" if dtypes else "is a linear layer of its own kind"
-        yield Candidate(name, module, features, f"{kind} {why}; only nn.Linear and Hugging Face's Conv1D are taken")  # type: ignore[arg-type]
+        yield LayerCandidate(name, module, features, f"{kind} {why}; only nn.Linear and Hugging Face's Conv1D are taken")  # type: ignore[arg-type]
         return
     known = next((reason for kinds, reason in NOT_LINEAR if isinstance(module, kinds)), "")
     if isinstance(module, nn.Conv2d):
@@ -250,7 +252,7 @@ def _others(name: str, module: nn.Module, pattern: Pattern) -> Iterator[Candidat
     for key, w in weights.items():
         shape = () if is_lazy(w) else tuple(w.shape)
         if known:
-            yield Candidate(name if key == "weight" else _join(name, key), module, shape, known, linear=False)
+            yield LayerCandidate(name if key == "weight" else _join(name, key), module, shape, known, linear=False)
         elif len(shape) == 3 and not (looked_up := LOOKED_UP.search(f"{kind}.{key}")) and not ATTENTION.search(kind):
             why = f"3-D expert weights of {kind}, which does not say along which dimension it sums, as transformers' experts modules do"
             why += " (use_experts_implementation)"
@@ -258,10 +260,12 @@ def _others(name: str, module: nn.Module, pattern: Pattern) -> Iterator[Candidat
                 why = (
                     f"3-D expert weights of {kind}, quantised to {w.dtype}; make the model sparse first, from weights that are loaded dense"
                 )
-            yield Candidate(_join(name, key), module, shape, why)
+            yield LayerCandidate(_join(name, key), module, shape, why)
         else:
             linear = len(shape) == 3 and not looked_up
-            yield Candidate(_join(name, key), module, shape, f"a tensor of {kind}, a layer that sparsify_ does not know", linear=linear)
+            yield LayerCandidate(
+                _join(name, key), module, shape, f"a tensor of {kind}, a layer that sparsify_ does not know", linear=linear
+            )
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
@@ -281,14 +285,14 @@ def _join(name: str, key: str) -> str:
 
 def _candidate(
     name: str, module: nn.Module, pattern: Pattern, recipe: Recipe | None, uses: Counter[int], bypassed: dict[int, str], heads: set[int]
-) -> Candidate:
+) -> LayerCandidate:
     if isinstance(module, CompressedLinear):
         shape = module.stored_shape if isinstance(module, CompressedConv2d) else module.weight.shape
-        return Candidate(name, module, shape, COMPRESSED)
+        return LayerCandidate(name, module, shape, COMPRESSED)
     # reading the attribute may compute it, which changes the state of spectral_norm
     weight: Tensor | None = module._parameters.get("weight")
     if isinstance(weight, nn.parameter.UninitializedParameter):
-        return Candidate(name, module, (), "its parameters are not initialised yet; run the model once first")
+        return LayerCandidate(name, module, (), "its parameters are not initialised yet; run the model once first")
     layout = LINEAR
     if isinstance(module, nn.Linear):
         # a quantised weight may have any shape, and a computed one is not there
@@ -304,7 +308,7 @@ def _candidate(
     elif shape and min(shape[:2]) < TINY:
         keep_dense = f"tiny: fewer than {TINY} {'channels' if layout == CONV2D else 'features'} on one side"
     impossible = _obstacle(module, weight, layout, uses, bypassed, pattern)
-    return _fitted(Candidate(name, module, shape, impossible, keep_dense, layout=layout), pattern, recipe)
+    return _fitted(LayerCandidate(name, module, shape, impossible, keep_dense, layout=layout), pattern, recipe)
 
 
 def _obstacle(module: nn.Module, weight: Tensor | None, layout: str, uses: Counter[int], bypassed: dict[int, str], pattern: Pattern) -> str:
@@ -328,7 +332,7 @@ def _obstacle(module: nn.Module, weight: Tensor | None, layout: str, uses: Count
     if "forward" in module.__dict__:
         return REPLACED
     if weight is None:
-        return "its weight is no Parameter: something else computes it"
+        return "its weight is not a Parameter: something else computes it"
     if uses[id(weight)] > 1:
         return TIED
     if layout not in MATRICES and is_sharded(weight):
@@ -408,7 +412,7 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
     return make_handle_(model, recipe, chosen, report)
 
 
-def make_handle_(model: nn.Module, recipe: Recipe, chosen: Iterable[Candidate], report: Report) -> Handle:
+def make_handle_(model: nn.Module, recipe: Recipe, chosen: Iterable[LayerCandidate], report: Report) -> Handle:
     """Swap the layers that ``select`` has chosen, in place, and return the handle: ``sparsify_`` for a caller that has chosen already."""
     pattern = Pattern(recipe.pattern)
     built = {c.name: c.module for c in chosen if isinstance(c.module, NMWeight)}
@@ -428,5 +432,5 @@ def make_handle_(model: nn.Module, recipe: Recipe, chosen: Iterable[Candidate], 
     return handle
 
 
-def _make_sparse_(c: Candidate, pattern: Pattern) -> NMWeight:
+def _make_sparse_(c: LayerCandidate, pattern: Pattern) -> NMWeight:
     return make_sparse_(c.module, pattern) if c.key == "weight" else make_stack_sparse_(c.module, c.key, pattern)

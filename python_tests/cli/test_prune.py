@@ -72,7 +72,9 @@ def test_options_reach_the_run(places, tmp_path, capsys):
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("name", "why"), [("bert", "BertForMaskedLM is no causal"), ("t5", "T5ForConditionalGeneration is no causal")])
+@pytest.mark.parametrize(
+    ("name", "why"), [("bert", "BertForMaskedLM is not a causal"), ("t5", "T5ForConditionalGeneration is not a causal")]
+)
 def test_other_models_have_no_perplexity(places, tmp_path, capsys, name, why):
     saved(tmp_path / name, name, layers=2)
     assert prune(tmp_path / name, places / "a.txt", tmp_path / "out") == 0
@@ -94,7 +96,7 @@ def test_ctrl_c_says_how_to_go_on(places, tmp_path, capsys, monkeypatch):
     assert prune(places / "llama", places / "a.txt", tmp_path / "out") == 130
     said = capsys.readouterr().err
     assert said.endswith(
-        f"\nStopped.\nFinished blocks are kept in {tmp_path / '.out.nmkernels-prune'}. To go on:\n  python -m nmkernels prune 'a folder'\n"
+        f"\nStopped.\nFinished blocks are kept in {tmp_path / '.out.nmkernels-prune'}. To resume:\n  python -m nmkernels prune 'a folder'\n"
     )
     monkeypatch.undo()
     assert content(places) == before and prune(places / "llama", places / "a.txt", tmp_path / "out") == 0
@@ -110,7 +112,7 @@ def test_a_full_disk_says_how_to_go_on(places, tmp_path, capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     said = capsys.readouterr().err
     assert "model.safetensors could not be written: File too large (" in said
-    assert f"\nFinished blocks are kept in {tmp_path / '.out.nmkernels-prune'}. To go on:\n" in said
+    assert f"\nFinished blocks are kept in {tmp_path / '.out.nmkernels-prune'}. To resume:\n" in said
     assert content(places) == before and not (tmp_path / "out").exists()
     assert prune(places / "llama", places / "a.txt", tmp_path / "out") == 0
 

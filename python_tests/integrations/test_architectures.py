@@ -46,9 +46,9 @@ RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
     *((name, {"total_steps": 2}) for name in ("slope", "maskllm", "lbc", "mdgf", "step", "ast")),
 )
 REFUSED = {
-    "dac": "encoder.conv1 .* a convolution of another kind than nn.Conv2d",
+    "dac": "encoder.conv1 .* a convolution other than nn.Conv2d",
     "bit": "WeightStandardizedConv2d is a subclass of nn.Conv2d with behaviour of its own",
-    "encodec": "a convolution of another kind than nn.Conv2d",
+    "encodec": "a convolution other than nn.Conv2d",
     "falcon": "FalconLinear is a subclass of nn.Linear with behaviour of its own",
 }
 """Architectures of which no layer can be made 2:4 sparse, and what the report says of their layers."""

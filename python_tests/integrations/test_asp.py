@@ -146,7 +146,7 @@ def test_layers_that_stay_dense_are_reported():
     (said,) = [str(w.message) for w in caught]
     for part in [
         "stem (a convolution whose in_channels=3",
-        "line (a convolution of another kind",
+        "line (a convolution other than nn.Conv2d",
         "frozen (its weight is frozen)",
         "out (tiny",
     ]:

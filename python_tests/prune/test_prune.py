@@ -442,7 +442,7 @@ UNUSABLE = {
     "texts": (["hello", "world"], "batch 1 of data is text. Such as .tokenizer"),
     "lists of texts": ([["hello", "world"]], "batch 1 of data is text"),
     "text alone": ([{"text": "hello", "label": "x"}], "batch 1 of data has text only .'text', 'label'"),
-    "rows of two lengths": ([[[1, 2], [3]]], "batch 1 of data has a list that is no matrix .* with an attention_mask"),
+    "rows of two lengths": ([[[1, 2], [3]]], "batch 1 of data has a list that is not a matrix .* with an attention_mask"),
     "another width": (
         [torch.ones(4, 7)],
         r"the model cannot run batch 1 of data, float32 \(4, 7\): RuntimeError: mat1 and mat2 .* forward=lambda",

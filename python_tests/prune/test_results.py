@@ -153,7 +153,9 @@ def test_another_forward_is_seen(tmp_path):
 
     with pytest.raises(Stopped):
         run(ViT(), tmp_path, 2)
-    with pytest.raises(nm.CheckpointError, match="layer 'layers.0.*' of the dense model got other inputs then. Is forward=, or a library"):
+    with pytest.raises(
+        nm.CheckpointError, match="layer 'layers.0.*' of the dense model got different inputs then. Has forward= or a library"
+    ):
         run(ViT(), tmp_path, forward=louder)
     run(ViT(), tmp_path, forward=lambda model, batch: model(batch))
 
