@@ -122,7 +122,7 @@ def check_state(recipe: Recipe, state: Any, group: dict[str, Any]) -> None:
         )
     missing = sorted(set(recipe.first_state(group)) - set(state) - set(recipe._optional_state))
     if missing:
-        raise CheckpointError(f"the checkpoint's recipe state is incomplete or of another version: it has no {', '.join(missing)}.")
+        raise CheckpointError(f"the checkpoint's recipe state is incomplete or comes from another version: it has no {', '.join(missing)}.")
     same = set(must_match(recipe, state))
     then = {f.name: _present_name(f, theirs.get(f.name)) for f in fields(recipe) if f.name in same}
     changed = [f"{key} is {value} there and {mine[key]} here" for key, value in then.items() if value != mine[key]]
@@ -151,4 +151,4 @@ def _spec_of(text: Any) -> dict[str, Any]:
     try:
         return spec(get(str(text)))
     except (TypeError, NMError) as error:
-        raise CheckpointError(f"the checkpoint's inner recipe is of another version of nmkernels: {error}") from error
+        raise CheckpointError(f"the checkpoint's inner recipe comes from another version of nmkernels: {error}") from error

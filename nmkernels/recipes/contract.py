@@ -188,11 +188,11 @@ class LayerSetup:
 
 
 def setting(default: Any, fits: Callable[[Any], bool], wanted: str, none: str = "", resume: str = "") -> Any:
-    """A field whose value ``fits``; of another one the error says ``name=value`` and what is ``wanted``.
+    """A field whose value ``fits``; for any other value the error says ``name=value`` and what is ``wanted``.
 
     Args:
         none: what None is for, where it fits too.
-        resume: ``"any"``: a resumed run may have it otherwise than its checkpoint; ``"same"``: it may not. By default it may not in a
+        resume: ``"any"``: a resumed run may differ from its checkpoint; ``"same"``: it may not. By default it may not in a
             ``ScheduledRecipe``, whose steps have been counted by it.
     """
     metadata = {"fits": fits, "wanted": wanted}
@@ -314,7 +314,7 @@ class Hooks:
         """``sparsify_`` has swapped the layers; raise ``RecipeError`` where the method cannot work on this model."""
 
     def enter(self, stage: Stage) -> None:
-        """Bring the model in line with ``stage``: as it begins, when a run resumes in it, and after a preview of ``deploy``.
+        """Bring the model in line with ``stage``: as it begins, when a run resumes in it, and after a preview of ``use_final_form``.
 
         ``run.state`` is the new one already, while layers and held masks are still those of the stage before.
         """
@@ -323,7 +323,7 @@ class Hooks:
         """An optimizer has stepped: ``updated`` are the layers that had a gradient, each with its learning rate; where ``found_inf``, a
         number on the device, is not 0, a ``GradScaler`` has skipped the step."""
 
-    def deploy(self) -> None:
+    def use_final_form(self) -> None:
         """Put the model into the form that ``finish`` leaves, before weights are pruned; after a preview ``enter`` is called."""
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from ..train.sparsify import FilterFn, candidates, sparsify_
 from .methods.asp import ASP
 
 GROUPS = (4, 8, 16, 32)
-"""The M that are looked for."""
+"""The M that are tried."""
 
 
 def existing_pattern(weight: Tensor) -> Pattern | None:
@@ -96,8 +96,8 @@ def adopt(model: nn.Module, pattern: PatternLike | None = None, filter_fn: Filte
     if wanted is None or not pruned:
         reasons = "; ".join(f"{name}: {why}" for name, why in sorted(left.items(), key=lambda item: item[0] not in weights)[:3])
         raise RecipeError(
-            f"adopt: no weight has {wanted or 'N:M'} zeros along its inputs ({reasons or 'no layer'}). Other zeros are no masks: prune by "
-            'ASP("2:4"), or with the scores of its inputs by ASP("2:4", score="wanda").'
+            f"adopt: no weight has {wanted or 'N:M'} zeros along its inputs ({reasons or 'no layer'}). Other zeros do not make a mask: "
+            'prune by ASP("2:4"), or with the scores of its inputs by ASP("2:4", score="wanda").'
         )
     handle = sparsify_(model, ASP(wanted, score="existing"), lambda module, name: name in pruned)
     handle.report.explain(left)

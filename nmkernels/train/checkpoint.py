@@ -32,7 +32,7 @@ def written(state: State, layers: Mapping[str, NMWeight], holding: Mapping[str, 
     """``state`` as text, and for each layer of ``holding`` a uint8 tensor, shaped and sharded as its weight, whose bit k is the k-th mask.
 
     ``state["held"]`` (layer -> name -> tensor) is what the layers hold. Masks of other ``layers`` are in the text, but not those of sharded
-    weights, of which every rank has others.
+    weights, which differ by rank.
     """
     bits = {name: torch.zeros_like(local(layer.parameter), dtype=torch.uint8) for name, layer in holding.items()}
     entries: dict[str, dict[str, Any]] = {}
@@ -60,7 +60,7 @@ def restored(saved: Any, layers: Mapping[str, NMWeight], masks: Mapping[str, Ten
     """The inverse of ``written``; ``saved`` may be a state already.
 
     Raises:
-        CheckpointError: it is no such text, or masks are missing in ``masks``, or their shapes are not those of their weights.
+        CheckpointError: it is not such a text, or masks are missing in ``masks``, or their shapes are not those of their weights.
     """
     if isinstance(saved, dict):
         return dict(saved)

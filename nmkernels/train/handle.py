@@ -182,7 +182,7 @@ class Handle:
         Raises:
             RecipeError: ``forms`` is unknown, or ``"step"`` comes without ``MaskedAdamW``; one is not an optimizer, none of them updates a
                 sparse weight, one drives another model's recipe, the recipe cannot run with it, or it cannot choose its masks.
-            CheckpointError: the optimizer has loaded the state of another recipe. Nothing has changed then.
+            CheckpointError: the optimizer has loaded the state of another recipe. Nothing is changed then.
 
         Example:
             >>> from nmkernels import sparsify_
@@ -352,7 +352,7 @@ class Handle:
         reshard(self.model)
         present = {name: (layer.transform, layer.plan) for name, layer in self.layers.items()}
         try:
-            self.run.hooks.deploy()
+            self.run.hooks.use_final_form()
             for layer in self.layers.values():
                 layer.effective.doubt()
                 if self.recipe.final == "dense":
@@ -434,9 +434,9 @@ class Handle:
             )
         if self.recipe.final == "dense":
             self.remove()
-            self.run.hooks.deploy()
+            self.run.hooks.use_final_form()
         else:
-            self.run.hooks.deploy()
+            self.run.hooks.use_final_form()
             make_nm(self.layers, self.run.final_transforms(name for name, layer in self.layers.items() if layer.as_pruned() is None))
             self._end()
         return self.model

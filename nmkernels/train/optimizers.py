@@ -368,8 +368,8 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
         if inside is None:
             several = "; give several one by one, attach(first, second)" if isinstance(optimizer, (list, tuple, dict)) else ""
             raise RecipeError(
-                f"attach: {type(optimizer).__name__} is no optimizer with torch's step hooks, nor a wrapper with one in its attribute "
-                f"'optimizer'. Give a torch.optim.Optimizer{several}."
+                f"attach: {type(optimizer).__name__} is neither an optimizer with torch's step hooks nor a wrapper with one in its "
+                f"attribute 'optimizer'. Give a torch.optim.Optimizer{several}."
             )
     if getattr(inside, "_overlap_with_ddp", False):
         raise RecipeError(

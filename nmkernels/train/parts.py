@@ -53,11 +53,11 @@ class Part:
 
 
 def check_layers(what: str, names: Iterable[str], layers: Mapping[str, NMWeight]) -> None:
-    """Raise ``CheckpointError`` unless a checkpoint's ``what`` are of exactly these ``layers``."""
+    """Raise ``CheckpointError`` unless a checkpoint's ``what`` belong to exactly these ``layers``."""
     mismatched = sorted(set(names) ^ set(layers))
     if mismatched:
         raise CheckpointError(
-            f"the checkpoint's {what} are of other layers than this model's; only one of them has {', '.join(mismatched)}."
+            f"the checkpoint's {what} belong to other layers than this model has; only one of them has {', '.join(mismatched)}."
         )
 
 
@@ -246,7 +246,7 @@ class Held(Part):
     def renew(self, state: State) -> None:
         """Choose what every layer's transform holds again, from the present weights."""
         for name, layer in self.layers.items():
-            # what a layer still holds of another run was never chosen in this one
+            # what a layer still holds from another run was never chosen in this one
             self._hold(name, self._choose(name, layer.transform, self.names.get(name, set()), state))
 
     def preview(self) -> None:

@@ -149,7 +149,7 @@ def test_a_grad_scaler_that_skips_a_step(name, kind):
 def test_non_optimizers_are_refused():
     run = Run(RECIPES["srste"], MaskedAdamW)
     handle = nm.sparsify_(mlp(F32), RECIPES["srste"])
-    with pytest.raises(nm.RecipeError, match="attach: AcceleratedScheduler is no optimizer"):
+    with pytest.raises(nm.RecipeError, match="attach: AcceleratedScheduler is neither an optimizer"):
         handle.attach(run.schedule)
     with pytest.raises(nm.RecipeError, match="drives the recipe of another model"):
         run.optimizer.optimizer.add_param_group({"params": list(handle.model.parameters())})

@@ -121,7 +121,7 @@ def test_checkpoint_of_another_rank_continues_this_ranks_streams(monkeypatch):
     _, again, theirs = start(SSTE(seed=8))
     theirs.load_state_dict(saved)
     assert again.layers["0"].seed.tolist() == [stream_key(5, "0", 1), 2], "the run's seed is the checkpoint's, the rank is ours"
-    with pytest.raises(nm.CheckpointError, match="streams are of other layers"):
+    with pytest.raises(nm.CheckpointError, match="streams belong to other layers"):
         again.load_state_dict({"nm_recipe": {**again.state_dict()["nm_recipe"], "streams": {"0": torch.zeros(2, dtype=torch.int64)}}})
 
 

@@ -38,7 +38,7 @@ def test_before_the_mask_the_function_is_the_same(pattern, width, sparse):
     want = dense(x)
     handle = nm.sparsify_(model, ASP(pattern, permute=True, escapes=FEW))
     assert list(handle.layers) == sparse
-    handle.run.hooks.deploy()
+    handle.run.hooks.use_final_form()
     order = orders(before, snapshot(model))
     assert not torch.equal(model[0].weight, before["0.weight"])
     dense.load_state_dict(model.state_dict())

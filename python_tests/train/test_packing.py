@@ -164,5 +164,5 @@ def test_other_values_are_refused(name):
             made(name, packed=value)
     with pytest.raises(RecipeError, match="fp8='paper', packed=True cannot be combined: .*the weight in dense layout"):
         SSTE(fp8="paper", packed=True)
-    with pytest.raises(RecipeError, match="there is an inner recipe; give it to that one"):
+    with pytest.raises(RecipeError, match="packed=True is a setting of phase 1, which inner= replaces; set it on the inner recipe"):
         STEP("2:4", 20, packed=True, inner="srste")

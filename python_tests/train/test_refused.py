@@ -75,7 +75,7 @@ REFUSED = {
     "step(total_steps=10, clamp=0.0)": "clamp",
     "step(total_steps=10, threshold=0.0)": "threshold",
     "step(total_steps=20, inner=ast)": "AST cannot be its inner recipe",
-    "step(total_steps=20, decay=0.1, inner=ste)": "give it to that one",
+    "step(total_steps=20, decay=0.1, inner=ste)": "set it on the inner recipe",
     "step:1:8(t_min=3, t_max=9, inner=mdgf)": "total_steps is needed",
     "step:1:8(total_steps=10, inner='srste:2:4')": "SRSTE is 2:4",
     "step:1:8(total_steps=99, inner='mdgf:1:4')": r'MdGf is 1:4 and STEP itself 1:8.*STEP\("1:4", inner=MdGf\("1:4"',
@@ -163,7 +163,7 @@ def test_refused_models_stay_as_they_were(text):
 
 EARLY = {
     ("act24(total_steps=12, start=6)", 3): "act24 is still in its dense warm-up, so the model has not been trained in the form",
-    ("fst(total_steps=20)", 3): "fst has not come to its dense end",
+    ("fst(total_steps=20)", 3): "fst has not reached its dense end",
     ("maskllm(total_steps=100)", 1): "99 of 100 steps to go",
     ("maxq(total_steps=8, end=6)", 3): "still has 50% of its groups dense",
     ("mdgf:1:8(total_steps=20, start=4, end=14)", 5): "mdgf still lets 55% of each pruned weight through.*total_steps",

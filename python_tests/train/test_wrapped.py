@@ -153,7 +153,7 @@ def test_non_optimizers_are_refused():
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     for given in (model.parameters(), "adamw", None, [optimizer], scheduler, NotEnough(), torch.optim.AdamW):
-        with pytest.raises(nm.RecipeError, match=r"attach: \w+ is no optimizer") as error:
+        with pytest.raises(nm.RecipeError, match=r"attach: \w+ is neither an optimizer") as error:
             handle.attach(given)
         assert ("one by one" in str(error.value)) == isinstance(given, list)
     assert not optimizer._optimizer_step_pre_hooks and handle.attach(optimizer) is optimizer

@@ -40,7 +40,7 @@ class Activations(Hooks):
     def enter(self, stage: Stage) -> None:
         self._use(stage.activation if isinstance(stage, ActivationStage) else None)
 
-    def deploy(self) -> None:
+    def use_final_form(self) -> None:
         self._use(self.final)
 
     def _use(self, rule: ActivationRule | None) -> None:

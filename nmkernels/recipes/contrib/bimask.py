@@ -90,6 +90,6 @@ class BiMask(Recipe):
         return Setup(draws=True, seed=self.seed, needs_whole="orders the rows of each whole weight", linear_only=ONLY)
 
     def stage(self, state: State) -> Stage:
-        """Before an optimizer is attached no permutation is looked for."""
+        """Before an optimizer is attached no permutation is searched for."""
         transform = BiMasked(Pattern(self.pattern), draws=self.draws if state else 0, criterion=self.criterion)
         return Stage(phase=1, transform=transform, rule=UpdateRule(masked=True, decay=self.decay), every=self.every)

@@ -16,7 +16,7 @@ from ..registry import recipe
 
 @dataclass(frozen=True)
 class StrideMask(KeptMask):
-    """W̃ = M(W) ⊙ W with ``Complementary``'s M; taken in the order ``traits.columns(in)``, the groups are neighbours."""
+    """W̃ = M(W) ⊙ W with ``Complementary``'s M; in the order ``traits.columns(in)`` the columns of a group are adjacent."""
 
     spacing: int | None = None
     chain: bool = False
@@ -25,7 +25,7 @@ class StrideMask(KeptMask):
         return replace(super()._traits(), columns=self._columns)
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
-        """Nothing; raises ``NMError`` where the columns are no whole number of blocks."""
+        """Nothing; raises ``NMError`` where the columns are not a whole number of blocks."""
         self._width(weight.shape[1])
         return {}
 
@@ -39,7 +39,7 @@ class StrideMask(KeptMask):
         return spacing
 
     def _columns(self, cols: int) -> Tensor | None:
-        """The order in which the groups are neighbours, int64 ``(cols,)``; None where they are already."""
+        """The order in which the columns of a group are adjacent, int64 ``(cols,)``; None where they are already."""
         spacing = self._width(cols)
         if spacing == 1:
             return None

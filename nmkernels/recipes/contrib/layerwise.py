@@ -166,7 +166,7 @@ class LayerWise(Composite):
         return replace(super().setup, patterns=self._patterns)
 
     def _patterns(self, weights: Mapping[str, Tensor]) -> dict[str, Pattern]:
-        """N:M of each layer, from the present weights ``(out, in)`` by name; rules that read them give all the same on the meta device."""
+        """N:M of each layer, from the present weights ``(out, in)`` by name; on the meta device, rules that read them choose one N:M."""
         fixed = {name: Pattern(p) for name, p in _matched("given", _table("given", self.given, (str,)), weights).items()}
         rows = _matched("rows", _table("rows", self.rows, (int, float)), weights)
         shared = [name for name in weights if name not in fixed]

@@ -25,7 +25,7 @@ BLOCK = 1 << 14
 """Groups computed together on a CPU, so that what lies between two operations stays in its cache."""
 
 NEAR_1 = 0.999
-"""The largest λ w₃ that the search for the 3-sparse minimum starts from; larger ones are none."""
+"""The largest λ w₃ that the search for the 3-sparse minimum starts from; beyond it there is no such minimum."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def prox(weight: Tensor, decay: float | Tensor) -> Tensor:
         decay: λ ≥ 0, a number or a 0-d tensor; 0 gives the weight itself.
 
     Raises:
-        RecipeError: λ is negative or no number.
+        RecipeError: λ is negative or not a number.
 
     Source: Liu et al., ICML 2025, arXiv 2502.00258; how the candidates are found, ours.
 

@@ -62,7 +62,7 @@ class Channels(Hooks):
         gains = [after / before - 1 for before, after in self.kept.values() if before]
         self.metrics = {"kept_gain": torch.tensor(sum(gains) / len(gains), dtype=torch.float64)} if gains else {}
 
-    def deploy(self) -> None:
+    def use_final_form(self) -> None:
         if not self.run.state:  # with no optimizer attached, finish() is what prunes
             self._previewed = self.permute_()
 

@@ -113,7 +113,7 @@ class FST(ScheduledRecipe):
         if self.end is None:
             return ((0, sparse),)
         end = phases("FST", self.total_steps, 0, self.end)[1]
-        return (0, replace(sparse, not_ready="has not come to its dense end")), (end, Stage(phase=0))
+        return (0, replace(sparse, not_ready="has not reached its dense end")), (end, Stage(phase=0))
 
     def final_transform(self) -> WeightTransform:
         return TransposableMask(Pattern(self.pattern))

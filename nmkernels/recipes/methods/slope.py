@@ -67,7 +67,7 @@ class Adapters(Hooks):
     def enter(self, stage: Stage) -> None:
         self._use(isinstance(stage, AdapterStage))
 
-    def deploy(self) -> None:
+    def use_final_form(self) -> None:
         self._use(True)
 
     def _use(self, adapts: bool) -> None:

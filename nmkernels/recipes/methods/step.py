@@ -144,7 +144,7 @@ class STEP(Composite):
         eps_mode: ``"outside"`` √v̂* + ε, or ``"inside"`` √(v̂* + ε).
         clamp: bound on |m̂/D| in phase 1, None for none: the frozen v may be tiny where phase 0 has driven gradients to zero.
         decay, packed: λ of SR-STE in phase 1, 0 for plain STE; how it multiplies, as for ``STE``.
-        inner: the recipe of phase 1 in its place, ``MdGf("1:8", ...)`` or its text ``"mdgf(end=0.8)"``. Its own schedule counts from the
+        inner: another recipe for phase 1, ``MdGf("1:8", ...)`` or its text ``"mdgf(end=0.8)"``. Its own schedule counts from the
             switch over the steps that are left of ``total_steps``, and all its updates have v frozen.
 
     Raises:
@@ -191,7 +191,7 @@ class STEP(Composite):
             for name, what, default in (("decay", "SR-STE", 0.0), ("packed", "phase 1", "auto")):
                 if getattr(self, name) != default:
                     raise RecipeError(
-                        f"STEP: {name}={getattr(self, name)!r} is of {what} and there is an inner recipe; give it to that one."
+                        f"STEP: {name}={getattr(self, name)!r} is a setting of {what}, which inner= replaces; set it on the inner recipe."
                     )
             self._check_inner()
 
