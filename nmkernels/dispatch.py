@@ -64,15 +64,15 @@ class Impl:
     def supports(self, *args: Any) -> Verdict:
         """Whether it can run ``op(*args)`` now and has not failed its check on this machine, and why not."""
         verdict = self.can(*args)
-        wrong = doubt(self, args) if verdict[0] else ""
+        wrong = known_wrong(self, args) if verdict[0] else ""
         return (False, wrong) if wrong else verdict
 
 
-def _no_doubt(entry: Impl, args: Sequence[Any]) -> str:
+def _none_checked(entry: Impl, args: Sequence[Any]) -> str:
     return ""
 
 
-doubt: Callable[[Impl, Sequence[Any]], str] = _no_doubt
+known_wrong: Callable[[Impl, Sequence[Any]], str] = _none_checked
 """Why an implementation is not trusted with such calls on this machine, or empty; set by ``ops/verify.py``."""
 
 
@@ -160,7 +160,7 @@ def decide(op: str, args: Sequence[Any], prefer: str = "") -> tuple[Impl, bool]:
             lasting = False
             can, reason = entry.ready(*args)
         if can:
-            reason = doubt(entry, args)
+            reason = known_wrong(entry, args)
             can = not reason
         if can:
             if entry.backend == REFERENCE:

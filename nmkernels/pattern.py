@@ -42,7 +42,7 @@ class RecipeError(NMError, RuntimeError):
 
 
 class CheckpointError(NMError, RuntimeError):
-    """A file or state dict cannot be loaded: truncated, of another format, or of another recipe."""
+    """A file or state dict cannot be loaded: it is truncated, has another format, or belongs to another recipe."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ..backends.shared import Scratch, product
 from ..dispatch import REFERENCE, forced_backend, implementations
 from ..ops.define import CALLS, CONTRACTS
 from ..ops.linear import CANONICAL_TOKENS
-from ..ops.verify import doubtful
+from ..ops.verify import any_wrong
 from ..pattern import NMError, Pattern
 from .problem import Problem
 
@@ -48,8 +48,7 @@ class Method(NamedTuple):
 
 DENSE = Method("dense", "dense")
 UNESTIMATED = Method("without estimate", "dense")
-"""wgrad on a GPU as torch's GEMM of g itself, of which an estimate was asked for the sake of speed: where that costs more than it
-saves."""
+"""wgrad on a GPU as torch's GEMM of g itself, although an estimate of g was asked for: where the estimate costs more than it saves."""
 
 ROUNDING = ("cusparselt",)
 """Backends whose results of 16-bit operands have 16 bits."""
@@ -74,7 +73,7 @@ def methods(p: Problem, backends: bool = True) -> tuple[Method, ...]:
     for form in packed if backends else ():
         for entry in implementations(op_of(p, form)):
             # neither the reference nor what is only for tests, or switched off on this machine
-            if entry.backend != REFERENCE and entry.priority >= 0 and not doubtful(entry.op, entry.backend):
+            if entry.backend != REFERENCE and entry.priority >= 0 and not any_wrong(entry.op, entry.backend):
                 available.append(Method(f"{entry.backend} {form}", form, entry.backend))
     if optional(p):
         available.append(UNESTIMATED)

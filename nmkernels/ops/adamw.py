@@ -182,7 +182,7 @@ def masked_adamw_(
 
     Raises:
         ShapeError, DtypeError, PatternError: the tensors do not fit each other or the pattern; nothing is changed then.
-        OptionError: masks and a pattern, ``fixed`` without masks, ``stochastic`` without states in bf16, or a seed that is no int64.
+        OptionError: masks and a pattern, ``fixed`` without masks, ``stochastic`` without states in bf16, or a seed that is not an int64.
 
     Example:
         >>> w = torch.tensor([[1.0, -2.0, 3.0, 0.5]])

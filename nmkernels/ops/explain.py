@@ -114,7 +114,7 @@ def _of_layer(layer: Module, *args: Any, **kwargs: Any) -> str:
     if as_op is None:
         inside = [name for name, module in layer.named_modules() if hasattr(module, "as_op")]
         some = f"{', '.join(map(repr, inside[:3]))}{' and others' if inside[3:] else ''}"
-        way = f"Ask for one of its layers ({some}): nm.explain(model.get_submodule(name), x)." if inside else "Nor has it such a layer."
+        way = f"Ask for one of its layers ({some}): nm.explain(model.get_submodule(name), x)." if inside else "It has no such layer either."
         raise NMError(f"explain: {kind} is not a layer whose GEMM an op does. {way}")
     if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor):
         passed = ", ".join((*map(_short, args), *kwargs))

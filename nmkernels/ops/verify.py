@@ -3,8 +3,8 @@
 A *family* is the set of calls of an op by one backend that one check covers: those with the same small call (``small``), which is the
 family's name. ``trusted`` runs when the backend of a new kind of call is chosen (``define``), so known kinds cost nothing. The result is a
 line of the table on disk, keyed by machine (GPU name, or CPU name with instruction set) and versions (package, core build, torch; on a GPU
-driver and Triton), so later processes reuse it and a change repeats the check. A wrong family is switched off: ``doubt`` makes its backend
-decline.
+driver and Triton), so later processes reuse it and a change repeats the check. A wrong family is switched off: ``known_wrong`` makes its
+backend decline.
 
 Nothing is checked during tracing, profiling or graph capture: the call runs, and the next one is checked. The reference, the emulator and
 Triton's interpreter are not checked. ``NMKERNELS_VERIFY=0`` trusts everything, even kernels that failed. Each rank of a distributed run
@@ -91,9 +91,9 @@ def trusted(entry: Impl, args: Sequence[Any]) -> bool | None:
     return dispatch.forced_backend() == entry.backend
 
 
-def doubt(entry: Impl, args: Sequence[Any]) -> str:
+def known_wrong(entry: Impl, args: Sequence[Any]) -> str:
     """Why ``entry`` declines such calls on this machine; empty unless it failed their check."""
-    if not doubtful(entry.op, entry.backend):
+    if not any_wrong(entry.op, entry.backend):
         return ""
     device = device_of(args)
     if not concerned(entry, device):
@@ -107,7 +107,7 @@ def doubt(entry: Impl, args: Sequence[Any]) -> str:
     return f"{what} on {machine(device)}; switched off ({detail}; {ENV}=0 runs it)"
 
 
-def doubtful(op: str, backend: str) -> bool:
+def any_wrong(op: str, backend: str) -> bool:
     """Whether any family of an op is switched off for a backend."""
     global _suspects, _revision
     if _revision != TABLE.revision and enabled():
@@ -116,7 +116,7 @@ def doubtful(op: str, backend: str) -> bool:
     return (op, backend) in _suspects and enabled()
 
 
-dispatch.doubt = doubt
+dispatch.known_wrong = known_wrong
 
 
 def concerned(entry: Impl, device: torch.device) -> bool:

@@ -57,7 +57,7 @@ def decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Te
     position = unpack_indices(indices, pattern.index_bits, pattern.kept(cols)).long()
     if position.numel() and int(position.max()) >= m:
         raise ShapeError(
-            f"decompress: index {int(position.max())} does not exist in a group of {m}; the indices are corrupt or of another pattern."
+            f"decompress: index {int(position.max())} does not exist in a group of {m}; the indices are corrupt or have another pattern."
         )
     dense = values.new_zeros(*values.shape[:-1], pattern.groups(cols), m)
     dense.scatter_(-1, grouped(position, n), grouped(values, n))

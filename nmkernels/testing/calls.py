@@ -421,7 +421,7 @@ def _masked_adamw(draw: Draw, *args: Any) -> Args:
             grad_scale=scalar(a.grad_scale, 8.0),
             found_inf=scalar(a.found_inf, 0.0),
             masks=[bits_of(draw(a.params[i], *shape) > 0) for i, shape in chosen] if a.masks else None,
-            seed=7 if a.stochastic else 0,  # any: it is no kind of call
+            seed=7 if a.stochastic else 0,  # any seed: it does not change the kind of call
         )
     )
 

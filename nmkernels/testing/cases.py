@@ -10,14 +10,14 @@ from torch import Tensor
 from ..pattern import Pattern, PatternLike
 
 
-class Case(NamedTuple):
+class EdgeCase(NamedTuple):
     """One named input."""
 
     id: str
     x: Tensor
 
 
-def cases(pattern: PatternLike, dtype: torch.dtype = torch.float32, seed: int = 0, device: torch.device | str = "cpu") -> list[Case]:
+def cases(pattern: PatternLike, dtype: torch.dtype = torch.float32, seed: int = 0, device: torch.device | str = "cpu") -> list[EdgeCase]:
     """Edge cases for an op that groups the last dimension by ``pattern``; all last dimensions are divisible by M.
 
     Ties, zeros, -0.0, infinities, NaN, denormals, one group, odd numbers of rows and groups, strided, expanded and empty
@@ -50,7 +50,7 @@ def cases(pattern: PatternLike, dtype: torch.dtype = torch.float32, seed: int = 
         "no_rows": normal(0, 2 * m),
         "no_columns": normal(3, 0),
     }
-    return [Case(name, x.to(device) if device != "cpu" else x) for name, x in {**values, **shapes}.items()]
+    return [EdgeCase(name, x.to(device) if device != "cpu" else x) for name, x in {**values, **shapes}.items()]
 
 
 def _values(m: int, dtype: torch.dtype, gen: torch.Generator) -> dict[str, Tensor]:

@@ -68,7 +68,7 @@ class Measurement:
         self.seconds = {name: median([half[name] for half in self.halves]) for name in names}
 
     def extend(self, other: Measurement) -> None:
-        """Take in another measurement of the same problem, of other candidates."""
+        """Add another measurement of the same problem, with other candidates."""
         self.seconds |= other.seconds
         self.refused |= other.refused
         self.halves = [first | second for first, second in zip(self.halves, other.halves, strict=True)]

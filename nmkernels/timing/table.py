@@ -200,8 +200,8 @@ def _shallow(value: Any, levels: int = DEEPEST) -> bool:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Lock the folder against other processes' stores; goes on without a lock if the file system has none or another process holds it too
-    long."""
+    """Lock the folder against other processes' stores; continues without a lock if the file system has none or another process holds
+    it too long."""
     handle, end = None, time.monotonic() + LONGEST_WAIT
     with suppress(OSError):
         # lock the folder itself: no lock file remains, and only a folder is opened

@@ -77,7 +77,7 @@ def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: tuple[T
 def check_indices(op: str, valid: bool, m: int) -> None:
     """Raise ``ShapeError`` if a kernel found an index outside its group (``valid`` is False)."""
     if not valid:
-        raise ShapeError(f"{op}: an index does not exist in a group of {m}; the indices are damaged or of another pattern.")
+        raise ShapeError(f"{op}: an index does not exist in a group of {m}; the indices are damaged or have another pattern.")
 
 
 @register("nm_decompress")
