@@ -196,7 +196,7 @@ def time_layer(costs: LayerCosts, device: torch.device, timer: Seconds | None, s
     kernels: dict[str, str] = {}
     for role in gemms(costs):
         best = _choose(gemm_of(small, role, device), timer, share / 4)
-        # each candidate of wgrad makes the estimate, so what is no estimate is measured apart
+        # each candidate of wgrad makes the estimate, so all other methods are measured apart
         sparse = best if role == "wgrad" else {name: took for name, took in best.items() if name != "dense"}
         if role != "wgrad":
             seconds[f"{role} dense"] = best["dense"]

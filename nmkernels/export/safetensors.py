@@ -202,8 +202,8 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str], keep_dense: 
         keep_dense: see ``CompressedLinear``.
 
     Raises:
-        CheckpointError: the file is missing, not a regular file, truncated, damaged, of another format or a newer version, or does not fit
-            the model; or the model is sharded by ``fully_shard``. The model is then unchanged.
+        CheckpointError: the file is missing, not a regular file, truncated or damaged, has another format or a newer version, or does not
+            fit the model; or the model is sharded by ``fully_shard``. The model is then unchanged.
     """
     if fsdp_modules(model):
         raise CheckpointError(

@@ -35,7 +35,7 @@ def __getattr__(name: str) -> ModuleType:
 def register(model: nn.Module | None = None) -> None:
     """Register nmkernels' layers with all libraries of ``ADAPTERS`` that are imported; ``post_swap_hooks`` calls it.
 
-    A failure is a warning: the library may have nothing to do with this model, or be of another version.
+    A failure is a warning: the library may have nothing to do with this model, or have another version.
     """
     for library, adapter in ADAPTERS.items():
         if library in sys.modules:

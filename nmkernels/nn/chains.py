@@ -228,7 +228,7 @@ class Chain:
 
 
 def find_chains(model: nn.Module) -> tuple[list[Chain], dict[str, str]]:
-    """Every chain that can be proved, and for each linear layer and convolution that is no chain's consumer the reason.
+    """Every chain that can be proved, and the reason for each linear layer and convolution that is no chain's consumer.
 
     The proof is by ``torch.fx``, on the largest modules that it can trace, in training and in eval mode, with and without optional
     arguments: only plain linear layers write the channels, only elementwise operations pass them on, only plain linear layers read them.

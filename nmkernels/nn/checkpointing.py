@@ -22,7 +22,7 @@ class Checkpointed(NMWeight):
         _, _, missing_keys, _, error_msgs = rest
         loads = self._loads(state_dict, prefix)
         take_buffers(self)
-        # set_model_state_dict(full_state_dict=True) gives back as they are the buffers that a checkpoint does not have
+        # set_model_state_dict(full_state_dict=True) passes the present buffers where the checkpoint has none
         unfilled = {prefix + name for name, value in self._buffers.items() if value is not None and state_dict.get(prefix + name) is value}
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self.drop()

@@ -22,7 +22,7 @@ from .weight import NMWeight, WeightState
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """True for ``transformers.pytorch_utils.Conv1D`` itself; goes by its name, so that transformers is never imported."""
+    """True for ``transformers.pytorch_utils.Conv1D`` itself; matches by name, so that transformers is never imported."""
     return is_conv1d_type(class_of(module))
 
 
@@ -73,7 +73,7 @@ def make_sparse_(layer: nn.Module, pattern: PatternLike) -> NMWeight:
 
     Raises:
         ShapeError: M does not divide ``in_features`` or ``in_channels``.
-        RecipeError: it is of another class.
+        RecipeError: it has no sparse form.
     """
     p = Pattern(pattern)
     kind = class_of(layer)

@@ -126,7 +126,7 @@ class NMWeight(nn.Module, WeightState):
         return next(filter(None, reasons), "")
 
     def check_computed(self) -> None:
-        """Raise ``RecipeError`` where a recipe drives the layer and its weight is no Parameter any more."""
+        """Raise ``RecipeError`` where a recipe drives the layer and its weight is no longer a Parameter."""
         reason = self.computed() if self.governed and not self.finished else ""
         if reason:
             raise RecipeError(f"{type(self).__name__}: the layer is in sparse training, and {reason}.")

@@ -67,7 +67,7 @@ class MaskedAdamW(torch.optim.AdamW):
         ValueError: a hyper-parameter is out of range, or ``differentiable=True``.
         OptionError: ``states``, ``rounding`` or ``seed`` is not one of those above.
         DtypeError: in ``step``, a parameter is complex or a gradient sparse.
-        CheckpointError: in ``load_state_dict``, the state is of another kind of optimizer or of another model.
+        CheckpointError: in ``load_state_dict``, the state belongs to another kind of optimizer or another model.
 
     Example:
         >>> w = torch.nn.Parameter(torch.ones(2, 4))
@@ -284,7 +284,7 @@ class MaskedAdamW(torch.optim.AdamW):
         """The saved states with their parameters, matched by position; torch itself checks the numbers of groups and parameters."""
         if not all("betas" in group and "eps" in group for group in state_dict["param_groups"]):
             raise CheckpointError(
-                "MaskedAdamW: the state dict is of another kind of optimizer: its parameter groups have no betas and eps."
+                "MaskedAdamW: the state dict belongs to another kind of optimizer: its parameter groups have no betas and eps."
             )
         saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -295,12 +295,12 @@ class MaskedAdamW(torch.optim.AdamW):
             missing = [name for name in ("step", *MOMENTS[:2]) if name not in saved]
             if missing:
                 raise CheckpointError(
-                    f"MaskedAdamW: the state dict is of another kind of optimizer: its state has no {', '.join(missing)}."
+                    f"MaskedAdamW: the state dict belongs to another kind of optimizer: its state has no {', '.join(missing)}."
                 )
             for name in MOMENTS:
                 if name in saved and saved[name].shape != p.shape:
                     raise CheckpointError(
-                        f"MaskedAdamW: the state dict is of another model: {name} has shape {tuple(saved[name].shape)} "
+                        f"MaskedAdamW: the state dict belongs to another model: {name} has shape {tuple(saved[name].shape)} "
                         f"for a parameter of shape {tuple(p.shape)}."
                     )
         return pairs
@@ -323,7 +323,7 @@ class _Bucket:
 def _hyper(group: dict[str, Any], rule: UpdateRule, device: torch.device) -> Tensor:
     """The scalars of one call as float64: on the CPU, from which a GPU gets them as arguments, or on the device of those that are tensors.
 
-    Nothing is copied from host to device: the copy would wait, and a captured graph would go on reading memory that has been freed.
+    Nothing is copied from host to device: the copy would wait, and a captured graph would keep reading memory that has been freed.
     """
     lr, (beta1, beta2) = group["lr"], group["betas"]
     values = [lr, beta1, beta2, group["eps"], group["weight_decay"], rule.decay, rule.v_step, rule.clamp, 0.0]
