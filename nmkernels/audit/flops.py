@@ -65,16 +65,16 @@ def matrices_of(shape: tuple[int, ...]) -> int:
     return math.prod(shape[:-2]) if len(shape) == 3 else 1
 
 
-def passes(verb: str, entries: list[Entry], given: Mapping[str, float]) -> list[float]:
-    """How often a token passes through each layer: as ``given`` for it or its innermost enclosing module, else once."""
-    check_names(f"{verb}: rows", given, [e.name for e in entries], _inside)
-    given = {key: finite_number(RecipeError, f"{verb}: rows[{key!r}]", value) for key, value in given.items()}
+def passes(verb: str, entries: list[Entry], rows_by_name: Mapping[str, float]) -> list[float]:
+    """How often a token passes through each layer: as often as ``rows_by_name`` says of it or its innermost enclosing module, else once."""
+    check_names(f"{verb}: rows", rows_by_name, [e.name for e in entries], _inside)
+    rows_by_name = {key: finite_number(RecipeError, f"{verb}: rows[{key!r}]", value) for key, value in rows_by_name.items()}
     rows = []
     for e in entries:
-        keys = [key for key in given if _inside(e.name, key)]
+        keys = [key for key in rows_by_name if _inside(e.name, key)]
         # unknown for convolutions, where it depends on the image, and for other 3-D weights
         usual = e.rows if e.rows is not None else 1.0 if len(e.shape) == 2 else 0.0
-        rows.append(float(given[max(keys, key=len)]) if keys else usual)
+        rows.append(float(rows_by_name[max(keys, key=len)]) if keys else usual)
     return rows
 
 

@@ -201,15 +201,15 @@ class LayerWise(Composite):
         return {name: options[chosen[name]] if name in chosen else fixed[name] for name in weights}
 
 
-def _table(key: str, given: Mapping[str, Any] | str | None, kinds: tuple[type, ...]) -> dict[str, Any]:
-    if isinstance(given, str):
+def _table(key: str, table: Mapping[str, Any] | str | None, kinds: tuple[type, ...]) -> dict[str, Any]:
+    if isinstance(table, str):
         try:
-            given = json.loads(given)
+            table = json.loads(table)
         except ValueError as error:
-            raise RecipeError(f"LayerWise: {key}={given!r} is not JSON: {error}.") from error
-    if given is not None and not (isinstance(given, Mapping) and all(isinstance(v, kinds) for v in given.values())):
-        raise RecipeError(f"LayerWise: {key}={given!r} must be a table from layer names, or wildcards, to values.")
-    return dict(given or {})
+            raise RecipeError(f"LayerWise: {key}={table!r} is not JSON: {error}.") from error
+    if table is not None and not (isinstance(table, Mapping) and all(isinstance(v, kinds) for v in table.values())):
+        raise RecipeError(f"LayerWise: {key}={table!r} must be a table from layer names, or wildcards, to values.")
+    return dict(table or {})
 
 
 def _matched(key: str, table: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
