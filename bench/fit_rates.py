@@ -30,6 +30,7 @@ from nmkernels.gemm.problem import ROLES, Problem, plain
 from nmkernels.ops.compress import group_of
 from nmkernels.ops.integers import BITS
 
+from . import tables
 from .cases.dense import LINEAR
 from .registry import CPU, DTYPES
 from .rows import RESULTS, load
@@ -280,14 +281,13 @@ def table(
     for dense in (True, False):
         for r in judge([c for c in some if dense or c.problem.role == "fprop"], dense=dense):
             groups[by(r.case), dense].append(r)
-    head = "| | weight | GEMMs | median | 95th percentile | largest | slower than dense by over 5 % | chosen without a row |"
-    rows = [head, "| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    rows = [["", "weight", "GEMMs", "median", "95th percentile", "largest", "slower than dense by over 5 %", "chosen without a row"]]
     for (name, dense), group in sorted(groups.items(), key=lambda item: (item[0][0], not item[0][1])):
         s = summary(group)
         known = (f"{value:.2f}" if not math.isnan(value) else "" for value in s[1:4])
         kept = "dense and compressed" if dense else "compressed"
-        rows.append(f"| {name} | {kept} | {s.cases} | {' | '.join(known)} | {s.slower} | {s.unknown} |")
-    return "\n".join(rows)
+        rows.append([name, kept, str(s.cases), *known, str(s.slower), str(s.unknown)])
+    return tables.table(rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

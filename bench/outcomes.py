@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ class Outcome:
     item: str
     what: str
     why: str = ""
-    seconds: float = 0.0
 
 
 def here() -> Path | None:
@@ -85,7 +83,6 @@ def end(path: Path | None, outcome: Outcome) -> None:
 
 
 _now: dict[str, Outcome] = {}
-_began: dict[str, float] = {}
 
 
 def pytest_collectreport(report: Any) -> None:
@@ -112,7 +109,7 @@ def pytest_collection_finish(session: Any) -> None:
 def pytest_runtest_logstart(nodeid: str) -> None:
     """Record that a test begins."""
     begin(here(), nodeid)
-    _now[nodeid], _began[nodeid] = Outcome(nodeid, "passed"), time.monotonic()
+    _now[nodeid] = Outcome(nodeid, "passed")
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -124,7 +121,7 @@ def pytest_runtest_logreport(report: Any) -> None:
 def pytest_runtest_logfinish(nodeid: str) -> None:
     """Record that a test has ended, and exit if this process can no longer use the GPU."""
     found = _now.pop(nodeid)
-    end(here(), Outcome(found.item, found.what, found.why, round(time.monotonic() - _began.pop(nodeid), 3)))
+    end(here(), found)
     torch = sys.modules.get("torch")
     if found.what == "failed" and torch is not None and torch.cuda.is_initialized():
         import pytest
