@@ -333,7 +333,7 @@ def sanitize(step: Step) -> None:
         return
     races = step.name == "racecheck"
     # only kernels named so: all of this package and few of the vendor's, whose hazards are not ours
-    tool = path, "--tool", step.name, "--error-exitcode", "9", "--kernel-name", "kns=_kernel"
+    tool: tuple[str, ...] = path, "--tool", step.name, "--error-exitcode", "9", "--kernel-name", "kns=_kernel"
     tool += ("--kernel-name-exclude", "kns=wgmma") if races else ()
     # without torch's cache each tensor is its own allocation, which ends where the tensor ends; graphs cannot be captured so
     env, chosen = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, ("-k", "not graph and not captur and not replay")
