@@ -293,12 +293,15 @@ def test_jobs(step: Step, paths: Sequence[str], limit: float) -> tuple[list[Job]
     """A job for each test file under ``paths``, in their order: those that run in parallel, and those that need the GPU alone."""
     marked = "not gpu" if step.dry else "gpu"  # in a dry run the CUDA kernels run on the emulator
     collect = Job("collect", (*PYTEST, "--collect-only", "-qq", "-m", marked, *paths), TEST_SECONDS, PLAIN)
-    if step.run(collect, fresh=True):
-        step.jobs.remove(collect)
+    passed = step.run(collect, fresh=True)
     found: dict[bool, dict[str, list[bool]]] = {False: {}, True: {}}
     for line in outcomes.lines(collect.file):
         if "file" in line:
             found[line["alone"]][line["file"]] = [not line["file"].startswith(path) for path in paths]
+    if passed and any(found.values()):
+        step.jobs.remove(collect)
+    elif passed:
+        outcomes.end(collect.file, Outcome("collect", "failed", f"no test in {', '.join(paths)}"))
     threads = {False: {"OMP_NUM_THREADS": "1"}, True: {"NMKERNELS_TEST_THREADS": str(os.cpu_count() or 1)}}
     several, alone = (
         [Job(file, (*PYTEST, "-q", "-m", marked, file), limit, {**PLAIN, **threads[each]}) for file in sorted(files, key=files.__getitem__)]

@@ -100,6 +100,13 @@ def test_a_dry_run_gets_over_every_kind_of_failure(
     assert len(logs) == 1 and logs[0].read_text().count("passed") == 1
 
 
+@pytest.mark.slow
+def test_a_folder_without_such_tests_has_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "test_a.py").write_text("import pytest\n@pytest.mark.gpu\ndef test_a(): pass\n")
+    assert gpu.main(["tests", "--dry-run", "--tests", str(tmp_path)]) == 1
+    assert "collect: no test in " in capsys.readouterr().out
+
+
 def drive(*words: str, work: Path) -> subprocess.Popen[str]:
     """``make gpu-dry`` as a process of its own, with its folders in ``work``."""
     text = f"from pathlib import Path; from bench import gpu; gpu.WORKERS = 1; gpu.WORK = Path({str(work)!r}); raise SystemExit(gpu.main())"
