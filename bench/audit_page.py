@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,13 +67,12 @@ def whole_steps(rows: Rows) -> str:
         steps = [r for r in mine if r["provider"].endswith(", step") and r["dtype"] == "bfloat16"]
         if gpu is not None and steps:
             head = f"{tables.stamp(steps)}; speed-up over dense with `AdamW(fused=True)`, in brackets bytes a weight"
-            parts.append("\n".join([f"{head}:\n", *_compared(steps, gpu)]))
+            parts.append(f"{head}:\n\n{tables.table(list(_compared(steps, gpu)))}")
     return "\n\n".join(parts) or "*No GPU has measured whole steps: `python -m bench.run --op ffn`.*"
 
 
-def _compared(rows: Rows, gpu: Device) -> Iterator[str]:
-    yield "| FFN, tokens | recipe | measured | predicted for that code | predicted now | now pays from |"
-    yield f"|{' --- |' * 6}"
+def _compared(rows: Rows, gpu: Device) -> Iterator[list[str]]:
+    yield ["FFN, tokens", "recipe", "measured", "predicted for that code", "predicted now", "now pays from"]
     for r in rows:
         recipe = r["provider"].removeprefix("nmkernels ").removesuffix(", step")
         tokens, out, cols = map(int, r["shape"].split("x"))
@@ -82,8 +80,8 @@ def _compared(rows: Rows, gpu: Device) -> Iterator[str]:
         found = nm.audit(shapes, tokens, f"{recipe}:2:4", device=gpu.name, dtype="bfloat16", measure=False)
         now, moved = found.whole[0], MOVED.get(r["commit"], {}).get(recipe)
         then = "" if moved is None else f"{_predicted(found, gpu, moved):.2f} × ({moved:g})"
-        cells = (f"{cols}-{out}-{cols}, {tokens}", recipe, f"{float(r['p50']):.2f} ×", then, f"{now.speedup:.2f} × ({now.sparse_bytes:g})")
-        yield f"| {' | '.join(cells)} | {pays(now)} |"
+        predicted_now = f"{now.speedup:.2f} × ({now.sparse_bytes:g})"
+        yield [f"{cols}-{out}-{cols}, {tokens}", recipe, f"{float(r['p50']):.2f} ×", then, predicted_now, pays(now)]
 
 
 def _predicted(found: Audit, gpu: Device, moved: float) -> float:
@@ -99,14 +97,6 @@ def _predicted(found: Audit, gpu: Device, moved: float) -> float:
     return (dense + weights * (dense_bytes + gradients) / bandwidth) / (used + weights * (moved + gradients) / bandwidth)
 
 
-def between(text: str, begin: str, end: str, new: str) -> str:
-    """``text`` with the part between two markers replaced; ``ValueError`` unless it has each marker once, in order."""
-    if not re.fullmatch(f"(?s).*{re.escape(begin)}.*{re.escape(end)}.*", text) or text.count(begin) != 1 or text.count(end) != 1:
-        raise ValueError(f"the text must have the lines {begin!r} and {end!r}, once each and in this order")
-    head, tail = text[: text.index(begin)], text[text.index(end) :]
-    return f"{head}{begin}\n\n{new}\n\n{tail}"
-
-
 def main(argv: list[str] | None = None, page: Path = PAGE, results: Path = RESULTS) -> int:
     """Write the tables; with ``--check`` write nothing and return 1 if the prediction has changed."""
     parser = argparse.ArgumentParser(prog="python -m bench.audit_page", description=(__doc__ or "").splitlines()[0])
@@ -114,19 +104,10 @@ def main(argv: list[str] | None = None, page: Path = PAGE, results: Path = RESUL
     what.add_argument("--predicted", action="store_true", help="leave the measured table as it is")
     what.add_argument("--check", action="store_true", help="write nothing, exit 1 if the predicted table is not up to date")
     args = parser.parse_args(argv)
-    old = page.read_text(encoding="utf-8")
-    new = between(old, PREDICTED, END, predicted())
-    new = between(new, STEPS, STEPS_END, whole_steps(load(results))) if STEPS in new else new
-    if args.check:
-        if new != old:
-            print(
-                f"{page.name} does not show what nm.audit predicts, or the rows of whole steps; run: python -m bench.audit_page --predicted"
-            )
-        return int(new != old)
-    if not args.predicted:
-        new = between(new, MEASURED, PREDICTED, measured())
-    page.write_text(new, encoding="utf-8")
-    return 0
+    pieces = {(PREDICTED, END): predicted(), (STEPS, STEPS_END): whole_steps(load(results))}
+    if not (args.check or args.predicted):
+        pieces[MEASURED, PREDICTED] = measured()
+    return tables.update(page, pieces, args.check, "bench.audit_page --predicted")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Rows of ``bench.cases.method`` say how long each method of a GEMM took; where a kind of machine has none, those of ``nm_linear`` say it for
 fprop. Each line of constants is the least-squares fit of relative errors with constants that are not negative, single wrong rows having
-little weight. ``--report`` prints the regret: how much longer the chosen method took than the fastest that was measured.
+little weight. ``bench.front_page`` shows the regret: how much longer the chosen method took than the fastest that was measured.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,10 +25,11 @@ from scipy.optimize import nnls
 from nmkernels import Pattern
 from nmkernels.gemm import estimate
 from nmkernels.gemm.estimate import DENSE, EXPAND, FLOAT32, SPARSE, Line
-from nmkernels.gemm.problem import ROLES, Problem, plain
+from nmkernels.gemm.problem import ROLES, Problem
 from nmkernels.ops.compress import group_of
 from nmkernels.ops.integers import BITS
 
+from . import tables
 from .cases.dense import LINEAR
 from .registry import CPU, DTYPES
 from .rows import RESULTS, load
@@ -242,18 +242,6 @@ def regrets(some: Sequence[Observation], rates: Rates | None = None, dense: bool
     return found
 
 
-def held_out(some: Sequence[Observation], dense: bool = True) -> list[Regret]:
-    """The regret of each half of the cases, drawn at random, with constants of the other."""
-    some = list(some)
-    random.Random(0).shuffle(some)
-    halves, making = (some[::2], some[1::2]), [c for c in some if any(what.startswith("make") for what in c.seconds)]
-    found = []
-    for judged, other in (halves, halves[::-1]):
-        made = [Observation(c.kind, c.problem, {k: v for k, v in c.seconds.items() if k.startswith("make")}) for c in making]
-        found += regrets(judged, lines([*made, *other]), dense)
-    return found
-
-
 class Summary(NamedTuple):
     """The regret of many cases, and how many of them chose a method without a row, whose regret nobody knows."""
 
@@ -272,44 +260,31 @@ def summary(some: Sequence[Regret]) -> Summary:
     return Summary(len(some), each[len(each) // 2], each[int(0.95 * (len(each) - 1))], each[-1], slower, unknown)
 
 
-def table(
-    some: Sequence[Observation], by: Callable[[Observation], str] = lambda case: case.kind, judge: Callable[..., list[Regret]] = regrets
-) -> str:
-    """The regret as a table, a line for each of ``by``, with a dense layout, and for fprop without one, as in a ``CompressedLinear``."""
+def table(some: Sequence[Observation]) -> str:
+    """The regret as a table, a line for each kind of machine, with a dense layout, and for fprop without, as in a ``CompressedLinear``."""
     groups: dict[tuple[str, bool], list[Regret]] = defaultdict(list)
     for dense in (True, False):
-        for r in judge([c for c in some if dense or c.problem.role == "fprop"], dense=dense):
-            groups[by(r.case), dense].append(r)
-    head = "| | weight | GEMMs | median | 95th percentile | largest | slower than dense by over 5 % | chosen without a row |"
-    rows = [head, "| --- | --- | --- | --- | --- | --- | --- | --- |"]
+        for r in regrets([c for c in some if dense or c.problem.role == "fprop"], dense=dense):
+            groups[r.case.kind, dense].append(r)
+    rows = [["", "weight", "GEMMs", "median", "95th percentile", "largest", "slower than dense by over 5 %", "chosen without a row"]]
     for (name, dense), group in sorted(groups.items(), key=lambda item: (item[0][0], not item[0][1])):
         s = summary(group)
         known = (f"{value:.2f}" if not math.isnan(value) else "" for value in s[1:4])
         kept = "dense and compressed" if dense else "compressed"
-        rows.append(f"| {name} | {kept} | {s.cases} | {' | '.join(known)} | {s.slower} | {s.unknown} |")
-    return "\n".join(rows)
+        rows.append([name, kept, str(s.cases), *known, str(s.slower), str(s.unknown)])
+    return tables.table(rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the constants; with ``--check`` write nothing and return 1 where they are not those of the rows."""
     parser = argparse.ArgumentParser(prog="python -m bench.fit_rates", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 where rates.json is not what the rows give")
-    parser.add_argument("--report", action="store_true", help="print the regret by kind, dtype and role, also on held-out halves")
     args = parser.parse_args(argv)
-    some = cases()
-    new = text(lines(some))
+    new = text(lines(cases()))
     if args.check:
         return int(RATES.read_text(encoding="utf-8") != new)
     RATES.write_text(new, encoding="utf-8")
-    estimate.rates.cache_clear()
-    if args.report:
-        print(table(some), table(some, _role), "Held-out halves:", table(some, judge=held_out), table(some, _role, held_out), sep="\n\n")
     return 0
-
-
-def _role(case: Observation) -> str:
-    p = case.problem
-    return f"{case.kind}, {plain(p.dtype)} {p.values if p.integers else p.role}"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from . import figures, fit_rates, tables, targets
 from .accuracy import page as accuracy_page
-from .audit_page import between
 from .cases import ffn
 from .registry import ALLOWED, CPU, FASTEST, NOISE
 from .report import load
@@ -27,14 +26,6 @@ from .tables import Rows
 ROOT = Path(__file__).parents[1]
 README, RECIPES, PERFORMANCE = ROOT / "README.md", ROOT / "docs/methods/index.md", ROOT / "docs/performance.md"
 PAYS = ROOT / "docs/pays.md"
-BEGIN, END = "<!-- measured: written by python -m bench.front_page -->", "<!-- measured: end -->"
-MACHINES, MACHINES_END = "<!-- machines: written by python -m bench.front_page -->", "<!-- machines: end -->"
-METHODS, METHODS_END = "<!-- best methods: written by python -m bench.front_page -->", "<!-- best methods: end -->"
-CHOICES, CHOICES_END = "<!-- choices: written by python -m bench.front_page -->", "<!-- choices: end -->"
-LONGER, LONGER_END = "<!-- longer runs: written by python -m bench.front_page -->", "<!-- longer runs: end -->"
-INTEGERS, INTEGERS_END = "<!-- integers: written by python -m bench.front_page -->", "<!-- integers: end -->"
-REGRET, REGRET_END = "<!-- regret: written by python -m bench.front_page -->", "<!-- regret: end -->"
-
 Key = tuple[str, str, str, str, str, str]
 
 
@@ -157,13 +148,13 @@ def _table(chosen: Sequence[Line], machines: Mapping[str, Rows], dtype: str) -> 
     chosen = [line for line in chosen if line.front]
     shown = {line.row for line in chosen}
     heads = [f"{machine} ({max((r['date'] for r in mine if _key(r) in shown), default='')})" for machine, mine in machines.items()]
-    lines = [f"| what, 2:4 and {dtype} unless said | against | {' | '.join(heads)} |", f"|{' --- |' * (2 + len(heads))}"]
+    lines = [[f"what, 2:4 and {dtype} unless said", "against", *heads]]
     columns = [_medians(mine) for mine in machines.values()]
     for line in chosen:
         cells = [line.cell(mine) if line.row in mine else "" for mine in columns]
         if any(cells):
-            lines.append(f"| {line.what} | {line.against} | {' | '.join(cells)} |")
-    return "\n".join(lines) if len(lines) > 2 else ""
+            lines.append([line.what, line.against, *cells])
+    return tables.table(lines) if len(lines) > 1 else ""
 
 
 def machines(rows: Rows, results: Path) -> str:
@@ -177,9 +168,9 @@ def _machine(rows: Rows, results: Path) -> str:
     machine, values = rows[0]["machine"], _medians(rows)
     parts = [f"{tables.stamp(rows)}."]
     chosen, dtype = (LINES, "float32") if device_of(machine) == "cpu" else (LINES_GPU, "bfloat16")
-    lines = [f"| {at.what} | {at.against} | {at.cell(values)} |" for at in chosen if at.row in values]
+    lines = [[at.what, at.against, at.cell(values)] for at in chosen if at.row in values]
     if lines and (chosen is LINES_GPU or _as_in_a_model(rows)):
-        parts.append("\n".join([f"| what, 2:4 and {dtype} unless said | against | median |", "| --- | --- | --- |", *lines]))
+        parts.append(tables.table([[f"what, 2:4 and {dtype} unless said", "against", "median"], *lines]))
     measured = [v for v in targets.verdicts(rows, device_of(machine), {}) if v.measured]
     met = sum(v.state in ("met", "stretch") for v in measured)
     score = f"{met} of the {len(measured)} measured targets are met" if measured else "A few rows, none of a target"
@@ -226,16 +217,21 @@ AGAINST = (
 
 def _integers(rows: Rows) -> str:
     medians = _medians(rows)
-    lines = [f"| weight | tokens | values | {' | '.join(f'against {head}' for head, _ in AGAINST)} |", f"|{' --- |' * (3 + len(AGAINST))}"]
+    lines = [["weight", "tokens", "values", *(f"against {head}" for head, _ in AGAINST)]]
     for op, provider, pattern, dtype, shape in dict.fromkeys(key[:5] for key in medians):
         backend, comma, kind = provider.partition(", int")
         cells = [medians.get((op, provider, pattern, dtype, shape, metric)) for _, metric in AGAINST]
         if comma and any(cells):
             tokens, _, weight = shape.partition("x")
             values = f"int{kind}{backend.removeprefix(CPU)}"
-            ratios = " | ".join("" if cell is None else f"{float(cell):.2f} ×" for cell in cells)
-            lines.append(f"| {weight.replace('x', '×')} {pattern} | {tokens} | {values} | {ratios} |")
-    return "\n".join(lines)
+            ratios = ["" if cell is None else f"{float(cell):.2f} ×" for cell in cells]
+            lines.append([f"{weight.replace('x', '×')} {pattern}", tokens, values, *ratios])
+    return tables.table(lines)
+
+
+def markers(name: str) -> tuple[str, str]:
+    """The lines before and after a table."""
+    return f"<!-- {name}: written by python -m bench.front_page -->", f"<!-- {name}: end -->"
 
 
 def main(argv: list[str] | None = None, results: Path = RESULTS, pages: Sequence[Path] = (README, RECIPES, PERFORMANCE, PAYS)) -> int:
@@ -245,25 +241,16 @@ def main(argv: list[str] | None = None, results: Path = RESULTS, pages: Sequence
     args = parser.parse_args(argv)
     rows, accuracy = load(results), accuracy_page.read(results / "accuracy")
     pieces = {
-        (BEGIN, END): page(rows),
-        (MACHINES, MACHINES_END): machines(rows, results),
-        (METHODS, METHODS_END): accuracy.matrix("2:4"),
-        (CHOICES, CHOICES_END): accuracy.choices(),
-        (LONGER, LONGER_END): accuracy.longer(),
+        "measured": page(rows),
+        "machines": machines(rows, results),
+        "best methods": accuracy.matrix("2:4"),
+        "choices": accuracy.choices(),
+        "longer runs": accuracy.longer(),
+        "integers": integers(rows),
+        "regret": fit_rates.table(fit_rates.cases(results)),
     }
-    pieces[INTEGERS, INTEGERS_END] = integers(rows)
-    pieces[REGRET, REGRET_END] = fit_rates.table(fit_rates.cases(results))
-    stale = 0
-    for path in pages:
-        old = new = path.read_text(encoding="utf-8")
-        for (begin, end), text in pieces.items():
-            new = between(new, begin, end, text) if begin in new else new
-        if args.check and new != old:
-            print(f"{path.name} does not show the rows of {results.name}/; run: python -m bench.front_page")
-            stale = 1
-        elif new != old:
-            path.write_text(new, encoding="utf-8")
-    return stale
+    marked = {markers(name): text for name, text in pieces.items()}
+    return max(tables.update(path, marked, args.check, "bench.front_page") for path in pages)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Records the result of each test or case: a line of JSON when it begins and one when it ends, so that nothing is lost if a process dies.
 
 ``NMKERNELS_OUTCOMES`` names the file. ``bench.run`` writes it, and pytest with ``-p bench.outcomes``. Items that the file records as ended
-are not run again: the same command continues where the last one stopped. ``NMKERNELS_SHARE=2/3`` lets pytest run the second third of the
-tests. With ``--collect-only`` the lines list the tests of each file instead.
+are not run again: the same command continues where the last one stopped. With ``--collect-only`` the lines name the test files instead.
 """
 
 from __future__ import annotations
@@ -10,12 +9,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ENV, SHARE = "NMKERNELS_OUTCOMES", "NMKERNELS_SHARE"
+ENV = "NMKERNELS_OUTCOMES"
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,6 @@ class Outcome:
     item: str
     what: str
     why: str = ""
-    seconds: float = 0.0
 
 
 def here() -> Path | None:
@@ -86,7 +83,6 @@ def end(path: Path | None, outcome: Outcome) -> None:
 
 
 _now: dict[str, Outcome] = {}
-_began: dict[str, float] = {}
 
 
 def pytest_collectreport(report: Any) -> None:
@@ -96,25 +92,24 @@ def pytest_collectreport(report: Any) -> None:
 
 
 def pytest_collection_finish(session: Any) -> None:
-    """With ``--collect-only`` list the tests; otherwise keep those that this process should run."""
-    items, path = session.items, here()
+    """Leave out the tests that have ended; with ``--collect-only`` record the files that have tests."""
+    path = here()
     if session.config.option.collectonly:
-        files: dict[str, list[Any]] = {}
-        for item in items:
-            files.setdefault(os.path.relpath(item.path, session.config.rootpath), []).append(item)
-        for name, inside in files.items():
-            tell(path, name=name, tests=len(inside), alone=any(item.get_closest_marker("alone") is not None for item in inside))
+        files: dict[str, bool] = {}
+        for item in session.items:
+            file = os.path.relpath(item.path, session.config.rootpath)
+            files[file] = files.get(file, False) or item.get_closest_marker("alone") is not None
+        for file, alone in files.items():
+            tell(path, file=file, alone=alone)
         return
-    part, parts = (int(number) for number in os.environ.get(SHARE, "1/1").split("/"))
     ended = read(path)[0] if path is not None else {}
-    share = items[(part - 1) * len(items) // parts : part * len(items) // parts]
-    items[:] = [item for item in share if item.nodeid not in ended]
+    session.items[:] = [item for item in session.items if item.nodeid not in ended]
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
     """Record that a test begins."""
     begin(here(), nodeid)
-    _now[nodeid], _began[nodeid] = Outcome(nodeid, "passed"), time.monotonic()
+    _now[nodeid] = Outcome(nodeid, "passed")
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -126,7 +121,7 @@ def pytest_runtest_logreport(report: Any) -> None:
 def pytest_runtest_logfinish(nodeid: str) -> None:
     """Record that a test has ended, and exit if this process can no longer use the GPU."""
     found = _now.pop(nodeid)
-    end(here(), Outcome(found.item, found.what, found.why, round(time.monotonic() - _began.pop(nodeid), 3)))
+    end(here(), found)
     torch = sys.modules.get("torch")
     if found.what == "failed" and torch is not None and torch.cuda.is_initialized():
         import pytest

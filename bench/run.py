@@ -8,13 +8,10 @@ By default all cases (forty minutes on two cores). ``--targets`` runs only the c
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,7 +21,7 @@ from . import cases, clocks, runner, shapes, tables, targets
 from .cases import _ours
 from .cases.power_or_port import uuid
 from .registry import DTYPES, Ask, Spec
-from .rows import RESULTS, Row, commit, load, machine, slug, versions
+from .rows import RESULTS, Row, load, machine, slug
 
 SECONDS = {"quick": 0.25, "targets": 1.4, "all": 1.2}
 """Seconds of timing per case, by suite."""
@@ -35,8 +32,6 @@ SECONDS_CUDA = 0.6
 HOME = Path(__file__).resolve().parents[1]
 
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-SCHEMA = 1
-"""Version of the object that ``--json`` prints; incremented when the meaning of a key changes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="skip cases that the file already has from this commit and machine")
     parser.add_argument("--from", type=int, default=1, dest="first", metavar="I", help="start with the I-th case of --list")
     parser.add_argument("--list", action="store_true", help="list the cases and exit")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of lines")
     parser.add_argument("--out", type=Path, metavar="CSV", help="file to add rows to; default bench/results/<machine>.csv")
 
 
@@ -101,23 +95,19 @@ def execute(args: argparse.Namespace) -> int:
         return 0
     out = args.out or RESULTS / f"{slug(machine(device))}.csv"
     suite = "quick" if args.quick else "targets" if args.targets else "all"
-    say = (lambda text: None) if args.json else print
     outcome = runner.run(
         specs,
         device,
         out,
         args.seconds or (SECONDS_CUDA if device.startswith("cuda") else SECONDS[suite]),
         resume=args.resume,
-        show=lambda row: say(line(row)),
+        show=lambda row: print(line(row)),
         complain=lambda text: print(text, file=sys.stderr),
     )
-    if args.json:
-        print(json.dumps(as_json(outcome, specs, device, out), indent=2))
-    if outcome.next is not None and outcome.next < len(specs) and not args.json:
+    if outcome.next is not None and outcome.next < len(specs):
         again = [sys.executable, "-m", "bench.run", *_words(args), "--from", str(max(1, args.first) + outcome.next)]
         return max(outcome.status, subprocess.run(again, cwd=HOME).returncode)
-    if not args.json:
-        _closing(outcome, specs, out, device, args.targets or (args.quick and device.startswith("cuda")))
+    _closing(outcome, specs, out, device, args.targets or (args.quick and device.startswith("cuda")))
     return outcome.status
 
 
@@ -154,23 +144,6 @@ def line(row: Row) -> str:
     spread = f"({row.p20:.4g} to {row.p80:.4g})" if row.p20 != row.p80 else ""
     what = " ".join(part for part in (row.op, row.pattern, row.dtype, row.shape) if part)
     return f"{what:<52} {row.provider:<42} {row.p50:>10.4g} {row.metric:<22}{spread}".rstrip()
-
-
-def as_json(outcome: runner.Measured, specs: list[Spec], device: str, out: Path) -> dict[str, Any]:
-    """The object of ``--json``."""
-    return {
-        "schema": SCHEMA,
-        "device": device,
-        "machine": machine(device),
-        "versions": versions(),
-        "commit": commit(),
-        "out": str(out),
-        "cases": len(specs),
-        "skipped": outcome.skipped,
-        "interrupted": outcome.interrupted,
-        "wrong": [{"case": str(spec), "why": why} for spec, why in outcome.wrong],
-        "rows": [asdict(r) for r in outcome.rows],
-    }
 
 
 def _closing(outcome: runner.Measured, specs: list[Spec], out: Path, device: str, against_targets: bool) -> None:

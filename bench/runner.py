@@ -78,7 +78,6 @@ def run(
                 continue
             progress.show(str(spec))
             outcomes.begin(record, str(spec))
-            start = time.monotonic()
             found, why = _attempt(spec, device, seconds)
             progress.clear()
             if found:
@@ -86,8 +85,7 @@ def run(
                 outcome.rows += found
                 for r in found:
                     show(r)
-            verdict = outcomes.Outcome(str(spec), "failed" if why else "passed", why, round(time.monotonic() - start, 3))
-            outcomes.end(record, verdict)
+            outcomes.end(record, outcomes.Outcome(str(spec), "failed" if why else "passed", why))
             if why:
                 outcome.wrong.append((spec, why))
                 complain(f"{spec}: {why}")

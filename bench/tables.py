@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 
 from . import shapes
 from .registry import ALLOWED, FASTEST, NOISE, SHORT, Spec, Verdict
@@ -31,16 +32,48 @@ def by_machine(rows: Iterable[dict[str, str]]) -> dict[str, Rows]:
     return found
 
 
+def table(lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first line is the header.
+
+    Example:
+        >>> print(table([["a", "b"], ["1", "2"]]))
+        | a | b |
+        | --- | --- |
+        | 1 | 2 |
+    """
+    head, *body = lines
+    rows = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def between(text: str, begin: str, end: str, new: str) -> str:
+    """``text`` with the part between two markers replaced; ``ValueError`` unless it has the first one once, and the other one after it."""
+    head, _, tail = text.partition(begin)
+    if begin in tail or end not in tail:
+        raise ValueError(f"the text must have {begin!r} once, followed by {end!r}")
+    return f"{head}{begin}\n\n{new}\n\n{tail[tail.index(end) :]}"
+
+
+def update(page: Path, pieces: Mapping[tuple[str, str], str], check: bool, command: str) -> int:
+    """Write each piece between its markers, where the page has them; with ``check`` write nothing and return 1 if one is not up to date."""
+    old = new = page.read_text(encoding="utf-8")
+    for (begin, end), text in pieces.items():
+        new = between(new, begin, end, text) if begin in new else new
+    if check and new != old:
+        print(f"{page.name} does not show the rows; run: python -m {command}")
+        return 1
+    page.write_text(new, encoding="utf-8")
+    return 0
+
+
 # ---- targets
 
 
 def targets_markdown(verdicts: Iterable[Verdict]) -> str:
     """The table of the speed targets; missed ones are bold, with their reason."""
-    lines = ["| what | against | target | measured | share of roofline | |", f"|{' --- |' * 6}"]
-    for v in verdicts:
-        cells = (v.target.what, v.target.against, _goal(v), _measured(v, "**"), _roofline(v), _state(v, "**"))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    head = ["what", "against", "target", "measured", "share of roofline", ""]
+    cells = ((v.target.what, v.target.against, _goal(v), _measured(v, "**"), _roofline(v), _state(v, "**")) for v in verdicts)
+    return table([head, *cells])
 
 
 def targets_text(verdicts: Iterable[Verdict]) -> str:
@@ -129,7 +162,7 @@ def _table(rows: Rows) -> str:
     others = list(dict.fromkeys(r["provider"] for r in rows if mine and not r["provider"].startswith(OURS)))
     found = {(_case(r), r["provider"], r["metric"]): r for r in rows}
     head = ["case", "provider", "µs (p20 to p80)", *metrics, *(f"{name}, µs" for name in others)]
-    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    lines = [head]
     for case, provider in dict.fromkeys((_case(r), r["provider"]) for r in rows if r["provider"] not in others):
         time = found.get((case, provider, "us"))
         cells = [_title(case), provider, spread(time) if time else ""]
@@ -137,12 +170,12 @@ def _table(rows: Rows) -> str:
         if FASTEST in metrics and slow(found.get((case, provider, FASTEST)), found.get((case, provider, ALLOWED))):
             cells[3 + metrics.index(FASTEST)] += f" ({SLOW})"
         cells += [_value(found.get((case, name, "us"))) for name in others]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(cells)
     # the dense baseline too has rows for the parts of a step
     for case, provider in dict.fromkeys((_case(r), r["provider"]) for r in rows if r["provider"] in others and r["metric"] != "us"):
-        cells = [_title(case), provider, _value(found.get((case, provider, "us")))]
-        lines.append(f"| {' | '.join(cells + [_value(found.get((case, provider, metric))) for metric in metrics] + [''] * len(others))} |")
-    return "\n".join(lines)
+        values = [_value(found.get((case, provider, metric))) for metric in ("us", *metrics)]
+        lines.append([_title(case), provider, *values, *[""] * len(others)])
+    return table(lines)
 
 
 def slow(speed: dict[str, str] | None, allowed: dict[str, str] | None) -> bool:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from .. import tables
 from . import rows, studies
 from .methods import load
 from .plan import Results, mean_loss
@@ -79,21 +80,15 @@ def _ranking(case: Case, runs: dict[str, dict[int, RunRow]]) -> str:
     if case.method not in runs:
         return f"{title}: no results; see the failed runs above."
     losses = {name: {seed: row.val_loss for seed, row in mine.items()} for name, mine in runs.items()}
-    lines = [
-        f"{title}; loss in nats, 95 % intervals",
-        "",
-        "| | method | loss | minus `dense` | minus `ste` | seeds |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    lines = [["", "method", "loss", "minus `dense`", "minus `ste`", "seeds"]]
     for rank, name in enumerate(sorted(runs, key=lambda name: (mean_loss(runs[name]), name)), 1):
         against = [_difference(losses, name, other, settings(case.task).margin) for other in (DENSE, "ste")]
         shown = f"**`{name}`, yours**" if name == case.method else f"`{name}`"
         loss = estimate(losses[name].values())
-        lines.append(f"| {rank} | {shown} | {loss.shown(4)} | {' | '.join(against)} | {loss.n + loss.lost} |")
+        lines.append([str(rank), shown, loss.shown(4), *against, str(loss.n + loss.lost)])
     missing = [other for other in (DENSE, "ste") if other not in runs]
-    if missing:
-        lines += ["", f"No rows of {' and '.join(missing)}: add `--methods {' '.join(missing)}` to run them too."]
-    return "\n".join(lines)
+    hint = f"\n\nNo rows of {' and '.join(missing)}: add `--methods {' '.join(missing)}` to run them too." if missing else ""
+    return f"{title}; loss in nats, 95 % intervals\n\n{tables.table(lines)}{hint}"
 
 
 def _difference(losses: dict[str, dict[int, float]], name: str, other: str, margin: float) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from ..tables import table
 from . import methods, tasks
 from .contrasts import findings, place
 from .methods import DECAYS
@@ -23,9 +24,6 @@ NONE = "–"
 
 SMALL = 0.001
 """p-values below this are shown as smaller than it."""
-
-BASELINE = "ste"
-"""The simplest sparse method."""
 
 LEVEL = "level"
 
@@ -380,17 +378,3 @@ MISSING = "*No runs yet.*"
 def notes(names: Iterable[str]) -> str:
     """The meaning of each name."""
     return table([["name", "method"], *([f"`{name}`", methods.get(name).note] for name in names)])
-
-
-def table(lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; the first line is the header.
-
-    Example:
-        >>> print(table([["a", "b"], ["1", "2"]]))
-        | a | b |
-        | --- | --- |
-        | 1 | 2 |
-    """
-    head, *body = lines
-    rows = [head, ["---"] * len(head), *body]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

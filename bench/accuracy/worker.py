@@ -230,11 +230,15 @@ def _trained(spec: RunSpec, place: Place) -> dict[str, Tensor] | None:
 
 
 def _keep(spec: RunSpec, model: nn.Module, place: Place) -> None:
-    file = _file(spec, place)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}.part")
-    torch.save({name: value.cpu() for name, value in model.state_dict().items()}, part)
-    os.replace(part, file)  # atomic: other processes may be writing it too
+    save({name: value.cpu() for name, value in model.state_dict().items()}, _file(spec, place))
+
+
+def save(weights: dict[str, Tensor], path: Path) -> None:
+    """Write weights atomically: other processes may be writing them too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    torch.save(weights, part)
+    os.replace(part, path)
 
 
 def _file(spec: RunSpec, place: Place) -> Path:

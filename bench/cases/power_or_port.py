@@ -77,7 +77,7 @@ def power_or_port(spec: Spec, device: str) -> Work:
 
 
 def say(spec: Spec, text: str) -> None:
-    """Print to standard error: rows hold only numbers, and standard output may be JSON."""
+    """Print to standard error: rows hold only numbers."""
     print(f"{spec}: {text}", file=sys.stderr)
 
 

@@ -6,7 +6,6 @@ import copy
 import gzip
 import hashlib
 import json
-import os
 import tempfile
 import zipfile
 from abc import ABC, abstractmethod
@@ -28,7 +27,7 @@ from ..accuracy import data
 from ..accuracy.tasks import get
 from ..accuracy.tasks.base import Settings
 from ..accuracy.tasks.sentiment import WHEEL, Sentiment
-from ..accuracy.worker import learning_rate
+from ..accuracy.worker import learning_rate, save
 
 CACHE = Path("build") / "oneshot"
 """The folder of the byte GPT's pretrained weights."""
@@ -283,10 +282,7 @@ class ByteGPT(Model):
             model = GPT(self.config)
             settings = Settings(steps=steps, lr=2e-3, warmup=50 / 700, floor=0.05, decay="linear")
             self.train(model, torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1), settings, steps, 0)
-        folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.part")
-        torch.save(model.state_dict(), part)
-        os.replace(part, path)  # atomic: other processes may be writing it too
+        save(model.state_dict(), path)
         return model.state_dict()
 
     def model(self) -> nn.Module:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from .. import tables
 from ..rows import load as load_csv
+from ..tables import table
 from . import cells, layers
 from .cells import DENSE, HELD, METHODS, PATTERNS, SEQUENCES, CellRow
 
@@ -40,14 +42,14 @@ def begin(name: str) -> str:
 
 def pruned(rows: Rows) -> str:
     """Every model and pattern, by method, without a recipe."""
-    lines = [f"| model, pattern | dense | {' | '.join(TITLES[method] for method in METHODS)} |", f"|{' --- |' * (2 + len(METHODS))}"]
+    lines = [["model, pattern", "dense", *(TITLES[method] for method in METHODS)]]
     for model in SEQUENCES:
         dense = [r for r in rows if r.model == model and r.method == DENSE and not r.recipe]
         for p in PATTERNS:
             found = [[r for r in rows if r.key == cells.Cell(model, p, method, "", SEQUENCES[model]).key] for method in METHODS]
             if any(found):
-                lines.append(f"| {NAMES[model]}, {p} | {' | '.join([_value(dense), *_best([_value(f) for f in found], model)])} |")
-    return "\n".join(lines)
+                lines.append([f"{NAMES[model]}, {p}", _value(dense), *_best([_value(f) for f in found], model)])
+    return table(lines)
 
 
 def _value(rows: Rows) -> str:
@@ -66,14 +68,13 @@ def tuned(rows: Rows) -> str:
     """Every start and recipe after the steps of a recipe: means over seeds."""
     found = [r for r in rows if r.recipe]
     columns = [(model, p) for model in ("sentiment", "gpt") for p in PATTERNS if any(r.model == model and r.pattern == p for r in found)]
-    heads = [f"{NAMES[m]}, {p}" for m, p in columns]
-    lines = [f"| weights → recipe | {' | '.join(heads)} |", f"|{' --- |' * (1 + len(columns))}"]
+    lines = [["weights → recipe", *(f"{NAMES[m]}, {p}" for m, p in columns)]]
     starts = [(method, HELD) for method in METHODS] + [(DENSE, recipe) for recipe in RECIPES]
     starts += sorted({(r.method, r.recipe) for r in found} - {*starts, (DENSE, DENSE)})
-    table = [[[r for r in found if (r.model, r.pattern, r.method, r.recipe) == (m, p, *start)] for m, p in columns] for start in starts]
-    table.append([[r for r in found if (r.model, r.method, r.recipe) == (m, DENSE, DENSE)] for m, _ in columns])
-    lowest = [min((_mean(line[i]) for line in table[:-1] if line[i]), default=0.0) for i in range(len(columns))]
-    for (method, recipe), line in zip([*starts, (DENSE, DENSE)], table, strict=True):
+    groups = [[[r for r in found if (r.model, r.pattern, r.method, r.recipe) == (m, p, *start)] for m, p in columns] for start in starts]
+    groups.append([[r for r in found if (r.model, r.method, r.recipe) == (m, DENSE, DENSE)] for m, _ in columns])
+    lowest = [min((_mean(line[i]) for line in groups[:-1] if line[i]), default=0.0) for i in range(len(columns))]
+    for (method, recipe), line in zip([*starts, (DENSE, DENSE)], groups, strict=True):
         title = (
             f"{TITLES[method]} → {'masks held' if recipe == HELD else RECIPES.get(recipe, recipe)}"
             if recipe != DENSE
@@ -81,8 +82,8 @@ def tuned(rows: Rows) -> str:
         )
         shown = [_tuned(some, _mean(some) == least) if some else "" for some, least in zip(line, lowest, strict=True)]
         if any(shown):
-            lines.append(f"| {title} | {' | '.join(shown)} |")
-    return "\n".join(lines)
+            lines.append([title, *shown])
+    return table(lines)
 
 
 def _mean(rows: Rows) -> float:
@@ -101,24 +102,24 @@ def _tuned(rows: Rows, best: bool) -> str:
 def tokens(rows: Rows) -> str:
     """The same model and pattern with more and less calibration data."""
     found = [r for r in rows if r.pattern == "2:4" and not r.recipe and r.method in METHODS[1:] and r.model in ("smollm2", "minilm")]
-    lines = [f"| model, 2:4 | tokens | {' | '.join(TITLES[method] for method in METHODS[1:])} |", f"|{' --- |' * (2 + len(METHODS[1:]))}"]
+    lines = [["model, 2:4", "tokens", *(TITLES[method] for method in METHODS[1:])]]
     for model in ("smollm2", "minilm"):
         for count in sorted({r.tokens for r in found if r.model == model}):
             values = [_value([r for r in found if (r.model, r.tokens, r.method) == (model, count, m)]) for m in METHODS[1:]]
             if all(values):  # some alone would have nothing to be compared with
-                lines.append(f"| {NAMES[model]} | {count:,} | {' | '.join(_best(values, model))} |")
-    return "\n".join(lines)
+                lines.append([NAMES[model], f"{count:,}", *_best(values, model)])
+    return table(lines)
 
 
 def whole(rows: Rows) -> str:
     """CPU seconds of ``prune_`` at 2:4."""
-    lines = [f"| CPU seconds at 2:4 | {' | '.join(TITLES[method] for method in METHODS)} |", f"|{' --- |' * (1 + len(METHODS))}"]
+    lines = [["CPU seconds at 2:4", *(TITLES[method] for method in METHODS)]]
     for model in ("smollm2", "minilm"):
         found = [[r for r in rows if r.key == cells.Cell(model, "2:4", method, "", SEQUENCES[model]).key] for method in METHODS]
         if all(found):
             seconds = [f"{f[0].pruning:.0f}" for f in found]
-            lines.append(f"| {NAMES[model].partition(',')[0]}, {found[0][0].tokens:,} tokens | {' | '.join(seconds)} |")
-    return "\n".join(lines)
+            lines.append([f"{NAMES[model].partition(',')[0]}, {found[0][0].tokens:,} tokens", *seconds])
+    return table(lines)
 
 
 def costs(rows: list[dict[str, str]]) -> str:
@@ -129,14 +130,14 @@ def costs(rows: list[dict[str, str]]) -> str:
         chosen = [r for r in mine if r["shape"] == SIZE or r["metric"] == layers.RATE]
         # a peak of memory is what a run may need: the higher percentile
         value = {(r["provider"], r["metric"]): float(r["p80" if r["metric"] == layers.MEMORY else "p50"]) for r in chosen}
-        lines = ["| | CPU seconds | peak memory beyond W and H, in W | error |", f"|{' --- |' * 4}"]
+        lines = [["", "CPU seconds", "peak memory beyond W and H, in W", "error"]]
         for name, title in COSTS.items():
             shown = [f"{value[name, metric]:{form}}" if (name, metric) in value else "" for metric, form in FORMS.items()]
-            lines += [f"| {title} | {' | '.join(shown)} |"] if any(shown) else []
+            lines += [[title, *shown]] if any(shown) else []
         rates = [v for (_, metric), v in value.items() if metric == layers.RATE]
         made = [", ".join(sorted({r[key] for r in mine})) for key in ("versions", "date", "commit")]
         fast = f"; torch multiplies float32 matrices at {rates[0]:.0f} GFLOP/s" if rates else ""
-        parts.append("\n".join(lines) + f"\n\n*{machine}{fast}; {made[0]}; {made[1]}; commit {made[2]}.*")
+        parts.append(table(lines) + f"\n\n*{machine}{fast}; {made[0]}; {made[1]}; commit {made[2]}.*")
     return "\n\n".join(parts)
 
 
@@ -157,26 +158,11 @@ TABLES: dict[str, Callable[[Rows, list[dict[str, str]]], str]] = {
 
 
 def write(page: Path = PAGE, path: Path = cells.PATH, timed: Path = layers.PATH, check: bool = False) -> int:
-    """Write the tables of the guide to one-shot pruning; see ``write_tables``."""
+    """Write the tables of the guide to one-shot pruning; see ``bench.tables.update``."""
     rows, times = cells.load(path), load_csv(timed)
-    return write_tables(page, {name: table(rows, times) for name, table in TABLES.items()}, check)
+    return update(page, {name: made(rows, times) for name, made in TABLES.items()}, check)
 
 
-def write_tables(page: Path, tables: Mapping[str, str], check: bool = False) -> int:
-    """Write each table between its markers; with ``check`` write nothing and return 1 if one does not agree with the rows."""
-    old = new = page.read_text(encoding="utf-8")
-    for name, table in tables.items():
-        if begin(name) in old:
-            new = between(new, begin(name), table)
-    if check and new != old:
-        print(f"{page.name} does not show the committed rows; run: python -m bench.oneshot table")
-        return 1
-    if new != old:
-        page.write_text(new, encoding="utf-8")
-    return 0
-
-
-def between(text: str, first: str, new: str) -> str:
-    """``text`` with the part from the marker ``first`` to the next end replaced."""
-    head, tail = text.split(first)
-    return f"{head}{first}\n\n{new}\n\n{END}{tail.split(END, 1)[1]}"
+def update(page: Path, named: Mapping[str, str], check: bool = False) -> int:
+    """Write each table between its markers; see ``bench.tables.update``."""
+    return tables.update(page, {(begin(name), END): text for name, text in named.items()}, check, "bench.oneshot table")

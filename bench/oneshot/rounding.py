@@ -19,9 +19,10 @@ from nmkernels import ops
 
 from ..accuracy.rows import append_lines, load_lines, stamp
 from ..rows import RESULTS
+from ..tables import table
 from .cells import SEQUENCES
 from .models import Model, model_of
-from .page import NAMES, write_tables
+from .page import NAMES, update
 
 PATH = RESULTS / "rounding.csv"
 PATTERN, WHOLE = "2:4", "4:4"
@@ -130,9 +131,9 @@ LINES = {
 """(pattern, method, what is first) -> the line of the table."""
 
 
-def table(rows: list[dict[str, str]]) -> str:
+def text(rows: list[dict[str, str]]) -> str:
     """A row per model and mask, a column per kind of values."""
-    lines = ["| model | | floating point | int8 | int4 |", "| --- | --- | --- | --- | --- |"]
+    lines = [["model", "", "floating point", "int8", "int4"]]
     for model in dict.fromkeys(row["model"] for row in rows):
         for title in dict.fromkeys(LINES.values()):
             shown = []
@@ -145,11 +146,11 @@ def table(rows: list[dict[str, str]]) -> str:
                 value = next((row["loss"] if row["loss"] != "nan" else row["cosine"] for row in found), "")
                 shown.append(f"{float(value):.3f}" if value else "")
             if any(shown):
-                lines.append(f"| {NAMES[model]} | {title} | {' | '.join(shown)} |")
+                lines.append([NAMES[model], title, *shown])
     made = [", ".join(sorted({row[key] for row in rows})) for key in ("machine", "versions", "date")]
-    return "\n".join([*lines, "", f"*{'; '.join(made)}.*"])
+    return f"{table(lines)}\n\n*{'; '.join(made)}.*"
 
 
 def write(check: bool = False) -> int:
-    """Write the table of the guide to integers; see ``page.write_tables``."""
-    return write_tables(PAGE, {"rounding": table(load())}, check)
+    """Write the table of the guide to integers; see ``page.update``."""
+    return update(PAGE, {"rounding": text(load())}, check)

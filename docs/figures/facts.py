@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT)]
 
 import nmkernels as nm  # noqa: E402
 from bench.accuracy import page, tables  # noqa: E402
-from bench.audit_page import between  # noqa: E402
+from bench.tables import between  # noqa: E402
 from nmkernels.cli.recipes import FINAL, describe  # noqa: E402
 from nmkernels.recipes.registry import find, names  # noqa: E402
 

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from bench import audit_page
-from bench.audit_page import END, MEASURED, PAGE, PREDICTED, between
+from bench.audit_page import END, MEASURED, PAGE, PREDICTED
+from bench.tables import between
 
 
 def test_the_committed_prediction_is_the_present_one():
@@ -29,7 +30,7 @@ def test_what_is_written(tmp_path, monkeypatch, capsys):
     assert audit_page.main([], path) == 0
     text = path.read_text()
     assert text.startswith(f"before\n{MEASURED}\n\nnew figures\n\n{PREDICTED}") and text.endswith(f"{END}\nafter\n") and "old\n" not in text
-    with pytest.raises(ValueError, match="once each"):
+    with pytest.raises(ValueError, match="once, followed by"):
         between(f"{END} {PREDICTED}", PREDICTED, END, "x")
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from bench import cases, front_page
-from bench.front_page import BEGIN, END, INTEGERS, INTEGERS_END, LINES, MACHINES, MACHINES_END, METHODS, METHODS_END
+from bench.front_page import LINES, markers
 from bench.registry import Ask
 from python_tests.bench.samples import HEAD, STAMP
 
+(BEGIN, END), (METHODS, METHODS_END) = markers("measured"), markers("best methods")
+(INTEGERS, INTEGERS_END), (MACHINES, MACHINES_END) = markers("integers"), markers("machines")
 LINEAR = "nm_linear,nmkernels cpu,2:4,float32,1x4096x4096,x fastest dense,1,1.876,2," + STAMP
 GENERATE = 'generate,nmkernels CompressedLinear,2:4,float32,"16 tokens, GPT 1024x4",x dense,1,3.3,4,' + STAMP
 

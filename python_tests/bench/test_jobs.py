@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from bench import jobs, outcomes
-from bench.jobs import Job
+from bench import gpu, outcomes
+from bench.gpu import Job, Step
 
 ITEMS = """
 import os, signal, sys, time
@@ -55,16 +55,14 @@ def python(name: str, text: str, **options: object) -> Job:
     return Job(name, (sys.executable, "-c", text), **options)  # type: ignore[arg-type]
 
 
-def run(folder: Path, *every: Job, **how: Any) -> tuple[Job, ...]:
+def run(folder: Path, *every: Job, workers: int = 1) -> tuple[Job, ...]:
     """The jobs, run with their files in ``folder``."""
-    for each in every:
-        each.folder = folder
-    jobs.run(every, **{"deadline": time.monotonic() + 60, "say": lambda text: None, **how})
+    Step(folder.name, folder.parent, deadline=time.monotonic() + 60).run(*every, workers=workers)
     return every
 
 
 def whats(job: Job) -> dict[str, str]:
-    return {item: outcome.what for item, outcome in job.outcomes.items()}
+    return {item: outcome.what for item, outcome in outcomes.read(job.file)[0].items()}
 
 
 def ran(folder: Path, name: str) -> list[str]:
@@ -94,15 +92,15 @@ def eventually(found: Callable[[], Any]) -> Any:
 )
 def test_what_goes_wrong_costs_one_item(tmp_path: Path, what: str, why: str) -> None:
     bad, good = run(tmp_path, job("bad", "a", f"b={what}", "c", "d", limit=0.5), job("good", "x", "y"), workers=2)
-    assert whats(bad) == {"a": "passed", "b": "failed", "c": "passed", "d": "passed"} and bad.outcomes["b"].why == why
+    assert whats(bad) == {"a": "passed", "b": "failed", "c": "passed", "d": "passed"} and bad.items("failed")[0].why == why
     assert whats(good) == {"x": "passed", "y": "passed"} and not bad.left and not good.left
     assert ran(tmp_path, "bad") == ["a", "b", "c", "d"], "nothing runs twice"
 
 
 def test_a_job_whose_items_all_crash_is_given_up(tmp_path: Path) -> None:
-    (ended,) = run(tmp_path, job("all", *(f"{i}=crash" for i in range(jobs.LIVES + 3))))
-    assert not ended.left and len(ran(tmp_path, "all")) == jobs.LIVES
-    assert ended.outcomes["all"].why == f"given up after {jobs.LIVES} processes; the rest was not run"
+    (ended,) = run(tmp_path, job("all", *(f"{i}=crash" for i in range(gpu.LIVES + 3))))
+    assert not ended.left and len(ran(tmp_path, "all")) == gpu.LIVES
+    assert ended.items("failed")[-1].why == f"given up after {gpu.LIVES} processes; the rest was not run"
 
 
 def test_when_time_is_up_another_call_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,13 +116,12 @@ def test_when_time_is_up_another_call_goes_on(tmp_path: Path, monkeypatch: pytes
     assert ran(tmp_path, "a") == ["1", "2"] and ran(tmp_path, "b") == ["3", "4", "4", "5"]
 
 
-def test_failures_are_printed_as_a_job_ends(tmp_path: Path) -> None:
-    said: list[str] = []
-    many = [f"{i}=fail" for i in range(jobs.LINES + 2)]
-    run(tmp_path, job("bad", "a", *many), job("good", "b"), say=said.append)
-    lines = said[0].splitlines()
-    assert lines[0].endswith(f"bad: 1 passed, {len(many)} failed")
-    assert lines[1:] == [*(f"    {i}: fail" for i in range(jobs.LINES)), "    and 2 more"] and len(said[1].splitlines()) == 1
+def test_failures_are_printed_as_a_job_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    many = [f"{i}=fail" for i in range(gpu.LINES + 2)]
+    (bad, _) = run(tmp_path, job("bad", "a", *many), job("good", "b"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "bad: 1 passed" and lines[-1] == "good: 1 passed"
+    assert lines[1:-1] == [*(f"    {i}: fail" for i in range(gpu.LINES)), f"    and 2 more, see {bad.file}"]
 
 
 @pytest.mark.skipif(not shutil.which("flock"), reason="flock is not installed")
@@ -144,11 +141,11 @@ subprocess.Popen(["sleep", "600"], close_fds=False)
     text = f"""
 import signal, sys, time
 from pathlib import Path
-from bench.jobs import Job, run
+from bench.gpu import Job, Step
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-run([Job("ended", {hangs!r}, folder=Path({str(tmp_path)!r}))])
+Step({tmp_path.name!r}, Path({str(tmp_path.parent)!r})).run(Job("ended", {hangs!r}))
 """
-    driver = subprocess.Popen([sys.executable, "-c", text], cwd=jobs.ROOT)
+    driver = subprocess.Popen([sys.executable, "-c", text], cwd=gpu.ROOT)
     eventually(lambda: outcomes.read(tmp_path / "ended.jsonl")[1] == "a")
     driver.terminate()
     assert driver.wait(30) == 143
@@ -156,12 +153,11 @@ run([Job("ended", {hangs!r}, folder=Path({str(tmp_path)!r}))])
 
 
 @pytest.mark.slow
-def test_jobs_run_side_by_side_and_some_alone(tmp_path: Path) -> None:
+def test_jobs_run_in_parallel(tmp_path: Path) -> None:
     log = tmp_path / "log"
     text = f"import time; f = open({str(log)!r}, 'a', 1); print(1, file=f); time.sleep(0.5); print(-1, file=f)"
-    run(tmp_path, *(python(name, text, alone=name in "de") for name in "dabce"), workers=2)
-    at_once = list(accumulate(map(int, log.read_text().split())))
-    assert max(at_once) == 2 and at_once[-4:] == [1, 0, 1, 0]
+    run(tmp_path, *(python(name, text) for name in "abcd"), workers=2)
+    assert max(accumulate(map(int, log.read_text().split()))) == 2
 
 
 @pytest.mark.parametrize(
@@ -173,8 +169,8 @@ def test_jobs_run_side_by_side_and_some_alone(tmp_path: Path) -> None:
     ],
 )
 def test_a_job_without_items_is_one(tmp_path: Path, text: str, why: str) -> None:
-    bad, good = run(tmp_path, python("bad", text, refused="^========= .*"), python("good", "print('error: it is only said')"))
-    assert bad.outcomes["bad"].what == "failed" and bad.outcomes["bad"].why == why
+    bad, good = run(tmp_path, python("bad", text), python("good", "print('error: it is only said')"))
+    assert [(each.item, each.why) for each in bad.items("failed")] == [("bad", why)]
     assert whats(good) == {"good": "passed"}
 
 
@@ -185,4 +181,4 @@ def test_unfinished_items_of_other_processes(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes() + b'{"item": "older", "wha\n')
     assert outcomes.read(path) == ({"1": outcomes.Outcome("1", "passed")}, "older")
     (ended,) = run(tmp_path, python("a", "import os; os.abort()"))
-    assert list(ended.outcomes) == ["1", "a"] and outcomes.read(tmp_path / "none") == ({}, None)
+    assert list(whats(ended)) == ["1", "a"] and outcomes.read(tmp_path / "none") == ({}, None)

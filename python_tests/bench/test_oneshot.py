@@ -118,7 +118,7 @@ def test_rounding_in_both_orders(tiny: models.ByteGPT, tmp_path: Path, monkeypat
     assert loss["wanda", "prune", "int4"] != loss["wanda", "round", "int4"] != loss["wanda", "", ""]
     size = {key: int(row["bytes"]) for key, row in rows.items() if row["first"] != "round"}
     assert size["", "", ""] > size["wanda", "", ""] > size["wanda", "prune", "int8"] > size["wanda", "prune", "int4"] > 0
-    assert all(line in rounding.table(list(rows.values())) for line in ("| dense |", "| 2:4, ADMM |", "rounded first"))
+    assert all(line in rounding.text(list(rows.values())) for line in ("| dense |", "| 2:4, ADMM |", "rounded first"))
 
 
 def test_the_guide_shows_the_rounding_rows(capsys: pytest.CaptureFixture[str]) -> None:
