@@ -201,12 +201,12 @@ def _eight_bits(add: Callable[..., None], rows: int, cols: int) -> None:
     w, x, of = _empty(torch.float32)((rows, cols)), _empty(torch.float32)((64, cols)), _empty(torch.float32)
     for (dense, sparse), by_row in product(EIGHT_BITS, (False, True)):
         scale = of((64,) if by_row else ())
-        for transposed in (False, True):
-            add("nm_quantize", x, scale, dense, transposed)
+        for transpose in (False, True):
+            add("nm_quantize", x, scale, dense, transpose)
         add("nm_quantize_pack", w, scale, sparse)
         packed = _empty(sparse)((rows, cols // 2)), _empty(torch.int32)(()), scale
-        for transposed, fast in product((False, True), (False, True)):
-            add("nm_linear_quantized", _empty(dense)((64, cols)), scale, *packed, None, torch.bfloat16, transposed, fast)
+        for transpose, fast in product((False, True), (False, True)):
+            add("nm_linear_quantized", _empty(dense)((64, cols)), scale, *packed, None, torch.bfloat16, transpose, fast)
 
 
 # ---- calls of a kind
