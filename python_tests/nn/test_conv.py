@@ -102,7 +102,7 @@ def test_which_convolutions_are_taken():
     why = {e.name: e.reason for e in report.skipped}
     for name, reason in {
         "first": "in_channels=3 is not a multiple of M=4", "depthwise": "groups=32, whose outputs each sum over 1 of 32 input channels",
-        "up": "a convolution other than nn.Conv2d", "one": "a convolution other than nn.Conv2d", "three": "a convolution other than nn.Conv2d",
+        **dict.fromkeys(("up", "one", "three"), "a convolution other than nn.Conv2d"),
         "tiny": "fewer than 16 channels", "normed": "its weight is computed", "own": "subclass of nn.Conv2d", "head": "output head",
         "lazy": "not initialised",
     }.items():  # fmt: skip
