@@ -107,7 +107,7 @@ def define(
         if torch.onnx.is_in_onnx_export():
             raise NMError(NO_ONNX.format(name))
         args, buffers, specs = checked(args, named)
-        if buffers:
+        if buffers or not specs:
             return None
         results = tuple(torch.empty(shape, dtype=dtype, device=device_of(args)) for shape, dtype in specs)
         return results[0] if single else results

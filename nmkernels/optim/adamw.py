@@ -254,10 +254,9 @@ class MaskedAdamW(torch.optim.AdamW):
         )
 
     def _pack_arguments(self, group: dict[str, Any], b: _Bucket) -> tuple[Any, ...]:
-        forms = [target.forms for target in b.targets if target is not None and target.forms is not None]
-        scales = [form.scale for form in forms if form.scale is not None]
         assert b.pattern is not None
-        return arguments(b.pattern, [form.forms for form in forms], forms[0].rule, scales, self._arguments(group, b))
+        forms = [target.forms for target in b.targets if target is not None and target.forms is not None]
+        return *arguments(b.pattern, forms), *self._arguments(group, b)
 
     def _run(self, group: dict[str, Any], b: _Bucket) -> Tensor:
         if not b.packs:

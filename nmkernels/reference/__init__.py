@@ -1,7 +1,7 @@
 """Reference implementations that define the correct results: every op in plain torch, one family per file, also in float64."""
 
 from .adamw import masked_adamw_
-from .adamw_pack import masked_adamw_pack_
+from .adamw_pack import masked_adamw_pack_, pack_forms_
 from .common import chunked_sum, distance
 from .compress import compress, decompress, pack_indices, unpack_indices
 from .integers import dequantize_values, linear_integers, pack_integers, quantize_values, unpack_integers
@@ -35,6 +35,7 @@ __all__ = [
     "mvue",
     "mvue_compress",
     "pack",
+    "pack_forms_",
     "pack_indices",
     "pack_integers",
     "philox4x32",

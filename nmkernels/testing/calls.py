@@ -195,6 +195,7 @@ def _packing_steps(add: Callable[..., None], rows: int, cols: int, layouts: Sequ
         columns, dense = part if back and held else [], part if back and not held else []
         forms = FormArgs(2, 4, select, layout, scales, part, part, columns, columns, dense)
         add("nm_masked_adamw_pack_", *forms, *(step._replace(masks=step.params) if held else step._replace(n=2, m=4)))
+        add("nm_pack_forms_", *forms, step.params, step.params if held else None)
 
 
 def _eight_bits(add: Callable[..., None], rows: int, cols: int) -> None:
@@ -429,15 +430,27 @@ def _masked_adamw(draw: Draw, *args: Any) -> Args:
 def _masked_adamw_pack(draw: Draw, *args: Any) -> Args:
     to, a = split(args)
     step = AdamWArgs(*_masked_adamw(draw, *a))
-    if step.masks:  # N:M along rows and columns
-        step = step._replace(masks=[bits_of(transposable_mask(draw(w, *w.shape), to.n, to.m)) for w in step.params])
+    forms, masks = _forms(draw, to, step.params)
+    return *forms, *step._replace(masks=masks)
+
+
+def _pack_forms(draw: Draw, *args: Any) -> Args:
+    to, weights = FormArgs(*args[:-2]), args[-2]
+    chosen = [draw(w, *draw.matrix(w, to.m, True)) for w in weights[:MOST_PARAMS]]
+    forms, masks = _forms(draw, to, chosen)
+    return *forms, chosen, masks
+
+
+def _forms(draw: Draw, to: FormArgs, weights: Sequence[Tensor]) -> tuple[FormArgs, list[Tensor] | None]:
+    """Forms to be overwritten, and for held masks such that are N:M along rows and columns."""
     rows, columns, dense = (bool(part) for part in to.parts[::2])
-    made = [pack(w, to.n, to.m, "magnitude", None, None, to.dtype, rows, False, to.layout, dense) for w in step.params]
-    back = [pack(w.t(), to.n, to.m, "magnitude", None, None, to.dtype, columns, False, to.layout) for w in step.params]
+    made = [pack(w, to.n, to.m, "magnitude", None, None, to.dtype, rows, False, to.layout, dense) for w in weights]
+    back = [pack(w.t(), to.n, to.m, "magnitude", None, None, to.dtype, columns, False, to.layout) for w in weights]
     parts = zip(*((*along[:2], *down[:2], along[4]) for along, down in zip(made, back, strict=True)), strict=True)
     lists = [list(part) if wanted else [] for part, wanted in zip(parts, to.parts, strict=True)]
-    scales = [torch.full((), 1.37, dtype=compute_dtype(w.dtype), device="cpu") for w in step.params] if to.scales else []
-    return *to[:4], scales, *lists, *step
+    scales = [torch.full((), 1.37, dtype=compute_dtype(w.dtype), device="cpu") for w in weights] if to.scales else []
+    masks = [bits_of(transposable_mask(draw(w, *w.shape), to.n, to.m)) for w in weights] if to.select == "held" else None
+    return FormArgs(*to[:4], scales, *lists), masks
 
 
 MAKERS: dict[str, Callable[..., Args]] = {
@@ -463,5 +476,6 @@ MAKERS: dict[str, Callable[..., Args]] = {
     "nm_linear_integers": _linear_integers,
     "nm_masked_adamw_": _masked_adamw,
     "nm_masked_adamw_pack_": _masked_adamw_pack,
+    "nm_pack_forms_": _pack_forms,
 }
 """Op → function that makes a call like a given one."""

@@ -24,6 +24,7 @@ from ..pattern import RecipeError
 from ..recipes.contract import Recipe, State
 from ..shards import is_sharded, total
 from . import gradients, step
+from .ahead import Ahead, makes_ahead
 from .checkpoint import HELD, restored, written
 from .checks import check_learned
 from .layer_names import listed
@@ -95,6 +96,7 @@ def _hook(run: Run, optimizer: torch.optim.Optimizer) -> Attachment:
         optimizer.register_state_dict_post_hook(partial(_after_state_dict, a)),
         optimizer.register_load_state_dict_pre_hook(partial(_before_load, a)),
         optimizer.register_load_state_dict_post_hook(partial(_after_load, a)),
+        *(Ahead(a).watch(run.model) if makes_ahead(run) else ()),
     ]
     if not _watches:
         _watches.append(register_optimizer_step_post_hook(eager(on_foreign_step)))

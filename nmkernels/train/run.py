@@ -281,6 +281,7 @@ class Attachment:
     Attributes:
         optimizer: as torch steps it; ``updating`` is the one that keeps the moments, and ``masked`` that if it masks and counts itself.
         forms: who makes the forms of W̃: the ``"forward"`` pass after a step, or the ``"step"``.
+        due: the optimizer has stepped since the model was called last.
         stats: the sums of the last step, or of the last applied one where that was skipped, over ``numel`` weights.
         observed: those that the schedule has not seen yet.
         own_pass: ``masked`` where it masks, decays and counts the present step in its own pass over memory.
@@ -298,6 +299,7 @@ class Attachment:
     masked: MaskedAdamW | None
     layers: dict[str, NMWeight] = field(default_factory=dict)
     forms: str = "forward"
+    due: bool = False
     stats: Tensor | None = None
     observed: Tensor | None = None
     numel: int = 0

@@ -30,6 +30,7 @@ from ..optim.adamw import MaskedAdamW, merge_stats
 from ..recipes.contract import Hooks, Observed
 from ..shards import is_sharded, own_rank, summed
 from . import gradients
+from .ahead import bits_of
 from .run import Attachment, Recorded, Run
 
 APPLIED, FLIPS, NONZEROS = (ops.STATS.index(name) for name in ("applied", "flips", "nonzeros"))
@@ -90,7 +91,7 @@ def after(a: Attachment) -> None:
 
 def finish_step(a: Attachment, stats: Tensor | None, found_inf: Tensor | None, packed: dict[Tensor, int] | None = None) -> None:
     """What the host does after a step, of which these are the statistics; ``packed`` is ``MaskedAdamW.packed`` of an eager one."""
-    run = a.run
+    run, a.due = a.run, True
     for layer in a.layers.values():
         layer.effective.drop()
         if not layer.stepped:
@@ -175,7 +176,7 @@ def _kept(run: Run) -> dict[str, Tensor]:
 
 
 def _give_bits(a: Attachment, optimizer: MaskedAdamW, holds: bool) -> None:
-    """Give every target the bits of its held mask, made once for each mask and always in the same memory, or none."""
+    """Give every target the bits of its held mask, or none."""
     for name, layer in a.layers.items():
         target = optimizer.targets.get(layer.parameter)
         if target is None:
@@ -184,14 +185,7 @@ def _give_bits(a: Attachment, optimizer: MaskedAdamW, holds: bool) -> None:
             target.bits = None
             a.bits.pop(name, None)
             continue
-        mask = a.run.held.masks[name] if a.run.stage.held_mask else layer.kept()
-        made = a.bits.get(name)
-        if made is None or made[0] is not mask or made[1] != mask._version:
-            bits = ops.mask_bits(mask)
-            # a CUDA graph keeps reading where the bits were when it was captured
-            bits = bits if made is None or made[2].shape != bits.shape or made[2].device != bits.device else made[2].copy_(bits)
-            made = a.bits[name] = mask, mask._version, bits
-        target.bits = made[2]
+        target.bits = bits_of(a, name, a.run.held.masks[name] if a.run.stage.held_mask else layer.kept())
 
 
 def _give_forms(a: Attachment, optimizer: MaskedAdamW, possible: bool) -> None:

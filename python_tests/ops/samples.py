@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nmkernels import ops, reference, testing
 from nmkernels.reference.adamw import AdamWArgs
+from nmkernels.reference.adamw_pack import split
 from nmkernels.testing.calls import hyper
 
 
@@ -93,3 +94,9 @@ def adamw_pack(
             one += (testing.fill_poison(part),) if part.numel() else ()
     scales = [torch.tensor(1.37) for _ in shapes] if select == "threshold" else []
     return 2, 4, select, layout, scales, *lists, *step
+
+
+def pack_forms(select: str, layout: str, **options: Any) -> tuple[Any, ...]:
+    """Arguments of the raw op ``nm_pack_forms_``, as those of ``adamw_pack``."""
+    to, step = split(adamw_pack(select, layout, **options))
+    return *to, step.params, step.masks

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nmkernels import dispatch, reference, testing
 from python_tests.conformance import Conformance, Sample, for_each_sample
-from python_tests.ops.samples import adamw, adamw_pack, ordered, packed, seed
+from python_tests.ops.samples import adamw, adamw_pack, ordered, pack_forms, packed, seed
 
 BF16, F16, F64 = torch.bfloat16, torch.float16, torch.float64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -326,6 +326,23 @@ class TestMaskedAdamWPack(TestMaskedAdamW):
         "rows_by_magnitude": lambda: adamw_pack("magnitude", "canonical", maximize=True),
         "skipped": lambda: adamw_pack("threshold", "wgmma.sp", dense=True, scaled=True, inf=True),
         "any_shape": lambda: adamw_pack("magnitude", "canonical", ((6, 8), (3, 4)), dense=True),
+    }
+
+
+def _positions_kept(columns: bool) -> tuple[Any, ...]:
+    args = list(pack_forms("held", "wgmma.sp", columns=columns))
+    args[6], args[8] = [], []
+    return tuple(args)
+
+
+class TestPackForms(Conformance):
+    op, mutates = "nm_pack_forms_", True
+    samples = {
+        "held_both": lambda: pack_forms("held", "wgmma.sp", columns=True),
+        "magnitude_dense": lambda: pack_forms("magnitude", "canonical", dense=True),
+        "threshold_dense": lambda: pack_forms("threshold", "mma.sp", dense=True),
+        "held_positions_kept": lambda: _positions_kept(True),
+        "any_shape": lambda: pack_forms("magnitude", "canonical", shapes=((6, 8), (3, 4)), dense=True),
     }
 
 

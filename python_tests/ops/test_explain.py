@@ -49,7 +49,8 @@ CALLED = {
 
 
 def test_every_public_function_that_has_an_op():
-    assert {op for name in CALLED for op in OPS_OF.get(name, (f"nm_{name}",))} == set(CALLS)
+    # what a training step calls has no public function
+    assert {op for name in CALLED for op in OPS_OF.get(name, (f"nm_{name}",))} | {"nm_pack_forms_"} == set(CALLS)
     for name, args in CALLED.items():
         before = torch.get_rng_state()
         first, *lines = explain(name, *args).splitlines()

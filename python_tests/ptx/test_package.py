@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nmkernels import reference, testing
+from nmkernels.reference.adamw import bits_of
 
 from .machine import execute
 from .nvcc import CSRC, NVCC, ptx
@@ -124,6 +125,37 @@ def test_rows_and_the_dense_form_from_one_reading(mode: str | int) -> None:
             args = [w, 0, scale, *pairs, got[2], rows, cols, divider(across), code, 0]
             execute(kernel, across * -(-rows // 128), args, got, mode=mode, threads=kernel.most_threads)
             testing.assert_equal_bits(got, [values, indices, dense], f"{rule} {layout} {mode}")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_forms_of_several_weights_in_one_launch(mode: str | int) -> None:
+    """By magnitude with the dense form, and both ways by the bits of held masks, where the metadata may stay."""
+    text = ptx(CSRC / "cuda" / "adamw_pack.cu", "sm_90a", "-fmad=false")
+    shapes = (64, 128), (128, 64)
+    for select, back, rule in ((0, 2, "magnitude"), (2, 1, "held")):
+        weights, held = [torch.randn(shape) for shape in shapes], rule == "held"
+        masks = [reference.transposable_mask(w, 2, 4) if held else None for w in weights]
+        bits = [bits_of(mask) if mask is not None else torch.zeros(0, dtype=torch.uint8) for mask in masks]
+        want = [
+            reference.pack(w, 2, 4, rule, mask, None, BF16, True, held, "wgmma.sp", not held)
+            for w, mask in zip(weights, masks, strict=True)
+        ]
+        for kept in (False, True) if held else (False,):
+            got = [[torch.zeros_like(t) for t in one] for one in want]
+            params = torch.zeros(2, 23, dtype=torch.int64)
+            for i, (w, b) in enumerate(zip(weights, bits, strict=True)):
+                # struct AdamWParam: addresses of four tensors, mask, step, rows, cols, first tile, tiles, dtypes, walk, index, strides
+                params[i, 0], params[i, 4] = w.data_ptr(), b.data_ptr()
+                params[i, 6:13] = torch.tensor([*w.shape, 2 * i, 2, 0, 1, i])
+            table = [[0 if not t.numel() or (kept and k in (1, 3)) else t.data_ptr() for k, t in enumerate(one)] for one in got]
+            forms = torch.tensor([[*one, 0] for one in table])
+            owners = torch.tensor([0, 0, 1, 1], dtype=torch.int32)
+            memory = [*weights, *(b for b in bits if b.numel()), *(t for one in got for t in one if t.numel())]
+            kernel = parse(text, f"17pack_forms_kernelILi{select}ELi{back}E")
+            execute(kernel, 4, [params, owners, forms, 2], memory, mode=mode, threads=256)
+            for one, expected in zip(got, want, strict=True):
+                some = [torch.zeros_like(t) if kept and k in (1, 3) else t for k, t in enumerate(expected)]
+                testing.assert_equal_bits(one, some, f"{rule} {mode} {kept}")
 
 
 def edges(dtype: torch.dtype, numel: int) -> torch.Tensor:

@@ -243,6 +243,13 @@ def _row(lists: Lists, i: int, walk: int, fits: bool, how: Cut) -> tuple[tuple[i
     return (rows, cols, codes, wide | (walk == ACROSS) << 1, i, *strides), -(-pieces // how[1])
 
 
+def tiles_of(weights: list[Tensor], masks: Sequence[Tensor] | None, like: Tensor) -> Tables:
+    """The 64 x 64 tiles of contiguous matrices, with the bits of their masks."""
+    lists: Lists = [weights, [], [], [], weights]
+    bits = [mask.data_ptr() for mask in masks] if masks else [0] * len(weights)
+    return plan_of(lists, [0] * len(weights), bits, layout_of(lists, 2, 4, False, bool(masks), False), TILES, like)[0]
+
+
 def _fits(args: tuple[Any, ...], device: str) -> Verdict:
     a = AdamWArgs(*args)
     verdict = supports_tensors(a)
