@@ -209,25 +209,28 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """File names of ``save_pretrained``: the single file, or the index of several."""
 
 
-def read_folder(folder: str | os.PathLike[str]) -> Contents:
-    """Open the safetensors files of ``save_pretrained`` in ``folder`` as one."""
-    folder = Path(folder)
+def weight_files(folder: Path) -> list[str]:
+    """The names of the safetensors files of ``save_pretrained`` in ``folder``."""
     if (folder / SINGLE).exists():
-        return read(folder / SINGLE)
+        return [SINGLE]
     try:
         index = parse((folder / INDEX).read_bytes())
         files = sorted(set(index["weight_map"].values()))
         if not files or not all(type(name) is str and Path(name).name == name for name in files):
             raise ValueError("weight_map names no files of this folder")
+        return files
     except OSError as error:
         raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; pass a folder of save_pretrained, or a file.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / INDEX} is damaged ({type(error).__name__}: {shortened(error)}).") from error
-    contents = Contents(folder, {}, {})
-    for name in files:
-        part = read(folder / name)
-        if (contents.metadata and contents.metadata != part.metadata) or contents.tensors.keys() & part.tensors.keys():
-            raise CheckpointError(f"{folder / name} does not belong to {folder / files[0]}; save the model into an empty folder.")
-        contents.tensors |= part.tensors
-        contents.metadata = part.metadata
-    return contents
+
+
+def read_folder(folder: str | os.PathLike[str]) -> Contents:
+    """Open the safetensors files of ``save_pretrained`` in ``folder`` as one."""
+    folder = Path(folder)
+    first, *others = (read(folder / name) for name in weight_files(folder))
+    for part in others:
+        if first.metadata != part.metadata or first.tensors.keys() & part.tensors.keys():
+            raise CheckpointError(f"{part.path} does not belong to {first.path}; save the model into an empty folder.")
+        first.tensors |= part.tensors
+    return Contents(folder, first.tensors, first.metadata)

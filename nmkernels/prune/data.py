@@ -48,19 +48,20 @@ def described(batch: Any) -> str:
     return f"a {type(batch).__name__}"
 
 
-def arguments(model: nn.Module, batch: Any) -> Any:
-    """The arguments of ``batch`` by the names that the model's forward gives them; the batch itself where these are not known."""
-    if isinstance(batch, (tuple, list)):
-        with suppress(TypeError, ValueError):  # forward= may take them apart in another way
-            return inspect.signature(model.forward).bind_partial(*batch).arguments
-    return batch
+def first_line(error: BaseException) -> str:
+    """The first line of a message, or the error's type, without a full stop."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200].rstrip(".")
 
 
-def padding(batch: Any, x: Tensor) -> Tensor | None:
+def padding(model: nn.Module, batch: Any, x: Tensor) -> Tensor | None:
     """Which rows of a layer's input ``x`` are tokens, from the attention masks of the batch that have its sizes; None: all.
 
     Where those of an encoder and a decoder have the same sizes, only what both leave out is left out.
     """
+    if isinstance(batch, (tuple, list)):
+        with suppress(TypeError, ValueError):  # forward= may take them apart in another way
+            batch = inspect.signature(model.forward).bind_partial(*batch).arguments
     if not isinstance(batch, Mapping):
         return None
     masks = []

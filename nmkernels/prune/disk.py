@@ -16,11 +16,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from ..export.tensors import INDEX, SINGLE, shortened
+from ..export.tensors import INDEX, SINGLE, shortened, weight_files
 from ..files import FULL, write_error
 from ..pattern import CheckpointError, NMError
 from ..train.report import Report
 from ..train.sparsify import LayerCandidate
+from .data import first_line
 from .prune import remove_hooks_
 from .relay import block_lists, on_device
 
@@ -50,33 +51,31 @@ class OnDisk:
 
     @contextmanager
     def __call__(self, module: nn.Module) -> Iterator[None]:
-        prefix = self._prefix[module]
-        absent = [(name, t) for name, t in _tensors(module, prefix) if t.is_meta and name in self.names]
-        if not absent:
+        prefix, home = self._prefix[module], self.device or torch.device("cpu")
+        if not any(t.is_meta and name in self.names for name, t in _tensors(module, prefix)):
             with on_device(module, self.device):
                 yield
             return
-        home, before = self.device or torch.device("cpu"), list[tuple[dict[str, Any], str, Any]]()
-        owners = {f"{prefix}.{name}" if prefix and name else prefix or name: part for name, part in module.named_modules()}
+        tables: list[tuple[str, dict[str, Any]]] = [
+            (name, table) for name, part in module.named_modules(prefix=prefix) for table in (part._parameters, part._buffers)
+        ]
+        before = [(table, dict(table)) for _, table in tables]
         try:
-            for name, empty in absent:
-                owner, _, key = name.rpartition(".")
-                table: dict[str, Any] = owners[owner]._parameters if isinstance(empty, nn.Parameter) else owners[owner]._buffers
-                before.append((table, key, empty))
-                tensor = self.read(name).to(home)
-                table[key] = nn.Parameter(tensor, requires_grad=False) if isinstance(empty, nn.Parameter) else tensor
-            for part in owners.values():
-                for key, buffer in part._buffers.items():
-                    if buffer is not None and buffer.device != home:
-                        before.append((part._buffers, key, buffer))
-                        part._buffers[key] = buffer.to(home)
+            for owner, table in tables:
+                for key, t in table.items():
+                    name = f"{owner}.{key}".removeprefix(".")
+                    if t is not None and t.is_meta and name in self.names:
+                        tensor = self.read(name).to(home)
+                        table[key] = nn.Parameter(tensor, requires_grad=False) if isinstance(t, nn.Parameter) else tensor
+                    elif t is not None and not isinstance(t, nn.Parameter):
+                        table[key] = t.to(home)
             if self.change is not None:
                 with torch.no_grad():
                     self.change(module)
             yield
         finally:
-            for table, key, empty in reversed(before):
-                table[key] = empty
+            for table, empty in before:
+                table.update(empty)
 
 
 def _tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -104,16 +103,11 @@ def check_folder(folder: Path) -> dict[str, Any]:
         if method == "nmkernels":
             raise CheckpointError(f"{folder} is compressed by nmkernels already; pass the folder of the dense model.")
         raise CheckpointError(f"{folder} is quantised ({shortened(method)}); pass the folder of the unquantised model.")
-    files = [SINGLE]
-    if not (folder / SINGLE).is_file():
-        if not (folder / INDEX).is_file():
-            other = next((path.name for path in sorted(folder.glob("*.bin"))), None)
-            instead = f"; {other} is an older format: load the model and call save_pretrained" if other else ""
-            raise CheckpointError(f"{folder} has no weights in {SINGLE} or {INDEX}{instead}.")
-        try:
-            files = sorted({str(name) for name in json.loads((folder / INDEX).read_bytes())["weight_map"].values()})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{folder / INDEX} is damaged ({type(error).__name__}: {shortened(error)}).") from error
+    if not (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
+        other = next((path.name for path in sorted(folder.glob("*.bin"))), None)
+        instead = f"; {other} is an older format: load the model and call save_pretrained" if other else ""
+        raise CheckpointError(f"{folder} has no weights in {SINGLE} or {INDEX}{instead}.")
+    files = weight_files(folder)
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(f"{folder} lacks {missing[0]}, which {INDEX} names; download it again.")
@@ -135,7 +129,7 @@ def class_of(folder: Path, config: dict[str, Any]) -> tuple[Any, Any]:
     try:
         return kind, transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # many types
-        raise CheckpointError(f"transformers cannot read {folder / CONFIG}: {_first(error)}.") from error
+        raise CheckpointError(f"transformers cannot read {folder / CONFIG}: {first_line(error)}.") from error
 
 
 Choice = Callable[[nn.Module], tuple[list[LayerCandidate], Report]]
@@ -210,7 +204,7 @@ def _loaded(kind: Any, folder: Path, offload: Path, **options: Any) -> Any:
             reason = os.strerror(int(code[1])) if code else getattr(error, "strerror", None)
             if reason in FULL:
                 raise write_error(offload / "weights", reason) from error
-        raise CheckpointError(f"transformers cannot load {folder}: {_first(error)}.") from error
+        raise CheckpointError(f"transformers cannot load {folder}: {first_line(error)}.") from error
     if info["missing_keys"]:
         raise CheckpointError(f"{folder} lacks {sorted(info['missing_keys'])[0]!r}, which {kind.__name__} has; its file is not complete.")
     return model.eval()
@@ -225,9 +219,3 @@ def _undispatched(model: nn.Module) -> Any:
     for name in ("to", "cuda", "hf_device_map"):
         model.__dict__.pop(name, None)
     return loader
-
-
-def _first(error: BaseException) -> str:
-    """The first sentence of a message, without its full stop."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return shortened(re.split(r"(?<=[.!?])\s", text)[0])

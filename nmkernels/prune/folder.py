@@ -42,11 +42,10 @@ from ..train.sparsify import FilterFn, LayerCandidate, check_groups
 from .base import OneShot, resolve
 from .data import batches_of, call
 from .disk import CONFIG, OnDisk, check_folder, class_of, open_folder
-from .prune import Pruning, check_model, choose
+from .prune import Progress, Pruning, check_model, choose
 from .ranks import ranks
 from .relay import Relay
 from .results import Results, digest, owned
-from .units import Progress, write
 
 __all__ = ["PrunedFolder", "prune_folder"]
 
@@ -138,7 +137,7 @@ def prune_folder(
     work, say = work_folder(out), progress or (lambda done, total, what: None)
     new = not work.exists()
     chosen_of = partial(choose, pattern=pattern, filter_fn=filter_fn, method=method, skip=skip)
-    with owned(work, "another folder"):
+    with owned(work):
         try:
             check_out(source, out)  # another run may have finished meanwhile
             with writing(work):
@@ -293,7 +292,7 @@ class _Run:
                 done = self.pruning.results.load(number)
                 done.layers = {name: self._stored(name, packed) for name, packed in done.layers.items() if name in layers}
                 with torch.no_grad():
-                    write(self.model, done, layers, self.pruning.chains)
+                    self.pruning.write(done)
 
     # ---- the files
 

@@ -54,21 +54,22 @@ def agree(what: str, value: object) -> None:
         raise RecipeError(f"prune_: ranks 0 and {different[0]} have different {what}; all must prune the same model in the same way.")
 
 
-def by_first(make: Callable[[], T]) -> T:
-    """What ``make`` returns or raises on the first rank, which alone calls it."""
+def by_first(make: Callable[..., T], *args: Any) -> T:
+    """What ``make(*args)`` returns or raises on the first rank, which alone calls it."""
     count, rank = ranks()
     if count == 1:
-        return make()
+        return make(*args)
     outcome: list[Any] = [None]
     error: Exception | None = None
     if rank == 0:
         try:
-            outcome = [(make(), "")]
+            outcome = [(make(*args), "")]
         except Exception as caught:
             error, outcome = caught, [(None, str(caught) or type(caught).__name__)]
     torch.distributed.broadcast_object_list(outcome)
     if error is not None:
         raise error
+    value: T
     value, problem = outcome[0]
     if problem:
         raise CheckpointError(problem)

@@ -13,11 +13,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +27,8 @@ from torch.utils import _pytree as pytree
 
 from ..pattern import CheckpointError, NMError, RecipeError
 from ..train.sparsify import LayerCandidate
-from .data import call, copied, described, moved
+from .data import call, copied, described, first_line, moved, padding
 from .hessians import windows_of
-from .trial import Calls, Sketches, alike, finite_weights, first_line, sketch
 
 log = logging.getLogger("nmkernels.prune")
 log.addHandler(logging.NullHandler())
@@ -150,7 +151,9 @@ class Relay:
             self.model.eval()
             for block in self.blocks:
                 block.module.__dict__["forward"] = partial(self._call, block, block.module.forward)
-            with torch.inference_mode(False), torch.no_grad(), uncached_autocast(), uncompiled():
+            # torch.compile would trace the relay and its hooks; without torch._dynamo, which takes a second to import, nothing is compiled
+            as_written = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+            with torch.inference_mode(False), torch.no_grad(), uncached_autocast(), as_written:
                 yield
         finally:
             for module, forward in before.items():
@@ -199,15 +202,9 @@ class Relay:
             del self._answers[last]
         self._answers[block], self._last[block.list_name], block.finished = outputs, block, True
 
-    @property
-    def batch(self) -> Any:
-        """The batch that the present pass runs."""
-        return self.batches[self._batch]
-
-    @property
-    def number(self) -> int:
-        """The number of that batch, from 1."""
-        return self._batch + 1
+    def tokens(self, x: Tensor) -> tuple[int, Tensor | None]:
+        """(the number of the batch that the present pass runs, from 1; which rows of a layer's input ``x`` are tokens)."""
+        return self._batch + 1, padding(self.model, self.batches[self._batch], x)
 
     def output(self, number: int) -> Any:
         """The model's output for batch ``number``, from 0."""
@@ -246,9 +243,8 @@ class Relay:
         """What every layer gets and what the model returns, in whole passes; finds the units."""
         first: list[Block | LayerCandidate] = []
         calls: Counter[int] = Counter()
-        calling = Calls()
         outputs: Sketches = []
-        with self._noting(self.layers, calling), finite_weights(self.model, self.layers):
+        with self._noting(self.layers) as calling, finite_weights(self.model, self.layers):
             for number, batch in enumerate(self.batches):
                 try:
                     output = self.output(number)
@@ -273,8 +269,7 @@ class Relay:
         """Replay the batches as pruning will, with dense weights: the first thing that is not as in whole passes, or ""."""
         try:
             for unit in self.units:
-                calling = Calls()
-                with self.resident(unit.block.module) if unit.block else nullcontext(), self._noting(unit.layers, calling):
+                with self.resident(unit.block.module) if unit.block else nullcontext(), self._noting(unit.layers) as calling:
                     self.run(unit)
                 self.finish(unit)
                 for c in unit.layers:
@@ -292,8 +287,9 @@ class Relay:
                 block.finished = False
 
     @contextmanager
-    def _noting(self, layers: Sequence[LayerCandidate], calling: Calls) -> Iterator[None]:
+    def _noting(self, layers: Sequence[LayerCandidate]) -> Iterator[Calls]:
         """Note what ``layers`` get in the passes inside."""
+        calling = Calls()
 
         def note(c: LayerCandidate, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._events.append(c)
@@ -301,7 +297,7 @@ class Relay:
 
         hooks = [c.module.register_forward_pre_hook(partial(note, c), with_kwargs=True) for c in layers]
         try:
-            yield
+            yield calling
         finally:
             for hook in hooks:
                 hook.remove()
@@ -352,12 +348,6 @@ def on_device(module: nn.Module, device: torch.device | None) -> Iterator[None]:
         module.to(homes.pop())
 
 
-def uncompiled() -> AbstractContextManager[Any]:
-    """Compiled modules run as they were written: torch.compile would trace the relay and its hooks, again for each of them."""
-    # without torch._dynamo, which takes a second to import, nothing is compiled
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-
-
 @contextmanager
 def uncached_autocast() -> Iterator[None]:
     """Inside the caller's autocast, weights are cast at every use: its cache would not see that they are pruned."""
@@ -368,3 +358,105 @@ def uncached_autocast() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+# ---- the trial: what layers get in a pass, in short, so that two passes can be compared without keeping their tensors
+
+VECTORS = 4
+"""Fixed random vectors whose products with a tensor's rows stand for it; a difference is orthogonal to all of them by chance only."""
+NARROW, WIDE = 2e-2, 1e-3
+"""The relative difference of two passes that is rounding, with 16-bit numbers and with others."""
+
+LARGEST = 1e15
+"""Logits are masked by the least number of their dtype, whose products would be infinite."""
+
+Sketches = list[tuple[Tensor, float]]
+"""(products, the relative difference that is rounding) of each tensor."""
+
+
+def sketch(values: Any) -> Sketches:
+    """The sketches of all tensors in ``values``: of t ``(..., d)`` the products t V, V ``(d, VECTORS)``, in fp32; NaN and inf are 0."""
+    return [(_products(t.detach()), NARROW if t.dtype.itemsize == 2 else WIDE) for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
+
+
+def _products(t: Tensor) -> Tensor:
+    if not t.numel():
+        return torch.zeros(0, VECTORS)
+    t = torch.view_as_real(t) if t.is_complex() else t
+    rows = t.reshape(-1, t.shape[-1] if t.dim() else 1).to(torch.float32).nan_to_num(0.0, 0.0, 0.0)
+    rows = rows.clamp(-LARGEST, LARGEST)
+    vectors = torch.randn(rows.shape[1], VECTORS, generator=torch.Generator().manual_seed(0))
+    with torch.autocast(t.device.type, enabled=False):
+        return (rows @ vectors.to(t.device)).cpu()
+
+
+def alike(one: Sketches, other: Sketches) -> bool:
+    """Whether the tensors are the same up to rounding."""
+    return len(one) == len(other) and all(
+        a.shape == b.shape and float((a - b).norm()) <= most * float(b.norm()) for (a, most), (b, _) in zip(one, other, strict=True)
+    )
+
+
+class Calls:
+    """The calls of layers in some passes.
+
+    Attributes:
+        inputs: name -> sketches of all tensors that the layer got, call by call.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, Sketches] = {}
+        # of each call of a layer, the number of the call that first got the same tensor
+        self._first: dict[str, list[int]] = {}
+        self._seen: dict[int, tuple[ref[Tensor], int, int]] = {}
+        self._numbers = count()
+
+    def add(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Layer ``name`` is called."""
+        self.inputs.setdefault(name, []).extend(sketch((args, dict(kwargs))))
+        x, number = next(iter((*args, *kwargs.values())), None), next(self._numbers)
+        if isinstance(x, Tensor):
+            known, version, first = self._seen.get(id(x), (None, 0, 0))
+            if known is not None and known() is x and version == x._version:
+                number = first
+            else:
+                self._seen[id(x)] = ref(x), x._version, number
+        self._first.setdefault(name, []).append(number)
+
+    def sources(self, parts: Mapping[str, object]) -> dict[str, str]:
+        """Layer -> the first layer all of whose calls got the same tensors; ``parts``: layer -> what of a tensor it multiplies."""
+        first: dict[tuple[object, ...], str] = {}
+        return {name: first.setdefault((parts[name], *numbers), name) for name, numbers in self._first.items()}
+
+
+@contextmanager
+def finite_weights(model: nn.Module, layers: Sequence[LayerCandidate]) -> Iterator[None]:
+    """Every module that runs inside must have weights without NaN, and those of ``layers`` without inf.
+
+    Raises:
+        RecipeError: names the weight.
+    """
+    pruned = {(c.module, c.key) for c in layers}
+    seen = set[nn.Module]()
+
+    def check(name: str, module: nn.Module, args: Any) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        for key, weight in module._parameters.items():
+            if weight is None or not weight.is_floating_point() or weight.is_meta:
+                continue
+            wrong = ~weight.isfinite() if (module, key) in pruned else weight.isnan()
+            if many := int(wrong.sum()):
+                raise RecipeError(
+                    f"prune_: the weight {f'{name}.{key}' if name else key!r} has {many} elements that are "
+                    f"{'NaN or infinite' if (module, key) in pruned else 'NaN'}; load or train the model again. A weight of float16 may "
+                    "have overflowed."
+                )
+
+    hooks = [m.register_forward_pre_hook(partial(check, name)) for name, m in model.named_modules() if m._parameters]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

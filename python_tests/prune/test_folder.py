@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 import nmkernels as nm
 from nmkernels.export.stream import ShardWriter
 from nmkernels.pattern import CheckpointError, OptionError, RecipeError
+from nmkernels.prune import prune as engine
 from nmkernels.prune import prune_, relay
-from nmkernels.prune import units as engine
 from nmkernels.recipes import search_permutation
 from nmkernels.testing import equal_bits
 from nmkernels.train.report import Pruned, Report

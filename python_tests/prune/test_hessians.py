@@ -11,11 +11,10 @@ from torch import nn
 from nmkernels.pattern import Pattern
 from nmkernels.prune import OneShot, prune_
 from nmkernels.prune.base import resolve
-from nmkernels.prune.data import call, padding
-from nmkernels.prune.hessians import Hessians
+from nmkernels.prune.data import call
+from nmkernels.prune.hessians import Hessians, problems_of
 from nmkernels.prune.prune import choose
 from nmkernels.prune.relay import Relay
-from nmkernels.prune.units import problems_of
 from python_tests import moe
 from python_tests.prune.families import built
 
@@ -31,7 +30,7 @@ def collected(model, batches, filter_fn=None, forward=call):
         for unit in relay.units:
             problems = [p for c in unit.layers for p in problems_of(c, relay.source(c))]
             hessians = Hessians(problems)
-            with hessians.collecting(lambda x: padding(relay.batch, x), lambda: relay.number):
+            with hessians.collecting(relay.tokens):
                 relay.run(unit)
             hessians.warn()
             relay.finish(unit)

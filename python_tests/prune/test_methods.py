@@ -13,9 +13,9 @@ import nmkernels as nm
 from nmkernels import ops
 from nmkernels.pattern import Pattern
 from nmkernels.prune import ADMM, Magnitude, OneShot, SparseGPT, Wanda, prune_
-from nmkernels.prune.base import registered, resolve, text
-from nmkernels.prune.reconstruct import damped, refit, squared_error
-from nmkernels.prune.solve import solve
+from nmkernels.prune.base import METHODS as REGISTERED
+from nmkernels.prune.base import resolve, text
+from nmkernels.prune.solve import damped, refit, solve, squared_error
 from nmkernels.recipes import ASP
 from python_tests.recipes.loop import top_n
 
@@ -120,7 +120,7 @@ def test_refit_on_hessians_of_rounding():
 def test_rows_are_independent_of_how_many_there_are(monkeypatch):
     w, h = problem(dtype=torch.float64)
     whole = refit(w, w * ops.mask(w, P), ops.mask(w, P), h, 5), squared_error(w, None, h)
-    monkeypatch.setattr("nmkernels.prune.reconstruct.ROWS", 7)
+    monkeypatch.setattr("nmkernels.prune.solve.ROWS", 7)
     parts = refit(w, w * ops.mask(w, P), ops.mask(w, P), h, 5), squared_error(w, None, h)
     assert torch.allclose(whole[0], parts[0], rtol=1e-9) and torch.allclose(whole[1], parts[1], rtol=1e-12)
 
@@ -285,7 +285,7 @@ def test_a_method_of_the_user_works_by_name_and_as_an_instance():
         assert handle.report.remark.startswith("pruned by random on 1 batches")
         results.append(model[0].weight)
     assert all(torch.equal(results[0], other) for other in results)
-    assert {"admm", "magnitude", "random", "sparsegpt", "wanda"} <= set(registered())
+    assert {"admm", "magnitude", "random", "sparsegpt", "wanda"} <= set(REGISTERED)
 
 
 REFUSED = {

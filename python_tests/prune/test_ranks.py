@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from nmkernels.pattern import Pattern
+from nmkernels.prune import prune as engine
 from nmkernels.prune import prune_
-from nmkernels.prune import units as engine
 from python_tests import moe
 from python_tests.distributed.ranks import needs_gloo, on_ranks, raised
 from python_tests.prune.test_prune import ViT, assert_same, images, mlp, rows, weights

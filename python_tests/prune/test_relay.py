@@ -14,10 +14,9 @@ from nmkernels.pattern import Pattern
 from nmkernels.prune import prune_
 from nmkernels.prune.base import resolve
 from nmkernels.prune.data import call
-from nmkernels.prune.prune import choose
+from nmkernels.prune.prune import Pruning, choose
 from nmkernels.prune.relay import Relay
 from nmkernels.prune.results import Results
-from nmkernels.prune.units import prune_units, trace, write
 from python_tests.prune.families import NAMES, built
 
 P = Pattern("2:4")
@@ -25,19 +24,18 @@ QUICK = ("llama", "qwen3_moe", "gpt2", "albert", "t5", "mamba", "llava")
 """Those with a difficulty of their own; the others are slow tests."""
 
 
-def pruned(model, batches, method="wanda", **options):
+@torch.no_grad()
+def pruned(model, batches):
     """The relay after all units, its model's outputs by stored blocks, and by the pruned model."""
-    chosen, _ = choose(model, P, None, resolve(method))
-    relay, results = Relay(model, chosen, batches, call), Results(None, {})
+    method = resolve("wanda")
+    pruning = Pruning(model, *choose(model, P, None, method), P, method)
+    relay = Relay(model, pruning.chosen, batches, call)
+    pruning.run(relay, Results(None, {}), "", len(batches))
+    for number in range(len(pruning.units)):
+        pruning.write(pruning.results.load(number))
     with relay.running():
-        trace(relay)
-        prune_units(relay, P, resolve(method), results, **options)
-        named = {c.name: c for c in chosen}
-        for number in range(len(relay.units) + 1):
-            write(model, results.load(number), named)
         stored = [relay.output(number) for number in range(len(batches))]
-    with torch.no_grad():
-        return relay, stored, [call(model, batch) for batch in batches]
+    return relay, stored, [call(model, batch) for batch in batches]
 
 
 def equal(one, other):

@@ -14,8 +14,8 @@ import torch
 
 import nmkernels as nm
 from nmkernels.pattern import Pattern
+from nmkernels.prune import prune as engine
 from nmkernels.prune import prune_
-from nmkernels.prune import units as engine
 from nmkernels.prune.results import Done, Results, digest
 from python_tests import moe
 from python_tests.integrations.folders import content
