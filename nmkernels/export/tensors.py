@@ -6,7 +6,7 @@ import json
 import os
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import Repr
@@ -94,7 +94,15 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: di
 
     def fill(temporary: Path) -> None:
         safetensors.torch.save_file(ready, temporary, metadata)
-        _sort_metadata(temporary)
+        # safetensors writes metadata in random order; sorted, the same model gives the same bytes
+        with temporary.open("r+b") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+            header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+            text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+            if len(text) <= length:
+                file.seek(8)
+                file.write(text.ljust(length))
 
     try:
         atomic_write(path, fill)
@@ -102,25 +110,6 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: di
         raise
     except (KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path}: safetensors refuses to write this model: {error}.") from error
-
-
-def _sort_metadata(path: Path) -> None:
-    """Sort the metadata, which safetensors writes in random order, so that the same model gives the same bytes."""
-    with path.open("r+b") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        if len(text) <= length:
-            file.seek(8)
-            file.write(text.ljust(length))
-
-
-def aliases_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Of tied weights: {name: the first name of the same tensor}."""
-    first: dict[tuple[object, ...], str] = {}
-    names = [(name, first.setdefault(place(t), name)) for name, t in tensors.items() if t.numel() and not t.is_meta]
-    return {name: stored for name, stored in names if stored != name}
 
 
 def place(tensor: Tensor) -> tuple[object, ...]:

@@ -79,9 +79,6 @@ def batches_of(data: Iterable[Any], model: Any) -> list[Any]:
 
     numpy arrays and nested lists of numbers become tensors. Text next to them, which no model takes, is left out. One sample of a dataset,
     whose ``input_ids`` have no batch dimension, is a batch of one.
-
-    Raises:
-        RecipeError: the data is empty, a single batch, text, or a batch has rows of different lengths.
     """
     if data is None or isinstance(data, (str, bytes, os.PathLike)):
         what = "None" if data is None else f"the text {str(data)[:40]!r}"

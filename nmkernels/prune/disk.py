@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +34,7 @@ class OnDisk:
 
     Attributes:
         names: the tensors of the model that are on disk, by their names in it.
+        prefix: module -> its name in the model.
         device: where blocks run; None: on the CPU.
         change: called with a module whose weights were read, to write others into it.
     """
@@ -41,7 +42,7 @@ class OnDisk:
     def __init__(self, model: nn.Module, loader: Any, device: torch.device | None) -> None:
         self.device, self._loader = device, loader
         self.names = set() if loader is None else {name for name, t in _tensors(model) if t.is_meta}
-        self._prefix = {module: name for name, module in model.named_modules()}
+        self.prefix = {module: name for name, module in model.named_modules()}
         self.change: Callable[[nn.Module], object] | None = None
 
     def read(self, name: str) -> Tensor:
@@ -51,7 +52,7 @@ class OnDisk:
 
     @contextmanager
     def __call__(self, module: nn.Module) -> Iterator[None]:
-        prefix, home = self._prefix[module], self.device or torch.device("cpu")
+        prefix, home = self.prefix[module], self.device or torch.device("cpu")
         if not any(t.is_meta and name in self.names for name, t in _tensors(module, prefix)):
             with on_device(module, self.device):
                 yield
@@ -84,11 +85,7 @@ def _tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]
 
 
 def check_folder(folder: Path) -> dict[str, Any]:
-    """The configuration of a folder with dense weights in safetensors files.
-
-    Raises:
-        CheckpointError: the folder has none; the message says what is missing.
-    """
+    """The configuration of a folder, and the names of its "weight files"; CheckpointError unless these are dense safetensors files."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder; pass one that save_pretrained wrote, with {CONFIG} and {SINGLE}.")
     if not (folder / CONFIG).is_file():
@@ -115,11 +112,7 @@ def check_folder(folder: Path) -> dict[str, Any]:
 
 
 def class_of(folder: Path, config: dict[str, Any]) -> tuple[Any, Any]:
-    """(the model's class, its configuration).
-
-    Raises:
-        CheckpointError: transformers does not know it.
-    """
+    """(the model's class, its configuration); CheckpointError if transformers does not know it."""
     named = next(iter(config.get("architectures") or ()), None)
     kind = getattr(transformers, named, None) if isinstance(named, str) else None
     if kind is None:
@@ -132,36 +125,34 @@ def class_of(folder: Path, config: dict[str, Any]) -> tuple[Any, Any]:
         raise CheckpointError(f"transformers cannot read {folder / CONFIG}: {first_line(error)}.") from error
 
 
-Choice = Callable[[nn.Module], tuple[list[LayerCandidate], Report]]
-"""The layers of a model to prune, and the report on all."""
-
-
 def open_folder(
     folder: Path,
-    choice: Choice,
+    kind: Any,
+    settings: Any,
+    choice: Callable[[nn.Module], tuple[list[LayerCandidate], Report]],
     *,
     offload: Path,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> tuple[Any, OnDisk]:
-    """A model with its blocks on the meta device, and what brings them into memory.
+    """A model of the class ``kind`` with its blocks on the meta device, and what brings them into memory.
 
     Blocks are those that ``prune_`` would find. A model without blocks, or with a weight that several blocks share, is loaded whole.
-
-    Args:
-        offload: a folder for weights that transformers converts while loading (stacks of experts).
+    ``offload``: a folder for weights that transformers converts while loading (stacks of experts).
     """
-    config = check_folder(folder)
-    kind, settings = class_of(folder, config)
     with torch.device("meta"):
         skeleton = kind(settings)
-    chosen, _ = choice(skeleton)
-    lists = block_lists(skeleton, chosen)
+    lists = block_lists(skeleton, choice(skeleton)[0])
     blocks = [f"{name}.{i}" for name, members in lists.items() for i in range(len(members))]
+    inside = tuple(f"{block}." for block in blocks)
     tied = [key for pair in getattr(skeleton, "all_tied_weights_keys", {}).items() for key in pair]
-    shared = next((key for key in tied if any(key.startswith(f"{block}.") for block in blocks)), None)
-    places = _places(skeleton, blocks)
-    del skeleton, chosen
+    shared = next((key for key in tied if key.startswith(inside)), None)
+    places = dict.fromkeys(blocks, "disk")
+    for name, _ in (*skeleton.named_parameters(remove_duplicate=False), *skeleton.named_buffers(remove_duplicate=False)):
+        if not name.startswith(inside):
+            owner = name.rpartition(".")[0]  # accelerate takes a module, and a tensor of one that has blocks inside
+            places[name if any(block.startswith(f"{owner}.") for block in blocks) else owner or name] = "cpu"
+    del skeleton, lists
     reason = "it has no blocks" if not blocks else f"{shared!r} is shared between modules" if shared else ""
     if not reason and find_spec("accelerate") is None:
         reason = "accelerate is not installed"
@@ -177,21 +168,6 @@ def open_folder(
         log.info("%s is loaded whole: %s", folder, reason)
         model, loader = _loaded(kind, folder, offload, **wanted), None
     return model, OnDisk(model, loader, device)
-
-
-def _places(model: nn.Module, blocks: Sequence[str]) -> dict[str, str]:
-    """The ``device_map`` with ``blocks`` on disk, and every other module and tensor in memory."""
-    places = dict.fromkeys(blocks, "disk")
-    around = {name.rpartition(".")[0] for name in blocks}
-    around |= {outer[:i] for outer in around for i, letter in enumerate(outer) if letter == "."} | {""}
-    for outer in sorted(around):
-        module = model.get_submodule(outer)
-        names = [
-            name for name, _ in (*module.named_children(), *module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        ]
-        inner = (f"{outer}.{name}" if outer else name for name in names)
-        places |= {name: "cpu" for name in inner if name not in places and name not in around}
-    return places
 
 
 def _loaded(kind: Any, folder: Path, offload: Path, **options: Any) -> Any:

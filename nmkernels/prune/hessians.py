@@ -44,10 +44,7 @@ class PruningProblem:
 
     def part(self, matrix: Tensor) -> Tensor:
         """The rows of this problem in the layer's matrix, as a view."""
-        if self.expert is None:
-            return matrix
-        rows = self.shape[0]
-        return matrix[self.expert * rows : (self.expert + 1) * rows]
+        return matrix if self.expert is None else matrix.unflatten(0, (self.candidate.shape[0], -1))[self.expert]
 
 
 def problems_of(c: LayerCandidate, source: str) -> list[PruningProblem]:
@@ -59,16 +56,11 @@ def problems_of(c: LayerCandidate, source: str) -> list[PruningProblem]:
 
 
 class Hessians:
-    """The Hessians of ``problems``, by source.
-
-    Attributes:
-        sums: source -> Σ xᵀx over its tokens, in fp32, or fp64 for fp64 weights.
-        tokens: source -> how many; not waiting for a GPU.
-    """
+    """The Hessians of ``problems``, by source."""
 
     def __init__(self, problems: Sequence[PruningProblem]) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.tokens: dict[str, Tensor] = {}
+        self.sums: dict[str, Tensor] = {}  # Σ xᵀx over the tokens of a source, in fp32, or fp64 for fp64 weights
+        self.tokens: dict[str, Tensor] = {}  # how many; not waiting for a GPU
         self._problems = {p.source: p for p in reversed(problems)}  # of layers with one input the first speaks for all
         self._lost: dict[str, list[tuple[int, Tensor]]] = {source: [] for source in self._problems}
         for source, p in self._problems.items():

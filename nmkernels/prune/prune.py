@@ -113,11 +113,13 @@ def prune_(
             check_groups("prune_", values, group, pattern, chosen)
         pruning = Pruning(model, chosen, report, pattern, method, sequential, permute, values, group)
         relay = Relay(model, chosen, batches, forward or call, blocks, device)
+    state = [*model.named_parameters(), *model.named_buffers()]
     identity = {
         **pruning.settings,
         "blocks": None if blocks is None else list(blocks),
         "layers": list(pruning.layers),
-        "weights": digest([sample(c.matrix) for c in chosen] if folder is None else [*model.named_parameters(), *model.named_buffers()]),
+        # without a folder, some of the elements are enough to recognise a model
+        "weights": digest([c.matrix.reshape(-1)[:: max(1, c.matrix.numel() // 4096)] for c in chosen] if folder is None else state),
         "configuration": digest(configuration(model)),
     }
     agree("arguments or models", identity)
@@ -185,12 +187,22 @@ class Pruning:
 
         Args:
             data, batches: the digest and the number of the batches, for the report.
-            around: a context for all passes but those of ``trace``.
+            around: a context for all passes but those that find the order.
         """
         self.results = results
         with relay.running():
-            trace(relay)
-            self.units, self.whole = [*relay.units, Unit("", relay.idle)], relay.whole
+            with together():
+                relay.trace()
+            self.whole = relay.whole = next(filter(None, gathered(relay.whole)), "")
+            if self.whole:
+                warnings.warn(
+                    f"prune_: the blocks cannot be run one by one: {self.whole}. So each pass runs the whole model, "
+                    "which takes longer and gives what the model itself computes.",
+                    stacklevel=3,
+                )
+            sources = [(unit.name, [(c.name, relay.sources[c.name]) for c in unit.layers]) for unit in relay.units]
+            agree("orders of layers in their first batches", sources)
+            self.units = [*relay.units, Unit("", relay.idle)]
             with around(relay):
                 self._prune(relay, progress)
         rows: dict[str, Pruned] = {}
@@ -252,7 +264,7 @@ class Pruning:
 
     def _prune_unit(self, relay: Relay, unit: Unit) -> Done:
         """Collect the inputs of a unit's layers, and solve them."""
-        problems = [p for c in unit.layers for p in problems_of(c, relay.source(c))]
+        problems = [p for c in unit.layers for p in problems_of(c, relay.sources[c.name])]
         hessians, done = Hessians(problems), Done()
         with together(), hessians.collecting(relay.tokens):
             relay.run(unit)
@@ -292,7 +304,7 @@ class Pruning:
         layers = {p.candidate.name: p for p in problems if p.expert is None}
         for chain in self.chains:
             names = [name for name in chain.consumers if name in layers]
-            homes = {relay.block_of(self.model.get_submodule(name)) for name in (*chain.producers, *chain.consumers, *chain.between)}
+            homes = {relay.block_of.get(self.model.get_submodule(name)) for name in (*chain.producers, *chain.consumers, *chain.between)}
             if not names or homes != {unit.block}:
                 continue
             scores = []
@@ -349,22 +361,6 @@ class Pruning:
                 for tensor, values in before.values():
                     tensor.copy_(values)
             self._forget()
-
-
-def trace(relay: Relay) -> None:
-    """Find the units of ``relay``, the same on all ranks, and warn if no block can answer from a store."""
-    with together():
-        relay.trace()
-    relay.whole = next(filter(None, gathered(relay.whole)), "")
-    if relay.whole:
-        warnings.warn(
-            f"prune_: the blocks cannot be run one by one: {relay.whole}. So each pass runs the whole model, "
-            "which takes longer and gives what the model itself computes.",
-            stacklevel=4,
-        )
-    agree(
-        "orders of layers in their first batches", [(unit.name, [(c.name, relay.source(c)) for c in unit.layers]) for unit in relay.units]
-    )
 
 
 def _share(problems: Sequence[PruningProblem], count: int, rank: int) -> set[str]:
@@ -448,9 +444,3 @@ def configuration(model: nn.Module) -> list[str]:
     config: Any = getattr(model, "config", None)
     described = (model, config.to_dict() if hasattr(config, "to_dict") else None)
     return [re.sub(" at 0x[0-9a-f]+", "", repr(each)) for each in described]  # of a function, its place in memory
-
-
-def sample(matrix: Tensor) -> Tensor:
-    """Some of the elements of a weight, to recognise it."""
-    flat = matrix.reshape(-1)
-    return flat[:: max(1, len(flat) // 4096)]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..export.tensors import quote
+from ..export.tensors import quote, read, write
 from ..files import atomic_write, lock_file, writing
 from ..ops import Compressed
 from ..pattern import CheckpointError, Pattern
@@ -38,11 +38,7 @@ CLOSE = 1e-2
 
 @contextmanager
 def owned(folder: Path | None) -> Iterator[None]:
-    """No other run uses ``folder``, which is created; ranks use it together.
-
-    Raises:
-        CheckpointError: another run does, or it cannot be written.
-    """
+    """No other run uses ``folder``, which is created; ranks use it together. CheckpointError if another run does."""
     if folder is None:
         yield
         return
@@ -63,29 +59,20 @@ def _own(folder: Path) -> int:
 
 @dataclass
 class Done:
-    """The result of one unit.
-
-    Args:
-        layers: name -> the layer's matrix, compressed.
-        rows: of the report, by problem.
-        orders: of channels that were permuted before: (the name of a layer that reads them, their order).
-        gains: what that brought, or why it was left, by layer.
-    """
+    """The result of one unit: its layers' compressed matrices, and the rows of the report by problem."""
 
     layers: dict[str, Compressed] = field(default_factory=dict)
     rows: dict[str, Pruned] = field(default_factory=dict)
     orders: list[tuple[str, list[int]]] = field(default_factory=list)
+    """Of channels that were permuted before: (the name of a layer that reads them, their order)."""
     gains: dict[str, str] = field(default_factory=dict)
+    """What that brought, or why it was left, by layer."""
 
 
 class Results:
     """The results of all units, by number; in ``folder`` if there is one, which the first rank alone reads and writes for all.
 
-    Args:
-        identity: what must agree for an earlier run to be continued.
-
-    Raises:
-        CheckpointError: the folder holds another run, or other files.
+    ``identity``: what must agree for an earlier run to be continued; else it raises CheckpointError, as for damaged or other files.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, identity: Mapping[str, Any]) -> None:
@@ -118,9 +105,6 @@ class Results:
         """The model must do what it did when the results were made: ``behaviour`` has, for each layer, a number that its inputs give.
 
         Files and settings say what a model is, but not what code runs it: the user's ``forward=``, or a library's version.
-
-        Raises:
-            CheckpointError: a layer gets different inputs now.
         """
         if self.folder is not None:
             by_first(self._recognise, self.folder, dict(behaviour))
@@ -155,33 +139,24 @@ class Results:
             by_first(self._write, number, done)
 
     def _write(self, number: int, done: Done) -> None:
-        import safetensors.torch  # only needed here
-
         tensors = {f"{name}.{end}": getattr(c, end) for name, c in done.layers.items() for end in ENDS}
         layers = {name: [str(c.pattern), *c.shape] for name, c in done.layers.items()}
         rows = {name: asdict(row) for name, row in done.rows.items()}
         about = {"digest": digest(tensors), "layers": layers, "rows": rows, "orders": done.orders, "gains": done.gains}
         # a unit may have no layer, and safetensors no file without a tensor
-        tensors = {name: t.cpu().contiguous() for name, t in tensors.items()} or {"": torch.empty(0)}
-        atomic_write(self.path(number), lambda file: safetensors.torch.save_file(tensors, file, {"nmkernels": json.dumps(about)}))
+        write(self.path(number), tensors or {"": torch.empty(0)}, {"nmkernels": json.dumps(about)})
 
     def load(self, number: int, layers: Sequence[str] | None = None) -> Done:
-        """The result of a finished unit, which has these ``layers`` if they are known.
-
-        Raises:
-            CheckpointError: its file is damaged, or belongs to other layers.
-        """
+        """The result of a finished unit, which has these ``layers`` if they are known."""
         return self._memory[number] if self.folder is None else by_first(self._read, number, layers)
 
     def _read(self, number: int, expected: Sequence[str] | None) -> Done:
-        from safetensors import SafetensorError, safe_open
-
         path = self.path(number)
         try:
-            with safe_open(path, "pt") as file:
-                about = json.loads(file.metadata()["nmkernels"])
-                tensors = {f"{name}.{end}": file.get_tensor(f"{name}.{end}") for name in about["layers"] for end in ENDS}
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            contents = read(path)
+            about = json.loads(contents.metadata["nmkernels"])
+            tensors = {f"{name}.{end}": contents.tensors[f"{name}.{end}"] for name in about["layers"] for end in ENDS}
+        except (CheckpointError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged ({error}); delete it, and this unit is pruned again.") from error
         if about.get("digest") != digest(tensors):
             raise CheckpointError(f"{path} is damaged: it does not hold what was written; delete it, and this unit is pruned again.")

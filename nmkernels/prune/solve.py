@@ -20,6 +20,14 @@ FEW, MANY = 0.1, 0.01
 ENOUGH = 4
 ATTEMPTS = 5
 """Factorisations that are tried, each with ten times the damping."""
+ROWS = 1024
+"""Rows that are worked on together, which bounds temporary memory; rows are independent of each other."""
+GAIN = 1e-3
+"""The share of the error by which a step of ``refit`` has to lower it for another one to follow."""
+NOTHING = 1e-16
+"""The square of an input that was always zero, relative to the smallest of the others."""
+TINY = 1e-30
+"""Smaller squares end the search of a row."""
 
 
 def solve(
@@ -42,7 +50,7 @@ def solve(
     else:
         fallback = method.mask(w * scales(h), pattern)
         wanda = float(squared_error(w, (w * fallback).to(weight.dtype).to(w.dtype), h)) / (size or 1.0)
-        z, mask, damping, note = _attempt(method, w, h, tokens, pattern)
+        z, mask, damping, note = _attempt(method, w, h, tokens, pattern, fallback)
         z = z.to(weight.dtype).to(w.dtype)
         error = float(squared_error(w, z, h)) / (size or 1.0)
         if method.guarded and not error <= wanda:
@@ -54,8 +62,8 @@ def solve(
     return packed, Pruned(error, wanda, tokens, damping, time.monotonic() - begin, _peak(w.device), note, rounded)
 
 
-def _attempt(method: OneShot, w: Tensor, h: Tensor, tokens: int, pattern: Pattern) -> tuple[Tensor, Tensor, float, str]:
-    """(new weights, mask, the damping that was needed, a note)."""
+def _attempt(method: OneShot, w: Tensor, h: Tensor, tokens: int, pattern: Pattern, wanda: Tensor) -> tuple[Tensor, Tensor, float, str]:
+    """(new weights, mask, the damping that was needed, a note), with the mask of ``wanda`` if the method fails."""
     rule = FEW if tokens < ENOUGH * w.shape[1] else MANY
     damping = rule if method.damping is None else method.damping
     dead = h.diagonal() == 0
@@ -76,8 +84,7 @@ def _attempt(method: OneShot, w: Tensor, h: Tensor, tokens: int, pattern: Patter
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             why = "the Hessian could not be factorised"
         damping = max(damping, 1e-3) * 10
-    mask = method.mask(w * scales(h), pattern)
-    return w * mask, mask, 0.0, f"Wanda's mask: {why} with damping up to {damping / 10:g}"
+    return w * wanda, wanda, 0.0, f"Wanda's mask: {why} with damping up to {damping / 10:g}"
 
 
 def _peak(device: torch.device) -> int:
@@ -89,10 +96,6 @@ def _peak(device: torch.device) -> int:
     except ImportError:  # Windows
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-ROWS = 1024
-"""Rows that are worked on together, which bounds temporary memory; rows are independent of each other."""
 
 
 def squared_error(w: Tensor, z: Tensor | None, h: Tensor) -> Tensor:
@@ -156,11 +159,3 @@ def refit(w: Tensor, z: Tensor, mask: Tensor, h: Tensor, steps: int) -> Tensor:
             last, size = size, (r * q).sum(1, keepdim=True)
             p.mul_(size / last.clamp_min_(TINY)).add_(q)
     return z
-
-
-GAIN = 1e-3
-"""The share of the error by which a step has to lower it for another one to follow."""
-NOTHING = 1e-16
-"""The square of an input that was always zero, relative to the smallest of the others."""
-TINY = 1e-30
-"""Smaller squares end the search of a row."""

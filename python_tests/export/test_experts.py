@@ -9,7 +9,7 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.nn import CompressedExperts
 from nmkernels.pattern import CheckpointError
-from python_tests.export.editing import edited, parts
+from python_tests.export.editing import edited, layers, parts
 from python_tests.moe import Experts, mixture
 
 X = torch.randn(7, 16, generator=torch.Generator().manual_seed(0))
@@ -65,10 +65,6 @@ def apart(tensors, metadata):
     metadata["aliases"] = json.dumps({k: v for k, v in json.loads(metadata["aliases"]).items() if k not in tensors})
 
 
-def layers(old, new):
-    return lambda tensors, metadata: metadata.update(layers=metadata["layers"].replace(old, new))
-
-
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -82,10 +78,7 @@ def layers(old, new):
         (layers('"experts"', '"experts_t"'), r"the file holds a stack of experts \(layout experts_t\), the model a experts"),
         (layers('"experts"', '"linear"'), "layer 'experts.down_proj'"),
         (layers('"experts"', '["experts"]'), "layer 'experts.down_proj': its entry in the metadata is damaged"),
-        (
-            layers("experts.down_proj", "head.down_proj"),
-            r"layer 'head.down_proj': the file holds a stack of experts \(layout experts\), the model a linear",
-        ),
+        (layers("experts.down_proj", "head.down_proj"), r"'head.down_proj': the file holds a stack of experts .*, the model a linear"),
         (layers("2:4", "1:4"), r"has values torch.float32 \(3, 48, 8\); its entry in the metadata says torch.float32 \(3, 48, 4\)"),
     ],
 )

@@ -165,12 +165,6 @@ def test_no_result_is_worse_than_wanda_s_mask(kind, dtype):
         assert row.error == pytest.approx(error(wide, z, h) / (size or 1), rel=1e-3, abs=1e-5)
 
 
-def test_kept_weights_of_value_zero_stay_in_the_mask():
-    w, h = torch.zeros(16, 32), torch.eye(32)
-    packed, _ = solve(ADMM(), w, h, 1000, P)
-    assert packed.indices.shape == ops.compress(w, P).indices.shape and not packed.values.any()
-
-
 def test_damping_is_raised_where_a_factorisation_fails():
     w, h = problem(tokens=5, dtype=torch.float32)
     _, row = solve(SparseGPT(damping=1e-12), w, h, 5, P)

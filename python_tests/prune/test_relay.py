@@ -17,7 +17,7 @@ from nmkernels.prune.data import call
 from nmkernels.prune.prune import Pruning, choose
 from nmkernels.prune.relay import Relay
 from nmkernels.prune.results import Results
-from python_tests.prune.families import NAMES, built
+from python_tests.prune.families import NAMES, built, inputs_of
 
 P = Pattern("2:4")
 QUICK = ("llama", "qwen3_moe", "gpt2", "albert", "t5", "mamba", "llava")
@@ -111,16 +111,8 @@ def skewed(count=4):
 @torch.no_grad()
 def by_hand(model, data):
     """Wanda's masks on the layers' inputs in whole passes of the dense model."""
-    squares, layers = {}, {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    hooks = [
-        m.register_forward_pre_hook(lambda _, args, name=name: squares.update({name: squares.get(name, 0) + args[0].square().sum(0)}))
-        for name, m in layers.items()
-    ]
-    for batch in data:
-        model(batch)
-    for hook in hooks:
-        hook.remove()
-    return {name: ops.mask(m.weight * squares[name].sqrt(), P) for name, m in layers.items()}
+    inputs = inputs_of(model, lambda: [model(batch) for batch in data])
+    return {name: ops.mask(model.get_submodule(name).weight * torch.cat(x).square().sum(0).sqrt(), P) for name, x in inputs.items()}
 
 
 ALONE = {"nothing": False, "an output that is read again": True}

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
-import signal
-import subprocess
-import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,42 +55,18 @@ def test_an_interrupted_run_goes_on(tmp_path, solved, sequential):
             run(model, folder, stop, sequential=sequential)
         assert_same(before, weights(model))
         assert sorted(p.name for p in folder.iterdir()) == ["run.json", *(f"unit-{i:04}.safetensors" for i in range(stop))]
+        (folder / ".unit-0009.safetensors.abcdefgh.tmp").mkdir()  # what a kill while writing leaves
         solved.clear()
         again = run(model, folder, sequential=sequential).report
         assert len(solved) == 13 - 4 * stop
         assert_same(weights(want), weights(model))
         for name, row in again.pruned.items():
-            other = report.pruned[name]
-            assert (row.error, row.wanda, row.tokens, row.damping, row.note) == (
-                other.error, other.wanda, other.tokens, other.damping, other.note
-            )  # fmt: skip
+            assert replace(row, seconds=0.0, memory=0) == replace(report.pruned[name], seconds=0.0, memory=0)
     # a finished run is only read
     solved.clear()
     model = ViT()
     handle = run(model, folder, sequential=sequential)
     assert not solved and handle.layers.keys() == handle.report.pruned.keys()
-    assert_same(weights(want), weights(model))
-
-
-KILLED = """
-import os, signal, sys
-from python_tests.prune.test_results import *
-def progress(done, total, what):
-    if done == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-prune_(ViT(), P, images(), folder=sys.argv[1], progress=progress, method="sparsegpt")
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on(tmp_path, solved):
-    process = subprocess.run([sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path)], check=False)
-    assert process.returncode == -signal.SIGKILL
-    (tmp_path / ".unit-0002.safetensors.abcdefgh.tmp").mkdir()  # what a kill while writing leaves
-    model, want = ViT(), ViT()
-    run(model, tmp_path)
-    assert len(solved) == 13 - 8
-    run(want, None)
     assert_same(weights(want), weights(model))
 
 
@@ -105,38 +79,33 @@ def test_idle_layers_and_experts_are_kept(tmp_path):
         assert_same(weights(model), weights(other))
 
 
-def changed(model):
-    with torch.no_grad():
-        model.layers[1].attention.out.weight.mul_(1.01)
-    return model
-
-
 @pytest.mark.parametrize(
-    ("field", "make"),
+    ("field", "changed"),
     [
-        ("pattern", lambda folder: prune_(ViT(), "1:4", images(), folder=folder, method="wanda")),
-        ("method", lambda folder: prune_(ViT(), P, images(), folder=folder, method="wanda(refit=3)")),
-        ("sequential", lambda folder: prune_(ViT(), P, images(), folder=folder, method="wanda", sequential=False)),
-        ("values", lambda folder: prune_(ViT(), P, images(), folder=folder, method="wanda", values="int8")),
-        ("permute", lambda folder: prune_(ViT(), P, images(), folder=folder, method="wanda", permute=True)),
-        ("blocks", lambda folder: prune_(ViT(), P, images(), folder=folder, method="wanda", blocks=[])),
-        ("data", lambda folder: prune_(ViT(), P, images(2), folder=folder, method="wanda")),
-        ("layers", lambda folder: prune_(ViT(), P, images(), lambda m, n: n == "tail", folder=folder, method="wanda")),
-        ("weights", lambda folder: prune_(changed(ViT()), P, images(), folder=folder, method="wanda")),
-        ("weights", lambda folder: prune_(nudged(ViT(), "layers.0.norm.bias"), P, images(), folder=folder, method="wanda")),
-        ("weights", lambda folder: prune_(nudged(ViT(), "token"), P, images(), folder=folder, method="wanda")),
-        ("configuration", lambda folder: prune_(with_epsilon(ViT()), P, images(), folder=folder, method="wanda")),
+        ("pattern", {"pattern": "1:4"}),
+        ("method", {"method": "wanda(refit=3)"}),
+        ("sequential", {"sequential": False}),
+        ("values", {"values": "int8"}),
+        ("permute", {"permute": True}),
+        ("blocks", {"blocks": []}),
+        ("data", {"data": images(2)}),
+        ("layers", {"filter_fn": lambda m, n: n == "tail"}),
+        ("weights", {"model": lambda: nudged(ViT(), "layers.1.attention.out.weight")}),
+        ("weights", {"model": lambda: nudged(ViT(), "layers.0.norm.bias")}),
+        ("weights", {"model": lambda: nudged(ViT(), "token")}),
+        ("configuration", {"model": lambda: with_epsilon(ViT())}),
     ],
 )
-def test_another_run_s_folder_is_refused(tmp_path, field, make):
+def test_another_run_s_folder_is_refused(tmp_path, field, changed):
     with pytest.raises(Stopped):
         run(ViT(), tmp_path, 1, method="wanda")
     with pytest.raises(nm.CheckpointError, match=f"results of another run: its {field} is .*Pass another folder, or delete this one"):
-        make(tmp_path)
+        model = changed.pop("model", ViT)()
+        prune_(model, **{"pattern": P, "data": images(), "folder": tmp_path, "method": "wanda", **changed})
 
 
 def nudged(model, key):
-    """With one number of a tensor changed that is not pruned."""
+    """With one number of a tensor changed."""
     with torch.no_grad():
         model.state_dict()[key].view(-1)[1] += 0.01
     return model
