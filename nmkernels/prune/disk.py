@@ -31,19 +31,14 @@ CONFIG = "config.json"
 
 class OnDisk:
     """``with disk(module)``: the weights of ``module`` are in memory, on ``device``, and on the meta device again after the outermost.
-
-    Attributes:
-        names: the tensors of the model that are on disk, by their names in it.
-        prefix: module -> its name in the model.
-        device: where blocks run; None: on the CPU.
-        change: called with a module whose weights were read, to write others into it.
+    ``device``: where blocks run; None: on the CPU.
     """
 
     def __init__(self, model: nn.Module, loader: Any, device: torch.device | None) -> None:
         self.device, self._loader = device, loader
-        self.names = set() if loader is None else {name for name, t in _tensors(model) if t.is_meta}
+        self.names = set() if loader is None else {name for name, t in _tensors(model) if t.is_meta}  # of the tensors on disk
         self.prefix = {module: name for name, module in model.named_modules()}
-        self.change: Callable[[nn.Module], object] | None = None
+        self.change: Callable[[nn.Module], object] | None = None  # called with a module that was read, to write other weights into it
 
     def read(self, name: str) -> Tensor:
         """A tensor of the dense model, on the CPU, in memory of its own."""

@@ -62,7 +62,7 @@ class Hessians:
         self.sums: dict[str, Tensor] = {}  # Σ xᵀx over the tokens of a source, in fp32, or fp64 for fp64 weights
         self.tokens: dict[str, Tensor] = {}  # how many; not waiting for a GPU
         self._problems = {p.source: p for p in reversed(problems)}  # of layers with one input the first speaks for all
-        self._lost: dict[str, list[tuple[int, Tensor]]] = {source: [] for source in self._problems}
+        self._lost: list[tuple[int, str, Tensor]] = []  # (batch, source, how many tokens)
         for source, p in self._problems.items():
             weight, cols = p.candidate.module.get_parameter(p.candidate.key), p.shape[1]
             self.sums[source] = torch.zeros(cols, cols, dtype=wide(weight.dtype), device=weight.device)
@@ -73,12 +73,8 @@ class Hessians:
         """Add the inputs of the forward passes run inside. ``tokens(x)``: (the number of the present batch, for ``warn``; which rows of an
         input are tokens, None for all).
         """
-        hooks, seen = [], set()
-        for problem in self._problems.values():
-            module = problem.candidate.module
-            if id(module) not in seen:  # an experts module has several sources
-                seen.add(id(module))
-                hooks.append(module.register_forward_pre_hook(partial(self._collect, problem, tokens), with_kwargs=True))
+        modules = {p.candidate.module: p for p in self._problems.values()}  # an experts module has several problems
+        hooks = [m.register_forward_pre_hook(partial(self._collect, p, tokens), with_kwargs=True) for m, p in modules.items()]
         try:
             yield
         finally:
@@ -116,7 +112,7 @@ class Hessians:
         x = x.masked_fill(~good[:, None], 0.0)
         total.addmm_(x.t(), x)
         self.tokens[source] += good.sum()
-        self._lost[source].append((number, lost))
+        self._lost.append((number, source, lost))
 
     def share(self) -> None:
         """Add up what all ranks of ``torch.distributed`` have collected; does nothing in a single process."""
@@ -132,16 +128,12 @@ class Hessians:
 
     def warn(self) -> None:
         """Warn of tokens that were left out because they were not finite."""
-        lost: dict[str, list[tuple[int, int]]] = {}  # (batch, how many)
-        for source, seen in self._lost.items():
-            counts = torch.stack([count for _, count in seen]).tolist() if seen else []
-            if any(counts):
-                lost[source] = [(number, count) for (number, _), count in zip(seen, counts, strict=True) if count]
+        lost = [(number, source, int(count)) for number, source, count in self._lost if count]
         if lost:
-            source = min(lost, key=lambda source: lost[source][0][0])
-            first, tokens = lost[source][0][0], sum(count for _, count in lost[source])
-            also_lost = [self._problems[other].name for other in lost if other != source]
-            also = f" So did {listed(also_lost)}." if also_lost else ""
+            first, source, _ = lost[0]
+            tokens = sum(count for _, other, count in lost if other == source)
+            others = dict.fromkeys(other for _, other, _ in lost if other != source)
+            also = f" So did {listed(self._problems[other].name for other in others)}." if others else ""
             warnings.warn(
                 f"prune_: layer {self._problems[source].name!r} got NaN or infinite input values in {tokens} tokens, first in "
                 f"batch {first}.{also} Such tokens are left out. If they are not padding, prune in bfloat16 or float32.",

@@ -144,10 +144,7 @@ def prune_(
 class Pruning:
     """What ``prune_`` and ``prune_folder`` share: the ``chosen`` layers of ``model``, how they are pruned, and after ``run`` the results.
 
-    Attributes:
-        report: on all layers; complete after ``run``.
-        results: those of ``units``, by number. The last unit has the layers that the first batches do not reach.
-        whole: as in ``Relay``.
+    ``results`` are those of ``units``, by number. The last unit has the layers that the first batches do not reach.
     """
 
     model: nn.Module

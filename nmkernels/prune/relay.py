@@ -101,15 +101,6 @@ class Relay:
         blocks: see ``block_lists``.
         device: where blocks run; None: where they are.
         resident: a context in which the weights of a module are on that device, entered again inside too; default ``on_device``.
-
-    Attributes:
-        units: in the order in which the model runs them, once ``trace`` was called.
-        idle: the layers outside blocks that the first batches did not reach.
-        rereads: whether the model reads outputs of blocks that are not the last of their list, so that all are stored.
-        behaviour: layer -> a number that its inputs in the first batches give.
-        sources: layer -> the first layer that has its input.
-        block_of: module -> the block that it is in, among those that are pruned as such.
-        whole: why no block can answer from a store, so that each pass runs the whole model; "" if they can.
     """
 
     def __init__(
@@ -126,12 +117,13 @@ class Relay:
         self.device, self.resident = device, resident or partial(on_device, device=device)
         lists = block_lists(model, layers, blocks)
         self.blocks = [Block(f"{name}.{i}", block, name) for name, members in lists.items() for i, block in enumerate(members)]
-        self.units: list[Unit] = []
-        self.idle: list[LayerCandidate] = []
-        self.rereads, self.whole = False, ""
-        self.behaviour: dict[str, float] = {}
-        self.sources = {c.name: c.name for c in layers}
-        self.block_of: dict[nn.Module, Block] = {}
+        self.units: list[Unit] = []  # in the order in which the model runs them
+        self.idle: list[LayerCandidate] = []  # the layers outside blocks that the first batches did not reach
+        self.rereads = False  # whether the model reads outputs of blocks that are not the last of their list, so that all are stored
+        self.whole = ""  # why no block can answer from a store, so that each pass runs the whole model
+        self.behaviour: dict[str, float] = {}  # of each layer a number that its inputs in the first batches give
+        self.sources = {c.name: c.name for c in layers}  # of each layer the first one that has its input
+        self.block_of: dict[nn.Module, Block] = {}  # the block that a module is in, among those that are pruned as such
         self._events: list[Block | LayerCandidate] = []
         self._batch = 0
         self._target: Block | None = None

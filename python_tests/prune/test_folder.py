@@ -229,9 +229,7 @@ def test_finished_blocks_are_not_pruned_again(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         prune_folder(source, "2:4", batches(), tmp_path / "out", method="wanda", progress=stop)
     assert len(solved) == 14 and not (tmp_path / "out").exists()
-    with pytest.raises(CheckpointError, match="holds the results of another run: its pattern is '2:4', not '1:4'"):
-        prune_folder(source, "1:4", batches(), tmp_path / "out", method="wanda")
-    with pytest.raises(CheckpointError, match="another run: its data is"):
+    with pytest.raises(CheckpointError, match="holds the results of another run: its data is"):
         prune_folder(source, "2:4", batches(seed=9), tmp_path / "out", method="wanda")
     prune_folder(source, "2:4", batches(), tmp_path / "out", method="wanda")
     assert len(solved) == 21
@@ -376,15 +374,14 @@ def test_errors_by_kind_of_layer_are_of_the_values_that_are_written():
 
 
 def test_integers_that_do_not_fit_are_refused_before_any_work(tmp_path):
+    def reading(done, total, what):
+        assert what.startswith("reading"), f"it went on to {what!r}"
+
     source = saved(tmp_path / "dense", layers=2)
     for options, said in (({"values": "int5"}, "values='int5' is unknown"), ({"values": "int4", "group": 24}, "layer .*group=24 does not")):
         with pytest.raises(OptionError, match=f"prune_folder: {said}"):
-            prune_folder(source, "2:4", batches(1), tmp_path / "out", progress=lambda done, total, what: reading(what), **options)
+            prune_folder(source, "2:4", batches(1), tmp_path / "out", progress=reading, **options)
     assert os.listdir(tmp_path) == ["dense"]
-
-
-def reading(what):
-    assert what.startswith("reading"), f"it went on to {what!r}"
 
 
 def test_layers_to_skip_have_to_be_there(tmp_path):

@@ -16,7 +16,6 @@ from nmkernels.prune import ADMM, Magnitude, OneShot, SparseGPT, Wanda, prune_
 from nmkernels.prune.base import METHODS as REGISTERED
 from nmkernels.prune.base import resolve, text
 from nmkernels.prune.solve import damped, refit, solve, squared_error
-from nmkernels.recipes import ASP
 from python_tests.recipes.loop import top_n
 
 METHODS = [Magnitude(), Wanda(), Wanda(refit=10), SparseGPT(), SparseGPT(refit=10), ADMM()]
@@ -240,19 +239,6 @@ def test_without_a_hessian_it_is_magnitude(tokens, scale, note):
 def two(dtype=torch.float32):
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(32, 48, dtype=dtype), nn.GELU(), nn.Linear(48, 32, dtype=dtype))
-
-
-def test_wanda_chooses_what_asp_does():
-    batches = [torch.randn(2, 40, 32) * torch.linspace(0.1, 3, 32) for _ in range(3)]
-    model, other = two(), two()
-    prune_(model, P, batches, method="wanda", sequential=False)
-    handle = nm.sparsify_(other, ASP(P, score="wanda"))
-    with torch.no_grad(), handle.calibrate():
-        for x in batches:
-            other(x)
-    handle.finish(allow_unused=True)
-    for i in (0, 2):
-        assert torch.equal(model[i].weight, other[i].weight)
 
 
 def test_magnitude_is_the_mask():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 import subprocess
 import sys
 import warnings
@@ -221,10 +220,6 @@ def test_layers_that_are_not_called_are_pruned_by_magnitude():
         assert torch.equal(model.get_submodule(name).weight, weight * ops.mask(weight, P))
         assert pruned[name].note == "magnitude: no tokens reached it" and pruned[name].tokens == 0 and pruned[name].error is None
     assert pruned["rare"].tokens == 120 and pruned["rare"].error < pruned["rare"].wanda
-    model, data = built("mamba")
-    pruned = prune_(model, P, data, method="wanda", filter_fn=lambda m, n: "mixer" in n and isinstance(m, nn.Linear)).report.pruned
-    idle = {name.split(".")[-1] for name, row in pruned.items() if "no tokens" in row.note}
-    assert idle == {"dt_proj"} or not idle
 
 
 def test_filters():
@@ -457,13 +452,6 @@ def test_the_model_is_untouched_after_an_error(tmp_path, where, kept, error, mon
         assert torch.is_autocast_cache_enabled() and torch.is_grad_enabled()
 
 
-class Foreign(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(32, 32, dtype=torch.int8), requires_grad=False)
-        self.in_features = self.out_features = 32
-
-
 def test_what_is_refused():
     model = mlp()
     prune_(model, P, rows(), method="magnitude").finish(allow_unused=True)
@@ -477,8 +465,6 @@ def test_what_is_refused():
     flat = type("FullyShardedDataParallel", (nn.Sequential,), {})(mlp())
     with pytest.raises(nm.RecipeError, match="weights are sharded"):
         prune_(flat, P, rows())
-    with pytest.raises(nm.RecipeError, match="quantised"):
-        prune_(nn.Sequential(Foreign()), P, rows())
 
 
 # ---- accelerate
@@ -560,18 +546,13 @@ def test_values_can_be_left_floating_or_changed_at_the_end():
         assert {model[i].weight.kind for i in (0, 3, 5)} == {kind}
 
 
-def test_values_that_do_not_fit_are_refused_before_any_work(monkeypatch):
+def test_values_that_do_not_fit_are_refused_before_any_work():
     def read():
         raise AssertionError("the data was read")
         yield
 
-    for arguments, said in (
-        ({"values": "int5"}, "prune_: values='int5' is unknown; choose one of 'int8', 'int4'"),
-        ({"values": "float"}, "prune_: values='float' is unknown"),
-        ({"group": 32}, "prune_: group=32 is for values"),
-    ):
-        with pytest.raises(ops.OptionError, match=re.escape(said)):
-            prune_(mlp(), P, read(), **arguments)
+    with pytest.raises(ops.OptionError, match="prune_: values='float' is unknown; choose one of 'int8', 'int4'"):
+        prune_(mlp(), P, read(), values="float")
     model = mlp()
     model.forward = None  # fails when it runs
     with pytest.raises(ops.OptionError, match="prune_: layer '0': group=64 does not divide 32 columns"):

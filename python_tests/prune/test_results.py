@@ -14,7 +14,7 @@ import nmkernels as nm
 from nmkernels.pattern import Pattern
 from nmkernels.prune import prune as engine
 from nmkernels.prune import prune_
-from nmkernels.prune.results import Done, Results, digest
+from nmkernels.prune.results import digest
 from python_tests import moe
 from python_tests.integrations.folders import content
 from python_tests.prune.test_prune import BLOCKS, Rare, ViT, assert_same, images, rows, weights
@@ -150,15 +150,6 @@ def test_one_run_at_a_time_uses_a_folder(tmp_path):
     assert_same(weights(want), weights(model))
 
 
-def test_a_unit_that_was_changed_after_it_was_written_is_not_taken(tmp_path):
-    """As by a disk that lost a page of it: the header is whole, and a part of the values is zero."""
-    run(ViT(), tmp_path)
-    path = tmp_path / "unit-0003.safetensors"
-    path.write_bytes(path.read_bytes()[:-256] + bytes(256))
-    with pytest.raises(nm.CheckpointError, match="unit-0003.safetensors is damaged: it does not hold what was written; delete it"):
-        run(ViT(), tmp_path)
-
-
 def test_data_is_told_apart_by_what_it_holds():
     a = {"x": torch.arange(2000.0), "y": [torch.tensor(3), 4]}
     assert digest(a) == digest({"x": torch.arange(2000.0), "y": [torch.tensor(3), 4]})
@@ -174,7 +165,7 @@ def test_data_is_told_apart_by_what_it_holds():
     assert digest([torch.empty(0), True, None, torch.tensor([True])])
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "noise", "other metadata", "another unit"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "noise", "a lost page", "other metadata", "another unit"])
 @pytest.mark.parametrize("sequential", [True, False])
 def test_a_damaged_unit_is_named(tmp_path, damage, sequential):
     run(ViT(), tmp_path, sequential=sequential)
@@ -187,7 +178,7 @@ def test_a_damaged_unit_is_named(tmp_path, damage, sequential):
 
         save_file({"a": torch.ones(2)}, path)
     else:
-        path.write_bytes({"cut": whole[:-100], "empty": b"", "noise": os.urandom(4000)}[damage])
+        path.write_bytes({"cut": whole[:-100], "empty": b"", "noise": os.urandom(4000), "a lost page": whole[:-256] + bytes(256)}[damage])
     model = ViT()
     before = weights(model)
     way_out = "to start again" if damage == "another unit" else "delete it, and this unit is pruned again"
@@ -231,9 +222,3 @@ def test_a_full_disk_leaves_the_model_as_it_was(tmp_path):
     assert_same(dense, weights(model))
     run(model, tmp_path)
     assert not any(torch.equal(model.get_submodule(f"layers.2.{name}").weight, dense[f"layers.2.{name}.weight"]) for name in BLOCKS)
-
-
-def test_with_a_folder_nothing_is_kept_in_memory(tmp_path):
-    results = Results(tmp_path, {})
-    results.save(0, Done())
-    assert 0 in results and 1 not in results and not results._memory and results.load(0).layers == {}
