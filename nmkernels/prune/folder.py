@@ -366,7 +366,7 @@ class _Run:
         (folder / CARD).write_text(f"{card}\n\n{HOW}\n\n{how(facts)}", encoding="utf-8")
 
     def _facts(self, perplexity: tuple[float, float] | None, sizes: tuple[int, int]) -> dict[str, Any]:
-        report, tokens = self.pruning.report, sum(_tokens(batch) for batch in self.batches)
+        report, tokens, python = self.pruning.report, sum(map(_tokens, self.batches)), platform.python_version()
         return {
             "format": "nmkernels-prune-report-1",
             "model": self.source.resolve().name,
@@ -384,12 +384,7 @@ class _Run:
             "blocks": "each pass ran the whole model: " + self.pruning.whole if self.pruning.whole else "one by one",
             "left dense": {e.name: e.reason for e in report.skipped if e.linear},
             "device": "cpu" if self.disk.device is None else self.disk.device.type,
-            "versions": {
-                "nmkernels": __version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "python": platform.python_version(),
-            },
+            "versions": {"nmkernels": __version__, **{lib.__name__: lib.__version__ for lib in (torch, transformers)}, "python": python},
         }
 
 
@@ -439,18 +434,12 @@ def how(facts: Mapping[str, Any]) -> str:
     lines = [
         f"One-shot, from {facts['model']}: {facts['pattern']} by `{facts['method']}`{then} on {data['tokens']:,} tokens in "
         f"{data['batches']} batches (digest {data['digest']}), block by block, without training afterwards.",
-        "",
-        "| | dense | pruned |",
-        "| --- | --- | --- |",
     ]
+    lines += ["", "| | dense | pruned |", "| --- | --- | --- |"]
     if ppl is not None:
         lines.append(f"| perplexity on {held['tokens']:,} held-out tokens | {ppl['dense']:.3f} | {ppl['pruned']:.3f} |")
-    lines += [
-        f"| bytes of all tensors | {size['dense']:,} | {size['compressed']:,} |",
-        "",
-        "| layers | mean error on their inputs |",
-        "| --- | --- |",
-    ]
+    lines.append(f"| bytes of all tensors | {size['dense']:,} | {size['compressed']:,} |")
+    lines += ["", "| layers | mean error on their inputs |", "| --- | --- |"]
     lines += [f"| `{name}` | {100 * error:.2f} % |" for name, error in facts["error by layer"].items()]
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     return "\n".join([*lines, "", f"Each layer is in `{REPORT}`. Made with {versions}.", ""])
