@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from nmkernels.prune import prune_
 from nmkernels.prune.base import resolve
 from nmkernels.prune.data import call
 from nmkernels.prune.prune import Pruning, choose
-from nmkernels.prune.relay import Relay
+from nmkernels.prune.relay import Relay, on_device
 from nmkernels.prune.results import Results
 from python_tests.prune.families import NAMES, built, inputs_of
 
@@ -212,3 +215,50 @@ def test_a_layer_that_only_later_batches_reach_gets_their_inputs():
     tokens = {name: row.tokens for name, row in report.pruned.items()}
     assert tokens == {f"{block}.experts.{expert}": (288, 96, 0)[expert] for block in range(2) for expert in range(3)}
     assert report.pruned["1.experts.2"].note == "magnitude: no tokens reached it"
+
+
+# ---- on another device
+
+
+class Moved(nn.Module):
+    """Notes where it is moved instead of moving."""
+
+    def __init__(self):
+        super().__init__()
+        self.place, self.moves = torch.device("cpu"), []
+
+    def parameters(self, recurse=True):
+        return iter([SimpleNamespace(device=self.place)])
+
+    def to(self, device):
+        self.moves.append(str(device))
+        self.place = device
+        return self
+
+
+def test_a_block_moves_once_and_back():
+    residence, block, other = functools.partial(on_device, device=torch.device("cuda:0")), Moved(), Moved()
+    with residence(block):
+        with residence(block), residence(other):
+            pass
+        assert block.moves == ["cuda:0"] and other.moves == ["cuda:0", "cpu"]
+    assert block.moves == ["cuda:0", "cpu"]
+    with pytest.raises(KeyboardInterrupt), residence(block):
+        raise KeyboardInterrupt
+    assert block.moves == ["cuda:0", "cpu"] * 2
+    with on_device(other, None):
+        assert other.moves == ["cuda:0", "cpu"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "t5", "vit"])
+def test_a_gpu_gives_what_the_cpu_gives(name):
+    model, batches = built(name)
+    other = copy.deepcopy(model)
+    here, there = prune_(model, "2:4", batches), prune_(other, "2:4", batches, device="cuda")
+    assert {p.device.type for p in other.parameters()} == {"cpu"}
+    for (key, one), (_, two) in zip(here.report.pruned.items(), there.report.pruned.items(), strict=True):
+        assert one.tokens == two.tokens and one.note == two.note, key
+        assert one.error is None or abs(one.error - two.error) < 0.02 * one.error + 1e-6, key
+    same = [torch.eq(a.ne(0), b.ne(0)).float().mean() for a, b in zip(model.parameters(), other.parameters(), strict=True) if a.dim() == 2]
+    assert min(same) > 0.9  # near ties may fall otherwise
