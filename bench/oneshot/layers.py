@@ -19,8 +19,7 @@ from torch import Tensor
 from nmkernels import Pattern
 from nmkernels.prune import SparseGPT
 from nmkernels.prune.base import resolve
-from nmkernels.prune.reconstruct import damped, squared_error
-from nmkernels.prune.solve import solve
+from nmkernels.prune.solve import damped, solve, squared_error
 
 from ..rows import RESULTS, Row, row
 

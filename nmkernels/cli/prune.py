@@ -23,7 +23,7 @@ from .. import capability
 from ..ops.integers import BITS
 from ..pattern import NMError, Pattern
 from ..prune.base import resolve
-from ..prune.trial import first_line
+from ..prune.data import first_line
 from . import positive
 from .samples import draw, read, share
 

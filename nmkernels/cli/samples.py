@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..pattern import NMError
-from ..prune.trial import first_line
+from ..prune.data import first_line
 
 TEXT, LINES, TOKENS = {".txt", ".md", ".rst", ".text"}, {".jsonl", ".ndjson", ".json"}, {".npy", ".pt", ".safetensors"}
 UTF8 = "utf-8-sig"
