@@ -86,13 +86,12 @@ class SLoPe(ScheduledRecipe):
         y = x (W^R)ᵀ        ∂L/∂x = g (W^R ⊙ C)        ∂L/∂W = R ⊙ gᵀ x
 
     so weights, gradients (also before clipping) and Adam's moments are zero outside R. In the last steps, after ``start``, each layer also
-    has an adapter of rank r that trains with the weight, y = x (W^R)ᵀ + x L R' / r, with L ~ N(0, 1) and R' = 0 at first; its part of
-    ∂L/∂x is exact. Where M does not divide the outputs, the last group of a column is short and keeps N.
+    has an adapter of rank r that trains with the weight, y = x (W^R)ᵀ + x L R' / r, with L ~ N(0, 1) and R' = 0 at first. Where M does not
+    divide the outputs, the last group of a column is short and keeps N.
 
     L ``(in, r)`` and R' ``(r, out)`` are the Parameters ``nm_left`` and ``nm_right`` of each layer from ``sparsify_`` on, so build the
     optimizer after it; they have no gradient before their phase (DistributedDataParallel needs ``find_unused_parameters=True``).
-    ``finish`` leaves N:M weights and the adapters: ``compress_`` and the compressed file keep both, ``save_dense`` and ``remove`` fold them
-    into one dense weight W + (L R')ᵀ / r.
+    ``finish`` leaves N:M weights and the adapters; ``save_dense`` and ``remove`` fold them into one dense weight W + (L R')ᵀ / r.
 
     Args:
         rank: of the adapters: a whole number, or as a share of the smaller side of each layer, at least 1; 0 for none.
