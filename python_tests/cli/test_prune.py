@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -83,14 +84,11 @@ def test_other_models_have_no_perplexity(places, tmp_path, capsys, name, why):
 
 
 def test_ctrl_c_says_how_to_go_on(places, tmp_path, capsys, monkeypatch):
-    step = verb.Progress._step
-
-    def stop(self, done, total, what):
+    def stop(done, total, what):
         if what == "pruning model.layers.1":
             raise KeyboardInterrupt
-        step(self, done, total, what)
 
-    monkeypatch.setattr(verb.Progress, "_step", stop)
+    monkeypatch.setattr(verb, "progress", lambda: nullcontext(stop))
     monkeypatch.setattr("sys.argv", ["nmkernels", "prune", "a folder"])
     before = content(places)
     assert prune(places / "llama", places / "a.txt", tmp_path / "out") == 130
@@ -120,7 +118,7 @@ def test_a_full_disk_says_how_to_go_on(places, tmp_path, capsys):
 def test_a_terminal_has_a_bar(monkeypatch, capsys):
     pytest.importorskip("tqdm")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    with verb.Progress() as progress:
+    with verb.progress() as progress:
         for done in range(3):
             progress(done, 2, f"pruning block.{done}")
         progress(0, 1, "writing layers")
@@ -221,7 +219,7 @@ SENTENCES = {
     "compressed": "{model} is compressed by nmkernels already; pass the folder of the dense model.",
     "quantised": "{model} is quantised (gptq); pass the folder of the unquantised model.",
     "no tokenizer": "the model's folder has no tokenizer, which text needs; pass token ids (.npy, .pt, .safetensors), or add its files.",
-    "no data": "--data {root}/b.txt: there is no such file or folder.",
+    "no data": "--data {root}/b.txt cannot be read: No such file or directory.",
     "empty data": "--data {root}/a.txt is empty.",
     "too little text": "--data has 3 tokens for calibration, and one sample takes 32; pass more, or a smaller --length.",
     "no text": "--data {root}/a.txt is not text in UTF-8; files of token ids end in .npy, .pt, .safetensors.",
@@ -326,32 +324,32 @@ def test_one_record_over_many_lines_is_one_text(tmp_path):
 def test_held_out_text_is_the_end_and_not_calibrated_on():
     text = "".join(chr(33 + i % 90) + (" " if i % 10 == 9 else "") for i in range(5000))
     found = draw([text], letters, samples=1000, length=50, share=0.2)
-    assert found.calibration.shape == (88, 50) and found.held_out.shape == (22, 50)
-    assert found.calibration.flatten().tolist() == letters(text)[:4400]
+    assert found[0].shape == (88, 50) and found[1].shape == (22, 50)
+    assert found[0].flatten().tolist() == letters(text)[:4400]
     cut = len(text) - 1100
     assert 0 <= cut - (start := text.rfind(" ", 0, cut) + 1) < 11
-    assert found.held_out.flatten().tolist() == letters(text)[start:][:1100]
+    assert found[1].flatten().tolist() == letters(text)[start:][:1100]
     several = draw(["a" * 800, "b" * 100, "c" * 100], letters, samples=40, length=50, share=0.2)
-    assert several.held_out.tolist() == [[98] * 50] * 2 + [[99] * 50] * 2
+    assert several[1].tolist() == [[98] * 50] * 2 + [[99] * 50] * 2
     few = draw([text], letters, samples=8, length=50, share=0.2)
-    assert few.calibration.shape == (8, 50) and few.held_out.shape == (2, 50)
-    assert draw([text], letters, samples=8, length=50, share=0.0).held_out.shape[0] == 0
-    assert draw([text[:100]], letters, samples=8, length=20, share=0.1).held_out.shape[0] == 0  # too short
+    assert few[0].shape == (8, 50) and few[1].shape == (2, 50)
+    assert draw([text], letters, samples=8, length=50, share=0.0)[1].shape[0] == 0
+    assert draw([text[:100]], letters, samples=8, length=20, share=0.1)[1].shape[0] == 0  # too short
 
 
 def test_windows_are_drawn_from_all_of_a_long_text_by_the_seed():
     text = ("a" * 999 + "\n") * 2000
     numbered = "".join(f"{i:07} " for i in range(250_000))
     one, other, again = (draw([numbered, text], letters, samples=4, length=100, seed=seed, share=0) for seed in (0, 1, 0))
-    assert torch.equal(one.calibration, again.calibration) and not torch.equal(one.calibration, other.calibration)
+    assert torch.equal(one[0], again[0]) and not torch.equal(one[0], other[0])
     ids = torch.arange(10_000)
-    spread = draw([ids], None, samples=200, length=50, share=0).calibration.flatten()
+    spread = draw([ids], None, samples=200, length=50, share=0)[0].flatten()
     assert sorted(spread.tolist()) == list(range(10_000))
 
 
 def test_rows_of_token_ids_are_the_windows():
     table = torch.arange(60).view(20, 3)
     found = draw([table[:12], table[12:]], None, samples=5, length=2, share=0.1)
-    assert found.held_out.tolist() == table[18:, :2].tolist()
-    rows = {tuple(row) for row in found.calibration.tolist()}
+    assert found[1].tolist() == table[18:, :2].tolist()
+    rows = {tuple(row) for row in found[0].tolist()}
     assert len(rows) == 5 and rows <= {tuple(row) for row in table[:18, :2].tolist()}
