@@ -378,8 +378,8 @@ class Observed:
         stats: float64 sums, named by ``nmkernels.ops.STATS``.
         numel: number of maskable weights that took part.
         max_applied_steps: an upper bound of the applied steps, which the host knows without waiting for the device.
-        optimizer_state: called with a key, returns what the optimizers keep under it for these weights.
-        find_group: returns ``group``.
+        optimizer_state: called with a key, such as "exp_avg_sq" or "step", returns what the optimizers keep under it for these weights.
+        find_group: returns the parameter group of the maskable weights, as for ``Recipe.first_state``.
     """
 
     stats: Tensor
@@ -387,19 +387,3 @@ class Observed:
     max_applied_steps: int
     optimizer_state: Callable[[str], list[Any]] = lambda key: []
     find_group: Callable[[], dict[str, Any]] = dict
-
-    @property
-    def group(self) -> dict[str, Any]:
-        """The parameter group of the maskable weights, as for ``Recipe.first_state``."""
-        return self.find_group()
-
-    @property
-    def second_moments(self) -> list[Tensor]:
-        """The raw ``exp_avg_sq`` of the weights, sharded as these are; empty where the optimizer has none."""
-        return self.optimizer_state("exp_avg_sq")
-
-    @property
-    def step(self) -> Tensor | None:
-        """The optimizer's own step count, None where it has none; reading its value may wait for the device."""
-        steps = self.optimizer_state("step")
-        return torch.as_tensor(steps[-1]) if steps else None

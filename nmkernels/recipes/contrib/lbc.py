@@ -32,8 +32,7 @@ class CandidateMask(CombinationMask):
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         shape = weight.numel() // self.pattern.m, combination_count(self.pattern)
-        first = 1.0 / math.comb(self.pattern.m - 1, self.pattern.n - 1)
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        first, dtype = 1.0 / math.comb(self.pattern.m - 1, self.pattern.n - 1), torch.promote_types(weight.dtype, torch.float32)
         return {"nm_scores": torch.full(shape, first, dtype=dtype, device=weight.device)}
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
@@ -140,7 +139,6 @@ class LBC(ScheduledRecipe):
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
-        """Phase 1 while combinations are removed, each with its own; phase 2 with the one that is left."""
         start, end = (resolve_step("LBC", key, getattr(self, key), self.total_steps) for key in ("start", "end"))
         if end <= start:
             raise RecipeError(f"LBC: end ({end} steps) must come after start ({start} steps).")

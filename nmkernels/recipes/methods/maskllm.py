@@ -97,8 +97,7 @@ class GumbelMask(LikeliestMask):
 class Freeze(Hooks):
     """Until the recipe ends no weight of its layers trains, and with ``others="frozen"`` no parameter but the learned ones."""
 
-    def begin(self) -> None:
-        self.frozen: list[nn.Parameter] = []
+    frozen: Sequence[nn.Parameter] = ()
 
     def enter(self, stage: Stage) -> None:
         if self.frozen:
@@ -143,8 +142,7 @@ class MaskLLM(ScheduledRecipe):
 
     Args:
         tau_start, tau_end, kappa_start, kappa_end: τ and κ at both ends of the run.
-        decay: λ, which keeps large weights and gradients alive; its gradient is added once per step, after clipping.
-        decay_schedule: ``"constant"``, the paper's equation; ``"linear"`` falls to 0 over the run, as in the authors' code.
+        decay, decay_schedule: λ; ``"constant"``, the paper's equation; ``"linear"`` falls to 0 over the run, as in the authors' code.
         prior_strength: α, by which the logits prefer the mask of the N largest magnitudes at the start, π_k += σ(π) (⟨M₀, P_k⟩ − N/2) α;
             0 for no prior. ``set_prior_`` takes another mask.
         init_std: of the initial logits, drawn from torch's generator.
@@ -218,7 +216,6 @@ class MaskLLM(ScheduledRecipe):
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
-        """Always phase 1, with new noise after every step."""
         transform = GumbelMask(Pattern(self.pattern), hard=self.hard, prior=self.prior_strength, spread=self.init_std)
         return ((0, Stage(phase=1, transform=transform, rule=UpdateRule(masked=True), every=1)),)
 
@@ -236,24 +233,24 @@ class MaskLLM(ScheduledRecipe):
 
     def stage(self, state: State) -> Stage:
         stage, total = super().stage(state), self.total_steps or 1
-        left = total - int(state["t"]) if state else 0
-        reason = f"has {left} of {total} steps to go, its masks are still mixtures"
-        return replace(stage, not_ready=reason) if left > EARLY * total else stage
+        if not state or (left := total - int(state["t"])) <= EARLY * total:
+            return stage
+        return replace(stage, not_ready=f"has {left} of {total} steps to go, its masks are still mixtures")
 
 
 def learned_apart(recipe: str, params: Iterable[Any], lr: float | Tensor, multiplier: float) -> list[dict[str, Any]]:
     """Parameter groups with the learned parameters in their own groups, at ``multiplier`` times their group's learning rate, or ``lr``."""
     listed = list(params)
     groups: list[dict[str, Any]] = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
-    result: list[dict[str, Any]] = []
+    result, every = [], []
     for group in groups:
         entries = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        apart = [entry for entry in entries if is_learned(entry)]
-        rest = [entry for entry in entries if not is_learned(entry)]
+        every += entries
+        rest, apart = ([entry for entry in entries if is_learned(entry) is learned] for learned in (False, True))
         result += [{**group, "params": rest}] if rest else []
         result += [{**group, "params": apart, "lr": group.get("lr", lr) * multiplier}] if apart else []
-    if not any(is_learned(entry) for group in result for entry in group["params"]):
-        if any(is_sharded(entry[1] if isinstance(entry, tuple) else entry) for group in result for entry in group["params"]):
+    if not any(map(is_learned, every)):
+        if any(is_sharded(entry[1] if isinstance(entry, tuple) else entry) for entry in every):
             raise RecipeError(f"{recipe} learns numbers for each whole weight, and the parameters are sharded. Do not shard the model.")
         raise RecipeError(
             f"{recipe}: the parameters hold nothing that the recipe learns. Call sparsify_ first, then "

@@ -25,9 +25,8 @@ class DoublePruned(WeightTransform):
     reads = reading(nm_rows="held", nm_columns="held")
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
-        n, m, rows = self.pattern.n, self.pattern.m, extras[0]
-        if rows is None:
-            rows = torch.ops.nmkernels.nm_mask(weight, n, m)
+        n, m = self.pattern.n, self.pattern.m
+        rows = torch.ops.nmkernels.nm_mask(weight, n, m) if extras[0] is None else extras[0]
         # a weight that the row mask keeps may be 0 now and grow before the next renewal: it still goes before one that is pruned
         sizes = weight.abs().clamp_min(torch.finfo(weight.dtype).tiny).masked_fill(~rows, 0.0)
         return {"nm_rows": rows, "nm_columns": (pruned_along_out(sizes, n, m) != 0).contiguous()}
@@ -65,14 +64,12 @@ class Adapters(Hooks):
                 layer.get_parameter(key).requires_grad_(layer.weight.requires_grad)
 
     def enter(self, stage: Stage) -> None:
-        self._use(isinstance(stage, AdapterStage))
+        for layer in self.run.layers.values():
+            layer.adapts = isinstance(stage, AdapterStage)
 
     def use_final_form(self) -> None:
-        self._use(True)
-
-    def _use(self, adapts: bool) -> None:
         for layer in self.run.layers.values():
-            layer.adapts = adapts
+            layer.adapts = True
 
 
 @recipe("slope")
@@ -135,7 +132,6 @@ class SLoPe(ScheduledRecipe):
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
-        """Phase 2, the row mask held; with adapters at the end."""
         plain = Stage(phase=2, transform=DoublePruned(Pattern(self.pattern)), held_mask=True, every=self.every)
         if not self.rank:
             return ((0, plain),)

@@ -54,21 +54,19 @@ def figure(switch: str, seen: Observed) -> Tensor:
         # counted at the floor, one dead weight in ten would shrink Z by e^-10; it says nothing of how settled the others are
         moved = seen.numel - seen.stats[UNCHANGED]
         return torch.where(moved > 0, ((seen.stats[LOG_CHANGE] - seen.stats[UNCHANGED] * LOG_FLOOR) / moved.clamp(min=1)).exp(), 0.0)
+    moments = seen.optimizer_state("exp_avg_sq")
     if switch == "relative_norm":
-        return total(lambda v: v.double().square().sum(), seen.second_moments).sqrt()
+        return total(lambda v: v.double().square().sum(), moments).sqrt()
     if switch == "relative":
-        step = seen.step
-        assert step is not None
-        return total(lambda v: v.sum(dtype=torch.float64), seen.second_moments) / (1 - seen.group["betas"][1] ** step.double())
-    return total(lambda v: v.double().abs().sum(), seen.second_moments)
+        step = torch.as_tensor(seen.optimizer_state("step")[-1]).double()
+        return total(lambda v: v.sum(dtype=torch.float64), moments) / (1 - seen.find_group()["betas"][1] ** step)
+    return total(lambda v: v.double().abs().sum(), moments)
 
 
 def observe(state: State, switch: str, seen: Observed) -> None:
     """Take one step into ``state``, on the device: t, the ring of past figures and ``z_bar``, which is tested; a skipped one adds none."""
     applied = seen.stats[APPLIED]
-    for key in ("t", "z_bar", "ring"):
-        if key in state:
-            state[key] = state[key].to(applied.device)
+    state |= {key: state[key].to(applied.device) for key in ("t", "z_bar", "ring") if key in state}
     t = state["t"]
     if switch != "fixed":
         now, ring = figure(switch, seen), state["ring"]
@@ -305,10 +303,10 @@ class STEP(Composite):
         state["switch_step"] = int(t.item())
         chosen = T_MAX if not passed.item() else T_MIN if state["switch_step"] == earliest else TEST
         state["switch_reason"] = FIXED if self.switch == "fixed" else chosen
-        step = observed.step
-        state["v_step"] = state["switch_step"] if step is None else int(step.item())
+        steps = observed.optimizer_state("step")
+        state["v_step"] = int(steps[-1]) if steps else state["switch_step"]
         inner = self.sparse(state["switch_step"])
-        state["inner"] = {"spec": spec(inner), **inner.first_state(observed.group)}
+        state["inner"] = {"spec": spec(inner), **inner.first_state(observed.find_group())}
         if "seed" in state["inner"]:
             state["seed"] = state["inner"]["seed"]  # the run owns the layers' random streams
         return True
