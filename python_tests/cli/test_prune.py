@@ -129,83 +129,63 @@ def test_a_terminal_has_a_bar(monkeypatch, capsys):
 # ---- what is wrong
 
 
-def change(path, **values):
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+def write(path, content):
+    if isinstance(content, np.ndarray):
+        np.save(path, content)
+    else:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
 
 
-def spoiled(root, model, what):
-    """Arguments (model, data, out, options) with one thing wrong."""
-    text, out, more = root / "a.txt", root / "out", []
-    write_text(text)
-    if what == "nothing there":
-        model = root / "nowhere"
-    elif what == "no configuration":
-        (model / "config.json").unlink()
-    elif what == "damaged configuration":
-        (model / "config.json").write_text("{")
-    elif what == "no weights":
-        (model / "model.safetensors").unlink()
-    elif what == "older format":
-        (model / "model.safetensors").rename(model / "pytorch_model.bin")
-    elif what == "no shard":
-        (model / "model.safetensors").unlink()
-        (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
-    elif what == "unknown architecture":
-        change(model / "config.json", architectures=["NewForCausalLM"])
-    elif what == "unknown type":
-        change(model / "config.json", model_type="new")
-    elif what == "compressed":
-        change(model / "config.json", quantization_config={"quant_method": "nmkernels"})
-    elif what == "quantised":
-        change(model / "config.json", quantization_config={"quant_method": "gptq"})
-    elif what == "no tokenizer":
-        (model / "tokenizer.json").unlink(), (model / "tokenizer_config.json").unlink()
-    elif what == "no data":
-        text = root / "b.txt"
-    elif what == "empty data":
-        text.write_text(" \n")
-    elif what == "too little text":
-        text.write_text("w1 w2 w3")
-    elif what == "no text":
-        text.write_bytes(b"\xff\xfe\x00")
-    elif what == "not JSON":
-        text = root / "a.jsonl"
-        text.write_text("w1")
-    elif what == "other JSON":
-        text = root / "a.jsonl"
-        text.write_text('{"content": "w1"}')
-    elif what == "empty folder":
-        (text := root / "texts").mkdir()
-    elif what == "no ids":
-        np.save(text := root / "a.npy", np.zeros(100))
-    elif what == "foreign tokens":
-        np.save(text := root / "a.npy", np.full(1000, VOCABULARY))
-    elif what == "pattern":
-        more = ["--pattern", "5:4"]
-    elif what == "method":
-        more = ["--method", "addm"]
-    elif what == "device":
-        more = ["--device", "nothing"]
-    elif what == "share":
-        more = ["--held-out", "2"]
-    elif what == "layer":
-        more = ["--skip", "fc"]
-    elif what == "used folder":
-        out.mkdir()
-        (out / "mine").touch()
-    elif what == "file":
-        out.touch()
-    elif what == "inside":
-        out = model / "out"
-    elif what == "another run":
-        assert prune(model, text, out, "--held-out", "0") == 0
-        units = root / ".out.nmkernels-prune" / "units"
-        units.mkdir(parents=True)
-        (units / "run.json").write_text('{"format": "nmkernels-prune-2", "pattern": "1:4"}')
-        out = root / "out2"
-        (root / ".out.nmkernels-prune").rename(root / ".out2.nmkernels-prune")
-    return model, text, out, more
+def configure(model, **values):
+    write(model / "config.json", json.dumps({**json.loads((model / "config.json").read_text()), **values}))
 
+
+def replace_weights(model, name="", content=""):
+    (model / "model.safetensors").unlink()
+    if name:
+        write(model / name, content)
+
+
+def another_run(root, model):
+    """What is left of a run with another pattern."""
+    assert prune(model, root / "a.txt", root / "first", "--held-out", "0") == 0
+    (units := root / ".out.nmkernels-prune" / "units").mkdir(parents=True)
+    write(units / "run.json", '{"format": "nmkernels-prune-2", "pattern": "1:4"}')
+
+
+SPOILED = {
+    "nothing there": lambda root, model: {"model": root / "nowhere"},
+    "no configuration": lambda root, model: (model / "config.json").unlink(),
+    "damaged configuration": lambda root, model: write(model / "config.json", "{"),
+    "no weights": lambda root, model: replace_weights(model),
+    "older format": lambda root, model: replace_weights(model, "pytorch_model.bin"),
+    "no shard": lambda root, model: replace_weights(model, "model.safetensors.index.json", '{"weight_map": {"a": "model-1.safetensors"}}'),
+    "unknown architecture": lambda root, model: configure(model, architectures=["NewForCausalLM"]),
+    "unknown type": lambda root, model: configure(model, model_type="new"),
+    "compressed": lambda root, model: configure(model, quantization_config={"quant_method": "nmkernels"}),
+    "quantised": lambda root, model: configure(model, quantization_config={"quant_method": "gptq"}),
+    "no tokenizer": lambda root, model: [path.unlink() for path in model.glob("tokenizer*")],
+    "no data": lambda root, model: {"data": root / "b.txt"},
+    "empty data": lambda root, model: write(root / "a.txt", " \n"),
+    "too little text": lambda root, model: write(root / "a.txt", "w1 w2 w3"),
+    "no text": lambda root, model: write(root / "a.txt", b"\xff\xfe\x00"),
+    "not JSON": lambda root, model: {"data": write(root / "a.jsonl", "w1")},
+    "other JSON": lambda root, model: {"data": write(root / "a.jsonl", '{"content": "w1"}')},
+    "empty folder": lambda root, model: (root / "texts").mkdir() or {"data": root / "texts"},
+    "no ids": lambda root, model: {"data": write(root / "a.npy", np.zeros(100))},
+    "foreign tokens": lambda root, model: {"data": write(root / "a.npy", np.full(1000, VOCABULARY))},
+    "pattern": lambda root, model: {"more": ["--pattern", "5:4"]},
+    "method": lambda root, model: {"more": ["--method", "addm"]},
+    "device": lambda root, model: {"more": ["--device", "nothing"]},
+    "share": lambda root, model: {"more": ["--held-out", "2"]},
+    "layer": lambda root, model: {"more": ["--skip", "fc"]},
+    "used folder": lambda root, model: (root / "out").mkdir() or write(root / "out" / "mine", ""),
+    "file": lambda root, model: write(root / "out", ""),
+    "inside": lambda root, model: {"out": model / "out"},
+    "another run": another_run,
+}
+"""What is done to the model, the data or the arguments; arguments that are others are returned."""
 
 SENTENCES = {
     "nothing there": "{root}/nowhere: there is no such folder; pass one that save_pretrained wrote, with config.json and ",
@@ -242,14 +222,17 @@ SENTENCES = {
 
 @pytest.mark.parametrize("what", SENTENCES)
 def test_what_is_wrong_is_one_sentence_and_changes_nothing(tmp_path, capsys, what):
-    model, text, out, more = spoiled(tmp_path, saved(tmp_path / "model", layers=2), what)
+    model, data, out = saved(tmp_path / "model", layers=2), tmp_path / "a.txt", tmp_path / "out"
+    write_text(data)
+    changed = SPOILED[what](tmp_path, model)
+    args = {"model": model, "data": data, "out": out, "more": (), **(changed if isinstance(changed, dict) else {})}
     capsys.readouterr()
     before = content(tmp_path)
-    assert prune(model, text, out, *more) == 1
+    assert prune(args["model"], args["data"], args["out"], *args["more"]) == 1
     said = capsys.readouterr().err
     lines = [line for line in said.splitlines() if not line.startswith(("reading ", "note: "))]
     assert len(lines) == 1 and lines[0].startswith("python -m nmkernels prune: error: "), said
-    assert SENTENCES[what].format(root=tmp_path, model=model, out=out) in lines[0]
+    assert SENTENCES[what].format(root=tmp_path, model=args["model"], out=args["out"]) in lines[0]
     assert content(tmp_path) == before
 
 
