@@ -36,13 +36,8 @@ from python_tests.recipes import loop_effective as effective
 from python_tests.recipes import loop_layerwise as layerwise
 from python_tests.recipes import loop_learned as learned
 from python_tests.recipes.loop import SPARSE, Adam, Step, train
-from python_tests.recipes.loop_act24 import act24
-from python_tests.recipes.loop_asp import asp
-from python_tests.recipes.loop_ast import ast
-from python_tests.recipes.loop_fst import fst
-from python_tests.recipes.loop_maxq import maxq
+from python_tests.recipes.loop_effective import act24, asp, ast, fst, maxq, vnm
 from python_tests.recipes.loop_prox import proxsparse
-from python_tests.recipes.loop_vnm import vnm
 
 STEPS = 20
 SWITCH = Step(t_min=2, t_max=7, threshold=1e-30, clamp=2.0)
@@ -129,6 +124,7 @@ ROSTER = {
     "step_sdgf": stepped(
         "1:4", "sdgf(gradient=ste)", lambda p, d, step: effective.sdgf(p, d, [(3, 4), (2, 4), (1, 4)], [0, 3, 7], step=step)
     ),
+    "step_fst": stepped("2:4", "fst(end=None, every=4, mvue=None, decay=0.1)", lambda p, d, step: fst(p, d, 2, 4, 4, 0.1, step=step)),
     "step_sste": stepped("2:4", "sste(mvue=None)", lambda p, d, step: effective.sste(p, d, 2, 4, step=step)),
     "step_layerwise": stepped(
         "2:8",

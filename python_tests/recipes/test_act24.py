@@ -12,7 +12,7 @@ from nmkernels.pattern import Pattern
 from nmkernels.recipes import Activation24
 from python_tests.for_each import for_each
 from python_tests.recipes.loop import Adam, batches, distance, snapshot
-from python_tests.recipes.loop_act24 import activation
+from python_tests.recipes.loop_effective import activation
 from python_tests.recipes.training import F32, F64, net, start, train
 
 
