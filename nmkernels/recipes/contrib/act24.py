@@ -112,6 +112,7 @@ class Activation24(ScheduledRecipe):
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
+        """Phase 0 dense, then phase 1 with sparse activations."""
         start = resolve_step("Activation24", "start", self.start, self.total_steps)
         if self.total_steps is not None:
             phases("Activation24", self.total_steps, self.start, 1.0)  # refuses a start that leaves no step

@@ -123,6 +123,7 @@ class AST(ScheduledRecipe):
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
+        """Always phase 1, the mask held between renewals."""
         rule = AnnealedRule(masked=True, second_moment=self.second_moment)
         return ((0, Stage(phase=1, transform=AnnealedMask(Pattern(self.pattern)), rule=rule, every=self.every)),)
 

@@ -139,6 +139,7 @@ class LBC(ScheduledRecipe):
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
+        """Phase 1 while combinations are removed, each with its own; phase 2 with the one that is left."""
         start, end = (resolve_step("LBC", key, getattr(self, key), self.total_steps) for key in ("start", "end"))
         if end <= start:
             raise RecipeError(f"LBC: end ({end} steps) must come after start ({start} steps).")

@@ -120,6 +120,7 @@ class MaxQ(ScheduledRecipe):
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
+        """Phase 0 with all groups dense, then phase 1: a share of them, and none."""
         start, end = phases("MaxQ", self.total_steps, self.start, self.end)
         rule = UpdateRule(masked=True, decay=self.decay)
         dense = Stage(phase=0, transform=self._transform(PartlyDense), rule=rule)

@@ -194,5 +194,6 @@ class ASP(ScheduledRecipe):
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
+        """Phase 0 dense, then phase 2 with the mask held."""
         start = resolve_step("ASP", "start", self.start, self.total_steps)
         return (0, Stage(phase=0)), (start, Stage(phase=2, held_mask=True))

@@ -97,6 +97,7 @@ class FST(ScheduledRecipe):
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
+        """Phase 1 with the held mask, then phase 0, dense."""
         rule, transform = UpdateRule(masked=True, decay=self.decay), self.final_transform()
         sparse = Stage(phase=1, transform=transform, rule=rule, plan=estimating(self), every=self.every)
         if self.end is None:

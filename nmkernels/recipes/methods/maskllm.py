@@ -216,6 +216,7 @@ class MaskLLM(ScheduledRecipe):
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
+        """Always phase 1, with new noise after every step."""
         transform = GumbelMask(Pattern(self.pattern), hard=self.hard, prior=self.prior_strength, spread=self.init_std)
         return ((0, Stage(phase=1, transform=transform, rule=UpdateRule(masked=True), every=1)),)
 

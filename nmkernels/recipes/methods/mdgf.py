@@ -83,6 +83,7 @@ class MdGf(ScheduledRecipe):
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
+        """Phase 0 dense, then phase 1: the decay, and the binary mask."""
         start, end = phases("MdGf", self.total_steps, self.start, self.end)
         rule, chain, p = UpdateRule(masked=True), self.gradient == "chain", Pattern(self.pattern)
         fading, last = DecayedMask(p, chain=chain), HardMask(p, chain=chain)

@@ -81,6 +81,7 @@ class SdGf(ScheduledRecipe):
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
+        """Phase 0 dense, then phase 1 with the mask of each frame."""
         start, end = phases("SdGf", self.total_steps, self.start, self.end)
         frames, rule, plan = self.frames(), UpdateRule(masked=True), packing(self.packed, self.pattern)
         stages: list[tuple[int, Stage]] = [(0, Stage(phase=0))]

@@ -132,6 +132,7 @@ class SLoPe(ScheduledRecipe):
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
+        """Phase 2, the row mask held; with adapters at the end."""
         plain = Stage(phase=2, transform=DoublePruned(Pattern(self.pattern)), held_mask=True, every=self.every)
         if not self.rank:
             return ((0, plain),)
