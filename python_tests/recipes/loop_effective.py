@@ -119,7 +119,7 @@ def transposable(w, n, m):
     return best.transpose(1, 2).reshape(rows, cols).bool()
 
 
-def fst(params, data, n, m, refresh, decay, stop=None, streams=None, method="exact", **how):
+def fst(params, data, n, m, refresh, decay, stop=None, streams=None, method="exact"):
     """Held masks, renewed after every ``refresh`` steps and not applied from step ``stop`` on; 2:4 estimates from ``streams``, or none."""
     masks = {}
 
@@ -132,7 +132,7 @@ def fst(params, data, n, m, refresh, decay, stop=None, streams=None, method="exa
     def estimate(k, g, x, t):
         return drawn(k, g, x, t, streams if k in masks else None, method)
 
-    return masked(params, data, lambda k, w, t: masks.get(k, torch.ones_like(w)), decay, begin=begin, estimate=estimate, **how)
+    return masked(params, data, lambda k, w, t: masks.get(k, torch.ones_like(w)), decay, begin=begin, estimate=estimate)
 
 
 # ---- V:N:M

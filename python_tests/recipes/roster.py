@@ -124,7 +124,6 @@ ROSTER = {
     "step_sdgf": stepped(
         "1:4", "sdgf(gradient=ste)", lambda p, d, step: effective.sdgf(p, d, [(3, 4), (2, 4), (1, 4)], [0, 3, 7], step=step)
     ),
-    "step_fst": stepped("2:4", "fst(end=None, every=4, mvue=None, decay=0.1)", lambda p, d, step: fst(p, d, 2, 4, 4, 0.1, step=step)),
     "step_sste": stepped("2:4", "sste(mvue=None)", lambda p, d, step: effective.sste(p, d, 2, 4, step=step)),
     "step_layerwise": stepped(
         "2:8",

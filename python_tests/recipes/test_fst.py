@@ -12,7 +12,8 @@ from nmkernels.recipes import FST, STEP
 from python_tests.for_each import for_each
 from python_tests.nn.test_effective import Calls
 from python_tests.recipes.loop import batches
-from python_tests.recipes.training import F32, run, start, step
+from python_tests.recipes.loop_effective import transposable
+from python_tests.recipes.training import F32, run, start, step, train
 
 # ---- the mask
 
@@ -57,3 +58,13 @@ def test_outputs_that_m_does_not_divide_are_skipped_and_reported():
         handle.remove()
     with pytest.raises(ShapeError, match=r"layer '0'.*out_features=18"):
         nm.sparsify_(model, FST(end=None), filter_fn=lambda module, name: name == "0")
+
+
+def test_inside_step():
+    """After STEP's switch: held masks with a frozen second moment."""
+    recipe = STEP("2:4", 20, switch="fixed", start=5, inner="fst(end=None, every=4, mvue=None)")
+    model, _, optimizer = run(recipe, F32, batches(5, F32))
+    v, held = optimizer.state[model[0].weight]["exp_avg_sq"].clone(), model[0].nm_mask.clone()
+    assert torch.equal(held, transposable(model[0].weight.detach(), 2, 4))
+    train(model, optimizer, batches(3, F32))
+    assert torch.equal(model[0].nm_mask, held) and torch.equal(optimizer.state[model[0].weight]["exp_avg_sq"], v)

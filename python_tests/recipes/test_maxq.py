@@ -13,6 +13,12 @@ from python_tests.recipes.training import F64, metrics_of, start, step
 # ---- the mask
 
 
+def test_query_of_the_whole_weight_counts_once_more():
+    w = torch.tensor([[1.0, 2.0], [30.0, 40.0]], dtype=F64)
+    got = SoftQuery(Pattern("1:2"), tau=1e-3, whole=True)(w)
+    assert got.tolist() == [[0.0, 4.0], [0.0, 120.0]], "large in its row: ×2; the 2 smallest of all 4 are not large in the whole"
+
+
 def test_ties_at_the_threshold():
     factor = SoftQuery(Pattern("1:2"), tau=1.0).factor(torch.tensor([[1.0, -1.0, 1.0, 0.5]]))
     assert factor.tolist() == [[1.5, 1.5, 1.5, 1.0]]

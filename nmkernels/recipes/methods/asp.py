@@ -66,14 +66,6 @@ class Channels(Hooks):
         if not self.run.state:  # with no optimizer attached, finish() is what prunes
             self._previewed = self.permute_()
 
-    def permute_(self, optimizers: Optimizers = ()) -> list[tuple[Chain, Tensor]]:
-        """Reorder every chain that gains by it, in place: weights, biases, their gradients and what optimizers keep for them."""
-        self.run.held.check_inputs()
-        done = self._search(optimizers)
-        for chain, order in done:
-            self._reorder(chain, order, optimizers)
-        return done
-
     def _reorder(self, chain: Chain, order: Tensor, optimizers: Optimizers) -> None:
         for p, dim in channel_parameters(self.run.model, chain):
             moments = (value for _, value in _state_of(p, optimizers) if value.shape == p.shape)
@@ -85,9 +77,11 @@ class Channels(Hooks):
             if isinstance(module, NMWeight):
                 module.effective.drop()
 
-    def _search(self, optimizers: Optimizers) -> list[tuple[Chain, Tensor]]:
-        """Chains with orders that gain; hooks and ties may have come since ``sparsify_``, so they are looked for again."""
+    def permute_(self, optimizers: Optimizers = ()) -> list[tuple[Chain, Tensor]]:
+        """Reorder every chain that gains by it, in place: weights, biases, their gradients and optimizers' moments. Returns these chains."""
+        self.run.held.check_inputs()
         layers, report = self.run.layers, self.run.report
+        # hooks and ties may have come since sparsify_
         chains, reasons = find_chains(self.run.model)
         report.channels = {name: f"left alone: {reasons.get(name, OTHERS)}" for name in layers}
         self.kept = {}
@@ -113,6 +107,8 @@ class Channels(Hooks):
                 else:
                     outcome = f"left alone: no order was found that keeps more than the present one, {result.before:.4f} of the magnitude"
             report.channels.update(dict.fromkeys(sparse, outcome))
+        for chain, order in todo:
+            self._reorder(chain, order, optimizers)
         return todo
 
     def _obstacle(self, chain: Chain, sparse: list[str], optimizers: Optimizers) -> str:

@@ -95,7 +95,6 @@ class _Search:
         self.pattern, self.device = pattern, weight.device
         self.stripes = torch.arange(weight.shape[1]).view(-1, pattern.m)
         self.generator = torch.Generator().manual_seed(seed)
-        self.halves = _halves(pattern.m)
         self.progress, self.reported = progress, time.monotonic()
         self.total = float(self.columns.sum(dtype=torch.float64))
         self.least = 1e-9 * self.total  # the smallest gain that is more than rounding
@@ -126,7 +125,7 @@ class _Search:
         size = max(1, CHUNK // max(1, self.columns.shape[1]))
         for a, b in zip(first.split(size), second.split(size), strict=True):
             both = self.columns[torch.cat([self.stripes[a], self.stripes[b]], 1).to(self.device)]
-            sums = [_top(both[:, half], self.pattern).sum(1, dtype=torch.float64) for half in self.halves]
+            sums = [_top(both[:, half], self.pattern).sum(1, dtype=torch.float64) for half in _halves(self.pattern.m)]
             each = torch.stack(sums[::2], 1) + torch.stack(sums[1::2], 1)
             value, index = each.max(1)
             best.append((value - each[:, 0]).cpu())
@@ -134,8 +133,8 @@ class _Search:
         return torch.cat(best), torch.cat(which)
 
     def regroup(self, a: int, b: int, which: int) -> None:
-        both = torch.cat([self.stripes[a], self.stripes[b]])
-        self.stripes[a], self.stripes[b] = both[self.halves[2 * which]], both[self.halves[2 * which + 1]]
+        both, halves = torch.cat([self.stripes[a], self.stripes[b]]), _halves(self.pattern.m)
+        self.stripes[a], self.stripes[b] = both[halves[2 * which]], both[halves[2 * which + 1]]
 
     def all_pairs(self, escapes: int) -> None:
         count = len(self.stripes)

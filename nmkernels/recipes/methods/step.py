@@ -141,9 +141,7 @@ class STEP(Composite):
 
     switch: str = choice(*SWITCHES, resume="until inner")
     t_min: float | int | str | None = setting(
-        "window",
-        lambda x: x is None or x == "window" or as_number(x) is not None,
-        'must be "window", whole steps, a share of the run, or None',
+        "window", lambda x: x in (None, "window") or as_number(x) is not None, 'must be "window", whole steps, a share of the run, or None'
     )
     t_max: float | int | None = number(0.5, none="for no bound")
     start: float | int = number(0.25)
