@@ -78,7 +78,7 @@ class Channels(Hooks):
                 module.effective.drop()
 
     def permute_(self, optimizers: Optimizers = ()) -> list[tuple[Chain, Tensor]]:
-        """Reorder every chain that gains by it, in place: weights, biases, their gradients and optimizers' moments. Returns these chains."""
+        """Reorder every chain that gains by it, in place, with gradients and optimizers' moments; returns these chains."""
         self.run.held.check_inputs()
         layers, report = self.run.layers, self.run.report
         # hooks and ties may have come since sparsify_
