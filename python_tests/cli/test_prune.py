@@ -147,13 +147,6 @@ def replace_weights(model, name="", content=""):
         write(model / name, content)
 
 
-def another_run(root, model):
-    """What is left of a run with another pattern."""
-    assert prune(model, root / "a.txt", root / "first", "--held-out", "0") == 0
-    (units := root / ".out.nmkernels-prune" / "units").mkdir(parents=True)
-    write(units / "run.json", '{"format": "nmkernels-prune-2", "pattern": "1:4"}')
-
-
 SPOILED = {
     "nothing there": lambda root, model: {"model": root / "nowhere"},
     "no configuration": lambda root, model: (model / "config.json").unlink(),
@@ -176,14 +169,10 @@ SPOILED = {
     "no ids": lambda root, model: {"data": write(root / "a.npy", np.zeros(100))},
     "foreign tokens": lambda root, model: {"data": write(root / "a.npy", np.full(1000, VOCABULARY))},
     "pattern": lambda root, model: {"more": ["--pattern", "5:4"]},
-    "method": lambda root, model: {"more": ["--method", "addm"]},
     "device": lambda root, model: {"more": ["--device", "nothing"]},
     "share": lambda root, model: {"more": ["--held-out", "2"]},
-    "layer": lambda root, model: {"more": ["--skip", "fc"]},
-    "used folder": lambda root, model: (root / "out").mkdir() or write(root / "out" / "mine", ""),
     "file": lambda root, model: write(root / "out", ""),
     "inside": lambda root, model: {"out": model / "out"},
-    "another run": another_run,
 }
 """What is done to the model, the data or the arguments; arguments that are others are returned."""
 
@@ -209,14 +198,10 @@ SENTENCES = {
     "no ids": "--data {root}/a.npy cannot be read as token ids: Cannot cast array data from dtype('float64') to dtype('int64')",
     "foreign tokens": "batch 1 of the data has token 128, and the model's vocabulary has 0 to 127; take the tokenizer of this model.",
     "pattern": "5:4",
-    "method": "no one-shot method is called 'addm'; did you mean 'admm'?",
     "device": "device 'nothing' cannot be used here: ",
     "share": "--held-out 2 is not a share from 0 to 0.5.",
-    "layer": "prune_folder: skip names 'fc', which matches no layer to prune of the model, only 'model.layers.0.",
-    "used folder": "{out} holds other files (mine); pass a new folder, or delete this one.",
     "file": "{out} is not a folder; pass a new one.",
     "inside": "{out} is inside the model's folder {model}, which is not changed; pass a folder elsewhere.",
-    "another run": "holds the results of another run: its pattern is '1:4', not '2:4'.",
 }
 
 
