@@ -79,8 +79,7 @@ def _exact(size: Tensor, n: int) -> Tensor:
         total = magnitude.sum(1, dtype=torch.float64)
         better = total > best
         best, which = torch.where(better, total, best), torch.where(better, place, which)
-    table = torch.zeros(len(sets), m, dtype=torch.bool)
-    table[torch.arange(len(sets))[:, None], torch.tensor(sets)] = True
+    table = torch.zeros(len(sets), m, dtype=torch.bool).scatter_(1, torch.tensor(sets), True)
     return table.to(size.device)[which]
 
 
