@@ -128,8 +128,6 @@ def test_what_the_choice_is_among():
     assert gemm_of(there, "wgrad", gpu).rule == "exact" and gemm_of(there, "fprop", gpu).rule == ""
     assert gemm_of(there.but(layer={"dtype": torch.float32}), "fprop", gpu).forms == ("dense", "rows")
     assert gemm_of(there.but({"pattern": nm.Pattern("4:8")}), "fprop", gpu).forms == ("dense", "rows")
-    for role in ("fprop", "dgrad", "wgrad"):
-        gemm_of(there, role, gpu).check()
 
 
 def test_large_layers_are_shortened_or_left_out(monkeypatch):
