@@ -8,7 +8,7 @@ measurements agree that it is faster.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,7 +149,10 @@ def tune(
         ['fprop']
     """
     several: Any = tokens
-    several = [*several] if isinstance(several, Iterable) and not isinstance(several, str) else []
+    try:
+        several = [tokens] if isinstance(several, str) else [*several]
+    except TypeError:  # a 0-d tensor has an iterator all the same
+        several = [tokens]
     counts = [whole_number(OptionError, "tune: tokens", count, also="a sequence of such numbers") for count in several or [tokens]]
     forced = forced_backend()
     collected = _collected(model, counts)
