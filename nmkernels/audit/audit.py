@@ -68,11 +68,9 @@ def audit(
     with each GEMM in the faster form that the recipe's masks allow; ``estimate`` is MVUE of the output gradient, ``weight`` is masking and
     packing the weight. Neither includes the optimizer's update; only inference includes a low-rank adapter.
 
-    For a GPU, ``whole`` predicts the step of the whole model with the update, from the bytes a weight in ``audit/traffic.py``, and from how
-    many tokens per update sparse training pays: for the recipe and, for a dense model, for SR-STE, S-STE, FST and STEP. On a CPU there is
-    no such prediction; the benchmarks in ``docs/performance.md`` measure whole steps there.
-
-    The prediction uses a roofline of a GPU listed in ``gemm/devices.py``, or of this machine from a short measurement.
+    The prediction uses a roofline of a GPU listed in ``gemm/devices.py``, or of this machine from a short measurement. For a GPU, ``whole``
+    predicts the step of the whole model with the update, and from how many tokens per update sparse training pays: for the recipe and, for
+    a dense model, for SR-STE, S-STE, FST and STEP.
 
     Args:
         model: dense (also on the meta device), sparse (``sparsify_``) or compressed; a handle; or shapes ``{name: (out, in)}``.

@@ -54,7 +54,6 @@ class Rules:
         steps: the share of a run's steps that are sparse; the others are dense.
         deploys_nm: whether the deployed weight is N:M.
         packed: whether training may multiply the compressed weight.
-        straight: whether the gradient is straight-through, so that no GEMM reads the master weight.
         rank: of the deployed low-rank adapter.
         fp8: whether training rounds the operands of GEMMs to FP8.
         values, group: what the deployed values are and the columns that share a step, as in ``gemm.problem.Problem``.
@@ -70,7 +69,6 @@ class Rules:
     steps: float = 1.0
     deploys_nm: bool = True
     packed: bool = True
-    straight: bool = True
     rank: int = 0
     fp8: bool = False
     values: str = "float"
@@ -104,10 +102,8 @@ def of_recipe(recipe: Recipe, pattern: Pattern) -> Rules:
     fp8 = getattr(inner, "fp8", None) is not None
     spans = [span for span in adapted.profile(steps) if span.steps]
     best, deploys_nm = min(spans, key=_work), deployed(adapted).fprop < 1
-    stages = getattr(inner, "stages", ((0, inner.stage({})),))
-    straight = not (stages[-1][1].transform or adapted.final_transform()).traits.own_gradient
     if _work(best) == 3:
-        return Rules(pattern, fprop=False, prepare="", steps=0.0, deploys_nm=deploys_nm, packed=False, straight=straight)
+        return Rules(pattern, fprop=False, prepare="", steps=0.0, deploys_nm=deploys_nm, packed=False)
     return Rules(
         pattern,
         best.fprop < 1,
@@ -118,7 +114,6 @@ def of_recipe(recipe: Recipe, pattern: Pattern) -> Rules:
         sum(span.steps for span in spans if _work(span) < 3) / steps,
         deploys_nm,
         bool(getattr(inner, "packed", False)) and not fp8,
-        straight,
         fp8=fp8,
         frozen=recipe.name == "step",
     )
@@ -129,9 +124,8 @@ def of_layer(layer: NMWeight) -> Rules:
     transform, plan = layer.transform or layer.final, layer.plan
     columns = transform.traits.transposable or transform.traits.own_dgrad
     estimate = Pattern(plan.n, plan.m) if plan.wgrad in ("mvue", "magnitude") else None
-    prepare, straight = _prepare_rule(transform, columns), not transform.traits.own_gradient
-    trains, fp8 = plan.wgrad != "none", plan.fp8 is not None
-    return Rules(layer.pattern, True, columns, estimate, prepare, trains, packed=plan.packs, straight=straight, fp8=fp8)
+    prepare, trains = _prepare_rule(transform, columns), plan.wgrad != "none"
+    return Rules(layer.pattern, True, columns, estimate, prepare, trains, packed=plan.packs, fp8=plan.fp8 is not None)
 
 
 def _work(span: Span) -> float:

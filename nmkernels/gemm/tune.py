@@ -123,11 +123,10 @@ def tune(
     ``packed="auto"`` in their recipe: fprop and dgrad together with making the effective weight, and wgrad if it uses an N:M estimate.
     Backends with several launches or algorithms first search for their fastest. Under ``torch.autocast`` GEMMs use the autocast dtype.
 
-    Each shape is timed once, on random numbers, with alternating methods. A method that is less accurate than torch's GEMM, compared with
-    float64, is reported and never chosen. The choices are stored in ``NMKERNELS_CACHE`` or ``~/.cache/nmkernels``; they apply to this
-    device, these versions and shapes, and token counts up to the next power of two. Without them, layers use a rule fitted to measurements
-    of machines of this kind. A layer takes about a second, or ten calls if those take longer, so on a CPU pass the token counts that you
-    use. ``NMKERNELS_CHOICE=dense`` or ``packed`` overrides the choice; with ``measured``, layers measure unknown GEMMs at first use.
+    Each shape is timed once, on random numbers; a layer takes about a second, or ten calls if those take longer. A method that is less
+    accurate than torch's GEMM, compared with float64, is reported and never chosen. The choices are stored in ``NMKERNELS_CACHE`` or
+    ``~/.cache/nmkernels``; they apply to this device, these versions and shapes, and token counts up to the next power of two.
+    ``NMKERNELS_CHOICE=dense`` or ``packed`` overrides them; with ``measured``, layers measure unknown GEMMs at first use.
 
     Args:
         model: any module, on the device and in the dtype that it will be used in.
