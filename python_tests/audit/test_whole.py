@@ -137,10 +137,3 @@ def test_frozen_weights_move_only_what_is_made():
     model = nn.Linear(4096, 4096, device="meta").requires_grad_(False)
     found = steps(model)["srste:2:4"]
     assert (found.dense_bytes, found.sparse_bytes) == (6.0, 7.125)
-
-
-def test_each_form_of_a_weight():
-    two = torch.float32, torch.bfloat16
-    forms = [traffic.forms(form, nm.Pattern("2:4"), *two) for form in ("dense", "rows", "rows+dense", "both")]
-    assert forms == [6, 5.125, 7.125, 6.25] and traffic.forms("both", nm.Pattern("2:4"), *two, held=True) == 6.125
-    assert traffic.update(torch.float32, ours=True, held=True) == 28.125 and traffic.cast(*two) == 6
