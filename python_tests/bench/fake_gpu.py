@@ -68,7 +68,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, cache: int = 1 << 12) -> Iterator[
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     for module in ("gemm", "integers", "linear", "layer", "quantized"):
         monkeypatch.setattr(f"bench.cases.{module}.last_level_cache", lambda device: cache)
-    monkeypatch.setattr("bench.cases.power_or_port.uuid", lambda device: "GPU-1")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1"))
     monkeypatch.setattr("bench.cases.power_or_port.HEAT", 0.0)
     with CpuForCuda():
         yield
