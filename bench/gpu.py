@@ -38,6 +38,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ CLOSING = 10.0
 
 TEST_SECONDS, SANITIZED_SECONDS, CASE_SECONDS = 120.0, 240.0, 180.0
 """Time limits of a test (Triton compiles some for a minute), of one under compute-sanitizer, and of a benchmark case."""
+
+say = partial(print, flush=True)
 
 START, LIVES, LINES, WIDTH = 60.0, 6, 6, 200
 """The least seconds that a process has to start, how often it is started, and how many failures are shown, in how many characters."""
@@ -98,15 +101,15 @@ class Job:
     @property
     def left(self) -> bool:
         """Whether some of it is left for another call."""
-        return not any("finished" in line for line in outcomes.lines(self.file))
+        return not outcomes.read(self.file).finished
 
     def items(self, what: str) -> list[Outcome]:
         """The items that passed, failed or were skipped."""
-        return [outcome for outcome in outcomes.read(self.file)[0].values() if outcome.what == what]
+        return [outcome for outcome in outcomes.read(self.file).ended.values() if outcome.what == what]
 
     def start(self) -> None:
         """Start a process that continues with the items that have not ended."""
-        self.before, self.began, self.lives = len(outcomes.read(self.file)[0]), time.time(), self.lives - 1
+        self.before, self.began, self.lives = len(outcomes.read(self.file).ended), time.time(), self.lives - 1
         outcomes.tell(self.file, starts=True)
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **self.env, outcomes.ENV: str(self.file)}
         with self.file.with_suffix(".log").open("ab") as log:
@@ -122,7 +125,7 @@ class Job:
 
     def over(self) -> bool:
         """Whether the job has ended; a process that died is replaced by another one."""
-        status, (ended, item), why = self.process.poll(), outcomes.read(self.file), ""
+        status, (ended, item, *_), why = self.process.poll(), outcomes.read(self.file), ""
         if status is None:
             if time.time() - max(self.began, self.file.stat().st_mtime) <= (self.limit if item else max(self.limit, START)):
                 return False
@@ -132,7 +135,7 @@ class Job:
         elif item:
             why = f"its process ended during it, with exit status {status}"
         self.kill()
-        lost = outcomes.lost(self.file)  # whatever the exit status, which may be that of a wrapping tool
+        lost = outcomes.read(self.file).lost  # whatever the exit status, which may be that of a wrapping tool
         died = bool(why) or lost
         if not died and (finding := re.search(FINDING, self.output, re.M)):
             why = finding[0]
@@ -178,11 +181,6 @@ class Step:
         """The device of the benchmarks."""
         return "cpu" if self.dry else "cuda"
 
-    @property
-    def rows(self) -> Path:
-        """The folder of the benchmarks' CSV files."""
-        return self.work / "rows"
-
     def run(self, *jobs: Job, workers: int = 1, fresh: bool = False) -> bool:
         """Run the jobs that no earlier call finished (``fresh``: all); whether all of them passed."""
         self.jobs += jobs
@@ -221,11 +219,6 @@ def failures(job: Job) -> list[str]:
     found = job.items("failed")
     more = [f"    and {len(found) - LINES} more, see {job.file}"] if len(found) > LINES else []
     return [*(f"    {outcome.item.partition('::')[2] or outcome.item}: {outcome.why}"[:WIDTH] for outcome in found[:LINES]), *more]
-
-
-def say(text: str) -> None:
-    """Print at once."""
-    print(text, flush=True)
 
 
 def digest(folders: Sequence[str], *facts: str) -> str:
@@ -294,20 +287,16 @@ def test_jobs(step: Step, paths: Sequence[str], limit: float) -> tuple[list[Job]
     marked = "not gpu" if step.dry else "gpu"  # in a dry run the CUDA kernels run on the emulator
     collect = Job("collect", (*PYTEST, "--collect-only", "-qq", "-m", marked, *paths), TEST_SECONDS, PLAIN)
     passed = step.run(collect, fresh=True)
-    found: dict[bool, dict[str, list[bool]]] = {False: {}, True: {}}
-    for line in outcomes.lines(collect.file):
-        if "file" in line:
-            found[line["alone"]][line["file"]] = [not line["file"].startswith(path) for path in paths]
-    if passed and any(found.values()):
+    alone = outcomes.read(collect.file).alone
+    if passed and alone:
         step.jobs.remove(collect)
     elif passed:
         outcomes.end(collect.file, Outcome("collect", "failed", f"no test in {', '.join(paths)}"))
-    threads = {False: {"OMP_NUM_THREADS": "1"}, True: {"NMKERNELS_TEST_THREADS": str(os.cpu_count() or 1)}}
-    several, alone = (
-        [Job(file, (*PYTEST, "-q", "-m", marked, file), limit, {**PLAIN, **threads[each]}) for file in sorted(files, key=files.__getitem__)]
-        for each, files in found.items()
-    )
-    return several, alone
+    jobs: tuple[list[Job], list[Job]] = [], []
+    for file in sorted(alone, key=lambda file: [not file.startswith(path) for path in paths]):
+        threads = {"NMKERNELS_TEST_THREADS": str(os.cpu_count() or 1)} if alone[file] else {"OMP_NUM_THREADS": "1"}
+        jobs[alone[file]].append(Job(file, (*PYTEST, "-q", "-m", marked, file), limit, {**PLAIN, **threads}))
+    return jobs
 
 
 def kernels(step: Step) -> None:
@@ -358,7 +347,7 @@ def benchmarks(step: Step) -> None:
     ops: dict[str, dict[str, None]] = {name: {} for name in FIRST}
     for spec in targets.quick(step.device):
         ops.setdefault(FAMILIES[spec.op].build.__module__.rpartition(".")[2], {})[spec.op] = None
-    csv = step.rows / f"{slug(machine(step.device))}.csv"
+    csv = step.work / "rows" / f"{slug(machine(step.device))}.csv"
     words = (sys.executable, "-m", "bench.run", "--quick", "--device", step.device, "--out", str(csv))
     env = {"NMKERNELS_CACHE": str(step.work / "cache")}  # do not use what this machine measured before
     step.run(*(Job(name, (*words, "--op", *those), CASE_SECONDS, env=env) for name, those in ops.items() if those))
@@ -371,7 +360,7 @@ def report(step: Step) -> None:
     if step.dry:
         step.note = "a dry run writes no tables"
         return
-    step.run(Job("tables", (sys.executable, "-m", "bench.report", "--add", str(step.rows)), CASE_SECONDS), fresh=True)
+    step.run(Job("tables", (sys.executable, "-m", "bench.report", "--add", str(step.work / "rows")), CASE_SECONDS), fresh=True)
 
 
 STEPS: dict[str, Callable[[Step], None]] = {

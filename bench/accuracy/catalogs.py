@@ -5,7 +5,6 @@ from __future__ import annotations
 import gettext
 import hashlib
 import io
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .data import deb_files
+from .data import deb_files, save
 
 LOCALE = "de/LC_MESSAGES/"
 """The folder of the catalogs in a package, after any prefix."""
@@ -212,10 +211,7 @@ def _save(path: Path, parts: dict[str, list[Pair]]) -> None:
     digest = _digest([*ids, *(text for part in texts.values() for pair in part for text in pair)])
     del texts["train"]  # never evaluated
     content = {"tokens": tokens, "texts": texts, "tokenizer": tokenizer.to_str(), "digest": digest}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}.part")
-    torch.save(content, unfinished)
-    os.replace(unfinished, path)  # atomic: other processes may be writing it too
+    save(content, path)
 
 
 def _padded(rows: list[list[int]]) -> Tensor:

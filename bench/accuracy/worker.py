@@ -20,6 +20,7 @@ from nmkernels.recipes import Recipe
 from nmkernels.recipes.methods.step import REASONS
 
 from . import methods, tasks
+from .data import save
 from .dense_v import AdamWithDenseV
 from .methods import Method
 from .place import HERE, Place
@@ -186,7 +187,7 @@ def run(spec: RunSpec, place: Place = HERE) -> Attempt:
     if prune_at == case.steps and math.isfinite(loss):
         it.prune()
     if case.method == DENSE and not place.parallel and math.isfinite(loss):
-        _keep(spec, it.model, place)
+        save({name: value.cpu() for name, value in it.model.state_dict().items()}, _file(spec, place))
     result = it.evaluate() if math.isfinite(loss) else {"val_loss": math.nan}
     ok = all(map(math.isfinite, result.values()))
     value = {name: round(result.get(name, math.nan), digits) if ok else math.nan for name, digits in DIGITS.items()}
@@ -212,7 +213,7 @@ def run(spec: RunSpec, place: Place = HERE) -> Attempt:
         seconds=round(place.clock() - begin, 2),
         training_flops=training * done / case.steps,
         inference_flops=inference,
-        data=it.task.data(),
+        data=it.task.digest,
         **stamp(),
     )
     return Attempt(spec, place.row(row))
@@ -223,26 +224,11 @@ def _trained(spec: RunSpec, place: Place) -> dict[str, Tensor] | None:
     file = _file(spec, place)
     if not file.exists():
         run(spec, place)
-    if not file.exists():
-        return None
-    weights: dict[str, Tensor] = torch.load(file, weights_only=True)
-    return weights
-
-
-def _keep(spec: RunSpec, model: nn.Module, place: Place) -> None:
-    save({name: value.cpu() for name, value in model.state_dict().items()}, _file(spec, place))
-
-
-def save(weights: dict[str, Tensor], path: Path) -> None:
-    """Write weights atomically: other processes may be writing them too."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    torch.save(weights, part)
-    os.replace(part, path)
+    return torch.load(file, weights_only=True) if file.exists() else None
 
 
 def _file(spec: RunSpec, place: Place) -> Path:
-    data = tasks.get(spec.case.task).data()
+    data = tasks.get(spec.case.task).digest
     where = "" if place == HERE else f"-{place.device}" + "-bf16" * place.bf16
     return TRAINED / (f"{spec.key}-{data}{where}.pt".replace("/", "-").replace(" ", "-"))
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import nmkernels as nm
 from nmkernels import NMError, dispatch, testing
 from nmkernels.backends.cpu.core import core
 from nmkernels.capability import compiled_core
@@ -128,6 +131,21 @@ def same_shapes(actual: object, expected: object, what: str) -> None:
     """The check of calls whose host time is measured; their values are checked where the device time is."""
     mine, theirs = ([(x.shape, x.dtype) for x in (r if isinstance(r, tuple) else (r,))] for r in (actual, expected))
     assert mine == theirs, f"{what}: shapes and dtypes {mine}, the reference has {theirs}"
+
+
+def as_dense(model: nn.Module, handle: Any) -> nn.Module:
+    """A dense copy of a model in training, with the effective weights of its sparse layers."""
+    baseline = nm.densify_(copy.deepcopy(model))
+    with torch.no_grad():
+        for name, layer in handle.layers.items():
+            baseline.get_submodule(name).weight.copy_(layer.effective_weight())  # type: ignore[operator]
+    return baseline
+
+
+def close(mine: Tensor, theirs: Tensor, dtype: torch.dtype, eps: int = 64) -> None:
+    """The check of outputs that may differ by so many eps of the largest one."""
+    error, bound = (mine - theirs).abs().max(), eps * torch.finfo(dtype).eps * theirs.abs().max()
+    assert error <= bound, f"outputs differ by {float(error):.3g}, more than rounding ({float(bound):.3g})"
 
 
 def same_bits(actual: object, expected: object, what: str) -> None:

@@ -8,13 +8,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nmkernels import reference
 from nmkernels.gemm.forms import layout_on
 from nmkernels.ops.define import CALLS
 
-from ..device import captured
+from ..device import graphed
 from ..registry import Call, Grid, Provider, Ratio, Spec, Work, family
 from . import _ours
 
@@ -92,26 +91,13 @@ def _in_a_graph(work: Work, op: str, args: tuple[Any, ...], device: str) -> None
     run, x = CALLS[op], torch.zeros(64, 64, device=device)
 
     def graph(name: str, call: Call, under: Callable[[], AbstractContextManager[object]] = nullcontext) -> Provider:
-        @cache
-        def capture() -> Call:
-            for _ in range(3):
-                call()
-            with captured(device) as found:
-                for _ in range(NODES):
-                    call()
-            return found.replay
+        return Provider(name, graphed(lambda: [call() for _ in range(NODES)], device), host=True, count=NODES, under=under)
 
-        return Provider(name, lambda: capture()(), host=True, count=NODES, under=under)
-
-    other = graph("torch graph", lambda: _one_kernel(x))
+    other = graph("torch graph", lambda: x.add_(1))
     ours = [p for p in work.providers if p.name.startswith("nmkernels")]
     mine = [graph(f"{p.name}, graph", lambda: run(*args), p.under) for p in ours]
     work.providers += [other, *mine]
     work.ratios += [Ratio("us beyond torch's kernels", p.name, (other.name,), "more") for p in mine]
-
-
-def _one_kernel(x: Tensor) -> Tensor:
-    return x.add_(1)
 
 
 for _op in OPS:

@@ -121,16 +121,12 @@ class _Training:
         """Check that after some steps the loss and weight gradients of a sequence equal those of a dense model with the masked weights."""
         assert self.handle is not None
         self.step()
-        baseline = nm.densify_(copy.deepcopy(self.model))
-        layers = self.handle.layers
+        baseline, layers = _ours.as_dense(self.model, self.handle), self.handle.layers
         for name, layer in layers.items():
-            used = layer.effective_weight()
             if isinstance(layer.transform, HardMask):
-                pattern = layer.pattern
+                pattern, used = layer.pattern, layer.effective_weight()
                 part = _ours.ends(*used.shape)[0]
                 _ours.same_bits(used[part], _ours.reference("nm_prune")(layer.master.detach()[part], pattern.n, pattern.m), name)
-            with torch.no_grad():
-                baseline.get_submodule(name).weight.copy_(used)  # type: ignore[operator]
         baseline.zero_grad()
         self.optimizer.zero_grad()
         losses = [model.loss(self.x[:1], self.y[:1]) for model in (self.model, baseline)]  # type: ignore[operator]
@@ -184,9 +180,7 @@ def generation(spec: Spec, device: str) -> Work:
         ids = torch.randint(256, (1, 8), device=device, generator=torch.Generator(device).manual_seed(1))
         with torch.no_grad():
             mine, theirs = packed(ids), dense(ids)
-        bound = 64 * torch.finfo(spec.torch_dtype).eps * theirs.abs().max()
-        error = (mine - theirs).abs().max()
-        assert error <= bound, f"logits differ by {float(error):.3g}, more than rounding ({float(bound):.3g})"
+        _ours.close(mine, theirs, spec.torch_dtype)
 
     def call(model: GPT) -> Callable[[], object]:
         return lambda: generate(model, b"def ", spec.tokens, temperature=0)

@@ -47,19 +47,13 @@ class HostEvent:
 
 
 @contextmanager
-def _captured(device: str) -> Iterator[Any]:
-    yield SimpleNamespace(replay=lambda: None)
-
-
-@contextmanager
 def fake_gpu(monkeypatch: pytest.MonkeyPatch, cache: int = 1 << 12) -> Iterator[None]:
     """Inside, ``cuda`` is a fake GPU with an L2 of ``cache`` bytes."""
     normal: Callable[..., torch.Tensor] = _ours.normal
     monkeypatch.setattr(_ours, "normal", lambda *shape, device, **more: normal(*shape, device="cpu", **more))
     monkeypatch.setattr(torch.cuda, "Event", HostEvent)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
-    monkeypatch.setattr("bench.cases.host.captured", _captured)
-    for module in ("ffn", "model"):
+    for module in ("ffn", "host", "model"):
         monkeypatch.setattr(f"bench.cases.{module}.graphed", lambda call, device, pool=None: call)
     monkeypatch.setattr("bench.runner.matmul_rate", lambda dtype, device: 1e9)
     monkeypatch.setattr("bench.runner.lost", lambda device: "")

@@ -68,15 +68,17 @@ def test_a_lost_device_ends_the_run_and_names_the_next_case(monkeypatch, tmp_pat
 
 @pytest.mark.quick
 def test_failures_cost_no_other_provider(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    @contextmanager
-    def captured(device: str) -> Iterator[Any]:
-        if os.environ.get("NMKERNELS_BACKEND") == "broken":
-            raise RuntimeError("operation not permitted when stream is capturing")
-        yield SimpleNamespace(replay=lambda: None)
+    def graphed(call: Any, device: str) -> Any:
+        def replay() -> None:
+            if os.environ.get("NMKERNELS_BACKEND") == "broken":
+                raise RuntimeError("operation not permitted when stream is capturing")
+            assert len(call()) == 100
+
+        return replay
 
     def run(does: Any, priority: int) -> runner.Measured:
         with broken("nm_mask", does, priority), fake_gpu(monkeypatch):
-            monkeypatch.setattr("bench.cases.host.captured", captured)
+            monkeypatch.setattr("bench.cases.host.graphed", graphed)
             return runner.run([Spec("host(nm_mask)", "2:4", "bfloat16", 64, 64)], "cuda", tmp_path / "a.csv", 0.0)
 
     outcome = run(instead(reference.mask), 1)

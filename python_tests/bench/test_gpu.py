@@ -159,7 +159,7 @@ def test_an_archive_goes_on_elsewhere(run, work: Path, tmp_path: Path, monkeypat
 
     def once(step: Step) -> None:
         step.run(Job("one", ("sh", "-c", "echo it ran")))
-        (step.rows / "h100.csv").write_text("rows")
+        (step.work / "rows" / "h100.csv").write_text("rows")
 
     first, second = tmp_path / "first", tmp_path / "second"
     assert run("tests", "--out", str(first), tests=once)[0] == 0
@@ -236,8 +236,8 @@ def all_jobs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Job, ...], int
 
 def files(monkeypatch: pytest.MonkeyPatch, *names: str, alone: tuple[str, ...] = ()) -> None:
     """What the plugin lists as the test files, whatever the paths."""
-    listed = [{"file": name, "alone": name in alone} for name in (*names, *alone)]
-    monkeypatch.setattr(outcomes, "lines", lambda path: listed)
+    listed = outcomes.Record({}, "", False, True, {name: name in alone for name in (*names, *alone)})
+    monkeypatch.setattr(outcomes, "read", lambda path: listed)
 
 
 def step(name: str, tmp_path: Path, dry: bool = False, tests: tuple[str, ...] = ()) -> Step:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..spec import TUNING_SEEDS
-from .base import Settings, Task, task, to_model
+from .base import Settings, Task, generator, task, to_model
 
 VARIABLE = "NMKERNELS_CIFAR10"
 SIDE, CLASSES = 32, 10
@@ -126,7 +126,7 @@ class Cifar10(Task):
         return ResNet18()
 
     def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
-        rng = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step) & (2**63 - 1))
+        rng = generator(seed, step)
         count = len(self.images) - (HELD_OUT if seed in TUNING_SEEDS else 0)
         which = torch.randint(count, (BATCH,), generator=rng)
         shift = torch.randint(9, (BATCH, 2, 1), generator=rng)
@@ -150,9 +150,6 @@ class Cifar10(Task):
             losses += F.cross_entropy(logits, y, reduction="sum").item()
             right += int((logits.argmax(-1) == y).sum())
         return {"val_loss": losses / len(labels), "accuracy": 100 * right / len(labels)}
-
-    def data(self) -> str:
-        return self.digest
 
 
 def _normal(images: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..spec import TUNING_SEEDS
-from .base import Settings, Task, task, to_model
+from .base import Settings, Task, generator, task, to_model
 
 FOLDER, MODEL = "NMKERNELS_GLUE", "NMKERNELS_HF_MODEL"
 BATCH, EPOCHS, LONGEST = 32, 3, 128
@@ -106,12 +106,9 @@ class Glue(Task):
         """Every epoch has all texts once, in an order of its own."""
         n = len(self.train) - (self.held_out if seed in TUNING_SEEDS else 0)
         rows = range((step - 1) * BATCH, step * BATCH)
-        orders = {row // n: self._order(seed, row // n, n) for row in (rows[0], rows[-1])}
+        orders = {row // n: torch.randperm(n, generator=generator(seed, row // n)) for row in (rows[0], rows[-1])}
         which = [int(orders[row // n][row % n]) for row in rows]
         return self._tokens([self.train[i] for i in which], self.labels[which])
-
-    def _order(self, seed: int, epoch: int, n: int) -> Tensor:
-        return torch.randperm(n, generator=torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + epoch) & (2**63 - 1)))
 
     def _tokens(self, texts: list[tuple[str, ...]], labels: Tensor) -> tuple[Tensor, ...]:
         """Token ids, which of them are tokens, to which text of a pair they belong, and the labels."""
@@ -132,9 +129,6 @@ class Glue(Task):
             loss += F.cross_entropy(logits, batch[3], reduction="sum").item()
             right += int((logits.argmax(-1) == batch[3]).sum())
         return {"val_loss": loss / len(texts), "accuracy": 100 * right / len(texts)}
-
-    def data(self) -> str:
-        return self.digest
 
 
 def _logits(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from examples.train_gpt.data import load_corpus
 
-from .base import Settings, Task, task, to_model
+from .base import Settings, Task, generator, task, to_model
 
 MODEL, TEXT = "NMKERNELS_HF_MODEL", "NMKERNELS_HF_TEXT"
 CONTEXT, BATCH = 128, 16
@@ -65,7 +65,7 @@ class HuggingFace(Task):
         return model.train()  # from_pretrained leaves it in evaluation mode, without dropout
 
     def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
-        rng = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step) & (2**63 - 1))
+        rng = generator(seed, step)
         starts = torch.randint(len(self.train) - CONTEXT, (BATCH, 1), generator=rng)
         return self._with_labels(self.train[starts + torch.arange(CONTEXT)], rng)
 
@@ -90,9 +90,6 @@ class HuggingFace(Task):
             if guesses:
                 losses, tokens = losses + self.loss(model, to_model(model, ids, labels)).item() * guesses, tokens + guesses
         return {"val_loss": losses / tokens}
-
-    def data(self) -> str:
-        return self.digest
 
 
 def _tokens(tokenizer: Any, text: Tensor) -> Tensor:

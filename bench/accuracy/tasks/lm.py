@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from examples.train_gpt.model import GPT, GPTConfig
 
-from .base import Settings, Task, task, to_model
+from .base import Settings, Task, generator, task, to_model
 
 VARIABLE, STEPS = "NMKERNELS_TOKENS", "NMKERNELS_LM_STEPS"
 VOCABULARY = 50_304
@@ -86,7 +86,7 @@ class LanguageModel(Task):
         return model
 
     def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
-        rng = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step) & (2**63 - 1))
+        rng = generator(seed, step)
         starts = torch.randint(len(self.train) - self.config.context, (self.batch_size,), generator=rng)
         return self._windows(self.train, starts)
 
@@ -107,9 +107,6 @@ class LanguageModel(Task):
         parts = (windows * self.config.context).split(self.most or len(windows))
         losses = [self.loss(model, to_model(model, *self._windows(half, part))).item() * len(part) for part in parts]
         return {"val_loss": sum(losses) / len(windows)}
-
-    def data(self) -> str:
-        return self.digest
 
 
 def _settings(lr: float, seconds: float) -> Settings:

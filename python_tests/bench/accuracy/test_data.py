@@ -28,7 +28,7 @@ class FakeSource(data.Source):
 
 
 def fake_source(meant: bytes, content: bytes | None) -> FakeSource:
-    return FakeSource("words", "1.0", "words.txt", len(meant), hashlib.sha256(meant).hexdigest(), content)
+    return FakeSource("words", "1.0", "words.txt", len(meant), hashlib.sha256(meant).hexdigest(), content=content)
 
 
 @pytest.fixture(autouse=True)

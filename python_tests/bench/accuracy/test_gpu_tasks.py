@@ -39,7 +39,7 @@ def learns(name: str, method: str, steps: int, lr: float, layers: int, seed: int
     assert math.isfinite(sum(losses)) and sum(losses[-3:]) < 0.8 * sum(losses[:3]), losses
     assert len(it.handle.layers) == layers, list(it.handle.layers)
     values = [it.task.evaluate(it.model.eval(), tuning) for tuning in (False, True)]
-    assert values[0] != values[1] and all(map(math.isfinite, [*values[0].values(), *values[1].values()])) and it.task.data()
+    assert values[0] != values[1] and all(map(math.isfinite, [*values[0].values(), *values[1].values()])) and it.task.digest
     a, b, c = (it.task.batch(seed, step) for step in (2, 2, 3))
     assert all(map(torch.equal, a, b)) and not torch.equal(a[0], c[0])
     return it

@@ -71,7 +71,7 @@ def task(tmp_path, monkeypatch, sdist):
     wheel(tmp_path / "minilm.whl")
     monkeypatch.setenv(data.VARIABLE, str(tmp_path))
     named = ((sentiment.WHEEL, tmp_path / "minilm.whl"), (sentiment.SDIST, sdist))
-    sources = tuple(data.PyPI(name, "0", path.name, path.stat().st_size, "") for name, path in named)
+    sources = tuple(data.Source(name, "0", path.name, path.stat().st_size, "") for name, path in named)
     monkeypatch.setitem(data.SOURCES, "sentiment", sources)
     for name, value in (("TEST", 12), ("VALIDATION", 10), ("BATCH", 4), ("SORTED", 3)):
         monkeypatch.setattr(sentiment, name, value)
@@ -132,4 +132,4 @@ def test_encoder_is_sparse_and_learns(task):
     handle.finish()
     result = task.evaluate(model.eval())
     assert result["accuracy"] > 80 and result["val_loss"] < 0.6
-    assert task.evaluate(model, tuning=True) != result and task.data()
+    assert task.evaluate(model, tuning=True) != result and task.digest
