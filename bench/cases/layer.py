@@ -13,7 +13,7 @@ from nmkernels import CompressedLinear, ops, testing
 
 from ..device import rotated
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
-from . import _ours, roofline
+from . import _ours, machine
 from .machine import last_level_cache
 
 SIZES = ("1024x1024", "3072x768", "4096x4096")
@@ -65,8 +65,8 @@ def layer(spec: Spec, device: str) -> Work:
     ratios = [Ratio(TIME, p.name, (LINEAR,), "time") for p in ours]
     if device.startswith("cuda"):
         return Work([*ours, theirs], ratios)
-    read = roofline.reader(ours[0].bytes)
-    return Work([*ours, theirs, read], ratios, derive=roofline.shares(spec, ours, [theirs], read))
+    read = machine.reader(ours[0].bytes)
+    return Work([*ours, theirs, read], ratios, derive=machine.shares(spec, ours, [theirs], read))
 
 
 @family(
