@@ -61,9 +61,6 @@ START, LIVES, LINES, WIDTH = 60.0, 6, 6, 200
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Test processes at once; each takes half a gigabyte of the GPU in addition to its tensors."""
 
-NO_TESTS_LEFT = 5
-"""Exit status of pytest."""
-
 FINDING = r"^========= (?!COMPUTE-SANITIZER|(?:ERROR|RACECHECK) SUMMARY: 0 |Target application returned|.*=$).*"
 """A line of compute-sanitizer that reports an error, also if the process was ended before its exit status could."""
 
@@ -73,11 +70,8 @@ class Job:
     """A process, and its successors if it dies; if it records no outcomes, the job counts as one item.
 
     Args:
-        name: shown, and used for its files.
-        words: the command, run in the repository's root.
-        limit: the most seconds of an item, or of a job without items.
-        env: more environment variables.
-        folder: of its files.
+        name: shown, and used for its files; words: the command, run in the repository's root; env: more environment variables.
+        limit: the most seconds of an item, or of a job without items; folder: of its files.
     """
 
     name: str
@@ -139,8 +133,11 @@ class Job:
         died = bool(why) or lost
         if not died and (finding := re.search(FINDING, self.output, re.M)):
             why = finding[0]
-        elif not died and status not in (0, NO_TESTS_LEFT) and not self.items("failed"):
-            why = f"exit status {status}: {first_error(self.output)}"
+        elif not died and status not in (0, 5) and not self.items("failed"):  # pytest's 5: no tests are left
+            lines = self.output.splitlines() or ["no output"]
+            # a compiler's first error, otherwise the last line
+            error = next((line for line in lines if re.search(r"(^|[\s:])error:|CMake Error|ninja: error", line)), lines[-1])
+            why = f"exit status {status}: {error.strip()}"
         if not lost and (why or not ended):
             outcomes.end(self.file, Outcome(item or self.name, "failed" if why else "passed", why))
         if died and (item or len(ended) > self.before):  # not before its first item, or after its last
@@ -152,20 +149,12 @@ class Job:
         return True
 
 
-def first_error(text: str) -> str:
-    """The most useful line of a failed process's output: a compiler's first error, otherwise the last line."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no output"]
-    return next((line for line in lines if re.search(r"(^|[\s:])error:|CMake Error|ninja: error", line)), lines[-1])
-
-
 @dataclass
 class Step:
     """A step of one call, and what the summary says of it.
 
     Args:
-        work: the folder of logs, rows and state.
-        tests: the test files or folders that were named.
-        deadline: until when it may run.
+        work: the folder of logs, rows and state; tests: the test files or folders that were named; deadline: until when it may run.
     """
 
     name: str
@@ -357,10 +346,9 @@ def benchmarks(step: Step) -> None:
 
 def report(step: Step) -> None:
     """Write the tables, from the rows of ``bench/results`` and those of this call."""
-    if step.dry:
-        step.note = "a dry run writes no tables"
-        return
-    step.run(Job("tables", (sys.executable, "-m", "bench.report", "--add", str(step.work / "rows")), CASE_SECONDS), fresh=True)
+    step.note = "a dry run writes no tables" if step.dry else ""
+    if not step.dry:
+        step.run(Job("tables", (sys.executable, "-m", "bench.report", "--add", str(step.work / "rows")), CASE_SECONDS), fresh=True)
 
 
 STEPS: dict[str, Callable[[Step], None]] = {
@@ -413,14 +401,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the steps, continuing after failures except of the build, and print the summary."""
     start, parser = time.monotonic(), argparse.ArgumentParser(prog="python -m bench.gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"{', '.join(STEPS)}; all if none is named")
-    parser.add_argument(
-        "--deadline", type=float, default=math.inf, metavar="SECONDS", help="time limit for all; another call does the rest"
-    )
+    parser.add_argument("--deadline", type=float, default=math.inf, metavar="SECONDS", help="time limit; another call does the rest")
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"folder for {ARCHIVE} (logs, rows and state) and {SUMMARY}")
     parser.add_argument("--resume", type=Path, metavar="ARCHIVE", help="continue from this archive")
-    parser.add_argument(
-        "--tests", nargs="+", metavar="PATH", default=(), help="these test files or folders in tests, memcheck and racecheck"
-    )
+    parser.add_argument("--tests", nargs="+", metavar="PATH", default=(), help="test files or folders for tests, memcheck, racecheck")
     parser.add_argument("--dry-run", action="store_true", help="without a GPU: tests on the emulator, benchmarks on the CPU")
     args = parser.parse_args(argv)
     if unknown := set(args.steps) - set(STEPS):
@@ -435,7 +419,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = WORK / ("gpu-dry" if args.dry_run else "gpu")
     names = [name for name in STEPS if name in (args.steps or (("build", "tests") if args.tests else STEPS))]
     prepare(work, "cpu" if args.dry_run else "cuda", args.resume)
-    before = signal.signal(signal.SIGTERM, _terminate)
+
+    def terminate(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the summary must still be written
+        raise KeyboardInterrupt("terminated")  # as with Ctrl-C, processes are ended and the summary is printed
+
+    before = signal.signal(signal.SIGTERM, terminate)
     steps: list[Step] = []
     stopped = 0
     try:
@@ -457,10 +446,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     jobs = [job for step in steps for job in step.jobs]
     left = any(job.left for job in jobs)
     status = stopped or (1 if any(job.items("failed") for job in jobs) else 3 if left else 0)
-    lines = ["== summary", *map(str, steps)]
-    for step in steps:
-        for job in step.jobs:
-            lines += [f"  {step.name}: {job.name}", *shown] if (shown := failures(job)) else []
+    details = ((f"  {step.name}: {job.name}", failures(job)) for step in steps for job in step.jobs)
+    lines = ["== summary", *map(str, steps), *(line for head, shown in details if shown for line in (head, *shown))]
     verdict = {0: "all passed", 1: "FAILED", 3: "nothing failed so far", 130: "interrupted", 143: "terminated"}[status]
     again = "; the same command continues with what is left" if left or stopped else ""
     text = "\n".join([*lines, f"  rows in {work / 'rows'}, logs in {work}", f"  {verdict}{again}"])
@@ -469,11 +456,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     pack(work, args.out)
     signal.signal(signal.SIGTERM, before)
     return status
-
-
-def _terminate(*_: Any) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the summary must still be written
-    raise KeyboardInterrupt("terminated")  # as with Ctrl-C, processes are ended and the summary is printed
 
 
 if __name__ == "__main__":

@@ -36,17 +36,6 @@ SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments and run; errors are printed on one line. The exit status is ``execute``'s, or 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m bench.run", description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
-    args = parser.parse_args(argv)
-    try:
-        return execute(args)
-    except NMError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options to ``parser``."""
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--targets", action="store_true", help="only the cases of the speed targets, and whether they are met (minutes)")
     what.add_argument("--quick", action="store_true", help="only a handful of cases (seconds; on a GPU the targets, minutes)")
@@ -64,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from", type=int, default=1, dest="first", metavar="I", help="start with the I-th case of --list")
     parser.add_argument("--list", action="store_true", help="list the cases and exit")
     parser.add_argument("--out", type=Path, metavar="CSV", help="file to add rows to; default bench/results/<machine>.csv")
+    try:
+        return execute(parser.parse_args(argv))
+    except NMError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
 
 
 def execute(args: argparse.Namespace) -> int:

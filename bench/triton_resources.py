@@ -106,6 +106,8 @@ def missed(case: OpCall, arch: int, kernels: list[Kernel]) -> list[str]:
 
 
 def _read(kernel: Any, case: str, arch: int) -> Kernel:
+    import triton
+
     ptx = kernel.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -130,7 +132,7 @@ def _read(kernel: Any, case: str, arch: int) -> Kernel:
         overwrites=len(overwrites(code)),
         inexact=inexact(ptx),
         instructions=len(code),
-        triton=_triton_version(),
+        triton=triton.__version__,
         ptxas=_ptxas_version(),
     )
 
@@ -270,13 +272,6 @@ def _path(name: str) -> str | None:
 def _tool(name: str, *words: str) -> str:
     """The output of a program."""
     return subprocess.run([_path(name) or name, *words], capture_output=True, text=True, check=True).stdout
-
-
-@cache
-def _triton_version() -> str:
-    import triton
-
-    return str(triton.__version__)
 
 
 @cache

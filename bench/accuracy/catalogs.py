@@ -169,15 +169,9 @@ def _number(pair: Pair) -> int:
 
 
 def translations(packages: Mapping[str, Path], cache: Path) -> Translations:
-    """The packages' pairs, split and tokenised; read from a file in ``cache`` if there is one.
+    """The packages' pairs, split and tokenised; read from a file in ``cache`` if there is one."""
+    import tokenizers
 
-    Raises:
-        RuntimeError: the library ``tokenizers`` is missing.
-    """
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise RuntimeError("the task 'translation' learns its vocabulary with tokenizers: pip install tokenizers") from error
     made_of = [Path(__file__).read_text(), tokenizers.__version__, *(f"{p.name} {p.stat().st_size}" for _, p in sorted(packages.items()))]
     path = cache / f"translation-{_digest(made_of)}.pt"
     if not path.exists():

@@ -25,7 +25,7 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from .spec import unknown
+from .spec import find
 
 VARIABLE = "NMKERNELS_DATA"
 ARCHIVES = ("https://deb.debian.org/debian/", "https://snapshot.debian.org/archive/debian/20260720T000000Z/")
@@ -172,11 +172,7 @@ def fetch(tasks: Iterable[str] = (), say: Callable[[str], None] = print) -> None
         ValueError: no task of that name downloads anything.
         RuntimeError: a file could not be downloaded or has the wrong digest, or the cache cannot be written.
     """
-    tasks = list(tasks) or list(SOURCES)
-    for task in tasks:
-        if task not in SOURCES:
-            raise ValueError(unknown("task with data to fetch", task, SOURCES))
-    wanted = [source for task in tasks for source in SOURCES[task]]
+    wanted = [source for task in list(tasks) or list(SOURCES) for source in find("task with data to fetch", task, SOURCES)]
     missing = [s for s in wanted if not s.path.is_file() or _digest(s.path) != s.sha256]
     say(f"{folder()}: {len(wanted) - len(missing)} of {len(wanted)} files present, {_megabytes(missing)} to download")
     try:

@@ -16,13 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import nmkernels as nm
-from nmkernels.recipes import Recipe
 from nmkernels.recipes.methods.step import REASONS
 
 from . import methods, tasks
 from .data import save
 from .dense_v import AdamWithDenseV
-from .methods import Method
 from .place import HERE, Place
 from .rows import RunRow, stamp
 from .spec import DENSE, Case, RunSpec
@@ -68,20 +66,6 @@ def param_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices}, {"params": [p for _, p in named if id(p) not in ids], "weight_decay": 0.0}]
 
 
-def make_optimizer(spec: RunSpec, settings: Settings, method: Method, recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
-    """The run's optimizer, not attached yet."""
-    groups, case = param_groups(model), spec.case
-    if case.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=spec.lr, momentum=MOMENTUM, weight_decay=settings.weight_decay)
-    betas = (settings.betas[0], case.beta2)
-    make: Callable[..., torch.optim.Optimizer] = recipe.optimizer
-    if method.prune:
-        make = torch.optim.AdamW
-    if method.dense_v:
-        make = AdamWithDenseV
-    return make(groups, lr=spec.lr, betas=betas, weight_decay=settings.weight_decay)
-
-
 class Training:
     """A model in training: its step, and where it is.
 
@@ -101,7 +85,14 @@ class Training:
         self.recipe = self.method.build(spec.case.pattern, spec.case.steps)
         self.handle: Any = None if self.method.prune else nm.sparsify_(self.model, self.recipe, self.task.filter_fn)
         self.wrapped = place.wrap(self.model)
-        self.optimizer = make_optimizer(spec, self.settings, self.method, self.recipe, self.model)
+        groups, case, s = param_groups(self.model), spec.case, self.settings
+        make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW if self.method.prune else self.recipe.optimizer
+        options: dict[str, Any] = {"betas": (s.betas[0], case.beta2)}
+        if case.optimizer == "sgd":
+            make, options = torch.optim.SGD, {"momentum": MOMENTUM}
+        elif self.method.dense_v:
+            make = AdamWithDenseV
+        self.optimizer = make(groups, lr=spec.lr, weight_decay=s.weight_decay, **options)
         if self.handle is not None:
             self.handle.attach(self.optimizer)
         self.twin = self.task.model().to(place.device) if self.method.dense_v else None

