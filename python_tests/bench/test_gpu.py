@@ -305,19 +305,7 @@ def test_files_are_in_the_order_of_the_paths(monkeypatch: pytest.MonkeyPatch, al
     files(monkeypatch, *names)
     step("kernels", tmp_path)
     assert [job.name for job in all_jobs[-1][0]] == [names[i] for i in (2, 3, 1, 0, 4)]
-
-
-@pytest.mark.slow
-def test_kernels_that_no_gpu_has_run_come_first(tmp_path: Path) -> None:
-    jobs, _ = gpu.test_jobs(Step("kernels", tmp_path, dry=True), gpu.KERNELS, 9.0)
-    names = [job.name.removeprefix("python_tests/backends/") for job in jobs]
-    assert len(names) == len(set(names))
-    first = [f"cuda/test_{name}.py" for name in ("threads", "wgmma", "wgmma_8bit", "gemm")]
-    assert all((ROOT / "python_tests/backends" / name).exists() for name in first)
-    here = [name for name in first if name in names]  # without a GPU that of threads has no test
-    assert first[1:] == [name for name in here if name != first[0]] and names[: len(here)] == here
-    folders = [name.partition("/")[0] for name in names]
-    assert list(dict.fromkeys(folders)) == ["cuda", "cusparselt", "triton"] and folders == sorted(folders)
+    assert all((ROOT / path).exists() for path in gpu.KERNELS)
 
 
 def test_tests_are_those_that_kernels_leave(all_jobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
