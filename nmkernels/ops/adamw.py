@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,47 +31,62 @@ def _masked_adamw(*args: Any) -> tuple[Spec, ...]:
             f"{op}: hyper is {a.hyper.dtype} of shape {tuple(a.hyper.shape)}; it must be float64 ({len(HYPER)},): {', '.join(HYPER)}."
         )
     lists = {"grads": a.grads, "exp_avgs": a.exp_avgs, "exp_avg_sqs": a.exp_avg_sqs, "max_exp_avg_sqs": a.max_exp_avg_sqs}
-    for name, tensors in (*lists.items(), ("steps", a.steps), ("masks", a.masks or [])):
-        optional = name in ("max_exp_avg_sqs", "masks")
+    for name, tensors in (*lists.items(), ("steps", a.steps)):
+        optional = name == "max_exp_avg_sqs"
         if len(tensors) != len(a.params) and not (optional and not tensors):
             empty = ", or none" if optional else ""
             raise ShapeError(f"{op}: {len(a.params)} params and {len(tensors)} {name}; there must be one per param{empty}.")
-    if a.masks and pattern:
-        raise OptionError(f"{op}: masks and the pattern {pattern}; the masks say which weights are kept. Pass pattern=None with masks.")
-    if a.fixed and a.params and not a.masks:
+    if a.masks:
+        if pattern is not None:
+            raise OptionError(f"{op}: masks and the pattern {pattern}; the masks say which weights are kept. Pass pattern=None with masks.")
+        check_masks(op, a.params, a.masks)
+    elif a.fixed and a.params:
         raise OptionError(f"{op}: fixed=True holds the weights outside of `masks` at zero, and there are none. Pass masks.")
-    states = {x.dtype for xs in (a.exp_avgs, a.exp_avg_sqs, a.max_exp_avg_sqs) for x in xs}
-    if len(states) > 1 and torch.bfloat16 in states:
-        raise DtypeError(f"{op}: some states are bfloat16 and others are not; those of one call are all bfloat16 or none.")
-    if a.stochastic and states and states != {torch.bfloat16}:
-        raise OptionError(f"{op}: stochastic=True rounds states to bfloat16, and these are {states.pop()}. Pass states in bfloat16.")
+    _check_states(op, a)
     for name, scalar in (("grad_scale", a.grad_scale), ("found_inf", a.found_inf)):
         if scalar is not None and (scalar.numel() != 1 or scalar.dtype != torch.float32):
             raise ShapeError(f"{op}: {name} is {scalar.dtype} of shape {tuple(scalar.shape)}; it must be one float32 element.")
     for i, (param, step) in enumerate(zip(a.params, a.steps, strict=True)):
-        what = f"params[{i}]"
-        check_float(op, what, param)
-        _check_written(op, what, param)
-        if not param.dim() and (pattern or a.masks):
-            raise ShapeError(f"{op}: {what} is 0-dimensional; masks run along the last dimension. Step it without a pattern or masks.")
-        if pattern:
-            pattern.check_divides(op, param.shape[-1], f"the last dimension of {what}")
+        check_float(op, f"params[{i}]", param)
+        _check_written(op, f"params[{i}]", param)
+        if pattern is not None:
+            if not param.dim():
+                raise ShapeError(f"{op}: params[{i}] is 0-dimensional; groups run along the last dimension. Step it without a pattern.")
+            pattern.check_divides(op, param.shape[-1], f"the last dimension of params[{i}]")
         for name, tensors in lists.items():
             if tensors:
-                _check_like(op, what, param, f"{name}[{i}]", tensors[i])
-        if a.masks:
-            bits, shape = a.masks[i], (*param.shape[:-1], -(-param.shape[-1] // 8))
-            if bits.dtype != torch.uint8:
-                raise DtypeError(f"{op}: masks[{i}] is {bits.dtype}; it must be uint8, eight weights a byte, of nm.ops.mask_bits(mask).")
-            if tuple(bits.shape) != shape:
-                raise ShapeError(
-                    f"{op}: masks[{i}] has shape {tuple(bits.shape)}; for a param of shape {tuple(param.shape)} it must be "
-                    f"{shape}. Make it with nm.ops.mask_bits(mask)."
-                )
-            check_device(op, **{what: param, f"masks[{i}]": bits})
+                _check_like(op, f"params[{i}]", param, f"{name}[{i}]", tensors[i])
         if step.dtype != torch.float32 or step.numel() != 1:
             raise DtypeError(f"{op}: steps[{i}] is {step.dtype} of shape {tuple(step.shape)}; it must be one float32 element.")
     return (((len(STATS),), torch.float64),)
+
+
+def _check_states(op: str, a: AdamWArgs) -> None:
+    """Check that all states have one dtype if any is bfloat16, and that only such are rounded stochastically."""
+    dtypes = {x.dtype for xs in (a.exp_avgs, a.exp_avg_sqs, a.max_exp_avg_sqs) for x in xs}
+    if len(dtypes) > 1 and torch.bfloat16 in dtypes:
+        raise DtypeError(f"{op}: some states are bfloat16 and others are not; those of one call are all bfloat16 or none.")
+    if a.stochastic and dtypes and dtypes != {torch.bfloat16}:
+        raise OptionError(f"{op}: stochastic=True rounds states to bfloat16, and these are {dtypes.pop()}. Pass states in bfloat16.")
+
+
+def check_masks(op: str, params: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
+    """Check the bits of held masks against the params."""
+    if len(masks) != len(params):
+        raise ShapeError(f"{op}: {len(params)} params and {len(masks)} masks; there must be one per param, or none.")
+    for i, (param, bits) in enumerate(zip(params, masks, strict=True)):
+        name = f"masks[{i}]"
+        if not param.dim():
+            raise ShapeError(f"{op}: params[{i}] is 0-dimensional; bits of a mask run along the last dimension. Step it without masks.")
+        if bits.dtype != torch.uint8:
+            raise DtypeError(f"{op}: {name} is {bits.dtype}; it must be uint8, eight weights a byte. Make it with nm.ops.mask_bits(mask).")
+        shape = (*param.shape[:-1], -(-param.shape[-1] // 8))
+        if tuple(bits.shape) != shape:
+            raise ShapeError(
+                f"{op}: {name} has shape {tuple(bits.shape)}; for a param of shape {tuple(param.shape)} it must be "
+                f"{shape}. Make it with nm.ops.mask_bits(mask)."
+            )
+        check_device(op, **{f"params[{i}]": param, name: bits})
 
 
 def _check_like(op: str, param_name: str, param: Tensor, name: str, x: Tensor) -> None:

@@ -13,10 +13,11 @@ from ..backends import renew_changed_forms
 from ..pattern import OptionError, Pattern, PatternError, PatternLike, ShapeError
 from ..reference.adamw import AdamWArgs
 from ..reference.adamw_pack import split
+from ..reference.common import compute_dtype
 from .adamw import Tensors
-from .check import as_pattern, check_device, check_scale
+from .check import as_pattern, check_device
 from .define import CONTRACTS, NAMESPACE, Spec, define
-from .pack import Packed, _specs
+from .pack import Packed, _specs, positions
 
 RULES = ("magnitude", "threshold", "held")
 """The rules by which a step can prune: of ``nm_pack``, without those that search or check a mask."""
@@ -54,7 +55,11 @@ def _masked_adamw_pack(*args: Any) -> tuple[Spec, ...]:
                 )
             check_device(op, **{f"params[{i}]": w, f"{name}[{i}]": x})
         if to.scales:
-            check_scale(op, f"scales[{i}]", to.scales[i], w)
+            scale = to.scales[i]
+            if scale.numel() != 1 or scale.dtype != compute_dtype(w.dtype):
+                what = f"{scale.dtype} of shape {tuple(scale.shape)}"
+                raise ShapeError(f"{op}: scales[{i}] is {what}; it must be one element of {compute_dtype(w.dtype)}.")
+            check_device(op, **{f"params[{i}]": w, f"scales[{i}]": scale})
     return specs
 
 
@@ -154,8 +159,11 @@ class StepForms(NamedTuple):
 
 def arguments(p: Pattern, forms: Sequence[Packed], rule: str, scales: Tensors, step: AdamWArgs) -> tuple[Any, ...]:
     """The arguments of ``nm_masked_adamw_pack_`` for a step and its forms."""
-    buffers = [(*form.buffers(), form.dense) for form in forms] or [(None,) * 5]
-    parts = [[x for x in part if x is not None] for part in zip(*buffers, strict=True)]
+    parts: list[list[Tensor]] = [[], [], [], [], []]
+    for form in forms:
+        pairs = [(None, None) if part is None else (part.values, positions(part)) for part in (form.rows, form.columns)]
+        for part, x in zip(parts, (*pairs[0], *pairs[1], form.dense), strict=True):
+            part += () if x is None else (x,)
     layout = forms[0].layout if forms else "canonical"
     return p.n, p.m, rule, layout, scales, *parts, *step
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..pattern import DtypeError, OptionError, Pattern, PatternError, PatternLike, ShapeError
-from ..reference.common import compute_dtype
 from ..reference.layouts import EIGHT_BIT, LAYOUTS, meta_shape, tile_of
 from ..reference.linear import ACTIVATIONS
 
@@ -115,17 +114,6 @@ def check_packed(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols:
 def check_indices(op: str, indices: Tensor) -> None:
     if indices.dtype != torch.uint8:
         raise DtypeError(f"{op}: indices have dtype {indices.dtype}; packed indices are uint8. Make them with nm.ops.compress.")
-
-
-def check_scale(op: str, what: str, scale: Tensor, w: Tensor) -> None:
-    """Check the factor of a soft-thresholded weight."""
-    dtype = compute_dtype(w.dtype)
-    if scale.numel() != 1 or scale.dtype != dtype:
-        raise ShapeError(
-            f"{op}: {what} is {scale.dtype} of shape {tuple(scale.shape)}; it must be one element of {dtype}, as soft_threshold_scale "
-            "returns it."
-        )
-    check_device(op, **{"the weight": w, what: scale})
 
 
 def check_last(op: str, what: str, x: Tensor, size: int) -> None:
