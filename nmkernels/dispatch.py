@@ -86,6 +86,7 @@ _logged: set[tuple[str, str, str]] = set()
 def forget() -> None:
     """Choose again at the next call of each kind, because something that ``supports`` depends on has changed."""
     plans.clear()
+    preferred_layout.cache_clear()
 
 
 def impl(
