@@ -20,8 +20,8 @@ from ..nn.experts import CompressedExperts, CompressedStack, SparseExperts, chil
 from ..nn.swap import after_swap, is_conv1d, replace_each_
 from ..nn.weight import NMWeight
 from ..ops import Compressed
-from ..ops.check import FLOATS
-from ..ops.integers import BITS, STORED
+from ..ops.check import FLOATS, STORED
+from ..ops.integers import BITS
 from ..pattern import CheckpointError, NMError, Pattern
 from ..reference import unpack_indices
 from ..shards import is_sharded, local, spread

@@ -47,7 +47,12 @@ def _masked_adamw(*args: Any) -> tuple[Spec, ...]:
         if scalar is not None and (scalar.numel() != 1 or scalar.dtype != torch.float32):
             raise ShapeError(f"{op}: {name} is {scalar.dtype} of shape {tuple(scalar.shape)}; it must be one float32 element.")
     for i, (param, step) in enumerate(zip(a.params, a.steps, strict=True)):
-        _check_param(op, f"params[{i}]", param, pattern)
+        check_float(op, f"params[{i}]", param)
+        _check_written(op, f"params[{i}]", param)
+        if pattern is not None:
+            if not param.dim():
+                raise ShapeError(f"{op}: params[{i}] is 0-dimensional; groups run along the last dimension. Step it without a pattern.")
+            pattern.check_divides(op, param.shape[-1], f"the last dimension of params[{i}]")
         for name, tensors in lists.items():
             if tensors:
                 _check_like(op, f"params[{i}]", param, f"{name}[{i}]", tensors[i])
@@ -82,16 +87,6 @@ def check_masks(op: str, params: Sequence[Tensor], masks: Sequence[Tensor]) -> N
                 f"{shape}. Make it with nm.ops.mask_bits(mask)."
             )
         check_device(op, **{f"params[{i}]": param, name: bits})
-
-
-def _check_param(op: str, name: str, param: Tensor, pattern: Pattern | None) -> None:
-    check_float(op, name, param)
-    _check_written(op, name, param)
-    if pattern is None:
-        return
-    if not param.dim():
-        raise ShapeError(f"{op}: {name} is 0-dimensional; groups run along the last dimension. Step it without a pattern.")
-    pattern.check_divides(op, param.shape[-1], f"the last dimension of {name}")
 
 
 def _check_like(op: str, param_name: str, param: Tensor, name: str, x: Tensor) -> None:

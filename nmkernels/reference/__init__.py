@@ -5,7 +5,7 @@ from .adamw_pack import masked_adamw_pack_, pack_forms_
 from .common import chunked_sum, distance
 from .compress import compress, decompress, pack_indices, unpack_indices
 from .integers import dequantize_values, linear_integers, pack_integers, quantize_values, unpack_integers
-from .layouts import LAYOUTS, from_layout, to_layout
+from .layouts import from_layout, to_layout
 from .linear import linear, linear_dgrad, linear_wgrad
 from .mask import is_nm, mask, prune, soft_threshold, soft_threshold_scale
 from .mvue import group_mvue, has_level_rule, mvue, mvue_compress, philox4x32, uniforms24, word_pairs, words
@@ -14,7 +14,6 @@ from .quantize import linear_quantized, quantize, quantize_pack
 from .transposable import transposable_mask
 
 __all__ = [
-    "LAYOUTS",
     "chunked_sum",
     "compress",
     "decompress",

@@ -51,26 +51,13 @@ def adamw(
         made = [torch.randn(s).to(dtype) for s in shapes]
         return [x.abs() for x in made] if positive else made
 
-    clamp = flags.pop("clamp", 0.0)
-    given = {"frozen": False, "eps_inside": False, "maximize": False, "geometric": False, **flags}
-    return (
-        each(dtype),
-        each(dtype),
-        each(state),
-        each(state, positive=True),
-        each(state, positive=True) if amsgrad else [],
-        [torch.tensor(4.0) for _ in shapes],
-        hyper(1e-2, clamp),
-        n,
-        m,
-        *given.values(),
-        torch.tensor([8.0]) if scaled else None,
-        torch.tensor([1.0 if inf else 0.0]) if scaled else None,
-        [ops.mask_bits(torch.rand(s) < 0.5) for s in shapes] if held else None,
-        fixed,
-        stochastic,
-        7 if stochastic else 0,
-    )
+    params, grads, first, second = each(dtype), each(dtype), each(state), each(state, positive=True)
+    top, steps = each(state, positive=True) if amsgrad else [], [torch.tensor(4.0) for _ in shapes]
+    step = AdamWArgs(params, grads, first, second, top, steps, hyper(1e-2, flags.pop("clamp", 0.0)), n, m, **flags)
+    if scaled:
+        step = step._replace(grad_scale=torch.tensor([8.0]), found_inf=torch.tensor([1.0 if inf else 0.0]))
+    masks = [ops.mask_bits(torch.rand(s) < 0.5) for s in shapes] if held else None
+    return tuple(step._replace(masks=masks, fixed=fixed, stochastic=stochastic, seed=7 if stochastic else 0))
 
 
 def adamw_pack(

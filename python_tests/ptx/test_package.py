@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 
 import pytest
@@ -93,38 +94,30 @@ def test_the_gemm_by_mma_sp(tile: tuple[int, ...], by_column: bool, mode: str | 
     testing.assert_equal_bits(out, want if by_column else want.T.contiguous(), f"{tile} {mode}")
 
 
+TILES = {
+    "both ways": ("INS_4bf16ES3_NS_5FixedILi2ELi4EEELi1ELb1ELb1E", "transposable", None),
+    "by magnitude": ("IfNS_4bf16ENS_5FixedILi2ELi4EEELi0ELb1ELb0ELb1E", "magnitude", None),
+    "by the soft threshold": ("IfNS_4bf16ENS_5FixedILi2ELi4EEELi3ELb1ELb0ELb1E", "threshold", torch.tensor(1.75)),
+}
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_packing_both_ways_through_shared_memory(mode: str | int) -> None:
-    """Whole tiles, and a last one that is short in both directions."""
-    text = ptx(CSRC / "cuda" / "pack_tiles.cu", "sm_90a", "-fmad=false")
-    kernel = parse(text, "INS_4bf16ES3_NS_5FixedILi2ELi4EEELi1ELb1ELb1E")
+@pytest.mark.parametrize("how", TILES)
+def test_packing_tiles_through_shared_memory(how: str, mode: str | int) -> None:
+    """Both ways, or rows and the dense form from one reading; whole tiles, and a last one that is short in both directions."""
+    name, rule, scale = TILES[how]
+    kernel, both = parse(ptx(CSRC / "cuda" / "pack_tiles.cu", "sm_90a", "-fmad=false"), name), rule == "transposable"
     for code, layout, rows, cols in ((0, "canonical", 160, 96), (2, "wgmma.sp", 64, 64)):
-        w = torch.randn(rows, cols).to(BF16)
-        want = reference.pack(w, 2, 4, select="transposable", columns=True, layout=layout)[:4]
+        w = torch.randn(rows, cols, dtype=BF16 if both else torch.float32)
+        made = reference.pack(w, 2, 4, rule, None, scale, BF16, columns=both, layout=layout, dense=not both)
+        want = [t for t in made if t.numel()]
         got = [torch.empty_like(t) for t in want]
-        pairs = [struct.pack("<2Q", got[i].data_ptr(), got[i + 1].data_ptr()) for i in (0, 2)]
+        at = [t.data_ptr() for t in got]
+        pairs = struct.pack("<2Q", *at[:2]), struct.pack("<2Q", *(at[2:] if both else (0, 0)))
         across = -(-cols // 64)
-        args = [w, 0, 0, *pairs, 0, rows, cols, divider(across), code, 0]
+        args = [w, 0, 0 if scale is None else scale, *pairs, 0 if both else got[2], rows, cols, divider(across), code, 0]
         execute(kernel, across * -(-rows // 128), args, got, mode=mode, threads=kernel.most_threads)
-        testing.assert_equal_bits(got, list(want), f"{layout} {mode}")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_rows_and_the_dense_form_from_one_reading(mode: str | int) -> None:
-    """By magnitude and, times a scale, by the soft threshold; a last tile that is short in both directions."""
-    text = ptx(CSRC / "cuda" / "pack_tiles.cu", "sm_90a", "-fmad=false")
-    for select, rule, scale in ((0, "magnitude", 0), (3, "threshold", torch.tensor(1.75))):
-        kernel = parse(text, f"IfNS_4bf16ENS_5FixedILi2ELi4EEELi{select}ELb1ELb0ELb1E")
-        for code, layout, rows, cols in ((0, "canonical", 160, 96), (2, "wgmma.sp", 64, 64)):
-            w = torch.randn(rows, cols)
-            factor = scale if isinstance(scale, torch.Tensor) else None
-            values, indices, _, _, dense = reference.pack(w, 2, 4, rule, None, factor, BF16, layout=layout, dense=True)
-            got = [torch.empty_like(t) for t in (values, indices, dense)]
-            pairs = [struct.pack("<2Q", got[0].data_ptr(), got[1].data_ptr()), struct.pack("<2Q", 0, 0)]
-            across = -(-cols // 64)
-            args = [w, 0, scale, *pairs, got[2], rows, cols, divider(across), code, 0]
-            execute(kernel, across * -(-rows // 128), args, got, mode=mode, threads=kernel.most_threads)
-            testing.assert_equal_bits(got, [values, indices, dense], f"{rule} {layout} {mode}")
+        testing.assert_equal_bits(got, want, f"{layout} {mode}")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -209,18 +202,12 @@ def test_mvue_along_rows_and_along_tokens(dtype: torch.dtype, name: str) -> None
         execute(parse(text, f"18mvue_strips_kernelI{name}E"), -(-strips // 256), [flat, strips, seed, *got], threads=256)
         testing.assert_equal_bits(got, tuple(want), f"{dtype} rows")
         want = reference.mvue_compress(g, 2, 4, 0, seed)
-        for mode in MODES:
+        ordered = reference.to_layout(want[1], tokens, "wgmma.sp").view(torch.uint8).view(want[1].shape) if dtype.itemsize == 2 else None
+        for mode, meta in itertools.product(MODES, (False, True) if dtype.itemsize == 2 else (False,)):  # metadata has as many bytes
             got = torch.empty_like(want[0]), torch.empty_like(want[1])
             # struct Mvue: g; outer, length, inner; seed; dense, values, indices; groups and bytes of indices of a packed row
             at = [t.data_ptr() for t in (g, seed, *got)]
             call = struct.pack("<Q3q4Q2q", at[0], 1, tokens, columns, at[1], 0, at[2], at[3], tokens // 4, tokens // 8)
-            kernel = parse(text, f"19mvue_columns_kernelI{name}Lb1ELb0E")
+            kernel = parse(text, f"19mvue_columns_kernelI{name}Lb1ELb{int(meta)}E")
             execute(kernel, 1, [call, divider(1), divider(1), 2, 1, 1], [g, seed, *got], mode=mode, threads=256)
-            testing.assert_equal_bits(got, tuple(want), f"{dtype} tokens {mode}")
-            if dtype.itemsize == 2:  # the same with metadata of wgmma.sp, which has as many bytes
-                got = torch.empty_like(want[0]), torch.empty_like(want[1])
-                call = struct.pack("<Q3q4Q2q", at[0], 1, tokens, columns, at[1], 0, *(t.data_ptr() for t in got), tokens // 4, tokens // 8)
-                kernel = parse(text, f"19mvue_columns_kernelI{name}Lb1ELb1E")
-                execute(kernel, 1, [call, divider(1), divider(1), 2, 1, 1], [g, seed, *got], mode=mode, threads=256)
-                ordered = reference.to_layout(want[1], tokens, "wgmma.sp").view(torch.uint8).view(want[1].shape)
-                testing.assert_equal_bits(got, (want[0], ordered), f"{dtype} tokens {mode}, ordered")
+            testing.assert_equal_bits(got, (want[0], ordered if meta else want[1]), f"{dtype} tokens {mode} {meta}")
