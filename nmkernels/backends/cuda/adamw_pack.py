@@ -25,9 +25,6 @@ from .core import DTYPES, core, queue, register, runnable
 SIDE = 64
 """Rows and columns of a tile."""
 
-GRADIENTS = (torch.float32, torch.bfloat16)
-"""Dtypes of gradients that have a kernel."""
-
 _tables = Cache()
 
 
@@ -47,7 +44,7 @@ def _supports(to: FormArgs, a: AdamWArgs) -> Verdict:
         return verdict
     if any(not x.is_contiguous() or x.is_neg() for x in a.grads):
         return False, "its kernel takes contiguous gradients"
-    if len({x.dtype for x in a.grads}) > 1 or any(x.dtype not in GRADIENTS for x in a.grads):
+    if len({x.dtype for x in a.grads}) > 1 or any(x.dtype not in (torch.float32, torch.bfloat16) for x in a.grads):
         return False, "its kernel takes gradients of one dtype, float32 or bfloat16"
     return supports_tensors(a)
 
