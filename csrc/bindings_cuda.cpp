@@ -29,6 +29,7 @@ void bind_probe(py::module_& module) {
         }();
         return py::make_tuple(found.driver, found.runtime, found.error);
     });
+    module.attr("architectures") = NM_CUDA_ARCHITECTURES;
     // (compute capability, multiprocessors, shared memory of a block, clock, memory's clock and bits)
     module.def("gpu", [](int device) {
         const nm::cuda::Gpu& found = nm::cuda::gpu(device);
