@@ -26,7 +26,7 @@ from ..timing import TABLE
 from ..timing.setting import setting
 from .checkpointing import Checkpointed
 from .compressed import SMALL_BYTES, CompressedLinear, cast
-from .linear import autocast_dtype, castable
+from .linear import under_autocast
 from .traces import PROXY, constant, is_tracing, leaf
 
 PATCHES = "patches"
@@ -93,10 +93,8 @@ class SparseConv2d(Checkpointed, nn.Conv2d):
         self.ran = True
         if "weight" not in self._parameters:
             self.check_computed()
-        dtype, cast_to = self.weight.dtype, autocast_dtype(x)
-        if cast_to is not None and castable(dtype):
-            dtype = cast_to
-        return self._conv_forward(x, as_ordered(x, self.differentiable_weight(self.weight, dtype)), self.bias)
+        used = self.differentiable_weight(self.weight, under_autocast(x, self.weight.dtype))
+        return self._conv_forward(x, as_ordered(x, used), self.bias)
 
     def extra_repr(self) -> str:
         return f"{nn.Conv2d.extra_repr(self)}, {self._uses()}"
@@ -188,10 +186,8 @@ class CompressedConv2d(CompressedLinear):
         if self.pointwise:
             y: Tensor = super().forward(x.movedim(1, -1).contiguous())
             return as_ordered(x, y.movedim(-1, 1))
-        weight, dtype = self.weight, autocast_dtype(x)
-        if dtype is not None and castable(weight.dtype):
-            x = x.to(dtype) if castable(x.dtype) else x
-            weight = cast(weight, dtype)
+        weight = self.weight
+        x, weight = x.to(under_autocast(x, x.dtype)), cast(weight, under_autocast(x, weight.dtype))
         if x.dtype != weight.dtype:
             raise DtypeError(f"CompressedConv2d: x is {x.dtype}, the weight {weight.dtype}; cast one of them, or use torch.autocast.")
         return self._by(self._how(x), x, weight)
@@ -213,15 +209,9 @@ class CompressedConv2d(CompressedLinear):
         result: Tensor = nn.Conv2d._conv_forward(self, x, stored, bias)  # type: ignore[arg-type]
         return result
 
-    @property
-    def _sides(self) -> list[int]:
-        """The padding: left, right, top, bottom."""
-        sides: Any = self._reversed_padding_repeated_twice
-        return list(sides)
-
     def _patches(self, x: Tensor) -> Tensor:
         """The input patch of each output position, ``(batch, height, width, kh · kw · in)``."""
-        sides = self._sides
+        sides: Any = self._reversed_padding_repeated_twice
         if any(sides):
             x = F.pad(x, sides) if self.padding_mode == "zeros" else F.pad(x, sides, self.padding_mode)
         x = x.permute(0, 2, 3, 1)
@@ -242,26 +232,17 @@ class CompressedConv2d(CompressedLinear):
         kind = x.shape, x.dtype, x.device, dense, TABLE.revision
         route: str | None = self._direct.get(kind)
         if route is None:
-            self._direct.put(kind, route := self._estimated(x, first, dense))
+            left, right, top, bottom = self._reversed_padding_repeated_twice  # type: ignore[misc]
+            sizes = zip((x.shape[2] + top + bottom, x.shape[3] + left + right), self.kernel_size, self.dilation, self.stride, strict=True)
+            tokens = len(x) * math.prod(max(0, (size - (k - 1) * apart - 1) // step + 1) for size, k, apart, step in sizes)
+            forms, n, m = ("dense", "rows") if dense else ("rows",), self.pattern.n, self.pattern.m
+            p = Problem("fprop", tokens, self.out_features, self.in_features, n, m, x.dtype, x.device, forms)
+            faster = x.is_cpu and tokens and estimable(p)
+            if faster:
+                gather = 2 * tokens * self.in_features * x.dtype.itemsize / BANDWIDTH
+                faster = CLEARLY * (estimate.seconds("sparse", p) + gather) < estimate.seconds(first, p)
+            route = self._direct.put(kind, PATCHES if faster else first)
         return route
-
-    def _estimated(self, x: Tensor, first: str, dense: bool) -> str:
-        """``PATCHES`` if it is estimated to be clearly faster than ``first``."""
-        tokens = len(x) * self._positions(x)
-        forms = ("dense", "rows") if dense else ("rows",)
-        p = Problem("fprop", tokens, self.out_features, self.in_features, self.pattern.n, self.pattern.m, x.dtype, x.device, forms)
-        if not x.is_cpu or not tokens or not estimable(p):
-            return first
-        gather = 2 * tokens * self.in_features * x.dtype.itemsize / BANDWIDTH
-        return PATCHES if CLEARLY * (estimate.seconds("sparse", p) + gather) < estimate.seconds(first, p) else first
-
-    def _positions(self, x: Tensor) -> int:
-        """The number of output positions per sample of x."""
-        sides, count = self._sides, 1
-        for i, size in enumerate((x.shape[3], x.shape[2])):
-            span = (self.kernel_size[1 - i] - 1) * self.dilation[1 - i] + 1
-            count *= max(0, (size + sides[2 * i] + sides[2 * i + 1] - span) // self.stride[1 - i] + 1)
-        return count
 
     def problems(self, tokens: int) -> list[tuple[Problem, ...]]:
         """The GEMM of a 1×1 convolution; none for others, whose method follows from the estimate."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..arguments import whole_number
 from ..autograd.transforms import WeightTransform
+from ..gemm.route import Routes
 from ..layouts import EXPERTS, EXPERTS_T, REDUCED, as_matrix, ordered
 from ..pattern import DtypeError, NMError, Pattern, PatternLike, RecipeError, ShapeError
 from .checkpointing import Checkpointed, warn_if_changed
@@ -53,22 +54,17 @@ def experts_per_token(module: nn.Module) -> int | None:
     return next((count for count in known if isinstance(count, int) and count > 0), None)
 
 
-@cache
 def _joined(front: Any, dense: Any) -> Any:
     name = front.__name__.removesuffix("Experts") + dense.__name__
     return type(name, (front, dense), {"__module__": __name__, "__doc__": front.__doc__, "dense_type": dense})
 
 
-def in_front(front: type[nn.Module], dense: type[nn.Module]) -> type[nn.Module]:
-    """The class that derives from ``front`` and ``dense``; cached, so that all modules of a model share it."""
-    pair: Any = front, dense
-    kind: type[nn.Module] = _joined(*pair)
-    return kind
+in_front: Callable[..., Any] = cache(_joined)
+"""The class that derives from ``front`` and ``dense``; cached, so that all modules of a model share it."""
 
 
-def _empty(front: type[nn.Module], dense: type[nn.Module]) -> nn.Module:
-    kind = in_front(front, dense)
-    return kind.__new__(kind)
+def _empty(front: type[nn.Module], dense: type[nn.Module]) -> Any:
+    return nn.Module.__new__(in_front(front, dense))
 
 
 class _InFront(nn.Module):
@@ -271,7 +267,7 @@ class CompressedStack(nn.Module):
         self.experts, self.out_features, self.in_features = experts, rows // experts, cols
         self.register_buffer("values", weight.values.view(experts, self.out_features, -1))
         self.register_buffer("indices", weight.indices.view(experts, self.out_features, -1))
-        self._layers = _Layers()
+        self._layers = Routes()
 
     @property
     def weight(self) -> ops.Compressed:
@@ -303,17 +299,17 @@ class CompressedStack(nn.Module):
     @property
     def layers(self) -> list[CompressedLinear]:
         """One layer for each expert, with views of the buffers."""
-        layers, buffers = self._layers, (self.values, self.indices)
+        values, indices, layers = self._layers.get("layers", (None, None, []))
         # moving or loading the module replaces its buffers
-        if not layers or layers.of[0] is not buffers[0] or layers.of[1] is not buffers[1]:
+        if values is not self.values or indices is not self.indices:
             shape = self.out_features, self.in_features
-            forms = (ops.Compressed(v, i, self.pattern, shape) for v, i in zip(*buffers, strict=True))
-            layers[:] = [CompressedLinear(form, keep_dense=self.keep_dense).train(self.training) for form in forms]
-            layers.of = buffers
+            forms = (ops.Compressed(v, i, self.pattern, shape) for v, i in zip(self.values, self.indices, strict=True))
+            layers = [CompressedLinear(form, keep_dense=self.keep_dense).train(self.training) for form in forms]
+            self._layers.put("layers", (self.values, self.indices, layers))
         return layers
 
     def _forget(self) -> None:
-        self._layers = _Layers()
+        self._layers = Routes()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -349,16 +345,8 @@ def by_expert(module: nn.Module, keep: Tensor | None, *args: Any, **kwargs: Any)
             yield expert, tokens, experts._apply_gate(y) if experts.has_gate else experts.act_fn(y)
 
 
-class _Layers(list[CompressedLinear]):
-    """The layers of a stack, and the buffers ``of`` which they are views; not copied or saved."""
-
-    of: tuple[Tensor, Tensor]
-
-    def __reduce__(self) -> Any:
-        return _Layers, ()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__reduce__()
+_Layers = Routes
+"""The name in pickles of earlier versions."""
 
 
 class CompressedExperts(_InFront):

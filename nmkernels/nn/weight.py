@@ -110,11 +110,6 @@ class NMWeight(nn.Module, WeightState):
         return self.master if self.columns is None else self.master.index_select(1, self.columns.to(self.weight.device))
 
     @property
-    def gemm_shape(self) -> tuple[int, int]:
-        """``(out, in)`` of what this rank's GEMMs multiply, which FSDP2 gathers whole."""
-        return matrix_shape(local(self.parameter).shape if self.gather is None else self.gather.fsdp_param._orig_size, self.layout)
-
-    @property
     def home(self) -> tuple[nn.Module, str]:
         """The module that has the Parameter, and its name there."""
         return self, "weight"

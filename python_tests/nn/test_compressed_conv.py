@@ -59,7 +59,6 @@ def test_both_ways_equal_the_dense_convolution(kind, way, monkeypatch):
         (got.square().sum()).backward()
         (want.square().sum()).backward()
         assert torch.allclose(own.grad, theirs.grad, atol=1e-3)
-    assert layer._positions(x) * len(x) * 12 == want.numel()
     assert "kernel_size" in repr(layer) and "pattern=2:4" in repr(layer)
 
 
@@ -90,8 +89,8 @@ def test_autocast_and_half():
 def test_which_way_follows_the_estimate_or_the_environment(monkeypatch):
     dense, layer = pair("3x3")
     monkeypatch.setattr(conv, "SMALL_BYTES", 0)
-    told = {"sparse": 1.0, EXPAND: 2.0, "dense": 2.0}
-    monkeypatch.setattr(estimate, "seconds", lambda method, p: told[method])
+    told, tokens = {"sparse": 1.0, EXPAND: 2.0, "dense": 2.0}, []
+    monkeypatch.setattr(estimate, "seconds", lambda method, p: (tokens.append(p.tokens), told[method])[1])
     done, by = [], CompressedConv2d._by
     monkeypatch.setattr(CompressedConv2d, "_by", lambda self, how, *args: (done.append(how), by(self, how, *args))[1])
     x = torch.randn(2, 16, 9, 10)
@@ -101,6 +100,9 @@ def test_which_way_follows_the_estimate_or_the_environment(monkeypatch):
         return done[-1]
 
     assert how() == PATCHES
+    for kind in KINDS:
+        other, packed = pair(kind)
+        assert packed._how(x) == PATCHES and tokens[-1] * 12 == other(x).numel(), kind
     told["sparse"] = 1.7
     assert how() == PATCHES, "estimated once for inputs of this shape"
     forget()
