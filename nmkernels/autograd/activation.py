@@ -120,9 +120,6 @@ def sparse_relu2(y: Tensor, pattern: Pattern, grad: str = "chain") -> Tensor:
         pattern: N:M, with M dividing ``features``.
         grad: ``"chain"``: ∂L/∂y = 2 relu(sp(y)) ⊙ ∂L/∂a, the derivative; ``"ste"``: 2 relu(y) ⊙ ∂L/∂a, which ignores the pruning.
 
-    Returns:
-        a, shaped like y, with at most N of M non-zero.
-
     Raises:
         NMError: ``grad`` is unknown.
         ShapeError: M does not divide the features.
@@ -180,9 +177,6 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rule: SplitRule
         bias: ``(out,)`` or None.
         rule: which features of the operand become sparse.
         side: ``"output"`` or ``"input"``.
-
-    Returns:
-        y ``(..., out)``.
 
     Raises:
         NMError: ``side`` is unknown.

@@ -266,9 +266,6 @@ def linear(
         transform: the ``WeightTransform`` that made ``used`` from ``weight``.
         extras: the tensors that ``transform`` reads.
 
-    Returns:
-        y ``(..., out)``.
-
     Raises:
         NMError: on a second derivative, and in forward mode.
 
@@ -293,9 +290,6 @@ def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = N
         x: ``(..., in)``, in any floating dtype if the weight has integers as values, else in the weight's.
         weight: W ``(out, in)``.
         bias: ``(out,)`` or None.
-
-    Returns:
-        y ``(..., out)``.
 
     Raises:
         NMError: on a gradient with respect to the values of ``weight``, on a second derivative, and in forward mode.

@@ -59,9 +59,9 @@ class SquaredReLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Activations of x ``(..., features)``."""
-        return x.relu().square() if self.rule is None else self._sparse(x, self.rule)
-
-    def _sparse(self, x: Tensor, rule: ActivationRule) -> Tensor:
+        rule = self.rule
+        if rule is None:
+            return x.relu().square()
         if isinstance(x, PROXY):
             return leaf(self, x)
         if is_tracing():  # a trace has no autograd Function

@@ -13,11 +13,10 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import ops
 from ..autograd.linear import linear_compressed
-from ..gemm.choose import choose
+from ..gemm.choose import Routes, choose
 from ..gemm.forms import forms
 from ..gemm.methods import AS_FLOAT32, DENSE, EXPAND, OP, run
 from ..gemm.problem import Problem
-from ..gemm.route import Routes
 from ..layouts import CONV1D, CONV2D, LINEAR, matrix_shape
 from ..ops.compress import counts_writes
 from ..ops.integers import kind_of, nm_linear_integers

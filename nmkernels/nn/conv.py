@@ -17,17 +17,16 @@ from .. import ops
 from ..arguments import as_int, whole_number
 from ..dispatch import forced_backend
 from ..gemm import estimate
-from ..gemm.choose import estimable
+from ..gemm.choose import estimable, setting
 from ..gemm.methods import DENSE, EXPAND
 from ..gemm.problem import Problem
 from ..layouts import CONV2D, as_stored
 from ..pattern import DtypeError, Pattern, PatternLike, ShapeError
 from ..timing import TABLE
-from ..timing.setting import setting
-from .checkpointing import Checkpointed
 from .compressed import SMALL_BYTES, CompressedLinear, cast
 from .linear import under_autocast
 from .traces import PROXY, constant, is_tracing, leaf
+from .weight import NMWeight
 
 PATCHES = "patches"
 """The method that multiplies the compressed weight."""
@@ -38,7 +37,7 @@ BANDWIDTH = 4e9
 """Bytes per second of gathering patches (strided reads) on a CPU."""
 
 
-class SparseConv2d(Checkpointed, nn.Conv2d):
+class SparseConv2d(NMWeight, nn.Conv2d):
     """An ``nn.Conv2d`` that uses the N:M form of its weight, y = x ∗ W̃ + b, W̃ = M(W) ⊙ W, with groups along the input channels.
 
     The parameter ``weight`` ``(out, in, kh, kw)`` stays dense and receives the gradient ∂L/∂W̃ by the recipe's rule. Its memory format is
@@ -148,8 +147,7 @@ class CompressedConv2d(CompressedLinear):
         super().__init__(weight, bias, CONV2D, keep_dense)
         # nn.Conv2d checks the other arguments and resolves the padding
         shell = nn.Conv2d(channels, weight.shape[0], *sizes, 1, False, padding_mode, device="meta")  # type: ignore[arg-type]
-        for name in SETTINGS:
-            setattr(self, name, getattr(shell, name))
+        self.__dict__.update({name: value for name, value in vars(shell).items() if name not in self.__dict__})
 
     layouts = (CONV2D,)
     in_channels: int
@@ -158,7 +156,6 @@ class CompressedConv2d(CompressedLinear):
     stride: tuple[int, int]
     padding: str | tuple[int, int]
     dilation: tuple[int, int]
-    groups: int
     padding_mode: str
 
     @property
@@ -251,13 +248,6 @@ class CompressedConv2d(CompressedLinear):
     def extra_repr(self) -> str:
         shown = nn.Conv2d.extra_repr(self)  # type: ignore[arg-type]
         return f"{shown}, pattern={self.pattern}, dtype={self.values.dtype}{', keep_dense=True' if self.keep_dense else ''}"
-
-
-SETTINGS = (
-    "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode", "transposed", "output_padding",
-    "_reversed_padding_repeated_twice",
-)  # fmt: skip
-"""The attributes that are copied from ``nn.Conv2d``."""
 
 
 def as_ordered(x: Tensor, result: Tensor) -> Tensor:

@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from .. import ops
 from ..arguments import whole_number
 from ..autograd.transforms import WeightTransform
-from ..gemm.route import Routes
+from ..gemm.choose import Routes
 from ..layouts import EXPERTS, EXPERTS_T, REDUCED, as_matrix, ordered
 from ..pattern import DtypeError, NMError, Pattern, PatternLike, RecipeError, ShapeError
-from .checkpointing import Checkpointed, warn_if_changed
 from .classes import change_class_, class_of
 from .compressed import CompressedLinear
-from .weight import NMWeight
+from .weight import NMWeight, warn_if_changed
 
 PREFIX = "nm_"
 """Prefix of a stack's name: the name of the child that makes the stack sparse or holds it compressed."""
@@ -97,7 +96,7 @@ def child_name(name: str) -> str:
     return f"{parent}{dot}{PREFIX}{key}"
 
 
-class StackedWeight(Checkpointed):
+class StackedWeight(NMWeight):
     """The N:M weight that a stack of an experts module is: the matrices of all experts one below the other, ``(E·out, in)``.
 
     A child of the module whose Parameter it makes sparse. What a method takes once from each weight, such as S-STE's scale, it takes from
@@ -236,10 +235,6 @@ class CompressedStack(nn.Module):
         keep_dense: as for ``CompressedLinear``.
 
     The buffers are ``values`` ``(E, out, kept)`` and ``indices`` ``(E, out, bytes)``.
-
-    Raises:
-        ShapeError: the number of rows is not a multiple of ``experts``, or the layout is unknown.
-        DtypeError: the weight has integers as values.
 
     Example:
         >>> stack = CompressedStack(ops.compress(torch.randn(3 * 4, 8), "2:4"), experts=3)
@@ -426,12 +421,7 @@ SparseExperts.front, CompressedExperts.front = SparseExperts, CompressedExperts
 
 
 def make_stack_sparse_(module: nn.Module, key: str, pattern: PatternLike) -> StackedWeight:
-    """Make the stack ``key`` of an experts module sparse, in place, and return it.
-
-    Raises:
-        RecipeError: the module has no such stack.
-        ShapeError: M does not divide ``in``.
-    """
+    """Make the stack ``key`` of an experts module sparse, in place, and return it; raises ``ShapeError`` if M does not divide ``in``."""
     p, layout = Pattern(pattern), stacks_of(module).get(key)
     if layout is None:
         raise RecipeError(f"make_stack_sparse_: {type(module).__name__} has no stack of experts called {key!r}.")

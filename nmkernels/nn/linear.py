@@ -20,9 +20,9 @@ from ..ops.pack import positions
 from ..pattern import NMError, Pattern, PatternLike, ShapeError
 from ..shards import is_sharded, local
 from .adapter import adapter_of, add_adapter
-from .checkpointing import Checkpointed
 from .sharding import tensor_parallel
 from .traces import PROXY, constant, is_tracing, leaf
+from .weight import NMWeight
 
 # autocast does not reach into an autograd Function, so that has to cast a linear layer's operands itself
 
@@ -35,7 +35,7 @@ def under_autocast(x: Tensor, dtype: torch.dtype) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if casts else dtype
 
 
-class NMLinear(Checkpointed):
+class NMLinear(NMWeight):
     """The base of linear layers with an N:M weight: their GEMMs, done by ``plan``."""
 
     own_gemms = True

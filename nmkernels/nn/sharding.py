@@ -31,27 +31,6 @@ Form = tuple[Pattern | None, torch.dtype, bool]
 """What a gather carries: the pattern of a packed W̃, its dtype, and whether it is W̃ (else W)."""
 
 
-def adopt_parameter(layer: NMWeight) -> None:
-    """Take up the Parameter that ``layer`` now has: loading by assignment gives it another one, and moving gives it other memory."""
-    layer.put_in_order()
-    take_buffers(layer)
-    weight: Any = layer._parameters.get("weight")
-    if layer.gather is not None and is_sharded(weight):  # FSDP2 may have it unsharded
-        layer.gather.parameter = weight
-        layer.gather.install()
-
-
-def take_buffers(layer: NMWeight) -> None:
-    """Make plain buffers of the replicated DTensors that ``parallelize_module`` makes of them; a mask is split as the weight is."""
-    weight: Any = layer._parameters.get("weight")
-    for name, buffer in layer._buffers.items():
-        if is_sharded(buffer):
-            part: Any = buffer
-            if is_sharded(weight) and part.shape == weight.shape and part.device_mesh == weight.device_mesh:
-                part = part.redistribute(weight.device_mesh, weight.placements)
-            layer._buffers[name] = local(part)
-
-
 # ---- FSDP2
 
 
@@ -150,11 +129,7 @@ class Gather:
         return (weight, (weight,)) if out is None else None
 
     def read(self, x: Tensor) -> tuple[Tensor, Tensor | Operands | None]:
-        """The weight that gets the gradient of a call with the input ``x``; and W̃ as the call reads it, None where W was gathered.
-
-        Raises:
-            NMError: the weight was not gathered since it changed.
-        """
+        """The weight that gets the gradient of a call with the input ``x``; and W̃ as the call reads it, None where W was gathered."""
         if not self.fresh:
             raise NMError(
                 "SparseLinear: the sharded weight was not gathered since it last changed. Either FSDP2 keeps weights unsharded between "
@@ -224,11 +199,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def connect(model: nn.Module, layers: list[NMWeight]) -> None:
-    """Have FSDP2 gather W̃ of the ``layers`` of ``model`` whose weights are sharded.
-
-    Raises:
-        NMError: FSDP2 is to reshard to a smaller mesh after forward, which it cannot with gathers that a tensor shapes.
-    """
+    """Have FSDP2 gather W̃ of the ``layers`` of ``model`` whose weights are sharded."""
     reshard(model)
     params: dict[nn.Module, Any] = {}
     for module in fsdp_modules(model):
@@ -239,7 +210,7 @@ def connect(model: nn.Module, layers: list[NMWeight]) -> None:
             if info.param_name == "weight":
                 params[info.module] = param
     for layer in layers:
-        adopt_parameter(layer)
+        layer.adopt_parameter()
         param = params.get(layer)
         if param is None:
             continue
@@ -318,5 +289,5 @@ def tensor_parallel(layer: NMWeight, x: Tensor, multiply: Callable[[Tensor, Tens
     weight: Any = layer.weight
     check_input(layer, x)
     check_mesh(type(layer).__name__, weight)
-    take_buffers(layer)
+    layer.take_buffers()
     return split_linear(x, weight.device_mesh, split_along(weight, layer.layout), layer.shape[0], layer.bias, multiply)

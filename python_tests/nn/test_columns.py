@@ -5,13 +5,12 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 import nmkernels as nm
 from nmkernels.nn import CompressedLinear
 from nmkernels.nn.compressed import is_order
-from python_tests.export.editing import edited, parts
+from python_tests.export.editing import edited
 
 ORDER = torch.randperm(16, generator=torch.Generator().manual_seed(0))
 
@@ -77,19 +76,3 @@ def test_damaged_files(tmp_path):
         nm.save_compressed(nn.Sequential(layer()), tmp_path / "m.safetensors")
         with pytest.raises(nm.CheckpointError, match=said):
             nm.load_compressed(nn.Sequential(nn.Linear(16, 8)), edited(tmp_path / "m.safetensors", change))
-
-
-def test_files(tmp_path):
-    model, path = nn.Sequential(layer()), tmp_path / "m.safetensors"
-    nm.save_compressed(model, path)
-    tensors, metadata = parts(path)
-    assert metadata["version"] == "6" and set(tensors) == {"0.bias", "0.columns", "0.indices", "0.values"}
-    x = torch.randn(3, 16)
-    for build in (lambda: nn.Sequential(nn.Linear(16, 8)), lambda: nn.Sequential(nn.Linear(16, 8, device="meta"))):
-        assert torch.equal(nm.load_compressed(build(), path)(x), model(x))
-    nm.save_compressed(nn.Sequential(layer(None)), path)
-    assert "columns" not in json.loads(parts(path)[1]["layers"])["0"]
-    nm.save_dense(model, path)
-    dense = nn.Sequential(nn.Linear(16, 8))
-    dense.load_state_dict(load_file(path))
-    torch.testing.assert_close(dense(x), model(x))

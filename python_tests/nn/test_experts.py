@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import importlib
 import inspect
 import pickle
 import subprocess
@@ -14,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-import nmkernels as nm
 from nmkernels import layouts, ops
 from nmkernels.nn import CompressedExperts, SparseExperts
 from nmkernels.nn.classes import change_class_
@@ -115,46 +113,6 @@ def test_names_of_stacks():
     stack = CompressedStack(ops.compress(torch.randn(8, 8), "2:4"), 2)
     assert layer_name(child_name("a.experts.down_proj"), stack) == "a.experts.down_proj"
     assert child_name("down_proj") == "nm_down_proj" and layer_name("a.fc", nn.Linear(4, 4)) == "a.fc"
-
-
-class Config:
-    """A config for any experts module: it has whatever is asked for."""
-
-    _experts_implementation, num_experts_per_tok = "eager", CHOSEN
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if "expert" in name:
-            return EXPERTS
-        sizes = {"eps": 1e-6, "alpha": 1.7, "limit": 7.0, "act": "silu", "inter": 48, "hidden": HIDDEN}
-        return next((value for part, value in sizes.items() if part in name), None)
-
-
-OTHERS = ("aria", "deepseek_v2", "granitemoe", "muse_spark", "nemotron_h", "openai_privacy_filter")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", OTHERS)
-def test_other_models_of_transformers(model):
-    """Without a gate, with a norm behind, stored (E, in, out): what a module says of itself is enough."""
-    modeling = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
-    torch.manual_seed(0)
-    module = next(k for k in vars(modeling).values() if inspect.isclass(k) and k.__name__.endswith("Experts"))(Config())
-    for p in module.parameters():
-        nn.init.normal_(p, std=0.2)
-    x, numbers, weights = inputs()
-    dense, found = module(x, numbers, weights), stacks_of(module)
-    stacks = {key: make_stack_sparse_(module, key, "2:4") for key in found}
-    want = module(x, numbers, weights)
-    assert len(found) == 2 and (dense - want).abs().max() > 0.01
-    for implementation in ("batched_mm", "grouped_mm"):
-        module.config._experts_implementation = implementation
-        assert torch.allclose(module(x, numbers, weights), want, atol=1e-4)
-    for stack in stacks.values():
-        stack.master.detach().copy_(stack.effective_weight())
-    compress_stacks_(module, {key: compressed_stack(stack.weight, stack.layout, "2:4") for key, stack in stacks.items()})
-    assert torch.allclose(module(x, numbers, weights), want, atol=1e-4)
 
 
 # ---- sparse
@@ -363,24 +321,3 @@ def test_compiled_without_a_graph_break():
     want = model(ids).logits
     torch._dynamo.reset()
     assert torch.allclose(torch.compile(model, backend="eager", fullgraph=True)(ids).logits, want, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["mixtral", TRANSPOSED])
-def test_files(kind, tmp_path):
-    """Written under the names in memory; loaded into a fresh model, also on the meta device; dense again."""
-    import safetensors.torch
-
-    model, ids = deployed(pruned(kind)), tokens()[0]
-    name, _ = experts_of(model)
-    want = model(ids).logits
-    nm.save_compressed(model, tmp_path / "c.safetensors")
-    with safetensors.safe_open(tmp_path / "c.safetensors", "pt") as file:
-        assert set(file.keys()) == set(model.state_dict())
-        assert {f"{name}.nm_{key}.{part}" for key in NAMES for part in ("values", "indices")} <= set(file.keys())
-    other = tiny(kind, seed=5)
-    assert torch.equal(nm.load_compressed(other, tmp_path / "c.safetensors")(ids).logits, want)
-    nm.save_dense(model, tmp_path / "d.safetensors")
-    dense = tiny(kind, seed=6)
-    safetensors.torch.load_model(dense, tmp_path / "d.safetensors")
-    assert torch.allclose(dense(ids).logits, want, atol=1e-5)
-    assert torch.equal(dense.get_parameter(f"{name}.down_proj"), pruned(kind).get_parameter(f"{name}.down_proj"))

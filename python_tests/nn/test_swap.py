@@ -93,18 +93,6 @@ def test_compressed_encoders_stay_off_the_fast_path(tmp_path):
         assert torch.equal(nm.load_compressed(encoder(), tmp_path / "m.safetensors")(X), model(X))
 
 
-def test_compress_disables_the_encoder_fast_path():
-    model = encoder()
-    for layer in model.layers:
-        layer.linear1 = nm.SparseLinear(32, 64)
-        layer.linear1.weight.data.copy_(naive.masked(layer.linear1.weight, 2, 4))
-        layer.linear1.finished = True
-    expected = model(X)
-    nm.compress_(model)
-    with torch.no_grad():
-        torch.testing.assert_close(model(X), expected.detach())
-
-
 # ---- the layer
 
 
@@ -198,13 +186,6 @@ def test_make_sparse_refuses_what_it_does_not_know():
     with pytest.raises(nm.ShapeError, match="in_features is 30"):
         nm.nn.swap.make_sparse_(layer, "2:4")
     assert type(layer) is nn.Linear
-
-
-def test_replace_reaches_every_name():
-    old, new = nn.Linear(4, 4), nn.Linear(4, 4)
-    model = nn.ModuleDict({"a": old, "deep": nn.Sequential(nn.ReLU(), old)})
-    nm.nn.swap.replace_(model, old, new)
-    assert model["a"] is new and model["deep"][1] is new
 
 
 class FromAList(nn.Module):
