@@ -55,7 +55,7 @@ IMAGE_FUNCTIONS = frozenset({F.max_pool2d, F.avg_pool2d, F.adaptive_max_pool2d, 
 HARMLESS = frozenset({"shape", "dtype", "device", "ndim"})
 """Attributes that do not depend on the order of channels."""
 
-NO_CALL = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """torch's own blocks, which fx cannot trace: linear2(dropout(activation(linear1(x))))."""
 
@@ -152,7 +152,7 @@ def trace(model: nn.Module) -> tuple[list[Trace], str]:
     opaque: set[int] = set()
     traces_of: dict[int, list[Trace]] = {}
     for module in reversed(list(skeleton.modules())):  # children first
-        if is_plain_linear(module) or isinstance(module, (nn.Conv2d, *NO_CALL)):
+        if is_plain_linear(module) or isinstance(module, (nn.Conv2d, *CONTAINERS)):
             continue
         if type(module) in BLOCKS and "forward" not in module.__dict__:
             traces_of[id(module)] = [_block(module, names)]

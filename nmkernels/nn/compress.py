@@ -40,8 +40,6 @@ HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_"
 
 MOST_NAMED = 5
 """How many layers a warning names."""
-FLOAT = "float"
-"""The ``values`` of ``compress_`` that leaves them floating-point."""
 FLOATING = "experts and convolutions keep floating-point values, not {}: {}."
 
 
@@ -88,7 +86,7 @@ def compress_(model: nn.Module, keep_dense: bool = False, values: str | None = N
     if values is None and group is None:
         rounds: dict[str, NMWeight | CompressedLinear] = {name: layer for name, layer in layers.items() if layer.integers is not None}
     else:
-        rounds = rounded_layers("compress_", model, None if values == FLOAT else values, group)
+        rounds = rounded_layers("compress_", model, None if values == "float" else values, group)
     forms: dict[nn.Module, Any] = {one: (values, group) if values is not None else one.integers for one in rounds.values()}
     if not (layers or rounds):
         raise RecipeError(
@@ -122,7 +120,7 @@ def compress_(model: nn.Module, keep_dense: bool = False, values: str | None = N
         if isinstance(one, CompressedLinear):
             one.keep_dense = one.keep_dense or keep_dense
             if one.weight.step is None:
-                one.set_weight(ops.quantize_values(one.weight, *forms[one]))
+                one.round_(*forms[one])
     after_swap(model)
     return model
 

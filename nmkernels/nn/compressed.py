@@ -211,15 +211,11 @@ class CompressedLinear(nn.Module):
                 self._view = view
         return view
 
-    def set_weight(self, weight: ops.Compressed) -> None:
-        """Replace the weight by another of its pattern and shape, with floating-point values or integers."""
-        dtype = self.dtype
+    def round_(self, values: str, group: int | None) -> None:
+        """Round the floating-point values to integers with a step, see ``ops.quantize_values``."""
+        weight, self._dtype = ops.quantize_values(self.weight, values, group), self.dtype
         self.values, self.indices = weight.values, weight.indices  # new buffers, so that cached layouts of the old ones are dropped
-        if weight.step is None:
-            self._buffers.pop("step", None)
-        else:
-            self.register_buffer("step", weight.step)
-            self._dtype = dtype
+        self.register_buffer("step", weight.step)
         self._forget()
 
     def forward(self, input: Tensor) -> Tensor:

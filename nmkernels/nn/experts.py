@@ -21,8 +21,8 @@ from .. import ops
 from ..arguments import whole_number
 from ..autograd.transforms import WeightTransform
 from ..gemm.choose import Routes
-from ..layouts import EXPERTS, EXPERTS_T, REDUCED, as_matrix, ordered
-from ..pattern import DtypeError, NMError, Pattern, PatternLike, RecipeError, ShapeError
+from ..layouts import EXPERTS, EXPERTS_T, REDUCED, as_matrix, as_stored, ordered
+from ..pattern import DtypeError, NMError, Pattern, PatternLike, ShapeError
 from .classes import change_class_, class_of
 from .compressed import CompressedLinear
 from .weight import NMWeight, warn_if_changed
@@ -283,8 +283,7 @@ class CompressedStack(nn.Module):
 
     def dense(self) -> Tensor:
         """The dense stack, as the dense model stores it."""
-        stack = self.weight.dense().view(self.experts, self.out_features, self.in_features)
-        return stack if self.layout == EXPERTS else stack.transpose(1, 2)
+        return as_stored(self.weight.dense(), self.layout, self.stored_shape)
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """y = x Wₑᵀ ``(tokens, out)`` for tokens x ``(tokens, in)`` sorted by expert, with ``counts[e]`` tokens of expert e."""
@@ -422,9 +421,7 @@ SparseExperts.front, CompressedExperts.front = SparseExperts, CompressedExperts
 
 def make_stack_sparse_(module: nn.Module, key: str, pattern: PatternLike) -> StackedWeight:
     """Make the stack ``key`` of an experts module sparse, in place, and return it; raises ``ShapeError`` if M does not divide ``in``."""
-    p, layout = Pattern(pattern), stacks_of(module).get(key)
-    if layout is None:
-        raise RecipeError(f"make_stack_sparse_: {type(module).__name__} has no stack of experts called {key!r}.")
+    p, layout = Pattern(pattern), stacks_of(module)[key]
     p.check_divides("sparsify_", int(module._parameters[key].shape[REDUCED[layout]]), "in_features")  # type: ignore[union-attr]
     stack = StackedWeight(module, key, layout, p).train(module.training)
     stack.put_in_order()

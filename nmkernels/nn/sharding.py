@@ -107,7 +107,10 @@ class Gather:
         used = shard
         if transform is not None and straight:
             used = as_stored(transform(as_matrix(shard, layer.layout), *extras), layer.layout, shard.shape).contiguous()
-        return (_padded(used.to(dtype), outer_size, ranks),), (form, outer_size)
+        used, missing = used.to(dtype), -(-outer_size[0] // ranks) - used.shape[0]
+        if missing > 0 and used.shape[1:] == outer_size[1:]:  # FSDP2 requires as many rows as the largest shard has
+            used = torch.cat([used, used.new_zeros(missing, *used.shape[1:])])
+        return (used,), (form, outer_size)
 
     def fsdp_post_all_gather(self, outs: tuple[Tensor, ...], meta: Any, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
         (pattern, _, straight), size = meta
@@ -166,12 +169,6 @@ class Gather:
         if hasattr(param, "_unsharded_param"):
             del param._unsharded_param
         param._init_extensions()
-
-
-def _padded(weight: Tensor, size: torch.Size, ranks: int) -> Tensor:
-    """``weight`` with zero rows up to those of the largest shard, as FSDP2 requires."""
-    missing = -(-size[0] // ranks) - weight.shape[0]
-    return weight if missing <= 0 or weight.shape[1:] != size[1:] else torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])])
 
 
 class _Substitute(torch.autograd.Function):

@@ -312,15 +312,10 @@ def test_autocast():
 def test_never_stale_and_kept_between_microbatches():
     model = net()
     handle = nm.sparsify_(model, "srste:2:4")
-    optimizer = handle.attach(torch.optim.SGD(model.parameters(), lr=0.1))
-    x = torch.randn(1, 16, 8, 8)
-    layer = model[3]
+    handle.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    x, layer = torch.randn(1, 16, 8, 8), model[3]
     with torch.no_grad():
-        for change in (
-            lambda: layer.weight.mul_(-1.5),
-            lambda: layer.weight.data.copy_(torch.randn_like(layer.weight)),
-            lambda: train(model, optimizer, 1) if torch.is_grad_enabled() else layer.weight.add_(1.0),
-        ):
+        for change in (lambda: layer.weight.mul_(-1.5), lambda: layer.weight.data.copy_(torch.randn_like(layer.weight))):
             layer(x)
             change()
             assert torch.allclose(layer(x), F.conv2d(x, masked_by_hand(layer.weight), padding=1), atol=1e-5)
@@ -358,34 +353,6 @@ def test_compile_without_a_graph_break():
                 assert torch.allclose(p.grad, q.grad, atol=1e-6)
         optimizer.step()
         optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("text", ["step:2:4(switch='fixed', start=3)", "asp:2:4(start=3)"])
-@pytest.mark.parametrize("which", [torch.optim.AdamW, nm.optim.MaskedAdamW])
-def test_resuming_equals_an_uninterrupted_run(text, which):
-    if "step" in text and which is torch.optim.AdamW:
-        which = nm.optim.MaskedAdamW
-
-    def start():
-        model = net()
-        handle = nm.sparsify_(model, nm.recipes.get(text, total_steps=8))
-        return model, handle, handle.attach(which(model.parameters(), lr=1e-2))
-
-    whole, _, optimizer = start()
-    train(whole, optimizer, 8)
-    first, _, optimizer = start()
-    train(first, optimizer, 5)
-    saved = io.BytesIO()
-    torch.save({"model": first.state_dict(), "optimizer": optimizer.state_dict()}, saved)
-    saved.seek(0)
-    state = torch.load(saved, weights_only=True)
-    again, handle, optimizer = start()
-    again.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    train(again, optimizer, 3, first=5)
-    assert all(torch.equal(value, again.state_dict()[key]) for key, value in whole.state_dict().items())
-    handle.finish()
-    assert all(nm.ops.is_nm(layer.master, "2:4") for layer in handle.layers.values())
 
 
 def test_what_changes_a_finished_weight_is_seen():

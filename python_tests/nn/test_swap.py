@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.testing import equal_bits
 from python_tests import naive
 
 X = torch.linspace(-1, 1, 2 * 5 * 32).sin().reshape(2, 5, 32)
@@ -148,15 +147,6 @@ def test_hooks_keep_working_both_ways():
     model.load_state_dict(model.state_dict())
     model(torch.randn(2, 32)).sum().backward()
     assert not seen
-
-
-def test_finished_weights_stay_finished():
-    dense, model = swapped()
-    want = naive.masked(dense.weight.detach().clone(), 2, 4)
-    handle = nm.sparsify_(model, "ste:2:4")
-    handle.finish(allow_unused=True)
-    handle.remove()
-    assert equal_bits(dense.weight.data, want)
 
 
 def test_densify_of_layers_that_were_built_sparse():
