@@ -19,7 +19,6 @@ from .function import functional, once, with_functional
 from .linear import as_multiplied
 
 GRADS = ("chain", "ste")
-SIDES = ("input", "output")
 
 
 @dataclass(frozen=True)
@@ -188,8 +187,8 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rule: SplitRule
         >>> w.grad[0]
         tensor([2., 2.])
     """
-    if side not in SIDES:
-        raise NMError(f"split_linear: side={side!r} is unknown; choose one of {', '.join(SIDES)}.")
+    if side not in ("input", "output"):
+        raise NMError(f"split_linear: side={side!r} is unknown; choose one of input, output.")
     if side == "output":
         rule.pattern.check_divides("split_linear", weight.shape[0], "out_features")
     return (_FunctionalSplitLinear if functional() else _SplitLinear).apply(as_multiplied(x), weight, bias, rule, side)

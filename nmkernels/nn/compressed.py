@@ -264,9 +264,12 @@ class CompressedLinear(nn.Module):
         weight = self.weight
         integers = weight.step is not None
         if torch._C._is_any_autocast_enabled() and (integers or weight.dtype != torch.float64):
-            x, weight = x.to(under_autocast(x, x.dtype)), weight if integers else cast(weight, under_autocast(x, weight.dtype))
+            x, dtype = x.to(under_autocast(x, x.dtype)), under_autocast(x, weight.dtype)
+            if not integers and dtype != weight.dtype:  # cast once, and not at every call
+                weight = weight.to(dtype) if torch.compiler.is_compiling() else weight.layout(str(dtype), lambda c: c.to(dtype))
         if x.dtype != weight.dtype and not (integers and x.is_floating_point()):
-            raise DtypeError(f"CompressedLinear: x is {x.dtype}, the weight {weight.dtype}; cast one of them, or use torch.autocast.")
+            kind = type(self).__name__
+            raise DtypeError(f"{kind}: x is {x.dtype}, the weight {weight.dtype}; cast one of them, or use torch.autocast.")
         order = self._buffers.get("columns")
         if order is not None:
             x = x.index_select(-1, order if counts_writes(order) else order.clone())
@@ -446,14 +449,6 @@ def is_order(columns: Tensor, count: int) -> bool:
     """Whether ``columns`` is a permutation of ``count`` numbers."""
     plausible = columns.dtype in (torch.int32, torch.int64) and tuple(columns.shape) == (count,)
     return plausible and (columns.is_meta or torch.equal(columns.sort().values.long(), torch.arange(count, device=columns.device)))
-
-
-def cast(weight: ops.Compressed, dtype: torch.dtype) -> ops.Compressed:
-    """``weight`` cast to ``dtype``; the result and the layouts made from it are cached in ``weight``."""
-    if weight.dtype == dtype or torch.compiler.is_compiling():
-        return weight.to(dtype)
-    # cast once, and not at every call
-    return weight.layout(str(dtype), lambda c: c.to(dtype))
 
 
 def _parts(weight: ops.Compressed) -> tuple[Tensor, ...]:

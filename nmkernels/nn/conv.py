@@ -23,7 +23,7 @@ from ..gemm.problem import Problem
 from ..layouts import CONV2D, as_stored
 from ..pattern import DtypeError, Pattern, PatternLike, ShapeError
 from ..timing import TABLE
-from .compressed import SMALL_BYTES, CompressedLinear, cast
+from .compressed import SMALL_BYTES, CompressedLinear
 from .linear import under_autocast
 from .traces import PROXY, constant, is_tracing, leaf
 from .weight import NMWeight
@@ -183,10 +183,7 @@ class CompressedConv2d(CompressedLinear):
         if self.pointwise:
             y: Tensor = super().forward(x.movedim(1, -1).contiguous())
             return as_ordered(x, y.movedim(-1, 1))
-        weight = self.weight
-        x, weight = x.to(under_autocast(x, x.dtype)), cast(weight, under_autocast(x, weight.dtype))
-        if x.dtype != weight.dtype:
-            raise DtypeError(f"CompressedConv2d: x is {x.dtype}, the weight {weight.dtype}; cast one of them, or use torch.autocast.")
+        x, weight = self._operands(x)
         return self._by(self._how(x), x, weight)
 
     def as_op(self, x: Tensor) -> tuple[tuple[Any, ...], str]:

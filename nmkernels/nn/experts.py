@@ -55,7 +55,7 @@ def experts_per_token(module: nn.Module) -> int | None:
 
 def _joined(front: Any, dense: Any) -> Any:
     name = front.__name__.removesuffix("Experts") + dense.__name__
-    return type(name, (front, dense), {"__module__": __name__, "__doc__": front.__doc__, "dense_type": dense})
+    return type(name, (front, dense), {"__module__": __name__, "__doc__": front.__doc__, "front": front, "dense_type": dense})
 
 
 in_front: Callable[..., Any] = cache(_joined)
@@ -411,9 +411,6 @@ class CompressedExperts(_InFront):
         finally:
             for name in stacks:
                 self.__dict__.pop(name, None)
-
-
-SparseExperts.front, CompressedExperts.front = SparseExperts, CompressedExperts
 
 
 # ---- from dense to sparse, and on to compressed, in place

@@ -27,8 +27,6 @@ from ..shards import is_sharded, local
 from .weight import NMWeight
 
 HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
-Form = tuple[Pattern | None, torch.dtype, bool]
-"""What a gather carries: the pattern of a packed W̃, its dtype, and whether it is W̃ (else W)."""
 
 
 # ---- FSDP2
@@ -52,7 +50,8 @@ class Gather:
         self.fresh = self.hollow = False
         self.master: Tensor | None = None
         self.packed: Compressed | None = None
-        self._form: Form | None = None
+        self._form: tuple[Pattern | None, torch.dtype, bool] | None = None
+        """What a gather carries: the pattern of a packed W̃, its dtype, and whether it is W̃ (else W)."""
         self._moved: Tensor | None = None
         self.install()
         self._forget_buffers()

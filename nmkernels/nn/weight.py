@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..autograd.transforms import HardMask, WeightTransform, transformed
+from ..autograd.transforms import INTEGERS, HardMask, WeightTransform, transformed
 from ..gemm.plan import STRAIGHT_THROUGH, GemmPlan
 from ..gemm.problem import Problem
 from ..layouts import LINEAR, MATRICES, ORDERS, as_matrix, as_stored, matrix_shape, ordered
@@ -21,9 +21,6 @@ from .adapter import ADAPTER, adapter_of
 from .classes import QuantisedByClass, computed_by
 from .effective import EffectiveWeight
 from .traces import constant, is_tracing, refuse_script
-
-WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers as wide as a weight's elements, to compare bits: NaN equals itself, and -0.0 is not 0.0."""
 
 
 @dataclass(eq=False, repr=False)
@@ -296,7 +293,7 @@ class NMWeight(nn.Module, WeightState):
         weight = self.master.detach()
         if type(weight) is not Tensor or weight.is_meta or (weight.shape, weight.dtype) != (packed.shape, packed.dtype):
             return None
-        packed, words = packed.to(weight.device), WORDS[weight.dtype.itemsize]
+        packed, words = packed.to(weight.device), INTEGERS[weight.dtype.itemsize]  # as bits, NaN equals itself, and -0.0 is not 0.0
         return packed if torch.equal(packed.dense().view(words), weight.view(words)) else None
 
     @torch.no_grad()
