@@ -250,9 +250,8 @@ class CompressedLinear(nn.Module):
         """y = x Wᵀ + ``bias``."""
         if not is_tracing():
             return self._chosen(*self._operands(x), bias)
-        if self._buffers.get("step") is None:
-            return F.linear(x, constant(self.dense), bias)
-        return F.linear(x, constant(partial(self.dense, x.dtype)), None if bias is None else bias.to(x.dtype))
+        dtype = self.dtype if self._buffers.get("step") is None else x.dtype
+        return F.linear(x, constant(partial(self.dense, dtype)), None if bias is None else bias.to(dtype))
 
     def _adapted(self, x: Tensor, y: Tensor) -> Tensor:
         """y plus the adapter, which is multiplied in its own dtype."""
