@@ -136,6 +136,11 @@ void bind_adamw(py::module_& module) {
         }
         nm::cuda::masked_adamw(a, part(t, tiles, b, blocks), other, options, queue(device, stream));
     }, Unlocked());
+    module.def("pack_forms", [](Address table, Address owners, int64_t tiles, Address forms, int select, int layout, bool columns, bool dense,
+                                int device, Address stream) {
+        const nm::cuda::AdamWPack pack{at<nm::cuda::AdamWForms>(forms), select, layout, 0, columns, dense};
+        nm::cuda::pack_forms(at<int64_t>(table), at<int32_t>(owners), tiles, pack, queue(device, stream));
+    }, Unlocked());
     // the forms as in pack; `changed`: one int
     module.def("renew_changed_forms", [](Address w, int64_t rows, int64_t cols, Address bits, int select, int layout, Address values, Address indices,
                                          Address values_t, Address indices_t, Address dense, Address scale, int strip, Address changed, int mark,

@@ -21,7 +21,7 @@ from importlib import import_module, metadata, util
 from pathlib import Path
 from typing import Any, NamedTuple
 
-CORE_ABI = 11
+CORE_ABI = 12
 """The value of ``_C.abi`` that this Python code requires."""
 
 

@@ -12,7 +12,7 @@ from ..capability import compiled_core
 from ..gemm.devices import HALVES
 from ..gemm.problem import plain
 from .report import Advice, Audit
-from .rules import TWO_FOUR, LayerCosts, speedup
+from .rules import TWO_FOUR, LayerCosts, speedup, total
 from .whole import MOST_TOKENS, rounded
 
 LEAST = 1.01  # least gain for advice to be shown
@@ -139,7 +139,8 @@ def _operand(costs: LayerCosts) -> list[Advice]:
         padded = (-(-out // device.rows) * device.rows, -(-cols // device.cols) * device.cols)
         text = f"sparse tensor cores take multiples of {device.rows} outputs and {device.cols} inputs: pad the layer"
         wide = costs.but(layer={"shape": padded})
-        gained = sum(p.dense for p in costs.pieces()) / sum(p.used for p in wide.pieces())
+        here, there = ((one.step() if one.trains else one.inference()) for one in (costs, wide))
+        gained = total(here)[0] / total(there)[1]
         return [Advice(text, costs.part, gained, f"to ({padded[0]},{padded[1]})")] if gained >= LEAST * costs.speedup() else []
     return []
 

@@ -68,11 +68,9 @@ def audit(
     with each GEMM in the faster form that the recipe's masks allow; ``estimate`` is MVUE of the output gradient, ``weight`` is masking and
     packing the weight. Neither includes the optimizer's update; only inference includes a low-rank adapter.
 
-    For a GPU, ``whole`` predicts the step of the whole model with the update, from the bytes a weight in ``audit/traffic.py``, and from how
-    many tokens per update sparse training pays: for the recipe and, for a dense model, for SR-STE, S-STE, FST and STEP. On a CPU there is
-    no such prediction; the benchmarks in ``docs/performance.md`` measure whole steps there.
-
-    The prediction uses a roofline of a GPU listed in ``gemm/devices.py``, or of this machine from a short measurement.
+    The prediction uses a roofline of a GPU listed in ``gemm/devices.py``, or of this machine from a short measurement. For a GPU, ``whole``
+    predicts the step of the whole model with the update, and from how many tokens per update sparse training pays: for the recipe and, for
+    a dense model, for SR-STE, S-STE, FST and STEP.
 
     Args:
         model: dense (also on the meta device), sparse (``sparsify_``) or compressed; a handle; or shapes ``{name: (out, in)}``.
@@ -104,9 +102,17 @@ def audit(
     """
     tokens, accumulate = whole_number(RecipeError, "audit: tokens", tokens), whole_number(RecipeError, "audit: accumulate", accumulate)
     other, budget = finite_number(RecipeError, "audit: other", other), finite_number(RecipeError, "audit: budget", budget)
-    model, recipe, report = _subject(model, recipe)
-    target, spot = find_device(device, _home(model))
-    torch_dtype = _dtype(dtype)
+    report: list[Entry] = []
+    if isinstance(model, Handle):
+        report, recipe, model = model.report.entries, recipe or model.recipe, model.model
+    model = model if isinstance(model, nn.Module) else skeleton("audit", model)
+    alone = bool(sparse_layers(model))  # and has its own rules
+    if recipe is not None or not alone:
+        recipe = by_name(recipe or RECIPE) if isinstance(recipe, str | None) else resolve(recipe)
+    home = next((t.device for t in (*model.parameters(), *model.buffers()) if not t.is_meta), torch.device("cpu"))
+    target, spot = find_device(device, home)
+    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    torch_dtype = getattr(torch, short.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
     if dtype is not None and torch_dtype not in DTYPES:
         raise RecipeError(f"audit: dtype={dtype!r} is not supported; choose bfloat16, float16, float32 or float64.")
 
@@ -132,7 +138,7 @@ def audit(
     result = Audit(tuple(layers), first.device.name, words, tokens, accumulate, steps, other=rest)
     if isinstance(target, Device):
         result = replace(result, inference_range=_range(result, every, "inference"), step_range=_range(result, every, "step"))
-        result = replace(result, whole=tuple(_whole(recipe, groups, grouped, bool(sparse_layers(model)), tokens, rest)))
+        result = replace(result, whole=tuple(_whole(recipe, groups, grouped, alone, tokens, rest)))
     return replace(result, notes=notes(result, first, timed is not None))
 
 
@@ -151,31 +157,6 @@ def _whole(
         step = predict_whole(words, counted, tokens, rest)
         if step is not None:
             yield step
-
-
-def _subject(
-    model: nn.Module | Handle | Mapping[str, tuple[int, int]], recipe: Recipe | str | None
-) -> tuple[nn.Module, Recipe | None, list[Entry]]:
-    """The model, its recipe if known, and a handle's report."""
-    report: list[Entry] = []
-    if isinstance(model, Handle):
-        report, recipe, model = model.report.entries, recipe or model.recipe, model.model
-    model = model if isinstance(model, nn.Module) else skeleton("audit", model)
-    done = bool(sparse_layers(model))
-    if recipe is None and done:
-        return model, None, report
-    recipe = RECIPE if recipe is None else recipe
-    return model, by_name(recipe) if isinstance(recipe, str) else resolve(recipe), report
-
-
-def _dtype(word: str | torch.dtype | None) -> torch.dtype | None:
-    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-    return getattr(torch, short.get(word, word), None) if isinstance(word, str) else word
-
-
-def _home(model: nn.Module) -> torch.device:
-    """The device of the model's weights; the CPU for a meta model."""
-    return next((t.device for t in (*model.parameters(), *model.buffers()) if not t.is_meta), torch.device("cpu"))
 
 
 def _cases(
@@ -203,7 +184,11 @@ def _cases(
         module, pattern = modules.get(entry.name), patterns.get(entry.name)
         weight, learns = _weight(model, module, entry.name)
         master = weight if weight in DTYPES else torch.bfloat16
-        layer = Layer(_gemm_shape(modules, entry), round(tokens * often), dtype or master, master)
+        home, _, key = entry.name.rpartition(".")
+        owner = modules.get(home)
+        layout = module.layout if isinstance(module, CompressedStack) else stacks_of(owner).get(key) if owner is not None else None
+        shape = (entry.shape[2], entry.shape[1]) if layout == EXPERTS_T else matrix_of(entry.shape)  # of one matrix
+        layer = Layer(shape, round(tokens * often), dtype or master, master)
         if pattern is None:
             rules = Rules(standard, fprop=False, prepare="", deploys_nm=False, trains=learns)
         else:
@@ -226,14 +211,6 @@ def _rules(module: nn.Module | None, recipe: Recipe | None, pattern: Pattern, sh
     if isinstance(module, CompressedLinear) and module.weight.step is not None:
         rules = replace(rules, values=module.weight.kind, group=module.weight.group)
     return rules if adapter is None else replace(rules, rank=int(adapter[0].shape[1]))
-
-
-def _gemm_shape(modules: Mapping[str, nn.Module], e: Entry) -> tuple[int, int]:
-    """``(out, in)`` of one matrix of a layer; (0, 0) if unknown."""
-    home, _, key = e.name.rpartition(".")
-    module, owner = modules.get(e.name), modules.get(home)
-    layout = module.layout if isinstance(module, CompressedStack) else stacks_of(owner).get(key) if owner is not None else None
-    return (e.shape[2], e.shape[1]) if layout == EXPERTS_T else matrix_of(e.shape)
 
 
 def _weight(model: nn.Module, module: nn.Module | None, name: str) -> tuple[torch.dtype, bool]:
@@ -286,8 +263,8 @@ def _range(result: Audit, every: list[LayerCosts], part: str) -> tuple[float, ..
     """The totals for the slowest and the fastest plausible sparse GEMMs."""
     totals = []
     for bound in ("low", "high"):
-        moved = [replace(costs, device=costs.device.at(getattr(costs.device, bound))) for costs in every]
-        pieces: list[Any] = [getattr(costs, part)() if layer.tokens else () for costs, layer in zip(moved, result.layers, strict=True)]
-        layers = [replace(layer, **{part: piece}) for layer, piece in zip(result.layers, pieces, strict=True)]
+        pairs: list[tuple[LayerAudit, Any]] = list(zip(result.layers, [costs.at(bound) for costs in every], strict=True))
+        pieces: list[dict[str, Any]] = [{part: getattr(costs, part)() if layer.tokens else ()} for layer, costs in pairs]
+        layers = [replace(layer, **piece) for (layer, _), piece in zip(pairs, pieces, strict=True)]
         totals.append(replace(result, layers=tuple(layers)).total(part))
     return tuple(t for t in totals if t is not None)

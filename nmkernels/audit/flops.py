@@ -242,9 +242,14 @@ def flops(
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     parts = []
     for entry, often in zip(entries, passes("flops", entries, rows or {}), strict=True):
-        trained = (learns and entry.sparse) or not {entry.name, f"{entry.name}.weight"} & frozen
+        trained, shape = (learns and entry.sparse) or not {entry.name, f"{entry.name}.weight"} & frozen, entry.shape
         spans, left = costs[patterns[entry.name]] if entry.sparse else dense
-        parts.append(_layer(entry, often, spans, left, tokens, trained))
+        gemm = 2.0 * math.prod(shape) * often
+        adapter = 2.0 * sum(matrix_of(shape)) * often  # per rank; dgrad and the two weight gradients of an adapter cost as much as fprop
+        run = sum(s.steps * (gemm * (s.fprop + s.dgrad + s.wgrad * trained) + 3 * rank_for(s.rank, shape) * adapter) for s in spans)
+        whole, finished = sum(s.steps for s in spans) * gemm * (2 + trained), gemm * left.fprop + rank_for(left.rank, shape) * adapter
+        counts = run * tokens, finished, whole * tokens, gemm
+        parts.append(LayerFlops(entry.name, shape, entry.sparse, entry.reason, often, *counts))
     if other:
         parts.append(LayerFlops("(other)", (), False, "as given", 1.0, 3.0 * other * seen, other, 3.0 * other * seen, other))
     teacher = sum(s.steps * s.teacher for s in recipe.profile(steps)) * tokens * sum(part.dense_inference for part in parts)
@@ -253,15 +258,6 @@ def flops(
     names = ("training", "inference", "dense_training", "dense_inference")
     totals = {name: float(sum(getattr(part, name) for part in parts)) for name in names}
     return Flops(**totals, steps=steps, tokens=tokens, layers=tuple(parts))
-
-
-def _layer(e: Entry, rows: float, spans: list[Span], deployed: Span, tokens: int, trained: bool) -> LayerFlops:
-    product = 2.0 * math.prod(e.shape) * rows
-    adapter = 2.0 * sum(matrix_of(e.shape)) * rows  # per rank; dgrad and the two weight gradients of an adapter cost as much as fprop each
-    run = sum(s.steps * (product * (s.fprop + s.dgrad + s.wgrad * trained) + 3 * rank_for(s.rank, e.shape) * adapter) for s in spans)
-    dense = sum(s.steps for s in spans) * product * (2 + trained)
-    inference = product * deployed.fprop + rank_for(deployed.rank, e.shape) * adapter
-    return LayerFlops(e.name, e.shape, e.sparse, e.reason, rows, run * tokens, inference, dense * tokens, product)
 
 
 def _ratio(part: float, total: float) -> str:

@@ -10,23 +10,23 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from .. import ops
 from ..gemm.candidates import measure
 from ..gemm.devices import DEVICES, Device, named
 from ..gemm.forms import forms
-from ..gemm.problem import Problem, packed_bytes, plain
+from ..gemm.problem import ROLES, Problem, packed_bytes, plain
 from ..ops.integers import BITS
 from ..pattern import NMError, Pattern, RecipeError
 from ..recipes.registry import suggestion
 from ..timing import Seconds, Task, Timer, device_name
-from .rules import GEMMS, Layer, LayerCosts, Pieces, Rules
+from .rules import Layer, LayerCosts, Pieces, Rules
 
 LEAST = 3  # fewest rounds per piece
 CHECKED = 8  # so many times a GEMM is done, about, to check and to time a candidate
@@ -77,7 +77,7 @@ def gemms(costs: LayerCosts) -> list[str]:
 
 def needed(costs: LayerCosts) -> list[str]:
     """The pieces to time for a layer, in addition to its sparse GEMMs."""
-    dense = [f"{role} dense" for role in GEMMS if role == "fprop" or costs.trains]
+    dense = [f"{role} dense" for role in ROLES if role == "fprop" or costs.trains]
     if not costs.sparse:
         return dense
     names = [name for name in dense if name.partition(" ")[0] not in gemms(costs) or name == "wgrad dense"]
@@ -127,34 +127,25 @@ def tasks_of(layer: Layer, rules: Rules, device: torch.device, names: Sequence[s
         calls["wgrad sparse"] = lambda: raw.nm_linear_wgrad(gv, gi, p.n, p.m, t, x)
         calls["estimate"] = lambda: raw.nm_mvue_compress(g, p.n, p.m, 0, seed, "exact")
     if "weight" in wanted:
-        calls.update(_preparing(w if layer.master == layer.dtype else w.to(layer.master), layer.dtype, rules))
+        pattern, dtype, master = rules.pattern, layer.dtype, w if layer.master == layer.dtype else w.to(layer.master)
+        select: Any = "magnitude"
+        options: dict[str, Any] = {"dtype": dtype}
+        calls["weight dense"] = lambda: raw.nm_prune(master, n, m).to(dtype)
+        if rules.prepare == "threshold":
+            select, scale = "threshold", ops.soft_threshold_scale(master, pattern)
+            options["scale"] = scale
+            calls["weight dense"] = lambda: (ops.soft_threshold(master, pattern) * scale).to(dtype)
+        elif rules.prepare == "transposable":
+            select = mask = ops.transposable_mask(master, pattern)  # held for many steps, so its search is not part of a step
+            calls["weight dense"] = lambda: (master * mask).to(dtype)
+        calls["weight rows"] = lambda: ops.pack(master, pattern, select, **options)
+        calls["weight both"] = lambda: ops.pack(master, pattern, select, columns=True, **options)
     return [Task(name, calls[name]) for name in names]
-
-
-def _preparing(w: Tensor, dtype: torch.dtype, rules: Rules) -> dict[str, Callable[[], object]]:
-    p, raw = rules.pattern, torch.ops.nmkernels
-    if rules.prepare == "threshold":
-        scale = ops.soft_threshold_scale(w, p)
-        return {
-            "weight dense": lambda: (ops.soft_threshold(w, p) * scale).to(dtype),
-            "weight rows": lambda: ops.pack(w, p, "threshold", scale=scale, dtype=dtype),
-        }
-    if rules.prepare == "transposable":
-        mask = ops.transposable_mask(w, p)  # held for many steps, so its search is not part of a step
-        return {
-            "weight dense": lambda: (w * mask).to(dtype),
-            "weight rows": lambda: ops.pack(w, p, mask, dtype=dtype),
-            "weight both": lambda: ops.pack(w, p, mask, dtype=dtype, columns=True),
-        }
-    return {
-        "weight dense": lambda: raw.nm_prune(w, p.n, p.m).to(dtype),
-        "weight rows": lambda: ops.pack(w, p, dtype=dtype),
-    }
 
 
 def expected(costs: LayerCosts) -> float:
     """Approximate seconds for measuring, from the predicted times of the pieces."""
-    once = sum(costs.predict(name) or 0.0 for name in needed(costs) if name.partition(" ")[0] in GEMMS)
+    once = sum(costs.predict(name) or 0.0 for name in needed(costs) if name.partition(" ")[0] in ROLES)
     return (LEAST + 1) * once + CHECKED * 2 * sum(costs.predict(f"{role} dense") or 0.0 for role in gemms(costs))
 
 
@@ -195,7 +186,9 @@ def time_layer(costs: LayerCosts, device: torch.device, timer: Seconds | None, s
     seconds = {name: median(samples) for name, samples in samples_of.items()}
     kernels: dict[str, str] = {}
     for role in gemms(costs):
-        best = _choose(gemm_of(small, role, device), timer, share / 4)
+        named = f"{role} estimated" if role == "wgrad" else role
+        call_timer = None if timer is None else partial(lambda named, call: timer(Task(f"{named} {call.name}", call.run)), named)
+        best = measure(gemm_of(small, role, device), timer=call_timer, budget=share / 4).seconds
         # each candidate of wgrad makes the estimate, so all other methods are measured apart
         sparse = best if role == "wgrad" else {name: took for name, took in best.items() if name != "dense"}
         if role != "wgrad":
@@ -204,15 +197,8 @@ def time_layer(costs: LayerCosts, device: torch.device, timer: Seconds | None, s
             kernels[role] = min(sparse, key=sparse.__getitem__)
             seconds["wgrad estimated" if role == "wgrad" else f"{role} sparse"] = sparse[kernels[role]]
     grown = layer.tokens / tokens
-    scaled = {name: took * grown if name.partition(" ")[0] in GEMMS else took for name, took in seconds.items()}
+    scaled = {name: took * grown if name.partition(" ")[0] in ROLES else took for name, took in seconds.items()}
     return Timings(scaled, "" if tokens == layer.tokens else f"measured on {tokens} tokens, scaled", kernels)
-
-
-def _choose(gemm: Problem, timer: Seconds | None, budget: float) -> dict[str, float]:
-    """Seconds of the dense GEMM and of the sparse ones that passed their check."""
-    role = f"{gemm.role} estimated" if gemm.rule else gemm.role
-    call_timer = None if timer is None else lambda call: timer(Task(f"{role} {call.name}", call.run))
-    return measure(gemm, timer=call_timer, budget=budget).seconds
 
 
 def free_bytes(device: torch.device) -> float:
@@ -273,7 +259,7 @@ def probe(
     tiny = torch.randn((1, pattern.m), dtype=dtype, device=device)
     weight = torch.randn((pattern.m, pattern.m), dtype=dtype, device=device)
     values, indices = torch.ops.nmkernels.nm_compress(weight, pattern.n, pattern.m, None)
-    names = [f"{role} {form}" for role in GEMMS for form in ("dense", "sparse")]
+    names = [f"{role} {form}" for role in ROLES for form in ("dense", "sparse")]
     tasks = [
         Task("copy", lambda: target.copy_(source)),
         Task("launch", lambda: F.linear(tiny, weight)),
@@ -284,7 +270,7 @@ def probe(
     took = {name: min(samples) for name, samples in time_tasks(tasks, device, timer, 1.5, least=7).items()}
     bandwidth = 2 * COPY / took["copy"]
     operations = 2.0 * cols * cols * probe.tokens
-    ratio = {role: took[f"{role} dense"] / took[f"{role} sparse"] for role in GEMMS}
+    ratio = {role: took[f"{role} dense"] / took[f"{role} sparse"] for role in ROLES}
     packed = dtype.itemsize + packed_bytes(pattern, dtype)
     return Device(
         name,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import count
 from string import ascii_lowercase
@@ -34,24 +33,19 @@ def table(audit: Audit) -> str:
         rows.append((name, shape_text(layer.shape), f"{100 * audit.share(layer):.1f} %", *numbers, more, why))
     totals = [_times(audit.total(part)) for part in parts]
     rows.append(("all linear layers" + (" and the rest" if audit.other else ""), "", "", *totals, "", ""))
-    lines = [*aligned(rows), *(_wrapped(note) for note in _summary(audit))]
+    share = audit.dense_share
+    most = f", so the total speed-up cannot exceed {1 / share:.1f}x" if 0.005 < share < 1 else ""
+    lines = [*aligned(rows), _wrapped(f"{100 * share:.0f} % of the dense time is in layers that stay dense{most}.")]
+    ranges = {word: getattr(audit, f"{word}_range") for word in PARTS[:2]}
+    words = ", ".join(f"{word} {interval[0]:.2f}x to {interval[1]:.2f}x" for word, interval in ranges.items() if interval)
+    lines += [_wrapped(f"Range for the slowest and fastest sparse GEMMs below: {words}.")] if words else []
+    if audit.run is not None and audit.steps < 1:
+        lines.append(_wrapped(f"{100 * audit.steps:.0f} % of the recipe's steps are sparse; its whole run is {audit.run:.2f}x."))
     lines += [whole_text(audit.whole)] if audit.whole else []
     lines += [_wrapped(note) for note in audit.notes]
     if advice:
         lines += ["what to change to gain more", *(_wrapped(text + _gains(audit, text), f"  {marks[text]}  ") for text in advice)]
     return "\n".join(lines)
-
-
-def _summary(audit: Audit) -> Iterator[str]:
-    share = audit.dense_share
-    most = f", so the total speed-up cannot exceed {1 / share:.1f}x" if 0.005 < share < 1 else ""
-    yield f"{100 * share:.0f} % of the dense time is in layers that stay dense{most}."
-    ranges = [(word, interval) for word, interval in (("inference", audit.inference_range), ("step", audit.step_range)) if interval]
-    if ranges:
-        words = ", ".join(f"{word} {low:.2f}x to {high:.2f}x" for word, (low, high) in ranges)
-        yield f"Range for the slowest and fastest sparse GEMMs below: {words}."
-    if audit.run is not None and audit.steps < 1:
-        yield f"{100 * audit.steps:.0f} % of the recipe's steps are sparse; its whole run is {audit.run:.2f}x."
 
 
 def _gains(audit: Audit, text: str) -> str:

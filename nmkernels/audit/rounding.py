@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -67,23 +66,11 @@ class QuantizationReport:
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [HEADER]
         for one in self.layers:
-            output = "-" if one.output is None else f"{100 * one.output:.2f} %"
-            sizes = f"{one.before:,}", f"{one.after:,}"
-            rows.append(
-                (
-                    one.name or "(root)",
-                    shape_text(one.shape),
-                    one.pattern,
-                    str(one.group or "row"),
-                    *sizes,
-                    f"{100 * one.weight:.2f} %",
-                    output,
-                    "",
-                )
-            )
-        rows.append(
-            ("all", "", "", "", *(f"{sum(getattr(one, part) for one in self.layers):,}" for part in ("before", "after")), "", "", "")
-        )
+            errors = f"{100 * one.weight:.2f} %", "-" if one.output is None else f"{100 * one.output:.2f} %"
+            sizes = str(one.group or "row"), f"{one.before:,}", f"{one.after:,}"
+            rows.append((one.name or "(root)", shape_text(one.shape), one.pattern, *sizes, *errors, ""))
+        before, after = sum(one.before for one in self.layers), sum(one.after for one in self.layers)
+        rows.append(("all", "", "", "", f"{before:,}", f"{after:,}", "", "", ""))
         return "\n".join(aligned(rows))
 
 
@@ -129,8 +116,11 @@ def quantization_report(
         if any(is_sharded(tensor) for tensor in (*layer.parameters(), *layer.buffers())):
             raise RecipeError(f"{verb}: layer {name!r} is sharded; call it on a plain model.")
         with torch.no_grad():
-            errors_of[layer] = _Errors(layer, values, group)
-        report.layers.append(errors_of[layer].entry(name))
+            errors_of[layer] = errors = _Errors(layer, values, group)
+            error = _ratio(*map(_square, errors.matrices()))
+        weight, rounded = errors.weight, errors.rounded
+        sizes = int(weight.shape[0]), int(weight.shape[1])
+        report.layers.append(LayerRounding(name, sizes, str(weight.pattern), rounded.group, weight.nbytes, rounded.nbytes, error))
     if data is not None:
         _run(model, errors_of, data)
         for entry, errors in zip(report.layers, errors_of.values(), strict=True):
@@ -154,28 +144,20 @@ class _Errors:
         dense = self.weight.dense(torch.float32)
         return self.rounded.dense(torch.float32) - dense, dense
 
-    def entry(self, name: str) -> LayerRounding:
-        sizes = int(self.weight.shape[0]), int(self.weight.shape[1])
-        error = _ratio(*map(_square, self.matrices()))
-        return LayerRounding(name, sizes, str(self.weight.pattern), self.rounded.group, self.weight.nbytes, self.rounded.nbytes, error)
-
-    def add(self, x: Tensor) -> None:
-        self.ran = True
+    def add(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A hook before the layer's forward pass."""
+        self.ran, x = True, (*args, *kwargs.values())[0]
         rows = x.reshape(-1, x.shape[-1]).float()
         rows = rows if self.order is None else rows.index_select(-1, self.order.long())
-        for i, matrix in enumerate(self.matrices()):
-            self.squares[i] += _square(rows @ matrix.t())
+        with torch._C._DisableAutocast():
+            for i, matrix in enumerate(self.matrices()):
+                self.squares[i] += _square(rows @ matrix.t())
 
 
 def _run(model: nn.Module, errors_of: dict[Any, _Errors], data: Iterable[Any]) -> None:
     """Run ``model`` on ``data`` and add what its layers get."""
     modes = {module: module.training for module in model.modules()}
-
-    def seen(errors: _Errors, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with torch._C._DisableAutocast():
-            errors.add((*args, *kwargs.values())[0])
-
-    hooks = [layer.register_forward_pre_hook(partial(seen, errors), with_kwargs=True) for layer, errors in errors_of.items()]
+    hooks = [layer.register_forward_pre_hook(errors.add, with_kwargs=True) for layer, errors in errors_of.items()]
     try:
         model.eval()
         with torch.no_grad():

@@ -21,7 +21,7 @@ import torch
 from ..autograd.transforms import WeightTransform
 from ..gemm.devices import HALVES, Device
 from ..gemm.estimate import copying, roofline
-from ..gemm.problem import Problem, packed_bytes, plain
+from ..gemm.problem import ROLES, Problem, packed_bytes, plain
 from ..nn.weight import NMWeight
 from ..ops.pack import tensor_core_pattern
 from ..pattern import Pattern, RecipeError
@@ -32,7 +32,6 @@ from . import traffic
 
 TWO_FOUR = Pattern("2:4")
 META = torch.device("meta")
-GEMMS = ("fprop", "dgrad", "wgrad")
 STEPS = 10_000  # length of the run for recipes without total_steps
 
 Pieces = tuple["Piece", ...]
@@ -55,7 +54,6 @@ class Rules:
         steps: the share of a run's steps that are sparse; the others are dense.
         deploys_nm: whether the deployed weight is N:M.
         packed: whether training may multiply the compressed weight.
-        straight: whether the gradient is straight-through, so that no GEMM reads the master weight.
         rank: of the deployed low-rank adapter.
         fp8: whether training rounds the operands of GEMMs to FP8.
         values, group: what the deployed values are and the columns that share a step, as in ``gemm.problem.Problem``.
@@ -71,7 +69,6 @@ class Rules:
     steps: float = 1.0
     deploys_nm: bool = True
     packed: bool = True
-    straight: bool = True
     rank: int = 0
     fp8: bool = False
     values: str = "float"
@@ -105,10 +102,8 @@ def of_recipe(recipe: Recipe, pattern: Pattern) -> Rules:
     fp8 = getattr(inner, "fp8", None) is not None
     spans = [span for span in adapted.profile(steps) if span.steps]
     best, deploys_nm = min(spans, key=_work), deployed(adapted).fprop < 1
-    stages = getattr(inner, "stages", ((0, inner.stage({})),))
-    straight = not (stages[-1][1].transform or adapted.final_transform()).traits.own_gradient
     if _work(best) == 3:
-        return Rules(pattern, fprop=False, prepare="", steps=0.0, deploys_nm=deploys_nm, packed=False, straight=straight)
+        return Rules(pattern, fprop=False, prepare="", steps=0.0, deploys_nm=deploys_nm, packed=False)
     return Rules(
         pattern,
         best.fprop < 1,
@@ -119,7 +114,6 @@ def of_recipe(recipe: Recipe, pattern: Pattern) -> Rules:
         sum(span.steps for span in spans if _work(span) < 3) / steps,
         deploys_nm,
         bool(getattr(inner, "packed", False)) and not fp8,
-        straight,
         fp8=fp8,
         frozen=recipe.name == "step",
     )
@@ -130,9 +124,8 @@ def of_layer(layer: NMWeight) -> Rules:
     transform, plan = layer.transform or layer.final, layer.plan
     columns = transform.traits.transposable or transform.traits.own_dgrad
     estimate = Pattern(plan.n, plan.m) if plan.wgrad in ("mvue", "magnitude") else None
-    prepare, straight = _prepare_rule(transform, columns), not transform.traits.own_gradient
-    trains, fp8 = plan.wgrad != "none", plan.fp8 is not None
-    return Rules(layer.pattern, True, columns, estimate, prepare, trains, packed=plan.packs, straight=straight, fp8=fp8)
+    prepare, trains = _prepare_rule(transform, columns), plan.wgrad != "none"
+    return Rules(layer.pattern, True, columns, estimate, prepare, trains, packed=plan.packs, fp8=plan.fp8 is not None)
 
 
 def _work(span: Span) -> float:
@@ -141,7 +134,7 @@ def _work(span: Span) -> float:
 
 def _prepare_rule(transform: WeightTransform, columns: bool) -> str:
     # a doubly pruned weight costs the same as a transposable one: two packed forms
-    return "threshold" if transform.traits.threshold else "transposable" if columns else "mask"
+    return "threshold" if transform.traits.in_step == "threshold" else "transposable" if columns else "mask"
 
 
 def by_name(spec: str) -> Recipe:
@@ -214,18 +207,22 @@ class LayerCosts:
     has_dense: bool = True
     accumulate: int = 1
 
+    def at(self, bound: str) -> LayerCosts:
+        """The same for the slowest (``"low"``) or the fastest (``"high"``) plausible sparse GEMMs of the device."""
+        return replace(self, device=self.device.at(getattr(self.device, bound)))
+
     def but(self, rules: dict[str, Any] | None = None, layer: dict[str, Any] | None = None, **more: Any) -> LayerCosts:
         return replace(self, rules=replace(self.rules, **rules or {}), layer=replace(self.layer, **layer or {}), **more)
 
     def step(self, cost: Cost | None = None) -> Pieces:
         """The pieces of a training step, by default at predicted costs; empty if there is none, or a GEMM has no cost."""
         cost, rules = cost or self.predict, self.rules
-        roles = [role for role in GEMMS if role != "wgrad" or rules.trains]
+        roles = [role for role in ROLES if role != "wgrad" or rules.trains]
         if not self.trains or any(cost(f"{role} dense") is None for role in roles):
             return ()
         best: list[Piece] = []
         for weight, *packed in rules.preparations(self.device.transposed):
-            pieces = [_faster(role, cost, bool(sparse)) for role, sparse in zip(GEMMS, packed, strict=False)]
+            pieces = [_faster(role, cost, bool(sparse)) for role, sparse in zip(ROLES, packed, strict=False)]
             took = cost(weight) if weight else 0.0
             if took is None or (any(packed) and all(p.form == "dense" for p in pieces)):
                 continue
@@ -292,11 +289,8 @@ class LayerCosts:
         """The part that advice is about: the step, or inference if the layer is not trained."""
         return "step" if self.trains else "inference"
 
-    def pieces(self) -> Pieces:
-        return self.step() if self.trains else self.inference()
-
     def speedup(self) -> float:
-        return speedup(self.pieces())
+        return speedup(self.step() if self.trains else self.inference())
 
     def problem(self, role: str, device: torch.device = META) -> Problem:
         """One of its GEMMs, for kernels that read compressed operands."""
@@ -326,13 +320,11 @@ class LayerCosts:
             if rules.values == "float":
                 return expand
             return expand + self._copying(2 * rules.pattern.density * size) + device.call  # decoded values are written, and read again
-        return self.gemm(role, form == "sparse") if form == "dense" or not self.refused(role) else None
-
-    def gemm(self, role: str, sparse: bool) -> float:
-        """Seconds of one GEMM, dense or with a packed N:M operand."""
-        device, p = self.device, self.problem(role)
-        if not sparse:
+        p = self.problem(role)
+        if form == "dense":
             return roofline(device, p)
+        if self.refused(role):
+            return None
         pattern, few = Pattern(p.n, p.m), self._few(role)
         if not few and tensor_core_pattern(pattern):  # which is stored as 2:4 for the tensor cores
             pattern = TWO_FOUR

@@ -83,7 +83,6 @@ class Traits:
         in_step: the rule by which the optimizer's kernel can make W̃ of its new weight, as ``nm.ops.masked_adamw_pack_`` has it, or empty.
         transposable: W̃ is N:M along ``out`` too, so W̃ᵀ can be packed.
         is_nm: W̃ is N:M, so fprop counts as N/M of the dense GEMM.
-        threshold: W̃ is made by the soft threshold instead of a mask.
         columns: a function of the number of columns: the permutation, int64 ``(cols,)``, of the columns in which W̃ is N:M; None for their
             own order.
     """
@@ -95,7 +94,6 @@ class Traits:
     in_step: str = ""
     transposable: bool = False
     is_nm: bool = True
-    threshold: bool = False
     columns: Callable[[int], Tensor | None] | None = None
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .. import timing
-from ..dispatch import Impl, implementations
 from ..dispatch import choose as dispatched
+from ..dispatch import implementations
 from ..ops.define import CALLS, plainly
 from ..pattern import BackendError
 from ..timing import BUDGET, Candidate, Measurement, Seconds, Timer, Validator, cold
@@ -39,8 +39,6 @@ def measure(*problems: Problem, timer: Seconds | None = None, budget: float = BU
         timer: returns the seconds of a call; the device's clock if None.
         prepare: first let backends search for their fastest launch or algorithm.
     """
-    for p in problems:
-        p.check()
     with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
         if not problems[0].changing:
             return _measure_one(problems[0], timer, budget, prepare)
@@ -52,29 +50,28 @@ def _measure_one(p: Problem, timer: Seconds | None, budget: float, prepare: bool
     drawn = random_operands(p)
     sets: list[Drawn] = []  # made after all checks, and shared by the methods that passed
     candidates = [_candidate(p, method, drawn, sets, prepare, timer) for method in methods(p)]
-    return timing.measure(key(p), candidates, _validator(p, drawn), Timer(p.device, timer), budget)
-
-
-def _validator(p: Problem, drawn: Drawn) -> Validator:
     other, operand, seed = drawn
-    if p.role == "fprop":
-        return Validator.of_gemm(other, operand["dense"].t())
-    return Validator.of_gemm(other, operand["dense"]) if p.role == "dgrad" else Validator.of_gemm(dense_estimate(p, operand, seed), other)
+    if p.role == "wgrad":
+        validator = Validator.of_gemm(dense_estimate(p, operand, seed), other)
+    else:
+        validator = Validator.of_gemm(other, operand["dense"].t() if p.role == "fprop" else operand["dense"])
+    return timing.measure(key(p), candidates, validator, Timer(p.device, timer), budget)
 
 
 def _candidate(p: Problem, method: Method, drawn: Drawn, sets: list[Drawn], prepare: bool, timer: Seconds | None) -> Candidate:
     other, operand, seed = drawn
-    entry = _entry(p, method)
+    op = op_of(p, method.form)
+    entry = next((i for i in implementations(op) if i.backend == method.backend), None) if method.backend else None
 
     def declines() -> str:
-        if op_of(p, method.form) == "":
+        if not op:
             return ""
         packed = operand[method.form] if isinstance(operand, dict) else pack_estimate(p, operand, seed, method.form)
         if isinstance(packed, str):
             return packed
         if method.name != OP and entry is None:
             return ""
-        op, args = op_of(p, method.form), arguments(p, method.form, packed, other)
+        args = arguments(p, method.form, packed, other)
         taken = dispatched(op, *args)
         if entry is not None:
             can, reason = entry.supports(*args)
@@ -101,14 +98,13 @@ def _candidate(p: Problem, method: Method, drawn: Drawn, sets: list[Drawn], prep
     return Candidate(method.name, check, calls, declines)
 
 
-def _entry(p: Problem, method: Method) -> Impl | None:
-    """The implementation that a method names, or None."""
-    return next((i for i in implementations(op_of(p, method.form)) if i.backend == method.backend), None) if method.backend else None
-
-
 def _measure_layer(problems: tuple[Problem, ...], each: list[Measurement], timer: Seconds | None, budget: float) -> Measurement:
     """Time making W̃ and the GEMMs of a layer together, each GEMM dense, by the op, or by its fastest compressed method."""
-    options = [_dense_and_fastest(p, measured) for p, measured in zip(problems, each, strict=True)]
+    options = []
+    for p, one in zip(problems, each, strict=True):
+        right = [m for m in methods(p) if m.name in one.seconds]
+        fastest = min((m for m in right if m != DENSE), key=lambda m: one.seconds[m.name], default=None)
+        options.append([m for m in right if m in (DENSE, fastest) or m.name == OP] or [methods(p)[0]])
     drawn = [random_operands(p) for p in problems]
     weight = drawn[-1][1]["dense"]
     # a transposable mask is held between steps and not recomputed at every step
@@ -128,12 +124,6 @@ def _measure_layer(problems: tuple[Problem, ...], each: list[Measurement], timer
     for p, one in zip(problems, each, strict=True):
         measured.refused |= {f"{p.role} {name}": why for name, why in one.refused.items()}
     return measured
-
-
-def _dense_and_fastest(p: Problem, measured: Measurement) -> list[Method]:
-    right = [m for m in methods(p) if m.name in measured.seconds]
-    fastest = min((m for m in right if m != DENSE), key=lambda m: measured.seconds[m.name], default=None)
-    return [m for m in right if m in (DENSE, fastest) or m.name == OP] or [methods(p)[0]]
 
 
 def _made(p: Problem, form: str, w: Tensor, mask: Tensor | None) -> Any:

@@ -116,12 +116,15 @@ def _restart() -> None:
 
 
 def _find(problems: tuple[Problem, ...]) -> Choice:
-    for p in problems:
-        p.check()
     choice = _required(problems) or _tuned(problems)
     if choice is None and setting() == "measured" and undisturbed(problems[0].device):
         with _measuring:
-            choice = _tuned(problems) or _measured(problems)  # another thread may have come first
+            if not _tuned(problems):  # another thread may have come first
+                try:
+                    measure_and_record(*problems)
+                except (RuntimeError, MemoryError) as error:  # mostly out of memory
+                    log.warning("%s: not measured: %s", problems[0].words(), error)
+            choice = _tuned(problems)
     if _revision != TABLE.revision or len(_chosen) >= REMEMBERED:
         _restart()
     choice = _chosen[problems] = choice or rule(*problems)
@@ -153,14 +156,6 @@ def _tuned(problems: tuple[Problem, ...]) -> Choice | None:
     return None if None in chosen else tuple(m for m in chosen if m is not None)
 
 
-def _measured(problems: tuple[Problem, ...]) -> Choice | None:
-    try:
-        measure_and_record(*problems)
-    except (RuntimeError, MemoryError) as error:  # mostly out of memory
-        log.warning("%s: not measured: %s", problems[0].words(), error)
-    return _tuned(problems)
-
-
 def rule(*problems: Problem) -> Choice:
     """Choose the methods with the least total estimate.
 
@@ -171,30 +166,24 @@ def rule(*problems: Problem) -> Choice:
         return tuple(map(_baseline, problems))
     times: list[dict[Method, float]] = []
     for p in problems:
-        compared = _compared(p)
+        compared = tuple(ESTIMATED)
+        if p.device.type != "cpu":  # there the op's kernels decompress where that is faster, so "expand" is not a separate option
+            compared = DENSE.name, OP if not p.integers or _has_kernel(p) else EXPAND
         names = {m: ESTIMATED[m.name] for m in methods(p, backends=False) if m.name in compared}
         times.append({m: estimate.seconds(name, p) * estimate.margin(name, p) for m, name in names.items()})
-    costs = {}
+    costs: dict[Choice, float] = {}
     for choice in product(*times):
         forms = sorted({"dense" if m == DENSE else "packed" for m in choice}) if problems[0].changing else []
         making = sum([estimate.making(form, problems[0]) for form in forms])
         costs[choice] = making + sum([seconds[m] for m, seconds in zip(choice, times, strict=True)])
-    best = min(costs, key=costs.__getitem__)
-    return tuple([UNESTIMATED if optional(p) and not _pays(m, p) else m for m, p in zip(best, problems, strict=True)])
-
-
-def _pays(method: Method, p: Problem) -> bool:
-    """Whether drawing the estimate of a gradient and multiplying it takes less time than multiplying the gradient."""
-    form = "dense" if method == DENSE else "packed"
-    return estimate.drawing(form, p) + estimate.seconds(ESTIMATED[method.name], p) < estimate.seconds("dense", p)
-
-
-def _compared(p: Problem) -> tuple[str, ...]:
-    """The names of the methods that the rule compares."""
-    if p.device.type == "cpu":
-        return tuple(ESTIMATED)
-    # on a GPU the op's kernels decompress where that is faster, so "expand" is not a separate option
-    return (DENSE.name, OP) if not p.integers or _has_kernel(p) else (DENSE.name, EXPAND)
+    least = min(costs, key=costs.__getitem__)
+    best = list(least)
+    for i, p in enumerate(problems):
+        if optional(p):  # whether drawing the estimate of the gradient and multiplying it takes less time than multiplying the gradient
+            form, name = "dense" if best[i] == DENSE else "packed", ESTIMATED[best[i].name]
+            if estimate.making(form, p) + estimate.seconds(name, p) >= estimate.seconds("dense", p):
+                best[i] = UNESTIMATED
+    return tuple(best)
 
 
 def _has_kernel(p: Problem) -> bool:
@@ -236,8 +225,6 @@ def _for_graphs(*problems: tuple[Any, ...]) -> str:
 
 def for_graphs(*many: Problem) -> Choice:
     """The choice in a compiled graph for any number of tokens: the table's for the most tokens measured, else the rule for very many."""
-    for p in many:
-        p.check()
     required = _required(many)
     if required is not None:
         return required

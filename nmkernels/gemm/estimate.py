@@ -35,7 +35,6 @@ from .devices import DEVICES, Device, named
 from .problem import Problem, packed_bytes
 
 DENSE, SPARSE, EXPAND, FLOAT32 = "dense", "sparse", "expand", "expand float32"
-METHODS = (DENSE, SPARSE, EXPAND, FLOAT32)
 """torch's GEMM in dense layout; the kernel on the compressed form; torch's GEMM after decompressing, and the same in float32."""
 
 MEASURED, BORROWED = 1.06, 1.25
@@ -200,7 +199,7 @@ def _as_known(p: Problem, method: str) -> Problem:
 
 
 def seconds(method: str, p: Problem) -> float:
-    """The estimate for one of ``METHODS``, without the time to make W̃, but in wgrad with ĝ; infinite if the method has no line."""
+    """The estimate for one of the four methods, without the time to make W̃, but in wgrad with ĝ; infinite if the method has no line."""
     if p.device.type == "cuda":
         return _on_gpu(method, p)
     p = _as_known(p, method)
@@ -218,7 +217,12 @@ def seconds(method: str, p: Problem) -> float:
     if dense is None:
         return math.inf
     borrowed = _dense(p) * taken / (dense.seconds(p) + _drawing(kind, DENSE, p))
-    return borrowed if method == SPARSE else max(borrowed, _expanding(method, p, kind, taken))
+    if method == SPARSE:
+        return borrowed
+    # torch's GEMM here, in the dtype in which it multiplies, and expanding at the lender, where both take ``taken``
+    gemm = p._replace(dtype=torch.float32) if method == FLOAT32 else p
+    multiplying = line_of(kind, gemm, DENSE)
+    return max(borrowed, _dense(gemm) + max(0.0, taken - multiplying.seconds(gemm) if multiplying else 0.0))
 
 
 def _dense(p: Problem) -> float:
@@ -235,13 +239,6 @@ def _dense(p: Problem) -> float:
     return taken * ours.seconds(fprop) / theirs.seconds(fprop) if ours and theirs else taken
 
 
-def _expanding(method: str, p: Problem, kind: str, taken: float) -> float:
-    """Seconds of torch's GEMM here, in the dtype in which it multiplies, and of expanding at the lender, where both take ``taken``."""
-    gemm = p._replace(dtype=torch.float32) if method == FLOAT32 else p
-    dense = line_of(kind, gemm, DENSE)
-    return _dense(gemm) + max(0.0, taken - dense.seconds(gemm) if dense else 0.0)
-
-
 def _drawing(kind: str, method: str, p: Problem) -> float:
     """Seconds to draw the estimate ĝ of wgrad, on a kind of machine that has such a line; 0 for other roles."""
     drawing = line_of(kind, p, f"make {DENSE if method == DENSE else 'packed'}") if p.role == "wgrad" else None
@@ -249,11 +246,12 @@ def _drawing(kind: str, method: str, p: Problem) -> float:
 
 
 def making(form: str, p: Problem) -> float:
-    """Seconds to make W̃ from W, in dense layout (``form`` "dense") or compressed ("packed")."""
+    """Seconds to make W̃ from W, on a GPU also to draw ĝ for wgrad, in dense layout (``form`` "dense") or compressed ("packed")."""
     weight = of_making(p)
     if p.device.type == "cuda":
         gpu = _gpu(p.device) or DEVICES["A100"]
-        return copying(gpu, weight.rows * weight.cols, p.dtype.itemsize + _written(form, p), gpu.passes)
+        share = gpu.estimate if p.role == "wgrad" else gpu.passes
+        return copying(gpu, weight.rows * weight.cols, p.dtype.itemsize + _written(form, p), share)
     making_line = line(weight, f"make {form}")
     return making_line[1].seconds(weight) if making_line else 0.0
 
@@ -265,11 +263,7 @@ def of_making(p: Problem) -> Problem:
 
 def measured(p: Problem, method: str = SPARSE) -> bool:
     """Whether dense and the method were measured on this kind of machine, in this dtype and role and at such densities."""
-    return _measured(_as_known(p, method), method)
-
-
-def _measured(p: Problem, method: str) -> bool:
-    local = machine(p.device)
+    p, local = _as_known(p, method), machine(p.device)
     constants = line_of(local, _as_run(p, method), method)
     return bool(constants and line_of(local, p, DENSE) and constants.low <= p.n / p.m <= constants.high)
 
@@ -281,10 +275,9 @@ def margin(method: str, p: Problem) -> float:
         return 1.0
     if p.device.type == "cuda":
         return BORROWED if _gpu(p.device) or DENSE not in p.forms else math.inf
-    known = _as_known(p, method)
-    if p.cached and DENSE in p.forms and not known.cached:
+    if p.cached and DENSE in p.forms and not _as_known(p, method).cached:
         return CACHED_FEW if p.tokens <= 4 else CACHED_MANY
-    return BORROWED if not _measured(known, method) else MEASURED if DENSE in p.forms else 1.0
+    return BORROWED if not measured(p, method) else MEASURED if DENSE in p.forms else 1.0
 
 
 def forget() -> None:
@@ -314,12 +307,6 @@ def roofline(gpu: Device, p: Problem, stored: float | None = None, ratio: float 
 def copying(gpu: Device, elements: int, each: float, share: float) -> float:
     """Seconds of a kernel that reads and writes ``each`` bytes per element, at a share of the bandwidth."""
     return gpu.call + elements * each / (share * gpu.bandwidth)
-
-
-def drawing(form: str, p: Problem) -> float:
-    """Seconds to draw the estimate of a gradient of wgrad on a GPU, in dense layout (``form`` "dense") or compressed ("packed")."""
-    gpu = _gpu(p.device) or DEVICES["A100"]
-    return copying(gpu, p.tokens * p.rows, p.dtype.itemsize + _written(form, p), gpu.estimate)
 
 
 def _written(form: str, p: Problem) -> float:

@@ -7,7 +7,6 @@ estimate is part of the method.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +36,7 @@ class Method(NamedTuple):
         name: the name in the table of measurements: ``"dense"``, torch's GEMM in dense layout; ``"op"``, the sparse op with the backend
             that the dispatcher chooses; ``"cpu rows"``, ``"cuda rows:wgmma.sp"``: the sparse op with one backend, on one form;
             ``"expand"``, decode integers if there are any, decompress and use torch's GEMM; ``"expand float32"``, the same in float32.
-        form: the form of the operand that it reads, one of ``problem.FORMS``.
+        form: the form of the operand that it reads, as in ``Problem.forms``.
         backend: the backend, if the method is one backend's kernel.
     """
 
@@ -64,8 +63,14 @@ def methods(p: Problem, backends: bool = True) -> tuple[Method, ...]:
     """
     packed = [form for form in p.forms if op_of(p, form)]
     available = [DENSE] if DENSE.form in p.forms else []
-    available += [Method(OP, form) for form in _of_op(p, packed)]
-    if not available or available[0] != DENSE:
+    # the op reads the first form, but beyond a few tokens, and in wgrad, that of the tensor cores, which 2:4 has without another copy
+    # of its values; given canonical indices, the op would convert them in every call
+    cores = [form for form in packed if ":" in form] if (p.n, p.m) == (2, 4) and p.role != "dgrad" else []
+    if cores and (p.role == "wgrad" or p.tokens > CANONICAL_TOKENS[cores[0].partition(":")[2]]):
+        available.append(Method(OP, cores[0]))
+    else:
+        available += [Method(OP, form) for form in packed[:1]]
+    if DENSE not in available:
         for form in [form for form in p.forms if form in ("rows", "columns")][:1]:
             available.append(Method(EXPAND, form))
             if p.dtype.itemsize == 2 and p.device.type == "cpu":
@@ -83,15 +88,6 @@ def methods(p: Problem, backends: bool = True) -> tuple[Method, ...]:
 def optional(p: Problem) -> bool:
     """Whether the estimate of a wgrad may be left out: an unbiased one, on a GPU."""
     return p.role == "wgrad" and p.rule != "magnitude" and p.device.type == "cuda" and DENSE.form in p.forms
-
-
-def _of_op(p: Problem, packed: list[str]) -> list[str]:
-    """The form that the op reads: the first, but beyond a few tokens, and in wgrad, that of the tensor cores, which 2:4 has without another
-    copy of its values; given canonical indices, the op would convert them in every call."""
-    cores = [form for form in packed if ":" in form] if (p.n, p.m) == (2, 4) and p.role != "dgrad" else []
-    if cores and p.role == "fprop" and p.tokens <= CANONICAL_TOKENS[cores[0].partition(":")[2]]:
-        cores = []
-    return (cores or packed)[:1]
 
 
 def op_of(p: Problem, form: str) -> str:
@@ -216,7 +212,13 @@ Drawn = tuple[Tensor, Any, "Tensor | None"]
 
 def random_operands(p: Problem) -> Drawn:
     """Random operands from a separate generator; the weight is N:M, along both dimensions if a form needs W̃ᵀ."""
-    draw = partial(_random, p.dtype, p.device)
+
+    def draw(rows: int, cols: int) -> Tensor:
+        generator = torch.Generator(device=p.device).manual_seed(rows * 31 + cols)
+        count = rows * cols
+        block = torch.randn(min(count, BLOCK - 1), dtype=torch.float32, generator=generator, device=p.device).to(p.dtype)
+        return block.repeat(-(-count // max(block.numel(), 1)))[:count].view(rows, cols)
+
     if p.role == "wgrad":
         return draw(p.tokens, p.cols), draw(p.tokens, p.rows), torch.tensor([1, 2], device=p.device)
     return draw(p.tokens, p.cols if p.role == "fprop" else p.rows), _weight(p, draw(p.rows, p.cols)), None
@@ -243,10 +245,3 @@ def _weight(p: Problem, w: Tensor) -> dict[str, Any]:
         except NMError as error:
             made[form] = str(error)
     return made
-
-
-def _random(dtype: torch.dtype, device: torch.device, rows: int, cols: int) -> Tensor:
-    generator = torch.Generator(device=device).manual_seed(rows * 31 + cols)
-    count = rows * cols
-    block = torch.randn(min(count, BLOCK - 1), dtype=torch.float32, generator=generator, device=device).to(dtype)
-    return block.repeat(-(-count // max(block.numel(), 1)))[:count].view(rows, cols)

@@ -8,12 +8,9 @@ import torch
 
 from .. import timing
 from ..ops.integers import BITS
-from ..ops.mvue import METHODS
-from ..pattern import NMError, Pattern
+from ..pattern import Pattern
 
 ROLES = ("fprop", "dgrad", "wgrad")
-FORMS = ("dense", "rows", "columns", "rows:mma.sp", "columns:mma.sp", "rows:wgmma.sp", "columns:wgmma.sp")
-RULES = ("", "magnitude", *METHODS)
 
 
 class Problem(NamedTuple):
@@ -54,17 +51,6 @@ class Problem(NamedTuple):
     def integers(self) -> bool:
         """Whether the values are integers with a step."""
         return self.values != "float"
-
-    def check(self) -> None:
-        """Raise NMError unless the fields describe a GEMM."""
-        if self.role not in ROLES:
-            raise NMError(f"choice: role {self.role!r} is unknown; choose one of {', '.join(ROLES)}.")
-        if not self.forms or set(self.forms).difference(FORMS):
-            raise NMError(f"choice: forms={self.forms!r} must be at least one of {', '.join(FORMS)}.")
-        if (self.role == "wgrad") != bool(self.rule) or self.rule not in RULES:
-            raise NMError(f"choice: rule={self.rule!r} with role {self.role}; wgrad, and only wgrad, needs one of {', '.join(RULES[1:])}.")
-        if self.integers and (self.values not in BITS or self.role != "fprop" or self.changing):
-            raise NMError(f"choice: values={self.values!r} with role {self.role}; fprop of a constant weight may have {', '.join(BITS)}.")
 
     def words(self) -> str:
         """A short text such as ``fprop 4096x1024 2:4 bfloat16, 8192 tokens``."""

@@ -82,28 +82,30 @@ def route(plan: GemmPlan, transform: Any, weight: Tensor, dtype: torch.dtype, x:
         transform: the ``WeightTransform`` that makes W̃ from ``weight``.
         dtype: of the GEMMs.
     """
-    return _route(plan, transform, (weight.shape[0], weight.shape[1]), weight.device, dtype, x.numel() // weight.shape[1])
-
-
-def _route(plan: GemmPlan, transform: Any, shape: tuple[int, int], device: torch.device, dtype: torch.dtype, tokens: int) -> Route:
+    shape, device = (weight.shape[0], weight.shape[1]), weight.device
     columns = plan.dgrad in ("columns", "device", "auto") and transform.traits.transposable
     layout = layout_for(shape, device, transform.pattern, dtype, columns)
-    pair = _pair(transform, shape, device, dtype, layout, tokens)
+    pair = _pair(transform, shape, device, dtype, layout, x.numel() // weight.shape[1])
     if plan.fprop == "auto":
         # without grad there is no backward pass, so dgrad is not needed
         chosen = [_reads(method) for method in choose(*pair[: 2 if torch.is_grad_enabled() else 1])]
         (fprop, backend), (dgrad, back_backend) = chosen[0], chosen[-1]
         return Route(fprop, dgrad, layout, (backend, back_backend))
-    dgrad = plan.dgrad
-    if dgrad in ("packed", "device") and layout != CANONICAL:
-        # tensor cores sum along the rows of what is packed, and dgrad sums along the columns of W̃
-        dgrad = "columns" if columns else "dense"
-    elif dgrad == "device":
-        dgrad = "dense" if transform.traits.own_dgrad else "packed"
+    dgrad = _dgrad(plan, transform, layout)
     if plan.fprop == "dense":
         return Route("dense", dgrad, layout)
     kernels = [_reads(choose(p)[0])[1] for p in _packed(dgrad, layout, *pair)]
     return Route("packed", dgrad, layout, (kernels[0], kernels[1] if len(kernels) > 1 else ""))
+
+
+def _dgrad(plan: GemmPlan, transform: Any, layout: str) -> str:
+    """The form that dgrad reads, for a plan that fixes it."""
+    if plan.dgrad in ("packed", "device") and layout != CANONICAL:
+        # tensor cores sum along the rows of what is packed, and dgrad sums along the columns of W̃
+        return "columns" if plan.dgrad == "device" and transform.traits.transposable else "dense"
+    if plan.dgrad == "device":
+        return "dense" if transform.traits.own_dgrad else "packed"
+    return plan.dgrad
 
 
 def _reads(method: Method) -> tuple[str, str]:
@@ -159,7 +161,7 @@ def problems_of(
     layout = layout_for(shape, device, transform.pattern, dtype, plan.dgrad != "packed" and transform.traits.transposable)
     pair = _pair(transform, shape, device, dtype, layout, tokens)
     if plan.fprop == "packed":
-        return [(p,) for p in _packed(_route(plan, transform, shape, device, dtype, tokens).dgrad, layout, *pair)]
+        return [(p,) for p in _packed(_dgrad(plan, transform, layout), layout, *pair)]
     problems: list[tuple[Problem, ...]] = [pair]
     if plan.wgrad in ("mvue", "magnitude"):
         problems.append((wgrad_problem(plan, tokens, *shape, dtype, device),))

@@ -8,7 +8,7 @@ measurements agree that it is faster.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,6 @@ from .methods import DENSE, Method
 from .problem import Problem, plain, stored_as
 
 HEADER = ("layer", "GEMM", "shape", "tokens", "by rule ms", "estimate ms", "best ms", "gain", "choice")
-DEVICES = ("cpu", "cuda")
 
 Progress = Callable[[int, int, str], None]
 
@@ -124,11 +123,10 @@ def tune(
     ``packed="auto"`` in their recipe: fprop and dgrad together with making the effective weight, and wgrad if it uses an N:M estimate.
     Backends with several launches or algorithms first search for their fastest. Under ``torch.autocast`` GEMMs use the autocast dtype.
 
-    Each shape is timed once, on random numbers, with alternating methods. A method that is less accurate than torch's GEMM, compared with
-    float64, is reported and never chosen. The choices are stored in ``NMKERNELS_CACHE`` or ``~/.cache/nmkernels``; they apply to this
-    device, these versions and shapes, and token counts up to the next power of two. Without them, layers use a rule fitted to measurements
-    of machines of this kind. A layer takes about a second, or ten calls if those take longer, so on a CPU pass the token counts that you
-    use. ``NMKERNELS_CHOICE=dense`` or ``packed`` overrides the choice; with ``measured``, layers measure unknown GEMMs at first use.
+    Each shape is timed once, on random numbers; a layer takes about a second, or ten calls if those take longer. A method that is less
+    accurate than torch's GEMM, compared with float64, is reported and never chosen. The choices are stored in ``NMKERNELS_CACHE`` or
+    ``~/.cache/nmkernels``; they apply to this device, these versions and shapes, and token counts up to the next power of two.
+    ``NMKERNELS_CHOICE=dense`` or ``packed`` overrides them; with ``measured``, layers measure unknown GEMMs at first use.
 
     Args:
         model: any module, on the device and in the dtype that it will be used in.
@@ -152,7 +150,7 @@ def tune(
     several: Any = tokens
     try:
         several = [tokens] if isinstance(several, str) else [*several]
-    except TypeError:
+    except TypeError:  # a 0-d tensor has an iterator all the same
         several = [tokens]
     counts = [whole_number(OptionError, "tune: tokens", count, also="a sequence of such numbers") for count in several or [tokens]]
     forced = forced_backend()
@@ -184,8 +182,7 @@ def _tune(report: TuneReport, problems: tuple[Problem, ...], entry: Tuned, timer
     entry.default, entry.best = measured.seconds.get(default, measured.seconds.get(measured.baseline)), measured.seconds.get(measured.best)
     entry.estimate = _estimate(problems, by_rule)
     entry.choice = measured.best if measured.seconds else "no method gave a correct result"
-    entry.refused = [f"{name}: {why}" for name, why in measured.refused.items()]
-    _stored(report, measured)
+    _stored(report, entry, measured)
     for why in entry.refused:
         log.warning("%s: refused %s", problems[0].words(), why)
 
@@ -195,13 +192,13 @@ def _search(report: TuneReport, problems: tuple[Problem, ...], entry: Tuned, tim
     searches = [one for p in problems if (one := search(p, timer)) is not None]
     entry.choice = "; ".join(f.best if f.seconds else "no launch gave a correct result" for f in searches) or report.note
     if all(f.seconds for f in searches) and searches:
-        entry.default, entry.best = (sum(f.seconds[name(f)] for f in searches) for name in (lambda f: f.baseline, lambda f: f.best))
+        entry.default, entry.best = sum(f.seconds[f.baseline] for f in searches), sum(f.seconds[f.best] for f in searches)
     for one in searches:
-        entry.refused += [f"{name}: {why}" for name, why in one.refused.items()]
-        _stored(report, one)
+        _stored(report, entry, one)
 
 
-def _stored(report: TuneReport, measured: Measurement) -> None:
+def _stored(report: TuneReport, entry: Tuned, measured: Measurement) -> None:
+    entry.refused += [f"{name}: {why}" for name, why in measured.refused.items()]
     if measured.path is None:
         report.note = measured.note or report.note
     elif measured.path not in report.paths:
@@ -217,19 +214,15 @@ def _estimate(problems: tuple[Problem, ...], chosen: tuple[Method, ...]) -> floa
     return making + sum(estimate.seconds(ESTIMATED[m.name], p) for p, m in zip(problems, chosen, strict=True))
 
 
-def _layers(model: nn.Module, counts: Sequence[int]) -> Iterator[tuple[str, Any, Sequence[int]]]:
-    """The layers that can be tuned, with the rows of their inputs; of stacked experts only the first, with the tokens of one expert."""
-    for name, module in model.named_modules():
-        if hasattr(module, "tunable"):
-            yield from ((f"{name}.{key}".strip("."), layer, share) for key, layer, share in module.tunable(counts))
-
-
 def _collected(model: nn.Module, tokens: Sequence[int]) -> list[tuple[tuple[Problem, ...], Tuned]]:
     """Each distinct GEMM of a model that ``choose`` decides, with its layers; layers without one have an entry with the reason."""
     entries: dict[Any, tuple[tuple[Problem, ...], Tuned]] = {}
-    for name, layer, counts in _layers(model, tokens):
+    # of stacked experts only the first, with the tokens of one expert
+    tunable = ((n, *layer) for n, m in model.named_modules() if hasattr(m, "tunable") for layer in m.tunable(tokens))
+    for home, last, layer, counts in tunable:
+        name = f"{home}.{last}".strip(".") or "(root)"
         kind, shape = type(layer).__name__, layer.shape
-        problems = [some for count in counts for some in layer.problems(count) if some[0].device.type in DEVICES]
+        problems = [some for count in counts for some in layer.problems(count) if some[0].device.type in ("cpu", "cuda")]
         for some in problems or [()]:
             entry = Tuned([], kind, shape=shape, choice="" if some else "its GEMMs are dense until nm.compress_")
             if some:
@@ -237,5 +230,5 @@ def _collected(model: nn.Module, tokens: Sequence[int]) -> list[tuple[tuple[Prob
                 roles = " + ".join(q.role for q in some)
                 pattern = f"{p.n}:{p.m} {stored_as(p)}" if p.integers else f"{p.n}:{p.m}"
                 entry = Tuned([], kind, roles, (p.rows, p.cols), p.tokens, pattern, plain(p.dtype))
-            entries.setdefault((kind, some or shape), (some, entry))[1].layers.append(name or "(root)")
+            entries.setdefault((kind, some or shape), (some, entry))[1].layers.append(name)
     return list(entries.values())

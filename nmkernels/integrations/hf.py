@@ -122,16 +122,6 @@ class NMConfig(QuantizationConfigMixin):
             raise CheckpointError("NMConfig: layers is not a dict; config.json is damaged.")
         self.layers = layers or {}
 
-    @property
-    def rounded(self) -> list[str]:
-        """The kinds of integers of the layers, such as ``int4, a step per 128 columns``."""
-        return integers_of(self.layers)
-
-    @property
-    def patterns(self) -> list[str]:
-        """The patterns of the layers."""
-        return patterns_of(self.layers)
-
     def to_dict(self) -> dict[str, Any]:
         """The entry of ``config.json``: the table of a compressed model, else the options for pruning."""
         if self.layers:
@@ -167,7 +157,8 @@ class NMQuantizer(HfQuantizer):
         return True
 
     def validate_environment(self, *args: Any, **keywords: Any) -> None:
-        pattern, patterns = self.quantization_config.pattern, self.quantization_config.patterns
+        config = self.quantization_config
+        pattern, patterns, rounded = config.pattern, patterns_of(config.layers), integers_of(config.layers)
         if not self.pre_quantized and pattern is None:
             raise PatternError('NMConfig: the checkpoint is dense; pass the pattern to prune it to, NMConfig("2:4").')
         if self.pre_quantized and pattern is not None and patterns != [pattern]:
@@ -175,14 +166,11 @@ class NMQuantizer(HfQuantizer):
                 f"NMConfig({pattern!r}): the checkpoint is already compressed, as {', '.join(patterns)}. Leave the pattern out, or prune "
                 "the checkpoint of the dense model."
             )
-        config = self.quantization_config
         if self.pre_quantized and config.values is not None and not all(map(self._agrees, config.layers.values())):
-            way = (
-                "prune the checkpoint of the dense model" if config.rounded else "nm.compress_(model, values=...) rounds them after loading"
-            )
+            way = "prune the checkpoint of the dense model" if rounded else "nm.compress_(model, values=...) rounds them after loading"
             raise OptionError(
                 f"NMConfig(values={config.values!r}, group={config.group}): the checkpoint is already compressed, with values in "
-                f"{'; '.join(config.rounded) or 'floating point'}. Leave values out; {way}."
+                f"{'; '.join(rounded) or 'floating point'}. Leave values out; {way}."
             )
 
     def _agrees(self, about: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -85,10 +84,24 @@ class Sparsity(Callback):
         if why is not None:
             raise RecipeError(f"fit: {type(trainer.strategy).__name__} {why}.")
         self._checkpoint = None
-        if self._of(pl_module) and self._goes_on():
-            return
+        if self._of(pl_module):
+            handle = self._own()
+            if handle.finished:
+                raise RecipeError(
+                    "fit: an earlier fit has finished the recipe of this module. To train in parts, pass Sparsity(..., finish=False) and "
+                    "call sparsity.handle.finish() after the last fit. To train the finished module further, call sparsity.handle.remove() "
+                    "and use a new Sparsity: with nm.recipes.ASP(score='existing') it keeps the present zeros."
+                )
+            if self._begun:  # continue the run of an earlier fit
+                handle.detach()
+                return
+            handle.remove()  # after a tuner's search; the number of steps may have changed
         self.handle, self._steps, self._begun = None, None, False
         configure = pl_module.configure_model
+
+        def count() -> int:
+            self._steps = _steps(trainer)
+            return self._steps
 
         def configure_model() -> None:
             self._swap.close()
@@ -96,32 +109,13 @@ class Sparsity(Callback):
             if late:
                 configure()  # creates the layers
             with torch.device("cpu"):  # not on the default device that the strategy has set
-                self.handle = sparsify_(pl_module, resolve(self.recipe, partial(self._count, trainer)), self.filter_fn)
+                self.handle = sparsify_(pl_module, resolve(self.recipe, count), self.filter_fn)
             if not late:
                 configure()  # may shard them, which has to come after swapping
 
         # no callback hook runs between the module's own setup and the loading of a checkpoint
         pl_module.configure_model = configure_model
         self._swap.callback(delattr, pl_module, "configure_model")
-
-    def _goes_on(self) -> bool:
-        """Whether to continue the run of an earlier ``fit``; a run that has not begun (after a tuner's search) is undone."""
-        handle = self._own()
-        if handle.finished:
-            raise RecipeError(
-                "fit: an earlier fit has finished the recipe of this module. To train in parts, pass Sparsity(..., finish=False) and call "
-                "sparsity.handle.finish() after the last fit. To train the finished module further, call sparsity.handle.remove() and "
-                "use a new Sparsity: with nm.recipes.ASP(score='existing') it keeps the present zeros."
-            )
-        if self._begun:
-            handle.detach()
-            return True
-        handle.remove()  # the number of steps may have changed
-        return False
-
-    def _count(self, trainer: Any) -> int:
-        self._steps = _steps(trainer)
-        return self._steps
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Remember the checkpoint that ``fit`` resumes from until the optimizers have loaded its state."""

@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -114,11 +115,6 @@ def rounded_to(layer: nn.Module) -> str:
     return layer.weight.kind if isinstance(layer, CompressedLinear) and layer.weight.step is not None else ""
 
 
-def stored_transposed(layer: nn.Module) -> bool:
-    """Whether the dense layer stores its weight as ``(in, out)``."""
-    return layer.layout == CONV1D
-
-
 def base_of(module: nn.Module) -> nn.Module:
     """The layer inside peft's wrappers."""
     return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
@@ -137,7 +133,10 @@ def targets(model: nn.Module) -> list[str]:
         LoraConfig(r=8, target_modules=nm.integrations.peft.targets(model))
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    experts = _names_of_experts(model)
+    # names that peft rewrites into target_parameters of stacked experts, wherever they occur
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    patterns = getattr(transformers_weight_conversion, "_MODEL_TO_CONVERSION_PATTERN", {})
+    experts = getattr(transformers_weight_conversion, "_MOE_TARGET_MODULE_MAPPING", {}).get(patterns.get(kind), {})
     inside: tuple[str, ...] = ()
     names = []
     for name, module in model.named_modules():
@@ -148,13 +147,6 @@ def targets(model: nn.Module) -> list[str]:
         if is_linear(base_of(module)) and module is not head and name.rpartition(".")[2] not in experts:
             names.append(name)
     return names
-
-
-def _names_of_experts(model: nn.Module) -> Any:
-    """Module names that peft rewrites into ``target_parameters`` of stacked experts, wherever they occur."""
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    patterns = getattr(transformers_weight_conversion, "_MODEL_TO_CONVERSION_PATTERN", {})
-    return getattr(transformers_weight_conversion, "_MOE_TARGET_MODULE_MAPPING", {}).get(patterns.get(kind), {})
 
 
 # ---------------------------------------------------------------------------------------------------------------- what a layer computes
@@ -175,21 +167,6 @@ class MaskedVariant(LoraVariant):
         bias = None if b.bias is None else b.bias * module.scaling[active_adapter]
         return result + F.linear(dropout(x), update, bias)
 
-    @staticmethod
-    def merge_safe(module: SparseLoraLinear, active_adapter: str, orig_weight: Tensor) -> Tensor:
-        """A new tensor: the weight plus the update."""
-        return orig_weight + module.get_delta_weight(active_adapter).to(orig_weight.dtype)
-
-    @staticmethod
-    def merge_unsafe(module: SparseLoraLinear, active_adapter: str, orig_weight: Tensor) -> None:
-        """Add the update to the weight."""
-        orig_weight.data += module.get_delta_weight(active_adapter)
-
-    @staticmethod
-    def unmerge(module: SparseLoraLinear, active_adapter: str, orig_weight: Tensor) -> Tensor:
-        """A new tensor: the weight minus the update."""
-        return orig_weight - module.get_delta_weight(active_adapter).to(orig_weight.dtype)
-
 
 class SparseDoraVariant(DoraLinearVariant):
     """DoRA, y = m x (W + s B A)ᵀ / ‖W + s B A‖ + b, which needs W in dense layout for its row norms."""
@@ -197,26 +174,33 @@ class SparseDoraVariant(DoraLinearVariant):
     @staticmethod
     def init(module: SparseLoraLinear, adapter_name: str, **kwargs: Any) -> None:
         """Initialise the magnitudes m with the row norms of W."""
-        with module.dense_base():
-            DoraLinearVariant.init(module, adapter_name, **kwargs)
+        DoraLinearVariant.init(DenseBase(module), adapter_name, **kwargs)
 
     @staticmethod
     def forward(module: SparseLoraLinear, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
         """y ``(..., out)`` from the base layer's ``result``."""
-        return DoraLinearVariant.forward(_WithDenseBase(module), active_adapter=active_adapter, x=x, result=result, **kwargs)
+        return DoraLinearVariant.forward(DenseBase(module), active_adapter=active_adapter, x=x, result=result, **kwargs)
 
 
-class _WithDenseBase:
+class DenseBase:
     """A view of ``module`` whose base layer has the weight in dense layout."""
 
     def __init__(self, module: SparseLoraLinear) -> None:
-        self._module = module
+        self.__dict__["_module"] = module
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
+
     def get_base_layer(self) -> nn.Module:
-        return self._module.dense_layer(copied=False)
+        """The weight, as the dense layer stores it, and the bias."""
+        layer: Any = nn.Linear(1, 1, device="meta")
+        weight, bias = self._module.weight_and_order()[0], self._module.get_base_layer().bias
+        layer.weight = nn.Parameter(weight.t() if self.fan_in_fan_out else weight, requires_grad=False)
+        layer.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        return layer
 
 
 class SparseLoraLinear(Linear):
@@ -228,12 +212,11 @@ class SparseLoraLinear(Linear):
     # peft finds layers that it has wrapped, for "all-linear", by "Linear" in the class name
 
     merging = EXACT
-    _mask: Tensor | None = None  # set while peft's own merge runs on a copy of the base layer
     _unmerged: tuple[Any, list[Any]] | None = None  # (base layer, its tensors before merging)
     merged_adapters: list[str]
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
-        transposed = stored_transposed(base_of(base_layer))
+        transposed = base_of(base_layer).layout == CONV1D  # the dense layer stores its weight as (in, out)
         config.fan_in_fan_out = transposed  # as peft does by the class of the dense layer
         super().__init__(base_layer, adapter_name, config=config, is_target_conv_1d_layer=transposed, **kwargs)
 
@@ -271,20 +254,22 @@ class SparseLoraLinear(Linear):
             return base.dense(), base.order
         return base.master.detach(), base.columns
 
+    def tensors(self) -> list[Any]:
+        """What the base layer holds while no adapter is merged: values and indices, or the dense weight ``(out, in)``; and the bias."""
+        base = self.get_base_layer()
+        if self._unmerged is None:
+            return [*([base.values, base.indices] if isinstance(base, CompressedLinear) else [base.master.detach()]), base.bias]
+        if self._unmerged[0] is not base:
+            raise RecipeError("unmerge: the layer was replaced while the adapter was merged, so its weight from before is lost.")
+        return self._unmerged[1]
+
     def mask(self) -> Tensor:
         """M, the entries of the weight that the pattern keeps: bool ``(out, in)``."""
-        if self._mask is not None:
-            return self._mask
-        base = self.get_base_layer()
+        base, (weight, indices, *_) = self.get_base_layer(), self.tensors()
         if isinstance(base, CompressedLinear):
-            stored = base.pattern.kept(base.in_features)
-            ones = ops.Compressed(
-                torch.ones(base.out_features, stored, device=base.values.device), base.indices, base.pattern, base.weight.shape
-            )
-            grouped, order = ones.dense() != 0, base.order
-        else:
-            grouped, order = ops.mask(base.grouped.detach(), base.pattern), base.columns
-        return grouped if order is None else grouped.index_select(1, order.long().to(grouped.device).argsort())
+            ones = torch.ones(base.out_features, base.pattern.kept(base.in_features), device=weight.device)
+            return _ordered(ops.Compressed(ones, indices, base.pattern, base.weight.shape).dense() != 0, base.order, back=True)
+        return _ordered(ops.mask(_ordered(weight, base.columns), base.pattern), base.columns, back=True)
 
     def update(self, adapter: str) -> Tensor:
         """s B A ``(out, in)``, masked if the adapter is a masked one."""
@@ -299,51 +284,41 @@ class SparseLoraLinear(Linear):
             return full
         return full * (self.mask().t() if self.fan_in_fan_out else self.mask())
 
-    def dense_layer(self, copied: bool = True) -> nn.Module:
-        """A module with the base layer's weight, as the dense layer stores it, and bias; copies of them if ``copied``."""
-        weight, _ = self.weight_and_order()
-        bias = self.get_base_layer().bias
-        layer: Any = nn.Linear(1, 1, bias=False, device="meta")
-        stored = weight.t() if self.fan_in_fan_out else weight
-        layer.weight = nn.Parameter(stored.clone(memory_format=torch.contiguous_format) if copied else stored, requires_grad=False)
-        layer.bias = None if bias is None else nn.Parameter(bias.detach().clone() if copied else bias.detach(), requires_grad=False)
-        return layer
-
-    @contextmanager
-    def dense_base(self) -> Iterator[Any]:
-        """Replace the base layer by ``dense_layer()`` within the ``with`` block, for code of peft that reads or writes its weight."""
-        base, dense = self._modules["base_layer"], self.dense_layer()
-        self._modules["base_layer"] = dense
-        try:
-            yield dense
-        finally:
-            self._modules["base_layer"] = base
-
     # ---- merging
 
     @torch.no_grad()
     def merged_weight(self, adapters: Sequence[str], safe_merge: bool = False) -> tuple[Tensor, Tensor | None]:
-        """(weight ``(out, in)``, bias) of the layer and ``adapters`` combined, by peft's own merge on a copy."""
+        """(weight ``(out, in)``, bias) of the layer and ``adapters`` combined, as peft merges them."""
         if any(is_sharded(p) for p in self.parameters()):
             raise RecipeError(f"merging: the weights are sharded. {ONE_PROCESS}")
-        before = self.merged_adapters
-        self.merged_adapters, self._mask = [], self.mask()
-        try:
-            with self.dense_base() as dense:
-                super().merge(safe_merge, list(adapters))
-                stored = dense.weight.detach()
-                return (stored.t() if self.fan_in_fan_out else stored), dense.bias
-        finally:
-            self.merged_adapters, self._mask = before, None
+        base, (first, *rest, bias) = self.get_base_layer(), self.tensors()
+        if isinstance(base, CompressedLinear):
+            first = _ordered(ops.Compressed(first, rest[0], base.pattern, base.weight.shape).dense(), base.order, back=True)
+        weight = first
+        for name in adapters:
+            variant, update = self.lora_variant.get(name), self.get_delta_weight(name)
+            update = update.t() if self.fan_in_fan_out else update
+            merged = weight + update
+            if isinstance(variant, SparseDoraVariant):
+                merged *= (self.lora_magnitude_vector[name].weight / (first + update).norm(dim=1))[:, None]
+            elif variant is not None and not isinstance(variant, MaskedVariant):
+                variant.merge_unsafe(self, name, weight)  # raises
+            weight = merged.to(first.dtype)
+            if self.lora_bias[name]:
+                if bias is None:
+                    raise RuntimeError("Impossible to merge LoRA with `lora_bias=True` because the base layer has no bias.")
+                bias = bias + self.lora_B[name].bias * self.scaling[name]
+            if safe_merge and not all(bool(t.isfinite().all()) for t in (weight, bias) if t is not None):
+                raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
+        return weight, bias
 
     @torch.no_grad()
     def lost(self, adapters: Sequence[str]) -> float:
-        """The share of the update's norm that pruning the merged weight would lose, ‖prune(W') − W'‖ / ‖W' − W‖; 0 if it is N:M."""
-        if self._unmerged is not None:  # W already includes the merged adapters
-            adapters = [name for name in adapters if name not in self.merged_adapters]
-            if not adapters:
-                return 0.0
-        merged, _ = self.merged_weight(adapters)
+        """The share of the update's norm that pruning the merged weight would lose, ‖prune(W') − W'‖ / ‖W' − W‖; 0 if it is N:M.
+
+        W includes what is merged already.
+        """
+        merged, _ = self.merged_weight(list(dict.fromkeys([*self.merged_adapters, *adapters])))
         weight, order = self.weight_and_order()
         wide = torch.promote_types(merged.dtype, torch.float32)
         grouped = _ordered(merged, order).to(wide)
@@ -364,7 +339,7 @@ class SparseLoraLinear(Linear):
             RecipeError: the result would not be N:M; nothing has changed.
         """
         base = self.get_base_layer()
-        if self._mask is not None or not is_linear(base):  # made dense by densify_ since
+        if not is_linear(base):  # made dense by densify_ since
             super().merge(safe_merge, adapter_names)
             return
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
@@ -373,39 +348,17 @@ class SparseLoraLinear(Linear):
         kind = rounded_to(base)
         if kind:
             raise RecipeError(f"merging adapter {', '.join(map(repr, names))}: {NO_MERGE.format(kind)}")
-        merged_before = self._unmerged is not None
-        if merged_before:
-            self._restore()
-        try:
-            adapters = [*self.merged_adapters, *names]
-            weight, bias = self.merged_weight(adapters, safe_merge)
-            grouped = _ordered(weight, self.weight_and_order()[1])
-            if not ops.is_nm(grouped, base.pattern):
-                if self.merging != PRUNE:
-                    raise RecipeError(refusal({"": self.lost(adapters)}, {"": self}, names))
-                grouped = ops.prune(grouped, base.pattern)
-        except BaseException:
-            if merged_before:
-                self.merged_adapters, done = [], self.merged_adapters
-                self.merge(adapter_names=done)
-            raise
-        held = [base.values, base.indices] if isinstance(base, CompressedLinear) else [base.master.detach().clone()]
-        self._unmerged = base, [*held, None if base.bias is None else base.bias.detach().clone()]
+        adapters = [*self.merged_adapters, *names]
+        weight, bias = self.merged_weight(adapters, safe_merge)
+        grouped = _ordered(weight, self.weight_and_order()[1])
+        if not ops.is_nm(grouped, base.pattern):
+            if self.merging != PRUNE:
+                raise RecipeError(refusal({"": self.lost(adapters)}, {"": self}, names))
+            grouped = ops.prune(grouped, base.pattern)
+        if self._unmerged is None:
+            self._unmerged = base, [None if t is None else t.detach().clone() for t in self.tensors()]
         self._write(grouped, bias)
         self.merged_adapters = adapters
-
-    def _restore(self) -> None:
-        assert self._unmerged is not None
-        base, (*held, bias) = self._unmerged
-        if base is not self.get_base_layer():
-            raise RecipeError("unmerge: the layer was replaced while the adapter was merged, so its weight from before is lost.")
-        if isinstance(base, CompressedLinear):
-            base.values, base.indices = held
-        else:
-            base.master.copy_(held[0])
-        if bias is not None:
-            base.bias.copy_(bias)
-        self._unmerged = None
 
     def _write(self, grouped: Tensor, bias: Tensor | None) -> None:
         """Store the weight ``grouped``, N:M in the layer's column order, and ``bias`` in the base layer."""
@@ -414,21 +367,27 @@ class SparseLoraLinear(Linear):
             packed = ops.compress(grouped.contiguous(), base.pattern)
             base.values, base.indices = packed.values, packed.indices  # new buffers, so that cached layouts of the old ones are dropped
         else:
-            order = base.columns
-            base.master.copy_(grouped if order is None else grouped.index_select(1, order.long().to(grouped.device).argsort()))
+            base.master.copy_(_ordered(grouped, base.columns, back=True))
         if bias is not None:
             base.bias.copy_(bias)
 
     @torch.no_grad()
     def unmerge(self) -> None:
         """Restore the weight and the bias from before ``merge``."""
-        if self._mask is not None or not is_linear(self.get_base_layer()):
+        base = self.get_base_layer()
+        if not is_linear(base):
             super().unmerge()
         elif self._unmerged is None:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
         else:
-            self._restore()
-            self.merged_adapters = []
+            *weight, bias = self.tensors()
+            if isinstance(base, CompressedLinear):
+                base.values, base.indices = weight
+            else:
+                base.master.copy_(weight[0])
+            if bias is not None:
+                base.bias.copy_(bias)
+            self._unmerged, self.merged_adapters = None, []
 
     # ---- absorbing
 
@@ -492,8 +451,12 @@ class SparseLoraLinear(Linear):
         return self.get_base_layer()
 
 
-def _ordered(weight: Tensor, order: Tensor | None) -> Tensor:
-    return weight if order is None else weight.index_select(1, order.long().to(weight.device))
+def _ordered(weight: Tensor, order: Tensor | None, back: bool = False) -> Tensor:
+    """The columns of ``weight`` in this order, or ``back`` from it."""
+    if order is None:
+        return weight
+    order = order.long().to(weight.device)
+    return weight.index_select(1, order.argsort() if back else order)
 
 
 # ---------------------------------------------------------------------------------------------------------------- merging a model
@@ -599,8 +562,11 @@ def refusal(lost: Mapping[str, float], layers: Mapping[str, SparseLoraLinear], n
     )
 
 
-def check_merge(model: nn.Module, adapter_names: Sequence[str] | None) -> None:
-    """Raise ``RecipeError``, before any layer is changed, if a merge of the adapters in ``model`` would make an N:M weight dense."""
+def check_merge(call: dict[str, Any]) -> None:
+    """Raise ``RecipeError``, before any layer is changed, if a tuner's merge of adapters would make an N:M weight dense."""
+    if not call.get("merge", True):
+        return
+    model, adapter_names = call["self"].model, call["adapter_names"]
     lost, layers = {}, {}
     for name, module in model.named_modules():
         if isinstance(module, SparseLoraLinear) and is_linear(module.get_base_layer()):
@@ -608,7 +574,7 @@ def check_merge(model: nn.Module, adapter_names: Sequence[str] | None) -> None:
             kind = rounded_to(module.get_base_layer())
             if kind and adapters and module.merging != ABSORB:
                 raise RecipeError(f"merging adapters into {name!r}: {NO_MERGE.format(kind)}")
-            share = module.lost([*module.merged_adapters, *adapters]) if adapters and module.merging == EXACT else 0.0
+            share = module.lost(adapters) if adapters and module.merging == EXACT else 0.0
             if share:
                 lost[name], layers[name] = share, module
         elif isinstance(module, BaseTunerLayer) and is_sparse(module.get_base_layer()) and not isinstance(module, IA3Layer):
@@ -668,7 +634,7 @@ def export_adapter(model: nn.Module, folder: str | Path, task_type: str | None =
         lora_alpha=1,
         rank_pattern={name: r for name, r in ranks.items() if r != rank},
         target_modules=set(layers),
-        fan_in_fan_out=all(stored_transposed(layer) for layer, _ in layers.values()),
+        fan_in_fan_out=all(layer.layout == CONV1D for layer, _ in layers.values()),
         task_type=task_type,
         inference_mode=True,
         base_model_name_or_path=getattr(getattr(model, "config", None), "_name_or_path", None) or None,
@@ -707,20 +673,26 @@ def unsupported(config: LoraConfig) -> str:
     return ""
 
 
-def check_injection(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
-    """Raise, before any layer is changed, if ``config`` requests what an N:M weight of ``model`` does not support.
+def check_injection(call: dict[str, Any]) -> None:
+    """Raise, before any layer is changed, if the config of a call's adapter requests what an N:M weight of the model does not support.
 
     Raises:
         OptionError: a method, variant or option that these layers do not support.
         RecipeError: a layer is still in training.
         ShapeError: a layer is split by tensor parallelism.
     """
+    tuner, model, adapter = call["self"], call["model"], call["adapter_name"]
+    configs = call.get("peft_config") or tuner.peft_config
+    config: Any = configs.get(adapter) if isinstance(configs, dict) else configs
     layers = {name: base_of(m) for name, m in model.named_modules() if is_sparse(base_of(m)) and not name.endswith(".base_layer")}
     if not layers:
         return
     stacks = {name: layer_name(name, layer) for name, layer in layers.items()}
     parameters = {f"{name}.weight" if stack == name else stack: name for name, stack in stacks.items()}
-    for wanted in _target_parameters(model, config):
+    rewritten = copy.deepcopy(config)  # for mixtures peft rewrites the names of modules that are now stacked
+    with suppress(Exception):  # peft reports the error itself
+        transformers_weight_conversion.convert_peft_config_for_transformers(rewritten, model=model, conversions=None)
+    for wanted in sorted(getattr(rewritten, "target_parameters", None) or ()):
         hit = next((name for stored, name in parameters.items() if f".{stored}".endswith(f".{wanted}")), None)
         if hit is not None:
             raise OptionError(
@@ -763,14 +735,6 @@ def check_injection(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
         )
 
 
-def _target_parameters(model: nn.Module, config: Any) -> list[str]:
-    """The ``target_parameters`` that peft will use: for mixtures it rewrites the names of modules that are now stacked."""
-    rewritten = copy.deepcopy(config)
-    with suppress(Exception):  # peft reports the error itself
-        transformers_weight_conversion.convert_peft_config_for_transformers(rewritten, model=model, conversions=None)
-    return sorted(getattr(rewritten, "target_parameters", None) or ())
-
-
 def _is_target(tuner: BaseTuner, model: nn.Module, config: Any, name: str) -> bool:
     """Whether peft will put an adapter on the module ``name``."""
     resolved = copy.copy(config)
@@ -784,6 +748,17 @@ def _is_target(tuner: BaseTuner, model: nn.Module, config: Any, name: str) -> bo
         return False  # peft reports the error itself
 
 
+def check_weighted(call: dict[str, Any]) -> None:
+    """Raise ``OptionError`` for a sum of masked and other adapters."""
+    tuner, adapters = call["self"], call["adapters"]
+    masked = {bool(getattr(tuner.peft_config.get(name), "nm_masked", False)) for name in adapters}
+    if len(masked) > 1:
+        raise OptionError(
+            f"add_weighted_adapter: some of {', '.join(map(repr, adapters))} are masked (MaskedLoraConfig) and some are not, and their sum "
+            "would be neither. Combine adapters of one kind."
+        )
+
+
 # ---------------------------------------------------------------------------------------------------------------- into peft
 
 
@@ -794,12 +769,12 @@ def install() -> None:
     _wrap(lora_model.LoraModel, "_create_new_module", _create_module)
     _wrap(peft_config.PeftConfigMixin, "from_peft_type", _read_config)
     # some methods inspect the layers before they inject anything, with less helpful messages
-    _wrap(BaseTuner, "__init__", _check_start)
-    _wrap(BaseTuner, "inject_adapter", _check_injection)
-    for owner in (BaseTuner, MixedModel):
-        _wrap(owner, "_unload_and_optionally_merge", _check_unload)
-    _wrap(BaseTuner, "merge_adapter", _check_merge)
-    _wrap(lora_model.LoraModel, "add_weighted_adapter", _check_weighted)
+    _check_first(BaseTuner, "__init__", check_injection)
+    _check_first(BaseTuner, "inject_adapter", check_injection)
+    _check_first(BaseTuner, "_unload_and_optionally_merge", check_merge)
+    _check_first(MixedModel, "_unload_and_optionally_merge", check_merge)
+    _check_first(BaseTuner, "merge_adapter", check_merge)
+    _check_first(lora_model.LoraModel, "add_weighted_adapter", check_weighted)
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
@@ -817,37 +792,16 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     setattr(owner, name, type(old)(new) if isinstance(old, (staticmethod, classmethod)) else new)
 
 
-def _check_start(original: Any, tuner: BaseTuner, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-    check_injection(tuner, model, peft_config.get(adapter_name) if isinstance(peft_config, dict) else peft_config)
-    return original(tuner, model, peft_config, adapter_name, *args, **kwargs)
+def _check_first(owner: Any, name: str, check: Callable[[dict[str, Any]], None]) -> None:
+    """Have the method ``name`` of ``owner`` call ``check`` first, with its arguments by name."""
 
+    def wrapper(original: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        bound.apply_defaults()
+        check(bound.arguments)
+        return original(*args, **kwargs)
 
-def _check_injection(original: Any, tuner: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-    check_injection(tuner, model, tuner.peft_config[adapter_name])
-    return original(tuner, model, adapter_name, *args, **kwargs)
-
-
-def _check_unload(
-    original: Any, tuner: Any, merge: bool = True, progressbar: bool = False, safe_merge: bool = False, adapter_names: Any = None
-) -> Any:
-    if merge:
-        check_merge(tuner.model, adapter_names)
-    return original(tuner, merge, progressbar, safe_merge, adapter_names)
-
-
-def _check_merge(original: Any, tuner: Any, adapter_names: Any = None, safe_merge: bool = False) -> Any:
-    check_merge(tuner.model, adapter_names)
-    return original(tuner, adapter_names, safe_merge)
-
-
-def _check_weighted(original: Any, tuner: Any, adapters: list[str], *args: Any, **kwargs: Any) -> Any:
-    masked = {bool(getattr(tuner.peft_config.get(name), "nm_masked", False)) for name in adapters}
-    if len(masked) > 1:
-        raise OptionError(
-            f"add_weighted_adapter: some of {', '.join(map(repr, adapters))} are masked (MaskedLoraConfig) and some are not, and their sum "
-            "would be neither. Combine adapters of one kind."
-        )
-    return original(tuner, adapters, *args, **kwargs)
+    _wrap(owner, name, wrapper)
 
 
 def _include_all_linear(original: Any, config: Any, model: nn.Module) -> Any:

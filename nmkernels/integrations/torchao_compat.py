@@ -37,7 +37,25 @@ def to_semi_structured_(model: nn.Module) -> nn.Module:
     weights: dict[nn.Module, Tensor] = {}
     for name, module in model.named_modules():
         if isinstance(module, (NMWeight, CompressedLinear)):
-            weights[module] = semi_structured(_packed(name, module))
+            if isinstance(module, NMWeight) and not module.finished:
+                raise RecipeError(f"to_semi_structured_: layer {name!r} is still in training; call handle.finish() first.")
+            if module.pattern != TWO_OF_FOUR or module.layout not in MATRICES:
+                kind = f"a {type(module).__name__}" if module.layout not in MATRICES else str(module.pattern)
+                raise RecipeError(
+                    f"to_semi_structured_: layer {name!r} is {kind}; torch has tensors for 2:4 weights of linear layers only."
+                )
+            reordered = (module.columns if isinstance(module, NMWeight) else module.order) is not None
+            if "nm_left" in module._parameters or reordered:
+                what = "reorders its inputs" if reordered else "has a low-rank adapter"
+                raise RecipeError(f"to_semi_structured_: layer {name!r} {what}, which an nn.Linear cannot.")
+            if isinstance(module, CompressedLinear) and module.weight.step is not None:
+                raise DtypeError(
+                    f"to_semi_structured_: layer {name!r} has {module.weight.kind} values, and torch's tensors take fp16 and bf16: call it "
+                    "on the model with floating-point weights, or first nm.densify_(model), which decodes these, and then "
+                    "nm.recipes.adopt(model).finish(allow_unused=True)."
+                )
+            c = module.weight if isinstance(module, CompressedLinear) else ops.compress(module.grouped.detach().contiguous(), TWO_OF_FOUR)
+            weights[module] = semi_structured(c)
     if not weights:
         raise RecipeError("to_semi_structured_: the model has no sparse linear layer.")
     made: dict[nn.Module, nn.Module] = {}
@@ -49,25 +67,6 @@ def to_semi_structured_(model: nn.Module) -> nn.Module:
         made[module] = plain.train(module.training)
     replace_each_(model, made)
     return model
-
-
-def _packed(name: str, module: NMWeight | CompressedLinear) -> ops.Compressed:
-    if isinstance(module, NMWeight) and not module.finished:
-        raise RecipeError(f"to_semi_structured_: layer {name!r} is still in training; call handle.finish() first.")
-    if module.pattern != TWO_OF_FOUR or module.layout not in MATRICES:
-        kind = f"a {type(module).__name__}" if module.layout not in MATRICES else str(module.pattern)
-        raise RecipeError(f"to_semi_structured_: layer {name!r} is {kind}; torch has tensors for 2:4 weights of linear layers only.")
-    reordered = (module.columns if isinstance(module, NMWeight) else module.order) is not None
-    if "nm_left" in module._parameters or reordered:
-        what = "reorders its inputs" if reordered else "has a low-rank adapter"
-        raise RecipeError(f"to_semi_structured_: layer {name!r} {what}, which an nn.Linear cannot.")
-    if isinstance(module, CompressedLinear) and module.weight.step is not None:
-        raise DtypeError(
-            f"to_semi_structured_: layer {name!r} has {module.weight.kind} values, and torch's tensors take fp16 and bf16: call it on the "
-            "model with floating-point weights, or first nm.densify_(model), which decodes these, and then "
-            "nm.recipes.adopt(model).finish(allow_unused=True)."
-        )
-    return ops.compress(module.grouped.detach().contiguous(), TWO_OF_FOUR) if isinstance(module, NMWeight) else module.weight
 
 
 def semi_structured(c: ops.Compressed) -> Tensor:

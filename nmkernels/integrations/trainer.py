@@ -5,8 +5,7 @@ A callback is not enough: it cannot choose the optimizer, and the layers have to
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -64,14 +63,48 @@ def prepare(trainer: Any, recipe: Recipe | str, filter_fn: FilterFn | None = Non
     recipe = resolve(recipe, lambda: _steps(trainer))
     keywords = _own_optimizer(trainer, recipe)
     handle = sparsify_(trainer.model, recipe, filter_fn)
-    if keywords is not None:
-        trainer.create_optimizer = _with_recipe_optimizer(trainer, handle, keywords, trainer.create_optimizer)
     callback = RecipeCallback(handle, None if has_steps else recipe.total_steps, finish)
     # first, before the callbacks that write the log or upload the model at the end
     trainer.callback_handler.callbacks.insert(0, callback)
-    trainer.train = _refusing_finished(handle, trainer.train)
-    trainer.create_scheduler = _attaching(trainer, callback, trainer.create_scheduler)
-    trainer.evaluation_loop = _deployed(handle, trainer.evaluation_loop)
+
+    def train(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if handle.finished:  # before it loads a checkpoint
+            raise RecipeError(
+                "train: the recipe has been finished by an earlier train(). To train in parts, prepare(trainer, recipe, finish=False) and "
+                "call handle.finish() after the last one. To train again, from a checkpoint or from the start, prepare a new Trainer with "
+                "a new model."
+            )
+        return original(*args, **kwargs)
+
+    def create_optimizer(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if keywords is None or trainer.optimizer is not None:
+            return original(*args, **kwargs)
+        made = original(*args, **kwargs)
+        # with what the trainer has set for single groups, such as a learning rate, besides weight decay
+        groups = [
+            {k: v for k, v in group.items() if k in ("params", "weight_decay") or v != keywords.get(k, v)} for group in made.param_groups
+        ]
+        # the trainer leaves out frozen parameters, but attach finds the layers by their weights
+        updated = {id(p) for group in groups for p in group["params"]}
+        frozen = [layer.parameter for layer in handle.layers.values() if layer.learned() and id(layer.parameter) not in updated]
+        if frozen:
+            groups.append({"params": frozen, "weight_decay": 0.0})
+        trainer.optimizer = handle.recipe.optimizer(groups, **keywords)
+        return trainer.optimizer
+
+    def create_scheduler(original: Any, *args: Any, **kwargs: Any) -> Any:
+        # by now FSDP2 has replaced the parameters, and no checkpoint has been loaded. Loading before attaching would work in one process
+        # only: of several ranks the first one reads the optimizer's state, and sends the others only the entries that they have
+        callback.attach(trainer.optimizer)
+        return original(*args, **kwargs)
+
+    def evaluation_loop(original: Any, *args: Any, **kwargs: Any) -> Any:
+        with handle.deployable():
+            return original(*args, **kwargs)
+
+    for wrapper in (train, create_optimizer, create_scheduler, evaluation_loop):
+        theirs = getattr(trainer, wrapper.__name__)
+        setattr(trainer, wrapper.__name__, update_wrapper(partial(wrapper, theirs), theirs))
     return handle
 
 
@@ -129,46 +162,6 @@ def _save_by_hub_names(model: Any, on: bool) -> None:
         vars(model).pop("save_pretrained", None)
         if not on:
             model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
-
-
-def _refusing_finished(handle: Handle, train: Callable[..., Any]) -> Callable[..., Any]:
-    """``train`` that refuses a finished model before it loads a checkpoint into it."""
-
-    @wraps(train)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if handle.finished:
-            raise RecipeError(
-                "train: the recipe has been finished by an earlier train(). To train in parts, prepare(trainer, recipe, finish=False) and "
-                "call handle.finish() after the last one. To train again, from a checkpoint or from the start, prepare a new Trainer with "
-                "a new model."
-            )
-        return train(*args, **kwargs)
-
-    return checked
-
-
-def _attaching(trainer: Any, callback: RecipeCallback, create_scheduler: Callable[..., Any]) -> Callable[..., Any]:
-    """``create_scheduler`` that attaches the recipe first: by then FSDP2 has replaced the parameters, and no checkpoint has been loaded.
-
-    Loading before attaching would work in one process only: of several ranks the first one reads the optimizer's state, and sends the
-    others only the entries that they have.
-    """
-
-    @wraps(create_scheduler)
-    def attaching(*args: Any, **kwargs: Any) -> Any:
-        callback.attach(trainer.optimizer)
-        return create_scheduler(*args, **kwargs)
-
-    return attaching
-
-
-def _deployed(handle: Handle, evaluation_loop: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(evaluation_loop)
-    def deployed(*args: Any, **kwargs: Any) -> Any:
-        with handle.deployable():
-            return evaluation_loop(*args, **kwargs)
-
-    return deployed
 
 
 def _check(trainer: Any) -> None:
@@ -245,28 +238,3 @@ def _own_optimizer(trainer: Any, recipe: Recipe) -> dict[str, Any] | None:
 def _not_with(recipe: Recipe, optimizer: str, way_out: str) -> str:
     needs = recipe.setup.needs or "makes parameter groups of its own"
     return f"prepare: {type(recipe).__name__} {needs}, which {optimizer} cannot: {way_out}; the trainer then uses one that can."
-
-
-def _with_recipe_optimizer(
-    trainer: Any, handle: Handle, keywords: dict[str, Any], create_optimizer: Callable[..., Any]
-) -> Callable[..., Any]:
-    """``create_optimizer`` that makes the recipe's optimizer from the parameter groups of the trainer's own."""
-
-    @wraps(create_optimizer)
-    def create(*args: Any, **kwargs: Any) -> Any:
-        if trainer.optimizer is None:
-            made = create_optimizer(*args, **kwargs)
-            # with what the trainer has set for single groups, such as a learning rate, besides weight decay
-            groups = [
-                {k: v for k, v in group.items() if k in ("params", "weight_decay") or v != keywords.get(k, v)}
-                for group in made.param_groups
-            ]
-            # the trainer leaves out frozen parameters, but attach finds the layers by their weights
-            updated = {id(p) for group in groups for p in group["params"]}
-            frozen = [layer.parameter for layer in handle.layers.values() if layer.learned() and id(layer.parameter) not in updated]
-            if frozen:
-                groups.append({"params": frozen, "weight_decay": 0.0})
-            trainer.optimizer = handle.recipe.optimizer(groups, **keywords)
-        return trainer.optimizer
-
-    return create

@@ -79,8 +79,7 @@ class Measurement:
         best = min(self.seconds, key=self.seconds.__getitem__, default=self.baseline)
         if self.baseline not in self.seconds:
             return best
-        halves = self.halves or [self.seconds]
-        return best if all(half[self.baseline] >= LEAST_GAIN * half[best] for half in halves) else self.baseline
+        return best if all(half[self.baseline] >= LEAST_GAIN * half[best] for half in self.halves) else self.baseline
 
     @property
     def gain(self) -> float | None:

@@ -40,9 +40,6 @@ LONGEST_WAIT = 2.0
 
 LARGEST = 1 << 24
 """Largest file in bytes that is read as a table; real ones have a few hundred thousand."""
-DEEPEST = 8
-"""Deepest nesting of a line; ours have three levels."""
-
 Line = dict[str, Any]
 
 
@@ -112,7 +109,7 @@ class Table:
             if not quiet:
                 warnings.warn(f"nmkernels: {where} cannot be read ({error}); {way_out}", RuntimeWarning, stacklevel=3)
             return {}
-        return {key: line for key, line in content["lines"].items() if isinstance(line, dict) and _shallow(line)}
+        return {key: line for key, line in content["lines"].items() if isinstance(line, dict)}
 
     def store(self, lines: Mapping[str, Line | None]) -> Path:
         """Add lines to the file, or remove those that are None, atomically; this process uses them from now on.
@@ -190,12 +187,6 @@ def versions(kind: str) -> str:
     libraries = [probe.reason.split(",")[0] for probe in probes if probe.ok]
     ours = " ".join(filter(None, (f"nmkernels {__version__}", capability.core_build())))
     return ", ".join([ours, f"torch {torch.__version__}", *libraries])
-
-
-def _shallow(value: Any, levels: int = DEEPEST) -> bool:
-    """Whether a value has at most that many levels; json can read deeper nesting than it can write."""
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels > 0 and all(_shallow(item, levels - 1) for item in inside)
 
 
 @contextmanager

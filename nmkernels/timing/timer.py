@@ -83,32 +83,27 @@ class Meter(Protocol):
 
 
 class HostMeter:
-    """Times single calls with the host's clock, each after an untimed ``between``: the median of the calls that fit into ``batch`` seconds
-    (0: one)."""
+    """Times single calls with the host's clock, each after an untimed ``between``: the median of a few calls."""
 
-    def __init__(self, calls: Sequence[Call], batch: float = HOST_BATCH, under: Under = nullcontext, between: Call | None = None) -> None:
-        self.calls, self.batch, self.under, self.between = cycle(calls), batch, under, between
-        self.count, self.cost = 1, 0.0
+    def __init__(self, calls: Sequence[Call], between: Call) -> None:
+        self.calls, self.between, self.count, self.cost = cycle(calls), between, 1, 0.0
 
     def warm(self) -> float:
-        with self.under():
-            took = self._once()
-            if took < LONG:
-                took = self._once()
-                self.count = max(1, min(MOST_IN_BATCH, int(self.batch / max(took, 1e-9))))
+        took = self.turn()
+        if took < LONG:
+            took = self.turn()
+            self.count = max(1, min(MOST_IN_BATCH, int(HOST_BATCH / max(took, 1e-9))))
         self.cost = self.count * took
         return took
 
-    def _once(self) -> float:
-        if self.between is not None:
-            self.between()
-        call, start = next(self.calls), time.perf_counter()
-        call()
-        return time.perf_counter() - start
-
     def turn(self) -> float:
-        with self.under():
-            return median([self._once() for _ in range(self.count)])
+        samples = []
+        for _ in range(self.count):
+            self.between()
+            call, start = next(self.calls), time.perf_counter()
+            call()
+            samples.append(time.perf_counter() - start)
+        return median(samples)
 
 
 class DeviceMeter:
@@ -243,7 +238,7 @@ class Timer:
         with torch.cuda.device(self.device) if cuda else nullcontext():  # events belong to the current device
             other = torch.zeros(0 if cuda else BETWEEN, dtype=torch.float32)
             between = partial(other.mul_, 1.0)
-            meters = {name: DeviceMeter(some, self.device) if cuda else HostMeter(some, between=between) for name, some in calls.items()}
+            meters = {name: DeviceMeter(some, self.device) if cuda else HostMeter(some, between) for name, some in calls.items()}
             return take_turns(meters, seconds, least, hopeless=hopeless)
 
     def compare(self, calls: Mapping[str, Sequence[Call]], seconds: float) -> tuple[dict[str, float], dict[str, str]]:

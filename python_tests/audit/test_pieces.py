@@ -104,7 +104,8 @@ def test_every_task_runs_what_its_name_says(recipe, dtype):
                 assert nm.ops.mask(result, rules.pattern).sum() and result.dtype == dtype
                 assert int((result != 0).sum()) <= 32 * 64 * rules.pattern.density
             elif role == "weight":
-                assert result.rows.shape == (32, 64) and (result.columns is not None) == (name == "weight both")
+                assert (result.columns is not None) == (name == "weight both")
+                assert "weight dense" not in tasks or torch.equal(result.rows.dense(), tasks["weight dense"].run())
 
 
 def test_only_what_decides_is_measured():
@@ -128,8 +129,6 @@ def test_what_the_choice_is_among():
     assert gemm_of(there, "wgrad", gpu).rule == "exact" and gemm_of(there, "fprop", gpu).rule == ""
     assert gemm_of(there.but(layer={"dtype": torch.float32}), "fprop", gpu).forms == ("dense", "rows")
     assert gemm_of(there.but({"pattern": nm.Pattern("4:8")}), "fprop", gpu).forms == ("dense", "rows")
-    for role in ("fprop", "dgrad", "wgrad"):
-        gemm_of(there, role, gpu).check()
 
 
 def test_large_layers_are_shortened_or_left_out(monkeypatch):

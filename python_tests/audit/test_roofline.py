@@ -7,8 +7,9 @@ import torch
 
 import nmkernels as nm
 from nmkernels.audit.advice import break_even
-from nmkernels.audit.rules import GEMMS, Layer, LayerCosts, Piece, Rules, speedup, total
+from nmkernels.audit.rules import Layer, LayerCosts, Piece, Rules, speedup, total
 from nmkernels.gemm.devices import DEVICES
+from nmkernels.gemm.problem import ROLES
 from python_tests.audit.layer_zoo import COSTS
 
 P = nm.Pattern("2:4")
@@ -132,14 +133,14 @@ def used(pieces):
             False,
             {**PACKED, "weight": (2.0, "both"), "wgrad": (8.0, "sparse"), "estimate": (1.0, "mvue 2:4")},
         ),
-        (Rules(P, fprop=False, prepare=""), False, {role: (COSTS[f"{role} dense"], "dense") for role in GEMMS}),
+        (Rules(P, fprop=False, prepare=""), False, {role: (COSTS[f"{role} dense"], "dense") for role in ROLES}),
         (Rules(P, trains=False), True, PACKED),
     ],
 )
 def test_the_cheapest_pieces(rules, transposed, want):
     pieces = priced(rules, transposed).step(COSTS.get)
     assert used(pieces) == want
-    assert total(pieces) == (sum(COSTS[f"{role} dense"] for role in GEMMS if role in want), sum(v for v, _ in want.values()))
+    assert total(pieces) == (sum(COSTS[f"{role} dense"] for role in ROLES if role in want), sum(v for v, _ in want.values()))
 
 
 def test_a_weight_without_a_gradient_needs_no_cost_of_wgrad():

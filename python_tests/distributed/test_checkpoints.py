@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import nmkernels as nm
-from python_tests.distributed.ranks import needs_gloo, on_ranks, raised, whole
+from python_tests.distributed.ranks import Conv1D, assert_equal, needs_gloo, on_ranks, raised, whole
 
 if dist.is_available():
     import torch.distributed.checkpoint as dcp
@@ -66,21 +66,6 @@ CASES: dict[str, tuple[Make, int, dict[str, Any]]] = {
 }
 
 
-class Conv1D(nn.Module):
-    """As Hugging Face's: the weight is stored (in, out)."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf, self.nx = nf, nx
-        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf) / 8), nn.Parameter(torch.zeros(nf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
-
-
-Conv1D.__module__ = "transformers.pytorch_utils"
-
-
 class Run:
     """A small model under ``recipe``, sharded by FSDP2 where there are ranks."""
 
@@ -117,7 +102,6 @@ class Run:
         make = optimizer or (torch.optim.AdamW if recipe is None else recipe.optimizer)
         self.optimizer = make(self.model.parameters(), lr=1e-2)
         self.full, self.options = full, StateDictOptions(flatten_optimizer_state_dict=flat)
-        self.metrics: dict[str, float] = {}
 
     def attach(self) -> Run:
         assert self.handle is not None
@@ -156,19 +140,13 @@ class Run:
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=self.options)
         return self
 
-    def end(self) -> tuple[dict[str, Tensor], dict[str, float]]:
+    def end(self) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
         assert self.handle is not None
-        metrics = {name: float(value) for name, value in self.handle.metrics().items()}
+        metrics = [{name: float(value) for name, value in self.handle.metrics().items()}]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.handle.finish()
         return whole(self.model.state_dict()), metrics
-
-
-def assert_equal(what: str, got: Any, want: Any) -> None:
-    for key, value in want[0].items():
-        assert (got[0][key] - value).abs().max() < 1e-10, (what, key)
-    assert got[1] == pytest.approx(want[1], rel=1e-9, abs=1e-12, nan_ok=True), what
 
 
 QUICK = ("step, before its switch", "step with fst, after", "sste", "asp, flattened", "fst, at its dense end")
@@ -232,7 +210,7 @@ def save_dense_run(path: Path) -> None:
     Run(None).train(0, 3).save(path)
 
 
-def sparsified(path: Path, make: Make, first: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
+def sparsified(path: Path, make: Make, first: bool) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     """A run that goes on sparse from the dense checkpoint; its optimizer is attached ``first``, or once all is loaded."""
     run = Run(make(), seed=5)
     if first:

@@ -83,15 +83,10 @@ def test_a_verdict_has_to_repeat():
         assert measure(FPROP, timer=lambda task, left=left: left.pop(0) if task.name == "op" else 1.0).best == best
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("right", ""),
-        ("wrong", "against float64"),
-        ("raises", "RuntimeError: no shared memory"),
-        ("declines", "it is mine"),
-    ],
-)
+WHY = {"right": "", "wrong": "against float64", "raises": "RuntimeError: no shared memory", "declines": "it is mine"}
+
+
+@pytest.mark.parametrize(("how", "said"), WHY.items())
 def test_only_what_is_right_is_timed(how, said, mine):
     mine()[0] = how
     found = measure(FPROP, timer=clock(mine_rows=0.01))
@@ -352,8 +347,3 @@ def test_a_model_without_such_layers_is_fine(cache):
     report = nm.tune(nn.Linear(3, 3))
     assert not report.choices and str(report).endswith("nothing to store") and not cache.exists()
     assert not any(e.gemm for e in nm.tune(_packed().to("meta"), tokens=4).choices)
-
-
-def test_with_the_real_clock():
-    (entry,) = nm.tune(_packed(64), tokens=3).choices
-    assert entry.choice in ("dense", "op") and not entry.refused and entry.best is not None and entry.best > 0

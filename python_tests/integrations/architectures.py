@@ -389,24 +389,9 @@ def inputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     needed = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     if "grid_thw" in parameters:
         yield from patches(model.config, next(iter(parameters)))
-    more = [
-        n
-        for n in (
-            "pixel_values",
-            "input_ids",
-            "decoder_input_ids",
-            "input_features",
-            "input_values",
-            "bbox",
-            "input_features_mask",
-            "flattened_patches",
-            "pixel_attention_mask",
-            "spatial_shapes",
-            "visual_feats",
-            "visual_pos",
-        )
-        if n in parameters
-    ]
+    first = "pixel_values", "input_ids", "decoder_input_ids", "input_features", "input_values", "bbox", "input_features_mask"
+    rest = "flattened_patches", "pixel_attention_mask", "spatial_shapes", "visual_feats", "visual_pos"
+    more = [n for n in (*first, *rest) if n in parameters]
     for i in range(4):
         for names in ({main, *needed, *more}, {main, *needed}, {main, *needed, "decoder_input_ids"} & {main, *needed, *more}):
             made = {name: values for name in names if (values := candidates(name, config))}

@@ -24,7 +24,7 @@ from python_tests.recipes.training import train
 pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.tuner import Tuner
 
 from nmkernels.integrations.lightning import Sparsity
@@ -462,11 +462,3 @@ def test_what_cannot_work_is_refused(tmp_path):
         fit(endless, Net())
     with pytest.raises(nm.RecipeError, match="no recipe is called 'srst'"):
         fit(trainer_of(tmp_path, Sparsity("srst:2:4")), Net())
-
-
-@pytest.mark.slow
-def test_metrics_are_in_the_csv_file(tmp_path):
-    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
-    fit(trainer_of(tmp_path, Sparsity("srste:2:4"), logger=logger, log_every_n_steps=1), Net())
-    head, *rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
-    assert {"loss", "nm/density", "nm/flip_rate", "nm/phase", "nm/decay_ratio"} <= set(head.split(",")) and len(rows) == STEPS

@@ -65,7 +65,7 @@ def test_one_that_fails_while_it_is_timed_is_refused() -> None:
 
 @for_each("seconds, best", [((1.0, 1.0 / LEAST_GAIN), "new"), ((1.0, 0.99), "torch"), ((1.0, 2.0), "torch"), ((1.0, 0.5), "new")])
 def test_the_baseline_stays_unless_another_gains_more_than_noise(seconds: tuple[float, float], best: str) -> None:
-    found = Measurement("a problem", "torch", dict(zip(("torch", "new"), seconds, strict=True)))
+    found = Measurement("a problem", "torch", half := dict(zip(("torch", "new"), seconds, strict=True)), halves=[half])
     assert found.best == best and found.gain == seconds[0] / found.seconds[best]
 
 

@@ -96,9 +96,8 @@ def test_a_pipe_is_refused_without_waiting(file: Path, pipe: Path, what: str) ->
     elif what == "pipe":
         pipe.rename(file)
     else:
-        file.symlink_to(
-            {"link to a pipe": pipe, "device": "/dev/null"}.get(what, file.parent / "none")
-        )  # as /dev/zero is, which never ends
+        # as /dev/zero is, which never ends
+        file.symlink_to({"link to a pipe": pipe, "device": "/dev/null"}.get(what, file.parent / "none"))
     with nullcontext() if what == "link to nothing" else pytest.warns(RuntimeWarning, match=r"tuning\.json cannot be read"):
         assert Table().lines() == {}
     if what != "folder":
@@ -116,9 +115,8 @@ def test_a_pipe_is_no_folder(monkeypatch: pytest.MonkeyPatch, pipe: Path) -> Non
     assert table.lines() == {"a": {}}, "it holds here"
 
 
-def test_lines_that_are_none_or_cannot_be_written_are_left_out(file: Path) -> None:
-    deep = f"{'[' * 900}{']' * 900}"
-    file.write_text(f'{{"schema": 3, "lines": {{"a": 1, "b": {{"x": [[1]]}}, "c": null, "d": [], "e": {{"x": {deep}}}}}}}')
+def test_lines_that_are_none_are_left_out(file: Path) -> None:
+    file.write_text('{"schema": 3, "lines": {"a": 1, "b": {"x": [[1]]}, "c": null, "d": []}}')
     assert Table().lines() == {"b": {"x": [[1]]}}
 
 
