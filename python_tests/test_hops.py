@@ -78,7 +78,7 @@ def test_forward_of_compressed_layers(monkeypatch, tmp_path):
         monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path))
         nm.gemm.choose.forget()
         count, where = hops(lambda: model(x), warm=0)
-        assert count <= 250 and len(where) <= 16, (count, where)
+        assert count <= 250 and len(where) <= 12, (count, where)
         count, where = hops(lambda: model(x), warm=0)
         assert count <= 4 and len(where) <= 1, (count, where)
     monkeypatch.undo()

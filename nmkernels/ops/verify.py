@@ -32,7 +32,7 @@ from ..dispatch import REFERENCE, Impl, implementations
 from ..layouts import transposed
 from ..pattern import BackendError
 from ..timing import TABLE
-from ..timing.setting import outside_modes, undisturbed
+from ..timing.modes import outside_modes, undisturbed
 from ..timing.table import machine, versions
 
 ENV = "NMKERNELS_VERIFY"

@@ -31,7 +31,7 @@ from ..reference.mask import soft_threshold_scale
 from ..reference.pack import pack
 from ..reference.quantize import quantize, quantize_pack, scale_for
 from ..reference.transposable import transposable_mask
-from ..timing.setting import outside_modes
+from ..timing.modes import outside_modes
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 PATTERNS = (2, 4), (1, 4), (1, 8), (4, 8), (3, 5)

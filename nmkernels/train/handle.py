@@ -17,7 +17,7 @@ from ..autograd.transforms import WeightTransform
 from ..gemm.plan import STRAIGHT_THROUGH
 from ..nn.compress import decompress_
 from ..nn.experts import StackedWeight
-from ..nn.sharding import adopt_parameter, reshard
+from ..nn.sharding import reshard
 from ..nn.swap import make_dense_, switch_fast_paths
 from ..nn.weight import NMWeight
 from ..optim.adamw import merge_stats
@@ -397,7 +397,7 @@ class Handle:
         reshard(self.model)
         for layer in self.layers.values():
             layer.effective.release()
-            adopt_parameter(layer)
+            layer.adopt_parameter()
 
     def finish(self, allow_unused: bool = False) -> nn.Module:
         """End the recipe and return the model in its final form, which ``recipe.final`` names.
