@@ -228,18 +228,10 @@ def _weight(model: nn.Module, module: nn.Module | None, name: str) -> tuple[torc
 def _layer(entries: list[Entry], costs: LayerCosts, usual: Rules, timings: Timings) -> LayerAudit:
     """``usual``: the rules that a dense layer would have if it were sparse."""
     first, layer = entries[0], costs.layer
-    common = LayerAudit(
-        starred(first.name) if len(entries) > 1 else first.name,
-        tuple(e.name for e in entries),
-        first.kind,
-        first.shape,
-        plain(layer.dtype),
-        str(costs.rules.pattern) if costs.sparse else "",
-        costs.sparse,
-        first.reason,
-        layer.tokens,
-        len(entries) * matrices_of(first.shape),
-    )
+    names, pattern = tuple(e.name for e in entries), str(costs.rules.pattern) if costs.sparse else ""
+    name, times = starred(first.name) if len(entries) > 1 else first.name, len(entries) * matrices_of(first.shape)
+    kind = first.kind, first.shape, plain(layer.dtype), pattern, costs.sparse, first.reason
+    common = LayerAudit(name, names, *kind, layer.tokens, times)
     if not _counts(layer):
         return replace(common, note="its number of tokens is unknown; give it in rows={...}" if first.shape else "")
     would = replace(costs, rules=replace(usual, pattern=costs.rules.pattern), has_dense=True)

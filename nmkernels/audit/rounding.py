@@ -122,7 +122,18 @@ def quantization_report(
         sizes = int(weight.shape[0]), int(weight.shape[1])
         report.layers.append(LayerRounding(name, sizes, str(weight.pattern), rounded.group, weight.nbytes, rounded.nbytes, error))
     if data is not None:
-        _run(model, errors_of, data)
+        modes = {module: module.training for module in model.modules()}
+        hooks = [layer.register_forward_pre_hook(errors.add, with_kwargs=True) for layer, errors in errors_of.items()]
+        try:
+            model.eval()
+            with torch.no_grad():
+                for batch in data:
+                    call(model, batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for module, mode in modes.items():
+                module.training = mode
         for entry, errors in zip(report.layers, errors_of.values(), strict=True):
             entry.output = _ratio(*errors.squares) if errors.ran else None
     return report
@@ -152,22 +163,6 @@ class _Errors:
         with torch._C._DisableAutocast():
             for i, matrix in enumerate(self.matrices()):
                 self.squares[i] += _square(rows @ matrix.t())
-
-
-def _run(model: nn.Module, errors_of: dict[Any, _Errors], data: Iterable[Any]) -> None:
-    """Run ``model`` on ``data`` and add what its layers get."""
-    modes = {module: module.training for module in model.modules()}
-    hooks = [layer.register_forward_pre_hook(errors.add, with_kwargs=True) for layer, errors in errors_of.items()]
-    try:
-        model.eval()
-        with torch.no_grad():
-            for batch in data:
-                call(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _square(matrix: Tensor) -> float:

@@ -153,14 +153,8 @@ def search(p: Problem, timer: Seconds | None = None) -> Measurement | None:
     return result
 
 
-def record(measured: Measurement, by: str = "nm.tune") -> None:
-    """Use these measurements from now on, in this process and, if the table can be written, in later ones."""
-    measured.store({measured.problem: measured.line(measured.best, by)})
-
-
-def measure_and_record(*problems: Problem) -> Measurement:
-    """``measure`` quickly and ``record``, for ``NMKERNELS_CHOICE=measured``."""
+def measure_and_record(*problems: Problem) -> None:
+    """``measure`` quickly and store the result, for ``NMKERNELS_CHOICE=measured``."""
     measured = measure(*problems, budget=QUICK, prepare=False)
-    record(measured, "NMKERNELS_CHOICE")
+    measured.store(measured.best, "NMKERNELS_CHOICE")
     log.info("%s: %s%s", problems[0].words(), measured.best, f" ({measured.note})" if measured.note else "")
-    return measured

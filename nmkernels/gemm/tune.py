@@ -19,7 +19,7 @@ from ..dispatch import ENV, forced_backend
 from ..pattern import OptionError
 from ..timing import Measurement, Seconds
 from . import estimate
-from .candidates import measure, record, search
+from .candidates import measure, search
 from .choose import ESTIMATED, rule
 from .methods import DENSE, Method
 from .problem import Problem, plain, stored_as
@@ -175,7 +175,7 @@ def _tune(report: TuneReport, problems: tuple[Problem, ...], entry: Tuned, timer
     default = ", ".join(m.name for m in by_rule)
     try:
         measured = measure(*problems, timer=timer)
-        record(measured)
+        measured.store(measured.best)
     except RuntimeError as error:  # mostly out of memory
         entry.choice = f"not measured: {str(error).splitlines()[0]}"
         return

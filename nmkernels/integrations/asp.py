@@ -88,8 +88,31 @@ class ASP:
             )
         m, n = map(int, match.groups())
         recipe = recipes.ASP(Pattern(n, m), permute=allow_permutation)
-        allowed, disallowed = ([x] if isinstance(x, str) else x for x in (allowed_layer_names, disallowed_layer_names))
-        names, dense = _choose(model, recipe, tuple(whitelist), allowed, disallowed or ())
+        allowed = [allowed_layer_names] if isinstance(allowed_layer_names, str) else allowed_layer_names
+        disallowed = [disallowed_layer_names] if isinstance(disallowed_layer_names, str) else disallowed_layer_names or ()
+        names, excluded, dense = set[str](), set[str](), dict[str, str]()
+        for c in candidates(model, Pattern(recipe.pattern), recipe):
+            weight = c.module._parameters.get(c.key)
+            frozen = "its weight is frozen" if weight is not None and not weight.requires_grad else ""
+            if not isinstance(c.module, tuple(whitelist)) or c.name in disallowed or (allowed is not None and c.name not in allowed):
+                excluded.add(c.name)
+            elif why := c.impossible or frozen or (c.keep_dense if allowed is None else ""):
+                dense[c.name] = why
+            else:
+                names.add(c.name)
+        known = [*dict(model.named_modules()), *names, *excluded, *dense]
+        check_names("ASP: allowed_layer_names", allowed or (), known)
+        check_names("ASP: disallowed_layer_names", disallowed, known)
+        impossible = [name for name in allowed or (dense if not names else ()) if name not in names]
+        if impossible or not names:
+            reasons = "; ".join(f"{name!r}: {dense.get(name, 'not in whitelist, or disallowed')}" for name in impossible)
+            raise RecipeError(f"ASP: layers that cannot be pruned to {recipe.pattern}: {reasons or 'all of the model'}.")
+        if dense:
+            warnings.warn(
+                f"ASP: layers that stay dense: {names_of([f'{name} ({why})' for name, why in dense.items()])}. print(handle.report) shows "
+                "all of them; a tiny layer or an output head is pruned if allowed_layer_names names it.",
+                stacklevel=2,
+            )
         cls._handle = sparsify_(model, recipe, lambda module, name: name in names)
         cls._optimizer, cls._pruned = None, False
         cls._handle.report.explain(dense)
@@ -131,37 +154,3 @@ class ASP:
                 "init_optimizer_for_pruning before compute_sparse_masks; for masks that follow the weights use nm.recipes.SRSTE or STEP."
             )
         return cls._handle
-
-
-def _choose(
-    model: nn.Module,
-    recipe: recipes.ASP,
-    whitelist: tuple[type[nn.Module], ...],
-    allowed: Collection[str] | None,
-    disallowed: Collection[str],
-) -> tuple[set[str], dict[str, str]]:
-    """(names of the layers to prune, layer that stays dense -> reason); warns about layers that apex might have pruned."""
-    names, excluded, dense = set[str](), set[str](), dict[str, str]()
-    for c in candidates(model, Pattern(recipe.pattern), recipe):
-        weight = c.module._parameters.get(c.key)
-        frozen = "its weight is frozen" if weight is not None and not weight.requires_grad else ""
-        if not isinstance(c.module, whitelist) or c.name in disallowed or (allowed is not None and c.name not in allowed):
-            excluded.add(c.name)
-        elif why := c.impossible or frozen or (c.keep_dense if allowed is None else ""):
-            dense[c.name] = why
-        else:
-            names.add(c.name)
-    known = [*dict(model.named_modules()), *names, *excluded, *dense]
-    check_names("ASP: allowed_layer_names", allowed or (), known)
-    check_names("ASP: disallowed_layer_names", disallowed, known)
-    impossible = [name for name in allowed or (dense if not names else ()) if name not in names]
-    if impossible or not names:
-        reasons = "; ".join(f"{name!r}: {dense.get(name, 'not in whitelist, or disallowed')}" for name in impossible)
-        raise RecipeError(f"ASP: layers that cannot be pruned to {recipe.pattern}: {reasons or 'all of the model'}.")
-    if dense:
-        warnings.warn(
-            f"ASP: layers that stay dense: {names_of([f'{name} ({why})' for name, why in dense.items()])}. print(handle.report) shows all "
-            "of them; a tiny layer or an output head is pruned if allowed_layer_names names it.",
-            stacklevel=3,
-        )
-    return names, dense

@@ -105,14 +105,9 @@ class NMConfig(QuantizationConfigMixin):
         quant_method: str = METHOD,
         values: str | None = None,
         group: int | None = None,
-        **others: Any,
     ) -> None:
         if type(version) is not int or version > VERSION:
             raise CheckpointError(f"the model was saved in format version {version}; this one reads up to {VERSION}: upgrade nmkernels.")
-        if others:
-            raise TypeError(
-                f"NMConfig: unknown argument {', '.join(sorted(others))}; it takes pattern, skip, keep_dense, values and group."
-            )
         self.quant_method = quant_method
         self.pattern = None if pattern is None else str(Pattern(pattern))
         self.skip = [skip] if isinstance(skip, str) else list(skip)
@@ -279,7 +274,36 @@ class NMQuantizer(HfQuantizer):
         return param_name in self._chosen
 
     def get_quantize_ops(self) -> Any:
-        return _Compress(self)
+        return self  # for its ``convert``
+
+    @torch.no_grad()
+    def convert(self, tensors: dict[str, Any], model: Any = None, missing_keys: Any = None, **keywords: Any) -> dict[str, Any]:
+        """Prune and compress dense weights as they are read, and replace their layers."""
+        config, rest = self.quantization_config, {}
+        for key, value in tensors.items():
+            if key not in self._chosen:
+                rest[key] = value
+                continue
+            c, weight = self._chosen[key], value[0] if isinstance(value, list) else value
+            dense = c.module._parameters[c.key]
+            assert dense is not None
+            if weight.shape != dense.shape:
+                raise CheckpointError(f"{key!r} has shape {tuple(weight.shape)} in the file, {tuple(dense.shape)} in the model.")
+            if not bool(torch.isfinite(weight).all()):
+                raise CheckpointError(f"{key!r} has NaN or infinite values and cannot be pruned by magnitude.")
+            stored, pattern = weight.to(dense.dtype), str(config.pattern)
+            layer: Layer
+            if c.layout in STACKS:
+                layer = compressed_stack(stored, c.layout, pattern, config.keep_dense)
+            else:
+                packed = ops.compress(as_matrix(ordered(stored, c.layout), c.layout), pattern)
+                if config.values is not None and c.layout in MATRICES:
+                    packed = ops.quantize_values(packed, config.values, config.group)
+                layer = compressed_like(c.module, packed, c.layout, config.keep_dense)
+            self._put(model, c.name, c.module, layer)
+            self._layers[c.name] = layer
+            missing_keys.discard(key)
+        return rest
 
     def _process_model_after_weight_loading(self, model: Any, **keywords: Any) -> Any:
         for name, layer in self._layers.items():
@@ -317,42 +341,6 @@ class NMQuantizer(HfQuantizer):
         # the base class deletes these attributes, and fails if they are missing
         model.hf_quantizer, model.quantization_method = self, METHOD
         return model
-
-
-class _Compress:
-    """Prunes and compresses a dense weight as it is read, and replaces its layer."""
-
-    def __init__(self, quantizer: NMQuantizer) -> None:
-        self.quantizer = quantizer
-
-    @torch.no_grad()
-    def convert(self, tensors: dict[str, Any], model: Any = None, missing_keys: Any = None, **keywords: Any) -> dict[str, Any]:
-        quantizer, rest = self.quantizer, {}
-        config = quantizer.quantization_config
-        for key, value in tensors.items():
-            if key not in quantizer._chosen:
-                rest[key] = value
-                continue
-            c, weight = quantizer._chosen[key], value[0] if isinstance(value, list) else value
-            dense = c.module._parameters[c.key]
-            assert dense is not None
-            if weight.shape != dense.shape:
-                raise CheckpointError(f"{key!r} has shape {tuple(weight.shape)} in the file, {tuple(dense.shape)} in the model.")
-            if not bool(torch.isfinite(weight).all()):
-                raise CheckpointError(f"{key!r} has NaN or infinite values and cannot be pruned by magnitude.")
-            stored, pattern = weight.to(dense.dtype), str(config.pattern)
-            layer: Layer
-            if c.layout in STACKS:
-                layer = compressed_stack(stored, c.layout, pattern, config.keep_dense)
-            else:
-                packed = ops.compress(as_matrix(ordered(stored, c.layout), c.layout), pattern)
-                if config.values is not None and c.layout in MATRICES:
-                    packed = ops.quantize_values(packed, config.values, config.group)
-                layer = compressed_like(c.module, packed, c.layout, config.keep_dense)
-            quantizer._put(model, c.name, c.module, layer)
-            quantizer._layers[c.name] = layer
-            missing_keys.discard(key)
-        return rest
 
 
 def compressed_layers(model: nn.Module) -> dict[str, Layer]:

@@ -84,8 +84,8 @@ class Sparsity(Callback):
         if why is not None:
             raise RecipeError(f"fit: {type(trainer.strategy).__name__} {why}.")
         self._checkpoint = None
-        if self._of(pl_module):
-            handle = self._own()
+        handle = self.handle
+        if handle is not None and handle.model is pl_module:
             if handle.finished:
                 raise RecipeError(
                     "fit: an earlier fit has finished the recipe of this module. To train in parts, pass Sparsity(..., finish=False) and "
@@ -154,8 +154,8 @@ class Sparsity(Callback):
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Run the model that ``finish`` would leave."""
-        if self._of(pl_module):
-            self._preview.enter_context(self._own().deployable())
+        if self.handle is not None and self.handle.model is pl_module:
+            self._preview.enter_context(self.handle.deployable())
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Switch back to the training form."""
@@ -170,9 +170,6 @@ class Sparsity(Callback):
         self._swap.close()
 
     # ----
-
-    def _of(self, pl_module: Any) -> bool:
-        return self.handle is not None and self.handle.model is pl_module
 
     def _own(self) -> Handle:
         assert self.handle is not None

@@ -64,12 +64,6 @@ from ..train.layer_names import check_names
 
 __all__ = ["MaskedLoraConfig", "absorb", "export_adapter", "lost_by_merging", "merge_and_prune", "targets"]
 
-WEIGHT_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Values of ``init_lora_weights`` that move a part of the weight into the adapter, and leave a dense remainder."""
-
-VARIANTS = ("use_dora", "alora_invocation_tokens")
-"""Supported variants of LoRA, by their field of the config: they only multiply by the weight."""
-
 EXACT, PRUNE, ABSORB = "exact", "prune", "absorb"
 """Modes of merging: raise if anything would be lost; prune the result; make the adapter the layer's own."""
 
@@ -655,7 +649,7 @@ def export_adapter(model: nn.Module, folder: str | Path, task_type: str | None =
 def unsupported(config: LoraConfig) -> str:
     """Why LoRA with ``config`` does not work on N:M weights, or ''."""
     init = config.init_lora_weights
-    if isinstance(init, str) and init.lower().startswith(WEIGHT_INITS):
+    if isinstance(init, str) and init.lower().startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
         return (
             f"init_lora_weights={init!r} moves a part of the weight into the adapter and leaves a dense remainder. Use True, "
             "'gaussian', 'orthogonal' or 'eva'."
@@ -665,7 +659,7 @@ def unsupported(config: LoraConfig) -> str:
     variants = [f.name for f in dataclasses.fields(config) if f.metadata.get("is_lora_variant") and getattr(config, f.name)]
     if init == "mica":
         variants.append("init_lora_weights='mica'")
-    other = [name for name in variants if name not in VARIANTS]
+    other = [name for name in variants if name not in ("use_dora", "alora_invocation_tokens")]  # which only multiply by the weight
     if other:
         return f"{other[0]} is a variant of LoRA that N:M weights do not support; they support LoRA, rsLoRA, DoRA and aLoRA."
     if variants and getattr(config, "nm_masked", False):

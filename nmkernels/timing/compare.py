@@ -87,15 +87,13 @@ class Measurement:
         base = self.seconds.get(self.baseline)
         return None if base is None else base / self.seconds[self.best]
 
-    def line(self, choice: Any, by: str = "nm.tune") -> dict[str, Any]:
-        """Its line for the table; the caller defines the form of ``choice``."""
+    def store(self, choice: Any, by: str = "nm.tune") -> None:
+        """Use ``choice``, whose form the caller defines, from now on, in this process and, if the table is writable, in later ones; None
+        removes an earlier one."""
         microseconds = {name: round(1e6 * t, 3) for name, t in self.seconds.items()}
-        return {"choice": choice, "us": microseconds, "refused": self.refused, "by": by}
-
-    def store(self, lines: Mapping[str, dict[str, Any] | None]) -> None:
-        """Use these lines from now on, in this process and, if the table is writable, in later ones."""
+        line = {"choice": choice, "us": microseconds, "refused": self.refused, "by": by}
         try:
-            self.path = str(TABLE.store(lines))
+            self.path = str(TABLE.store({self.problem: None if choice is None else line}))
         except OSError as error:
             self.note = f"could not be stored, valid in this process only: {error}"
 

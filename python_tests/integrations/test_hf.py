@@ -286,7 +286,7 @@ def test_damaged_orders_and_absent_adapters_are_refused(tmp_path: Path) -> None:
         (lambda q: q.update(layers={}), CheckpointError, "has none of the compressed layers"),
         (lambda q: q.update(version=99), CheckpointError, "version 99; this one reads up to .*: upgrade nmkernels"),
         (lambda q: q.update(version="1"), CheckpointError, "version 1"),
-        (lambda q: q.update(colour="red"), TypeError, "unknown argument colour"),
+        (lambda q: q.update(colour="red"), TypeError, "unexpected keyword argument 'colour'"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(change: Callable[..., object], error: type[Exception], message: str, copied: Path) -> None:

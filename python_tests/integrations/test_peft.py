@@ -357,6 +357,8 @@ def test_variants_train_are_loaded_and_absorbed(name: str, compressed: bool, opt
         assert close(logits(lora), before)
     losses = train(lora, 10)
     assert losses[-1] < losses[0] - 0.1 and same(weights_of(lora), weights)
+    layer, x = next(iter(layers_of(lora).values())), torch.randn(3, 32)
+    torch.testing.assert_close(nn.functional.linear(x, *layer.merged_weight(["default"])), layer(x))
     after = logits(lora)
     lora.save_pretrained(tmp_path)
     assert close(logits(PeftModel.from_pretrained(base(name, compressed), tmp_path)), after)

@@ -27,6 +27,7 @@ def candidate(name: str, run: Callable[[Tensor], object] = lambda out: out.copy_
     return Candidate(name, run, lambda: [lambda: name], declines)
 
 
+@pytest.mark.usefixtures("cache")
 def test_only_correct_candidates_are_timed() -> None:
     timed: list[str] = []
 
@@ -54,7 +55,10 @@ def test_only_correct_candidates_are_timed() -> None:
     assert found.refused == {"ours": "too few rows", "theirs": "RuntimeError: out of resources", "unready": "ValueError: no compiler"}
     assert (found.best, found.gain) == ("fast", 4.0)
     assert str(found) == "a problem: fast, 1.0 us, default 4.0 us, 3 refused"
-    assert found.line("x")["us"] == {"torch": 4.0, "fast": 1.0}
+    found.store("x")
+    assert TABLE.get("a problem") == {"choice": "x", "us": {"torch": 4.0, "fast": 1.0}, "refused": found.refused, "by": "nm.tune"}
+    found.store(None)
+    assert TABLE.get("a problem") is None
 
 
 def test_one_that_fails_while_it_is_timed_is_refused() -> None:
@@ -79,9 +83,9 @@ def test_a_wrong_baseline_is_replaced() -> None:
 def test_what_cannot_be_stored_holds_for_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TABLE, "store", lambda lines: f"a file of {len(lines)}")
     found = Measurement("a problem", "torch")
-    found.store({"a": None})
+    found.store(None)
     assert (found.path, found.note) == ("a file of 1", "")
     monkeypatch.setattr(TABLE, "store", raises(OSError("disk full")))
     found = Measurement("a problem", "torch")
-    found.store({"a": None})
+    found.store(None)
     assert found.path is None and found.note == "could not be stored, valid in this process only: disk full"

@@ -134,7 +134,7 @@ def _search(problem: Matmul, session: Session, like: Tensor, stream: int, timer:
     best = (by_name | split)[measured.best]
     remember(problem, session, best)
     # ``replan``: whether plans keep the address of their bias, as the check found
-    measured.store({text: measured.line({**best._asdict(), "width": problem.width, "replan": session.library.replan})})
+    measured.store({**best._asdict(), "width": problem.width, "replan": session.library.replan})
     return measured
 
 

@@ -237,7 +237,7 @@ def search(op: str, *args: Any, timer: Seconds | None = None) -> Measurement:
     finally:
         _plans.clear()
     better = measurement.seconds and measurement.best != measurement.baseline
-    measurement.store({measurement.problem: measurement.line(plans[measurement.best]._asdict()) if better else None})
+    measurement.store(plans[measurement.best]._asdict() if better else None)
     return measurement
 
 
