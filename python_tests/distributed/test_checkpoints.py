@@ -33,6 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:finish"),
 ]
 STEPS, DIM = 10, 32
+PROBE = torch.linspace(-1, 1, 4 * DIM, dtype=torch.float64).view(4, DIM)
 R = nm.recipes
 Make = Callable[[], nm.recipes.Recipe]
 
@@ -260,14 +261,13 @@ def finished(sharded: bool = True) -> tuple[nn.Sequential, nm.recipes.Handle, di
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), x).backward()
         optimizer.step()
-    probe = torch.linspace(-1, 1, 4 * DIM, dtype=torch.float64).view(4, DIM)
     with torch.no_grad():
-        training = model(probe)  # FSDP2 leaves the root's weights unsharded
+        training = model(PROBE)  # FSDP2 leaves the root's weights unsharded
         with handle.deployable():
-            preview = model(probe)
-        again = model(probe)
+            preview = model(PROBE)
+        again = model(PROBE)
         handle.finish()
-        seen = {"training": training, "preview": preview, "again": again, "finished": model(probe)}
+        seen = {"training": training, "preview": preview, "again": again, "finished": model(PROBE)}
     return model, handle, seen
 
 
@@ -301,11 +301,10 @@ def endings(folder: Path) -> dict[str, Any]:
     results["no folder"] = raised(lambda: nm.save_compressed(model, folder / "nowhere" / "m.safetensors"))
     results["load"] = raised(lambda: nm.load_compressed(model, folder / "sharded.safetensors"))
     results["state"] = whole(model.state_dict())
-    probe = torch.linspace(-1, 1, 4 * DIM, dtype=torch.float64).view(4, DIM)
     plain = nm.load_compressed(mixed(seed=3), folder / "sharded.safetensors")
     fully_shard(plain, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     with torch.no_grad():
-        results["loaded"] = plain(probe)
+        results["loaded"] = plain(PROBE)
     if dist.get_rank() == 1:
         model[0].weight.detach().to_local()[0] = 1.0  # one rank's part alone
     saves = (nm.save_compressed, nm.save_dense)
@@ -327,7 +326,6 @@ def split(model: nn.Module) -> None:
 
 def of_parts(folder: Path) -> dict[str, Any]:
     """A finished model that tensor parallelism has split: written from dense parts and packed ones, and loaded into such a model."""
-    probe = torch.linspace(-1, 1, 4 * DIM, dtype=torch.float64).view(4, DIM)
     model = two_layers(0)
     split(model)
     handle = nm.sparsify_(model, "srste:2:4")
@@ -342,7 +340,7 @@ def of_parts(folder: Path) -> dict[str, Any]:
     nm.load_compressed(other, folder / "parts.safetensors")
     files = [(folder / f"{name}.safetensors").read_bytes() for name in ("parts", "packed parts", "dense parts", "dense of packed")]
     refused = raised(lambda: nm.load_compressed(odd, folder / "odd.safetensors"))
-    return {"files": files, "loaded": other(probe), "packed": model(probe), "bias": whole(other.state_dict())["2.bias"], "refused": refused}
+    return {"files": files, "loaded": other(PROBE), "packed": model(PROBE), "bias": whole(other.state_dict())["2.bias"], "refused": refused}
 
 
 def two_layers(seed: int, inside: int = 48) -> nn.Sequential:
@@ -362,14 +360,14 @@ def removed() -> dict[str, Tensor]:
 
 def refreshed() -> list[Tensor]:
     """Weights written behind the layers' back, before and after ``refresh``."""
-    run, probe = start("srste"), torch.ones(1, DIM, dtype=torch.float64)
+    run = start("srste")
     assert run.handle is not None
-    seen = [run.model(probe).detach()]
+    seen = [run.model(PROBE).detach()]
     with torch.no_grad():
         for p in run.model.parameters():
             (p.to_local() if hasattr(p, "to_local") else p).mul_(2.0)
     run.handle.refresh()
-    return [*seen, run.model(probe).detach()]
+    return [*seen, run.model(PROBE).detach()]
 
 
 # ---- the tests
@@ -437,11 +435,10 @@ def files_of_shards(ranks: Ranks) -> None:
     nm.save_compressed(nm.compress_(plain), folder / "want.safetensors")
     for got, want in (("sharded", "want"), ("dense", "want_dense")):
         assert (folder / f"{got}.safetensors").read_bytes() == (folder / f"{want}.safetensors").read_bytes()
-    probe = torch.linspace(-1, 1, 4 * DIM, dtype=torch.float64).view(4, DIM)
     for results in (results["endings"] for results in on_both):
         weights = {tuple(value.shape) for name, value in state.items() if name.endswith("weight")} - {(DIM, 63)}
         assert results["gathered"] and not weights & set(results["gathered"]), results["gathered"]
-        torch.testing.assert_close(results["loaded"], plain(probe), atol=1e-10, rtol=0)
+        torch.testing.assert_close(results["loaded"], plain(PROBE), atol=1e-10, rtol=0)
 
 
 def files_of_parts(ranks: Ranks) -> None:
@@ -453,11 +450,10 @@ def files_of_parts(ranks: Ranks) -> None:
     dense = (folder / "want.safetensors").read_bytes()
     nm.save_compressed(nm.compress_(model), folder / "want.safetensors")
     packed = (folder / "want.safetensors").read_bytes()
-    probe = torch.linspace(-1, 1, 4 * DIM, dtype=torch.float64).view(4, DIM)
     for results in (results["of parts"] for results in on_both):
         assert results["files"] == [packed, packed, dense, dense]
         for name in ("loaded", "packed"):
-            torch.testing.assert_close(results[name], model(probe), atol=1e-12, rtol=0)
+            torch.testing.assert_close(results[name], model(PROBE), atol=1e-12, rtol=0)
         assert torch.equal(results["bias"], model[2].bias)
         assert "layer '2': it is split 2 ways along in=40, which would cut bytes" in results["refused"]
 

@@ -225,15 +225,11 @@ def test_refused_optimizers():
     testing.assert_equal_bits(dict(run.model.state_dict()), dict(before))
 
 
-def test_sharded_weights_are_refused(monkeypatch):
+def test_refused_steps(monkeypatch):
     run = Training("srste", True)
-    monkeypatch.setattr(type(run.handle.run), "sharded", True)
-    with pytest.raises(nm.RecipeError, match="sharded weights"):
+    with monkeypatch.context() as patch, pytest.raises(nm.RecipeError, match="sharded weights"):
+        patch.setattr(type(run.handle.run), "sharded", True)
         run.step(*DATA32[0])
-
-
-def test_refused_steps():
-    run = Training("srste", False)
     x, y = DATA32[0]
 
     def of(step):
