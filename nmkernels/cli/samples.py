@@ -93,13 +93,13 @@ def _ids(file: Path) -> Tensor:
         else:
             from safetensors.torch import load_file
 
-            value = load_file(file)
+            tensors = load_file(file)
+            value = tensors.get("input_ids", next(iter(tensors.values()), None))
     except OSError:
         raise
     except Exception as error:  # depends on the format and the damage
         raise NMError(f"--data {file} cannot be read as token ids: {first_line(error)}.") from error
-    if isinstance(value, dict):
-        value = value.get("input_ids", next(iter(value.values()), None))
+    value = value.get("input_ids") if isinstance(value, dict) else value
     if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex() or value.dim() not in (1, 2):
         what = f"{value.dtype}{tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise NMError(f"--data {file} has no token ids, which are integers of shape (tokens,) or (samples, length); it has {what}.")
