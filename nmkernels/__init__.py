@@ -13,6 +13,8 @@ In a training script:
     nm.save_compressed(model, "model.safetensors")
 """
 
+import nmkernels_autoload
+
 from . import autograd, integrations, nn, ops, optim, recipes
 from ._version import __version__
 from .audit import audit, flops, quantization_report
@@ -68,3 +70,5 @@ __all__ = [
     "sparsify_",
     "tune",
 ]
+
+nmkernels_autoload.watch()

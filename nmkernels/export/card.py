@@ -13,11 +13,11 @@ CARD = "README.md"
 HEADING = "## N:M sparse weights"
 SECTION = f"""{HEADING}
 
-Weights of this model are {{patterns}} sparse and stored compressed by nmkernels{{rounded}}. Import its adapter before you load the model:
-without it transformers does not know the format and refuses the file.
+Weights of this model are {{patterns}} sparse and stored compressed by nmkernels{{rounded}}. Where that is installed
+(`pip install nmkernels`) every program opens the model that uses transformers. Elsewhere transformers does not know the format: it
+refuses the file, or, with `ignore_mismatched_sizes=True`, begins with random weights.
 
 ```python
-import nmkernels.integrations.hf
 from transformers import {{kind}}
 
 model = {{kind}}.from_pretrained("{{folder}}")

@@ -1,13 +1,8 @@
-"""Adapters to other libraries, one module each. ``import nmkernels`` imports none of them, and patches no library.
+"""Adapters to other libraries, one module each. ``import nmkernels`` imports none of them.
 
 ``nm.integrations.peft`` and the others are imported on first use, and need their library. Those of ``ADAPTERS`` also register nmkernels'
 layers with it. ``sparsify_``, ``compress_`` and ``load_compressed`` import them for every library that the process has imported by then.
-A process that only loads a compressed Hugging Face model has to name the adapter itself, before or after transformers::
-
-    import nmkernels.integrations.hf
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained("sparse-llama")
+A compressed Hugging Face folder needs no import at all, see ``nmkernels_autoload``.
 """
 
 from __future__ import annotations

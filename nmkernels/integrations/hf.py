@@ -1,20 +1,19 @@
 """Hugging Face models: ``save_pretrained`` writes compressed models, ``from_pretrained`` loads them, or prunes dense ones while loading.
 
-Importing this module registers the quantization method "nmkernels" with transformers (its registry is a dict in memory; it reads no entry
-points), and LoRA on sparse layers with peft, if that is installed. ``sparsify_``, ``compress_`` and ``load_compressed`` import it where
-transformers' models are in use; a process that only loads a compressed model imports it itself, before or after transformers::
-
-    import nmkernels.integrations.hf
+Importing this module registers the quantization method "nmkernels" with transformers, and LoRA on sparse layers with peft, if that is
+installed. Nobody needs to: ``sparsify_``, ``compress_`` and ``load_compressed`` import it where transformers' models are in use, and
+``nmkernels_autoload`` when a process opens a compressed folder.
 
 A folder holds::
 
     config.json         quantization_config: quant_method "nmkernels", version, and layers, the table of nm.save_compressed's files
     model.safetensors   fqn.values, fqn.indices; fqn.step of integers; fqn.nm_left and fqn.nm_right of an adapter; fqn.columns if inputs are
                         reordered; every other tensor as in the dense model; shards and an index if it is large; the same table as metadata
-    README.md           a model card that says what to import
+    README.md           a model card that says how to load it
 
-Without that import transformers would initialise the compressed layers randomly and only log a warning. Therefore the file also has an
-empty tensor under the name of the first compressed layer's dense weight, so that loading fails there with a size mismatch.
+Where nmkernels is not installed transformers would initialise the compressed layers randomly and only log a warning. Therefore the file
+also has an empty tensor under the name of the first compressed layer's dense weight, so that loading fails there with a size mismatch,
+unless ``ignore_mismatched_sizes=True`` permits that.
 
 ``model.dequantize()`` gives the dense model. transformers refuses ``model.half()`` and ``model.float()`` of any model with a quantizer;
 ``model.to(dtype)`` works. If ``device_map`` offloads layers to disk, packed weights stay in memory unless ``offload_buffers=True``.
@@ -419,12 +418,12 @@ def _filled(layer: nn.Module, read: bool) -> tuple[dict[str, Tensor], set[str]]:
 
 def install() -> None:
     """Register with transformers, and with peft where it is installed. Called at the end of this file; a second call does nothing."""
-    if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
+    if auto.AUTO_QUANTIZER_MAPPING.get(METHOD) is not NMQuantizer:
         # when transformers initialises a model, it skips modules with this attribute
         for kind in (CompressedLinear, Compressed):
             setattr(kind, "_is_hf_initialized", True)  # noqa: B010
-        auto.register_quantization_config(METHOD)(NMConfig)
-        auto.register_quantizer(METHOD)(NMQuantizer)
+        auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = NMConfig  # for the class that nmkernels_autoload puts there
+        auto.AUTO_QUANTIZER_MAPPING[METHOD] = NMQuantizer
         # from_pretrained uses get_loading_attributes of these types
         auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (NMConfig,)
         post_swap_hooks.append(mark_)
