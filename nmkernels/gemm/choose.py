@@ -33,7 +33,7 @@ from ..ops.integers import BITS
 from ..pattern import Pattern
 from ..timing import TABLE
 from ..timing.compare import LEAST_GAIN
-from ..timing.setting import reproducible, setting, undisturbed
+from ..timing.setting import setting, undisturbed
 from . import estimate
 from .candidates import measure_and_record
 from .methods import AS_FLOAT32, DENSE, EXPAND, OP, UNESTIMATED, Method, arguments, methods, optional
@@ -108,7 +108,7 @@ def _baseline(p: Problem) -> Method:
 def _required(problems: tuple[Problem, ...]) -> Choice | None:
     """The choice that the environment prescribes, or None."""
     how = setting()
-    if how == "dense" or reproducible():
+    if how == "dense" or torch._C._get_deterministic_algorithms():
         return tuple(map(_baseline, problems))
     if forced_backend() or how == "packed":
         return tuple(next((m for m in methods(p) if m.name == OP), DENSE) for p in problems)

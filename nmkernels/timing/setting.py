@@ -24,11 +24,6 @@ def setting() -> str:
     return value
 
 
-def reproducible() -> bool:
-    """Whether ``torch.use_deterministic_algorithms`` is on, so that nothing may depend on measurements."""
-    return torch._C._get_deterministic_algorithms()
-
-
 def undisturbed(device: torch.device) -> bool:
     """Whether calls run immediately and are not traced, profiled or captured."""
     return not (
