@@ -9,7 +9,6 @@ table is of the wheels' tool chain: run ``bash cmake/toolkit.sh python3 DIR`` an
 from __future__ import annotations
 
 import argparse
-import gzip
 import hashlib
 import json
 import os
@@ -27,10 +26,9 @@ from pathlib import Path
 
 from nmkernels.capability import Probe, nvcc
 
-from . import kernel_rows
 from .cuda_expected import GEMMS, LOOSE, NARROW, RULE, SPILLED, WIDTHS, expected
-from .rows import RESULTS
-from .triton_resources import inexact, opcodes_of
+from .rows import RESULTS, load, typed
+from .triton_resources import closing, inexact, machine_code
 
 PATH = RESULTS / "cuda_resources.csv"
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,8 +57,6 @@ SERIALISED = re.compile(r"^.*\(C75\d\d\).*$", re.M)
 LOADS, STORES = ("LDG", "LD", "LDGSTS"), ("STG", "ST")
 """Instructions that read and write global memory."""
 
-INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P[T\d]+)\s+)?([A-Z][\w.]*)\s*([^;]*);", re.M)
-"""Matches a line of machine code: address, condition, opcode and operands."""
 JUMPS = ("BRA", "BRX", "JMP", "CALL", "RET", "EXIT", "BREAK", "BSSY", "BSYNC", "WARPSYNC")
 """Branches: instructions that end a straight run of code, as their targets do."""
 
@@ -129,30 +125,16 @@ def tools() -> Probe:
 
 def compiled(source: Path, arch: str) -> list[Kernel]:
     """The kernels of a file as compiled now, from the cache if nothing changed."""
-    return [Kernel(**row) for row in json.loads(_cached(source, arch)["rows"])]
-
-
-def machine_code(source: Path, arch: str) -> dict[str, str]:
-    """cuobjdump's output for each kernel of a file, by its short name; from the same cache."""
-    code = {part.split()[0]: part for part in _cached(source, arch)["sass"].split("Function : ")[1:]}
-    return {name: code[mangled] for mangled, name in short_names(sorted(code)).items()}
-
-
-def _cached(source: Path, arch: str) -> dict[str, str]:
-    """``rows`` of a file, as JSON, and its ``sass``."""
-    cached = CACHE / f"{source.stem}-{arch}-{_fingerprint(source, arch)}.json.gz"
-    if cached.exists():
-        found: dict[str, str] = json.loads(gzip.decompress(cached.read_bytes()))
-        return found
-    rows, sass = _compile(source, arch)
-    found = {"rows": json.dumps([asdict(k) for k in rows]), "sass": sass}
-    CACHE.mkdir(parents=True, exist_ok=True)
-    for old in CACHE.glob(f"{source.stem}-{arch}-*.json*"):
-        old.unlink(missing_ok=True)
-    made = cached.with_suffix(f".{os.getpid()}")
-    made.write_bytes(gzip.compress(json.dumps(found).encode(), 6))
-    made.replace(cached)
-    return found
+    cached = CACHE / f"{source.stem}-{arch}-{_fingerprint(source, arch)}.json"
+    if not cached.exists():
+        rows = [asdict(k) for k in _compile(source, arch)]
+        CACHE.mkdir(parents=True, exist_ok=True)
+        for old in CACHE.glob(f"{source.stem}-{arch}-*.json*"):
+            old.unlink(missing_ok=True)
+        made = cached.with_suffix(f".{os.getpid()}")
+        made.write_text(json.dumps(rows))
+        made.replace(cached)
+    return [Kernel(**row) for row in json.loads(cached.read_text())]
 
 
 def missed(kernels: Iterable[Kernel]) -> list[str]:
@@ -213,15 +195,15 @@ def with_includes(source: Path) -> set[Path]:
     return seen
 
 
-def _compile(source: Path, arch: str) -> tuple[list[Kernel], str]:
-    """The kernels of a file and cuobjdump's output of their machine code."""
+def _compile(source: Path, arch: str) -> list[Kernel]:
+    """The kernels of a file."""
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder) / f"{source.stem}.ptx", Path(folder) / f"{source.stem}.cubin"
         ptx.write_text(_front_end(source, FRONT_END[arch], " ".join(_flags(source))))
         _run(_compiler(), "-O3", f"-arch={arch}", "-cubin", "-o", str(cubin), str(ptx))
         usage, sass = (_run(str(_tool("cuobjdump")), way, str(cubin)) for way in ("-res-usage", "-sass"))
         kernels = read_back(source.name, arch, not is_gemm(source), ptx.read_text(), usage, sass)
-        return [replace(k, digest=digest(source)) for k in kernels], sass
+        return [replace(k, digest=digest(source)) for k in kernels]
 
 
 @lru_cache(maxsize=4)
@@ -246,8 +228,9 @@ def read_back(source: str, arch: str, exact: bool, ptx: str, usage: str, sass: s
     wrong = inexact_of(ptx) if exact else {}
     rows = []
     for mangled in sorted(code, key=names.__getitem__):
-        opcodes = opcodes_of(code[mangled])
-        feeding = Counter(_sparse_apart(op) for op in opcodes if op.split(".")[0] in MATRIX)
+        opcodes = [i.op for i in machine_code(code[mangled])]
+        # HMMA.SP apart from HMMA: its first operand is 2:4
+        feeding = Counter(".".join(op.split(".")[: 2 if ".SP." in op else 1]) for op in opcodes if op.split(".")[0] in MATRIX)
         numbers = {what: int(number) for what, number in re.findall(r"(\w+):(\d+)", used[mangled])}
         rows.append(
             Kernel(
@@ -271,11 +254,6 @@ def read_back(source: str, arch: str, exact: bool, ptx: str, usage: str, sass: s
     return rows
 
 
-def _sparse_apart(op: str) -> str:
-    """``HMMA.SP`` for a tensor-core GEMM whose first operand is 2:4, otherwise the name without its suffixes."""
-    return ".".join(op.split(".")[: 2 if ".SP." in op else 1])
-
-
 def widths(opcodes: Iterable[str], *names: str) -> str:
     """The number of these accesses by width in bits, widest first."""
     return _by_width(Counter(_bits(op) for op in opcodes if op.split(".")[0] in names))
@@ -296,21 +274,26 @@ def narrow(code: str) -> str:
     Two stores can be merged if between them no other path enters or leaves and the address and condition do not change; the address is
     assumed to be aligned for a wide store.
     """
-    lines = [(int(at, 16), when, op, args) for at, when, op, args in INSTRUCTION.findall(code)]
-    targets = {int(to, 16) for _, _, op, args in lines if op.split(".")[0] in JUMPS for to in re.findall(r"\b0x([0-9a-f]+)", args)}
+    lines = machine_code(code)
+    targets = {int(to, 16) for i in lines if i.op.split(".")[0] in JUMPS for to in re.findall(r"\b0x([0-9a-f]+)", i.operands)}
     found: Counter[int] = Counter()
     open_stores: dict[tuple[str, str, int], set[int]] = {}  # by condition, address and bits: offsets
 
+    def registers(address: str) -> set[str]:  # two for each name
+        return {f"{kind}{int(number) + i}" for kind, number in re.findall(r"(U?R)(\d+)", address) for i in (0, 1)}
+
     def close(changed: set[str] | None = None) -> None:
-        for key in [key for key in open_stores if changed is None or changed & {key[0].lstrip("!"), *_pairs(key[1])}]:
+        for key in [key for key in open_stores if changed is None or changed & {key[0].lstrip("!"), *registers(key[1])}]:
             width, offsets = key[2] // 8, open_stores.pop(key)
             adjacent = [o for o in offsets if (o + width if o % (2 * width) == 0 else o - width) in offsets]
             found.update({key[2]: len(adjacent)} if adjacent else {})
 
-    for at, when, op, args in lines:
+    before = -1
+    for op, args, when, _, at in lines:
         kind = op.split(".")[0]
-        if at in targets:
+        if not targets.isdisjoint(range(before + 1, at + 1)):  # a target may be a NOP, which is left out
             close()
+        before = at
         if kind in STORES:
             place = re.match(r"(?:desc\[\w+\])?\[(.+?)\+?(-?0x[0-9a-f]+)?\]", args)
             if place and _bits(op) < 128:
@@ -321,11 +304,6 @@ def narrow(code: str) -> str:
             close(_written(op, args))
     close()
     return _by_width(found)
-
-
-def _pairs(address: str) -> set[str]:
-    """The registers of an address, two for each name."""
-    return {f"{kind}{int(number) + i}" for kind, number in re.findall(r"(U?R)(\d+)", address) for i in (0, 1)}
 
 
 def _written(op: str, args: str) -> set[str]:
@@ -390,7 +368,7 @@ def _run(*command: str) -> str:
 
 def read(path: Path = PATH) -> list[Kernel]:
     """The rows of a table; empty if there is no file."""
-    return kernel_rows.read(Kernel, path)
+    return typed(Kernel, load(path))
 
 
 def main(argv: list[str] | None = None, path: Path = PATH) -> int:
@@ -404,16 +382,8 @@ def main(argv: list[str] | None = None, path: Path = PATH) -> int:
     with ThreadPoolExecutor(2) as pool:
         made = pool.map(lambda source: [k for arch in architectures(source) for k in compiled(source, arch)], sources())
         rows = [k for kernels in made for k in kernels]
-    if words:
-        rows = [k for k in rows if any(w in f"{k.source} {k.kernel}" for w in words)]
-        for k in rows:
-            print(*(f"{name}={value}" for name, value in asdict(k).items() if name != "nvcc"), sep="  ")
-    else:
-        kernel_rows.write(Kernel, rows, path)
-        print(f"{len(rows)} kernels of {len(sources())} files, {path}")
-    lacking = missed(rows)
-    print("\n".join(lacking) or "nothing missed")
-    return 1 if lacking else 0
+    rows = [k for k in rows if not words or any(w in f"{k.source} {k.kernel}" for w in words)]
+    return closing(rows, missed(rows), None if words else path)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class QueueMeter:
 
     def __init__(self, p: Provider, device: str | None) -> None:
         self.p, self.cost, self.calls = p, 0.0, max(1, HOST_CALLS // p.count)
-        self.wait: Callable[[], None] = partial(torch.cuda.synchronize, device) if device else _nothing
+        self.wait: Callable[[], None] = partial(torch.cuda.synchronize, device) if device else lambda: None
 
     def warm(self) -> float:
         """Two warm-up turns."""
@@ -55,10 +55,6 @@ class QueueMeter:
             took = time.perf_counter() - start
             self.wait()
         return took / self.calls / self.p.count
-
-
-def _nothing() -> None:
-    pass
 
 
 def rotated(first: T, nbytes: float, cache: int, copy: Callable[[T], T]) -> Callable[[], T]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,12 @@ def painted(
 
 def roofline(rows: Rows, axes: Any) -> bool:
     """Draw FLOP/s of every GEMM against FLOP per byte, with the measured copy bandwidth and matmul rate; False without points."""
-    value, dtype = _lookup(rows), _dtype(rows)
+    dtype, key = _dtype(rows), itemgetter("op", "provider", "pattern", "dtype", "shape")
+    bandwidths = {key(r): float(r["p50"]) for r in rows if r["metric"] == "GB/s"}
     ours = [r for r in rows if r["op"] == "nm_linear" and r["dtype"] == dtype and _mine(r) and r["metric"] == "GFLOP/s"]
     points: dict[str, list[tuple[float, float]]] = {}
     for r in ours:
-        if bandwidth := value(r, "GB/s"):
+        if bandwidth := bandwidths.get(key(r)):
             points.setdefault(r["pattern"], []).append((float(r["p50"]) / bandwidth, float(r["p50"])))
     if not points:
         return False
@@ -99,7 +101,8 @@ def speedup(rows: Rows, axes: Any) -> bool:
     lines = {shape: sorted(found) for shape, found in lines.items() if len(found) > 1}
     if not lines:
         return False
-    for marker, (shape, found) in zip(MARKERS * 9, sorted(lines.items(), key=_by_size), strict=False):
+    by_size = sorted(lines.items(), key=lambda item: [int(size) for size in item[0].split("x")])
+    for marker, (shape, found) in zip(MARKERS * 9, by_size, strict=False):
         axes.plot(*zip(*found, strict=True), f"{marker}-", markersize=4, linewidth=0.8, label=shape)
     ticks = sorted({x for found in lines.values() for x, _ in found})
     axes.plot(ticks, ticks, "k--", linewidth=0.8, label="as many times as FLOPs are saved")
@@ -116,16 +119,6 @@ def _dtype(rows: Rows) -> str:
     return DTYPES[device_of(rows[0]["machine"])] if rows else ""
 
 
-def _by_size(item: tuple[str, object]) -> list[int]:
-    return [int(size) for size in item[0].split("x")]
-
-
 def _mine(row: dict[str, str]) -> bool:
     # providers of other instruction sets have a third word
     return row["provider"].startswith("nmkernels") and len(row["provider"].split()) == 2
-
-
-def _lookup(rows: Rows) -> Callable[[dict[str, str], str], float]:
-    keys = ("op", "provider", "pattern", "dtype", "shape")
-    table = {(*(r[k] for k in keys), r["metric"]): float(r["p50"]) for r in rows}
-    return lambda row, metric: table.get((*(row[k] for k in keys), metric), 0.0)

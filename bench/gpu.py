@@ -38,6 +38,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,13 @@ CLOSING = 10.0
 TEST_SECONDS, SANITIZED_SECONDS, CASE_SECONDS = 120.0, 240.0, 180.0
 """Time limits of a test (Triton compiles some for a minute), of one under compute-sanitizer, and of a benchmark case."""
 
+say = partial(print, flush=True)
+
 START, LIVES, LINES, WIDTH = 60.0, 6, 6, 200
 """The least seconds that a process has to start, how often it is started, and how many failures are shown, in how many characters."""
 
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Test processes at once; each takes half a gigabyte of the GPU in addition to its tensors."""
-
-NO_TESTS_LEFT = 5
-"""Exit status of pytest."""
 
 FINDING = r"^========= (?!COMPUTE-SANITIZER|(?:ERROR|RACECHECK) SUMMARY: 0 |Target application returned|.*=$).*"
 """A line of compute-sanitizer that reports an error, also if the process was ended before its exit status could."""
@@ -70,11 +70,8 @@ class Job:
     """A process, and its successors if it dies; if it records no outcomes, the job counts as one item.
 
     Args:
-        name: shown, and used for its files.
-        words: the command, run in the repository's root.
-        limit: the most seconds of an item, or of a job without items.
-        env: more environment variables.
-        folder: of its files.
+        name: shown, and used for its files; words: the command, run in the repository's root; env: more environment variables.
+        limit: the most seconds of an item, or of a job without items; folder: of its files.
     """
 
     name: str
@@ -98,15 +95,15 @@ class Job:
     @property
     def left(self) -> bool:
         """Whether some of it is left for another call."""
-        return not any("finished" in line for line in outcomes.lines(self.file))
+        return not outcomes.read(self.file).finished
 
     def items(self, what: str) -> list[Outcome]:
         """The items that passed, failed or were skipped."""
-        return [outcome for outcome in outcomes.read(self.file)[0].values() if outcome.what == what]
+        return [outcome for outcome in outcomes.read(self.file).ended.values() if outcome.what == what]
 
     def start(self) -> None:
         """Start a process that continues with the items that have not ended."""
-        self.before, self.began, self.lives = len(outcomes.read(self.file)[0]), time.time(), self.lives - 1
+        self.before, self.began, self.lives = len(outcomes.read(self.file).ended), time.time(), self.lives - 1
         outcomes.tell(self.file, starts=True)
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **self.env, outcomes.ENV: str(self.file)}
         with self.file.with_suffix(".log").open("ab") as log:
@@ -122,7 +119,7 @@ class Job:
 
     def over(self) -> bool:
         """Whether the job has ended; a process that died is replaced by another one."""
-        status, (ended, item), why = self.process.poll(), outcomes.read(self.file), ""
+        status, (ended, item, *_), why = self.process.poll(), outcomes.read(self.file), ""
         if status is None:
             if time.time() - max(self.began, self.file.stat().st_mtime) <= (self.limit if item else max(self.limit, START)):
                 return False
@@ -132,12 +129,15 @@ class Job:
         elif item:
             why = f"its process ended during it, with exit status {status}"
         self.kill()
-        lost = outcomes.lost(self.file)  # whatever the exit status, which may be that of a wrapping tool
+        lost = outcomes.read(self.file).lost  # whatever the exit status, which may be that of a wrapping tool
         died = bool(why) or lost
         if not died and (finding := re.search(FINDING, self.output, re.M)):
             why = finding[0]
-        elif not died and status not in (0, NO_TESTS_LEFT) and not self.items("failed"):
-            why = f"exit status {status}: {first_error(self.output)}"
+        elif not died and status not in (0, 5) and not self.items("failed"):  # pytest's 5: no tests are left
+            lines = self.output.splitlines() or ["no output"]
+            # a compiler's first error, otherwise the last line
+            error = next((line for line in lines if re.search(r"(^|[\s:])error:|CMake Error|ninja: error", line)), lines[-1])
+            why = f"exit status {status}: {error.strip()}"
         if not lost and (why or not ended):
             outcomes.end(self.file, Outcome(item or self.name, "failed" if why else "passed", why))
         if died and (item or len(ended) > self.before):  # not before its first item, or after its last
@@ -149,20 +149,12 @@ class Job:
         return True
 
 
-def first_error(text: str) -> str:
-    """The most useful line of a failed process's output: a compiler's first error, otherwise the last line."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no output"]
-    return next((line for line in lines if re.search(r"(^|[\s:])error:|CMake Error|ninja: error", line)), lines[-1])
-
-
 @dataclass
 class Step:
     """A step of one call, and what the summary says of it.
 
     Args:
-        work: the folder of logs, rows and state.
-        tests: the test files or folders that were named.
-        deadline: until when it may run.
+        work: the folder of logs, rows and state; tests: the test files or folders that were named; deadline: until when it may run.
     """
 
     name: str
@@ -177,11 +169,6 @@ class Step:
     def device(self) -> str:
         """The device of the benchmarks."""
         return "cpu" if self.dry else "cuda"
-
-    @property
-    def rows(self) -> Path:
-        """The folder of the benchmarks' CSV files."""
-        return self.work / "rows"
 
     def run(self, *jobs: Job, workers: int = 1, fresh: bool = False) -> bool:
         """Run the jobs that no earlier call finished (``fresh``: all); whether all of them passed."""
@@ -221,11 +208,6 @@ def failures(job: Job) -> list[str]:
     found = job.items("failed")
     more = [f"    and {len(found) - LINES} more, see {job.file}"] if len(found) > LINES else []
     return [*(f"    {outcome.item.partition('::')[2] or outcome.item}: {outcome.why}"[:WIDTH] for outcome in found[:LINES]), *more]
-
-
-def say(text: str) -> None:
-    """Print at once."""
-    print(text, flush=True)
 
 
 def digest(folders: Sequence[str], *facts: str) -> str:
@@ -294,20 +276,16 @@ def test_jobs(step: Step, paths: Sequence[str], limit: float) -> tuple[list[Job]
     marked = "not gpu" if step.dry else "gpu"  # in a dry run the CUDA kernels run on the emulator
     collect = Job("collect", (*PYTEST, "--collect-only", "-qq", "-m", marked, *paths), TEST_SECONDS, PLAIN)
     passed = step.run(collect, fresh=True)
-    found: dict[bool, dict[str, list[bool]]] = {False: {}, True: {}}
-    for line in outcomes.lines(collect.file):
-        if "file" in line:
-            found[line["alone"]][line["file"]] = [not line["file"].startswith(path) for path in paths]
-    if passed and any(found.values()):
+    alone = outcomes.read(collect.file).alone
+    if passed and alone:
         step.jobs.remove(collect)
     elif passed:
         outcomes.end(collect.file, Outcome("collect", "failed", f"no test in {', '.join(paths)}"))
-    threads = {False: {"OMP_NUM_THREADS": "1"}, True: {"NMKERNELS_TEST_THREADS": str(os.cpu_count() or 1)}}
-    several, alone = (
-        [Job(file, (*PYTEST, "-q", "-m", marked, file), limit, {**PLAIN, **threads[each]}) for file in sorted(files, key=files.__getitem__)]
-        for each, files in found.items()
-    )
-    return several, alone
+    jobs: tuple[list[Job], list[Job]] = [], []
+    for file in sorted(alone, key=lambda file: [not file.startswith(path) for path in paths]):
+        threads = {"NMKERNELS_TEST_THREADS": str(os.cpu_count() or 1)} if alone[file] else {"OMP_NUM_THREADS": "1"}
+        jobs[alone[file]].append(Job(file, (*PYTEST, "-q", "-m", marked, file), limit, {**PLAIN, **threads}))
+    return jobs
 
 
 def kernels(step: Step) -> None:
@@ -358,7 +336,7 @@ def benchmarks(step: Step) -> None:
     ops: dict[str, dict[str, None]] = {name: {} for name in FIRST}
     for spec in targets.quick(step.device):
         ops.setdefault(FAMILIES[spec.op].build.__module__.rpartition(".")[2], {})[spec.op] = None
-    csv = step.rows / f"{slug(machine(step.device))}.csv"
+    csv = step.work / "rows" / f"{slug(machine(step.device))}.csv"
     words = (sys.executable, "-m", "bench.run", "--quick", "--device", step.device, "--out", str(csv))
     env = {"NMKERNELS_CACHE": str(step.work / "cache")}  # do not use what this machine measured before
     step.run(*(Job(name, (*words, "--op", *those), CASE_SECONDS, env=env) for name, those in ops.items() if those))
@@ -368,10 +346,9 @@ def benchmarks(step: Step) -> None:
 
 def report(step: Step) -> None:
     """Write the tables, from the rows of ``bench/results`` and those of this call."""
-    if step.dry:
-        step.note = "a dry run writes no tables"
-        return
-    step.run(Job("tables", (sys.executable, "-m", "bench.report", "--add", str(step.rows)), CASE_SECONDS), fresh=True)
+    step.note = "a dry run writes no tables" if step.dry else ""
+    if not step.dry:
+        step.run(Job("tables", (sys.executable, "-m", "bench.report", "--add", str(step.work / "rows")), CASE_SECONDS), fresh=True)
 
 
 STEPS: dict[str, Callable[[Step], None]] = {
@@ -424,14 +401,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the steps, continuing after failures except of the build, and print the summary."""
     start, parser = time.monotonic(), argparse.ArgumentParser(prog="python -m bench.gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"{', '.join(STEPS)}; all if none is named")
-    parser.add_argument(
-        "--deadline", type=float, default=math.inf, metavar="SECONDS", help="time limit for all; another call does the rest"
-    )
+    parser.add_argument("--deadline", type=float, default=math.inf, metavar="SECONDS", help="time limit; another call does the rest")
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"folder for {ARCHIVE} (logs, rows and state) and {SUMMARY}")
     parser.add_argument("--resume", type=Path, metavar="ARCHIVE", help="continue from this archive")
-    parser.add_argument(
-        "--tests", nargs="+", metavar="PATH", default=(), help="these test files or folders in tests, memcheck and racecheck"
-    )
+    parser.add_argument("--tests", nargs="+", metavar="PATH", default=(), help="test files or folders for tests, memcheck, racecheck")
     parser.add_argument("--dry-run", action="store_true", help="without a GPU: tests on the emulator, benchmarks on the CPU")
     args = parser.parse_args(argv)
     if unknown := set(args.steps) - set(STEPS):
@@ -446,7 +419,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = WORK / ("gpu-dry" if args.dry_run else "gpu")
     names = [name for name in STEPS if name in (args.steps or (("build", "tests") if args.tests else STEPS))]
     prepare(work, "cpu" if args.dry_run else "cuda", args.resume)
-    before = signal.signal(signal.SIGTERM, _terminate)
+
+    def terminate(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the summary must still be written
+        raise KeyboardInterrupt("terminated")  # as with Ctrl-C, processes are ended and the summary is printed
+
+    before = signal.signal(signal.SIGTERM, terminate)
     steps: list[Step] = []
     stopped = 0
     try:
@@ -468,10 +446,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     jobs = [job for step in steps for job in step.jobs]
     left = any(job.left for job in jobs)
     status = stopped or (1 if any(job.items("failed") for job in jobs) else 3 if left else 0)
-    lines = ["== summary", *map(str, steps)]
-    for step in steps:
-        for job in step.jobs:
-            lines += [f"  {step.name}: {job.name}", *shown] if (shown := failures(job)) else []
+    details = ((f"  {step.name}: {job.name}", failures(job)) for step in steps for job in step.jobs)
+    lines = ["== summary", *map(str, steps), *(line for head, shown in details if shown for line in (head, *shown))]
     verdict = {0: "all passed", 1: "FAILED", 3: "nothing failed so far", 130: "interrupted", 143: "terminated"}[status]
     again = "; the same command continues with what is left" if left or stopped else ""
     text = "\n".join([*lines, f"  rows in {work / 'rows'}, logs in {work}", f"  {verdict}{again}"])
@@ -480,11 +456,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     pack(work, args.out)
     signal.signal(signal.SIGTERM, before)
     return status
-
-
-def _terminate(*_: Any) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the summary must still be written
-    raise KeyboardInterrupt("terminated")  # as with Ctrl-C, processes are ended and the summary is printed
 
 
 if __name__ == "__main__":

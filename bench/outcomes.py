@@ -1,7 +1,7 @@
 """Records the result of each test or case: a line of JSON when it begins and one when it ends, so that nothing is lost if a process dies.
 
 ``NMKERNELS_OUTCOMES`` names the file. ``bench.run`` writes it, and pytest with ``-p bench.outcomes``. Items that the file records as ended
-are not run again: the same command continues where the last one stopped. With ``--collect-only`` the lines name the test files instead.
+are not run again: the same command continues where the last one stopped.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ENV = "NMKERNELS_OUTCOMES"
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The result of an item: ``what`` is passed, failed or skipped; ``why`` is the first line of the reason if it did not pass."""
 
     item: str
@@ -25,58 +23,52 @@ class Outcome:
     why: str = ""
 
 
+class Record(NamedTuple):
+    """What the file says: the outcomes of items that have ended, the item that the last process began but did not end, whether it exited
+    because it could no longer use the device, whether nothing is left, and of collected test files whether they run alone."""
+
+    ended: dict[str, Outcome]
+    current: str
+    lost: bool
+    finished: bool
+    alone: dict[str, bool]
+
+
 def here() -> Path | None:
     """The file that this process writes, or None."""
     return Path(os.environ[ENV]) if os.environ.get(ENV) else None
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    """Every line of the file, except truncated ones."""
-    found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+def read(path: Path | None) -> Record:
+    """The record of a file, without truncated lines."""
+    ended, alone = dict[str, Outcome](), dict[str, bool]()
+    current, lost, finished = "", False, False
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path and path.exists() else ():
         try:
-            found.append(json.loads(line))
+            line = json.loads(text)
         except ValueError:
             continue
-    return found
-
-
-def read(path: Path) -> tuple[dict[str, Outcome], str | None]:
-    """The outcomes of items that have ended, and the item that the last process began but did not end."""
-    ended: dict[str, Outcome] = {}
-    current = None
-    for line in lines(path):
-        if "starts" in line:
-            current = None
-        elif "begins" in line:
-            current = line["begins"]
-        elif "what" in line:
+        if "what" in line:
             ended[line["item"]] = Outcome(**line)
-            current = None if current == line["item"] else current
-    return ended, current
-
-
-def lost(path: Path) -> bool:
-    """Whether the last process exited early because it could no longer use the device."""
-    last = [line for line in lines(path) if "starts" in line or "lost" in line]
-    return bool(last) and "lost" in last[-1]
+            current = "" if current == line["item"] else current
+        elif "begins" in line or "starts" in line:
+            current, lost = line.get("begins", ""), lost and "starts" not in line
+        elif "file" in line:
+            alone[line["file"]] = line["alone"] or alone.get(line["file"], False)
+        lost, finished = lost or "lost" in line, finished or "finished" in line
+    return Record(ended, current, lost, finished, alone)
 
 
 def tell(path: Path | None, **line: Any) -> None:
-    """Add a line."""
+    """Add a line: that a process ``starts``, an item ``begins``, the device is ``lost``, or the job ``finished``."""
     if path is not None:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
-def begin(path: Path | None, item: str) -> None:
-    """Record that an item begins."""
-    tell(path, begins=item)
-
-
 def end(path: Path | None, outcome: Outcome) -> None:
     """Record that an item has ended."""
-    tell(path, **asdict(outcome))
+    tell(path, **outcome._asdict())
 
 
 # ---- pytest's hooks
@@ -92,23 +84,16 @@ def pytest_collectreport(report: Any) -> None:
 
 
 def pytest_collection_finish(session: Any) -> None:
-    """Leave out the tests that have ended; with ``--collect-only`` record the files that have tests."""
-    path = here()
-    if session.config.option.collectonly:
-        files: dict[str, bool] = {}
-        for item in session.items:
-            file = os.path.relpath(item.path, session.config.rootpath)
-            files[file] = files.get(file, False) or item.get_closest_marker("alone") is not None
-        for file, alone in files.items():
-            tell(path, file=file, alone=alone)
-        return
-    ended = read(path)[0] if path is not None else {}
+    """Leave out the tests that have ended; with ``--collect-only`` record the file of each."""
+    for item in session.items if session.config.option.collectonly else ():
+        tell(here(), file=os.path.relpath(item.path, session.config.rootpath), alone=item.get_closest_marker("alone") is not None)
+    ended = read(here()).ended
     session.items[:] = [item for item in session.items if item.nodeid not in ended]
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
     """Record that a test begins."""
-    begin(here(), nodeid)
+    tell(here(), begins=nodeid)
     _now[nodeid] = Outcome(nodeid, "passed")
 
 

@@ -81,7 +81,7 @@ Made = TypeVar("Made")
 
 
 def typed(cls: type[Made], lines: Iterable[Mapping[str, str]]) -> list[Made]:
-    """Rows of a dataclass from lines of text."""
+    """Rows of a dataclass of text and numbers from lines of text."""
     kinds = {f.name: {"int": int, "float": float, "str": str}[str(f.type)] for f in fields(cls)}  # type: ignore[arg-type]
     return [cls(**{name: kind(line[name]) for name, kind in kinds.items()}) for line in lines]
 

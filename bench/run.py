@@ -17,9 +17,8 @@ import torch
 
 from nmkernels import DtypeError, NMError, Pattern
 
-from . import cases, clocks, runner, shapes, tables, targets
+from . import cases, runner, shapes, tables, targets
 from .cases import _ours
-from .cases.power_or_port import uuid
 from .registry import DTYPES, Ask, Spec
 from .rows import RESULTS, Row, load, machine, slug
 
@@ -37,17 +36,6 @@ SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments and run; errors are printed on one line. The exit status is ``execute``'s, or 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m bench.run", description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
-    args = parser.parse_args(argv)
-    try:
-        return execute(args)
-    except NMError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options to ``parser``."""
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--targets", action="store_true", help="only the cases of the speed targets, and whether they are met (minutes)")
     what.add_argument("--quick", action="store_true", help="only a handful of cases (seconds; on a GPU the targets, minutes)")
@@ -60,14 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda, cuda:1; default: a GPU if torch has one")
     parser.add_argument("--threads", type=int, metavar="N", help="threads of torch and of the kernels")
     parser.add_argument("--isas", nargs="+", metavar="ISA", help="CPU: also time these instruction sets, or all (portable, avx2, ...)")
-    parser.add_argument(
-        "--lock-clocks", type=int, metavar="MHZ", help="power_or_port: measure again with the GPU's clock locked (usually needs root)"
-    )
     parser.add_argument("--seconds", type=float, metavar="S", help="approximate time to spend on each case")
     parser.add_argument("--resume", action="store_true", help="skip cases that the file already has from this commit and machine")
     parser.add_argument("--from", type=int, default=1, dest="first", metavar="I", help="start with the I-th case of --list")
     parser.add_argument("--list", action="store_true", help="list the cases and exit")
     parser.add_argument("--out", type=Path, metavar="CSV", help="file to add rows to; default bench/results/<machine>.csv")
+    try:
+        return execute(parser.parse_args(argv))
+    except NMError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -83,10 +73,6 @@ def execute(args: argparse.Namespace) -> int:
         raise NMError(f"--device {device}: torch cannot use it here: {str(error).splitlines()[0]}") from error
     if device.startswith("cuda:"):
         torch.cuda.set_device(device)
-    if args.lock_clocks is not None and not args.list:
-        if not device.startswith("cuda"):
-            raise NMError(f"--lock-clocks: {device} is not a GPU.")
-        clocks.ask(args.lock_clocks, uuid(device))
     specs = chosen(args, device)[max(0, args.first - 1) :]
     if not specs:
         raise NMError("no case matches these options; --list alone shows all cases.")
@@ -114,10 +100,10 @@ def execute(args: argparse.Namespace) -> int:
 def _words(args: argparse.Namespace) -> list[str]:
     """The command-line options for a process that continues this run."""
     found = [f"--{name}" for name in ("targets", "quick", "resume") if getattr(args, name)]
-    for name in ("op", "shapes", "pattern", "dtype", "tokens", "device", "threads", "isas", "lock_clocks", "seconds"):
+    for name in ("op", "shapes", "pattern", "dtype", "tokens", "device", "threads", "isas", "seconds"):
         value = getattr(args, name)
         if value is not None:
-            found += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
+            found += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return [*found, "--out", str(args.out.resolve())] if args.out else found
 
 

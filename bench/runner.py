@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
 
 import torch
 
 from . import cases, outcomes
 from .cases.machine import matmul_rate
 from .device import lost
-from .registry import Provider, Ratio, Spec, Work
+from .registry import Provider, Spec, Work
 from .rows import Row, append, commit, fingerprints, row
 from .rows import machine as machine_name
 from .timing import Timed, take_turns
@@ -65,21 +64,24 @@ def run(
 
     If ``NMKERNELS_OUTCOMES`` names a file, each case is recorded there, and the cases that it records as ended are skipped.
     """
-    outcome, progress, record = Measured(), Progress(len(specs)), outcomes.here()
+    outcome, record = Measured(), outcomes.here()
     out.parent.mkdir(parents=True, exist_ok=True)
     done = fingerprints(out) if resume else set()
-    ended = outcomes.read(record)[0] if record else {}
-    commit()  # cached now, since the tree may change before the last row is written
+    ended = outcomes.read(record).ended
+    where = machine_name(device), commit()  # cached now, since the tree may change before the last row is written
+    todo = [
+        (index, spec)
+        for index, spec in enumerate(specs)
+        if str(spec) not in ended and (spec.op, spec.pattern, spec.dtype, spec.shape, *where) not in done
+    ]
+    outcome.skipped, start = len(specs) - len(todo), time.monotonic()
     try:
-        for index, spec in enumerate(specs):
-            if str(spec) in ended or (spec.op, spec.pattern, spec.dtype, spec.shape, machine_name(device), commit()) in done:
-                outcome.skipped += 1
-                progress.skip()
-                continue
-            progress.show(str(spec))
-            outcomes.begin(record, str(spec))
+        for number, (index, spec) in enumerate(todo):
+            left = (time.monotonic() - start) / number * (len(todo) - number) if number else 0.0
+            _progress(f"[{number + 1}/{len(todo)}] {spec}" + (f", {left / 60:.1f} min left" if left else ""))
+            outcomes.tell(record, begins=str(spec))
             found, why = _attempt(spec, device, seconds)
-            progress.clear()
+            _progress()
             if found:
                 append(found, out)
                 outcome.rows += found
@@ -93,12 +95,17 @@ def run(
                     complain(f"{spec}: afterwards this process can no longer use {device}: {reason}")
                     outcome.next = index + 1
                     break
-            progress.done()
     except KeyboardInterrupt:
         outcome.interrupted = True
     finally:
-        progress.clear()
+        _progress()
     return outcome
+
+
+def _progress(text: str = "") -> None:
+    """Show this line in place of the last one on a terminal; nothing before other output is written."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _attempt(spec: Spec, device: str, seconds: float) -> tuple[list[Row], str]:
@@ -177,20 +184,11 @@ def rows_of(spec: Spec, device: str, work: Work, timed: Timed) -> list[Row]:
             found += [row(spec.op, p.name, metric, values, **label) for metric, values in _rates(spec, device, p, seconds)]
         for part, samples in p.parts.items():
             found.append(row(spec.op, p.name, f"us {part}", [1e6 * s for s in samples[-len(seconds) :]], **label))
-    found += _ratios(spec, device, work.ratios, work, timed)
-    found += [row(spec.op, name, metric, values, **label) for (name, metric), values in work.derive(timed).items() if values]
-    for (name, metric), value in work.facts.items():
-        if name in timed.failed:
-            continue
-        found.append(row(spec.op, name, metric, [value], **label))
-    return found
-
-
-def _ratios(spec: Spec, device: str, ratios: list[Ratio], work: Work, timed: Timed) -> list[Row]:
-    label = {"pattern": spec.pattern, "dtype": spec.dtype, "shape": spec.shape, "device": device}
     bytes_of = {p.name: p.bytes for p in work.providers}
-    figures = {r: timed.ratio(r, bytes_of) for r in ratios}
-    return [row(spec.op, r.of, r.metric, values, **label) for r, values in figures.items() if values]
+    found += [row(spec.op, r.of, r.metric, values, **label) for r in dict.fromkeys(work.ratios) if (values := timed.ratio(r, bytes_of))]
+    found += [row(spec.op, name, metric, values, **label) for (name, metric), values in work.derive(timed).items() if values]
+    facts = ((name, metric, value) for (name, metric), value in work.facts.items() if name not in timed.failed)
+    return found + [row(spec.op, name, metric, [value], **label) for name, metric, value in facts]
 
 
 def _rates(spec: Spec, device: str, p: Provider, seconds: list[float]) -> list[tuple[str, list[float]]]:
@@ -204,41 +202,3 @@ def _rates(spec: Spec, device: str, p: Provider, seconds: list[float]) -> list[t
     if p.tokens:
         found.append(("tokens/s", [p.tokens / s for s in seconds]))
     return found
-
-
-class Progress:
-    """A progress line on a terminal: which case of how many, and the time left; silent elsewhere."""
-
-    def __init__(self, total: int, stream: TextIO | None = None) -> None:
-        self.total, self.stream = total, stream or sys.stderr
-        self.finished = self.skipped = 0
-        self.start = time.monotonic()
-
-    def text(self, what: str) -> str:
-        """The line: ``[3/40] nm_mask ..., 2 min left``."""
-        here = f"[{self.finished + self.skipped + 1}/{self.total}] {what}"
-        if not self.finished:
-            return here
-        left = (time.monotonic() - self.start) / self.finished * (self.total - self.skipped - self.finished)
-        return f"{here}, {left:.0f} s left" if left < 90 else f"{here}, {left / 60:.0f} min left"
-
-    def show(self, what: str) -> None:
-        """Show the line for the case that starts."""
-        self._write(f"\r\x1b[K{self.text(what)}")
-
-    def clear(self) -> None:
-        """Erase the line, so that other output can be written."""
-        self._write("\r\x1b[K")
-
-    def done(self) -> None:
-        """One more case is finished."""
-        self.finished += 1
-
-    def skip(self) -> None:
-        """One more case was already done."""
-        self.skipped += 1
-
-    def _write(self, text: str) -> None:
-        if self.stream.isatty():
-            self.stream.write(text)
-            self.stream.flush()

@@ -78,10 +78,10 @@ def main() -> int:
                 jobs[f"{name}, {entry.backend}"] = partial(check, entry, args, device)
     side = 8192 if device == "cuda" else 256
     jobs[f"nm_linear bf16 {side}³"] = lambda: large(device, side)
-    ended = outcomes.read(path)[0] if path else {}
+    ended = outcomes.read(path).ended
     failed = False
     for item in (item for item in jobs if item not in ended):
-        outcomes.begin(path, item)
+        outcomes.tell(path, begins=item)
         try:
             said = jobs[item]()
             what = "skipped" if said.startswith("declined") else "passed"

@@ -144,19 +144,8 @@ def _host() -> list[Target]:
     specs = tuple(Spec(f"host({op})", "2:4", BF16, 64, 64, 1 if op == "nm_linear" else 0) for op in HOST_OPS)
     layers = tuple(Spec("CompressedLinear", "2:4", BF16, *LARGE, t) for t in (1, 16, 256, 4096))
     keeps = "nmkernels CompressedLinear(keep_dense)"
-    found = [
-        Target(
-            "cuda-layer",
-            "CompressedLinear(keep_dense), 117 MB, 2:4",
-            "time of `nn.Linear`",
-            "time over nn.Linear",
-            1.0,
-            layers,
-            None,
-            False,
-            keeps,
-        )
-    ]
+    what = "CompressedLinear(keep_dense), 117 MB, 2:4"
+    found = [Target("cuda-layer", what, "time of `nn.Linear`", "time over nn.Linear", 1.0, layers, None, False, keeps)]
     whole = (Spec("host(nm_linear)", "2:4", BF16, 64, 64, 16),)
     for by, cases in ((TRITON, specs), (CUDA, specs), ("nmkernels cusparselt", whole)):
         what, call, replay = _what(by, "host cost of a call, µs"), "us beyond a no-op", "us beyond torch's kernels"

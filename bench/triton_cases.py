@@ -203,6 +203,7 @@ def integers() -> Iterator[OpCall]:
 
 def cases() -> list[OpCall]:
     """Every case, in the order of the table."""
+    pack = (meta(4096, 4096), 2, 4, "magnitude", None, None, BF16, True, False, "canonical")
     return [
         *dense("nm_mask"),
         *dense("nm_prune"),
@@ -211,14 +212,7 @@ def cases() -> list[OpCall]:
         *transposable(),
         *dense("nm_compress", None),
         OpCall("nm_compress", "2:4 bf16 with a mask", (meta(4096, 2048, dtype=BF16), 2, 4, meta(4096, 2048, dtype=torch.bool)), 128, 128),
-        OpCall(
-            "nm_pack",
-            "2:4 fp32 to bf16",
-            (meta(4096, 4096), 2, 4, "magnitude", None, None, BF16, True, False, "canonical"),
-            128,
-            128,
-            sampled=True,
-        ),
+        OpCall("nm_pack", "2:4 fp32 to bf16", pack, 128, 128, sampled=True),
         *decompress(),
         *mvue("nm_mvue"),
         *mvue("nm_mvue_compress"),

@@ -14,7 +14,8 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from importlib import util
 from pathlib import Path
@@ -24,8 +25,7 @@ from tqdm import tqdm
 
 from nmkernels.capability import Probe
 
-from . import kernel_rows
-from .rows import RESULTS
+from .rows import RESULTS, load, save, typed
 from .triton_cases import OpCall, cases
 
 PATH = RESULTS / "triton_resources.csv"
@@ -106,6 +106,8 @@ def missed(case: OpCall, arch: int, kernels: list[Kernel]) -> list[str]:
 
 
 def _read(kernel: Any, case: str, arch: int) -> Kernel:
+    import triton
+
     ptx = kernel.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -130,18 +132,19 @@ def _read(kernel: Any, case: str, arch: int) -> Kernel:
         overwrites=len(overwrites(code)),
         inexact=inexact(ptx),
         instructions=len(code),
-        triton=_triton_version(),
+        triton=triton.__version__,
         ptxas=_ptxas_version(),
     )
 
 
 class Instruction(NamedTuple):
-    """One machine instruction: whether it is ``guarded`` by a predicate, and the labels before it."""
+    """One machine instruction: its predicate (``P1``, ``!P0`` or nothing), the labels before it, and its address."""
 
     op: str
     operands: str
-    guarded: bool
+    predicate: str
     labels: tuple[str, ...]
+    address: int
 
 
 def machine_code(sass: str) -> list[Instruction]:
@@ -151,16 +154,11 @@ def machine_code(sass: str) -> list[Instruction]:
     for line in sass.splitlines():
         if label := re.match(r"\s*(\.L_x_\w+):", line):
             labels.append(label[1])
-        found = re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(@!?U?P[T\d]+\s+)?([A-Z][\w.]*)\s*([^;]*)", line)
-        if found and found[2] != "NOP":
-            code.append(Instruction(found[2], found[3].strip(), bool(found[1]), tuple(labels)))
+        found = re.match(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P[T\d]+)\s+)?([A-Z][\w.]*)\s*([^;]*)", line)
+        if found and found[3] != "NOP":
+            code.append(Instruction(found[3], found[4].strip(), found[2] or "", tuple(labels), int(found[1], 16)))
             labels = []
     return code
-
-
-def opcodes_of(sass: str) -> list[str]:
-    """The names without operands."""
-    return [i.op for i in machine_code(sass)]
 
 
 def overwrites(code: list[Instruction]) -> list[str]:
@@ -185,7 +183,7 @@ def overwrites(code: list[Instruction]) -> list[str]:
                 continue
         entered[at] = dict(busy)
         while at < len(code):
-            op, operands, guarded, _ = code[at]
+            op, operands, predicate, *_ = code[at]
             if not busy.keys().isdisjoint(written(op, operands)):
                 found.add(at)
             if op.startswith("HGMMA"):
@@ -202,7 +200,7 @@ def overwrites(code: list[Instruction]) -> list[str]:
                 label = re.search(r"\.L_x_\w+", operands)
                 assert label, f"{op} {operands} has no label"
                 ahead.append((places[label[0]], dict(busy)))
-            if op.startswith(("BRA", "RET", "EXIT")) and not guarded and not re.match(r"!?U?P\d", operands):
+            if op.startswith(("BRA", "RET", "EXIT")) and not predicate and not re.match(r"!?U?P\d", operands):
                 break
             at += 1
             if at < len(code) and code[at].labels:
@@ -277,13 +275,6 @@ def _tool(name: str, *words: str) -> str:
 
 
 @cache
-def _triton_version() -> str:
-    import triton
-
-    return str(triton.__version__)
-
-
-@cache
 def _ptxas_version() -> str:
     found = re.search(r"\bV([\d.]+)", _tool("ptxas", "--version"))
     return found[1] if found else "unknown"
@@ -291,7 +282,19 @@ def _ptxas_version() -> str:
 
 def read(path: Path = PATH) -> list[Kernel]:
     """The rows of a table; empty if there is no file."""
-    return kernel_rows.read(Kernel, path)
+    return typed(Kernel, load(path))
+
+
+def closing(rows: Sequence[Any], lacking: Sequence[str], path: Path | None) -> int:
+    """Write the table of the rows of a dataclass, or print them without a path; then what is missed. Returns the exit status."""
+    if path is None:
+        for k in rows:
+            print(*(f"{name}={value}" for name, value in asdict(k).items() if name not in ("nvcc", "triton", "ptxas")), sep="  ")
+    else:
+        save(map(asdict, rows), [f.name for f in fields(rows[0])], path)
+        print(f"{len(rows)} kernels, {path}")
+    print("\n".join(lacking) or "nothing missed")
+    return 1 if lacking else 0
 
 
 def main(argv: list[str] | None = None, path: Path = PATH) -> int:
@@ -311,14 +314,7 @@ def main(argv: list[str] | None = None, path: Path = PATH) -> int:
                 kernels, found = [], [f"does not compile: {type(error).__name__}: {error}"]
             rows += kernels
             lacking += [f"{case.op} {case.name}, sm_{arch}: {text}" for text in found]
-    if words:
-        for k in rows:
-            print(*(f"{name}={value}" for name, value in asdict(k).items() if name not in ("triton", "ptxas")), sep="  ")
-    else:
-        kernel_rows.write(Kernel, rows, path)
-        print(f"{len(rows)} kernels of {len(chosen)} cases, {path}")
-    print("\n".join(lacking) or "nothing missed")
-    return 1 if lacking else 0
+    return closing(rows, lacking, None if words else path)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-FATBIN: dict[str, Any] = runpy.run_path(str(ROOT / "nmkernels" / "capability.py"))
+FATBIN: dict[str, Any] = runpy.run_path(str(ROOT / "cmake" / "fatbin.py"))
 
 ALLOWED = re.compile(
     r"(libstdc\+\+\.so\.6|libgcc_s\.so\.1|libm\.so\.6|libc\.so\.6|libpthread\.so\.0|libdl\.so\.2|librt\.so\.1|ld-linux-.*)$"

@@ -78,6 +78,7 @@ function(nmkernels_cuda_objects result)
       "(mma.sp), and B200 and RTX 50 get PTX; nvcc 12.9 or newer builds all of it")
     list(REMOVE_ITEM NMKERNELS_CUDA_ARCHITECTURES 100 120)
     list(APPEND NMKERNELS_CUDA_ARCHITECTURES ptx)
+    set(NMKERNELS_CUDA_ARCHITECTURES ${NMKERNELS_CUDA_ARCHITECTURES} PARENT_SCOPE)
   else()
     # LZ4: zstd, nvcc's default, is read by drivers from 550 on only
     set(compressed --compress-mode=speed -Xfatbin=-compress-all)

@@ -15,7 +15,7 @@ namespace py = pybind11;
 namespace {
 
 // Raised whenever a signature or the meaning of an argument below changes; nmkernels/backends checks it.
-constexpr int kAbi = 11;
+constexpr int kAbi = 12;
 
 // Parameters of a step as the caller lists them, kWords integers each: rows, columns, the addresses of the step count and of a held mask (or 0); then,
 // for p, gradient, m, v and the maximum of v: address (0: absent), dtype, row stride, column stride.

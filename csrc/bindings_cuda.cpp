@@ -29,6 +29,7 @@ void bind_probe(py::module_& module) {
         }();
         return py::make_tuple(found.driver, found.runtime, found.error);
     });
+    module.attr("architectures") = NM_CUDA_ARCHITECTURES;
     // (compute capability, multiprocessors, shared memory of a block, clock, memory's clock and bits)
     module.def("gpu", [](int device) {
         const nm::cuda::Gpu& found = nm::cuda::gpu(device);
@@ -135,6 +136,11 @@ void bind_adamw(py::module_& module) {
             return nm::cuda::masked_adamw_pack(a, other, options, pack, queue(device, stream));
         }
         nm::cuda::masked_adamw(a, part(t, tiles, b, blocks), other, options, queue(device, stream));
+    }, Unlocked());
+    module.def("pack_forms", [](Address table, Address owners, int64_t tiles, Address forms, int select, int layout, bool columns, bool dense,
+                                int device, Address stream) {
+        const nm::cuda::AdamWPack pack{at<nm::cuda::AdamWForms>(forms), select, layout, 0, columns, dense};
+        nm::cuda::pack_forms(at<int64_t>(table), at<int32_t>(owners), tiles, pack, queue(device, stream));
     }, Unlocked());
     // the forms as in pack; `changed`: one int
     module.def("renew_changed_forms", [](Address w, int64_t rows, int64_t cols, Address bits, int select, int layout, Address values, Address indices,

@@ -11,13 +11,7 @@ from numbers import Real
 
 
 def as_int(value: object) -> int | None:
-    """A whole number of any type as an int; None for anything else, such as 4.0, True or text.
-
-    Example:
-        >>> import torch
-        >>> as_int(torch.tensor(4)), as_int(4.0), as_int(True)
-        (4, None, None)
-    """
+    """A whole number of any type as an int; None for anything else, such as 4.0, True or text."""
     if type(value) is int:
         return value
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):  # a tensor of True has an __index__ too
@@ -29,12 +23,7 @@ def as_int(value: object) -> int | None:
 
 
 def as_number(value: object) -> float | int | None:
-    """A finite number of any type as an int if it is whole, else as a float; None for anything else.
-
-    Example:
-        >>> as_number(4), as_number(0.5), as_number(float("nan")), as_number("0.5")
-        (4, 0.5, None, None)
-    """
+    """A finite number of any type as an int if it is whole, else as a float; None for anything else."""
     integer = as_int(value)
     if integer is not None or isinstance(value, bool) or not isinstance(value, Real):
         return integer
@@ -61,13 +50,7 @@ def whole_number(error: type[Exception], what: str, value: object, least: int | 
 
 
 def finite_number(error: type[Exception], what: str, value: object, least: float | None = 0, most: float = math.inf) -> float | int:
-    """``value`` as a float or int; raise ``error`` unless it is a finite number from ``least``, None for any, to ``most``.
-
-    Example:
-        >>> finite_number(ValueError, "audit: budget", float("nan"))
-        Traceback (most recent call last):
-        ValueError: audit: budget=nan must be a finite number of at least 0.
-    """
+    """``value`` as a float or int; raise ``error`` unless it is a finite number from ``least``, None for any, to ``most``."""
     number = as_number(value)
     if number is None or (least is not None and number < least) or number > most:
         bound = "" if least is None else f" of at least {least}" if most == math.inf else f" from {least} to {most}"

@@ -68,11 +68,7 @@ class Impl:
         return (False, wrong) if wrong else verdict
 
 
-def _none_checked(entry: Impl, args: Sequence[Any]) -> str:
-    return ""
-
-
-known_wrong: Callable[[Impl, Sequence[Any]], str] = _none_checked
+known_wrong: Callable[[Impl, Sequence[Any]], str] = lambda entry, args: ""  # noqa: E731
 """Why an implementation is not trusted with such calls on this machine, or empty; set by ``ops/verify.py``."""
 
 
@@ -90,29 +86,21 @@ _logged: set[tuple[str, str, str]] = set()
 def forget() -> None:
     """Choose again at the next call of each kind, because something that ``supports`` depends on has changed."""
     plans.clear()
+    preferred_layout.cache_clear()
 
 
 def impl(
-    op: str,
-    *,
-    backend: str,
-    priority: int,
-    supports: Callable[..., Verdict] = always,
-    ready: Callable[..., Verdict] | None = None,
-    search: Callable[..., Any] | None = None,
-    compiles: bool = False,
-    layout: Callable[[Any], str] | None = None,
+    op: str, *, backend: str, priority: int, supports: Callable[..., Verdict] = always, **more: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated ``fn(*args, out=None)``, which takes the raw op's arguments, as a backend's implementation of ``op``.
 
     ``supports(*args)`` may depend only on metadata (shapes, strides, dtypes, devices, numbers) and on constants of the process, because its
-    result is cached for all calls of the kind. ``ready`` is called at every call that ``supports`` accepts. Other arguments: see ``Impl``.
+    result is cached for all calls of the kind. ``ready`` is called at every call that ``supports`` accepts. ``more``: see ``Impl``.
     """
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-        entry = Impl(op, backend, fn, supports, priority, ready, search, compiles, layout)
-        remaining = [i for i in _impls.get(op, []) if i.backend != backend]
-        _impls[op] = sorted([*remaining, entry], key=lambda i: -i.priority)
+        others = [i for i in _impls.get(op, []) if i.backend != backend]
+        _impls[op] = sorted([*others, Impl(op, backend, fn, supports, priority, **more)], key=lambda i: -i.priority)
         forget()
         return fn
 
@@ -137,6 +125,7 @@ def choose(op: str, *args: Any) -> Impl:
     return decide(op, args)[0]
 
 
+@cache
 def preferred_layout(op: str, device: Any) -> str:
     """The metadata layout that the first backend with tensor cores reads on a device; empty if there is no such backend."""
     layouts = (entry.layout(device) for entry in _impls[op] if entry.layout is not None)
@@ -163,21 +152,16 @@ def decide(op: str, args: Sequence[Any], prefer: str = "") -> tuple[Impl, bool]:
             reason = known_wrong(entry, args)
             can = not reason
         if can:
-            if entry.backend == REFERENCE:
-                _warn_if_core_missing(op, args)
+            if entry.backend == REFERENCE and not compiled_core().ok:
+                missing = False, compiled_core().reason
+                # only the CPU backend: GPU backends check for the core first, so their reason may hide others
+                if any(i.backend == "cpu" and i.supports(*args) == missing for i in _impls[op]):
+                    _warn_core_missing(missing[1])
             return entry, lasting
         if (op, entry.backend, reason) not in _logged:
             _logged.add((op, entry.backend, reason))
             log.debug("%s: %s declined: %s", op, entry.backend, reason)
     raise BackendError(verdicts(op, *args))
-
-
-def _warn_if_core_missing(op: str, args: Sequence[Any]) -> None:
-    """Warn, once per process, if the reference runs a call only because the compiled core is missing."""
-    core = compiled_core()
-    # only the CPU backend: GPU backends check for the core first, so their reason may hide others
-    if not core.ok and any(i.backend == "cpu" and i.supports(*args) == (False, core.reason) for i in _impls[op]):
-        _warn_core_missing(core.reason)
 
 
 @cache

@@ -22,6 +22,12 @@ from nmkernels.capability import Probe, probes
 from python_tests.for_each import for_each
 
 
+def printed(code: str, **env: str) -> str:
+    """What another process prints."""
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
 def test_all_answer() -> None:
     answers = probes()
     assert list(answers) == ["compiled_core", "cuda_device", "cuda_kernels", "triton", "cusparselt", "compiler", "nvcc"]
@@ -87,8 +93,7 @@ def test_the_driver_s_version(gpu: Callable[..., Probe], monkeypatch: pytest.Mon
 def test_import_is_light() -> None:
     path = Path(capability.__file__)
     code = f"import runpy, sys; runpy.run_path({str(path)!r}); print([m for m in ('torch', 'numpy', 'subprocess') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['subprocess']"
+    assert printed(code) == "['subprocess']"
 
 
 def test_a_core_of_another_abi_or_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +111,8 @@ def test_a_core_of_another_abi_or_that_does_not_load(monkeypatch: pytest.MonkeyP
 
 def test_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert capability.compiler.__wrapped__() == Probe(
-        False, "CXX=no-such-compiler names no program; only needed to build the compiled core"
-    )
+    missing = "CXX=no-such-compiler names no program; only needed to build the compiled core"
+    assert capability.compiler.__wrapped__() == Probe(False, missing)
     tool = tmp_path / "nvcc"
     tool.write_text("#!/bin/sh\necho first\necho 'release 13.0'\n")
     tool.chmod(0o755)
@@ -220,18 +224,14 @@ torch.cuda.is_available = torch.xpu.is_available = lambda: False
 from nmkernels import capability
 print(capability.triton(), "triton" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip().endswith("False")
+    assert printed(code).endswith("False")
 
 
 @pytest.mark.skipif(not capability.compiled_core().ok, reason="there is no core")
 def test_the_core_tells_its_instruction_set() -> None:
     assert "instruction set " in capability.compiled_core().reason
     code = "from nmkernels import capability; print(capability.compiled_core().reason)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "NMKERNELS_ISA": "sse9"}, capture_output=True, text=True, check=True
-    )
-    assert "'sse9' is unknown" in done.stdout
+    assert "'sse9' is unknown" in printed(code, NMKERNELS_ISA="sse9")
 
 
 def test_the_processor_has_a_vendor_and_a_family(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from nmkernels.export import atomic_write
-from nmkernels.files import _amount, write_error
+from nmkernels.files import write_error
 from nmkernels.pattern import CheckpointError
 
 SMALL = 20_000
@@ -76,19 +76,12 @@ def test_only_a_regular_file_is_replaced(tmp_path):
         atomic_write(tmp_path / ("a" * 254), SAVES[2])
 
 
-@pytest.mark.parametrize(("free", "words"), [(0, "0 bytes"), (999, "999 bytes"), (4096, "4.1 kB"), (52e6, "52 MB"), (1.5e12, "1,500.0 GB")])
-def test_free_space_is_readable(tmp_path, monkeypatch, free, words):
+AMOUNTS = {0: "0 bytes", 999: "999 bytes", 1000: "1 kB", 4096: "4.1 kB", 999e6: "999 MB", 1e9: "1.0 GB", 1.25e12: "1,250.0 GB"}
+
+
+@pytest.mark.parametrize("free", AMOUNTS)
+def test_free_space_is_readable(tmp_path, monkeypatch, free):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": free}))
-    assert (
-        str(write_error(tmp_path / "a", os.strerror(28)))
-        == f"{tmp_path / 'a'} could not be written: {os.strerror(28)} ({words} free in {tmp_path})."
-    )
+    said = f"{tmp_path / 'a'} could not be written: {os.strerror(28)} ({AMOUNTS[free]} free in {tmp_path})."
+    assert str(write_error(tmp_path / "a", os.strerror(28))) == said
     assert " free in " not in str(write_error(tmp_path / "a", "Permission denied"))
-
-
-@pytest.mark.parametrize(
-    ("size", "said"),
-    [(0, "0 bytes"), (999, "999 bytes"), (1000, "1 kB"), (1.5e6, "1.5 MB"), (999e6, "999 MB"), (1e9, "1.0 GB"), (1.25e12, "1,250.0 GB")],
-)
-def test_an_amount_has_the_unit_that_a_reader_expects(size, said):
-    assert _amount(size) == said

@@ -1,6 +1,7 @@
 """How good are the models that each recipe leaves? The same small models trained with every recipe, pattern and seed.
 
-``python -m bench.accuracy run`` trains the missing runs of the plan, and ``... status`` shows its progress. The files:
+``python -m bench.accuracy run`` trains the missing runs of the plan, and ``... status`` shows its progress; ``... prune`` prunes
+pretrained models in one shot. The files:
 
 =========== =========================================================================================================
 tasks/      what is trained: model, batches and evaluation; one file per task
@@ -17,6 +18,8 @@ stats       intervals, equivalence tests, Holm's correction
 contrasts   the contrasts on STEP's claim, fixed before their runs
 tables      the tables of the pages; ``leaderboard``: those of a recipe of yours
 page        the pages from the templates in ``pages``, and the check that the rows support them
+oneshot     one-shot pruning of the models of ``tasks.pretrained``: plan, cells and ``oneshot.csv``; ``oneshot_page``: its tables
+layers      what one-shot pruning of one layer costs; ``rounding``: integers as values, with and without 2:4
 =========== =========================================================================================================
 
 To add a task, write ``tasks/<name>.py`` with a subclass of ``tasks.Task`` under ``@task("name")``; to add a method, one line in

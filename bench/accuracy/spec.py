@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 EVALUATION_SEEDS = tuple(range(10))
 """Seeds, of weights and data order, of every reported number; a task uses the first few."""
@@ -70,10 +71,6 @@ class RunSpec:
 
         Raises:
             ValueError: the text is no key.
-
-        Example:
-            >>> RunSpec.from_key("mlp/ste/1:8/sgd/0/0.1/1000/0").case.optimizer
-            'sgd'
         """
         parts = key.split("/")
         if len(parts) != 8:
@@ -87,13 +84,18 @@ class RunSpec:
         return self.seed in TUNING_SEEDS
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """The error message for an unknown name, with the nearest name and all names.
+T = TypeVar("T")
 
-    Example:
-        >>> unknown("task", "gtp", ["gpt", "vit"])
-        "unknown task 'gtp'; did you mean 'gpt'? Choose from gpt, vit."
-    """
+
+def find(kind: str, name: str, known: Mapping[str, T]) -> T:
+    """The one of that name; ValueError if it is unknown, with the nearest name and all names."""
+    if name not in known:
+        raise ValueError(unknown(kind, name, known))
+    return known[name]
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """The error message for an unknown name, with the nearest name and all names."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""

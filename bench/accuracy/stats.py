@@ -47,23 +47,13 @@ class Estimate:
         return 2 * float(stdtr(self.n - 1, -abs(self.mean) / self.error)) if self.error else float(self.mean == 0)
 
     def within(self, margin: float) -> bool:
-        """Whether the mean lies within ± ``margin`` by two one-sided t-tests at 5 % (TOST; Schuirmann, 1987).
-
-        Example:
-            >>> estimate([0.01, 0.012, 0.011]).within(0.02)
-            True
-        """
+        """Whether the mean lies within ± ``margin`` by two one-sided t-tests at 5 % (TOST; Schuirmann, 1987)."""
         if self.n < 2 or self.lost:
             return False
         return abs(self.mean) + float(stdtrit(self.n - 1, LEVEL)) * self.error < margin
 
     def shown(self, digits: int = 3, sign: bool = False) -> str:
-        """``0.059 ± 0.003``, or an empty cell below ``FEWEST`` values.
-
-        Example:
-            >>> estimate([1.0, 2.0, 3.0]).shown(2, sign=True)
-            '+2.00 ± 2.48'
-        """
+        """``0.059 ± 0.003``, or an empty cell below ``FEWEST`` values."""
         if self.n < FEWEST:
             return "–"
         mean = round(self.mean, digits) + 0.0  # no −0.000
@@ -84,12 +74,7 @@ def estimate(values: Iterable[float]) -> Estimate:
 
 
 def combined(terms: Sequence[tuple[float, Mapping[int, float]]]) -> Estimate:
-    """Σ coefficient · value, paired: over the seeds that all terms have.
-
-    Example:
-        >>> combined([(1, {0: 5.0, 1: 7.0}), (-1, {1: 4.0, 2: 9.0})]).mean
-        3.0
-    """
+    """Σ coefficient · value, paired: over the seeds that all terms have."""
     seeds = set.intersection(*(set(values) for _, values in terms)) if terms else set()
     return estimate(sum(c * values[seed] for c, values in terms) for seed in sorted(seeds))
 
@@ -98,10 +83,6 @@ def verdict(e: Estimate, margin: float) -> str:
     """``level`` if surely within the margin; otherwise ``ahead`` or ``behind`` if the interval excludes 0; otherwise ``not known``.
 
     Also ``not known`` with fewer than ``ENOUGH`` seeds, or if a run diverged, for then the mean leaves out the worst runs.
-
-    Example:
-        >>> verdict(estimate([0.5, 0.6, 0.7, 0.6, 0.5]), 0.02), verdict(estimate([0.0]), 0.02)
-        ('behind', 'not known')
     """
     if e.n < ENOUGH or e.lost:
         return "not known"
@@ -116,10 +97,6 @@ def holm(ps: Sequence[float]) -> list[float]:
     """Adjusted p-values: p̃₍ᵢ₎ = max over j ≤ i of min(1, (m − j + 1) · p₍ⱼ₎), p in ascending order (Holm, 1979).
 
     A contrast that is not measured yet (nan) counts in m, so that the others are not tested less strictly meanwhile.
-
-    Example:
-        >>> [round(p, 6) for p in holm([0.01, 0.04, 0.03, 0.005])]
-        [0.03, 0.06, 0.06, 0.02]
     """
     adjusted, worst = [math.nan] * len(ps), 0.0
     for rank, i in enumerate(sorted((i for i, p in enumerate(ps) if not math.isnan(p)), key=lambda i: ps[i])):

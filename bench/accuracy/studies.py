@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from . import methods
 from .methods import DECAYS
 from .plan import Results, cost, mean_loss
-from .spec import DENSE, OPTIMIZERS, TUNING_SEEDS, Case, RunSpec, unknown
+from .spec import DENSE, OPTIMIZERS, TUNING_SEEDS, Case, RunSpec
 from .tasks.base import settings
 
 TASKS = ("mlp", "finetune", "vit", "gpt", "translation")
@@ -110,17 +110,6 @@ STUDIES = {
     ),
 }
 """The studies, in the order of their value."""
-
-
-def get(name: str) -> Study:
-    """The study of that name.
-
-    Raises:
-        ValueError: the name is unknown; the nearest one is suggested.
-    """
-    if name not in STUDIES:
-        raise ValueError(unknown("study", name, STUDIES))
-    return STUDIES[name]
 
 
 def case(task: str, method: str, pattern: str, optimizer: str = "adamw", beta2: float | None = None, steps: int | None = None) -> Case:

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import nmkernels as nm
-from nmkernels.recipes import Recipe
 from nmkernels.recipes.methods.step import REASONS
 
 from . import methods, tasks
+from .data import save
 from .dense_v import AdamWithDenseV
-from .methods import Method
 from .place import HERE, Place
 from .rows import RunRow, stamp
 from .spec import DENSE, Case, RunSpec
@@ -67,20 +66,6 @@ def param_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices}, {"params": [p for _, p in named if id(p) not in ids], "weight_decay": 0.0}]
 
 
-def make_optimizer(spec: RunSpec, settings: Settings, method: Method, recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
-    """The run's optimizer, not attached yet."""
-    groups, case = param_groups(model), spec.case
-    if case.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=spec.lr, momentum=MOMENTUM, weight_decay=settings.weight_decay)
-    betas = (settings.betas[0], case.beta2)
-    make: Callable[..., torch.optim.Optimizer] = recipe.optimizer
-    if method.prune:
-        make = torch.optim.AdamW
-    if method.dense_v:
-        make = AdamWithDenseV
-    return make(groups, lr=spec.lr, betas=betas, weight_decay=settings.weight_decay)
-
-
 class Training:
     """A model in training: its step, and where it is.
 
@@ -100,7 +85,14 @@ class Training:
         self.recipe = self.method.build(spec.case.pattern, spec.case.steps)
         self.handle: Any = None if self.method.prune else nm.sparsify_(self.model, self.recipe, self.task.filter_fn)
         self.wrapped = place.wrap(self.model)
-        self.optimizer = make_optimizer(spec, self.settings, self.method, self.recipe, self.model)
+        groups, case, s = param_groups(self.model), spec.case, self.settings
+        make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW if self.method.prune else self.recipe.optimizer
+        options: dict[str, Any] = {"betas": (s.betas[0], case.beta2)}
+        if case.optimizer == "sgd":
+            make, options = torch.optim.SGD, {"momentum": MOMENTUM}
+        elif self.method.dense_v:
+            make = AdamWithDenseV
+        self.optimizer = make(groups, lr=spec.lr, weight_decay=s.weight_decay, **options)
         if self.handle is not None:
             self.handle.attach(self.optimizer)
         self.twin = self.task.model().to(place.device) if self.method.dense_v else None
@@ -186,7 +178,7 @@ def run(spec: RunSpec, place: Place = HERE) -> Attempt:
     if prune_at == case.steps and math.isfinite(loss):
         it.prune()
     if case.method == DENSE and not place.parallel and math.isfinite(loss):
-        _keep(spec, it.model, place)
+        save({name: value.cpu() for name, value in it.model.state_dict().items()}, _file(spec, place))
     result = it.evaluate() if math.isfinite(loss) else {"val_loss": math.nan}
     ok = all(map(math.isfinite, result.values()))
     value = {name: round(result.get(name, math.nan), digits) if ok else math.nan for name, digits in DIGITS.items()}
@@ -212,7 +204,7 @@ def run(spec: RunSpec, place: Place = HERE) -> Attempt:
         seconds=round(place.clock() - begin, 2),
         training_flops=training * done / case.steps,
         inference_flops=inference,
-        data=it.task.data(),
+        data=it.task.digest,
         **stamp(),
     )
     return Attempt(spec, place.row(row))
@@ -223,26 +215,11 @@ def _trained(spec: RunSpec, place: Place) -> dict[str, Tensor] | None:
     file = _file(spec, place)
     if not file.exists():
         run(spec, place)
-    if not file.exists():
-        return None
-    weights: dict[str, Tensor] = torch.load(file, weights_only=True)
-    return weights
-
-
-def _keep(spec: RunSpec, model: nn.Module, place: Place) -> None:
-    save({name: value.cpu() for name, value in model.state_dict().items()}, _file(spec, place))
-
-
-def save(weights: dict[str, Tensor], path: Path) -> None:
-    """Write weights atomically: other processes may be writing them too."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    torch.save(weights, part)
-    os.replace(part, path)
+    return torch.load(file, weights_only=True) if file.exists() else None
 
 
 def _file(spec: RunSpec, place: Place) -> Path:
-    data = tasks.get(spec.case.task).data()
+    data = tasks.get(spec.case.task).digest
     where = "" if place == HERE else f"-{place.device}" + "-bf16" * place.bf16
     return TRAINED / (f"{spec.key}-{data}{where}.pt".replace("/", "-").replace(" ", "-"))
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import nmkernels as nm
 from nmkernels import NMError, dispatch, testing
 from nmkernels.backends.cpu.core import core
 from nmkernels.capability import compiled_core
 
-from ..registry import Call, Provider
+from ..registry import Call, Provider, Ratio
 
 GATE_ELEMENTS = 1 << 20
 """Elements of the timed input that are compared with the reference: all 45 million would take longer than the timing."""
@@ -96,6 +99,13 @@ def using(isa: str) -> Iterator[None]:
         core().use_isa(before)
 
 
+def copying(x: Tensor, ours: Sequence[Provider]) -> tuple[Provider, list[Ratio]]:
+    """``copy_`` of ``x`` into existing memory, and the share of its bandwidth that ours reach."""
+    target = torch.empty_like(x)
+    copy = Provider("torch copy_", lambda: target.copy_(x), 2 * x.nbytes)
+    return copy, [Ratio("share of copy", p.name, (copy.name,), "rate") for p in ours]
+
+
 def works(call: Call, device: str) -> bool:
     """Whether a torch call runs here; support differs by shape, compute capability and build."""
     try:
@@ -128,6 +138,21 @@ def same_shapes(actual: object, expected: object, what: str) -> None:
     """The check of calls whose host time is measured; their values are checked where the device time is."""
     mine, theirs = ([(x.shape, x.dtype) for x in (r if isinstance(r, tuple) else (r,))] for r in (actual, expected))
     assert mine == theirs, f"{what}: shapes and dtypes {mine}, the reference has {theirs}"
+
+
+def as_dense(model: nn.Module, handle: Any) -> nn.Module:
+    """A dense copy of a model in training, with the effective weights of its sparse layers."""
+    baseline = nm.densify_(copy.deepcopy(model))
+    with torch.no_grad():
+        for name, layer in handle.layers.items():
+            baseline.get_submodule(name).weight.copy_(layer.effective_weight())  # type: ignore[operator]
+    return baseline
+
+
+def close(mine: Tensor, theirs: Tensor, dtype: torch.dtype, eps: int = 64) -> None:
+    """The check of outputs that may differ by so many eps of the largest one."""
+    error, bound = (mine - theirs).abs().max(), eps * torch.finfo(dtype).eps * theirs.abs().max()
+    assert error <= bound, f"outputs differ by {float(error):.3g}, more than rounding ({float(bound):.3g})"
 
 
 def same_bits(actual: object, expected: object, what: str) -> None:

@@ -55,12 +55,8 @@ def _step(spec: Spec, device: str, count: int) -> Work:
     ratios = [Ratio("time over fused AdamW", p.name, (alone,), "time") for p in ours]
     ratios += [Ratio("x AdamW + eager mask", p.name, (together,)) for p in ours]
     providers = [*ours, Provider(alone, fused.step, moved), Provider(together, by_hand.step)]
-    source = torch.ones(4096, 11008, device=device)
-    target = torch.empty_like(source)
-    copy = Provider("torch copy_", lambda: target.copy_(source), 2 * target.nbytes)
-    providers.append(copy)
-    ratios += [Ratio("share of copy", p.name, (copy.name,), "rate") for p in ours]
-    return Work(providers, ratios)
+    copy, shares = _ours.copying(torch.ones(4096, 11008, device=device), ours)
+    return Work([*providers, copy], [*ratios, *shares])
 
 
 def _arguments(w: Tensor, g: Tensor, spec: Spec) -> tuple[object, ...]:

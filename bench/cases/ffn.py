@@ -9,11 +9,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nmkernels as nm
@@ -28,6 +28,7 @@ from ..device import graphed
 from ..registry import Call, Grid, Provider, Ratio, Spec, Work, family
 from ..timing import Timed
 from . import _ours
+from ._decoder import SIZES, FeedForward
 from .gemm import FFN, FFN_TOKENS
 from .step import GEMM, one_gemm
 
@@ -207,34 +208,14 @@ class _Block:
             before = weight.detach().clone()
             self.whole()
             assert not torch.equal(weight, before), "a step changes no weight"
-        baseline = nm.densify_(copy.deepcopy(self.block))
-        with torch.no_grad():
-            for name, layer in self.handle.layers.items():
-                baseline.get_submodule(name).weight.copy_(layer.effective_weight())  # type: ignore[operator]
-            with self._cast():
-                mine, theirs = self.block(self.x), baseline(self.x)
-        eps = torch.finfo(self.spec.torch_dtype).eps
-        error, bound = (mine - theirs).abs().max(), 64 * eps * theirs.abs().max()
-        assert error <= bound, f"outputs differ by {float(error):.3g}, more than rounding ({float(bound):.3g})"
+        baseline = _ours.as_dense(self.block, self.handle)
+        with torch.no_grad(), self._cast():
+            _ours.close(self.block(self.x), baseline(self.x), self.spec.torch_dtype)
 
 
 # ---- Llama's, by each kernel
 
 TRITON = "triton"
-
-
-class Gated(nn.Module):
-    """Llama's ``down(silu(gate(x)) * up(x))``, without biases."""
-
-    def __init__(self, hidden: int, width: int, device: str) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(width, hidden, bias=False, device=device) for _ in range(2))
-        self.down = nn.Linear(hidden, width, bias=False, device=device)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x and the result ``(tokens, width)``."""
-        found: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return found
 
 
 @family("llama_ffn", grids=(Grid(FFN[:1], ("2:4",), ("bfloat16",), tokens=FFN_TOKENS, on="cuda"),))
@@ -245,7 +226,8 @@ def llama_ffn(spec: Spec, device: str) -> Work:
     Triton does everything, including the optimizer's step.
     """
     torch.manual_seed(0)
-    block = Gated(spec.rows, spec.cols, device)
+    with torch.device(device):
+        block = FeedForward(replace(SIZES["Llama-3-8B x4"], hidden=spec.rows, width=spec.cols))
     x = _ours.normal(spec.tokens, spec.cols, device=device, dtype=torch.float32, seed=1).requires_grad_()
     theirs = Provider(f"{DENSE}, step", _Block(block, x, spec, None).piece(2))
     providers, facts = [theirs], dict[tuple[str, str], float]()

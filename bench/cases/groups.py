@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,41 +22,13 @@ FULL = (
 )
 
 
-@dataclass
-class _Form:
-    """One op on one weight: the reused output, the call with it, the call without, torch's formulation, and bytes per call."""
-
-    out: Any
-    reuse: Call
-    fresh: Call
-    eager: Call
-    bytes: float
-
-
-def _elementwise(op: Callable[..., Any], theirs: Callable[..., Any], dtype: torch.dtype | None = None) -> Callable[[Tensor, Spec], _Form]:
-    def form(w: Tensor, spec: Spec) -> _Form:
-        out = torch.empty_like(w, dtype=dtype or w.dtype)
-        moved = w.nbytes + out.nbytes
-        n, m = spec.n, spec.m
-        return _Form(out, lambda: op(w, spec.pattern, out=out), lambda: op(w, spec.pattern), lambda: theirs(w, n, m), moved)
-
-    return form
-
-
-def _compress(w: Tensor, spec: Spec) -> _Form:
-    out, n, m = ops.compress(w, spec.pattern), spec.n, spec.m
-    moved = w.nbytes + out.nbytes
-    return _Form(
-        out, lambda: ops.compress(w, spec.pattern, out=out), lambda: ops.compress(w, spec.pattern), lambda: eager.compress(w, n, m), moved
-    )
-
-
-FORMS = {
-    "nm_mask": _elementwise(ops.mask, eager.mask, torch.bool),
-    "nm_prune": _elementwise(ops.prune, eager.prune),
-    "nm_compress": _compress,
-    "nm_soft_threshold": _elementwise(ops.soft_threshold, eager.soft_threshold),
+FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "nm_mask": (ops.mask, eager.mask),
+    "nm_prune": (ops.prune, eager.prune),
+    "nm_compress": (ops.compress, eager.compress),
+    "nm_soft_threshold": (ops.soft_threshold, eager.soft_threshold),
 }
+"""Our function of each op, and torch's formulation."""
 
 
 def _leaves(result: Any) -> list[Tensor]:
@@ -70,27 +41,33 @@ def _leaves(result: Any) -> list[Tensor]:
 def streaming(spec: Spec, device: str) -> Work:
     """``op(w, out=)`` and ``op(w)`` compared with torch's formulation, ``copy_`` into existing memory and ``clone`` into new memory."""
     w = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
-    form = FORMS[spec.op](w, spec)
-    target = torch.empty_like(w)
+    op, theirs = FORMS[spec.op]
+    out = op(w, spec.pattern)
+    moved = w.nbytes + out.nbytes
 
-    def check(run: Call, poison: bool) -> None:
-        if poison:
-            for leaf in _leaves(form.out):
-                testing.fill_poison(leaf)
+    def reuse() -> Any:
+        return op(w, spec.pattern, out=out)
+
+    def fresh() -> Any:
+        return op(w, spec.pattern)
+
+    def check(run: Call) -> None:
+        for leaf in _leaves(out) if run is reuse else ():
+            testing.fill_poison(leaf)
         got = _leaves(run())
         for part in _ours.ends(spec.rows, spec.cols):
             _ours.same_bits([leaf[part] for leaf in got], _leaves(_ours.reference(spec.op)(w[part], spec.n, spec.m)), spec.op)
 
     args = (w, spec.n, spec.m)
-    mine = _ours.ours(spec.op, args, lambda: Provider("", form.reuse, form.bytes, check=lambda: check(form.reuse, True)))
-    copy = Provider("torch copy_", lambda: target.copy_(w), 2 * w.nbytes)
-    ratios = [r for p in mine for r in (Ratio("share of copy", p.name, (copy.name,), "rate"), Ratio("x eager", p.name, ("torch eager",)))]
-    others = [Provider("torch eager", form.eager)]
+    mine = _ours.ours(spec.op, args, lambda: Provider("", reuse, moved, check=lambda: check(reuse)))
+    copy, ratios = _ours.copying(w, mine)
+    ratios += [Ratio("x eager", p.name, ("torch eager",)) for p in mine]
+    others = [Provider("torch eager", lambda: theirs(*args))]
     if device.startswith("cuda"):  # on a GPU new memory comes from torch's cache and costs nothing
         peers = hardware(spec, w, device) if spec.op == "nm_compress" else []
         ratios += [Ratio(f"x {q.name}", p.name, (q.name,)) for p in mine for q in peers]
         return Work([*mine, copy, *others, *peers], ratios)
-    new = _ours.ours(spec.op, args, lambda: Provider(", new output", form.fresh, form.bytes, check=lambda: check(form.fresh, False)))
+    new = _ours.ours(spec.op, args, lambda: Provider(", new output", fresh, moved, check=lambda: check(fresh)))
     clone = Provider("torch clone", w.clone, 2 * w.nbytes)
     ratios += [Ratio("share of clone", p.name, (clone.name,), "rate") for p in new]
     return Work([*mine, copy, *new, clone, *others], ratios)
@@ -116,7 +93,7 @@ def hardware(spec: Spec, w: Tensor, device: str) -> list[Provider]:
 def decompress(spec: Spec, device: str) -> Work:
     """Decompress a matrix, compared with a scatter in torch."""
     w = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
-    c, out, target = ops.compress(w, spec.pattern), torch.empty_like(w), torch.empty_like(w)
+    c, out = ops.compress(w, spec.pattern), torch.empty_like(w)
     values = c.values.unflatten(-1, (-1, spec.n))
     kept = eager.mask(w, spec.n, spec.m).unflatten(-1, (-1, spec.m)).nonzero()[:, -1].view(values.shape)
 
@@ -129,8 +106,8 @@ def decompress(spec: Spec, device: str) -> Work:
 
     args = (c.values, c.indices, spec.n, spec.m, spec.cols)
     mine = _ours.ours(spec.op, args, lambda: Provider("", lambda: ops.decompress(c, out=out), c.nbytes + out.nbytes, check=check))
-    copy = Provider("torch copy_", lambda: target.copy_(w), 2 * w.nbytes)
-    ratios = [r for p in mine for r in (Ratio("share of copy", p.name, (copy.name,), "rate"), Ratio("x eager", p.name, ("torch eager",)))]
+    copy, ratios = _ours.copying(w, mine)
+    ratios += [Ratio("x eager", p.name, ("torch eager",)) for p in mine]
     return Work([*mine, copy, Provider("torch eager", lambda: eager.decompress(values, kept, spec.m))], ratios)
 
 
@@ -145,7 +122,6 @@ def decompress(spec: Spec, device: str) -> Work:
 def transposable(spec: Spec, device: str) -> Work:
     """The best transposable mask, compared with a copy; on a GPU torch has a greedy one, which packs both ways at once."""
     w = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
-    target = torch.empty_like(w)
 
     def check() -> None:
         got = ops.transposable_mask(w, spec.pattern)
@@ -160,8 +136,7 @@ def transposable(spec: Spec, device: str) -> Work:
     args = (w, spec.n, spec.m)
     moved = w.nbytes + w.numel()
     mine = _ours.ours(spec.op, args, lambda: Provider("", lambda: ops.transposable_mask(w, spec.pattern), moved, check=check))
-    copy = Provider("torch copy_", lambda: target.copy_(w), 2 * w.nbytes)
-    ratios = [Ratio("share of copy", p.name, (copy.name,), "rate") for p in mine]
+    copy, ratios = _ours.copying(w, mine)
     peers = [q for q in hardware(spec, w, device) if q.name.endswith("tile")] if device.startswith("cuda") else []
     ratios += [Ratio(f"x {q.name}", p.name, (q.name,)) for p in mine for q in peers]
     return Work([*mine, copy, *peers], ratios)

@@ -1,4 +1,8 @@
-"""Host cost of an op: an asynchronous call, minus that of a no-op with the same schema; and its cost in a CUDA graph."""
+"""What calls cost the host, on tiny tensors.
+
+``host(op)``: an asynchronous call, minus that of a no-op with the same schema; and its cost in a CUDA graph. ``calls``: a layer's forward
+pass, the optimizer's step of two layers, and ``compress``.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from nmkernels import reference
+import nmkernels as nm
+from nmkernels import reference, testing
 from nmkernels.gemm.forms import layout_on
 from nmkernels.ops.define import CALLS
 
-from ..device import captured
+from ..device import graphed
 from ..registry import Call, Grid, Provider, Ratio, Spec, Work, family
 from . import _ours
 
@@ -92,28 +97,52 @@ def _in_a_graph(work: Work, op: str, args: tuple[Any, ...], device: str) -> None
     run, x = CALLS[op], torch.zeros(64, 64, device=device)
 
     def graph(name: str, call: Call, under: Callable[[], AbstractContextManager[object]] = nullcontext) -> Provider:
-        @cache
-        def capture() -> Call:
-            for _ in range(3):
-                call()
-            with captured(device) as found:
-                for _ in range(NODES):
-                    call()
-            return found.replay
+        return Provider(name, graphed(lambda: [call() for _ in range(NODES)], device), host=True, count=NODES, under=under)
 
-        return Provider(name, lambda: capture()(), host=True, count=NODES, under=under)
-
-    other = graph("torch graph", lambda: _one_kernel(x))
+    other = graph("torch graph", lambda: x.add_(1))
     ours = [p for p in work.providers if p.name.startswith("nmkernels")]
     mine = [graph(f"{p.name}, graph", lambda: run(*args), p.under) for p in ours]
     work.providers += [other, *mine]
     work.ratios += [Ratio("us beyond torch's kernels", p.name, (other.name,), "more") for p in mine]
 
 
-def _one_kernel(x: Tensor) -> Tensor:
-    return x.add_(1)
-
-
 for _op in OPS:
     _family(_op)
 _family("nm_linear", ordered=True)
+
+
+DENSE, ADAMW = "torch dense forward", "torch AdamW(fused) step"
+
+
+@family("calls", grids=(Grid(("64x64",), tokens=(8,)),))
+def calls(spec: Spec, device: str) -> Work:
+    """Microseconds of each call; SR-STE with ``packed`` True and False, compared with torch's dense layer and AdamW."""
+    x, w = (_ours.normal(n, spec.cols, device=device, dtype=spec.torch_dtype) for n in (spec.tokens, spec.rows))
+
+    def dense() -> nn.Sequential:
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"device": device, "dtype": spec.torch_dtype}
+        return nn.Sequential(nn.Linear(spec.cols, spec.rows, **options), nn.Linear(spec.rows, spec.cols, **options))
+
+    def forward(layer: nn.Module) -> Callable[[], Tensor]:
+        return lambda: layer(x)
+
+    providers = [Provider("nmkernels compress", lambda: nm.ops.compress(w, spec.pattern), check=lambda: _same(w, spec.pattern))]
+    for packed in (True, False):
+        model, recipe = dense(), nm.recipes.SRSTE(spec.pattern, packed=packed)
+        optimizer = nm.sparsify_(model, recipe).attach(recipe.optimizer(model.parameters(), lr=1e-5))
+        model(x).sum().backward()
+        name = "packed" if packed else "masked"
+        providers += [Provider(f"nmkernels {name} forward", forward(model[0])), Provider(f"nmkernels {name} step", optimizer.step)]
+    model = dense()
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    model(x).sum().backward()
+    providers += [Provider(DENSE, forward(model[0])), Provider(ADAMW, plain.step)]
+    for provider in providers:
+        provider.host = True
+    ratios = [Ratio("us beyond torch", p.name, (DENSE if "forward" in p.name else ADAMW,), "more") for p in providers[1:5]]
+    return Work(providers, ratios)
+
+
+def _same(w: Tensor, pattern: str) -> None:
+    testing.assert_equal_bits(nm.ops.compress(w, pattern).dense(), nm.ops.prune(w, pattern))

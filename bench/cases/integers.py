@@ -21,8 +21,7 @@ from ..registry import Grid, Provider, Ratio, Spec, Work, family
 from . import _ours
 from .dense import onednn, onednn_takes
 from .linear import no_worse, part
-from .machine import last_level_cache
-from .roofline import READ
+from .machine import READ, last_level_cache
 
 OP = "nm_linear_integers"
 COPIES = 32 << 20

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 
 import torch
@@ -14,14 +13,13 @@ from nmkernels import CompressedLinear, ops, testing
 
 from ..device import rotated
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
-from . import _ours, roofline
+from . import _ours, machine
 from .machine import last_level_cache
 
 SIZES = ("1024x1024", "3072x768", "4096x4096")
 SMALL = "128x128"
 TIME = "time over nn.Linear"
 LINEAR = "torch nn.Linear"
-KEEPS_DENSE = "keep_dense" in inspect.signature(CompressedLinear.__init__).parameters
 
 
 @family(
@@ -41,9 +39,8 @@ def layer(spec: Spec, device: str) -> Work:
     dense.weight.copy_(c.dense())
     x = _ours.normal(spec.tokens, spec.cols, device=device, dtype=spec.torch_dtype)
     full = 2 * spec.tokens * spec.rows * spec.cols
-    layers = {"nmkernels CompressedLinear": CompressedLinear(c, dense.bias)}
-    if KEEPS_DENSE:
-        layers["nmkernels CompressedLinear(keep_dense)"] = CompressedLinear(c, dense.bias, keep_dense=True)
+    names = {"nmkernels CompressedLinear": False, "nmkernels CompressedLinear(keep_dense)": True}
+    layers = {name: CompressedLinear(c, dense.bias, keep_dense=keep) for name, keep in names.items()}
 
     def provider(name: str, module: nn.Module) -> Provider:
         size = dense.weight.nbytes if module is dense else c.nbytes
@@ -68,8 +65,8 @@ def layer(spec: Spec, device: str) -> Work:
     ratios = [Ratio(TIME, p.name, (LINEAR,), "time") for p in ours]
     if device.startswith("cuda"):
         return Work([*ours, theirs], ratios)
-    read = roofline.reader(ours[0].bytes)
-    return Work([*ours, theirs, read], ratios, derive=roofline.shares(spec, ours, [theirs], read))
+    read = machine.reader(ours[0].bytes)
+    return Work([*ours, theirs, read], ratios, derive=machine.shares(spec, ours, [theirs], read))
 
 
 @family(

@@ -16,7 +16,7 @@ from nmkernels import Compressed, ops, testing
 from ..device import CACHES, rotated
 from ..registry import AMX, FASTEST, Call, Grid, Provider, Ratio, Spec, Work, family
 from ..shapes import MODELS
-from . import _ours, roofline
+from . import _ours, machine
 from .dense import LINEAR
 from .dense import gemms as torch_gemms
 from .machine import has_amx, last_level_cache
@@ -158,12 +158,12 @@ def _against_dense(
     ours = _ours.ours(spec.op, args, make)
     facts = {(p.name, "packed bytes over cache"): c.nbytes / cache for p in ours} if cache else {}
     if not cuda:
-        theirs, read = torch_gemms(*as_linear, dense.nbytes + others, full), roofline.reader(c.nbytes + others)
+        theirs, read = torch_gemms(*as_linear, dense.nbytes + others, full), machine.reader(c.nbytes + others)
         ratios = [Ratio(FASTEST, p.name, tuple(q.name for q in theirs.plain)) for p in ours]
         ratios += [Ratio("x packed dense", p.name, tuple(q.name for q in theirs.packed)) for p in ours if theirs.packed]
         if spec.dtype != "float32":
             facts[LINEAR, AMX] = has_amx()
-        derive = roofline.shares(spec, ours, theirs.plain, read)
+        derive = machine.shares(spec, ours, theirs.plain, read)
         return Work([*ours, *theirs.providers, read], ratios, {**facts, **theirs.facts}, derive=derive)
     if spec.op == "nm_linear" and spec.tokens >= MANY and any(p.name == "nmkernels triton" for p in ours):
         ours += triton_methods(spec, x, make)

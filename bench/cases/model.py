@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import nmkernels as nm
 
 from ..device import graphed
 from ..registry import Call, Grid, Provider, Ratio, Spec, Work, family
+from . import _ours
 from ._decoder import SIZES, Decoder, prunable
 
 RECIPES: dict[str, dict[str, Any]] = {"srste": {}, "sste": {"seed": 0}, "fst": {"seed": 0, "end": None}}
@@ -32,6 +33,9 @@ TRAINED, RUN = ("Llama-3-8B x4", "GPT-2-medium x4"), ("Llama-3-8B x4", "GPT-2-me
 """Generation has all 24 layers of GPT-2-medium: four in 4 bits would stay in the L2 cache of a GPU."""
 CONTEXT = 1024
 """Positions in the cache of generation."""
+
+EPS = 6
+"""Logits may differ by so many eps of the largest: in 24 layers rounding reaches 1.6, and one wrong weight makes 8."""
 
 TRAINING = Grid(models=TRAINED, dtypes=("bfloat16",), tokens=(4096, 16384), on="cuda")
 
@@ -95,17 +99,9 @@ class _Trained:
         self.call()
         same = [name for name, layer in self.handle.layers.items() if torch.equal(layer.weight, before.pop(name))]
         assert not same, f"a step does not change the weights of {', '.join(same)}"
-        baseline = nm.densify_(copy.deepcopy(self.model))
+        baseline = _ours.as_dense(self.model, self.handle)
         with torch.no_grad(), self._cast():
-            for name, layer in self.handle.layers.items():
-                baseline.get_submodule(name).weight.copy_(layer.effective_weight())  # type: ignore[operator]
-            close(self.model(self.x[:1]), baseline(self.x[:1]), self.spec)
-
-
-def close(mine: Tensor, theirs: Tensor, spec: Spec) -> None:
-    """Check that logits differ by no more than rounding: in 24 layers it reaches 1.6 eps of the largest logit, one wrong weight makes 8."""
-    error, bound = (mine - theirs).abs().max(), 6 * torch.finfo(spec.torch_dtype).eps * theirs.abs().max()
-    assert error <= bound, f"logits differ by {float(error):.3g}, more than rounding ({float(bound):.3g})"
+            _ours.close(self.model(self.x[:1]), baseline(self.x[:1]), self.spec.torch_dtype, EPS)
 
 
 # ---- generation
@@ -159,15 +155,11 @@ def _same_as_dense(model: Decoder, dense: Decoder, spec: Spec) -> Callable[[], N
     def check() -> None:
         baseline = copy.deepcopy(dense)
         for name, layer in prunable(baseline):
-            layer.weight.copy_(_held(model.get_submodule(name)))
+            layer.weight.copy_(model.get_submodule(name).dense())  # type: ignore[operator]
         device = dense.lm_head.weight.device
         ids = torch.arange(spec.tokens, device=device).remainder(dense.sizes.vocab).view(-1, 1)
         first = torch.zeros(1, dtype=torch.int64, device=device)
-        close(model(ids, model.cache(spec.tokens, 8), first), baseline(ids, baseline.cache(spec.tokens, 8), first), spec)
+        mine, theirs = (each(ids, each.cache(spec.tokens, 8), first) for each in (model, baseline))
+        _ours.close(mine, theirs, spec.torch_dtype, EPS)
 
     return check
-
-
-def _held(layer: nn.Module) -> Tensor:
-    assert isinstance(layer, nm.nn.CompressedLinear)
-    return layer.dense()

@@ -44,7 +44,6 @@ def all_forms(spec: Spec, device: str) -> Work:
 def _packing(spec: Spec, device: str, mask: str, columns: bool, layout: str = "canonical", dense: bool = False) -> Work:
     w = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
     scale = torch.tensor(1.25, device=device) if mask == "threshold" else None
-    baseline = torch.empty_like(w)
     args = (w, spec.n, spec.m, mask, None, scale, torch.bfloat16, True, columns, layout, dense)
 
     def call() -> nm.ops.Packed:
@@ -65,9 +64,8 @@ def _packing(spec: Spec, device: str, mask: str, columns: bool, layout: str = "c
 
     moved = w.nbytes + sum(part.nbytes for part in torch.ops.nmkernels.nm_pack(*args))
     mine = _ours.ours("nm_pack", args, lambda: Provider("", call, moved, check=check))
-    copy = Provider("torch copy_", lambda: baseline.copy_(w), 2 * w.nbytes)
+    copy, ratios = _ours.copying(w, mine)
     peers = [q for q in hardware(spec, w, device) if columns == q.name.endswith("tile")] if device.startswith("cuda") else []
-    ratios = [Ratio("share of copy", p.name, (copy.name,), "rate") for p in mine]
     ratios += [Ratio(f"x {q.name}", p.name, (q.name,)) for p in mine for q in peers]
     return Work([*mine, copy, *peers], ratios)
 
@@ -90,7 +88,6 @@ def along_tokens(spec: Spec, device: str) -> Work:
 def _estimate(spec: Spec, device: str, dim: int) -> Work:
     g = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
     seed = torch.tensor([7, 0], device=device)
-    baseline = torch.empty_like(g)
     out = ops.mvue_compress(g, spec.pattern, dim=dim, seed=seed)
 
     def call() -> nm.Compressed:
@@ -108,5 +105,5 @@ def _estimate(spec: Spec, device: str, dim: int) -> Work:
 
     args = (g, spec.n, spec.m, dim, seed, "exact")
     mine = _ours.ours("nm_mvue_compress", args, lambda: Provider("", call, g.nbytes + out.nbytes, check=check))
-    copy = Provider("torch copy_", lambda: baseline.copy_(g), 2 * g.nbytes)
-    return Work([*mine, copy], [Ratio("share of copy", p.name, (copy.name,), "rate") for p in mine])
+    copy, ratios = _ours.copying(g, mine)
+    return Work([*mine, copy], ratios)

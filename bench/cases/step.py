@@ -39,11 +39,10 @@ def train_step(spec: Spec, device: str) -> Work:
     torch.manual_seed(0)
     model = GPT(config).to(device=device, dtype=spec.torch_dtype)
     ids = torch.randint(config.vocab, (max(1, spec.tokens // config.context), min(spec.tokens, config.context) + 1), device=device)
-    dense = _Training("torch dense", copy.deepcopy(model), ids, lambda ps: torch.optim.AdamW(ps, lr=1e-4, fused=True))
-    runs = [dense]
+    runs = [_Training("torch dense", copy.deepcopy(model), ids)]
     for name in RECIPES:
         recipe = nm.recipes.get(f"{name}:{spec.pattern}", total_steps=1000)
-        runs.append(_Training(f"nmkernels {name}", copy.deepcopy(model), ids, recipe=recipe))
+        runs.append(_Training(f"nmkernels {name}", copy.deepcopy(model), ids, recipe))
     ratios = [Ratio("time over dense", run.provider.name, ("torch dense",), "time") for run in runs[1:]]
     gemms = one_gemm(config.width * 4, config.width, ids[:, 1:].numel(), spec, device)
     ratios.append(Ratio("x dense", gemms[0].name, (gemms[1].name,)))
@@ -68,15 +67,12 @@ def one_gemm(rows: int, cols: int, tokens: int, spec: Spec, device: str) -> tupl
 class _Training:
     """One model in training, whose step records the time of its parts."""
 
-    def __init__(
-        self, name: str, model: GPT, ids: Tensor, optimizer: Callable[[Any], torch.optim.Optimizer] | None = None, recipe: Any = None
-    ) -> None:
+    def __init__(self, name: str, model: GPT, ids: Tensor, recipe: Any = None) -> None:
         self.model, self.x, self.y = model, ids[:, :-1], ids[:, 1:]
         self.preparation, self.handle = 0.0, None
         self.parts: dict[str, list[float]] = {part: [] for part in ("forward", "backward", "optimizer", "weight preparation")}
         if recipe is None:
-            assert optimizer is not None
-            self.optimizer = optimizer(model.parameters())
+            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         else:
             self.handle = nm.sparsify_(model, recipe)
             self.optimizer = self.handle.attach(recipe.optimizer(model.parameters(), lr=1e-4))
@@ -121,16 +117,12 @@ class _Training:
         """Check that after some steps the loss and weight gradients of a sequence equal those of a dense model with the masked weights."""
         assert self.handle is not None
         self.step()
-        baseline = nm.densify_(copy.deepcopy(self.model))
-        layers = self.handle.layers
+        baseline, layers = _ours.as_dense(self.model, self.handle), self.handle.layers
         for name, layer in layers.items():
-            used = layer.effective_weight()
             if isinstance(layer.transform, HardMask):
-                pattern = layer.pattern
+                pattern, used = layer.pattern, layer.effective_weight()
                 part = _ours.ends(*used.shape)[0]
                 _ours.same_bits(used[part], _ours.reference("nm_prune")(layer.master.detach()[part], pattern.n, pattern.m), name)
-            with torch.no_grad():
-                baseline.get_submodule(name).weight.copy_(used)  # type: ignore[operator]
         baseline.zero_grad()
         self.optimizer.zero_grad()
         losses = [model.loss(self.x[:1], self.y[:1]) for model in (self.model, baseline)]  # type: ignore[operator]
@@ -143,7 +135,8 @@ class _Training:
             loss.backward()
         for name, layer in layers.items():
             layer.plan = plans[name]
-            mine, theirs = (_gradient(model, name) for model in (self.model, baseline))
+            mine, theirs = (model.get_parameter(f"{name}.weight").grad for model in (self.model, baseline))
+            assert mine is not None and theirs is not None
             torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-3 * float(theirs.abs().max()))
 
 
@@ -159,12 +152,6 @@ class _GemmTime(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         self.seconds += time.perf_counter() - start if func.name().split(".")[0] in GEMMS else 0.0
         return found
-
-
-def _gradient(model: nn.Module, name: str) -> Tensor:
-    grad = model.get_submodule(name).weight.grad
-    assert isinstance(grad, Tensor)
-    return grad
 
 
 @family("generate", grids=(Grid(models=("GPT 1024x4",), dtypes=("float32", "bfloat16"), tokens=(16,)),))
@@ -184,9 +171,7 @@ def generation(spec: Spec, device: str) -> Work:
         ids = torch.randint(256, (1, 8), device=device, generator=torch.Generator(device).manual_seed(1))
         with torch.no_grad():
             mine, theirs = packed(ids), dense(ids)
-        bound = 64 * torch.finfo(spec.torch_dtype).eps * theirs.abs().max()
-        error = (mine - theirs).abs().max()
-        assert error <= bound, f"logits differ by {float(error):.3g}, more than rounding ({float(bound):.3g})"
+        _ours.close(mine, theirs, spec.torch_dtype)
 
     def call(model: GPT) -> Callable[[], object]:
         return lambda: generate(model, b"def ", spec.tokens, temperature=0)

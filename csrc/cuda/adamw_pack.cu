@@ -1,4 +1,4 @@
-// One pass over a weight: AdamW, then W~ of the new weight as the next step's GEMMs read it. A block takes tiles of 64 x 64 weights: whole
+// One pass over a weight: AdamW, then W~ of the new weight as the next step's GEMMs read it; or only W~, of many weights. A block takes tiles of 64 x 64 weights: whole
 // tiles of wgmma.sp's metadata both ways. A thread has a 4 x 4 tile in registers: 16 threads read 256 bytes of a row of each of the four
 // tensors, 16 bytes each. Packed values leave by way of shared memory, the dense form from registers.
 #include "adamw_pack.h"
@@ -54,6 +54,13 @@ NM_DEVICE uint32_t held_mask(const uint8_t* bits, const Spot& spot) {
     return mask;
 }
 
+// The indices stay where a held mask has not changed.
+template <int kSelect, class Lines>
+NM_DEVICE void write_panel(const Lines& panel, const PanelPlace& to) {
+    if (kSelect == kGiven && !to.indices) return panel.write_values(to);
+    panel.write_out(to);
+}
+
 // Writes the forms of the thread's sixteen weights, all threads of the block together; returns the mask by which they are pruned.
 template <int kSelect, int kBack>
 NM_DEVICE uint32_t write_forms(const float* w, uint32_t held, const AdamWForms& to, const Spot& spot, int layout, Panels<kBack>& panels) {
@@ -90,9 +97,10 @@ NM_DEVICE uint32_t write_forms(const float* w, uint32_t held, const AdamWForms& 
     }
     __syncthreads();
     const unsigned height = spot.rows - spot.row, width = spot.cols - spot.col;
-    panels.rows.write_out({to.by_row.values, to.by_row.indices, spot.row, spot.col / 4, height, width / 4, spot.cols / 4, layout});
+    write_panel<kSelect>(panels.rows, {to.by_row.values, to.by_row.indices, spot.row, spot.col / 4, height, width / 4, spot.cols / 4, layout});
     if constexpr (kBack == kColumns) {
-        panels.columns.write_out({to.by_column.values, to.by_column.indices, spot.col, spot.row / 4, width, height / 4, spot.rows / 4, layout});
+        const Packed& down = to.by_column;
+        write_panel<kSelect>(panels.columns, {down.values, down.indices, spot.col, spot.row / 4, width, height / 4, spot.rows / 4, layout});
     }
     return mask;
 }
@@ -196,16 +204,32 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     put_stats<kThreads>(tables, part, o, tally);
 }
 
+// Reads the thread's sixteen weights and writes their forms.
+template <int kSelect, int kBack>
+NM_DEVICE void make_forms(const float* from, const uint8_t* bits, const AdamWForms& to, const Spot& spot, int layout, Panels<kBack>& panels) {
+    const uint32_t held = kSelect == kGiven ? held_mask(bits, spot) : 0u;
+    float w[16];
+    NM_UNROLL
+    for (int r = 0; r < 4; ++r) load_streamed<4>(from + (spot.first() + uint64_t(r) * spot.cols), w + 4 * r);
+    write_forms<kSelect, kBack>(w, held, to, spot, layout, panels);
+}
+
+// Of all weights of a call.
+template <int kSelect, int kBack>
+__global__ void __launch_bounds__(kThreads, 4) pack_forms_kernel(const AdamWParam* params, const int32_t* owners, const AdamWForms* forms, int layout) {
+    NM_SHARED(Panels<kBack>, panels);
+    const AdamWParam& param = params[owners[blockIdx.x]];
+    const Spot spot(param.rows, param.cols, blockIdx.x - unsigned(param.first));
+    const auto* const w = reinterpret_cast<const float*>(param.address[kWeight]);
+    make_forms<kSelect, kBack>(w, reinterpret_cast<const uint8_t*>(param.mask), forms[param.index], spot, layout, panels);
+}
+
+// Of one weight, if it has changed.
 template <int kSelect, int kBack>
 __global__ void __launch_bounds__(kThreads, 4) forms_kernel(FormsCall call, const int* changed, int mark) {
     NM_SHARED(Panels<kBack>, panels);
     if (*changed != mark) return;
-    const Spot spot(call.rows, call.cols, blockIdx.x);
-    const uint32_t held = kSelect == kGiven ? held_mask(call.bits, spot) : 0u;
-    float w[16];
-    NM_UNROLL
-    for (int r = 0; r < 4; ++r) load_streamed<4>(call.w + (spot.first() + uint64_t(r) * spot.cols), w + 4 * r);
-    write_forms<kSelect, kBack>(w, held, call.forms, spot, call.layout, panels);
+    make_forms<kSelect, kBack>(call.w, call.bits, call.forms, Spot(call.rows, call.cols, blockIdx.x), call.layout, panels);
 }
 
 // A thread for four groups of one row of each band of tiles.
@@ -256,6 +280,13 @@ void adamw_pack_step(const AdamWTables& tables, const AdamWPart& part, const Ada
         } else {
             plain ? with(adamw_pack_kernel<float, kSelect, kBack, true>) : with(adamw_pack_kernel<float, kSelect, kBack, false>);
         }
+    });
+}
+
+void pack_forms(const int64_t* table, const int32_t* owners, int64_t tiles, const AdamWPack& pack, const Queue& queue) {
+    by_forms(pack.select, pack.columns, pack.dense, [&](auto rule, auto back) {
+        launch("pack_forms_kernel", pack_forms_kernel<decltype(rule)::value, decltype(back)::value>, {tiles, kThreads}, queue,
+               reinterpret_cast<const AdamWParam*>(table), owners, pack.forms, pack.layout);
     });
 }
 

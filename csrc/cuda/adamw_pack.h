@@ -6,7 +6,7 @@
 
 namespace nm::cuda {
 
-// The forms of one weight, in bf16; what is not wanted is null.
+// The forms of one weight, in bf16; what is not wanted is null, as are indices that are those of the held mask already.
 struct AdamWForms {
     Packed by_row, by_column;
     void* dense;
@@ -18,7 +18,7 @@ constexpr int kFormWords = int(sizeof(AdamWForms) / sizeof(int64_t));
 // Of all weights of a call: kMagnitude, kThreshold or, of the held masks, kGiven; rows with columns, with the dense form or alone.
 struct AdamWPack {
     const AdamWForms* forms;  // by the index of a param
-    int select, layout, gradient;  // and the dtype of all gradients, fp32 or bf16
+    int select, layout, gradient;  // and the dtype of all gradients, fp32 or bf16, where there are some
     bool columns, dense;
 };
 
@@ -31,6 +31,9 @@ void masked_adamw_pack(const AdamWArguments& arguments, const AdamWPart& part, c
 
 // Its main launch.
 void adamw_pack_step(const AdamWTables& tables, const AdamWPart& part, const AdamWOptions& options, const AdamWPack& pack, const Queue& queue);
+
+// Makes the forms of all weights of a table, the params of such a step, in one launch; `owners` as adamw_owners gives them.
+void pack_forms(const int64_t* table, const int32_t* owners, int64_t tiles, const AdamWPack& pack, const Queue& queue);
 
 // Of a weight that is contiguous, fp32, of rows and cols that are multiples of 64.
 struct FormsCall {

@@ -66,21 +66,7 @@ struct Panel {
         write_indices(to);
     }
 
-  private:
-    // Distributes `kEach` items per line over threads, `kAtOnce` lines at a time. Items are always read, so that there is no branch
-    // before the store.
-    template <unsigned kEach>
-    struct Share {
-        static constexpr unsigned kAtOnce = kThreads / kEach < kLines ? kThreads / kEach : kLines, kTurns = kLines / kAtOnce;
-        static_assert(kLines % kAtOnce == 0 && kThreads % kEach == 0);
-        static constexpr bool kSome = kAtOnce * kEach < kThreads;  // some threads are idle
-
-        unsigned line = threadIdx.x / kEach % kAtOnce, item = threadIdx.x % kEach;
-        NM_DEVICE bool has(unsigned turn, unsigned lines, unsigned items) const {
-            return line + turn * kAtOnce < lines && item < items && (!kSome || threadIdx.x < kAtOnce * kEach);
-        }
-    };
-
+    // Their part alone.
     NM_DEVICE void write_values(const PanelPlace& to) const {
         using S = Share<kPieces>;
         static_assert(S::kAtOnce % kStep == 0);
@@ -98,6 +84,21 @@ struct Panel {
             if (mine.has(turn, to.lines, pieces)) st_global(out, words[turn]);
         }
     }
+
+  private:
+    // Distributes `kEach` items per line over threads, `kAtOnce` lines at a time. Items are always read, so that there is no branch
+    // before the store.
+    template <unsigned kEach>
+    struct Share {
+        static constexpr unsigned kAtOnce = kThreads / kEach < kLines ? kThreads / kEach : kLines, kTurns = kLines / kAtOnce;
+        static_assert(kLines % kAtOnce == 0 && kThreads % kEach == 0);
+        static constexpr bool kSome = kAtOnce * kEach < kThreads;  // some threads are idle
+
+        unsigned line = threadIdx.x / kEach % kAtOnce, item = threadIdx.x % kEach;
+        NM_DEVICE bool has(unsigned turn, unsigned lines, unsigned items) const {
+            return line + turn * kAtOnce < lines && item < items && (!kSome || threadIdx.x < kAtOnce * kEach);
+        }
+    };
 
     NM_DEVICE void write_indices(const PanelPlace& to) const {
         constexpr unsigned kPerWord = 32 / kWidth;

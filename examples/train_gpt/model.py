@@ -151,9 +151,6 @@ class GPT(nn.Module):
         """Mean cross-entropy of ``y`` ``[batch, tokens]`` given ``x``, in nats per token."""
         return F.cross_entropy(self(x).flatten(0, 1), y.flatten())
 
-    def parameter_count(self) -> int:
-        return sum(p.numel() for p in self.parameters())
-
 
 @torch.no_grad()
 def generate(model: GPT, prompt: bytes, count: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:

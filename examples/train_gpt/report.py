@@ -94,7 +94,7 @@ def summary(result: dict[str, Any]) -> str:
     if sparse["switch_step"]:
         head += f" Dense until step {sparse['switch_step']}, sparse from there."
     files = "\n".join([f"Files in {result['out']}/", *(f"  {name:<23}  {FILES[name]}" for name in result["files"])])
-    parts = [head, sparse["remark"], table(sparse, baseline), gains(sparse, baseline), forms(sparse), remarks(sparse, baseline)]
+    parts = [head, sparse["remark"], table(sparse, baseline), forms(sparse), remarks(sparse, baseline)]
     return "\n\n".join(part for part in (*parts, sample(sparse["sample"]), files) if part)
 
 
@@ -122,21 +122,6 @@ def aligned(rows: list[tuple[str, ...]]) -> str:
     """Rows of a label, three numbers and what follows them."""
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return "\n".join("  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3)), *row[4:]]).rstrip() for row in rows)
-
-
-def gains(sparse: dict[str, Any], baseline: dict[str, Any] | None) -> str:
-    """Size, speed and loss compared with the dense model, in words; empty if nothing was compared."""
-    lines = []
-    if size := sparse.get("bytes"):
-        small, large = size["file_compressed"], size["file_dense"]
-        lines.append(f"  size   the file has {small / 1e6:.2f} MB instead of {large / 1e6:.2f}, {1 - small / large:.0%} less")
-        gain = sparse["tokens_per_s"]["compressed"] / sparse["tokens_per_s"]["dense"]
-        slower = ": at this size, on this machine, the compressed form saves memory and not time" if gain < 1 else ""
-        lines.append(f"  speed  text is generated {gain:.2f} times as fast{slower}")
-    if baseline:
-        more = sparse["val_loss"] / baseline["val_loss"] - 1
-        lines.append(f"  loss   {abs(more):.1%} {'higher' if more > 0 else 'lower'} on validation text")
-    return "\n".join(["Against the dense model:", *lines]) if lines else ""
 
 
 def forms(sparse: dict[str, Any]) -> str:

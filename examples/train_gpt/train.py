@@ -26,12 +26,11 @@ from typing import Any
 
 import torch
 
-import checkpoint
 import nmkernels as nm
 import report
 from data import Corpus, load_corpus
 from model import GPT, GPTConfig, generate
-from parallel import KINDS, Ranks
+from parallel import KINDS, Ranks, load, save
 
 RECIPE = "srste:2:4(decay=2.0)"
 """λ is the best one of the task ``gpt`` in ``bench/accuracy``, a byte-level GPT with AdamW as here."""
@@ -113,7 +112,7 @@ class Trainer:
         torch.manual_seed(args.seed)
         self.config = GPTConfig(width=args.width, layers=args.layers, heads=args.heads, context=args.context, activation=args.activation)
         self.model = GPT(self.config).to(ranks.device)
-        self.parameters = self.model.parameter_count()
+        self.parameters = sum(p.numel() for p in self.model.parameters())
         # before sharding and the optimizer: a recipe may add parameters
         self.handle = None if recipe is None else nm.sparsify_(self.model, recipe)
         self.shared = ranks.share(self.model)
@@ -162,7 +161,7 @@ class Trainer:
     def train(self, folder: Path, label: str) -> dict[str, Any]:
         """Run the steps after the last checkpoint in ``folder``; returns the speed, the time and the rows of the log."""
         args, ranks = self.args, self.ranks
-        now = checkpoint.load(folder / "checkpoints", self.model, self.optimizer, ranks)
+        now = load(folder / "checkpoints", self.model, self.optimizer, ranks)
         if now is None:
             now = {"step": 0, "seconds": 0.0, "losses": [], "logged": 0.0, "rows": []}
         elif ranks.rank == 0:
@@ -188,7 +187,7 @@ class Trainer:
                 if log is not None:
                     log.row(row)
             if step % args.checkpoint_every == 0 or step == args.steps:
-                checkpoint.save(folder / "checkpoints", self.model, self.optimizer, now, ranks)
+                save(folder / "checkpoints", self.model, self.optimizer, now, ranks)
         speed = args.steps * args.batch * args.context / max(now["seconds"], 1e-9)
         return {"train_loss": now["rows"][-1]["loss"], "train_tokens_per_s": speed, "seconds": now["seconds"], "rows": now["rows"]}
 
@@ -307,7 +306,7 @@ def run(args: argparse.Namespace) -> None:
         return
     if ranks.kind != "none":  # the rest runs in one process, with the whole model from the last checkpoint
         trainer = Trainer(args, corpus, recipe_of(args), Ranks(device=str(ranks.device)))
-        checkpoint.load(out / "checkpoints", trainer.model, trainer.optimizer, trainer.ranks)
+        load(out / "checkpoints", trainer.model, trainer.optimizer, trainer.ranks)
     print("Compressing the model, saving it, reading it back and timing it ...", flush=True)
     handle = trainer.handle
     assert handle is not None

@@ -134,7 +134,7 @@ def _work(span: Span) -> float:
 
 def _prepare_rule(transform: WeightTransform, columns: bool) -> str:
     # a doubly pruned weight costs the same as a transposable one: two packed forms
-    return "threshold" if transform.traits.threshold else "transposable" if columns else "mask"
+    return "threshold" if transform.traits.in_step == "threshold" else "transposable" if columns else "mask"
 
 
 def by_name(spec: str) -> Recipe:

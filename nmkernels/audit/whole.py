@@ -32,7 +32,7 @@ class WholeStep:
         >>> import nmkernels as nm
         >>> result = nm.audit({"up": (14336, 4096)}, 8192, "fst:2:4(end=None)", device="H200", dtype="bfloat16").whole[0]
         >>> f"{result.dense_bytes:g} {result.sparse_bytes:g}"
-        '34 35.375'
+        '34 34.25'
     """
 
     recipe: str

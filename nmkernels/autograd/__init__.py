@@ -3,8 +3,7 @@
 from ..gemm.plan import STRAIGHT_THROUGH, GemmPlan
 from .activation import SplitRule, sparse_relu2, split, split_linear
 from .linear import linear, linear_compressed
-from .transformed import transformed
-from .transforms import CombinationMask, HardMask, WeightTransform, combination_count, masked
+from .transforms import CombinationMask, HardMask, WeightTransform, combination_count, masked, transformed
 
 __all__ = [
     "STRAIGHT_THROUGH",

@@ -19,7 +19,6 @@ from .function import functional, once, with_functional
 from .linear import as_multiplied
 
 GRADS = ("chain", "ste")
-SIDES = ("input", "output")
 
 
 @dataclass(frozen=True)
@@ -120,9 +119,6 @@ def sparse_relu2(y: Tensor, pattern: Pattern, grad: str = "chain") -> Tensor:
         pattern: N:M, with M dividing ``features``.
         grad: ``"chain"``: ∂L/∂y = 2 relu(sp(y)) ⊙ ∂L/∂a, the derivative; ``"ste"``: 2 relu(y) ⊙ ∂L/∂a, which ignores the pruning.
 
-    Returns:
-        a, shaped like y, with at most N of M non-zero.
-
     Raises:
         NMError: ``grad`` is unknown.
         ShapeError: M does not divide the features.
@@ -181,9 +177,6 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rule: SplitRule
         rule: which features of the operand become sparse.
         side: ``"output"`` or ``"input"``.
 
-    Returns:
-        y ``(..., out)``.
-
     Raises:
         NMError: ``side`` is unknown.
         ShapeError: ``side="output"`` and M does not divide ``out``.
@@ -194,8 +187,8 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rule: SplitRule
         >>> w.grad[0]
         tensor([2., 2.])
     """
-    if side not in SIDES:
-        raise NMError(f"split_linear: side={side!r} is unknown; choose one of {', '.join(SIDES)}.")
+    if side not in ("input", "output"):
+        raise NMError(f"split_linear: side={side!r} is unknown; choose one of input, output.")
     if side == "output":
         rule.pattern.check_divides("split_linear", weight.shape[0], "out_features")
     return (_FunctionalSplitLinear if functional() else _SplitLinear).apply(as_multiplied(x), weight, bias, rule, side)

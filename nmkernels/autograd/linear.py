@@ -114,7 +114,16 @@ def _gradients(
     dx = dw = db = None
     learned: dict[str, Tensor | None] = {}
     if ctx.needs_input_grad[0]:
-        dx = _dgrad(ctx, g, transform.for_dgrad(back, *extras) if ctx.own_dgrad else back, indices)
+        back = transform.for_dgrad(back, *extras) if ctx.own_dgrad else back
+        if indices is not None and ctx.transposed:
+            dx = nm_linear(g, back, indices, ctx.pattern.n, ctx.pattern.m, g.shape[-1], None, backend=ctx.backend)
+        elif indices is not None:
+            dx = nm_linear_dgrad(g, back, indices, ctx.pattern.n, ctx.pattern.m, ctx.cols, backend=ctx.backend)
+        elif ctx.plan.fp8 is None:
+            dx = g.matmul(back)
+        else:
+            p, q, step = fp8.operands(ctx.plan.fp8, "dgrad", g, back)
+            dx = (p.matmul(q) * step).to(g.dtype)
     rows = g.reshape(-1, g.shape[-1])
     if ctx.need_w:
         dw = _wgrad(ctx.plan, rows, x.reshape(-1, x.shape[-1]), ctx.seed, ctx.weight_dtype).to(ctx.weight_dtype)
@@ -125,18 +134,6 @@ def _gradients(
     if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
         db = rows.sum(0).to(ctx.bias_dtype)
     return dx, dw, db, learned
-
-
-def _dgrad(ctx: Any, g: Tensor, back: Tensor, indices: Tensor | None) -> Tensor:
-    if indices is not None:
-        n, m = ctx.pattern.n, ctx.pattern.m
-        if ctx.transposed:
-            return nm_linear(g, back, indices, n, m, g.shape[-1], None, backend=ctx.backend)
-        return nm_linear_dgrad(g, back, indices, n, m, ctx.cols, backend=ctx.backend)
-    if ctx.plan.fp8 is None:
-        return g.matmul(back)
-    p, q, step = fp8.operands(ctx.plan.fp8, "dgrad", g, back)
-    return (p.matmul(q) * step).to(g.dtype)
 
 
 # ---- y = x Wᵀ + b of a constant compressed weight; backward dx = g W, for which integers are decoded again, and db = Σ g
@@ -266,9 +263,6 @@ def linear(
         transform: the ``WeightTransform`` that made ``used`` from ``weight``.
         extras: the tensors that ``transform`` reads.
 
-    Returns:
-        y ``(..., out)``.
-
     Raises:
         NMError: on a second derivative, and in forward mode.
 
@@ -293,9 +287,6 @@ def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = N
         x: ``(..., in)``, in any floating dtype if the weight has integers as values, else in the weight's.
         weight: W ``(out, in)``.
         bias: ``(out,)`` or None.
-
-    Returns:
-        y ``(..., out)``.
 
     Raises:
         NMError: on a gradient with respect to the values of ``weight``, on a second derivative, and in forward mode.

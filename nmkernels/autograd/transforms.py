@@ -17,7 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +25,12 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from ..backends.streams import Made, capturing
+from ..layouts import LINEAR, as_matrix, as_stored, ordered
 from ..ops import Compressed, Packed, pack
 from ..ops.compress import nm_compress
 from ..ops.mask import nm_prune
 from ..pattern import Pattern, PatternError
+from .function import functional, once, with_functional
 
 Kind = Literal["fixed", "learned", "held", "fed"]
 WEIGHT = "weight"
@@ -44,12 +46,7 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def masked(x: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
-    """``x`` where ``mask`` is True, bit for bit, and +0.0 elsewhere; contiguous, or in ``out``. Not differentiable.
-
-    Args:
-        x: floating-point, any shape.
-        mask: bool, shaped like ``x``.
-        out: receives the result.
+    """``x`` where the bool ``mask`` is True, bit for bit, and +0.0 elsewhere; contiguous, or in ``out``. Not differentiable.
 
     On a CPU the bits are multiplied by the mask as integers, because torch's ``where`` branches for each element and takes nine times as
     long.
@@ -86,7 +83,6 @@ class Traits:
         in_step: the rule by which the optimizer's kernel can make W̃ of its new weight, as ``nm.ops.masked_adamw_pack_`` has it, or empty.
         transposable: W̃ is N:M along ``out`` too, so W̃ᵀ can be packed.
         is_nm: W̃ is N:M, so fprop counts as N/M of the dense GEMM.
-        threshold: W̃ is made by the soft threshold instead of a mask.
         columns: a function of the number of columns: the permutation, int64 ``(cols,)``, of the columns in which W̃ is N:M; None for their
             own order.
     """
@@ -98,7 +94,6 @@ class Traits:
     in_step: str = ""
     transposable: bool = False
     is_nm: bool = True
-    threshold: bool = False
     columns: Callable[[int], Tensor | None] | None = None
 
 
@@ -243,15 +238,7 @@ class HardMask(WeightTransform):
 
 
 def combination_count(pattern: Pattern) -> int:
-    """The number of combinations C(M, N) of a pattern.
-
-    Raises:
-        PatternError: it exceeds ``MAX_COMBINATIONS``.
-
-    Example:
-        >>> combination_count(Pattern("2:4"))
-        6
-    """
+    """The number of combinations C(M, N) of a pattern; raises ``PatternError`` if it exceeds ``MAX_COMBINATIONS``."""
     count = math.comb(pattern.m, pattern.n)
     if count > MAX_COMBINATIONS:
         raise PatternError(
@@ -315,3 +302,69 @@ def laid_out(pattern: Pattern, layout: str) -> Pattern:
 
 def _mask(weight: Tensor, pattern: Pattern) -> Tensor:
     return torch.ops.nmkernels.nm_mask(weight, pattern.n, pattern.m)
+
+
+# ---- W̃ as a node of the autograd graph, for layers that torch multiplies: convolutions and stacked experts
+
+
+def _forward(functional: bool, weight: Tensor, used: Tensor, layout: str, transform: WeightTransform, *extras: Tensor) -> Tensor:
+    return used.clone() if functional else used.view_as(used)  # a view, so that autograd refuses in-place writes, as to the Parameter
+
+
+def _remember(
+    ctx: Any, functional: bool, result: Tensor, weight: Tensor, used: Tensor, layout: str, transform: WeightTransform, *extras: Tensor
+) -> tuple[Tensor, ...]:
+    ctx.layout, ctx.transform, ctx.reads = layout, transform, tuple(transform.reads)
+    ctx.straight, ctx.weight_dtype = not transform.traits.own_gradient, weight.dtype
+    ctx.weight = None if functional else weight  # not saved: an optimizer may step between forward and backward
+    return () if ctx.straight and not functional else (weight, *extras)
+
+
+def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    with torch.no_grad():
+        dw, learned = _gradients(ctx, g, *saved)
+    if torch.is_grad_enabled():
+        weight, extras = saved[0] if ctx.weight is None else ctx.weight, saved[1:]
+        dw = once(dw, g, weight, *extras)
+        learned = {name: once(d, g, weight, *extras) for name, d in learned.items()}
+    return dw, None, None, None, *map(learned.get, ctx.reads)
+
+
+def _gradients(ctx: Any, g: Tensor, weight: Tensor | None = None, *extras: Tensor) -> tuple[Tensor | None, dict[str, Tensor | None]]:
+    g = g.to(ctx.weight_dtype)
+    if ctx.straight:
+        return g, {}
+    assert weight is not None
+    matrices = [as_matrix(ordered(t, ctx.layout), ctx.layout) for t in (g, weight)]
+    matrix, learned = ctx.transform.gradient(*matrices, *extras)
+    dw = None if matrix is None or not ctx.needs_input_grad[0] else as_stored(matrix, ctx.layout, g.shape)
+    return dw, dict(learned)
+
+
+_Transformed, _FunctionalTransformed = with_functional(_forward, _remember, _backward)
+
+
+def transformed(weight: Tensor, used: Tensor, transform: WeightTransform, extras: Sequence[Tensor] = (), layout: str = LINEAR) -> Tensor:
+    """Return W̃ such that its gradient reaches the master weight by the transform's rule, or unchanged if the rule is straight through.
+
+    The result is a view of ``used``, not a copy. Works with ``torch.func``.
+
+    Args:
+        weight: the master weight, stored as ``layout`` says; it receives the gradient, in its own dtype.
+        used: W̃, stored like ``weight``, in the dtype of the multiplication.
+        transform: the ``WeightTransform`` that made ``used`` from ``weight``.
+        extras: the tensors that ``transform`` reads.
+        layout: one of ``nmkernels.layouts``.
+
+    Raises:
+        NMError: on a second derivative, and in forward mode.
+
+    Example:
+        >>> rule, w = HardMask(Pattern("1:2"), chain=True), torch.tensor([[1.0, -2.0]], requires_grad=True)
+        >>> transformed(w, rule(w.detach()), rule).sum().backward()
+        >>> w.grad
+        tensor([[0., 1.]])
+    """
+    result: Tensor = (_FunctionalTransformed if functional() else _Transformed).apply(weight, used, layout, transform, *extras)
+    return result

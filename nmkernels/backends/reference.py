@@ -13,16 +13,19 @@ from ..dispatch import REFERENCE, impl
 OPS = {f"nm_{fn.__name__}": fn for fn in (
     reference.mask, reference.prune, reference.transposable_mask, reference.compress, reference.decompress, reference.pack,
     reference.linear, reference.linear_dgrad, reference.linear_wgrad, reference.soft_threshold, reference.soft_threshold_scale,
-    reference.mvue, reference.mvue_compress, reference.masked_adamw_, reference.masked_adamw_pack_, reference.quantize,
-    reference.quantize_pack, reference.linear_quantized, reference.quantize_values, reference.dequantize_values, reference.linear_integers,
+    reference.mvue, reference.mvue_compress, reference.masked_adamw_, reference.masked_adamw_pack_, reference.pack_forms_,
+    reference.quantize, reference.quantize_pack, reference.linear_quantized, reference.quantize_values, reference.dequantize_values,
+    reference.linear_integers,
 )} | {"nm_metadata": reference.to_layout}  # fmt: skip
 
 
 def _register(op: str, fn: Callable[..., Any]) -> None:
-    """Register a floor-1 function; its result is made contiguous, or copied into ``out``."""
+    """Register a floor-1 function; its result is made contiguous, or copied into ``out``; None where it only writes into arguments."""
 
     def run(*args: Any, out: Any = None) -> Any:
         result = fn(*args)
+        if result is None:
+            return None
         one = isinstance(result, Tensor)
         if out is None:
             return result.contiguous() if one else tuple(r.contiguous() for r in result)

@@ -15,8 +15,9 @@ from ..pattern import Pattern, ShapeError
 from ..reference.layouts import to_layout
 from . import streams
 
+FLOAT64 = False, "it computes in float32, and this call is in float64"
 ORDERED = False, "it reads canonical indices, and these are metadata in the order of a tensor core"
-"""What a backend answers that knows no device layout."""
+"""What a backend answers that has no float64, and one that knows no device layout."""
 
 
 def tensors(args: Iterable[Any]) -> Iterator[Tensor]:
@@ -65,19 +66,19 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 COMPILED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 """Whether torch's compiler is known to take ``torch.mm`` with ``out_dtype``, which it could not trace at first (pytorch issue 163275)."""
 
-SCRATCH_BYTES = 256 << 20
-"""The largest scratch that a thread keeps; mapping fresh pages takes longer than decoding or expanding into them."""
-
 
 class Scratch(threading.local):
-    """A thread's memory on a CPU for what one call makes and uses, as large as the largest so far."""
+    """A thread's memory on a CPU for what one call makes and uses, as large as the largest so far, up to 256 MB.
+
+    Mapping fresh pages takes longer than decoding or expanding into them.
+    """
 
     memory = torch.empty(0, dtype=torch.uint8)
 
     def like(self, x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor on x's device, valid until the next call."""
         count = torch.Size(shape).numel() * dtype.itemsize
-        if count > SCRATCH_BYTES or not x.is_cpu:
+        if count > 256 << 20 or not x.is_cpu:
             return x.new_empty(shape, dtype=dtype)
         if count > self.memory.numel():
             self.memory = torch.empty(count, dtype=torch.uint8)
@@ -129,22 +130,16 @@ def only_2_4(n: int, m: int) -> Verdict:
     return True, ""
 
 
-class Around(NamedTuple):
-    """A contiguous tensor around its grouped dimension, as ``(outer, length, inner)``."""
+def around(g: Tensor, dim: int, transposed: bool = False) -> tuple[Tensor, int, int, int]:
+    """``g`` contiguous around ``dim``, as ``(outer, length, inner)``; with ``transposed`` a matrix may be taken as its transpose.
 
-    g: Tensor
-    outer: int
-    length: int
-    inner: int
-
-
-def around(g: Tensor, dim: int, transposed: bool = False) -> Around:
-    """``g`` around ``dim``; with ``transposed`` a matrix may be taken as its transpose, of which the packed rows are the same."""
+    The packed rows of both are the same.
+    """
     dim %= g.dim()
     if transposed and g.dim() == 2 and not g.is_contiguous() and g.t().is_contiguous():
         g, dim = g.t(), 1 - dim
     g, shape = contiguous(g), g.shape
-    return Around(g, shape[:dim].numel(), shape[dim], shape[dim + 1 :].numel())
+    return g, shape[:dim].numel(), shape[dim], shape[dim + 1 :].numel()
 
 
 def row_stride(x: Tensor) -> int | None:

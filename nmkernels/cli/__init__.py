@@ -32,7 +32,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0].startswith("-"):
-        return _top(words)
+        verbs = "\n".join(f"  {name:<8} {summary}" for name, summary in VERBS.items())
+        parser = argparse.ArgumentParser(
+            prog=PROG,
+            usage=f"{PROG} VERB [options]",
+            description="N:M sparse training and inference.",
+            epilog=f"verbs:\n{verbs}\n\n{PROG} VERB --help lists the options of one.",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.add_argument("--version", action="version", version=f"nmkernels {__version__}")
+        parser.parse_args(words)
+        parser.print_help()
+        return 0
     verb = words[0]
     if verb == "train":  # which it was in 0.1
         print(f"{PROG}: error: train has become a program, examples/train_gpt/train.py in the repository.", file=sys.stderr)
@@ -67,18 +78,3 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
     return value
-
-
-def _top(words: list[str]) -> int:
-    verbs = "\n".join(f"  {name:<8} {summary}" for name, summary in VERBS.items())
-    parser = argparse.ArgumentParser(
-        prog=PROG,
-        usage=f"{PROG} VERB [options]",
-        description="N:M sparse training and inference.",
-        epilog=f"verbs:\n{verbs}\n\n{PROG} VERB --help lists the options of one.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"nmkernels {__version__}")
-    parser.parse_args(words)
-    parser.print_help()
-    return 0

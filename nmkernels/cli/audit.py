@@ -33,10 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Audit the model and print the table; returns 0. Wrong arguments raise ``NMError``."""
-
-    def progress(done: int, total: int, what: str) -> None:
-        print(f"{done + 1} of {total}: {what}", file=sys.stderr)
-
     model, rows = _model(args)
     device = args.device or ("cuda" if capability.cuda_device().ok else "cpu")
     recipe = args.recipe
@@ -54,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         rows=rows,
         measure=not args.no_measure,
         budget=args.budget,
-        progress=None if args.json or not sys.stderr.isatty() else progress,
+        progress=None if args.json or not sys.stderr.isatty() else lambda i, n, what: print(f"{i + 1} of {n}: {what}", file=sys.stderr),
     )
     print(json.dumps(report.as_dict(), indent=2, ensure_ascii=False) if args.json else report)
     return 0

@@ -52,88 +52,74 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examine this machine and print the result; 0 if every op agrees with the reference, else 1."""
-    if args.verify:
-        return _verify(args.json)
-    if args.choice:
-        return _choice(args.json, args.choice == "all")
-    report = examine()
-    print(json.dumps(report, indent=2) if args.json else _text(report))
-    return 0 if report["healthy"] else 1
-
-
-def _device() -> str:
-    return "cuda" if capability.cuda_device().ok else "cpu"
-
-
-def _head(device: torch.device, say: Callable[[str], None]) -> dict[str, str]:
-    """Which package on which machine with which versions."""
+    device = torch.device("cuda" if capability.cuda_device().ok else "cpu")
+    if not (args.verify or args.choice):
+        report = examine(device)
+        print(json.dumps(report, indent=2) if args.json else _text(report))
+        return 0 if report["healthy"] else 1
+    say: Any = (lambda line: None) if args.json else partial(print, flush=True)  # flush: a kernel may crash the process
     python = f"{platform.platform()}, python {platform.python_version()}"
-    say("\n  ".join([f"nmkernels {__version__} on {machine(device)}", versions(device.type), f"{python}\n"]))
-    return {"nmkernels": __version__, "machine": machine(device), "versions": versions(device.type), "python": python}
+    head = {"nmkernels": __version__, "machine": machine(device), "versions": versions(device.type), "python": python}
+    say(f"nmkernels {__version__} on {head['machine']}\n  {head['versions']}\n  {python}\n")
+    report = _verify(device, say) if args.verify else _choice(device, args.choice == "all", say)
+    if args.json:
+        print(json.dumps({**head, **report}, indent=2))
+    return int(any(row["wrong"] for row in report.get("checks", ())))
 
 
-def _choice(as_json: bool, everything: bool) -> int:
-    """Time the cells of ``choice`` and print them."""
-    device = torch.device(_device())
-    say: Any = (lambda line: None) if as_json else partial(print, flush=True)
-    head, rows = _head(device, say), []
-    say(f"Layers at {choice.PATTERN} as they are by default, {torch.get_num_threads()} threads\n\n{choice.HEADER}")
+def _choice(device: torch.device, everything: bool, say: Callable[[str], None]) -> dict[str, Any]:
+    """Time the cells of ``choice``."""
+    threads, rows = torch.get_num_threads(), []
+    say(f"Layers at {choice.PATTERN} as they are by default, {threads} threads\n\n{choice.HEADER}")
     for cell in choice.cells(device, everything):
         rows.append(choice.compare(cell, device))
         say(choice.text(rows[-1]))
     say(f"\n{choice.verdict(rows)}")
-    if as_json:
-        print(json.dumps({**head, "threads": torch.get_num_threads(), "cells": rows}, indent=2))
-    return 0
+    return {"threads": threads, "cells": rows}
 
 
-def _verify(as_json: bool) -> int:
-    """Check every kernel, print the results, and use them from now on."""
-    device = torch.device(_device())
-    say: Any = (lambda line: None) if as_json else partial(print, flush=True)  # flush: a kernel may crash the process
-    head = _head(device, say)
+def _verify(device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:
+    """Check every kernel, and use the results from now on."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "nmkernels")
         checks = verify_all(device, say)
-    wrong = [row for row in checks if row["wrong"]]
-    if as_json:
-        print(json.dumps({**head, "checks": checks}, indent=2))
-    elif not checks:
+    wrong = sum(bool(row["wrong"]) for row in checks)
+    if not checks:
         say("Only the reference runs on this machine, so there is nothing to check. `python -m nmkernels doctor` says why.")
     elif wrong:
-        say(f"\n{len(wrong)} of {len(checks)} calls are WRONG; their kernels are switched off here. Please report the lines above.")
+        say(f"\n{wrong} of {len(checks)} calls are WRONG; their kernels are switched off here. Please report the lines above.")
     else:
         say(f"\nAll {len(checks)} calls are right.")
-    return 1 if wrong else 0
+    return {"checks": checks}
 
 
-def examine() -> dict[str, Any]:
+def examine(device: torch.device) -> dict[str, Any]:
     """Everything that ``doctor`` shows, as plain values."""
-    device = _device()
     start = time.perf_counter()
+    # torch.__version__ names the build (+cpu, +cu126), which the package metadata does not
+    installed: dict[str, str | None] = {"python": platform.python_version(), "platform": platform.platform(), "torch": torch.__version__}
+    for name in PACKAGES:
+        installed[name] = None
+        with suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "nmkernels(:| runs without its compiled core)")  # reported below
-        ops = {op: check(op, args, device) for op, args in samples().items()}
-    return {
-        "nmkernels": __version__,
-        "versions": _versions(),
-        "capabilities": {name: {"ok": ok, "reason": reason} for name, (ok, reason) in capability.probes().items()},
-        "device": device,
-        "forced_backend": os.environ.get("NMKERNELS_BACKEND") or None,
-        "ops": ops,
-        "checked": _checked(torch.device(device)),
-        "selftest_seconds": round(time.perf_counter() - start, 3),
-        "healthy": all(op["ok"] for op in ops.values()),
-    }
-
-
-def _checked(device: torch.device) -> dict[str, Any]:
-    """The results of the checks at first use on this machine."""
-    verdicts: dict[str, str] = {}
+        ops = {op: check(op, args, device.type) for op, args in samples().items()}
+    verdicts: dict[str, str] = {}  # of the checks at first use
     with suppress(BackendError):  # NMKERNELS_ISA names an instruction set that this CPU lacks, which capabilities report
         verdicts = verify.known(device)
     switched_off = {name: wrong for name, wrong in verdicts.items() if wrong}
-    return {"enabled": verify.enabled(), "right": len(verdicts) - len(switched_off), "switched_off": switched_off}
+    return {
+        "nmkernels": __version__,
+        "versions": installed,
+        "capabilities": {name: {"ok": ok, "reason": reason} for name, (ok, reason) in capability.probes().items()},
+        "device": device.type,
+        "forced_backend": os.environ.get("NMKERNELS_BACKEND") or None,
+        "ops": ops,
+        "checked": {"enabled": verify.enabled(), "right": len(verdicts) - len(switched_off), "switched_off": switched_off},
+        "selftest_seconds": round(time.perf_counter() - start, 3),
+        "healthy": all(op["ok"] for op in ops.values()),
+    }
 
 
 def check(op: str, args: tuple[Any, ...], device: str = "cpu") -> dict[str, Any]:
@@ -151,17 +137,6 @@ def check(op: str, args: tuple[Any, ...], device: str = "cpu") -> dict[str, Any]
     except Exception as error:
         result["problem"] = f"{type(error).__name__}: {error}"
     return result
-
-
-def _versions() -> dict[str, str | None]:
-    # torch.__version__ names the build (+cpu, +cu126), which the package metadata does not
-    versions: dict[str, str | None] = {"python": platform.python_version(), "platform": platform.platform(), "torch": torch.__version__}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
 
 
 def _text(report: dict[str, Any]) -> str:
@@ -189,6 +164,4 @@ def _checks(checked: dict[str, Any]) -> list[str]:
     off = checked["switched_off"]
     lines = [f"Checked at first use on this machine: {checked['right']} kinds of calls right, {len(off)} switched off"]
     lines += [f"  {name}: {wrong}" for name, wrong in off.items()]
-    return (
-        lines if not off else [*lines, "  Please report the output of `python -m nmkernels doctor --verify`, which also checks them again"]
-    )
+    return lines + ["  Please report the output of `python -m nmkernels doctor --verify`, which also checks them again"] * bool(off)

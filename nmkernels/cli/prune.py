@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,12 +22,9 @@ from .. import capability
 from ..ops.integers import BITS
 from ..pattern import NMError, Pattern
 from ..prune.base import resolve
-from ..prune.trial import first_line
+from ..prune.data import first_line
 from . import positive
-from .samples import draw, read, share
-
-PROG = "python -m nmkernels prune"
-DTYPES = ("float32", "bfloat16", "float16")
+from .samples import draw, read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "share at the end of the data for perplexity before and after, default 0.1; 0 measures none"
     parser.add_argument("--held-out", default="0.1", metavar="SHARE", help=text)
     parser.add_argument("--device", metavar="D", help="where blocks are computed: cuda, cpu; default a GPU if torch has one")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default as in the files")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default as in the files")
     text = "layers that stay dense: names, parts of names between dots, shell wildcards"
     parser.add_argument("--skip", "--keep-dense", nargs="+", default=[], metavar="NAME", help=text)
     parser.add_argument("--no-sequential", action="store_true", help="take all inputs from the dense model; faster, and a little worse")
@@ -69,16 +65,21 @@ def run(args: argparse.Namespace) -> int:
     batches, held_out, why = _data(args, kind, config)
     device = args.device or ("cuda" if capability.cuda_device().ok else "cpu")
     try:
-        with notes(), Progress() as progress:
+        with warnings.catch_warnings(), progress() as step:
+            # without the source line, which means nothing to the user of a command
+            warnings.showwarning = lambda message, *_, **__: print(f"note: {message}", file=sys.stderr, flush=True)
             done = folder.prune_folder(
                 args.model, pattern, batches, args.out, skip=args.skip, method=method, device=device,
                 dtype=None if args.dtype is None else getattr(torch, args.dtype), sequential=not args.no_sequential, permute=args.permute,
-                values=args.values, group=args.group, held_out=held_out, progress=progress,
+                values=args.values, group=args.group, held_out=held_out, progress=step,
             )  # fmt: skip
     except (NMError, KeyboardInterrupt) as stop:
         stopped = isinstance(stop, KeyboardInterrupt)
-        message = "\nStopped." if stopped else f"{PROG}: error: {stop}"
-        print(f"{message}{_resume(folder.work_folder(args.out))}", file=sys.stderr)
+        print("\nStopped." if stopped else f"python -m nmkernels prune: error: {stop}", file=sys.stderr)
+        work = folder.work_folder(args.out)
+        if any((work / "units").glob("unit-*.safetensors")):
+            again = shlex.join(["python", "-m", "nmkernels", *sys.argv[1:]])
+            print(f"Finished blocks are kept in {work}. To resume:\n  {again}", file=sys.stderr)
         return 130 if stopped else 1
     facts = json.loads((args.out / folder.REPORT).read_text())
     print(json.dumps(facts, indent=2) if args.json else summary(facts, args.out, kind.__name__, why, done.seconds))
@@ -98,32 +99,31 @@ def _hugging_face() -> Any:
     return folder
 
 
-def _resume(work: Path) -> str:
-    """How to resume, if blocks are finished."""
-    if not any((work / "units").glob("unit-*.safetensors")):
-        return ""
-    return f"\nFinished blocks are kept in {work}. To resume:\n  {shlex.join(['python', '-m', 'nmkernels', *sys.argv[1:]])}"
-
-
 def _data(args: argparse.Namespace, kind: Any, config: Any) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], str]:
     """(calibration batches, held-out batches, why there are none of the latter)."""
     if getattr(kind, "main_input_name", "input_ids") != "input_ids":
         raise NMError(
             f"{kind.__name__} takes {kind.main_input_name} and not text; pass batches of them to nmkernels.prune.folder.prune_folder."
         )
-    held = share(args.held_out)
+    try:
+        held = float(args.held_out)
+    except ValueError:
+        held = -1.0
+    if not 0 <= held <= 0.5:
+        raise NMError(f"--held-out {args.held_out} is not a share from 0 to 0.5.")
     why = "" if held else "--held-out 0"
     if not _causal(kind):
         held, why = 0.0, f"{kind.__name__} is not a causal language model"
     documents = read(args.data)
     tokenizer = _tokenizer(args.model) if any(isinstance(d, str) for d in documents) else None
-    length = min(args.length, _longest(config, tokenizer))
+    limits = [getattr(config.get_text_config(), "max_position_embeddings", None), getattr(tokenizer, "model_max_length", None)]
+    length = min([args.length, *(limit for limit in limits if isinstance(limit, int) and limit > 0)])
     tokenize = None if tokenizer is None else lambda text: tokenizer(text, verbose=False)["input_ids"]
-    samples = draw(documents, tokenize, samples=args.samples, length=length, seed=args.seed, share=held)
-    if not why and not len(samples.held_out):
+    windows, held_out = draw(documents, tokenize, samples=args.samples, length=length, seed=args.seed, share=held)
+    if not why and not len(held_out):
         why = "the data is too short to hold some out"
     encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
-    return _batches(samples.calibration, args.batch, encoder_decoder), _batches(samples.held_out, args.batch, encoder_decoder), why
+    return _batches(windows, args.batch, encoder_decoder), _batches(held_out, args.batch, encoder_decoder), why
 
 
 def _batches(windows: Tensor, size: int, both: bool) -> list[dict[str, Tensor]]:
@@ -147,13 +147,6 @@ def _tokenizer(folder: Path) -> Any:
         raise NMError(f"transformers cannot load the tokenizer of {folder}: {first_line(error)}.") from error
 
 
-def _longest(config: Any, tokenizer: Any) -> int:
-    """The longest context of a model."""
-    inner = config.get_text_config()
-    limits = [getattr(inner, "max_position_embeddings", None), getattr(tokenizer, "model_max_length", None)]
-    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=sys.maxsize)
-
-
 def _causal(kind: Any) -> bool:
     from transformers.models.auto import modeling_auto
 
@@ -163,45 +156,31 @@ def _causal(kind: Any) -> bool:
 
 
 @contextmanager
-def notes() -> Iterator[None]:
-    """Print warnings as lines on stderr, without the source line, which means nothing to the user of a command."""
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: print(f"note: {message}", file=sys.stderr, flush=True)
-        yield
-
-
-class Progress:
+def progress() -> Iterator[Callable[[int, int, str], None]]:
     """A bar for each stage where a terminal and tqdm are there, else a line for each step, on stderr."""
+    bar: Any = None
+    stage, start, first = "", 0.0, 0
 
-    def __init__(self) -> None:
-        self._bar: Any = None
-        self._stage, self._start, self._first = "", 0.0, 0
-
-    def __enter__(self) -> Callable[[int, int, str], None]:
-        return self._step
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._close()
-
-    def _step(self, done: int, total: int, what: str) -> None:
-        stage, _, detail = what.partition(" ")
-        if stage != self._stage or (self._bar is not None and done < self._bar.n):
-            self._close()
-            self._stage, self._start, self._first = stage, time.monotonic(), done
-            self._bar = _bar(stage, total)
-        if self._bar is not None:
-            self._bar.set_postfix_str(detail, refresh=False)
-            self._bar.update(done - self._bar.n)
-            self._bar.refresh()
+    def step(done: int, total: int, what: str) -> None:
+        nonlocal bar, stage, start, first
+        now, _, detail = what.partition(" ")
+        if now != stage or (bar is not None and done < bar.n):
+            if bar is not None:
+                bar.close()
+            stage, start, first, bar = now, time.monotonic(), done, _bar(now, total)
+        if bar is not None:
+            bar.set_postfix_str(detail, refresh=False)
+            bar.update(done - bar.n)
+            bar.refresh()
         elif done < total:
-            spent = time.monotonic() - self._start
-            left = f", {spent / (done - self._first) * (total - done):.0f} s left" if done > self._first else ""
+            left = f", {(time.monotonic() - start) / (done - first) * (total - done):.0f} s left" if done > first else ""
             print(f"{stage} {detail} ({done + 1} of {total}{left})", file=sys.stderr, flush=True)
 
-    def _close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        self._bar, self._stage = None, ""
+    try:
+        yield step
+    finally:
+        if bar is not None:
+            bar.close()
 
 
 def _bar(stage: str, total: int) -> Any:

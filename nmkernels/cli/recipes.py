@@ -30,7 +30,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(described, indent=2, ensure_ascii=False))
     elif isinstance(described, dict):
-        print(details(described))
+        width = max(len(k["name"]) for k in described["keywords"])
+        heading = 'Keywords, as in nm.recipes.get("NAME:N:M", KEY=VALUE) or nm.recipes.get("NAME:N:M(KEY=VALUE)").'
+        keywords = [f"  {k['name'].ljust(width)} = {k['default']!r:<14} {k['type']}" for k in described["keywords"]]
+        print("\n".join([*_head(described), "", heading, *keywords, "", described["doc"]]))
     else:
         print("\n\n".join("\n".join(_head(each)) for each in described))
         print('\npython -m nmkernels recipes NAME shows more; nm.recipes.get("NAME:N:M", total_steps=STEPS) makes one.')
@@ -46,14 +49,6 @@ def describe(cls: type[Any]) -> dict[str, Any]:
     alone = sum(find(name).__module__ == cls.__module__ for name in names()) == 1
     summary = (inspect.getdoc(sys.modules[cls.__module__] if alone else cls) or "").partition("\n")[0].rstrip(".")
     return {"name": about.pop("name"), "summary": summary, **about, "keywords": keywords, "doc": inspect.getdoc(cls) or ""}
-
-
-def details(r: dict[str, Any]) -> str:
-    """One recipe: its facts, its keywords with their defaults, and its docstring."""
-    width = max(len(k["name"]) for k in r["keywords"])
-    keywords = [f"  {k['name'].ljust(width)} = {k['default']!r:<14} {k['type']}" for k in r["keywords"]]
-    heading = 'Keywords, as in nm.recipes.get("NAME:N:M", KEY=VALUE) or nm.recipes.get("NAME:N:M(KEY=VALUE)").'
-    return "\n".join([*_head(r), "", heading, *keywords, "", r["doc"]])
 
 
 def _head(r: dict[str, Any]) -> list[str]:

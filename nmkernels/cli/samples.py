@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..pattern import NMError
-from ..prune.trial import first_line
+from ..prune.data import first_line
 
 TEXT, LINES, TOKENS = {".txt", ".md", ".rst", ".text"}, {".jsonl", ".ndjson", ".json"}, {".npy", ".pt", ".safetensors"}
 UTF8 = "utf-8-sig"
@@ -29,47 +27,31 @@ Document = str | Tensor
 """A text, or token ids: ``(tokens,)``, or ``(samples, length)``."""
 
 
-@dataclass(frozen=True)
-class Samples:
-    """``calibration`` and ``held_out``, both ``(samples, length)``; the latter has no row where there was too little text."""
-
-    calibration: Tensor
-    held_out: Tensor
-
-
 def read(path: Path) -> list[Document]:
     """The documents in a file, or in all files of a folder and its subfolders, sorted by name.
 
     Raises:
         NMError: a file cannot be read, or there is none.
     """
-    if not path.exists():
-        raise NMError(f"--data {path}: there is no such file or folder.")
-    if path.is_file():
-        return _checked(path, list(_read(path)))
-    known = TEXT | LINES | TOKENS
-    files = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix.lower() in known and not _hidden(file, path))
-    if not files:
-        raise NMError(f"--data {path}: the folder has no files that end in {', '.join(sorted(known))}.")
-    return _checked(path, [document for file in files for document in _read(file)])
-
-
-def _checked(path: Path, documents: list[Document]) -> list[Document]:
+    files = [path]
+    if path.is_dir():
+        known = TEXT | LINES | TOKENS
+        named = (file for file in path.rglob("*") if file.is_file() and file.suffix.lower() in known)
+        files = sorted(file for file in named if not any(part.startswith(".") for part in file.relative_to(path).parts))
+        if not files:
+            raise NMError(f"--data {path}: the folder has no files that end in {', '.join(sorted(known))}.")
+    documents = [document for file in files for document in _read(file)]
     full = [d for d in documents if (d.strip() if isinstance(d, str) else d.numel())]
     if not full:
         raise NMError(f"--data {path} is empty.")
     return full
 
 
-def _hidden(file: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
-
-
 def _read(file: Path) -> Iterator[Document]:
     kind = file.suffix.lower()
     try:
         if kind in TOKENS:
-            yield _ids(file, _load(file))
+            yield _ids(file)
         elif kind in LINES:
             yield from _records(file, file.read_text(encoding=UTF8))
         else:
@@ -83,53 +65,41 @@ def _read(file: Path) -> Iterator[Document]:
 def _records(file: Path, text: str) -> Iterator[str]:
     """The texts of JSON lines, or of one JSON value that may take many lines: a record, or an array of records."""
     try:
-        records = json.loads(text) if text.strip() else []
+        value = json.loads(text) if text.strip() else []
+        what, records = ("record", list(enumerate(value, 1))) if isinstance(value, list) else ("line", [(1, value)])
     except ValueError:
+        what, records = "line", []
         for number, line in enumerate(text.split("\n"), 1):  # a text may have other line separators inside
-            if line.strip():
-                yield _text(f"{file}, line {number}", _line(file, number, line))
-        return
-    if isinstance(records, list):
-        yield from (_text(f"{file}, record {number}", record) for number, record in enumerate(records, 1))
-    else:
-        yield _text(f"{file}, line 1", records)
+            try:
+                records += [(number, json.loads(line))] if line.strip() else []
+            except ValueError as error:
+                raise NMError(f"--data {file}, line {number} is not JSON; write one object in each line, or one array of them.") from error
+    for number, record in records:
+        content = record.get("text") if isinstance(record, dict) else record
+        if not isinstance(content, str):
+            raise NMError(f'--data {file}, {what} {number} has no "text"; write lines such as {{"text": "..."}}.')
+        yield content
 
 
-def _line(file: Path, number: int, line: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise NMError(f"--data {file}, line {number} is not JSON; write one object in each line, or one array of them.") from error
-
-
-def _text(where: str, record: Any) -> str:
-    text = record.get("text") if isinstance(record, dict) else record
-    if not isinstance(text, str):
-        raise NMError(f'--data {where} has no "text"; write lines such as {{"text": "..."}}.')
-    return text
-
-
-def _load(file: Path) -> Any:
+def _ids(file: Path) -> Tensor:
+    value: Any
     try:
         if file.suffix.lower() == ".npy":
             import numpy as np
 
-            return torch.from_numpy(np.load(file, allow_pickle=False).astype("int64", casting="same_kind"))
-        if file.suffix.lower() == ".pt":
-            return torch.load(file, map_location="cpu", weights_only=True)
-        from safetensors.torch import load_file
+            value = torch.from_numpy(np.load(file, allow_pickle=False).astype("int64", casting="same_kind"))
+        elif file.suffix.lower() == ".pt":
+            value = torch.load(file, map_location="cpu", weights_only=True)
+        else:
+            from safetensors.torch import load_file
 
-        tensors = load_file(file)
-        return tensors["input_ids"] if "input_ids" in tensors else next(iter(tensors.values()), None)
+            tensors = load_file(file)
+            value = tensors.get("input_ids", next(iter(tensors.values()), None))
     except OSError:
         raise
     except Exception as error:  # depends on the format and the damage
         raise NMError(f"--data {file} cannot be read as token ids: {first_line(error)}.") from error
-
-
-def _ids(file: Path, value: Any) -> Tensor:
-    if isinstance(value, dict):
-        value = value.get("input_ids")
+    value = value.get("input_ids") if isinstance(value, dict) else value
     if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex() or value.dim() not in (1, 2):
         what = f"{value.dtype}{tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise NMError(f"--data {file} has no token ids, which are integers of shape (tokens,) or (samples, length); it has {what}.")
@@ -144,10 +114,11 @@ def draw(
     length: int,
     seed: int = 0,
     share: float = 0.1,
-) -> Samples:
-    """Draw ``samples`` windows of ``length`` tokens for calibration, and a quarter as many from the last ``share`` of the documents.
+) -> tuple[Tensor, Tensor]:
+    """Draw ``samples`` windows of ``length`` tokens, and a quarter as many, held out, from the last ``share`` of the documents.
 
-    Where all documents are ``(samples, length)`` of one length, their rows are the windows.
+    Both are ``(samples, length)``; the latter has no row where there is too little text. Where all documents have that shape and one
+    length, their rows are the windows.
 
     Raises:
         NMError: there is too little text for one window, or text and no tokenizer.
@@ -161,7 +132,7 @@ def draw(
         table = torch.cat(rows)[:, :length]
         held = min(int(len(table) * share), len(table) - 1)
         chosen = torch.randperm(len(table) - held, generator=generator)[:samples].sort().values
-        return Samples(table[chosen], table[len(table) - held :][:most])
+        return table[chosen], table[len(table) - held :][:most]
     first, last = _divided([piece for d in documents for piece in _pieces(d)], share)
     order = torch.randperm(len(first), generator=generator).tolist()
     stream = _stream((first[i] for i in order), tokenize, samples * length)
@@ -172,7 +143,7 @@ def draw(
     held_stream = _stream(iter(last), tokenize, most * length)
     width = min(length, len(held_stream))
     held_out = held_stream[: len(held_stream) // width * width].view(-1, width) if width >= SHORTEST else stream.new_empty(0, length)
-    return Samples(stream[: len(stream) // length * length].view(-1, length), held_out)
+    return stream[: len(stream) // length * length].view(-1, length), held_out
 
 
 def _pieces(document: Document) -> Iterator[Document]:
@@ -230,11 +201,3 @@ def _stream(pieces: Iterator[Document], tokenize: Callable[[str], list[int]] | N
             parts.append(piece)
         count += len(parts[-1])
     return torch.cat(parts)[:most]
-
-
-def share(word: str) -> float:
-    """A number from 0 to 0.5, as an argument."""
-    value = float(word) if re.fullmatch(r"[0-9.]+", word) else -1.0
-    if not 0 <= value <= 0.5:
-        raise NMError(f"--held-out {word} is not a share from 0 to 0.5.")
-    return value

@@ -20,8 +20,8 @@ from ..nn.experts import CompressedExperts, CompressedStack, SparseExperts, chil
 from ..nn.swap import after_swap, is_conv1d, replace_each_
 from ..nn.weight import NMWeight
 from ..ops import Compressed
-from ..ops.check import FLOATS
-from ..ops.integers import BITS, STORED
+from ..ops.check import FLOATS, STORED
+from ..ops.integers import BITS
 from ..pattern import CheckpointError, NMError, Pattern
 from ..reference import unpack_indices
 from ..shards import is_sharded, local, spread
@@ -29,12 +29,9 @@ from .tensors import Contents, place, plain_modules, plain_names, quote, shorten
 
 MAX_PROBLEMS = 5
 """How many problems an error message lists."""
-
 BUFFERS = ("values", "indices", "step", "columns")
 """The buffers of a compressed layer. Each has the first two; a stack of experts has no others."""
-
 DTYPES = {plain(dtype) for dtype in FLOATS}
-
 STACKS = (EXPERTS, EXPERTS_T)  # a tuple, because values from an untrusted file may not be hashable
 
 
@@ -64,9 +61,7 @@ class _Expected(NamedTuple):
 
 def load(model: nn.Module, contents: Contents, table: dict[str, Any], keep_dense: bool = False, fill_tied: bool = False) -> None:
     """Check everything, then put the layers of ``table`` into the model and load all tensors; a module with several names stays one module.
-
-    Args:
-        fill_tied: the file may lack tensors that the model ties to others.
+    ``fill_tied``: the file may lack tensors that the model ties to others.
     """
     modules, tensors = plain_modules(model), contents.tensors
     layers = announce(contents.path, modules, table, keep_dense, cast=False)
@@ -119,13 +114,8 @@ def announce(
     where: object, modules: Mapping[str, nn.Module], table: Mapping[str, Any], keep_dense: bool = False, cast: bool = True
 ) -> dict[tuple[Any, str], tuple[str, CompressedLinear | CompressedStack]]:
     """{(dense module, name of its Parameter): (name, layer)} for the entries of ``table``, which ``where`` has. The layers are not in the
-    model yet, and their tensors are on the meta device.
-
-    Args:
-        cast: the dtypes of the dense weights may differ from those of the entries, and are taken.
-
-    Raises:
-        CheckpointError: an entry is damaged, or does not fit the model.
+    model yet, and their tensors are on the meta device. ``cast``: dtypes of dense weights that differ from those of the entries are taken.
+    CheckpointError if an entry is damaged, or does not fit the model.
     """
     layers: dict[tuple[Any, str], tuple[str, CompressedLinear | CompressedStack]] = {}
     problems: list[str] = []
@@ -227,12 +217,7 @@ def _announced(name: str, key: str, about: Any, dense: Any, keep_dense: bool, ca
 def check_filled(name: str, layer: CompressedLinear | CompressedStack, elsewhere: Mapping[str, Tensor], missing: set[str]) -> None:
     """Check a layer of ``announce`` whose tensors another library has read, as ``load`` does.
 
-    Args:
-        elsewhere: indices, steps and columns that are put into the layer only while it runs.
-        missing: names of its tensors that were not read.
-
-    Raises:
-        CheckpointError: a part was not read, or is damaged.
+    ``elsewhere``: indices, steps and columns that are put into the layer only while it runs. ``missing``: what was not read.
     """
     with _of_layer(name):
         if missing:
@@ -247,7 +232,13 @@ def _check_contents(layer: CompressedLinear | CompressedStack, tensors: Mapping[
     if step is not None:
         if values.dtype not in STORED or step.dtype != torch.bfloat16 or indices.dtype != torch.uint8:
             raise _Unfit(f"values are {values.dtype}, steps {step.dtype} and indices {indices.dtype}, which no layer with integers has")
-        _check_rounded(values, step, pattern.kept(cols))
+        if not bool(step.isfinite().all()):
+            raise _Unfit("a step is NaN or infinite; the file is damaged")
+        present = values.numel() and not values.is_meta  # else it is offloaded
+        if present and values.dtype == torch.int8 and int(values.min()) == -128:
+            raise _Unfit("an integer is -128, and the smallest is -127; the file is damaged")
+        if present and values.dtype == torch.uint8 and pattern.kept(cols) % 2 and int(values[:, -1].max()) > 15:
+            raise _Unfit("the spare half of a row's last byte of integers is not 0; the file is damaged")
     elif not values.is_floating_point() or indices.dtype != torch.uint8:
         raise _Unfit(f"values are {values.dtype} and indices {indices.dtype}; expected floating-point values and torch.uint8 indices")
     _check_indices(indices, pattern, cols)
@@ -342,18 +333,6 @@ def _same(one: Tensor, other: Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return one.data_ptr() == other.data_ptr() or torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
-
-
-def _check_rounded(values: Tensor, step: Tensor, kept: int) -> None:
-    """Check that steps are finite, and that integers are in the range that rounding gives."""
-    if not bool(step.isfinite().all()):
-        raise _Unfit("a step is NaN or infinite; the file is damaged")
-    if values.is_meta or not values.numel():  # offloaded
-        return
-    if values.dtype == torch.int8 and int(values.min()) == -128:
-        raise _Unfit("an integer is -128, and the smallest is -127; the file is damaged")
-    if values.dtype == torch.uint8 and kept % 2 and int(values[:, -1].max()) > 15:
-        raise _Unfit("the spare half of a row's last byte of integers is not 0; the file is damaged")
 
 
 def _check_indices(indices: Tensor, pattern: Pattern, cols: int) -> None:

@@ -19,24 +19,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..layouts import CONV2D, MATRICES, as_matrix, as_stored
+from ..layouts import CONV1D, CONV2D, MATRICES, REDUCED, as_matrix, as_stored
 from ..nn.adapter import ADAPTER, adapter_of, folded
 from ..nn.compressed import CompressedLinear
 from ..nn.experts import CompressedStack, child_name
 from ..nn.sharding import fsdp_modules, reshard
 from ..nn.weight import NMWeight
-from ..pattern import CheckpointError, RecipeError
-from ..shards import is_sharded, whole
-from .gather import Gatherer
+from ..pattern import CheckpointError, NMError, RecipeError
+from ..reference.compress import pack_indices, unpack_indices
+from ..shards import is_sharded, local, whole
 from .plan import BUFFERS, home_of, load
-from .tensors import Contents, Layer, plain_state, quote, read, read_folder, sparse_layers, weight_name
+from .tensors import Layer, place, plain_state, quote, read, read_folder, sparse_layers, weight_name, write
 
 FORMAT = "nmkernels"
 HUGGING_FACE = "pt"
@@ -94,6 +94,106 @@ def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
             tensors[f"{name}.columns"] = layer.columns.to(torch.int32)
     about = {"format": FORMAT, "version": str(VERSION), "layers": json.dumps(table(layers))}
     gatherer.write(path, tensors, about, lambda aliases: {"aliases": json.dumps(aliases)})
+
+
+class Gatherer:
+    """Gathers the sharded tensors of ``model`` on one rank and writes them; for a model without sharded tensors, in this process.
+
+    Attributes:
+        first: whether this is the rank that keeps the gathered tensors and writes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        meshes = [value.device_mesh for value in model.state_dict().values() if isinstance(value, Tensor) and is_sharded(value)]  # type: ignore[attr-defined]
+        # with FSDP2 and tensor parallelism some tensors are on a submesh
+        self.mesh: Any = max(meshes, key=lambda mesh: mesh.size(), default=None)
+        self.first = self.mesh is None or not any(self.mesh.get_coordinate())
+
+    def raise_together(self, problem: str, kind: type[NMError] = RecipeError) -> None:
+        """Raise ``kind`` on every rank if any rank has a ``problem``; the other ranks would wait for that one forever."""
+        problems = [problem]
+        for group in () if self.mesh is None else self.mesh.get_all_groups():
+            rows: list[Any] = [None] * group.size()
+            torch.distributed.all_gather_object(rows, problems, group=group)
+            problems = [text for row in rows for text in row]
+        for text in problems:
+            if text:
+                raise kind(text)
+
+    def packed(self, layer: NMWeight) -> ops.Compressed:
+        """The whole compressed weight ``(out, in)`` of a finished layer on the first rank; on the meta device on the others.
+
+        Each rank compresses its part of a sharded one.
+        """
+        with torch.no_grad():
+            part = layer.as_pruned() or ops.compress(layer.grouped.detach(), layer.pattern)
+        weight: Any = layer.parameter
+        if is_sharded(weight):
+            from torch.distributed.tensor import DTensor
+
+            (rows, cols), p = layer.shape, layer.pattern
+            # if shards split the columns, their index bytes may not fit together
+            splits = any(placement.is_shard(REDUCED[layer.layout]) for placement in weight.placements)
+            tensors = [part.values, unpack_indices(part.indices, p.index_bits, part.values.shape[1]) if splits else part.indices]
+            gathered = []
+            for tensor, width in zip(tensors, (p.kept(cols), p.kept(cols) if splits else p.index_bytes(cols)), strict=True):
+                stored, shape = (tensor.t(), (width, rows)) if layer.layout == CONV1D else (tensor, (rows, width))
+                shard = DTensor.from_local(
+                    stored.contiguous(),
+                    weight.device_mesh,
+                    weight.placements,
+                    run_check=False,
+                    shape=torch.Size(shape),
+                    stride=(shape[1], 1),
+                )
+                full = local(shard.full_tensor())
+                gathered.append((full.t() if layer.layout == CONV1D else full).contiguous())
+            values, indices = gathered
+            part = ops.Compressed(values, pack_indices(indices, p.index_bits) if splits else indices, p, (rows, cols))
+        return part.to("cpu" if self.first else "meta")
+
+    def dense(self, layer: CompressedLinear) -> Tensor:
+        """The whole weight ``(out, in)`` in dense layout on the first rank; on the meta device on the others."""
+        if self.mesh is None:
+            return layer.dense()
+        # in the state dict, parts of a weight are DTensors
+        state = {name: whole(part) for name, part in layer.state_dict().items() if name in ("values", "indices", "step")}
+        if not self.first:
+            return torch.empty(layer.whole_shape, dtype=layer.dtype, device="meta")
+        weight = ops.Compressed(state["values"], state["indices"], layer.pattern, layer.whole_shape, state.get("step"))
+        dense, order = weight.to("cpu").dense(layer.dtype), layer.order
+        return dense if order is None else dense.index_select(1, order.cpu().long().argsort())
+
+    def write(
+        self,
+        path: str | os.PathLike[str],
+        tensors: dict[str, Tensor],
+        metadata: dict[str, str],
+        describe_aliases: Callable[[dict[str, str]], dict[str, str]],
+    ) -> None:
+        """Gather ``tensors`` and write them. Aliases are not gathered; ``describe_aliases`` turns them into metadata.
+
+        Raises:
+            CheckpointError: on every rank, if the first could not write.
+        """
+        # the first rank decides which tensors are tied: that is found by memory, which an empty shard has none of
+        first: dict[tuple[object, ...], str] = {}
+        names = [(name, first.setdefault(place(t), name)) for name, t in tensors.items() if t.numel() and not t.is_meta]
+        aliases = {name: stored for name, stored in names if stored != name}
+        ready: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            gathered = whole(tensor)
+            if name not in aliases and self.first:
+                ready[name] = gathered.cpu() if is_sharded(tensor) else tensor
+        problem = ""
+        if self.first:
+            try:
+                write(path, ready, {**metadata, **(describe_aliases(aliases) if aliases else {})})
+            except CheckpointError as error:
+                if self.mesh is None:
+                    raise
+                problem = str(error)
+        self.raise_together(problem, CheckpointError)
 
 
 def table(layers: Mapping[str, Layer]) -> dict[str, dict[str, Any]]:
@@ -211,37 +311,9 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str], keep_dense: 
             "into a plain model on each rank; its dense layers can be sharded afterwards."
         )
     contents = read_folder(path) if os.path.isdir(path) else read(path)
-    _check_ours(contents)
-    table, stored = contents.json("layers"), dict(contents.tensors)
-    for alias, name in contents.json("aliases").items():
-        lacks = not isinstance(name, str) or name not in stored
-        if lacks or alias in stored:
-            but = "which the file does not hold" if lacks else "but the file holds it itself"
-            raise CheckpointError(f"{contents.path}: tensor {quote(alias)} is stored as an alias of {quote(name)}, {but}.")
-        contents.tensors[alias] = stored[name]
-    _rename_old(contents.tensors, table)
-    hugging_face = contents.metadata["format"] == HUGGING_FACE
-    if hugging_face:
-        for name in (*table, *(f"{name}.weight" for name in table)):
-            if name in stored and not stored[name].numel():
-                contents.tensors.pop(name, None)  # makes loading without nmkernels fail
-    load(model, contents, table, keep_dense, fill_tied=hugging_face)
-    return model
-
-
-def _rename_old(tensors: dict[str, Tensor], table: Mapping[str, Any]) -> None:
-    """Rename tensors of files up to version 5 (``fqn.weight.values``, and ``fqn.name.values`` of a stack of experts)."""
-    for name, about in table.items():
-        stack = home_of(name, about)[0] != name
-        old, new = (name, child_name(name)) if stack else (f"{name}.weight", name)
-        for part in BUFFERS:
-            if f"{old}.{part}" in tensors and f"{new}.{part}" not in tensors:
-                tensors[f"{new}.{part}"] = tensors.pop(f"{old}.{part}")
-
-
-def _check_ours(contents: Contents) -> None:
     about = contents.metadata
-    if about.get("format") != FORMAT and not (about.get("format") == HUGGING_FACE and "layers" in about):
+    hugging_face = about.get("format") == HUGGING_FACE
+    if about.get("format") != FORMAT and not (hugging_face and "layers" in about):
         what = "; its zeros are N:M but its weights are dense: load it with safetensors.torch.load_model" if "nm" in about else ""
         raise CheckpointError(
             f"{contents.path} is a safetensors file, but not one that nm.save_compressed wrote, or save_pretrained of a compressed "
@@ -254,3 +326,22 @@ def _check_ours(contents: Contents) -> None:
         raise CheckpointError(
             f"{contents.path} was written in format version {version}; this one reads up to {VERSION}: upgrade nmkernels."
         )
+    table, stored = contents.json("layers"), dict(contents.tensors)
+    for alias, name in contents.json("aliases").items():
+        lacks = not isinstance(name, str) or name not in stored
+        if lacks or alias in stored:
+            but = "which the file does not hold" if lacks else "but the file holds it itself"
+            raise CheckpointError(f"{contents.path}: tensor {quote(alias)} is stored as an alias of {quote(name)}, {but}.")
+        contents.tensors[alias] = stored[name]
+    for name, entry in table.items():
+        # up to version 5: ``fqn.weight.values``, and ``fqn.name.values`` of a stack of experts
+        stack = home_of(name, entry)[0] != name
+        old, new = (name, child_name(name)) if stack else (f"{name}.weight", name)
+        for part in BUFFERS:
+            if f"{old}.{part}" in contents.tensors and f"{new}.{part}" not in contents.tensors:
+                contents.tensors[f"{new}.{part}"] = contents.tensors.pop(f"{old}.{part}")
+        for empty in (name, f"{name}.weight") if hugging_face else ():
+            if empty in stored and not stored[empty].numel():
+                contents.tensors.pop(empty, None)  # makes loading without nmkernels fail
+    load(model, contents, table, keep_dense, fill_tied=hugging_face)
+    return model

@@ -25,7 +25,6 @@ TYPES = {
 """The format's names of dtypes."""
 SHARD = 5_000_000_000
 """Bytes of one file, unless a single tensor is larger."""
-ALIGNMENT = 8
 EMPTY = hashlib.sha256().digest()
 
 
@@ -59,7 +58,14 @@ class ShardWriter:
         self._place: dict[str, tuple[Path, int]] = {}
         self._open: dict[Path, int] = {}
         self._digests: dict[str, bytes] = {}
-        shards = _split(tensors, shard)
+        shards: list[list[str]] = [[]]  # in order, each of at most so many bytes
+        size = 0
+        for name, t in tensors.items():
+            if shards[-1] and size + t.nbytes > shard:
+                shards.append([])
+                size = 0
+            shards[-1].append(name)
+            size += t.nbytes
         names = [SINGLE] if len(shards) == 1 else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
         with writing(self.folder):
             for name, members in zip(names, shards, strict=True):
@@ -82,7 +88,7 @@ class ShardWriter:
             self._place[name] = path, offset
             offset += t.nbytes
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text = text.ljust(math.ceil(len(text) / ALIGNMENT) * ALIGNMENT)
+        text = text.ljust(math.ceil(len(text) / 8) * 8)
         start = 8 + len(text)
         self._place |= {name: (path, start + self._place[name][1]) for name in order}
         with writing(path):
@@ -102,11 +108,7 @@ class ShardWriter:
         self._digests[name] = hashlib.sha256(values).digest()
 
     def close(self) -> None:
-        """Flush all files to disk, and read them back.
-
-        Raises:
-            CheckpointError: a tensor was never written, or a file does not hold what was.
-        """
+        """Flush all files to disk, and read them back; CheckpointError if a tensor was never written, or a file does not hold what was."""
         missing = next((name for name, t in self._tensors.items() if t.numel()), None)
         if missing is not None:
             raise CheckpointError(f"tensor {missing!r} was not written.")
@@ -115,22 +117,19 @@ class ShardWriter:
                 os.fsync(file)
         files = list(self._open)
         self.abandon()
-        for path in files:
-            self._compare(path)
-
-    def _compare(self, path: Path) -> None:
         from safetensors import SafetensorError, safe_open
 
-        names = {name for name, (place, _) in self._place.items() if place == path}
-        try:
-            with safe_open(path, "pt") as file:
-                stored = set(file.keys())
-                digests = {name: hashlib.sha256(_bytes(file.get_tensor(name))).digest() for name in names & stored}
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} cannot be read back ({error}); write it again.") from error
-        wrong = names ^ stored | {name for name, digest in digests.items() if digest != self._digests.get(name, EMPTY)}
-        if wrong:
-            raise CheckpointError(f"{path} was changed while it was written: {min(wrong)!r} is not what was written. Write it again.")
+        for path in files:
+            names = {name for name, (place, _) in self._place.items() if place == path}
+            try:
+                with safe_open(path, "pt") as stored:
+                    present = set(stored.keys())
+                    digests = {name: hashlib.sha256(_bytes(stored.get_tensor(name))).digest() for name in names & present}
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} cannot be read back ({error}); write it again.") from error
+            wrong = names ^ present | {name for name, digest in digests.items() if digest != self._digests.get(name, EMPTY)}
+            if wrong:
+                raise CheckpointError(f"{path} was changed while it was written: {min(wrong)!r} is not what was written. Write it again.")
 
     def abandon(self) -> None:
         """Close the files as they are."""
@@ -140,19 +139,6 @@ class ShardWriter:
 
 def _bytes(tensor: Tensor) -> Any:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def _split(tensors: Mapping[str, Tensor], most: int) -> list[list[str]]:
-    """Names in order, in parts of at most ``most`` bytes."""
-    parts: list[list[str]] = [[]]
-    size = 0
-    for name, t in tensors.items():
-        if parts[-1] and size + t.nbytes > most:
-            parts.append([])
-            size = 0
-        parts[-1].append(name)
-        size += t.nbytes
-    return parts
 
 
 def _write_at(file: int, data: bytes | memoryview, offset: int) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import Repr
@@ -94,7 +94,15 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: di
 
     def fill(temporary: Path) -> None:
         safetensors.torch.save_file(ready, temporary, metadata)
-        _sort_metadata(temporary)
+        # safetensors writes metadata in random order; sorted, the same model gives the same bytes
+        with temporary.open("r+b") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+            header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+            text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+            if len(text) <= length:
+                file.seek(8)
+                file.write(text.ljust(length))
 
     try:
         atomic_write(path, fill)
@@ -102,25 +110,6 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: di
         raise
     except (KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path}: safetensors refuses to write this model: {error}.") from error
-
-
-def _sort_metadata(path: Path) -> None:
-    """Sort the metadata, which safetensors writes in random order, so that the same model gives the same bytes."""
-    with path.open("r+b") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        if len(text) <= length:
-            file.seek(8)
-            file.write(text.ljust(length))
-
-
-def aliases_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Of tied weights: {name: the first name of the same tensor}."""
-    first: dict[tuple[object, ...], str] = {}
-    names = [(name, first.setdefault(place(t), name)) for name, t in tensors.items() if t.numel() and not t.is_meta]
-    return {name: stored for name, stored in names if stored != name}
 
 
 def place(tensor: Tensor) -> tuple[object, ...]:
@@ -209,25 +198,28 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """File names of ``save_pretrained``: the single file, or the index of several."""
 
 
-def read_folder(folder: str | os.PathLike[str]) -> Contents:
-    """Open the safetensors files of ``save_pretrained`` in ``folder`` as one."""
-    folder = Path(folder)
+def weight_files(folder: Path) -> list[str]:
+    """The names of the safetensors files of ``save_pretrained`` in ``folder``."""
     if (folder / SINGLE).exists():
-        return read(folder / SINGLE)
+        return [SINGLE]
     try:
         index = parse((folder / INDEX).read_bytes())
         files = sorted(set(index["weight_map"].values()))
         if not files or not all(type(name) is str and Path(name).name == name for name in files):
             raise ValueError("weight_map names no files of this folder")
+        return files
     except OSError as error:
         raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; pass a folder of save_pretrained, or a file.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / INDEX} is damaged ({type(error).__name__}: {shortened(error)}).") from error
-    contents = Contents(folder, {}, {})
-    for name in files:
-        part = read(folder / name)
-        if (contents.metadata and contents.metadata != part.metadata) or contents.tensors.keys() & part.tensors.keys():
-            raise CheckpointError(f"{folder / name} does not belong to {folder / files[0]}; save the model into an empty folder.")
-        contents.tensors |= part.tensors
-        contents.metadata = part.metadata
-    return contents
+
+
+def read_folder(folder: str | os.PathLike[str]) -> Contents:
+    """Open the safetensors files of ``save_pretrained`` in ``folder`` as one."""
+    folder = Path(folder)
+    first, *others = (read(folder / name) for name in weight_files(folder))
+    for part in others:
+        if first.metadata != part.metadata or first.tensors.keys() & part.tensors.keys():
+            raise CheckpointError(f"{part.path} does not belong to {first.path}; save the model into an empty folder.")
+        first.tensors |= part.tensors
+    return Contents(folder, first.tensors, first.metadata)

@@ -18,8 +18,9 @@ call ``forget``.
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -30,17 +31,23 @@ from ..capability import compiled_core
 from ..dispatch import REFERENCE, forced_backend
 from ..dispatch import choose as dispatched
 from ..ops.integers import BITS
-from ..pattern import Pattern
+from ..pattern import NMError, Pattern
 from ..timing import TABLE
 from ..timing.compare import LEAST_GAIN
-from ..timing.setting import setting, undisturbed
+from ..timing.modes import undisturbed
 from . import estimate
 from .candidates import measure_and_record
 from .methods import AS_FLOAT32, DENSE, EXPAND, OP, UNESTIMATED, Method, arguments, methods, optional
 from .problem import Problem, key, plain
 
+ENV = "NMKERNELS_CHOICE"
+SETTINGS = ("", "dense", "packed", "measured")
+
 REMEMBERED = 4096
 """Size of the cache of choices; when full it is cleared."""
+
+MOST_ROUTES = 256
+"""Size of a layer's cache of routes; when full it is cleared."""
 
 FEW_AND_MANY = (1, 17)
 """Numbers of tokens that stand for all: kernels for few tokens take up to 16 at most."""
@@ -59,6 +66,30 @@ Choice = tuple[Method, ...]
 _chosen: dict[tuple[Problem, ...], Choice] = {}
 _revision = -1
 _measuring = threading.RLock()
+
+
+def setting() -> str:
+    """The value of ``NMKERNELS_CHOICE``; an unknown one raises ``NMError``."""
+    value = os.environ.get(ENV, "")
+    if value == "table":  # the default, which earlier versions had to set
+        return ""
+    if value not in SETTINGS:
+        raise NMError(f"{ENV}={value!r} is unknown; set one of {', '.join(SETTINGS[1:])}, or unset it.")
+    return value
+
+
+class Routes(dict[Hashable, Any]):
+    """What a layer has chosen for its calls, by kind of call, until it is out of date; not copied or saved."""
+
+    def put(self, kind: Hashable, route: Any) -> Any:
+        """Remember and return ``route``."""
+        if len(self) >= MOST_ROUTES:
+            self.clear()
+        self[kind] = route
+        return route
+
+    def __reduce__(self) -> tuple[type[Routes], tuple[()]]:
+        return Routes, ()
 
 
 def choose(*problems: Problem) -> Choice:

@@ -6,7 +6,6 @@ still raises on a layer that has a route for a valid one.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +13,12 @@ from torch import Tensor
 
 from ..ops import Compressed, DeviceCompressed
 from ..pattern import Pattern
+from .choose import Routes as Routes  # where pickles of earlier versions look for it
 from .choose import choose
 from .forms import CANONICAL, forms, layout_for, multiplies
 from .methods import DENSE, Method
 from .plan import GemmPlan
 from .problem import Problem
-
-MOST_ROUTES = 256
-"""Size of a layer's cache of routes; when full it is cleared."""
 
 Form = Tensor | Compressed | DeviceCompressed
 """A weight in dense layout, or packed."""
@@ -60,20 +57,6 @@ def operands(fprop: Form, dgrad: Form | None = None, transposed: bool = False, b
             parts += form.values, form.indices if isinstance(form, Compressed) else form.meta
     weight, indices, back, back_indices = parts
     return Operands(weight, indices, back, back_indices, transposed, pattern, *backends)
-
-
-class Routes(dict[Hashable, Any]):
-    """What a layer has chosen for its calls, by kind of call, until it is out of date; not copied or saved."""
-
-    def put(self, kind: Hashable, route: Any) -> Any:
-        """Remember and return ``route``."""
-        if len(self) >= MOST_ROUTES:
-            self.clear()
-        self[kind] = route
-        return route
-
-    def __reduce__(self) -> tuple[type[Routes], tuple[()]]:
-        return Routes, ()
 
 
 class Route(NamedTuple):

@@ -48,7 +48,7 @@ from ..layouts import MATRICES, as_matrix, ordered
 from ..nn.compress import check_values, compressed_like, decompress_
 from ..nn.compressed import LAYOUTS, CompressedLinear, CompressedPart
 from ..nn.experts import CompressedStack, child_name, compress_stacks_, compressed_stack
-from ..nn.swap import after_swap, post_swap_hooks, replace_
+from ..nn.swap import after_swap, post_swap_hooks, replace_each_
 from ..nn.weight import NMWeight
 from ..ops import Compressed
 from ..ops.integers import BITS, GROUPS
@@ -233,7 +233,7 @@ class NMQuantizer(HfQuantizer):
             if not (around._parameters or around._buffers):  # Qwen3-Omni's would initialise the dense stacks
                 around._is_hf_initialized = True
         else:
-            replace_(model, dense, layer)
+            replace_each_(model, {dense: layer})
 
     def _choose(self, model: Any) -> None:
         """Choose the layers of the dense checkpoint to prune."""

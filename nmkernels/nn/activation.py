@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..arguments import whole_number
 from ..autograd.activation import GRADS, SplitRule, sparse_relu2, split_linear
 from ..pattern import NMError, Pattern, PatternLike, RecipeError, ShapeError
-from .linear import autocast_dtype, castable
+from .linear import under_autocast
 from .traces import PROXY, is_tracing, leaf, refuse_script
 from .weight import NMWeight
 
@@ -59,9 +59,9 @@ class SquaredReLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Activations of x ``(..., features)``."""
-        return x.relu().square() if self.rule is None else self._sparse(x, self.rule)
-
-    def _sparse(self, x: Tensor, rule: ActivationRule) -> Tensor:
+        rule = self.rule
+        if rule is None:
+            return x.relu().square()
         if isinstance(x, PROXY):
             return leaf(self, x)
         if is_tracing():  # a trace has no autograd Function
@@ -138,7 +138,6 @@ def _split(layer: nn.Module, x: Tensor, rule: SplitRule, side: str) -> Tensor:
         layer.ran = True
     elif type(layer) is not nn.Linear:
         raise RecipeError(f"SquaredReLUMLP: split weight gradients need an nn.Linear, and its layer is a {type(layer).__name__}.")
-    weight, bias, cast = layer.weight, layer.bias, autocast_dtype(x)
-    if cast is not None and castable(x.dtype):
-        x, weight, bias = x.to(cast), weight.to(cast), None if bias is None else bias.to(cast)
+    x, weight = (t.to(under_autocast(x, t.dtype)) for t in (x, layer.weight))
+    bias = None if layer.bias is None else layer.bias.to(under_autocast(x, layer.bias.dtype))
     return split_linear(x, weight, bias, rule, side)

@@ -38,22 +38,12 @@ def set_adapter(layer: nn.Module, left: Tensor, right: Tensor, out_features: int
 
 
 def add_adapter(y: Tensor, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """y + x L R / r (SLoPe, Mozaffari et al., ICLR 2025), x ``(..., in)``, y ``(..., out)``.
-
-    Example:
-        >>> add_adapter(torch.zeros(1, 1), torch.ones(1, 3), torch.ones(3, 2), torch.ones(2, 1))
-        tensor([[3.]])
-    """
+    """y + x L R / r (SLoPe, Mozaffari et al., ICLR 2025), x ``(..., in)``, y ``(..., out)``."""
     return y + (x @ left) @ (right / left.shape[1])
 
 
 def folded(weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """W + (L R)ᵀ / r ``(out, in)``, the dense weight that multiplies as W and the adapter together do, in W's dtype.
-
-    Example:
-        >>> folded(torch.zeros(1, 2), torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0]]))
-        tensor([[3., 6.]])
-    """
+    """W + (L R)ᵀ / r ``(out, in)``, the dense weight that multiplies as W and the adapter together do, in W's dtype."""
     with torch.no_grad():
         wide = torch.promote_types(weight.dtype, torch.float32)  # a GEMM of 16-bit numbers would be rounded twice
         return (weight.to(wide) + (left.to(wide) @ right.to(wide)).t() / left.shape[1]).to(weight.dtype)

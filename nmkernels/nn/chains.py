@@ -7,7 +7,7 @@ import copy
 import inspect
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,7 +55,7 @@ IMAGE_FUNCTIONS = frozenset({F.max_pool2d, F.avg_pool2d, F.adaptive_max_pool2d, 
 HARMLESS = frozenset({"shape", "dtype", "device", "ndim"})
 """Attributes that do not depend on the order of channels."""
 
-NO_CALL = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """torch's own blocks, which fx cannot trace: linear2(dropout(activation(linear1(x))))."""
 
@@ -152,7 +152,7 @@ def trace(model: nn.Module) -> tuple[list[Trace], str]:
     opaque: set[int] = set()
     traces_of: dict[int, list[Trace]] = {}
     for module in reversed(list(skeleton.modules())):  # children first
-        if is_plain_linear(module) or isinstance(module, (nn.Conv2d, *NO_CALL)):
+        if is_plain_linear(module) or isinstance(module, (nn.Conv2d, *CONTAINERS)):
             continue
         if type(module) in BLOCKS and "forward" not in module.__dict__:
             traces_of[id(module)] = [_block(module, names)]
@@ -242,10 +242,10 @@ def find_chains(model: nn.Module) -> tuple[list[Chain], dict[str, str]]:
     """
     layers = {name: m for name, m in model.named_modules() if is_plain_linear(m) or is_plain_conv(m)}
     traces, why = trace(model)
-    unfit = _Fitness(model)
+    unfit = _fitness(model)
     chains: list[Chain] = []
     reasons: dict[str, str] = {}
-    for producers, consumers, between, obstacles in _Channels(traces).spaces():
+    for producers, consumers, between, obstacles in _spaces(traces):
         involved = sorted({*producers, *consumers, *between})
         obstacles += [f"{name} {reason}" for name in involved if (reason := unfit(model.get_submodule(name)))]
         images = sorted({is_plain_conv(layers[name]) for name in (*producers, *consumers)})
@@ -288,15 +288,13 @@ TENSORS = ("weight", "bias", "running_mean", "running_var")
 """The tensors of a layer, or a batch norm, with an entry for each channel."""
 
 
-class _Fitness:
-    """Why a layer's weight may not be reordered, whatever the model around it; empty where it may."""
+def _fitness(model: nn.Module) -> Callable[[nn.Module], str]:
+    """A function that says why a layer's weight may not be reordered, whatever the model around it; empty where it may."""
+    places = Counter(id(child) for m in model.modules() for child in m._modules.values())
+    tensors = [t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+    storages = Counter(_storage(t) for t in tensors if not isinstance(t, nn.parameter.UninitializedParameter))
 
-    def __init__(self, model: nn.Module) -> None:
-        self.places = Counter(id(child) for m in model.modules() for child in m._modules.values())
-        tensors = [t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-        self.storages = Counter(_storage(t) for t in tensors if not isinstance(t, nn.parameter.UninitializedParameter))
-
-    def __call__(self, layer: nn.Module) -> str:
+    def unfit(layer: nn.Module) -> str:
         norm = isinstance(layer, BATCH_NORMS)
         dims = 1 if norm else 4 if is_plain_conv(layer) or is_depthwise(layer) else 2
         for key in ("weight", "bias"):
@@ -307,7 +305,7 @@ class _Fitness:
                 continue
             if isinstance(p, nn.parameter.UninitializedParameter):
                 return "is not initialised yet"
-            if self.storages[_storage(p)] > 1:
+            if storages[_storage(p)] > 1:
                 return f"shares its {key} with another module"
             if not p.requires_grad:
                 return f"is frozen: its {key} has requires_grad=False"
@@ -315,11 +313,13 @@ class _Fitness:
                 return f"has a weight that is not of {dims} dimensions"
         if (set(layer._parameters) | set(layer._buffers)) - {*TENSORS, "num_batches_tracked"}:
             return "keeps further tensors with its weight and bias"
-        if self.places[id(layer)] > 1:
+        if places[id(layer)] > 1:
             return "is registered under several names"
         if "forward" in layer.__dict__:
             return "has its forward replaced"
         return "has hooks" if has_hooks(layer) else ""
+
+    return unfit
 
 
 def _storage(tensor: Tensor) -> tuple[object, ...]:
@@ -328,79 +328,61 @@ def _storage(tensor: Tensor) -> tuple[object, ...]:
     return (tensor.device, pointer) if pointer else (id(tensor),)
 
 
-class _Channels:
-    """Union-find over the tensors of the traces: those that an elementwise operation connects have the same channels."""
+def _spaces(traces: list[Trace]) -> list[tuple[list[str], list[str], list[str], list[str]]]:
+    """The sets of channels that layers touch: for each the sorted names of its writers, of its readers and of the modules between with
+    tensors for each channel, and the obstacles. Tensors that an elementwise operation connects have the same channels."""
+    parents: dict[object, object] = {}
+    obstacles: list[tuple[bool, object, str]] = []
+    """Each with whether it is one only where the channels are those of linear layers."""
+    layers: dict[str, nn.Module] = {}
+    between: set[str] = set()
 
-    def __init__(self, traces: list[Trace]) -> None:
-        self.parent: dict[object, object] = {}
-        self.obstacles: list[tuple[object, str]] = []
-        self.images: list[tuple[object, str]] = []
-        """Obstacles where the channels are those of linear layers."""
-        self.layers: dict[str, nn.Module] = {}
-        self.between: set[str] = set()
-        for t in traces:
-            for node in t.nodes:
-                self._visit(t, node)
-
-    def _visit(self, t: Trace, node: fx.Node) -> None:
-        kind = t.kind(node)
-        if kind == "harmless":
-            return
-        inputs = [i for i in node.all_input_nodes if t.kind(i) != "harmless"]
-        if node.op == "get_attr" and any(t.kind(user) != "harmless" for user in node.users):
-            owner, _, key = str(node.target).rpartition(".")
-            reason = f"the {key} of {t.names.get(owner)} is read outside that layer too"
-            self.obstacles += [((end, t.names.get(owner)), reason) for end in ("in", "out", "between")]
-        if kind == "layer":
-            name = t.names[str(node.target)]
-            self.layers[name] = t.modules[str(node.target)]
-            for i in inputs:
-                self._join(("in", name), self._key(t, i))
-        elif kind in ("elementwise", "image"):
-            for i in inputs:
-                self._join(self._key(t, node), self._key(t, i))
-            if kind == "image":
-                self._visit_image(t, node)
-        else:
-            place = t.describe(node)
-            self.obstacles.append((self._key(t, node), f"its input comes from {place}"))
-            self.obstacles += [(self._key(t, i), f"its input also goes to {place}") for i in inputs]
-
-    def _visit_image(self, t: Trace, node: fx.Node) -> None:
-        key = self._key(t, node)
-        self.images.append((key, f"its input comes from {t.describe(node)}"))
-        if node.op == "call_module" and {*t.modules[str(node.target)]._parameters, *t.modules[str(node.target)]._buffers}:
-            name = t.names[str(node.target)]
-            self.between.add(name)
-            self._join(("between", name), key)
-
-    @staticmethod
-    def _key(t: Trace, node: fx.Node) -> object:
-        return ("out", t.names[str(node.target)]) if t.kind(node) == "layer" else node
-
-    def _find(self, key: object) -> object:
-        while self.parent.setdefault(key, key) != key:
-            key = self.parent[key]
+    def root(key: object) -> object:
+        while parents.setdefault(key, key) != key:
+            key = parents[key]
         return key
 
-    def _join(self, a: object, b: object) -> None:
-        self.parent[self._find(a)] = self._find(b)
+    def channels(t: Trace, node: fx.Node) -> object:
+        return ("out", t.names[str(node.target)]) if t.kind(node) == "layer" else node
 
-    def spaces(self) -> list[tuple[list[str], list[str], list[str], list[str]]]:
-        """The sets of channels that layers touch: for each the sorted names of its writers, of its readers and of the modules between with
-        tensors for each channel, and the obstacles."""
-        spaces: dict[object, tuple[list[str], list[str], list[str], list[str]]] = defaultdict(lambda: ([], [], [], []))
-        linear: set[object] = set()
-        for name in sorted(self.layers):
-            for end, names in (("out", 0), ("in", 1)):
-                root = self._find((end, name))
-                spaces[root][names].append(name)
-                if not is_plain_conv(self.layers[name]):
-                    linear.add(root)
-        for name in sorted(self.between):
-            if (root := self._find(("between", name))) in spaces:
-                spaces[root][2].append(name)
-        for key, reason in [*self.obstacles, *((k, reason) for k, reason in self.images if self._find(k) in linear)]:
-            if (root := self._find(key)) in spaces:
-                spaces[root][3].append(reason)
-        return list(spaces.values())
+    def join(a: object, b: object) -> None:
+        parents[root(a)] = root(b)
+
+    nodes = [(t, node) for t in traces for node in t.nodes if t.kind(node) != "harmless"]
+    for t, node in nodes:
+        kind, key = t.kind(node), channels(t, node)
+        inputs = [channels(t, i) for i in node.all_input_nodes if t.kind(i) != "harmless"]
+        if node.op == "get_attr" and any(t.kind(user) != "harmless" for user in node.users):
+            owner, _, attribute = str(node.target).rpartition(".")
+            reason = f"the {attribute} of {t.names.get(owner)} is read outside that layer too"
+            obstacles += [(False, (end, t.names.get(owner)), reason) for end in ("in", "out", "between")]
+        if kind == "layer":
+            name = t.names[str(node.target)]
+            layers[name] = t.modules[str(node.target)]
+            key = "in", name
+        if kind == "other":
+            obstacles.append((False, key, f"its input comes from {t.describe(node)}"))
+            obstacles += [(False, i, f"its input also goes to {t.describe(node)}") for i in inputs]
+            continue
+        for i in inputs:
+            join(key, i)
+        if kind == "image":
+            obstacles.append((True, key, f"its input comes from {t.describe(node)}"))
+            if node.op == "call_module" and {*t.modules[str(node.target)]._parameters, *t.modules[str(node.target)]._buffers}:
+                name = t.names[str(node.target)]
+                between.add(name)
+                join(("between", name), key)
+    spaces: dict[object, tuple[list[str], list[str], list[str], list[str]]] = defaultdict(lambda: ([], [], [], []))
+    linear: set[object] = set()
+    for name in sorted(layers):
+        for end, names in (("out", 0), ("in", 1)):
+            spaces[root((end, name))][names].append(name)
+            if not is_plain_conv(layers[name]):
+                linear.add(root((end, name)))
+    for name in sorted(between):
+        if (place := root(("between", name))) in spaces:
+            spaces[place][2].append(name)
+    for of_linear, key, reason in sorted(obstacles, key=lambda o: o[0]):
+        if (place := root(key)) in spaces and (not of_linear or place in linear):
+            spaces[place][3].append(reason)
+    return list(spaces.values())

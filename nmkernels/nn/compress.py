@@ -27,7 +27,6 @@ from .experts import (
     SparseExperts,
     StackedWeight,
     compress_stacks_,
-    compressed_stack,
     expand_stacks_,
     layer_name,
 )
@@ -41,8 +40,6 @@ HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_"
 
 MOST_NAMED = 5
 """How many layers a warning names."""
-FLOAT = "float"
-"""The ``values`` of ``compress_`` that leaves them floating-point."""
 FLOATING = "experts and convolutions keep floating-point values, not {}: {}."
 
 
@@ -89,7 +86,7 @@ def compress_(model: nn.Module, keep_dense: bool = False, values: str | None = N
     if values is None and group is None:
         rounds: dict[str, NMWeight | CompressedLinear] = {name: layer for name, layer in layers.items() if layer.integers is not None}
     else:
-        rounds = rounded_layers("compress_", model, None if values == FLOAT else values, group)
+        rounds = rounded_layers("compress_", model, None if values == "float" else values, group)
     forms: dict[nn.Module, Any] = {one: (values, group) if values is not None else one.integers for one in rounds.values()}
     if not (layers or rounds):
         raise RecipeError(
@@ -108,23 +105,22 @@ def compress_(model: nn.Module, keep_dense: bool = False, values: str | None = N
     for name, one in rounds.items():
         check_rounding("compress_", name, one, *forms[one])
     _fold_columns(model, layers)
-    for module in [module for module in model.modules() if isinstance(module, SparseExperts)]:
-        compress_stacks_(module, {key: _compressed_stack(stack, pruned[stack], keep_dense) for key, stack in module.stacks.items()})
-    made: dict[nn.Module, nn.Module] = {}
-    for layer in layers.values():
-        if isinstance(layer, StackedWeight):
-            continue
+
+    def packed(layer: NMWeight) -> ops.Compressed:
         with torch.no_grad():
-            packed = pruned[layer] or ops.compress(layer.grouped.detach(), layer.pattern)
-            if layer in forms:
-                packed = ops.quantize_values(packed, *forms[layer])
-        made[layer] = compressed_like(layer, packed, layer.layout, keep_dense, adapter_of(layer), layer.columns)
-    replace_each_(model, made)
+            made = pruned[layer] or ops.compress(layer.grouped.detach(), layer.pattern)
+            return ops.quantize_values(made, *forms[layer]) if layer in forms else made
+
+    for module in [module for module in model.modules() if isinstance(module, SparseExperts)]:
+        stacks = module.stacks.items()
+        compress_stacks_(module, {key: CompressedStack(packed(s), s.experts, s.layout, keep_dense) for key, s in stacks})
+    single = [layer for layer in layers.values() if not isinstance(layer, StackedWeight)]
+    replace_each_(model, {s: compressed_like(s, packed(s), s.layout, keep_dense, adapter_of(s), s.columns) for s in single})
     for one in rounds.values():
         if isinstance(one, CompressedLinear):
             one.keep_dense = one.keep_dense or keep_dense
             if one.weight.step is None:
-                one.set_weight(ops.quantize_values(one.weight, *forms[one]))
+                one.round_(*forms[one])
     after_swap(model)
     return model
 
@@ -186,21 +182,10 @@ def check_rounding(verb: str, name: str, layer: NMWeight | CompressedLinear, val
         raise RecipeError(f"{what} has no data to round: its weight is on the meta device, or offloaded.")
     if not isinstance(weights, FakeTensor) and not bool(weights.isfinite().all()):
         raise RecipeError(f"{what} has NaN or infinite values, which no integers with a step can hold.")
-    if values == "int4" and layer.pattern.kept(cols) % 2 and _splits_inputs(layer):
+    sharded = isinstance(layer, NMWeight) and is_sharded(layer.weight)
+    along = split_along(layer.weight, layer.layout) if sharded else getattr(layer, "split", "")
+    if values == "int4" and layer.pattern.kept(cols) % 2 and along == IN:
         raise ShapeError(f"{what} has {layer.pattern.kept(cols)} values per row on each rank, which would cut a byte of two in half.")
-
-
-def _splits_inputs(layer: NMWeight | CompressedLinear) -> bool:
-    """Whether tensor parallelism splits the inputs of ``layer``."""
-    if isinstance(layer, CompressedLinear):
-        return isinstance(layer, CompressedPart) and layer.split == IN
-    return is_sharded(layer.weight) and split_along(layer.weight, layer.layout) == IN
-
-
-def _compressed_stack(stack: StackedWeight, packed: ops.Compressed | None, keep_dense: bool) -> CompressedStack:
-    if packed is None:
-        return compressed_stack(stack.weight, stack.layout, stack.pattern, keep_dense)
-    return CompressedStack(packed, int(stack.weight.shape[0]), stack.layout, keep_dense)
 
 
 def _checked(name: str, layer: NMWeight) -> ops.Compressed | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +13,10 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import ops
 from ..autograd.linear import linear_compressed
-from ..gemm.choose import choose
+from ..gemm.choose import Routes, choose
 from ..gemm.forms import forms
-from ..gemm.methods import AS_FLOAT32, DENSE, EXPAND, OP, Method, run
+from ..gemm.methods import AS_FLOAT32, DENSE, EXPAND, OP, run
 from ..gemm.problem import Problem
-from ..gemm.route import Routes
 from ..layouts import CONV1D, CONV2D, LINEAR, matrix_shape
 from ..ops.compress import counts_writes
 from ..ops.integers import kind_of, nm_linear_integers
@@ -26,9 +25,9 @@ from ..ops.pack import positions
 from ..pattern import DtypeError, Pattern, RecipeError, ShapeError
 from ..shards import local
 from ..timing import TABLE
-from .adapter import adapter_of, add_adapter, set_adapter
+from .adapter import ADAPTER, adapter_of, add_adapter, set_adapter
 from .classes import QuantisedByClass
-from .linear import autocast_dtype, castable
+from .linear import under_autocast
 from .sharding import IN, NOTHING, OUT, check_input, check_mesh, split_along, split_linear
 from .traces import PROXY, constant, is_tracing, leaf, refuse_script
 
@@ -47,31 +46,23 @@ SMALL_BYTES = 1 << 20
 ``F.linear`` is often fastest. Such a weight stays in the cache between calls."""
 
 
-class _Shortcut(NamedTuple):
-    """How to multiply inputs of one size without asking again, and what shows that the weight is still the one of which that holds.
+def _shortcut(values: Tensor, step: Tensor | None, dense: Tensor | None) -> Callable[[CompressedLinear, Tensor], Tensor | None]:
+    """y = x Wᵀ + b with few checks, as a small GEMM takes microseconds: by ``F.linear`` with the dense weight, or without one by the op.
 
-    Values and indices are always written together, so values and steps tell of all.
+    The result is None if the layer has changed, or the call needs more. Values and indices are always written together, so values and steps
+    tell of all.
     """
+    version, address, revision = values._version, values.data_ptr(), TABLE.revision
+    written = None if step is None else (step._version, step.data_ptr())
 
-    values: Tensor
-    version: int
-    address: int
-    revision: int
-    dense: Tensor | None
-    """What ``F.linear`` multiplies; None for the op."""
-    step: tuple[Tensor, int, int] | None
-    """The steps of integers with their version and address."""
-
-    def multiply(self, layer: CompressedLinear, x: Tensor) -> Tensor | None:
-        """y = x Wᵀ + b with few checks, as a small GEMM takes microseconds; None if the layer has changed, or the call needs more."""
-        values, version, address, revision, dense, step = self
+    def multiply(layer: CompressedLinear, x: Tensor) -> Tensor | None:
         buffers, parameters = layer._buffers, layer._parameters
         if not (
             values is buffers["values"]
             and values._version == version
             and values.data_ptr() == address
             and TABLE.revision == revision
-            and (step is None or (step[0] is buffers.get("step") and step[1:] == (step[0]._version, step[0].data_ptr())))
+            and (step is None or (step is buffers.get("step") and written == (step._version, step.data_ptr())))
             and not values.requires_grad  # linear_compressed raises for it
             and "bias" in parameters  # torch.nn.utils may compute it
         ):
@@ -87,11 +78,13 @@ class _Shortcut(NamedTuple):
         p, cols = layer.pattern, layer.in_features  # the op checks all that is left
         if step is not None:
             fits = bias is None or x.dtype == bias.dtype
-            return nm_linear_integers(x, values, buffers["indices"], step[0], p.n, p.m, cols, bias) if fits else None
+            return nm_linear_integers(x, values, buffers["indices"], step, p.n, p.m, cols, bias) if fits else None
         if x.dtype != values.dtype:
             return None
         operand = (values, buffers["indices"]) if x.is_cpu else operand_for(x, layer.weight)
         return nm_linear(x, *operand, p.n, p.m, cols, bias)
+
+    return multiply
 
 
 _Direct = Routes
@@ -201,12 +194,9 @@ class CompressedLinear(nn.Module):
         """The shape of the dense layer's weight."""
         return (self.in_features, self.out_features) if self.layout == CONV1D else (self.out_features, self.in_features)
 
-    def dense(self) -> Tensor:
-        """The weight ``(out, in)`` in dense layout and the layer's dtype, its columns in the order of the inputs."""
-        return self._dense(self.dtype)
-
-    def _dense(self, dtype: torch.dtype) -> Tensor:
-        packed, order = self.weight.dense(dtype), self.order
+    def dense(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight ``(out, in)`` in dense layout and ``dtype`` (default: the layer's), its columns in the order of the inputs."""
+        packed, order = self.weight.dense(dtype or self.dtype), self.order
         return packed if order is None else packed.index_select(1, order.long().argsort())
 
     @property
@@ -221,15 +211,11 @@ class CompressedLinear(nn.Module):
                 self._view = view
         return view
 
-    def set_weight(self, weight: ops.Compressed) -> None:
-        """Replace the weight by another of its pattern and shape, with floating-point values or integers."""
-        dtype = self.dtype
+    def round_(self, values: str, group: int | None) -> None:
+        """Round the floating-point values to integers with a step, see ``ops.quantize_values``."""
+        weight, self._dtype = ops.quantize_values(self.weight, values, group), self.dtype
         self.values, self.indices = weight.values, weight.indices  # new buffers, so that cached layouts of the old ones are dropped
-        if weight.step is None:
-            self._buffers.pop("step", None)
-        else:
-            self.register_buffer("step", weight.step)
-            self._dtype = dtype
+        self.register_buffer("step", weight.step)
         self._forget()
 
     def forward(self, input: Tensor) -> Tensor:
@@ -237,7 +223,7 @@ class CompressedLinear(nn.Module):
         x = input
         shortcut = self._direct.get(x.numel()) if type(x) is Tensor and not is_dynamo_compiling() else None
         if shortcut is not None:
-            y = shortcut.multiply(self, x)
+            y = shortcut(self, x)
             if y is not None:
                 return y
         if isinstance(x, PROXY):
@@ -256,7 +242,7 @@ class CompressedLinear(nn.Module):
         args = x, *parts, self.pattern.n, self.pattern.m, self.in_features, bias
         if x.shape[-1:] != (self.in_features,):
             return args, ""
-        method = self._method(x)[1]
+        (method,) = choose(self._problem(x.numel() // (self.in_features or 1), x.dtype, x.device))
         named = f"this layer uses the kernel {method.name!r}, which was measured fastest"
         return args, INSTEAD.get(method.name, named)
 
@@ -264,24 +250,25 @@ class CompressedLinear(nn.Module):
         """y = x Wᵀ + ``bias``."""
         if not is_tracing():
             return self._chosen(*self._operands(x), bias)
-        if self._buffers.get("step") is None:
-            return F.linear(x, constant(self.dense), bias)
-        return F.linear(x, constant(partial(self._dense, x.dtype)), None if bias is None else bias.to(x.dtype))
+        dtype = self.dtype if self._buffers.get("step") is None else x.dtype
+        return F.linear(x, constant(partial(self.dense, dtype)), None if bias is None else bias.to(dtype))
 
     def _adapted(self, x: Tensor, y: Tensor) -> Tensor:
         """y plus the adapter, which is multiplied in its own dtype."""
-        adapter = adapter_of(self)
+        adapter = self.adapter if ADAPTER[0] in self._parameters else None
         return y if adapter is None else add_adapter(y, x.to(adapter[0].dtype), *adapter).to(y.dtype)
 
     def _operands(self, x: Tensor) -> tuple[Tensor, ops.Compressed]:
         """x with permuted columns, and the weight, both in the dtype of the GEMM."""
-        weight, dtype = self.weight, autocast_dtype(x)
+        weight = self.weight
         integers = weight.step is not None
-        if dtype is not None and (integers or castable(weight.dtype)):
-            x = x.to(dtype) if castable(x.dtype) else x
-            weight = weight if integers else cast(weight, dtype)
+        if torch._C._is_any_autocast_enabled() and (integers or weight.dtype != torch.float64):
+            x, dtype = x.to(under_autocast(x, x.dtype)), under_autocast(x, weight.dtype)
+            if not integers and dtype != weight.dtype:  # cast once, and not at every call
+                weight = weight.to(dtype) if torch.compiler.is_compiling() else weight.layout(str(dtype), lambda c: c.to(dtype))
         if x.dtype != weight.dtype and not (integers and x.is_floating_point()):
-            raise DtypeError(f"CompressedLinear: x is {x.dtype}, the weight {weight.dtype}; cast one of them, or use torch.autocast.")
+            kind = type(self).__name__
+            raise DtypeError(f"{kind}: x is {x.dtype}, the weight {weight.dtype}; cast one of them, or use torch.autocast.")
         order = self._buffers.get("columns")
         if order is not None:
             x = x.index_select(-1, order if counts_writes(order) else order.clone())
@@ -291,7 +278,8 @@ class CompressedLinear(nn.Module):
         """y = x Wᵀ + b by the method that ``choose`` returns."""
         if x.shape[-1:] != (self.in_features,) or torch.compiler.is_compiling() or type(x.numel()) is not int:
             return linear_compressed(x, weight, bias)  # which raises; or a graph, for which a copy would be made at every call
-        problem, method = self._method(x)
+        problem = self._problem(x.numel() // (self.in_features or 1), x.dtype, x.device)
+        (method,) = choose(problem)
         b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
         if method == DENSE:
             name = "dense" if weight.step is None else f"dense {x.dtype}"
@@ -310,10 +298,9 @@ class CompressedLinear(nn.Module):
     def _remember(self, x: Tensor, weight: ops.Compressed, dense: Tensor | None) -> None:
         """Have ``forward`` multiply inputs of this size by the dense weight, or without one by the op, directly from now on."""
         values, step = weight.values, weight.step
-        plain = weight is self._view and "columns" not in self._buffers and adapter_of(self) is None
+        plain = weight is self._view and "columns" not in self._buffers and ADAPTER[0] not in self._parameters
         if plain and counts_writes(values) and (step is None or counts_writes(step)):
-            steps = None if step is None else (step, step._version, step.data_ptr())
-            self._direct.put(x.numel(), _Shortcut(values, values._version, values.data_ptr(), TABLE.revision, dense, steps))
+            self._direct.put(x.numel(), _shortcut(values, step, dense))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if isinstance(param, ops.Compressed):
@@ -363,17 +350,11 @@ class CompressedLinear(nn.Module):
 
     def problems(self, tokens: int) -> list[tuple[Problem, ...]]:
         """The layer's GEMM for ``tokens`` rows of input, under the current autocast."""
-        cast, dtype = autocast_dtype(self.values), self.dtype
-        return [(self._problem(tokens, cast if cast is not None and castable(dtype) else dtype, self.values.device),)]
+        return [(self._problem(tokens, under_autocast(self.values, self.dtype), self.values.device),)]
 
     def tunable(self, counts: Sequence[int]) -> Iterator[tuple[str, CompressedLinear, Sequence[int]]]:
         """The layers for ``nm.tune``, with names relative to this module and the rows of their inputs: only this one."""
         yield "", self, counts
-
-    def _method(self, x: Tensor) -> tuple[Problem, Method]:
-        """The GEMM of a call with the input x, and the method that ``choose`` returns for it."""
-        problem = self._problem(x.numel() // (self.in_features or 1), x.dtype, x.device)
-        return problem, choose(problem)[0]
 
     def _problem(self, tokens: int, dtype: torch.dtype, device: torch.device) -> Problem:
         kind = tokens, dtype, device, self.keep_dense
@@ -392,19 +373,13 @@ class CompressedLinear(nn.Module):
         return problem
 
     def extra_repr(self) -> str:
-        more = "" if self.order is None else ", inputs reordered"
+        weight, more = self.weight, "" if self.order is None else ", inputs reordered"
         more += "" if self.adapter is None else f", rank={self.adapter[0].shape[1]}"
+        integers = "" if weight.step is None else f"values={weight.kind}, group={weight.group or 'row'}, "
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"pattern={self.pattern}, {self._kind()}, layout={self.layout}{', keep_dense=True' if self.keep_dense else ''}{more}"
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, pattern={self.pattern}, "
+            f"{integers}dtype={self.dtype}, layout={self.layout}{', keep_dense=True' if self.keep_dense else ''}{more}"
         )
-
-    def _kind(self) -> str:
-        """What the values are, for ``repr``."""
-        weight = self.weight
-        if weight.step is None:
-            return f"dtype={weight.dtype}"
-        return f"values={weight.kind}, group={weight.group or 'row'}, dtype={self.dtype}"
 
 
 class CompressedPart(CompressedLinear):
@@ -473,14 +448,6 @@ def is_order(columns: Tensor, count: int) -> bool:
     """Whether ``columns`` is a permutation of ``count`` numbers."""
     plausible = columns.dtype in (torch.int32, torch.int64) and tuple(columns.shape) == (count,)
     return plausible and (columns.is_meta or torch.equal(columns.sort().values.long(), torch.arange(count, device=columns.device)))
-
-
-def cast(weight: ops.Compressed, dtype: torch.dtype) -> ops.Compressed:
-    """``weight`` cast to ``dtype``; the result and the layouts made from it are cached in ``weight``."""
-    if weight.dtype == dtype or torch.compiler.is_compiling():
-        return weight.to(dtype)
-    # cast once, and not at every call
-    return weight.layout(str(dtype), lambda c: c.to(dtype))
 
 
 def _parts(weight: ops.Compressed) -> tuple[Tensor, ...]:

@@ -17,17 +17,16 @@ from .. import ops
 from ..arguments import as_int, whole_number
 from ..dispatch import forced_backend
 from ..gemm import estimate
-from ..gemm.choose import estimable
+from ..gemm.choose import estimable, setting
 from ..gemm.methods import DENSE, EXPAND
 from ..gemm.problem import Problem
 from ..layouts import CONV2D, as_stored
 from ..pattern import DtypeError, Pattern, PatternLike, ShapeError
 from ..timing import TABLE
-from ..timing.setting import setting
-from .checkpointing import Checkpointed
-from .compressed import SMALL_BYTES, CompressedLinear, cast
-from .linear import autocast_dtype, castable
+from .compressed import SMALL_BYTES, CompressedLinear
+from .linear import under_autocast
 from .traces import PROXY, constant, is_tracing, leaf
+from .weight import NMWeight
 
 PATCHES = "patches"
 """The method that multiplies the compressed weight."""
@@ -38,7 +37,7 @@ BANDWIDTH = 4e9
 """Bytes per second of gathering patches (strided reads) on a CPU."""
 
 
-class SparseConv2d(Checkpointed, nn.Conv2d):
+class SparseConv2d(NMWeight, nn.Conv2d):
     """An ``nn.Conv2d`` that uses the N:M form of its weight, y = x ∗ W̃ + b, W̃ = M(W) ⊙ W, with groups along the input channels.
 
     The parameter ``weight`` ``(out, in, kh, kw)`` stays dense and receives the gradient ∂L/∂W̃ by the recipe's rule. Its memory format is
@@ -93,10 +92,8 @@ class SparseConv2d(Checkpointed, nn.Conv2d):
         self.ran = True
         if "weight" not in self._parameters:
             self.check_computed()
-        dtype, cast_to = self.weight.dtype, autocast_dtype(x)
-        if cast_to is not None and castable(dtype):
-            dtype = cast_to
-        return self._conv_forward(x, as_ordered(x, self.differentiable_weight(self.weight, dtype)), self.bias)
+        used = self.differentiable_weight(self.weight, under_autocast(x, self.weight.dtype))
+        return self._conv_forward(x, as_ordered(x, used), self.bias)
 
     def extra_repr(self) -> str:
         return f"{nn.Conv2d.extra_repr(self)}, {self._uses()}"
@@ -150,8 +147,7 @@ class CompressedConv2d(CompressedLinear):
         super().__init__(weight, bias, CONV2D, keep_dense)
         # nn.Conv2d checks the other arguments and resolves the padding
         shell = nn.Conv2d(channels, weight.shape[0], *sizes, 1, False, padding_mode, device="meta")  # type: ignore[arg-type]
-        for name in SETTINGS:
-            setattr(self, name, getattr(shell, name))
+        self.__dict__.update({name: value for name, value in vars(shell).items() if name not in self.__dict__})
 
     layouts = (CONV2D,)
     in_channels: int
@@ -160,7 +156,6 @@ class CompressedConv2d(CompressedLinear):
     stride: tuple[int, int]
     padding: str | tuple[int, int]
     dilation: tuple[int, int]
-    groups: int
     padding_mode: str
 
     @property
@@ -188,12 +183,7 @@ class CompressedConv2d(CompressedLinear):
         if self.pointwise:
             y: Tensor = super().forward(x.movedim(1, -1).contiguous())
             return as_ordered(x, y.movedim(-1, 1))
-        weight, dtype = self.weight, autocast_dtype(x)
-        if dtype is not None and castable(weight.dtype):
-            x = x.to(dtype) if castable(x.dtype) else x
-            weight = cast(weight, dtype)
-        if x.dtype != weight.dtype:
-            raise DtypeError(f"CompressedConv2d: x is {x.dtype}, the weight {weight.dtype}; cast one of them, or use torch.autocast.")
+        x, weight = self._operands(x)
         return self._by(self._how(x), x, weight)
 
     def as_op(self, x: Tensor) -> tuple[tuple[Any, ...], str]:
@@ -213,15 +203,9 @@ class CompressedConv2d(CompressedLinear):
         result: Tensor = nn.Conv2d._conv_forward(self, x, stored, bias)  # type: ignore[arg-type]
         return result
 
-    @property
-    def _sides(self) -> list[int]:
-        """The padding: left, right, top, bottom."""
-        sides: Any = self._reversed_padding_repeated_twice
-        return list(sides)
-
     def _patches(self, x: Tensor) -> Tensor:
         """The input patch of each output position, ``(batch, height, width, kh · kw · in)``."""
-        sides = self._sides
+        sides: Any = self._reversed_padding_repeated_twice
         if any(sides):
             x = F.pad(x, sides) if self.padding_mode == "zeros" else F.pad(x, sides, self.padding_mode)
         x = x.permute(0, 2, 3, 1)
@@ -242,26 +226,17 @@ class CompressedConv2d(CompressedLinear):
         kind = x.shape, x.dtype, x.device, dense, TABLE.revision
         route: str | None = self._direct.get(kind)
         if route is None:
-            self._direct.put(kind, route := self._estimated(x, first, dense))
+            left, right, top, bottom = self._reversed_padding_repeated_twice  # type: ignore[misc]
+            sizes = zip((x.shape[2] + top + bottom, x.shape[3] + left + right), self.kernel_size, self.dilation, self.stride, strict=True)
+            tokens = len(x) * math.prod(max(0, (size - (k - 1) * apart - 1) // step + 1) for size, k, apart, step in sizes)
+            forms, n, m = ("dense", "rows") if dense else ("rows",), self.pattern.n, self.pattern.m
+            p = Problem("fprop", tokens, self.out_features, self.in_features, n, m, x.dtype, x.device, forms)
+            faster = x.is_cpu and tokens and estimable(p)
+            if faster:
+                gather = 2 * tokens * self.in_features * x.dtype.itemsize / BANDWIDTH
+                faster = CLEARLY * (estimate.seconds("sparse", p) + gather) < estimate.seconds(first, p)
+            route = self._direct.put(kind, PATCHES if faster else first)
         return route
-
-    def _estimated(self, x: Tensor, first: str, dense: bool) -> str:
-        """``PATCHES`` if it is estimated to be clearly faster than ``first``."""
-        tokens = len(x) * self._positions(x)
-        forms = ("dense", "rows") if dense else ("rows",)
-        p = Problem("fprop", tokens, self.out_features, self.in_features, self.pattern.n, self.pattern.m, x.dtype, x.device, forms)
-        if not x.is_cpu or not tokens or not estimable(p):
-            return first
-        gather = 2 * tokens * self.in_features * x.dtype.itemsize / BANDWIDTH
-        return PATCHES if CLEARLY * (estimate.seconds("sparse", p) + gather) < estimate.seconds(first, p) else first
-
-    def _positions(self, x: Tensor) -> int:
-        """The number of output positions per sample of x."""
-        sides, count = self._sides, 1
-        for i, size in enumerate((x.shape[3], x.shape[2])):
-            span = (self.kernel_size[1 - i] - 1) * self.dilation[1 - i] + 1
-            count *= max(0, (size + sides[2 * i] + sides[2 * i + 1] - span) // self.stride[1 - i] + 1)
-        return count
 
     def problems(self, tokens: int) -> list[tuple[Problem, ...]]:
         """The GEMM of a 1×1 convolution; none for others, whose method follows from the estimate."""
@@ -270,13 +245,6 @@ class CompressedConv2d(CompressedLinear):
     def extra_repr(self) -> str:
         shown = nn.Conv2d.extra_repr(self)  # type: ignore[arg-type]
         return f"{shown}, pattern={self.pattern}, dtype={self.values.dtype}{', keep_dense=True' if self.keep_dense else ''}"
-
-
-SETTINGS = (
-    "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode", "transposed", "output_padding",
-    "_reversed_padding_repeated_twice",
-)  # fmt: skip
-"""The attributes that are copied from ``nn.Conv2d``."""
 
 
 def as_ordered(x: Tensor, result: Tensor) -> Tensor:

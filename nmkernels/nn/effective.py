@@ -7,13 +7,14 @@ GPU the host cannot read the weight without waiting: there a copy is reused only
 
 With ``handle.attach(optimizer, forms="step")`` that step itself overwrites the copies on a GPU and offers them for the next forward pass,
 which believes them as its own. It checks a strip of the weight on the device, without waiting, and makes them again if that differs.
+Otherwise a call of the model overwrites those of all layers at once and believes them while it lasts (``train/ahead.py``).
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -28,6 +29,7 @@ from ..gemm.route import Operands, Route, Routes, operands, route
 from ..ops import Compressed, Packed
 from ..ops.adamw_pack import StepForms
 from ..ops.compress import fingerprint
+from ..ops.pack import Operand
 from ..timing import TABLE
 
 Source = tuple[Tensor, WeightTransform, Sequence[Tensor], torch.dtype]
@@ -51,17 +53,30 @@ class _Copy:
     transform: WeightTransform | None = None
     how: tuple[Any, ...] = ()
     """For the packed form: whether rows and columns are packed, and the layout."""
+    mask: tuple[Tensor, int] | None = None
+    """The held mask by which it was packed, and that one's version."""
     doubted: bool = False
+    due: bool = False
+    """It is out of date and was read before, so that the next forward pass may read it again."""
+    unread: bool = False
+    """It was made before the present forward pass, which has not read it yet."""
 
 
 @dataclass(eq=False)
 class _Offer:
-    """What a step of an attached optimizer overwrites: the copies and the dtype of their GEMMs, and W̃ in these forms."""
+    """What a step of an attached optimizer overwrites, or a call of the model: copies, the dtype of their GEMMs, and W̃ in these forms."""
 
     copies: list[_Copy]
     dtype: torch.dtype
     forms: StepForms
     bits: Tensor | None
+    mask: tuple[Tensor, int] | None
+
+    def stamp(self, weight: Tensor, version: int) -> None:
+        """They are those of ``weight`` at that version."""
+        for copy in self.copies:
+            copy.stamp, copy.doubted = (version, weight.data_ptr(), weight.device, self.dtype, None), False
+        self.copies[0].mask = self.mask
 
 
 class _Wanted(NamedTuple):
@@ -88,6 +103,7 @@ class EffectiveWeight:
         self._dense, self._packed = _Copy(), _Copy()
         self._operands: tuple[Any, ...] = NO_OPERANDS
         """What the last operands are of: W̃ dense and packed, the route, and the form for dgrad; and the operands."""
+        self._reads_ahead = True
         self._requested: _Offer | None = None
         self._offered: _Offer | None = None
         self._checks = 0
@@ -168,6 +184,7 @@ class EffectiveWeight:
             valid = same and not captured and stamp == copy.stamp and copy.owner is not None and copy.owner() is owner
             valid = valid and (mark is not None or (not readable(weight) and torch.is_grad_enabled() and not copy.doubted))
             forms.append(copy.form if want and valid else None)
+            copy.unread = copy.unread and not (want and valid)
             # overwrite a copy only after an optimizer step; before that a backward pass may still need it
             stale.append(_Wanted(want and not valid, how, copy.form if same and copy.stamp is None and not captured else None))
         if self._offered is not None and any(form is not None for form in forms):
@@ -182,10 +199,11 @@ class EffectiveWeight:
             forms[i] = form
             if not captured and (mark is not None or torch.is_grad_enabled()):
                 copy.form, copy.stamp, copy.owner, copy.transform = form, stamp, weakref.ref(owner), transform
-                copy.how, copy.doubted = stale[i].how, False
+                copy.how, copy.doubted, copy.unread = stale[i].how, False, False
+                copy.mask = (extras[0], extras[0]._version) if transform.traits.in_step == "held" else None
         return forms[0], forms[1]
 
-    # ---- copies that the optimizer's step makes
+    # ---- copies that the optimizer's step makes, or the model's next call
 
     def request(
         self, weight: Tensor, transform: WeightTransform, bits: Tensor | None, extras: Sequence[Tensor], sure: bool
@@ -196,25 +214,67 @@ class EffectiveWeight:
             bits: of a held mask, where the transform has one.
             sure: only copies that are those of the present weight, since the step may be skipped.
         """
-        self._requested, rule = None, transform.traits.in_step
 
         def fits(copy: _Copy) -> bool:
-            if copy.form is None or copy.stamp is None or copy.owner is None:
+            stamp = copy.stamp
+            if stamp is None:
                 return False
-            if copy.transform is not transform or copy.owner() is not weight:
-                return False
-            return not sure or (copy.stamp[:3] == (weight._version, weight.data_ptr(), weight.device) and not copy.doubted)
+            return not sure or (stamp[:3] == (weight._version, weight.data_ptr(), weight.device) and not copy.doubted)
+
+        self._requested = self._overwritten(weight, transform, bits, extras, sure, fits)
+        return None if self._requested is None else self._requested.forms
+
+    def outdated(self, weight: Tensor, transform: WeightTransform, extras: Sequence[Tensor]) -> StepForms | None:
+        """The copies that the last forward pass read and a step has made stale, to be overwritten with those of the present weight; then
+        call ``made``."""
+        self._requested = None
+        if self._reads_ahead:
+            self._requested = self._overwritten(weight, transform, None, extras, False, lambda copy: copy.due and copy.stamp is None)
+        return None if self._requested is None else self._requested.forms
+
+    def made(self, weight: Tensor) -> None:
+        """The copies of ``outdated`` were made of the present weight, for the forward pass that begins now."""
+        requested, self._requested = self._requested, None
+        assert requested is not None
+        requested.stamp(weight, weight._version)
+        for copy in requested.copies:
+            copy.unread = True
+
+    def forget_unread(self) -> None:
+        """The forward pass has ended: those of ``made`` that it has not read are out of date."""
+        self._reads_ahead = not self._packed.unread  # a layer that is left out, or runs again in backward, makes its own from now on
+        for copy in (self._dense, self._packed):
+            if copy.unread:
+                copy.stamp, copy.unread, copy.due = None, False, False
+
+    def _overwritten(
+        self,
+        weight: Tensor,
+        transform: WeightTransform,
+        bits: Tensor | None,
+        extras: Sequence[Tensor],
+        sure: bool,
+        fits: Callable[[_Copy], bool],
+    ) -> _Offer | None:
+        """The copies that fit, of W̃ packed and perhaps dense, as a kernel overwrites them; ``sure``: or leaves them as they are."""
+        packed, dense, rule = self._packed, self._dense, transform.traits.in_step
+
+        def usable(copy: _Copy) -> bool:
+            owned = copy.form is not None and copy.owner is not None and copy.owner() is weight
+            return owned and copy.transform is transform and fits(copy)
 
         scale = extras[0] if rule == "threshold" else None
-        if not rule or readable(weight) or _capturing(weight) or not fits(self._packed) or (scale is not None and scale.numel() > 1):
+        if not rule or readable(weight) or _capturing(weight) or not usable(packed) or (scale is not None and scale.numel() > 1):
             return None
-        assert self._packed.stamp is not None
-        packed, dtype, copies = self._packed.form, self._packed.stamp[3], [self._packed]
-        if self._dense.stamp is not None and self._dense.stamp[3] == dtype and fits(self._dense):
-            copies.append(self._dense)
-        forms = StepForms(rule, Packed(packed.rows, packed.columns, self._dense.form if len(copies) > 1 else None), scale)
-        self._requested = _Offer(copies, dtype, forms, bits)
-        return forms
+        form: Packed = packed.form
+        values = cast(Operand, form.rows or form.columns).values
+        copies = [packed, dense] if usable(dense) and dense.form.dtype == values.dtype else [packed]
+        mask = extras[0] if rule == "held" else None
+        known = mask is not None and packed.mask is not None and packed.mask[0] is mask and packed.mask[1] == mask._version
+        if sure and mask is not None and not known:
+            return None
+        forms = StepForms(rule, Packed(form.rows, form.columns, dense.form if len(copies) > 1 else None), scale, not known)
+        return _Offer(copies, values.dtype, forms, bits, None if mask is None else (mask, mask._version))
 
     def offer(self, weight: Tensor, version: int, forms: StepForms | None) -> None:
         """A step has written ``forms`` for ``weight``, which had that version then: the requested ones, unless another layer has it too."""
@@ -222,8 +282,7 @@ class EffectiveWeight:
         if requested is None or requested.forms is not forms:
             return
         self._offered = requested
-        for copy in self._offered.copies:
-            copy.stamp, copy.doubted = (version, weight.data_ptr(), weight.device, self._offered.dtype, None), False
+        requested.stamp(weight, version)
 
     def _check(self, weight: Tensor, offered: _Offer) -> None:
         """Compare a strip of the weight with the copies, another each time, and make them again on the device if it differs."""
@@ -254,7 +313,10 @@ class EffectiveWeight:
 
     def drop(self) -> None:
         """Mark the copies as out of date; their memory is reused for the next ones."""
-        self._dense.stamp = self._packed.stamp = self._offered = None
+        for copy in (self._dense, self._packed):
+            copy.due = copy.due or copy.stamp is not None
+            copy.stamp = None
+        self._offered = None
 
     def doubt(self) -> None:
         """The weight may have changed: reuse the copies only if a fingerprint shows that it has not."""

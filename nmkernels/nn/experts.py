@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from .. import ops
 from ..arguments import whole_number
 from ..autograd.transforms import WeightTransform
-from ..layouts import EXPERTS, EXPERTS_T, REDUCED, as_matrix, ordered
-from ..pattern import DtypeError, NMError, Pattern, PatternLike, RecipeError, ShapeError
-from .checkpointing import Checkpointed, warn_if_changed
+from ..gemm.choose import Routes
+from ..layouts import EXPERTS, EXPERTS_T, REDUCED, as_matrix, as_stored, ordered
+from ..pattern import DtypeError, NMError, Pattern, PatternLike, ShapeError
 from .classes import change_class_, class_of
 from .compressed import CompressedLinear
-from .weight import NMWeight
+from .weight import NMWeight, warn_if_changed
 
 PREFIX = "nm_"
 """Prefix of a stack's name: the name of the child that makes the stack sparse or holds it compressed."""
@@ -53,22 +53,17 @@ def experts_per_token(module: nn.Module) -> int | None:
     return next((count for count in known if isinstance(count, int) and count > 0), None)
 
 
-@cache
 def _joined(front: Any, dense: Any) -> Any:
     name = front.__name__.removesuffix("Experts") + dense.__name__
-    return type(name, (front, dense), {"__module__": __name__, "__doc__": front.__doc__, "dense_type": dense})
+    return type(name, (front, dense), {"__module__": __name__, "__doc__": front.__doc__, "front": front, "dense_type": dense})
 
 
-def in_front(front: type[nn.Module], dense: type[nn.Module]) -> type[nn.Module]:
-    """The class that derives from ``front`` and ``dense``; cached, so that all modules of a model share it."""
-    pair: Any = front, dense
-    kind: type[nn.Module] = _joined(*pair)
-    return kind
+in_front: Callable[..., Any] = cache(_joined)
+"""The class that derives from ``front`` and ``dense``; cached, so that all modules of a model share it."""
 
 
-def _empty(front: type[nn.Module], dense: type[nn.Module]) -> nn.Module:
-    kind = in_front(front, dense)
-    return kind.__new__(kind)
+def _empty(front: type[nn.Module], dense: type[nn.Module]) -> Any:
+    return nn.Module.__new__(in_front(front, dense))
 
 
 class _InFront(nn.Module):
@@ -101,7 +96,7 @@ def child_name(name: str) -> str:
     return f"{parent}{dot}{PREFIX}{key}"
 
 
-class StackedWeight(Checkpointed):
+class StackedWeight(NMWeight):
     """The N:M weight that a stack of an experts module is: the matrices of all experts one below the other, ``(E·out, in)``.
 
     A child of the module whose Parameter it makes sparse. What a method takes once from each weight, such as S-STE's scale, it takes from
@@ -241,10 +236,6 @@ class CompressedStack(nn.Module):
 
     The buffers are ``values`` ``(E, out, kept)`` and ``indices`` ``(E, out, bytes)``.
 
-    Raises:
-        ShapeError: the number of rows is not a multiple of ``experts``, or the layout is unknown.
-        DtypeError: the weight has integers as values.
-
     Example:
         >>> stack = CompressedStack(ops.compress(torch.randn(3 * 4, 8), "2:4"), experts=3)
         >>> stack(torch.randn(5, 8), [2, 0, 3]).shape
@@ -271,7 +262,7 @@ class CompressedStack(nn.Module):
         self.experts, self.out_features, self.in_features = experts, rows // experts, cols
         self.register_buffer("values", weight.values.view(experts, self.out_features, -1))
         self.register_buffer("indices", weight.indices.view(experts, self.out_features, -1))
-        self._layers = _Layers()
+        self._layers = Routes()
 
     @property
     def weight(self) -> ops.Compressed:
@@ -292,8 +283,7 @@ class CompressedStack(nn.Module):
 
     def dense(self) -> Tensor:
         """The dense stack, as the dense model stores it."""
-        stack = self.weight.dense().view(self.experts, self.out_features, self.in_features)
-        return stack if self.layout == EXPERTS else stack.transpose(1, 2)
+        return as_stored(self.weight.dense(), self.layout, self.stored_shape)
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """y = x Wₑᵀ ``(tokens, out)`` for tokens x ``(tokens, in)`` sorted by expert, with ``counts[e]`` tokens of expert e."""
@@ -303,17 +293,17 @@ class CompressedStack(nn.Module):
     @property
     def layers(self) -> list[CompressedLinear]:
         """One layer for each expert, with views of the buffers."""
-        layers, buffers = self._layers, (self.values, self.indices)
+        values, indices, layers = self._layers.get("layers", (None, None, []))
         # moving or loading the module replaces its buffers
-        if not layers or layers.of[0] is not buffers[0] or layers.of[1] is not buffers[1]:
+        if values is not self.values or indices is not self.indices:
             shape = self.out_features, self.in_features
-            forms = (ops.Compressed(v, i, self.pattern, shape) for v, i in zip(*buffers, strict=True))
-            layers[:] = [CompressedLinear(form, keep_dense=self.keep_dense).train(self.training) for form in forms]
-            layers.of = buffers
+            forms = (ops.Compressed(v, i, self.pattern, shape) for v, i in zip(self.values, self.indices, strict=True))
+            layers = [CompressedLinear(form, keep_dense=self.keep_dense).train(self.training) for form in forms]
+            self._layers.put("layers", (self.values, self.indices, layers))
         return layers
 
     def _forget(self) -> None:
-        self._layers = _Layers()
+        self._layers = Routes()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -349,16 +339,8 @@ def by_expert(module: nn.Module, keep: Tensor | None, *args: Any, **kwargs: Any)
             yield expert, tokens, experts._apply_gate(y) if experts.has_gate else experts.act_fn(y)
 
 
-class _Layers(list[CompressedLinear]):
-    """The layers of a stack, and the buffers ``of`` which they are views; not copied or saved."""
-
-    of: tuple[Tensor, Tensor]
-
-    def __reduce__(self) -> Any:
-        return _Layers, ()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__reduce__()
+_Layers = Routes
+"""The name in pickles of earlier versions."""
 
 
 class CompressedExperts(_InFront):
@@ -431,22 +413,12 @@ class CompressedExperts(_InFront):
                 self.__dict__.pop(name, None)
 
 
-SparseExperts.front, CompressedExperts.front = SparseExperts, CompressedExperts
-
-
 # ---- from dense to sparse, and on to compressed, in place
 
 
 def make_stack_sparse_(module: nn.Module, key: str, pattern: PatternLike) -> StackedWeight:
-    """Make the stack ``key`` of an experts module sparse, in place, and return it.
-
-    Raises:
-        RecipeError: the module has no such stack.
-        ShapeError: M does not divide ``in``.
-    """
-    p, layout = Pattern(pattern), stacks_of(module).get(key)
-    if layout is None:
-        raise RecipeError(f"make_stack_sparse_: {type(module).__name__} has no stack of experts called {key!r}.")
+    """Make the stack ``key`` of an experts module sparse, in place, and return it; raises ``ShapeError`` if M does not divide ``in``."""
+    p, layout = Pattern(pattern), stacks_of(module)[key]
     p.check_divides("sparsify_", int(module._parameters[key].shape[REDUCED[layout]]), "in_features")  # type: ignore[union-attr]
     stack = StackedWeight(module, key, layout, p).train(module.training)
     stack.put_in_order()

@@ -15,33 +15,27 @@ from ..gemm.methods import UNESTIMATED
 from ..gemm.plan import GemmPlan
 from ..gemm.problem import Problem
 from ..gemm.route import Operands, problems_of, wgrad_problem
-from ..layouts import CONV1D
+from ..layouts import CONV1D, matrix_shape
 from ..ops.pack import positions
 from ..pattern import NMError, Pattern, PatternLike, ShapeError
-from ..shards import is_sharded
+from ..shards import is_sharded, local
 from .adapter import adapter_of, add_adapter
-from .checkpointing import Checkpointed
 from .sharding import tensor_parallel
 from .traces import PROXY, constant, is_tracing, leaf
+from .weight import NMWeight
 
 # autocast does not reach into an autograd Function, so that has to cast a linear layer's operands itself
 
 
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype of GEMMs under the autocast that is on for x's device, or None."""
-    if x.is_cpu:  # three times as fast as asking the device for its name
-        return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-    kind = x.device.type
+def under_autocast(x: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """``dtype``, or what the autocast that is on for x's device makes of it: it casts floating point up to 32 bits."""
+    kind = "cpu" if x.is_cpu else x.device.type  # the device's name takes three times as long
     # autocast does not know the meta device and raises when asked about it
-    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+    casts = dtype.is_floating_point and dtype != torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if casts else dtype
 
 
-def castable(dtype: torch.dtype) -> bool:
-    """Whether autocast casts tensors of ``dtype``: floating point up to 32 bits."""
-    return dtype.is_floating_point and dtype != torch.float64
-
-
-class NMLinear(Checkpointed):
+class NMLinear(NMWeight):
     """The base of linear layers with an N:M weight: their GEMMs, done by ``plan``."""
 
     own_gemms = True
@@ -50,9 +44,10 @@ class NMLinear(Checkpointed):
         """The GEMMs that its plan leaves open, for so many rows of the input and the autocast that is on; those of a tuple together."""
         if self.transform is None:
             return []
-        cast, dtype = autocast_dtype(self.weight), self.weight.dtype
-        dtype = cast if cast is not None and castable(dtype) else dtype
-        return problems_of(self.plan, self.transform, self.gemm_shape, self.weight.device, dtype, tokens)
+        dtype, gather = under_autocast(self.weight, self.weight.dtype), self.gather
+        # what this rank's GEMMs multiply, which FSDP2 gathers whole
+        shape = matrix_shape(local(self.parameter).shape if gather is None else gather.fsdp_param._orig_size, self.layout)
+        return problems_of(self.plan, self.transform, shape, self.weight.device, dtype, tokens)
 
     def as_op(self, x: Tensor) -> tuple[tuple[Any, ...], str]:
         """The arguments of ``nm_linear`` for the input x, and in words what the layer does instead of leaving it to the dispatcher; for
@@ -65,9 +60,7 @@ class NMLinear(Checkpointed):
                 f"explain: {kind} in its present state calls no op for its GEMM: {why}. What makes its mask: "
                 "nm.explain('mask', layer.master, layer.pattern). What a compressed layer calls: nm.compress_(model)."
             )
-        cast = autocast_dtype(x)
-        dtype = cast if cast is not None and castable(self.weight.dtype) else self.weight.dtype
-        x = x.to(cast) if cast is not None and castable(x.dtype) else x
+        x, dtype = x.to(under_autocast(x, x.dtype)), under_autocast(x, self.weight.dtype)
         weight, extras = self.master.detach(), self._extras(transform)
         how = self.effective.route((weight, transform, extras, dtype), self.plan, x) if self.plan.packs else None
         packed = how is not None and how.fprop == "packed"
@@ -110,9 +103,7 @@ class NMLinear(Checkpointed):
         if self.gather is None:
             shared: Any = self.weight
             return self._multiply(x, shared.to_local(), None, bias, self.plan)
-        cast = autocast_dtype(x)
-        if cast is not None and castable(x.dtype):
-            x = x.to(cast)  # before it is decided whether x can meet the packed weight
+        x = x.to(under_autocast(x, x.dtype))  # before it is decided whether x can meet the packed weight
         weight, used = self.gather.read(x)
         return self._multiply(x, weight, used, bias, self.plan.dense_layout)
 
@@ -123,12 +114,9 @@ class NMLinear(Checkpointed):
             weight, used = weight.t(), used.t() if isinstance(used, Tensor) else used
         if transform is None:
             return F.linear(x, weight, bias)
-        dtype, cast, extras = weight.dtype, autocast_dtype(x), []
-        if cast is not None:
-            dtype = cast if castable(dtype) else dtype
-            x = x.to(cast) if castable(x.dtype) else x
-        elif self.gather is not None:
-            dtype = x.dtype  # of FSDP2's mixed precision
+        dtype, extras = weight.dtype if self.gather is None else x.dtype, []  # x.dtype: of FSDP2's mixed precision
+        if torch._C._is_any_autocast_enabled():
+            x, dtype = x.to(under_autocast(x, x.dtype)), under_autocast(x, dtype)
         for name in transform.reads:  # a loop, since a comprehension is a call
             extras.append(getattr(self, name))
         if plan.fprop == "auto" and torch.are_deterministic_algorithms_enabled():

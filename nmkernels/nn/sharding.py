@@ -27,29 +27,6 @@ from ..shards import is_sharded, local
 from .weight import NMWeight
 
 HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
-Form = tuple[Pattern | None, torch.dtype, bool]
-"""What a gather carries: the pattern of a packed W̃, its dtype, and whether it is W̃ (else W)."""
-
-
-def adopt_parameter(layer: NMWeight) -> None:
-    """Take up the Parameter that ``layer`` now has: loading by assignment gives it another one, and moving gives it other memory."""
-    layer.put_in_order()
-    take_buffers(layer)
-    weight: Any = layer._parameters.get("weight")
-    if layer.gather is not None and is_sharded(weight):  # FSDP2 may have it unsharded
-        layer.gather.parameter = weight
-        layer.gather.install()
-
-
-def take_buffers(layer: NMWeight) -> None:
-    """Make plain buffers of the replicated DTensors that ``parallelize_module`` makes of them; a mask is split as the weight is."""
-    weight: Any = layer._parameters.get("weight")
-    for name, buffer in layer._buffers.items():
-        if is_sharded(buffer):
-            part: Any = buffer
-            if is_sharded(weight) and part.shape == weight.shape and part.device_mesh == weight.device_mesh:
-                part = part.redistribute(weight.device_mesh, weight.placements)
-            layer._buffers[name] = local(part)
 
 
 # ---- FSDP2
@@ -73,7 +50,8 @@ class Gather:
         self.fresh = self.hollow = False
         self.master: Tensor | None = None
         self.packed: Compressed | None = None
-        self._form: Form | None = None
+        self._form: tuple[Pattern | None, torch.dtype, bool] | None = None
+        """What a gather carries: the pattern of a packed W̃, its dtype, and whether it is W̃ (else W)."""
         self._moved: Tensor | None = None
         self.install()
         self._forget_buffers()
@@ -128,7 +106,10 @@ class Gather:
         used = shard
         if transform is not None and straight:
             used = as_stored(transform(as_matrix(shard, layer.layout), *extras), layer.layout, shard.shape).contiguous()
-        return (_padded(used.to(dtype), outer_size, ranks),), (form, outer_size)
+        used, missing = used.to(dtype), -(-outer_size[0] // ranks) - used.shape[0]
+        if missing > 0 and used.shape[1:] == outer_size[1:]:  # FSDP2 requires as many rows as the largest shard has
+            used = torch.cat([used, used.new_zeros(missing, *used.shape[1:])])
+        return (used,), (form, outer_size)
 
     def fsdp_post_all_gather(self, outs: tuple[Tensor, ...], meta: Any, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
         (pattern, _, straight), size = meta
@@ -150,11 +131,7 @@ class Gather:
         return (weight, (weight,)) if out is None else None
 
     def read(self, x: Tensor) -> tuple[Tensor, Tensor | Operands | None]:
-        """The weight that gets the gradient of a call with the input ``x``; and W̃ as the call reads it, None where W was gathered.
-
-        Raises:
-            NMError: the weight was not gathered since it changed.
-        """
+        """The weight that gets the gradient of a call with the input ``x``; and W̃ as the call reads it, None where W was gathered."""
         if not self.fresh:
             raise NMError(
                 "SparseLinear: the sharded weight was not gathered since it last changed. Either FSDP2 keeps weights unsharded between "
@@ -193,12 +170,6 @@ class Gather:
         param._init_extensions()
 
 
-def _padded(weight: Tensor, size: torch.Size, ranks: int) -> Tensor:
-    """``weight`` with zero rows up to those of the largest shard, as FSDP2 requires."""
-    missing = -(-size[0] // ranks) - weight.shape[0]
-    return weight if missing <= 0 or weight.shape[1:] != size[1:] else torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])])
-
-
 class _Substitute(torch.autograd.Function):
     """``master``, with the gradient going to ``weight``."""
 
@@ -224,11 +195,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def connect(model: nn.Module, layers: list[NMWeight]) -> None:
-    """Have FSDP2 gather W̃ of the ``layers`` of ``model`` whose weights are sharded.
-
-    Raises:
-        NMError: FSDP2 is to reshard to a smaller mesh after forward, which it cannot with gathers that a tensor shapes.
-    """
+    """Have FSDP2 gather W̃ of the ``layers`` of ``model`` whose weights are sharded."""
     reshard(model)
     params: dict[nn.Module, Any] = {}
     for module in fsdp_modules(model):
@@ -239,7 +206,7 @@ def connect(model: nn.Module, layers: list[NMWeight]) -> None:
             if info.param_name == "weight":
                 params[info.module] = param
     for layer in layers:
-        adopt_parameter(layer)
+        layer.adopt_parameter()
         param = params.get(layer)
         if param is None:
             continue
@@ -318,5 +285,5 @@ def tensor_parallel(layer: NMWeight, x: Tensor, multiply: Callable[[Tensor, Tens
     weight: Any = layer.weight
     check_input(layer, x)
     check_mesh(type(layer).__name__, weight)
-    take_buffers(layer)
+    layer.take_buffers()
     return split_linear(x, weight.device_mesh, split_along(weight, layer.layout), layer.shape[0], layer.bias, multiply)

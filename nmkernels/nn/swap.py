@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from ..layouts import CONV1D
 from ..pattern import Pattern, PatternLike, RecipeError
 from .adapter import adapter_of, folded
-from .checkpointing import warn_if_changed
 from .classes import change_class_, class_of
 from .compressed import CompressedLinear
 from .conv import SparseConv2d, check_groups
 from .experts import StackedWeight, make_stack_dense_
 from .linear import NMLinear, SparseLinear
-from .weight import NMWeight, WeightState
+from .weight import NMWeight, WeightState, warn_if_changed
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -69,12 +68,7 @@ KEPT = "_nm_fast_path"
 
 
 def make_sparse_(layer: nn.Module, pattern: PatternLike) -> NMWeight:
-    """Turn ``layer``, an ``nn.Linear``, ``nn.Conv2d`` or Hugging Face's ``Conv1D``, into its sparse form in place, and return it.
-
-    Raises:
-        ShapeError: M does not divide ``in_features`` or ``in_channels``.
-        RecipeError: it has no sparse form.
-    """
+    """Turn ``layer``, an ``nn.Linear``, ``nn.Conv2d`` or Hugging Face's ``Conv1D``, into its sparse form in place, and return it."""
     p = Pattern(pattern)
     kind = class_of(layer)
     if kind is nn.Linear:
@@ -96,10 +90,7 @@ def make_sparse_(layer: nn.Module, pattern: PatternLike) -> NMWeight:
 
 def make_dense_(layer: NMWeight) -> nn.Module:
     """Turn ``layer`` back into the dense layer that it was, in place; its weight stays as it is, dense or finished. A stack of experts
-    becomes a plain Parameter of its module, which is returned.
-
-    A low-rank adapter that has learned something is folded into the weight, W + (L R)ᵀ / r, so that nothing is lost.
-    """
+    becomes a plain Parameter of its module, which is returned. An adapter that has learned something is folded into the weight."""
     if isinstance(layer, StackedWeight):
         return make_stack_dense_(layer)
     warn_if_changed(layer)
@@ -115,14 +106,9 @@ def make_dense_(layer: NMWeight) -> nn.Module:
     return layer
 
 
-def replace_(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace ``old`` by ``new`` everywhere in ``model``: a module may be registered under several names, and some modules call their
-    layers from a plain list (MaskFormer's)."""
-    replace_each_(model, {old: new})
-
-
 def replace_each_(model: nn.Module, pairs: Mapping[nn.Module, nn.Module]) -> None:
-    """``replace_`` for many modules, in one pass."""
+    """Replace modules, old → new, everywhere in ``model``: a module may be registered under several names, and some modules call their
+    layers from a plain list (MaskFormer's)."""
     for parent in list(model.modules()):
         for key, child in list(parent._modules.items()):
             if child is not None and child in pairs:

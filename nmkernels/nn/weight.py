@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,21 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..autograd.transformed import transformed
-from ..autograd.transforms import HardMask, WeightTransform
+from ..autograd.transforms import INTEGERS, HardMask, WeightTransform, transformed
 from ..gemm.plan import STRAIGHT_THROUGH, GemmPlan
 from ..gemm.problem import Problem
-from ..layouts import LINEAR, MATRICES, as_matrix, as_stored, matrix_shape, ordered
-from ..ops import Compressed
-from ..pattern import Pattern, RecipeError
+from ..layouts import LINEAR, MATRICES, ORDERS, as_matrix, as_stored, matrix_shape, ordered
+from ..ops import Compressed, is_nm
+from ..pattern import NMError, Pattern, RecipeError
 from ..shards import is_sharded, local, whole
 from .adapter import ADAPTER, adapter_of
 from .classes import QuantisedByClass, computed_by
 from .effective import EffectiveWeight
 from .traces import constant, is_tracing, refuse_script
-
-WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers as wide as a weight's elements, to compare bits: NaN equals itself, and -0.0 is not 0.0."""
 
 
 @dataclass(eq=False, repr=False)
@@ -110,11 +107,6 @@ class NMWeight(nn.Module, WeightState):
         return self.master if self.columns is None else self.master.index_select(1, self.columns.to(self.weight.device))
 
     @property
-    def gemm_shape(self) -> tuple[int, int]:
-        """``(out, in)`` of what this rank's GEMMs multiply, which FSDP2 gathers whole."""
-        return matrix_shape(local(self.parameter).shape if self.gather is None else self.gather.fsdp_param._orig_size, self.layout)
-
-    @property
     def home(self) -> tuple[nn.Module, str]:
         """The module that has the Parameter, and its name there."""
         return self, "weight"
@@ -142,6 +134,81 @@ class NMWeight(nn.Module, WeightState):
             self.parameter.data = right
             if grad is not None:  # torch's fused optimizers go by memory and not by strides
                 self.parameter.grad = ordered(grad, self.layout)
+
+    def adopt_parameter(self) -> None:
+        """Take up the Parameter that the layer now has: loading by assignment gives it another one, and moving gives it other memory."""
+        self.put_in_order()
+        self.take_buffers()
+        weight: Any = self._parameters.get("weight")
+        if self.gather is not None and is_sharded(weight):  # FSDP2 may have it unsharded
+            self.gather.parameter = weight
+            self.gather.install()
+
+    def take_buffers(self) -> None:
+        """Make plain buffers of the replicated DTensors that ``parallelize_module`` makes of them; a mask is split as the weight is."""
+        weight: Any = self._parameters.get("weight")
+        for name, buffer in self._buffers.items():
+            if is_sharded(buffer):
+                part: Any = buffer
+                if is_sharded(weight) and part.shape == weight.shape and part.device_mesh == weight.device_mesh:
+                    part = part.redistribute(weight.device_mesh, weight.placements)
+                self._buffers[name] = local(part)
+
+    # ---- loading, saving and moving the module
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        _, _, missing_keys, _, error_msgs = rest
+        loads = self._loads(state_dict, prefix)
+        self.take_buffers()
+        # set_model_state_dict(full_state_dict=True) passes the present buffers where the checkpoint has none
+        unfilled = {prefix + name for name, value in self._buffers.items() if value is not None and state_dict.get(prefix + name) is value}
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self.drop()
+        self.adopt_parameter()
+        buffers = [name for name in self._buffers if name.startswith("nm_") and name not in self._non_persistent_buffers_set]
+        saved = [prefix + name for name in (*buffers, *self.learned())]
+        absent = [key for key in saved if key not in state_dict or key in unfilled]
+        self.restored = bool(saved) and not absent
+        if not absent or not loads:
+            return
+        # a dense checkpoint: they belonged to other weights
+        missing_keys[:] = [key for key in missing_keys if key not in absent]
+        if not self.stepped:
+            try:
+                self.renew()
+            except NMError as error:
+                error_msgs.append(f"layer {prefix.rstrip('.')!r}: {error}")
+            return
+        self.clear_adapter()  # it was learned with other weights, and the dense model has none
+        taken = [name for key in absent if (name := key.rpartition(".")[2]) not in ADAPTER]
+        if taken:
+            warnings.warn(
+                f"load_state_dict: dense weights were loaded in the middle of a run, and what the layers took from earlier ones "
+                f"({', '.join(taken)}) stays. handle.renew_masks() takes it from the new weights.",
+                stacklevel=2,
+            )
+
+    def _loads(self, state_dict: dict[str, Any], prefix: str) -> bool:
+        """Whether ``state_dict`` has the weight; a hook may have taken it out."""
+        return prefix + "weight" in state_dict
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        warn_if_changed(self)
+        self.take_buffers()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        # two moves may bring the weight back to its old address with other contents and the same version
+        self.effective.release()
+        moved = super()._apply(*args, **kwargs)
+        self.adopt_parameter()
+        return moved
+
+    def train(self, mode: bool = True) -> NMWeight:
+        self.effective.doubt()  # weights are often exchanged around an evaluation
+        if not mode:
+            warn_if_changed(self)
+        return super().train(mode)
 
     # ---- what a recipe does with it
 
@@ -226,7 +293,7 @@ class NMWeight(nn.Module, WeightState):
         weight = self.master.detach()
         if type(weight) is not Tensor or weight.is_meta or (weight.shape, weight.dtype) != (packed.shape, packed.dtype):
             return None
-        packed, words = packed.to(weight.device), WORDS[weight.dtype.itemsize]
+        packed, words = packed.to(weight.device), INTEGERS[weight.dtype.itemsize]  # as bits, NaN equals itself, and -0.0 is not 0.0
         return packed if torch.equal(packed.dense().view(words), weight.view(words)) else None
 
     @torch.no_grad()
@@ -329,6 +396,27 @@ class NMWeight(nn.Module, WeightState):
     def _uses(self) -> str:
         use = "finished" if self.finished else "dense" if self.transform is None else type(self.transform).__name__
         return f"pattern={self.pattern}, uses={use}{'' if self.integers is None else f', values={self.integers[0]}'}"
+
+
+def warn_if_changed(layer: NMWeight) -> None:
+    """Warn where a finished weight is no longer N:M: a merged LoRA or a dense optimizer changes it and bumps no version.
+
+    At most 64 rows are checked, as this runs wherever a model is saved or evaluated; such a merge touches every row.
+    """
+    weight = layer.weight
+    # a shard or a fake tensor cannot tell
+    if not layer.finished or weight.is_meta or weight.dim() != len(ORDERS[layer.layout]) or type(weight.data) is not Tensor:
+        return
+    rows = layer.master.detach()[:: -(-layer.master.shape[0] // 64) or 1]
+    if not is_nm(rows if layer.columns is None else rows.index_select(1, layer.columns.to(rows.device)), layer.pattern):
+        warnings.warn(
+            f"{type(layer).__name__} {tuple(layer.master.shape)} (out, in): the weight was {layer.pattern} when the recipe finished "
+            "and is not any more: something has changed it since, such as a merged LoRA. The layer computes with it as a dense layer "
+            "would, and compress_ will refuse it. To keep it sparse, do not merge: add the LoRA as an adapter, by "
+            "nm.integrations.peft.absorb(model) or nm.nn.adapter.set_adapter(layer, A.t(), r * scaling * B.t(), out, in); or prune again: "
+            "densify_, sparsify_, finish.",
+            stacklevel=4,
+        )
 
 
 def is_learned(entry: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,13 +36,23 @@ def _masked_adamw(*args: Any) -> tuple[Spec, ...]:
         if len(tensors) != len(a.params) and not (optional and not tensors):
             empty = ", or none" if optional else ""
             raise ShapeError(f"{op}: {len(a.params)} params and {len(tensors)} {name}; there must be one per param{empty}.")
-    _check_masks(op, a)
+    if a.masks:
+        if pattern is not None:
+            raise OptionError(f"{op}: masks and the pattern {pattern}; the masks say which weights are kept. Pass pattern=None with masks.")
+        check_masks(op, a.params, a.masks)
+    elif a.fixed and a.params:
+        raise OptionError(f"{op}: fixed=True holds the weights outside of `masks` at zero, and there are none. Pass masks.")
     _check_states(op, a)
     for name, scalar in (("grad_scale", a.grad_scale), ("found_inf", a.found_inf)):
         if scalar is not None and (scalar.numel() != 1 or scalar.dtype != torch.float32):
             raise ShapeError(f"{op}: {name} is {scalar.dtype} of shape {tuple(scalar.shape)}; it must be one float32 element.")
     for i, (param, step) in enumerate(zip(a.params, a.steps, strict=True)):
-        _check_param(op, f"params[{i}]", param, pattern)
+        check_float(op, f"params[{i}]", param)
+        _check_written(op, f"params[{i}]", param)
+        if pattern is not None:
+            if not param.dim():
+                raise ShapeError(f"{op}: params[{i}] is 0-dimensional; groups run along the last dimension. Step it without a pattern.")
+            pattern.check_divides(op, param.shape[-1], f"the last dimension of params[{i}]")
         for name, tensors in lists.items():
             if tensors:
                 _check_like(op, f"params[{i}]", param, f"{name}[{i}]", tensors[i])
@@ -59,17 +70,11 @@ def _check_states(op: str, a: AdamWArgs) -> None:
         raise OptionError(f"{op}: stochastic=True rounds states to bfloat16, and these are {dtypes.pop()}. Pass states in bfloat16.")
 
 
-def _check_masks(op: str, a: AdamWArgs) -> None:
+def check_masks(op: str, params: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     """Check the bits of held masks against the params."""
-    if not a.masks:
-        if a.fixed and a.params:
-            raise OptionError(f"{op}: fixed=True holds the weights outside of `masks` at zero, and there are none. Pass masks.")
-        return
-    if a.n or a.m:
-        raise OptionError(f"{op}: masks and the pattern {a.n}:{a.m}; the masks say which weights are kept. Pass pattern=None with masks.")
-    if len(a.masks) != len(a.params):
-        raise ShapeError(f"{op}: {len(a.params)} params and {len(a.masks)} masks; there must be one per param, or none.")
-    for i, (param, bits) in enumerate(zip(a.params, a.masks, strict=True)):
+    if len(masks) != len(params):
+        raise ShapeError(f"{op}: {len(params)} params and {len(masks)} masks; there must be one per param, or none.")
+    for i, (param, bits) in enumerate(zip(params, masks, strict=True)):
         name = f"masks[{i}]"
         if not param.dim():
             raise ShapeError(f"{op}: params[{i}] is 0-dimensional; bits of a mask run along the last dimension. Step it without masks.")
@@ -82,16 +87,6 @@ def _check_masks(op: str, a: AdamWArgs) -> None:
                 f"{shape}. Make it with nm.ops.mask_bits(mask)."
             )
         check_device(op, **{f"params[{i}]": param, name: bits})
-
-
-def _check_param(op: str, name: str, param: Tensor, pattern: Pattern | None) -> None:
-    check_float(op, name, param)
-    _check_written(op, name, param)
-    if pattern is None:
-        return
-    if not param.dim():
-        raise ShapeError(f"{op}: {name} is 0-dimensional; groups run along the last dimension. Step it without a pattern.")
-    pattern.check_divides(op, param.shape[-1], f"the last dimension of {name}")
 
 
 def _check_like(op: str, param_name: str, param: Tensor, name: str, x: Tensor) -> None:

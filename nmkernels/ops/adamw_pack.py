@@ -1,4 +1,4 @@
-"""masked_adamw_pack_: the step of ``masked_adamw_``, which also writes the forms of the new weights that GEMMs read."""
+"""The forms of several weights that GEMMs read, written over earlier ones: by ``nm_pack_forms_``, or in the step of ``masked_adamw_``."""
 
 from __future__ import annotations
 
@@ -12,40 +12,39 @@ from .. import dispatch
 from ..backends import renew_changed_forms
 from ..pattern import OptionError, Pattern, PatternError, PatternLike, ShapeError
 from ..reference.adamw import AdamWArgs
-from ..reference.adamw_pack import split
+from ..reference.adamw_pack import FormArgs, split
 from ..reference.common import compute_dtype
-from .adamw import Tensors
-from .check import as_pattern, check_device
+from .adamw import Tensors, check_masks
+from .check import as_pattern, check_device, check_float
 from .define import CONTRACTS, NAMESPACE, Spec, define
 from .pack import Packed, _specs, positions
 
 RULES = ("magnitude", "threshold", "held")
-"""The rules by which a step can prune: of ``nm_pack``, without those that search or check a mask."""
+"""The rules by which they can prune: of ``nm_pack``, without those that search or check a mask."""
 
 
-def _masked_adamw_pack(*args: Any) -> tuple[Spec, ...]:
-    op, (to, a) = "nm_masked_adamw_pack_", split(args)
-    specs, p = CONTRACTS["nm_masked_adamw_"](*a), Pattern(to.n, to.m)
+def _check(op: str, to: FormArgs, weights: Sequence[Tensor], masks: Sequence[Tensor] | None) -> None:
+    """Raise unless ``to`` has the forms of ``weights`` by these masks."""
+    p = Pattern(to.n, to.m)
     if to.select not in RULES:
         raise OptionError(f"{op}: select={to.select!r} is not known; it is one of {', '.join(map(repr, RULES))}.")
-    if a.params and (to.select == "held") != bool(a.masks):
-        counted = f"{len(a.masks or ())} masks"
-        raise OptionError(f'{op}: select={to.select!r} with {counted}; "held" prunes by the masks of the step, and only that does.')
+    if weights and (to.select == "held") != bool(masks):
+        raise OptionError(f'{op}: select={to.select!r} with {len(masks or ())} masks; "held" prunes by masks, and only that does.')
     if to.select != "held" and (to.values or to.dense) and to.values_t:
         raise PatternError(f"{op}: select={to.select!r} cannot make rows and columns at once; see nm.ops.pack. Take held masks.")
     if to.scales and to.select != "threshold":
         raise OptionError(f'{op}: select={to.select!r} with scales, which only apply to select="threshold".')
     names = ("scales", *to._fields[5:])
     for name, tensors in zip(names, (to.scales, *to.parts), strict=True):
-        if tensors and len(tensors) != len(a.params):
-            raise ShapeError(f"{op}: {len(a.params)} params and {len(tensors)} {name}; there must be one per param, or none.")
+        if tensors and len(tensors) != len(weights):
+            raise ShapeError(f"{op}: {len(weights)} weights and {len(tensors)} {name}; there must be one per weight, or none.")
     rows, columns, dense = bool(to.values), bool(to.values_t), bool(to.dense)
-    for i, w in enumerate(a.params):
+    for i, w in enumerate(weights):
         if w.dim() != 2:
-            raise ShapeError(f"{op}: params[{i}] has shape {tuple(w.shape)}; only matrices can be packed. Step it by nm_masked_adamw_.")
+            raise ShapeError(f"{op}: weight {i} has shape {tuple(w.shape)}; only matrices can be packed.")
         wanted = _specs(op, w.shape, p, to.dtype if rows or columns or dense else w.dtype, rows, columns, to.layout, dense=dense)
         for name, tensors, (shape, dtype) in zip(names[1:], to.parts, wanted, strict=True):
-            if 0 in shape and not tensors:
+            if not tensors and (0 in shape or (to.select == "held" and name in ("indices", "indices_t"))):
                 continue
             x = tensors[i] if tensors else None
             if x is None or tuple(x.shape) != tuple(shape) or x.dtype != dtype:
@@ -53,24 +52,39 @@ def _masked_adamw_pack(*args: Any) -> tuple[Spec, ...]:
                 raise ShapeError(
                     f"{op}: {name}[{i}] is {what}; for this weight it must be {dtype} {tuple(shape)}, as nm.ops.pack makes it."
                 )
-            check_device(op, **{f"params[{i}]": w, f"{name}[{i}]": x})
+            check_device(op, **{f"weight {i}": w, f"{name}[{i}]": x})
         if to.scales:
             scale = to.scales[i]
             if scale.numel() != 1 or scale.dtype != compute_dtype(w.dtype):
                 what = f"{scale.dtype} of shape {tuple(scale.shape)}"
                 raise ShapeError(f"{op}: scales[{i}] is {what}; it must be one element of {compute_dtype(w.dtype)}.")
-            check_device(op, **{f"params[{i}]": w, f"scales[{i}]": scale})
+            check_device(op, **{f"weight {i}": w, f"scales[{i}]": scale})
+
+
+def _masked_adamw_pack(*args: Any) -> tuple[Spec, ...]:
+    to, a = split(args)
+    specs = CONTRACTS["nm_masked_adamw_"](*a)
+    _check("nm_masked_adamw_pack_", to, a.params, a.masks)
     return specs
 
 
-_STEP = str(getattr(torch.ops, NAMESPACE).nm_masked_adamw_.default._schema).partition("(")[2]
-nm_masked_adamw_pack_ = define(
-    "nm_masked_adamw_pack_",
-    # the fields of FormArgs, then those of AdamWArgs
-    "(int kept, int of, str select, str layout, Tensor[] scales, Tensor(k!)[] values, Tensor(l!)[] indices, Tensor(m!)[] values_t, "
-    f"Tensor(n!)[] indices_t, Tensor(o!)[] spread, {_STEP}",
-    _masked_adamw_pack,
+def _pack_forms(*args: Any) -> tuple[Spec, ...]:
+    op, to, (weights, masks) = "nm_pack_forms_", FormArgs(*args[:-2]), args[-2:]
+    for i, w in enumerate(weights):
+        check_float(op, f"weight {i}", w)
+    _check(op, to, weights, masks)
+    if masks:
+        check_masks(op, weights, masks)
+    return ()
+
+
+_FORMS = (  # the fields of FormArgs
+    "int kept, int of, str select, str layout, Tensor[] scales, Tensor(k!)[] values, Tensor(l!)[] indices, Tensor(m!)[] values_t, "
+    "Tensor(n!)[] indices_t, Tensor(o!)[] spread"
 )
+_STEP = str(getattr(torch.ops, NAMESPACE).nm_masked_adamw_.default._schema).partition("(")[2]
+nm_masked_adamw_pack_ = define("nm_masked_adamw_pack_", f"({_FORMS}, {_STEP}", _masked_adamw_pack)
+nm_pack_forms_ = define("nm_pack_forms_", f"({_FORMS}, Tensor[] weights, Tensor[]? masks) -> ()", _pack_forms, floats=False)
 
 
 def masked_adamw_pack_(
@@ -130,47 +144,53 @@ def masked_adamw_pack_(
         params, grads, exp_avgs, exp_avg_sqs, [], steps,
         hyper, n, m, frozen, eps_inside, maximize, False, grad_scale, found_inf, masks or None,
     )  # fmt: skip
-    return nm_masked_adamw_pack_(*arguments(p, forms, "held" if masks else mask, scales or [], step))
+    rule = "held" if masks else mask
+    to = arguments(p, [StepForms(rule, form, scales[i] if scales else None) for i, form in enumerate(forms)])
+    return nm_masked_adamw_pack_(*to._replace(select=rule), *step)
 
 
 class StepForms(NamedTuple):
-    """The forms of W̃ that a step overwrites with those of the new weight.
+    """The forms of W̃ to be overwritten with those of a changed weight.
 
     Args:
         rule: ``"magnitude"``, ``"threshold"`` or ``"held"``, as ``nm.ops.masked_adamw_pack_`` prunes.
         forms: W̃ packed, in dense layout or both.
         scale: for ``"threshold"``, one fp32 element.
+        positions: whether those of the packed forms are written too; False where a held mask is that of the last time.
     """
 
     rule: str
     forms: Packed
     scale: Tensor | None = None
+    positions: bool = True
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What must be the same for all targets of a kernel call."""
         forms = self.forms
-        return self.rule, forms.layout, *(x if x is None else x.dtype for x in (*forms.buffers(), forms.dense)), self.scale is None
+        parts = (x if x is None else x.dtype for x in (*forms.buffers(), forms.dense))
+        return self.rule, forms.layout, self.positions, *parts, self.scale is None
 
     def renew_changed(self, weight: Tensor, bits: Tensor | None, changed: Tensor, count: int) -> None:
         """Make the forms again on the device if a strip of ``weight`` differs from them, see ``backends.renew_changed_forms``."""
         renew_changed_forms(weight, bits, self.rule, self.scale, self.forms, changed, count)
 
 
-def arguments(p: Pattern, forms: Sequence[Packed], rule: str, scales: Tensors, step: AdamWArgs) -> tuple[Any, ...]:
-    """The arguments of ``nm_masked_adamw_pack_`` for a step and its forms."""
+def arguments(p: Pattern, many: Sequence[StepForms]) -> FormArgs:
+    """The first arguments of ``nm_pack_forms_`` and ``nm_masked_adamw_pack_`` for forms of one kind."""
     parts: list[list[Tensor]] = [[], [], [], [], []]
-    for form in forms:
-        pairs = [(None, None) if part is None else (part.values, positions(part)) for part in (form.rows, form.columns)]
-        for part, x in zip(parts, (*pairs[0], *pairs[1], form.dense), strict=True):
+    for one in many:
+        packed = one.forms.rows, one.forms.columns
+        pairs = [(None, None) if x is None else (x.values, positions(x) if one.positions else None) for x in packed]
+        for part, x in zip(parts, (*pairs[0], *pairs[1], one.forms.dense), strict=True):
             part += () if x is None else (x,)
-    layout = forms[0].layout if forms else "canonical"
-    return p.n, p.m, rule, layout, scales, *parts, *step
+    rule, layout = (many[0].rule, many[0].forms.layout) if many else ("magnitude", "canonical")
+    return FormArgs(p.n, p.m, rule, layout, [one.scale for one in many if one.scale is not None], *parts)
 
 
-def in_one_pass(args: Sequence[Any]) -> bool:
+def in_one_pass(args: Sequence[Any], op: str = "nm_masked_adamw_pack_") -> bool:
     """Whether a kernel does such a call in one pass over the weights; the reference does it op by op."""
-    op, forced = "nm_masked_adamw_pack_", dispatch.forced_backend()
+    forced = dispatch.forced_backend()
     if forced:  # which may have no such op
         named = (entry for entry in dispatch.implementations(op) if entry.backend == forced != dispatch.REFERENCE)
         return any(entry.can(*args)[0] for entry in named)

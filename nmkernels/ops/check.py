@@ -13,6 +13,8 @@ from ..reference.layouts import EIGHT_BIT, LAYOUTS, meta_shape, tile_of
 from ..reference.linear import ACTIVATIONS
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+STORED = {torch.int8: 8, torch.uint8: 4}
+"""Bits of the integers that a compressed tensor of that dtype has as values."""
 
 
 @lru_cache(maxsize=1024)
@@ -76,27 +78,42 @@ def check_dense(op: str, w: Tensor, n: int, m: int) -> Pattern:
     return p
 
 
-def check_packed(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Pattern:
-    """Check a compressed operand with ``cols`` dense columns in canonical form; return its pattern n:m."""
-    p = Pattern(n, m)
-    check_float(op, "values", values)
-    if indices.dtype != torch.uint8:
-        raise DtypeError(f"{op}: indices have dtype {indices.dtype}; packed indices are uint8. Make them with nm.ops.compress.")
+def check_packed(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols: int, step: Tensor | None = None) -> Pattern:
+    """Check a compressed operand with ``cols`` dense columns in canonical form, of integers if it has a step; return its pattern n:m."""
+    p, bits = Pattern(n, m), 0
+    if step is None:
+        check_float(op, "values", values)
+    else:
+        bits = STORED.get(values.dtype, 0)
+        if not bits or step.dtype != torch.bfloat16:
+            raise DtypeError(
+                f"{op}: values are {values.dtype} with steps of {step.dtype}; they must be int8, or uint8 with two of 4 bits, with "
+                "bfloat16 steps. Make them with nm.ops.quantize_values."
+            )
+    check_indices(op, indices)
     if cols < 0:
         raise ShapeError(f"{op}: cols is {cols}; the number of dense columns cannot be negative.")
-    stored, size = p.kept(cols), p.index_bytes(cols)
-    if not values.dim() or values.shape[-1] != stored:
-        raise ShapeError(
-            f"{op}: values have shape {tuple(values.shape)}; {cols} columns at {p} store {stored} values per row. "
-            "Pass the number of dense columns that was compressed, and the same pattern."
-        )
-    if indices.shape != (*values.shape[:-1], size):
-        raise ShapeError(
-            f"{op}: indices have shape {tuple(indices.shape)}; {cols} columns at {p} need {(*values.shape[:-1], size)} "
-            f"({p.index_bits} bits per kept element, each row starting on a byte). Make them with nm.ops.compress."
-        )
-    check_device(op, values=values, indices=indices)
+    lead, stored = tuple(values.shape[:-1]), -(-p.kept(cols) // 2) if bits == 4 else p.kept(cols)
+    for what, tensor, size in (("values", values, stored), ("indices", indices, p.index_bytes(cols))):
+        if not values.dim() or tuple(tensor.shape) != (*lead, size):
+            raise ShapeError(
+                f"{op}: {what} have shape {tuple(tensor.shape)}; {cols} columns at {p} need {(*lead, size)}. Pass the number of dense "
+                "columns that was compressed, and the same pattern."
+            )
+    if step is not None:
+        steps = step.shape[-1] if step.dim() else 0
+        if tuple(step.shape[:-1]) != lead or (steps != 1 and (not steps or cols % (steps * m))):
+            raise ShapeError(
+                f"{op}: steps have shape {tuple(step.shape)}; they are {(*lead, 1)}, or more per row if each has a whole number of groups "
+                f"of {m} of the {cols} columns."
+            )
+    check_device(op, values=values, indices=indices, step=step)
     return p
+
+
+def check_indices(op: str, indices: Tensor) -> None:
+    if indices.dtype != torch.uint8:
+        raise DtypeError(f"{op}: indices have dtype {indices.dtype}; packed indices are uint8. Make them with nm.ops.compress.")
 
 
 def check_last(op: str, what: str, x: Tensor, size: int) -> None:

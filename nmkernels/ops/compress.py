@@ -16,7 +16,7 @@ from ..backends.streams import MadeOf
 from ..pattern import OptionError, Pattern, PatternLike, ShapeError
 from .check import as_pattern, check_dense, check_mask, check_packed
 from .define import Spec, define
-from .integers import BITS, GROUPS, check_integers, nm_dequantize_values, nm_quantize_values
+from .integers import BITS, GROUPS, kind_of, nm_dequantize_values, nm_quantize_values
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -65,12 +65,8 @@ class Compressed:
         object.__setattr__(self, "shape", shape)
         if torch.compiler.is_compiling():
             return  # checked by the op that made them
-        p = self.pattern
-        cols = self.shape[-1] if self.shape else 0
-        if self.step is None:
-            check_packed("Compressed", self.values, self.indices, p.n, p.m, cols)
-        else:
-            check_integers("Compressed", self.values, self.indices, self.step, p.n, p.m, cols)
+        p, cols = self.pattern, self.shape[-1] if self.shape else 0
+        check_packed("Compressed", self.values, self.indices, p.n, p.m, cols, self.step)
         if self.values.shape[:-1] != self.shape[:-1]:
             raise ShapeError(
                 f"Compressed: values have shape {tuple(self.values.shape)}, but the dense shape is {tuple(self.shape)}; "
@@ -99,7 +95,7 @@ class Compressed:
     @property
     def kind(self) -> str:
         """What the values are: ``"float"``, ``"int8"`` or ``"int4"``."""
-        return "float" if self.step is None else "int8" if self.values.dtype == torch.int8 else "int4"
+        return kind_of(self.values)
 
     @property
     def group(self) -> int:
@@ -324,10 +320,9 @@ def group_of(op: str, values: str, group: int | None, p: Pattern, cols: int) -> 
     def fits(size: int) -> bool:
         return cols % size == 0 and size % p.m == 0
 
-    if group is not None:
-        group = whole_number(OptionError, f"{op}: group", group, least=0)
-    else:
-        return next((size for size in GROUPS if fits(size)), 0) if values == "int4" else 0
+    if group is None:
+        return next(filter(fits, GROUPS), 0) if values == "int4" else 0
+    group = whole_number(OptionError, f"{op}: group", group, least=0)
     if group and not fits(group):
         raise OptionError(
             f"{op}: group={group} does not divide {cols} columns into whole groups of M={p.m}; pass a multiple of M that divides them, or "

@@ -82,8 +82,12 @@ def define(
             args += defaults[len(args) - total :]
         specs = contract(*args)
         buffers = tuple(named[out] for out in outs) if named else ()
-        for out, tensor, (shape, dtype) in zip(outs, buffers, specs, strict=False):
-            _check_out(name, out, tensor, tuple(shape), dtype, device_of(args))
+        for out, x, (shape, dtype) in zip(outs, buffers, specs, strict=False):
+            wanted = ("shape", tuple(x.shape), tuple(shape)), ("dtype", x.dtype, dtype), ("device", x.device, device_of(args))
+            for what, passed, right in wanted:
+                if passed != right:
+                    error = DtypeError if what == "dtype" else ShapeError
+                    raise error(f"{name}: {out} has {what} {passed}, the result has {right}. Pass a tensor of that {what}, or omit out=.")
         return args, buffers, specs
 
     def run(fn: Callable[..., Any], args: tuple[Any, ...], buffers: tuple[Tensor, ...]) -> Any:
@@ -107,7 +111,7 @@ def define(
         if torch.onnx.is_in_onnx_export():
             raise NMError(NO_ONNX.format(name))
         args, buffers, specs = checked(args, named)
-        if buffers:
+        if buffers or not specs:
             return None
         results = tuple(torch.empty(shape, dtype=dtype, device=device_of(args)) for shape, dtype in specs)
         return results[0] if single else results
@@ -207,22 +211,6 @@ def kind_of(name: str, args: Sequence[Any], buffers: Sequence[Tensor] = (), back
     return tuple(kind)
 
 
-def unwatched(x: Tensor) -> bool:
-    """Whether a kernel may be called directly with this input: a plain tensor, and no autograd, mode, tracing or profiling."""
-    return not (
-        torch.is_grad_enabled()
-        or type(x) is not Tensor
-        or x.layout is not torch.strided
-        or x._is_zerotensor()
-        or forward_ad._current_level >= 0
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or torch.autograd.profiler._is_profiler_enabled
-    )
-
-
 def plainly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``fn`` with grad mode and autocast off, so that a backend in plain torch behaves like one in C++.
 
@@ -264,15 +252,6 @@ def _vmap_rule(name: str, op: torch._ops.OpOverload, leading: tuple[str, ...]) -
 def _register(name: str, schema: str) -> torch._ops.OpOverload:
     _lib.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     return getattr(getattr(torch.ops, NAMESPACE), name).default
-
-
-def _check_out(op: str, name: str, out: Tensor, shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> None:
-    if tuple(out.shape) != shape:
-        raise ShapeError(f"{op}: {name} has shape {tuple(out.shape)}, the result has {shape}. Pass a tensor of that shape, or omit out=.")
-    if out.dtype != dtype:
-        raise DtypeError(f"{op}: {name} has dtype {out.dtype}, the result has {dtype}. Pass a tensor of that dtype, or omit out=.")
-    if out.device != device:
-        raise ShapeError(f"{op}: {name} is on {out.device}, the input is on {device}. Both must be on one device.")
 
 
 def _writable(outs: tuple[Tensor, ...], args: tuple[Any, ...]) -> bool:

@@ -22,11 +22,7 @@ OPS_OF = {"relayout": ("nm_metadata", "nm_pack"), "linear": ("nm_linear", "nm_li
 
 
 class _Reached(Exception):
-    """Raised when a raw op would run, with its arguments."""
-
-    def __init__(self, op: str, args: tuple[Any, ...]) -> None:
-        super().__init__(op)
-        self.op, self.arguments = op, args
+    """Raised with the name and the arguments of a raw op when it would run."""
 
 
 class _Until(TorchDispatchMode):
@@ -85,28 +81,21 @@ def _raw_call(name: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
             "on), or a layer; and then the arguments of that."
         )
     try:
-        reached = _reached(function, targets, args, kwargs)
-        if reached is not None:
-            CONTRACTS[reached.op](*reached.arguments)
+        devices = {x.device for x in tensors(args) if x.is_cuda} if torch.cuda.is_available() else ()  # fake tensors may claim a GPU
+        try:
+            # the function may draw a seed
+            with torch.no_grad(), torch.random.fork_rng(list(devices)), _Until(targets):
+                function(*args, **kwargs)
+        except _Reached as reached:
+            op, op_args = reached.args
+            CONTRACTS[op](*op_args)
+            return op, op_args
     except NMError:
         raise
     except (TypeError, AttributeError, ValueError, RuntimeError) as error:
         passed = ", ".join((*map(_short, args), *(f"{key}={_short(value)}" for key, value in kwargs.items())))
         raise NMError(f"explain: {name!r} takes {takes} and got ({passed}): {str(error).splitlines()[0]}") from error
-    if reached is None:
-        raise NMError(f"explain: {name} is plain torch on every device; no backend is chosen for it.")
-    return reached.op, reached.arguments
-
-
-def _reached(function: Any, targets: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Reached | None:
-    devices = {x.device for x in tensors(args) if x.is_cuda} if torch.cuda.is_available() else ()  # fake tensors may claim to be on a GPU
-    try:
-        # the function may draw a seed
-        with torch.no_grad(), torch.random.fork_rng(list(devices)), _Until(targets):
-            function(*args, **kwargs)
-    except _Reached as reached:
-        return reached
-    return None
+    raise NMError(f"explain: {name} is plain torch on every device; no backend is chosen for it.")
 
 
 def _of_layer(layer: Module, *args: Any, **kwargs: Any) -> str:

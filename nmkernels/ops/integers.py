@@ -5,61 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..pattern import DtypeError, OptionError, Pattern, ShapeError
+from ..pattern import DtypeError, OptionError, ShapeError
 from ..reference.integers import LARGEST
-from .check import FLOATS, check_device, check_float, check_linear, check_matrix
+from .check import FLOATS, STORED, check_device, check_float, check_linear, check_matrix, check_packed
 from .define import Spec, define
 
 BITS = {"int8": 8, "int4": 4}
 """What ``values=`` may be."""
 GROUPS = (128, 64, 32)
 """Columns that share a step at 4 bits, the first that fits."""
-STORED = {torch.int8: 8, torch.uint8: 4}
-
-
-def bits_of(values: Tensor) -> int:
-    """8 or 4 for integers as they are stored, 0 for floating-point values."""
-    return STORED.get(values.dtype, 0)
 
 
 def kind_of(values: Tensor) -> str:
     """What stored values are: ``"float"``, ``"int8"`` or ``"int4"``."""
-    bits = bits_of(values)
+    bits = STORED.get(values.dtype)
     return f"int{bits}" if bits else "float"
-
-
-def check_integers(op: str, values: Tensor, indices: Tensor, step: Tensor, n: int, m: int, cols: int) -> Pattern:
-    """Check a compressed operand whose values are integers; return its pattern n:m."""
-    p = Pattern(n, m)
-    bits = bits_of(values)
-    if not bits or step.dtype != torch.bfloat16:
-        raise DtypeError(
-            f"{op}: values are {values.dtype} with steps of {step.dtype}; they must be int8, or uint8 with two of 4 bits, with bfloat16 "
-            "steps. Make them with nm.ops.quantize_values."
-        )
-    if indices.dtype != torch.uint8:
-        raise DtypeError(f"{op}: indices have dtype {indices.dtype}; packed indices are uint8. Make them with nm.ops.compress.")
-    width, lead = p.kept(cols), tuple(values.shape[:-1])
-    stored = width if bits == 8 else -(-width // 2)
-    for what, tensor, size in (("values", values, stored), ("indices", indices, p.index_bytes(cols))):
-        if not values.dim() or tuple(tensor.shape) != (*lead, size):
-            raise ShapeError(
-                f"{op}: {what} have shape {tuple(tensor.shape)}; {cols} columns at {p} in {bits} bits need {(*lead, size)}. Pass the "
-                "number of dense columns that was compressed, and the same pattern."
-            )
-    check_steps(op, step, lead, p, cols)
-    check_device(op, values=values, indices=indices, step=step)
-    return p
-
-
-def check_steps(op: str, step: Tensor, lead: tuple[int, ...], p: Pattern, cols: int) -> None:
-    """Check that steps ``(..., steps)`` divide a row of ``cols`` columns into runs of whole groups."""
-    steps = step.shape[-1] if step.dim() else 0
-    if tuple(step.shape[:-1]) != lead or (steps != 1 and (not steps or cols % (steps * p.m))):
-        raise ShapeError(
-            f"{op}: steps have shape {tuple(step.shape)}; they are {(*lead, 1)}, or more per row if each has a whole number of groups of "
-            f"{p.m} of the {cols} columns."
-        )
 
 
 def _quantize_values(values: Tensor, bits: int, steps: int) -> tuple[Spec, ...]:
@@ -77,7 +37,7 @@ def _quantize_values(values: Tensor, bits: int, steps: int) -> tuple[Spec, ...]:
 
 def _dequantize_values(values: Tensor, step: Tensor, kept: int, dtype: torch.dtype) -> tuple[Spec, ...]:
     op = "nm_dequantize_values"
-    bits = bits_of(values)
+    bits = STORED.get(values.dtype)
     if not bits or step.dtype != torch.bfloat16 or dtype not in FLOATS:
         raise DtypeError(f"{op}: values {values.dtype} with steps of {step.dtype} cannot become {dtype}.")
     lead = tuple(values.shape[:-1])
@@ -96,7 +56,7 @@ def _linear_integers(
 ) -> tuple[Spec, ...]:  # fmt: skip
     op = "nm_linear_integers"
     check_matrix(op, "the compressed operand", values)
-    check_integers(op, values, indices, step, n, m, cols)
+    check_packed(op, values, indices, n, m, cols, step)
     check_float(op, "x", x)
     check_device(op, **{"x": x, "the compressed operand": values})
     return check_linear(op, x, values.shape[0], cols, bias, activation, residual)

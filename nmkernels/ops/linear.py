@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -61,10 +59,9 @@ def _linear_wgrad(
 CANONICAL_TOKENS = {"wgmma.sp": 1, "mma.sp": 16}
 """The most tokens for which kernels of canonical indices are no slower, by the layout of the tensor cores that multiply more.
 
-``wgmma.sp`` takes about as long for 1 token as for 16. Weights of 14336x4096 and 4096x14336 at 2:4 in bfloat16, in us: on an H100 27.3
-and 29.7 against 29.5 and 31.8 for one token, 40.3 and 63.4 against 29.9 and 32.9 for 16; on an H200 21.6 and 23.6 against 20.7 and 24.3
-for one, 41.4 and 44.6 against 21.7 and 25.2 for 16. With canonical indices the former takes 33.4 and 35.5 (H100), 31.2 and 31.1 (H200) for
-4 and 8 tokens. Two tokens were not measured. ``mma.sp``: 16 is what those kernels take.
+``wgmma.sp`` takes about as long for 1 token as for 16. A weight of 14336x4096 at 2:4 in bfloat16, in us, canonical against ``wgmma.sp``: on
+an H100 27.3 against 29.5 for one token, 40.3 against 29.9 for 16; on an H200 21.6 against 20.7, and 41.4 against 21.7. Two tokens were not
+measured. ``mma.sp``: 16 is what those kernels take.
 """
 
 
@@ -81,7 +78,7 @@ def operand_for(x: Tensor, c: Operand) -> tuple[Tensor, Tensor]:
     rows, cols = c.shape[0], c.shape[-1]
     if (c.pattern.n, c.pattern.m) != (2, 4) or c.dtype.itemsize != 2 or len(c.shape) != 2 or forced_backend():
         return c.values, c.indices
-    layout = _layout_on(x.device)
+    layout = preferred_layout("nm_linear", x.device)
     layout = "mma.sp" if layout == "wgmma.sp" and rows % tile_of(layout)[0] else layout
     if not layout or x.numel() <= CANONICAL_TOKENS[layout] * cols or rows % tile_of(layout)[0] or cols % COLUMNS:
         return c.values, c.indices
@@ -92,11 +89,6 @@ def operand_for(x: Tensor, c: Operand) -> tuple[Tensor, Tensor]:
         return c.values, c.indices
     operand: tuple[Tensor, Tensor] = c.layout(name, lambda c: (c.values, nm_metadata(c.indices, cols, layout)))
     return operand
-
-
-@cache
-def _layout_on(device: torch.device) -> str:
-    return preferred_layout("nm_linear", device)
 
 
 _PACKED = "Tensor values, Tensor indices, int n, int m, SymInt cols"

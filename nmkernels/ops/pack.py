@@ -15,7 +15,7 @@ from ..pattern import DtypeError, OptionError, Pattern, PatternError, PatternLik
 from ..reference.common import compute_dtype
 from ..reference.layouts import EIGHT_BIT, index_dtype, meta_shape, operand_shapes
 from ..reference.pack import SELECTS
-from .check import FLOATS, as_pattern, check_device, check_float, check_layout, check_mask, check_matrix, check_ordered
+from .check import FLOATS, as_pattern, check_device, check_float, check_indices, check_layout, check_mask, check_matrix, check_ordered
 from .compress import Compressed
 from .define import Spec, define
 
@@ -263,8 +263,7 @@ _HARDWARE = Pattern(2, 4)
 
 def _metadata(indices: Tensor, cols: int, layout: str) -> tuple[Spec, ...]:
     op = "nm_metadata"
-    if indices.dtype != torch.uint8:
-        raise DtypeError(f"{op}: indices have dtype {indices.dtype}; packed indices are uint8. Make them with nm.ops.compress.")
+    check_indices(op, indices)
     if indices.dim() != 2 or indices.shape[1] * 8 != cols:
         raise ShapeError(f"{op}: indices of shape {tuple(indices.shape)} are not those of {cols} columns at 2:4, (rows, {cols // 8}).")
     if layout == "canonical":

@@ -17,15 +17,8 @@ from .. import reference
 from ..pattern import NMError
 from ..shards import groups_of, local, reduced
 
-GROUPED = {
-    "nm_mask": 1,
-    "nm_prune": 1,
-    "nm_soft_threshold": 1,
-    "nm_soft_threshold_scale": -1,
-    "nm_transposable_mask": 2,
-    "nm_compress": 1,
-    "nm_decompress": 1,
-}
+GROUPED = dict.fromkeys(("nm_mask", "nm_prune", "nm_soft_threshold", "nm_compress", "nm_decompress"), 1)
+GROUPED |= {"nm_soft_threshold_scale": -1, "nm_transposable_mask": 2}
 """How many trailing dimensions of each op must not be sharded; -1 for all."""
 
 

@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from ..dispatch import REFERENCE, Impl, implementations
 from ..layouts import transposed
 from ..pattern import BackendError
 from ..timing import TABLE
-from ..timing.setting import outside_modes, undisturbed
+from ..timing.modes import outside_modes, undisturbed
 from ..timing.table import machine, versions
 
 ENV = "NMKERNELS_VERIFY"
@@ -93,10 +93,8 @@ def trusted(entry: Impl, args: Sequence[Any]) -> bool | None:
 
 def known_wrong(entry: Impl, args: Sequence[Any]) -> str:
     """Why ``entry`` declines such calls on this machine; empty unless it failed their check."""
-    if not any_wrong(entry.op, entry.backend):
-        return ""
     device = device_of(args)
-    if not concerned(entry, device):
+    if not (any_wrong(entry.op, entry.backend) and concerned(entry, device)):
         return ""
     name = family(entry, args)
     wrong = _verdict(name)
@@ -111,8 +109,8 @@ def any_wrong(op: str, backend: str) -> bool:
     """Whether any family of an op is switched off for a backend."""
     global _suspects, _revision
     if _revision != TABLE.revision and enabled():
-        wrong = [name for name in TABLE.lines() if name.startswith(f"{SPACE}|") and _verdict(name)]
-        _suspects, _revision = frozenset(map(_op_and_backend, wrong)), TABLE.revision
+        wrong = [name.split("|")[-2:] for name in TABLE.lines() if name.startswith(f"{SPACE}|") and _verdict(name)]
+        _suspects, _revision = frozenset((call.partition("(")[0], by) for by, call in wrong), TABLE.revision
     return (op, backend) in _suspects and enabled()
 
 
@@ -135,9 +133,9 @@ def enabled() -> bool:
 
 def known(device: torch.device) -> dict[str, str]:
     """The checks of families on a device with the current versions: backend and call → error, empty if correct."""
-    prefix, lines = _prefix(device), TABLE.lines().items()
-    verdicts = {name: line["wrong"] for name, line in lines if name.startswith(prefix) and isinstance(line.get("wrong"), str)}
-    return {name.removeprefix(prefix).replace("|", " "): wrong for name, wrong in verdicts.items()}
+    prefix = _prefix(device)
+    verdicts = {name.removeprefix(prefix): _verdict(name) for name in TABLE.lines() if name.startswith(prefix)}
+    return {name.replace("|", " "): wrong for name, wrong in verdicts.items() if wrong is not None}
 
 
 def record(verdicts: Mapping[str, str]) -> None:
@@ -196,11 +194,6 @@ def family(entry: Impl, args: Sequence[Any]) -> str:
         where = "".join(f", {HOST[entry.op][i]} on the CPU" for i in _on_host(entry.op, args))
         name = _families[kind] = f"{_prefix(device_of(args))}{entry.backend}|{words(entry.op, small(entry.op, args))}{where}"
     return name
-
-
-def _op_and_backend(name: str) -> tuple[str, str]:
-    backend, call = name.split("|")[-2:]
-    return call.partition("(")[0], backend
 
 
 def _prefix(device: torch.device) -> str:
@@ -274,36 +267,32 @@ def examine(entry: Impl, true: Truth, device: torch.device, on_host: Sequence[in
 
     ``on_host``: the positions of arguments that stay on the CPU.
     """
+    from ..testing.compare import assert_equal_bits, assert_no_worse  # imported only if something is checked
+
     can, reason = entry.can(*placed(true.args, device, on_host))
     if not can:
         raise BackendError(f"{true.op}: {entry.backend} cannot run the call that checks it: {reason}")
     with outside_modes():
-        return _compare(entry.fn, true, device, on_host)
-
-
-def _compare(fn: Callable[..., Any], true: Truth, device: torch.device, on_host: Sequence[int]) -> str:
-    from ..testing.compare import assert_equal_bits, assert_no_worse  # imported only if something is checked
-
-    inputs = placed(true.args, device, on_host)
-    try:
-        got = fn(*inputs)
-        if true.op in ROUNDED:
-            # tensor cores keep about 14 bits of a sum of 8-bit floats, regardless of the result's dtype
-            dtype = torch.bfloat16 if true.args[0].dtype in EIGHT_BIT_FLOATS else true.result.dtype
-            assert_no_worse(got.to(dtype), true.result.to(dtype), true.exact)
-        elif true.op in SUMS:
-            near = torch.isclose(got.cpu(), true.result, rtol=1e-6, atol=1e-12, equal_nan=True)  # torch.testing takes 0.5 s to import
-            if got.shape != true.result.shape or not near.all():
-                return f"differed from the reference: {got.tolist()} is not {true.result.tolist()}"
-            assert_equal_bits(inputs, true.written)
-        else:
-            assert_equal_bits(got, true.result)
-    except AssertionError as error:
-        return f"differed from the reference: {_line(error)}"
-    except Exception as error:
-        if isinstance(error, MemoryError) or "out of memory" in str(error):
-            raise  # the next call may succeed
-        return f"failed: {type(error).__name__}: {_line(error)}"
+        inputs = placed(true.args, device, on_host)
+        try:
+            got = entry.fn(*inputs)
+            if true.op in ROUNDED:
+                # tensor cores keep about 14 bits of a sum of 8-bit floats, regardless of the result's dtype
+                dtype = torch.bfloat16 if true.args[0].dtype in EIGHT_BIT_FLOATS else true.result.dtype
+                assert_no_worse(got.to(dtype), true.result.to(dtype), true.exact)
+            elif true.op in SUMS:
+                near = torch.isclose(got.cpu(), true.result, rtol=1e-6, atol=1e-12, equal_nan=True)  # torch.testing takes 0.5 s to import
+                if got.shape != true.result.shape or not near.all():
+                    return f"differed from the reference: {got.tolist()} is not {true.result.tolist()}"
+                assert_equal_bits(inputs, true.written)
+            else:
+                assert_equal_bits(got, true.result)
+        except AssertionError as error:
+            return f"differed from the reference: {_line(error)}"
+        except Exception as error:
+            if isinstance(error, MemoryError) or "out of memory" in str(error):
+                raise  # the next call may succeed
+            return f"failed: {type(error).__name__}: {_line(error)}"
     return ""
 
 

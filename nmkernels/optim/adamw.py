@@ -43,8 +43,8 @@ class MaskedAdamW(torch.optim.AdamW):
     The moments of bf16 and fp16 parameters are fp32, also after ``load_state_dict``, or all are bf16. A step that a ``GradScaler`` skips
     changes nothing. State dicts load into ``torch.optim.AdamW`` and from it, whatever the dtypes of the moments.
 
-    With moments in bf16 a step reads and writes 8 bytes a weight less. Each is rounded once, after the update has read it. To nearest, a
-    change of less than half a unit in the last of 8 bits is lost: v cannot fall while β₂ > 0.998. ``rounding="stochastic"`` keeps the mean.
+    With moments in bf16 a step reads and writes 8 bytes a weight less. Rounded to nearest, v cannot fall while β₂ > 0.998: a change of less
+    than half a unit in the last of 8 bits is lost. ``rounding="stochastic"`` keeps the mean.
 
     Args:
         params: parameters of any shape, or parameter groups; real floating point. Groups of N:M run along the input dimension.
@@ -254,10 +254,9 @@ class MaskedAdamW(torch.optim.AdamW):
         )
 
     def _pack_arguments(self, group: dict[str, Any], b: _Bucket) -> tuple[Any, ...]:
-        forms = [target.forms for target in b.targets if target is not None and target.forms is not None]
-        scales = [form.scale for form in forms if form.scale is not None]
         assert b.pattern is not None
-        return arguments(b.pattern, [form.forms for form in forms], forms[0].rule, scales, self._arguments(group, b))
+        forms = [target.forms for target in b.targets if target is not None and target.forms is not None]
+        return *arguments(b.pattern, forms), *self._arguments(group, b)
 
     def _run(self, group: dict[str, Any], b: _Bucket) -> Tensor:
         if not b.packs:
@@ -267,25 +266,11 @@ class MaskedAdamW(torch.optim.AdamW):
         return stats
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pairs = self._checked(state_dict)
-        super().load_state_dict(state_dict)
-        # torch has cast the moments to the parameter's dtype, and keeps the tensors of the state dict without copying them
-        for saved, p in pairs:
-            state = self.state[p]
-            for name in MOMENTS:
-                if name in saved:
-                    state[name] = torch.empty_like(p, dtype=self._moments_dtype(p), memory_format=torch.preserve_format).copy_(
-                        saved[name].detach()
-                    )
-            # torch turns a step saved as a number into a tensor of the default dtype; the kernel counts in fp32
-            state["step"] = state["step"].detach().to(torch.float32, copy=True)
-
-    def _checked(self, state_dict: dict[str, Any]) -> list[tuple[dict[str, Any], Tensor]]:
-        """The saved states with their parameters, matched by position; torch itself checks the numbers of groups and parameters."""
         if not all("betas" in group and "eps" in group for group in state_dict["param_groups"]):
             raise CheckpointError(
                 "MaskedAdamW: the state dict belongs to another kind of optimizer: its parameter groups have no betas and eps."
             )
+        # matched by position; torch itself checks the numbers of groups and parameters
         saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         states = ((state_dict["state"].get(i) or {}, p) for i, p in zip(saved_ids, params, strict=False))
@@ -303,7 +288,16 @@ class MaskedAdamW(torch.optim.AdamW):
                         f"MaskedAdamW: the state dict belongs to another model: {name} has shape {tuple(saved[name].shape)} "
                         f"for a parameter of shape {tuple(p.shape)}."
                     )
-        return pairs
+        super().load_state_dict(state_dict)
+        # torch has cast the moments to the parameter's dtype, and keeps the tensors of the state dict without copying them
+        for saved, p in pairs:
+            state = self.state[p]
+            for name in MOMENTS:
+                if name in saved:
+                    fresh = torch.empty_like(p, dtype=self._moments_dtype(p), memory_format=torch.preserve_format)
+                    state[name] = fresh.copy_(saved[name].detach())
+            # torch turns a step saved as a number into a tensor of the default dtype; the kernel counts in fp32
+            state["step"] = state["step"].detach().to(torch.float32, copy=True)
 
 
 class _Bucket:
@@ -344,19 +338,7 @@ def _hyper(group: dict[str, Any], rule: UpdateRule, device: torch.device) -> Ten
 
 
 def merge_stats(a: Tensor, b: Tensor) -> Tensor:
-    """The statistics of two calls as one, for ``stats`` of the same optimizer on several ranks or groups.
-
-    Sums are added; ``applied`` and ``max_update`` are the larger of the two.
-
-    Args:
-        a, b: float64 ``(9,)``, named by ``nmkernels.ops.STATS``.
-
-    Example:
-        >>> from nmkernels.ops import STATS
-        >>> both = merge_stats(torch.ones(9, dtype=torch.float64), torch.ones(9, dtype=torch.float64))
-        >>> both[STATS.index("flips")].item(), both[STATS.index("applied")].item()
-        (2.0, 1.0)
-    """
+    """The ``stats`` of two calls, on several ranks or groups, as one: the sums of both, and the larger ``applied`` and ``max_update``."""
     both = a + b
     for name in ("applied", "max_update"):
         i = STATS.index(name)

@@ -70,13 +70,6 @@ class Target:
         bits: a held mask, which is used instead of the pattern's, as ``nm.ops.mask_bits`` makes it of a bool ``(rows, in)``; of the local
             shard if the parameter is a DTensor. None: the mask is that of the present weights.
         forms: what the step also writes, where a kernel does that in the same pass: ``MaskedAdamW.packed`` has its parameter then.
-
-    Example:
-        >>> import torch
-        >>> from nmkernels.optim import MaskedAdamW
-        >>> w = torch.nn.Parameter(torch.ones(2, 4))
-        >>> opt = MaskedAdamW([w], lr=0.1)
-        >>> opt.targets, opt.rule = {w: Target(Pattern("2:4"))}, UpdateRule(masked=True, decay=2e-4)
     """
 
     pattern: Pattern

@@ -8,7 +8,7 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 from . import methods
-from .base import OneShot, registered
+from .base import METHODS, OneShot
 from .prune import prune_
 
 if TYPE_CHECKING:
@@ -19,6 +19,6 @@ if TYPE_CHECKING:
 for _module in iter_modules(methods.__path__):
     import_module(f"{methods.__name__}.{_module.name}")
 
-_kinds = {cls.__name__: cls for cls in registered().values()}
+_kinds = {cls.__name__: cls for cls in METHODS.values()}
 globals().update(_kinds)
 __all__ = [*_kinds, "OneShot", "prune_"]

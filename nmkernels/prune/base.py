@@ -13,6 +13,9 @@ from ..arguments import finite_number, whole_number
 from ..pattern import Pattern, PatternLike, RecipeError
 from ..recipes.registry import parse, suggestion
 
+METHODS: dict[str, type[OneShot]] = {}
+"""All methods by name."""
+
 
 @dataclass(frozen=True)
 class OneShot:
@@ -34,6 +37,9 @@ class OneShot:
     damping: float | None = 0.0
     refit: int = 0
     transposable: bool = False
+
+    def __init_subclass__(cls) -> None:
+        METHODS[cls.__name__.lower()] = cls
 
     def __post_init__(self) -> None:
         if self.damping is not None:
@@ -57,16 +63,6 @@ class OneShot:
         return ops.transposable_mask if self.transposable else ops.mask
 
 
-def registered() -> dict[str, type[OneShot]]:
-    """All methods by name."""
-    methods, todo = {}, [OneShot]
-    while todo:
-        kinds = todo.pop().__subclasses__()
-        methods.update({kind.__name__.lower(): kind for kind in kinds})
-        todo += kinds
-    return dict(sorted(methods.items()))
-
-
 def resolve(method: OneShot | str) -> OneShot:
     """A method, itself or by name, ``"admm"`` or ``"admm(refit=0)"``.
 
@@ -76,14 +72,13 @@ def resolve(method: OneShot | str) -> OneShot:
     """
     if isinstance(method, OneShot):
         return method
-    known = registered()
     if not isinstance(method, str):
         raise RecipeError(f"prune_: method must be a name or a OneShot such as ADMM(); got {type(method).__name__}.")
     name, pattern, options = parse(method)
-    if pattern is not None or name.lower() not in known:
-        near = suggestion(name.lower(), known) or "."
-        raise RecipeError(f"prune_: no one-shot method is called {method!r}{near} Methods are {', '.join(known)}.")
-    cls = known[name.lower()]
+    if pattern is not None or name.lower() not in METHODS:
+        near = suggestion(name.lower(), METHODS) or "."
+        raise RecipeError(f"prune_: no one-shot method is called {method!r}{near} Methods are {', '.join(sorted(METHODS))}.")
+    cls = METHODS[name.lower()]
     keywords = [f.name for f in fields(cls)]
     for key in options:
         if key not in keywords:

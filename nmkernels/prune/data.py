@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -48,19 +48,20 @@ def described(batch: Any) -> str:
     return f"a {type(batch).__name__}"
 
 
-def arguments(model: nn.Module, batch: Any) -> Any:
-    """The arguments of ``batch`` by the names that the model's forward gives them; the batch itself where these are not known."""
-    if isinstance(batch, (tuple, list)):
-        with suppress(TypeError, ValueError):  # forward= may take them apart in another way
-            return inspect.signature(model.forward).bind_partial(*batch).arguments
-    return batch
+def first_line(error: BaseException) -> str:
+    """The first line of a message, or the error's type, without a full stop."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200].rstrip(".")
 
 
-def padding(batch: Any, x: Tensor) -> Tensor | None:
+def padding(model: nn.Module, batch: Any, x: Tensor) -> Tensor | None:
     """Which rows of a layer's input ``x`` are tokens, from the attention masks of the batch that have its sizes; None: all.
 
     Where those of an encoder and a decoder have the same sizes, only what both leave out is left out.
     """
+    if isinstance(batch, (tuple, list)):
+        with suppress(TypeError, ValueError):  # forward= may take them apart in another way
+            batch = inspect.signature(model.forward).bind_partial(*batch).arguments
     if not isinstance(batch, Mapping):
         return None
     masks = []
@@ -78,9 +79,6 @@ def batches_of(data: Iterable[Any], model: Any) -> list[Any]:
 
     numpy arrays and nested lists of numbers become tensors. Text next to them, which no model takes, is left out. One sample of a dataset,
     whose ``input_ids`` have no batch dimension, is a batch of one.
-
-    Raises:
-        RecipeError: the data is empty, a single batch, text, or a batch has rows of different lengths.
     """
     if data is None or isinstance(data, (str, bytes, os.PathLike)):
         what = "None" if data is None else f"the text {str(data)[:40]!r}"
@@ -117,27 +115,25 @@ def _plain(batch: Any, number: int, model: Any) -> Any:
 
 
 def _tensors(value: Any, number: int) -> Any:
-    if isinstance(value, list) and _has_numbers(value):
+    def plain(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            return torch.from_numpy(leaf.copy())
+        if isinstance(leaf, Tensor):
+            return leaf.detach().to("cpu", copy=True)
         try:
-            return torch.tensor(value)
+            return torch.tensor(leaf) if _has_numbers(leaf) else leaf
         except (ValueError, TypeError) as error:
             raise RecipeError(
                 f"prune_: batch {number} of data has a list that is not a matrix ({error}). Give its rows one length, with an "
                 "attention_mask for the padding, or pass each row as a batch."
             ) from error
-    if isinstance(value, Mapping):
-        return {key: _tensors(each, number) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        parts = [_tensors(each, number) for each in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value.copy())
-    return pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), value)
+
+    return pytree.tree_map(plain, value, is_leaf=_has_numbers)
 
 
-def _has_numbers(values: Sequence[Any]) -> bool:
-    """Whether these are all numbers, or lists of them, as in a row of a dataset. Tuples, which are sizes and the like, stay tuples."""
-    return bool(values) and all(isinstance(v, (int, float, np.number)) or (isinstance(v, list) and _has_numbers(v)) for v in values)
+def _has_numbers(value: Any) -> bool:
+    """Whether this is a list of numbers, or of such lists, as in a row of a dataset. Tuples, which are sizes and the like, stay tuples."""
+    return isinstance(value, list) and bool(value) and all(isinstance(v, (int, float, np.number)) or _has_numbers(v) for v in value)
 
 
 def _is_text(value: Any) -> bool:

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,11 +16,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from ..export.tensors import INDEX, SINGLE, shortened
+from ..export.tensors import INDEX, SINGLE, shortened, weight_files
 from ..files import FULL, write_error
 from ..pattern import CheckpointError, NMError
 from ..train.report import Report
 from ..train.sparsify import LayerCandidate
+from .data import first_line
 from .prune import remove_hooks_
 from .relay import block_lists, on_device
 
@@ -30,18 +31,14 @@ CONFIG = "config.json"
 
 class OnDisk:
     """``with disk(module)``: the weights of ``module`` are in memory, on ``device``, and on the meta device again after the outermost.
-
-    Attributes:
-        names: the tensors of the model that are on disk, by their names in it.
-        device: where blocks run; None: on the CPU.
-        change: called with a module whose weights were read, to write others into it.
+    ``device``: where blocks run; None: on the CPU.
     """
 
     def __init__(self, model: nn.Module, loader: Any, device: torch.device | None) -> None:
         self.device, self._loader = device, loader
-        self.names = set() if loader is None else {name for name, t in _tensors(model) if t.is_meta}
-        self._prefix = {module: name for name, module in model.named_modules()}
-        self.change: Callable[[nn.Module], object] | None = None
+        self.names = set() if loader is None else {name for name, t in _tensors(model) if t.is_meta}  # of the tensors on disk
+        self.prefix = {module: name for name, module in model.named_modules()}
+        self.change: Callable[[nn.Module], object] | None = None  # called with a module that was read, to write other weights into it
 
     def read(self, name: str) -> Tensor:
         """A tensor of the dense model, on the CPU, in memory of its own."""
@@ -50,33 +47,31 @@ class OnDisk:
 
     @contextmanager
     def __call__(self, module: nn.Module) -> Iterator[None]:
-        prefix = self._prefix[module]
-        absent = [(name, t) for name, t in _tensors(module, prefix) if t.is_meta and name in self.names]
-        if not absent:
+        prefix, home = self.prefix[module], self.device or torch.device("cpu")
+        if not any(t.is_meta and name in self.names for name, t in _tensors(module, prefix)):
             with on_device(module, self.device):
                 yield
             return
-        home, before = self.device or torch.device("cpu"), list[tuple[dict[str, Any], str, Any]]()
-        owners = {f"{prefix}.{name}" if prefix and name else prefix or name: part for name, part in module.named_modules()}
+        tables: list[tuple[str, dict[str, Any]]] = [
+            (name, table) for name, part in module.named_modules(prefix=prefix) for table in (part._parameters, part._buffers)
+        ]
+        before = [(table, dict(table)) for _, table in tables]
         try:
-            for name, empty in absent:
-                owner, _, key = name.rpartition(".")
-                table: dict[str, Any] = owners[owner]._parameters if isinstance(empty, nn.Parameter) else owners[owner]._buffers
-                before.append((table, key, empty))
-                tensor = self.read(name).to(home)
-                table[key] = nn.Parameter(tensor, requires_grad=False) if isinstance(empty, nn.Parameter) else tensor
-            for part in owners.values():
-                for key, buffer in part._buffers.items():
-                    if buffer is not None and buffer.device != home:
-                        before.append((part._buffers, key, buffer))
-                        part._buffers[key] = buffer.to(home)
+            for owner, table in tables:
+                for key, t in table.items():
+                    name = f"{owner}.{key}".removeprefix(".")
+                    if t is not None and t.is_meta and name in self.names:
+                        tensor = self.read(name).to(home)
+                        table[key] = nn.Parameter(tensor, requires_grad=False) if isinstance(t, nn.Parameter) else tensor
+                    elif t is not None and not isinstance(t, nn.Parameter):
+                        table[key] = t.to(home)
             if self.change is not None:
                 with torch.no_grad():
                     self.change(module)
             yield
         finally:
-            for table, key, empty in reversed(before):
-                table[key] = empty
+            for table, empty in before:
+                table.update(empty)
 
 
 def _tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -85,11 +80,7 @@ def _tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]
 
 
 def check_folder(folder: Path) -> dict[str, Any]:
-    """The configuration of a folder with dense weights in safetensors files.
-
-    Raises:
-        CheckpointError: the folder has none; the message says what is missing.
-    """
+    """The configuration of a folder, and the names of its "weight files"; CheckpointError unless these are dense safetensors files."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder; pass one that save_pretrained wrote, with {CONFIG} and {SINGLE}.")
     if not (folder / CONFIG).is_file():
@@ -104,16 +95,11 @@ def check_folder(folder: Path) -> dict[str, Any]:
         if method == "nmkernels":
             raise CheckpointError(f"{folder} is compressed by nmkernels already; pass the folder of the dense model.")
         raise CheckpointError(f"{folder} is quantised ({shortened(method)}); pass the folder of the unquantised model.")
-    files = [SINGLE]
-    if not (folder / SINGLE).is_file():
-        if not (folder / INDEX).is_file():
-            other = next((path.name for path in sorted(folder.glob("*.bin"))), None)
-            instead = f"; {other} is an older format: load the model and call save_pretrained" if other else ""
-            raise CheckpointError(f"{folder} has no weights in {SINGLE} or {INDEX}{instead}.")
-        try:
-            files = sorted({str(name) for name in json.loads((folder / INDEX).read_bytes())["weight_map"].values()})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{folder / INDEX} is damaged ({type(error).__name__}: {shortened(error)}).") from error
+    if not (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
+        other = next((path.name for path in sorted(folder.glob("*.bin"))), None)
+        instead = f"; {other} is an older format: load the model and call save_pretrained" if other else ""
+        raise CheckpointError(f"{folder} has no weights in {SINGLE} or {INDEX}{instead}.")
+    files = weight_files(folder)
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(f"{folder} lacks {missing[0]}, which {INDEX} names; download it again.")
@@ -121,11 +107,7 @@ def check_folder(folder: Path) -> dict[str, Any]:
 
 
 def class_of(folder: Path, config: dict[str, Any]) -> tuple[Any, Any]:
-    """(the model's class, its configuration).
-
-    Raises:
-        CheckpointError: transformers does not know it.
-    """
+    """(the model's class, its configuration); CheckpointError if transformers does not know it."""
     named = next(iter(config.get("architectures") or ()), None)
     kind = getattr(transformers, named, None) if isinstance(named, str) else None
     if kind is None:
@@ -135,39 +117,37 @@ def class_of(folder: Path, config: dict[str, Any]) -> tuple[Any, Any]:
     try:
         return kind, transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # many types
-        raise CheckpointError(f"transformers cannot read {folder / CONFIG}: {_first(error)}.") from error
-
-
-Choice = Callable[[nn.Module], tuple[list[LayerCandidate], Report]]
-"""The layers of a model to prune, and the report on all."""
+        raise CheckpointError(f"transformers cannot read {folder / CONFIG}: {first_line(error)}.") from error
 
 
 def open_folder(
     folder: Path,
-    choice: Choice,
+    kind: Any,
+    settings: Any,
+    choice: Callable[[nn.Module], tuple[list[LayerCandidate], Report]],
     *,
     offload: Path,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> tuple[Any, OnDisk]:
-    """A model with its blocks on the meta device, and what brings them into memory.
+    """A model of the class ``kind`` with its blocks on the meta device, and what brings them into memory.
 
     Blocks are those that ``prune_`` would find. A model without blocks, or with a weight that several blocks share, is loaded whole.
-
-    Args:
-        offload: a folder for weights that transformers converts while loading (stacks of experts).
+    ``offload``: a folder for weights that transformers converts while loading (stacks of experts).
     """
-    config = check_folder(folder)
-    kind, settings = class_of(folder, config)
     with torch.device("meta"):
         skeleton = kind(settings)
-    chosen, _ = choice(skeleton)
-    lists = block_lists(skeleton, chosen)
+    lists = block_lists(skeleton, choice(skeleton)[0])
     blocks = [f"{name}.{i}" for name, members in lists.items() for i in range(len(members))]
+    inside = tuple(f"{block}." for block in blocks)
     tied = [key for pair in getattr(skeleton, "all_tied_weights_keys", {}).items() for key in pair]
-    shared = next((key for key in tied if any(key.startswith(f"{block}.") for block in blocks)), None)
-    places = _places(skeleton, blocks)
-    del skeleton, chosen
+    shared = next((key for key in tied if key.startswith(inside)), None)
+    places = dict.fromkeys(blocks, "disk")
+    for name, _ in (*skeleton.named_parameters(remove_duplicate=False), *skeleton.named_buffers(remove_duplicate=False)):
+        if not name.startswith(inside):
+            owner = name.rpartition(".")[0]  # accelerate takes a module, and a tensor of one that has blocks inside
+            places[name if any(block.startswith(f"{owner}.") for block in blocks) else owner or name] = "cpu"
+    del skeleton, lists
     reason = "it has no blocks" if not blocks else f"{shared!r} is shared between modules" if shared else ""
     if not reason and find_spec("accelerate") is None:
         reason = "accelerate is not installed"
@@ -185,21 +165,6 @@ def open_folder(
     return model, OnDisk(model, loader, device)
 
 
-def _places(model: nn.Module, blocks: Sequence[str]) -> dict[str, str]:
-    """The ``device_map`` with ``blocks`` on disk, and every other module and tensor in memory."""
-    places = dict.fromkeys(blocks, "disk")
-    around = {name.rpartition(".")[0] for name in blocks}
-    around |= {outer[:i] for outer in around for i, letter in enumerate(outer) if letter == "."} | {""}
-    for outer in sorted(around):
-        module = model.get_submodule(outer)
-        names = [
-            name for name, _ in (*module.named_children(), *module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        ]
-        inner = (f"{outer}.{name}" if outer else name for name in names)
-        places |= {name: "cpu" for name in inner if name not in places and name not in around}
-    return places
-
-
 def _loaded(kind: Any, folder: Path, offload: Path, **options: Any) -> Any:
     try:
         model, info = kind.from_pretrained(folder, **options)
@@ -210,7 +175,7 @@ def _loaded(kind: Any, folder: Path, offload: Path, **options: Any) -> Any:
             reason = os.strerror(int(code[1])) if code else getattr(error, "strerror", None)
             if reason in FULL:
                 raise write_error(offload / "weights", reason) from error
-        raise CheckpointError(f"transformers cannot load {folder}: {_first(error)}.") from error
+        raise CheckpointError(f"transformers cannot load {folder}: {first_line(error)}.") from error
     if info["missing_keys"]:
         raise CheckpointError(f"{folder} lacks {sorted(info['missing_keys'])[0]!r}, which {kind.__name__} has; its file is not complete.")
     return model.eval()
@@ -225,9 +190,3 @@ def _undispatched(model: nn.Module) -> Any:
     for name in ("to", "cuda", "hf_device_map"):
         model.__dict__.pop(name, None)
     return loader
-
-
-def _first(error: BaseException) -> str:
-    """The first sentence of a message, without its full stop."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return shortened(re.split(r"(?<=[.!?])\s", text)[0])

@@ -42,11 +42,10 @@ from ..train.sparsify import FilterFn, LayerCandidate, check_groups
 from .base import OneShot, resolve
 from .data import batches_of, call
 from .disk import CONFIG, OnDisk, check_folder, class_of, open_folder
-from .prune import Pruning, check_model, choose
+from .prune import Progress, Pruning, choose
 from .ranks import ranks
 from .relay import Relay
 from .results import Results, digest, owned
-from .units import Progress, write
 
 __all__ = ["PrunedFolder", "prune_folder"]
 
@@ -127,32 +126,33 @@ def prune_folder(
         OptionError: ``values`` is unknown, or ``group`` does not fit a layer.
     """
     begin = time.monotonic()
-    check_alone()
+    launched = torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
+    count = int(os.environ.get("WORLD_SIZE", "1")) if launched else ranks()[0]
+    if count > 1:
+        raise RecipeError(
+            f"prune_folder: {count} processes were started, and one prunes a folder; start it without torchrun. To share the work "
+            "on a model that fits into memory, call prune_ on every rank."
+        )
     pattern, method, source, out = Pattern(pattern), resolve(method), Path(model_dir), Path(out)
     config = check_folder(source)
     check_out(source, out)
     group = check_values("prune_folder", values, group)
-    kind, _ = class_of(source, config)
+    kind, settings = class_of(source, config)
     batches, tests = batches_of(data, kind), batches_of(held_out, kind) if held_out else []
     device = None if device is None else _device(device)
     work, say = work_folder(out), progress or (lambda done, total, what: None)
     new = not work.exists()
     chosen_of = partial(choose, pattern=pattern, filter_fn=filter_fn, method=method, skip=skip)
-    with owned(work, "another folder"):
+    with owned(work):
         try:
             check_out(source, out)  # another run may have finished meanwhile
             with writing(work):
                 shutil.rmtree(work / "offload", ignore_errors=True)
-            about = {
-                "dtype": str(dtype),
-                "data": digest(batches),
-                "held_out": digest(tests),
-                CONFIG: digest((source / CONFIG).read_text(encoding="utf-8")),
-                "weights": digest([_digest_of(source / name, say) for name in config["weight files"]]),
-            }
+            about = {"dtype": str(dtype), "data": digest(batches), "held_out": digest(tests)}
+            about[CONFIG] = digest((source / CONFIG).read_text(encoding="utf-8"))
+            about["weights"] = digest([_digest_of(source / name, say) for name in config["weight files"]])
             say(0, 1, f"reading {source}")
-            model, disk = open_folder(source, chosen_of, offload=work / "offload", dtype=dtype, device=device)
-            check_model(model)
+            model, disk = open_folder(source, kind, settings, chosen_of, offload=work / "offload", dtype=dtype, device=device)
             _check_tokens(model, [*batches, *tests])
             pruning = Pruning(model, *chosen_of(model), pattern, method, sequential, permute, values, group)
             if values is not None:
@@ -164,27 +164,11 @@ def prune_folder(
             shutil.rmtree(work if new else work / "offload", ignore_errors=True)
             raise
         run = _Run(source, work, pruning, disk, about, batches, tests, say)
-        before = run.perplexity("dense") if tests else None
+        before = run.perplexity("dense") if tests else 0.0
         run.prune(results)
-        after = run.perplexity("pruned") if tests else None
-        perplexity = None if before is None or after is None else (before, after)
+        perplexity = (before, run.perplexity("pruned")) if tests else None
         sizes = run.assemble(out, perplexity)
     return PrunedFolder(out, pruning.report, perplexity, *sizes, time.monotonic() - begin)
-
-
-def check_alone() -> None:
-    """Check that this process is the only one of its run.
-
-    Raises:
-        RecipeError: torchrun has started several.
-    """
-    launched = torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
-    count = int(os.environ.get("WORLD_SIZE", "1")) if launched else ranks()[0]
-    if count > 1:
-        raise RecipeError(
-            f"prune_folder: {count} processes were started, and one prunes a folder; start it without torchrun. To share the work "
-            "on a model that fits into memory, call prune_ on every rank."
-        )
 
 
 def work_folder(out: Path) -> Path:
@@ -194,11 +178,7 @@ def work_folder(out: Path) -> Path:
 
 
 def check_out(source: Path, out: Path) -> None:
-    """Check that the folder ``out`` can be written.
-
-    Raises:
-        CheckpointError: it holds something, is a part of ``source``, or is not a folder.
-    """
+    """Raise CheckpointError if ``out`` holds something, is a part of ``source``, or is not a folder."""
     place, origin = out.resolve(), source.resolve()
     if place == origin or origin in place.parents:
         raise CheckpointError(f"{out} is inside the model's folder {source}, which is not changed; pass a folder elsewhere.")
@@ -230,15 +210,13 @@ class _Run:
     def prune(self, results: Results) -> None:
         """Prune, and put the results into the model: at once where its weights are in memory, else when they are read."""
 
-        def checked(relay: Relay) -> ExitStack:
-            self.say(1, 1, "checking done")
-            return self._in_memory(relay)
+        def progress(done: int, total: int, what: str) -> None:
+            if done == 0:
+                self.say(1, 1, "checking done")
+            self.say(done, total, f"pruning {what}")
 
         self.say(0, 1, "checking that blocks can be run one by one")
-        self.pruning.run(
-            self._relay(self.batches), results, self.about["data"], len(self.batches),
-            lambda done, total, what: self.say(done, total, f"pruning {what}"), checked,
-        )  # fmt: skip
+        self.pruning.run(self._relay(self.batches), results, self.about["data"], len(self.batches), progress, self._in_memory)
         away = {part for name, part in self.model.named_modules() if any(f"{name}.{key}" in self.disk.names for key in part._parameters)}
         self._write({*self.model.modules()} - away)
         self.disk.change = lambda module: self._write({*module.modules()})
@@ -293,7 +271,7 @@ class _Run:
                 done = self.pruning.results.load(number)
                 done.layers = {name: self._stored(name, packed) for name, packed in done.layers.items() if name in layers}
                 with torch.no_grad():
-                    write(self.model, done, layers, self.pruning.chains)
+                    self.pruning.write(done)
 
     # ---- the files
 
@@ -339,10 +317,11 @@ class _Run:
 
     def _layer(self, c: LayerCandidate) -> Layer:
         """The compressed layer that replaces ``c``, without data."""
-        (rows, cols), dtype = c.matrix_shape, c.module.get_parameter(c.key).dtype
-        values = torch.empty(rows, self.pruning.pattern.kept(cols), dtype=dtype, device="meta")
-        indices = torch.empty(rows, self.pruning.pattern.index_bytes(cols), dtype=torch.uint8, device="meta")
-        weight = self._stored(c.name, Compressed(values, indices, self.pruning.pattern, (rows, cols)))
+        (rows, cols), p = c.matrix_shape, self.pruning.pattern
+        with torch.device("meta"):
+            values = torch.empty(rows, p.kept(cols), dtype=c.module.get_parameter(c.key).dtype)
+            indices = torch.empty(rows, p.index_bytes(cols), dtype=torch.uint8)
+        weight = self._stored(c.name, Compressed(values, indices, p, (rows, cols)))
         return CompressedStack(weight, c.shape[0], c.layout) if c.layout in STACKS else compressed_like(c.module, weight, c.layout)
 
     def _stored(self, name: str, packed: Compressed) -> Compressed:
@@ -351,20 +330,18 @@ class _Run:
         return packed if integers is None else ops.quantize_values(packed, *integers)
 
     def _fill(self, writer: ShardWriter, others: Iterable[str], state: Mapping[str, Tensor], packed: Mapping[str, str]) -> None:
-        steps = len(self.pruning.units) + 1
-        for number in range(len(self.pruning.units)):
+        steps, left = len(self.pruning.units) + 1, dict.fromkeys(sorted(others))
+        for number, unit in enumerate(self.pruning.units):
             self.say(number, steps, "writing layers")
-            for name, weight in self.pruning.results.load(number).layers.items():
+            done = self.pruning.results.load(number)
+            for name, weight in done.layers.items():
                 experts = self.pruning.layers[name].shape[0] if packed[name] != name else None
                 for part, tensor in parts_of(self._stored(name, weight)).items():
                     writer.write(f"{packed[name]}.{part}", tensor if experts is None else tensor.unflatten(0, (experts, -1)))
-        left = dict.fromkeys(sorted(others))
-        for number, unit in enumerate(self.pruning.units):
-            if unit.block is not None and self.pruning.results.load(number).orders:
+            if unit.block is not None and done.orders:
                 # channels of dense tensors are reordered too
-                prefix = next(name for name, module in self.model.named_modules() if module is unit.block.module)
                 with self.disk(unit.block.module):
-                    present = unit.block.module.state_dict(prefix=f"{prefix}.")
+                    present = unit.block.module.state_dict(prefix=f"{self.disk.prefix[unit.block.module]}.")
                     for name in present.keys() & left.keys():
                         writer.write(name, present[name])
                         del left[name]
@@ -389,7 +366,7 @@ class _Run:
         (folder / CARD).write_text(f"{card}\n\n{HOW}\n\n{how(facts)}", encoding="utf-8")
 
     def _facts(self, perplexity: tuple[float, float] | None, sizes: tuple[int, int]) -> dict[str, Any]:
-        report, tokens = self.pruning.report, sum(_tokens(batch) for batch in self.batches)
+        report, tokens, python = self.pruning.report, sum(map(_tokens, self.batches)), platform.python_version()
         return {
             "format": "nmkernels-prune-report-1",
             "model": self.source.resolve().name,
@@ -407,12 +384,7 @@ class _Run:
             "blocks": "each pass ran the whole model: " + self.pruning.whole if self.pruning.whole else "one by one",
             "left dense": {e.name: e.reason for e in report.skipped if e.linear},
             "device": "cpu" if self.disk.device is None else self.disk.device.type,
-            "versions": {
-                "nmkernels": __version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "python": platform.python_version(),
-            },
+            "versions": {"nmkernels": __version__, **{lib.__name__: lib.__version__ for lib in (torch, transformers)}, "python": python},
         }
 
 
@@ -422,11 +394,9 @@ def carry_over(source: Path, folder: Path, replaced: Set[str]) -> list[str]:
     A subfolder that ``modules.json`` names is a module of its own (sentence-transformers), and is copied with its weights. Hidden files
     are not part of a model.
     """
-    modules: list[Any] = []
-    with suppress(OSError, ValueError):
-        modules = json.loads((source / MODULES).read_bytes())
-    modules = modules if isinstance(modules, list) else []
-    module_folders = {str(module.get("path")).partition("/")[0] for module in modules if isinstance(module, dict)}
+    module_folders: set[str] = set()
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        module_folders = {module["path"].partition("/")[0] for module in json.loads((source / MODULES).read_bytes())}
     left = []
     for path in sorted(source.iterdir()):
         name = path.name
@@ -464,18 +434,12 @@ def how(facts: Mapping[str, Any]) -> str:
     lines = [
         f"One-shot, from {facts['model']}: {facts['pattern']} by `{facts['method']}`{then} on {data['tokens']:,} tokens in "
         f"{data['batches']} batches (digest {data['digest']}), block by block, without training afterwards.",
-        "",
-        "| | dense | pruned |",
-        "| --- | --- | --- |",
     ]
+    lines += ["", "| | dense | pruned |", "| --- | --- | --- |"]
     if ppl is not None:
         lines.append(f"| perplexity on {held['tokens']:,} held-out tokens | {ppl['dense']:.3f} | {ppl['pruned']:.3f} |")
-    lines += [
-        f"| bytes of all tensors | {size['dense']:,} | {size['compressed']:,} |",
-        "",
-        "| layers | mean error on their inputs |",
-        "| --- | --- |",
-    ]
+    lines.append(f"| bytes of all tensors | {size['dense']:,} | {size['compressed']:,} |")
+    lines += ["", "| layers | mean error on their inputs |", "| --- | --- |"]
     lines += [f"| `{name}` | {100 * error:.2f} % |" for name, error in facts["error by layer"].items()]
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     return "\n".join([*lines, "", f"Each layer is in `{REPORT}`. Made with {versions}.", ""])

@@ -44,120 +44,100 @@ class PruningProblem:
 
     def part(self, matrix: Tensor) -> Tensor:
         """The rows of this problem in the layer's matrix, as a view."""
-        if self.expert is None:
-            return matrix
-        rows = self.shape[0]
-        return matrix[self.expert * rows : (self.expert + 1) * rows]
+        return matrix if self.expert is None else matrix.unflatten(0, (self.candidate.shape[0], -1))[self.expert]
+
+
+def problems_of(c: LayerCandidate, source: str) -> list[PruningProblem]:
+    """The matrices of a layer, one for each expert of a stack."""
+    if c.key == "weight":
+        return [PruningProblem(c, source)]
+    home, end = c.name.rpartition(".")[0], "last" if c.key == "down_proj" else "first"
+    return [PruningProblem(c, f"{home}/{end}/{expert}", expert) for expert in range(c.shape[0])]
 
 
 class Hessians:
-    """The Hessians of ``problems``, by source.
-
-    Attributes:
-        sums: source -> Σ xᵀx over its tokens, in fp32, or fp64 for fp64 weights.
-        tokens: source -> how many; not waiting for a GPU.
-    """
+    """The Hessians of ``problems``, by source."""
 
     def __init__(self, problems: Sequence[PruningProblem]) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.tokens: dict[str, Tensor] = {}
+        self.sums: dict[str, Tensor] = {}  # Σ xᵀx over the tokens of a source, in fp32, or fp64 for fp64 weights
+        self.tokens: dict[str, Tensor] = {}  # how many; not waiting for a GPU
         self._problems = {p.source: p for p in reversed(problems)}  # of layers with one input the first speaks for all
-        self._lost: dict[str, list[tuple[int, Tensor]]] = {}
-        self._number: Callable[[], int] = lambda: 0
+        self._lost: list[tuple[int, str, Tensor]] = []  # (batch, source, how many tokens)
+        for source, p in self._problems.items():
+            weight, cols = p.candidate.module.get_parameter(p.candidate.key), p.shape[1]
+            self.sums[source] = torch.zeros(cols, cols, dtype=wide(weight.dtype), device=weight.device)
+            self.tokens[source] = torch.zeros((), dtype=torch.int64, device=weight.device)
 
     @contextmanager
-    def collecting(self, padding: Callable[[Tensor], Tensor | None], number: Callable[[], int]) -> Iterator[None]:
-        """Add the inputs of the forward passes run inside. ``padding(x)``: of the rows of an input, which are tokens; None for all;
-        ``number()``: that of the present batch, for ``warn``.
+    def collecting(self, tokens: Callable[[Tensor], tuple[int, Tensor | None]]) -> Iterator[None]:
+        """Add the inputs of the forward passes run inside. ``tokens(x)``: (the number of the present batch, for ``warn``; which rows of an
+        input are tokens, None for all).
         """
-        self._number = number
-        hooks, seen = [], set()
-        for problem in self._problems.values():
-            module = problem.candidate.module
-            if id(module) not in seen:  # an experts module has several sources
-                seen.add(id(module))
-                hooks.append(module.register_forward_pre_hook(partial(self._collect, problem, padding), with_kwargs=True))
+        modules = {p.candidate.module: p for p in self._problems.values()}  # an experts module has several problems
+        hooks = [m.register_forward_pre_hook(partial(self._collect, p, tokens), with_kwargs=True) for m, p in modules.items()]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
+    @torch.no_grad()
     def _collect(
         self,
         problem: PruningProblem,
-        padding: Callable[[Tensor], Tensor | None],
+        tokens: Callable[[Tensor], tuple[int, Tensor | None]],
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        with torch.no_grad(), exact_gemms((*args, *kwargs.values())[0].device):
-            x: Tensor = (*args, *kwargs.values())[0]
-            keep = None if problem.candidate.layout == CONV2D else padding(x)
+        x: Tensor = (*args, *kwargs.values())[0]
+        number, keep = tokens(x)
+        with exact_gemms(x.device):
             if problem.expert is None:
-                self._add(problem.source, rows_of(x, problem.candidate), keep)
+                self._add(problem.source, rows_of(x, problem.candidate), None if problem.candidate.layout == CONV2D else keep, number)
                 return
             name = problem.source.split("/")[0]
             for expert, first, last in by_expert(module, keep, *args, **kwargs):
-                self._add(f"{name}/first/{expert}", first, None)
-                self._add(f"{name}/last/{expert}", last, None)
+                self._add(f"{name}/first/{expert}", first, None, number)
+                self._add(f"{name}/last/{expert}", last, None, number)
 
-    def _add(self, source: str, x: Tensor, keep: Tensor | None) -> None:
-        problem = self._problems.get(source)
-        if problem is None or not len(x):
+    def _add(self, source: str, x: Tensor, keep: Tensor | None, number: int) -> None:
+        if source not in self.sums or not len(x):
             return
-        x = x.to(wide(problem.candidate.module.get_parameter(problem.candidate.key).dtype))
+        total = self.sums[source]
+        x = x.to(total.dtype)
         good = x.isfinite().all(1)
         lost = (~good if keep is None else ~good & keep).sum()
         good = good if keep is None else good & keep
         x = x.masked_fill(~good[:, None], 0.0)
-        if source not in self.sums:
-            self.sums[source] = torch.zeros(x.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
-            self.tokens[source] = torch.zeros((), dtype=torch.int64, device=x.device)
-            self._lost[source] = []
-        self.sums[source].addmm_(x.t(), x)
+        total.addmm_(x.t(), x)
         self.tokens[source] += good.sum()
-        self._lost[source].append((self._number(), lost))
+        self._lost.append((number, source, lost))
 
     def share(self) -> None:
         """Add up what all ranks of ``torch.distributed`` have collected; does nothing in a single process."""
-        if ranks()[0] == 1:
-            return
-        for source, problem in sorted(self._problems.items()):
-            weight = problem.candidate.module.get_parameter(problem.candidate.key)
-            cols = problem.shape[1]
-            if source not in self.sums:  # another rank may have tokens for this expert
-                self.sums[source] = torch.zeros(cols, cols, dtype=wide(weight.dtype), device=weight.device)
-                self.tokens[source] = torch.zeros((), dtype=torch.int64, device=weight.device)
-            torch.distributed.all_reduce(self.sums[source])
-            torch.distributed.all_reduce(self.tokens[source])
+        if ranks()[0] > 1:
+            for source in sorted(self.sums):
+                torch.distributed.all_reduce(self.sums[source])
+                torch.distributed.all_reduce(self.tokens[source])
 
     def mean(self, source: str) -> tuple[Tensor, int]:
         """(H = XᵀX / tokens, tokens) of a source, and forget its sum; zeros where it has seen no token."""
-        problem = self._problems[source]
-        if source not in self.sums:
-            cols = problem.shape[1]
-            weight = problem.candidate.module.get_parameter(problem.candidate.key)
-            return torch.zeros(cols, cols, dtype=wide(weight.dtype), device=weight.device), 0
         tokens = int(self.tokens.pop(source))
         return self.sums.pop(source).div_(max(1, tokens)), tokens
 
     def warn(self) -> None:
         """Warn of tokens that were left out because they were not finite."""
-        lost: dict[str, list[tuple[int, int]]] = {}  # (batch, how many)
-        for source, seen in self._lost.items():
-            counts = torch.stack([count for _, count in seen]).tolist()
-            if any(counts):
-                lost[source] = [(number, count) for (number, _), count in zip(seen, counts, strict=True) if count]
+        lost = [(number, source, int(count)) for number, source, count in self._lost if count]
         if lost:
-            source = min(lost, key=lambda source: lost[source][0][0])
-            first, tokens = lost[source][0][0], sum(count for _, count in lost[source])
-            also_lost = [self._problems[other].name for other in lost if other != source]
-            also = f" So did {listed(also_lost)}." if also_lost else ""
+            first, source, _ = lost[0]
+            tokens = sum(count for _, other, count in lost if other == source)
+            others = dict.fromkeys(other for _, other, _ in lost if other != source)
+            also = f" So did {listed(self._problems[other].name for other in others)}." if others else ""
             warnings.warn(
                 f"prune_: layer {self._problems[source].name!r} got NaN or infinite input values in {tokens} tokens, first in "
                 f"batch {first}.{also} Such tokens are left out. If they are not padding, prune in bfloat16 or float32.",
-                stacklevel=5,
+                stacklevel=6,
             )
 
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import re
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..layouts import MATRICES
-from ..nn.chains import Chain, find_chains
+from ..layouts import MATRICES, as_stored
+from ..nn.chains import Chain, channel_parameters, find_chains, reorder_
 from ..nn.compress import check_values
 from ..nn.weight import NMWeight
 from ..ops import Compressed
 from ..pattern import Pattern, PatternLike, RecipeError
 from ..recipes.methods.asp import ASP
+from ..recipes.methods.permutation import search_permutation
 from ..shards import is_sharded
 from ..train.handle import Handle
 from ..train.layer_names import check_names, listed, skips
@@ -27,13 +31,15 @@ from ..train.report import Pruned, Report
 from ..train.sparsify import FilterFn, LayerCandidate, check_groups, make_handle_, select
 from .base import OneShot, resolve, text
 from .data import batches_of, call
-from .ranks import agree, gathered, together
-from .relay import Forward, Relay, Unit
-from .results import Results, digest, owned
-from .units import Progress, prune_units, trace, write
+from .hessians import Hessians, PruningProblem, exact_gemms, problems_of
+from .ranks import agree, gathered, ranks, together
+from .relay import Forward, Relay, Unit, log
+from .results import Done, Results, digest, owned
+from .solve import solve
 
 SCARCE = 2
 """With fewer tokens per input the user is warned."""
+Progress = Callable[[int, int, str], None]
 
 
 def prune_(
@@ -107,23 +113,25 @@ def prune_(
             check_groups("prune_", values, group, pattern, chosen)
         pruning = Pruning(model, chosen, report, pattern, method, sequential, permute, values, group)
         relay = Relay(model, chosen, batches, forward or call, blocks, device)
+    state = [*model.named_parameters(), *model.named_buffers()]
     identity = {
         **pruning.settings,
         "blocks": None if blocks is None else list(blocks),
         "layers": list(pruning.layers),
-        "weights": digest([sample(c.matrix) for c in chosen] if folder is None else [*tensors_of(model)]),
+        # without a folder, some of the elements are enough to recognise a model
+        "weights": digest([c.matrix.reshape(-1)[:: max(1, c.matrix.numel() // 4096)] for c in chosen] if folder is None else state),
         "configuration": digest(configuration(model)),
     }
     agree("arguments or models", identity)
     shares = gathered((digest(batches), len(batches)))
     identity["data"] = shares[0][0] if len(shares) == 1 else digest(shares)
     compressed: dict[str, Compressed] = {}
-    with owned(None if folder is None else Path(folder), "another folder"):
+    with owned(None if folder is None else Path(folder)):
         pruning.run(relay, Results(folder, identity), identity["data"], sum(count for _, count in shares), progress)
         with torch.no_grad():
             for number in range(len(pruning.units)):
                 done = pruning.results.load(number)
-                write(model, done, pruning.layers, pruning.chains)
+                pruning.write(done)
                 compressed |= done.layers
     handle = make_handle_(model, ASP(pattern, score="existing"), chosen, report)
     for name, layer in handle.layers.items():
@@ -134,13 +142,9 @@ def prune_(
 
 @dataclass(eq=False)
 class Pruning:
-    """What ``prune_`` and ``prune_folder`` share: the ``chosen`` layers of ``model``, how they are pruned, and after ``run`` what has come
-    of it.
+    """What ``prune_`` and ``prune_folder`` share: the ``chosen`` layers of ``model``, how they are pruned, and after ``run`` the results.
 
-    Attributes:
-        report: on all layers; complete after ``run``.
-        results: those of ``units``, by number. The last unit has the layers that the first batches do not reach.
-        whole: as in ``Relay``.
+    ``results`` are those of ``units``, by number. The last unit has the layers that the first batches do not reach.
     """
 
     model: nn.Module
@@ -148,10 +152,10 @@ class Pruning:
     report: Report
     pattern: Pattern
     method: OneShot
-    sequential: bool
-    permute: bool
-    values: str | None
-    group: int | None
+    sequential: bool = True
+    permute: bool = False
+    values: str | None = None
+    group: int | None = None
     results: Results = field(init=False)
     units: list[Unit] = field(init=False)
     whole: str = field(init=False)
@@ -180,16 +184,24 @@ class Pruning:
 
         Args:
             data, batches: the digest and the number of the batches, for the report.
-            around: a context for all passes but those of ``trace``.
+            around: a context for all passes but those that find the order.
         """
+        self.results = results
         with relay.running():
-            trace(relay)
+            with together():
+                relay.trace()
+            self.whole = relay.whole = next(filter(None, gathered(relay.whole)), "")
+            if self.whole:
+                warnings.warn(
+                    f"prune_: the blocks cannot be run one by one: {self.whole}. So each pass runs the whole model, "
+                    "which takes longer and gives what the model itself computes.",
+                    stacklevel=3,
+                )
+            sources = [(unit.name, [(c.name, relay.sources[c.name]) for c in unit.layers]) for unit in relay.units]
+            agree("orders of layers in their first batches", sources)
+            self.units = [*relay.units, Unit("", relay.idle)]
             with around(relay):
-                prune_units(
-                    relay, self.pattern, self.method, results, self.chains, sequential=self.sequential, integers=self.integers,
-                    progress=progress,
-                )  # fmt: skip
-        self.results, self.units, self.whole = results, [*relay.units, Unit("", relay.idle)], relay.whole
+                self._prune(relay, progress)
         rows: dict[str, Pruned] = {}
         gains: dict[str, str] = {}
         for number, unit in enumerate(self.units):  # all files are read before anything is written
@@ -213,24 +225,170 @@ class Pruning:
                 stacklevel=3,
             )
 
+    def _prune(self, relay: Relay, progress: Progress | None) -> None:
+        """The loop over units: collect the inputs of a unit's layers, solve them, continue with the pruned unit's outputs."""
+        results = self.results
+        results.recognise(relay.behaviour)
+        begin, total = time.monotonic(), len(relay.units)
+        start = next((i for i in range(total) if i not in results), total)
+        with ExitStack() as live:
+            for number, unit in enumerate(relay.units):
+                seconds = (time.monotonic() - begin) / max(1, number - start) * (total - number)
+                if progress is not None:
+                    progress(number, total, unit.name)
+                left = f", {timedelta(seconds=round(seconds))} left" if number > start else ""
+                log.info("%s (%d of %d%s)", unit.name, number + 1, total, left)
+                names = [c.name for c in unit.layers]
+                with relay.resident(unit.block.module) if unit.block else nullcontext():
+                    fresh = number not in results
+                    if fresh:
+                        results.save(number, self._prune_unit(relay, unit))
+                    answers = unit.block is not None and not relay.whole
+                    if answers and self.sequential and names:
+                        with self.applied(results.load(number, names)), together():
+                            relay.run(unit)
+                    elif answers and not fresh:
+                        with together():
+                            relay.run(unit)
+                    relay.finish(unit)
+                if self.sequential and not answers:
+                    live.enter_context(self.applied(results.load(number, names)))
+            if total not in results:
+                # later batches may reach these; the others are pruned by magnitude
+                results.save(total, self._prune_unit(relay, self.units[-1]) if relay.idle else Done())
+        if progress is not None:
+            progress(total, total, "done")
+
+    def _prune_unit(self, relay: Relay, unit: Unit) -> Done:
+        """Collect the inputs of a unit's layers, and solve them."""
+        problems = [p for c in unit.layers for p in problems_of(c, relay.sources[c.name])]
+        hessians, done = Hessians(problems), Done()
+        with together(), hessians.collecting(relay.tokens):
+            relay.run(unit)
+        hessians.warn()
+        hessians.share()
+        if not problems:
+            return done
+        solved: dict[str, tuple[Tensor, Tensor, Pruned]] = {}
+        mine = _share(problems, *ranks())
+        with together(), exact_gemms(unit.layers[0].module.get_parameter(unit.layers[0].key).device):
+            means = {source: hessians.mean(source) for source in dict.fromkeys(p.source for p in problems)}
+            self._reorder(relay, unit, means, problems, done)
+            with self.applied(Done(orders=done.orders)):
+                matrices = {c.name: c.matrix for c in unit.layers}
+                for source in list(means):
+                    for p in problems:
+                        if p.source == source and p.name in mine:
+                            integers = self.integers if p.candidate.layout in MATRICES else None
+                            matrix = p.part(matrices[p.candidate.name])
+                            packed, row = solve(self.method, matrix, *means[source], self.pattern, integers)
+                            solved[p.name] = packed.values.cpu(), packed.indices.cpu(), row
+                    del means[source]
+        solved = {name: result for part in gathered(solved) for name, result in part.items()}
+        for c in unit.layers:
+            values, indices, _ = zip(*(solved[p.name] for p in problems if p.candidate is c), strict=True)
+            done.layers[c.name] = Compressed(torch.cat(values), torch.cat(indices), self.pattern, c.matrix_shape)
+        done.rows = {p.name: solved[p.name][2] for p in problems}
+        return done
+
+    def _reorder(
+        self, relay: Relay, unit: Unit, means: dict[str, tuple[Tensor, int]], problems: Sequence[PruningProblem], done: Done
+    ) -> None:
+        """Search an order for the channels of each chain that this unit's layers read, and put the Hessians of ``means`` into it.
+
+        All layers of a chain must be in this unit's block, or all outside blocks: elsewhere the stored outputs have another order.
+        """
+        layers = {p.candidate.name: p for p in problems if p.expert is None}
+        for chain in self.chains:
+            names = [name for name in chain.consumers if name in layers]
+            homes = {relay.block_of.get(self.model.get_submodule(name)) for name in (*chain.producers, *chain.consumers, *chain.between)}
+            if not names or homes != {unit.block}:
+                continue
+            scores = []
+            for name in names:
+                h, _ = means[layers[name].source]
+                scores.append((layers[name].candidate.matrix.to(h.dtype).abs() * h.diagonal().sqrt()).reshape(-1, chain.channels))
+            search = search_permutation(torch.cat(scores), self.pattern, progress=partial(log.info, "%s: %s", ", ".join(names)))
+            if search.after <= search.before:
+                done.gains.update(dict.fromkeys(names, "left alone: no order was found that keeps more"))
+                continue
+            gain = f"the mask keeps {search.after:.4f} of Wanda's score instead of {search.before:.4f}"
+            done.gains.update(dict.fromkeys(names, f"reordered with the outputs of {', '.join(chain.producers)}: {gain}"))
+            done.orders.append((names[0], search.order.tolist()))
+            for source in {layers[name].source for name in names}:
+                h, tokens = means[source]
+                # of a convolution the channels are innermost
+                order = torch.arange(len(h), device=h.device).view(-1, chain.channels)[:, search.order.to(h.device)].flatten()
+                means[source] = h[order][:, order], tokens
+
+    def write(self, done: Done) -> None:
+        """Put the results of a unit into the model."""
+        for reader, order in done.orders:
+            for tensor, dim in self._channels(reader):
+                reorder_(tensor.detach(), dim, torch.tensor(order))
+        for name, packed in done.layers.items():
+            c = self.layers[name]
+            parameter = c.module.get_parameter(c.key)
+            parameter.copy_(as_stored(packed.dense().to(parameter.device), c.layout, c.shape))
+        self._forget()
+
+    def _channels(self, reader: str) -> list[tuple[Tensor, int]]:
+        """What is reordered with the inputs of layer ``reader``, and along which dimensions."""
+        return [*channel_parameters(self.model, next(chain for chain in self.chains if reader in chain.consumers))]
+
+    def _forget(self) -> None:
+        """Drop what was computed from the weights as they were."""
+        torch.clear_autocast_cache()
+        for module in self.model.modules():
+            if isinstance(module, NMWeight):
+                module.effective.drop()
+
+    @contextmanager
+    def applied(self, done: Done) -> Iterator[None]:
+        """The model has the results of a unit inside, and what it had before afterwards."""
+        layers = [self.layers[name] for name in done.layers]
+        changed = [c.module.get_parameter(c.key) for c in layers] + [t for reader, _ in done.orders for t, _ in self._channels(reader)]
+        before = {id(t): (t, t.detach().clone()) for t in changed}
+        try:
+            with torch.no_grad():
+                self.write(done)
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, values in before.values():
+                    tensor.copy_(values)
+            self._forget()
+
+
+def _share(problems: Sequence[PruningProblem], count: int, rank: int) -> set[str]:
+    """The names of the problems that this rank solves: the largest first, each to the rank that has least to do."""
+    load, mine = [0] * count, set[str]()
+    for p in sorted(problems, key=lambda p: -p.shape[0] * p.shape[1] ** 2):
+        least = load.index(min(load))
+        load[least] += p.shape[0] * p.shape[1] ** 2
+        if least == rank:
+            mine.add(p.name)
+    return mine
+
 
 def choose(
     model: nn.Module, pattern: Pattern, filter_fn: FilterFn | None, method: OneShot, skip: Sequence[str] = ()
 ) -> tuple[list[LayerCandidate], Report]:
     """The layers to prune, and the report on all; ``skip`` as for ``prune_folder``."""
     chosen, report = select(model, pattern, filter_fn, ASP(pattern, score="existing"))
+
+    def leave(names: set[str], reason: str) -> None:
+        chosen[:] = [c for c in chosen if c.name not in names]
+        report.entries = [replace(e, sparse=False, reason=reason) if e.name in names else e for e in report.entries]
+
     if method.transposable:
-        why = f"transposable masks need out_features that are a multiple of M={pattern.m}"
         misfits = {c.name for c in chosen if c.layout not in MATRICES or c.matrix_shape[0] % pattern.m}
-        chosen = [c for c in chosen if c.name not in misfits]
-        report.entries = [replace(e, sparse=False, reason=why) if e.name in misfits else e for e in report.entries]
+        leave(misfits, f"transposable masks need out_features that are a multiple of M={pattern.m}")
     if not chosen:
         raise RecipeError(f"prune_: no layer of the model can be made {pattern} sparse:\n{report}")
     if skip:
         check_names("prune_folder: skip", skip, [c.name for c in chosen], skips, "layer to prune")
-        skipped = {c.name for c in chosen if any(skips(c.name, name) for name in skip)}
-        chosen = [c for c in chosen if c.name not in skipped]
-        report.entries = [replace(e, sparse=False, reason="named in skip") if e.name in skipped else e for e in report.entries]
+        leave({c.name for c in chosen if any(skips(c.name, name) for name in skip)}, "named in skip")
     if not chosen:
         raise RecipeError("prune_folder: skip leaves no layer to prune.")
     return chosen, report
@@ -278,20 +436,8 @@ def remove_hooks_(model: nn.Module) -> None:
             del module.__dict__["forward"]
 
 
-def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor | str]]:
-    """All weights and buffers by name; of one without memory its form."""
-    for name, t in (*model.named_parameters(), *model.named_buffers()):
-        yield name, f"{t.dtype} {tuple(t.shape)}" if t.is_meta else t
-
-
 def configuration(model: nn.Module) -> list[str]:
     """What its modules, and a model of transformers, say of their settings."""
     config: Any = getattr(model, "config", None)
     described = (model, config.to_dict() if hasattr(config, "to_dict") else None)
     return [re.sub(" at 0x[0-9a-f]+", "", repr(each)) for each in described]  # of a function, its place in memory
-
-
-def sample(matrix: Tensor) -> Tensor:
-    """Some of the elements of a weight, to recognise it."""
-    flat = matrix.reshape(-1)
-    return flat[:: max(1, len(flat) // 4096)]

@@ -38,12 +38,12 @@ def together() -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
-    problems = gathered("" if error is None else f"{type(error).__name__}: {error}")
+    problems = gathered(None if error is None else (isinstance(error, CheckpointError), f"{type(error).__name__}: {error}"))
     if error is not None:
         raise error
     for rank, problem in enumerate(problems):
-        if problem:
-            raise RecipeError(f"prune_: rank {rank} has failed with {problem}")
+        if problem is not None:
+            raise (CheckpointError if problem[0] else RecipeError)(f"prune_: rank {rank} has failed with {problem[1]}")
 
 
 def agree(what: str, value: object) -> None:
@@ -54,22 +54,14 @@ def agree(what: str, value: object) -> None:
         raise RecipeError(f"prune_: ranks 0 and {different[0]} have different {what}; all must prune the same model in the same way.")
 
 
-def by_first(make: Callable[[], T]) -> T:
-    """What ``make`` returns or raises on the first rank, which alone calls it."""
+def by_first(make: Callable[..., T], *args: Any) -> T:
+    """What ``make(*args)`` returns or raises on the first rank, which alone calls it."""
     count, rank = ranks()
-    if count == 1:
-        return make()
     outcome: list[Any] = [None]
-    error: Exception | None = None
-    if rank == 0:
-        try:
-            outcome = [(make(), "")]
-        except Exception as caught:
-            error, outcome = caught, [(None, str(caught) or type(caught).__name__)]
-    torch.distributed.broadcast_object_list(outcome)
-    if error is not None:
-        raise error
-    value, problem = outcome[0]
-    if problem:
-        raise CheckpointError(problem)
+    with together():
+        if rank == 0:
+            outcome = [make(*args)]
+    if count > 1:
+        torch.distributed.broadcast_object_list(outcome)
+    value: T = outcome[0]
     return value

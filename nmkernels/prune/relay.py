@@ -17,25 +17,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..pattern import CheckpointError, NMError, RecipeError
 from ..train.sparsify import LayerCandidate
-from .data import call, copied, described, moved
+from .data import call, copied, described, first_line, moved, padding
 from .hessians import windows_of
-from .trial import Calls, Sketches, alike, finite_weights, first_line, sketch
 
 log = logging.getLogger("nmkernels.prune")
 log.addHandler(logging.NullHandler())
 
 Forward = Callable[[nn.Module, Any], Any]
 """``forward(model, batch)``: runs the model on one batch of the user's data."""
-
-
 TRIAL = 2
 """Batches on which the relay is compared with the model: a second one shows whether a block reuses what the first one left behind."""
 
@@ -71,7 +70,7 @@ def block_lists(model: nn.Module, layers: Sequence[LayerCandidate], names: Seque
     """The lists of blocks of ``model``: every outermost ``ModuleList`` or ``Sequential`` of two or more modules of at most two classes that
     have layers to prune inside; or the modules ``names``, whose children are the blocks.
     """
-    modules = {name: module for name, module in model.named_modules()}
+    modules = dict(model.named_modules())
     if names is not None:
         for name in names:
             if name not in modules or not list(modules[name].children()):
@@ -102,13 +101,6 @@ class Relay:
         blocks: see ``block_lists``.
         device: where blocks run; None: where they are.
         resident: a context in which the weights of a module are on that device, entered again inside too; default ``on_device``.
-
-    Attributes:
-        units: in the order in which the model runs them, once ``trace`` was called.
-        idle: the layers outside blocks that the first batches did not reach.
-        rereads: whether the model reads outputs of blocks that are not the last of their list, so that all are stored.
-        behaviour: layer -> a number that its inputs in the first batches give.
-        whole: why no block can answer from a store, so that each pass runs the whole model; "" if they can.
     """
 
     def __init__(
@@ -125,34 +117,41 @@ class Relay:
         self.device, self.resident = device, resident or partial(on_device, device=device)
         lists = block_lists(model, layers, blocks)
         self.blocks = [Block(f"{name}.{i}", block, name) for name, members in lists.items() for i, block in enumerate(members)]
-        self.units: list[Unit] = []
-        self.idle: list[LayerCandidate] = []
-        self.rereads, self.whole = False, ""
-        self.behaviour: dict[str, float] = {}
-        self._sources: dict[str, str] = {}
+        self.units: list[Unit] = []  # in the order in which the model runs them
+        self.idle: list[LayerCandidate] = []  # the layers outside blocks that the first batches did not reach
+        self.rereads = False  # whether the model reads outputs of blocks that are not the last of their list, so that all are stored
+        self.whole = ""  # why no block can answer from a store, so that each pass runs the whole model
+        self.behaviour: dict[str, float] = {}  # of each layer a number that its inputs in the first batches give
+        self.sources = {c.name: c.name for c in layers}  # of each layer the first one that has its input
+        self.block_of: dict[nn.Module, Block] = {}  # the block that a module is in, among those that are pruned as such
         self._events: list[Block | LayerCandidate] = []
         self._batch = 0
         self._target: Block | None = None
         self._until: Block | None = None
         self._outputs: list[Any] = []
-        # of the last finished block of each list, from which the model reads on; the blocks before it answer with the same
-        self._last: dict[str, Block] = {}
-        self._answers: dict[Block, list[Any]] = {}
+        # of the last finished block of each list, from which the model reads on, and the blocks before it answer with the same; or of each
+        self._answers: dict[str, list[Any]] = {}
 
     # ---- passes
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """The relay answers for the model's blocks; the model is in eval mode, without gradients. Everything is restored at the end."""
-        modes = {module: module.training for module in self.model.modules()}
+        modes, cached = {module: module.training for module in self.model.modules()}, torch.is_autocast_cache_enabled()
         before = {block.module: block.module.__dict__.get("forward") for block in self.blocks}
         try:
             self.model.eval()
             for block in self.blocks:
                 block.module.__dict__["forward"] = partial(self._call, block, block.module.forward)
-            with torch.inference_mode(False), torch.no_grad(), uncached_autocast(), uncompiled():
+            # torch.compile would trace the relay and its hooks; without torch._dynamo, which takes a second to import, nothing is compiled
+            as_written = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+            # inside the caller's autocast, weights are cast at every use: its cache would not see that they are pruned
+            torch.set_autocast_cache_enabled(False)
+            torch.clear_autocast_cache()
+            with torch.inference_mode(False), torch.no_grad(), as_written:
                 yield
         finally:
+            torch.set_autocast_cache_enabled(cached)
             for module, forward in before.items():
                 module.__dict__.pop("forward", None)
                 if forward is not None:
@@ -163,8 +162,7 @@ class Relay:
     def _call(self, block: Block, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._events.append(block)
         if block.finished:
-            last = self._last[block.list_name]
-            return copied(self._answers[block if self.rereads else last][self._batch])
+            return copied(self._answers[block.name if self.rereads else block.list_name][self._batch])
         if block is self._until:
             raise _Stop
         home = next((t.device for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
@@ -192,22 +190,12 @@ class Relay:
     def finish(self, unit: Unit) -> None:
         """From now on the block of ``unit`` answers with the outputs of its last pass, if blocks can."""
         block, outputs, self._outputs = unit.block, self._outputs, []
-        if block is None or self.whole:
-            return
-        last = self._last.get(block.list_name)
-        if last is not None and not self.rereads:
-            del self._answers[last]
-        self._answers[block], self._last[block.list_name], block.finished = outputs, block, True
+        if block is not None and not self.whole:
+            self._answers[block.name if self.rereads else block.list_name], block.finished = outputs, True
 
-    @property
-    def batch(self) -> Any:
-        """The batch that the present pass runs."""
-        return self.batches[self._batch]
-
-    @property
-    def number(self) -> int:
-        """The number of that batch, from 1."""
-        return self._batch + 1
+    def tokens(self, x: Tensor) -> tuple[int, Tensor | None]:
+        """(the number of the batch that the present pass runs, from 1; which rows of a layer's input ``x`` are tokens)."""
+        return self._batch + 1, padding(self.model, self.batches[self._batch], x)
 
     def output(self, number: int) -> Any:
         """The model's output for batch ``number``, from 0."""
@@ -222,9 +210,6 @@ class Relay:
 
         Modules that run more than once in a pass do not count as blocks. Where the model reads outputs of earlier blocks again (in a
         multi-modal model those of the last but one block of its vision tower, for instance), those of all blocks are stored.
-
-        Raises:
-            RecipeError: the model cannot run these batches, or has weights that are not finite.
         """
         batches, self.batches = self.batches, self.batches[:TRIAL]
         try:
@@ -246,9 +231,8 @@ class Relay:
         """What every layer gets and what the model returns, in whole passes; finds the units."""
         first: list[Block | LayerCandidate] = []
         calls: Counter[int] = Counter()
-        calling = Calls()
         outputs: Sketches = []
-        with self._noting(self.layers, calling), finite_weights(self.model, self.layers):
+        with self._noting(self.layers) as (inputs, numbers), finite_weights(self.model, self.layers):
             for number, batch in enumerate(self.batches):
                 try:
                     output = self.output(number)
@@ -265,20 +249,21 @@ class Relay:
                 calls |= Counter(map(id, self._events))
         repeated = {block.list_name for block in self.blocks if calls[id(block)] > 1}
         known = [block for block in self.blocks if block.list_name not in repeated and block in first]
-        self._sources = calling.sources({c.name: windows_of(c) for c in self.layers})
+        same: dict[tuple[object, ...], str] = {}
+        reached = [c for c in self.layers if c.name in numbers]
+        self.sources |= {c.name: same.setdefault((windows_of(c), *numbers[c.name]), c.name) for c in reached}
         self._order(first, known)
-        return calling.inputs, outputs
+        return inputs, outputs
 
     def _difference(self, inputs: dict[str, Sketches], outputs: Sketches) -> str:
         """Replay the batches as pruning will, with dense weights: the first thing that is not as in whole passes, or ""."""
         try:
             for unit in self.units:
-                calling = Calls()
-                with self.resident(unit.block.module) if unit.block else nullcontext(), self._noting(unit.layers, calling):
+                with self.resident(unit.block.module) if unit.block else nullcontext(), self._noting(unit.layers) as (present, _):
                     self.run(unit)
                 self.finish(unit)
                 for c in unit.layers:
-                    if not alike(calling.inputs.get(c.name, []), inputs.get(c.name, [])):
+                    if not alike(present.get(c.name, []), inputs.get(c.name, [])):
                         return f"layer {c.name!r} gets other inputs when blocks before it answer from a store"
             again = [each for number in range(len(self.batches)) for each in sketch(self.output(number))]
             return "" if alike(again, outputs) else "the model has other outputs when its blocks answer from a store"
@@ -287,21 +272,34 @@ class Relay:
         except Exception as error:
             return f"when blocks answer from a store, {type(error).__name__}: {first_line(error)}"
         finally:
-            self._last, self._answers, self._outputs = {}, {}, []
+            self._answers, self._outputs = {}, []
             for block in self.blocks:
                 block.finished = False
 
     @contextmanager
-    def _noting(self, layers: Sequence[LayerCandidate], calling: Calls) -> Iterator[None]:
-        """Note what ``layers`` get in the passes inside."""
+    def _noting(self, layers: Sequence[LayerCandidate]) -> Iterator[tuple[dict[str, Sketches], dict[str, list[int]]]]:
+        """Note what ``layers`` get in the passes inside, by name: the sketches of all tensors, call by call; and of each call the number of
+        the call that first got the same tensor.
+        """
+        inputs: dict[str, Sketches] = {}
+        numbers: dict[str, list[int]] = {}
+        seen, calls = WeakTensorKeyDictionary(), count()
 
         def note(c: LayerCandidate, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._events.append(c)
-            calling.add(c.name, args, kwargs)
+            inputs.setdefault(c.name, []).extend(sketch((args, kwargs)))
+            x, number = next(iter((*args, *kwargs.values())), None), next(calls)
+            if isinstance(x, Tensor):
+                version, first = seen.get(x, (None, 0))
+                if version == x._version:
+                    number = first
+                else:
+                    seen[x] = x._version, number
+            numbers.setdefault(c.name, []).append(number)
 
         hooks = [c.module.register_forward_pre_hook(partial(note, c), with_kwargs=True) for c in layers]
         try:
-            yield
+            yield inputs, numbers
         finally:
             for hook in hooks:
                 hook.remove()
@@ -309,17 +307,17 @@ class Relay:
     def _order(self, events: list[Block | LayerCandidate], blocks: list[Block]) -> None:
         first = {id(event): number for number, event in reversed(list(enumerate(events)))}
         last = {id(event): number for number, event in enumerate(events)}
-        of = {id(part): block for block in blocks for part in block.module.modules()}
+        self.block_of = {part: block for block in blocks for part in block.module.modules()}
         units = {id(block): Unit(block.name, block=block) for block in blocks}
         begin = {id(unit): first[id(unit.block)] for unit in units.values()}
         outside: dict[str, Unit] = {}
         for c in self.layers:
-            if (block := of.get(id(c.module))) is not None:
+            if (block := self.block_of.get(c.module)) is not None:
                 units[id(block)].layers.append(c)  # an expert that only later batches reach among them
             elif id(c) not in first:
                 self.idle.append(c)
             else:
-                unit = outside.setdefault(self.source(c), Unit(self.source(c)))
+                unit = outside.setdefault(self.sources[c.name], Unit(self.sources[c.name]))
                 unit.layers.append(c)
                 begin[id(unit)] = min(begin.get(id(unit), len(events)), first[id(c)])
         for unit in outside.values():
@@ -327,15 +325,6 @@ class Relay:
             later = [block for block in blocks if first[id(block)] > end]
             unit.until = min(later, key=lambda block: first[id(block)], default=None)
         self.units = sorted((*units.values(), *outside.values()), key=lambda unit: begin[id(unit)])
-
-    def block_of(self, module: nn.Module) -> Block | None:
-        """The block, among those that are pruned as such, that ``module`` is in."""
-        blocks = (unit.block for unit in self.units if unit.block is not None)
-        return next((block for block in blocks if any(part is module for part in block.module.modules())), None)
-
-    def source(self, c: LayerCandidate) -> str:
-        """The name of the first layer that has the input of ``c``."""
-        return self._sources.get(c.name, c.name)
 
 
 @contextmanager
@@ -352,19 +341,65 @@ def on_device(module: nn.Module, device: torch.device | None) -> Iterator[None]:
         module.to(homes.pop())
 
 
-def uncompiled() -> AbstractContextManager[Any]:
-    """Compiled modules run as they were written: torch.compile would trace the relay and its hooks, again for each of them."""
-    # without torch._dynamo, which takes a second to import, nothing is compiled
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+# ---- the trial: what layers get in a pass, in short, so that two passes can be compared without keeping their tensors
+
+VECTORS = 4
+"""Fixed random vectors whose products with a tensor's rows stand for it; a difference is orthogonal to all of them by chance only."""
+NARROW, WIDE = 2e-2, 1e-3
+"""The relative difference of two passes that is rounding, with 16-bit numbers and with others."""
+LARGEST = 1e15
+"""Logits are masked by the least number of their dtype, whose products would be infinite."""
+Sketches = list[tuple[Tensor, float]]
+"""(products, the relative difference that is rounding) of each tensor."""
+
+
+def sketch(values: Any) -> Sketches:
+    """The sketches of all tensors in ``values``: of t ``(..., d)`` the products t V, V ``(d, VECTORS)``, in fp32; NaN and inf are 0."""
+    return [(_products(t.detach()), NARROW if t.dtype.itemsize == 2 else WIDE) for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
+
+
+def _products(t: Tensor) -> Tensor:
+    if not t.numel():
+        return torch.zeros(0, VECTORS)
+    t = torch.view_as_real(t) if t.is_complex() else t
+    rows = t.reshape(-1, t.shape[-1] if t.dim() else 1).to(torch.float32).nan_to_num(0.0, 0.0, 0.0)
+    rows = rows.clamp(-LARGEST, LARGEST)
+    vectors = torch.randn(rows.shape[1], VECTORS, generator=torch.Generator().manual_seed(0))
+    with torch.autocast(t.device.type, enabled=False):
+        return (rows @ vectors.to(t.device)).cpu()
+
+
+def alike(one: Sketches, other: Sketches) -> bool:
+    """Whether the tensors are the same up to rounding."""
+    return len(one) == len(other) and all(
+        a.shape == b.shape and float((a - b).norm()) <= most * float(b.norm()) for (a, most), (b, _) in zip(one, other, strict=True)
+    )
 
 
 @contextmanager
-def uncached_autocast() -> Iterator[None]:
-    """Inside the caller's autocast, weights are cast at every use: its cache would not see that they are pruned."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    torch.clear_autocast_cache()
+def finite_weights(model: nn.Module, layers: Sequence[LayerCandidate]) -> Iterator[None]:
+    """Raise RecipeError if a module that runs inside has a weight with NaN, or one of ``layers`` with inf."""
+    pruned = {(c.module, c.key) for c in layers}
+    seen = set[nn.Module]()
+
+    def check(name: str, module: nn.Module, args: Any) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        for key, weight in module._parameters.items():
+            if weight is None or not weight.is_floating_point() or weight.is_meta:
+                continue
+            wrong = ~weight.isfinite() if (module, key) in pruned else weight.isnan()
+            if many := int(wrong.sum()):
+                raise RecipeError(
+                    f"prune_: the weight {f'{name}.{key}' if name else key!r} has {many} elements that are "
+                    f"{'NaN or infinite' if (module, key) in pruned else 'NaN'}; load or train the model again. A weight of float16 may "
+                    "have overflowed."
+                )
+
+    hooks = [m.register_forward_pre_hook(partial(check, name)) for name, m in model.named_modules() if m._parameters]
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(before)
+        for hook in hooks:
+            hook.remove()

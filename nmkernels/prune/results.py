@@ -13,7 +13,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from math import inf, isclose
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..export.tensors import quote, read, write
 from ..files import atomic_write, lock_file, writing
 from ..ops import Compressed
 from ..pattern import CheckpointError, Pattern
@@ -37,62 +37,49 @@ CLOSE = 1e-2
 
 
 @contextmanager
-def owned(folder: Path | None, instead: str) -> Iterator[None]:
-    """No other run uses ``folder``, which is created; ranks use it together. ``instead``: as for ``lock_file``.
-
-    Raises:
-        CheckpointError: another run does, or it cannot be written.
-    """
+def owned(folder: Path | None) -> Iterator[None]:
+    """No other run uses ``folder``, which is created; ranks use it together. CheckpointError if another run does."""
     if folder is None:
         yield
         return
-    handle: int | None = by_first(partial(_own, folder, instead))
+    handle = by_first(_own, folder)
     try:
         yield
     finally:
-        if handle is not None and ranks()[1] == 0:
+        if ranks()[1] == 0:
             (folder / LOCK).unlink(missing_ok=True)
             os.close(handle)
 
 
-def _own(folder: Path, instead: str) -> int:
+def _own(folder: Path) -> int:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    return lock_file(folder / LOCK, instead)
+    return lock_file(folder / LOCK, "another folder")
 
 
 @dataclass
 class Done:
-    """The result of one unit.
-
-    Args:
-        layers: name -> the layer's matrix, compressed.
-        rows: of the report, by problem.
-        orders: of channels that were permuted before: (the name of a layer that reads them, their order).
-        gains: what that brought, or why it was left, by layer.
-    """
+    """The result of one unit: its layers' compressed matrices, and the rows of the report by problem."""
 
     layers: dict[str, Compressed] = field(default_factory=dict)
     rows: dict[str, Pruned] = field(default_factory=dict)
     orders: list[tuple[str, list[int]]] = field(default_factory=list)
+    """Of channels that were permuted before: (the name of a layer that reads them, their order)."""
     gains: dict[str, str] = field(default_factory=dict)
+    """What that brought, or why it was left, by layer."""
 
 
 class Results:
     """The results of all units, by number; in ``folder`` if there is one, which the first rank alone reads and writes for all.
 
-    Args:
-        identity: what must agree for an earlier run to be continued.
-
-    Raises:
-        CheckpointError: the folder holds another run, or other files.
+    ``identity``: what must agree for an earlier run to be continued; else it raises CheckpointError, as for damaged or other files.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, identity: Mapping[str, Any]) -> None:
         self.folder = None if folder is None else Path(folder)
         self._memory: dict[int, Done] = {}
         if self.folder is not None:
-            by_first(partial(self._claim, self.folder, {"format": FORMAT, **identity}))
+            by_first(self._claim, self.folder, {"format": FORMAT, **identity})
 
     def _claim(self, folder: Path, identity: dict[str, Any]) -> None:
         path = folder / RUN
@@ -110,7 +97,7 @@ class Results:
         for key, value in identity.items():
             if before.get(key) != value:
                 raise CheckpointError(
-                    f"{folder} holds the results of another run: its {key} is {_short(before.get(key))}, not {_short(value)}. Pass another "
+                    f"{folder} holds the results of another run: its {key} is {quote(before.get(key))}, not {quote(value)}. Pass another "
                     "folder, or delete this one."
                 )
 
@@ -118,12 +105,9 @@ class Results:
         """The model must do what it did when the results were made: ``behaviour`` has, for each layer, a number that its inputs give.
 
         Files and settings say what a model is, but not what code runs it: the user's ``forward=``, or a library's version.
-
-        Raises:
-            CheckpointError: a layer gets different inputs now.
         """
         if self.folder is not None:
-            by_first(partial(self._recognise, self.folder, dict(behaviour)))
+            by_first(self._recognise, self.folder, dict(behaviour))
 
     def _recognise(self, folder: Path, behaviour: dict[str, float]) -> None:
         run = _read_json(folder / RUN)
@@ -152,48 +136,36 @@ class Results:
         if self.folder is None:
             self._memory[number] = done
         else:
-            by_first(partial(self._write, number, done))
+            by_first(self._write, number, done)
 
     def _write(self, number: int, done: Done) -> None:
-        import safetensors.torch  # only needed here
-
         tensors = {f"{name}.{end}": getattr(c, end) for name, c in done.layers.items() for end in ENDS}
         layers = {name: [str(c.pattern), *c.shape] for name, c in done.layers.items()}
-        about = {
-            "digest": digest(tensors),
-            "layers": layers,
-            "rows": {name: asdict(row) for name, row in done.rows.items()},
-            "orders": done.orders,
-            "gains": done.gains,
-        }
+        rows = {name: asdict(row) for name, row in done.rows.items()}
+        about = {"digest": digest(tensors), "layers": layers, "rows": rows, "orders": done.orders, "gains": done.gains}
         # a unit may have no layer, and safetensors no file without a tensor
-        tensors = {name: t.cpu().contiguous() for name, t in tensors.items()} or {"": torch.empty(0)}
-        atomic_write(self.path(number), lambda file: safetensors.torch.save_file(tensors, file, {"nmkernels": json.dumps(about)}))
+        write(self.path(number), tensors or {"": torch.empty(0)}, {"nmkernels": json.dumps(about)})
 
     def load(self, number: int, layers: Sequence[str] | None = None) -> Done:
-        """The result of a finished unit, which has these ``layers`` if they are known.
-
-        Raises:
-            CheckpointError: its file is damaged, or belongs to other layers.
-        """
-        return self._memory[number] if self.folder is None else by_first(partial(self._read, number, layers))
+        """The result of a finished unit, which has these ``layers`` if they are known."""
+        return self._memory[number] if self.folder is None else by_first(self._read, number, layers)
 
     def _read(self, number: int, expected: Sequence[str] | None) -> Done:
-        from safetensors import SafetensorError, safe_open
-
         path = self.path(number)
         try:
-            with safe_open(path, "pt") as file:
-                about = json.loads(file.metadata()["nmkernels"])
-                parts = {name: (file.get_tensor(f"{name}.values"), file.get_tensor(f"{name}.indices")) for name in about["layers"]}
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            contents = read(path)
+            about = json.loads(contents.metadata["nmkernels"])
+            tensors = {f"{name}.{end}": contents.tensors[f"{name}.{end}"] for name in about["layers"] for end in ENDS}
+        except (CheckpointError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged ({error}); delete it, and this unit is pruned again.") from error
-        tensors = {f"{name}.{end}": t for name, pair in parts.items() for end, t in zip(ENDS, pair, strict=True)}
         if about.get("digest") != digest(tensors):
             raise CheckpointError(f"{path} is damaged: it does not hold what was written; delete it, and this unit is pruned again.")
-        if expected is not None and sorted(parts) != sorted(expected):
-            raise CheckpointError(f"{path} holds {listed(parts)}, not {listed(expected)}; delete {path.parent} to start again.")
-        layers = {name: Compressed(*parts[name], Pattern(pattern), tuple(shape)) for name, (pattern, *shape) in about["layers"].items()}
+        if expected is not None and sorted(about["layers"]) != sorted(expected):
+            raise CheckpointError(f"{path} holds {listed(about['layers'])}, not {listed(expected)}; delete {path.parent} to start again.")
+        layers = {
+            name: Compressed(tensors[f"{name}.values"], tensors[f"{name}.indices"], Pattern(pattern), tuple(shape))
+            for name, (pattern, *shape) in about["layers"].items()
+        }
         rows = {name: Pruned(**row) for name, row in about["rows"].items()}
         return Done(layers, rows, [(name, order) for name, order in about["orders"]], about["gains"])
 
@@ -206,20 +178,16 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def digest(values: Any) -> str:
-    """The first 16 hexadecimal digits of a SHA-256 over all tensors and plain values in ``values``."""
+    """The first 16 hexadecimal digits of a SHA-256 over all tensors and plain values in ``values``; of one without memory its form."""
     sha = hashlib.sha256()
     leaves, structure = pytree.tree_flatten(values)
     sha.update(repr(structure).encode())
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             sha.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            plain: Any = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            sha.update(plain)
+            if not leaf.is_meta:
+                plain: Any = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                sha.update(plain)
         else:
             sha.update(repr(leaf).encode())
     return sha.hexdigest()[:16]
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else f"{text[:76]}..."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..pattern import CheckpointError, NMError, Pattern, RecipeError
@@ -23,10 +23,24 @@ class Composite(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.inner is not None:
-            inner = as_inner(self, self.inner)
-            object.__setattr__(self, "inner", inner)
-            object.__setattr__(self, "final", inner.final)
+        if self.inner is None:
+            return
+        kind, inner, total = type(self).__name__, self.inner, self.total_steps
+        if isinstance(inner, str):
+            _, pattern, options = parse(inner)
+            config = {} if pattern is not None or "pattern" in options else {"pattern": self.pattern}
+            if total is not None and "total_steps" not in options:
+                config["total_steps"] = total
+            inner = get(inner, **config)
+        if not isinstance(inner, Recipe):
+            raise RecipeError(f"{kind}: inner={inner!r} must be a recipe, or its name such as 'srste' or 'mdgf(end=0.8)'.")
+        if inner.pattern != self.pattern:
+            raise RecipeError(
+                f"{kind}: the inner recipe {type(inner).__name__} is {inner.pattern} and {kind} itself {self.pattern}; give both the same "
+                f'pattern, as in {kind}("{inner.pattern}", inner={type(inner).__name__}("{inner.pattern}", ...)).'
+            )
+        object.__setattr__(self, "inner", inner if total is None else of_length(inner, total))
+        object.__setattr__(self, "final", inner.final)
 
     def active(self, state: State) -> tuple[Recipe, State]:
         """The recipe in charge in ``state``, and its own state; both states are empty before an optimizer is attached."""
@@ -38,40 +52,19 @@ def _delegate(name: str, member: Any) -> Any:
     if isinstance(member, property):
         return property(lambda self: getattr(self.active({})[0], name), doc=member.__doc__)
 
-    @functools.wraps(member)
-    def of_state(self: Composite, state: State, *args: Any) -> Any:
-        inner, inner_state = self.active(state)
-        return getattr(inner, name)(inner_state, *args)
+    of_state = "state" in inspect.signature(member).parameters
 
     @functools.wraps(member)
-    def stateless(self: Composite, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.active({})[0], name)(*args, **kwargs)
+    def delegated(self: Composite, *args: Any, **kwargs: Any) -> Any:
+        inner, state = self.active(args[0] if of_state else {})
+        return getattr(inner, name)(*([state, *args[1:]] if of_state else args), **kwargs)
 
-    return of_state if "state" in inspect.signature(member).parameters else stateless
+    return delegated
 
 
 for _name, _member in vars(Recipe).items():
     if (callable(_member) or isinstance(_member, property)) and not _name.startswith("_"):
         setattr(Composite, _name, _delegate(_name, _member))
-
-
-def as_inner(outer: Recipe, inner: Recipe | str) -> Recipe:
-    """``inner`` as a recipe with the pattern and, where it has one, the length of ``outer``."""
-    kind, total = type(outer).__name__, outer.total_steps
-    if isinstance(inner, str):
-        _, pattern, options = parse(inner)
-        config = {} if pattern is not None or "pattern" in options else {"pattern": outer.pattern}
-        if total is not None and "total_steps" not in options:
-            config["total_steps"] = total
-        inner = get(inner, **config)
-    if not isinstance(inner, Recipe):
-        raise RecipeError(f"{kind}: inner={inner!r} must be a recipe, or its name such as 'srste' or 'mdgf(end=0.8)'.")
-    if inner.pattern != outer.pattern:
-        raise RecipeError(
-            f"{kind}: the inner recipe {type(inner).__name__} is {inner.pattern} and {kind} itself {outer.pattern}; give both the same "
-            f'pattern, as in {kind}("{inner.pattern}", inner={type(inner).__name__}("{inner.pattern}", ...)).'
-        )
-    return inner if total is None else of_length(inner, total)
 
 
 @functools.lru_cache(maxsize=256)
@@ -109,7 +102,7 @@ def first_stage(recipe: Recipe) -> Stage:
 def check_state(recipe: Recipe, state: Any, group: dict[str, Any]) -> None:
     """Raise ``CheckpointError`` unless a run of ``recipe`` can resume from ``state``, which a checkpoint holds.
 
-    Pattern and recipe must be the same, and the settings of ``must_match``; likewise those of an inner recipe that has begun.
+    Pattern and recipe must be the same, and the settings that say so; likewise those of an inner recipe that has begun.
     """
     theirs = state.get("spec") if isinstance(state, dict) else None
     mine = spec(recipe)
@@ -123,32 +116,18 @@ def check_state(recipe: Recipe, state: Any, group: dict[str, Any]) -> None:
     missing = sorted(set(recipe.first_state(group)) - set(state) - set(recipe._optional_state))
     if missing:
         raise CheckpointError(f"the checkpoint's recipe state is incomplete or comes from another version: it has no {', '.join(missing)}.")
-    same = set(must_match(recipe, state))
-    then = {f.name: _present_name(f, theirs.get(f.name)) for f in fields(recipe) if f.name in same}
+    kinds = {f.name: f.metadata.get("resume") or recipe._resume for f in fields(recipe)}
+    same = [name for name, kind in kinds.items() if kind == "same" or (kind == "until inner" and "inner" not in state)]
+    then = {name: recipe._renamed.get(str(theirs.get(name)), theirs.get(name)) for name in same}
     changed = [f"{key} is {value} there and {mine[key]} here" for key, value in then.items() if value != mine[key]]
     if changed:
         raise CheckpointError(f"the checkpoint was written under another schedule: {'; '.join(changed)}. Resume with the same settings.")
     if isinstance(recipe, Composite):
         inner, inner_state = recipe.active(state)
         if inner_state is state:
-            inner_state = {**state, "spec": _spec_of(theirs.get("inner"))}
+            try:
+                inner_state = {**state, "spec": spec(get(str(theirs.get("inner"))))}
+            except (TypeError, NMError) as error:
+                raise CheckpointError(f"the checkpoint's inner recipe comes from another version of nmkernels: {error}") from error
         if inner_state:
             check_state(inner, inner_state, group)
-
-
-def must_match(recipe: Recipe, state: State) -> list[str]:
-    """The settings that must be the same in a run resumed from ``state``."""
-    kinds = {f.name: f.metadata.get("resume", recipe._resume) for f in fields(recipe)}
-    return [name for name, kind in kinds.items() if kind == "same" or (kind == "until inner" and "inner" not in state)]
-
-
-def _present_name(f: Field[Any], value: Any) -> Any:
-    """``value`` of a setting in a checkpoint, by the name that it has now."""
-    return f.metadata.get("renamed", {}).get(value, value) if isinstance(value, str) else value
-
-
-def _spec_of(text: Any) -> dict[str, Any]:
-    try:
-        return spec(get(str(text)))
-    except (TypeError, NMError) as error:
-        raise CheckpointError(f"the checkpoint's inner recipe comes from another version of nmkernels: {error}") from error

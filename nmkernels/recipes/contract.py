@@ -64,25 +64,18 @@ class Span:
 
 
 def rank_for(rank: float | int, shape: tuple[int, ...]) -> int:
-    """The rank of an adapter of a weight of ``shape``: ``rank`` if whole, else that share of the smaller side, at least 1; 0 for none.
-
-    Example:
-        >>> rank_for(4, (256, 64)), rank_for(0.1, (256, 64)), rank_for(0.001, (256, 64)), rank_for(0.0, (256, 64))
-        (4, 6, 1, 0)
-    """
-    if isinstance(rank, int) or rank == 0:
-        return int(rank)
-    return max(1, round(rank * min(shape[-2:])))
+    """The rank of an adapter of a weight of ``shape``: ``rank`` if whole, else that share of the smaller side, at least 1; 0 for none."""
+    return int(rank) if isinstance(rank, int) or rank == 0 else max(1, round(rank * min(shape[-2:])))
 
 
 def truncate(spans: Iterable[Span], steps: int) -> list[Span]:
     """The first ``steps`` steps of consecutive ``spans``; the last span continues if they are too short."""
     *most, last = spans
-    result, left = [], steps
+    result = []
     for span in (*most, replace(last, steps=steps)):
-        if taken := min(span.steps, left):
+        if taken := min(span.steps, steps):
             result.append(replace(span, steps=taken))
-        left -= taken
+        steps -= taken
     return result
 
 
@@ -195,20 +188,16 @@ def setting(default: Any, fits: Callable[[Any], bool], wanted: str, none: str = 
         resume: ``"any"``: a resumed run may differ from its checkpoint; ``"same"``: it may not. By default it may not in a
             ``ScheduledRecipe``, whose steps have been counted by it.
     """
-    metadata = {"fits": fits, "wanted": wanted}
+    metadata = {"fits": fits, "wanted": wanted, "resume": resume}
     if none:
-        metadata = {"fits": lambda x: x is None or fits(x), "wanted": f"{wanted}, or None {none}"}
-    return field(default=default, metadata={**metadata, **({"resume": resume} if resume else {})})
+        metadata |= {"fits": lambda x: x is None or fits(x), "wanted": f"{wanted}, or None {none}"}
+    return field(default=default, metadata=metadata)
 
 
 def number(default: float | None, above: bool = False, none: str = "") -> Any:
     """A finite number of at least 0 or ``above`` it, as infinity times a kept weight's zero would be NaN; ``none`` as for ``count``."""
-
-    def fits(x: Any) -> bool:
-        value = as_number(x)
-        return value is not None and value >= 0 and not (above and value == 0)
-
-    return setting(default, fits, f"must be a finite number {'above' if above else 'of at least'} 0", none)
+    wanted = f"must be a finite number {'above' if above else 'of at least'} 0"
+    return setting(default, lambda x: (value := as_number(x)) is not None and (value > 0 if above else value >= 0), wanted, none)
 
 
 def count(default: int | None, least: int = 0, none: str = "", resume: str = "") -> Any:
@@ -216,15 +205,10 @@ def count(default: int | None, least: int = 0, none: str = "", resume: str = "")
     return setting(default, lambda x: as_int(x) is not None and x >= least, f"must be a whole number of at least {least}", none, resume)
 
 
-def choice(default: Any, *others: Any, resume: str = "", renamed: Mapping[str, str] | None = None) -> Any:
-    """One of the given values, the first one by default.
-
-    Args:
-        renamed: names that earlier versions had, and what they are called now: the error says so, and a checkpoint may have them.
-    """
+def choice(default: Any, *others: Any, resume: str = "") -> Any:
+    """One of the given values, the first one by default."""
     known = (default, *others)
-    chosen = setting(default, lambda x: x in known, f"is unknown; choose one of {', '.join(map(str, known))}", resume=resume)
-    return field(default=default, metadata={**chosen.metadata, "renamed": renamed or {}})
+    return setting(default, lambda x: x in known, f"is unknown; choose one of {', '.join(map(str, known))}", resume=resume)
 
 
 def flag(default: bool) -> Any:
@@ -241,27 +225,6 @@ def random_seed(default: int | None = None) -> Any:
 # ---- recipes
 
 
-class HeldMasks(Protocol):
-    """The masks of a run that are chosen once; ``masks`` has those of layers that hold one, bool ``(out, in)`` by name."""
-
-    masks: dict[str, Tensor]
-
-    def check_inputs(self) -> None:
-        """Raise ``RecipeError`` where the scores need inputs that a layer has not seen."""
-
-    def scores(self, name: str) -> Tensor:
-        """``(out, in)``: the mask of layer ``name`` keeps the elements of largest magnitude."""
-
-    def reorder(self, name: str, order: Tensor) -> None:
-        """The columns of layer ``name`` are in another order now."""
-
-
-class LayerReport(Protocol):
-    """What ``handle.report`` is; ``channels`` says of each layer whether its input channels were reordered."""
-
-    channels: dict[str, str]
-
-
 class TrainedModel(Protocol):
     """What ``Hooks`` may use of a run.
 
@@ -269,18 +232,18 @@ class TrainedModel(Protocol):
         model, layers: the model, and its sparse layers by name.
         state: of the recipe, as ``Recipe.stage`` gets it; empty before an optimizer is attached.
         optimizers: all that update the model.
+        report: ``handle.report``.
+        held: the masks that are chosen once, and the scores by which they are; ``ASP`` reorders channels with them.
     """
 
     model: nn.Module
     layers: dict[str, NMWeight]
     state: State
+    report: Any
+    held: Any
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]: ...
-    @property
-    def report(self) -> LayerReport: ...
-    @property
-    def held(self) -> HeldMasks: ...
 
     def renew_held(self) -> None:
         """Give transforms the numbers of the present state, and choose again what they hold, if anything."""
@@ -290,12 +253,11 @@ class Hooks:
     """What a method changes on one model that no ``Stage`` describes; every method of this base does nothing.
 
     A recipe that needs one subclasses it in its own file and names it in ``Setup(hooks=partial(MyHooks, self))``; ``sparsify_`` calls that
-    with the run. Adapters (SLoPe), frozen parameters (MaskLLM), a proximal step (ProxSparse) and the order of channels (ASP) are
-    made so.
+    with the run.
 
     Attributes:
         recipe: the recipe that has named it, also inside another one.
-        run: the run; a ``TrainedModel``.
+        run: the run.
         metrics: 0-d tensors by name, which ``handle.metrics()`` returns with the others.
 
     Example:
@@ -354,16 +316,17 @@ class Recipe:
     """``resume`` of the settings that do not give it."""
     _optional_state: ClassVar[tuple[str, ...]] = ()
     """Keys of ``first_state`` without which a run can resume, because checkpoints of earlier versions lack them."""
+    _renamed: ClassVar[Mapping[str, str]] = {}
+    """Values of settings in checkpoints of earlier versions, and what they are called now."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pattern", Pattern(self.pattern))
         for f in fields(self):
             value = getattr(self, f.name)
-            if (number := as_number(value)) is not None:
-                value = number
-                object.__setattr__(self, f.name, number)  # NumPy's and a tensor's as Python's, for checkpoints
-            if isinstance(value, str) and value in f.metadata.get("renamed", ()):
-                raise RecipeError(f"{type(self).__name__}: {f.name}={value!r} is now called {f.metadata['renamed'][value]!r}.")
+            # NumPy's numbers and a tensor's as Python's, for checkpoints
+            plain = Pattern(value) if f.type == "PatternLike" else as_number(value)
+            if plain is not None:
+                value = plain
+                object.__setattr__(self, f.name, value)
             if "fits" in f.metadata and not f.metadata["fits"](value):
                 raise RecipeError(f"{type(self).__name__}: {f.name}={value!r} {f.metadata['wanted']}.")
 
@@ -394,8 +357,9 @@ class Recipe:
 
     def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerSetup:
         """What the recipe does with a layer of this ``pattern`` and ``(out, in)``; ``transform``: of the present or the final stage."""
-        fits = transform is None or pattern == self.pattern
-        return LayerSetup(transform if fits else replace(transform, pattern=pattern), note=str(pattern))  # type: ignore[type-var]
+        if transform is not None and pattern != self.pattern:
+            transform = replace(transform, pattern=pattern)
+        return LayerSetup(transform, note=str(pattern))
 
     def final_transform(self) -> WeightTransform:
         """What ``finish`` applies to each weight unless ``final`` is ``"dense"``."""
@@ -414,8 +378,8 @@ class Observed:
         stats: float64 sums, named by ``nmkernels.ops.STATS``.
         numel: number of maskable weights that took part.
         max_applied_steps: an upper bound of the applied steps, which the host knows without waiting for the device.
-        optimizer_state: called with a key, returns what the optimizers keep under it for these weights.
-        find_group: returns ``group``.
+        optimizer_state: called with a key, such as "exp_avg_sq" or "step", returns what the optimizers keep under it for these weights.
+        find_group: returns the parameter group of the maskable weights, as for ``Recipe.first_state``.
     """
 
     stats: Tensor
@@ -423,19 +387,3 @@ class Observed:
     max_applied_steps: int
     optimizer_state: Callable[[str], list[Any]] = lambda key: []
     find_group: Callable[[], dict[str, Any]] = dict
-
-    @property
-    def group(self) -> dict[str, Any]:
-        """The parameter group of the maskable weights, as for ``Recipe.first_state``."""
-        return self.find_group()
-
-    @property
-    def second_moments(self) -> list[Tensor]:
-        """The raw ``exp_avg_sq`` of the weights, sharded as these are; empty where the optimizer has none."""
-        return self.optimizer_state("exp_avg_sq")
-
-    @property
-    def step(self) -> Tensor | None:
-        """The optimizer's own step count, None where it has none; reading its value may wait for the device."""
-        steps = self.optimizer_state("step")
-        return torch.as_tensor(steps[-1]) if steps else None

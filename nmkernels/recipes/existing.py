@@ -15,9 +15,6 @@ from ..train.report import FILTERED
 from ..train.sparsify import FilterFn, candidates, sparsify_
 from .methods.asp import ASP
 
-GROUPS = (4, 8, 16, 32)
-"""The M that are tried."""
-
 
 def existing_pattern(weight: Tensor) -> Pattern | None:
     """The sparsest N:M, M one of 4, 8, 16 and 32 and N at most M/2, that the zeros of ``weight`` ``(..., in)`` are; None if none.
@@ -27,7 +24,7 @@ def existing_pattern(weight: Tensor) -> Pattern | None:
         Pattern("2:4")
     """
     sparsest: Pattern | None = None
-    for m in GROUPS:
+    for m in (4, 8, 16, 32):
         if weight.shape[-1] % m or not weight.numel():
             continue
         most = max(1, int(weight.unflatten(-1, (-1, m)).ne(0).sum(-1).max()))
@@ -66,13 +63,9 @@ def adopt(model: nn.Module, pattern: PatternLike | None = None, filter_fn: Filte
     wanted = None if pattern is None else Pattern(pattern)
     weights, left = {}, {}
     for c in candidates(model, wanted or Pattern("1:1"), None):
-        if not c.linear:
-            continue
-        if c.impossible:
-            left[c.name] = c.impossible
-        elif filter_fn is not None and not filter_fn(c.module, c.name):
-            left[c.name] = FILTERED
-        else:
+        if c.linear and (c.impossible or (filter_fn is not None and not filter_fn(c.module, c.name))):
+            left[c.name] = c.impossible or FILTERED
+        elif c.linear:
             weights[c.name] = c.matrix
     if any(isinstance(module, NMWeight) and module.governed for module in model.modules()):
         raise RecipeError(
@@ -90,9 +83,8 @@ def adopt(model: nn.Module, pattern: PatternLike | None = None, filter_fn: Filte
                 f"adopt: most pruned layers are {wanted}, but {names}. Give the pattern, and adopt the others separately by filter_fn."
             )
     pruned = {name for name, w in weights.items() if wanted is not None and _is(w, wanted)}
-    for name, w in weights.items():
-        if name not in pruned:
-            left[name] = f"its weight is not {wanted or 'N:M'}, with {100 * float(w.eq(0).double().mean()):.0f} % zeros"
+    zeros = {name: 100 * float(w.eq(0).double().mean()) for name, w in weights.items() if name not in pruned}
+    left |= {name: f"its weight is not {wanted or 'N:M'}, with {share:.0f} % zeros" for name, share in zeros.items()}
     if wanted is None or not pruned:
         reasons = "; ".join(f"{name}: {why}" for name, why in sorted(left.items(), key=lambda item: item[0] not in weights)[:3])
         raise RecipeError(

@@ -102,16 +102,16 @@ def resolve(spec: Recipe | str, steps: Callable[[], int] | None = None) -> Recip
     """A recipe, itself or by name; one that needs ``total_steps``, and whose text does not give them, gets ``steps()``."""
     if isinstance(spec, Recipe):
         return spec
-    if isinstance(spec, str):
+    if not isinstance(spec, str):
+        raise RecipeError(f"expected a recipe, or its name such as 'srste:2:4'; got {type(spec).__name__}.")
+    try:
+        return get(spec)
+    except RecipeError:
         name, _, options = parse(spec)
         if steps is None or "total_steps" in options:
-            return get(spec)
+            raise
         find(name)
-        try:
-            return get(spec)
-        except RecipeError:
-            return get(spec, total_steps=steps())
-    raise RecipeError(f"expected a recipe, or its name such as 'srste:2:4'; got {type(spec).__name__}.")
+        return get(spec, total_steps=steps())
 
 
 def parse(spec: str) -> tuple[str, str | None, dict[str, Any]]:
@@ -129,7 +129,9 @@ def parse(spec: str) -> tuple[str, str | None, dict[str, Any]]:
             call = ast.parse(f"f({rest}", mode="eval").body
             if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
                 raise ValueError("keywords only")
-            options = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
+            for keyword in call.keywords:
+                word = isinstance(keyword.value, (ast.Name, ast.Call))  # or the text of another recipe
+                options[str(keyword.arg)] = ast.unparse(keyword.value) if word else ast.literal_eval(keyword.value)
         except (SyntaxError, ValueError) as error:
             raise RecipeError(
                 f"{spec!r} is not a recipe: write it as name:N:M, or name:N:M(keyword=value, ...), for instance mdgf:1:8(end=0.75)."
@@ -137,14 +139,11 @@ def parse(spec: str) -> tuple[str, str | None, dict[str, Any]]:
     return name.strip(), pattern.strip() if colon else None, options
 
 
-def _value(node: ast.expr) -> Any:
-    # a word, or the text of another recipe
-    return ast.unparse(node) if isinstance(node, (ast.Name, ast.Call)) else ast.literal_eval(node)
-
-
 def spec(recipe: Recipe) -> dict[str, Any]:
     """A recipe as plain values, for checkpoints and logs; patterns and inner recipes as text."""
-    return {"recipe": recipe.name, **{f.name: _plain(getattr(recipe, f.name)) for f in fields(recipe)}}
+    values = {f.name: getattr(recipe, f.name) for f in fields(recipe)}
+    texts = {name: str(v) if isinstance(v, Pattern) else text(v) for name, v in values.items() if isinstance(v, (Pattern, Recipe))}
+    return {"recipe": recipe.name, **values, **texts}
 
 
 def text(recipe: Recipe) -> str:
@@ -157,7 +156,3 @@ def text(recipe: Recipe) -> str:
     values = spec(recipe)
     inside = ", ".join(f"{f.name}={values[f.name]!r}" for f in fields(recipe) if f.name != "pattern" and values[f.name] != f.default)
     return f"{recipe.name}:{recipe.pattern}" + (f"({inside})" if inside else "")
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Pattern) else text(value) if isinstance(value, Recipe) else value

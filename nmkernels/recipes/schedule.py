@@ -108,16 +108,9 @@ def phases(recipe: str, total_steps: int | None, start: float | int, end: float 
 
 
 def packing(packed: bool | str, pattern: PatternLike, plan: GemmPlan = STRAIGHT_THROUGH) -> GemmPlan:
-    """``plan``, a dense one, with the GEMMs of the weight by ``packed``; ``pattern`` is of the weights, an estimate keeps its own.
-
-    Example:
-        >>> plan = packing(True, "2:4")
-        >>> plan.fprop, plan.dgrad
-        ('packed', 'device')
-    """
+    """``plan``, a dense one, with the GEMMs of the weight by ``packed``; ``pattern`` is of the weights, an estimate keeps its own."""
     if not packed or (packed == "auto" and plan.fp8 is not None):  # emulated FP8 needs the dense layout
         return plan
-    p = Pattern(pattern)
-    n, m = (plan.n, plan.m) if plan.m else (p.n, p.m)
-    rules = ("auto", "auto") if packed == "auto" else ("packed", "device")
-    return replace(plan, fprop=rules[0], dgrad=rules[1], n=n, m=m)
+    p = Pattern(plan.n, plan.m) if plan.m else Pattern(pattern)
+    fprop, dgrad = ("auto", "auto") if packed == "auto" else ("packed", "device")
+    return replace(plan, fprop=fprop, dgrad=dgrad, n=p.n, m=p.m)

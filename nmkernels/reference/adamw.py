@@ -118,19 +118,53 @@ def masked_adamw_(*args: Any, **named: Any) -> Tensor:
     if a.found_inf is not None and bool(a.found_inf != 0):
         return stats
     stats[0] = 1.0
-    tops: Sequence[Tensor | None] = a.max_exp_avg_sqs or [None] * len(a.params)
-    held: Sequence[Tensor | None] = [mask_of(bits, p.shape[-1]) for bits, p in zip(a.masks or (), a.params, strict=False)]
-    held = held or [None] * len(a.params)
-    lists = zip(a.params, a.grads, a.exp_avgs, a.exp_avg_sqs, tops, a.steps, held, strict=True)
-    for k, (p, grad, avg, sq, top, step, keep) in enumerate(lists):
+    for k, (p, grad, avg, sq, step) in enumerate(zip(a.params, a.grads, a.exp_avgs, a.exp_avg_sqs, a.steps, strict=True)):
         step.add_(1)
         t = int(step.item())
         s = _scalars(a.hyper.tolist(), t, a.frozen, p)
-        drawn = words(torch.tensor([a.seed, t | k << 32], device=p.device), p.numel()).view(p.shape) if a.stochastic else None
-        g = grad.to(s.b1.dtype)
+        low = high = None
+        if a.stochastic:
+            random = words(torch.tensor([a.seed, t | k << 32], device=p.device), p.numel()).view(p.shape)
+            low, high = random & 0xFFFF, random >> 16
+        held = mask_of(a.masks[k], p.shape[-1]) if a.masks else None
+        before, old, g = _mask(p, a, held), p.to(s.b1.dtype), grad.to(s.b1.dtype)
         if a.grad_scale is not None:
-            g = g / a.grad_scale.to(s.b1.dtype)
-        _step(a, s, p, -g if a.maximize else g, avg, sq, top, keep, drawn, stats)
+            g = g / a.grad_scale.to(g.dtype)
+        g = -g if a.maximize else g
+        if a.fixed:
+            g = torch.where(before, g, 0.0)
+        stats[5] += chunked_sum(old.abs().masked_fill(before, 0.0))
+        stats[6] += chunked_sum(g.abs().masked_fill(before, 0.0))
+        if s.decay != 0 and not a.fixed:
+            g = torch.where(before, g, g + s.decay * old)
+        first = s.b1 * avg.to(g.dtype) + s.omb1 * g
+        avg.copy_(_rounded(first, low))
+        top = a.max_exp_avg_sqs[k] if a.max_exp_avg_sqs else None
+        v = (sq if top is None else top).to(g.dtype)
+        if not a.frozen:
+            last = sq.to(g.dtype)
+            second = s.b2 * last + s.omb2 * (g * g)
+            change = (second - last).abs()
+            stats[1] += chunked_sum(change)
+            if a.geometric:
+                stats[2] += chunked_sum(change.double().clamp_min(SMALLEST).log())
+                stats[3] += (second == last).sum()
+            sq.copy_(_rounded(second, high))
+            v = second
+            if top is not None:
+                v = torch.maximum(top.to(g.dtype), second)
+                top.copy_(v)
+        denominator = _sqrt(v / s.bc2 + s.eps) if a.eps_inside else _sqrt(v) / s.sbc2 + s.eps
+        u = first * s.ibc1 / denominator
+        if u.numel():
+            stats[8] = torch.maximum(stats[8], u.abs().max().double())
+        if s.clamp != 0:
+            u = u.clamp(-s.clamp, s.clamp)
+        new = old * s.wdf - s.lr * u
+        p.copy_(torch.where(before, new, 0.0) if a.fixed else new)
+        after = _mask(p, a, held)
+        stats[4] += (before ^ after).sum()
+        stats[7] += ((p != 0) & after).sum()
     return stats
 
 
@@ -146,60 +180,3 @@ def _rounded(x: Tensor, drawn: Tensor | None) -> Tensor:
         return x
     bits = (x.view(torch.int32).long() + drawn) & ~0xFFFF
     return torch.where(x.isnan(), x, bits.to(torch.int32).view(torch.float32))
-
-
-def _step(
-    a: AdamWArgs,
-    s: SimpleNamespace,
-    p: Tensor,
-    g: Tensor,
-    avg: Tensor,
-    sq: Tensor,
-    top: Tensor | None,
-    held: Tensor | None,
-    drawn: Tensor | None,
-    stats: Tensor,
-) -> None:
-    """Step one parameter by its gradient in the compute dtype, and add to the statistics; ``drawn`` are the words of its elements."""
-    before, old = _mask(p, a, held), p.to(g.dtype)
-    if a.fixed:
-        g = torch.where(before, g, 0.0)
-    stats[5] += chunked_sum(old.abs().masked_fill(before, 0.0))
-    stats[6] += chunked_sum(g.abs().masked_fill(before, 0.0))
-    if s.decay != 0 and not a.fixed:
-        g = torch.where(before, g, g + s.decay * old)
-    first = s.b1 * avg.to(g.dtype) + s.omb1 * g
-    avg.copy_(_rounded(first, None if drawn is None else drawn & 0xFFFF))
-    v = (sq if top is None else top).to(g.dtype)
-    if not a.frozen:
-        v = _second_moment(g, sq, top, s, stats, a.geometric, None if drawn is None else drawn >> 16)
-    denominator = _sqrt(v / s.bc2 + s.eps) if a.eps_inside else _sqrt(v) / s.sbc2 + s.eps
-    u = first * s.ibc1 / denominator
-    if u.numel():
-        stats[8] = torch.maximum(stats[8], u.abs().max().double())
-    if s.clamp != 0:
-        u = u.clamp(-s.clamp, s.clamp)
-    new = old * s.wdf - s.lr * u
-    p.copy_(torch.where(before, new, 0.0) if a.fixed else new)
-    after = _mask(p, a, held)
-    stats[4] += (before ^ after).sum()
-    stats[7] += ((p != 0) & after).sum()
-
-
-def _second_moment(
-    g: Tensor, sq: Tensor, top: Tensor | None, s: SimpleNamespace, stats: Tensor, geometric: bool, drawn: Tensor | None
-) -> Tensor:
-    """Update ``sq`` and ``top``; returns the one that the update divides by, before it is rounded."""
-    old = sq.to(g.dtype)
-    v = s.b2 * old + s.omb2 * (g * g)
-    change = (v - old).abs()
-    stats[1] += chunked_sum(change)
-    if geometric:
-        stats[2] += chunked_sum(change.double().clamp_min(SMALLEST).log())
-        stats[3] += (v == old).sum()
-    sq.copy_(_rounded(v, drawn))
-    if top is None:
-        return v
-    largest = torch.maximum(top.to(g.dtype), v)
-    top.copy_(largest)
-    return largest

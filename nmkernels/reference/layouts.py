@@ -70,18 +70,24 @@ def layout_of(indices: Tensor) -> str:
     return "wgmma.sp" if words == 128 else EIGHT_BIT if words == 256 else "mma.sp"
 
 
+def _split(rows: int, cols: int, layout: str) -> tuple[list[int], list[int]]:
+    """The sizes of what the bytes of canonical indices are split into, and their order in the layout."""
+    height, width = tile_of(layout)
+    i, j, warps = rows // height, cols // width, WARPS[layout]
+    if layout == EIGHT_BIT:
+        # tile, warp, half of its rows, row of eight, 128 columns, instruction, half of its columns, byte
+        return [i, warps, 2, 8, j, 2, 2, 4], [0, 4, 5, 1, 3, 6, 2, 7]
+    # tile, warp, half, row of eight, 64 columns, lane of four, byte
+    return [i, warps, 2, 8, j, 4, 2], [0, 4, 1, 3, 5, 2, 6]
+
+
 def to_layout(indices: Tensor, cols: int, layout: str) -> Tensor:
     """Canonical 2:4 indices, uint8 ``(rows, cols/8)``, in another layout; the module docstring defines the order of the words."""
     if layout == "canonical":
         return indices
-    i, j, words = meta_shape(indices.shape[0], cols, layout)
-    if layout == EIGHT_BIT:
-        # tile, warp, half of its rows, row of eight, 128 columns, instruction, half of its columns, byte
-        split = indices.reshape(i, 4, 2, 8, j, 2, 2, 4)
-        return split.permute(0, 4, 5, 1, 3, 6, 2, 7).reshape(i, j, words * 4).clone().view(torch.int32)
-    # tile, warp, half, row of eight, 64 columns, lane of four, byte
-    split = indices.reshape(i, words // 32, 2, 8, j, 4, 2)
-    transposed = split.permute(0, 4, 1, 3, 5, 2, 6).reshape(i, j, words * 4)
+    sizes, order = _split(len(indices), cols, layout)
+    i, j, words = meta_shape(len(indices), cols, layout)
+    transposed = indices.reshape(sizes).permute(order).reshape(i, j, words * 4)
     return transposed.clone().view(torch.int32)  # clone: an empty view may start at an odd address
 
 
@@ -89,10 +95,8 @@ def from_layout(meta: Tensor, layout: str) -> Tensor:
     """The inverse of ``to_layout``: canonical indices uint8 ``(rows, cols/8)`` from metadata; for ``"canonical"`` the argument."""
     if layout == "canonical":
         return meta
-    warps = WARPS[layout]
-    i, j, _ = meta.shape
-    if layout == EIGHT_BIT:
-        split = meta.contiguous().view(torch.uint8).reshape(i, j, 2, 4, 8, 2, 2, 4)
-        return split.permute(0, 3, 6, 4, 1, 2, 5, 7).reshape(i * 64, j * 16)
-    split = meta.contiguous().view(torch.uint8).reshape(i, j, warps, 8, 4, 2, 2)
-    return split.permute(0, 2, 5, 3, 1, 4, 6).reshape(i * 16 * warps, j * 8)
+    height, width = tile_of(layout)
+    rows, cols = meta.shape[0] * height, meta.shape[1] * width
+    sizes, order = _split(rows, cols, layout)
+    split = meta.contiguous().view(torch.uint8).reshape([sizes[dim] for dim in order])
+    return split.permute([order.index(dim) for dim in range(len(order))]).reshape(rows, cols // 8)

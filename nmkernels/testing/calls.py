@@ -31,7 +31,7 @@ from ..reference.mask import soft_threshold_scale
 from ..reference.pack import pack
 from ..reference.quantize import quantize, quantize_pack, scale_for
 from ..reference.transposable import transposable_mask
-from ..timing.setting import outside_modes
+from ..timing.modes import outside_modes
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 PATTERNS = (2, 4), (1, 4), (1, 8), (4, 8), (3, 5)
@@ -39,6 +39,7 @@ TOKENS = 1, 3, 8, 13, 64, 333
 LAYOUTS = tuple(name for name in WARPS if name != EIGHT_BIT)
 EIGHT_BITS = (torch.int8, torch.int8), (torch.float8_e4m3fn, torch.float8_e4m3fn), (torch.float8_e5m2, torch.float8_e4m3fn)
 """Dtypes of x and of the weight."""
+ESTIMATES = ("nm_mvue",), ("nm_mvue_compress", "canonical")
 
 ABOUT = 128
 """Approximate size of a dimension of a small call: a millisecond's, with a full and a partial tile of every kernel."""
@@ -113,20 +114,20 @@ def _weights(add: Callable[..., None], dtype: torch.dtype, rows: int, cols: int,
         add("nm_compress", x, n, m)
         add("nm_compress", x, n, m, x)
         add("nm_decompress", *_operand(dtype, rows, cols, n, m))
-        for op in ("nm_mvue", "nm_mvue_compress"):
-            add(op, w, n, m, 0, None, "exact")
-    for op, method in product(("nm_mvue", "nm_mvue_compress"), ("exact", "approx")):
-        add(op, w, 2, 4, 1, None, method)
-    for layout in layouts if half else ():
-        add("nm_mvue_compress", of((cols, rows)), 2, 4, 0, None, "exact", layout)
+        for op, *layout in ESTIMATES:
+            add(op, w, n, m, 0, None, "exact", *layout)
+    for (op, *layout), method in product(ESTIMATES, ("exact", "approx")):
+        add(op, w, 2, 4, 1, None, method, *layout)
+    for name in layouts if half else ():
+        add("nm_mvue_compress", of((cols, rows)), 2, 4, 0, None, "exact", name)
     add("nm_transposable_mask", w, 2, 4)
-    for layout in ("canonical", *layouts):
-        to = None if layout == "canonical" else dtype if half else torch.bfloat16
+    for name in ("canonical", *layouts):
+        to = None if name == "canonical" else dtype if half else torch.bfloat16
         for select, mask, scale in (("magnitude", None, None), ("threshold", None, one), ("transposable", None, None), ("given", w, None)):
-            add("nm_pack", w, 2, 4, select, mask, scale, to, True, select in ("transposable", "given"), layout)
-        add("nm_pack", w, 2, 4, "magnitude", None, None, to, True, False, layout, True)
+            add("nm_pack", w, 2, 4, select, mask, scale, to, True, select in ("transposable", "given"), name)
+        add("nm_pack", w, 2, 4, "magnitude", None, None, to, True, False, name, True)
         if to is not None:
-            add("nm_metadata", _operand(dtype, rows, cols, 2, 4)[1], cols, layout)
+            add("nm_metadata", _operand(dtype, rows, cols, 2, 4)[1], cols, name)
 
 
 def _operand(dtype: torch.dtype, rows: int, cols: int, n: int, m: int, layout: str = "canonical") -> Args:
@@ -195,6 +196,7 @@ def _packing_steps(add: Callable[..., None], rows: int, cols: int, layouts: Sequ
         columns, dense = part if back and held else [], part if back and not held else []
         forms = FormArgs(2, 4, select, layout, scales, part, part, columns, columns, dense)
         add("nm_masked_adamw_pack_", *forms, *(step._replace(masks=step.params) if held else step._replace(n=2, m=4)))
+        add("nm_pack_forms_", *forms, step.params, step.params if held else None)
 
 
 def _eight_bits(add: Callable[..., None], rows: int, cols: int) -> None:
@@ -250,11 +252,11 @@ class Draw:
         cols = w.shape[-1] if w.dim() else 1
         return self.size(w.numel() // cols if cols else 0, m if both else 1), self.size(cols, m)
 
-    def packed(self, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> tuple[Tensor, Tensor, int]:
-        """A compressed operand in the given one's layout, and its number of dense columns; the last group may be partial."""
+    def packed(self, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Args:
+        """A compressed operand in the given one's layout, its pattern and its number of dense columns; the last group may be partial."""
         width = self.size(cols, m)
         drawn, positions = _compressed(self.size(values.shape[:-1].numel()), width, n, m, values.dtype)
-        return drawn, to_layout(positions, -(-width // m) * m, layout_of(indices)), width
+        return drawn, to_layout(positions, -(-width // m) * m, layout_of(indices)), n, m, width
 
     def around(self, x: Tensor, cols: int, width: int, rows: int, bias: Tensor | None, activation: str, residual: Tensor | None) -> Args:
         """The input of a layer with ``width`` columns instead of ``cols``, and what its GEMM does to the result."""
@@ -281,11 +283,6 @@ def _compress(draw: Draw, w: Tensor, n: int, m: int, mask: Tensor | None = None)
     return x, n, m, None if mask is None else largest(x, n, m)
 
 
-def _decompress(draw: Draw, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Args:
-    drawn, positions, width = draw.packed(values, indices, n, m, cols)
-    return drawn, positions, n, m, width
-
-
 def _pack(
     draw: Draw, w: Tensor, n: int, m: int, select: str, mask: Tensor | None, scale: Tensor | None,
     dtype: torch.dtype | None, rows: bool, columns: bool, layout: str, dense: bool = False,
@@ -307,22 +304,21 @@ def _linear(
     draw: Draw, x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
     residual: Tensor | None = None,
 ) -> Args:  # fmt: skip
-    drawn, positions, width = draw.packed(values, indices, n, m, cols)
-    x, *more = draw.around(x, cols, width, drawn.shape[0], bias, activation, residual)
-    return x, drawn, positions, n, m, width, *more
+    operand = draw.packed(values, indices, n, m, cols)
+    x, *more = draw.around(x, cols, operand[4], len(operand[0]), bias, activation, residual)
+    return x, *operand, *more
 
 
-def _linear_dgrad(draw: Draw, g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Args:
-    drawn, positions, width = draw.packed(values, indices, n, m, cols)
-    rows = values.shape[0]
-    return draw(g, draw.tokens(g.numel() // rows if rows else 0), drawn.shape[0]), drawn, positions, n, m, width
+def _linear_dgrad(draw: Draw, g: Tensor, values: Tensor, *others: Any) -> Args:
+    operand, rows = draw.packed(values, *others), values.shape[0]
+    return draw(g, draw.tokens(g.numel() // rows if rows else 0), len(operand[0])), *operand
 
 
 def _linear_wgrad(
     draw: Draw, values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out_dtype: torch.dtype | None = None
 ) -> Args:
-    drawn, positions, width = draw.packed(values, indices, n, m, cols)
-    return drawn, positions, n, m, width, draw(x, width, draw.size(x.shape[1])), out_dtype
+    operand = draw.packed(values, indices, n, m, cols)
+    return *operand, draw(x, operand[4], draw.size(x.shape[1])), out_dtype
 
 
 def _mvue(draw: Draw, g: Tensor, n: int, m: int, dim: int, seed: Tensor | None, method: str, *layout: str) -> Args:
@@ -335,10 +331,6 @@ def _mvue(draw: Draw, g: Tensor, n: int, m: int, dim: int, seed: Tensor | None, 
         shape.insert(0, draw.size(before) if len(shape) == 1 else 3)
     seed = torch.tensor([7, 3], dtype=torch.int64, device="cpu")
     return draw(g, *shape), n, m, len(shape) - (1 if dim == g.dim() - 1 else 2), seed, method, *layout
-
-
-def _mvue_compress(draw: Draw, g: Tensor, n: int, m: int, dim: int, seed: Tensor | None, method: str, layout: str = "canonical") -> Args:
-    return _mvue(draw, g, n, m, dim, seed, method, layout)
 
 
 def _quantize(draw: Draw, x: Tensor, scale: Tensor, dtype: torch.dtype, transposed: bool) -> Args:
@@ -429,15 +421,27 @@ def _masked_adamw(draw: Draw, *args: Any) -> Args:
 def _masked_adamw_pack(draw: Draw, *args: Any) -> Args:
     to, a = split(args)
     step = AdamWArgs(*_masked_adamw(draw, *a))
-    if step.masks:  # N:M along rows and columns
-        step = step._replace(masks=[bits_of(transposable_mask(draw(w, *w.shape), to.n, to.m)) for w in step.params])
+    forms, masks = _forms(draw, to, step.params)
+    return *forms, *step._replace(masks=masks)
+
+
+def _pack_forms(draw: Draw, *args: Any) -> Args:
+    to, weights = FormArgs(*args[:-2]), args[-2]
+    chosen = [draw(w, *draw.matrix(w, to.m, True)) for w in weights[:MOST_PARAMS]]
+    forms, masks = _forms(draw, to, chosen)
+    return *forms, chosen, masks
+
+
+def _forms(draw: Draw, to: FormArgs, weights: Sequence[Tensor]) -> tuple[FormArgs, list[Tensor] | None]:
+    """Forms to be overwritten, and for held masks such that are N:M along rows and columns."""
     rows, columns, dense = (bool(part) for part in to.parts[::2])
-    made = [pack(w, to.n, to.m, "magnitude", None, None, to.dtype, rows, False, to.layout, dense) for w in step.params]
-    back = [pack(w.t(), to.n, to.m, "magnitude", None, None, to.dtype, columns, False, to.layout) for w in step.params]
+    made = [pack(w, to.n, to.m, "magnitude", None, None, to.dtype, rows, False, to.layout, dense) for w in weights]
+    back = [pack(w.t(), to.n, to.m, "magnitude", None, None, to.dtype, columns, False, to.layout) for w in weights]
     parts = zip(*((*along[:2], *down[:2], along[4]) for along, down in zip(made, back, strict=True)), strict=True)
     lists = [list(part) if wanted else [] for part, wanted in zip(parts, to.parts, strict=True)]
-    scales = [torch.full((), 1.37, dtype=compute_dtype(w.dtype), device="cpu") for w in step.params] if to.scales else []
-    return *to[:4], scales, *lists, *step
+    scales = [torch.full((), 1.37, dtype=compute_dtype(w.dtype), device="cpu") for w in weights] if to.scales else []
+    masks = [bits_of(transposable_mask(draw(w, *w.shape), to.n, to.m)) for w in weights] if to.select == "held" else None
+    return FormArgs(*to[:4], scales, *lists), masks
 
 
 MAKERS: dict[str, Callable[..., Args]] = {
@@ -445,7 +449,7 @@ MAKERS: dict[str, Callable[..., Args]] = {
     "nm_prune": _of_groups,
     "nm_transposable_mask": _of_tiles,
     "nm_compress": _compress,
-    "nm_decompress": _decompress,
+    "nm_decompress": Draw.packed,
     "nm_pack": _pack,
     "nm_metadata": _metadata,
     "nm_linear": _linear,
@@ -454,7 +458,7 @@ MAKERS: dict[str, Callable[..., Args]] = {
     "nm_soft_threshold": _of_groups,
     "nm_soft_threshold_scale": _of_groups,
     "nm_mvue": _mvue,
-    "nm_mvue_compress": _mvue_compress,
+    "nm_mvue_compress": _mvue,
     "nm_quantize": _quantize,
     "nm_quantize_pack": _quantize_pack,
     "nm_linear_quantized": _linear_quantized,
@@ -463,5 +467,6 @@ MAKERS: dict[str, Callable[..., Args]] = {
     "nm_linear_integers": _linear_integers,
     "nm_masked_adamw_": _masked_adamw,
     "nm_masked_adamw_pack_": _masked_adamw_pack,
+    "nm_pack_forms_": _pack_forms,
 }
 """Op → function that makes a call like a given one."""

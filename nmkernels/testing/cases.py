@@ -17,18 +17,18 @@ class EdgeCase(NamedTuple):
     x: Tensor
 
 
-def cases(pattern: PatternLike, dtype: torch.dtype = torch.float32, seed: int = 0, device: torch.device | str = "cpu") -> list[EdgeCase]:
+def cases(pattern: PatternLike, dtype: torch.dtype = torch.float32) -> list[EdgeCase]:
     """Edge cases for an op that groups the last dimension by ``pattern``; all last dimensions are divisible by M.
 
     Ties, zeros, -0.0, infinities, NaN, denormals, one group, odd numbers of rows and groups, strided, expanded and empty
-    tensors, one to three dimensions. Deterministic for a given seed.
+    tensors, one to three dimensions; the same ones every time.
 
     Example:
         >>> [c.id for c in cases("2:4")][:4]
         ['normal', 'ties', 'zeros', 'signed_zeros']
     """
     p = Pattern(pattern)
-    m, gen = p.m, torch.Generator().manual_seed(seed)
+    m, gen = p.m, torch.Generator().manual_seed(0)
     values = _values(m, dtype, gen)
 
     def normal(*shape: int) -> Tensor:
@@ -50,7 +50,7 @@ def cases(pattern: PatternLike, dtype: torch.dtype = torch.float32, seed: int = 
         "no_rows": normal(0, 2 * m),
         "no_columns": normal(3, 0),
     }
-    return [EdgeCase(name, x.to(device) if device != "cpu" else x) for name, x in {**values, **shapes}.items()]
+    return [EdgeCase(name, x) for name, x in (values | shapes).items()]
 
 
 def _values(m: int, dtype: torch.dtype, gen: torch.Generator) -> dict[str, Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 from unittest import mock
 
 import torch
@@ -27,18 +26,14 @@ def poison() -> Iterator[None]:
         >>> x.isnan().all().item()
         True
     """
+
+    def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return functools.wraps(make)(lambda *args, **kwargs: fill_poison(make(*args, **kwargs)))
+
     with ExitStack() as stack:
         for owner, name in _MAKERS:
-            stack.enter_context(mock.patch.object(owner, name, _poisoned(getattr(owner, name))))
+            stack.enter_context(mock.patch.object(owner, name, poisoned(getattr(owner, name))))
         yield
-
-
-def _poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(make)
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        return fill_poison(make(*args, **kwargs))
-
-    return poisoned
 
 
 def fill_poison(x: Tensor) -> Tensor:

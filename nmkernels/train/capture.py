@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,13 +18,10 @@ from .run import Recorded
 class CapturedStep:
     """A training step that is captured in a CUDA graph and replayed, while the recipe continues as in an eager run.
 
-    A graph repeats kernels, and no Python. So the graph has forward pass, backward pass and update, with masks, decay and statistics; what
-    a recipe decides between two steps (counts, phases, AutoSwitch, masks and noise that are renewed every k steps) is done on the host
-    after each replay, as after an eager step. Weights, moments, metrics and checkpoints are those of the eager run, bit for bit.
-
-    The first ``warm_up`` calls run eagerly, on the stream of the capture; they are steps of the training like all others. So are the first
-    ones after each change of what training does (a new phase, a loaded checkpoint, ``handle.renew_masks()``), after which the step is
-    captured again. On a CPU every call is eager.
+    The graph has forward pass, backward pass and update, with masks, decay and statistics. What a recipe decides between two steps (counts,
+    phases, AutoSwitch, renewed masks and noise) is done on the host after each replay. Weights, moments, metrics and checkpoints are those
+    of the eager run, bit for bit. The first ``warm_up`` calls run eagerly, and so do those after each change of what training does (a new
+    phase, a loaded checkpoint, ``handle.renew_masks()``), after which the step is captured again. On a CPU every call is eager.
 
     Args:
         handle: of a model whose optimizers are attached, on one GPU, without sharded weights.
@@ -33,10 +29,8 @@ class CapturedStep:
             a ``GradScaler`` inside if they are used. It steps each optimizer at most once and reads nothing back from the device.
         warm_up: eager calls before each capture, at least 1.
 
-    Calling it takes the arguments of ``step``: tensors, also in lists and dicts, always of the same sizes; they are copied into memory that
-    the graph reads, on the GPU. It returns what ``step`` returns, tensors as detached copies.
-
-    ``step`` may still be called itself between two calls, for a smaller last batch for instance.
+    Calling it takes the arguments of ``step``, tensors always of the same sizes, and returns what ``step`` returns, tensors as detached
+    copies. ``step`` may still be called itself between two calls, for a smaller last batch for instance.
 
     Raises:
         RecipeError: no optimizer is attached, one was built without ``capturable=True``, a number of a parameter group was changed after
@@ -87,23 +81,39 @@ class CapturedStep:
         self._load(args)
         if run.revision != self._revision:
             self._forget()
-        self._put_back()
+        for (layer, name), value in self._held.items():  # what was renewed since the capture goes to the memory that the graph reads
+            if (new := getattr(layer, name)) is not value:
+                value.copy_(new)
+                layer.hold({name: value})
         if self._graph is not None and self._addresses() != self._known:
             self._forget()
         if self._graph is None:
             self._check()
             if self._eager < self.warm_up:
                 self._eager += 1
-                with self._aside():
+                # on the stream of the capture, so that whatever autograd and libraries keep for a stream exists there
+                current = torch.cuda.current_stream(self.device)
+                self._stream = self._stream or torch.cuda.Stream(self.device)
+                self._stream.wait_stream(current)
+                with torch.cuda.stream(self._stream):
                     result = self.step(*self._args)
+                current.wait_stream(self._stream)
                 return _copied(result)
             self._capture()
-        for recorded in self._steps:
-            steps.before(recorded.attachment, closure=True)
-        self._check_numbers()
+        for a, *_ in self._steps:
+            steps.before(a, closure=True)
+        for name, value in self._numbers():
+            if self._constants[name] != value:
+                raise RecipeError(
+                    f"CapturedStep: {name} is {value!r} now and was {self._constants[name]!r} at the capture, which has it as a constant. "
+                    "Build the optimizer with a tensor on the GPU, lr=torch.tensor(1e-3, device='cuda') for instance: schedulers write "
+                    "into it. After a single change, make a new CapturedStep."
+                )
         self._graph.replay()
-        for recorded in self._steps:
-            steps.after_replay(recorded)
+        with torch.no_grad():
+            for a, stats, a.numel, found_inf in self._steps:
+                # a copy, since the next replay overwrites them
+                steps.finish_step(a, None if stats is None else stats.clone(), found_inf)
         return _copied(self._result)
 
     # ---- the graph
@@ -137,33 +147,13 @@ class CapturedStep:
             ) from error
         finally:
             run.recording = None
-        parts = [recorded.attachment for recorded in recording]
-        if not parts or len(set(map(id, parts))) < len(parts):
-            count = "no attached optimizer" if not parts else "an optimizer more than once"
+        if not recording or len({id(a) for a, *_ in recording}) < len(recording):
+            count = "an optimizer more than once" if recording else "no attached optimizer"
             raise RecipeError(f"CapturedStep: the function steps {count}. It has to be one whole training step, with optimizer.step().")
         self._graph, self._steps = graph, recording
         self._result = pytree.tree_map_only(Tensor, Tensor.detach, result)  # without the nodes of autograd, which would stay otherwise
         self._held = {(run.layers[name], key): getattr(run.layers[name], key) for name, keys in run.held.names.items() for key in keys}
         self._known, self._constants = self._addresses(), dict(self._numbers())
-
-    def _put_back(self) -> None:
-        """Move what was renewed since the capture to the memory that the graph reads."""
-        for (layer, name), value in self._held.items():
-            new = getattr(layer, name)
-            if new is not value:
-                value.copy_(new)
-                layer.hold({name: value})
-
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Inside, work goes to the stream of the capture, so that whatever autograd and libraries keep for a stream exists there."""
-        current = torch.cuda.current_stream(self.device)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
 
     # ---- what the graph takes for granted
 
@@ -179,15 +169,6 @@ class CapturedStep:
             if isinstance(value, Tensor) and value.device != self.device:
                 raise RecipeError(
                     f"CapturedStep: {name} is a tensor on {value.device}, which a graph cannot read; put it on {self.device}."
-                )
-
-    def _check_numbers(self) -> None:
-        for name, value in self._numbers():
-            if self._constants[name] != value:
-                raise RecipeError(
-                    f"CapturedStep: {name} is {value!r} now and was {self._constants[name]!r} at the capture, which has it as a constant. "
-                    "Build the optimizer with a tensor on the GPU, lr=torch.tensor(1e-3, device='cuda') for instance: schedulers write "
-                    "into it. After a single change, make a new CapturedStep."
                 )
 
     def _load(self, args: tuple[Any, ...]) -> None:
@@ -215,8 +196,10 @@ class CapturedStep:
             for i, group in enumerate(optimizer.param_groups):
                 for key in optimizer.defaults:
                     value, name = group.get(key), f"{type(optimizer).__name__}.param_groups[{i}][{key!r}]"
-                    parts = enumerate(value) if isinstance(value, (tuple, list)) else None
-                    yield from ((f"{name}[{k}]", part) for k, part in parts) if parts else [(name, value)]
+                    if isinstance(value, (tuple, list)):
+                        yield from ((f"{name}[{k}]", part) for k, part in enumerate(value))
+                    else:
+                        yield name, value
 
     def _numbers(self) -> Iterator[tuple[str, Any]]:
         return ((name, value) for name, value in self._settings() if not isinstance(value, Tensor))
@@ -225,16 +208,14 @@ class CapturedStep:
         """Of all tensors that last from step to step and may get other memory, as a loaded checkpoint and new masks come in new tensors;
         and of the attached optimizers."""
         run = self.handle.run
-        tensors: list[Any] = [value for _, value in self._settings() if isinstance(value, Tensor)]
+        tensors: list[Any] = [*(value for _, value in self._settings()), *run.held.masks.values()]
         for optimizer in run.optimizers:
             for group in optimizer.param_groups:
                 tensors += group["params"]
             for state in optimizer.state.values():
                 tensors += state.values()
         for layer in run.layers.values():
-            tensors += layer._buffers.values()
-            tensors.append(layer.seed)
-        tensors += run.held.masks.values()
+            tensors += (*layer._buffers.values(), layer.seed)
         return *map(id, run.attachments), *(x.data_ptr() for x in tensors if isinstance(x, Tensor))
 
 

@@ -115,7 +115,9 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.dtype == torch.bool:
-        return {"bits": base64.b64encode(_packed(value.cpu()).numpy().tobytes()).decode(), "shape": list(value.shape)}
+        eight = F.pad(value.cpu().flatten(), (0, -value.numel() % 8)).view(-1, 8) * torch.tensor(BITS, dtype=torch.uint8)
+        packed = eight.sum(1, dtype=torch.uint8).numpy().tobytes()
+        return {"bits": base64.b64encode(packed).decode(), "shape": list(value.shape)}
     return {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
 
 
@@ -131,9 +133,3 @@ def _tensors(value: Any) -> Any:
         packed = torch.frombuffer(bytearray(base64.b64decode(value["bits"]) or b"\0"), dtype=torch.uint8)
         return (packed[:, None] & torch.tensor(BITS, dtype=torch.uint8)).ne(0).flatten()[: math.prod(shape)].view(shape)
     return {key: _tensors(inside) for key, inside in value.items()}
-
-
-def _packed(mask: Tensor) -> Tensor:
-    """Eight to a byte."""
-    bits = F.pad(mask.flatten(), (0, -mask.numel() % 8)).view(-1, 8) * torch.tensor(BITS, dtype=torch.uint8)
-    return bits.sum(1, dtype=torch.uint8)

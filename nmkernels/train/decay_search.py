@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -65,12 +64,11 @@ def search_decay(
     """Choose λ so that the masks flip a little less often than those of dense weights (FST, arXiv 2404.01847, "determine λ in warm-up").
 
     A dense run gives r₀, the flip rate of the masks that its weights would have; a sparse run for each λ of the grid gives r(λ); and
-    with μ = r(λ) / r₀ the λ is taken whose μ is nearest to the middle of the feasible interval. All runs start from the present weights and
-    random state and see the same batches; model, gradients and random state are afterwards as they were.
+    with μ = r(λ) / r₀ the λ is taken whose μ is nearest to the middle of the feasible interval, which could **not be verified** in the
+    paper's text. All runs start from the present weights and random state, which are afterwards as they were, and see the same batches.
 
     r is Σ|M_j − M_{j−1}| / number of weights, averaged over the last part of a run, M_j the mask that step j·stride would choose from the
-    master weights. It depends on the learning rate: give that of the real run's warm-up. The interval could **not be verified** in the
-    paper's text; taking the middle is our choice.
+    master weights. It depends on the learning rate: give that of the real run's warm-up.
 
     Args:
         recipe: any with a ``decay`` that is sparse from its first step (``FST``, ``SRSTE``, ...); a dense end is left out of the runs.
@@ -119,12 +117,24 @@ def search_decay(
         raise RecipeError(f"search_decay: {type(recipe).__name__} begins with dense steps, in which λ has no effect.")
 
     def run(probe: Recipe, dense: bool) -> float:
-        with _restored(model):
-            handle = sparsify_(model, probe, filter_fn)
-            try:
-                return _flip_rate(handle, optimizer(handle.model.parameters()), step, batches, compared, dense)
-            finally:
-                handle.remove()
+        """The flip rate of one run; afterwards the model, its gradients and the random state are what they were before."""
+        tensors = {t: t.detach().clone() for t in (*model.parameters(), *model.buffers())}
+        gradients = {p: p.grad for p in model.parameters()}
+        for p in gradients:
+            p.grad = None
+        try:
+            with torch.random.fork_rng():
+                handle = sparsify_(model, probe, filter_fn)
+                try:
+                    return _flip_rate(handle, optimizer(handle.model.parameters()), step, batches, compared, dense)
+                finally:
+                    handle.remove()
+        finally:
+            with torch.no_grad():
+                for t, value in tensors.items():
+                    t.copy_(value)
+            for p, grad in gradients.items():
+                p.grad = grad
 
     tell = progress or (lambda line: None)
     dense_rate = run(probes[0], dense=True)
@@ -159,11 +169,16 @@ def _flip_rate(handle: Handle, optimizer: torch.optim.Optimizer, step: Step, bat
             layer.use(None, STRAIGHT_THROUGH)
     else:
         handle.attach(optimizer)
+    transform = handle.recipe.final_transform()
     before: list[Tensor] = []
     rates: list[Tensor] = []
     for t in range(len(batches) + 1):
         if t in compared:
-            now = _masks(handle)
+            now = []
+            for layer in handle.layers.values():
+                w = layer.master.detach()
+                new = transform.renew(w, [None] * len(transform.reads), torch.Generator().manual_seed(0))
+                now.append(transform.kept(w, *[new[name] for name in transform.reads if name in new]))
             if before:
                 flips = torch.stack([(a ^ b).sum() for a, b in zip(before, now, strict=True)]).sum()
                 rates.append(flips.double() / sum(a.numel() for a in now))
@@ -173,35 +188,6 @@ def _flip_rate(handle: Handle, optimizer: torch.optim.Optimizer, step: Step, bat
     if not all(bool(torch.isfinite(layer.weight).all()) for layer in handle.layers.values()):
         return math.nan
     return float(torch.stack(rates).mean())
-
-
-@torch.no_grad()
-def _masks(handle: Handle) -> list[Tensor]:
-    """The masks that the present weights would have."""
-    transform, masks = handle.recipe.final_transform(), []
-    for layer in handle.layers.values():
-        w = layer.master.detach()
-        new = transform.renew(w, [None] * len(transform.reads), torch.Generator().manual_seed(0))
-        masks.append(transform.kept(w, *[new[name] for name in transform.reads if name in new]))
-    return masks
-
-
-@contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """Afterwards parameters, buffers, gradients and random state are what they were before."""
-    tensors = {t: t.detach().clone() for t in (*model.parameters(), *model.buffers())}
-    gradients = {p: p.grad for p in model.parameters()}
-    for p in gradients:
-        p.grad = None
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        with torch.no_grad():
-            for t, value in tensors.items():
-                t.copy_(value)
-        for p, grad in gradients.items():
-            p.grad = grad
 
 
 def _table(dense_rate: float, trials: Sequence[DecayTrial], feasible: tuple[float, float]) -> str:

@@ -4,7 +4,6 @@ gradients before the update, and counting after it."""
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from torch import Tensor
 from .. import ops
 from ..autograd.transforms import WEIGHT, masked
 from ..layouts import MATRICES, as_matrix, ordered
-from ..nn.weight import NMWeight
 from ..shards import align_gradient, local, summed
 from .run import Attachment
 
@@ -41,8 +39,11 @@ def prepare(a: Attachment) -> None:
         if stage.rule.masked and not stage.held_mask:
             a.masks[name] = layer.kept()
         grad = align_gradient(layer.parameter, layer.layout)
-        if layer.layout not in MATRICES:
-            _align_moments(a.updating.state.get(layer.parameter, {}), layer)
+        # torch's fused kernels ignore strides: moments from before sparsify_, or of a dense model's checkpoint, would be of other weights
+        moments = {} if layer.layout in MATRICES else a.updating.state.get(layer.parameter, {})
+        for key, value in moments.items():
+            if isinstance(value, Tensor) and value.shape == layer.parameter.shape:
+                moments[key] = ordered(value, layer.layout)
         if grad is None:
             continue
         w, g = layer.master.detach(), as_matrix(local(grad), layer.layout)
@@ -89,14 +90,6 @@ def count(a: Attachment, found_inf: Tensor | None) -> Tensor:
     if rows:
         values.update(zip(COUNTED, summed(rows), strict=True))
     return torch.stack([values[key].to(device, torch.float64) for key in ops.STATS])
-
-
-def _align_moments(state: dict[str, Any], layer: NMWeight) -> None:
-    """Bring the optimizer's moments of a weight into its memory order: torch's fused kernels ignore strides, so moments from before
-    ``sparsify_``, or of a dense model's checkpoint, would be applied to other weights."""
-    for name, value in state.items():
-        if isinstance(value, Tensor) and value.shape == layer.parameter.shape:
-            state[name] = ordered(value, layer.layout)
 
 
 def _magnitude(x: Tensor) -> Tensor:

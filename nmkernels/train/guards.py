@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ from torch.autograd.function import BackwardCFunction
 from ..layouts import CONV1D
 from ..nn.experts import StackedWeight
 from ..nn.weight import NMWeight
-from ..recipes.contract import Recipe, State
+from ..recipes.contract import Recipe
 from ..shards import is_sharded, own_rank
 from .layer_names import listed
-from .parts import Part
 
 FORGOTTEN = 3
 """After so many steps of an optimizer that is not attached, without one of an attached optimizer, a warning follows. Wrappers such as
@@ -32,7 +31,7 @@ SMALL = 0.01
 """The share of a gradient, or of what a penalty explains of one, that may be rounding."""
 
 
-class Guards(Part):
+class Guards:
     """What has happened to the weights of a run without the recipe.
 
     Attributes:
@@ -69,7 +68,8 @@ class Guards(Part):
             and layer.parameter.requires_grad
         ]
 
-    def load(self, saved: State) -> None:
+    def load(self) -> None:
+        """Other weights may have come, from a checkpoint or by a step: nothing is known of the present ones."""
         self.hashes, self._stamps = {}, {}
 
     def stepped(self, layers: Mapping[str, NMWeight]) -> None:
@@ -112,13 +112,11 @@ class Guards(Part):
     # ---- weights that are read elsewhere
 
     def _warn_of_readers(self) -> None:
-        names = list(self._read_elsewhere)
-        self._read_elsewhere.clear()
+        names, self._read_elsewhere[:] = list(self._read_elsewhere), []
         if not names or own_rank() != 0:
             return
-        some = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         warnings.warn(
-            f"the weight of layer {some} gets a gradient from outside the layer too: something else reads it, such as a decoder that "
+            f"the weight of {listed(names)} gets a gradient from outside the layer too: something else reads it, such as a decoder that "
             "multiplies its transpose, or a penalty in the loss. Those readers see the dense weight during training, and the pruned one "
             "after finish(). For a penalty that may be right; a tied layer is left out with filter_fn.",
             stacklevel=3,
@@ -139,13 +137,9 @@ class Guards(Part):
         now, before = _stamps(layers), self._stamps
         return [name for name in now if name in before and (self.foreign_steps or before[name] != now[name])]
 
-    def foreign_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer``, which is not attached, has stepped; warn where it seems to have been forgotten."""
-        params = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        names = [name for name, layer in self.layers.items() if id(layer.parameter) in params]
-        if not names:
-            return
-        self.foreign, self.foreign_steps = type(optimizer).__name__, self.foreign_steps + 1
+    def foreign_step(self, kind: str, names: Iterable[str]) -> None:
+        """An optimizer of class ``kind``, which is not attached, has stepped the layers ``names``; warn where it seems forgotten."""
+        self.foreign, self.foreign_steps = kind, self.foreign_steps + 1
         if self.on and self.foreign_steps == FORGOTTEN and self.foreign not in self._reported:
             self._reported.add(self.foreign)
             warnings.warn(

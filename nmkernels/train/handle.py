@@ -17,15 +17,14 @@ from ..autograd.transforms import WeightTransform
 from ..gemm.plan import STRAIGHT_THROUGH
 from ..nn.compress import decompress_
 from ..nn.experts import StackedWeight
-from ..nn.sharding import adopt_parameter, connect, reshard
+from ..nn.sharding import reshard
 from ..nn.swap import make_dense_, switch_fast_paths
 from ..nn.weight import NMWeight
 from ..optim.adamw import merge_stats
 from ..pattern import CheckpointError, RecipeError
 from ..recipes.contract import Recipe, State
 from ..shards import anywhere
-from .checks import check_flat, check_own, check_shards, check_whole
-from .optimizers import STATE_KEY, attach, begin, detach, take_over_schedule, unwrapped
+from .optimizers import STATE_KEY, attach, begin, check_own, check_whole, detach, take_over_schedule, unwrapped
 from .report import Report
 from .run import Run
 
@@ -163,21 +162,18 @@ class Handle:
 
         The hooks run inside ``optimizer.step()``, after unscaling, accumulation and clipping, also with a closure or a ``GradScaler``.
         Give several optimizers in the order in which they step: the last one that owns a sparse weight drives the schedule. Parameter
-        groups that are added later take part.
-
-        Called again, for instance for a second phase of training, it continues: schedule and masks stay as they are, and the last of the
-        new optimizers drives the schedule. Earlier optimizers stay attached until ``detach``.
+        groups that are added later take part. Called again, for a second phase of training for instance, it continues: schedule and masks
+        stay, the last of the new optimizers drives the schedule, and earlier ones stay attached until ``detach``.
 
         Args:
             optimizers: of torch, or wrappers of one.
             forms: what makes the forms of the effective weights that GEMMs read, packed ones among them. ``"forward"``: the first forward
                 pass after a step. ``"step"``: on a GPU the step itself, which then reads each weight once instead of twice, for
                 ``MaskedAdamW`` and the 2:4 weights for which ``nm.ops.masked_adamw_pack_`` has a kernel; all others, and CPUs, are as
-                before. **You promise** that nothing else writes those weights between ``step()`` and the next forward pass, or calls
-                ``handle.refresh()`` then (with a ``GradScaler``, from one forward pass to the next); what counts a version, or is an
-                optimizer, is seen all the same. A sample of every weight is checked on the GPU in that forward pass: weights that were
-                written as a whole, as by an EMA swap through ``.data``, are made again in it, and a warning follows some steps later. A
-                backward pass that comes after the step following its forward pass raises, as that of a dense weight does.
+                before. **You promise** that nothing else writes those weights between ``step()`` and the next forward pass (with a
+                ``GradScaler``, from one forward pass to the next) without a call of ``handle.refresh()``; optimizers, and writes that count
+                a version, are seen all the same. Weights that were written as a whole, as by an EMA swap through ``.data``, are noticed on
+                the GPU and made again, and a warning follows. A backward pass after the step that follows its forward pass raises.
 
         Raises:
             RecipeError: ``forms`` is unknown, or ``"step"`` comes without ``MaskedAdamW``; one is not an optimizer, none of them updates a
@@ -194,12 +190,6 @@ class Handle:
         """
         if self.finished:
             raise RecipeError("attach: the recipe is finished; sparsify_ the model again to train on.")
-        # sharded layers make W̃ from this rank's shard, and no rank holds more than that
-        check_flat(self.layers)
-        connect(self.model, list(self.layers.values()))
-        check_whole(self.recipe, self.layers)
-        check_shards(self.layers)
-        self.run.attached_shards = self.run.sharded
         attach(self.run, tuple(dict.fromkeys(map(unwrapped, optimizers))), forms)
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
@@ -281,7 +271,29 @@ class Handle:
             self.run.guards.warn_of_gradients("metrics", attached=False)
         if not self.finished:
             self.run.check_weights("metrics", waits=False)
-        return metrics_of(self.run)
+        run, stage, state = self.run, self.run.stage, self.run.state
+        phase, counting = torch.tensor(stage.phase), [a for a in run.attachments if a.stats is not None]
+        # the counts of the last step are out of date once something else has written the weights; held masks do not prevent that
+        outdated = not counting or stage.held_mask or bool(run.guards.written(run.layers))
+        # users call this on one rank only, where a collective would wait for ever: metrics of sharded layers are of the last step
+        of_layers = run.shard_metrics if run.sharded else run.metrics(density=outdated)
+        if not counting:
+            # without a state no optimizer was ever attached, and nothing was counted
+            none = torch.full((), 0.0 if state else torch.nan, dtype=torch.float64)
+            return {"flip_rate": none, "density": of_layers.get("density", none), "phase": phase, "decay_ratio": none.clone()}
+        numel = sum(a.numel for a in counting)
+        total: Tensor = functools.reduce(merge_stats, [a.stats for a in counting if a.stats is not None])
+        sums = dict(zip(ops.STATS, total, strict=True))
+        special = {**run.recipe.values(state), **of_layers, **run.hooks.metrics}
+        decayed = special.get("decay", stage.rule.decay) * sums["pruned_abs"] / sums["pruned_grad_abs"]
+        return {
+            "flip_rate": sums["flips"] / numel,
+            "density": sums["nonzeros"] / numel,
+            "phase": phase,
+            "decay_ratio": torch.where(sums["pruned_grad_abs"] > 0, decayed, 0.0),
+            **special,
+            **({"max_update": sums["max_update"]} if any(a.masked is not None for a in counting) else {}),
+        }
 
     @torch.no_grad()
     def expert_metrics(self) -> dict[str, dict[str, Tensor]]:
@@ -289,10 +301,7 @@ class Handle:
 
         * ``density``: non-zeros of the expert's effective weight / its weights.
         * ``flip_rate``: mask bits changed since the last call / its weights, NaN at the first one. Each call stores the masks for the next
-          one, a byte per weight.
-
-        An expert that got no token has a gradient of zero, not None: weight decay, and the recipe's own, shrink it as a dense AdamW would,
-        so its mask may change too.
+          one, a byte per weight. Weight decay may change the mask of an expert that got no token.
 
         Example:
             >>> from nmkernels import sparsify_
@@ -316,8 +325,8 @@ class Handle:
     def calibrate(self) -> AbstractContextManager[None]:
         """Collect the norms of the layers' inputs in the forward passes run inside, for ``ASP(score="wanda")``; call it before ``attach``.
 
-        Tokens with NaN or infinite values are left out, with a warning that names the layer and the forward pass. Another warning lists
-        the layers that got fewer than M tokens. Under ``torch.distributed`` all ranks enter it, and their norms are added up.
+        Tokens with NaN or infinite values are left out, with a warning; another one lists the layers that got fewer than M tokens. Under
+        ``torch.distributed`` all ranks enter it, and their norms are added up.
 
         Example:
             >>> from nmkernels import sparsify_
@@ -388,7 +397,7 @@ class Handle:
         reshard(self.model)
         for layer in self.layers.values():
             layer.effective.release()
-            adopt_parameter(layer)
+            layer.adopt_parameter()
 
     def finish(self, allow_unused: bool = False) -> nn.Module:
         """End the recipe and return the model in its final form, which ``recipe.final`` names.
@@ -437,7 +446,7 @@ class Handle:
             self.run.hooks.use_final_form()
         else:
             self.run.hooks.use_final_form()
-            make_nm(self.layers, self.run.final_transforms(name for name, layer in self.layers.items() if layer.as_pruned() is None))
+            self._make_nm(self.run.final_transforms(name for name, layer in self.layers.items() if layer.as_pruned() is None))
             self._end()
         return self.model
 
@@ -465,48 +474,21 @@ class Handle:
         self.run.end()
         self.finished = True
 
-
-@torch.no_grad()
-def make_nm(layers: dict[str, NMWeight], transforms: dict[str, WeightTransform]) -> None:
-    """Replace the weight of each layer in ``transforms`` by its transform's W̃; the others are what ``prune_`` has left. Remove from all
-    layers what only training needed."""
-    for name, layer in layers.items():
-        if anywhere(layer.parameter, not bool(torch.isfinite(layer.master).all())):
-            raise RecipeError(f"finish: the weight of layer {name!r} has NaN or infinite values; training diverged before this point.")
-    pruned, orders = {}, {}
-    for name, transform in transforms.items():
-        columns, weight = transform.traits.columns, transform(layers[name].master.detach(), *layers[name]._extras(transform))
-        order = None if columns is None else columns(weight.shape[1])
-        used = weight if order is None else weight[:, order.to(weight.device)]
-        if anywhere(layers[name].parameter, not ops.is_nm(used, layers[name].pattern)):
-            raise RecipeError(f"finish: layer {name!r} is not {layers[name].pattern} after pruning; please report this bug.")
-        pruned[name], orders[name] = weight, order
-    for name, layer in layers.items():
-        layer.finish(pruned.pop(name, None), orders.get(name))
-
-
-def metrics_of(run: Run) -> dict[str, Tensor]:
-    """What ``Handle.metrics`` returns; nothing here waits for the device. λ is the recipe's own metric ``decay``, if any."""
-    stage, state, phase = run.stage, run.state, torch.tensor(run.stage.phase)
-    counting = [a for a in run.attachments if a.stats is not None]
-    # the counts of the last step are out of date once something else has written the weights; held masks do not prevent that
-    outdated = not counting or stage.held_mask or bool(run.guards.written(run.layers))
-    # users call this on one rank only, where a collective would wait for ever: metrics of sharded layers are of the last step
-    of_layers = run.shard_metrics if run.sharded else run.metrics(density=outdated)
-    if not counting:
-        # without a state no optimizer was ever attached, and nothing was counted
-        none = torch.full((), 0.0 if state else torch.nan, dtype=torch.float64)
-        return {"flip_rate": none, "density": of_layers.get("density", none), "phase": phase, "decay_ratio": none.clone()}
-    numel = sum(a.numel for a in counting)
-    total: Tensor = functools.reduce(merge_stats, [a.stats for a in counting if a.stats is not None])
-    sums = dict(zip(ops.STATS, total, strict=True))
-    special = {**run.recipe.values(state), **of_layers, **run.hooks.metrics}
-    decayed = special.get("decay", stage.rule.decay) * sums["pruned_abs"] / sums["pruned_grad_abs"]
-    return {
-        "flip_rate": sums["flips"] / numel,
-        "density": sums["nonzeros"] / numel,
-        "phase": phase,
-        "decay_ratio": torch.where(sums["pruned_grad_abs"] > 0, decayed, 0.0),
-        **special,
-        **({"max_update": sums["max_update"]} if any(a.masked is not None for a in counting) else {}),
-    }
+    @torch.no_grad()
+    def _make_nm(self, transforms: dict[str, WeightTransform]) -> None:
+        """Replace the weight of each layer in ``transforms`` by its transform's W̃; the others are what ``prune_`` has left. Remove from all
+        layers what only training needed."""
+        for name, layer in self.layers.items():
+            if anywhere(layer.parameter, not bool(torch.isfinite(layer.master).all())):
+                raise RecipeError(f"finish: the weight of layer {name!r} has NaN or infinite values; training diverged before this point.")
+        pruned, orders = {}, {}
+        for name, transform in transforms.items():
+            layer, columns = self.layers[name], transform.traits.columns
+            weight = transform(layer.master.detach(), *layer._extras(transform))
+            order = None if columns is None else columns(weight.shape[1])
+            used = weight if order is None else weight[:, order.to(weight.device)]
+            if anywhere(layer.parameter, not ops.is_nm(used, layer.pattern)):
+                raise RecipeError(f"finish: layer {name!r} is not {layer.pattern} after pruning; please report this bug.")
+            pruned[name], orders[name] = weight, order
+        for name, layer in self.layers.items():
+            layer.finish(pruned.pop(name, None), orders.get(name))

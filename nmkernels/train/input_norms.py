@@ -48,8 +48,13 @@ class InputNorms:
             for hook in hooks:
                 hook.remove()
         if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            for name, layer in linear.items():
-                self._share(name, layer, before[0].get(name, 0), before[1].get(name, 0))
+            for name, layer in linear.items():  # every rank has what there was before; what each has collected since is added up
+                size, device = layer.shape[1], layer.weight.device
+                squares, tokens = (values.get(name, 0) for values in before)
+                new = torch.zeros(size + 1, dtype=widest(device), device=device)
+                new[:size], new[size] = self.squares.get(name, 0) - squares, self.tokens.get(name, 0) - tokens
+                torch.distributed.all_reduce(new)
+                self.squares[name], self.tokens[name] = squares + new[:size], tokens + new[size].long()
         self._report(calls)
 
     @torch.no_grad()
@@ -62,14 +67,6 @@ class InputNorms:
         self.squares[name] = self.squares.get(name, 0) + squares.masked_fill(~usable[:, None], 0.0).sum(0)
         self.tokens[name] = self.tokens.get(name, 0) + usable.sum()
         calls.append((len(squares), (~usable).sum(), (~finite).sum()))
-
-    def _share(self, name: str, layer: NMWeight, squares: Tensor | int, tokens: Tensor | int) -> None:
-        """Add to ``squares`` and ``tokens``, which every rank has, what each of them has collected since."""
-        size = layer.shape[1]
-        new = torch.zeros(size + 1, dtype=widest(layer.weight.device), device=layer.weight.device)
-        new[:size], new[size] = self.squares.get(name, 0) - squares, self.tokens.get(name, 0) - tokens
-        torch.distributed.all_reduce(new)
-        self.squares[name], self.tokens[name] = squares + new[:size], tokens + new[size].long()
 
     def _report(self, calls: dict[str, list[Call]]) -> None:
         left_out = {name: torch.stack([left for _, left, _ in seen]).tolist() for name, seen in calls.items() if seen}
@@ -95,13 +92,8 @@ class InputNorms:
 
     def score(self, name: str) -> Tensor:
         """|w|·‖x‖₂ of the weights of layer ``name``."""
-        weight = self.layers[name].master.detach().abs()
-        wide = widest(weight.device)
-        return (weight.to(wide) * self.squares[name].sqrt().to(weight.device, wide)).float()
-
-    def missing(self) -> list[str]:
-        """The layers that have seen no token."""
-        return [name for name in self.layers if not int(self.tokens.get(name, 0))]
+        weight = self.layers[name].master.detach().abs().to(widest(self.layers[name].master.device))
+        return (weight * self.squares[name].sqrt().to(weight)).float()
 
 
 def widest(device: torch.device) -> torch.dtype:

@@ -10,14 +10,14 @@ from ..pattern import RecipeError
 from ..recipes.registry import suggestion
 
 SHOWN = 3
-"""The number of names that a message lists where none is similar."""
+"""The number of names that a message lists."""
 
 
 def listed(names: Iterable[str]) -> str:
     """Layers as a message names them: the first three, and how many more."""
     names = list(names)
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"layer{'s' * (len(names) > 1)} {', '.join(map(repr, names[:3]))}{more}" if names != [""] else "the model"
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"layer{'s' * (len(names) > 1)} {', '.join(map(repr, names[:SHOWN]))}{more}" if names != [""] else "the model"
 
 
 def check_names(
@@ -29,22 +29,13 @@ def check_names(
         what: the argument as messages name it, ``"audit: rows"``.
         matches: ``matches(known, name)``, for names that are wildcards, or parts of the known ones.
         kind: what is named.
-
-    Example:
-        >>> check_names("audit: rows", ["haed"], ["body.fc", "head"])
-        Traceback (most recent call last):
-        nmkernels.pattern.RecipeError: audit: rows names 'haed', which matches no layer of the model; did you mean 'head'?
     """
     known = list(known)
-
-    def found(name: str) -> bool:
-        return any(matches(one, name) for one in known)
-
     for name in names:
-        if not found(name):
+        if not any(matches(one, name) for one in known):
             parts = [one.split(".") for one in known]
             words = {*known, *(part for one in parts for part in one), *(".".join(one[:i]) for one in parts for i in range(1, len(one)))}
-            near = suggestion(str(name), sorted(filter(found, words)))
+            near = suggestion(str(name), sorted(word for word in words if any(matches(one, word) for one in known)))
             shown = [*filter(None, known)]
             more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
             some = f", only {', '.join(map(repr, shown[:SHOWN])) or 'the model itself'}{more}."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,15 +17,17 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..autograd.transforms import WEIGHT
+from ..layouts import MATRICES, ORDERS, REDUCED
+from ..nn.sharding import check_mesh, connect, data_dims
 from ..nn.weight import NMWeight
 from ..optim.adamw import MaskedAdamW
 from ..optim.rules import PLAIN, Target
-from ..pattern import RecipeError
+from ..pattern import RecipeError, ShapeError
 from ..recipes.contract import Recipe, State
 from ..shards import is_sharded, total
 from . import gradients, step
+from .ahead import Ahead, makes_ahead
 from .checkpoint import HELD, restored, written
-from .checks import check_learned
 from .layer_names import listed
 from .run import Attachment, Run, group_of
 
@@ -42,11 +44,16 @@ def attach(run: Run, optimizers: Sequence[torch.optim.Optimizer], forms: str) ->
 
     After an error nothing has changed.
     """
+    check_flat(run.layers)
+    # sharded layers make W̃ from this rank's shard, and no rank holds more than that
+    connect(run.model, list(run.layers.values()))
+    check_whole(run.recipe, run.layers)
+    check_shards(run.layers)
+    run.attached_shards = run.sharded
     before, resumed = list(run.attachments), bool(run.state)
     known = {a.optimizer: a for a in before}
     owners = [(optimizer, layers) for optimizer in optimizers if (layers := owned(optimizer, run.layers))]
-    _check(run, owners, [o for o, _ in owners if o not in known], forms)
-    check_learned(run.layers, (*optimizers, *known))
+    _check(run, owners, (*optimizers, *known), known, forms)
     last, layers = owners[-1]
     saved, loaded = None if last in known else last.param_groups[0].get(STATE_KEY), None
     if saved is not None:
@@ -54,7 +61,12 @@ def attach(run: Run, optimizers: Sequence[torch.optim.Optimizer], forms: str) ->
         loaded = restored(saved, run.layers, {name: state[HELD] for name, state in states.items() if HELD in state})
         run.check(loaded, group_of(last, layers))
     elif run.stage.rule.frozen and run.state:
-        _check_moments(run, last, layers)
+        moments = inner(last).state
+        if missing := [name for name, layer in layers.items() if "exp_avg_sq" not in moments.get(layer.parameter, {})]:
+            raise RecipeError(
+                f"attach: {run.recipe.name} has frozen the second moment, and this {type(last).__name__} has none for {listed(missing)}. "
+                "Give it the state of the one before: optimizer.load_state_dict(earlier.state_dict())."
+            )
     try:
         run.attachments[:] = [a for a in before if a.optimizer not in optimizers]
         # one without a sparse weight may get some with a later group, but drives no schedule
@@ -82,22 +94,26 @@ def attach(run: Run, optimizers: Sequence[torch.optim.Optimizer], forms: str) ->
         if not resumed:
             run.reset()
         raise
-    for a in before:
-        if a is not driver:
-            _give_up_schedule(a)
+    for i, a in enumerate(run.attachments):
+        if a in before and a is not driver:  # later ones have the schedule, and the count of those layers that they update too
+            a.optimizer.param_groups[0].pop(STATE_KEY, None)
+            if any(name in other.layers for name in a.layers for other in run.attachments[i + 1 :]):
+                a.stats = a.observed = None
 
 
 def _hook(run: Run, optimizer: torch.optim.Optimizer) -> Attachment:
     a = Attachment(run, optimizer, inner(optimizer), masked_adamw(optimizer))
     a.removers = [
-        optimizer.register_step_pre_hook(eager(partial(_before, a))),
-        optimizer.register_step_post_hook(eager(partial(_after, a))),
+        # compiling optimizer.step would bake the schedule's numbers into the graph; the optimizer's own step is compiled as ever
+        optimizer.register_step_pre_hook(torch.compiler.disable(partial(_before, a))),
+        optimizer.register_step_post_hook(torch.compiler.disable(partial(_after, a))),
         optimizer.register_state_dict_post_hook(partial(_after_state_dict, a)),
         optimizer.register_load_state_dict_pre_hook(partial(_before_load, a)),
         optimizer.register_load_state_dict_post_hook(partial(_after_load, a)),
+        *(Ahead(a).watch(run.model) if makes_ahead(run) else ()),
     ]
     if not _watches:
-        _watches.append(register_optimizer_step_post_hook(eager(on_foreign_step)))
+        _watches.append(register_optimizer_step_post_hook(torch.compiler.disable(on_foreign_step)))
     _attached.add(a)
     weakref.finalize(a, _stop_watching)
     return a
@@ -112,13 +128,9 @@ def _take_layers(a: Attachment) -> dict[str, NMWeight]:
     for layer in new.values():
         layer.effective.attached = True
         if a.masked is not None:
-            a.masked.targets[layer.parameter] = Target(layer.pattern, layer.layout, partial(_penalty, layer))
+            a.masked.targets[layer.parameter] = Target(layer.pattern, layer.layout, partial(lambda x: x.penalties().get(WEIGHT), layer))
     a.revision = 0  # the next step gives the targets the patterns of the stage
     return new
-
-
-def _penalty(layer: NMWeight) -> Tensor | None:
-    return layer.penalties().get(WEIGHT)
 
 
 def begin(a: Attachment, state: State | None) -> None:
@@ -136,14 +148,6 @@ def take_over_schedule(a: Attachment) -> None:
     """Drive the schedule that another attachment has driven until now."""
     a.optimizer.param_groups[0][STATE_KEY] = a.run.state
     mark_held_masks(a)
-
-
-def _give_up_schedule(a: Attachment) -> None:
-    """Leave the schedule to later attachments, and the count of those layers that they update too."""
-    a.optimizer.param_groups[0].pop(STATE_KEY, None)
-    later = a.run.attachments[a.run.attachments.index(a) + 1 :]
-    if any(name in other.layers for name in a.layers for other in later):
-        a.stats = a.observed = None
 
 
 def detach(a: Attachment) -> None:
@@ -257,8 +261,9 @@ def on_foreign_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for layer in a.layers.values():
             if not packed or layer.parameter not in packed:  # by this very step
                 layer.effective.doubt()
-        if a.run.attachments[-1:] == [a] and not any([optimizer in (b.optimizer, b.updating) for b in a.run.attachments]):
-            a.run.guards.foreign_step(optimizer)
+        attached = a.run.attachments[-1:] != [a] or any([optimizer in (b.optimizer, b.updating) for b in a.run.attachments])
+        if not attached and (layers := owned(optimizer, a.run.layers)):
+            a.run.guards.foreign_step(type(optimizer).__name__, layers)
 
 
 def _stop_watching() -> None:
@@ -268,12 +273,6 @@ def _stop_watching() -> None:
         # an attachment may be collected while torch iterates over the hooks, when only the last one can be removed
         if hooks and next(reversed(hooks)) == _watches[0].id:
             _watches.pop().remove()
-
-
-def eager(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """``hook``, which ``torch.compile(optimizer.step)`` does not trace: compiling would bake the schedule's numbers into the graph. The
-    optimizer's own step is compiled as without a recipe."""
-    return torch.compiler.disable(hook)
 
 
 # ---- saving and loading
@@ -394,15 +393,16 @@ def masked_adamw(optimizer: torch.optim.Optimizer) -> MaskedAdamW | None:
 # ---- checks
 
 
-def _check(run: Run, owners: Sequence[tuple[torch.optim.Optimizer, Any]], new: Iterable[torch.optim.Optimizer], forms: str) -> None:
-    """Raise ``RecipeError`` unless the optimizers update something, the ``new`` ones fit the recipe, and all make ``forms``."""
+def _check(run: Run, owners: Sequence[tuple[torch.optim.Optimizer, Any]], every: Sequence[Any], known: Iterable[Any], forms: str) -> None:
+    """Raise ``RecipeError`` unless ``owners`` update something, those not ``known`` fit the recipe, all make ``forms``, and ``every``
+    optimizer together trains what the recipe learns in addition to the weights."""
     if not owners:
         raise RecipeError(
             "attach: none of the optimizers updates a weight of the sparse layers. Build it from model.parameters() of the very model "
             "given to sparsify_ (before a wrapper copies the parameters). If those layers are left out because they are frozen, attach "
             "the optimizer after adding them to it."
         )
-    for optimizer in new:
+    for optimizer in (optimizer for optimizer, _ in owners if optimizer not in known):
         _check_class(run.recipe, optimizer)
         if any(a.optimizer is optimizer and a.layers for a in _attached):
             raise RecipeError("attach: the optimizer drives the recipe of another model already; give each model its own optimizer.")
@@ -413,6 +413,14 @@ def _check(run: Run, owners: Sequence[tuple[torch.optim.Optimizer, Any]], new: I
         raise RecipeError(
             f"attach: forms='step' needs an optimizer that packs in its own pass, which {type(unfit).__name__} does not. Leave it out, "
             "or take MaskedAdamW: optimizer = handle.attach(nm.optim.MaskedAdamW(model.parameters(), lr=...), forms='step')."
+        )
+    trained = {id(p) for optimizer in every for group in optimizer.param_groups for p in group["params"]}
+    missing = [f"{name}.{key}" for name, layer in run.layers.items() for key, p in layer.learned().items() if id(p) not in trained]
+    if missing:
+        names = ", ".join(missing[:3]) + (" and more" if len(missing) > 3 else "")
+        raise RecipeError(
+            f"attach: no optimizer has {names}, which the recipe learns in addition to the weights. Build it from model.parameters() after "
+            "sparsify_, as recipe.optimizer(model.parameters()) does."
         )
 
 
@@ -426,12 +434,65 @@ def _check_class(recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _check_moments(run: Run, optimizer: torch.optim.Optimizer, layers: Mapping[str, NMWeight]) -> None:
-    """Raise ``RecipeError`` where ``optimizer`` lacks the second moment, which the run has frozen, of some of ``layers``."""
-    state = inner(optimizer).state
-    missing = [name for name, layer in layers.items() if "exp_avg_sq" not in state.get(layer.parameter, {})]
-    if missing:
+# ---- weights that can be trained
+
+
+def check_own(verb: str, layers: Mapping[str, NMWeight], *keys: str) -> None:
+    """Raise ``RecipeError`` where the weight of a layer, or another tensor of ``keys``, is computed from others."""
+    for name, layer in layers.items():
+        if reason := layer.computed(*keys):
+            raise RecipeError(f"{verb}: layer {name!r} is not as sparsify_ left it: {reason}.")
+
+
+def check_flat(layers: dict[str, NMWeight]) -> None:
+    """Raise ``RecipeError`` where weights were made one flat tensor."""
+    check_own("attach", layers)
+    for name, layer in layers.items():
+        module, key = layer.home
+        weight = module._parameters.get(key)
+        if weight is None or weight.dim() != len(ORDERS[layer.layout]):
+            raise RecipeError(
+                f"attach: the weight of layer {name!r} was flattened, as FullyShardedDataParallel (FSDP1) does. Use "
+                "torch.distributed.fsdp.fully_shard, which keeps Parameters apart."
+            )
+
+
+def check_whole(recipe: Recipe, layers: dict[str, NMWeight]) -> None:
+    """Raise ``RecipeError`` where ``recipe`` needs weights whole and those of ``layers`` are sharded."""
+    why, name = recipe.setup.needs_whole, next((name for name, layer in layers.items() if is_sharded(layer.parameter)), None)
+    if why and name is not None:
         raise RecipeError(
-            f"attach: {run.recipe.name} has frozen the second moment, and this {type(optimizer).__name__} has none for {listed(missing)}. "
-            "Give it the state of the one before: optimizer.load_state_dict(earlier.state_dict())."
+            f"{type(recipe).__name__} {why}, and the weight of layer {name!r} is sharded. Train it with DistributedDataParallel; or take a "
+            "recipe that runs on shards, such as SR-STE, STEP, S-STE, MdGf, SdGf, FST, or ASP by magnitude."
         )
+
+
+def check_shards(layers: dict[str, NMWeight]) -> None:
+    """Raise ``ShapeError`` where shards cut the groups of a mask, ``RecipeError`` where a layer cannot be sharded."""
+    for name, layer in layers.items():
+        weight: Any = layer.parameter
+        if not is_sharded(weight):
+            continue
+        if layer.layout not in MATRICES:
+            raise RecipeError(
+                f"attach: the weight of layer {name!r}, a {type(layer).__name__}, is sharded; only those of linear layers can be. Train "
+                "it with DistributedDataParallel, leave it out of fully_shard, or out of sparsify_ with filter_fn."
+            )
+        check_mesh(f"attach: layer {name!r}", weight, data_dims(layer))
+        splits = {"out": 1, "in": 1}  # over all dimensions of the mesh
+        for dim, placement in enumerate(weight.placements):
+            if not placement.is_replicate():
+                splits["in" if placement.dim == REDUCED[layer.layout] else "out"] *= weight.device_mesh.size(dim)
+        traits = layer.final.traits
+        if traits.columns is not None and splits["in"] > 1:
+            raise ShapeError(
+                f"attach: layer {name!r} is split along in, between weights of one group: the recipe's groups are not adjacent. "
+                "Split out (fully_shard, ColwiseParallel), or leave the layer out with filter_fn."
+            )
+        for (which, parts), size in zip(splits.items(), layer.shape, strict=True):
+            if (which == "in" or traits.transposable) and parts > 1 and size % (parts * layer.pattern.m):
+                raise ShapeError(
+                    f"attach: layer {name!r} is sharded {parts} ways along {which}={size}, which cuts groups of M={layer.pattern.m}: a "
+                    f"multiple of {parts * layer.pattern.m} is needed. Shard the other dimension, on fewer ranks, or leave the layer out "
+                    "with filter_fn."
+                )

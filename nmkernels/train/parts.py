@@ -1,6 +1,7 @@
 """The parts of a run: patterns, random streams, and what the layers hold.
 
-To begin, check, load, save and end a run is one loop over its parts each; a step concerns only what is held.
+To ``check`` raises ``CheckpointError`` where a checkpoint does not fit this model, before anything changes; to ``load`` forgets everything
+and takes what the checkpoint has; to ``begin`` takes from the present weights what a stage needs and is not there yet.
 
 What a part has to keep is in the schedule's state, which lies in the optimizer. Tensors as large as the weights are not, while a run lasts;
 checkpoints have them as ``state["held"]`` (layer -> name -> tensor).
@@ -29,29 +30,6 @@ MASK = "mask"
 """The name of a mask that is chosen once among what a layer holds; transforms' own begin with ``nm_``."""
 
 
-class Part:
-    """What a run gives its layers, and a resumed run needs of an earlier one; a part defines those of these verbs that concern it.
-
-    The state is empty before an optimizer is attached.
-    """
-
-    def check(self, saved: State) -> None:
-        """Raise ``CheckpointError`` where ``saved``, of a checkpoint, does not fit this model; nothing changes."""
-
-    def load(self, saved: State) -> None:
-        """Forget everything, and take what ``saved`` has."""
-
-    def begin(self, state: State, stage: Stage) -> None:
-        """``stage`` begins or is resumed: take what it needs and is not there yet, from the present weights."""
-
-    def save(self) -> State:
-        """What a checkpoint has in addition to the state."""
-        return {}
-
-    def end(self) -> None:
-        """The recipe ends: undo what was for training only."""
-
-
 def check_layers(what: str, names: Iterable[str], layers: Mapping[str, NMWeight]) -> None:
     """Raise ``CheckpointError`` unless a checkpoint's ``what`` belong to exactly these ``layers``."""
     mismatched = sorted(set(names) ^ set(layers))
@@ -61,7 +39,7 @@ def check_layers(what: str, names: Iterable[str], layers: Mapping[str, NMWeight]
         )
 
 
-class Patterns(Part):
+class Patterns:
     """The pattern of each layer: that of the recipe, or the layer's own where the recipe shares a budget out.
 
     ``state["patterns"]`` (name -> N:M) is there only for such recipes; a resumed run takes the patterns from there.
@@ -82,7 +60,7 @@ class Patterns(Part):
                 raise ShapeError(f"layer {name!r}: {error}") from error
         self._set()
 
-    def begin(self, state: State, stage: Stage) -> None:
+    def begin(self, state: State) -> None:
         if self.own:
             state["patterns"] = {name: str(pattern) for name, pattern in self.own.items()}
 
@@ -113,21 +91,20 @@ class Patterns(Part):
         pattern.check_divides(verb, layer.parameter.shape[REDUCED[layer.layout]], "in_features")
 
 
-class Streams(Part):
+class Streams:
     """The (seed, offset) pairs of the layers' gradient estimates; a recipe that draws random numbers has ``seed`` in its state.
 
     ``state["streams"]`` (name -> int64 ``(2,)``) holds the very tensors whose offsets the backward passes advance on the device. The seeds
     are those of this process, whichever rank wrote the checkpoint and however many ranks there were.
 
-    Ranks that see different data draw different numbers: those of DistributedDataParallel, FSDP2 and HSDP, replicas too. Those that
-    tensor parallelism gives the same output gradient (row parallel, or a replicated weight) draw the same, as one process would, or
-    replicas would part. In column parallel each has other columns of the gradient and a key of its own.
+    Ranks that see different data draw different numbers. Those that tensor parallelism gives the same output gradient (row parallel, or a
+    replicated weight) draw the same, or replicas would part; in column parallel each has other columns of the gradient and its own key.
     """
 
     def __init__(self, layers: dict[str, NMWeight]) -> None:
         self.layers = layers
 
-    def begin(self, state: State, stage: Stage) -> None:
+    def begin(self, state: State) -> None:
         if "seed" not in state:
             return
         streams = state.setdefault("streams", {})
@@ -169,17 +146,14 @@ class HeldMask(WeightTransform):
         return masked(weight, self.mask, out)
 
 
-class Held(Part):
+class Held:
     """What layers hold while the weights change: tensors of their transforms, and masks that are chosen once.
 
     Tensors that a transform reads are chosen when a stage begins, and again after every k-th applied step. Layers have them as buffers
     outside the model's state dict, ``names`` says which; ``state["held_steps"]`` counts the applied steps of the present stage.
 
-    ``masks`` (name -> bool ``(out, in)``) are chosen at the beginning of the first stage that holds a mask, and stay. Weights outside are
-    set to +0.
-
-    ``score`` ranks them, as ``Setup.mask_score`` says, None for recipes without; ``trained`` says whether there were gradients before
-    ``attach``.
+    ``masks`` (name -> bool ``(out, in)``) are chosen at the beginning of the first stage that holds a mask, by ``score``, and stay. Weights
+    outside are set to +0. ``trained`` says whether there were gradients before ``attach``.
     """
 
     def __init__(self, layers: dict[str, NMWeight], score: str | None, trained: Callable[[], bool]) -> None:
@@ -187,8 +161,6 @@ class Held(Part):
         self.masks: dict[str, Tensor] = {}
         self.names: dict[str, set[str]] = {}
         self.inputs = InputNorms(layers)
-
-    # ---- as any part
 
     def check(self, saved: State) -> None:
         held = saved.get("held", {})
@@ -230,12 +202,8 @@ class Held(Part):
             for name in (name for name in missing if missing[name]):
                 self._hold(name, self._choose(name, self.layers[name].transform, set(), state))
 
-    def step(self, state: State, stage: Stage) -> bool:
-        """A step was applied in a stage that holds something; True if that must be chosen again."""
-        state["held_steps"] += 1
-        return stage.every > 0 and state["held_steps"] % stage.every == 0
-
     def save(self) -> State:
+        """What a checkpoint has in addition to the state."""
         held = {name: {key: getattr(self.layers[name], key) for key in sorted(keys)} for name, keys in self.names.items() if keys}
         for name, mask in self.masks.items():
             held.setdefault(name, {})[MASK] = mask
@@ -320,8 +288,7 @@ class Held(Part):
 
     def check_inputs(self) -> None:
         """Raise ``RecipeError`` where the score needs inputs and a layer has seen none."""
-        missing = self.inputs.missing() if self.score == "wanda" else []
-        if missing:
+        if missing := [name for name in self.layers if not int(self.inputs.tokens.get(name, 0))] if self.score == "wanda" else []:
             raise RecipeError(
                 f'ASP(score="wanda") ranks weights by their inputs and has seen none for {", ".join(missing)}. Run a few batches first: '
                 "with handle.calibrate(): model(batch), or leave out layers that the model does not call with filter_fn. When resuming, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 FILTERED = "not chosen by the filter"
@@ -94,16 +94,13 @@ class Report:
         for name, e in _together(self.entries):
             shape = "(" + ",".join(str(s) for s in e.shape) + ")"
             rows.append((name, e.kind, shape, "yes" if e.sparse else "no", e.reason))
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row[:4], widths, strict=True)), row[4]]).rstrip() for row in rows]
-        lines += self._shares()
+        lines = aligned(rows) + self._shares()
         rest = [e for e in self.entries if not e.linear]
         if rest:
             kinds = ", ".join(f"{kind} ×{n}" if n > 1 else kind for kind, n in Counter(e.kind for e in rest).items())
             lines.append(f"other layers have {sum(map(_numel, rest))} weights: {kinds}")
         if self.channels:
-            width = max(map(len, self.channels))
-            lines += ["input channels", *(f"{name.ljust(width)}  {gain}" for name, gain in self.channels.items())]
+            lines += ["input channels", *aligned([*self.channels.items()])]
         if self.pruned:
             lines += _pruned_table(self.pruned)
         return "\n".join([*lines, *filter(None, (self.remark, self.unmeasured))])
@@ -133,6 +130,11 @@ def _pruned_table(pruned: Mapping[str, Pruned]) -> list[str]:
     for name, p in pruned.items():
         errors = share(p.error), *[share(p.rounded)] * rounded, share(p.wanda)
         rows.append((name, *errors, str(p.tokens), f"{p.damping:g}", f"{p.seconds:.1f}", f"{p.memory / 1e9:.2f} GB", p.note))
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """A line for each row, all cells but the last one as wide as their column."""
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
     return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip() for row in rows]
 

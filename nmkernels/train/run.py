@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +34,12 @@ class Run:
 
     Attributes:
         state: the schedule's, the very one in the optimizer's parameter group; empty before one is attached.
-        stage: what training does now; ``revision`` counts how often it was set.
-        parts: what a checkpoint has of the run in addition to the schedule, and the guards.
+        stage: what training does now, set ``revision`` times.
+        patterns, streams, held: its parts, which a checkpoint has in addition to the schedule; ``guards`` only watch.
         hooks: what the method does in addition.
         attachments: the optimizers, in the order in which they step; the last one drives the schedule.
         max_applied_steps: an upper bound of the applied steps, known without waiting for the device.
-        attached_shards: whether an optimizer was attached to sharded weights.
-        shard_metrics: the metrics then, at the last step, as all ranks have added them up.
+        attached_shards: whether an optimizer was attached to sharded weights; ``shard_metrics``: the metrics of their last step.
         holds: whether layers hold masks at some time of the run.
         recording: the steps that the CUDA graph that is captured now has so far; None if none is captured, see ``CapturedStep``.
     """
@@ -60,7 +59,6 @@ class Run:
         self.patterns = Patterns(recipe, layers, report)
         self.streams = Streams(layers)
         self.held = Held(layers, setup.mask_score, lambda: self.guards.trained)
-        self.parts = self.guards, self.patterns, self.streams, self.held
         self.stage = recipe.stage({})
         self.start("sparsify_")
         transforms = {self.stage.transform, self.stage.later, *(layer.final for layer in layers.values())}
@@ -91,26 +89,28 @@ class Run:
         stage = self.recipe.stage(self.state)
         self.hooks.enter(stage)
         self._use(stage)
-        for part in self.parts:
-            part.begin(self.state, stage)
+        self.patterns.begin(self.state)
+        self.streams.begin(self.state)
+        self.held.begin(self.state, stage)
 
     def first_state(self, group: dict[str, Any]) -> State:
         """The schedule's state at its beginning, with the recipe's own description for checkpoints."""
         state = {"spec": spec(self.recipe), **self.recipe.first_state(group)}
-        self.patterns.begin(state, self.stage)
+        self.patterns.begin(state)
         return state
 
     def check(self, saved: Any, group: dict[str, Any]) -> None:
         """Raise ``CheckpointError`` unless ``saved`` was written by this recipe, with this pattern, on these layers."""
         check_state(self.recipe, saved, group)
-        for part in self.parts:
+        for part in (self.patterns, self.streams, self.held):
             part.check(saved)
 
     def load(self, state: State) -> None:
         """Continue from ``state``, which lies in the optimizer already."""
         patterns = self.patterns.own
-        for part in self.parts:
-            part.load(state)
+        self.guards.load()
+        self.patterns.load(state)
+        self.held.load(state)
         state.pop("held", None)
         self.state, self.max_applied_steps = state, int(state.get("t", 0))
         if self.patterns.own != patterns:
@@ -120,27 +120,23 @@ class Run:
 
     def save(self) -> State:
         """What a checkpoint has: the state, and what the parts add; of sharded layers this rank's part."""
-        saved = dict(self.state)
-        for part in self.parts:
-            saved |= part.save()
-        return saved
+        return {**self.state, **self.held.save()}
 
     def end(self) -> None:
         self.hooks.close()
-        for part in self.parts:
-            part.end()
+        self.guards.end()
+        self.streams.end()
 
     # ---- what else may happen
 
     def reset(self) -> None:
-        """Back to the time before an optimizer was attached."""
+        """Return to the time before an optimizer was attached."""
         self.state = {}
         self._use(self.recipe.stage({}))
         self.hooks.enter(self.stage)
 
     def renew(self, verb: str, overwrite: bool = False) -> None:
-        """Take patterns, masks and what transforms start from again, from the present weights; ``overwrite``: also what came from a
-        checkpoint."""
+        """Take patterns, masks and what transforms start from again, from the present weights; ``overwrite`` as for ``start``."""
         self.start(verb, overwrite=overwrite)
         self.held.load({})
         self.begin()
@@ -281,6 +277,7 @@ class Attachment:
     Attributes:
         optimizer: as torch steps it; ``updating`` is the one that keeps the moments, and ``masked`` that if it masks and counts itself.
         forms: who makes the forms of W̃: the ``"forward"`` pass after a step, or the ``"step"``.
+        due: the optimizer has stepped since the model was called last.
         stats: the sums of the last step, or of the last applied one where that was skipped, over ``numel`` weights.
         observed: those that the schedule has not seen yet.
         own_pass: ``masked`` where it masks, decays and counts the present step in its own pass over memory.
@@ -298,6 +295,7 @@ class Attachment:
     masked: MaskedAdamW | None
     layers: dict[str, NMWeight] = field(default_factory=dict)
     forms: str = "forward"
+    due: bool = False
     stats: Tensor | None = None
     observed: Tensor | None = None
     numel: int = 0
@@ -320,13 +318,8 @@ class Attachment:
         return group_of(self.optimizer, self.layers)
 
 
-class Recorded(NamedTuple):
-    """A step of ``attachment`` in a CUDA graph: its statistics over ``numel`` weights, and ``found_inf``, in the memory of the graph."""
-
-    attachment: Attachment
-    stats: Tensor | None
-    numel: int
-    found_inf: Tensor | None
+Recorded = tuple[Attachment, Tensor | None, int, Tensor | None]
+"""A step in a CUDA graph: its statistics, over how many weights, and ``found_inf``, in the memory of the graph."""
 
 
 def group_of(optimizer: torch.optim.Optimizer, layers: Mapping[str, NMWeight]) -> dict[str, Any]:

@@ -143,14 +143,20 @@ def candidates(model: nn.Module, pattern: Pattern, recipe: Recipe | None) -> Ite
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     kinds = {kind for kind in {type(m) for m in model.modules()} if _hands_weights_over(kind)}
     bypassed = {id(child): type(m).__name__ for m in model.modules() if type(m) in kinds for child in m.children()}
-    heads = _output_heads(model)
-    adapters = {id(part) for m in model.modules() for part in _adapters(m)}
+    heads = set()
+    for getter in (getattr(m, "get_output_embeddings", None) for m in model.modules()):
+        with suppress(NotImplementedError, AttributeError):  # in Hugging Face: the model has none
+            if callable(getter):
+                heads.add(id(getter()))
+    # what a layer of PEFT adds to the layer that it wraps: low-rank matrices, which are small already
+    wrapping = [m for m in model.modules() if hasattr(m, "adapter_layer_names") and isinstance(getattr(m, "base_layer", None), nn.Module)]
+    adapters = {id(part) for m in wrapping for name, child in m.named_children() if name != "base_layer" for part in child.modules()}
     for name, module in model.named_modules():
         if id(module) in adapters:
             continue
-        conv = isinstance(module, nn.Conv2d) and not _channels(module, pattern)
         if isinstance(module, (StackedWeight, CompressedStack)):
             continue  # comes with its experts module
+        conv = isinstance(module, nn.Conv2d) and not _channels(module, pattern)
         if conv or isinstance(module, (nn.Linear, NMWeight, CompressedLinear)) or any(map(is_conv1d_type, type(module).__mro__)):
             yield _candidate(name, module, pattern, recipe, uses, bypassed, heads)
         elif stacks_of(module) or isinstance(module, (SparseExperts, CompressedExperts)):
@@ -173,14 +179,6 @@ def _hands_weights_over(kind: type[nn.Module]) -> bool:
     return False
 
 
-def _adapters(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that a layer of PEFT adds to the layer it wraps: low-rank matrices, which are small already."""
-    if hasattr(module, "adapter_layer_names") and isinstance(getattr(module, "base_layer", None), nn.Module):
-        for name, child in module.named_children():
-            if name != "base_layer":
-                yield from child.modules()
-
-
 def _channels(conv: nn.Conv2d, pattern: Pattern) -> str:
     """Why the input channels of ``conv`` have no groups of ``pattern``; empty where they have."""
     if is_lazy(conv._parameters.get("weight")):  # type: ignore[arg-type]  # asking for the attribute may compute it
@@ -196,10 +194,8 @@ def _stacks(name: str, module: nn.Module, pattern: Pattern, recipe: Recipe | Non
     chosen = experts_per_token(module)
     for child, stack in module.named_children():
         if isinstance(stack, CompressedStack):
-            rows = None if chosen is None else chosen / stack.experts
-            yield LayerCandidate(
-                layer_name(_join(name, child), stack), module, stack.stored_shape, COMPRESSED, layout=stack.layout, rows=rows
-            )
+            full_name, rows = layer_name(_join(name, child), stack), None if chosen is None else chosen / stack.experts
+            yield LayerCandidate(full_name, module, stack.stored_shape, COMPRESSED, layout=stack.layout, rows=rows)
     for key, layout in stacks_of(module).items():
         weight = module._parameters[key]
         assert weight is not None
@@ -213,8 +209,9 @@ def _stacks(name: str, module: nn.Module, pattern: Pattern, recipe: Recipe | Non
             impossible = _form(weight) or (TIED if uses[id(weight)] > 1 else "")
         shape = tuple(weight.shape)
         keep_dense = f"tiny: fewer than {TINY} features on one side" if min(shape[1:]) < TINY else ""
-        c = LayerCandidate(_join(name, key), module, shape, impossible, keep_dense, layout=layout, key=key)
-        yield _fitted(replace(c, rows=None if chosen is None else chosen / shape[0]), pattern, recipe)
+        rows = None if chosen is None else chosen / shape[0]
+        c = LayerCandidate(_join(name, key), module, shape, impossible, keep_dense, layout=layout, key=key, rows=rows)
+        yield _fitted(c, pattern, recipe)
 
 
 def _fitted(c: LayerCandidate, pattern: Pattern, recipe: Recipe | None) -> LayerCandidate:
@@ -231,7 +228,13 @@ def _fitted(c: LayerCandidate, pattern: Pattern, recipe: Recipe | None) -> Layer
 
 
 def _others(name: str, module: nn.Module, pattern: Pattern) -> Iterator[LayerCandidate]:
-    kind, weights = type(module).__name__, _weights(module)
+    kind, known = type(module).__name__, next((reason for kinds, reason in NOT_LINEAR if isinstance(module, kinds)), "")
+    weights: dict[str, Tensor] = {key: p for key, p in module.named_parameters(recurse=False) if "bias" not in key}
+    weights |= {key: b for key, b in module.named_buffers(recurse=False) if "weight" in key and "mask" not in key}
+    for key, made in module._modules.get("parametrizations", nn.ModuleDict()).items():  # type: ignore[union-attr, operator]
+        weights[key] = max(made.parameters(recurse=False), key=Tensor.numel)
+    # vectors are no weights; position embeddings and class tokens have a first size of 1
+    weights = {k: t for k, t in weights.items() if is_lazy(t) or known or (sum(size > 1 for size in t.shape) > 1 and t.shape[0] > 1)}
     features = getattr(module, "out_features", None), getattr(module, "in_features", None)
     if ".quantized." in f"{type(module).__module__}.":
         # a layer of torch.ao keeps its weight packed in an object of C++
@@ -246,37 +249,21 @@ def _others(name: str, module: nn.Module, pattern: Pattern) -> Iterator[LayerCan
         why = f"is quantised, to {', '.join(sorted(dtypes))}" if dtypes else "is a linear layer of its own kind"
         yield LayerCandidate(name, module, features, f"{kind} {why}; only nn.Linear and Hugging Face's Conv1D are taken")  # type: ignore[arg-type]
         return
-    known = next((reason for kinds, reason in NOT_LINEAR if isinstance(module, kinds)), "")
     if isinstance(module, nn.Conv2d):
         known = _channels(module, pattern)
     for key, w in weights.items():
         shape = () if is_lazy(w) else tuple(w.shape)
         if known:
             yield LayerCandidate(name if key == "weight" else _join(name, key), module, shape, known, linear=False)
-        elif len(shape) == 3 and not (looked_up := LOOKED_UP.search(f"{kind}.{key}")) and not ATTENTION.search(kind):
-            why = f"3-D expert weights of {kind}, which does not say along which dimension it sums, as transformers' experts modules do"
-            why += " (use_experts_implementation)"
-            if not w.is_floating_point():
-                why = (
-                    f"3-D expert weights of {kind}, quantised to {w.dtype}; make the model sparse first, from weights that are loaded dense"
-                )
-            yield LayerCandidate(_join(name, key), module, shape, why)
-        else:
-            linear = len(shape) == 3 and not looked_up
-            yield LayerCandidate(
-                _join(name, key), module, shape, f"a tensor of {kind}, a layer that sparsify_ does not know", linear=linear
+            continue
+        why, linear = f"a tensor of {kind}, a layer that sparsify_ does not know", len(shape) == 3 and not LOOKED_UP.search(f"{kind}.{key}")
+        if linear and not ATTENTION.search(kind):
+            why = f"3-D expert weights of {kind}, " + (
+                "which does not say along which dimension it sums, as transformers' experts modules do (use_experts_implementation)"
+                if w.is_floating_point()
+                else f"quantised to {w.dtype}; make the model sparse first, from weights that are loaded dense"
             )
-
-
-def _weights(module: nn.Module) -> dict[str, Tensor]:
-    """The module's own tensors that may be weights: of two dimensions or more, without biases, masks, tokens and positions."""
-    tensors: dict[str, Tensor] = {key: p for key, p in module.named_parameters(recurse=False) if "bias" not in key}
-    tensors |= {key: b for key, b in module.named_buffers(recurse=False) if "weight" in key and "mask" not in key}
-    for key, made in module._modules.get("parametrizations", nn.ModuleDict()).items():  # type: ignore[union-attr, operator]
-        tensors[key] = max(made.parameters(recurse=False), key=Tensor.numel)
-    known = any(isinstance(module, kinds) for kinds, _ in NOT_LINEAR)
-    # position embeddings and class tokens have a first size of 1
-    return {k: t for k, t in tensors.items() if is_lazy(t) or known or (sum(size > 1 for size in t.shape) > 1 and t.shape[0] > 1)}
+        yield LayerCandidate(_join(name, key), module, shape, why, linear=linear)
 
 
 def _join(name: str, key: str) -> str:
@@ -359,17 +346,6 @@ def _form(weight: Tensor) -> str:
     return ""
 
 
-def _output_heads(model: nn.Module) -> set[int]:
-    """Ids of the modules that the model, or one inside a wrapper, names as its output embeddings."""
-    heads = set()
-    for module in model.modules():
-        getter = getattr(module, "get_output_embeddings", None)
-        with suppress(NotImplementedError, AttributeError):  # in Hugging Face: the model has none
-            if callable(getter):
-                heads.add(id(getter()))
-    return heads
-
-
 def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None = None) -> Handle:
     """Turn the linear layers and convolutions of ``model`` into sparse ones, in place, and return the handle that drives the recipe.
 
@@ -416,7 +392,12 @@ def make_handle_(model: nn.Module, recipe: Recipe, chosen: Iterable[LayerCandida
     """Swap the layers that ``select`` has chosen, in place, and return the handle: ``sparsify_`` for a caller that has chosen already."""
     pattern = Pattern(recipe.pattern)
     built = {c.name: c.module for c in chosen if isinstance(c.module, NMWeight)}
-    layers: dict[str, NMWeight] = {c.name: built.get(c.name) or _make_sparse_(c, pattern) for c in chosen}
+    layers: dict[str, NMWeight] = {}
+    for c in chosen:
+        if c.key != "weight":
+            layers[c.name] = make_stack_sparse_(c.module, c.key, pattern)
+        else:
+            layers[c.name] = built.get(c.name) or make_sparse_(c.module, pattern)
     after_swap(model)
     try:
         handle = Handle(model, recipe, layers, report)
@@ -430,7 +411,3 @@ def make_handle_(model: nn.Module, recipe: Recipe, chosen: Iterable[LayerCandida
         switch_fast_paths(model)
         raise
     return handle
-
-
-def _make_sparse_(c: LayerCandidate, pattern: Pattern) -> NMWeight:
-    return make_sparse_(c.module, pattern) if c.key == "weight" else make_stack_sparse_(c.module, c.key, pattern)

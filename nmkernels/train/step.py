@@ -16,7 +16,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,8 @@ from ..optim.adamw import MaskedAdamW, merge_stats
 from ..recipes.contract import Hooks, Observed
 from ..shards import is_sharded, own_rank, summed
 from . import gradients
-from .run import Attachment, Recorded, Run
+from .ahead import bits_of
+from .run import Attachment
 
 APPLIED, FLIPS, NONZEROS = (ops.STATS.index(name) for name in ("applied", "flips", "nonzeros"))
 
@@ -44,7 +44,7 @@ def before(a: Attachment, closure: bool) -> bool:
     run = a.run
     if run.guards.hashes and run.recording is None:
         run.renew_if_replaced("step")
-        run.guards.load({})
+        run.guards.load()
     elif run.held.masks and run.recording is None and (written := run.guards.written(a.layers)):
         run.find_lost("step", written)
     stage, transform = run.stage, run.stage.transform
@@ -61,11 +61,10 @@ def before(a: Attachment, closure: bool) -> bool:
         for layer in a.layers.values():
             if layer.parameter in a.masked.targets:
                 a.masked.targets[layer.parameter].pattern = layer.mask_pattern
-    if holds or a.bits:
-        _give_bits(a, a.masked, holds)
-    if a.forms == "step":
-        # with a closure, the forward pass that reads the copies is yet to come
-        _give_forms(a, a.masked, a.own_pass is not None and not closure)
+    if holds or a.bits or a.forms == "step":
+        # with a closure, the forward pass that reads the copies of W̃ is yet to come; what a hook of the recipe writes is not in them
+        packs = a.forms == "step" and a.own_pass is not None and not closure and type(run.hooks) is Hooks and run.recording is None
+        _give(a, a.masked, holds, packs)
     return a.own_pass is None
 
 
@@ -83,14 +82,14 @@ def after(a: Attachment) -> None:
     else:
         stats, a.numel = counting.stats, counting.stats_numel
     if run.recording is not None:
-        run.recording.append(Recorded(a, stats, a.numel, found_inf))
+        run.recording.append((a, stats, a.numel, found_inf))
         return
     finish_step(a, stats, found_inf, None if counting is None else counting.packed)
 
 
 def finish_step(a: Attachment, stats: Tensor | None, found_inf: Tensor | None, packed: dict[Tensor, int] | None = None) -> None:
     """What the host does after a step, of which these are the statistics; ``packed`` is ``MaskedAdamW.packed`` of an eager one."""
-    run = a.run
+    run, a.due = a.run, True
     for layer in a.layers.values():
         layer.effective.drop()
         if not layer.stepped:
@@ -102,8 +101,16 @@ def finish_step(a: Attachment, stats: Tensor | None, found_inf: Tensor | None, p
             layer.effective.offer(layer.master, packed[layer.parameter], a.masked.targets[layer.parameter].forms)
     run.guards.stepped(a.layers)
     a.observed = stats
-    if stats is not None:
-        a.stats = stats if found_inf is None else _since_applied(a, stats)
+    if stats is not None and found_inf is not None:
+        # where the step was skipped, the metrics of the last applied one, with no flips; decided on the device
+        old = torch.zeros_like(stats) if a.stats is None else a.stats.clone()
+        if a.stats is None:
+            layers = [layer for layer in a.layers.values() if layer.takes_part()]
+            old[NONZEROS] = summed((layer.parameter, layer.effective_weight().count_nonzero().double()) for layer in layers)[0]
+        old[FLIPS].zero_()
+        a.stats = torch.where(stats[APPLIED] > 0, stats, old)
+    elif stats is not None:
+        a.stats = stats
     if run.attachments[-1:] == [a]:  # it drives the schedule
         _advance(a, found_inf)
 
@@ -120,7 +127,7 @@ def _advance(driver: Attachment, found_inf: Tensor | None) -> None:
     if stats is None:
         return
     run.max_applied_steps += 1
-    state, stage, before, due = run.state, run.stage, None, False
+    state, stage, due = run.state, run.stage, False
     if state.keys() & {"t", "held_steps"} and capturing(stats.device):
         warnings.warn(
             "step: a CUDA graph is being captured, and its replays will not advance the schedule of the recipe "
@@ -129,97 +136,51 @@ def _advance(driver: Attachment, found_inf: Tensor | None) -> None:
         )
     # waits for the device only where a scaler may have skipped the step
     if "held_steps" in state and (found_inf is None or bool(stats[APPLIED].item() > 0)):
-        due = run.held.step(state, stage)
-    if run.recipe.advance(state, Observed(stats, numel, run.max_applied_steps, partial(_states, parts), lambda: driver.group)):
+        state["held_steps"] += 1
+        due = stage.every > 0 and state["held_steps"] % stage.every == 0
+
+    def states(key: str) -> list[Any]:
+        found = [a.updating.state.get(layer.parameter, {}).get(key) for a in parts for layer in a.layers.values()]
+        return [value for value in found if value is not None]
+
+    if begins := run.recipe.advance(state, Observed(stats, numel, run.max_applied_steps, states, lambda: driver.group)):
         new = run.recipe.stage(state)
         if new.remark and new.remark != run.report.remark and own_rank() == 0:
             warnings.warn(new.remark, stacklevel=2)
         run.report.remark = new.remark
         if stage.later is not None and new.later is None:
             run.start("the sparse phase", overwrite=True)  # later stages start from the present weights
-        before = _kept(run) if "held_steps" in state else None
-        run.begin()
-        if "held_steps" not in state:
-            before = None  # the new stage holds nothing
     elif stage.transform is not None and stage.transform.reads:
         run.feed()
+    before = {name: layer.kept() for name, layer in run.layers.items()} if "held_steps" in state and (begins or due) else {}
+    if begins:
+        run.begin()
     if due and "held_steps" in state:
-        before = before or _kept(run)
         run.held.renew(state)
-    if before is not None and driver.stats is not None:  # mask bits that were chosen again count as flips of this step
+    if before and "held_steps" in state and driver.stats is not None:  # mask bits that were chosen again count as flips of this step
         driver.stats = driver.stats.clone()
         driver.stats[FLIPS] += summed((layer.parameter, (layer.kept() ^ before[name]).sum()) for name, layer in run.layers.items())[0]
     if run.attached_shards:
         run.shard_metrics = run.metrics(density=run.stage.held_mask)
 
 
-@torch.no_grad()
-def after_replay(recorded: Recorded) -> None:
-    """A CUDA graph with this step was replayed, after ``before``: do what the host does after a step."""
-    recorded.attachment.numel = recorded.numel
-    # a copy, since the next replay overwrites them
-    finish_step(recorded.attachment, None if recorded.stats is None else recorded.stats.clone(), recorded.found_inf)
-
-
-def _states(attachments: list[Attachment], key: str) -> list[Any]:
-    """What the optimizers keep under ``key`` for the weights that took part."""
-    states = [a.updating.state.get(layer.parameter, {}).get(key) for a in attachments for layer in a.layers.values()]
-    return [value for value in states if value is not None]
-
-
-def _kept(run: Run) -> dict[str, Tensor]:
-    return {name: layer.kept() for name, layer in run.layers.items()}
-
-
-# ---- masks and forms that MaskedAdamW reads and writes
-
-
-def _give_bits(a: Attachment, optimizer: MaskedAdamW, holds: bool) -> None:
-    """Give every target the bits of its held mask, made once for each mask and always in the same memory, or none."""
-    for name, layer in a.layers.items():
-        target = optimizer.targets.get(layer.parameter)
-        if target is None:
-            continue
-        if not holds:
-            target.bits = None
-            a.bits.pop(name, None)
-            continue
-        mask = a.run.held.masks[name] if a.run.stage.held_mask else layer.kept()
-        made = a.bits.get(name)
-        if made is None or made[0] is not mask or made[1] != mask._version:
-            bits = ops.mask_bits(mask)
-            # a CUDA graph keeps reading where the bits were when it was captured
-            bits = bits if made is None or made[2].shape != bits.shape or made[2].device != bits.device else made[2].copy_(bits)
-            made = a.bits[name] = mask, mask._version, bits
-        target.bits = made[2]
-
-
-def _give_forms(a: Attachment, optimizer: MaskedAdamW, possible: bool) -> None:
-    """Have the step overwrite the copies of W̃ that the last forward pass read."""
-    # what a hook of the recipe writes after the step would not be in them
-    possible = possible and type(a.run.hooks) is Hooks and a.run.recording is None
+def _give(a: Attachment, optimizer: MaskedAdamW, holds: bool, packs: bool) -> None:
+    """Give every target the bits of its held mask, and where the step ``packs`` the copies of W̃ that the last forward pass read, for the
+    step to overwrite."""
     sure = getattr(a.optimizer, "found_inf", None) is not None
-    for layer in a.layers.values():
+    for name, layer in a.layers.items():
         target, transform = optimizer.targets.get(layer.parameter), layer.transform
         if target is None:
             continue
-        if not possible or transform is None or layer.gather is not None or is_sharded(layer.parameter) or layer.parameter.grad is None:
+        if holds:
+            target.bits = bits_of(a, name, a.run.held.masks[name] if a.run.stage.held_mask else layer.kept())
+        else:
+            target.bits = None
+            a.bits.pop(name, None)
+        if not packs or transform is None or layer.gather is not None or is_sharded(layer.parameter) or layer.parameter.grad is None:
             target.forms = None
         else:
             target.forms = layer.effective.request(layer.master, transform, target.bits, layer._extras(transform), sure)
-
-
-# ---- statistics
-
-
-def _since_applied(a: Attachment, new: Tensor) -> Tensor:
-    """``new``, or where the step was skipped the metrics of the last applied one, with no flips; decided on the device."""
-    old = torch.zeros_like(new) if a.stats is None else a.stats.clone()
-    if a.stats is None:
-        layers = [layer for layer in a.layers.values() if layer.takes_part()]
-        old[NONZEROS] = summed((layer.parameter, layer.effective_weight().count_nonzero().double()) for layer in layers)[0]
-    old[FLIPS].zero_()
-    return torch.where(new[APPLIED] > 0, new, old)
 
 
 def _updated(a: Attachment) -> Iterator[tuple[NMWeight, float | Tensor]]:

@@ -36,7 +36,7 @@ def bare(monkeypatch):
 def test_bytes_a_weight():
     found = steps()
     assert {name: step.sparse_bytes for name, step in found.items()} == {
-        "srste:2:4": 35.125, "sste:2:4": 35.125, "fst:2:4": 35.375, "step:2:4": 31.125
+        "srste:2:4": 35.125, "sste:2:4": 35.125, "fst:2:4": 34.25, "step:2:4": 31.125
     }  # fmt: skip
     assert {step.dense_bytes for step in found.values()} == {34.0}
     # the last recipe of a model whose layers stay dense in training
@@ -47,9 +47,8 @@ def test_bytes_a_weight():
     assert full.dense_bytes == 28 and full.sparse_bytes == 28 + 8, "no cast, and no packed form"
 
 
-@pytest.mark.parametrize(("recipe", "form"), [("srste", "rows+dense"), ("sste", "rows+dense"), ("fst", "rows")])
+@pytest.mark.parametrize(("recipe", "form"), [("srste", "rows+dense"), ("sste", "rows+dense"), ("fst", "both")])
 def test_the_bytes_are_those_of_the_ops_that_run(recipe, form, monkeypatch):
-    """On a CPU dgrad reads the packed rows of FST too, on a GPU columns, 1.125 bytes more."""
     on_a_gpu(monkeypatch)
     step, making = (sum(part.values()) for part in bytes_of_a_step(recipe, True, packed=True, **STEPS[recipe][0]))
     held = recipe == "fst"
@@ -65,7 +64,7 @@ def test_seconds_by_hand(bare):
     assert found["step:2:4"].dense == pytest.approx(3 * gemm + (34 + 6) * n / memory)
     assert found["srste:2:4"].sparse == pytest.approx((2 + 1 / 1.4) * gemm + (35.125 + 6) * n / memory)
     assert found["sste:2:4"].sparse == pytest.approx((1 + 2 / 1.4) * gemm + estimate + (35.125 + 6) * n / memory)
-    assert found["fst:2:4"].sparse == pytest.approx(3 / 1.4 * gemm + estimate + (35.375 + 6) * n / memory)
+    assert found["fst:2:4"].sparse == pytest.approx(3 / 1.4 * gemm + estimate + (34.25 + 6) * n / memory)
     low, high = found["fst:2:4"].speedup_range
     assert low < found["fst:2:4"].speedup == found["fst:2:4"].dense / found["fst:2:4"].sparse < high
     # four passes: each casts the dense weight and all gradients, W̃ is made once

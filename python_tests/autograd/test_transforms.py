@@ -1,18 +1,22 @@
 """The weight transforms: what they use, and the gradient that they pass on. Training with each: recipes/test_conformance.py."""
 
 import itertools
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
-from nmkernels import Pattern, PatternError, ShapeError, ops
-from nmkernels.autograd import HardMask, WeightTransform, linear, masked
-from nmkernels.autograd.transforms import pruned_along_out
+from nmkernels import NMError, Pattern, PatternError, ShapeError, ops
+from nmkernels.autograd import HardMask, WeightTransform, combination_count, linear, masked, transformed
+from nmkernels.autograd.transforms import pruned_along_out, reading
+from nmkernels.layouts import as_matrix, as_stored, ordered
 from nmkernels.recipes.contrib.complementary import StrideMask
+from nmkernels.recipes.contrib.lbc import CandidateMask
 from nmkernels.recipes.contrib.maxq import PartlyDense, SoftQuery
 from nmkernels.recipes.methods.fst import TransposableMask
-from nmkernels.recipes.methods.maskllm import GumbelMask
+from nmkernels.recipes.methods.maskllm import GumbelMask, gumbel
 from nmkernels.recipes.methods.mdgf import DecayedMask
 from nmkernels.recipes.methods.slope import DoublePruned
 from nmkernels.recipes.methods.sste import SoftThreshold
@@ -192,3 +196,129 @@ def test_masked_empty_compiled_and_under_torch_func():
     x, mask = torch.randn(4, 8), torch.rand(4, 8) < 0.5
     for other in (torch.compile(masked, fullgraph=True), torch.func.vmap(masked)):
         assert_equal_bits(other(x, mask), masked(x, mask))
+
+
+# ---- transformed: W̃ in the graph of torch's own multiplication, its gradient by the transform's rule
+
+SHAPES = {"linear": (4, 8), "conv2d": (4, 8, 3, 3), "experts": (2, 4, 8), "experts_t": (2, 8, 4)}
+
+
+@dataclass(frozen=True)
+class Scaled(WeightTransform):
+    """W̃ = s W with a learned number s: ∂L/∂W = s g, ∂L/∂s = Σ g W."""
+
+    reads = reading(nm_factor="learned")
+
+    def __call__(self, weight, *extras, out=None):
+        return weight * extras[0]
+
+    def gradient(self, g, weight, *extras):
+        assert g.dim() == weight.dim() == 2
+        return g * extras[0], {"nm_factor": (g * weight).sum()}
+
+
+def used_of(w, transform, layout, *extras, dtype=None):
+    matrix = transform(as_matrix(ordered(w.detach(), layout), layout), *(e.detach() for e in extras))
+    return as_stored(matrix.to(dtype or w.dtype), layout, w.shape)
+
+
+@pytest.mark.parametrize("layout", SHAPES)
+@pytest.mark.parametrize("chain", [False, True])
+def test_the_gradient_follows_the_rule(layout, chain):
+    torch.manual_seed(0)
+    w = ordered(torch.randn(SHAPES[layout]), layout).requires_grad_()
+    rule = HardMask(P, chain=chain)
+    used = used_of(w, rule, layout, dtype=torch.bfloat16)
+    y = transformed(w, used, rule, (), layout)
+    assert torch.equal(y, used) and y.data_ptr() == used.data_ptr()
+    g = torch.randn(w.shape)  # in an order of its own
+    y.backward(g.bfloat16())
+    want = g.bfloat16().float()
+    want = want * (used != 0) if chain else want
+    assert torch.equal(w.grad, want) and w.grad.dtype == w.dtype and w.grad.stride() == w.stride()
+
+
+def test_learned_parameters_get_gradients():
+    w, s = torch.randn(4, 8, 3, 3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    y = transformed(w, used_of(w, Scaled(P), "conv2d", s), Scaled(P), [s], "conv2d")
+    (y * torch.arange(288.0).view(w.shape)).sum().backward()
+    assert torch.equal(w.grad, 2 * torch.arange(288.0).view(w.shape))
+    assert torch.allclose(s.grad, (w.detach() * torch.arange(288.0).view(w.shape)).sum())
+    frozen = w.detach()
+    y = transformed(frozen, used_of(w, Scaled(P), "conv2d", s), Scaled(P), [s], "conv2d")
+    y.sum().backward()  # the weight is not trained, the other parameter is
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_second_derivatives_are_refused(chain):
+    w, rule = torch.randn(4, 8, requires_grad=True), HardMask(P, chain=chain)
+    y = transformed(w, used_of(w, rule, "linear"), rule)
+    (g,) = torch.autograd.grad(y.square().sum(), w, create_graph=True)
+    with pytest.raises(NMError, match="no second derivative"):
+        g.sum().backward()
+
+
+def test_torch_func_and_no_forward_mode():
+    w, x = torch.randn(4, 8, 3, 3), torch.randn(5, 8, 6, 6)
+    rule, used = HardMask(P), used_of(w, HardMask(P), "conv2d")
+
+    def loss(w, x):
+        return torch.conv2d(x[None], transformed(w, used_of(w, rule, "conv2d"), rule, (), "conv2d")).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(w, x)
+    for i in range(5):
+        leaf = used.clone().requires_grad_()
+        torch.conv2d(x[i][None], leaf).square().sum().backward()
+        assert torch.allclose(each[i], leaf.grad, atol=1e-4)
+    t = torch.randn_like(w)
+    with forward_ad.dual_level(), pytest.raises(NMError, match="no derivative in forward mode"):
+        transformed(forward_ad.make_dual(w, t), used, HardMask(P), (), "conv2d")
+
+
+# ---- those that choose among combinations: what training does not show. Their equations: recipes/loop_learned.py, step by step
+
+
+def test_the_number_of_combinations_is_bounded():
+    assert [combination_count(Pattern(p)) for p in ("2:4", "4:8", "2:16", "1:256", "7:7")] == [6, 70, 120, 256, 1]
+    with pytest.raises(PatternError, match="12870 combinations"):
+        combination_count(Pattern("8:16"))
+
+
+def test_the_noise_is_gumbel_and_a_function_of_its_words():
+    draw, like = torch.tensor([5, -7]), torch.zeros(40_000, 6, dtype=torch.float64)
+    noise = gumbel(draw, like)
+    assert torch.equal(noise, gumbel(draw.clone(), like)) and not torch.equal(noise, gumbel(draw + 1, like))
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.01) and noise.var().item() == pytest.approx(math.pi**2 / 6, rel=0.02)
+    # the maximum of κπ + G falls on k with probability softmax(κπ)_k
+    p = torch.tensor([0.4, 0.3, 0.1, 0.1, 0.06, 0.04], dtype=torch.float64)
+    share = torch.bincount((p.log() + noise).argmax(1), minlength=6) / len(noise)
+    assert (share - p).abs().max() < 4 * (0.25 / len(noise)) ** 0.5
+
+
+def test_no_word_gives_an_infinite_number(monkeypatch):
+    for word in (0, 2**24 - 1):
+        monkeypatch.setattr(f"{gumbel.__module__}.uniforms24", lambda draw, count, word=word: torch.full((count,), word))
+        assert gumbel(torch.tensor([0, 0]), torch.zeros(4)).isfinite().all()
+
+
+def test_the_prior_equation():
+    for pattern, half in [("2:4", 1.0), ("1:4", 0.5)]:
+        p, w = Pattern(pattern), torch.randn(4, 8, dtype=torch.float64)
+        table = torch.tensor([[float(i in c) for i in range(4)] for c in itertools.combinations(range(4), p.n)], dtype=torch.float64)
+        torch.manual_seed(3)
+        raw = torch.randn(8, len(table)).double() * 0.01
+        torch.manual_seed(3)
+        got = GumbelMask(p, prior=3.0).start(w)["nm_logits"]
+        kept = ops.mask(w, pattern).double().reshape(8, 4)
+        torch.testing.assert_close(got, raw + raw.std(correction=0) * (kept @ table.T - half) * 3.0, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_is_learned_is_wide_and_the_weight_keeps_its_dtype(dtype):
+    w, transform = torch.randn(3, 8).to(dtype), GumbelMask(Pattern("2:4"))
+    logits = transform.start(w)["nm_logits"]
+    draw = transform.renew(w, [None] * 5, torch.Generator().manual_seed(1))["nm_draw"]
+    extras = logits, draw, *torch.tensor([0.7, 100.0, 0.3], dtype=torch.float64)
+    assert transform(w, *extras).dtype == dtype and logits.dtype == torch.float32
+    assert transform.gradient(w, w, *extras)[1]["nm_logits"].dtype == torch.float32
+    assert CandidateMask(Pattern("2:4")).start(w)["nm_scores"].dtype == torch.float32

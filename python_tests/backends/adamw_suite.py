@@ -8,7 +8,7 @@ Modules that use it have the fixtures ``device`` and, for GPUs, ``ours``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -28,6 +28,10 @@ class AdamWSuite:
     """Subclass with ``step``, the backend's function."""
 
     step: Callable[..., Tensor]
+    edges: tuple[int, ...] = (0, 512, 1024)
+    """Sizes of what is walked at once."""
+    places: Sequence[tuple[int, torch.dtype]] = ((0, F32), (1, BF16), (4, BF16))
+    """Elements past the beginning of memory, and dtypes of params."""
 
     def compare(self, device: str, call: dict[str, Any], h: Tensor, n: int, m: int, **options: Any) -> Tensor:
         """Run both on copies; everything they write must agree. Returns the statistics."""
@@ -36,11 +40,7 @@ class AdamWSuite:
     def run(self, call: dict[str, Any], h: Tensor, n: int = 2, m: int = 4, geometric: bool = False) -> Tensor:
         return self.step(*call.values(), h, n, m, False, False, False, geometric, None, None)
 
-    @pytest.mark.parametrize(
-        ("dtype", "grad"),
-        [(F32, F32), (F32, BF16), (BF16, F32), (BF16, BF16), (F16, F16)],
-        ids=str,
-    )
+    @pytest.mark.parametrize(("dtype", "grad"), [(F32, F32), (F32, BF16), (BF16, F32), (BF16, BF16), (F16, F16)], ids=str)
     def test_dtypes_and_patterns(self, device, dtype, grad):
         for n, m in [(0, 0), (2, 4), (1, 1), (1, 16), (3, 5), (7, 256)]:
             cols = m * (5 if m < 256 else 2) or 37
@@ -80,20 +80,23 @@ class AdamWSuite:
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_strided_tensors_are_stepped_in_place(self, device, layout):
-        for n, m in [(0, 0), (2, 4), (3, 5), (7, 256)]:
-            change = LAYOUTS[layout]
-            call = make(seeded(7), (9, 120 // (m or 4) * (m or 4)) if m < 256 else (3, 512), amsgrad=True)
+        change, groups = LAYOUTS[layout], [(0, 0, (9, 120)), (2, 4, (9, 120)), (3, 5, (9, 120)), (7, 256, (3, 512))]
+        for n, m, shape, holds in [*((*group, False) for group in groups), (0, 0, (9, 40), True), (0, 0, (7, 21), True)]:
+            call = make(seeded(7), shape, amsgrad=True)
+            options = [{"masks": held(seeded(8), call), "fixed": fixed} for fixed in (False, True)] if holds else [{}]
             for names in (tuple(call), ("params",), ("grads",)):
                 mixed = {k: [change(x) for x in v] if k in names and k != "steps" else v for k, v in call.items()}
-                self.compare(device, mixed, hyper(), n, m, geometric=True)
+                for option in options:
+                    self.compare(device, mixed, hyper(), n, m, geometric=True, **option)
 
-    @pytest.mark.parametrize("n, m", [(0, 0), (2, 4), (1, 32), (3, 5)])
+    @pytest.mark.quick(3, per="isa")
+    @pytest.mark.parametrize("n, m", [(0, 0), (2, 4), (3, 5), (1, 8), (1, 32)])
     def test_sizes_around_a_tile_at_any_address(self, device, n, m):
         group = m or 1
-        sizes = sorted({max(1, around // group + extra) * group for around in (0, 512, 1024) for extra in (-1, 0, 1)})
-        for shift, dtype in ((0, F32), (1, BF16), (4, BF16)):
+        sizes = sorted({max(1, around // group + extra) * group for around in self.edges for extra in (-1, 0, 1)})
+        for shift, dtype in self.places:
             call = make(seeded(13), *((size,) for size in sizes), (17, 4 * group), dtype=dtype, amsgrad=True)
-            same_as_reference(self.step, shifted(copied(call, device), shift), call, hyper(eps=0.0, beta1=0.0), n, m, geometric=shift == 0)
+            same_as_reference(self.step, shifted(copied(call, device), shift), call, hyper(eps=0.0, beta1=0.0), n, m, geometric=shift != 1)
         wide = {
             k: [LAYOUTS["transposed"](x) if x.dim() else x for x in v] for k, v in make(seeded(19), (7, 24 * group), (300, group)).items()
         }
@@ -179,24 +182,17 @@ class AdamWSuite:
                 assert p.isfinite().all() and m.isfinite().all()
                 assert not p[p == 0].signbit().any() and 0.3 < (p == 0).float().mean() < 0.7
 
-    @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_held_masks_of_strided_tensors(self, device, layout):
-        change = LAYOUTS[layout]
-        for shape in ((9, 40), (7, 21)):
-            call = make(seeded(7), shape, amsgrad=True)
-            for names in (tuple(call), ("params",), ("grads",)):
-                mixed = {k: [change(x) for x in v] if k in names and k != "steps" else v for k, v in call.items()}
-                for fixed in (False, True):
-                    self.compare(device, mixed, hyper(), 0, 0, geometric=True, masks=held(seeded(8), call), fixed=fixed)
-
-    def test_held_masks_of_sizes_around_a_tile_at_any_address(self, device):
-        sizes = [around + extra for around in (64, 512, 1024, 4096) for extra in (-1, 0, 1, 8)]
+    def test_held_masks_and_states_in_bf16_of_sizes_around_a_tile_at_any_address(self, device):
+        sizes = [around + extra for around in (64, 512, 1024, 4096) for extra in (-3, -1, 0, 1, 8)]
         for shift, dtype in ((0, F32), (1, BF16), (4, F32)):
             call = make(seeded(13), *((size,) for size in sizes), (17, 1032), (33, 130), dtype=dtype)
+            narrow = {k: [x.to(BF16) if "exp_avg" in k else x for x in v] for k, v in call.items()}
             masks = shifted({"masks": [x.to(device) for x in held(seeded(14), call)]}, shift)["masks"]
-            for fixed in (False, True):
+            for flag in (False, True):
                 ours = shifted(copied(call, device), shift)
-                same_as_reference(self.step, ours, call, hyper(), 0, 0, masks=masks, fixed=fixed)
+                same_as_reference(self.step, ours, call, hyper(), 0, 0, masks=masks, fixed=flag)
+                ours = shifted(copied(narrow, device), shift)
+                same_as_reference(self.step, ours, narrow, hyper(), 0, 0, stochastic=flag, seed=9)
 
     @pytest.mark.quick(1, per="stochastic")
     @pytest.mark.parametrize("stochastic", [False, True])
@@ -219,13 +215,6 @@ class AdamWSuite:
         call = edge(seeded(5), dtype, BF16)
         for flags in ({}, {"eps_inside": True}, {"maximize": True, "geometric": True}):
             self.compare(device, call, hyper(clamp=1.0), 2, 4, **options, **flags)
-
-    def test_states_in_bf16_at_any_address(self, device):
-        sizes = [around + extra for around in (64, 256, 1024, 4096) for extra in (-3, -1, 0, 1, 4)]
-        for shift in (0, 1, 4):
-            call = make(seeded(13), *((size,) for size in sizes), (17, 1032), (33, 130), state=BF16)
-            for stochastic in (False, True):
-                same_as_reference(self.step, shifted(copied(call, device), shift), call, hyper(), 0, 0, stochastic=stochastic, seed=9)
 
     def test_random_roundings_are_those_of_the_element_the_step_and_the_param(self, device):
         """The same words twice, others for another step, param or seed; unbiased."""

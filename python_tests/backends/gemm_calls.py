@@ -26,11 +26,29 @@ def inputs(tokens, cols, dtype=torch.float32, device="cpu", seed=2):
     return torch.randn(tokens, cols, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
 
 
+def as_good_as_dense(y, w, x, bias=None, activation="", residual=None, by_column=False, what=""):
+    """``y`` = activation(x wᵀ + bias) + residual, or w x, is no worse than what torch makes of dense operands in y's dtype."""
+
+    def dense(dtype):
+        a, b, c, r = (None if t is None else t.to(dtype) for t in (w, x, bias, residual))
+        made = a @ b if by_column else ACTIVATIONS[activation](F.linear(b, a, c))
+        return made if r is None else made + r
+
+    assert_no_worse(y, dense(y.dtype), dense(torch.float64), f"{y.dtype} {tuple(w.shape)} with {tuple(x.shape)} {activation} {what}")
+
+
 def unaligned(x):
     """The same numbers one element past a multiple of 16 bytes."""
     room = torch.empty(x.numel() + 17, dtype=x.dtype, device=x.device)
     first = -(room.data_ptr() // x.element_size()) % (16 // x.element_size()) + 1
     return room[first : first + x.numel()].view(x.shape).copy_(x)
+
+
+def damaged(indices, p, row, k):
+    """The same, but for the k-th of a row, which no group has."""
+    broken, per_byte = indices.clone(), 8 // p.index_bits
+    broken[row, k // per_byte] |= (2**p.index_bits - 1) << (k % per_byte * p.index_bits)
+    return broken
 
 
 # ---- weights of integers with steps
@@ -45,6 +63,25 @@ def integer_weight(text, rows, cols, bits, steps=1, device="cpu", extreme=False)
     values = torch.full_like(values, low) if extreme else values
     step = (torch.rand(rows, steps, generator=gen) + 0.1) * 0.01 * torch.tensor([1.0, -1.0])[torch.arange(steps) % 2]
     return [t.to(device) for t in (pack_integers(values.to(torch.int8), bits), indices, step.to(torch.bfloat16))]
+
+
+def steps_of(p, cols):
+    """Numbers of steps per row that may be: one, and runs of whole groups."""
+    return [1] + [cols // group for group in (32, 64, 128, 256, cols // 2) if group and cols % group == 0 and group % p.m == 0]
+
+
+def hard(rows, kept):
+    """Ties, zeros, denormals, magnitudes of every size, and rows that are not finite."""
+    gen = torch.Generator().manual_seed(kept)
+    w = torch.randn(rows, kept, generator=gen) * 10.0 ** torch.randint(-44, 38, (rows, 1), generator=gen)
+    for row, value in enumerate((0.0, -0.0, 1e-45, -1e-40, 3e38, float("nan"), float("inf"), -1.0)):
+        w[row, kept // 2 :] = value
+        if row < 5:
+            w[row, : kept // 2] = 0.0 if row % 2 else value
+    w[8] = torch.arange(kept) % 17 - 8.0
+    w[9] = torch.linspace(-127, 127, kept)
+    w[10] = (torch.randint(-255, 256, (kept,), generator=gen) / 2).clamp(-127, 127)
+    return w
 
 
 def product_of_integers(call, text, x, operands, bias=None, activation="", residual=None, what=""):

@@ -8,18 +8,31 @@ Modules that use one have the fixtures ``device`` and ``ours``: ``ours("nm_mask"
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nmkernels import Pattern, ShapeError, dispatch, reference, testing
 from nmkernels.reference import pack_indices, uniforms24
-from python_tests.backends.gemm_calls import ACTIVATIONS, PATTERNS, inputs, packed
-from python_tests.conformance import slow_interpreted
+from nmkernels.reference.integers import pack_integers
+from python_tests.backends.gemm_calls import (
+    ACTIVATIONS,
+    PATTERNS,
+    as_good_as_dense,
+    hard,
+    inputs,
+    integer_weight,
+    packed,
+    product_of_integers,
+    unaligned,
+)
+from python_tests.conformance import moved, slow_interpreted
+from python_tests.for_each import for_each
 from python_tests.ops.samples import seed
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -53,14 +66,8 @@ def some_mask_both_ways(rows: int, cols: int, p: Pattern) -> Tensor:
     return whole & (torch.rand(rows, cols) < 0.8)
 
 
-def picked(options: list[float], dtype: torch.dtype) -> Tensor:
-    """256 tiles of these magnitudes, in both signs."""
-    signed = torch.tensor([*options, *(-x for x in options)], dtype=torch.float64).to(dtype)
-    return signed[torch.randint(len(signed), (8, 512))]
-
-
 def ties_and_roundings(dtype: torch.dtype) -> Tensor:
-    """Tiles where many masks tie, some only after rounding, and where sums overflow or hold NaN and infinity."""
+    """256 tiles of each kind where many masks tie, some only after rounding, and where sums overflow or hold NaN and infinity."""
     info = torch.finfo(dtype)
     options: list[list[float]] = [
         [0, 1],
@@ -74,7 +81,8 @@ def ties_and_roundings(dtype: torch.dtype) -> Tensor:
         [NAN, 1, 2],
         [NAN, INF, 0],
     ]
-    return torch.cat([picked(each, dtype) for each in options])
+    signed = [torch.tensor([*each, *(-x for x in each)], dtype=torch.float64).to(dtype) for each in options]
+    return torch.cat([each[torch.randint(len(each), (8, 512))] for each in signed])
 
 
 def probabilities(groups: Tensor, n: int) -> Tensor:
@@ -112,65 +120,56 @@ class CompressSuite:
     @slow_interpreted
     @pytest.mark.parametrize("sixth", range(6))
     def test_equals_the_reference(self, device: str, ours: Ours, poison: None, sixth: int) -> None:
-        for p in map(Pattern, self.patterns[sixth::6]):
-            for dtype in self.dtypes:
-                for given in [False, True]:
-                    for rows, cols in self.sizes(p.m):
-                        w = torch.randn(rows, cols).to(dtype)
-                        w[0, : p.m] = w[0, 0]  # ties
-                        mask = some_mask(rows, cols, p) if given else None
-                        want = reference.compress(w, p.n, p.m, mask)
-                        dense = reference.decompress(*want, p.n, p.m, cols)
-                        x, m, values, indices = to(device, w, mask, *want)
-                        what = f"{p} {dtype} {rows} x {cols}"
-                        testing.assert_equal_bits(ours("nm_compress").fn(x, p.n, p.m, m), want, what)
-                        testing.assert_equal_bits(ours("nm_decompress").fn(values, indices, p.n, p.m, cols), dense, what)
+        for p, dtype, given in product(map(Pattern, self.patterns[sixth::6]), self.dtypes, [False, True]):
+            for rows, cols in self.sizes(p.m):
+                w = torch.randn(rows, cols).to(dtype)
+                w[0, : p.m] = w[0, 0]  # ties
+                want = reference.compress(w, p.n, p.m, mask := some_mask(rows, cols, p) if given else None)
+                dense = reference.decompress(*want, p.n, p.m, cols)
+                x, m, values, indices = to(device, w, mask, *want)
+                what = f"{p} {dtype} {rows} x {cols}"
+                testing.assert_equal_bits(ours("nm_compress").fn(x, p.n, p.m, m), want, what)
+                testing.assert_equal_bits(ours("nm_decompress").fn(values, indices, p.n, p.m, cols), dense, what)
 
     def test_a_last_group_that_the_end_of_the_row_cuts(self, device: str, ours: Ours, poison: None) -> None:
         for p in map(Pattern, ["2:4", "1:8", "2:8", "1:16", "3:5", "4:32"]):
-            for wide in (p.m, 8 * p.m, self.wide // p.m * p.m):
-                for missing in {1, p.m - 1}:
-                    values, indices = reference.compress(torch.randn(3, wide), p.n, p.m)
-                    want = reference.decompress(values, indices, p.n, p.m, wide - missing)
-                    got = ours("nm_decompress").fn(*to(device, values, indices), p.n, p.m, wide - missing)
-                    testing.assert_equal_bits(got, want, f"{p}, {wide} - {missing}")
+            for wide, missing in product((p.m, 8 * p.m, self.wide // p.m * p.m), {1, p.m - 1}):
+                args = p.n, p.m, wide - missing
+                packed = reference.compress(torch.randn(3, wide), p.n, p.m)
+                got = ours("nm_decompress").fn(*to(device, *packed), *args)
+                testing.assert_equal_bits(got, reference.decompress(*packed, *args), f"{p}, {wide} - {missing}")
 
     def test_memory_that_is_not_aligned(self, device: str, ours: Ours) -> None:
-        for p in map(Pattern, ["2:4", "2:8", "3:5"]):
-            for given in [False, True]:
-                w = torch.randn(4, 40 * p.m).bfloat16()
-                mask = some_mask(4, 40 * p.m, p) if given else None
-                want = reference.compress(w, p.n, p.m, mask)
-                places = skewed(torch.zeros_like(want[0]), 1, device), skewed(torch.zeros_like(want[1]), 3, device)
-                there = None if mask is None else skewed(mask, 3, device)
-                got = ours("nm_compress").fn(skewed(w, 1, device), p.n, p.m, there, out=places)
-                assert all(a is b for a, b in zip(got, places, strict=True))
-                testing.assert_equal_bits(got, want, str(p))
-                dense = skewed(torch.zeros_like(w), 3, device)
-                assert ours("nm_decompress").fn(*places, p.n, p.m, w.shape[1], out=dense) is dense
-                testing.assert_equal_bits(dense, reference.decompress(*want, p.n, p.m, w.shape[1]), str(p))
+        for p, given in product(map(Pattern, ["2:4", "2:8", "3:5"]), [False, True]):
+            w = torch.randn(4, 40 * p.m).bfloat16()
+            mask = some_mask(4, 40 * p.m, p) if given else None
+            want = reference.compress(w, p.n, p.m, mask)
+            places = skewed(torch.zeros_like(want[0]), 1, device), skewed(torch.zeros_like(want[1]), 3, device)
+            there = None if mask is None else skewed(mask, 3, device)
+            got = ours("nm_compress").fn(skewed(w, 1, device), p.n, p.m, there, out=places)
+            assert all(a is b for a, b in zip(got, places, strict=True))
+            testing.assert_equal_bits(got, want, str(p))
+            dense = skewed(torch.zeros_like(w), 3, device)
+            assert ours("nm_decompress").fn(*places, p.n, p.m, w.shape[1], out=dense) is dense
+            testing.assert_equal_bits(dense, reference.decompress(*want, p.n, p.m, w.shape[1]), str(p))
 
     @slow_interpreted
     def test_a_mask_that_keeps_too_many_is_refused(self, device: str, ours: Ours) -> None:
-        for p in map(Pattern, ["2:4", "1:8", "2:8", "3:5", "2:32"]):
-            for rows in [1, 640]:
-                w, mask = torch.randn(rows, 8 * p.m, device=device), torch.zeros(rows, 8 * p.m, dtype=torch.bool, device=device)
-                mask[:, p.m - p.n : p.m] = True
+        for p, rows in product(map(Pattern, ["2:4", "1:8", "2:8", "3:5", "2:32"]), [1, 640]):
+            w, mask = torch.randn(rows, 8 * p.m, device=device), torch.zeros(rows, 8 * p.m, dtype=torch.bool, device=device)
+            mask[:, p.m - p.n : p.m] = True
+            ours("nm_compress").fn(w, p.n, p.m, mask)
+            mask[rows - 1, 8 * p.m - p.n - 1 :] = True
+            with pytest.raises(ShapeError, match=f"keeps more than {p.n} elements in a group, but {p} stores {p.n}; prune it first"):
                 ours("nm_compress").fn(w, p.n, p.m, mask)
-                mask[rows - 1, 8 * p.m - p.n - 1 :] = True
-                with pytest.raises(ShapeError, match=f"keeps more than {p.n} elements in a group, but {p} stores {p.n}; prune it first"):
-                    ours("nm_compress").fn(w, p.n, p.m, mask)
 
     def test_an_index_outside_its_group_writes_nothing(self, device: str, ours: Ours) -> None:
-        for pattern, bad in [("1:8", 15), ("2:8", 9), ("1:32", 255), ("2:5", 7), ("3:6", 9)]:
-            p = Pattern(pattern)
-            for groups in [2, 8]:
-                memory = torch.full((3, groups * p.m), 5.0, device=device)
-                places = torch.tensor([[*range(p.n - 1), bad] * groups]).to(torch.uint8)
-                packed = pack_indices(places, p.index_bits).to(device)
-                got = ours("nm_decompress").fn(torch.ones(1, groups * p.n, device=device), packed, p.n, p.m, groups * p.m, out=memory[1:2])
-                assert got.sum() == groups * (p.n - 1)
-                assert (memory[[0, 2]] == 5).all()
+        for (pattern, bad), groups in product([("1:8", 15), ("2:8", 9), ("1:32", 255), ("2:5", 7), ("3:6", 9)], [2, 8]):
+            p, memory = Pattern(pattern), torch.full((3, groups * Pattern(pattern).m), 5.0, device=device)
+            packed = pack_indices(torch.tensor([[*range(p.n - 1), bad] * groups]).to(torch.uint8), p.index_bits).to(device)
+            got = ours("nm_decompress").fn(torch.ones(1, groups * p.n, device=device), packed, p.n, p.m, groups * p.m, out=memory[1:2])
+            assert got.sum() == groups * (p.n - 1)
+            assert (memory[[0, 2]] == 5).all()
 
 
 class ScaleSuite:
@@ -191,11 +190,9 @@ class ScaleSuite:
         torch.testing.assert_close(got.cpu(), want, rtol=1e-6, atol=0, equal_nan=True, msg=lambda m: f"{m}\n{what}")
 
     def test_equals_the_reference(self, device: str, ours: Ours, poison: None) -> None:
-        for pattern in self.patterns:
+        for pattern, dtype, (chunks, more) in product(self.patterns, self.dtypes, self.chunks):
             m = Pattern(pattern).m
-            for dtype in self.dtypes:
-                for chunks, more in self.chunks:
-                    self.check(ours, device, torch.randn(max(1, chunks * self.chunk // m + more), m).to(dtype), pattern)
+            self.check(ours, device, torch.randn(max(1, chunks * self.chunk // m + more), m).to(dtype), pattern)
 
     def test_float64_sums(self, device: str, ours: Ours) -> None:
         """Many small terms and one large: float32 sums would lose them."""
@@ -255,9 +252,8 @@ class TransposableSuite:
         assert torch.equal(self.check(ours, device, w).cpu(), want)
 
     def test_shapes(self, device: str, ours: Ours, poison: None) -> None:
-        for shape in self.shapes:
-            for dtype in self.dtypes:
-                self.check(ours, device, torch.randn(shape).to(dtype))
+        for shape, dtype in product(self.shapes, self.dtypes):
+            self.check(ours, device, torch.randn(shape).to(dtype))
 
     def test_unaligned_and_negated(self, device: str, ours: Ours) -> None:
         for dtype in self.dtypes:
@@ -303,29 +299,24 @@ class MvueSuite:
                 self.check(ours, g, p, dim, seed(-3, 2**33), method, device, f"{shape} {dim}")
 
     def test_wide_groups(self, device: str, ours: Ours) -> None:
-        for p in map(Pattern, self.wide):
-            for dim in [0, 1]:
-                g = torch.randn((p.m + 3, self.lines) if dim == 0 else (self.lines - 2, 2 * p.m))
-                g *= torch.logspace(0, 9, g.shape[dim], base=2).unsqueeze(1 - dim)
-                g[:, 0] = NAN if dim == 0 else 0.0
-                self.check(ours, g, p, dim, seed(9), "exact", device)
+        for p, dim in product(map(Pattern, self.wide), [0, 1]):
+            g = torch.randn((p.m + 3, self.lines) if dim == 0 else (self.lines - 2, 2 * p.m))
+            g *= torch.logspace(0, 9, g.shape[dim], base=2).unsqueeze(1 - dim)
+            g[:, 0] = NAN if dim == 0 else 0.0
+            self.check(ours, g, p, dim, seed(9), "exact", device)
 
     def test_unaligned_memory_and_out(self, device: str, ours: Ours) -> None:
-        for p in map(Pattern, self.unaligned):
-            for op in MVUE:
-                for dim in [0, 1]:
-                    for dtype in [F32, F16]:
-                        words, shape = seed(1, 2), (24, 16) if p.m != 5 else (20, 15)
-                        for start in (1, 3, 8):
-                            g = skewed(torch.randn(shape).to(dtype), start, device)
-                            want = getattr(reference, op.removeprefix("nm_"))(g.cpu(), p.n, p.m, dim, words, "exact")
-                            wants = [want] if op == "nm_mvue" else list(want)
-                            rooms = [torch.zeros(x.numel() + 32, dtype=x.dtype, device=device) for x in wants]
-                            outs: list[Any] = [room[start + 8 :][: x.numel()].view(x.shape) for room, x in zip(rooms, wants, strict=True)]
-                            ours(op).fn(g, p.n, p.m, dim, words.to(device), "exact", out=outs[0] if op == "nm_mvue" else outs)
-                            testing.assert_equal_bits(outs, wants, f"{op} {p} {start}")
-                            for room, x in zip(rooms, wants, strict=True):
-                                assert not room[: start + 8].any() and not room[start + 8 + x.numel() :].any(), "written beyond out"
+        for p, op, dim, dtype, start in product(map(Pattern, self.unaligned), MVUE, [0, 1], [F32, F16], (1, 3, 8)):
+            words, shape = seed(1, 2), (24, 16) if p.m != 5 else (20, 15)
+            g = skewed(torch.randn(shape).to(dtype), start, device)
+            want = getattr(reference, op.removeprefix("nm_"))(g.cpu(), p.n, p.m, dim, words, "exact")
+            wants = [want] if op == "nm_mvue" else list(want)
+            rooms = [torch.zeros(x.numel() + 32, dtype=x.dtype, device=device) for x in wants]
+            outs: list[Any] = [room[start + 8 :][: x.numel()].view(x.shape) for room, x in zip(rooms, wants, strict=True)]
+            ours(op).fn(g, p.n, p.m, dim, words.to(device), "exact", out=outs[0] if op == "nm_mvue" else outs)
+            testing.assert_equal_bits(outs, wants, f"{op} {p} {start}")
+            for room, x in zip(rooms, wants, strict=True):
+                assert not room[: start + 8].any() and not room[start + 8 + x.numel() :].any(), "written beyond out"
 
     @slow_interpreted
     @pytest.mark.quick(1, per="isa")
@@ -361,12 +352,9 @@ class FewTokensSuite:
         activation: str = "",
     ) -> Tensor:  # fmt: skip
         """As good as dense in the same dtype, and twice the same bits; the result."""
-        f = ACTIVATIONS[activation]
-        exact = f(F.linear(*(None if t is None else t.double() for t in (x, w, bias))))
         y = self.run(ours, x, values, indices, text, bias, activation)
-        what = f"{text} {x.dtype} {tuple(x.shape)} x {values.shape[0]} {activation}"
-        testing.assert_no_worse(y, f(F.linear(x, w, bias)), exact, what)
-        testing.assert_equal_bits(self.run(ours, x, values, indices, text, bias, activation), y, what)
+        as_good_as_dense(y, w, x, bias, activation, what=text)
+        testing.assert_equal_bits(self.run(ours, x, values, indices, text, bias, activation), y, f"{text} {tuple(x.shape)}")
         return y
 
     @pytest.mark.quick(2)
@@ -382,15 +370,13 @@ class FewTokensSuite:
 
     def test_every_column_is_found(self, device: str, ours: Ours) -> None:
         """One-hot inputs return the weight to the bit, so that every thread's choice shows."""
-        for text in PATTERNS:
+        for text, dtype in product(PATTERNS, [F32, BF16]):
             cols = 3 * Pattern(text).m * 8
-            for dtype in [F32, BF16]:
-                values, indices, w = packed(text, 11, cols, dtype, device)
-                eye = torch.eye(cols, dtype=dtype, device=device)
-                for tokens in (1, 4):
-                    for first in (0, cols // 2, cols - tokens):
-                        y = self.run(ours, eye[first : first + tokens], values, indices, text)
-                        testing.assert_equal_bits(y + 0.0, w[:, first : first + tokens].t().contiguous() + 0.0, text)
+            values, indices, w = packed(text, 11, cols, dtype, device)
+            eye = torch.eye(cols, dtype=dtype, device=device)
+            for tokens, first in ((1, 0), (1, cols // 2), (1, cols - 1), (4, 0), (4, cols // 2), (4, cols - 4)):
+                y = self.run(ours, eye[first : first + tokens], values, indices, text)
+                testing.assert_equal_bits(y + 0.0, w[:, first : first + tokens].t().contiguous() + 0.0, text)
 
     def test_inf_and_nan_reach_only_what_they_meet(self, device: str, ours: Ours) -> None:
         for text in PATTERNS:
@@ -420,3 +406,132 @@ class FewTokensSuite:
         bias = inputs(1, 5, device=device)[0]
         none = self.run(ours, torch.empty(2, 0, device=device), values[:, :0], indices[:, :0], "2:4", bias)
         testing.assert_equal_bits(none, bias.expand(2, 5).contiguous())
+
+
+class IntegersSuite:
+    """Weights of integers with steps: what follows a product, numbers at the ends of their ranges, decoding and rounding."""
+
+    counts = (1, 6, 50)
+    """Tokens: one number for each way to multiply them."""
+    tuned: Sequence[str] = ("2:4", "1:4")
+    """Patterns with kernels of their own."""
+    longest = 8192
+    """Columns of the longest sums."""
+
+    def run(self, ours: Ours, device: str, *args: Any) -> Tensor:
+        """The op's result, every byte of it written."""
+        with testing.poison():
+            return moved(ours("nm_linear_integers").fn(*moved(args, device)), "cpu")
+
+    def check(self, ours: Ours, device: str, text: str, x: Tensor, operands: Sequence[Tensor], *rest: Any, what: str = "") -> Tensor:
+        """As good as the reference in x's dtype, and twice the same bits; the result."""
+        p = Pattern(text)
+        y = product_of_integers(partial(self.run, ours, device), text, x, operands, *rest, what=what)
+        testing.assert_equal_bits(self.run(ours, device, x, *operands, p.n, p.m, x.shape[-1], *rest), y, what)
+        return y
+
+    @slow_interpreted
+    @pytest.mark.parametrize("bits", [8, 4])
+    def test_every_value_is_decoded_and_placed(self, bits: int, device: str, ours: Ours) -> None:
+        """One-hot tokens return the weight to the bit, the smallest integers among it."""
+        for text, dtype, steps in product(self.tuned, [F32, BF16], (1, 2)):
+            p, cols = Pattern(text), 32 * Pattern(text).m
+            values, indices, step = integer_weight(text, 11, cols, bits, steps)
+            values[2] = integer_weight(text, 11, cols, bits, steps, extreme=True)[0][2]
+            w = reference.decompress(reference.dequantize_values(values, step, p.kept(cols), dtype), indices, p.n, p.m, cols)
+            for count, first in product((1, 4, 16), (0, cols // 2, -16)):
+                y = self.run(ours, device, torch.eye(cols, dtype=dtype)[first:][:count], values, indices, step, p.n, p.m, cols)
+                testing.assert_equal_bits(y + 0.0, w[:, first:][:, :count].t().contiguous() + 0.0, f"{text}, {count} tokens")
+
+    @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+    def test_what_follows_the_product(self, dtype: torch.dtype, device: str, ours: Ours) -> None:
+        operands, bias = integer_weight("2:4", 24, 256, 4, 2), inputs(1, 24, dtype)[0]
+        for count, activation in product(self.counts, ACTIVATIONS):
+            for residual in (None, inputs(count, 24, dtype, seed=7)):
+                self.check(ours, device, "2:4", inputs(count, 256, dtype), operands, bias, activation, residual)
+
+    @pytest.mark.quick(1)
+    @pytest.mark.parametrize("bits", [8, 4])
+    def test_largest_values(self, bits: int, device: str, ours: Ours) -> None:
+        """All products of one sign, and every digit at its end."""
+        for text, count, cols in product(self.tuned, (1, 2, 4, 12), (512, self.longest)):
+            operands = integer_weight(text, 4, cols, bits, 1, extreme=True)
+            for largest, dtype in product((255 / 128, -255 / 128, 2047 / 1024, 1.0), (BF16, F16)):
+                self.check(ours, device, text, torch.full((count, cols), largest, dtype=dtype), operands)
+
+    @pytest.mark.parametrize("bits", [8, 4])
+    def test_one_large_column(self, bits: int, device: str, ours: Ours) -> None:
+        operands = integer_weight("2:4", 40, 1024, bits, 8)
+        for dtype, count in product((BF16, F16), (1, 4, 9)):
+            x = inputs(count, 1024, dtype)
+            x[:, 77] *= 100
+            self.check(ours, device, "2:4", x, operands)
+
+    def lost(self, text: str, count: int, dtype: torch.dtype, met: Tensor) -> Tensor:
+        """Which results of a token with an inf or a NaN are not finite: those whose stored weight meets it."""
+        return met
+
+    @slow_interpreted
+    @pytest.mark.parametrize("bits", [8, 4])
+    def test_tokens_that_are_not_finite(self, bits: int, device: str, ours: Ours) -> None:
+        """They reach what they meet, and no other token."""
+        for text, (count, dtype) in product(self.tuned, ((2, BF16), (5, BF16), (16, BF16), (6, F32))):
+            p, operands = Pattern(text), integer_weight(text, 33, 640, bits, 4 if text == "3:5" else 5)
+            met = reference.decompress(torch.ones(33, p.kept(640)), operands[1], p.n, p.m, 640)[:, 133] != 0
+            clean, rest = inputs(count, 640, dtype), (*operands, p.n, p.m, 640)
+            before, lost = self.run(ours, device, clean, *rest), self.lost(text, count, dtype, met)
+            for bad in (NAN, INF, -INF):
+                x = clean.clone()
+                x[1, 133] = bad
+                y = self.run(ours, device, x, *rest)
+                others = [t for t in range(count) if t != 1]
+                testing.assert_equal_bits(y[others], before[others], f"{text}, {count} tokens")
+                assert torch.equal(~y[1].isfinite(), lost), f"{text}, {count} tokens"
+                testing.assert_no_worse(y[1][~lost], before[1][~lost], before[1][~lost].double())
+
+    def test_steps_that_are_zero_tiny_or_nan(self, device: str, ours: Ours) -> None:
+        for text, bits, count in product(("2:4", "1:8"), (8, 4), sorted({*self.counts, 2})):
+            p, (values, indices, step) = Pattern(text), integer_weight(text, 6, 256, bits, 2)
+            step[0], step[1, 1], step[2] = 0, 0, 1e-39
+            x = inputs(count, 256, BF16)
+            assert not self.check(ours, device, text, x, (values, indices, step))[:, 0].any()
+            step[3, 1] = NAN
+            y = self.run(ours, device, x, values, indices, step, p.n, p.m, 256)
+            assert torch.equal(y.isnan(), torch.arange(6).eq(3).expand(count, 6))
+
+    @for_each("scale", [0.0, 1e-39, 1e-37, 1e-30, 1e30])
+    def test_extreme_inputs(self, scale: float, device: str, ours: Ours) -> None:
+        """Zeros of both signs, and inputs that powers of two do not reach."""
+        operands = integer_weight("2:4", 16, 256, 8)
+        for count in (1, 3):
+            x = (inputs(count, 256) * scale).to(BF16)
+            self.check(ours, device, "2:4", x, operands)
+            x[:, 128:] = inputs(count, 128, BF16)
+            self.check(ours, device, "2:4", x, operands)
+
+    @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+    def test_dequantize(self, dtype: torch.dtype, device: str, ours: Ours) -> None:
+        sizes = (1, 1, 1), (3, 15, 1), (5, 15, 5), (2, 128, 4), (7, 1000, 8), (0, 8, 2), (300, 64, 1), (3, 48, 6), (2, 12, 3), (2, 4100, 1)
+        for bits, (rows, kept, steps), move in product((8, 4), sizes, (Tensor.clone, unaligned)):
+            gen = torch.Generator().manual_seed(kept)
+            values = pack_integers(torch.randint(-8, 8, (rows, kept), generator=gen).to(torch.int8) * (15 if bits == 8 else 1), bits)
+            step = torch.randn(rows, steps, generator=gen).to(BF16)
+            step[: rows // 2] *= 1e-38
+            step[2:3] = 600.0  # beyond float16
+            out = testing.fill_poison(move(torch.empty(rows, kept, dtype=dtype, device=device)))
+            ours("nm_dequantize_values").fn(move(values.to(device)), step.to(device), kept, dtype, out=out)
+            testing.assert_equal_bits(out.cpu(), reference.dequantize_values(values, step, kept, dtype), f"{rows} {kept} {steps}")
+
+    @pytest.mark.quick(1)
+    @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+    def test_quantize(self, dtype: torch.dtype, device: str, ours: Ours) -> None:
+        halves = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 63.5]])
+        # the step −1 would be better than 1, but the first of the largest is negative
+        both = torch.randint(-7, 8, (8, 130))
+        both[:, 3], both[:, 100:102] = -8, 8
+        cases = [(hard(24, kept), steps) for kept, steps in ((1, 1), (15, 3), (66, 1), (128, 4), (200, 5))]
+        cases += [(x, 1) for x in (halves, both, torch.randn(0, 8), torch.randn(2, 3, 24), torch.randn(3, 0))]
+        for bits, (w, steps) in product((8, 4), cases):
+            with testing.poison():
+                got = ours("nm_quantize_values").fn(w.to(dtype).to(device), bits, steps)
+            testing.assert_equal_bits(moved(got, "cpu"), reference.quantize_values(w.to(dtype), bits, steps), f"{tuple(w.shape)} {steps}")

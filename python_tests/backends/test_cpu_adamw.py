@@ -3,81 +3,59 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
 
 from nmkernels.capability import compiled_core
 from nmkernels.dispatch import implementations
 from nmkernels.testing import assert_equal_bits
-from python_tests.backends.adamw_calls import copied, held, hyper, make, same_as_reference, shifted
+from python_tests.backends.adamw_calls import copied, held, hyper, make, seeded
 from python_tests.backends.adamw_suite import AdamWSuite
-from python_tests.for_each import for_each
 
 
 class TestAgainstTheReference(AdamWSuite):
+    """Also strips of 64, blocks of 256, tiles of 4096."""
+
+    edges = 0, 64, 256, 4096
+    places = tuple(product((0, 1, 3), (torch.float32, torch.bfloat16)))
+
     @pytest.fixture(autouse=True)
     def compiled(self, cpu):
         self.step = cpu("nm_masked_adamw_")
 
+    def test_float64_gradients(self, device):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            self.test_dtypes_and_patterns(device, dtype, torch.float64)
 
-def compare(cpu, call: dict[str, Any], h: Tensor, n: int, m: int, **options: Any) -> Tensor:
-    """Run both on copies; everything they write must agree. Returns the statistics."""
-    return same_as_reference(cpu("nm_masked_adamw_"), copied(call), call, h, n, m, **options)
+    def test_sums_that_only_doubles_hold(self, device):
+        """A few of these terms already exceed fp32; the second row is ordinary."""
+        for n, m in [(0, 0), (2, 4), (1, 8), (3, 5)]:
+            call = make(seeded(17), (2, 320))
+            call["params"][0][0], call["grads"][0][0], call["exp_avg_sqs"][0][0] = -3e38, 3e18, 3e38
+            stats = self.compare(device, call, hyper(beta2=0.5, decay=0.0), n, m)
+            assert stats[1] > 1e40 and stats.isfinite().all() and (not m or stats[5] > 1e40)
 
-
-def test_float64_gradients(cpu):
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for n, m in ((0, 0), (2, 4), (1, 16), (3, 5), (7, 256)):
-            cols = m * 5 or 37
-            call = make(torch.Generator().manual_seed(1), (6, cols), (cols,), (2, 3, cols), dtype=dtype, grad=torch.float64)
-            compare(cpu, call, hyper(lr=0.3), n, m)
-
-
-@for_each("n, m", [(0, 0), (2, 4), (1, 8), (3, 5)])
-def test_sums_that_only_doubles_hold(cpu, n, m):
-    """A few of these terms already exceed fp32; the second row is ordinary."""
-    call = make(torch.Generator().manual_seed(17), (2, 320))
-    call["params"][0][0], call["grads"][0][0], call["exp_avg_sqs"][0][0] = -3e38, 3e18, 3e38
-    stats = compare(cpu, call, hyper(beta2=0.5, decay=0.0), n, m)
-    assert stats[1] > 1e40 and stats.isfinite().all() and (not m or stats[5] > 1e40)
-
-
-@pytest.mark.quick(2, per="cpu")
-@for_each("dtype", [torch.float32, torch.bfloat16], ids=str)
-@for_each("n, m", [(0, 0), (2, 4), (1, 8), (1, 32), (3, 5)])
-def test_sizes_around_a_strip_at_any_address(cpu, n, m, dtype):
-    """Strips of 64, blocks of 256, tiles of 4096, one element less or more; memory that is aligned to an element only."""
-    group = m or 1
-    sizes = sorted({max(1, around // group + extra) * group for around in (0, 64, 256, 4096) for extra in (-1, 0, 1)})
-    for shift in (0, 1, 3):
-        call = make(torch.Generator().manual_seed(13), *((size,) for size in sizes), (17, 4 * group), dtype=dtype, amsgrad=True)
-        for flags, numbers in (({"geometric": True}, {}), ({}, {"eps": 0.0, "beta1": 0.0})):
-            same_as_reference(cpu("nm_masked_adamw_"), shifted(call, shift), call, hyper(**numbers), n, m, **flags)
-
-
-def test_the_sum_of_logarithms_keeps_to_its_range(cpu):
-    """Changes from denormal to huge, and so many alike that a plain GEMM of them would leave the doubles."""
-    for change in (0.0, 1e-30, 3e-5, 1.9999999, 1e19):
-        call = make(torch.Generator().manual_seed(15), (3, 8192))
-        call["exp_avg_sqs"] = [torch.zeros(3, 8192)]
-        call["grads"] = [torch.full((3, 8192), change).sqrt()]
-        compare(cpu, call, hyper(beta2=0.0), 2, 4, geometric=True)
-    for bad in (float("inf"), float("nan")):
-        call["grads"][0][1, 5] = bad
-        stats = compare(cpu, call, hyper(), 2, 4, geometric=True)
-        assert not stats[2].isfinite()
+    def test_the_sum_of_logarithms_keeps_to_its_range(self, device):
+        """Changes from denormal to huge, and so many alike that a plain GEMM of them would leave the doubles."""
+        for change in (0.0, 1e-30, 3e-5, 1.9999999, 1e19):
+            call = make(seeded(15), (3, 8192))
+            call["exp_avg_sqs"] = [torch.zeros(3, 8192)]
+            call["grads"] = [torch.full((3, 8192), change).sqrt()]
+            self.compare(device, call, hyper(beta2=0.0), 2, 4, geometric=True)
+        for bad in (float("inf"), float("nan")):
+            call["grads"][0][1, 5] = bad
+            assert not self.compare(device, call, hyper(), 2, 4, geometric=True)[2].isfinite()
 
 
 @pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().reason)
 def test_statistics_have_equal_bits_on_every_isa():
     core = import_module("nmkernels._C")
     run = next(i.fn for i in implementations("nm_masked_adamw_") if i.backend == "cpu")
-    call = make(torch.Generator().manual_seed(16), (40, 104), (5, 8), (7, 24), (4, 1028), amsgrad=True)
+    call = make(seeded(16), (40, 104), (5, 8), (7, 24), (4, 1028), amsgrad=True)
     call = {k: [x.t().contiguous().t() if x.shape == (7, 24) else x for x in v] for k, v in call.items()}
-    masks = held(torch.Generator().manual_seed(2), call)
+    masks = held(seeded(2), call)
     before, results = core.isa(), []
     for isa in core.isas():
         core.use_isa(isa)
@@ -90,7 +68,7 @@ def test_statistics_have_equal_bits_on_every_isa():
 
 
 def test_same_bits_on_any_number_of_threads(cpu, on_threads):
-    call = make(torch.Generator().manual_seed(10), (300, 104), (5, 8), (64, 52))
+    call = make(seeded(10), (300, 104), (5, 8), (64, 52))
     call = {k: [x.t().contiguous().t() if x.shape == (64, 52) else x for x in v] for k, v in call.items()}
 
     def step():

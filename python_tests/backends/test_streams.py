@@ -145,23 +145,6 @@ def test_what_a_graph_reads_stays_as_long_as_the_weight(capture: Any) -> None:
 BUILD = {"dense": nm.Compressed.dense, "the same memory": lambda c: c.values.view(-1)}
 
 
-def test_layouts_of_a_compressed_weight(capture: Any) -> None:
-    """A layout that a capture builds holds nothing before the graph is replayed; one that was there before is read."""
-    c = nm.ops.compress(torch.randn(4, 8), "2:4")
-    capture(True)
-    first = c.layout("dense", nm.Compressed.dense)
-    capture(False)
-    kept = c.layout("dense", nm.Compressed.dense)
-    assert kept is not first and kept is c.layout("dense", nm.Compressed.dense)
-    capture(True)
-    assert c.layout("dense", nm.Compressed.dense) is kept
-    capture(False)
-    c.values.mul_(2)
-    outside = c.layout("dense", nm.Compressed.dense)
-    capture(True)
-    assert c.layout("dense", nm.Compressed.dense) is not outside, "the graph makes it of what a replayed step writes"
-
-
 def test_a_layer_is_right_after_its_first_call_was_captured(capture: Any) -> None:
     """Its dense weight exists in replays only, so no plan keeps it either."""
     layer = nm.nn.CompressedLinear(nm.ops.compress(torch.randn(4, 8), "2:4"), None, keep_dense=True)

@@ -47,19 +47,13 @@ class HostEvent:
 
 
 @contextmanager
-def _captured(device: str) -> Iterator[Any]:
-    yield SimpleNamespace(replay=lambda: None)
-
-
-@contextmanager
 def fake_gpu(monkeypatch: pytest.MonkeyPatch, cache: int = 1 << 12) -> Iterator[None]:
     """Inside, ``cuda`` is a fake GPU with an L2 of ``cache`` bytes."""
     normal: Callable[..., torch.Tensor] = _ours.normal
     monkeypatch.setattr(_ours, "normal", lambda *shape, device, **more: normal(*shape, device="cpu", **more))
     monkeypatch.setattr(torch.cuda, "Event", HostEvent)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
-    monkeypatch.setattr("bench.cases.host.captured", _captured)
-    for module in ("ffn", "model"):
+    for module in ("ffn", "host", "model"):
         monkeypatch.setattr(f"bench.cases.{module}.graphed", lambda call, device, pool=None: call)
     monkeypatch.setattr("bench.runner.matmul_rate", lambda dtype, device: 1e9)
     monkeypatch.setattr("bench.runner.lost", lambda device: "")
@@ -68,7 +62,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, cache: int = 1 << 12) -> Iterator[
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     for module in ("gemm", "integers", "linear", "layer", "quantized"):
         monkeypatch.setattr(f"bench.cases.{module}.last_level_cache", lambda device: cache)
-    monkeypatch.setattr("bench.cases.power_or_port.uuid", lambda device: "GPU-1")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1"))
     monkeypatch.setattr("bench.cases.power_or_port.HEAT", 0.0)
     with CpuForCuda():
         yield

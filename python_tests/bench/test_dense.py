@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from bench.cases import dense, linear, roofline
+from bench.cases import dense, linear, machine
 from bench.registry import Provider, Spec
 from bench.timing import Timed
 from python_tests.for_each import for_each
@@ -45,21 +45,21 @@ def test_a_very_slow_gemm_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shares_of_the_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline, "fma_rate", lambda dtype: 100.0)
+    monkeypatch.setattr(machine, "fma_rate", lambda dtype: 100.0)
     read = Provider("torch read", lambda: None, bytes=50.0)
     full = Provider("torch dense", lambda: None, bytes=80.0, flops=100.0)
     few, many = Provider("few", lambda: None, bytes=40.0, flops=10.0), Provider("many", lambda: None, bytes=40.0, flops=75.0)
     spec = Spec("nm_linear", "2:4", "float32", 4, 4, 1)
     # 100 bytes and 100 FLOPs a second: dense takes 1 s at least, few is bound by its bytes, many by its FLOPs
     timed = Timed([{"torch read": 0.5, "torch dense": 2.0, "few": 1.0, "many": 1.5}] * 3)
-    found = roofline.shares(spec, [few, many], [full], read)(timed)
+    found = machine.shares(spec, [few, many], [full], read)(timed)
     assert found["torch dense", "share of roofline"] == [0.5] * 3
     assert found["few", "share of roofline"] == [0.4] * 3 and found["many", "share of roofline"] == [0.5] * 3
     assert found["few", "x roofline allows"] == [2.5] and found["many", "x roofline allows"] == [1 / 0.75]
     # where a GEMM reads faster than torch's sum, that is the bandwidth
     fast = Timed([{"torch read": 0.5, "torch dense": 0.25, "few": 0.5}])
-    assert roofline.shares(spec, [few], [full], read)(fast)["few", "share of roofline"] == [0.25]
-    assert roofline.shares(spec, [few], [full], read)(Timed([])) == {}
+    assert machine.shares(spec, [few], [full], read)(fast)["few", "share of roofline"] == [0.25]
+    assert machine.shares(spec, [few], [full], read)(Timed([])) == {}
 
 
 def test_a_gemm_meets_the_fastest_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, Mock
@@ -14,8 +16,9 @@ import pytest
 import torch
 
 from bench import device, runner, targets, targets_cuda
+from bench.cases import power_or_port
 from bench.device import rotated
-from bench.registry import Spec
+from bench.registry import Provider, Ratio, Spec, Work
 from nmkernels import reference
 from python_tests.bench.fake_gpu import fake_gpu
 from python_tests.bench.samples import broken, instead, small
@@ -65,15 +68,17 @@ def test_a_lost_device_ends_the_run_and_names_the_next_case(monkeypatch, tmp_pat
 
 @pytest.mark.quick
 def test_failures_cost_no_other_provider(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    @contextmanager
-    def captured(device: str) -> Iterator[Any]:
-        if os.environ.get("NMKERNELS_BACKEND") == "broken":
-            raise RuntimeError("operation not permitted when stream is capturing")
-        yield SimpleNamespace(replay=lambda: None)
+    def graphed(call: Any, device: str) -> Any:
+        def replay() -> None:
+            if os.environ.get("NMKERNELS_BACKEND") == "broken":
+                raise RuntimeError("operation not permitted when stream is capturing")
+            assert len(call()) == 100
+
+        return replay
 
     def run(does: Any, priority: int) -> runner.Measured:
         with broken("nm_mask", does, priority), fake_gpu(monkeypatch):
-            monkeypatch.setattr("bench.cases.host.captured", captured)
+            monkeypatch.setattr("bench.cases.host.graphed", graphed)
             return runner.run([Spec("host(nm_mask)", "2:4", "bfloat16", 64, 64)], "cuda", tmp_path / "a.csv", 0.0)
 
     outcome = run(instead(reference.mask), 1)
@@ -142,3 +147,21 @@ def test_a_step_that_cannot_be_captured_costs_only_its_own_row(monkeypatch: pyte
             runner.measure(small(Spec("ffn(captured)", "2:4", "bfloat16", 4096, 1024, 4096)), "cuda", 0.0)
     ratios = {r.provider for r in found.value.rows if r.metric == "x dense"}
     assert ratios == {f"nmkernels {name}, step (captured)" for name in ("sste", "fst", "fst, every step", "step")}
+
+
+@pytest.mark.parametrize("says", ["900, 640.5", "[N/A], [N/A]", None])
+def test_power_or_port_records_clock_and_power(says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While each of the dense and the two sparse GEMMs runs; nothing where nvidia-smi is missing or does not say."""
+    if says:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncase $2 in GPU-1) echo '{says}';; esac\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (ours, other), dense, calls = power_or_port.OURS, power_or_port.DENSE, list[str]()
+    providers = [Provider(name, partial(calls.append, name)) for name in (ours, other, "nmkernels triton", dense)]
+    monkeypatch.setattr(power_or_port, "gemms", lambda *_: Work(providers, [Ratio("x dense", ours, (dense,))]))
+    with fake_gpu(monkeypatch):
+        rows = runner.measure(Spec("power_or_port", "2:4", "bfloat16", 64, 64, 64), "cuda", 0.0)
+    found = {(r.provider, r.metric): r.p50 for r in rows}
+    assert {name for name, _ in found} == {ours, other, dense} == set(calls) and (ours, "x dense") in found
+    clocks = {(name, metric): value for name in (ours, other, dense) for metric, value in (("MHz", 900.0), ("W", 640.5))}
+    assert {key: value for key, value in found.items() if key[1] in ("MHz", "W")} == (clocks if says == "900, 640.5" else {})

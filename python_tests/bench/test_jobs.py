@@ -22,13 +22,13 @@ ITEMS = """
 import os, signal, sys, time
 from bench import outcomes
 path = outcomes.here()
-ended, _ = outcomes.read(path)
+ended = outcomes.read(path).ended
 bad = 0
 for word in sys.argv[1:]:
     item, _, what = word.partition("=")
     if item in ended:
         continue
-    outcomes.begin(path, item)
+    outcomes.tell(path, begins=item)
     print("runs", item, flush=True)
     if what == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -62,7 +62,7 @@ def run(folder: Path, *every: Job, workers: int = 1) -> tuple[Job, ...]:
 
 
 def whats(job: Job) -> dict[str, str]:
-    return {item: outcome.what for item, outcome in outcomes.read(job.file)[0].items()}
+    return {item: outcome.what for item, outcome in outcomes.read(job.file).ended.items()}
 
 
 def ran(folder: Path, name: str) -> list[str]:
@@ -105,7 +105,7 @@ def test_a_job_whose_items_all_crash_is_given_up(tmp_path: Path) -> None:
 
 def test_when_time_is_up_another_call_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: math.inf if outcomes.read(tmp_path / "b.jsonl")[1] == "4" else clock())
+    monkeypatch.setattr(time, "monotonic", lambda: math.inf if outcomes.read(tmp_path / "b.jsonl").current == "4" else clock())
     first = run(tmp_path, job("a", "1", "2=fail"), job("b", "3", "4=hang", "5"), job("c", "6"))
     assert [(each.name, each.left) for each in first] == [("a", False), ("b", True), ("c", True)]
     assert whats(first[1]) == {"3": "passed"}, "the current item is left, and nothing fails"
@@ -146,7 +146,7 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 Step({tmp_path.name!r}, Path({str(tmp_path.parent)!r})).run(Job("ended", {hangs!r}))
 """
     driver = subprocess.Popen([sys.executable, "-c", text], cwd=gpu.ROOT)
-    eventually(lambda: outcomes.read(tmp_path / "ended.jsonl")[1] == "a")
+    eventually(lambda: outcomes.read(tmp_path / "ended.jsonl").current == "a")
     driver.terminate()
     assert driver.wait(30) == 143
     subprocess.run(free, check=True)
@@ -177,8 +177,8 @@ def test_a_job_without_items_is_one(tmp_path: Path, text: str, why: str) -> None
 def test_unfinished_items_of_other_processes(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     outcomes.end(path, outcomes.Outcome("1", "passed"))
-    outcomes.begin(path, "older")
+    outcomes.tell(path, begins="older")
     path.write_bytes(path.read_bytes() + b'{"item": "older", "wha\n')
-    assert outcomes.read(path) == ({"1": outcomes.Outcome("1", "passed")}, "older")
+    assert outcomes.read(path)[:2] == ({"1": outcomes.Outcome("1", "passed")}, "older")
     (ended,) = run(tmp_path, python("a", "import os; os.abort()"))
-    assert list(whats(ended)) == ["1", "a"] and outcomes.read(tmp_path / "none") == ({}, None)
+    assert list(whats(ended)) == ["1", "a"] and outcomes.read(tmp_path / "none") == ({}, "", False, False, {})

@@ -80,7 +80,7 @@ def test_wrong_weights_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(model.blocks[0].ffn.up, "dense", lambda: torch.zeros(256, 128))
 
     monkeypatch.setattr(nm, "compress_", wrong)
-    with pytest.raises(runner.Partly, match="timed without nmkernels 2:4 in int4 .captured.: its result is wrong: logits differ"):
+    with pytest.raises(runner.Partly, match="timed without nmkernels 2:4 in int4 .captured.: its result is wrong: outputs differ"):
         runner.measure(Spec("decode", "2:4", "bfloat16", tokens=1, model=GPT), "cpu", 0.0)
     monkeypatch.setattr(torch.optim.AdamW, "step", Mock())
     monkeypatch.setattr(nm.optim.MaskedAdamW, "step", Mock())

@@ -24,7 +24,7 @@ RATIOS |= {"us beyond a no-op", "us beyond torch"}
 @pytest.mark.parametrize("spec", SMALL, ids=str)
 def test_case_is_proved_and_timed(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.runner.matmul_rate", lambda dtype, device: 1e9)
-    monkeypatch.setattr("bench.cases.roofline.fma_rate", lambda dtype: 1e9)
+    monkeypatch.setattr("bench.cases.machine.fma_rate", lambda dtype: 1e9)
     rows = runner.measure(spec, "cpu", 0.001)
     assert {(r.op, r.pattern, r.dtype, r.shape) for r in rows} == {(spec.op, spec.pattern, spec.dtype, spec.shape)}
     assert len({(r.provider, r.metric) for r in rows}) == len(rows)

@@ -20,7 +20,7 @@ TINY = ["--device", "cpu", "--op", "mask", "linear", "--shapes", "16x32", "--pat
 @pytest.fixture(autouse=True)
 def rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.runner.matmul_rate", lambda dtype, device: 1e9)
-    monkeypatch.setattr("bench.cases.roofline.fma_rate", lambda dtype: 1e9)
+    monkeypatch.setattr("bench.cases.machine.fma_rate", lambda dtype: 1e9)
 
 
 def _listed(capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:

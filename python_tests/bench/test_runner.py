@@ -90,13 +90,13 @@ def test_outcomes_are_recorded_and_not_repeated(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv(outcomes.ENV, str(record))
 
     def measure(spec: Spec, device: str, seconds: float) -> list[Any]:
-        current.append(outcomes.read(record)[1])
+        current.append(outcomes.read(record).current)
         return BREAKS() if spec is PRUNE else []
 
     monkeypatch.setattr(runner, "measure", measure)
     runner.run([MASK, PRUNE], "cpu", out, 0.0)
-    ended, nothing = outcomes.read(record)
-    assert current == [str(MASK), str(PRUNE)] and nothing is None
+    ended, nothing, *_ = outcomes.read(record)
+    assert current == [str(MASK), str(PRUNE)] and nothing == ""
     assert {item: (outcome.what, outcome.why) for item, outcome in ended.items()} == {
         str(MASK): ("passed", ""),
         str(PRUNE): ("failed", "not timed, it failed: RuntimeError: out of luck"),

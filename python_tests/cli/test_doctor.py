@@ -16,7 +16,7 @@ from nmkernels.cli import doctor, main
 from nmkernels.cli import verify as every
 from nmkernels.ops import verify
 
-WITHOUT_CPU = {"nm_metadata", "nm_quantize", "nm_linear_quantized", "nm_masked_adamw_pack_"}
+WITHOUT_CPU = {"nm_metadata", "nm_quantize", "nm_linear_quantized", "nm_masked_adamw_pack_", "nm_pack_forms_"}
 """Ops for which a CPU has no kernel: only a GPU's tensor cores read what they make."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -83,14 +84,11 @@ def test_other_models_have_no_perplexity(places, tmp_path, capsys, name, why):
 
 
 def test_ctrl_c_says_how_to_go_on(places, tmp_path, capsys, monkeypatch):
-    step = verb.Progress._step
-
-    def stop(self, done, total, what):
+    def stop(done, total, what):
         if what == "pruning model.layers.1":
             raise KeyboardInterrupt
-        step(self, done, total, what)
 
-    monkeypatch.setattr(verb.Progress, "_step", stop)
+    monkeypatch.setattr(verb, "progress", lambda: nullcontext(stop))
     monkeypatch.setattr("sys.argv", ["nmkernels", "prune", "a folder"])
     before = content(places)
     assert prune(places / "llama", places / "a.txt", tmp_path / "out") == 130
@@ -120,7 +118,7 @@ def test_a_full_disk_says_how_to_go_on(places, tmp_path, capsys):
 def test_a_terminal_has_a_bar(monkeypatch, capsys):
     pytest.importorskip("tqdm")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    with verb.Progress() as progress:
+    with verb.progress() as progress:
         for done in range(3):
             progress(done, 2, f"pruning block.{done}")
         progress(0, 1, "writing layers")
@@ -131,83 +129,52 @@ def test_a_terminal_has_a_bar(monkeypatch, capsys):
 # ---- what is wrong
 
 
-def change(path, **values):
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+def write(path, content):
+    if isinstance(content, np.ndarray):
+        np.save(path, content)
+    else:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
 
 
-def spoiled(root, model, what):
-    """Arguments (model, data, out, options) with one thing wrong."""
-    text, out, more = root / "a.txt", root / "out", []
-    write_text(text)
-    if what == "nothing there":
-        model = root / "nowhere"
-    elif what == "no configuration":
-        (model / "config.json").unlink()
-    elif what == "damaged configuration":
-        (model / "config.json").write_text("{")
-    elif what == "no weights":
-        (model / "model.safetensors").unlink()
-    elif what == "older format":
-        (model / "model.safetensors").rename(model / "pytorch_model.bin")
-    elif what == "no shard":
-        (model / "model.safetensors").unlink()
-        (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
-    elif what == "unknown architecture":
-        change(model / "config.json", architectures=["NewForCausalLM"])
-    elif what == "unknown type":
-        change(model / "config.json", model_type="new")
-    elif what == "compressed":
-        change(model / "config.json", quantization_config={"quant_method": "nmkernels"})
-    elif what == "quantised":
-        change(model / "config.json", quantization_config={"quant_method": "gptq"})
-    elif what == "no tokenizer":
-        (model / "tokenizer.json").unlink(), (model / "tokenizer_config.json").unlink()
-    elif what == "no data":
-        text = root / "b.txt"
-    elif what == "empty data":
-        text.write_text(" \n")
-    elif what == "too little text":
-        text.write_text("w1 w2 w3")
-    elif what == "no text":
-        text.write_bytes(b"\xff\xfe\x00")
-    elif what == "not JSON":
-        text = root / "a.jsonl"
-        text.write_text("w1")
-    elif what == "other JSON":
-        text = root / "a.jsonl"
-        text.write_text('{"content": "w1"}')
-    elif what == "empty folder":
-        (text := root / "texts").mkdir()
-    elif what == "no ids":
-        np.save(text := root / "a.npy", np.zeros(100))
-    elif what == "foreign tokens":
-        np.save(text := root / "a.npy", np.full(1000, VOCABULARY))
-    elif what == "pattern":
-        more = ["--pattern", "5:4"]
-    elif what == "method":
-        more = ["--method", "addm"]
-    elif what == "device":
-        more = ["--device", "nothing"]
-    elif what == "share":
-        more = ["--held-out", "2"]
-    elif what == "layer":
-        more = ["--skip", "fc"]
-    elif what == "used folder":
-        out.mkdir()
-        (out / "mine").touch()
-    elif what == "file":
-        out.touch()
-    elif what == "inside":
-        out = model / "out"
-    elif what == "another run":
-        assert prune(model, text, out, "--held-out", "0") == 0
-        units = root / ".out.nmkernels-prune" / "units"
-        units.mkdir(parents=True)
-        (units / "run.json").write_text('{"format": "nmkernels-prune-2", "pattern": "1:4"}')
-        out = root / "out2"
-        (root / ".out.nmkernels-prune").rename(root / ".out2.nmkernels-prune")
-    return model, text, out, more
+def configure(model, **values):
+    write(model / "config.json", json.dumps({**json.loads((model / "config.json").read_text()), **values}))
 
+
+def replace_weights(model, name="", content=""):
+    (model / "model.safetensors").unlink()
+    if name:
+        write(model / name, content)
+
+
+SPOILED = {
+    "nothing there": lambda root, model: {"model": root / "nowhere"},
+    "no configuration": lambda root, model: (model / "config.json").unlink(),
+    "damaged configuration": lambda root, model: write(model / "config.json", "{"),
+    "no weights": lambda root, model: replace_weights(model),
+    "older format": lambda root, model: replace_weights(model, "pytorch_model.bin"),
+    "no shard": lambda root, model: replace_weights(model, "model.safetensors.index.json", '{"weight_map": {"a": "model-1.safetensors"}}'),
+    "unknown architecture": lambda root, model: configure(model, architectures=["NewForCausalLM"]),
+    "unknown type": lambda root, model: configure(model, model_type="new"),
+    "compressed": lambda root, model: configure(model, quantization_config={"quant_method": "nmkernels"}),
+    "quantised": lambda root, model: configure(model, quantization_config={"quant_method": "gptq"}),
+    "no tokenizer": lambda root, model: [path.unlink() for path in model.glob("tokenizer*")],
+    "no data": lambda root, model: {"data": root / "b.txt"},
+    "empty data": lambda root, model: write(root / "a.txt", " \n"),
+    "too little text": lambda root, model: write(root / "a.txt", "w1 w2 w3"),
+    "no text": lambda root, model: write(root / "a.txt", b"\xff\xfe\x00"),
+    "not JSON": lambda root, model: {"data": write(root / "a.jsonl", "w1")},
+    "other JSON": lambda root, model: {"data": write(root / "a.jsonl", '{"content": "w1"}')},
+    "empty folder": lambda root, model: (root / "texts").mkdir() or {"data": root / "texts"},
+    "no ids": lambda root, model: {"data": write(root / "a.npy", np.zeros(100))},
+    "foreign tokens": lambda root, model: {"data": write(root / "a.npy", np.full(1000, VOCABULARY))},
+    "pattern": lambda root, model: {"more": ["--pattern", "5:4"]},
+    "device": lambda root, model: {"more": ["--device", "nothing"]},
+    "share": lambda root, model: {"more": ["--held-out", "2"]},
+    "file": lambda root, model: write(root / "out", ""),
+    "inside": lambda root, model: {"out": model / "out"},
+}
+"""What is done to the model, the data or the arguments; arguments that are others are returned."""
 
 SENTENCES = {
     "nothing there": "{root}/nowhere: there is no such folder; pass one that save_pretrained wrote, with config.json and ",
@@ -221,7 +188,7 @@ SENTENCES = {
     "compressed": "{model} is compressed by nmkernels already; pass the folder of the dense model.",
     "quantised": "{model} is quantised (gptq); pass the folder of the unquantised model.",
     "no tokenizer": "the model's folder has no tokenizer, which text needs; pass token ids (.npy, .pt, .safetensors), or add its files.",
-    "no data": "--data {root}/b.txt: there is no such file or folder.",
+    "no data": "--data {root}/b.txt cannot be read: No such file or directory.",
     "empty data": "--data {root}/a.txt is empty.",
     "too little text": "--data has 3 tokens for calibration, and one sample takes 32; pass more, or a smaller --length.",
     "no text": "--data {root}/a.txt is not text in UTF-8; files of token ids end in .npy, .pt, .safetensors.",
@@ -231,27 +198,26 @@ SENTENCES = {
     "no ids": "--data {root}/a.npy cannot be read as token ids: Cannot cast array data from dtype('float64') to dtype('int64')",
     "foreign tokens": "batch 1 of the data has token 128, and the model's vocabulary has 0 to 127; take the tokenizer of this model.",
     "pattern": "5:4",
-    "method": "no one-shot method is called 'addm'; did you mean 'admm'?",
     "device": "device 'nothing' cannot be used here: ",
     "share": "--held-out 2 is not a share from 0 to 0.5.",
-    "layer": "prune_folder: skip names 'fc', which matches no layer to prune of the model, only 'model.layers.0.",
-    "used folder": "{out} holds other files (mine); pass a new folder, or delete this one.",
     "file": "{out} is not a folder; pass a new one.",
     "inside": "{out} is inside the model's folder {model}, which is not changed; pass a folder elsewhere.",
-    "another run": "holds the results of another run: its pattern is '1:4', not '2:4'.",
 }
 
 
 @pytest.mark.parametrize("what", SENTENCES)
 def test_what_is_wrong_is_one_sentence_and_changes_nothing(tmp_path, capsys, what):
-    model, text, out, more = spoiled(tmp_path, saved(tmp_path / "model", layers=2), what)
+    model, data, out = saved(tmp_path / "model", layers=2), tmp_path / "a.txt", tmp_path / "out"
+    write_text(data)
+    changed = SPOILED[what](tmp_path, model)
+    args = {"model": model, "data": data, "out": out, "more": (), **(changed if isinstance(changed, dict) else {})}
     capsys.readouterr()
     before = content(tmp_path)
-    assert prune(model, text, out, *more) == 1
+    assert prune(args["model"], args["data"], args["out"], *args["more"]) == 1
     said = capsys.readouterr().err
     lines = [line for line in said.splitlines() if not line.startswith(("reading ", "note: "))]
     assert len(lines) == 1 and lines[0].startswith("python -m nmkernels prune: error: "), said
-    assert SENTENCES[what].format(root=tmp_path, model=model, out=out) in lines[0]
+    assert SENTENCES[what].format(root=tmp_path, model=args["model"], out=args["out"]) in lines[0]
     assert content(tmp_path) == before
 
 
@@ -326,32 +292,32 @@ def test_one_record_over_many_lines_is_one_text(tmp_path):
 def test_held_out_text_is_the_end_and_not_calibrated_on():
     text = "".join(chr(33 + i % 90) + (" " if i % 10 == 9 else "") for i in range(5000))
     found = draw([text], letters, samples=1000, length=50, share=0.2)
-    assert found.calibration.shape == (88, 50) and found.held_out.shape == (22, 50)
-    assert found.calibration.flatten().tolist() == letters(text)[:4400]
+    assert found[0].shape == (88, 50) and found[1].shape == (22, 50)
+    assert found[0].flatten().tolist() == letters(text)[:4400]
     cut = len(text) - 1100
     assert 0 <= cut - (start := text.rfind(" ", 0, cut) + 1) < 11
-    assert found.held_out.flatten().tolist() == letters(text)[start:][:1100]
+    assert found[1].flatten().tolist() == letters(text)[start:][:1100]
     several = draw(["a" * 800, "b" * 100, "c" * 100], letters, samples=40, length=50, share=0.2)
-    assert several.held_out.tolist() == [[98] * 50] * 2 + [[99] * 50] * 2
+    assert several[1].tolist() == [[98] * 50] * 2 + [[99] * 50] * 2
     few = draw([text], letters, samples=8, length=50, share=0.2)
-    assert few.calibration.shape == (8, 50) and few.held_out.shape == (2, 50)
-    assert draw([text], letters, samples=8, length=50, share=0.0).held_out.shape[0] == 0
-    assert draw([text[:100]], letters, samples=8, length=20, share=0.1).held_out.shape[0] == 0  # too short
+    assert few[0].shape == (8, 50) and few[1].shape == (2, 50)
+    assert draw([text], letters, samples=8, length=50, share=0.0)[1].shape[0] == 0
+    assert draw([text[:100]], letters, samples=8, length=20, share=0.1)[1].shape[0] == 0  # too short
 
 
 def test_windows_are_drawn_from_all_of_a_long_text_by_the_seed():
     text = ("a" * 999 + "\n") * 2000
     numbered = "".join(f"{i:07} " for i in range(250_000))
     one, other, again = (draw([numbered, text], letters, samples=4, length=100, seed=seed, share=0) for seed in (0, 1, 0))
-    assert torch.equal(one.calibration, again.calibration) and not torch.equal(one.calibration, other.calibration)
+    assert torch.equal(one[0], again[0]) and not torch.equal(one[0], other[0])
     ids = torch.arange(10_000)
-    spread = draw([ids], None, samples=200, length=50, share=0).calibration.flatten()
+    spread = draw([ids], None, samples=200, length=50, share=0)[0].flatten()
     assert sorted(spread.tolist()) == list(range(10_000))
 
 
 def test_rows_of_token_ids_are_the_windows():
     table = torch.arange(60).view(20, 3)
     found = draw([table[:12], table[12:]], None, samples=5, length=2, share=0.1)
-    assert found.held_out.tolist() == table[18:, :2].tolist()
-    rows = {tuple(row) for row in found.calibration.tolist()}
+    assert found[1].tolist() == table[18:, :2].tolist()
+    rows = {tuple(row) for row in found[0].tolist()}
     assert len(rows) == 5 and rows <= {tuple(row) for row in table[:18, :2].tolist()}

@@ -187,6 +187,16 @@ def test_a_misspelt_option_is_an_error(checkout):
     assert "use auto, on or off" in done.stderr
 
 
+def by_cmake(folder: Path, script: str, *options: str) -> str:
+    """What a script of CMake says."""
+    cmake = shutil.which("cmake", path=sysconfig.get_path("scripts")) or shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("no cmake")
+    (folder / "script.cmake").write_text(script)
+    command = [cmake, *options, "-P", str(folder / "script.cmake")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stderr.strip()
+
+
 @pytest.mark.parametrize(
     ("files", "visible"),
     [
@@ -199,15 +209,10 @@ def test_a_misspelt_option_is_an_error(checkout):
     ],
 )
 def test_gpus_are_found_by_their_device_files(tmp_path: Path, files: str, visible: bool) -> None:
-    cmake = shutil.which("cmake", path=sysconfig.get_path("scripts")) or shutil.which("cmake")
-    if cmake is None:
-        pytest.skip("no cmake")
     for name in files.split():
         (tmp_path / name).touch()
-    script = tmp_path / "script.cmake"
-    script.write_text(f'include({ROOT}/cmake/devices.cmake)\nnmkernels_gpu_visible(found {tmp_path})\nmessage("found ${{found}}")\n')
-    done = subprocess.run([cmake, "-P", str(script)], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stderr.strip() == f"found {str(visible).upper()}"
+    script = f'include({ROOT}/cmake/devices.cmake)\nnmkernels_gpu_visible(found {tmp_path})\nmessage("found ${{found}}")\n'
+    assert by_cmake(tmp_path, script) == f"found {str(visible).upper()}"
 
 
 @pytest.mark.skipif(
@@ -216,14 +221,8 @@ def test_gpus_are_found_by_their_device_files(tmp_path: Path, files: str, visibl
 @pytest.mark.parametrize("wanted", ["best", "native"])
 def test_instruction_sets_for_this_machine_alone(core, wanted, tmp_path):
     """``make demo`` compiles the best one, ``make sanitize`` those that this processor has."""
-    cmake = shutil.which("cmake", path=sysconfig.get_path("scripts")) or shutil.which("cmake")
-    if cmake is None:
-        pytest.skip("no cmake")
-    script = tmp_path / "script.cmake"
-    script.write_text(f'include({ROOT}/cmake/isa.cmake)\nmessage("${{NMKERNELS_ISAS}}")\n')
-    options = ["-DCMAKE_SYSTEM_PROCESSOR=x86_64", f"-DNMKERNELS_ISAS={wanted}"]
-    done = subprocess.run([cmake, *options, "-P", str(script)], capture_output=True, text=True, timeout=60, check=True)
-    built = done.stderr.strip().split(";")
+    script = f'include({ROOT}/cmake/isa.cmake)\nmessage("${{NMKERNELS_ISAS}}")\n'
+    built = by_cmake(tmp_path, script, "-DCMAKE_SYSTEM_PROCESSOR=x86_64", f"-DNMKERNELS_ISAS={wanted}").split(";")
     # of amx, which has few kernels of its own, a system may refuse the state
     if wanted == "native":
         assert [name for name in built if name != "amx"] == [name for name in core.isas() if name != "amx"]

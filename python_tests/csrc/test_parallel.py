@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,24 +35,27 @@ def test_an_exception_reaches_the_caller_and_the_threads_go_on(core, threads):
         assert core.parallel_probe(100, threads, -1) == total(100)
 
 
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
 def threads_here() -> set[str]:
     return set(os.listdir("/proc/self/task"))
 
 
-def test_the_threads_are_those_of_torch(core):
+def test_the_threads_are_those_of_torch(core, three_threads):
     """None of its own is started, and none that torch's next op would not use."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        x = torch.randn(1 << 20)
+    x = torch.randn(1 << 20)
+    x.add(1)
+    started = threads_here()
+    for _ in range(50):
+        core.parallel_probe(100, 3, -1)
         x.add(1)
-        started = threads_here()
-        for _ in range(50):
-            core.parallel_probe(100, 3, -1)
-            x.add(1)
-        assert threads_here() <= started  # one of before may end, none may begin
-    finally:
-        torch.set_num_threads(before)
+    assert threads_here() <= started  # one of before may end, none may begin
     assert core.pool_workers() == 0
     assert "torch's OpenMP threads" in core.threads_in_use()
 
@@ -161,23 +165,18 @@ assert _C.parallel_probe(1000, 3, -1) == {total(1000)} and _C.pool_workers() == 
         assert done.returncode == 0, done.stderr
 
 
-def test_flushing_denormals_reaches_the_workers(core):
+def test_flushing_denormals_reaches_the_workers(core, three_threads):
     """A caller that flushes denormals gets the same bits from every thread, and later callers are not affected."""
     tiny = torch.full((4096, 64), 1e-39)
     tiny[:, ::2] = 2e-39
     soft = next(i.fn for i in implementations("nm_soft_threshold") if i.backend == "cpu")
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
+    kept = soft(tiny, 2, 4)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush denormals")
     try:
-        kept = soft(tiny, 2, 4)
-        if not torch.set_flush_denormal(True):
-            pytest.skip("this CPU cannot flush denormals")
-        try:
-            flushed = soft(tiny, 2, 4)
-        finally:
-            torch.set_flush_denormal(False)
-        assert (flushed.view(torch.int32) == 0).all()
-        assert torch.equal(soft(tiny, 2, 4), kept)
-        assert kept.count_nonzero() == tiny.numel() // 2
+        flushed = soft(tiny, 2, 4)
     finally:
-        torch.set_num_threads(before)
+        torch.set_flush_denormal(False)
+    assert (flushed.view(torch.int32) == 0).all()
+    assert torch.equal(soft(tiny, 2, 4), kept)
+    assert kept.count_nonzero() == tiny.numel() // 2

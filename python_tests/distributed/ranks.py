@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor, nn
 
 needs_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch is built without gloo")
 
@@ -60,6 +61,21 @@ def _worker(rank: int, count: int, fn: Callable[..., Any], environment: dict[str
     # gloo's threads may abort an interpreter that takes itself down ("terminate called without an active exception", torch 2.13.0, 2026-11)
     sys.stdout.flush()
     os._exit(0)
+
+
+class Conv1D(nn.Module):
+    """As Hugging Face's: the weight is stored (in, out)."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf) / 8), nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+Conv1D.__module__ = "transformers.pytorch_utils"
 
 
 def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import nmkernels as nm
-from python_tests.distributed.ranks import needs_gloo, on_ranks, raised, whole
+from python_tests.distributed.ranks import Conv1D, assert_equal, needs_gloo, on_ranks, raised, whole
 
 if dist.is_available():
     import torch.distributed.checkpoint as dcp
@@ -33,6 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:finish"),
 ]
 STEPS, DIM = 10, 32
+PROBE = torch.linspace(-1, 1, 4 * DIM, dtype=torch.float64).view(4, DIM)
 R = nm.recipes
 Make = Callable[[], nm.recipes.Recipe]
 
@@ -64,21 +65,6 @@ CASES: dict[str, tuple[Make, int, dict[str, Any]]] = {
     "fst, at its dense end": (lambda: R.FST("2:4", total_steps=STEPS, every=3, end=6, mvue=None), 8, {"optimizer": torch.optim.AdamW}),
     "mdgf": (lambda: R.get("mdgf:2:4", total_steps=STEPS), 4, {}),
 }
-
-
-class Conv1D(nn.Module):
-    """As Hugging Face's: the weight is stored (in, out)."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf, self.nx = nf, nx
-        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf) / 8), nn.Parameter(torch.zeros(nf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
-
-
-Conv1D.__module__ = "transformers.pytorch_utils"
 
 
 class Run:
@@ -117,7 +103,6 @@ class Run:
         make = optimizer or (torch.optim.AdamW if recipe is None else recipe.optimizer)
         self.optimizer = make(self.model.parameters(), lr=1e-2)
         self.full, self.options = full, StateDictOptions(flatten_optimizer_state_dict=flat)
-        self.metrics: dict[str, float] = {}
 
     def attach(self) -> Run:
         assert self.handle is not None
@@ -156,19 +141,13 @@ class Run:
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=self.options)
         return self
 
-    def end(self) -> tuple[dict[str, Tensor], dict[str, float]]:
+    def end(self) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
         assert self.handle is not None
-        metrics = {name: float(value) for name, value in self.handle.metrics().items()}
+        metrics = [{name: float(value) for name, value in self.handle.metrics().items()}]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.handle.finish()
         return whole(self.model.state_dict()), metrics
-
-
-def assert_equal(what: str, got: Any, want: Any) -> None:
-    for key, value in want[0].items():
-        assert (got[0][key] - value).abs().max() < 1e-10, (what, key)
-    assert got[1] == pytest.approx(want[1], rel=1e-9, abs=1e-12, nan_ok=True), what
 
 
 QUICK = ("step, before its switch", "step with fst, after", "sste", "asp, flattened", "fst, at its dense end")
@@ -232,7 +211,7 @@ def save_dense_run(path: Path) -> None:
     Run(None).train(0, 3).save(path)
 
 
-def sparsified(path: Path, make: Make, first: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
+def sparsified(path: Path, make: Make, first: bool) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     """A run that goes on sparse from the dense checkpoint; its optimizer is attached ``first``, or once all is loaded."""
     run = Run(make(), seed=5)
     if first:
@@ -282,14 +261,13 @@ def finished(sharded: bool = True) -> tuple[nn.Sequential, nm.recipes.Handle, di
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), x).backward()
         optimizer.step()
-    probe = torch.linspace(-1, 1, 4 * DIM, dtype=torch.float64).view(4, DIM)
     with torch.no_grad():
-        training = model(probe)  # FSDP2 leaves the root's weights unsharded
+        training = model(PROBE)  # FSDP2 leaves the root's weights unsharded
         with handle.deployable():
-            preview = model(probe)
-        again = model(probe)
+            preview = model(PROBE)
+        again = model(PROBE)
         handle.finish()
-        seen = {"training": training, "preview": preview, "again": again, "finished": model(probe)}
+        seen = {"training": training, "preview": preview, "again": again, "finished": model(PROBE)}
     return model, handle, seen
 
 
@@ -323,11 +301,10 @@ def endings(folder: Path) -> dict[str, Any]:
     results["no folder"] = raised(lambda: nm.save_compressed(model, folder / "nowhere" / "m.safetensors"))
     results["load"] = raised(lambda: nm.load_compressed(model, folder / "sharded.safetensors"))
     results["state"] = whole(model.state_dict())
-    probe = torch.linspace(-1, 1, 4 * DIM, dtype=torch.float64).view(4, DIM)
     plain = nm.load_compressed(mixed(seed=3), folder / "sharded.safetensors")
     fully_shard(plain, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     with torch.no_grad():
-        results["loaded"] = plain(probe)
+        results["loaded"] = plain(PROBE)
     if dist.get_rank() == 1:
         model[0].weight.detach().to_local()[0] = 1.0  # one rank's part alone
     saves = (nm.save_compressed, nm.save_dense)
@@ -349,7 +326,6 @@ def split(model: nn.Module) -> None:
 
 def of_parts(folder: Path) -> dict[str, Any]:
     """A finished model that tensor parallelism has split: written from dense parts and packed ones, and loaded into such a model."""
-    probe = torch.linspace(-1, 1, 4 * DIM, dtype=torch.float64).view(4, DIM)
     model = two_layers(0)
     split(model)
     handle = nm.sparsify_(model, "srste:2:4")
@@ -364,7 +340,7 @@ def of_parts(folder: Path) -> dict[str, Any]:
     nm.load_compressed(other, folder / "parts.safetensors")
     files = [(folder / f"{name}.safetensors").read_bytes() for name in ("parts", "packed parts", "dense parts", "dense of packed")]
     refused = raised(lambda: nm.load_compressed(odd, folder / "odd.safetensors"))
-    return {"files": files, "loaded": other(probe), "packed": model(probe), "bias": whole(other.state_dict())["2.bias"], "refused": refused}
+    return {"files": files, "loaded": other(PROBE), "packed": model(PROBE), "bias": whole(other.state_dict())["2.bias"], "refused": refused}
 
 
 def two_layers(seed: int, inside: int = 48) -> nn.Sequential:
@@ -384,14 +360,14 @@ def removed() -> dict[str, Tensor]:
 
 def refreshed() -> list[Tensor]:
     """Weights written behind the layers' back, before and after ``refresh``."""
-    run, probe = start("srste"), torch.ones(1, DIM, dtype=torch.float64)
+    run = start("srste")
     assert run.handle is not None
-    seen = [run.model(probe).detach()]
+    seen = [run.model(PROBE).detach()]
     with torch.no_grad():
         for p in run.model.parameters():
             (p.to_local() if hasattr(p, "to_local") else p).mul_(2.0)
     run.handle.refresh()
-    return [*seen, run.model(probe).detach()]
+    return [*seen, run.model(PROBE).detach()]
 
 
 # ---- the tests
@@ -459,11 +435,10 @@ def files_of_shards(ranks: Ranks) -> None:
     nm.save_compressed(nm.compress_(plain), folder / "want.safetensors")
     for got, want in (("sharded", "want"), ("dense", "want_dense")):
         assert (folder / f"{got}.safetensors").read_bytes() == (folder / f"{want}.safetensors").read_bytes()
-    probe = torch.linspace(-1, 1, 4 * DIM, dtype=torch.float64).view(4, DIM)
     for results in (results["endings"] for results in on_both):
         weights = {tuple(value.shape) for name, value in state.items() if name.endswith("weight")} - {(DIM, 63)}
         assert results["gathered"] and not weights & set(results["gathered"]), results["gathered"]
-        torch.testing.assert_close(results["loaded"], plain(probe), atol=1e-10, rtol=0)
+        torch.testing.assert_close(results["loaded"], plain(PROBE), atol=1e-10, rtol=0)
 
 
 def files_of_parts(ranks: Ranks) -> None:
@@ -475,11 +450,10 @@ def files_of_parts(ranks: Ranks) -> None:
     dense = (folder / "want.safetensors").read_bytes()
     nm.save_compressed(nm.compress_(model), folder / "want.safetensors")
     packed = (folder / "want.safetensors").read_bytes()
-    probe = torch.linspace(-1, 1, 4 * DIM, dtype=torch.float64).view(4, DIM)
     for results in (results["of parts"] for results in on_both):
         assert results["files"] == [packed, packed, dense, dense]
         for name in ("loaded", "packed"):
-            torch.testing.assert_close(results[name], model(probe), atol=1e-12, rtol=0)
+            torch.testing.assert_close(results[name], model(PROBE), atol=1e-12, rtol=0)
         assert torch.equal(results["bias"], model[2].bias)
         assert "layer '2': it is split 2 ways along in=40, which would cut bytes" in results["refused"]
 

@@ -143,10 +143,6 @@ def check(ranks: int, results: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_collectives_of_a_step_on_two_ranks(tmp_path: Path) -> None:
-    check(2, on_ranks(2, every_case, tmp_path))
-
-
-@pytest.mark.slow
-def test_collectives_of_a_step_on_four_ranks(tmp_path: Path) -> None:
-    check(4, on_ranks(4, every_case, tmp_path))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_collectives_of_a_step(tmp_path: Path, ranks: int) -> None:
+    check(ranks, on_ranks(ranks, every_case, tmp_path))

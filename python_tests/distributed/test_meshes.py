@@ -12,7 +12,7 @@ from torch import nn
 
 import nmkernels as nm
 from python_tests.distributed import test_tensor_parallel as tp
-from python_tests.distributed.ranks import assert_equal, needs_gloo, on_ranks, raised
+from python_tests.distributed.ranks import needs_gloo, on_ranks, raised
 
 if dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,8 +23,7 @@ pytestmark = [needs_gloo, pytest.mark.slow, pytest.mark.filterwarnings("ignore:f
 RANKS = 4
 R = nm.recipes
 
-RECIPES = {name: tp.RECIPES[name] for name in ("srste", "step", "step by staleness", "sste", "mdgf", "fst", "asp")}
-RECIPES["srste packed"] = lambda: R.SRSTE("1:8", decay=1e-2, packed=True)
+RECIPES = {name: tp.RECIPES[name] for name in ("srste", "srste 1:8", "step", "step by staleness", "sste", "mdgf", "fst", "asp")}
 FSDP_TP: dict[str, dict[str, Any]] = {
     "sparsified before": {},
     "sparsified after": {"after": True},
@@ -88,27 +87,18 @@ def of_replicas_and_tensor_parallel() -> dict[str, Any]:
     return {f"{name}/sparsified after": tp.train(RECIPES[name](), both, 2, share=share, after=True) for name in ("srste", "step", "sste")}
 
 
-def check(results: list[dict[str, Any]], cases: dict[str, dict[str, Any]], shares: int) -> None:
-    for what in results[0]:
-        recipe, _, case = what.partition("/")
-        keywords = {key: value for key, value in cases[case].items() if key not in ("sequence", "after")}
-        want = tp.train(RECIPES[recipe](), None, shares, **keywords)
-        for result in results:
-            assert_equal(what, result[what], want)
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_hsdp_equals_one_process(tmp_path: Path, recipe: str) -> None:
-    check(on_ranks(RANKS, of_hsdp, tmp_path, recipe), HSDP, RANKS)
+    tp.check(on_ranks(RANKS, of_hsdp, tmp_path, recipe), HSDP, RANKS)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fsdp_with_tensor_parallelism_equals_one_process(tmp_path: Path, recipe: str) -> None:
-    check(on_ranks(RANKS, of_fsdp_and_tensor_parallel, tmp_path, recipe), FSDP_TP, 2)
+    tp.check(on_ranks(RANKS, of_fsdp_and_tensor_parallel, tmp_path, recipe), FSDP_TP, 2)
 
 
 def test_replicas_of_a_split_model_equal_one_process(tmp_path: Path) -> None:
-    check(on_ranks(RANKS, of_replicas_and_tensor_parallel, tmp_path), FSDP_TP, 2)
+    tp.check(on_ranks(RANKS, of_replicas_and_tensor_parallel, tmp_path), FSDP_TP, 2)
 
 
 def resumed_on_other_meshes(folder: str) -> Any:
@@ -151,14 +141,7 @@ def mixed(recipe: nm.recipes.Recipe, steps: int = 6) -> list[float]:
     tp.split(model, mesh["tp"])
     shard(model, mesh["dp"], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     optimizer = handle.attach(recipe.optimizer(model.parameters(), lr=1e-2))
-    losses = []
-    for step in range(steps):
-        loss = model(tp.batch(step, mesh["dp"].get_local_rank()).float()).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return tp.losses_of(model, optimizer, steps, mesh["dp"].get_local_rank())
 
 
 def refused(verb: str) -> str:

@@ -31,8 +31,8 @@ import torch
 import nmkernels as nm
 from examples.train_gpt.data import load_corpus
 from python_tests.distributed.ranks import needs_gloo
-from python_tests.examples.program import checkpoint, report, run, text_of, train
 from python_tests.examples.program import model as models
+from python_tests.examples.program import parallel, report, run, text_of, train
 from python_tests.house.paths import ROOT
 
 pytestmark = needs_gloo
@@ -139,7 +139,7 @@ def killed_while_writing(step: int) -> Callable[[int], None]:
     def before(rank: int) -> None:
         real = json.dumps
         if rank == 0:
-            checkpoint.json.dumps = lambda value: kill() if value.get("step") == step else real(value)
+            parallel.json.dumps = lambda value: kill() if value.get("step") == step else real(value)
 
     return before
 

@@ -9,14 +9,13 @@ from unittest import mock
 from python_tests.house.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "examples/train_gpt"))
-import checkpoint
 import model
 import parallel
 import report
 import train
 
 sys.path.pop(0)
-__all__ = ["SIZES", "checkpoint", "model", "parallel", "report", "run", "text_of", "train"]
+__all__ = ["SIZES", "model", "parallel", "report", "run", "text_of", "train"]
 
 SIZES = ["--steps=12", "--batch=2", "--context=16", "--width=32", "--layers=1", "--heads=2", "--log-every=3", "--checkpoint-every=4"]
 

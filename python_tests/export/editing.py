@@ -28,6 +28,11 @@ def edited(path: Path, edit: Edit) -> Path:
     return path
 
 
+def layers(old: str, new: str) -> Edit:
+    """The table of layers with other words in it."""
+    return lambda tensors, metadata: metadata.update(layers=metadata["layers"].replace(old, new))
+
+
 class Net(nn.Module):
     """Every kind of entry that a file has: compressed layers, one with integers, a convolution, an adapter, an order of columns, a layer
     and a weight under two names."""

@@ -1,4 +1,4 @@
-"""Which chains are found, which are left alone and why, and that those found may be reordered."""
+"""Which chains of layers or convolutions are found, which are left alone and why, and that those found may be reordered."""
 
 import copy
 
@@ -13,11 +13,11 @@ from nmkernels.nn.swap import make_sparse_
 
 
 class Through(nn.Module):
-    """``between`` given both layers and the input."""
+    """``between`` given two layers and the input."""
 
-    def __init__(self, between, **parts):
+    def __init__(self, make, between, **parts):
         super().__init__()
-        self.a, self.b, self.between = nn.Linear(8, 8), nn.Linear(8, 8), between
+        self.a, self.b, self.between = make(), make(), between
         for name, part in parts.items():
             setattr(self, name, part)
 
@@ -25,21 +25,39 @@ class Through(nn.Module):
         return self.between(self, x)
 
 
-X = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+def linear():
+    return nn.Linear(8, 8)
+
+
+def conv():
+    return nn.Conv2d(8, 8, 3, padding=1)
+
+
+X = {
+    make: torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for make, size in ((linear, (5, 8)), (conv, (2, 8, 8, 8)))
+}
 
 
 def through(between, **parts):
     torch.manual_seed(0)
-    return Through(between, **parts).double()
+    return Through(linear, between, **parts).double()
 
 
 FOUND = {
-    "relu": (lambda m, x: m.b(F.relu(m.a(x))), {}),
-    "module": (lambda m, x: m.b(m.act(m.a(x))), {"act": nn.Sequential(nn.GELU(), nn.Dropout(0.0), nn.PReLU())}),
-    "squared": (lambda m, x: m.b(m.a(x).relu() ** 2), {}),
-    "handmade gelu": (lambda m, x: m.b(0.5 * (h := m.a(x)) * (1.0 + torch.tanh(0.8 * (h + 0.04 * torch.pow(h, 3))))), {}),
-    "cast": (lambda m, x: m.b(m.a(x).float().to(x.dtype)), {}),
-    "twice": (lambda m, x: m.b(F.silu(m.a(x))) + m.b(F.relu(m.a(x))), {}),
+    "relu": (lambda m, x: m.b(F.relu(m.a(x))), {}, ()),
+    "module": (lambda m, x: m.b(m.act(m.a(x))), {"act": nn.Sequential(nn.GELU(), nn.Dropout(0.0), nn.PReLU())}, ()),
+    "squared": (lambda m, x: m.b(m.a(x).relu() ** 2), {}, ()),
+    "handmade gelu": (lambda m, x: m.b(0.5 * (h := m.a(x)) * (1.0 + torch.tanh(0.8 * (h + 0.04 * torch.pow(h, 3))))), {}, ()),
+    "cast": (lambda m, x: m.b(m.a(x).float().to(x.dtype)), {}, ()),
+    "twice": (lambda m, x: m.b(F.silu(m.a(x))) + m.b(F.relu(m.a(x))), {}, ()),
+    "conv, relu": (lambda m, x: m.b(F.relu(m.a(x))), {}, ()),
+    "conv, norm": (lambda m, x: m.b(m.norm(m.a(x)).relu()), {"norm": nn.BatchNorm2d(8)}, ("norm",)),
+    "conv, no affine part": (lambda m, x: m.b(m.norm(m.a(x))), {"norm": nn.BatchNorm2d(8, affine=False)}, ("norm",)),
+    "conv, pooling": (lambda m, x: m.b(m.pool(F.avg_pool2d(m.a(x), 2))), {"pool": nn.MaxPool2d(2, ceil_mode=True)}, ()),
+    "conv, functions": (lambda m, x: m.b(F.interpolate(F.max_pool2d(m.a(x), 2), scale_factor=2)), {}, ()),
+    "conv, depthwise": (lambda m, x: m.b(m.depth(m.a(x))), {"depth": nn.Conv2d(8, 8, 3, groups=8)}, ("depth",)),
+    "conv, norm of both": (lambda m, x: m.b(m.norm(m.a(x))) + m.b(m.norm(m.a(x * 2))), {"norm": nn.BatchNorm2d(8)}, ("norm",)),
 }
 LEFT = {
     "norm": (lambda m, x: m.b(m.norm(m.a(x))), "norm (LayerNorm)", {"norm": nn.LayerNorm(8)}),
@@ -61,6 +79,15 @@ LEFT = {
     "buffer": (lambda m, x: m.b(m.a(x) + m.norm.running_mean), "running_mean", {"norm": nn.BatchNorm1d(8)}),
     "mode": (lambda m, x: m.b(m.a(x) if m.training else m.a(x).cumsum(-1)), "cumsum", {}),
     "branch": (lambda m, x: m.b(m.a(x) if x.sum() > 0 else x), "cannot be traced", {}),
+    "conv, flatten": (lambda m, x: m.b(m.a(x).flatten(2).unflatten(2, (8, 8))), "unflatten", {}),
+    "conv, grouped": (lambda m, x: m.b(m.group(m.a(x))), "group (Conv2d)", {"group": nn.Conv2d(8, 8, 1, groups=2)}),
+    "conv, group norm": (lambda m, x: m.b(m.norm(m.a(x))), "norm (GroupNorm)", {"norm": nn.GroupNorm(2, 8)}),
+    "conv, indices": (lambda m, x: m.b(F.max_pool2d(m.a(x), 2, return_indices=True)[0]), "getitem", {}),
+    "conv, padded channels": (lambda m, x: m.b(F.pad(m.a(x), (0, 0, 0, 0, 1, -1))), "pad", {}),
+    "conv, linear": (lambda m, x: m.b(m.linear(m.a(x))), "different dimensions", {"linear": nn.Linear(8, 8)}),
+    "conv, frozen norm": (lambda m, x: m.b(m.norm(m.a(x))), "norm is frozen", {"norm": nn.BatchNorm2d(8).requires_grad_(False)}),
+    "conv, norm of the input too": (lambda m, x: m.b(m.norm(m.a(x))) + m.norm(x), "the model", {"norm": nn.BatchNorm2d(8)}),
+    "conv, weight read": (lambda m, x: m.b(m.a(x)) * m.a.weight.mean((1, 2, 3))[:, None, None], "weight of a is read", {}),
 }
 
 
@@ -73,19 +100,33 @@ def still_computes_the_same(call, chain, x, model, close=1e-13):
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
+def layer_of(name):
+    return conv if name.startswith("conv") else linear
+
+
 @pytest.mark.parametrize("name", FOUND)
-def test_found_and_the_function_stays(name):
-    between, parts = FOUND[name]
-    model = through(between, **parts)
+@pytest.mark.parametrize("sparse", [False, True])
+def test_found_and_the_function_stays(name, sparse):
+    make, (between, parts, carried) = layer_of(name), FOUND[name]
+    model, x = Through(make, between, **copy.deepcopy(parts)).double(), X[make]
+    for _ in range(2):  # statistics and affine parts differ from channel to channel
+        model(x + torch.randn_like(x))
+    for p in model.parameters():
+        p.data.add_(torch.randn_like(p) * 0.1)
+    if sparse:
+        for layer in (model.a, model.b):
+            make_sparse_(layer, "2:4").use(None, layer.plan)
     chains, reasons = find_chains(model)
-    assert chains == [Chain(("a",), ("b",), 8)] and set(reasons) == {"a"}
-    still_computes_the_same(model, chains[0], X, model, 1e-6 if name == "cast" else 1e-13)
+    assert chains == [Chain(("a",), ("b",), 8, carried)] and set(reasons) == {"a"}
+    for mode in (True, False):
+        one = copy.deepcopy(model).train(mode)
+        still_computes_the_same(one, chains[0], x, one, 1e-6 if name == "cast" else 1e-12)
 
 
 @pytest.mark.parametrize("name", LEFT)
 def test_left_alone_with_a_reason(name):
     between, reason, parts = LEFT[name]
-    chains, reasons = find_chains(through(between, **parts))
+    chains, reasons = find_chains(Through(layer_of(name), between, **parts))
     assert chains == [] and reason in reasons["b"]
 
 
@@ -124,7 +165,7 @@ def test_every_writer_and_reader_is_found():
     model = through(lambda m, x: m.last((h := m.a(x)) + m.b(F.relu(h))), last=nn.Linear(8, 8))
     (chain,), _ = find_chains(model)
     assert chain == Chain(("a", "b"), ("b", "last"), 8)
-    still_computes_the_same(model, chain, X, model)
+    still_computes_the_same(model, chain, X[linear], model)
 
 
 def test_nested_containers_are_one_graph():
@@ -215,3 +256,32 @@ def test_a_model_that_cannot_be_copied():
     model.lock = (i for i in range(3))
     chains, reasons = find_chains(model)
     assert chains == [] and "copying" in reasons["1"]
+
+
+def test_what_pools_an_image_mixes_the_channels_of_linear_layers():
+    model = nn.Sequential(nn.Linear(8, 8), nn.MaxPool2d(3, 1, 1), nn.Linear(8, 8))
+    chains, reasons = find_chains(model)
+    assert chains == [] and "MaxPool2d" in reasons["2"]
+
+
+def test_residual_network():
+    class Block(nn.Module):
+        def __init__(self, wide, out):
+            super().__init__()
+            self.conv1, self.bn1, self.relu = nn.Conv2d(wide, out, 3, padding=1, bias=False), nn.BatchNorm2d(out), nn.ReLU(inplace=True)
+            self.conv2, self.bn2 = nn.Conv2d(out, out, 3, padding=1, bias=False), nn.BatchNorm2d(out)
+            self.down = None if wide == out else nn.Conv2d(wide, out, 1, bias=False)
+
+        def forward(self, x):
+            y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+            y += x if self.down is None else self.down(x)
+            return self.relu(y)
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), Block(8, 8), Block(8, 16), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    chains, reasons = find_chains(nn.Sequential(model, nn.Linear(16, 4)))
+    assert {c.consumers: (c.producers, c.between) for c in chains} == {
+        ("0.2.conv1", "0.3.conv1", "0.3.down"): (("0.0", "0.2.conv2"), ("0.1", "0.2.bn2")),
+        ("0.2.conv2",): (("0.2.conv1",), ("0.2.bn1",)),
+        ("0.3.conv2",): (("0.3.conv1",), ("0.3.bn1",)),
+    }
+    assert "Flatten" in reasons["1"]

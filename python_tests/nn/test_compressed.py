@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 import weakref
 
 import pytest
@@ -10,9 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import nmkernels as nm
+from nmkernels.nn.compressed import is_order
 from nmkernels.testing import assert_no_worse, equal_bits
 from python_tests import naive
 from python_tests.copy_model import COPY_METHODS, copy_model
+from python_tests.export.editing import edited
 
 
 def layer_of(dtype=torch.float32, pattern="2:4", bias=True):
@@ -124,6 +127,74 @@ def test_compile_equals_eager():
         torch.testing.assert_close(*results)
 
 
+# ---- inputs in another order
+
+ORDER = torch.randperm(16, generator=torch.Generator().manual_seed(0))
+
+
+def reordered(columns=ORDER, **keywords):
+    weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    bias = torch.randn(8, generator=torch.Generator().manual_seed(2))
+    return nm.CompressedLinear(nm.ops.compress(weight, "2:4"), bias, columns=columns, **keywords)
+
+
+def dense_of(made):
+    """The weight for inputs in their own order, column by column."""
+    packed, dense = made.weight.dense(), torch.zeros(8, 16)
+    for j, k in enumerate(ORDER.tolist()):
+        dense[:, k] = packed[:, j]
+    return dense
+
+
+def test_gemm_with_reordered_inputs():
+    for tokens in [1, 3, 70]:
+        for keep_dense in [False, True]:
+            made = reordered(keep_dense=keep_dense)
+            x = torch.randn(2, tokens, 16)
+            assert torch.equal(made.dense(), dense_of(made))
+            torch.testing.assert_close(made(x), x @ dense_of(made).t() + made.bias)
+            assert torch.equal(made(x), reordered(None)(x[..., ORDER])), "the very same as reordering by hand"
+            assert torch.equal(reordered(None).dense(), reordered(None).weight.dense())
+    left, right = torch.randn(16, 2), torch.randn(2, 8)
+    torch.testing.assert_close(reordered(adapter=(left, right))(x), made(x) + x @ left @ right / 2)
+
+
+def test_life_of_a_layer_with_reordered_inputs():
+    made, x = reordered(), torch.randn(3, 16)
+    assert "inputs reordered" in repr(made) and "inputs reordered" not in repr(reordered(None))
+    other = reordered(ORDER.flip(0))
+    other.load_state_dict(made.state_dict())
+    assert torch.equal(other(x), made(x))
+    double = copy.deepcopy(made).to(torch.float64)
+    assert double.columns.dtype == torch.int32
+    torch.testing.assert_close(double(x.double()).float(), made(x))
+
+
+def test_invalid_orders():
+    for columns in [torch.arange(15), torch.zeros(16, dtype=torch.int64), torch.arange(1, 17), torch.arange(16).float(), ORDER[None]]:
+        assert not is_order(columns, 16)
+        with pytest.raises(nm.ShapeError, match="permutation of the 16 inputs"):
+            reordered(columns)
+
+
+def announce(about):
+    layers = json.loads(about["layers"])
+    del layers["0"]["columns"]
+    about["layers"] = json.dumps(layers)
+
+
+def test_damaged_files_of_reordered_inputs(tmp_path):
+    for change, said in [
+        (lambda t, m: t.pop("0.columns"), "the file lacks its columns"),
+        (lambda t, m: announce(m), "does not announce its columns"),
+        (lambda t, m: t["0.columns"].zero_(), "not a permutation of 16; the file is damaged"),
+        (lambda t, m: t.update({"0.columns": torch.arange(8)}), r"columns torch.int64 \(8,\)"),
+    ]:
+        nm.save_compressed(nn.Sequential(reordered()), tmp_path / "m.safetensors")
+        with pytest.raises(nm.CheckpointError, match=said):
+            nm.load_compressed(nn.Sequential(nn.Linear(16, 8)), edited(tmp_path / "m.safetensors", change))
+
+
 # ---- compress_
 
 
@@ -142,14 +213,6 @@ def test_compress_keeps_outputs_bias_mode_and_frees_the_weights():
     del handle
     gc.collect()
     assert weight() is None
-
-
-def test_compress_and_load_pass_keep_dense_on(tmp_path):
-    model, _ = finished(nn.Linear(32, 32))
-    assert nm.compress_(model, keep_dense=True)[0].keep_dense
-    nm.save_compressed(model, tmp_path / "m.safetensors")
-    assert nm.load_compressed(nn.Sequential(nn.Linear(32, 32)), tmp_path / "m.safetensors", keep_dense=True)[0].keep_dense
-    assert not nm.load_compressed(nn.Sequential(nn.Linear(32, 32)), tmp_path / "m.safetensors")[0].keep_dense
 
 
 def test_compress_carries_hooks_over():

@@ -20,7 +20,6 @@ from nmkernels.gemm.choose import forget, using
 from nmkernels.gemm.methods import EXPAND, OP, Method
 from nmkernels.nn import compressed
 from nmkernels.testing import assert_no_worse, equal_bits
-from python_tests.copy_model import COPY_METHODS, copy_model
 from python_tests.nn.test_effective import Calls
 
 KINDS = (("int8", None), ("int4", None), ("int4", 32))
@@ -82,13 +81,6 @@ def test_autocast_and_adapter() -> None:
         layer(torch.ones(2, COLS, dtype=torch.int64))
 
 
-def test_columns() -> None:
-    order, x = torch.randperm(COLS), torch.randn(3, COLS)
-    layer = layer_of(columns=order)
-    torch.testing.assert_close(layer(x), F.linear(x, layer.dense(), layer.bias))
-    torch.testing.assert_close(layer(x), F.linear(x[:, order], layer.weight.dense(), layer.bias))
-
-
 @pytest.mark.parametrize("values", ["int8", "int4"])
 def test_casts_and_moves_keep_integers_and_steps(values: str) -> None:
     layer = layer_of(values)
@@ -110,16 +102,6 @@ def test_casts_and_moves_keep_integers_and_steps(values: str) -> None:
     meta = copy.deepcopy(layer).half().to("meta")
     assert meta.step.dtype == torch.bfloat16 and meta.dtype == torch.float16 and meta.step.is_meta
     assert meta.to_empty(device="cpu").step.dtype == torch.bfloat16
-
-
-def test_copies_are_independent_and_equal() -> None:
-    layer, x = layer_of(), torch.randn(3, COLS)
-    before = layer(x)
-    for how in COPY_METHODS:
-        other = copy_model(layer, how)
-        assert equal_bits(other(x), before) and other.weight.kind == "int4" and other.dtype == layer.dtype
-        other.step.zero_()
-        assert equal_bits(layer(x), before)
 
 
 def test_steps_that_change_are_seen() -> None:
@@ -340,13 +322,8 @@ def test_convolutions_and_experts_stay_floating_point() -> None:
 
 
 def test_compress_keeps_adapters_columns_and_keep_dense() -> None:
-    layer = nm.CompressedLinear(
-        nm.ops.compress(torch.randn(ROWS, COLS), "2:4"),
-        None,
-        adapter=(torch.randn(COLS, 1), torch.randn(1, ROWS)),
-        columns=torch.randperm(COLS),
-    )
-    x = torch.randn(3, COLS)
+    adapter, order, x = (torch.randn(COLS, 1), torch.randn(1, ROWS)), torch.randperm(COLS), torch.randn(3, COLS)
+    layer = nm.CompressedLinear(nm.ops.compress(torch.randn(ROWS, COLS), "2:4"), None, adapter=adapter, columns=order)
     before = layer(x).detach()
     nm.compress_(layer, values="int8", keep_dense=True)  # a model that is one layer, in place
     assert layer.keep_dense and layer.weight.kind == "int8"

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.nn.sharding import HOOKS, Gather, adopt_parameter, take_buffers
+from nmkernels.nn.sharding import HOOKS, Gather
 from nmkernels.testing import equal_bits
 from python_tests import naive
 
@@ -178,7 +178,7 @@ def test_only_a_finished_layer_is_checked():
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
 def test_many_rows_are_sampled_from_first_to_last(monkeypatch):
     seen = []
-    monkeypatch.setattr("nmkernels.nn.checkpointing.is_nm", lambda rows, pattern: not seen.append(rows))
+    monkeypatch.setattr("nmkernels.nn.weight.is_nm", lambda rows, pattern: not seen.append(rows))
     for out in (0, 1, 64, 65, 200, 1000):
         layer = nm.SparseLinear(32, out)
         layer.finished = True
@@ -223,7 +223,7 @@ def test_buffers_loaded_into_a_sharded_layer(mesh):
 
     def taken(**buffers):
         layer._buffers.update(buffers)
-        take_buffers(layer)
+        layer.take_buffers()
         return [layer._buffers[name] for name in buffers]
 
     whole, number, same = taken(nm_mask=shared(mask, mesh), nm_beta=shared(torch.tensor(2.0), mesh), nm_other=plain)
@@ -236,13 +236,13 @@ def test_buffers_loaded_into_a_sharded_layer(mesh):
 def test_fsdp_hooks_survive_loading_by_assignment(mesh):
     layer = nm.SparseLinear(16, 8)
     param = SimpleNamespace(offload_to_cpu=False, all_gather_outputs=None, _init_extensions=lambda: None)
-    adopt_parameter(layer)
+    layer.adopt_parameter()
     assert layer.gather is None, "a whole weight is not gathered"
     for rows in (layer.weight.detach()[4:], torch.randn(4, 16)):
         layer.weight = nn.Parameter(shared(rows, mesh, 0))
         if layer.gather is None:
             layer.gather = Gather(layer, param)  # as attach does
-        adopt_parameter(layer)
+        layer.adopt_parameter()
         assert layer.gather.parameter is layer.weight
         assert [getattr(layer.weight._local_tensor, name) for name in HOOKS] == [getattr(layer.gather, name) for name in HOOKS]
     layer.detach()

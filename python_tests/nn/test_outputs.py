@@ -7,7 +7,6 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.autograd import GemmPlan, SplitRule, split_linear
 from python_tests.for_each import for_each
-from python_tests.moe import Experts
 
 SHAPES = [(32,), (4, 32), (2, 4, 32), (2, 1, 3, 32), (0, 32), (2, 0, 32)]
 
@@ -160,39 +159,6 @@ def test_the_input_after_the_layer(frozen, autocast):
     assert said == ({False} if frozen or autocast else {False, True})
 
 
-def test_adapter_in_training_and_deployed():
-    layer = nm.SparseLinear(32, 32)
-    nm.nn.adapter.set_adapter(layer, torch.randn(32, 4), torch.zeros(4, layer.out_features), layer.out_features, 32)
-    layer.adapts = True
-    adapter = torch.randn(32, 4), torch.randn(4, 32)
-    deployed = nm.CompressedLinear(nm.ops.compress(torch.randn(32, 32), "2:4"), torch.randn(32), adapter=adapter)
-    for x in inputs():
-        for of in (layer, deployed):
-            for write in WRITES.values():
-                outcome(lambda x: write(of(x)), x)[1].shape  # noqa: B018, B023
-
-
-def recipes():
-    return [nm.recipes.get(f"{name}:2:8" if name == "vnm" else name, total_steps=4) for name in nm.recipes.names()]
-
-
-@pytest.mark.parametrize("recipe", recipes(), ids=nm.recipes.names())
-def test_every_recipe(recipe):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 32), nm.nn.SquaredReLU(), nn.Linear(32, 32))
-    handle = nm.sparsify_(model, recipe)
-    optimizer = handle.attach(recipe.optimizer(model.parameters(), lr=1e-3))
-    first, act, last = model
-    for step in range(4):
-        x = inputs()[step]
-        for write in FEW.values():
-            optimizer.zero_grad()
-            write(last(write(act(write(first(x)))))).square().sum().backward()
-        optimizer.step()
-    handle.finish()
-    write(first(inputs()[2])).sum().backward()
-
-
 def test_squared_relu_and_split_linear():
     rule = SplitRule(nm.Pattern("2:4"), multiple=4)
     act, weight, bias = nm.nn.SquaredReLU("2:4"), torch.randn(32, 32, requires_grad=True), torch.randn(32, requires_grad=True)
@@ -200,14 +166,6 @@ def test_squared_relu_and_split_linear():
         for write in WRITES.values():
             for side in ("input", "output"):
                 assert torch.is_tensor(outcome(lambda x: write(act(write(split_linear(x, weight, bias, rule, side)))), x)[0])  # noqa: B023
-
-
-def test_experts():
-    module = Experts(bias=True)
-    nm.sparsify_(nn.ModuleDict({"experts": module}), "srste:2:4")
-    x = torch.randn(6, 16)
-    numbers, weights = torch.randint(0, 3, (6, 2)), torch.rand(6, 2)
-    assert torch.is_tensor(outcome(lambda x: module(x, numbers, weights).relu_(), x)[0])
 
 
 @for_each("kernel, bias", [(3, True), (3, False), (1, True)])
@@ -260,44 +218,9 @@ def test_gradients_with_create_graph():
 
 
 @pytest.mark.slow
-def test_in_a_graph():
-    layer = nm.SparseLinear(32, 32)
-    graph = torch.compile(lambda x: first_feature(layer(x).div_(2)), backend="aot_eager", fullgraph=True)
-    x = torch.randn(2, 4, 32)
-    want, got = (outcome(of, x) for of in (lambda x: first_feature(layer(x).div_(2)), graph))
-    torch.testing.assert_close(got, want)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_written_outside_a_graph(backend):
     layer = nm.SparseLinear(32, 32)
     graph = torch.compile(layer, backend=backend)
     for x in inputs()[:3]:
         same(dense_like(layer), graph, x, FEW)
-
-
-ARCHITECTURES = {
-    "deberta": {"pos_att_type": ["c2p", "p2c"], "relative_attention": True},
-    "longformer": {"attention_window": 4},
-    "wav2vec2": {"conv_dim": (16, 16), "conv_kernel": (4, 3), "conv_stride": (2, 2), "num_conv_pos_embeddings": 8, "mask_time_length": 2},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_architectures_that_write_into_outputs(name):
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    words = {} if name == "wav2vec2" else {"vocab_size": 64, "max_position_embeddings": 40}
-    torch.manual_seed(0)
-    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(name, **sizes, **words, **ARCHITECTURES[name])).train()
-    recipe = nm.recipes.get("srste:2:4")
-    handle = nm.sparsify_(model, recipe)
-    optimizer = handle.attach(torch.optim.AdamW(model.parameters(), lr=1e-3))
-    x = torch.randn(2, 400) if name == "wav2vec2" else torch.randint(3, 64, (2, 16))
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(x).last_hidden_state.square().mean().backward()
-        optimizer.step()
-    assert all(bool(p.isfinite().all()) for p in model.parameters())

@@ -8,7 +8,7 @@ import torch
 
 import nmkernels as nm
 from nmkernels.capability import compiled_core
-from nmkernels.gemm import route
+from nmkernels.gemm import choose
 
 pytestmark = pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().reason)
 
@@ -74,8 +74,8 @@ def test_a_bias_that_does_not_fit_is_refused(name, monkeypatch):
 
 
 def test_routes_are_few_and_belong_to_one_layer(monkeypatch):
-    monkeypatch.setattr(route, "MOST_ROUTES", 2)
-    routes = route.Routes()
+    monkeypatch.setattr(choose, "MOST_ROUTES", 2)
+    routes = choose.Routes()
     assert [routes.put(kind, -kind) for kind in range(3)] == [0, -1, -2] and dict(routes) == {2: -2}
     for again in (copy.copy(routes), copy.deepcopy(routes), pickle.loads(pickle.dumps(routes))):
-        assert type(again) is route.Routes and not again
+        assert type(again) is choose.Routes and not again

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.testing import equal_bits
 from python_tests import naive
 
 X = torch.linspace(-1, 1, 2 * 5 * 32).sin().reshape(2, 5, 32)
@@ -93,18 +92,6 @@ def test_compressed_encoders_stay_off_the_fast_path(tmp_path):
         assert torch.equal(nm.load_compressed(encoder(), tmp_path / "m.safetensors")(X), model(X))
 
 
-def test_compress_disables_the_encoder_fast_path():
-    model = encoder()
-    for layer in model.layers:
-        layer.linear1 = nm.SparseLinear(32, 64)
-        layer.linear1.weight.data.copy_(naive.masked(layer.linear1.weight, 2, 4))
-        layer.linear1.finished = True
-    expected = model(X)
-    nm.compress_(model)
-    with torch.no_grad():
-        torch.testing.assert_close(model(X), expected.detach())
-
-
 # ---- the layer
 
 
@@ -162,15 +149,6 @@ def test_hooks_keep_working_both_ways():
     assert not seen
 
 
-def test_finished_weights_stay_finished():
-    dense, model = swapped()
-    want = naive.masked(dense.weight.detach().clone(), 2, 4)
-    handle = nm.sparsify_(model, "ste:2:4")
-    handle.finish(allow_unused=True)
-    handle.remove()
-    assert equal_bits(dense.weight.data, want)
-
-
 def test_densify_of_layers_that_were_built_sparse():
     model = nn.Sequential(nm.SparseLinear(32, 16), nn.Linear(16, 16))
     weight = model[0].weight
@@ -198,13 +176,6 @@ def test_make_sparse_refuses_what_it_does_not_know():
     with pytest.raises(nm.ShapeError, match="in_features is 30"):
         nm.nn.swap.make_sparse_(layer, "2:4")
     assert type(layer) is nn.Linear
-
-
-def test_replace_reaches_every_name():
-    old, new = nn.Linear(4, 4), nn.Linear(4, 4)
-    model = nn.ModuleDict({"a": old, "deep": nn.Sequential(nn.ReLU(), old)})
-    nm.nn.swap.replace_(model, old, new)
-    assert model["a"] is new and model["deep"][1] is new
 
 
 class FromAList(nn.Module):

@@ -107,32 +107,6 @@ def test_fx_sees_one_call(kind, stage):
         same(graph, model, x)
 
 
-def test_feature_extractors():
-    """Tracers that name nodes by the module around them, as torchvision's does."""
-
-    class NodePaths(fx.Tracer):
-        where, seen = "", {}
-
-        def call_module(self, m, forward, args, kwargs):
-            before, self.where = self.where, self.path_of_module(m)
-            try:
-                return super().call_module(m, forward, args, kwargs)
-            finally:
-                self.where = before
-
-        def create_proxy(self, *args, **kwargs):
-            proxy = super().create_proxy(*args, **kwargs)
-            self.seen[proxy.node.name] = self.where
-            return proxy
-
-    for stage in STAGES:
-        model, x, _ = model_of("linear", stage)
-        tracer = NodePaths()
-        graph = tracer.trace(model)
-        assert list(tracer.seen.values())[1:4] == ["0", "1", "2"]
-        same(fx.GraphModule(model, graph), model, x)
-
-
 def test_fx_of_a_single_layer_and_of_sparse_activations():
     for layer in (nm.nn.SparseLinear(16, 16), nm.nn.CompressedLinear(nm.ops.compress(torch.randn(16, 16), "2:4"))):
         with pytest.raises(nm.NMError, match=r"put it in nn\.Sequential"):
@@ -165,20 +139,3 @@ def test_jit_script_is_refused_in_one_sentence():
     torch.jit.script(nm.nn.SquaredReLU())
     with pytest.raises(nm.NMError, match="SquaredReLU"):
         torch.jit.script(nm.nn.SquaredReLU("2:4"))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*(legacy TorchScript|dynamo=False).*")
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("kind", ["linear", "conv"])
-def test_onnx_by_tracing_and_tensorboard(kind, stage, tmp_path):
-    onnx = pytest.importorskip("onnx")
-    reference = pytest.importorskip("onnx.reference")
-    model, x, _ = model_of(kind, stage)
-    torch.onnx.export(model, (x,), path := tmp_path / "m.onnx", dynamo=False)
-    proto = onnx.load(path)
-    (y,) = reference.ReferenceEvaluator(proto).run(None, {proto.graph.input[0].name: x.numpy()})
-    assert torch.allclose(torch.from_numpy(y), model(x), atol=1e-5)
-    writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter(tmp_path)
-    writer.add_graph(model, x)
-    writer.close()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nmkernels import ops, reference, testing
 from nmkernels.reference.adamw import AdamWArgs
+from nmkernels.reference.adamw_pack import split
 from nmkernels.testing.calls import hyper
 
 
@@ -50,26 +51,13 @@ def adamw(
         made = [torch.randn(s).to(dtype) for s in shapes]
         return [x.abs() for x in made] if positive else made
 
-    clamp = flags.pop("clamp", 0.0)
-    given = {"frozen": False, "eps_inside": False, "maximize": False, "geometric": False, **flags}
-    return (
-        each(dtype),
-        each(dtype),
-        each(state),
-        each(state, positive=True),
-        each(state, positive=True) if amsgrad else [],
-        [torch.tensor(4.0) for _ in shapes],
-        hyper(1e-2, clamp),
-        n,
-        m,
-        *given.values(),
-        torch.tensor([8.0]) if scaled else None,
-        torch.tensor([1.0 if inf else 0.0]) if scaled else None,
-        [ops.mask_bits(torch.rand(s) < 0.5) for s in shapes] if held else None,
-        fixed,
-        stochastic,
-        7 if stochastic else 0,
-    )
+    params, grads, first, second = each(dtype), each(dtype), each(state), each(state, positive=True)
+    top, steps = each(state, positive=True) if amsgrad else [], [torch.tensor(4.0) for _ in shapes]
+    step = AdamWArgs(params, grads, first, second, top, steps, hyper(1e-2, flags.pop("clamp", 0.0)), n, m, **flags)
+    if scaled:
+        step = step._replace(grad_scale=torch.tensor([8.0]), found_inf=torch.tensor([1.0 if inf else 0.0]))
+    masks = [ops.mask_bits(torch.rand(s) < 0.5) for s in shapes] if held else None
+    return tuple(step._replace(masks=masks, fixed=fixed, stochastic=stochastic, seed=7 if stochastic else 0))
 
 
 def adamw_pack(
@@ -93,3 +81,9 @@ def adamw_pack(
             one += (testing.fill_poison(part),) if part.numel() else ()
     scales = [torch.tensor(1.37) for _ in shapes] if select == "threshold" else []
     return 2, 4, select, layout, scales, *lists, *step
+
+
+def pack_forms(select: str, layout: str, **options: Any) -> tuple[Any, ...]:
+    """Arguments of the raw op ``nm_pack_forms_``, as those of ``adamw_pack``."""
+    to, step = split(adamw_pack(select, layout, **options))
+    return *to, step.params, step.masks

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nmkernels import dispatch, reference, testing
 from python_tests.conformance import Conformance, Sample, for_each_sample
-from python_tests.ops.samples import adamw, adamw_pack, ordered, packed, seed
+from python_tests.ops.samples import adamw, adamw_pack, ordered, pack_forms, packed, seed
 
 BF16, F16, F64 = torch.bfloat16, torch.float16, torch.float64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -70,6 +70,10 @@ def _short_mask(rows: int, cols: int) -> Tensor:
     return reference.transposable_mask(torch.randn(rows, cols), 2, 4) & (torch.rand(rows, cols) < 0.7)
 
 
+def _mask(rows: int, cols: int) -> Tensor:
+    return reference.mask(torch.randn(rows, cols), 1, 8)
+
+
 class TestPack(Conformance):
     op = "nm_pack"
     samples = {
@@ -89,19 +93,7 @@ class TestPack(Conformance):
         "dense_threshold": lambda: (torch.randn(6, 8), 2, 4, "threshold", None, torch.tensor(-1.37), BF16, False, False, "canonical", True),
         "dense_held": lambda: (torch.randn(8, 12), 2, 4, "held", _short_mask(8, 12), None, BF16, False, True, "canonical", True),
         "dense_transposable": lambda: (torch.randn(8, 12), 2, 4, "transposable", None, None, BF16, False, False, "canonical", True),
-        "dense_given": lambda: (
-            torch.randn(8, 24),
-            1,
-            8,
-            "given",
-            reference.mask(torch.randn(8, 24), 1, 8),
-            None,
-            None,
-            False,
-            False,
-            "canonical",
-            True,
-        ),
+        "dense_given": lambda: (torch.randn(8, 24), 1, 8, "given", _mask(8, 24), None, None, False, False, "canonical", True),
     }
 
 
@@ -116,16 +108,7 @@ class TestLinear(Conformance):
         "silu_bf16": lambda: (torch.randn(6, 64, dtype=BF16), *packed(7, 64, 1, 4, BF16), 1, 4, 64, None, "silu"),
         "relu2_f64": lambda: (torch.randn(2, 16, dtype=F64), *packed(7, 16, 2, 8, F64), 2, 8, 16, None, "relu2"),
         "residual": lambda: (torch.randn(2, 3, 32), *packed(10, 32, 2, 4), 2, 4, 32, torch.randn(10), "gelu", torch.randn(2, 3, 10)),
-        "added_bf16": lambda: (
-            torch.randn(21, 64).to(BF16),
-            *packed(7, 64, 2, 4, BF16),
-            2,
-            4,
-            64,
-            None,
-            "",
-            torch.randn(21, 7).to(BF16),
-        ),
+        "added_bf16": lambda: (torch.randn(9, 64).to(BF16), *packed(7, 64, 2, 4, BF16), 2, 4, 64, None, "", torch.randn(9, 7).to(BF16)),
         "mma": lambda: (torch.randn(9, 128, dtype=BF16), *ordered(32, 128, "mma.sp"), 2, 4, 128, torch.randn(32).bfloat16(), "silu"),
         "mma_f16": lambda: (torch.randn(40, 64, dtype=torch.float16), *ordered(16, 64, "mma.sp", torch.float16), 2, 4, 64),
         "wgmma": lambda: (torch.randn(3, 64, dtype=BF16), *ordered(64, 64, "wgmma.sp"), 2, 4, 64),
@@ -326,6 +309,23 @@ class TestMaskedAdamWPack(TestMaskedAdamW):
         "rows_by_magnitude": lambda: adamw_pack("magnitude", "canonical", maximize=True),
         "skipped": lambda: adamw_pack("threshold", "wgmma.sp", dense=True, scaled=True, inf=True),
         "any_shape": lambda: adamw_pack("magnitude", "canonical", ((6, 8), (3, 4)), dense=True),
+    }
+
+
+def _positions_kept(columns: bool) -> tuple[Any, ...]:
+    args = list(pack_forms("held", "wgmma.sp", columns=columns))
+    args[6], args[8] = [], []
+    return tuple(args)
+
+
+class TestPackForms(Conformance):
+    op, mutates = "nm_pack_forms_", True
+    samples = {
+        "held_both": lambda: pack_forms("held", "wgmma.sp", columns=True),
+        "magnitude_dense": lambda: pack_forms("magnitude", "canonical", dense=True),
+        "threshold_dense": lambda: pack_forms("threshold", "mma.sp", dense=True),
+        "held_positions_kept": lambda: _positions_kept(True),
+        "any_shape": lambda: pack_forms("magnitude", "canonical", shapes=((6, 8), (3, 4)), dense=True),
     }
 
 

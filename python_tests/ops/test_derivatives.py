@@ -19,7 +19,10 @@ from python_tests.ops.samples import adamw
 raw = torch.ops.nmkernels
 C = ops.compress(torch.randn(16, 16), "2:4")
 B = ops.compress(torch.randn(32, 64, dtype=torch.bfloat16), "1:8")
-E = torch.ones(2, 128, dtype=torch.int8)
+Q = ops.quantize_values(C)
+E = *ops.quantize(torch.ones(2, 128), torch.int8), *ops.quantize_pack(torch.ones(64, 128), torch.int8)
+NOT_ON_CPU = ("nm_quantize", "nm_linear_quantized", "nm_quantize_values", "nm_dequantize_values", "nm_linear_integers")
+"""All that a CPU has for them is the reference."""
 
 
 def seed() -> Tensor:
@@ -55,19 +58,7 @@ RAW: dict[str, Any] = {
     "nm_linear_wgrad": lambda w: raw.nm_linear_wgrad(C.values, C.indices, 2, 4, 16, w),
     "nm_quantize": lambda w: raw.nm_quantize(w, torch.ones(()), torch.float8_e5m2, False).float(),
     "nm_quantize_pack": lambda w: raw.nm_quantize_pack(w.repeat(4, 8), torch.ones(()), torch.float8_e5m2)[0].float(),
-    "nm_linear_quantized": lambda w: raw.nm_linear_quantized(
-        E,
-        torch.ones(()),
-        *raw.nm_quantize_pack(torch.ones(64, 128), torch.ones(()), torch.int8),
-        torch.ones(()),
-        w.flatten()[:64],
-        torch.float32,
-        False,
-        False,
-    ),
-}
-Q = ops.quantize_values(C)
-RAW |= {
+    "nm_linear_quantized": lambda w: raw.nm_linear_quantized(*E, w.flatten()[:64], torch.float32, False, False),
     "nm_quantize_values": lambda w: raw.nm_quantize_values(w, 8, 1)[1].float(),
     "nm_dequantize_values": lambda w: raw.nm_dequantize_values(Q.values, w[:, :1].bfloat16(), 8, torch.float32),
     "nm_linear_integers": lambda w: raw.nm_linear_integers(w, Q.values, Q.indices, Q.step, 2, 4, 16),
@@ -78,7 +69,7 @@ WORDS = r"no gradient.*(SparseLinear.*detach|CompressedLinear.*SparseLinear.*no_
 
 
 def test_every_op_is_here() -> None:
-    without = {"nm_mask", "nm_transposable_mask", "nm_metadata", "nm_masked_adamw_", "nm_masked_adamw_pack_"}  # bool, bytes, and a write
+    without = {"nm_mask", "nm_transposable_mask", "nm_metadata", "nm_masked_adamw_", "nm_masked_adamw_pack_", "nm_pack_forms_"}
     defined = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("nmkernels::nm_")}
     assert {name for name in defined if not name.endswith("_out")} - without <= set(RAW)
 
@@ -88,9 +79,7 @@ def weight() -> Tensor:
     return torch.randn(16, 16)
 
 
-@pytest.fixture
-def w() -> Tensor:
-    return weight()
+w = pytest.fixture(weight, name="w")
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
@@ -101,14 +90,8 @@ class TestRefusal:
     @for_each("name", EVERY)
     def test_backward(self, name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """A backend in plain torch must not be differentiable where one in C++ is not."""
-        if backend == "cpu" and name in (
-            "nm_quantize",
-            "nm_linear_quantized",
-            "nm_quantize_values",
-            "nm_dequantize_values",
-            "nm_linear_integers",
-        ):
-            return  # all that a CPU has for them is the reference
+        if backend == "cpu" and name in NOT_ON_CPU:
+            return
         monkeypatch.setenv(dispatch.ENV, backend)
         w = weight()
         EVERY[name](w)  # what is remembered of this call is not for the next
@@ -175,10 +158,7 @@ GEMMS: dict[str, tuple[Any, str]] = {
     "linear_dgrad": (lambda w: ops.linear_dgrad(w, C), "nm_linear_dgrad: g requires grad"),
     "linear_wgrad": (lambda w: ops.linear_wgrad(C, w), "nm_linear_wgrad: x requires grad"),
     "decompress": (lambda w: ops.decompress(held(w[:, :8])), "nm_decompress has no gradient"),
-    "relayout": (
-        lambda w: ops.relayout(Compressed(w.bfloat16().reshape(32, 8), B.indices, "1:8", (32, 64)), "mma.sp").values,
-        "no gradient",
-    ),
+    "relayout": (lambda w: ops.relayout(Compressed(w.bfloat16().view(32, 8), B.indices, "1:8", (32, 64)), "mma.sp").values, "no gradient"),
 }
 
 

@@ -15,7 +15,8 @@ from python_tests.ops.samples import adamw, seed
 raw = torch.ops.nmkernels
 W = torch.arange(24.0).reshape(3, 8) + 1
 C = ops.compress(W, "2:4")
-ORDERED = ops.relayout(ops.compress(torch.ones(16, 64).half(), "2:4"), "mma.sp")
+WIDE = torch.ones(16, 64)
+ORDERED = ops.relayout(ops.compress(WIDE.half(), "2:4"), "mma.sp")
 SEED = torch.zeros(2, dtype=torch.int64)
 D = torch.ones(16, 32).half(), torch.zeros(1, 1, 32, dtype=torch.int32)
 DENSE_OPS = [ops.mask, ops.prune, ops.soft_threshold, ops.soft_threshold_scale, ops.transposable_mask, ops.compress]
@@ -45,13 +46,8 @@ def test_pattern(op: Callable, pattern: object) -> None:
         op(W, pattern)
 
 
-@for_each("n, m", [(3, 2), (0, 4), (1, 257), (-1, 4)])
-def test_raw_pattern(n: int, m: int) -> None:
-    with pytest.raises(PatternError, match=f"{n}:{m}"):
-        raw.nm_mask(W, n, m)
-
-
 WRONG = {
+    "raw_pattern": (lambda: raw.nm_mask(W, 3, 2), PatternError, "3:2"),
     "tile_rows": (lambda: ops.transposable_mask(W, "2:4"), ShapeError, "second-to-last.*3.*multiple of M=4"),
     "tile_1d": (lambda: ops.transposable_mask(torch.ones(8), "2:4"), ShapeError, "two dimensions"),
     "mask_dtype": (lambda: ops.compress(W, "2:4", mask=torch.ones(3, 8)), DtypeError, "float32.*must be bool"),
@@ -64,14 +60,10 @@ WRONG = {
     "out_compressed_dtype": (lambda: ops.compress(W.half(), "2:4", out=C), DtypeError, "out_values"),
     "indices_size": (lambda: ops.Compressed(C.values, C.indices[:, :0], "2:4", (3, 8)), ShapeError, r"\(3, 0\).*need \(3, 1\)"),
     "indices_dtype": (lambda: ops.Compressed(C.values, C.indices.int(), "2:4", (3, 8)), DtypeError, "int32.*uint8"),
-    "values_size": (lambda: ops.Compressed(C.values, C.indices, "1:4", (3, 8)), ShapeError, "1:4 store 2"),
+    "values_size": (lambda: ops.Compressed(C.values, C.indices, "1:4", (3, 8)), ShapeError, r"1:4 need \(3, 2\)"),
     "rows": (lambda: ops.Compressed(C.values, C.indices, "2:4", (4, 8)), ShapeError, "all dimensions but the last"),
     "negative_cols": (lambda: raw.nm_decompress(C.values, C.indices, 2, 4, -8), ShapeError, "-8"),
-    "activation": (
-        lambda: ops.linear(torch.ones(2, 8), C, activation="tanh"),
-        OptionError,
-        r"nm_linear: activation .tanh. .*gelu.*silu.*relu2",
-    ),
+    "activation": (lambda: ops.linear(torch.ones(2, 8), C, None, "tanh"), OptionError, r"nm_linear: activation .tanh. .*gelu.*silu.*relu2"),
     "pack_rows": (lambda: ops.pack(W, "2:4", "transposable"), ShapeError, "nm_pack: the number of rows is 3.*multiple of M=4"),
     "pack_1d": (lambda: ops.pack(W[0], "2:4"), ShapeError, r"nm_pack: .*\(8,\).*matrix"),
     "pack_dtype": (lambda: ops.pack(W, "2:4", dtype=torch.int8), DtypeError, "nm_pack: .*int8.*bfloat16"),
@@ -95,51 +87,30 @@ WRONG = {
     "bias_dtype": (lambda: ops.linear(torch.ones(2, 8), C, torch.ones(3).half()), DtypeError, "float16"),
     "g_size": (lambda: ops.linear_dgrad(torch.ones(2, 8), C), ShapeError, r"nm_linear_dgrad: g.*must be 3"),
     "tokens": (lambda: ops.linear_wgrad(C, torch.ones(7, 5)), ShapeError, "7 rows.*8 tokens"),
-    "wgrad_dtype": (
-        lambda: ops.linear_wgrad(C, torch.ones(8, 5), torch.bfloat16),
-        DtypeError,
-        "nm_linear_wgrad: .*float32.*not .*bfloat16",
-    ),
-    "mvue_layout": (
-        lambda: raw.nm_mvue_compress(torch.ones(1, 2, 64), 2, 4, 2, SEED, "exact", "mma.sp"),
-        ShapeError,
-        r"matrices.*\(1, 2, 64\)",
-    ),
+    "wgrad_dtype": (lambda: ops.linear_wgrad(C, torch.ones(8, 5), torch.half), DtypeError, "nm_linear_wgrad: .*float32.*not .*float16"),
+    "mvue_layout": (lambda: raw.nm_mvue_compress(W[None], 2, 4, 2, SEED, "exact", "mma.sp"), ShapeError, r"matrices.*\(1, 3, 8\)"),
     "mvue_tiles": (lambda: raw.nm_mvue_compress(D[0].t(), 2, 4, 1, SEED, "exact", "wgmma.sp"), ShapeError, r"64 rows.*\(32, 16\)"),
     "not_matrix": (lambda: ops.linear(torch.ones(2, 8), ops.compress(torch.ones(1, 3, 8), "2:4")), ShapeError, "matrix"),
     "method": (lambda: ops.mvue(W, "2:4", method="best"), ops.OptionError, "'best'.*exact.*approx"),
     "approx_n": (lambda: ops.mvue(W, "1:4", method="approx"), PatternError, '1:4.*method="exact"'),
     "dim": (lambda: ops.mvue(W, "2:4", dim=2), ShapeError, "dim=2"),
-    "dim_compressed": (lambda: ops.mvue_compress(W, "2:4", dim=-3), ShapeError, "dim=-3"),
+    "dim_low": (lambda: ops.mvue_compress(W, "2:4", dim=-3), ShapeError, "dim=-3"),
     "seed_dtype": (lambda: ops.mvue(W, "2:4", seed=torch.tensor([1.0, 2.0])), DtypeError, "float32.*int64"),
     "seed_shape": (lambda: ops.mvue(W, "2:4", seed=torch.tensor([1])), ShapeError, r"\(1,\)"),
     "seed_device": (lambda: ops.mvue(W, "2:4", seed=seed().to("meta")), ShapeError, "meta"),
     "seed_large": (lambda: ops.mvue(W, "2:4", seed=2**64), ops.OptionError, "64 bits"),
     "seed_type": (lambda: ops.mvue(W, "2:4", seed=1.5), ops.OptionError, "1.5"),
-    "seed_bool": (lambda: ops.mvue(W, "2:4", seed=True), ops.OptionError, "True"),
     "offset_with_tensor": (lambda: ops.mvue(W, "2:4", seed=seed(), offset=1), ops.OptionError, "offset=1"),
     "adamw_seed": (lambda: ops.masked_adamw_([], [], [], [], [], torch.zeros(9).double(), seed=2**63), ops.OptionError, "int64"),
-    "relayout_pattern": (
-        lambda: ops.relayout(ops.compress(torch.ones(16, 64).bfloat16(), "3:8"), "mma.sp"),
-        PatternError,
-        "3:8.*at most 2 of every M",
-    ),
-    "relayout_dtype": (lambda: ops.relayout(ops.compress(torch.ones(16, 64), "2:4"), "mma.sp"), DtypeError, "16-bit"),
-    "relayout_layout": (lambda: ops.relayout(ops.compress(torch.ones(16, 64).half(), "2:4"), "coo"), ops.OptionError, "'coo'.*'mma.sp'"),
+    "relayout_pattern": (lambda: ops.relayout(ops.compress(WIDE.half(), "3:8"), "mma.sp"), PatternError, "3:8.*at most 2 of every M"),
+    "relayout_dtype": (lambda: ops.relayout(ops.compress(WIDE, "2:4"), "mma.sp"), DtypeError, "16-bit"),
+    "relayout_layout": (lambda: ops.relayout(ops.compress(WIDE.half(), "2:4"), "coo"), ops.OptionError, "'coo'.*'mma.sp'"),
     "relayout_batch": (lambda: ops.relayout(ops.compress(torch.ones(2, 16, 64).half(), "2:4"), "mma.sp"), ShapeError, "matrix"),
     "relayout_dgrad": (lambda: ops.linear_dgrad(torch.ones(1, 16).half(), ORDERED), ops.OptionError, "packed.columns"),
-    "relayout_shape": (
-        lambda: raw.nm_linear(torch.ones(1, 128).half(), ORDERED.values, ORDERED.meta, 2, 4, 128),
-        ShapeError,
-        "128",
-    ),
+    "relayout_shape": (lambda: raw.nm_linear(WIDE.half(), ORDERED.values, ORDERED.meta, 2, 4, 128), ShapeError, "128"),
     "relayout_raw": (lambda: raw.nm_metadata(torch.zeros(16, 8).byte(), 64, "canonical"), ShapeError, "in that order already"),
-    "relayout_residual": (
-        lambda: ops.linear(torch.ones(2, 64).half(), ORDERED, residual=torch.ones(2, 8).half()),
-        ShapeError,
-        r"residual.*\(2, 16\)",
-    ),
-    "relayout_residual_dtype": (lambda: ops.linear(torch.ones(2, 64).half(), ORDERED, residual=torch.ones(2, 16)), DtypeError, "residual"),
+    "relayout_residual": (lambda: ops.linear(WIDE.half(), ORDERED, residual=W.half()), ShapeError, r"residual.*\(16, 16\)"),
+    "residual_dtype": (lambda: ops.linear(WIDE.half(), ORDERED, residual=torch.ones(16, 16)), DtypeError, "residual"),
     "offset_without_seed": (lambda: ops.mvue(W, "2:4", offset=1), ops.OptionError, "offset=1"),
 }
 
@@ -158,6 +129,7 @@ def _adamw_with(**changes: object) -> None:
 
 
 PLAIN = {"n": 0, "m": 0}
+SHORT = {name: [torch.ones(3, 8).bfloat16()] for name in ("exp_avgs", "exp_avg_sqs")} | {"grads": [torch.ones(3, 8)]}
 EXPANDED = {
     f"{name}_expanded_{dim}": ({name: [torch.ones(shape).expand(2, 8)]}, ShapeError, r"\[0\] is expanded")
     for name in ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
@@ -181,9 +153,9 @@ ADAMW = {
     "bytes of masks": ({"masks": [torch.ones(2, 2).byte()], **PLAIN}, ShapeError, r"masks\[0\].*\(2, 2\).*\(2, 1\)"),
     "states": ({"exp_avgs": [torch.ones(2, 8).bfloat16()]}, DtypeError, "some states are bfloat16"),
     "states of float64": (
-        {"params": [torch.ones(2, 8).double()], "exp_avgs": [torch.ones(2, 8).bfloat16()], "exp_avg_sqs": [torch.ones(2, 8).bfloat16()]},
+        {"params": [torch.ones(3, 8).double()], **SHORT},
         DtypeError,
-        r"exp_avgs\[0\] is torch.bfloat16; the state of a torch.float64 param is kept in torch.float64\.",
+        r"exp_avgs.* a .*float64 param.*float64\.",
     ),
     "stochastic": ({"stochastic": True}, ops.OptionError, "stochastic=True.*float32.*bfloat16"),
     "fixed": ({"fixed": True}, ops.OptionError, "fixed=True.*masks"),

@@ -32,21 +32,14 @@ def test_rows_and_columns_are_one_weight(layout: str) -> None:
     assert type(p.rows) is type(p.columns) is (Compressed if layout == "canonical" else DeviceCompressed)
 
 
-def test_one_operand_is_compress() -> None:
-    p = ops.pack(W, "2:4")
-    assert p.columns is None
-    testing.assert_equal_bits(p.rows, ops.compress(W, "2:4"))
-    p = ops.pack(W, "1:8", rows=False, columns=True)
-    assert p.rows is None
-    testing.assert_equal_bits(p.columns, ops.compress(W.T, "1:8"))
-
-
-def test_a_tensor_is_a_mask() -> None:
+def test_one_operand_is_compress_and_a_tensor_is_a_mask() -> None:
+    rows, columns = ops.pack(W, "2:4"), ops.pack(W, "1:8", rows=False, columns=True)
+    assert rows.columns is None and columns.rows is None
+    testing.assert_equal_bits((rows.rows, columns.columns), (ops.compress(W, "2:4"), ops.compress(W.T, "1:8")))
     keep = ops.transposable_mask(W, "2:4") & (W > 0)
     p = ops.pack(W, "2:4", keep, columns=True)
     testing.assert_equal_bits(ops.pack(W, "2:4", keep, columns=True, check=False), p)
-    testing.assert_equal_bits(p.rows, ops.compress(W, "2:4", keep))
-    testing.assert_equal_bits(p.columns, ops.compress(W.T, "2:4", keep.T))
+    testing.assert_equal_bits((p.rows, p.columns), (ops.compress(W, "2:4", keep), ops.compress(W.T, "2:4", keep.T)))
 
 
 def test_device_forms_come_back_canonical() -> None:
@@ -136,7 +129,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     state: dict[str, object] = {"layout": "wgmma.sp", "captured": False}
     monkeypatch.delenv(dispatch.ENV, raising=False)
     monkeypatch.setattr(linear_ops, "Tensor", OnGpu)
-    monkeypatch.setattr(linear_ops, "_layout_on", lambda device: state["layout"])
+    monkeypatch.setattr(linear_ops, "preferred_layout", lambda op, device: state["layout"])
     monkeypatch.setattr(linear_ops, "capturing", lambda device: state["captured"])
     return state
 
@@ -190,13 +183,6 @@ def test_linear_multiplies_the_operand_for_its_input(monkeypatch: pytest.MonkeyP
         for y in (ops.linear(x, c), layer(x)):
             testing.assert_equal_bits(y, reference.linear(x, c.values, c.indices, 2, 4, 192))
     assert seen == [c, c]
-
-
-def test_gradient_of_the_input_from_packed_columns() -> None:
-    w, g = torch.randn(64, 128), torch.randn(6, 64).bfloat16()
-    packed = ops.pack(w, "2:4", "transposable", dtype=torch.bfloat16, columns=True, layout="mma.sp")
-    assert packed.rows is not None and packed.columns is not None
-    testing.assert_equal_bits(ops.linear(g, packed.columns), ops.linear_dgrad(g, packed.rows.compressed()))
 
 
 def test_pack_compiles_with_a_chosen_layout() -> None:

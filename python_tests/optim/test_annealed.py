@@ -88,30 +88,19 @@ def test_without_an_annealed_rule_it_is_masked_adamw():
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
-@for_each("dtype", [torch.bfloat16, torch.float16])
-def test_moments_of_16_bit_parameters_are_fp32(dtype):
-    grads, params = gradients(3, dtype), weights(dtype)
-    opt = annealed(params)
-    got = run(opt, params, grads)
-    assert all(opt.state[p][name].dtype == F32 for p in params for name in ("exp_avg", "exp_avg_sq"))
-    for a, b in zip(got, by_hand(weights(dtype), grads), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=0.0, atol=0.05)
-
-
-@for_each("dtype", [torch.bfloat16, F32])
-def test_states_in_bf16(dtype):
-    """The arithmetic is that of fp32; the states, and nothing else, are rounded."""
-    grads, params = gradients(3, dtype), weights(dtype)
-    opt = annealed(params, amsgrad=True, states="bfloat16")
+@for_each("dtype", [torch.bfloat16, torch.float16, F32])
+@for_each("states", [F32, torch.bfloat16])
+def test_moments_have_the_dtype_of_states(dtype, states):
+    """The arithmetic is that of fp32; in bf16 the states, and nothing else, are rounded."""
+    grads, params, wide = gradients(3, dtype), weights(dtype), weights(dtype)
+    opt, other = annealed(params, amsgrad=True, states=str(states).removeprefix("torch.")), annealed(wide, amsgrad=True)
     run(opt, params, grads[:1])
-    assert all(opt.state[p][name].dtype == torch.bfloat16 for p in params for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
-    wide = weights(dtype)
-    other = annealed(wide, amsgrad=True)
     run(other, wide, grads[:1])
+    assert all(opt.state[p][name].dtype == states for p in params for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
     assert all(map(equal_bits, [p.detach() for p in params[:2]], [p.detach() for p in wide[:2]]))
-    assert all(torch.equal(opt.state[p]["exp_avg"], other.state[q]["exp_avg"].bfloat16()) for p, q in zip(params, wide, strict=True))
-    for a, b in zip(run(opt, params, grads[1:]), by_hand(weights(dtype), grads, amsgrad=True), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=0.0, atol=0.05)
+    assert all(torch.equal(opt.state[p]["exp_avg"], other.state[q]["exp_avg"].to(states)) for p, q in zip(params, wide, strict=True))
+    for got, expected in zip(run(opt, params, grads[1:]), by_hand(weights(dtype), grads, amsgrad=True), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=0.0, atol=0.05)
 
 
 def test_tensor_lr_grad_scaler_and_clamped_update():

@@ -1,7 +1,6 @@
 """State dicts: uncast, shared with nobody, from and into plain AdamW, and foreign ones refused."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import torch
 from nmkernels.optim import AnnealedAdamW, MaskedAdamW
 from nmkernels.pattern import CheckpointError, OptionError
 from python_tests.for_each import for_each
+from python_tests.recipes.training import through_a_file
 
 
 def layer(dtype=torch.float32, features=8):
@@ -28,24 +28,32 @@ def same(a, b):
     return all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in b)
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+STATES = {"": {}, "nearest": {"states": "bfloat16"}, "stochastic": {"states": "bfloat16", "rounding": "stochastic"}}
+
+
 @for_each("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @for_each("amsgrad", [False, True])
 @for_each("fused", [None, True])
-def test_load_state_dict_keeps_dtypes(dtype, amsgrad, fused):
-    a, b = layer(dtype), layer(dtype)
-    first, second = (MaskedAdamW(m.parameters(), lr=0.01, amsgrad=amsgrad, fused=fused) for m in (a, b))
+@for_each("rounding", STATES)
+def test_resume_is_bit_for_bit(dtype, amsgrad, fused, rounding):
+    """Moments keep their dtype; a resumed run draws the same random numbers, and one with another seed others."""
+    a, b, c = (layer(dtype) for _ in range(3))
+    options = {"lr": 0.01, "amsgrad": amsgrad, "fused": fused, **STATES[rounding]}
+    first, second = (MaskedAdamW(m.parameters(), seed=3, **options) for m in (a, b))
     train(a, first, 4)
-    file = io.BytesIO()
-    torch.save((a.state_dict(), first.state_dict()), file)
-    file.seek(0)
-    weights, state = torch.load(file, weights_only=True)
+    weights, state = through_a_file(a.state_dict(), first.state_dict())
     b.load_state_dict(weights)
     second.load_state_dict(state)
+    wanted = torch.float64 if dtype == torch.float64 else torch.bfloat16 if rounding else torch.float32
+    assert {s[name].dtype for s in first.state.values() for name in MOMENTS[: 2 + amsgrad]} == {wanted}
     for p, q in zip(a.parameters(), b.parameters(), strict=True):
         assert same(second.state[q], first.state[p]) and len(first.state[p]) == 3 + amsgrad
     train(a, first, 4, first=4)
     train(b, second, 4, first=4)
-    assert torch.equal(a.weight, b.weight) and torch.equal(a.bias, b.bias)
+    assert torch.equal(a.weight, b.weight) and torch.equal(a.bias, b.bias) and all(map(same, first.state.values(), second.state.values()))
+    train(c, MaskedAdamW(c.parameters(), seed=4, **options), 8)
+    assert torch.equal(c.weight, a.weight) == (rounding != "stochastic" or dtype == torch.float64)
 
 
 @for_each("fused", [False, True])
@@ -116,32 +124,6 @@ def test_foreign_states_are_refused_and_change_nothing():
     assert optimizer.param_groups[0]["lr"] == 0.123
     for i, s in before["state"].items():
         assert same(optimizer.state_dict()["state"][i], s)
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-
-
-@for_each("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@for_each("rounding", ["nearest", "stochastic"])
-@for_each("fused", [None, True])
-def test_states_in_bf16_resume_bit_for_bit(dtype, rounding, fused):
-    """Every moment is bfloat16, those of float64 weights are float64; a resumed run draws the same random numbers."""
-    a, b = layer(dtype), layer(dtype)
-    options = {"lr": 0.01, "amsgrad": True, "fused": fused, "states": "bfloat16", "rounding": rounding}
-    first, second = (MaskedAdamW(m.parameters(), seed=3, **options) for m in (a, b))
-    train(a, first, 4)
-    wanted = torch.float64 if dtype == torch.float64 else torch.bfloat16
-    assert {s[name].dtype for s in first.state.values() for name in MOMENTS} == {wanted}
-    b.load_state_dict(a.state_dict())
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for p, q in zip(a.parameters(), b.parameters(), strict=True):
-        assert same(second.state[q], first.state[p])
-    train(a, first, 4, first=4)
-    train(b, second, 4, first=4)
-    assert torch.equal(a.weight, b.weight) and all(map(same, first.state.values(), second.state.values()))
-    c = layer(dtype)
-    train(c, MaskedAdamW(c.parameters(), seed=4, **options), 8)
-    assert torch.equal(c.weight, a.weight) == (rounding == "nearest" or dtype == torch.float64)
 
 
 def test_states_in_bf16_from_and_into_float32():

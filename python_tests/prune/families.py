@@ -78,6 +78,18 @@ NAMES = (
 )  # fmt: skip
 
 
+@torch.no_grad()
+def inputs_of(model, run, names=None):
+    """name -> the input of each call of these layers, or of all linear ones, while ``run()`` runs."""
+    names = names or [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) or type(m).__name__ == "Conv1D"]
+    seen = {name: [] for name in names}
+    hooks = [model.get_submodule(n).register_forward_pre_hook(lambda m, a, n=n: seen[n].append(a[0].clone())) for n in names]
+    run()
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
 def built(name):
     """The model, in eval mode, and three batches."""
     build, draw = families()[name]

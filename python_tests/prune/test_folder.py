@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import math
 import os
@@ -12,27 +11,24 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import nmkernels as nm
-from nmkernels.export.stream import ShardWriter
 from nmkernels.pattern import CheckpointError, OptionError, RecipeError
+from nmkernels.prune import prune as engine
 from nmkernels.prune import prune_, relay
-from nmkernels.prune import units as engine
 from nmkernels.recipes import search_permutation
 from nmkernels.testing import equal_bits
 from nmkernels.train.report import Pruned, Report
 from python_tests.house.paths import ROOT
-from python_tests.integrations.folders import batches, built, content, saved, write_tokenizer
+from python_tests.integrations.folders import batches, built, content, saved
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
 
-from nmkernels.prune.disk import OnDisk  # noqa: E402
 from nmkernels.prune.folder import by_type, prune_folder, work_folder  # noqa: E402
 
 transformers.logging.disable_progress_bar()
@@ -233,9 +229,7 @@ def test_finished_blocks_are_not_pruned_again(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         prune_folder(source, "2:4", batches(), tmp_path / "out", method="wanda", progress=stop)
     assert len(solved) == 14 and not (tmp_path / "out").exists()
-    with pytest.raises(CheckpointError, match="holds the results of another run: its pattern is '2:4', not '1:4'"):
-        prune_folder(source, "1:4", batches(), tmp_path / "out", method="wanda")
-    with pytest.raises(CheckpointError, match="another run: its data is"):
+    with pytest.raises(CheckpointError, match="holds the results of another run: its data is"):
         prune_folder(source, "2:4", batches(seed=9), tmp_path / "out", method="wanda")
     prune_folder(source, "2:4", batches(), tmp_path / "out", method="wanda")
     assert len(solved) == 21
@@ -332,53 +326,6 @@ def test_a_full_disk_is_named_and_changes_nothing(tmp_path, limit):
 # ---- memory
 
 
-def alive():
-    """Bytes of all tensors made since ``gc.freeze``."""
-    found = {}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu" and thing.layout == torch.strided:
-            storage = thing.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
-
-
-def peak_of(folder, out, monkeypatch):
-    """The most bytes alive when a tensor was read, when a layer was solved, and when one was written."""
-    gc.collect()
-    gc.freeze()
-    peaks = []
-
-    def watched(module, name):
-        original = getattr(module, name)
-
-        def call(*args, **kwargs):
-            result = original(*args, **kwargs)
-            peaks.append(alive())
-            return result
-
-        monkeypatch.setattr(module, name, call)
-
-    watched(OnDisk, "read")
-    watched(engine, "solve")
-    watched(ShardWriter, "write")
-    prune_folder(folder, "2:4", batches(1, 1), out, method="wanda", held_out=batches(1, 1))
-    monkeypatch.undo()
-    gc.unfreeze()
-    return max(peaks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
-def test_memory_does_not_grow_with_the_number_of_blocks(tmp_path, monkeypatch, name):
-    peaks, sizes = [], []
-    for layers in (2, 6):
-        folder = saved(tmp_path / str(layers), name, layers=layers, tokenizer=False)
-        sizes.append((folder / "model.safetensors").stat().st_size)
-        peaks.append(peak_of(folder, tmp_path / f"out-{layers}", monkeypatch))
-    # rows of the report and names take no tensors
-    assert peaks[1] <= 1.01 * peaks[0] and peaks[1] < 0.9 * sizes[1] and sizes[1] > 1.8 * sizes[0]
-
-
 PROCESS = """
 import sys, threading, time
 import torch
@@ -403,12 +350,11 @@ print(peak - start)
 
 
 @pytest.mark.slow
-def test_the_memory_of_the_process_does_not_grow_with_the_number_of_blocks(tmp_path):
-    grown, block = [], 0
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_the_memory_of_the_process_does_not_grow_with_the_number_of_blocks(tmp_path, name):
+    grown, block, sizes = [], 0, {"hidden_size": 512, "intermediate_size": 1536, "moe_intermediate_size": 384, "num_attention_heads": 8}
     for layers in (4, 12):
-        folder = saved(
-            tmp_path / str(layers), layers=layers, tokenizer=False, hidden_size=512, intermediate_size=1536, num_attention_heads=8
-        )
+        folder = saved(tmp_path / str(layers), name, layers=layers, tokenizer=False, **sizes)
         block = (folder / "model.safetensors").stat().st_size // layers // 1024
         command = [sys.executable, "-c", PROCESS, str(folder), str(tmp_path / f"out-{layers}")]
         # above this size freed memory goes back to the system at once, so that what is counted is what is held
@@ -428,15 +374,14 @@ def test_errors_by_kind_of_layer_are_of_the_values_that_are_written():
 
 
 def test_integers_that_do_not_fit_are_refused_before_any_work(tmp_path):
+    def reading(done, total, what):
+        assert what.startswith("reading"), f"it went on to {what!r}"
+
     source = saved(tmp_path / "dense", layers=2)
     for options, said in (({"values": "int5"}, "values='int5' is unknown"), ({"values": "int4", "group": 24}, "layer .*group=24 does not")):
         with pytest.raises(OptionError, match=f"prune_folder: {said}"):
-            prune_folder(source, "2:4", batches(1), tmp_path / "out", progress=lambda done, total, what: reading(what), **options)
+            prune_folder(source, "2:4", batches(1), tmp_path / "out", progress=reading, **options)
     assert os.listdir(tmp_path) == ["dense"]
-
-
-def reading(what):
-    assert what.startswith("reading"), f"it went on to {what!r}"
 
 
 def test_layers_to_skip_have_to_be_there(tmp_path):
@@ -461,11 +406,3 @@ def test_a_file_without_all_weights_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="transformers cannot load "):
         prune_folder(source, "2:4", batches(), tmp_path / "out")
     assert os.listdir(tmp_path) == ["dense"]
-
-
-def test_a_tokenizer_is_copied_whole(tmp_path):
-    source = saved(tmp_path / "dense", layers=2)
-    write_tokenizer(source)
-    prune_folder(source, "2:4", batches(), tmp_path / "out", method="magnitude")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(Path(tmp_path / "out"))
-    assert tokenizer("w3 w1 nothing")["input_ids"] == [7, 5, 3]

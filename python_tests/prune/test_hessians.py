@@ -11,13 +11,12 @@ from torch import nn
 from nmkernels.pattern import Pattern
 from nmkernels.prune import OneShot, prune_
 from nmkernels.prune.base import resolve
-from nmkernels.prune.data import call, padding
-from nmkernels.prune.hessians import Hessians
+from nmkernels.prune.data import call
+from nmkernels.prune.hessians import Hessians, problems_of
 from nmkernels.prune.prune import choose
 from nmkernels.prune.relay import Relay
-from nmkernels.prune.units import problems_of
 from python_tests import moe
-from python_tests.prune.families import built
+from python_tests.prune.families import built, inputs_of
 
 P = Pattern("2:4")
 
@@ -29,9 +28,9 @@ def collected(model, batches, filter_fn=None, forward=call):
     with relay.running():
         relay.trace()
         for unit in relay.units:
-            problems = [p for c in unit.layers for p in problems_of(c, relay.source(c))]
+            problems = [p for c in unit.layers for p in problems_of(c, relay.sources[c.name])]
             hessians = Hessians(problems)
-            with hessians.collecting(lambda x: padding(relay.batch, x), lambda: relay.number):
+            with hessians.collecting(relay.tokens):
                 relay.run(unit)
             hessians.warn()
             relay.finish(unit)
@@ -39,18 +38,6 @@ def collected(model, batches, filter_fn=None, forward=call):
             found |= {p.name: means[p.source] for p in problems}
             sources |= {p.name: p.source for p in problems}
     return found, sources
-
-
-def inputs_of(model, batches, run=call):
-    """name -> the input of each call of the linear layers."""
-    seen = {name: [] for name, m in model.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"}
-    hooks = [model.get_submodule(n).register_forward_pre_hook(lambda m, a, n=n: seen[n].append(a[0].detach().clone())) for n in seen]
-    with torch.no_grad():
-        for batch in batches:
-            run(model, batch)
-    for hook in hooks:
-        hook.remove()
-    return seen
 
 
 def by_hand(rows):
@@ -73,24 +60,23 @@ def mlp(dtype=torch.float32):
 def test_linear(dtype):
     model, batches = mlp(dtype), [100 * torch.randn(2, 7, 32).to(dtype), 100 * torch.randn(64, 32).to(dtype), torch.randn(32).to(dtype)]
     found, _ = collected(model, batches)
-    for name, rows in inputs_of(model, batches).items():
+    for name, rows in inputs_of(model, lambda: [call(model, batch) for batch in batches]).items():
         close(found[name], by_hand(rows), 1e-12 if dtype == torch.float64 else 1e-6)
         assert found[name][0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
-def test_families_of_blocks():
+@pytest.mark.parametrize(("family", "count"), [("gpt2", 12), ("llama", 21)])
+def test_families_of_blocks(family, count):
     """Conv1D of GPT-2 and linear layers of Llama, each in its block."""
-    for family in ("gpt2", "llama"):
-        model, batches = built(family)
-        found, sources = collected(model, batches)
-        seen = inputs_of(model, batches)
-        assert len(found) == {"gpt2": 12, "llama": 21}[family]
-        for name in found:
-            close(found[name], by_hand(seen[name]))
-    q, k, v, o, gate, up, down = list(sources)[:7]
-    assert (
-        sources[q] == sources[k] == sources[v] == q and sources[gate] == sources[up] == gate and sources[o] == o and sources[down] == down
-    )
+    model, batches = built(family)
+    found, sources = collected(model, batches)
+    seen = inputs_of(model, lambda: [call(model, batch) for batch in batches])
+    assert len(found) == count
+    for name in found:
+        close(found[name], by_hand(seen[name]))
+    if family == "llama":
+        q, _, _, o, gate, _, down = list(sources)[:7]
+        assert list(sources.values())[:7] == [q, q, q, o, gate, gate, down]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +148,7 @@ def test_only_the_same_input_is_shared():
     found, sources = collected(model, batches, lambda module, name: True)
     assert sources == {"a": "a", "b": "a", "c": "c", "d": "d", "e": "e"}
     assert all(map(torch.equal, kept, batches)), "the model writes into its input, but not into the user's data"
-    for name, rows in inputs_of(model, batches).items():
+    for name, rows in inputs_of(model, lambda: [call(model, batch) for batch in batches]).items():
         close(found[name], by_hand(rows))
 
 
@@ -180,7 +166,7 @@ def test_padding_is_left_out(family, side):
         mask[1, : 3 + i] = 0
         data.append({"input_ids": ids, "attention_mask": mask if side == "left" else mask.flip(1)})
     found, _ = collected(model, data)
-    seen = inputs_of(model, data)
+    seen = inputs_of(model, lambda: [call(model, batch) for batch in data])
     tokens = sum(int(batch["attention_mask"].sum()) for batch in data)
     for name, (_, count) in found.items():
         if "experts" not in name and "pooler" not in name:
@@ -244,7 +230,7 @@ def test_inside_autocast_sums_are_exact():
     model, batches = mlp(), [torch.randn(64, 32) for _ in range(3)]
     with torch.autocast("cpu", torch.bfloat16):
         found, _ = collected(model, batches)
-        seen = inputs_of(model, batches)
+        seen = inputs_of(model, lambda: [call(model, batch) for batch in batches])
     assert seen["2"][0].dtype == torch.bfloat16 and found["2"][0].dtype == torch.float32
     for name, rows in seen.items():
         close(found[name], by_hand(rows), 1e-6)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.prune import units
+from nmkernels.prune import prune as engine
 from nmkernels.recipes import search_permutation
 
 
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "search_permutation", functools.partial(search_permutation, escapes=2))
+    monkeypatch.setattr(engine, "search_permutation", functools.partial(search_permutation, escapes=2))
 
 
 @pytest.fixture

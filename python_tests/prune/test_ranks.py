@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from nmkernels.pattern import Pattern
+from nmkernels.prune import prune as engine
 from nmkernels.prune import prune_
-from nmkernels.prune import units as engine
 from python_tests import moe
 from python_tests.distributed.ranks import needs_gloo, on_ranks, raised
 from python_tests.prune.test_prune import ViT, assert_same, images, mlp, rows, weights
@@ -128,10 +128,3 @@ def sharded():
 def test_sharded_weights_are_refused(tmp_path):
     for said in on_ranks(2, sharded, tmp_path):
         assert "weights are sharded. Prune before fully_shard" in said
-
-
-def test_one_process_is_one_rank():
-    assert engine.ranks() == (1, 0) and engine.gathered("a") == ["a"]
-    with pytest.raises(ZeroDivisionError), engine.together():
-        raise ZeroDivisionError
-    assert set(pruned(mlp, rows(), method="wanda")[1]) == {"0", "3", "5"}

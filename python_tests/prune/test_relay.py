@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,30 +17,28 @@ from nmkernels.pattern import Pattern
 from nmkernels.prune import prune_
 from nmkernels.prune.base import resolve
 from nmkernels.prune.data import call
-from nmkernels.prune.prune import choose
-from nmkernels.prune.relay import Relay
+from nmkernels.prune.prune import Pruning, choose
+from nmkernels.prune.relay import Relay, on_device
 from nmkernels.prune.results import Results
-from nmkernels.prune.units import prune_units, trace, write
-from python_tests.prune.families import NAMES, built
+from python_tests.prune.families import NAMES, built, inputs_of
 
 P = Pattern("2:4")
 QUICK = ("llama", "qwen3_moe", "gpt2", "albert", "t5", "mamba", "llava")
 """Those with a difficulty of their own; the others are slow tests."""
 
 
-def pruned(model, batches, method="wanda", **options):
+@torch.no_grad()
+def pruned(model, batches):
     """The relay after all units, its model's outputs by stored blocks, and by the pruned model."""
-    chosen, _ = choose(model, P, None, resolve(method))
-    relay, results = Relay(model, chosen, batches, call), Results(None, {})
+    method = resolve("wanda")
+    pruning = Pruning(model, *choose(model, P, None, method), P, method)
+    relay = Relay(model, pruning.chosen, batches, call)
+    pruning.run(relay, Results(None, {}), "", len(batches))
+    for number in range(len(pruning.units)):
+        pruning.write(pruning.results.load(number))
     with relay.running():
-        trace(relay)
-        prune_units(relay, P, resolve(method), results, **options)
-        named = {c.name: c for c in chosen}
-        for number in range(len(relay.units) + 1):
-            write(model, results.load(number), named)
         stored = [relay.output(number) for number in range(len(batches))]
-    with torch.no_grad():
-        return relay, stored, [call(model, batch) for batch in batches]
+    return relay, stored, [call(model, batch) for batch in batches]
 
 
 def equal(one, other):
@@ -113,16 +114,8 @@ def skewed(count=4):
 @torch.no_grad()
 def by_hand(model, data):
     """Wanda's masks on the layers' inputs in whole passes of the dense model."""
-    squares, layers = {}, {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    hooks = [
-        m.register_forward_pre_hook(lambda _, args, name=name: squares.update({name: squares.get(name, 0) + args[0].square().sum(0)}))
-        for name, m in layers.items()
-    ]
-    for batch in data:
-        model(batch)
-    for hook in hooks:
-        hook.remove()
-    return {name: ops.mask(m.weight * squares[name].sqrt(), P) for name, m in layers.items()}
+    inputs = inputs_of(model, lambda: [model(batch) for batch in data])
+    return {name: ops.mask(model.get_submodule(name).weight * torch.cat(x).square().sum(0).sqrt(), P) for name, x in inputs.items()}
 
 
 ALONE = {"nothing": False, "an output that is read again": True}
@@ -137,35 +130,23 @@ WHOLE = {
 """The same -> why not."""
 
 
+@pytest.mark.parametrize("sequential", [False, True])
 @pytest.mark.parametrize("how", [*ALONE, *WHOLE])
-def test_masks_are_those_of_the_model_s_own_inputs(how):
-    model, data = Net(how).eval(), skewed()
-    want = by_hand(Net(how).eval(), data)
+def test_masks_are_those_of_whole_passes(how, sequential):
+    """Of the dense model, or as pruning the layers of each block by hand, one block after the other."""
+    model, other, data = Net(how).eval(), Net(how).eval(), skewed()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        handle = prune_(model, P, data, method="wanda", sequential=False)
+        handle = prune_(model, P, data, method="wanda", sequential=sequential)
     messages = [str(w.message) for w in said if "cannot be run one by one" in str(w.message)]
     assert len(messages) == (how in WHOLE) and all(WHOLE[how] in message for message in messages)
     assert (WHOLE.get(how, "nothing") in handle.report.remark) == (how in WHOLE)
-    assert list(handle.report.pruned) == list(want)
-    for name, mask in want.items():
-        assert torch.equal(model.get_submodule(name).weight != 0, mask), name
-
-
-@pytest.mark.parametrize("how", [*ALONE, *WHOLE])
-def test_later_blocks_get_the_outputs_of_pruned_ones_all_the_same(how):
-    """As pruning the layers of each block by hand, one block after the other, on the inputs in whole passes."""
-    model, data = Net(how).eval(), skewed()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        prune_(model, P, data, method="wanda")
-    other = Net(how).eval()
-    for part in ("blocks.0.", "blocks.1.", "blocks.2.", "blocks.3.", "late"):
-        masks = by_hand(other, data)
-        for name, mask in masks.items():
-            if name.startswith(part):
+    for parts in [(f"blocks.{i}.",) for i in range(4)] + [("late",)] if sequential else [("blocks", "late")]:
+        for name, mask in by_hand(other, data).items():
+            if name.startswith(parts):
                 other.get_submodule(name).weight.data *= mask
-    for name in masks:
+    assert list(handle.report.pruned) == [name for name, m in other.named_modules() if isinstance(m, nn.Linear)]
+    for name in handle.report.pruned:
         assert torch.equal(model.get_submodule(name).weight != 0, other.get_submodule(name).weight != 0), name
 
 
@@ -234,3 +215,50 @@ def test_a_layer_that_only_later_batches_reach_gets_their_inputs():
     tokens = {name: row.tokens for name, row in report.pruned.items()}
     assert tokens == {f"{block}.experts.{expert}": (288, 96, 0)[expert] for block in range(2) for expert in range(3)}
     assert report.pruned["1.experts.2"].note == "magnitude: no tokens reached it"
+
+
+# ---- on another device
+
+
+class Moved(nn.Module):
+    """Notes where it is moved instead of moving."""
+
+    def __init__(self):
+        super().__init__()
+        self.place, self.moves = torch.device("cpu"), []
+
+    def parameters(self, recurse=True):
+        return iter([SimpleNamespace(device=self.place)])
+
+    def to(self, device):
+        self.moves.append(str(device))
+        self.place = device
+        return self
+
+
+def test_a_block_moves_once_and_back():
+    residence, block, other = functools.partial(on_device, device=torch.device("cuda:0")), Moved(), Moved()
+    with residence(block):
+        with residence(block), residence(other):
+            pass
+        assert block.moves == ["cuda:0"] and other.moves == ["cuda:0", "cpu"]
+    assert block.moves == ["cuda:0", "cpu"]
+    with pytest.raises(KeyboardInterrupt), residence(block):
+        raise KeyboardInterrupt
+    assert block.moves == ["cuda:0", "cpu"] * 2
+    with on_device(other, None):
+        assert other.moves == ["cuda:0", "cpu"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "t5", "vit"])
+def test_a_gpu_gives_what_the_cpu_gives(name):
+    model, batches = built(name)
+    other = copy.deepcopy(model)
+    here, there = prune_(model, "2:4", batches), prune_(other, "2:4", batches, device="cuda")
+    assert {p.device.type for p in other.parameters()} == {"cpu"}
+    for (key, one), (_, two) in zip(here.report.pruned.items(), there.report.pruned.items(), strict=True):
+        assert one.tokens == two.tokens and one.note == two.note, key
+        assert one.error is None or abs(one.error - two.error) < 0.02 * one.error + 1e-6, key
+    same = [torch.eq(a.ne(0), b.ne(0)).float().mean() for a, b in zip(model.parameters(), other.parameters(), strict=True) if a.dim() == 2]
+    assert min(same) > 0.9  # near ties may fall otherwise

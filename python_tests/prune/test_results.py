@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import os
 import resource
-import signal
-import subprocess
-import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 import nmkernels as nm
 from nmkernels.pattern import Pattern
+from nmkernels.prune import prune as engine
 from nmkernels.prune import prune_
-from nmkernels.prune import units as engine
-from nmkernels.prune.results import Done, Results, digest
+from nmkernels.prune.results import digest
 from python_tests import moe
 from python_tests.integrations.folders import content
 from python_tests.prune.test_prune import BLOCKS, Rare, ViT, assert_same, images, rows, weights
@@ -57,42 +55,18 @@ def test_an_interrupted_run_goes_on(tmp_path, solved, sequential):
             run(model, folder, stop, sequential=sequential)
         assert_same(before, weights(model))
         assert sorted(p.name for p in folder.iterdir()) == ["run.json", *(f"unit-{i:04}.safetensors" for i in range(stop))]
+        (folder / ".unit-0009.safetensors.abcdefgh.tmp").mkdir()  # what a kill while writing leaves
         solved.clear()
         again = run(model, folder, sequential=sequential).report
         assert len(solved) == 13 - 4 * stop
         assert_same(weights(want), weights(model))
         for name, row in again.pruned.items():
-            other = report.pruned[name]
-            assert (row.error, row.wanda, row.tokens, row.damping, row.note) == (
-                other.error, other.wanda, other.tokens, other.damping, other.note
-            )  # fmt: skip
+            assert replace(row, seconds=0.0, memory=0) == replace(report.pruned[name], seconds=0.0, memory=0)
     # a finished run is only read
     solved.clear()
     model = ViT()
     handle = run(model, folder, sequential=sequential)
     assert not solved and handle.layers.keys() == handle.report.pruned.keys()
-    assert_same(weights(want), weights(model))
-
-
-KILLED = """
-import os, signal, sys
-from python_tests.prune.test_results import *
-def progress(done, total, what):
-    if done == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-prune_(ViT(), P, images(), folder=sys.argv[1], progress=progress, method="sparsegpt")
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on(tmp_path, solved):
-    process = subprocess.run([sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path)], check=False)
-    assert process.returncode == -signal.SIGKILL
-    (tmp_path / ".unit-0002.safetensors.abcdefgh.tmp").mkdir()  # what a kill while writing leaves
-    model, want = ViT(), ViT()
-    run(model, tmp_path)
-    assert len(solved) == 13 - 8
-    run(want, None)
     assert_same(weights(want), weights(model))
 
 
@@ -105,38 +79,33 @@ def test_idle_layers_and_experts_are_kept(tmp_path):
         assert_same(weights(model), weights(other))
 
 
-def changed(model):
-    with torch.no_grad():
-        model.layers[1].attention.out.weight.mul_(1.01)
-    return model
-
-
 @pytest.mark.parametrize(
-    ("field", "make"),
+    ("field", "changed"),
     [
-        ("pattern", lambda folder: prune_(ViT(), "1:4", images(), folder=folder, method="wanda")),
-        ("method", lambda folder: prune_(ViT(), P, images(), folder=folder, method="wanda(refit=3)")),
-        ("sequential", lambda folder: prune_(ViT(), P, images(), folder=folder, method="wanda", sequential=False)),
-        ("values", lambda folder: prune_(ViT(), P, images(), folder=folder, method="wanda", values="int8")),
-        ("permute", lambda folder: prune_(ViT(), P, images(), folder=folder, method="wanda", permute=True)),
-        ("blocks", lambda folder: prune_(ViT(), P, images(), folder=folder, method="wanda", blocks=[])),
-        ("data", lambda folder: prune_(ViT(), P, images(2), folder=folder, method="wanda")),
-        ("layers", lambda folder: prune_(ViT(), P, images(), lambda m, n: n == "tail", folder=folder, method="wanda")),
-        ("weights", lambda folder: prune_(changed(ViT()), P, images(), folder=folder, method="wanda")),
-        ("weights", lambda folder: prune_(nudged(ViT(), "layers.0.norm.bias"), P, images(), folder=folder, method="wanda")),
-        ("weights", lambda folder: prune_(nudged(ViT(), "token"), P, images(), folder=folder, method="wanda")),
-        ("configuration", lambda folder: prune_(with_epsilon(ViT()), P, images(), folder=folder, method="wanda")),
+        ("pattern", {"pattern": "1:4"}),
+        ("method", {"method": "wanda(refit=3)"}),
+        ("sequential", {"sequential": False}),
+        ("values", {"values": "int8"}),
+        ("permute", {"permute": True}),
+        ("blocks", {"blocks": []}),
+        ("data", {"data": images(2)}),
+        ("layers", {"filter_fn": lambda m, n: n == "tail"}),
+        ("weights", {"model": lambda: nudged(ViT(), "layers.1.attention.out.weight")}),
+        ("weights", {"model": lambda: nudged(ViT(), "layers.0.norm.bias")}),
+        ("weights", {"model": lambda: nudged(ViT(), "token")}),
+        ("configuration", {"model": lambda: with_epsilon(ViT())}),
     ],
 )
-def test_another_run_s_folder_is_refused(tmp_path, field, make):
+def test_another_run_s_folder_is_refused(tmp_path, field, changed):
     with pytest.raises(Stopped):
         run(ViT(), tmp_path, 1, method="wanda")
     with pytest.raises(nm.CheckpointError, match=f"results of another run: its {field} is .*Pass another folder, or delete this one"):
-        make(tmp_path)
+        model = changed.pop("model", ViT)()
+        prune_(model, **{"pattern": P, "data": images(), "folder": tmp_path, "method": "wanda", **changed})
 
 
 def nudged(model, key):
-    """With one number of a tensor changed that is not pruned."""
+    """With one number of a tensor changed."""
     with torch.no_grad():
         model.state_dict()[key].view(-1)[1] += 0.01
     return model
@@ -181,15 +150,6 @@ def test_one_run_at_a_time_uses_a_folder(tmp_path):
     assert_same(weights(want), weights(model))
 
 
-def test_a_unit_that_was_changed_after_it_was_written_is_not_taken(tmp_path):
-    """As by a disk that lost a page of it: the header is whole, and a part of the values is zero."""
-    run(ViT(), tmp_path)
-    path = tmp_path / "unit-0003.safetensors"
-    path.write_bytes(path.read_bytes()[:-256] + bytes(256))
-    with pytest.raises(nm.CheckpointError, match="unit-0003.safetensors is damaged: it does not hold what was written; delete it"):
-        run(ViT(), tmp_path)
-
-
 def test_data_is_told_apart_by_what_it_holds():
     a = {"x": torch.arange(2000.0), "y": [torch.tensor(3), 4]}
     assert digest(a) == digest({"x": torch.arange(2000.0), "y": [torch.tensor(3), 4]})
@@ -205,7 +165,7 @@ def test_data_is_told_apart_by_what_it_holds():
     assert digest([torch.empty(0), True, None, torch.tensor([True])])
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "noise", "other metadata", "another unit"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "noise", "a lost page", "other metadata", "another unit"])
 @pytest.mark.parametrize("sequential", [True, False])
 def test_a_damaged_unit_is_named(tmp_path, damage, sequential):
     run(ViT(), tmp_path, sequential=sequential)
@@ -218,7 +178,7 @@ def test_a_damaged_unit_is_named(tmp_path, damage, sequential):
 
         save_file({"a": torch.ones(2)}, path)
     else:
-        path.write_bytes({"cut": whole[:-100], "empty": b"", "noise": os.urandom(4000)}[damage])
+        path.write_bytes({"cut": whole[:-100], "empty": b"", "noise": os.urandom(4000), "a lost page": whole[:-256] + bytes(256)}[damage])
     model = ViT()
     before = weights(model)
     way_out = "to start again" if damage == "another unit" else "delete it, and this unit is pruned again"
@@ -262,9 +222,3 @@ def test_a_full_disk_leaves_the_model_as_it_was(tmp_path):
     assert_same(dense, weights(model))
     run(model, tmp_path)
     assert not any(torch.equal(model.get_submodule(f"layers.2.{name}").weight, dense[f"layers.2.{name}.weight"]) for name in BLOCKS)
-
-
-def test_with_a_folder_nothing_is_kept_in_memory(tmp_path):
-    results = Results(tmp_path, {})
-    results.save(0, Done())
-    assert 0 in results and 1 not in results and not results._memory and results.load(0).layers == {}

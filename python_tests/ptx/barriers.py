@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,17 @@ Clocks = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass
+class Wait:
+    """What threads wait for: whether it is over, in words, and what they do when it is."""
+
+    over: Callable[[], bool]
+    words: Callable[[], str]
+    finish: Callable[[Threads], None] = lambda t: None
+    warpgroup: bool = False
+    """Whether it is for the other warps of a warpgroup; the machine joins them."""
+
+
+@dataclass
 class Meeting:
     """A named barrier, or a cluster's: how many have come, and what they have seen."""
 
@@ -32,12 +44,17 @@ class Meeting:
     before: Clocks | None = None
     who: list[str] = field(default_factory=list)
 
-    def arrive(self, t: Threads, threads: int, expected: int, clocks: Clocks, text: str) -> None:
-        check(
-            self.came == 0 or self.expected == expected,
-            "wrong count",
-            f"{self.name}: {text} names {expected} threads, others {self.expected}",
+    def wait(self, turn: int) -> Wait:
+        """Till that turn is over."""
+        return Wait(
+            lambda: self.turn > turn,
+            lambda: f"{self.name}: {self.came} of {self.expected} threads came: {', '.join(self.who)}",
+            lambda t: t.block.order.acquire(t.block.rows(t), self.before),  # type: ignore[arg-type]
         )
+
+    def arrive(self, t: Threads, threads: int, expected: int, clocks: Clocks, text: str) -> None:
+        alike = self.came == 0 or self.expected == expected
+        check(alike, "wrong count", f"{self.name}: {text} names {expected} threads, others {self.expected}")
         self.expected = expected
         self.came += threads
         check(self.came <= expected, "wrong count", f"{self.name}: {self.came} threads came, {expected} are expected ({t.name}, {text})")
@@ -45,25 +62,6 @@ class Meeting:
         self.who.append(t.name)
         if self.came == expected:
             self.turn, self.came, self.before, self.clocks, self.who = self.turn + 1, 0, self.clocks, None, []
-
-
-@dataclass
-class AtMeeting:
-    """Waits till a barrier's turn is over."""
-
-    meeting: Meeting
-    turn: int
-
-    def over(self) -> bool:
-        return self.meeting.turn > self.turn
-
-    def finish(self, t: Threads) -> None:
-        assert self.meeting.before
-        t.block.order.acquire(t.block.rows(t), self.meeting.before)
-
-    def __str__(self) -> str:
-        m = self.meeting
-        return f"{m.name}: {m.came} of {m.expected} threads came: {', '.join(m.who)}"
 
 
 @dataclass(eq=False)
@@ -93,9 +91,8 @@ class Mbarrier:
         check(abs(self.tx) < 1 << 20, "tx overflow", f"{self.name}: tx-count {self.tx} ({text})")
         if self.pending:
             return
-        check(
-            self.tx >= 0, "bytes differ from expect_tx", f"{self.name}: {-self.tx} bytes more came than phase {self.phase} expects ({text})"
-        )
+        more = f"{self.name}: {-self.tx} bytes more came than phase {self.phase} expects ({text})"
+        check(self.tx >= 0, "bytes differ from expect_tx", more)
         if self.tx == 0:
             self.phase += 1
             self.pending = self.count
@@ -107,11 +104,8 @@ class Mbarrier:
             self.block.cluster.ended += 1
 
     def arrive(self, count: int, clocks: Clocks, text: str) -> None:
-        check(
-            self.pending >= count,
-            "more arrivals than count",
-            f"{self.name} of count {self.count}: phase {self.phase} has them all ({text})",
-        )
+        full = f"{self.name} of count {self.count}: phase {self.phase} has them all ({text})"
+        check(self.pending >= count, "more arrivals than count", full)
         self.pending -= count
         self.clocks = joined(self.clocks, clocks)
         self.end_phase(text)
@@ -121,6 +115,15 @@ class Mbarrier:
         self.tx -= size
         self.end_phase(text)
 
+    def wait(self, phase: int) -> Wait:
+        """Till the end of that phase; the try_wait runs again and acquires."""
+
+        def words() -> str:
+            missing = f"{self.pending} of {self.count} arrivals and {self.tx} bytes are missing"
+            return f"{self.name}: phase {phase} (parity {phase & 1}); {missing} in phase {self.phase}"
+
+        return Wait(lambda: self.phase > phase, words)
+
     def use(self, rows: slice, text: str, remote: bool) -> None:
         """Whether its initialisation is visible to these warps, or to the async proxy and other blocks."""
         agent, time = self.made
@@ -129,26 +132,8 @@ class Mbarrier:
         check(self.fenced or not remote, "mbarrier init not fenced", f"{self.name}: no fence.mbarrier_init or fence.proxy.async ({text})")
 
 
-@dataclass
-class AtPhase:
-    """Waits for the end of an mbarrier's phase."""
-
-    barrier: Mbarrier
-    phase: int
-
-    def over(self) -> bool:
-        return self.barrier.phase > self.phase
-
-    def finish(self, t: Threads) -> None:
-        """The try_wait runs again and acquires."""
-
-    def __str__(self) -> str:
-        b = self.barrier
-        missing = f"{b.pending} of {b.count} arrivals and {b.tx} bytes are missing"
-        return f"{b.name}: phase {self.phase} (parity {self.phase & 1}); {missing} in phase {b.phase}"
-
-
-def _barrier(t: Threads, shared_address: int, text: str, remote: bool = False) -> Mbarrier:
+def barrier_at(t: Threads, shared_address: int, text: str, remote: bool = False) -> Mbarrier:
+    """The mbarrier at an address, of which ``remote`` says that a bulk copy counts its bytes on it."""
     block, offset = t.block.at(shared_address, text)
     barrier = block.mbarriers.get(offset)
     check(barrier, "no mbarrier", f"{t.name}: {text} at {block.named(offset)} of block {block.index}, where none was initialised")
@@ -157,32 +142,17 @@ def _barrier(t: Threads, shared_address: int, text: str, remote: bool = False) -
     return barrier
 
 
-def barrier_of(t: Threads, shared_address: int, text: str) -> Mbarrier:
-    """The mbarrier that a bulk copy counts its bytes on."""
-    return _barrier(t, shared_address, text, True)
-
-
 def mbarrier(t: Threads, ins: Instruction) -> Any:
     what = ins.mods[0]
-    if what in ("try_wait", "test_wait"):
+    if what == "try_wait":
         return _wait(t, ins)
     if what == "init":
         return _init(t, ins)
-    if what == "inval":
-        place = int(address(t, str(ins.operands[0]), "shared")[t.active][0])
-        barrier = _barrier(t, place, ins.text)
-        del barrier.block.mbarriers[barrier.offset]
-        return None
-    assert what in ("arrive", "expect_tx", "complete_tx"), f"no rule for {ins.text}"
-    places = ins.operands[1:] if what == "arrive" and not str(ins.operands[0]).startswith("[") else ins.operands
+    places = ins.operands[1:]
+    assert what == "arrive" and ins.operands[0] == "_", f"no rule for {ins.text}"
     where = address(t, str(places[0]), "shared")
     amount = np.broadcast_to(read(t, places[1], "u32") if len(places) > 1 else np.asarray(1), (t.count,))
     ended = t.block.cluster.ended
-    if what == "arrive" and ins.operands[0] != "_" and len(ins.operands) > len(places):
-        phases = np.zeros(t.count, np.uint64)
-        for lane in np.flatnonzero(t.active):
-            phases[lane] = _barrier(t, int(where[lane]), ins.text).phase
-        write(t, ins.operands[0], phases)
     for warp in range(t.count // WARP):
         active = np.flatnonzero(t.active[WARP * warp : WARP * (warp + 1)]) + WARP * warp
         if not active.size:
@@ -190,15 +160,12 @@ def mbarrier(t: Threads, ins: Instruction) -> Any:
         row = t.block.rows(t).start + warp
         clocks = t.block.order.release(slice(row, row + 1))
         for lane in active:
-            barrier = _barrier(t, int(where[lane]), ins.text)
+            barrier = barrier_at(t, int(where[lane]), ins.text)
             t.block.cluster.remote_use(row, barrier.block, t.block, ins.text)
             if "expect_tx" in ins.mods:
                 barrier.tx += int(amount[lane])
                 check(abs(barrier.tx) < 1 << 20, "tx overflow", f"{barrier.name}: tx-count {barrier.tx} ({ins.text})")
-            if what == "arrive":
-                barrier.arrive(1 if "expect_tx" in ins.mods else int(amount[lane]), clocks, ins.text)
-            elif what == "complete_tx":
-                barrier.complete(int(amount[lane]), ins.text)
+            barrier.arrive(1 if "expect_tx" in ins.mods else int(amount[lane]), clocks, ins.text)
     return STOP if t.block.cluster.ended > ended and t.block.cluster.eager else None
 
 
@@ -219,19 +186,18 @@ def _init(t: Threads, ins: Instruction) -> None:
 
 
 def _wait(t: Threads, ins: Instruction) -> Any:
-    target, place, token = ins.operands[:3]
+    assert "parity" in ins.mods, f"no rule for {ins.text}"
+    target, place, parity_of = ins.operands[:3]
     where = address(t, str(place), "shared")[t.active]
-    parity = np.broadcast_to(read(t, token, "b32" if "parity" in ins.mods else "b64"), (t.count,))[t.active]
+    parity = np.broadcast_to(read(t, parity_of, "b32"), (t.count,))[t.active]
     if t.first + 1 < t.last and ((where != where[0]).any() or (parity != parity[0]).any()):
         t.block.cluster.part_warps(t)
         return AGAIN
     check((where == where[0]).all() and (parity == parity[0]).all(), "divergent wait", f"{t.name}: {ins.text}")
-    barrier = _barrier(t, int(where[0]), ins.text)
+    barrier = barrier_at(t, int(where[0]), ins.text)
     check(barrier.block is t.block, "wait on a remote mbarrier", f"{t.name}: {ins.text}")
-    phase = int(parity[0])
-    if "parity" in ins.mods:
-        check(phase in (0, 1), "parity", f"{t.name}: {ins.text} with parity {phase}")
-        phase = barrier.phase if barrier.phase & 1 == phase else barrier.phase - 1
+    check(parity[0] in (0, 1), "parity", f"{t.name}: {ins.text} with parity {parity[0]}")
+    phase = barrier.phase if barrier.phase & 1 == parity[0] else barrier.phase - 1
     key = (barrier, phase, ins)
     if barrier.phase > phase:
         if key != t.refused and t.block.cluster.refuses():
@@ -247,7 +213,7 @@ def _wait(t: Threads, ins: Instruction) -> Any:
         if t.first + 1 < t.last and t.at is not None:
             t.block.cluster.part_warps(t)
             return AGAIN
-        t.wait = AtPhase(barrier, phase)
+        t.wait = barrier.wait(phase)
         return STAY
     t.refused = key
     write(t, target, np.zeros((), bool))
@@ -281,7 +247,7 @@ def bar(t: Threads, ins: Instruction) -> Any:
     turn = meeting.turn
     meeting.arrive(t, t.count, expected, t.block.order.release(t.block.rows(t)), ins.text)
     if waits:
-        t.wait = AtMeeting(meeting, turn)
+        t.wait = meeting.wait(turn)
         return STOP
     return None
 
@@ -305,24 +271,8 @@ def _cluster(t: Threads, ins: Instruction) -> Any:
     if None in turns:
         raise Hazard("barrier.cluster", f"{t.name} waits without having arrived ({ins.text})")
     assert len(turns) == 1
-    t.wait = AtMeeting(meeting, turns.pop())  # type: ignore[arg-type]
+    t.wait = meeting.wait(turns.pop())  # type: ignore[arg-type]
     return STOP
-
-
-class AtWarpgroup:
-    """Waits till the other warps of the warpgroup are at the same instruction; the machine joins them."""
-
-    def __init__(self, t: Threads, ins: Instruction) -> None:
-        self.text = f"the other warps of the warpgroup at {ins.text}"
-
-    def over(self) -> bool:
-        return False
-
-    def finish(self, t: Threads) -> None:
-        """Never called: the threads that wait are replaced by the whole warpgroup's."""
-
-    def __str__(self) -> str:
-        return self.text
 
 
 def warpgroup(t: Threads, ins: Instruction) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .barriers import AGAIN, STAY, AtWarpgroup, Mbarrier, Meeting
+from .barriers import AGAIN, STAY, Mbarrier, Meeting, Wait
 from .bulk import Groups
 from .operands import UNSIGNED, WARP, Memory, Threads
 from .order import Order, Shared, check
@@ -23,8 +23,8 @@ RANK = 24
 class Block:
     """One block (CTA)."""
 
-    def __init__(self, cluster: Cluster, rank: int, index: int, coordinates: tuple[int, int, int]) -> None:
-        self.cluster, self.rank, self.index, self.coordinates = cluster, rank, index, coordinates
+    def __init__(self, cluster: Cluster, rank: int, index: int) -> None:
+        self.cluster, self.rank, self.index = cluster, rank, index
         self.kernel, self.order, self.threads = cluster.kernel, cluster.order, cluster.block_threads
         self.warps = self.threads // WARP
         self.first_row = rank * self.warps
@@ -42,45 +42,20 @@ class Block:
         self.files: dict[tuple[str, ...], np.ndarray] = {}
         self.left = False
 
-    def special(self, name: str, t: Threads) -> Any:
+    def special(self, name: str) -> Any:
         """The value of a register that the machine gives, or of a variable's name; else None."""
         if (offset := self.kernel.shared.get(name)) is not None:
             return offset + (self.rank << RANK)
-        if name in ("global_smem",):
+        if name == "global_smem":
             return self.kernel.static_shared + (self.rank << RANK)
         if (param := self.kernel.params.get(name)) is not None:
             return param[0]
-        if name[0] != "%":
+        if name[0] != "%" or self.kernel.declares(name):
             return None
-        return self._register(name, t)
-
-    def _register(self, name: str, t: Threads) -> Any:
-        base, _, axis = name.partition(".")
-        axis_number = "xyz".find(axis) if axis else -1
-        grid, size = self.cluster.grid, len(self.cluster.blocks) or self.cluster.size
-        if base in ("%tid", "%ntid"):
-            return (self.threads if base == "%ntid" else 0) if axis == "x" else 1 if base == "%ntid" else 0
-        if base == "%ctaid":
-            return self.coordinates[axis_number]
-        if base == "%nctaid":
-            return grid[axis_number]
-        if base in ("%cluster_ctaid", "%cluster_nctaid", "%clusterid", "%nclusterid"):
-            along = {"%cluster_ctaid": self.rank, "%cluster_nctaid": size}
-            along |= {"%clusterid": self.coordinates[0] // size, "%nclusterid": grid[0] // size}
-            rest = {"%clusterid": self.coordinates, "%nclusterid": grid}.get(base, (0, 0, 0) if base == "%cluster_ctaid" else (1, 1, 1))
-            return along[base] if axis == "x" else rest[axis_number]
-        lane = self.tid[t.part] % WARP
-        simple = {
-            "%laneid": lane,
-            "%warpid": self.tid[t.part] // WARP,
-            "%cluster_ctarank": self.rank,
-            "%cluster_nctarank": size,
-            "%smid": 0,
-        }
-        simple |= {"%dynamic_smem_size": self.cluster.shared_bytes - self.kernel.static_shared}
-        if base == "%lanemask_lt":
-            return (np.uint32(1) << lane) - np.uint32(1)
-        return simple.get(base)
+        known = {"%ctaid.x": self.index, "%nctaid.x": self.cluster.blocks_of_grid, "%cluster_ctarank": self.rank}
+        if name not in known:
+            raise NotImplementedError(f"no rule for {name}")
+        return known[name]
 
     def new_register(self, name: str) -> np.ndarray:
         bits = self.kernel.size(name)
@@ -141,7 +116,7 @@ class Cluster:
         unit: int,
         memory: Memory,
         params: np.ndarray,
-        grid: tuple[int, int, int],
+        blocks: int,
         size: int,
         mode: str | int,
         first: int,
@@ -149,7 +124,7 @@ class Cluster:
     ) -> None:
         self.kernel, self.block_threads, self.shared_bytes, self.unit = kernel, threads, shared_bytes, unit
         self.accumulator = accumulator
-        self.memory, self.params, self.grid, self.size = memory, params, grid, size
+        self.memory, self.params, self.blocks_of_grid, self.size = memory, params, blocks, size
         self.param_memory = Memory({0: params})
         self.eager, self.random = mode == "earliest", Random(mode) if isinstance(mode, int) else None
         self.order = Order(size * threads // WARP)
@@ -161,11 +136,7 @@ class Cluster:
         self.pending: list[Any] = []
         self.uses: list[tuple[int, int, Block, str]] = []
         """Of other blocks' shared memory: row, time, block."""
-        self.blocks: list[Block] = []
-        x = grid[0]
-        for rank in range(size):
-            index = first + rank
-            self.blocks.append(Block(self, rank, index, (index % x, index // x % grid[1], index // x // grid[1])))
+        self.blocks = [Block(self, rank, first + rank) for rank in range(size)]
         self.running = [Threads(b, 0, b.warps, 0) for b in self.blocks]
 
     def refuses(self) -> bool:
@@ -225,9 +196,9 @@ class Cluster:
             return AGAIN
         low = t.first // 4 * 4
         there = [o for o in self.running if o.block is t.block and low <= o.first < low + 4 and o.pc == t.pc and o.at is None]
-        there = [o for o in there if o is t or isinstance(o.wait, AtWarpgroup)]
+        there = [o for o in there if o is t or (o.wait and o.wait.warpgroup)]
         if sum(o.last - o.first for o in there) == 4:
             self.replace(there, [Threads(t.block, low, low + 4, t.pc)])
             return AGAIN
-        t.wait = AtWarpgroup(t, ins)
+        t.wait = Wait(lambda: False, lambda: f"the other warps of the warpgroup at {ins.text}", warpgroup=True)
         return STAY

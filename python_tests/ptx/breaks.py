@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
+
+from .order import Hazard
 
 PARITY = r"xor\.b32(\s+%r\d+, )(%r\d+), %r\d+;(?=\s+add)"
 """Where a consumer's or the producer's parity flips."""
@@ -35,3 +38,13 @@ def edited(code: str, pattern: str, replacement: Any, count: int) -> str:
         new = replacement(place) if callable(replacement) else place.expand(replacement)
         code = code[: place.start()] + new + code[place.end() :]
     return code
+
+
+def assert_reported(run: Callable[[str], bool], code: str, pattern: str, replacement: Any, count: int, expected: str) -> None:
+    """``run`` of the edited code raises the hazard that is expected, or gives a wrong result where that is."""
+    try:
+        right = run(edited(code, pattern, replacement, count))
+    except Hazard as hazard:
+        assert re.match(expected, str(hazard)), str(hazard)
+    else:
+        assert not right and "wrong result" in expected

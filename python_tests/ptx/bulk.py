@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .barriers import Mbarrier, barrier_of
+from .barriers import Mbarrier, barrier_at
 from .operands import PARAM_WINDOW, WARP, Threads, address, one, read
 from .order import Hazard, check
 from .parse import Instruction
@@ -50,23 +50,37 @@ class Groups:
     open: list[Any] = field(default_factory=list)
     groups: list[tuple[int, list[Any]]] = field(default_factory=list)
 
+    def commit(self) -> None:
+        self.groups.append((self.time, self.open))
+        self.open = []
+
+    def wait(self, left: int, block: Block, row: int) -> None:
+        """Till so many groups are left; the warp of that row has seen what the others did."""
+        while len(self.groups) > left:
+            time, copies = self.groups.pop(0)
+            for copy in copies:
+                block.cluster.complete(copy)
+            block.order.seen[row, self.agent] = max(block.order.seen[row, self.agent], time)
+
+
+@dataclass(eq=False)
+class Write:
+    """A bulk store, or a warp's cp.async, under way."""
+
+    finish: Any
+
 
 def cp(t: Threads, ins: Instruction) -> Any:
     if "bulk" not in ins.mods:
         return _cp_async(t, ins)
-    if "commit_group" in ins.mods:
-        for thread in _threads(t):
-            if thread in t.block.stores:
-                stores = t.block.stores[thread]
-                stores.groups.append((stores.time, stores.open))
-                stores.open = []
-        return None
-    if "wait_group" in ins.mods:
-        for thread in _threads(t):
-            if thread in t.block.stores:
-                _wait_stores(t.block, thread, int(str(ins.operands[0]), 0))
-        return None
-    if "prefetch" in ins.mods:
+    if "commit_group" in ins.mods or "wait_group" in ins.mods:
+        for thread in map(int, t.tid[t.active]):
+            if thread not in t.block.stores:
+                continue
+            if "commit_group" in ins.mods:
+                t.block.stores[thread].commit()
+            else:
+                t.block.stores[thread].wait(int(str(ins.operands[0]), 0), t.block, t.block.first_row + thread // WARP)
         return None
     to_shared = next(m for m in ins.mods if m.startswith(("shared", "global"))).startswith("shared")
     first, all_active = t.block.rows(t).start, t.active
@@ -76,10 +90,6 @@ def cp(t: Threads, ins: Instruction) -> Any:
         (_load if to_shared else _store)(t, ins, first + int(lane) // WARP, int(lane))
     t.active = all_active
     return None
-
-
-def _threads(t: Threads) -> list[int]:
-    return [int(x) for x in t.tid[t.active]]
 
 
 def _map(t: Threads, operand: str, text: str) -> tuple[TensorMap, list[int]]:
@@ -118,42 +128,45 @@ def _window(t: Threads, boxed: TensorMap, corner: list[int], text: str) -> tuple
     return np.lib.stride_tricks.as_strided(array[at:], shape, strides), tuple(reversed(inside))
 
 
-def _shape(boxed: TensorMap) -> tuple[int, ...]:
-    return (*reversed(boxed.box[1:]), boxed.box[0] * boxed.element)
+def _extent(t: Threads, ins: Instruction, places: list[str], which: int, lane: int) -> tuple[np.ndarray, Any, tuple[int, ...], int, int]:
+    """What a bulk copy reads or writes of global memory, at the operand ``which``: the bytes, where in the box they are, the box's shape,
+    the swizzle's span, and the alignment of the place in shared memory."""
+    text = ins.text
+    if "tensor" in ins.mods:
+        boxed, corner = _map(t, places[which], text)
+        shape, span = (*reversed(boxed.box[1:]), boxed.box[0] * boxed.element), boxed.span
+        window, inside = _window(t, boxed, corner, text)
+        check(not span or shape[-1] == span, "tensor map", f"{text}: no rule for rows of {shape[-1]} bytes under a swizzle of {span}")
+        return window, inside, shape, span, 8 * span or 128
+    place, size = int(address(t, places[which], "global")[lane]), one(t, places[2], "u32", text)
+    check(place % 16 == 0 and size % 16 == 0 and size, "alignment", f"{text}: {size} bytes at {place:#x}, not multiples of 16")
+    array, at = t.block.cluster.memory.region(place, size, text)
+    return array[at : at + size], slice(None), (size,), 0, 16
+
+
+def _staged(t: Threads, operand: str, lane: int, size: int, align: int, text: str) -> tuple[Block, int]:
+    """The block and the offset of a bulk copy's place in shared memory."""
+    block, offset = t.block.at(int(address(t, operand, "shared")[lane]), text)
+    check(offset % align == 0, "alignment", f"{text}: {block.named(offset)} is no multiple of {align}")
+    check(offset + size <= block.shared.bytes.size, "outside shared memory", f"{text}: {size} bytes at {offset}")
+    return block, offset
 
 
 def _load(t: Threads, ins: Instruction, row: int, lane: int) -> Any:
     cluster, text = t.block.cluster, ins.text
     places = [x for x in ins.operands if isinstance(x, str)]
-    tensor = "tensor" in ins.mods
     assert any(m.startswith("mbarrier") for m in ins.mods), f"no rule for {text}"
-    bar_operand, rest = (places[2], places[3:]) if tensor else (places[3], places[4:])
-    target = int(address(t, places[0], "shared")[lane])
-    span = 0
-    if tensor:
-        boxed, corner = _map(t, places[1], text)
-        shape, span = _shape(boxed), boxed.span
-        size = int(np.prod(shape))
-        window, inside = _window(t, boxed, corner, text)
-        check(not span or shape[-1] == span, "tensor map", f"{text}: no rule for rows of {shape[-1]} bytes under a swizzle of {span}")
-        align = 8 * span or 128
+    counter, *rest = places[2 if "tensor" in ins.mods else 3 :]
+    window, inside, shape, span, align = _extent(t, ins, places, 1, lane)
+    size = int(np.prod(shape))
 
-        def source() -> np.ndarray:
-            box = np.zeros(shape, np.uint8)
-            box[inside] = window
-            return box
-    else:
-        place, size, align = int(address(t, places[1], "global")[lane]), one(t, places[2], "u32", text), 16
-        check(place % 16 == 0 and size % 16 == 0 and size, "alignment", f"{text}: {size} bytes from {place:#x}, not multiples of 16")
-        array, at = cluster.memory.region(place, size, text)
+    def source() -> np.ndarray:
+        box = np.zeros(shape, np.uint8)
+        box[inside] = window
+        return box
 
-        def source() -> np.ndarray:
-            return array[at : at + size].copy()
-
-    block, offset = t.block.at(target, text)
-    check(offset % align == 0, "alignment", f"{text}: destination {block.named(offset)} is no multiple of {align}")
-    check(offset + size <= block.shared.bytes.size, "outside shared memory", f"{text}: {size} bytes at {offset}")
-    barrier = barrier_of(t, int(address(t, bar_operand, "shared")[lane]), text)
+    block, offset = _staged(t, places[0], lane, size, align, text)
+    barrier = barrier_at(t, int(address(t, counter, "shared")[lane]), text, True)
     targets = [block]
     if any(m.startswith("multicast") for m in ins.mods):
         mask = one(t, rest[0], "u16", text)
@@ -183,25 +196,10 @@ def _store(t: Threads, ins: Instruction, row: int, lane: int) -> Any:
     cluster, text = t.block.cluster, ins.text
     places = [x for x in ins.operands if isinstance(x, str)]
     assert "bulk_group" in ins.mods, f"no rule for {text}"
-    span = 0
-    if "tensor" in ins.mods:
-        boxed, corner = _map(t, places[0], text)
-        shape, span = _shape(boxed), boxed.span
-        size = int(np.prod(shape))
-        window, inside = _window(t, boxed, corner, text)
-        check(not span or shape[-1] == span, "tensor map", f"{text}: no rule for rows of {shape[-1]} bytes under a swizzle of {span}")
-        align = 8 * span or 128
-        where = int(address(t, places[1], "shared")[lane])
-    else:
-        place, size, align = int(address(t, places[0], "global")[lane]), one(t, places[2], "u32", text), 16
-        check(place % 16 == 0 and size % 16 == 0 and size, "alignment", f"{text}: {size} bytes to {place:#x}, not multiples of 16")
-        array, at = cluster.memory.region(place, size, text)
-        window, inside, shape = array[at : at + size], (slice(None),), (size,)
-        where = int(address(t, places[1], "shared")[lane])
-    block, offset = t.block.at(where, text)
+    window, inside, shape, span, align = _extent(t, ins, places, 0, lane)
+    size = int(np.prod(shape))
+    block, offset = _staged(t, places[1], lane, size, align, text)
     check(block is t.block, "bulk store", f"{text}: from another block's shared memory")
-    check(offset % align == 0, "alignment", f"{text}: source {block.named(offset)} is no multiple of {align}")
-    check(offset + size <= block.shared.bytes.size, "outside shared memory", f"{text}: {size} bytes at {offset}")
     thread = int(t.tid[lane])
     if thread not in block.stores:
         block.stores[thread] = Groups(block.order.agent("bulk store", f"a bulk store of thread {thread} of block {block.index}"))
@@ -214,23 +212,8 @@ def _store(t: Threads, ins: Instruction, row: int, lane: int) -> Any:
         rows = block.shared.bytes.reshape(-1, 16)
         window[...] = rows[offset // 16 + SLOTS(size // 16, span)].reshape(shape)[inside]
 
-    stores.open.append(cluster.begin(_Store(finish)))
+    stores.open.append(cluster.begin(Write(finish)))
     return None
-
-
-class _Store:
-    def __init__(self, finish: Any) -> None:
-        self.finish = finish
-
-
-def _wait_stores(block: Block, thread: int, left: int) -> None:
-    stores = block.stores[thread]
-    while len(stores.groups) > left:
-        time, copies = stores.groups.pop(0)
-        for copy in copies:
-            block.cluster.complete(copy)
-        row = block.first_row + thread // WARP
-        block.order.seen[row, stores.agent] = max(block.order.seen[row, stores.agent], time)
 
 
 def check_left(block: Block, threads: np.ndarray) -> None:
@@ -240,37 +223,17 @@ def check_left(block: Block, threads: np.ndarray) -> None:
             raise Hazard("left before wait_group", f"thread {thread} of block {block.index} ends while a bulk store of it is under way")
 
 
-class _Part:
-    """cp.async of some lanes of a warp."""
-
-    def __init__(self, block: Block, to: np.ndarray, data: list[np.ndarray], text: str) -> None:
-        self.block, self.to, self.data, self.text = block, to, data, text
-
-    def finish(self) -> None:
-        self.block.view.store(self.to, 32, self.data, self.text)
-
-
 def _cp_async(t: Threads, ins: Instruction) -> Any:
     """cp.async of 4, 8 or 16 bytes. Of a source of no bytes it copies zeros."""
     block = t.block
     rows = block.rows(t)
     each = [block.copies_of(row) for row in range(rows.start, rows.stop)]
-    if "commit_group" in ins.mods:
-        for copies in each:
-            copies.groups.append((copies.time, copies.open))
-            copies.open = []
-        return None
-    if "wait_group" in ins.mods or "wait_all" in ins.mods:
-        left = int(str(ins.operands[0]), 0) if "wait_group" in ins.mods else 0
+    if "commit_group" in ins.mods or "wait_group" in ins.mods:
         for row, copies in zip(range(rows.start, rows.stop), each, strict=True):
-            if "wait_all" in ins.mods:
-                copies.groups.append((copies.time, copies.open))
-                copies.open = []
-            while len(copies.groups) > left:
-                time, parts = copies.groups.pop(0)
-                for part in parts:
-                    block.cluster.complete(part)
-                block.order.seen[row, copies.agent] = max(block.order.seen[row, copies.agent], time)
+            if "commit_group" in ins.mods:
+                copies.commit()
+            else:
+                copies.wait(int(str(ins.operands[0]), 0), block, row)
         return None
     assert "global" in ins.mods and any(m.startswith("shared") for m in ins.mods), f"no rule for {ins.text}"
     size = int(str(ins.operands[2]), 0)
@@ -292,5 +255,5 @@ def _cp_async(t: Threads, ins: Instruction) -> Any:
         block.shared.write_by_warps(lane_rows[which], units, ins.text, np.full(count, copies.agent), np.full(count, copies.time))
         if not block.cluster.eager:
             block.view.store(mine, 32, [np.full(count, 0xFFFFFFFF, np.uint32)] * (size // 4), ins.text)
-        copies.open.append(block.cluster.begin(_Part(block, mine, data, ins.text)))
+        copies.open.append(block.cluster.begin(Write(partial(block.view.store, mine, 32, data, ins.text))))
     return None

@@ -16,7 +16,7 @@ from .bulk import cp
 from .operands import PARAM_WINDOW, SHARED_WINDOW, UNSIGNED, WARP, Threads, address, kind, lanes, read, write
 from .order import check
 from .parse import SIZES, Instruction
-from .wgmma import numbers_of, setmaxnreg, wgmma
+from .wgmma import expanded, numbers_of, setmaxnreg, wgmma
 
 
 def space_of(ins: Instruction) -> str:
@@ -112,35 +112,6 @@ def _st(t: Threads, ins: Instruction) -> None:
         store(t, space, where, rows[which], bits, [v[which] for v in values], ins)
 
 
-FOLD: dict[str, Callable[[Any, Any], Any]] = {
-    "add": lambda a, b: a + b, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-    "exch": lambda _a, b: b, "inc": lambda a, b: np.where(a >= b, 0, a + 1).astype(a.dtype),
-}  # fmt: skip
-
-
-def _atom(t: Threads, ins: Instruction) -> None:
-    """atom and red, one thread after another. Atomics of shared memory order nothing here, and race with nothing."""
-    type_ = ins.types[-1]
-    bits = SIZES[type_]
-    place, *values = ins.operands if ins.name == "red" else ins.operands[1:]
-    what = next(m for m in ins.mods if m in FOLD or m == "cas")
-    given = [np.broadcast_to(read(t, v, type_), (t.count,))[t.active] for v in values]
-    before = np.zeros(int(t.active.sum()), UNSIGNED[bits])
-    for space, which, where in _places(t, str(place), ins):
-        assert space in ("global", "shared"), f"no rule for {ins.text}"
-        for i, lane in enumerate(np.arange(len(before))[which]):
-            memory = t.block.cluster.memory if space == "global" else t.block.view
-            at = where[i : i + 1]
-            old = memory.load(at, bits, 1, ins.text)[0].view(kind(type_))
-            new = np.where(old == given[0][lane], given[1][lane], old) if what == "cas" else FOLD[what](old, given[0][lane])
-            memory.store(at, bits, [np.asarray(new, kind(type_)).view(UNSIGNED[bits])], ins.text)
-            before[lane] = old.view(UNSIGNED[bits])[0]
-    if ins.name == "atom":
-        full = np.zeros(t.count, before.dtype)
-        full[t.active] = before
-        write(t, ins.operands[0], full)
-
-
 def _shfl(t: Threads, ins: Instruction) -> None:
     mode = next(m for m in ins.mods if m in ("up", "down", "bfly", "idx"))
     a, by, control = lanes(t, ins.operands[1], "b32"), lanes(t, ins.operands[2], "s32"), lanes(t, ins.operands[3], "s32")
@@ -155,32 +126,15 @@ def _shfl(t: Threads, ins: Instruction) -> None:
 
 
 def _vote(t: Threads, ins: Instruction) -> None:
+    assert "ballot" in ins.mods, f"no rule for {ins.text}"
     source = str(ins.operands[1])
     given = (lanes(t, source.lstrip("!"), "pred") ^ source.startswith("!")) & t.active.reshape(-1, WARP)
-    if "ballot" in ins.mods:
-        write(t, ins.operands[0], np.repeat((given << np.arange(WARP, dtype=np.uint64)).sum(1).astype(np.uint32), WARP))
-    else:
-        whole = given.any(1) if "any" in ins.mods else (given | ~t.active.reshape(-1, WARP)).all(1)
-        write(t, ins.operands[0], np.repeat(whole, WARP))
-
-
-def _activemask(t: Threads, ins: Instruction) -> None:
-    write(t, ins.operands[0], np.repeat((t.active.reshape(-1, WARP) << np.arange(WARP, dtype=np.uint64)).sum(1).astype(np.uint32), WARP))
-
-
-def _elect(t: Threads, ins: Instruction) -> None:
-    """elect.sync: the first of the threads that are here."""
-    here = t.active.reshape(-1, WARP)
-    first = here.argmax(1)
-    number, chosen = str(ins.operands[0]).split("|")
-    if number != "_":
-        write(t, number, np.repeat(first, WARP).astype(np.uint32))
-    write(t, chosen, (np.arange(WARP) == first[:, None]).reshape(-1))
+    write(t, ins.operands[0], np.repeat((given << np.arange(WARP, dtype=np.uint64)).sum(1).astype(np.uint32), WARP))
 
 
 def _redux(t: Threads, ins: Instruction) -> None:
     type_ = ins.types[-1]
-    fold = {"add": np.add, "max": np.maximum, "min": np.minimum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+    fold = {"add": np.add, "max": np.maximum, "min": np.minimum}
     a = lanes(t, ins.operands[1], type_)
     whole = fold[next(m for m in ins.mods if m in fold)].reduce(a, axis=1, dtype=a.dtype)
     write(t, ins.operands[0], np.repeat(whole, WARP))
@@ -215,28 +169,23 @@ def _fence(t: Threads, ins: Instruction) -> None:
                 t.block.order.fence(slice(int(row), int(row) + 1))
 
 
-def _matrix_rows(t: Threads, operand: str, count: int, ins: Instruction) -> np.ndarray:
+def _matrix_rows(t: Threads, operand: str, count: int, ins: Instruction, writes: bool) -> np.ndarray:
     """Byte offsets of the 8 rows of each of ``count`` 8x8 matrices of 16 bits, given by lanes 0-7, 8-15, ...: [warps, count, 8]."""
     assert t.active.all(), f"{ins.text}: some threads are missing"
-    whole = address(t, operand, "shared").reshape(-1, WARP)[:, : 8 * count]
+    whole, shared = address(t, operand, "shared").reshape(-1, WARP)[:, : 8 * count], t.block.shared
     block, _ = t.block.at(int(whole[0, 0]), ins.text)
     assert block is t.block, f"{ins.text}: another block's shared memory"
     rows = (whole & np.uint64((1 << RANK) - 1)).astype(np.int64)
     assert not (rows % 16).any(), f"{ins.text}: a row does not start at a multiple of 16 bytes"
-    assert rows.max() + 16 <= block.shared.bytes.size, f"{ins.text}: outside shared memory"
+    assert rows.max() + 16 <= shared.bytes.size, f"{ins.text}: outside shared memory"
+    warps = np.repeat(np.arange(t.block.rows(t).start, t.block.rows(t).stop), 8 * count)
+    (shared.write_by_warps if writes else shared.read_by_warps)(warps, shared.spread(rows.reshape(-1), 16), ins.text)
     return rows.reshape(-1, count, 8)
-
-
-def _note_rows(t: Threads, rows: np.ndarray, ins: Instruction, writes: bool) -> None:
-    warps = np.repeat(np.arange(t.block.rows(t).start, t.block.rows(t).stop), rows[0].size)
-    units = t.block.shared.spread(rows.reshape(-1), 16)
-    (t.block.shared.write_by_warps if writes else t.block.shared.read_by_warps)(warps, units, ins.text)
 
 
 def _ldmatrix(t: Threads, ins: Instruction) -> None:
     targets = ins.operands[0] if isinstance(ins.operands[0], tuple) else (ins.operands[0],)
-    rows = _matrix_rows(t, str(ins.operands[1]), len(targets), ins)
-    _note_rows(t, rows, ins, False)
+    rows = _matrix_rows(t, str(ins.operands[1]), len(targets), ins, False)
     half = t.block.shared.bytes.view(np.uint16)
     matrices = half[rows[..., None] // 2 + np.arange(8)]  # [warps, count, 8 rows, 8]
     if "trans" in ins.mods:
@@ -249,17 +198,11 @@ def _ldmatrix(t: Threads, ins: Instruction) -> None:
 
 def _stmatrix(t: Threads, ins: Instruction) -> None:
     sources = ins.operands[1] if isinstance(ins.operands[1], tuple) else (ins.operands[1],)
-    rows = _matrix_rows(t, str(ins.operands[0]), len(sources), ins)
-    _note_rows(t, rows, ins, True)
+    rows = _matrix_rows(t, str(ins.operands[0]), len(sources), ins, True)
     half = t.block.shared.bytes.view(np.uint16)
     for i, source in enumerate(sources):
         matrix = np.ascontiguousarray(lanes(t, source, "b32")).view(np.uint16).reshape(-1, 8, 8)
         half[rows[:, i, :, None] // 2 + np.arange(8)] = matrix.swapaxes(-1, -2) if "trans" in ins.mods else matrix
-
-
-def _movmatrix(t: Threads, ins: Instruction) -> None:
-    matrix = np.ascontiguousarray(lanes(t, ins.operands[1], "b32")).view(np.uint16).reshape(-1, 8, 8)
-    write(t, ins.operands[0], np.ascontiguousarray(matrix.swapaxes(-1, -2)).view(np.uint32).reshape(-1))
 
 
 def _fragment(t: Threads, operands: Any, type_: str) -> np.ndarray:
@@ -296,21 +239,11 @@ def _sparse(t: Threads, ins: Instruction, packed: np.ndarray) -> np.ndarray:
     words = lanes(t, ins.operands[4], "b32").reshape(-1, 8, 4)[:, :, 2 * selector : 2 * selector + 2]
     halves = np.stack([words & 0xFFFF, words >> 16], axis=1)  # [warps, g or g + 8, g, t % 2]
     codes = (halves[..., None] >> (4 * np.arange(4, dtype=np.uint32)) & 15).reshape(-1, 16, 8)
-    low, high = codes & 3, codes >> 2
-    check((low < high).all(), "invalid nibble", f"{t.name}: {ins.text}")
-    columns = np.stack([low, high], axis=-1).astype(np.int64) + 4 * np.arange(8)[:, None]
-    dense = np.zeros((len(packed), 16, 32))
-    np.put_along_axis(dense, columns.reshape(-1, 16, 16), packed, 2)
-    return dense
-
-
-def _nothing(t: Threads, ins: Instruction) -> None:
-    """What changes nothing here."""
+    return expanded(packed, codes, f"{t.name}: {ins.text}")[0]
 
 
 EXCHANGE: dict[str, Callable[[Threads, Instruction], Any]] = {
-    "ld": _ld, "st": _st, "ldu": _ld, "cp": cp, "shfl": _shfl, "redux": _redux, "ldmatrix": _ldmatrix, "stmatrix": _stmatrix, "mma": _mma,
-    "movmatrix": _movmatrix, "wgmma": wgmma, "bar": bar, "barrier": bar, "fence": _fence, "membar": _nothing, "mbarrier": mbarrier,
-    "elect": _elect, "vote": _vote, "activemask": _activemask, "cvta": _cvta, "mapa": _mapa, "atom": _atom, "red": _atom,
-    "setmaxnreg": setmaxnreg, "prefetch": _nothing, "griddepcontrol": _nothing, "nanosleep": _nothing, "prefetchu": _nothing,
+    "ld": _ld, "st": _st, "cp": cp, "shfl": _shfl, "redux": _redux, "ldmatrix": _ldmatrix, "stmatrix": _stmatrix, "mma": _mma,
+    "wgmma": wgmma, "bar": bar, "barrier": bar, "fence": _fence, "mbarrier": mbarrier, "vote": _vote, "cvta": _cvta, "mapa": _mapa,
+    "setmaxnreg": setmaxnreg,
 }  # fmt: skip

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 
 from .operands import SIGNED, UNSIGNED, Threads, kind, read
 from .parse import SIZES, Instruction
@@ -41,24 +40,16 @@ def _two(fn: Callable[[Any, Any], Any]) -> Rule:
     return rule
 
 
-def _wide(t: Threads, ins: Instruction) -> Any:
-    """The whole product of two numbers."""
-    a, b = (read(t, x, ins.types[-1]) for x in ins.operands[1:3])
-    bits = SIZES[ins.types[-1]]
-    to = (SIGNED if ins.types[-1][0] == "s" else UNSIGNED)[2 * bits] if bits < 64 else object
-    return a.astype(to) * b.astype(to)
-
-
 def _product(t: Threads, ins: Instruction) -> Any:
     type_ = ins.types[-1]
-    if "wide" in ins.mods:
-        return _wide(t, ins)
-    if "hi" in ins.mods:
-        bits = SIZES[type_]
-        high = _wide(t, ins) >> bits
-        return (high & ((1 << bits) - 1)).astype(UNSIGNED[bits]).view(kind(type_)) if bits == 64 else high.astype(kind(type_))
     a, b = (read(t, x, type_) for x in ins.operands[1:3])
-    return a * b
+    if "lo" in ins.mods or type_ in ("f32", "f64"):
+        return a * b
+    bits = SIZES[type_]
+    assert bits < 64 and type_[0] in "su", f"no rule for {ins.text}"
+    to = (SIGNED if type_[0] == "s" else UNSIGNED)[2 * bits]
+    whole = a.astype(to) * b.astype(to)
+    return whole if "wide" in ins.mods else (whole >> to(bits)).astype(kind(type_))
 
 
 def _mad(t: Threads, ins: Instruction) -> Any:
@@ -80,8 +71,8 @@ def _fma(t: Threads, ins: Instruction) -> Any:
     found = np.asarray(exact).astype(kind(type_))
     if "rm" in ins.mods:
         found = np.where(found > exact, np.nextafter(found, kind(type_)(-np.inf)), found)
-    assert not {"rp", "rz"} & set(ins.mods), f"no rule for {ins.text}"
-    return np.clip(np.nan_to_num(found), 0, 1).astype(kind(type_)) if "sat" in ins.mods else found
+    assert not {"rp", "rz", "sat"} & set(ins.mods), f"no rule for {ins.text}"
+    return found
 
 
 def _divided(a: Any, b: Any) -> Any:
@@ -129,7 +120,6 @@ def _prmt(t: Threads, ins: Instruction) -> Any:
 
 COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
 }  # fmt: skip
 
 
@@ -192,29 +182,13 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
     return np.where((b & 0x7FFFFFFF) > 0x7F800000, 0x7FFF, rounded).astype(np.uint16)
 
 
-def _to_float8(a: np.ndarray, to: str) -> np.ndarray:
-    """float32 to the bits of e4m3 or e5m2, to nearest even, numbers beyond the largest to it."""
-    kinds = {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}
-    most = torch.finfo(kinds[to]).max
-    x = torch.from_numpy(np.array(a, np.float32, ndmin=1))
-    return torch.where(x.isnan(), x, x.clamp(-most, most)).to(kinds[to]).view(torch.uint8).numpy()
-
-
 def _pair(t: Threads, ins: Instruction) -> Any:
     """cvt of two float32 into one register."""
     to = ins.types[0]
     high, low = (read(t, x, "f32") for x in ins.operands[1:3])
-    if "relu" in ins.mods:
-        high, low = (np.where(x > 0, x, np.where(np.isnan(x), x, 0)).astype(np.float32) for x in (high, low))
-    if to in ("e4m3x2", "e5m2x2"):
-        assert "satfinite" in ins.mods, f"no rule for {ins.text}"
-        return (_to_float8(high, to).astype(np.uint16) << np.uint16(8)) | _to_float8(low, to)
-    assert "satfinite" not in ins.mods and "rn" in ins.mods, f"no rule for {ins.text}"
+    assert to in ("bf16x2", "f16x2") and "rn" in ins.mods and not {"relu", "satfinite"} & set(ins.mods), f"no rule for {ins.text}"
     halves = [to_bf16(x) if to == "bf16x2" else np.atleast_1d(x).astype(np.float16).view(np.uint16) for x in (high, low)]
     return (halves[0].astype(np.uint32) << np.uint32(16)) | halves[1]
-
-
-ROUND: dict[str, Callable[[Any], Any]] = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
 
 
 def _cvt(t: Threads, ins: Instruction) -> Any:
@@ -225,16 +199,16 @@ def _cvt(t: Threads, ins: Instruction) -> Any:
     a = read(t, ins.operands[1], of)
     if of == "bf16":
         a = (a.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    way = next((m for m in ins.mods if m in ROUND), "")
-    if way:
-        a = ROUND[way](a)
+    assert not {"rni", "rmi", "rpi"} & set(ins.mods), f"no rule for {ins.text}"
+    if "rzi" in ins.mods:
+        a = np.trunc(a)
     if "sat" in ins.mods:
         assert to == "f32", f"no rule for {ins.text}"
         a = np.clip(np.nan_to_num(a), 0, 1)
     if to == "bf16":
         return to_bf16(a)
     if a.dtype.kind == "f" and kind(to)().dtype.kind != "f":
-        assert way, f"no rule for {ins.text}"
+        assert "rzi" in ins.mods, f"no rule for {ins.text}"
         limits = np.iinfo(kind(to))
         return np.clip(np.nan_to_num(a.astype(np.longdouble)), limits.min, limits.max).astype(kind(to))
     return a.astype(kind(to))
@@ -249,46 +223,25 @@ def _brev(t: Threads, ins: Instruction) -> Any:
     return found
 
 
-def _highest(a: np.ndarray, bits: int) -> np.ndarray:
+def _highest(t: Threads, ins: Instruction) -> Any:
     """The place of the highest one, or -1."""
-    exponents: np.ndarray = np.frexp(np.asarray(a).astype(np.longdouble))[1] - 1
-    return np.where(np.asarray(a) == 0, -1, exponents).astype(np.int64)
+    a = np.asarray(read(t, ins.operands[1], f"u{SIZES[ins.types[-1]]}"))
+    return np.where(a == 0, -1, np.frexp(a.astype(np.longdouble))[1] - 1).astype(np.int64)
 
 
 def _bfind(t: Threads, ins: Instruction) -> Any:
-    type_ = ins.types[-1]
-    a, bits = read(t, ins.operands[1], type_), SIZES[type_]
-    if type_[0] == "s":
-        a = np.where(a < 0, ~a, a)
-    at = _highest(a, bits)
-    found = np.where(at < 0, 0xFFFFFFFF, bits - 1 - at if "shiftamt" in ins.mods else at)
-    return found.astype(np.uint32)
+    assert "shiftamt" in ins.mods and ins.types[-1][0] == "u", f"no rule for {ins.text}"
+    at = _highest(t, ins)
+    return np.where(at < 0, 0xFFFFFFFF, SIZES[ins.types[-1]] - 1 - at).astype(np.uint32)
 
 
 def _clz(t: Threads, ins: Instruction) -> Any:
-    bits = SIZES[ins.types[-1]]
-    return (bits - 1 - _highest(read(t, ins.operands[1], f"u{bits}"), bits)).astype(np.uint32)
+    return (SIZES[ins.types[-1]] - 1 - _highest(t, ins)).astype(np.uint32)
 
 
 def _copysign(t: Threads, ins: Instruction) -> Any:
     a, b = (read(t, x, ins.types[-1]) for x in ins.operands[1:3])
     return np.copysign(b, a)
-
-
-def _lop3(t: Threads, ins: Instruction) -> Any:
-    a, b, c = (read(t, x, "b32") for x in ins.operands[1:4])
-    table, found = int(str(ins.operands[4]), 0), np.zeros((), np.uint32)
-    for i in range(8):
-        if table >> i & 1:
-            found = found | ((a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c))
-    return found
-
-
-def _shf(t: Threads, ins: Instruction) -> Any:
-    a, b, n = (read(t, x, "b32").astype(np.uint64) for x in ins.operands[1:4])
-    n = np.minimum(n, 32) if "clamp" in ins.mods else n & np.uint64(31)
-    both = a | (b << np.uint64(32))
-    return ((both << n) >> np.uint64(32) if "l" in ins.mods else both >> n).astype(np.uint32)
 
 
 def _mov(t: Threads, ins: Instruction) -> Any:
@@ -311,6 +264,6 @@ PLAIN: dict[str, Rule] = {
     "and": _two(np.bitwise_and), "or": _two(np.bitwise_or), "xor": _two(np.bitwise_xor), "not": _one(np.invert),
     "shl": _shift, "shr": _shift, "bfe": _bfe, "bfi": _bfi, "prmt": _prmt, "setp": _setp, "selp": _selp, "popc": _one(np.bitwise_count),
     "min": _extreme, "max": _extreme, "abs": _sign, "neg": _sign, "cvt": _cvt, "mov": _mov,
-    "sqrt": _one(np.sqrt), "rcp": _one(lambda a: 1 / a), "ex2": _one(np.exp2), "lg2": _one(np.log2), "tanh": _one(np.tanh),
-    "rsqrt": _one(lambda a: 1 / np.sqrt(a)), "brev": _brev, "bfind": _bfind, "clz": _clz, "copysign": _copysign, "lop3": _lop3, "shf": _shf,
+    "sqrt": _one(np.sqrt), "rcp": _one(lambda a: 1 / a), "ex2": _one(np.exp2), "brev": _brev, "bfind": _bfind, "clz": _clz,
+    "copysign": _copysign,
 }  # fmt: skip

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from .barriers import AGAIN, STAY, STOP, AtWarpgroup
+from .barriers import AGAIN, STAY, STOP
 from .block import Cluster
 from .bulk import Copy, check_left
 from .exchange import EXCHANGE, space_of
@@ -40,7 +40,7 @@ def _program(kernel: Kernel) -> list[Rule]:
         rule = kernel.labels.get(str(ins.operands[0])) if kind == "bra" else PLAIN.get(ins.name) or EXCHANGE.get(ins.name)
         watched = () if ins.name == "wgmma" else tuple(ins.words & async_registers)
         writes: frozenset[str] = frozenset()
-        if ins.operands and ins.name not in ("st", "red", "cp", "bar", "bra"):
+        if ins.operands and ins.name not in ("st", "cp", "bar", "bra"):
             writes = frozenset(ins.operands[0] if isinstance(ins.operands[0], tuple) else str(ins.operands[0]).split("|"))
         program.append((ins, kind, rule, ins.guard.lstrip("!"), ins.guard.startswith("!"), watched, writes))
     return program
@@ -112,19 +112,17 @@ class Machine:
 
     def _progress(self) -> bool:
         """Nothing can run: let something that is under way happen."""
-        pending = [o for o in self.cluster.pending if isinstance(o, Copy)] or [
-            o for o in self.cluster.pending if not isinstance(o, Product)
-        ]
+        under_way = [o for o in self.cluster.pending if not isinstance(o, Product)]
+        pending = [o for o in under_way if isinstance(o, Copy)] or under_way
         if not pending:
             return False
         self.cluster.complete(self.cluster.random.choice(pending) if self.cluster.random else pending[0])
         return True
 
     def _stuck(self) -> None:
-        half = [t for t in self.cluster.running if isinstance(t.wait, AtWarpgroup)]
-        waits = "\n  ".join(f"{t.name} waits for {t.wait}" for t in self.cluster.running)
-        others = len({t.block.index for t in half}) and all(isinstance(t.wait, AtWarpgroup) for t in self.cluster.running)
-        raise Hazard("half a warpgroup" if half and others else "deadlock", f"nothing can run:\n  {waits}")
+        running = self.cluster.running
+        waits = "\n  ".join(f"{t.name} waits for {t.wait.words()}" for t in running)
+        raise Hazard("half a warpgroup" if all(t.wait.warpgroup for t in running) else "deadlock", f"nothing can run:\n  {waits}")
 
     def _leave(self) -> None:
         """The end: of what is under way only stores to global memory may be left."""
@@ -255,12 +253,11 @@ class Machine:
 
 def execute(
     kernel: Kernel,
-    blocks: Iterable[int] | int,
+    blocks: int,
     args: Sequence[Any],
     tensors: Sequence[Tensor] = (),
     mode: str | int = "earliest",
     threads: int = 0,
-    grid: tuple[int, int, int] | None = None,
     cluster: int = 1,
     shared: int | None = None,
     accumulator: int = 0,
@@ -268,12 +265,11 @@ def execute(
     """Run blocks of a kernel on CPU tensors, given in the order of its parameters (what it takes as constants left out).
 
     Args:
-        blocks: which of the grid run, whole clusters of them.
+        blocks: of the grid, along x.
         args: tensors, ints, floats as bytes, or bytes for structs and tensor maps.
         tensors: further memory that the kernel may touch, for addresses that it reads from a table or a tensor map.
         mode: see ``Cluster``.
         threads: of a block, where the kernel does not say it.
-        grid: its size; default as many blocks as run, along x.
         cluster: blocks of a cluster, along x.
         shared: bytes of dynamic shared memory; default all that there is.
         accumulator: bits in which a wgmma of fp8 adds, cut off and not rounded; 0: float64, rounded once. Hopper's are said to be about 14
@@ -288,7 +284,6 @@ def execute(
         raise ValueError(f"{kernel.name}: {threads} threads of a block; at most {kernel.most_threads}, and whole warps")
     if not kernel.code:
         raise ValueError(f"{kernel.name} has no instructions")
-    which = list(range(blocks) if isinstance(blocks, int) else blocks)
     memory = Memory.of([a for a in args if isinstance(a, Tensor)] + list(tensors))
     params = _parameters(kernel, args)
     size = MOST_SHARED if shared is None else kernel.static_shared + shared
@@ -296,10 +291,9 @@ def execute(
         raise ValueError(f"{kernel.name}: {shared} bytes of dynamic shared memory")
     size = -(-size // 16) * 16
     program, unit = _program(kernel), _unit(kernel)
-    grid = grid or (len(which), 1, 1)
     with np.errstate(all="ignore"):
-        for first in which[::cluster]:
-            made = Cluster(kernel, threads, size, unit, memory, params, grid, cluster, mode, first, accumulator)
+        for first in range(0, blocks, cluster):
+            made = Cluster(kernel, threads, size, unit, memory, params, blocks, cluster, mode, first, accumulator)
             Machine(made, program).run()
 
 

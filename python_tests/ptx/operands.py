@@ -98,10 +98,6 @@ class Threads:
         """The wait that has just been refused once: a second refusal in a row blocks."""
 
     @property
-    def registers(self) -> dict[str, np.ndarray]:
-        return self.block.registers
-
-    @property
     def tid(self) -> np.ndarray:
         return self.block.tid[self.part]
 
@@ -144,9 +140,9 @@ def read(t: Threads, operand: Any, type_: str) -> np.ndarray:
     want = kind(type_)
     if operand == "%tid.x":
         return t.tid.astype(want)
-    if (special := t.block.special(operand, t)) is not None:
+    if (special := t.block.special(operand)) is not None:
         return np.asarray(special).astype(want)
-    if operand[0] == "%" or operand in t.block.kernel.registers:  # nobody has written it: allowed as long as nothing depends on it
+    if t.block.kernel.declares(operand):  # nobody has written it: allowed as long as nothing depends on it
         return np.asarray(0xDEADBEEFDEADBEEF & ((1 << SIZES[type_]) - 1), bool if type_ == "pred" else UNSIGNED[SIZES[type_]]).view(want)
     return _constant(operand, type_)
 

@@ -15,7 +15,6 @@ import numpy as np
 
 NEVER = 2**31 - 1
 """The time of a write that has not come yet."""
-NOBODY = 0
 
 UNWAITED = "read before the wait"
 UNFENCED = "not fenced for the async proxy"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 SIZES = {"b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32, "u32": 32, "s32": 32, "f32": 32}
 SIZES |= {"f16x2": 32, "bf16x2": 32, "s16x2": 32, "u16x2": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64, "pred": 1, "b128": 128}
-SIZES |= {"e4m3": 8, "e5m2": 8, "e4m3x2": 16, "e5m2x2": 16}
+SIZES |= {"e4m3": 8, "e5m2": 8}
 """Bits of every type."""
 
 RESERVED = 1024
@@ -26,9 +26,6 @@ class Instruction:
     text: str
     words: frozenset[str]
     """Every word of the operands and the guard, registers among them."""
-
-    def has(self, mod: str) -> bool:
-        return mod in self.mods
 
 
 @dataclass
@@ -49,6 +46,9 @@ class Kernel:
     labels: dict[str, int] = field(default_factory=dict)
     registers: dict[str, int] = field(default_factory=dict)
     """Bits by a register's whole name, or by what comes before its number."""
+
+    def declares(self, register: str) -> bool:
+        return register in self.registers or register.rstrip("0123456789") in self.registers
 
     def size(self, register: str) -> int:
         """Bits of a register."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -50,31 +48,17 @@ class TensorMap:
         return cls(address, element, tuple(rest[:rank]), tuple(rest[5 : 4 + rank]), tuple(rest[9 : 9 + rank]), span)
 
 
-def encode(
-    dtype: int,
-    address: int,
-    sizes: Sequence[int],
-    strides: Sequence[int],
-    box: Sequence[int],
-    element_strides: Sequence[int] | None = None,
-    interleave: int = 0,
-    swizzle: int = 0,
-    l2: int = 0,
-    fill: int = 0,
-) -> bytes:
+def encode(dtype: int, address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int = 0) -> bytes:
     """The arguments of cuTensorMapEncodeTiled, enums as in cuda.h; the result may be a kernel's parameter.
 
     Raises:
         Hazard: one of them is beyond a limit, where the driver would answer CUDA_ERROR_INVALID_VALUE.
     """
     rank = len(sizes)
-    check(
-        1 <= rank <= 5 and len(strides) == rank - 1 and len(box) == rank, LIMIT, f"rank {rank}, {len(strides)} strides, box of {len(box)}"
-    )
+    alike = 1 <= rank <= 5 and len(strides) == rank - 1 and len(box) == rank
+    check(alike, LIMIT, f"rank {rank}, {len(strides)} strides, box of {len(box)}")
     check(dtype in ELEMENT_BYTES, LIMIT, f"no rule for data type {dtype}")
     element, span = ELEMENT_BYTES[dtype], SPANS[swizzle]
-    check(interleave == 0 and fill == 0 and 0 <= l2 <= 3, LIMIT, f"no rule for interleave {interleave}, fill {fill}, L2 promotion {l2}")
-    check(all(s == 1 for s in element_strides or ()), LIMIT, f"no rule for element strides {element_strides}")
     check(address % 16 == 0 and address, LIMIT, f"address {address:#x} is no multiple of 16")
     check(all(1 <= s <= 1 << 32 for s in sizes), LIMIT, f"sizes {tuple(sizes)} are not all in 1 ... 2^32")
     check(all(1 <= b <= 256 for b in box), LIMIT, f"a box of {tuple(box)}, of more than 256 one way")
@@ -87,28 +71,6 @@ def encode(
         check(stride >= below or sizes[i + 1] == 1, LIMIT, f"stride {stride} is less than the {below} bytes of the dimension before")
         below = stride * sizes[i + 1]
     return TensorMap(address, element, tuple(sizes), tuple(strides), tuple(box), span).pack()
-
-
-_PROTOTYPE = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, *[ctypes.POINTER(ctypes.c_uint64)] * 2,
-    *[ctypes.POINTER(ctypes.c_uint32)] * 2, *[ctypes.c_int] * 4,
-)  # fmt: skip
-
-
-def encoder(errors: list[BaseException]) -> Any:
-    """A function of C in place of the driver's cuTensorMapEncodeTiled; what it refuses it adds to ``errors`` and answers 1."""
-
-    def call(to: int, dtype: int, rank: int, address: int, sizes: Any, strides: Any, box: Any, steps: Any, *enums: int) -> int:
-        try:
-            check(to % 64 == 0, LIMIT, f"the map's address {to:#x} is no multiple of 64")
-            made = encode(dtype, address or 0, sizes[:rank], strides[: rank - 1], box[:rank], steps[:rank], *enums)
-        except (AssertionError, KeyError) as error:
-            errors.append(error)
-            return 1
-        ctypes.memmove(to, made, 128)
-        return 0
-
-    return _PROTOTYPE(call)
 
 
 def permutation(chunks: int, span: int) -> np.ndarray:

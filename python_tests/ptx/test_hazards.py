@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
 
 from .machine import execute
 from .order import Hazard
 from .parse import parse
-from .tensor_map import TensorMap, encode, encoder
+from .tensor_map import TensorMap, encode
 
 MODES: list[str | int] = ["earliest", "latest", 3]
 HEAD = """
@@ -141,15 +139,3 @@ def test_limits_of_tensor_maps(changed: dict, message: str) -> None:
     assert made == TensorMap(1 << 20, 2, (256, 512), (512,), (64, 128), 128)
     with pytest.raises(Hazard, match=message):
         encode(**FINE | changed)  # type: ignore[arg-type]
-
-
-def test_an_encoder_for_c() -> None:
-    """In place of the driver's function, for host code that calls one."""
-    errors: list[BaseException] = []
-    call, room = encoder(errors), (ctypes.c_uint64 * 24)()
-    to = -(-ctypes.addressof(room) // 64) * 64
-    sizes, strides = (ctypes.c_uint64 * 2)(256, 512), (ctypes.c_uint64 * 1)(512)
-    steps = (ctypes.c_uint32 * 2)(1, 1)
-    assert call(to, 9, 2, 1 << 20, sizes, strides, (ctypes.c_uint32 * 2)(64, 128), steps, 0, 3, 2, 0) == 0
-    assert ctypes.string_at(to, 128) == encode(**FINE) and not errors  # type: ignore[arg-type]
-    assert call(to, 9, 2, 1 << 20, sizes, strides, (ctypes.c_uint32 * 2)(64, 300), steps, 0, 3, 2, 0) == 1 and len(errors) == 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 
 import pytest
 import torch
 
 from nmkernels import reference, testing
+from nmkernels.reference.adamw import bits_of
 
 from .machine import execute
 from .nvcc import CSRC, NVCC, ptx
@@ -92,38 +94,61 @@ def test_the_gemm_by_mma_sp(tile: tuple[int, ...], by_column: bool, mode: str | 
     testing.assert_equal_bits(out, want if by_column else want.T.contiguous(), f"{tile} {mode}")
 
 
+TILES = {
+    "both ways": ("INS_4bf16ES3_NS_5FixedILi2ELi4EEELi1ELb1ELb1E", "transposable", None),
+    "by magnitude": ("IfNS_4bf16ENS_5FixedILi2ELi4EEELi0ELb1ELb0ELb1E", "magnitude", None),
+    "by the soft threshold": ("IfNS_4bf16ENS_5FixedILi2ELi4EEELi3ELb1ELb0ELb1E", "threshold", torch.tensor(1.75)),
+}
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_packing_both_ways_through_shared_memory(mode: str | int) -> None:
-    """Whole tiles, and a last one that is short in both directions."""
-    text = ptx(CSRC / "cuda" / "pack_tiles.cu", "sm_90a", "-fmad=false")
-    kernel = parse(text, "INS_4bf16ES3_NS_5FixedILi2ELi4EEELi1ELb1ELb1E")
+@pytest.mark.parametrize("how", TILES)
+def test_packing_tiles_through_shared_memory(how: str, mode: str | int) -> None:
+    """Both ways, or rows and the dense form from one reading; whole tiles, and a last one that is short in both directions."""
+    name, rule, scale = TILES[how]
+    kernel, both = parse(ptx(CSRC / "cuda" / "pack_tiles.cu", "sm_90a", "-fmad=false"), name), rule == "transposable"
     for code, layout, rows, cols in ((0, "canonical", 160, 96), (2, "wgmma.sp", 64, 64)):
-        w = torch.randn(rows, cols).to(BF16)
-        want = reference.pack(w, 2, 4, select="transposable", columns=True, layout=layout)[:4]
+        w = torch.randn(rows, cols, dtype=BF16 if both else torch.float32)
+        made = reference.pack(w, 2, 4, rule, None, scale, BF16, columns=both, layout=layout, dense=not both)
+        want = [t for t in made if t.numel()]
         got = [torch.empty_like(t) for t in want]
-        pairs = [struct.pack("<2Q", got[i].data_ptr(), got[i + 1].data_ptr()) for i in (0, 2)]
+        at = [t.data_ptr() for t in got]
+        pairs = struct.pack("<2Q", *at[:2]), struct.pack("<2Q", *(at[2:] if both else (0, 0)))
         across = -(-cols // 64)
-        args = [w, 0, 0, *pairs, 0, rows, cols, divider(across), code, 0]
+        args = [w, 0, 0 if scale is None else scale, *pairs, 0 if both else got[2], rows, cols, divider(across), code, 0]
         execute(kernel, across * -(-rows // 128), args, got, mode=mode, threads=kernel.most_threads)
-        testing.assert_equal_bits(got, list(want), f"{layout} {mode}")
+        testing.assert_equal_bits(got, want, f"{layout} {mode}")
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_rows_and_the_dense_form_from_one_reading(mode: str | int) -> None:
-    """By magnitude and, times a scale, by the soft threshold; a last tile that is short in both directions."""
-    text = ptx(CSRC / "cuda" / "pack_tiles.cu", "sm_90a", "-fmad=false")
-    for select, rule, scale in ((0, "magnitude", 0), (3, "threshold", torch.tensor(1.75))):
-        kernel = parse(text, f"IfNS_4bf16ENS_5FixedILi2ELi4EEELi{select}ELb1ELb0ELb1E")
-        for code, layout, rows, cols in ((0, "canonical", 160, 96), (2, "wgmma.sp", 64, 64)):
-            w = torch.randn(rows, cols)
-            factor = scale if isinstance(scale, torch.Tensor) else None
-            values, indices, _, _, dense = reference.pack(w, 2, 4, rule, None, factor, BF16, layout=layout, dense=True)
-            got = [torch.empty_like(t) for t in (values, indices, dense)]
-            pairs = [struct.pack("<2Q", got[0].data_ptr(), got[1].data_ptr()), struct.pack("<2Q", 0, 0)]
-            across = -(-cols // 64)
-            args = [w, 0, scale, *pairs, got[2], rows, cols, divider(across), code, 0]
-            execute(kernel, across * -(-rows // 128), args, got, mode=mode, threads=kernel.most_threads)
-            testing.assert_equal_bits(got, [values, indices, dense], f"{rule} {layout} {mode}")
+def test_the_forms_of_several_weights_in_one_launch(mode: str | int) -> None:
+    """By magnitude with the dense form, and both ways by the bits of held masks, where the metadata may stay."""
+    text = ptx(CSRC / "cuda" / "adamw_pack.cu", "sm_90a", "-fmad=false")
+    shapes = (64, 128), (128, 64)
+    for select, back, rule in ((0, 2, "magnitude"), (2, 1, "held")):
+        weights, held = [torch.randn(shape) for shape in shapes], rule == "held"
+        masks = [reference.transposable_mask(w, 2, 4) if held else None for w in weights]
+        bits = [bits_of(mask) if mask is not None else torch.zeros(0, dtype=torch.uint8) for mask in masks]
+        want = [
+            reference.pack(w, 2, 4, rule, mask, None, BF16, True, held, "wgmma.sp", not held)
+            for w, mask in zip(weights, masks, strict=True)
+        ]
+        for kept in (False, True) if held else (False,):
+            got = [[torch.zeros_like(t) for t in one] for one in want]
+            params = torch.zeros(2, 23, dtype=torch.int64)
+            for i, (w, b) in enumerate(zip(weights, bits, strict=True)):
+                # struct AdamWParam: addresses of four tensors, mask, step, rows, cols, first tile, tiles, dtypes, walk, index, strides
+                params[i, 0], params[i, 4] = w.data_ptr(), b.data_ptr()
+                params[i, 6:13] = torch.tensor([*w.shape, 2 * i, 2, 0, 1, i])
+            table = [[0 if not t.numel() or (kept and k in (1, 3)) else t.data_ptr() for k, t in enumerate(one)] for one in got]
+            forms = torch.tensor([[*one, 0] for one in table])
+            owners = torch.tensor([0, 0, 1, 1], dtype=torch.int32)
+            memory = [*weights, *(b for b in bits if b.numel()), *(t for one in got for t in one if t.numel())]
+            kernel = parse(text, f"17pack_forms_kernelILi{select}ELi{back}E")
+            execute(kernel, 4, [params, owners, forms, 2], memory, mode=mode, threads=256)
+            for one, expected in zip(got, want, strict=True):
+                some = [torch.zeros_like(t) if kept and k in (1, 3) else t for k, t in enumerate(expected)]
+                testing.assert_equal_bits(one, some, f"{rule} {mode} {kept}")
 
 
 def edges(dtype: torch.dtype, numel: int) -> torch.Tensor:
@@ -177,18 +202,12 @@ def test_mvue_along_rows_and_along_tokens(dtype: torch.dtype, name: str) -> None
         execute(parse(text, f"18mvue_strips_kernelI{name}E"), -(-strips // 256), [flat, strips, seed, *got], threads=256)
         testing.assert_equal_bits(got, tuple(want), f"{dtype} rows")
         want = reference.mvue_compress(g, 2, 4, 0, seed)
-        for mode in MODES:
+        ordered = reference.to_layout(want[1], tokens, "wgmma.sp").view(torch.uint8).view(want[1].shape) if dtype.itemsize == 2 else None
+        for mode, meta in itertools.product(MODES, (False, True) if dtype.itemsize == 2 else (False,)):  # metadata has as many bytes
             got = torch.empty_like(want[0]), torch.empty_like(want[1])
             # struct Mvue: g; outer, length, inner; seed; dense, values, indices; groups and bytes of indices of a packed row
             at = [t.data_ptr() for t in (g, seed, *got)]
             call = struct.pack("<Q3q4Q2q", at[0], 1, tokens, columns, at[1], 0, at[2], at[3], tokens // 4, tokens // 8)
-            kernel = parse(text, f"19mvue_columns_kernelI{name}Lb1ELb0E")
+            kernel = parse(text, f"19mvue_columns_kernelI{name}Lb1ELb{int(meta)}E")
             execute(kernel, 1, [call, divider(1), divider(1), 2, 1, 1], [g, seed, *got], mode=mode, threads=256)
-            testing.assert_equal_bits(got, tuple(want), f"{dtype} tokens {mode}")
-            if dtype.itemsize == 2:  # the same with metadata of wgmma.sp, which has as many bytes
-                got = torch.empty_like(want[0]), torch.empty_like(want[1])
-                call = struct.pack("<Q3q4Q2q", at[0], 1, tokens, columns, at[1], 0, *(t.data_ptr() for t in got), tokens // 4, tokens // 8)
-                kernel = parse(text, f"19mvue_columns_kernelI{name}Lb1ELb1E")
-                execute(kernel, 1, [call, divider(1), divider(1), 2, 1, 1], [g, seed, *got], mode=mode, threads=256)
-                ordered = reference.to_layout(want[1], tokens, "wgmma.sp").view(torch.uint8).view(want[1].shape)
-                testing.assert_equal_bits(got, (want[0], ordered), f"{dtype} tokens {mode}, ordered")
+            testing.assert_equal_bits(got, (want[0], ordered if meta else want[1]), f"{dtype} tokens {mode} {meta}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .barriers import warpgroup
+from .barriers import STAY, Wait, warpgroup
 from .operands import WARP, Threads, read
 from .order import Hazard, check
 from .parse import SIZES, Instruction
@@ -28,14 +28,7 @@ LEFT = "left before wait_group"
 @lru_cache(16)
 def numbers_of(type_: str) -> np.ndarray:
     """Every value of an 8- or 16-bit type by its bits, in float64."""
-    kinds = {
-        "bf16": torch.bfloat16,
-        "f16": torch.float16,
-        "e4m3": torch.float8_e4m3fn,
-        "e5m2": torch.float8_e5m2,
-        "s8": torch.int8,
-        "u8": torch.uint8,
-    }
+    kinds = {"bf16": torch.bfloat16, "f16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "s8": torch.int8}
     bits = torch.arange(1 << SIZES[type_], dtype=torch.int32)
     table: np.ndarray = bits.to(torch.uint16 if SIZES[type_] == 16 else torch.uint8).view(kinds[type_]).to(torch.float64).numpy()
     return table
@@ -73,11 +66,8 @@ class Tile:
         swizzle = descriptor >> 62
         row_bytes, bits = SWIZZLES[swizzle]
         check(not descriptor & 0x3FF1C000C000C000, "descriptor", f"{text}: {descriptor:#018x} has reserved bits")
-        check(
-            not descriptor >> 49 & 7 and not start >> 7 & bits,
-            "base offset",
-            f"{text}: {descriptor:#018x} starts inside a swizzle's pattern",
-        )
+        aligned = not descriptor >> 49 & 7 and not start >> 7 & bits
+        check(aligned, "base offset", f"{text}: {descriptor:#018x} starts inside a swizzle's pattern")
         if bits and not transposed:
             check(start % row_bytes + depth * self.width <= row_bytes, "descriptor", f"{text}: {descriptor:#018x} leaves the swizzled row")
         if transposed:
@@ -113,13 +103,13 @@ def nibbles(words: np.ndarray, depth: int, selector: int, text: str) -> np.ndarr
 
 
 def expanded(packed: np.ndarray, codes: np.ndarray, text: str) -> tuple[np.ndarray, np.ndarray]:
-    """Packed ``[64, K / 2]`` as ``[64, K]`` with zeros, and the column of each packed element."""
+    """Packed ``[.., rows, K / 2]`` as ``[.., rows, K]`` with zeros, and the column of each packed element."""
     low, high = codes & 3, codes >> 2
     check((low < high).all(), "invalid nibble", f"{text}: {int(codes[low >= high][0]) if (low >= high).any() else 0:#06b}")
-    columns = np.stack([low, high], axis=-1).astype(np.int64) + 4 * np.arange(codes.shape[1])[:, None]
-    columns = columns.reshape(64, -1)
-    dense = np.zeros((64, 4 * codes.shape[1]))
-    np.put_along_axis(dense, columns, packed, 1)
+    columns = np.stack([low, high], axis=-1).astype(np.int64) + 4 * np.arange(codes.shape[-1])[:, None]
+    columns = columns.reshape(packed.shape)
+    dense = np.zeros((*packed.shape[:-1], 4 * codes.shape[-1]))
+    np.put_along_axis(dense, columns, packed, -1)
     return dense, columns
 
 
@@ -174,7 +164,7 @@ class Product:
             group.waiting.pop(0)
         self.done = True
         whole = group.block.file(self.names).view(self.dtype)
-        part = slice(4 * WARP * group.number, 4 * WARP * (group.number + 1))
+        part = group.part
         old = np.where(self.keep, group.hidden.get(self.names, whole[:, part]), self.dtype(0))
         value = self.value(old)
         new = value.astype(np.float32) if self.dtype is np.float32 else value.astype(np.int64).astype(np.int32)
@@ -189,8 +179,9 @@ class Group:
     """A warpgroup's wgmma: groups that are committed or open, registers under way, and what wgmma.fence orders."""
 
     def __init__(self, block: Block, number: int) -> None:
-        self.block, self.number = block, number
-        self.agent = block.order.agent("wgmma", f"a wgmma of warpgroup {number} of block {block.index}")
+        self.block, self.number, self.name = block, number, f"warpgroup {number} of block {block.index}"
+        self.part = slice(4 * WARP * number, 4 * WARP * (number + 1))
+        self.agent = block.order.agent("wgmma", f"a wgmma of {self.name}")
         self.time = 0
         self.open: list[Product] = []
         self.groups: list[list[Product]] = []
@@ -210,27 +201,23 @@ class Group:
         self.touched.update(words)
         for word in words:
             if (found := self.flying.get(word)) and (found[0] or word in writes):
-                raise Hazard(
-                    IN_FLIGHT, f"warpgroup {self.number} of block {self.block.index}: {word} of an unfinished wgmma is used by {text}"
-                )
+                raise Hazard(IN_FLIGHT, f"{self.name}: {word} of an unfinished wgmma is used by {text}")
 
     def issue(self, product: Product, names: tuple[str, ...], keep: np.ndarray, inputs: tuple[str, ...], shape: str, text: str) -> None:
-        who = f"warpgroup {self.number} of block {self.block.index}"
-        check(self.fenced, NO_FENCE, f"{who}: before the first {text}")
+        check(self.fenced, NO_FENCE, f"{self.name}: before the first {text}")
         for word in (*names, *inputs):
-            check(word not in self.touched, NO_FENCE, f"{who}: {word} was used since the last fence; {text}")
+            check(word not in self.touched, NO_FENCE, f"{self.name}: {word} was used since the last fence; {text}")
         before = self.shapes.setdefault(names, shape)
-        check(before == shape, NO_FENCE, f"{who}: {before} and then {shape} on the same registers; {text}")
+        check(before == shape, NO_FENCE, f"{self.name}: {before} and then {shape} on the same registers; {text}")
         product.names, product.keep = names, keep
         self.flying |= dict.fromkeys((*names, *inputs), (True, product.time))
         self.open.append(product)
         self.waiting.append(product)
         if not self.block.cluster.eager:
             whole = self.block.file(names).view(product.dtype)
-            part = slice(4 * WARP * self.number, 4 * WARP * (self.number + 1))
             if names not in self.hidden:
-                self.hidden[names] = whole[:, part].copy()
-            whole[:, part] = np.nan if product.dtype is np.float32 else -(1 << 31)
+                self.hidden[names] = whole[:, self.part].copy()
+            whole[:, self.part] = np.nan if product.dtype is np.float32 else -(1 << 31)
         self.block.cluster.begin(product)
 
     def wait(self, left: int) -> None:
@@ -243,11 +230,7 @@ class Group:
                 self.flying = {word: how for word, how in self.flying.items() if how[1] > product.time}
 
     def check_left(self) -> None:
-        check(
-            not self.groups and not self.open,
-            LEFT,
-            f"warpgroup {self.number} of block {self.block.index} ends while a wgmma of it is under way",
-        )
+        check(not self.groups and not self.open, LEFT, f"{self.name} ends while a wgmma of it is under way")
 
 
 def wgmma(t: Threads, ins: Instruction) -> Any:
@@ -342,29 +325,18 @@ def setmaxnreg(t: Threads, ins: Instruction) -> Any:
     if (state := warpgroup(t, ins)) is not None:
         return state
     block, wanted = t.block, int(str(ins.operands[0]), 0)
+
+    def pool() -> int:
+        return 65536 - 128 * sum(block.registers_of)
+
     check(24 <= wanted <= 256 and wanted % 8 == 0, "setmaxnreg", f"{ins.text}: not 24 to 256 by 8")
     for number in range(t.first // 4, t.last // 4):
         has = block.registers_of[number]
         check((wanted >= has) == ("inc" in ins.mods) or wanted == has, "setmaxnreg", f"{t.name}: {ins.text} of {has} registers")
-        pool = 65536 - 128 * sum(block.registers_of)
-        if wanted > has and 128 * (wanted - has) > pool:
-            t.wait = AtRegisters(block, 128 * (wanted - has), ins)
-            return "stay"
+        more = 128 * (wanted - has)
+        if more > max(pool(), 0):
+            words = f"{more} registers for {ins.text}"
+            t.wait = Wait(lambda more=more: more <= pool(), lambda words=words: f"{words}; {pool()} are free")  # type: ignore[misc]
+            return STAY  # it runs again
         block.registers_of[number] = wanted
     return None
-
-
-class AtRegisters:
-    """Waits till other warpgroups give registers back."""
-
-    def __init__(self, block: Block, wanted: int, ins: Instruction) -> None:
-        self.block, self.wanted, self.text = block, wanted, ins.text
-
-    def over(self) -> bool:
-        return self.wanted <= 65536 - 128 * sum(self.block.registers_of)
-
-    def finish(self, t: Threads) -> None:
-        """The setmaxnreg runs again."""
-
-    def __str__(self) -> str:
-        return f"{self.wanted} registers for {self.text}; {65536 - 128 * sum(self.block.registers_of)} are free"

@@ -36,13 +36,8 @@ from python_tests.recipes import loop_effective as effective
 from python_tests.recipes import loop_layerwise as layerwise
 from python_tests.recipes import loop_learned as learned
 from python_tests.recipes.loop import SPARSE, Adam, Step, train
-from python_tests.recipes.loop_act24 import act24
-from python_tests.recipes.loop_asp import asp
-from python_tests.recipes.loop_ast import ast
-from python_tests.recipes.loop_fst import fst
-from python_tests.recipes.loop_maxq import maxq
+from python_tests.recipes.loop_effective import act24, asp, ast, fst, maxq, vnm
 from python_tests.recipes.loop_prox import proxsparse
-from python_tests.recipes.loop_vnm import vnm
 
 STEPS = 20
 SWITCH = Step(t_min=2, t_max=7, threshold=1e-30, clamp=2.0)

@@ -12,7 +12,7 @@ from nmkernels.pattern import Pattern
 from nmkernels.recipes import Activation24
 from python_tests.for_each import for_each
 from python_tests.recipes.loop import Adam, batches, distance, snapshot
-from python_tests.recipes.loop_act24 import activation
+from python_tests.recipes.loop_effective import activation
 from python_tests.recipes.training import F32, F64, net, start, train
 
 
@@ -25,11 +25,11 @@ def test_rules_inside_the_preview_and_after_the_end():
     model, handle, optimizer = start(recipe, F32)
     train(model, optimizer, batches(3, F32))
     with handle.deployable():
-        assert rules(model) == {handle.run.hooks.final}
+        assert rules(model) == {handle.recipe.rule(split=False)}
     assert rules(model) == {None}
     train(model, optimizer, batches(9, F32)[3:])
     handle.finish()
-    assert rules(model) == {handle.run.hooks.final} and type(model[0]) is nn.Linear
+    assert rules(model) == {handle.recipe.rule(split=False)} and type(model[0]) is nn.Linear
 
 
 @for_each("recipe, during", [("srste:2:4", "1:4"), (Activation24("2:4", 12, start=0), "2:4")])
@@ -73,4 +73,4 @@ def test_split_training_equals_an_independent_loop(grad):
     want = split_loop(params, batches(12), SplitRule(Pattern("2:4"), 0.1, 2), grad)
     assert distance(snapshot(model), want) < 1e-10
     handle.finish()
-    assert model.act.rule == handle.run.hooks.final and model.act.rule.split is None
+    assert model.act.rule == handle.recipe.rule(split=False) and model.act.rule.split is None

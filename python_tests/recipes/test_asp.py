@@ -1,7 +1,5 @@
 """ASP: the three ways of choosing a mask, when it is chosen, and that nothing revives a pruned weight."""
 
-import copy
-
 import pytest
 import torch
 
@@ -88,23 +86,6 @@ def test_without_calibration_or_zeros_it_raises_everywhere(score, said):
             action()
     assert distance(snapshot(model), snapshot(mlp())) == 0.0
     assert "nm_recipe" not in optimizer.param_groups[0] and not optimizer._optimizer_step_pre_hooks
-
-
-def test_existing_adopts_the_zeros():
-    model = mlp()
-    other = {k: top_n(w.flip(1), 2, 4) for k, w in weights(model).items()}  # any mask but magnitude's own
-    with torch.no_grad():
-        for k, p in model.named_parameters():
-            p.mul_(other.get(k, 1.0))
-    x, before, untrained = batches(1)[0][0], snapshot(model), copy.deepcopy(model)
-    handle = nm.sparsify_(model, ASP("2:4", score="existing"))
-    optimizer = handle.attach(MAKERS["adamw"](model.parameters()))
-    assert distance(snapshot(model), before) == 0.0
-    train(model, optimizer, batches(5))
-    assert all(torch.equal(w != 0, other[k]) for k, w in weights(model).items())
-    want = untrained(x)
-    nm.sparsify_(untrained, ASP("2:4", score="existing")).finish(allow_unused=True)
-    assert torch.allclose(nm.compress_(untrained)(x), want, rtol=1e-12)
 
 
 SEEN = "ranks weights by what linear layers have seen"

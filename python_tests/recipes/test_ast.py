@@ -10,7 +10,7 @@ from nmkernels.pattern import RecipeError, ShapeError
 from nmkernels.recipes import AST, STEP, distill_loss
 from python_tests.for_each import for_each
 from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
-from python_tests.recipes.loop_ast import ast
+from python_tests.recipes.loop_effective import ast
 from python_tests.recipes.training import F64, start, train
 
 

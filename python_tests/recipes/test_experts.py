@@ -25,7 +25,6 @@ RECIPES = [
     SSTE(mvue=None),
     MdGf(total_steps=10),
     SdGf("1:8", total_steps=10),
-    SdGf("1:8", total_steps=10, gradient="chain"),
 ]
 DATA = batches(10)
 
@@ -47,19 +46,12 @@ def masters(handle):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r.name}-{r.pattern}")
 @pytest.mark.parametrize("transposed", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_equals_linear_layers(recipe, transposed):
-    equals_linear_layers(recipe, transposed, MaskedAdamW)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [torch.optim.AdamW, fused, momentum])
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if not r.setup.optimizer], ids=lambda r: f"{r.name}-{r.pattern}")
-@pytest.mark.parametrize("transposed", [False, True])
-def test_equals_linear_layers_with_other_optimizers(recipe, transposed, make):
-    equals_linear_layers(recipe, transposed, make)
-
-
-def equals_linear_layers(recipe, transposed, make):
+@pytest.mark.parametrize(
+    "make", [MaskedAdamW, *(pytest.param(make, marks=pytest.mark.slow) for make in (torch.optim.AdamW, fused, momentum))]
+)
+def test_equals_linear_layers(recipe, transposed, make):
+    if recipe.setup.optimizer and make is not MaskedAdamW:
+        pytest.skip("STEP needs MaskedAdamW")
     results = []
     for apart in (True, False):
         _, handle, _ = run(recipe, data=DATA, model=mixture(apart, transposed=transposed), make=make)
@@ -359,46 +351,6 @@ def test_counted_by_the_experts_that_a_token_meets():
 
 
 # ---- models of transformers
-
-
-def by_hand(model, data, decay, lr):
-    """SR-STE on the stacks in plain torch; the mask along the dimension that is summed over."""
-    name, module = experts_of(model)
-    names = [f"{name}.{key}" for key in ("gate_up_proj", "down_proj")]
-    parameters, optimizer = dict(model.named_parameters()), torch.optim.AdamW(model.parameters(), lr=lr)
-
-    def mask_of(w):
-        groups = (w.transpose(1, 2) if module.is_transposed else w).unflatten(2, (-1, 4))
-        mask = torch.zeros_like(groups).scatter_(-1, groups.abs().topk(2, dim=-1).indices, 1.0).flatten(2)
-        return mask.transpose(1, 2) if module.is_transposed else mask
-
-    for ids in data:
-        masks = {key: mask_of(parameters[key].detach()) for key in names}
-        used = {key: (parameters[key].detach() * masks[key]).requires_grad_() for key in names}
-        optimizer.zero_grad()
-        torch.func.functional_call(model, used, (ids,), {"labels": ids}).loss.backward()
-        for key in names:
-            parameters[key].grad = used[key].grad + decay * (1 - masks[key]) * parameters[key].detach()
-        optimizer.step()
-    return model
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_equals_srste_by_hand(kind):
-    data = tokens(4)
-    want = by_hand(tiny(kind, layers=1), data, decay=0.05, lr=3e-3)
-    model = tiny(kind, layers=1)
-    handle = nm.sparsify_(model, SRSTE(decay=0.05), only_experts)
-    optimizer = handle.attach(MaskedAdamW(model.parameters(), lr=3e-3))
-    for ids in data:
-        optimizer.zero_grad()
-        loss_of(model, ids).backward()
-        optimizer.step()
-    for (key, a), (_, b) in zip(model.named_parameters(), want.named_parameters(), strict=True):
-        # the bias of the keys has no gradient but rounding, which Adam makes as large as any other
-        assert (a - b).abs().max() < 1e-5 or key.endswith("k_proj.bias"), key
-    assert float(handle.metrics()["flip_rate"]) > 0
 
 
 @pytest.mark.slow

@@ -9,20 +9,13 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.pattern import ShapeError
 from nmkernels.recipes import FST, STEP
-from nmkernels.recipes.methods.fst import TransposableMask
 from python_tests.for_each import for_each
 from python_tests.nn.test_effective import Calls
 from python_tests.recipes.loop import batches
-from python_tests.recipes.loop_fst import tile_patterns, transposable
+from python_tests.recipes.loop_effective import transposable
 from python_tests.recipes.training import F32, run, start, step, train
 
 # ---- the mask
-
-
-def test_the_mask_is_the_best_of_all_patterns():
-    w = torch.randn(32, 16)
-    held = TransposableMask(nm.Pattern("2:4")).renew(w, [None], torch.Generator())["nm_mask"]
-    assert torch.equal(held, transposable(w, 2, 4)) and len(tile_patterns(2, 4)) == 90
 
 
 def test_mask_is_searched_every_k_applied_steps():

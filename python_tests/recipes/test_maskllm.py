@@ -1,16 +1,28 @@
-"""MaskLLM: its schedule, its prior, and what trains. The trajectories are the roster's."""
+"""MaskLLM: its schedule, its prior, and what trains. The trajectories are the roster's.
+
+And what any recipe may learn in addition to the weights: parameter groups, a loss term of the method, and frozen parameters.
+"""
+
+import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
+from torch import nn
 
 import nmkernels as nm
-from nmkernels.pattern import RecipeError, ShapeError
-from nmkernels.recipes import MaskLLM
+from nmkernels.autograd import WeightTransform
+from nmkernels.optim import MaskedAdamW
+from nmkernels.pattern import Pattern, RecipeError, ShapeError
+from nmkernels.recipes import MaskLLM, Recipe, Setup, Stage
+from nmkernels.recipes.methods.maskllm import Freeze, learned_apart
 from python_tests.for_each import for_each
-from python_tests.recipes.loop import batches, mlp
+from python_tests.recipes.loop import batches, loss_of, mlp
 from python_tests.recipes.training import F32, start, step, train
 
-DATA = batches(12, F32)
+DATA, DATA64 = batches(12, F32), batches(4)
 RECIPE = MaskLLM("2:4", total_steps=12, seed=0)
 
 
@@ -93,3 +105,163 @@ def test_a_given_prior_survives_attach():
     for bad in (mask.t(), torch.ones(32, 16, dtype=torch.bool)):
         with pytest.raises(ShapeError, match="must be 2:4"):
             recipe.set_prior_(handle.layers, {"0": bad})
+
+
+# ---- what is learned, by a recipe of one number
+
+
+@dataclass(frozen=True)
+class Gain(WeightTransform):
+    """W̃ = a W with a learned, pulled by a loss term −3 a² of its own."""
+
+    reads: ClassVar = {"nm_gain": "learned"}
+
+    def start(self, weight):
+        return {"nm_gain": torch.ones((), dtype=weight.dtype)}
+
+    def __call__(self, weight, gain, out=None):
+        return weight * gain.detach()
+
+    def gradient(self, g, weight, gain):
+        return None, {"nm_gain": (g * weight).sum()}
+
+    def penalty(self, weight, gain):
+        return {"nm_gain": -6 * gain.detach()}
+
+    def watch(self, weight, gain):
+        return {"gain": gain.detach()}
+
+
+@dataclass(frozen=True)
+class Toy(Recipe):
+    others: str = "trained"
+    name: ClassVar = "toy"
+    final: ClassVar = "dense"
+
+    @property
+    def setup(self):
+        return Setup(hooks=partial(Freeze, self) if self.others else None)
+
+    def stage(self, state):
+        return Stage(phase=1, transform=Gain(Pattern(self.pattern)))
+
+
+def started(make, **options):
+    model = mlp()
+    handle = nm.sparsify_(model, Toy(**options))
+    return model, handle, handle.attach(make(model.parameters()))
+
+
+def sgd(params, **keywords):
+    return torch.optim.SGD(params, lr=1.0, **keywords)
+
+
+def change(model, optimizer, scaler=None, clip=None):
+    """By how much one step changes the gain of the first layer."""
+    before = model[0].nm_gain.item()
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    scaler.scale(loss_of(model, DATA64[0])).backward()
+    if clip:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    scaler.step(optimizer)
+    return model[0].nm_gain.item() - before
+
+
+# ---- the loss term
+
+
+def test_loss_term_is_added_once_per_step():
+    model, _, optimizer = started(sgd)
+    loss_of(model, DATA64[0]).backward()
+    g = model[0].nm_gain.grad.item()
+    optimizer.step()
+    assert model[0].nm_gain.item() == pytest.approx(1 - g + 6)
+    for make in (sgd, partial(MaskedAdamW, lr=1.0, eps=1.0)):
+        scalers = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (1.0, 256.0))
+        plain, scaled = (change(*started(make)[::2], scaler) for scaler in scalers)
+        assert scaled == pytest.approx(plain, rel=1e-6)
+    model, _, optimizer = started(sgd)
+    assert change(model, optimizer, clip=1e-12) == pytest.approx(6, abs=1e-9)
+    model, _, optimizer = started(lambda p: sgd(p, maximize=True))
+    assert change(model, optimizer) == pytest.approx(6 + g)
+
+
+def test_what_does_not_run_gets_none():
+    model, handle, optimizer = started(sgd)
+    model[0].nm_gain.requires_grad_(False)
+    assert change(model, optimizer) == 0 and model[2].nm_gain.item() != 1
+    assert handle.metrics()["gain"].item() == pytest.approx((512 * 1 + 1024 * model[2].nm_gain.item()) / 1536)
+
+
+# ---- parameters that stand still
+
+
+@pytest.mark.parametrize(("others", "still"), [("", 0), ("trained", 2), ("frozen", 5)])
+@pytest.mark.parametrize("end", ["finish", "remove"])
+def test_parameters_stand_still_until_the_end(others, still, end):
+    """Also with zeros left in their gradients, which would decay; what was frozen before stays frozen after."""
+    model = mlp()
+    loss_of(model, DATA64[0]).backward()
+    model[4].bias.requires_grad_(False)
+    handle = nm.sparsify_(model, Toy(others=others))
+    optimizer = handle.attach(torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5))
+    dense = {name: p for name, p in model.named_parameters() if ".nm_" not in name}
+    assert sum(not p.requires_grad for p in dense.values()) == still + 1
+    before = {name: p.detach().clone() for name, p in dense.items()}
+    for batch in DATA64:
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, batch).backward()
+        optimizer.step()
+    moved = {name for name, p in dense.items() if not torch.equal(p, before[name])}
+    swapped = {"0.weight", "2.weight"} if others else set()
+    assert moved - {"4.bias"} == (set() if others == "frozen" else set(dense) - swapped - {"4.bias"})
+    getattr(handle, end)()
+    assert [name for name, p in dense.items() if not p.requires_grad] == ["4.bias"]
+
+
+def test_a_dense_checkpoint_renews_the_very_parameter():
+    model, _, _ = started(sgd)
+    gain = model[0].nm_gain
+    with torch.no_grad():
+        gain.fill_(3.0)
+    saved = copy.deepcopy(model.state_dict())
+    model.load_state_dict(mlp(seed=2).state_dict())
+    assert model[0].nm_gain is gain and gain.item() == 1.0
+    model.load_state_dict(saved)
+    assert gain.item() == 3.0
+
+
+# ---- parameter groups
+
+
+def names_of(model, groups):
+    known = {id(p): name for name, p in model.named_parameters()}
+    return [sorted(known[id(p[1] if isinstance(p, tuple) else p)] for p in group["params"]) for group in groups]
+
+
+def test_learned_parameters_stand_apart_in_every_form():
+    model = mlp()
+    nm.sparsify_(model, Toy())
+    learned, rest = ["0.nm_gain", "2.nm_gain"], sorted(name for name, _ in model.named_parameters() if ".nm_" not in name)
+    for params in (model.parameters(), list(model.named_parameters()), [{"params": model.parameters()}]):
+        groups = learned_apart("X", params, 0.1, 10.0)
+        assert names_of(model, groups) == [rest, learned] and "lr" not in groups[0] and groups[1]["lr"] == pytest.approx(1.0)
+        torch.optim.AdamW(groups, lr=0.1)
+    split = [{"params": [model[0].weight, model[0].nm_gain], "weight_decay": 0.1}, {"params": [model[2].nm_gain], "lr": 0.5}]
+    groups = learned_apart("X", split, 0.1, 10.0)
+    assert names_of(model, groups) == [["0.weight"], ["0.nm_gain"], ["2.nm_gain"]]
+    assert [g.get("lr") for g in groups] == [None, 1.0, 5.0] and groups[1]["weight_decay"] == 0.1
+    assert learned_apart("X", [{"params": model[0].nm_gain}], 0.1, 10.0)[0]["lr"] == 1.0
+
+
+def test_an_optimizer_built_too_early_is_refused():
+    model = mlp()
+    params = list(model.parameters())
+    handle = nm.sparsify_(model, Toy())
+    with pytest.raises(RecipeError, match="0.nm_gain"):
+        handle.attach(torch.optim.AdamW(params))
+    handle.attach(torch.optim.AdamW(model.parameters()))
+    handle.remove()
+    assert list(model.state_dict()) == list(mlp().state_dict())
+    with pytest.raises(RecipeError, match="sparsify_ first"):
+        learned_apart("X", mlp().parameters(), 0.1, 10.0)

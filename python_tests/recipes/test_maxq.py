@@ -13,14 +13,6 @@ from python_tests.recipes.training import F64, metrics_of, start, step
 # ---- the mask
 
 
-def test_one_row_by_hand():
-    w = torch.tensor([[0.1, -0.4, 0.3, 0.2, 5.0, -6.0, 7.0, 8.0]], dtype=F64)
-    # four of eight are large in the row: 5 to 8, with the threshold halfway to 0.4; of each group two are kept
-    q = ((torch.tensor([7.0, 8.0], dtype=F64) - 2.7) / 2.0).sigmoid().tolist()
-    want = torch.tensor([[0, -0.4, 0.3, 0, 0, 0, 7.0 * (1 + q[0]), 8.0 * (1 + q[1])]], dtype=F64)
-    torch.testing.assert_close(SoftQuery(Pattern("2:4"), tau=2.0)(w), want, rtol=1e-14, atol=0.0)
-
-
 def test_query_of_the_whole_weight_counts_once_more():
     w = torch.tensor([[1.0, 2.0], [30.0, 40.0]], dtype=F64)
     got = SoftQuery(Pattern("1:2"), tau=1e-3, whole=True)(w)

@@ -21,13 +21,6 @@ def curve(recipe):
 # ---- the decay
 
 
-def test_exponential_flow():
-    got = curve(SHORT)
-    want = [1.0] * 4 + [math.exp(math.log(2.5e-3) * u / 10) for u in range(10)] + [0.0] * 7
-    assert got == pytest.approx(want, rel=1e-12)
-    assert SHORT.rate() == pytest.approx(math.log(400) / 10)
-
-
 def test_linear_flow_and_a_coefficient_of_ones_own():
     assert curve(MdGf("1:8", 8, schedule="linear", end=1.0)) == pytest.approx([1 - u / 8 for u in range(9)])
     steep = MdGf("1:8", 8, schedule="linear", end=6, coefficient=0.25)

@@ -5,7 +5,7 @@ import torch
 
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
-from nmkernels.pattern import Pattern, RecipeError
+from nmkernels.pattern import Pattern
 from nmkernels.recipes import ProxSparse, prox
 from nmkernels.recipes.contrib.proxsparse import Anchored
 from python_tests.for_each import for_each
@@ -130,8 +130,3 @@ def test_anchor_is_the_weight_at_attach():
     assert torch.equal(other[0].nm_initial, model[0].nm_initial)
     other.load_state_dict(mlp(F32, seed=4).state_dict())
     assert torch.equal(other[0].nm_initial, mlp(F32, seed=4)[0].weight), "a dense checkpoint is a new start"
-
-
-def test_a_layer_of_another_pattern_is_refused():
-    with pytest.raises(RecipeError, match="to be 1:4"):
-        ProxSparse().layer(Pattern("1:4"), (8, 8), None)

@@ -42,14 +42,7 @@ def test_wgrad_with_a_padded_tail(n, m, tokens, dtype):
 
 
 def test_low_precision_is_rounded_once():
-    """(256 + 1) + 1 in bfloat16 steps would stay 256; in float32 it is 258."""
-    w = torch.tensor([[256.0, 1.0, 0.0, 0.0]], dtype=torch.bfloat16)
-    y = linear(torch.ones(1, 4, dtype=torch.bfloat16), *compress(w, 3, 4), 3, 4, 4, torch.tensor([1.0], dtype=torch.bfloat16))
-    assert y.item() == 258
-
-
-def test_a_rounded_sum_would_show():
-    """squared ReLU of 1 + 2⁻⁸ in bfloat16: 1 from the rounded sum, 1 + 2⁻⁷ from the exact one."""
-    w = torch.tensor([[1.0, 2.0**-8, 0.0, 0.0]], dtype=torch.bfloat16)
-    y = linear(torch.ones(1, 4, dtype=torch.bfloat16), *compress(w, 2, 4), 2, 4, 4, None, "relu2")
-    assert y.item() == 1 + 2**-7
+    """(256 + 1) + 1 in bfloat16 steps would stay 256, the squared ReLU of a rounded 1 + 2⁻⁸ would be 1 and not 1 + 2⁻⁷."""
+    for row, bias, activation, want in (([256.0, 1.0, 0.0, 0.0], 1.0, "", 258), ([1.0, 2.0**-8, 0.0, 0.0], 0.0, "relu2", 1 + 2**-7)):
+        packed, b = compress(torch.tensor([row], dtype=torch.bfloat16), 3, 4), torch.tensor([bias], dtype=torch.bfloat16)
+        assert linear(torch.ones(1, 4, dtype=torch.bfloat16), *packed, 3, 4, 4, b, activation).item() == want

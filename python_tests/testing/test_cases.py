@@ -16,7 +16,6 @@ def test_cases(pattern: str, dtype: torch.dtype) -> None:
     assert len(made) == len(testing.cases(pattern, dtype))
     assert all(x.dtype == dtype and x.shape[-1] % m == 0 for x in made.values())
     testing.assert_equal_bits(made, {c.id: c.x for c in testing.cases(pattern, dtype)})
-    assert not testing.equal_bits(made, {c.id: c.x for c in testing.cases(pattern, dtype, seed=1)})
     zeros = made["signed_zeros"]
     assert (zeros == 0).all() and 0 < zeros.signbit().sum() < zeros.numel()
     denormal = made["denormal"][made["denormal"] != 0].abs()
@@ -28,4 +27,3 @@ def test_cases(pattern: str, dtype: torch.dtype) -> None:
     for name in ("transposed", "sliced_rows", "sliced_columns", "strided_columns", "expanded_rows"):
         assert not made[name].is_contiguous(), name
     assert made["expanded_columns"].stride(-1) == 0 and made["offset"].storage_offset() == 1
-    assert any(c.x.device.type == "meta" for c in testing.cases(pattern, dtype, device="meta"))

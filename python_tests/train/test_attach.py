@@ -1,13 +1,11 @@
 """How recipes live in real optimizers: scalers, closures, accumulation, schedulers, several optimizers."""
 
-from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 
 import nmkernels as nm
-from nmkernels import dispatch
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import SRSTE
 from python_tests.recipes import training
@@ -56,31 +54,6 @@ def test_frozen_layers(maker):
         assert handle.metrics()["density"].item() == 0.5
         assert handle.metrics()["flip_rate"].item() == flips / sum(model[i].weight.numel() for i in layers)
     assert not torch.equal(model[0].weight, frozen)
-
-
-def test_calls_per_step(monkeypatch):
-    """The optimizer's pass masks, decays and counts; nothing else masks but the one copy of each layer."""
-    calls, decide = Counter(), dispatch.decide
-    # nothing lasts, so every call decides
-    monkeypatch.setattr(dispatch, "decide", lambda op, *args: (calls.update([op]), (decide(op, *args)[0], False))[1])
-    model = mlp()
-    handle = nm.sparsify_(model, SRSTE(decay=0.1))
-    optimizer = handle.attach(MaskedAdamW([{"params": model[:2].parameters()}, {"params": model[2:].parameters(), "lr": 1e-3}]))
-    copies = []
-    for t, batch in enumerate(batches(5)):
-        calls.clear()
-        optimizer.zero_grad()
-        (loss_of(model, batch) + loss_of(model, batch)).backward()
-        assert calls == ({"nm_prune": 2} if t == 0 else {})
-        optimizer.step()
-        handle.metrics()
-        for name, layer in handle.layers.items():
-            used = layer.effective_weight()
-            w = model.get_parameter(f"{name}.weight").detach()
-            assert torch.equal(used, w * top_n(w, 2, 4))
-            copies.append(used.data_ptr())
-        assert calls == {"nm_masked_adamw_": 4, "nm_prune": 4 if t == 0 else 2}
-    assert len(set(copies)) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -12,7 +12,7 @@ from nmkernels.pattern import RecipeError
 from nmkernels.recipes import FST, SRSTE, STEP, Dense, search_decay
 from python_tests.for_each import for_each
 from python_tests.recipes.loop import SPARSE, Adam, batches, distance, loss_of, mlp, snapshot
-from python_tests.recipes.loop_fst import transposable
+from python_tests.recipes.loop_effective import transposable
 from python_tests.recipes.training import F32, start, step
 
 DATA = batches(12, F32)

@@ -116,6 +116,7 @@ def as_on_a_gpu(monkeypatch):
     """The host cannot read weights without waiting."""
     monkeypatch.setattr("nmkernels.nn.effective.fingerprint", lambda *tensors: None)
     monkeypatch.setattr("nmkernels.nn.effective.readable", lambda state: False)
+    monkeypatch.setattr("nmkernels.train.ahead.in_one_pass", lambda *args: True)  # the reference makes forms ahead
 
 
 @pytest.fixture(autouse=True)
@@ -221,7 +222,7 @@ STEPPED = ["srste_packed", "sste_packed", "fst_packed"]
 def packed_by_steps(key, monkeypatch):
     """A model whose optimizer's steps write the forms of W̃ on the path of GPUs; the reference does so here."""
     as_on_a_gpu(monkeypatch)
-    monkeypatch.setattr("nmkernels.optim.adamw.in_one_pass", lambda args: True)
+    monkeypatch.setattr("nmkernels.optim.adamw.in_one_pass", lambda *args: True)
     model, handle, optimizer = begun(key)
     assert handle.attach(optimizer, forms="step") is optimizer
     return model, handle, optimizer
@@ -363,7 +364,7 @@ def test_a_skipped_step_offers_no_forms_of_another_weight(monkeypatch):
 def test_a_hook_that_writes_weights_after_the_step(monkeypatch):
     """It runs before the recipe's own, being older."""
     as_on_a_gpu(monkeypatch)
-    monkeypatch.setattr("nmkernels.optim.adamw.in_one_pass", lambda args: True)
+    monkeypatch.setattr("nmkernels.optim.adamw.in_one_pass", lambda *args: True)
 
     def with_a_hook(*args, **keywords):
         optimizer = nm.optim.MaskedAdamW(*args, **keywords)
@@ -381,7 +382,7 @@ def test_a_hook_that_writes_weights_after_the_step(monkeypatch):
 def test_layers_that_share_a_weight(monkeypatch):
     """The step writes the forms of one of them; the other makes its own."""
     as_on_a_gpu(monkeypatch)
-    monkeypatch.setattr("nmkernels.optim.adamw.in_one_pass", lambda args: True)
+    monkeypatch.setattr("nmkernels.optim.adamw.in_one_pass", lambda *args: True)
     monkeypatch.setattr("nmkernels.ops.adamw_pack.renew_changed_forms", lambda *args: None)  # which would repair it
     model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
     chosen = nm.recipes.get("srste:2:4", packed=True)

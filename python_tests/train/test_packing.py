@@ -150,11 +150,11 @@ def test_plans():
     assert packing(False, "1:4", mvue) is mvue
     assert packing(True, "1:4", mvue) == GemmPlan("packed", "device", "mvue", 2, 4)
     assert packing("auto", "1:8") == GemmPlan("auto", "auto", n=1, m=8)
-    assert FST("2:4", 60, packed=True).plan().wgrad == "mvue" and SSTE("1:4", packed="auto").plan().fprop == "auto"
+    assert FST("2:4", 60, packed=True).stage({}).plan.wgrad == "mvue" and SSTE("1:4", packed="auto").stage({}).plan.fprop == "auto"
     assert all(recipe().stage({}).plan.fprop == "auto" for recipe in (STE, SRSTE, SSTE)), "by default"
-    assert not SSTE(fp8="paper").plan().packs, "emulated FP8 needs the dense layout"
-    plan = FST("2:4", 60).plan()
-    assert plan.dense_layout == FST("2:4", 60, packed=False).plan() == plan.dense_layout.dense_layout
+    assert not SSTE(fp8="paper").stage({}).plan.packs, "emulated FP8 needs the dense layout"
+    plan = FST("2:4", 60).stage({}).plan
+    assert plan.dense_layout == FST("2:4", 60, packed=False).stage({}).plan == plan.dense_layout.dense_layout
 
 
 @pytest.mark.parametrize("name", ["ste", "srste", "sste", "step", "fst", "sdgf_late"])

@@ -214,6 +214,7 @@ def test_masks_of_another_model():
     for bad, said in (
         ({"0": held["0"]}, "only one of them has 2"),
         ({**held, "0": held["2"]}, "'0' has a different shape from its weight"),
+        ({**held, "elsewhere": {}}, "layers that this model does not have: elsewhere"),
     ):
         with pytest.raises(CheckpointError, match=said):
             handle.load_state_dict({"nm_recipe": {**mine["nm_recipe"], "held": bad}})

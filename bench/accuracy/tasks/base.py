@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar, TypeVar
+from importlib import import_module
+from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from nmkernels.train.sparsify import FilterFn
 
-from ..spec import unknown
+from ..spec import find
 
 
 @dataclass(frozen=True)
@@ -68,38 +70,57 @@ class Task(ABC):
     filter_fn: FilterFn | None = None
     """The filter of layers to make sparse; by default ``nm.sparsify_`` chooses."""
 
+    digest: str = ""
+    """Of the data: rows of different data must not be compared."""
+
+    sequences: Sequence[Tensor] = ()
+    """Token ids for the calibration of one-shot pruning, in the order in which they are used, where the task is pruned so."""
+
     @abstractmethod
     def model(self) -> nn.Module:
         """A new model, initialised from torch's generator, which the caller has seeded."""
 
-    @abstractmethod
     def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
         """The training batch of one step, on the CPU; a function of (seed, step) only, so that every method sees the same ones.
 
         Its tensors have one row per example, since several processes divide them.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         """The mean training loss of a batch, in nats, by calling ``model``, which may be wrapped for several processes."""
+        raise NotImplementedError
 
     @abstractmethod
     def evaluate(self, model: nn.Module, tuning: bool = False) -> dict[str, float]:
-        """``val_loss`` in nats on held-out data; also ``accuracy`` in percent and ``bleu`` if the task has them.
+        """``val_loss`` in nats on held-out data; also ``accuracy`` in percent, ``bleu`` and ``cosine`` if the task has them.
 
         Args:
             tuning: evaluate on validation data, which the test set does not contain; for choosing rates.
         """
 
-    def data(self) -> str:
-        """A digest of the data: rows of different data must not be compared."""
-        return ""
+    def calibration(self, count: int) -> list[Any]:
+        """The first ``count`` of ``sequences``, in batches."""
+        return list(torch.stack(list(self.sequences[:count])).split(16))
 
 
 def to_model(model: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors on the device of the model's parameters, for evaluation."""
     device = next(model.parameters()).device
     return tuple(t.to(device) for t in tensors)
+
+
+def library(task: str, module: str, package: str = "") -> Any:
+    """A library that a task needs and the package does not."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise RuntimeError(f"the task {task!r} needs {module}: pip install {package or module}") from error
+
+
+def generator(seed: int, number: int) -> torch.Generator:
+    """The random numbers of a step, epoch or pool of a seed."""
+    return torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + number) & (2**63 - 1))
 
 
 _tasks: dict[str, type[Task]] = {}
@@ -124,22 +145,10 @@ def names() -> list[str]:
 
 @cache
 def get(name: str) -> Task:
-    """The task of that name, with its data loaded.
-
-    Raises:
-        ValueError: the name is unknown; the nearest one is suggested.
-    """
-    if name not in _tasks:
-        raise ValueError(unknown("task", name, _tasks))
-    return _tasks[name]()
+    """The task of that name, with its data loaded; ValueError if it is unknown."""
+    return find("task", name, _tasks)()
 
 
 def settings(name: str) -> Settings:
-    """The settings of the task of that name, without loading its data.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
-    if name not in _tasks:
-        raise ValueError(unknown("task", name, _tasks))
-    return _tasks[name].settings
+    """The settings of the task of that name, without loading its data; ValueError if it is unknown."""
+    return find("task", name, _tasks).settings

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..spec import TUNING_SEEDS
-from .base import Task, to_model
+from .base import Task, generator, library, to_model
 
 SIDE, CLASSES = 8, 10
 BATCH = 64
@@ -25,11 +25,7 @@ class Digits(Task):
     """
 
     def __init__(self) -> None:
-        try:
-            from sklearn.datasets import load_digits
-        except ImportError as error:
-            raise RuntimeError(f"the task {self.name!r} trains on scikit-learn's digits: pip install scikit-learn") from error
-        digits = load_digits()
+        digits = library(self.name, "sklearn.datasets", "scikit-learn").load_digits()
         images = torch.tensor(digits.images, dtype=torch.float32) / 8 - 1
         labels = torch.tensor(digits.target, dtype=torch.long)
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
@@ -39,7 +35,7 @@ class Digits(Task):
         self.digest = hashlib.blake2b(images[order].numpy().tobytes(), digest_size=8).hexdigest()
 
     def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
-        rng = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step) & (2**63 - 1))
+        rng = generator(seed, step)
         which = torch.randint(TRAIN - HELD_OUT if seed in TUNING_SEEDS else TRAIN, (BATCH,), generator=rng)
         shift = torch.randint(3, (BATCH, 2, 1), generator=rng)
         noise = 0.1 * torch.randn(BATCH, SIDE, SIDE, generator=rng)
@@ -57,6 +53,3 @@ class Digits(Task):
         logits = model(images)
         right = (logits.argmax(-1) == labels).double().mean()
         return {"val_loss": F.cross_entropy(logits, labels).item(), "accuracy": 100 * right.item()}
-
-    def data(self) -> str:
-        return self.digest

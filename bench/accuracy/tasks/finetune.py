@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from examples.train_gpt.data import make_corpus, stdlib_texts
 from examples.train_gpt.model import GPT, GPTConfig
 
+from ..data import kept
 from .base import task
 from .gpt import BATCH, CONTEXT, ByteGPT
 
@@ -39,7 +39,7 @@ class FineTuneGPT(ByteGPT):
     def __init__(self) -> None:
         from pydoc_data.topics import topics
 
-        self.corpus = make_corpus({name: text.encode() for name, text in topics.items()}, "Python's language reference")
+        self.read(make_corpus({name: text.encode() for name, text in topics.items()}, "Python's language reference"))
         self.pretrained = pretrained(CACHE)
 
     def model(self) -> nn.Module:
@@ -55,25 +55,20 @@ def _model() -> GPT:
 def pretrained(folder: Path, steps: int = PRETRAINING) -> dict[str, Tensor]:
     """The weights after dense training on code, read from ``folder`` if they are there; deterministic on one thread."""
     code = make_corpus({name: text for name, text in stdlib_texts().items() if not name.startswith(PROSE)}, "the Python standard library")
-    path = folder / f"pretrained-{steps}-{code.digest}.pt"
-    if path.exists():
-        weights: dict[str, Tensor] = torch.load(path, weights_only=True)
-        return weights
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
-    model = _model()
-    torch.set_rng_state(state)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.99), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK, total_steps=steps, pct_start=0.05)
-    for step in range(steps):
-        loss = model.loss(*code.batch(0, step, BATCH, CONTEXT))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-    folder.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    torch.save(model.state_dict(), part)
-    os.replace(part, path)  # atomic: other processes may be writing it too
-    return model.state_dict()
+
+    def train() -> dict[str, Tensor]:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = _model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.99), weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK, total_steps=steps, pct_start=0.05)
+        for step in range(steps):
+            loss = model.loss(*code.batch(0, step, BATCH, CONTEXT))
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+        return model.state_dict()
+
+    return kept(folder / f"pretrained-{steps}-{code.digest}.pt", train)

@@ -9,9 +9,6 @@ downloaded.
 
 Settings: those of BERT's paper (Devlin et al., NAACL 2019, section 4.1), batches of 32 and 3 epochs, with the linear decay, the warm-up of
 10 % and the weight decay of 0.01 of its code; at most 128 tokens. The paper's rates are 2e-5 to 5e-5; the search begins at 3e-5.
-
-Expected minutes on one H100 for a run, an estimate: RTE 1, SST-2 4, QNLI 5, MNLI 16, which is 25 ms a step and a minute for loading and
-evaluating. At 40 % of 989 TFLOP/s a step would take 1 to 3 ms; texts so short are bound by the launches of kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..spec import TUNING_SEEDS
-from .base import Settings, Task, task, to_model
+from .base import Settings, Task, generator, library, task, to_model
 
 FOLDER, MODEL = "NMKERNELS_GLUE", "NMKERNELS_HF_MODEL"
 BATCH, EPOCHS, LONGEST = 32, 3, 128
@@ -36,7 +33,7 @@ NLI = ("entailment", "not_entailment")
 
 def _settings(texts: int) -> Settings:
     steps = -(-EPOCHS * texts // BATCH)
-    seconds = 60 + 0.025 * steps
+    seconds = 60 + 0.025 * steps  # an estimate: so short texts are bound by the launches of kernels
     return Settings(steps, 3e-5, warmup=0.1, floor=0.0, decay="linear", weight_decay=0.01, patterns=("2:4", "1:8"), seconds=seconds)
 
 
@@ -62,10 +59,7 @@ class Glue(Task):
         for variable, what in ((FOLDER, "the folder of GLUE's data"), (MODEL, "the folder of a checkpoint, such as bert-base-uncased")):
             if not os.environ.get(variable):
                 raise RuntimeError(f"the task {self.name!r} needs {variable} to name {what}; see bench/accuracy/tasks/glue.py")
-        try:
-            import transformers
-        except ImportError as error:
-            raise RuntimeError(f"the task {self.name!r} needs transformers: pip install transformers") from error
+        transformers = library(self.name, "transformers")
         transformers.logging.set_verbosity_error()  # every run would report that the classifier is new
         transformers.logging.disable_progress_bar()
         self.checkpoint = Path(os.environ[MODEL])
@@ -106,12 +100,9 @@ class Glue(Task):
         """Every epoch has all texts once, in an order of its own."""
         n = len(self.train) - (self.held_out if seed in TUNING_SEEDS else 0)
         rows = range((step - 1) * BATCH, step * BATCH)
-        orders = {row // n: self._order(seed, row // n, n) for row in (rows[0], rows[-1])}
+        orders = {row // n: torch.randperm(n, generator=generator(seed, row // n)) for row in (rows[0], rows[-1])}
         which = [int(orders[row // n][row % n]) for row in rows]
         return self._tokens([self.train[i] for i in which], self.labels[which])
-
-    def _order(self, seed: int, epoch: int, n: int) -> Tensor:
-        return torch.randperm(n, generator=torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + epoch) & (2**63 - 1)))
 
     def _tokens(self, texts: list[tuple[str, ...]], labels: Tensor) -> tuple[Tensor, ...]:
         """Token ids, which of them are tokens, to which text of a pair they belong, and the labels."""
@@ -132,9 +123,6 @@ class Glue(Task):
             loss += F.cross_entropy(logits, batch[3], reduction="sum").item()
             right += int((logits.argmax(-1) == batch[3]).sum())
         return {"val_loss": loss / len(texts), "accuracy": 100 * right / len(texts)}
-
-    def data(self) -> str:
-        return self.digest
 
 
 def _logits(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:

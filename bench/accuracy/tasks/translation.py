@@ -14,7 +14,7 @@ from examples.train_gpt.model import MLP, GPTConfig
 
 from .. import data
 from ..catalogs import BEGIN, END, LONGEST, PAD, VOCABULARY, Tokens, translations
-from .base import Settings, Task, task, to_model
+from .base import Settings, Task, generator, library, task, to_model
 from .vit import Attention, Block
 
 BATCH = 32
@@ -156,11 +156,8 @@ class EnglishToGerman(Task):
     }
 
     def __init__(self) -> None:
-        try:
-            import sacrebleu
-        except ImportError as error:
-            raise RuntimeError("the task 'translation' is evaluated with sacrebleu: pip install sacrebleu") from error
-        self.corpus_bleu = sacrebleu.corpus_bleu
+        library(self.name, "tokenizers")
+        self.corpus_bleu = library(self.name, "sacrebleu").corpus_bleu
         found = translations(data.files("translation"), data.folder())
         self.splits, self.texts, self.tokenizer, self.digest = found.tokens, found.texts, found.tokenizer, found.digest
         self.pool = lru_cache(maxsize=2)(self._pool)
@@ -173,8 +170,7 @@ class EnglishToGerman(Task):
 
     def _pool(self, seed: int, number: int) -> Tensor:
         """The pairs of ``POOL`` batches ``[POOL, BATCH]``, of similar length within a batch, the batches in random order."""
-        rng = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + number) & (2**63 - 1))
-        train = self.splits["train"]
+        rng, train = generator(seed, number), self.splits["train"]
         which = torch.randint(len(train), (POOL * BATCH,), generator=rng)
         return which[train.order(which)].view(POOL, BATCH)[torch.randperm(POOL, generator=rng)]
 
@@ -197,9 +193,6 @@ class EnglishToGerman(Task):
             ids = model.translate(*to_model(model, tokens.take(part)[0]))  # type: ignore[operator]
             written += self.tokenizer.decode_batch(ids.tolist())
         return float(self.corpus_bleu(written, [[self.texts[split][i].target for i in which.tolist()]]).score)
-
-    def data(self) -> str:
-        return self.digest
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, ...], **keywords: Any) -> Tensor:

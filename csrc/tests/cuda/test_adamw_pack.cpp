@@ -79,25 +79,31 @@ struct Step {
         weights.emplace_back(c, 192, 64, 21);
     }
 
-    void run(bool packs, std::vector<double>& stats) {
-        const AdamWCut cut = packs ? AdamWCut{kPackTile, kPackTile, false} : adamw_cut(call.select == kGiven ? 0 : 2, call.select == kGiven ? 0 : 4);
+    struct Table {
         std::vector<AdamWParam> params;
         std::vector<int64_t> gradients;
         std::vector<AdamWForms> forms;
-        int64_t tiles = 0;
+        std::vector<int32_t> owners;
         float counts[3] = {3.0f, 4.0f, 3.0f};
+        int64_t tiles = 0;
+
+        const int64_t* words() const { return reinterpret_cast<const int64_t*>(params.data()); }
+        AdamWPart all() const { return {0, tiles, 0, tiles}; }
+    };
+
+    void fill(Table& t, const AdamWCut& cut) const {
         for (const Weight& weight : weights) {
             AdamWParam param{};
             param.address[kWeight] = int64_t(weight.w.data());
             param.address[kFirst] = int64_t(weight.first.data());
             param.address[kSecond] = int64_t(weight.second.data());
             param.mask = call.select == kGiven ? int64_t(weight.bits.data()) : 0;
-            param.index = int64_t(params.size());
-            param.step = int64_t(counts + param.index);
+            param.index = int64_t(t.params.size());
+            param.step = int64_t(t.counts + param.index);
             param.rows = weight.rows;
             param.cols = weight.cols;
             const int64_t pieces = param.rows * ((param.cols + cut.columns - 1) / cut.columns);
-            param.first = tiles;
+            param.first = t.tiles;
             param.tiles = (pieces + cut.pieces - 1) / cut.pieces;
             param.dtypes = nm::kFloat32 | call.gradient << 8;
             param.walk = 1;
@@ -105,30 +111,43 @@ struct Step {
                 stride[0] = param.cols;
                 stride[1] = 1;
             }
-            tiles += param.tiles;
-            params.push_back(param);
-            gradients.push_back(int64_t(weight.gradient.data()));
-            forms.push_back(weight.forms(call));
+            t.tiles += param.tiles;
+            t.params.push_back(param);
+            t.gradients.push_back(int64_t(weight.gradient.data()));
+            t.forms.push_back(weight.forms(call));
         }
-        std::vector<int32_t> owners(static_cast<size_t>(tiles));
-        std::vector<uint32_t> scalars(kScalarWords * params.size());
-        std::vector<double> partials(size_t(kStats * tiles));
-        const AdamWPart all{0, tiles, 0, tiles}, none{0, 0, 0, 0};
-        const auto* table = reinterpret_cast<const int64_t*>(params.data());
-        adamw_owners(table, int64_t(params.size()), none, all, owners.data(), kQueue);
+        t.owners.resize(static_cast<size_t>(t.tiles));
+        adamw_owners(t.words(), int64_t(t.params.size()), {0, 0, 0, 0}, t.all(), t.owners.data(), kQueue);
+    }
+
+    // The forms of all weights in one launch; `kept`: the indices stay.
+    void pack(bool kept) const {
+        Table t;
+        fill(t, {kPackTile, kPackTile, false});
+        for (AdamWForms& to : t.forms) {
+            if (kept) to.by_row.indices = to.by_column.indices = nullptr;
+        }
+        pack_forms(t.words(), t.owners.data(), t.tiles, {t.forms.data(), call.select, call.layout, 0, call.columns, call.dense}, kQueue);
+    }
+
+    void run(bool packs, std::vector<double>& stats) {
+        Table t;
+        fill(t, packs ? AdamWCut{kPackTile, kPackTile, false} : adamw_cut(call.select == kGiven ? 0 : 2, call.select == kGiven ? 0 : 4));
+        std::vector<uint32_t> scalars(kScalarWords * t.params.size());
+        std::vector<double> partials(size_t(kStats * t.tiles));
         const bool held = call.select == kGiven;
         const int n = held ? 0 : 2, m = held ? 0 : 4;
-        AdamWArguments a{table, gradients.data(), owners.data(), scalars.data(), partials.data(), stats.data(), int64_t(params.size()), kHyper, {},
-                         nullptr, 0, n, m};
+        AdamWArguments a{t.words(), t.gradients.data(), t.owners.data(), scalars.data(), partials.data(), stats.data(), int64_t(t.params.size()),
+                         kHyper, {}, nullptr, 0, n, m};
         const float scale = 3.0f, found = 0.0f;
         AdamWOptions options{nullptr, nullptr, false, false, false, false, false, held, false};
         if (call.general) options = {&scale, &found, call.dense, true, true, false, false, held, false};
         if (packs) {
-            masked_adamw_pack(a, all, options, {forms.data(), call.select, call.layout, call.gradient, call.columns, call.dense}, kQueue);
+            masked_adamw_pack(a, t.all(), options, {t.forms.data(), call.select, call.layout, call.gradient, call.columns, call.dense}, kQueue);
         } else {
-            masked_adamw(a, none, all, options, kQueue);
+            masked_adamw(a, {0, 0, 0, 0}, t.all(), options, kQueue);
         }
-        CHECK(counts[1] == 5.0f) << call.name();
+        CHECK(t.counts[1] == 5.0f) << call.name();
     }
 
     Case call;
@@ -173,6 +192,22 @@ void check_renewal(const Step& got, const Case& c) {
     }
 }
 
+// All weights in one launch; then other weights with the indices left, which only a held mask allows.
+void check_packing(const Case& c) {
+    Step got(c), want(c);
+    for (bool kept : {false, true}) {
+        if (kept && c.select != kGiven) continue;
+        for (size_t i = 0; i < 3; ++i) {
+            if (kept) {
+                for (const Weight* weight : {&got.weights[i], &want.weights[i]}) weight->w.as<float>()[65] = 3.5f;
+            }
+            CHECK(want.weights[i].pack_forms(c)) << c.name();
+        }
+        got.pack(kept);
+        for (size_t i = 0; i < 3; ++i) compare(got.weights[i], want.weights[i], c, kept ? "packed, indices kept" : "packed");
+    }
+}
+
 void check(const Case& c) {
     Step got(c), want(c);
     std::vector<double> stats(kStats), expected(kStats);
@@ -184,6 +219,7 @@ void check(const Case& c) {
     }
     for (int k = 0; k < kStats && !c.edges; ++k) CHECK(std::abs(stats[size_t(k)] - expected[size_t(k)]) <= 1e-12 * std::abs(expected[size_t(k)])) << c.name();
     check_renewal(got, c);
+    check_packing(c);
 }
 
 TEST(emulated_adamw_pack_is_a_step_and_a_packing) {

@@ -4,6 +4,6 @@ The core takes pointers, so inputs that are not contiguous are copied first (exc
 ``torch.get_num_threads()`` threads; the number of threads does not change the result.
 """
 
-from . import adamw, groups, integers, linear, mvue, quantize
+from . import adamw, groups, integers, linear, mvue
 
-__all__ = ["adamw", "groups", "integers", "linear", "mvue", "quantize"]
+__all__ = ["adamw", "groups", "integers", "linear", "mvue"]

@@ -47,19 +47,9 @@ def _masked_adamw(*args: Any, out: Tensor | None = None) -> Tensor:
                 words += (xs[i].data_ptr(), DTYPES[xs[i].dtype], cols, 1)
             else:
                 words += _view(xs[i], copies)
-    flags = (
-        a.frozen,
-        a.eps_inside,
-        a.maximize,
-        a.geometric,
-        bool(a.masks),
-        a.fixed,
-        a.stochastic,
-        a.seed,
-        address(a.grad_scale),
-        address(a.found_inf),
-    )
-    stats = torch.tensor(core().masked_adamw(words, a.hyper.tolist(), a.n, a.m, *flags, torch.get_num_threads()), dtype=torch.float64)
+    flags = a.frozen, a.eps_inside, a.maximize, a.geometric, bool(a.masks), a.fixed, a.stochastic, a.seed
+    scalars = address(a.grad_scale), address(a.found_inf), torch.get_num_threads()
+    stats = torch.tensor(core().masked_adamw(words, a.hyper.tolist(), a.n, a.m, *flags, *scalars), dtype=torch.float64)
     for target, copy in written:
         target.copy_(copy)
     return stats if out is None else out.copy_(stats)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...capability import compiled_core
 from ...dispatch import Verdict, impl
 from ...pattern import BackendError
-from ..shared import ORDERED, tensors
+from ..shared import FLOAT64, ORDERED, tensors
 
 NAME, PRIORITY = "cpu", 10
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
@@ -47,7 +47,7 @@ def supports(*args: Any) -> Verdict:
     arguments = list(tensors(args))
     for x in arguments:
         if x.dtype == torch.float64:
-            return False, "it computes in float32, and this call is in float64"
+            return FLOAT64
         if x.dtype == torch.int32:
             return ORDERED
     return runnable(arguments)
@@ -56,8 +56,3 @@ def supports(*args: Any) -> Verdict:
 def register(op: str, supports: Callable[..., Verdict] = supports) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as this backend's ``op``."""
     return impl(op, backend=NAME, priority=PRIORITY, supports=supports)
-
-
-def row_count(x: Tensor, cols: int) -> int:
-    """The number of rows of ``x`` as a matrix with ``cols`` columns."""
-    return x.numel() // cols if cols else 0

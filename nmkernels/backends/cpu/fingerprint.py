@@ -8,9 +8,6 @@ from torch import Tensor
 from ...capability import compiled_core
 from .core import core
 
-ONE_THREAD = 16 << 20
-"""Bytes up to which one thread reads as fast as several, which must be woken first."""
-
 
 def fingerprint(*tensors: Tensor) -> tuple[int, ...] | None:
     """A 64-bit hash of each tensor's bytes, without shape, strides and dtype.
@@ -25,5 +22,6 @@ def fingerprint(*tensors: Tensor) -> tuple[int, ...] | None:
         plain = type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and x.layout == torch.strided
         if not plain or not (x.is_contiguous() or (x.dim() == 2 and x.t().is_contiguous())):
             return None
-        hashes.append(core().fingerprint(x.data_ptr(), x.nbytes, threads if x.nbytes >= ONE_THREAD else 1))
+        # up to 16 MB one thread reads as fast as several, which must be woken first
+        hashes.append(core().fingerprint(x.data_ptr(), x.nbytes, threads if x.nbytes >= 16 << 20 else 1))
     return tuple(hashes)

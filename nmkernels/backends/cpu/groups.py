@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from ...pattern import ShapeError
+from ...reference.layouts import EIGHT_BIT, to_layout
+from ...reference.quantize import rounded
 from ..shared import Parts, contiguous, overfull, pack, packed
-from .core import DTYPES, core, register, row_count
+from .core import DTYPES, core, register
 
 LARGE = 16 << 20
 """Size in bytes from which new outputs request huge pages."""
@@ -52,7 +54,9 @@ def _soft_threshold_scale(w: Tensor, n: int, m: int, out: Tensor | None = None) 
 def transposable_mask(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
     w, cols = contiguous(w), w.shape[-1]
     result = _fresh(torch.empty_like(w, dtype=torch.bool)) if out is None else out
-    core().transposable_mask(w.data_ptr(), DTYPES[w.dtype], row_count(w, cols), cols, n, m, result.data_ptr(), torch.get_num_threads())
+    core().transposable_mask(
+        w.data_ptr(), DTYPES[w.dtype], w.numel() // cols if cols else 0, cols, n, m, result.data_ptr(), torch.get_num_threads()
+    )
     return result
 
 
@@ -74,6 +78,13 @@ def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: tuple[T
     return values, indices
 
 
+@register("nm_quantize_pack")
+def _quantize_pack(w: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Only the kept values are scaled and rounded."""
+    values, indices = compress(w, 2, 4)
+    return rounded(values.float() * scale.reshape(-1, 1), dtype), to_layout(indices, w.shape[1], EIGHT_BIT)
+
+
 def check_indices(op: str, valid: bool, m: int) -> None:
     """Raise ``ShapeError`` if a kernel found an index outside its group (``valid`` is False)."""
     if not valid:
@@ -82,11 +93,6 @@ def check_indices(op: str, valid: bool, m: int) -> None:
 
 @register("nm_decompress")
 def _decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: Tensor | None = None) -> Tensor:
-    return expand("decompress", values, indices, n, m, cols, out)
-
-
-def expand(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: Tensor | None = None) -> Tensor:
-    """Decompress an operand of ``op``."""
     values = values if values.is_contiguous() and not values.is_neg() else contiguous(values)
     indices = indices.contiguous()
     dense = _fresh(values.new_empty(*values.shape[:-1], cols)) if out is None else out
@@ -94,7 +100,7 @@ def expand(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols: int, 
         values.data_ptr(), indices.data_ptr(), DTYPES[values.dtype], dense.numel() // cols if cols else 0, cols, n, m, dense.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
-    check_indices(op, valid, m)
+    check_indices("decompress", valid, m)
     return dense
 
 

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..shared import Around, around, in_layout, packed
+from ..shared import around, in_layout, packed
 from .core import DTYPES, core, register
 
 
-def _call(walk: Around, seed: Tensor, method: str) -> Any:
-    key, offset = seed.tolist()
-    return core().MvueCall(walk.g.data_ptr(), *walk[1:], key, offset, method == "approx")
+def _call(walk: tuple[Tensor, int, int, int], seed: Tensor, method: str) -> Any:
+    return core().MvueCall(walk[0].data_ptr(), *walk[1:], *seed.tolist(), method == "approx")
 
 
 @register("nm_mvue")
@@ -30,6 +29,6 @@ def _mvue_compress(
     if layout != "canonical":
         return in_layout(_mvue_compress(g, n, m, dim, seed, method), g.shape[dim], layout, out)
     walk = around(g, dim)
-    values, indices = packed(g, g.movedim(dim, -1).shape[:-1], walk.length, n, m) if out is None else out
+    values, indices = packed(g, g.movedim(dim, -1).shape[:-1], walk[2], n, m) if out is None else out
     core().mvue_compress(_call(walk, seed, method), DTYPES[g.dtype], n, m, values.data_ptr(), indices.data_ptr(), torch.get_num_threads())
     return values, indices

@@ -8,8 +8,7 @@ are on the device (``capturable=True``).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 from functools import cache, reduce
 from itertools import chain
 from operator import or_
@@ -32,9 +31,6 @@ BLOCKS = 8192
 SCALARS = 16
 """32-bit words in which the kernels keep the numbers of a param."""
 
-HYPER = 8
-"""Elements of ``hyper`` that are used."""
-
 P, FIRST, _, TOP, GRAD = range(5)
 """The lists of a call, in the order of the kernels' tables."""
 
@@ -45,11 +41,10 @@ MOST_TABLES = 128
 """Tables that a cache holds; a training step uses two per parameter group and per kind of parameter."""
 
 TILES = 64, 64, False
-"""The cut where forms are written: tiles of 64 x 64."""
+"""The cut where forms are written: columns of a piece of a row, pieces of a tile, whether flat params have a launch of their own."""
 
 Lists = list[list[Tensor]]
 Cut = tuple[int, int, bool]
-"""Columns of a piece of a row, pieces of a tile, whether flat params have a launch of their own."""
 
 
 class Forms(NamedTuple):
@@ -64,11 +59,7 @@ class Forms(NamedTuple):
     dense: bool
 
 
-NO_FORMS = Forms(0, 0, 0, 0, False, False)
-
-
-@dataclass
-class Layout:
+class Layout(NamedTuple):
     """The walk of each param, and which tensors (list, param) must be copied because no walk fits them."""
 
     key: Hashable
@@ -112,15 +103,6 @@ def layout_of(lists: Lists, n: int, m: int, flat: bool, held: bool, ordered: boo
     return layout
 
 
-def written(lists: Lists, layout: Layout) -> Iterator[tuple[Tensor, Tensor]]:
-    """Replace the tensors that fit no walk by copies in ``lists``; yields (tensor, copy) of those that the step writes."""
-    for which, i in layout.copies:
-        original = lists[which][i]
-        lists[which] = [*lists[which][:i], original.resolve_neg().contiguous(), *lists[which][i + 1 :]]
-        if which != GRAD:
-            yield original, lists[which][i]
-
-
 class Cache:
     """A least-recently-used cache of things in device memory, which keeps whatever a CUDA graph reads."""
 
@@ -147,8 +129,7 @@ class Cache:
                     self.pinned[oldest] = dropped
 
 
-@dataclass
-class Tables:
+class Tables(NamedTuple):
     """A call as the kernels read it.
 
     Args:
@@ -170,8 +151,7 @@ _grads = Cache()
 
 @cache
 def cut(module: Any, n: int, m: int) -> Cut:
-    columns, pieces, flat = module.adamw_cut(n, m)
-    return columns, pieces, flat
+    return tuple(module.adamw_cut(n, m))
 
 
 def upload(words: Sequence[int], like: Tensor) -> Tensor:
@@ -208,16 +188,25 @@ def _make(
 ) -> Tables:
     fits = [all(a[i] & 15 == 0 for a in addresses if a) for i in range(len(steps))]
     flat = [i for i, p in enumerate(lists[P]) if how[2] and layout.walks[i] == FLAT and fits[i] and p.numel() % 4 == 0]
-    chosen = set(flat)
-    order = (flat, [i for i in range(len(steps)) if i not in chosen])
     words: list[int] = []
     parts: list[int] = []
     tiles = blocks = 0
-    for indices in order:
+    for indices in (flat, sorted({*range(len(steps))} - {*flat})):
         first = tiles
         for i in indices:
-            row, count = _row(lists, i, layout.walks[i], fits[i], how)
-            words += (*[a[i] if a else 0 for a in addresses[:GRAD]], masks[i], steps[i], *row[:2], tiles, count, *row[2:])
+            p, walk = lists[P][i], layout.walks[i]
+            cols = p.shape[-1] if p.dim() else 1
+            rows = p.numel() // cols if cols else 0
+            if walk == FLAT:
+                rows, cols = 1, p.numel()
+                strides = [cols, 1] * len(lists)
+            else:
+                strides = [s for xs in lists for s in ((row_stride(xs[i]) or 0, xs[i].stride(-1) if xs[i].dim() else 1) if xs else (0, 0))]
+            wide = fits[i] and all(strides[2 * k] % 4 == 0 and strides[2 * k + 1] == 1 for k, xs in enumerate(lists) if xs)
+            codes = DTYPES[p.dtype] | DTYPES[lists[GRAD][i].dtype] << 8
+            count = -(-(rows * -(-cols // how[0])) // how[1])
+            words += (*[a[i] if a else 0 for a in addresses[:GRAD]], masks[i], steps[i], rows, cols, tiles, count)
+            words += (codes, wide | (walk == ACROSS) << 1, i, *strides)
             tiles += count
         parts += (first, tiles - first, blocks, tiles - first if how is TILES else min(BLOCKS, tiles - first))
         blocks += parts[-1]
@@ -227,20 +216,11 @@ def _make(
     return Tables(table, owners, blocks, tuple(parts))
 
 
-def _row(lists: Lists, i: int, walk: int, fits: bool, how: Cut) -> tuple[tuple[int, ...], int]:
-    """Rows, columns, dtypes, walk, index and strides of a param, and how many tiles it has."""
-    p = lists[P][i]
-    cols = p.shape[-1] if p.dim() else 1
-    rows = p.numel() // cols if cols else 0
-    if walk == FLAT:
-        rows, cols = 1, p.numel()
-        strides = [cols, 1] * len(lists)
-    else:
-        strides = [s for xs in lists for s in ((row_stride(xs[i]) or 0, xs[i].stride(-1) if xs[i].dim() else 1) if xs else (0, 0))]
-    wide = fits and all(strides[2 * k] % 4 == 0 and strides[2 * k + 1] == 1 for k, xs in enumerate(lists) if xs)
-    codes = DTYPES[p.dtype] | DTYPES[lists[GRAD][i].dtype] << 8
-    pieces = rows * -(-cols // how[0])
-    return (rows, cols, codes, wide | (walk == ACROSS) << 1, i, *strides), -(-pieces // how[1])
+def tiles_of(weights: list[Tensor], masks: Sequence[Tensor] | None, like: Tensor) -> Tables:
+    """The 64 x 64 tiles of contiguous matrices, with the bits of their masks."""
+    lists: Lists = [weights, [], [], [], weights]
+    bits = [mask.data_ptr() for mask in masks] if masks else [0] * len(weights)
+    return plan_of(lists, [0] * len(weights), bits, layout_of(lists, 2, 4, False, bool(masks), False), TILES, like)[0]
 
 
 def _fits(args: tuple[Any, ...], device: str) -> Verdict:
@@ -265,7 +245,12 @@ def step(a: AdamWArgs, out: Tensor | None, to: Forms | None = None) -> Tensor:
     lists: Lists = [list(xs) for xs in (a.params, a.exp_avgs, a.exp_avg_sqs, a.max_exp_avg_sqs, a.grads)]
     how = cut(kernels, a.n, a.m) if to is None else TILES
     layout = layout_of(lists, a.n, a.m, how[2], bool(a.masks), a.stochastic)
-    copies = list(written(lists, layout))
+    copies = []  # (tensor, copy) of what the step writes
+    for which, i in layout.copies:
+        original = lists[which][i]
+        lists[which][i] = original.resolve_neg().contiguous()
+        if which != GRAD:
+            copies.append((original, lists[which][i]))
     addresses = [step.data_ptr() for step in a.steps]
     for i in d.host_steps:
         addresses[i] = 0
@@ -275,12 +260,12 @@ def step(a: AdamWArgs, out: Tensor | None, to: Forms | None = None) -> Tensor:
     counts = None if several is None else upload(several, like)
     scalars = torch.empty(len(a.steps), SCALARS, dtype=torch.int32, device=d.device)
     partials = torch.empty(STATS, plan.blocks, dtype=torch.float64, device=d.device)
-    host_hyper = a.hyper.tolist()[:HYPER] if d.hyper is None else [0.0] * HYPER
+    host_hyper = a.hyper.tolist()[:8] if d.hyper is None else [0.0] * 8  # as many are used
     kernels.masked_adamw(
         plan.table.data_ptr(), gradients.data_ptr(), plan.owners.data_ptr(), scalars.data_ptr(), partials.data_ptr(), d.stats.data_ptr(),
         len(a.steps), *plan.parts, address(d.hyper), host_hyper, address(counts), count, address(d.grad_scale), address(d.found_inf),
         a.n, a.m, a.frozen, a.eps_inside, a.maximize, a.geometric, bool(a.max_exp_avg_sqs), bool(a.masks), a.fixed,
-        a.stochastic, a.seed, DTYPES[a.exp_avgs[0].dtype] if a.exp_avgs else 0, *(to or NO_FORMS), *queue(like),
+        a.stochastic, a.seed, DTYPES[a.exp_avgs[0].dtype] if a.exp_avgs else 0, *(to or Forms(0, 0, 0, 0, False, False)), *queue(like),
     )  # fmt: skip
     for target, copy in copies:
         target.copy_(copy)

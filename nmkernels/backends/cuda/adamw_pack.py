@@ -1,10 +1,11 @@
-"""MaskedAdamW that also writes the forms of the new weights: one pass over memory, for 2:4 and weights of whole 64 x 64 tiles.
+"""The forms of several weights in one pass over memory, alone or in MaskedAdamW's: for 2:4 and weights of whole 64 x 64 tiles.
 
-``renew_changed_forms`` checks later whether the weight is still the one that they were made of.
+``renew_changed_forms`` checks later whether a weight is still the one that they were made of.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,15 +18,12 @@ from ...reference.layouts import LAYOUTS
 from ...reference.pack import pack
 from ..adamw import placed, supports_tensors
 from ..shared import address
-from .adamw import Cache, Forms, step, upload
+from .adamw import Cache, Forms, step, tiles_of, upload
 from .compress import SELECTS
 from .core import DTYPES, core, queue, register, runnable
 
 SIDE = 64
 """Rows and columns of a tile."""
-
-GRADIENTS = (torch.float32, torch.bfloat16)
-"""Dtypes of gradients that have a kernel."""
 
 _tables = Cache()
 
@@ -37,58 +35,102 @@ def _fits(args: tuple[Any, ...], device: str) -> Verdict:
 
 
 def _supports(to: FormArgs, a: AdamWArgs) -> Verdict:
-    if (to.n, to.m) != (2, 4) or (not a.masks and (a.n, a.m) != (2, 4)):
+    if not a.masks and (a.n, a.m) != (2, 4):
+        return False, f"its kernel has the pattern 2:4, and this call {a.n}:{a.m}"
+    if a.max_exp_avg_sqs or a.geometric or a.fixed or a.stochastic:
+        return False, "its kernel has no amsgrad, no statistics of log |Δv|, no fixed weights and no stochastic rounding"
+    verdict = _packs(to, a.params, a.exp_avgs, a.exp_avg_sqs)
+    if not verdict[0]:
+        return verdict
+    if any(not x.is_contiguous() or x.is_neg() for x in a.grads):
+        return False, "its kernel takes contiguous gradients"
+    if len({x.dtype for x in a.grads}) > 1 or any(x.dtype not in (torch.float32, torch.bfloat16) for x in a.grads):
+        return False, "its kernel takes gradients of one dtype, float32 or bfloat16"
+    return supports_tensors(a)
+
+
+def _fits_forms(args: tuple[Any, ...], device: str) -> Verdict:
+    to, (weights, masks) = FormArgs(*args[:-2]), args[-2:]
+    if any(not mask.is_contiguous() for mask in masks or ()):
+        return False, "its kernel takes contiguous bits of masks"
+    verdict = _packs(to, weights)
+    return runnable([*weights, *(x for part in to.parts for x in part[:1])], device) if verdict[0] else verdict
+
+
+def _packs(to: FormArgs, *lists: Sequence[Tensor]) -> Verdict:
+    """Whether the kernels write such forms of weights that lie so, with other lists of their shapes."""
+    if (to.n, to.m) != (2, 4):
         return False, f"its kernel has the pattern 2:4, and this call {to.n}:{to.m}"
     if not to.values or to.dtype != torch.bfloat16:
         return False, "its kernel makes forms in bfloat16, and always W packed"
     if to.values_t and to.dense:
         return False, "its kernel makes rows with columns or with the dense form, not all three"
-    if a.max_exp_avg_sqs or a.geometric or a.fixed or a.stochastic:
-        return False, "its kernel has no amsgrad, no statistics of log |Δv|, no fixed weights and no stochastic rounding"
-    for tensors in (a.params, a.exp_avgs, a.exp_avg_sqs):
+    for tensors in lists:
         for x in tensors:
             if x.dtype != torch.float32 or not x.is_contiguous() or x.is_neg() or x.dim() != 2 or x.shape[0] % SIDE or x.shape[1] % SIDE:
                 return False, f"its kernel takes contiguous float32 matrices of rows and columns that are multiples of {SIDE}"
-    if any(not x.is_contiguous() or x.is_neg() for tensors in (a.grads, *to.parts) for x in tensors):
-        return False, "its kernel takes contiguous gradients and forms"
-    if len({x.dtype for x in a.grads}) > 1 or any(x.dtype not in GRADIENTS for x in a.grads):
-        return False, "its kernel takes gradients of one dtype, float32 or bfloat16"
-    return supports_tensors(a)
+    if any(not x.is_contiguous() or x.is_neg() for tensors in to.parts for x in tensors):
+        return False, "its kernel writes contiguous forms"
+    return True, ""
 
 
-@register("nm_masked_adamw_pack_", fits=_fits)
-def masked_adamw_pack_(*args: Any, out: Tensor | None = None) -> Tensor:
-    """``nm_masked_adamw_pack_``; a tensor whose address is not a multiple of 16 is copied there and back."""
-    to, a = split(args)
-    copies: list[tuple[Tensor, Tensor]] = []
+class _Placed:
+    """Tensors at addresses that are multiples of 16: of others, copies, which ``finish`` copies back if they were written."""
 
-    def placed_well(tensors: Any, written: bool = True) -> list[Tensor]:
+    def __init__(self) -> None:
+        self.copies: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, tensors: Sequence[Tensor], written: bool = True) -> list[Tensor]:
         result = list(tensors)
         for i, x in enumerate(result):
             if x.data_ptr() & 15:
                 result[i] = x.clone()
                 if written:
-                    copies.append((x, result[i]))
+                    self.copies.append((x, result[i]))
         return result
 
-    parts = [placed_well(part) for part in to.parts]
-    words = [part[i].data_ptr() if part else 0 for i in range(len(a.params)) for part in (*parts, to.scales)]
-    a = a._replace(
-        params=placed_well(a.params), exp_avgs=placed_well(a.exp_avgs), exp_avg_sqs=placed_well(a.exp_avg_sqs),
-        grads=placed_well(a.grads, written=False),
-    )  # fmt: skip
-    like = a.params[0] if a.params else a.hyper
+    def finish(self) -> None:
+        for target, copy in self.copies:
+            target.copy_(copy)
+
+
+def _forms(to: FormArgs, place: _Placed, gradient: int, like: Tensor) -> Forms:
+    """The table of the forms in device memory, and what is the same for all."""
+    parts = [place(part) for part in to.parts]
+    words = [part[i].data_ptr() if part else 0 for i in range(len(to.values)) for part in (*parts, to.scales)]
     key = like.device, tuple(words)
     table = _tables.get(key)
     if table is None:
         table = upload(words, like)
         _tables.put(key, table, [table], like.device)
     select = SELECTS["given" if to.select == "held" else to.select]
-    gradient = DTYPES[a.grads[0].dtype] if a.grads else 0
-    forms = Forms(table.data_ptr(), select, LAYOUTS.index(to.layout), gradient, bool(to.values_t), bool(to.dense))
+    return Forms(table.data_ptr(), select, LAYOUTS.index(to.layout), gradient, bool(to.values_t), bool(to.dense))
+
+
+@register("nm_pack_forms_", fits=_fits_forms)
+def pack_forms_(*args: Any, out: None = None) -> None:
+    """``nm_pack_forms_`` in one launch; a tensor whose address is not a multiple of 16 is copied there and back."""
+    to, place, weights = FormArgs(*args[:-2]), _Placed(), args[-2]
+    if not weights:
+        return
+    like = weights[0]
+    forms, weights = _forms(to, place, 0, like), place(weights, written=False)
+    plan = tiles_of(weights, args[-1], like)
+    core(like).pack_forms(plan.table.data_ptr(), plan.owners.data_ptr(), plan.blocks, *forms[:3], *forms[4:], *queue(like))
+    place.finish()
+
+
+@register("nm_masked_adamw_pack_", fits=_fits)
+def masked_adamw_pack_(*args: Any, out: Tensor | None = None) -> Tensor:
+    """``nm_masked_adamw_pack_``; a tensor whose address is not a multiple of 16 is copied there and back."""
+    (to, a), place = split(args), _Placed()
+    like = a.params[0] if a.params else a.hyper
+    forms = _forms(to, place, DTYPES[a.grads[0].dtype] if a.grads else 0, like)
+    a = a._replace(
+        params=place(a.params), exp_avgs=place(a.exp_avgs), exp_avg_sqs=place(a.exp_avg_sqs), grads=place(a.grads, written=False)
+    )  # fmt: skip
     stats = step(a, out, forms)
-    for target, copy in copies:
-        target.copy_(copy)
+    place.finish()
     return stats
 
 

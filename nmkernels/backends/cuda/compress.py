@@ -56,9 +56,7 @@ def metadata(indices: Tensor, cols: int, layout: str, out: Tensor | None = None)
     return meta
 
 
-def supports_pack(w: Tensor, n: int, m: int, select: str, *rest: Any) -> Verdict:
-    if rest[2] == torch.float64:
-        return False, "it computes in float32, and this call packs float64"
+def supports_pack(w: Tensor, n: int, m: int, select: str, *_: Any) -> Verdict:
     return only_2_4(n, m) if select == "transposable" else (True, "")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...capability import cuda_core, cuda_kernels
 from ...dispatch import Verdict, impl
-from ..shared import tensors
+from ..shared import FLOAT64, tensors
 
 NAME, PRIORITY = "cuda", 10
 EMULATED, NEVER_CHOSEN = "cuda-emulated", -10
@@ -23,18 +23,14 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 
 
 
 @cache
-def _module(emulated: bool) -> Any:
+def module_of(emulated: bool) -> Any:
+    """The module of kernels, emulated or compiled; ``capability.cuda_core`` says whether the compiled one exists."""
     return import_module("..._emulated", __package__) if emulated else import_module("..._C", __package__).cuda
 
 
 def core(x: Tensor) -> Any:
     """The module of kernels for a tensor: compiled for a GPU, emulated for the CPU."""
-    return _module(x.is_cpu)
-
-
-def compiled() -> Any:
-    """The module of compiled kernels; ``capability.cuda_core`` says whether it exists."""
-    return _module(False)
+    return module_of(x.is_cpu)
 
 
 def queue(x: Tensor) -> tuple[int, int]:
@@ -43,12 +39,6 @@ def queue(x: Tensor) -> tuple[int, int]:
         return 0, 0
     device = x.get_device()
     return device, torch._C._cuda_getCurrentRawStream(device)
-
-
-def _present(args: tuple[Any, ...]) -> Verdict:
-    """Whether the kernels run on the first tensor's GPU, or if it is not on a GPU, whether they are built."""
-    first = args[0] if args and isinstance(args[0], Tensor) else next(tensors(args), None)
-    return cuda_kernels(first.get_device()) if first is not None and first.is_cuda else cuda_core()
 
 
 def runnable(args: Iterable[Any], device: str) -> Verdict:
@@ -66,19 +56,20 @@ def plain(args: tuple[Any, ...], device: str) -> Verdict:
     for x in args:
         if isinstance(x, Tensor):
             if x.dtype == torch.float64:
-                return False, "it computes in float32, and this call is in float64"
+                return FLOAT64
             # called at every op, and the name of the device type takes a microsecond
             usual = usual and x.is_cuda and x.layout == torch.strided
+        elif x is torch.float64:
+            return FLOAT64
     return _YES if usual else runnable(args, device)
 
 
 _YES = True, ""
-Fits = Callable[[tuple[Any, ...], str], Verdict]
 
 
 def register(
-    op: str, supports: Callable[..., Verdict] | None = None, fits: Fits = plain, backend: str = NAME, priority: int = PRIORITY,
-    layout: Callable[[torch.device], str] | None = None,
+    op: str, supports: Callable[..., Verdict] | None = None, fits: Callable[[tuple[Any, ...], str], Verdict] = plain, backend: str = NAME,
+    priority: int = PRIORITY, layout: Callable[[torch.device], str] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
     """Register a function as this backend's ``op``, on GPUs and, if it is built, in the emulator.
 
@@ -93,7 +84,9 @@ def register(
         return on_device if answer[0] else answer
 
     def on_gpu(*args: Any) -> Verdict:
-        return verdict(args, "cuda", _present(args))
+        # of the first tensor's GPU; if it is not on one, the reason is that, or that nothing is built
+        first = args[0] if args and isinstance(args[0], Tensor) else next(tensors(args), None)
+        return verdict(args, "cuda", cuda_kernels(first.get_device()) if first is not None and first.is_cuda else cuda_core())
 
     def on_cpu(*args: Any) -> Verdict:
         return verdict(args, "cpu", (True, "emulated, for tests"))

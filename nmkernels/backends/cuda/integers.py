@@ -18,20 +18,14 @@ from torch import Tensor
 
 from ...dispatch import Verdict
 from ..shared import address, contiguous, packed_sizes
-from .core import DTYPES, core, queue, register, runnable
-from .linear import ACTIVATIONS, FEW_TOKENS, MOST_TOKENS, linear, processors_of, takes, tokens_of
+from .core import DTYPES, core, queue, register
+from .linear import ACTIVATIONS, FEW_TOKENS, MOST_TOKENS, gpu_of, linear, takes, tokens_of
 
 BITS = {torch.int8: 8, torch.uint8: 4}
 """Bits of an integer by the dtype that stores it."""
 
 
-def _decodes(args: tuple[Any, ...], device: str) -> Verdict:
-    if args[3] == torch.float64:
-        return False, "it decodes to float32, bfloat16 and float16, and this call is for float64"
-    return runnable(args, device)
-
-
-@register("nm_dequantize_values", fits=_decodes)
+@register("nm_dequantize_values")
 def dequantize_values(values: Tensor, step: Tensor, kept: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     values, step = values.contiguous(), contiguous(step)
     result = values.new_empty((*values.shape[:-1], kept), dtype=dtype) if out is None else out
@@ -84,7 +78,7 @@ def linear_integers(
         return y
     values, indices, step = values.contiguous(), indices.contiguous(), contiguous(step)
     module, bits = core(x), BITS[values.dtype]
-    sizes = rows, cols, n, m, bits, steps, processors_of(x)
+    sizes = rows, cols, n, m, bits, steps, gpu_of(module, x.get_device())[1]
     wide = not (values.data_ptr() | indices.data_ptr()) & 15
     launches = _plan(module, x.dtype, tokens, wide, sizes) if tokens <= MOST_TOKENS else []
     if not launches:

@@ -26,7 +26,7 @@ from ...dispatch import Verdict
 from ...reference.layouts import COLUMNS, WARPS
 from ..shared import address, aligned, contiguous
 from .compress import metadata
-from .core import DTYPES, PRIORITY, compiled, core, queue, register
+from .core import DTYPES, PRIORITY, core, module_of, queue, register
 
 ACTIVATIONS = {"": 0, "gelu": 1, "silu": 2, "relu2": 3}
 """The kernels' code for each activation."""
@@ -37,24 +37,23 @@ waves."""
 
 
 @lru_cache(maxsize=4096)
-def choose(module: Any, m: int, n: int, k: int, by_column: bool, device: int) -> tuple[int, int]:
-    """The tile, and the number of parts that k is split into; device -1 is the emulator."""
-    tile, splits = module.gemm_plan(m, n, k, by_column, *(EMULATED if device < 0 else module.gpu(device)))
-    return tile, splits
+def plan(module: Any, kernel: str, device: int, *sizes: Any) -> tuple[Any, ...]:
+    """What the core plans for a kernel and its sizes on a GPU, or for the emulator, device -1.
+
+    The tile, and the number of parts that k is split into; for stream-K the tile, the floats of its workspace, and the estimated time, that
+    of ``gemm_wgmma`` being 1.
+    """
+    return tuple(getattr(module, f"{kernel}_plan")(*sizes, *gpu_of(module, device)))
 
 
-@lru_cache(maxsize=4096)
-def choose_wgmma(module: Any, m: int, n: int, k: int, by_column: bool, device: int) -> tuple[int, int]:
-    """The same for the ``wgmma.sp`` kernel."""
-    tile, splits = module.gemm_wgmma_plan(m, n, k, by_column, *module.gpu(device))
-    return tile, splits
+def gpu_of(module: Any, device: int) -> tuple[int, ...]:
+    """Compute capability, multiprocessors, shared memory of a block, clocks and bus width of a GPU, or of the one that is emulated."""
+    return EMULATED if device < 0 else _gpu(module, device)
 
 
-@lru_cache(maxsize=4096)
-def choose_stream_k(module: Any, m: int, n: int, k: int, by_column: bool, device: int) -> tuple[int, int, float]:
-    """The tile for stream-K, the floats of its workspace, and the estimated time, that of ``choose_wgmma`` being 1."""
-    tile, floats, time = module.gemm_stream_k_plan(m, n, k, by_column, *module.gpu(device))
-    return tile, floats, time
+@cache
+def _gpu(module: Any, device: int) -> tuple[int, ...]:
+    return tuple(module.gpu(device))
 
 
 @cache
@@ -70,7 +69,7 @@ def why_not_wgmma(device: torch.device) -> str:
     can, reason = cuda_kernels(device.index)
     if not can:
         return reason
-    return wgmma_obstacle(compiled(), torch.cuda.current_device() if device.index is None else device.index)
+    return wgmma_obstacle(module_of(False), torch.cuda.current_device() if device.index is None else device.index)
 
 
 def not_by_wgmma(values: Tensor, indices: Tensor) -> str:
@@ -130,12 +129,13 @@ def multiply(
     if indices.dtype != torch.int32:
         indices = metadata(indices, k, "wgmma.sp" if by_wgmma else "mma.sp")  # kept alive until the call
         i, warps = indices.data_ptr(), _warps(indices)
-    kernel, plan = (module.gemm_wgmma_sp, choose_wgmma) if by_wgmma else (module.gemm_mma_sp, choose)
+    kernel, planned = (module.gemm_wgmma_sp, "gemm_wgmma") if by_wgmma else (module.gemm_mma_sp, "gemm")
+    sizes = values.get_device(), m, n, k, by_column
     if by == STREAM_K:
-        tile, floats, _ = choose_stream_k(module, m, n, k, by_column, values.get_device())
+        tile, floats, _ = plan(module, "gemm_stream_k", *sizes)
         splits = 0  # the kernel's code for it
     else:
-        tile, splits = plan(module, m, n, k, by_column, values.get_device())
+        tile, splits = plan(module, planned, *sizes)
         floats = splits * m * n if splits > 1 else 0
     parts = values.new_empty(floats, dtype=torch.float32) if floats else None
     kernel(
@@ -165,19 +165,6 @@ FEW_TOKENS = 4
 
 MOST_TOKENS = 16
 """Most tokens for which dense tensor cores keep up, with canonical indices."""
-
-EMULATED_PROCESSORS = 2
-"""Multiprocessors that the emulator plans for: few, so that blocks run in several waves."""
-
-
-@cache
-def _gpu(module: Any, device: int) -> tuple[int, ...]:
-    return tuple(module.gpu(device))
-
-
-def processors_of(x: Tensor) -> int:
-    """The multiprocessors of a tensor's GPU, or those that the emulator plans for."""
-    return EMULATED_PROCESSORS if x.is_cpu else _gpu(core(x), x.get_device())[1]
 
 
 @lru_cache(maxsize=4096)
@@ -218,19 +205,19 @@ def _for_gemm(indices: Tensor, tokens: int) -> bool:
 @register("nm_linear", _supports, layout=lambda device: "mma.sp" if why_not_wgmma(device) else "wgmma.sp")
 def linear(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
-    residual: Tensor | None = None, out: Tensor | None = None,
+    residual: Tensor | None = None, out: Tensor | None = None, by: str = "",
 ) -> Tensor:  # fmt: skip
     rows, tokens = values.shape[0], tokens_of(x, cols)
     y = x.new_empty(*x.shape[:-1], rows) if out is None else out
     if not y.numel():
         return y
     if _for_gemm(indices, tokens):
-        return multiply(values, indices, x, y, tokens, cols, False, bias, activation, residual)
+        return multiply(values, indices, x, y, tokens, cols, False, bias, activation, residual, by)
     x, values, indices = contiguous(x), contiguous(values), indices.contiguous()
     b, r = None if bias is None else contiguous(bias), None if residual is None else contiguous(residual)
-    module, processors = core(x), processors_of(x)
+    module = core(x)
+    _, processors, shared, *_ = gpu_of(module, x.get_device())
     wide = not (values.data_ptr() & 15 or indices.data_ptr() & 3)
-    shared = EMULATED[2] if x.is_cpu else _gpu(module, x.get_device())[2]  # bytes that a block can have
     kernel, splits = _plan(module, x.dtype, tokens, rows, cols, n, m, wide, processors, shared)
     if kernel == "linear_mma" and x.data_ptr() & 15:
         x = x.clone()
@@ -249,22 +236,22 @@ SMALL = 1 << 16
 """Elements of a result for which stream-K runs whatever its estimate, among them the calls that check a kernel before its first use."""
 
 
-def _takes_instead(values: Tensor, indices: Tensor, n: int, m: int, cols: int, *_: Any) -> Verdict:
+def _takes_by(by: str, op: str, *args: Any) -> Verdict:
+    """What ``wgmma.sp`` multiplies; by stream-K only if that is estimated to be faster, or the call is small."""
+    wgrad = op == "nm_linear_wgrad"
+    x, values, indices, n, m, cols = (args[5], *args[:5]) if wgrad else args[:6]
     if indices.dtype != torch.int32:
         return False, "it reads metadata, in the order of wgmma.sp, and this operand has canonical indices"
-    answer = takes(values, indices, n, m, cols)
-    why = not_by_wgmma(values, indices) if answer[0] else ""
-    return (False, f"cuda multiplies by mma.sp itself: {why}") if why else answer
-
-
-def _takes_stream_k(values: Tensor, indices: Tensor, n: int, m: int, cols: int, width: int, by_column: bool) -> Verdict:
-    """``width``: tokens, or in wgrad the columns of x."""
-    can, reason = _takes_instead(values, indices, n, m, cols)
-    if not can:
-        return False, reason.replace("cuda multiplies by mma.sp itself", "it divides tiles of wgmma.sp")
+    can, reason = answer = _takes_wgrad(*args) if wgrad else takes(values, indices, n, m, cols)
+    why = not_by_wgmma(values, indices) if can else ""
+    if why:
+        return False, f"{'cuda multiplies by mma.sp itself' if by == MMA else 'it divides tiles of wgmma.sp'}: {why}"
+    if by == MMA or not can:
+        return answer
+    width = x.shape[1] if wgrad else tokens_of(x, cols)
     if not width or not values.shape[0]:
         return False, "there is nothing to divide"
-    *_, time = choose_stream_k(core(values), values.shape[0], width, cols, by_column, values.get_device())
+    *_, time = plan(core(values), "gemm_stream_k", values.get_device(), values.shape[0], width, cols, wgrad)
     if time == float("inf"):
         return False, "all waves of tiles are full"
     if time >= 1 and values.shape[0] * width > SMALL:
@@ -272,30 +259,6 @@ def _takes_stream_k(values: Tensor, indices: Tensor, n: int, m: int, cols: int, 
     return True, f"{reason}, the last wave of tiles divided along k: {time:.2f} of the estimated time without"
 
 
-def _takes_linear(by: str) -> Any:
-    def supports(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, *_: Any) -> Verdict:
-        packed = values, indices, n, m, cols
-        return _takes_instead(*packed) if by == MMA else _takes_stream_k(*packed, tokens_of(x, cols), False)
-
-    return supports
-
-
-def _takes_wgrad_by(by: str) -> Any:
-    def supports(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, *_: Any) -> Verdict:
-        packed, answer = (values, indices, n, m, cols), _takes_wgrad(values, indices, n, m, cols, x)
-        return answer if not answer[0] else _takes_instead(*packed) if by == MMA else _takes_stream_k(*packed, x.shape[1], True)
-
-    return supports
-
-
-def linear_by(
-    by: str, x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
-    residual: Tensor | None = None, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    y = x.new_empty(*x.shape[:-1], values.shape[0]) if out is None else out
-    return multiply(values, indices, x, y, tokens_of(x, cols), cols, False, bias, activation, residual, by) if y.numel() else y
-
-
 for _by, _priority in ((MMA, PRIORITY - 1), (STREAM_K, PRIORITY - 2)):
-    register("nm_linear", _takes_linear(_by), backend=_by, priority=_priority)(partial(linear_by, _by))
-    register("nm_linear_wgrad", _takes_wgrad_by(_by), backend=_by, priority=_priority)(partial(linear_wgrad, by=_by))
+    for _op, _fn in (("nm_linear", linear), ("nm_linear_wgrad", linear_wgrad)):
+        register(_op, partial(_takes_by, _by, _op), backend=_by, priority=_priority)(partial(_fn, by=_by))

@@ -6,9 +6,6 @@ is not checked; an inf or NaN of x reaches a result only through a stored value.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -16,7 +13,7 @@ from ...dispatch import Verdict
 from ...reference.layouts import EIGHT_BIT, meta_shape
 from ..shared import address, aligned, contiguous
 from .core import DTYPES, core, queue, register
-from .linear import wgmma_obstacle
+from .linear import plan, wgmma_obstacle
 
 EIGHT_BITS = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5, torch.int8: 6}
 """The core's code for each 8-bit dtype."""
@@ -50,13 +47,6 @@ def quantize_pack(w: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor,
     return values, meta
 
 
-@lru_cache(maxsize=4096)
-def choose(module: Any, m: int, n: int, k: int, promotes: bool, device: int) -> tuple[int, int]:
-    """The tile, and the number of parts that k is split into."""
-    tile, splits = module.gemm_wgmma_8bit_plan(m, n, k, promotes, *module.gpu(device))
-    return tile, splits
-
-
 def takes(
     x: Tensor, x_step: Tensor, values: Tensor, meta: Tensor, step: Tensor, bias: Tensor | None, dtype: torch.dtype, transposed: bool,
     fast: bool,
@@ -88,7 +78,7 @@ def linear_quantized(
     if out.numel():
         b = None if wide or bias is None else aligned(bias)
         promotes = not fast and x.dtype != torch.int8
-        tile, splits = choose(module, m, n, k, promotes, values.get_device())
+        tile, splits = plan(module, "gemm_wgmma_8bit", values.get_device(), m, n, k, promotes)
         parts = x.new_empty(splits, m, n, dtype=torch.float32) if splits > 1 else None
         tensors = values, meta, x, step, x_step, b, out, parts
         kinds = DTYPES[out.dtype], EIGHT_BITS[values.dtype], EIGHT_BITS[x.dtype], step.numel() > 1, x_step.numel() > 1, promotes

@@ -27,9 +27,6 @@ DEFAULT = Algorithm()
 SPLITS = (*((splits, mode) for splits in (2, 4, 8) for mode in (1, 2)), (1, 6))
 """(parts, mode) of splitting the sum: mode 1 uses one kernel, 2 two kernels, 6 stream-K."""
 
-SPLIT_BEST = 3
-"""Splits are tried for this many algorithms, the fastest without a split."""
-
 
 class Trial:
     """Random operands of one problem and the validator of its result. The global random state is not used."""
@@ -85,7 +82,7 @@ class Trial:
         if self.bias is not None and moved:
             before, self.bias = self.bias, self.bias.clone()
             before.fill_(torch.nan)
-        self.session.run(plan, self.blob.address, self.dense, out, self.bias, self.residual, self.stream, 1.0)
+        self.session.run(plan, self.blob.data.data_ptr(), self.dense, out, self.bias, self.residual, self.stream, 1.0)
 
     def candidate(self, algorithm: Algorithm) -> Candidate:
         plan = partial(self.session.plan, self.problem, algorithm, self.dense)
@@ -126,7 +123,7 @@ def _search(problem: Matmul, session: Session, like: Tensor, stream: int, timer:
         return measure(text, [trial.candidate(a) for a in algorithms], trial.wrong, timer)
 
     measured = timed(by_name.values())
-    fastest = sorted(measured.seconds, key=measured.seconds.__getitem__)[:SPLIT_BEST]
+    fastest = sorted(measured.seconds, key=measured.seconds.__getitem__)[:3]  # only for these splits are tried
     split = {str(a): a for name in fastest for a in (Algorithm(by_name[name].id, *way) for way in SPLITS)}
     if split:
         measured.extend(timed(split.values()))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -85,11 +84,6 @@ class Blob:
     dtype: torch.dtype
     layout: str
     stored: str
-
-    @cached_property
-    def address(self) -> int:
-        """The address of ``data``."""
-        return self.data.data_ptr()
 
 
 def by_other_backend(op: str, *args: Any) -> Tensor:

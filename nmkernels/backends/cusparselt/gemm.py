@@ -124,7 +124,7 @@ def matmul(
     shape = (width + pad, blob.rows) if problem.by_token else (blob.rows, width + pad)
     out = torch.empty(shape, dtype=out_dtype, device=dense.device)
     bias, r = (None if x is None else aligned(x) for x in (bias, r))
-    session.run(plan, blob.address, aligned(b), out, bias, r, stream, alpha)
+    session.run(plan, blob.data.data_ptr(), aligned(b), out, bias, r, stream, alpha)
     y = out[:width] if problem.by_token else out[:, :width]
     return (y.t() if transposed else y).contiguous()
 

@@ -44,7 +44,7 @@ def by_erf(dtype: torch.dtype, session: Session, like: Tensor, stream: int) -> b
         try:
             plan = session.plan(problem, DEFAULT, like)
             blob = compress_as("nt", torch.eye(size, dtype=dtype, device=like.device), session, stream)
-            session.run(plan, blob.address, y, out, None, None, stream, 1.0)
+            session.run(plan, blob.data.data_ptr(), y, out, None, None, stream, 1.0)
         except BackendError:
             pass  # out is still NaN, which fails the comparison
         near = (out.double() - exact).abs() <= 2 * torch.finfo(dtype).eps * exact.abs() + 1e-6
@@ -54,10 +54,6 @@ def by_erf(dtype: torch.dtype, session: Session, like: Tensor, stream: int) -> b
 
 NAME, PRIORITY = "cusparselt", 3
 """Below the package's own kernels; the tuner calls it by name where it was measured to be faster."""
-
-OLDEST_GPU = (8, 0)
-DTYPES = (torch.float16, torch.bfloat16)
-
 
 AFTER = {"relu": "square", "gelu": ""}
 """The library's activation → what remains to be applied."""
@@ -136,7 +132,7 @@ def linear(
     r = None
     if residual is not None and problem.residual:
         r = aligned(F.pad(residual.reshape(tokens, rows), (0, 0, 0, pad)) if pad else residual)
-    session.run(plan, blob.address, x, y, b, r, stream, 1.0)
+    session.run(plan, blob.data.data_ptr(), x, y, b, r, stream, 1.0)
     if pad:
         y = y[:tokens].view(*leading, rows)
     if bias is not None and not problem.bias:
@@ -162,7 +158,7 @@ def linear_wgrad(
     plan = plan_for(problem, session, x, stream)
     blob = compress_as(problem.layout, expanded(values, indices, (n, m, cols)), session, stream)
     dw = _written(out, x, problem.rows, problem.width)
-    session.run(plan, blob.address, aligned(x), dw, None, None, stream, 1.0)
+    session.run(plan, blob.data.data_ptr(), aligned(x), dw, None, None, stream, 1.0)
     return dw if out is None or dw is out else out.copy_(dw)
 
 
@@ -179,11 +175,11 @@ def _fits(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int,
         where = "the CPU, since that library does" if library.on_host else "NVIDIA GPUs"
         return False, f"it runs on {where}, and one of these tensors is on {x.device}"
     gpu = compute_capability() if x.is_cuda else None
-    if gpu is not None and gpu < OLDEST_GPU:
+    if gpu is not None and gpu < (8, 0):
         return False, f"sparse tensor cores begin with compute capability 8.0, this GPU has {gpu[0]}.{gpu[1]}"
     if any(isinstance(t, Tensor) and t.layout != torch.strided for t in (x, values, indices, *others)):
         return False, "it works on strided tensors; call .to_dense()"
-    if x.dtype not in DTYPES:
+    if x.dtype not in (torch.float16, torch.bfloat16):
         return False, f"it multiplies float16 and bfloat16, and this call is in {x.dtype}"
     if n > 2 or m % 4:
         return False, f"it multiplies patterns that are also 2:4: at most 2 of every M, M a multiple of 4; not {n}:{m}"

@@ -19,7 +19,7 @@ from ...capability import triton as triton_probe
 from ...dispatch import Verdict, impl
 from ...reference.adamw import AdamWArgs
 from ..adamw import placed, supports_tensors
-from ..shared import ORDERED, only_2_4, tensors
+from ..shared import FLOAT64, ORDERED, only_2_4, tensors
 
 NAME = "triton"
 PRIORITY = 5
@@ -58,10 +58,12 @@ def supports(*args: Any) -> Verdict:
     for x in args:
         if isinstance(x, Tensor):
             if x.dtype == torch.float64:
-                return False, "it computes in float32, and this call is in float64"
+                return FLOAT64
             if x.dtype == torch.int32:
                 return ORDERED
             plain = plain and x.is_cuda and x.layout == torch.strided
+        elif x is torch.float64:
+            return FLOAT64
     # called at every op: the rest takes 5 us, mostly for the name of the device type
     return _COMPILED if plain and triton_probe().ok else runnable(tensors(args))
 
@@ -73,27 +75,16 @@ def supports_adamw(*args: Any) -> Verdict:
     return runnable(placed(a)) if verdict[0] else verdict
 
 
-def supports_transposable(w: Tensor, n: int, m: int) -> Verdict:
-    answer = only_2_4(n, m)
-    return supports(w) if answer[0] else answer
-
-
 def supports_pack(w: Tensor, n: int, m: int, select: str, *rest: Any) -> Verdict:
     """Whether nm_pack can run a call, which depends on its parts."""
-    return supports_transposable(w, n, m) if select == "transposable" else supports(w, *rest)
-
-
-def supports_dequantize(values: Tensor, step: Tensor, kept: int, dtype: torch.dtype, *rest: Any) -> Verdict:
-    if dtype == torch.float64:
-        return False, "it decodes to float32, bfloat16 and float16, and this call is for float64"
-    return supports(values, step)
+    answer = only_2_4(n, m) if select == "transposable" else (True, "")
+    return supports(w, *rest) if answer[0] else answer
 
 
 SUPPORTS: dict[str, Callable[..., Verdict]] = {
-    "nm_dequantize_values": supports_dequantize,
     "nm_masked_adamw_": supports_adamw,
     "nm_pack": supports_pack,
-    "nm_transposable_mask": supports_transposable,
+    "nm_transposable_mask": lambda w, n, m: supports_pack(w, n, m, "transposable"),
 }
 """Ops with their own ``supports``."""
 

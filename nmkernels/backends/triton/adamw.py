@@ -18,7 +18,7 @@ from ..adamw import STATS, advance, to_device, with_plain_masks
 from ..shared import dense
 from .groups import kept, narrow, widen
 from .launch import cdiv, launch, next_power_of_2
-from .mvue import philox
+from .mvue import words_of, words_of_four
 
 ELEMENTS = 1024
 """Elements of a tile: two 16-byte reads of each tensor a thread with 4 warps, and few enough registers for 8 blocks on an SM."""
@@ -101,16 +101,12 @@ def held_mask(bits, at, cols, valid, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def words_of(seed, offset, start, at, TILE: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr):
+def words_at(seed, offset, start, at, TILE: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr):
     """One uint32 word for each element ``at``: word j & 3 of counter j >> 2. Where M is not padded they are TILE from ``start`` on."""
     if PADDED == M and TILE % 4 == 0:
-        w0, w1, w2, w3 = philox(seed, offset, (start >> 2) + tl.arange(0, TILE // 4))
-        # joined as (w0, w2), (w1, w3), so that the new dimensions are in the order 0, 1, 2, 3
-        return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [TILE])
+        return words_of_four(seed, offset, (start >> 2) + tl.arange(0, TILE // 4))
     else:
-        w0, w1, w2, w3 = philox(seed, offset, at >> 2)
-        word = (at & 3).to(tl.int32)
-        return tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
+        return words_of(seed, offset, at)
 
 
 @triton.jit
@@ -216,7 +212,7 @@ def adamw_kernel(
     m = b1 * widen(m) + omb1 * g
     second = widen(second)
     if STOCHASTIC:
-        words = words_of(seed.to(tl.int64), tl.load(s + 12).to(tl.int64) + (row.to(tl.int64) << 32), start, at, TILE, PADDED, M)
+        words = words_at(seed.to(tl.int64), tl.load(s + 12).to(tl.int64) + (row.to(tl.int64) << 32), start, at, TILE, PADDED, M)
         tl.store(m_at, narrow(rounded_by(m, words & 0xFFFF), state), mask=valid)
     else:
         tl.store(m_at, narrow(m, state), mask=valid)

@@ -5,7 +5,7 @@ The groups of a tile are a multiple of 8 / bits, so that no byte of indices is s
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -14,29 +14,19 @@ from torch import Tensor
 
 from ...pattern import Pattern
 from .. import shared
-from .groups import bits_of, kept, load_groups, mask, soft_threshold
+from .groups import ELEMENTS, bits_of, kept, load_groups, mask, soft_threshold
 from .launch import cdiv, launch, next_power_of_2
 from .transposable import transposable_mask
-
-ELEMENTS = 2048
-"""Dense elements per tile: with 4 warps two or four 16-byte reads per thread."""
 
 ODD_ELEMENTS = 4096
 """Largest intermediate tile when indices are sorted into bytes by comparing with every target."""
 
 
-class Rows(NamedTuple):
-    """How a packed matrix is divided among programs: rows, groups and index bytes per row, groups per tile, tiles per row."""
+def rows_of(dense: int, cols: int, n: int, m: int) -> tuple[int, int, int, int, int]:
+    """Rows, groups and index bytes per row, groups per tile, and tiles per row of a packed tensor of ``dense`` elements.
 
-    rows: int
-    per_row: int
-    row_bytes: int
-    tile: int
-    blocks: int
-
-
-def rows_of(dense: int, cols: int, n: int, m: int) -> Rows:
-    """Divide a packed tensor of ``dense`` elements in rows of ``cols``; a single long row if rows end at byte and group boundaries."""
+    A single long row if rows of ``cols`` end at byte and group boundaries.
+    """
     p = Pattern(n, m)
     rows, per_row, row_bytes = (dense // cols if cols else 0), p.groups(cols), p.index_bytes(cols)
     if cols % m == 0 and per_row * n * p.index_bits % 8 == 0:
@@ -46,15 +36,7 @@ def rows_of(dense: int, cols: int, n: int, m: int) -> Rows:
     if m <= 16 and n not in (1, 2, 4):  # indices do not fill bytes group by group
         tile = min(tile, ODD_ELEMENTS // (padded * next_power_of_2(n)))
     tile = max(tile, 8)
-    return Rows(rows, per_row, row_bytes, tile, cdiv(per_row, tile))
-
-
-@triton.jit
-def filled_up(keep, N: tl.constexpr, M: tl.constexpr):
-    """``keep``, with the lowest unkept elements added in groups that keep fewer than N."""
-    spare = (keep == 0) & (tl.arange(0, keep.shape[1])[None, :] < M)
-    missing = N - tl.sum(keep.to(tl.int32), 1, keep_dims=True)
-    return keep | (spare & (tl.cumsum(spare.to(tl.int32), 1) <= missing))
+    return rows, per_row, row_bytes, tile, cdiv(per_row, tile)
 
 
 @triton.jit
@@ -96,28 +78,6 @@ def bytes_of(indices, BITS: tl.constexpr):
 
 
 @triton.jit
-def indices_of(packed, BITS: tl.constexpr):
-    """The inverse of ``bytes_of``: ``[bytes]`` to ``[8 / BITS * bytes]``, int32."""
-    PER: tl.constexpr = 8 // BITS
-    shift = (tl.arange(0, PER) * BITS)[None, :]
-    return tl.reshape((packed.to(tl.int32)[:, None] >> shift) & ((1 << BITS) - 1), [packed.shape[0] * PER])
-
-
-@triton.jit
-def _odd_bytes(indices, N: tl.constexpr, BITS: tl.constexpr, PADDED_N: tl.constexpr):
-    """Bytes of indices if N is not a power of two: 8 / BITS groups fill N bytes, ``[groups / (8 / BITS), PADDED_N]``."""
-    PER: tl.constexpr = 8 // BITS
-    units: tl.constexpr = indices.shape[0] // PER
-    slot = tl.arange(0, PER * PADDED_N)
-    index = slot % PADDED_N
-    bit = ((slot // PADDED_N) * N + index) * BITS
-    byte = tl.where(index < N, bit >> 3, PADDED_N)
-    shifted = tl.reshape(indices, [units, PER * PADDED_N]) << (bit & 7)[None, :]
-    matches = byte[None, :, None] == tl.arange(0, PADDED_N)[None, None, :]
-    return tl.sum(tl.where(matches, shifted[:, :, None], 0), 1).to(tl.uint8)
-
-
-@triton.jit
 def compress_kernel(
     w, mask, values, indices, overfull, per_row, row_bytes, blocks,
     N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, GIVEN: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
@@ -133,7 +93,10 @@ def compress_kernel(
         keep = load_groups(mask + row * per_row * M, first, per_row, M, TILE, PADDED) != 0
         tl.store(overfull, 1, mask=tl.max(tl.sum(keep.to(tl.int32), 1), 0) > N)
         bits = tl.where(keep, bits, 0)
-        stored = filled_up(keep, N, M)
+        # the lowest unkept elements are added in groups that keep fewer than N
+        spare = (keep == 0) & (tl.arange(0, keep.shape[1])[None, :] < M)
+        missing = N - tl.sum(keep.to(tl.int32), 1, keep_dims=True)
+        stored = keep | (spare & (tl.cumsum(spare.to(tl.int32), 1) <= missing))
     else:
         stored = kept(x, N, M)
     values += row * per_row * N + first * N
@@ -157,7 +120,15 @@ def compress_kernel(
         else:
             i = tl.arange(0, PADDED_N)[None, :]
             tl.store(values + group * N + i, v, mask=(group < left) & (i < N))
-            packed = _odd_bytes(positions, N, BITS, PADDED_N)
+            # N is not a power of two: 8 / BITS groups fill N bytes, [units, PADDED_N]
+            PER: tl.constexpr = 8 // BITS
+            slot = tl.arange(0, PER * PADDED_N)
+            index = slot % PADDED_N
+            bit = ((slot // PADDED_N) * N + index) * BITS
+            byte = tl.where(index < N, bit >> 3, PADDED_N)
+            shifted = tl.reshape(positions, [TILE // PER, PER * PADDED_N]) << (bit & 7)[None, :]
+            matches = byte[None, :, None] == tl.arange(0, PADDED_N)[None, None, :]
+            packed = tl.sum(tl.where(matches, shifted[:, :, None], 0), 1).to(tl.uint8)
             unit = tl.arange(0, TILE * BITS // 8)[:, None]
             i = tl.where(i < N, unit * N + i, row_bytes)
         tl.store(indices + i, packed, mask=i < row_bytes - (first * N * BITS) // 8)
@@ -167,12 +138,12 @@ def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: tuple[T
     """``nm_compress``. A given mask is checked afterwards, which synchronises; not checked during graph capture."""
     w, cols = shared.contiguous(w), w.shape[-1]
     values, indices = shared.packed(w, w.shape[:-1], cols, n, m) if out is None else out
-    walk = rows_of(w.numel(), cols, n, m)
+    rows, per_row, row_bytes, tile, blocks = rows_of(w.numel(), cols, n, m)
     mask_bytes = None if mask is None else mask.contiguous().view(torch.int8)
     overfull = shared.flag_for(mask_bytes)
-    args = (w, mask_bytes, as_integers(values), indices, overfull, *walk[1:3], walk.blocks)
-    consts = {"N": n, "M": m, "BITS": Pattern(n, m).index_bits, "GIVEN": mask_bytes is not None, "TILE": walk.tile}
-    launch(compress_kernel, walk.rows * walk.blocks, args, **consts, PADDED=next_power_of_2(m), PADDED_N=next_power_of_2(n))
+    args = (w, mask_bytes, as_integers(values), indices, overfull, per_row, row_bytes, blocks)
+    consts = {"N": n, "M": m, "BITS": Pattern(n, m).index_bits, "GIVEN": mask_bytes is not None, "TILE": tile}
+    launch(compress_kernel, rows * blocks, args, **consts, PADDED=next_power_of_2(m), PADDED_N=next_power_of_2(n))
     shared.check_flag("compress", overfull, n, m)
     return values, indices
 
@@ -200,7 +171,9 @@ def decompress_kernel(
         v = tl.load(values + line, mask=line < left * N, other=0)
         line = tl.arange(0, TILE * N * BITS // 8)
         packed = tl.load(indices + line, mask=line < row_bytes - (first * N * BITS) // 8, other=0)
-        dense = _spread(v, indices_of(packed, BITS), index, N, TILE)
+        shift = (tl.arange(0, 8 // BITS) * BITS)[None, :]
+        at = tl.reshape((packed.to(tl.int32)[:, None] >> shift) & ((1 << BITS) - 1), [TILE * N])
+        dense = _spread(v, at, index, N, TILE)
     else:
         group = tl.arange(0, TILE)
         dense = tl.zeros([TILE, PADDED], values.dtype.element_ty)
@@ -234,11 +207,11 @@ def decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: 
     """``nm_decompress``. Indices are not checked, which would synchronise; an out-of-range one writes nothing."""
     values, indices = shared.contiguous(values), indices.contiguous()
     dense = values.new_empty(*values.shape[:-1], cols) if out is None else out
-    walk = rows_of(dense.numel(), cols, n, m)
-    row = cols if walk.rows > 1 or cols % m else dense.numel()
-    args = (as_integers(values), indices, as_integers(dense), *walk[1:3], row, walk.blocks)
-    consts = {"N": n, "M": m, "BITS": Pattern(n, m).index_bits, "TILE": walk.tile, "PADDED": next_power_of_2(m)}
-    launch(decompress_kernel, walk.rows * walk.blocks, args, **consts)
+    rows, per_row, row_bytes, tile, blocks = rows_of(dense.numel(), cols, n, m)
+    row = cols if rows > 1 or cols % m else dense.numel()
+    args = (as_integers(values), indices, as_integers(dense), per_row, row_bytes, row, blocks)
+    consts = {"N": n, "M": m, "BITS": Pattern(n, m).index_bits, "TILE": tile, "PADDED": next_power_of_2(m)}
+    launch(decompress_kernel, rows * blocks, args, **consts)
     return dense
 
 

@@ -9,6 +9,8 @@ elements, which torch adds. The reference adds 4096 elements at a time from left
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -69,17 +71,6 @@ def magnitude_keys(x):
         return tl.minimum(x.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF, 0x7F81)
     else:
         return tl.minimum(x.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF, 0x7C01)
-
-
-@triton.jit
-def key_value(key, dtype: tl.constexpr):
-    """The magnitude in float32 whose key is ``key``."""
-    if dtype == tl.float32:
-        return key.to(tl.float32, bitcast=True)
-    elif dtype == tl.bfloat16:
-        return (key << 16).to(tl.float32, bitcast=True)
-    else:
-        return key.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -182,7 +173,14 @@ def shrink(x, N: tl.constexpr, M: tl.constexpr):
     wide = widen(x)
     d = tl.abs(wide)
     if N < M:
-        d = d - key_value((nth_largest(ranked_keys(x, M), N + 1) >> 8).to(tl.int32), x.dtype)
+        key = (nth_largest(ranked_keys(x, M), N + 1) >> 8).to(tl.int32)
+        if x.dtype == tl.float32:
+            t = key.to(tl.float32, bitcast=True)
+        elif x.dtype == tl.bfloat16:
+            t = (key << 16).to(tl.float32, bitcast=True)
+        else:
+            t = key.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        d = d - t
     signed = (d.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | (wide.to(tl.int32, bitcast=True) & -0x80000000)
     return narrow(tl.where(d <= 0.0, 0.0, signed.to(tl.float32, bitcast=True)), x.dtype)
 
@@ -209,9 +207,9 @@ def _tiles(w: Tensor, m: int) -> tuple[int, int, int]:
     return w.numel() // m, padded, max(1, (ELEMENTS if padded == m else PADDED_ELEMENTS) // padded)
 
 
-def _elementwise(op: str, w: Tensor, n: int, m: int, out: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _elementwise(op: str, w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
     """Apply an op that maps groups to groups of the same size."""
-    w = contiguous(w)
+    w, dtype = contiguous(w), torch.bool if op == "mask" else w.dtype
     result = torch.empty_like(w, dtype=dtype) if out is None else out
     groups, padded, tile = _tiles(w, m)
     memory = result.view(torch.int8) if dtype == torch.bool else result
@@ -219,16 +217,7 @@ def _elementwise(op: str, w: Tensor, n: int, m: int, out: Tensor | None, dtype: 
     return result
 
 
-def mask(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
-    return _elementwise("mask", w, n, m, out, torch.bool)
-
-
-def prune(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
-    return _elementwise("prune", w, n, m, out, w.dtype)
-
-
-def soft_threshold(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
-    return _elementwise("soft_threshold", w, n, m, out, w.dtype)
+mask, prune, soft_threshold = (partial(_elementwise, op) for op in ("mask", "prune", "soft_threshold"))
 
 
 @triton.jit

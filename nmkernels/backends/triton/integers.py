@@ -25,9 +25,6 @@ from .spmm import load_integers
 MOST = 16
 """Tokens up to which stored integers are multiplied."""
 
-LEAST_COLS = 32
-"""Columns of the narrowest tile that is multiplied on tensor cores."""
-
 ELEMENTS = 2048
 """Values per program of ``dequantize_kernel``: 16 bytes of int8 per thread."""
 
@@ -176,4 +173,4 @@ def _tiles(x: Tensor, values: Tensor, indices: Tensor, step: Tensor, n: int, m: 
         return None
     # a tile of columns has one step
     width = p.cols if step.shape[1] == 1 else gcd(p.cols, cols // step.shape[1])
-    return p._replace(cols=width) if width >= max(LEAST_COLS, word_cols(n, m)) else None
+    return p._replace(cols=width) if width >= max(32, word_cols(n, m)) else None  # fewer columns tensor cores do not take

@@ -17,22 +17,18 @@ INTERPRETED = interpreted()
 """The setting when the kernels were decorated; changing the variable later has no effect."""
 
 
-def _let_tensors_count() -> None:
-    """Let interpreted kernels use scalars as loop bounds: Triton 3.6 converts one-element arrays, which numpy 2.4 rejects."""
-    interpreter: Any = import_module("triton.runtime.interpreter")
-    patch = interpreter._patch_lang_tensor
+def _mend_interpreter() -> None:
+    """Let kernels use scalars as loop bounds, and patch ``triton.language`` once per kernel.
 
-    def patch_better(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch_better
-
-
-def _patch_language_once() -> None:
-    """Patch ``triton.language`` once per interpreted kernel: Triton 3.6 does it for every function call, which takes half of its time."""
+    Triton 3.6 converts one-element arrays, which numpy 2.4 rejects, and patches for every function call, which takes half of its time.
+    """
     interpreter: Any = import_module("triton.runtime.interpreter")
     language: Any = import_module("triton.language")
+    patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         used = [x for x in self.fn.__globals__.values() if x is language or x is language.core]
@@ -43,12 +39,11 @@ def _patch_language_once() -> None:
         except Exception as error:
             raise interpreter.InterpreterError(repr(error)) from error
 
-    interpreter.InterpretedFunction.__call__ = call
+    interpreter._patch_lang_tensor, interpreter.InterpretedFunction.__call__ = patch_tensor, call
 
 
 if INTERPRETED:
-    _let_tensors_count()
-    _patch_language_once()
+    _mend_interpreter()
 
 instead: Callable[[Any, int, tuple[Any, ...]], None] | None = None
 """If set, called with a compiled kernel, its number of programs and its arguments instead of launching it."""

@@ -8,7 +8,7 @@ tokens does not. Indices are not checked, which would synchronise; a value with 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,11 +38,6 @@ def matrix(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def packed(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """The compressed operand with contiguous rows."""
-    return contiguous(values), indices.contiguous()
-
-
 def _expands(p: Tiling, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> bool:
     """Whether the operand can be expanded in registers, which needs aligned group values and 4-byte aligned indices."""
     if p.method != "gemm" or not by_words(values.dtype, n, m, cols):
@@ -50,18 +45,12 @@ def _expands(p: Tiling, values: Tensor, indices: Tensor, n: int, m: int, cols: i
     return not (values.data_ptr() % (n * values.element_size()) or indices.data_ptr() & 3)
 
 
-class Call(NamedTuple):
-    """Launch parameters other than tensors and strides."""
-
-    programs: int
-    groups: int
-    index_row: int
-    constexprs: dict[str, Any]
-
-
 @lru_cache(maxsize=4096)
-def _call(p: Tiling, rows: int, cols: int, width: int, n: int, m: int, activation: str | None, value: int = 16) -> Call:
-    """The launch parameters of ``spmm_kernel``, or of ``spmm_transposed_kernel`` if ``activation`` is None; ``value``: bits of a value."""
+def _call(p: Tiling, rows: int, cols: int, width: int, n: int, m: int, activation: str | None, value: int = 16) -> tuple[Any, ...]:
+    """Programs, groups, index bytes of a row and constexprs of ``spmm_kernel``, or of ``spmm_transposed_kernel`` if ``activation`` is None.
+
+    ``value``: bits of a value.
+    """
     pattern, groups, tile = Pattern(n, m), cdiv(cols, m), max(1, p.cols // m)
     consts: dict[str, Any] = {"N": n, "M": m, "BITS": pattern.index_bits, "ROWS": p.rows, "COLS": p.width, "GROUPS": tile}
     consts |= {"EVEN": min(16, groups & -groups) or 16, "enable_fp_fusion": True}
@@ -69,14 +58,10 @@ def _call(p: Tiling, rows: int, cols: int, width: int, n: int, m: int, activatio
         consts["WHOLE"] = groups % tile == 0 and rows % p.rows == 0
         programs = cdiv(width, p.width) * cdiv(groups, tile)
     else:
-        consts |= {
-            "WHOLE": cols == groups * m and groups % tile == 0,
-            "VALUE": value,
-            "SPLITS": p.splits,
-            "ACTIVATION": activation if p.splits == 1 else "",
-        }
+        consts |= {"WHOLE": cols == groups * m and groups % tile == 0, "VALUE": value, "SPLITS": p.splits}
+        consts["ACTIVATION"] = activation if p.splits == 1 else ""
         programs = cdiv(rows, p.rows) * cdiv(width, p.width) * p.splits
-    return Call(programs, groups, pattern.index_bytes(cols), consts)
+    return programs, groups, pattern.index_bytes(cols), consts
 
 
 def few(
@@ -114,20 +99,14 @@ def spmm(
     rows, count, single = values.shape[0], c.numel(), p.splits == 1
     width, steps = count // rows, 1 if step is None else step.shape[1]
     value = 16 if step is None else 8 if values.dtype == torch.int8 else 4
-    call = _call(p, rows, cols, width, n, m, activation, value)
+    programs, groups, index_row, consts = _call(p, rows, cols, width, n, m, activation, value)
     sums = c if single else c.new_empty(p.splits, count, dtype=torch.float32)
-    run = 1 if step is None else cdiv(call.groups, call.constexprs["GROUPS"]) // steps
-    args = (
-        values, indices, step, b, bias if single else None, sums, rows, cols, width, call.groups, call.index_row, *by, *to, steps, run,
-    )  # fmt: skip
-    launch(spmm_kernel, call.programs, args, p.warps, p.stages, **call.constexprs)
+    run = 1 if step is None else cdiv(groups, consts["GROUPS"]) // steps
+    args = (values, indices, step, b, bias if single else None, sums, rows, cols, width, groups, index_row, *by, *to, steps, run)
+    launch(spmm_kernel, programs, args, p.warps, p.stages, **consts)
     if not single:
-        consts: dict[str, Any] = {"SPLITS": p.splits, "ACTIVATION": activation, "TILE": COMBINE, "enable_fp_fusion": True}
+        consts = {"SPLITS": p.splits, "ACTIVATION": activation, "TILE": COMBINE, "enable_fp_fusion": True}
         launch(combine_kernel, cdiv(count, COMBINE), (sums, bias, c, count, rows), **consts)
-
-
-def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
-    return result if out is None else out.copy_(result)
 
 
 def linear(
@@ -135,11 +114,12 @@ def linear(
     residual: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     rows, flat = values.shape[0], matrix(x)
-    values, indices = packed(values, indices)
+    values, indices = contiguous(values), indices.contiguous()
     p = choose("fprop", x.dtype, rows, cols, flat.shape[0], n, m, x.device, capability(x))
     if p.method != "few" and not _expands(p, values, indices, n, m, cols):
         y = F.linear(x, decompress(values, indices, n, m, cols), bias)
-        y = _deliver(ACTIVATIONS[activation](y), out)
+        y = ACTIVATIONS[activation](y)
+        y = y if out is None else out.copy_(y)
     else:
         y = x.new_empty(*x.shape[:-1], rows) if out is None else out
         b = None if bias is None else contiguous(bias)
@@ -153,15 +133,16 @@ def linear(
 def linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: Tensor | None = None) -> Tensor:
     rows, flat = values.shape[0], matrix(g)
     tokens = flat.shape[0]
-    values, indices = packed(values, indices)
+    values, indices = contiguous(values), indices.contiguous()
     p = choose("dgrad", g.dtype, rows, cols, tokens, n, m, g.device, capability(g))
     if not _expands(p, values, indices, n, m, cols):
-        return _deliver(g @ decompress(values, indices, n, m, cols), out)
+        dx = g @ decompress(values, indices, n, m, cols)
+        return dx if out is None else out.copy_(dx)
     dx = g.new_empty(*g.shape[:-1], cols) if out is None else out
     if dx.numel():
-        call = _call(p, rows, cols, tokens, n, m, None)
-        args = (values, indices, flat, dx, rows, cols, tokens, call.groups, call.index_row, *flat.stride())
-        launch(spmm_transposed_kernel, call.programs, args, p.warps, p.stages, **call.constexprs)
+        programs, groups, index_row, consts = _call(p, rows, cols, tokens, n, m, None)
+        args = (values, indices, flat, dx, rows, cols, tokens, groups, index_row, *flat.stride())
+        launch(spmm_transposed_kernel, programs, args, p.warps, p.stages, **consts)
     return dx
 
 
@@ -169,13 +150,14 @@ def linear_wgrad(
     values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None
 ) -> Tensor:
     rows, width = values.shape[0], x.shape[1]
-    values, indices = packed(values, indices)
+    values, indices = contiguous(values), indices.contiguous()
     p = choose("wgrad", x.dtype, rows, cols, width, n, m, x.device, capability(x))
     if not _expands(p, values, indices, n, m, cols):
         dense = decompress(values, indices, n, m, cols)
         if out_dtype is not None and not x.is_cuda:  # product would round
             dense, x = dense.to(out_dtype), x.to(out_dtype)
-        return _deliver(product(dense, x, out_dtype), out)
+        dw = product(dense, x, out_dtype)
+        return dw if out is None else out.copy_(dw)
     dw = x.new_empty(rows, width, dtype=out_dtype or x.dtype) if out is None else out
     if dw.numel():
         x = matrix(x)

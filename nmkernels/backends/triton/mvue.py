@@ -13,32 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ...reference import has_level_rule
-from ..shared import Around, around, in_layout, packed
+from ..shared import around, in_layout, packed
 from .compress import as_integers, compress
-from .groups import bits_of, kept, load_groups, narrow, store_groups, widen
+from .groups import ELEMENTS, bits_of, kept, load_groups, narrow, store_groups, widen
 from .launch import cdiv, launch, next_power_of_2
-
-ELEMENTS = 2048
-"""Elements per tile along the last dimension."""
-
-COLUMN_BYTES = 4096
-"""Bytes per tile along another dimension, which is transposed in shared memory."""
 
 ONE = tl.constexpr(1 << 24)
 """1 as a 24-bit fixed-point probability."""
 
 TWO_24 = tl.constexpr(float(1 << 24))
-
-NARROW_SUMS = tl.constexpr(120)
-"""Up to this N, running sums below (N + 1)·2^24 fit in int32."""
-
-
-@triton.jit
-def _round(c0, c1, c2, c3, k0, k1):
-    """(c0, c1, c2, c3) -> (hi(B c2) ^ c1 ^ k0, lo(B c2), hi(A c0) ^ c3 ^ k1, lo(A c0))."""
-    a = c0.to(tl.uint64) * 0xD2511F53
-    b = c2.to(tl.uint64) * 0xCD9E8D57
-    return (b >> 32).to(tl.uint32) ^ c1 ^ k0, b.to(tl.uint32), (a >> 32).to(tl.uint32) ^ c3 ^ k1, a.to(tl.uint32)
 
 
 @triton.jit
@@ -50,20 +33,15 @@ def philox(key, offset, counter):
     high = key >> 32
     for r in tl.static_range(7):
         k0, k1 = (key + r * 0x9E3779B9).to(tl.uint32), (high + r * 0xBB67AE85).to(tl.uint32)
-        c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
+        a, b = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c1, c2, c3 = (b >> 32).to(tl.uint32) ^ c1 ^ k0, b.to(tl.uint32), (a >> 32).to(tl.uint32) ^ c3 ^ k1, a.to(tl.uint32)
     return c0, c1, c2, c3
 
 
 @triton.jit
-def philox_block(seed, counter):
-    """The four words of each int64 ``counter`` under a tensor (seed, offset)."""
-    return philox(tl.load(seed), tl.load(seed + 1), counter)
-
-
-@triton.jit
-def words_of(seed, j):
-    """One uint32 word for each group ``j`` (int64): word j & 3 of counter j >> 2."""
-    w0, w1, w2, w3 = philox_block(seed, j >> 2)
+def words_of(key, offset, j):
+    """One uint32 word for each int64 ``j``: word j & 3 of counter j >> 2."""
+    w0, w1, w2, w3 = philox(key, offset, j >> 2)
     word = (j & 3).to(tl.int32)
     low = tl.where(word == 0, w0, w1)
     high = tl.where(word == 2, w2, w3)
@@ -71,18 +49,11 @@ def words_of(seed, j):
 
 
 @triton.jit
-def words_of_four(seed, block):
-    """The words of groups 4 block to 4 block + 3 for a vector of blocks: a quarter of the work."""
-    w0, w1, w2, w3 = philox_block(seed, block)
+def words_of_four(key, offset, block):
+    """The words of 4 block to 4 block + 3 for a vector of blocks: a quarter of the work."""
+    w0, w1, w2, w3 = philox(key, offset, block)
     # joined as (w0, w2), (w1, w3), so that the new dimensions are in the order 0, 1, 2, 3
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [4 * block.shape[0]])
-
-
-@triton.jit
-def word_pairs(seed, j):
-    """Two words for each group ``j``: words 0 and 1 of counter j (the approximate method)."""
-    w0, w1, _w2, _w3 = philox_block(seed, j)
-    return w0, w1
 
 
 @triton.jit
@@ -132,7 +103,7 @@ def exact(a, u, N: tl.constexpr):
     live = (open != 0.0) & (r > 0.0)
     q = (tl.where(live, tl.div_rn(open * r, s), 0.0) * TWO_24).to(tl.int32)
     total = r.to(tl.int32)
-    if N > NARROW_SUMS:
+    if N > 120:  # up to here running sums below (N + 1)·2^24 fit in int32
         q, total = q.to(tl.int64), total.to(tl.int64)
     total = total << 24
     sums = tl.cumsum(q, 1)
@@ -180,21 +151,6 @@ def approximate(a, s, u0, u1, M: tl.constexpr):
 
 
 @triton.jit
-def rounded_level(level, word, dtype: tl.constexpr):
-    """Round the level to ``dtype``, up or down at random so that its mean is the level; the result is float32."""
-    bits = level.to(tl.int32, bitcast=True)
-    if dtype == tl.bfloat16:
-        return ((bits + (word & 0xFFFF).to(tl.int32)) & -0x10000).to(tl.float32, bitcast=True)
-    elif dtype == tl.float16:
-        # below its normal range float16 is fixed point with quantum 2^-24, like floats from 2^-14 on with 10 bits
-        shift = tl.where(level < 2.0**-14, 2.0**-14, 0.0)
-        bits = (level + shift).to(tl.int32, bitcast=True)
-        return ((bits + (word & 0x1FFF).to(tl.int32)) & -0x2000).to(tl.float32, bitcast=True) - shift
-    else:
-        return level
-
-
-@triton.jit
 def by_level(a, word, N: tl.constexpr, M: tl.constexpr, dtype: tl.constexpr):
     """Systematic sampling in floats as in ``reference/mvue.py``: the mask of the sampled elements, and magnitudes, both ``[groups, M]``."""
     index = tl.arange(0, M)[None, :]
@@ -226,8 +182,16 @@ def by_level(a, word, N: tl.constexpr, M: tl.constexpr, dtype: tl.constexpr):
     sampled = index == one
     if N == 2:
         sampled = sampled | (index == two)
-    inverse = tl.where(up == 1.0, 1.0, tl.where(up > 1.0, 2.0**-64, 2.0**64))
-    return sampled, tl.maximum(a, rounded_level(level * inverse, word, dtype))
+    level = level * tl.where(up == 1.0, 1.0, tl.where(up > 1.0, 2.0**-64, 2.0**64))
+    # rounded to ``dtype``, up or down at random so that its mean is the level
+    if dtype == tl.bfloat16:
+        level = ((level.to(tl.int32, bitcast=True) + (word & 0xFFFF).to(tl.int32)) & -0x10000).to(tl.float32, bitcast=True)
+    elif dtype == tl.float16:
+        # below its normal range float16 is fixed point with quantum 2^-24, like floats from 2^-14 on with 10 bits
+        shift = tl.where(level < 2.0**-14, 2.0**-14, 0.0)
+        bits = (level + shift).to(tl.int32, bitcast=True)
+        level = ((bits + (word & 0x1FFF).to(tl.int32)) & -0x2000).to(tl.float32, bitcast=True) - shift
+    return sampled, tl.maximum(a, level)
 
 
 @triton.jit
@@ -285,12 +249,12 @@ def mvue_kernel(
         x = tl.load(g + at, mask=there, other=0.0)
         j = (outer * inner + column) * per_line + group
     if APPROX:
-        w0, w1 = word_pairs(seed, j)
+        w0, w1, _w2, _w3 = philox(tl.load(seed), tl.load(seed + 1), j)
     elif COLUMNS == 1:
-        w0 = words_of_four(seed, first // 4 + tl.arange(0, GROUPS // 4))
+        w0 = words_of_four(tl.load(seed), tl.load(seed + 1), first // 4 + tl.arange(0, GROUPS // 4))
         w1 = w0
     else:
-        w0 = words_of(seed, j)
+        w0 = words_of(tl.load(seed), tl.load(seed + 1), j)
         w1 = w0
     tile = estimate(x, w0, w1, N, M, APPROX, BY_LEVEL)
     if COLUMNS == 1:
@@ -302,7 +266,7 @@ def mvue_kernel(
         tl.store(out + at, tile, mask=there)
 
 
-def _estimate(walk: Around, n: int, m: int, seed: Tensor, method: str, out: Tensor, transposed: bool) -> None:
+def _estimate(walk: tuple[Tensor, int, int, int], n: int, m: int, seed: Tensor, method: str, out: Tensor, transposed: bool) -> None:
     """Launch the kernel that writes the dense estimate, like g or transposed: ``(outer, inner, length in whole groups)``."""
     g, outer, length, inner = walk
     padded = next_power_of_2(m)
@@ -311,7 +275,7 @@ def _estimate(walk: Around, n: int, m: int, seed: Tensor, method: str, out: Tens
         columns, groups = 1, max(4, ELEMENTS // padded)
     else:
         columns = 64 if padded <= 8 else 32 if padded == 16 else 16 if padded <= 128 else 8
-        groups = max(1, COLUMN_BYTES // (padded * columns * g.element_size()))
+        groups = max(1, 4096 // (padded * columns * g.element_size()))  # bytes of a tile, which is transposed in shared memory
     per_line = cdiv(length, m)
     blocks = cdiv(inner, columns), cdiv(per_line, groups)
     approx = method == "approx"
@@ -335,7 +299,7 @@ def mvue_compress(
     walk, groups = around(g, dim, transposed=True), cdiv(g.shape[dim], m)
     if out is None:
         out = packed(g, g.movedim(dim, -1).shape[:-1], g.shape[dim], n, m)
-    dense = g.new_empty(walk.outer * walk.inner, groups * m)
+    dense = g.new_empty(walk[1] * walk[3], groups * m)
     _estimate(walk, n, m, seed.contiguous(), method, dense, transposed=True)
     compress(dense, n, m, out=out)
     return out

@@ -18,13 +18,10 @@ import triton.language as tl
 
 from .groups import INTERPRETED, narrow, widen
 
-ACTIVATIONS = ("", "gelu", "silu", "relu2")
-"""Activations: none, GELU (erf), SiLU, squared ReLU."""
-
 
 @triton.jit
 def activate(y, ACTIVATION: tl.constexpr):
-    """The activation of float32 ``y``; NaN and inf give the same as torch."""
+    """The activation of float32 ``y``: none, GELU (erf), SiLU or squared ReLU; NaN and inf give the same as torch."""
     tl.static_assert(ACTIVATION == "" or ACTIVATION == "gelu" or ACTIVATION == "silu" or ACTIVATION == "relu2")
     if ACTIVATION == "gelu":
         return 0.5 * y * (1.0 + tl.erf(y * 0.70710678118654752))

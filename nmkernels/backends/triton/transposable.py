@@ -29,19 +29,6 @@ MASKS = tl.constexpr(tuple(sum(1 << 4 * row + c for row, i in enumerate(rows) fo
 
 
 @triton.jit
-def _best(r0, r1, r2, r3):
-    """The 16 bits of the first best pattern, from the pair sums of each row."""
-    best = tl.full(r0[0].shape, -1.0, tl.float32)
-    mask = tl.zeros(r0[0].shape, tl.int32)
-    for i in tl.static_range(90):
-        upper = r0[PATTERNS[4 * i]] + r1[PATTERNS[4 * i + 1]]
-        score = upper + (r2[PATTERNS[4 * i + 2]] + r3[PATTERNS[4 * i + 3]])
-        mask = tl.where(score > best, MASKS[i], mask)
-        best = tl.maximum(score, best)
-    return mask
-
-
-@triton.jit
 def _row_sums(w, offset, valid, TILES: tl.constexpr):
     """The pair sums of one row of ``TILES`` tiles."""
     x = widen(tl.load(w + offset, mask=valid, other=0.0))
@@ -64,19 +51,25 @@ def transposable_mask_kernel(w, out, bands, per_band, across, BANDS: tl.constexp
     w += band * 16 * per_band + tile * 4
     out += band * 4 * per_band + tile
     line = tl.arange(0, BANDS * TILES * 4)
-    i, c = line // (TILES * 4), line % (TILES * 4)
-    valid = (i < bands - band) & (c < (per_band - tile) * 4)
+    band_of, c = line // (TILES * 4), line % (TILES * 4)
+    valid = (band_of < bands - band) & (c < (per_band - tile) * 4)
     stride = tl.cast(per_band, tl.int64) * 4
-    at = i * (16 * per_band) + c
+    at = band_of * (16 * per_band) + c
     r0 = _row_sums(w, at, valid, BANDS * TILES)
     r1 = _row_sums(w + stride, at, valid, BANDS * TILES)
     r2 = _row_sums(w + 2 * stride, at, valid, BANDS * TILES)
     r3 = _row_sums(w + 3 * stride, at, valid, BANDS * TILES)
-    mask = _best(r0, r1, r2, r3)
+    best = tl.full(r0[0].shape, -1.0, tl.float32)
+    mask = tl.zeros(r0[0].shape, tl.int32)  # the 16 bits of the first best pattern
+    for i in tl.static_range(90):
+        upper = r0[PATTERNS[4 * i]] + r1[PATTERNS[4 * i + 1]]
+        score = upper + (r2[PATTERNS[4 * i + 2]] + r3[PATTERNS[4 * i + 3]])
+        mask = tl.where(score > best, MASKS[i], mask)
+        best = tl.maximum(score, best)
     line = tl.arange(0, BANDS * TILES)
-    i, c = line // TILES, line % TILES
-    valid = (i < bands - band) & (c < per_band - tile)
-    at = i * (4 * per_band) + c
+    band_of, c = line // TILES, line % TILES
+    valid = (band_of < bands - band) & (c < per_band - tile)
+    at = band_of * (4 * per_band) + c
     for row in tl.static_range(4):
         # bit c of a row becomes byte c
         tl.store(out + row * (stride // 4) + at, ((mask >> 4 * row & 15) * 0x00204081) & 0x01010101, mask=valid)

@@ -42,11 +42,13 @@ class ADMM(OneShot):
         largest, rho = self.mask, self.penalty
         mask = largest(w, pattern)
         z, v, x = w * mask, torch.zeros_like(w), torch.empty_like(w)
-        before, inverse = mask, h
+        before = mask
         for iteration in range(self.iterations):
             if iteration % EVERY == 0:
-                del inverse  # before the next one is made
-                inverse = regularised_inverse(h, rho)
+                inverse = h.clone()
+                inverse.diagonal().add_(rho)
+                inverse = torch.linalg.cholesky(inverse)
+                inverse = torch.cholesky_inverse(inverse)
             z.sub_(w).mul_(rho).sub_(v)
             torch.mm(z, inverse, out=x).add_(w)
             torch.div(v, rho, out=z).add_(x)
@@ -59,14 +61,6 @@ class ADMM(OneShot):
                     break
                 before, rho = mask, rho * next(growth for least, growth in GROWTH if changed >= least)
         return z.div_(scale), mask
-
-
-def regularised_inverse(h: Tensor, rho: float) -> Tensor:
-    """(H + ρI)⁻¹."""
-    h = h.clone()
-    h.diagonal().add_(rho)
-    h = torch.linalg.cholesky(h)
-    return torch.cholesky_inverse(h)
 
 
 EVERY = 3

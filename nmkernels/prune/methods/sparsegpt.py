@@ -33,7 +33,13 @@ class SparseGPT(OneShot):
 
     def solve(self, w: Tensor, h: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
         m, cols = pattern.m, w.shape[1]
-        u = inverse_factor(h)
+        # UᵀU = H⁻¹: reversing both orders of H turns its lower Cholesky factor into an upper one, whose inverse is U. H⁻¹ itself, which
+        # squares the condition number again, is never formed
+        lower = torch.linalg.cholesky(h.flip(0, 1))
+        h.zero_().diagonal().fill_(1.0)  # its memory is not needed any more
+        u = torch.linalg.solve_triangular(lower, h, upper=False)
+        del lower
+        u = u.flip(0, 1)
         block = max(m, self.block // m * m)
         # transposed: the weights of one column are contiguous
         wt, keep = w.t().contiguous(), torch.empty(w.shape[::-1], dtype=torch.bool, device=w.device)
@@ -56,17 +62,3 @@ class SparseGPT(OneShot):
             if end < cols:
                 wt[end:].addmm_(u[begin:end, end:].t(), errors, alpha=-1)
         return wt.t(), keep.t()
-
-
-def inverse_factor(h: Tensor) -> Tensor:
-    """U, upper triangular, with UᵀU = H⁻¹; overwrites ``h``.
-
-    Reversing both orders of H turns its lower Cholesky factor into an upper one, whose inverse is U: H⁻¹ itself, which squares the
-    condition number again, is never formed.
-    """
-    lower: Tensor = torch.linalg.cholesky(h.flip(0, 1))
-    eye = h.zero_()  # its memory is not needed any more
-    eye.diagonal().fill_(1.0)
-    u = torch.linalg.solve_triangular(lower, eye, upper=False)
-    del lower
-    return u.flip(0, 1)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...pattern import Pattern
 from ..base import OneShot
-from ..reconstruct import scales
+from ..solve import scales
 
 
 @dataclass(frozen=True)

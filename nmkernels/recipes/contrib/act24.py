@@ -21,10 +21,9 @@ class ActivationStage(Stage):
 
 
 class Activations(Hooks):
-    """Sets the rule of the model's ``SquaredReLU`` modules: that of the stage, ``final`` in the end, and the former one by ``remove``."""
+    """Sets the rule of the model's ``SquaredReLU`` modules: that of the stage, and the former one when the recipe ends."""
 
     def begin(self) -> None:
-        self.final = self.recipe.rule(split=False)
         self.before = [(m, m.rule) for m in self.run.model.modules() if isinstance(m, SquaredReLU)]
         if not self.before:
             raise RecipeError(
@@ -32,16 +31,16 @@ class Activations(Hooks):
                 "activation by one, or by a SquaredReLUMLP, and train it so from the beginning; GPT takes "
                 'activation="relu2", and the command line --activation relu2.'
             )
+        m = self.recipe.pattern.m
         for name, module in self.run.model.named_modules():
-            if isinstance(module, SquaredReLUMLP) and module.fc.out_features % self.final.pattern.m:
-                size = module.fc.out_features
-                raise RecipeError(f"sparsify_: the {size} hidden features of {name!r} are not a multiple of M={self.final.pattern.m}.")
+            if isinstance(module, SquaredReLUMLP) and (size := module.fc.out_features) % m:
+                raise RecipeError(f"sparsify_: the {size} hidden features of {name!r} are not a multiple of M={m}.")
 
     def enter(self, stage: Stage) -> None:
         self._use(stage.activation if isinstance(stage, ActivationStage) else None)
 
     def use_final_form(self) -> None:
-        self._use(self.final)
+        self._use(self.recipe.rule(split=False))
 
     def _use(self, rule: ActivationRule | None) -> None:
         for module, _ in self.before:
@@ -70,7 +69,7 @@ class Activation24(ScheduledRecipe):
         split: also sparse weight gradients, in ``SquaredReLUMLP`` blocks: ∂L/∂W₂ = (∂L/∂y₂)ᵀ S(a), ∂L/∂W₁ = S(∂L/∂y₁)ᵀ x and
             ∂L/∂x = sp(∂L/∂y₁) W₁. S leaves the features with most non-zeros dense and keeps N of every M tokens of each other one.
         dense_features, multiple: the share of the features that S leaves dense; their number is rounded up to such a multiple.
-        shuffle: S takes the tokens in a pseudo-random order, which is fixed by their number.
+        shuffle: S takes the tokens in a pseudo-random order.
 
     Raises:
         RecipeError: at ``sparsify_``, the model has no ``SquaredReLU``.
@@ -114,10 +113,9 @@ class Activation24(ScheduledRecipe):
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
         """Phase 0 dense, then phase 1 with sparse activations."""
-        if self.total_steps is None:
-            start = resolve_step("Activation24", "start", self.start, None)
-        else:
-            start = phases("Activation24", self.total_steps, self.start, 1.0)[0]
+        start = resolve_step("Activation24", "start", self.start, self.total_steps)
+        if self.total_steps is not None:
+            phases("Activation24", self.total_steps, self.start, 1.0)  # refuses a start that leaves no step
         dense = Stage(phase=0, not_ready="is still in its dense warm-up")
         return (0, dense), (start, ActivationStage(phase=1, activation=self.rule(self.split)))
 

@@ -39,7 +39,7 @@ class AnnealedMask(KeptMask):
 def distill_loss(student_logits: Tensor, teacher_logits: Tensor, labels: Tensor, temperature: float = 2.0, weight: float = 2 / 3) -> Tensor:
     """(1 − weight) · CE(student, labels) + weight · T² · KL(softmax(teacher/T) ‖ softmax(student/T)), both as means over tokens.
 
-    As in Hinton et al., 2015; the defaults are those of AST's example run (arXiv 2407.20584). The teacher gets no gradient.
+    As in Hinton et al., 2015; the defaults are AST's (arXiv 2407.20584). The teacher gets no gradient.
 
     Args:
         student_logits, teacher_logits: ``(..., classes)``, of one shape.
@@ -110,6 +110,7 @@ class AST(ScheduledRecipe):
         extra_state="a mask per layer",
         cost="mask search every 10 steps; the update in plain torch",
     )
+    setup = Setup(optimizer=AnnealedAdamW, needs="adds its decay after the momentum")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,10 +120,6 @@ class AST(ScheduledRecipe):
         """λ_t after ``t`` applied steps (float64), computed where t lies."""
         steps = resolve_step("AST", "end", self.end, self.total_steps)
         return self.decay * (t / steps).clamp(max=1.0) if steps else torch.full_like(t, self.decay)
-
-    @property
-    def setup(self) -> Setup:
-        return Setup(optimizer=AnnealedAdamW, needs="adds its decay after the momentum")
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:

@@ -29,22 +29,16 @@ class BiMasked(HardMask):
         if self.draws == 0:
             return {"nm_order": torch.arange(rows, device=weight.device)}
         sizes = torch.ops.nmkernels.nm_prune(weight, self.pattern.n, self.pattern.m).abs()
-        orders = [torch.randperm(rows, generator=generator).to(weight.device) for _ in range(self.draws)]
-        scores = torch.stack([self._retained(sizes[order]) for order in orders]).tolist()
-        return {"nm_order": orders[scores.index(max(scores))]}
-
-    def _retained(self, permuted: Tensor) -> Tensor:
-        left = pruned_along_out(permuted, self.pattern.n, self.pattern.m)
-        return left.sum(dtype=torch.float64) if self.criterion == "magnitude" else left.count_nonzero().double()
+        orders, scores = [torch.randperm(rows, generator=generator).to(weight.device) for _ in range(self.draws)], []
+        for order in orders:
+            left = pruned_along_out(sizes[order], self.pattern.n, self.pattern.m)
+            scores.append(left.sum(dtype=torch.float64) if self.criterion == "magnitude" else left.count_nonzero().double())
+        return {"nm_order": orders[int(torch.stack(scores).argmax())]}
 
     def for_dgrad(self, used: Tensor, *extras: Tensor) -> Tensor:
-        (order,) = extras
-        result = torch.empty_like(used)
+        order, result = extras[0], torch.empty_like(used)
         result[order] = pruned_along_out(used[order], self.pattern.n, self.pattern.m)
         return result
-
-
-ONLY = "gives the gradient of a linear layer's input another mask than its output"
 
 
 @recipe("bimask")
@@ -87,7 +81,8 @@ class BiMask(Recipe):
 
     @property
     def setup(self) -> Setup:
-        return Setup(draws=True, seed=self.seed, needs_whole="orders the rows of each whole weight", linear_only=ONLY)
+        only = "gives the gradient of a linear layer's input another mask than its output"
+        return Setup(draws=True, seed=self.seed, needs_whole="orders the rows of each whole weight", linear_only=only)
 
     def stage(self, state: State) -> Stage:
         """Before an optimizer is attached no permutation is searched for."""

@@ -25,11 +25,11 @@ class StrideMask(KeptMask):
         return replace(super()._traits(), columns=self._columns)
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
-        """Nothing; raises ``NMError`` where the columns are not a whole number of blocks."""
         self._width(weight.shape[1])
         return {}
 
     def _width(self, cols: int) -> int:
+        """The spacing; raises ``NMError`` where the columns are not a whole number of blocks."""
         m, spacing = self.pattern.m, self.spacing or cols // self.pattern.m
         if not spacing or cols % (spacing * m):
             raise NMError(
@@ -84,10 +84,7 @@ class Complementary(Recipe):
     gradient: str = choice("ste", "chain")
 
     about = About("Zhao et al., TMLR 2023", cost="a mask at every step, by a reordered copy of the weight")
-
-    @property
-    def setup(self) -> Setup:
-        return Setup(linear_only="groups the inputs of linear layers that are not adjacent")
+    setup = Setup(linear_only="groups the inputs of linear layers that are not adjacent")
 
     def stage(self, state: State) -> Stage:
         return Stage(phase=1, transform=self.final_transform(), rule=UpdateRule(masked=True, decay=self.decay))

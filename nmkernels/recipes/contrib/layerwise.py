@@ -29,9 +29,8 @@ SUMS = 1 << 14
 def allocate(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], budget: int, fill: bool = False) -> list[int]:
     """The choice of each item: Σ loss is least where Σ cost ≤ budget (the multiple-choice knapsack problem).
 
-    Dynamic programming over the sums of costs, in units of their greatest common divisor: exact where the budget is at most ``SUMS``
-    units. Where it is more, costs are rounded to budget / ``SUMS``, and if the choices then exceed the budget, those with the least
-    rise of the loss per cost saved become cheaper until they do not.
+    Dynamic programming over the sums of costs: exact where the budget is at most ``SUMS`` of their greatest common divisors. Where it is
+    more, costs are rounded, and choices that exceed the budget become cheaper where the loss rises least per cost saved.
 
     Args:
         costs, losses: of each choice of each item, by rising cost.
@@ -52,7 +51,7 @@ def allocate(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], 
     best[0] = 0.0
     trail = []
     for item, values in zip(in_units, losses, strict=True):
-        # the least loss at each sum with this item too, and which of its choices gives it, the first of equal ones
+        # of equal losses the first choice is taken
         new, taken = torch.full_like(best, torch.inf), torch.zeros(limit + 1, dtype=torch.int16)
         for place, (cost, loss) in enumerate(zip(item, values, strict=True)):
             if cost > limit:
@@ -91,15 +90,14 @@ class LayerWise(Composite):
         magnitude  Σ_l Σ |w| over what M_l(W) prunes: global magnitude pruning, by layers
         energy     Σ_l numel_l · Σ w² over what M_l(W) prunes / Σ w² over the layer: the same without the layers' scales
 
-    erk is the Erdős–Rényi share (Evci et al., "Rigging the lottery", ICML 2020, arXiv 1911.11134, section 3) within the bounds of the
-    choices; it needs no trained weights.
+    erk (Evci et al., "Rigging the lottery", ICML 2020, arXiv 1911.11134, section 3) needs no trained weights.
 
     Args:
         inner: the recipe that trains the layers, or its text: ``"srste(decay=1e-4)"``, ``MdGf("2:16", ...)``. Of ``pattern`` and
             ``total_steps`` it gets this one's.
         rule: how N_l is chosen; None: by ``given`` alone.
         given: N:M of some layers, by name or wildcard, ``{"*.attn.*": "4:16"}`` or the same as JSON; the first that fits counts. The
-            other layers share out what is left of the budget; with ``rule=None`` they have the recipe's own pattern, whatever the sum.
+            others share out what is left of the budget, or with ``rule=None`` have the recipe's own pattern.
         choices: which N may be chosen: ``"powers"`` of two below M, or ``"all"`` below M.
         rows: how often a token passes through some layers, as in ``nm.flops``: the budget then is one of FLOPs, not of weights.
 
@@ -129,7 +127,7 @@ class LayerWise(Composite):
     def __post_init__(self) -> None:
         super().__post_init__()
         fixed = {name: str(Pattern(p)) for name, p in _table("given", self.given, (str, Pattern)).items()}
-        rows = {name: as_number(times) for name, times in _table("rows", self.rows, (object,)).items()}
+        rows = {name: as_number(times) for name, times in _table("rows", self.rows).items()}
         if any(times is None or times <= 0 for times in rows.values()):
             raise RecipeError(f"LayerWise: rows={self.rows!r} must be finite numbers above 0.")
         # as text, so that the recipe has a hash
@@ -138,13 +136,10 @@ class LayerWise(Composite):
         inner = self.inner
         assert isinstance(inner, Recipe)
         kind = type(inner).__name__
-        if isinstance(inner, LayerWise):
+        if isinstance(inner, (LayerWise, STEP)):
             raise RecipeError(
-                "LayerWise: inside, LayerWise would share the budget out a second time; give the recipe that trains the layers."
-            )
-        if isinstance(inner, STEP):
-            raise RecipeError(
-                'LayerWise: inside, STEP would choose no patterns at its switch; write STEP(pattern, inner="layerwise(...)").'
+                f"LayerWise: {kind} cannot be inside: LayerWise would share the budget out a second time, STEP choose no patterns at its "
+                'switch. Give the recipe that trains the layers, or write STEP(pattern, inner="layerwise(...)").'
             )
         if inner.final == "dense" and first_stage(inner).phase == 0:
             raise RecipeError(f"LayerWise: {kind} trains nothing sparse, so there is no budget to share out.")
@@ -158,17 +153,22 @@ class LayerWise(Composite):
         p = Pattern(self.pattern)
         if self.rule is None or p.n == p.m:
             return [p]
-        counts = range(1, p.m) if self.choices == "all" else [1 << i for i in range((p.m - 1).bit_length())]
-        return [Pattern(n, p.m) for n in counts]
+        return [Pattern(n, p.m) for n in range(1, p.m) if self.choices == "all" or n & (n - 1) == 0]
+
+    def _matched(self, key: str, names: Iterable[str]) -> dict[str, Any]:
+        """The value of each name that a wildcard of the table ``key`` fits, the first counting."""
+        table = json.loads(getattr(self, key) or "{}")
+        check_names(f"LayerWise: {key}", table, names, fnmatchcase, "sparse layer")
+        fits = {name: [value for wildcard, value in table.items() if fnmatchcase(name, wildcard)] for name in names}
+        return {name: values[0] for name, values in fits.items() if values}
 
     @property
     def setup(self) -> Setup:
         return replace(super().setup, patterns=self._patterns)
 
     def _patterns(self, weights: Mapping[str, Tensor]) -> dict[str, Pattern]:
-        """N:M of each layer, from the present weights ``(out, in)`` by name; on the meta device, rules that read them choose one N:M."""
-        fixed = {name: Pattern(p) for name, p in _matched("given", _table("given", self.given, (str,)), weights).items()}
-        rows = _matched("rows", _table("rows", self.rows, (int, float)), weights)
+        fixed = {name: Pattern(p) for name, p in self._matched("given", weights).items()}
+        rows = self._matched("rows", weights)
         shared = [name for name in weights if name not in fixed]
         options, p = self._options(), Pattern(self.pattern)
         if len(options) == 1 or not shared:
@@ -191,7 +191,7 @@ class LayerWise(Composite):
             )
         if self.rule == "erk":
             losses = _erk({name: weights[name] for name in shared}, {name: float(size[name]) for name in shared}, options, float(budget))
-        elif any(weights[name].is_meta for name in shared):
+        elif any(weights[name].is_meta for name in shared):  # which nm.flops does
             return {name: fixed.get(name, p if p in options else options[0]) for name in weights}
         else:
             losses = [_pruned(name, weights[name], options, self.rule == "energy", float(size[name])) for name in shared]
@@ -201,7 +201,7 @@ class LayerWise(Composite):
         return {name: options[chosen[name]] if name in chosen else fixed[name] for name in weights}
 
 
-def _table(key: str, table: Mapping[str, Any] | str | None, kinds: tuple[type, ...]) -> dict[str, Any]:
+def _table(key: str, table: Mapping[str, Any] | str | None, kinds: tuple[type, ...] = (object,)) -> dict[str, Any]:
     if isinstance(table, str):
         try:
             table = json.loads(table)
@@ -210,13 +210,6 @@ def _table(key: str, table: Mapping[str, Any] | str | None, kinds: tuple[type, .
     if table is not None and not (isinstance(table, Mapping) and all(isinstance(v, kinds) for v in table.values())):
         raise RecipeError(f"LayerWise: {key}={table!r} must be a table from layer names, or wildcards, to values.")
     return dict(table or {})
-
-
-def _matched(key: str, table: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The value of each name that a wildcard of ``table`` fits, the first counting."""
-    check_names(f"LayerWise: {key}", table, names, fnmatchcase, "sparse layer")
-    fits = {name: [value for wildcard, value in table.items() if fnmatchcase(name, wildcard)] for name in names}
-    return {name: values[0] for name, values in fits.items() if values}
 
 
 def _erk(weights: Mapping[str, Tensor], size: Mapping[str, float], options: list[Pattern], budget: float) -> list[list[float]]:

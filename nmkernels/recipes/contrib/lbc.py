@@ -32,8 +32,7 @@ class CandidateMask(CombinationMask):
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         shape = weight.numel() // self.pattern.m, combination_count(self.pattern)
-        first = 1.0 / math.comb(self.pattern.m - 1, self.pattern.n - 1)
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        first, dtype = 1.0 / math.comb(self.pattern.m - 1, self.pattern.n - 1), torch.promote_types(weight.dtype, torch.float32)
         return {"nm_scores": torch.full(shape, first, dtype=dtype, device=weight.device)}
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
@@ -98,8 +97,8 @@ class LBC(ScheduledRecipe):
         ∂L/∂W = g ⊙ B,   ∂L/∂S := g ⊙ W  (straight through B),   ∂L/∂α_k = ⟨∂L/∂S, P_k⟩
         remaining(t) = 1 + ⌈(C − 1) (1 − (t − t_i)/(t_f − t_i))³⌉
 
-    So training begins dense, and from t_f on the one combination left is a fixed mask. ``finish`` leaves W ⊙ P_k, before t_f with the
-    largest remaining score. α is the Parameter ``nm_scores`` ``(groups, C)`` of each layer.
+    So training begins dense, and from t_f on the one combination left is a fixed mask. ``finish`` leaves W ⊙ P_k. α is the Parameter
+    ``nm_scores`` ``(groups, C)`` of each layer.
 
     Args:
         start, end: t_i and t_f, in steps or as shares of ``total_steps``.
@@ -141,8 +140,7 @@ class LBC(ScheduledRecipe):
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
         """Phase 1 while combinations are removed, each with its own; phase 2 with the one that is left."""
-        start = resolve_step("LBC", "start", self.start, self.total_steps)
-        end = resolve_step("LBC", "end", self.end, self.total_steps)
+        start, end = (resolve_step("LBC", key, getattr(self, key), self.total_steps) for key in ("start", "end"))
         if end <= start:
             raise RecipeError(f"LBC: end ({end} steps) must come after start ({start} steps).")
         rule, p = UpdateRule(masked=True), Pattern(self.pattern)
@@ -150,13 +148,12 @@ class LBC(ScheduledRecipe):
         shares = [((left - 1) / (count - 1)) ** (1.0 / self.exponent) for left in range(count - 1, 0, -1)]
         # a removal that falls on a whole step exactly must not slip to the next by rounding
         begins = (0, *(start + math.ceil((end - start) * (1.0 - share) - 1e-9) for share in shares))
-        transform, last = CandidateMask(p, forward=self.forward, chain=self.gradient == "chain"), len(begins) - 1
-        stages = [
-            Stage(phase=1, transform=transform, rule=rule, not_ready=f"still has {last + 1 - i} combinations in each group")
-            for i in range(last)
-        ]
+        stage = Stage(phase=1, transform=CandidateMask(p, forward=self.forward, chain=self.gradient == "chain"), rule=rule)
+        if count == 1:
+            return ((0, stage),)
+        removing = [replace(stage, not_ready=f"still has {left} combinations in each group") for left in range(count, 1, -1)]
         fixed = Stage(phase=2, transform=self.final_transform(), rule=rule)
-        return tuple(zip(begins, [*stages, fixed if last else Stage(phase=1, transform=transform, rule=rule)], strict=True))
+        return tuple(zip(begins, [*removing, fixed], strict=True))
 
     def values(self, state: State) -> dict[str, Tensor]:
         return {"combinations": torch.tensor(float(len(self.stages) - state.get("stage", 0)), dtype=torch.float32)}

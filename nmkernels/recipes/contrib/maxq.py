@@ -70,22 +70,22 @@ class PartlyDense(SoftQuery):
 class MaxQ(ScheduledRecipe):
     """MaxQ (Xiang et al., "MaxQ: multi-axis query for N:M sparsity network", CVPR 2024, arXiv 2312.07061).
 
-    Forward with W̃ = M ⊙ (1 + Q) ⊙ W. M is the mask of the N largest magnitudes of each group, except that a share D(t) of the layer's
-    groups, those of the smallest Σ|w|, stay dense. Q enlarges weights that matter in their row (the filter query): with k = cols N/M
-    and a₍ₖ₎ the k-th largest magnitude of the row, Q = σ((|w| − θ)/τ), θ = (a₍ₖ₎ + a₍ₖ₊₁₎)/2, for |w| ≥ a₍ₖ₎, else 0. Both are taken
-    again at every step. The gradient is g = ∂L/∂W̃ itself, plus SR-STE's λ (1 − M) ⊙ W. ``finish`` leaves M ⊙ (1 + Q) ⊙ W.
+    Forward with W̃ = M ⊙ (1 + Q) ⊙ W, M and Q of the present weight. M is the mask of the N largest magnitudes of each group, except that a
+    share D(t) of the layer's groups, those of the smallest Σ|w|, stay dense. Q enlarges weights that matter in their row: with k = cols N/M
+    and a₍ₖ₎ the k-th largest magnitude of the row, Q = σ((|w| − θ)/τ), θ = (a₍ₖ₎ + a₍ₖ₊₁₎)/2, for |w| ≥ a₍ₖ₎, else 0. The
+    gradient is g = ∂L/∂W̃ itself, plus SR-STE's λ (1 − M) ⊙ W. ``finish`` leaves M ⊙ (1 + Q) ⊙ W.
     With u from 0 to 1 between ``start`` and ``end``, after which D = 0::
 
         linear 1 − u     cubic (1 − u)³     cos cos(π u/2)     exp 1 − (1 − e^(−c u)) / (1 − e^(−c)), c = 1.5
 
-    The equations are those of the authors' code. Kept weights start 1 to 2 times as large as W: without normalisation layers the model's
+    The equations are those of the authors' code. Kept weights are up to twice as large as W: without normalisation layers the model's
     scale changes.
 
     Args:
         schedule: of D.
         start, end: the steps, or shares of ``total_steps``, until which all groups are dense (and enlarged), and from which on N:M.
         levels: hold D over each of so many equal parts; None changes it at every step.
-        tau, decay: τ, on the scale of the weights; λ, at least 0.
+        tau, decay: τ, on the scale of the weights, and λ.
         kernel: a second query, over the whole weight, which the authors leave out for 1×1 convolutions.
         gradient: ``"ste"`` g, as in the authors' scripts; ``"chain"`` g ⊙ M ⊙ (1 + Q).
 
@@ -111,15 +111,12 @@ class MaxQ(ScheduledRecipe):
         paper="Xiang et al., CVPR 2024, arXiv 2312.07061",
         cost="order statistics of each row at every step; dense GEMMs until all groups are N:M",
     )
+    setup = Setup(needs_whole="compares groups over each whole weight")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if Pattern(self.pattern).n == Pattern(self.pattern).m:
+        if Pattern(self.pattern).density == 1:
             raise RecipeError(f"MaxQ: {self.pattern} prunes nothing, so a row has no threshold; use Dense.")
-
-    @property
-    def setup(self) -> Setup:
-        return Setup(needs_whole="compares groups over each whole weight")
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:

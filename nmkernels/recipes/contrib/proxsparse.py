@@ -15,7 +15,7 @@ from ...autograd.transforms import WEIGHT, HardMask, WeightTransform, masked, re
 from ...nn.weight import NMWeight
 from ...optim.rules import UpdateRule
 from ...pattern import Pattern, RecipeError
-from ..contract import About, Hooks, LayerSetup, Recipe, Setup, Stage, State, choice, flag, number
+from ..contract import About, Hooks, Recipe, Setup, Stage, State, choice, flag, number
 from ..registry import recipe
 
 PATH, LAST = 16, 8
@@ -52,10 +52,7 @@ class Anchored(WeightTransform):
 class AnchoredMask(WeightTransform):
     """W̃ = M(W) ⊙ W₀: the mask of the present weight over the weight as it was at the start, ``nm_initial``, bit for bit."""
 
-    reads = reading(nm_initial="fixed")
-
-    def start(self, weight: Tensor) -> dict[str, Tensor]:
-        return {"nm_initial": weight.clone(memory_format=torch.contiguous_format)}
+    reads, start = Anchored.reads, Anchored.start
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
         return masked(extras[0], self.kept(weight), out)
@@ -65,13 +62,9 @@ class AnchoredMask(WeightTransform):
 def prox(weight: Tensor, decay: float | Tensor) -> Tensor:
     """argmin over w of ½ ‖w − weight‖² + λ Σ |w_i w_j w_k|, the sum over the four triples of each group of four.
 
-    w keeps the signs and the order of the magnitudes z₁ ≥ … ≥ z₄, so that there are three candidates, and the one of least objective
-    is taken; where none beats it strictly, the first:
-
-    * 2-sparse: (z₁, z₂, 0, 0), bit for bit, without regulariser.
-    * 3-sparse: w_i = z_i − λ w_j w_k. For a given w₃ the other two are linear, and Newton's method from the largest derivative of what
-      is left cannot pass the minimum.
-    * dense: w_i = z_i − λ e₂(the other three); the one minimum is followed from λ = 0, where it is z, in w₁ + w₂ and w₃ + w₄.
+    w keeps the signs and the order of the magnitudes z₁ ≥ … ≥ z₄. Of three candidates the one of least objective is taken, the first
+    where none beats it strictly: 2-sparse, (z₁, z₂, 0, 0), bit for bit; 3-sparse, w_i = z_i − λ w_j w_k; dense, w_i = z_i − λ e₂(the
+    other three).
 
     Args:
         weight: ``(..., cols)`` with cols a multiple of 4; 16-bit ones are computed in fp32.
@@ -95,8 +88,7 @@ def prox(weight: Tensor, decay: float | Tensor) -> Tensor:
 
 
 def _prox(groups: Tensor, decay: float | Tensor) -> Tensor:
-    wide = groups.abs().to(torch.promote_types(groups.dtype, torch.float32))
-    z, order = wide.sort(dim=1, descending=True, stable=True)
+    z, order = groups.abs().to(torch.promote_types(groups.dtype, torch.float32)).sort(dim=1, descending=True, stable=True)
     # λ only sets the scale: with y = λ z and u = λ w the objective times λ² is ½‖u − y‖² + e₃(u)
     y = (z.t().contiguous() * decay).unbind(0)
     best = torch.stack([z[:, 0], z[:, 1], torch.zeros_like(z[:, 2]), torch.zeros_like(z[:, 3])], 1)
@@ -125,7 +117,10 @@ def _objective(u: tuple[Tensor, ...], y: tuple[Tensor, ...]) -> Tensor:
 
 
 def _three(y: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The 3-sparse candidate; where none exists some other point, which is not better."""
+    """The 3-sparse candidate; where none exists some other point, which is not better.
+
+    For a given w₃ the other two are linear, and Newton's method from the largest derivative of what is left cannot pass the minimum.
+    """
     s, d = y[0] + y[1], y[0] - y[1]
     ratio = (d / s).sqrt()
     # at 1 itself, where y₁ = y₂, the quotients below are 0 / 0
@@ -139,7 +134,10 @@ def _three(y: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _four(y: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The dense candidate; where none exists some other point, which is not better."""
+    """The dense candidate; where none exists some other point, which is not better.
+
+    The one minimum is followed from λ = 0, where it is z, in w₁ + w₂ and w₃ + w₄.
+    """
     a, b, c, d = y[0] + y[1], y[2] + y[3], (y[0] - y[1]).square(), (y[2] - y[3]).square()
     p = q = torch.zeros_like(a)
     for i in range(1, PATH + LAST):
@@ -171,11 +169,11 @@ class ProxSparse(Recipe):
     """ProxSparse (Liu et al., "ProxSparse: regularized learning of semi-structured sparsity masks for pretrained LLMs", ICML 2025).
 
     Dense forward passes. After each optimizer step every group of four becomes argmin ½‖w − W‖² + λ₁ Σ |w_i w_j w_k| over its four
-    triples (``nm.recipes.prox``), which is zero for any two non-zeros and changes no sign and no order. ``finish`` leaves M(W) ⊙ W₀, W₀ the
-    initial weights: training learns the mask and nothing else, for which a few hundred steps on a trained model are meant.
+    triples (``nm.recipes.prox``), which is zero for any two non-zeros. ``finish`` leaves M(W) ⊙ W₀, W₀ the initial weights: training
+    learns the mask and nothing else, for which a few hundred steps on a trained model are meant. 2:4 only.
 
-    2:4 only: the operator is known for no other pattern. W₀ is taken by ``sparsify_`` and again by ``attach``, and is the buffer
-    ``nm_initial`` of each layer in the model's state dict until ``finish`` or ``remove``; a dense checkpoint loads strictly and renews it.
+    W₀ is taken by ``sparsify_`` and again by ``attach``, and is the buffer ``nm_initial`` of each layer in the model's state dict until
+    ``finish`` or ``remove``; a dense checkpoint loads strictly and renews it.
 
     Args:
         decay: λ₁. It acts relative to 1/|w|² and does not carry over between models: watch ``density`` fall from 1 towards 1/2.
@@ -220,10 +218,4 @@ class ProxSparse(Recipe):
         return Stage(phase=1, transform=transform, rule=UpdateRule(masked=True))
 
     def final_transform(self) -> WeightTransform:
-        p = Pattern(self.pattern)
-        return AnchoredMask(p) if self.final_values == "initial" else HardMask(p)
-
-    def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerSetup:
-        if pattern != self.pattern:
-            raise RecipeError(f"ProxSparse: a layer is to be {pattern}, and its proximal operator is for 2:4; leave the layer out.")
-        return super().layer(pattern, shape, transform)
+        return (AnchoredMask if self.final_values == "initial" else HardMask)(Pattern(self.pattern))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...autograd.transforms import WeightTransform, masked, reading
+from ...ops.mask import nm_prune
 from ...optim.rules import UpdateRule
 from ...pattern import Pattern, RecipeError
 from ..contract import About, LayerSetup, Recipe, Setup, Stage, State, choice, count, number
@@ -38,22 +39,13 @@ class BlockColumns(WeightTransform):
         return torch.ops.nmkernels.nm_mask(masked(weight, columns), self.pattern.n, self.pattern.m) & columns
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        raw, inside = torch.ops.nmkernels, masked(weight, extras[0].repeat_interleave(self.v, 0))
-        if out is None:
-            return raw.nm_prune(inside, self.pattern.n, self.pattern.m)
-        raw.nm_prune_out(inside, self.pattern.n, self.pattern.m, out=out)
-        return out
+        return nm_prune(masked(weight, extras[0].repeat_interleave(self.v, 0)), self.pattern.n, self.pattern.m, out=out)
 
 
 def best_columns(weight: Tensor, n: int, m: int, v: int, objective: str = "retained") -> Tensor:
     """Which 4 columns of every group each block of V rows keeps, bool ``(out / V, in)``; ties go to the lower columns.
 
     The objective is ``VNM``'s; greedily it reaches at least 1 − 1/e of the best (Nemhauser et al. 1978).
-
-    Example:
-        >>> w = torch.tensor([[5.0, 1.0, 0.0, 3.0, 4.0, 0.0], [1.0, 2.0, 6.0, 0.0, 3.0, 4.0]])
-        >>> best_columns(w, 1, 6, 2).int()
-        tensor([[1, 1, 1, 1, 0, 0]], dtype=torch.int32)
     """
     rows, cols = weight.shape
     size = weight.abs().reshape(rows // v, v, cols // m, m)
@@ -70,8 +62,8 @@ def _exact(size: Tensor, n: int) -> Tensor:
     """The best of all sets of columns; ``size`` is (blocks, V, groups, M)."""
     m = size.shape[-1]
     column = [size[..., i].contiguous() for i in range(m)]
-    high = {(i, j): torch.maximum(column[i], column[j]) for i, j in itertools.combinations(range(m), 2)}
-    low = {(i, j): torch.minimum(column[i], column[j]) for i, j in itertools.combinations(range(m), 2)}
+    pairs = list(itertools.combinations(range(m), 2))
+    high, low = ({(i, j): pick(column[i], column[j]) for i, j in pairs} for pick in (torch.maximum, torch.minimum))
     best = torch.full((size.shape[0], size.shape[2]), -1.0, dtype=torch.float64, device=size.device)
     which = torch.zeros_like(best, dtype=torch.int64)
     sets = list(itertools.combinations(range(m), WIDTH))
@@ -87,8 +79,7 @@ def _exact(size: Tensor, n: int) -> Tensor:
         total = magnitude.sum(1, dtype=torch.float64)
         better = total > best
         best, which = torch.where(better, total, best), torch.where(better, place, which)
-    table = torch.zeros(len(sets), m, dtype=torch.bool)
-    table[torch.arange(len(sets))[:, None], torch.tensor(sets)] = True
+    table = torch.zeros(len(sets), m, dtype=torch.bool).scatter_(1, torch.tensor(sets), True)
     return table.to(size.device)[which]
 
 
@@ -142,6 +133,10 @@ class VNM(Recipe):
         extra_state="the kept columns of each block of V rows, a bit per column",
         cost="fprop at N/M; a search over sets of columns every 10 steps",
     )
+    setup = Setup(
+        needs_whole="chooses columns for blocks of rows of each whole weight",
+        linear_only="chooses columns for blocks of a linear layer's outputs",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -149,20 +144,14 @@ class VNM(Recipe):
         if not p.n <= 4 <= p.m:
             raise RecipeError(f"VNM: {p} keeps N of 4 columns out of M, so N ≤ 4 ≤ M must hold; 2:8 is the usual choice.")
 
-    @property
-    def setup(self) -> Setup:
-        reason = "chooses columns for blocks of rows of each whole weight"
-        return Setup(needs_whole=reason, linear_only="chooses columns for blocks of a linear layer's outputs")
-
     def stage(self, state: State) -> Stage:
-        rule = UpdateRule(masked=True, decay=self.decay)
-        return Stage(phase=1, transform=self.final_transform(), rule=rule, every=self.every)
+        return Stage(phase=1, transform=self.final_transform(), rule=UpdateRule(masked=True, decay=self.decay), every=self.every)
 
     def final_transform(self) -> WeightTransform:
         return BlockColumns(Pattern(self.pattern), self.v, self.objective)
 
     def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerSetup:
-        plan, v = super().layer(pattern, shape, transform), math.gcd(shape[0], self.v)
-        if isinstance(plan.transform, BlockColumns):
-            plan = replace(plan, transform=replace(plan.transform, v=v))
-        return replace(plan, note=f"{v}:{pattern}" + (f", as v={self.v} does not divide {shape[0]} outputs" if v != self.v else ""))
+        v = math.gcd(shape[0], self.v)
+        adapted = replace(transform, v=v) if isinstance(transform, BlockColumns) else transform
+        note = f"{v}:{pattern}" + (f", as v={self.v} does not divide {shape[0]} outputs" if v != self.v else "")
+        return replace(super().layer(pattern, shape, adapted), note=note)

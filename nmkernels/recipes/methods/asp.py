@@ -18,12 +18,10 @@ from ...pattern import RecipeError
 from ..contract import About, Hooks, Setup, Stage, choice, count, random_seed
 from ..registry import recipe
 from ..schedule import ScheduledRecipe, resolve_step
-from .permutation import Permutation, search_permutation
+from .permutation import search_permutation
 
 log = logging.getLogger("nmkernels.permutation")
 log.addHandler(logging.NullHandler())
-
-SCORES = ("magnitude", "wanda", "existing")
 
 OTHERS = "experts that are stacked in one tensor"
 """The reason of layers that ``find_chains`` does not mention."""
@@ -40,12 +38,11 @@ class Channels(Hooks):
         """For checkpoints, ``state["kept"]``: of each searched layer, the shares of the score that its mask kept before and keeps now."""
         self._previewed: list[tuple[Chain, Tensor]] = []
         chains, reasons = find_chains(self.run.model)
-        possible = {
-            name: f"to be reordered, with the outputs of {', '.join(c.producers)}, when the layer is pruned"
-            for c in chains
-            for name in c.consumers
-        }
-        self.run.report.channels = {n: possible.get(n) or f"left alone: {reasons.get(n, OTHERS)}" for n in self.run.layers}
+        outlook = {name: f"left alone: {reasons.get(name, OTHERS)}" for name in self.run.layers}
+        for chain in chains:
+            reason = f"to be reordered, with the outputs of {', '.join(chain.producers)}, when the layer is pruned"
+            outlook.update(dict.fromkeys(outlook.keys() & chain.consumers, reason))
+        self.run.report.channels = outlook
 
     def enter(self, stage: Stage) -> None:
         run = self.run
@@ -57,33 +54,17 @@ class Channels(Hooks):
         if not run.held.masks:
             self.permute_(run.optimizers)
             run.state["kept"] = self.kept
-        elif run.state.get("kept") is not self.kept:
-            self._resume(run.state.get("kept", {}))
+        elif run.state.get("kept") is not self.kept:  # the weights of a checkpoint come in their new order
+            self.kept = run.state.get("kept", {})
+            run.report.channels = dict.fromkeys(run.layers, "left alone")
+            for name, (before, after) in self.kept.items():
+                run.report.channels[name] = f"{'reordered' if after > before else 'left alone'} earlier: {_gain(before, after)}"
         gains = [after / before - 1 for before, after in self.kept.values() if before]
         self.metrics = {"kept_gain": torch.tensor(sum(gains) / len(gains), dtype=torch.float64)} if gains else {}
 
     def use_final_form(self) -> None:
         if not self.run.state:  # with no optimizer attached, finish() is what prunes
             self._previewed = self.permute_()
-
-    def permute_(self, optimizers: Optimizers = ()) -> list[tuple[Chain, Tensor]]:
-        """Reorder every chain that gains by it, in place: weights, biases, their gradients and what optimizers keep for them.
-
-        ``optimizers`` are all that update the model: a chain with a parameter that none of them has is left alone. Returns the chains with
-        their new orders.
-        """
-        self.run.held.check_inputs()
-        done = self._search(optimizers)
-        for chain, order in done:
-            self._reorder(chain, order, optimizers)
-        return done
-
-    def _resume(self, kept: dict[str, list[float]]) -> None:
-        """Report what an earlier run did; its weights come in their new order."""
-        self.kept, report = kept, self.run.report
-        report.channels = dict.fromkeys(self.run.layers, "left alone")
-        for name, (before, after) in kept.items():
-            report.channels[name] = f"{'reordered' if after > before else 'left alone'} earlier: {_gain(before, after)}"
 
     def _reorder(self, chain: Chain, order: Tensor, optimizers: Optimizers) -> None:
         for p, dim in channel_parameters(self.run.model, chain):
@@ -96,9 +77,11 @@ class Channels(Hooks):
             if isinstance(module, NMWeight):
                 module.effective.drop()
 
-    def _search(self, optimizers: Optimizers) -> list[tuple[Chain, Tensor]]:
-        """Chains with orders that gain; hooks and ties may have come since ``sparsify_``, so they are looked for again."""
+    def permute_(self, optimizers: Optimizers = ()) -> list[tuple[Chain, Tensor]]:
+        """Reorder every chain that gains by it, in place, with gradients and optimizers' moments; returns these chains."""
+        self.run.held.check_inputs()
         layers, report = self.run.layers, self.run.report
+        # hooks and ties may have come since sparsify_
         chains, reasons = find_chains(self.run.model)
         report.channels = {name: f"left alone: {reasons.get(name, OTHERS)}" for name in layers}
         self.kept = {}
@@ -108,9 +91,14 @@ class Channels(Hooks):
         todo: list[tuple[Chain, Tensor]] = []
         for chain in chains:
             sparse = [name for name in chain.consumers if name in layers]
-            outcome = self._obstacle(chain, sparse, optimizers) if sparse else ""
-            if sparse and not outcome:
-                result = self._best(chain, sparse)
+            if not sparse:
+                continue
+            outcome = self._obstacle(chain, sparse, optimizers)
+            if not outcome:
+                # of a convolution one row for each output and offset in the kernel
+                scores = torch.cat([self.run.held.scores(name).reshape(-1, chain.channels) for name in sparse])
+                progress = functools.partial(log.info, "%s: %s", ", ".join(sparse))
+                result = search_permutation(scores, layers[sparse[0]].pattern, self.recipe.escapes, self.recipe.seed, progress)
                 self.kept.update({name: [result.before, result.after] for name in sparse})
                 if result.after > result.before:
                     todo.append((chain, result.order))
@@ -119,13 +107,9 @@ class Channels(Hooks):
                 else:
                     outcome = f"left alone: no order was found that keeps more than the present one, {result.before:.4f} of the magnitude"
             report.channels.update(dict.fromkeys(sparse, outcome))
+        for chain, order in todo:
+            self._reorder(chain, order, optimizers)
         return todo
-
-    def _best(self, chain: Chain, sparse: list[str]) -> Permutation:
-        # of a convolution one row for each output and offset in the kernel
-        scores = torch.cat([self.run.held.scores(name).reshape(-1, chain.channels) for name in sparse])
-        pattern, progress = self.run.layers[sparse[0]].pattern, functools.partial(log.info, "%s: %s", ", ".join(sparse))
-        return search_permutation(scores, pattern, self.recipe.escapes, self.recipe.seed, progress)
 
     def _obstacle(self, chain: Chain, sparse: list[str], optimizers: Optimizers) -> str:
         if len({str(self.run.layers[name].pattern) for name in sparse}) > 1:
@@ -164,9 +148,8 @@ class ASP(ScheduledRecipe):
         start: when, in steps or as a share of ``total_steps``; 0 prunes as the optimizer is attached. An attached run that is finished
             earlier is pruned without ``permute``.
         permute: just before pruning, reorder hidden channels so that the mask keeps more of the score (``search_permutation``), with
-            gradients and moments; the model's function is the same up to rounding. Only chains of linear layers with nothing but
-            elementwise operations between are touched, and chains of convolutions with pooling and batch norms too
-            (``nn.find_chains``); ``handle.report`` says what each gained, or why it is pruned in the order that it has.
+            gradients and moments; the model's function is the same up to rounding. ``handle.report`` says what each chain of layers
+            gained, or why it is pruned in the order that it has.
         escapes, seed: of that search.
 
     Raises:
@@ -177,7 +160,7 @@ class ASP(ScheduledRecipe):
         [(0, 0), (50, 2)]
     """
 
-    score: str = choice(*SCORES)
+    score: str = choice("magnitude", "wanda", "existing")
     start: float | int = 0
     permute: bool = False
     escapes: int = count(100)
@@ -200,10 +183,9 @@ class ASP(ScheduledRecipe):
     @property
     def setup(self) -> Setup:
         hooks = functools.partial(Channels, self) if self.permute else None
-        reason = "reorders the channels of whole weights" if self.permute else ""
+        reason, only = "reorders the channels of whole weights" if self.permute else "", ""
         if self.score == "wanda":
-            reason = "ranks weights by all inputs that their layers have seen"
-        only = "ranks weights by what linear layers have seen" if self.score == "wanda" else ""
+            reason, only = "ranks weights by all inputs that their layers have seen", "ranks weights by what linear layers have seen"
         return Setup(mask_score=self.score, hooks=hooks, needs_whole=reason, linear_only=only)
 
     @cached_property

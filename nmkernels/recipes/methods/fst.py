@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ...autograd.transforms import KeptMask, Traits, WeightTransform, laid_out, reading
-from ...gemm.plan import GemmPlan
 from ...ops import Packed, pack
 from ...optim.rules import UpdateRule
 from ...pattern import Pattern, PatternLike
@@ -56,19 +55,15 @@ class FST(ScheduledRecipe):
         decay      ∂L/∂W ← ∂L/∂W + λ (1 − M) ⊙ W    after unscaling, accumulation and clipping
 
     M is the choice of largest total magnitude in every M×M tile (``nm.ops.transposable_mask``), taken when training begins and after every
-    ``every``-th applied step, and held in between; its flips count for the step after which it is made. The last steps are dense, and so
-    is the model that ``finish`` leaves. With ``end=None`` there are none, and it leaves M ⊙ W: N:M as W and as Wᵀ. So **transposable
-    SR-STE** is ``FST(mvue=None, end=None, every=1, decay=...)``.
+    ``every``-th applied step. The last steps are dense, and so is the model that ``finish`` leaves. With ``end=None`` there are none, and
+    it leaves M ⊙ W: N:M as W and as Wᵀ. So **transposable SR-STE** is ``FST(mvue=None, end=None, every=1, decay=...)``.
 
     Args:
         every: applied steps between two choices of M.
         decay: λ; it does not carry over between models and learning rates: ``nm.recipes.search_decay`` measures it.
         end: the step, or share of ``total_steps``, after which training is dense; None: it never is.
-        mvue: S, unbiased N:M along tokens (Chmiel et al., ICLR 2023): ``"exact"``, of least variance; ``"approx"``, the two-draw sampler
-            that the authors ran; None for the dense GEMM. Left out where it costs more than it saves, as for ``SSTE``.
-        mvue_pattern: N:M of the estimate.
-        packed: as for ``SSTE``; in ∂L/∂x too, on GPUs by the transpose, packed along with the weight.
-        seed: of the estimates, as for ``SSTE``.
+        mvue, mvue_pattern, seed: S, as for ``SSTE``.
+        packed: as for ``STE``; in ∂L/∂x too, on GPUs by the transpose, packed along with the weight.
 
     Example:
         >>> recipe = FST("2:4", total_steps=300_000)
@@ -95,11 +90,6 @@ class FST(ScheduledRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "final", "nm" if self.end is None else "dense")
-        object.__setattr__(self, "mvue_pattern", Pattern(self.mvue_pattern))
-
-    def plan(self) -> GemmPlan:
-        """The GEMMs of a sparse step."""
-        return estimating("FST", self.packed, self.pattern, self.mvue, self.mvue_pattern)
 
     @property
     def setup(self) -> Setup:
@@ -109,7 +99,7 @@ class FST(ScheduledRecipe):
     def stages(self) -> tuple[tuple[int, Stage], ...]:
         """Phase 1 with the held mask, then phase 0, dense."""
         rule, transform = UpdateRule(masked=True, decay=self.decay), self.final_transform()
-        sparse = Stage(phase=1, transform=transform, rule=rule, plan=self.plan(), every=self.every)
+        sparse = Stage(phase=1, transform=transform, rule=rule, plan=estimating(self), every=self.every)
         if self.end is None:
             return ((0, sparse),)
         end = phases("FST", self.total_steps, 0, self.end)[1]
@@ -119,6 +109,6 @@ class FST(ScheduledRecipe):
         return TransposableMask(Pattern(self.pattern))
 
     def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerSetup:
-        plan, (rows, m) = super().layer(pattern, shape, transform), (shape[0], Pattern(self.pattern).m)
+        rows, m = shape[0], Pattern(self.pattern).m
         reason = f"out_features={rows} is not a multiple of M={m}, which a transposable mask needs" if rows % m else ""
-        return replace(plan, unsupported_reason=reason)
+        return replace(super().layer(pattern, shape, transform), unsupported_reason=reason)

@@ -97,8 +97,7 @@ class GumbelMask(LikeliestMask):
 class Freeze(Hooks):
     """Until the recipe ends no weight of its layers trains, and with ``others="frozen"`` no parameter but the learned ones."""
 
-    def begin(self) -> None:
-        self.frozen: list[nn.Parameter] = []
+    frozen: Sequence[nn.Parameter] = ()
 
     def enter(self, stage: Stage) -> None:
         if self.frozen:
@@ -139,19 +138,17 @@ class MaskLLM(ScheduledRecipe):
         τ: 4 → 0.05,  κ: 100 → 500       linear over ``total_steps``
 
     ``finish`` leaves W ⊙ P_k, k the largest logit. π is the Parameter ``nm_logits`` ``(groups, C)`` of each layer, in the model's state
-    dict until then; a dense checkpoint loads strictly and starts it again. All microbatches of a step, and all data-parallel ranks, see
-    one sample of the noise.
+    dict until then; a dense checkpoint loads strictly and starts it again.
 
     Args:
         tau_start, tau_end, kappa_start, kappa_end: τ and κ at both ends of the run.
-        decay: λ, which keeps large weights and gradients alive; its gradient is added once per step, after clipping.
-        decay_schedule: ``"constant"``, the paper's equation; ``"linear"`` falls to 0 over the run, as in the authors' code.
+        decay, decay_schedule: λ; ``"constant"``, the paper's equation; ``"linear"`` falls to 0 over the run, as in the authors' code.
         prior_strength: α, by which the logits prefer the mask of the N largest magnitudes at the start, π_k += σ(π) (⟨M₀, P_k⟩ − N/2) α;
             0 for no prior. ``set_prior_`` takes another mask.
         init_std: of the initial logits, drawn from torch's generator.
         hard: multiply the combination of the largest ỹ instead of M̃; the gradient is that of M̃.
-        others: ``"frozen"``, the paper's: no other parameter of the model trains either; ``"trained"``: biases, norms, embeddings and
-            layers left dense do. Frozen parameters have ``requires_grad`` off until ``finish`` or ``remove``.
+        others: ``"frozen"``, the paper's: no other parameter of the model trains either, until ``finish`` or ``remove``; ``"trained"``:
+            they do.
         lr_multiplier, seed: of the logits, in ``optimizer``; of the noise, None for torch's initial seed.
 
     Raises:
@@ -204,29 +201,28 @@ class MaskLLM(ScheduledRecipe):
             layers: ``handle.layers``.
             masks: layer name -> bool ``(out, in)``, at most N in each group.
         """
-        p = Pattern(self.pattern)
+        transform = self.stages[0][1].transform
+        assert isinstance(transform, GumbelMask)
+        n, m = transform.pattern.n, transform.pattern.m
         for name, mask in masks.items():
             if name not in layers:
                 raise RecipeError(f"MaskLLM: a prior mask is given for {name!r}, but the sparse layers are {', '.join(layers)}.")
             weight = layers[name].master.detach()
-            if mask.shape != weight.shape or int(mask.bool().reshape(-1, p.m).sum(1).amax()) > p.n:
-                raise ShapeError(f"MaskLLM: the prior mask of {name!r} must be {p} and of shape {tuple(weight.shape)}.")
+            if mask.shape != weight.shape or int(mask.bool().reshape(-1, m).sum(1).amax()) > n:
+                raise ShapeError(f"MaskLLM: the prior mask of {name!r} must be {n}:{m} and of shape {tuple(weight.shape)}.")
         for name, mask in masks.items():
             weight = layers[name].master.detach()
-            layers[name].restore({"nm_logits": self._transform().preferring(mask.bool().to(weight.device), weight)})
-
-    def _transform(self) -> GumbelMask:
-        return GumbelMask(Pattern(self.pattern), hard=self.hard, prior=self.prior_strength, spread=self.init_std)
+            layers[name].restore({"nm_logits": transform.preferring(mask.bool().to(weight.device), weight)})
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
         """Always phase 1, with new noise after every step."""
-        return ((0, Stage(phase=1, transform=self._transform(), rule=UpdateRule(masked=True), every=1)),)
+        transform = GumbelMask(Pattern(self.pattern), hard=self.hard, prior=self.prior_strength, spread=self.init_std)
+        return ((0, Stage(phase=1, transform=transform, rule=UpdateRule(masked=True), every=1)),)
 
     def values(self, state: State) -> dict[str, Tensor]:
-        assert self.total_steps is not None
         t = state["t"] if "t" in state else torch.zeros((), dtype=torch.float64)
-        done = (t / self.total_steps).clamp(max=1.0)
+        done = (t / (self.total_steps or 1)).clamp(max=1.0)
         return {
             "tau": self.tau_start + (self.tau_end - self.tau_start) * done,
             "kappa": self.kappa_start + (self.kappa_end - self.kappa_start) * done,
@@ -238,24 +234,24 @@ class MaskLLM(ScheduledRecipe):
 
     def stage(self, state: State) -> Stage:
         stage, total = super().stage(state), self.total_steps or 1
-        left = total - int(state["t"]) if state else 0
-        reason = f"has {left} of {total} steps to go, its masks are still mixtures"
-        return replace(stage, not_ready=reason) if left > EARLY * total else stage
+        if not state or (left := total - int(state["t"])) <= EARLY * total:
+            return stage
+        return replace(stage, not_ready=f"has {left} of {total} steps to go, its masks are still mixtures")
 
 
 def learned_apart(recipe: str, params: Iterable[Any], lr: float | Tensor, multiplier: float) -> list[dict[str, Any]]:
     """Parameter groups with the learned parameters in their own groups, at ``multiplier`` times their group's learning rate, or ``lr``."""
     listed = list(params)
     groups: list[dict[str, Any]] = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
-    result: list[dict[str, Any]] = []
+    result, every = [], []
     for group in groups:
         entries = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        apart = [entry for entry in entries if is_learned(entry)]
-        rest = [entry for entry in entries if not is_learned(entry)]
+        every += entries
+        rest, apart = ([entry for entry in entries if is_learned(entry) is learned] for learned in (False, True))
         result += [{**group, "params": rest}] if rest else []
         result += [{**group, "params": apart, "lr": group.get("lr", lr) * multiplier}] if apart else []
-    if not any(is_learned(entry) for group in result for entry in group["params"]):
-        if any(is_sharded(entry[1] if isinstance(entry, tuple) else entry) for group in result for entry in group["params"]):
+    if not any(map(is_learned, every)):
+        if any(is_sharded(entry[1] if isinstance(entry, tuple) else entry) for entry in every):
             raise RecipeError(f"{recipe} learns numbers for each whole weight, and the parameters are sharded. Do not shard the model.")
         raise RecipeError(
             f"{recipe}: the parameters hold nothing that the recipe learns. Call sparsify_ first, then "

@@ -52,8 +52,7 @@ class MdGf(ScheduledRecipe):
         t > T        D = 0
 
     By default the gradient is multiplied by what the forward pass multiplies the weight by, and the last quarter of the run trains under
-    the binary mask, as in the mask decay of Kao et al. (2022, arXiv 2209.07617; Google's AQT). Bambhaniya et al.'s public code passes the
-    gradient whole and lets the decay last until the end of the run, where ``finish`` drops what is left of D: ``gradient="ste", end=1.0``.
+    the binary mask, as in Kao et al. (2022, arXiv 2209.07617). Bambhaniya et al.'s public code is ``gradient="ste", end=1.0``.
 
     Args:
         schedule: ``"exponential"`` (best over all in the paper) or ``"linear"``.

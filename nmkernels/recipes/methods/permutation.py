@@ -53,10 +53,10 @@ def search_permutation(
     """Order the columns of ``weight`` so that its N:M mask keeps more: maximise eff(P) = Σ |top-N of M of W[:, P]|.
 
     Pool and Yu, "Channel permutations for N:M sparsity", NeurIPS 2021; the default strategy of apex's ASP. A stripe is M consecutive
-    columns. Of every pair of stripes the best regrouping of its 2M columns is found (for M > 4 only exchanges of one column for another
-    are tried), those that gain are applied in falling order, each stripe at most once, and so on until no pair gains. An escape then
-    rotates one random column through each of four random stripes and repeats this; it is kept if it ends higher.
-    Beyond 256 stripes each round looks only at a random pairing of all stripes, and there are no escapes.
+    columns. Of every pair of stripes the best regrouping of its 2M columns is found (for M > 4 only exchanges of one column for another),
+    those that gain are applied, each stripe at most once, and so on until no pair gains. An escape then rotates one random column through
+    each of four random stripes and repeats this; it is kept if it ends higher. Beyond 256 stripes each round looks only at a random
+    pairing of all stripes, and there are no escapes.
 
     Args:
         weight: ``(rows, cols)``; only magnitudes count. Several weights that read the same channels are given as one, row upon row.
@@ -90,24 +90,21 @@ class _Search:
     """Which columns each stripe holds, and what pairs of stripes could gain."""
 
     def __init__(self, weight: Tensor, pattern: Pattern, seed: int, progress: Callable[[str], None] | None) -> None:
-        wide = weight.detach().abs().to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
-        self.columns = wide.t().contiguous()  # one channel per row: taking a column is then one copy
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self.columns = weight.detach().abs().to(wide).t().contiguous()  # one channel per row: taking a column is then one copy
         self.pattern, self.device = pattern, weight.device
         self.stripes = torch.arange(weight.shape[1]).view(-1, pattern.m)
         self.generator = torch.Generator().manual_seed(seed)
-        self.halves = _halves(pattern.m)
         self.progress, self.reported = progress, time.monotonic()
         self.total = float(self.columns.sum(dtype=torch.float64))
         self.least = 1e-9 * self.total  # the smallest gain that is more than rounding
 
     def run(self, escapes: int) -> Permutation:
-        count = len(self.stripes)
-        before = self.kept()
-        if self.total > 0 and self.pattern.n < self.pattern.m and count > 1:
-            if count <= ALL_PAIRS:
-                self.all_pairs(escapes if count > 2 else 0)
-            else:
-                self.random_pairings()
+        count, before = len(self.stripes), self.kept()
+        if self.total > 0 and self.pattern.n < self.pattern.m and count > ALL_PAIRS:
+            self.random_pairings()
+        elif self.total > 0 and self.pattern.n < self.pattern.m and count > 1:
+            self.all_pairs(escapes if count > 2 else 0)
         stripes = self.stripes.sort(1).values
         order = stripes[stripes[:, 0].argsort()].flatten()
         after, share = self.kept(), self.total or 1.0
@@ -128,7 +125,7 @@ class _Search:
         size = max(1, CHUNK // max(1, self.columns.shape[1]))
         for a, b in zip(first.split(size), second.split(size), strict=True):
             both = self.columns[torch.cat([self.stripes[a], self.stripes[b]], 1).to(self.device)]
-            sums = [_top(both[:, half], self.pattern).sum(1, dtype=torch.float64) for half in self.halves]
+            sums = [_top(both[:, half], self.pattern).sum(1, dtype=torch.float64) for half in _halves(self.pattern.m)]
             each = torch.stack(sums[::2], 1) + torch.stack(sums[1::2], 1)
             value, index = each.max(1)
             best.append((value - each[:, 0]).cpu())
@@ -136,8 +133,8 @@ class _Search:
         return torch.cat(best), torch.cat(which)
 
     def regroup(self, a: int, b: int, which: int) -> None:
-        both = torch.cat([self.stripes[a], self.stripes[b]])
-        self.stripes[a], self.stripes[b] = both[self.halves[2 * which]], both[self.halves[2 * which + 1]]
+        both, halves = torch.cat([self.stripes[a], self.stripes[b]]), _halves(self.pattern.m)
+        self.stripes[a], self.stripes[b] = both[halves[2 * which]], both[halves[2 * which + 1]]
 
     def all_pairs(self, escapes: int) -> None:
         count = len(self.stripes)
@@ -152,8 +149,7 @@ class _Search:
             self.stripes[some, column] = self.stripes[some.roll(1), column.roll(1)]
             self.renew(some)
             self.climb()
-            now = self.kept()
-            if now > height + self.least:
+            if (now := self.kept()) > height + self.least:
                 height = now
             else:
                 self.stripes, self.gain, self.which = old

@@ -12,9 +12,10 @@ from torch import Tensor
 from ...autograd.transforms import HardMask, WeightTransform
 from ...optim.rules import UpdateRule
 from ...pattern import MAX_M, Pattern, RecipeError
-from ..contract import About, LayerSetup, Setup, Stage, State, choice
+from ..contract import About, LayerSetup, Stage, State, choice
 from ..registry import recipe
-from ..schedule import PACKED, ScheduledRecipe, packed_only, packing, phases
+from ..schedule import PACKED, ScheduledRecipe, packing, phases
+from .ste import STE
 
 
 @recipe("sdgf")
@@ -29,8 +30,8 @@ class SdGf(ScheduledRecipe):
         densify    N : 8M,   N : 4M,   N : 2M,   N : M            from too sparse to N:M (in the public code only)
 
     Halves are rounded up. A layer too narrow for a frame, or a frame with M above 256, takes the next one that fits. By default the
-    gradient is masked too, and the last frame continues for the last quarter of the run, as in the structure decay of Kao et al. (2022,
-    arXiv 2209.07617; Google's AQT). Bambhaniya et al.'s public code does neither: ``gradient="ste", end=1.0``.
+    gradient is masked too, and the last frame continues for the last quarter of the run, as in Kao et al. (2022, arXiv 2209.07617).
+    Bambhaniya et al.'s public code is ``gradient="ste", end=1.0``.
 
     Args:
         schedule: ``"stepwise"``, ``"geometric"`` or ``"densify"``.
@@ -42,8 +43,6 @@ class SdGf(ScheduledRecipe):
         RecipeError: there are more frames than steps for them.
 
     Example:
-        >>> [str(p) for p in SdGf("1:8", total_steps=100).frames()]
-        ['7:8', '4:8', '2:8', '1:8']
         >>> [begin for begin, stage in SdGf("1:8", total_steps=100, schedule="geometric").stages]
         [0, 0, 19, 38, 56]
     """
@@ -60,6 +59,7 @@ class SdGf(ScheduledRecipe):
         extra_state="a step count",
         cost="fprop at the N/M of each frame; a mask at every step",
     )
+    setup = STE.setup
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,10 +90,6 @@ class SdGf(ScheduledRecipe):
             stage = Stage(phase=1, transform=HardMask(p, chain=self.gradient == "chain"), rule=rule, plan=plan, not_ready=reason)
             stages.append((start + round(i * (end - start) / len(frames)), stage))
         return tuple(stages)
-
-    @property
-    def setup(self) -> Setup:
-        return Setup(linear_only=packed_only(self.packed))
 
     def values(self, state: State) -> dict[str, Tensor]:
         """``frame``: 0 in the dense phase, then 1, 2, ..."""

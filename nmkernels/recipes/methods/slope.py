@@ -25,9 +25,8 @@ class DoublePruned(WeightTransform):
     reads = reading(nm_rows="held", nm_columns="held")
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
-        n, m, rows = self.pattern.n, self.pattern.m, extras[0]
-        if rows is None:
-            rows = torch.ops.nmkernels.nm_mask(weight, n, m)
+        n, m = self.pattern.n, self.pattern.m
+        rows = torch.ops.nmkernels.nm_mask(weight, n, m) if extras[0] is None else extras[0]
         # a weight that the row mask keeps may be 0 now and grow before the next renewal: it still goes before one that is pruned
         sizes = weight.abs().clamp_min(torch.finfo(weight.dtype).tiny).masked_fill(~rows, 0.0)
         return {"nm_rows": rows, "nm_columns": (pruned_along_out(sizes, n, m) != 0).contiguous()}
@@ -65,14 +64,12 @@ class Adapters(Hooks):
                 layer.get_parameter(key).requires_grad_(layer.weight.requires_grad)
 
     def enter(self, stage: Stage) -> None:
-        self._use(isinstance(stage, AdapterStage))
+        for layer in self.run.layers.values():
+            layer.adapts = isinstance(stage, AdapterStage)
 
     def use_final_form(self) -> None:
-        self._use(True)
-
-    def _use(self, adapts: bool) -> None:
         for layer in self.run.layers.values():
-            layer.adapts = adapts
+            layer.adapts = True
 
 
 @recipe("slope")
@@ -86,13 +83,12 @@ class SLoPe(ScheduledRecipe):
         y = x (W^R)ᵀ        ∂L/∂x = g (W^R ⊙ C)        ∂L/∂W = R ⊙ gᵀ x
 
     so weights, gradients (also before clipping) and Adam's moments are zero outside R. In the last steps, after ``start``, each layer also
-    has an adapter of rank r that trains with the weight, y = x (W^R)ᵀ + x L R' / r, with L ~ N(0, 1) and R' = 0 at first; its part of
-    ∂L/∂x is exact. Where M does not divide the outputs, the last group of a column is short and keeps N.
+    has an adapter of rank r that trains with the weight, y = x (W^R)ᵀ + x L R' / r, with L ~ N(0, 1) and R' = 0 at first. Where M does not
+    divide the outputs, the last group of a column is short and keeps N.
 
     L ``(in, r)`` and R' ``(r, out)`` are the Parameters ``nm_left`` and ``nm_right`` of each layer from ``sparsify_`` on, so build the
     optimizer after it; they have no gradient before their phase (DistributedDataParallel needs ``find_unused_parameters=True``).
-    ``finish`` leaves N:M weights and the adapters: ``compress_`` and the compressed file keep both, ``save_dense`` and ``remove`` fold them
-    into one dense weight W + (L R')ᵀ / r.
+    ``finish`` leaves N:M weights and the adapters; ``save_dense`` and ``remove`` fold them into one dense weight W + (L R')ᵀ / r.
 
     Args:
         rank: of the adapters: a whole number, or as a share of the smaller side of each layer, at least 1; 0 for none.

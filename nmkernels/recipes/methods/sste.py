@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ class SoftThreshold(WeightTransform):
     reads = reading(nm_scale="fixed")
 
     def _traits(self) -> Traits:
-        return replace(super()._traits(), threshold=True, in_step="threshold" if type(self) is SoftThreshold else "")
+        return replace(super()._traits(), in_step="threshold" if type(self) is SoftThreshold else "")
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         """β of the weight as it is now; raises ``NMError`` where that is 0 (S(W) is zero everywhere) or not finite."""
@@ -56,11 +57,13 @@ class SoftThreshold(WeightTransform):
         return pack(weight, self.pattern, "threshold", scale=scale, dtype=dtype, layout=layout, **forms)
 
 
-def estimating(
-    recipe: str, packed: bool | str, pattern: PatternLike, mvue: str | None, mvue_pattern: PatternLike, fp8: str | None = None
-) -> GemmPlan:
-    """The GEMMs with the weight by ``packed`` and the output gradient of wgrad by ``mvue``; ``RecipeError`` where these do not combine."""
-    p = Pattern(mvue_pattern)
+def estimating(recipe: Any, fp8: str | None = None) -> GemmPlan:
+    """The GEMMs with the weight by ``recipe.packed`` and the output gradient of wgrad by its ``mvue`` and ``mvue_pattern``.
+
+    Raises:
+        RecipeError: these settings do not combine.
+    """
+    packed, mvue, p = recipe.packed, recipe.mvue, recipe.mvue_pattern
     try:
         if mvue is None:
             plan = GemmPlan(fp8=fp8)
@@ -68,9 +71,10 @@ def estimating(
             plan = GemmPlan(wgrad="magnitude", n=p.n, m=p.m, fp8=fp8)
         else:
             plan = GemmPlan(wgrad="mvue", n=p.n, m=p.m, method=mvue, fp8=fp8)
-        return packing(packed, pattern, plan)
+        return packing(packed, recipe.pattern, plan)
     except NMError as error:
-        raise RecipeError(f"{recipe}: mvue={mvue!r}, mvue_pattern={p}, {fp8=}, {packed=} cannot be combined: {error}") from error
+        name = type(recipe).__name__
+        raise RecipeError(f"{name}: mvue={mvue!r}, mvue_pattern={p}, {fp8=}, {packed=} cannot be combined: {error}") from error
 
 
 @recipe("sste")
@@ -80,26 +84,23 @@ class SSTE(Recipe):
 
     Forward with W̃ = β S(W), where S(w)_i = sign(w_i) max(|w_i| − t, 0) and t is the (N+1)-th largest magnitude of the group:
     continuous in W, so that a weight enters and leaves the kept ones at 0. β = ⟨W, S(W)⟩ / ‖S(W)‖² of the initial weight, one
-    number per matrix (of stacked experts one for each), fixed from then on (renewed at every step it drifts upward). The gradient
-    ∂L/∂W := ∂L/∂W̃ has neither β nor a mask.
-    There is no decay and no dense phase. ``finish`` leaves β S(W), what training multiplied.
+    number per matrix (of stacked experts one for each), fixed from then on. The gradient ∂L/∂W := ∂L/∂W̃ has neither β nor a mask.
+    ``finish`` leaves β S(W), what training multiplied.
 
-    β is taken by ``sparsify_`` and again by ``attach``, after the model's own initialisation. It is the buffer ``nm_scale`` of each layer
-    in the model's state dict until ``finish`` or ``remove``; a dense checkpoint loads strictly and renews it.
+    β is taken by ``sparsify_`` and again by ``attach``. It is the buffer ``nm_scale`` of each layer in the model's state dict until
+    ``finish`` or ``remove``; a dense checkpoint loads strictly and renews it.
 
     Args:
         mvue: the output gradient g is replaced in ∂L/∂W = gᵀ x by its unbiased N:M estimate along tokens (Chmiel et al., ICLR 2023):
             ``"exact"``, of least variance; ``"approx"``, the two-draw sampler of the authors' code; None, the dense GEMM.
-            ``"magnitude"`` takes the N largest, which is biased: for comparison only. It is drawn to save time, so with ``packed="auto"``
-            a GPU multiplies g itself where drawing takes longer than the GEMM gains (on an H100 below some 1700 inputs, by the rule that
-            chooses GEMMs; see ``nm.explain(layer, x)``); ``packed=True`` and ``False``, and CPUs, always estimate.
+            ``"magnitude"`` takes the N largest, which is biased: for comparison only. With ``packed="auto"`` a GPU multiplies g itself
+            where drawing takes longer than the GEMM gains; ``packed=True`` and ``False``, and CPUs, always estimate.
         mvue_pattern: N:M of the estimate, whatever the weights' pattern is.
         fp8: also round the operands of all three GEMMs to FP8 with the current largest magnitude as scale, on any device: ``"paper"``
             e4m3 forward, e5m2 for both operands in backward; ``"hybrid"`` e5m2 for gradients only. It is emulated, and saves no time,
             but for fprop and an estimated wgrad of 2:4 on GPUs of compute capability 9.0, whose 8-bit tensor cores multiply them.
         packed: as for ``STE``.
-        seed: of the estimates; None takes torch's initial seed. Every layer and data-parallel rank has a stream of its own, advanced
-            on the device by each backward pass and saved with the optimizer.
+        seed: of the estimates; None takes torch's initial seed. Every layer and data-parallel rank has a stream of its own.
 
     Raises:
         RecipeError: an option is unknown, or ``mvue="approx"`` with an ``mvue_pattern`` whose N is not 2; at ``sparsify_``, ``attach`` or
@@ -125,12 +126,7 @@ class SSTE(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "mvue_pattern", Pattern(self.mvue_pattern))
-        self.plan()
-
-    def plan(self) -> GemmPlan:
-        """β S(W) in fprop and dgrad, by ``packed`` in dense layout or compressed, and the weight gradient by ``mvue``."""
-        return estimating("SSTE", self.packed, self.pattern, self.mvue, self.mvue_pattern, self.fp8)
+        estimating(self, self.fp8)
 
     @property
     def setup(self) -> Setup:
@@ -145,4 +141,4 @@ class SSTE(Recipe):
         return SoftThreshold(Pattern(self.pattern))
 
     def stage(self, state: State) -> Stage:
-        return Stage(phase=1, transform=self.final_transform(), rule=UpdateRule(masked=True), plan=self.plan())
+        return Stage(phase=1, transform=self.final_transform(), rule=UpdateRule(masked=True), plan=estimating(self, self.fp8))

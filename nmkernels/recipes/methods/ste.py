@@ -30,10 +30,7 @@ class STE(Recipe):
 
     packed: bool | str = choice(*PACKED)
 
-    about = About(
-        paper="the baseline of Zhou et al., ICLR 2021, arXiv 2102.04010",
-        cost="a mask at every step; fprop at N/M",
-    )
+    about = About("the baseline of Zhou et al., ICLR 2021, arXiv 2102.04010", cost="a mask at every step; fprop at N/M")
 
     @property
     def setup(self) -> Setup:
@@ -65,10 +62,7 @@ class SRSTE(Recipe):
     packed: bool | str = choice(*PACKED)
 
     about = About("Zhou et al., ICLR 2021, arXiv 2102.04010", cost="as ste; the decay is part of the optimizer's pass")
-
-    @property
-    def setup(self) -> Setup:
-        return Setup(linear_only=packed_only(self.packed))
+    setup = STE.setup
 
     def stage(self, state: State) -> Stage:
         rule, plan = UpdateRule(masked=True, decay=self.decay), packing(self.packed, self.pattern)

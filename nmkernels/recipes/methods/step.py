@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ LOG_FLOOR = -149 * math.log(2)
 """What the optimizer counts as log|Δv| where v did not change: the logarithm of the smallest fp32 number."""
 
 SWITCHES = ("relative", "paper", "paper_geometric", "relative_norm", "staleness", "fixed")
-RENAMED = {"arithmetic": "paper", "geometric": "paper_geometric"}
 THRESHOLDS = {"relative": 0.1, "relative_norm": 0.5, "staleness": 0.96}
 """Of the policies that do not take the optimizer's ε."""
 
@@ -40,18 +39,6 @@ TEST, T_MIN, T_MAX, FIXED = range(1, 5)
 def window(beta2: float) -> int:
     """T_w = 1/(1 − β₂), rounded: in floating point the quotient may fall just below the whole number."""
     return max(1, round(1 / (1 - beta2)))
-
-
-def _check_stages(params: Iterable[Any]) -> None:
-    """Raise ``RecipeError`` where stages of a pipeline share the weights out: the switch follows sums over all of them."""
-    for mesh in (p.device_mesh for p in params if is_sharded(p)):
-        root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
-        names = root.mesh_dim_names or ()
-        if "pp" in names and root.size(names.index("pp")) > 1:
-            raise RecipeError(
-                "STEP switches by sums over all weights, and under pipeline parallelism no rank sees more than its stage's. Say at which "
-                'step: STEP(switch="fixed", start=...).'
-            )
 
 
 LONGEST, SHORTEST, PARTS = 1000, 10, 10
@@ -67,21 +54,19 @@ def figure(switch: str, seen: Observed) -> Tensor:
         # counted at the floor, one dead weight in ten would shrink Z by e^-10; it says nothing of how settled the others are
         moved = seen.numel - seen.stats[UNCHANGED]
         return torch.where(moved > 0, ((seen.stats[LOG_CHANGE] - seen.stats[UNCHANGED] * LOG_FLOOR) / moved.clamp(min=1)).exp(), 0.0)
+    moments = seen.optimizer_state("exp_avg_sq")
     if switch == "relative_norm":
-        return total(lambda v: v.double().square().sum(), seen.second_moments).sqrt()
+        return total(lambda v: v.double().square().sum(), moments).sqrt()
     if switch == "relative":
-        step = seen.step
-        assert step is not None
-        return total(lambda v: v.sum(dtype=torch.float64), seen.second_moments) / (1 - seen.group["betas"][1] ** step.double())
-    return total(lambda v: v.double().abs().sum(), seen.second_moments)
+        step = torch.as_tensor(seen.optimizer_state("step")[-1]).double()
+        return total(lambda v: v.sum(dtype=torch.float64), moments) / (1 - seen.find_group()["betas"][1] ** step)
+    return total(lambda v: v.double().abs().sum(), moments)
 
 
 def observe(state: State, switch: str, seen: Observed) -> None:
     """Take one step into ``state``, on the device: t, the ring of past figures and ``z_bar``, which is tested; a skipped one adds none."""
     applied = seen.stats[APPLIED]
-    for key in ("t", "z_bar", "ring"):
-        if key in state:
-            state[key] = state[key].to(applied.device)
+    state |= {key: state[key].to(applied.device) for key in ("t", "z_bar", "ring") if key in state}
     t = state["t"]
     if switch != "fixed":
         now, ring = figure(switch, seen), state["ring"]
@@ -119,18 +104,14 @@ class STEP(Composite):
         |μ_t − μ_s| < threshold · μ_t,   s = max(⌊t/2⌋, t − w)
 
     which does not depend on the scale of the gradients. AutoSwitch of the paper compares the mean Z̄ of Z_t over the last w steps with
-    Adam's ε, Z_t the mean of |v_t − v_{t−1}|. As |v_t − v_{t−1}| = (1−β₂) |g² − v_{t−1}| is about (1−β₂) g² whether v has settled or
-    not, that asks whether gradients are small, below about √(ε/(1−β₂)): multiply the loss, and T₀ changes.
+    Adam's ε, Z_t the mean of |v_t − v_{t−1}|, which is about (1−β₂) g² whether v has settled or not: multiply the loss, and T₀ changes.
 
     A switch at T_max means that the test never passed: a warning says so, and ``handle.report`` after it. So does one at a T_min of your
     own, unless the test is the default one.
 
-    ``STEP.optimizer`` without ``betas`` fits the window to the run, so that v is frozen after at least one whole window:
+    ``STEP.optimizer`` without ``betas`` fits the window to ``total_steps``, so that v is frozen after at least one whole window:
 
         w = max(10, min(1000, total_steps/10)),   β₁ = 0.9,   β₂ = 1 − 1/w
-
-    AdamW's usual β₂ = 0.999 has a window of 1000 steps, which a run of 1000 steps would never complete. Given ``betas`` are used as they
-    are, and without ``total_steps`` those of ``torch.optim.AdamW``.
 
     Args:
         switch: ``"relative"`` (see above, threshold 0.1), ``"paper"`` (AutoSwitch's option I), ``"paper_geometric"`` (option II: Z_t is
@@ -158,11 +139,9 @@ class STEP(Composite):
         600
     """
 
-    switch: str = choice(*SWITCHES, resume="until inner", renamed=RENAMED)
+    switch: str = choice(*SWITCHES, resume="until inner")
     t_min: float | int | str | None = setting(
-        "window",
-        lambda x: x is None or x == "window" or as_number(x) is not None,
-        'must be "window", whole steps, a share of the run, or None',
+        "window", lambda x: x in (None, "window") or as_number(x) is not None, 'must be "window", whole steps, a share of the run, or None'
     )
     t_max: float | int | None = number(0.5, none="for no bound")
     start: float | int = number(0.25)
@@ -179,23 +158,22 @@ class STEP(Composite):
         cost="dense until the switch, by default at 50 % of the steps or earlier; then as ste, or the inner recipe",
     )
     _optional_state = ("window",)
+    _renamed: ClassVar = {"arithmetic": "paper", "geometric": "paper_geometric"}
 
     def __post_init__(self) -> None:
+        if new := self._renamed.get(str(self.switch)):
+            raise RecipeError(f"STEP: switch={self.switch!r} is now called {new!r}.")
         super().__post_init__()
         low, high = self.bounds()
         if low is not None and high is not None and low > high:
             raise RecipeError(f"STEP: t_min ({low} steps) is later than t_max ({high} steps).")
         if self.switch == "fixed" and high == 0:
             raise RecipeError("STEP: start is step 0, before any second moment exists; use SRSTE, or switch later.")
-        if self.inner is not None:
-            for name, what, default in (("decay", "SR-STE", 0.0), ("packed", "phase 1", "auto")):
-                if getattr(self, name) != default:
-                    raise RecipeError(
-                        f"STEP: {name}={getattr(self, name)!r} is a setting of {what}, which inner= replaces; set it on the inner recipe."
-                    )
-            self._check_inner()
-
-    def _check_inner(self) -> None:
+        if self.inner is None:
+            return
+        for name, what, default in (("decay", "SR-STE", 0.0), ("packed", "phase 1", "auto")):
+            if (value := getattr(self, name)) != default:
+                raise RecipeError(f"STEP: {name}={value!r} is a setting of {what}, which inner= replaces; set it on the inner recipe.")
         inner = self.sparse(0)
         refused = f"STEP: {type(inner).__name__} cannot be its inner recipe: "
         stage = first_stage(inner)
@@ -203,7 +181,7 @@ class STEP(Composite):
             raise RecipeError(f"{refused}it begins with a dense phase, and STEP already has one. Remove start=, or use it without STEP.")
         if stage.plan.wgrad == "none" or (stage.transform is not None and "learned" in stage.transform.reads.values()):
             raise RecipeError(f"{refused}it learns masks, from the first step on, which a dense phase cannot prepare. Use it without STEP.")
-        if (optimizer := inner.setup.optimizer) is not None and optimizer is not MaskedAdamW:
+        if (optimizer := inner.setup.optimizer or MaskedAdamW) is not MaskedAdamW:
             raise RecipeError(f"{refused}it needs an optimizer of its own, {optimizer.__name__}. Use it without STEP.")
         if inner.setup.mask_score not in (None, "magnitude"):
             raise RecipeError(f'{refused}its masks are of a model that is trained already. Use score="magnitude", or it without STEP.')
@@ -228,15 +206,11 @@ class STEP(Composite):
             return self.inner
         return of_length(self.inner, self.total_steps - min(switch_step, self._latest() or 0))
 
-    def bounds(self) -> tuple[int | None, int | None]:
+    def bounds(self, window: int | None = None) -> tuple[int | None, int | None]:
         """(T_min, T_max) in steps, None for no bound; both are T₀ itself for ``switch="fixed"``.
 
-        With ``t_min="window"`` T_min is the latest that it can be: the window is not known before an optimizer is attached.
+        With ``t_min="window"`` T_min depends on the ``window`` of the optimizer that is attached; without it, it is the latest possible.
         """
-        return self._bounds(None)
-
-    def _bounds(self, window: int | None) -> tuple[int | None, int | None]:
-        """(T_min, T_max) with an optimizer of this window; None where it is not known."""
         if self.switch == "fixed":
             at = resolve_step("STEP", "start", self.start, self.total_steps)
             return at, at
@@ -249,7 +223,7 @@ class STEP(Composite):
 
     def _possible(self, window: int | None = None) -> tuple[int, int | None]:
         """The first and the last step that can be T₀: one more than the bounds, unless it is given."""
-        low, high = self._bounds(window)
+        low, high = self.bounds(window)
         more = self.switch != "fixed"
         return (low or 0) + more, None if high is None else high + more
 
@@ -278,21 +252,28 @@ class STEP(Composite):
         return self.sparse(state.get("switch_step", 0)), state.get("inner", {})
 
     def first_state(self, group: dict[str, Any]) -> State:
-        if self.switch != "fixed":
-            _check_stages(group.get("params", ()))
         threshold = self.threshold if self.threshold is not None else THRESHOLDS.get(self.switch, group["eps"])
         zero = torch.zeros((), dtype=torch.float64)
         state: State = {"switch_step": 0, "switch_reason": 0, "v_step": 0, "threshold": float(threshold), "t": zero, "z_bar": zero.clone()}
-        if self.switch != "fixed":
-            state["window"] = window(float(group["betas"][1]))
-            state["ring"] = torch.zeros(1 if self.switch == "relative_norm" else state["window"], dtype=torch.float64)
+        if self.switch == "fixed":
+            return state
+        for mesh in (p.device_mesh for p in group.get("params", ()) if is_sharded(p)):
+            root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+            names = root.mesh_dim_names or ()
+            if "pp" in names and root.size(names.index("pp")) > 1:
+                raise RecipeError(
+                    "STEP switches by sums over all weights, and under pipeline parallelism no rank sees more than its stage's. Say at "
+                    'which step: STEP(switch="fixed", start=...).'
+                )
+        state["window"] = window(float(group["betas"][1]))
+        state["ring"] = torch.zeros(1 if self.switch == "relative_norm" else state["window"], dtype=torch.float64)
         return state
 
     def stage(self, state: State) -> Stage:
         if not state.get("switch_step"):
             rule, later = UpdateRule(geometric=self.switch == "paper_geometric"), first_stage(self.sparse(0)).transform
             return Stage(phase=0, rule=rule, later=later, not_ready="is still in its dense phase")
-        stage = replace(super().stage(state), remark=self._remark(state))
+        stage = super().stage(state)
         rule = replace(
             stage.rule,
             frozen=True,
@@ -300,7 +281,7 @@ class STEP(Composite):
             eps_inside=self.eps_mode == "inside",
             clamp=self.clamp or 0.0,
         )
-        return replace(stage, rule=rule)
+        return replace(stage, rule=rule, remark=self._remark(state))
 
     def advance(self, state: State, observed: Observed) -> bool:
         if state["switch_step"]:
@@ -320,20 +301,16 @@ class STEP(Composite):
         state["switch_step"] = int(t.item())
         chosen = T_MAX if not passed.item() else T_MIN if state["switch_step"] == earliest else TEST
         state["switch_reason"] = FIXED if self.switch == "fixed" else chosen
-        step = observed.step
-        state["v_step"] = state["switch_step"] if step is None else int(step.item())
+        steps = observed.optimizer_state("step")
+        state["v_step"] = int(steps[-1]) if steps else state["switch_step"]
         inner = self.sparse(state["switch_step"])
-        state["inner"] = {"spec": spec(inner), **inner.first_state(observed.group)}
+        state["inner"] = {"spec": spec(inner), **inner.first_state(observed.find_group())}
         if "seed" in state["inner"]:
             state["seed"] = state["inner"]["seed"]  # the run owns the layers' random streams
         return True
 
     def _remark(self, state: State) -> str:
-        """What to change where T_max has chosen T₀, or a T_min that the user gave.
-
-        A switch at the end of the window is ordinary: the test had passed by then. So is one by ``"relative"`` at any T_min, because that
-        test does not depend on the scale of the gradients.
-        """
+        """What to change where T_max has chosen T₀, or a T_min that the user gave, and whose test depends on the scale of gradients."""
         how = {T_MIN: "at its lower bound T_min, before its test could decide", T_MAX: "at its upper bound T_max: its test never passed"}
         reason = state.get("switch_reason")
         if reason not in how or (reason == T_MIN and (self.t_min == "window" or self.switch == "relative")):
@@ -350,6 +327,6 @@ class STEP(Composite):
         ``v_unchanged``, how many |Δv| were zero."""
         if not state:
             return {}
-        metrics: dict[str, Tensor] = {name: state[name] for name in ("z_bar", "v_unchanged") if name in state}
-        metrics |= {name: torch.tensor(state[name]) for name in ("switch_step", "switch_reason")}
+        names = ("z_bar", "v_unchanged", "switch_step", "switch_reason")
+        metrics = {name: torch.as_tensor(state[name]) for name in names if name in state}
         return {**metrics, **super().values(state)} if state["switch_step"] else metrics

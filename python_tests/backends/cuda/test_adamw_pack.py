@@ -12,12 +12,13 @@ from torch.utils import _pytree as pytree
 import nmkernels as nm
 from nmkernels import ops, reference, testing
 from nmkernels.backends.cuda import core
-from nmkernels.ops.adamw_pack import nm_masked_adamw_pack_
+from nmkernels.ops.adamw_pack import nm_masked_adamw_pack_, nm_pack_forms_
 from nmkernels.reference.adamw import mask_of
 from nmkernels.reference.adamw_pack import split
+from nmkernels.train import ahead
 from python_tests.conformance import moved
 from python_tests.for_each import for_each
-from python_tests.ops.samples import adamw_pack
+from python_tests.ops.samples import adamw_pack, pack_forms
 
 BF16 = torch.bfloat16
 ROWS: dict[str, bool] = {}
@@ -143,15 +144,23 @@ def test_changed_weights_are_packed_again(select, parts, ours, device):
 
 @for_each("recipe", ["srste", "sste", "fst"])
 def test_training_is_the_same_to_the_bit(recipe, device, monkeypatch):
-    """Whether steps write the forms or forward passes make them; on the path of GPUs."""
+    """Whether steps write the forms, or forward passes make them, for all weights at once or each for itself; on the path of GPUs."""
     if device == "cpu":
         monkeypatch.setattr("nmkernels.nn.effective.fingerprint", lambda *tensors: None)
         monkeypatch.setattr("nmkernels.nn.effective.readable", lambda weight: False)
         monkeypatch.setattr("nmkernels.optim.adamw.in_one_pass", lambda args: True)
         monkeypatch.setattr("nmkernels.optim.adamw.nm_masked_adamw_pack_", partial(nm_masked_adamw_pack_, backend="cuda-emulated"))
+        monkeypatch.setattr("nmkernels.train.ahead.nm_pack_forms_", partial(nm_pack_forms_, backend="cuda-emulated"))
 
-    def trained(forms: str) -> tuple[list[Tensor], int]:
+    def trained(forms: str, at_once: bool) -> tuple[list[Tensor], int, int]:
         torch.manual_seed(0)
+        chances, whole = [], ahead.in_one_pass
+
+        def chosen_kernel(*args: Any) -> bool:
+            chances.append(at_once and (device == "cpu" or whole(*args)))
+            return chances[-1]
+
+        monkeypatch.setattr(ahead, "in_one_pass", chosen_kernel)
         model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).to(device)
         chosen = nm.recipes.get(f"{recipe}:2:4", packed=True, total_steps=100, **({"mvue": None} if recipe != "srste" else {}))
         handle = nm.sparsify_(model, chosen, filter_fn=lambda module, name: True)
@@ -164,9 +173,46 @@ def test_training_is_the_same_to_the_bit(recipe, device, monkeypatch):
             optimizer.step()
             optimizer.zero_grad()
             packed += len(optimizer.packed)
-        return [p.detach().clone() for p in model.parameters()], packed
+        monkeypatch.setattr(ahead, "in_one_pass", whole)
+        return [p.detach().clone() for p in model.parameters()], packed, sum(chances)
 
-    want, none = trained("forward")
-    got, packed = trained("step")
-    assert (none, packed) == (0, 10)
+    want, *none = trained("forward", False)
+    got, *packed = trained("step", False)
+    also, *many = trained("forward", True)
+    assert none == [0, 0] and packed[0] == 10 and many[0] == 0 and many[1]
     testing.assert_equal_bits(got, want)
+    testing.assert_equal_bits(also, want)
+
+
+@for_each("select, parts", WAYS)
+def test_many_weights_in_one_launch(select, parts, ours, device):
+    """Each has the reference's bits, at any address; with a held mask the indices may be left as they are."""
+    entry = ours("nm_pack_forms_")
+    for layout in ("canonical", "mma.sp", "wgmma.sp"):
+        torch.manual_seed(4)
+        args = list(pack_forms(select, layout, shapes=((64, 64), (128, 192), (192, 64), (64, 256)), **parts))
+        args[10][1] = torch.cat([torch.zeros(1), args[10][1].flatten()])[1:].view(128, 192)
+        args[5][2] = torch.cat([args[5][2].new_zeros(1), args[5][2].flatten()])[1:].view(args[5][2].shape)
+        assert entry.supports(*moved(args, device))[0]
+        for kept in (False, True) if select == "held" else (False,):
+            if kept:
+                args[6], args[8] = [], []
+                args[10] = [w * 2 for w in args[10]]
+            want, got = copied(args, "cpu"), moved(args, device)
+            reference.pack_forms_(*want)
+            entry.fn(*got)
+            testing.assert_equal_bits(tensors(got), tensors(want))
+
+
+def test_packing_alone_leaves_the_rest_to_others(ours, device):
+    entry = ours("nm_pack_forms_")
+
+    def says(word: str, args: Any) -> None:
+        can, why = entry.supports(*moved(args, device))
+        assert not can and word in why, why
+
+    args = pack_forms("held", "canonical")
+    says("multiples of 64", pack_forms("magnitude", "canonical", shapes=((64, 60),)))
+    says("2:4", (1, *args[1:]))
+    says("contiguous bits", (*args[:-1], [x.t().contiguous().t() for x in args[-1]]))
+    says("float32", (*args[:10], [x.bfloat16() for x in args[10]], args[11]))

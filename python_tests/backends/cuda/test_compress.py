@@ -7,6 +7,7 @@ import torch
 
 from nmkernels import Pattern, reference, testing
 from nmkernels.backends.cuda.compress import metadata
+from nmkernels.reference.layouts import EIGHT_BIT
 from python_tests.backends.gemm_calls import unaligned
 from python_tests.backends.kernel_suites import CompressSuite, Ours
 
@@ -49,10 +50,12 @@ def test_captured_in_a_graph(device: str, ours: Ours) -> None:
     testing.assert_equal_bits(got, reference.compress(w.cpu(), 2, 4))
 
 
-@pytest.mark.parametrize("layout", ["mma.sp", "wgmma.sp"])
+@pytest.mark.parametrize("layout", ["mma.sp", "wgmma.sp", EIGHT_BIT])
 def test_every_word(device, layout):
     """Any bytes: a permutation looks at none of them."""
-    for rows, cols in [(64, 64), (192, 320), (128, 64 * 9), (0, 64), (64, 0), *([(16, 128), (80, 128)] if layout == "mma.sp" else [])]:
+    wide = 128 if layout == EIGHT_BIT else 64
+    sizes = [(64, wide), (192, 5 * wide), (128, 9 * wide), (0, wide), (64, 0), *([(16, 128), (80, 128)] if layout == "mma.sp" else [])]
+    for rows, cols in sizes:
         indices = torch.randint(256, (rows, cols // 8), dtype=torch.uint8).to(device)
         expected = reference.to_layout(indices, cols, layout)
         testing.assert_equal_bits(metadata(indices, cols, layout), expected)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from nmkernels import ops, reference
 from nmkernels.backends.cuda import linear as gemm
 from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
-from python_tests.backends.gemm_calls import ACTIVATIONS, inputs, packed, unaligned
+from python_tests.backends.gemm_calls import ACTIVATIONS, as_good_as_dense, inputs, packed, unaligned
 
 BF16, F16 = torch.bfloat16, torch.float16
 LARGE, MIDDLE, SMALL = 0, 1, 2
@@ -26,7 +26,7 @@ def use(monkeypatch):
     """``use(tile, splits)``: what the next GEMMs are planned as."""
 
     def plan(tile, splits=1):
-        monkeypatch.setattr(gemm, "choose", lambda *_: (tile, splits))
+        monkeypatch.setattr(gemm, "plan", lambda *_: (tile, splits))
 
     return plan
 
@@ -40,15 +40,8 @@ def multiply(values, indices, dense, by_column=False, bias=None, activation="", 
 
 def check(values, indices, w, x, bias=None, activation="", residual=None, by_column=False, message=""):
     """As good as dense in the same dtype, and twice the same bits; the result."""
-    f = ACTIVATIONS[activation]
-
-    def dense(w, x, bias, residual):
-        y = w @ x if by_column else f(F.linear(x, w, bias))
-        return y if residual is None else y + residual
-
-    exact = dense(*(None if t is None else t.double() for t in (w, x, bias, residual)))
     y = multiply(values, indices, x, by_column, bias, activation, residual)
-    assert_no_worse(y, dense(w, x, bias, residual), exact, f"{x.dtype} {tuple(w.shape)} with {tuple(x.shape)} {message}")
+    as_good_as_dense(y, w, x, bias, activation, residual, by_column, message)
     assert_equal_bits(multiply(values, indices, x, by_column, bias, activation, residual), y)
     return y
 
@@ -105,7 +98,7 @@ def test_results_that_are_not_rounded(device, dtype, tile, use):
         values, indices, w = packed("2:4", rows, k, dtype, device)
         x = inputs(k, cols, dtype, device)
         y = multiply(values, indices, x, True, out_dtype=torch.float32)
-        assert_no_worse(y, w.float() @ x.float(), w.double() @ x.double())
+        as_good_as_dense(y, w, x, by_column=True)
         assert_equal_bits(y.to(dtype), multiply(values, indices, x, True))
         out = unaligned(torch.zeros_like(y))
         assert_equal_bits(gemm.multiply(values, indices, x, out, cols, k, True, by=gemm.MMA), y)
@@ -186,7 +179,7 @@ def test_patterns_that_are_2_of_4(device, ours):
         entry, args = ours("nm_linear"), (d.values, d.meta, 2, 4, 128)
         assert entry.supports(x, *args)[0] and entry.supports(x[0, :1], *args)[0]
         y = entry.fn(x, *args)
-        assert_no_worse(y, F.linear(x, w), F.linear(x.double(), w.double()))
+        as_good_as_dense(y, w, x)
         assert_equal_bits(entry.fn(x[1, 3:4], *args), y[1, 3:4])
 
 
@@ -268,5 +261,5 @@ def test_the_plan_is_of_the_tensors_gpu():
     core = Mock()
     core.gpu.side_effect = lambda device: (A100, H200)[device]
     core.gemm_plan.side_effect = lambda m, n, k, by_column, *gpu: gpu[:2]
-    assert [gemm.choose(core, 16, 1, 64, False, device) for device in (1, 0, -1)] == [H200[:2], A100[:2], gemm.EMULATED[:2]]
+    assert [gemm.plan(core, "gemm", device, 16, 1, 64, False) for device in (1, 0, -1)] == [H200[:2], A100[:2], gemm.EMULATED[:2]]
     assert [asked.args for asked in core.gpu.call_args_list] == [(1,), (0,)]

@@ -38,7 +38,7 @@ def test_any_pattern_on_tensor_cores(device, ours, text, monkeypatch):
     for dtype in [torch.bfloat16, torch.float16]:
         p, sizes = Pattern(text), ((5, 33, 1, 0), (16, 1, 24, 0), (9, 40, 17, 1), (8, 3, 2100 // Pattern(text).m, 1))
         for tokens, rows, groups, short in sizes if dtype == torch.bfloat16 else sizes[2:]:
-            monkeypatch.setattr(cuda, "EMULATED_PROCESSORS", 16 if rows == 3 else 2)
+            monkeypatch.setattr(cuda, "EMULATED", (80, 16 if rows == 3 else 2, *cuda.EMULATED[2:]))
             cols = groups * p.m - short
             values, indices, w = packed(text, rows, cols, dtype, device)
             bias = inputs(1, rows, dtype, device)[0]
@@ -52,7 +52,7 @@ def test_tensor_cores_in_parts(device, ours, monkeypatch):
     """With processors enough, warps share rows, and blocks columns."""
     for tokens in [5, 16]:
         for processors in (2, 8, 64):
-            monkeypatch.setattr(cuda, "EMULATED_PROCESSORS", processors)
+            monkeypatch.setattr(cuda, "EMULATED", (80, processors, *cuda.EMULATED[2:]))
             values, indices, w = packed("2:4", 70, 8192 + 64, torch.bfloat16, device)
             if device == "cpu" and processors == 64:
                 assert cuda._plan(cuda.core(values), torch.bfloat16, tokens, 70, 8256, 2, 4, True, 64, 163 << 10) == ("linear_mma", 4)
@@ -66,7 +66,7 @@ def test_tensor_cores_in_parts(device, ours, monkeypatch):
 def test_columns_in_parts(device, ours, dtype, tokens, cols, monkeypatch):
     """What does not fit into shared memory, and what leaves a GPU idle otherwise, is cut and added up in order."""
     for processors, text in ((1, "2:4"), (1, "3:5"), (64, "2:4")):
-        monkeypatch.setattr(cuda, "EMULATED_PROCESSORS", processors)
+        monkeypatch.setattr(cuda, "EMULATED", (80, processors, *cuda.EMULATED[2:]))
         values, indices, w = packed(text, 3, cols, dtype, device)
         p, bias = Pattern(text), inputs(1, 3, dtype, device)[0]
         if device == "cpu":

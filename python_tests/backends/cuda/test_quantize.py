@@ -1,4 +1,4 @@
-"""8-bit tensors in CUDA: bit-equal to the reference, straight, transposed and packed; metadata of canonical indices."""
+"""8-bit tensors in CUDA: bit-equal to the reference, straight, transposed and packed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from nmkernels import reference, testing
-from nmkernels.reference.layouts import EIGHT_BIT
 from nmkernels.reference.quantize import LARGEST
 from python_tests.conformance import moved
 from python_tests.for_each import for_each
@@ -51,13 +50,3 @@ def test_packing(source, dtype, device, ours, poison):
     for rows, cols in ((64, 128), (192, 256), (128, 640)):
         for scale in (torch.tensor(3.7), torch.rand(rows) * 10):
             check(ours("nm_quantize_pack"), device, edge(rows, cols, source), scale, dtype)
-
-
-@for_each("shape", [(64, 128), (192, 384)])
-def test_metadata(shape, device, ours):
-    _, indices = reference.compress(torch.randn(shape), 2, 4)
-    want = reference.to_layout(indices, shape[1], EIGHT_BIT)
-    odd = torch.empty(indices.numel() + 1, dtype=torch.uint8)[1:].view_as(indices).copy_(indices)
-    for given in (indices, odd):
-        testing.assert_equal_bits(ours("nm_metadata").fn(moved(given, device), shape[1], EIGHT_BIT).cpu(), want)
-    testing.assert_equal_bits(reference.from_layout(want, EIGHT_BIT), indices, "the inverse")

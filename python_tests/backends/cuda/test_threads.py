@@ -9,13 +9,12 @@ from threading import Thread
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import nmkernels as nm
 from nmkernels import reference
 from nmkernels.backends.cuda import linear as gemm
-from nmkernels.testing import assert_no_worse, fill_poison
-from python_tests.backends.gemm_calls import inputs, packed
+from nmkernels.testing import fill_poison
+from python_tests.backends.gemm_calls import as_good_as_dense, inputs, packed
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -46,27 +45,16 @@ def hopper() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize(("role", "rows", "cols"), [("fprop", 256, 192), ("dgrad", 192, 256)])
-def test_wgmma_is_the_first_work_of_a_thread(role: str, rows: int, cols: int) -> None:
-    """x Wᵀ, or g W of the packed transpose; the result has its memory already, so that torch makes no context current either."""
-    values, indices, w = packed("2:4", rows, cols, BF16)
-    metadata = reference.to_layout(indices, cols, "wgmma.sp").cuda()
-    values, w, x = values.cuda(), w.cuda(), inputs(40, cols, BF16, "cuda")
-    out = fill_poison(torch.empty(40, rows, dtype=BF16, device="cuda"))
+@pytest.mark.parametrize("by_column", [False, True])
+def test_wgmma_is_the_first_work_of_a_thread(by_column: bool) -> None:
+    """x Wᵀ, or a weight gradient; the result has its memory already, so that torch makes no context current either."""
+    values, indices, w = packed("2:4", 256, 192, BF16)
+    call = values.cuda(), reference.to_layout(indices, 192, "wgmma.sp").cuda(), 2, 4, 192
+    x = inputs(*((192, 64) if by_column else (40, 192)), BF16, "cuda")
+    out = fill_poison(torch.empty(*((256, 64) if by_column else (40, 256)), dtype=BF16, device="cuda"))
     torch.cuda.synchronize()
-    on_fresh_thread(lambda: gemm.linear(x, values, metadata, 2, 4, cols, out=out))
-    assert_no_worse(out, F.linear(x, w), F.linear(x.double(), w.double()), role)
-
-
-@pytest.mark.usefixtures("hopper")
-def test_a_weight_gradient_is_the_first_work_of_a_thread() -> None:
-    values, indices, g = packed("2:4", 128, 192, BF16)
-    metadata = reference.to_layout(indices, 192, "wgmma.sp").cuda()
-    values, g, x = values.cuda(), g.cuda(), inputs(192, 64, BF16, "cuda")
-    out = fill_poison(torch.empty(128, 64, dtype=BF16, device="cuda"))
-    torch.cuda.synchronize()
-    on_fresh_thread(lambda: gemm.linear_wgrad(values, metadata, 2, 4, 192, x, out=out))
-    assert_no_worse(out, g @ x, g.double() @ x.double())
+    on_fresh_thread(lambda: gemm.linear_wgrad(*call, x, out=out) if by_column else gemm.linear(x, *call, out=out))
+    as_good_as_dense(out, w.cuda(), x, by_column=by_column)
 
 
 def test_a_backward_pass_is_the_first_work_of_autograds_thread() -> None:

@@ -1,6 +1,7 @@
 """D = A B by wgmma.sp: what the host decides and tells, and the kernel's results, as nvcc's PTX gives them in ``python_tests.ptx``.
 
-What is asynchronous in it, and how each way to break it is found, is in ``python_tests/ptx/test_wgmma_gemm.py``.
+What is asynchronous in it, every tile bit by bit, blocks of several tiles, and how each way to break it is found, are in
+``python_tests/ptx/test_wgmma_gemm.py``.
 """
 
 from __future__ import annotations
@@ -9,13 +10,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from nmkernels import dispatch, reference
 from nmkernels.backends.cuda import core
 from nmkernels.backends.cuda import linear as gemm
-from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
-from python_tests.backends.gemm_calls import ACTIVATIONS, inputs, packed
+from nmkernels.testing import assert_equal_bits, fill_poison
+from python_tests.backends.gemm_calls import ACTIVATIONS, as_good_as_dense, inputs, packed
 
 from . import wgmma_calls as calls
 from .wgmma_calls import BY_COLUMN, TILES
@@ -61,12 +61,10 @@ def test_maps_are_within_the_limits_of_the_driver(by_column):
     """The encoder of the machine raises beyond one; sizes at their smallest, and beyond 32 bits of bytes."""
     for tile in BY_COLUMN if by_column else TILES:
         for m, n, k in ((64, 8, 64), (8192, 4104, 11008), (1 << 20, 1 << 20, 1 << 20)):
-            x = torch.empty(k, n, dtype=BF16, device="meta") if by_column else torch.empty(n, k, dtype=BF16, device="meta")
             plan = calls.host().gemm_wgmma_launch(16, 32, 48, 0, 0, 64, 0, 0, m, n, k, by_column, list(TILES).index(tile), 1, False, 132)
             for i in (0, 6, 12):
                 to, inner, outer, *box, code = plan[0][i : i + 6]
                 calls.encode(9, to, (inner, outer), (2 * inner,), box, swizzle=calls.SPANS[code])
-            assert x.shape == (k, n) if by_column else (n, k)
             assert plan[5] <= H100[2] and plan[4] == 384
 
 
@@ -137,7 +135,7 @@ def hopper(monkeypatch):
     module.gpu.return_value = H100
     module.gemm_plan.return_value, module.gemm_wgmma_plan.return_value = (1, 1), (2, 1)
     monkeypatch.setattr(gemm, "core", lambda _: module)
-    monkeypatch.setattr(gemm, "compiled", lambda: module)
+    monkeypatch.setattr(gemm, "module_of", lambda emulated: module)
     monkeypatch.setattr(gemm, "cuda_kernels", lambda index: (True, "it runs"))
     return module
 
@@ -167,64 +165,47 @@ def test_which_kernel_multiplies_and_why(hopper, monkeypatch, obstacle, order, r
     assert (warps, tile, splits) == ((4, 2, 1) if by_wgmma else (4 if order == "wgmma.sp" else 1, 1, 1))
 
 
-@pytest.mark.parametrize(
-    ("obstacle", "order", "rows", "takes", "word"),
-    [
-        ("", "wgmma.sp", 64, True, "by wgmma.sp"),
-        ("", "canonical", 64, False, "canonical"),
-        ("", "mma.sp", 64, False, "cuda multiplies by mma.sp itself: its metadata is in the order of mma.sp"),
-        ("this GPU has 8.0", "wgmma.sp", 64, False, "cuda multiplies by mma.sp itself: this GPU has 8.0"),
-    ],
-)
-def test_mma_instead_of_wgmma(hopper, obstacle, order, rows, takes, word):
-    """A backend of its own, by priority after wgmma.sp: it takes what that multiplies, and by mma.sp; explain says why not."""
-    hopper.wgmma_obstacle.return_value = obstacle
-    values, indices, _ = packed("2:4", rows, 128, BF16)
-    given, x, g = reference.to_layout(indices, 128, order), inputs(20, 128, BF16), inputs(128, 24, BF16)
-    for can, reason in (
-        gemm._takes_linear(gemm.MMA)(x, values, given, 2, 4, 128),
-        gemm._takes_wgrad_by(gemm.MMA)(values, given, 2, 4, 128, g),
-    ):
-        assert can == takes and word in reason
-    gemm.linear_by(gemm.MMA, x, values, given.int(), 2, 4, 128)
-    gemm.linear_wgrad(values, given.int(), 2, 4, 128, g, by=gemm.MMA)
-    assert hopper.gemm_mma_sp.call_count == 2 and not hopper.gemm_wgmma_sp.called
-    for op in ("nm_linear", "nm_linear_wgrad"):
-        entries = {i.backend: i.priority for i in dispatch.implementations(op)}
-        assert entries["cuda"] > entries[gemm.MMA] > entries["cusparselt"]
+INSTEAD, DIVIDED = "cuda multiplies by mma.sp itself: ", "it divides tiles of wgmma.sp: "
 
 
 @pytest.mark.parametrize(
-    ("obstacle", "order", "rows", "time", "takes", "word"),
+    ("by", "obstacle", "order", "rows", "time", "takes", "word"),
     [
-        ("", "wgmma.sp", 64, 0.9, True, "along k: 0.90"),
-        ("", "wgmma.sp", 64, float("inf"), False, "full"),
-        ("", "wgmma.sp", 64, 1.5, True, "along k: 1.50"),
-        ("", "wgmma.sp", 4096, 1.5, False, "1.50 of the time"),
-        ("", "canonical", 64, 0.9, False, "canonical"),
-        ("", "mma.sp", 64, 0.9, False, "it divides tiles of wgmma.sp: its metadata is in the order of mma.sp"),
-        ("this GPU has 8.0", "wgmma.sp", 64, 0.9, False, "this GPU has 8.0"),
+        (gemm.MMA, "", "wgmma.sp", 64, 0, True, "by wgmma.sp"),
+        (gemm.MMA, "", "canonical", 64, 0, False, "canonical"),
+        (gemm.MMA, "", "mma.sp", 64, 0, False, INSTEAD + "its metadata is in the order of mma.sp"),
+        (gemm.MMA, "this GPU has 8.0", "wgmma.sp", 64, 0, False, INSTEAD + "this GPU has 8.0"),
+        (gemm.STREAM_K, "", "wgmma.sp", 64, 0.9, True, "along k: 0.90"),
+        (gemm.STREAM_K, "", "wgmma.sp", 64, float("inf"), False, "full"),
+        (gemm.STREAM_K, "", "wgmma.sp", 64, 1.5, True, "along k: 1.50"),
+        (gemm.STREAM_K, "", "wgmma.sp", 4096, 1.5, False, "1.50 of the time"),
+        (gemm.STREAM_K, "", "canonical", 64, 0.9, False, "canonical"),
+        (gemm.STREAM_K, "", "mma.sp", 64, 0.9, False, DIVIDED + "its metadata is in the order of mma.sp"),
+        (gemm.STREAM_K, "this GPU has 8.0", "wgmma.sp", 64, 0.9, False, DIVIDED + "this GPU has 8.0"),
     ],
 )
-def test_stream_k_is_never_chosen_unmeasured(hopper, obstacle, order, rows, time, takes, word):
-    """A backend of the lowest priority of these; the plan's estimate says whether it is offered, but for small calls, which check it."""
-    gemm.choose_stream_k.cache_clear()
+def test_alternatives_are_never_chosen_unmeasured(hopper, by, obstacle, order, rows, time, takes, word):
+    """mma.sp and stream-K take what wgmma.sp multiplies, at lower priorities; explain says why not.
+
+    The estimate says whether stream-K is offered, but for small calls, which check it.
+    """
+    gemm.plan.cache_clear()
     hopper.wgmma_obstacle.return_value, hopper.gemm_stream_k_plan.return_value = obstacle, (0, 96, time)
     values, indices, _ = packed("2:4", rows, 128, BF16)
     given, x, g = reference.to_layout(indices, 128, order), inputs(24, 128, BF16), inputs(128, 24, BF16)
-    for can, reason in (
-        gemm._takes_linear(gemm.STREAM_K)(x, values, given, 2, 4, 128),
-        gemm._takes_wgrad_by(gemm.STREAM_K)(values, given, 2, 4, 128, g),
-    ):
+    for op, args in (("nm_linear", (x, values, given, 2, 4, 128)), ("nm_linear_wgrad", (values, given, 2, 4, 128, g))):
+        can, reason = gemm._takes_by(by, op, *args)
         assert can == takes and word in reason
-    if takes:
-        gemm.linear_by(gemm.STREAM_K, x, values, given, 2, 4, 128)
-        gemm.linear_wgrad(values, given, 2, 4, 128, g, by=gemm.STREAM_K)
-        assert [c.args[13:16] for c in hopper.gemm_wgmma_sp.call_args_list] == [(4, 0, 0)] * 2
-        assert all(c.args[6] for c in hopper.gemm_wgmma_sp.call_args_list), "a workspace"
-    for op in ("nm_linear", "nm_linear_wgrad"):
         entries = {i.backend: i.priority for i in dispatch.implementations(op)}
         assert entries["cuda"] > entries[gemm.MMA] > entries[gemm.STREAM_K] > entries["cusparselt"]
+    if takes:
+        gemm.linear(x, values, given, 2, 4, 128, by=by)
+        gemm.linear_wgrad(values, given, 2, 4, 128, g, by=by)
+        called, other = (hopper.gemm_mma_sp, hopper.gemm_wgmma_sp)[:: 1 if by == gemm.MMA else -1]
+        assert called.call_count == 2 and not other.called
+        if by == gemm.STREAM_K:
+            assert [c.args[13:16] for c in called.call_args_list] == [(4, 0, 0)] * 2
+            assert all(c.args[6] for c in called.call_args_list), "a workspace"
 
 
 def test_where_it_runs(hopper):
@@ -261,24 +242,7 @@ def check(
     x = inputs(k, n, dtype) if by_column else inputs(n, k, dtype)
     b, r = inputs(1, m, dtype, seed=3)[0] if bias else None, inputs(n, m, dtype, seed=4) if residual else None
     y = by(tile, values, meta, x, by_column, b, activation, r, splits, mode, processors, out_dtype)
-
-    def dense(w, x, b, r):
-        made = w @ x if by_column else ACTIVATIONS[activation](F.linear(x, w, b))
-        return made if r is None else made + r
-
-    exact = dense(*(None if t is None else t.double() for t in (w, x, b, r)))
-    wide = [None if t is None else t.to(out_dtype or dtype) for t in (w, x, b, r)]
-    assert_no_worse(y, dense(*wide), exact, f"{tile} {m} {n} {k} {dtype} {mode}")
-
-
-@runs
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize(("tile", "by_column"), [*((t, False) for t in TILES), *((t, True) for t in BY_COLUMN)])
-def test_every_value_is_found(tile, by_column, dtype):
-    """One-hot rows, or columns, return the weight to the bit: descriptors, swizzles, selectors, words, and where results go."""
-    values, meta, w = operand(320, 192, dtype)
-    y = calls.multiply(tile, values, meta, torch.eye(192, dtype=dtype), by_column)
-    assert_equal_bits(y, w if by_column else w.t().contiguous())
+    as_good_as_dense(y, w, x, b, activation, r, by_column, f"{tile} {mode}")
 
 
 @runs
@@ -291,15 +255,6 @@ def test_random_operands_of_ragged_sizes(tile, mode=1):
     if tile in BY_COLUMN:
         for m, n, k in ((64, 8, 64), (320, cols + 72, 64 * (stages + 1)), (64, 9 * cols + 8, 64)):
             check(tile, m, n, k, F16, by_column=True, mode=mode)
-
-
-@runs
-@pytest.mark.parametrize(("tile", "by_column"), [*((t, False) for t in TILES), *((t, True) for t in BY_COLUMN)])
-def test_a_block_has_several_tiles(tile, by_column):
-    """One cluster has all: results of a tile leave while the next is multiplied, from the stage on where the last one ended."""
-    sizes, processors = calls.several(TILES[tile]), TILES[tile][3]
-    check(tile, *sizes, by_column=by_column, bias=not by_column, residual=not by_column, mode="earliest", processors=processors)
-    check(tile, *sizes, F16, by_column=by_column, splits=2, mode="latest", processors=processors)
 
 
 @runs
@@ -357,8 +312,8 @@ def test_stream_k_is_exact_in_whole_numbers(name, by_column):
         values, indices = reference.compress(whole_numbers(m, k, dtype, 1, 8), 2, 4)
         w, x = reference.decompress(values, indices, 2, 4, k), whole_numbers(n, k, dtype, 2, 4)
         exact = w.double() @ x.double().T
-        y = calls.multiply_stream_k(
-            tile, values, reference.to_layout(indices, k, "wgmma.sp"), x.t().contiguous() if by_column else x, by_column,
+        y = calls.multiply(
+            tile, values, reference.to_layout(indices, k, "wgmma.sp"), x.t().contiguous() if by_column else x, by_column, splits=0,
             mode=mode, processors=processors, out_dtype=out_dtype,
         )  # fmt: skip
         assert_equal_bits(y, (exact if by_column else exact.t().contiguous()).to(out_dtype or dtype))
@@ -371,7 +326,7 @@ def test_stream_k_leaves_full_waves_as_they_are():
     values, meta, _ = operand(m, k, BF16)
     x = inputs(n, k, BF16)
     given = values, meta, x
-    y, again = (calls.multiply_stream_k(tile, *given, mode=mode, processors=processors) for mode in ("earliest", 5))
+    y, again = (calls.multiply(tile, *given, splits=0, mode=mode, processors=processors) for mode in ("earliest", 5))
     assert_equal_bits(y, again)
     assert_equal_bits(y[:, : 128 * 3], calls.multiply(tile, *given, processors=processors)[:, : 128 * 3])
 
@@ -380,17 +335,11 @@ def test_stream_k_leaves_full_waves_as_they_are():
 def test_stream_k_epilogues(mode="latest"):
     for i, activation in enumerate(ACTIVATIONS):
         tile, processors = ("narrow", "thin", "square", "wide")[i], (5, 7, 6, 6)[i]
-        given = {"by": calls.multiply_stream_k, "splits": 0, "processors": processors, "mode": mode}
+        given = {"splits": 0, "processors": processors, "mode": mode}
         check(tile, 320, 70, 64 * 5, bias=True, activation=activation, residual=True, **given)
         check(tile, 192, 21, 64 * 5, F16, activation=activation, residual=not activation, **given)
     for tile in BY_COLUMN:
-        check(tile, 320, 136, 64 * 5, by_column=True, by=calls.multiply_stream_k, splits=0, processors=6, mode=mode)
-
-
-@runs
-@pytest.mark.parametrize("processors", [1, 132])
-def test_any_number_of_blocks(processors):
-    check("wide", 320, 400, 128, processors=processors, mode="latest")
+        check(tile, 320, 136, 64 * 5, by_column=True, splits=0, processors=6, mode=mode)
 
 
 @runs
@@ -418,7 +367,7 @@ def on_gpu(monkeypatch):
     def multiply(
         tile, values, meta, x, by_column=False, bias=None, activation="", residual=None, splits=1, mode="", processors=0, out_dtype=None
     ):
-        monkeypatch.setattr(gemm, "choose_wgmma", lambda *_: (list(TILES).index(tile), splits))
+        monkeypatch.setattr(gemm, "plan", lambda *_: (list(TILES).index(tile), splits))
         operands = (None if t is None else t.cuda() for t in (values, meta, x, bias, residual))
         values, meta, x, bias, residual = operands
         m, n = values.shape[0], x.shape[1 if by_column else 0]
@@ -482,4 +431,4 @@ def test_a_captured_call_reads_what_is_there_when_it_is_replayed(on_gpu):
     for seed in (5, 6):
         x.copy_(inputs(40, 192, BF16, "cuda", seed))
         graph.replay()
-        assert_no_worse(y, F.linear(x, w), F.linear(x.double(), w.double()))
+        as_good_as_dense(y, w, x)

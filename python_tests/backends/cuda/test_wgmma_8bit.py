@@ -98,7 +98,8 @@ def hopper(monkeypatch):
     """The calls that reach the core of an H100 that is not there."""
     module = Mock()
     module.wgmma_obstacle.return_value, module.gemm_wgmma_8bit_has.return_value = "", True
-    module.gpu.return_value, module.gemm_wgmma_8bit_plan.return_value = H100, (1, 1)
+    module.gemm_wgmma_8bit_plan.return_value = 1, 1
+    monkeypatch.setattr(gemm, "EMULATED", H100)
     monkeypatch.setattr(eight, "core", lambda _: module)
     return module
 
@@ -292,7 +293,7 @@ def test_the_op_multiplies_by_it(hopper, monkeypatch, fast):
         exact = reference.linear_quantized(*args[:-1], None, F32, transposed, False).double()
         exact = exact if bias is None else exact + (bias[:, None] if transposed else bias).double()
         assert_no_worse(y, reference.linear_quantized(*args, dtype, transposed, fast), exact, f"{a} {b} {dtype}")
-    assert eight.choose(hopper, 192, 40, 2048, True, -1)[1] > 1, "k is cut into parts"
+    assert eight.plan(hopper, "gemm_wgmma_8bit", -1, 192, 40, 2048, True)[1] > 1, "k is cut into parts"
 
 
 @runs
@@ -355,7 +356,7 @@ def on_gpu(monkeypatch):
     def multiply(
         tile, values, meta, step, x, x_step, promotes=False, by_column=False, bias=None, dtype=BF16, splits=1, mode="", processors=0,
     ):  # fmt: skip
-        monkeypatch.setattr(eight, "choose", lambda *_: (list(calls.EIGHT_TILES[promotes]).index(tile), splits))
+        monkeypatch.setattr(eight, "plan", lambda *_: (list(calls.EIGHT_TILES[promotes]).index(tile), splits))
         given = (None if t is None else t.cuda() for t in (x, x_step, values, meta, step, bias))
         with poison():
             return eight.linear_quantized(*given, dtype, by_column, not promotes).cpu()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, reduce
 from importlib import import_module
 from typing import Any
 
@@ -16,6 +16,7 @@ from nmkernels.backends.cuda import core
 from nmkernels.backends.cuda.core import DTYPES
 from nmkernels.backends.cuda.linear import ACTIVATIONS
 from nmkernels.backends.cuda.quantize import EIGHT_BITS
+from nmkernels.backends.shared import address
 from nmkernels.testing import fill_poison
 from python_tests.ptx.machine import execute
 from python_tests.ptx.nvcc import CSRC, NVCC, ptx
@@ -84,54 +85,6 @@ def parsed(code: str) -> Kernel:
     return parse(code)
 
 
-def launch(
-    tile: str,
-    values: Tensor,
-    meta: Tensor,
-    x: Tensor,
-    y: Tensor,
-    by_column: bool = False,
-    splits: int = 1,
-    processors: int = 4,
-    **given: Any,
-) -> tuple[list[bytes], bytes, int, int, int, int]:
-    """Maps, the fourth parameter, tiles, blocks, threads and shared memory."""
-    m, k, n = values.shape[0], 2 * values.shape[1], x.shape[1 if by_column else 0]
-    at = {name: 0 if t is None else t.data_ptr() for name, t in given.items() if name != "activation"}
-    maps, parameter, *grid = host().gemm_wgmma_launch(
-        values.data_ptr(), meta.data_ptr(), x.data_ptr(), at.get("bias", 0), at.get("residual", 0), y.data_ptr(), at.get("parts", 0),
-        ACTIVATIONS[given.get("activation", "")], m, n, k, by_column, list(TILES).index(tile), splits, y.dtype != x.dtype,
-        processors,
-    )  # fmt: skip
-    raw = [maps[i : i + 6] for i in (0, 6, 12)]
-    encoded = [encode(TYPES[x.dtype], to, (inner, outer), (2 * inner,), box, swizzle=SPANS[code]) for to, inner, outer, *box, code in raw]
-    return encoded, parameter, *grid
-
-
-def multiply(
-    tile: str, values: Tensor, meta: Tensor, x: Tensor, by_column: bool = False, bias: Tensor | None = None, activation: str = "",
-    residual: Tensor | None = None, splits: int = 1, mode: str | int = "earliest", processors: int = 4,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
-    """D; of several parts of k their sum, which a kernel of its own finishes."""
-    m, n = values.shape[0], x.shape[1 if by_column else 0]
-    y = fill_poison(x.new_empty((m, n) if by_column else (n, m), dtype=out_dtype or x.dtype))
-    parts = fill_poison(torch.empty(splits, *y.shape)) if splits > 1 else None
-    given = {"bias": bias, "residual": residual, "parts": parts}
-    maps, parameter, tiles, blocks, threads, shared = launch(
-        tile, values, meta, x, y, by_column, splits, processors, activation=activation, **given
-    )
-    memory = [t for t in (values, meta, x, y, *given.values()) if t is not None]
-    one = parsed(text(tile, x.dtype, by_column))
-    execute(one, blocks, [*maps, parameter, tiles], memory, mode=mode, threads=threads, cluster=TILES[tile][3], shared=shared)
-    if parts is None:
-        return y
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total.to(y.dtype)
-
-
 def workspace(tile: str, m: int, n: int, k: int, processors: int) -> Tensor:
     """Of stream-K, poisoned, with no element more than it takes: the sums of every piece of a tile."""
     rows, cols, _, cluster = TILES[tile]
@@ -142,28 +95,42 @@ def workspace(tile: str, m: int, n: int, k: int, processors: int) -> Tensor:
     return fill_poison(torch.empty((clusters + left) * cluster * rows * cols))
 
 
-def multiply_stream_k(
+def encoded(maps: Sequence[int], *kinds: tuple[int, int]) -> list[bytes]:
+    """The three maps of a launch, for elements of these kinds (CUtensorMapDataType, bytes)."""
+    made = []
+    for i, (kind, size) in enumerate(kinds):
+        to, inner, outer, *box, code = maps[6 * i : 6 * i + 6]
+        made.append(encode(kind, to, (inner, outer), (size * inner,), box, swizzle=SPANS[code]))
+    return made
+
+
+def added(parts: Tensor) -> Tensor:
+    """The sum of parts of k, in order."""
+    return reduce(torch.add, parts.unbind())
+
+
+def multiply(
     tile: str, values: Tensor, meta: Tensor, x: Tensor, by_column: bool = False, bias: Tensor | None = None, activation: str = "",
-    residual: Tensor | None = None, splits: int = 0, mode: str | int = "earliest", processors: int = 4,
+    residual: Tensor | None = None, splits: int = 1, mode: str | int = "earliest", processors: int = 4,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """D by stream-K: its kernel as PTX, the finishing one in the emulator."""
-    assert splits == 0
+    """D; of several parts of k, which a kernel of its own finishes, their sum; with ``splits`` 0 by stream-K, finished in the emulator."""
     m, k, n = values.shape[0], 2 * values.shape[1], x.shape[1 if by_column else 0]
     y = fill_poison(x.new_empty((m, n) if by_column else (n, m), dtype=out_dtype or x.dtype))
-    given = {"bias": bias, "residual": residual, "parts": workspace(tile, m, n, k, processors)}
-    maps, parameter, work, blocks, threads, shared = launch(
-        tile, values, meta, x, y, by_column, 0, processors, activation=activation, **given
+    parts = workspace(tile, m, n, k, processors) if not splits else fill_poison(torch.empty(splits, *y.shape)) if splits > 1 else None
+    tensors = values, meta, x, bias, residual, y, parts
+    at, code, number = list(map(address, tensors)), ACTIVATIONS[activation], list(TILES).index(tile)
+    maps, parameter, work, blocks, threads, shared = host().gemm_wgmma_launch(
+        *at, code, m, n, k, by_column, number, splits, y.dtype != x.dtype, processors
     )
-    memory = [t for t in (values, meta, x, y, *given.values()) if t is not None]
-    one = parsed(text(tile, x.dtype, by_column, "wgmma_stream_k_kernel"))
-    execute(one, blocks, [*maps, parameter, work], memory, mode=mode, threads=threads, cluster=TILES[tile][3], shared=shared)
-    b, r, parts = (0 if t is None else t.data_ptr() for t in given.values())
-    host().gemm_stream_k_finish(
-        b, r, y.data_ptr(), parts, DTYPES[x.dtype], ACTIVATIONS[activation], m, n, k, by_column, list(TILES).index(tile),
-        y.dtype != x.dtype, processors, 0, 0,
-    )  # fmt: skip
-    return y
+    one = parsed(text(tile, x.dtype, by_column, "wgmma_sp_kernel" if splits else "wgmma_stream_k_kernel"))
+    given, memory = [*encoded(maps, *[(TYPES[x.dtype], 2)] * 3), parameter, work], [t for t in tensors if t is not None]
+    execute(one, blocks, given, memory, mode=mode, threads=threads, cluster=TILES[tile][3], shared=shared)
+    if not splits:
+        host().gemm_stream_k_finish(
+            *at[3:], DTYPES[x.dtype], code, m, n, k, by_column, number, y.dtype != x.dtype, processors, 0, 0
+        )  # fmt: skip
+    return y if parts is None or not splits else added(parts).to(y.dtype)
 
 
 # ---- 8 bits
@@ -199,24 +166,16 @@ def launch_eight(
     """
     values, _, x, _, _, _, y, parts = tensors
     assert values is not None and x is not None and y is not None
-    at = [0 if t is None else t.data_ptr() for t in tensors]
     maps, parameter, tiles, blocks, threads, shared = host().gemm_wgmma_8bit_launch(
-        *at, *kinds, m, n, k, by_column, tile, splits, processors
+        *map(address, tensors), *kinds, m, n, k, by_column, tile, splits, processors
     )
-    encoded = []
-    for i, kind, size in ((0, 0, 1), (6, 0, 1), (12, 9, 2)):  # bytes, and bf16
-        to, inner, outer, *box, swizzle = maps[i : i + 6]
-        encoded.append(encode(kind, to, (inner, outer), (size * inner,), box, swizzle=SPANS[swizzle]))
     promotes = kinds[-1]
     name, (*_, cluster) = list(EIGHT_TILES[promotes].items())[tile]
     one, memory = parsed(code or eight_text(values.dtype, x.dtype, name, promotes, by_column)), [t for t in tensors if t is not None]
     how = {"mode": mode, "threads": threads, "cluster": cluster, "shared": shared, "accumulator": accumulator}
-    execute(one, blocks, [*encoded, parameter, tiles], memory, **how)
+    execute(one, blocks, [*encoded(maps, (0, 1), (0, 1), (9, 2)), parameter, tiles], memory, **how)  # bytes, and bf16
     if parts is not None:
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        y.copy_(total.reshape(y.shape))
+        y.copy_(added(parts).reshape(y.shape))
 
 
 def multiply_eight(

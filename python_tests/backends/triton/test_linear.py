@@ -11,6 +11,7 @@ from nmkernels import Pattern, reference
 from nmkernels.backends.triton import linear as family
 from nmkernels.backends.triton.launches import SHARED_KB, Tiling, by_words, candidates, plan, shared_bytes
 from nmkernels.testing import assert_equal_bits, assert_no_worse, poison
+from python_tests.backends.gemm_calls import unaligned
 from python_tests.backends.kernel_suites import FewTokensSuite
 
 BF16 = torch.bfloat16
@@ -129,14 +130,8 @@ def test_any_strides(view, op, device):
 @pytest.mark.parametrize("op", KINDS)
 def test_unaligned_memory(op, device):
     """Then no integer holds the values of a group, and the operand is expanded to memory."""
-    for off_values, off_indices in [(1, 0), (0, 1), (3, 2)]:
-
-        def moved(x, by):
-            line = torch.zeros(x.numel() + 16, dtype=x.dtype, device=device)
-            return line[by : by + x.numel()].view(x.shape).copy_(x)
-
-        values, indices, *rest = operand("2:4", 48, 64, BF16, device)
-        e = (moved(values, off_values), moved(indices, off_indices), *rest)
+    values, indices, *rest = operand("2:4", 48, 64, BF16, device)
+    for e in ((unaligned(values), indices, *rest), (values, unaligned(indices), *rest)):
         x = torch.randn(8, 48 if op == "linear_dgrad" else 64).bfloat16().to(device)
         judged(op, *((*e, x.t()) if op == "linear_wgrad" else (x, *e)))
 

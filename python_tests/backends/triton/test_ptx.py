@@ -21,8 +21,7 @@ from nmkernels.backends.triton import linear as family
 from nmkernels.backends.triton.groups import ELEMENTS
 from nmkernels.backends.triton.launches import Tiling, candidates
 from python_tests.backends.adamw_calls import copied, edge, held, hyper, make, same_as_reference, shifted
-from python_tests.backends.gemm_calls import integer_weight
-from python_tests.backends.test_linear_integers import hard, tokens_of
+from python_tests.backends.gemm_calls import hard, inputs, integer_weight
 from python_tests.ops.samples import seed
 
 if interpreted():
@@ -282,7 +281,7 @@ def test_decoding(bits) -> None:
 )
 def test_products_of_integers(pattern, bits, dtype, tokens, steps, ran) -> None:
     p, cols = Pattern(pattern), 520 if pattern == "3:5" else 1024
-    operands, x = integer_weight(pattern, 9, cols, bits, steps), tokens_of(tokens, cols, dtype)
+    operands, x = integer_weight(pattern, 9, cols, bits, steps), inputs(tokens, cols, dtype)
     bias = torch.randn(9).to(dtype)
     args = (*operands, p.n, p.m, cols)
     wide = reference.linear_integers(x.double(), *args, bias.double(), "silu")

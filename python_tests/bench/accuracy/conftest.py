@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
+import tarfile
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,6 +57,33 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFacto
     base.get.cache_clear()
     yield Tiny
     base.get.cache_clear()
+
+
+def tar(files: dict[str, bytes], mode: str) -> bytes:
+    """An archive, compressed by ``mode``."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode=mode) as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def deb(path: Path, files: dict[str, bytes]) -> Path:
+    """A Debian package."""
+    members = [("debian-binary", b"2.0\n"), ("control.tar.xz", b"odd"), ("data.tar.xz", tar(files, "w:xz"))]
+    parts = [f"{name:16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(c):<10}`\n".encode() + c + b"\n" * (len(c) % 2) for name, c in members]
+    path.write_bytes(b"!<arch>\n" + b"".join(parts))
+    return path
+
+
+def trained(task: tasks.Task, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Some steps on the batches of seed 0."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        task.loss(model, task.batch(0, step)).backward()
+        optimizer.step()
 
 
 def made(case: Case, lr: float, seed: int, loss: float, **more: object) -> RunRow:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
-import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 
 from bench.accuracy import __main__ as command
 from bench.accuracy import data
+from python_tests.bench.accuracy.conftest import deb
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class FakeSource(data.Source):
 
 
 def fake_source(meant: bytes, content: bytes | None) -> FakeSource:
-    return FakeSource("words", "1.0", "words.txt", len(meant), hashlib.sha256(meant).hexdigest(), content)
+    return FakeSource("words", "1.0", "words.txt", len(meant), hashlib.sha256(meant).hexdigest(), content=content)
 
 
 @pytest.fixture(autouse=True)
@@ -73,16 +72,7 @@ def test_what_fails_leaves_nothing_behind(folder, monkeypatch, capsys, source, m
 
 
 def test_a_debian_package_is_read_without_dpkg(tmp_path):
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:xz") as archive:
-        for name in ("./usr/share/de.mo", "./usr/bin/tool"):
-            member = tarfile.TarInfo(name)
-            member.size = 3
-            archive.addfile(member, io.BytesIO(b"abc"))
-    path = tmp_path / "p.deb"
-    members = [("debian-binary", b"2.0\n"), ("control.tar.xz", b"odd"), ("data.tar.xz", packed.getvalue())]
-    parts = [f"{name:16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(c):<10}`\n".encode() + c + b"\n" * (len(c) % 2) for name, c in members]
-    path.write_bytes(b"!<arch>\n" + b"".join(parts))
+    path = deb(tmp_path / "p.deb", {"./usr/share/de.mo": b"abc", "./usr/bin/tool": b"abc"})
     assert list(data.deb_files(path, lambda name: name.endswith(".mo"))) == [("./usr/share/de.mo", b"abc")]
     path.write_bytes(b"PK")
     with pytest.raises(ValueError, match="not a Debian package"):

@@ -13,7 +13,6 @@ import torch
 
 import nmkernels as nm
 from bench.accuracy import tasks, worker
-from bench.accuracy.plan import GRID
 from bench.accuracy.spec import TUNING_SEEDS, Case, RunSpec
 from bench.accuracy.tasks import base, cifar, glue, lm
 from examples.train_gpt.model import GPTConfig
@@ -39,7 +38,7 @@ def learns(name: str, method: str, steps: int, lr: float, layers: int, seed: int
     assert math.isfinite(sum(losses)) and sum(losses[-3:]) < 0.8 * sum(losses[:3]), losses
     assert len(it.handle.layers) == layers, list(it.handle.layers)
     values = [it.task.evaluate(it.model.eval(), tuning) for tuning in (False, True)]
-    assert values[0] != values[1] and all(map(math.isfinite, [*values[0].values(), *values[1].values()])) and it.task.data()
+    assert values[0] != values[1] and all(map(math.isfinite, [*values[0].values(), *values[1].values()])) and it.task.digest
     a, b, c = (it.task.batch(seed, step) for step in (2, 2, 3))
     assert all(map(torch.equal, a, b)) and not torch.equal(a[0], c[0])
     return it
@@ -49,12 +48,6 @@ def learns(name: str, method: str, steps: int, lr: float, layers: int, seed: int
 def test_without_files_the_error_names_the_variable_and_where_to_get_them(name):
     with pytest.raises(RuntimeError, match=r"NMKERNELS_(TOKENS|CIFAR10|GLUE)"):
         tasks.get(name)
-
-
-@pytest.mark.parametrize("name", GPU_TASKS)
-def test_settings_are_of_the_grid_and_the_hours_are_stated(name):
-    s = base.settings(name)
-    assert s.lr in GRID and s.lr_sgd in GRID and s.seconds > 0 and s.steps > 200
 
 
 # ---- language models
@@ -115,7 +108,7 @@ def test_sizes_are_those_of_gpt2(cls, millions, layers):
     handle = nm.sparsify_(model, "ste:2:4")
     assert len(handle.layers) == layers and not any("lm_head" in name for name in handle.layers)
     assert cls.tokens == 2**19 and lm.BATCH % cls.most == 0
-    # the docstring's estimate of the seconds on one H100
+    # the estimate of the seconds on one H100: 40 % of its peak in bfloat16
     c = cls.config
     flops = cls.tokens * (6e6 * millions + 12 * c.layers * c.width * c.context) * 5000
     assert cls.settings.seconds * 5000 / cls.settings.steps == pytest.approx(flops / (0.4 * 989e12), rel=0.03)

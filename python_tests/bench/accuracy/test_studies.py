@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from bench.accuracy import contrasts, methods, studies, tasks
 from bench.accuracy.plan import Results
 from bench.accuracy.studies import STUDIES, Study, cases, resolve, todo
@@ -15,8 +13,6 @@ def test_names_of_all_studies_are_known():
         for name in study.methods:
             assert name == studies.SRSTE or methods.get(name).note
         assert set(study.tasks) <= set(tasks.names())
-    with pytest.raises(ValueError, match="did you mean 'matrix'"):
-        studies.get("matrx")
 
 
 def test_the_studies_run_what_the_contrasts_need():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import struct
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ import nmkernels as nm
 from bench.accuracy import catalogs, data
 from bench.accuracy.catalogs import BEGIN, END, LONGEST, PAD, Pair
 from bench.accuracy.tasks import translation
+from python_tests.bench.accuracy.conftest import deb, trained
 
 WORDS = {
     "the": "die", "a": "eine", "file": "Datei", "page": "Seite", "line": "Zeile", "open": "öffnen", "close": "schließen",
@@ -42,24 +41,15 @@ def mo(texts: dict[str, str]) -> bytes:
     return struct.pack("<7I", 0x950412DE, 0, len(rows), 28, 28 + 8 * len(rows), 0, 0) + tables[0] + tables[1] + body
 
 
-def deb(path: Path, texts: dict[str, str]) -> Path:
+def package(path: Path, texts: dict[str, str]) -> Path:
     """A Debian package with a German catalog and a French one."""
     header = "Content-Type: text/plain; charset=UTF-8\nPlural-Forms: nplurals=2; plural=(n != 1);\n"
-    tar = io.BytesIO()
-    with tarfile.open(fileobj=tar, mode="w:xz") as archive:
-        for language, content in (("de", mo({"": header, **texts})), ("fr", mo({"": header, "yes it is": "oui"}))):
-            member = tarfile.TarInfo(f"./usr/share/locale/{language}/LC_MESSAGES/{path.stem}.mo")
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    parts = b"!<arch>\n"
-    for name, content in (("debian-binary", b"2.0\n"), ("data.tar.xz", tar.getvalue())):
-        parts += f"{name:16}{0:<12}{0:<6}{0:<6}{'100644':8}{len(content):<10}`\n".encode() + content + b"\n" * (len(content) % 2)
-    path.write_bytes(parts)
-    return path
+    catalog = {"de": mo({"": header, **texts}), "fr": mo({"": header, "yes it is": "oui"})}
+    return deb(path, {f"./usr/share/locale/{name}/LC_MESSAGES/{path.stem}.mo": content for name, content in catalog.items()})
 
 
 def test_texts_are_cleaned(tmp_path):
-    package = deb(
+    one = package(
         tmp_path / "one.deb",
         {
             "menu\x04Save <b>_As</b>\n now": "Jetzt &speichern  unter",
@@ -72,8 +62,8 @@ def test_texts_are_cleaned(tmp_path):
             "long " * 26: "lang " * 26,
         },
     )
-    other = deb(tmp_path / "two.deb", {"Save As now": "anders", "fine ~words": "gute Wörter"})
-    assert catalogs.pairs({"b": other, "a": package}) == [
+    other = package(tmp_path / "two.deb", {"Save As now": "anders", "fine ~words": "gute Wörter"})
+    assert catalogs.pairs({"b": other, "a": one}) == [
         Pair("a", "%d old file", "%d alte Datei"),
         Pair("a", "Save As now", "Jetzt speichern unter"),
         Pair("b", "fine words", "gute Wörter"),
@@ -135,7 +125,7 @@ def task(tmp_path, monkeypatch) -> translation.EnglishToGerman:
     pytest.importorskip("tokenizers")
     pytest.importorskip("sacrebleu")
     texts, other = sentences()[:160], sentences()[160:]
-    packages = {"git": deb(tmp_path / "git.deb", dict(texts)), "mc-data": deb(tmp_path / "mc-data.deb", dict(other))}
+    packages = {"git": package(tmp_path / "git.deb", dict(texts)), "mc-data": package(tmp_path / "mc-data.deb", dict(other))}
     monkeypatch.setattr(data, "files", lambda name: packages)
     monkeypatch.setattr(data, "folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(catalogs, "TEST", 20)
@@ -156,7 +146,7 @@ def test_batches_and_cached_tokens(task, monkeypatch):
     assert task.tokenizer.decode(split.target[0].tolist()).strip() == pair.target
     monkeypatch.setattr(catalogs, "pairs", lambda packages: pytest.fail("read again"))
     again = translation.EnglishToGerman()
-    assert again.data() == task.data() and torch.equal(again.splits["train"].source, train.source)
+    assert again.digest == task.digest and torch.equal(again.splits["train"].source, train.source)
 
 
 @pytest.mark.slow
@@ -167,10 +157,7 @@ def test_linear_layers_become_sparse_and_learn(task):
     assert len(sparse.layers) == 22 and sum(p.numel() for p in model.parameters()) == 361_728
     optimizer = sparse.attach(nm.optim.MaskedAdamW(model.parameters(), lr=1e-3))
     before = task.evaluate(model.eval(), tuning=True)
-    for step in range(4):
-        optimizer.zero_grad()
-        task.loss(model, task.batch(0, step)).backward()
-        optimizer.step()
+    trained(task, model, optimizer, 4)
     assert task.evaluate(model, tuning=True)["val_loss"] < before["val_loss"]
 
 

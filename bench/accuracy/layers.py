@@ -1,4 +1,4 @@
-"""One square layer: CPU seconds, peak memory and error of each method, and of SparseGPT as a plain loop over columns.
+"""One-shot pruning of one square layer: CPU seconds, peak memory and error of each method, and of SparseGPT as a plain loop over columns.
 
 W is random, and so are the inputs, of which a quarter of the directions are strong, as in trained models. Memory is the process's peak of
 resident memory beyond what it had before, the weight and H included, in bytes over those of the weight (W and H are equally large here).
@@ -19,8 +19,7 @@ from torch import Tensor
 from nmkernels import Pattern
 from nmkernels.prune import SparseGPT
 from nmkernels.prune.base import resolve
-from nmkernels.prune.reconstruct import damped, squared_error
-from nmkernels.prune.solve import solve
+from nmkernels.prune.solve import damped, solve, squared_error
 
 from ..rows import RESULTS, Row, row
 
@@ -98,17 +97,12 @@ def measure(name: str, size: int, repeats: int = 3) -> list[Row]:
 
 def _timed(call: Callable[[], Any]) -> tuple[float, int, Any]:
     """(CPU seconds, bytes of resident memory at the peak beyond those before, the result) of a call; 0 bytes where Linux is not."""
-    before, begin = _reset_peak(), time.process_time()
-    result = call()
-    return time.process_time() - begin, max(0, _memory("VmHWM") - before), result
-
-
-def _reset_peak() -> int:
-    """Reset the peak of resident memory; the bytes that are resident now."""
     refs = Path("/proc/self/clear_refs")
     if refs.exists():
-        refs.write_text("5")
-    return _memory("VmRSS")
+        refs.write_text("5")  # resets the peak
+    before, begin = _memory("VmRSS"), time.process_time()
+    result = call()
+    return time.process_time() - begin, max(0, _memory("VmHWM") - before), result
 
 
 def _memory(field: str) -> int:

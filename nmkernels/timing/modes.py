@@ -1,27 +1,11 @@
-"""Whether timing is allowed now: the setting in the environment, whether calls are traced, profiled or captured; and how to leave modes."""
+"""Whether calls are traced, profiled or captured, so that timing is not allowed; and how to leave torch's modes."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-
-from ..pattern import NMError
-
-ENV = "NMKERNELS_CHOICE"
-SETTINGS = ("", "dense", "packed", "measured")
-
-
-def setting() -> str:
-    """The value of ``NMKERNELS_CHOICE``; an unknown one raises ``NMError``."""
-    value = os.environ.get(ENV, "")
-    if value == "table":  # the default, which earlier versions had to set
-        return ""
-    if value not in SETTINGS:
-        raise NMError(f"{ENV}={value!r} is unknown; set one of {', '.join(SETTINGS[1:])}, or unset it.")
-    return value
 
 
 def undisturbed(device: torch.device) -> bool:

@@ -1,17 +1,18 @@
-"""The tables of ``docs/guides/oneshot.md``, from the rows."""
+"""The tables of the guides to one-shot pruning and to integers, from the rows: ``python -m bench.accuracy report``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from .. import tables
 from ..rows import load as load_csv
 from ..tables import table
-from . import cells, layers
-from .cells import DENSE, HELD, METHODS, PATTERNS, SEQUENCES, CellRow
+from . import layers, oneshot
+from .oneshot import HELD, METHODS, PATTERNS, SEQUENCES, CellRow
+from .spec import DENSE
 
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "oneshot.md"
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 END = "<!-- oneshot: end -->"
 NAMES = {
     "smollm2": "SmolLM2-135M, loss",
@@ -37,7 +38,7 @@ Rows = Sequence[CellRow]
 
 def begin(name: str) -> str:
     """The line before a table."""
-    return f"<!-- oneshot {name}: written by python -m bench.oneshot table -->"
+    return f"<!-- oneshot {name}: written by python -m bench.accuracy report -->"
 
 
 def pruned(rows: Rows) -> str:
@@ -46,7 +47,7 @@ def pruned(rows: Rows) -> str:
     for model in SEQUENCES:
         dense = [r for r in rows if r.model == model and r.method == DENSE and not r.recipe]
         for p in PATTERNS:
-            found = [[r for r in rows if r.key == cells.Cell(model, p, method, "", SEQUENCES[model]).key] for method in METHODS]
+            found = [[r for r in rows if r.key == oneshot.Cell(model, p, method, "", SEQUENCES[model]).key] for method in METHODS]
             if any(found):
                 lines.append([f"{NAMES[model]}, {p}", _value(dense), *_best([_value(f) for f in found], model)])
     return table(lines)
@@ -115,7 +116,7 @@ def whole(rows: Rows) -> str:
     """CPU seconds of ``prune_`` at 2:4."""
     lines = [["CPU seconds at 2:4", *(TITLES[method] for method in METHODS)]]
     for model in ("smollm2", "minilm"):
-        found = [[r for r in rows if r.key == cells.Cell(model, "2:4", method, "", SEQUENCES[model]).key] for method in METHODS]
+        found = [[r for r in rows if r.key == oneshot.Cell(model, "2:4", method, "", SEQUENCES[model]).key] for method in METHODS]
         if all(found):
             seconds = [f"{f[0].pruning:.0f}" for f in found]
             lines.append([f"{NAMES[model].partition(',')[0]}, {found[0][0].tokens:,} tokens", *seconds])
@@ -147,22 +148,16 @@ def source(rows: Rows) -> str:
     return f"*{parts[0]}; {parts[1]}; {parts[2]}; commit {parts[3]}.*"
 
 
-TABLES: dict[str, Callable[[Rows, list[dict[str, str]]], str]] = {
-    "pruned": lambda rows, _: pruned(rows),
-    "tuned": lambda rows, _: tuned(rows),
-    "tokens": lambda rows, _: tokens(rows),
-    "whole": lambda rows, _: whole(rows),
-    "costs": lambda _, times: costs(times),
-    "source": lambda rows, _: source(rows),
-}
+def texts(rows: Rows, times: list[dict[str, str]]) -> dict[str, str]:
+    """The tables of the guide to one-shot pruning by name, from the rows of cells and of layers."""
+    made = {"pruned": pruned(rows), "tuned": tuned(rows), "tokens": tokens(rows), "whole": whole(rows)}
+    return {**made, "costs": costs(times), "source": source(rows)}
 
 
-def write(page: Path = PAGE, path: Path = cells.PATH, timed: Path = layers.PATH, check: bool = False) -> int:
-    """Write the tables of the guide to one-shot pruning; see ``bench.tables.update``."""
-    rows, times = cells.load(path), load_csv(timed)
-    return update(page, {name: made(rows, times) for name, made in TABLES.items()}, check)
+def write(check: bool, folder: Path = GUIDES, path: Path = oneshot.PATH, timed: Path = layers.PATH) -> int:
+    """Write the tables of both guides between their markers; see ``bench.tables.update``."""
+    from . import rounding  # which takes names from here
 
-
-def update(page: Path, named: Mapping[str, str], check: bool = False) -> int:
-    """Write each table between its markers; see ``bench.tables.update``."""
-    return tables.update(page, {(begin(name), END): text for name, text in named.items()}, check, "bench.oneshot table")
+    named = {**texts(oneshot.load(path), load_csv(timed)), "rounding": rounding.text(rounding.load())}
+    marked = {(begin(name), END): text for name, text in named.items()}
+    return max(tables.update(folder / name, marked, check, "bench.accuracy report") for name in ("oneshot.md", "quantized.md"))

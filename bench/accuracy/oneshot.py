@@ -1,4 +1,7 @@
-"""The plan, and one cell of it: prune, fine-tune if there is a recipe, evaluate, and write a row."""
+"""What one-shot pruning loses on pretrained models: the plan, and one cell of it, from (model, pattern, method, recipe, seed) to a row.
+
+A cell is pruned, fine-tuned if it has a recipe, and evaluated; rows are in ``bench/results/oneshot.csv``.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import nmkernels as nm
 
-from ..accuracy.rows import append_lines, load_lines, stamp
-from ..accuracy.worker import param_groups
 from ..rows import RESULTS, typed
-from .models import model_of
+from .rows import append_lines, load_lines, stamp
+from .spec import DENSE
+from .tasks import Settings, Task
+from .tasks.pretrained import model_of
+from .worker import learning_rate, param_groups
 
 PATH = RESULTS / "oneshot.csv"
 STEPS = 120
 """Optimizer steps of a recipe."""
 
-DENSE, HELD = "dense", "held"
+HELD = "held"
 METHODS = ("magnitude", "wanda", "sparsegpt", "admm")
 PATTERNS = ("2:4", "1:4", "4:8")
 SEQUENCES = {"smollm2": 32, "minilm": 240, "sentiment": 640, "gpt": 128}
@@ -37,7 +43,7 @@ class Cell:
     """One cell.
 
     Args:
-        model: a name in ``models.MODELS``; pattern: N:M, or ``dense``.
+        model: a name in ``tasks.pretrained.MODELS``; pattern: N:M, or ``dense``.
         method: of ``nm.prune_``, or ``dense`` for the weights as they are.
         recipe: ``held`` for the masks of ``prune_``, ``dense``, or a name of ``nm.recipes`` that starts from these weights; empty: none.
         sequences: of calibration data; 0 for the dense model.
@@ -111,7 +117,7 @@ def run(cell: Cell, steps: int = STEPS) -> CellRow:
     """
     it, begin, pruning, error = model_of(cell.model), time.process_time(), 0.0, math.nan
     torch.manual_seed(cell.seed)
-    model, handle = it.model(), None
+    model, handle = it.model().eval(), None
     if cell.method != DENSE:
         data, before = it.calibration(cell.sequences), time.process_time()
         handle = nm.prune_(model, cell.pattern, data, it.filter_fn, method=cell.method)
@@ -126,19 +132,18 @@ def run(cell: Cell, steps: int = STEPS) -> CellRow:
         options = {"total_steps": steps, "gradient": "ste", "end": 1.0} if cell.recipe == "mdgf" else {}
         handle = nm.sparsify_(model, nm.recipes.get(cell.recipe, pattern=cell.pattern, **options), it.filter_fn)
     if cell.recipe:
-        settings = it.settings
-        assert settings is not None
+        s = it.settings
         recipe = nm.recipes.Dense() if handle is None else handle.recipe
-        optimizer = recipe.optimizer(param_groups(model), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
-        it.train(model, optimizer if handle is None else handle.attach(optimizer), settings, steps, cell.seed)
+        optimizer = recipe.optimizer(param_groups(model), lr=s.lr, betas=s.betas, weight_decay=s.weight_decay)
+        train(it, model, optimizer if handle is None else handle.attach(optimizer), s, steps, cell.seed)
     if handle is not None:
         handle.finish(allow_unused=True)
     found = it.evaluate(model)
-    loss, accuracy, cosine = (round(found.get(name, math.nan), 5) for name in ("loss", "accuracy", "cosine"))
+    loss, accuracy, cosine = (round(found.get(name, math.nan), 5) for name in ("val_loss", "accuracy", "cosine"))
     made: dict[str, Any] = {**asdict(cell), **stamp()}
     return CellRow(
         steps=steps if cell.recipe else 0,
-        tokens=it.tokens(cell.sequences) if cell.sequences else 0,
+        tokens=sum(map(len, it.sequences[: cell.sequences])),
         loss=loss,
         accuracy=accuracy,
         cosine=cosine,
@@ -148,6 +153,21 @@ def run(cell: Cell, steps: int = STEPS) -> CellRow:
         data=it.digest,
         **made,
     )
+
+
+def train(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, steps: int, seed: int) -> None:
+    """``steps`` optimizer steps on the batches of ``seed``."""
+    torch.manual_seed(seed)
+    model.train()
+    for step in range(1, steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(settings, settings.lr, step, steps)
+        loss = task.loss(model, task.batch(seed, step))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    model.eval()
 
 
 COLUMNS = tuple(f.name for f in fields(CellRow))

@@ -1,0 +1,119 @@
+"""What integers as values lose, with and without 2:4, in both orders: one row per model, mask, values and order in ``rounding.csv``.
+
+``prune`` first: nm.prune_, then the kept values are rounded. ``round`` first: the dense weight is rounded, then Wanda's mask is chosen on
+the rounded weight, so that the result has both properties too. Models, data and evaluation are those of ``oneshot``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import nmkernels as nm
+from nmkernels import ops
+
+from ..rows import RESULTS
+from ..tables import table
+from .oneshot import SEQUENCES
+from .oneshot_page import NAMES
+from .rows import append_lines, load_lines, stamp
+from .tasks.pretrained import model_of
+
+PATH = RESULTS / "rounding.csv"
+PATTERN, WHOLE = "2:4", "4:4"
+"""The masks, and the pattern that keeps everything, by which a dense weight is rounded like a sparse one."""
+VALUES = ("", "int8", "int4")
+STARTS = (("", ""), ("wanda", ""), ("admm", ""), ("wanda", "int8"), ("wanda", "int4"))
+"""The method of ``nm.prune_``, empty for the dense model, and the integers to which its weight is rounded before that."""
+COLUMNS = ("model", "pattern", "method", "first", "values", "loss", "cosine", "bytes", "data", "machine", "versions", "commit", "date")
+
+
+def rounded_(layers: dict[str, nn.Module], values: str, pattern: str) -> int:
+    """Round the weights of ``layers`` in place; returns the bytes of the compressed forms."""
+    total = 0
+    for layer in layers.values():
+        weight: Any = layer.weight
+        packed = ops.compress(weight.detach(), pattern)
+        if values:
+            packed = ops.quantize_values(packed, values)
+            with torch.no_grad():
+                weight.copy_(packed.dense(weight.dtype))
+        indices = 0 if pattern == WHOLE else packed.indices.nbytes
+        total += packed.values.nbytes + indices + (0 if packed.step is None else packed.step.nbytes)
+    return total
+
+
+def run(name: str) -> Iterator[dict[str, Any]]:
+    """The rows of a model; those that are pruned first share one pruning."""
+    it = model_of(name)
+    for method, start in STARTS:
+        model = it.model().eval()
+        probe = nm.sparsify_(it.model(), f"ste:{PATTERN}", it.filter_fn)
+        layers = {each: model.get_submodule(each) for each in probe.layers}
+        if start:
+            rounded_(layers, start, WHOLE)
+        if method:
+            handle = nm.prune_(model, PATTERN, it.calibration(SEQUENCES[name]), it.filter_fn, method=method)
+            handle.finish(allow_unused=True)
+            handle.remove()
+        saved = {each: layer.weight.detach().clone() for each, layer in layers.items()}  # type: ignore[operator]
+        for values in (start,) if start else VALUES:
+            with torch.no_grad():
+                for each, layer in layers.items():
+                    layer.weight.copy_(saved[each])  # type: ignore[operator]
+            # a weight that was rounded before is on its grid still, and Wanda keeps values
+            size = 0 if start else rounded_(layers, values, PATTERN if method else WHOLE)
+            found = it.evaluate(model)
+            yield {
+                "model": name,
+                "pattern": PATTERN if method else "dense",
+                "method": method,
+                "first": ("round" if start else "prune") if method and values else "",
+                "values": values,
+                "loss": round(found.get("val_loss", math.nan), 5),
+                "cosine": round(found.get("cosine", math.nan), 5),
+                "bytes": size,
+                "data": it.digest,
+                **stamp(),
+            }
+
+
+def measure(models: list[str], path: Path = PATH) -> None:
+    """Append the rows of ``models``."""
+    for model in models:
+        append_lines(list(run(model)), COLUMNS, path)
+
+
+def load(path: Path = PATH) -> list[dict[str, str]]:
+    """All rows, the last one of each cell."""
+    return list({tuple(row[key] for key in COLUMNS[:5]): row for row in load_lines(path)}.values())
+
+
+LINES = {
+    ("dense", "", ""): "dense",
+    (PATTERN, "wanda", ""): "2:4, Wanda's mask",
+    (PATTERN, "wanda", "prune"): "2:4, Wanda's mask",
+    (PATTERN, "wanda", "round"): "rounded first, then Wanda's mask",
+    (PATTERN, "admm", ""): "2:4, ADMM",
+    (PATTERN, "admm", "prune"): "2:4, ADMM",
+}
+"""(pattern, method, what is first) -> the line of the table."""
+
+
+def text(rows: list[dict[str, str]]) -> str:
+    """The table of the guide to integers: a row per model and mask, a column per kind of values."""
+    keys = [(r["model"], LINES[r["pattern"], r["method"], r["first"]], r["values"]) for r in rows]
+    shown = dict(zip(keys, (r["cosine"] if r["loss"] == "nan" else r["loss"] for r in rows), strict=True))
+    lines = [["model", "", "floating point", "int8", "int4"]]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        for title in dict.fromkeys(LINES.values()):
+            cells = [f"{float(shown[key]):.3f}" if (key := (model, title, values)) in shown else "" for values in VALUES]
+            if any(cells):
+                lines.append([NAMES[model], title, *cells])
+    made = [", ".join(sorted({row[key] for row in rows})) for key in ("machine", "versions", "date")]
+    return f"{table(lines)}\n\n*{'; '.join(made)}.*"
