@@ -18,7 +18,6 @@ from .tables import Rows
 LEFT_OUT = {"step_clamp.csv", "loss_curves.csv", "oneshot_layers.csv"}
 """Evidence for a default, and loss curves, which are not shown; and what the guide on one-shot pruning shows."""
 
-NOTHING = "No measurements are committed yet."
 HEAD = """# Measurements
 
 Written by `python -m bench.report` from the CSV files of this folder. They are measured by `python -m bench.run`, which first compares
@@ -57,7 +56,7 @@ def page(rows: Rows, drawn: list[str], reasons: Path) -> str:
     """``bench/results/README.md``: the trained models, then for each machine its targets, figures (those in ``drawn``) and all cases."""
     speeds = tables.by_machine(r for r in rows if r["op"] != "train")
     trained = tables.by_machine(r for r in rows if r["op"] == "train")
-    parts = [HEAD] if rows else [HEAD, NOTHING]
+    parts = [HEAD] if rows else [HEAD, "No measurements are committed yet."]
     if trained:
         parts += ["## Trained models", *(f"{tables.stamp(mine)}\n\n{tables.plain(mine)}" for mine in trained.values())]
     for machine, mine in speeds.items():

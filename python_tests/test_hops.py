@@ -93,7 +93,7 @@ def test_compress():
 
 @pytest.mark.parametrize(
     ("recipe", "most", "files"),
-    [("srste:2:4", 37, 10), ("step:2:4(total_steps=100)", 89, 17), ("slope:2:4(total_steps=100)", 50, 15)],
+    [("srste:2:4", 37, 10), ("step:2:4(total_steps=100)", 89, 17), ("slope:2:4(total_steps=100)", 51, 15)],
     ids=["srste", "step, dense at first", "slope, with held masks"],
 )
 def test_step_of_two_layers(recipe, most, files):

@@ -46,18 +46,15 @@ FROZEN, THAWED = "step-25", "step-25-thawed"
 PLACES = (("mlp", "2:4"), ("mlp", "1:8"), ("finetune", "2:4"), ("vit", "2:4"), ("gpt", "2:4"))
 
 
-def _gap(pattern: str) -> Contrast:
-    """(SR-STE − dense) under Adam, minus (SR-STE − dense) under SGD."""
-    signs = {("srste", "adamw"): 1.0, (DENSE, "adamw"): -1.0, ("srste", "sgd"): -1.0, (DENSE, "sgd"): 1.0}
-    return Contrast(f"`mlp` {pattern}", tuple((sign, case("mlp", m, pattern, o)) for (m, o), sign in signs.items()))
-
+GAP = ((1.0, "srste", "adamw"), (-1.0, DENSE, "adamw"), (-1.0, "srste", "sgd"), (1.0, DENSE, "sgd"))
+"""(SR-STE − dense) under Adam, minus (SR-STE − dense) under SGD."""
 
 FAMILIES: dict[str, list[Contrast]] = {
     "freeze": _at(FROZEN, THAWED, PLACES),
     "oracle": _at("oracle", "ste", PLACES),
     "long-freeze": _long(FROZEN, THAWED),
     "long-oracle": _long("oracle", "ste"),
-    "premise": [_gap(pattern) for pattern in ("2:4", "1:8", "1:16")],
+    "premise": [Contrast(f"`mlp` {p}", tuple((sign, case("mlp", m, p, o)) for sign, m, o in GAP)) for p in ("2:4", "1:8", "1:16")],
 }
 """Name -> contrasts that are corrected together."""
 

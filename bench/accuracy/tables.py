@@ -101,7 +101,8 @@ class Tables:
     def matrix(self, pattern: str) -> str:
         """Loss less dense's of every method on every task, how often it is ahead of and behind the others, and the training FLOPs."""
         names = self.tasks(pattern)
-        heads = [self._head(task) for task in names]
+        dense = [estimate(self._losses(task, DENSE, DENSE).values()) for task in names]
+        heads = [f"`{task}`, dense {e.mean:.3f}, n = {e.n}" for task, e in zip(names, dense, strict=True)]
         lines = [["method", *heads, "ahead, behind", "training FLOPs"]]
         wins = self.wins(pattern)
         for method in MATRIX[1:]:
@@ -110,10 +111,6 @@ class Tables:
                 won = "{}, {}".format(*wins[method]) if method in wins else NONE
                 lines.append([self.name(method), *cells, won, self._flops(names, method, pattern)])
         return table(lines) if len(lines) > 1 else MISSING
-
-    def _head(self, task: str) -> str:
-        e = estimate(self._losses(task, DENSE, DENSE).values())
-        return f"`{task}`, dense {e.mean:.3f}, n = {e.n}"
 
     def _cell(self, task: str, method: str, pattern: str) -> str:
         e = self.less(task, method, pattern, DENSE)

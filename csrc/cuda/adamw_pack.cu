@@ -54,15 +54,16 @@ NM_DEVICE uint32_t held_mask(const uint8_t* bits, const Spot& spot) {
     return mask;
 }
 
-// The indices stay where a held mask has not changed.
-template <int kSelect, class Lines>
+// kMayStay: indices that are null stay as they are.
+template <bool kMayStay, class Lines>
 NM_DEVICE void write_panel(const Lines& panel, const PanelPlace& to) {
-    if (kSelect == kGiven && !to.indices) return panel.write_values(to);
+    if (kMayStay && !to.indices) return panel.write_values(to);
     panel.write_out(to);
 }
 
 // Writes the forms of the thread's sixteen weights, all threads of the block together; returns the mask by which they are pruned.
-template <int kSelect, int kBack>
+// Not in the step: there the branch of kMayStay spills registers.
+template <int kSelect, int kBack, bool kMayStay = false>
 NM_DEVICE uint32_t write_forms(const float* w, uint32_t held, const AdamWForms& to, const Spot& spot, int layout, Panels<kBack>& panels) {
     uint32_t words[16], spread[8], values[4], index, mask = held;
     bool overfull = false;  // what a mask with too many gives is not defined
@@ -97,10 +98,10 @@ NM_DEVICE uint32_t write_forms(const float* w, uint32_t held, const AdamWForms& 
     }
     __syncthreads();
     const unsigned height = spot.rows - spot.row, width = spot.cols - spot.col;
-    write_panel<kSelect>(panels.rows, {to.by_row.values, to.by_row.indices, spot.row, spot.col / 4, height, width / 4, spot.cols / 4, layout});
+    write_panel<kMayStay>(panels.rows, {to.by_row.values, to.by_row.indices, spot.row, spot.col / 4, height, width / 4, spot.cols / 4, layout});
     if constexpr (kBack == kColumns) {
         const Packed& down = to.by_column;
-        write_panel<kSelect>(panels.columns, {down.values, down.indices, spot.col, spot.row / 4, width, height / 4, spot.rows / 4, layout});
+        write_panel<kMayStay>(panels.columns, {down.values, down.indices, spot.col, spot.row / 4, width, height / 4, spot.rows / 4, layout});
     }
     return mask;
 }
@@ -211,7 +212,7 @@ NM_DEVICE void make_forms(const float* from, const uint8_t* bits, const AdamWFor
     float w[16];
     NM_UNROLL
     for (int r = 0; r < 4; ++r) load_streamed<4>(from + (spot.first() + uint64_t(r) * spot.cols), w + 4 * r);
-    write_forms<kSelect, kBack>(w, held, to, spot, layout, panels);
+    write_forms<kSelect, kBack, kSelect == kGiven>(w, held, to, spot, layout, panels);
 }
 
 // Of all weights of a call.

@@ -6,7 +6,7 @@
 
 namespace nm::cuda {
 
-// The forms of one weight, in bf16; what is not wanted is null, as are indices that are those of the held mask already.
+// The forms of one weight, in bf16; what is not wanted is null. In pack_forms indices may be null that are those of the held mask already.
 struct AdamWForms {
     Packed by_row, by_column;
     void* dense;

@@ -221,8 +221,11 @@ class EffectiveWeight:
                 return False
             return not sure or (stamp[:3] == (weight._version, weight.data_ptr(), weight.device) and not copy.doubted)
 
-        self._requested = self._overwritten(weight, transform, bits, extras, sure, fits)
-        return None if self._requested is None else self._requested.forms
+        self._requested = offer = self._overwritten(weight, transform, bits, extras, sure, fits)
+        if offer is None:
+            return None
+        offer.forms = offer.forms._replace(positions=True)  # the step's kernel always writes them
+        return offer.forms
 
     def outdated(self, weight: Tensor, transform: WeightTransform, extras: Sequence[Tensor]) -> StepForms | None:
         """The copies that the last forward pass read and a step has made stale, to be overwritten with those of the present weight; then

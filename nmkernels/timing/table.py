@@ -154,23 +154,22 @@ def key(space: str, device: torch.device, problem: str, size: int) -> str:
     return f"{space}|{device_name(device)}|{versions(device.type)}|{problem}|{1 << max(0, size - 1).bit_length()}"
 
 
-def device_name(device: torch.device) -> str:
+def device_name(device: torch.device, threads: bool = True) -> str:
     """The name under which timings are stored: the GPU's model, or the CPU's with threads and instruction set."""
     if device.type in ("cuda", "xpu"):
         return getattr(torch, device.type).get_device_name(device)
-    return _cpu(f", {torch.get_num_threads()} threads") if device.type == "cpu" else device.type
+    if device.type != "cpu":
+        return device.type
+    count = f", {torch.get_num_threads()} threads" if threads else ""
+    try:
+        return f"{_cpu_model()}{count}, {capability.instruction_set()}"
+    except ValueError as error:
+        raise BackendError(f"The CPU kernels cannot run: {error}.") from None
 
 
 def machine(device: torch.device) -> str:
     """The name under which correctness checks are stored: the same without the threads."""
-    return _cpu() if device.type == "cpu" else device_name(device)
-
-
-def _cpu(threads: str = "") -> str:
-    try:
-        return f"{_cpu_model()}{threads}, {capability.instruction_set()}"
-    except ValueError as error:
-        raise BackendError(f"The CPU kernels cannot run: {error}.") from None
+    return device_name(device, threads=False)
 
 
 @cache

@@ -137,6 +137,8 @@ def test_the_table_is_of_the_tool_chain_of_the_wheels() -> None:
         # adjacent in different iterations of a loop, and where another path joins
         (["STG.E [R2.64], R9", "IMAD.WIDE R2, R7, 0x4, R4", "STG.E [R2.64+0x4], R4"], ""),
         (["STG.E [R2.64], R9", "@P0 EXIT", "STG.E [R2.64+0x4], R4"], ""),
+        (["STG.E [R2.64], R9", "STG.E [R2.64+0x4], R4", "@P0 BRA 0x7320"], ""),
+        (["STG.E [R2.64], R9", "NOP", "STG.E [R2.64+0x4], R4", "@P0 BRA 0x7320"], ""),
         # other words, other addresses, shared and local memory
         (["STG.E [R2.64+0x4], R9", "STG.E [R2.64+0x8], R4", "STG.E [R4.64+0xc], R4", "STG.E.U16 [R2.64], R4"], ""),
         (["STS [R2], R9", "STS [R2+0x4], R4", "STL [R1], R9", "STL [R1+0x4], R4", "LDG.E R4, [R2.64]", "LDG.E R5, [R2.64+0x4]"], ""),

@@ -128,20 +128,18 @@ SLOW = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["deadline", "signal"])
-def test_what_is_cut_short_goes_on_in_another_checkout(tmp_path: Path, how: str) -> None:
-    """By the deadline or by SIGTERM: the summary names failures and what is left, and the archive goes on where it stopped."""
+def test_what_is_cut_short_goes_on_in_another_checkout(tmp_path: Path) -> None:
+    """By SIGTERM: the summary names failures and what is left, and the archive goes on where it stopped."""
     free, out = tmp_path / "free", tmp_path / "out"
     folder = write(tmp_path / "tests", {name: text.replace("FREE", str(free)) for name, text in SLOW.items()})
     words = "--tests", str(folder), "--out", str(out)
-    first = drive(*words, *(("--deadline", str(gpu.CLOSING + 20)) if how == "deadline" else ()), work=tmp_path / "one")
-    if how == "signal":
-        begun = tmp_path / "one" / "gpu-dry" / "tests"
-        while not any("test_long" in path.read_text() for path in begun.glob("*b-py*.jsonl")):
-            time.sleep(0.1)
-        first.send_signal(signal.SIGTERM)
+    first = drive(*words, work=tmp_path / "one")
+    begun = tmp_path / "one" / "gpu-dry" / "tests"
+    while not any("test_long" in path.read_text() for path in begun.glob("*b-py*.jsonl")):
+        time.sleep(0.1)
+    first.send_signal(signal.SIGTERM)
     said, _ = first.communicate(timeout=60)
-    assert first.returncode == (143 if how == "signal" else 1), said
+    assert first.returncode == 143, said
     text = said[said.index("== summary") :]
     assert "test_bad: test_a.py:4: AssertionError: one is not two" in text and "2 passed; 1 failed; left: " in text
     assert sorted(path.name for path in out.iterdir()) == ["gpu.tar.gz", "summary.txt"] and (out / "summary.txt").read_text() == text

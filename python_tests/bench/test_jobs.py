@@ -174,6 +174,15 @@ def test_a_job_without_items_is_one(tmp_path: Path, text: str, why: str) -> None
     assert whats(good) == {"good": "passed"}
 
 
+def test_what_a_record_says(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for line in ({"file": "a.py", "alone": True}, {"file": "a.py", "alone": False}, {"file": "b.py", "alone": False}, {"lost": "why"}):
+        outcomes.tell(path, **line)
+    assert outcomes.read(path) == ({}, "", True, False, {"a.py": True, "b.py": False})
+    outcomes.tell(path, starts=True)  # another process has the device
+    assert not outcomes.read(path).lost
+
+
 def test_unfinished_items_of_other_processes(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     outcomes.end(path, outcomes.Outcome("1", "passed"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench import rows
-from python_tests.bench.samples import HEAD, read
+from python_tests.bench.samples import HEAD
 
 
 def test_row_holds_quantiles_and_origin(tmp_path: Path) -> None:
@@ -24,14 +24,6 @@ def test_a_machine_held_to_fewer_instructions_is_another(monkeypatch: pytest.Mon
     name = rows.machine()
     monkeypatch.setenv("NMKERNELS_ISA", "avx2")
     assert rows.machine() == " held to avx2,".join(name.rsplit(",", 1))
-
-
-def test_same_case_replaces_and_others_stay(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    rows.append([rows.row("a", "x", "us", [1.0]), rows.row("b", "x", "us", [2.0])], path)
-    rows.append([rows.row("a", "x", "us", [3.0])], path)
-    assert {(r["op"], r["p50"]) for r in read(path)} == {("a", "3.0"), ("b", "2.0")}
-    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(("changes", "want"), [(" M csrc/x.cpp", "abc1234-dirty"), ("", "abc1234")])

@@ -15,9 +15,7 @@ from python_tests.for_each import for_each
 
 def _verdict(key: str, *values: float, reasons: dict[str, str] | None = None) -> targets.Verdict:
     t = next(t for t in TARGETS if t.key == key)
-    names = ("op", "pattern", "dtype", "shape")
-    cases = [{name: getattr(spec, name) for name in names} for spec in t.specs]
-    rows = [{**case, "provider": t.provider, "metric": t.metric, "p50": str(v)} for case, v in zip(cases, values, strict=False)]
+    rows = [_row(spec, t.provider, t.metric, value) for spec, value in zip(t.specs, values, strict=False)]
     return next(v for v in targets.verdicts(rows, reasons=reasons or {}) if v.target is t)
 
 

@@ -1,5 +1,7 @@
 """Passes of torch that go by exact class: those that would skip a layer are announced, and find plain layers after the way back."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -38,6 +40,18 @@ def test_quantisation_that_passes_over_a_layer_is_announced(stage, quantise):
     with pytest.warns(UserWarning, match=rf"passes over {kind.__name__}.*handle\.remove\(\).*densify_"):
         quantised = quantise(model)
     assert type(quantised[0]) is kind and not hasattr(model[0], "qconfig")
+
+
+def test_quantised_after_the_way_back():
+    for stage in ("finished", "compressed"):
+        model, handle = model_of(stage)
+        want = model(x := torch.randn(8, 16))
+        handle.remove() if stage == "finished" else nm.densify_(model)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*exact class")
+            quantised = dynamic(model)
+        assert isinstance(quantised[0], torch.ao.nn.quantized.dynamic.Linear) and torch.allclose(quantised(x), want, atol=0.05)
+        assert nm.ops.is_nm(quantised[0].weight().dequantize(), "2:4")
 
 
 def test_fusing_a_norm_keeps_the_layer_and_what_it_computes():

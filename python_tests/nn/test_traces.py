@@ -139,3 +139,20 @@ def test_jit_script_is_refused_in_one_sentence():
     torch.jit.script(nm.nn.SquaredReLU())
     with pytest.raises(nm.NMError, match="SquaredReLU"):
         torch.jit.script(nm.nn.SquaredReLU("2:4"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*(legacy TorchScript|dynamo=False).*")
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_onnx_by_tracing_and_tensorboard(kind, stage, tmp_path):
+    onnx = pytest.importorskip("onnx")
+    reference = pytest.importorskip("onnx.reference")
+    model, x, _ = model_of(kind, stage)
+    torch.onnx.export(model, (x,), path := tmp_path / "m.onnx", dynamo=False)
+    proto = onnx.load(path)
+    (y,) = reference.ReferenceEvaluator(proto).run(None, {proto.graph.input[0].name: x.numpy()})
+    assert torch.allclose(torch.from_numpy(y), model(x), atol=1e-5)
+    writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter(tmp_path)
+    writer.add_graph(model, x)
+    writer.close()

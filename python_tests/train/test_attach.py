@@ -36,6 +36,22 @@ def test_decay_comes_after_clipping(maker):
     assert torch.allclose(optimizer.state[model[0].weight]["exp_avg"], want, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize("maker", ["masked_adamw", "fused_adamw"])
+def test_a_skipped_step_leaves_the_metrics_of_the_one_before(maker):
+    model, handle, optimizer = start(SRSTE(decay=0.1), maker)
+    scaler, want = torch.amp.GradScaler("cpu", init_scale=256.0), {"density": 0.5, "decay_ratio": 0.0}
+    for t, (x, y) in enumerate(batches(4, F32)):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, (x * (torch.inf if t in (0, 3) else 1.0), y))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        got = training.metrics_of(handle)
+        if t in (0, 3):
+            assert got["flip_rate"] == 0 and want.items() <= got.items()
+        want = {name: value for name, value in got.items() if name != "flip_rate"}
+    assert got["decay_ratio"] > 0
+
+
 @pytest.mark.parametrize("maker", MAKERS)
 def test_frozen_layers(maker):
     """A frozen layer stays as it is, is used masked, does not count, and joins in when it is unfrozen."""

@@ -37,6 +37,8 @@ def _fits(args: tuple[Any, ...], device: str) -> Verdict:
 def _supports(to: FormArgs, a: AdamWArgs) -> Verdict:
     if not a.masks and (a.n, a.m) != (2, 4):
         return False, f"its kernel has the pattern 2:4, and this call {a.n}:{a.m}"
+    if not to.indices:
+        return False, "its kernel writes the positions too"
     if a.max_exp_avg_sqs or a.geometric or a.fixed or a.stochastic:
         return False, "its kernel has no amsgrad, no statistics of log |Δv|, no fixed weights and no stochastic rounding"
     verdict = _packs(to, a.params, a.exp_avgs, a.exp_avg_sqs)

@@ -15,6 +15,7 @@ from bench.accuracy import layers, oneshot, rounding
 from bench.accuracy import oneshot_page as page
 from bench.accuracy.oneshot import Cell
 from bench.accuracy.tasks.pretrained import PretrainedGPT
+from bench.accuracy.worker import learning_rate
 from bench.rows import typed
 
 pytestmark = pytest.mark.filterwarnings("ignore:prune_.*fewer than 2 tokens")
@@ -57,6 +58,11 @@ def test_recipes_start_from_dense_and_from_pruned_weights(
 def test_training_starts_from_the_same_batches(tiny: PretrainedGPT) -> None:
     a, b = (tiny.batch(0, 3)[0] for _ in range(2))
     assert a.equal(b) and not a.equal(tiny.batch(1, 3)[0]) and len(tiny.calibration(20)) == 2
+    model, rates = tiny.model(), list[float]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
+    oneshot.train(tiny, model, optimizer, tiny.settings, 3, 0)
+    assert rates == [learning_rate(tiny.settings, tiny.settings.lr, step, 3) for step in (1, 2, 3)] and not model.training
 
 
 def test_cells_with_rows_are_skipped(tiny: PretrainedGPT, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
