@@ -778,8 +778,9 @@ def test_loads_with_imports_in_either_order(order: str, llama: tuple[Any, Path],
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_process_without_nmkernels_refuses_the_file(name: str, tmp_path: Path) -> None:
+def test_a_process_without_nmkernels_refuses_the_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compressed(name).save_pretrained(tmp_path)
+    monkeypatch.setenv("NMKERNELS_AUTOLOAD", "0")
     done = ran("-c", LOAD, tmp_path, "never", tmp_path / "y")
     assert done.returncode == 1 and "Unknown quantization type, got nmkernels" in done.stderr
     assert "MISMATCH" in done.stderr and "ignore_mismatched_sizes" in done.stderr
