@@ -693,9 +693,7 @@ def test_model_card(llama: tuple[Any, Path], tmp_path: Path) -> None:
     model, folder = llama
     text = (folder / CARD).read_text()
     assert text.startswith("---\n") and "- nmkernels" in text and "library_name: transformers" in text
-    assert (
-        "import nmkernels.integrations.hf\n" in text and 'LlamaForCausalLM.from_pretrained("sparse-llama")' in text and "2:4 sparse" in text
-    )
+    assert "pip install nmkernels" in text and 'LlamaForCausalLM.from_pretrained("sparse-llama")' in text and "2:4 sparse" in text
     (tmp_path / CARD).write_text("---\nlicense: mit\ntags:\n- llama\n---\n\n# Mine\n\nWords.\n")
     for _ in range(2):
         model.save_pretrained(tmp_path)
@@ -706,7 +704,7 @@ def test_model_card(llama: tuple[Any, Path], tmp_path: Path) -> None:
         (tmp_path / CARD).write_text(broken)
         model.save_pretrained(tmp_path)
         card = (tmp_path / CARD).read_text()
-        assert broken.strip() in card and "import nmkernels" in card
+        assert broken.strip() in card and "pip install nmkernels" in card
 
 
 def test_what_is_pushed_has_the_card_too(llama: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -729,7 +727,7 @@ def test_what_is_pushed_has_the_card_too(llama: tuple[Any, Path], monkeypatch: p
     monkeypatch.setattr(hub, "create_and_tag_model_card", card)
     monkeypatch.setattr(transformers.PreTrainedModel, "_upload_modified_files", upload)
     model.push_to_hub("me/model")
-    assert b"Of the hub." in pushed[CARD] and b"import nmkernels" in pushed[CARD] and b"- nmkernels" in pushed[CARD]
+    assert b"Of the hub." in pushed[CARD] and b"pip install nmkernels" in pushed[CARD] and b"- nmkernels" in pushed[CARD]
     assert {"config.json", "model.safetensors"} <= pushed.keys()
 
 
