@@ -20,14 +20,21 @@ import torch
 with torch.no_grad():
     torch.save(llama.eval()(torch.arange(8)[None]).logits, {file!r})
 """
+NOTHING = """import nmkernels_autoload
+nmkernels_autoload.autoload()  # as torch does where nmkernels is installed
+import torch
+from transformers import AutoModelForCausalLM
+"""
 IMPORTS = "import torch\nimport nmkernels as nm\nfrom transformers import AutoModelForCausalLM\n"
 
 
 def test_one_process_trains_and_another_one_loads(tmp_path: Path) -> None:
     blocks = re.findall(r"^```py\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    train, load = (block for block in blocks if "sparse-llama" in block)
+    train = next(block for block in blocks if "sparse-llama" in block)
+    train, reads, rest = train.partition('llama = AutoModelForCausalLM.from_pretrained("sparse-llama")')
+    load = reads + rest
     for number, block in enumerate((train, load)):
-        code = IMPORTS + block + SEES.format(file=f"logits{number}.pt")
+        code = (IMPORTS if block is train else NOTHING) + block + SEES.format(file=f"logits{number}.pt")
         subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=300)
     assert torch.equal(*(torch.load(tmp_path / f"logits{number}.pt") for number in (0, 1)))
     assert {path.name for path in (tmp_path / "sparse-llama").iterdir()} >= {"config.json", "model.safetensors", "README.md"}

@@ -109,6 +109,19 @@ def added(parts: Tensor) -> Tensor:
     return reduce(torch.add, parts.unbind())
 
 
+def launch(
+    tile: str, values: Tensor, meta: Tensor, x: Tensor, y: Tensor, by_column: bool = False, splits: int = 1, processors: int = 4,
+    bias: Tensor | None = None, residual: Tensor | None = None, parts: Tensor | None = None, activation: str = "",
+) -> tuple[list[bytes], bytes, Any, int, int, int]:  # fmt: skip
+    """Maps, the fourth and the fifth parameter, blocks, threads and shared memory."""
+    m, k, n = values.shape[0], 2 * values.shape[1], x.shape[1 if by_column else 0]
+    maps, *rest = host().gemm_wgmma_launch(
+        *map(address, (values, meta, x, bias, residual, y, parts)), ACTIVATIONS[activation], m, n, k, by_column, list(TILES).index(tile),
+        splits, y.dtype != x.dtype, processors,
+    )  # fmt: skip
+    return encoded(maps, *[(TYPES[x.dtype], 2)] * 3), *rest
+
+
 def multiply(
     tile: str, values: Tensor, meta: Tensor, x: Tensor, by_column: bool = False, bias: Tensor | None = None, activation: str = "",
     residual: Tensor | None = None, splits: int = 1, mode: str | int = "earliest", processors: int = 4,
@@ -118,17 +131,15 @@ def multiply(
     m, k, n = values.shape[0], 2 * values.shape[1], x.shape[1 if by_column else 0]
     y = fill_poison(x.new_empty((m, n) if by_column else (n, m), dtype=out_dtype or x.dtype))
     parts = workspace(tile, m, n, k, processors) if not splits else fill_poison(torch.empty(splits, *y.shape)) if splits > 1 else None
-    tensors = values, meta, x, bias, residual, y, parts
-    at, code, number = list(map(address, tensors)), ACTIVATIONS[activation], list(TILES).index(tile)
-    maps, parameter, work, blocks, threads, shared = host().gemm_wgmma_launch(
-        *at, code, m, n, k, by_column, number, splits, y.dtype != x.dtype, processors
-    )
+    given = {"bias": bias, "residual": residual, "parts": parts, "activation": activation}
+    maps, *work, blocks, threads, shared = launch(tile, values, meta, x, y, by_column, splits, processors, **given)
     one = parsed(text(tile, x.dtype, by_column, "wgmma_sp_kernel" if splits else "wgmma_stream_k_kernel"))
-    given, memory = [*encoded(maps, *[(TYPES[x.dtype], 2)] * 3), parameter, work], [t for t in tensors if t is not None]
-    execute(one, blocks, given, memory, mode=mode, threads=threads, cluster=TILES[tile][3], shared=shared)
+    memory = [t for t in (values, meta, x, bias, residual, y, parts) if t is not None]
+    execute(one, blocks, [*maps, *work], memory, mode=mode, threads=threads, cluster=TILES[tile][3], shared=shared)
     if not splits:
         host().gemm_stream_k_finish(
-            *at[3:], DTYPES[x.dtype], code, m, n, k, by_column, number, y.dtype != x.dtype, processors, 0, 0
+            *map(address, (bias, residual, y, parts)), DTYPES[x.dtype], ACTIVATIONS[activation], m, n, k, by_column,
+            list(TILES).index(tile), y.dtype != x.dtype, processors, 0, 0,
         )  # fmt: skip
     return y if parts is None or not splits else added(parts).to(y.dtype)
 
