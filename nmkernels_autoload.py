@@ -40,7 +40,7 @@ class _Finder:
         later = sys.meta_path[sys.meta_path.index(self) + 1 :]
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in later if hasattr(finder, "find_spec"))), None)
         loader: Any = getattr(spec, "loader", None)
-        run = getattr(loader, "exec_module", None)
+        run: Any = getattr(loader, "exec_module", None)
 
         def run_and_register(module: Any) -> None:
             run(module)
