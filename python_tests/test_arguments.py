@@ -164,7 +164,7 @@ def test_finite_numbers(argument: str) -> None:
     for value in bad:
         with pytest.raises(nm.NMError) as error:
             call(value)
-        assert argument in str(error.value), value
+        assert argument in str(error.value) and "to inf" not in str(error.value), value
 
 
 @for_each("argument", ["SplitRule: dense", "weight", "search_decay: measure"])
