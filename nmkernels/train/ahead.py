@@ -54,7 +54,9 @@ class Ahead:
         kinds: dict[Any, list[tuple[NMWeight, StepForms, Tensor | None]]] = {}
         for name, layer in a.layers.items():
             transform, device = layer.transform, layer.weight.device
-            if transform is None or layer.gather is not None or is_sharded(layer.parameter) or capturing(device):
+            if transform is None or transform.pattern != HARDWARE or layer.gather is not None or is_sharded(layer.parameter):
+                continue
+            if capturing(device):
                 continue
             extras = layer._extras(transform)
             forms = layer.effective.outdated(layer.master, transform, extras)
@@ -81,7 +83,7 @@ class Ahead:
         key = forms.kind, weight.shape, weight.dtype, weight.device, weight.is_contiguous()
         if key not in self._known:
             call = *arguments(HARDWARE, [forms]), [weight], None if bits is None else [bits]
-            self._known[key] = layer.pattern == HARDWARE and in_one_pass(call, "nm_pack_forms_")
+            self._known[key] = in_one_pass(call, "nm_pack_forms_")
         return self._known[key]
 
 

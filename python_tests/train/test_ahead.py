@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nmkernels as nm
 from nmkernels import testing
+from nmkernels.autograd.transforms import HardMask
 from nmkernels.nn import effective
 from nmkernels.train import ahead
 from python_tests.recipes.roster import ROSTER
@@ -103,6 +104,18 @@ def test_a_hook_that_writes_in_the_forward_pass(monkeypatch):
     y = model(X)
     remover.remove()
     assert not made.at_once
+    right(model, handle, y)
+
+
+def test_a_stage_of_another_pattern_than_the_layers(monkeypatch):
+    """As a schedule has it on its way to 2:4."""
+    made = Counted(monkeypatch)
+    model, handle, optimizer = start(ROSTER["srste_packed"].recipe, F32)
+    for layer in handle.layers.values():
+        layer.use(HardMask(nm.Pattern("1:4")), layer.plan)
+    train(model, optimizer, DATA32[:3])
+    y = model(X)
+    assert not made.at_once and made.alone
     right(model, handle, y)
 
 
