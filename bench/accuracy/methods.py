@@ -75,6 +75,7 @@ METHODS = {
     "asp": _pruned("magnitude", HALF, "ASP: pruned by magnitude after half of the steps, then the mask is held"),
     "asp-wanda": _pruned("wanda", HALF, "the same with Wanda's score"),
     "asp-sparsegpt": _pruned("sparsegpt", HALF, "the same with SparseGPT"),
+    "asp-admm": _pruned("admm", HALF, "the same with ADMM, the default of `nm.prune_`"),
     "ste": Method("ste", note="straight-through estimator"),
     **{name: Method("srste", {"decay": decay}, f"SR-STE, λ = {decay:g}") for name, decay in DECAYS.items()},
     "step-10": Method("step", _step(start=0.1), "STEP, T₀ at 10 %"),

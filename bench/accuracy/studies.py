@@ -18,7 +18,8 @@ SRSTE = "srste"
 """Stands for SR-STE at the λ that is best for the task and optimizer."""
 
 MATRIX = (
-    *(DENSE, "ste", SRSTE, "step-10", "sste", "mdgf-chain", "mdgf-ste", "asp", "asp-wanda", "asp-sparsegpt", "fst-nm", "fst", "slope"),
+    *(DENSE, "ste", SRSTE, "step-auto", "sste", "mdgf-chain", "mdgf-ste"),
+    *("asp", "asp-wanda", "asp-sparsegpt", "asp-admm", "fst-nm", "fst", "slope"),
     *("oneshot-magnitude", "oneshot-wanda", "oneshot-sparsegpt", "oneshot-admm"),
 )
 """The methods of the main matrix."""
