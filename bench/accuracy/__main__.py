@@ -1,7 +1,8 @@
 """``python -m bench.accuracy VERB``: what models lose by each recipe, and by one-shot pruning.
 
 fetch: download data; run, status, merge: train, show progress, add other folders; prune, layers, rounding: one-shot pruning of pretrained
-models, what it costs for a layer, and integers as values; report: write the pages."""
+models, what it costs for a layer, and integers as values; short: why
+sparse methods are ahead in short runs; report: write the pages."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 
 from .. import rows as machine_rows
-from . import data, layers, leaderboard, methods, oneshot, oneshot_page, rounding, rows, runner, studies, tasks
+from . import data, layers, leaderboard, methods, oneshot, oneshot_page, rounding, rows, runner, short, studies, tasks
 from .place import PARALLEL, Place
 from .plan import Results
 from .rows import AGAIN, RESULTS, RUNS
@@ -79,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     integers.set_defaults(do=lambda args: rounding.measure(args.models, args.out))
     integers.add_argument("--models", nargs="+", default=["smollm2", "minilm"])
     integers.add_argument("--out", type=Path, default=rounding.PATH, metavar="CSV")
+    why = verbs.add_parser("short", help="training loss and masks of short runs of gpt, those of the matrix once more")
+    why.set_defaults(do=lambda args: short.measure())
     report = verbs.add_parser("report", help="write the pages")
     report.set_defaults(do=_report)
     report.add_argument("--check", action="store_true", help="write nothing, exit 1 if the pages do not agree with the rows")

@@ -41,7 +41,7 @@ def render(template: str, shown: Tables) -> str:
     """
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True)
     environment.globals.update(t=shown, notes=tables.notes, matrix=studies.MATRIX, studies=studies.STUDIES)
-    environment.globals.update(scratch_methods=tables.SCRATCH, decays=list(DECAYS.values()))
+    environment.globals.update(decays=list(DECAYS.values()))
     return environment.from_string(template).render()
 
 

@@ -14,8 +14,9 @@ from .contrasts import findings, place
 from .methods import DECAYS
 from .plan import Results, mean_loss
 from .rows import RunRow
-from .spec import DENSE, Case
-from .stats import ENOUGH, FEWEST, Estimate, combined, estimate, verdict
+from .spec import DENSE, TUNING_SEEDS, Case
+from .stats import ENOUGH, FEWEST, Estimate, combined, estimate, holm, verdict
+from .stats import LEVEL as LEVEL_OF_TESTS
 from .studies import MATRIX, SRSTE, STUDIES, TASKS, case, decay_losses, resolve
 from .tasks.base import settings
 
@@ -28,43 +29,60 @@ SMALL = 0.001
 LEVEL = "level"
 
 
-SCRATCH = ("ste", SRSTE, "step-10", "sste", "mdgf-chain", "mdgf-ste", "slope")
-"""The methods that are sparse from the start, or become sparse by themselves, and leave N:M weights."""
+LEAVES = tuple(m for m in MATRIX if m not in (DENSE, "fst"))
+"""The methods that leave N:M weights."""
+
+FAMILIES = ("ste", SRSTE, "step-auto", "sste", "mdgf-chain", "asp", "fst-nm", "slope", "oneshot-admm")
+"""Of the methods that differ in a setting, the one that stands for all where methods are counted."""
+
+
+def family(method: str) -> str:
+    """The method of ``FAMILIES`` that stands for this one; itself if none does."""
+    return next((one for one in FAMILIES if one.partition("-")[0] == method.partition("-")[0]), method)
 
 
 @dataclass(frozen=True)
 class Want:
-    """A purpose, the methods that serve it, the tasks that show it, and what is named without rows."""
+    """A purpose, the methods that serve it, the tasks that show it, the steps of their runs if not their own, and what is named without
+    rows.
+    """
 
     what: str
     methods: tuple[str, ...]
     tasks: tuple[str, ...]
     untested: str
+    steps: int | None = None
 
+
+AT_LENGTH = tuple(dict.fromkeys((*LEAVES, *STUDIES["long-gpt"].methods[1:])))
 
 WANTS = (
-    Want("train from scratch", SCRATCH, ("mlp", "vit", "gpt", "translation"), "sste"),
-    Want("fine-tune a dense model", (*SCRATCH, "asp", "asp-wanda", "asp-sparsegpt"), ("finetune",), "mdgf"),
+    Want("train from scratch", AT_LENGTH, STUDIES["long-gpt"].tasks, "asp", STUDIES["long-gpt"].steps),
+    Want("the same in a short run", LEAVES, ("gpt", "translation"), "srste"),
+    Want("fine-tune a dense model", LEAVES, ("finetune",), "nm.prune_"),
     Want("prune without training", tuple(m for m in MATRIX if m.startswith("oneshot")), TASKS, "nm.prune_"),
-    Want("make the backward GEMMs sparse too", ("fst-nm",), TASKS, "fst"),
-    Want("learn Adam's second moment densely first", ("step-10",), TASKS, "step"),
+    Want("make all three GEMMs of a step sparse", ("fst-nm",), TASKS, "fst"),
+    Want("learn Adam's second moment densely first", ("step-auto",), TASKS, "step"),
 )
+"""What a user may want; the first row comes from the longest runs that there are."""
 
 RECIPES = {
     "srste": "`srste` (λ tuned)",
-    "step-10": "`step`",
+    "step-auto": "`step`",
     "asp": "`asp`",
     "mdgf-chain": "`mdgf`",
     "mdgf-ste": '`mdgf(gradient="ste", end=1.0)`',
-    "asp-wanda": "`nm.prune_` by `wanda`, then training",
-    "asp-sparsegpt": "`nm.prune_` by `sparsegpt`, then training",
+    **{m: f"`nm.prune_` by `{m.partition('-')[2]}`, then training" for m in MATRIX if m.startswith("asp-")},
     "fst-nm": "`fst(end=None)`",
     **{m: f"`nm.prune_` by `{m.partition('-')[2]}`" for m in MATRIX if m.startswith("oneshot")},
 }
 """What a user calls a method of the matrix."""
 
-METHOD = {"step": "step-10", "mdgf": "mdgf-chain"}
+METHOD = {"step": "step-auto", "mdgf": "mdgf-chain"}
 """The method of the matrix that stands for a recipe with its defaults, where it has another name."""
+
+COARSE = {"2:4": ("mlp", "vit")}
+"""Tasks whose margin is a quarter of dense's loss and more than what this pattern costs there: "level" would say nothing."""
 
 
 class Tables:
@@ -94,8 +112,11 @@ class Tables:
         return {seed: row.val_loss for seed, row in runs.items()}
 
     def tasks(self, pattern: str, only: Sequence[str] = ()) -> list[str]:
-        """The tasks, those of ``only`` if given, whose dense training has enough seeds, and some method at this pattern too."""
-        wanted = [t for t in TASKS if pattern in settings(t).patterns and (not only or t in only)]
+        """The tasks that can tell methods apart, of ``only`` if given, whose dense training has enough seeds, and some method at this
+        pattern too.
+        """
+        coarse = COARSE.get(pattern, ())
+        wanted = [t for t in TASKS if pattern in settings(t).patterns and t not in coarse and (not only or t in only)]
         return [t for t in wanted if any(self.less(t, m, pattern, DENSE).n >= FEWEST for m in MATRIX[1:])]
 
     def matrix(self, pattern: str) -> str:
@@ -132,50 +153,77 @@ class Tables:
             shares += [ours[s].training_flops / dense[s].training_flops for s in ours.keys() & dense.keys()]
         return f"{sum(shares) / len(shares):.2f}" if shares else NONE
 
-    def wins(self, pattern: str, only: Sequence[str] = MATRIX[1:], names: Sequence[str] = ()) -> dict[str, tuple[int, int]]:
-        """Method -> how often it is ahead of another of ``only`` on a task, and how often behind.
+    def wins(
+        self, pattern: str, only: Sequence[str] = MATRIX[1:], names: Sequence[str] = (), steps: int | None = None
+    ) -> dict[str, tuple[int, int]]:
+        """Method of ``only`` -> how often it is ahead of another family of methods on a task, and how often behind.
 
-        Of the methods that have enough seeds on some task. A mean of ranks would take noise for an order.
+        Of the methods that have enough seeds on some task. A mean of ranks would take noise for an order, and counting methods that differ
+        in a setting would count one win several times.
         """
         names = self.tasks(pattern, names)
-        some = [m for m in only if any(len(self.best(case(task, m, pattern))) >= ENOUGH for task in names)]
+        some = [m for m in only if any(len(self.best(case(task, m, pattern, steps=steps))) >= ENOUGH for task in names)]
+        rivals = [m for m in FAMILIES if m in some]
         said = {
-            m: [verdict(self.less(task, m, pattern, other), settings(task).margin) for task in names for other in some if other != m]
-            for m in some
+            m: [self._verdict(task, m, pattern, other, steps) for task in names for other in rivals if other != family(m)] for m in some
         }
         return {m: (words.count("ahead"), words.count("behind")) for m, words in said.items()}
 
-    def first(self, pattern: str, only: Sequence[str] = MATRIX[1:], names: Sequence[str] = ()) -> str:
-        """The method of ``only`` that is ahead of the others most often, less how often it is behind; "" without rows.
+    def _verdict(self, task: str, method: str, pattern: str, than: str, steps: int | None = None) -> str:
+        return verdict(self.less(task, method, pattern, than, steps=steps), settings(task).margin)
 
-        Of several, the one of least mean loss.
+    def first(self, pattern: str, only: Sequence[str] = MATRIX[1:], names: Sequence[str] = (), steps: int | None = None) -> str:
+        """The method of ``only`` that is behind the fewest of the others, over all tasks; "" without rows.
+
+        Of several, the one that is ahead most often, then the one of least mean loss.
         """
-        wins = self.wins(pattern, only, names)
-        loss = {m: [self.less(task, m, pattern, DENSE).mean for task in self.tasks(pattern, names)] for m in wins}
-        return min(wins, key=lambda m: (wins[m][1] - wins[m][0], sum(x for x in loss[m] if math.isfinite(x))), default="")
+        some = [*self.wins(pattern, only, names, steps)]
+        names = self.tasks(pattern, names)
+
+        def order(m: str) -> tuple[int, int, float]:
+            said = [self._verdict(task, m, pattern, other, steps) for task in names for other in some if other != m]
+            loss = [self.less(task, m, pattern, DENSE, steps=steps).mean for task in names]
+            return said.count("behind"), -said.count("ahead"), sum(x for x in loss if math.isfinite(x))
+
+        return min(some, key=order, default="")
 
     def choices(self) -> str:
         """What to take for which purpose at 2:4, with the evidence."""
         lines = [["you want to", "take", "loss less dense's, nats", "not known to be worse"]]
         for want in WANTS:
-            method = self.first("2:4", want.methods, want.tasks)
-            found = {task: self.less(task, method, "2:4", DENSE) for task in self.tasks("2:4", want.tasks) if method}
-            evidence = ", ".join(f"`{task}` {e.shown(sign=True)}{self.decay(task, method)}" for task, e in found.items() if e.n >= ENOUGH)
-            others = [m for m in want.methods if method and m != method and self._as_good(m, method, want.tasks)]
-            take = RECIPES.get(method, f"`{method}`") if method else f"`{want.untested}`"
-            lines.append([want.what, take, evidence or "untested", ", ".join(RECIPES.get(m, f"`{m}`") for m in others) or NONE])
+            method = self.first("2:4", want.methods, want.tasks, want.steps)
+            names = self.tasks("2:4", want.tasks) if method else []
+            found = {task: self.less(task, method, "2:4", DENSE, steps=want.steps) for task in names}
+            evidence = ", ".join(
+                f"`{task}` {e.shown(sign=True)}{self.decay(task, method)}{f' after {want.steps:,} steps' if want.steps else ''}"
+                for task, e in found.items()
+                if e.n >= ENOUGH
+            )
+            take = RECIPES.get(method, self.name(method)) if method else f"`{want.untested}`"
+            lines.append([want.what, take, evidence or "untested", self._others(method, want)])
         return table(lines)
+
+    def _others(self, method: str, want: Want) -> str:
+        """The methods that are not known to be worse than ``method`` for a purpose, and how many have not been compared."""
+        others = [m for m in want.methods if m != method]
+        if not others:
+            return "no other method does this"
+        names = self.tasks("2:4", want.tasks)
+        said = {m: [self.less(task, m, "2:4", method, steps=want.steps) for task in names] if method else [] for m in others}
+        known = {m: [(t, e) for t, e in zip(names, found, strict=True) if e.n >= ENOUGH] for m, found in said.items() if found}
+        good = [
+            RECIPES.get(m, self.name(m))
+            for m, found in known.items()
+            if found and all(verdict(e, settings(t).margin) != "behind" for t, e in found)
+        ]
+        missing = sum(not known.get(m) for m in others)
+        more = f"{missing} of {len(others)} not compared" if missing else ""
+        return "; ".join(filter(None, (", ".join(good) or ("" if missing == len(others) else "all others are behind"), more)))
 
     def decay(self, task: str, method: str) -> str:
         """The λ of a method that was chosen on a task, in brackets; "" if it has none."""
         known = resolve(case(task, method, "2:4"), self.results)
         return f" (λ = {DECAYS[known.method]:g})" if known and known.method in DECAYS else ""
-
-    def _as_good(self, method: str, than: str, names: Sequence[str]) -> bool:
-        """Whether a method is behind another on none of the tasks on which both have enough seeds, if there are any."""
-        found = {task: self.less(task, method, "2:4", than) for task in self.tasks("2:4", names)}
-        said = [verdict(e, settings(task).margin) for task, e in found.items() if e.n >= ENOUGH]
-        return bool(said) and "behind" not in said
 
     def tally(self, method: str, than: str, pattern: str) -> str:
         """On which tasks a method is ahead of, level with and behind another, in words: ``behind on `mlp` (+0.012 ± 0.006)``."""
@@ -198,16 +246,22 @@ class Tables:
         return "; ".join(f"on `{task}` {', '.join(names) or 'none'}" for task, names in found.items()) or "none yet"
 
     def ahead(self, pattern: str) -> str:
-        """The methods that are ahead of dense, by task, each with its rate; "" if none is."""
+        """The methods that are ahead of dense after Holm's correction over the task's methods, each with its rate; "" if none is."""
         found = []
         for task in self.tasks(pattern):
-            names = [f"{self.name(m)} (at {self._rate(task, m, pattern):g})" for m in self._said(task, pattern, "ahead")]
+            every = [m for m in MATRIX[1:] if self.less(task, m, pattern, DENSE).n >= FEWEST]
+            p = dict(zip(every, holm([self.less(task, m, pattern, DENSE).p for m in every]), strict=True))
+            names = [
+                f"{self.name(m)} (at {self._rate(task, m, pattern):g})"
+                for m in self._said(task, pattern, "ahead")
+                if p.get(m, 1.0) < 1 - LEVEL_OF_TESTS
+            ]
             if names:
                 found.append(f"on `{task}` {', '.join(names)}, where dense is best at {self._rate(task, DENSE, DENSE):g}")
         return "; ".join(found)
 
     def _said(self, task: str, pattern: str, word: str) -> list[str]:
-        return [m for m in MATRIX[1:] if verdict(self.less(task, m, pattern, DENSE), settings(task).margin) == word]
+        return [m for m in MATRIX[1:] if self._verdict(task, m, pattern, DENSE) == word]
 
     def _rate(self, task: str, method: str, pattern: str) -> float:
         return next(iter(self.best(case(task, method, pattern)).values())).lr
@@ -247,13 +301,40 @@ class Tables:
         return table(lines)
 
     def contrasts(self, family: str) -> str:
-        """The contrasts of a family with their results."""
-        lines = [["where", "difference in loss", "verdict", "n", "p after Holm"]]
+        """The contrasts of a family with their results; of those against STE's own update also how much of STE's gap it may close.
+
+        That is the upper end of the 95 % interval of the gain, as a share of STE's loss over dense. † marks a dense phase, a quarter of the
+        run, that is shorter than one window 1 / (1 − β₂) of the second moment.
+        """
+        share = family != "premise"
+        lines = [["where", "difference in loss", "verdict", "n", "p after Holm", *(["share of STE's gap, at most"] if share else [])]]
         for f in findings(self.results, family):
             p = NONE if math.isnan(f.p) else f"{f.p:.2g}" if f.p >= SMALL else f"< {SMALL:g}"
             shown = f.estimate.n >= FEWEST
-            lines.append([f.contrast.what, f.estimate.shown(sign=True), f.verdict, str(f.estimate.n), p if shown else NONE])
+            c = f.contrast.terms[0][1]
+            short = share and "freeze" in family and c.steps / 4 < 1 / (1 - c.beta2)
+            cells = [f.contrast.what + " †" * short, f.estimate.shown(sign=True), f.verdict, str(f.estimate.n), p if shown else NONE]
+            lines.append([*cells, *([self._share(c, f.estimate) if shown else NONE] if share else [])])
         return table(lines)
+
+    def _share(self, c: Case, e: Estimate) -> str:
+        """How much of STE's loss over dense a gain may make up at most, in percent; words if STE has no gap there."""
+        gap = self.less(c.task, "ste", c.pattern, DENSE, c.beta2, c.steps)
+        if gap.n < FEWEST:
+            return NONE
+        if gap.mean <= gap.half:
+            return "STE has none"
+        return f"{max(0.0, e.half - e.mean) / gap.mean:.0%}".replace("%", " %")
+
+    def by_rate(self, task: str, pattern: str, ours: str, theirs: str) -> dict[float, Estimate]:
+        """Rate -> the loss of a method minus that of another at this same rate, paired over the tuning seeds."""
+        one, other = (self.results.cases.get(case(task, m, pattern), {}) for m in (ours, theirs))
+
+        def losses(runs: Mapping[int, RunRow]) -> dict[int, float]:
+            return {k: row.val_loss for k, row in runs.items() if k in TUNING_SEEDS}
+
+        found = {lr: combined([(1, losses(one[lr])), (-1, losses(other[lr]))]) for lr in sorted(one.keys() & other.keys())}
+        return {lr: e for lr, e in found.items() if e.n >= FEWEST}
 
     def summary(self, family: str) -> str:
         """How many contrasts of a family came out which way: ``ahead 1, level 2, not known 2, of 5``."""
