@@ -149,7 +149,7 @@ def _table(chosen: Sequence[Line], machines: Mapping[str, Rows], dtype: str) -> 
     shown = {line.row for line in chosen}
     heads = [f"{machine} ({max((r['date'] for r in mine if _key(r) in shown), default='')})" for machine, mine in machines.items()]
     lines = [[f"what, 2:4 and {dtype} unless said", "against", *heads]]
-    columns = [_medians(mine) for mine in machines.values()]
+    columns = [medians(mine) for mine in machines.values()]
     for line in chosen:
         cells = [line.cell(mine) if line.row in mine else "" for mine in columns]
         if any(cells):
@@ -165,7 +165,7 @@ def machines(rows: Rows, results: Path) -> str:
 
 
 def _machine(rows: Rows, results: Path) -> str:
-    machine, values = rows[0]["machine"], _medians(rows)
+    machine, values = rows[0]["machine"], medians(rows)
     parts = [f"{tables.stamp(rows)}."]
     chosen, dtype = (LINES, "float32") if device_of(machine) == "cpu" else (LINES_GPU, "bfloat16")
     lines = [[at.what, at.against, at.cell(values)] for at in chosen if at.row in values]
@@ -189,7 +189,8 @@ def _as_in_a_model(rows: Rows) -> bool:
     return any(r["metric"] == FASTEST for r in rows)
 
 
-def _medians(rows: Rows) -> dict[Key, str]:
+def medians(rows: Rows) -> dict[Key, str]:
+    """The medians of rows by their keys."""
     return {_key(r): r["p50"] for r in rows}
 
 
@@ -216,11 +217,11 @@ AGAINST = (
 
 
 def _integers(rows: Rows) -> str:
-    medians = _medians(rows)
+    found = medians(rows)
     lines = [["weight", "tokens", "values", *(f"against {head}" for head, _ in AGAINST)]]
-    for op, provider, pattern, dtype, shape in dict.fromkeys(key[:5] for key in medians):
+    for op, provider, pattern, dtype, shape in dict.fromkeys(key[:5] for key in found):
         backend, comma, kind = provider.partition(", int")
-        cells = [medians.get((op, provider, pattern, dtype, shape, metric)) for _, metric in AGAINST]
+        cells = [found.get((op, provider, pattern, dtype, shape, metric)) for _, metric in AGAINST]
         if comma and any(cells):
             tokens, _, weight = shape.partition("x")
             values = f"int{kind}{backend.removeprefix(CPU)}"

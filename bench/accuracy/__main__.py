@@ -1,8 +1,7 @@
 """``python -m bench.accuracy VERB``: what models lose by each recipe, and by one-shot pruning.
 
 fetch: download data; run, status, merge: train, show progress, add other folders; prune, layers, rounding: one-shot pruning of pretrained
-models, what it costs for a layer, and integers as values; short: why
-sparse methods are ahead in short runs; report: write the pages."""
+models, what it costs for a layer, and integers as values; short: why sparse methods are ahead in short runs; report: write the pages."""
 
 from __future__ import annotations
 

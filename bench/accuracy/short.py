@@ -1,5 +1,5 @@
-"""Why sparse methods are ahead of dense in short runs of ``gpt``: the loss on training text beside that on the test set, and how much of the
-first mask is kept: one row per method and seed in ``short.csv``.
+"""Why sparse methods are ahead of dense in short runs of ``gpt``: the loss on training text beside that on the test set, and how much of
+the first mask is kept: one row per method and seed in ``short.csv``.
 
 The rows are runs of the matrix done again, at the rates that are best there.
 """
@@ -76,4 +76,3 @@ def text(path: Path = PATH) -> str:
         shown = [f"{100 * e.mean:.0f} %" if e.n else tables.NONE for e in shares]
         lines.append([Tables([]).name(name), mine[0]["lr"], *losses, *shown])
     return table(lines) if rows else ""
-

@@ -28,6 +28,9 @@ SMALL = 0.001
 
 LEVEL = "level"
 
+TIE = 0.001
+"""Worst losses, in nats, that two λ may differ by and be as good: then the smaller one, which leaves the mask free for longer."""
+
 
 LEAVES = tuple(m for m in MATRIX if m not in (DENSE, "fst"))
 """The methods that leave N:M weights."""
@@ -111,11 +114,12 @@ class Tables:
         runs = self.best(case(task, method, pattern, beta2=beta2, steps=steps))
         return {seed: row.val_loss for seed, row in runs.items()}
 
-    def tasks(self, pattern: str, only: Sequence[str] = ()) -> list[str]:
-        """The tasks that can tell methods apart, of ``only`` if given, whose dense training has enough seeds, and some method at this
-        pattern too.
+    def tasks(self, pattern: str, only: Sequence[str] = (), every: bool = False) -> list[str]:
+        """The tasks, of ``only`` if given, whose dense training has enough seeds, and some method at this pattern too.
+
+        Without those that cannot tell methods apart, unless ``every``.
         """
-        coarse = COARSE.get(pattern, ())
+        coarse = () if every else COARSE.get(pattern, ())
         wanted = [t for t in TASKS if pattern in settings(t).patterns and t not in coarse and (not only or t in only)]
         return [t for t in wanted if any(self.less(t, m, pattern, DENSE).n >= FEWEST for m in MATRIX[1:])]
 
@@ -289,16 +293,33 @@ class Tables:
         return table(lines) if len(lines) > 1 else MISSING
 
     def decays(self) -> str:
-        """SR-STE's loss with each λ less that with the best one of the task, on the tuning seeds at one rate, and the mean over tasks."""
-        found = {task: losses for task in TASKS if (losses := decay_losses(task, self.results))}
-        if not found:
+        """SR-STE's loss with each λ less that with the best one, by task and after the steps of the longest runs, and the worst of them."""
+        tasks_, lost = self._decays_lost()
+        if not lost:
             return MISSING
-        rates = [self.results.search(next(iter(losses))).best for losses in found.values()]
-        lines = [["λ", *(f"`{task}` at {lr:g}" for task, lr in zip(found, rates, strict=True)), "mean"]]
-        lost = [[loss - min(losses.values()) for loss in losses.values()] for losses in found.values()]
-        for decay, row in zip(DECAYS.values(), zip(*lost, strict=True), strict=True):
-            lines.append([f"{decay:g}", *(f"{x:.3f}" for x in (*row, sum(row) / len(row)))])
+        lines = [["λ", *tasks_, "worst"]]
+        for decay, row in lost.items():
+            lines.append([f"{decay:g}", *(NONE if math.isnan(x) else f"{x:.3f}" for x in row), f"{_worst(row):.3f}"])
         return table(lines)
+
+    def best_decay(self) -> float:
+        """The λ of the least worst loss over tasks and lengths; of several within ``TIE`` of it the smallest."""
+        worst = {decay: _worst(row) for decay, row in self._decays_lost()[1].items()}
+        return min(decay for decay, x in worst.items() if x <= min(worst.values()) + TIE)
+
+    def _decays_lost(self) -> tuple[list[str], dict[float, list[float]]]:
+        """(heads, λ -> the losses): of each task on the tuning seeds at the rate of the smallest λ, and of the long runs; nan: not run."""
+        found = {task: losses for task in TASKS if (losses := decay_losses(task, self.results))}
+        rates = [self.results.search(next(iter(losses))).best for losses in found.values()]
+        heads = [f"`{task}` at {lr:g}" for task, lr in zip(found, rates, strict=True)]
+        columns = [[loss - min(losses.values()) for loss in losses.values()] for losses in found.values()]
+        study = STUDIES["long-gpt"]
+        for task in set(study.tasks) & found.keys():
+            runs = [estimate(self._losses(task, name, "2:4", steps=study.steps).values()) for name in DECAYS]
+            least = min((e.mean for e in runs if e.n >= ENOUGH), default=math.nan)
+            heads.append(f"`{task}`, {study.steps:,} steps")
+            columns.append([e.mean - least if e.n >= ENOUGH else math.nan for e in runs])
+        return heads, {decay: list(row) for decay, row in zip(DECAYS.values(), zip(*columns, strict=True), strict=False)}
 
     def contrasts(self, family: str) -> str:
         """The contrasts of a family with their results; of those against STE's own update also how much of STE's gap it may close.
@@ -425,6 +446,10 @@ class Tables:
         for row in self.rows:
             found.setdefault(row.task, set()).add(row.data)
         return sorted(task for task, digests in found.items() if len(digests) > 1)
+
+
+def _worst(row: Sequence[float]) -> float:
+    return max(x for x in row if not math.isnan(x))
 
 
 ON = {word: f"{word} on" for word in ("ahead", LEVEL, "behind", "not known")}

@@ -17,11 +17,11 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 from svg import Drawing, command  # noqa: E402
 
 import nmkernels as nm  # noqa: E402
-from bench import tables  # noqa: E402
+from bench import front_page, tables  # noqa: E402
 from bench.accuracy import page  # noqa: E402
 from bench.accuracy.spec import DENSE  # noqa: E402
-from bench.accuracy.stats import Estimate  # noqa: E402
-from bench.accuracy.studies import SRSTE  # noqa: E402
+from bench.accuracy.stats import ENOUGH, Estimate  # noqa: E402
+from bench.accuracy.studies import STUDIES  # noqa: E402
 from bench.accuracy.tables import Tables  # noqa: E402
 from bench.registry import FASTEST  # noqa: E402
 from bench.report import load  # noqa: E402
@@ -33,6 +33,17 @@ PATTERNS = {"2:4": "blue", "1:4": "orange", "1:8": "green"}
 TOKENS = (1, 16, 64, 256, 2048)
 GPU_TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
 GPU = "H200"
+
+GPU_STEP = {
+    "S-STE": ("ffn", "nmkernels sste, step", *front_page.MANY, "x dense"),
+    "FST": ("ffn", "nmkernels fst, step", *front_page.MANY, "x dense"),
+}
+GPU_TOKEN = {
+    "16 bits": ("nm_linear", "nmkernels cuda", *front_page.ONE, "x dense"),
+    "4 bits": ("nm_linear_integers", "nmkernels cuda, int4", *front_page.ONE, "x dense"),
+}
+CPU_STEP = ("ffn", "nmkernels sste, step", *front_page.BLOCK, "x dense")
+CPU_TEXT = ("generate", "nmkernels CompressedLinear", "2:4", "float32", "16 tokens, GPT 1024x4", "x dense")
 
 Points = dict[str, list[tuple[int, float]]]
 
@@ -108,7 +119,7 @@ def bars(d: Drawing, x: float, y: float, w: float, h: float, values: dict[str, t
 def intervals(d: Drawing, box: tuple[float, float, float, float], found: dict[str, Estimate], step: float = 0.05) -> None:
     """Draw a mean with its 95 % interval for each name, one below the other, 0 as a dashed line."""
     x0, y0, w, h = box
-    low, high = min(e.mean - e.half for e in found.values()), max(e.mean + e.half for e in found.values())
+    low, high = min(0.0, *(e.mean - e.half for e in found.values())), max(0.0, *(e.mean + e.half for e in found.values()))
 
     def at(value: float) -> float:
         return x0 + w * (value - low) / (high - low)
@@ -123,35 +134,67 @@ def intervals(d: Drawing, box: tuple[float, float, float, float], found: dict[st
         d.rect(at(e.mean) - 3, y - 3, 6, 6, "blue", r=3)
 
 
+def dots(d: Drawing, box: tuple[float, float, float, float], lines: dict[str, dict[str, float]], top: float = 4.0) -> None:
+    """Draw the speed-ups of each line as dots on one logarithmic axis, with 1 as a dashed line; those with a name are labelled."""
+    x0, y0, w, h = box
+    low = 0.5
+
+    def at(s: float) -> float:
+        return x0 + w * math.log(s / low) / math.log(top / low)
+
+    for s in (0.5, 1, 2, 4):
+        d.path([(at(s), y0), (at(s), y0 + h)], "soft" if s == 1 else "line", 1, dash="4 3" if s == 1 else "")
+        d.text(at(s), y0 + h + 15, f"{s:g}×", "soft", 11, "middle")
+    for i, (name, values) in enumerate(lines.items()):
+        y = y0 + h * (i + 0.6) / len(lines)
+        d.text(x0 - 8, y + 4, name, "ink", 12, "end")
+        for label, s in values.items():
+            d.rect(at(s) - 3, y - 3, 6, 6, "blue" if s >= 1 else "orange", r=3)
+            if not label.startswith("AMD") and not label.startswith("Intel"):
+                d.text(at(s), y - 8, label, "soft", 10, "middle")
+
+
 def story(rows: Rows, accuracy: Tables) -> str:
-    """Draw three panels: loss of SR-STE less dense's, bytes, speed."""
-    losses = {task: accuracy.less(task, SRSTE, "2:4", DENSE) for task in accuracy.tasks("2:4")}
+    """Draw three panels: loss less dense's in the longest runs, bytes, and what a GPU and CPUs gain."""
+    study = STUDIES["long-gpt"]
+    less = {m: accuracy.less(study.tasks[0], m, "2:4", DENSE, steps=study.steps) for m in study.methods[1:]}
+    names = {m: accuracy.name(m).strip("`").replace("(λ tuned)", accuracy.decay(study.tasks[0], m).strip()) for m in less}
+    shown = sorted((m for m, e in less.items() if e.n >= ENOUGH), key=lambda m: less[m].mean)
+    losses = {names[m].translate({ord("("): "", ord(")"): ""}): less[m] for m in shown}
     share = next(float(r["p50"]) for r in rows if r["metric"] == "compressed bytes over dense, sparse layers")
-    machine, mine = newest(rows)
-    points = measured(mine)
-    top, pattern = max((s, pattern) for pattern, line in points.items() for _, s in line)
-    least, most = (f"{f(e.mean for e in losses.values()):+.3f}".replace("-", "−") for f in (min, max))
+    found = {name: front_page.medians(mine) for name, mine in tables.by_machine(r for r in rows if r["op"] != "train").items()}
+    gpu = next(name for name, mine in found.items() if device_of(name) == "cuda" and GPU_STEP["S-STE"] in mine)
+    cpus = {name: mine for name, mine in found.items() if device_of(name) == "cpu"}
+    step, text = (next(line for line in front_page.LINES if line.row == row) for row in (CPU_STEP, CPU_TEXT))
+    lines = {
+        "GPU, training step": {name: float(found[gpu][row]) for name, row in GPU_STEP.items()},
+        "GPU, one token": {name: float(found[gpu][row]) for name, row in GPU_TOKEN.items()},
+        "CPUs, training step": {name: min(float(mine[CPU_STEP]), step.allowed) for name, mine in cpus.items() if CPU_STEP in mine},
+        "CPUs, generating": {name: min(float(mine[CPU_TEXT]), text.allowed) for name, mine in cpus.items() if CPU_TEXT in mine},
+    }
+    best = less[shown[0]]
     d = Drawing(
         880,
-        304,
-        f"SR-STE at 2:4 ends {least} to {most} nats from the dense loss, with {share:.2f} times the bytes, and a compressed linear layer "
-        f"at {pattern} is up to {top:.1f} times as fast as the fastest dense one on a CPU",
+        318,
+        f"After {study.steps:,} steps 2:4 costs {best.mean:.3f} nats at best, with {share:.2f} times the bytes; a training step on a {gpu} "
+        f"takes longer than dense, a single token less time",
     )
-    d.text(24, 28, "Train it 2:4 ...", bold=True, size=14)
-    d.text(24, 46, "loss less dense's, nats, by task", "soft", 11)
-    intervals(d, (100, 68, 120, 166), losses)
-    d.text(250, 28, "... store it compressed ...", bold=True, size=14)
-    d.text(250, 46, "bytes of the sparse layers", "soft", 11)
-    bars(d, 250, 84, 190, 150, {"dense": (1, "1"), "compressed": (share, f"{share:.2f}")}, 1)
-    d.text(476, 28, "... and run it", bold=True, size=14)
-    d.text(476, 46, "times as fast as the fastest dense GEMM", "soft", 11)
-    curves(d, (510, 68, 310, 166), points, TOKENS, max(6.0, top * 1.1))
+    d.text(24, 28, f"Train it 2:4 for {study.steps:,} steps ...", bold=True, size=14)
+    d.text(24, 46, "loss less dense's, nats", "soft", 11)
+    intervals(d, (144, 62, 160, 186), losses)
+    d.text(330, 28, "... store it ...", bold=True, size=14)
+    d.text(330, 46, "bytes of the sparse layers", "soft", 11)
+    bars(d, 326, 84, 150, 150, {"dense": (1, "1"), "compressed": (share, f"{share:.2f}")}, 1)
+    d.text(510, 28, "... and run it", bold=True, size=14)
+    d.text(510, 46, "times as fast as dense", "soft", 11)
+    dots(d, (636, 62, 220, 172), lines)
     seeds = sorted({e.n for e in losses.values()})
     notes = (
-        f"Loss: SR-STE with λ tuned, small tasks, 95 % intervals over {seeds[0]} to {seeds[-1]} seeds.",
-        f"GEMM: 4096×4096, float32; {machine}, {max(r['date'] for r in mine)}.",
+        f"Loss: a byte-level GPT of 137 thousand weights, each method at dense training's rate, 95 % intervals over {seeds[0]} seeds.",
+        f"GPU: {gpu}, bfloat16, FFN 4096-14336-4096 and a layer of 14336×4096. CPUs: float32, FFN 1024-4096-1024 and a GPT of width 1024;",
+        f"{len(lines['CPUs, training step'])} kinds with 2 threads, at most what bytes and FLOPs allow. Every row: bench/results.",
     )
-    d.lines(24, 280, notes, 14, fill="soft", size=10)
+    d.lines(24, 284, notes, 13, fill="soft", size=10)
     return str(d)
 
 

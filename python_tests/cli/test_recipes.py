@@ -26,7 +26,7 @@ def test_the_list_has_all_of_them(capsys):
 def test_one_with_its_keywords(capsys):
     assert cli.main(["recipes", "SR-STE:1:4"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("srste  ") and "decay       = 0.0002         float\n" in text and "λ only matters where" in text
+    assert text.startswith("srste  ") and "decay       = 0.2            float\n" in text and "λ only matters where" in text
     assert cli.main(["recipes", "step"]) == 0
     text = capsys.readouterr().out
     assert all(f.name in text for f in fields(recipes.STEP)) and "t_max          = 0.5            float | int, or None" in text

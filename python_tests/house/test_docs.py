@@ -205,6 +205,7 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_figures_show_the_committed_rows() -> None:
-    done = subprocess.run([sys.executable, "docs/figures/speed.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+@pytest.mark.parametrize("figures", ["speed.py", "evidence.py"])
+def test_the_figures_show_the_committed_rows(figures: str) -> None:
+    done = subprocess.run([sys.executable, f"docs/figures/{figures}", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -50,7 +50,8 @@ class SRSTE(Recipe):
     λ only matters where λ|w| is comparable with |g|: watch ``decay_ratio`` in ``handle.metrics()``.
 
     Args:
-        decay: λ, at least 0; with 0 it is STE. The default is the paper's, for SGD on ImageNet; with AdamW begin at 2e-2.
+        decay: λ, at least 0; with 0 it is STE. The default has the least worst loss of the measured tasks and lengths under AdamW; the
+            paper's is 2e-4, for SGD on ImageNet.
         packed: as for ``STE``.
 
     Example:
@@ -58,7 +59,7 @@ class SRSTE(Recipe):
         0.0001
     """
 
-    decay: float = number(2e-4)
+    decay: float = number(0.2)
     packed: bool | str = choice(*PACKED)
 
     about = About("Zhou et al., ICLR 2021, arXiv 2102.04010", cost="as ste; the decay is part of the optimizer's pass")
