@@ -158,7 +158,7 @@ def _cases(args: argparse.Namespace) -> dict[str, list[Case]]:
     found: dict[str, list[Case]] = {}
     for name in args.studies or [DEFAULT]:
         study = find("study", name, studies.STUDIES).only(args.methods, args.tasks, args.patterns)
-        for method in set(study.methods) - {studies.SRSTE}:
+        for method in set(study.methods) - methods.VARIANTS.keys():
             methods.get(method)
         for task in study.tasks:
             found.setdefault(task, []).extend(studies.cases(study, task))
@@ -207,7 +207,7 @@ def _status(args: argparse.Namespace) -> int:
         for case in cases:
             known = studies.resolve(case, results)
             if known is None:
-                print(f"  {case.method:20} {case.pattern:5} {case.optimizer:5} {case.beta2:<6g} λ not chosen yet")
+                print(f"  {case.method:20} {case.pattern:5} {case.optimizer:5} {case.beta2:<6g} setting not chosen yet")
                 continue
             search = results.search(known)
             state = "searching" if search.todo else "closed" if search.closed else "open"

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .. import tables
 from . import rows, studies
-from .methods import load
+from .methods import SRSTE, VARIANTS, load
 from .plan import Results, mean_loss
 from .rows import RESULTS, RunRow
 from .spec import DENSE, Case
-from .stats import combined, estimate, verdict
+from .stats import Estimate, combined, estimate, verdict
 from .tasks.base import settings
 
 TASKS = tuple(name for name in studies.TASKS if name != "translation")
 """The tasks by default: those of the main matrix that run for less than a minute."""
+
+AGAINST = (DENSE, "ste", SRSTE)
+"""What every method is compared with: dense training, the simplest method, and the one whose setting is searched too."""
 
 COPY = "recipe.py"
 """The copy of the recipe file in the results folder: its rows are of this text."""
@@ -49,50 +53,72 @@ def keep(path: Path, folder: Path) -> None:
 
 
 def table(name: str, cases: Iterable[Case], folder: Path) -> str:
-    """In Markdown, for each case of the method ``name``: all methods with results on the same data, by mean loss, best first.
+    """In Markdown, for each case of the method ``name``: the methods of the matrix with results on the same data, by mean loss, best first,
+    with their differences to dense training, STE and SR-STE; below them controls and other settings of the same methods.
 
     Losses of two machines are paired by seed as well: the seed determines data and initial weights.
     """
-    mine = rows.load(folder)
-    found = Results([*rows.load(RESULTS), *mine])
-    parts = [_ranking(case, _comparable(found, case)) for case in cases if case.method == name]
+    found = Results([*rows.load(RESULTS), *rows.load(folder)])
+    return "\n\n".join(_ranking(case, found) for case in cases if case.method == name)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A method at its best rate and, if it has variants, its best variant: the rows by seed, and whether the search is closed."""
+
+    name: str
+    runs: dict[int, RunRow]
+    closed: bool
+
+    def less(self, other: Line) -> Estimate:
+        """The loss less that of another, paired by seed."""
+        return combined([(1, {k: r.val_loss for k, r in self.runs.items()}), (-1, {k: r.val_loss for k, r in other.runs.items()})])
+
+
+def _line(method: str, case: Case, found: Results) -> Line | None:
+    """The line of a method on the data of ``case``; None without rows."""
+    same = studies.case(case.task, method, case.pattern, case.optimizer, None if method in studies.MATRIX else case.beta2, case.steps)
+    known = studies.resolve(same, found)
+    runs = found.best(known) if known else {}
+    if not known or not runs:
+        return None
+    setting = "" if known.method == method else f" ({known.method.removeprefix(method).strip('-()')})"
+    return Line(f"`{method}`{setting}", runs, found.search(known).closed)
+
+
+def _ranking(case: Case, found: Results) -> str:
+    title = f"`{case.task}`, {case.pattern}, {case.steps} steps"
+    mine = _line(case.method, case, found)
+    if mine is None:
+        return f"{title}: no results; see the failed runs above."
+    data = next(iter(mine.runs.values())).data
+    variants = {name for names in VARIANTS.values() for name in names}
+    every = [*studies.MATRIX, *sorted({other.method for other in list(found.cases)} - {*studies.MATRIX, *variants, case.method})]
+    lines = {name: line for name in every if (line := _line(name, case, found))}
+    lines = {name: line for name, line in lines.items() if next(iter(line.runs.values())).data == data}
+    lines[case.method] = replace(mine, name=f"**{mine.name}, yours**")
+    against = {name: lines[name] for name in AGAINST if name in lines}
+    head = ["method", "loss", *(f"minus `{name}`" for name in AGAINST), "rate", "search", "seeds"]
+    parts = [f"{title}; loss in nats, 95 % intervals; *level* is within {settings(case.task).margin:g}"]
+    main = [name for name in lines if name in studies.MATRIX or name == case.method]
+    for what, names in (("", main), ("Controls, and other settings:", [name for name in lines if name not in main])):
+        if names:
+            body = [
+                _cells(name, lines[name], against, settings(case.task).margin)
+                for name in sorted(names, key=lambda n: mean_loss(lines[n].runs))
+            ]
+            parts += [*([what] if what else []), tables.table([head, *body])]
+    missing = [name for name in AGAINST if name not in lines]
+    if missing:
+        parts.append(f"No rows of {' and '.join(missing)}: add `--methods {' '.join(missing)}` to run them too.")
     return "\n\n".join(parts)
 
 
-def _comparable(found: Results, case: Case) -> dict[str, dict[int, RunRow]]:
-    """Method -> seed -> row, of runs as long, with the same optimizer and on the same data as those of ``case``."""
-    mine = found.best(case)
-    if not mine:
-        return {}
-    data = next(iter(mine.values())).data
-    others = {}
-    for other in list(found.cases):
-        same = (other.task, other.steps, other.optimizer, other.beta2) == (case.task, case.steps, case.optimizer, case.beta2)
-        if same and other.pattern in (case.pattern, DENSE):
-            runs = {seed: row for seed, row in found.best(other).items() if row.data == data}
-            if runs:
-                others[other.method] = runs
-    return others
-
-
-def _ranking(case: Case, runs: dict[str, dict[int, RunRow]]) -> str:
-    title = f"`{case.task}`, {case.pattern}, {case.steps} steps"
-    if case.method not in runs:
-        return f"{title}: no results; see the failed runs above."
-    losses = {name: {seed: row.val_loss for seed, row in mine.items()} for name, mine in runs.items()}
-    lines = [["", "method", "loss", "minus `dense`", "minus `ste`", "seeds"]]
-    for rank, name in enumerate(sorted(runs, key=lambda name: (mean_loss(runs[name]), name)), 1):
-        against = [_difference(losses, name, other, settings(case.task).margin) for other in (DENSE, "ste")]
-        shown = f"**`{name}`, yours**" if name == case.method else f"`{name}`"
-        loss = estimate(losses[name].values())
-        lines.append([str(rank), shown, loss.shown(4), *against, str(loss.n + loss.lost)])
-    missing = [other for other in (DENSE, "ste") if other not in runs]
-    hint = f"\n\nNo rows of {' and '.join(missing)}: add `--methods {' '.join(missing)}` to run them too." if missing else ""
-    return f"{title}; loss in nats, 95 % intervals\n\n{tables.table(lines)}{hint}"
-
-
-def _difference(losses: dict[str, dict[int, float]], name: str, other: str, margin: float) -> str:
-    if name == other or other not in losses:
-        return "–"
-    e = combined([(1, losses[name]), (-1, losses[other])])
-    return f"{e.shown(4, sign=True)}, {verdict(e, margin)}"
+def _cells(name: str, line: Line, against: dict[str, Line], margin: float) -> list[str]:
+    differences = []
+    for other in AGAINST:
+        e = line.less(against[other]) if other in against and other != name else None
+        differences.append("–" if e is None else f"{e.shown(4, sign=True)}, {verdict(e, margin)}")
+    loss = estimate(row.val_loss for row in line.runs.values())
+    rate = next(iter(line.runs.values())).lr
+    return [line.name, loss.shown(4), *differences, f"{rate:g}", "closed" if line.closed else "open", str(loss.n + loss.lost)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import itertools
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,12 @@ HALF = 0.5
 DECAYS = {f"srste-{decay}": float(decay) for decay in ("2e-4", "2e-3", "2e-2", "2e-1", "2e0")}
 """SR-STE by λ; that of the paper is the first."""
 
+SRSTE = "srste"
+"""Stands for SR-STE at the λ that is best for the task and optimizer."""
+
+VARIANTS = {SRSTE: tuple(DECAYS)}
+"""Name -> the methods of which the one that is best for the task and optimizer stands for it, at most as many as SR-STE has λ."""
+
 METHODS = {
     "dense": Method("dense", note="dense training"),
     "oneshot-magnitude": _pruned("magnitude", 1.0, "dense training, then the largest magnitudes are kept"),
@@ -108,8 +115,11 @@ METHODS = {
 def load(path: Path) -> str:
     """Add the recipe of a Python file to the methods, under the name it registers or else the file's, and return that name.
 
+    A class attribute ``grid = {"decay": (0.02, 0.2)}`` has settings to choose from, as SR-STE's λ is chosen.
+
     Raises:
-        ValueError: there is no such file, it does not define exactly one recipe, or its name is that of another method.
+        ValueError: there is no such file, it does not define exactly one recipe, its name is that of another method, or its grid has more
+            settings than SR-STE's λ, or names what is no setting.
     """
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
@@ -134,6 +144,17 @@ def load(path: Path) -> str:
     if name in METHODS or name in before:
         raise ValueError(f"{path}: there is a method {name!r} already; choose another name for yours")
     METHODS[name] = Method(cls, note=f"the recipe of {path.name}")
+    grid = getattr(cls, "grid", {})
+    choices = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())] if grid else []
+    settings = {f.name for f in fields(cls)}
+    if len(choices) > len(DECAYS) or not set(grid) <= settings:
+        wrong = f"has {len(choices)} settings, and SR-STE's λ, the budget of all, has {len(DECAYS)}"
+        unknown = ", ".join(sorted(set(grid) - settings))
+        raise ValueError(f"{path}: the grid {f'names {unknown}, which the recipe does not have' if unknown else wrong}")
+    for config in choices:
+        METHODS[f"{name}({', '.join(f'{key}={value}' for key, value in config.items())})"] = Method(cls, config, f"with {config}")
+    if choices:
+        VARIANTS[name] = tuple(METHODS)[-len(choices) :]
     return name
 
 

@@ -60,14 +60,14 @@ def run_cases(
         specs = place.agree(specs)  # the first process has written the rows; others may not see them yet
         if not specs:
             return len(failed)
-        left, unit = hours_left(cases, found), "CPU-hours" if place.device == "cpu" else "hours"
-        for outcome in _run(specs, pool, workers, place):
+        left, count = hours_left(cases, found), len(specs)
+        for number, outcome in enumerate(_run(specs, pool, workers, place), 1):
             if outcome.row is None:
                 failed.add(outcome.spec.key)
             if place.first:
                 rows.append([outcome.row] if outcome.row else [], folder)
                 left -= cost(outcome.spec.case, 1)
-                say(f"[about {max(left, 0):.1f} {unit} left] {_line(outcome)}")
+                say(f"[run {number} of {count} now known, about {_time(max(left, 0) / workers)} left in all] {_line(outcome)}")
         if place.first:
             rows.tidy(folder)
 
@@ -104,6 +104,10 @@ def _run(specs: list[RunSpec], pool: Executor | None, workers: int, place: Place
     finally:
         for future in waiting:
             future.cancel()
+
+
+def _time(hours: float) -> str:
+    return f"{hours:.1f} hours" if hours >= 2 else f"{max(1, round(60 * hours))} minutes"
 
 
 def _line(outcome: Attempt) -> str:

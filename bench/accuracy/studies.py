@@ -6,16 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from . import methods
-from .methods import DECAYS
+from .methods import SRSTE, VARIANTS
 from .plan import Results, cost, mean_loss
 from .spec import DENSE, OPTIMIZERS, TUNING_SEEDS, Case, RunSpec
 from .tasks.base import settings
 
 TASKS = ("mlp", "finetune", "vit", "gpt", "translation")
 """The tasks of the main matrix."""
-
-SRSTE = "srste"
-"""Stands for SR-STE at the λ that is best for the task and optimizer."""
 
 MATRIX = (
     *(DENSE, "ste", SRSTE, "step-auto", "sste", "mdgf-chain", "mdgf-ste"),
@@ -138,29 +135,29 @@ def cases(study: Study, task: str) -> Iterator[Case]:
     yield from dict.fromkeys(found)
 
 
-def decay_cases(task: str, optimizer: str = "adamw") -> list[Case]:
-    """SR-STE at every λ, at the task's first pattern and own length: λ is chosen once per task and optimizer."""
-    return [case(task, name, settings(task).patterns[0], optimizer) for name in DECAYS]
+def variants(it: Case) -> list[Case]:
+    """The cases of which one stands for ``it``, at the task's first pattern and own length: it is chosen once per task and optimizer."""
+    return [case(it.task, name, settings(it.task).patterns[0], it.optimizer) for name in VARIANTS[it.method]]
 
 
-def decay_losses(task: str, results: Results, optimizer: str = "adamw") -> dict[Case, float]:
-    """SR-STE's mean loss on the tuning seeds with each λ, at the best rate of the smallest one; empty before all are known."""
-    every = decay_cases(task, optimizer)
-    if _decay_todo(every, results):
+def variant_losses(case: Case, results: Results) -> dict[Case, float]:
+    """The mean loss on the tuning seeds of each variant, at the best rate of the first one; empty before all are known."""
+    every = variants(case)
+    if _variants_todo(every, results):
         return {}
     lr = results.search(every[0]).best
     return {c: mean_loss({k: row for k, row in results.cases[c][lr].items() if k in TUNING_SEEDS}) for c in every}
 
 
 def resolve(case: Case, results: Results) -> Case | None:
-    """The case itself; for ``SRSTE`` the one with the λ of least mean loss by ``decay_losses``, or None before that is known."""
-    if case.method != SRSTE:
+    """The case itself; for one with variants that of least mean loss by ``variant_losses``, or None before it is known."""
+    if case.method not in VARIANTS:
         return case
-    losses = decay_losses(case.task, results, case.optimizer)
+    losses = variant_losses(case, results)
     return replace(case, method=min(losses, key=lambda c: losses[c]).method) if losses else None
 
 
-def _decay_todo(every: list[Case], results: Results) -> list[RunSpec]:
+def _variants_todo(every: list[Case], results: Results) -> list[RunSpec]:
     found = results.search(every[0])
     if found.todo:
         return results.todo(every[0])
@@ -171,7 +168,7 @@ def _decay_todo(every: list[Case], results: Results) -> list[RunSpec]:
 def todo(case: Case, results: Results, seeds: int | None = None) -> list[RunSpec]:
     """The runs that a case of a study needs now."""
     known = resolve(case, results)
-    return _decay_todo(decay_cases(case.task, case.optimizer), results) if known is None else results.todo(known, seeds)
+    return _variants_todo(variants(case), results) if known is None else results.todo(known, seeds)
 
 
 def hours_left(cases: Iterable[Case], results: Results) -> float:
@@ -179,8 +176,8 @@ def hours_left(cases: Iterable[Case], results: Results) -> float:
     left = 0.0
     for each in cases:
         known = resolve(each, results)
-        if known is None:  # the search of one λ, then one run per seed for each of the others
-            first = decay_cases(each.task, each.optimizer)[0]
-            left += cost(first, results.foreseen(first) + (len(DECAYS) - 1) * settings(each.task).tuning_seeds)
+        if known is None:  # the search of one variant, then one run per seed for each of the others
+            first, *others = variants(each)
+            left += cost(first, results.foreseen(first) + len(others) * settings(each.task).tuning_seeds)
         left += cost(each, results.foreseen(known or each))
     return left

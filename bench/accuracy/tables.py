@@ -17,7 +17,7 @@ from .rows import RunRow
 from .spec import DENSE, TUNING_SEEDS, Case
 from .stats import ENOUGH, FEWEST, Estimate, combined, estimate, holm, verdict
 from .stats import LEVEL as LEVEL_OF_TESTS
-from .studies import MATRIX, SRSTE, STUDIES, TASKS, case, decay_losses, resolve
+from .studies import MATRIX, SRSTE, STUDIES, TASKS, case, resolve, variant_losses
 from .tasks.base import settings
 
 NONE = "–"
@@ -309,7 +309,7 @@ class Tables:
 
     def _decays_lost(self) -> tuple[list[str], dict[float, list[float]]]:
         """(heads, λ -> the losses): of each task on the tuning seeds at the rate of the smallest λ, and of the long runs; nan: not run."""
-        found = {task: losses for task in TASKS if (losses := decay_losses(task, self.results))}
+        found = {task: losses for task in TASKS if (losses := variant_losses(case(task, SRSTE, "2:4"), self.results))}
         rates = [self.results.search(next(iter(losses))).best for losses in found.values()]
         heads = [f"`{task}` at {lr:g}" for task, lr in zip(found, rates, strict=True)]
         columns = [[loss - min(losses.values()) for loss in losses.values()] for losses in found.values()]

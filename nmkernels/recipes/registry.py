@@ -16,17 +16,18 @@ R = TypeVar("R", bound=type[Recipe])
 
 
 def recipe(name: str) -> Callable[[R], R]:
-    """Register the decorated class under ``name``: letters and digits, so that ``text`` can be read again.
+    """Register the decorated class under ``name``: letters, digits and hyphens, so that ``text`` can be read again.
 
     Raises:
         RecipeError: the name has anything else in it.
     """
-    if not name.isalnum():
-        raise RecipeError(f"a recipe's name has letters and digits only, got {name!r}; call it {''.join(filter(str.isalnum, name))!r}.")
+    if not _plain(name).isalnum():
+        fits = "".join(c for c in name if c.isalnum() or c == "-")
+        raise RecipeError(f"a recipe's name has letters, digits and hyphens only, got {name!r}; call it {fits!r}.")
 
     def register(cls: R) -> R:
         cls.name = name
-        _recipes[name] = cls
+        _recipes[_plain(name)] = cls
         return cls
 
     return register
@@ -34,7 +35,12 @@ def recipe(name: str) -> Callable[[R], R]:
 
 def names() -> list[str]:
     """Names of all recipes, sorted."""
-    return sorted(_recipes)
+    return sorted(cls.name for cls in _recipes.values())
+
+
+def _plain(name: str) -> str:
+    """A name as it is found: in lower case, without hyphens."""
+    return name.strip().lower().replace("-", "")
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
@@ -57,7 +63,7 @@ def find(name: str) -> type[Recipe]:
     Raises:
         RecipeError: no recipe has that name; the message suggests the nearest one.
     """
-    plain = name.strip().lower().replace("-", "").replace("_", "")
+    plain = _plain(name).replace("_", "")
     if plain not in _recipes:
         near = suggestion(plain, _recipes) or "."
         raise RecipeError(

@@ -27,17 +27,22 @@ from nmkernels.recipes.registry import recipe
 class Helper(STE):
     pass
 
-@recipe("ownste")
+@recipe("own-ste")
 @dataclass(frozen=True)
 class Mine(Helper):
     strength: float = 0.5
 """
+GRID = REGISTERED + "    grid = {'strength': (0.5, 1.0)}\n"
 
 
 @pytest.fixture(autouse=True)
 def undone(monkeypatch):
     monkeypatch.setattr(methods, "METHODS", dict(methods.METHODS))
     monkeypatch.setattr(registry, "_recipes", dict(registry._recipes))
+    before = dict(methods.VARIANTS)
+    yield
+    methods.VARIANTS.clear()
+    methods.VARIANTS.update(before)
 
 
 @pytest.fixture
@@ -58,8 +63,9 @@ def test_one_class_becomes_a_method(tmp_path):
     assert methods.load(written(tmp_path, PLAIN)) == "mine"
     recipe = methods.get("mine").build("1:8", 100)
     assert (type(recipe).__name__, str(recipe.pattern), recipe.total_steps) == ("Mine", "1:8", 100)
-    assert methods.load(written(tmp_path, REGISTERED, "other.py")) == "ownste"
-    assert methods.get("ownste").build("2:4", 100).strength == 0.5
+    assert methods.load(written(tmp_path, REGISTERED, "other.py")) == "own-ste"
+    assert methods.get("own-ste").build("2:4", 100).strength == 0.5
+    assert registry.get("own-ste:2:4(strength=1.0)").strength == 1.0 and "own-ste" in registry.names()
 
 
 @pytest.mark.parametrize(
@@ -69,8 +75,10 @@ def test_one_class_becomes_a_method(tmp_path):
         (PLAIN + "class Two(STE):\n    pass\n", "mine.py", r"defines Mine, Two\..*decorate the one to run"),
         (PLAIN, "ste.py", "there is a method 'ste' already; choose another name"),
         (PLAIN, "srste-2e-4.py", "there is a method 'srste-2e-4' already"),
-        (REGISTERED.replace("ownste", "sste"), "mine.py", "there is a method 'sste' already"),
+        (REGISTERED.replace("own-ste", "sste"), "mine.py", "there is a method 'sste' already"),
         (PLAIN, "mine.txt", "its name has to end with .py"),
+        (GRID.replace("(0.5, 1.0)", "tuple(range(6))"), "mine.py", "has 6 settings, and SR-STE's λ, the budget of all, has 5"),
+        (GRID.replace("{'strength'", "{'weakness'"), "mine.py", "the grid names weakness, which the recipe does not have"),
     ],
 )
 def test_other_files_are_refused(tmp_path, text, name, message):
@@ -98,6 +106,7 @@ def test_the_command_tunes_evaluates_and_ranks(tmp_path, monkeypatch, short, cap
     # the same recipe under another name: the same losses, so level with ste
     ours = next(line for line in table if "`mine`" in line)
     assert "+0.0000 ± 0.0000, level" in ours and ours.endswith("| 5 |")
+    assert "No rows of srste: add `--methods srste`" in out
 
     (tmp_path / "mine.py").write_text(PLAIN + "# changed\n")
     methods.METHODS.pop("mine")
@@ -134,7 +143,8 @@ def finished(case: Case, loss: float, settings: Settings, data: str = "d") -> li
 def test_methods_are_sorted_paired_by_seed_and_put_into_words(tmp_path, monkeypatch, short):
     page, mine = tmp_path / "page", tmp_path / "mine"
     monkeypatch.setattr(leaderboard, "RESULTS", page)
-    losses = {"dense": 1.0, "ste": 1.2, "sste": 1.1}
+    losses = {"dense": 1.0, "ste": 1.2, "sste": 1.1, "step-25-raw": 1.05, "srste-2e-4": 1.14, "srste-2e-2": 1.13}
+    losses |= {"srste-2e-3": 1.3, "srste-2e-1": 1.3, "srste-2e0": 1.3}
     theirs = [row for name, loss in losses.items() for row in finished(studies.case("mlp", name, "2:4"), loss, short)]
     theirs += finished(studies.case("mlp", "asp", "2:4"), 0.5, short, data="other data")
     theirs += finished(studies.case("mlp", "slope", "1:8"), 0.5, short)
@@ -142,17 +152,35 @@ def test_methods_are_sorted_paired_by_seed_and_put_into_words(tmp_path, monkeypa
     case = studies.case("mlp", "mine", "2:4")
     rows.save(finished(case, 1.15, short), mine)
     table = leaderboard.table("mine", [case, studies.case("mlp", "ste", "2:4")], mine)
-    lines = table.splitlines()[4:]
-    assert [line.split(" | ")[1] for line in lines] == ["`dense`", "`sste`", "**`mine`, yours**", "`ste`"]
-    assert [line.split(" | ")[0] for line in lines] == ["| 1", "| 2", "| 3", "| 4"]
-    cells = lines[2].split(" | ")
+    main, _, controls = table.partition("Controls, and other settings:")
+    lines = [line for line in main.splitlines() if line.startswith("| ")][2:]
+    assert [line.split(" | ")[0] for line in lines] == ["| `dense`", "| `sste`", "| `srste` (2e-2)", "| **`mine`, yours**", "| `ste`"]
+    assert "| `step-25-raw` | " in controls and "| `srste" not in controls
+    cells = lines[3].split(" | ")
     # seeds differ by 0.1 each, which pairing takes out
-    assert cells[3].startswith("+0.1498 ± ") and cells[3].endswith(", behind")
-    assert cells[4].startswith("−0.0492 ± ") and cells[4].endswith(", ahead")
-    assert float(cells[4].split("± ")[1].split(",")[0]) < 0.01 < float(cells[2].split("± ")[1])
+    assert cells[2].startswith("+0.1498 ± ") and cells[2].endswith(", behind")
+    assert cells[3].startswith("−0.0492 ± ") and cells[3].endswith(", ahead")
+    assert cells[4].startswith("+0.02") and cells[4].endswith(", behind") and cells[5:] == ["0.0055", "closed", "5 |"]
+    assert float(cells[3].split("± ")[1].split(",")[0]) < 0.01 < float(cells[1].split("± ")[1])
 
     rows.save([row for row in theirs if row.method != "ste"], page)
     assert "No rows of ste: add `--methods ste`" in leaderboard.table("mine", [case], mine)
+
+
+def test_a_grid_is_searched_as_the_decay_of_sr_ste_is(tmp_path, monkeypatch, short):
+    assert methods.load(written(tmp_path, GRID)) == "own-ste"
+    names = methods.VARIANTS["own-ste"]
+    assert names == ("own-ste(strength=0.5)", "own-ste(strength=1.0)")
+    assert [methods.get(name).build("2:4", 100).strength for name in names] == [0.5, 1.0]
+    case = studies.case("mlp", "own-ste", "2:4")
+    assert {spec.case.method for spec in studies.todo(case, Results([]))} == {names[0]}, "its rate first"
+    done = [row for row in finished(studies.case("mlp", names[0], "2:4"), 1.2, short) if row.seed in TUNING_SEEDS]
+    assert {spec.case.method for spec in studies.todo(case, Results(done))} == {names[1]}, "then the other setting, at that rate"
+    done += finished(studies.case("mlp", names[1], "2:4"), 1.1, short)
+    assert studies.resolve(case, Results(done)) == studies.case("mlp", names[1], "2:4")
+    monkeypatch.setattr(leaderboard, "RESULTS", tmp_path / "page")
+    rows.save(done, tmp_path / "mine")
+    assert "**`own-ste` (strength=1.0), yours**" in leaderboard.table("own-ste", [case], tmp_path / "mine")
 
 
 def test_gpt_calls_the_model_and_not_a_method_of_it(monkeypatch):
