@@ -34,8 +34,8 @@ class Method:
         recipe: name in the package's registry, or a class.
         config: its settings.
         note: a description in one line, for the page.
-        prune: the method of ``nm.prune_``, for dense training that is pruned at ``at``, a share of the steps, and then trained on with the
-            masks held; the recipe only counts FLOPs then.
+        prune: the method of ``nm.prune_``, for dense training that is pruned at ``at``, a share of the steps, and then trained on: with the
+            masks held if the recipe is ``asp``, which only counts FLOPs, else by the recipe.
         window: with the β₂ that ``STEP.optimizer`` chooses, instead of the task's.
         dense_v: take Adam's second moment from gradients of the dense weights, at every step.
     """
@@ -83,6 +83,8 @@ METHODS = {
     "asp-wanda": _pruned("wanda", HALF, "the same with Wanda's score"),
     "asp-sparsegpt": _pruned("sparsegpt", HALF, "the same with SparseGPT"),
     "asp-admm": _pruned("admm", HALF, "the same with ADMM, the default of `nm.prune_`"),
+    "admm-held": _pruned("admm", 0.0, "a trained model is pruned by ADMM, then trained with the masks held"),
+    "admm-srste": Method("srste", {"decay": 0.2}, "a trained model is pruned by ADMM, then trained by SR-STE, λ = 0.2", prune="admm"),
     "ste": Method("ste", note="straight-through estimator"),
     **{name: Method("srste", {"decay": decay}, f"SR-STE, λ = {decay:g}") for name, decay in DECAYS.items()},
     "step-10": Method("step", _step(start=0.1), "STEP, T₀ at 10 %"),

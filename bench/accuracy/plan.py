@@ -52,20 +52,20 @@ def neighbour(lr: float, up: bool) -> float:
     return GRID[GRID.index(lr) + (1 if up else -1)]
 
 
-def search(losses: Losses, start: float, seeds: int) -> Search:
+def search(losses: Losses, start: float, seeds: int, rates: tuple[float, ...] = ()) -> Search:
     """The state of a search over the first ``seeds`` tuning seeds, from the losses so far.
 
     It begins with ``start`` and its neighbours, and goes on until the rates as good as the best one have worse neighbours on both sides, or
-    ``MOST_RATES`` have been tried.
+    ``MOST_RATES`` have been tried. With ``rates`` it tries these alone.
     """
     done = {lr: found for lr, found in losses.items() if len(found) >= seeds}
-    first = [lr for lr in (neighbour(start, up=False), start, neighbour(start, up=True)) if lr not in done]
+    first = [lr for lr in rates or (neighbour(start, up=False), start, neighbour(start, up=True)) if lr not in done]
     if first:
         return Search(tried=tuple(sorted(done)), todo=tuple(first))
     means = {lr: sum(found.values()) / len(found) for lr, found in done.items()}
     best, tried = min(means, key=lambda lr: (means[lr], lr)), tuple(sorted(done))
     good = tuple(lr for lr in tried if lr == best or _as_good(done[lr], done[best]))
-    todo = tuple(lr for lr in (neighbour(good[0], up=False), neighbour(good[-1], up=True)) if lr not in done)
+    todo = tuple(lr for lr in (neighbour(good[0], up=False), neighbour(good[-1], up=True)) if lr not in done and not rates)
     return Search(best, good, tried, todo[: max(0, MOST_RATES - len(tried))])
 
 
@@ -101,7 +101,7 @@ class Results:
         seeds = TUNING_SEEDS[: s.tuning_seeds]
         losses = {lr: {k: _loss(runs[k]) for k in seeds if k in runs} for lr, runs in found.items()}
         start = s.lr if case.optimizer == "adamw" else s.lr_sgd
-        return search({lr: mine for lr, mine in losses.items() if mine}, start, len(seeds))
+        return search({lr: mine for lr, mine in losses.items() if mine}, start, len(seeds), s.rates)
 
     def evaluated(self, case: Case) -> dict[float, dict[int, RunRow]]:
         """Rate -> evaluation seed -> row, for the good rates of a search that is over."""

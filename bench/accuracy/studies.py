@@ -87,6 +87,11 @@ STUDIES = {
         ("gpt",),
         steps=LONG,
     ),
+    "finetune-low": Study(
+        "fine-tuning at rates far below those of pretraining",
+        (DENSE, "admm-held", "admm-srste", "oneshot-admm", "mdgf-chain", SRSTE, "asp", "sste", "slope", "ste"),
+        ("finetune-low",),
+    ),
     "switch": Study(
         "when STEP switches, and its settings",
         (

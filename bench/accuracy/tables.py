@@ -120,7 +120,7 @@ class Tables:
         Without those that cannot tell methods apart, unless ``every``.
         """
         coarse = () if every else COARSE.get(pattern, ())
-        wanted = [t for t in TASKS if pattern in settings(t).patterns and t not in coarse and (not only or t in only)]
+        wanted = [t for t in only or TASKS if pattern in settings(t).patterns and t not in coarse]
         return [t for t in wanted if any(self.less(t, m, pattern, DENSE).n >= FEWEST for m in MATRIX[1:])]
 
     def matrix(self, pattern: str) -> str:

@@ -136,7 +136,7 @@ class Training:
         self.optimizer.dense = {p: q.grad for p, q in zip(self.model.parameters(), twin.parameters(), strict=True)}
 
     def prune(self) -> None:
-        """Prune the dense model; the optimizer then goes on with the masks held."""
+        """Prune the dense model; the optimizer then goes on with the masks held, or as the recipe says."""
         every = (self.task.batch(self.spec.seed, step) for step in range(1, CALIBRATION + 1))
         batches = [self.place.move(part) for batch in every for part in self.place.parts(batch, self.task.most)]
         with warnings.catch_warnings():
@@ -144,6 +144,10 @@ class Training:
             self.handle = nm.prune_(
                 self.model, self.spec.case.pattern, batches, self.task.filter_fn, method=self.method.prune, forward=self._loss
             )
+        if self.method.recipe != "asp":  # which goes on from the pruned weights
+            self.handle.finish(allow_unused=True)
+            self.handle.remove()
+            self.handle = nm.sparsify_(self.model, self.recipe, self.task.filter_fn)
         self.handle.attach(self.optimizer)
 
     def evaluate(self) -> dict[str, float]:

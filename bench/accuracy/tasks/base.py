@@ -27,6 +27,7 @@ class Settings:
     Args:
         steps: optimizer steps of a run.
         lr, lr_sgd: the rates that the searches begin at, of ``plan.GRID``.
+        rates: the only ones of the search, where the task is about such rates.
         decay: ``"cosine"`` or ``"linear"``.
         clip: bound on the gradient's norm, or None.
         tuning_seeds, seeds: number of tuning and of evaluation seeds.
@@ -39,6 +40,7 @@ class Settings:
     steps: int
     lr: float
     lr_sgd: float = 0.1
+    rates: tuple[float, ...] = ()
     warmup: float = 0.05
     floor: float = 0.1
     decay: str = "cosine"

@@ -35,7 +35,7 @@ def test_fine_tuning_starts_from_cached_pretraining(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(finetune, "_model", lambda: pytest.fail("trained again"))
         assert all(torch.equal(value, weights[key]) for key, value in finetune.pretrained(tmp_path, steps=4).items())
-    monkeypatch.setattr(finetune, "pretrained", lambda folder: weights)
+    monkeypatch.setattr(finetune, "pretrained", lambda folder, steps: weights if steps == 2000 else pytest.fail("other weights"))
     task = finetune.FineTuneGPT()
     assert all(torch.equal(value, weights[key]) for key, value in task.model().state_dict().items())
     checked(task, "1:8")

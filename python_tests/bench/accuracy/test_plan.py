@@ -54,6 +54,13 @@ def test_rates_within_two_errors_of_the_best_are_good():
     assert found.tried == (1.7e-3, 3e-3, 5.5e-3, 1e-2)
 
 
+def test_a_task_may_limit_the_rates():
+    rates = (1e-4, 1.7e-4, 3e-4)
+    assert search({}, 1.7e-4, 3, rates).todo == rates
+    found = search({lr: {seed: -lr for seed in SEEDS} for lr in rates}, 1.7e-4, 3, rates)
+    assert (found.best, found.todo, found.closed) == (3e-4, (), False)
+
+
 def test_a_search_without_an_end_is_given_up_and_open():
     for loss in (lambda lr, seed: lr, lambda lr, seed: -lr, lambda lr, seed: math.inf, lambda lr, seed: 1.0):
         found = until_over(loss)

@@ -50,9 +50,9 @@ def test_digits_for_training_tuning_and_test_are_apart():
     tasks.base.get.cache_clear()
 
 
-@pytest.mark.parametrize("name", ["gpt", "finetune"])
+@pytest.mark.parametrize("name", ["gpt", "finetune", "finetune-low"])
 def test_text_for_tuning_and_for_the_test_is_apart(name, monkeypatch):
-    monkeypatch.setattr(finetune, "pretrained", lambda folder: {})
+    monkeypatch.setattr(finetune, "pretrained", lambda folder, steps: {})
     task, found = tasks.get(name), []
     monkeypatch.setattr(type(task), "loss", lambda self, model, batch: found.append(batch[0]) or torch.zeros(()))
     model = torch.nn.Linear(1, 1)

@@ -34,7 +34,7 @@ def test_the_deployable_weights_are_evaluated(tiny, monkeypatch):
     monkeypatch.setattr(tiny, "evaluate", spy)
     # mask decay without fine-tuning still lets something through at the end, which finish() cuts off
     monkeypatch.setitem(methods.METHODS, "leaky", methods.Method("mdgf", {"end": 1.0, "residual": 0.5}))
-    for method in ("leaky", "asp-sparsegpt", "oneshot-admm"):
+    for method in ("leaky", "asp-sparsegpt", "oneshot-admm", "admm-held", "admm-srste"):
         seen.clear()
         worker.run(spec(method))
         assert len(seen) >= 2 and all(nm.ops.is_nm(w, "2:4") for w in seen[-2:])  # before them the dense model that is pruned
