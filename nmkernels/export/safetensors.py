@@ -36,7 +36,7 @@ from ..pattern import CheckpointError, NMError, RecipeError
 from ..reference.compress import pack_indices, unpack_indices
 from ..shards import is_sharded, local, whole
 from .plan import BUFFERS, home_of, load
-from .tensors import Layer, place, plain_state, quote, read, read_folder, sparse_layers, weight_name, write
+from .tensors import Contents, Layer, place, plain_state, quote, read, read_folder, sparse_layers, weight_name, write
 
 FORMAT = "nmkernels"
 HUGGING_FACE = "pt"
@@ -310,6 +310,13 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str], keep_dense: 
             "load_compressed: fully_shard has sharded the model, and it cannot shard compressed weights, which are not Parameters. Load "
             "into a plain model on each rank; its dense layers can be sharded afterwards."
         )
+    contents, table = opened(path)
+    load(model, contents, table, keep_dense, fill_tied=contents.metadata["format"] == HUGGING_FACE)
+    return model
+
+
+def opened(path: str | os.PathLike[str]) -> tuple[Contents, dict[str, Any]]:
+    """(tensors of a compressed file or folder by their present names, the table of its layers); errors as of ``load_compressed``."""
     contents = read_folder(path) if os.path.isdir(path) else read(path)
     about = contents.metadata
     hugging_face = about.get("format") == HUGGING_FACE
@@ -343,5 +350,4 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str], keep_dense: 
         for empty in (name, f"{name}.weight") if hugging_face else ():
             if empty in stored and not stored[empty].numel():
                 contents.tensors.pop(empty, None)  # makes loading without nmkernels fail
-    load(model, contents, table, keep_dense, fill_tied=hugging_face)
-    return model
+    return contents, table
