@@ -108,9 +108,7 @@ class Place:
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model that is called in training; with FSDP2 the model itself, sharded in place: every block of a list, then the rest."""
         if self.parallel == "ddp":
-            # a recipe's own parameters may be unused for a while, as SLoPe's adapters before the end
-            unused = any(name.rpartition(".")[2].startswith("nm_") for name, _ in model.named_parameters())
-            return nn.parallel.DistributedDataParallel(model, find_unused_parameters=unused)
+            return nn.parallel.DistributedDataParallel(model)
         if self.parallel == "fsdp":
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method

@@ -59,8 +59,7 @@ class Ranks:
     def share(self, model: GPT) -> nn.Module:
         """Shard ``model`` in place; returns the module to call in training."""
         if self.kind == "ddp":
-            adapters = any(name.endswith("nm_left") for name, _ in model.named_parameters())  # unused in part of a run
-            return nn.parallel.DistributedDataParallel(model, find_unused_parameters=adapters)
+            return nn.parallel.DistributedDataParallel(model)
         if self.kind == "fsdp":
             from torch.distributed.fsdp import fully_shard
 

@@ -71,15 +71,18 @@ def _remember(
     ctx: Any, functional: bool, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, used: Operands, plan: GemmPlan,
     seed: Tensor | None, transform: WeightTransform | None, *extras: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    needs = ctx.needs_input_grad
-    need_x, need_w = needs[0], plan.wgrad != "none" and (needs[1] or any(needs[len(needs) - len(extras) :]))
+    needs, reads = ctx.needs_input_grad, () if transform is None else tuple(transform.reads)
+    first = len(needs) - len(extras)
+    need_x, need_w = needs[0], plan.wgrad != "none" and (needs[1] or any(needs[first : first + len(reads)]))
+    extras, idle = extras[: len(reads)], extras[len(reads) :]
+    ctx.idle = (None,) * len(idle) if functional else idle
     traits = None if transform is None else transform.traits
     straight = traits is None or not traits.own_gradient
     ctx.need_w, ctx.own_gradient = need_w, need_w and not straight
     ctx.own_dgrad = need_x and traits is not None and traits.own_dgrad
     # not saved like the others: backward advances the offset in place, also of other forward passes that wait for their backward
     ctx.seed = seed if need_w else None
-    ctx.plan, ctx.transform, ctx.reads = plan, transform, () if transform is None else tuple(transform.reads)
+    ctx.plan, ctx.transform, ctx.reads = plan, transform, reads
     ctx.transposed, ctx.pattern, ctx.backend, ctx.cols = used.transposed, used.pattern, used.back_backend, x.shape[-1]
     ctx.weight_dtype = weight.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -104,7 +107,7 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         dx, db = once(dx, g, weight, *extras), once(db, g)
         dw = once(dw, g, x, weight, *extras)
         learned = {name: once(d, g, x, weight, *extras) for name, d in learned.items()}
-    return dx, dw, db, None, None, None, None, *map(learned.get, ctx.reads)
+    return dx, dw, db, None, None, None, None, *map(learned.get, ctx.reads), *(p if p is None else torch.zeros_like(p) for p in ctx.idle)
 
 
 def _gradients(
@@ -261,7 +264,7 @@ def linear(
         seed: int64 ``(2,)`` (seed, offset) for ``wgrad="mvue"``; backward advances the offset by one, in place, on the device. If None,
             both are drawn from torch's generator.
         transform: the ``WeightTransform`` that made ``used`` from ``weight``.
-        extras: the tensors that ``transform`` reads.
+        extras: the tensors that ``transform`` reads; those that follow them take no part and receive a gradient of zeros.
 
     Raises:
         NMError: on a second derivative, and in forward mode.

@@ -128,6 +128,8 @@ class NMLinear(NMWeight):
             used = self.effective.read((weight, transform, extras, dtype), plan, x)
         elif isinstance(used, Tensor):
             used = used.to(dtype)
+        for name in self.idle:
+            extras.append(getattr(self, name))
         y = linear(x, weight, used, bias, plan, self.seed, transform, extras)
         if self.watch is not None and not torch.compiler.is_compiling():
             self.watch.see(y, weight, 1)

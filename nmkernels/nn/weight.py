@@ -30,11 +30,12 @@ class WeightState:
     ``pattern`` is that of the finished weight, and ``final`` the transform that makes it; ``transform`` makes the present W̃, or is None
     where the layer uses W itself (a dense phase, or after ``finish``); ``plan`` says how the GEMMs are done, and ``seed`` is int64 (seed,
     offset) of its random estimates, None for torch's generator. ``adapts``: the low-rank adapter (``nm_left``, ``nm_right``), if there is
-    one, takes part. ``columns`` is the order in which the finished weight is N:M, None for its own. ``starts`` are the transforms that
-    took something from the weight at the beginning, which a checkpoint may have ``restored``. ``integers``: (values, group) that
-    ``compress_`` rounds the finished weight to by default. ``governed``: a handle drives the layer, or did; ``stepped``: an attached
-    optimizer has stepped; ``ran``: the layer was called. ``effective`` keeps copies of W̃, ``gather`` is the ``sharding.Gather`` of a
-    weight that FSDP2 shards, and ``watch`` sees the result of each call until the first backward pass.
+    one, takes part. ``idle`` names Parameters that do not yet, but get a gradient of zeros. ``columns`` is the order in which the finished
+    weight is N:M, None for its own. ``starts`` are the transforms that took something from the weight at the beginning, which a checkpoint
+    may have ``restored``. ``integers``: (values, group) that ``compress_`` rounds the finished weight to by default. ``governed``: a handle
+    drives the layer, or did; ``stepped``: an attached optimizer has stepped; ``ran``: the layer was called. ``effective`` keeps copies of
+    W̃, ``gather`` is the ``sharding.Gather`` of a weight that FSDP2 shards, and ``watch`` sees the result of each call until the first
+    backward pass.
     """
 
     pattern: Pattern
@@ -43,6 +44,7 @@ class WeightState:
     plan: GemmPlan = field(init=False)
     seed: Tensor | None = None
     adapts: bool = False
+    idle: tuple[str, ...] = ()
     columns: Tensor | None = None
     starts: tuple[WeightTransform, ...] = ()
     restored: bool = False

@@ -18,6 +18,13 @@ COUNTED = ("pruned_abs", "pruned_grad_abs", "flips", "nonzeros")
 """What is counted here."""
 
 
+def remove_idle(a: Attachment) -> None:
+    """Take the gradients of zeros from Parameters that do not take part yet: the optimizer would decay them, and count a step."""
+    for layer in a.run.layers.values():
+        for name in layer.idle:
+            layer.get_parameter(name).grad = None
+
+
 @torch.no_grad()
 def prepare(a: Attachment) -> None:
     """Mask or decay the gradients; where a fused optimizer unscales them later, the decay is scaled too."""

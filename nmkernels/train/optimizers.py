@@ -191,16 +191,21 @@ def _before(a: Attachment, optimizer: torch.optim.Optimizer, args: tuple[Any, ..
     if size != a.size:
         _join(a)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if not step.before(a, closure is not None):
-        return None
+    prepares = step.before(a, closure is not None)
+
+    def ready() -> None:
+        gradients.remove_idle(a)
+        if prepares:
+            gradients.prepare(a)
+
     if closure is None:
-        gradients.prepare(a)
+        ready()
         return None
 
     # with a closure backward runs inside it, after this hook: the gradients exist only then
     def wrapped() -> Any:
         loss = closure()
-        gradients.prepare(a)
+        ready()
         return loss
 
     return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})

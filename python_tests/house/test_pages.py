@@ -17,9 +17,6 @@ METHODS, HOW = ROOT / "docs" / "methods", ROOT / "docs" / "how"
 LARGEST = 60_000
 """Bytes of a figure."""
 
-OTHERS = {"find_unused_parameters"}
-"""Keywords that pages name and that are no recipe's."""
-
 
 def script(name: str) -> ModuleType:
     return importlib.import_module(f"docs.figures.{name}")
@@ -38,7 +35,7 @@ def test_page(name: str) -> None:
     assert f"\n::: {cls.__module__}.{cls.__qualname__}\n" in text and f"]({name}.svg)" in text
     for heading in ("Equations", "What happens in a run", "When it fails", "Use", "Keywords"):
         assert f"\n## {heading}\n" in text
-    known = {f.name for other in names() for f in fields(find(other))} | OTHERS
+    known = {f.name for other in names() for f in fields(find(other))}
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     assert {word for code in re.findall(r"`([^`\n]+)`", prose) for word in re.findall(r"\b(\w+)=", code)} <= known
 

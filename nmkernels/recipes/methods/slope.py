@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...arguments import as_int, as_number
@@ -66,10 +67,12 @@ class Adapters(Hooks):
     def enter(self, stage: Stage) -> None:
         for layer in self.run.layers.values():
             layer.adapts = isinstance(stage, AdapterStage)
+            # DistributedDataParallel waits for a gradient of every Parameter
+            layer.idle = () if layer.adapts or not (dist.is_available() and dist.is_initialized()) else ADAPTER
 
     def use_final_form(self) -> None:
         for layer in self.run.layers.values():
-            layer.adapts = True
+            layer.adapts, layer.idle = True, ()
 
 
 @recipe("slope")
@@ -87,7 +90,8 @@ class SLoPe(ScheduledRecipe):
     divide the outputs, the last group of a column is short and keeps N.
 
     L ``(in, r)`` and R' ``(r, out)`` are the Parameters ``nm_left`` and ``nm_right`` of each layer from ``sparsify_`` on, so build the
-    optimizer after it; they have no gradient before their phase (DistributedDataParallel needs ``find_unused_parameters=True``).
+    optimizer after it. Before their phase they do not change: they have no gradient, or where processes train together one of zeros, which
+    the optimizer's step removes, so that DistributedDataParallel needs no ``find_unused_parameters=True``.
     ``finish`` leaves N:M weights and the adapters; ``save_dense`` and ``remove`` fold them into one dense weight W + (L R')ᵀ / r.
 
     Args:
