@@ -47,7 +47,7 @@ FLOATING = "experts and convolutions keep floating-point values, not {}: {}."
 
 
 def compress_(
-    model: nn.Module, keep_dense: bool = False, values: str | None = None, group: int | None = None, data: Iterable[Any] | None = None
+    model: nn.Module, keep_dense: bool = False, values: str | None = None, group: int | None = None, *, data: Iterable[Any] | None = None
 ) -> nn.Module:
     """Replace every finished sparse layer of ``model`` by a CompressedLinear or CompressedConv2d, in place, and return the model; experts
     modules become CompressedExperts.
