@@ -1,13 +1,15 @@
 """What integers as values lose, with and without 2:4, in both orders: one row per model, mask, values and order in ``rounding.csv``.
 
-``prune`` first: nm.prune_, then the kept values are rounded. ``round`` first: the dense weight is rounded, then Wanda's mask is chosen on
-the rounded weight, so that the result has both properties too. Models, data and evaluation are those of ``oneshot``.
+``prune`` first: nm.prune_, then the kept values are rounded to the nearest. ``round`` first: the dense weight is rounded, then Wanda's mask
+is chosen on the rounded weight, so that the result has both properties too. ``data``: the pruned model is rounded by nm.compress_ on the
+calibration data. ``together``: nm.prune_ does both. Models, data and evaluation are those of ``oneshot``.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from ..tables import table
 from .oneshot import SEQUENCES
 from .oneshot_page import NAMES
 from .rows import append_lines, load_lines, stamp
+from .tasks import Task
 from .tasks.pretrained import model_of
 
 PATH = RESULTS / "rounding.csv"
@@ -30,6 +33,8 @@ PATTERN, WHOLE = "2:4", "4:4"
 VALUES = ("", "int8", "int4")
 STARTS = (("", ""), ("wanda", ""), ("admm", ""), ("wanda", "int8"), ("wanda", "int4"))
 """The method of ``nm.prune_``, empty for the dense model, and the integers to which its weight is rounded before that."""
+ON_DATA = "admm"
+"""The method whose weights are rounded on data too."""
 COLUMNS = ("model", "pattern", "method", "first", "values", "loss", "cosine", "bytes", "data", "machine", "versions", "commit", "date")
 
 
@@ -48,10 +53,27 @@ def rounded_(layers: dict[str, nn.Module], values: str, pattern: str) -> int:
     return total
 
 
-def run(name: str) -> Iterator[dict[str, Any]]:
-    """The rows of a model; those that are pruned first share one pruning."""
+def run(name: str, methods: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a model, of all ``methods`` or of some; those that are pruned first share one pruning."""
     it = model_of(name)
+
+    def row(method: str, first: str, values: str, size: int, found: dict[str, float]) -> dict[str, Any]:
+        return {
+            "model": name,
+            "pattern": PATTERN if method else "dense",
+            "method": method,
+            "first": first,
+            "values": values,
+            "loss": round(found.get("val_loss", math.nan), 5),
+            "cosine": round(found.get("cosine", math.nan), 5),
+            "bytes": size,
+            "data": it.digest,
+            **stamp(),
+        }
+
     for method, start in STARTS:
+        if methods is not None and method not in methods:
+            continue
         model = it.model().eval()
         probe = nm.sparsify_(it.model(), f"ste:{PATTERN}", it.filter_fn)
         layers = {each: model.get_submodule(each) for each in probe.layers}
@@ -68,25 +90,34 @@ def run(name: str) -> Iterator[dict[str, Any]]:
                     layer.weight.copy_(saved[each])  # type: ignore[operator]
             # a weight that was rounded before is on its grid still, and Wanda keeps values
             size = 0 if start else rounded_(layers, values, PATTERN if method else WHOLE)
-            found = it.evaluate(model)
-            yield {
-                "model": name,
-                "pattern": PATTERN if method else "dense",
-                "method": method,
-                "first": ("round" if start else "prune") if method and values else "",
-                "values": values,
-                "loss": round(found.get("val_loss", math.nan), 5),
-                "cosine": round(found.get("cosine", math.nan), 5),
-                "bytes": size,
-                "data": it.digest,
-                **stamp(),
-            }
+            yield row(method, ("round" if start else "prune") if method and values else "", values, size, it.evaluate(model))
+        if method != ON_DATA:
+            continue
+        for values in filter(None, VALUES):
+            with torch.no_grad():
+                for each, layer in layers.items():
+                    layer.weight.copy_(saved[each])  # type: ignore[operator]
+            data = it.calibration(SEQUENCES[name])
+            after = copy.deepcopy(model)
+            nm.recipes.adopt(after, PATTERN, it.filter_fn).finish(allow_unused=True)
+            nm.compress_(after, values=values, data=data)
+            yield row(method, "data", values, *_compressed(it, after))
+            at_once = it.model().eval()
+            nm.prune_(at_once, PATTERN, data, it.filter_fn, method=method, values=values).finish(allow_unused=True)
+            yield row(method, "together", values, *_compressed(it, nm.compress_(at_once)))
 
 
-def measure(models: list[str], path: Path = PATH) -> None:
-    """Append the rows of ``models``."""
+def _compressed(it: Task, model: nn.Module) -> tuple[int, dict[str, float]]:
+    """The bytes of a model's compressed layers, and what it reaches with these weights."""
+    size = sum(module.weight.nbytes for module in model.modules() if isinstance(module, nm.CompressedLinear))
+    return size, it.evaluate(nm.densify_(model))
+
+
+def measure(models: list[str], path: Path = PATH, methods: Sequence[str] | None = None) -> None:
+    """Append the rows of ``models``, each when it is made; of all ``methods`` or of some."""
     for model in models:
-        append_lines(list(run(model)), COLUMNS, path)
+        for row in run(model, methods):
+            append_lines([row], COLUMNS, path)
 
 
 def load(path: Path = PATH) -> list[dict[str, str]]:
@@ -101,6 +132,8 @@ LINES = {
     (PATTERN, "wanda", "round"): "rounded first, then Wanda's mask",
     (PATTERN, "admm", ""): "2:4, ADMM",
     (PATTERN, "admm", "prune"): "2:4, ADMM",
+    (PATTERN, "admm", "data"): "2:4, ADMM, then `compress_` with `data=`",
+    (PATTERN, "admm", "together"): "2:4, ADMM with `values=`",
 }
 """(pattern, method, what is first) -> the line of the table."""
 

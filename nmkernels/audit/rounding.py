@@ -1,4 +1,4 @@
-"""What rounding the values of a model's N:M weights to integers would cost, layer by layer, before ``compress_`` does it."""
+"""What rounding the values of a model's N:M weights to the nearest integers would cost, layer by layer, before ``compress_`` does it."""
 
 from __future__ import annotations
 
@@ -79,8 +79,9 @@ def quantization_report(
 ) -> QuantizationReport:
     """How much ``compress_(model, values=values, group=group)`` would change each layer. The model is not changed.
 
-    The error of each weight; with ``data`` also that of each layer's output, without bias and adapter, for the inputs that it gets in the
-    model as it is, in eval mode. To compare ``"int8"``, ``"int4"`` and groups, call it several times.
+    The error of each weight when it is rounded to the nearest; with ``data`` also that of each layer's output, without bias and adapter,
+    for the inputs that it gets in the model as it is, in eval mode. ``compress_(model, values=values, data=data)`` makes the error of
+    outputs smaller than that. To compare ``"int8"``, ``"int4"`` and groups, call it several times.
 
     Args:
         model: finished (``handle.finish()``) or compressed with floating-point values.

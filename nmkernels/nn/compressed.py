@@ -211,9 +211,9 @@ class CompressedLinear(nn.Module):
                 self._view = view
         return view
 
-    def round_(self, values: str, group: int | None) -> None:
-        """Round the floating-point values to integers with a step, see ``ops.quantize_values``."""
-        weight, self._dtype = ops.quantize_values(self.weight, values, group), self.dtype
+    def round_(self, weight: ops.Compressed) -> None:
+        """Take ``weight``, whose values are integers with a step, instead of the one with floating-point values."""
+        self._dtype = self.dtype
         self.values, self.indices = weight.values, weight.indices  # new buffers, so that cached layouts of the old ones are dropped
         self.register_buffer("step", weight.step)
         self._forget()

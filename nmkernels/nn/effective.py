@@ -91,13 +91,14 @@ class EffectiveWeight:
     """The cache of one layer's effective weight, in dense layout and packed as its GEMMs read it.
 
     ``attached``: whether an optimizer hook reports every step; without it nothing is cached. ``pruned``: the weight as ``prune_`` has made
-    it, until the first step; ``NMWeight.as_pruned`` tells whether it still is that. ``routes``: the forms that calls read, by size
-    and dtype of the GEMM, grad mode and forced backend.
+    it, until the first step; ``NMWeight.as_pruned`` tells whether it still is that. ``rounded``: that one with integers, as ``prune_`` has
+    rounded it. ``routes``: the forms that calls read, by size and dtype of the GEMM, grad mode and forced backend.
     """
 
     def __init__(self) -> None:
         self.attached = False
         self.pruned: Compressed | None = None
+        self.rounded: Compressed | None = None
         self.routes = Routes()
         self._basis: tuple[Any, ...] = ()
         self._dense, self._packed = _Copy(), _Copy()

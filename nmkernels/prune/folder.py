@@ -116,7 +116,7 @@ def prune_folder(
         out: the folder to write; new or empty.
         device: where blocks are computed and solved, ``"cuda"`` for instance; default the CPU.
         dtype: of the weights, computed with and written; default that of the file.
-        values, group: integers of 8 or 4 bits as values, as for ``compress_``; experts and convolutions keep floating-point ones.
+        values, group: integers of 8 or 4 bits as values, as for ``prune_``; experts and convolutions keep floating-point ones.
         held_out: batches with ``input_ids`` on which the perplexity of a causal language model is measured before and after.
         progress: called with (done, total, what).
 
@@ -269,7 +269,7 @@ class _Run:
             layers = {c.name: c for c in unit.layers if c.module in modules}
             if layers:
                 done = self.pruning.results.load(number)
-                done.layers = {name: self._stored(name, packed) for name, packed in done.layers.items() if name in layers}
+                done.layers, done.rounded = ({n: c for n, c in part.items() if n in layers} for part in (done.layers, done.rounded))
                 with torch.no_grad():
                     self.pruning.write(done)
 
@@ -321,22 +321,19 @@ class _Run:
         with torch.device("meta"):
             values = torch.empty(rows, p.kept(cols), dtype=c.module.get_parameter(c.key).dtype)
             indices = torch.empty(rows, p.index_bytes(cols), dtype=torch.uint8)
-        weight = self._stored(c.name, Compressed(values, indices, p, (rows, cols)))
+        weight = Compressed(values, indices, p, (rows, cols))
+        if self.pruning.integers is not None and c.layout in MATRICES:
+            weight = ops.quantize_values(weight, *self.pruning.integers)
         return CompressedStack(weight, c.shape[0], c.layout) if c.layout in STACKS else compressed_like(c.module, weight, c.layout)
-
-    def _stored(self, name: str, packed: Compressed) -> Compressed:
-        """The form in which a layer's result is written: with integers, if they are asked for."""
-        integers = self.pruning.integers if self.pruning.layers[name].layout in MATRICES else None
-        return packed if integers is None else ops.quantize_values(packed, *integers)
 
     def _fill(self, writer: ShardWriter, others: Iterable[str], state: Mapping[str, Tensor], packed: Mapping[str, str]) -> None:
         steps, left = len(self.pruning.units) + 1, dict.fromkeys(sorted(others))
         for number, unit in enumerate(self.pruning.units):
             self.say(number, steps, "writing layers")
             done = self.pruning.results.load(number)
-            for name, weight in done.layers.items():
+            for name, weight in {**done.layers, **done.rounded}.items():
                 experts = self.pruning.layers[name].shape[0] if packed[name] != name else None
-                for part, tensor in parts_of(self._stored(name, weight)).items():
+                for part, tensor in parts_of(weight).items():
                     writer.write(f"{packed[name]}.{part}", tensor if experts is None else tensor.unflatten(0, (experts, -1)))
             if unit.block is not None and done.orders:
                 # channels of dense tensors are reordered too

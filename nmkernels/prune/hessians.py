@@ -64,7 +64,7 @@ class Hessians:
         self._problems = {p.source: p for p in reversed(problems)}  # of layers with one input the first speaks for all
         self._lost: list[tuple[int, str, Tensor]] = []  # (batch, source, how many tokens)
         for source, p in self._problems.items():
-            weight, cols = p.candidate.module.get_parameter(p.candidate.key), p.shape[1]
+            weight, cols = getattr(p.candidate.module, p.candidate.key), p.shape[1]
             self.sums[source] = torch.zeros(cols, cols, dtype=wide(weight.dtype), device=weight.device)
             self.tokens[source] = torch.zeros((), dtype=torch.int64, device=weight.device)
 
@@ -139,6 +139,17 @@ class Hessians:
                 f"batch {first}.{also} Such tokens are left out. If they are not padding, prune in bfloat16 or float32.",
                 stacklevel=6,
             )
+
+
+def inverse_factor(h: Tensor) -> Tensor:
+    """The upper triangular U with UᵀU = H⁻¹; ``h`` is overwritten. Raises ``LinAlgError`` if it is not positive definite.
+
+    Reversing both orders of H turns its lower Cholesky factor into an upper one, whose inverse is U. H⁻¹ itself, which squares the
+    condition number again, is never formed.
+    """
+    lower = torch.linalg.cholesky(h.flip(0, 1))
+    h.zero_().diagonal().fill_(1.0)  # its memory is not needed any more
+    return torch.linalg.solve_triangular(lower, h, upper=False).flip(0, 1)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

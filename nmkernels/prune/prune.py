@@ -35,6 +35,7 @@ from .hessians import Hessians, PruningProblem, exact_gemms, problems_of
 from .ranks import agree, gathered, ranks, together
 from .relay import Forward, Relay, Unit, log
 from .results import Done, Results, digest, owned
+from .rounding import round_values
 from .solve import solve
 
 SCARCE = 2
@@ -85,8 +86,10 @@ def prune_(
         forward: ``forward(model, batch)`` for a model that is called in another way.
         blocks: names of modules whose children are the blocks; [] for none.
         permute: first reorder hidden channels between layers, where that is possible without changing the model, so that more is kept.
-        values, group: the integers that ``compress_(model)`` rounds the kept values of linear layers to, ``"int8"`` or ``"int4"``; the
-            report has the error with them too. Until then weights stay floating-point, so that they can be fine-tuned.
+        values, group: ``"int8"`` or ``"int4"``: kept values of linear layers are also rounded to integers, which make up for each other's
+            errors, and each block gets its inputs from rounded ones; the report has the error with them too. The weights themselves stay
+            floating-point, and ``compress_(model)`` stores the integers if no weight was changed since. To fine-tune first, leave
+            ``values`` out, and call ``compress_(model, values=..., data=...)`` afterwards.
         progress: called with (done, total, what) before each block; the same is logged to ``nmkernels.prune``.
 
     Raises:
@@ -125,17 +128,17 @@ def prune_(
     agree("arguments or models", identity)
     shares = gathered((digest(batches), len(batches)))
     identity["data"] = shares[0][0] if len(shares) == 1 else digest(shares)
-    compressed: dict[str, Compressed] = {}
+    compressed, rounded = dict[str, Compressed](), dict[str, Compressed]()
     with owned(None if folder is None else Path(folder)):
         pruning.run(relay, Results(folder, identity), identity["data"], sum(count for _, count in shares), progress)
         with torch.no_grad():
             for number in range(len(pruning.units)):
                 done = pruning.results.load(number)
-                pruning.write(done)
-                compressed |= done.layers
+                pruning.write(replace(done, rounded={}))
+                compressed, rounded = compressed | done.layers, rounded | done.rounded
     handle = make_handle_(model, ASP(pattern, score="existing"), chosen, report)
     for name, layer in handle.layers.items():
-        layer.effective.pruned = compressed[name]
+        layer.effective.pruned, layer.effective.rounded = compressed[name], rounded.get(name)
         layer.integers = pruning.integers if layer.layout in MATRICES else None
     return handle
 
@@ -269,8 +272,8 @@ class Pruning:
         hessians.share()
         if not problems:
             return done
-        solved: dict[str, tuple[Tensor, Tensor, Pruned]] = {}
-        mine = _share(problems, *ranks())
+        solved: dict[str, tuple[Compressed, Compressed | None, Pruned]] = {}
+        mine = shared(problems, *ranks())
         with together(), exact_gemms(unit.layers[0].module.get_parameter(unit.layers[0].key).device):
             means = {source: hessians.mean(source) for source in dict.fromkeys(p.source for p in problems)}
             self._reorder(relay, unit, means, problems, done)
@@ -279,17 +282,27 @@ class Pruning:
                 for source in list(means):
                     for p in problems:
                         if p.source == source and p.name in mine:
-                            integers = self.integers if p.candidate.layout in MATRICES else None
-                            matrix = p.part(matrices[p.candidate.name])
-                            packed, row = solve(self.method, matrix, *means[source], self.pattern, integers)
-                            solved[p.name] = packed.values.cpu(), packed.indices.cpu(), row
+                            solved[p.name] = self._solved(p, p.part(matrices[p.candidate.name]), *means[source])
                     del means[source]
         solved = {name: result for part in gathered(solved) for name, result in part.items()}
         for c in unit.layers:
-            values, indices, _ = zip(*(solved[p.name] for p in problems if p.candidate is c), strict=True)
-            done.layers[c.name] = Compressed(torch.cat(values), torch.cat(indices), self.pattern, c.matrix_shape)
+            parts = [solved[p.name][0] for p in problems if p.candidate is c]
+            values, indices = torch.cat([part.values for part in parts]), torch.cat([part.indices for part in parts])
+            done.layers[c.name] = Compressed(values, indices, self.pattern, c.matrix_shape)
+            rounded = solved[c.name][1] if c.name in solved else None  # of experts each one is a problem
+            if rounded is not None:
+                done.rounded[c.name] = rounded
         done.rows = {p.name: solved[p.name][2] for p in problems}
         return done
+
+    def _solved(self, p: PruningProblem, matrix: Tensor, h: Tensor, tokens: int) -> tuple[Compressed, Compressed | None, Pruned]:
+        """One matrix pruned, and rounded if its layer is; on the CPU."""
+        packed, row = solve(self.method, matrix, h, tokens, self.pattern)
+        if self.integers is None or p.candidate.layout not in MATRICES:
+            return packed.to("cpu"), None, row
+        begin = time.monotonic()
+        rounded, error = round_values(packed, *self.integers, h, tokens, matrix)
+        return packed.to("cpu"), rounded.to("cpu"), replace(row, rounded=error, seconds=row.seconds + time.monotonic() - begin)
 
     def _reorder(
         self, relay: Relay, unit: Unit, means: dict[str, tuple[Tensor, int]], problems: Sequence[PruningProblem], done: Done
@@ -322,11 +335,11 @@ class Pruning:
                 means[source] = h[order][:, order], tokens
 
     def write(self, done: Done) -> None:
-        """Put the results of a unit into the model."""
+        """Put the results of a unit into the model, rounded where they are."""
         for reader, order in done.orders:
             for tensor, dim in self._channels(reader):
                 reorder_(tensor.detach(), dim, torch.tensor(order))
-        for name, packed in done.layers.items():
+        for name, packed in {**done.layers, **done.rounded}.items():
             c = self.layers[name]
             parameter = c.module.get_parameter(c.key)
             parameter.copy_(as_stored(packed.dense().to(parameter.device), c.layout, c.shape))
@@ -360,7 +373,7 @@ class Pruning:
             self._forget()
 
 
-def _share(problems: Sequence[PruningProblem], count: int, rank: int) -> set[str]:
+def shared(problems: Sequence[PruningProblem], count: int, rank: int) -> set[str]:
     """The names of the problems that this rank solves: the largest first, each to the rank that has least to do."""
     load, mine = [0] * count, set[str]()
     for p in sorted(problems, key=lambda p: -p.shape[0] * p.shape[1] ** 2):

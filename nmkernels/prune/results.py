@@ -1,8 +1,8 @@
 """What pruning has finished: the compressed layers of each unit, in memory or in a folder from which an interrupted run resumes.
 
 A folder holds ``run.json``, which says what is pruned and how, and for each unit ``unit-0000.safetensors``: per layer ``name.values`` and
-``name.indices``, and as metadata a digest of these, the rows of the report and the orders of permuted channels. ``.lock`` names the
-process that uses the folder.
+``name.indices``, for integers also ``name.integers`` and ``name.step``, and as metadata a digest of these, the rows of the report and the
+orders of permuted channels. ``.lock`` names the process that uses the folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from ..train.report import Pruned
 from .ranks import by_first, ranks
 
 FORMAT = "nmkernels-prune-2"
+ROUNDING = {"rounding": "with error compensation"}
+"""What marks a run that also rounds. Earlier versions kept no integers, and their blocks saw inputs from floating-point weights."""
 ENDS = "values", "indices"
+ROUNDED = "integers", "step"
 RUN, LOCK = "run.json", ".lock"
 CLOSE = 1e-2
 """The relative difference of two machines' rounding, at most, in the inputs of a layer."""
@@ -62,6 +65,8 @@ class Done:
     """The result of one unit: its layers' compressed matrices, and the rows of the report by problem."""
 
     layers: dict[str, Compressed] = field(default_factory=dict)
+    rounded: dict[str, Compressed] = field(default_factory=dict)
+    """The same with integers, of the layers that are rounded."""
     rows: dict[str, Pruned] = field(default_factory=dict)
     orders: list[tuple[str, list[int]]] = field(default_factory=list)
     """Of channels that were permuted before: (the name of a layer that reads them, their order)."""
@@ -79,7 +84,8 @@ class Results:
         self.folder = None if folder is None else Path(folder)
         self._memory: dict[int, Done] = {}
         if self.folder is not None:
-            by_first(self._claim, self.folder, {"format": FORMAT, **identity})
+            rounding = {} if identity.get("values") is None else ROUNDING
+            by_first(self._claim, self.folder, {"format": FORMAT, **identity, **rounding})
 
     def _claim(self, folder: Path, identity: dict[str, Any]) -> None:
         path = folder / RUN
@@ -140,6 +146,9 @@ class Results:
 
     def _write(self, number: int, done: Done) -> None:
         tensors = {f"{name}.{end}": getattr(c, end) for name, c in done.layers.items() for end in ENDS}
+        for name, c in done.rounded.items():
+            assert c.step is not None
+            tensors |= {f"{name}.integers": c.values, f"{name}.step": c.step}
         layers = {name: [str(c.pattern), *c.shape] for name, c in done.layers.items()}
         rows = {name: asdict(row) for name, row in done.rows.items()}
         about = {"digest": digest(tensors), "layers": layers, "rows": rows, "orders": done.orders, "gains": done.gains}
@@ -155,7 +164,9 @@ class Results:
         try:
             contents = read(path)
             about = json.loads(contents.metadata["nmkernels"])
-            tensors = {f"{name}.{end}": contents.tensors[f"{name}.{end}"] for name in about["layers"] for end in ENDS}
+            rounded = [name for name in about["layers"] if f"{name}.step" in contents.tensors]
+            keys = [f"{name}.{end}" for names, ends in ((about["layers"], ENDS), (rounded, ROUNDED)) for name in names for end in ends]
+            tensors = {key: contents.tensors[key] for key in keys}
         except (CheckpointError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged ({error}); delete it, and this unit is pruned again.") from error
         if about.get("digest") != digest(tensors):
@@ -166,8 +177,12 @@ class Results:
             name: Compressed(tensors[f"{name}.values"], tensors[f"{name}.indices"], Pattern(pattern), tuple(shape))
             for name, (pattern, *shape) in about["layers"].items()
         }
+        integers = {
+            name: Compressed(tensors[f"{name}.integers"], (c := layers[name]).indices, c.pattern, c.shape, tensors[f"{name}.step"])
+            for name in rounded
+        }
         rows = {name: Pruned(**row) for name, row in about["rows"].items()}
-        return Done(layers, rows, [(name, order) for name, order in about["orders"]], about["gains"])
+        return Done(layers, integers, rows, [(name, order) for name, order in about["orders"]], about["gains"])
 
 
 def _read_json(path: Path) -> dict[str, Any]:

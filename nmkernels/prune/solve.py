@@ -30,18 +30,15 @@ TINY = 1e-30
 """Smaller squares end the search of a row."""
 
 
-def solve(
-    method: OneShot, weight: Tensor, h: Tensor, tokens: int, pattern: Pattern, integers: tuple[str, int | None] | None = None
-) -> tuple[ops.Compressed, Pruned]:
+def solve(method: OneShot, weight: Tensor, h: Tensor, tokens: int, pattern: Pattern) -> tuple[ops.Compressed, Pruned]:
     """Prune one matrix ``(out, in)`` with the Hessian H of its inputs; the new one is compressed, in the weight's dtype.
 
-    A result whose error is larger than that of Wanda's mask is replaced by that mask, if the method is ``guarded``. ``integers``: (values,
-    group) to report the error of; the result keeps floating-point values.
+    A result whose error is larger than that of Wanda's mask is replaced by that mask, if the method is ``guarded``.
     """
     begin, damping = time.monotonic(), 0.0
     w = weight.to(wide(weight.dtype), copy=True)
     h = h.to(w.device)
-    error = wanda = rounded = None
+    error = wanda = None
     size = float(squared_error(w, None, h))
     if tokens < pattern.m or not math.isfinite(size):
         note = "magnitude: " + ("its inputs overflow" if tokens >= pattern.m else f"{tokens or 'no'} tokens reached it")
@@ -57,9 +54,7 @@ def solve(
             z, mask, error = w * fallback, fallback, wanda
             note = note or "Wanda's mask, which has the smaller error"
     packed = ops.compress(z.to(weight.dtype), pattern, mask)
-    if integers is not None and error is not None:
-        rounded = float(squared_error(w, ops.quantize_values(packed, *integers).dense(w.dtype), h)) / (size or 1.0)
-    return packed, Pruned(error, wanda, tokens, damping, time.monotonic() - begin, _peak(w.device), note, rounded)
+    return packed, Pruned(error, wanda, tokens, damping, time.monotonic() - begin, _peak(w.device), note)
 
 
 def _attempt(method: OneShot, w: Tensor, h: Tensor, tokens: int, pattern: Pattern, wanda: Tensor) -> tuple[Tensor, Tensor, float, str]:

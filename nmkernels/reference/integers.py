@@ -41,12 +41,16 @@ def quantize_values(values: Tensor, bits: int, steps: int) -> tuple[Tensor, Tens
     return pack_integers(integers.to(torch.int8), bits), step.squeeze(-1)
 
 
+def candidates(first: Tensor) -> list[Tensor]:
+    """The 42 steps that are tried at 4 bits for runs whose first value of largest magnitude is ``first``."""
+    plain = [_over(first.abs() * (f / 40), LARGEST[4]).bfloat16() for f in PLAIN]
+    return plain + [_over(-first * (f / 40), 8).bfloat16() for f in SIGNED]
+
+
 def _searched(w: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-    first = w.gather(-1, w.abs().argmax(-1, keepdim=True)) if w.shape[-1] else size
-    candidates = [_over(size * (f / 40), LARGEST[4]).bfloat16() for f in PLAIN]
-    candidates += [_over(-first * (f / 40), 8).bfloat16() for f in SIGNED]
-    best, least = candidates[0], torch.full_like(size, torch.inf)
-    for step in candidates:
+    steps = candidates(w.gather(-1, w.abs().argmax(-1, keepdim=True)) if w.shape[-1] else size)
+    best, least = steps[0], torch.full_like(size, torch.inf)
+    for step in steps:
         d = w - _rounded(w, step, -8, LARGEST[4]) * step.float()
         error = torch.zeros_like(size[..., 0])
         for square in (d * d).unbind(-1):

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...arguments import whole_number
 from ...pattern import Pattern
 from ..base import OneShot
+from ..hessians import inverse_factor
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,7 @@ class SparseGPT(OneShot):
 
     def solve(self, w: Tensor, h: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
         m, cols = pattern.m, w.shape[1]
-        # UᵀU = H⁻¹: reversing both orders of H turns its lower Cholesky factor into an upper one, whose inverse is U. H⁻¹ itself, which
-        # squares the condition number again, is never formed
-        lower = torch.linalg.cholesky(h.flip(0, 1))
-        h.zero_().diagonal().fill_(1.0)  # its memory is not needed any more
-        u = torch.linalg.solve_triangular(lower, h, upper=False)
-        del lower
-        u = u.flip(0, 1)
+        u = inverse_factor(h)
         block = max(m, self.block // m * m)
         # transposed: the weights of one column are contiguous
         wt, keep = w.t().contiguous(), torch.empty(w.shape[::-1], dtype=torch.bool, device=w.device)

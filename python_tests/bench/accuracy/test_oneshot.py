@@ -120,11 +120,15 @@ def test_rounding_in_both_orders(tiny: PretrainedGPT, tmp_path: Path, monkeypatc
     rounding.measure(["gpt"], tmp_path / "rows.csv")
     rows = {(row["method"], row["first"], row["values"]): row for row in rounding.load(tmp_path / "rows.csv")}
     pruned = {(method, "prune" if values else "", values) for method in ("wanda", "admm") for values in rounding.VALUES}
-    assert set(rows) == {("", "", values) for values in rounding.VALUES} | pruned | {("wanda", "round", v) for v in ("int8", "int4")}
+    others = (("wanda", "round"), ("admm", "data"), ("admm", "together"))
+    assert set(rows) == {("", "", values) for values in rounding.VALUES} | pruned | {(*o, v) for o in others for v in ("int8", "int4")}
     loss = {key: float(row["loss"]) for key, row in rows.items()}
     assert loss["", "", ""] == pytest.approx(tiny.evaluate(tiny.model())["val_loss"], abs=1e-5)
     assert abs(loss["", "", "int8"] - loss["", "", ""]) < abs(loss["", "", "int4"] - loss["", "", ""]) != 0
     assert loss["wanda", "prune", "int4"] != loss["wanda", "round", "int4"] != loss["wanda", "", ""]
     size = {key: int(row["bytes"]) for key, row in rows.items() if row["first"] != "round"}
     assert size["", "", ""] > size["wanda", "", ""] > size["wanda", "prune", "int8"] > size["wanda", "prune", "int4"] > 0
+    for first in ("data", "together"):
+        assert abs(loss["admm", first, "int4"] - loss["admm", "", ""]) < loss["admm", "prune", "int4"] - loss["admm", "", ""]
+        assert size["admm", first, "int4"] == size["admm", "prune", "int4"]
     assert all(line in rounding.text(list(rows.values())) for line in ("| dense |", "| 2:4, ADMM |", "rounded first"))
