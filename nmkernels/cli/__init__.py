@@ -20,6 +20,7 @@ PROG = "python -m nmkernels"
 VERBS = {
     "prune": "prune a Hugging Face model to N:M in one shot, block by block, and write the compressed one",
     "export": "write a compressed model as dense integers for vLLM, SGLang and transformers, without loss",
+    "convert": "read a Hugging Face model that another library has compressed or pruned to N:M, and write it as prune would",
     "recipes": "list the training methods: paper, patterns, state, cost; or one with its keywords",
     "audit": "predict, and measure here, what N:M would gain a model on a device, layer by layer",
     "run": "run another program, such as transformers serve or -m lm_eval, in which transformers opens compressed models",

@@ -235,8 +235,6 @@ def _check_contents(layer: CompressedLinear | CompressedStack, tensors: Mapping[
         if not bool(step.isfinite().all()):
             raise _Unfit("a step is NaN or infinite; the file is damaged")
         present = values.numel() and not values.is_meta  # else it is offloaded
-        if present and values.dtype == torch.int8 and int(values.min()) == -128:
-            raise _Unfit("an integer is -128, and the smallest is -127; the file is damaged")
         if present and values.dtype == torch.uint8 and pattern.kept(cols) % 2 and int(values[:, -1].max()) > 15:
             raise _Unfit("the spare half of a row's last byte of integers is not 0; the file is damaged")
     elif not values.is_floating_point() or indices.dtype != torch.uint8:

@@ -6,8 +6,8 @@ stack of experts that was the Parameter ``fqn.name`` has ``fqn.nm_name.values`` 
 version 5, ``save_compressed`` wrote ``fqn.weight.values`` and ``fqn.name.values``, which are read for ever; ``save_pretrained`` did not.
 
 Values that are integers have steps in ``fqn.step``, bfloat16 ``(out, in / group)``, or ``(out, 1)`` for one per row; a weight is
-integer · step. Values are then int8 ``(out, kept)``, from -127 to 127, or for 4 bits uint8 ``(out, ⌈kept / 2⌉)``, two's complement, the
-earlier integer in the low half of a byte, each row starting on a byte, a spare half 0.
+integer · step. Values are then int8 ``(out, kept)``, or for 4 bits uint8 ``(out, ⌈kept / 2⌉)``, two's complement, the earlier integer in
+the low half of a byte, each row starting on a byte, a spare half 0. ``compress_`` never makes -128, which converted files may have.
 
 The metadata has ``format`` "nmkernels", ``version``, ``layers`` (per layer: pattern, shape ``(out, in)`` or ``(E, out, in)``, dtype,
 layout, the ``rank`` of an adapter, ``columns`` true if inputs are reordered, the ``kernel`` ``[kh, kw]`` of a convolution, whose ``in``

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -16,7 +15,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from ..export.tensors import INDEX, SINGLE, shortened, weight_files
+from ..export.folders import CONFIG, check_weights, read_config
+from ..export.tensors import shortened
 from ..files import FULL, write_error
 from ..pattern import CheckpointError, NMError
 from ..train.report import Report
@@ -26,7 +26,6 @@ from .prune import remove_hooks_
 from .relay import block_lists, on_device
 
 log = logging.getLogger("nmkernels.prune")
-CONFIG = "config.json"
 
 
 class OnDisk:
@@ -81,29 +80,14 @@ def _tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]
 
 def check_folder(folder: Path) -> dict[str, Any]:
     """The configuration of a folder, and the names of its "weight files"; CheckpointError unless these are dense safetensors files."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: there is no such folder; pass one that save_pretrained wrote, with {CONFIG} and {SINGLE}.")
-    if not (folder / CONFIG).is_file():
-        raise CheckpointError(f"{folder} has no {CONFIG}; pass a folder that save_pretrained wrote.")
-    try:
-        config: Any = json.loads((folder / CONFIG).read_bytes())
-        about: Any = config.get("quantization_config")
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{folder / CONFIG} is damaged ({shortened(error)}).") from error
+    config = read_config(folder)
+    about: Any = config.get("quantization_config")
     if about is not None:
         method = about.get("quant_method") if isinstance(about, dict) else about
         if method == "nmkernels":
             raise CheckpointError(f"{folder} is compressed by nmkernels already; pass the folder of the dense model.")
         raise CheckpointError(f"{folder} is quantised ({shortened(method)}); pass the folder of the unquantised model.")
-    if not (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
-        other = next((path.name for path in sorted(folder.glob("*.bin"))), None)
-        instead = f"; {other} is an older format: load the model and call save_pretrained" if other else ""
-        raise CheckpointError(f"{folder} has no weights in {SINGLE} or {INDEX}{instead}.")
-    files = weight_files(folder)
-    missing = [name for name in files if not (folder / name).is_file()]
-    if missing:
-        raise CheckpointError(f"{folder} lacks {missing[0]}, which {INDEX} names; download it again.")
-    return {**config, "weight files": files}
+    return {**config, "weight files": check_weights(folder)}
 
 
 def class_of(folder: Path, config: dict[str, Any]) -> tuple[Any, Any]:

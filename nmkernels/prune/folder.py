@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from .. import ops
 from .._version import __version__
 from ..export.card import CARD, config_entry, write_card
+from ..export.folders import CONFIG, REPORT, carry_over, check_out, parts_of
 from ..export.plan import STACKS
 from ..export.safetensors import HUGGING_FACE, described, table
 from ..export.stream import ShardWriter
@@ -36,12 +36,12 @@ from ..nn.compress import check_values, compressed_like
 from ..nn.experts import CompressedStack, child_name
 from ..nn.swap import after_swap
 from ..ops import Compressed
-from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
+from ..pattern import Pattern, PatternLike, RecipeError
 from ..train.report import Report, starred
 from ..train.sparsify import FilterFn, LayerCandidate, check_groups
 from .base import OneShot, resolve
 from .data import batches_of, call
-from .disk import CONFIG, OnDisk, check_folder, class_of, open_folder
+from .disk import OnDisk, check_folder, class_of, open_folder
 from .prune import Progress, Pruning, choose
 from .ranks import ranks
 from .relay import Relay
@@ -51,14 +51,6 @@ __all__ = ["PrunedFolder", "prune_folder"]
 
 log = logging.getLogger("nmkernels.prune")
 
-REPORT = "report.json"
-OWN = {CONFIG, REPORT, "generation_config.json"}
-WEIGHTS = (
-    "model*.safetensors", "model*.safetensors.index.json", "pytorch_model*", "tf_model*", "flax_model*", "rust_model*", "consolidated*",
-    "*.gguf", "*.onnx*", "openvino_model*", "*.tflite", "*.mlmodel", "*.mlpackage", "*.ckpt",
-)  # fmt: skip
-"""Names of the dense model's own weights, in any format, which are not carried over."""
-MODULES = "modules.json"
 PIECE = 1 << 24
 """Bytes of a weight file that are read at once to recognise the model."""
 HOW = "## How it was pruned"
@@ -175,21 +167,6 @@ def work_folder(out: Path) -> Path:
     """Where results of finished blocks are until ``out`` is complete."""
     out = Path(os.path.abspath(out))
     return out.parent / f".{out.name}.nmkernels-prune"
-
-
-def check_out(source: Path, out: Path) -> None:
-    """Raise CheckpointError if ``out`` holds something, is a part of ``source``, or is not a folder."""
-    place, origin = out.resolve(), source.resolve()
-    if place == origin or origin in place.parents:
-        raise CheckpointError(f"{out} is inside the model's folder {source}, which is not changed; pass a folder elsewhere.")
-    if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise CheckpointError(f"{out} is not a folder; pass a new one.")
-    if os.path.ismount(out):
-        raise CheckpointError(f"{out} is a mount point, which cannot be replaced in one step; pass a folder in it.")
-    if out.is_dir() and (names := sorted(os.listdir(out))):
-        finished = (out / REPORT).is_file() and (out / CONFIG).is_file()
-        what = "a finished result" if finished else f"other files ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-        raise CheckpointError(f"{out} holds {what}; pass a new folder, or delete this one.")
 
 
 @dataclass(eq=False)
@@ -383,35 +360,6 @@ class _Run:
             "device": "cpu" if self.disk.device is None else self.disk.device.type,
             "versions": {"nmkernels": __version__, **{lib.__name__: lib.__version__ for lib in (torch, transformers)}, "python": python},
         }
-
-
-def carry_over(source: Path, folder: Path, replaced: Set[str]) -> list[str]:
-    """Copy all files of a model but those ``replaced``; returns what else was left, which holds the same weights in other formats.
-
-    A subfolder that ``modules.json`` names is a module of its own (sentence-transformers), and is copied with its weights. Hidden files
-    are not part of a model.
-    """
-    module_folders: set[str] = set()
-    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        module_folders = {module["path"].partition("/")[0] for module in json.loads((source / MODULES).read_bytes())}
-    left = []
-    for path in sorted(source.iterdir()):
-        name = path.name
-        if name.startswith(".") or name in OWN or name in replaced:
-            continue
-        inside = [path] if path.is_file() else [part for part in path.rglob("*") if part.is_file()]
-        if name not in module_folders and any(fnmatchcase(part.name, each) for part in inside for each in WEIGHTS):
-            left.append(name)
-        elif path.is_file():
-            shutil.copyfile(path, folder / name)
-        elif inside:
-            shutil.copytree(path, folder / name)
-    return left
-
-
-def parts_of(weight: Any) -> dict[str, Tensor]:
-    """The tensors of a compressed weight, or of a layer that has one, by the ends of their names."""
-    return {part: t for part in ("values", "indices", "step") if (t := getattr(weight, part, None)) is not None}
 
 
 def by_type(report: Report) -> dict[str, float]:

@@ -15,6 +15,9 @@ from ..train.report import FILTERED
 from ..train.sparsify import FilterFn, candidates, sparsify_
 from .methods.asp import ASP
 
+PIECE = 1 << 22
+"""Weights that are looked at together."""
+
 
 def existing_pattern(weight: Tensor) -> Pattern | None:
     """The sparsest N:M, M one of 4, 8, 16 and 32 and N at most M/2, that the zeros of ``weight`` ``(..., in)`` are; None if none.
@@ -27,7 +30,9 @@ def existing_pattern(weight: Tensor) -> Pattern | None:
     for m in (4, 8, 16, 32):
         if weight.shape[-1] % m or not weight.numel():
             continue
-        most = max(1, int(weight.unflatten(-1, (-1, m)).ne(0).sum(-1).max()))
+        # in pieces, since counts take eight bytes
+        pieces = weight.reshape(-1, weight.shape[-1]).split(max(1, PIECE // weight.shape[-1]))
+        most = max(1, *(int(piece.unflatten(-1, (-1, m)).ne(0).sum(-1).max()) for piece in pieces))
         if 2 * most <= m and (sparsest is None or most * sparsest.m < sparsest.n * m):
             sparsest = Pattern(most, m)
     return sparsest

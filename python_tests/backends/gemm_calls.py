@@ -58,7 +58,7 @@ def integer_weight(text, rows, cols, bits, steps=1, device="cpu", extreme=False)
     """(values, indices, steps) of random integers, or of the least one, at random places, padding after the last column among them."""
     p, gen = Pattern(text), torch.Generator().manual_seed(rows * cols + bits + steps)
     _, indices = reference.compress(torch.randn(rows, p.groups(cols) * p.m, generator=gen), p.n, p.m)
-    low, high = (-127, 127) if bits == 8 else (-8, 7)
+    low, high = (-128, 127) if bits == 8 else (-8, 7)
     values = torch.randint(low, high + 1, (rows, p.kept(cols)), generator=gen)
     values = torch.full_like(values, low) if extreme else values
     step = (torch.rand(rows, steps, generator=gen) + 0.1) * 0.01 * torch.tensor([1.0, -1.0])[torch.arange(steps) % 2]
