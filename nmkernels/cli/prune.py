@@ -29,19 +29,14 @@ from .samples import draw, read
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL_DIR", help="folder of save_pretrained, with safetensors files; only read")
-    text = 'text, JSON lines with "text", or token ids (.npy, .pt, .safetensors); a folder: all such files in it'
-    parser.add_argument("--data", type=Path, required=True, metavar="FILE|FOLDER", help=text)
+    add_data_arguments(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder, which from_pretrained loads")
     parser.add_argument("--pattern", default="2:4", metavar="N:M", help="default 2:4")
     text = "admm (default), sparsegpt, wanda, magnitude; with settings: 'admm(refit=0)'"
     parser.add_argument("--method", default="admm", metavar="NAME", help=text)
     parser.add_argument("--samples", type=positive, default=128, metavar="S", help="windows of text to calibrate on, default 128")
-    text = "tokens of a window, default 2048, or the model's longest context if that is less"
-    parser.add_argument("--length", type=positive, default=2048, metavar="L", help=text)
     parser.add_argument("--batch", type=positive, default=1, metavar="B", help="windows in one forward pass, default 1")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the choice of windows, default 0")
-    text = "share at the end of the data for perplexity before and after, default 0.1; 0 measures none"
-    parser.add_argument("--held-out", default="0.1", metavar="SHARE", help=text)
     parser.add_argument("--device", metavar="D", help="where blocks are computed: cuda, cpu; default a GPU if torch has one")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default as in the files")
     text = "layers that stay dense: names, parts of names between dots, shell wildcards"
@@ -52,6 +47,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group", type=int, metavar="COLUMNS", help="that share a step; default 128 for int4, a row for int8")
     parser.add_argument("--permute", action="store_true", help="first reorder hidden channels where that does not change the model")
     parser.add_argument("--json", action="store_true", help="print report.json instead of a summary")
+
+
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say which text is used, and how it is cut into windows of tokens."""
+    text = 'text, JSON lines with "text", Arrow or Parquet, or token ids (.npy, .pt, .safetensors); a folder: all such files in it'
+    parser.add_argument("--data", type=Path, required=True, metavar="FILE|FOLDER", help=f"{text}, or what datasets' save_to_disk wrote")
+    text = 'the column, or key of JSON records, that has the text; default "text", or token ids in "input_ids" of a table'
+    parser.add_argument("--text-column", metavar="NAME", help=text)
+    text = "tokens of a window, default 2048, or the model's longest context if that is less"
+    parser.add_argument("--length", type=positive, default=2048, metavar="L", help=text)
+    text = "share at the end of the data for perplexity before and after, default 0.1; 0 measures none"
+    parser.add_argument("--held-out", default="0.1", metavar="SHARE", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -114,7 +121,7 @@ def _data(args: argparse.Namespace, kind: Any, config: Any) -> tuple[list[dict[s
     why = "" if held else "--held-out 0"
     if not _causal(kind):
         held, why = 0.0, f"{kind.__name__} is not a causal language model"
-    documents = read(args.data)
+    documents = read(args.data, args.text_column)
     tokenizer = _tokenizer(args.model) if any(isinstance(d, str) for d in documents) else None
     limits = [getattr(config.get_text_config(), "max_position_embeddings", None), getattr(tokenizer, "model_max_length", None)]
     length = min([args.length, *(limit for limit in limits if isinstance(limit, int) and limit > 0)])

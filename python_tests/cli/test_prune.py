@@ -193,8 +193,8 @@ SENTENCES = {
     "too little text": "--data has 3 tokens for calibration, and one sample takes 32; pass more, or a smaller --length.",
     "no text": "--data {root}/a.txt is not text in UTF-8; files of token ids end in .npy, .pt, .safetensors.",
     "not JSON": "--data {root}/a.jsonl, line 1 is not JSON; write one object in each line, or one array of them.",
-    "other JSON": '--data {root}/a.jsonl, line 1 has no "text"; write lines such as {{"text": "..."}}.',
-    "empty folder": "--data {root}/texts: the folder has no files that end in .json, ",
+    "other JSON": '--data {root}/a.jsonl, line 1 has no "text"; write lines such as {{"text": "..."}}, or pass --text-column.',
+    "empty folder": "--data {root}/texts: the folder has no files that end in .arrow, .json, ",
     "no ids": "--data {root}/a.npy cannot be read as token ids: Cannot cast array data from dtype('float64') to dtype('int64')",
     "foreign tokens": "batch 1 of the data has token 128, and the model's vocabulary has 0 to 127; take the tokenizer of this model.",
     "pattern": "5:4",
@@ -287,6 +287,65 @@ def test_one_record_over_many_lines_is_one_text(tmp_path):
         read(tmp_path / "a.json")
     (tmp_path / "a.txt").write_bytes("\ufeffplain".encode())
     assert read(tmp_path / "a.txt") == ["plain"]
+
+
+def arrow(path, table, stream=True):
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table(table)
+    with pa.OSFile(str(path), "wb") as file, (pa.ipc.new_stream if stream else pa.ipc.new_file)(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return path
+
+
+def test_what_datasets_saved_is_read(tmp_path):
+    """In several files, with the remains of ``map``, with splits, and tokenized."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    texts = [f"text {i}" for i in range(7)]
+    one = datasets.Dataset.from_dict({"text": texts, "label": list(range(7)), "body": [t.upper() for t in texts]})
+    one.save_to_disk(tmp_path / "one", num_shards=3)
+    loaded = datasets.load_from_disk(tmp_path / "one").map(lambda row: {"text": f"new {row['text']}"})
+    assert loaded[0]["text"] == "new text 0" and list((tmp_path / "one").glob("cache-*.arrow"))
+    assert read(tmp_path / "one") == texts and read(tmp_path / "one", "body")[6] == "TEXT 6"
+    datasets.DatasetDict(train=one.select(range(5)), test=one.select([5, 6])).save_to_disk(tmp_path / "splits")
+    assert read(tmp_path / "splits") == texts[:5] and read(tmp_path / "splits" / "test") == texts[5:]
+    datasets.DatasetDict(valid=one, test=one).save_to_disk(tmp_path / "others")
+    with pytest.raises(NMError, match='others has no split "train"; pass the folder of one of its splits: test, valid.'):
+        read(tmp_path / "others")
+    datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5, 6]], "attention_mask": [[1] * 3] * 2}).save_to_disk(tmp_path / "ids")
+    assert [t.tolist() for t in read(tmp_path / "ids")] == [[[1, 2, 3], [4, 5, 6]]]
+
+
+def test_tables_are_read_or_said_to_be_wrong(tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow")
+    from pyarrow import parquet, table
+
+    rows = {"text": ["one", None, "two", "three"], "input_ids": [[1, 2], [3], [], [4]], "n": [1, 2, 3, 4]}
+    files = [arrow(tmp_path / "a.arrow", rows), arrow(tmp_path / "b.arrow", rows, stream=False), tmp_path / "c.parquet"]
+    parquet.write_table(table(rows), files[2])
+    for file in files:
+        assert read(file) == ["one", "two", "three"]
+        assert [t.tolist() for t in read(file, "input_ids")] == [[1, 2], [3], [4]]
+        with pytest.raises(NMError, match="has no column 'body'; name one of its columns with --text-column: text, input_ids, n."):
+            read(file, "body")
+        with pytest.raises(NMError, match="has neither texts nor lists of token ids in the column it is read from, but int64"):
+            read(file, "n")
+    for damaged in (tmp_path / "d.arrow", tmp_path / "d.parquet"):
+        damaged.write_bytes(b"not a table")
+        with pytest.raises(NMError, match=rf"{damaged.name} is damaged: "):
+            read(damaged)
+    (tmp_path / "e.jsonl").write_text('{"body": "one"}')
+    assert read(tmp_path / "e.jsonl", "body") == ["one"]
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(NMError, match=r"a table of Arrow or Parquet, which needs pyarrow \(pip install pyarrow\)"):
+        read(files[0])
+
+
+def test_a_folder_is_pruned_on_a_table(places, tmp_path, capsys):
+    words = (places / "a.txt").read_text().split("\n")
+    arrow(tmp_path / "a.arrow", {"body": words})
+    assert prune(places / "llama", tmp_path / "a.arrow", tmp_path / "out", "--text-column", "body", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["data"]["tokens"] == 256
 
 
 def test_held_out_text_is_the_end_and_not_calibrated_on():
