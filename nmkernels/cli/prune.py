@@ -7,10 +7,7 @@ import json
 import logging
 import shlex
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from ..ops.integers import BITS
 from ..pattern import NMError, Pattern
 from ..prune.base import resolve
 from ..prune.data import first_line
+from ..prune.progress import Progress
 from . import positive
 from .samples import draw, read
 
@@ -69,12 +67,13 @@ def run(args: argparse.Namespace) -> int:
         method = replace(method, transposable=True)
     folder.check_out(args.model, args.out)
     kind, config = folder.class_of(args.model, folder.check_folder(args.model))
-    batches, held_out, why = _data(args, kind, config)
     device = args.device or ("cuda" if capability.cuda_device().ok else "cpu")
     try:
-        with warnings.catch_warnings(), progress() as step:
+        with warnings.catch_warnings(), Progress(True) as step:
             # without the source line, which means nothing to the user of a command
-            warnings.showwarning = lambda message, *_, **__: print(f"note: {message}", file=sys.stderr, flush=True)
+            warnings.showwarning = lambda message, *_, **__: step.note(f"note: {message}")
+            step(0, 1, f"reading {args.data}")
+            batches, held_out, why = _data(args, kind, config)
             done = folder.prune_folder(
                 args.model, pattern, batches, args.out, skip=args.skip, method=method, device=device,
                 dtype=None if args.dtype is None else getattr(torch, args.dtype), sequential=not args.no_sequential, permute=args.permute,
@@ -160,44 +159,6 @@ def _causal(kind: Any) -> bool:
     tables = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     names = [name for table in tables for value in table.values() for name in ((value,) if isinstance(value, str) else value)]
     return kind.__name__ in names
-
-
-@contextmanager
-def progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar for each stage where a terminal and tqdm are there, else a line for each step, on stderr."""
-    bar: Any = None
-    stage, start, first = "", 0.0, 0
-
-    def step(done: int, total: int, what: str) -> None:
-        nonlocal bar, stage, start, first
-        now, _, detail = what.partition(" ")
-        if now != stage or (bar is not None and done < bar.n):
-            if bar is not None:
-                bar.close()
-            stage, start, first, bar = now, time.monotonic(), done, _bar(now, total)
-        if bar is not None:
-            bar.set_postfix_str(detail, refresh=False)
-            bar.update(done - bar.n)
-            bar.refresh()
-        elif done < total:
-            left = f", {(time.monotonic() - start) / (done - first) * (total - done):.0f} s left" if done > first else ""
-            print(f"{stage} {detail} ({done + 1} of {total}{left})", file=sys.stderr, flush=True)
-
-    try:
-        yield step
-    finally:
-        if bar is not None:
-            bar.close()
-
-
-def _bar(stage: str, total: int) -> Any:
-    if not sys.stderr.isatty():
-        return None
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm(total=total, desc=stage, unit="step", file=sys.stderr, dynamic_ncols=True)
 
 
 def summary(facts: dict[str, Any], out: Path, kind: str, why: str, seconds: float) -> str:

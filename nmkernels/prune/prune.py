@@ -30,16 +30,16 @@ from ..train.layer_names import check_names, listed, skips
 from ..train.report import Pruned, Report
 from ..train.sparsify import FilterFn, LayerCandidate, check_groups, make_handle_, select
 from .base import OneShot, resolve, text
-from .data import batches_of, call
+from .data import batches_of, call, size_of
 from .hessians import Hessians, PruningProblem, exact_gemms, problems_of
+from .progress import Progress, Tell
 from .ranks import agree, gathered, ranks, together
-from .relay import Forward, Relay, Unit, log
+from .relay import TRIAL, Forward, Relay, Unit, log
 from .results import Done, Results, digest, owned
 from .solve import solve
 
 SCARCE = 2
 """With fewer tokens per input the user is warned."""
-Progress = Callable[[int, int, str], None]
 
 
 def prune_(
@@ -57,7 +57,7 @@ def prune_(
     permute: bool = False,
     values: str | None = None,
     group: int | None = None,
-    progress: Progress | None = None,
+    progress: Tell | bool | None = None,
 ) -> Handle:
     """Prune a trained dense model to N:M on calibration data, in place, and return a handle that holds the masks.
 
@@ -87,7 +87,8 @@ def prune_(
         permute: first reorder hidden channels between layers, where that is possible without changing the model, so that more is kept.
         values, group: the integers that ``compress_(model)`` rounds the kept values of linear layers to, ``"int8"`` or ``"int4"``; the
             report has the error with them too. Until then weights stay floating-point, so that they can be fine-tuned.
-        progress: called with (done, total, what) before each block; the same is logged to ``nmkernels.prune``.
+        progress: True shows the time left, by tqdm on a terminal or in a notebook if it is installed, else as lines on stderr. Or a
+            function, called with (done, total, what) before each block. The same is logged to ``nmkernels.prune``.
 
     Raises:
         RecipeError: no layer can be pruned, the model is sparse, sharded or offloaded, the data is empty, or the method unknown.
@@ -126,8 +127,9 @@ def prune_(
     shares = gathered((digest(batches), len(batches)))
     identity["data"] = shares[0][0] if len(shares) == 1 else digest(shares)
     compressed: dict[str, Compressed] = {}
-    with owned(None if folder is None else Path(folder)):
-        pruning.run(relay, Results(folder, identity), identity["data"], sum(count for _, count in shares), progress)
+    shown = Progress(progress if ranks()[1] == 0 or callable(progress) else None, device)
+    with owned(None if folder is None else Path(folder)), shown:
+        pruning.run(relay, Results(folder, identity), identity["data"], sum(count for _, count in shares), shown)
         with torch.no_grad():
             for number in range(len(pruning.units)):
                 done = pruning.results.load(number)
@@ -186,10 +188,12 @@ class Pruning:
             data, batches: the digest and the number of the batches, for the report.
             around: a context for all passes but those that find the order.
         """
-        self.results = results
+        self.results, progress = results, progress or Progress()
+        self.plan(relay, progress)
         with relay.running():
             with together():
                 relay.trace()
+            progress.did("check", trial(relay))
             self.whole = relay.whole = next(filter(None, gathered(relay.whole)), "")
             if self.whole:
                 warnings.warn(
@@ -200,6 +204,7 @@ class Pruning:
             sources = [(unit.name, [(c.name, relay.sources[c.name]) for c in unit.layers]) for unit in relay.units]
             agree("orders of layers in their first batches", sources)
             self.units = [*relay.units, Unit("", relay.idle)]
+            self.plan(relay, progress)
             with around(relay):
                 self._prune(relay, progress)
         rows: dict[str, Pruned] = {}
@@ -225,7 +230,25 @@ class Pruning:
                 stacklevel=3,
             )
 
-    def _prune(self, relay: Relay, progress: Progress | None) -> None:
+    def plan(self, relay: Relay, progress: Progress) -> None:
+        """Tell ``progress`` how much work there is, about; better known once ``relay`` has its units."""
+        tokens = sum(map(size_of, relay.batches))
+        # before that, all layers count as one unit that each pass runs
+        units = relay.units or [Unit("", self.chosen)]
+        new = [unit for i, unit in enumerate(units) if not relay.units or i not in self.results]
+        blocks = [unit for unit in units if (unit.block is not None or not relay.units) and not relay.whole]
+        again = [unit for unit in blocks if unit not in new or (self.sequential and unit.layers)]
+        progress.plan("collect", sum(relay.work(unit) * tokens for unit in new))
+        progress.plan("solve", sum(self._cost(*c.matrix_shape) for unit in new for c in unit.layers))
+        progress.plan("replay", sum(relay.work(unit) * tokens for unit in again))
+        if "check" not in progress.planned:
+            progress.plan("check", trial(relay))
+
+    def _cost(self, rows: int, cols: int) -> float:
+        """Of solving a matrix, as floating-point operations."""
+        return 2.0 * (self.method.gemms + 2 * self.method.refit) * rows * cols**2
+
+    def _prune(self, relay: Relay, progress: Progress) -> None:
         """The loop over units: collect the inputs of a unit's layers, solve them, continue with the pruned unit's outputs."""
         results = self.results
         results.recognise(relay.behaviour)
@@ -234,37 +257,35 @@ class Pruning:
         with ExitStack() as live:
             for number, unit in enumerate(relay.units):
                 seconds = (time.monotonic() - begin) / max(1, number - start) * (total - number)
-                if progress is not None:
-                    progress(number, total, unit.name)
+                progress(number, total, unit.name)
                 left = f", {timedelta(seconds=round(seconds))} left" if number > start else ""
                 log.info("%s (%d of %d%s)", unit.name, number + 1, total, left)
                 names = [c.name for c in unit.layers]
                 with relay.resident(unit.block.module) if unit.block else nullcontext():
                     fresh = number not in results
                     if fresh:
-                        results.save(number, self._prune_unit(relay, unit))
+                        results.save(number, self._prune_unit(relay, unit, progress))
                     answers = unit.block is not None and not relay.whole
                     if answers and self.sequential and names:
                         with self.applied(results.load(number, names)), together():
-                            relay.run(unit)
+                            relay.run(unit, partial(progress.did, "replay"))
                     elif answers and not fresh:
                         with together():
-                            relay.run(unit)
+                            relay.run(unit, partial(progress.did, "replay"))
                     relay.finish(unit)
                 if self.sequential and not answers:
                     live.enter_context(self.applied(results.load(number, names)))
             if total not in results:
                 # later batches may reach these; the others are pruned by magnitude
-                results.save(total, self._prune_unit(relay, self.units[-1]) if relay.idle else Done())
-        if progress is not None:
-            progress(total, total, "done")
+                results.save(total, self._prune_unit(relay, self.units[-1], progress) if relay.idle else Done())
+        progress(total, total, "done")
 
-    def _prune_unit(self, relay: Relay, unit: Unit) -> Done:
+    def _prune_unit(self, relay: Relay, unit: Unit, progress: Progress) -> Done:
         """Collect the inputs of a unit's layers, and solve them."""
         problems = [p for c in unit.layers for p in problems_of(c, relay.sources[c.name])]
         hessians, done = Hessians(problems), Done()
         with together(), hessians.collecting(relay.tokens):
-            relay.run(unit)
+            relay.run(unit, partial(progress.did, "collect"))
         hessians.warn()
         hessians.share()
         if not problems:
@@ -283,8 +304,10 @@ class Pruning:
                             matrix = p.part(matrices[p.candidate.name])
                             packed, row = solve(self.method, matrix, *means[source], self.pattern, integers)
                             solved[p.name] = packed.values.cpu(), packed.indices.cpu(), row
+                            progress.did("solve", self._cost(*p.shape))
                     del means[source]
         solved = {name: result for part in gathered(solved) for name, result in part.items()}
+        progress.did("solve", sum(self._cost(*p.shape) for p in problems if p.name not in mine))  # meanwhile, by other ranks
         for c in unit.layers:
             values, indices, _ = zip(*(solved[p.name] for p in problems if p.candidate is c), strict=True)
             done.layers[c.name] = Compressed(torch.cat(values), torch.cat(indices), self.pattern, c.matrix_shape)
@@ -358,6 +381,11 @@ class Pruning:
                 for tensor, values in before.values():
                     tensor.copy_(values)
             self._forget()
+
+
+def trial(relay: Relay) -> float:
+    """The work of ``relay.trace``, which runs the first batches twice and again."""
+    return 3 * relay.work(Unit("", list(relay.layers))) * sum(map(size_of, relay.batches[:TRIAL]))
 
 
 def _share(problems: Sequence[PruningProblem], count: int, rank: int) -> set[str]:
