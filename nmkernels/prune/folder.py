@@ -36,14 +36,14 @@ from ..nn.compress import check_values, compressed_like
 from ..nn.experts import CompressedStack, child_name
 from ..nn.swap import after_swap
 from ..ops import Compressed
-from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
+from ..pattern import CheckpointError, PatternLike, RecipeError
 from ..train.report import Report, starred
-from ..train.sparsify import FilterFn, LayerCandidate, check_groups
+from ..train.sparsify import FilterFn, LayerCandidate
 from .base import OneShot, resolve
 from .data import batches_of, call, size_of
 from .disk import CONFIG, OnDisk, check_folder, class_of, open_folder
 from .progress import Progress, Tell
-from .prune import Pruning, choose, trial
+from .prune import Pruning, choose, patterns_from, trial
 from .ranks import ranks
 from .relay import Relay
 from .results import Results, digest, owned
@@ -87,7 +87,7 @@ class PrunedFolder:
 
 def prune_folder(
     model_dir: str | os.PathLike[str],
-    pattern: PatternLike,
+    pattern: PatternLike | Mapping[str, PatternLike],
     data: Iterable[Any],
     out: str | os.PathLike[str],
     filter_fn: FilterFn | None = None,
@@ -134,7 +134,7 @@ def prune_folder(
             f"prune_folder: {count} processes were started, and one prunes a folder; start it without torchrun. To share the work "
             "on a model that fits into memory, call prune_ on every rank."
         )
-    pattern, method, source, out = Pattern(pattern), resolve(method), Path(model_dir), Path(out)
+    wanted, method, source, out = patterns_from("prune_folder", pattern), resolve(method), Path(model_dir), Path(out)
     config = check_folder(source)
     check_out(source, out)
     group = check_values("prune_folder", values, group)
@@ -144,7 +144,7 @@ def prune_folder(
     work, say = work_folder(out), progress if isinstance(progress, Progress) else Progress(progress, device)
     showing = nullcontext() if say is progress else say
     new = not work.exists()
-    chosen_of = partial(choose, pattern=pattern, filter_fn=filter_fn, method=method, skip=skip)
+    chosen_of = partial(choose, pattern=wanted, filter_fn=filter_fn, method=method, skip=skip)
     size = sum((source / name).stat().st_size for name in config["weight files"])
     with owned(work), showing:
         try:
@@ -158,9 +158,8 @@ def prune_folder(
             say.plan("read", 2 * size)
             model, disk = open_folder(source, kind, settings, chosen_of, offload=work / "offload", dtype=dtype, device=device)
             _check_tokens(model, [*batches, *tests])
-            pruning = Pruning(model, *chosen_of(model), pattern, method, sequential, permute, values, group)
-            if values is not None:
-                check_groups("prune_folder", values, group, pattern, pruning.chosen)
+            pruning = Pruning(model, *chosen_of(model), wanted, method, sequential, permute, values, group)
+            pruning.check_groups("prune_folder")
             about = {**pruning.settings, **about}
             results = Results(work / "units", {**about, "layers": list(pruning.layers)})
             say.did("read", size)
@@ -339,7 +338,7 @@ class _Run:
 
     def _layer(self, c: LayerCandidate) -> Layer:
         """The compressed layer that replaces ``c``, without data."""
-        (rows, cols), p = c.matrix_shape, self.pruning.pattern
+        (rows, cols), p = c.matrix_shape, self.pruning.patterns[c.name]
         with torch.device("meta"):
             values = torch.empty(rows, p.kept(cols), dtype=c.module.get_parameter(c.key).dtype)
             indices = torch.empty(rows, p.index_bytes(cols), dtype=torch.uint8)
@@ -405,6 +404,7 @@ class _Run:
                 name: {key: value for key, value in asdict(row).items() if key not in ("seconds", "memory")}
                 for name, row in report.pruned.items()
             },
+            "patterns": {name: str(p) for name, p in self.pruning.patterns.items()},
             "blocks": "each pass ran the whole model: " + self.pruning.whole if self.pruning.whole else "one by one",
             "left dense": {e.name: e.reason for e in report.skipped if e.linear},
             "device": "cpu" if self.disk.device is None else self.disk.device.type,
