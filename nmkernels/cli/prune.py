@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL_DIR", help="folder of save_pretrained, with safetensors files; only read")
     add_data_arguments(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder, which from_pretrained loads")
-    parser.add_argument("--pattern", default="2:4", metavar="N:M", help="default 2:4")
+    parser.add_argument("--pattern", metavar="N:M", help="default 2:4")
+    text = 'JSON with a pattern per layer: {name or wildcard: "N:M" or "dense"}, an earlier report.json, or what audit --json printed'
+    parser.add_argument("--patterns", type=Path, metavar="FILE", help=f"{text}; layers that it does not name stay dense")
     text = "admm (default), sparsegpt, wanda, magnitude; with settings: 'admm(refit=0)'"
     parser.add_argument("--method", default="admm", metavar="NAME", help=text)
     parser.add_argument("--samples", type=positive, default=128, metavar="S", help="windows of text to calibrate on, default 128")
@@ -62,7 +64,10 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prune the folder and print the summary; 0 done, 1 failed, 130 interrupted (the message says how to resume)."""
     folder = _hugging_face()
-    pattern, method = Pattern(args.pattern), resolve(args.method)
+    if args.pattern and args.patterns:
+        raise NMError("--pattern and --patterns both set the patterns; pass one of them.")
+    pattern: Any = patterns_of(args.patterns) if args.patterns else Pattern(args.pattern or "2:4")
+    method = resolve(args.method)
     if args.transposable:
         method = replace(method, transposable=True)
     folder.check_out(args.model, args.out)
@@ -90,6 +95,28 @@ def run(args: argparse.Namespace) -> int:
     facts = json.loads((args.out / folder.REPORT).read_text())
     print(json.dumps(facts, indent=2) if args.json else summary(facts, args.out, kind.__name__, why, done.seconds))
     return 0
+
+
+def patterns_of(path: Path) -> dict[str, str]:
+    """The pattern of each layer in a file: a plain table, a report of ``prune``, or an audit; NMError where it has none."""
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise NMError(f"--patterns {path} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise NMError(f"--patterns {path} is not JSON: {first_line(error)}.") from error
+    layers = found.get("layers") if isinstance(found, dict) else None
+    if isinstance(layers, list):  # groups of equal layers
+        found = {name: group["pattern"] for group in layers for name in group["names"] if group["sparse"]}
+    elif isinstance(layers, dict):
+        one = found.get("pattern")
+        found = found.get("patterns") or {name.partition("[")[0]: one for name in layers}
+    if not isinstance(found, dict) or not found or not all(isinstance(value, str) for value in found.values()):
+        raise NMError(
+            f'--patterns {path} has no pattern of a layer; write {{"*.mlp.*": "2:4", "*.self_attn.*": "4:8", "*": "dense"}}. The first '
+            "name that fits counts."
+        )
+    return found
 
 
 def _hugging_face() -> Any:
@@ -165,10 +192,8 @@ def summary(facts: dict[str, Any], out: Path, kind: str, why: str, seconds: floa
     """What a run prints at its end."""
     data, ppl, size = facts["data"], facts["perplexity"], facts["bytes"]
     pruned, dense = len({name.partition("[")[0] for name in facts["layers"]}), facts["left dense"]
-    head = (
-        f"{facts['model']}: {pruned} layers pruned to {facts['pattern']} by {facts['method']} on {data['tokens']:,} tokens in "
-        f"{seconds:.0f} s."
-    )
+    patterns = ", ".join(sorted(set(facts["patterns"].values())))
+    head = f"{facts['model']}: {pruned} layers pruned to {patterns} by {facts['method']} on {data['tokens']:,} tokens in {seconds:.0f} s."
     rows = [("", "dense", "pruned", "ratio")]
     if ppl is not None:
         ratio = ppl["pruned"] / ppl["dense"]

@@ -455,8 +455,9 @@ def how(facts: Mapping[str, Any]) -> str:
     """The section of the model card, from the facts of ``report.json``."""
     data, held, ppl, size = facts["data"], facts["held_out"], facts["perplexity"], facts["bytes"]
     then = f", then {facts['values']}," if facts["values"] else ""
+    patterns = ", ".join(sorted(set(facts["patterns"].values())))
     lines = [
-        f"One-shot, from {facts['model']}: {facts['pattern']} by `{facts['method']}`{then} on {data['tokens']:,} tokens in "
+        f"One-shot, from {facts['model']}: {patterns} by `{facts['method']}`{then} on {data['tokens']:,} tokens in "
         f"{data['batches']} batches (digest {data['digest']}), block by block, without training afterwards.",
     ]
     lines += ["", "| | dense | pruned |", "| --- | --- | --- |"]

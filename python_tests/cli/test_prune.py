@@ -73,6 +73,28 @@ def test_options_reach_the_run(places, tmp_path, capsys):
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
+def test_a_pattern_for_each_layer(places, tmp_path, capsys):
+    """From a table, then from the report of that run; the sparse layers of an audit."""
+    table = {"*.0.*": "4:8", "*.up_proj": "1:4", "*.self_attn.*": "dense", "*": "2:4"}
+    (tmp_path / "table.json").write_text(json.dumps(table))
+    assert prune(places / "llama", places / "a.txt", tmp_path / "out", "--patterns", str(tmp_path / "table.json")) == 0
+    assert "llama: 10 layers pruned to 1:4, 2:4, 4:8 by wanda on " in capsys.readouterr().out
+    facts = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert facts["pattern"] == table and facts["patterns"]["model.layers.1.mlp.up_proj"] == "1:4"
+    assert facts["patterns"]["model.layers.0.mlp.up_proj"] == "4:8" and "lm_head" not in facts["patterns"]
+    assert "1:4, 2:4, 4:8 by `wanda`" in (tmp_path / "out" / "README.md").read_text()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    found = {name: str(m.pattern) for name, m in model.named_modules() if type(m).__name__ == "CompressedLinear"}
+    assert found == facts["patterns"]
+    report = tmp_path / "out" / "report.json"
+    assert prune(places / "llama", places / "a.txt", tmp_path / "again", "--patterns", str(report)) == 0
+    weights = [(tmp_path / each / "model.safetensors").read_bytes() for each in ("out", "again")]
+    assert weights[0] == weights[1]
+    groups = [{"names": ["a", "b"], "pattern": "2:4", "sparse": True}, {"names": ["c"], "pattern": "", "sparse": False}]
+    (tmp_path / "audit.json").write_text(json.dumps({"layers": groups}))
+    assert verb.patterns_of(tmp_path / "audit.json") == {"a": "2:4", "b": "2:4"}
+
+
 @pytest.mark.parametrize(
     ("name", "why"), [("bert", "BertForMaskedLM is not a causal"), ("t5", "T5ForConditionalGeneration is not a causal")]
 )
@@ -158,6 +180,10 @@ SPOILED = {
     "no ids": lambda root, model: {"data": write(root / "a.npy", np.zeros(100))},
     "foreign tokens": lambda root, model: {"data": write(root / "a.npy", np.full(1000, VOCABULARY))},
     "pattern": lambda root, model: {"more": ["--pattern", "5:4"]},
+    "patterns of nothing": lambda root, model: {"more": ["--patterns", str(write(root / "p.json", '{"*.attn.*": "2:4"}'))]},
+    "patterns that are none": lambda root, model: {"more": ["--patterns", str(write(root / "p.json", '{"*": "half"}'))]},
+    "patterns without names": lambda root, model: {"more": ["--patterns", str(write(root / "p.json", '["2:4"]'))]},
+    "two patterns": lambda root, model: {"more": ["--patterns", "p.json", "--pattern", "2:4"]},
     "device": lambda root, model: {"more": ["--device", "nothing"]},
     "share": lambda root, model: {"more": ["--held-out", "2"]},
     "file": lambda root, model: write(root / "out", ""),
@@ -187,6 +213,10 @@ SENTENCES = {
     "no ids": "--data {root}/a.npy cannot be read as token ids: Cannot cast array data from dtype('float64') to dtype('int64')",
     "foreign tokens": "batch 1 of the data has token 128, and the model's vocabulary has 0 to 127; take the tokenizer of this model.",
     "pattern": "5:4",
+    "patterns of nothing": "prune_: pattern names '*.attn.*', which matches no layer of the model",
+    "patterns that are none": "prune_folder: the pattern of '*': ",
+    "patterns without names": "--patterns {root}/p.json has no pattern of a layer; write {{",
+    "two patterns": "--pattern and --patterns both set the patterns; pass one of them.",
     "device": "device 'nothing' cannot be used here: ",
     "share": "--held-out 2 is not a share from 0 to 0.5.",
     "file": "{out} is not a folder; pass a new one.",
