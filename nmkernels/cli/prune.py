@@ -7,10 +7,7 @@ import json
 import logging
 import shlex
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,25 +20,23 @@ from ..ops.integers import BITS
 from ..pattern import NMError, Pattern
 from ..prune.base import resolve
 from ..prune.data import first_line
+from ..prune.progress import Progress
 from . import positive
 from .samples import draw, read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL_DIR", help="folder of save_pretrained, with safetensors files; only read")
-    text = 'text, JSON lines with "text", or token ids (.npy, .pt, .safetensors); a folder: all such files in it'
-    parser.add_argument("--data", type=Path, required=True, metavar="FILE|FOLDER", help=text)
+    add_data_arguments(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder, which from_pretrained loads")
-    parser.add_argument("--pattern", default="2:4", metavar="N:M", help="default 2:4")
+    parser.add_argument("--pattern", metavar="N:M", help="default 2:4")
+    text = 'JSON with a pattern per layer: {name or wildcard: "N:M" or "dense"}, an earlier report.json, or what audit --json printed'
+    parser.add_argument("--patterns", type=Path, metavar="FILE", help=f"{text}; layers that it does not name stay dense")
     text = "admm (default), sparsegpt, wanda, magnitude; with settings: 'admm(refit=0)'"
     parser.add_argument("--method", default="admm", metavar="NAME", help=text)
     parser.add_argument("--samples", type=positive, default=128, metavar="S", help="windows of text to calibrate on, default 128")
-    text = "tokens of a window, default 2048, or the model's longest context if that is less"
-    parser.add_argument("--length", type=positive, default=2048, metavar="L", help=text)
     parser.add_argument("--batch", type=positive, default=1, metavar="B", help="windows in one forward pass, default 1")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the choice of windows, default 0")
-    text = "share at the end of the data for perplexity before and after, default 0.1; 0 measures none"
-    parser.add_argument("--held-out", default="0.1", metavar="SHARE", help=text)
     parser.add_argument("--device", metavar="D", help="where blocks are computed: cuda, cpu; default a GPU if torch has one")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default as in the files")
     text = "layers that stay dense: names, parts of names between dots, shell wildcards"
@@ -54,20 +49,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print report.json instead of a summary")
 
 
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say which text is used, and how it is cut into windows of tokens."""
+    text = 'text, JSON lines with "text", Arrow or Parquet, or token ids (.npy, .pt, .safetensors); a folder: all such files in it'
+    parser.add_argument("--data", type=Path, required=True, metavar="FILE|FOLDER", help=f"{text}, or what datasets' save_to_disk wrote")
+    text = 'the column, or key of JSON records, that has the text; default "text", or token ids in "input_ids" of a table'
+    parser.add_argument("--text-column", metavar="NAME", help=text)
+    text = "tokens of a window, default 2048, or the model's longest context if that is less"
+    parser.add_argument("--length", type=positive, default=2048, metavar="L", help=text)
+    text = "share at the end of the data for perplexity before and after, default 0.1; 0 measures none"
+    parser.add_argument("--held-out", default="0.1", metavar="SHARE", help=text)
+
+
 def run(args: argparse.Namespace) -> int:
     """Prune the folder and print the summary; 0 done, 1 failed, 130 interrupted (the message says how to resume)."""
     folder = _hugging_face()
-    pattern, method = Pattern(args.pattern), resolve(args.method)
+    if args.pattern and args.patterns:
+        raise NMError("--pattern and --patterns both set the patterns; pass one of them.")
+    pattern: Any = patterns_of(args.patterns) if args.patterns else Pattern(args.pattern or "2:4")
+    method = resolve(args.method)
     if args.transposable:
         method = replace(method, transposable=True)
     folder.check_out(args.model, args.out)
     kind, config = folder.class_of(args.model, folder.check_folder(args.model))
-    batches, held_out, why = _data(args, kind, config)
     device = args.device or ("cuda" if capability.cuda_device().ok else "cpu")
     try:
-        with warnings.catch_warnings(), progress() as step:
+        with warnings.catch_warnings(), Progress(True) as step:
             # without the source line, which means nothing to the user of a command
-            warnings.showwarning = lambda message, *_, **__: print(f"note: {message}", file=sys.stderr, flush=True)
+            warnings.showwarning = lambda message, *_, **__: step.note(f"note: {message}")
+            step(0, 1, f"reading {args.data}")
+            batches, held_out, why = _data(args, kind, config)
             done = folder.prune_folder(
                 args.model, pattern, batches, args.out, skip=args.skip, method=method, device=device,
                 dtype=None if args.dtype is None else getattr(torch, args.dtype), sequential=not args.no_sequential, permute=args.permute,
@@ -84,6 +95,28 @@ def run(args: argparse.Namespace) -> int:
     facts = json.loads((args.out / folder.REPORT).read_text())
     print(json.dumps(facts, indent=2) if args.json else summary(facts, args.out, kind.__name__, why, done.seconds))
     return 0
+
+
+def patterns_of(path: Path) -> dict[str, str]:
+    """The pattern of each layer in a file: a plain table, a report of ``prune``, or an audit; NMError where it has none."""
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise NMError(f"--patterns {path} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise NMError(f"--patterns {path} is not JSON: {first_line(error)}.") from error
+    layers = found.get("layers") if isinstance(found, dict) else None
+    if isinstance(layers, list):  # groups of equal layers
+        found = {name: group["pattern"] for group in layers for name in group["names"] if group["sparse"]}
+    elif isinstance(layers, dict):
+        one = found.get("pattern")
+        found = found.get("patterns") or {name.partition("[")[0]: one for name in layers}
+    if not isinstance(found, dict) or not found or not all(isinstance(value, str) for value in found.values()):
+        raise NMError(
+            f'--patterns {path} has no pattern of a layer; write {{"*.mlp.*": "2:4", "*.self_attn.*": "4:8", "*": "dense"}}. The first '
+            "name that fits counts."
+        )
+    return found
 
 
 def _hugging_face() -> Any:
@@ -114,7 +147,7 @@ def _data(args: argparse.Namespace, kind: Any, config: Any) -> tuple[list[dict[s
     why = "" if held else "--held-out 0"
     if not _causal(kind):
         held, why = 0.0, f"{kind.__name__} is not a causal language model"
-    documents = read(args.data)
+    documents = read(args.data, args.text_column)
     tokenizer = _tokenizer(args.model) if any(isinstance(d, str) for d in documents) else None
     limits = [getattr(config.get_text_config(), "max_position_embeddings", None), getattr(tokenizer, "model_max_length", None)]
     length = min([args.length, *(limit for limit in limits if isinstance(limit, int) and limit > 0)])
@@ -155,52 +188,12 @@ def _causal(kind: Any) -> bool:
     return kind.__name__ in names
 
 
-@contextmanager
-def progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar for each stage where a terminal and tqdm are there, else a line for each step, on stderr."""
-    bar: Any = None
-    stage, start, first = "", 0.0, 0
-
-    def step(done: int, total: int, what: str) -> None:
-        nonlocal bar, stage, start, first
-        now, _, detail = what.partition(" ")
-        if now != stage or (bar is not None and done < bar.n):
-            if bar is not None:
-                bar.close()
-            stage, start, first, bar = now, time.monotonic(), done, _bar(now, total)
-        if bar is not None:
-            bar.set_postfix_str(detail, refresh=False)
-            bar.update(done - bar.n)
-            bar.refresh()
-        elif done < total:
-            left = f", {(time.monotonic() - start) / (done - first) * (total - done):.0f} s left" if done > first else ""
-            print(f"{stage} {detail} ({done + 1} of {total}{left})", file=sys.stderr, flush=True)
-
-    try:
-        yield step
-    finally:
-        if bar is not None:
-            bar.close()
-
-
-def _bar(stage: str, total: int) -> Any:
-    if not sys.stderr.isatty():
-        return None
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm(total=total, desc=stage, unit="step", file=sys.stderr, dynamic_ncols=True)
-
-
 def summary(facts: dict[str, Any], out: Path, kind: str, why: str, seconds: float) -> str:
     """What a run prints at its end."""
     data, ppl, size = facts["data"], facts["perplexity"], facts["bytes"]
     pruned, dense = len({name.partition("[")[0] for name in facts["layers"]}), facts["left dense"]
-    head = (
-        f"{facts['model']}: {pruned} layers pruned to {facts['pattern']} by {facts['method']} on {data['tokens']:,} tokens in "
-        f"{seconds:.0f} s."
-    )
+    patterns = ", ".join(sorted(set(facts["patterns"].values())))
+    head = f"{facts['model']}: {pruned} layers pruned to {patterns} by {facts['method']} on {data['tokens']:,} tokens in {seconds:.0f} s."
     rows = [("", "dense", "pruned", "ratio")]
     if ppl is not None:
         ratio = ppl["pruned"] / ppl["dense"]

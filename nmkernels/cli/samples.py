@@ -1,4 +1,4 @@
-"""Calibration and held-out samples for ``prune``: windows of tokens from text, JSON lines, or files of token ids."""
+"""Calibration and held-out samples for ``prune``: windows of tokens from text, JSON lines, tables, or files of token ids."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from ..pattern import NMError
 from ..prune.data import first_line
 
 TEXT, LINES, TOKENS = {".txt", ".md", ".rst", ".text"}, {".jsonl", ".ndjson", ".json"}, {".npy", ".pt", ".safetensors"}
+TABLES = {".arrow", ".parquet"}
+SPLITS = "dataset_dict.json"
+"""Names the splits of a ``DatasetDict`` that ``save_to_disk`` wrote, each in a folder of its name."""
+ABOUT = {SPLITS, "dataset_info.json", "state.json"}
+"""Files of ``save_to_disk`` that have no samples; neither have ``cache-*.arrow``, which ``map`` and ``filter`` leave there."""
 UTF8 = "utf-8-sig"
 """A byte order mark may come first, as some programs write it."""
 PIECE = 1 << 16
@@ -27,42 +32,93 @@ Document = str | Tensor
 """A text, or token ids: ``(tokens,)``, or ``(samples, length)``."""
 
 
-def read(path: Path) -> list[Document]:
-    """The documents in a file, or in all files of a folder and its subfolders, sorted by name.
+def read(path: Path, column: str | None = None) -> list[Document]:
+    """The documents in a file, or in all files of a folder and its subfolders, sorted by name; of a ``DatasetDict`` the split "train".
+
+    ``column``: the one of a table, or the key of JSON records, that has the text; default "text", or token ids in a table's "input_ids".
 
     Raises:
         NMError: a file cannot be read, or there is none.
     """
     files = [path]
     if path.is_dir():
-        known = TEXT | LINES | TOKENS
-        named = (file for file in path.rglob("*") if file.is_file() and file.suffix.lower() in known)
-        files = sorted(file for file in named if not any(part.startswith(".") for part in file.relative_to(path).parts))
+        folder = path
+        if (path / SPLITS).is_file():
+            folder = path / "train"
+            if not folder.is_dir():
+                others = ", ".join(sorted(each.name for each in path.iterdir() if each.is_dir()))
+                raise NMError(f'--data {path} has no split "train"; pass the folder of one of its splits: {others}.')
+        known = TEXT | LINES | TOKENS | TABLES
+        named = (file for file in folder.rglob("*") if file.is_file() and file.suffix.lower() in known and file.name not in ABOUT)
+        named = (file for file in named if not (file.suffix == ".arrow" and file.name.startswith("cache-")))
+        files = sorted(file for file in named if not any(part.startswith(".") for part in file.relative_to(folder).parts))
         if not files:
             raise NMError(f"--data {path}: the folder has no files that end in {', '.join(sorted(known))}.")
-    documents = [document for file in files for document in _read(file)]
+    documents = [document for file in files for document in _read(file, column)]
     full = [d for d in documents if (d.strip() if isinstance(d, str) else d.numel())]
     if not full:
         raise NMError(f"--data {path} is empty.")
     return full
 
 
-def _read(file: Path) -> Iterator[Document]:
+def _read(file: Path, column: str | None) -> Iterator[Document]:
     kind = file.suffix.lower()
     try:
         if kind in TOKENS:
             yield _ids(file)
+        elif kind in TABLES:
+            yield from _rows(file, column)
         elif kind in LINES:
-            yield from _records(file, file.read_text(encoding=UTF8))
+            yield from _records(file, file.read_text(encoding=UTF8), column or "text")
         else:
             yield file.read_text(encoding=UTF8)
     except UnicodeDecodeError as error:
         raise NMError(f"--data {file} is not text in UTF-8; files of token ids end in {', '.join(sorted(TOKENS))}.") from error
     except OSError as error:
-        raise NMError(f"--data {file} cannot be read: {error.strerror or error}.") from error
+        raise NMError(f"--data {file} cannot be read: {error.strerror or first_line(error)}.") from error
 
 
-def _records(file: Path, text: str) -> Iterator[str]:
+def _rows(file: Path, column: str | None) -> Iterator[Document]:
+    """The column of texts or token ids in a table of Arrow, as ``datasets`` saves them, or Parquet."""
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError as error:
+        raise NMError(f"--data {file} is a table of Arrow or Parquet, which needs pyarrow (pip install pyarrow).") from error
+    try:
+        if file.suffix.lower() == ".parquet":
+            names = parquet.read_schema(file).names
+            name = _column(file, names, column)
+            values = parquet.read_table(file, columns=[name])[name]
+        else:
+            source = pa.memory_map(str(file))
+            try:
+                table = pa.ipc.open_stream(source).read_all()
+            except pa.ArrowInvalid:  # Arrow's other form, with the table of contents at its end
+                table = pa.ipc.open_file(source).read_all()
+            values = table[_column(file, table.column_names, column)]
+    except pa.ArrowInvalid as error:
+        raise NMError(f"--data {file} is damaged: {first_line(error)}.") from error
+    if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+        for chunk in values.iterchunks():
+            yield from (value for value in chunk.to_pylist() if value is not None)
+        return
+    lists = pa.types.is_list(values.type) or pa.types.is_large_list(values.type) or pa.types.is_fixed_size_list(values.type)
+    if not (lists and pa.types.is_integer(values.type.value_type)):
+        raise NMError(f"--data {file} has neither texts nor lists of token ids in the column it is read from, but {values.type}.")
+    rows = [torch.tensor(row, dtype=torch.int64) for chunk in values.iterchunks() for row in chunk.to_pylist() if row]
+    # rows of one length are the windows
+    yield from [torch.stack(rows)] if len({len(row) for row in rows}) == 1 else rows
+
+
+def _column(file: Path, names: Sequence[str], column: str | None) -> str:
+    found = next((name for name in ([column] if column else ["text", "input_ids"]) if name in names), None)
+    if found is None:
+        raise NMError(f"--data {file} has no column {column or 'text'!r}; name one of its columns with --text-column: {', '.join(names)}.")
+    return found
+
+
+def _records(file: Path, text: str, key: str) -> Iterator[str]:
     """The texts of JSON lines, or of one JSON value that may take many lines: a record, or an array of records."""
     try:
         value = json.loads(text) if text.strip() else []
@@ -75,9 +131,9 @@ def _records(file: Path, text: str) -> Iterator[str]:
             except ValueError as error:
                 raise NMError(f"--data {file}, line {number} is not JSON; write one object in each line, or one array of them.") from error
     for number, record in records:
-        content = record.get("text") if isinstance(record, dict) else record
+        content = record.get(key) if isinstance(record, dict) else record
         if not isinstance(content, str):
-            raise NMError(f'--data {file}, {what} {number} has no "text"; write lines such as {{"text": "..."}}.')
+            raise NMError(f'--data {file}, {what} {number} has no "{key}"; write lines such as {{"{key}": "..."}}, or pass --text-column.')
         yield content
 
 

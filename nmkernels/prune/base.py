@@ -30,9 +30,11 @@ class OneShot:
     Attributes:
         guarded: whether inputs decide: a result with a larger error than Wanda's mask is replaced by that mask, and few tokens are
             warned of.
+        gemms: how many GEMMs of the weight with H a solution costs, about; for the time left until some were timed.
     """
 
     guarded: ClassVar[bool] = True
+    gemms: ClassVar[float] = 3
 
     damping: float | None = 0.0
     refit: int = 0

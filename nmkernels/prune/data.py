@@ -48,6 +48,15 @@ def described(batch: Any) -> str:
     return f"a {type(batch).__name__}"
 
 
+def size_of(batch: Any) -> int:
+    """The tokens of a batch, for the time it takes: those of ``input_ids``, or the rows of its first tensor."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    first = ids if isinstance(ids, Tensor) else next((leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)), None)
+    if first is None:
+        return 1
+    return max(1, first.numel() // (first.shape[-1] if first.is_floating_point() and first.dim() > 1 else 1))
+
+
 def first_line(error: BaseException) -> str:
     """The first line of a message, or the error's type, without a full stop."""
     lines = str(error).strip().splitlines() or [type(error).__name__]

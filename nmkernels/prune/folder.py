@@ -10,7 +10,7 @@ import platform
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -36,13 +36,14 @@ from ..nn.compress import check_values, compressed_like
 from ..nn.experts import CompressedStack, child_name
 from ..nn.swap import after_swap
 from ..ops import Compressed
-from ..pattern import Pattern, PatternLike, RecipeError
+from ..pattern import PatternLike, RecipeError
 from ..train.report import Report, starred
-from ..train.sparsify import FilterFn, LayerCandidate, check_groups
+from ..train.sparsify import FilterFn, LayerCandidate
 from .base import OneShot, resolve
-from .data import batches_of, call
+from .data import batches_of, call, size_of
 from .disk import OnDisk, check_folder, class_of, open_folder
-from .prune import Progress, Pruning, choose
+from .progress import Progress, Tell
+from .prune import Pruning, choose, patterns_from, trial
 from .ranks import ranks
 from .relay import Relay
 from .results import Results, digest, owned
@@ -78,7 +79,7 @@ class PrunedFolder:
 
 def prune_folder(
     model_dir: str | os.PathLike[str],
-    pattern: PatternLike,
+    pattern: PatternLike | Mapping[str, PatternLike],
     data: Iterable[Any],
     out: str | os.PathLike[str],
     filter_fn: FilterFn | None = None,
@@ -92,7 +93,7 @@ def prune_folder(
     values: str | None = None,
     group: int | None = None,
     held_out: Sequence[Any] = (),
-    progress: Progress | None = None,
+    progress: Tell | Progress | bool | None = None,
 ) -> PrunedFolder:
     """Prune the dense model in a Hugging Face folder as ``prune_`` does, and write the compressed one to another folder.
 
@@ -110,7 +111,7 @@ def prune_folder(
         dtype: of the weights, computed with and written; default that of the file.
         values, group: integers of 8 or 4 bits as values, as for ``prune_``; experts and convolutions keep floating-point ones.
         held_out: batches with ``input_ids`` on which the perplexity of a causal language model is measured before and after.
-        progress: called with (done, total, what).
+        progress: as for ``prune_``; the time left is that of all stages.
 
     Raises:
         CheckpointError: a folder cannot be read or written, or holds another run. ``out`` is then as it was.
@@ -125,17 +126,19 @@ def prune_folder(
             f"prune_folder: {count} processes were started, and one prunes a folder; start it without torchrun. To share the work "
             "on a model that fits into memory, call prune_ on every rank."
         )
-    pattern, method, source, out = Pattern(pattern), resolve(method), Path(model_dir), Path(out)
+    wanted, method, source, out = patterns_from("prune_folder", pattern), resolve(method), Path(model_dir), Path(out)
     config = check_folder(source)
     check_out(source, out)
     group = check_values("prune_folder", values, group)
     kind, settings = class_of(source, config)
     batches, tests = batches_of(data, kind), batches_of(held_out, kind) if held_out else []
     device = None if device is None else _device(device)
-    work, say = work_folder(out), progress or (lambda done, total, what: None)
+    work, say = work_folder(out), progress if isinstance(progress, Progress) else Progress(progress, device)
+    showing = nullcontext() if say is progress else say
     new = not work.exists()
-    chosen_of = partial(choose, pattern=pattern, filter_fn=filter_fn, method=method, skip=skip)
-    with owned(work):
+    chosen_of = partial(choose, pattern=wanted, filter_fn=filter_fn, method=method, skip=skip)
+    size = sum((source / name).stat().st_size for name in config["weight files"])
+    with owned(work), showing:
         try:
             check_out(source, out)  # another run may have finished meanwhile
             with writing(work):
@@ -144,18 +147,21 @@ def prune_folder(
             about[CONFIG] = digest((source / CONFIG).read_text(encoding="utf-8"))
             about["weights"] = digest([_digest_of(source / name, say) for name in config["weight files"]])
             say(0, 1, f"reading {source}")
+            say.plan("read", 2 * size)
             model, disk = open_folder(source, kind, settings, chosen_of, offload=work / "offload", dtype=dtype, device=device)
             _check_tokens(model, [*batches, *tests])
-            pruning = Pruning(model, *chosen_of(model), pattern, method, sequential, permute, values, group)
-            if values is not None:
-                check_groups("prune_folder", values, group, pattern, pruning.chosen)
+            pruning = Pruning(model, *chosen_of(model), wanted, method, sequential, permute, values, group)
+            pruning.check_groups("prune_folder")
             about = {**pruning.settings, **about}
             results = Results(work / "units", {**about, "layers": list(pruning.layers)})
+            say.did("read", size)
             say(1, 1, f"reading {source}")
         except BaseException:
             shutil.rmtree(work if new else work / "offload", ignore_errors=True)
             raise
         run = _Run(source, work, pruning, disk, about, batches, tests, say)
+        run.plan(results)
+        say.plan("write", 2 * size)
         before = run.perplexity("dense") if tests else 0.0
         run.prune(results)
         perplexity = (before, run.perplexity("pruned")) if tests else None
@@ -182,18 +188,26 @@ class _Run:
     tests: list[Any]
     say: Progress
 
+    def plan(self, results: Results) -> None:
+        """Tell the progress of all that is to come, about."""
+        self.pruning.results, relay, rounds = results, self._relay(self.batches), 2 if self.tests else 0
+        self.say.plan("evaluate", rounds * self._evaluation())
+        self.say.plan("check", trial(relay) + rounds * trial(self._relay(self.tests)))
+        self.pruning.plan(relay, self.say)
+
+    def _evaluation(self) -> float:
+        """The work of one evaluation."""
+        return 2.0 * sum(p.numel() for p in self.model.parameters()) * sum(map(size_of, self.tests))
+
     # ---- the three passes
 
     def prune(self, results: Results) -> None:
         """Prune, and put the results into the model: at once where its weights are in memory, else when they are read."""
 
-        def progress(done: int, total: int, what: str) -> None:
-            if done == 0:
-                self.say(1, 1, "checking done")
-            self.say(done, total, f"pruning {what}")
-
         self.say(0, 1, "checking that blocks can be run one by one")
-        self.pruning.run(self._relay(self.batches), results, self.about["data"], len(self.batches), progress, self._in_memory)
+        self.say.prefix = "pruning "
+        self.pruning.run(self._relay(self.batches), results, self.about["data"], len(self.batches), self.say, self._in_memory)
+        self.say.prefix = ""
         away = {part for name, part in self.model.named_modules() if any(f"{name}.{key}" in self.disk.names for key in part._parameters)}
         self._write({*self.model.modules()} - away)
         self.disk.change = lambda module: self._write({*module.modules()})
@@ -204,22 +218,27 @@ class _Run:
         with suppress(OSError, ValueError, TypeError):
             before, value = json.loads(path.read_text())
             if before == run:
+                self.say.plan("evaluate", self.say.planned["evaluate"] - self._evaluation())
+                self.say.plan("check", self.say.planned["check"] - trial(self._relay(self.tests)))
                 return float(value)
         total, count = 0.0, 0
         relay = self._relay(self.tests)
         with relay.running(), _head_on(self.model, self.disk.device):
             relay.trace()
-            steps = len(relay.units) + 1
+            self.say.did("check", trial(relay))
+            steps, head = len(relay.units) + 1, 2.0 * sum(p.numel() for p in self.model.parameters())
+            head -= sum(map(relay.work, relay.units)) if not relay.whole else 0
             for number, unit in enumerate(relay.units):
                 self.say(number, steps, f"evaluating {which}: {unit.name}")
                 if unit.block is not None and not relay.whole:
                     with relay.resident(unit.block.module):
-                        relay.run(unit)
+                        relay.run(unit, partial(self.say.did, "evaluate"))
                     relay.finish(unit)
             with self._in_memory(relay):
                 for number, batch in enumerate(self.tests):
                     loss, tokens = _loss(relay.output(number), batch)
                     total, count = total + loss, count + tokens
+                    self.say.did("evaluate", head * size_of(batch))
         self.say(steps, steps, f"evaluating {which}")
         value = float(torch.tensor(total / max(1, count), dtype=torch.float64).exp())
         atomic_write(path, lambda temporary: temporary.write_text(json.dumps([run, value])))
@@ -276,9 +295,11 @@ class _Run:
         entries = table(layers)
         # save_pretrained makes the same metadata
         writer = ShardWriter(folder, tensors, {**described(entries), "format": HUGGING_FACE})
+        self.say.plan("write", 2 * writer.total)  # they are read back
         try:
             self._fill(writer, state.keys() - of.keys(), state, packed)
             writer.close()
+            self.say.did("write", writer.total)
         finally:
             writer.abandon()
         sizes = dense_bytes, writer.total
@@ -294,7 +315,7 @@ class _Run:
 
     def _layer(self, c: LayerCandidate) -> Layer:
         """The compressed layer that replaces ``c``, without data."""
-        (rows, cols), p = c.matrix_shape, self.pruning.pattern
+        (rows, cols), p = c.matrix_shape, self.pruning.patterns[c.name]
         with torch.device("meta"):
             values = torch.empty(rows, p.kept(cols), dtype=c.module.get_parameter(c.key).dtype)
             indices = torch.empty(rows, p.index_bytes(cols), dtype=torch.uint8)
@@ -312,6 +333,7 @@ class _Run:
                 experts = self.pruning.layers[name].shape[0] if packed[name] != name else None
                 for part, tensor in parts_of(weight).items():
                     writer.write(f"{packed[name]}.{part}", tensor if experts is None else tensor.unflatten(0, (experts, -1)))
+                    self.say.did("write", tensor.nbytes)
             if unit.block is not None and done.orders:
                 # channels of dense tensors are reordered too
                 with self.disk(unit.block.module):
@@ -322,6 +344,7 @@ class _Run:
         self.say(steps - 1, steps, "writing other tensors")
         for name in left:
             writer.write(name, self.disk.read(name) if state[name].is_meta else state[name])
+            self.say.did("write", state[name].nbytes)
         self.say(steps, steps, "writing done")
 
     def _describe(self, folder: Path, entries: dict[str, Any], perplexity: tuple[float, float] | None, sizes: tuple[int, int]) -> None:
@@ -355,6 +378,7 @@ class _Run:
                 name: {key: value for key, value in asdict(row).items() if key not in ("seconds", "memory")}
                 for name, row in report.pruned.items()
             },
+            "patterns": {name: str(p) for name, p in self.pruning.patterns.items()},
             "blocks": "each pass ran the whole model: " + self.pruning.whole if self.pruning.whole else "one by one",
             "left dense": {e.name: e.reason for e in report.skipped if e.linear},
             "device": "cpu" if self.disk.device is None else self.disk.device.type,
@@ -376,8 +400,9 @@ def how(facts: Mapping[str, Any]) -> str:
     """The section of the model card, from the facts of ``report.json``."""
     data, held, ppl, size = facts["data"], facts["held_out"], facts["perplexity"], facts["bytes"]
     then = f", then {facts['values']}," if facts["values"] else ""
+    patterns = ", ".join(sorted(set(facts["patterns"].values())))
     lines = [
-        f"One-shot, from {facts['model']}: {facts['pattern']} by `{facts['method']}`{then} on {data['tokens']:,} tokens in "
+        f"One-shot, from {facts['model']}: {patterns} by `{facts['method']}`{then} on {data['tokens']:,} tokens in "
         f"{data['batches']} batches (digest {data['digest']}), block by block, without training afterwards.",
     ]
     lines += ["", "| | dense | pruned |", "| --- | --- | --- |"]
@@ -451,6 +476,7 @@ def _digest_of(path: Path, say: Progress) -> str:
     with open(path, "rb", buffering=0) as file:
         while piece := file.read(PIECE):
             result.update(piece)
+            say.did("read", len(piece))
             if size > 64 * PIECE:
                 say(file.tell() // PIECE, -(-size // PIECE), f"recognising {path.name}")
     return result.hexdigest()

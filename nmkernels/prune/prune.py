@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,33 +21,39 @@ from torch import Tensor, nn
 from ..layouts import MATRICES, as_stored
 from ..nn.chains import Chain, channel_parameters, find_chains, reorder_
 from ..nn.compress import check_values
+from ..nn.experts import layer_name
+from ..nn.swap import make_dense_
 from ..nn.weight import NMWeight
-from ..ops import Compressed
-from ..pattern import Pattern, PatternLike, RecipeError
+from ..ops import Compressed, compress, is_nm
+from ..pattern import Pattern, PatternError, PatternLike, RecipeError
+from ..recipes.contract import Recipe
+from ..recipes.contrib.layerwise import LayerWise
 from ..recipes.methods.asp import ASP
 from ..recipes.methods.permutation import search_permutation
 from ..shards import is_sharded
 from ..train.handle import Handle
 from ..train.layer_names import check_names, listed, skips
-from ..train.report import Pruned, Report
-from ..train.sparsify import FilterFn, LayerCandidate, check_groups, make_handle_, select
+from ..train.report import FILTERED, Entry, Pruned, Report
+from ..train.sparsify import FilterFn, LayerCandidate, candidates, check_groups, make_handle_, select
 from .base import OneShot, resolve, text
-from .data import batches_of, call
+from .data import batches_of, call, size_of
 from .hessians import Hessians, PruningProblem, exact_gemms, problems_of
+from .progress import Progress, Tell
 from .ranks import agree, gathered, ranks, together
-from .relay import Forward, Relay, Unit, log
+from .relay import TRIAL, Forward, Relay, Unit, log
 from .results import Done, Results, digest, owned
 from .rounding import round_values
 from .solve import solve
 
+DENSE = "dense"
+"""In a table of patterns, that of layers that are not pruned."""
 SCARCE = 2
 """With fewer tokens per input the user is warned."""
-Progress = Callable[[int, int, str], None]
 
 
 def prune_(
     model: nn.Module,
-    pattern: PatternLike,
+    pattern: PatternLike | Mapping[str, PatternLike],
     data: Iterable[Any],
     filter_fn: FilterFn | None = None,
     *,
@@ -58,7 +66,7 @@ def prune_(
     permute: bool = False,
     values: str | None = None,
     group: int | None = None,
-    progress: Progress | None = None,
+    progress: Tell | bool | None = None,
 ) -> Handle:
     """Prune a trained dense model to N:M on calibration data, in place, and return a handle that holds the masks.
 
@@ -73,7 +81,10 @@ def prune_(
 
     Args:
         model: any module; blocks are found in its ``ModuleList`` and ``Sequential`` attributes. A model that accelerate has dispatched
-            loses its hooks, and must have its weights in memory.
+            loses its hooks, and must have its weights in memory. Layers that are N:M already, from an earlier call with another
+            ``filter_fn`` for instance, stay as they are; the new handle holds their masks too, and replaces the earlier one.
+        pattern: N:M of all layers; or of each, by name or shell wildcard, ``{"*.mlp.*": "2:4", "*.self_attn.*": "4:8", "*": "dense"}``.
+            The first that fits counts, and a layer that none fits stays dense.
         data: batches of what the model takes: a mapping of keyword arguments, a tuple of arguments, or a tensor; a ``DataLoader``, or a
             tokenized dataset, each row of which is a batch of one. numpy arrays and lists of numbers become tensors. Read once. About 8
             tokens per input feature are enough. Padding, where ``attention_mask`` is 0, is left out.
@@ -90,7 +101,8 @@ def prune_(
             errors, and each block gets its inputs from rounded ones; the report has the error with them too. The weights themselves stay
             floating-point, and ``compress_(model)`` stores the integers if no weight was changed since. To fine-tune first, leave
             ``values`` out, and call ``compress_(model, values=..., data=...)`` afterwards.
-        progress: called with (done, total, what) before each block; the same is logged to ``nmkernels.prune``.
+        progress: True shows the time left, by tqdm on a terminal or in a notebook if it is installed, else as lines on stderr. Or a
+            function, called with (done, total, what) before each block. The same is logged to ``nmkernels.prune``.
 
     Raises:
         RecipeError: no layer can be pruned, the model is sparse, sharded or offloaded, the data is empty, or the method unknown.
@@ -104,17 +116,16 @@ def prune_(
         >>> ops.is_nm(model[2].weight.detach(), "2:4"), handle.report.pruned["2"].tokens
         (True, 512)
     """
-    pattern, method = Pattern(pattern), resolve(method)
+    wanted, method = patterns_from("prune_", pattern), resolve(method)
     device = None if device is None else torch.device(device)
     group = check_values("prune_", values, group)
     with together():
-        check_model(model)
+        present = check_model(model)
         batches = batches_of(data, model)
         undispatch_(model)
-        chosen, report = choose(model, pattern, filter_fn, method)
-        if values is not None:
-            check_groups("prune_", values, group, pattern, chosen)
-        pruning = Pruning(model, chosen, report, pattern, method, sequential, permute, values, group)
+        chosen, report = choose(model, wanted, filter_fn, method)
+        pruning = Pruning(model, chosen, report, wanted, method, sequential, permute, values, group)
+        pruning.check_groups("prune_")
         relay = Relay(model, chosen, batches, forward or call, blocks, device)
     state = [*model.named_parameters(), *model.named_buffers()]
     identity = {
@@ -129,17 +140,53 @@ def prune_(
     shares = gathered((digest(batches), len(batches)))
     identity["data"] = shares[0][0] if len(shares) == 1 else digest(shares)
     compressed, rounded = dict[str, Compressed](), dict[str, Compressed]()
-    with owned(None if folder is None else Path(folder)):
-        pruning.run(relay, Results(folder, identity), identity["data"], sum(count for _, count in shares), progress)
+    shown = Progress(progress if ranks()[1] == 0 or callable(progress) else None, device)
+    with owned(None if folder is None else Path(folder)), shown:
+        pruning.run(relay, Results(folder, identity), identity["data"], sum(count for _, count in shares), shown)
         with torch.no_grad():
             for number in range(len(pruning.units)):
                 done = pruning.results.load(number)
                 pruning.write(replace(done, rounded={}))
                 compressed, rounded = compressed | done.layers, rounded | done.rounded
-    handle = make_handle_(model, ASP(pattern, score="existing"), chosen, report)
+    forms = {name: (packed, pruning.integers) for name, packed in compressed.items()}
+    return hold_(model, chosen, report, forms, present, rounded)
+
+
+def hold_(
+    model: nn.Module,
+    chosen: Sequence[LayerCandidate],
+    report: Report,
+    forms: Mapping[str, tuple[Compressed, tuple[str, int | None] | None]],
+    present: Mapping[str, NMWeight] | None = None,
+    rounded: Mapping[str, Compressed] | None = None,
+) -> Handle:
+    """Make sparse layers of ``chosen``, whose zeros the masks of ``forms`` are, and return the handle that holds these masks.
+
+    Args:
+        forms: of each layer its compressed weight, and the integers that ``compress_`` rounds it to, if any.
+        present: layers that are sparse already, which the handle takes over from the earlier one.
+        rounded: of layers that have been rounded already, the weight with integers.
+    """
+    rounded = rounded or {}
+    if present:
+        forms = {**forms, **{name: (x.as_pruned() or compress(x.grouped.detach(), x.pattern), x.integers) for name, x in present.items()}}
+        rounded = {**rounded, **{name: x.effective.rounded for name, x in present.items() if x.as_pruned() and x.effective.rounded}}
+        for layer in present.values():
+            make_dense_(layer)
+        again = [c for c in candidates(model, Pattern("1:1"), None) if c.name in present]
+        order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+        chosen = sorted([*chosen, *again], key=lambda c: order.get(c.name, len(order)))
+        report.entries = [replace(e, sparse=True, reason=str(forms[e.name][0].pattern)) if e.name in present else e for e in report.entries]
+    patterns = {c.name: forms[c.name][0].pattern for c in chosen}
+    (base, _), *others = Counter(patterns.values()).most_common()
+    recipe: Recipe = ASP(base, score="existing")
+    if others:
+        recipe = LayerWise(base, inner=recipe, rule=None, given={name: str(p) for name, p in patterns.items()})
+    handle = make_handle_(model, recipe, chosen, report, patterns)
     for name, layer in handle.layers.items():
-        layer.effective.pruned, layer.effective.rounded = compressed[name], rounded.get(name)
-        layer.integers = pruning.integers if layer.layout in MATRICES else None
+        packed, integers = forms[name]
+        layer.effective.pruned, layer.effective.rounded = packed, rounded.get(name)
+        layer.integers = integers if layer.layout in MATRICES else None
     return handle
 
 
@@ -153,7 +200,7 @@ class Pruning:
     model: nn.Module
     chosen: list[LayerCandidate]
     report: Report
-    pattern: Pattern
+    pattern: Pattern | Mapping[str, Pattern | None]
     method: OneShot
     sequential: bool = True
     permute: bool = False
@@ -165,14 +212,24 @@ class Pruning:
 
     def __post_init__(self) -> None:
         self.layers = {c.name: c for c in self.chosen}
+        self.patterns = matched(self.pattern, self.chosen)
         self.chains: list[Chain] = find_chains(self.model)[0] if self.permute else []
         self.integers = None if self.values is None else (self.values, self.group)
+
+    def check_groups(self, verb: str) -> None:
+        """Raise ``OptionError`` if the groups of integers do not fit a layer."""
+        for p in dict.fromkeys(self.patterns.values()):
+            if self.values is not None:
+                check_groups(verb, self.values, self.group, p, [c for c in self.chosen if self.patterns[c.name] == p])
 
     @property
     def settings(self) -> dict[str, Any]:
         """How the model is pruned, by the names of the arguments."""
         options = {name: getattr(self, name) for name in ("sequential", "permute", "values", "group")}
-        return {"pattern": str(self.pattern), "method": text(self.method), **options}
+        pattern: Any = self.pattern
+        if isinstance(pattern, Mapping):
+            pattern = {name: str(p or DENSE) for name, p in pattern.items()}
+        return {"pattern": pattern if isinstance(pattern, dict) else str(pattern), "method": text(self.method), **options}
 
     def run(
         self,
@@ -189,10 +246,12 @@ class Pruning:
             data, batches: the digest and the number of the batches, for the report.
             around: a context for all passes but those that find the order.
         """
-        self.results = results
+        self.results, progress = results, progress or Progress()
+        self.plan(relay, progress)
         with relay.running():
             with together():
                 relay.trace()
+            progress.did("check", trial(relay))
             self.whole = relay.whole = next(filter(None, gathered(relay.whole)), "")
             if self.whole:
                 warnings.warn(
@@ -203,6 +262,7 @@ class Pruning:
             sources = [(unit.name, [(c.name, relay.sources[c.name]) for c in unit.layers]) for unit in relay.units]
             agree("orders of layers in their first batches", sources)
             self.units = [*relay.units, Unit("", relay.idle)]
+            self.plan(relay, progress)
             with around(relay):
                 self._prune(relay, progress)
         rows: dict[str, Pruned] = {}
@@ -228,7 +288,25 @@ class Pruning:
                 stacklevel=3,
             )
 
-    def _prune(self, relay: Relay, progress: Progress | None) -> None:
+    def plan(self, relay: Relay, progress: Progress) -> None:
+        """Tell ``progress`` how much work there is, about; better known once ``relay`` has its units."""
+        tokens = sum(map(size_of, relay.batches))
+        # before that, all layers count as one unit that each pass runs
+        units = relay.units or [Unit("", self.chosen)]
+        new = [unit for i, unit in enumerate(units) if not relay.units or i not in self.results]
+        blocks = [unit for unit in units if (unit.block is not None or not relay.units) and not relay.whole]
+        again = [unit for unit in blocks if unit not in new or (self.sequential and unit.layers)]
+        progress.plan("collect", sum(relay.work(unit) * tokens for unit in new))
+        progress.plan("solve", sum(self._cost(*c.matrix_shape) for unit in new for c in unit.layers))
+        progress.plan("replay", sum(relay.work(unit) * tokens for unit in again))
+        if "check" not in progress.planned:
+            progress.plan("check", trial(relay))
+
+    def _cost(self, rows: int, cols: int) -> float:
+        """Of solving a matrix, as floating-point operations."""
+        return 2.0 * (self.method.gemms + 2 * self.method.refit) * rows * cols**2
+
+    def _prune(self, relay: Relay, progress: Progress) -> None:
         """The loop over units: collect the inputs of a unit's layers, solve them, continue with the pruned unit's outputs."""
         results = self.results
         results.recognise(relay.behaviour)
@@ -237,37 +315,35 @@ class Pruning:
         with ExitStack() as live:
             for number, unit in enumerate(relay.units):
                 seconds = (time.monotonic() - begin) / max(1, number - start) * (total - number)
-                if progress is not None:
-                    progress(number, total, unit.name)
+                progress(number, total, unit.name)
                 left = f", {timedelta(seconds=round(seconds))} left" if number > start else ""
                 log.info("%s (%d of %d%s)", unit.name, number + 1, total, left)
                 names = [c.name for c in unit.layers]
                 with relay.resident(unit.block.module) if unit.block else nullcontext():
                     fresh = number not in results
                     if fresh:
-                        results.save(number, self._prune_unit(relay, unit))
+                        results.save(number, self._prune_unit(relay, unit, progress))
                     answers = unit.block is not None and not relay.whole
                     if answers and self.sequential and names:
                         with self.applied(results.load(number, names)), together():
-                            relay.run(unit)
+                            relay.run(unit, partial(progress.did, "replay"))
                     elif answers and not fresh:
                         with together():
-                            relay.run(unit)
+                            relay.run(unit, partial(progress.did, "replay"))
                     relay.finish(unit)
                 if self.sequential and not answers:
                     live.enter_context(self.applied(results.load(number, names)))
             if total not in results:
                 # later batches may reach these; the others are pruned by magnitude
-                results.save(total, self._prune_unit(relay, self.units[-1]) if relay.idle else Done())
-        if progress is not None:
-            progress(total, total, "done")
+                results.save(total, self._prune_unit(relay, self.units[-1], progress) if relay.idle else Done())
+        progress(total, total, "done")
 
-    def _prune_unit(self, relay: Relay, unit: Unit) -> Done:
+    def _prune_unit(self, relay: Relay, unit: Unit, progress: Progress) -> Done:
         """Collect the inputs of a unit's layers, and solve them."""
         problems = [p for c in unit.layers for p in problems_of(c, relay.sources[c.name])]
         hessians, done = Hessians(problems), Done()
         with together(), hessians.collecting(relay.tokens):
-            relay.run(unit)
+            relay.run(unit, partial(progress.did, "collect"))
         hessians.warn()
         hessians.share()
         if not problems:
@@ -283,12 +359,14 @@ class Pruning:
                     for p in problems:
                         if p.source == source and p.name in mine:
                             solved[p.name] = self._solved(p, p.part(matrices[p.candidate.name]), *means[source])
+                            progress.did("solve", self._cost(*p.shape))
                     del means[source]
         solved = {name: result for part in gathered(solved) for name, result in part.items()}
+        progress.did("solve", sum(self._cost(*p.shape) for p in problems if p.name not in mine))  # meanwhile, by other ranks
         for c in unit.layers:
             parts = [solved[p.name][0] for p in problems if p.candidate is c]
             values, indices = torch.cat([part.values for part in parts]), torch.cat([part.indices for part in parts])
-            done.layers[c.name] = Compressed(values, indices, self.pattern, c.matrix_shape)
+            done.layers[c.name] = Compressed(values, indices, self.patterns[c.name], c.matrix_shape)
             rounded = solved[c.name][1] if c.name in solved else None  # of experts each one is a problem
             if rounded is not None:
                 done.rounded[c.name] = rounded
@@ -297,7 +375,7 @@ class Pruning:
 
     def _solved(self, p: PruningProblem, matrix: Tensor, h: Tensor, tokens: int) -> tuple[Compressed, Compressed | None, Pruned]:
         """One matrix pruned, and rounded if its layer is; on the CPU."""
-        packed, row = solve(self.method, matrix, h, tokens, self.pattern)
+        packed, row = solve(self.method, matrix, h, tokens, self.patterns[p.candidate.name])
         if self.integers is None or p.candidate.layout not in MATRICES:
             return packed.to("cpu"), None, row
         begin = time.monotonic()
@@ -317,11 +395,14 @@ class Pruning:
             homes = {relay.block_of.get(self.model.get_submodule(name)) for name in (*chain.producers, *chain.consumers, *chain.between)}
             if not names or homes != {unit.block}:
                 continue
+            if len({self.patterns[name] for name in names}) > 1:
+                done.gains.update(dict.fromkeys(names, f"left alone: {', '.join(names)} have different patterns"))
+                continue
             scores = []
             for name in names:
                 h, _ = means[layers[name].source]
                 scores.append((layers[name].candidate.matrix.to(h.dtype).abs() * h.diagonal().sqrt()).reshape(-1, chain.channels))
-            search = search_permutation(torch.cat(scores), self.pattern, progress=partial(log.info, "%s: %s", ", ".join(names)))
+            search = search_permutation(torch.cat(scores), self.patterns[names[0]], progress=partial(log.info, "%s: %s", ", ".join(names)))
             if search.after <= search.before:
                 done.gains.update(dict.fromkeys(names, "left alone: no order was found that keeps more"))
                 continue
@@ -373,6 +454,11 @@ class Pruning:
             self._forget()
 
 
+def trial(relay: Relay) -> float:
+    """The work of ``relay.trace``, which runs the first batches twice and again."""
+    return 3 * relay.work(Unit("", list(relay.layers))) * sum(map(size_of, relay.batches[:TRIAL]))
+
+
 def shared(problems: Sequence[PruningProblem], count: int, rank: int) -> set[str]:
     """The names of the problems that this rank solves: the largest first, each to the rank that has least to do."""
     load, mine = [0] * count, set[str]()
@@ -384,21 +470,53 @@ def shared(problems: Sequence[PruningProblem], count: int, rank: int) -> set[str
     return mine
 
 
+def patterns_from(verb: str, pattern: PatternLike | Mapping[str, PatternLike]) -> Pattern | dict[str, Pattern | None]:
+    """A pattern, or a table of patterns by name or wildcard, checked; None for "dense"."""
+    if not isinstance(pattern, Mapping):
+        return Pattern(pattern)
+    if not pattern or not all(isinstance(name, str) for name in pattern):
+        raise RecipeError(f'{verb}: pattern={dict(pattern)!r} must be N:M, or a table from layer names to it, {{"*.mlp.*": "2:4"}}.')
+    table = {}
+    for name, p in pattern.items():
+        try:
+            table[name] = None if p == DENSE else Pattern(p)
+        except PatternError as error:
+            raise PatternError(f'{verb}: the pattern of {name!r}: {error} Or "dense".') from error
+    if not any(table.values()):
+        raise RecipeError(f"{verb}: pattern={dict(pattern)!r} leaves every layer dense.")
+    return table
+
+
+def matched(pattern: Pattern | Mapping[str, Pattern | None], layers: Iterable[LayerCandidate]) -> dict[str, Pattern]:
+    """The pattern of each layer that has one."""
+    if isinstance(pattern, Pattern):
+        return {c.name: pattern for c in layers}
+    fits = {c.name: next((p for wildcard, p in pattern.items() if fnmatchcase(c.name, wildcard)), None) for c in layers}
+    return {name: p for name, p in fits.items() if p is not None}
+
+
 def choose(
-    model: nn.Module, pattern: Pattern, filter_fn: FilterFn | None, method: OneShot, skip: Sequence[str] = ()
+    model: nn.Module,
+    pattern: Pattern | Mapping[str, Pattern | None],
+    filter_fn: FilterFn | None,
+    method: OneShot,
+    skip: Sequence[str] = (),
 ) -> tuple[list[LayerCandidate], Report]:
-    """The layers to prune, and the report on all; ``skip`` as for ``prune_folder``."""
-    chosen, report = select(model, pattern, filter_fn, ASP(pattern, score="existing"))
+    """The layers to prune, and the report on all; ``pattern`` as ``patterns_from`` gives it, ``skip`` as for ``prune_folder``."""
+    chosen, report = _select(model, pattern, filter_fn)
+    patterns = matched(pattern, chosen)
 
     def leave(names: set[str], reason: str) -> None:
         chosen[:] = [c for c in chosen if c.name not in names]
         report.entries = [replace(e, sparse=False, reason=reason) if e.name in names else e for e in report.entries]
 
     if method.transposable:
-        misfits = {c.name for c in chosen if c.layout not in MATRICES or c.matrix_shape[0] % pattern.m}
-        leave(misfits, f"transposable masks need out_features that are a multiple of M={pattern.m}")
+        for m in dict.fromkeys(p.m for p in patterns.values()):
+            misfits = {c.name for c in chosen if patterns[c.name].m == m and (c.layout not in MATRICES or c.matrix_shape[0] % m)}
+            leave(misfits, f"transposable masks need out_features that are a multiple of M={m}")
     if not chosen:
-        raise RecipeError(f"prune_: no layer of the model can be made {pattern} sparse:\n{report}")
+        wanted = pattern if isinstance(pattern, Pattern) else "N:M"
+        raise RecipeError(f"prune_: no layer of the model can be made {wanted} sparse:\n{report}")
     if skip:
         check_names("prune_folder: skip", skip, [c.name for c in chosen], skips, "layer to prune")
         leave({c.name for c in chosen if any(skips(c.name, name) for name in skip)}, "named in skip")
@@ -407,16 +525,55 @@ def choose(
     return chosen, report
 
 
-def check_model(model: nn.Module) -> None:
-    if any(isinstance(m, NMWeight) and m.governed for m in model.modules()):
-        raise RecipeError(
-            "prune_: the model has sparse layers already; get the dense model back first, with handle.remove() or densify_(model)."
-        )
+def _select(
+    model: nn.Module, pattern: Pattern | Mapping[str, Pattern | None], filter_fn: FilterFn | None
+) -> tuple[list[LayerCandidate], Report]:
+    """``select`` for one pattern, or for the pattern of each layer."""
+    if isinstance(pattern, Pattern):
+        return select(model, pattern, filter_fn, ASP(pattern, score="existing"))
+    tables = {p: {c.name: c for c in candidates(model, p, ASP(p, score="existing"))} for p in dict.fromkeys(pattern.values()) if p}
+    every = next(iter(tables.values()))
+    known = {name: c for name, c in every.items() if c.linear}
+    check_names("prune_: pattern", pattern, known, fnmatchcase)
+    patterns, chosen, report = matched(pattern, known.values()), [], Report()
+    for name, c in every.items():
+        p = patterns.get(name)
+        c = tables[p][name] if p else c
+        why, named = c.impossible or ("" if name in pattern or filter_fn is not None else c.keep_dense), name in pattern
+        if p is None and c.linear:
+            why = "dense, as pattern= says" if any(fnmatchcase(name, wildcard) for wildcard in pattern) else "no name of pattern= fits it"
+        elif c.linear and not why and filter_fn is not None and not filter_fn(c.module, name):
+            why = FILTERED
+        if c.linear and p is not None and named and c.impossible:
+            raise RecipeError(
+                f'prune_: pattern= names layer {name!r}, which cannot be made {p} sparse: {c.impossible}. Say "dense" for it.'
+            )
+        if c.linear and not why:
+            chosen.append(c)
+        rows = c.rows if c.linear else None
+        report.entries.append(Entry(name, type(c.module).__name__, c.shape, c.linear and not why, why or str(p), c.linear, rows))
+    return chosen, report
+
+
+def check_model(model: nn.Module) -> dict[str, NMWeight]:
+    """Raise RecipeError if the model cannot be pruned; returns the layers that are N:M already, by name."""
     if any(is_sharded(p) for p in model.parameters()) or any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
         raise RecipeError(
             "prune_: the model's weights are sharded. Prune before fully_shard; on several GPUs each rank passes its share of "
             "the data, and layers are spread over ranks."
         )
+    present = {layer_name(name, m): m for name, m in model.named_modules() if isinstance(m, NMWeight) and m.governed}
+    attached = any(layer.effective.attached for layer in present.values())
+    other = next(
+        (name for name, layer in present.items() if layer.columns is not None or not is_nm(layer.grouped.detach(), layer.pattern)), None
+    )
+    if attached or other is not None:
+        why = "an optimizer is attached to its sparse layers" if attached else f"layer {other!r} is in sparse training"
+        raise RecipeError(
+            f"prune_: {why}. Prune all layers before handle.attach, or get the dense model back first, with handle.remove() or "
+            "densify_(model)."
+        )
+    return present
 
 
 def undispatch_(model: nn.Module) -> None:

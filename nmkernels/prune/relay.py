@@ -27,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..pattern import CheckpointError, NMError, RecipeError
 from ..train.sparsify import LayerCandidate
-from .data import call, copied, described, first_line, moved, padding
+from .data import call, copied, described, first_line, moved, padding, size_of
 from .hessians import windows_of
 
 log = logging.getLogger("nmkernels.prune")
@@ -134,6 +134,11 @@ class Relay:
 
     # ---- passes
 
+    def work(self, unit: Unit) -> float:
+        """About the floating-point operations of one token in a pass for ``unit``, by the weights."""
+        parts = [self.model] if self.whole else [unit.block.module] if unit.block else dict.fromkeys(c.module for c in unit.layers)
+        return 2.0 * sum(p.numel() for part in parts for p in part.parameters())
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """The relay answers for the model's blocks; the model is in eval mode, without gradients. Everything is restored at the end."""
@@ -174,13 +179,18 @@ class Relay:
             raise _Stop
         return output
 
-    def run(self, unit: Unit) -> None:
-        """One pass over all batches, as far as ``unit``; the outputs of its block replace those of the pass before."""
+    def run(self, unit: Unit, did: Callable[[float], object] = lambda work: None) -> None:
+        """One pass over all batches, as far as ``unit``; the outputs of its block replace those of the pass before.
+
+        ``did`` is called after each batch with its work.
+        """
         self._target, self._until, self._outputs = (None, None, []) if self.whole else (unit.block, unit.until, [])
+        work = self.work(unit)
         for number, batch in enumerate(self.batches):
             self._batch, self._events = number, []
             with suppress(_Stop):
                 self.forward(self.model, copied(batch))
+            did(work * size_of(batch))
         if unit.block is not None and not self.whole and len(self._outputs) != len(self.batches):
             raise RecipeError(
                 f"prune_: block {unit.block.name!r} ran in {len(self._outputs)} of {len(self.batches)} batches only; pass blocks=[] to "

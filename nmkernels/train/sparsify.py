@@ -6,7 +6,7 @@ import inspect
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -388,16 +388,22 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
     return make_handle_(model, recipe, chosen, report)
 
 
-def make_handle_(model: nn.Module, recipe: Recipe, chosen: Iterable[LayerCandidate], report: Report) -> Handle:
-    """Swap the layers that ``select`` has chosen, in place, and return the handle: ``sparsify_`` for a caller that has chosen already."""
+def make_handle_(
+    model: nn.Module, recipe: Recipe, chosen: Iterable[LayerCandidate], report: Report, patterns: Mapping[str, Pattern] | None = None
+) -> Handle:
+    """Swap the layers that ``select`` has chosen, in place, and return the handle: ``sparsify_`` for a caller that has chosen already.
+
+    ``patterns``: of layers that do not have the recipe's, by name.
+    """
     pattern = Pattern(recipe.pattern)
     built = {c.name: c.module for c in chosen if isinstance(c.module, NMWeight)}
     layers: dict[str, NMWeight] = {}
     for c in chosen:
+        own = (patterns or {}).get(c.name, pattern)
         if c.key != "weight":
-            layers[c.name] = make_stack_sparse_(c.module, c.key, pattern)
+            layers[c.name] = make_stack_sparse_(c.module, c.key, own)
         else:
-            layers[c.name] = built.get(c.name) or make_sparse_(c.module, pattern)
+            layers[c.name] = built.get(c.name) or make_sparse_(c.module, own)
     after_swap(model)
     try:
         handle = Handle(model, recipe, layers, report)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -49,7 +48,8 @@ def test_a_folder_is_pruned(places, tmp_path, capsys):
     assert "Not carried over, since they hold the dense weights: pytorch_model.bin." in said.out and facts["blocks"] == "one by one"
     assert "  model.layers.*.mlp.up_proj " in said.out and "Left dense: lm_head (output head)." in said.out
     assert f'LlamaForCausalLM.from_pretrained("{out}")' in said.out
-    assert "pruning model.layers.1 (2 of 2, 0 s left)\n" in said.err
+    assert f"reading {places / 'a.txt'}\n" in said.err and " left, evaluating dense: model.layers.0 (1 of 3)\n" in said.err
+    assert " left, pruning model.layers.0 (1 of 2)\n" in said.err and "\ndone in 0:00:" in said.err
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert len(transformers.AutoTokenizer.from_pretrained(out)("w1 w2")["input_ids"]) == 2
     assert sum(type(m).__name__ == "CompressedLinear" for m in model.modules()) == 14
@@ -73,6 +73,28 @@ def test_options_reach_the_run(places, tmp_path, capsys):
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
+def test_a_pattern_for_each_layer(places, tmp_path, capsys):
+    """From a table, then from the report of that run; the sparse layers of an audit."""
+    table = {"*.0.*": "4:8", "*.up_proj": "1:4", "*.self_attn.*": "dense", "*": "2:4"}
+    (tmp_path / "table.json").write_text(json.dumps(table))
+    assert prune(places / "llama", places / "a.txt", tmp_path / "out", "--patterns", str(tmp_path / "table.json")) == 0
+    assert "llama: 10 layers pruned to 1:4, 2:4, 4:8 by wanda on " in capsys.readouterr().out
+    facts = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert facts["pattern"] == table and facts["patterns"]["model.layers.1.mlp.up_proj"] == "1:4"
+    assert facts["patterns"]["model.layers.0.mlp.up_proj"] == "4:8" and "lm_head" not in facts["patterns"]
+    assert "1:4, 2:4, 4:8 by `wanda`" in (tmp_path / "out" / "README.md").read_text()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    found = {name: str(m.pattern) for name, m in model.named_modules() if type(m).__name__ == "CompressedLinear"}
+    assert found == facts["patterns"]
+    report = tmp_path / "out" / "report.json"
+    assert prune(places / "llama", places / "a.txt", tmp_path / "again", "--patterns", str(report)) == 0
+    weights = [(tmp_path / each / "model.safetensors").read_bytes() for each in ("out", "again")]
+    assert weights[0] == weights[1]
+    groups = [{"names": ["a", "b"], "pattern": "2:4", "sparse": True}, {"names": ["c"], "pattern": "", "sparse": False}]
+    (tmp_path / "audit.json").write_text(json.dumps({"layers": groups}))
+    assert verb.patterns_of(tmp_path / "audit.json") == {"a": "2:4", "b": "2:4"}
+
+
 @pytest.mark.parametrize(
     ("name", "why"), [("bert", "BertForMaskedLM is not a causal"), ("t5", "T5ForConditionalGeneration is not a causal")]
 )
@@ -84,11 +106,11 @@ def test_other_models_have_no_perplexity(places, tmp_path, capsys, name, why):
 
 
 def test_ctrl_c_says_how_to_go_on(places, tmp_path, capsys, monkeypatch):
-    def stop(done, total, what):
-        if what == "pruning model.layers.1":
+    def stop(self, done, total, what):
+        if self.prefix + what == "pruning model.layers.1":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(verb, "progress", lambda: nullcontext(stop))
+    monkeypatch.setattr(verb.Progress, "__call__", stop)
     monkeypatch.setattr("sys.argv", ["nmkernels", "prune", "a folder"])
     before = content(places)
     assert prune(places / "llama", places / "a.txt", tmp_path / "out") == 130
@@ -113,17 +135,6 @@ def test_a_full_disk_says_how_to_go_on(places, tmp_path, capsys):
     assert f"\nFinished blocks are kept in {tmp_path / '.out.nmkernels-prune'}. To resume:\n" in said
     assert content(places) == before and not (tmp_path / "out").exists()
     assert prune(places / "llama", places / "a.txt", tmp_path / "out") == 0
-
-
-def test_a_terminal_has_a_bar(monkeypatch, capsys):
-    pytest.importorskip("tqdm")
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    with verb.progress() as progress:
-        for done in range(3):
-            progress(done, 2, f"pruning block.{done}")
-        progress(0, 1, "writing layers")
-    said = capsys.readouterr().err
-    assert "pruning: 100%" in said and "2/2" in said and "writing:   0%" in said
 
 
 # ---- what is wrong
@@ -169,6 +180,10 @@ SPOILED = {
     "no ids": lambda root, model: {"data": write(root / "a.npy", np.zeros(100))},
     "foreign tokens": lambda root, model: {"data": write(root / "a.npy", np.full(1000, VOCABULARY))},
     "pattern": lambda root, model: {"more": ["--pattern", "5:4"]},
+    "patterns of nothing": lambda root, model: {"more": ["--patterns", str(write(root / "p.json", '{"*.attn.*": "2:4"}'))]},
+    "patterns that are none": lambda root, model: {"more": ["--patterns", str(write(root / "p.json", '{"*": "half"}'))]},
+    "patterns without names": lambda root, model: {"more": ["--patterns", str(write(root / "p.json", '["2:4"]'))]},
+    "two patterns": lambda root, model: {"more": ["--patterns", "p.json", "--pattern", "2:4"]},
     "device": lambda root, model: {"more": ["--device", "nothing"]},
     "share": lambda root, model: {"more": ["--held-out", "2"]},
     "file": lambda root, model: write(root / "out", ""),
@@ -193,11 +208,15 @@ SENTENCES = {
     "too little text": "--data has 3 tokens for calibration, and one sample takes 32; pass more, or a smaller --length.",
     "no text": "--data {root}/a.txt is not text in UTF-8; files of token ids end in .npy, .pt, .safetensors.",
     "not JSON": "--data {root}/a.jsonl, line 1 is not JSON; write one object in each line, or one array of them.",
-    "other JSON": '--data {root}/a.jsonl, line 1 has no "text"; write lines such as {{"text": "..."}}.',
-    "empty folder": "--data {root}/texts: the folder has no files that end in .json, ",
+    "other JSON": '--data {root}/a.jsonl, line 1 has no "text"; write lines such as {{"text": "..."}}, or pass --text-column.',
+    "empty folder": "--data {root}/texts: the folder has no files that end in .arrow, .json, ",
     "no ids": "--data {root}/a.npy cannot be read as token ids: Cannot cast array data from dtype('float64') to dtype('int64')",
     "foreign tokens": "batch 1 of the data has token 128, and the model's vocabulary has 0 to 127; take the tokenizer of this model.",
     "pattern": "5:4",
+    "patterns of nothing": "prune_: pattern names '*.attn.*', which matches no layer of the model",
+    "patterns that are none": "prune_folder: the pattern of '*': ",
+    "patterns without names": "--patterns {root}/p.json has no pattern of a layer; write {{",
+    "two patterns": "--pattern and --patterns both set the patterns; pass one of them.",
     "device": "device 'nothing' cannot be used here: ",
     "share": "--held-out 2 is not a share from 0 to 0.5.",
     "file": "{out} is not a folder; pass a new one.",
@@ -287,6 +306,65 @@ def test_one_record_over_many_lines_is_one_text(tmp_path):
         read(tmp_path / "a.json")
     (tmp_path / "a.txt").write_bytes("\ufeffplain".encode())
     assert read(tmp_path / "a.txt") == ["plain"]
+
+
+def arrow(path, table, stream=True):
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table(table)
+    with pa.OSFile(str(path), "wb") as file, (pa.ipc.new_stream if stream else pa.ipc.new_file)(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return path
+
+
+def test_what_datasets_saved_is_read(tmp_path):
+    """In several files, with the remains of ``map``, with splits, and tokenized."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    texts = [f"text {i}" for i in range(7)]
+    one = datasets.Dataset.from_dict({"text": texts, "label": list(range(7)), "body": [t.upper() for t in texts]})
+    one.save_to_disk(tmp_path / "one", num_shards=3)
+    loaded = datasets.load_from_disk(tmp_path / "one").map(lambda row: {"text": f"new {row['text']}"})
+    assert loaded[0]["text"] == "new text 0" and list((tmp_path / "one").glob("cache-*.arrow"))
+    assert read(tmp_path / "one") == texts and read(tmp_path / "one", "body")[6] == "TEXT 6"
+    datasets.DatasetDict(train=one.select(range(5)), test=one.select([5, 6])).save_to_disk(tmp_path / "splits")
+    assert read(tmp_path / "splits") == texts[:5] and read(tmp_path / "splits" / "test") == texts[5:]
+    datasets.DatasetDict(valid=one, test=one).save_to_disk(tmp_path / "others")
+    with pytest.raises(NMError, match='others has no split "train"; pass the folder of one of its splits: test, valid.'):
+        read(tmp_path / "others")
+    datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5, 6]], "attention_mask": [[1] * 3] * 2}).save_to_disk(tmp_path / "ids")
+    assert [t.tolist() for t in read(tmp_path / "ids")] == [[[1, 2, 3], [4, 5, 6]]]
+
+
+def test_tables_are_read_or_said_to_be_wrong(tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow")
+    from pyarrow import parquet, table
+
+    rows = {"text": ["one", None, "two", "three"], "input_ids": [[1, 2], [3], [], [4]], "n": [1, 2, 3, 4]}
+    files = [arrow(tmp_path / "a.arrow", rows), arrow(tmp_path / "b.arrow", rows, stream=False), tmp_path / "c.parquet"]
+    parquet.write_table(table(rows), files[2])
+    for file in files:
+        assert read(file) == ["one", "two", "three"]
+        assert [t.tolist() for t in read(file, "input_ids")] == [[1, 2], [3], [4]]
+        with pytest.raises(NMError, match="has no column 'body'; name one of its columns with --text-column: text, input_ids, n."):
+            read(file, "body")
+        with pytest.raises(NMError, match="has neither texts nor lists of token ids in the column it is read from, but int64"):
+            read(file, "n")
+    for damaged in (tmp_path / "d.arrow", tmp_path / "d.parquet"):
+        damaged.write_bytes(b"not a table")
+        with pytest.raises(NMError, match=rf"{damaged.name} is damaged: "):
+            read(damaged)
+    (tmp_path / "e.jsonl").write_text('{"body": "one"}')
+    assert read(tmp_path / "e.jsonl", "body") == ["one"]
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(NMError, match=r"a table of Arrow or Parquet, which needs pyarrow \(pip install pyarrow\)"):
+        read(files[0])
+
+
+def test_a_folder_is_pruned_on_a_table(places, tmp_path, capsys):
+    words = (places / "a.txt").read_text().split("\n")
+    arrow(tmp_path / "a.arrow", {"body": words})
+    assert prune(places / "llama", tmp_path / "a.arrow", tmp_path / "out", "--text-column", "body", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["data"]["tokens"] == 256
 
 
 def test_held_out_text_is_the_end_and_not_calibrated_on():

@@ -460,7 +460,7 @@ def test_what_is_refused():
         prune_(model, P, rows())
     model = mlp()
     nm.sparsify_(model, "srste:2:4")
-    with pytest.raises(nm.RecipeError, match="has sparse layers already"):
+    with pytest.raises(nm.RecipeError, match="an optimizer is attached|is in sparse training"):
         prune_(model, P, rows())
     flat = type("FullyShardedDataParallel", (nn.Sequential,), {})(mlp())
     with pytest.raises(nm.RecipeError, match="weights are sharded"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ class SparseGPT(OneShot):
     Args:
         block: columns between two updates of the whole rest of the weight; rounded down to a multiple of M.
     """
+
+    gemms: ClassVar[float] = 6
 
     damping: float | None = None
     block: int = 128
