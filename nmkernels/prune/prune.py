@@ -43,7 +43,7 @@ from .ranks import agree, gathered, ranks, together
 from .relay import TRIAL, Forward, Relay, Unit, log
 from .results import Done, Results, digest, owned
 from .rounding import round_values
-from .solve import solve
+from .solve import TINY, solve, squared_error
 
 DENSE = "dense"
 """In a table of patterns, that of layers that are not pruned."""
@@ -379,7 +379,10 @@ class Pruning:
         if self.integers is None or p.candidate.layout not in MATRICES:
             return packed.to("cpu"), None, row
         begin = time.monotonic()
-        rounded, error = round_values(packed, *self.integers, h, tokens, matrix)
+        rounded, error = round_values(packed, *self.integers, h, tokens), None
+        if row.error is not None:
+            w = matrix.to(h.dtype)
+            error = float(squared_error(w, rounded.dense(h.dtype), h) / squared_error(w, None, h).clamp_min(TINY))
         return packed.to("cpu"), rounded.to("cpu"), replace(row, rounded=error, seconds=row.seconds + time.monotonic() - begin)
 
     def _reorder(

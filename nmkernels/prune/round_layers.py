@@ -101,7 +101,7 @@ def _one(layer: Weight, h: Tensor, tokens: int, values: str, group: int | None) 
     if order is not None:
         h = h[order.long()][:, order.long()]
     with exact_gemms(h.device):
-        return round_values(packed, values, group, h, tokens)[0]
+        return round_values(packed, values, group, h, tokens)
 
 
 @contextmanager

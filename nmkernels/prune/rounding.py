@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -24,11 +22,9 @@ ROWS = 4096
 """Rows that are worked on together, which bounds temporary memory; rows are independent of each other."""
 
 
-def round_values(
-    packed: ops.Compressed, values: str, group: int | None, h: Tensor, tokens: int, target: Tensor | None = None
-) -> tuple[ops.Compressed, float | None]:
-    """(Q: ``packed`` ``(out, in)`` with its values rounded to integers so that ‖X(W − Q)ᵀ‖² is small, positions held; that error as a share
-    of ‖XWᵀ‖², or None where the inputs tell nothing and Q is rounded to the nearest).
+def round_values(packed: ops.Compressed, values: str, group: int | None, h: Tensor, tokens: int) -> ops.Compressed:
+    """Q: ``packed`` ``(out, in)`` with its values rounded to integers so that ‖X(W − Q)ᵀ‖² is small, positions held; rounded to the nearest
+    where the inputs tell nothing.
 
     First GPTQ on the kept values (Frantar et al., ICLR 2023, arXiv 2210.17323, Algorithm 1). With U the upper Cholesky factor of H⁻¹, from
     the first column to the last: q = w/step rounded, 0 where w is pruned, and the error e = (w − q·step)/u_jj changes the weights of later
@@ -41,23 +37,13 @@ def round_values(
         packed: with floating-point values.
         values, group: as for ``ops.quantize_values``.
         h, tokens: H = XᵀX / tokens ``(in, in)`` of the inputs, and how many they were.
-        target: W; default ``packed`` itself.
     """
     nearest, dtype = ops.quantize_values(packed, values, group), wide(packed.dtype)
     assert nearest.step is not None
-    w, h = packed.dense(dtype) if target is None else target.to(dtype), h.to(packed.device, dtype)
-    size = float(squared_error(w, None, h))
-    if tokens < packed.pattern.m or not math.isfinite(size) or not w.numel():
-        return nearest, None
-    result = _improved(packed, nearest, w, h)
-    return result, float(squared_error(w, result.dense(dtype), h)) / (size or 1.0)
-
-
-def _improved(packed: ops.Compressed, nearest: ops.Compressed, w: Tensor, h: Tensor) -> ops.Compressed:
-    """``packed`` rounded with ``w`` and ``h``; ``nearest``, to the nearest, if no damping makes H positive definite."""
-    assert nearest.step is not None
-    z, mask, damping, bits = packed.dense(w.dtype), stored(packed), DAMPING, BITS[nearest.kind]
-    rows, cols = z.shape
+    w, h, mask = packed.dense(dtype), h.to(packed.device, dtype), stored(packed)
+    if tokens < packed.pattern.m or not w.numel() or not bool(squared_error(w, None, h).isfinite()):
+        return nearest
+    (rows, cols), bits, damping = w.shape, BITS[values], DAMPING
     kept, group = packed.values.shape[1], cols // nearest.step.shape[1]
     for _ in range(ATTEMPTS):
         hessian = damped(h, damping)
@@ -68,15 +54,12 @@ def _improved(packed: ops.Compressed, nearest: ops.Compressed, w: Tensor, h: Ten
             damping *= 10
     else:
         return nearest
-    usual = ops.Compressed(unpack_integers(nearest.values, kept).to(z.dtype), nearest.indices, nearest.pattern, nearest.shape).dense()
+    usual = ops.Compressed(unpack_integers(nearest.values, kept).to(dtype), nearest.indices, nearest.pattern, nearest.shape).dense()
     integers, steps = [], []
     for part in (slice(i, i + ROWS) for i in range(0, rows, ROWS)):
         # transposed, so that the weights of one column are contiguous
         full, keep = (matrix[part].t().contiguous() for matrix in (w, mask))
-        forms = [
-            compensated(z[part].t().clone(memory_format=torch.contiguous_format), keep, u, group, bits),
-            (usual[part].t().contiguous(), nearest.step[part].t().to(z.dtype)),
-        ]
+        forms = [compensated(full.clone(), keep, u, group, bits), (usual[part].t().contiguous(), nearest.step[part].t().to(dtype))]
         errors = [((d := full - _dense(*form, group)) * (hessian @ d)).sum(0) for form in forms]
         q, step = (torch.where(errors[0] < errors[1], one, other) for one, other in zip(*forms, strict=True))
         for _ in range(SWEEPS):

@@ -16,6 +16,7 @@ from nmkernels.nn import SparseLinear
 from nmkernels.pattern import CheckpointError, NMError, Pattern, RecipeError
 from nmkernels.prune import prune_
 from nmkernels.prune.rounding import DAMPING, SWEEPS, round_values
+from nmkernels.prune.solve import damped
 from python_tests.prune.families import inputs_of
 from python_tests.prune.test_prune import P, assert_same, mlp, rows, weights
 
@@ -96,28 +97,24 @@ def slow(packed, bits, group, h, damping=DAMPING):
 @pytest.mark.parametrize(("values", "group", "pattern"), [("int4", 16, "2:4"), ("int4", 0, "1:4"), ("int8", 0, "2:4"), ("int8", 12, "1:4")])
 def test_as_a_slow_loop(values, group, pattern):
     packed, h = problem(1 if group == 12 else 4, 48, pattern)
-    got, _ = round_values(packed, values, group, h, 1000)
+    got = round_values(packed, values, group, h, 1000)
     q, steps = slow(packed, int(values[3:]), group or 48, h)
     assert torch.equal(got.step.double(), steps)
     assert torch.equal(got.dense(torch.float64), q * steps.repeat_interleave(group or 48, 1))
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "1:4", "4:8", "1:8", "3:5", "8:16", "5:7"])
-@pytest.mark.parametrize(("values", "group", "share"), [("int4", None, 0.6), ("int8", None, 0.8), ("int4", 0, 0.8)])
+@pytest.mark.parametrize(("values", "group", "share"), [("int4", None, 0.7), ("int8", None, 0.8), ("int4", 0, 0.8)])
 def test_far_below_the_nearest(values, group, share, pattern):
     cols = 140 if Pattern(pattern).m in (5, 7) else 192
     share = 0.85 if pattern == "1:8" else share  # where few are kept, few can make up for the others
     packed, h = problem(40, cols, pattern, dtype=torch.float32)
-    target = packed.dense() + 0.01 * torch.randn(40, cols, generator=torch.Generator().manual_seed(1))
-    nearest = ops.quantize_values(packed, values, group)
-    for wanted in (packed.dense(), target):
-        made, error = round_values(packed, values, group, h, 1000, wanted)
-        usual = error_of(nearest.dense(), wanted, h)
-        ours = error_of(made.dense(), wanted, h)
-        assert bool((ours <= usual * (1 + 1e-4)).all()) and ours.sum() < share * usual.sum()
-        assert error == pytest.approx(float(ours.sum() / error_of(0, wanted, h).sum()), rel=1e-3)
-        assert torch.equal(made.indices, packed.indices) and made.pattern == packed.pattern
-        assert (made.kind, made.group, made.step.dtype) == (values, nearest.group, torch.bfloat16)
+    made, nearest, w = round_values(packed, values, group, h, 1000), ops.quantize_values(packed, values, group), packed.dense()
+    for each, part in ((damped(h, DAMPING), slice(None)), (h, slice(0))):  # no row is worse, as it is measured there
+        ours, usual = error_of(made.dense(), w, each), error_of(nearest.dense(), w, each)
+        assert ours.sum() < share * usual.sum() and bool((ours <= usual * (1 + 1e-4))[part].all())
+    assert torch.equal(made.indices, packed.indices) and made.pattern == packed.pattern
+    assert (made.kind, made.group, made.step.dtype) == (values, nearest.group, torch.bfloat16)
 
 
 def test_inputs_that_tell_nothing():
@@ -125,28 +122,24 @@ def test_inputs_that_tell_nothing():
     packed, h = problem(8, 64)
     dead = torch.arange(64) % 16 >= 12
     h[dead], h[:, dead] = 0.0, 0.0
-    made, _ = round_values(packed, "int4", 16, h, 1000)
+    made = round_values(packed, "int4", 16, h, 1000)
     off = (made.dense() - packed.dense())[:, dead].abs()
     step = made.step.float().abs().repeat_interleave(16, 1)[:, dead]
     free = packed.dense()[:, dead].abs() < 6 * step  # nothing was clamped
     assert bool((off <= 0.501 * step)[free].all())
 
-    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(2))
-    for singular in (x.T @ x, torch.ones(64, 64), -torch.eye(64) + x.T @ x):
-        made, error = round_values(packed.to(torch.float32), "int4", 16, singular, 2)
-        usual = ops.quantize_values(packed.to(torch.float32), "int4", 16)
-        w = packed.dense(torch.float32)
-        assert math.isfinite(error) and bool((error_of(made.dense(), w, singular) <= error_of(usual.dense(), w, singular) + 1e-5).all())
-
-    nearest = ops.quantize_values(packed, "int4", 16)
+    packed, nearest = packed.to(torch.float32), ops.quantize_values(packed, "int4", 16)
+    x, w = torch.randn(4, 64, generator=torch.Generator().manual_seed(2)), packed.dense()
+    for singular in (x.T @ x, torch.ones(64, 64), x.T @ x - 0.2 * torch.eye(64)):
+        made = round_values(packed, "int4", 16, singular, 4)
+        assert not torch.equal(made.values, nearest.values)
+        assert error_of(made.dense(), w, singular).sum() < error_of(nearest.dense(), w, singular).sum()
     for nothing, tokens in ((h * 0, 0), (h * math.inf, 1000), (h * math.nan, 1000)):
-        made, error = round_values(packed, "int4", 16, nothing, tokens)
-        assert error is None and torch.equal(made.values, nearest.values) and torch.equal(made.step, nearest.step)
-    made, error = round_values(packed, "int4", 16, h * 0, 1000)
-    assert error == 0 and torch.equal(made.values, nearest.values)
+        made = round_values(packed, "int4", 16, nothing, tokens)
+        assert torch.equal(made.values, nearest.values) and torch.equal(made.step, nearest.step)
     zero = ops.Compressed(packed.values * 0, packed.indices, packed.pattern, packed.shape)
-    made, error = round_values(zero, "int4", 16, h, 1000)
-    assert error == 0 and not made.dense().any() and not made.step.any()
+    made = round_values(zero, "int4", 16, h, 1000)
+    assert not made.dense().any() and not made.step.any()
 
 
 # ---- prune_(values=) and compress_
@@ -252,7 +245,7 @@ def test_finished_layers_are_rounded_on_data(compressed):
     for name, w in float_weights.items():
         layer = model.get_submodule(name)
         inputs = torch.cat(inputs_of(model, lambda: [model(batch) for batch in data], [name])[name])
-        want, _ = round_values(ops.compress(w, P), "int4", 32, inputs.t() @ inputs / len(inputs), len(inputs))
+        want = round_values(ops.compress(w, P), "int4", 32, inputs.t() @ inputs / len(inputs), len(inputs))
         assert (layer.weight.kind, layer.weight.group) == ("int4", 32)
         assert (layer.values != want.values).float().mean() < 0.02  # another order of sums
 
