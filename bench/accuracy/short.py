@@ -17,6 +17,7 @@ from nmkernels import ops
 
 from ..tables import table
 from . import studies, tables
+from .methods import SRSTE
 from .rows import RESULTS, append_lines, load, load_lines, stamp
 from .spec import DENSE, RunSpec
 from .stats import estimate
@@ -25,7 +26,7 @@ from .worker import Training
 
 PATH = RESULTS / "short.csv"
 TASK, PATTERN = "gpt", "2:4"
-METHODS = (DENSE, "ste", studies.SRSTE, "sste", "slope")
+METHODS = (DENSE, "ste", SRSTE, "sste", "slope")
 AT = (50, 250, 1000)
 """Steps after which masks are compared with those of the first step."""
 KEPT = tuple(f"kept_{step}" for step in AT)

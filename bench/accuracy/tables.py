@@ -11,13 +11,13 @@ from typing import Any
 from ..tables import table
 from . import methods, tasks
 from .contrasts import findings, place
-from .methods import DECAYS
+from .methods import DECAYS, SRSTE
 from .plan import Results, mean_loss
 from .rows import RunRow
 from .spec import DENSE, TUNING_SEEDS, Case
 from .stats import ENOUGH, FEWEST, Estimate, combined, estimate, holm, verdict
 from .stats import LEVEL as LEVEL_OF_TESTS
-from .studies import MATRIX, SRSTE, STUDIES, TASKS, case, resolve, variant_losses
+from .studies import MATRIX, STUDIES, TASKS, case, resolve, variant_losses
 from .tasks.base import settings
 
 NONE = "–"

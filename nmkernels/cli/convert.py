@@ -14,7 +14,7 @@ import torch
 from ..export.convert import by_type, convert_folder, size_of, work_folder
 from ..export.folders import read_config
 from ..pattern import NMError
-from .prune import progress
+from ..prune.progress import Progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     with torch.device("meta"):
         model = kind(settings)
     try:
-        with progress() as step:
+        with Progress(True) as step:
             facts = convert_folder(args.model, args.out, model, exact=args.exact, progress=step)
     except (NMError, KeyboardInterrupt) as stop:
         stopped = isinstance(stop, KeyboardInterrupt)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..export.card import CARD, HEADING, METHOD, integers_of, patterns_of
 from ..export.compressed_tensors import CONFIG, Packed, check_table, write_pack_quantized
+from ..export.folders import carry_over, check_out
 from ..export.plan import BUFFERS, announce, check_filled
 from ..export.safetensors import opened
 from ..export.stream import SHARD
@@ -52,7 +53,6 @@ def export_folder(source: Path, out: Path, shard: int = SHARD) -> str:
     """
     try:
         from ..prune.disk import class_of
-        from ..prune.folder import carry_over, check_out
     except ImportError as error:
         raise NMError(f"export needs transformers 5 and safetensors: {error}.") from error
     config = _config(source)

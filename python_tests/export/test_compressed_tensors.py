@@ -154,7 +154,7 @@ def test_layers_of_every_kind(tmp_path):
     model = pruned(filter_fn=lambda module, name: not name.endswith(("v_proj", "lm_head")))
     kinds = {"q_proj": ("int4", 32), "k_proj": ("int8", None), "o_proj": ("int4", 256), "gate_proj": ("int8", 64)}
     for name, layer in layers_of(model).items():
-        layer.round_(*kinds.get(name.rpartition(".")[2], ("int4", 128)))
+        layer.round_(nm.ops.quantize_values(layer.weight, *kinds.get(name.rpartition(".")[2], ("int4", 128))))
     save_compressed_tensors(model, tmp_path / "out")
     same_model(tmp_path / "out", model)
     about = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
@@ -445,7 +445,7 @@ def test_layers_of_every_kind_in_the_library(tmp_path):
     model = pruned("qwen3", filter_fn=lambda module, name: not name.endswith(("v_proj", "lm_head")))
     kinds = {"q_proj": ("int4", 32), "k_proj": ("int8", None), "o_proj": ("int4", 256), "gate_proj": ("int8", 64)}
     for name, layer in layers_of(model).items():
-        layer.round_(*kinds.get(name.rpartition(".")[2], ("int4", 128)))
+        layer.round_(nm.ops.quantize_values(layer.weight, *kinds.get(name.rpartition(".")[2], ("int4", 128))))
     nm.integrations.hf.mark_(model)
     model.save_pretrained(tmp_path / "nm")
     save_compressed_tensors(model, tmp_path / "out")

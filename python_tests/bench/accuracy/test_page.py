@@ -10,7 +10,7 @@ import jinja2
 import pytest
 
 from bench.accuracy import contrasts, page, studies, tables, tasks
-from bench.accuracy.methods import DECAYS
+from bench.accuracy.methods import DECAYS, SRSTE
 from bench.accuracy.plan import Results
 from bench.accuracy.rows import save
 from bench.accuracy.stats import verdict
@@ -287,7 +287,7 @@ def test_the_default_decay_has_the_least_worst_loss():
 
 
 def test_the_demos_decay_is_the_best_one_of_the_gpt():
-    known = studies.resolve(studies.case("gpt", studies.SRSTE, "2:4"), page.read().results)
+    known = studies.resolve(studies.case("gpt", SRSTE, "2:4"), page.read().results)
     assert known is not None and DECAYS[known.method] == recipes.get(train.RECIPE).decay
 
 

@@ -11,7 +11,7 @@ from python_tests.bench.accuracy.conftest import made
 def test_names_of_all_studies_are_known():
     for study in STUDIES.values():
         for name in study.methods:
-            assert name == studies.SRSTE or methods.get(name).note
+            assert name == methods.SRSTE or methods.get(name).note
         assert set(study.tasks) <= set(tasks.names())
 
 
@@ -27,7 +27,7 @@ def test_dense_training_is_one_case_of_all_patterns(tiny):
 
 
 def test_the_decay_is_chosen_once_on_tuning_seeds(tiny):
-    case, rows = studies.case("tiny", studies.SRSTE, "1:8"), []
+    case, rows = studies.case("tiny", methods.SRSTE, "1:8"), []
     best = {"srste-2e-4": 0.3, "srste-2e-3": 0.2, "srste-2e-2": 0.1, "srste-2e-1": 0.4, "srste-2e0": 0.5}
     for _ in range(10):
         results = Results(rows)
@@ -46,4 +46,4 @@ def test_hours_left_shrink(tiny):
     ste = studies.case("tiny", "ste", "2:4")
     before = studies.hours_left([ste], Results([]))
     after = studies.hours_left([ste], Results([made(ste, lr, 100 + k, abs(lr - 1e-2)) for lr in (5.5e-3, 1e-2, 0.017) for k in range(3)]))
-    assert before > after > 0 and studies.hours_left([studies.case("tiny", studies.SRSTE, "2:4")], Results([])) > before
+    assert before > after > 0 and studies.hours_left([studies.case("tiny", methods.SRSTE, "2:4")], Results([])) > before
