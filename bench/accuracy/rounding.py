@@ -93,15 +93,15 @@ def run(name: str, methods: Sequence[str] | None = None) -> Iterator[dict[str, A
             yield row(method, ("round" if start else "prune") if method and values else "", values, size, it.evaluate(model))
         if method != ON_DATA:
             continue
-        for values in filter(None, VALUES):
-            with torch.no_grad():
-                for each, layer in layers.items():
-                    layer.weight.copy_(saved[each])  # type: ignore[operator]
-            data = it.calibration(SEQUENCES[name])
+        data = it.calibration(SEQUENCES[name])
+        with torch.no_grad():
+            for each, layer in layers.items():
+                layer.weight.copy_(saved[each])  # type: ignore[operator]
+        for values in VALUES[:0:-1]:
             after = copy.deepcopy(model)
             nm.recipes.adopt(after, PATTERN, it.filter_fn).finish(allow_unused=True)
-            nm.compress_(after, values=values, data=data)
-            yield row(method, "data", values, *_compressed(it, after))
+            yield row(method, "data", values, *_compressed(it, nm.compress_(after, values=values, data=data)))
+        for values in VALUES[:0:-1]:
             at_once = it.model().eval()
             nm.prune_(at_once, PATTERN, data, it.filter_fn, method=method, values=values).finish(allow_unused=True)
             yield row(method, "together", values, *_compressed(it, nm.compress_(at_once)))
