@@ -245,7 +245,7 @@ def pack(integers: Tensor, bits: int) -> Tensor:
 
 @contextmanager
 def appearing(out: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes ``out`` in one step if nothing is raised. One process at a time; what a killed one left is removed."""
+    """A folder to fill, which becomes ``out`` in one step if nothing is raised. One process at a time; what a killed one left goes."""
     out = Path(os.path.abspath(out))
     home = out.parent / f".{out.name}.nmkernels-export"
     with writing(home):
