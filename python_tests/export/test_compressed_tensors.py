@@ -236,6 +236,12 @@ def in_training() -> nn.Module:
     return model
 
 
+def with_peft() -> nn.Module:
+    model = rounded()
+    model.peft_config = {"default": None}
+    return model
+
+
 def on_meta() -> nn.Module:
     return rounded().to("meta")
 
@@ -258,6 +264,7 @@ REFUSED = {
     "training": (in_training, r"is not compressed; call handle.finish\(\)"),
     "dense": (lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)), r"no layer is compressed"),
     "other models": (lambda: nn.Sequential(nm.CompressedLinear(weight_of("int4", 32))), r"Sequential is not a model of transformers"),
+    "adapters of peft": (with_peft, r"has adapters of peft, .* merge or remove them first"),
     "offloaded": (on_meta, r"is offloaded or sharded; load the whole model"),
 }
 
@@ -280,12 +287,16 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     model, out = rounded(), tmp_path / "out"
     work = tmp_path / ".out.nmkernels-export"
 
-    def full(self):
+    def full(*args):
         raise OSError(28, os.strerror(28))
 
     with monkeypatch.context() as patch:
         patch.setattr(room.ShardWriter, "close", full)
         with pytest.raises(OSError, match="No space"):
+            save_compressed_tensors(model, out)
+    with monkeypatch.context() as patch:
+        patch.setattr(room.os, "replace", full)
+        with pytest.raises(CheckpointError, match=r"out could not be written: No space"):
             save_compressed_tensors(model, out)
     assert not os.listdir(tmp_path)
     # what a killed process leaves does not matter, and a running one is not disturbed
