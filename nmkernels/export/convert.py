@@ -177,6 +177,10 @@ class _Run:
             c = able.get(layer.name)
             layer.reason = TIED if layer.name in tied else c.impossible if c else f"{type(self.model).__name__} has no such linear layer"
             layer.candidate = None if layer.reason else c
+        kinds = {starred(name) for name in self.layers}
+        lost = next((name for name in able if starred(name) in kinds and name not in self.layers and name not in tied), None)
+        if lost is not None:
+            raise damaged(lost, "the files lack its weight, and have that of the same layer of another block; download the folder again")
         for number, file in enumerate(self.files):
             self.say(number, len(self.files), f"reading {file}")
             contents = read(self.source / file)
