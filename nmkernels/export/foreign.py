@@ -75,29 +75,27 @@ class Foreign:
         per = "row" if self.scale.shape[1] == 1 else f"{self.shape[1] // self.scale.shape[1]} columns"
         return f"{kind}, a {plain(self.scale.dtype)} scale per {per}"
 
-    def floats(self, dtype: torch.dtype) -> Tensor:
-        """The kept values · scale, ``(out, kept)``, rounded to ``dtype``."""
-        return torch.cat([self._products(rows).to(dtype) for rows in self._pieces()])
-
     def converted(self, dtype: torch.dtype, exact: bool) -> Compressed:
         """The weight in the form of this package.
 
         Floating-point values stay as they are, and 8-bit ones become ``dtype``. Integers stay, and their scales become bfloat16 steps;
-        ``exact``: if that changes one, and for 8-bit values, it becomes float32 values.
+        ``exact``: if that would change one, integers become ``dtype`` too, and so do other values.
         """
-        values, step = self.values, None
         if self.bits and not (exact and not keeps_steps(self.scale)):
             assert self.scale is not None
             values, step = pack_integers(self.values, self.bits), self.scale.to(torch.bfloat16).contiguous()
-        elif self.scale is not None:
-            dtype = torch.float32 if exact else dtype
-            values = self.floats(dtype)
-            if not bool(values.isfinite().all()):
-                raise damaged(self.name, f"a weight is too large for {dtype}; use --exact, which writes float32")
-        return Compressed(values.contiguous(), self.indices, self.pattern, self.shape, step)
+            return Compressed(values, self.indices, self.pattern, self.shape, step)
+        return self.decoded(dtype if exact or self.scale is not None else self.values.dtype)
+
+    def decoded(self, dtype: torch.dtype) -> Compressed:
+        """The weight with values in floating point."""
+        values = torch.cat([self._products(rows).to(dtype) for rows in self._pieces()])
+        if not bool(values.isfinite().all()):
+            raise damaged(self.name, f"a weight is too large for {dtype}; use --exact, which writes float32")
+        return Compressed(values, self.indices, self.pattern, self.shape)
 
     def error(self, c: Compressed) -> float:
-        """‖W' - W‖ / ‖W‖ of what ``converted`` returned, or of its dense values; 0 only if they are equal."""
+        """‖W' - W‖ / ‖W‖ of what ``converted`` or ``decoded`` returned; 0 only if they are equal."""
         total, size = 0.0, 0.0
         for rows in self._pieces():
             step = None if c.step is None else c.step[rows]
@@ -106,11 +104,6 @@ class Foreign:
             before = self._products(rows)
             total, size = total + float((now - before).square().sum()), size + float(before.square().sum())
         return (total / size) ** 0.5 if size else 0.0
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight in dense layout, rounded to ``dtype``; values without a scale keep their own."""
-        values = self.values if self.scale is None else self.floats(dtype)
-        return ops.decompress(Compressed(values, self.indices, self.pattern, self.shape))
 
     def _products(self, rows: slice) -> Tensor:
         values = self.values[rows].double()

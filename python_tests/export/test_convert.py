@@ -90,10 +90,14 @@ def test_marlin_by_groups() -> None:
     contents = read(FIXTURES / "wide.safetensors")
     for name, want in json.loads(contents.metadata["truth"]).items():
         weight = marlin24(name, *(contents.tensors[f"{name}.{part}"] for part in ("weight_packed", "scale_packed", "meta")))
-        assert digest(weight.dense(torch.float32)) == want and weight.scale is not None and weight.scale.shape[1] == weight.shape[1] // 128
+        assert (
+            digest(weight.decoded(torch.float32).dense()) == want
+            and weight.scale is not None
+            and weight.scale.shape[1] == weight.shape[1] // 128
+        )
         rounded = weight.converted(torch.float16, exact=False)
         assert (
-            rounded.group == 128 and rounded.kind == f"int{weight.bits}" and weight.error(weight.converted(torch.float16, exact=True)) == 0
+            rounded.group == 128 and rounded.kind == f"int{weight.bits}" and weight.error(weight.converted(torch.float32, exact=True)) == 0
         )
         # only steps have changed
         steps = torch.ones_like(rounded.step)
@@ -125,13 +129,17 @@ def pruned(folder: Path, name: str = "llama", pattern: str = "2:4", dtype: torch
     return folder
 
 
-def stored(folder: Path, change: Callable[[dict[str, Tensor]], object] | None = None, **about: Any) -> Path:
-    """The same as ``sparse-24-bitmask``, in the same files; ``change`` may edit all tensors."""
+def stored(folder: Path, change: Callable[[dict[str, Tensor]], object] | None = None, names: Any = (), **about: Any) -> Path:
+    """The same as ``sparse-24-bitmask``, in the same files: ``names``, or all projections; ``change`` may edit all tensors."""
     for file in sorted(folder.glob("*.safetensors")):
         tensors: dict[str, Tensor] = {}
         for key, w in load_file(file).items():
             name = key.removesuffix(".weight")
-            tensors |= {f"{name}.{part}": t for part, t in bitmask(w).items()} if key.endswith("proj.weight") else {key: w}
+            tensors |= (
+                {f"{name}.{part}": t for part, t in bitmask(w).items()}
+                if (key in names if names else key.endswith("proj.weight"))
+                else {key: w}
+            )
         if change is not None:
             change(tensors)
         save_file(tensors, file, {"format": "pt"})
@@ -192,9 +200,57 @@ def test_what_has_no_module_is_decoded(tmp_path: Path) -> None:
     shutil.copytree(dense, tmp_path / "source")
     facts = converted(stored(tmp_path / "source"), tmp_path / "out")
     left = {name: row["reason"] for name, row in facts["left dense"].items() if "experts" in name}
-    assert len(left) == 24 and set(left.values()) == {"Qwen3MoeForCausalLM has no linear layer of that name"}
+    assert len(left) == 24 and set(left.values()) == {"Qwen3MoeForCausalLM has no such linear layer"}
     assert len(facts["layers"]) == 8 and facts["exact"]
     same_model(tmp_path / "out", dense)
+
+
+SIZES = {"vocab_size": 32, "hidden_size": 36, "intermediate_size": 60, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Qwen2", {"num_key_value_heads": 1}),  # with biases
+        pytest.param("Mistral", {"num_key_value_heads": 1, "head_dim": 10}, marks=pytest.mark.slow),
+        pytest.param("Phi3", {"num_key_value_heads": 1, "pad_token_id": 0}, marks=pytest.mark.slow),  # fused q, k, v
+    ],
+)
+def test_architectures_whose_head_is_compressed_too(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**SIZES, **options)).half()
+    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    for module in linear:
+        module.weight.data = nm.ops.prune(module.weight.data, "2:4")
+    model.save_pretrained(tmp_path / "dense")
+    shutil.copytree(tmp_path / "dense", tmp_path / "source")
+    names = {f"{name}.weight" for name, m in model.named_modules() if m in linear}
+    facts = converted(stored(tmp_path / "source", names=names), tmp_path / "out")
+    assert len(facts["layers"]) == len(linear) > 4 and facts["exact"] and not facts["left dense"]
+    same_model(tmp_path / "out", tmp_path / "dense")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_eight_bits_with_zeros_but_no_mask(dtype: torch.dtype, tmp_path: Path, dense_folder: Path) -> None:
+    """``sparsity_config`` dense over int-quantized or float-quantized; what has no zeros is decoded."""
+    folder = shutil.copytree(dense_folder, tmp_path / "source")
+    tensors = load_file(folder / "model.safetensors")
+    k, truth = f"{Q.replace('q_proj', 'k_proj')}", {}
+    for name in (Q, k):
+        w = tensors[f"{Q}.weight"].float() if name == Q else torch.randn(32, 64)
+        scale = (w.abs().amax(1, keepdim=True) / 127).bfloat16()
+        tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"] = (w / scale.float()).round().to(dtype), scale
+        truth[name] = tensors[f"{name}.weight"].float() * scale.float()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"format": "int-quantized", "sparsity_config": {"format": "dense"}, "config_groups": {}}
+    (folder / "config.json").write_text(json.dumps(config))
+    facts = converted(folder, tmp_path / "out")
+    state = nm.densify_(loaded(tmp_path / "out")).state_dict()
+    kind = "int8, a bfloat16 step per row" if dtype == torch.int8 else "bfloat16"
+    assert facts["layers"][Q]["now"] == f"2:4 {kind}" and facts["left dense"][k]["now"] == "dense bfloat16"
+    for name, want in truth.items():
+        assert torch.equal(state[f"{name}.weight"], want.bfloat16()), name
 
 
 # ---- interruptions
@@ -230,12 +286,12 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path: Path, monke
     out, done = tmp_path / "out", 0
     for moment in range(1, 2 * files + 2):
         assert forked(lambda moment=moment: converted(source, out, progress=killer(moment))) == -signal.SIGKILL
-        now = len(list(work_folder(out).glob("*.done.json")))
+        now = len(list(work_folder(out).glob("out/*.safetensors")))
         assert not out.exists() and done <= now
         done = now
     assert done == files
     # in the middle of a file, and after the last
-    next(work_folder(out).glob("model-00002-*.done.json")).unlink()
+    next(work_folder(out).glob("out/model-00002-*")).unlink()
     for name in ("close", "write"):
         with monkeypatch.context() as patch:
             patch.setattr("nmkernels.export.convert.ShardWriter." + name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
@@ -255,7 +311,8 @@ def test_another_folder_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
         patch.setattr("nmkernels.export.convert.write_card", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         assert forked(lambda: converted(one, tmp_path / "out")) == -signal.SIGKILL
     converted(other, tmp_path / "out")
-    assert loaded(tmp_path / "out").dtype == torch.float16 and not work_folder(tmp_path / "out").exists()
+    converted(other, tmp_path / "whole" / "out")
+    assert content(tmp_path / "out") == content(tmp_path / "whole" / "out") and not work_folder(tmp_path / "out").exists()
 
 
 @pytest.mark.slow
@@ -295,11 +352,12 @@ DAMAGE: dict[str, tuple[Edit, str]] = {
     "three bits": (lambda t: t[f"{Q}.bitmask"][5, 1].bitwise_or_(0x0F), "row 5 of its bitmask has a group of four without exactly two"),
     "no bits": (lambda t: t[f"{Q}.bitmask"][5, 1].bitwise_and_(0xF0), "row 5 of its bitmask has a group"),
     "short mask": (cut("bitmask"), r"its bitmask has shape \(64, 7\), and for"),
-    "short values": (cut("compressed"), r"weight of \(64, 62\), the model one"),
+    "short values": (cut("compressed"), r"its compressed has shape \(64, 31\), and for"),
     "other shape": (lambda t: t[f"{Q}.shape"].fill_(32), r"its compressed has shape \(64, 32\), and for a weight of \(32, 32\)"),
     "no shape": (lambda t: t[f"{Q}.shape"].fill_(-1), r"its shape is \[-1, -1\], not that of a matrix"),
     "NaN": (lambda t: t[f"{Q}.compressed"][3, 2].fill_(torch.nan), "a value is NaN or infinite; the file is damaged"),
     "lost": (lambda t: t.pop(f"{Q}.bitmask"), "the files lack its bitmask; download the folder again"),
+    "all lost": (lambda t: [t.pop(f"{Q}.{part}") for part in ("compressed", "bitmask", "shape")], "the files lack its weight, and have"),
     "no scale": (scaled(None), "are torch.int8, and the files lack its weight_scale"),
     "NaN scale": (scaled(torch.full((64, 1), torch.nan)), "a scale is NaN or infinite"),
     "scale shape": (scaled(torch.ones(32, 1)), r"its scales have shape \(32, 1\); for 64 rows"),
@@ -372,5 +430,5 @@ def test_other_folders_are_refused(what: str, tmp_path: Path, dense_folder: Path
 
 
 def test_a_model_of_another_size(tmp_path: Path, dense_folder: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"the files have a weight of \(\d+, 64\), the model one of \(\d+, 32\)"):
+    with pytest.raises(CheckpointError, match=r"the files have a weight of \(64, 128\), the model one of \(32, 128\)"):
         convert_folder(dense_folder, tmp_path / "out", built(hidden_size=32).to("meta"))
