@@ -19,6 +19,7 @@ PROG = "python -m nmkernels"
 
 VERBS = {
     "prune": "prune a Hugging Face model to N:M in one shot, block by block, and write the compressed one",
+    "finetune": "train on what prune wrote, with its masks held, and write the same kind of folder",
     "recipes": "list the training methods: paper, patterns, state, cost; or one with its keywords",
     "audit": "predict, and measure here, what N:M would gain a model on a device, layer by layer",
     "run": "run another program, such as transformers serve or -m lm_eval, in which transformers opens compressed models",

@@ -63,7 +63,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prune the folder and print the summary; 0 done, 1 failed, 130 interrupted (the message says how to resume)."""
-    folder = _hugging_face()
+    folder = hugging_face("prune")
     if args.pattern and args.patterns:
         raise NMError("--pattern and --patterns both set the patterns; pass one of them.")
     pattern: Any = patterns_of(args.patterns) if args.patterns else Pattern(args.pattern or "2:4")
@@ -78,23 +78,29 @@ def run(args: argparse.Namespace) -> int:
             # without the source line, which means nothing to the user of a command
             warnings.showwarning = lambda message, *_, **__: step.note(f"note: {message}")
             step(0, 1, f"reading {args.data}")
-            batches, held_out, why = _data(args, kind, config)
+            batches, held_out, why = data_of(args, kind, config)
             done = folder.prune_folder(
                 args.model, pattern, batches, args.out, skip=args.skip, method=method, device=device,
                 dtype=None if args.dtype is None else getattr(torch, args.dtype), sequential=not args.no_sequential, permute=args.permute,
                 values=args.values, group=args.group, held_out=held_out, progress=step,
             )  # fmt: skip
     except (NMError, KeyboardInterrupt) as stop:
-        stopped = isinstance(stop, KeyboardInterrupt)
-        print("\nStopped." if stopped else f"python -m nmkernels prune: error: {stop}", file=sys.stderr)
         work = folder.work_folder(args.out)
-        if any((work / "units").glob("unit-*.safetensors")):
-            again = shlex.join(["python", "-m", "nmkernels", *sys.argv[1:]])
-            print(f"Finished blocks are kept in {work}. To resume:\n  {again}", file=sys.stderr)
-        return 130 if stopped else 1
+        blocks = any((work / "units").glob("unit-*.safetensors"))
+        return interrupted("prune", stop, f"Finished blocks are kept in {work}" if blocks else "")
     facts = json.loads((args.out / folder.REPORT).read_text())
     print(json.dumps(facts, indent=2) if args.json else summary(facts, args.out, kind.__name__, why, done.seconds))
     return 0
+
+
+def interrupted(verb: str, stop: BaseException, kept: str) -> int:
+    """Print why a command has ended early and, if something is ``kept``, how to resume; returns its exit status."""
+    stopped = isinstance(stop, KeyboardInterrupt)
+    print("\nStopped." if stopped else f"python -m nmkernels {verb}: error: {stop}", file=sys.stderr)
+    if kept:
+        again = shlex.join(["python", "-m", "nmkernels", *sys.argv[1:]])
+        print(f"{kept}. To resume:\n  {again}", file=sys.stderr)
+    return 130 if stopped else 1
 
 
 def patterns_of(path: Path) -> dict[str, str]:
@@ -105,12 +111,13 @@ def patterns_of(path: Path) -> dict[str, str]:
         raise NMError(f"--patterns {path} cannot be read: {error.strerror or error}.") from error
     except ValueError as error:
         raise NMError(f"--patterns {path} is not JSON: {first_line(error)}.") from error
-    layers = found.get("layers") if isinstance(found, dict) else None
-    if isinstance(layers, list):  # groups of equal layers
+    layers, own = (found.get(key) if isinstance(found, dict) else None for key in ("layers", "patterns"))
+    if isinstance(own, dict):
+        found = own
+    elif isinstance(layers, list):  # groups of equal layers
         found = {name: group["pattern"] for group in layers for name in group["names"] if group["sparse"]}
     elif isinstance(layers, dict):
-        one = found.get("pattern")
-        found = found.get("patterns") or {name.partition("[")[0]: one for name in layers}
+        found = {name.partition("[")[0]: found.get("pattern") for name in layers}
     if not isinstance(found, dict) or not found or not all(isinstance(value, str) for value in found.values()):
         raise NMError(
             f'--patterns {path} has no pattern of a layer; write {{"*.mlp.*": "2:4", "*.self_attn.*": "4:8", "*": "dense"}}. The first '
@@ -119,20 +126,21 @@ def patterns_of(path: Path) -> dict[str, str]:
     return found
 
 
-def _hugging_face() -> Any:
+def hugging_face(verb: str) -> Any:
+    """The module ``prune.folder``, with transformers, which is made quiet; NMError where it is not installed."""
     try:
         import transformers
 
         from ..prune import folder
     except ImportError as error:
-        raise NMError(f"prune needs transformers 5, accelerate and safetensors: {error}.") from error
+        raise NMError(f"{verb} needs transformers 5, accelerate and safetensors: {error}.") from error
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     return folder
 
 
-def _data(args: argparse.Namespace, kind: Any, config: Any) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], str]:
+def data_of(args: argparse.Namespace, kind: Any, config: Any) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], str]:
     """(calibration batches, held-out batches, why there are none of the latter)."""
     if getattr(kind, "main_input_name", "input_ids") != "input_ids":
         raise NMError(
@@ -145,7 +153,7 @@ def _data(args: argparse.Namespace, kind: Any, config: Any) -> tuple[list[dict[s
     if not 0 <= held <= 0.5:
         raise NMError(f"--held-out {args.held_out} is not a share from 0 to 0.5.")
     why = "" if held else "--held-out 0"
-    if not _causal(kind):
+    if not causal(kind):
         held, why = 0.0, f"{kind.__name__} is not a causal language model"
     documents = read(args.data, args.text_column)
     tokenizer = _tokenizer(args.model) if any(isinstance(d, str) for d in documents) else None
@@ -180,7 +188,7 @@ def _tokenizer(folder: Path) -> Any:
         raise NMError(f"transformers cannot load the tokenizer of {folder}: {first_line(error)}.") from error
 
 
-def _causal(kind: Any) -> bool:
+def causal(kind: Any) -> bool:
     from transformers.models.auto import modeling_auto
 
     tables = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)

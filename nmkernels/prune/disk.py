@@ -79,17 +79,22 @@ def _tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]
     yield from module.named_buffers(prefix)
 
 
-def check_folder(folder: Path) -> dict[str, Any]:
-    """The configuration of a folder, and the names of its "weight files"; CheckpointError unless these are dense safetensors files."""
+def read_config(folder: Path) -> dict[str, Any]:
+    """The configuration of a folder."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder; pass one that save_pretrained wrote, with {CONFIG} and {SINGLE}.")
     if not (folder / CONFIG).is_file():
         raise CheckpointError(f"{folder} has no {CONFIG}; pass a folder that save_pretrained wrote.")
     try:
-        config: Any = json.loads((folder / CONFIG).read_bytes())
-        about: Any = config.get("quantization_config")
+        return dict(json.loads((folder / CONFIG).read_bytes()).items())
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{folder / CONFIG} is damaged ({shortened(error)}).") from error
+
+
+def check_folder(folder: Path) -> dict[str, Any]:
+    """The configuration of a folder, and the names of its "weight files"; CheckpointError unless these are dense safetensors files."""
+    config = read_config(folder)
+    about: Any = config.get("quantization_config")
     if about is not None:
         method = about.get("quant_method") if isinstance(about, dict) else about
         if method == "nmkernels":
@@ -163,6 +168,11 @@ def open_folder(
         log.info("%s is loaded whole: %s", folder, reason)
         model, loader = _loaded(kind, folder, offload, **wanted), None
     return model, OnDisk(model, loader, device)
+
+
+def load_whole(kind: Any, folder: Path, **options: Any) -> Any:
+    """The model of a folder, dense or compressed, in memory."""
+    return _loaded(kind, folder, folder, local_files_only=True, output_loading_info=True, **options)
 
 
 def _loaded(kind: Any, folder: Path, offload: Path, **options: Any) -> Any:

@@ -140,7 +140,7 @@ def prune_folder(
     group = check_values("prune_folder", values, group)
     kind, settings = class_of(source, config)
     batches, tests = batches_of(data, kind), batches_of(held_out, kind) if held_out else []
-    device = None if device is None else _device(device)
+    device = None if device is None else check_device(device)
     work, say = work_folder(out), progress if isinstance(progress, Progress) else Progress(progress, device)
     showing = nullcontext() if say is progress else say
     new = not work.exists()
@@ -157,7 +157,7 @@ def prune_folder(
             say(0, 1, f"reading {source}")
             say.plan("read", 2 * size)
             model, disk = open_folder(source, kind, settings, chosen_of, offload=work / "offload", dtype=dtype, device=device)
-            _check_tokens(model, [*batches, *tests])
+            check_tokens(model, [*batches, *tests])
             pruning = Pruning(model, *chosen_of(model), wanted, method, sequential, permute, values, group)
             pruning.check_groups("prune_folder")
             about = {**pruning.settings, **about}
@@ -177,10 +177,20 @@ def prune_folder(
     return PrunedFolder(out, pruning.report, perplexity, *sizes, time.monotonic() - begin)
 
 
-def work_folder(out: Path) -> Path:
-    """Where results of finished blocks are until ``out`` is complete."""
+def work_folder(out: Path, verb: str = "prune") -> Path:
+    """Where results of finished blocks, or checkpoints, are until ``out`` is complete."""
     out = Path(os.path.abspath(out))
-    return out.parent / f".{out.name}.nmkernels-prune"
+    return out.parent / f".{out.name}.nmkernels-{verb}"
+
+
+def put_in_place(folder: Path, out: Path) -> None:
+    """Rename the complete ``folder`` to ``out``."""
+    for path in folder.rglob("*"):
+        sync(path)
+    sync(folder)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(folder, out)
+    sync(out.parent)
 
 
 def check_out(source: Path, out: Path) -> None:
@@ -259,7 +269,7 @@ class _Run:
                     relay.finish(unit)
             with self._in_memory(relay):
                 for number, batch in enumerate(self.tests):
-                    loss, tokens = _loss(relay.output(number), batch)
+                    loss, tokens = loss_of(relay.output(number), batch)
                     total, count = total + loss, count + tokens
                     self.say.did("evaluate", head * size_of(batch))
         self.say(steps, steps, f"evaluating {which}")
@@ -328,10 +338,7 @@ class _Run:
         sizes = dense_bytes, writer.total
         with writing(folder):
             self._describe(folder, entries, perplexity, sizes)
-            sync(folder)
-            out.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(folder, out)
-            sync(out.parent)
+            put_in_place(folder, out)
         shutil.rmtree(self.work, ignore_errors=True)
         after_swap(self.model)  # so that transformers knows what it is asked to load
         return sizes
@@ -485,7 +492,7 @@ def _head_on(model: Any, device: torch.device | None) -> Any:
         del head.__dict__["forward"]
 
 
-def _loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[float, int]:
+def loss_of(output: Any, batch: Mapping[str, Tensor]) -> tuple[float, int]:
     """(the sum of the losses of next tokens, their number)."""
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     targets = ids if mask is None else ids.masked_fill(mask == 0, -100)
@@ -501,7 +508,8 @@ def _tokens(batch: Any) -> int:
     return int(ids.numel()) if isinstance(ids, Tensor) and not ids.is_floating_point() else 0
 
 
-def _check_tokens(model: Any, batches: Sequence[Any]) -> None:
+def check_tokens(model: Any, batches: Sequence[Any]) -> None:
+    """Raise RecipeError if a batch has a token that the model does not know."""
     try:
         size = int(model.get_input_embeddings().num_embeddings)
     except (NotImplementedError, AttributeError):
@@ -516,7 +524,8 @@ def _check_tokens(model: Any, batches: Sequence[Any]) -> None:
             )
 
 
-def _device(name: torch.device | str) -> torch.device:
+def check_device(name: torch.device | str) -> torch.device:
+    """A device that can be used here."""
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # the meta device makes tensors but cannot read them
