@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
     if not (math.isfinite(args.lr) and args.lr > 0):
         raise NMError(f"--lr {args.lr} must be a number above 0.")
     folder.check_out(args.model, args.out)
-    kind, settings = disk.class_of(args.model, finetune.check_compressed(args.model))
-    if not causal(kind):
+    kind, settings = disk.class_of(args.model, finetune.check_compressed(args.model), args.trust_remote_code)
+    if not causal(kind, settings):
         raise NMError(f"{kind.__name__} is not a causal language model; train it in Python, see the guide Prune a pretrained model.")
     device = folder.check_device(args.device or ("cuda" if capability.cuda_device().ok else "cpu"))
     half = args.dtype == "bfloat16" if args.dtype else device.type == "cuda"
@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
             facts = finetune.finetune_folder(
                 args.model, torch.cat([batch["input_ids"] for batch in batches]), args.out,
                 tests=[batch["input_ids"] for batch in tests][: -(-TESTS // args.batch)], teacher=args.teacher, steps=args.steps,
-                batch=args.batch, lr=args.lr, seed=args.seed, device=device, bfloat16=half, save_every=args.save_every, progress=step,
+                batch=args.batch, lr=args.lr, seed=args.seed, device=device, bfloat16=half, save_every=args.save_every,
+                trust_remote_code=args.trust_remote_code, progress=step,
             )  # fmt: skip
     except (NMError, KeyboardInterrupt) as stop:
         work = folder.work_folder(args.out, "finetune")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import capability
+from ..export.card import own_class
 from ..ops.integers import BITS
 from ..pattern import NMError, Pattern
 from ..prune.base import resolve
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that say which text is used, and how it is cut into windows of tokens."""
+    """The options that say which text is used, how it is cut into windows of tokens, and whose code may do it."""
     text = 'text, JSON lines with "text", Arrow or Parquet, or token ids (.npy, .pt, .safetensors); a folder: all such files in it'
     parser.add_argument("--data", type=Path, required=True, metavar="FILE|FOLDER", help=f"{text}, or what datasets' save_to_disk wrote")
     text = 'the column, or key of JSON records, that has the text; default "text", or token ids in "input_ids" of a table'
@@ -59,6 +60,8 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=positive, default=2048, metavar="L", help=text)
     text = "share at the end of the data for perplexity before and after, default 0.1; 0 measures none"
     parser.add_argument("--held-out", default="0.1", metavar="SHARE", help=text)
+    text = "run the code that lies in MODEL_DIR, of a model or tokenizer that transformers does not know"
+    parser.add_argument("--trust-remote-code", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if args.transposable:
         method = replace(method, transposable=True)
     folder.check_out(args.model, args.out)
-    kind, config = folder.class_of(args.model, folder.check_folder(args.model))
+    kind, config = folder.class_of(args.model, folder.check_folder(args.model), args.trust_remote_code)
     device = args.device or ("cuda" if capability.cuda_device().ok else "cpu")
     try:
         with warnings.catch_warnings(), Progress(True) as step:
@@ -82,14 +85,17 @@ def run(args: argparse.Namespace) -> int:
             done = folder.prune_folder(
                 args.model, pattern, batches, args.out, skip=args.skip, method=method, device=device,
                 dtype=None if args.dtype is None else getattr(torch, args.dtype), sequential=not args.no_sequential, permute=args.permute,
-                values=args.values, group=args.group, held_out=held_out, progress=step,
+                values=args.values, group=args.group, held_out=held_out,
+                trust_remote_code=args.trust_remote_code, progress=step,
             )  # fmt: skip
     except (NMError, KeyboardInterrupt) as stop:
         work = folder.work_folder(args.out)
         blocks = any((work / "units").glob("unit-*.safetensors"))
         return interrupted("prune", stop, f"Finished blocks are kept in {work}" if blocks else "")
+    auto, _ = own_class(getattr(config, "auto_map", None), kind.__name__)
+    opened = (auto, ", trust_remote_code=True") if auto else (kind.__name__, "")
     facts = json.loads((args.out / folder.REPORT).read_text())
-    print(json.dumps(facts, indent=2) if args.json else summary(facts, args.out, kind.__name__, why, done.seconds))
+    print(json.dumps(facts, indent=2) if args.json else summary(facts, args.out, opened, why, done.seconds))
     return 0
 
 
@@ -153,10 +159,10 @@ def data_of(args: argparse.Namespace, kind: Any, config: Any) -> tuple[list[dict
     if not 0 <= held <= 0.5:
         raise NMError(f"--held-out {args.held_out} is not a share from 0 to 0.5.")
     why = "" if held else "--held-out 0"
-    if not causal(kind):
+    if not causal(kind, config):
         held, why = 0.0, f"{kind.__name__} is not a causal language model"
     documents = read(args.data, args.text_column)
-    tokenizer = _tokenizer(args.model) if any(isinstance(d, str) for d in documents) else None
+    tokenizer = _tokenizer(args.model, args.trust_remote_code) if any(isinstance(d, str) for d in documents) else None
     limits = [getattr(config.get_text_config(), "max_position_embeddings", None), getattr(tokenizer, "model_max_length", None)]
     length = min([args.length, *(limit for limit in limits if isinstance(limit, int) and limit > 0)])
     tokenize = None if tokenizer is None else lambda text: tokenizer(text, verbose=False)["input_ids"]
@@ -176,27 +182,29 @@ def _batches(windows: Tensor, size: int, both: bool) -> list[dict[str, Tensor]]:
     return [{"input_ids": part[:, :half], "decoder_input_ids": part[:, half:]} for part in parts]
 
 
-def _tokenizer(folder: Path) -> Any:
+def _tokenizer(folder: Path, trusted: bool) -> Any:
     from transformers import AutoTokenizer
 
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
     if not any((folder / name).is_file() for name in names):
         return None
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
     except Exception as error:  # many types
-        raise NMError(f"transformers cannot load the tokenizer of {folder}: {first_line(error)}.") from error
+        way = "; read it, and pass --trust-remote-code if you trust it" if "trust_remote_code" in str(error) else ""
+        raise NMError(f"transformers cannot load the tokenizer of {folder}: {first_line(error)}{way}.") from error
 
 
-def causal(kind: Any) -> bool:
+def causal(kind: Any, config: Any) -> bool:
+    """Whether models of the class ``kind`` predict the next token."""
     from transformers.models.auto import modeling_auto
 
     tables = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     names = [name for table in tables for value in table.values() for name in ((value,) if isinstance(value, str) else value)]
-    return kind.__name__ in names
+    return kind.__name__ in names or own_class(getattr(config, "auto_map", None), kind.__name__)[0] == "AutoModelForCausalLM"
 
 
-def summary(facts: dict[str, Any], out: Path, kind: str, why: str, seconds: float) -> str:
+def summary(facts: dict[str, Any], out: Path, opened: tuple[str, str], why: str, seconds: float) -> str:
     """What a run prints at its end."""
     data, ppl, size = facts["data"], facts["perplexity"], facts["bytes"]
     pruned, dense = len({name.partition("[")[0] for name in facts["layers"]}), facts["left dense"]
@@ -226,8 +234,9 @@ def summary(facts: dict[str, Any], out: Path, kind: str, why: str, seconds: floa
         parts.append(f"Left dense: {'; '.join(shown)}.")
     if skipped := facts["not carried over"]:
         parts.append(f"Not carried over, since they hold the dense weights: {', '.join(skipped)}.")
+    kind, options = opened
     parts.append(
         f"Written to {out}/ with a model card and report.json. To load it:\n\n  import nmkernels.integrations.hf\n"
-        f'  from transformers import {kind}\n\n  model = {kind}.from_pretrained("{out}")'
+        f'  from transformers import {kind}\n\n  model = {kind}.from_pretrained("{out}"{options})'
     )
     return "\n\n".join(parts)

@@ -57,6 +57,7 @@ def finetune_folder(
     device: torch.device | str = "cpu",
     bfloat16: bool = False,
     save_every: int = 50,
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Fine-tune the compressed causal language model in a folder with its masks held, write it to another, and return its report.
@@ -74,6 +75,7 @@ def finetune_folder(
         lr: the highest learning rate.
         bfloat16: compute forward and backward passes under autocast.
         save_every: steps after which a checkpoint is written, besides every five minutes.
+        trust_remote_code: as for ``prune_folder``, for the teacher too.
 
     Raises:
         CheckpointError: a folder cannot be read or written, is not compressed, or holds another run.
@@ -86,7 +88,7 @@ def finetune_folder(
     with owned(work):
         try:
             options = {"steps": steps, "batch": batch, "lr": lr, "seed": seed, "bfloat16": bfloat16}
-            run = _Tuning(source, work, windows, tests, teacher, options, check_device(device), progress or Progress())
+            run = _Tuning(source, work, windows, tests, teacher, options, check_device(device), trust_remote_code, progress or Progress())
             run.train(save_every)
             return run.write(place)
         finally:
@@ -115,16 +117,17 @@ class _Tuning:
         teacher: str | os.PathLike[str] | None,
         options: dict[str, Any],
         device: torch.device,
+        trusted: bool,
         progress: Progress,
     ) -> None:
         self.source, self.work, self.windows, self.tests, self.options = source, work, windows, tests, options
         self.device, self.progress, self.teacher_dir = device, progress, None if teacher is None else Path(teacher)
         progress(0, 1, f"reading {source}")
-        kind, settings = class_of(source, read_config(source))
+        kind, settings = class_of(source, read_config(source), trusted)
         self.model = load_whole(kind, source, dtype="auto").to(device)
         check_tokens(self.model, [{"input_ids": ids} for ids in (windows, *tests)])
         self.dtype = next(p.dtype for p in self.model.parameters())
-        self.teacher = None if self.teacher_dir is None else self._teacher(self.teacher_dir, settings)
+        self.teacher = None if self.teacher_dir is None else self._teacher(self.teacher_dir, settings, trusted)
         layers = sparse_layers(self.model)
         weights = {name: layer.weight for name, layer in layers.items() if isinstance(layer, (CompressedLinear, CompressedStack))}
         self.patterns = {name: str(weight.pattern) for name, weight in weights.items()}
@@ -153,9 +156,9 @@ class _Tuning:
             self.optimizer.load_state_dict(saved["optimizer"])
         self.handle.attach(self.optimizer)
 
-    def _teacher(self, folder: Path, settings: Any) -> Any:
+    def _teacher(self, folder: Path, settings: Any, trusted: bool) -> Any:
         """The dense model; RecipeError if it cannot teach this one."""
-        kind, own = class_of(folder, read_config(folder))
+        kind, own = class_of(folder, read_config(folder), trusted)
         theirs, mine = (getattr(each.get_text_config(), "vocab_size", None) for each in (own, settings))
         if theirs != mine:
             raise RecipeError(

@@ -101,6 +101,7 @@ def prune_folder(
     values: str | None = None,
     group: int | None = None,
     held_out: Sequence[Any] = (),
+    trust_remote_code: bool = False,
     progress: Tell | Progress | bool | None = None,
 ) -> PrunedFolder:
     """Prune the dense model in a Hugging Face folder as ``prune_`` does, and write the compressed one to another folder.
@@ -119,6 +120,7 @@ def prune_folder(
         dtype: of the weights, computed with and written; default that of the file.
         values, group: integers of 8 or 4 bits as values, as for ``compress_``; experts and convolutions keep floating-point ones.
         held_out: batches with ``input_ids`` on which the perplexity of a causal language model is measured before and after.
+        trust_remote_code: run a model's own code that lies in its folder; it is copied to ``out``.
         progress: as for ``prune_``; the time left is that of all stages.
 
     Raises:
@@ -138,7 +140,7 @@ def prune_folder(
     config = check_folder(source)
     check_out(source, out)
     group = check_values("prune_folder", values, group)
-    kind, settings = class_of(source, config)
+    kind, settings = class_of(source, config, trust_remote_code)
     batches, tests = batches_of(data, kind), batches_of(held_out, kind) if held_out else []
     device = None if device is None else check_device(device)
     work, say = work_folder(out), progress if isinstance(progress, Progress) else Progress(progress, device)
@@ -391,7 +393,7 @@ class _Run:
             model.generation_config.save_pretrained(folder)
         facts = {**self._facts(perplexity, sizes), "not carried over": left}
         (folder / REPORT).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-        write_card(folder, type(model).__name__, entries)
+        write_card(folder, model, entries)
         card = (folder / CARD).read_text(encoding="utf-8").partition(HOW)[0].rstrip()
         (folder / CARD).write_text(f"{card}\n\n{HOW}\n\n{how(facts)}", encoding="utf-8")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import sys
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from nmkernels import cli
 from nmkernels.cli import prune as verb
 from nmkernels.cli.samples import draw, read
 from nmkernels.pattern import NMError
-from python_tests.integrations.folders import VOCABULARY, content, saved, write_text
+from python_tests.integrations.folders import CODE, VOCABULARY, content, saved, with_code, write_text
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
@@ -93,6 +94,32 @@ def test_a_pattern_for_each_layer(places, tmp_path, capsys):
     groups = [{"names": ["a", "b"], "pattern": "2:4", "sparse": True}, {"names": ["c"], "pattern": "", "sparse": False}]
     (tmp_path / "audit.json").write_text(json.dumps({"layers": groups}))
     assert verb.patterns_of(tmp_path / "audit.json") == {"a": "2:4", "b": "2:4"}
+
+
+def test_code_in_the_folder_runs_if_it_is_trusted(places, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    source = with_code(saved(tmp_path / "mine", layers=2))
+    before = content(source)
+    assert prune(source, places / "a.txt", tmp_path / "out") == 1
+    said = capsys.readouterr().err
+    assert "names the architecture 'MineForCausalLM', whose code lies in the folder (modeling_mine.py) and is not run; read it" in said
+    assert "pass --trust-remote-code (in Python trust_remote_code=True) if you trust it." in said and "mine.py" not in os.listdir(tmp_path)
+    assert prune(source, places / "a.txt", tmp_path / "out", "--trust-remote-code") == 0
+    said = capsys.readouterr().out
+    call = f'AutoModelForCausalLM.from_pretrained("{tmp_path / "out"}", trust_remote_code=True)'
+    assert call in said and "perplexity, 64 tokens" in said and content(source) == before
+    assert 'AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)' in (tmp_path / "out" / "README.md").read_text()
+    for folder in ("out", "tuned"):
+        assert all((tmp_path / folder / name).read_bytes() == before[name] for name in CODE)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, trust_remote_code=True)
+        assert type(model).__name__ == "MineForCausalLM" and sum(hasattr(m, "indices") for m in model.modules()) == 14
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / folder, trust_remote_code=True)
+        assert type(tokenizer).__name__.startswith("MineTokenizer")
+        if folder == "out":
+            words = ["finetune", str(tmp_path / "out"), "--data", str(places / "a.txt"), "--out", str(tmp_path / "tuned"), "--length", "32"]
+            assert cli.main([*words, "--steps", "1"]) == 1 and "whose code lies in the folder" in capsys.readouterr().err
+            assert cli.main([*words, "--steps", "1", "--trust-remote-code", "--teacher", str(source)]) == 0
 
 
 @pytest.mark.parametrize(
