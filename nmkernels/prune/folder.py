@@ -42,6 +42,7 @@ from ..train.sparsify import FilterFn, LayerCandidate
 from .base import OneShot, resolve
 from .data import batches_of, call, size_of
 from .disk import CONFIG, OnDisk, check_folder, class_of, open_folder
+from .plot import check_plot, plot_errors
 from .progress import Progress, Tell
 from .prune import Pruning, choose, patterns_from, trial
 from .ranks import ranks
@@ -52,7 +53,7 @@ __all__ = ["PrunedFolder", "prune_folder"]
 
 log = logging.getLogger("nmkernels.prune")
 
-REPORT = "report.json"
+REPORT, PICTURE = "report.json", "error.png"
 OWN = {CONFIG, REPORT, "generation_config.json"}
 WEIGHTS = (
     "model*.safetensors", "model*.safetensors.index.json", "pytorch_model*", "tf_model*", "flax_model*", "rust_model*", "consolidated*",
@@ -102,6 +103,7 @@ def prune_folder(
     group: int | None = None,
     held_out: Sequence[Any] = (),
     trust_remote_code: bool = False,
+    plot: bool = False,
     progress: Tell | Progress | bool | None = None,
 ) -> PrunedFolder:
     """Prune the dense model in a Hugging Face folder as ``prune_`` does, and write the compressed one to another folder.
@@ -121,6 +123,7 @@ def prune_folder(
         values, group: integers of 8 or 4 bits as values, as for ``compress_``; experts and convolutions keep floating-point ones.
         held_out: batches with ``input_ids`` on which the perplexity of a causal language model is measured before and after.
         trust_remote_code: run a model's own code that lies in its folder; it is copied to ``out``.
+        plot: draw the errors by layer, as ``error.png`` in the folder and its model card; needs matplotlib.
         progress: as for ``prune_``; the time left is that of all stages.
 
     Raises:
@@ -140,6 +143,8 @@ def prune_folder(
     config = check_folder(source)
     check_out(source, out)
     group = check_values("prune_folder", values, group)
+    if plot:
+        check_plot()
     kind, settings = class_of(source, config, trust_remote_code)
     batches, tests = batches_of(data, kind), batches_of(held_out, kind) if held_out else []
     device = None if device is None else check_device(device)
@@ -169,7 +174,7 @@ def prune_folder(
         except BaseException:
             shutil.rmtree(work if new else work / "offload", ignore_errors=True)
             raise
-        run = _Run(source, work, pruning, disk, about, batches, tests, say)
+        run = _Run(source, work, pruning, disk, about, batches, tests, say, plot)
         run.plan(results)
         say.plan("write", 2 * size)
         before = run.perplexity("dense") if tests else 0.0
@@ -222,6 +227,7 @@ class _Run:
     batches: list[Any]
     tests: list[Any]
     say: Progress
+    plot: bool = False
 
     def plan(self, results: Results) -> None:
         """Tell the progress of all that is to come, about."""
@@ -395,7 +401,8 @@ class _Run:
         (folder / REPORT).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         write_card(folder, model, entries)
         card = (folder / CARD).read_text(encoding="utf-8").partition(HOW)[0].rstrip()
-        (folder / CARD).write_text(f"{card}\n\n{HOW}\n\n{how(facts)}", encoding="utf-8")
+        picture = f"\n![errors by layer]({PICTURE})\n" if self.plot and plot_errors(self.pruning.report, folder / PICTURE) else ""
+        (folder / CARD).write_text(f"{card}\n\n{HOW}\n\n{how(facts)}{picture}", encoding="utf-8")
 
     def _facts(self, perplexity: tuple[float, float] | None, sizes: tuple[int, int]) -> dict[str, Any]:
         report, tokens, python = self.pruning.report, sum(map(_tokens, self.batches)), platform.python_version()
