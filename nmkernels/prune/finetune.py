@@ -84,11 +84,12 @@ def finetune_folder(
     source, place = Path(model_dir), Path(out)
     check_out(source, place)
     check_compressed(source)
-    work = work_folder(place, "finetune")
+    work, progress, device = work_folder(place, "finetune"), progress or Progress(), check_device(device)
+    progress.device = device
     with owned(work):
         try:
             options = {"steps": steps, "batch": batch, "lr": lr, "seed": seed, "bfloat16": bfloat16}
-            run = _Tuning(source, work, windows, tests, teacher, options, check_device(device), trust_remote_code, progress or Progress())
+            run = _Tuning(source, work, windows, tests, teacher, options, device, trust_remote_code, progress)
             run.train(save_every)
             return run.write(place)
         finally:

@@ -149,7 +149,7 @@ def prune_folder(
     batches, tests = batches_of(data, kind), batches_of(held_out, kind) if held_out else []
     device = None if device is None else check_device(device)
     work, say = work_folder(out), progress if isinstance(progress, Progress) else Progress(progress, device)
-    showing = nullcontext() if say is progress else say
+    say.device, showing = device, nullcontext() if say is progress else say
     new = not work.exists()
     chosen_of = partial(choose, pattern=wanted, filter_fn=filter_fn, method=method, skip=skip)
     size = sum((source / name).stat().st_size for name in config["weight files"])
