@@ -19,6 +19,7 @@ PROG = "python -m nmkernels"
 
 VERBS = {
     "prune": "prune a Hugging Face model to N:M in one shot, block by block, and write the compressed one",
+    "finetune": "train on what prune wrote, with its masks held, and write the same kind of folder",
     "export": "write a compressed model as dense integers for vLLM, SGLang and transformers, without loss",
     "convert": "read a Hugging Face model that another library has compressed or pruned to N:M, and write it as prune would",
     "recipes": "list the training methods: paper, patterns, state, cost; or one with its keywords",

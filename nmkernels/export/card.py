@@ -20,7 +20,7 @@ refuses the file, or, with `ignore_mismatched_sizes=True`, begins with random we
 ```python
 from transformers import {{kind}}
 
-model = {{kind}}.from_pretrained("{{folder}}")
+model = {{kind}}.from_pretrained("{{folder}}"{{options}})
 ```
 """
 
@@ -46,14 +46,31 @@ def config_entry(layers: dict[str, Any]) -> dict[str, Any]:
     return {"quant_method": METHOD, "version": format_version(bool(integers_of(layers))), "layers": copy.deepcopy(layers)}
 
 
-def write_card(folder: Any, kind: str, layers: Mapping[str, Any]) -> None:
-    """Add the section on loading a model of the class ``kind`` to the folder's model card, or write a card; existing text is kept."""
+def own_class(auto_map: Any, name: Any) -> tuple[str, str]:
+    """(the auto class, the reference to code in the folder) that a configuration's ``auto_map`` has for the class ``name``; else empty."""
+    for auto, reference in (auto_map if isinstance(auto_map, dict) else {}).items():
+        if isinstance(reference, str) and reference.rpartition(".")[2] == name:
+            return auto, reference
+    return "", ""
+
+
+def opened_by(model: Any) -> tuple[str, str]:
+    """(the name of the class whose ``from_pretrained`` opens a folder of ``model``, further options of that call)."""
+    name = type(model).__name__
+    auto, _ = own_class(getattr(model.config, "auto_map", None), name)
+    return (auto, ", trust_remote_code=True") if auto else (name, "")
+
+
+def write_card(folder: Any, model: Any, layers: Mapping[str, Any]) -> None:
+    """Add the section on loading ``model`` to the folder's model card, or write a card; existing text is kept."""
     from huggingface_hub import ModelCard, ModelCardData
 
     path = Path(folder) / CARD
     integers = integers_of(layers)
     rounded = f", with values in {'; '.join(integers)}" if integers else ""
-    section = SECTION.format(patterns=", ".join(patterns_of(layers)), rounded=rounded, kind=kind, folder=path.parent.name)
+    kind, options = opened_by(model)
+    patterns = ", ".join(patterns_of(layers))
+    section = SECTION.format(patterns=patterns, rounded=rounded, kind=kind, folder=path.parent.name, options=options)
     if not path.exists():
         data = ModelCardData(library_name="transformers", tags=[METHOD])
         path.write_text(f"---\n{data.to_yaml()}\n---\n\n# {path.parent.name}\n\n{section}", encoding="utf-8")

@@ -389,13 +389,13 @@ def _save_pretrained(model: Any, save_directory: Any, *args: Any, **keywords: An
     done = type(model).save_pretrained(model, save_directory, *args, **keywords)
     main = args[0] if args else keywords.get("is_main_process", True)
     if main and not getattr(model, "_hf_peft_config_loaded", False) and Path(save_directory).is_dir():
-        write_card(save_directory, type(model).__name__, model.config.quantization_config.layers)
+        write_card(save_directory, model, model.config.quantization_config.layers)
     return done
 
 
 def _upload(model: Any, working_dir: Any, *args: Any, **keywords: Any) -> Any:
     """Called by both upload paths of transformers, just after it has written its own card."""
-    write_card(working_dir, type(model).__name__, model.config.quantization_config.layers)
+    write_card(working_dir, model, model.config.quantization_config.layers)
     return type(model)._upload_modified_files(model, working_dir, *args, **keywords)
 
 

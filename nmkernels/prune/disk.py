@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from ..export.card import own_class
 from ..export.folders import CONFIG, check_weights, read_config
 from ..export.tensors import shortened
 from ..files import FULL, write_error
@@ -90,16 +92,25 @@ def check_folder(folder: Path) -> dict[str, Any]:
     return {**config, "weight files": check_weights(folder)}
 
 
-def class_of(folder: Path, config: dict[str, Any]) -> tuple[Any, Any]:
-    """(the model's class, its configuration); CheckpointError if transformers does not know it."""
+def class_of(folder: Path, config: dict[str, Any], trust_remote_code: bool = False) -> tuple[Any, Any]:
+    """(the model's class, its configuration); CheckpointError if neither transformers knows it nor code in the folder that is trusted."""
     named = next(iter(config.get("architectures") or ()), None)
     kind = getattr(transformers, named, None) if isinstance(named, str) else None
-    if kind is None:
-        remark = " from code in the folder, which is not run" if config.get("auto_map") else ""
-        what = f"the architecture {named!r}{remark}" if named else "no architecture"
+    _, reference = own_class(config.get("auto_map"), named)
+    if kind is None and not (reference and trust_remote_code):
+        what = f"the architecture {named!r}" if named else "no architecture"
+        if reference:
+            raise CheckpointError(
+                f"{folder / CONFIG} names {what}, whose code lies in the folder ({reference.partition('.')[0]}.py) and is not run; read "
+                "it, and pass --trust-remote-code (in Python trust_remote_code=True) if you trust it."
+            )
         raise CheckpointError(f"{folder / CONFIG} names {what}; transformers {transformers.__version__} has to know it.")
     try:
-        return kind, transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        if reference and trust_remote_code:
+            kind = get_class_from_dynamic_module(reference, folder, local_files_only=True)
+        return kind, transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, **({"trust_remote_code": True} if trust_remote_code else {})
+        )
     except Exception as error:  # many types
         raise CheckpointError(f"transformers cannot read {folder / CONFIG}: {first_line(error)}.") from error
 
@@ -147,6 +158,11 @@ def open_folder(
         log.info("%s is loaded whole: %s", folder, reason)
         model, loader = _loaded(kind, folder, offload, **wanted), None
     return model, OnDisk(model, loader, device)
+
+
+def load_whole(kind: Any, folder: Path, **options: Any) -> Any:
+    """The model of a folder, dense or compressed, in memory."""
+    return _loaded(kind, folder, folder, local_files_only=True, output_loading_info=True, **options)
 
 
 def _loaded(kind: Any, folder: Path, offload: Path, **options: Any) -> Any:

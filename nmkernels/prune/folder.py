@@ -42,6 +42,7 @@ from ..train.sparsify import FilterFn, LayerCandidate
 from .base import OneShot, resolve
 from .data import batches_of, call, size_of
 from .disk import OnDisk, check_folder, class_of, open_folder
+from .plot import check_plot, plot_errors
 from .progress import Progress, Tell
 from .prune import Pruning, choose, patterns_from, trial
 from .ranks import ranks
@@ -52,6 +53,7 @@ __all__ = ["PrunedFolder", "prune_folder"]
 
 log = logging.getLogger("nmkernels.prune")
 
+PICTURE = "error.png"
 PIECE = 1 << 24
 """Bytes of a weight file that are read at once to recognise the model."""
 HOW = "## How it was pruned"
@@ -93,6 +95,8 @@ def prune_folder(
     values: str | None = None,
     group: int | None = None,
     held_out: Sequence[Any] = (),
+    trust_remote_code: bool = False,
+    plot: bool = False,
     progress: Tell | Progress | bool | None = None,
 ) -> PrunedFolder:
     """Prune the dense model in a Hugging Face folder as ``prune_`` does, and write the compressed one to another folder.
@@ -111,6 +115,8 @@ def prune_folder(
         dtype: of the weights, computed with and written; default that of the file.
         values, group: integers of 8 or 4 bits as values, as for ``prune_``; experts and convolutions keep floating-point ones.
         held_out: batches with ``input_ids`` on which the perplexity of a causal language model is measured before and after.
+        trust_remote_code: run a model's own code that lies in its folder; it is copied to ``out``.
+        plot: draw the errors by layer, as ``error.png`` in the folder and its model card; needs matplotlib.
         progress: as for ``prune_``; the time left is that of all stages.
 
     Raises:
@@ -130,11 +136,13 @@ def prune_folder(
     config = check_folder(source)
     check_out(source, out)
     group = check_values("prune_folder", values, group)
-    kind, settings = class_of(source, config)
+    if plot:
+        check_plot()
+    kind, settings = class_of(source, config, trust_remote_code)
     batches, tests = batches_of(data, kind), batches_of(held_out, kind) if held_out else []
-    device = None if device is None else _device(device)
+    device = None if device is None else check_device(device)
     work, say = work_folder(out), progress if isinstance(progress, Progress) else Progress(progress, device)
-    showing = nullcontext() if say is progress else say
+    say.device, showing = device, nullcontext() if say is progress else say
     new = not work.exists()
     chosen_of = partial(choose, pattern=wanted, filter_fn=filter_fn, method=method, skip=skip)
     size = sum((source / name).stat().st_size for name in config["weight files"])
@@ -149,7 +157,7 @@ def prune_folder(
             say(0, 1, f"reading {source}")
             say.plan("read", 2 * size)
             model, disk = open_folder(source, kind, settings, chosen_of, offload=work / "offload", dtype=dtype, device=device)
-            _check_tokens(model, [*batches, *tests])
+            check_tokens(model, [*batches, *tests])
             pruning = Pruning(model, *chosen_of(model), wanted, method, sequential, permute, values, group)
             pruning.check_groups("prune_folder")
             about = {**pruning.settings, **about}
@@ -159,7 +167,7 @@ def prune_folder(
         except BaseException:
             shutil.rmtree(work if new else work / "offload", ignore_errors=True)
             raise
-        run = _Run(source, work, pruning, disk, about, batches, tests, say)
+        run = _Run(source, work, pruning, disk, about, batches, tests, say, plot)
         run.plan(results)
         say.plan("write", 2 * size)
         before = run.perplexity("dense") if tests else 0.0
@@ -169,10 +177,20 @@ def prune_folder(
     return PrunedFolder(out, pruning.report, perplexity, *sizes, time.monotonic() - begin)
 
 
-def work_folder(out: Path) -> Path:
-    """Where results of finished blocks are until ``out`` is complete."""
+def work_folder(out: Path, verb: str = "prune") -> Path:
+    """Where results of finished blocks, or checkpoints, are until ``out`` is complete."""
     out = Path(os.path.abspath(out))
-    return out.parent / f".{out.name}.nmkernels-prune"
+    return out.parent / f".{out.name}.nmkernels-{verb}"
+
+
+def put_in_place(folder: Path, out: Path) -> None:
+    """Rename the complete ``folder`` to ``out``."""
+    for path in folder.rglob("*"):
+        sync(path)
+    sync(folder)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(folder, out)
+    sync(out.parent)
 
 
 @dataclass(eq=False)
@@ -187,6 +205,7 @@ class _Run:
     batches: list[Any]
     tests: list[Any]
     say: Progress
+    plot: bool = False
 
     def plan(self, results: Results) -> None:
         """Tell the progress of all that is to come, about."""
@@ -236,7 +255,7 @@ class _Run:
                     relay.finish(unit)
             with self._in_memory(relay):
                 for number, batch in enumerate(self.tests):
-                    loss, tokens = _loss(relay.output(number), batch)
+                    loss, tokens = loss_of(relay.output(number), batch)
                     total, count = total + loss, count + tokens
                     self.say.did("evaluate", head * size_of(batch))
         self.say(steps, steps, f"evaluating {which}")
@@ -305,10 +324,7 @@ class _Run:
         sizes = dense_bytes, writer.total
         with writing(folder):
             self._describe(folder, entries, perplexity, sizes)
-            sync(folder)
-            out.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(folder, out)
-            sync(out.parent)
+            put_in_place(folder, out)
         shutil.rmtree(self.work, ignore_errors=True)
         after_swap(self.model)  # so that transformers knows what it is asked to load
         return sizes
@@ -358,9 +374,10 @@ class _Run:
             model.generation_config.save_pretrained(folder)
         facts = {**self._facts(perplexity, sizes), "not carried over": left}
         (folder / REPORT).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-        write_card(folder, type(model).__name__, entries)
+        write_card(folder, model, entries)
         card = (folder / CARD).read_text(encoding="utf-8").partition(HOW)[0].rstrip()
-        (folder / CARD).write_text(f"{card}\n\n{HOW}\n\n{how(facts)}", encoding="utf-8")
+        picture = f"\n![errors by layer]({PICTURE})\n" if self.plot and plot_errors(self.pruning.report, folder / PICTURE) else ""
+        (folder / CARD).write_text(f"{card}\n\n{HOW}\n\n{how(facts)}{picture}", encoding="utf-8")
 
     def _facts(self, perplexity: tuple[float, float] | None, sizes: tuple[int, int]) -> dict[str, Any]:
         report, tokens, python = self.pruning.report, sum(map(_tokens, self.batches)), platform.python_version()
@@ -430,7 +447,7 @@ def _head_on(model: Any, device: torch.device | None) -> Any:
         del head.__dict__["forward"]
 
 
-def _loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[float, int]:
+def loss_of(output: Any, batch: Mapping[str, Tensor]) -> tuple[float, int]:
     """(the sum of the losses of next tokens, their number)."""
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     targets = ids if mask is None else ids.masked_fill(mask == 0, -100)
@@ -446,7 +463,8 @@ def _tokens(batch: Any) -> int:
     return int(ids.numel()) if isinstance(ids, Tensor) and not ids.is_floating_point() else 0
 
 
-def _check_tokens(model: Any, batches: Sequence[Any]) -> None:
+def check_tokens(model: Any, batches: Sequence[Any]) -> None:
+    """Raise RecipeError if a batch has a token that the model does not know."""
     try:
         size = int(model.get_input_embeddings().num_embeddings)
     except (NotImplementedError, AttributeError):
@@ -461,7 +479,8 @@ def _check_tokens(model: Any, batches: Sequence[Any]) -> None:
             )
 
 
-def _device(name: torch.device | str) -> torch.device:
+def check_device(name: torch.device | str) -> torch.device:
+    """A device that can be used here."""
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # the meta device makes tensors but cannot read them

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import sys
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from nmkernels import cli
 from nmkernels.cli import prune as verb
 from nmkernels.cli.samples import draw, read
 from nmkernels.pattern import NMError
-from python_tests.integrations.folders import VOCABULARY, content, saved, write_text
+from nmkernels.prune.plot import curves
+from nmkernels.train.report import Pruned, Report
+from python_tests.integrations.folders import CODE, VOCABULARY, content, saved, with_code, write_text
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
@@ -93,6 +96,53 @@ def test_a_pattern_for_each_layer(places, tmp_path, capsys):
     groups = [{"names": ["a", "b"], "pattern": "2:4", "sparse": True}, {"names": ["c"], "pattern": "", "sparse": False}]
     (tmp_path / "audit.json").write_text(json.dumps({"layers": groups}))
     assert verb.patterns_of(tmp_path / "audit.json") == {"a": "2:4", "b": "2:4"}
+
+
+def test_code_in_the_folder_runs_if_it_is_trusted(places, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    source = with_code(saved(tmp_path / "mine", layers=2))
+    before = content(source)
+    assert prune(source, places / "a.txt", tmp_path / "out") == 1
+    said = capsys.readouterr().err
+    assert "names the architecture 'MineForCausalLM', whose code lies in the folder (modeling_mine.py) and is not run; read it" in said
+    assert "pass --trust-remote-code (in Python trust_remote_code=True) if you trust it." in said
+    assert prune(source, places / "a.txt", tmp_path / "out", "--trust-remote-code") == 0
+    said = capsys.readouterr().out
+    call = f'AutoModelForCausalLM.from_pretrained("{tmp_path / "out"}", trust_remote_code=True)'
+    assert call in said and "perplexity, 64 tokens" in said and content(source) == before
+    assert 'AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)' in (tmp_path / "out" / "README.md").read_text()
+    for folder in ("out", "tuned"):
+        assert all((tmp_path / folder / name).read_bytes() == before[name] for name in CODE)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, trust_remote_code=True)
+        assert type(model).__name__ == "MineForCausalLM" and sum(hasattr(m, "indices") for m in model.modules()) == 14
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / folder, trust_remote_code=True)
+        assert type(tokenizer).__name__.startswith("MineTokenizer")
+        if folder == "out":
+            words = ["finetune", str(tmp_path / "out"), "--data", str(places / "a.txt"), "--out", str(tmp_path / "tuned"), "--length", "32"]
+            assert cli.main([*words, "--steps", "1"]) == 1 and "whose code lies in the folder" in capsys.readouterr().err
+            assert cli.main([*words, "--steps", "1", "--trust-remote-code", "--teacher", str(source)]) == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_errors_are_drawn(places, tmp_path, name):
+    pytest.importorskip("matplotlib")
+    source = places / "llama" if name == "llama" else saved(tmp_path / name, name, layers=2)
+    assert prune(source, places / "a.txt", tmp_path / "out", "--plot", "--held-out", "0") == 0
+    assert (tmp_path / "out" / "error.png").read_bytes()[:4] == b"\x89PNG"
+    assert "\n![errors by layer](error.png)\n" in (tmp_path / "out" / "README.md").read_text()
+    facts = json.loads((tmp_path / "out" / "report.json").read_text())
+    rows = {layer: Pruned(row["error"], None, 0, 0.0, 0.0, 0) for layer, row in facts["layers"].items()}
+    lines = curves(Report(pruned=rows))
+    assert lines.keys() == facts["error by layer"].keys() and all(list(line) == [0, 1] for line in lines.values())
+    means = {layer: sum(line.values()) / len(line) / 100 for layer, line in lines.items()}
+    assert means == pytest.approx(facts["error by layer"])
+
+
+def test_without_matplotlib_it_says_so_at_once(places, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert prune(places / "llama", places / "a.txt", tmp_path / "out", "--plot") == 1
+    assert "error: the plot of errors needs matplotlib (pip install matplotlib): " in capsys.readouterr().err and os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,50 @@ def write_tokenizer(folder: Path) -> None:
     raw.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     PreTrainedTokenizerFast(tokenizer_object=raw, **names).save_pretrained(folder)
+
+
+CODE = {
+    "configuration_mine.py": """
+from transformers import LlamaConfig
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+""",
+    "modeling_mine.py": """
+from transformers import LlamaForCausalLM
+from .configuration_mine import MineConfig
+class MineForCausalLM(LlamaForCausalLM):
+    config_class = MineConfig
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 2  # which no class of transformers does
+        return output
+""",
+    "tokenization_mine.py": """
+from transformers import PreTrainedTokenizerFast
+class MineTokenizer(PreTrainedTokenizerFast):
+    pass
+""",
+}
+
+
+def with_code(folder: Path) -> Path:
+    """Make the Llama in ``folder`` a model, and its tokenizer one, whose code lies there."""
+    for name, code in CODE.items():
+        (folder / name).write_text(code)
+    changes: dict[str, dict[str, Any]] = {
+        "config.json": {
+            "model_type": "mine",
+            "architectures": ["MineForCausalLM"],
+            "auto_map": {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"},
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "MineTokenizer",
+            "auto_map": {"AutoTokenizer": [None, "tokenization_mine.MineTokenizer"]},
+        },
+    }
+    for name, values in changes.items():
+        (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **values}))
+    return folder
 
 
 def write_text(path: Path, words: int = 2000) -> Path:
