@@ -60,11 +60,11 @@ def export_folder(source: Path, out: Path, shard: int = SHARD) -> str:
     contents, table = opened(source)
     kind, settings = class_of(source, config)
     with torch.device("meta"):
-        modules = dict(kind(settings).named_modules(remove_duplicate=False))
+        model = kind(settings)
+    modules = dict(model.named_modules(remove_duplicate=False))
     announced = announce(source, modules, table)
     check_table(table, VERB)
     layers = {name: _read(source, name, entry, announced[modules[name], "weight"][1], contents.tensors) for name, entry in table.items()}
-    dense = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
     left: list[str] = []
 
     def describe(work: Path) -> dict[str, Any]:
@@ -80,9 +80,9 @@ def export_folder(source: Path, out: Path, shard: int = SHARD) -> str:
         return config
 
     dtype = str(config.get("dtype", config.get("torch_dtype")))
-    write_pack_quantized(out, layers, contents.tensors, dense, dtype, describe, shard)
+    write_pack_quantized(out, model, layers, contents.tensors, dtype, describe, shard)
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    others = sorted(set(dense) - layers.keys())
+    others = sorted(name for name, module in modules.items() if isinstance(module, nn.Linear) and name not in layers)
     name, kinds = source.resolve().name, "; ".join(integers_of(table))
     lines = [f"{name}: {len(layers)} layers written to {out}/ as pack-quantized ({kinds}), {size:,} bytes."]
     if others:

@@ -7,13 +7,14 @@ vLLM, SGLang and transformers (where compressed-tensors is installed) open them.
     fqn.weight_shape    int64 [out, in]
 
 ``quantization_config`` in ``config.json`` has a group for each kind of integers, "group" with its size or "channel" for a step per row; its
-targets are all linear layers where there is one kind, else their names. Dense linear layers are in ``ignore``.
+layers are ``targets``. Dense linear layers are in ``ignore``.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -76,7 +77,6 @@ def save_compressed_tensors(model: nn.Module, folder: str | os.PathLike[str], ma
     inner: Any = plain_modules(model)[""]
     check_new(out)
     layers, state = _of_model(inner)
-    dense = [name for name, module in plain_modules(inner).items() if isinstance(module, nn.Linear)]
 
     def describe(work: Path) -> dict[str, Any]:
         if inner.is_remote_code():
@@ -88,7 +88,7 @@ def save_compressed_tensors(model: nn.Module, folder: str | os.PathLike[str], ma
         config: dict[str, Any] = json.loads(inner.config.to_json_string())
         return {**config, "architectures": [type(inner).__name__]}
 
-    write_pack_quantized(out, layers, state, dense, str(inner.dtype).removeprefix("torch."), describe, max_shard_size)
+    write_pack_quantized(out, inner, layers, state, str(inner.dtype).removeprefix("torch."), describe, max_shard_size)
 
 
 def _of_model(model: Any) -> tuple[dict[str, Packed], dict[str, Tensor]]:
@@ -146,20 +146,20 @@ def check_new(out: Path) -> None:
 
 def write_pack_quantized(
     out: Path,
+    model: Any,
     layers: Mapping[str, Packed],
     others: Mapping[str, Tensor],
-    dense: Iterable[str],
     dtype: str,
     describe: Callable[[Path], dict[str, Any]],
     shard: int = SHARD,
 ) -> None:
     """Write the folder ``out``, one layer at a time; the tensors may be views of mapped files.
 
-    ``dense``: the names of the model's ``nn.Linear``, ``layers`` among them or not. ``dtype``: the model's. ``describe``: writes the files
-    that are not weights into a folder, and returns the configuration, in which dtype and quantization are then set.
+    ``model``: transformers' model, also without data. ``dtype``: the model's. ``describe``: writes the files that are not weights into a
+    folder, and returns the configuration, in which dtype and quantization are then set.
     """
     kinds = {name: (BITS[c.weight.kind], c.weight.group) for name, c in layers.items()}
-    entry = quantization_config(kinds, [name for name in dense if name not in layers])
+    entry = quantization_config(kinds, model)
     dtype = _served_dtype(dtype, layers)
     with torch.device("meta"):
         tensors = {f"{name}.{end}": t for name, c in layers.items() for end, t in _announced(c.weight, kinds[name][0]).items()}
@@ -180,22 +180,45 @@ def write_pack_quantized(
             (work / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def quantization_config(kinds: Mapping[str, tuple[int, int]], dense: Iterable[str]) -> dict[str, Any]:
-    """The entry of ``config.json`` for layers with (bits, group) by name, and linear layers that stay ``dense``."""
-    groups = {}
-    for number, (bits, group) in enumerate(sorted(set(kinds.values()))):
-        targets = [name for name, kind in kinds.items() if kind == (bits, group)]
+def quantization_config(kinds: Mapping[str, tuple[int, int]], model: Any) -> dict[str, Any]:
+    """The entry of ``config.json`` for layers of ``model`` with (bits, group) by name; its other linear layers are ignored."""
+    modules, groups = plain_modules(model), {}
+    for number, kind in enumerate(sorted(set(kinds.values()))):
+        bits, group = kind
         weights = {
             "num_bits": bits, "type": "int", "symmetric": True, "dynamic": False, "observer": "minmax",
             "strategy": "group" if group else "channel", "group_size": group or None,
         }  # fmt: skip
-        # the class where that suffices: its layers are then recognised under every name, of a model without the head for instance
-        every = ["Linear"] if len(targets) == len(kinds) else targets
-        groups[f"group_{number}"] = {"targets": every, "weights": weights, "input_activations": None, "output_activations": None}
+        targets = _targets({name for name in kinds if kinds[name] == kind}, model, modules)
+        groups[f"group_{number}"] = {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
+    dense = {name for name, module in modules.items() if isinstance(module, nn.Linear) and name not in kinds}
     return {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed", "config_groups": groups,
-        "ignore": sorted(dense), "kv_cache_scheme": None, "global_compression_ratio": None,
+        "ignore": _targets(dense, model, modules), "kv_cache_scheme": None, "global_compression_ratio": None,
     }  # fmt: skip
+
+
+def _targets(names: set[str], model: Any, modules: Iterable[str]) -> list[str]:
+    """What matches the modules ``names`` of ``model``, and no others: regular expressions, one for layers whose names differ in numbers.
+
+    They begin after the name of the model's body, so that they match without its head and under another one too; layers that a program
+    does not find would have random weights. Programs know the parts of a model with several bodies by other names, and map plain names.
+    """
+    if getattr(model.config, "sub_configs", None):
+        return sorted(names)
+    others, found = [name for name in modules if name not in names], []
+    alike: dict[str, list[tuple[str, str]]] = {}
+
+    def unique(part: str) -> bool:
+        return not any(re.fullmatch(rf"(.*\.)?{part}", name) for name in others)
+
+    for name in sorted(names):
+        part = re.escape(name.removeprefix(f"{model.base_model_prefix}."))
+        alike.setdefault(re.sub(r"(?<![^.])\d+(?![^\\])", r"\\d+", part), []).append((part, name))
+    for together, apart in alike.items():
+        for part, name in [(together, "")] if unique(together) else apart:
+            found.append(rf"re:(.*\.)?{part}$" if unique(part) else name)
+    return found
 
 
 def _served_dtype(dtype: str, layers: Mapping[str, Packed]) -> str:

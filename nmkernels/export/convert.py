@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .._version import __version__
 from ..files import atomic_write, lock_file, sync, writing
 from ..gemm.problem import plain
-from ..layouts import MATRICES, as_matrix
+from ..layouts import MATRICES, as_matrix, as_stored
 from ..nn.compress import compressed_like
 from ..ops import Compressed
 from ..ops.check import FLOATS
@@ -311,7 +311,7 @@ class _Run:
         if layer.reason:
             decoded = foreign.decoded(self.dtype)
             layer.row |= {"values": foreign.kind, "now": f"dense {plain(decoded.dtype)}", "error": foreign.error(decoded)}
-            return {dense: decoded.dense()}
+            return {dense: decoded.dense() if c is None else as_stored(decoded.dense(), c.layout, ()).contiguous()}
         assert c is not None
         compressed = foreign.converted(self.dtype, self.exact)
         made = compressed_like(c.module, compressed, c.layout)
@@ -322,10 +322,12 @@ class _Run:
 
     def _pattern(self, layer: _Layer, weight: Tensor, scale: Tensor | None) -> Pattern | None:
         """The pattern of a dense weight's zeros; None, and a reason, if it has none that can be used."""
-        pattern = existing_pattern(weight.view(torch.int8) & 0x7F if weight.dtype in SCALED[1:] else weight)
+        whole = weight.view(torch.int8) & 0x7F if weight.dtype in SCALED[1:] else weight
+        pattern = existing_pattern(whole)
         groups = 1 if scale is None or scale.dim() != 2 else scale.shape[1]
         if pattern is None:
-            layer.reason = f"{100 * float(weight.float().eq(0).double().mean()):.0f} % of its weights are 0, in no N:M pattern"
+            zeros = 1 - int(torch.count_nonzero(whole)) / max(1, whole.numel())
+            layer.reason = f"{100 * zeros:.0f} % of its weights are 0, in no N:M pattern"
         elif weight.dtype in SCALED and groups > 1 and weight.shape[1] % (groups * pattern.m):
             layer.reason, pattern = f"a scale's columns are not whole groups of {pattern}", None
         return pattern

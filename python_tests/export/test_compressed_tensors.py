@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import types
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,15 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {key: t for file in sorted(folder.glob("*.safetensors")) for key, t in load_file(file).items()}
 
 
+def matched(about: dict, name: str) -> list[dict]:
+    """The groups of the config that have the layer ``name``, with it the rules of the library: a name, or an expression from the start."""
+
+    def fits(targets):
+        return any(re.match(t[3:], name) is not None if t.startswith("re:") else t == name for t in targets)
+
+    return [] if fits(about["ignore"]) else [group["weights"] for group in about["config_groups"].values() if fits(group["targets"])]
+
+
 def numbers(words: torch.Tensor, bits: int, cols: int) -> torch.Tensor:
     """The integers in int32 words, read bit by bit."""
     lone = np.unpackbits(words.numpy().astype("<i4").view(np.uint8), axis=1, bitorder="little").astype(np.int64)
@@ -85,8 +96,8 @@ def decoded(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tens
     assert (about["quant_method"], about["format"], about["quantization_status"]) == ("compressed-tensors", "pack-quantized", "compressed")
     tensors, weights = tensors_of(folder), {}
     for name in [key.removesuffix(".weight_packed") for key in tensors if key.endswith(".weight_packed")]:
-        (args,) = [g["weights"] for g in about["config_groups"].values() if name in g["targets"] or g["targets"] == ["Linear"]]
-        assert args["symmetric"] and args["type"] == "int" and name not in about["ignore"]
+        (args,) = matched(about, name)
+        assert args["symmetric"] and args["type"] == "int"
         words, scale, shape = (tensors.pop(f"{name}.weight_{end}") for end in ("packed", "scale", "shape"))
         rows, cols = shape.tolist()
         group = args["group_size"] or cols
@@ -108,8 +119,12 @@ def same_model(folder: Path, model) -> None:
     inside = {f"{name}.{part}" for name in layers for part in ("values", "indices", "step", "columns")}
     held = {t.data_ptr() for key, t in state.items() if key in others}
     assert all(key in others or state[key].data_ptr() in held for key in state.keys() - inside)
-    ignore = json.loads((folder / "config.json").read_text())["quantization_config"]["ignore"]
-    assert ignore == sorted(name for name, m in model.named_modules() if isinstance(m, nn.Linear))
+    about = json.loads((folder / "config.json").read_text())["quantization_config"]
+    for name, module in model.named_modules():  # under every name that they have with another head, or none
+        for other in (name, name.removeprefix(f"{model.base_model_prefix}."), f"another.{name}"):
+            assert len(matched(about, other)) == (name in layers), other
+            ignored = matched({"ignore": [], "config_groups": {"": {"targets": about["ignore"], "weights": {}}}}, other)
+            assert len(ignored) == isinstance(module, nn.Linear), other
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -159,14 +174,32 @@ def test_layers_of_every_kind(tmp_path):
     same_model(tmp_path / "out", model)
     about = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     found = {
-        (g["weights"]["num_bits"], g["weights"]["strategy"], g["weights"]["group_size"]): {name.rpartition(".")[2] for name in g["targets"]}
+        (g["weights"]["num_bits"], g["weights"]["strategy"], g["weights"]["group_size"]): {t.rpartition(".")[2] for t in g["targets"]}
         for g in about["config_groups"].values()
     }
     assert found == {
-        (4, "channel", None): {"o_proj"}, (4, "group", 32): {"q_proj"}, (4, "group", 128): {"up_proj", "down_proj"},
-        (8, "channel", None): {"k_proj"}, (8, "group", 64): {"gate_proj"},
+        (4, "channel", None): {"o_proj$"}, (4, "group", 32): {"q_proj$"}, (4, "group", 128): {"up_proj$", "down_proj$"},
+        (8, "channel", None): {"k_proj$"}, (8, "group", 64): {"gate_proj$"},
     }  # fmt: skip
-    assert about["ignore"] == ["lm_head", "model.layers.0.self_attn.v_proj", "model.layers.1.self_attn.v_proj"]
+    assert about["ignore"] == [r"re:(.*\.)?lm_head$", r"re:(.*\.)?layers\.\d+\.self_attn\.v_proj$"]
+    # blocks that differ have expressions of their own
+    model = pruned()
+    for name, layer in layers_of(model).items():
+        layer.round_("int8" if ".0." in name else "int4", 64)
+    save_compressed_tensors(model, tmp_path / "by block")
+    same_model(tmp_path / "by block", model)
+
+
+def test_what_names_layers_names_no_others():
+    def targets(*names: str, sub_configs=()) -> list[str]:
+        model = types.SimpleNamespace(config=types.SimpleNamespace(sub_configs=sub_configs), base_model_prefix="body")
+        every = {"", "body", "body.a.0.x", "body.a.1.x", "body.b.a.0.x", "0", "body.c+", "headc+"}
+        return room._targets(set(names), model, every)
+
+    assert targets("0", "body.b.a.0.x", "body.c+") == [r"re:(.*\.)?\d+$", r"re:(.*\.)?b\.a\.\d+\.x$", r"re:(.*\.)?c\+$"]
+    assert targets("body.a.0.x", "body.a.1.x", "body.b.a.0.x") == [r"re:(.*\.)?a\.\d+\.x$", r"re:(.*\.)?b\.a\.\d+\.x$"]
+    assert targets("body.a.0.x", "body.a.1.x") == ["body.a.0.x", r"re:(.*\.)?a\.1\.x$"]
+    assert targets("body.b.a.0.x", "body.a.1.x", sub_configs=("text",)) == ["body.a.1.x", "body.b.a.0.x"]
 
 
 def test_reordered_inputs_with_a_step_per_row(tmp_path):
@@ -461,6 +494,10 @@ def test_layers_of_every_kind_in_the_library(tmp_path):
     model.save_pretrained(tmp_path / "nm")
     save_compressed_tensors(model, tmp_path / "out")
     equal_in_the_library(tmp_path / "nm", tmp_path / "out")
+    # the body alone, and with another head, have its weights and not random ones
+    for cls in (transformers.AutoModel, transformers.AutoModelForSequenceClassification):
+        other, info = cls.from_pretrained(tmp_path / "out", output_loading_info=True)
+        assert set(info["missing_keys"]) == ({"score.weight"} if hasattr(other, "score") else set())
 
 
 @torch.no_grad()
@@ -475,8 +512,7 @@ def equal_in_the_library(ours: Path, theirs: Path, dtype: torch.dtype = torch.bf
     stored, tool = tensors_of(theirs), BaseCompressor.get_value_from_registry("pack-quantized")
     count = 0
     for name in [key.removesuffix(".weight_packed") for key in stored if key.endswith(".weight_packed")]:
-        groups = config["quantization_config"]["config_groups"].values()
-        (args,) = [g["weights"] for g in groups if name in g["targets"] or g["targets"] == ["Linear"]]
+        (args,) = matched(config["quantization_config"], name)
         parts = {key.removeprefix(f"{name}."): t for key, t in stored.items() if key.startswith(f"{name}.weight_")}
         parts["weight_scale"] = parts["weight_scale"].to(dtype)
         scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**args))

@@ -431,4 +431,4 @@ def test_other_folders_are_refused(what: str, tmp_path: Path, dense_folder: Path
 
 def test_a_model_of_another_size(tmp_path: Path, dense_folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"the files have a weight of \(64, 128\), the model one of \(32, 128\)"):
-        convert_folder(dense_folder, tmp_path / "out", built(hidden_size=32).to("meta"))
+        convert_folder(dense_folder, tmp_path / "out", built(layers=2, hidden_size=32).to("meta"))
