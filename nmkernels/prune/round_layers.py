@@ -26,6 +26,13 @@ from .rounding import round_values
 Weight = NMWeight | CompressedLinear
 """A finished sparse layer, or a compressed one with floating-point values."""
 
+SAID = {
+    "prune_:": "compress_:",
+    "; forward=lambda model, batch: ... calls it in another way": "",
+    "pass blocks=[] to prune without blocks": "pass batches that run every block",
+}
+"""What messages of functions that ``prune_`` uses too say, and what they say here."""
+
 
 def round_on_data(
     model: nn.Module, layers: Mapping[str, Weight], forms: Mapping[nn.Module, tuple[str, int | None]], data: Iterable[Any]
@@ -38,8 +45,11 @@ def round_on_data(
     """
     try:
         return _rounded(model, layers, forms, data)
-    except NMError as error:  # of what prune_ uses too
-        raise type(error)(str(error).replace("prune_:", "compress_:")) from error
+    except NMError as error:
+        text = str(error)
+        for prune, compress in SAID.items():
+            text = text.replace(prune, compress)
+        raise type(error)(text) from error
 
 
 def _rounded(
@@ -58,7 +68,7 @@ def _rounded(
             relay.trace()
         relay.whole = next(filter(None, gathered(relay.whole)), "")
         agree("orders of layers in their first batches", [(unit.name, [c.name for c in unit.layers]) for unit in relay.units])
-        for unit in (*relay.units, Unit("", relay.idle)):
+        for unit in [*relay.units, *([Unit("", relay.idle)] if relay.idle else [])]:  # later batches may reach those
             problems = [p for c in unit.layers for p in problems_of(c, relay.sources[c.name])]
             hessians = Hessians(problems)
             with together(), hessians.collecting(relay.tokens):

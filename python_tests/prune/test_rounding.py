@@ -225,12 +225,12 @@ def test_finished_layers_are_rounded_on_data(compressed):
     nearest = nm.compress_(copy.deepcopy(model), values="int4", group=32)
     x = torch.cat(data)
     before, y = weights(model), model(x).detach()
-    with pytest.raises(NMError, match="nm_linear: values have shape" if compressed else "compress_: the model cannot run batch 2 of data"):
+    with pytest.raises(NMError, match="nm_linear: values have shape" if compressed else r"^compress_: .* batch 2 of data.* or a tensor\.$"):
         nm.compress_(model, values="int4", data=[data[0], data[0][:, :8]])
 
     def fails(*args):
         calls.append(1)
-        if len(calls) == 9:
+        if len(calls) == 9:  # the last one
             raise ZeroDivisionError
 
     calls = []
