@@ -356,7 +356,7 @@ class _Run:
                 if path.name not in self.outputs:  # of an earlier run that was killed here
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
         left = carry_over(self.source, folder, {*self.files, INDEX})
-        config, kind = dict(self.config), type(self.model).__name__
+        config = dict(self.config)
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = plain(self.dtype)
         config["quantization_config"] = config_entry(self.entries)
         facts = self._facts(left)
@@ -369,7 +369,7 @@ class _Run:
                 files = {name: file for file, forms in self.outputs.items() for name in forms}
                 index = {"metadata": {"total_size": facts["bytes"]["after"]}, "weight_map": dict(sorted(files.items()))}
                 (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-            write_card(folder, kind, self.entries)
+            write_card(folder, self.model, self.entries)
             card = (folder / CARD).read_text(encoding="utf-8").partition(HOW)[0].rstrip()
             (folder / CARD).write_text(f"{card}\n\n{HOW}\n\n{how(facts)}", encoding="utf-8")
             sync(folder)
