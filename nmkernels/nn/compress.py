@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,17 +11,18 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from .. import ops
-from ..arguments import whole_number
-from ..layouts import CONV1D, CONV2D, MATRICES, as_stored
+from ..arguments import skips, whole_number
+from ..layouts import CONV1D, CONV2D, EMBEDDING, LINEAR, MATRICES, as_matrix, as_stored, matrix_shape
 from ..ops.compress import group_of
 from ..ops.integers import BITS
-from ..pattern import OptionError, RecipeError, ShapeError
+from ..pattern import NMError, OptionError, Pattern, RecipeError, ShapeError
 from ..shards import is_sharded, local
 from .adapter import adapter_of, folded
 from .chains import channel_parameters, find_chains, reorder_
-from .classes import computed_by
+from .classes import class_of, computed_by
 from .compressed import CompressedLinear, CompressedPart
 from .conv import CompressedConv2d
+from .embedding import CompressedEmbedding
 from .experts import (
     CompressedExperts,
     CompressedStack,
@@ -31,7 +33,7 @@ from .experts import (
     layer_name,
 )
 from .sharding import IN, check_mesh, fsdp_modules, reshard, split_along
-from .swap import after_swap, replace_each_
+from .swap import after_swap, is_conv1d, replace_each_
 from .weight import NMWeight
 
 HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_", "_is_full_backward_")))
@@ -40,10 +42,14 @@ HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_"
 
 MOST_NAMED = 5
 """How many layers a warning names."""
+DENSE = Pattern(1, 1)
+"""The pattern of a dense weight of integers."""
 FLOATING = "experts and convolutions keep floating-point values, not {}: {}."
 
 
-def compress_(model: nn.Module, keep_dense: bool = False, values: str | None = None, group: int | None = None) -> nn.Module:
+def compress_(
+    model: nn.Module, keep_dense: bool = False, values: str | None = None, group: int | None = None, dense: Sequence[str] = ()
+) -> nn.Module:
     """Replace every finished sparse layer of ``model`` by a CompressedLinear or CompressedConv2d, in place, and return the model; experts
     modules become CompressedExperts.
 
@@ -57,6 +63,11 @@ def compress_(model: nn.Module, keep_dense: bool = False, values: str | None = N
     compressed already, which stay the same modules. Inputs stay in their dtype. Experts and convolutions keep floating-point values, with a
     warning that names them. ``nm.quantization_report`` shows beforehand what rounding costs in each layer.
 
+    With ``dense`` the weights of the layers that it names become integers too, without zeros: ``nn.Embedding`` decodes only the rows that it
+    returns, and an embedding and an output head that share a weight share its integers. Layers that are compressed already then stay as they
+    are, so that a second call may give these layers other values than the first one gave the sparse layers. ``prune_`` and ``sparsify_``
+    leave embeddings and output heads dense; in a small model they hold most bytes.
+
     Bits per dense weight: 2:4 has 9 in 16-bit floats, 5 in int8, and 3.125 in int4 in groups of 128 (1:4: 2.5 and 1.625; 1:8: 1.5 and
     1.125). Dense int4 has 4.125, so 2:4 in int4 is 25 % smaller than dense int4, and 2:4 in int8 is larger than it.
 
@@ -67,11 +78,13 @@ def compress_(model: nn.Module, keep_dense: bool = False, values: str | None = N
             else floating-point values.
         group: dense columns that share a step; 0: all of a row. Default: 0 for ``"int8"``; for ``"int4"`` the first of 128, 64, 32 that
             fits, else 0.
+        dense: dense ``nn.Linear`` and ``nn.Embedding`` layers to round too: full names, parts of names between dots, or either with shell
+            wildcards (``*``, ``?``).
 
     Raises:
         RecipeError: a layer is not finished, its weight is not N:M or is sharded by ``fully_shard``, has other integers already, or has NaN
-            or infinite values to round; or the model has no sparse layer.
-        OptionError: ``values`` is unknown, or ``group`` does not fit a layer.
+            or infinite values to round; or the model has no sparse layer; or ``dense`` names no dense layer, or one that cannot be rounded.
+        OptionError: ``values`` is unknown or missing, or ``group`` does not fit a layer.
         ShapeError: a rank's part does not have whole bytes of indices or integers.
 
     Example:
@@ -82,13 +95,16 @@ def compress_(model: nn.Module, keep_dense: bool = False, values: str | None = N
         >>> type(compress_(model)[0]).__name__
         'CompressedLinear'
     """
+    chosen = dense_layers("compress_", model, dense, values, group)
     layers = {layer_name(name, module): module for name, module in model.named_modules() if isinstance(module, NMWeight)}
     if values is None and group is None:
         rounds: dict[str, NMWeight | CompressedLinear] = {name: layer for name, layer in layers.items() if layer.integers is not None}
     else:
         rounds = rounded_layers("compress_", model, None if values == "float" else values, group)
+    if chosen:
+        rounds = {name: one for name, one in rounds.items() if isinstance(one, NMWeight)}
     forms: dict[nn.Module, Any] = {one: (values, group) if values is not None else one.integers for one in rounds.values()}
-    if not (layers or rounds):
+    if not (layers or rounds or chosen):
         raise RecipeError(
             "compress_: the model has no SparseLinear. Train it with sparsify_ and call handle.finish() first; "
             "for a model that was pruned elsewhere: nm.recipes.adopt(model).finish(allow_unused=True)."
@@ -121,6 +137,7 @@ def compress_(model: nn.Module, keep_dense: bool = False, values: str | None = N
             one.keep_dense = one.keep_dense or keep_dense
             if one.weight.step is None:
                 one.round_(*forms[one])
+    replace_each_(model, rounded_dense(chosen, str(values), group, keep_dense))
     after_swap(model)
     return model
 
@@ -142,6 +159,91 @@ def rounded_layers(verb: str, model: nn.Module, values: str | None, group: int |
     if floating:
         warnings.warn(f"{verb}: {FLOATING.format(values, names_of(floating))}", stacklevel=3)
     return layers
+
+
+def dense_layout(module: nn.Module) -> str:
+    """The layout of the weight of ``module`` if it is a dense layer whose weight can be integers; else empty."""
+    if isinstance(module, (NMWeight, CompressedLinear)):
+        return ""
+    return LINEAR if isinstance(module, nn.Linear) else EMBEDDING if isinstance(module, nn.Embedding) else CONV1D if is_conv1d(module) else ""
+
+
+def why_not_dense(module: nn.Module, values: str, group: int | None) -> str:
+    """Why the dense layer ``module`` cannot have integers as weights, as a part of a sentence; empty if it can."""
+    reason = computed_by(module, "weight") or computed_by(module, "bias")
+    if reason:
+        return reason
+    if class_of(module) not in (nn.Linear, nn.Embedding) and not is_conv1d(module):
+        return f"it is a {type(module).__name__}, which may do more with its weight than the layers of torch that can have integers"
+    if getattr(module, "max_norm", None) is not None:
+        return "its max_norm rescales rows of the weight whenever they are read; set max_norm = None once training is over"
+    weight = module._parameters["weight"]
+    assert weight is not None
+    if is_sharded(weight):
+        return "its weight is sharded; save a dense checkpoint, and load it into a plain model"
+    if type(weight.detach()) not in (Tensor, FakeTensor) or not weight.is_floating_point():
+        return f"its weight is a {type(weight.detach()).__name__} of {weight.dtype}, which is quantised already"
+    if weight.is_meta:
+        return "it has no data to round: its weight is on the meta device, or offloaded"
+    try:
+        group_of("", values, group, DENSE, matrix_shape(weight.shape, dense_layout(module))[1])
+    except OptionError as error:
+        return str(error).removeprefix(": ").rstrip(".")
+    if type(weight.detach()) is Tensor and not bool(weight.isfinite().all()):
+        return "its weight has NaN or infinite values, which no integers with a step can hold"
+    return ""
+
+
+def dense_layers(verb: str, model: nn.Module, names: Sequence[str], values: str | None, group: int | None) -> dict[str, nn.Module]:
+    """The dense layers of ``model`` that ``names`` name, and those that share their weights, by name; ``NMError`` unless all can have
+    integers as weights."""
+    names = [names] if isinstance(names, str) else list(names)
+    if not names:
+        return {}
+    if values not in BITS:
+        raise OptionError(f"{verb}: dense={names!r} stores weights as integers; pass values='int8' or 'int4' with it.")
+    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    fits = {name: module for name, module in modules.items() if dense_layout(module)}
+    chosen: dict[str, nn.Module] = {}
+    for wanted in names:
+        found = {name: module for name, module in fits.items() if skips(name, wanted)}
+        if not found:
+            sparse = next((n for n, m in modules.items() if isinstance(m, (NMWeight, CompressedLinear)) and skips(n, wanted)), None)
+            why = f"which has {names_of(list(fits)) or 'none'}"
+            if sparse is not None:
+                done = isinstance(modules[sparse], CompressedLinear)
+                why = f"and {sparse!r} is {'compressed already' if done else 'sparse: values= rounds it without being named'}"
+            raise RecipeError(f"{verb}: dense={wanted!r} names no dense linear layer or embedding of the model, {why}.")
+        chosen |= found
+    shared = {id(module._parameters.get("weight")): name for name, module in chosen.items()}
+    for name, module in modules.items():
+        partner = next((shared[id(p)] for p in module._parameters.values() if p is not None and id(p) in shared), None)
+        if partner is None or name in chosen:
+            continue
+        if name not in fits:
+            kind = type(module).__name__
+            raise RecipeError(f"{verb}: layer {partner!r} shares its weight with {name!r}, a {kind}, which cannot read integers; leave it out.")
+        chosen[name] = module
+    for name, module in chosen.items():
+        reason = why_not_dense(module, values, group)
+        if reason:
+            kind = OptionError if reason.startswith("group=") else RecipeError
+            raise kind(f"{verb}: layer {name!r} cannot be rounded: {reason}. Leave it out of dense=, or change that first.")
+    return chosen
+
+
+@torch.no_grad()
+def rounded_dense(chosen: Mapping[str, nn.Module], values: str, group: int | None, keep_dense: bool) -> dict[nn.Module, nn.Module]:
+    """dense layer → compressed one with its weight rounded, for those of ``dense_layers``; one form for layers that share a weight."""
+    forms: dict[int, ops.Compressed] = {}
+    made: dict[nn.Module, nn.Module] = {}
+    for module in dict.fromkeys(chosen.values()):
+        weight, layout = module._parameters["weight"], dense_layout(module)
+        assert weight is not None
+        if id(weight) not in forms:
+            forms[id(weight)] = ops.quantize_values(ops.compress(as_matrix(weight.detach(), layout), DENSE), values, group)
+        made[module] = compressed_like(module, forms[id(weight)], layout, keep_dense)
+    return made
 
 
 def check_values(verb: str, values: str | None, group: int | None) -> int | None:
@@ -266,12 +368,14 @@ def compressed_like(
 
     If tensor parallelism has split the weight of ``dense``, ``weight`` is this rank's part of it.
     """
-    bias, old = dense.bias, dense.weight
+    bias, old = getattr(dense, "bias", None), dense.weight
     assert (bias is None or isinstance(bias, nn.Parameter)) and isinstance(old, Tensor)
     new: CompressedLinear
     if layout == CONV2D:
         conv: Any = dense
         new = CompressedConv2d(weight, conv.kernel_size, bias, conv.stride, conv.padding, conv.dilation, conv.padding_mode, keep_dense)
+    elif layout == EMBEDDING:
+        new = CompressedEmbedding(weight, dense.padding_idx, old.dtype)  # type: ignore[arg-type]
     elif is_sharded(old):
         new = CompressedPart(weight, old, bias, layout, keep_dense, adapter, columns)
     else:
@@ -308,16 +412,24 @@ def decompress_(model: nn.Module) -> nn.Module:
             raise RecipeError("decompress_: the model itself is one compressed layer and cannot be replaced in place; use its dense().")
     for module in [module for module in model.modules() if isinstance(module, CompressedExperts)]:
         expand_stacks_(module)
-    replace_each_(model, {layer: _decompressed(layer) for _, layer in layers.values() if isinstance(layer, CompressedLinear)})
+    tied: dict[int, nn.Parameter] = {}
+    replace_each_(model, {layer: _decompressed(layer, tied) for _, layer in layers.values() if isinstance(layer, CompressedLinear)})
     if layers:
         after_swap(model)
     return model
 
 
 @torch.no_grad()
-def _decompressed(layer: CompressedLinear) -> nn.Module:
-    weight, adapter = layer.dense(), layer.adapter
-    weight = weight if adapter is None else folded(weight, *adapter)
+def _decompressed(layer: CompressedLinear, tied: dict[int, nn.Parameter]) -> nn.Module:
+    """``tied``: the dense weights of layers without an adapter, by their values, which an embedding and an output head may share."""
+    values, adapter = layer.values, layer.adapter
+    if adapter is not None or id(values) not in tied:
+        weight = layer.dense() if adapter is None else folded(layer.dense(), *adapter)
+        parameter = nn.Parameter(as_stored(weight, layer.layout, layer.stored_shape).contiguous())
+        if adapter is None:
+            tied[id(values)] = parameter
+    else:
+        parameter = tied[id(values)]
     sizes = layer.in_features, layer.out_features
     dense: nn.Module
     if isinstance(layer, CompressedConv2d):
@@ -329,9 +441,12 @@ def _decompressed(layer: CompressedLinear) -> nn.Module:
 
         with torch.device("meta"):
             dense = Conv1D(*reversed(sizes))
+    elif isinstance(layer, CompressedEmbedding):
+        dense = nn.Embedding(*layer.shape, padding_idx=layer.padding_idx, device="meta")
     else:
         dense = nn.Linear(*sizes, False, device="meta")
-    dense.register_parameter("weight", nn.Parameter(as_stored(weight, layer.layout, layer.stored_shape).contiguous()))
-    dense.register_parameter("bias", layer.bias)
+    dense.register_parameter("weight", parameter)
+    if layer.layout != EMBEDDING:
+        dense.register_parameter("bias", layer.bias)
     dense.__dict__.update({name: layer.__dict__[name] for name in HOOKS})
     return dense.train(layer.training)
