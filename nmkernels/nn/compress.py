@@ -183,13 +183,11 @@ def why_not_dense(module: nn.Module, values: str, group: int | None) -> str:
         return "its weight is sharded; save a dense checkpoint, and load it into a plain model"
     if type(weight.detach()) not in (Tensor, FakeTensor) or not weight.is_floating_point():
         return f"its weight is a {type(weight.detach()).__name__} of {weight.dtype}, which is quantised already"
-    if weight.is_meta:
-        return "it has no data to round: its weight is on the meta device, or offloaded"
     try:
         group_of("", values, group, DENSE, matrix_shape(weight.shape, dense_layout(module))[1])
     except OptionError as error:
         return str(error).removeprefix(": ").rstrip(".")
-    if type(weight.detach()) is Tensor and not bool(weight.isfinite().all()):
+    if type(weight.detach()) is Tensor and not weight.is_meta and not bool(weight.isfinite().all()):
         return "its weight has NaN or infinite values, which no integers with a step can hold"
     return ""
 
@@ -226,6 +224,8 @@ def dense_layers(verb: str, model: nn.Module, names: Sequence[str], values: str 
         chosen[name] = module
     for name, module in chosen.items():
         reason = why_not_dense(module, values, group)
+        if not reason and module._parameters["weight"].is_meta:  # type: ignore[union-attr]
+            reason = "it has no data to round: its weight is on the meta device, or offloaded"
         if reason:
             kind = OptionError if reason.startswith("group=") else RecipeError
             raise kind(f"{verb}: layer {name!r} cannot be rounded: {reason}. Leave it out of dense=, or change that first.")
@@ -241,9 +241,14 @@ def rounded_dense(chosen: Mapping[str, nn.Module], values: str, group: int | Non
         weight, layout = module._parameters["weight"], dense_layout(module)
         assert weight is not None
         if id(weight) not in forms:
-            forms[id(weight)] = ops.quantize_values(ops.compress(as_matrix(weight.detach(), layout), DENSE), values, group)
+            forms[id(weight)] = dense_integers(as_matrix(weight.detach(), layout), values, group)
         made[module] = compressed_like(module, forms[id(weight)], layout, keep_dense)
     return made
+
+
+def dense_integers(weight: Tensor, values: str, group: int | None = None) -> ops.Compressed:
+    """A dense weight ``(out, in)`` as integers with steps."""
+    return ops.quantize_values(ops.compress(weight, DENSE), values, group)
 
 
 def check_values(verb: str, values: str | None, group: int | None) -> int | None:
