@@ -31,7 +31,7 @@ def is_dense(about: Any) -> bool:
 
 
 def first_of(layers: Mapping[str, Any]) -> str:
-    """The layer of such a table under whose dense weight's name a folder has an empty tensor: the first, of the sparse ones if there are."""
+    """The layer under whose dense weight's name a folder with such a table has an empty tensor: the first sparse one, if there are any."""
     return min(layers, key=lambda name: (is_dense(layers[name]), name))
 
 
@@ -65,7 +65,8 @@ def write_card(folder: Any, kind: str, layers: Mapping[str, Any]) -> None:
     integers = integers_of(layers)
     rounded = f", with values in {'; '.join(integers)}" if integers else ""
     patterns = patterns_of(layers)
-    section = SECTION.format(patterns=f"{', '.join(patterns)} sparse and " if patterns else "", rounded=rounded, kind=kind, folder=path.parent.name)
+    sparse = f"{', '.join(patterns)} sparse and " if patterns else ""
+    section = SECTION.format(patterns=sparse, rounded=rounded, kind=kind, folder=path.parent.name)
     if not path.exists():
         data = ModelCardData(library_name="transformers", tags=[METHOD])
         path.write_text(f"---\n{data.to_yaml()}\n---\n\n# {path.parent.name}\n\n{section}", encoding="utf-8")

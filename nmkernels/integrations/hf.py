@@ -7,8 +7,9 @@ installed. Nobody needs to: ``sparsify_``, ``compress_`` and ``load_compressed``
 A folder holds::
 
     config.json         quantization_config: quant_method "nmkernels", version, and layers, the table of nm.save_compressed's files
-    model.safetensors   fqn.values, fqn.indices (none of dense integers); fqn.step of integers; fqn.nm_left and fqn.nm_right of an adapter; fqn.columns if inputs are
-                        reordered; every other tensor as in the dense model; shards and an index if it is large; the same table as metadata
+    model.safetensors   fqn.values; fqn.indices, but of dense integers; fqn.step of integers; fqn.nm_left and fqn.nm_right of an adapter;
+                        fqn.columns if inputs are reordered; every other tensor as in the dense model; shards and an index if it is
+                        large; the same table as metadata
     README.md           a model card that says how to load it
 
 Where nmkernels is not installed transformers would initialise the compressed layers randomly and only log a warning. Therefore the file
@@ -44,8 +45,9 @@ from ..export.plan import BUFFERS, STACKS, announce, check_filled, home_of
 from ..export.safetensors import VERSION, described, table
 from ..export.tensors import Layer, sparse_layers, weight_name
 from ..layouts import MATRICES, as_matrix, ordered
-from ..nn.compress import check_values, compressed_like, decompress_, dense_layout
+from ..nn.compress import check_values, compressed_like, decompress_
 from ..nn.compressed import LAYOUTS, CompressedLinear, CompressedPart
+from ..nn.dense import dense_layout
 from ..nn.experts import CompressedStack, child_name, compress_stacks_, compressed_stack
 from ..nn.swap import after_swap, post_swap_hooks, replace_each_
 from ..nn.weight import NMWeight
@@ -383,8 +385,8 @@ def sharing(model: Any, layers: Mapping[str, Layer]) -> dict[CompressedLinear, C
 
 
 def hand_over_ties_(part: Any) -> None:
-    """Leave out of what transformers ties the weights of layers with integers, which share them by themselves; put back those of layers that
-    are dense again."""
+    """Leave out of what transformers ties the weights of layers with integers, which share them already; put back those of layers that are
+    dense again."""
     if KEPT in part.__dict__:
         part._tied_weights_keys, part.all_tied_weights_keys = part.__dict__.pop(KEPT)
     pairs = getattr(part, "all_tied_weights_keys", None) or {}

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from .. import ops
-from ..arguments import skips, whole_number
-from ..layouts import CONV1D, CONV2D, EMBEDDING, LINEAR, MATRICES, as_matrix, as_stored, matrix_shape
+from ..arguments import whole_number
+from ..layouts import CONV1D, CONV2D, EMBEDDING, MATRICES, as_matrix, as_stored
 from ..ops.compress import group_of
 from ..ops.integers import BITS
-from ..pattern import NMError, OptionError, Pattern, RecipeError, ShapeError
+from ..pattern import OptionError, RecipeError, ShapeError
 from ..shards import is_sharded, local
 from .adapter import adapter_of, folded
 from .chains import channel_parameters, find_chains, reorder_
-from .classes import class_of, computed_by
+from .classes import computed_by
 from .compressed import CompressedLinear, CompressedPart
 from .conv import CompressedConv2d
-from .embedding import CompressedEmbedding
+from .dense import CompressedEmbedding, dense_integers, dense_layers, dense_layout
 from .experts import (
     CompressedExperts,
     CompressedStack,
@@ -33,7 +33,7 @@ from .experts import (
     layer_name,
 )
 from .sharding import IN, check_mesh, fsdp_modules, reshard, split_along
-from .swap import after_swap, is_conv1d, replace_each_
+from .swap import after_swap, replace_each_
 from .weight import NMWeight
 
 HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_", "_is_full_backward_")))
@@ -42,8 +42,6 @@ HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_"
 
 MOST_NAMED = 5
 """How many layers a warning names."""
-DENSE = Pattern(1, 1)
-"""The pattern of a dense weight of integers."""
 FLOATING = "experts and convolutions keep floating-point values, not {}: {}."
 
 
@@ -63,10 +61,10 @@ def compress_(
     compressed already, which stay the same modules. Inputs stay in their dtype. Experts and convolutions keep floating-point values, with a
     warning that names them. ``nm.quantization_report`` shows beforehand what rounding costs in each layer.
 
-    With ``dense`` the weights of the layers that it names become integers too, without zeros: ``nn.Embedding`` decodes only the rows that it
-    returns, and an embedding and an output head that share a weight share its integers. Layers that are compressed already then stay as they
-    are, so that a second call may give these layers other values than the first one gave the sparse layers. ``prune_`` and ``sparsify_``
-    leave embeddings and output heads dense; in a small model they hold most bytes.
+    With ``dense`` the weights of the layers that it names become integers too, without zeros. An ``nn.Embedding`` then decodes only rows
+    that it returns; an embedding and an output head that share a weight share its integers. Layers that are compressed already stay as
+    they are, so that a second call may give these layers other values than the first one gave the sparse layers. ``prune_`` and
+    ``sparsify_`` leave embeddings and output heads dense; in a small model those hold most bytes.
 
     Bits per dense weight: 2:4 has 9 in 16-bit floats, 5 in int8, and 3.125 in int4 in groups of 128 (1:4: 2.5 and 1.625; 1:8: 1.5 and
     1.125). Dense int4 has 4.125, so 2:4 in int4 is 25 % smaller than dense int4, and 2:4 in int8 is larger than it.
@@ -161,77 +159,6 @@ def rounded_layers(verb: str, model: nn.Module, values: str | None, group: int |
     return layers
 
 
-def dense_layout(module: nn.Module) -> str:
-    """The layout of the weight of ``module`` if it is a dense layer whose weight can be integers; else empty."""
-    if isinstance(module, (NMWeight, CompressedLinear)):
-        return ""
-    return LINEAR if isinstance(module, nn.Linear) else EMBEDDING if isinstance(module, nn.Embedding) else CONV1D if is_conv1d(module) else ""
-
-
-def why_not_dense(module: nn.Module, values: str, group: int | None) -> str:
-    """Why the dense layer ``module`` cannot have integers as weights, as a part of a sentence; empty if it can."""
-    reason = computed_by(module, "weight") or computed_by(module, "bias")
-    if reason:
-        return reason
-    if class_of(module) not in (nn.Linear, nn.Embedding) and not is_conv1d(module):
-        return f"it is a {type(module).__name__}, which may do more with its weight than the layers of torch that can have integers"
-    if getattr(module, "max_norm", None) is not None:
-        return "its max_norm rescales rows of the weight whenever they are read; set max_norm = None once training is over"
-    weight = module._parameters["weight"]
-    assert weight is not None
-    if is_sharded(weight):
-        return "its weight is sharded; save a dense checkpoint, and load it into a plain model"
-    if type(weight.detach()) not in (Tensor, FakeTensor) or not weight.is_floating_point():
-        return f"its weight is a {type(weight.detach()).__name__} of {weight.dtype}, which is quantised already"
-    try:
-        group_of("", values, group, DENSE, matrix_shape(weight.shape, dense_layout(module))[1])
-    except OptionError as error:
-        return str(error).removeprefix(": ").rstrip(".")
-    if type(weight.detach()) is Tensor and not weight.is_meta and not bool(weight.isfinite().all()):
-        return "its weight has NaN or infinite values, which no integers with a step can hold"
-    return ""
-
-
-def dense_layers(verb: str, model: nn.Module, names: Sequence[str], values: str | None, group: int | None) -> dict[str, nn.Module]:
-    """The dense layers of ``model`` that ``names`` name, and those that share their weights, by name; ``NMError`` unless all can have
-    integers as weights."""
-    names = [names] if isinstance(names, str) else list(names)
-    if not names:
-        return {}
-    if values not in BITS:
-        raise OptionError(f"{verb}: dense={names!r} stores weights as integers; pass values='int8' or 'int4' with it.")
-    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    fits = {name: module for name, module in modules.items() if dense_layout(module)}
-    chosen: dict[str, nn.Module] = {}
-    for wanted in names:
-        found = {name: module for name, module in fits.items() if skips(name, wanted)}
-        if not found:
-            sparse = next((n for n, m in modules.items() if isinstance(m, (NMWeight, CompressedLinear)) and skips(n, wanted)), None)
-            why = f"which has {names_of(list(fits)) or 'none'}"
-            if sparse is not None:
-                done = isinstance(modules[sparse], CompressedLinear)
-                why = f"and {sparse!r} is {'compressed already' if done else 'sparse: values= rounds it without being named'}"
-            raise RecipeError(f"{verb}: dense={wanted!r} names no dense linear layer or embedding of the model, {why}.")
-        chosen |= found
-    shared = {id(module._parameters.get("weight")): name for name, module in chosen.items()}
-    for name, module in modules.items():
-        partner = next((shared[id(p)] for p in module._parameters.values() if p is not None and id(p) in shared), None)
-        if partner is None or name in chosen:
-            continue
-        if name not in fits:
-            kind = type(module).__name__
-            raise RecipeError(f"{verb}: layer {partner!r} shares its weight with {name!r}, a {kind}, which cannot read integers; leave it out.")
-        chosen[name] = module
-    for name, module in chosen.items():
-        reason = why_not_dense(module, values, group)
-        if not reason and module._parameters["weight"].is_meta:  # type: ignore[union-attr]
-            reason = "it has no data to round: its weight is on the meta device, or offloaded"
-        if reason:
-            kind = OptionError if reason.startswith("group=") else RecipeError
-            raise kind(f"{verb}: layer {name!r} cannot be rounded: {reason}. Leave it out of dense=, or change that first.")
-    return chosen
-
-
 @torch.no_grad()
 def rounded_dense(chosen: Mapping[str, nn.Module], values: str, group: int | None, keep_dense: bool) -> dict[nn.Module, nn.Module]:
     """dense layer → compressed one with its weight rounded, for those of ``dense_layers``; one form for layers that share a weight."""
@@ -244,11 +171,6 @@ def rounded_dense(chosen: Mapping[str, nn.Module], values: str, group: int | Non
             forms[id(weight)] = dense_integers(as_matrix(weight.detach(), layout), values, group)
         made[module] = compressed_like(module, forms[id(weight)], layout, keep_dense)
     return made
-
-
-def dense_integers(weight: Tensor, values: str, group: int | None = None) -> ops.Compressed:
-    """A dense weight ``(out, in)`` as integers with steps."""
-    return ops.quantize_values(ops.compress(weight, DENSE), values, group)
 
 
 def check_values(verb: str, values: str | None, group: int | None) -> int | None:

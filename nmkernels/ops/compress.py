@@ -30,7 +30,7 @@ class Compressed:
     Args:
         values: ``(..., groups·N)``, in order of index.
         indices: uint8 ``(..., bytes)``: position inside the group of each value, 2 bits for M <= 4, 4 bits for M <= 16, 8 bits above,
-            packed lowest bits first, each row starting on a byte, spare bits 0. A dense tensor of integers, ``"1:1"`` with a step, has none.
+            packed lowest bits first, each row starting on a byte, spare bits 0. Dense integers, ``"1:1"`` with a step, have none.
         pattern: ``"N:M"`` or a ``Pattern``.
         shape: the dense shape ``(..., cols)``; ``cols`` need not be a multiple of M (the last group is then partial).
         step: None for floating-point values. For integers (``ops.quantize_values``) bf16 ``(..., steps)``: a weight is integer · step, and

@@ -32,7 +32,8 @@ from ..export.stream import ShardWriter
 from ..export.tensors import INDEX, Layer, weight_name
 from ..files import atomic_write, sync, writing
 from ..layouts import MATRICES, as_matrix, as_stored, matrix_shape
-from ..nn.compress import check_values, compressed_like, dense_integers, dense_layout, why_not_dense
+from ..nn.compress import check_values, compressed_like
+from ..nn.dense import dense_integers, dense_layout, why_not_dense
 from ..nn.experts import CompressedStack, child_name
 from ..nn.swap import after_swap
 from ..ops import Compressed
@@ -355,7 +356,7 @@ class _Run:
         """The dense weight ``(out, in)`` of a layer as integers."""
         packed = dense_integers(weight, self.about["dense values"])
         if packed.step is not None and not packed.step.is_meta and not bool(packed.step.isfinite().all()):
-            raise CheckpointError(f"{self.source}: the weight of {name!r} has NaN or infinite values, which no integers with a step can hold.")
+            raise CheckpointError(f"{self.source}: the weight of {name!r} has NaN or infinite values, which no integers can hold.")
         return packed
 
     def _stored(self, name: str, packed: Compressed) -> Compressed:
@@ -436,7 +437,7 @@ class _Run:
 
 
 def _dense_layers(model: nn.Module, pruning: Pruning, values: str) -> dict[str, nn.Module]:
-    """The embeddings and linear layers outside ``pruning`` whose weights become integers: not tiny ones, and not what shares its weight with
+    """The embeddings and linear layers outside ``pruning`` whose weights become integers: no tiny ones, and none that share theirs with
     something else."""
     pruned = {c.module for c in pruning.chosen}
     fits = {
