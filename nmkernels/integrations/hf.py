@@ -43,7 +43,7 @@ from .. import integrations, ops
 from ..export.card import METHOD, config_entry, first_of, format_version, integers_of, is_dense, patterns_of, write_card
 from ..export.plan import BUFFERS, STACKS, announce, check_filled, home_of
 from ..export.safetensors import VERSION, described, table
-from ..export.tensors import Layer, sparse_layers, weight_name
+from ..export.tensors import Layer, place, sparse_layers, weight_name
 from ..layouts import MATRICES, as_matrix, ordered
 from ..nn.compress import check_values, compressed_like, decompress_
 from ..nn.compressed import LAYOUTS, CompressedLinear, CompressedPart
@@ -379,9 +379,14 @@ SHARED = ("values", "step")
 def sharing(model: Any, layers: Mapping[str, Layer]) -> dict[CompressedLinear, CompressedLinear]:
     """Those of ``layers`` that share the integers of another one → that one, whose name files have: the source of transformers' tie."""
     _, targets = model.__dict__.get(KEPT, (None, {}))
-    names, first = sorted(layers, key=lambda name: f"{name}.weight" in targets), dict[int, CompressedLinear]()
+    names, first = sorted(layers, key=lambda name: f"{name}.weight" in targets), dict[object, CompressedLinear]()
     single = dict.fromkeys(layer for name in names if isinstance(layer := layers[name], CompressedLinear))
-    return {layer: one for layer in single if (one := first.setdefault(id(layer.values), layer)) is not layer}
+    return {layer: one for layer in single if (one := first.setdefault(_memory(layer.values), layer)) is not layer}
+
+
+def _memory(values: Tensor) -> object:
+    """A key that is equal for two tensors that are the same memory."""
+    return id(values) if values.is_meta or not values.numel() else place(values)
 
 
 def hand_over_ties_(part: Any) -> None:

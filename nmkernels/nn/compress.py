@@ -348,15 +348,15 @@ def decompress_(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _decompressed(layer: CompressedLinear, tied: dict[int, nn.Parameter]) -> nn.Module:
-    """``tied``: the dense weights of layers without an adapter, by their values, which an embedding and an output head may share."""
-    values, adapter = layer.values, layer.adapter
-    if adapter is not None or id(values) not in tied:
+    """``tied``: the dense weights of layers without an adapter, by the address of their integers, which two layers may share."""
+    memory, adapter = layer.values.data_ptr() or id(layer), layer.adapter
+    if adapter is not None or memory not in tied:
         weight = layer.dense() if adapter is None else folded(layer.dense(), *adapter)
         parameter = nn.Parameter(as_stored(weight, layer.layout, layer.stored_shape).contiguous())
         if adapter is None:
-            tied[id(values)] = parameter
+            tied[memory] = parameter
     else:
-        parameter = tied[id(values)]
+        parameter = tied[memory]
     sizes = layer.in_features, layer.out_features
     dense: nn.Module
     if isinstance(layer, CompressedConv2d):
