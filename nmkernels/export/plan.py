@@ -310,7 +310,8 @@ def _weight_of(module: Any, key: str, name: str, layout: str, shape: tuple[int, 
     if not kinds.get(layout):
         kind = next((word for word, fits in kinds.items() if fits and word), type(module).__name__)
         what = f"stack of experts (layout {layout})" if layout in STACKS else f"{layout} layer"
-        raise _Unfit(f"the file holds a {what}, the model a {kind}")
+        held, present = (f"{'an' if word[0] in 'aeiou' else 'a'} {word}" for word in (what, kind))
+        raise _Unfit(f"the file holds {held}, the model {present}")
     reason = computed_by(module, key) or computed_by(module, "bias")
     if reason:
         raise _Unfit(reason)

@@ -223,7 +223,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Any) -> None:
     whole = path.read_bytes()
     scaled = Tied(tied=False)
     scaled.embed = Scaled(IDS, WIDTH)
-    with pytest.raises(nm.CheckpointError, match="the file holds a embedding layer, the model a Scaled"):
+    with pytest.raises(nm.CheckpointError, match="the file holds an embedding layer, the model a Scaled"):
         nm.load_compressed(scaled, path)
     for change, match in (
         (layers('"1:1"', '"2:4"'), "the rows of an embedding are dense integers"),
