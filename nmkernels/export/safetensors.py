@@ -30,6 +30,7 @@ from .. import ops
 from ..layouts import CONV1D, CONV2D, MATRICES, REDUCED, as_matrix, as_stored
 from ..nn.adapter import ADAPTER, adapter_of, folded
 from ..nn.compressed import CompressedLinear
+from ..nn.dense import has_dense_integers
 from ..nn.experts import CompressedStack, child_name
 from ..nn.sharding import fsdp_modules, reshard
 from ..nn.weight import NMWeight
@@ -164,7 +165,8 @@ class Gatherer:
         state = {name: whole(part) for name, part in layer.state_dict().items() if name in ("values", "indices", "step")}
         if not self.first:
             return torch.empty(layer.whole_shape, dtype=layer.dtype, device="meta")
-        weight = ops.Compressed(state["values"], state["indices"], layer.pattern, layer.whole_shape, state.get("step"))
+        indices = state.get("indices", state["values"].new_empty(layer.whole_shape[0], 0, dtype=torch.uint8))  # dense integers have none
+        weight = ops.Compressed(state["values"], indices, layer.pattern, layer.whole_shape, state.get("step"))
         dense, order = weight.to("cpu").dense(layer.dtype), layer.order
         return dense if order is None else dense.index_select(1, order.cpu().long().argsort())
 
@@ -261,7 +263,14 @@ def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:
     reshard(model)
     sparse, gatherer = sparse_layers(model), Gatherer(model)
     gatherer.raise_together(_not_nm("save_dense", sparse))
-    weights = {layer: _dense_weight(layer, gatherer) for layer in dict.fromkeys(sparse.values())}
+    made: dict[object, Tensor] = {}
+    weights: dict[Layer, Tensor] = {}
+    for layer in dict.fromkeys(sparse.values()):
+        tied = has_dense_integers(layer) and adapter_of(layer) is None and layer.values.numel()
+        memory = place(layer.values) if tied else layer  # type: ignore[arg-type]
+        if memory not in made:
+            made[memory] = _dense_weight(layer, gatherer)
+        weights[layer] = made[memory]
     tensors, patterns = plain_state(model), {}
     for name, layer in sparse.items():
         adapted = adapter_of(layer) is not None
@@ -269,7 +278,7 @@ def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:
         for part in (*(() if isinstance(layer, NMWeight) else BUFFERS), *(ADAPTER if adapted else ())):
             tensors.pop(f"{home}.{part}".removeprefix("."), None)
         tensors[weight_name(name, layer)] = weights[layer]  # one tensor for a layer with two names
-        if not adapted:
+        if not (adapted or has_dense_integers(layer)):
             patterns[name] = str(layer.pattern)
     # safetensors' convention for tied weights: metadata entries, dropped name -> stored name
     gatherer.write(path, tensors, {"format": "pt", "nm": json.dumps(patterns)}, lambda aliases: aliases)

@@ -22,7 +22,7 @@ from .chains import channel_parameters, find_chains, reorder_
 from .classes import computed_by
 from .compressed import CompressedLinear, CompressedPart
 from .conv import CompressedConv2d
-from .dense import CompressedEmbedding, dense_integers, dense_layers, dense_layout
+from .dense import CompressedEmbedding, dense_integers, dense_layers, dense_layout, has_dense_integers
 from .experts import (
     CompressedExperts,
     CompressedStack,
@@ -148,7 +148,7 @@ def rounded_layers(verb: str, model: nn.Module, values: str | None, group: int |
     layers: dict[str, NMWeight | CompressedLinear] = {}
     floating = []
     for name, module in model.named_modules():
-        if not isinstance(module, (NMWeight, CompressedLinear, CompressedStack)):
+        if not isinstance(module, (NMWeight, CompressedLinear, CompressedStack)) or has_dense_integers(module):
             continue
         if isinstance(module, CompressedStack) or module.layout not in MATRICES:
             floating.append(layer_name(name, module))

@@ -433,7 +433,7 @@ class CompressedPart(CompressedLinear):
 
     def _shared(self) -> tuple[str, ...]:
         """The buffers of which each rank has a part."""
-        return ("values", "indices") if self._buffers.get("step") is None else ("values", "indices", "step")
+        return tuple(name for name in ("values", "indices", "step") if name in self._buffers.keys() - self._non_persistent_buffers_set)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -93,6 +93,11 @@ def dense_integers(weight: Tensor, values: str, group: int | None = None) -> ops
     return ops.quantize_values(ops.compress(weight, DENSE), values, group)
 
 
+def has_dense_integers(module: nn.Module) -> bool:
+    """Whether ``module`` is a dense layer whose weight is integers."""
+    return isinstance(module, CompressedLinear) and module.pattern.m == 1 and "step" in module._buffers
+
+
 def dense_layout(module: nn.Module) -> str:
     """The layout of the weight of ``module`` if it is a dense layer whose weight can be integers; else empty."""
     if isinstance(module, (NMWeight, CompressedLinear)):
@@ -111,8 +116,9 @@ def why_not_dense(module: nn.Module, values: str, group: int | None) -> str:
         return f"it is a {type(module).__name__}, which may do more with its weight than the layers of torch that can have integers"
     if getattr(module, "max_norm", None) is not None:
         return "its max_norm rescales rows of the weight whenever they are read; set max_norm = None once training is over"
-    weight = module._parameters["weight"]
-    assert weight is not None
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "it has no Parameter weight"
     if is_sharded(weight):
         return "its weight is sharded; save a dense checkpoint, and load it into a plain model"
     if type(weight.detach()) not in (Tensor, FakeTensor) or not weight.is_floating_point():

@@ -307,7 +307,8 @@ def quantize_values(c: Compressed, values: str = "int8", group: int | None = Non
     p, cols = c.pattern, int(c.shape[-1])
     group = group_of("nm_quantize_values", values, group, p, cols)
     integers, step = nm_quantize_values(c.values, BITS[values], cols // group if group else 1)
-    return Compressed(integers, c.indices[..., : p.index_bytes(cols, True)], p, c.shape, step)
+    indices = c.indices if p.m > 1 else c.indices.new_empty(*c.indices.shape[:-1], 0)
+    return Compressed(integers, indices, p, c.shape, step)
 
 
 def group_of(op: str, values: str, group: int | None, p: Pattern, cols: int) -> int:

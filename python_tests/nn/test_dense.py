@@ -149,6 +149,8 @@ def test_names() -> None:
     nm.sparsify_(floats, "ste:2:4").finish(allow_unused=True)
     nm.compress_(nm.compress_(floats), values="int8", dense=["head"])
     assert floats.body.weight.step is None and is_tied(floats)  # naming one of both is enough
+    nm.compress_(floats, values="int4")
+    assert floats.body.weight.kind == "int4" and floats.head.weight.kind == "int8"
 
 
 class Scaled(nn.Embedding):
@@ -212,7 +214,9 @@ def test_files_store_shared_integers_once(tmp_path: Any) -> None:
     untied: Any = nm.load_compressed(Tied(torch.bfloat16, tied=False), path)
     assert equal_bits(untied(ids), model(ids)) and not is_tied(untied)
     nm.save_dense(model, tmp_path / "dense.safetensors")
-    assert equal_bits(read(tmp_path / "dense.safetensors").tensors["embed.weight"], model.embed.dense())
+    dense = read(tmp_path / "dense.safetensors")
+    assert equal_bits(dense.tensors["embed.weight"], model.embed.dense()) and "head.weight" not in dense.tensors
+    assert dense.metadata["head.weight"] == "embed.weight" and dense.json("nm") == {"body": "2:4"}
     nm.save_compressed(untied, path)
     assert "head.values" in read(path).tensors
 
